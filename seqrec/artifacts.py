@@ -1,0 +1,125 @@
+"""Names and schemas of what stages exchange: the one place that knows what a file is called."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+# ingest -> validate, prepare
+INTERACTIONS = "interactions.parquet"
+ITEMS = "items.parquet"
+QUARANTINE = "quarantine.parquet"
+SOURCE_CARD = "source.json"
+# prepare -> everything after it
+SEQUENCES = "sequences.arrow"
+VOCABULARY = "vocabulary.parquet"
+USERS = "users.parquet"
+SPLIT_CARD = "split.json"
+# pretrain -> finetune -> evaluate
+WEIGHTS = "best.safetensors"
+MODEL_CARD = "config.json"
+HISTORY = "history.jsonl"
+# evaluate -> register
+METRICS = "metrics.json"
+CASES = "cases.parquet"
+RECOMMENDATIONS = "recommendations.parquet"
+
+INTERACTIONS_SCHEMA = pa.schema(
+    [
+        pa.field("user_id", pa.string(), nullable=False),
+        pa.field("item_id", pa.string(), nullable=False),
+        pa.field("timestamp", pa.int64(), nullable=False),  # seconds, UTC
+        pa.field("row", pa.int64(), nullable=False),  # position in the source: the tie-breaker of equal times
+        pa.field("rating", pa.float32()),  # null where the source has none
+    ]
+)
+ITEMS_SCHEMA = pa.schema(  # attribute columns, all strings, may follow
+    [pa.field("item_id", pa.string(), nullable=False), pa.field("title", pa.string())]
+)
+QUARANTINE_SCHEMA = pa.schema(
+    [
+        pa.field("file", pa.string(), nullable=False),
+        pa.field("line", pa.int64(), nullable=False),  # 1-based
+        pa.field("reason", pa.string(), nullable=False),
+        pa.field("text", pa.string(), nullable=False),  # the first 500 characters of the line
+    ]
+)
+SEQUENCES_SCHEMA = pa.schema(
+    [
+        pa.field("user", pa.int32(), nullable=False),
+        pa.field("items", pa.list_(pa.int32()), nullable=False),
+        pa.field("times", pa.list_(pa.int64()), nullable=False),
+        pa.field("train_end", pa.int32(), nullable=False),
+        pa.field("valid_end", pa.int32(), nullable=False),
+    ]
+)
+VOCABULARY_SCHEMA = pa.schema(
+    [
+        pa.field("item", pa.int32(), nullable=False),  # 1..N; 0 is padding and has no row
+        pa.field("item_id", pa.string(), nullable=False),
+        pa.field("count", pa.int64(), nullable=False),  # events in train; 0 = cold
+    ]
+)
+USERS_SCHEMA = pa.schema(
+    [pa.field("user", pa.int32(), nullable=False), pa.field("user_id", pa.string(), nullable=False)]
+)
+CASES_SCHEMA = pa.schema(
+    [
+        pa.field("split", pa.string(), nullable=False),  # valid | test
+        pa.field("user", pa.int32(), nullable=False),
+        pa.field("position", pa.int32(), nullable=False),  # index of the target in the user's sequence
+        pa.field("target", pa.int32(), nullable=False),
+        pa.field("rank", pa.float64(), nullable=False),  # 1-based mid-rank, configured filter_seen
+        pa.field("ties", pa.int32(), nullable=False),  # other candidates with the target's score
+    ]
+)
+RECOMMENDATIONS_SCHEMA = pa.schema(
+    [
+        pa.field("user", pa.int32(), nullable=False),
+        pa.field("rank", pa.int32(), nullable=False),
+        pa.field("item", pa.int32(), nullable=False),
+        pa.field("score", pa.float32(), nullable=False),
+    ]
+)
+
+
+def sha256(path: Path) -> str:
+    """Return the file's SHA-256 in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in `path`."""
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return content
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write `content` to `path` in one step: a killed process leaves the old file or the new one."""
+    write_text(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
+
+
+def write_text(path: Path, content: str) -> None:
+    """Write `content` to `path` in one step."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def write_table(path: Path, table: pa.Table) -> None:
+    """Write `table` as Parquet to `path` in one step."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    pq.write_table(table, partial, compression="zstd")
+    partial.replace(path)

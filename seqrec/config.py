@@ -1,0 +1,312 @@
+"""The sections of `params.yaml`: frozen, typed, and strict about keys nobody reads.
+
+The sections are plain dataclasses, so that the training core needs no more than torch; `parse` lets pydantic
+check and cast the values at the edge (KFP carries every number as a double: `20.0` parses as the integer 20).
+A setting is looked up in the shared section, then in the dataset's, then in the model's; the last one wins.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+try:
+    import pydantic
+except ImportError:  # a bare training machine: unknown keys and ranges are still checked, types are not cast
+    pydantic = None  # type: ignore[assignment]
+
+STAGES = ("ingest", "validate", "prepare", "pretrain", "finetune", "evaluate", "register")
+PROTOCOLS = ("LOO-full", "temporal")
+Section = TypeVar("Section")
+
+
+class ConfigError(ValueError):
+    """A setting is missing, misspelt, of the wrong type or out of range; the message names its key."""
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise `ValueError(message)` unless `condition` holds."""
+    if not condition:
+        raise ValueError(message)
+
+
+@dataclass(frozen=True, kw_only=True)
+class IngestConfig:
+    """Section `ingest`: which source is read, and how forgivingly."""
+
+    source: str  # a name of seqrec.data.sources.SOURCES
+    category: str = ""  # Amazon: the category as the file names spell it, e.g. Gift_Cards
+    interactions: str = ""  # csv: path or URL of the interactions file (CSV or Parquet)
+    items: str = ""  # csv: path or URL of the items file; empty for none
+    columns: dict[str, str] = field(default_factory=dict)  # csv: our column name -> the file's
+    mirror: str = ""  # directory or URL tried before the official one; SEQREC_DATA_MIRROR wins
+    max_bad_share: float = 0.01  # more malformed rows than this fail the stage
+    retries: int = 4  # attempts per URL after the first, with exponential backoff
+    timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        require(0.0 <= self.max_bad_share <= 1.0, "max_bad_share must be between 0 and 1")
+        require(self.retries >= 0, "retries must be at least 0")
+        require(self.timeout_s > 0, "timeout_s must be positive")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidateConfig:
+    """Section `validate`: what the tables must look like."""
+
+    min_rows: int = 1
+    min_date: str = "1990-01-01"  # ISO dates, UTC; a timestamp outside is critical
+    max_date: str = "2035-01-01"
+    max_duplicate_share: float = 0.05  # rows that repeat (user, item, time)
+    max_drift: float = 0.25  # population stability index against the baseline; more is a warning
+
+    def __post_init__(self) -> None:
+        require(self.min_rows >= 1, "min_rows must be at least 1")
+        require(0.0 <= self.max_duplicate_share <= 1.0, "max_duplicate_share must be between 0 and 1")
+        require(self.max_drift > 0, "max_drift must be positive")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareConfig:
+    """Section `prepare`: filters, order and split."""
+
+    deduplicate: str = "exact"  # exact: same user, item, time | first_pair: same user, item | none
+    min_rating: float = 0.0  # keep events rated at least this; 0 keeps everything, unrated events too
+    require_title: bool = False  # drop items without a title before the k-core
+    min_user_events: int = 5  # iterated k-core
+    min_item_events: int = 5
+    sample_users: int = 0  # after the k-core keep this many random users; 0 keeps all
+    protocol: str = "LOO-full"
+    val_users: int = 0  # validate on this many random users, the others train on that event; 0 = all
+    valid_share: float = 0.1  # temporal: share of the events between the two cuts
+    test_share: float = 0.1  # temporal: share of the events after the second cut
+    cases: str = "all"  # temporal: every event after the cut is a case | first: the user's first only
+    seed: int = 42
+
+    def __post_init__(self) -> None:
+        require(self.deduplicate in ("exact", "first_pair", "none"), "deduplicate must be exact, first_pair or none")
+        require(self.protocol in PROTOCOLS, f"protocol must be one of {', '.join(PROTOCOLS)}")
+        require(self.cases in ("all", "first"), "cases must be all or first")
+        require(min(self.min_user_events, self.min_item_events) >= 1, "min_user_events, min_item_events: at least 1")
+        require(min(self.sample_users, self.val_users) >= 0, "sample_users and val_users must be at least 0")
+        require(self.valid_share > 0 and self.test_share > 0, "valid_share and test_share must be positive")
+        require(self.valid_share + self.test_share < 1, "valid_share + test_share must be under 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Settings of both training stages."""
+
+    seed: int = 42
+    epochs: int = 50
+    batch_size: int = 128  # users of average length a step
+    loss: str = "ce"
+    learning_rate: float = 1e-3
+    min_learning_rate: float = 1e-5  # where the cosine ends
+    warmup_steps: int = 100
+    weight_decay: float = 0.0
+    clip_norm: float = 1.0  # 0 = off
+    patience: int = 10  # evaluations without a better valid/ndcg@10 before stopping
+    eval_every: int = 1  # epochs
+    precision: str = "fp32"  # fp32 | bf16
+    deterministic: bool = False  # only deterministic kernels, whatever they cost
+    save_minutes: float = 1.0  # resume state at most this often, besides the end of each phase
+
+    def __post_init__(self) -> None:
+        require(self.epochs >= 0, "epochs must be at least 0")
+        require(min(self.batch_size, self.patience, self.eval_every) >= 1, "batch_size, patience, eval_every: >= 1")
+        require(self.learning_rate > 0, "learning_rate must be positive")
+        require(0 <= self.min_learning_rate <= self.learning_rate, "min_learning_rate: between 0 and learning_rate")
+        require(min(self.warmup_steps, self.weight_decay, self.clip_norm, self.save_minutes) >= 0, "must not be < 0")
+        require(self.loss in ("ce",), "loss must be ce")
+        require(self.precision in ("fp32", "bf16"), "precision must be fp32 or bf16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainConfig(TrainConfig):
+    """Section `pretrain`; models without a pre-training phase use its seed alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneConfig(TrainConfig):
+    """Section `finetune`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig:
+    """Section `evaluate`."""
+
+    filter_seen: bool = True  # remove the user's past items from the candidates; the target always stays
+    top_k: int = 20  # recommendations kept for every user
+    bootstrap: int = 1000  # resamples of users behind the intervals
+    seed: int = 42
+
+    def __post_init__(self) -> None:
+        require(self.top_k >= 10, "top_k must be at least 10: the list metrics at 10 are computed from it")
+        require(self.bootstrap >= 100, "bootstrap must be at least 100")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegisterConfig:
+    """Section `register`: where runs go and what a champion must show."""
+
+    tracking_uri: str = "sqlite:///mlflow.db"  # MLFLOW_TRACKING_URI wins
+    experiment: str = "seqrec"
+    min_gain: float = 0.0  # absolute gain of valid/ndcg@10 over the champion
+    confidence: float = 0.95  # the paired interval of the gain must lie above min_gain at this level
+    seed: int = 42
+
+    def __post_init__(self) -> None:
+        require(0 < self.confidence < 1, "confidence must be between 0 and 1")
+
+
+SECTIONS: dict[str, type] = {
+    "ingest": IngestConfig,
+    "validate": ValidateConfig,
+    "prepare": PrepareConfig,
+    "pretrain": PretrainConfig,
+    "finetune": FinetuneConfig,
+    "evaluate": EvaluateConfig,
+    "register": RegisterConfig,
+}
+DATASET_KEYS = ("ingest", "validate", "prepare", "pretrain", "finetune", "evaluate", "options")
+MODEL_KEYS = ("architecture", "options", "pretrain", "finetune")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """What `pretrain` builds a model from: an entry of `models`, merged with the dataset's options."""
+
+    architecture: str
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Params:
+    """`params.yaml` with its keys checked; sections are parsed when a stage asks for one."""
+
+    dataset: str
+    sources: tuple[str, ...]
+    leaderboard: tuple[str, ...]
+    sections: Mapping[str, Mapping[str, Any]]
+    datasets: Mapping[str, Mapping[str, Mapping[str, Any]]]
+    models: Mapping[str, Mapping[str, Any]]
+
+    def section(self, stage: str, *, model: str | None = None, dataset: str | None = None) -> Any:
+        """Return the parsed section of `stage`, shared < dataset's < model's."""
+        dataset = dataset or self.dataset
+        values = {**self.sections[stage], **self.dataset_entry(dataset).get(stage, {})}
+        if model is not None:
+            values |= self.model_entry(model).get(stage, {})
+        return parse(SECTIONS[stage], values, stage)
+
+    def model(self, name: str) -> ModelConfig:
+        """Return architecture and options of `models.<name>`; the dataset's options are its defaults."""
+        entry = self.model_entry(name)
+        options = {**self.dataset_entry(self.dataset).get("options", {}), **entry.get("options", {})}
+        return ModelConfig(architecture=entry["architecture"], options=options)
+
+    def dataset_entry(self, name: str) -> Mapping[str, Mapping[str, Any]]:
+        """Return `datasets.<name>`."""
+        if name not in self.datasets:
+            raise ConfigError(f"dataset: no entry datasets.{name}; there are {', '.join(self.datasets)}")
+        return self.datasets[name]
+
+    def model_entry(self, name: str) -> Mapping[str, Any]:
+        """Return `models.<name>`."""
+        if name not in self.models:
+            raise ConfigError(f"leaderboard: no entry models.{name}; there are {', '.join(self.models)}")
+        return self.models[name]
+
+
+def load(path: Path) -> Params:
+    """Read `params.yaml`; every key of every section is checked, also of those that this run does not use.
+
+    Raises:
+        ConfigError: with the path of the first wrong key.
+    """
+    if not path.is_file():
+        raise ConfigError(f"{path} not found: run from the project's folder or give --params")
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    return from_dict(content)
+
+
+def from_dict(content: Mapping[str, Any]) -> Params:
+    """Check the keys of `content`, shaped as params.yaml, and wrap it."""
+    top = ("dataset", "sources", "leaderboard", *SECTIONS, "datasets", "models")
+    _check_keys(content, top, "params.yaml", required=True)
+    for stage, cls in SECTIONS.items():
+        _check_keys(content[stage], [f.name for f in dataclasses.fields(cls)], stage)
+    for name, entry in content["datasets"].items():
+        _check_keys(entry, DATASET_KEYS, f"datasets.{name}", required=True)
+    for name, entry in content["models"].items():
+        _check_keys(entry, MODEL_KEYS, f"models.{name}", required=True)
+    params = Params(
+        dataset=content["dataset"],
+        sources=tuple(content["sources"]),
+        leaderboard=tuple(content["leaderboard"]),
+        sections={stage: content[stage] for stage in SECTIONS},
+        datasets=content["datasets"],
+        models=content["models"],
+    )
+    for dataset in params.datasets:
+        for stage in SECTIONS:
+            params.section(stage, dataset=dataset)
+    for model in params.models:
+        for stage in ("pretrain", "finetune"):
+            params.section(stage, model=model)
+    for name in (params.dataset, *params.sources):
+        params.dataset_entry(name)
+    for name in params.leaderboard:
+        params.model_entry(name)
+    return params
+
+
+def parse(cls: type[Section], values: Mapping[str, Any], path: str) -> Section:
+    """Build the dataclass `cls` from `values`; `path` is the key that error messages start with.
+
+    Raises:
+        ConfigError: unknown key, missing key, wrong type or value out of range.
+    """
+    _check_keys(values, [f.name for f in dataclasses.fields(cls)], path)  # type: ignore[arg-type]
+    try:
+        return cls(**values) if pydantic is None else _adapter(cls).validate_python(dict(values))
+    except ValueError as error:  # pydantic's ValidationError is one
+        raise ConfigError(_explain(error, path)) from error
+    except TypeError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+@cache
+def _adapter(cls: type) -> pydantic.TypeAdapter[Any]:
+    return pydantic.TypeAdapter(cls)
+
+
+def _explain(error: ValueError, path: str) -> str:
+    if pydantic is None or not isinstance(error, pydantic.ValidationError):
+        return f"{path}: {error}"
+    lines = []
+    for detail in error.errors():
+        key = ".".join([path, *(str(part) for part in detail["loc"])])
+        lines.append(f"{key}: {detail['msg'].removeprefix('Value error, ')} (got {detail['input']!r:.80})")
+    return "; ".join(lines)
+
+
+def _check_keys(values: Any, known: Any, path: str, *, required: bool = False) -> None:
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{path}: expected a mapping of settings, got {values!r:.80}")
+    for key in values:
+        if key not in known:
+            raise ConfigError(f"{path}.{key}: unknown key; known are {', '.join(known)}")
+    for key in known if required else ():
+        if key not in values:
+            raise ConfigError(f"{path}.{key}: missing key")

@@ -1,0 +1,1 @@
+"""Data: catalogue of sources, expectations, splits, sequences."""

@@ -1,0 +1,1 @@
+"""The work of the pipeline: one module, one plain function per stage."""
