@@ -8,18 +8,19 @@ A setting is looked up in the shared section, then in the dataset's, then in the
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from datetime import date
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 
-try:
+# on a bare training machine without pydantic, unknown keys and ranges are still checked, types are not cast
+CASTS = importlib.util.find_spec("pydantic") is not None
+if CASTS:
     import pydantic
-except ImportError:  # a bare training machine: unknown keys and ranges are still checked, types are not cast
-    pydantic = None  # type: ignore[assignment]
 
 STAGES = ("ingest", "validate", "prepare", "pretrain", "finetune", "evaluate", "register")
 PROTOCOLS = ("LOO-full", "temporal")
@@ -42,9 +43,10 @@ class IngestConfig:
 
     source: str  # a name of seqrec.data.sources.SOURCES
     category: str = ""  # Amazon: the category as the file names spell it, e.g. Gift_Cards
-    interactions: str = ""  # csv: path or URL of the interactions file (CSV or Parquet)
-    items: str = ""  # csv: path or URL of the items file; empty for none
-    columns: dict[str, str] = field(default_factory=dict)  # csv: our column name -> the file's
+    interactions: str = ""  # csv: path or URL of the events (CSV or Parquet); prefixes: up to `.train.inter`
+    items: str = ""  # csv, prefixes: path or URL of the items file; empty for none
+    columns: dict[str, str] = field(default_factory=dict)  # csv: our column -> the file's; items.<column>: there alone
+    sha256: dict[str, str] = field(default_factory=dict)  # file's role (interactions, items) -> its digest, if pinned
     mirror: str = ""  # directory or URL tried before the official one; SEQREC_DATA_MIRROR wins
     max_bad_share: float = 0.01  # more malformed rows than this fail the stage
     retries: int = 4  # attempts per URL after the first, with exponential backoff
@@ -64,11 +66,16 @@ class ValidateConfig:
     min_date: str = "1990-01-01"  # ISO dates, UTC; a timestamp outside is critical
     max_date: str = "2035-01-01"
     max_duplicate_share: float = 0.05  # rows that repeat (user, item, time)
+    max_volume_change: float = 0.1  # relative distance from the source's known number of rows
     max_drift: float = 0.25  # population stability index against the baseline; more is a warning
 
     def __post_init__(self) -> None:
         require(self.min_rows >= 1, "min_rows must be at least 1")
+        require(
+            date.fromisoformat(self.min_date) < date.fromisoformat(self.max_date), "min_date must be before max_date"
+        )
         require(0.0 <= self.max_duplicate_share <= 1.0, "max_duplicate_share must be between 0 and 1")
+        require(self.max_volume_change >= 0, "max_volume_change must not be negative")
         require(self.max_drift > 0, "max_drift must be positive")
 
 
@@ -116,14 +123,18 @@ class TrainConfig:
     eval_every: int = 1  # epochs
     precision: str = "fp32"  # fp32 | bf16
     deterministic: bool = False  # only deterministic kernels, whatever they cost
-    save_minutes: float = 1.0  # resume state at most this often, besides the end of each phase
+    save_steps: int = 500  # a resume state every so many steps, besides the end of each epoch
 
     def __post_init__(self) -> None:
         require(self.epochs >= 0, "epochs must be at least 0")
         require(min(self.batch_size, self.patience, self.eval_every) >= 1, "batch_size, patience, eval_every: >= 1")
         require(self.learning_rate > 0, "learning_rate must be positive")
         require(0 <= self.min_learning_rate <= self.learning_rate, "min_learning_rate: between 0 and learning_rate")
-        require(min(self.warmup_steps, self.weight_decay, self.clip_norm, self.save_minutes) >= 0, "must not be < 0")
+        require(
+            min(self.warmup_steps, self.weight_decay, self.clip_norm) >= 0,
+            "warmup_steps, weight_decay, clip_norm: >= 0",
+        )
+        require(self.save_steps >= 1, "save_steps must be at least 1")
         require(self.loss in ("ce",), "loss must be ce")
         require(self.precision in ("fp32", "bf16"), "precision must be fp32 or bf16")
 
@@ -212,6 +223,11 @@ class Params:
         options = {**self.dataset_entry(self.dataset).get("options", {}), **entry.get("options", {})}
         return ModelConfig(architecture=entry["architecture"], options=options)
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return the content, shaped as params.yaml."""
+        tops = {"dataset": self.dataset, "sources": list(self.sources), "leaderboard": list(self.leaderboard)}
+        return tops | dict(self.sections) | {"datasets": self.datasets, "models": self.models}
+
     def dataset_entry(self, name: str) -> Mapping[str, Mapping[str, Any]]:
         """Return `datasets.<name>`."""
         if name not in self.datasets:
@@ -279,20 +295,18 @@ def parse(cls: type[Section], values: Mapping[str, Any], path: str) -> Section:
     """
     _check_keys(values, [f.name for f in dataclasses.fields(cls)], path)  # type: ignore[arg-type]
     try:
-        return cls(**values) if pydantic is None else _adapter(cls).validate_python(dict(values))
+        if not CASTS:
+            return cls(**values)
+        parsed: Section = pydantic.TypeAdapter(cls).validate_python(dict(values))
+        return parsed
     except ValueError as error:  # pydantic's ValidationError is one
         raise ConfigError(_explain(error, path)) from error
     except TypeError as error:
         raise ConfigError(f"{path}: {error}") from error
 
 
-@cache
-def _adapter(cls: type) -> pydantic.TypeAdapter[Any]:
-    return pydantic.TypeAdapter(cls)
-
-
 def _explain(error: ValueError, path: str) -> str:
-    if pydantic is None or not isinstance(error, pydantic.ValidationError):
+    if not CASTS or not isinstance(error, pydantic.ValidationError):
         return f"{path}: {error}"
     lines = []
     for detail in error.errors():

@@ -1,0 +1,28 @@
+"""Step `baselines`: two rows that need no training, and that any model must beat."""
+
+from kfp import dsl
+
+from components import IMAGE
+
+
+@dsl.component(base_image=IMAGE, install_kfp_package=False)
+def baselines(
+    filter_seen: bool,
+    config: dict,
+    sequences: dsl.Input[dsl.Dataset],
+    results: dsl.Output[dsl.Artifact],
+    metrics: dsl.Output[dsl.Metrics],
+):
+    """Evaluate popularity and a Markov chain."""
+    from pathlib import Path
+
+    from seqrec.config import EvaluateConfig, parse
+    from seqrec.stages.baselines import baselines
+
+    values = baselines(
+        sequences=Path(sequences.path),
+        reports=Path(results.path) / "reports",
+        config=parse(EvaluateConfig, dict(filter_seen=filter_seen, **config), "evaluate"),
+    )
+    for name, value in values.items():
+        metrics.log_metric(name, value)

@@ -1,0 +1,32 @@
+"""Step `evaluate`: rank every test case among the whole catalogue."""
+
+from kfp import dsl
+
+from components import IMAGE
+
+
+@dsl.component(base_image=IMAGE, install_kfp_package=False)
+def evaluate(
+    model: str,
+    filter_seen: bool,
+    config: dict,
+    sequences: dsl.Input[dsl.Dataset],
+    checkpoint: dsl.Input[dsl.Model],
+    report: dsl.Output[dsl.Artifact],
+    metrics: dsl.Output[dsl.Metrics],
+):
+    """Rank every test case among the whole catalogue."""
+    from pathlib import Path
+
+    from seqrec.config import EvaluateConfig, parse
+    from seqrec.stages.evaluate import evaluate
+
+    values = evaluate(
+        model=model,
+        sequences=Path(sequences.path),
+        checkpoint=Path(checkpoint.path),
+        report=Path(report.path),
+        config=parse(EvaluateConfig, dict(filter_seen=filter_seen, **config), "evaluate"),
+    )
+    for name, value in values.items():
+        metrics.log_metric(name, value)

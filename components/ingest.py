@@ -1,0 +1,23 @@
+"""Step `ingest`: from a published dataset to the canonical tables."""
+
+from kfp import dsl
+
+from components import IMAGE
+
+
+@dsl.component(base_image=IMAGE, install_kfp_package=False)
+def ingest(dataset: str, state: str, config: dict, data: dsl.Output[dsl.Dataset], metrics: dsl.Output[dsl.Metrics]):
+    """Fetch a dataset and read it into the canonical tables."""
+    from pathlib import Path
+
+    from seqrec.config import IngestConfig, parse
+    from seqrec.stages.ingest import ingest
+
+    values = ingest(
+        dataset=dataset,
+        output=Path(data.path),
+        downloads=Path(state) / "downloads",
+        config=parse(IngestConfig, config, "ingest"),
+    )
+    for name, value in values.items():
+        metrics.log_metric(name, value)

@@ -1,0 +1,31 @@
+"""Step `prepare`: interactions become numbered, ordered, split sequences."""
+
+from kfp import dsl
+
+from components import IMAGE
+
+
+@dsl.component(base_image=IMAGE, install_kfp_package=False)
+def prepare(
+    dataset: str,
+    config: dict,
+    data: dsl.Input[dsl.Dataset],
+    validation: dsl.Input[dsl.Artifact],
+    sequences: dsl.Output[dsl.Dataset],
+    metrics: dsl.Output[dsl.Metrics],
+):
+    """Filter, number, order and split the interactions."""
+    from pathlib import Path
+
+    from seqrec.config import PrepareConfig, parse
+    from seqrec.stages.prepare import prepare
+
+    values = prepare(
+        dataset=dataset,
+        data=Path(data.path),
+        validation=Path(validation.path) / "validation.json",
+        sequences=Path(sequences.path),
+        config=parse(PrepareConfig, config, "prepare"),
+    )
+    for name, value in values.items():
+        metrics.log_metric(name, value)

@@ -1,0 +1,35 @@
+"""Step `pretrain`: build a model, and run its pre-training phases if it has any."""
+
+from kfp import dsl
+
+from components import IMAGE
+
+
+@dsl.component(base_image=IMAGE, install_kfp_package=False)
+def pretrain(
+    model: str,
+    state: str,
+    filter_seen: bool,
+    architecture: dict,
+    config: dict,
+    sequences: dsl.Input[dsl.Dataset],
+    initial: dsl.Output[dsl.Model],
+    metrics: dsl.Output[dsl.Metrics],
+):
+    """Build a model and run its pre-training, if it has any."""
+    from pathlib import Path
+
+    from seqrec.config import ModelConfig, PretrainConfig, parse
+    from seqrec.stages.pretrain import pretrain
+
+    values = pretrain(
+        model=model,
+        sequences=Path(sequences.path),
+        initial=Path(initial.path),
+        state=Path(state),
+        architecture=parse(ModelConfig, architecture, f"models.{model}"),
+        filter_seen=filter_seen,
+        config=parse(PretrainConfig, config, "pretrain"),
+    )
+    for name, value in values.items():
+        metrics.log_metric(name, value)

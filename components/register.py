@@ -1,0 +1,47 @@
+"""Step `register`: leaderboard, MLflow runs, candidate and champion."""
+
+from kfp import dsl
+
+from components import IMAGE
+
+
+@dsl.component(base_image=IMAGE, install_kfp_package=False)
+def register(
+    dataset: str,
+    leaderboard: list,
+    filter_seen: bool,
+    ingest: dict,
+    validate: dict,
+    prepare: dict,
+    evaluate: dict,
+    config: dict,
+    results: dsl.Input[dsl.Artifact],
+    sequences: dsl.Input[dsl.Dataset],
+    data: dsl.Input[dsl.Dataset],
+    reports: dsl.Output[dsl.Artifact],
+    metrics: dsl.Output[dsl.Metrics],
+):
+    """Write the leaderboard, log the runs to MLflow, and run the gate of the registry."""
+    import shutil
+    from dataclasses import asdict
+    from pathlib import Path
+
+    from seqrec.config import SECTIONS, parse
+    from seqrec.stages.register import register
+
+    evaluate = dict(filter_seen=filter_seen, **evaluate)
+    given = {"ingest": ingest, "validate": validate, "prepare": prepare, "evaluate": evaluate, "register": config}
+    sections = {name: parse(SECTIONS[name], section, name) for name, section in given.items()}
+    settings = {name: asdict(section) for name, section in sections.items()}
+    shutil.copytree(f"{results.path}/reports", reports.path, dirs_exist_ok=True)
+    values = register(
+        leaderboard=leaderboard,
+        artifacts=Path(results.path) / "artifacts",
+        reports=Path(reports.path),
+        sequences=Path(sequences.path),
+        data=Path(data.path),
+        params={"dataset": dataset, "leaderboard": leaderboard, **settings},
+        config=sections["register"],
+    )
+    for name, value in values.items():
+        metrics.log_metric(name, value)

@@ -1,0 +1,35 @@
+"""Step `validate`: fails, and the run with it, if a critical rule does."""
+
+from kfp import dsl
+
+from components import IMAGE
+
+
+@dsl.component(base_image=IMAGE, install_kfp_package=False)
+def validate(
+    dataset: str,
+    baseline: str,
+    config: dict,
+    data: dsl.Input[dsl.Dataset],
+    validation: dsl.Output[dsl.Artifact],
+    page: dsl.Output[dsl.HTML],
+    metrics: dsl.Output[dsl.Metrics],
+):
+    """Check the tables; stop the run if a critical rule fails."""
+    import shutil
+    from pathlib import Path
+
+    from seqrec.config import ValidateConfig, parse
+    from seqrec.stages.validate import validate
+
+    report = Path(validation.path) / "validation.json"
+    values = validate(
+        dataset=dataset,
+        data=Path(data.path),
+        report=report,
+        baseline=Path(baseline),
+        config=parse(ValidateConfig, config, "validate"),
+    )
+    shutil.copyfile(report.with_suffix(".html"), page.path)
+    for name, value in values.items():
+        metrics.log_metric(name, value)

@@ -1,0 +1,89 @@
+"""SASRec: self-attentive sequential recommendation (Kang and McAuley, ICDM 2018, arXiv:1808.09781).
+
+Differs from the paper's code in these places:
+- positions count back from the most recent event, so that padding cannot shift them;
+- keys at padded positions are masked; attention has an output projection, as in most re-implementations;
+- attention weights are not dropped by default (`attention_dropout`), which lets a fused kernel compute them;
+- the loss is the engine's: full softmax by default, not binary cross-entropy with one negative.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from models.base import PAD, Batch, Catalogue, Options, SequenceModel, check
+from models.layers import MultiHeadAttention, initialise, visibility
+
+
+@dataclass(frozen=True, kw_only=True)
+class SASRecOptions(Options):
+    """Options of SASRec."""
+
+    d_model: int = 64
+    layers: int = 2
+    heads: int = 2
+    dropout: float = 0.2  # of embeddings and point-wise networks
+    attention_dropout: float = 0.0  # of attention weights; more than 0 rules out the fused kernel
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(min(self.d_model, self.layers, self.heads) >= 1, "d_model, layers and heads must be at least 1")
+        check(0 <= self.dropout < 1, "dropout must be at least 0 and under 1")
+        check(0 <= self.attention_dropout < 1, "attention_dropout must be at least 0 and under 1")
+
+
+class Block(nn.Module):
+    """Attention with normalised queries, then a point-wise network (paper, section 3.2)."""
+
+    def __init__(self, options: SASRecOptions) -> None:
+        super().__init__()
+        d_model = options.d_model
+        self.norm_query = nn.LayerNorm(d_model)
+        self.attention = MultiHeadAttention(d_model, options.heads, options.attention_dropout)
+        self.norm = nn.LayerNorm(d_model)
+        self.inner = nn.Linear(d_model, d_model)
+        self.outer = nn.Linear(d_model, d_model)
+        self.dropout = nn.Dropout(options.dropout)
+
+    def forward(self, x_BLD: Tensor, visible_BLL: Tensor, queries: slice) -> Tensor:
+        """Return the block's output at the positions `queries` alone."""
+        query_BQD = self.norm_query(x_BLD[:, queries])
+        x_BQD = query_BQD + self.attention(query_BQD, x_BLD, visible_BLL[:, queries])
+        x_BQD = self.norm(x_BQD)
+        out: Tensor = x_BQD + self.dropout(self.outer(self.dropout(torch.relu(self.inner(x_BQD)))))
+        return out
+
+
+class SASRec(SequenceModel):
+    """Causal self-attention over the user's most recent items."""
+
+    Options = SASRecOptions
+    options: SASRecOptions
+
+    def __init__(self, options: SASRecOptions, catalogue: Catalogue) -> None:
+        super().__init__(options, catalogue)
+        self.items = nn.Embedding(catalogue.num_items + 1, options.d_model, padding_idx=PAD)
+        self.positions = nn.Parameter(torch.empty(options.length, options.d_model).normal_(std=0.02))
+        self.dropout = nn.Dropout(options.dropout)
+        self.blocks = nn.ModuleList(Block(options) for _ in range(options.layers))
+        self.norm = nn.LayerNorm(options.d_model)
+        initialise(self)
+
+    def forward(self, batch: Batch, last: bool = False) -> Tensor:
+        """See `SequenceModel.forward`."""
+        length = batch.items.shape[1]
+        visible_BLL = visibility(batch.items, causal=True)
+        x_BLD = self.items(batch.items) * self.options.d_model**0.5 + self.positions[-length:]
+        x_BLD = self.dropout(x_BLD)
+        for number, block in enumerate(self.blocks, start=1):
+            only_last = last and number == self.options.layers  # earlier layers feed its keys and values
+            x_BLD = block(x_BLD, visible_BLL, slice(-1, None) if only_last else slice(None))
+        out: Tensor = self.norm(x_BLD)
+        return out
+
+    def item_vectors(self) -> Tensor:
+        """See `SequenceModel.item_vectors`."""
+        return self.items.weight

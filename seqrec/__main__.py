@@ -1,0 +1,137 @@
+"""The command line: `python -m seqrec STAGE ...`.
+
+A command is a plain function; its keyword-only parameters are the flags. `config` and its like come from params.yaml.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import logging
+import sys
+import typing
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from seqrec import __version__
+from seqrec.artifacts import write_json
+from seqrec.config import ModelConfig, Params, load
+
+COMMANDS = {  # name -> (module, function, what it does); modules are imported when called, some take seconds
+    "ingest": ("seqrec.stages.ingest", "ingest", "fetch a dataset and read it into the canonical tables"),
+    "validate": ("seqrec.stages.validate", "validate", "check the tables; stop the run if a critical rule fails"),
+    "accept-baseline": ("seqrec.stages.validate", "accept_baseline", "make this data what drift is measured against"),
+    "prepare": ("seqrec.stages.prepare", "prepare", "filter, number, order and split the interactions"),
+    "pretrain": ("seqrec.stages.pretrain", "pretrain", "build a model and run its pre-training, if it has any"),
+    "finetune": ("seqrec.stages.finetune", "finetune", "train a model for the next item; resumes by itself"),
+    "baselines": ("seqrec.stages.baselines", "baselines", "evaluate popularity and a Markov chain"),
+    "evaluate": ("seqrec.stages.evaluate", "evaluate", "rank every test case among the whole catalogue"),
+    "register": ("seqrec.stages.register", "register", "leaderboard, MLflow runs, candidate and champion"),
+    "run": ("seqrec.run", "run", "all stages of one config in one process, without DVC"),
+    "import": ("seqrec.run", "import_run", "bring a finished `run` into MLflow"),
+    "leaderboard": ("seqrec.leaderboard", "show", "print the leaderboard of the last run"),
+}
+logger = logging.getLogger("seqrec")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; return the exit status: 0 success, 1 a failure that the message explains, 2 wrong usage."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    listing = "\n".join(f"  {name:16} {text}" for name, (_, _, text) in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="seqrec",
+        description=f"commands:\n{listing}\n\n`seqrec COMMAND --help` shows its flags.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND")
+    parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    chosen = parser.parse_args(arguments)
+    module, name, summary = COMMANDS[chosen.command]
+    function = getattr(importlib.import_module(module), name)
+    flags = command_parser(chosen.command, summary, function).parse_args(chosen.rest)
+    logging.basicConfig(level=logging.DEBUG if flags.verbose else logging.INFO, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("seqrec").setLevel(logging.DEBUG if flags.verbose else logging.INFO)
+    for noisy in ("urllib3", "filelock", "matplotlib", "alembic", "great_expectations", "mlflow"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    try:
+        values = function(**bind(function, chosen.command, flags))
+        if flags.metrics is not None:
+            write_json(flags.metrics, dict(values or {}))
+    except (ValueError, OSError, FloatingPointError) as error:
+        if flags.verbose:
+            raise
+        logger.error("%s: %s", chosen.command, error)
+        return 1
+    return 0
+
+
+def command_parser(command: str, summary: str, function: Callable[..., Any]) -> argparse.ArgumentParser:
+    """Return the parser of one command, its flags read off the signature of `function`."""
+    parser = argparse.ArgumentParser(prog=f"seqrec {command}", description=f"{summary.capitalize()}.")
+    texts = _argument_texts(function)
+    for name, parameter in inspect.signature(function).parameters.items():
+        hint = typing.get_type_hints(function)[name]
+        flag, text = f"--{name.replace('_', '-')}", texts.get(name, "")
+        if name in FROM_PARAMS:
+            continue
+        if hint is bool:
+            parser.add_argument(flag, action="store_true", help=text)
+        elif name == "dataset":
+            parser.add_argument(flag, help="its key in `datasets`; default: the key `dataset` of params.yaml")
+        else:
+            required = parameter.default is inspect.Parameter.empty
+            default = None if required else parameter.default
+            kind = next((t for t in (int, float, Path) if t in (hint, *typing.get_args(hint))), str)
+            parser.add_argument(flag, required=required, default=default, type=kind, help=text, metavar=name.upper())
+    parser.add_argument("--params", type=Path, default=Path("params.yaml"), help="settings (default: %(default)s)")
+    parser.add_argument("--metrics", type=Path, help="write the returned figures to this JSON file")
+    parser.add_argument("-v", "--verbose", action="store_true", help="log more, and show tracebacks")
+    return parser
+
+
+def bind(function: Callable[..., Any], command: str, flags: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of `function`: flags as given, settings from params.yaml."""
+    names = inspect.signature(function).parameters
+    wanted = [name for name in names if name in FROM_PARAMS or name == "dataset"]
+    params = load(flags.params) if wanted else None
+    values = {}
+    for name in names:
+        if params is not None and name in FROM_PARAMS:
+            values[name] = FROM_PARAMS[name](params, command, flags)
+        elif params is not None and name == "dataset":
+            values[name] = flags.dataset or params.dataset
+        else:
+            values[name] = getattr(flags, name)
+    return values
+
+
+def _config(params: Params, command: str, flags: argparse.Namespace) -> Any:
+    section = {"baselines": "evaluate", "leaderboard": "register"}.get(command, command)
+    return params.section(section, model=getattr(flags, "model", None), dataset=getattr(flags, "dataset", None))
+
+
+def _architecture(params: Params, _: str, flags: argparse.Namespace) -> ModelConfig:
+    return params.model(flags.model)
+
+
+FROM_PARAMS: dict[str, Callable[[Params, str, argparse.Namespace], Any]] = {
+    "config": _config,
+    "architecture": _architecture,
+    "filter_seen": lambda params, _, __: params.section("evaluate").filter_seen,
+    "leaderboard": lambda params, _, __: list(params.leaderboard),
+    "params": lambda params, _, __: params.as_dict(),
+}
+
+
+def _argument_texts(function: Callable[..., Any]) -> dict[str, str]:
+    """Return the lines under `Args:` of the docstring by name."""
+    lines = inspect.getdoc(function).splitlines() if function.__doc__ else []  # type: ignore[union-attr]
+    found = (line.strip().partition(": ") for line in lines if line.startswith("    "))
+    return {name: text for name, colon, text in found if colon and name.isidentifier()}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

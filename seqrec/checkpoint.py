@@ -1,0 +1,125 @@
+"""Models and resume states on disk: safetensors and JSON, never a pickle; every write is one rename."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import models
+from models.base import Catalogue, SequenceModel
+from seqrec.artifacts import MODEL_CARD, WEIGHTS, read_json, sha256, write_json
+from seqrec.config import ConfigError, ModelConfig, parse
+
+logger = logging.getLogger(__name__)
+ROOT = Path(__file__).parent.parent
+CORE = ("losses.py", "metrics.py", "training.py", "retrieval.py", "checkpoint.py", "data/sequences.py")
+
+
+def build(config: ModelConfig, catalogue: Catalogue) -> SequenceModel:
+    """Return a freshly initialised model; draws from torch's global generator.
+
+    Raises:
+        ConfigError: unknown architecture or option, or a value out of range.
+    """
+    if config.architecture not in models.REGISTRY:
+        known = ", ".join(models.REGISTRY)
+        raise ConfigError(f"models.*.architecture: {config.architecture!r} is not one of {known}")
+    architecture = models.REGISTRY[config.architecture]
+    options = parse(architecture.Options, config.options, f"models.{config.architecture}.options")
+    try:
+        return architecture(options, catalogue._replace(length=options.length))
+    except ValueError as error:
+        raise ConfigError(f"models.{config.architecture}.options: {error}") from error
+
+
+def save_model(directory: Path, model: SequenceModel, facts: Mapping[str, Any]) -> None:
+    """Write weights and card of `model`; the card also holds `facts`, and all that `load_model` needs."""
+    directory.mkdir(parents=True, exist_ok=True)
+    card = dict(facts) | {
+        "architecture": next(name for name, cls in models.REGISTRY.items() if cls is type(model)),
+        "options": asdict(model.options),
+        "catalogue": {key: value for key, value in model.catalogue._asdict().items() if key != "tokens"},
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "versions": {"torch": torch.__version__},
+    }
+    save_tensors(directory / WEIGHTS, {name: value.detach() for name, value in model.state_dict().items()})
+    write_json(directory / MODEL_CARD, card | {"weights_sha256": sha256(directory / WEIGHTS)})
+
+
+def load_model(directory: Path) -> tuple[SequenceModel, dict[str, Any]]:
+    """Return the model saved in `directory`, in eval mode, and its card.
+
+    Raises:
+        ValueError: the weights are not those that the card was written for.
+    """
+    card = read_json(directory / MODEL_CARD)
+    if sha256(directory / WEIGHTS) != card["weights_sha256"]:
+        raise ValueError(f"{directory / WEIGHTS} differs from what {MODEL_CARD} was written for: refusing to load it")
+    config = ModelConfig(architecture=card["architecture"], options=card["options"])
+    with torch.random.fork_rng(devices=[]):  # the initial values are overwritten: leave the caller's generator alone
+        model = build(config, Catalogue(**card["catalogue"]))
+    model.load_state_dict(load_file(directory / WEIGHTS))
+    return model.eval(), card
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write `tensors` as safetensors in one step."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    save_file({name: value.contiguous() for name, value in tensors.items()}, partial)
+    partial.replace(path)
+
+
+def fingerprint(stage: str, config: Any, *files: Path) -> str:
+    """Return the hash of all that a training result depends on: stage, config, inputs, and the code that trains."""
+    digest = hashlib.sha256(f"{stage} {config!r} torch {torch.__version__}".encode())
+    sources = sorted((ROOT / "models").glob("*.py")) + [ROOT / "seqrec" / name for name in CORE]
+    for path in (*sources, *files):
+        digest.update(f"{path.name} {sha256(path)}".encode())
+    return digest.hexdigest()[:32]
+
+
+class ResumeState:
+    """Where an interrupted training stands: `state/<fingerprint>/step-N/`, the newest complete one counts.
+
+    It is no DVC output and no MLflow artifact; it is deleted when the training it belongs to has succeeded.
+    """
+
+    def __init__(self, root: Path, fingerprint: str) -> None:
+        self.directory = root / fingerprint
+
+    def save(self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+        """Write a state; the ones before it are deleted once it is complete.
+
+        Raises:
+            OSError: the disk is full, say; the previous state is still there.
+        """
+        partial, final = self.directory / f"partial-{step}", self.directory / f"step-{step}"
+        shutil.rmtree(partial, ignore_errors=True)
+        save_tensors(partial / "state.safetensors", tensors)
+        write_json(partial / "state.json", dict(facts))
+        shutil.rmtree(final, ignore_errors=True)
+        partial.replace(final)
+        for old in self.directory.iterdir():
+            if old != final:
+                shutil.rmtree(old, ignore_errors=True)
+
+    def load(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """Return the newest complete state, or None."""
+        steps = sorted(self.directory.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
+        if not steps:
+            return None
+        return load_file(steps[-1] / "state.safetensors"), read_json(steps[-1] / "state.json")
+
+    def delete(self) -> None:
+        """Remove every state of this training."""
+        shutil.rmtree(self.directory, ignore_errors=True)

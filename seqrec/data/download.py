@@ -1,0 +1,439 @@
+"""Fetching the files of a source: from a mirror, the official address, or a package index.
+
+A download continues where a killed one stopped, is verified, and appears under its name in one step. It lives in
+`<downloads>/<SHA-256 of its address>/` until the stage has succeeded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+import requests
+import urllib3
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from seqrec.config import ConfigError, IngestConfig
+from seqrec.data.readers import opened
+from seqrec.data.sources import File, Publication, file_name
+
+logger = logging.getLogger(__name__)
+
+MIRROR_VARIABLE = "SEQREC_DATA_MIRROR"
+CHUNK_BYTES = 1 << 16
+CONNECT_TIMEOUT_S = 10.0
+PAUSE_S, LONGEST_PAUSE_S = 0.25, 60.0
+TRANSIENT = (408, 416, 425, 429, 500, 502, 503, 504)
+MAX_MEMBERS = 10_000  # limits of an archive: no data set of ours comes near them, a decompression bomb does
+MAX_BYTES = 1 << 34
+MAX_RATIO = 200
+TRANSPORT_ERRORS = (requests.RequestException, urllib3.exceptions.HTTPError)
+
+
+class DownloadError(ValueError):
+    """A file cannot be had, or is not what was expected."""
+
+
+class NotThereError(DownloadError):
+    """The server answers, and has no such file."""
+
+
+class Found(NamedTuple):
+    """A file of a source on this machine; `origin` says where it came from without naming the machine's paths."""
+
+    role: str
+    path: Path
+    origin: str
+
+
+def obtain(
+    publications: Sequence[Publication], config: IngestConfig, downloads: Path
+) -> tuple[Publication, dict[str, Found]]:
+    """Return the first publication that can be had, and its files by role.
+
+    Raises:
+        DownloadError: none can be had; the message lists what was tried.
+        ConfigError: the mirror is a folder that does not exist.
+    """
+    failures: list[str] = []
+    wrong: list[str] = []
+    for label, publication, gather in _origins(publications, config, downloads):
+        try:
+            found = gather()
+        except DownloadError as error:
+            failures.append(f"{label}: {error}")
+            wrong += [] if isinstance(error, NotThereError) else failures[-1:]
+            continue
+        for failure in wrong:  # that an origin lacks a file is no news; that it holds a bad one is
+            logger.warning("%s", failure)
+        return publication, {file.role: file for file in found}
+    wanted = [place for file in publications[0].files if file.required for place in file.paths[:1]]
+    archives = [publication.archive.name for publication in publications if publication.archive]
+    raise DownloadError(
+        "the files cannot be had\n  "
+        + "\n  ".join(failures)
+        + f"\nWithout network, set {MIRROR_VARIABLE} or ingest.mirror to a folder or URL that holds "
+        + " and ".join(wanted)
+        + (f", or {' or '.join(archives)}" if archives else "")
+    )
+
+
+def _origins(
+    publications: Sequence[Publication], config: IngestConfig, downloads: Path
+) -> Iterator[tuple[str, Publication, Callable[[], list[Found]]]]:
+    """Yield label, publication and the call that gathers its files, in the order to try."""
+    mirror = mirror_of(config)
+    for publication in publications:
+        if publication.local:
+            yield "here", publication, partial(_gather, publication.files, _locally)
+        if mirror:
+            gather = partial(_from_mirror, publication, mirror, config, downloads)
+            yield f"mirror {shown(mirror)}", publication, gather
+    for publication in publications:
+        archive = publication.archive
+        if archive or any(file.urls for file in publication.files):
+            label = "package index" if archive and archive.requirement else "official"
+            yield label, publication, partial(_officially, publication, config, downloads)
+
+
+def mirror_of(config: IngestConfig) -> str:
+    """Return the folder or URL to look into first; empty for none.
+
+    Raises:
+        ConfigError: it is a folder that does not exist.
+    """
+    mirror = os.environ.get(MIRROR_VARIABLE) or config.mirror
+    if mirror and not _is_url(mirror) and not Path(mirror).is_dir():
+        raise ConfigError(f"ingest.mirror (or {MIRROR_VARIABLE}): {mirror} is neither a folder nor a URL")
+    return mirror
+
+
+def _gather(files: Sequence[File], lookup: Callable[[File], Found | None]) -> list[Found]:
+    gathered = []
+    for file in files:
+        found = lookup(file)
+        if found is not None:
+            verify(found.path, file.sha256, found.origin)
+            gathered.append(found)
+        elif file.required:
+            raise NotThereError(f"{file.role}: no {' or '.join(shown(path) for path in file.paths)} (nor with .gz)")
+        elif file.role == "items":
+            logger.warning("no %s: items will have no titles", file.paths[0])
+    return gathered
+
+
+def _locally(file: File) -> Found | None:
+    for name in (name for place in file.paths for name in (place, f"{place}.gz")):
+        if Path(name).is_file():
+            return Found(file.role, Path(name), f"local:{file_name(name)}")
+    return None
+
+
+def _from_mirror(publication: Publication, mirror: str, config: IngestConfig, downloads: Path) -> list[Found]:
+    def lookup(file: File) -> Found | None:
+        for place in file.paths:
+            for name in (place, f"{place}.gz"):
+                path = _in_mirror(mirror, name, config, downloads, sha256=file.sha256)
+                if path is not None:
+                    return Found(file.role, path, f"mirror:{name}")
+        return None
+
+    archive = publication.archive
+    try:
+        return _gather(publication.files, lookup)
+    except NotThereError as error:
+        for name in (archive.name, f"{PurePosixPath(archive.name).stem}/{archive.name}") if archive else ():
+            path = _in_mirror(mirror, name, config, downloads)
+            if path is not None:
+                return _unpack(publication, path, f"mirror:{name}", downloads)
+        raise error
+
+
+def _in_mirror(
+    mirror: str, name: str, config: IngestConfig, downloads: Path, *, sha256: Sequence[str] = ()
+) -> Path | None:
+    if _is_url(name):
+        return None
+    if not _is_url(mirror):
+        path = Path(mirror, name)
+        return path if path.is_file() else None
+    try:
+        return _fetched(f"{mirror.rstrip('/')}/{name}", config, downloads, sha256=sha256)
+    except NotThereError:
+        return None
+
+
+def _officially(publication: Publication, config: IngestConfig, downloads: Path) -> list[Found]:
+    archive = publication.archive
+    if archive and archive.requirement:
+        path = pip_download(archive.requirement, downloads, retries=config.retries, timeout_s=config.timeout_s)
+        return _unpack(publication, path, f"pypi:{archive.requirement}", downloads)
+    if archive:
+        path = _fetched(archive.url, config, downloads, sha256=archive.sha256, size=archive.size)
+        return _unpack(publication, path, archive.url, downloads)
+
+    def lookup(file: File) -> Found | None:
+        failure: DownloadError | None = None
+        for url in file.urls:
+            try:
+                return Found(file.role, _fetched(url, config, downloads, sha256=file.sha256), shown(url))
+            except NotThereError:
+                continue
+            except DownloadError as error:
+                failure = failure or error
+        if failure:
+            raise failure
+        return None
+
+    return _gather(publication.files, lookup)
+
+
+def _unpack(publication: Publication, path: Path, origin: str, downloads: Path) -> list[Found]:
+    archive = publication.archive
+    assert archive is not None
+    ours = path.is_relative_to(downloads)
+    folder = (path.parent if ours else _folder(origin, downloads)) / "unpacked"
+    try:
+        verify(path, archive.sha256, origin, size=archive.size)
+        extract(path, folder, [file.paths[0] for file in publication.files])
+    except DownloadError:
+        if ours:
+            path.unlink()
+        raise
+
+    def lookup(file: File) -> Found | None:
+        member = folder / file.paths[0]
+        return Found(file.role, member, f"{origin}!{file.paths[0]}") if member.is_file() else None
+
+    return _gather(publication.files, lookup)
+
+
+def _fetched(url: str, config: IngestConfig, downloads: Path, *, sha256: Sequence[str] = (), size: int = 0) -> Path:
+    return fetch(url, downloads, sha256=sha256, size=size, retries=config.retries, timeout_s=config.timeout_s)
+
+
+def fetch(
+    url: str, downloads: Path, *, sha256: Sequence[str] = (), size: int = 0, retries: int = 4, timeout_s: float = 30.0
+) -> Path:
+    """Download `url`, continuing a partial download, and return the verified file.
+
+    An attempt that brought bytes does not count as a retry. Pauses between attempts double from half a second.
+
+    Raises:
+        NotThereError: the server has no such file.
+        DownloadError: the attempts are used up, or size or digest is wrong.
+    """
+    folder = _folder(url, downloads)
+    target, part = folder / (file_name(urlsplit(url).path) or "index"), folder / "partial"
+    folder.mkdir(parents=True, exist_ok=True)
+    if not target.is_file():
+        _persist(url, part, retries, timeout_s)
+        part.replace(target)
+    try:
+        verify(target, sha256, shown(url), size=size)
+    except DownloadError:
+        target.unlink()
+        raise
+    return target
+
+
+def _persist(url: str, part: Path, retries: int, timeout_s: float) -> None:
+    failed = 0
+    while True:
+        before = _size(part)
+        try:
+            return _transfer(url, part, timeout_s)
+        except TRANSPORT_ERRORS as error:
+            failed = 0 if _size(part) > before else failed + 1
+            if failed > retries:
+                raise DownloadError(f"{shown(url)}: {_reason(error)} ({failed} attempts)") from error
+            logger.info("%s: %s; trying again", shown(url), _reason(error))
+            time.sleep(min(PAUSE_S * 2**failed, LONGEST_PAUSE_S))
+
+
+def _transfer(url: str, part: Path, timeout_s: float) -> None:
+    """Append to `part` what it lacks, if the server can show that its file is still the same."""
+    stamp = part.with_name("version")  # what the server called the file that `part` is the beginning of
+    version = stamp.read_text(encoding="utf-8") if stamp.is_file() else ""
+    have = _size(part) if version else 0
+    headers = {"Accept-Encoding": "identity"}  # the bytes as published: a length and a range mean nothing otherwise
+    if have:
+        headers |= {"Range": f"bytes={have}-", "If-Range": version}
+    timeout = (min(CONNECT_TIMEOUT_S, timeout_s), timeout_s)
+    with requests.get(url, headers=headers, stream=True, timeout=timeout) as response:
+        held = response.headers.get("Content-Range", "")  # `bytes 10-19/20`; `bytes */20` where nothing is left to send
+        if have and held == f"bytes */{have}":
+            return
+        if response.status_code == requests.codes.requested_range_not_satisfiable:
+            part.unlink(missing_ok=True)  # it is longer than the file
+        _check_status(response)
+        if not held.startswith(f"bytes {have}-"):
+            part.unlink(missing_ok=True)
+            have = 0
+        if not have:
+            stamp.write_text(_version(response), encoding="utf-8")
+        length = response.headers.get("Content-Length")
+        total = have + int(length) if length else None
+        with part.open("ab") as file, _progress(shown(url), total, have) as advance:
+            for chunk in response.raw.stream(CHUNK_BYTES, decode_content=False):
+                file.write(chunk)
+                advance(len(chunk))
+    if total is not None and _size(part) != total:
+        raise requests.ConnectionError(f"{_size(part):,} of {total:,} bytes came")
+
+
+def _check_status(response: requests.Response) -> None:
+    code, place = response.status_code, shown(response.url)
+    if code in (404, 410):
+        raise NotThereError(f"{place}: not there (HTTP {code})")
+    if code in TRANSIENT:
+        raise requests.HTTPError(f"HTTP {code} {response.reason}")
+    if not 200 <= code < 300:
+        raise DownloadError(f"{place}: HTTP {code} {response.reason}")
+
+
+def _version(response: requests.Response) -> str:
+    tag = response.headers.get("ETag", "")
+    return tag if tag and not tag.startswith("W/") else response.headers.get("Last-Modified", "")
+
+
+@contextmanager
+def _progress(label: str, total: int | None, done: int) -> Iterator[Callable[[int], None]]:
+    """Show a bar on a terminal, nothing elsewhere."""
+    console = Console(stderr=True)
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    text = TextColumn("{task.description}")
+    with Progress(text, *columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task(label, total=total, completed=done)
+        yield lambda count: bar.advance(task, count)
+
+
+def pip_download(requirement: str, downloads: Path, *, retries: int = 4, timeout_s: float = 30.0) -> Path:
+    """Fetch the wheel of `requirement` from the configured package index, without installing it.
+
+    Raises:
+        DownloadError: pip failed; its last line says why.
+    """
+    folder = _folder(f"pypi:{requirement}", downloads)
+    for wheel in folder.glob("*.whl"):
+        return wheel
+    scratch = folder / "scratch"
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet"]
+    command += ["--disable-pip-version-check", "--retries", str(retries), "--timeout", f"{timeout_s:.0f}"]
+    result = subprocess.run(
+        [*command, "--dest", str(scratch), requirement], capture_output=True, text=True, check=False
+    )
+    wheels = list(scratch.glob("*.whl"))
+    if result.returncode or not wheels:
+        last = (result.stderr.strip().splitlines() or ["no wheel"])[-1]
+        raise DownloadError(f"pip download {requirement}: {last}")
+    return wheels[0].replace(folder / wheels[0].name)
+
+
+def extract(archive: Path, folder: Path, members: Sequence[str]) -> None:
+    """Replace `folder` by those of `members` that the zip archive holds.
+
+    Raises:
+        DownloadError: the archive is damaged or encrypted, names a place outside the folder, holds links, or would
+            grow beyond all measure.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        with zipfile.ZipFile(archive) as content:
+            _refuse_unsafe(content.infolist(), archive)
+            for name in set(members) & set(content.namelist()):
+                target = folder / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                with content.open(name) as source, target.open("wb") as file:
+                    shutil.copyfileobj(source, file)
+    except (zipfile.BadZipFile, EOFError) as error:
+        raise DownloadError(f"{archive.name} is truncated or damaged: {error}; fetch it again") from error
+
+
+def _refuse_unsafe(members: list[zipfile.ZipInfo], archive: Path) -> None:
+    size = sum(member.file_size for member in members)
+    if len(members) > MAX_MEMBERS or size > MAX_BYTES or size > MAX_RATIO * archive.stat().st_size:
+        raise DownloadError(f"{archive.name} is refused: {len(members):,} members that unpack to {size:,} bytes")
+    for member in members:
+        place = PurePosixPath(member.filename.replace("\\", "/"))
+        if place.is_absolute() or ".." in place.parts or ":" in (place.parts or ("",))[0]:
+            raise DownloadError(f"{archive.name} is refused: its member {member.filename!r} leaves the folder")
+        if stat.S_ISLNK(member.external_attr >> 16):
+            raise DownloadError(f"{archive.name} is refused: its member {member.filename!r} is a link")
+        if member.flag_bits & 1:
+            raise DownloadError(f"{archive.name} is refused: its member {member.filename!r} is encrypted")
+
+
+def verify(path: Path, sha256: Sequence[str], label: str, *, size: int = 0) -> None:
+    """Raise `DownloadError` unless the file has `size` (0: any) and one of the digests (none: any).
+
+    A digest may be that of the file or, of a gzip file, of its content, which does not depend on who compressed it.
+    """
+    if size and path.stat().st_size != size:
+        raise DownloadError(f"{label}: {path.stat().st_size:,} bytes, expected {size:,}; fetch it again")
+    if not sha256:
+        return
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest not in sha256 and _content_digest(path) not in sha256:
+        raise DownloadError(f"{label}: SHA-256 is {digest}, expected {' or '.join(sha256)}; fetch it again")
+
+
+def _content_digest(path: Path) -> str:
+    try:
+        with opened(path) as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except (EOFError, OSError):
+        return ""
+
+
+def forget(found: Sequence[Found], downloads: Path) -> None:
+    """Remove the downloads that `found` came from; files elsewhere, say in a mirror's folder, stay."""
+    for file in found:
+        if file.path.is_relative_to(downloads):
+            shutil.rmtree(downloads / file.path.relative_to(downloads).parts[0], ignore_errors=True)
+
+
+def shown(place: str) -> str:
+    """Return a path or URL without what may be a secret in it: user, password, query."""
+    if not _is_url(place):
+        return place
+    parts = urlsplit(place)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+
+def _is_url(place: str) -> bool:
+    return place.startswith(("http://", "https://"))
+
+
+def _folder(address: str, downloads: Path) -> Path:
+    return downloads / hashlib.sha256(address.encode()).hexdigest()
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0
+
+
+def _reason(error: Exception) -> str:
+    """Return the innermost message: the outer ones repeat the address, and maybe its password."""
+    cause: BaseException = error
+    while cause.args and isinstance(cause.args[0], BaseException):
+        cause = cause.args[0]
+    reason = getattr(cause, "reason", None)
+    return str(reason if isinstance(reason, BaseException) else cause).rpartition(": ")[2] or type(error).__name__

@@ -1,0 +1,428 @@
+"""What the tables that ingest writes must look like, as Great Expectations suites.
+
+The only module that imports Great Expectations, which takes seconds: the validate stage imports it when it runs.
+Rules about ids run on the distinct ids, rules about a whole table on a one-row table of totals, so that only
+`timestamp` and `row` reach pandas at full length. Columns are named `table.column`, which lets one Data Docs page
+hold the results of both tables.
+"""
+
+from __future__ import annotations
+
+import copy
+import html
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+os.environ["GX_ANALYTICS_ENABLED"] = "false"  # read at import; private networks hang on the call home
+
+import great_expectations as gx
+import pandas as pd
+import polars as pl
+import pyarrow as pa
+from great_expectations import expectations as gxe
+from great_expectations.core.expectation_validation_result import ExpectationSuiteValidationResult
+from great_expectations.data_context.types.base import ProgressBarsConfig
+from great_expectations.render.renderer.page_renderer import ValidationResultsPageRenderer
+from great_expectations.render.view import DefaultJinjaPageView
+
+from seqrec.artifacts import INTERACTIONS_SCHEMA, ITEMS_SCHEMA
+from seqrec.config import ValidateConfig
+
+# Its notes on folders and empty lists are not ours; the second logger sets its own level.
+for _name in ("great_expectations", "great_expectations.data_context.types.base"):
+    logging.getLogger(_name).setLevel(logging.WARNING)
+
+EXAMPLES = 5  # offending values kept for each rule
+MAX_ID_LENGTH = 256
+RATINGS = tuple(str(half / 2) for half in range(1, 11))  # "0.5" ... "5.0"
+# Unicode blanks are spelt out: RE2, which pandas may use, knows only the ASCII ones as \s.
+_BLANK = "[\\s\u0085\u00a0\u1680\u2000-\u200b\u2028\u2029\u202f\u205f\u3000\ufeff]"
+UNCLEAN_ID = rf"[\x00-\x1f\x7f-\x9f]|^{_BLANK}|{_BLANK}$|^$"
+TIME_ADVICE = "check that ingest.columns maps timestamp to the right column"
+ID_ADVICE = "clean the ids in the source, or check that ingest.columns maps the right column"
+
+PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<title>Validation of {{ dataset }}</title>
+<style>
+body { margin: 2em; font-family: sans-serif; }
+table { border-collapse: collapse; margin: 0.5em 0 2em; }
+td, th { border: 1px solid #ccc; padding: 0.3em 0.6em; text-align: left; vertical-align: top; }
+.fa-check-circle::before { content: "\\2713"; color: #28a745; }
+.fa-times::before { content: "\\2717"; color: #dc3545; }
+.fa-exclamation-triangle::before { content: "!"; color: #dc3545; }
+</style>
+</head>
+<body>
+<h1>Validation of {{ dataset }}</h1>
+{% for section in sections %}{% set section_loop = loop %}{% include 'section.j2' %}{% endfor %}
+</body>
+</html>
+"""
+
+
+class ExpectationError(RuntimeError):
+    """Great Expectations could not evaluate a rule: neither a pass nor a failure of the data."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """The outcome of one rule; `examples` holds at most `EXAMPLES` offending values, none if it succeeded."""
+
+    table: str
+    column: str
+    rule: str
+    severity: str  # critical | warning | info
+    success: bool
+    observed: str
+    examples: list[Any]
+    advice: str  # the setting to change
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suite:
+    """Expectations and the frame they are about; the frame's columns are named `table.column`."""
+
+    frame: pd.DataFrame
+    expectations: list[gxe.Expectation]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """Numbers about the whole log; None where there is nothing to compare with."""
+
+    rows: int
+    users: int
+    items: int
+    distinct_times: int
+    duplicate_share: float
+    duplicates: list[str]  # examples
+    unknown_items: int  # items with interactions that the items table lacks
+    unknown: list[str]  # examples
+    user_drift: float | None
+    item_drift: float | None
+
+
+def schema_suites(interactions: pa.Schema, items: pa.Schema) -> list[Suite]:
+    """Return the rules about columns and types: the others cannot run where one of these fails."""
+    extra = [pa.field(name, pa.string()) for name in items.names if name not in ITEMS_SCHEMA.names]
+    return [
+        _schema_suite("interactions", interactions, list(INTERACTIONS_SCHEMA)),
+        _schema_suite("items", items, [*ITEMS_SCHEMA, *extra]),
+    ]
+
+
+def _schema_suite(table: str, schema: pa.Schema, expected: Sequence[pa.Field]) -> Suite:
+    advice = "run ingest again: another version of it, or another program, wrote this file"
+    frame = pd.DataFrame({f"{table}.{field.name}": [str(field.type)] for field in schema})
+    names = [f"{table}.{field.name}" for field in expected]
+    rules = [
+        gxe.ExpectTableColumnsToMatchSet(
+            column_set=names,
+            **_options(f"has exactly the columns {', '.join(field.name for field in expected)}", advice=advice),
+        )
+    ]
+    for field in expected:
+        if field.name in schema.names:
+            options = _options(f"the type is {field.type}", advice=advice)
+            rules.append(
+                gxe.ExpectColumnValuesToBeInSet(column=f"{table}.{field.name}", value_set=[str(field.type)], **options)
+            )
+    return Suite(frame=frame, expectations=rules)
+
+
+def content_suites(
+    events: pl.DataFrame, catalogue: pl.DataFrame, totals: Totals, reference: Mapping[str, int], config: ValidateConfig
+) -> list[Suite]:
+    """Return the rules about values.
+
+    Args:
+        events: the interactions table; ids may be categorical.
+        catalogue: `item_id` and `title` of the items table.
+        totals: what was counted in them.
+        reference: known `rows`, `users` and `items` of the source; a missing one is not compared.
+        config: the limits.
+    """
+    return [
+        _time_suite(events, config),
+        _id_suite("interactions.user_id", events["user_id"].unique()),
+        _id_suite("interactions.item_id", events["item_id"].unique()),
+        _rating_suite(events["rating"]),
+        _catalogue_suite(catalogue),
+        _totals_suite(totals, reference, config),
+    ]
+
+
+def _time_suite(events: pl.DataFrame, config: ValidateConfig) -> Suite:
+    frame = events.select("timestamp", "row").to_pandas().add_prefix("interactions.")
+    first, last = (datetime.fromisoformat(day).replace(tzinfo=UTC) for day in (config.min_date, config.max_date))
+    range_advice = "widen validate.min_date and validate.max_date if these times (seconds since 1970, UTC) are right"
+    return Suite(
+        frame=frame,
+        expectations=[
+            gxe.ExpectColumnValuesToNotBeNull(
+                column="interactions.timestamp", **_options("is never null", advice=TIME_ADVICE)
+            ),
+            gxe.ExpectColumnValuesToBeBetween(
+                column="interactions.timestamp",
+                min_value=int(first.timestamp()),
+                max_value=int(last.timestamp()),
+                **_options(f"lies between {config.min_date} and {config.max_date}", advice=range_advice),
+            ),
+            gxe.ExpectColumnValuesToNotBeNull(column="interactions.row", **_options("is never null")),
+            gxe.ExpectColumnValuesToBeUnique(
+                column="interactions.row", **_options("is unique: it breaks ties of equal times")
+            ),
+        ],
+    )
+
+
+def _id_suite(column: str, ids: pl.Series) -> Suite:
+    values = ids.cast(pl.String).sort().to_list()
+    return Suite(frame=pd.DataFrame({column: pd.Series(values, dtype=object)}), expectations=_id_rules(column))
+
+
+def _id_rules(column: str) -> list[gxe.Expectation]:
+    return [
+        gxe.ExpectColumnValuesToNotBeNull(column=column, **_options("is never null", advice=ID_ADVICE)),
+        gxe.ExpectColumnValuesToNotMatchRegex(
+            column=column,
+            regex=UNCLEAN_ID,
+            **_options("is not empty and has no control characters or blanks around it", advice=ID_ADVICE),
+        ),
+        gxe.ExpectColumnValueLengthsToBeBetween(
+            column=column,
+            max_value=MAX_ID_LENGTH,
+            **_options(f"has at most {MAX_ID_LENGTH} characters", advice=ID_ADVICE),
+        ),
+    ]
+
+
+def _rating_suite(ratings: pl.Series) -> Suite:
+    # As text: pandas and Great Expectations read a NaN as missing, and it is not.
+    values = ratings.drop_nulls().unique().sort().cast(pl.String).to_list()
+    advice = "nothing if prepare.min_rating is 0: ratings only matter to that setting"
+    options = _options("is one of 0.5, 1, ... 5, or null", "warning", advice)
+    return Suite(
+        frame=pd.DataFrame({"interactions.rating": pd.Series(values, dtype=object)}),
+        expectations=[
+            gxe.ExpectColumnValuesToBeInSet(column="interactions.rating", value_set=list(RATINGS), **options)
+        ],
+    )
+
+
+def _catalogue_suite(catalogue: pl.DataFrame) -> Suite:
+    columns = {f"items.{name}": pd.Series(catalogue[name].to_list(), dtype=object) for name in ("item_id", "title")}
+    unique = _options("is unique", advice="remove the repeated items from the source's items file")
+    title = _options("is never null", "info", "prepare.require_title drops items without a title")
+    return Suite(
+        frame=pd.DataFrame(columns),
+        expectations=[
+            *_id_rules("items.item_id"),
+            gxe.ExpectColumnValuesToBeUnique(column="items.item_id", **unique),
+            gxe.ExpectColumnValuesToNotBeNull(column="items.title", **title),
+        ],
+    )
+
+
+def _totals_suite(totals: Totals, reference: Mapping[str, int], config: ValidateConfig) -> Suite:
+    known = [_known_count(name, reference[name]) for name in ("rows", "users", "items") if name in reference]
+    rules = [*_volume_rules(totals, reference, config), *known, *_relation_rules(totals, config)]
+    values = {
+        "rows": totals.rows,
+        "users": totals.users,
+        "items": totals.items,
+        "timestamp (distinct)": totals.distinct_times,
+        "user_id, item_id, timestamp (share repeated)": totals.duplicate_share,
+        "item_id (not in items)": totals.unknown_items,
+        "user_id (drift)": totals.user_drift,
+        "item_id (drift)": totals.item_drift,
+        "baseline": int(totals.user_drift is not None),
+    }
+    # Python's numbers, not numpy's: Data Docs renders the text of a value, which is np.float64(0.1) for the latter.
+    frame = pd.DataFrame({f"interactions.{name}": [value] for name, value in values.items()}, dtype=object)
+    return Suite(frame=frame, expectations=rules)
+
+
+def _volume_rules(totals: Totals, reference: Mapping[str, int], config: ValidateConfig) -> list[gxe.Expectation]:
+    too_few = "use a larger source: nothing can be learnt or ranked from one"
+    rules = [
+        _total("rows", f"at least {config.min_rows}", least=config.min_rows, advice="lower validate.min_rows"),
+        _total("users", "at least 2", least=2, advice=too_few),
+        _total("items", "at least 2", least=2, advice=too_few),
+    ]
+    if "rows" in reference:
+        change = config.max_volume_change
+        least, most = (round(reference["rows"] * (1 + sign * change), 6) for sign in (-1, 1))
+        rule = f"within {change:.0%} of the {reference['rows']:,} rows the source is known for"
+        advice = "ingest again, or raise validate.max_volume_change"
+        rules.append(_total("rows", rule, least=least, most=most, advice=advice))
+    return rules
+
+
+def _known_count(name: str, count: int) -> gxe.Expectation:
+    advice = "compare results with other work only if the difference is understood"
+    rule = f"equals the {count:,} {name} the source is known for"
+    return _total(name, rule, least=count, most=count, severity="warning", advice=advice)
+
+
+def _relation_rules(totals: Totals, config: ValidateConfig) -> list[gxe.Expectation]:
+    rules = [
+        _total(
+            "timestamp (distinct)",
+            "at least 2 different times; with one, the order of a sequence is the order of the source's rows",
+            least=2,
+            severity="warning",
+            advice=TIME_ADVICE,
+        ),
+        _total(
+            "user_id, item_id, timestamp (share repeated)",
+            f"at most {config.max_duplicate_share:g}",
+            most=config.max_duplicate_share,
+            advice="raise validate.max_duplicate_share if the repeats are real",
+            examples=totals.duplicates,
+        ),
+        _total(
+            "item_id (not in items)",
+            "every item with interactions is in the items table",
+            most=0,
+            severity="warning",
+            advice="expected where the source's metadata is partial; models that read text need it",
+            examples=totals.unknown,
+        ),
+    ]
+    if totals.user_drift is None:
+        advice = "run `seqrec accept-baseline` once the data is known to be good"
+        return [*rules, _total("baseline", "drift can be measured", least=1, severity="info", advice=advice)]
+    for name in ("user_id", "item_id"):
+        rule = f"population stability index of the events of a {name} at most {config.max_drift:g}"
+        advice = "run `seqrec accept-baseline` if the change is wanted, or raise validate.max_drift"
+        rules.append(_total(f"{name} (drift)", rule, most=config.max_drift, severity="warning", advice=advice))
+    return rules
+
+
+def _total(
+    name: str,
+    rule: str,
+    *,
+    least: float | None = None,
+    most: float | None = None,
+    severity: str = "critical",
+    advice: str,
+    examples: Sequence[str] = (),
+) -> gxe.Expectation:
+    options = _options(rule, severity, advice, examples)
+    return gxe.ExpectColumnMaxToBeBetween(column=f"interactions.{name}", min_value=least, max_value=most, **options)
+
+
+def _options(
+    rule: str, severity: str = "critical", advice: str = "run ingest again", examples: Sequence[str] = ()
+) -> dict[str, Any]:
+    return {"description": rule, "severity": severity, "meta": {"advice": advice, "examples": list(examples)}}
+
+
+def run(suites: Sequence[Suite]) -> list[gx.core.ExpectationValidationResult]:
+    """Evaluate the expectations of all `suites`, in order.
+
+    Raises:
+        ExpectationError: a rule could not be evaluated, e.g. because its column is missing.
+    """
+    context = gx.get_context(mode="ephemeral")
+    context.variables.progress_bars = ProgressBarsConfig(globally=False)
+    source = context.data_sources.add_pandas("tables")
+    results = []
+    for number, suite in enumerate(suites):
+        asset = source.add_dataframe_asset(f"frame {number}")
+        batch = asset.add_batch_definition_whole_dataframe("all").get_batch({"dataframe": suite.frame})
+        rules = gx.ExpectationSuite(name=f"suite {number}", expectations=suite.expectations)
+        shape = {"result_format": "SUMMARY", "partial_unexpected_count": 4 * EXAMPLES}
+        results += batch.validate(rules, result_format=shape).results
+    for result in results:
+        _raise_engine_error(result)
+    return results
+
+
+def _raise_engine_error(result: gx.core.ExpectationValidationResult) -> None:
+    # One record, or one for each metric that failed, under the metric's id.
+    info = result.exception_info or {}
+    records = [info] if "raised_exception" in info else list(info.values())
+    messages = [record["exception_message"] for record in records if record["raised_exception"]]
+    if messages:
+        config = result.expectation_config
+        column = config.kwargs.get("column", "the table")
+        raise ExpectationError(f"{config.type} could not be evaluated on {column}: {messages[0]}")
+
+
+def to_checks(results: Sequence[gx.core.ExpectationValidationResult]) -> list[Check]:
+    """Return the results of `run` as plain records."""
+    return [_to_check(result.to_json_dict()) for result in results]
+
+
+def _to_check(result: Mapping[str, Any]) -> Check:
+    config, outcome = result["expectation_config"], result["result"]
+    kwargs = config["kwargs"]
+    table, _, column = kwargs.get("column", kwargs.get("column_set", [""])[0]).partition(".")
+    examples = config["meta"].get("examples") or outcome.get("partial_unexpected_list", [])
+    if "unexpected_count" in outcome:
+        observed = f"{outcome['unexpected_count']} of {outcome['element_count']} values offend"
+    else:
+        observed = _plain(outcome["observed_value"])
+    return Check(
+        table=table,
+        column=column if "column" in kwargs else "",
+        rule=config["description"],
+        severity=config["severity"],
+        success=result["success"],
+        observed=observed,
+        examples=[] if result["success"] else list(dict.fromkeys(examples))[:EXAMPLES],
+        advice=config["meta"]["advice"],
+    )
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, list):  # of columns
+        return ", ".join(name.partition(".")[2] for name in value)
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def to_page(dataset: str, results: Sequence[gx.core.ExpectationValidationResult]) -> str:
+    """Return the results of `run` as one HTML page: Data Docs' sections without its scripts, fonts and links."""
+    passed = sum(result.success for result in results)
+    validation = ExpectationSuiteValidationResult(
+        results=[_to_display(result) for result in results],
+        success=passed == len(results),
+        suite_name=dataset,
+        statistics={
+            "evaluated_expectations": len(results),
+            "successful_expectations": passed,
+            "unsuccessful_expectations": len(results) - passed,
+            "success_percent": 100 * passed / len(results),
+        },
+        meta={},
+    )
+    document = ValidationResultsPageRenderer().render(validation).to_json_dict()
+    overview = document["sections"][0]
+    overview["content_blocks"] = overview["content_blocks"][1:2]  # the statistics; the rest is links and run times
+    template = DefaultJinjaPageView().env.from_string(PAGE)
+    return str(template.render(document, dataset=dataset))
+
+
+def _to_display(result: gx.core.ExpectationValidationResult) -> gx.core.ExpectationValidationResult:
+    # Data Docs shows neither severity nor meta, and puts values and descriptions into the page as they are.
+    shown = copy.deepcopy(result)
+    config, meta = shown.expectation_config, shown.expectation_config.meta
+    lines = [f"{config.severity.value}: {config.description}"]
+    if not result.success:
+        lines += [meta["advice"], *meta.get("examples", [])]
+    config.description = html.escape("\n".join(lines))
+    for entry in shown.result.get("partial_unexpected_counts", []):
+        if isinstance(entry["value"], str):
+            entry["value"] = html.escape(repr(entry["value"]))
+    return shown

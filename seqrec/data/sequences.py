@@ -1,0 +1,134 @@
+"""Prepared sequences as flat tensors, and the windows that models are fed with.
+
+All events of all users lie in one array, ordered by user and time; a user is a range of it. Everything below is a
+gather, so nothing loops over users and nothing is copied per prefix.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.dlpack import from_dlpack
+
+from models.base import PAD, Batch
+from seqrec.artifacts import SEQUENCES, SEQUENCES_SCHEMA, SPLIT_CARD, USERS, VOCABULARY, read_json
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """The prepared dataset on one device; `start` to `stop` index the flat arrays, one entry per user 1..U."""
+
+    items: Tensor  # (E,) int32
+    times: Tensor  # (E,) int64, seconds UTC
+    start: Tensor  # (U,) int64: first event
+    train_stop: Tensor  # (U,) int64: first event that training must not see
+    valid_stop: Tensor  # (U,) int64: first event of the test part
+    stop: Tensor  # (U,) int64: end
+    count: Tensor  # (V,) int64: events of each item in train; entry 0 is padding
+    card: dict[str, Any]  # split.json
+
+    @property
+    def num_items(self) -> int:
+        """Size of the catalogue."""
+        return len(self.count) - 1
+
+    @property
+    def num_users(self) -> int:
+        """Number of users."""
+        return len(self.start)
+
+    def to(self, device: torch.device) -> Sequences:
+        """Return the same data with every tensor on `device`."""
+        moved: dict[str, Any] = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **moved)
+
+
+@dataclass(frozen=True)
+class Cases:
+    """Ranking tasks: predict the event at `position` from the user's events before it."""
+
+    user: Tensor  # (C,) int64, index 0..U-1 into Sequences.start
+    position: Tensor  # (C,) int64, index into the flat arrays
+
+    def __len__(self) -> int:
+        return len(self.user)
+
+
+def load(directory: Path) -> Sequences:
+    """Map the prepared dataset in `directory` into memory; values and offsets are wrapped without a copy.
+
+    Raises:
+        ValueError: the file is not a prepared dataset of this version.
+    """
+    table = pa.ipc.open_file(pa.memory_map(str(directory / SEQUENCES))).read_all()
+    if not table.schema.equals(SEQUENCES_SCHEMA):
+        raise ValueError(f"{directory / SEQUENCES} has another schema: run the prepare stage again")
+    items, times = (table[name].combine_chunks() for name in ("items", "times"))
+    bounds = from_dlpack(items.offsets).long()
+    start = bounds[:-1]
+    vocabulary = pq.read_table(directory / VOCABULARY, columns=["count"])
+    return Sequences(
+        items=from_dlpack(items.values),
+        times=from_dlpack(times.values),
+        start=start,
+        train_stop=start + from_dlpack(table["train_end"].combine_chunks()),
+        valid_stop=start + from_dlpack(table["valid_end"].combine_chunks()),
+        stop=bounds[1:],
+        count=_counts(vocabulary),
+        card=read_json(directory / SPLIT_CARD),
+    )
+
+
+def read_vocabulary(directory: Path) -> tuple[list[str], Tensor]:
+    """Return item_id of item 1, 2, ... and the train events (V,) of each item, entry 0 being padding."""
+    table = pq.read_table(directory / VOCABULARY)
+    return table["item_id"].to_pylist(), _counts(table)
+
+
+def _counts(vocabulary: pa.Table) -> Tensor:
+    return F.pad(from_dlpack(vocabulary["count"].combine_chunks()), (1, 0))
+
+
+def read_users(directory: Path) -> list[str]:
+    """Return user_id of user 1, 2, ... of the prepared dataset."""
+    return pq.read_table(directory / USERS, columns=["user_id"])["user_id"].to_pylist()  # type: ignore[no-any-return]
+
+
+def cases(data: Sequences, split: str) -> Cases:
+    """Return every ranking task of `split` (valid or test), ordered by user and position."""
+    first, stop = (data.train_stop, data.valid_stop) if split == "valid" else (data.valid_stop, data.stop)
+    if data.card.get("cases") == "first":
+        stop = torch.minimum(stop, first + 1)
+    number = stop - first
+    user = torch.repeat_interleave(torch.arange(data.num_users, device=number.device), number)
+    rank = torch.arange(len(user), device=user.device) - torch.repeat_interleave(number.cumsum(0) - number, number)
+    return Cases(user=user, position=first[user] + rank)
+
+
+def window(data: Sequences, user: Tensor, stop: Tensor, length: int) -> Batch:
+    """Cut the `length` events before the flat index `stop` (B,) of each `user` (B,), left-padded."""
+    index_BL = stop.unsqueeze(1) + torch.arange(-length, 0, device=stop.device)
+    real_BL = index_BL >= data.start[user].unsqueeze(1)
+    index_BL = index_BL.clamp(min=0)
+    last_B = (stop - 1).clamp(min=0)
+    times_BL = (data.times[index_BL] - data.times[last_B].unsqueeze(1)).float()
+    return Batch(
+        items=torch.where(real_BL, data.items[index_BL].long(), PAD),
+        times=times_BL.masked_fill(~real_BL, 0.0),
+        user=user + 1,
+    )
+
+
+def seen(data: Sequences, user: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (row of the block, item) of every event of `user` (B,) before the flat index `stop` (B,)."""
+    number = stop - data.start[user]
+    row = torch.repeat_interleave(torch.arange(len(user), device=user.device), number)
+    rank = torch.arange(len(row), device=row.device) - torch.repeat_interleave(number.cumsum(0) - number, number)
+    return row, data.items[data.start[user][row] + rank].long()

@@ -1,0 +1,137 @@
+"""The leaderboard: one row a model or baseline, ordered by the validation metric that chooses the champion."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from seqrec.artifacts import METRICS, read_json, write_text
+
+LEADERBOARD = "leaderboard.json"
+BASELINES = ("popularity", "markov")
+SELECTION = "valid/ndcg@10"  # test metrics are reported and choose nothing
+REQUIRED = (
+    SELECTION,
+    "test/ndcg@10",
+    "test/ndcg@10/low",
+    "test/ndcg@10/high",
+    "test/recall@10",
+    "test/mrr",
+    "test/coverage@10",
+    "parameters",
+    "train_seconds",
+)
+HEADINGS = (  # of two short lines each, so that the table fits into 80 columns
+    "valid\nNDCG",
+    "test NDCG@10\n[95 % interval]",
+    "test\nRecall",
+    "test\nMRR",
+    "cover-\nage",
+    "para-\nmeters",
+    "train\ns",
+)
+Row = dict[str, Any]  # model: str, baseline: bool, candidate: bool, champion: bool and the numbers of REQUIRED
+
+
+def build(*, reports: Path, models: Sequence[str], baselines: Sequence[str] = BASELINES) -> list[Row]:
+    """Return the rows of `models` and `baselines`, best validation first.
+
+    Raises:
+        FileNotFoundError: a model without `reports/<model>/metrics.json`.
+        ValueError: a metrics file without one of the numbers in `REQUIRED`.
+    """
+    rows = [_row(reports, name, baseline=name in baselines) for name in (*models, *baselines)]
+    return sorted(rows, key=lambda row: (-row[SELECTION], row["model"]))
+
+
+def _row(reports: Path, name: str, *, baseline: bool) -> Row:
+    path = reports / name / METRICS
+    if not path.is_file():
+        raise FileNotFoundError(f"leaderboard: {path} not found; evaluate {name} first, or take it off `leaderboard`")
+    metrics = read_json(path)
+    missing = [key for key in REQUIRED if key not in metrics]
+    if missing:
+        raise ValueError(f"{path}: no {', '.join(missing)}; evaluate {name} again")
+    flags = {"baseline": baseline, "candidate": False, "champion": False}
+    return {"model": name, **flags, **{key: metrics[key] for key in REQUIRED}}
+
+
+def best_model(rows: Sequence[Row]) -> Row:
+    """Return the best row that is no baseline."""
+    return next(row for row in rows if not row["baseline"])
+
+
+def write_csv(path: Path, rows: Sequence[Row]) -> None:
+    """Write the numbers of `rows` as CSV, the form DVC plots."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, ["model", *REQUIRED], extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_text(path, text.getvalue())
+
+
+def show(*, reports: Path = Path("reports")) -> None:
+    """Print the leaderboard that `register` wrote last, and what became of the candidate.
+
+    Args:
+        reports: folder with leaderboard.json.
+    """
+    report = read_json(reports / LEADERBOARD)
+    console = Console()
+    console.print(render(report["rows"]))
+    outcome = report["registry"]
+    if outcome:
+        verb = "is the champion" if outcome["promoted"] else "is the candidate, not the champion"
+        name = f"{outcome['registered_model']} version {outcome['version']} ({outcome['model']})"
+        console.print(f"{name} {verb}: {outcome['reason']}", markup=False, highlight=False)
+
+
+def render(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Return `rows` as a table for the terminal; `*` marks the champion, `+` a candidate that did not become it."""
+    table = Table(
+        title="Leaderboard at 10, ordered by validation NDCG", box=None, pad_edge=False, collapse_padding=True
+    )
+    table.add_column("model", no_wrap=True)
+    for heading in HEADINGS:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        style = "bold green" if row["champion"] else "dim" if row["baseline"] else ""
+        table.add_row(*_cells(row), style=style)
+    table.caption = _caption(rows)
+    return table
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    mark = " *" if row["champion"] else " +" if row["candidate"] else ""
+    low, high = (f"{row[f'test/ndcg@10/{end}']:.4f}".removeprefix("0") for end in ("low", "high"))
+    return [
+        row["model"] + mark,
+        f"{row[SELECTION]:.4f}",
+        rf"{row['test/ndcg@10']:.4f} \[{low}, {high}]",  # rich reads an unescaped [ as markup
+        f"{row['test/recall@10']:.4f}",
+        f"{row['test/mrr']:.4f}",
+        f"{row['test/coverage@10']:.3f}",
+        _short(row["parameters"]),
+        f"{row['train_seconds']:.0f}",
+    ]
+
+
+def _short(count: float) -> str:
+    for unit, size in (("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g}{unit}"
+    return f"{count:.0f}"
+
+
+def _caption(rows: Sequence[Mapping[str, Any]]) -> str:
+    if any(row["champion"] for row in rows):
+        return "* champion"
+    if any(row["candidate"] for row in rows):
+        return "+ candidate; the champion is a model of an earlier run"
+    return "not registered"

@@ -1,0 +1,212 @@
+"""The model registry: what a version holds, and the gate between `candidate` and `champion`."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import mlflow
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+from mlflow import MlflowClient
+from mlflow.entities import LoggedModel, Run
+from mlflow.entities.logged_model_status import LoggedModelStatus
+from mlflow.entities.model_registry import ModelVersion
+from mlflow.exceptions import MlflowException
+from mlflow.models import Model, ModelSignature
+from mlflow.types import ColSpec, DataType, Schema
+from mlflow.types.schema import Array
+
+from seqrec import metrics
+from seqrec.artifacts import CASES, MODEL_CARD, USERS, VOCABULARY, WEIGHTS, sha256
+from seqrec.config import RegisterConfig
+from seqrec.tracking import FINGERPRINT, TrackingError
+
+CANDIDATE, CHAMPION = "candidate", "champion"
+REPORT = "report"  # artifact folder of a run
+WEIGHTS_TAG, SPLIT_TAG, FILTER_TAG = "seqrec.weights_sha256", "seqrec.split_sha256", "seqrec.filter_seen"
+PROMOTED_TAG, REASON_TAG, GAIN_TAG = "seqrec.promoted", "seqrec.reason", "seqrec.gain"
+COMPARABLE = {SPLIT_TAG: "split", FILTER_TAG: "evaluate.filter_seen"}
+PACKAGES = ("mlflow", "numpy", "pandas", "pyarrow", "pyyaml", "safetensors", "torch")
+ROOT = Path(__file__).parent.parent
+CODE = ("seqrec", "models")
+PYFUNC = ROOT / "seqrec" / "pyfunc_model.py"
+SIGNATURE = ModelSignature(
+    inputs=Schema(
+        [
+            ColSpec(Array(DataType.string), "history"),
+            ColSpec(DataType.long, "k", required=False),
+            ColSpec(DataType.string, "user", required=False),
+            ColSpec(Array(DataType.string), "exclude", required=False),
+            ColSpec(Array(DataType.long), "times", required=False),
+        ]
+    ),
+    outputs=Schema([ColSpec(Array(DataType.string), "items"), ColSpec(Array(DataType.double), "scores")]),
+)
+
+
+class Decision(NamedTuple):
+    """What became of a candidate at the gate."""
+
+    promoted: bool
+    reason: str
+    gain: metrics.Interval | None  # of valid/ndcg@10 over the champion; None where there was nothing to compare
+
+
+def log_model(client: MlflowClient, run: Run, *, checkpoint: Path, sequences: Path) -> LoggedModel:
+    """Return the run's loadable model of these weights; a half-written one is replaced.
+
+    Args:
+        client: of the tracking server.
+        run: the run that trained the model.
+        checkpoint: directory with weights and card.
+        sequences: directory with vocabulary and users.
+    """
+    weights = sha256(checkpoint / WEIGHTS)
+    experiment, run_id = run.info.experiment_id, run.info.run_id
+    for model in client.search_logged_models([experiment], filter_string=f"source_run_id = '{run_id}'"):
+        if model.status != LoggedModelStatus.READY:
+            client.delete_logged_model(model.model_id)
+        elif model.tags.get(WEIGHTS_TAG) == weights:
+            return model
+    tags = {WEIGHTS_TAG: weights, FINGERPRINT: run.data.tags[FINGERPRINT]}
+    params = client.get_run(run_id).data.params
+    model = client.create_logged_model(experiment, run.info.run_name, run_id, tags=tags, params=params)
+    Model.log(
+        artifact_path=None,
+        flavor=mlflow.pyfunc,
+        run_id=run_id,
+        model_id=model.model_id,
+        python_model=str(PYFUNC),
+        artifacts={
+            "weights": str(checkpoint / WEIGHTS),
+            "card": str(checkpoint / MODEL_CARD),
+            "vocabulary": str(sequences / VOCABULARY),
+            "users": str(sequences / USERS),
+        },
+        code_paths=[str(ROOT / package) for package in CODE],
+        pip_requirements=requirements(),
+        signature=SIGNATURE,
+        input_example=_example(sequences / VOCABULARY),
+    )
+    return client.get_logged_model(model.model_id)
+
+
+def requirements() -> list[str]:
+    """Return pins of what the model imports, as installed here; local builds (`+cpu`) by their public version."""
+    return [f"{name}=={importlib.metadata.version(name).partition('+')[0]}" for name in PACKAGES]
+
+
+def _example(vocabulary: Path) -> pd.DataFrame:
+    items = pq.read_table(vocabulary, columns=["item_id"])["item_id"][:3].to_pylist()
+    times = list(range(0, 60 * len(items), 60))  # some models need them, the others take no notice
+    return pd.DataFrame({"history": [items, items[:1]], "times": [times, times[:1]], "k": [5, 5]})
+
+
+def create_version(client: MlflowClient, name: str, model: LoggedModel, tags: Mapping[str, str]) -> ModelVersion:
+    """Return the version of `name` that holds `model`'s weights, with the alias `candidate`; `tags` are updated."""
+    if not client.search_registered_models(f"name = '{name}'"):
+        client.create_registered_model(name)
+    version = _find_version(client, name, model)
+    if version is None:
+        version = client.create_model_version(
+            name,
+            source=f"models:/{model.model_id}",
+            run_id=model.source_run_id,
+            model_id=model.model_id,
+            tags={**tags, **{key: model.tags[key] for key in (FINGERPRINT, WEIGHTS_TAG)}},
+        )
+    for key, value in tags.items():
+        if version.tags.get(key) != value:
+            client.set_model_version_tag(name, version.version, key, value)
+    client.set_registered_model_alias(name, CANDIDATE, version.version)
+    return client.get_model_version(name, version.version)
+
+
+def _find_version(client: MlflowClient, name: str, model: LoggedModel) -> ModelVersion | None:
+    fingerprint = model.tags[FINGERPRINT]
+    versions = client.search_model_versions(f"name = '{name}' and tags.`{FINGERPRINT}` = '{fingerprint}'")
+    same = [version for version in versions if version.tags.get(WEIGHTS_TAG) == model.tags[WEIGHTS_TAG]]
+    return same[0] if same else None
+
+
+def promote(client: MlflowClient, version: ModelVersion, cases: pa.Table, config: RegisterConfig) -> Decision:
+    """Give `version` the alias `champion` if it passes the gate, and record decision, interval and reason as tags.
+
+    A champion steps down when the paired interval of the gain on validation lies above `register.min_gain`, or
+    when the two were not measured on the same cases, so that they cannot be compared.
+
+    Raises:
+        TrackingError: the champion's validation cases cannot be fetched.
+    """
+    champion = find_champion(client, version.name)
+    if champion is not None and str(champion.version) == str(version.version):
+        return _recorded(version)
+    decision = _decide(client, version, champion, cases, config)
+    tags = {
+        PROMOTED_TAG: str(decision.promoted).lower(),
+        REASON_TAG: decision.reason,
+        GAIN_TAG: json.dumps(decision.gain),
+    }
+    for key, value in tags.items():
+        client.set_model_version_tag(version.name, version.version, key, value)
+    if decision.promoted:
+        client.set_registered_model_alias(version.name, CHAMPION, version.version)
+    return decision
+
+
+def find_champion(client: MlflowClient, name: str) -> ModelVersion | None:
+    """Return the version that holds the alias `champion`."""
+    number = client.get_registered_model(name).aliases.get(CHAMPION)
+    return None if number is None else client.get_model_version(name, number)
+
+
+def _recorded(version: ModelVersion) -> Decision:
+    """Return the decision that made `version` the champion."""
+    if version.tags.get(PROMOTED_TAG) != "true":
+        return Decision(True, "the alias was set by hand", None)
+    gain = json.loads(version.tags[GAIN_TAG])
+    return Decision(True, version.tags[REASON_TAG], gain and metrics.Interval(*gain))
+
+
+def _decide(
+    client: MlflowClient,
+    version: ModelVersion,
+    champion: ModelVersion | None,
+    cases: pa.Table,
+    config: RegisterConfig,
+) -> Decision:
+    if champion is None:
+        return Decision(True, "the first champion", None)
+    changed = [what for tag, what in COMPARABLE.items() if champion.tags.get(tag) != version.tags.get(tag)]
+    if changed:
+        reason = f"version {champion.version} was measured with another {' and '.join(changed)}: not comparable"
+        return Decision(True, reason, None)
+    other = _fetch_cases(client, champion)
+    try:
+        gain = metrics.paired_gain(cases, other, confidence=config.confidence, seed=config.seed)
+    except ValueError as error:
+        return Decision(True, f"not comparable with version {champion.version}: {error}", None)
+    promoted = gain.low > config.min_gain
+    reason = (
+        f"gain of valid/ndcg@10 over version {champion.version}: {gain.mean:+.4f} [{gain.low:+.4f}, {gain.high:+.4f}], "
+        f"{'above' if promoted else 'not clearly above'} register.min_gain = {config.min_gain:g}"
+    )
+    return Decision(promoted, reason, gain)
+
+
+def _fetch_cases(client: MlflowClient, champion: ModelVersion) -> pa.Table:
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            path = client.download_artifacts(champion.run_id, f"{REPORT}/{CASES}", directory)
+        except (MlflowException, OSError) as error:
+            raise TrackingError(
+                f"register.tracking_uri: {CASES} of the champion, version {champion.version} of {champion.name}, "
+                f"cannot be fetched ({error}); restore its run, or remove the alias {CHAMPION} to choose a new one"
+            ) from error
+        return pq.read_table(path)

@@ -1,0 +1,199 @@
+"""Exact ranking over the whole catalogue, and recommendations from external ids.
+
+Scores are computed in blocks of users x items and never held whole. A target's score comes out of the same matrix
+product as its rivals', so that equal vectors tie exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from models.base import PAD, Batch, SequenceModel
+from seqrec import checkpoint
+from seqrec.data import sequences
+from seqrec.data.sequences import Cases, Sequences
+
+SCORES_IN_MEMORY = 16_000_000  # floats of one block
+ITEMS_PER_BLOCK = 65_536
+
+Blocks = Callable[[], Iterator[tuple[int, Tensor]]]  # (first item, scores (B, block)), covering items 1..V-1 in order
+Scorer = Callable[[Sequences, Tensor, Tensor], Blocks]  # of data, user (B,), stop (B,)
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Ranks of the targets of some cases (C,), and the best items of each."""
+
+    rank: Tensor  # float64, 1-based mid-rank among unseen items; the target is always a candidate
+    rank_unfiltered: Tensor  # float64, among all items
+    ties: Tensor  # int64, other candidates with exactly the target's score, under the configured filter
+    top: Tensor  # (C, K) int64, best items under the configured filter; 0 where there are fewer
+    score: Tensor  # (C, K) float32
+
+
+def model_scorer(model: SequenceModel) -> Scorer:
+    """Return the scorer of `model`: one forward pass, then inner products with blocks of item vectors."""
+    item_VD = model.item_vectors().detach().float()
+
+    def scorer(data: Sequences, user: Tensor, stop: Tensor) -> Blocks:
+        batch = sequences.window(data, user, stop, model.options.length)
+        query_BD = model(batch, last=True)[:, 0].float()
+
+        def blocks() -> Iterator[tuple[int, Tensor]]:
+            for first in range(1, len(item_VD), ITEMS_PER_BLOCK):
+                yield first, query_BD @ item_VD[first : first + ITEMS_PER_BLOCK].T
+
+        return blocks
+
+    return scorer
+
+
+@torch.no_grad()
+def rank(scorer: Scorer, data: Sequences, cases: Cases, *, filter_seen: bool, top_k: int = 0, rows: int = 0) -> Ranking:
+    """Rank the target of each case among all items.
+
+    Args:
+        scorer: gives the scores of a block of cases.
+        data: the prepared dataset.
+        cases: what to rank.
+        filter_seen: whether `ties` and `top` leave out the user's past items; both ranks are always computed.
+        top_k: length of the lists in `top`.
+        rows: cases per block; 0 chooses by memory.
+    """
+    rows = rows or max(1, min(1024, SCORES_IN_MEMORY // min(data.num_items, ITEMS_PER_BLOCK)))
+    parts = [
+        _rank_block(scorer, data, cases.user[i : i + rows], cases.position[i : i + rows], filter_seen, top_k)
+        for i in range(0, len(cases), rows)
+    ]
+    if not parts:
+        empty = torch.zeros(0, dtype=torch.float64)
+        return Ranking(empty, empty, empty.long(), empty.long().reshape(0, top_k), empty.float().reshape(0, top_k))
+    return Ranking(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+def _rank_block(
+    scorer: Scorer, data: Sequences, user: Tensor, stop: Tensor, filter_seen: bool, top_k: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    target = data.items[stop].long()
+    seen_row, seen_item = sequences.seen(data, user, stop)
+    distinct = torch.unique(seen_row * (data.num_items + 1) + seen_item)  # a repeated item is one candidate
+    seen_row, seen_item = distinct // (data.num_items + 1), distinct % (data.num_items + 1)
+    rival = seen_item != target[seen_row]
+    seen_row, seen_item = seen_row[rival], seen_item[rival]
+
+    blocks = scorer(data, user, stop)
+    if data.num_items <= ITEMS_PER_BLOCK:  # one block: keep it, rather than multiply twice
+        blocks = list(blocks()).__iter__
+    goal = _target_scores(blocks, target)
+    all_above, all_equal, above, equal = (torch.zeros(len(user), dtype=torch.int64, device=user.device) for _ in "abcd")
+    best = (goal.new_empty(len(user), 0), target.new_empty(len(user), 0))
+    for first, score in blocks():
+        all_above += (score > goal).sum(1)
+        all_equal += (score == goal).sum(1)
+        inside = (seen_item >= first) & (seen_item < first + score.shape[1])
+        row, column = seen_row[inside], seen_item[inside] - first
+        past = score[row, column]
+        above -= torch.bincount(row[past > goal[row, 0]], minlength=len(user))
+        equal -= torch.bincount(row[past == goal[row, 0]], minlength=len(user))
+        if top_k:
+            if filter_seen:
+                score[row, column] = float("-inf")
+            best = _merge_top(best, score, first, top_k)
+    above, equal = above + all_above, equal + all_equal
+    mid_rank = 1 + above.double() + (equal.double() - 1) / 2
+    mid_rank_all = 1 + all_above.double() + (all_equal.double() - 1) / 2
+    ties = (equal if filter_seen else all_equal) - 1
+    return mid_rank, mid_rank_all, ties, torch.where(best[0] == float("-inf"), PAD, best[1]), best[0]
+
+
+def _target_scores(blocks: Blocks, target: Tensor) -> Tensor:
+    """Return each target's score (B, 1), taken from the block that holds it."""
+    goal = torch.full((len(target), 1), float("nan"), device=target.device)
+    for first, score in blocks():
+        column = target - first
+        inside = (column >= 0) & (column < score.shape[1])
+        found = score.gather(1, column.clamp(0, score.shape[1] - 1).unsqueeze(1))
+        goal = torch.where(inside.unsqueeze(1), found, goal)
+    return goal
+
+
+def _merge_top(best: tuple[Tensor, Tensor], score: Tensor, first: int, k: int) -> tuple[Tensor, Tensor]:
+    value, index = score.topk(min(k, score.shape[1]), dim=1)
+    merged_value, merged_item = torch.cat([best[0], value], 1), torch.cat([best[1], index + first], 1)
+    value, order = merged_value.topk(min(k, merged_value.shape[1]), dim=1)
+    return value, merged_item.gather(1, order)
+
+
+class Recommender:
+    """A trained model that speaks in the source's item ids."""
+
+    def __init__(
+        self,
+        model: SequenceModel,
+        item_ids: Sequence[str],
+        counts: Tensor,
+        user_ids: Sequence[str],
+        *,
+        filter_seen: bool,
+    ) -> None:
+        self.model, self.item_ids, self.filter_seen = model.eval(), item_ids, filter_seen
+        self.items = {item_id: item for item, item_id in enumerate(item_ids, start=1)}
+        self.users = {user_id: user for user, user_id in enumerate(user_ids, start=1)}
+        self.counts = counts.float()
+        self.item_vectors = model.item_vectors().detach().float()
+
+    @classmethod
+    def load(cls, directory: Path) -> Recommender:
+        """Load weights, card, vocabulary and users from `directory`; no code of the artifact is run."""
+        model, card = checkpoint.load_model(directory)
+        item_ids, counts = sequences.read_vocabulary(directory)
+        return cls(model, item_ids, counts, sequences.read_users(directory), filter_seen=card["filter_seen"])
+
+    @torch.no_grad()
+    def recommend(
+        self,
+        history: Sequence[str],
+        k: int = 10,
+        *,
+        exclude: Collection[str] = (),
+        user: str | None = None,
+        times: Sequence[int] | None = None,
+    ) -> list[tuple[str, float]]:
+        """Return the best `k` items (item_id, score) for somebody with this `history`, oldest first.
+
+        Unknown item ids are skipped, an unknown user is user 0, and a history with no known item gets the most
+        popular items, scored by their train events. Items of the history are left out if the model was evaluated so.
+
+        Raises:
+            ValueError: the model needs times, or their number is not that of the history.
+        """
+        if times is not None and len(times) != len(history):
+            raise ValueError(f"times: {len(times)} given for a history of {len(history)}")
+        if "times" in self.model.needs and times is None and history:
+            raise ValueError("times: this model needs the time of each event of the history")
+        known = [place for place, item_id in enumerate(history) if item_id in self.items]
+        score_V = self._scores([self.items[history[place]] for place in known], known, user, times)
+        score_V[0] = float("-inf")
+        hidden = [*exclude, *history] if self.filter_seen else exclude
+        score_V[[self.items[item_id] for item_id in hidden if item_id in self.items]] = float("-inf")
+        value, item = score_V.topk(min(k, len(self.item_ids)))
+        best = zip(item.tolist(), value.tolist(), strict=True)
+        return [(self.item_ids[index - 1], score) for index, score in best if score > float("-inf")]
+
+    def _scores(self, items: list[int], places: list[int], user: str | None, times: Sequence[int] | None) -> Tensor:
+        if not items:
+            return self.counts.clone()
+        length = self.model.options.length
+        recent = torch.tensor(items[-length:])
+        relative = torch.zeros(len(recent))
+        if times is not None:
+            chosen = torch.tensor([times[place] for place in places[-length:]])
+            relative = (chosen - chosen[-1]).float()
+        batch = Batch(recent[None], relative[None], torch.tensor([self.users.get(user or "", 0)]))
+        query_D: Tensor = self.model(batch, last=True)[0, 0].float()
+        return self.item_vectors @ query_D

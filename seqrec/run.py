@@ -1,0 +1,137 @@
+"""All stages of one config in one process, without DVC: published-number configurations, bare training machines."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from seqrec.artifacts import write_json, write_text
+from seqrec.config import DATASET_KEYS, MODEL_KEYS, SECTIONS, ConfigError, Params, from_dict, load
+
+logger = logging.getLogger(__name__)
+SETTINGS = "params.yaml"
+
+
+def run(*, config_file: Path, out: Path, data: Path | None = None, resume: bool = False) -> dict[str, float]:
+    """Run every stage of a config; a model whose training is complete there is not trained again.
+
+    Args:
+        config_file: shaped as params.yaml, where a section or entry left out keeps its defaults.
+        out: folder that receives data, artifacts, reports and resume states.
+        data: folder with `sequences/` already prepared: ingest, validate and prepare are skipped.
+        resume: refuse to start a training afresh.
+
+    Returns:
+        The test NDCG@10 of each model and baseline.
+    """
+    params = load_config(config_file)
+    write_text(out / SETTINGS, yaml.safe_dump(json.loads(json.dumps(params.as_dict())), sort_keys=False))
+    source = data or _prepare(params, out)
+    values = _baselines(params, source / "sequences", out)
+    for model in params.leaderboard:
+        values |= _model(params, model, source / "sequences", out, resume)
+    if data is None and importlib.util.find_spec("mlflow") is not None:
+        import_run(run=out)
+    else:
+        logger.info("not registered; where MLflow is installed: seqrec import --run %s", out)
+    return values
+
+
+def import_run(*, run: Path, data: Path | None = None) -> dict[str, float]:
+    """Bring a finished `run` into MLflow: leaderboard, runs, candidate and champion.
+
+    Args:
+        run: the folder that `seqrec run` wrote to.
+        data: the prepared data it was given, if it did not prepare its own.
+    """
+    from seqrec.stages.register import register
+
+    params = load(run / SETTINGS)
+    folder = data or run / "data"
+    return register(
+        leaderboard=params.leaderboard,
+        artifacts=run / "artifacts",
+        reports=run / "reports",
+        sequences=folder / "sequences",
+        data=folder,
+        params=params.as_dict(),
+        config=params.section("register"),
+    )
+
+
+def load_config(path: Path) -> Params:
+    """Read a config shaped as params.yaml; left-out sections and entries keep their defaults.
+
+    Raises:
+        ConfigError: not found, not YAML, or a wrong key.
+    """
+    if not path.is_file():
+        raise ConfigError(f"--config-file: {path} not found")
+    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict) or "dataset" not in content or "models" not in content:
+        raise ConfigError(f"{path}: needs at least the keys dataset and models")
+    content = {"sources": [], "leaderboard": list(content["models"]), "datasets": {}, **content}
+    for section in SECTIONS:
+        content.setdefault(section, {})
+    content["datasets"].setdefault(content["dataset"], {})
+    content["ingest"].setdefault("source", content["dataset"])
+    for entry in content["datasets"].values():
+        for key in DATASET_KEYS:
+            entry.setdefault(key, {})
+    for name, entry in content["models"].items():
+        for key in MODEL_KEYS:
+            entry.setdefault(key, name if key == "architecture" else {})
+    return from_dict(content)
+
+
+def _prepare(params: Params, out: Path) -> Path:
+    from seqrec.stages.ingest import ingest
+    from seqrec.stages.prepare import prepare
+    from seqrec.stages.validate import validate
+
+    data, verdict = out / "data", out / "reports" / "validation.json"
+    name = params.dataset
+    ingest(dataset=name, output=data, downloads=out / "state" / "downloads", config=params.section("ingest"))
+    baseline = Path("configs/baseline.json")
+    validate(dataset=name, data=data, report=verdict, baseline=baseline, config=params.section("validate"))
+    sequences = data / "sequences"
+    prepare(dataset=name, data=data, validation=verdict, sequences=sequences, config=params.section("prepare"))
+    return data
+
+
+def _baselines(params: Params, sequences: Path, out: Path) -> dict[str, float]:
+    if importlib.util.find_spec("scipy") is None:
+        logger.warning("baselines are left out: scipy is not installed")
+        return {}
+    from seqrec.stages.baselines import baselines
+
+    return baselines(sequences=sequences, reports=out / "reports", config=params.section("evaluate"))
+
+
+def _model(params: Params, model: str, sequences: Path, out: Path, resume: bool) -> dict[str, float]:
+    from seqrec.stages.evaluate import evaluate
+    from seqrec.stages.finetune import finetune
+    from seqrec.stages.pretrain import pretrain
+
+    folder, evaluation = out / "artifacts" / model, params.section("evaluate")
+    shared: dict[str, Any] = {
+        "model": model,
+        "sequences": sequences,
+        "initial": folder / "initial",
+        "state": out / "state",
+        "filter_seen": evaluation.filter_seen,
+    }
+    pretrain(**shared, architecture=params.model(model), config=params.section("pretrain", model=model))
+    values = finetune(
+        **shared, checkpoint=folder / "finetuned", config=params.section("finetune", model=model), resume=resume
+    )
+    report = out / "reports" / model
+    write_json(report / "finetune.json", values)
+    checkpoint = folder / "finetuned"
+    metrics = evaluate(model=model, sequences=sequences, checkpoint=checkpoint, report=report, config=evaluation)
+    return {f"{model}/{name}": metrics[name] for name in ("valid/ndcg@10", "test/ndcg@10", "test/recall@10")}

@@ -1,0 +1,42 @@
+"""The evaluate stage: rank every test case among the whole catalogue."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+
+from seqrec import evaluation, retrieval
+from seqrec.checkpoint import load_model
+from seqrec.config import EvaluateConfig
+from seqrec.data import sequences as data
+
+
+def evaluate(
+    *, model: str, sequences: Path, checkpoint: Path, report: Path, config: EvaluateConfig
+) -> dict[str, float]:
+    """Rank the validation and test cases with the trained `model`, and write metrics, cases and recommendations.
+
+    Args:
+        model: its key in `models`.
+        sequences: folder of the prepared dataset.
+        checkpoint: folder of the trained weights.
+        report: folder that receives the results.
+        config: section `evaluate`.
+
+    Raises:
+        ValueError: the checkpoint belongs to another catalogue.
+    """
+    net, card = load_model(checkpoint)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    prepared = data.load(sequences).to(device)
+    if net.catalogue.num_items != prepared.num_items:
+        raise ValueError(
+            f"{checkpoint} was trained for {net.catalogue.num_items} items, {sequences} has {prepared.num_items}: "
+            f"run the finetune stage of {model} again"
+        )
+    facts = {"parameters": card["parameters"], "train_seconds": card["seconds"]}
+    began = time.monotonic()
+    values = evaluation.report(retrieval.model_scorer(net.to(device)), prepared, report, config, facts)
+    return values | {"evaluate_seconds": time.monotonic() - began}

@@ -1,0 +1,224 @@
+"""Stage 1: from a published dataset to the canonical tables, with every malformed row accounted for."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from seqrec import artifacts
+from seqrec.config import ConfigError, IngestConfig
+from seqrec.data import sources
+from seqrec.data.download import Found, forget, mirror_of, obtain
+from seqrec.data.readers import Block, DamagedFileError
+
+logger = logging.getLogger(__name__)
+
+EXAMPLES = 3
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@dataclass
+class Tally:
+    """Rows of one table: how many were good, how many not, and the first of those."""
+
+    good: int = 0
+    bad: int = 0
+    examples: list[dict[str, Any]] = field(default_factory=list)
+
+
+def ingest(*, dataset: str, output: Path, downloads: Path, config: IngestConfig) -> dict[str, float]:
+    """Fetch and read the source of `config` into `output`.
+
+    Writes `raw/<source>/` (the files as published), `interactions.parquet`, `items.parquet`, `quarantine.parquet` and,
+    last of all, `source.json`. Killed at any moment, it gives the same result when run again: a download continues
+    below `downloads`, and is removed when the stage has succeeded.
+
+    Args:
+        dataset: the key below `datasets`, for messages.
+        output: a folder that belongs to this stage; what an earlier run left there is replaced.
+        downloads: where downloads live until they are complete and read.
+        config: section `ingest` of the dataset.
+
+    Returns:
+        `rows`, `users`, `items` (those with interactions), `catalogue` (rows of the items table), `quarantined`.
+
+    Raises:
+        ConfigError: a setting of `datasets.<dataset>.ingest` is wrong.
+        ValueError: the files cannot be had, are damaged or empty, or too many of their rows are malformed.
+        OSError: there is no room for the output.
+    """
+    try:
+        return _ingest(output, downloads, config)
+    except ConfigError as error:
+        raise ConfigError(f"datasets.{dataset}.{error}") from error
+    except ValueError as error:
+        raise ValueError(f"datasets.{dataset}: {error}") from error
+    except OSError as error:
+        if error.errno in NO_ROOM:
+            message = f"no room for {output} and {downloads} ({error}): free some space and run again"
+            raise OSError(error.errno, message) from error
+        raise
+
+
+def _ingest(output: Path, downloads: Path, config: IngestConfig) -> dict[str, float]:
+    source = sources.find(config)
+    publications = source.publications(config)
+    _clear(output, publications, mirror_of(config))
+    publication, found = obtain(publications, config, downloads)
+    try:
+        counts = _write_tables(output, publication, found, config)
+    except DamagedFileError:
+        forget(list(found.values()), downloads)
+        raise
+    _keep_raw(output / "raw" / config.source, found)
+    artifacts.write_json(
+        output / artifacts.SOURCE_CARD,
+        {
+            "source": config.source,
+            "category": config.category,
+            "licence": source.licence,
+            "homepage": source.homepage,
+            "files": _cards(output / "raw" / config.source, found),
+            "counts": counts,
+            "reference": source.known(config),
+        },
+    )
+    forget(list(found.values()), downloads)
+    logger.info("%s: %s", config.source, ", ".join(f"{value:,} {name}" for name, value in counts.items()))
+    return {name: float(value) for name, value in counts.items()}
+
+
+def _clear(output: Path, publications: tuple[sources.Publication, ...], mirror: str) -> None:
+    """Remove what an earlier run left, but never a file that is to be read."""
+    own = [file for publication in publications if publication.local for file in publication.files]
+    for setting, place in [("mirror", mirror), *((file.role, file.paths[0]) for file in own)]:
+        if place and Path(place).resolve().is_relative_to(output.resolve()):
+            raise ConfigError(f"ingest.{setting}: {place} lies in {output}, which this stage overwrites")
+    output.mkdir(parents=True, exist_ok=True)
+    (output / artifacts.SOURCE_CARD).unlink(missing_ok=True)  # first: it says that the rest is complete
+    for name in (artifacts.INTERACTIONS, artifacts.ITEMS, artifacts.QUARANTINE):
+        (output / name).unlink(missing_ok=True)
+    shutil.rmtree(output / "raw", ignore_errors=True)
+
+
+def _write_tables(
+    output: Path, publication: sources.Publication, found: dict[str, Found], config: IngestConfig
+) -> dict[str, int]:
+    tables = publication.read({role: file.path for role, file in found.items()}, config)
+    quarantine = output / artifacts.QUARANTINE
+    with _writer(quarantine, artifacts.QUARANTINE_SCHEMA) as bad_rows:
+        events = _write_interactions(output, tables.interactions, bad_rows)
+        products = _write_items(output, tables.items, bad_rows)
+    for tally, name in ((events, "interactions"), (products, "items")):
+        _check(tally, name, config, quarantine)
+    return _counts(output, events, products)
+
+
+@contextmanager
+def _writer(path: Path, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
+    partial = path.with_name(path.name + ".partial")
+    with pq.ParquetWriter(partial, schema, compression="zstd") as writer:
+        yield writer
+    partial.replace(path)
+
+
+def _write_interactions(output: Path, blocks: Iterator[Block], bad_rows: pq.ParquetWriter) -> Tally:
+    tally = Tally()
+    with _writer(output / artifacts.INTERACTIONS, artifacts.INTERACTIONS_SCHEMA) as writer:
+        for block in blocks:
+            writer.write_table(_arrow(block.good, artifacts.INTERACTIONS_SCHEMA))
+            _set_aside(block, tally, bad_rows)
+    return tally
+
+
+def _write_items(output: Path, blocks: Iterator[Block] | None, bad_rows: pq.ParquetWriter) -> Tally:
+    """Write each item once, as its first row has it; without an items file, the ids that occur."""
+    tally, frames = Tally(), []
+    if blocks is None:
+        ids = pl.scan_parquet(output / artifacts.INTERACTIONS).select("item_id").unique(maintain_order=True).collect()
+        frames = [ids.with_columns(pl.lit(None, pl.String).alias("title"))]
+        tally.good = len(ids)
+    for block in blocks or ():
+        frames.append(block.good)
+        _set_aside(block, tally, bad_rows)
+    if not frames:
+        return tally
+    items = pl.concat(frames).unique("item_id", keep="first", maintain_order=True)
+    attributes = [pa.field(name, pa.string()) for name in items.columns if name not in ("item_id", "title")]
+    schema = pa.schema([*artifacts.ITEMS_SCHEMA, *attributes])
+    artifacts.write_table(output / artifacts.ITEMS, _arrow(items, schema))
+    return tally
+
+
+def _set_aside(block: Block, tally: Tally, bad_rows: pq.ParquetWriter) -> None:
+    tally.good += len(block.good)
+    tally.bad += len(block.bad)
+    tally.examples += block.bad.head(EXAMPLES - len(tally.examples)).to_dicts()
+    if len(block.bad):
+        bad_rows.write_table(_arrow(block.bad, artifacts.QUARANTINE_SCHEMA))
+
+
+def _arrow(frame: pl.DataFrame, schema: pa.Schema) -> pa.Table:
+    return frame.select(schema.names).to_arrow(compat_level=pl.CompatLevel.oldest()).cast(schema)
+
+
+def _check(tally: Tally, name: str, config: IngestConfig, quarantine: Path) -> None:
+    total = tally.good + tally.bad
+    if not total:
+        raise ValueError(f"the {name} file is empty: it has no rows")
+    if tally.bad / total > config.max_bad_share:
+        first = "".join(
+            f"\n  {row['file']}:{row['line']}: {row['reason']}: {row['text']:.80}" for row in tally.examples
+        )
+        raise ValueError(
+            f"{tally.bad:,} of {total:,} rows of {name} are malformed ({tally.bad / total:.1%}), more than "
+            f"ingest.max_bad_share = {config.max_bad_share:g} allows; the first of them:{first}\n"
+            f"All are in {quarantine}. Does ingest.source fit the file? If they may go, raise ingest.max_bad_share."
+        )
+    if not tally.good:
+        raise ValueError(f"the {name} file has no well-formed row")
+
+
+def _counts(output: Path, events: Tally, products: Tally) -> dict[str, int]:
+    columns = pl.scan_parquet(output / artifacts.INTERACTIONS).select("user_id", "item_id")
+    users, items = columns.select(pl.all().n_unique()).collect().row(0)
+    catalogue = pq.read_metadata(output / artifacts.ITEMS).num_rows
+    return {
+        "rows": events.good,
+        "users": users,
+        "items": items,
+        "catalogue": catalogue,
+        "quarantined": events.bad + products.bad,
+    }
+
+
+def _keep_raw(folder: Path, found: dict[str, Found]) -> None:
+    folder.mkdir(parents=True)
+    for role, file in found.items():
+        partial = folder / f"{role}.partial"
+        shutil.copyfile(file.path, partial)
+        partial.replace(folder / _raw_name(role, found))
+
+
+def _raw_name(role: str, found: dict[str, Found]) -> str:
+    name = found[role].path.name
+    return name if sum(file.path.name == name for file in found.values()) == 1 else f"{role}-{name}"
+
+
+def _cards(folder: Path, found: dict[str, Found]) -> list[dict[str, Any]]:
+    cards = []
+    for role, file in found.items():
+        path = folder / _raw_name(role, found)
+        card = {"role": role, "name": path.name, "origin": file.origin, "size": path.stat().st_size}
+        cards.append({**card, "sha256": artifacts.sha256(path)})
+    return cards

@@ -1,0 +1,315 @@
+"""Stage `register`: the leaderboard, the MLflow runs, and the best model through the gate of the registry.
+
+Every step finds what an earlier, perhaps killed, call has left by its fingerprint, and does only the rest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+from mlflow import MlflowClient
+from mlflow.entities import Dataset, DatasetInput, InputTag, Run, RunTag
+from mlflow.exceptions import MlflowException
+
+from seqrec import plots, registry, tracking
+from seqrec.artifacts import (
+    CASES,
+    HISTORY,
+    METRICS,
+    MODEL_CARD,
+    RECOMMENDATIONS,
+    SOURCE_CARD,
+    SPLIT_CARD,
+    WEIGHTS,
+    read_json,
+    sha256,
+    write_json,
+)
+from seqrec.config import RegisterConfig
+from seqrec.leaderboard import LEADERBOARD, SELECTION, Row, best_model, build, write_csv
+from seqrec.tracking import FINGERPRINT, TrackingError
+
+logger = logging.getLogger(__name__)
+
+LEADERBOARD_CSV = "leaderboard.csv"
+TEST = "test/ndcg@10"
+REPORT_FILES = (METRICS, CASES, RECOMMENDATIONS)
+COMPLETE = "seqrec.complete"  # tag, set last: the hash of what the run holds
+SETTINGS = ("model", "architecture", "stage", "options", "catalogue", "config")  # of a model card; the rest is outcome
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A model or baseline as the stages before have left it."""
+
+    row: Row
+    report: Path
+    checkpoint: Path | None  # None for a baseline
+    card: Mapping[str, Any]
+    metrics: Mapping[str, float]
+    history: Sequence[Mapping[str, Any]]
+    fingerprint: str
+    content: str  # hash of report and weights
+
+    @property
+    def name(self) -> str:
+        """Key of the model or baseline."""
+        return str(self.row["model"])
+
+
+@dataclass(frozen=True)
+class Tracker:
+    """What every run of this call has in common."""
+
+    client: MlflowClient
+    experiment: str
+    split: Mapping[str, Any]
+    dataset: Dataset
+    tags: Mapping[str, str]
+
+
+def register(
+    *,
+    leaderboard: Sequence[str],
+    artifacts: Path,
+    reports: Path,
+    sequences: Path,
+    data: Path,
+    params: Mapping[str, Any],
+    config: RegisterConfig,
+) -> dict[str, float]:
+    """Write the leaderboard, log one MLflow run a model and baseline under a parent run, and run the gate.
+
+    Args:
+        leaderboard: keys of the models.
+        artifacts: holds `<model>/finetuned/`.
+        reports: holds `<model>/` of models and baselines; gets leaderboard.json and leaderboard.csv.
+        sequences: the prepared dataset.
+        data: holds source.json.
+        params: all of params.yaml, to be logged.
+        config: section `register`.
+
+    Returns:
+        The candidate's metrics, whether it is the champion (1 or 0), and its gain where there was a comparison.
+
+    Raises:
+        FileNotFoundError: a model was not trained or not evaluated.
+        TrackingError: the tracking server fails; the leaderboard is written, and another call does the rest.
+    """
+    split = read_json(sequences / SPLIT_CARD)
+    rows = build(reports=reports, models=leaderboard)
+    entries = [_entry(row, artifacts, reports, split) for row in rows]
+    best = next(entry for entry in entries if entry.row is best_model(rows))
+    _write_leaderboard(reports, split, rows)
+    with _explained(reports, config):
+        tracker = _connect(split, data, config)
+        parent = _open_parent(tracker, entries, params)
+        _check_artifacts(tracker.client, parent, reports / LEADERBOARD)
+        runs = {entry.name: _log_entry(tracker, entry, parent, sequences) for entry in entries}
+        outcome = _gate(tracker, best, runs[best.name], sequences, config)
+        for entry in entries:
+            entry.row["candidate"] = entry is best
+            entry.row["champion"] = entry.fingerprint == outcome["champion"]
+        _write_leaderboard(reports, split, rows, outcome)
+        _finish_parent(tracker, parent, entries, params, reports / LEADERBOARD)
+    gain = {f"gain/{SELECTION}/{name}": value for name, value in (outcome["gain"] or {}).items()}
+    chosen = {f"candidate/{key}": best.row[key] for key in (SELECTION, TEST)}
+    return {**chosen, "promoted": float(outcome["promoted"]), **gain}
+
+
+def _entry(row: Row, artifacts: Path, reports: Path, split: Mapping[str, Any]) -> Entry:
+    name, report = row["model"], reports / row["model"]
+    files = [report / file for file in REPORT_FILES]
+    checkpoint, card, history = None, {}, []
+    if not row["baseline"]:
+        checkpoint = artifacts / name / "finetuned"
+        files.append(checkpoint / WEIGHTS)
+        card = read_json(checkpoint / MODEL_CARD)
+        lines = (checkpoint / HISTORY).read_text(encoding="utf-8").splitlines()
+        history = [json.loads(line) for line in lines]
+    content = _hash([sha256(path) for path in files])
+    return Entry(
+        row=row,
+        report=report,
+        checkpoint=checkpoint,
+        card=card,
+        metrics=read_json(report / METRICS),
+        history=history,
+        fingerprint=card.get("fingerprint") or _hash([name, split["split_sha256"], content]),
+        content=content,
+    )
+
+
+def _hash(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def _write_leaderboard(
+    reports: Path, split: Mapping[str, Any], rows: Sequence[Row], outcome: Mapping[str, Any] | None = None
+) -> None:
+    facts = {key: split[key] for key in ("dataset", "protocol", "split_sha256")}
+    write_json(reports / LEADERBOARD, {**facts, "selection": SELECTION, "rows": list(rows), "registry": outcome})
+    write_csv(reports / LEADERBOARD_CSV, rows)
+
+
+@contextmanager
+def _explained(reports: Path, config: RegisterConfig) -> Iterator[None]:
+    """Turn MLflow's failures into one error that says what is done already and what to do next."""
+    try:
+        yield
+    except (MlflowException, TrackingError) as error:
+        reason = str(error)
+        if not isinstance(error, TrackingError):
+            reason = f"register.tracking_uri: {tracking.tracking_uri(config)} failed: {reason}"
+        raise TrackingError(
+            f"{reason}. {reports / LEADERBOARD} is written; `seqrec register` will import everything else"
+        ) from error
+
+
+def _connect(split: Mapping[str, Any], data: Path, config: RegisterConfig) -> Tracker:
+    client = tracking.connect(config)
+    source = read_json(data / SOURCE_CARD)
+    origin = {key: str(source.get(key, "")) for key in ("source", "licence")}
+    tags = {f"seqrec.{key}": str(split[key]) for key in ("dataset", "protocol", "input_sha256", "split_sha256")}
+    dataset = Dataset(
+        name=split["dataset"],
+        digest=split["split_sha256"][:32],  # MLflow keeps 36 characters; the tags hold the whole
+        source_type="code",
+        source=json.dumps({"tags": origin}),
+        profile=json.dumps(split["counts"]),
+    )
+    return Tracker(
+        client=client,
+        experiment=tracking.experiment(client, config),
+        split=split,
+        dataset=dataset,
+        tags={**tags, "seqrec.licence": origin["licence"], **_code_tags()},
+    )
+
+
+def _code_tags() -> dict[str, str]:
+    """Return the git commit, under the name that MLflow shows, and the hash of dvc.lock, where there are any."""
+    lock = Path("dvc.lock")
+    tags = {"seqrec.dvc_lock": sha256(lock)} if lock.is_file() else {}
+    try:
+        done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        logger.warning("no git commit to record: not in a git repository")
+        return tags
+    return {**tags, "mlflow.source.git.commit": done.stdout.strip()}
+
+
+def _open_parent(tracker: Tracker, entries: Sequence[Entry], params: Mapping[str, Any]) -> Run:
+    """Return the run of this pipeline: the orchestrator's if it made one, else one found or made by content."""
+    content = _hash([tracker.split["split_sha256"], params, [(entry.fingerprint, entry.content) for entry in entries]])
+    injected = tracking.injected_run()
+    if injected is None:
+        name = f"{tracker.split['dataset']}-{content[:8]}"
+        return tracking.open_run(tracker.client, tracker.experiment, content, name)
+    tracker.client.set_tag(injected, FINGERPRINT, content)
+    return tracker.client.get_run(injected)
+
+
+def _check_artifacts(client: MlflowClient, run: Run, path: Path) -> None:
+    """Store a file and fetch it again: a server with a misplaced artifact store fails here, not a month later."""
+    try:
+        client.log_artifact(run.info.run_id, str(path))
+        with tempfile.TemporaryDirectory() as directory:
+            same = sha256(Path(client.download_artifacts(run.info.run_id, path.name, directory))) == sha256(path)
+    except (MlflowException, OSError) as error:
+        raise TrackingError(
+            f"register.tracking_uri: artifacts cannot be stored under {run.info.artifact_uri} ({error}); start the "
+            "server with --serve-artifacts, or give this machine access to that place"
+        ) from error
+    if not same:
+        raise TrackingError(f"register.tracking_uri: {run.info.artifact_uri} gave back another {path.name}")
+
+
+def _log_entry(tracker: Tracker, entry: Entry, parent: Run, sequences: Path) -> Run:
+    """Return the entry's run, complete: settings, dataset, curves, report, model and final values."""
+    client = tracker.client
+    seconds = float(entry.card.get("seconds", 0.0))
+    run = tracking.open_run(
+        client, tracker.experiment, entry.fingerprint, entry.name, parent=parent.info.run_id, seconds=seconds
+    )
+    if run.data.tags.get(COMPLETE) == entry.content:
+        return run
+    run_id = run.info.run_id
+    tracking.log_params(client, run, {key: entry.card[key] for key in SETTINGS if key in entry.card})
+    versions = {f"versions.{name}": version for name, version in entry.card.get("versions", {}).items()}
+    _describe(tracker, run, {**versions, "seqrec.architecture": entry.card.get("architecture", entry.name)})
+    tracking.log_history(client, run, entry.history)
+    for file in REPORT_FILES:
+        client.log_artifact(run_id, str(entry.report / file), registry.REPORT)
+    model_id = None
+    if entry.checkpoint is not None:
+        model_id = registry.log_model(client, run, checkpoint=entry.checkpoint, sequences=sequences).model_id
+    tracking.log_metrics(client, run, entry.metrics, model_id)
+    client.set_terminated(run_id)
+    client.set_tag(run_id, COMPLETE, entry.content)
+    return run
+
+
+def _describe(tracker: Tracker, run: Run, tags: Mapping[str, str]) -> None:
+    inputs = [DatasetInput(tracker.dataset, [InputTag("mlflow.data.context", "training")])]
+    tracker.client.log_inputs(run.info.run_id, inputs)
+    entities = [RunTag(key, value) for key, value in {**tracker.tags, **tags}.items()]
+    tracker.client.log_batch(run.info.run_id, tags=entities)
+
+
+def _gate(tracker: Tracker, best: Entry, run: Run, sequences: Path, config: RegisterConfig) -> dict[str, Any]:
+    """Register `best` as the candidate and return what became of it, as leaderboard.json says it."""
+    assert best.checkpoint is not None
+    name = f"seqrec-{tracker.split['dataset']}"
+    tags = {
+        **tracker.tags,
+        "seqrec.model": best.name,
+        registry.FILTER_TAG: str(best.metrics["filter_seen"]),
+        f"seqrec.{tracking.metric_name(SELECTION)}": str(best.row[SELECTION]),
+    }
+    model = registry.log_model(tracker.client, run, checkpoint=best.checkpoint, sequences=sequences)
+    version = registry.create_version(tracker.client, name, model, tags)
+    decision = registry.promote(tracker.client, version, pq.read_table(best.report / CASES), config)
+    champion = registry.find_champion(tracker.client, name)
+    return {
+        "registered_model": name,
+        "version": int(version.version),
+        "model": best.name,
+        "promoted": decision.promoted,
+        "reason": decision.reason,
+        "gain": decision.gain and decision.gain._asdict(),
+        "champion": champion and champion.tags.get(FINGERPRINT),
+    }
+
+
+def _finish_parent(
+    tracker: Tracker, run: Run, entries: Sequence[Entry], params: Mapping[str, Any], leaderboard: Path
+) -> None:
+    client, run_id = tracker.client, run.info.run_id
+    client.log_artifact(run_id, str(leaderboard))
+    if run.data.tags.get(COMPLETE):
+        return
+    tracking.log_params(client, run, params)
+    _describe(tracker, run, {})
+    figures = {
+        "learning_curves": plots.learning_curves({entry.name: entry.history for entry in entries if entry.history}),
+        "metric_by_slice": plots.metric_by_slice({entry.name: entry.metrics for entry in entries}),
+        "coverage_against_accuracy": plots.coverage_against_accuracy([entry.row for entry in entries]),
+    }
+    for name, figure in figures.items():
+        client.log_figure(run_id, figure, f"figures/{name}.png")
+    best = best_model([entry.row for entry in entries])
+    tracking.log_metrics(client, run, {key: best[key] for key in (SELECTION, TEST)})
+    if tracking.injected_run() is None:  # whoever made the run ends it
+        client.set_terminated(run_id)
+    client.set_tag(run_id, COMPLETE, "true")

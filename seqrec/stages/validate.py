@@ -1,0 +1,194 @@
+"""Validate: check the tables that ingest wrote, before anything is learnt from them.
+
+Severities: a `critical` rule stops the run; `warning` and `info` are reported and logged.
+Drift compares how many events users and items have with a baseline that someone accepted as good.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import polars as pl
+import pyarrow.parquet as pq
+
+from seqrec import artifacts
+from seqrec.config import ValidateConfig
+
+if TYPE_CHECKING:
+    from seqrec.data.expectations import Check, Totals
+
+logger = logging.getLogger(__name__)
+
+EMPTY_SHARE = 1e-4  # stands for the share of an empty bin, whose logarithm has no value
+EXAMPLES = 5
+
+
+class ValidationFailed(ValueError):  # noqa: N818 - says what happened to the stage
+    """A critical rule failed; the message names each with offending values and the setting to change."""
+
+
+def validate(*, dataset: str, data: Path, report: Path, baseline: Path, config: ValidateConfig) -> dict[str, float]:
+    """Check the tables in `data`; write the verdict to `report` (JSON) and, beside it, the same as HTML.
+
+    Args:
+        dataset: the name under which `baseline` knows the data.
+        data: folder with interactions.parquet, items.parquet and source.json, as ingest writes them.
+        report: the JSON file to write.
+        baseline: JSON file of accepted histograms; without an entry for `dataset`, drift is not measured.
+        config: the limits.
+
+    Returns:
+        Counts and shares of the log, and the number of rules that failed without stopping.
+
+    Raises:
+        ValidationFailed: a critical rule failed; both reports are written nevertheless.
+    """
+    from seqrec.data import expectations  # here: Great Expectations takes seconds to import
+
+    paths = data / artifacts.INTERACTIONS, data / artifacts.ITEMS
+    results = expectations.run(expectations.schema_suites(*(pq.read_schema(path) for path in paths)))
+    statistics: dict[str, float] = {}
+    if all(result.success for result in results):
+        events, catalogue = _read_events(paths[0]), pl.read_parquet(paths[1], columns=["item_id", "title"])
+        histograms = _read_baseline(baseline).get(dataset)
+        totals = _totals(events, catalogue, histograms)
+        suites = expectations.content_suites(events, catalogue, totals, _reference(data), config)
+        results += expectations.run(suites)
+        statistics = _statistics(events, totals)
+    checks = expectations.to_checks(results)
+    failed = [check for check in checks if not check.success]
+    critical = [check for check in failed if check.severity == "critical"]
+    verdict = {
+        "success": not critical,
+        "dataset": dataset,
+        "input_sha256": artifacts.sha256(paths[0]),
+        "checks": [dataclasses.asdict(check) for check in checks],
+        "statistics": statistics,
+    }
+    artifacts.write_json(report, verdict)
+    artifacts.write_text(report.with_suffix(".html"), expectations.to_page(dataset, results))
+    for check in failed:
+        if check.severity != "critical":
+            logger.warning("%s: %s", dataset, _describe(check))
+    if critical:
+        lines = "\n".join(f"- {_describe(check)}" for check in critical)
+        raise ValidationFailed(f"{dataset}: critical rules failed, see {report.with_suffix('.html')}\n{lines}")
+    return {**statistics, "failed_rules": float(len(failed))}
+
+
+def accept_baseline(*, dataset: str, data: Path, baseline: Path) -> None:
+    """Make the interactions in `data` what later ones of `dataset` are compared with: an entry of `baseline`.
+
+    Raises:
+        ValueError: there are no interactions.
+    """
+    events = _read_events(data / artifacts.INTERACTIONS)
+    if events.is_empty():
+        raise ValueError(f"{data / artifacts.INTERACTIONS} has no rows: nothing to accept as baseline of {dataset}")
+    entries = _read_baseline(baseline)
+    entries[dataset] = {column: histogram(_event_counts(events, column)) for column in ("item_id", "user_id")}
+    artifacts.write_json(baseline, dict(sorted(entries.items())))
+
+
+def histogram(counts: np.ndarray) -> dict[str, list[float]]:
+    """Return `edges` 1, 2, 4, ... and the `shares` of `counts` (positive) between them; the last bin is open."""
+    edges = [2**power for power in range(int(counts.max()).bit_length())]
+    return {"edges": edges, "shares": [round(share, 6) for share in _shares(counts, edges).tolist()]}
+
+
+def drift(entry: Mapping[str, Sequence[float]], counts: np.ndarray) -> float:
+    """Return the population stability index, sum((p - q) ln(p / q)), of `counts` against a `histogram`."""
+    expected = np.maximum(np.asarray(entry["shares"]), EMPTY_SHARE)
+    observed = np.maximum(_shares(counts, entry["edges"]), EMPTY_SHARE)
+    return float(np.sum((observed - expected) * np.log(observed / expected)))
+
+
+def _shares(counts: np.ndarray, edges: Sequence[float]) -> np.ndarray:
+    return np.histogram(counts, bins=[*edges, np.inf])[0] / len(counts)
+
+
+def _read_events(path: Path) -> pl.DataFrame:
+    # Ids as categories take 4 bytes a row, whatever their length.
+    ids = pl.col("user_id", "item_id").cast(pl.Categorical)
+    return pl.scan_parquet(path).with_columns(ids).collect(engine="streaming")
+
+
+def _read_baseline(path: Path) -> dict[str, Any]:
+    try:
+        return artifacts.read_json(path) if path.is_file() else {}
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}): restore it, or accept the baselines anew") from error
+
+
+def _reference(data: Path) -> dict[str, int]:
+    card = data / artifacts.SOURCE_CARD
+    known = (artifacts.read_json(card) if card.is_file() else {}).get("reference") or {}
+    return {name: count for name, count in known.items() if count is not None}
+
+
+def _event_counts(events: pl.DataFrame, column: str) -> np.ndarray:
+    return events[column].drop_nulls().value_counts()["count"].sort().to_numpy()
+
+
+def _totals(events: pl.DataFrame, catalogue: pl.DataFrame, histograms: Mapping[str, Any] | None) -> Totals:
+    from seqrec.data.expectations import Totals
+
+    seen = events["item_id"].drop_nulls().unique().cast(pl.String)
+    unknown = seen.filter(~seen.is_in(catalogue["item_id"].drop_nulls().implode())).sort()
+    repeated = _repeated(events)
+    repeats = repeated.height - repeated.drop("row").n_unique() if repeated.height else 0
+    measured = histograms if histograms and len(seen) else None
+    return Totals(
+        rows=events.height,
+        users=events["user_id"].drop_nulls().n_unique(),
+        items=len(seen),
+        distinct_times=events["timestamp"].n_unique(),
+        duplicate_share=repeats / max(events.height, 1),
+        duplicates=[
+            f"{user}, {item}, {time} (row {row})" for user, item, time, row in repeated.head(EXAMPLES).iter_rows()
+        ],
+        unknown_items=len(unknown),
+        unknown=unknown.head(EXAMPLES).to_list(),
+        user_drift=drift(measured["user_id"], _event_counts(events, "user_id")) if measured else None,
+        item_drift=drift(measured["item_id"], _event_counts(events, "item_id")) if measured else None,
+    )
+
+
+def _repeated(events: pl.DataFrame) -> pl.DataFrame:
+    key = ["user_id", "item_id", "timestamp"]
+    # Equal hashes single out the few rows worth comparing; comparing all takes twice the time and memory.
+    suspects = events.select(*key, "row").filter(events.select(pl.col(key).to_physical()).hash_rows().is_duplicated())
+    return suspects.filter(suspects.select(key).is_duplicated()).sort("row")
+
+
+def _statistics(events: pl.DataFrame, totals: Totals) -> dict[str, float]:
+    values: dict[str, Any] = {
+        "rows": totals.rows,
+        "users": totals.users,
+        "items": totals.items,
+        "distinct_times": totals.distinct_times,
+        "duplicate_share": totals.duplicate_share,
+        "unknown_items": totals.unknown_items,
+        "user_drift": totals.user_drift,
+        "item_drift": totals.item_drift,
+        "first_timestamp": events["timestamp"].min(),
+        "last_timestamp": events["timestamp"].max(),
+    }
+    for column in ("user_id", "item_id"):
+        counts = _event_counts(events, column)
+        if len(counts):
+            name = f"events_per_{column.removesuffix('_id')}"
+            values |= {f"{name}_median": float(np.median(counts)), f"{name}_max": int(counts[-1])}
+    return {name: round(float(value), 6) for name, value in values.items() if value is not None}
+
+
+def _describe(check: Check) -> str:
+    where = f"{check.table}.{check.column}" if check.column else check.table
+    examples = f", e.g. {', '.join(map(repr, check.examples))}" if check.examples else ""
+    return f"{where} ({check.severity}): {check.rule}; found {check.observed}{examples}; {check.advice}"

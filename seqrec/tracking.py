@@ -1,0 +1,366 @@
+"""Runs in MLflow: finding or opening them by fingerprint, and logging so that doing it twice changes nothing.
+
+MLflow is imported when it is first used: training logs live where it is installed, and runs where it is not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import math
+import os
+import queue
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from seqrec.config import RegisterConfig
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Run
+
+logger = logging.getLogger(__name__)
+
+FINGERPRINT = "seqrec.fingerprint"
+PARENT = "mlflow.parentRunId"
+SQLITE = "sqlite:///"
+ENVIRONMENT = {  # what holds unless the user says otherwise
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "8",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+}
+CLOSE_SECONDS = 2.0  # the longest that a live run may keep a finished training waiting
+METRICS_PER_BATCH, PARAMS_PER_BATCH = 1000, 100  # MLflow's limits
+Record = Mapping[str, Any]
+Dated = tuple[Record, int, float]  # with its step, and the time in seconds since 1970
+
+
+class TrackingError(ValueError):
+    """The tracking server does not do what is asked; the message names the setting that says where it is."""
+
+
+def tracking_uri(config: RegisterConfig) -> str:
+    """Return where runs go; the environment wins. A SQLite file is named by its absolute path."""
+    uri = os.environ.get("MLFLOW_TRACKING_URI") or config.tracking_uri
+    path = _sqlite_path(uri)
+    return uri if path is None else f"{SQLITE}{path}"
+
+
+def _sqlite_path(uri: str) -> Path | None:
+    """Return the database file as an absolute path, or None for any other kind of store."""
+    if not uri.startswith(SQLITE):
+        return None
+    return Path(uri.removeprefix(SQLITE)).absolute()
+
+
+@cache
+def injected_run() -> str | None:
+    """Return the run that an orchestrator made for this process, and take it out of the environment.
+
+    MLflow would otherwise log into that run whatever parent or run is asked for (mlflow/mlflow#15713).
+    """
+    return os.environ.pop("MLFLOW_RUN_ID", None) or None
+
+
+def connect(config: RegisterConfig) -> MlflowClient:
+    """Return a client of a tracking server that answers.
+
+    Raises:
+        TrackingError: it does not, or refuses the address.
+    """
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    injected_run()
+    import mlflow
+    from mlflow.exceptions import MlflowException
+
+    mlflow.telemetry.set_telemetry_client()  # off, also where mlflow was imported before the environment was set
+    if "MLFLOW_LOGGING_LEVEL" not in os.environ:
+        logging.getLogger("mlflow").setLevel(logging.WARNING)
+
+    uri = tracking_uri(config)
+    try:
+        _create_database(uri)
+        _set_default(uri)
+        client = mlflow.MlflowClient(uri)
+        client.search_experiments(max_results=1)
+    except (MlflowException, OSError) as error:
+        raise TrackingError(
+            f"register.tracking_uri: {uri} does not answer ({_first_line(error)}); start the server, or set "
+            "MLFLOW_TRACKING_URI or register.tracking_uri to another one"
+        ) from error
+    return client
+
+
+def _set_default(uri: str) -> None:
+    """Tell the parts of MLflow that ask for the process's address; the environment stays as the user set it."""
+    import mlflow
+
+    given = os.environ.get("MLFLOW_TRACKING_URI")
+    mlflow.set_tracking_uri(uri)
+    if given is None:
+        os.environ.pop("MLFLOW_TRACKING_URI", None)
+    else:
+        os.environ["MLFLOW_TRACKING_URI"] = given
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:300]
+
+
+def _create_database(uri: str) -> None:
+    """Create a missing SQLite database in one step: MLflow cannot open one that it was killed in making."""
+    path = _sqlite_path(uri)
+    if path is None or path.exists():
+        return
+    from mlflow import MlflowClient
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    partial.unlink(missing_ok=True)
+    MlflowClient(f"{SQLITE}{partial}").search_experiments(max_results=1)
+    with contextlib.suppress(FileExistsError):  # another process was faster: its database is as good
+        path.hardlink_to(partial)
+    partial.unlink()
+
+
+def experiment(client: MlflowClient, config: RegisterConfig) -> str:
+    """Return the id of the experiment to log into, created if it is missing.
+
+    Artifacts go to `mlartifacts/` beside a SQLite database, and wherever it decides with any other server.
+
+    Raises:
+        TrackingError: the experiment was deleted, or its artifacts lie in another folder than the database.
+    """
+    if run := injected_run():
+        return str(client.get_run(run).info.experiment_id)
+    if given := os.environ.get("MLFLOW_EXPERIMENT_ID"):
+        return given
+    path = _sqlite_path(tracking_uri(config))
+    location = None if path is None else str(path.parent / "mlartifacts")
+    found = client.get_experiment_by_name(config.experiment)
+    if found is None:
+        return str(client.create_experiment(config.experiment, artifact_location=location))
+    if found.lifecycle_stage == "deleted":
+        raise TrackingError(
+            f"register.experiment: {config.experiment!r} was deleted; choose another name, or restore it with "
+            f"`mlflow experiments restore --experiment-id {found.experiment_id}`"
+        )
+    stored = found.artifact_location
+    if location is not None and "://" not in stored and not Path(stored).parent.is_dir():
+        raise TrackingError(
+            f"register.tracking_uri: the database keeps absolute paths, and {stored} is gone: move the project back, "
+            "or delete the database and register again"
+        )
+    return str(found.experiment_id)
+
+
+def find_run(client: MlflowClient, experiment_id: str, fingerprint: str) -> Run | None:
+    """Return the run of this training, evaluation or pipeline, if it was ever begun."""
+    runs = client.search_runs(
+        [experiment_id],
+        filter_string=f"tags.`{FINGERPRINT}` = '{fingerprint}'",
+        order_by=["attributes.start_time ASC"],
+        max_results=1,
+    )
+    return runs[0] if runs else None
+
+
+def open_run(
+    client: MlflowClient,
+    experiment_id: str,
+    fingerprint: str,
+    name: str,
+    *,
+    parent: str | None = None,
+    seconds: float = 0,
+) -> Run:
+    """Return the run with this fingerprint, as a child of `parent`; a new one began `seconds` ago."""
+    run = find_run(client, experiment_id, fingerprint)
+    if run is None:
+        tags = {FINGERPRINT: fingerprint} | ({PARENT: parent} if parent else {})
+        start = int(1000 * (time.time() - seconds))
+        return client.create_run(experiment_id, start_time=start, tags=tags, run_name=name)
+    if parent and run.data.tags.get(PARENT) != parent:
+        client.set_tag(run.info.run_id, PARENT, parent)
+    return run
+
+
+def metric_name(name: str) -> str:
+    """Return `name` as MLflow allows it: `test/ndcg@10/length=short` -> `test/ndcg_at_10/length.short`."""
+    return re.sub(r"[^\w.\- /]", "_", name.replace("@", "_at_").replace("=", "."))
+
+
+def flatten(content: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Return nested settings as MLflow parameters: `{"a": {"b": 1}}` -> `{"a.b": "1"}`."""
+    flat: dict[str, str] = {}
+    for key, value in content.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[re.sub(r"[^\w.\- /]", "_", f"{prefix}{key}")] = str(value)
+    return flat
+
+
+def log_params(client: MlflowClient, run: Run, content: Mapping[str, Any]) -> None:
+    """Log those of the flattened settings that the run does not hold yet: MLflow never changes one."""
+    from mlflow.entities import Param
+
+    params = [Param(key, value) for key, value in flatten(content).items() if key not in run.data.params]
+    for start in range(0, len(params), PARAMS_PER_BATCH):
+        client.log_batch(run.info.run_id, params=params[start : start + PARAMS_PER_BATCH])
+
+
+def log_metrics(client: MlflowClient, run: Run, metrics: Mapping[str, float], model_id: str | None = None) -> None:
+    """Log final values; with `model_id` they also rank the logged model.
+
+    A value is dated from the run's start, so that the store drops it as a duplicate when it is logged again; one
+    that replaces another value is dated now, which makes it the latest.
+    """
+    from mlflow.entities import Metric
+
+    start, now = run.info.start_time, int(1000 * time.time())
+    points = []
+    for name, value in metrics.items():
+        key = metric_name(name)
+        replaces = run.data.metrics.get(key, value) != value
+        points.append(Metric(key, float(value), now if replaces else start, 0, model_id=model_id))
+    _log_points(client, run.info.run_id, points)
+
+
+def _log_points(client: MlflowClient, run_id: str, points: Sequence[Any]) -> None:
+    for start in range(0, len(points), METRICS_PER_BATCH):
+        client.log_batch(run_id, metrics=points[start : start + METRICS_PER_BATCH])
+
+
+class Curves:
+    """Writes the records of `history.jsonl` into a run as metrics `curve/...`, each point once.
+
+    The prefix keeps them apart from the final values, which come from the best epoch, not from the last.
+    """
+
+    def __init__(self, client: MlflowClient, run: Run) -> None:
+        self.client = client
+        self.run = run
+        self.known: dict[str, set[tuple[int, float]]] = {}  # by metric: step, value
+
+    def write(self, records: Iterable[Dated]) -> None:
+        """Log every number of the records."""
+        from mlflow.entities import Metric
+
+        points = []
+        for record, step, seconds in records:
+            for key, value in record.items():
+                name = f"curve/{metric_name(key)}"
+                if _is_number(value) and (step, value) not in self._logged(name):
+                    self.known[name].add((step, value))
+                    points.append(Metric(name, float(value), int(1000 * seconds), step))
+        _log_points(self.client, self.run.info.run_id, points)
+
+    def _logged(self, name: str) -> set[tuple[int, float]]:
+        if name not in self.known:
+            begun = name in self.run.data.metrics
+            history = self.client.get_metric_history(self.run.info.run_id, name) if begun else ()
+            self.known[name] = {(point.step, point.value) for point in history}
+        return self.known[name]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def log_history(client: MlflowClient, run: Run, history: Sequence[Record]) -> None:
+    """Log the curves of a finished training by epoch (1, 2, ... over all phases), dated from the run's start."""
+    ends = itertools.accumulate(record["seconds"] for record in history)
+    start = run.info.start_time / 1000
+    Curves(client, run).write(
+        (record, epoch, start + end) for epoch, (record, end) in enumerate(zip(history, ends, strict=True), 1)
+    )
+
+
+@contextmanager
+def live_run(fingerprint: str, name: str, config: RegisterConfig) -> Iterator[Callable[[Record, int], None]]:
+    """Yield `log(record, step)`, which sends a record of numbers to MLflow in the background.
+
+    `step` is the number of the epoch over all phases. Training never depends on this: `log` only queues, nothing
+    here raises, and a server that is dead or slow costs `CLOSE_SECONDS` at the end and one warning; `register`
+    imports what is missing. Only rank 0 logs.
+    """
+    if int(os.environ.get("RANK", "0")) != 0:
+        yield lambda record, step: None
+        return
+    writer = _LiveWriter(fingerprint, name, config)
+    status = "FAILED"
+    try:
+        yield writer.log
+        status = "FINISHED"
+    finally:
+        writer.close(status)
+
+
+class _LiveWriter:
+    """A thread that owns all talk with the server; what queues up during one request goes into the next."""
+
+    def __init__(self, fingerprint: str, name: str, config: RegisterConfig) -> None:
+        self.records: queue.SimpleQueue[Dated | str] = queue.SimpleQueue()  # a text ends the run
+        self.abandoned = threading.Event()
+        with contextlib.suppress(ImportError):  # the thread says so
+            import mlflow  # noqa: F401  # here: its import hooks can deadlock with another thread's imports
+        self.thread = threading.Thread(target=self._work, args=(fingerprint, name, config), daemon=True)
+        self.thread.start()
+
+    def log(self, record: Record, step: int) -> None:
+        if self.thread.is_alive():
+            self.records.put((dict(record), step, time.time()))
+
+    def close(self, status: str) -> None:
+        if not self.thread.is_alive():
+            return
+        self.records.put(status)
+        self.thread.join(CLOSE_SECONDS)
+        if self.thread.is_alive():
+            self.abandoned.set()
+            _warn_off(f"no answer within {CLOSE_SECONDS:g} s of the end of training")
+
+    def _work(self, fingerprint: str, name: str, config: RegisterConfig) -> None:
+        try:
+            client = connect(config)
+            run = open_run(client, experiment(client, config), fingerprint, name, parent=injected_run())
+            client.update_run(run.info.run_id, status="RUNNING")
+            curves = Curves(client, run)
+            while True:
+                batch, status = self._next_batch()
+                if self.abandoned.is_set():
+                    return
+                curves.write(batch)
+                if status:
+                    client.set_terminated(run.info.run_id, status=status)
+                    return
+        except Exception as error:  # whatever goes wrong here must not stop the training
+            if not self.abandoned.is_set():
+                _warn_off(_first_line(error))
+
+    def _next_batch(self) -> tuple[list[Dated], str | None]:
+        """Return all that has queued up, at least one record or the status that ends the run."""
+        batch: list[Dated] = []
+        item = self.records.get()
+        while not isinstance(item, str):
+            batch.append(item)
+            try:
+                item = self.records.get_nowait()
+            except queue.Empty:
+                return batch, None
+        return batch, item
+
+
+def _warn_off(reason: str) -> None:
+    logger.warning("live logging to MLflow is off (%s); `register` will import this run", reason)

@@ -1,0 +1,508 @@
+"""The training loop that every model shares: batches, phases, early stopping, exact resume.
+
+All data is on the device; a batch is a few gathers. One step never waits for the device except to report.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from accelerate import Accelerator
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch import Tensor, nn
+
+from models.base import PAD, Batch, SequenceModel
+from seqrec import losses, metrics, retrieval
+from seqrec.artifacts import HISTORY, MODEL_CARD, SPLIT_CARD, WEIGHTS, read_json, write_text
+from seqrec.checkpoint import ResumeState, fingerprint, load_model, save_model
+from seqrec.config import ConfigError, TrainConfig
+from seqrec.data import sequences
+from seqrec.data.sequences import Cases, Sequences
+
+logger = logging.getLogger(__name__)
+METRIC = "valid/ndcg@10"
+WIDTH_STEP = 8  # batch widths are rounded up to this, so that few shapes occur
+REPORT_STEPS = 50  # steps between looks at the loss on an accelerator
+LogEpoch = Callable[[dict[str, Any], int], None]
+
+
+class Example(NamedTuple):
+    """A training batch with its targets."""
+
+    batch: Batch
+    target_BL: Tensor  # item to predict at each position, PAD where there is none
+    number: int  # targets in it
+    weight: float  # of one target: 1 / targets in the step, over all processes
+
+
+@dataclass
+class Position:
+    """Where a run stands; with the tensors beside it, all that resuming needs."""
+
+    phase: int = 0
+    epoch: int = 0  # complete epochs of the phase
+    batch: int = 0  # complete batches of the running epoch
+    step: int = 0  # optimiser steps of the phase
+    total_steps: int = 0  # of all phases
+    best: float = -math.inf
+    waited: int = 0  # evaluations since the best
+    seconds: float = 0.0
+    history: list[dict[str, Any]] = field(default_factory=list)
+
+
+def windows(data: Sequences) -> Cases:
+    """Return the training windows: each user's events before `train_stop`, if there are two or more."""
+    user = torch.nonzero(data.train_stop - data.start >= 2).squeeze(1)
+    return Cases(user=user, position=data.train_stop[user])
+
+
+def plan_epoch(targets_W: Tensor, batch_size: int, generator: torch.Generator) -> list[Tensor]:
+    """Divide the windows into batches of like length and equal work, in random order.
+
+    A batch holds as many positions as `batch_size` windows of average length, so that short histories are not padded
+    to the length of long ones and every target weighs about the same.
+
+    Args:
+        targets_W: number of targets of each window (CPU).
+        batch_size: average number of windows in a batch.
+        generator: source of the order.
+    """
+    order = torch.randperm(len(targets_W), generator=generator)
+    width = (targets_W[order] + WIDTH_STEP - 1) // WIDTH_STEP
+    order = order[width.argsort(stable=True)]
+    work = targets_W[order].cumsum(0)
+    batches = max(1, round(len(order) / batch_size))
+    number = (work - 1) * batches // max(1, int(work[-1]))
+    parts = torch.split(order, torch.bincount(number, minlength=batches).tolist())
+    filled = [part for part in parts if len(part)]
+    return [filled[i] for i in torch.randperm(len(filled), generator=generator).tolist()]
+
+
+def causal_example(data: Sequences, user: Tensor, stop: Tensor, width: int) -> tuple[Batch, Tensor]:
+    """Return inputs and targets such that every position predicts the event after it."""
+    batch = sequences.window(data, user, stop - 1, width)
+    following_BL = sequences.window(data, user, stop, width).items
+    return batch, torch.where(batch.items == PAD, PAD, following_BL)
+
+
+def learning_rate(step: int, total: int, config: TrainConfig) -> float:
+    """Return the rate of `step` (0-based) of `total`: linear warm-up, then a cosine down to min_learning_rate."""
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / config.warmup_steps
+    share = (step - config.warmup_steps) / max(1, total - config.warmup_steps)
+    low = config.min_learning_rate
+    return low + (config.learning_rate - low) * 0.5 * (1 + math.cos(math.pi * min(1.0, share)))
+
+
+def validate(
+    model: SequenceModel, data: Sequences, *, filter_seen: bool, accelerator: Accelerator | None = None
+) -> dict[str, float]:
+    """Return the metrics on the validation cases; processes share the work and get the same numbers."""
+    chosen = sequences.cases(data, "valid")
+    if accelerator is not None:
+        mine = slice(accelerator.process_index, None, accelerator.num_processes)
+        chosen = Cases(user=chosen.user[mine], position=chosen.position[mine])
+    was_training = model.training
+    model.eval()
+    ranking = retrieval.rank(retrieval.model_scorer(model), data, chosen, filter_seen=filter_seen)
+    model.train(was_training)
+    counts = metrics.histogram(ranking.rank if filter_seen else ranking.rank_unfiltered, data.num_items)
+    if accelerator is not None:
+        counts = accelerator.reduce(counts)
+    values = metrics.from_histogram(counts)
+    return {f"valid/{name}": values[name] for name in ("ndcg@10", "recall@10", "mrr")}
+
+
+class _Step(nn.Module):
+    """What DDP wraps: one forward call per step, however many passes the model makes inside."""
+
+    def __init__(self, model: SequenceModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, example: Example) -> dict[str, Tensor]:
+        def task(query_BPD: Tensor) -> Tensor:
+            target_BP = example.target_BL[:, -query_BPD.shape[1] :]
+            index = torch.nonzero_static(target_BP.flatten(), size=example.number).squeeze(1)
+            query_ND = query_BPD.flatten(0, 1).index_select(0, index)
+            value_N = losses.cross_entropy(query_ND, self.model.item_vectors(), target_BP.flatten()[index])
+            per_user = value_N.new_zeros(len(target_BP)).index_add(0, index // target_BP.shape[1], value_N)
+            return per_user * example.weight
+
+        return self.model.training_loss(example.batch, task)
+
+
+def fit(
+    model: SequenceModel,
+    data: Sequences,
+    stage: str,
+    config: TrainConfig,
+    *,
+    filter_seen: bool,
+    state: ResumeState,
+    accelerator: Accelerator,
+    log: LogEpoch | None = None,
+) -> list[dict[str, Any]]:
+    """Train `model` in place through its phases of `stage`; it ends with the best weights on validation.
+
+    Continues from `state` if there is one, with the result of a run that was never interrupted, bit for bit on a CPU.
+
+    Returns:
+        One record per epoch: losses, validation metrics, learning rate, seconds, targets per second.
+
+    Raises:
+        FloatingPointError: the loss is not finite; the message names the step and the settings to try.
+        OSError: a resume state cannot be written.
+    """
+    return _Run(model, data, stage, config, filter_seen, state, accelerator, log).run()
+
+
+def train(
+    model: SequenceModel,
+    data: Sequences,
+    stage: str,
+    config: TrainConfig,
+    *,
+    name: str,
+    inputs: Sequence[Path],
+    output: Path,
+    state: Path,
+    filter_seen: bool,
+    resume: bool,
+) -> dict[str, float]:
+    """Run the phases of `stage` and write weights, card and history to `output`; return the figures of the run.
+
+    Raises:
+        ConfigError: `resume` was asked for and no state matches.
+    """
+    files = [folder / file for folder in inputs for file in (SPLIT_CARD, WEIGHTS) if (folder / file).exists()]
+    identity = fingerprint(f"{stage} {name} {filter_seen}", config, *files)
+    resume_state = ResumeState(state, identity)
+    if (finished := _finished(output, identity)) is not None:
+        logger.info("%s of %s: %s already holds the result of exactly this training", stage, name, output)
+        return finished
+    if resume and resume_state.load() is None:
+        raise ConfigError(
+            f"--resume: no state in {state} belongs to this {stage} of {name} (config, data or code differ)"
+        )
+    history: list[dict[str, Any]] = []
+    accelerator = Accelerator()
+    torch.set_float32_matmul_precision("medium" if config.precision == "bf16" else "highest")
+    if model.phases(stage):
+        keep_freed_memory()
+        with live_log(identity, f"{name} {stage}") as log:
+            history = fit(
+                model,
+                data,
+                stage,
+                config,
+                filter_seen=filter_seen,
+                state=resume_state,
+                accelerator=accelerator,
+                log=log,
+            )
+    values = _summary(history)
+    if accelerator.is_main_process:
+        facts = {
+            "model": name,
+            "stage": stage,
+            "fingerprint": identity,
+            "config": asdict(config),
+            "seconds": values["seconds"],
+        }
+        facts |= {"filter_seen": filter_seen}
+        save_model(output, model, facts)
+        write_text(output / HISTORY, "".join(json.dumps(record) + "\n" for record in history))
+        resume_state.delete()
+    return values
+
+
+def _summary(history: Sequence[dict[str, Any]]) -> dict[str, float]:
+    values = {"epochs": len(history), "seconds": sum(record["seconds"] for record in history)}
+    best = [record[METRIC] for record in history if METRIC in record]
+    return values | ({METRIC: max(best)} if best else {})
+
+
+def _finished(output: Path, identity: str) -> dict[str, float] | None:
+    """Return the figures of `output` if it holds the result of the training `identity`, unharmed."""
+    if not (output / HISTORY).exists() or read_json(output / MODEL_CARD)["fingerprint"] != identity:
+        return None
+    load_model(output)  # verifies the weights
+    return _summary([json.loads(line) for line in (output / HISTORY).read_text(encoding="utf-8").splitlines()])
+
+
+@contextmanager
+def live_log(identity: str, name: str) -> Iterator[LogEpoch | None]:
+    """Log epochs while training where MLFLOW_TRACKING_URI names a server; otherwise register brings them in."""
+    if "MLFLOW_TRACKING_URI" not in os.environ:
+        yield None
+        return
+    from seqrec.config import RegisterConfig
+    from seqrec.tracking import live_run
+
+    with live_run(identity, name, RegisterConfig()) as log:
+        yield log
+
+
+def keep_freed_memory() -> None:
+    """Tell glibc to reuse freed blocks: by default each step returns them and faults every page in again."""
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None)
+        if hasattr(libc, "mallopt"):
+            libc.mallopt(ctypes.c_int(-1), ctypes.c_int(2**31 - 1))  # M_TRIM_THRESHOLD
+            libc.mallopt(ctypes.c_int(-3), ctypes.c_int(2**30))  # M_MMAP_THRESHOLD
+
+
+class _Run:
+    def __init__(
+        self,
+        model: SequenceModel,
+        data: Sequences,
+        stage: str,
+        config: TrainConfig,
+        filter_seen: bool,
+        state: ResumeState,
+        accelerator: Accelerator,
+        log: LogEpoch | None,
+    ) -> None:
+        self.accelerator, self.device = accelerator, accelerator.device
+        self.model = model.to(self.device)
+        self.data = data.to(self.device)
+        self.stage, self.config, self.filter_seen, self.state, self.log = stage, config, filter_seen, state, log
+        self.position = Position()
+        self.windows = windows(data)  # on the CPU: the plan of an epoch needs sizes, and must not wait for the device
+        if len(self.windows) == 0:
+            raise ValueError("no user has two training events: lower prepare.min_user_events or use a larger dataset")
+        if bool((data.valid_stop == data.train_stop).all()):
+            raise ValueError(
+                "no validation cases to stop on: check prepare.protocol, prepare.valid_share and the k-core"
+            )
+        lengths = self.windows.position - data.start[self.windows.user] - 1
+        self.targets_W = lengths.clamp(max=model.options.length)
+        self.order = torch.Generator().manual_seed(config.seed)
+        self.epoch_order = self.order.get_state()
+        self.best: dict[str, Tensor] = {}
+        self.sums = torch.zeros(0, device=self.device)
+        self.bad_step = torch.full((), torch.iinfo(torch.int64).max, device=self.device)
+
+    def run(self) -> list[dict[str, Any]]:
+        torch.manual_seed(self.config.seed + self.accelerator.process_index)
+        torch.use_deterministic_algorithms(self.config.deterministic)
+        phases = self.model.phases(self.stage)
+        resumed = self.state.load()
+        if resumed is not None:
+            self.position = Position(**resumed[1]["position"])
+        started = time.monotonic() - self.position.seconds
+        for number in range(self.position.phase, len(phases)):
+            self._enter(phases[number])
+            if resumed is not None:
+                self._restore(*resumed)
+                resumed = None
+            self._run_phase(phases[number], started)
+            self.model.load_state_dict(self.best or self.model.state_dict())
+            self.position = Position(
+                phase=number + 1,
+                total_steps=self.position.total_steps,
+                seconds=self.position.seconds,
+                history=self.position.history,
+            )
+            self.best = {}
+        return self.position.history
+
+    def _enter(self, phase: str) -> None:
+        self.model.enter(phase)
+        trainable = [p for p in self.model.parameters() if p.requires_grad]
+        matrices = [p for p in trainable if p.ndim >= 2]
+        vectors = [p for p in trainable if p.ndim < 2]  # biases and normalisations are not decayed
+        self.optimizer = torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": self.config.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+            lr=self.config.learning_rate,
+            fused=True,
+        )
+        self.step_module = self.accelerator.prepare(_Step(self.model))
+
+    def _run_phase(self, phase: str, started: float) -> None:
+        config, position = self.config, self.position
+        with _progress(self.accelerator.is_main_process) as progress:
+            task = progress.add_task("", total=None)
+            while position.epoch < config.epochs and position.waited < config.patience:
+                self.model.eval()
+                with torch.no_grad():
+                    self.model.on_epoch()
+                self.model.train()
+                began = time.monotonic()
+                targets = sum(example.number for example in self._epoch(progress, task, phase))
+                record = self._record(phase, time.monotonic() - began, targets)
+                position.epoch, position.batch = position.epoch + 1, 0
+                self.epoch_order = self.order.get_state()
+                self.sums = torch.zeros(0, device=self.device)
+                if position.epoch % config.eval_every == 0 or position.epoch == config.epochs:
+                    record |= self._evaluate()
+                position.seconds = time.monotonic() - started
+                position.history.append(record)
+                self._report(record)
+                self._save()
+
+    def _epoch(self, progress: Progress, task: Any, phase: str) -> Iterator[Example]:
+        position, config = self.position, self.config
+        self.order.set_state(self.epoch_order)
+        plan = plan_epoch(self.targets_W, config.batch_size, self.order)
+        total = config.epochs * len(plan)
+        progress.update(task, total=total, completed=position.step)
+        for number in range(position.batch, len(plan)):
+            example = self._example(plan[number])
+            rate = learning_rate(position.step, total, config)
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            terms = self.step_module(example)
+            loss = torch.stack(list(terms.values())).sum()
+            self.optimizer.zero_grad(set_to_none=True)
+            self.accelerator.backward(loss)
+            if config.clip_norm:
+                nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_norm)
+            self.optimizer.step()
+            position.step, position.batch = position.step + 1, number + 1
+            position.total_steps += 1
+            self._account(terms, loss)
+            yield example
+            if position.step % config.save_steps == 0 and position.batch < len(plan):
+                self._save()
+            self._show(progress, task, phase)
+
+    def _example(self, chosen: Tensor) -> Example:
+        """Build this process's share of a step; every process knows the plan, so none asks another."""
+        targets = self.targets_W[chosen]
+        width, everyone = int(targets.max()), int(targets.sum())
+        width = min(-(-width // WIDTH_STEP) * WIDTH_STEP, self.model.options.length)
+        mine = slice(self.accelerator.process_index, None, self.accelerator.num_processes)
+        window = chosen[mine]
+        user = self.windows.user[window].to(self.device, non_blocking=True)
+        stop = self.windows.position[window].to(self.device, non_blocking=True)
+        batch, target_BL = causal_example(self.data, user, stop, width)
+        # DDP averages the gradients of the processes: scale up what it will divide
+        weight = self.accelerator.num_processes / everyone
+        return Example(batch, target_BL, int(targets[mine].sum()), weight)
+
+    def _account(self, terms: dict[str, Tensor], loss: Tensor) -> None:
+        values = torch.stack([loss, *terms.values()]).detach().float()
+        self.term_names = ["loss", *(f"loss/{name}" for name in terms)]
+        self.sums = values if len(self.sums) == 0 else self.sums + values
+        step = self.position.step
+        self.bad_step = torch.where(loss.detach().isfinite(), self.bad_step, self.bad_step.clamp(max=step))
+        if self.device.type == "cpu" or step % REPORT_STEPS == 0:
+            self._check_finite()
+
+    def _check_finite(self) -> None:
+        bad = int(self.bad_step)
+        if bad <= self.position.step:
+            raise FloatingPointError(
+                f"the loss is not finite at step {bad} of {self.stage}: try a smaller {self.stage}.learning_rate, "
+                f"more {self.stage}.warmup_steps, a smaller {self.stage}.clip_norm or {self.stage}.precision: fp32"
+            )
+
+    def _record(self, phase: str, seconds: float, targets: int) -> dict[str, Any]:
+        self._check_finite()
+        means = self.accelerator.reduce(self.sums, reduction="mean") / self.position.batch
+        return {
+            "phase": phase,
+            "epoch": self.position.epoch + 1,
+            "step": self.position.step,
+            **dict(zip(self.term_names, means.tolist(), strict=True)),
+            "learning_rate": self.optimizer.param_groups[0]["lr"],
+            "seconds": seconds,
+            "targets_per_second": targets * self.accelerator.num_processes / max(seconds, 1e-9),
+        }
+
+    def _evaluate(self) -> dict[str, float]:
+        values = validate(self.model, self.data, filter_seen=self.filter_seen, accelerator=self.accelerator)
+        position = self.position
+        position.waited += 1
+        if values[METRIC] > position.best:
+            position.best, position.waited = values[METRIC], 0
+            self.best = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
+        return values
+
+    def _save(self) -> None:
+        self._check_finite()
+        rng = self.accelerator.gather(torch.get_rng_state().to(self.device)[None]).cpu()
+        tensors = {"rng": rng, "order": self.epoch_order, "sums": self.sums}
+        tensors |= {f"model.{name}": value for name, value in self.model.state_dict().items()}
+        tensors |= {f"best.{name}": value for name, value in self.best.items()}
+        for index, values in self.optimizer.state_dict()["state"].items():
+            tensors |= {f"optimizer.{index}.{name}": value for name, value in values.items()}
+        if self.device.type == "cuda":
+            tensors["rng_cuda"] = self.accelerator.gather(torch.cuda.get_rng_state().to(self.device)[None]).cpu()
+        if self.accelerator.is_main_process:
+            facts = {"position": asdict(self.position), "terms": self.term_names}
+            self.state.save(self.position.total_steps, tensors, facts)
+
+    def _restore(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+        position = self.position
+        logger.info("resuming %s at epoch %d, batch %d", self.stage, position.epoch + 1, position.batch)
+        self.model.load_state_dict(_below("model.", tensors))
+        self.best = {name: value.to(self.device) for name, value in _below("best.", tensors).items()}
+        saved = self.optimizer.state_dict()
+        for name, value in _below("optimizer.", tensors).items():
+            index, key = name.split(".", 1)
+            saved["state"].setdefault(int(index), {})[key] = value
+        self.optimizer.load_state_dict(saved)
+        self.epoch_order, self.sums, self.term_names = tensors["order"], tensors["sums"].to(self.device), facts["terms"]
+        process = self.accelerator.process_index
+        if process < len(tensors["rng"]):
+            torch.set_rng_state(tensors["rng"][process])
+        if "rng_cuda" in tensors and self.device.type == "cuda" and process < len(tensors["rng_cuda"]):
+            torch.cuda.set_rng_state(tensors["rng_cuda"][process])
+
+    def _show(self, progress: Progress, task: Any, phase: str) -> None:
+        if progress.disable or (self.device.type != "cpu" and self.position.step % REPORT_STEPS):
+            return
+        best = "" if self.position.best < 0 else f"  best {METRIC} {self.position.best:.4f}"
+        loss = float(self.sums[0]) / self.position.batch
+        text = f"{self.stage} {phase} epoch {self.position.epoch + 1}/{self.config.epochs}  loss {loss:.4f}{best}"
+        progress.update(task, completed=self.position.step, description=text)
+
+    def _report(self, record: dict[str, Any]) -> None:
+        if not self.accelerator.is_main_process:
+            return
+        if self.log is not None:
+            self.log(record, len(self.position.history))
+        metric = f"  {METRIC} {record[METRIC]:.4f}" if METRIC in record else ""
+        logger.info(
+            "%s %s epoch %d/%d  loss %.4f%s  %.0f targets/s  %.1f s",
+            self.stage,
+            record["phase"],
+            record["epoch"],
+            self.config.epochs,
+            record["loss"],
+            metric,
+            record["targets_per_second"],
+            record["seconds"],
+        )
+
+
+def _below(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+def _progress(shown: bool) -> Progress:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=Console(stderr=True), transient=True, disable=not (shown and sys.stderr.isatty()))

@@ -1,0 +1,471 @@
+import contextlib
+import gzip
+import hashlib
+import json
+import os
+import signal
+import socketserver
+import stat
+import subprocess
+import sys
+import threading
+import time
+import zipfile
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+
+import pytest
+
+import seqrec
+from seqrec.config import ConfigError, IngestConfig
+from seqrec.data import download, readers
+from seqrec.data.download import DownloadError, NotThereError, extract, fetch, obtain, pip_download, verify
+from seqrec.data.sources import Archive, File, Publication
+
+CLOSED_PORT = "http://127.0.0.1:9"
+
+
+@dataclass
+class Server:
+    """A small web server that answers range requests and can misbehave."""
+
+    files: dict[str, bytes] = field(default_factory=dict)
+    version: str = '"1"'  # the ETag; empty: none is sent
+    statuses: list[int] = field(default_factory=list)  # answered first, one a request
+    drop_after: int = 0  # close the connection after so many bytes of a body; 0: never
+    bytes_per_s: int = 0  # 0: as fast as it goes
+    log: list[tuple[str, str]] = field(default_factory=list)  # path, Range
+    url: str = ""
+
+    def answer(self, request: BaseHTTPRequestHandler) -> None:
+        path, asked = request.path.lstrip("/"), request.headers.get("Range", "")
+        self.log.append((path, asked))
+        content = self.files.get(path)
+        status = self.statuses.pop(0) if self.statuses else 200 if content is not None else 404
+        if status != 200 or content is None:
+            request.send_error(status)
+            return
+        start = int(asked.removeprefix("bytes=").removesuffix("-")) if asked else 0
+        if request.headers.get("If-Range") != self.version:
+            start = 0
+        if start >= len(content) > 0:
+            request.send_response(416)
+            request.send_header("Content-Range", f"bytes */{len(content)}")
+            request.send_header("Content-Length", "0")
+            request.end_headers()
+            return
+        request.send_response(206 if start else 200)
+        if start:
+            request.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
+        request.send_header("Content-Length", str(len(content) - start))
+        if self.version:
+            request.send_header("ETag", self.version)
+        request.end_headers()
+        self.send(request, content[start:])
+
+    def send(self, request: BaseHTTPRequestHandler, body: bytes) -> None:
+        if self.drop_after:
+            request.wfile.write(body[: self.drop_after])
+            request.connection.close()
+            return
+        step = self.bytes_per_s // 20 or len(body) or 1
+        with contextlib.suppress(ConnectionError):
+            for offset in range(0, len(body), step):
+                request.wfile.write(body[offset : offset + step])
+                time.sleep(0.05 if self.bytes_per_s else 0)
+
+
+@pytest.fixture
+def server():
+    served = Server()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            served.answer(self)
+
+        def log_message(self, *args):
+            pass
+
+    class Threads(socketserver.ThreadingTCPServer):
+        daemon_threads = True
+        allow_reuse_address = True
+
+        def handle_error(self, request, client_address):
+            pass
+
+    with Threads(("127.0.0.1", 0), Handler) as listener:
+        served.url = f"http://127.0.0.1:{listener.server_address[1]}"
+        threading.Thread(target=listener.serve_forever, args=(0.02,), daemon=True).start()
+        yield served
+        listener.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def _calm(monkeypatch):
+    monkeypatch.setattr(download, "PAUSE_S", 0.001)
+    monkeypatch.delenv("SEQREC_DATA_MIRROR", raising=False)
+
+
+def started(url: str, downloads: Path, content: bytes, version: str = '"1"') -> Path:
+    """Leave a partial download behind, as a killed run does."""
+    folder = downloads / hashlib.sha256(url.encode()).hexdigest()
+    folder.mkdir(parents=True)
+    (folder / "partial").write_bytes(content)
+    (folder / "version").write_text(version)
+    return folder
+
+
+def test_a_download_appears_whole_below_the_digest_of_its_address(server, tmp_path):
+    server.files["a.dat"] = b"0123456789"
+    path = fetch(f"{server.url}/a.dat", tmp_path)
+    assert path == tmp_path / hashlib.sha256(f"{server.url}/a.dat".encode()).hexdigest() / "a.dat"
+    assert path.read_bytes() == b"0123456789"
+    assert not (path.parent / "partial").exists()
+
+
+def test_a_finished_download_is_not_fetched_again(server, tmp_path):
+    server.files["a.dat"] = b"0123456789"
+    fetch(f"{server.url}/a.dat", tmp_path)
+    fetch(f"{server.url}/a.dat", tmp_path)
+    assert len(server.log) == 1
+
+
+def test_a_partial_download_continues_by_range(server, tmp_path):
+    server.files["a.dat"] = b"0123456789"
+    started(f"{server.url}/a.dat", tmp_path, b"0123")
+    assert fetch(f"{server.url}/a.dat", tmp_path).read_bytes() == b"0123456789"
+    assert server.log == [("a.dat", "bytes=4-")]
+
+
+def test_a_partial_download_of_another_version_starts_afresh(server, tmp_path):
+    server.files["a.dat"] = b"abcdefghij"
+    server.version = '"2"'
+    started(f"{server.url}/a.dat", tmp_path, b"0123", version='"1"')
+    assert fetch(f"{server.url}/a.dat", tmp_path).read_bytes() == b"abcdefghij"
+
+
+def test_without_a_version_a_partial_download_starts_afresh(server, tmp_path):
+    server.files["a.dat"] = b"0123456789"
+    server.version = ""
+    started(f"{server.url}/a.dat", tmp_path, b"xxxx", version="")
+    assert fetch(f"{server.url}/a.dat", tmp_path).read_bytes() == b"0123456789"
+    assert server.log == [("a.dat", "")]
+
+
+def test_a_download_killed_before_its_renaming_is_complete(server, tmp_path):
+    server.files["a.dat"] = b"0123456789"
+    started(f"{server.url}/a.dat", tmp_path, b"0123456789")
+    assert fetch(f"{server.url}/a.dat", tmp_path).read_bytes() == b"0123456789"
+    assert server.log == [("a.dat", "bytes=10-")]
+
+
+def test_a_partial_download_longer_than_the_file_starts_afresh(server, tmp_path):
+    server.files["a.dat"] = b"0123"
+    started(f"{server.url}/a.dat", tmp_path, b"0123456789")
+    assert fetch(f"{server.url}/a.dat", tmp_path, retries=1).read_bytes() == b"0123"
+
+
+def test_a_busy_server_costs_no_bytes(server, tmp_path):
+    server.files["a.dat"] = b"0123456789"
+    server.statuses = [503]
+    started(f"{server.url}/a.dat", tmp_path, b"0123")
+    assert fetch(f"{server.url}/a.dat", tmp_path).read_bytes() == b"0123456789"
+    assert [asked for _, asked in server.log] == ["bytes=4-", "bytes=4-"]
+
+
+def test_a_connection_that_keeps_dropping_gets_there_bit_by_bit(server, tmp_path):
+    server.files["a.dat"] = bytes(range(100))
+    server.drop_after = 30
+    assert fetch(f"{server.url}/a.dat", tmp_path, retries=0).read_bytes() == bytes(range(100))
+    assert [asked for _, asked in server.log] == ["", "bytes=30-", "bytes=60-", "bytes=90-"]
+
+
+def test_a_busy_server_is_asked_again(server, tmp_path):
+    server.files["a.dat"] = b"0123"
+    server.statuses = [503, 429]
+    assert fetch(f"{server.url}/a.dat", tmp_path, retries=2).read_bytes() == b"0123"
+
+
+def test_the_attempts_end(server, tmp_path):
+    server.statuses = [503] * 10
+    with pytest.raises(DownloadError, match=r"HTTP 503 .*\(3 attempts\)"):
+        fetch(f"{server.url}/a.dat", tmp_path, retries=2)
+    assert len(server.log) == 3
+
+
+def test_pauses_double(server, tmp_path, monkeypatch):
+    pauses = []
+    monkeypatch.setattr(download.time, "sleep", pauses.append)
+    server.statuses = [503] * 10
+    with pytest.raises(DownloadError):
+        fetch(f"{server.url}/a.dat", tmp_path, retries=4)
+    assert pauses == [0.002, 0.004, 0.008, 0.016]
+
+
+@pytest.mark.parametrize(("status", "error"), [(404, NotThereError), (410, NotThereError), (403, DownloadError)])
+def test_a_refusal_is_final(server, tmp_path, status, error):
+    server.statuses = [status]
+    with pytest.raises(error, match=f"HTTP {status}"):
+        fetch(f"{server.url}/a.dat", tmp_path, retries=5)
+    assert len(server.log) == 1
+
+
+@pytest.mark.parametrize(
+    ("expected", "message"),
+    [({"sha256": ("0" * 64,)}, "SHA-256 is .*expected 000"), ({"size": 5}, "4 bytes, expected 5")],
+)
+def test_a_wrong_download_is_refused_and_not_kept(server, tmp_path, expected, message):
+    server.files["a.dat"] = b"0123"
+    for _ in range(2):
+        with pytest.raises(DownloadError, match=message):
+            fetch(f"{server.url}/a.dat", tmp_path, **expected)
+    assert len(server.log) == 2
+
+
+def test_messages_hide_what_may_be_secret(tmp_path):
+    with pytest.raises(DownloadError) as caught:
+        fetch("http://me:hunter2@127.0.0.1:9/a.dat?token=hunter3", tmp_path, retries=0)
+    assert "http://127.0.0.1:9/a.dat" in str(caught.value)
+    assert "Connection refused" in str(caught.value)
+    assert "hunter" not in str(caught.value)
+
+
+@pytest.mark.parametrize("accepted", ["file", "content"])
+def test_a_digest_may_be_that_of_the_gzip_or_of_its_content(tmp_path, accepted):
+    path = tmp_path / "a.gz"
+    path.write_bytes(gzip.compress(b"0123"))
+    data = path.read_bytes() if accepted == "file" else b"0123"
+    verify(path, (hashlib.sha256(data).hexdigest(),), "a.gz")
+    with pytest.raises(DownloadError):
+        verify(path, (hashlib.sha256(b"other").hexdigest(),), "a.gz")
+
+
+def zipped(path: Path, members: dict[str, bytes]) -> Path:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    return path
+
+
+def test_only_the_wanted_members_are_extracted(tmp_path):
+    archive = zipped(tmp_path / "a.zip", {"a/x": b"1", "a/y": b"2"})
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "left over").touch()
+    extract(archive, tmp_path / "out", ["a/x", "a/absent"])
+    assert [path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*")] == ["a", "a/x"]
+
+
+@pytest.mark.parametrize("name", ["../evil", "a/../../evil", "/evil", "..\\evil", "C:\\evil"])
+def test_an_archive_that_leaves_its_folder_is_refused(tmp_path, name):
+    archive = zipped(tmp_path / "a.zip", {"a/x": b"1", name: b"2"})
+    with pytest.raises(DownloadError, match=r"refused.*leaves the folder"):
+        extract(archive, tmp_path / "deep" / "out", ["a/x", name])
+    assert not list(tmp_path.rglob("*evil"))
+
+
+def test_an_archive_with_a_link_is_refused(tmp_path):
+    link = zipfile.ZipInfo("a/x")
+    link.external_attr = (stat.S_IFLNK | 0o777) << 16
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        archive.writestr(link, "/etc/passwd")
+    with pytest.raises(DownloadError, match=r"refused.*is a link"):
+        extract(tmp_path / "a.zip", tmp_path / "out", ["a/x"])
+
+
+@pytest.mark.parametrize(("limit", "value"), [("MAX_MEMBERS", 1), ("MAX_BYTES", 1000), ("MAX_RATIO", 10)])
+def test_a_decompression_bomb_is_refused(tmp_path, monkeypatch, limit, value):
+    archive = zipped(tmp_path / "a.zip", {"a/x": bytes(20_000), "a/y": b"2"})
+    extract(archive, tmp_path / "out", ["a/x"])
+    monkeypatch.setattr(download, limit, value)
+    with pytest.raises(DownloadError, match="refused: 2 members that unpack to 20,001 bytes"):
+        extract(archive, tmp_path / "out", ["a/x"])
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], lambda data: data.replace(b"012", b"zzz")])
+def test_a_damaged_archive_is_named(tmp_path, damage):
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        archive.writestr("a/x", b"0123456789")
+    (tmp_path / "a.zip").write_bytes(damage((tmp_path / "a.zip").read_bytes()))
+    with pytest.raises(DownloadError, match=r"a\.zip is truncated or damaged"):
+        extract(tmp_path / "a.zip", tmp_path / "out", ["a/x"])
+
+
+@pytest.fixture
+def index(tmp_path, monkeypatch):
+    """A package index of one wheel, `tinyset 1.0`."""
+    folder = tmp_path / "index"
+    folder.mkdir()
+    meta = "tinyset-1.0.dist-info"
+    zipped(
+        folder / "tinyset-1.0-py3-none-any.whl",
+        {
+            "tinyset/ratings": b"1\t2\t3\t4\n",
+            f"{meta}/METADATA": b"Metadata-Version: 2.1\nName: tinyset\nVersion: 1.0\nRequires-Dist: not-there\n",
+            f"{meta}/WHEEL": b"Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+            f"{meta}/RECORD": b"",
+        },
+    )
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    return folder
+
+
+def test_a_wheel_is_fetched_without_its_requirements_and_not_installed(index, tmp_path):
+    path = pip_download("tinyset==1.0", tmp_path / "downloads")
+    assert path.name == "tinyset-1.0-py3-none-any.whl"
+    assert subprocess.run([sys.executable, "-c", "import tinyset"], capture_output=True, check=False).returncode
+
+
+def test_a_wheel_that_is_not_there_is_a_download_error(index, tmp_path):
+    with pytest.raises(DownloadError, match=r"pip download tinyset==2\.0: .*tinyset==2\.0"):
+        pip_download("tinyset==2.0", tmp_path / "downloads", retries=0)
+
+
+def published(archive: Archive | None = None, **options) -> Publication:
+    file = File(role="interactions", paths=("set/ratings",), **options)
+    return Publication(files=(file,), read=readers.movielens_100k, archive=archive)
+
+
+def config(**settings) -> IngestConfig:
+    return IngestConfig(**{"source": "ml-1m", "retries": 0, "timeout_s": 5, **settings})
+
+
+def mirrored(folder: Path, name: str = "set/ratings", content: bytes = b"mirrored") -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return folder
+
+
+def origin_of(publications, tmp_path, **settings) -> str:
+    return obtain(publications, config(**settings), tmp_path / "downloads")[1]["interactions"].origin
+
+
+def test_a_mirror_comes_before_the_official_address(server, tmp_path):
+    server.files["ratings"] = b"official"
+    publication = published(urls=(f"{server.url}/ratings",))
+    assert origin_of([publication], tmp_path) == f"{server.url}/ratings"
+    assert origin_of([publication], tmp_path, mirror=str(mirrored(tmp_path / "m"))) == "mirror:set/ratings"
+
+
+def test_the_environment_comes_before_the_setting(tmp_path, monkeypatch):
+    monkeypatch.setenv("SEQREC_DATA_MIRROR", str(mirrored(tmp_path / "env")))
+    _, found = obtain([published()], config(mirror=str(mirrored(tmp_path / "setting"))), tmp_path)
+    assert found["interactions"].path == tmp_path / "env" / "set" / "ratings"
+
+
+@pytest.mark.parametrize("name", ["set/ratings", "set/ratings.gz", "set.zip", "set/set.zip"])
+@pytest.mark.parametrize("kind", ["folder", "url"])
+def test_a_mirror_holds_files_gzips_or_archives(server, tmp_path, kind, name):
+    content = zipped(tmp_path / "x", {"set/ratings": b"mirrored"}).read_bytes() if name.endswith("zip") else b"mirrored"
+    server.files[name] = content
+    mirror = f"{server.url}/" if kind == "url" else str(mirrored(tmp_path / "m", name, content))
+    origin = origin_of(
+        [published(archive=Archive(name="set.zip", url=f"{CLOSED_PORT}/set.zip"))], tmp_path, mirror=mirror
+    )
+    assert origin == f"mirror:{name}" + ("!set/ratings" if name.endswith("zip") else "")
+
+
+def test_a_mirror_with_a_wrong_file_is_passed_over_with_a_warning(server, tmp_path, caplog):
+    server.files["ratings"] = b"official"
+    pinned = published(urls=(f"{server.url}/ratings",), sha256=(hashlib.sha256(b"official").hexdigest(),))
+    assert origin_of([pinned], tmp_path, mirror=str(mirrored(tmp_path / "m"))) == f"{server.url}/ratings"
+    assert "mirror:set/ratings: SHA-256 is" in caplog.text
+
+
+def test_a_wrong_archive_of_a_web_mirror_is_not_kept(server, tmp_path):
+    archive = zipped(tmp_path / "x", {"set/ratings": b"good"}).read_bytes()
+    publication = published(archive=Archive(name="set.zip", url=f"{CLOSED_PORT}/set.zip"))
+    server.files["set.zip"] = archive[:40]
+    with pytest.raises(DownloadError, match="truncated or damaged"):
+        origin_of([publication], tmp_path, mirror=server.url)
+    server.files["set.zip"] = archive
+    assert origin_of([publication], tmp_path, mirror=server.url) == "mirror:set.zip!set/ratings"
+
+
+def test_the_package_index_comes_last(index, server, tmp_path):
+    official = published(archive=Archive(name="set.zip", url=f"{server.url}/set.zip"))
+    file = File(role="interactions", paths=("tinyset/ratings",))
+    wheel = Archive(name="tinyset-1.0-py3-none-any.whl", requirement="tinyset==1.0")
+    publications = [official, Publication(files=(file,), read=readers.recbole_100k, archive=wheel)]
+    assert origin_of(publications, tmp_path) == "pypi:tinyset==1.0!tinyset/ratings"
+    server.files["set.zip"] = zipped(tmp_path / "x", {"set/ratings": b""}).read_bytes()
+    assert origin_of(publications, tmp_path) == f"{server.url}/set.zip!set/ratings"
+
+
+def test_of_several_addresses_one_is_enough(server, tmp_path):
+    server.files["ratings"] = b"official"
+    publication = published(urls=(f"{CLOSED_PORT}/ratings", f"{server.url}/ratings"))
+    assert origin_of([publication], tmp_path) == f"{server.url}/ratings"
+
+
+def test_an_optional_file_may_be_missing_but_not_fail(server, tmp_path):
+    server.files["ratings"] = b"official"
+    ratings = published(urls=(f"{server.url}/ratings",)).files[0]
+    names = File(role="items", paths=("set/items",), urls=(f"{server.url}/items",), required=False)
+    publication = Publication(files=(ratings, names), read=readers.amazon_2018)
+    assert set(obtain([publication], config(), tmp_path)[1]) == {"interactions"}
+    server.statuses = [200, 503]
+    with pytest.raises(DownloadError, match="HTTP 503"):
+        obtain([publication], config(), tmp_path / "again")
+
+
+def test_without_network_the_message_says_what_to_do(tmp_path):
+    publication = published(archive=Archive(name="set.zip", url=f"{CLOSED_PORT}/set.zip"))
+    with pytest.raises(DownloadError) as caught:
+        origin_of([publication], tmp_path, mirror=str(tmp_path))
+    for part in ("Connection refused", "SEQREC_DATA_MIRROR or ingest.mirror", "set/ratings, or set.zip", str(tmp_path)):
+        assert part in str(caught.value)
+
+
+def test_a_mirror_that_does_not_exist_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"ingest\.mirror \(or SEQREC_DATA_MIRROR\): .*nowhere"):
+        origin_of([published()], tmp_path, mirror=str(tmp_path / "nowhere"))
+
+
+STAGE = """
+import sys
+from pathlib import Path
+from seqrec.config import IngestConfig
+from seqrec.stages.ingest import ingest
+config = IngestConfig(source="ml-latest-small", mirror=sys.argv[1])
+ingest(dataset="small", output=Path(sys.argv[2]), downloads=Path(sys.argv[3]), config=config)
+"""
+
+
+def run_stage(mirror: str, output: Path, downloads: Path) -> subprocess.Popen:
+    environment = {**os.environ, "PYTHONPATH": str(Path(seqrec.__file__).parents[1])}
+    return subprocess.Popen([sys.executable, "-c", STAGE, mirror, str(output), str(downloads)], env=environment)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_an_ingest_killed_in_its_download_continues_it_and_ends_the_same(server, tmp_path):
+    rows = "".join(f"{n % 50},{n % 7},4.0,{10**9 + n}\n" for n in range(20_000))
+    server.files["ml-latest-small/ratings.csv"] = f"userId,movieId,rating,timestamp\n{rows}".encode()
+    server.files["ml-latest-small/movies.csv"] = b'movieId,title,genres\n1,"One, The (1999)",Comedy|Drama\n'
+    assert run_stage(server.url, tmp_path / "whole", tmp_path / "d1").wait() == 0
+
+    server.log.clear()
+    server.bytes_per_s = 1_000_000  # the file has 400 kB
+    process = run_stage(server.url, tmp_path / "killed", tmp_path / "d2")
+    part = lambda: next((p for p in (tmp_path / "d2").glob("*/partial") if p.stat().st_size > 100_000), None)  # noqa: E731
+    while part() is None:
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "killed" / "source.json").exists()
+    have = part().stat().st_size
+
+    server.log.clear()
+    server.bytes_per_s = 0
+    assert run_stage(server.url, tmp_path / "killed", tmp_path / "d2").wait() == 0
+    assert server.log[0] == ("ml-latest-small/ratings.csv", f"bytes={have}-")
+    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+    assert not contents(tmp_path / "d2")
+    assert json.loads((tmp_path / "killed" / "source.json").read_text())["counts"]["rows"] == 20_000

@@ -1,0 +1,382 @@
+import gzip
+import json
+from datetime import date, datetime
+
+import polars as pl
+import pytest
+
+from seqrec.config import IngestConfig
+from seqrec.data import readers
+from seqrec.data.readers import DamagedFileError, read_lines, seconds
+
+CSV = IngestConfig(source="csv")
+
+
+def written(folder, **files):
+    """Write texts (or bytes) to files and return them by role; `__` in a name is its dot."""
+    paths = {}
+    for role, (name, content) in files.items():
+        paths[role] = folder / name
+        paths[role].write_bytes(content if isinstance(content, bytes) else content.encode())
+    return paths
+
+
+def table(blocks):
+    return pl.concat([block.good for block in blocks])
+
+
+def rows(blocks):
+    """Return (user, item, time, rating) of the good rows."""
+    return table(blocks).select("user_id", "item_id", "timestamp", "rating").rows()
+
+
+def bad(blocks):
+    """Return (line, reason) of the bad rows."""
+    return pl.concat([block.bad for block in blocks]).select("line", "reason").rows()
+
+
+def own(folder, text, name="events.csv", **columns):
+    return readers.own_files(
+        written(folder, interactions=(name, text)), IngestConfig(source="csv", columns=columns)
+    ).interactions
+
+
+def test_movielens_100k(tmp_path):
+    flags = "|".join("1" if genre in ("Comedy", "Film-Noir") else "0" for genre in readers.ML_100K_GENRES)
+    none = "|".join("0" * 19)
+    films = f"1|Café Noir (1995)|01-Jan-1995||http://x|{flags}\n2|unknown||||{none}\n3|To Tape (1996) (V)||||{flags}\n"
+    paths = written(
+        tmp_path, interactions=("u.data", "7\t1\t3\t881250949\n8\t2\t5\t0\n"), items=("u.item", films.encode("latin-1"))
+    )
+    tables = readers.movielens_100k(paths, IngestConfig(source="ml-100k"))
+    assert rows(tables.interactions) == [("7", "1", 881250949, 3.0), ("8", "2", 0, 5.0)]
+    assert table(tables.items).rows(named=True) == [
+        {"item_id": "1", "title": "Café Noir", "year": "1995", "genres": "Comedy, Film-Noir"},
+        {"item_id": "2", "title": "unknown", "year": None, "genres": None},
+        {"item_id": "3", "title": "To Tape", "year": "1996", "genres": "Comedy, Film-Noir"},
+    ]
+
+
+def test_movielens_1m(tmp_path):
+    paths = written(
+        tmp_path,
+        interactions=("ratings.dat.gz", gzip.compress(b"1::10::5::978300760\n2::11::3::978300761\n")),
+        items=("movies.dat", "10::Star: Épisode IV (1977)::Action|Sci-Fi\n".encode("latin-1")),
+    )
+    tables = readers.movielens_1m(paths, IngestConfig(source="ml-1m"))
+    assert rows(tables.interactions) == [("1", "10", 978300760, 5.0), ("2", "11", 978300761, 3.0)]
+    assert table(tables.items).rows() == [("10", "Star: Épisode IV", "1977", "Action, Sci-Fi")]
+
+
+def test_movielens_latest(tmp_path):
+    films = 'movieId,title,genres\r\n1,"One, ""The"" (1999)",Comedy|Drama\r\n2,Two,(no genres listed)\r\n'
+    paths = written(
+        tmp_path,
+        interactions=("ratings.csv", "userId,movieId,rating,timestamp\r\n1,1,0.5,964982703\r\n"),
+        items=("movies.csv", films),
+    )
+    tables = readers.movielens_latest(paths, IngestConfig(source="ml-latest-small"))
+    assert rows(tables.interactions) == [("1", "1", 964982703, 0.5)]
+    assert table(tables.items).rows() == [("1", 'One, "The"', "1999", "Comedy, Drama"), ("2", "Two", None, None)]
+
+
+def test_recbole_100k(tmp_path):
+    films = (
+        "item_id:token\tmovie_title:token_seq\trelease_year:token\tclass:token_seq\n"
+        '1\t"A B\t1995\tComedy Sci-Fi\n2\tTape (1996)\tV\tDrama\n'
+    )
+    events = "user_id:token\titem_id:token\trating:float\ttimestamp:float\n7\t1\t3\t881250949\n"
+    paths = written(tmp_path, interactions=("ml-100k.inter", events), items=("ml-100k.item", films))
+    tables = readers.recbole_100k(paths, IngestConfig(source="ml-100k"))
+    assert rows(tables.interactions) == [("7", "1", 881250949, 3.0)]
+    assert table(tables.items).rows(named=True) == [
+        {"item_id": "1", "title": '"A B', "year": "1995", "genres": "Comedy, Sci-Fi"},
+        {"item_id": "2", "title": "Tape", "year": "1996", "genres": "Drama"},
+    ]
+
+
+REVIEWS = [
+    {"reviewerID": "A1", "asin": "B1", "overall": 5.0, "unixReviewTime": 1252800000, "style": {"Format:": "x"}},
+    {"reviewerID": "A2", "asin": "B2", "unixReviewTime": 1252800001},
+    {"asin": "B2", "overall": 1.0, "unixReviewTime": 1},
+    {"reviewerID": "A3", "asin": "B2", "overall": 1.0},
+]
+BAD_REVIEWS = [(3, "no user_id"), (4, "no timestamp")]
+
+
+def lines(objects, write=json.dumps):
+    return "".join(write(each) + "\n" for each in objects)
+
+
+@pytest.mark.parametrize("garbage", ["", "{not json\n"], ids=["vectorised", "line by line"])
+def test_amazon_reviews_with_missing_fields(tmp_path, garbage):
+    paths = written(tmp_path, interactions=("x_5.json", lines(REVIEWS) + garbage))
+    tables = readers.amazon_2018(paths, IngestConfig(source="amazon-2018"))
+    assert tables.items is None
+    blocks = list(tables.interactions)
+    assert rows(blocks) == [("A1", "B1", 1252800000, 5.0), ("A2", "B2", 1252800001, None)]
+    assert bad(blocks) == BAD_REVIEWS + ([(5, "not a JSON object")] if garbage else [])
+
+
+def test_amazon_2018_metadata(tmp_path):
+    products = [
+        {
+            "asin": "B1",
+            "title": "Salt &amp; Pepper &#39;n AT&T",
+            "category": ["Home", "Kitchen &amp; Dining"],
+            "brand": "X",
+        },
+        {"asin": "B2", "title": "var x = 1; new Date().getTime()", "category": [], "rank": ["1"]},
+        {"asin": "B3"},
+        {"title": "nobody"},
+    ]
+    paths = written(tmp_path, interactions=("x_5.json", lines(REVIEWS)), items=("meta_x.json", lines(products)))
+    blocks = list(readers.amazon_2018(paths, IngestConfig(source="amazon-2018")).items)
+    assert table(blocks).rows(named=True) == [
+        {"item_id": "B1", "title": "Salt & Pepper 'n AT&T", "brand": "X", "category": "Home, Kitchen & Dining"},
+        {"item_id": "B2", "title": None, "brand": None, "category": None},
+        {"item_id": "B3", "title": None, "brand": None, "category": None},
+    ]
+    assert bad(blocks) == [(4, "no item_id")]
+
+
+def test_amazon_2014_metadata_in_python_literals(tmp_path):
+    products = [
+        {"asin": "B1", "title": 'It\'s "so"', "categories": [["A", "B"], ["C"]], "price": 1.5, "related": None},
+        {"asin": "B2", "brand": "X"},
+    ]
+    text = lines(products, write=repr) + "__import__('os').system('false')\n" + "{'asin': " + "[" * 5000 + "\n"
+    paths = written(tmp_path, interactions=("x_5.json", lines(REVIEWS)), items=("meta_x.json", text))
+    blocks = list(readers.amazon_2014(paths, IngestConfig(source="amazon-2014")).items)
+    assert table(blocks).rows(named=True) == [
+        {"item_id": "B1", "title": 'It\'s "so"', "brand": None, "category": "A, B, C"},
+        {"item_id": "B2", "title": None, "brand": "X", "category": None},
+    ]
+    assert bad(blocks) == [(3, "not a JSON object or Python literal"), (4, "not a JSON object or Python literal")]
+
+
+HEADER = "user_id:token\titem_id_list:token_seq\titem_id:token\n"
+
+
+def prefixes(folder, train, valid, test):
+    paths = written(
+        folder,
+        train=("x.train.inter", HEADER + train),
+        valid=("x.valid.inter", HEADER + valid),
+        test=("x.test.inter", HEADER + test),
+        items=("x.text", "item_id:token\ttext:token_seq\nB1\tSalt. Home.\n"),
+    )
+    return readers.growing_prefixes(paths, IngestConfig(source="prefixes"))
+
+
+def test_growing_prefixes_become_one_sequence_a_user(tmp_path):
+    tables = prefixes(tmp_path, "u\ta\tb\nw\tx\ty\nu\ta b\tc\n", "u\ta b c\ta\n", "u\ta b c a\td\n")
+    blocks = list(tables.interactions)
+    assert rows(blocks) == [
+        *[("u", item, time, None) for time, item in enumerate("abcad")],
+        ("w", "x", 0, None),
+        ("w", "y", 1, None),
+    ]
+    assert table(blocks)["row"].to_list() == [1, 2, 3, 4, 5, 6, 7]
+    assert table(tables.items).rows(named=True) == [{"item_id": "B1", "title": None, "text": "Salt. Home."}]
+
+
+def test_a_prefix_that_was_cut_is_malformed(tmp_path):
+    blocks = list(prefixes(tmp_path, "u\ta\tb\nu\tb\n", "u\ta b\tc\n", "u\tb c\td\n").interactions)
+    assert rows(blocks) == [("u", "a", 0, None), ("u", "b", 1, None), ("u", "c", 2, None)]
+    quarantined = pl.concat([block.bad for block in blocks]).select("file", "line", "reason").rows()
+    assert quarantined == [
+        ("x.train.inter", 3, "not 3 columns"),
+        ("x.test.inter", 2, "not a prefix of the user's longest sequence"),
+    ]
+
+
+@pytest.mark.parametrize("delimiter", [",", ";", "\t", "|"])
+def test_own_csv_in_any_order_of_columns(tmp_path, delimiter):
+    text = "\ufeff" + "item_id,when,user_id\n a ,5, u\n".replace(",", delimiter)
+    assert rows(own(tmp_path, text, timestamp="when")) == [("u", "a", 5, None)]
+
+
+def test_own_items_keep_their_other_columns(tmp_path):
+    paths = written(
+        tmp_path,
+        interactions=("e.csv", "user,product,t,stars\nu,p1,5,3.5\n"),
+        items=("i.csv.gz", gzip.compress(b"sku,name,colour\np1,Salt &lt;fine&gt;,\np2, ,red\n")),
+    )
+    columns = {"user_id": "user", "item_id": "product", "timestamp": "t", "rating": "stars"}
+    columns |= {"items.item_id": "sku", "title": "name", "hue": "colour"}
+    tables = readers.own_files(paths, IngestConfig(source="csv", columns=columns))
+    assert rows(tables.interactions) == [("u", "p1", 5, 3.5)]
+    assert table(tables.items).rows(named=True) == [
+        {"item_id": "p1", "title": "Salt <fine>", "hue": None},
+        {"item_id": "p2", "title": None, "hue": "red"},
+    ]
+
+
+def test_own_parquet(tmp_path):
+    when = [datetime(2020, 1, 1, 0, 0, 1), None]
+    events = pl.DataFrame({"user_id": [1, 2], "item_id": [7.0, None], "timestamp": when, "rating": [4, 5]})
+    events.write_parquet(tmp_path / "e.parquet")
+    pl.DataFrame({"item_id": ["7"], "tags": [["a", "b"]]}).write_parquet(tmp_path / "i.parquet")
+    paths = {"interactions": tmp_path / "e.parquet", "items": tmp_path / "i.parquet"}
+    tables = readers.own_files(paths, CSV)
+    blocks = list(tables.interactions)
+    assert rows(blocks) == [("1", "7", 1577836801, 4.0)]
+    assert bad(blocks) == [(2, "no item_id")]
+    assert table(tables.items).rows() == [("7", None, "a, b")]
+
+
+def test_rows_of_a_parquet_file_are_counted_across_batches(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "BATCH_ROWS", 2)
+    events = pl.DataFrame({"user_id": ["u"] * 5, "item_id": list("abcde"), "timestamp": [1, 2, 3, -4, 5]})
+    events.write_parquet(tmp_path / "e.parquet")
+    blocks = list(readers.own_files({"interactions": tmp_path / "e.parquet"}, CSV).interactions)
+    assert table(blocks)["row"].to_list() == [1, 2, 3, 5]
+    aside = pl.concat([block.bad for block in blocks])
+    assert aside.select("line", "reason", "text").rows() == [(4, "timestamp is negative", "u,d,-4")]
+
+
+@pytest.mark.parametrize(
+    ("text", "columns", "message"),
+    [
+        ("user,item_id,timestamp\n", {}, r"no column 'user_id' .*'user', .*ingest\.columns\.user_id"),
+        ("user_id,item_id,timestamp\n", {"rating": "stars"}, r"ingest\.columns\.rating: no file has a column 'stars'"),
+        ("user_id,item_id,timestamp,item_id\n", {}, "appears twice"),
+        ("", {}, "events.csv is empty"),
+        ("\n\n", {}, "events.csv is empty"),
+        ("PAR1 and no more", {}, "truncated or damaged"),
+    ],
+)
+def test_a_table_that_cannot_be_read_says_why(tmp_path, text, columns, message):
+    with pytest.raises(ValueError, match=message):
+        list(own(tmp_path, text, **columns))
+
+
+HEAD = "user_id,item_id,timestamp,rating\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("u,i,5", "not 4 columns"),
+        ("u,i,5,1,x", "not 4 columns"),
+        ("\x00\x01garbage", "not 4 columns"),
+        (",i,5,1", "no user_id"),
+        ("u, ,5,1", "no item_id"),
+        (b"u,caf\xe9,5,1", "item_id is not UTF-8"),
+        ("u,i,,1", "no timestamp"),
+        ("u,i,soon,1", "timestamp is neither a number nor an ISO time"),
+        ("u,i,NaN,1", "timestamp is neither a number nor an ISO time"),
+        ("u,i,inf,1", "timestamp is neither a number nor an ISO time"),
+        ("u,i,1e300,1", "timestamp is neither a number nor an ISO time"),
+        ("u,i,2020-13-01,1", "timestamp is neither a number nor an ISO time"),
+        ("u,i,-1,1", "timestamp is negative"),
+        ("u,i,5,good", "rating is not a number"),
+        ("u,i,5,nan", "rating is not a number"),
+        ('u,"i,5,1', "quotes do not match"),
+        ('u,"i" x,5,1', "quotes do not match"),
+        ('u,"i,5",1', "not 4 columns"),
+    ],
+)
+def test_a_malformed_line_is_set_aside_alone(tmp_path, line, reason):
+    raw = line if isinstance(line, bytes) else line.encode()
+    blocks = list(own(tmp_path, HEAD.encode() + b"u,i,1,\n\n" + raw + b'\nu,"i",2,2.5\n'))
+    assert rows(blocks) == [("u", "i", 1, None), ("u", "i", 2, 2.5)]
+    assert bad(blocks) == [(4, reason)]
+    aside = pl.concat([block.bad for block in blocks]).row(0, named=True)
+    assert (aside["file"], aside["text"]) == ("events.csv", raw.decode("utf-8", "replace"))
+    assert table(blocks)["row"].to_list() == [2, 5]
+
+
+def test_no_more_than_the_beginning_of_a_line_is_kept(tmp_path):
+    blocks = list(own(tmp_path, HEAD + "x" * 1000 + "\n"))
+    assert blocks[-1].bad["text"].to_list() == ["x" * 500]
+
+
+def test_a_quoted_field_may_span_lines(tmp_path):
+    items = 'item_id,title\n1,"two\nlines, ""quoted"""\n2,"one"\n'
+    paths = written(tmp_path, interactions=("e.csv", HEAD + "u,1,5,\n"), items=("i.csv", items))
+    assert table(readers.own_files(paths, CSV).items).rows() == [("1", 'two\nlines, "quoted"'), ("2", "one")]
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 1000])
+def test_the_size_of_a_block_changes_nothing(tmp_path, monkeypatch, size):
+    text = (
+        HEAD + "".join(f'u{n},"a\nb ""{n}""",{n},\n' if n % 3 else f"u{n},i,{n},4\n" for n in range(60)) + "garbage\n"
+    )
+    whole = list(own(tmp_path, text))
+    monkeypatch.setattr(readers, "BLOCK_BYTES", size)
+    parts = list(own(tmp_path, text))
+    assert len(parts) > len(whole) == 1
+    assert table(parts).equals(table(whole))
+    assert bad(parts) == bad(whole) == [(102, "not 4 columns")]
+
+
+def test_json_blocks_are_the_same_whichever_way_they_are_read(tmp_path, monkeypatch):
+    objects = [{"reviewerID": f"A{n}", "asin": n, "overall": n % 5, "unixReviewTime": 10**9 + n} for n in range(50)]
+    text = lines(objects) + '{"reviewerID": "x"\n"asin": "y"}\n'
+    paths = written(tmp_path, interactions=("x_5.json", text))
+    whole = list(readers.amazon_2018(paths, IngestConfig(source="amazon-2018")).interactions)
+    monkeypatch.setattr(readers, "BLOCK_BYTES", 256)
+    parts = list(readers.amazon_2018(paths, IngestConfig(source="amazon-2018")).interactions)
+    assert len(parts) > len(whole)
+    assert table(parts).equals(table(whole))
+    assert bad(parts) == bad(whole) == [(51, "not a JSON object"), (52, "not a JSON object")]
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-20], lambda data: data[:30] + b"\xff" * 20 + data[50:]])
+def test_a_damaged_gzip_is_named(tmp_path, damage):
+    content = gzip.compress("".join(f"{n * 7919 % 1000}\n" for n in range(1000)).encode())
+    (tmp_path / "x.gz").write_bytes(damage(content))
+    with pytest.raises(DamagedFileError, match=r"x\.gz is truncated or damaged"):
+        list(read_lines(tmp_path / "x.gz"))
+
+
+def test_a_file_without_line_ends_does_not_fill_the_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "LONGEST_LINE", 1000)
+    monkeypatch.setattr(readers, "BLOCK_BYTES", 100)
+    (tmp_path / "x").write_bytes(b"x" * 5000)
+    with pytest.raises(ValueError, match=r"x: no line end in 1,100 bytes"):
+        list(read_lines(tmp_path / "x"))
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("0", 0),
+        (" 5 ", 5),
+        ("99999999999", 99999999999),
+        ("1577836801", 1577836801),
+        ("1577836801.9", 1577836801),
+        ("1577836801999", 1577836801),
+        ("1577836801999999", 1577836801),
+        ("1577836801999999999", 1577836801),
+        ("1.577836801e9", 1577836801),
+        ("2020-01-01", 1577836800),
+        ("2020-01-01 00:01", 1577836860),
+        ("2020-01-01T00:00:01", 1577836801),
+        ("2020-01-01 00:00:01.999", 1577836801),
+        ("2020-01-01T00:00:01Z", 1577836801),
+        ("2020-01-01T02:00:01+02:00", 1577836801),
+        ("2020-01-01 02:00:01.5+0200", 1577836801),
+        ("01/02/2020", None),
+    ],
+)
+def test_times_as_text(value, expected):
+    assert seconds(pl.Series([value])).to_list() == [expected]
+    assert seconds(pl.Series(["1", value, "x"])).to_list() == [1, expected, None]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (pl.Series([1577836801, None, -5]), [1577836801, None, -5]),
+        (pl.Series([1577836801.5, float("nan"), 1e300]), [1577836801, None, None]),
+        (pl.Series([1577836801999], dtype=pl.UInt64), [1577836801]),
+        (pl.Series([date(2020, 1, 1)]), [1577836800]),
+        (pl.Series([datetime(2020, 1, 1, 0, 0, 1, 999999)]), [1577836801]),
+        (pl.Series([datetime(2020, 1, 1)]).dt.replace_time_zone("Asia/Tokyo"), [1577836800 - 9 * 3600]),
+    ],
+)
+def test_times_as_numbers_and_dates(values, expected):
+    assert seconds(values).to_list() == expected

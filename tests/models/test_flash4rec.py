@@ -1,0 +1,222 @@
+"""FLASH4Rec's equations, each against an independent computation."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_batch, make_model
+
+from models.flash4rec import Experts, FLASH4RecOptions, GatedAttention, rotate, topk_dropout
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def test_rotated_scores_depend_on_distance_alone():
+    q, k = torch.randn(8), torch.randn(8)
+
+    scores = rotate(q.expand(10, 8)) @ rotate(k.expand(10, 8)).T
+
+    for distance in range(-9, 10):
+        diagonal = scores.diagonal(distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), atol=1e-5, rtol=1e-5)
+    assert scores[0, 0] != pytest.approx(scores[0, 1].item(), abs=1e-4)
+    assert scores[3, 3].item() == pytest.approx((q @ k).item(), abs=1e-5)
+
+
+def test_rotation_angles_are_those_of_the_paper():
+    x = torch.zeros(4, 6)
+    x[:, 1] = 1.0  # second pair: theta_2 = 10000 ** (-2 / 6)
+
+    turned = rotate(x)
+
+    angle = 3 * 10000 ** (-2 / 6)
+    assert turned[3, 1].item() == pytest.approx(math.cos(angle), abs=1e-6)
+    assert turned[3, 4].item() == pytest.approx(math.sin(angle), abs=1e-6)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_gated_attention_equals_numpy(training):
+    """Equations 1 to 6, written with loops."""
+    options = FLASH4RecOptions(d_model=6, d_shared=4, d_value=5, topk_dropout=0.0)
+    layer = GatedAttention(options).double().train(training)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
+    x, user = torch.randn(1, 4, 6).double(), torch.randn(1, 6).double()
+    visible = torch.ones(1, 4, 4).tril().bool()
+
+    got = layer(x, user, visible, torch.ones(1, 4).bool(), slice(None))[0].detach().numpy()
+
+    w = {name: value.detach().numpy() for name, value in layer.named_parameters()}
+    x, user = x[0].numpy(), user[0].numpy()
+    z = silu(x @ w["to_shared.weight"].T + w["to_shared.bias"])  # (1)
+    q, k = (z * w["scale"][i] + w["shift"][i] for i in (0, 1))
+    v = silu(x @ w["to_value.weight"].T + w["to_value.bias"])  # (4)
+    joined = np.concatenate([x, np.tile(user, (4, 1))], axis=1)
+    w_u = np.concatenate([w["to_gate.weight"], w["user_to_gate.weight"]], axis=1)
+    u = silu(joined @ w_u.T + w["to_gate.bias"])  # (5)
+
+    def turn(vector, position):
+        half = len(vector) // 2
+        out = np.empty_like(vector)
+        for i in range(half):
+            angle = position * 10000 ** (-2 * i / len(vector))
+            a, b = vector[i], vector[i + half]
+            out[i], out[i + half] = a * np.cos(angle) - b * np.sin(angle), a * np.sin(angle) + b * np.cos(angle)
+        return out
+
+    for m in range(4):
+        scores = np.array([turn(q[m], m) @ turn(k[n], n) / np.sqrt(4) for n in range(m + 1)])  # (3)
+        a = np.exp(scores) / np.exp(scores).sum()  # (2)
+        expected = (u[m] * (a @ v[: m + 1])) @ w["to_out.weight"].T + w["to_out.bias"]  # (6)
+        np.testing.assert_allclose(got[m], expected, atol=1e-5)
+
+
+def dense_experts(layer: Experts, x, real):
+    """Equation 10 with every expert run on every token."""
+    logits = layer.router(x)
+    probability = logits.softmax(-1)
+    k = layer.options.experts_per_token
+    top = probability.topk(k, dim=-1)
+    chosen = torch.zeros_like(probability).scatter(-1, top.indices, 1.0)
+    if layer.options.gate == "topk_then_softmax":
+        gate = logits.masked_fill(chosen == 0, float("-inf")).softmax(-1)
+    else:
+        gate = probability * chosen
+        gate = gate if k == 1 else gate / gate.sum(-1, keepdim=True)
+    hidden = torch.nn.functional.gelu(torch.einsum("bld,xdf->blxf", x, layer.inner) + layer.inner_bias)
+    outputs = torch.einsum("blxf,xfd->blxd", hidden, layer.outer) + layer.outer_bias
+    return (gate.unsqueeze(-1) * outputs).sum(2) * real.unsqueeze(-1)
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+@pytest.mark.parametrize("gate", ["softmax_then_topk", "topk_then_softmax"])
+@pytest.mark.parametrize("idle", [False, True])
+def test_dispatch_equals_running_every_expert(k, gate, idle):
+    options = FLASH4RecOptions(d_model=6, d_expert=5, experts=4, experts_per_token=k, gate=gate)
+    layer = Experts(options).double().eval()
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
+    if idle and k < 4:  # an expert that nobody chooses
+        with torch.no_grad():
+            layer.router[2].bias[1] = -1e3
+    real = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]]).bool()
+    x = torch.randn(2, 5, 6, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(2, 5, 6, dtype=torch.float64)
+
+    got, _ = layer(x, real)
+    expected = dense_experts(layer, x, real)
+    torch.testing.assert_close(got, expected)
+
+    sources = [x, layer.inner, layer.outer, layer.inner_bias, layer.outer_bias, layer.router[0].weight]
+    ours = torch.autograd.grad((got * weight).sum(), sources)
+    theirs = torch.autograd.grad((expected * weight).sum(), sources)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_the_router_learns_from_the_task_with_one_expert():
+    """The printed eq. 8 gives gate 1 and no gradient; the default must not."""
+    gradients = {}
+    for gate in ("softmax_then_topk", "topk_then_softmax"):
+        layer = Experts(FLASH4RecOptions(d_model=6, d_expert=5, gate=gate))
+        mixed, _ = layer(torch.randn(1, 5, 6), torch.ones(1, 5).bool())
+        mixed.square().sum().backward()
+        gradients[gate] = layer.router[2].weight.grad.abs().sum().item()
+
+    assert gradients["softmax_then_topk"] > 0
+    assert gradients["topk_then_softmax"] == 0
+
+
+def test_balance_term_by_hand():
+    """Two experts, three real tokens: two go to expert 0, one to expert 1; eq. 11 without lambda."""
+    layer = Experts(FLASH4RecOptions(d_model=6, experts=2))
+    logits = torch.tensor([[2.0, 0.0], [1.0, 0.0], [0.0, 3.0], [9.0, 0.0]])
+    chosen = logits.argmax(-1, keepdim=True)
+
+    got = layer._balance(logits, chosen, torch.tensor([True, True, True, False]))
+
+    p0 = (1 / (1 + math.exp(-2)) + 1 / (1 + math.exp(-1)) + 1 / (1 + math.exp(3))) / 3
+    assert got.item() == pytest.approx(2 * (2 / 3 * p0 + 1 / 3 * (1 - p0)), abs=1e-6)
+
+
+def attention(real):
+    scores = torch.randn(*real.shape, real.shape[1])
+    return scores.masked_fill(~real.unsqueeze(1), float("-inf")).nan_to_num(neginf=-1e30).softmax(-1)
+
+
+@pytest.mark.parametrize("scope", ["matrix", "row"])
+def test_topk_dropout_keeps_the_mass_and_spares_the_small(scope):
+    real = torch.ones(6, 9).bool()
+    real[0, :4] = False
+    weight = attention(real)
+
+    thinned = topk_dropout(weight, real, k=3, p=0.5, scope=scope)
+
+    dropped = (thinned == 0) & (weight > 0) & real.unsqueeze(-1)
+    third = weight.topk(3, dim=-1).values[..., -1:]
+    assert dropped.any()
+    assert (weight[dropped] >= third.expand_as(weight)[dropped]).all()
+    mass = (thinned * real.unsqueeze(-1)).sum(-1)
+    if scope == "matrix":
+        torch.testing.assert_close(mass.sum(-1), real.sum(-1).float())
+    else:
+        emptied = thinned.sum(-1) == 0
+        torch.testing.assert_close(mass[real & ~emptied], torch.ones_like(mass[real & ~emptied]))
+
+
+def test_topk_dropout_scales_an_example_by_one_factor():
+    real = torch.ones(1, 4).bool()
+    weight = attention(real)
+
+    thinned = topk_dropout(weight, real, k=2, p=0.5, scope="matrix")
+
+    kept = thinned > 0
+    factor = (thinned[kept] / weight[kept]).unique_consecutive()
+    torch.testing.assert_close(factor, torch.full_like(factor, (4 / weight[kept].sum()).item()))
+
+
+def test_topk_dropout_of_nothing_is_the_same_tensor():
+    weight = attention(torch.ones(1, 4).bool())
+
+    assert topk_dropout(weight, torch.ones(1, 4).bool(), k=2, p=0.0, scope="matrix") is weight
+
+
+def test_serving_is_deterministic():
+    model, batch = make_model("flash4rec", topk_dropout=0.5, jitter=0.1).eval(), make_batch([[1, 2, 3, 4]])
+
+    assert torch.equal(model(batch), model(batch))
+
+
+def test_the_user_matters_and_an_unknown_one_is_user_zero():
+    model = make_model("flash4rec").eval()
+    with torch.no_grad():
+        model.users.weight.normal_()
+
+    first, second = (model(make_batch([[1, 2, 3]], user=user)) for user in (1, 2))
+    unknown = model(make_batch([[1, 2, 3]], user=0))
+
+    assert not torch.allclose(first, second)
+    with torch.no_grad():
+        model.users.weight[1] = model.users.weight[0]
+    assert torch.equal(model(make_batch([[1, 2, 3]], user=1)), unknown)
+
+
+def test_without_a_user_gate_users_have_no_table():
+    model = make_model("flash4rec", user_gate=False).eval()
+
+    assert model.users is None
+    assert torch.equal(model(make_batch([[1, 2, 3]], user=1)), model(make_batch([[1, 2, 3]], user=2)))
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_norm_orders_differ(norm):
+    other = {"pre": "post", "post": "pre"}[norm]
+    torch.manual_seed(1)
+    one = make_model("flash4rec", norm=norm).eval()
+    torch.manual_seed(1)
+    two = make_model("flash4rec", norm=other).eval()
+
+    assert not torch.allclose(one(make_batch([[1, 2, 3]])), two(make_batch([[1, 2, 3]])))

@@ -1,0 +1,366 @@
+import gzip
+import json
+import os
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import polars as pl
+import pyarrow.parquet as pq
+import pytest
+
+import seqrec
+from seqrec import artifacts
+from seqrec.config import ConfigError, IngestConfig
+from seqrec.data import sources
+from seqrec.stages.ingest import ingest
+
+EVENTS = "user_id,item_id,timestamp,rating\n"
+
+
+@pytest.fixture(autouse=True)
+def _offline(request, monkeypatch):
+    """Official addresses refuse the connection at once; only tests of the real mirror see SEQREC_DATA_MIRROR."""
+    monkeypatch.setattr(sources, "GROUPLENS", "http://127.0.0.1:9")
+    monkeypatch.setattr(sources, "AMAZON_2014", "http://127.0.0.1:9")
+    monkeypatch.setattr(sources, "AMAZON_2018", ("http://127.0.0.1:9",))
+    if "mirror" not in request.keywords:
+        monkeypatch.delenv("SEQREC_DATA_MIRROR", raising=False)
+
+
+def put(folder: Path, **files: str | bytes) -> Path:
+    """Write files below `folder`; `/` and `.` of a name come from a dict."""
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return folder
+
+
+def run(folder: Path, **settings) -> dict[str, float]:
+    config = IngestConfig(**{"retries": 0, "timeout_s": 5, **settings})
+    return ingest(dataset="mine", output=folder / "out", downloads=folder / "downloads", config=config)
+
+
+def run_csv(folder: Path, text: str | bytes, name: str = "events.csv", **settings) -> dict[str, float]:
+    put(folder, **{name: text})
+    return run(folder, source="csv", interactions=str(folder / name), **settings)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+SMALL = {
+    "ml-latest-small/ratings.csv": "userId,movieId,rating,timestamp\n1,10,4.0,100\n2,10,3.0,90\n1,11,5.0,80\nx,\n",
+    "ml-latest-small/movies.csv": (
+        "movieId,title,genres\n10,Ten (2010),Drama\n11,Eleven,Comedy\n10,Again,War\n12,Cold,War\n"
+    ),
+}
+
+
+def test_ingest_writes_what_its_docstring_says(tmp_path):
+    mirror = put(tmp_path / "mirror", **SMALL)
+    counts = run(tmp_path, source="ml-latest-small", mirror=str(mirror), max_bad_share=0.25)
+    out = tmp_path / "out"
+    assert counts == {"rows": 3, "users": 2, "items": 2, "catalogue": 3, "quarantined": 1}
+    interactions = pq.read_table(out / "interactions.parquet")
+    assert interactions.schema.equals(artifacts.INTERACTIONS_SCHEMA)
+    assert pl.from_arrow(interactions).rows() == [
+        ("1", "10", 100, 2, 4.0),
+        ("2", "10", 90, 3, 3.0),
+        ("1", "11", 80, 4, 5.0),
+    ]
+    items = pq.read_table(out / "items.parquet")
+    assert pl.from_arrow(items).rows(named=True) == [  # of item 10 the first row
+        {"item_id": "10", "title": "Ten", "year": "2010", "genres": "Drama"},
+        {"item_id": "11", "title": "Eleven", "year": None, "genres": "Comedy"},
+        {"item_id": "12", "title": "Cold", "year": None, "genres": "War"},
+    ]
+    quarantine = pq.read_table(out / "quarantine.parquet")
+    assert quarantine.schema.equals(artifacts.QUARANTINE_SCHEMA)
+    assert pl.from_arrow(quarantine).rows() == [("ratings.csv", 5, "not 4 columns", "x,")]
+    assert (out / "raw/ml-latest-small/ratings.csv").read_text() == SMALL["ml-latest-small/ratings.csv"]
+    assert (out / "raw/ml-latest-small/movies.csv").read_text() == SMALL["ml-latest-small/movies.csv"]
+    assert not list(out.rglob("*.partial"))
+
+
+def test_the_source_card_is_the_same_on_every_machine(tmp_path):
+    cards = []
+    for name in ("here", "there"):
+        mirror = put(tmp_path / name / "mirror", **SMALL)
+        run(tmp_path / name, source="ml-latest-small", mirror=str(mirror), max_bad_share=1)
+        cards.append(contents(tmp_path / name / "out"))
+    assert cards[0] == cards[1]
+    card = json.loads(cards[0]["source.json"])
+    assert card["source"] == "ml-latest-small"
+    assert "research use" in card["licence"]
+    assert card["counts"] == {"rows": 3, "users": 2, "items": 2, "catalogue": 3, "quarantined": 1}
+    assert card["reference"] == {"rows": 100_836, "users": 610, "items": 9_724}
+    assert card["files"][0] == {
+        "role": "interactions",
+        "name": "ratings.csv",
+        "origin": "mirror:ml-latest-small/ratings.csv",
+        "size": len(SMALL["ml-latest-small/ratings.csv"]),
+        "sha256": artifacts.sha256(tmp_path / "here/mirror/ml-latest-small/ratings.csv"),
+    }
+
+
+def test_an_official_archive_in_the_mirror_gives_the_same_tables(tmp_path):
+    run(tmp_path / "a", source="ml-latest-small", mirror=str(put(tmp_path / "m", **SMALL)), max_bad_share=1)
+    (tmp_path / "z").mkdir()
+    with zipfile.ZipFile(tmp_path / "z" / "ml-latest-small.zip", "w") as archive:
+        for name, content in SMALL.items():
+            archive.writestr(name, content)
+    run(tmp_path / "b", source="ml-latest-small", mirror=str(tmp_path / "z"), max_bad_share=1)
+    one, other = contents(tmp_path / "a" / "out"), contents(tmp_path / "b" / "out")
+    assert one.pop("source.json") != other.pop("source.json")
+    assert one == other
+    assert not contents(tmp_path / "b" / "downloads")
+
+
+def test_a_second_run_replaces_the_first(tmp_path):
+    mirror = put(tmp_path / "mirror", **SMALL)
+    run(tmp_path, source="ml-latest-small", mirror=str(mirror), max_bad_share=1)
+    run_csv(tmp_path, EVENTS + "u,i,5,\n")
+    fresh = tmp_path / "fresh"
+    run_csv(fresh, EVENTS + "u,i,5,\n")
+    assert contents(tmp_path / "out") == contents(fresh / "out")
+
+
+def test_without_an_items_file_the_ids_that_occur_are_the_catalogue(tmp_path):
+    assert run_csv(tmp_path, EVENTS + "u,b,5,\nu,a,6,\nw,b,7,\n")["catalogue"] == 2
+    items = pl.read_parquet(tmp_path / "out" / "items.parquet")
+    assert items.rows(named=True) == [{"item_id": "b", "title": None}, {"item_id": "a", "title": None}]
+
+
+@pytest.mark.parametrize("metadata", [True, False])
+def test_amazon_metadata_is_optional(tmp_path, metadata):
+    review = {"reviewerID": "A", "asin": "B", "overall": 5.0, "unixReviewTime": 1252800000}
+    files = {"amazon-2018/Software_5.json.gz": gzip.compress(json.dumps(review).encode())}
+    if metadata:
+        files["amazon-2018/meta_Software.json"] = (
+            '{"asin": "B", "title": "R&amp;B", "brand": "X", "category": ["a", "b"]}'
+        )
+    counts = run(tmp_path, source="amazon-2018", category="Software", mirror=str(put(tmp_path / "m", **files)))
+    assert counts["rows"] == 1
+    items = pl.read_parquet(tmp_path / "out" / "items.parquet").rows(named=True)
+    full = {"item_id": "B", "title": "R&B", "brand": "X", "category": "a, b"}
+    assert items == [full if metadata else {"item_id": "B", "title": None}]
+    assert json.loads((tmp_path / "out" / "source.json").read_text())["reference"] == {"rows": 12_805}
+
+
+def test_own_files_are_looked_up_here_and_in_the_mirror(tmp_path, monkeypatch):
+    put(tmp_path / "mirror", **{"sets/events.csv": EVENTS + "u,i,5,\n", "sets/data.csv": "item_id,title\ni,I\n"})
+    monkeypatch.chdir(put(tmp_path / "work", **{"own/data.csv": EVENTS + "u,i,5,\nw,i,6,\n"}))
+    settings = {"source": "csv", "items": "sets/data.csv", "mirror": str(tmp_path / "mirror")}
+    assert run(tmp_path, interactions="sets/events.csv", **settings)["rows"] == 1
+
+
+def test_files_of_the_same_name_are_both_kept(tmp_path):
+    put(tmp_path, **{"a/data.csv": EVENTS + "u,i,5,\n", "b/data.csv": "item_id,title\ni,I\n"})
+    run(tmp_path, source="csv", interactions=str(tmp_path / "a/data.csv"), items=str(tmp_path / "b/data.csv"))
+    assert sorted(contents(tmp_path / "out" / "raw")) == ["csv/interactions-data.csv", "csv/items-data.csv"]
+
+
+def events(good: int, garbage: int) -> str:
+    return EVENTS + "".join(f"u{n},i,{n},\n" for n in range(good)) + "garbage\n" * garbage
+
+
+def test_one_percent_of_garbage_passes_and_is_kept_apart(tmp_path):
+    assert run_csv(tmp_path, events(99, 1), max_bad_share=0.01)["quarantined"] == 1
+    assert pl.read_parquet(tmp_path / "out" / "quarantine.parquet")["line"].to_list() == [101]
+
+
+def test_a_little_more_than_allowed_fails(tmp_path):
+    with pytest.raises(ValueError, match=r"2 of 100 rows of interactions are malformed \(2\.0%\)"):
+        run_csv(tmp_path, events(98, 2), max_bad_share=0.01)
+
+
+def test_sixty_percent_of_garbage_fails_with_examples(tmp_path):
+    with pytest.raises(ValueError, match=r"60 of 100 rows") as caught:
+        run_csv(tmp_path, events(40, 60))
+    message = str(caught.value)
+    assert message.startswith("datasets.mine: ")
+    assert "ingest.max_bad_share = 0.01" in message
+    assert "\n  events.csv:42: not 4 columns: garbage\n  events.csv:43:" in message
+    assert message.count("events.csv:") == 3
+    assert len(pl.read_parquet(tmp_path / "out" / "quarantine.parquet")) == 60
+    assert not (tmp_path / "out" / "source.json").exists()
+
+
+def test_garbage_in_the_items_counts_as_well(tmp_path):
+    put(tmp_path, **{"items.csv": "item_id,title\ni,I\nx\n"})
+    with pytest.raises(ValueError, match=r"1 of 2 rows of items are malformed"):
+        run_csv(tmp_path, events(5, 0), items=str(tmp_path / "items.csv"))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("events.csv", "", "events.csv is empty"),
+        ("events.csv", EVENTS, "the interactions file is empty"),
+        ("events.csv.gz", gzip.compress(events(500, 0).encode())[:-30], r"events\.csv\.gz is truncated or damaged"),
+        ("events.csv", "user,item\n", r"set ingest\.columns\.user_id"),
+    ],
+)
+def test_a_file_that_cannot_be_read_fails(tmp_path, name, text, message):
+    with pytest.raises(ValueError, match=message):
+        run_csv(tmp_path, text, name=name)
+    assert not (tmp_path / "out" / "source.json").exists()
+
+
+@pytest.mark.parametrize("empty", ["ml-latest-small/ratings.csv", "ml-latest-small/movies.csv"])
+def test_an_empty_file_of_a_source_fails(tmp_path, empty):
+    mirror = put(tmp_path / "mirror", **{**SMALL, empty: SMALL[empty].partition("\n")[0]})
+    with pytest.raises(ValueError, match="file is empty"):
+        run(tmp_path, source="ml-latest-small", mirror=str(mirror), max_bad_share=0.5)
+
+
+def test_a_wrong_checksum_fails(tmp_path):
+    files = {"ml-1m/ratings.dat": "1::1::5::978300760\n", "ml-1m/movies.dat": "1::Other (1995)::Drama\n"}
+    with pytest.raises(ValueError, match=r"mirror:ml-1m/movies\.dat: SHA-256 is \w+, expected 0140fc23"):
+        run(tmp_path, source="ml-1m", mirror=str(put(tmp_path / "m", **files)))
+
+
+def test_a_checksum_of_an_own_file_is_verified(tmp_path):
+    put(tmp_path, **{"events.csv": events(5, 0)})
+    right = artifacts.sha256(tmp_path / "events.csv")
+    assert run_csv(tmp_path, events(5, 0), sha256={"interactions": right})["rows"] == 5
+    with pytest.raises(ValueError, match="SHA-256 is"):
+        run_csv(tmp_path, events(6, 0), sha256={"interactions": right})
+
+
+def test_a_truncated_archive_fails(tmp_path):
+    put(tmp_path / "m", **{"ml-latest-small.zip": b"PK\x03\x04 and so on"})
+    with pytest.raises(ValueError, match=r"ml-latest-small\.zip is truncated or damaged"):
+        run(tmp_path, source="ml-latest-small", mirror=str(tmp_path / "m"))
+
+
+def test_no_network_names_the_way_out(tmp_path):
+    with pytest.raises(ValueError, match=r"Connection refused[\s\S]*SEQREC_DATA_MIRROR or ingest\.mirror .*ml-1m\.zip"):
+        run(tmp_path, source="ml-1m")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"source": "ml-2k"}, r"datasets\.mine\.ingest\.source: no source 'ml-2k'; there are ml-100k, "),
+        ({"source": "amazon-2018"}, r"datasets\.mine\.ingest\.category: .* needs it"),
+        ({"source": "amazon-2018", "category": "Gifts"}, r"ingest\.category: .*'Gifts'; there are .*Gift_Cards"),
+        ({"source": "csv"}, r"ingest\.interactions: the source csv needs it"),
+        ({"source": "ml-1m", "category": "Books"}, r"ingest\.category: has no effect with the source ml-1m"),
+        ({"source": "ml-1m", "sha256": {"items": "0"}}, r"ingest\.sha256: has no effect"),
+        ({"source": "csv", "interactions": "x", "sha256": {"items": "0"}}, r"ingest\.sha256\.items: no such file"),
+        ({"source": "ml-1m", "mirror": "nowhere"}, r"ingest\.mirror .*nowhere"),
+    ],
+)
+def test_a_wrong_setting_is_named(tmp_path, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        run(tmp_path, **settings)
+
+
+def test_what_is_to_be_read_is_never_overwritten(tmp_path):
+    put(tmp_path / "out" / "raw", **{"events.csv": events(5, 0), **SMALL})
+    with pytest.raises(ConfigError, match=r"ingest\.interactions: .* which this stage overwrites"):
+        run(tmp_path, source="csv", interactions=str(tmp_path / "out/raw/events.csv"))
+    with pytest.raises(ConfigError, match=r"ingest\.mirror: .* which this stage overwrites"):
+        run(tmp_path, source="ml-latest-small", mirror=str(tmp_path / "out" / "raw"))
+    assert (tmp_path / "out/raw/events.csv").exists()
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+from seqrec.config import IngestConfig
+from seqrec.stages.ingest import ingest
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), int(sys.argv[2])))
+root = Path(sys.argv[1])
+config = IngestConfig(source="csv", interactions=str(root / "events.csv"))
+ingest(dataset="mine", output=root / "out", downloads=root / "downloads", config=config)
+"""
+
+
+def test_a_full_disk_is_named_and_leaves_nothing_half_done(tmp_path):
+    put(tmp_path, **{"events.csv": EVENTS + "".join(f"u{n * 7919 % 99991},i{n},{n},\n" for n in range(20_000))})
+    environment = {**os.environ, "PYTHONPATH": str(Path(seqrec.__file__).parents[1])}
+
+    def limited(size: int) -> subprocess.CompletedProcess:
+        command = [sys.executable, "-c", LIMITED, str(tmp_path), str(size)]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+    failed = limited(20_000)
+    assert "OSError" in failed.stderr
+    assert f"no room for {tmp_path}/out" in failed.stderr
+    assert {name for name in contents(tmp_path / "out") if not name.endswith(".partial")} == set()
+    assert limited(10**9).returncode == 0
+    whole = contents(tmp_path / "out")
+    assert not [name for name in whole if name.endswith(".partial")]
+    run_csv(tmp_path / "again", (tmp_path / "events.csv").read_bytes())
+    assert contents(tmp_path / "again" / "out") == whole
+
+
+needs_mirror = pytest.mark.skipif(not os.environ.get("SEQREC_DATA_MIRROR"), reason="SEQREC_DATA_MIRROR is not set")
+OF_2014, OF_2018 = "amazon-2014-processed", "amazon-2018-processed"
+
+
+def processed(folder: str, titled: bool = True) -> dict[str, str]:
+    items = {"items": f"{folder}/items.csv.gz"} if titled else {}
+    return {"source": "csv", "interactions": f"{folder}/interactions.csv.gz", **items}
+
+
+SCIENTIFIC = f"{OF_2018}/Industrial_and_Scientific/Scientific"
+REAL = {
+    "ml-100k": ({"source": "ml-100k"}, (100_000, 943, 1_682, 1_682), (874724710, 893286638)),
+    "ml-1m": ({"source": "ml-1m"}, (999_690, 6_040, 3_486, 3_883), (956703932, 1046454590)),
+    "gift-cards": (
+        {"source": "amazon-2018", "category": "Gift_Cards"},
+        (2_972, 458, 148, 1_547),
+        (1327968000, 1534896000),
+    ),
+    "musical-instruments": (
+        {"source": "amazon-2014", "category": "Musical_Instruments"},
+        (10_261, 1_429, 900, 900),
+        (1095465600, 1405987200),
+    ),
+    "beauty": (processed(f"{OF_2014}/Beauty"), (198_215, 22_332, 12_086, 12_086), (1023840000, 1406073600)),
+    "beauty-22363": (processed(f"{OF_2014}/Beauty-22363", False), (198_502, 22_363, 12_101, 12_101), None),
+    "health": (
+        processed(f"{OF_2014}/Health_and_Personal_Care"),
+        (343_831, 38_329, 18_427, 18_427),
+        (976320000, 1406073600),
+    ),
+    "video-games": (processed(f"{OF_2018}/Video_Games"), (453_637, 50_597, 16_874, 16_874), (939859200, 1538438400)),
+    "scientific": (
+        {"source": "prefixes", "interactions": SCIENTIFIC, "items": f"{SCIENTIFIC}.text"},
+        (19_712, 2_928, 1_585, 1_585),
+        (0, 35),
+    ),
+}
+
+
+@needs_mirror
+@pytest.mark.mirror
+@pytest.mark.parametrize("name", REAL)
+def test_real_files_have_their_known_counts(tmp_path, name):
+    settings, (rows, users, items, catalogue), times = REAL[name]
+    begin = time.monotonic()
+    counts = run(tmp_path, **settings)
+    assert time.monotonic() - begin < 30
+    assert counts == {"rows": rows, "users": users, "items": items, "catalogue": catalogue, "quarantined": 0}
+    table = pl.read_parquet(tmp_path / "out" / "interactions.parquet")
+    assert times is None or (table["timestamp"].min(), table["timestamp"].max()) == times
+    assert table["row"].is_sorted()
+
+
+@needs_mirror
+@pytest.mark.mirror
+def test_gift_cards_come_with_their_metadata(tmp_path):
+    run(tmp_path, source="amazon-2018", category="Gift_Cards")
+    items = pl.read_parquet(tmp_path / "out" / "items.parquet")
+    reviewed = pl.read_parquet(tmp_path / "out" / "interactions.parquet")["item_id"].unique()
+    assert [items[name].count() for name in ("title", "category", "brand")] == [1_547, 1_542, 527]
+    assert reviewed.is_in(items["item_id"].to_list()).all()
+    assert not items["title"].str.contains("&amp;").any()

@@ -1,0 +1,423 @@
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from mlflow import MlflowClient
+
+from models.base import Catalogue
+from seqrec import evaluation, tracking
+from seqrec.artifacts import (
+    CASES_SCHEMA,
+    SEQUENCES_SCHEMA,
+    USERS_SCHEMA,
+    VOCABULARY_SCHEMA,
+    read_json,
+    sha256,
+    write_json,
+)
+from seqrec.checkpoint import build, save_model
+from seqrec.config import EvaluateConfig, FinetuneConfig, ModelConfig, RegisterConfig
+from seqrec.data import sequences as data
+from seqrec.retrieval import model_scorer
+from seqrec.stages.baselines import baselines
+from seqrec.stages.register import register
+from seqrec.tracking import TrackingError
+
+USERS, ITEMS, EVENTS = 20, 12, 8
+MODELS = ["sasrec", "wide"]
+EVALUATE = EvaluateConfig(top_k=10, bootstrap=100)
+PARAMS = {"dataset": "toy", "finetune": {"epochs": 2, "learning_rate": 1e-3}, "leaderboard": MODELS}
+HISTORY = [
+    {"phase": "train", "epoch": 1, "step": 5, "loss": 2.5, "seconds": 3.0, "valid/ndcg@10": 0.1},
+    {"phase": "train", "epoch": 2, "step": 10, "loss": 2.25, "seconds": 2.0, "valid/ndcg@10": 0.25},
+    {"phase": "train", "epoch": 3, "step": 15, "loss": 2.0, "seconds": 2.0, "valid/ndcg@10": 0.2},
+]
+
+
+def write_dataset(root):
+    folder = root / "data" / "sequences"
+    folder.mkdir(parents=True)
+    draw = torch.Generator().manual_seed(0)
+    items = [(1 + torch.randperm(ITEMS, generator=draw)[:EVENTS]).tolist() for _ in range(USERS)]
+    users = list(range(1, USERS + 1))
+    columns = {
+        "user": users,
+        "items": items,
+        "times": [list(range(EVENTS))] * USERS,
+        "train_end": [EVENTS - 2] * USERS,
+        "valid_end": [EVENTS - 1] * USERS,
+    }
+    table = pa.table(columns, schema=SEQUENCES_SCHEMA)
+    with pa.ipc.new_file(str(folder / "sequences.arrow"), table.schema) as file:
+        file.write_table(table)
+    counts = [sum(item in row[:-2] for row in items) for item in range(1, ITEMS + 1)]
+    ids = [f"i{item}" for item in range(1, ITEMS + 1)]
+    vocabulary = {"item": list(range(1, ITEMS + 1)), "item_id": ids, "count": counts}
+    pq.write_table(pa.table(vocabulary, schema=VOCABULARY_SCHEMA), folder / "vocabulary.parquet")
+    names = {"user": users, "user_id": [f"u{user}" for user in users]}
+    pq.write_table(pa.table(names, schema=USERS_SCHEMA), folder / "users.parquet")
+    card = {"dataset": "toy", "protocol": "LOO-full", "input_sha256": "a" * 64, "split_sha256": "b" * 64}
+    write_json(folder / "split.json", card | {"counts": {"users": USERS, "items": ITEMS}})
+    write_json(root / "data" / "source.json", {"source": "toy", "licence": "CC0"})
+
+
+def train_model(root, name, d_model):
+    """Write what finetune and evaluate write, for a model that was never trained."""
+    prepared = data.load(root / "data" / "sequences")
+    torch.manual_seed(d_model)
+    config = ModelConfig(architecture="sasrec", options={"length": 6, "d_model": d_model, "layers": 1})
+    model = build(config, Catalogue(num_items=ITEMS, num_users=USERS, length=6)).eval()
+    folder = root / "artifacts" / name / "finetuned"
+    facts = {"stage": "finetune", "seconds": 7.0, "filter_seen": True, "config": asdict(FinetuneConfig())}
+    save_model(folder, model, {"model": name, "fingerprint": f"{name}-{d_model}", **facts})
+    (folder / "history.jsonl").write_text("".join(json.dumps(record) + "\n" for record in HISTORY))
+    report = {"parameters": 100 * d_model, "train_seconds": 7.0}
+    with torch.no_grad():
+        evaluation.report(model_scorer(model), prepared, root / "reports" / name, EVALUATE, report)
+
+
+def set_validation_ranks(root, name, rank):
+    """Overwrite the outcome of an evaluation: every validation target at `rank`."""
+    report = root / "reports" / name
+    rows = pq.read_table(report / "cases.parquet").to_pylist()
+    for row in rows:
+        row["rank"] = rank if row["split"] == "valid" else row["rank"]
+    pq.write_table(pa.Table.from_pylist(rows, schema=CASES_SCHEMA), report / "cases.parquet")
+    value = {"valid/ndcg@10": 1 / math.log2(rank + 1)}
+    write_json(report / "metrics.json", read_json(report / "metrics.json") | value)
+
+
+def write_pipeline(root):
+    write_dataset(root)
+    baselines(sequences=root / "data" / "sequences", reports=root / "reports", config=EVALUATE)
+    for name, d_model in (("sasrec", 4), ("wide", 8)):
+        train_model(root, name, d_model)
+    set_validation_ranks(root, "sasrec", 3.0)
+    set_validation_ranks(root, "wide", 5.0)
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory):
+    """A finished pipeline beside an empty tracking database: both take seconds to make."""
+    root = tmp_path_factory.mktemp("template")
+    write_pipeline(root)
+    tracking.connect(RegisterConfig(tracking_uri=f"sqlite:///{root}/mlflow.db"))
+    return root
+
+
+@pytest.fixture
+def project(template, tmp_path, monkeypatch):
+    root = tmp_path / "project"
+    shutil.copytree(template, root)
+    monkeypatch.chdir(root)
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID"):
+        monkeypatch.delenv(name, raising=False)
+    tracking.injected_run.cache_clear()
+    yield root
+    tracking.injected_run.cache_clear()
+
+
+def run(root=Path(), models=MODELS, params=PARAMS, **changes):
+    folders = {"artifacts": root / "artifacts", "reports": root / "reports", "data": root / "data"}
+    config = RegisterConfig(**changes)
+    return register(leaderboard=models, sequences=root / "data" / "sequences", params=params, config=config, **folders)
+
+
+def outcome():
+    return read_json(Path("reports/leaderboard.json"))["registry"]
+
+
+def client():
+    return MlflowClient(tracking.tracking_uri(RegisterConfig()))
+
+
+def all_runs():
+    experiment = client().get_experiment_by_name("seqrec")
+    return {run.info.run_name: run for run in client().search_runs([experiment.experiment_id])}
+
+
+def aliases():
+    return {key: int(value) for key, value in client().get_registered_model("seqrec-toy").aliases.items()}
+
+
+def test_one_parent_run_holds_a_run_for_every_row(project):
+    run()
+    runs = all_runs()
+    (parent,) = [run for name, run in runs.items() if name.startswith("toy-")]
+
+    assert sorted(runs) == sorted(["sasrec", "wide", "popularity", "markov", parent.info.run_name])
+    for name, child in runs.items():
+        assert child.info.status == "FINISHED"
+        assert child.data.tags["seqrec.split_sha256"] == "b" * 64
+        assert child.data.tags.get("mlflow.parentRunId") == (None if name.startswith("toy-") else parent.info.run_id)
+        (used,) = child.inputs.dataset_inputs
+        assert (used.dataset.name, used.dataset.digest) == ("toy", "b" * 32)
+    assert parent.data.params["finetune.learning_rate"] == "0.001"
+    figures = {file.path for file in client().list_artifacts(parent.info.run_id, "figures")}
+    assert figures == {
+        f"figures/{name}.png" for name in ("learning_curves", "metric_by_slice", "coverage_against_accuracy")
+    }
+
+
+def test_a_model_run_holds_settings_curves_final_values_and_reports(project):
+    run()
+    model = all_runs()["sasrec"]
+    curve = client().get_metric_history(model.info.run_id, "curve/valid/ndcg_at_10")
+
+    assert model.data.params["options.d_model"] == "4"
+    assert model.data.params["config.learning_rate"] == "0.001"
+    assert model.data.tags["seqrec.architecture"] == "sasrec"
+    assert [(point.step, point.value) for point in curve] == [(1, 0.1), (2, 0.25), (3, 0.2)]
+    assert [point.timestamp - model.info.start_time for point in curve] == [3000, 5000, 7000]
+    assert model.data.metrics["valid/ndcg_at_10"] == pytest.approx(0.5)  # rank 3: 1 / log2(4)
+    metrics = read_json(project / "reports" / "sasrec" / "metrics.json")
+    assert model.data.metrics["test/ndcg_at_10/length.1-10"] == metrics["test/ndcg@10/length=1-10"]
+    stored = {file.path for file in client().list_artifacts(model.info.run_id, "report")}
+    assert stored == {"report/metrics.json", "report/cases.parquet", "report/recommendations.parquet"}
+
+
+def test_best_validation_becomes_candidate_and_first_champion(project):
+    values = run()
+
+    assert aliases() == {"candidate": 1, "champion": 1}
+    version = client().get_model_version("seqrec-toy", "1")
+    assert version.tags["seqrec.model"] == "sasrec"
+    assert version.tags["seqrec.fingerprint"] == "sasrec-4"
+    assert version.tags["seqrec.reason"] == "the first champion"
+    assert values["promoted"] == 1.0
+    assert values["candidate/valid/ndcg@10"] == pytest.approx(0.5)
+    rows = {row["model"]: row for row in read_json(Path("reports/leaderboard.json"))["rows"]}
+    assert [name for name, row in rows.items() if row["champion"]] == ["sasrec"]
+    assert [name for name, row in rows.items() if row["candidate"]] == ["sasrec"]
+
+
+def test_runs_and_version_name_the_code_and_the_lock_file(project):
+    identity = ["-c", "user.name=n", "-c", "user.email=e"]
+    for command in (["init", "-q"], [*identity, "commit", "-q", "--allow-empty", "-m", "first"]):
+        subprocess.run(["git", *command], check=True)
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    Path("dvc.lock").write_text("schema: '2.0'")
+    run()
+
+    for tags in (*(run.data.tags for run in all_runs().values()), client().get_model_version("seqrec-toy", "1").tags):
+        assert tags["mlflow.source.git.commit"] == commit
+        assert tags["seqrec.dvc_lock"] == sha256(Path("dvc.lock"))
+
+
+def test_a_baseline_is_never_the_candidate(project):
+    set_validation_ranks(project, "markov", 1.0)
+    run()
+
+    assert outcome()["model"] == "sasrec"
+
+
+def test_registering_again_changes_nothing(project):
+    first, report = run(), Path("reports/leaderboard.json").read_bytes()
+    before = {name: (run.data.to_dictionary(), run.info.end_time) for name, run in all_runs().items()}
+    second = run()
+
+    assert second == first
+    assert Path("reports/leaderboard.json").read_bytes() == report
+    assert {name: (run.data.to_dictionary(), run.info.end_time) for name, run in all_runs().items()} == before
+    assert len(client().search_model_versions("name = 'seqrec-toy'")) == 1
+    assert len(client().search_logged_models([all_runs()["wide"].info.experiment_id])) == 2
+
+
+@pytest.mark.parametrize(
+    ("rank", "min_gain", "promoted"),
+    [
+        (1.0, 0.0, True),  # 1.0 against 0.5 for every user
+        (1.0, 0.5, False),  # the gain must exceed min_gain
+        (2.9, 0.0, True),  # hardly better, but for every user
+    ],
+)
+def test_champion_changes_only_above_the_gate(project, rank, min_gain, promoted):
+    run()
+    set_validation_ranks(project, "wide", rank)
+    values = run(min_gain=min_gain)
+
+    assert aliases() == {"candidate": 2, "champion": 2 if promoted else 1}
+    assert values["promoted"] == float(promoted)
+    assert values["gain/valid/ndcg@10/low"] == pytest.approx(1 / math.log2(rank + 1) - 0.5)
+    assert "register.min_gain" in outcome()["reason"]
+    assert client().get_model_version("seqrec-toy", "2").tags["seqrec.promoted"] == str(promoted).lower()
+    rows = {row["model"]: row for row in read_json(Path("reports/leaderboard.json"))["rows"]}
+    assert rows["sasrec"]["champion"] == (not promoted)
+    assert run(min_gain=min_gain) == values
+
+
+def test_a_worse_candidate_leaves_the_champion(project):
+    run()
+    values = run(models=["wide"])
+
+    assert aliases() == {"candidate": 2, "champion": 1}
+    assert values["gain/valid/ndcg@10/high"] < 0
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [({"split_sha256": "c" * 64}, "another split"), ({"filter_seen": 0}, "another evaluate.filter_seen")],
+)
+def test_what_cannot_be_compared_replaces_the_champion_and_says_so(project, change, reason):
+    run()
+    card, report = project / "data/sequences/split.json", project / "reports/wide/metrics.json"
+    write_json(card, read_json(card) | {key: change[key] for key in change if key == "split_sha256"})
+    write_json(report, read_json(report) | {key: change[key] for key in change if key == "filter_seen"})
+    run(models=["wide"])
+
+    assert aliases() == {"candidate": 2, "champion": 2}
+    assert outcome()["gain"] is None
+    assert reason in outcome()["reason"]
+
+
+def test_a_champion_whose_cases_are_gone_is_an_error_that_says_what_to_do(project):
+    run()
+    (path,) = Path("mlartifacts").glob(f"{all_runs()['sasrec'].info.run_id}/**/cases.parquet")
+    path.unlink()
+
+    with pytest.raises(TrackingError, match="remove the alias champion"):
+        run(models=["wide"])
+
+
+def test_a_new_evaluation_of_the_same_training_updates_its_run(project):
+    run()
+    set_validation_ranks(project, "wide", 4.0)
+    run()
+    runs = all_runs()
+
+    assert len(runs) == 6  # another parent, the same four children
+    assert runs["wide"].data.metrics["valid/ndcg_at_10"] == pytest.approx(0.4306765581)
+
+
+def test_a_live_run_is_joined_and_its_curve_is_not_repeated(project):
+    with tracking.live_run("wide-8", "wide finetune", RegisterConfig()) as log:
+        for number, record in enumerate(HISTORY[:2], start=1):
+            log(record, number)
+    (live,) = all_runs().values()
+    assert live.info.status == "FINISHED"
+    run()
+    runs = [run for run in all_runs().values() if run.data.tags["seqrec.fingerprint"] == "wide-8"]
+
+    assert [run.info.run_id for run in runs] == [live.info.run_id]
+    assert "mlflow.parentRunId" in runs[0].data.tags
+    curve = client().get_metric_history(live.info.run_id, "curve/loss")
+    assert [(point.step, point.value) for point in curve] == [(1, 2.5), (2, 2.25), (3, 2.0)]
+
+
+def test_a_run_that_an_orchestrator_made_becomes_the_parent(project, monkeypatch):
+    experiment = client().create_experiment("pipelines", artifact_location=str(project / "elsewhere"))
+    given = client().create_run(experiment).info.run_id
+    monkeypatch.setenv("MLFLOW_RUN_ID", given)
+    run()
+
+    assert "MLFLOW_RUN_ID" not in os.environ
+    children = client().search_runs([experiment], f"tags.`mlflow.parentRunId` = '{given}'")
+    assert sorted(run.info.run_name for run in children) == ["markov", "popularity", "sasrec", "wide"]
+    assert client().get_run(given).info.status == "RUNNING"  # whoever made it ends it
+    assert client().get_experiment_by_name("seqrec") is None
+
+
+def test_a_dead_server_leaves_the_leaderboard_and_a_later_call_does_the_rest(project, monkeypatch):
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    with pytest.raises(
+        TrackingError, match=r"register.tracking_uri: http://127.0.0.1:9 does not answer.*leaderboard.json"
+    ):
+        run()
+    assert outcome() is None
+    assert len(read_json(Path("reports/leaderboard.json"))["rows"]) == 4
+    assert "sasrec" in Path("reports/leaderboard.csv").read_text()
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    assert run()["promoted"] == 1.0
+    assert len(all_runs()) == 5
+
+
+def test_misplaced_artifacts_are_found_before_anything_is_logged(project):
+    (project / "taken").write_text("a file where a folder is needed")
+    client().create_experiment("seqrec", artifact_location=str(project / "taken"))
+
+    with pytest.raises(TrackingError, match="artifacts cannot be stored under"):
+        run()
+    assert len(all_runs()) == 1
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import sqlalchemy
+sys.path[:0] = [{root!r}, {tests!r}]
+import test_register
+import seqrec.registry
+
+def killed_at(number):
+    child = os.fork()
+    if child == 0:
+        count = iter(range(number))
+        die = lambda _: next(count, None) is None and os.kill(os.getpid(), signal.SIGKILL)
+        sqlalchemy.event.listen(sqlalchemy.engine.Engine, "commit", die)
+        test_register.run()
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert status in (0, signal.SIGKILL), status
+    return status == signal.SIGKILL
+
+kills = 0
+while killed_at(3 + 11 * kills):
+    kills += 1
+print(kills)
+"""
+
+
+def test_a_register_killed_again_and_again_ends_like_one_that_was_not(project, tmp_path, monkeypatch):
+    here = Path(__file__).parent
+    script = KILLED.format(root=str(here.parent.parent), tests=str(here))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) >= 3
+    killed, report = facts(), read_json(Path("reports/leaderboard.json"))
+
+    fresh = tmp_path / "fresh"
+    shutil.copytree(project, fresh, ignore=shutil.ignore_patterns("mlflow.db", "mlartifacts"))
+    monkeypatch.chdir(fresh)
+    run()
+
+    assert facts() == killed
+    assert read_json(Path("reports/leaderboard.json")) == report
+
+
+def facts():
+    """Return all that the store holds, without what differs between any two calls."""
+    runs = [
+        (
+            name,
+            run.info.status,
+            run.data.metrics,
+            run.data.params,
+            {key: value for key, value in run.data.tags.items() if key.startswith("seqrec.")},
+            {key: len(client().get_metric_history(run.info.run_id, key)) for key in run.data.metrics},
+            len(run.inputs.dataset_inputs),
+            sorted(path.name for path in Path("mlartifacts", run.info.run_id).rglob("*")),
+        )
+        for name, run in sorted(all_runs().items())
+    ]
+    experiment = client().get_experiment_by_name("seqrec").experiment_id
+    models = [
+        (model.name, str(model.status), len(model.metrics)) for model in client().search_logged_models([experiment])
+    ]
+    versions = [
+        (version.version, version.aliases, version.tags)
+        for version in client().search_model_versions("name = 'seqrec-toy'")
+    ]
+    return runs, sorted(models), versions, len(client().search_runs([experiment]))

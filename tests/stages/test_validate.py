@@ -1,0 +1,247 @@
+import json
+import logging
+import math
+import re
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from seqrec import artifacts
+from seqrec.config import ConfigError, ValidateConfig, parse
+from seqrec.stages.validate import ValidationFailed, accept_baseline, drift, histogram, validate
+
+NOON = 1_000_000_000
+
+
+def log(users=3, events=4):
+    """Return rows (user, item, time, row, rating): every user has `events` events on items i0, i1, ..."""
+    return [
+        (f"u{user}", f"i{event}", NOON + event, user * events + event, 4.0)
+        for user in range(users)
+        for event in range(events)
+    ]
+
+
+def write(folder, rows, item_ids=("i0", "i1", "i2", "i3"), reference=None):
+    columns = zip(*rows, strict=True) if rows else [[]] * 5
+    table = pa.table([list(column) for column in columns], schema=artifacts.INTERACTIONS_SCHEMA)
+    artifacts.write_table(folder / artifacts.INTERACTIONS, table)
+    items = pa.table([list(item_ids), [f"Title {item}" for item in item_ids]], schema=artifacts.ITEMS_SCHEMA)
+    artifacts.write_table(folder / artifacts.ITEMS, items)
+    artifacts.write_json(folder / artifacts.SOURCE_CARD, {"source": "tiny", "reference": reference})
+
+
+def run(folder, **config):
+    return validate(
+        dataset="tiny",
+        data=folder,
+        report=folder / "reports" / "validation.json",
+        baseline=folder / "baseline.json",
+        config=ValidateConfig(**config),
+    )
+
+
+def verdict(folder):
+    return artifacts.read_json(folder / "reports" / "validation.json")
+
+
+def failed(folder):
+    return {(check["column"], check["severity"]) for check in verdict(folder)["checks"] if not check["success"]}
+
+
+def test_a_good_log_succeeds_and_is_described(tmp_path):
+    write(tmp_path, log(), reference={"rows": 12, "users": 3, "items": None})
+
+    metrics = run(tmp_path)
+
+    assert (metrics["rows"], metrics["users"], metrics["items"]) == (12, 3, 4)
+    assert (metrics["events_per_user_median"], metrics["events_per_item_max"]) == (4, 3)
+    assert metrics["failed_rules"] == 1  # no baseline
+    report = verdict(tmp_path)
+    assert report["success"]
+    assert report["input_sha256"] == artifacts.sha256(tmp_path / artifacts.INTERACTIONS)
+    assert {check["table"] for check in report["checks"]} == {"interactions", "items"}
+    assert failed(tmp_path) == {("baseline", "info")}
+    assert (tmp_path / "reports" / "validation.html").read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+
+
+def test_tables_without_a_source_card_are_validated(tmp_path):
+    write(tmp_path, log())
+    (tmp_path / artifacts.SOURCE_CARD).unlink()
+
+    assert run(tmp_path)["rows"] == 12
+
+
+@pytest.mark.parametrize(
+    ("rows", "column", "words"),
+    [
+        ([], "rows", "at least 1"),
+        (log(users=1), "users", "at least 2; found 1"),
+        (log(events=1), "items", "at least 2; found 1"),
+        (
+            [*log(), ("u9", "i0", 10**11, 99, None)],
+            "timestamp",
+            "lies between .* e.g. 100000000000; .*validate.max_date",
+        ),
+        ([*log(), ("u9\x07", "i0", NOON, 99, None)], "user_id", r"control characters .* e.g. 'u9\\x07'; .*"),
+        (
+            [*log(), ("u0", "i0", NOON, 99, None)],
+            "user_id, item_id, timestamp (share repeated)",
+            r"found 0.0769231, e.g. 'u0, i0, 1000000000 \(row 0\)', 'u0, i0, 1000000000 \(row 99\)'; "
+            "raise validate.max_duplicate_share",
+        ),
+    ],
+)
+def test_a_failed_critical_rule_stops_with_column_rule_examples_and_setting(tmp_path, rows, column, words):
+    write(tmp_path, rows)
+
+    with pytest.raises(ValidationFailed, match=words) as error:
+        run(tmp_path)
+
+    assert f"interactions.{column} (critical): " in str(error.value)
+    assert (column, "critical") in failed(tmp_path)
+    assert not verdict(tmp_path)["success"]
+    assert (tmp_path / "reports" / "validation.html").is_file()
+
+
+def test_the_message_shows_at_most_five_examples(tmp_path):
+    write(tmp_path, [*log(), *((f"x{n} ", "i0", NOON + n, 50 + n, None) for n in range(9))])
+
+    with pytest.raises(ValidationFailed) as error:
+        run(tmp_path)
+
+    assert len(re.findall(r"'x\d '", str(error.value))) == 5
+
+
+@pytest.mark.parametrize(
+    ("rows", "config"),
+    [
+        ([*log(), ("u0", "i0", NOON, 99, None)], {"max_duplicate_share": 0.1}),
+        ([*log(), ("u9", "i0", 10**11, 99, None)], {"max_date": "6000-01-01"}),
+        ([(f"u{n % 3}", f"i{n % 4}", n, n, None) for n in range(12)], {"min_date": "1970-01-01"}),  # times = order
+    ],
+)
+def test_the_setting_that_the_message_names_lets_the_log_pass(tmp_path, rows, config):
+    write(tmp_path, rows)
+    with pytest.raises(ValidationFailed, match="validate." + next(iter(config))):
+        run(tmp_path)
+
+    run(tmp_path, **config)
+
+
+def test_warnings_are_logged_and_do_not_stop(tmp_path, caplog):
+    rows = [(user, item, NOON, row, 4.7) for user, item, _, row, _ in log()]
+    write(tmp_path, rows, item_ids=("i0", "i1", "elsewhere"), reference={"rows": 13, "users": 3, "items": 4})
+
+    with caplog.at_level(logging.WARNING):
+        metrics = run(tmp_path)
+
+    assert verdict(tmp_path)["success"]
+    assert failed(tmp_path) == {
+        ("rating", "warning"),
+        ("rows", "warning"),
+        ("timestamp (distinct)", "warning"),
+        ("item_id (not in items)", "warning"),
+        ("baseline", "info"),
+    }
+    assert metrics["failed_rules"] == len(caplog.messages) == 5
+    assert "order of a sequence is the order of the source's rows" in caplog.text
+    assert "found 2, e.g. 'i2', 'i3'" in caplog.text
+
+
+def test_a_wrong_column_type_stops_before_the_rules_that_need_it(tmp_path):
+    write(tmp_path, log())
+    table = artifacts.pq.read_table(tmp_path / artifacts.INTERACTIONS)
+    table = table.set_column(2, "timestamp", table["timestamp"].cast(pa.string()))
+    artifacts.write_table(tmp_path / artifacts.INTERACTIONS, table)
+
+    with pytest.raises(ValidationFailed, match=r"timestamp \(critical\): the type is int64; .* e.g. 'string'"):
+        run(tmp_path)
+
+    assert verdict(tmp_path)["statistics"] == {}
+
+
+def test_same_input_gives_the_same_bytes(tmp_path):
+    outputs = []
+    for _ in range(2):
+        write(tmp_path, [*log(), *((f"x{n} ", "elsewhere", NOON, 50, 4.7) for n in range(9))])
+        with pytest.raises(ValidationFailed):
+            run(tmp_path)
+        outputs.append([(tmp_path / "reports" / f"validation.{kind}").read_bytes() for kind in ("json", "html")])
+
+    assert outputs[0] == outputs[1]
+
+
+def test_histogram_has_a_bin_for_each_doubling():
+    assert histogram(np.array([1, 1, 2, 3, 4, 7, 8, 8])) == {"edges": [1, 2, 4, 8], "shares": [0.25, 0.25, 0.25, 0.25]}
+
+
+def test_drift_is_the_population_stability_index():
+    entry = {"edges": [1, 2], "shares": [0.5, 0.5]}
+
+    assert drift(entry, np.array([1, 2, 1, 2])) == 0.0
+    assert drift(entry, np.array([1, 2, 3, 9])) == pytest.approx(-0.25 * math.log(0.5) + 0.25 * math.log(1.5))
+    # An empty bin counts as a share of 1e-4.
+    assert drift(entry, np.array([2])) == pytest.approx(-0.4999 * math.log(1e-4 / 0.5) + 0.5 * math.log(2))
+
+
+def test_an_accepted_baseline_shows_no_drift_and_a_changed_log_does(tmp_path):
+    write(tmp_path, log())
+    accept_baseline(dataset="tiny", data=tmp_path, baseline=tmp_path / "baseline.json")
+    assert run(tmp_path)["user_drift"] == 0.0
+    assert failed(tmp_path) == set()
+
+    write(tmp_path, log(users=3, events=1) + [("u8", f"i{n}", NOON, 90 + n, None) for n in range(3)])
+    metrics = run(tmp_path)
+
+    # Users had 4 events each, now 1, 1, 1 and 3: the shares of the bins 1, 2-3, 4+ go from 0, 0, 1 to 0.75, 0.25, 0.
+    expected = (0.75 - 1e-4) * math.log(0.75 / 1e-4) + (0.25 - 1e-4) * math.log(0.25 / 1e-4) + 0.9999 * math.log(1e4)
+    assert metrics["user_drift"] == pytest.approx(expected, abs=1e-5)
+    assert ("user_id (drift)", "warning") in failed(tmp_path)
+
+
+def test_accepting_keeps_the_other_datasets_and_is_deterministic(tmp_path):
+    baseline = tmp_path / "baseline.json"
+    other = {"zeta": {"item_id": histogram(np.array([1])), "user_id": histogram(np.array([1]))}}
+    artifacts.write_json(baseline, other)
+    write(tmp_path, log())
+
+    accept_baseline(dataset="tiny", data=tmp_path, baseline=baseline)
+    first = baseline.read_bytes()
+    accept_baseline(dataset="tiny", data=tmp_path, baseline=baseline)
+
+    assert baseline.read_bytes() == first
+    content = json.loads(first)
+    assert list(content) == ["tiny", "zeta"]
+    assert content["zeta"] == other["zeta"]
+    assert content["tiny"]["user_id"] == {"edges": [1, 2, 4], "shares": [0.0, 0.0, 1.0]}  # 3 users of 4 events
+    assert content["tiny"]["item_id"] == {"edges": [1, 2], "shares": [0.0, 1.0]}  # 4 items of 3 events
+
+
+def test_an_empty_log_cannot_be_a_baseline(tmp_path):
+    write(tmp_path, [])
+
+    with pytest.raises(ValueError, match="no rows"):
+        accept_baseline(dataset="tiny", data=tmp_path, baseline=tmp_path / "baseline.json")
+
+
+def test_a_broken_baseline_file_is_named(tmp_path):
+    write(tmp_path, log())
+    (tmp_path / "baseline.json").write_text("<<<<<<< HEAD", encoding="utf-8")
+
+    with pytest.raises(ValueError, match=r"baseline\.json is not valid JSON"):
+        run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"min_date": "2020-01-01", "max_date": "2020-01-01"}, "min_date must be before max_date"),
+        ({"min_date": "yesterday"}, "yesterday"),
+        ({"max_volume_change": -0.1}, "max_volume_change"),
+    ],
+)
+def test_limits_are_checked_when_the_section_is_read(values, message):
+    with pytest.raises(ConfigError, match=f"validate.*{message}"):
+        parse(ValidateConfig, values, "validate")

@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from models.base import Catalogue
+from seqrec import registry, tracking
+from seqrec.artifacts import CASES_SCHEMA, USERS_SCHEMA, VOCABULARY_SCHEMA
+from seqrec.checkpoint import build, save_model
+from seqrec.config import ModelConfig, RegisterConfig
+from seqrec.retrieval import Recommender
+
+ITEMS = [f"i{number}" for number in range(1, 13)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """What training and preparation leave: weights, card, vocabulary, users."""
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = ModelConfig(architecture="sasrec", options={"length": 6, "d_model": 8, "layers": 1})
+    model = build(config, Catalogue(num_items=len(ITEMS), num_users=2, length=6))
+    save_model(folder, model, {"model": "sasrec", "fingerprint": "f", "filter_seen": True})
+    numbers = list(range(1, len(ITEMS) + 1))
+    vocabulary = {"item": numbers, "item_id": ITEMS, "count": numbers}
+    pq.write_table(pa.table(vocabulary, schema=VOCABULARY_SCHEMA), folder / "vocabulary.parquet")
+    pq.write_table(pa.table({"user": [1, 2], "user_id": ["a", "b"]}, schema=USERS_SCHEMA), folder / "users.parquet")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    return RegisterConfig(tracking_uri=f"sqlite:///{tmp_path_factory.mktemp('tracking')}/mlflow.db")
+
+
+@pytest.fixture(scope="module")
+def client(config):
+    return tracking.connect(config)
+
+
+@pytest.fixture(scope="module")
+def run(client, config):
+    return tracking.open_run(client, tracking.experiment(client, config), "f", "sasrec")
+
+
+@pytest.fixture(scope="module")
+def model(client, run, folder):
+    experiment = run.info.experiment_id
+    client.create_logged_model(experiment, "sasrec", run.info.run_id)  # what a killed call leaves
+    return registry.log_model(client, run, checkpoint=folder, sequences=folder)
+
+
+def files(model):
+    return [path for path in Path(model.artifact_location).rglob("*") if path.is_file()]
+
+
+def test_a_half_written_model_is_replaced_and_a_complete_one_is_kept(client, run, model, folder):
+    (found,) = client.search_logged_models([run.info.experiment_id])
+
+    assert found.model_id == model.model_id
+    assert registry.log_model(client, run, checkpoint=folder, sequences=folder).model_id == model.model_id
+
+
+def test_nothing_in_the_model_is_a_pickle(model):
+    assert not [path for path in files(model) if path.suffix in {".pkl", ".pickle", ".pt", ".pth", ".bin"}]
+    assert "best.safetensors" in {path.name for path in files(model)}
+
+
+def test_requirements_are_pinned_by_public_versions(model):
+    (path,) = [path for path in files(model) if path.name == "requirements.txt"]
+    pins = dict(line.split("==") for line in path.read_text().splitlines())
+
+    assert set(pins) == set(registry.PACKAGES)
+    assert pins["torch"] == torch.__version__.partition("+")[0]
+
+
+CLEAN_PROCESS = """
+import json, sys
+import mlflow, pandas as pd
+model = mlflow.pyfunc.load_model(sys.argv[1])
+import seqrec
+frame = pd.DataFrame({
+    "history": [["i1", "i2"], ["i3", "not in the catalogue"], []],
+    "k": [3, 2, 4],
+    "user": ["a", None, "stranger"],
+    "exclude": [[sys.argv[2]], [], ["i1"]],
+})
+print(json.dumps({
+    "code": seqrec.__file__,
+    "full": model.predict(frame).to_dict("list"),
+    "bare": model.predict(frame[["history"]]).to_dict("list"),
+}))
+"""
+
+
+def test_the_model_loads_in_a_clean_process_and_recommends_by_external_ids(model, folder, config, tmp_path):
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    environment["MLFLOW_TRACKING_URI"] = config.tracking_uri
+    recommender = Recommender.load(folder)
+    best, _ = recommender.recommend(["i1", "i2"], user="a")[0]
+    command = [sys.executable, "-c", CLEAN_PROCESS, f"models:/{model.model_id}", best]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+
+    assert Path(answer["code"]).is_relative_to(model.artifact_location)
+    expected = [
+        recommender.recommend(["i1", "i2"], 3, exclude=[best], user="a"),
+        recommender.recommend(["i3", "not in the catalogue"], 2),
+        recommender.recommend([], 4, exclude=["i1"], user="stranger"),
+    ]
+    assert answer["full"]["items"] == [[item for item, _ in row] for row in expected]
+    for scores, row in zip(answer["full"]["scores"], expected, strict=True):
+        assert scores == pytest.approx([score for _, score in row])
+    assert answer["bare"]["items"][0] == [item for item, _ in recommender.recommend(["i1", "i2"])]
+
+
+def cases(*ranks):
+    rows = [
+        {"split": "valid", "user": user, "position": 3, "target": 1, "rank": float(rank), "ties": 0}
+        for user, rank in enumerate(ranks, start=1)
+    ]
+    return pa.Table.from_pylist(rows, schema=CASES_SCHEMA)
+
+
+def register(client, run, model, tmp_path, name, ranks, **tags):
+    """Make another version as `create_version` does, from a copy of the model with weights of its own."""
+    copy = client.create_logged_model(run.info.experiment_id, name, run.info.run_id, tags=dict(model.tags) | tags)
+    path = tmp_path / "cases.parquet"
+    pq.write_table(cases(*ranks), path)
+    client.log_artifact(run.info.run_id, str(path), registry.REPORT)
+    shared = {registry.SPLIT_TAG: "s", registry.FILTER_TAG: "1"}
+    return registry.create_version(client, name, copy, shared)
+
+
+def test_a_version_is_found_again_by_fingerprint_and_weights(client, run, model):
+    first = registry.create_version(client, "again", model, {registry.SPLIT_TAG: "s"})
+    again = registry.create_version(client, "again", model, {registry.SPLIT_TAG: "t"})
+
+    assert again.version == first.version
+    assert again.tags[registry.SPLIT_TAG] == "t"
+    assert again.aliases == ["candidate"]
+
+
+def test_an_alias_set_by_hand_is_respected_and_named(client, run, model, tmp_path, config):
+    version = register(client, run, model, tmp_path, "by-hand", [1, 2])
+    client.set_registered_model_alias("by-hand", registry.CHAMPION, version.version)
+
+    decision = registry.promote(client, version, cases(1, 2), config)
+    assert decision == registry.Decision(True, "the alias was set by hand", None)
+
+
+def test_cases_that_differ_within_one_split_are_not_comparable(client, run, model, tmp_path, config):
+    first = register(client, run, model, tmp_path, "differ", [1, 2])
+    registry.promote(client, first, cases(1, 2), config)
+    second = register(client, run, model, tmp_path, "differ", [1, 2], **{registry.WEIGHTS_TAG: "other"})
+
+    decision = registry.promote(client, second, cases(1, 2, 3), config)
+    assert decision.promoted
+    assert "not comparable with version 1" in decision.reason
+
+
+@pytest.mark.parametrize(
+    ("ranks", "promoted"),
+    [
+        ([1, 1, 1, 1], True),  # better for everyone
+        ([2, 2, 2, 2], False),  # the same
+        ([1, 4, 1, 4], False),  # better on average, but not for sure
+    ],
+)
+def test_the_gate_asks_for_a_gain_beyond_doubt(client, run, model, tmp_path, config, ranks, promoted):
+    name = f"gate-{'-'.join(map(str, ranks))}"
+    first = register(client, run, model, tmp_path, name, [2, 2, 2, 2])
+    registry.promote(client, first, cases(2, 2, 2, 2), config)
+    second = register(client, run, model, tmp_path, name, [2, 2, 2, 2], **{registry.WEIGHTS_TAG: "other"})
+
+    decision = registry.promote(client, second, cases(*ranks), config)
+    assert decision.promoted == promoted
+    assert int(registry.find_champion(client, name).version) == (2 if promoted else 1)
+    stored = client.get_model_version(name, second.version).tags
+    assert json.loads(stored[registry.GAIN_TAG]) == list(decision.gain)
+    assert stored[registry.REASON_TAG] == decision.reason

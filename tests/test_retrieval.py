@@ -1,0 +1,187 @@
+import math
+
+import pytest
+import torch
+from conftest import make_model, prepare_rows, synthetic_rows
+
+from seqrec import metrics, retrieval
+from seqrec.checkpoint import save_model
+from seqrec.data import sequences
+
+
+def fixed_scorer(score_V):
+    """Everybody gets the same scores; item blocks as small as the module's constant says."""
+
+    def scorer(data, user, stop):
+        def blocks():
+            for first in range(1, len(score_V), retrieval.ITEMS_PER_BLOCK):
+                yield first, score_V[first : first + retrieval.ITEMS_PER_BLOCK].repeat(len(user), 1)
+
+        return blocks
+
+    return scorer
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory):
+    """Items a to e = 1 to 5; every user's last event is test. u: a b c, v: b a e, w: a d a d."""
+    rows = [
+        (user, item, time)
+        for user, row in {"u": "abc", "v": "bae", "w": "adad"}.items()
+        for time, item in enumerate(row)
+    ]
+    folder = tmp_path_factory.mktemp("three")
+    return sequences.load(prepare_rows(folder, rows, min_user_events=1, min_item_events=1))
+
+
+def test_item_numbers_of_the_example(three):
+    assert three.items.tolist() == [1, 2, 3, 2, 1, 4, 1, 5, 1, 5]  # in order of first appearance: a b c e d
+
+
+@pytest.mark.parametrize(
+    ("scores", "filtered", "unfiltered"),
+    [
+        # targets c=3, e=4, d=5; histories {1,2}, {2,1}, {1,5}
+        ([9, 5, 4, 3, 2, 1], [1, 2, 4], [3, 4, 5]),
+        ([9, 1, 2, 3, 4, 5], [3, 2, 1], [3, 2, 1]),
+        ([9, 7, 7, 7, 7, 7], [2, 2, 2.5], [3, 3, 3]),  # a constant scorer is in the middle, never on top
+    ],
+)
+def test_ranks_by_hand(three, scores, filtered, unfiltered):
+    ranking = retrieval.rank(
+        fixed_scorer(torch.tensor(scores).float()), three, sequences.cases(three, "test"), filter_seen=True
+    )
+
+    assert ranking.rank.tolist() == filtered
+    assert ranking.rank_unfiltered.tolist() == unfiltered
+
+
+def test_ties_count_the_other_candidates(three):
+    cases = sequences.cases(three, "test")
+    constant = fixed_scorer(torch.zeros(6))
+
+    assert retrieval.rank(constant, three, cases, filter_seen=True).ties.tolist() == [2, 2, 3]
+    assert retrieval.rank(constant, three, cases, filter_seen=False).ties.tolist() == [4, 4, 4]
+
+
+def test_lists_leave_out_seen_items_but_never_the_target(three):
+    ranking = retrieval.rank(
+        fixed_scorer(torch.tensor([9.0, 5, 4, 3, 2, 1])),
+        three,
+        sequences.cases(three, "test"),
+        filter_seen=True,
+        top_k=5,
+    )
+
+    assert ranking.top.tolist() == [[3, 4, 5, 0, 0], [3, 4, 5, 0, 0], [2, 3, 4, 5, 0]]
+
+
+@pytest.mark.parametrize("rows", [1, 7, 1000])
+@pytest.mark.parametrize("items", [3, 11, 65_536])
+def test_blocks_change_nothing(prepared, monkeypatch, rows, items):
+    data = sequences.load(prepared)
+    cases = sequences.cases(data, "test")
+    score = torch.randn(data.num_items + 1).round(decimals=1)  # with ties
+
+    whole = retrieval.rank(fixed_scorer(score), data, cases, filter_seen=True, top_k=4)
+    monkeypatch.setattr(retrieval, "ITEMS_PER_BLOCK", items)
+    parts = retrieval.rank(fixed_scorer(score), data, cases, filter_seen=True, top_k=4, rows=rows)
+
+    assert torch.equal(whole.rank, parts.rank)
+    assert torch.equal(whole.rank_unfiltered, parts.rank_unfiltered)
+    assert torch.equal(whole.score, parts.score)
+
+
+def test_ranks_equal_a_full_sort(prepared):
+    """Against sorting all scores of the model, seen items removed, one case at a time."""
+    data = sequences.load(prepared)
+    model = make_model("sasrec", num_items=data.num_items).eval()
+    cases = sequences.cases(data, "test")
+
+    ranking = retrieval.rank(retrieval.model_scorer(model), data, cases, filter_seen=True, top_k=10)
+
+    for case, (user, stop) in enumerate(zip(cases.user.tolist(), cases.position.tolist(), strict=True)):
+        history, target = data.items[data.start[user] : stop].tolist(), int(data.items[stop])
+        query = model(
+            sequences.window(data, cases.user[case : case + 1], cases.position[case : case + 1], 12), last=True
+        )
+        scores = (model.item_vectors() @ query[0, 0]).tolist()
+        allowed = [item for item in range(1, data.num_items + 1) if item == target or item not in history]
+        ordered = sorted(allowed, key=lambda item: -scores[item])
+        assert ranking.rank[case] == 1 + ordered.index(target)
+        assert ranking.top[case].tolist() == ordered[:10]
+
+
+def test_renumbered_items_have_the_same_metrics(tmp_path):
+    """Item ids carry no information: reversing them reverses the numbers, and changes no metric."""
+    rows = synthetic_rows(users=30)
+    popularity = []
+    for name, rename in (("as is", lambda i: i), ("renamed", lambda i: f"x{997 - int(i[1:])}")):
+        folder = prepare_rows(tmp_path / name, [(u, rename(i), t) for u, i, t in rows])
+        data = sequences.load(folder)
+        ranking = retrieval.rank(
+            fixed_scorer(data.count.float()), data, sequences.cases(data, "test"), filter_seen=True
+        )
+        popularity.append(metrics.from_histogram(metrics.histogram(ranking.rank, data.num_items)))
+
+    assert popularity[0] == popularity[1]
+
+
+@pytest.fixture
+def recommender(prepared, tmp_path):
+    data = sequences.load(prepared)
+    model = make_model("flash4rec", num_items=data.num_items, num_users=data.num_users)
+    save_model(tmp_path, model, {"filter_seen": True})
+    for name in ("vocabulary.parquet", "users.parquet"):
+        (tmp_path / name).write_bytes((prepared / name).read_bytes())
+    return retrieval.Recommender.load(tmp_path)
+
+
+def test_recommendations_are_those_of_the_evaluation(prepared, recommender):
+    data = sequences.load(prepared)
+    cases = sequences.cases(data, "test")
+    ranking = retrieval.rank(retrieval.model_scorer(recommender.model), data, cases, filter_seen=True, top_k=5)
+    item_ids = sequences.read_vocabulary(prepared)[0]
+    user, stop = int(cases.user[3]), int(cases.position[3])
+    history = [item_ids[item - 1] for item in data.items[data.start[user] : stop].tolist()]
+    target = item_ids[int(data.items[stop]) - 1]
+
+    got = recommender.recommend(history, 5, user=sequences.read_users(prepared)[user])
+
+    expected = [item_ids[item - 1] for item in ranking.top[3].tolist() if item]
+    if target in history:  # evaluation keeps the target as a candidate, serving cannot know it
+        expected = [item for item in expected if item != target]
+    assert [item for item, _ in got][: len(expected)] == expected
+
+
+def test_unknown_items_are_skipped_and_excluded_ones_not_shown(recommender):
+    plain = recommender.recommend(["i1", "i2"], 5)
+
+    assert recommender.recommend(["i1", "nobody knows this", "i2"], 5) == plain
+    without = recommender.recommend(["i1", "i2"], 5, exclude=[plain[0][0]])
+    assert [item for item, _ in without][:4] == [item for item, _ in plain][1:]
+    assert {"i1", "i2"}.isdisjoint(item for item, _ in recommender.recommend(["i1", "i2"], 1000))
+
+
+def test_an_empty_history_gets_the_popular_items(prepared, recommender):
+    counts = sequences.read_vocabulary(prepared)[1]
+
+    best = recommender.recommend([], 3)
+
+    assert [score for _, score in best] == sorted(counts[1:].tolist(), reverse=True)[:3]
+
+
+def test_k_beyond_the_catalogue_is_capped(recommender):
+    assert len(recommender.recommend(["i1"], 10_000)) == len(recommender.item_ids) - 1
+
+
+def test_scores_are_finite_and_sorted(recommender):
+    scores = [score for _, score in recommender.recommend(["i1", "i2", "i3"], 20)]
+
+    assert scores == sorted(scores, reverse=True)
+    assert all(map(math.isfinite, scores))
+
+
+def test_times_must_match_the_history(recommender):
+    with pytest.raises(ValueError, match="times"):
+        recommender.recommend(["i1", "i2"], times=[1])
