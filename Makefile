@@ -1,0 +1,46 @@
+# `make repro` and `make test` do all their set-up themselves.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+export DVC_NO_ANALYTICS := 1
+export GX_ANALYTICS_ENABLED := false
+export MLFLOW_DISABLE_TELEMETRY := true
+
+.PHONY: help setup repro test lint format ui pipeline clean
+
+help:  ## show the targets
+	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: $(VENV)/.installed  ## make .venv with the pinned packages
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[pipeline,dev]'
+	@test -d .dvc || $(BIN)/dvc init --quiet
+	@touch $@
+
+repro: setup  ## the whole pipeline, then the leaderboard
+	dvc repro
+	@python -m seqrec leaderboard --reports reports
+
+test: setup lint  ## linters, types, tests
+	pytest
+
+lint: setup  ## ruff and mypy
+	ruff check .
+	ruff format --check .
+	mypy
+
+format: setup  ## let ruff rewrite the code
+	ruff format .
+	ruff check --fix .
+
+ui: setup  ## MLflow on the local runs, at port 5000
+	MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false mlflow ui --backend-store-uri sqlite:///mlflow.db --port 5000
+
+pipeline: setup  ## compile the Kubeflow pipeline to build/pipeline.yaml
+	python -m pipelines compile --output build/pipeline.yaml
+
+clean:  ## remove results; the DVC cache and downloads stay
+	rm -rf artifacts reports build

@@ -1,0 +1,82 @@
+import pytest
+import torch
+from conftest import prepare_rows
+
+from seqrec.data import sequences
+
+ROWS = [(u, i, t) for u, row in {"u": "abcd", "v": "bad"}.items() for t, i in enumerate(row, start=100)]
+
+
+@pytest.fixture
+def data(tmp_path):
+    """Items a b c d = 1 2 3 4; user 1: 1 2 3 4, user 2: 2 1 4."""
+    return sequences.load(prepare_rows(tmp_path, ROWS, min_user_events=1, min_item_events=1))
+
+
+def test_a_dataset_is_read_back(data):
+    assert data.items.tolist() == [1, 2, 3, 4, 2, 1, 4]
+    assert data.times.tolist() == [100, 101, 102, 103, 100, 101, 102]
+    assert data.start.tolist() == [0, 4]
+    assert data.train_stop.tolist() == [2, 5]
+    assert data.valid_stop.tolist() == [3, 6]
+    assert data.stop.tolist() == [4, 7]
+    assert data.count.tolist() == [0, 1, 2, 0, 0]  # train events alone: 1 2 | 2
+
+
+def test_windows_are_left_padded_and_end_before_the_stop(data):
+    batch = sequences.window(data, torch.tensor([0, 1]), torch.tensor([3, 6]), 4)
+
+    assert batch.items.tolist() == [[0, 1, 2, 3], [0, 0, 2, 1]]
+    assert batch.times.tolist() == [[0, -2, -1, 0], [0, 0, -1, 0]]
+    assert batch.user.tolist() == [1, 2]
+
+
+def test_a_window_never_reaches_into_another_user(data):
+    assert sequences.window(data, torch.tensor([1]), torch.tensor([4]), 4).items.tolist() == [[0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize(("split", "positions"), [("valid", [2, 5]), ("test", [3, 6])])
+def test_cases(data, split, positions):
+    cases = sequences.cases(data, split)
+
+    assert cases.user.tolist() == [0, 1]
+    assert cases.position.tolist() == positions
+
+
+def test_no_target_is_in_its_own_input(prepared):
+    data = sequences.load(prepared)
+    for split in ("valid", "test"):
+        cases = sequences.cases(data, split)
+        batch = sequences.window(data, cases.user, cases.position, 100)
+        length = cases.position - data.start[cases.user]
+        assert ((batch.items > 0).sum(1) == length).all()
+
+
+def test_seen_items_are_the_events_before(data):
+    row, item = sequences.seen(data, torch.tensor([0, 1]), torch.tensor([2, 6]))
+
+    assert row.tolist() == [0, 0, 1, 1]
+    assert item.tolist() == [1, 2, 2, 1]
+
+
+def test_every_event_after_a_temporal_cut_is_a_case(tmp_path):
+    rows = [(u, f"i{n % 7}", 10 * n + k) for k, u in enumerate("abc") for n in range(20)]
+    shares = {"protocol": "temporal", "valid_share": 0.2, "test_share": 0.2}
+    every = sequences.load(prepare_rows(tmp_path / "all", rows, **shares))
+    first = sequences.load(prepare_rows(tmp_path / "first", rows, **shares, cases="first"))
+
+    assert len(sequences.cases(every, "test")) == int((every.stop - every.valid_stop).sum()) > 3
+    assert sequences.cases(first, "test").position.tolist() == first.valid_stop.tolist()
+
+
+def test_another_schema_is_refused(tmp_path):
+    import pyarrow as pa
+
+    folder = prepare_rows(tmp_path, ROWS, min_user_events=1, min_item_events=1)
+    with pa.OSFile(str(folder / "sequences.arrow"), "wb") as file:
+        table = pa.table({"user": [1]})
+        with pa.ipc.new_file(file, table.schema) as writer:
+            writer.write_table(table)
+
+    with pytest.raises(ValueError, match="prepare stage"):
+        sequences.load(folder)

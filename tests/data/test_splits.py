@@ -1,0 +1,142 @@
+"""Splits never leak, and depend on nothing but user, time and source row."""
+
+import narwhals as nw
+import numpy as np
+import polars as pl
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from seqrec.config import PrepareConfig
+from seqrec.data import splits
+
+
+def frame(rows):
+    """(user_id, item_id, timestamp) tuples as a table, numbered in order."""
+    columns = {"user_id": [r[0] for r in rows], "item_id": [r[1] for r in rows], "timestamp": [r[2] for r in rows]}
+    table = pl.DataFrame(columns, schema={"user_id": pl.String, "item_id": pl.String, "timestamp": pl.Int64})
+    return nw.from_native(table.with_row_index("row").with_columns(pl.col("row").cast(pl.Int64)), eager_only=True)
+
+
+def core_by_hand(rows, users, items):
+    rows = list(rows)
+    while True:
+        kept = [
+            r for r in rows if sum(s[0] == r[0] for s in rows) >= users and sum(s[1] == r[1] for s in rows) >= items
+        ]
+        if kept == rows:
+            return rows
+        rows = kept
+
+
+logs = st.lists(st.tuples(st.sampled_from("abcde"), st.sampled_from("vwxyz"), st.integers(0, 6)), max_size=60)
+
+
+@settings(max_examples=60, deadline=None)
+@given(logs, st.integers(1, 4), st.integers(1, 4))
+def test_k_core_equals_its_definition(rows, users, items):
+    got = splits.k_core(frame(rows), users, items)
+
+    expected = core_by_hand(list(enumerate_rows(rows)), users, items)
+    assert sorted(got["row"].to_list()) == sorted(r[3] for r in expected)
+
+
+def enumerate_rows(rows):
+    return ((*row, number) for number, row in enumerate(rows))
+
+
+@pytest.mark.parametrize(
+    ("rule", "rows"),
+    [("none", [0, 1, 2, 3, 4]), ("exact", [0, 2, 3, 4]), ("first_pair", [2, 4])],
+)
+def test_deduplicate(rule, rows):
+    log = frame([("a", "x", 5), ("a", "x", 5), ("a", "x", 3), ("a", "x", 9), ("a", "y", 5)])
+
+    assert sorted(splits.deduplicate(log, rule)["row"].to_list()) == rows
+
+
+def numbered(rows, shuffle_seed=None):
+    events = frame(rows)
+    if shuffle_seed is not None:
+        events = nw.from_native(events.to_native().sample(fraction=1, shuffle=True, seed=shuffle_seed), eager_only=True)
+    users, items = splits.number(events, "user_id", "user"), splits.number(events, "item_id", "item")
+    return splits.order(events.join(users, on="user_id").join(items, on="item_id"))
+
+
+@settings(max_examples=40, deadline=None)
+@given(logs.filter(len), st.integers(0, 1000))
+def test_shuffled_rows_give_the_same_sequences(rows, seed):
+    one, two = numbered(rows), numbered(rows, seed)
+
+    for column in ("user", "item", "timestamp", "row"):
+        assert one[column].to_list() == two[column].to_list()
+
+
+@settings(max_examples=40, deadline=None)
+@given(logs.filter(len))
+def test_equal_times_keep_the_source_order(rows):
+    events = numbered(rows)
+    user, time, row = (events[name].to_list() for name in ("user", "timestamp", "row"))
+
+    for i in range(1, len(user)):
+        if user[i] == user[i - 1]:
+            assert (time[i - 1], row[i - 1]) < (time[i], row[i])
+
+
+def test_ids_are_contiguous_and_in_order_of_appearance():
+    events = frame([("zoe", "q", 9), ("adam", "p", 1), ("zoe", "p", 2)])
+
+    assert dict(splits.number(events, "user_id", "user").select("user_id", "user").iter_rows()) == {"zoe": 1, "adam": 2}
+
+
+def test_leave_one_out():
+    rows = [("a", f"i{n}", n) for n in range(5)] + [("b", "x", 0), ("b", "y", 1)] + [("c", "x", 3)]
+    table, _ = splits.ends(numbered(rows), PrepareConfig())
+
+    assert table.select("user", "events", "train_end", "valid_end").rows() == [(1, 5, 3, 4), (2, 2, 2, 2), (3, 1, 1, 1)]
+
+
+def test_users_who_do_not_validate_train_on_that_event():
+    rows = [(f"u{u}", f"i{n}", n) for u in range(10) for n in range(4)]
+    table, _ = splits.ends(numbered(rows), PrepareConfig(val_users=3))
+    again, _ = splits.ends(numbered(rows), PrepareConfig(val_users=3))
+
+    ends = list(zip(table["train_end"].to_list(), table["valid_end"].to_list(), strict=True))
+    assert sorted(ends) == [(2, 3)] * 3 + [(3, 3)] * 7
+    assert table["train_end"].to_list() == again["train_end"].to_list()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("xyz"), st.integers(0, 30)), min_size=20, max_size=60)
+)
+def test_no_training_event_is_at_or_after_a_cut(rows):
+    events = numbered(rows)
+    try:
+        table, facts = splits.ends(events, PrepareConfig(protocol="temporal", valid_share=0.2, test_share=0.2))
+    except ValueError:
+        return  # the times do not divide into three periods
+    time, number = events["timestamp"].to_numpy(), table["events"].to_numpy()
+    position = np.concatenate([np.arange(n) for n in number])
+    train = position < np.repeat(table["train_end"].to_numpy(), number)
+    valid = ~train & (position < np.repeat(table["valid_end"].to_numpy(), number))
+    test = ~train & ~valid
+
+    assert time[train].max() < facts["valid_cut"] <= time[~train].min()
+    assert time[~test].max() < facts["test_cut"] <= time[test].min()
+
+
+def test_equal_times_cannot_be_cut():
+    with pytest.raises(ValueError, match=r"prepare\.protocol temporal"):
+        splits.ends(numbered([("a", f"i{n}", 7) for n in range(10)]), PrepareConfig(protocol="temporal"))
+
+
+def test_sampled_users_keep_all_their_events():
+    events = frame([(f"u{u}", f"i{n}", n) for u in range(10) for n in range(4)])
+
+    kept = splits.sample_users(events, 3, seed=1)
+
+    assert kept["user_id"].n_unique() == 3
+    assert len(kept) == 12
+    assert splits.sample_users(events, 3, seed=1)["row"].to_list() == kept["row"].to_list()
+    assert len(splits.sample_users(events, 0, seed=1)) == 40

@@ -1,0 +1,124 @@
+"""Dependencies point one way: who may import what."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("models", "seqrec", "components", "pipelines")
+FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+STDLIB = sys.stdlib_module_names
+
+CORE = [  # what trains and evaluates on a machine without the orchestration packages
+    *(path for path in FILES if path.is_relative_to(ROOT / "models")),
+    *(
+        ROOT / "seqrec" / name
+        for name in (
+            "artifacts.py",
+            "checkpoint.py",
+            "config.py",
+            "evaluation.py",
+            "losses.py",
+            "metrics.py",
+            "retrieval.py",
+            "run.py",
+            "training.py",
+            "data/sequences.py",
+            "stages/evaluate.py",
+            "stages/finetune.py",
+            "stages/pretrain.py",
+        )
+    ),
+]
+CORE_MAY_IMPORT = {"accelerate", "numpy", "pyarrow", "rich", "safetensors", "torch", "yaml", "models", "seqrec"}
+CORE_LACKS = (
+    *("dvc", "great_expectations", "kfp", "matplotlib", "mlflow", "narwhals", "optuna", "pandas", "polars"),
+    *("pydantic", "requests", "scipy", "transformers"),
+)
+
+OWNERS = {  # package -> the only files that may import it, even inside a function
+    "kfp": ("components/", "pipelines/"),
+    "mlflow": ("seqrec/tracking.py", "seqrec/registry.py", "seqrec/pyfunc_model.py", "seqrec/stages/register.py"),
+    "great_expectations": ("seqrec/data/expectations.py",),
+    "pydantic": ("seqrec/config.py",),
+    "transformers": ("seqrec/pretrained.py",),
+    "components": ("components/", "pipelines/"),
+    "pipelines": ("pipelines/",),
+}
+
+
+def imported(nodes: Iterator[ast.AST] | list[ast.stmt]) -> set[str]:
+    """Return the dotted names that import statements among `nodes` name."""
+    names = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def anywhere(path: Path) -> set[str]:
+    """Return the top-level packages that a file imports, wherever in it."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return {name.partition(".")[0] for name in imported(ast.walk(tree))}
+
+
+def at_module_level(path: Path) -> set[str]:
+    """Return the dotted names that importing a file imports; unless it lies in a condition."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return imported(tree.body)
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def test_there_is_something_to_check():
+    assert {relative(path) for path in CORE} <= {relative(path) for path in FILES}
+    assert len(FILES) > 30
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if relative(path).startswith("models/")], ids=relative)
+def test_models_import_torch_and_themselves_only(path):
+    assert anywhere(path) - STDLIB <= {"torch", "models"}
+
+
+@pytest.mark.parametrize("package", OWNERS)
+def test_a_package_is_imported_by_its_owners_only(package):
+    users = {relative(path) for path in FILES if package in anywhere(path)}
+
+    assert {user for user in users if not user.startswith(OWNERS[package])} == set()
+
+
+@pytest.mark.parametrize("path", CORE, ids=relative)
+def test_the_training_core_imports_little(path):
+    names = at_module_level(path)
+
+    assert {name.partition(".")[0] for name in names} - STDLIB <= CORE_MAY_IMPORT
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if relative(path).startswith("components/")], ids=relative)
+def test_steps_import_no_stage_code_before_they_run(path):
+    assert {name.partition(".")[0] for name in at_module_level(path)} - STDLIB <= {"kfp", "components"}
+
+
+def test_the_training_core_can_be_imported_without_the_other_packages():
+    modules = [relative(path).removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in CORE]
+    code = (
+        "import importlib, sys\n"
+        f"sys.modules.update(dict.fromkeys({CORE_LACKS!r}))\n"  # None there makes an import fail
+        f"for name in {modules!r}: importlib.import_module(name)\n"
+        "from pathlib import Path\nfrom seqrec.config import load\n"
+        "load(Path('params.yaml'))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True)
+
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,252 @@
+"""The training loop: what a batch is, what resuming gives, when it stops."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from conftest import make_model
+
+from seqrec import training
+from seqrec.checkpoint import ResumeState, load_model
+from seqrec.config import ConfigError, FinetuneConfig, ModelConfig, PretrainConfig
+from seqrec.data import sequences
+from seqrec.stages.finetune import finetune
+from seqrec.stages.pretrain import pretrain
+
+OPTIONS = {
+    "sasrec": {"d_model": 16, "length": 12, "dropout": 0.2},
+    "flash4rec": {"d_model": 16, "d_shared": 8, "d_value": 16, "d_expert": 16, "length": 12, "topk_dropout": 0.3},
+}
+CONFIG = {"epochs": 4, "batch_size": 16, "warmup_steps": 5, "learning_rate": 5e-3, "save_steps": 1, "patience": 9}
+
+
+def run(prepared, out, model="sasrec", resume=False, **config):
+    shared = {"model": model, "sequences": prepared, "initial": out / "initial", "state": out / "state"}
+    architecture = ModelConfig(architecture=model, options=OPTIONS[model])
+    pretrain(**shared, architecture=architecture, filter_seen=True, config=PretrainConfig(seed=1))
+    settings = FinetuneConfig(**(CONFIG | config))
+    return finetune(**shared, checkpoint=out / "finetuned", filter_seen=True, config=settings, resume=resume)
+
+
+def weights(out):
+    return load_model(out / "finetuned")[0].state_dict()
+
+
+def losses_of(out):
+    lines = (out / "finetuned" / "history.jsonl").read_text().splitlines()
+    timed = ("seconds", "targets_per_second")
+    return [{k: v for k, v in json.loads(line).items() if k not in timed} for line in lines]
+
+
+@pytest.fixture
+def data(prepared):
+    return sequences.load(prepared)
+
+
+def test_every_position_predicts_the_next_event(data):
+    user = torch.tensor([0, 7])
+    batch, target = training.causal_example(data, user, data.train_stop[user], 12)
+
+    for row, u in enumerate(user.tolist()):
+        events = data.items[data.start[u] : data.train_stop[u]].tolist()[-13:]
+        real = batch.items[row] > 0
+        assert batch.items[row][real].tolist() == events[:-1]
+        assert target[row][real].tolist() == events[1:]
+        assert (target[row][~real] == 0).all()
+
+
+def test_no_training_target_is_at_or_after_the_cut(data):
+    chosen = training.windows(data)
+    _, target = training.causal_example(data, chosen.user, chosen.position, 50)
+
+    for row, u in enumerate(chosen.user.tolist()):
+        train = data.items[data.start[u] : data.train_stop[u]].tolist()
+        assert target[row][target[row] > 0].tolist() == train[1:]
+
+
+def test_an_epoch_visits_every_window_once_in_batches_of_equal_work():
+    targets = torch.randint(1, 200, (1000,), generator=torch.Generator().manual_seed(0))
+
+    plan = training.plan_epoch(targets, 50, torch.Generator().manual_seed(1))
+
+    assert torch.cat(plan).sort().values.tolist() == list(range(1000))
+    assert len(plan) == 20
+    work = torch.tensor([int(targets[part].sum()) for part in plan])
+    assert work.max() < 1.1 * work.float().mean()
+    padded = sum(len(part) * int(targets[part].max()) for part in plan)
+    assert padded < 1.1 * int(targets.sum())
+    widths = [int(targets[part].max()) for part in plan]
+    assert widths != sorted(widths)
+
+
+def test_the_loss_of_a_step_is_the_mean_over_its_targets(data):
+    model = make_model("sasrec", num_items=data.num_items, dropout=0.0)
+    user = torch.arange(5)
+    batch, target = training.causal_example(data, user, data.train_stop[user], 12)
+    number = int((target > 0).sum())
+
+    terms = training._Step(model)(training.Example(batch, target, number, 1 / number))
+
+    scores = (model(batch) @ model.item_vectors().T)[..., 1:]
+    expected = torch.nn.functional.cross_entropy(scores[target > 0], target[target > 0] - 1)
+    torch.testing.assert_close(terms["task"], expected)
+
+
+@pytest.mark.parametrize(
+    ("step", "rate"),
+    [(0, 0.1), (4, 0.5), (9, 1.0), (10, 1.0), (60, 0.5 * (1.0 + 0.2)), (110, 0.2), (500, 0.2)],
+)
+def test_learning_rate_warms_up_and_falls_as_a_cosine(step, rate):
+    config = FinetuneConfig(learning_rate=1.0, min_learning_rate=0.2, warmup_steps=10)
+
+    assert training.learning_rate(step, 110, config) == pytest.approx(rate)
+
+
+@pytest.mark.parametrize("model", sorted(OPTIONS))
+def test_training_learns_the_pattern(prepared, tmp_path, model):
+    values = run(prepared, tmp_path, model, epochs=25, learning_rate=1e-2)
+
+    assert values["valid/ndcg@10"] > 0.5  # four of five next items follow from the last one
+
+
+def interrupt(monkeypatch, step):
+    """Die right after the resume state of `step` was written."""
+    save = ResumeState.save
+
+    def dying(self, number, tensors, facts):
+        save(self, number, tensors, facts)
+        if number == step:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(ResumeState, "save", dying)
+
+
+@pytest.mark.parametrize("model", sorted(OPTIONS))
+@pytest.mark.parametrize("step", [2, 4, 7])  # in the first epoch, at its end, in the second
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(prepared, tmp_path, monkeypatch, model, step):
+    run(prepared, tmp_path / "whole", model)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        interrupt(patch, step)
+        run(prepared, tmp_path / "parts", model)
+    assert list((tmp_path / "parts" / "state").glob(f"*/step-{step}"))
+
+    run(prepared, tmp_path / "parts", model, resume=True)
+
+    whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    assert losses_of(tmp_path / "whole") == losses_of(tmp_path / "parts")
+    assert (
+        not (tmp_path / "parts" / "state").glob("*/step-*").__iter__().__next__().exists()
+        if list((tmp_path / "parts" / "state").glob("*/step-*"))
+        else True
+    )
+
+
+def test_a_killed_process_resumes_and_gives_the_same_weights(prepared, tmp_path):
+    """SIGKILL while the process trains; the same command then finishes the work."""
+    script = (
+        "import sys; sys.path[:0] = sys.argv[3:]\n"
+        "from pathlib import Path; from test_training import run\n"
+        "run(Path(sys.argv[1]), Path(sys.argv[2]), epochs=30)"
+    )
+    folders = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+    command = [sys.executable, "-c", script, str(prepared), str(tmp_path / "killed"), *folders]
+    process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    deadline = time.monotonic() + 60
+    while not list((tmp_path / "killed" / "state").glob("*/step-*")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "killed" / "finetuned" / "best.safetensors").exists()
+    assert list((tmp_path / "killed" / "state").glob("*/step-*"))
+
+    subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    whole = [*command[:4], str(tmp_path / "whole"), *folders]
+    subprocess.run(whole, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+    killed, expected = weights(tmp_path / "killed"), weights(tmp_path / "whole")
+    assert all(torch.equal(killed[name], expected[name]) for name in expected)
+
+
+def test_the_same_seed_gives_the_same_weights_and_another_does_not(prepared, tmp_path):
+    for name, seed in (("one", 1), ("two", 1), ("three", 2)):
+        run(prepared, tmp_path / name, seed=seed, epochs=1)
+
+    one, two, three = (weights(tmp_path / name) for name in ("one", "two", "three"))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert not torch.equal(one["items.weight"], three["items.weight"])
+
+
+def test_a_finished_training_is_not_repeated_and_a_changed_one_is(prepared, tmp_path, monkeypatch):
+    run(prepared, tmp_path)
+    card = (tmp_path / "finetuned" / "config.json").read_bytes()
+    calls = []
+    monkeypatch.setattr(training, "fit", lambda *a, **k: calls.append(1) or [])
+
+    run(prepared, tmp_path)
+    assert calls == []
+    assert (tmp_path / "finetuned" / "config.json").read_bytes() == card
+    run(prepared, tmp_path, learning_rate=1e-4)
+    assert calls == [1]
+
+
+def test_resume_is_refused_where_nothing_matches(prepared, tmp_path):
+    with pytest.raises(ConfigError, match="--resume"):
+        run(prepared, tmp_path, resume=True)
+
+
+def test_a_loss_that_is_not_finite_stops_with_the_step_and_the_settings(prepared, tmp_path):
+    with pytest.raises(FloatingPointError, match=r"step \d+ of finetune.*finetune\.learning_rate"):
+        run(prepared, tmp_path, learning_rate=1e30, warmup_steps=0, clip_norm=0.0)
+
+
+def test_early_stopping_keeps_the_best_epoch(prepared, tmp_path):
+    values = run(prepared, tmp_path, epochs=60, patience=2, learning_rate=2e-2)
+
+    history = losses_of(tmp_path)
+    metrics = [record["valid/ndcg@10"] for record in history]
+    assert len(history) < 60
+    assert len(history) - 1 - metrics.index(max(metrics)) == 2
+    model, card = load_model(tmp_path / "finetuned")
+    again = training.validate(model, sequences.load(prepared), filter_seen=True)
+    assert again["valid/ndcg@10"] == pytest.approx(max(metrics)) == pytest.approx(values["valid/ndcg@10"])
+    assert card["filter_seen"] is True
+
+
+def test_a_full_disk_is_an_error_that_leaves_the_last_state(tmp_path):
+    """With room for half a state, saving fails; the state before it still loads."""
+    script = """
+import resource, signal, sys, torch
+from pathlib import Path
+from seqrec.checkpoint import ResumeState
+state = ResumeState(Path(sys.argv[1]), "f")
+state.save(1, {"x": torch.ones(10)}, {"n": 1})
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+try:
+    state.save(2, {"x": torch.ones(10_000)}, {"n": 2})
+except OSError:
+    print("refused", state.load()[1]["n"])
+"""
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True)
+
+    assert done.stdout.split() == ["refused", "1"]
+
+
+def test_a_log_without_validation_cases_is_refused(data, tmp_path):
+    from dataclasses import replace
+
+    blind = replace(data, train_stop=data.valid_stop)
+    state = ResumeState(tmp_path, "x")
+    model = make_model("sasrec", num_items=data.num_items)
+    with pytest.raises(ValueError, match="no validation cases"):
+        training.fit(
+            model, blind, "finetune", FinetuneConfig(), filter_seen=True, state=state, accelerator=Accelerator()
+        )
