@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.base import PAD, Batch, Catalogue, Options, SequenceModel, TaskLoss, check
-from models.layers import INIT_STD, initialise, visibility
+from models.layers import INIT_STD, attention_bias, initialise
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
 
@@ -85,16 +85,17 @@ def topk_dropout(weight_BLL: Tensor, real_BL: Tensor, k: int, p: float, scope: s
     """
     if p == 0:
         return weight_BLL
-    top_BLK, index_BLK = weight_BLL.topk(min(k, weight_BLL.shape[-1]), dim=-1)
-    kept_BLK = torch.rand_like(top_BLK) >= p
-    thinned_BLL = weight_BLL.scatter(-1, index_BLK, top_BLK * kept_BLK)
-    with torch.no_grad():  # the paper's gradient block: the factor is a constant
-        before_BL1 = weight_BLL.sum(-1, keepdim=True) * real_BL.unsqueeze(-1)
-        after_BL1 = thinned_BLL.sum(-1, keepdim=True) * real_BL.unsqueeze(-1)
+    with torch.no_grad():  # the paper's gradient block: the mask is a constant
+        top_BLK, index_BLK = weight_BLL.topk(min(k, weight_BLL.shape[-1]), dim=-1)
+        kept_BLK = torch.rand_like(top_BLK) >= p
+        dropped_BL1 = (top_BLK * ~kept_BLK).sum(-1, keepdim=True) * real_BL.unsqueeze(-1)
+        before_BL1 = real_BL.unsqueeze(-1).to(weight_BLL.dtype)  # a row of a softmax sums to 1
         if scope == "matrix":
-            before_BL1, after_BL1 = before_BL1.sum(1, keepdim=True), after_BL1.sum(1, keepdim=True)
-        factor_BL1 = before_BL1 / after_BL1.clamp(min=1e-6)
-    return thinned_BLL * factor_BL1
+            dropped_BL1, before_BL1 = dropped_BL1.sum(1, keepdim=True), before_BL1.sum(1, keepdim=True)
+        factor_BL1 = before_BL1 / (before_BL1 - dropped_BL1).clamp(min=1e-6)
+        mask_BLL = factor_BL1.expand_as(weight_BLL).clone()
+        mask_BLL.scatter_(-1, index_BLK, kept_BLK * factor_BL1)
+    return weight_BLL * mask_BLL
 
 
 class GatedAttention(nn.Module):
@@ -112,7 +113,7 @@ class GatedAttention(nn.Module):
         self.user_to_gate = nn.Linear(options.d_model, options.d_value, bias=False) if options.user_gate else None
         self.to_out = nn.Linear(options.d_value, options.d_model)
 
-    def forward(self, x_BLD: Tensor, user_BD: Tensor, visible_BLL: Tensor, real_BL: Tensor, queries: slice) -> Tensor:
+    def forward(self, x_BLD: Tensor, user_BD: Tensor, bias_BLL: Tensor, real_BL: Tensor, queries: slice) -> Tensor:
         """Return the layer's output at the positions `queries` alone."""
         z_BLS = self.activation(self.to_shared(x_BLD))  # (1)
         q_BLS, k_BLS = rotate(z_BLS * self.scale[0] + self.shift[0]), rotate(z_BLS * self.scale[1] + self.shift[1])
@@ -121,15 +122,15 @@ class GatedAttention(nn.Module):
         if self.user_to_gate is not None:
             gate_BLE = gate_BLE + self.user_to_gate(user_BD).unsqueeze(1)
         gate_BLE = self.activation(gate_BLE)  # (5)
-        mixed_BLE = self._mix(q_BLS[:, queries], k_BLS, value_BLE, visible_BLL[:, queries], real_BL[:, queries])
+        mixed_BLE = self._mix(q_BLS[:, queries], k_BLS, value_BLE, bias_BLL[:, queries], real_BL[:, queries])
         out: Tensor = self.to_out(gate_BLE * mixed_BLE)  # (6)
         return out
 
-    def _mix(self, q: Tensor, k: Tensor, value_BLE: Tensor, visible: Tensor, real: Tensor) -> Tensor:
+    def _mix(self, q: Tensor, k: Tensor, value_BLE: Tensor, bias: Tensor, real: Tensor) -> Tensor:
         options = self.options
         if not self.training or options.topk_dropout == 0:
-            return F.scaled_dot_product_attention(q, k, value_BLE, attn_mask=visible)
-        score = (q @ k.mT * options.d_shared**-0.5).masked_fill(~visible, float("-inf"))  # (2), (3)
+            return F.scaled_dot_product_attention(q, k, value_BLE, attn_mask=bias)
+        score = torch.baddbmm(bias, q, k.mT, alpha=options.d_shared**-0.5)  # (3)
         weight = topk_dropout(
             score.softmax(-1), real, options.topk_dropout_k, options.topk_dropout, options.topk_dropout_scope
         )
@@ -213,11 +214,11 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(options.dropout)
 
     def forward(
-        self, x_BLD: Tensor, user_BD: Tensor, visible_BLL: Tensor, real_BL: Tensor, queries: slice
+        self, x_BLD: Tensor, user_BD: Tensor, bias_BLL: Tensor, real_BL: Tensor, queries: slice
     ) -> tuple[Tensor, Tensor]:
         """Return the block's output at the positions `queries` alone, and its balance term."""
         source_BLD = self.norm_attention(x_BLD) if self.pre_norm else x_BLD
-        x_BLD = x_BLD[:, queries] + self.dropout(self.attention(source_BLD, user_BD, visible_BLL, real_BL, queries))
+        x_BLD = x_BLD[:, queries] + self.dropout(self.attention(source_BLD, user_BD, bias_BLL, real_BL, queries))
         if not self.pre_norm:
             x_BLD = self.norm_attention(x_BLD)
         mixed_BLD, balance = self.experts(self.norm_experts(x_BLD) if self.pre_norm else x_BLD, real_BL[:, queries])
@@ -251,14 +252,14 @@ class FLASH4Rec(SequenceModel):
 
     def _encode(self, batch: Batch, last: bool) -> tuple[Tensor, Tensor]:
         real_BL = batch.items != PAD
-        visible_BLL = visibility(batch.items, causal=True)
+        bias_BLL = attention_bias(batch.items, causal=True)
         x_BLD = self.dropout(self.items(batch.items))
         user_BD = self.users(batch.user) if self.users is not None else x_BLD[:, -1]
         balances = []
         for number, block in enumerate(self.blocks, start=1):
             only_last = last and number == self.options.layers  # earlier layers feed its keys and values
             queries = slice(-1, None) if only_last else slice(None)
-            x_BLD, balance = block(x_BLD, user_BD, visible_BLL, real_BL, queries)
+            x_BLD, balance = block(x_BLD, user_BD, bias_BLL, real_BL, queries)
             balances.append(balance)
         return self.head(self.norm(x_BLD)), torch.stack(balances).mean()
 

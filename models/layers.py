@@ -28,8 +28,8 @@ def initialise(module: nn.Module) -> None:
                     part.weight[part.padding_idx].zero_()
 
 
-def visibility(items_BL: Tensor, *, causal: bool) -> Tensor:
-    """Return (B, L, L) bool: may the query of a row read the key of a column?
+def attention_bias(items_BL: Tensor, *, causal: bool) -> Tensor:
+    """Return (B, L, L): 0 where the query of a row may read the key of a column, else -inf.
 
     Padding is no key. A padded query reads itself alone, since a softmax over nothing is NaN.
     """
@@ -37,7 +37,8 @@ def visibility(items_BL: Tensor, *, causal: bool) -> Tensor:
     visible_BLL = (items_BL != PAD).unsqueeze(1).expand(-1, length, -1)
     if causal:
         visible_BLL = visible_BLL & torch.ones(length, length, dtype=torch.bool, device=items_BL.device).tril()
-    return visible_BLL | torch.eye(length, dtype=torch.bool, device=items_BL.device)
+    visible_BLL = visible_BLL | torch.eye(length, dtype=torch.bool, device=items_BL.device)
+    return torch.zeros(visible_BLL.shape, device=items_BL.device).masked_fill(~visible_BLL, float("-inf"))
 
 
 class MultiHeadAttention(nn.Module):
@@ -54,7 +55,7 @@ class MultiHeadAttention(nn.Module):
         self.to_value = nn.Linear(d_model, d_model)
         self.to_out = nn.Linear(d_model, d_model)
 
-    def forward(self, query_BQD: Tensor, source_BLD: Tensor, visible_BQL: Tensor) -> Tensor:
+    def forward(self, query_BQD: Tensor, source_BLD: Tensor, bias_BQL: Tensor) -> Tensor:
         """Return (B, Q, D): each query's mixture of the positions it may see."""
         q_BHQK, k_BHLK, v_BHLK = (
             x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
@@ -64,7 +65,7 @@ class MultiHeadAttention(nn.Module):
             q_BHQK,
             k_BHLK,
             v_BHLK,
-            attn_mask=visible_BQL.unsqueeze(1),
+            attn_mask=bias_BQL.unsqueeze(1),
             dropout_p=self.dropout if self.training else 0.0,
         )
         out: Tensor = self.to_out(mixed_BHQK.transpose(1, 2).flatten(2))

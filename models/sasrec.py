@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from models.base import PAD, Batch, Catalogue, Options, SequenceModel, check
-from models.layers import MultiHeadAttention, initialise, visibility
+from models.layers import MultiHeadAttention, attention_bias, initialise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +48,10 @@ class Block(nn.Module):
         self.outer = nn.Linear(d_model, d_model)
         self.dropout = nn.Dropout(options.dropout)
 
-    def forward(self, x_BLD: Tensor, visible_BLL: Tensor, queries: slice) -> Tensor:
+    def forward(self, x_BLD: Tensor, bias_BLL: Tensor, queries: slice) -> Tensor:
         """Return the block's output at the positions `queries` alone."""
         query_BQD = self.norm_query(x_BLD[:, queries])
-        x_BQD = query_BQD + self.attention(query_BQD, x_BLD, visible_BLL[:, queries])
+        x_BQD = query_BQD + self.attention(query_BQD, x_BLD, bias_BLL[:, queries])
         x_BQD = self.norm(x_BQD)
         out: Tensor = x_BQD + self.dropout(self.outer(self.dropout(torch.relu(self.inner(x_BQD)))))
         return out
@@ -75,12 +75,12 @@ class SASRec(SequenceModel):
     def forward(self, batch: Batch, last: bool = False) -> Tensor:
         """See `SequenceModel.forward`."""
         length = batch.items.shape[1]
-        visible_BLL = visibility(batch.items, causal=True)
+        bias_BLL = attention_bias(batch.items, causal=True)
         x_BLD = self.items(batch.items) * self.options.d_model**0.5 + self.positions[-length:]
         x_BLD = self.dropout(x_BLD)
         for number, block in enumerate(self.blocks, start=1):
             only_last = last and number == self.options.layers  # earlier layers feed its keys and values
-            x_BLD = block(x_BLD, visible_BLL, slice(-1, None) if only_last else slice(None))
+            x_BLD = block(x_BLD, bias_BLL, slice(-1, None) if only_last else slice(None))
         out: Tensor = self.norm(x_BLD)
         return out
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -19,7 +19,6 @@ from models.base import Catalogue, SequenceModel
 from seqrec.artifacts import MODEL_CARD, WEIGHTS, read_json, sha256, write_json
 from seqrec.config import ConfigError, ModelConfig, parse
 
-logger = logging.getLogger(__name__)
 ROOT = Path(__file__).parent.parent
 CORE = ("losses.py", "metrics.py", "training.py", "retrieval.py", "checkpoint.py", "data/sequences.py")
 
@@ -72,10 +71,13 @@ def load_model(directory: Path) -> tuple[SequenceModel, dict[str, Any]]:
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write `tensors` as safetensors in one step."""
+    """Write `tensors` as safetensors in one step; raise OSError where that fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
-    save_file({name: value.contiguous() for name, value in tensors.items()}, partial)
+    try:
+        save_file({name: value.contiguous() for name, value in tensors.items()}, partial)
+    except SafetensorError as error:
+        raise OSError(f"{path} cannot be written: {error}") from error
     partial.replace(path)
 
 

@@ -36,6 +36,12 @@ HEADINGS = (  # of two short lines each, so that the table fits into 80 columns
     "para-\nmeters",
     "train\ns",
 )
+FURTHER = (
+    "",
+    "make ui            the runs side by side in MLflow, at http://127.0.0.1:5000",
+    "dvc metrics diff   what your last change did",
+    "dvc plots show     learning curves and leaderboard as a page",
+)
 Row = dict[str, Any]  # model: str, baseline: bool, candidate: bool, champion: bool and the numbers of REQUIRED
 
 
@@ -90,6 +96,18 @@ def show(*, reports: Path = Path("reports")) -> None:
         verb = "is the champion" if outcome["promoted"] else "is the candidate, not the champion"
         name = f"{outcome['registered_model']} version {outcome['version']} ({outcome['model']})"
         console.print(f"{name} {verb}: {outcome['reason']}", markup=False, highlight=False)
+    console.print("\n".join([*_distances(report["rows"]), *FURTHER]), markup=False, highlight=False)
+
+
+def _distances(rows: Sequence[Row]) -> list[str]:
+    """Return how far each model is from the baselines, on test."""
+    score = {row["model"]: row["test/ndcg@10"] for row in rows}
+    lines = []
+    for row in rows:
+        if not row["baseline"]:
+            ratios = [f"{score[row['model']] / score[name]:.2f} x {name}" for name in BASELINES if score.get(name)]
+            lines.append(f"{row['model']}: {', '.join(ratios)} (test NDCG@10)")
+    return lines
 
 
 def render(rows: Sequence[Mapping[str, Any]]) -> Table:

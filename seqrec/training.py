@@ -57,7 +57,7 @@ class Position:
     batch: int = 0  # complete batches of the running epoch
     step: int = 0  # optimiser steps of the phase
     total_steps: int = 0  # of all phases
-    best: float = -math.inf
+    best: float = -1.0  # validation metric; none yet
     waited: int = 0  # evaluations since the best
     seconds: float = 0.0
     history: list[dict[str, Any]] = field(default_factory=list)

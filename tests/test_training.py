@@ -81,7 +81,9 @@ def test_an_epoch_visits_every_window_once_in_batches_of_equal_work():
     work = torch.tensor([int(targets[part].sum()) for part in plan])
     assert work.max() < 1.1 * work.float().mean()
     padded = sum(len(part) * int(targets[part].max()) for part in plan)
-    assert padded < 1.1 * int(targets.sum())
+    at_random = sum(len(part) * int(targets[part].max()) for part in torch.arange(1000).split(50))
+    assert padded < 1.15 * int(targets.sum())
+    assert at_random > 1.5 * int(targets.sum())
     widths = [int(targets[part].max()) for part in plan]
     assert widths != sorted(widths)
 
@@ -132,9 +134,10 @@ def interrupt(monkeypatch, step):
 @pytest.mark.parametrize("step", [2, 4, 7])  # in the first epoch, at its end, in the second
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(prepared, tmp_path, monkeypatch, model, step):
     run(prepared, tmp_path / "whole", model)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         interrupt(patch, step)
-        run(prepared, tmp_path / "parts", model)
+        with pytest.raises(KeyboardInterrupt):
+            run(prepared, tmp_path / "parts", model)
     assert list((tmp_path / "parts" / "state").glob(f"*/step-{step}"))
 
     run(prepared, tmp_path / "parts", model, resume=True)
@@ -142,11 +145,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(prepared, tmp_pat
     whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
     assert losses_of(tmp_path / "whole") == losses_of(tmp_path / "parts")
-    assert (
-        not (tmp_path / "parts" / "state").glob("*/step-*").__iter__().__next__().exists()
-        if list((tmp_path / "parts" / "state").glob("*/step-*"))
-        else True
-    )
+    assert list((tmp_path / "parts" / "state").glob("*/step-*")) == []
 
 
 def test_a_killed_process_resumes_and_gives_the_same_weights(prepared, tmp_path):

@@ -46,7 +46,9 @@ class Sequences:
 
     def to(self, device: torch.device) -> Sequences:
         """Return the same data with every tensor on `device`."""
-        moved: dict[str, Any] = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        moved: dict[str, Any] = {
+            name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
         return replace(self, **moved)
 
 

@@ -45,9 +45,9 @@ def test_gated_attention_equals_numpy(training):
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter)
     x, user = torch.randn(1, 4, 6).double(), torch.randn(1, 6).double()
-    visible = torch.ones(1, 4, 4).tril().bool()
+    bias = torch.full((1, 4, 4), float("-inf")).double().triu(1)
 
-    got = layer(x, user, visible, torch.ones(1, 4).bool(), slice(None))[0].detach().numpy()
+    got = layer(x, user, bias, torch.ones(1, 4).bool(), slice(None))[0].detach().numpy()
 
     w = {name: value.detach().numpy() for name, value in layer.named_parameters()}
     x, user = x[0].numpy(), user[0].numpy()
