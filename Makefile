@@ -17,11 +17,10 @@ setup: $(VENV)/.installed  ## make .venv with the pinned packages
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[pipeline,dev]'
-	@test -d .dvc || $(BIN)/dvc init --quiet
 	@touch $@
 
-repro: setup  ## the whole pipeline, then the leaderboard
-	dvc repro
+repro: setup  ## the whole pipeline, then the leaderboard; SET="finetune.epochs=3" tries other settings
+	$(if $(SET),dvc exp run $(addprefix --set-param ,$(SET)),dvc repro)
 	@python -m seqrec leaderboard --reports reports
 
 test: setup lint  ## linters, types, tests

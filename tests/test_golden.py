@@ -1,0 +1,33 @@
+"""A refactoring gives the losses that are checked in; a change that moves them says so in the changelog.
+
+Written by `PYTHONPATH=. python tests/test_golden.py`.
+"""
+
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+from conftest import prepare_rows, synthetic_rows
+from test_training import OPTIONS, losses_of, run
+
+FOLDER = Path(__file__).parent / "golden"
+
+
+def curve(model: str, folder: Path) -> list[dict[str, float]]:
+    run(prepare_rows(folder, synthetic_rows()), folder, model, epochs=3)
+    return [{key: record[key] for key in ("loss", "valid/ndcg@10")} for record in losses_of(folder)]
+
+
+@pytest.mark.parametrize("model", sorted(OPTIONS))
+def test_losses_are_the_ones_checked_in(model, tmp_path):
+    expected = json.loads((FOLDER / f"{model}.json").read_text())
+
+    for got, known in zip(curve(model, tmp_path), expected, strict=True):
+        assert got == pytest.approx(known, rel=1e-4)  # kernels differ in the last bits between processors
+
+
+if __name__ == "__main__":
+    for name in sorted(OPTIONS):
+        with tempfile.TemporaryDirectory() as folder:
+            (FOLDER / f"{name}.json").write_text(json.dumps(curve(name, Path(folder)), indent=1) + "\n")
