@@ -189,7 +189,8 @@ def train(
         ConfigError: `resume` was asked for and no state matches.
     """
     files = [folder / file for folder in inputs for file in (SPLIT_CARD, WEIGHTS) if (folder / file).exists()]
-    identity = fingerprint(f"{stage} {name} {filter_seen}", config, *files)
+    # two sets of options may start from the same weights (dropout has none), so the options count as well
+    identity = fingerprint(stage, (name, type(model).__name__, model.options, filter_seen, config), *files)
     resume_state = ResumeState(state, identity)
     if (finished := _finished(output, identity)) is not None:
         logger.info("%s of %s: %s already holds the result of exactly this training", stage, name, output)
@@ -343,9 +344,9 @@ class _Run:
                 with torch.no_grad():
                     self.model.on_epoch()
                 self.model.train()
-                began = time.monotonic()
-                targets = sum(example.number for example in self._epoch(progress, task, phase))
-                record = self._record(phase, time.monotonic() - began, targets)
+                self.began, self.targets = time.monotonic(), 0
+                self._epoch(progress, task, phase)
+                record = self._record(phase)
                 position.epoch, position.batch = position.epoch + 1, 0
                 self.epoch_order = self.order.get_state()
                 self.sums = torch.zeros(0, device=self.device)
@@ -356,7 +357,7 @@ class _Run:
                 self._report(record)
                 self._save()
 
-    def _epoch(self, progress: Progress, task: Any, phase: str) -> Iterator[Example]:
+    def _epoch(self, progress: Progress, task: Any, phase: str) -> None:
         position, config = self.position, self.config
         self.order.set_state(self.epoch_order)
         plan = plan_epoch(self.targets_W, config.batch_size, self.order)
@@ -377,7 +378,7 @@ class _Run:
             position.step, position.batch = position.step + 1, number + 1
             position.total_steps += 1
             self._account(terms, loss)
-            yield example
+            self.targets += example.number * self.accelerator.num_processes
             if position.step % config.save_steps == 0 and position.batch < len(plan):
                 self._save()
             self._show(progress, task, phase)
@@ -413,8 +414,9 @@ class _Run:
                 f"more {self.stage}.warmup_steps, a smaller {self.stage}.clip_norm or {self.stage}.precision: fp32"
             )
 
-    def _record(self, phase: str, seconds: float, targets: int) -> dict[str, Any]:
+    def _record(self, phase: str) -> dict[str, Any]:
         self._check_finite()
+        seconds = time.monotonic() - self.began
         means = self.accelerator.reduce(self.sums, reduction="mean") / self.position.batch
         return {
             "phase": phase,
@@ -423,7 +425,7 @@ class _Run:
             **dict(zip(self.term_names, means.tolist(), strict=True)),
             "learning_rate": self.optimizer.param_groups[0]["lr"],
             "seconds": seconds,
-            "targets_per_second": targets * self.accelerator.num_processes / max(seconds, 1e-9),
+            "targets_per_second": self.targets / max(seconds, 1e-9),
         }
 
     def _evaluate(self) -> dict[str, float]:
@@ -471,7 +473,11 @@ class _Run:
             return
         best = "" if self.position.best < 0 else f"  best {METRIC} {self.position.best:.4f}"
         loss = float(self.sums[0]) / self.position.batch
-        text = f"{self.stage} {phase} epoch {self.position.epoch + 1}/{self.config.epochs}  loss {loss:.4f}{best}"
+        rate = self.targets / max(time.monotonic() - self.began, 1e-9)
+        text = (
+            f"{self.stage} {phase} epoch {self.position.epoch + 1}/{self.config.epochs}  "
+            f"loss {loss:.4f}{best}  {rate:,.0f} targets/s"
+        )
         progress.update(task, completed=self.position.step, description=text)
 
     def _report(self, record: dict[str, Any]) -> None:

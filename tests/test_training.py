@@ -27,9 +27,9 @@ OPTIONS = {
 CONFIG = {"epochs": 4, "batch_size": 16, "warmup_steps": 5, "learning_rate": 5e-3, "save_steps": 1, "patience": 9}
 
 
-def run(prepared, out, model="sasrec", resume=False, **config):
+def run(prepared, out, model="sasrec", resume=False, options=None, **config):
     shared = {"model": model, "sequences": prepared, "initial": out / "initial", "state": out / "state"}
-    architecture = ModelConfig(architecture=model, options=OPTIONS[model])
+    architecture = ModelConfig(architecture=model, options=OPTIONS[model] | (options or {}))
     pretrain(**shared, architecture=architecture, filter_seen=True, config=PretrainConfig(seed=1))
     settings = FinetuneConfig(**(CONFIG | config))
     return finetune(**shared, checkpoint=out / "finetuned", filter_seen=True, config=settings, resume=resume)
@@ -199,6 +199,18 @@ def test_a_finished_training_is_not_repeated_and_a_changed_one_is(prepared, tmp_
 def test_resume_is_refused_where_nothing_matches(prepared, tmp_path):
     with pytest.raises(ConfigError, match="--resume"):
         run(prepared, tmp_path, resume=True)
+
+
+@pytest.mark.parametrize("changed", [{"options": {"dropout": 0.5}}, {"seed": 7}, {"learning_rate": 1e-4}])
+def test_another_training_does_not_resume_from_this_one(prepared, tmp_path, monkeypatch, changed):
+    with monkeypatch.context() as patch:
+        interrupt(patch, 4)
+        with pytest.raises(KeyboardInterrupt):
+            run(prepared, tmp_path)
+
+    with pytest.raises(ConfigError, match="--resume"):
+        run(prepared, tmp_path, resume=True, **changed)
+    run(prepared, tmp_path, resume=True)
 
 
 def test_a_loss_that_is_not_finite_stops_with_the_step_and_the_settings(prepared, tmp_path):
