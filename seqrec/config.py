@@ -23,6 +23,7 @@ if CASTS:
     import pydantic
 
 STAGES = ("ingest", "validate", "prepare", "pretrain", "finetune", "evaluate", "register")
+LOSSES = ("ce", "sampled_ce", "bce", "gbce", "bpr")
 PROTOCOLS = ("LOO-full", "temporal")
 Section = TypeVar("Section")
 
@@ -113,7 +114,10 @@ class TrainConfig:
     seed: int = 42
     epochs: int = 50
     batch_size: int = 128  # users of average length a step
-    loss: str = "ce"
+    loss: str = "ce"  # ce | sampled_ce | bce | gbce | bpr
+    negatives: int = 256  # drawn per step for sampled_ce, per target for bce, gbce and bpr
+    sampler: str = "uniform"  # of negatives: uniform | popularity (by train events)
+    gbce_t: float = 0.75  # gbce: 0 is bce, 1 is calibrated for the whole catalogue
     learning_rate: float = 1e-3
     min_learning_rate: float = 1e-5  # where the cosine ends
     warmup_steps: int = 100
@@ -135,7 +139,10 @@ class TrainConfig:
             "warmup_steps, weight_decay, clip_norm: >= 0",
         )
         require(self.save_steps >= 1, "save_steps must be at least 1")
-        require(self.loss in ("ce",), "loss must be ce")
+        require(self.loss in LOSSES, f"loss must be one of {', '.join(LOSSES)}")
+        require(self.sampler in ("uniform", "popularity"), "sampler must be uniform or popularity")
+        require(self.negatives >= 1, "negatives must be at least 1")
+        require(0 <= self.gbce_t <= 1, "gbce_t must be between 0 and 1")
         require(self.precision in ("fp32", "bf16"), "precision must be fp32 or bf16")
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 LOGITS_IN_MEMORY = 4_000_000  # floats of one block of logits: 16 MB stays near the cache
 
@@ -20,6 +21,59 @@ def cross_entropy(query_ND: Tensor, item_VD: Tensor, target_N: Tensor) -> Tensor
     """
     value: Tensor = _CrossEntropy.apply(query_ND, item_VD, target_N)  # type: ignore[no-untyped-call]
     return value
+
+
+def sampled_cross_entropy(
+    query_ND: Tensor, item_VD: Tensor, target_N: Tensor, negative_K: Tensor, log_expected_V: Tensor
+) -> Tensor:
+    """Return -log softmax over the target and `negative_K`, items drawn for all targets together (N,).
+
+    A negative's score is lowered by the log of how often it is expected to be drawn (logQ correction, Bengio and
+    Senecal 2008): the denominator is then an unbiased estimate of the full one. The target is a candidate for sure,
+    so it is not corrected, and draws that hit it do not count.
+
+    Args:
+        query_ND: queries.
+        item_VD: item vectors.
+        target_N: item to predict.
+        negative_K: drawn items, with repetition.
+        log_expected_V: log of the expected number of draws of each item.
+    """
+    positive_N = (query_ND * F.embedding(target_N, item_VD)).sum(-1)
+    negative_NK = query_ND @ F.embedding(negative_K, item_VD).T - log_expected_V[negative_K]
+    negative_NK = negative_NK.masked_fill(negative_K == target_N.unsqueeze(1), float("-inf"))
+    return torch.cat([positive_N.unsqueeze(1), negative_NK], 1).logsumexp(1) - positive_N
+
+
+def binary_cross_entropy(
+    query_ND: Tensor, item_VD: Tensor, target_N: Tensor, negative_NK: Tensor, *, calibration: float | None = None
+) -> Tensor:
+    """Return -beta log sigmoid(s+) - sum over negatives of log(1 - sigmoid(s-)), per target (N,).
+
+    beta is 1 (SASRec has one negative). With a `calibration` t in [0, 1] it is gSASRec's gBCE (Petrov and Macdonald
+    2023, arXiv:2308.07192, eqs. 7 and 9): beta = alpha (t (1 - 1 / alpha) + 1 / alpha), alpha = K / (|I| - 1), which
+    undoes the overconfidence that sampling causes; t = 0 is beta = 1.
+    """
+    positive_N, score_NK = _scores(query_ND, item_VD, target_N, negative_NK)
+    beta = 1.0
+    if calibration is not None:
+        alpha = negative_NK.shape[1] / (len(item_VD) - 2)  # the table has a row for padding
+        beta = alpha * (calibration * (1 - 1 / alpha) + 1 / alpha)
+    rival_NK = F.logsigmoid(-score_NK).masked_fill(negative_NK == target_N.unsqueeze(1), 0.0)
+    return -beta * F.logsigmoid(positive_N) - rival_NK.sum(1)
+
+
+def bayesian_personalized_ranking(query_ND: Tensor, item_VD: Tensor, target_N: Tensor, negative_NK: Tensor) -> Tensor:
+    """Return the mean over negatives of -log sigmoid(s+ - s-), per target (N,) (Rendle et al. 2009)."""
+    positive_N, score_NK = _scores(query_ND, item_VD, target_N, negative_NK)
+    rival_NK = F.logsigmoid(positive_N.unsqueeze(1) - score_NK)
+    other_NK = negative_NK != target_N.unsqueeze(1)
+    return -(rival_NK * other_NK).sum(1) / other_NK.sum(1).clamp(min=1)
+
+
+def _scores(query_ND: Tensor, item_VD: Tensor, target_N: Tensor, negative_NK: Tensor) -> tuple[Tensor, Tensor]:
+    positive_N = (query_ND * F.embedding(target_N, item_VD)).sum(-1)
+    return positive_N, torch.einsum("nd,nkd->nk", query_ND, F.embedding(negative_NK, item_VD))
 
 
 class _CrossEntropy(torch.autograd.Function):

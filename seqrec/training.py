@@ -126,19 +126,51 @@ def validate(
     return {f"valid/{name}": values[name] for name in ("ndcg@10", "recall@10", "mrr")}
 
 
+class Loss:
+    """The loss of settings `loss`, `negatives`, `sampler` and `gbce_t`; draws come from torch's global generator."""
+
+    def __init__(self, config: TrainConfig, count_V: Tensor) -> None:
+        self.config = config
+        weight_V = torch.ones_like(count_V, dtype=torch.float64)
+        if config.sampler == "popularity":
+            weight_V = count_V.double()
+        weight_V[0] = 0  # padding is never drawn
+        self.cumulative_V = weight_V.cumsum(0) / weight_V.sum()
+        self.log_expected_V = (config.negatives * weight_V / weight_V.sum()).clamp(min=1e-12).log().float()
+
+    def __call__(self, query_ND: Tensor, item_VD: Tensor, target_N: Tensor) -> Tensor:
+        """Return the loss of each target (N,)."""
+        config = self.config
+        if config.loss == "ce":
+            return losses.cross_entropy(query_ND, item_VD, target_N)
+        if config.loss == "sampled_ce":
+            drawn_K = self.draw(config.negatives)
+            return losses.sampled_cross_entropy(query_ND, item_VD, target_N, drawn_K, self.log_expected_V)
+        drawn_NK = self.draw(len(target_N), config.negatives)
+        if config.loss == "bpr":
+            return losses.bayesian_personalized_ranking(query_ND, item_VD, target_N, drawn_NK)
+        calibration = config.gbce_t if config.loss == "gbce" else None
+        return losses.binary_cross_entropy(query_ND, item_VD, target_N, drawn_NK, calibration=calibration)
+
+    def draw(self, *shape: int) -> Tensor:
+        """Return items of the sampler's distribution."""
+        uniform = torch.rand(shape, dtype=torch.float64, device=self.cumulative_V.device)
+        return torch.searchsorted(self.cumulative_V, uniform, right=True).clamp(max=len(self.cumulative_V) - 1)
+
+
 class _Step(nn.Module):
     """What DDP wraps: one forward call per step, however many passes the model makes inside."""
 
-    def __init__(self, model: SequenceModel) -> None:
+    def __init__(self, model: SequenceModel, loss: Loss) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.loss = model, loss
 
     def forward(self, example: Example) -> dict[str, Tensor]:
         def task(query_BPD: Tensor) -> Tensor:
             target_BP = example.target_BL[:, -query_BPD.shape[1] :]
             index = torch.nonzero_static(target_BP.flatten(), size=example.number).squeeze(1)
             query_ND = query_BPD.flatten(0, 1).index_select(0, index)
-            value_N = losses.cross_entropy(query_ND, self.model.item_vectors(), target_BP.flatten()[index])
+            value_N = self.loss(query_ND, self.model.item_vectors(), target_BP.flatten()[index])
             per_user = value_N.new_zeros(len(target_BP)).index_add(0, index // target_BP.shape[1], value_N)
             return per_user * example.weight
 
@@ -333,7 +365,7 @@ class _Run:
             lr=self.config.learning_rate,
             fused=True,
         )
-        self.step_module = self.accelerator.prepare(_Step(self.model))
+        self.step_module = self.accelerator.prepare(_Step(self.model, Loss(self.config, self.data.count)))
 
     def _run_phase(self, phase: str, started: float) -> None:
         config, position = self.config, self.position

@@ -75,3 +75,68 @@ def test_never_more_than_a_block_of_logits(monkeypatch):
         losses.cross_entropy(query, items, torch.randint(1, 1000, (64,))).sum().backward()
 
     assert max(sizes) <= 4_000
+
+
+SCORES = torch.tensor([[0.0], [1.0], [2.0], [3.0], [-1.0]])  # items 1 to 4 score 1, 2, 3, -1 for the query 1
+
+
+def sigmoid(x):
+    return 1 / (1 + math.exp(-x))
+
+
+def test_sampled_cross_entropy_by_hand():
+    """Candidates: target 2, negatives 3, 3 and 2 (a hit, not counted), each expected half a time."""
+    value = losses.sampled_cross_entropy(
+        torch.ones(1, 1), SCORES, torch.tensor([2]), torch.tensor([3, 3, 2]), torch.full((5,), 0.5).log()
+    )
+
+    assert value.item() == pytest.approx(-math.log(math.exp(2) / (math.exp(2) + 2 * math.exp(3) / 0.5)))
+
+
+def test_sampled_cross_entropy_lowers_what_is_drawn_often():
+    expected = torch.tensor([1.0, 1.0, 1.0, 4.0, 1.0])
+    value = losses.sampled_cross_entropy(torch.ones(1, 1), SCORES, torch.tensor([2]), torch.tensor([3]), expected.log())
+
+    assert value.item() == pytest.approx(-math.log(math.exp(2) / (math.exp(2) + math.exp(3) / 4)))
+
+
+@pytest.mark.parametrize("popular", [False, True])
+def test_the_sampled_gradient_tends_to_the_full_one(popular):
+    """The logQ correction is what makes it so, also with a skewed sampler."""
+    query, items = torch.randn(3, 4, requires_grad=True), torch.randn(13, 4)
+    target = torch.tensor([1, 5, 12])
+    weight = torch.arange(13.0) ** 2 if popular else torch.ones(13)
+    weight[0] = 0
+    share = weight / weight.sum()
+    number = 200_000
+    drawn = torch.multinomial(share, number, replacement=True)
+
+    sampled = losses.sampled_cross_entropy(query, items, target, drawn, (number * share).clamp(min=1e-12).log())
+    ours = torch.autograd.grad(sampled.sum(), query)[0]
+    theirs = torch.autograd.grad(plain(query, items, target).sum(), query)[0]
+
+    torch.testing.assert_close(ours, theirs, atol=0.02, rtol=0.02)
+
+
+def test_binary_cross_entropy_by_hand():
+    value = losses.binary_cross_entropy(torch.ones(1, 1), SCORES, torch.tensor([3]), torch.tensor([[1, 4, 3]]))
+
+    assert value.item() == pytest.approx(-math.log(sigmoid(3)) - math.log(1 - sigmoid(1)) - math.log(1 - sigmoid(-1)))
+
+
+@pytest.mark.parametrize(("t", "beta"), [(0.0, 1.0), (1.0, 2 / 3), (0.5, 2 / 3 * (0.5 * (1 - 1.5) + 1.5))])
+def test_gbce_by_hand(t, beta):
+    """Two negatives of the three other items: alpha = 2 / 3."""
+    value = losses.binary_cross_entropy(
+        torch.ones(1, 1), SCORES, torch.tensor([3]), torch.tensor([[1, 4]]), calibration=t
+    )
+
+    rivals = -math.log(1 - sigmoid(1)) - math.log(1 - sigmoid(-1))
+    assert value.item() == pytest.approx(-beta * math.log(sigmoid(3)) + rivals)
+
+
+def test_bpr_by_hand():
+    """The third negative is the target itself and does not count."""
+    value = losses.bayesian_personalized_ranking(torch.ones(1, 1), SCORES, torch.tensor([2]), torch.tensor([[1, 3, 2]]))
+
+    assert value.item() == pytest.approx(-(math.log(sigmoid(1)) + math.log(sigmoid(-1))) / 2)

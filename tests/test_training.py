@@ -94,7 +94,8 @@ def test_the_loss_of_a_step_is_the_mean_over_its_targets(data):
     batch, target = training.causal_example(data, user, data.train_stop[user], 12)
     number = int((target > 0).sum())
 
-    terms = training._Step(model)(training.Example(batch, target, number, 1 / number))
+    loss = training.Loss(FinetuneConfig(), data.count)
+    terms = training._Step(model, loss)(training.Example(batch, target, number, 1 / number))
 
     scores = (model(batch) @ model.item_vectors().T)[..., 1:]
     expected = torch.nn.functional.cross_entropy(scores[target > 0], target[target > 0] - 1)
@@ -116,6 +117,26 @@ def test_training_learns_the_pattern(prepared, tmp_path, model):
     values = run(prepared, tmp_path, model, epochs=25, learning_rate=1e-2)
 
     assert values["valid/ndcg@10"] > 0.5  # four of five next items follow from the last one
+
+
+@pytest.mark.parametrize("loss", ["sampled_ce", "bce", "gbce", "bpr"])
+def test_every_loss_learns_the_pattern(prepared, tmp_path, loss):
+    settings = {"loss": loss, "negatives": 8, "sampler": "popularity" if loss == "sampled_ce" else "uniform"}
+    values = run(prepared, tmp_path, epochs=25, learning_rate=1e-2, **settings)
+
+    assert values["valid/ndcg@10"] > 0.4
+
+
+@pytest.mark.parametrize("sampler", ["uniform", "popularity"])
+def test_negatives_follow_their_distribution(sampler):
+    count = torch.tensor([0, 6, 0, 3, 1])
+    loss = training.Loss(FinetuneConfig(sampler=sampler, negatives=10), count)
+
+    drawn = torch.bincount(loss.draw(20_000), minlength=5) / 20_000
+
+    share = torch.tensor([0, 1, 1, 1, 1]) / 4 if sampler == "uniform" else count / 10
+    torch.testing.assert_close(drawn, share, atol=0.015, rtol=0)
+    torch.testing.assert_close(loss.log_expected_V.exp(), 10 * share, atol=1e-6, rtol=1e-5)
 
 
 def interrupt(monkeypatch, step):
