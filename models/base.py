@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 from torch import Tensor, nn
 
 PAD = 0
-OBJECTIVES = ("causal",)
+OBJECTIVES = ("causal", "last", "cloze")
 
 
 class Batch(NamedTuple):

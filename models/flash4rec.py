@@ -231,12 +231,14 @@ class FLASH4Rec(SequenceModel):
 
     Options = FLASH4RecOptions
     options: FLASH4RecOptions
+    objectives = frozenset({"causal", "last", "cloze"})
     needs = frozenset({"user"})
 
     def __init__(self, options: FLASH4RecOptions, catalogue: Catalogue) -> None:
         super().__init__(options, catalogue)
         d_model = options.d_model
-        self.items = nn.Embedding(catalogue.num_items + 1, d_model, padding_idx=PAD)
+        mask = options.objective == "cloze"  # one more row
+        self.items = nn.Embedding(catalogue.num_items + 1 + mask, d_model, padding_idx=PAD)
         self.users = nn.Embedding(catalogue.num_users + 1, d_model) if options.user_gate else None
         self.dropout = nn.Dropout(options.dropout)
         self.blocks = nn.ModuleList(Block(options) for _ in range(options.layers))
@@ -252,7 +254,7 @@ class FLASH4Rec(SequenceModel):
 
     def _encode(self, batch: Batch, last: bool) -> tuple[Tensor, Tensor]:
         real_BL = batch.items != PAD
-        bias_BLL = attention_bias(batch.items, causal=True)
+        bias_BLL = attention_bias(batch.items, causal=self.options.objective == "causal")
         x_BLD = self.dropout(self.items(batch.items))
         user_BD = self.users(batch.user) if self.users is not None else x_BLD[:, -1]
         balances = []
@@ -265,7 +267,7 @@ class FLASH4Rec(SequenceModel):
 
     def item_vectors(self) -> Tensor:
         """See `SequenceModel.item_vectors`."""
-        return self.items.weight
+        return self.items.weight[: self.catalogue.num_items + 1]
 
     def training_loss(self, batch: Batch, task: TaskLoss) -> dict[str, Tensor]:
         """See `SequenceModel.training_loss`; adds the load-balancing term."""

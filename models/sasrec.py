@@ -62,6 +62,7 @@ class SASRec(SequenceModel):
 
     Options = SASRecOptions
     options: SASRecOptions
+    objectives = frozenset({"causal", "last"})
 
     def __init__(self, options: SASRecOptions, catalogue: Catalogue) -> None:
         super().__init__(options, catalogue)

@@ -1,8 +1,8 @@
 """Make the pictures of the README from the last run: `python scripts/screenshots.py`.
 
-Needs reports/leaderboard.json and mlflow.db, which `make repro` leaves, and Chromium, which no Python package brings
-(Debian: `apt-get install chromium`; elsewhere name the program with --chromium). Nothing is changed: the MLflow page
-is that of a copy of the database.
+Needs reports/leaderboard.json and mlflow.db, which `make repro` leaves, and for the page of MLflow a browser and what
+drives it, which the project does not install: Chromium with chromedriver (Debian: `apt-get install chromium
+chromium-driver`) and `pip install selenium`. Nothing is changed: MLflow serves a copy of the database.
 """
 
 from __future__ import annotations
@@ -19,24 +19,31 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
 from mlflow import MlflowClient
 from rich.console import Console
+from selenium import webdriver
+from selenium.webdriver.common.by import By
+from selenium.webdriver.support import expected_conditions
+from selenium.webdriver.support.ui import WebDriverWait
 
 from seqrec import leaderboard
 from seqrec.artifacts import read_json
 from seqrec.config import load
-from seqrec.tracking import SQLITE, metric_name
+from seqrec.tracking import PARENT, SQLITE, metric_name
 
 ROOT = Path(__file__).resolve().parent.parent
-SHOWN = ("valid/ndcg@10", "test/ndcg@10", "test/recall@10", "test/mrr", "test/coverage@10")  # columns of the run table
+SHOWN = ("valid/ndcg@10", "test/ndcg@10", "test/recall@10", "test/coverage@10")  # columns of the run table
 VIEW = "readme"
-WIDTH, HEIGHT = 1400, 420
+COLUMN = 150  # pixels
+WIDTH, HEIGHT = 1280, 520
 START_SECONDS = 120.0
-RENDER_MS = 20_000  # of the page's own clock
+PAGE_SECONDS = 60.0
+SETTLE_SECONDS = 2.0  # the table moves when the hints go
+HINTS = ("Hide banner", "Close")  # labels of the buttons that close them
 LARGEST = 300_000  # bytes of a picture
 CHROMIUM_FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run", "--disable-sync"),
@@ -83,21 +90,25 @@ def draw_runs(path: Path, chromium: str) -> None:
 
 
 def share_view(uri: str, experiment: str) -> str:
-    """Store a view of the experiment's newest pipeline run with our columns; return the path that opens it.
+    """Keep the runs of the experiment's newest pipeline run alone, and return the path that shows them.
 
-    The same tag is written when somebody presses Share in MLflow's page.
+    The tag is the one that MLflow's page writes when somebody shares a view.
     """
     client = MlflowClient(uri)
     found = client.get_experiment_by_name(experiment)
-    if found is None:
-        raise SystemExit(f"no experiment {experiment!r} in mlflow.db: run `make repro` first")
-    runs = client.search_runs([found.experiment_id], order_by=["attributes.start_time DESC"])
-    parents = [run.info.run_id for run in runs if "mlflow.parentRunId" not in run.data.tags]
-    view: Mapping[str, object] = {
-        "orderByKey": "attributes.start_time",
+    runs = client.search_runs([found.experiment_id], order_by=["attributes.start_time DESC"]) if found else []
+    if not runs:
+        sys.exit(f"no runs of the experiment {experiment!r} in mlflow.db: run `make repro` first")
+    parent = next(run.info.run_id for run in runs if PARENT not in run.data.tags)
+    for run in runs:
+        if parent not in (run.info.run_id, run.data.tags.get(PARENT)):
+            client.delete_run(run.info.run_id)
+    columns = [f"metrics.`{metric_name(name)}`" for name in SHOWN]
+    view = {
+        "orderByKey": columns[0],
         "orderByAsc": False,
-        "selectedColumns": ["attributes.`Duration`", *(f"metrics.`{metric_name(name)}`" for name in SHOWN)],
-        "runsExpanded": dict.fromkeys(parents, True),
+        "selectedColumns": ["attributes.`Duration`", *columns],
+        "columnWidths": dict.fromkeys(columns, COLUMN),
     }
     client.set_experiment_tag(found.experiment_id, f"mlflow.sharedViewState.{VIEW}", json.dumps(view))
     return f"experiments/{found.experiment_id}/runs?workflowType=machine_learning&viewStateShareKey={VIEW}"
@@ -140,21 +151,21 @@ def wait_for(address: str, process: subprocess.Popen[bytes]) -> None:
 
 
 def photograph(address: str, path: Path, chromium: str, profile: Path) -> None:
-    """Write what a browser shows at `address` to `path`."""
-    subprocess.run(
-        [
-            chromium,
-            *CHROMIUM_FLAGS,
-            f"--user-data-dir={profile}",
-            f"--window-size={WIDTH},{HEIGHT}",
-            f"--virtual-time-budget={RENDER_MS}",
-            f"--screenshot={path}",
-            address,
-        ],
-        check=True,
-        timeout=180,
-        capture_output=True,
-    )
+    """Write what a browser shows at `address` to `path`, once the runs are there and the hints are closed."""
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for flag in (*CHROMIUM_FLAGS, f"--user-data-dir={profile}", f"--window-size={WIDTH},{HEIGHT}"):
+        options.add_argument(flag)
+    with webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver"))) as browser:
+        browser.get(address)
+        wait = WebDriverWait(browser, PAGE_SECONDS)
+        for label in HINTS:
+            button = (By.CSS_SELECTOR, f"button[aria-label='{label}']")
+            wait.until(expected_conditions.element_to_be_clickable(button)).click()
+        for name in leaderboard.BASELINES:
+            wait.until(expected_conditions.visibility_of_element_located((By.LINK_TEXT, name)))
+        time.sleep(SETTLE_SECONDS)
+        browser.save_screenshot(str(path))
 
 
 if __name__ == "__main__":

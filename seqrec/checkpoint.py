@@ -20,7 +20,7 @@ from seqrec.artifacts import MODEL_CARD, WEIGHTS, read_json, sha256, write_json
 from seqrec.config import ConfigError, ModelConfig, parse
 
 ROOT = Path(__file__).parent.parent
-CORE = ("losses.py", "metrics.py", "training.py", "retrieval.py", "checkpoint.py", "data/sequences.py")
+CORE = ("losses.py", "objectives.py", "metrics.py", "training.py", "retrieval.py", "checkpoint.py", "data/sequences.py")
 
 
 def build(config: ModelConfig, catalogue: Catalogue) -> SequenceModel:

@@ -24,7 +24,7 @@ if CASTS:
 
 STAGES = ("ingest", "validate", "prepare", "pretrain", "finetune", "evaluate", "register")
 LOSSES = ("ce", "sampled_ce", "bce", "gbce", "bpr")
-PROTOCOLS = ("LOO-full", "temporal")
+PROTOCOLS = ("LOO-full", "RATIO-full", "temporal")
 Section = TypeVar("Section")
 
 
@@ -92,8 +92,8 @@ class PrepareConfig:
     sample_users: int = 0  # after the k-core keep this many random users; 0 keeps all
     protocol: str = "LOO-full"
     val_users: int = 0  # validate on this many random users, the others train on that event; 0 = all
-    valid_share: float = 0.1  # temporal: share of the events between the two cuts
-    test_share: float = 0.1  # temporal: share of the events after the second cut
+    valid_share: float = 0.1  # RATIO-full: of each user's events | temporal: of all events, between the two cuts
+    test_share: float = 0.1  # RATIO-full: of each user's events | temporal: of all events, after the second cut
     cases: str = "all"  # temporal: every event after the cut is a case | first: the user's first only
     seed: int = 42
 
@@ -118,6 +118,10 @@ class TrainConfig:
     negatives: int = 256  # drawn per step for sampled_ce, per target for bce, gbce and bpr
     sampler: str = "uniform"  # of negatives: uniform | popularity (by train events)
     gbce_t: float = 0.75  # gbce: 0 is bce, 1 is calibrated for the whole catalogue
+    windows: str = "last"  # causal, cloze: each user's last window | all: a chain without overlap
+    prefixes_per_user: int = 0  # last: random prefixes a user and epoch; 0 = all
+    mask_probability: float = 0.2  # cloze
+    mask_last_share: float = 0.1  # cloze: share of the windows where the last event alone is masked, as at test
     learning_rate: float = 1e-3
     min_learning_rate: float = 1e-5  # where the cosine ends
     warmup_steps: int = 100
@@ -141,6 +145,10 @@ class TrainConfig:
         require(self.save_steps >= 1, "save_steps must be at least 1")
         require(self.loss in LOSSES, f"loss must be one of {', '.join(LOSSES)}")
         require(self.sampler in ("uniform", "popularity"), "sampler must be uniform or popularity")
+        require(self.windows in ("last", "all"), "windows must be last or all")
+        require(self.prefixes_per_user >= 0, "prefixes_per_user must be at least 0")
+        require(0 < self.mask_probability < 1, "mask_probability must be between 0 and 1")
+        require(0 <= self.mask_last_share <= 1, "mask_last_share must be between 0 and 1")
         require(self.negatives >= 1, "negatives must be at least 1")
         require(0 <= self.gbce_t <= 1, "gbce_t must be between 0 and 1")
         require(self.precision in ("fp32", "bf16"), "precision must be fp32 or bf16")

@@ -41,7 +41,10 @@ def model_scorer(model: SequenceModel) -> Scorer:
     item_VD = model.item_vectors().detach().float()
 
     def scorer(data: Sequences, user: Tensor, stop: Tensor) -> Blocks:
-        batch = sequences.window(data, user, stop, model.options.length)
+        cloze = model.options.objective == "cloze"
+        batch = sequences.window(data, user, stop, model.options.length - cloze)
+        if cloze:
+            batch = sequences.with_mask(batch, data.num_items + 1)
         query_BD = model(batch, last=True)[:, 0].float()
 
         def blocks() -> Iterator[tuple[int, Tensor]]:
@@ -188,12 +191,15 @@ class Recommender:
     def _scores(self, items: list[int], places: list[int], user: str | None, times: Sequence[int] | None) -> Tensor:
         if not items:
             return self.counts.clone()
-        length = self.model.options.length
+        cloze = self.model.options.objective == "cloze"
+        length = self.model.options.length - cloze
         recent = torch.tensor(items[-length:])
         relative = torch.zeros(len(recent))
         if times is not None:
             chosen = torch.tensor([times[place] for place in places[-length:]])
             relative = (chosen - chosen[-1]).float()
         batch = Batch(recent[None], relative[None], torch.tensor([self.users.get(user or "", 0)]))
+        if cloze:
+            batch = sequences.with_mask(batch, len(self.item_ids) + 1)
         query_D: Tensor = self.model(batch, last=True)[0, 0].float()
         return self.item_vectors @ query_D

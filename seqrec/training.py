@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -24,28 +24,19 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
-from models.base import PAD, Batch, SequenceModel
-from seqrec import losses, metrics, retrieval
+from models.base import SequenceModel
+from seqrec import metrics, objectives, retrieval
 from seqrec.artifacts import HISTORY, MODEL_CARD, SPLIT_CARD, WEIGHTS, read_json, write_text
 from seqrec.checkpoint import ResumeState, fingerprint, load_model, save_model
 from seqrec.config import ConfigError, TrainConfig
 from seqrec.data import sequences
 from seqrec.data.sequences import Cases, Sequences
+from seqrec.objectives import Example, Loss, Windows
 
 logger = logging.getLogger(__name__)
 METRIC = "valid/ndcg@10"
-WIDTH_STEP = 8  # batch widths are rounded up to this, so that few shapes occur
 REPORT_STEPS = 50  # steps between looks at the loss on an accelerator
 LogEpoch = Callable[[dict[str, Any], int], None]
-
-
-class Example(NamedTuple):
-    """A training batch with its targets."""
-
-    batch: Batch
-    target_BL: Tensor  # item to predict at each position, PAD where there is none
-    number: int  # targets in it
-    weight: float  # of one target: 1 / targets in the step, over all processes
 
 
 @dataclass
@@ -61,41 +52,6 @@ class Position:
     waited: int = 0  # evaluations since the best
     seconds: float = 0.0
     history: list[dict[str, Any]] = field(default_factory=list)
-
-
-def windows(data: Sequences) -> Cases:
-    """Return the training windows: each user's events before `train_stop`, if there are two or more."""
-    user = torch.nonzero(data.train_stop - data.start >= 2).squeeze(1)
-    return Cases(user=user, position=data.train_stop[user])
-
-
-def plan_epoch(targets_W: Tensor, batch_size: int, generator: torch.Generator) -> list[Tensor]:
-    """Divide the windows into batches of like length and equal work, in random order.
-
-    A batch holds as many positions as `batch_size` windows of average length, so that short histories are not padded
-    to the length of long ones and every target weighs about the same.
-
-    Args:
-        targets_W: number of targets of each window (CPU).
-        batch_size: average number of windows in a batch.
-        generator: source of the order.
-    """
-    order = torch.randperm(len(targets_W), generator=generator)
-    width = (targets_W[order] + WIDTH_STEP - 1) // WIDTH_STEP
-    order = order[width.argsort(stable=True)]
-    work = targets_W[order].cumsum(0)
-    batches = max(1, round(len(order) / batch_size))
-    number = (work - 1) * batches // max(1, int(work[-1]))
-    parts = torch.split(order, torch.bincount(number, minlength=batches).tolist())
-    filled = [part for part in parts if len(part)]
-    return [filled[i] for i in torch.randperm(len(filled), generator=generator).tolist()]
-
-
-def causal_example(data: Sequences, user: Tensor, stop: Tensor, width: int) -> tuple[Batch, Tensor]:
-    """Return inputs and targets such that every position predicts the event after it."""
-    batch = sequences.window(data, user, stop - 1, width)
-    following_BL = sequences.window(data, user, stop, width).items
-    return batch, torch.where(batch.items == PAD, PAD, following_BL)
 
 
 def learning_rate(step: int, total: int, config: TrainConfig) -> float:
@@ -124,38 +80,6 @@ def validate(
         counts = accelerator.reduce(counts)
     values = metrics.from_histogram(counts)
     return {f"valid/{name}": values[name] for name in ("ndcg@10", "recall@10", "mrr")}
-
-
-class Loss:
-    """The loss of settings `loss`, `negatives`, `sampler` and `gbce_t`; draws come from torch's global generator."""
-
-    def __init__(self, config: TrainConfig, count_V: Tensor) -> None:
-        self.config = config
-        weight_V = torch.ones_like(count_V, dtype=torch.float64)
-        if config.sampler == "popularity":
-            weight_V = count_V.double()
-        weight_V[0] = 0  # padding is never drawn
-        self.cumulative_V = weight_V.cumsum(0) / weight_V.sum()
-        self.log_expected_V = (config.negatives * weight_V / weight_V.sum()).clamp(min=1e-12).log().float()
-
-    def __call__(self, query_ND: Tensor, item_VD: Tensor, target_N: Tensor) -> Tensor:
-        """Return the loss of each target (N,)."""
-        config = self.config
-        if config.loss == "ce":
-            return losses.cross_entropy(query_ND, item_VD, target_N)
-        if config.loss == "sampled_ce":
-            drawn_K = self.draw(config.negatives)
-            return losses.sampled_cross_entropy(query_ND, item_VD, target_N, drawn_K, self.log_expected_V)
-        drawn_NK = self.draw(len(target_N), config.negatives)
-        if config.loss == "bpr":
-            return losses.bayesian_personalized_ranking(query_ND, item_VD, target_N, drawn_NK)
-        calibration = config.gbce_t if config.loss == "gbce" else None
-        return losses.binary_cross_entropy(query_ND, item_VD, target_N, drawn_NK, calibration=calibration)
-
-    def draw(self, *shape: int) -> Tensor:
-        """Return items of the sampler's distribution."""
-        uniform = torch.rand(shape, dtype=torch.float64, device=self.cumulative_V.device)
-        return torch.searchsorted(self.cumulative_V, uniform, right=True).clamp(max=len(self.cumulative_V) - 1)
 
 
 class _Step(nn.Module):
@@ -316,15 +240,12 @@ class _Run:
         self.data = data.to(self.device)
         self.stage, self.config, self.filter_seen, self.state, self.log = stage, config, filter_seen, state, log
         self.position = Position()
-        self.windows = windows(data)  # on the CPU: the plan of an epoch needs sizes, and must not wait for the device
-        if len(self.windows) == 0:
-            raise ValueError("no user has two training events: lower prepare.min_user_events or use a larger dataset")
         if bool((data.valid_stop == data.train_stop).all()):
             raise ValueError(
                 "no validation cases to stop on: check prepare.protocol, prepare.valid_share and the k-core"
             )
-        lengths = self.windows.position - data.start[self.windows.user] - 1
-        self.targets_W = lengths.clamp(max=model.options.length)
+        if bool((data.train_stop - data.start < 2).all()):
+            raise ValueError("no user has two training events: lower prepare.min_user_events or use a larger dataset")
         self.order = torch.Generator().manual_seed(config.seed)
         self.epoch_order = self.order.get_state()
         self.best: dict[str, Tensor] = {}
@@ -392,7 +313,8 @@ class _Run:
     def _epoch(self, progress: Progress, task: Any, phase: str) -> None:
         position, config = self.position, self.config
         self.order.set_state(self.epoch_order)
-        plan = plan_epoch(self.targets_W, config.batch_size, self.order)
+        self.windows = objectives.windows(self.data, self.model.options, config, self.order)
+        plan = objectives.plan(self.windows.width, config.batch_size, self.order)
         total = config.epochs * len(plan)
         progress.update(task, total=total, completed=position.step)
         for number in range(position.batch, len(plan)):
@@ -416,18 +338,15 @@ class _Run:
             self._show(progress, task, phase)
 
     def _example(self, chosen: Tensor) -> Example:
-        """Build this process's share of a step; every process knows the plan, so none asks another."""
-        targets = self.targets_W[chosen]
-        width, everyone = int(targets.max()), int(targets.sum())
-        width = min(-(-width // WIDTH_STEP) * WIDTH_STEP, self.model.options.length)
-        mine = slice(self.accelerator.process_index, None, self.accelerator.num_processes)
-        window = chosen[mine]
-        user = self.windows.user[window].to(self.device, non_blocking=True)
-        stop = self.windows.position[window].to(self.device, non_blocking=True)
-        batch, target_BL = causal_example(self.data, user, stop, width)
-        # DDP averages the gradients of the processes: scale up what it will divide
-        weight = self.accelerator.num_processes / everyone
-        return Example(batch, target_BL, int(targets[mine].sum()), weight)
+        return objectives.example(
+            self.data,
+            self.model.options,
+            self.config,
+            Windows(*(x[chosen] for x in self.windows)),
+            seed=self.config.seed * 1_000_003 + self.position.total_steps,
+            process=self.accelerator.process_index,
+            processes=self.accelerator.num_processes,
+        )
 
     def _account(self, terms: dict[str, Tensor], loss: Tensor) -> None:
         values = torch.stack([loss, *terms.values()]).detach().float()

@@ -128,6 +128,12 @@ def window(data: Sequences, user: Tensor, stop: Tensor, length: int) -> Batch:
     )
 
 
+def with_mask(batch: Batch, mask: int) -> Batch:
+    """Append MASK, the place of the event to predict, at the time of the last event."""
+    items = F.pad(batch.items, (0, 1), value=mask)
+    return batch._replace(items=items, times=F.pad(batch.times, (0, 1)))
+
+
 def seen(data: Sequences, user: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
     """Return (row of the block, item) of every event of `user` (B,) before the flat index `stop` (B,)."""
     number = stop - data.start[user]

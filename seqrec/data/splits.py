@@ -68,11 +68,13 @@ def ends(events: Frame, config: PrepareConfig) -> tuple[Frame, dict[str, Any]]:
     """Return (user, events, train_end, valid_end) per user, and the facts of the split for its card.
 
     Positions 0 to train_end are training, to valid_end validation, the rest test; each validation or test event is a
-    case whose input is everything before it. LOO-full leaks the future of other users into training, as in the
-    papers; temporal does not.
+    case whose input is everything before it. LOO-full and RATIO-full leak the future of other users into training, as
+    in the papers; temporal does not.
     """
     if config.protocol == "LOO-full":
         return _leave_one_out(events, config)
+    if config.protocol == "RATIO-full":
+        return _ratio(events, config)
     return _temporal(events, config)
 
 
@@ -92,6 +94,18 @@ def _leave_one_out(events: Frame, config: PrepareConfig) -> tuple[Frame, dict[st
     train_end = nw.when(enough & validated).then(nw.col("events") - 2).otherwise(valid_end)
     table = users.with_columns(train_end.alias("train_end"), valid_end.alias("valid_end"))
     return table, {"rule": "last event test, the one before validation"}
+
+
+def _ratio(events: Frame, config: PrepareConfig) -> tuple[Frame, dict[str, Any]]:
+    """The last `test_share` of each user's events is test, the `valid_share` before it validation, rounded down."""
+    users = events.group_by("user").agg(nw.len().alias("events")).sort("user")
+    number = users["events"].to_numpy()
+    test = np.floor(number * config.test_share + 1e-9).astype(np.int64)
+    valid = np.floor(number * config.valid_share + 1e-9).astype(np.int64)
+    bounds = {"train_end": number - test - valid, "valid_end": number - test}
+    backend = nw.get_native_namespace(users)
+    columns = [nw.new_series(name, values.tolist(), nw.Int64, backend=backend) for name, values in bounds.items()]
+    return users.with_columns(*columns), {"rule": "the last shares of each user's events"}
 
 
 def _temporal(events: Frame, config: PrepareConfig) -> tuple[Frame, dict[str, Any]]:

@@ -96,6 +96,16 @@ def test_leave_one_out():
     assert table.select("user", "events", "train_end", "valid_end").rows() == [(1, 5, 3, 4), (2, 2, 2, 2), (3, 1, 1, 1)]
 
 
+def test_ratio():
+    """Ten events: two of ten valid, one test. Four events: 0.8 and 0.4 round down to none."""
+    rows = [("a", f"i{n}", n) for n in range(10)] + [("b", f"i{n}", n) for n in range(4)]
+    config = PrepareConfig(protocol="RATIO-full", valid_share=0.2, test_share=0.1)
+
+    table, _ = splits.ends(numbered(rows), config)
+
+    assert table.select("user", "events", "train_end", "valid_end").rows() == [(1, 10, 7, 9), (2, 4, 4, 4)]
+
+
 def test_users_who_do_not_validate_train_on_that_event():
     rows = [(f"u{u}", f"i{n}", n) for u in range(10) for n in range(4)]
     table, _ = splits.ends(numbered(rows), PrepareConfig(val_users=3))
