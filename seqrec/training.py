@@ -156,7 +156,7 @@ def train(
             f"--resume: no state in {state} belongs to this {stage} of {name} (config, data or code differ)"
         )
     history: list[dict[str, Any]] = []
-    accelerator = Accelerator()
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())
     torch.set_float32_matmul_precision("medium" if config.precision == "bf16" else "highest")
     if model.phases(stage):
         keep_freed_memory()
