@@ -24,7 +24,7 @@ repro: setup  ## the whole pipeline, then the leaderboard; SET="finetune.epochs=
 	@python -m seqrec leaderboard --reports reports
 
 test: setup lint  ## linters, types, tests
-	pytest
+	OMP_NUM_THREADS=1 pytest --numprocesses auto
 
 lint: setup  ## ruff and mypy
 	ruff check .

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,16 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
     writer = csv.DictWriter(text, ["model", *REQUIRED], extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
+    write_text(path, text.getvalue())
+
+
+def write_curves(path: Path, histories: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """Write `SELECTION` by epoch (1, 2, ... over all phases) as CSV, a column a model: one plot for all in DVC."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["epoch", *histories])
+    columns = [[record.get(SELECTION, "") for record in history] for history in histories.values()]
+    writer.writerows([epoch, *row] for epoch, row in enumerate(zip_longest(*columns, fillvalue=""), start=1))
     write_text(path, text.getvalue())
 
 

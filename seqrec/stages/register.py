@@ -36,12 +36,13 @@ from seqrec.artifacts import (
     write_json,
 )
 from seqrec.config import RegisterConfig
-from seqrec.leaderboard import LEADERBOARD, SELECTION, Row, best_model, build, write_csv
+from seqrec.leaderboard import LEADERBOARD, SELECTION, Row, best_model, build, write_csv, write_curves
 from seqrec.tracking import FINGERPRINT, TrackingError
 
 logger = logging.getLogger(__name__)
 
 LEADERBOARD_CSV = "leaderboard.csv"
+CURVES_CSV = "curves.csv"
 TEST = "test/ndcg@10"
 REPORT_FILES = (METRICS, CASES, RECOMMENDATIONS)
 COMPLETE = "seqrec.complete"  # tag, set last: the hash of what the run holds
@@ -93,7 +94,7 @@ def register(
     Args:
         leaderboard: keys of the models.
         artifacts: holds `<model>/finetuned/`.
-        reports: holds `<model>/` of models and baselines; gets leaderboard.json and leaderboard.csv.
+        reports: holds `<model>/` of models and baselines; gets leaderboard.json, leaderboard.csv, curves.csv.
         sequences: the prepared dataset.
         data: holds source.json.
         params: all of params.yaml, to be logged.
@@ -111,6 +112,7 @@ def register(
     entries = [_entry(row, artifacts, reports, split) for row in rows]
     best = next(entry for entry in entries if entry.row is best_model(rows))
     _write_leaderboard(reports, split, rows)
+    write_curves(reports / CURVES_CSV, {entry.name: entry.history for entry in entries if entry.history})
     with _explained(reports, config):
         tracker = _connect(split, data, config)
         parent = _open_parent(tracker, entries, params)

@@ -1,0 +1,308 @@
+"""The whole pipeline on a tiny log of the user's own: under DVC, killed in three places, and with bad inputs."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from dvc.repo import Repo
+from mlflow import MlflowClient
+
+from seqrec.__main__ import main
+from tests.conftest import synthetic_rows
+
+ROOT = Path(__file__).parent.parent
+CODE = ("seqrec", "models", "configs", "dvc.yaml", ".dvcignore", ".gitignore")
+MODELS = ("sasrec", "flash4rec")
+ROWS = ("popularity", "markov", *MODELS)
+SECONDS = "train_seconds"
+# Python imports this module at its start: the chosen stage kills itself and DVC the moment it would finish that file.
+KILLER = """
+import os, signal, sys
+
+def kill(event, args):
+    if event == "os.rename" and os.fspath(args[1]).endswith(os.environ["KILL_FILE"]):
+        os.killpg(0, signal.SIGKILL)
+
+if os.environ["KILL_STAGE"] in sys.orig_argv:
+    sys.addaudithook(kill)
+"""
+
+
+def write_log(path: Path, rows: list[tuple[str, str, int]]) -> Path:
+    lines = [f"{user},{item},{time + 1_000_000_000}\n" for user, item, time in rows]
+    path.write_text("".join(["user_id,item_id,timestamp\n", *lines]))
+    return path
+
+
+def settings(**changes) -> dict:
+    """Return params.yaml with the datasets `tiny` and `other`, two small models, and `changes` of the sections."""
+    params = yaml.safe_load((ROOT / "params.yaml").read_text())
+    sections = ("validate", "prepare", "pretrain", "finetune", "evaluate")
+    params["datasets"] = {
+        name: {
+            "ingest": {"source": "csv", "interactions": f"{name}.csv"},
+            **{section: {} for section in sections},
+            "options": {"length": 12, "d_model": 16, "layers": 1},
+        }
+        for name in ("tiny", "other")
+    }
+    small = {"sasrec": {"heads": 1, "dropout": 0.2}, "flash4rec": {"d_shared": 16, "d_value": 16, "dropout": 0.2}}
+    params["models"] = {
+        name: {"architecture": name, "options": options, "pretrain": {}, "finetune": {}}
+        for name, options in small.items()
+    }
+    training = {"epochs": 3, "batch_size": 16, "learning_rate": 0.01, "warmup_steps": 2, "save_steps": 3}
+    params |= {"dataset": "tiny", "sources": ["other"], "leaderboard": list(MODELS)}
+    params["finetune"] = training
+    params["evaluate"] = {"filter_seen": True, "bootstrap": 100}
+    for section, values in changes.items():
+        params[section] = {**params[section], **values}
+    return params
+
+
+def make_project(folder: Path) -> Path:
+    folder.mkdir()
+    for name in CODE:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, folder / name)
+    write_log(folder / "tiny.csv", synthetic_rows())
+    write_log(folder / "other.csv", synthetic_rows(users=20, seed=1))
+    (folder / "params.yaml").write_text(yaml.safe_dump(settings(), sort_keys=False))
+    return folder
+
+
+def call(folder: Path, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a command as `make` does, in a process group of its own."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "DVC_NO_ANALYTICS": "1", **variables}
+    for name in ("MLFLOW_TRACKING_URI", "SEQREC_DATA_MIRROR"):
+        environment.pop(name, None)
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, start_new_session=True, check=False
+    )
+
+
+def repro(project: Path, **variables: str) -> str:
+    """Run `dvc repro` and return what it printed."""
+    done = call(project, "dvc", "repro", **variables)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def ran(output: str) -> list[str]:
+    return [line.split("'")[1] for line in output.splitlines() if line.startswith("Running stage")]
+
+
+def figures(reports: Path) -> dict[str, dict]:
+    """Return the metrics of every row of the leaderboard, without what a clock decides."""
+    found = {name: json.loads((reports / name / "metrics.json").read_text()) for name in ROWS}
+    return {name: {key: value for key, value in values.items() if key != SECONDS} for name, values in found.items()}
+
+
+def weights(artifacts: Path) -> dict[str, bytes]:
+    return {name: (artifacts / name / "finetuned" / "best.safetensors").read_bytes() for name in MODELS}
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory) -> tuple[Path, list[str]]:
+    """A project whose pipeline was killed in ingest, finetune and register, then left alone; what each call printed."""
+    folder = tmp_path_factory.mktemp("killed")
+    project = make_project(folder / "project")
+    (folder / "sitecustomize.py").write_text(KILLER)
+    for command in (
+        ["git", "init", "--quiet"],
+        ["git", "config", "user.name", "somebody"],
+        ["git", "config", "user.email", "somebody@example.org"],
+        ["dvc", "init", "--quiet"],
+    ):
+        assert call(project, *command).returncode == 0
+    printed = []
+    # step 8 ends the second epoch; the state before it is from within that epoch
+    for stage, file in (("ingest", "quarantine.parquet"), ("finetune", "step-8"), ("register", "vocabulary.parquet")):
+        done = call(project, "dvc", "repro", PYTHONPATH=str(folder), KILL_STAGE=stage, KILL_FILE=file)
+        assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
+        printed.append(done.stdout + done.stderr)
+    return project, [*printed, repro(project)]
+
+
+def test_a_pipeline_killed_three_times_gives_the_figures_of_one_never_interrupted(killed, tmp_path):
+    project, printed = killed
+    never = make_project(tmp_path / "never")
+    done = call(never, sys.executable, "-m", "seqrec", "run", "--config-file", "params.yaml", "--out", "out")
+    assert done.returncode == 0, done.stderr
+
+    assert [ran(output)[-1] for output in printed] == ["ingest", "finetune@sasrec", "register", "register"]
+    assert "resuming finetune at epoch 2, batch 2" in printed[2]
+    assert figures(project / "reports") == figures(never / "out" / "reports")
+    assert weights(project / "artifacts") == weights(never / "out" / "artifacts")
+    assert not list((project / "state").glob("*/step-*"))
+
+
+def test_a_register_killed_half_way_leaves_no_run_or_version_twice(killed):
+    client = MlflowClient(tracking_uri=f"sqlite:///{killed[0] / 'mlflow.db'}")
+    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+    runs = client.search_runs(experiments)
+    names = [run.info.run_name for run in runs if "mlflow.parentRunId" in run.data.tags]
+    assert sorted(names) == sorted(ROWS)
+    assert [run.info.status for run in runs] == ["FINISHED"] * (len(ROWS) + 1)
+    assert [version.version for version in client.search_model_versions("name='seqrec-tiny'")] == ["1"]
+    board = json.loads((killed[0] / "reports" / "leaderboard.json").read_text())
+    assert {row["model"] for row in board["rows"]} == set(ROWS)
+    assert [row["model"] for row in board["rows"] if row["champion"]] == [board["registry"]["model"]]
+
+
+def test_unchanged_pipeline_then_one_changed_option_then_back(killed):
+    project, _ = killed
+    files = [path for top in ("data", "artifacts", "reports") for path in (project / top).rglob("*") if path.is_file()]
+    before = {path: path.stat().st_mtime_ns for path in [*files, project / "dvc.lock"]}
+    assert "up to date" in repro(project)
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert call(project, "git", "add", ".").returncode == 0
+    assert call(project, "git", "commit", "--quiet", "--message", "the tiny log").returncode == 0
+
+    done = call(project, "dvc", "exp", "run", "--set-param", "models.flash4rec.options.dropout=0.1")
+    assert ran(done.stdout) == ["pretrain@flash4rec", "finetune@flash4rec", "evaluate@flash4rec", "register"]
+    changed = json.loads(call(project, "dvc", "metrics", "diff", "--json").stdout)
+    files = [file for file, diff in changed["diff"].items() if "test/ndcg@10" in diff.get("data", diff)]
+    assert files == ["reports/flash4rec/metrics.json"]
+    curves = json.loads(call(project, "dvc", "plots", "diff", "--json", "HEAD").stdout)["data"]
+    assert curves.keys() == {"reports/curves.csv", "reports/leaderboard.csv"}
+
+    assert call(project, "git", "checkout", "--quiet", "params.yaml").returncode == 0
+    again = repro(project)
+    assert ran(again) == []
+    assert again.count("is cached - skipping run") == 4
+    assert (project / "dvc.lock").read_bytes() == call_bytes(project, "git", "show", "HEAD:dvc.lock")
+
+
+def call_bytes(project: Path, *command: str) -> bytes:
+    return subprocess.run(command, cwd=project, capture_output=True, check=True).stdout
+
+
+def test_sources_make_stages_and_an_empty_list_makes_none(killed):
+    project, printed = killed
+    sources = ["ingest_source@other", "validate_source@other", "prepare_source@other"]
+    assert [name for name in ran("\n".join(printed)) if "source" in name] == sources
+    assert json.loads((project / "data/sources/other/sequences/split.json").read_text())["counts"]["users"] == 20
+
+    original = (project / "params.yaml").read_text()
+    try:
+        (project / "params.yaml").write_text(yaml.safe_dump({**settings(), "sources": []}, sort_keys=False))
+        with Repo(str(project)) as repo:
+            names = [stage.addressing for stage in repo.index.stages]
+    finally:
+        (project / "params.yaml").write_text(original)
+    assert [name for name in names if "source" in name] == []
+    assert len(names) == 5 + 3 * len(MODELS)
+
+
+@pytest.fixture
+def stage(tmp_path, monkeypatch, caplog):
+    """Return a function that runs stages in an empty folder on `tiny.csv`: their exit status, and what they said."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("SEQREC_DATA_MIRROR", raising=False)
+    flags = {
+        "ingest": ["--output", "data", "--downloads", "state"],
+        "validate": ["--data", "data", "--report", "verdict.json", "--baseline", "baseline.json"],
+        "prepare": ["--data", "data", "--validation", "verdict.json", "--sequences", "sequences"],
+    }
+
+    def run(name: str, **changes) -> tuple[int, str]:
+        Path("params.yaml").write_text(yaml.safe_dump(settings(**changes)))
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            status = main([name, *flags[name]])
+        assert all(record.exc_info is None for record in caplog.records)
+        return status, caplog.text
+
+    return run
+
+
+LOG = synthetic_rows(users=30)
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([], "the interactions file is empty"),
+        (["user_id,item_id,timestamp"], "the interactions file is empty"),
+        (["user_id,item_id,timestamp", *["u1,i1,1000000000"] * 40, *["u1"] * 60], "ingest.max_bad_share"),
+        (["user_id,item_id,timestamp", *["u1,i1,yesterday"] * 10], "ingest.max_bad_share"),
+    ],
+    ids=["empty file", "header alone", "60 % garbage", "all garbage"],
+)
+def test_a_bad_file_stops_ingest(stage, lines, message):
+    Path("tiny.csv").write_text("".join(f"{line}\n" for line in lines))
+    status, said = stage("ingest")
+    assert (status, message in said, "datasets.tiny" in said) == (1, True, True), said
+    assert not Path("data/source.json").exists()
+    assert stage("prepare")[0] == 1
+
+
+def test_one_percent_of_garbage_is_set_aside_and_counted(stage):
+    write_log(Path("tiny.csv"), LOG)
+    with Path("tiny.csv").open("a") as file:
+        file.write("u1\n" * (len(LOG) // 101))
+    assert stage("ingest")[0] == 0
+    quarantine = pq.read_table("data/quarantine.parquet")
+    assert quarantine["line"].to_pylist() == list(range(len(LOG) + 2, len(LOG) + 2 + len(LOG) // 101))
+
+
+def test_a_log_with_one_user_fails_validation(stage):
+    write_log(Path("tiny.csv"), synthetic_rows(users=1))
+    assert stage("ingest")[0] == 0
+    status, said = stage("validate")
+    assert status == 1
+    assert "interactions.users (critical): at least 2; found 1" in said
+
+
+def test_a_log_of_users_without_a_common_item_names_the_filters_that_leave_nothing(stage):
+    write_log(Path("tiny.csv"), [(f"u{user}", f"i{user}-{event}", event) for user in range(5) for event in range(9)])
+    assert [stage(name)[0] for name in ("ingest", "validate")] == [0, 0]
+    status, said = stage("prepare")
+    assert status == 1
+    assert "no event is left of 45" in said
+    assert "prepare.min_item_events (5)" in said
+
+
+def test_equal_timestamps_keep_the_source_order_and_cannot_be_split_by_time(stage):
+    write_log(Path("tiny.csv"), [(user, item, 7) for user, item, _ in LOG])
+    repeats = {"max_duplicate_share": 1.0}  # a user's second event of an item has its time, too
+    assert stage("ingest")[0] == 0
+    status, said = stage("validate", validate=repeats)
+    assert status == 0, said
+    assert "the order of a sequence is the order of the source's rows" in said
+    status, said = stage("prepare")
+    assert status == 0, said
+    card = json.loads(Path("sequences/split.json").read_text())
+    assert card["ties"] == "equal timestamps keep the order of the source rows"
+    assert card["counts"]["tied_events"] == card["counts"]["events"] - card["counts"]["users"]
+
+    status, said = stage("prepare", prepare={"protocol": "temporal"})
+    assert status == 1
+    assert "prepare.protocol temporal: the timestamps do not divide" in said
+
+
+def test_a_failed_critical_rule_stops_before_prepare(stage):
+    write_log(Path("tiny.csv"), LOG)
+    assert stage("ingest")[0] == 0
+    status, said = stage("validate", validate={"min_date": "2020-01-01"})
+    assert status == 1
+    assert "interactions.timestamp (critical)" in said
+    assert "validate.min_date" in said
+    status, said = stage("prepare")
+    assert status == 1
+    assert "verdict.json is no successful validation" in said
+    assert not Path("sequences").exists()
