@@ -68,6 +68,15 @@ def rank(scorer: Scorer, data: Sequences, cases: Cases, *, filter_seen: bool, to
         top_k: length of the lists in `top`.
         rows: cases per block; 0 chooses by memory.
     """
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")  # training may have chosen bf16 products
+    try:
+        return _rank(scorer, data, cases, filter_seen, top_k, rows)
+    finally:
+        torch.set_float32_matmul_precision(precision)
+
+
+def _rank(scorer: Scorer, data: Sequences, cases: Cases, filter_seen: bool, top_k: int, rows: int) -> Ranking:
     rows = rows or max(1, min(1024, SCORES_IN_MEMORY // min(data.num_items, ITEMS_PER_BLOCK)))
     parts = [
         _rank_block(scorer, data, cases.user[i : i + rows], cases.position[i : i + rows], filter_seen, top_k)

@@ -179,8 +179,8 @@ def train(
             "fingerprint": identity,
             "config": asdict(config),
             "seconds": values["seconds"],
+            "filter_seen": filter_seen,
         }
-        facts |= {"filter_seen": filter_seen}
         save_model(output, model, facts)
         write_text(output / HISTORY, "".join(json.dumps(record) + "\n" for record in history))
         resume_state.delete()

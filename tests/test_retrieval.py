@@ -112,6 +112,23 @@ def test_ranks_equal_a_full_sort(prepared):
         assert ranking.top[case].tolist() == ordered[:10]
 
 
+def test_ranking_multiplies_in_full_precision_whatever_training_chose(prepared):
+    data = sequences.load(prepared)
+    used = []
+
+    def scorer(*_):
+        used.append(torch.get_float32_matmul_precision())
+        return fixed_scorer(torch.zeros(data.num_items + 1))(*_)
+
+    torch.set_float32_matmul_precision("medium")
+    try:
+        retrieval.rank(scorer, data, sequences.cases(data, "test"), filter_seen=True)
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert set(used) == {"highest"}
+
+
 def test_renumbered_items_have_the_same_metrics(tmp_path):
     """Item ids carry no information: reversing them reverses the numbers, and changes no metric."""
     rows = synthetic_rows(users=30)

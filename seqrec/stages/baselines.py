@@ -26,6 +26,11 @@ def baselines(*, sequences: Path, reports: Path, config: EvaluateConfig) -> dict
     Popularity ranks by the number of events in train. Markov counts, over train, how often an item follows another
     within ten events, weighted by 1 / distance and tempered by the square root of the first item's total; the user's
     last five items vote, weighted by 1 / age.
+
+    Args:
+        sequences: folder of the prepared dataset.
+        reports: folder that receives a folder each.
+        config: section `evaluate`.
     """
     prepared = data.load(sequences)
     scorers = {"popularity": popularity_scorer(prepared), "markov": markov_scorer(prepared)}

@@ -85,6 +85,11 @@ def validate(*, dataset: str, data: Path, report: Path, baseline: Path, config: 
 def accept_baseline(*, dataset: str, data: Path, baseline: Path) -> None:
     """Make the interactions in `data` what later ones of `dataset` are compared with: an entry of `baseline`.
 
+    Args:
+        dataset: the name of the entry.
+        data: folder with interactions.parquet.
+        baseline: JSON file of accepted histograms; the entries of other datasets stay.
+
     Raises:
         ValueError: there are no interactions.
     """

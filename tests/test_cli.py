@@ -1,0 +1,141 @@
+"""The command line: flags read off the stages' signatures, exit codes, and messages instead of tracebacks."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import logging
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from seqrec import __version__
+from seqrec.__main__ import COMMANDS, FROM_PARAMS, main
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def params(tmp_path, monkeypatch) -> Path:
+    """A copy of params.yaml in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "params.yaml"
+    path.write_text((ROOT / "params.yaml").read_text())
+    return path
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_every_flag_with_a_text(command, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main([command, "--help"])
+    assert exit_.value.code == 0
+    shown = capsys.readouterr().out
+    module, name, _ = COMMANDS[command]
+    names = inspect.signature(getattr(importlib.import_module(module), name)).parameters
+    for flag in (f"--{name.replace('_', '-')}" for name in names if name not in FROM_PARAMS):
+        usage, _, options = shown.partition("options:")
+        assert flag in usage
+        assert re.search(rf"^  {flag}\b.*(\n {{10,}})? {{2,}}\S", options, re.MULTILINE), f"{flag} has no text"
+
+
+def test_the_listing_names_every_command(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["--help"])
+    assert exit_.value.code == 0
+    shown = capsys.readouterr().out
+    assert all(f"  {name} " in shown for name in COMMANDS)
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["--version"])
+    assert (exit_.value.code, capsys.readouterr().out.strip()) == (0, __version__)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: COMMAND"),
+        (["cook"], "invalid choice: 'cook'"),
+        (["prepare", "--data", "data"], "the following arguments are required: --validation, --sequences"),
+        (["prepare", "--speed", "9"], "required"),
+    ],
+)
+def test_wrong_usage_exits_with_2(arguments, message, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+FINETUNE = ["--sequences", "sequences", "--initial", "initial", "--checkpoint", "finetuned", "--state", "state"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["ingest", "--dataset", "ml-9m", "--output", "d", "--downloads", "s"],
+            "no entry datasets.ml-9m; there are",
+        ),
+        (["finetune", "--model", "bert5rec", *FINETUNE], "no entry models.bert5rec; there are sasrec"),
+        (["finetune", "--model", "sasrec", "--params", "none.yaml", *FINETUNE], "none.yaml not found"),
+        (["leaderboard", "--reports", "nowhere"], "nowhere/leaderboard.json"),
+        (["run", "--config-file", "none.yaml", "--out", "out"], "--config-file: none.yaml not found"),
+    ],
+)
+def test_a_mistake_is_one_message_and_exits_with_1(params, caplog, arguments, message):
+    assert main(arguments) == 1
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert message in caplog.text
+    assert caplog.messages[0].startswith(f"{arguments[0]}: ")
+    assert "Traceback" not in caplog.text
+
+
+def test_a_wrong_setting_is_named_before_anything_runs(params, caplog):
+    content = yaml.safe_load(params.read_text())
+    content["finetune"]["epoch"] = 3
+    params.write_text(yaml.safe_dump(content))
+    assert main(["ingest", "--output", "data", "--downloads", "state"]) == 1
+    assert "finetune.epoch: unknown key" in caplog.text
+    assert not Path("data").exists()
+
+
+def test_verbose_shows_the_traceback(params):
+    with pytest.raises(ValueError, match=r"no entry models\.bert5rec"):
+        main(["finetune", "--model", "bert5rec", *FINETUNE, "--verbose"])
+
+
+def test_metrics_writes_what_the_stage_returns(params):
+    content = yaml.safe_load(params.read_text())
+    content["datasets"]["mine"]["ingest"] = {"source": "csv", "interactions": "log.csv"}
+    params.write_text(yaml.safe_dump(content))
+    Path("log.csv").write_text("user_id,item_id,timestamp\nu1,i1,1000000000\nu1,i2,1000000001\n")
+    flags = ["--dataset", "mine", "--output", "data", "--downloads", "state", "--metrics", "out/ingest.json"]
+    assert main(["ingest", *flags]) == 0
+    figures = json.loads(Path("out/ingest.json").read_text())
+    assert figures == {"rows": 2.0, "users": 1.0, "items": 2.0, "catalogue": 2.0, "quarantined": 0.0}
+
+
+def test_progress_of_other_packages_is_quiet(params):
+    main(["leaderboard", "--reports", "nowhere"])
+    assert logging.getLogger("mlflow").level == logging.WARNING
+    assert logging.getLogger("seqrec").level == logging.INFO
+
+
+def test_as_a_program_errors_go_to_stderr_and_the_status_is_1(params):
+    done = subprocess.run(
+        [sys.executable, "-m", "seqrec", "leaderboard", "--reports", "nowhere"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("leaderboard: ")
+    assert "Traceback" not in done.stderr
