@@ -29,7 +29,7 @@ COMMANDS = {  # name -> (module, function, what it does); modules are imported w
     "baselines": ("seqrec.stages.baselines", "baselines", "evaluate popularity and a Markov chain"),
     "evaluate": ("seqrec.stages.evaluate", "evaluate", "rank every test case among the whole catalogue"),
     "register": ("seqrec.stages.register", "register", "leaderboard, MLflow runs, candidate and champion"),
-    "run": ("seqrec.run", "run", "all stages of one config in one process, without DVC"),
+    "run": ("seqrec.run", "run", "all stages of one config but register, in one process, without DVC"),
     "import": ("seqrec.run", "import_run", "bring a finished `run` into MLflow"),
     "leaderboard": ("seqrec.leaderboard", "show", "print the leaderboard of the last run"),
 }

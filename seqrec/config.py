@@ -227,10 +227,12 @@ class Params:
     def section(self, stage: str, *, model: str | None = None, dataset: str | None = None) -> Any:
         """Return the parsed section of `stage`, shared < dataset's < model's."""
         dataset = dataset or self.dataset
-        values = {**self.sections[stage], **self.dataset_entry(dataset).get(stage, {})}
-        if model is not None:
-            values |= self.model_entry(model).get(stage, {})
-        return parse(SECTIONS[stage], values, stage)
+        values, path = dict(self.sections[stage]), stage
+        if own := self.dataset_entry(dataset).get(stage):
+            values, path = values | dict(own), f"datasets.{dataset}.{stage}"
+        if model is not None and (own := self.model_entry(model).get(stage)):
+            values, path = values | dict(own), f"models.{model}.{stage}"
+        return parse(SECTIONS[stage], values, path)
 
     def model(self, name: str) -> ModelConfig:
         """Return architecture and options of `models.<name>`; the dataset's options are its defaults."""
@@ -275,12 +277,16 @@ def from_dict(content: Mapping[str, Any]) -> Params:
     """Check the keys of `content`, shaped as params.yaml, and wrap it."""
     top = ("dataset", "sources", "leaderboard", *SECTIONS, "datasets", "models")
     _check_keys(content, top, "params.yaml", required=True)
-    for stage, cls in SECTIONS.items():
-        _check_keys(content[stage], [f.name for f in dataclasses.fields(cls)], stage)
-    for name, entry in content["datasets"].items():
-        _check_keys(entry, DATASET_KEYS, f"datasets.{name}", required=True)
-    for name, entry in content["models"].items():
-        _check_keys(entry, MODEL_KEYS, f"models.{name}", required=True)
+    for name in ("sources", "leaderboard"):
+        if not isinstance(content[name], (list, tuple)):
+            raise ConfigError(f"{name}: expected a list of names, got {content[name]!r:.80}")
+    _check_sections(content, "")
+    for group, keys in (("datasets", DATASET_KEYS), ("models", MODEL_KEYS)):
+        _check_keys(content[group], content[group], group)
+        for name, entry in content[group].items():
+            _check_keys(entry, keys, f"{group}.{name}", required=True)
+            _check_keys(entry["options"], entry["options"], f"{group}.{name}.options")
+            _check_sections(entry, f"{group}.{name}.")
     params = Params(
         dataset=content["dataset"],
         sources=tuple(content["sources"]),
@@ -289,6 +295,8 @@ def from_dict(content: Mapping[str, Any]) -> Params:
         datasets=content["datasets"],
         models=content["models"],
     )
+    for stage, cls in SECTIONS.items():  # layer by layer, so that a message names the one at fault
+        parse(cls, {**({"source": ""} if stage == "ingest" else {}), **content[stage]}, stage)
     for dataset in params.datasets:
         for stage in SECTIONS:
             params.section(stage, dataset=dataset)
@@ -328,6 +336,12 @@ def _explain(error: ValueError, path: str) -> str:
         key = ".".join([path, *(str(part) for part in detail["loc"])])
         lines.append(f"{key}: {detail['msg'].removeprefix('Value error, ')} (got {detail['input']!r:.80})")
     return "; ".join(lines)
+
+
+def _check_sections(layer: Mapping[str, Any], prefix: str) -> None:
+    for stage, cls in SECTIONS.items():
+        if stage in layer:
+            _check_keys(layer[stage], [f.name for f in dataclasses.fields(cls)], f"{prefix}{stage}")
 
 
 def _check_keys(values: Any, known: Any, path: str, *, required: bool = False) -> None:

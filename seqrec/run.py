@@ -1,4 +1,4 @@
-"""All stages of one config in one process, without DVC: published-number configurations, bare training machines."""
+"""All stages of one config but register, in one process, without DVC."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 
 import yaml
 
-from seqrec.artifacts import write_json, write_text
+from seqrec import leaderboard
+from seqrec.artifacts import METRICS, write_json, write_text
 from seqrec.config import DATASET_KEYS, MODEL_KEYS, SECTIONS, ConfigError, Params, from_dict, load
 
 logger = logging.getLogger(__name__)
@@ -18,7 +19,9 @@ SETTINGS = "params.yaml"
 
 
 def run(*, config_file: Path, out: Path, data: Path | None = None, resume: bool = False) -> dict[str, float]:
-    """Run every stage of a config; a model whose training is complete there is not trained again.
+    """Run every stage of a config but the last; a model whose training is complete there is not trained again.
+
+    It registers nothing: `seqrec import` does, where MLflow is installed.
 
     Args:
         config_file: shaped as params.yaml, where a section or entry left out keeps its defaults.
@@ -35,10 +38,12 @@ def run(*, config_file: Path, out: Path, data: Path | None = None, resume: bool 
     values = _baselines(params, source / "sequences", out)
     for model in params.leaderboard:
         values |= _model(params, model, source / "sequences", out, resume)
-    if data is None and importlib.util.find_spec("mlflow") is not None:
-        import_run(run=out)
-    else:
-        logger.info("not registered; where MLflow is installed: seqrec import --run %s", out)
+    reports = out / "reports"
+    untrained = [name for name in leaderboard.BASELINES if (reports / name / METRICS).is_file()]
+    rows = leaderboard.build(reports=reports, models=params.leaderboard, baselines=untrained)
+    write_json(reports / leaderboard.LEADERBOARD, {"rows": rows, "registry": None})
+    leaderboard.show(reports=reports)
+    logger.info("not registered: `seqrec import --run %s` does it", out)
     return values
 
 

@@ -235,7 +235,7 @@ LOG = synthetic_rows(users=30)
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ([], "the interactions file is empty"),
+        ([], "tiny.csv is empty"),
         (["user_id,item_id,timestamp"], "the interactions file is empty"),
         (["user_id,item_id,timestamp", *["u1,i1,1000000000"] * 40, *["u1"] * 60], "ingest.max_bad_share"),
         (["user_id,item_id,timestamp", *["u1,i1,yesterday"] * 10], "ingest.max_bad_share"),

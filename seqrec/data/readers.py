@@ -144,10 +144,12 @@ def growing_prefixes(files: Mapping[str, Path], config: IngestConfig) -> Tables:
     """Read `.inter` files whose rows are `user, history, next item`: the user's longest row is the sequence.
 
     A row that is no prefix of that sequence is bad: the histories were cut at a maximum length, and events are lost.
-    Times are positions in the sequence (0, 1, ...).
+    Times are positions in the sequence (0, 1, ...). Where files `item2index` and `user2index` (id, number) lie beside
+    them, the rows hold numbers, which become ids again.
     """
+    indices = {f"{kind}_id": files[f"{kind}2index"] for kind in ("item", "user") if f"{kind}2index" in files}
     return Tables(
-        _prefix_blocks([files[role] for role in ("train", "valid", "test")]),
+        _prefix_blocks([files[role] for role in ("train", "valid", "test")], indices),
         items(_catalogue(files["items"], {}), files["items"]) if "items" in files else None,
     )
 
@@ -442,7 +444,7 @@ def _chosen(path: Path, required: Sequence[str], optional: Sequence[str], column
     return chosen
 
 
-def _prefix_blocks(paths: Sequence[Path]) -> Iterator[Block]:
+def _prefix_blocks(paths: Sequence[Path], indices: Mapping[str, Path]) -> Iterator[Block]:
     columns = {"history": "item_id_list"}
     frames = []
     for path in paths:
@@ -476,6 +478,15 @@ def _prefix_blocks(paths: Sequence[Path]) -> Iterator[Block]:
             pl.lit(None, pl.String).alias("_problem"),
         )
     )
+    for column, path in indices.items():
+        with opened(path) as file:
+            index = pl.read_csv(
+                file.read(), separator="\t", has_header=False, new_columns=["_id", column], infer_schema=False
+            )
+        events = events.join(index, on=column, how="left", maintain_order="left")
+        unknown = pl.when(pl.col("_id").is_null()).then(pl.lit(f"{column} is not in {path.name}"))
+        events = events.with_columns(pl.coalesce("_problem", unknown).alias("_problem"), pl.col("_id").alias(column))
+        events = events.drop("_id")
     yield from interactions(iter([events]), paths[0])
 
 

@@ -6,7 +6,7 @@ Data is downloaded, never shipped: none of these licences lets us pass it on.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 
 from seqrec.config import ConfigError, IngestConfig
@@ -212,9 +212,10 @@ def _own(config: IngestConfig) -> tuple[Publication, ...]:
 
 def _prefixes(config: IngestConfig) -> tuple[Publication, ...]:
     named = {part: f"{config.interactions}.{part}.inter" for part in ("train", "valid", "test")}
-    return (
-        Publication(files=_named({**named, "items": config.items}, config), read=readers.growing_prefixes, local=True),
-    )
+    indices = {role: f"{config.interactions}.{role}" for role in ("item2index", "user2index")}
+    files = _named({**named, "items": config.items, **indices}, config)
+    files = tuple(replace(file, required=file.role not in indices) for file in files)
+    return (Publication(files=files, read=readers.growing_prefixes, local=True),)
 
 
 def _named(places: Mapping[str, str], config: IngestConfig) -> tuple[File, ...]:

@@ -181,6 +181,23 @@ def test_growing_prefixes_become_one_sequence_a_user(tmp_path):
     assert table(tables.items).rows(named=True) == [{"item_id": "B1", "title": None, "text": "Salt. Home."}]
 
 
+def test_numbers_become_ids_again_where_an_index_lies_beside(tmp_path):
+    paths = {}
+    for part, text in {"train": "0\t0\t1\n", "valid": "0\t0 1\t2\n", "test": "0\t0 1 2\t7\n"}.items():
+        paths[part] = tmp_path / f"x.{part}.inter"
+        paths[part].write_text("user_id:token\titem_id_list:token_seq\titem_id:token\n" + text)
+    for role, text in {"item2index": "B9\t0\nB7\t1\nB8\t2\n", "user2index": "ANN\t0\n"}.items():
+        paths[role] = tmp_path / f"x.{role}"
+        paths[role].write_text(text)
+
+    blocks = list(readers.growing_prefixes(paths, IngestConfig(source="prefixes")).interactions)
+
+    good = pl.concat([block.good for block in blocks]).to_dicts()
+    assert [(row["user_id"], row["item_id"]) for row in good] == [("ANN", "B9"), ("ANN", "B7"), ("ANN", "B8")]
+    bad = [row for block in blocks for row in block.bad.to_dicts()]
+    assert [row["reason"] for row in bad] == ["item_id is not in x.item2index"]
+
+
 def test_a_prefix_that_was_cut_is_malformed(tmp_path):
     blocks = list(prefixes(tmp_path, "u\ta\tb\nu\tb\n", "u\ta b\tc\n", "u\tb c\td\n").interactions)
     assert rows(blocks) == [("u", "a", 0, None), ("u", "b", 1, None), ("u", "c", 2, None)]
