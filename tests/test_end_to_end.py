@@ -178,6 +178,10 @@ def test_unchanged_pipeline_then_one_changed_option_then_back(killed):
     assert [file for file, values in changed.items() if "test/ndcg@10" in values] == ["reports/flash4rec/metrics.json"]
     curves = json.loads(call(project, "dvc", "plots", "diff", "--json", "HEAD").stdout)["data"]
     assert curves.keys() == {"reports/curves.csv", "reports/leaderboard.csv"}
+    points = curves["reports/curves.csv"][0]["content"]["data"]["values"]
+    assert {(point["rev"], point["field"]) for point in points} == {
+        (revision, model) for revision in ("workspace", "HEAD") for model in MODELS
+    }
 
     assert call(project, "git", "checkout", "--quiet", "params.yaml").returncode == 0
     again = repro(project)

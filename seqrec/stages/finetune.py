@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 from pathlib import Path
 
-from seqrec.artifacts import HISTORY, write_text
 from seqrec.checkpoint import load_model
 from seqrec.config import FinetuneConfig
 from seqrec.data import sequences as data
@@ -23,7 +19,6 @@ def finetune(
     state: Path,
     filter_seen: bool,
     config: FinetuneConfig,
-    curve: Path | None = None,
     resume: bool = False,
 ) -> dict[str, float]:
     """Train `model` for the next item; continue from the resume state whose fingerprint matches, if there is one.
@@ -36,11 +31,10 @@ def finetune(
         state: folder of resume states.
         filter_seen: whether validation leaves out seen items.
         config: section `finetune`.
-        curve: CSV file that receives one line per epoch, the form DVC plots.
         resume: refuse to start afresh.
     """
     net, _ = load_model(initial)
-    values = train(
+    return train(
         net,
         data.load(sequences),
         "finetune",
@@ -52,17 +46,3 @@ def finetune(
         filter_seen=filter_seen,
         resume=resume,
     )
-    if curve is not None:
-        write_curve(checkpoint / HISTORY, curve)
-    return values
-
-
-def write_curve(history: Path, curve: Path) -> None:
-    """Write the records of `history` (JSON lines) as CSV."""
-    records = [json.loads(line) for line in history.read_text(encoding="utf-8").splitlines()]
-    names = list(dict.fromkeys(name for record in records for name in record))
-    text = io.StringIO()
-    writer = csv.DictWriter(text, names, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(records)
-    write_text(curve, text.getvalue())
