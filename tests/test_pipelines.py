@@ -212,7 +212,7 @@ def test_settings_are_resolved_for_dataset_and_model(tmp_path):
 
     assert [given[f"finetune_{model}"]["epochs"] for model in MODELS] == [9, 8]
     assert [given[f"finetune_{model}"]["patience"] for model in MODELS] == [3, 3]
-    assert given["architecture_sasrec"]["options"]["length"] == 100
+    assert given["architecture_sasrec"]["options"]["length"] == content["datasets"]["ml-100k"]["options"]["length"]
     assert given["filter_seen"] is False
     assert "filter_seen" not in given["evaluate"]
 
