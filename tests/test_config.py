@@ -162,7 +162,7 @@ def test_the_projects_own_params_load_for_every_dataset_and_model():
                 params.section(stage, model=model, dataset=dataset)
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda path: path.stem)
 def test_every_config_loads(path):
     from seqrec.run import load_config
 
