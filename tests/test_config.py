@@ -159,7 +159,8 @@ def test_the_projects_own_params_load_for_every_dataset_and_model():
     for dataset in params.datasets:
         for model in params.models:
             for stage in config.SECTIONS:
-                params.section(stage, model=model, dataset=dataset)
+                section = params.section(stage, model=model, dataset=dataset)
+                assert isinstance(section, config.SECTIONS[stage])
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda path: path.stem)
