@@ -9,7 +9,8 @@ COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY seqrec/__init__.py seqrec/__init__.py
 # dependencies before source: a change of code does not install them again
 RUN python3 -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-    print(*p['dependencies'], *p['optional-dependencies']['pipeline'], sep='\n')" > requirements.txt \
+    print(*p['dependencies'], *p['optional-dependencies']['pipeline'], \
+    *p['optional-dependencies']['text'], sep='\n')" > requirements.txt \
     && pip install --constraint constraints.txt --requirement requirements.txt
 
 FROM ${PYTHON_IMAGE}

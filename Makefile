@@ -7,7 +7,7 @@ export DVC_NO_ANALYTICS := 1
 export GX_ANALYTICS_ENABLED := false
 export MLFLOW_DISABLE_TELEMETRY := true
 
-.PHONY: help setup repro test lint format ui pipeline clean
+.PHONY: help setup repro experiments bench test lint format ui pipeline clean
 
 help:  ## show the targets
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -16,12 +16,19 @@ setup: $(VENV)/.installed  ## make .venv with the pinned packages
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[pipeline,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[pipeline,text,dev]'
 	@touch $@
 
 repro: setup  ## the whole pipeline, then the leaderboard; SET="finetune.epochs=3" tries other settings
 	$(if $(SET),dvc exp run $(addprefix --set-param ,$(SET)),dvc repro)
 	@python -m seqrec leaderboard --reports reports
+
+experiments: setup  ## what is missing of configs/rec-denoiser, hours; ONLY="ml-100k ml-100k-grid" for some
+	python scripts/rec_denoiser_experiments.py $(if $(ONLY),--only $(ONLY))
+
+bench: setup  ## speed and memory against RePlay and RecTools; SEQUENCES=folder of a prepared ML-1M
+	python -m benchmarks.losses
+	python -m benchmarks.peers --sequences $(or $(SEQUENCES),data/sequences)
 
 test: setup lint  ## linters, types, tests
 	OMP_NUM_THREADS=1 pytest --numprocesses auto

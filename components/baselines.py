@@ -1,4 +1,4 @@
-"""Step `baselines`: two rows that need no training, and that any model must beat."""
+"""Step `baselines`: rows that need no training by gradient, and that any model must beat."""
 
 from kfp import dsl
 
@@ -13,7 +13,7 @@ def baselines(
     results: dsl.Output[dsl.Artifact],
     metrics: dsl.Output[dsl.Metrics],
 ):
-    """Evaluate popularity and a Markov chain."""
+    """Evaluate popularity, a Markov chain and EASE."""
     from pathlib import Path
 
     from seqrec.config import EvaluateConfig, parse

@@ -10,8 +10,10 @@ def pretrain(
     model: str,
     state: str,
     filter_seen: bool,
+    sources: list,
     architecture: dict,
     config: dict,
+    data: dsl.Input[dsl.Dataset],
     sequences: dsl.Input[dsl.Dataset],
     initial: dsl.Output[dsl.Model],
     metrics: dsl.Output[dsl.Metrics],
@@ -30,6 +32,8 @@ def pretrain(
         architecture=parse(ModelConfig, architecture, f"models.{model}"),
         filter_seen=filter_seen,
         config=parse(PretrainConfig, config, "pretrain"),
+        data=Path(data.path),
+        sources=[Path(data.path) / "sources" / name for name in sources],
     )
     for name, value in values.items():
         metrics.log_metric(name, value)

@@ -1,9 +1,34 @@
 """Architectures in pure torch: this package imports torch and itself."""
 
 from models.base import Batch, Catalogue, SequenceModel
+from models.bert4rec import BERT4Rec
+from models.caser import Caser
 from models.flash4rec import FLASH4Rec
+from models.fpmc import FPMC
+from models.gru4rec import GRU4Rec
+from models.mfbpr import MFBPR
+from models.rec_denoiser import RecDenoiser
+from models.recformer import Recformer
 from models.sasrec import SASRec
+from models.ssept import SSEPT
+from models.strec import STRec
+from models.tisasrec import TiSASRec
+from models.zesrec import ZESRec
 
-REGISTRY: dict[str, type[SequenceModel]] = {"sasrec": SASRec, "flash4rec": FLASH4Rec}
+REGISTRY: dict[str, type[SequenceModel]] = {
+    "sasrec": SASRec,
+    "flash4rec": FLASH4Rec,
+    "strec": STRec,
+    "gru4rec": GRU4Rec,
+    "bert4rec": BERT4Rec,
+    "caser": Caser,
+    "fpmc": FPMC,
+    "mfbpr": MFBPR,
+    "tisasrec": TiSASRec,
+    "ssept": SSEPT,
+    "rec_denoiser": RecDenoiser,
+    "recformer": Recformer,
+    "zesrec": ZESRec,
+}
 
 __all__ = ["REGISTRY", "Batch", "Catalogue", "SequenceModel"]

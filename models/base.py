@@ -65,6 +65,7 @@ class SequenceModel(nn.Module):
     options: Any
     objectives: ClassVar[frozenset[str]] = frozenset({"causal"})
     needs: ClassVar[frozenset[str]] = frozenset()  # subset of times, user, text
+    contrastive: ClassVar[frozenset[str]] = frozenset()  # phases whose batches end with the target, selected by `hits`
 
     def __init__(self, options: Any, catalogue: Catalogue) -> None:
         super().__init__()
@@ -94,6 +95,10 @@ class SequenceModel(nn.Module):
     def on_epoch(self) -> None:
         """Work before each epoch, in eval mode and without gradient."""
 
+    def hits(self, batch: Batch) -> Tensor:
+        """Return bool (B,): which targets, the batch's last events, are told apart from those of the other rows."""
+        raise NotImplementedError
+
     def training_loss(self, batch: Batch, task: TaskLoss) -> dict[str, Tensor]:
-        """Return the named terms whose sum is minimised."""
+        """Return the named terms whose sum is minimised; one named `figure/...` is logged with them, not minimised."""
         return {"task": task(self(batch)).sum()}

@@ -6,7 +6,8 @@ Equation numbers are the paper's. It differs from the printed text in these plac
   chosen expert's share of the softmax over all experts (Switch Transformer, the source it cites);
 - eq. 14 divides by the dropped mass; inverted dropout needs the kept mass;
 - an output projection after the gate (Hua et al. 2022, arXiv:2202.10447) and pre-norm blocks; dropout on embeddings
-  and residuals.
+  and residuals;
+- the experts' two layers have no bias, as in Switch Transformer, and the router's hidden layer is a ReLU.
 
 Shape suffixes, besides those of base.py: S shared query/key width, E value and gate width, N tokens, X experts.
 """
@@ -21,8 +22,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.base import PAD, Batch, Catalogue, Options, SequenceModel, TaskLoss, check
-from models.layers import INIT_STD, attention_bias, initialise
+from models.layers import INIT_STD, Dropout, attend, attention_bias, draws, initialise
 
+ROUTING = ("balance", "busiest_expert", "router_entropy")  # eq. 11 without lambda, share of tokens, nats
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
 
 
@@ -38,7 +40,8 @@ class FLASH4RecOptions(Options):
     activation: str = "silu"  # silu | sigmoid: the unnamed sigma of eqs. 1, 4, 5
     user_gate: bool = True  # False drops the user's half of eq. 5
     norm: str = "pre"  # pre | post
-    experts: int = 4
+    heads: int = 0  # 0 = gated attention; ablation: so many heads of plain attention in its place, without a user
+    experts: int = 4  # 1 = ablation: one dense network, no router
     experts_per_token: int = 1
     d_expert: int = 128
     d_router: int = 64
@@ -48,6 +51,7 @@ class FLASH4RecOptions(Options):
     topk_dropout: float = 0.1  # probability of dropping each of a row's largest weights
     topk_dropout_k: int = 5
     topk_dropout_scope: str = "matrix"  # matrix: one rescaling per example | row: one per query
+    attention_dropout: float = 0.0  # ablation: plain dropout of attention weights, in Top-K dropout's place
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,6 +62,13 @@ class FLASH4RecOptions(Options):
         check(self.norm in ("pre", "post"), "norm must be pre or post")
         check(1 <= self.experts_per_token <= self.experts, "experts_per_token must be between 1 and experts")
         check(self.gate in ("softmax_then_topk", "topk_then_softmax"), "gate: softmax_then_topk or topk_then_softmax")
+        check(0 <= self.attention_dropout < 1, "attention_dropout must be at least 0 and under 1")
+        check(
+            not (self.attention_dropout and self.topk_dropout),
+            "attention_dropout takes the place of Top-K dropout: set topk_dropout to 0",
+        )
+        check(self.heads == 0 or not self.user_gate, "heads: plain attention has no gate; set user_gate to false")
+        check(self.heads == 0 or self.d_model % (2 * self.heads) == 0, "heads: each needs an even share of d_model")
         check(self.topk_dropout_k >= 1, "topk_dropout_k must be at least 1")
         check(self.topk_dropout_scope in ("matrix", "row"), "topk_dropout_scope must be matrix or row")
         check(self.jitter >= 0 and self.balance >= 0, "jitter and balance must be at least 0")
@@ -98,6 +109,34 @@ def topk_dropout(weight_BLL: Tensor, real_BL: Tensor, k: int, p: float, scope: s
     return weight_BLL * mask_BLL
 
 
+def mix(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, real: Tensor, options: FLASH4RecOptions, training: bool
+) -> Tensor:
+    """Return softmax attention (eqs. 2, 3) over the rows of `value`, in training with the dropout of `options`."""
+    if not training or options.topk_dropout == 0:
+        return attend(query, key, value, bias, options.attention_dropout if training else 0.0)
+    weight = torch.baddbmm(bias, query, key.mT, alpha=query.shape[-1] ** -0.5).softmax(-1)
+    weight = topk_dropout(weight, real, options.topk_dropout_k, options.topk_dropout, options.topk_dropout_scope)
+    return weight @ value
+
+
+def grouped_linear(x_ME: Tensor, counts_X: Tensor, weight_XEF: Tensor) -> Tensor:
+    """Return (M, F): each row times its expert's weight.
+
+    Args:
+        x_ME: rows sorted by expert.
+        counts_X: rows of each expert.
+        weight_XEF: of each expert.
+    """
+    dtypes = (torch.bfloat16,) if x_ME.is_cuda else (torch.bfloat16, torch.float32)
+    aligned = all(width % 8 == 0 for width in weight_XEF.shape[1:])  # the kernel wants rows of 16 bytes
+    if aligned and x_ME.dtype in dtypes and hasattr(F, "grouped_mm"):
+        product: Tensor = F.grouped_mm(x_ME, weight_XEF.to(x_ME.dtype), offs=counts_X.cumsum(0).to(torch.int32))
+        return product
+    parts = zip(x_ME.split(counts_X.tolist()), weight_XEF, strict=True)
+    return torch.cat([part @ weight for part, weight in parts])
+
+
 class GatedAttention(nn.Module):
     """Single-head gated attention with a gate that knows the user (eqs. 1-6)."""
 
@@ -122,19 +161,29 @@ class GatedAttention(nn.Module):
         if self.user_to_gate is not None:
             gate_BLE = gate_BLE + self.user_to_gate(user_BD).unsqueeze(1)
         gate_BLE = self.activation(gate_BLE)  # (5)
-        mixed_BLE = self._mix(q_BLS[:, queries], k_BLS, value_BLE, bias_BLL[:, queries], real_BL[:, queries])
+        bias_BQL, real_BQ = bias_BLL[:, queries], real_BL[:, queries]
+        mixed_BLE = mix(q_BLS[:, queries], k_BLS, value_BLE, bias_BQL, real_BQ, self.options, self.training)
         out: Tensor = self.to_out(gate_BLE * mixed_BLE)  # (6)
         return out
 
-    def _mix(self, q: Tensor, k: Tensor, value_BLE: Tensor, bias: Tensor, real: Tensor) -> Tensor:
-        options = self.options
-        if not self.training or options.topk_dropout == 0:
-            return F.scaled_dot_product_attention(q, k, value_BLE, attn_mask=bias)
-        score = torch.baddbmm(bias, q, k.mT, alpha=options.d_shared**-0.5)  # (3)
-        weight = topk_dropout(
-            score.softmax(-1), real, options.topk_dropout_k, options.topk_dropout, options.topk_dropout_scope
-        )
-        return weight @ value_BLE
+
+class RotaryAttention(nn.Module):
+    """Multi-head attention with rotary positions: what gated attention is compared with (paper, table 3)."""
+
+    def __init__(self, options: FLASH4RecOptions) -> None:
+        super().__init__()
+        self.options = options
+        self.to_all = nn.Linear(options.d_model, 3 * options.d_model)
+        self.to_out = nn.Linear(options.d_model, options.d_model)
+
+    def forward(self, x_BLD: Tensor, _: Tensor, bias_BLL: Tensor, real_BL: Tensor, queries: slice) -> Tensor:
+        """Return the layer's output at the positions `queries` alone."""
+        heads = self.options.heads
+        q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2).flatten(0, 1) for x in self.to_all(x_BLD).chunk(3, -1))
+        bias, real = (x[:, queries].repeat_interleave(heads, 0) for x in (bias_BLL, real_BL))
+        mixed = mix(rotate(q)[:, queries], rotate(k), v, bias, real, self.options, self.training)  # (B * H, Q, K)
+        out: Tensor = self.to_out(mixed.unflatten(0, (-1, heads)).transpose(1, 2).flatten(2))
+        return out
 
 
 class Experts(nn.Module):
@@ -144,63 +193,75 @@ class Experts(nn.Module):
         super().__init__()
         self.options = options
         self.router = nn.Sequential(
-            nn.Linear(options.d_model, options.d_router), nn.GELU(), nn.Linear(options.d_router, options.experts)
+            nn.Linear(options.d_model, options.d_router), nn.ReLU(), nn.Linear(options.d_router, options.experts)
         )
         self.inner = nn.Parameter(torch.empty(options.experts, options.d_model, options.d_expert).normal_(std=INIT_STD))
-        self.inner_bias = nn.Parameter(torch.zeros(options.experts, options.d_expert))
         self.outer = nn.Parameter(torch.empty(options.experts, options.d_expert, options.d_model).normal_(std=INIT_STD))
-        self.outer_bias = nn.Parameter(torch.zeros(options.experts, options.d_model))
 
     def forward(self, x_BLD: Tensor, real_BL: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the mixed outputs (B, L, D), zero at padding, and the balance term of eq. 11 without its weight."""
+        """Return the mixed outputs (B, L, D), zero at padding, and the layer's `ROUTING` (3,)."""
         x_ND, real_N = x_BLD.flatten(0, 1), real_BL.flatten()
         logits_NX = self.router(self._jittered(x_ND))
-        gate_NK, expert_NK = self._gates(logits_NX)
-        mixed_ND = self._dispatch(x_ND, gate_NK, expert_NK, real_N)
-        return mixed_ND.unflatten(0, x_BLD.shape[:2]), self._balance(logits_NX, expert_NK, real_N)
+        share_NX = logits_NX.softmax(-1)
+        gate_NK, expert_NK = self._gates(logits_NX, share_NX)
+        mixed_ND, counts_X = self._dispatch(x_ND, gate_NK, expert_NK, real_N)
+        return mixed_ND.unflatten(0, x_BLD.shape[:2]), self._routing(share_NX, counts_X, real_N)
 
     def _jittered(self, x_ND: Tensor) -> Tensor:
         epsilon = self.options.jitter
         if not self.training or epsilon == 0:
             return x_ND
-        return x_ND * torch.empty_like(x_ND).uniform_(1 - epsilon, 1 + epsilon)  # (7)
+        return torch.addcmul(x_ND, x_ND, draws(x_ND).to(x_ND.dtype), value=epsilon / 32768)  # (7)
 
-    def _gates(self, logits_NX: Tensor) -> tuple[Tensor, Tensor]:
+    def _gates(self, logits_NX: Tensor, share_NX: Tensor) -> tuple[Tensor, Tensor]:
         k = self.options.experts_per_token
         if self.options.gate == "topk_then_softmax":
             top_NK, expert_NK = logits_NX.topk(k, dim=-1)  # (8)
             return top_NK.softmax(-1), expert_NK  # (9)
-        gate_NK, expert_NK = logits_NX.softmax(-1).topk(k, dim=-1)
-        return gate_NK if k == 1 else gate_NK / gate_NK.sum(-1, keepdim=True), expert_NK
+        if k == 1:
+            return share_NX.max(-1, keepdim=True)
+        gate_NK, expert_NK = share_NX.topk(k, dim=-1)
+        return gate_NK / gate_NK.sum(-1, keepdim=True), expert_NK
 
-    def _dispatch(self, x_ND: Tensor, gate_NK: Tensor, expert_NK: Tensor, real_N: Tensor) -> Tensor:
-        """Sort token copies by expert, run each expert on its slice, add the results where they belong (eq. 10)."""
+    def _dispatch(self, x_ND: Tensor, gate_NK: Tensor, expert_NK: Tensor, real_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Sort token copies by expert, run each expert on its slice, add the results where they belong (eq. 10).
+
+        Returns:
+            The mixed outputs (N, D), zero at padding, and the tokens of each expert (X,).
+        """
         experts, k = self.options.experts, self.options.experts_per_token
-        expert_M = torch.where(
-            real_N.unsqueeze(-1), expert_NK, experts
-        ).flatten()  # padding sorts last, is not computed
-        order_M = expert_M.argsort(stable=True)
-        counts = torch.bincount(expert_M, minlength=experts + 1).tolist()
-        order_M = order_M[: len(order_M) - counts.pop()]
-        token_M = order_M // k
-        slices = x_ND[token_M].split(counts)
-        weights = zip(self.inner, self.inner_bias, self.outer, self.outer_bias, strict=True)
-        computed_MD = torch.cat(
-            [
-                torch.addmm(outer_bias, F.gelu(torch.addmm(inner_bias, part, inner)), outer)
-                for part, (inner, inner_bias, outer, outer_bias) in zip(slices, weights, strict=True)
-            ]
-        )
-        weighted_MD = computed_MD * gate_NK.flatten()[order_M].unsqueeze(-1)
-        return torch.zeros_like(x_ND).index_add(0, token_M, weighted_MD.to(x_ND.dtype))
+        expert_M, order_M = torch.where(real_N.unsqueeze(-1), expert_NK, experts).flatten().sort(stable=True)
+        counts_X = torch.bincount(expert_M, minlength=experts + 1)[:experts]
+        if not x_ND.is_cuda:  # padding, sorted last, is not computed; a GPU would wait longer for the count
+            order_M = order_M[: int(counts_X.sum())]
+        expert_M, token_M = expert_M[: len(order_M)], order_M // k
+        sizes_X = torch.bincount(expert_M.clamp(max=experts - 1), minlength=experts)
+        hidden_ME = F.gelu(grouped_linear(x_ND.index_select(0, token_M), sizes_X, self.inner))
+        computed_MD = grouped_linear(hidden_ME, sizes_X, self.outer)
+        gate_M = gate_NK.flatten().index_select(0, order_M) * (expert_M < experts)
+        weighted_MD = (computed_MD * gate_M.unsqueeze(-1)).to(x_ND.dtype)
+        return torch.zeros_like(x_ND).index_add(0, token_M, weighted_MD), counts_X
 
-    def _balance(self, logits_NX: Tensor, expert_NK: Tensor, real_N: Tensor) -> Tensor:
-        real_N1 = real_N.unsqueeze(-1)
-        count = real_N.sum().clamp(min=1)
-        probability_X = (logits_NX.softmax(-1) * real_N1).sum(0) / count
-        chosen_NX = torch.zeros_like(logits_NX).scatter(1, expert_NK, 1.0)
-        share_X = (chosen_NX * real_N1).sum(0) / (count * self.options.experts_per_token)
-        return self.options.experts * (share_X.detach() * probability_X).sum()  # (11)
+    def _routing(self, share_NX: Tensor, counts_X: Tensor, real_N: Tensor) -> Tensor:
+        number = real_N.sum().clamp(min=1)
+        probability_X = (share_NX * real_N.unsqueeze(-1)).sum(0) / number
+        load_X = counts_X / counts_X.sum().clamp(min=1)
+        balance = self.options.experts * (load_X * probability_X).sum()  # (11)
+        entropy = torch.special.entr(share_NX.detach()).sum(-1).masked_fill(~real_N, 0.0).sum() / number
+        return torch.stack([balance, load_X.max(), entropy])
+
+
+class FeedForward(nn.Module):
+    """One network for all tokens: what the experts are compared with (paper, table 3)."""
+
+    def __init__(self, options: FLASH4RecOptions) -> None:
+        super().__init__()
+        self.inner = nn.Linear(options.d_model, options.d_expert)
+        self.outer = nn.Linear(options.d_expert, options.d_model)
+
+    def forward(self, x_BLD: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the outputs (B, L, D), and zeros for `ROUTING`."""
+        return self.outer(F.gelu(self.inner(x_BLD))), x_BLD.new_zeros(len(ROUTING))
 
 
 class Block(nn.Module):
@@ -209,21 +270,23 @@ class Block(nn.Module):
     def __init__(self, options: FLASH4RecOptions) -> None:
         super().__init__()
         self.pre_norm = options.norm == "pre"
-        self.attention, self.norm_attention = GatedAttention(options), nn.LayerNorm(options.d_model)
-        self.experts, self.norm_experts = Experts(options), nn.LayerNorm(options.d_model)
-        self.dropout = nn.Dropout(options.dropout)
+        self.attention = RotaryAttention(options) if options.heads else GatedAttention(options)
+        self.norm_attention = nn.LayerNorm(options.d_model)
+        self.experts = Experts(options) if options.experts > 1 else FeedForward(options)
+        self.norm_experts = nn.LayerNorm(options.d_model)
+        self.dropout = Dropout(options.dropout)
 
     def forward(
         self, x_BLD: Tensor, user_BD: Tensor, bias_BLL: Tensor, real_BL: Tensor, queries: slice
     ) -> tuple[Tensor, Tensor]:
-        """Return the block's output at the positions `queries` alone, and its balance term."""
+        """Return the block's output at the positions `queries` alone, and its `ROUTING`."""
         source_BLD = self.norm_attention(x_BLD) if self.pre_norm else x_BLD
         x_BLD = x_BLD[:, queries] + self.dropout(self.attention(source_BLD, user_BD, bias_BLL, real_BL, queries))
         if not self.pre_norm:
             x_BLD = self.norm_attention(x_BLD)
-        mixed_BLD, balance = self.experts(self.norm_experts(x_BLD) if self.pre_norm else x_BLD, real_BL[:, queries])
+        mixed_BLD, routing = self.experts(self.norm_experts(x_BLD) if self.pre_norm else x_BLD, real_BL[:, queries])
         x_BLD = x_BLD + self.dropout(mixed_BLD)
-        return x_BLD if self.pre_norm else self.norm_experts(x_BLD), balance
+        return x_BLD if self.pre_norm else self.norm_experts(x_BLD), routing
 
 
 class FLASH4Rec(SequenceModel):
@@ -240,7 +303,7 @@ class FLASH4Rec(SequenceModel):
         mask = options.objective == "cloze"  # one more row
         self.items = nn.Embedding(catalogue.num_items + 1 + mask, d_model, padding_idx=PAD)
         self.users = nn.Embedding(catalogue.num_users + 1, d_model) if options.user_gate else None
-        self.dropout = nn.Dropout(options.dropout)
+        self.dropout = Dropout(options.dropout)
         self.blocks = nn.ModuleList(Block(options) for _ in range(options.layers))
         self.norm = nn.LayerNorm(d_model) if options.norm == "pre" else nn.Identity()
         self.head = nn.Sequential(
@@ -257,19 +320,24 @@ class FLASH4Rec(SequenceModel):
         bias_BLL = attention_bias(batch.items, causal=self.options.objective == "causal")
         x_BLD = self.dropout(self.items(batch.items))
         user_BD = self.users(batch.user) if self.users is not None else x_BLD[:, -1]
-        balances = []
+        routings = []
         for number, block in enumerate(self.blocks, start=1):
             only_last = last and number == self.options.layers  # earlier layers feed its keys and values
             queries = slice(-1, None) if only_last else slice(None)
-            x_BLD, balance = block(x_BLD, user_BD, bias_BLL, real_BL, queries)
-            balances.append(balance)
-        return self.head(self.norm(x_BLD)), torch.stack(balances).mean()
+            x_BLD, routing = block(x_BLD, user_BD, bias_BLL, real_BL, queries)
+            routings.append(routing)
+        return self.head(self.norm(x_BLD)), torch.stack(routings).mean(0)
 
     def item_vectors(self) -> Tensor:
         """See `SequenceModel.item_vectors`."""
-        return self.items.weight[: self.catalogue.num_items + 1]
+        masked = self.options.objective == "cloze"
+        return self.items.weight[: self.catalogue.num_items + 1] if masked else self.items.weight
 
     def training_loss(self, batch: Batch, task: TaskLoss) -> dict[str, Tensor]:
-        """See `SequenceModel.training_loss`; adds the load-balancing term."""
-        query_BLD, balance = self._encode(batch, last=False)
-        return {"task": task(query_BLD).sum(), "balance": self.options.balance * balance}
+        """See `SequenceModel.training_loss`; adds the load-balancing term, and what shows whether it works."""
+        query_BLD, routing = self._encode(batch, last=False)
+        terms = {"task": task(query_BLD).sum()}
+        if self.options.experts > 1:
+            terms["balance"] = self.options.balance * routing[0]
+            terms |= {f"figure/{name}": value for name, value in zip(ROUTING[1:], routing[1:].detach(), strict=True)}
+        return terms

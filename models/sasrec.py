@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from models.base import PAD, Batch, Catalogue, Options, SequenceModel, check
-from models.layers import MultiHeadAttention, attention_bias, initialise
+from models.layers import Dropout, MultiHeadAttention, attention_bias, initialise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,20 +38,21 @@ class SASRecOptions(Options):
 class Block(nn.Module):
     """Attention with normalised queries, then a point-wise network (paper, section 3.2)."""
 
-    def __init__(self, options: SASRecOptions) -> None:
+    def __init__(self, options: SASRecOptions, attention: nn.Module | None = None) -> None:
         super().__init__()
         d_model = options.d_model
         self.norm_query = nn.LayerNorm(d_model)
-        self.attention = MultiHeadAttention(d_model, options.heads, options.attention_dropout)
+        self.attention = attention or MultiHeadAttention(d_model, options.heads, options.attention_dropout)
         self.norm = nn.LayerNorm(d_model)
         self.inner = nn.Linear(d_model, d_model)
         self.outer = nn.Linear(d_model, d_model)
-        self.dropout = nn.Dropout(options.dropout)
+        self.dropout = Dropout(options.dropout)
 
-    def forward(self, x_BLD: Tensor, bias_BLL: Tensor, queries: slice) -> Tensor:
-        """Return the block's output at the positions `queries` alone."""
+    def forward(self, x_BLD: Tensor, bias_BLL: Tensor, queries: slice, *pairs_BLL: Tensor) -> Tensor:
+        """Return the block's output at the positions `queries`; `pairs_BLL` is what its attention reads besides."""
         query_BQD = self.norm_query(x_BLD[:, queries])
-        x_BQD = query_BQD + self.attention(query_BQD, x_BLD, bias_BLL[:, queries])
+        pairs_BQL = (pair_BLL[:, queries] for pair_BLL in pairs_BLL)
+        x_BQD = query_BQD + self.attention(query_BQD, x_BLD, bias_BLL[:, queries], *pairs_BQL)
         x_BQD = self.norm(x_BQD)
         out: Tensor = x_BQD + self.dropout(self.outer(self.dropout(torch.relu(self.inner(x_BQD)))))
         return out
@@ -68,7 +69,7 @@ class SASRec(SequenceModel):
         super().__init__(options, catalogue)
         self.items = nn.Embedding(catalogue.num_items + 1, options.d_model, padding_idx=PAD)
         self.positions = nn.Parameter(torch.empty(options.length, options.d_model).normal_(std=0.02))
-        self.dropout = nn.Dropout(options.dropout)
+        self.dropout = Dropout(options.dropout)
         self.blocks = nn.ModuleList(Block(options) for _ in range(options.layers))
         self.norm = nn.LayerNorm(options.d_model)
         initialise(self)

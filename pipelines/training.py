@@ -19,6 +19,7 @@ from components.collect import collect
 from components.evaluate import evaluate
 from components.finetune import finetune
 from components.ingest import ingest
+from components.join import join
 from components.prepare import prepare
 from components.pretrain import pretrain
 from components.register import register
@@ -26,6 +27,7 @@ from components.validate import validate
 from seqrec.config import ConfigError, Params
 
 STATE = "/tmp/seqrec/state"  # downloads and resume states: lost with the pod, until a volume is mounted there
+PREPARATION = ("ingest", "validate", "prepare")
 BASELINE = "configs/baseline.json"  # a file of the image
 
 
@@ -36,9 +38,13 @@ def training_pipeline(params: Params, models: Sequence[str]) -> GraphComponent:
         ConfigError: an unknown model, a repeated one, none, or a key that cannot be part of a parameter's name.
     """
     defaults = parameters(params, models)
+    sources = {
+        name: {stage: dataclasses.asdict(params.section(stage, dataset=name)) for stage in PREPARATION}
+        for name in params.sources
+    }
 
     def training(*values: Any) -> None:
-        _steps(dict(zip(defaults, values, strict=True)), models)
+        _steps(dict(zip(defaults, values, strict=True)), models, sources)
 
     training.__doc__ = f"From raw logs of {params.dataset} to a registered champion: {', '.join(models)}."
     training.__signature__ = inspect.Signature(  # where KFP looks for its parameters
@@ -71,7 +77,7 @@ def parameters(params: Params, models: Sequence[str]) -> dict[str, Any]:
     return {**fixed, **sections, **own}
 
 
-def _steps(given: dict[str, Any], models: Sequence[str]) -> None:
+def _steps(given: dict[str, Any], models: Sequence[str], sources: dict[str, dict[str, Any]]) -> None:
     dataset, filter_seen, state = given["dataset"], given["filter_seen"], given["state"]
     data = ingest(dataset=dataset, state=state, config=given["ingest"]).outputs["data"]
     validation = validate(dataset=dataset, baseline=given["baseline"], config=given["validate"], data=data).outputs[
@@ -80,11 +86,16 @@ def _steps(given: dict[str, Any], models: Sequence[str]) -> None:
     prepared = prepare(dataset=dataset, config=given["prepare"], data=data, validation=validation)
     sequences = prepared.outputs["sequences"]
     shared = {"filter_seen": filter_seen, "sequences": sequences}
+    joined = data
+    for name, sections in sources.items():
+        joined = _join(name, sections, joined, given)
     results = baselines(config=given["evaluate"], **shared).outputs["results"]
     for model in models:
         start = pretrain(
             model=model,
             state=state,
+            data=joined,
+            sources=list(sources),
             architecture=given[f"architecture_{model}"],
             config=given[f"pretrain_{model}"],
             **shared,
@@ -95,8 +106,8 @@ def _steps(given: dict[str, Any], models: Sequence[str]) -> None:
         checkpoint = tuned.outputs["checkpoint"]
         ranked = evaluate(model=model, config=given["evaluate"], checkpoint=checkpoint, **shared)
         ranked.set_display_name(f"evaluate {model}")
-        joined = collect(model=model, others=results, checkpoint=checkpoint, report=ranked.outputs["report"])
-        results = joined.set_display_name(f"collect {model}").outputs["results"]
+        collected = collect(model=model, others=results, checkpoint=checkpoint, report=ranked.outputs["report"])
+        results = collected.set_display_name(f"collect {model}").outputs["results"]
     registered = register(
         dataset=dataset,
         leaderboard=list(models),
@@ -108,3 +119,14 @@ def _steps(given: dict[str, Any], models: Sequence[str]) -> None:
         data=data,
     )
     registered.set_caching_options(enable_caching=False)  # what it does lies outside of its outputs
+
+
+def _join(name: str, config: dict[str, Any], others: Any, given: dict[str, Any]) -> Any:
+    """Return `others` with the prepared dataset `name` added, for models that pre-train on it."""
+    data = ingest(dataset=name, state=given["state"], config=config["ingest"]).outputs["data"]
+    validation = validate(dataset=name, baseline=given["baseline"], config=config["validate"], data=data).outputs[
+        "validation"
+    ]
+    made = prepare(dataset=name, config=config["prepare"], data=data, validation=validation).outputs["sequences"]
+    step = join(source=name, others=others, data=data, sequences=made).set_display_name(f"join {name}")
+    return step.outputs["joined"]

@@ -1,6 +1,7 @@
 """The command line: `python -m seqrec STAGE ...`.
 
-A command is a plain function; its keyword-only parameters are the flags. `config` and its like come from params.yaml.
+A command is a plain function; its keyword-only parameters are the flags, a list before them is what is named without
+a flag. `config` and its like come from params.yaml.
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ COMMANDS = {  # name -> (module, function, what it does); modules are imported w
     "prepare": ("seqrec.stages.prepare", "prepare", "filter, number, order and split the interactions"),
     "pretrain": ("seqrec.stages.pretrain", "pretrain", "build a model and run its pre-training, if it has any"),
     "finetune": ("seqrec.stages.finetune", "finetune", "train a model for the next item; resumes by itself"),
-    "baselines": ("seqrec.stages.baselines", "baselines", "evaluate popularity and a Markov chain"),
+    "baselines": ("seqrec.stages.baselines", "baselines", "evaluate popularity, a Markov chain and EASE"),
     "evaluate": ("seqrec.stages.evaluate", "evaluate", "rank every test case among the whole catalogue"),
     "register": ("seqrec.stages.register", "register", "leaderboard, MLflow runs, candidate and champion"),
     "run": ("seqrec.run", "run", "all stages of one config but register, in one process, without DVC"),
     "import": ("seqrec.run", "import_run", "bring a finished `run` into MLflow"),
     "leaderboard": ("seqrec.leaderboard", "show", "print the leaderboard of the last run"),
+    "compare": ("seqrec.compare", "compare", "paired gain of a run over others on one split; or spread over seeds"),
+    "tune": ("seqrec.tune", "tune", "search the settings of a model on validation; continues by itself"),
 }
 logger = logging.getLogger("seqrec")
 
@@ -77,7 +80,9 @@ def command_parser(command: str, summary: str, function: Callable[..., Any]) -> 
         flag, text = f"--{name.replace('_', '-')}", texts.get(name, "")
         if name in FROM_PARAMS:
             continue
-        if hint is bool:
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+            parser.add_argument(name, nargs="+", help=text, metavar=name.removesuffix("s").upper())
+        elif hint is bool:
             parser.add_argument(flag, action="store_true", help=text)
         elif name == "dataset":
             parser.add_argument(flag, help="its key in `datasets`; default: the key `dataset` of params.yaml")
@@ -123,6 +128,8 @@ FROM_PARAMS: dict[str, Callable[[Params, str, argparse.Namespace], Any]] = {
     "filter_seen": lambda params, _, __: params.section("evaluate").filter_seen,
     "leaderboard": lambda params, _, __: list(params.leaderboard),
     "params": lambda params, _, __: params.as_dict(),
+    "sources": lambda params, _, flags: [flags.data / "sources" / name for name in params.sources if flags.data],
+    "log": lambda *_: None,
 }
 
 

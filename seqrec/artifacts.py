@@ -21,10 +21,13 @@ SEQUENCES = "sequences.arrow"
 VOCABULARY = "vocabulary.parquet"
 USERS = "users.parquet"
 SPLIT_CARD = "split.json"
+NEGATIVES = "negatives.arrow"
 # pretrain -> finetune -> evaluate
 WEIGHTS = "best.safetensors"
 MODEL_CARD = "config.json"
 HISTORY = "history.jsonl"
+TOKENS = "tokens.safetensors"  # of text models: the items' text
+TOKENIZER = "tokenizer.json"  # and what it was made with
 # evaluate -> register
 METRICS = "metrics.json"
 CASES = "cases.parquet"
@@ -58,6 +61,9 @@ SEQUENCES_SCHEMA = pa.schema(
         pa.field("train_end", pa.int32(), nullable=False),
         pa.field("valid_end", pa.int32(), nullable=False),
     ]
+)
+NEGATIVES_SCHEMA = pa.schema(  # one row a user for protocol LOO-101, none for the others
+    [pa.field("negatives", pa.list_(pa.int32(), 100), nullable=False)]
 )
 VOCABULARY_SCHEMA = pa.schema(
     [
@@ -122,4 +128,13 @@ def write_table(path: Path, table: pa.Table) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     pq.write_table(table, partial, compression="zstd")
+    partial.replace(path)
+
+
+def write_ipc(path: Path, table: pa.Table) -> None:
+    """Write `table` as uncompressed Arrow IPC, which readers map without a copy, to `path` in one step."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    with pa.OSFile(str(partial), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
     partial.replace(path)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import models
 from models.base import Catalogue, SequenceModel
-from seqrec.artifacts import MODEL_CARD, WEIGHTS, read_json, sha256, write_json
+from seqrec.artifacts import MODEL_CARD, TOKENS, WEIGHTS, read_json, sha256, write_json
 from seqrec.config import ConfigError, ModelConfig, parse
 
 ROOT = Path(__file__).parent.parent
@@ -41,7 +41,7 @@ def build(config: ModelConfig, catalogue: Catalogue) -> SequenceModel:
 
 
 def save_model(directory: Path, model: SequenceModel, facts: Mapping[str, Any]) -> None:
-    """Write weights and card of `model`; the card also holds `facts`, and all that `load_model` needs."""
+    """Write weights, card and tokens, if any, of `model`: all that `load_model` needs; the card also holds `facts`."""
     directory.mkdir(parents=True, exist_ok=True)
     card = dict(facts) | {
         "architecture": next(name for name, cls in models.REGISTRY.items() if cls is type(model)),
@@ -51,6 +51,9 @@ def save_model(directory: Path, model: SequenceModel, facts: Mapping[str, Any]) 
         "versions": {"torch": torch.__version__},
     }
     save_tensors(directory / WEIGHTS, {name: value.detach() for name, value in model.state_dict().items()})
+    if model.catalogue.tokens is not None:
+        save_tensors(directory / TOKENS, model.catalogue.tokens)
+        card["tokens_sha256"] = sha256(directory / TOKENS)
     write_json(directory / MODEL_CARD, card | {"weights_sha256": sha256(directory / WEIGHTS)})
 
 
@@ -58,14 +61,16 @@ def load_model(directory: Path) -> tuple[SequenceModel, dict[str, Any]]:
     """Return the model saved in `directory`, in eval mode, and its card.
 
     Raises:
-        ValueError: the weights are not those that the card was written for.
+        ValueError: weights or tokens are not those that the card was written for.
     """
     card = read_json(directory / MODEL_CARD)
-    if sha256(directory / WEIGHTS) != card["weights_sha256"]:
-        raise ValueError(f"{directory / WEIGHTS} differs from what {MODEL_CARD} was written for: refusing to load it")
+    for file, key in ((WEIGHTS, "weights_sha256"), (TOKENS, "tokens_sha256")):
+        if key in card and sha256(directory / file) != card[key]:
+            raise ValueError(f"{directory / file} differs from what {MODEL_CARD} was written for: refusing to load it")
+    tokens = load_file(directory / TOKENS) if "tokens_sha256" in card else None
     config = ModelConfig(architecture=card["architecture"], options=card["options"])
     with torch.random.fork_rng(devices=[]):  # the initial values are overwritten: leave the caller's generator alone
-        model = build(config, Catalogue(**card["catalogue"]))
+        model = build(config, Catalogue(**card["catalogue"], tokens=tokens))
     model.load_state_dict(load_file(directory / WEIGHTS))
     return model.eval(), card
 
@@ -79,6 +84,15 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     except SafetensorError as error:
         raise OSError(f"{path} cannot be written: {error}") from error
     partial.replace(path)
+
+
+def digest(tensors: Mapping[str, Tensor]) -> str:
+    """Return a hash of names and values."""
+    content = hashlib.sha256()
+    for name in sorted(tensors):
+        content.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)}".encode())
+        content.update(tensors[name].detach().cpu().contiguous().numpy().tobytes())
+    return content.hexdigest()
 
 
 def fingerprint(stage: str, config: Any, *files: Path) -> str:

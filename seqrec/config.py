@@ -8,12 +8,13 @@ A setting is looked up in the shared section, then in the dataset's, then in the
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import yaml
 
@@ -24,7 +25,7 @@ if CASTS:
 
 STAGES = ("ingest", "validate", "prepare", "pretrain", "finetune", "evaluate", "register")
 LOSSES = ("ce", "sampled_ce", "bce", "gbce", "bpr")
-PROTOCOLS = ("LOO-full", "RATIO-full", "temporal")
+PROTOCOLS = ("LOO-full", "LOO-101", "RATIO-full", "temporal")
 Section = TypeVar("Section")
 
 
@@ -95,6 +96,7 @@ class PrepareConfig:
     valid_share: float = 0.1  # RATIO-full: of each user's events | temporal: of all events, between the two cuts
     test_share: float = 0.1  # RATIO-full: of each user's events | temporal: of all events, after the second cut
     cases: str = "all"  # temporal: every event after the cut is a case | first: the user's first only
+    noise_share: float = 0.0  # of the training events get a random item, to see what a model makes of noise
     seed: int = 42
 
     def __post_init__(self) -> None:
@@ -105,6 +107,7 @@ class PrepareConfig:
         require(min(self.sample_users, self.val_users) >= 0, "sample_users and val_users must be at least 0")
         require(self.valid_share > 0 and self.test_share > 0, "valid_share and test_share must be positive")
         require(self.valid_share + self.test_share < 1, "valid_share + test_share must be under 1")
+        require(0 <= self.noise_share < 1, "noise_share must be at least 0 and under 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,10 +119,13 @@ class TrainConfig:
     batch_size: int = 128  # users of average length a step
     loss: str = "ce"  # ce | sampled_ce | bce | gbce | bpr
     negatives: int = 256  # drawn per step for sampled_ce, per target for bce, gbce and bpr
-    sampler: str = "uniform"  # of negatives: uniform | popularity (by train events)
+    sampler: str = "uniform"  # of negatives: uniform | popularity (by train events) | in_batch (targets of the step)
+    sparse_tables: bool = False  # sampled losses: a step reads and updates the rows it uses alone, for huge catalogues
     gbce_t: float = 0.75  # gbce: 0 is bce, 1 is calibrated for the whole catalogue
     windows: str = "last"  # causal, cloze: each user's last window | all: a chain without overlap
     prefixes_per_user: int = 0  # last: random prefixes a user and epoch; 0 = all
+    earliest_target: float = 0.0  # last: no target before this share of a history; 0.5 = the later half
+    user_share: float = 1.0  # of the users train, a seeded draw: what little data gives
     mask_probability: float = 0.2  # cloze
     mask_last_share: float = 0.1  # cloze: share of the windows where the last event alone is masked, as at test
     learning_rate: float = 1e-3
@@ -144,9 +150,15 @@ class TrainConfig:
         )
         require(self.save_steps >= 1, "save_steps must be at least 1")
         require(self.loss in LOSSES, f"loss must be one of {', '.join(LOSSES)}")
-        require(self.sampler in ("uniform", "popularity"), "sampler must be uniform or popularity")
+        require(self.sampler in ("uniform", "popularity", "in_batch"), "sampler: uniform, popularity or in_batch")
+        require(not (self.sparse_tables and self.loss == "ce"), "sparse_tables: loss ce reads all rows; use sampled_ce")
+        require(
+            not (self.sparse_tables and self.weight_decay), "sparse_tables: weight_decay reads every row; set it to 0"
+        )
         require(self.windows in ("last", "all"), "windows must be last or all")
         require(self.prefixes_per_user >= 0, "prefixes_per_user must be at least 0")
+        require(0 <= self.earliest_target < 1, "earliest_target must be at least 0 and under 1")
+        require(0 < self.user_share <= 1, "user_share must be more than 0 and at most 1")
         require(0 < self.mask_probability < 1, "mask_probability must be between 0 and 1")
         require(0 <= self.mask_last_share <= 1, "mask_last_share must be between 0 and 1")
         require(self.negatives >= 1, "negatives must be at least 1")
@@ -157,6 +169,12 @@ class TrainConfig:
 @dataclass(frozen=True, kw_only=True)
 class PretrainConfig(TrainConfig):
     """Section `pretrain`; models without a pre-training phase use its seed alone."""
+
+    held_out: float = 0.05  # text models: share of the users that select the weights and are not trained on
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(0 < self.held_out < 1, "held_out must be between 0 and 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,6 +210,45 @@ class RegisterConfig:
         require(0 < self.confidence < 1, "confidence must be between 0 and 1")
 
 
+@dataclass(frozen=True, kw_only=True)
+class TuneConfig:
+    """Section `tune`: the budget of a search, and what is searched for each model."""
+
+    trials: int = 20
+    epochs: int = 0  # of a trial; 0 = finetune.epochs
+    startup_trials: int = 5  # so many are drawn at random, and so many must be complete before one is pruned
+    warmup_epochs: int = 5  # no trial is pruned in them
+    seed: int = 42
+    # model -> setting (finetune.learning_rate, options.dropout, ...) -> its Range
+    spaces: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        require(min(self.trials, self.startup_trials) >= 1, "trials and startup_trials must be at least 1")
+        require(min(self.epochs, self.warmup_epochs) >= 0, "epochs and warmup_epochs must be at least 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Range:
+    """The values of one searched setting: `choices`, or all from `low` to `high`, whole numbers if both are."""
+
+    low: int | float | None = None
+    high: int | float | None = None
+    log: bool = False  # drawn evenly on the logarithm
+    step: int | float | None = None
+    choices: list[bool | int | float | str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.choices is not None:
+            require(len(self.choices) > 0, "choices must not be empty")
+            require((self.low, self.high, self.log, self.step) == (None, None, False, None), "choices stand alone")
+            return
+        if self.low is None or self.high is None:
+            raise ValueError("needs low and high, or choices")
+        require(self.low < self.high, "low must be below high")
+        require(not self.log or self.low > 0, "log needs a positive low")
+        require(self.step is None or (self.step > 0 and not self.log), "step must be positive, and log excludes it")
+
+
 SECTIONS: dict[str, type] = {
     "ingest": IngestConfig,
     "validate": ValidateConfig,
@@ -200,6 +257,7 @@ SECTIONS: dict[str, type] = {
     "finetune": FinetuneConfig,
     "evaluate": EvaluateConfig,
     "register": RegisterConfig,
+    "tune": TuneConfig,
 }
 DATASET_KEYS = ("ingest", "validate", "prepare", "pretrain", "finetune", "evaluate", "options")
 MODEL_KEYS = ("architecture", "options", "pretrain", "finetune")
@@ -240,6 +298,24 @@ class Params:
         options = {**self.dataset_entry(self.dataset).get("options", {}), **entry.get("options", {})}
         return ModelConfig(architecture=entry["architecture"], options=options)
 
+    def space(self, model: str) -> dict[str, Range]:
+        """Return what `tune.spaces.<model>` searches: setting -> range.
+
+        Raises:
+            ConfigError: nothing is declared for the model, or a setting or range is wrong.
+        """
+        spaces, path = self.section("tune").spaces, f"tune.spaces.{model}"
+        if not spaces.get(model):
+            raise ConfigError(f"{path}: nothing to search; declare ranges such as finetune.learning_rate there")
+        fields = {s: [f.name for f in dataclasses.fields(SECTIONS[s])] for s in ("pretrain", "finetune")}
+        for key in spaces[model]:
+            section, _, name = key.partition(".")
+            if not name or name not in fields.get(section, [name] if section == "options" else []):
+                raise ConfigError(f"{path}.{key}: no such setting; expected pretrain.*, finetune.* or options.*")
+        if self.section("tune").epochs and "finetune.epochs" in spaces[model]:
+            raise ConfigError(f"{path}.finetune.epochs: tune.epochs sets it as well; drop one of them")
+        return {key: parse(Range, values, f"{path}.{key}") for key, values in spaces[model].items()}
+
     def as_dict(self) -> dict[str, Any]:
         """Return the content, shaped as params.yaml."""
         tops = {"dataset": self.dataset, "sources": list(self.sources), "leaderboard": list(self.leaderboard)}
@@ -275,6 +351,8 @@ def load(path: Path) -> Params:
 
 def from_dict(content: Mapping[str, Any]) -> Params:
     """Check the keys of `content`, shaped as params.yaml, and wrap it."""
+    if isinstance(content, Mapping):  # a pipeline does not search: its settings may leave the section out
+        content = {"tune": {}, **content}
     top = ("dataset", "sources", "leaderboard", *SECTIONS, "datasets", "models")
     _check_keys(content, top, "params.yaml", required=True)
     for name in ("sources", "leaderboard"):
@@ -307,6 +385,10 @@ def from_dict(content: Mapping[str, Any]) -> Params:
         params.dataset_entry(name)
     for name in params.leaderboard:
         params.model_entry(name)
+    for name in params.section("tune").spaces:
+        if name not in params.models:
+            raise ConfigError(f"tune.spaces.{name}: no entry models.{name}; there are {', '.join(params.models)}")
+        params.space(name)
     return params
 
 
@@ -320,12 +402,17 @@ def parse(cls: type[Section], values: Mapping[str, Any], path: str) -> Section:
     try:
         if not CASTS:
             return cls(**values)
-        parsed: Section = pydantic.TypeAdapter(cls).validate_python(dict(values))
+        parsed: Section = _adapter(cast(type, cls)).validate_python(dict(values))
         return parsed
     except ValueError as error:  # pydantic's ValidationError is one
         raise ConfigError(_explain(error, path)) from error
     except TypeError as error:
         raise ConfigError(f"{path}: {error}") from error
+
+
+@functools.cache
+def _adapter(cls: type) -> Any:
+    return pydantic.TypeAdapter(cls)
 
 
 def _explain(error: ValueError, path: str) -> str:

@@ -26,7 +26,8 @@ def report(
 
     Names of the metrics: `test/ndcg@10`, with its interval `/low` and `/high` and its slices
     `/popularity=head|tail|cold` (of the target) and `/length=1-10|11-50|51+` (of the history); `test/unfiltered/...`
-    and `test/filtered/...` say the same with seen items kept and removed; `facts` are added as they are.
+    and `test/filtered/...` say the same with seen items kept and removed; `test/101/...`, under protocol LOO-101, ranks
+    the target among the negatives of the split alone (not comparable with the others); `facts` are added as they are.
     """
     values: dict[str, float] = {"filter_seen": int(config.filter_seen)}
     tables = []
@@ -37,7 +38,10 @@ def report(
         values |= {f"{split}/{name}": value for name, value in _accuracy(rank, data.num_items).items()}
         values |= {f"{split}/{name}": value for name, value in _uncertainty(rank, chosen, config).items()}
         values |= {f"{split}/{name}": value for name, value in _slices(rank, data, chosen).items()}
-        for name, other in (("filtered", ranking.rank), ("unfiltered", ranking.rank_unfiltered)):
+        others = {"filtered": ranking.rank, "unfiltered": ranking.rank_unfiltered}
+        if data.negatives is not None:
+            others["101"] = ranking.rank_sampled
+        for name, other in others.items():
             means = _accuracy(other, data.num_items)
             values |= {f"{split}/{name}/{key}": means[key] for key in ("ndcg@10", "recall@10", "mrr")}
         lists = metrics.list_metrics(ranking.top[:, :10], data.count)

@@ -15,7 +15,7 @@ from rich.table import Table
 from seqrec.artifacts import METRICS, read_json, write_text
 
 LEADERBOARD = "leaderboard.json"
-BASELINES = ("popularity", "markov")
+BASELINES = ("popularity", "markov", "ease")
 SELECTION = "valid/ndcg@10"  # test metrics are reported and choose nothing
 REQUIRED = (
     SELECTION,
@@ -47,13 +47,14 @@ Row = dict[str, Any]  # model: str, baseline: bool, candidate: bool, champion: b
 
 
 def build(*, reports: Path, models: Sequence[str], baselines: Sequence[str] = BASELINES) -> list[Row]:
-    """Return the rows of `models` and `baselines`, best validation first.
+    """Return the rows of `models` and of those `baselines` that were evaluated, best validation first.
 
     Raises:
         FileNotFoundError: a model without `reports/<model>/metrics.json`.
         ValueError: a metrics file without one of the numbers in `REQUIRED`.
     """
-    rows = [_row(reports, name, baseline=name in baselines) for name in (*models, *baselines)]
+    evaluated = [name for name in baselines if (reports / name / METRICS).is_file()]
+    rows = [_row(reports, name, baseline=name in evaluated) for name in (*models, *evaluated)]
     return sorted(rows, key=lambda row: (-row[SELECTION], row["model"]))
 
 

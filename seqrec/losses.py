@@ -12,19 +12,32 @@ from torch.nn import functional as F
 LOGITS_IN_MEMORY = 4_000_000  # floats of one block of logits: 16 MB stays near the cache
 
 
-def cross_entropy(query_ND: Tensor, item_VD: Tensor, target_N: Tensor) -> Tensor:
+def cross_entropy(query_ND: Tensor, item_VD: Tensor, target_N: Tensor, *, precision: str = "fp32") -> Tensor:
     """Return -log softmax over items 1..V-1 at the target (N,), never holding more than a block of logits.
 
     The gradient is computed in the forward pass, block by block, so each logit is computed once. That needs every
     target to be weighted alike by what follows (a sum or a mean); other weights make the backward pass compute the
     item gradient again on a CPU, and are refused on a GPU, where finding out would stall the stream.
+
+    With `precision` bf16 the factors of the products are rounded (on a GPU to TF32); logits, softmax and sums are fp32.
     """
-    value: Tensor = _CrossEntropy.apply(query_ND, item_VD, target_N)  # type: ignore[no-untyped-call]
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium" if precision == "bf16" else "highest")
+    try:
+        value: Tensor = _CrossEntropy.apply(query_ND, item_VD, target_N)  # type: ignore[no-untyped-call]
+    finally:
+        torch.set_float32_matmul_precision(before)
     return value
 
 
 def sampled_cross_entropy(
-    query_ND: Tensor, item_VD: Tensor, target_N: Tensor, negative_K: Tensor, log_expected_V: Tensor
+    query_ND: Tensor,
+    item_VD: Tensor,
+    target_N: Tensor,
+    negative_K: Tensor,
+    log_expected_V: Tensor,
+    *,
+    sparse: bool = False,
 ) -> Tensor:
     """Return -log softmax over the target and `negative_K`, items drawn for all targets together (N,).
 
@@ -38,15 +51,22 @@ def sampled_cross_entropy(
         target_N: item to predict.
         negative_K: drawn items, with repetition.
         log_expected_V: log of the expected number of draws of each item.
+        sparse: whether the gradient of `item_VD` is to hold the rows used alone.
     """
-    positive_N = (query_ND * F.embedding(target_N, item_VD)).sum(-1)
-    negative_NK = query_ND @ F.embedding(negative_K, item_VD).T - log_expected_V[negative_K]
+    positive_N = (query_ND * F.embedding(target_N, item_VD, sparse=sparse)).sum(-1)
+    negative_NK = query_ND @ F.embedding(negative_K, item_VD, sparse=sparse).T - log_expected_V[negative_K]
     negative_NK = negative_NK.masked_fill(negative_K == target_N.unsqueeze(1), float("-inf"))
     return torch.cat([positive_N.unsqueeze(1), negative_NK], 1).logsumexp(1) - positive_N
 
 
 def binary_cross_entropy(
-    query_ND: Tensor, item_VD: Tensor, target_N: Tensor, negative_NK: Tensor, *, calibration: float | None = None
+    query_ND: Tensor,
+    item_VD: Tensor,
+    target_N: Tensor,
+    negative_NK: Tensor,
+    *,
+    calibration: float | None = None,
+    sparse: bool = False,
 ) -> Tensor:
     """Return -beta log sigmoid(s+) - sum over negatives of log(1 - sigmoid(s-)), per target (N,).
 
@@ -54,7 +74,7 @@ def binary_cross_entropy(
     2023, arXiv:2308.07192, eqs. 7 and 9): beta = alpha (t (1 - 1 / alpha) + 1 / alpha), alpha = K / (|I| - 1), which
     undoes the overconfidence that sampling causes; t = 0 is beta = 1.
     """
-    positive_N, score_NK = _scores(query_ND, item_VD, target_N, negative_NK)
+    positive_N, score_NK = _scores(query_ND, item_VD, target_N, negative_NK, sparse)
     beta = 1.0
     if calibration is not None:
         alpha = negative_NK.shape[1] / (len(item_VD) - 2)  # the table has a row for padding
@@ -63,17 +83,21 @@ def binary_cross_entropy(
     return -beta * F.logsigmoid(positive_N) - rival_NK.sum(1)
 
 
-def bayesian_personalized_ranking(query_ND: Tensor, item_VD: Tensor, target_N: Tensor, negative_NK: Tensor) -> Tensor:
+def bayesian_personalized_ranking(
+    query_ND: Tensor, item_VD: Tensor, target_N: Tensor, negative_NK: Tensor, *, sparse: bool = False
+) -> Tensor:
     """Return the mean over negatives of -log sigmoid(s+ - s-), per target (N,) (Rendle et al. 2009)."""
-    positive_N, score_NK = _scores(query_ND, item_VD, target_N, negative_NK)
+    positive_N, score_NK = _scores(query_ND, item_VD, target_N, negative_NK, sparse)
     rival_NK = F.logsigmoid(positive_N.unsqueeze(1) - score_NK)
     other_NK = negative_NK != target_N.unsqueeze(1)
     return -(rival_NK * other_NK).sum(1) / other_NK.sum(1).clamp(min=1)
 
 
-def _scores(query_ND: Tensor, item_VD: Tensor, target_N: Tensor, negative_NK: Tensor) -> tuple[Tensor, Tensor]:
-    positive_N = (query_ND * F.embedding(target_N, item_VD)).sum(-1)
-    return positive_N, torch.einsum("nd,nkd->nk", query_ND, F.embedding(negative_NK, item_VD))
+def _scores(
+    query_ND: Tensor, item_VD: Tensor, target_N: Tensor, negative_NK: Tensor, sparse: bool
+) -> tuple[Tensor, Tensor]:
+    positive_N = (query_ND * F.embedding(target_N, item_VD, sparse=sparse)).sum(-1)
+    return positive_N, torch.einsum("nd,nkd->nk", query_ND, F.embedding(negative_NK, item_VD, sparse=sparse))
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -95,12 +95,22 @@ def paired_gain(
     Raises:
         ValueError: the two tables (artifacts.CASES_SCHEMA) do not hold the same cases.
     """
+    ours, theirs = aligned(cases, other, split)
+    difference = ndcg(ours["rank"], k) - ndcg(theirs["rank"], k)
+    return bootstrap(difference, ours["user"], confidence=confidence, resamples=resamples, seed=seed)
+
+
+def aligned(cases: pa.Table, other: pa.Table, split: str) -> tuple[dict[str, NDArray[Any]], dict[str, NDArray[Any]]]:
+    """Return the columns of both tables for `split`, ordered by user and position.
+
+    Raises:
+        ValueError: the two tables (artifacts.CASES_SCHEMA) do not hold the same cases.
+    """
     ours, theirs = (_sorted_split(table, split) for table in (cases, other))
     for column in ("user", "position", "target"):
         if not np.array_equal(ours[column], theirs[column]):
             raise ValueError("the two runs were evaluated on different cases: compare runs of one split only")
-    difference = ndcg(ours["rank"], k) - ndcg(theirs["rank"], k)
-    return bootstrap(difference, ours["user"], confidence=confidence, resamples=resamples, seed=seed)
+    return ours, theirs
 
 
 def _sorted_split(cases: pa.Table, split: str) -> dict[str, NDArray[Any]]:

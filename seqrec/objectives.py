@@ -6,6 +6,7 @@ target per prefix, at its end. `cloze`: masked positions are predicted from both
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -45,7 +46,7 @@ def windows(data: Sequences, options: Options, config: TrainConfig, generator: t
     """
     start, stop = data.start.cpu(), data.train_stop.cpu()
     if options.objective == "last":
-        user, stop = _prefixes(start, stop, config.prefixes_per_user, generator)
+        user, stop = _prefixes(start, stop, config, generator)
     elif config.windows == "all":
         user, stop = _chains(start, stop, options)
     else:
@@ -53,19 +54,24 @@ def windows(data: Sequences, options: Options, config: TrainConfig, generator: t
     length = stop - start[user]
     inputs = length if options.objective == "cloze" else length - 1
     chosen = length >= 2
+    if config.user_share < 1:
+        order = torch.randperm(len(start), generator=torch.Generator().manual_seed(config.seed))
+        chosen &= (order < math.ceil(len(start) * config.user_share))[user]
     return Windows(user[chosen], stop[chosen], inputs[chosen].clamp(max=options.length))
 
 
-def _prefixes(start: Tensor, stop: Tensor, number: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return (user, stop) of each prefix whose target is not the user's first event."""
-    targets = (stop - start - 1).clamp(min=0)
+def _prefixes(start: Tensor, stop: Tensor, config: TrainConfig, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Return (user, stop) of each prefix whose target is not the user's first event, nor before `earliest_target`."""
+    number = config.prefixes_per_user
+    first = ((stop - start - 1) * config.earliest_target).long().clamp(min=1)
+    targets = (stop - start - first).clamp(min=0)
     user = torch.repeat_interleave(torch.arange(len(start)), targets)
     place = torch.arange(len(user)) - torch.repeat_interleave(targets.cumsum(0) - targets, targets)
     if number:  # shuffle within each user, keep the first ones
         order = (user + torch.rand(len(user), generator=generator, dtype=torch.float64)).argsort()
         chosen = order[place < number]  # `place` counts within the user in sorted order as well
         user, place = user[chosen], place[chosen]
-    return user, start[user] + place + 2
+    return user, start[user] + first[user] + place + 1
 
 
 def _chains(start: Tensor, stop: Tensor, options: Options) -> tuple[Tensor, Tensor]:
@@ -137,6 +143,13 @@ def example(
     return Example(batch, target_BL, int(targeted_BL[mine].sum()), weight)
 
 
+def with_target(example: Example) -> Example:
+    """Return the example with its targets as the batch's last events, for models that bring their own loss."""
+    batch, target_B1 = example.batch, example.target_BL[:, -1:]
+    items, times = torch.cat([batch.items, target_B1], 1), torch.nn.functional.pad(batch.times, (0, 1))
+    return example._replace(batch=batch._replace(items=items, times=times))
+
+
 def _targeted(objective: str, width_B: Tensor, width: int, config: TrainConfig, seed: int) -> Tensor:
     """Return (B, L) bool, on the CPU: which positions have a target."""
     real_BL = torch.arange(width) >= width - width_B.unsqueeze(1)
@@ -157,7 +170,7 @@ class Loss:
     def __init__(self, config: TrainConfig, count_V: Tensor) -> None:
         self.config = config
         weight_V = torch.ones_like(count_V, dtype=torch.float64)
-        if config.sampler == "popularity":
+        if config.sampler != "uniform":  # the targets of a random step are popular in the same measure
             weight_V = count_V.double()
         weight_V[0] = 0  # padding is never drawn
         self.cumulative_V = weight_V.cumsum(0) / weight_V.sum()
@@ -165,19 +178,25 @@ class Loss:
 
     def __call__(self, query_ND: Tensor, item_VD: Tensor, target_N: Tensor) -> Tensor:
         """Return the loss of each target (N,)."""
-        config = self.config
+        config, sparse = self.config, self.config.sparse_tables
         if config.loss == "ce":
-            return losses.cross_entropy(query_ND, item_VD, target_N)
+            return losses.cross_entropy(query_ND, item_VD, target_N, precision=config.precision)
         if config.loss == "sampled_ce":
-            drawn_K = self.draw(config.negatives)
-            return losses.sampled_cross_entropy(query_ND, item_VD, target_N, drawn_K, self.log_expected_V)
-        drawn_NK = self.draw(len(target_N), config.negatives)
+            drawn_K = self.draw(target_N, config.negatives)
+            return losses.sampled_cross_entropy(
+                query_ND, item_VD, target_N, drawn_K, self.log_expected_V, sparse=sparse
+            )
+        drawn_NK = self.draw(target_N, len(target_N), config.negatives)
         if config.loss == "bpr":
-            return losses.bayesian_personalized_ranking(query_ND, item_VD, target_N, drawn_NK)
+            return losses.bayesian_personalized_ranking(query_ND, item_VD, target_N, drawn_NK, sparse=sparse)
         calibration = config.gbce_t if config.loss == "gbce" else None
-        return losses.binary_cross_entropy(query_ND, item_VD, target_N, drawn_NK, calibration=calibration)
+        return losses.binary_cross_entropy(
+            query_ND, item_VD, target_N, drawn_NK, calibration=calibration, sparse=sparse
+        )
 
-    def draw(self, *shape: int) -> Tensor:
-        """Return items of the sampler's distribution."""
+    def draw(self, target_N: Tensor, *shape: int) -> Tensor:
+        """Return items (shape) of the sampler's distribution."""
+        if self.config.sampler == "in_batch":
+            return target_N[torch.randint(len(target_N), shape, device=target_N.device)]
         uniform = torch.rand(shape, dtype=torch.float64, device=self.cumulative_V.device)
         return torch.searchsorted(self.cumulative_V, uniform, right=True).clamp(max=len(self.cumulative_V) - 1)

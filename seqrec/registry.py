@@ -23,7 +23,7 @@ from mlflow.types import ColSpec, DataType, Schema
 from mlflow.types.schema import Array
 
 from seqrec import metrics
-from seqrec.artifacts import CASES, MODEL_CARD, USERS, VOCABULARY, WEIGHTS, sha256
+from seqrec.artifacts import CASES, MODEL_CARD, TOKENS, USERS, VOCABULARY, WEIGHTS, sha256
 from seqrec.config import RegisterConfig
 from seqrec.tracking import FINGERPRINT, TrackingError
 
@@ -88,6 +88,7 @@ def log_model(client: MlflowClient, run: Run, *, checkpoint: Path, sequences: Pa
             "card": str(checkpoint / MODEL_CARD),
             "vocabulary": str(sequences / VOCABULARY),
             "users": str(sequences / USERS),
+            **({"tokens": str(checkpoint / TOKENS)} if (checkpoint / TOKENS).exists() else {}),
         },
         code_paths=[str(ROOT / package) for package in CODE],
         pip_requirements=requirements(),

@@ -20,6 +20,7 @@ from seqrec.data.sequences import Cases, Sequences
 
 SCORES_IN_MEMORY = 16_000_000  # floats of one block
 ITEMS_PER_BLOCK = 65_536
+WIDTH_STEP = 8  # the widths of blocks are rounded up to this, so that few shapes occur
 
 Blocks = Callable[[], Iterator[tuple[int, Tensor]]]  # (first item, scores (B, block)), covering items 1..V-1 in order
 Scorer = Callable[[Sequences, Tensor, Tensor], Blocks]  # of data, user (B,), stop (B,)
@@ -31,6 +32,7 @@ class Ranking:
 
     rank: Tensor  # float64, 1-based mid-rank among unseen items; the target is always a candidate
     rank_unfiltered: Tensor  # float64, among all items
+    rank_sampled: Tensor  # float64, among the negatives stored with the split; NaN where there are none
     ties: Tensor  # int64, other candidates with exactly the target's score, under the configured filter
     top: Tensor  # (C, K) int64, best items under the configured filter; 0 where there are fewer
     score: Tensor  # (C, K) float32
@@ -42,7 +44,9 @@ def model_scorer(model: SequenceModel) -> Scorer:
 
     def scorer(data: Sequences, user: Tensor, stop: Tensor) -> Blocks:
         cloze = model.options.objective == "cloze"
-        batch = sequences.window(data, user, stop, model.options.length - cloze)
+        longest = int((stop - data.start[user]).max())
+        width = min(-(-longest // WIDTH_STEP) * WIDTH_STEP, model.options.length - cloze)
+        batch = sequences.window(data, user, stop, width)
         if cloze:
             batch = sequences.with_mask(batch, data.num_items + 1)
         query_BD = model(batch, last=True)[:, 0].float()
@@ -68,29 +72,25 @@ def rank(scorer: Scorer, data: Sequences, cases: Cases, *, filter_seen: bool, to
         top_k: length of the lists in `top`.
         rows: cases per block; 0 chooses by memory.
     """
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")  # training may have chosen bf16 products
-    try:
-        return _rank(scorer, data, cases, filter_seen, top_k, rows)
-    finally:
-        torch.set_float32_matmul_precision(precision)
-
-
-def _rank(scorer: Scorer, data: Sequences, cases: Cases, filter_seen: bool, top_k: int, rows: int) -> Ranking:
     rows = rows or max(1, min(1024, SCORES_IN_MEMORY // min(data.num_items, ITEMS_PER_BLOCK)))
+    # by length: short histories are not padded to long ones, and full ones, which need no mask, meet their like
+    order = (cases.position - data.start[cases.user]).argsort(stable=True)
+    user, position = cases.user[order], cases.position[order]
     parts = [
-        _rank_block(scorer, data, cases.user[i : i + rows], cases.position[i : i + rows], filter_seen, top_k)
+        _rank_block(scorer, data, user[i : i + rows], position[i : i + rows], filter_seen, top_k)
         for i in range(0, len(cases), rows)
     ]
     if not parts:
         empty = torch.zeros(0, dtype=torch.float64)
-        return Ranking(empty, empty, empty.long(), empty.long().reshape(0, top_k), empty.float().reshape(0, top_k))
-    return Ranking(*(torch.cat(column) for column in zip(*parts, strict=True)))
+        lists = empty.long().reshape(0, top_k)
+        return Ranking(empty, empty, empty, empty.long(), lists, lists.float())
+    as_given = order.argsort()
+    return Ranking(*(torch.cat(column)[as_given] for column in zip(*parts, strict=True)))
 
 
 def _rank_block(
     scorer: Scorer, data: Sequences, user: Tensor, stop: Tensor, filter_seen: bool, top_k: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     target = data.items[stop].long()
     seen_row, seen_item = sequences.seen(data, user, stop)
     distinct = torch.unique(seen_row * (data.num_items + 1) + seen_item)  # a repeated item is one candidate
@@ -101,7 +101,8 @@ def _rank_block(
     blocks = scorer(data, user, stop)
     if data.num_items <= ITEMS_PER_BLOCK:  # one block: keep it, rather than multiply twice
         blocks = list(blocks()).__iter__
-    goal = _target_scores(blocks, target)
+    goal = _scores_of(blocks, target.unsqueeze(1))
+    sampled = _rank_among(data.negatives, blocks, goal, user)
     all_above, all_equal, above, equal = (torch.zeros(len(user), dtype=torch.int64, device=user.device) for _ in "abcd")
     best = (goal.new_empty(len(user), 0), target.new_empty(len(user), 0))
     for first, score in blocks():
@@ -117,20 +118,30 @@ def _rank_block(
                 score[row, column] = float("-inf")
             best = _merge_top(best, score, first, top_k)
     above, equal = above + all_above, equal + all_equal
-    mid_rank = 1 + above.double() + (equal.double() - 1) / 2
-    mid_rank_all = 1 + all_above.double() + (all_equal.double() - 1) / 2
     ties = (equal if filter_seen else all_equal) - 1
-    return mid_rank, mid_rank_all, ties, torch.where(best[0] == float("-inf"), PAD, best[1]), best[0]
+    top = torch.where(best[0] == float("-inf"), PAD, best[1])
+    return _mid_rank(above, equal), _mid_rank(all_above, all_equal), sampled, ties, top, best[0]
 
 
-def _target_scores(blocks: Blocks, target: Tensor) -> Tensor:
-    """Return each target's score (B, 1), taken from the block that holds it."""
-    goal = torch.full((len(target), 1), float("nan"), device=target.device)
+def _mid_rank(above: Tensor, equal: Tensor) -> Tensor:
+    return 1 + above.double() + (equal.double() - 1) / 2
+
+
+def _rank_among(negatives: Tensor | None, blocks: Blocks, goal: Tensor, user: Tensor) -> Tensor:
+    """Return the rank of each target (score `goal` (B, 1)) among the target itself and the user's `negatives`."""
+    if negatives is None:
+        return torch.full((len(user),), float("nan"), dtype=torch.float64, device=user.device)
+    rival = _scores_of(blocks, negatives[user].long())
+    return _mid_rank((rival > goal).sum(1), 1 + (rival == goal).sum(1))
+
+
+def _scores_of(blocks: Blocks, item_BN: Tensor) -> Tensor:
+    """Return the scores (B, N) of some items, each taken from the block that holds it."""
+    goal = torch.full(item_BN.shape, float("nan"), device=item_BN.device)
     for first, score in blocks():
-        column = target - first
+        column = item_BN - first
         inside = (column >= 0) & (column < score.shape[1])
-        found = score.gather(1, column.clamp(0, score.shape[1] - 1).unsqueeze(1))
-        goal = torch.where(inside.unsqueeze(1), found, goal)
+        goal = torch.where(inside, score.gather(1, column.clamp(0, score.shape[1] - 1)), goal)
     return goal
 
 

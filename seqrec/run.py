@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from seqrec import leaderboard
-from seqrec.artifacts import METRICS, write_json, write_text
+from seqrec.artifacts import write_json, write_text
 from seqrec.config import DATASET_KEYS, MODEL_KEYS, SECTIONS, ConfigError, Params, from_dict, load
 
 logger = logging.getLogger(__name__)
@@ -39,8 +39,7 @@ def run(*, config_file: Path, out: Path, data: Path | None = None, resume: bool 
     for model in params.leaderboard:
         values |= _model(params, model, source / "sequences", out, resume)
     reports = out / "reports"
-    untrained = [name for name in leaderboard.BASELINES if (reports / name / METRICS).is_file()]
-    rows = leaderboard.build(reports=reports, models=params.leaderboard, baselines=untrained)
+    rows = leaderboard.build(reports=reports, models=params.leaderboard)
     write_json(reports / leaderboard.LEADERBOARD, {"rows": rows, "registry": None})
     leaderboard.show(reports=reports)
     logger.info("not registered: `seqrec import --run %s` does it", out)
@@ -83,7 +82,8 @@ def load_config(path: Path) -> Params:
     content = {"sources": [], "leaderboard": list(content["models"]), "datasets": {}, **content}
     for section in SECTIONS:
         content.setdefault(section, {})
-    content["datasets"].setdefault(content["dataset"], {})
+    for name in (content["dataset"], *content["sources"]):
+        content["datasets"].setdefault(name, {})
     content["ingest"].setdefault("source", content["dataset"])
     for entry in content["datasets"].values():
         for key in DATASET_KEYS:
@@ -99,14 +99,16 @@ def _prepare(params: Params, out: Path) -> Path:
     from seqrec.stages.prepare import prepare
     from seqrec.stages.validate import validate
 
-    data, verdict = out / "data", out / "reports" / "validation.json"
-    name = params.dataset
-    ingest(dataset=name, output=data, downloads=out / "state" / "downloads", config=params.section("ingest"))
-    baseline = Path("configs/baseline.json")
-    validate(dataset=name, data=data, report=verdict, baseline=baseline, config=params.section("validate"))
-    sequences = data / "sequences"
-    prepare(dataset=name, data=data, validation=verdict, sequences=sequences, config=params.section("prepare"))
-    return data
+    downloads, baseline = out / "state" / "downloads", Path("configs/baseline.json")
+    places = {params.dataset: Path()} | {name: Path("sources") / name for name in params.sources}
+    for name, place in places.items():
+        data, verdict = out / "data" / place, out / "reports" / place / "validation.json"
+        ingest(dataset=name, output=data, downloads=downloads, config=params.section("ingest", dataset=name))
+        config = params.section("validate", dataset=name)
+        validate(dataset=name, data=data, report=verdict, baseline=baseline, config=config)
+        config, sequences = params.section("prepare", dataset=name), data / "sequences"
+        prepare(dataset=name, data=data, validation=verdict, sequences=sequences, config=config)
+    return out / "data"
 
 
 def _baselines(params: Params, sequences: Path, out: Path) -> dict[str, float]:
@@ -131,7 +133,13 @@ def _model(params: Params, model: str, sequences: Path, out: Path, resume: bool)
         "state": out / "state",
         "filter_seen": evaluation.filter_seen,
     }
-    pretrain(**shared, architecture=params.model(model), config=params.section("pretrain", model=model))
+    pretrain(
+        **shared,
+        architecture=params.model(model),
+        config=params.section("pretrain", model=model),
+        data=sequences.parent,
+        sources=[sequences.parent / "sources" / name for name in params.sources],
+    )
     values = finetune(
         **shared, checkpoint=folder / "finetuned", config=params.section("finetune", model=model), resume=resume
     )

@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from models.base import SequenceModel
 from seqrec import metrics, objectives, retrieval
-from seqrec.artifacts import HISTORY, MODEL_CARD, SPLIT_CARD, WEIGHTS, read_json, write_text
+from seqrec.artifacts import HISTORY, MODEL_CARD, SPLIT_CARD, TOKENS, WEIGHTS, read_json, write_text
 from seqrec.checkpoint import ResumeState, fingerprint, load_model, save_model
 from seqrec.config import ConfigError, TrainConfig
 from seqrec.data import sequences
@@ -35,6 +35,8 @@ from seqrec.objectives import Example, Loss, Windows
 
 logger = logging.getLogger(__name__)
 METRIC = "valid/ndcg@10"
+ACCURACY = "valid/accuracy"  # of a contrastive phase: what selects its weights
+FIGURE = "figure/"  # prefix of what a model reports besides the terms of its loss
 REPORT_STEPS = 50  # steps between looks at the loss on an accelerator
 LogEpoch = Callable[[dict[str, Any], int], None]
 
@@ -63,6 +65,44 @@ def learning_rate(step: int, total: int, config: TrainConfig) -> float:
     return low + (config.learning_rate - low) * 0.5 * (1 + math.cos(math.pi * min(1.0, share)))
 
 
+def optimizers(model: SequenceModel, config: TrainConfig) -> list[torch.optim.Optimizer]:
+    """Return AdamW over the trainable parameters; with `sparse_tables`, Adam over the rows used for embedding tables.
+
+    Raises:
+        ConfigError: `sparse_tables`, but the model computes its item vectors from more than one table.
+    """
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    tables: list[Tensor] = []
+    if config.sparse_tables:
+        embeddings = [part for part in model.modules() if isinstance(part, nn.Embedding)]
+        tables = [part.weight for part in embeddings if part.weight.requires_grad]
+        if not any(model.item_vectors() is table for table in tables):
+            raise ConfigError(f"sparse_tables: {type(model).__name__} has no plain table of items; set it to false")
+        for part in embeddings:
+            part.sparse = True
+    dense = [p for p in trainable if not any(p is table for table in tables)]
+    matrices = [p for p in dense if p.ndim >= 2]
+    vectors = [p for p in dense if p.ndim < 2]  # biases and normalisations are not decayed
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    chosen: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, lr=config.learning_rate, fused=True)]
+    return chosen + ([torch.optim.SparseAdam(tables, lr=config.learning_rate)] if tables else [])
+
+
+def clip_gradients(model: nn.Module, limit: float) -> None:
+    """Scale the gradients, dense and sparse, so that their joint norm is at most `limit`."""
+    for p in model.parameters():
+        if p.grad is not None and p.grad.is_sparse:
+            p.grad = p.grad.coalesce()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    if not any(gradient.is_sparse for gradient in gradients):
+        nn.utils.clip_grad_norm_(model.parameters(), limit)
+        return
+    values = [gradient.values() if gradient.is_sparse else gradient for gradient in gradients]
+    norm = torch.stack([value.norm() for value in values]).norm()
+    for value in values:
+        value.mul_((limit / (norm + 1e-6)).clamp(max=1.0))
+
+
 def validate(
     model: SequenceModel, data: Sequences, *, filter_seen: bool, accelerator: Accelerator | None = None
 ) -> dict[str, float]:
@@ -82,23 +122,48 @@ def validate(
     return {f"valid/{name}": values[name] for name in ("ndcg@10", "recall@10", "mrr")}
 
 
+@torch.no_grad()
+def in_batch_accuracy(
+    model: SequenceModel, data: Sequences, rows: int, accelerator: Accelerator | None = None
+) -> dict[str, float]:
+    """Return the share of validation cases whose target the model tells apart from those of `rows` cases."""
+    chosen = sequences.cases(data, "valid")
+    was_training = model.training
+    model.eval()
+    hits = torch.zeros(2, dtype=torch.int64, device=data.items.device)
+    blocks = torch.arange(len(chosen), device=hits.device).split(rows)
+    first, step = (accelerator.process_index, accelerator.num_processes) if accelerator is not None else (0, 1)
+    for block in blocks[first::step]:
+        user, position = chosen.user[block], chosen.position[block]
+        batch = sequences.window(data, user, position + 1, model.options.length + 1)  # the target is its last event
+        hits += torch.stack([model.hits(batch).sum(), torch.tensor(len(block), device=hits.device)])
+    model.train(was_training)
+    found, number = (hits if accelerator is None else accelerator.reduce(hits)).tolist()
+    return {ACCURACY: found / number}
+
+
 class _Step(nn.Module):
     """What DDP wraps: one forward call per step, however many passes the model makes inside."""
 
-    def __init__(self, model: SequenceModel, loss: Loss) -> None:
+    def __init__(self, model: SequenceModel, loss: Loss, precision: str) -> None:
         super().__init__()
         self.model, self.loss = model, loss
+        self.bf16 = precision == "bf16"
 
     def forward(self, example: Example) -> dict[str, Tensor]:
+        device = example.target_BL.device.type
+
         def task(query_BPD: Tensor) -> Tensor:
             target_BP = example.target_BL[:, -query_BPD.shape[1] :]
             index = torch.nonzero_static(target_BP.flatten(), size=example.number).squeeze(1)
-            query_ND = query_BPD.flatten(0, 1).index_select(0, index)
-            value_N = self.loss(query_ND, self.model.item_vectors(), target_BP.flatten()[index])
+            with torch.autocast(device, enabled=False):
+                query_ND = query_BPD.flatten(0, 1).index_select(0, index).float()
+                value_N = self.loss(query_ND, self.model.item_vectors().float(), target_BP.flatten()[index])
             per_user = value_N.new_zeros(len(target_BP)).index_add(0, index // target_BP.shape[1], value_N)
             return per_user * example.weight
 
-        return self.model.training_loss(example.batch, task)
+        with torch.autocast(device, torch.bfloat16, enabled=self.bf16):
+            return self.model.training_loss(example.batch, task)
 
 
 def fit(
@@ -138,15 +203,21 @@ def train(
     state: Path,
     filter_seen: bool,
     resume: bool,
+    log: LogEpoch | None = None,
+    content: Sequence[str] = (),
+    finish: Callable[[SequenceModel], None] | None = None,
 ) -> dict[str, float]:
     """Run the phases of `stage` and write weights, card and history to `output`; return the figures of the run.
+
+    `log` gets the record of every epoch in place of MLflow; what it raises ends the training, the state stays.
+    `content` names what else the result depends on; `finish` is done to the model between training and saving.
 
     Raises:
         ConfigError: `resume` was asked for and no state matches.
     """
-    files = [folder / file for folder in inputs for file in (SPLIT_CARD, WEIGHTS) if (folder / file).exists()]
+    files = [folder / file for folder in inputs for file in (SPLIT_CARD, WEIGHTS, TOKENS) if (folder / file).exists()]
     # two sets of options may start from the same weights (dropout has none), so the options count as well
-    identity = fingerprint(stage, (name, type(model).__name__, model.options, filter_seen, config), *files)
+    identity = fingerprint(stage, (name, type(model).__name__, model.options, filter_seen, config, *content), *files)
     resume_state = ResumeState(state, identity)
     if (finished := _finished(output, identity)) is not None:
         logger.info("%s of %s: %s already holds the result of exactly this training", stage, name, output)
@@ -157,10 +228,9 @@ def train(
         )
     history: list[dict[str, Any]] = []
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
-    torch.set_float32_matmul_precision("medium" if config.precision == "bf16" else "highest")
     if model.phases(stage):
         keep_freed_memory()
-        with live_log(identity, f"{name} {stage}") as log:
+        with nullcontext(log) if log else live_log(identity, f"{name} {stage}") as log_epoch:
             history = fit(
                 model,
                 data,
@@ -169,9 +239,11 @@ def train(
                 filter_seen=filter_seen,
                 state=resume_state,
                 accelerator=accelerator,
-                log=log,
+                log=log_epoch,
             )
     values = _summary(history)
+    if finish is not None:
+        finish(model)
     if accelerator.is_main_process:
         facts = {
             "model": name,
@@ -189,8 +261,10 @@ def train(
 
 def _summary(history: Sequence[dict[str, Any]]) -> dict[str, float]:
     values = {"epochs": len(history), "seconds": sum(record["seconds"] for record in history)}
-    best = [record[METRIC] for record in history if METRIC in record]
-    return values | ({METRIC: max(best)} if best else {})
+    for name in (METRIC, ACCURACY):
+        best = [record[name] for record in history if name in record]
+        values |= {name: max(best)} if best else {}
+    return values
 
 
 def _finished(output: Path, identity: str) -> dict[str, float] | None:
@@ -265,6 +339,8 @@ class _Run:
             if resumed is not None:
                 self._restore(*resumed)
                 resumed = None
+            elif number > 0:  # a later phase must beat what the one before it left
+                self._evaluate()
             self._run_phase(phases[number], started)
             self.model.load_state_dict(self.best or self.model.state_dict())
             self.position = Position(
@@ -278,24 +354,20 @@ class _Run:
 
     def _enter(self, phase: str) -> None:
         self.model.enter(phase)
-        trainable = [p for p in self.model.parameters() if p.requires_grad]
-        matrices = [p for p in trainable if p.ndim >= 2]
-        vectors = [p for p in trainable if p.ndim < 2]  # biases and normalisations are not decayed
-        self.optimizer = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": self.config.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-            lr=self.config.learning_rate,
-            fused=True,
-        )
-        self.step_module = self.accelerator.prepare(_Step(self.model, Loss(self.config, self.data.count)))
+        self.contrastive = phase in self.model.contrastive
+        self.optimizers = optimizers(self.model, self.config)
+        loss = Loss(self.config, self.data.count)
+        self.step_module = self.accelerator.prepare(_Step(self.model, loss, self.config.precision))
 
     def _run_phase(self, phase: str, started: float) -> None:
         config, position = self.config, self.position
         with _progress(self.accelerator.is_main_process) as progress:
             task = progress.add_task("", total=None)
             while position.epoch < config.epochs and position.waited < config.patience:
-                self.model.eval()
-                with torch.no_grad():
-                    self.model.on_epoch()
+                if position.batch == 0:  # else it was done before the interruption
+                    self.model.eval()
+                    with torch.no_grad():
+                        self.model.on_epoch()
                 self.model.train()
                 self.began, self.targets = time.monotonic(), 0
                 self._epoch(progress, task, phase)
@@ -320,15 +392,17 @@ class _Run:
         for number in range(position.batch, len(plan)):
             example = self._example(plan[number])
             rate = learning_rate(position.step, total, config)
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate
+            for optimizer in self.optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = rate
             terms = self.step_module(example)
-            loss = torch.stack(list(terms.values())).sum()
-            self.optimizer.zero_grad(set_to_none=True)
+            loss = torch.stack([value for name, value in terms.items() if not name.startswith(FIGURE)]).sum()
+            self.model.zero_grad(set_to_none=True)
             self.accelerator.backward(loss)
             if config.clip_norm:
-                nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_norm)
-            self.optimizer.step()
+                clip_gradients(self.model, config.clip_norm)
+            for optimizer in self.optimizers:
+                optimizer.step()
             position.step, position.batch = position.step + 1, number + 1
             position.total_steps += 1
             self._account(terms, loss)
@@ -338,7 +412,7 @@ class _Run:
             self._show(progress, task, phase)
 
     def _example(self, chosen: Tensor) -> Example:
-        return objectives.example(
+        example = objectives.example(
             self.data,
             self.model.options,
             self.config,
@@ -347,10 +421,11 @@ class _Run:
             process=self.accelerator.process_index,
             processes=self.accelerator.num_processes,
         )
+        return objectives.with_target(example) if self.contrastive else example
 
     def _account(self, terms: dict[str, Tensor], loss: Tensor) -> None:
         values = torch.stack([loss, *terms.values()]).detach().float()
-        self.term_names = ["loss", *(f"loss/{name}" for name in terms)]
+        self.term_names = ["loss", *(name if name.startswith(FIGURE) else f"loss/{name}" for name in terms)]
         self.sums = values if len(self.sums) == 0 else self.sums + values
         step = self.position.step
         self.bad_step = torch.where(loss.detach().isfinite(), self.bad_step, self.bad_step.clamp(max=step))
@@ -374,17 +449,20 @@ class _Run:
             "epoch": self.position.epoch + 1,
             "step": self.position.step,
             **dict(zip(self.term_names, means.tolist(), strict=True)),
-            "learning_rate": self.optimizer.param_groups[0]["lr"],
+            "learning_rate": self.optimizers[0].param_groups[0]["lr"],
             "seconds": seconds,
             "targets_per_second": self.targets / max(seconds, 1e-9),
         }
 
     def _evaluate(self) -> dict[str, float]:
-        values = validate(self.model, self.data, filter_seen=self.filter_seen, accelerator=self.accelerator)
-        position = self.position
+        if self.contrastive:
+            values = in_batch_accuracy(self.model, self.data, self.config.batch_size, self.accelerator)
+        else:
+            values = validate(self.model, self.data, filter_seen=self.filter_seen, accelerator=self.accelerator)
+        position, value = self.position, values[ACCURACY if self.contrastive else METRIC]
         position.waited += 1
-        if values[METRIC] > position.best:
-            position.best, position.waited = values[METRIC], 0
+        if value > position.best:
+            position.best, position.waited = value, 0
             self.best = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
         return values
 
@@ -394,8 +472,10 @@ class _Run:
         tensors = {"rng": rng, "order": self.epoch_order, "sums": self.sums}
         tensors |= {f"model.{name}": value for name, value in self.model.state_dict().items()}
         tensors |= {f"best.{name}": value for name, value in self.best.items()}
-        for index, values in self.optimizer.state_dict()["state"].items():
-            tensors |= {f"optimizer.{index}.{name}": value for name, value in values.items()}
+        for number, optimizer in enumerate(self.optimizers):
+            for index, values in optimizer.state_dict()["state"].items():
+                prefix = f"optimizer.{number}.{index}."
+                tensors |= {prefix + name: torch.as_tensor(value) for name, value in values.items()}
         if self.device.type == "cuda":
             tensors["rng_cuda"] = self.accelerator.gather(torch.cuda.get_rng_state().to(self.device)[None]).cpu()
         if self.accelerator.is_main_process:
@@ -407,11 +487,13 @@ class _Run:
         logger.info("resuming %s at epoch %d, batch %d", self.stage, position.epoch + 1, position.batch)
         self.model.load_state_dict(_below("model.", tensors))
         self.best = {name: value.to(self.device) for name, value in _below("best.", tensors).items()}
-        saved = self.optimizer.state_dict()
-        for name, value in _below("optimizer.", tensors).items():
-            index, key = name.split(".", 1)
-            saved["state"].setdefault(int(index), {})[key] = value
-        self.optimizer.load_state_dict(saved)
+        for number, optimizer in enumerate(self.optimizers):
+            saved = optimizer.state_dict()
+            for name, value in _below(f"optimizer.{number}.", tensors).items():
+                index, key = name.split(".", 1)
+                counts = key == "step" and isinstance(optimizer, torch.optim.SparseAdam)  # there a number of Python's
+                saved["state"].setdefault(int(index), {})[key] = value.item() if counts else value
+            optimizer.load_state_dict(saved)
         self.epoch_order, self.sums, self.term_names = tensors["order"], tensors["sums"].to(self.device), facts["terms"]
         process = self.accelerator.process_index
         if process < len(tensors["rng"]):
@@ -422,7 +504,8 @@ class _Run:
     def _show(self, progress: Progress, task: Any, phase: str) -> None:
         if progress.disable or (self.device.type != "cpu" and self.position.step % REPORT_STEPS):
             return
-        best = "" if self.position.best < 0 else f"  best {METRIC} {self.position.best:.4f}"
+        name = ACCURACY if self.contrastive else METRIC
+        best = "" if self.position.best < 0 else f"  best {name} {self.position.best:.4f}"
         loss = float(self.sums[0]) / self.position.batch
         rate = self.targets / max(time.monotonic() - self.began, 1e-9)
         text = (
@@ -436,7 +519,7 @@ class _Run:
             return
         if self.log is not None:
             self.log(record, len(self.position.history))
-        metric = f"  {METRIC} {record[METRIC]:.4f}" if METRIC in record else ""
+        metric = "".join(f"  {name} {record[name]:.4f}" for name in (METRIC, ACCURACY) if name in record)
         logger.info(
             "%s %s epoch %d/%d  loss %.4f%s  %.0f targets/s  %.1f s",
             self.stage,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -22,16 +23,56 @@ def _one_seed():
     torch.manual_seed(0)
 
 
+# Facts about an architecture that its class does not tell; one that is not named has none.
+SMALL: dict[str, dict] = {"recformer": {"d_inner": 32}}  # options that a small model of it needs
+MEMORY = {"fpmc": 1, "mfbpr": 0}  # most recent events that a query depends on, where that is not all of them
+
+
 @pytest.fixture(params=sorted(REGISTRY))
 def architecture(request):
     """Every architecture: its name and class."""
     return request.param, REGISTRY[request.param]
 
 
+def trained(*objectives: str) -> list[tuple[str, str]]:
+    """Every (architecture, objective) that can be trained, of these `objectives`."""
+    return [(name, o) for name in sorted(REGISTRY) for o in objectives if o in REGISTRY[name].objectives]
+
+
+def has_option(architecture: str, name: str) -> bool:
+    return name in {field.name for field in fields(REGISTRY[architecture].Options)}
+
+
 def make_model(architecture: str, *, num_items: int = 30, num_users: int = 8, length: int = 12, **options):
     cls = REGISTRY[architecture]
-    small = {"d_model": 16, "length": length} | options
-    return cls(cls.Options(**small), Catalogue(num_items=num_items, num_users=num_users, length=length))
+    shared = {"d_model": 16, "length": length}
+    small = {name: value for name, value in shared.items() if has_option(architecture, name)}
+    options = small | SMALL.get(architecture, {}) | options
+    tokens = make_tokens(num_items) if "text" in cls.needs else None
+    model = cls(cls.Options(**options), Catalogue(num_items, num_users, length, tokens))
+    if architecture == "recformer":  # untrained, all its items are all but the same
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.3)
+        model.refresh()
+    return model
+
+
+def make_tokens(num_items: int) -> dict[str, torch.Tensor]:
+    """Tokens and text vectors of a catalogue: item i has a name and 1 to 3 values, none of them another item's."""
+    sizes = 2 + torch.arange(num_items) % 3
+    offsets = torch.nn.functional.pad(sizes.cumsum(0), (2, 0))
+    first = torch.zeros(int(offsets[-1]), dtype=torch.bool)
+    first[offsets[1:-1]] = True
+    ids = torch.where(first, 4, torch.arange(len(first)) + 5)
+    return {
+        "ids": ids.int(),
+        "types": torch.where(first, 1, 2).to(torch.int8),
+        "starts": torch.ones_like(first),
+        "offsets": offsets,
+        "special": torch.tensor([0, 2, 3, len(first) + 5]),
+        "vectors": torch.nn.functional.normalize(torch.randn(num_items + 1, 24), dim=-1),
+    }
 
 
 def make_batch(rows: list[list[int]], *, user: int = 1) -> Batch:

@@ -46,6 +46,7 @@ OWNERS = {  # package -> the only files that may import it, even inside a functi
     "kfp": ("components/", "pipelines/"),
     "mlflow": ("seqrec/tracking.py", "seqrec/registry.py", "seqrec/pyfunc_model.py", "seqrec/stages/register.py"),
     "great_expectations": ("seqrec/data/expectations.py",),
+    "optuna": ("seqrec/tune.py",),
     "pydantic": ("seqrec/config.py",),
     "transformers": ("seqrec/pretrained.py",),
     "components": ("components/", "pipelines/"),

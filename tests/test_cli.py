@@ -37,7 +37,9 @@ def test_help_shows_every_flag_with_a_text(command, capsys):
     shown = capsys.readouterr().out
     module, name, _ = COMMANDS[command]
     names = inspect.signature(getattr(importlib.import_module(module), name)).parameters
-    for flag in (f"--{name.replace('_', '-')}" for name in names if name not in FROM_PARAMS):
+    positional = {name for name, parameter in names.items() if parameter.kind is parameter.POSITIONAL_OR_KEYWORD}
+    assert all(f"{name.removesuffix('s').upper()} [" in shown for name in positional)
+    for flag in (f"--{name.replace('_', '-')}" for name in names if name not in {*FROM_PARAMS, *positional}):
         usage, _, options = shown.partition("options:")
         assert flag in usage
         assert re.search(rf"^  {flag}\b.*(\n {{10,}})? {{2,}}\S", options, re.MULTILINE), f"{flag} has no text"

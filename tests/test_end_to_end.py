@@ -23,7 +23,7 @@ from tests.conftest import synthetic_rows
 ROOT = Path(__file__).parent.parent
 CODE = ("seqrec", "models", "configs", "dvc.yaml", ".dvcignore", ".gitignore")
 MODELS = ("sasrec", "flash4rec")
-ROWS = ("popularity", "markov", *MODELS)
+ROWS = ("popularity", "markov", "ease", *MODELS)
 SECONDS = "train_seconds"
 # Python imports this module at its start: the chosen stage kills itself and DVC the moment it would finish that file.
 KILLER = """

@@ -140,3 +140,29 @@ def test_bpr_by_hand():
     value = losses.bayesian_personalized_ranking(torch.ones(1, 1), SCORES, torch.tensor([2]), torch.tensor([[1, 3, 2]]))
 
     assert value.item() == pytest.approx(-(math.log(sigmoid(1)) + math.log(sigmoid(-1))) / 2)
+
+
+@pytest.mark.parametrize("name", ["sampled_cross_entropy", "binary_cross_entropy", "bayesian_personalized_ranking"])
+def test_sparse_gradients_equal_dense_ones_and_hold_the_rows_used(name):
+    query, target = torch.randn(3, 4), torch.tensor([1, 5, 5])
+    shared = name == "sampled_cross_entropy"
+    drawn = torch.tensor([2, 5, 9]) if shared else torch.tensor([[2, 9], [5, 2], [9, 9]])
+    extra = (torch.zeros(13),) if shared else ()
+
+    gradients = []
+    for sparse in (False, True):
+        items = torch.randn(13, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        getattr(losses, name)(query, items, target, drawn, *extra, sparse=sparse).sum().backward()
+        gradients.append(items.grad)
+
+    torch.testing.assert_close(gradients[1].to_dense(), gradients[0])
+    assert set(gradients[1].coalesce().indices()[0].tolist()) == {1, 2, 5, 9}
+
+
+def test_rounded_products_stay_close_and_leave_the_callers_precision():
+    query, items, target = torch.randn(64, 32), torch.randn(500, 32), torch.randint(1, 500, (64,))
+
+    exact, rounded = (losses.cross_entropy(query, items, target, precision=name) for name in ("fp32", "bf16"))
+
+    torch.testing.assert_close(rounded, exact, atol=0.2, rtol=0.02)
+    assert torch.get_float32_matmul_precision() == "highest"

@@ -179,7 +179,7 @@ def test_the_loss_of_a_step_is_the_mean_over_its_targets(data):
     example = objectives.example(data, model.options, FinetuneConfig(), chosen, seed=0)
     loss = objectives.Loss(FinetuneConfig(), data.count)
 
-    terms = training._Step(model, loss)(example)
+    terms = training._Step(model, loss, "fp32")(example)
 
     target = example.target_BL
     scores = (model(example.batch) @ model.item_vectors().T)[..., 1:]
@@ -192,8 +192,17 @@ def test_negatives_follow_their_distribution(sampler):
     count = torch.tensor([0, 6, 0, 3, 1])
     loss = objectives.Loss(FinetuneConfig(sampler=sampler, negatives=10), count)
 
-    drawn = torch.bincount(loss.draw(20_000), minlength=5) / 20_000
+    drawn = torch.bincount(loss.draw(torch.tensor([1]), 20_000), minlength=5) / 20_000
 
     share = torch.tensor([0, 1, 1, 1, 1]) / 4 if sampler == "uniform" else count / 10
     torch.testing.assert_close(drawn, share, atol=0.015, rtol=0)
     torch.testing.assert_close(loss.log_expected_V.exp(), 10 * share, atol=1e-6, rtol=1e-5)
+
+
+def test_negatives_in_the_batch_are_its_targets_in_their_proportion():
+    loss = objectives.Loss(FinetuneConfig(sampler="in_batch", negatives=10), torch.tensor([0, 6, 1, 3, 0]))
+
+    drawn = torch.bincount(loss.draw(torch.tensor([1, 1, 1, 3]), 20_000), minlength=5) / 20_000
+
+    torch.testing.assert_close(drawn, torch.tensor([0, 0.75, 0, 0.25, 0]), atol=0.015, rtol=0)
+    torch.testing.assert_close(loss.log_expected_V.exp()[1:4], torch.tensor([6.0, 1.0, 3.0]))  # expected of any step

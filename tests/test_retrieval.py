@@ -112,21 +112,20 @@ def test_ranks_equal_a_full_sort(prepared):
         assert ranking.top[case].tolist() == ordered[:10]
 
 
-def test_ranking_multiplies_in_full_precision_whatever_training_chose(prepared):
-    data = sequences.load(prepared)
-    used = []
+def test_ranks_among_the_stored_negatives(tmp_path, monkeypatch):
+    """Equal to counting by hand, whatever the item blocks; the full ranks are there besides."""
+    rows = [(f"u{u}", f"i{(7 * u + 3 * e) % 150}", e) for u in range(30) for e in range(6)]
+    data = sequences.load(prepare_rows(tmp_path, rows, min_user_events=1, min_item_events=1, protocol="LOO-101"))
+    cases = sequences.cases(data, "test")
+    score = torch.randint(0, 20, (data.num_items + 1,)).float()
+    monkeypatch.setattr(retrieval, "ITEMS_PER_BLOCK", 11)
 
-    def scorer(*_):
-        used.append(torch.get_float32_matmul_precision())
-        return fixed_scorer(torch.zeros(data.num_items + 1))(*_)
+    ranking = retrieval.rank(fixed_scorer(score), data, cases, filter_seen=True)
 
-    torch.set_float32_matmul_precision("medium")
-    try:
-        retrieval.rank(scorer, data, sequences.cases(data, "test"), filter_seen=True)
-        assert torch.get_float32_matmul_precision() == "medium"
-    finally:
-        torch.set_float32_matmul_precision("highest")
-    assert set(used) == {"highest"}
+    for rank, user, position in zip(ranking.rank_sampled.tolist(), cases.user, cases.position, strict=True):
+        target, rivals = score[data.items[position]], score[data.negatives[user].long()]
+        assert rank == 1 + int((rivals > target).sum()) + int((rivals == target).sum()) / 2
+    assert (ranking.rank_sampled < ranking.rank).any()
 
 
 def test_renumbered_items_have_the_same_metrics(tmp_path):

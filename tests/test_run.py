@@ -71,9 +71,9 @@ def _in_workplace(workplace, monkeypatch, caplog):
 def test_run_goes_from_the_raw_log_to_the_leaderboard():
     figures = json.loads(Path("figures.json").read_text())
     assert figures["sasrec/test/ndcg@10"] == scores(Path("out"))["test/ndcg@10"]
-    assert {"popularity/test/ndcg@10", "markov/test/ndcg@10"} <= figures.keys()
+    assert {"popularity/test/ndcg@10", "markov/test/ndcg@10", "ease/test/ndcg@10"} <= figures.keys()
     board = json.loads(Path("out/reports/leaderboard.json").read_text())
-    assert {row["model"] for row in board["rows"]} == {"sasrec", "popularity", "markov"}
+    assert {row["model"] for row in board["rows"]} == {"sasrec", "popularity", "markov", "ease"}
     assert board["registry"] is None
     assert not Path("mlflow.db").exists()
 

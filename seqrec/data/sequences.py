@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils.dlpack import from_dlpack
 
 from models.base import PAD, Batch
-from seqrec.artifacts import SEQUENCES, SEQUENCES_SCHEMA, SPLIT_CARD, USERS, VOCABULARY, read_json
+from seqrec.artifacts import NEGATIVES, SEQUENCES, SEQUENCES_SCHEMA, SPLIT_CARD, USERS, VOCABULARY, read_json
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Sequences:
     stop: Tensor  # (U,) int64: end
     count: Tensor  # (V,) int64: events of each item in train; entry 0 is padding
     card: dict[str, Any]  # split.json
+    negatives: Tensor | None = None  # (U, 100) int32: rivals of the user's targets, protocol LOO-101 alone
 
     @property
     def num_items(self) -> int:
@@ -76,6 +77,7 @@ def load(directory: Path) -> Sequences:
     bounds = from_dlpack(items.offsets).long()
     start = bounds[:-1]
     vocabulary = pq.read_table(directory / VOCABULARY, columns=["count"])
+    card = read_json(directory / SPLIT_CARD)
     return Sequences(
         items=from_dlpack(items.values),
         times=from_dlpack(times.values),
@@ -84,8 +86,15 @@ def load(directory: Path) -> Sequences:
         valid_stop=start + from_dlpack(table["valid_end"].combine_chunks()),
         stop=bounds[1:],
         count=_counts(vocabulary),
-        card=read_json(directory / SPLIT_CARD),
+        card=card,
+        negatives=_negatives(directory) if card["protocol"] == "LOO-101" else None,
     )
+
+
+def _negatives(directory: Path) -> Tensor:
+    table = pa.ipc.open_file(pa.memory_map(str(directory / NEGATIVES))).read_all()
+    column = table["negatives"].combine_chunks()
+    return from_dlpack(column.values).view(len(column), -1)
 
 
 def read_vocabulary(directory: Path) -> tuple[list[str], Tensor]:
@@ -108,6 +117,8 @@ def cases(data: Sequences, split: str) -> Cases:
     first, stop = (data.train_stop, data.valid_stop) if split == "valid" else (data.valid_stop, data.stop)
     if data.card.get("cases") == "first":
         stop = torch.minimum(stop, first + 1)
+    elif data.card.get("cases") == "last":
+        first = torch.maximum(first, stop - 1)
     number = stop - first
     user = torch.repeat_interleave(torch.arange(data.num_users, device=number.device), number)
     rank = torch.arange(len(user), device=user.device) - torch.repeat_interleave(number.cumsum(0) - number, number)

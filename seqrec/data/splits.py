@@ -9,10 +9,13 @@ from typing import Any
 
 import narwhals as nw
 import numpy as np
+from numpy.typing import NDArray
 
 from seqrec.config import PrepareConfig
 
 Frame = nw.DataFrame[Any]
+IntArray = NDArray[np.integer]
+NEGATIVES = 100  # rivals of a target under LOO-101
 
 
 def deduplicate(events: Frame, rule: str) -> Frame:
@@ -64,14 +67,50 @@ def order(events: Frame) -> Frame:
     return events.sort("user", "timestamp", "row")
 
 
+def draw_negatives(item: IntArray, events: IntArray, num_items: int, number: int, seed: int) -> IntArray:
+    """Return (U, number): distinct items that a user never interacted with, uniformly drawn.
+
+    Args:
+        item: (E,) of every event, users one after the other.
+        events: (U,) number of events of each user.
+        num_items: items are 1 to this.
+        number: items per user.
+        seed: of the draw.
+
+    Raises:
+        ValueError: a user has fewer unseen items than that.
+    """
+    user = np.repeat(np.arange(len(events)), events)
+    seen = np.unique(user * (num_items + 1) + item)
+    unseen = num_items - np.bincount(seen // (num_items + 1), minlength=len(events))
+    if (unseen < number).any():
+        raise ValueError(
+            f"prepare.protocol LOO-101: {(unseen < number).sum()} users have fewer than {number} unseen items among "
+            f"{num_items}: use LOO-full, or a larger catalogue"
+        )
+    generator = np.random.default_rng(seed)
+    first = np.arange(len(events))[:, None] * (num_items + 1)
+    drawn = np.zeros((len(events), number), dtype=np.int64)
+    rows, rejected = np.arange(len(events)), np.ones(drawn.shape, dtype=bool)
+    while len(rows):
+        part = drawn[rows]
+        part[rejected] = generator.integers(1, num_items + 1, size=int(rejected.sum()))
+        part.sort(axis=1)
+        drawn[rows] = part
+        rejected = np.isin(part + first[rows], seen)
+        rejected[:, 1:] |= part[:, 1:] == part[:, :-1]
+        rows, rejected = rows[rejected.any(axis=1)], rejected[rejected.any(axis=1)]
+    return drawn
+
+
 def ends(events: Frame, config: PrepareConfig) -> tuple[Frame, dict[str, Any]]:
     """Return (user, events, train_end, valid_end) per user, and the facts of the split for its card.
 
     Positions 0 to train_end are training, to valid_end validation, the rest test; each validation or test event is a
-    case whose input is everything before it. LOO-full and RATIO-full leak the future of other users into training, as
-    in the papers; temporal does not.
+    case whose input is everything before it. LOO-101 is LOO-full with negatives drawn besides. Both, and RATIO-full,
+    leak the future of other users into training, as in the papers; temporal does not.
     """
-    if config.protocol == "LOO-full":
+    if config.protocol in ("LOO-full", "LOO-101"):
         return _leave_one_out(events, config)
     if config.protocol == "RATIO-full":
         return _ratio(events, config)
@@ -127,3 +166,35 @@ def _temporal(events: Frame, config: PrepareConfig) -> tuple[Frame, dict[str, An
     )
     facts = {"rule": "events from a cut on", "valid_cut": valid_cut, "test_cut": test_cut, "cases": config.cases}
     return table, facts
+
+
+def corrupt(events: Frame, table: Frame, num_items: int, share: float, seed: int) -> Frame:
+    """Give `share` of the training events a uniformly drawn item that is not among the user's later events.
+
+    Args:
+        events: user, item, ..., ordered by user and time.
+        table: what `ends` returned for them.
+        num_items: items are 1 to this.
+        share: of the training events.
+        seed: of the draws.
+
+    Raises:
+        ValueError: a user's validation and test events hold every item there is.
+    """
+    if share == 0:
+        return events
+    generator = np.random.default_rng(seed)
+    number, train_end = (table[name].to_numpy() for name in ("events", "train_end"))
+    user = np.repeat(np.arange(len(number)), number)
+    in_train = np.arange(len(events)) < np.repeat(np.cumsum(number) - number + train_end, number)
+    item = events["item"].to_numpy().astype(np.int64)
+    later = np.unique((user * (num_items + 1) + item)[~in_train])
+    if len(later) and np.bincount(later // (num_items + 1)).max() >= num_items:
+        raise ValueError("prepare.noise_share: a user's later events hold every item, there is none to draw")
+    places = np.flatnonzero(in_train)
+    wanted = generator.choice(places, size=round(share * len(places)), replace=False)
+    while len(wanted):
+        item[wanted] = generator.integers(1, num_items + 1, size=len(wanted))
+        wanted = wanted[np.isin(user[wanted] * (num_items + 1) + item[wanted], later)]
+    column = nw.new_series("item", item.tolist(), nw.Int32, backend=nw.get_native_namespace(events))
+    return events.with_columns(column)

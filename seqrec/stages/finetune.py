@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
+from seqrec.artifacts import TOKENIZER
 from seqrec.checkpoint import load_model
 from seqrec.config import FinetuneConfig
 from seqrec.data import sequences as data
-from seqrec.training import train
+from seqrec.training import LogEpoch, train
 
 
 def finetune(
@@ -20,6 +22,7 @@ def finetune(
     filter_seen: bool,
     config: FinetuneConfig,
     resume: bool = False,
+    log: LogEpoch | None = None,
 ) -> dict[str, float]:
     """Train `model` for the next item; continue from the resume state whose fingerprint matches, if there is one.
 
@@ -32,8 +35,12 @@ def finetune(
         filter_seen: whether validation leaves out seen items.
         config: section `finetune`.
         resume: refuse to start afresh.
+        log: for callers in Python: gets each epoch's record in place of MLflow, and may end the training by raising.
     """
     net, _ = load_model(initial)
+    if (initial / TOKENIZER).exists():  # new items need it
+        checkpoint.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(initial / TOKENIZER, checkpoint / TOKENIZER)
     return train(
         net,
         data.load(sequences),
@@ -45,4 +52,5 @@ def finetune(
         state=state,
         filter_seen=filter_seen,
         resume=resume,
+        log=log,
     )

@@ -13,7 +13,7 @@ import polars as pl
 import pyarrow as pa
 
 from seqrec import artifacts
-from seqrec.artifacts import read_json, sha256, write_json, write_table
+from seqrec.artifacts import read_json, sha256, write_ipc, write_json, write_table
 from seqrec.config import PrepareConfig
 from seqrec.data import splits
 
@@ -52,8 +52,11 @@ def prepare(*, dataset: str, data: Path, validation: Path, sequences: Path, conf
     users, items = splits.number(events, "user_id", "user"), splits.number(events, "item_id", "item")
     events = splits.order(events.join(users, on="user_id").join(items, on="item_id"))
     table, facts = splits.ends(events, config)
+    events = splits.corrupt(events, table, len(items), config.noise_share, config.seed)
     counts = _write(sequences, events, table, users, items)
-    split = hashlib.sha256("".join(sha256(sequences / name) for name in sorted(_FILES)).encode()).hexdigest()
+    _write_negatives(sequences, events, table, len(items), config)
+    files = sorted(_FILES) + [artifacts.NEGATIVES] * (config.protocol == "LOO-101")
+    split = hashlib.sha256("".join(sha256(sequences / name) for name in files).encode()).hexdigest()
     card = {
         "dataset": dataset,
         "protocol": config.protocol,
@@ -65,6 +68,7 @@ def prepare(*, dataset: str, data: Path, validation: Path, sequences: Path, conf
         "require_title": config.require_title,
         "val_users": config.val_users,
         "sample_users": config.sample_users,
+        "noise_share": config.noise_share,
         "seed": config.seed,
         "counts": counts,
         "dropped": dropped,
@@ -112,11 +116,7 @@ def _write(sequences: Path, events: Frame, table: Frame, users: Frame, items: Fr
         train_end,
         valid_end,
     ]
-    sequences.mkdir(parents=True, exist_ok=True)
-    partial = sequences / (artifacts.SEQUENCES + ".partial")
-    with pa.OSFile(str(partial), "wb") as file, pa.ipc.new_file(file, artifacts.SEQUENCES_SCHEMA) as writer:
-        writer.write_table(pa.table(columns, schema=artifacts.SEQUENCES_SCHEMA))
-    partial.replace(sequences / artifacts.SEQUENCES)
+    write_ipc(sequences / artifacts.SEQUENCES, pa.table(columns, schema=artifacts.SEQUENCES_SCHEMA))
 
     position = np.arange(len(events)) - np.repeat(offsets[:-1], number)
     in_train = position < np.repeat(train_end, number)
@@ -136,6 +136,16 @@ def _write(sequences: Path, events: Frame, table: Frame, users: Frame, items: Fr
         "users_without_cases": int(((number == valid_end) & (valid_end == train_end)).sum()),
         "tied_events": int(_tied(events)),
     }
+
+
+def _write_negatives(sequences: Path, events: Frame, table: Frame, num_items: int, config: PrepareConfig) -> None:
+    """Write the rivals of each user's targets, drawn once with the split; no row for the other protocols."""
+    drawn: splits.IntArray = np.zeros((0, splits.NEGATIVES), dtype=np.int64)
+    if config.protocol == "LOO-101":
+        item, number = events["item"].to_numpy(), table["events"].to_numpy()
+        drawn = splits.draw_negatives(item, number, num_items, splits.NEGATIVES, config.seed)
+    column = pa.FixedSizeListArray.from_arrays(drawn.astype(np.int32).ravel(), splits.NEGATIVES)
+    write_ipc(sequences / artifacts.NEGATIVES, pa.table([column], schema=artifacts.NEGATIVES_SCHEMA))
 
 
 def _tied(events: Frame) -> int:

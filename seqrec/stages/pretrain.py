@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from models.base import Catalogue
-from seqrec.checkpoint import build
-from seqrec.config import ModelConfig, PretrainConfig
-from seqrec.data import sequences as data
+from models import REGISTRY
+from models.base import Catalogue, SequenceModel
+from models.recformer import Recformer, RecformerOptions
+from models.zesrec import ZESRecOptions
+from seqrec.artifacts import ITEMS, TOKENIZER
+from seqrec.checkpoint import build, digest
+from seqrec.config import ConfigError, ModelConfig, PretrainConfig, parse
+from seqrec.data import sequences as prepared
+from seqrec.data.sequences import Sequences
 from seqrec.training import train
 
 
@@ -22,6 +30,8 @@ def pretrain(
     architecture: ModelConfig,
     filter_seen: bool,
     config: PretrainConfig,
+    data: Path | None = None,
+    sources: Sequence[Path] = (),
     resume: bool = False,
 ) -> dict[str, float]:
     """Build `model` from its seed and write it to `initial`, pre-trained where its architecture has such a phase.
@@ -34,20 +44,121 @@ def pretrain(
         architecture: what to build.
         filter_seen: whether validation leaves out seen items.
         config: section `pretrain`.
+        data: folder of the ingested tables, whose items text models read.
+        sources: folders of other datasets, each with items table and sequences: text models pre-train on them alone.
         resume: refuse to start afresh.
     """
-    prepared = data.load(sequences)
+    shared: dict[str, Any] = {
+        "config": config,
+        "name": model,
+        "output": initial,
+        "state": state,
+        "filter_seen": filter_seen,
+        "resume": resume,
+    }
+    target = prepared.load(sequences)
+    known = REGISTRY.get(architecture.architecture)
+    if known is not None and "text" in known.needs:
+        if data is None:
+            raise ConfigError(f"models.{model}: {known.__name__} reads the items' text: give --data")
+        folders = [(data, sequences), *((source, source / "sequences") for source in sources)]
+        if known is Recformer:
+            return _pretrain_recformer(architecture, folders, shared)
+        return _embed_text(architecture, folders[0], shared)
     torch.manual_seed(config.seed)
-    net = build(architecture, Catalogue(num_items=prepared.num_items, num_users=prepared.num_users, length=0))
-    return train(
-        net,
-        prepared,
-        "pretrain",
-        config,
-        name=model,
-        inputs=[sequences],
-        output=initial,
-        state=state,
-        filter_seen=filter_seen,
-        resume=resume,
+    net = build(architecture, Catalogue(num_items=target.num_items, num_users=target.num_users, length=0))
+    return train(net, target, "pretrain", inputs=[sequences], **shared)
+
+
+def _pretrain_recformer(
+    architecture: ModelConfig, folders: Sequence[tuple[Path, Path]], shared: dict[str, Any]
+) -> dict[str, float]:
+    """Pre-train on the datasets after the first of `folders` (tables, sequences), or on that if it is alone."""
+    from seqrec import pretrained
+    from seqrec.data import text
+
+    config, initial = shared["config"], shared["output"]
+    options = parse(RecformerOptions, architecture.options, f"models.{shared['name']}.options")
+    place = pretrained.locate(options.start, shared["state"] / "downloads") if options.start else ""
+    texts = [_texts(folder, options.attributes) for folder in folders]
+    read = slice(1, None) if len(folders) > 1 else slice(None)  # nothing is learnt from a dataset with sources
+    tokenizer = pretrained.load_tokenizer(place) if place else text.train_tokenizer(texts[read], options.vocabulary)
+    tokens = [text.tokenise(one, tokenizer, options.attribute_tokens) for one in texts]
+    parts = [prepared.load(sequences) for _, sequences in folders]
+    served = Catalogue(parts[0].num_items, parts[0].num_users, 0, tokens[0])
+    learnt = train_parts(parts[read], config)
+    torch.manual_seed(config.seed)
+    net = build(architecture, Catalogue(learnt.num_items, learnt.num_users, 0, text.concatenate(tokens[read])))
+    assert isinstance(net, Recformer)
+    if place:
+        pretrained.load_weights(net, place)
+    initial.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(initial / TOKENIZER))
+    content = [digest(net.state_dict()), *(digest(one) for one in tokens)]
+
+    def serve(trained: SequenceModel) -> None:
+        assert trained is net
+        net.use(served)
+        net.refresh()
+
+    inputs = [sequences for _, sequences in folders]
+    return train(net, learnt, "pretrain", inputs=inputs, content=content, finish=serve, **shared)
+
+
+def _texts(folder: tuple[Path, Path], attributes: Sequence[str]) -> Any:
+    from seqrec.data import text
+
+    tables, sequences = folder
+    return text.read_texts(tables / ITEMS, prepared.read_vocabulary(sequences)[0], attributes)
+
+
+def _embed_text(architecture: ModelConfig, folder: tuple[Path, Path], shared: dict[str, Any]) -> dict[str, float]:
+    """Build a model over frozen text vectors."""
+    from seqrec import pretrained
+    from seqrec.data import text
+
+    options = parse(ZESRecOptions, architecture.options, f"models.{shared['name']}.options")
+    place = pretrained.locate(options.start, shared["state"] / "downloads")
+    tokens = text.tokenise(
+        _texts(folder, options.attributes), pretrained.load_tokenizer(place), options.attribute_tokens
     )
+    vectors = {"vectors": pretrained.text_vectors(tokens, place)}
+    target = prepared.load(folder[1])
+    torch.manual_seed(shared["config"].seed)
+    net = build(architecture, Catalogue(target.num_items, target.num_users, 0, vectors))
+    return train(net, target, "pretrain", inputs=[folder[1]], content=[digest(vectors)], **shared)
+
+
+def train_parts(parts: Sequence[Sequences], config: PretrainConfig) -> Sequences:
+    """Return one dataset of the train parts of several, items and users numbered on: nothing else is in it.
+
+    A seeded share of the users is held out: none of their events is trained on, their last is the validation case.
+    """
+    length = torch.cat([part.train_stop - part.start for part in parts])
+    stop = length.cumsum(0)
+    start = stop - length
+    able = (length >= 2).nonzero().squeeze(1)
+    generator = torch.Generator().manual_seed(config.seed)
+    number = max(1, round(len(able) * config.held_out))
+    held = torch.zeros(len(length), dtype=torch.bool)
+    held[able[torch.randperm(len(able), generator=generator)[:number]]] = True
+    shift = torch.tensor([0, *(part.num_items for part in parts)]).cumsum(0).tolist()
+    chosen = [_train_events(part) for part in parts]
+    items = torch.cat([part.items[c] + s for part, c, s in zip(parts, chosen, shift, strict=False)])
+    learnt = items[~torch.repeat_interleave(held, length)].long()
+    return Sequences(
+        items=items,
+        times=torch.cat([part.times[c] for part, c in zip(parts, chosen, strict=True)]),
+        start=start,
+        train_stop=torch.where(held, start, stop),
+        valid_stop=stop,
+        stop=stop,
+        count=torch.bincount(learnt, minlength=shift[-1] + 1),
+        card={"cases": "last"},
+    )
+
+
+def _train_events(part: Sequences) -> Tensor:
+    """Return the flat indices of the training events."""
+    user = torch.repeat_interleave(torch.arange(part.num_users), part.stop - part.start)
+    return (torch.arange(len(part.items)) < part.train_stop[user]).nonzero().squeeze(1)

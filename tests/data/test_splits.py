@@ -150,3 +150,72 @@ def test_sampled_users_keep_all_their_events():
     assert len(kept) == 12
     assert splits.sample_users(events, 3, seed=1)["row"].to_list() == kept["row"].to_list()
     assert len(splits.sample_users(events, 0, seed=1)) == 40
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(1, 12), max_size=20), min_size=1, max_size=6), st.integers(1, 8), st.integers(0, 9)
+)
+def test_negatives_are_distinct_and_unseen(histories, number, seed):
+    item = np.array([item for row in histories for item in row], dtype=np.int64)
+    events = np.array([len(row) for row in histories])
+    unseen = [set(range(1, 13)) - set(row) for row in histories]
+
+    if min(map(len, unseen)) < number:
+        with pytest.raises(ValueError, match=r"prepare\.protocol LOO-101"):
+            splits.draw_negatives(item, events, 12, number, seed)
+        return
+    drawn = splits.draw_negatives(item, events, 12, number, seed)
+
+    assert all(len(set(row)) == number and set(row) <= free for row, free in zip(drawn.tolist(), unseen, strict=True))
+    assert np.array_equal(drawn, splits.draw_negatives(item, events, 12, number, seed))
+
+
+def test_negatives_are_uniform_over_the_unseen_items():
+    events = np.full(20_000, 2)
+    drawn = splits.draw_negatives(np.tile([2, 5], 20_000), events, 6, 2, seed=0)
+
+    share = np.bincount(drawn.ravel(), minlength=7)[1:] / 20_000
+    assert share == pytest.approx([0.5, 0, 0.5, 0.5, 0, 0.5], abs=0.015)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.25])
+def test_noise_changes_the_share_of_train_and_nothing_else(share):
+    rows = [(f"u{user}", f"i{(user * 7 + event) % 40}", event) for user in range(30) for event in range(5 + user)]
+    events = numbered(rows)
+    table, _ = splits.ends(events, PrepareConfig())
+
+    noisy = splits.corrupt(events, table, 40, share, seed=1)
+
+    before, after = (np.array(frame["item"].to_list()) for frame in (events, noisy))
+    number, train_end = (np.array(table[name].to_list()) for name in ("events", "train_end"))
+    user = np.repeat(np.arange(len(number)), number)
+    position = np.arange(len(user)) - np.repeat(np.cumsum(number) - number, number)
+    in_train = position < train_end[user]
+    changed = before != after
+    assert not changed[~in_train].any()
+    assert round(share * in_train.sum()) * 0.9 <= changed.sum() <= round(share * in_train.sum())  # some draws hit
+    assert after.min() >= 1
+    assert after.max() <= 40
+    for place in np.flatnonzero(changed):
+        assert after[place] not in before[(user == user[place]) & ~in_train]
+    assert splits.corrupt(events, table, 40, share, seed=1)["item"].to_list() == after.tolist()
+    assert splits.corrupt(events, table, 40, share, seed=2)["item"].to_list() != after.tolist()
+    assert splits.corrupt(events, table, 40, 0.0, seed=1) is events
+
+
+def test_noise_never_draws_what_the_user_does_later():
+    events = numbered([("a", item, time) for time, item in enumerate("xxxxxxxxyz")])
+    table, _ = splits.ends(events, PrepareConfig())
+
+    noisy = splits.corrupt(events, table, 3, 0.99, seed=0)["item"].to_list()
+
+    assert noisy == events["item"].to_list()  # of three items, two come later
+
+
+def test_noise_without_an_item_to_draw_is_refused():
+    events = numbered([("a", item, time) for time, item in enumerate("xxyxy")])
+    table, _ = splits.ends(events, PrepareConfig())
+
+    with pytest.raises(ValueError, match="noise_share"):
+        splits.corrupt(events, table, 2, 0.5, seed=0)

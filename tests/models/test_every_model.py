@@ -1,46 +1,74 @@
-"""What the protocol of models/base.py promises, for every architecture."""
+"""What the protocol of models/base.py promises, for every architecture and each objective it is trained with."""
 
 import pytest
 import torch
-from conftest import make_batch, make_model
+from conftest import MEMORY, has_option, make_batch, make_model, trained
 
-from models.base import Batch
+from models import REGISTRY
+from models.base import OBJECTIVES, PAD, Batch
+from seqrec.data.sequences import with_mask
 
 ROWS = [[3, 7, 2, 9, 4], [5, 1, 8], [6]]
+MASK = 31  # make_model has 30 items
+IMPOSSIBLE = {"dropout": 1.0, "length": 0, "layers": 0}
+REGULARISERS = ("dropout", "attention_dropout", "topk_dropout")
 
 
-@pytest.fixture
-def model(architecture):
-    return make_model(architecture[0]).eval()
+@pytest.fixture(params=trained(*OBJECTIVES), ids="-".join)
+def model(request):
+    return build(*request.param)
+
+
+def build(architecture, objective, **options):
+    return make_model(architecture, objective=objective, **options).eval()
+
+
+def asked(model, rows) -> Batch:
+    """The batch that is served for the histories `rows`."""
+    batch = make_batch(rows)
+    return with_mask(batch, MASK) if model.options.objective == "cloze" else batch
 
 
 def test_last_is_the_last_position_of_the_full_pass(model):
-    batch = make_batch(ROWS)
+    batch = asked(model, ROWS)
 
     torch.testing.assert_close(model(batch, last=True), model(batch)[:, -1:], atol=1e-6, rtol=1e-5)
 
 
-def test_future_items_cannot_change_the_past(model):
-    batch, changed = make_batch([[3, 7, 2, 9, 4]]), make_batch([[3, 7, 2, 11, 12]])
+@pytest.mark.parametrize(("architecture", "objective"), trained("causal"))
+def test_future_items_cannot_change_the_past(architecture, objective):
+    model = build(architecture, objective)
 
-    before, after = model(batch), model(changed)
+    before, after = model(make_batch([[3, 7, 2, 9, 4]])), model(make_batch([[3, 7, 2, 11, 12]]))
 
     torch.testing.assert_close(before[:, :3], after[:, :3])
-    assert not torch.allclose(before[:, 3:], after[:, 3:])
+    assert torch.allclose(before[:, 3:], after[:, 3:]) is (MEMORY.get(architecture) == 0)
 
 
-def test_every_past_item_matters(model):
-    reference = model(make_batch([[3, 7, 2, 9, 4]]), last=True)
+@pytest.mark.parametrize(("architecture", "objective"), trained("cloze"))
+def test_a_masked_item_is_seen_from_both_sides(architecture, objective):
+    model = build(architecture, objective)
+    reference = model(make_batch([[3, 7, MASK, 9, 4]]))[:, 2]
+
+    for row in ([3, 20, MASK, 9, 4], [3, 7, MASK, 20, 4]):
+        assert (model(make_batch([row]))[:, 2] - reference).abs().max() > 1e-7
+
+
+@pytest.mark.parametrize(("architecture", "objective"), trained(*OBJECTIVES))
+def test_exactly_the_past_it_remembers_matters(architecture, objective):
+    model = build(architecture, objective)
+    reference = model(asked(model, [[3, 7, 2, 9, 4]]), last=True)
 
     for position in range(5):
         row = [3, 7, 2, 9, 4]
         row[position] = 20
-        assert (model(make_batch([row]), last=True) - reference).abs().max() > 1e-7, position
+        changed = (model(asked(model, [row]), last=True) - reference).abs().max() > 1e-7
+        assert changed == (5 - position <= MEMORY.get(architecture, 5)), position
 
 
 def test_padding_cannot_change_a_query(model):
-    alone = model(make_batch([[5, 1, 8]]), last=True)
-    padded = model(make_batch(ROWS), last=True)[1:2]
+    alone = model(asked(model, [[5, 1, 8]]), last=True)
+    padded = model(asked(model, ROWS), last=True)[1:2]
 
     torch.testing.assert_close(alone, padded, atol=1e-6, rtol=1e-5)
 
@@ -49,17 +77,34 @@ def test_padding_is_no_source_of_nan(model):
     empty = Batch(torch.zeros(2, 5, dtype=torch.int64), torch.zeros(2, 5), torch.zeros(2, dtype=torch.int64))
 
     assert model(empty).isfinite().all()
+    assert model(empty, last=True).isfinite().all()
 
 
+def examples(objective):
+    """Two users' histories, and the item to predict at each position, PAD where there is none."""
+    rows, following = [[3, 7, 2, 9, 4], [5, 1, 8, 6, 2]], torch.tensor([1, 3])
+    batch = make_batch(rows)._replace(user=torch.tensor([1, 2]))
+    if objective == "cloze":
+        masked = torch.tensor([False, True, False, False, True])
+        return batch._replace(items=batch.items.masked_fill(masked, MASK)), batch.items.masked_fill(~masked, PAD)
+    target = torch.cat([batch.items[:, 1:], following[:, None]], 1)
+    if objective == "last":
+        target[:, :-1] = PAD
+    return batch, target
+
+
+@pytest.mark.parametrize("architecture", [name for name in sorted(REGISTRY) if MEMORY.get(name) != 0])
 def test_one_batch_is_overfitted(architecture):
-    model = make_model(architecture[0], dropout=0.0).train()
-    batch = make_batch([[3, 7, 2, 9, 4], [5, 1, 8, 6, 2]])
-    target = torch.tensor([[7, 2, 9, 4, 1], [1, 8, 6, 2, 3]])
+    objective = next(name for name in OBJECTIVES if name in REGISTRY[architecture].objectives)
+    plain = {name: 0.0 for name in REGULARISERS if has_option(architecture, name)}
+    model = build(architecture, objective, **plain).train()
+    batch, target = examples(objective)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
 
-    def task(query_BLD):
-        scores = query_BLD @ model.item_vectors().T
-        return torch.nn.functional.cross_entropy(scores.flatten(0, 1), target.flatten())[None]
+    def task(query_BPD):
+        scores = query_BPD @ model.item_vectors().T
+        goal = target[:, -query_BPD.shape[1] :].flatten()
+        return torch.nn.functional.cross_entropy(scores.flatten(0, 1), goal, ignore_index=PAD)[None]
 
     for _ in range(250):
         optimizer.zero_grad()
@@ -67,26 +112,40 @@ def test_one_batch_is_overfitted(architecture):
         loss.backward()
         optimizer.step()
 
-    scores = model.eval()(batch) @ model.item_vectors().T
-    assert (scores.argmax(-1) == target).all()
+    best = (model.eval()(batch) @ model.item_vectors().T).argmax(-1)
+    target = target[:, -best.shape[1] :]
+    assert (best == target)[target != PAD].all()
 
 
-def test_every_parameter_is_trained(architecture):
-    model = make_model(architecture[0]).train()
-    batch = make_batch(ROWS)
+def test_every_parameter_is_trained_in_some_phase(model):
+    batch, _ = examples(model.options.objective)
+    phases = [phase for stage in ("pretrain", "finetune") for phase in model.phases(stage)]
+    trained = set()
+    for phase in phases:
+        model.eval().enter(phase)
+        with torch.no_grad():
+            model.on_epoch()
+        model.train().zero_grad(set_to_none=True)
+        terms = model.training_loss(batch, lambda query: (query @ model.item_vectors().T).logsumexp(-1).mean(-1))
+        torch.stack(list(terms.values())).sum().backward()
+        trainable = {name for name, p in model.named_parameters() if p.requires_grad}
+        assert {name for name, p in model.named_parameters() if p.grad is not None} == trainable, phase
+        trained |= trainable
 
-    terms = model.training_loss(batch, lambda query: (query @ model.item_vectors().T).logsumexp(-1).mean(-1))
-    torch.stack(list(terms.values())).sum().backward()
-
-    assert [name for name, p in model.named_parameters() if p.grad is None] == []
+    assert trained == {name for name, _ in model.named_parameters()}
 
 
-def test_an_objective_it_cannot_be_trained_with_is_refused(architecture):
-    with pytest.raises(ValueError, match="objective"):
-        make_model(architecture[0], objective="telepathy")
+@pytest.mark.parametrize("objective", ["telepathy", *OBJECTIVES])
+def test_an_objective_it_cannot_be_trained_with_is_refused(architecture, objective):
+    if objective not in architecture[1].objectives:
+        with pytest.raises(ValueError, match="objective"):
+            make_model(architecture[0], objective=objective)
 
 
-@pytest.mark.parametrize("options", [{"dropout": 1.0}, {"length": 0}, {"layers": 0}])
-def test_options_out_of_range_are_refused(architecture, options):
-    with pytest.raises(ValueError, match=next(iter(options))):
-        make_model(architecture[0], **options)
+@pytest.mark.parametrize(
+    ("architecture", "option"),
+    [(name, key) for name in sorted(REGISTRY) for key in IMPOSSIBLE if has_option(name, key)],
+)
+def test_options_out_of_range_are_refused(architecture, option):
+    with pytest.raises(ValueError, match=option):
+        make_model(architecture, **{option: IMPOSSIBLE[option]})

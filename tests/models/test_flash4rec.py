@@ -7,7 +7,8 @@ import pytest
 import torch
 from conftest import make_batch, make_model
 
-from models.flash4rec import Experts, FLASH4RecOptions, GatedAttention, rotate, topk_dropout
+from models.flash4rec import Experts, FLASH4RecOptions, GatedAttention, RotaryAttention, rotate, topk_dropout
+from models.layers import attention_bias
 
 
 def silu(x):
@@ -86,35 +87,36 @@ def dense_experts(layer: Experts, x, real):
     else:
         gate = probability * chosen
         gate = gate if k == 1 else gate / gate.sum(-1, keepdim=True)
-    hidden = torch.nn.functional.gelu(torch.einsum("bld,xdf->blxf", x, layer.inner) + layer.inner_bias)
-    outputs = torch.einsum("blxf,xfd->blxd", hidden, layer.outer) + layer.outer_bias
+    hidden = torch.nn.functional.gelu(torch.einsum("bld,xdf->blxf", x, layer.inner))
+    outputs = torch.einsum("blxf,xfd->blxd", hidden, layer.outer)
     return (gate.unsqueeze(-1) * outputs).sum(2) * real.unsqueeze(-1)
 
 
 @pytest.mark.parametrize("k", [1, 2, 4])
 @pytest.mark.parametrize("gate", ["softmax_then_topk", "topk_then_softmax"])
 @pytest.mark.parametrize("idle", [False, True])
-def test_dispatch_equals_running_every_expert(k, gate, idle):
-    options = FLASH4RecOptions(d_model=6, d_expert=5, experts=4, experts_per_token=k, gate=gate)
-    layer = Experts(options).double().eval()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # one grouped kernel, and slices
+def test_dispatch_equals_running_every_expert(k, gate, idle, dtype):
+    options = FLASH4RecOptions(d_model=8, d_expert=16, experts=4, experts_per_token=k, gate=gate)
+    layer = Experts(options).to(dtype).eval()
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter)
     if idle and k < 4:  # an expert that nobody chooses
         with torch.no_grad():
             layer.router[2].bias[1] = -1e3
     real = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]]).bool()
-    x = torch.randn(2, 5, 6, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(2, 5, 6, dtype=torch.float64)
+    x = torch.randn(2, 5, 8, dtype=dtype, requires_grad=True)
+    weight = torch.randn(2, 5, 8, dtype=dtype)
 
     got, _ = layer(x, real)
     expected = dense_experts(layer, x, real)
     torch.testing.assert_close(got, expected)
 
-    sources = [x, layer.inner, layer.outer, layer.inner_bias, layer.outer_bias, layer.router[0].weight]
+    sources = [x, layer.inner, layer.outer, layer.router[0].weight]
     ours = torch.autograd.grad((got * weight).sum(), sources)
     theirs = torch.autograd.grad((expected * weight).sum(), sources)
     for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other)
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
 
 
 def test_the_router_learns_from_the_task_with_one_expert():
@@ -133,10 +135,9 @@ def test_the_router_learns_from_the_task_with_one_expert():
 def test_balance_term_by_hand():
     """Two experts, three real tokens: two go to expert 0, one to expert 1; eq. 11 without lambda."""
     layer = Experts(FLASH4RecOptions(d_model=6, experts=2))
-    logits = torch.tensor([[2.0, 0.0], [1.0, 0.0], [0.0, 3.0], [9.0, 0.0]])
-    chosen = logits.argmax(-1, keepdim=True)
+    share = torch.tensor([[2.0, 0.0], [1.0, 0.0], [0.0, 3.0], [9.0, 0.0]]).softmax(-1)
 
-    got = layer._balance(logits, chosen, torch.tensor([True, True, True, False]))
+    got = layer._routing(share, torch.tensor([2, 1]), torch.tensor([True, True, True, False]))[0]
 
     p0 = (1 / (1 + math.exp(-2)) + 1 / (1 + math.exp(-1)) + 1 / (1 + math.exp(3))) / 3
     assert got.item() == pytest.approx(2 * (2 / 3 * p0 + 1 / 3 * (1 - p0)), abs=1e-6)
@@ -220,3 +221,62 @@ def test_norm_orders_differ(norm):
     two = make_model("flash4rec", norm=other).eval()
 
     assert not torch.allclose(one(make_batch([[1, 2, 3]])), two(make_batch([[1, 2, 3]])))
+
+
+def test_plain_attention_equals_scores_by_hand():
+    """The ablation: per head, rotated scores / sqrt(width), softmax over visible keys."""
+    layer = RotaryAttention(FLASH4RecOptions(d_model=8, heads=2, user_gate=False)).eval()
+    x, real = torch.randn(1, 4, 8), torch.ones(1, 4).bool()
+    bias = attention_bias(torch.ones(1, 4, dtype=torch.int64), causal=True)
+
+    got = layer(x, x[:, -1], bias, real, slice(None))
+
+    q, k, v = layer.to_all(x)[0].chunk(3, -1)
+    heads = []
+    for part in (slice(0, 4), slice(4, 8)):
+        scores = rotate(q[:, part]) @ rotate(k[:, part]).T / 2
+        weight = scores.masked_fill(~torch.ones(4, 4).tril().bool(), float("-inf")).softmax(-1)
+        heads.append(weight @ v[:, part])
+    torch.testing.assert_close(got[0], layer.to_out(torch.cat(heads, -1)))
+
+
+def test_one_expert_is_a_dense_network_without_a_balance_term():
+    model = make_model("flash4rec", experts=1).train()
+    batch = make_batch([[3, 7, 2]])
+
+    terms = model.training_loss(batch, lambda query: query.sum((1, 2)))
+
+    assert set(terms) == {"task"}
+    assert not [name for name, _ in model.named_parameters() if "router" in name]
+
+
+def test_plain_dropout_drops_weights_in_training_alone():
+    model = make_model("flash4rec", topk_dropout=0.0, attention_dropout=0.5, dropout=0.0, jitter=0.0)
+    batch = make_batch([[3, 7, 2, 9, 4]])
+
+    assert torch.equal(model.eval()(batch), model(batch))
+    assert not torch.allclose(model.train()(batch), model(batch))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"heads": 2}, "user_gate"),
+        ({"heads": 3, "user_gate": False, "d_model": 16}, "even share"),
+        ({"attention_dropout": 0.1}, "topk_dropout to 0"),
+    ],
+)
+def test_ablations_that_contradict_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        FLASH4RecOptions(**options)
+
+
+def test_routing_figures_are_those_of_the_real_tokens():
+    layer = Experts(FLASH4RecOptions(d_model=8, experts=4, jitter=0.0)).train()
+    x, real = torch.randn(2, 5, 8), torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]]).bool()
+
+    _, busiest, entropy = layer(x, real)[1].tolist()
+
+    share = layer.router(x[real]).softmax(-1)
+    assert busiest == pytest.approx(torch.bincount(share.argmax(-1), minlength=4).max().item() / 8)
+    assert entropy == pytest.approx(-(share * share.log()).sum(-1).mean().item(), abs=1e-6)

@@ -156,7 +156,7 @@ def test_one_parent_run_holds_a_run_for_every_row(project):
     runs = all_runs()
     (parent,) = [run for name, run in runs.items() if name.startswith("toy-")]
 
-    assert sorted(runs) == sorted(["sasrec", "wide", "popularity", "markov", parent.info.run_name])
+    assert sorted(runs) == sorted(["sasrec", "wide", "popularity", "markov", "ease", parent.info.run_name])
     for name, child in runs.items():
         assert child.info.status == "FINISHED"
         assert child.data.tags["seqrec.split_sha256"] == "b" * 64
@@ -296,7 +296,7 @@ def test_a_new_evaluation_of_the_same_training_updates_its_run(project):
     run()
     runs = all_runs()
 
-    assert len(runs) == 6  # another parent, the same four children
+    assert len(runs) == 7  # another parent, the same five children
     assert runs["wide"].data.metrics["valid/ndcg_at_10"] == pytest.approx(0.4306765581)
 
 
@@ -323,7 +323,7 @@ def test_a_run_that_an_orchestrator_made_becomes_the_parent(project, monkeypatch
 
     assert "MLFLOW_RUN_ID" not in os.environ
     children = client().search_runs([experiment], f"tags.`mlflow.parentRunId` = '{given}'")
-    assert sorted(run.info.run_name for run in children) == ["markov", "popularity", "sasrec", "wide"]
+    assert sorted(run.info.run_name for run in children) == ["ease", "markov", "popularity", "sasrec", "wide"]
     assert client().get_run(given).info.status == "RUNNING"  # whoever made it ends it
     assert client().get_experiment_by_name("seqrec") is None
 
@@ -336,12 +336,12 @@ def test_a_dead_server_leaves_the_leaderboard_and_a_later_call_does_the_rest(pro
     ):
         run()
     assert outcome() is None
-    assert len(read_json(Path("reports/leaderboard.json"))["rows"]) == 4
+    assert len(read_json(Path("reports/leaderboard.json"))["rows"]) == 5
     assert "sasrec" in Path("reports/leaderboard.csv").read_text()
 
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
     assert run()["promoted"] == 1.0
-    assert len(all_runs()) == 5
+    assert len(all_runs()) == 6
 
 
 def test_misplaced_artifacts_are_found_before_anything_is_logged(project):

@@ -1,0 +1,83 @@
+"""What the benchmarks share: clocks, peak memory, the matmul peak, tables.
+
+It needs torch and pyarrow alone, since the peers' scripts import it inside environments that lack everything else.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+import resource
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+MEMORY = Path("/proc/self/status")
+
+
+class Cost(NamedTuple):
+    """Seconds that passed, and seconds that the cores worked."""
+
+    wall: float
+    cpu: float  # of this process and of the children that have ended
+
+    def __sub__(self, other: Cost) -> Cost:
+        return Cost(self.wall - other.wall, self.cpu - other.cpu)
+
+
+def now() -> Cost:
+    """Return a point in time; the difference of two is what the work between them cost."""
+    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return Cost(time.perf_counter(), sum(usage.ru_utime + usage.ru_stime for usage in usages))
+
+
+def cost_of(work: Callable[[], object]) -> Cost:
+    """Return what one call costs."""
+    began = now()
+    work()
+    return now() - began
+
+
+def reset_peak() -> None:
+    """Make `peak_memory` start from what is resident now (Linux)."""
+    if MEMORY.exists():
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_memory() -> float:
+    """Return the largest resident size in MiB; since `reset_peak` on Linux, of the whole process elsewhere."""
+    if MEMORY.exists():
+        found = re.search(r"VmHWM:\s+(\d+) kB", MEMORY.read_text())
+        assert found
+        return int(found[1]) / 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def matmul_peak(repeats: int = 12) -> float:
+    """Return the best fp32 matmul rate of this machine now, in FLOP per second: best of a few shapes and repeats."""
+    best = 0.0
+    for rows, inner, columns in ((2048, 2048, 2048), (1024, 1024, 4096)):
+        left, right, out = torch.randn(rows, inner), torch.randn(inner, columns), torch.empty(rows, columns)
+        for _ in range(repeats):
+            seconds = cost_of(lambda: torch.mm(left, right, out=out)).wall  # noqa: B023
+            best = max(best, 2 * rows * inner * columns / seconds)
+    return best
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Return a table; the first column is text, the others are figures."""
+    lines = [header, ["---"] + ["--:"] * (len(header) - 1), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+
+
+def machine(threads: int) -> str:
+    """Return one line that says where the figures come from."""
+    information = Path("/proc/cpuinfo")
+    lines = information.read_text().splitlines() if information.exists() else []
+    processor = next(
+        (line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine()
+    )
+    return f"{processor}, {threads} threads, torch {torch.__version__}, Python {platform.python_version()}"

@@ -1,0 +1,97 @@
+"""BERT4Rec: bidirectional encoder representations for recommendation (Sun et al., CIKM 2019, arXiv:1904.06690).
+
+Differs from the paper's code in these places:
+- positions count back from the most recent event, so that padding cannot shift them;
+- keys at padded positions are masked; attention weights are not dropped by default (`attention_dropout`), which lets
+  a fused kernel compute them;
+- every masked item becomes MASK, drawn anew each epoch; the code repeats ten fixed draws;
+- the vocabulary's softmax leaves out padding and MASK, which are no candidates.
+
+Shape suffixes, besides those of base.py: Q positions computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from models.base import PAD, Batch, Catalogue, Options, SequenceModel, check
+from models.layers import Dropout, MultiHeadAttention, attention_bias, initialise
+
+
+@dataclass(frozen=True, kw_only=True)
+class BERT4RecOptions(Options):
+    """Options of BERT4Rec."""
+
+    objective: str = "cloze"
+    d_model: int = 64
+    layers: int = 2
+    heads: int = 2
+    dropout: float = 0.2  # of embeddings, attention's output and feed-forward networks
+    attention_dropout: float = 0.0  # of attention weights; more than 0 rules out the fused kernel
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(min(self.d_model, self.layers, self.heads) >= 1, "d_model, layers and heads must be at least 1")
+        check(0 <= self.dropout < 1, "dropout must be at least 0 and under 1")
+        check(0 <= self.attention_dropout < 1, "attention_dropout must be at least 0 and under 1")
+
+
+class Block(nn.Module):
+    """Attention, then a feed-forward network of four times the width, each normalised after its residual."""
+
+    def __init__(self, options: BERT4RecOptions) -> None:
+        super().__init__()
+        d_model = options.d_model
+        self.attention = MultiHeadAttention(d_model, options.heads, options.attention_dropout)
+        self.norm_attention = nn.LayerNorm(d_model)
+        self.inner = nn.Linear(d_model, 4 * d_model)
+        self.outer = nn.Linear(4 * d_model, d_model)
+        self.norm = nn.LayerNorm(d_model)
+        self.dropout = Dropout(options.dropout)
+
+    def forward(self, x_BLD: Tensor, bias_BLL: Tensor, queries: slice) -> Tensor:
+        """Return the block's output at the positions `queries` alone."""
+        query_BQD = x_BLD[:, queries]
+        mixed_BQD = self.attention(query_BQD, x_BLD, bias_BLL[:, queries])
+        x_BQD = self.norm_attention(query_BQD + self.dropout(mixed_BQD))
+        out: Tensor = self.norm(x_BQD + self.dropout(self.outer(F.gelu(self.inner(x_BQD)))))
+        return out
+
+
+class BERT4Rec(SequenceModel):
+    """Bidirectional self-attention that fills in masked items."""
+
+    Options = BERT4RecOptions
+    options: BERT4RecOptions
+    objectives = frozenset({"cloze"})
+
+    def __init__(self, options: BERT4RecOptions, catalogue: Catalogue) -> None:
+        super().__init__(options, catalogue)
+        d_model = options.d_model
+        self.items = nn.Embedding(catalogue.num_items + 2, d_model, padding_idx=PAD)  # the last row is MASK
+        self.positions = nn.Parameter(torch.empty(options.length, d_model).normal_(std=0.02))
+        self.norm = nn.LayerNorm(d_model)
+        self.dropout = Dropout(options.dropout)
+        self.blocks = nn.ModuleList(Block(options) for _ in range(options.layers))
+        self.head = nn.Sequential(nn.Linear(d_model, d_model), nn.GELU(), nn.LayerNorm(d_model))
+        self.bias = nn.Parameter(torch.zeros(catalogue.num_items + 1))
+        initialise(self)
+
+    def forward(self, batch: Batch, last: bool = False) -> Tensor:
+        """See `SequenceModel.forward`."""
+        length = batch.items.shape[1]
+        bias_BLL = attention_bias(batch.items, causal=False)
+        x_BLD = self.dropout(self.norm(self.items(batch.items) + self.positions[-length:]))
+        for number, block in enumerate(self.blocks, start=1):
+            only_last = last and number == self.options.layers  # earlier layers feed its keys and values
+            x_BLD = block(x_BLD, bias_BLL, slice(-1, None) if only_last else slice(None))
+        query_BQD: Tensor = self.head(x_BLD)
+        return torch.cat([query_BQD, torch.ones_like(query_BQD[..., :1])], -1)
+
+    def item_vectors(self) -> Tensor:
+        """See `SequenceModel.item_vectors`."""
+        return torch.cat([self.items.weight[:-1], self.bias.unsqueeze(1)], 1)

@@ -1,0 +1,86 @@
+"""Caser: convolutional sequence embedding recommendation (Tang and Wang, WSDM 2018, arXiv:1809.07426).
+
+Differs from the paper in these places:
+- each event has one target, the event after it (T = 1), not the next T events;
+- the loss is the engine's, full softmax by default, not binary cross-entropy with three negatives;
+- item vectors are scaled by sqrt(d) on entry, so that the small initial values do not vanish in the convolutions;
+- a user who is unknown has the zero vector: the windows alone decide.
+
+Shape suffixes, besides those of base.py: C features of the convolutions, T = L + window - 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from models.base import PAD, Batch, Catalogue, Options, SequenceModel, check
+from models.layers import Dropout, initialise
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaserOptions(Options):
+    """Options of Caser."""
+
+    d_model: int = 64
+    window: int = 5  # L in the paper: most recent items that a query reads
+    horizontal: int = 16  # filters of each height from 1 to `window`
+    vertical: int = 4  # filters
+    dropout: float = 0.5  # of the filters' outputs
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key in ("d_model", "window", "horizontal", "vertical"):
+            check(getattr(self, key) >= 1, f"{key} must be at least 1")
+        check(self.window <= self.length, f"window: a query reads {self.window} items, but length is {self.length}")
+        check(0 <= self.dropout < 1, "dropout must be at least 0 and under 1")
+
+
+class Caser(SequenceModel):
+    """Filters over the last items, taken as an image of window x width, beside a vector of the user."""
+
+    Options = CaserOptions
+    options: CaserOptions
+    objectives = frozenset({"causal", "last"})
+    needs = frozenset({"user"})
+
+    def __init__(self, options: CaserOptions, catalogue: Catalogue) -> None:
+        super().__init__(options, catalogue)
+        d_model, window = options.d_model, options.window
+        self.items = nn.Embedding(catalogue.num_items + 1, d_model, padding_idx=PAD)
+        self.users = nn.Embedding(catalogue.num_users + 1, d_model, padding_idx=0)
+        self.horizontal = nn.ModuleList(nn.Conv1d(d_model, options.horizontal, h) for h in range(1, window + 1))
+        self.vertical = nn.Linear(window, options.vertical, bias=False)
+        self.dropout = Dropout(options.dropout)
+        self.dense = nn.Linear(options.horizontal * window + options.vertical * d_model, d_model)
+        self.output = nn.Embedding(catalogue.num_items + 1, 2 * d_model, padding_idx=PAD)  # W' of equation 10
+        self.bias = nn.Parameter(torch.zeros(catalogue.num_items + 1))
+        initialise(self)
+
+    def forward(self, batch: Batch, last: bool = False) -> Tensor:
+        """See `SequenceModel.forward`."""
+        window = self.options.window
+        items_BL = batch.items[:, -window:] if last else batch.items
+        x_BLD = self.items(items_BL) * self.options.d_model**0.5
+        missing = window - x_BLD.shape[1] if last else window - 1
+        feature_BLC = self._convolve(F.pad(x_BLD.mT, (missing, 0)))
+        z_BLD = torch.relu(self.dense(self.dropout(feature_BLC)))  # (9)
+        user_BLD = self.users(batch.user).unsqueeze(1).expand_as(z_BLD)
+        return torch.cat([z_BLD, user_BLD, torch.ones_like(z_BLD[..., :1])], -1)  # (10)
+
+    def _convolve(self, x_BDT: Tensor) -> Tensor:
+        """Return (B, T - window + 1, C): the filters' outputs for every window of the time axis at once."""
+        window = self.options.window
+        pooled = [
+            F.max_pool1d(torch.relu(filters(x_BDT)), window - height + 1, stride=1)  # (4) to (6)
+            for height, filters in enumerate(self.horizontal, start=1)
+        ]
+        vertical_BDLC = self.vertical(x_BDT.unfold(2, window, 1))  # (7)
+        return torch.cat([*(x.mT for x in pooled), vertical_BDLC.transpose(1, 2).flatten(2)], -1)  # (8)
+
+    def item_vectors(self) -> Tensor:
+        """See `SequenceModel.item_vectors`."""
+        return torch.cat([self.output.weight, self.bias.unsqueeze(1)], 1)

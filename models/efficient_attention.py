@@ -1,0 +1,134 @@
+"""Attention that avoids the L x L matrix: drop-ins for the backbone of STRec, to compare it with.
+
+Each takes the rows of a layer as queries and keys and returns all of them; attention looks both ways.
+
+Shape suffixes, besides those of base.py: H heads, K width of a head, R projected rows, U chosen queries, S sampled
+keys, C chunks, W positions of a chunk, J keys of a chunk.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class EfficientAttention(nn.Module):
+    """Projections around a way to mix values."""
+
+    def __init__(self, d_model: int, heads: int, length: int, size: int) -> None:
+        super().__init__()
+        self.heads, self.length, self.size = heads, length, size
+        self.to_query_key_value = nn.Linear(d_model, 3 * d_model)
+        self.to_out = nn.Linear(d_model, d_model)
+
+    def forward(self, query_BLD: Tensor, source_BLD: Tensor, visible_B11L: Tensor | None) -> Tensor:
+        """Return (B, L, D); `source_BLD` must be `query_BLD`, `visible_B11L` is False at padding, None without any."""
+        assert query_BLD.shape == source_BLD.shape, "these drop-ins compute every row"
+        projected = self.to_query_key_value(source_BLD).unflatten(-1, (3, self.heads, -1))
+        q_BHLK, k_BHLK, v_BHLK = projected.permute(2, 0, 3, 1, 4).unbind()
+        mixed_BHLK = self.mix(q_BHLK, k_BHLK, v_BHLK, visible_B11L)
+        out: Tensor = self.to_out(mixed_BHLK.transpose(1, 2).flatten(2))
+        return out
+
+    def mix(self, q_BHLK: Tensor, k_BHLK: Tensor, v_BHLK: Tensor, visible_B11L: Tensor | None) -> Tensor:
+        """Return a mixture of values for each query (B, H, L, K)."""
+        raise NotImplementedError
+
+
+class LinformerAttention(EfficientAttention):
+    """Keys and values projected along the sequence to `size` rows (Wang et al. 2020, arXiv:2006.04768).
+
+    One projection serves keys, values and heads; padding adds nothing to the projected rows. The weights of a short
+    sequence are those of the most recent positions.
+    """
+
+    def __init__(self, d_model: int, heads: int, length: int, size: int) -> None:
+        super().__init__(d_model, heads, length, size)
+        self.projection = nn.Parameter(torch.empty(size, length).normal_(std=length**-0.5))
+
+    def mix(self, q_BHLK: Tensor, k_BHLK: Tensor, v_BHLK: Tensor, visible_B11L: Tensor | None) -> Tensor:
+        """See `EfficientAttention.mix`."""
+        projection_RL = self.projection[:, -q_BHLK.shape[2] :]
+        if visible_B11L is not None:
+            projection_RL = projection_RL * visible_B11L.to(projection_RL.dtype)
+        return F.scaled_dot_product_attention(q_BHLK, projection_RL @ k_BHLK, projection_RL @ v_BHLK)
+
+
+class InformerAttention(EfficientAttention):
+    """ProbSparse attention (Zhou et al., AAAI 2021, arXiv:2012.07436): few queries attend, the others take the mean.
+
+    A query's peakedness is the maximum minus the mean of its logits on ceil(size ln L) sampled keys; as many queries,
+    the most peaked ones, attend to everything. The keys are drawn once and are the same for all queries; the last
+    event is one of them, which no sequence lacks.
+    """
+
+    order: Tensor  # (length,) how many events back, in the order of sampling
+
+    def __init__(self, d_model: int, heads: int, length: int, size: int) -> None:
+        super().__init__(d_model, heads, length, size)
+        others = 1 + torch.randperm(length - 1, generator=torch.Generator().manual_seed(0))
+        self.register_buffer("order", F.pad(others, (1, 0)), persistent=False)
+
+    def mix(self, q_BHLK: Tensor, k_BHLK: Tensor, v_BHLK: Tensor, visible_B11L: Tensor | None) -> Tensor:
+        """See `EfficientAttention.mix`."""
+        length = q_BHLK.shape[2]
+        number = min(length, math.ceil(self.size * math.log(max(2, length))))
+        sampled_S = length - 1 - self.order[self.order < length][:number]
+        logits_BHLS = q_BHLK @ k_BHLK[:, :, sampled_S].mT
+        if visible_B11L is None:
+            peakedness_BHL = logits_BHLS.amax(-1) - logits_BHLS.mean(-1)
+            mean_BH1K = v_BHLK.mean(2, keepdim=True)
+        else:
+            counted_B11S = visible_B11L[..., sampled_S]
+            mean_BHL = (logits_BHLS * counted_B11S).sum(-1) / counted_B11S.sum(-1)
+            peakedness_BHL = logits_BHLS.masked_fill(~counted_B11S, float("-inf")).amax(-1) - mean_BHL
+            peakedness_BHL = peakedness_BHL.masked_fill(~visible_B11L[:, :, 0], float("-inf"))
+            visible_B1L1 = visible_B11L.mT
+            mean_BH1K = (v_BHLK * visible_B1L1).sum(2, keepdim=True) / visible_B1L1.sum(2, keepdim=True)
+        index_BHUK = peakedness_BHL.topk(number).indices.unsqueeze(-1).expand(-1, -1, -1, q_BHLK.shape[3])
+        chosen_BHUK = q_BHLK.gather(2, index_BHUK)
+        mixed_BHUK = F.scaled_dot_product_attention(chosen_BHUK, k_BHLK, v_BHLK, attn_mask=visible_B11L)
+        return mean_BH1K.expand_as(q_BHLK).scatter(2, index_BHUK, mixed_BHUK)
+
+
+class LongformerAttention(EfficientAttention):
+    """A window and a global token (Beltagy et al. 2020, arXiv:2004.05150): `size` // 2 positions on either side.
+
+    The last event is global. It shares the projections of local attention, which the original gives it two of.
+    """
+
+    def mix(self, q_BHLK: Tensor, k_BHLK: Tensor, v_BHLK: Tensor, visible_B11L: Tensor | None) -> Tensor:
+        """See `EfficientAttention.mix`."""
+        local_BHLK = self._local(q_BHLK, k_BHLK, v_BHLK, visible_B11L)
+        last_BH1K = F.scaled_dot_product_attention(q_BHLK[:, :, -1:], k_BHLK, v_BHLK, attn_mask=visible_B11L)
+        return torch.cat([local_BHLK[:, :, :-1], last_BH1K], dim=2)
+
+    def _local(self, q_BHLK: Tensor, k_BHLK: Tensor, v_BHLK: Tensor, visible_B11L: Tensor | None) -> Tensor:
+        """Attend from chunks of W positions to the chunks before and after, to themselves, and to the last event."""
+        batch, heads, length, width = *q_BHLK.shape[:3], max(1, self.size // 2)
+        padding = -length % width
+        chunks = (length + padding) // width
+        index_CW = torch.arange(-padding, length, device=q_BHLK.device).view(chunks, width)
+        keys_CJ = (torch.arange(-width, 2 * width, device=q_BHLK.device) + index_CW[:, :1]).clamp(-1, length)
+        band_CWJ = (index_CW[:, :, None] - keys_CJ[:, None, :]).abs() <= width
+        # the last event is the extra key: not also one of the window
+        band_CWJ = band_CWJ & ((keys_CJ >= 0) & (keys_CJ < length - 1))[:, None, :]
+        seen_BCWJ = F.pad(band_CWJ, (0, 1), value=True).unsqueeze(0)
+        keys_CJ = F.pad(keys_CJ.clamp(0, length - 1), (0, 1), value=length - 1)
+        if visible_B11L is not None:
+            seen_BCWJ = seen_BCWJ & visible_B11L[:, 0, 0][:, keys_CJ].unsqueeze(2)
+        seen_BXWJ = seen_BCWJ.unsqueeze(1).expand(-1, heads, -1, -1, -1).flatten(1, 2)  # X = heads x chunks
+        q_BXWK = F.pad(q_BHLK, (0, 0, padding, 0)).unflatten(2, (chunks, width)).flatten(1, 2)
+        k_BXJK, v_BXJK = (x[:, :, keys_CJ].flatten(1, 2) for x in (k_BHLK, v_BHLK))
+        mixed_BXWK = F.scaled_dot_product_attention(q_BXWK, k_BXJK, v_BXJK, attn_mask=seen_BXWJ)
+        return mixed_BXWK.view(batch, heads, chunks * width, -1)[:, :, padding:]
+
+
+EFFICIENT: dict[str, type[EfficientAttention]] = {
+    "linformer": LinformerAttention,
+    "informer": InformerAttention,
+    "longformer": LongformerAttention,
+}

@@ -1,0 +1,56 @@
+"""FPMC: factorised personalised Markov chains (Rendle et al., WWW 2010).
+
+The score of item i for user u after item j is <v_u^UI, v_i^IU> + <v_j^LI, v_i^IL>: the taste of the user plus what
+follows the last item; the term <v_u^UL, v_j^LU> does not depend on i and has no effect on a ranking.
+
+Differs from the paper in these places:
+- a basket is one item;
+- the optimiser is the engine's, and with `loss: bpr` it draws negatives among all items but the target, not among
+  those unlike the user's others;
+- a user who is unknown has the zero vector: the last item alone decides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from models.base import PAD, Batch, Catalogue, Options, SequenceModel, check
+from models.layers import initialise
+
+
+@dataclass(frozen=True, kw_only=True)
+class FPMCOptions(Options):
+    """Options of FPMC."""
+
+    d_model: int = 64  # factors of each of the two terms
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(self.d_model >= 1, "d_model must be at least 1")
+
+
+class FPMC(SequenceModel):
+    """A factorised tensor of user, last item and next item."""
+
+    Options = FPMCOptions
+    options: FPMCOptions
+    needs = frozenset({"user"})
+
+    def __init__(self, options: FPMCOptions, catalogue: Catalogue) -> None:
+        super().__init__(options, catalogue)
+        self.users = nn.Embedding(catalogue.num_users + 1, options.d_model, padding_idx=0)  # v^UI
+        self.last_items = nn.Embedding(catalogue.num_items + 1, options.d_model, padding_idx=PAD)  # v^LI
+        self.next_items = nn.Embedding(catalogue.num_items + 1, 2 * options.d_model, padding_idx=PAD)  # [v^IU, v^IL]
+        initialise(self)
+
+    def forward(self, batch: Batch, last: bool = False) -> Tensor:
+        """See `SequenceModel.forward`."""
+        last_BPD = self.last_items(batch.items[:, -1:] if last else batch.items)
+        return torch.cat([self.users(batch.user).unsqueeze(1).expand_as(last_BPD), last_BPD], -1)
+
+    def item_vectors(self) -> Tensor:
+        """See `SequenceModel.item_vectors`."""
+        return self.next_items.weight

@@ -1,0 +1,81 @@
+"""GRU4Rec: session-based recommendations with recurrent networks (Hidasi et al., ICLR 2016, arXiv:1511.06939).
+
+Differs from the paper in these places:
+- the loss is the engine's, full softmax by default, not TOP1 or BPR against the other items of the batch;
+- every position of a window has a target and the state starts at zero in each window: there are no parallel
+  sessions whose states are carried from one batch to the next;
+- items enter through an embedding that also scores them (tied), not as one-hot vectors with a separate output matrix;
+- the state is projected to the width of the items, so that the two widths are chosen apart.
+
+Shape suffixes, besides those of base.py: G width of the state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from models.base import PAD, Batch, Catalogue, Options, SequenceModel, check
+from models.layers import Dropout, initialise
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRU4RecOptions(Options):
+    """Options of GRU4Rec."""
+
+    d_model: int = 64  # of the items
+    d_state: int = 128  # of the recurrent state
+    layers: int = 1
+    dropout: float = 0.2  # of embeddings and of each layer's states
+    item_bias: bool = False  # one more column of the items
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(min(self.d_model, self.d_state, self.layers) >= 1, "d_model, d_state and layers must be at least 1")
+        check(0 <= self.dropout < 1, "dropout must be at least 0 and under 1")
+
+
+def roll(x_BLD: Tensor, shift_B: Tensor) -> Tensor:
+    """Return each row rolled to the left by its own `shift`."""
+    length = x_BLD.shape[1]
+    index_BL = (torch.arange(length, device=x_BLD.device) + shift_B.unsqueeze(1)) % length
+    return x_BLD.gather(1, index_BL.unsqueeze(-1).expand_as(x_BLD))
+
+
+class GRU4Rec(SequenceModel):
+    """Gated recurrent units over the user's most recent items."""
+
+    Options = GRU4RecOptions
+    options: GRU4RecOptions
+    objectives = frozenset({"causal", "last"})
+
+    def __init__(self, options: GRU4RecOptions, catalogue: Catalogue) -> None:
+        super().__init__(options, catalogue)
+        self.items = nn.Embedding(catalogue.num_items + 1, options.d_model, padding_idx=PAD)
+        self.bias = nn.Parameter(torch.zeros(catalogue.num_items + 1)) if options.item_bias else None
+        widths = [options.d_model] + [options.d_state] * options.layers
+        self.layers = nn.ModuleList(nn.GRU(before, after, batch_first=True) for before, after in pairwise(widths))
+        self.dropout = Dropout(options.dropout)
+        self.to_query = nn.Linear(options.d_state, options.d_model)
+        initialise(self)
+
+    def forward(self, batch: Batch, last: bool = False) -> Tensor:
+        """See `SequenceModel.forward`."""
+        real_BL = batch.items != PAD
+        padding_B = (~real_BL).sum(1)
+        x_BLD = self.dropout(self.items(batch.items) * self.options.d_model**0.5)
+        state_BLG = roll(x_BLD, padding_B)  # padding last: the state is zero where a history begins
+        for layer in self.layers:
+            state_BLG = self.dropout(layer(state_BLG)[0])
+        state_BLG = roll(state_BLG, -padding_B) * real_BL.unsqueeze(-1)
+        query_BPD: Tensor = self.to_query(state_BLG[:, -1:] if last else state_BLG)
+        return query_BPD if self.bias is None else torch.cat([query_BPD, torch.ones_like(query_BPD[..., :1])], -1)
+
+    def item_vectors(self) -> Tensor:
+        """See `SequenceModel.item_vectors`."""
+        if self.bias is None:
+            return self.items.weight
+        return torch.cat([self.items.weight, self.bias.unsqueeze(1)], 1)

@@ -1,0 +1,55 @@
+"""MF-BPR: matrix factorisation by Bayesian personalised ranking (Rendle et al., UAI 2009, arXiv:1205.2618).
+
+The score of item i for user u is <w_u, h_i> + b_i; neither order nor time of the past has a part in it.
+
+Differs from the paper in these places:
+- the optimiser is the engine's, and with `loss: bpr` it draws negatives among all items but the target, not among
+  those unlike the user's others; decay of the weights is its `weight_decay`, which leaves out the bias;
+- a user who is unknown has the zero vector: the bias alone decides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from models.base import PAD, Batch, Catalogue, Options, SequenceModel, check
+from models.layers import initialise
+
+
+@dataclass(frozen=True, kw_only=True)
+class MFBPROptions(Options):
+    """Options of MF-BPR; `length` is how many events of a user are targets in one window."""
+
+    d_model: int = 64
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(self.d_model >= 1, "d_model must be at least 1")
+
+
+class MFBPR(SequenceModel):
+    """A vector for each user and item."""
+
+    Options = MFBPROptions
+    options: MFBPROptions
+    needs = frozenset({"user"})
+
+    def __init__(self, options: MFBPROptions, catalogue: Catalogue) -> None:
+        super().__init__(options, catalogue)
+        self.users = nn.Embedding(catalogue.num_users + 1, options.d_model, padding_idx=0)
+        self.items = nn.Embedding(catalogue.num_items + 1, options.d_model, padding_idx=PAD)
+        self.bias = nn.Parameter(torch.zeros(catalogue.num_items + 1))
+        initialise(self)
+
+    def forward(self, batch: Batch, last: bool = False) -> Tensor:
+        """See `SequenceModel.forward`."""
+        user_BD = self.users(batch.user)
+        query_BD = torch.cat([user_BD, torch.ones_like(user_BD[:, :1])], -1)
+        return query_BD.unsqueeze(1).expand(-1, 1 if last else batch.items.shape[1], -1)
+
+    def item_vectors(self) -> Tensor:
+        """See `SequenceModel.item_vectors`."""
+        return torch.cat([self.items.weight, self.bias.unsqueeze(1)], 1)

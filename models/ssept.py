@@ -1,0 +1,87 @@
+"""SSE-PT: personalised transformer with stochastic shared embeddings (Wu et al., RecSys 2020, arXiv:1908.05435).
+
+SASRec on item vectors that the user's vector is joined to. Differs from the paper in these places:
+- a score <[h_i; h_u], [e_i; u]> is written as the inner product of [h_i, <h_u, u>] with [e_i, 1], so that item vectors
+  are the same for every user. Its last summand changes no ranking, and no loss that is a softmax;
+- items are replaced at random in the input alone; the code replaces targets and negatives as well, which are the
+  engine's here. The probabilities are those of keeping, as in the code;
+- what sasrec.py says of SASRec.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from models.base import PAD, Batch, Catalogue, SequenceModel, check
+from models.layers import INIT_STD, Dropout, attention_bias, initialise
+from models.sasrec import Block, SASRecOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class SSEPTOptions(SASRecOptions):
+    """Options of SSE-PT; blocks are d_model + d_user wide."""
+
+    d_user: int = 16  # width of a user's vector
+    keep_item: float = 0.9  # probability that training sees an item itself, not one drawn at random
+    keep_user: float = 0.08  # the same of a user
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(self.d_user >= 1, "d_user must be at least 1")
+        check(0 <= self.keep_item <= 1, "keep_item must be between 0 and 1")
+        check(0 <= self.keep_user <= 1, "keep_user must be between 0 and 1")
+
+
+def shared(index: Tensor, number: int, keep: float) -> Tensor:
+    """Replace each entry with probability 1 - `keep` by one drawn from 1..`number`; 0, padding or unknown, stays."""
+    drawn = torch.randint(1, number + 1, index.shape, device=index.device)
+    replaced = (torch.rand(index.shape, device=index.device) >= keep) & (index != 0)
+    return torch.where(replaced, drawn, index)
+
+
+class SSEPT(SequenceModel):
+    """Causal self-attention over a user's items, each joined to the user."""
+
+    Options = SSEPTOptions
+    options: SSEPTOptions
+    objectives = frozenset({"causal", "last"})
+    needs = frozenset({"user"})
+
+    def __init__(self, options: SSEPTOptions, catalogue: Catalogue) -> None:
+        super().__init__(options, catalogue)
+        wide = replace(options, d_model=options.d_model + options.d_user)
+        self.items = nn.Embedding(catalogue.num_items + 1, options.d_model, padding_idx=PAD)
+        self.users = nn.Embedding(catalogue.num_users + 1, options.d_user)
+        self.positions = nn.Parameter(torch.empty(options.length, wide.d_model).normal_(std=INIT_STD))
+        self.dropout = Dropout(options.dropout)
+        self.blocks = nn.ModuleList(Block(wide) for _ in range(options.layers))
+        self.norm = nn.LayerNorm(wide.d_model)
+        initialise(self)
+
+    def forward(self, batch: Batch, last: bool = False) -> Tensor:
+        """See `SequenceModel.forward`."""
+        length = batch.items.shape[1]
+        bias_BLL = attention_bias(batch.items, causal=True)
+        items_BL, user_B = self._stochastic(batch)
+        user_B1U = self.users(user_B).unsqueeze(1)
+        joined_BLD = torch.cat([self.items(items_BL), user_B1U.expand(-1, length, -1)], -1)
+        x_BLD = self.dropout(joined_BLD * joined_BLD.shape[-1] ** 0.5 + self.positions[-length:])
+        for number, block in enumerate(self.blocks, start=1):
+            only_last = last and number == self.options.layers  # earlier layers feed its keys and values
+            x_BLD = block(x_BLD, bias_BLL, slice(-1, None) if only_last else slice(None))
+        of_item, of_user = self.norm(x_BLD).split([self.options.d_model, self.options.d_user], -1)
+        return torch.cat([of_item, (of_user * user_B1U).sum(-1, keepdim=True)], -1)
+
+    def _stochastic(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return items (B, L) and user (B,), in training with stochastic shared embeddings (paper, section 3.2)."""
+        if not self.training:
+            return batch.items, batch.user
+        items = shared(batch.items, self.catalogue.num_items, self.options.keep_item)
+        return items, shared(batch.user, max(1, self.catalogue.num_users), self.options.keep_user)
+
+    def item_vectors(self) -> Tensor:
+        """See `SequenceModel.item_vectors`."""
+        return torch.cat([self.items.weight, self.items.weight.new_ones(len(self.items.weight), 1)], 1)

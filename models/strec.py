@@ -1,0 +1,475 @@
+"""STRec: sparse Transformer for sequential recommendation (Li et al., RecSys 2023).
+
+Layer l computes k_l rows only, and k_l falls with l: which events are worth a row is decided once a sequence, from the
+time since each of them. Only the last event's output is trained and read, so a training example is a prefix
+(objective `last`), and attention looks both ways.
+
+Stage 1 (phase `soft`) trains backbone and sampler together: all rows are computed, and keys fade by how likely they
+are to be sampled. Stage 2 (phase `hard`) freezes the sampler and trains on the path that is served: gathered rows.
+
+Differs from the paper and its code in these places, all but the first four by option:
+- short sequences are kept: padding ranks last, and layers that would sample more rows than there are compute all;
+- the output is row 0, that of the last event, which is always sampled first; the code reads the last row;
+- noise at inference is a fixed draw for each (item, place, last item): rankings do not depend on the batch;
+- the sampler starts as an increasing function of time, which training may undo;
+- times enter the sampler through asinh(t / 60 s), as raw seconds saturate it (`transform`);
+- keys are faded by adding log(S + 1e-9); the paper adds 1e8 (M - 1), which has no useful gradient (`mask`);
+- the offsets alpha follow from k through running quantiles of the scores; the code's constants train deep layers much
+  denser than they are run (`alpha`);
+- positions count back from the last event; attention weights are not dropped by default (`attention_dropout`).
+
+Shape suffixes, besides those of base.py: Q queries, H heads, K width of a head, G grid of quantiles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from models.base import PAD, Batch, Catalogue, Options, SequenceModel, TaskLoss, check
+from models.efficient_attention import EFFICIENT
+from models.layers import Dropout, attend, initialise
+
+SPARSITY = 0.69  # the paper's best
+OFFICIAL_ALPHA = (-0.2, -0.2, -0.3, -0.3, -0.5, -0.5, -0.7, -0.7)  # the code's, for its 8 layers
+LITERAL_SCALE = 1e8  # C of eq. 12, as in the code
+LOG_FLOOR = 1e-9  # log(S + this): what an event that is not sampled keeps
+FORCED = 1e4  # beyond every score, which is a z-score plus noise
+GRID = 101  # points of a running quantile function
+QUANTILE_RATE = 0.05  # weight of a batch in it
+NOISE_TABLE = 65_536
+MINUTE = 60.0
+NORM_EPS = 1e-12  # as in the code; embeddings start small
+SCORE_EPS = 1e-6
+EVERY_ROW = slice(None)
+SAMPLER_OPTIONS = (
+    *("k", "sparsity", "transform", "activation", "noise", "noise_seed"),
+    *("mask", "temperature", "alpha", "hash_bins"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class STRecOptions(Options):
+    """Options of STRec."""
+
+    objective: str = "last"
+    d_model: int = 64
+    layers: int = 2
+    heads: int = 2
+    dropout: float = 0.2
+    attention_dropout: float = 0.0  # of attention weights; more than 0 rules out the fused kernel
+    attention: str = "full"  # | linformer | informer | longformer: drop-ins for a network without sampling
+    attention_size: int = 16  # drop-ins: projected length | factor of log n | window
+    sampling: str = "time"  # by time to the last event | position | random | none: the backbone, every row
+    k: tuple[int, ...] = ()  # rows of each layer, never increasing; empty: constant by `sparsity`, then 1
+    sparsity: float | None = None  # k = round(length (1 - sparsity)); 0.69 unless `k` is given
+    transform: str = "asinh"  # of seconds: asinh | log1p | raw
+    activation: str = "tanh"  # in the sampler: tanh | relu
+    noise: str = "normal"  # added to z-scores: normal | uniform | logistic | none
+    noise_seed: int = 0  # of the draws at inference
+    mask: str = "log"  # soft mask: log | literal: eq. 12 as printed
+    temperature: float = 0.01  # tau of eq. 9
+    alpha: str = "calibrated"  # | official: the constants of the code, for 8 layers
+    hash_bins: int = 0  # 0: serve the sampler's network | steps of the function that replaces it after stage 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(min(self.d_model, self.layers, self.heads) >= 1, "d_model, layers and heads must be at least 1")
+        check(self.d_model % self.heads == 0, f"heads: d_model {self.d_model} cannot be divided into {self.heads}")
+        check(0 <= self.dropout < 1, "dropout must be at least 0 and under 1")
+        check(0 <= self.attention_dropout < 1, "attention_dropout must be at least 0 and under 1")
+        check(self.attention in ("full", *EFFICIENT), f"attention must be one of full, {', '.join(EFFICIENT)}")
+        check(self.attention_size >= 1, "attention_size must be at least 1")
+        check(self.sampling in ("time", "position", "random", "none"), "sampling: time, position, random or none")
+        check(self.transform in ("asinh", "log1p", "raw"), "transform must be asinh, log1p or raw")
+        check(self.activation in ("tanh", "relu"), "activation must be tanh or relu")
+        check(self.noise in ("normal", "uniform", "logistic", "none"), "noise: normal, uniform, logistic or none")
+        check(self.mask in ("log", "literal"), "mask must be log or literal")
+        check(self.temperature > 0, "temperature must be positive")
+        check(self.alpha in ("calibrated", "official"), "alpha must be calibrated or official")
+        check(self.hash_bins == 0 or 2 <= self.hash_bins < GRID, f"hash_bins must be 0 or from 2 to {GRID - 1}")
+        self._check_sampling()
+
+    def _check_sampling(self) -> None:
+        sampled = self.sampling != "none"
+        if not sampled:
+            self._check_unused("sampling is none", *SAMPLER_OPTIONS)
+        if self.sampling == "random":
+            self._check_unused("sampling is random", "transform", "activation", "hash_bins")
+        if self.attention == "full":
+            self._check_unused("attention is full", "attention_size")
+        check(not sampled or self.attention == "full", "attention: a drop-in needs sampling: none")
+        check(not sampled or self.layers >= 2, "layers: sampling needs at least 2, the first reads every event")
+        check(self.sampling != "random" or self.noise != "none", "noise: random sampling needs some")
+        check(not self.k or self.sparsity is None, "k and sparsity exclude each other")
+        check(not self.k or len(self.k) == self.layers, f"k needs one entry for each of the {self.layers} layers")
+        check(all(1 <= k <= self.length for k in self.k), "k must lie between 1 and length")
+        check(list(self.k) == sorted(self.k, reverse=True), "k must not increase from layer to layer")
+        check(self.sparsity is None or 0 <= self.sparsity < 1, "sparsity must be at least 0 and under 1")
+        check(self.alpha == "calibrated" or self.layers == len(OFFICIAL_ALPHA), "alpha: the official one has 8 layers")
+
+    def _check_unused(self, why: str, *names: str) -> None:
+        changed = [f.name for f in fields(self) if f.name in names and getattr(self, f.name) != f.default]
+        check(not changed, f"{', '.join(changed)}: no effect, as {why}")
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Number of rows that each layer computes of a full sequence."""
+        if self.k:
+            return tuple(self.k)
+        if self.attention != "full":
+            return (self.length,) * self.layers
+        sparsity = 0.0 if self.sampling == "none" else SPARSITY if self.sparsity is None else self.sparsity
+        return (max(1, round(self.length * (1 - sparsity))),) * (self.layers - 1) + (1,)
+
+
+class Attention(nn.Module):
+    """Scaled dot-product attention of some rows over all of a layer's input rows (eq. 3)."""
+
+    def __init__(self, d_model: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.project = nn.Linear(d_model, 3 * d_model)  # d_model rows of queries, then each head's keys and values
+        self.to_out = nn.Linear(d_model, d_model)
+
+    def forward(self, query_BQD: Tensor, source_BLD: Tensor, bias: Tensor | None) -> Tensor:
+        """Return (B, Q, D); `bias` broadcasts to (B, H, Q, L): bool, True where visible, or float, added to logits."""
+        d_model, (weight, shift) = query_BQD.shape[-1], (self.project.weight, self.project.bias)
+        if query_BQD is source_BLD:
+            q_BQD, key_value = F.linear(source_BLD, weight, shift).split([d_model, 2 * d_model], dim=-1)
+            mixed_BQD = self._mix(q_BQD, key_value, bias)
+        else:
+            q_BQD = F.linear(query_BQD, weight[:d_model], shift[:d_model])
+            # where few rows read many, keys and values are the largest tensors: without gradient, half at a time
+            few = 2 * query_BQD.shape[1] < source_BLD.shape[1]
+            parts = 2 if few and self.heads % 2 == 0 and not torch.is_grad_enabled() else 1
+            slices = zip(
+                weight[d_model:].chunk(parts), shift[d_model:].chunk(parts), q_BQD.chunk(parts, -1), strict=True
+            )
+            mixed = [self._mix(q, F.linear(source_BLD, rows, shifts), bias) for rows, shifts, q in slices]
+            mixed_BQD = mixed[0] if parts == 1 else torch.cat(mixed, -1)
+        out: Tensor = self.to_out(mixed_BQD)
+        return out
+
+    def _mix(self, q_BQE: Tensor, key_value: Tensor, bias: Tensor | None) -> Tensor:
+        width = self.to_out.in_features // self.heads
+        q_BHQK = q_BQE.view(*q_BQE.shape[:2], -1, width).transpose(1, 2)
+        k_BHLK, v_BHLK = key_value.view(*key_value.shape[:2], -1, 2, width).transpose(1, 2).unbind(3)
+        dropout = self.dropout if self.training else 0.0
+        if bias is None or bias.dtype == torch.bool:
+            mixed_BHQK = attend(q_BHQK, k_BHLK, v_BHLK, bias, dropout)
+        else:  # no fused kernel gives a mask its gradient
+            logits = q_BHQK @ k_BHLK.mT * width**-0.5 + bias
+            mixed_BHQK = F.dropout(logits.softmax(-1), dropout) @ v_BHLK
+        return mixed_BHQK.transpose(1, 2).flatten(2)
+
+
+class Block(nn.Module):
+    """Attention and a point-wise network, each followed by its residual and a normalisation (eqs. 3 and 4).
+
+    They are called one after the other, so that a layer's input is freed before the point-wise network runs.
+    """
+
+    def __init__(self, options: STRecOptions) -> None:
+        super().__init__()
+        d_model = options.d_model
+        if options.attention == "full":
+            self.attention: nn.Module = Attention(d_model, options.heads, options.attention_dropout)
+        else:
+            efficient = EFFICIENT[options.attention]
+            self.attention = efficient(d_model, options.heads, options.length, options.attention_size)
+        self.norm_attention = nn.LayerNorm(d_model, NORM_EPS)
+        self.inner = nn.Linear(d_model, 4 * d_model)
+        self.outer = nn.Linear(4 * d_model, d_model)
+        self.norm = nn.LayerNorm(d_model, NORM_EPS)
+        self.dropout = Dropout(options.dropout)
+
+    def attend(self, source_BLD: Tensor, rows: slice | Tensor, bias: Tensor | None) -> Tensor:
+        """Return (B, Q, D): the `rows` of the input, a slice or indices (B, Q), after reading all of it."""
+        if isinstance(rows, Tensor):
+            query_BQD = source_BLD.gather(1, rows.unsqueeze(-1).expand(-1, -1, source_BLD.shape[2]))
+        else:
+            query_BQD = source_BLD if rows == EVERY_ROW else source_BLD[:, rows]
+        out: Tensor = self.norm_attention(query_BQD + self.dropout(self.attention(query_BQD, source_BLD, bias)))
+        return out
+
+    def transform(self, x_BQD: Tensor) -> Tensor:
+        """Return the point-wise network's output (B, Q, D)."""
+        out: Tensor = self.norm(x_BQD + self.dropout(self.outer(F.gelu(self.inner(x_BQD)))))
+        return out
+
+
+class Sampler(nn.Module):
+    """How much an event deserves rows of its own: a function of the time since it, z-scored within the sequence (5).
+
+    Running quantiles of scores, and of times where a step function is asked for, are buffers: saved and resumed.
+    """
+
+    levels: Tensor  # (G,) 0 .. 1
+    scores: Tensor  # (G,) quantiles of the scores of events but the last
+    times: Tensor  # (G,) quantiles of the times
+    edges: Tensor  # (bins - 1,) times where the step function jumps
+    steps: Tensor  # (bins,) its values
+    table: Tensor  # (NOISE_TABLE,) the draws of inference
+
+    def __init__(self, options: STRecOptions) -> None:
+        super().__init__()
+        self.options = options
+        if options.sampling != "random":
+            self.inner = nn.Linear(1, 32)
+            self.outer = nn.Linear(32, 1)
+            with torch.no_grad():  # positive weights: it starts as an increasing function of time
+                self.inner.weight.abs_()
+                self.outer.weight.abs_()
+        levels_G = torch.linspace(0, 1, GRID)
+        self.register_buffer("levels", levels_G, persistent=False)
+        start_G = torch.special.ndtri(levels_G.clamp(0.5 / GRID, 1 - 0.5 / GRID)) * 2**0.5
+        self.register_buffer("scores", start_G)  # two standard normals; measured from the first batch on
+        generator = torch.Generator().manual_seed(options.noise_seed)
+        self.register_buffer("table", self._draw(torch.rand(NOISE_TABLE, generator=generator)), persistent=False)
+        if options.hash_bins:
+            self.register_buffer("times", -torch.logspace(8, 0, GRID))  # a second to three years, until measured
+            self.register_buffer("edges", torch.zeros(options.hash_bins - 1))
+            self.register_buffer("steps", torch.zeros(options.hash_bins))
+            self.fit_steps()
+
+    def forward(self, batch: Batch, real_BL: Tensor | None, steps: bool = False) -> Tensor:
+        """Return scores (B, L): the last event's beyond all others, those of padding below; `real_BL` None: no padding.
+
+        With `steps`, the step function stands in for the network.
+        """
+        score_BL = self._noise(batch)
+        if self.options.sampling != "random":
+            with torch.autocast(score_BL.device.type, enabled=False):  # bf16 cannot tell scores apart
+                times_BL = self._times(batch)
+                relevance_BL = self.steps[torch.bucketize(times_BL, self.edges)] if steps else self.relevance(times_BL)
+                score_BL = score_BL + _standardised(relevance_BL, real_BL)
+        if real_BL is not None:
+            score_BL = score_BL.masked_fill(~real_BL, -2 * FORCED)
+        score_BL[:, -1] = FORCED
+        return score_BL
+
+    def relevance(self, times: Tensor) -> Tensor:
+        """Return the network's value for `times` (...), seconds relative to the last event."""
+        hidden = self.inner(_transformed(times, self.options.transform).unsqueeze(-1))
+        hidden = torch.tanh(hidden) if self.options.activation == "tanh" else torch.relu(hidden)
+        out: Tensor = self.outer(hidden).squeeze(-1)
+        return out
+
+    @torch.no_grad()
+    def measure(self, batch: Batch, score_BL: Tensor, real_BL: Tensor) -> None:
+        """Let a batch of stage 1 move the running quantiles."""
+        counted_BL = real_BL.clone()
+        counted_BL[:, -1] = False
+        self._follow(self.scores, score_BL, counted_BL)
+        if self.options.hash_bins:
+            self._follow(self.times, self._times(batch), counted_BL)
+
+    def _times(self, batch: Batch) -> Tensor:
+        if self.options.sampling == "time":
+            return batch.times
+        return -MINUTE * _places(batch).to(batch.times.dtype).expand_as(batch.times)  # as if there were one a minute
+
+    def _follow(self, running_G: Tensor, value_BL: Tensor, counted_BL: Tensor) -> None:
+        seen_G = value_BL.detach().float().masked_fill(~counted_BL, torch.nan).flatten().nanquantile(self.levels)
+        running_G.lerp_(torch.where(seen_G.isnan(), running_G, seen_G), QUANTILE_RATE)
+
+    def soft_mask(self, score_BL: Tensor, real_BL: Tensor, layer: int) -> Tensor:
+        """Return S_l (B, L) of eq. 9 for the rows of `layer`, counted from 1."""
+        if self.options.alpha == "official":
+            alpha = torch.full_like(score_BL[:, :1], OFFICIAL_ALPHA[layer - 1])
+        else:
+            alpha = -self._threshold(real_BL.sum(1, keepdim=True), self.options.rows[layer - 1])
+        return torch.sigmoid((score_BL + alpha) / self.options.temperature)
+
+    def _threshold(self, length_B1: Tensor, k: int) -> Tensor:
+        """Return the score (B, 1) that k - 1 of a sequence's events exceed on average, besides the forced last one."""
+        level_B1 = 1 - (k - 1) / (length_B1 - 1).clamp(min=1).to(self.scores.dtype)
+        place_B1 = level_B1.clamp(min=0) * (GRID - 1)
+        below_B1 = place_B1.long().clamp(max=GRID - 2)
+        score_B1 = torch.lerp(self.scores[below_B1], self.scores[below_B1 + 1], place_B1 - below_B1)
+        score_B1 = score_B1.masked_fill(length_B1 <= k, -FORCED)  # everything is kept
+        return score_B1 if k > 1 else torch.full_like(score_B1, FORCED / 2)  # nothing but the last event
+
+    @torch.no_grad()
+    def fit_steps(self) -> None:
+        """Fit the step function to the network: bins hold equally many events, a step is the bin's mean."""
+        at_G = torch.arange(GRID, device=self.times.device) * self.options.hash_bins // GRID  # bin of each grid point
+        value_G = self.relevance(self.times)
+        count = torch.bincount(at_G, minlength=self.options.hash_bins)
+        self.steps.zero_().index_add_(0, at_G, value_G).div_(count)
+        first = torch.nonzero(at_G.diff()).squeeze(1)
+        self.edges.copy_((self.times[first] + self.times[first + 1]) / 2)
+
+    def _noise(self, batch: Batch) -> Tensor:
+        shape, like = batch.items.shape, batch.times
+        if self.options.noise == "none":
+            return torch.zeros(shape, device=like.device)
+        if self.training:
+            return self._draw(torch.rand(shape, device=like.device))
+        items_BL = batch.items
+        index_BL = items_BL * 7919 + items_BL[:, -1:] * 104_729 + _places(batch) * 1_299_709
+        return self.table[index_BL % NOISE_TABLE]
+
+    def _draw(self, uniform: Tensor) -> Tensor:
+        """Return the configured noise made from `uniform` in [0, 1), by its inverse distribution function."""
+        if self.options.noise == "uniform":
+            return uniform
+        uniform = uniform.clamp(1e-7, 1 - 1e-7)
+        return torch.logit(uniform) if self.options.noise == "logistic" else torch.special.ndtri(uniform)
+
+
+class STRec(SequenceModel):
+    """A Transformer whose layers compute fewer and fewer rows, sampled by the time since each event."""
+
+    Options = STRecOptions
+    options: STRecOptions
+    objectives = frozenset({"last"})
+    needs = frozenset({"times"})
+
+    def __init__(self, options: STRecOptions, catalogue: Catalogue) -> None:
+        super().__init__(options, catalogue)
+        self.items = nn.Embedding(catalogue.num_items + 1, options.d_model, padding_idx=PAD)
+        self.positions = nn.Parameter(torch.empty(options.length, options.d_model).normal_(std=0.02))
+        self.norm = nn.LayerNorm(options.d_model, NORM_EPS)
+        self.dropout = Dropout(options.dropout)
+        self.blocks = nn.ModuleList(Block(options) for _ in range(options.layers))
+        initialise(self)
+        self.sampler = Sampler(options) if options.sampling != "none" else None
+        self.phase: str | None = None if self.sampler is not None else "hard"  # None: as loaded
+
+    def phases(self, stage: str) -> tuple[str, ...]:
+        """See `SequenceModel.phases`: the paper's two stages; the backbone has no first one."""
+        if stage == "pretrain":
+            return ("soft",) if self.sampler is not None else ()
+        return ("hard",)
+
+    def enter(self, phase: str) -> None:
+        """See `SequenceModel.enter`; `hard` freezes the sampler."""
+        self.phase = phase
+        if self.sampler is not None:
+            self.sampler.requires_grad_(phase == "soft")
+            if phase == "hard" and self.options.hash_bins:
+                self.sampler.fit_steps()
+
+    def forward(self, batch: Batch, last: bool = False) -> Tensor:
+        """See `SequenceModel.forward`; without `last`, masks stand in for gathers and every row is computed."""
+        if last:
+            return self._gathered(batch)
+        return self._masked(batch, soft=self.training and self.phase != "hard", last=False)
+
+    def item_vectors(self) -> Tensor:
+        """See `SequenceModel.item_vectors`."""
+        return self.items.weight
+
+    def training_loss(self, batch: Batch, task: TaskLoss) -> dict[str, Tensor]:
+        """See `SequenceModel.training_loss`; the last event's output alone has a target."""
+        query_B1D = self._gathered(batch) if self.phase == "hard" else self._masked(batch, soft=True, last=True)
+        return {"task": task(query_B1D).sum()}
+
+    def _embedded(self, items_BL: Tensor) -> Tensor:
+        out: Tensor = self.dropout(self.norm(self.items(items_BL) + self.positions[-items_BL.shape[1] :]))  # (2)
+        return out
+
+    def _gathered(self, batch: Batch) -> Tensor:
+        """Return (B, 1, D), computing `rows` of each layer: one gather, then slices (eqs. 6-8)."""
+        real_BL = _real(batch)
+        count_B1 = real_BL.sum(1, keepdim=True)
+        # full sequences need no mask at all; an exported graph must hold whatever the lengths are
+        shortest = 0 if torch.compiler.is_compiling() else int(count_B1.min())
+        some_BL = real_BL if shortest < real_BL.shape[1] else None
+        x_BLD, bias, ranked = self._embedded(batch.items), _visible(some_BL), False
+        for block, k in zip(self.blocks, self.options.rows, strict=True):
+            assert isinstance(block, Block)
+            rows: slice | Tensor = EVERY_ROW
+            if k < x_BLD.shape[1]:
+                rows, ranked = slice(k) if ranked else self._best(batch, some_BL, k), True
+            x_BLD = block.attend(x_BLD, rows, bias)  # a statement of its own frees the input
+            x_BLD = block.transform(x_BLD)
+            if ranked:  # padding ranks last: it is among the first k where a sequence has fewer
+                few = shortest < k
+                bias = _visible(torch.arange(k, device=x_BLD.device) < count_B1) if few else None
+        return x_BLD[:, :1] if ranked else x_BLD[:, -1:]
+
+    def _best(self, batch: Batch, real_BL: Tensor | None, k: int) -> slice | Tensor:
+        """Return which `k` rows are worth most (eq. 6): the last event's first, those of padding last."""
+        return slice(-1, None) if k == 1 else self._scores(batch, real_BL, hard=True).topk(k).indices
+
+    def _masked(self, batch: Batch, *, soft: bool, last: bool) -> Tensor:
+        """Return every row (B, L, D), or the last event's alone, with masks in place of gathers (eqs. 9-12)."""
+        real_BL = _real(batch)
+        masks = self._masks(batch, real_BL, soft)
+        x_BLD = self._embedded(batch.items)
+        for number, block in enumerate(self.blocks):
+            assert isinstance(block, Block)
+            rows = slice(-1, None) if last and number == self.options.layers - 1 else EVERY_ROW
+            bias = _visible(real_BL)
+            if masks and (number or self.options.mask == "literal"):  # S_0 = 1 fades no key
+                bias = self._fading(masks[number + 1][:, rows], masks[number], real_BL)
+            x_BLD = block.transform(block.attend(x_BLD, rows, bias))
+        return x_BLD
+
+    def _masks(self, batch: Batch, real_BL: Tensor, soft: bool) -> list[Tensor]:
+        """Return S_0 .. S_L, each (B, L): soft ones (eq. 9), or 1 for the rows that `_gathered` computes."""
+        if self.sampler is None:
+            return []
+        score_BL = self._scores(batch, real_BL, hard=not soft)
+        everything_BL = torch.ones_like(score_BL)  # (10)
+        if not soft:
+            rank_BL = score_BL.argsort(dim=1, descending=True).argsort(dim=1)
+            return [everything_BL, *((rank_BL < k).to(score_BL.dtype) for k in self.options.rows)]
+        layers = range(1, self.options.layers + 1)
+        masks = [everything_BL, *(self.sampler.soft_mask(score_BL, real_BL, layer) for layer in layers)]
+        if self.training:
+            self.sampler.measure(batch, score_BL, real_BL)
+        return masks
+
+    def _scores(self, batch: Batch, real_BL: Tensor | None, hard: bool) -> Tensor:
+        assert self.sampler is not None
+        steps = bool(self.options.hash_bins) and hard and self.phase != "soft"
+        scores: Tensor = self.sampler(batch, real_BL, steps)
+        return scores
+
+    def _fading(self, query_BQ: Tensor, key_BL: Tensor, real_BL: Tensor) -> Tensor:
+        """Return what is added to a layer's logits, by S of its queries and S of its keys (eqs. 11 and 12)."""
+        hidden_B11L = ~real_BL[:, None, None]
+        if self.options.mask == "literal":
+            both_B1QL = (query_BQ.unsqueeze(2) * key_BL.unsqueeze(1)).unsqueeze(1)
+            return (LITERAL_SCALE * (both_B1QL - 1)).masked_fill(hidden_B11L, float("-inf"))
+        # log(S_q S_k) = log S_q + log S_k, and a softmax ignores what is the same for all keys
+        return (key_BL + LOG_FLOOR).log()[:, None, None].masked_fill(hidden_B11L, float("-inf"))
+
+
+def _real(batch: Batch) -> Tensor:
+    """Return (B, L): which positions hold events; the last one counts as one even if the user has none."""
+    real_BL = batch.items != PAD
+    real_BL[:, -1] = True
+    return real_BL
+
+
+def _visible(real_BL: Tensor | None) -> Tensor | None:
+    return None if real_BL is None else real_BL[:, None, None]
+
+
+def _standardised(value_BL: Tensor, real_BL: Tensor | None) -> Tensor:
+    """Return z-scores within each sequence; a sequence of one event, or of equal values, has 0."""
+    if real_BL is None:
+        return F.layer_norm(value_BL, value_BL.shape[1:], eps=SCORE_EPS)
+    count_B1 = real_BL.sum(1, keepdim=True)
+    centred_BL = value_BL - (value_BL * real_BL).sum(1, keepdim=True) / count_B1
+    variance_B1 = (centred_BL.square() * real_BL).sum(1, keepdim=True) / count_B1
+    return centred_BL * (variance_B1 + SCORE_EPS).rsqrt()
+
+
+def _places(batch: Batch) -> Tensor:
+    """Return how many events back each position lies (L,)."""
+    return torch.arange(batch.items.shape[1] - 1, -1, -1, device=batch.items.device)
+
+
+def _transformed(times: Tensor, transform: str) -> Tensor:
+    if transform == "asinh":
+        return torch.asinh(times / MINUTE)
+    return times.sign() * times.abs().log1p() if transform == "log1p" else times

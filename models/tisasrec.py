@@ -1,0 +1,110 @@
+"""TiSASRec: time interval aware self-attention (Li, Wang and McAuley, WSDM 2020).
+
+SASRec whose keys and values also know positions and the time between two events. Differs from the paper in these
+places:
+- the unit of a user's intervals is the smallest gap up to the query, not of the whole history: no position then knows
+  later gaps. For the last position, the one that is served, both are the same;
+- gaps are those inside the window that the model sees;
+- no (L, L, D) tensor of interval embeddings: queries meet each interval's vector once and the products are gathered;
+  weights are added up per interval before they meet its value. The result is the paper's;
+- each layer has tables of positions and intervals of its own; the code shares them;
+- what sasrec.py says of SASRec.
+
+Shape suffixes, besides those of base.py and layers.py: I interval, from 0 to max_interval.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from models.base import PAD, Batch, Catalogue, SequenceModel, check
+from models.layers import INIT_STD, Dropout, MultiHeadAttention, attention_bias, initialise
+from models.sasrec import Block, SASRecOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class TiSASRecOptions(SASRecOptions):
+    """Options of TiSASRec."""
+
+    max_interval: int = 256  # k of the paper: longer intervals count as this one
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(self.max_interval >= 1, "max_interval must be at least 1")
+
+
+def intervals(batch: Batch, longest: int) -> Tensor:
+    """Return (B, L, L) int64: time between query and key in the user's unit, rounded down, at most `longest`.
+
+    The unit is the smallest gap but zero among events up to the query (paper, section 3.2); without any, all are 0.
+    """
+    gap_BL = batch.times.diff(dim=1)
+    real_BL = (batch.items[:, :-1] != PAD) & (gap_BL > 0)
+    gap_BL = F.pad(gap_BL.masked_fill(~real_BL, float("inf")), (1, 0), value=float("inf"))
+    unit_BL1 = gap_BL.cummin(dim=1).values.unsqueeze(2)
+    between_BLL = (batch.times.unsqueeze(2) - batch.times.unsqueeze(1)).abs()
+    return (between_BLL / unit_BL1).floor().clamp(max=longest).long()
+
+
+class IntervalAttention(MultiHeadAttention):
+    """Attention whose keys and values are sums of content, position and interval (paper, eqs. 5 to 8)."""
+
+    def __init__(self, options: TiSASRecOptions) -> None:
+        super().__init__(options.d_model, options.heads, options.attention_dropout)
+        width = options.d_model // options.heads
+        tables = (options.heads, options.length, width), (options.heads, options.max_interval + 1, width)
+        self.position_key, self.interval_key = (nn.Parameter(torch.empty(t).normal_(std=INIT_STD)) for t in tables)
+        self.position_value, self.interval_value = (nn.Parameter(torch.empty(t).normal_(std=INIT_STD)) for t in tables)
+
+    def forward(
+        self, query_BQD: Tensor, source_BLD: Tensor, bias_BQL: Tensor, interval_BQL: Tensor | None = None
+    ) -> Tensor:
+        """Return (B, Q, D): each query's mixture of the positions it may see."""
+        assert interval_BQL is not None
+        q_BHQK, k_BHLK, v_BHLK = self.project(query_BQD, source_BLD)
+        length = k_BHLK.shape[2]
+        q_BHQK = q_BHQK * q_BHQK.shape[-1] ** -0.5
+        index_BHQL = interval_BQL.unsqueeze(1).expand(-1, self.heads, -1, -1)
+        by_interval_BHQI = q_BHQK @ self.interval_key.mT
+        score_BHQL = q_BHQK @ (k_BHLK + self.position_key[:, -length:]).mT + by_interval_BHQI.gather(3, index_BHQL)
+        weight_BHQL = self.weights(score_BHQL, bias_BQL)
+        mass_BHQI = torch.zeros_like(by_interval_BHQI, dtype=weight_BHQL.dtype).scatter_add(3, index_BHQL, weight_BHQL)
+        mixed_BHQK = weight_BHQL @ (v_BHLK + self.position_value[:, -length:]) + mass_BHQI @ self.interval_value
+        out: Tensor = self.to_out(mixed_BHQK.transpose(1, 2).flatten(2))
+        return out
+
+
+class TiSASRec(SequenceModel):
+    """Causal self-attention that knows the time between events."""
+
+    Options = TiSASRecOptions
+    options: TiSASRecOptions
+    objectives = frozenset({"causal", "last"})
+    needs = frozenset({"times"})
+
+    def __init__(self, options: TiSASRecOptions, catalogue: Catalogue) -> None:
+        super().__init__(options, catalogue)
+        self.items = nn.Embedding(catalogue.num_items + 1, options.d_model, padding_idx=PAD)
+        self.dropout = Dropout(options.dropout)
+        self.blocks = nn.ModuleList(Block(options, IntervalAttention(options)) for _ in range(options.layers))
+        self.norm = nn.LayerNorm(options.d_model)
+        initialise(self)
+
+    def forward(self, batch: Batch, last: bool = False) -> Tensor:
+        """See `SequenceModel.forward`."""
+        bias_BLL = attention_bias(batch.items, causal=True)
+        interval_BLL = intervals(batch, self.options.max_interval)
+        x_BLD = self.dropout(self.items(batch.items) * self.options.d_model**0.5)
+        for number, block in enumerate(self.blocks, start=1):
+            only_last = last and number == self.options.layers  # earlier layers feed its keys and values
+            x_BLD = block(x_BLD, bias_BLL, slice(-1, None) if only_last else slice(None), interval_BLL)
+        out: Tensor = self.norm(x_BLD)
+        return out
+
+    def item_vectors(self) -> Tensor:
+        """See `SequenceModel.item_vectors`."""
+        return self.items.weight

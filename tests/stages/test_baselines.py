@@ -1,0 +1,89 @@
+"""The baselines: what they score, against arithmetic and an independent solver."""
+
+import json
+import logging
+
+import numpy as np
+import pytest
+import torch
+from conftest import prepare_rows
+
+from seqrec.config import EvaluateConfig
+from seqrec.data import sequences
+from seqrec.leaderboard import BASELINES
+from seqrec.stages import baselines as stage
+from seqrec.stages.baselines import baselines, ease_scorer, popularity_scorer
+
+CONFIG = EvaluateConfig(bootstrap=100)
+
+
+def scores(scorer, data, user, stop):
+    """The scores of every item for one user before the event `stop`, by item; entry 0 is padding."""
+    blocks = scorer(data, torch.tensor([user]), torch.tensor([stop]))()
+    return np.concatenate([[0.0], *(block[0].numpy() for _, block in blocks)])
+
+
+@pytest.fixture
+def data(tmp_path):
+    """Four users whose train events are known: {a b c}, {a b a}, {b c d}, {a d c}; then an event each split."""
+    histories = ["abcda", "abadc", "bcdab", "adcba"]
+    rows = [(f"u{user}", item, 10 * n) for user, items in enumerate(histories) for n, item in enumerate(items)]
+    return sequences.load(prepare_rows(tmp_path, rows, min_user_events=1, min_item_events=1))
+
+
+def user_items(data):
+    """The binary user-item matrix of train, with loops."""
+    matrix = np.zeros((data.num_users, data.num_items + 1))
+    for user in range(data.num_users):
+        for event in range(data.start[user], data.train_stop[user]):
+            matrix[user, data.items[event]] = 1
+    return matrix
+
+
+def test_popularity_is_the_number_of_train_events(data):
+    known = [0, *(int((user_items(data)[:, item]).sum()) for item in range(1, 5))]
+    repeated = int(data.items[data.start[1]])  # the second user has her first item twice
+    known[repeated] += 1
+
+    assert scores(popularity_scorer(data), data, 0, int(data.stop[0]) - 1).tolist() == known
+
+
+def test_ease_solves_a_ridge_regression_of_each_item_on_the_others(data, monkeypatch):
+    monkeypatch.setattr(stage, "RIDGE", 0.7)
+    matrix = user_items(data)
+    weights = np.zeros((5, 5))
+    for item in range(1, 5):
+        others = [i for i in range(1, 5) if i != item]
+        x = matrix[:, others]
+        weights[others, item] = np.linalg.solve(x.T @ x + 0.7 * np.eye(3), x.T @ matrix[:, item])
+
+    scorer = ease_scorer(data)
+
+    for user in range(4):
+        for stop in (data.train_stop[user], data.valid_stop[user]):  # at test the past holds the validation item
+            past = np.zeros(5)
+            past[data.items[data.start[user] : stop].numpy()] = 1
+            np.testing.assert_allclose(scores(scorer, data, user, int(stop)), past @ weights, atol=1e-6)
+
+
+def test_every_baseline_gets_its_report(prepared, tmp_path):
+    values = baselines(sequences=prepared, reports=tmp_path, config=CONFIG)
+
+    for name in BASELINES:
+        metrics = json.loads((tmp_path / name / "metrics.json").read_text())
+        assert metrics["test/ndcg@10"] == values[f"{name}/test/ndcg@10"]
+    assert values["markov/test/ndcg@10"] > 0.5  # four of five next items follow from the last one
+    assert values["ease/test/ndcg@10"] > 2 * values["popularity/test/ndcg@10"]
+
+
+def test_ease_is_left_out_of_a_large_catalogue(prepared, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(stage, "EASE_ITEMS", 39)  # the log has 40
+    (tmp_path / "ease").mkdir()
+    (tmp_path / "ease" / "metrics.json").write_text("{}")  # of other data
+
+    with caplog.at_level(logging.WARNING):
+        values = baselines(sequences=prepared, reports=tmp_path, config=CONFIG)
+
+    assert "ease is left out: 40 items" in caplog.text
+    assert set(values) == {"popularity/test/ndcg@10", "markov/test/ndcg@10"}
+    assert list((tmp_path / "ease").iterdir()) == []
