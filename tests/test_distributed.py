@@ -47,7 +47,7 @@ def test_two_processes_equal_one(prepared, tmp_path, model):
         [*launch, str(script), model, str(prepared), str(two), json.dumps(CONFIG)],
         check=True,
         capture_output=True,
-        timeout=120,
+        timeout=400,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": root},
     )
 

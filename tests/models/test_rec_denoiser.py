@@ -665,7 +665,7 @@ def test_two_processes_have_the_gradient_of_one(tmp_path, monkeypatch):
         [*launch, str(script), str(tmp_path), json.dumps(settings)],
         check=True,
         capture_output=True,
-        timeout=120,
+        timeout=400,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)])},
     )
 
