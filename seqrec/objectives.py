@@ -16,9 +16,7 @@ from models.base import PAD, Batch, Options
 from seqrec import losses
 from seqrec.config import TrainConfig
 from seqrec.data import sequences
-from seqrec.data.sequences import Sequences
-
-WIDTH_STEP = 8  # batch widths are rounded up to this, so that few shapes occur
+from seqrec.data.sequences import WIDTH_STEP, Sequences
 
 
 class Windows(NamedTuple):

@@ -16,11 +16,10 @@ from torch import Tensor
 from models.base import PAD, Batch, SequenceModel
 from seqrec import checkpoint
 from seqrec.data import sequences
-from seqrec.data.sequences import Cases, Sequences
+from seqrec.data.sequences import WIDTH_STEP, Cases, Sequences
 
 SCORES_IN_MEMORY = 16_000_000  # floats of one block
 ITEMS_PER_BLOCK = 65_536
-WIDTH_STEP = 8  # the widths of blocks are rounded up to this, so that few shapes occur
 
 Blocks = Callable[[], Iterator[tuple[int, Tensor]]]  # (first item, scores (B, block)), covering items 1..V-1 in order
 Scorer = Callable[[Sequences, Tensor, Tensor], Blocks]  # of data, user (B,), stop (B,)

@@ -20,6 +20,8 @@ from torch.utils.dlpack import from_dlpack
 from models.base import PAD, Batch
 from seqrec.artifacts import NEGATIVES, SEQUENCES, SEQUENCES_SCHEMA, SPLIT_CARD, USERS, VOCABULARY, read_json
 
+WIDTH_STEP = 8  # widths of batches are rounded up to this, so that few shapes occur
+
 
 @dataclass(frozen=True)
 class Sequences:
