@@ -12,20 +12,17 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks import meter  # noqa: E402 - found through the path above
 from models.base import Batch, Catalogue  # noqa: E402 - found through the path above
 from models.strec import STRec, STRecOptions  # noqa: E402
 
@@ -79,45 +76,6 @@ def ranker(name: str, model: STRec, batch: Batch) -> Callable[[], Tensor]:
     return lambda: (encode() @ model.item_vectors()[1:].T).topk(TOP).indices
 
 
-def peak_bytes(call: Callable[[], object]) -> int:
-    """Return the largest sum of bytes that `call` has allocated and not yet freed."""
-    call()
-    if torch.cuda.is_available():
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        call()
-        return torch.cuda.max_memory_allocated() - before
-    with warnings.catch_warnings(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        warnings.simplefilter("ignore")
-        call()
-    assert profiler.profiler is not None
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
-
-
-def seconds(calls: Mapping[str, Callable[[], object]], budget: float) -> dict[str, float]:
-    """Return the best time of each call; rounds go on until each has had `budget` seconds, and at least three."""
-    best, spent, rounds = dict.fromkeys(calls, float("inf")), dict.fromkeys(calls, 0.0), 0
-    while rounds < 3 or min(spent.values()) < budget:
-        for name, call in calls.items():
-            value = _timed(call)
-            best[name], spent[name] = min(best[name], value), spent[name] + value
-        rounds += 1
-    return best
-
-
-def _timed(call: Callable[[], object]) -> float:
-    if not torch.cuda.is_available():
-        began = time.process_time()
-        call()
-        return time.process_time() - began
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    call()
-    torch.cuda.synchronize()
-    return time.perf_counter() - began
-
-
 @torch.inference_mode()
 def measure(n: int, batch: int, arguments: argparse.Namespace) -> list[Row]:
     """Return the cost of every network for one shape of input."""
@@ -125,9 +83,11 @@ def measure(n: int, batch: int, arguments: argparse.Namespace) -> list[Row]:
     shape = (arguments.layers, arguments.d_model, arguments.heads, arguments.items)
     models = {name: model.to(device) for name, model in networks(n, *shape).items()}
     inputs = Batch(*(x.to(device) for x in histories(batch, n, arguments.items)))
-    peaks = {name: peak_bytes(encoder(name, model, inputs)) for name, model in models.items()}
-    encode = seconds({name: encoder(name, model, inputs) for name, model in models.items()}, arguments.seconds)
-    total = seconds({name: ranker(name, model, inputs) for name, model in models.items()}, arguments.seconds)
+    peaks = {name: meter.peak_bytes(encoder(name, model, inputs)) for name, model in models.items()}
+    encode = meter.best_seconds(
+        {name: encoder(name, model, inputs) for name, model in models.items()}, arguments.seconds
+    )
+    total = meter.best_seconds({name: ranker(name, model, inputs) for name, model in models.items()}, arguments.seconds)
     return [
         Row(n, batch, name, _sparsity(name, m), encode[name], total[name], peaks[name]) for name, m in models.items()
     ]

@@ -30,26 +30,28 @@ class BERT4RecOptions(Options):
     d_model: int = 64
     layers: int = 2
     heads: int = 2
+    d_inner: int = 0  # width of the feed-forward networks; 0 = 4 * d_model
     dropout: float = 0.2  # of embeddings, attention's output and feed-forward networks
     attention_dropout: float = 0.0  # of attention weights; more than 0 rules out the fused kernel
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check(min(self.d_model, self.layers, self.heads) >= 1, "d_model, layers and heads must be at least 1")
+        check(self.d_inner >= 0, "d_inner must be at least 0")
         check(0 <= self.dropout < 1, "dropout must be at least 0 and under 1")
         check(0 <= self.attention_dropout < 1, "attention_dropout must be at least 0 and under 1")
 
 
 class Block(nn.Module):
-    """Attention, then a feed-forward network of four times the width, each normalised after its residual."""
+    """Attention, then a feed-forward network, each normalised after its residual."""
 
     def __init__(self, options: BERT4RecOptions) -> None:
         super().__init__()
-        d_model = options.d_model
+        d_model, d_inner = options.d_model, options.d_inner or 4 * options.d_model
         self.attention = MultiHeadAttention(d_model, options.heads, options.attention_dropout)
         self.norm_attention = nn.LayerNorm(d_model)
-        self.inner = nn.Linear(d_model, 4 * d_model)
-        self.outer = nn.Linear(4 * d_model, d_model)
+        self.inner = nn.Linear(d_model, d_inner)
+        self.outer = nn.Linear(d_inner, d_model)
         self.norm = nn.LayerNorm(d_model)
         self.dropout = Dropout(options.dropout)
 

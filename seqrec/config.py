@@ -129,6 +129,7 @@ class TrainConfig:
     mask_probability: float = 0.2  # cloze
     mask_last_share: float = 0.1  # cloze: share of the windows where the last event alone is masked, as at test
     learning_rate: float = 1e-3
+    exclude_past: bool = False  # ce: the items of a window are no candidates, as `filter_seen` has it at test
     min_learning_rate: float = 1e-5  # where the cosine ends
     warmup_steps: int = 100
     weight_decay: float = 0.0
@@ -161,6 +162,7 @@ class TrainConfig:
         require(0 < self.user_share <= 1, "user_share must be more than 0 and at most 1")
         require(0 < self.mask_probability < 1, "mask_probability must be between 0 and 1")
         require(0 <= self.mask_last_share <= 1, "mask_last_share must be between 0 and 1")
+        require(not self.exclude_past or self.loss == "ce", "exclude_past: only loss ce has all items as candidates")
         require(self.negatives >= 1, "negatives must be at least 1")
         require(0 <= self.gbce_t <= 1, "gbce_t must be between 0 and 1")
         require(self.precision in ("fp32", "bf16"), "precision must be fp32 or bf16")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,8 +12,20 @@ from torch.nn import functional as F
 LOGITS_IN_MEMORY = 4_000_000  # floats of one block of logits: 16 MB stays near the cache
 
 
-def cross_entropy(query_ND: Tensor, item_VD: Tensor, target_N: Tensor, *, precision: str = "fp32") -> Tensor:
+class Past(NamedTuple):
+    """What each query's user had already: the items of a row before a column."""
+
+    items_BL: Tensor  # (B, L) int64; entries that are no item (padding, mask) count for nothing
+    row_N: Tensor  # (N,) int64, row of each query
+    stop_N: Tensor  # (N,) int64, first column that is not past
+
+
+def cross_entropy(
+    query_ND: Tensor, item_VD: Tensor, target_N: Tensor, *, precision: str = "fp32", past: Past | None = None
+) -> Tensor:
     """Return -log softmax over items 1..V-1 at the target (N,), never holding more than a block of logits.
+
+    The items of `past` are no candidates, unless they are the target.
 
     The gradient is computed in the forward pass, block by block, so each logit is computed once. That needs every
     target to be weighted alike by what follows (a sum or a mean); other weights make the backward pass compute the
@@ -24,7 +36,7 @@ def cross_entropy(query_ND: Tensor, item_VD: Tensor, target_N: Tensor, *, precis
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium" if precision == "bf16" else "highest")
     try:
-        value: Tensor = _CrossEntropy.apply(query_ND, item_VD, target_N)  # type: ignore[no-untyped-call]
+        value: Tensor = _CrossEntropy.apply(query_ND, item_VD, target_N, past)  # type: ignore[no-untyped-call]
     finally:
         torch.set_float32_matmul_precision(before)
     return value
@@ -102,30 +114,31 @@ def _scores(
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query_ND: Tensor, item_VD: Tensor, target_N: Tensor) -> Tensor:
+    def forward(ctx: Any, query_ND: Tensor, item_VD: Tensor, target_N: Tensor, past: Past | None) -> Tensor:
         query_ND, item_VD = query_ND.float(), item_VD.float()
         wanted = any(ctx.needs_input_grad)
         query_gradient = torch.empty_like(query_ND) if wanted else None
         item_gradient = torch.zeros_like(item_VD) if wanted else None
-        value_N = _blocks(query_ND, item_VD, target_N, query_gradient, item_gradient, None)
+        value_N = _blocks(query_ND, item_VD, target_N, query_gradient, item_gradient, past)
         if wanted:
+            ctx.past = past
             ctx.save_for_backward(query_ND, item_VD, target_N, query_gradient, item_gradient)
         return value_N
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream_N: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, upstream_N: Tensor) -> tuple[Tensor, Tensor, None, None]:
         query_ND, item_VD, target_N, query_gradient, item_gradient = ctx.saved_tensors
         if len(upstream_N) == 0:
-            return query_gradient, item_gradient, None
+            return query_gradient, item_gradient, None, None
         uniform = (upstream_N == upstream_N[0]).all()
         if upstream_N.is_cuda:
             torch._assert_async(uniform)
         elif not uniform:
             item_gradient = torch.zeros_like(item_VD)
-            _blocks(query_ND, item_VD, target_N, torch.empty_like(query_ND), item_gradient, upstream_N)
-            return query_gradient * upstream_N.unsqueeze(1), item_gradient, None
-        return query_gradient * upstream_N.unsqueeze(1), item_gradient * upstream_N[0], None
+            _blocks(query_ND, item_VD, target_N, torch.empty_like(query_ND), item_gradient, ctx.past, upstream_N)
+            return query_gradient * upstream_N.unsqueeze(1), item_gradient, None, None
+        return query_gradient * upstream_N.unsqueeze(1), item_gradient * upstream_N[0], None, None
 
 
 def _blocks(
@@ -134,7 +147,8 @@ def _blocks(
     target_N: Tensor,
     query_gradient: Tensor | None,
     item_gradient: Tensor | None,
-    weight_N: Tensor | None,
+    past: Past | None,
+    weight_N: Tensor | None = None,
 ) -> Tensor:
     """Fill the gradients (items': weighted by `weight_N`) and return the values (N,)."""
     candidate_VD, goal_N = item_VD[1:], (target_N - 1).unsqueeze(1)  # padding is no candidate
@@ -146,6 +160,8 @@ def _blocks(
         query, goal = query_ND[part], goal_N[part]
         logits = buffer[: len(query)]
         torch.mm(query, candidate_VD.T, out=logits)
+        if past is not None:
+            _exclude(logits, goal, past.items_BL[past.row_N[part]], past.stop_N[part])
         torch.log_softmax(logits, 1, out=logits)
         torch.neg(logits.gather(1, goal).squeeze(1), out=value_N[part])
         if query_gradient is None or item_gradient is None:
@@ -156,3 +172,12 @@ def _blocks(
         weighted = query if weight_N is None else query * weight_N[part].unsqueeze(1)
         item_gradient[1:].addmm_(gradient.T, weighted)
     return value_N
+
+
+def _exclude(logits_NV: Tensor, goal_N1: Tensor, past_NL: Tensor, stop_N: Tensor) -> None:
+    """Set the logits of past items to -inf, the target's excepted."""
+    goal_logit_N1 = logits_NV.gather(1, goal_N1)
+    column_L = torch.arange(past_NL.shape[1], device=past_NL.device)
+    chosen_NL = (column_L < stop_N.unsqueeze(1)) & (past_NL > 0) & (past_NL <= logits_NV.shape[1])
+    logits_NV.scatter_(1, torch.where(chosen_NL, past_NL - 1, goal_N1), float("-inf"))
+    logits_NV.scatter_(1, goal_N1, goal_logit_N1)

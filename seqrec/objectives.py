@@ -156,6 +156,21 @@ def _targeted(objective: str, width_B: Tensor, width: int, config: TrainConfig, 
     last_BL = (torch.arange(width) == width - 1).expand_as(real_BL)
     if objective == "last":
         return last_BL
+def past(example: Example, options: Options, place_N: Tensor, positions: int) -> losses.Past:
+    """Return what is known of each query's user: all events up to its own, with cloze all that are not masked.
+
+    Args:
+        example: the batch.
+        options: of the model.
+        place_N: the queries among the last `positions` of each row, rows laid end to end.
+        positions: queries in a row.
+    """
+    length = example.batch.items.shape[1]
+    column_N = place_N % positions + length - positions
+    stop_N = torch.full_like(column_N, length) if options.objective == "cloze" else column_N + 1
+    return losses.Past(example.batch.items, place_N // positions, stop_N)
+
+
     generator = torch.Generator().manual_seed(seed)
     masked_BL = real_BL & (torch.rand(real_BL.shape, generator=generator) < config.mask_probability)
     only_last_B = torch.rand(len(real_BL), generator=generator) < config.mask_last_share
@@ -174,11 +189,11 @@ class Loss:
         self.cumulative_V = weight_V.cumsum(0) / weight_V.sum()
         self.log_expected_V = (config.negatives * weight_V / weight_V.sum()).clamp(min=1e-12).log().float()
 
-    def __call__(self, query_ND: Tensor, item_VD: Tensor, target_N: Tensor) -> Tensor:
-        """Return the loss of each target (N,)."""
+    def __call__(self, query_ND: Tensor, item_VD: Tensor, target_N: Tensor, past: losses.Past | None = None) -> Tensor:
+        """Return the loss of each target (N,); with `exclude_past`, `past` are no candidates."""
         config, sparse = self.config, self.config.sparse_tables
         if config.loss == "ce":
-            return losses.cross_entropy(query_ND, item_VD, target_N, precision=config.precision)
+            return losses.cross_entropy(query_ND, item_VD, target_N, precision=config.precision, past=past)
         if config.loss == "sampled_ce":
             drawn_K = self.draw(target_N, config.negatives)
             return losses.sampled_cross_entropy(

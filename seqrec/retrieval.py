@@ -20,6 +20,7 @@ from seqrec.data.sequences import WIDTH_STEP, Cases, Sequences
 
 SCORES_IN_MEMORY = 16_000_000  # floats of one block
 ITEMS_PER_BLOCK = 65_536
+POSITIONS_PER_PASS = 8_192  # of the model on a CPU: its activations stay in the caches
 
 Blocks = Callable[[], Iterator[tuple[int, Tensor]]]  # (first item, scores (B, block)), covering items 1..V-1 in order
 Scorer = Callable[[Sequences, Tensor, Tensor], Blocks]  # of data, user (B,), stop (B,)
@@ -41,14 +42,21 @@ def model_scorer(model: SequenceModel) -> Scorer:
     """Return the scorer of `model`: one forward pass, then inner products with blocks of item vectors."""
     item_VD = model.item_vectors().detach().float()
 
-    def scorer(data: Sequences, user: Tensor, stop: Tensor) -> Blocks:
+    def encode(data: Sequences, user: Tensor, stop: Tensor, longest: int) -> Tensor:
         cloze = model.options.objective == "cloze"
         longest = int((stop - data.start[user]).max())
         width = min(-(-longest // WIDTH_STEP) * WIDTH_STEP, model.options.length - cloze)
         batch = sequences.window(data, user, stop, width)
         if cloze:
             batch = sequences.with_mask(batch, data.num_items + 1)
-        query_BD = model(batch, last=True)[:, 0].float()
+        query_BD: Tensor = model(batch, last=True)[:, 0].float()
+        return query_BD
+
+    def scorer(data: Sequences, user: Tensor, stop: Tensor) -> Blocks:
+        length = (stop - data.start[user]).clamp(max=model.options.length)
+        rows = len(user) if user.is_cuda else max(1, POSITIONS_PER_PASS // max(1, int(length.max())))
+        parts = zip(user.split(rows), stop.split(rows), length.split(rows), strict=True)
+        query_BD = torch.cat([encode(data, users, stops, int(longest.max())) for users, stops, longest in parts])
 
         def blocks() -> Iterator[tuple[int, Tensor]]:
             for first in range(1, len(item_VD), ITEMS_PER_BLOCK):
@@ -72,7 +80,7 @@ def rank(scorer: Scorer, data: Sequences, cases: Cases, *, filter_seen: bool, to
         rows: cases per block; 0 chooses by memory.
     """
     rows = rows or max(1, min(1024, SCORES_IN_MEMORY // min(data.num_items, ITEMS_PER_BLOCK)))
-    # by length: short histories are not padded to long ones, and full ones, which need no mask, meet their like
+    # by length: short histories are not padded to long ones
     order = (cases.position - data.start[cases.user]).argsort(stable=True)
     user, position = cases.user[order], cases.position[order]
     parts = [

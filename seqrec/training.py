@@ -145,21 +145,23 @@ def in_batch_accuracy(
 class _Step(nn.Module):
     """What DDP wraps: one forward call per step, however many passes the model makes inside."""
 
-    def __init__(self, model: SequenceModel, loss: Loss, precision: str) -> None:
+    def __init__(self, model: SequenceModel, loss: Loss, config: TrainConfig) -> None:
         super().__init__()
         self.model, self.loss = model, loss
-        self.bf16 = precision == "bf16"
+        self.bf16, self.exclude_past = config.precision == "bf16", config.exclude_past
 
     def forward(self, example: Example) -> dict[str, Tensor]:
         device = example.target_BL.device.type
 
         def task(query_BPD: Tensor) -> Tensor:
-            target_BP = example.target_BL[:, -query_BPD.shape[1] :]
+            width = query_BPD.shape[1]
+            target_BP = example.target_BL[:, -width:]
             index = torch.nonzero_static(target_BP.flatten(), size=example.number).squeeze(1)
             with torch.autocast(device, enabled=False):
                 query_ND = query_BPD.flatten(0, 1).index_select(0, index).float()
-                value_N = self.loss(query_ND, self.model.item_vectors().float(), target_BP.flatten()[index])
-            per_user = value_N.new_zeros(len(target_BP)).index_add(0, index // target_BP.shape[1], value_N)
+                past = objectives.past(example, self.model.options, index, width) if self.exclude_past else None
+                value_N = self.loss(query_ND, self.model.item_vectors().float(), target_BP.flatten()[index], past)
+            per_user = value_N.new_zeros(len(target_BP)).index_add(0, index // width, value_N)
             return per_user * example.weight
 
         with torch.autocast(device, torch.bfloat16, enabled=self.bf16):
@@ -357,7 +359,7 @@ class _Run:
         self.contrastive = phase in self.model.contrastive
         self.optimizers = optimizers(self.model, self.config)
         loss = Loss(self.config, self.data.count)
-        self.step_module = self.accelerator.prepare(_Step(self.model, loss, self.config.precision))
+        self.step_module = self.accelerator.prepare(_Step(self.model, loss, self.config))
 
     def _run_phase(self, phase: str, started: float) -> None:
         config, position = self.config, self.position

@@ -41,6 +41,28 @@ def test_value_and_gradients_equal_plain_cross_entropy(block, weight):
     assert ours[1][0].abs().max() == 0
 
 
+@pytest.mark.parametrize("weight", [torch.ones(4), torch.arange(4.0)], ids=["alike", "different"])
+def test_past_items_are_no_candidates_unless_they_are_the_target(block, weight):
+    """Rows of 0 (padding), items and 21 (a mask, which is no item); query 3 repeats an item of its past."""
+    query, items = torch.randn(4, 5, requires_grad=True), torch.randn(21, 5, requires_grad=True)
+    target = torch.tensor([1, 7, 20, 8])
+    past = losses.Past(torch.tensor([[0, 5, 9], [8, 21, 8]]), torch.tensor([0, 0, 1, 1]), torch.tensor([2, 3, 1, 3]))
+
+    value = losses.cross_entropy(query, items, target, past=past)
+    scores = query @ items.T
+    hidden = torch.zeros(4, 21, dtype=torch.bool)
+    hidden[:, 0] = True
+    for row, gone in enumerate([[5], [5, 9], [8], []]):
+        hidden[row, gone] = True
+    expected = scores.masked_fill(hidden, float("-inf")).logsumexp(1) - scores.gather(1, target[:, None])[:, 0]
+
+    torch.testing.assert_close(value, expected)
+    ours = torch.autograd.grad((value * weight).sum(), (query, items))
+    theirs = torch.autograd.grad((expected * weight).sum(), (query, items))
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
+
+
 def test_an_unlikely_target_has_a_finite_value_and_gradient():
     query, items = torch.tensor([[100.0]], requires_grad=True), torch.tensor([[0.0], [9.0], [-9.0]])
 

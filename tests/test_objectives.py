@@ -179,7 +179,7 @@ def test_the_loss_of_a_step_is_the_mean_over_its_targets(data):
     example = objectives.example(data, model.options, FinetuneConfig(), chosen, seed=0)
     loss = objectives.Loss(FinetuneConfig(), data.count)
 
-    terms = training._Step(model, loss, "fp32")(example)
+    terms = training._Step(model, loss, FinetuneConfig())(example)
 
     target = example.target_BL
     scores = (model(example.batch) @ model.item_vectors().T)[..., 1:]
@@ -206,3 +206,26 @@ def test_negatives_in_the_batch_are_its_targets_in_their_proportion():
 
     torch.testing.assert_close(drawn, torch.tensor([0, 0.75, 0, 0.25, 0]), atol=0.015, rtol=0)
     torch.testing.assert_close(loss.log_expected_V.exp()[1:4], torch.tensor([6.0, 1.0, 3.0]))  # expected of any step
+
+
+@pytest.mark.parametrize("objective", ["causal", "last", "cloze"])
+def test_the_past_of_a_target_is_the_users_events_before_it(data, objective):
+    """With cloze also the ones behind it: all that the model is shown."""
+    options, chosen = windows(data, objective=objective)
+    example = objectives.example(data, options, FinetuneConfig(), chosen, seed=0)
+    positions = 1 if objective == "last" else 5  # what the models of the objective return
+    target_BP = example.target_BL[:, -positions:]
+    place_N = target_BP.flatten().nonzero()[:, 0]
+
+    past = objectives.past(example, options, place_N, positions)
+
+    for n, place in enumerate(place_N.tolist()):
+        row, column = divmod(place, positions)
+        events = [0] * 6 + data.items[data.start[chosen.user[row]] : chosen.stop[row]].tolist()
+        if objective == "cloze":
+            targets = example.target_BL[row].tolist()
+            expected = [item for item, target in zip(events[-5:], targets, strict=True) if item and not target]
+        else:
+            expected = [item for item in events[-6:-1][: column + 6 - positions] if item]
+        shown = past.items_BL[past.row_N[n]][: past.stop_N[n]].tolist()
+        assert [item for item in shown if item not in (0, data.num_items + 1)] == expected

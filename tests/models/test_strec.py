@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.strec_efficiency import peak_bytes
+from benchmarks.meter import peak_bytes
 from models.base import Batch
 from models.strec import FORCED, GRID, Sampler, STRecOptions, _standardised
 from seqrec import training
