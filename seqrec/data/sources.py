@@ -18,10 +18,16 @@ AMAZON_2018 = (
     "https://mcauleylab.ucsd.edu/public_datasets/data/amazon_v2",
     "https://jmcauley.ucsd.edu/data/amazon_v2",
 )
+AMAZON_2023 = "https://mcauleylab.ucsd.edu/public_datasets/data/amazon_2023"
+STEAM = "https://cseweb.ucsd.edu/~wckang"
+SNAP = "https://snap.stanford.edu/data"
 MOVIELENS_LICENCE = (
     "MovieLens: research use, no redistribution without permission of GroupLens, citation required (see its README)"
 )
 AMAZON_LICENCE = "Amazon reviews: released by the McAuley lab for research use, citation required"
+STEAM_LICENCE = "Steam reviews: released by the McAuley lab for research use, citation required"
+YELP_LICENCE = "Yelp Open Dataset: academic use under the terms accepted at download, no redistribution"
+GOWALLA_LICENCE = "Gowalla check-ins: published by SNAP, Stanford, without a stated licence; citation required"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,11 +70,12 @@ class Source:
     publications: Callable[[IngestConfig], tuple[Publication, ...]]
     homepage: str = ""
     reference: Mapping[str, int] = field(default_factory=dict)  # known rows, users, items (with interactions)
-    rows: Mapping[str, int] = field(default_factory=dict)  # category -> known rows
+    rows: Mapping[str, int] = field(default_factory=dict)  # category -> known rows, 0 where they are not
 
     def known(self, config: IngestConfig) -> dict[str, int]:
         """Return the counts that this source is known for: some of `rows`, `users`, `items`."""
-        return {"rows": self.rows[config.category]} if config.category in self.rows else dict(self.reference)
+        rows = self.rows.get(config.category, 0)
+        return {"rows": rows} if rows else dict(self.reference)
 
 
 def find(config: IngestConfig) -> Source:
@@ -99,14 +106,15 @@ def _zipped(
     members: Mapping[str, str],
     pins: Mapping[str, str],
     *,
+    folder: str = "",
     sha256: str = "",
     size: int = 0,
 ) -> Publication:
-    """Return MovieLens's way: `<name>.zip` with a folder `<name>`; `members` and `pins` map roles."""
+    """Return MovieLens's way: `<name>.zip` with a folder, mostly `<name>`; `members` and `pins` map roles."""
     files = [
         File(
             role=role,
-            paths=(f"{name}/{member}",),
+            paths=(f"{folder or name}/{member}",),
             sha256=(pins[role],) if role in pins else (),
             required=role in ("interactions", "items"),
         )
@@ -170,33 +178,82 @@ def _movielens_1m(config: IngestConfig) -> tuple[Publication, ...]:
     )
 
 
-def _movielens_latest_small(config: IngestConfig) -> tuple[Publication, ...]:
-    # GroupLens says that this one may change, so nothing is pinned.
+def _movielens_10m(config: IngestConfig) -> tuple[Publication, ...]:
+    members = {"interactions": "ratings.dat", "items": "movies.dat", "readme": "README.html"}
+    return (_zipped("ml-10m", readers.movielens_10m, members, {}, folder="ml-10M100K"),)
+
+
+def _movielens_csv(name: str, sha256: str = "", size: int = 0) -> Callable[[IngestConfig], tuple[Publication, ...]]:
     members = {"interactions": "ratings.csv", "items": "movies.csv", "readme": "README.txt"}
-    return (_zipped("ml-latest-small", readers.movielens_latest, members, {}),)
+    return lambda config: (_zipped(name, readers.movielens_latest, members, {}, sha256=sha256, size=size),)
 
 
 def _amazon_2014(config: IngestConfig) -> tuple[Publication, ...]:
     names = {"interactions": f"reviews_{config.category}_5.json", "items": f"meta_{config.category}.json"}
     urls = {role: (f"{AMAZON_2014}/{name}.gz",) for role, name in names.items()}
-    return (_json_files("amazon-2014", readers.amazon_2014, config.category, names, urls),)
+    return (_files("amazon-2014", readers.amazon_2014, names, urls),)
 
 
 def _amazon_2018(config: IngestConfig) -> tuple[Publication, ...]:
     names = {"interactions": f"{config.category}_5.json", "items": f"meta_{config.category}.json"}
     folders = {"interactions": "categoryFilesSmall", "items": "metaFiles2"}
     urls = {role: tuple(f"{base}/{folders[role]}/{name}.gz" for base in AMAZON_2018) for role, name in names.items()}
-    return (_json_files("amazon-2018", readers.amazon_2018, config.category, names, urls),)
+    return (_files("amazon-2018", readers.amazon_2018, names, urls),)
 
 
-def _json_files(
-    folder: str, read: readers.Reader, category: str, names: Mapping[str, str], urls: Mapping[str, tuple[str, ...]]
+def _amazon_2018_full(config: IngestConfig) -> tuple[Publication, ...]:
+    """Return the ratings alone, which are a tenth of the size, or all reviews: the events are the same."""
+    item = f"meta_{config.category}.json"
+    forms = (
+        (readers.amazon_2018_ratings, f"{config.category}.csv", "categoryFilesSmall", ""),
+        (readers.amazon_2018, f"{config.category}.json", "categoryFiles", ".gz"),
+    )
+    return tuple(
+        _files(
+            "amazon-2018-full",
+            read,
+            {"interactions": name, "items": item},
+            {
+                "interactions": tuple(f"{base}/{folder}/{name}{ending}" for base in AMAZON_2018),
+                "items": tuple(f"{base}/metaFiles2/{item}.gz" for base in AMAZON_2018),
+            },
+        )
+        for read, name, folder, ending in forms
+    )
+
+
+def _amazon_2023(config: IngestConfig) -> tuple[Publication, ...]:
+    names = {"interactions": f"{config.category}.csv", "items": f"meta_{config.category}.jsonl"}
+    folders = {"interactions": "benchmark/5core/rating_only", "items": "raw/meta_categories"}
+    urls = {role: (f"{AMAZON_2023}/{folders[role]}/{name}.gz",) for role, name in names.items()}
+    return (_files("amazon-2023", readers.amazon_2023, names, urls),)
+
+
+def _steam(config: IngestConfig) -> tuple[Publication, ...]:
+    names = {"interactions": "steam_reviews.json", "items": "steam_games.json"}
+    return (_files("steam", readers.steam, names, {role: (f"{STEAM}/{name}.gz",) for role, name in names.items()}),)
+
+
+def _yelp(config: IngestConfig) -> tuple[Publication, ...]:
+    # No address: everybody accepts the terms at https://business.yelp.com/data/resources/open-dataset/ and unpacks it.
+    names = {"interactions": "yelp_academic_dataset_review.json", "items": "yelp_academic_dataset_business.json"}
+    return (_files("yelp", readers.yelp, names, {}),)
+
+
+def _gowalla(config: IngestConfig) -> tuple[Publication, ...]:
+    name = "loc-gowalla_totalCheckins.txt"
+    return (_files("gowalla", readers.gowalla, {"interactions": name}, {"interactions": (f"{SNAP}/{name}.gz",)}),)
+
+
+def _files(
+    folder: str, read: readers.Reader, names: Mapping[str, str], urls: Mapping[str, tuple[str, ...]]
 ) -> Publication:
+    """Return files that are published one by one, found in a mirror below `folder`."""
     files = [
         File(
             role=role,
             paths=(f"{folder}/{name}", name),
-            urls=urls[role],
+            urls=urls.get(role, ()),
             sha256=AMAZON_PINS.get(f"{folder}/{name}", ()),
             required=role == "interactions",
         )
@@ -312,10 +369,53 @@ AMAZON_2018_ROWS = {
     "Toys_and_Games": 1_828_971,
     "Video_Games": 497_577,
 }
+# All reviews of 2018, not the 5-core alone.
+AMAZON_2018_FULL_ROWS = {
+    "AMAZON_FASHION": 883_636,
+    "All_Beauty": 371_345,
+    "Appliances": 602_777,
+    "Arts_Crafts_and_Sewing": 2_875_917,
+    "Automotive": 7_990_166,
+    "Books": 51_311_621,
+    "CDs_and_Vinyl": 4_543_369,
+    "Cell_Phones_and_Accessories": 10_063_255,
+    "Clothing_Shoes_and_Jewelry": 32_292_099,
+    "Digital_Music": 1_584_082,
+    "Electronics": 20_994_353,
+    "Gift_Cards": 147_194,
+    "Grocery_and_Gourmet_Food": 5_074_160,
+    "Home_and_Kitchen": 21_928_568,
+    "Industrial_and_Scientific": 1_758_333,
+    "Kindle_Store": 5_722_988,
+    "Luxury_Beauty": 574_628,
+    "Magazine_Subscriptions": 89_689,
+    "Movies_and_TV": 8_765_568,
+    "Musical_Instruments": 1_512_530,
+    "Office_Products": 5_581_313,
+    "Patio_Lawn_and_Garden": 5_236_058,
+    "Pet_Supplies": 6_542_483,
+    "Prime_Pantry": 471_614,
+    "Software": 459_436,
+    "Sports_and_Outdoors": 12_980_837,
+    "Tools_and_Home_Improvement": 9_015_203,
+    "Toys_and_Games": 8_201_231,
+    "Video_Games": 2_565_349,
+}
+# The categories of 2023 that have a 5-core; its home page rounds the counts, so that none is known.
+AMAZON_2023_CATEGORIES = (
+    *("All_Beauty", "Arts_Crafts_and_Sewing", "Automotive", "Baby_Products", "Beauty_and_Personal_Care", "Books"),
+    *("CDs_and_Vinyl", "Cell_Phones_and_Accessories", "Clothing_Shoes_and_Jewelry", "Electronics", "Gift_Cards"),
+    *("Grocery_and_Gourmet_Food", "Health_and_Household", "Home_and_Kitchen", "Industrial_and_Scientific"),
+    *("Kindle_Store", "Magazine_Subscriptions", "Movies_and_TV", "Musical_Instruments", "Office_Products"),
+    *("Patio_Lawn_and_Garden", "Pet_Supplies", "Software", "Sports_and_Outdoors", "Tools_and_Home_Improvement"),
+    *("Toys_and_Games", "Video_Games", "Unknown"),
+)
 # The settings of section `ingest` that say what to read, where a source has such a choice.
 SETTINGS = {
     "amazon-2014": ("category",),
     "amazon-2018": ("category",),
+    "amazon-2018-full": ("category",),
+    "amazon-2023": ("category",),
     "csv": ("interactions", "items", "columns", "sha256"),
     "prefixes": ("interactions", "items", "sha256"),
 }
@@ -329,7 +429,7 @@ SOURCES: dict[str, Source] = {
     "ml-latest-small": Source(
         licence=MOVIELENS_LICENCE,
         homepage="https://grouplens.org/datasets/movielens/latest/",
-        publications=_movielens_latest_small,
+        publications=_movielens_csv("ml-latest-small"),  # its publisher may change it, so nothing is pinned
         reference={"rows": 100_836, "users": 610, "items": 9_724},
     ),
     "ml-1m": Source(
@@ -337,6 +437,34 @@ SOURCES: dict[str, Source] = {
         homepage="https://grouplens.org/datasets/movielens/1m/",
         publications=_movielens_1m,
         reference={"rows": 1_000_209, "users": 6_040, "items": 3_706},
+    ),
+    "ml-10m": Source(
+        licence=MOVIELENS_LICENCE,
+        homepage="https://grouplens.org/datasets/movielens/10m/",
+        publications=_movielens_10m,
+        reference={"rows": 10_000_054, "users": 69_878, "items": 10_677},
+    ),
+    "ml-20m": Source(
+        licence=MOVIELENS_LICENCE,
+        homepage="https://grouplens.org/datasets/movielens/20m/",
+        publications=_movielens_csv(
+            "ml-20m", "96f243c338a8665f6bcc89c53edf6ee39162a846940de6b7c8c48aeada765ff3", 198_702_078
+        ),
+        reference={"rows": 20_000_263, "users": 138_493, "items": 26_744},
+    ),
+    "ml-25m": Source(
+        licence=MOVIELENS_LICENCE,
+        homepage="https://grouplens.org/datasets/movielens/25m/",
+        publications=_movielens_csv(
+            "ml-25m", "8b21cfb7eb1706b4ec0aac894368d90acf26ebdfb6aced3ebd4ad5bd1eb9c6aa", 261_978_986
+        ),
+        reference={"rows": 25_000_095, "users": 162_541, "items": 59_047},
+    ),
+    "ml-32m": Source(
+        licence=MOVIELENS_LICENCE,
+        homepage="https://grouplens.org/datasets/movielens/32m/",
+        publications=_movielens_csv("ml-32m"),
+        reference={"rows": 32_000_204, "users": 200_948, "items": 84_432},
     ),
     "amazon-2014": Source(
         licence=AMAZON_LICENCE,
@@ -349,6 +477,35 @@ SOURCES: dict[str, Source] = {
         homepage="https://cseweb.ucsd.edu/~jmcauley/datasets/amazon_v2/",
         publications=_amazon_2018,
         rows=AMAZON_2018_ROWS,
+    ),
+    "amazon-2018-full": Source(
+        licence=AMAZON_LICENCE,
+        homepage="https://cseweb.ucsd.edu/~jmcauley/datasets/amazon_v2/",
+        publications=_amazon_2018_full,
+        rows=AMAZON_2018_FULL_ROWS,
+    ),
+    "amazon-2023": Source(
+        licence=AMAZON_LICENCE,
+        homepage="https://amazon-reviews-2023.github.io/",
+        publications=_amazon_2023,
+        rows=dict.fromkeys(AMAZON_2023_CATEGORIES, 0),
+    ),
+    "steam": Source(
+        licence=STEAM_LICENCE,
+        homepage="https://cseweb.ucsd.edu/~jmcauley/datasets.html#steam_data",
+        publications=_steam,
+        reference={"rows": 7_793_069, "users": 2_567_538, "items": 15_474},
+    ),
+    "yelp": Source(
+        licence=YELP_LICENCE,
+        homepage="https://business.yelp.com/data/resources/open-dataset/",
+        publications=_yelp,  # a new edition every few years: no counts
+    ),
+    "gowalla": Source(
+        licence=GOWALLA_LICENCE,
+        homepage="https://snap.stanford.edu/data/loc-Gowalla.html",
+        publications=_gowalla,
+        reference={"rows": 6_442_892, "users": 107_092, "items": 1_280_969},
     ),
     "csv": Source(licence="the user's own", publications=_own),
     "prefixes": Source(licence="the user's own", publications=_prefixes),

@@ -155,6 +155,223 @@ def test_amazon_2014_metadata_in_python_literals(tmp_path):
     assert bad(blocks) == [(3, "not a JSON object or Python literal"), (4, "not a JSON object or Python literal")]
 
 
+def test_movielens_10m(tmp_path):
+    """Half stars, UTF-8, titles with other titles in brackets."""
+    paths = written(
+        tmp_path,
+        interactions=("ratings.dat", "1::122::5::838985046\n1::185::3.5::838983525\n2::122::0.5::838983392\n"),
+        items=("movies.dat", "122::Cité des enfants, La (a.k.a. City of Lost Children) (1995)::Drama|Sci-Fi\n"),
+    )
+    tables = readers.movielens_10m(paths, IngestConfig(source="ml-10m"))
+    assert rows(tables.interactions) == [
+        ("1", "122", 838985046, 5.0),
+        ("1", "185", 838983525, 3.5),
+        ("2", "122", 838983392, 0.5),
+    ]
+    assert table(tables.items).rows() == [
+        ("122", "Cité des enfants, La (a.k.a. City of Lost Children)", "1995", "Drama, Sci-Fi")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("title", "name", "year"),
+    [
+        ('"Fawlty Towers (1975-1979)"', "Fawlty Towers", "1975"),
+        ('"Big Bang Theory, The (2007-)"', "Big Bang Theory, The", "2007"),
+        ("Death Note: Desu nôto (2006\u20132007)", "Death Note: Desu nôto", "2006"),
+        ("Kingdom (2009\u2013 )", "Kingdom", "2009"),
+        ("Babylon 5", "Babylon 5", None),
+        ("Blade Runner 2049 ", "Blade Runner 2049", None),
+    ],
+)
+def test_titles_of_the_large_movielens_sets(tmp_path, title, name, year):
+    paths = written(
+        tmp_path,
+        interactions=("ratings.csv", "userId,movieId,rating,timestamp\n1,7,0.5,1147880044\n"),
+        items=("movies.csv", f"movieId,title,genres\n7,{title},(no genres listed)\n"),
+    )
+    tables = readers.movielens_latest(paths, IngestConfig(source="ml-25m"))
+    assert table(tables.items).rows() == [("7", name, year, None)]
+
+
+def test_amazon_2018_ratings(tmp_path):
+    """No header, the item first, and metadata that lists a product twice."""
+    products = [{"asin": "B1", "title": "One", "brand": "", "category": ["A"]}, {"asin": "B1", "title": "Again"}]
+    paths = written(
+        tmp_path,
+        interactions=("x.csv", "B1,A1,5.0,1252800000\nB2,A1,1.0,1252800001\n,A2,1.0,5\n"),
+        items=("meta_x.json", lines(products)),
+    )
+    tables = readers.amazon_2018_ratings(paths, IngestConfig(source="amazon-2018-full"))
+    blocks = list(tables.interactions)
+    assert rows(blocks) == [("A1", "B1", 1252800000, 5.0), ("A1", "B2", 1252800001, 1.0)]
+    assert bad(blocks) == [(3, "no item_id")]
+    assert table(tables.items).rows() == [("B1", "One", None, "A"), ("B1", "Again", None, None)]
+
+
+@pytest.mark.parametrize("metadata", [True, False])
+def test_amazon_2023(tmp_path, metadata):
+    """Times in milliseconds; metadata whose values are null, empty, or of changing type."""
+    ratings = "user_id,parent_asin,rating,timestamp\nAGKH,B081TJ8YS3,4.0,1588615855070\n"
+    products = [
+        {
+            "main_category": "All Beauty",
+            "title": "Howard &amp; Son",
+            "features": [],
+            "price": "from 8.99",
+            "store": "Howard Products",
+            "categories": ["Beauty", "Hair &amp; Skin"],
+            "details": {"Is Discontinued": "No"},
+            "parent_asin": "B081TJ8YS3",
+        },
+        {"title": "", "price": None, "store": None, "categories": [], "details": "{}", "parent_asin": "B2"},
+        {"title": None, "price": 3.5, "categories": None, "parent_asin": "B3", "videos": [{"title": "not this"}]},
+    ]
+    files = {"interactions": ("All_Beauty.csv.gz", gzip.compress(ratings.encode()))}
+    if metadata:
+        files["items"] = ("meta_All_Beauty.jsonl", lines(products))
+    tables = readers.amazon_2023(written(tmp_path, **files), IngestConfig(source="amazon-2023"))
+    assert rows(tables.interactions) == [("AGKH", "B081TJ8YS3", 1588615855, 4.0)]
+    if not metadata:
+        assert tables.items is None
+        return
+    assert table(tables.items).rows(named=True) == [
+        {
+            "item_id": "B081TJ8YS3",
+            "title": "Howard & Son",
+            "brand": "Howard Products",
+            "category": "Beauty, Hair & Skin",
+        },
+        {"item_id": "B2", "title": None, "brand": None, "category": None},
+        {"item_id": "B3", "title": None, "brand": None, "category": None},
+    ]
+
+
+STEAM_REVIEWS = [
+    # the layout, with the prefixes of Python 2, is the published one; the people are not
+    "{u'username': u'Chaos Syren', u'product_id': u'725280', u'page_order': 0, u'text': u\"It's 'fine'\\n10/10\", "
+    "u'hours': 0.1, u'products': 41.0, u'date': u'2017-12-17', u'early_access': False, u'page': 1}\n",
+    "{u'username': u'\\u2544SkyFox', u'product_id': u'328100', u'text': u\"u'username': u'nobody'\", "
+    "u'date': u'2016-06-30', u'user_id': u'76561198007483075', u'found_funny': 2}\n",
+    "{u'username': u'bell\\x07', u'product_id': u'1', u'date': u'2016-06-30'}\n",
+    "{u'product_id': u'1', u'date': u'2016-06-30'}\n",
+    "{u'username': u'late', u'product_id': u'1'}\n",
+    "{u'username': u'cut sho\n",
+]
+
+
+def test_steam(tmp_path):
+    games = [
+        {
+            "publisher": "Kotoshiro",
+            "genres": ["Action", "Indie"],
+            "app_name": "Lost Summoner",
+            "title": "Lost!",
+            "id": "761140",
+        },
+        {"app_name": "Log Challenge", "price": 2.99, "id": "773570", "early_access": False},
+        {"genres": ["Free to Play"], "title": "No number"},
+    ]
+    paths = written(
+        tmp_path,
+        interactions=("steam_reviews.json.gz", gzip.compress("".join(STEAM_REVIEWS).encode())),
+        items=("steam_games.json", lines(games, write=repr)),
+    )
+    tables = readers.steam(paths, IngestConfig(source="steam"))
+    blocks = list(tables.interactions)
+    assert rows(blocks) == [
+        ("Chaos Syren", "725280", 1513468800, None),
+        ("\u2544SkyFox", "328100", 1467244800, None),
+    ]
+    assert bad(blocks) == [
+        (3, "user_id has control characters"),
+        (4, "no user_id"),
+        (5, "no timestamp"),
+        (6, "not a JSON object or Python literal"),
+    ]
+    blocks = list(tables.items)
+    assert table(blocks).rows() == [
+        ("761140", "Lost!", None, "Kotoshiro", "Action, Indie"),
+        ("773570", "Log Challenge", None, None, None),
+    ]
+    assert bad(blocks) == [(3, "no item_id")]
+
+
+def test_yelp(tmp_path):
+    """Free text with everything in it that breaks a line or a parser; categories that are null; two forms of dates."""
+    text = 'He said "5 stars"\r\nthen:\t{"user_id": "no"}, \u2028 \U0001f600'
+    reviews = [
+        {
+            "review_id": "r",
+            "user_id": "mh_-eMZ6K5RLWhZyISBhwA",
+            "business_id": "b1",
+            "stars": 3.0,
+            "useful": 0,
+            "text": text,
+            "date": "2018-07-07 22:09:11",
+        },
+        {"user_id": "u2", "business_id": "b1", "stars": 5, "text": "", "date": "2012-01-03"},
+        {"user_id": "u3", "business_id": None, "stars": 5.0, "text": "x", "date": "2012-01-03"},
+    ]
+    surrogate = (
+        '{"user_id": "u4", "business_id": "b2", "stars": 1.0, "text": "cut \\ud83d", "date": "2012-01-03 00:00:01"}\n'
+    )
+    businesses = [
+        {
+            "business_id": "b1",
+            "name": "Perkiomen Valley Brewery",
+            "city": "Green Lane",
+            "attributes": None,
+            "categories": "Brewpubs, Food",
+        },
+        {
+            "business_id": "b2",
+            "name": 'Frankie\'s "Raw" Bar',
+            "city": "",
+            "categories": None,
+            "hours": {"Monday": "0:0-0:0"},
+        },
+    ]
+    paths = written(
+        tmp_path,
+        interactions=("yelp_academic_dataset_review.json", lines(reviews) + surrogate),
+        items=("yelp_academic_dataset_business.json", lines(businesses)),
+    )
+    tables = readers.yelp(paths, IngestConfig(source="yelp"))
+    blocks = list(tables.interactions)
+    assert rows(blocks) == [
+        ("mh_-eMZ6K5RLWhZyISBhwA", "b1", 1531001351, 3.0),
+        ("u2", "b1", 1325548800, 5.0),
+        ("u4", "b2", 1325548801, 1.0),
+    ]
+    assert bad(blocks) == [(3, "no item_id")]
+    assert table(tables.items).rows() == [
+        ("b1", "Perkiomen Valley Brewery", "Brewpubs, Food", "Green Lane"),
+        ("b2", 'Frankie\'s "Raw" Bar', None, None),
+    ]
+
+
+def test_gowalla(tmp_path):
+    """Latest first, places at 0,0 and beyond the poles, and a file that ends within a line."""
+    text = (
+        "0\t2010-10-19T23:55:27Z\t30.2359091167\t-97.7951395833\t22847\n"
+        "0\t2010-10-18T22:17:43Z\t30.2691029532\t-97.7493953705\t420315\n"
+        "1\t2010-10-18T22:17:43Z\t405.0\t-176.3086\t420315\n"
+        "1\t1997-06-11T20:06:34Z\t0.0\t0.0\t22847\n"
+        "2\t2010-10-1"
+    )
+    tables = readers.gowalla(written(tmp_path, interactions=("checkins.txt", text)), IngestConfig(source="gowalla"))
+    blocks = list(tables.interactions)
+    assert rows(blocks) == [
+        ("0", "22847", 1287532527, None),
+        ("0", "420315", 1287440263, None),
+        ("1", "420315", 1287440263, None),
+        ("1", "22847", 866059594, None),
+    ]
+    assert bad(blocks) == [(5, "not 5 columns")]
+    assert tables.items is None
+
+
 HEADER = "user_id:token\titem_id_list:token_seq\titem_id:token\n"
 
 
@@ -327,6 +544,33 @@ def test_the_size_of_a_block_changes_nothing(tmp_path, monkeypatch, size):
     assert len(parts) > len(whole) == 1
     assert table(parts).equals(table(whole))
     assert bad(parts) == bad(whole) == [(102, "not 4 columns")]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "u,i,1,4\nw,j,2,\n",
+        "u,i,1,4\r\nw,j,2,3.5\r\n",
+        "u,i,1,4\nw,j,2,3",
+        " u , i ,1,4\nw,caf\u00e9,soon,3\n",
+        ",,,\nu,i,1,4\n",
+    ],
+)
+def test_the_fast_way_reads_the_same(tmp_path, monkeypatch, text):
+    taken = []
+    regular = readers._regular
+    monkeypatch.setattr(readers, "_regular", lambda *rest: taken.append(regular(*rest)) or taken[-1])
+    fast = list(own(tmp_path, HEAD + text))
+    monkeypatch.setattr(readers, "_regular", lambda *_: None)
+    slow = list(own(tmp_path, HEAD + text))
+    assert taken[0] is not None
+    assert table(fast).equals(table(slow))
+    assert pl.concat([block.bad for block in fast]).equals(pl.concat([block.bad for block in slow]))
+
+
+@pytest.mark.parametrize("text", ['u,"i",1,4\n', "u,i,1\nu,i,1,4,5\n", "\nu,i,1,4\n", "u,i,1,4\n\n"])
+def test_a_block_that_is_not_regular_goes_the_slow_way(text):
+    assert readers._regular(text.encode(), 1, ("user_id", "item_id", "timestamp", "rating"), ",", 0) is None
 
 
 def test_json_blocks_are_the_same_whichever_way_they_are_read(tmp_path, monkeypatch):

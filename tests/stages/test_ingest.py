@@ -26,6 +26,8 @@ def _offline(request, monkeypatch):
     monkeypatch.setattr(sources, "GROUPLENS", "http://127.0.0.1:9")
     monkeypatch.setattr(sources, "AMAZON_2014", "http://127.0.0.1:9")
     monkeypatch.setattr(sources, "AMAZON_2018", ("http://127.0.0.1:9",))
+    for name in ("AMAZON_2023", "STEAM", "SNAP"):
+        monkeypatch.setattr(sources, name, "http://127.0.0.1:9")
     if "mirror" not in request.keywords:
         monkeypatch.delenv("SEQREC_DATA_MIRROR", raising=False)
 
@@ -150,6 +152,75 @@ def test_amazon_metadata_is_optional(tmp_path, metadata):
     full = {"item_id": "B", "title": "R&B", "brand": "X", "category": "a, b"}
     assert items == [full if metadata else {"item_id": "B", "title": None}]
     assert json.loads((tmp_path / "out" / "source.json").read_text())["reference"] == {"rows": 12_805}
+
+
+CSV_FILMS = {
+    "ratings.csv": "userId,movieId,rating,timestamp\n1,2,0.5,5\n",
+    "movies.csv": "movieId,title,genres\n2,T,War\n",
+}
+REVIEW = '{"reviewerID": "1", "asin": "2", "overall": 0.5, "unixReviewTime": 5}\n'
+META = '{"asin": "2", "title": "T"}\n'
+PUBLISHED = {  # source, category -> the files as a mirror holds them, of one event of user 1 with item 2 called T
+    "ml-10m": ("", {"ml-10M100K/ratings.dat": "1::2::0.5::5\n", "ml-10M100K/movies.dat": "2::T::War\n"}),
+    **{
+        name: ("", {f"{name}/{file}": text for file, text in CSV_FILMS.items()})
+        for name in ("ml-20m", "ml-25m", "ml-32m")
+    },
+    "amazon-2018-full": (
+        "Software",
+        {"amazon-2018-full/Software.csv": "2,1,0.5,5\n", "amazon-2018-full/meta_Software.json": META},
+    ),
+    "amazon-2023": (
+        "Software",
+        {
+            "amazon-2023/Software.csv.gz": gzip.compress(b"user_id,parent_asin,rating,timestamp\n1,2,0.5,5\n"),
+            "amazon-2023/meta_Software.jsonl": '{"parent_asin": "2", "title": "T"}\n',
+        },
+    ),
+    "steam": (
+        "",
+        {
+            "steam/steam_reviews.json": "{u'username': u'1', u'product_id': u'2', u'date': u'1970-01-01'}\n",
+            "steam/steam_games.json": "{u'id': u'2', u'title': u'T'}\n",
+        },
+    ),
+    "yelp": (
+        "",
+        {
+            "yelp/yelp_academic_dataset_review.json": (
+                '{"user_id": "1", "business_id": "2", "stars": 0.5, "date": "1970-01-01 00:00:05"}\n'
+            ),
+            "yelp/yelp_academic_dataset_business.json": '{"business_id": "2", "name": "T"}\n',
+        },
+    ),
+    "gowalla": ("", {"gowalla/loc-gowalla_totalCheckins.txt.gz": gzip.compress(b"1\t1970-01-01T00:00:05Z\t0\t0\t2\n")}),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_every_source_of_the_papers_is_read_from_a_mirror(tmp_path, name):
+    category, files = PUBLISHED[name]
+    settings = {"category": category} if category else {}
+    assert run(tmp_path, source=name, mirror=str(put(tmp_path / "m", **files)), **settings)["rows"] == 1
+    event = pl.read_parquet(tmp_path / "out" / "interactions.parquet").row(0, named=True)
+    assert (event["user_id"], event["item_id"]) == ("1", "2")
+    assert event["timestamp"] == (0 if name == "steam" else 5)
+    assert event["rating"] == (None if name in ("steam", "gowalla") else 0.5)
+    items = pl.read_parquet(tmp_path / "out" / "items.parquet")
+    assert items.select("item_id", "title").rows() == [("2", None if name == "gowalla" else "T")]
+
+
+def test_all_reviews_of_2018_are_read_where_the_ratings_alone_are_not_there(tmp_path):
+    mirror = put(tmp_path / "m", **{"amazon-2018-full/Software.json": REVIEW})
+    run(tmp_path, source="amazon-2018-full", category="Software", mirror=str(mirror))
+    card = json.loads((tmp_path / "out" / "source.json").read_text())
+    assert card["files"][0]["origin"] == "mirror:amazon-2018-full/Software.json"
+    assert card["reference"] == {"rows": 459_436}
+
+
+def test_a_source_without_an_address_says_which_file_to_bring(tmp_path):
+    with pytest.raises(ValueError, match=r"yelp/yelp_academic_dataset_review\.json"):
+        run(tmp_path, source="yelp", mirror=str(put(tmp_path / "m", empty="")))
 
 
 def test_own_files_are_looked_up_here_and_in_the_mirror(tmp_path, monkeypatch):
