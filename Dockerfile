@@ -1,20 +1,46 @@
-# One image for every step. Build: docker build --tag seqrec:latest .
+# One image for every step, and for the MLflow server. Build: docker build --tag seqrec:latest .
+# CUDA: --build-arg TORCH=cu130 (a suffix of PyTorch's indices). Without that index: TORCH_INDEX= and PIP_FIND_LINKS=...
+# Behind a proxy that re-signs: --secret id=ca,src=CERTIFICATES.pem
 ARG PYTHON_IMAGE=python:3.11-slim
 
 FROM ${PYTHON_IMAGE} AS build
+ARG TORCH=cpu
+ARG TORCH_INDEX=https://download.pytorch.org/whl/${TORCH}
+ARG PIP_INDEX_URL=
+ARG PIP_FIND_LINKS=
+ARG EXTRAS="pipeline text cluster"
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+SHELL ["/bin/sh", "-eu", "-c"]
 WORKDIR /build
-RUN python3 -m venv /opt/venv
-ENV PATH=/opt/venv/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
-COPY pyproject.toml constraints.txt README.md LICENSE ./
-COPY seqrec/__init__.py seqrec/__init__.py
+COPY pyproject.toml constraints.txt ./
+# torch by its full version: another index can never give the other build
+RUN --mount=type=secret,id=ca \
+    if [ -f /run/secrets/ca ]; then export PIP_CERT=/run/secrets/ca; fi; \
+    for name in PIP_INDEX_URL PIP_FIND_LINKS; do if [ -z "$(printenv "$name")" ]; then unset "$name"; fi; done; \
+    python3 -m venv /opt/venv; \
+    version="$(sed -n 's/^torch==//p' constraints.txt)"; \
+    /opt/venv/bin/pip install --constraint constraints.txt \
+        ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "torch==$version+$TORCH"
 # dependencies before source: a change of code does not install them again
-RUN python3 -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-    print(*p['dependencies'], *p['optional-dependencies']['pipeline'], \
-    *p['optional-dependencies']['text'], sep='\n')" > requirements.txt \
-    && pip install --constraint constraints.txt --requirement requirements.txt
+RUN --mount=type=secret,id=ca \
+    if [ -f /run/secrets/ca ]; then export PIP_CERT=/run/secrets/ca; fi; \
+    for name in PIP_INDEX_URL PIP_FIND_LINKS; do if [ -z "$(printenv "$name")" ]; then unset "$name"; fi; done; \
+    python3 -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+    print(*p['dependencies'], *sum((p['optional-dependencies'][e] for e in '$EXTRAS'.split()), []), sep='\n')" \
+        > requirements.txt; \
+    /opt/venv/bin/pip install --constraint constraints.txt --requirement requirements.txt; \
+    python3 -m venv /opt/sbom; \
+    /opt/sbom/bin/pip install --constraint constraints.txt cyclonedx-bom; \
+    /opt/sbom/bin/cyclonedx-py environment --output-file /opt/venv/sbom.cdx.json /opt/venv/bin/python
 
 FROM ${PYTHON_IMAGE}
-LABEL org.opencontainers.image.title="seqrec" org.opencontainers.image.licenses="MIT"
+ARG VERSION=0
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="seqrec" \
+    org.opencontainers.image.description="Sequential recommendation as a pipeline" \
+    org.opencontainers.image.licenses="MIT" \
+    org.opencontainers.image.version="${VERSION}" \
+    org.opencontainers.image.revision="${REVISION}"
 COPY --from=build /opt/venv /opt/venv
 WORKDIR /app
 COPY seqrec seqrec
@@ -23,7 +49,9 @@ COPY components components
 COPY pipelines pipelines
 COPY configs configs
 COPY params.yaml ./
+# the root file system may be read-only: whatever is written goes below /tmp
 ENV PATH=/opt/venv/bin:$PATH PYTHONPATH=/app PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/tmp \
+    MPLCONFIGDIR=/tmp/matplotlib GIT_PYTHON_REFRESH=quiet \
     DVC_NO_ANALYTICS=1 GX_ANALYTICS_ENABLED=false MLFLOW_DISABLE_TELEMETRY=true
 USER 10001:10001
 ENTRYPOINT ["python", "-m", "seqrec"]

@@ -7,10 +7,10 @@ export DVC_NO_ANALYTICS := 1
 export GX_ANALYTICS_ENABLED := false
 export MLFLOW_DISABLE_TELEMETRY := true
 
-.PHONY: help setup repro experiments bench test lint format ui pipeline clean
+.PHONY: help setup repro experiments bench test test-containers lint format ui pipeline clean
 
 help:  ## show the targets
-	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 18
 
 setup: $(VENV)/.installed  ## make .venv with the pinned packages
 
@@ -33,6 +33,9 @@ bench: setup  ## speed and memory against RePlay and RecTools; SEQUENCES=folder 
 test: setup lint  ## linters, types, tests
 	OMP_NUM_THREADS=1 pytest --numprocesses auto
 
+test-containers: setup  ## build the image, run the pipeline in it; needs Docker, or root on Debian
+	scripts/with_docker.sh pytest -m containers tests/test_containers.py
+
 lint: setup  ## ruff and mypy
 	ruff check .
 	ruff format --check .
@@ -45,8 +48,9 @@ format: setup  ## let ruff rewrite the code
 ui: setup  ## MLflow on the local runs, at port 5000
 	MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false mlflow ui --backend-store-uri sqlite:///mlflow.db --port 5000
 
-pipeline: setup  ## compile the Kubeflow pipeline to build/pipeline.yaml
+pipeline: setup  ## compile the Kubeflow pipelines into build/
 	python -m pipelines compile --output build/pipeline.yaml
+	python -m pipelines compile --pipeline retraining --output build/retraining.yaml
 
 clean:  ## remove results; the DVC cache and downloads stay
 	rm -rf artifacts reports build

@@ -16,6 +16,7 @@ def baselines(
     """Evaluate popularity, a Markov chain and EASE."""
     from pathlib import Path
 
+    from seqrec.artifacts import facts
     from seqrec.config import EvaluateConfig, parse
     from seqrec.stages.baselines import baselines
 
@@ -24,5 +25,6 @@ def baselines(
         reports=Path(results.path) / "reports",
         config=parse(EvaluateConfig, dict(filter_seen=filter_seen, **config), "evaluate"),
     )
+    results.metadata.update(facts(Path(sequences.path)))
     for name, value in values.items():
         metrics.log_metric(name, value)

@@ -18,6 +18,7 @@ def evaluate(
     """Rank every test case among the whole catalogue."""
     from pathlib import Path
 
+    from seqrec.artifacts import facts
     from seqrec.config import EvaluateConfig, parse
     from seqrec.stages.evaluate import evaluate
 
@@ -28,5 +29,6 @@ def evaluate(
         report=Path(report.path),
         config=parse(EvaluateConfig, dict(filter_seen=filter_seen, **config), "evaluate"),
     )
+    report.metadata.update(facts(Path(sequences.path), Path(checkpoint.path)))
     for name, value in values.items():
         metrics.log_metric(name, value)

@@ -9,6 +9,7 @@ from components import IMAGE
 def finetune(
     model: str,
     state: str,
+    place: dict,
     filter_seen: bool,
     config: dict,
     sequences: dsl.Input[dsl.Dataset],
@@ -19,17 +20,21 @@ def finetune(
     """Train a model for the next item; resumes by itself."""
     from pathlib import Path
 
+    from seqrec.artifacts import facts
     from seqrec.config import FinetuneConfig, parse
-    from seqrec.stages.finetune import finetune
+    from seqrec.launch import run
 
-    values = finetune(
+    values = run(
+        "finetune",
+        place=place,
+        state=Path(state),
         model=model,
         sequences=Path(sequences.path),
         initial=Path(initial.path),
         checkpoint=Path(checkpoint.path),
-        state=Path(state),
         filter_seen=filter_seen,
         config=parse(FinetuneConfig, config, "finetune"),
     )
+    checkpoint.metadata.update(facts(Path(sequences.path), Path(checkpoint.path)))
     for name, value in values.items():
         metrics.log_metric(name, value)

@@ -10,6 +10,7 @@ def ingest(dataset: str, state: str, config: dict, data: dsl.Output[dsl.Dataset]
     """Fetch a dataset and read it into the canonical tables."""
     from pathlib import Path
 
+    from seqrec.artifacts import facts
     from seqrec.config import IngestConfig, parse
     from seqrec.stages.ingest import ingest
 
@@ -19,5 +20,6 @@ def ingest(dataset: str, state: str, config: dict, data: dsl.Output[dsl.Dataset]
         downloads=Path(state) / "downloads",
         config=parse(IngestConfig, config, "ingest"),
     )
+    data.metadata.update(facts(Path(data.path)))
     for name, value in values.items():
         metrics.log_metric(name, value)

@@ -8,6 +8,8 @@ from components import IMAGE
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
 def prepare(
     dataset: str,
+    state: str,
+    place: dict,
     config: dict,
     data: dsl.Input[dsl.Dataset],
     validation: dsl.Input[dsl.Artifact],
@@ -17,15 +19,20 @@ def prepare(
     """Filter, number, order and split the interactions."""
     from pathlib import Path
 
+    from seqrec.artifacts import facts
     from seqrec.config import PrepareConfig, parse
-    from seqrec.stages.prepare import prepare
+    from seqrec.launch import run
 
-    values = prepare(
+    values = run(
+        "prepare",
+        place=place,
+        state=Path(state),
         dataset=dataset,
         data=Path(data.path),
         validation=Path(validation.path) / "validation.json",
         sequences=Path(sequences.path),
         config=parse(PrepareConfig, config, "prepare"),
     )
+    sequences.metadata.update(facts(Path(sequences.path)))
     for name, value in values.items():
         metrics.log_metric(name, value)

@@ -9,6 +9,7 @@ from components import IMAGE
 def pretrain(
     model: str,
     state: str,
+    place: dict,
     filter_seen: bool,
     sources: list,
     architecture: dict,
@@ -21,19 +22,23 @@ def pretrain(
     """Build a model and run its pre-training, if it has any."""
     from pathlib import Path
 
+    from seqrec.artifacts import facts
     from seqrec.config import ModelConfig, PretrainConfig, parse
-    from seqrec.stages.pretrain import pretrain
+    from seqrec.launch import run
 
-    values = pretrain(
+    values = run(
+        "pretrain",
+        place=place,
+        state=Path(state),
         model=model,
         sequences=Path(sequences.path),
         initial=Path(initial.path),
-        state=Path(state),
         architecture=parse(ModelConfig, architecture, f"models.{model}"),
         filter_seen=filter_seen,
         config=parse(PretrainConfig, config, "pretrain"),
         data=Path(data.path),
         sources=[Path(data.path) / "sources" / name for name in sources],
     )
+    initial.metadata.update(facts(Path(sequences.path), Path(initial.path)))
     for name, value in values.items():
         metrics.log_metric(name, value)

@@ -8,6 +8,7 @@ from components import IMAGE
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
 def register(
     dataset: str,
+    pipeline_run: str,
     leaderboard: list,
     filter_seen: bool,
     ingest: dict,
@@ -19,6 +20,7 @@ def register(
     sequences: dsl.Input[dsl.Dataset],
     data: dsl.Input[dsl.Dataset],
     reports: dsl.Output[dsl.Artifact],
+    page: dsl.Output[dsl.HTML],
     metrics: dsl.Output[dsl.Metrics],
 ):
     """Write the leaderboard, log the runs to MLflow, and run the gate of the registry."""
@@ -26,6 +28,8 @@ def register(
     from dataclasses import asdict
     from pathlib import Path
 
+    from seqrec import plots
+    from seqrec.artifacts import facts, write_text
     from seqrec.config import SECTIONS, parse
     from seqrec.stages.register import register
 
@@ -42,6 +46,9 @@ def register(
         data=Path(data.path),
         params={"dataset": dataset, "leaderboard": leaderboard, **settings},
         config=sections["register"],
+        pipeline_run=pipeline_run,
     )
+    write_text(Path(page.path), plots.page(Path(reports.path), Path(results.path) / "artifacts"))
+    reports.metadata.update(facts(Path(sequences.path)))
     for name, value in values.items():
         metrics.log_metric(name, value)

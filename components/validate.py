@@ -19,6 +19,7 @@ def validate(
     import shutil
     from pathlib import Path
 
+    from seqrec.artifacts import facts
     from seqrec.config import ValidateConfig, parse
     from seqrec.stages.validate import validate
 
@@ -30,6 +31,7 @@ def validate(
         baseline=Path(baseline),
         config=parse(ValidateConfig, config, "validate"),
     )
+    validation.metadata.update(facts(Path(data.path)))
     shutil.copyfile(report.with_suffix(".html"), page.path)
     for name, value in values.items():
         metrics.log_metric(name, value)

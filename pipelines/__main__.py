@@ -1,28 +1,132 @@
-"""The command line: `python -m pipelines compile --models sasrec flash4rec --output build/training.yaml`."""
+"""The command line: `python -m pipelines compile | run-local | submit | schedule | upload`."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipelines.compile import compile_pipeline
+from pipelines.training import PIPELINES
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; return the exit status."""
-    parser = argparse.ArgumentParser(prog="pipelines", description="The pipeline on Kubeflow.")
-    command = parser.add_subparsers(required=True).add_parser("compile", help="write the pipeline as YAML")
-    command.add_argument("--models", nargs="+", default=[], help="keys of `models` (default: all of `leaderboard`)")
-    command.add_argument("--output", type=Path, required=True, help="the .yaml file to write")
-    command.add_argument("--params", type=Path, default=Path("params.yaml"), help="settings (default: %(default)s)")
+    """Run one command; return the exit status: 0 success, 1 a failure that the message explains, 2 wrong usage."""
+    flags = _parser().parse_args(arguments)
+    command = flags.command
     try:
-        compile_pipeline(**vars(parser.parse_args(arguments)))
-    except ValueError as error:
-        sys.stderr.write(f"compile: {error}\n")
+        _COMMANDS[command](flags)
+    except (ValueError, OSError, RuntimeError) as error:
+        sys.stderr.write(f"{command}: {error}\n")
         return 1
     return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="pipelines", description="The pipelines on Kubeflow.")
+    commands = parser.add_subparsers(required=True, dest="command")
+    server = argparse.ArgumentParser(add_help=False)
+    server.add_argument("--host", default=os.environ.get("KFP_HOST", ""), help="URL (default: KFP_HOST, or in-cluster)")
+    server.add_argument("--namespace", default="", help="of the user, on a server for several")
+    server.add_argument("--token", default=os.environ.get("KFP_TOKEN", ""), help="bearer token (default: KFP_TOKEN)")
+    server.add_argument("--cookies", default=os.environ.get("KFP_COOKIES", ""), help="session (default: KFP_COOKIES)")
+    server.add_argument("--ca-file", default="", help="certificates to trust, PEM")
+    server.add_argument("--insecure", action="store_true", help="do not verify the server's certificate")
+    root = argparse.ArgumentParser(add_help=False)
+    root.add_argument("--root", default="", help="where artifacts go, such as s3://bucket/path")
+
+    made = commands.add_parser("compile", parents=[_package()], help="write a pipeline as YAML")
+    made.add_argument("--output", type=Path, required=True, help="the .yaml file to write")
+
+    here = commands.add_parser("run-local", parents=[_package()], help="run a pipeline on this machine")
+    here.add_argument("--out", type=Path, default=Path("build/local"), help="folder of results (default: %(default)s)")
+    here.add_argument("--docker", action="store_true", help="each step in a container of the image SEQREC_IMAGE")
+    here.add_argument("--network", default="none", help="of the containers: none (default), host, ...")
+    here.add_argument("--data", type=Path, help="folder of files to ingest that the containers are to see")
+
+    sent = commands.add_parser("submit", parents=[_package(), server, root], help="start a run on a server")
+    sent.add_argument("--no-cache", action="store_true", help="run every step again")
+    sent.add_argument("--wait", action="store_true", help="until it has ended; fail if it failed")
+    sent.add_argument("--timeout", type=float, default=86_400, help="seconds to wait (default: %(default)s)")
+    sent.add_argument("--poll", type=float, default=10, help="seconds between looks (default: %(default)s)")
+
+    parents = [_package("retraining"), server, root]
+    often = commands.add_parser("schedule", parents=parents, help="have a server run it regularly")
+    often.add_argument("--cron", required=True, help="six fields, the first of them seconds: '0 0 3 * * 0'")
+
+    commands.add_parser("upload", parents=[_package(), server], help="put a pipeline, or its next version, on a server")
+    return parser
+
+
+def _package(pipeline: str = "training") -> argparse.ArgumentParser:
+    """Return the flags that say what is compiled; one object a command, since argparse shares their defaults."""
+    package = argparse.ArgumentParser(add_help=False)
+    package.add_argument("--pipeline", choices=PIPELINES, default=pipeline, help="default: %(default)s")
+    package.add_argument("--models", nargs="+", default=[], help="keys of `models` (default: all of `leaderboard`)")
+    package.add_argument("--params", type=Path, default=Path("params.yaml"), help="settings (default: %(default)s)")
+    return package
+
+
+def _compile(flags: argparse.Namespace) -> None:
+    from pipelines.compile import compile_pipeline
+
+    compile_pipeline(flags.models, flags.output, flags.params, flags.pipeline)
+
+
+def _run_local(flags: argparse.Namespace) -> None:
+    from pipelines.local import run_local
+
+    run_local(
+        flags.models,
+        flags.out,
+        flags.params,
+        flags.pipeline,
+        docker=flags.docker,
+        network=flags.network,
+        data=flags.data,
+    )
+
+
+def _submit(flags: argparse.Namespace) -> None:
+    from pipelines import client
+
+    server, package = _sent(flags)
+    run_id = client.submit(server, package, root=flags.root, cache=not flags.no_cache)
+    sys.stdout.write(f"run {run_id}\n")
+    if flags.wait:
+        client.wait(server, run_id, timeout_s=flags.timeout, poll_s=flags.poll)
+
+
+def _schedule(flags: argparse.Namespace) -> None:
+    from pipelines import client
+
+    recurring = client.schedule(*_sent(flags), cron=flags.cron, root=flags.root)
+    sys.stdout.write(f"recurring run {recurring}\n")
+
+
+def _upload(flags: argparse.Namespace) -> None:
+    from pipelines import client
+
+    pipeline, version = client.upload(*_sent(flags))
+    sys.stdout.write(f"pipeline {pipeline} version {version}\n")
+
+
+def _sent(flags: argparse.Namespace):  # noqa: ANN202
+    from pipelines.client import Package, Server
+
+    names = ("host", "namespace", "token", "cookies", "ca_file", "insecure")
+    server = Server(**{name: getattr(flags, name) for name in names})
+    return server, Package(models=flags.models, params=flags.params, pipeline=flags.pipeline)
+
+
+_COMMANDS = {
+    "compile": _compile,
+    "run-local": _run_local,
+    "submit": _submit,
+    "schedule": _schedule,
+    "upload": _upload,
+}
 
 
 if __name__ == "__main__":

@@ -7,17 +7,24 @@ from pathlib import Path
 
 from kfp.compiler import Compiler
 
-from pipelines.training import training_pipeline
-from seqrec.config import load
+from pipelines.training import build
+from seqrec.config import ConfigError
+from seqrec.run import load_config
 
 
-def compile_pipeline(models: Sequence[str], output: Path, params: Path = Path("params.yaml")) -> None:
-    """Write the training pipeline of `models`, all of `leaderboard` if empty, to `output` as YAML.
+def compile_pipeline(
+    models: Sequence[str], output: Path, params: Path = Path("params.yaml"), pipeline: str = "training"
+) -> None:
+    """Write a pipeline of `models`, all of `leaderboard` if empty, to `output` as YAML.
+
+    Sections and entries that `params` leaves out keep their defaults.
 
     Raises:
         ConfigError: a wrong setting, or an unknown model.
     """
-    settings = load(params)
-    pipeline = training_pipeline(settings, models or settings.leaderboard)
+    if not params.is_file():
+        raise ConfigError(f"--params: {params} not found")
+    settings = load_config(params)
+    graph = build(pipeline, settings, models or settings.leaderboard)
     output.parent.mkdir(parents=True, exist_ok=True)
-    Compiler().compile(pipeline, str(output))
+    Compiler().compile(graph, str(output))

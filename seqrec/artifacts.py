@@ -33,6 +33,11 @@ METRICS = "metrics.json"
 CASES = "cases.parquet"
 RECOMMENDATIONS = "recommendations.parquet"
 
+FACTS = (  # of the cards: what identifies the content of a folder
+    *("source", "licence", "dataset", "protocol", "input_sha256", "split_sha256"),
+    *("model", "architecture", "stage", "parameters", "fingerprint", "weights_sha256"),
+)
+
 INTERACTIONS_SCHEMA = pa.schema(
     [
         pa.field("user_id", pa.string(), nullable=False),
@@ -105,6 +110,20 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in `path`."""
     content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return content
+
+
+def facts(*folders: Path) -> dict[str, str | float]:
+    """Return what the cards in `folders` say of their content, flat: hashes, counts, names; a later folder wins."""
+    found: dict[str, str | float] = {}
+    for folder in folders:
+        for card in (SOURCE_CARD, SPLIT_CARD, MODEL_CARD):
+            if (folder / card).is_file():
+                content = read_json(folder / card)
+                flat = {**content, **{f"count_{name}": value for name, value in content.get("counts", {}).items()}}
+                found |= {key: flat[key] for key in flat if key.startswith("count_") or key in FACTS}
+        if (folder / INTERACTIONS).is_file():
+            found["interactions_sha256"] = sha256(folder / INTERACTIONS)
+    return found
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -50,12 +50,16 @@ class IngestConfig:
     columns: dict[str, str] = field(default_factory=dict)  # csv: our column -> the file's; items.<column>: there alone
     sha256: dict[str, str] = field(default_factory=dict)  # file's role (interactions, items) -> its digest, if pinned
     mirror: str = ""  # directory or URL tried before the official one; SEQREC_DATA_MIRROR wins
+    repository: str = ""  # a DVC project, whose ingested tables are fetched as they are ...
+    revision: str = ""  # ... at this commit, tag or branch
     max_bad_share: float = 0.01  # more malformed rows than this fail the stage
     retries: int = 4  # attempts per URL after the first, with exponential backoff
     timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
         require(0.0 <= self.max_bad_share <= 1.0, "max_bad_share must be between 0 and 1")
+        require(bool(self.repository) == bool(self.revision), "repository and revision go together")
+        require(not (self.repository and self.mirror), "mirror has no effect with repository")
         require(self.retries >= 0, "retries must be at least 0")
         require(self.timeout_s > 0, "timeout_s must be positive")
 
@@ -251,6 +255,83 @@ class Range:
         require(self.step is None or (self.step > 0 and not self.log), "step must be positive, and log excludes it")
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepResources:
+    """What the pod of a Kubeflow step asks for; what is empty or 0 is not asked for."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    cpu: str = "1"  # cores requested; there is no limit, which would only slow a step down
+    memory: str = "4Gi"  # requested, and the limit
+    gpus: int = 0
+    gpu_type: str = "nvidia.com/gpu"
+    shared_memory: str = ""  # size of /dev/shm, which torch's processes share
+    node_selector: dict[str, str] = field(default_factory=dict)
+    tolerations: list[dict[str, str]] = field(default_factory=list)  # key, operator, value, effect
+    retries: int = 2
+    backoff_s: int = 30  # before the first retry, doubled before each other one
+    timeout_s: int = 0  # of one attempt
+
+    def __post_init__(self) -> None:
+        require(min(self.gpus, self.retries, self.backoff_s, self.timeout_s) >= 0, "numbers must be at least 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchConfig:
+    """How a step runs what may be too much for one process."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    launcher: str = "step"  # step: in its own pod | job: a TrainJob (training) or SparkApplication (prepare) it awaits
+    nodes: int = 1  # pods of the job; executors of Spark
+    processes: int = 1  # of training, on each node
+    runtime: str = "torch-distributed"  # the ClusterTrainingRuntime of a TrainJob
+    image: str = ""  # of the job, where it cannot be that of the steps: Spark's needs its own entry point
+    poll_s: float = 15.0
+
+    def __post_init__(self) -> None:
+        require(self.launcher in ("step", "job"), "launcher must be step or job")
+        require(min(self.nodes, self.processes) >= 1, "nodes and processes must be at least 1")
+        require(self.nodes == 1 or self.launcher == "job", "nodes: more than one needs launcher: job")
+        require(self.poll_s > 0, "poll_s must be positive")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KubernetesConfig:
+    """Section `kubernetes`: what the steps ask of a cluster, and what they find there."""
+
+    resources: dict[str, dict[str, Any]] = field(  # step, or default, to StepResources
+        default_factory=lambda: {"validate": {"retries": 0}}  # what is wrong with the data stays wrong
+    )
+    launch: dict[str, LaunchConfig] = field(default_factory=dict)  # pretrain, finetune, prepare
+    state_claim: str = ""  # PersistentVolumeClaim for downloads and resume states; "": lost with the pod
+    data_claim: str = ""  # one that holds the files of ingest, mounted at /data
+    environment: dict[str, str] = field(default_factory=dict)  # of every step
+    secrets: dict[str, dict[str, str]] = field(default_factory=dict)  # Secret to its key: variable of every step
+    image_pull_secrets: list[str] = field(default_factory=list)
+    service_account: str = ""  # of the run; "": the cluster's default
+    user: int = 10001  # numeric, and never 0
+    labels: dict[str, str] = field(default_factory=dict)  # of every pod
+
+    def __post_init__(self) -> None:
+        require(self.user > 0, "user must not be root")
+        require(set(self.launch) <= {"pretrain", "finetune", "prepare"}, "launch: pretrain, finetune or prepare")
+        jobs = [stage for stage, launch in self.launch.items() if _launcher(launch) == "job"]
+        require(not jobs or bool(self.state_claim), f"state_claim: where jobs of {', '.join(jobs)} find their data")
+        for step in self.resources:
+            self.step(step)
+
+    def step(self, name: str) -> StepResources:
+        """Return what step `name` asks for: its own entry over `default`."""
+        values = {**self.resources.get("default", {}), **self.resources.get(name, {})}
+        return parse(StepResources, values, f"kubernetes.resources.{name}")
+
+
+def _launcher(launch: Any) -> str:
+    """Return the launcher of a LaunchConfig, or of the mapping it still is where nothing casts."""
+    return str(launch.launcher if isinstance(launch, LaunchConfig) else launch.get("launcher", "step"))
+
+
 SECTIONS: dict[str, type] = {
     "ingest": IngestConfig,
     "validate": ValidateConfig,
@@ -260,6 +341,7 @@ SECTIONS: dict[str, type] = {
     "evaluate": EvaluateConfig,
     "register": RegisterConfig,
     "tune": TuneConfig,
+    "kubernetes": KubernetesConfig,
 }
 DATASET_KEYS = ("ingest", "validate", "prepare", "pretrain", "finetune", "evaluate", "options")
 MODEL_KEYS = ("architecture", "options", "pretrain", "finetune")
@@ -354,7 +436,7 @@ def load(path: Path) -> Params:
 def from_dict(content: Mapping[str, Any]) -> Params:
     """Check the keys of `content`, shaped as params.yaml, and wrap it."""
     if isinstance(content, Mapping):  # a pipeline does not search: its settings may leave the section out
-        content = {"tune": {}, **content}
+        content = {"tune": {}, "kubernetes": {}, **content}
     top = ("dataset", "sources", "leaderboard", *SECTIONS, "datasets", "models")
     _check_keys(content, top, "params.yaml", required=True)
     for name in ("sources", "leaderboard"):

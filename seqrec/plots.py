@@ -2,16 +2,64 @@
 
 from __future__ import annotations
 
+import base64
+import html
+import io
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from seqrec.leaderboard import SELECTION
+from seqrec.artifacts import HISTORY, METRICS, read_json
+from seqrec.leaderboard import LEADERBOARD, REQUIRED, SELECTION
 
 METRIC = "test/ndcg@10"
 SIZE = (8.0, 4.0)  # inches
+
+
+def page(reports: Path, artifacts: Path) -> str:
+    """Return leaderboard, verdict of the gate and figures as one HTML page that needs no other file.
+
+    Args:
+        reports: what register has written to.
+        artifacts: holds `<model>/finetuned/`.
+    """
+    report = read_json(reports / LEADERBOARD)
+    rows, outcome = report["rows"], report["registry"]
+    names = [row["model"] for row in rows]
+    files = {name: artifacts / name / "finetuned" / HISTORY for name in names}
+    histories = {
+        name: [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        for name, file in files.items()
+        if file.exists()
+    }
+    figures = (
+        learning_curves(histories),
+        metric_by_slice({name: read_json(reports / name / METRICS) for name in names}),
+        coverage_against_accuracy(rows),
+    )
+    title = html.escape(f"{report['dataset']}, {report['protocol']}")
+    verdict = html.escape(f"{outcome['registered_model']} version {outcome['version']}: {outcome['reason']}")
+    pictures = "".join(f'<p><img src="data:image/png;base64,{_png(figure)}"></p>' for figure in figures)
+    return f"<!doctype html><title>{title}</title><h1>{title}</h1>{_table(rows)}<p>{verdict}</p>{pictures}"
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> str:
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in ("model", *REQUIRED))
+    body = "".join(
+        f"<tr><td>{html.escape(row['model'])}</td>" + "".join(f"<td>{row[key]:.6g}</td>" for key in REQUIRED) + "</tr>"
+        for row in rows
+    )
+    return f"<table border><tr>{head}</tr>{body}</table>"
+
+
+def _png(figure: Figure) -> str:
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=110)
+    return base64.b64encode(picture.getvalue()).decode()
 
 
 def learning_curves(histories: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:

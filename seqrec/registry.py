@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,7 +26,7 @@ from mlflow.types.schema import Array
 from seqrec import metrics
 from seqrec.artifacts import CASES, MODEL_CARD, TOKENS, USERS, VOCABULARY, WEIGHTS, sha256
 from seqrec.config import RegisterConfig
-from seqrec.tracking import FINGERPRINT, TrackingError
+from seqrec.tracking import FINGERPRINT, TrackingError, connect
 
 CANDIDATE, CHAMPION = "candidate", "champion"
 REPORT = "report"  # artifact folder of a run
@@ -165,6 +166,34 @@ def find_champion(client: MlflowClient, name: str) -> ModelVersion | None:
     """Return the version that holds the alias `champion`."""
     number = client.get_registered_model(name).aliases.get(CHAMPION)
     return None if number is None else client.get_model_version(name, number)
+
+
+def fetch_champion(*, dataset: str, folder: Path, config: RegisterConfig) -> str:
+    """Write weights, card, vocabulary and users of the champion of `dataset` to `folder`, empty where there is none.
+
+    Returns:
+        The champion's version, or nothing.
+
+    Raises:
+        TrackingError: the server does not answer, or has lost the champion's files.
+    """
+    client, name = connect(config), f"seqrec-{dataset}"
+    folder.mkdir(parents=True, exist_ok=True)
+    known = client.search_registered_models(f"name = '{name}'")
+    champion = find_champion(client, name) if known else None
+    if champion is None:
+        return ""
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            model = Path(mlflow.artifacts.download_artifacts(f"models:/{name}/{champion.version}", dst_path=directory))
+        except (MlflowException, OSError) as error:
+            raise TrackingError(
+                f"register.tracking_uri: version {champion.version} of {name} cannot be fetched ({error})"
+            ) from error
+        for file in (WEIGHTS, MODEL_CARD, VOCABULARY, USERS, TOKENS):
+            for found in model.rglob(file):
+                shutil.copyfile(found, folder / file)
+    return str(champion.version)
 
 
 def _recorded(version: ModelVersion) -> Decision:

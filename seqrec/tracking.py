@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 FINGERPRINT = "seqrec.fingerprint"
 PARENT = "mlflow.parentRunId"
+PIPELINE_RUN, OUTCOME, FAILURE = "seqrec.pipeline_run", "seqrec.outcome", "seqrec.failure"
 SQLITE = "sqlite:///"
 ENVIRONMENT = {  # what holds unless the user says otherwise
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -193,6 +194,32 @@ def open_run(
     if parent and run.data.tags.get(PARENT) != parent:
         client.set_tag(run.info.run_id, PARENT, parent)
     return run
+
+
+def record_outcome(*, pipeline_run: str, name: str, state: str, failure: str | None, config: RegisterConfig) -> None:
+    """Write how a run of an orchestrator ended: into the MLflow run that `register` made for it, or a new one.
+
+    Args:
+        pipeline_run: the orchestrator's id of its run.
+        name: of a new run.
+        state: SUCCEEDED, or what it was instead.
+        failure: what went wrong, if anything.
+        config: section `register`.
+
+    Raises:
+        TrackingError: the server does not answer.
+    """
+    client = connect(config)
+    place, run_id = experiment(client, config), injected_run()
+    given = run_id is not None
+    if run_id is None:
+        text = f"tags.`{PIPELINE_RUN}` = '{pipeline_run}'"
+        found = client.search_runs([place], filter_string=text, max_results=1)
+        run_id = (found[0] if found else open_run(client, place, pipeline_run, name)).info.run_id
+    for key, value in ((PIPELINE_RUN, pipeline_run), (OUTCOME, state), (FAILURE, failure or "")):
+        client.set_tag(run_id, key, value[:5000])
+    if not given:  # whoever made the run ends it
+        client.set_terminated(run_id, status="FINISHED" if state == "SUCCEEDED" else "FAILED")
 
 
 def metric_name(name: str) -> str:

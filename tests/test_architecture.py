@@ -29,6 +29,7 @@ CORE = [  # what trains and evaluates on a machine without the orchestration pac
             "retrieval.py",
             "run.py",
             "training.py",
+            "warm_start.py",
             "data/sequences.py",
             "stages/evaluate.py",
             "stages/finetune.py",
@@ -44,6 +45,8 @@ CORE_LACKS = (
 
 OWNERS = {  # package -> the only files that may import it, even inside a function
     "kfp": ("components/", "pipelines/"),
+    "kubernetes": ("seqrec/jobs.py",),
+    "dvc": ("seqrec/data/revisions.py",),
     "mlflow": ("seqrec/tracking.py", "seqrec/registry.py", "seqrec/pyfunc_model.py", "seqrec/stages/register.py"),
     "great_expectations": ("seqrec/data/expectations.py",),
     "optuna": ("seqrec/tune.py",),

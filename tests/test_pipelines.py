@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import csv
 import json
+import tempfile
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -10,14 +11,17 @@ import yaml
 from conftest import synthetic_rows
 from google.protobuf import json_format
 from kfp import local
-from kfp.pipeline_spec.pipeline_spec_pb2 import PipelineSpec
+from kfp.kubernetes.kubernetes_executor_config_pb2 import KubernetesExecutorConfig
+from kfp.pipeline_spec.pipeline_spec_pb2 import PipelineDeploymentConfig, PipelineSpec, PlatformSpec
+from mlflow import MlflowClient
 
 from pipelines.__main__ import main
 from pipelines.compile import compile_pipeline
-from pipelines.training import parameters, training_pipeline
+from pipelines.resources import STATE
+from pipelines.training import build, is_pinned, parameters
 from seqrec import leaderboard
-from seqrec.artifacts import CASES, METRICS, RECOMMENDATIONS, SPLIT_CARD, read_json
-from seqrec.config import ConfigError, load
+from seqrec.artifacts import CASES, INTERACTIONS, METRICS, RECOMMENDATIONS, SPLIT_CARD, WEIGHTS, read_json, sha256
+from seqrec.config import ConfigError, IngestConfig, load
 from seqrec.run import load_config
 from seqrec.stages.baselines import baselines
 from seqrec.stages.evaluate import evaluate
@@ -26,11 +30,13 @@ from seqrec.stages.ingest import ingest
 from seqrec.stages.prepare import prepare
 from seqrec.stages.pretrain import pretrain
 from seqrec.stages.validate import validate
+from seqrec.tracking import FAILURE, OUTCOME
 
 MODELS = ("sasrec", "flash4rec")
 RESULTS = (*MODELS, *leaderboard.BASELINES)
 SECONDS = ("train_seconds", "evaluate_seconds")
 PARAMS = Path(__file__).parent.parent / "params.yaml"
+GOLDEN = Path(__file__).parent / "golden" / "pipeline.yaml"
 YEAR_2001 = 978_307_200
 # The local runner says so of every task: no container, no display names.
 pytestmark = pytest.mark.filterwarnings("ignore:You may be attemping:RuntimeWarning", "ignore:Task:UserWarning")
@@ -51,6 +57,7 @@ def write_settings(folder: Path, *, start: int) -> Path:
         "finetune": {"epochs": 1, "batch_size": 16, "warmup_steps": 1},
         "evaluate": {"bootstrap": 100},
         "register": {"tracking_uri": f"sqlite:///{folder}/mlflow.db"},
+        "kubernetes": {"resources": {"default": {"retries": 0}}},
         "models": {
             "sasrec": {"options": {"d_model": 16, "layers": 1, "heads": 2, "length": 12}},
             "flash4rec": {
@@ -67,7 +74,8 @@ def run_on_this_machine(settings: Path, root: Path) -> Path:
     """Run the pipeline with the local runner; return the folder with one folder a task."""
     local.init(local.SubprocessRunner(use_venv=False), pipeline_root=str(root), raise_on_error=True)
     params = load_config(settings)
-    training_pipeline(params, params.leaderboard)(state=str(root / "state"), baseline=str(root / "no-baseline.json"))
+    pipeline = build("training", params, params.leaderboard)
+    pipeline(state=str(root / "state"), baseline=str(root / "no-baseline.json"))
     return next(root.glob("seqrec-training-*"))
 
 
@@ -157,6 +165,48 @@ def test_validation_is_kept_as_verdict_and_page(outcome):
     assert "<html" in (tasks / "validate/page").read_text(encoding="utf-8").lower()
 
 
+def test_the_pages_of_the_user_interface_need_no_other_file(outcome):
+    tasks, _ = outcome
+    page = (tasks / "register/page").read_text(encoding="utf-8")
+
+    assert all(name in page for name in RESULTS)
+    assert page.count("data:image/png;base64,") == 3
+    assert "the first champion" in page
+
+
+def metadata_of(tasks: Path, task: str, artifact: str) -> dict:
+    (output,) = read_json(tasks / task / "executor_output.json")["artifacts"][artifact]["artifacts"]
+    return output["metadata"]
+
+
+def test_artifacts_say_what_they_hold(outcome):
+    tasks, _ = outcome
+    card = read_json(tasks / "prepare/sequences" / SPLIT_CARD)
+
+    data = metadata_of(tasks, "ingest", "data")
+    assert data["interactions_sha256"] == card["input_sha256"]
+    assert data["count_rows"] == pq.read_metadata(tasks / "ingest/data" / INTERACTIONS).num_rows
+    sequences = metadata_of(tasks, "prepare", "sequences")
+    assert (sequences["split_sha256"], sequences["count_users"]) == (card["split_sha256"], card["counts"]["users"])
+    checkpoint = metadata_of(tasks, "finetune", "checkpoint")
+    assert checkpoint["split_sha256"] == card["split_sha256"]
+    assert checkpoint["weights_sha256"] == sha256(tasks / "finetune/checkpoint" / WEIGHTS)
+
+
+def recorded(settings: Path) -> list[dict[str, str]]:
+    client = MlflowClient(load_config(settings).section("register").tracking_uri)
+    runs = client.search_runs([one.experiment_id for one in client.search_experiments()])
+    return [{**one.data.tags, "status": one.info.status} for one in runs if OUTCOME in one.data.tags]
+
+
+def test_the_run_that_register_made_says_how_the_pipeline_ended(outcome):
+    tasks, _ = outcome
+    (tags,) = recorded(tasks.parent.parent / "settings.yaml")
+
+    assert (tags[OUTCOME], tags[FAILURE], tags["status"]) == ("SUCCEEDED", "", "FINISHED")
+    assert tags["mlflow.runName"].startswith("own-")
+
+
 @pytest.mark.usefixtures("_offline")
 def test_a_failed_validation_stops_the_run_before_any_training(tmp_path):
     settings = write_settings(tmp_path, start=0)  # 1970, before validate.min_date
@@ -165,33 +215,224 @@ def test_a_failed_validation_stops_the_run_before_any_training(tmp_path):
         run_on_this_machine(settings, tmp_path / "root")
 
     tasks = next((tmp_path / "root").glob("seqrec-training-*"))
-    assert {folder.name for folder in tasks.iterdir()} == {"ingest", "validate"}
+    assert {folder.name for folder in tasks.iterdir()} == {"ingest", "validate", "record"}
+    (tags,) = recorded(settings)
+    assert (tags[OUTCOME], tags["status"]) == ("FAILED", "FAILED")
+    assert tags[FAILURE]
     assert not read_json(tasks / "validate/validation/validation.json")["success"]
 
 
-@pytest.fixture(scope="module")
-def spec(tmp_path_factory):
-    """The compiled pipeline of both models."""
-    output = tmp_path_factory.mktemp("compiled") / "training.yaml"
-    compile_pipeline(MODELS, output, PARAMS)
-    return yaml.safe_load(output.read_text(encoding="utf-8"))
+CLUSTER = {
+    "plain": {},
+    "gpu": {
+        "resources": {
+            "default": {"cpu": "2", "memory": "8Gi", "retries": 3, "backoff_s": 60},
+            "validate": {"retries": 0},
+            "finetune": {
+                "memory": "64Gi",
+                "gpus": 1,
+                "shared_memory": "8Gi",
+                "timeout_s": 3600,
+                "node_selector": {"pool": "gpu"},
+                "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
+            },
+        },
+        "state_claim": "seqrec-state",
+        "data_claim": "seqrec-data",
+        "environment": {"MLFLOW_TRACKING_URI": "http://mlflow:5000"},
+        "secrets": {"seqrec": {"tracking-password": "MLFLOW_TRACKING_PASSWORD"}},
+        "image_pull_secrets": ["registry"],
+        "service_account": "seqrec",
+        "labels": {"team": "search"},
+    },
+}
+CLUSTER["nodes"] = CLUSTER["gpu"] | {
+    "launch": {
+        "finetune": {"launcher": "job", "nodes": 2, "processes": 4},
+        "pretrain": {"launcher": "step", "processes": 2},
+    }
+}
+COMPILED = [*(("training", name) for name in CLUSTER), ("retraining", "plain"), ("pretraining", "gpu")]
 
 
-def test_the_compiled_pipeline_has_no_field_that_kubeflow_does_not_know(spec):
-    assert json_format.ParseDict(spec, PipelineSpec()).pipeline_info.name == "seqrec-training"
+def compiled(folder: Path, pipeline: str, cluster: str) -> list[dict]:
+    """Return the YAML documents of a pipeline on params.yaml with another section `kubernetes`."""
+    content = yaml.safe_load(PARAMS.read_text(encoding="utf-8"))
+    content["kubernetes"] = CLUSTER[cluster]
+    models = ["recformer"] if pipeline == "pretraining" else list(MODELS)
+    content["sources"] = ["health"] if pipeline == "pretraining" else []
+    (folder / "params.yaml").write_text(yaml.safe_dump(content))
+    compile_pipeline(models, folder / "out.yaml", folder / "params.yaml", pipeline)
+    return list(yaml.safe_load_all((folder / "out.yaml").read_text(encoding="utf-8")))
 
 
-def test_register_alone_is_never_cached(spec):
-    tasks = spec["root"]["dag"]["tasks"]
+def tasks_of(document: dict) -> dict[str, dict]:
+    """Return the tasks inside the exit handler by what the user interface calls them."""
+    tasks = document["components"]["comp-exit-handler-1"]["dag"]["tasks"]
+    return {task["taskInfo"]["name"]: task for task in tasks.values()}
 
-    assert {name for name, task in tasks.items() if not task["cachingOptions"].get("enableCache")} == {"register"}
+
+def executor_of(documents: list[dict], display: str) -> tuple[dict, dict]:
+    """Return the container of a task, and what the cluster must know of it."""
+    task = tasks_of(documents[0])[display]
+    label = documents[0]["components"][task["componentRef"]["name"]]["executorLabel"]
+    container = documents[0]["deploymentSpec"]["executors"][label]["container"]
+    return container, documents[1]["platforms"]["kubernetes"]["deploymentSpec"]["executors"][label]
 
 
-def test_a_step_of_a_model_reads_the_settings_of_that_model_alone(spec):
+@pytest.mark.parametrize(("pipeline", "cluster"), COMPILED)
+def test_a_compiled_pipeline_has_no_field_that_kubeflow_does_not_know(tmp_path, pipeline, cluster):
+    documents = compiled(tmp_path, pipeline, cluster)
+
+    assert json_format.ParseDict(documents[0], PipelineSpec()).pipeline_info.name == f"seqrec-{pipeline}"
+    json_format.ParseDict(documents[0]["deploymentSpec"], PipelineDeploymentConfig())  # above any mapping will do
+    json_format.ParseDict(documents[1], PlatformSpec())
+    executors = documents[1]["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
+    assert set(executors) == set(documents[0]["deploymentSpec"]["executors"])
+    for executor in executors.values():
+        json_format.ParseDict(executor, KubernetesExecutorConfig())
+
+
+def test_a_misspelt_field_is_noticed(tmp_path):
+    documents = compiled(tmp_path, "training", "gpu")
+    container, executor = executor_of(documents, "finetune sasrec")
+    container["resources"]["memoryLimits"] = "1Gi"
+    executor["nodeSelectors"] = {}
+
+    with pytest.raises(json_format.ParseError, match="memoryLimits"):
+        json_format.ParseDict(documents[0]["deploymentSpec"], PipelineDeploymentConfig())
+    with pytest.raises(json_format.ParseError, match="nodeSelectors"):
+        json_format.ParseDict(executor, KubernetesExecutorConfig())
+
+
+def golden(folder: Path) -> str:
+    """Return the compiled pipeline of several nodes without the values of params.yaml, which are no part of it."""
+    documents = compiled(folder, "training", "nodes")
+    for definition in documents[0]["root"]["inputDefinitions"]["parameters"].values():
+        definition.pop("defaultValue")
+    return yaml.safe_dump_all(documents)
+
+
+def test_the_compiled_pipeline_is_the_one_that_was_looked_at(tmp_path):
+    assert golden(tmp_path) == GOLDEN.read_text(encoding="utf-8")
+
+
+def test_a_step_asks_for_what_the_section_says(tmp_path):
+    documents = compiled(tmp_path, "training", "gpu")
+
+    container, executor = executor_of(documents, "finetune sasrec")
+    assert container["resources"]["resourceCpuRequest"] == "2"
+    assert container["resources"]["resourceMemoryLimit"] == "64Gi"
+    accelerator = container["resources"]["accelerator"]
+    assert (accelerator["resourceCount"], accelerator["resourceType"]) == ("1", "nvidia.com/gpu")
+    assert container["env"] == [{"name": "MLFLOW_TRACKING_URI", "value": "http://mlflow:5000"}]
+    assert executor["nodeSelector"]["labels"] == {"pool": "gpu"}
+    assert [one["key"] for one in executor["tolerations"]] == ["nvidia.com/gpu"]
+    assert executor["emptyDirMounts"][0]["mountPath"] == "/dev/shm"
+    assert [one["mountPath"] for one in executor["pvcMount"]] == [STATE]
+    assert executor["activeDeadlineSeconds"] == "3600"
+
+    container, executor = executor_of(documents, "ingest ml-100k")
+    assert "accelerator" not in container["resources"]
+    assert [one["mountPath"] for one in executor["pvcMount"]] == [STATE, "/data"]
+    for executor in documents[1]["platforms"]["kubernetes"]["deploymentSpec"]["executors"].values():
+        assert executor["securityContext"] == {"runAsUser": "10001", "runAsGroup": "10001", "runAsNonRoot": True}
+        assert executor["secretAsEnv"][0]["keyToEnv"][0]["envVar"] == "MLFLOW_TRACKING_PASSWORD"
+        assert executor["podMetadata"]["labels"] == {"team": "search"}
+    tasks = tasks_of(documents[0])
+    assert tasks["finetune sasrec"]["retryPolicy"]["maxRetryCount"] == 3
+    assert tasks["finetune sasrec"]["retryPolicy"]["backoffDuration"] == "60s"
+    assert "retryPolicy" not in tasks["validate ml-100k"]
+
+
+def test_a_step_that_awaits_a_job_books_no_gpu_itself(tmp_path):
+    documents = compiled(tmp_path, "training", "nodes")
+    container, executor = executor_of(documents, "finetune sasrec")
+
+    assert "accelerator" not in container["resources"]
+    assert "nodeSelector" not in executor
+    given = tasks_of(documents[0])["finetune sasrec"]["inputs"]["parameters"]["place"]["runtimeValue"]["constant"]
+    assert given["launch"]["nodes"] == 2
+    assert given["resources"]["gpus"] == 1
+    assert given["cluster"]["state_claim"] == "seqrec-state"
+    given = tasks_of(documents[0])["pretrain sasrec"]["inputs"]["parameters"]["place"]["runtimeValue"]["constant"]
+    assert given == {"launch": {"processes": 2}}
+
+
+def test_nothing_runs_before_validation_and_models_run_side_by_side(tmp_path):
+    tasks = tasks_of(compiled(tmp_path, "training", "plain")[0])
+
+    assert "dependentTasks" not in tasks["ingest ml-100k"]
+    assert tasks["validate ml-100k"]["dependentTasks"] == ["ingest"]
+    assert tasks["prepare ml-100k"]["dependentTasks"] == ["ingest", "validate"]
+    assert tasks["pretrain sasrec"]["dependentTasks"] == ["ingest", "prepare"]
+    assert tasks["pretrain flash4rec"]["dependentTasks"] == ["ingest", "prepare"]
+    assert tasks["finetune flash4rec"]["dependentTasks"] == ["prepare", "pretrain-2"]
+
+
+def test_the_outcome_is_recorded_whatever_happened(tmp_path):
+    (document, _) = compiled(tmp_path, "training", "plain")
+    task = document["root"]["dag"]["tasks"]["record"]
+
+    assert task["triggerPolicy"]["strategy"] == "ALL_UPSTREAM_TASKS_COMPLETED"
+    assert task["inputs"]["parameters"]["status"]["taskFinalStatus"]["producerTask"] == "exit-handler-1"
+
+
+def uncached(pipeline: str, folder: Path) -> set[str]:
+    tasks = tasks_of(compiled(folder, pipeline, "plain" if pipeline != "pretraining" else "gpu")[0])
+    return {name for name, task in tasks.items() if not task["cachingOptions"].get("enableCache")}
+
+
+def test_only_what_may_differ_from_run_to_run_is_never_cached(tmp_path):
+    assert uncached("training", tmp_path) == {"register"}
+    assert uncached("retraining", tmp_path) == {"register", "champion", "ingest ml-100k"}
+    assert uncached("pretraining", tmp_path) == {"ingest health"}  # files of one's own, without digests
+
+
+def test_a_source_is_pinned_by_digests_or_by_a_commit():
+    own = {"source": "csv", "interactions": "log.csv"}
+    commit = {"repository": "https://example.org/project", "revision": "0" * 40}
+
+    assert not is_pinned(IngestConfig(**own))
+    assert is_pinned(IngestConfig(**own, sha256={"interactions": "0" * 64}))
+    assert is_pinned(IngestConfig(**own, **commit))
+    assert not is_pinned(IngestConfig(**own, **commit | {"revision": "main"}))
+
+
+def test_retraining_starts_from_the_champion(tmp_path):
+    tasks = tasks_of(compiled(tmp_path, "retraining", "plain")[0])
+
+    for model in MODELS:
+        artifacts = tasks[f"pretrain {model}"]["inputs"]["artifacts"]
+        assert artifacts["champion"]["taskOutputArtifact"]["producerTask"] == "champion"
+
+
+def test_pretraining_learns_from_the_sources_and_is_measured_on_the_dataset(tmp_path):
+    tasks = tasks_of(compiled(tmp_path, "pretraining", "gpu")[0])
+
+    assert {"validate health", "join health", "pretrain recformer", "evaluate recformer"} <= set(tasks)
+    assert not {name for name in tasks if name.startswith(("finetune", "register"))}
+    joined = tasks["pretrain recformer"]["inputs"]["artifacts"]["data"]["taskOutputArtifact"]["producerTask"]
+    assert joined == "join"
+
+
+@pytest.mark.parametrize(
+    ("sources", "models", "message"),
+    [([], ["recformer"], "sources: name the datasets"), (["health"], ["sasrec"], r"models\.sasrec: .* text models")],
+)
+def test_pretraining_refuses_what_it_cannot_do(tmp_path, sources, models, message):
+    content = yaml.safe_load(PARAMS.read_text(encoding="utf-8")) | {"sources": sources}
+    (tmp_path / "params.yaml").write_text(yaml.safe_dump(content))
+
+    with pytest.raises(ConfigError, match=message):
+        build("pretraining", load(tmp_path / "params.yaml"), models)
+
+
+def test_a_step_of_a_model_reads_the_settings_of_that_model_alone(tmp_path):
     read = {}
-    for task in spec["root"]["dag"]["tasks"].values():
-        values = task["inputs"]["parameters"].values()
-        read[task["taskInfo"]["name"]] = {value.get("componentInputParameter") for value in values} - {None}
+    for name, task in tasks_of(compiled(tmp_path, "training", "plain")[0]).items():
+        values = (value.get("componentInputParameter") for value in task["inputs"]["parameters"].values())
+        read[name] = {value.removeprefix("pipelinechannel--") for value in values if value}
 
     for model in MODELS:
         shared = {"state", "filter_seen"}
@@ -227,7 +468,7 @@ def test_settings_are_resolved_for_dataset_and_model(tmp_path):
 )
 def test_wrong_models_are_refused(models, message):
     with pytest.raises(ConfigError, match=message):
-        training_pipeline(load(PARAMS), models)
+        build("training", load(PARAMS), models)
 
 
 def test_a_key_that_cannot_name_a_parameter_is_refused(tmp_path):
@@ -236,7 +477,7 @@ def test_a_key_that_cannot_name_a_parameter_is_refused(tmp_path):
     (tmp_path / "params.yaml").write_text(yaml.safe_dump(content))
 
     with pytest.raises(ConfigError, match=r"models\.sasrec-wide: on Kubeflow"):
-        training_pipeline(load(tmp_path / "params.yaml"), ["sasrec-wide"])
+        build("training", load(tmp_path / "params.yaml"), ["sasrec-wide"])
 
 
 def test_the_command_compiles_the_chosen_models(tmp_path):
@@ -244,7 +485,7 @@ def test_the_command_compiles_the_chosen_models(tmp_path):
 
     assert main(["compile", "--models", "flash4rec", "--output", str(output), "--params", str(PARAMS)]) == 0
 
-    names = {task["taskInfo"]["name"] for task in yaml.safe_load(output.read_text())["root"]["dag"]["tasks"].values()}
+    names = tasks_of(next(yaml.safe_load_all(output.read_text())))
     assert "finetune flash4rec" in names
     assert "finetune sasrec" not in names
 
@@ -256,3 +497,8 @@ def test_the_command_explains_a_wrong_model(tmp_path, capsys):
 
     assert "no entry models.nothing" in capsys.readouterr().err
     assert not output.exists()
+
+
+if __name__ == "__main__":  # write the golden file anew: PYTHONPATH=. python tests/test_pipelines.py
+    with tempfile.TemporaryDirectory() as scratch:
+        GOLDEN.write_text(golden(Path(scratch)))

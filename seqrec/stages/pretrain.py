@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from seqrec.config import ConfigError, ModelConfig, PretrainConfig, parse
 from seqrec.data import sequences as prepared
 from seqrec.data.sequences import Sequences
 from seqrec.training import train
+from seqrec.warm_start import warm_start
 
 
 def pretrain(
@@ -32,6 +34,7 @@ def pretrain(
     config: PretrainConfig,
     data: Path | None = None,
     sources: Sequence[Path] = (),
+    champion: Path | None = None,
     resume: bool = False,
 ) -> dict[str, float]:
     """Build `model` from its seed and write it to `initial`, pre-trained where its architecture has such a phase.
@@ -46,6 +49,8 @@ def pretrain(
         config: section `pretrain`.
         data: folder of the ingested tables, whose items text models read.
         sources: folders of other datasets, each with items table and sequences: text models pre-train on them alone.
+        champion: folder with weights, card, vocabulary and users of a champion: a model of the same architecture and
+            options takes what it can from there, in place of pre-training.
         resume: refuse to start afresh.
     """
     shared: dict[str, Any] = {
@@ -67,6 +72,8 @@ def pretrain(
         return _embed_text(architecture, folders[0], shared)
     torch.manual_seed(config.seed)
     net = build(architecture, Catalogue(num_items=target.num_items, num_users=target.num_users, length=0))
+    if champion is not None and warm_start(net, sequences, champion):
+        shared |= {"config": replace(config, epochs=0), "content": [digest(net.state_dict())]}
     return train(net, target, "pretrain", inputs=[sequences], **shared)
 
 

@@ -37,7 +37,7 @@ from seqrec.artifacts import (
 )
 from seqrec.config import RegisterConfig
 from seqrec.leaderboard import LEADERBOARD, SELECTION, Row, best_model, build, write_csv, write_curves
-from seqrec.tracking import FINGERPRINT, TrackingError
+from seqrec.tracking import FINGERPRINT, PIPELINE_RUN, TrackingError
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +88,7 @@ def register(
     data: Path,
     params: Mapping[str, Any],
     config: RegisterConfig,
+    pipeline_run: str = "",
 ) -> dict[str, float]:
     """Write the leaderboard, log one MLflow run a model and baseline under a parent run, and run the gate.
 
@@ -99,6 +100,7 @@ def register(
         data: holds source.json.
         params: all of params.yaml, to be logged.
         config: section `register`.
+        pipeline_run: the id that an orchestrator gave its run, to be a tag of the parent.
 
     Returns:
         The candidate's metrics, whether it is the champion (1 or 0), and its gain where there was a comparison.
@@ -116,6 +118,8 @@ def register(
     with _explained(reports, config):
         tracker = _connect(split, data, config)
         parent = _open_parent(tracker, entries, params)
+        if pipeline_run:
+            tracker.client.set_tag(parent.info.run_id, PIPELINE_RUN, pipeline_run)
         _check_artifacts(tracker.client, parent, reports / LEADERBOARD)
         runs = {entry.name: _log_entry(tracker, entry, parent, sequences) for entry in entries}
         outcome = _gate(tracker, best, runs[best.name], sequences, config)

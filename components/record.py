@@ -1,0 +1,20 @@
+"""Step `record`: no stage; what runs last, whatever became of the others."""
+
+from kfp import dsl
+
+from components import IMAGE
+
+
+@dsl.component(base_image=IMAGE, install_kfp_package=False)
+def record(status: dsl.PipelineTaskFinalStatus, pipeline: str, pipeline_run: str, config: dict):
+    """Record in MLflow how the run ended."""
+    from seqrec.config import RegisterConfig, parse
+    from seqrec.tracking import record_outcome
+
+    record_outcome(
+        pipeline_run=pipeline_run,
+        name=f"{pipeline}-{pipeline_run[:8]}",
+        state=status.state,
+        failure=status.error_message,
+        config=parse(RegisterConfig, config, "register"),
+    )

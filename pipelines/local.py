@@ -1,0 +1,91 @@
+"""A pipeline on this machine, by KFP's local runners: the same YAML, without a cluster."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kfp import local
+from kfp.components import load_component_from_file
+from kfp.local import docker_task_handler
+
+from pipelines.compile import compile_pipeline
+from seqrec.run import load_config
+
+HARDENED = {
+    "read_only": True,
+    "cap_drop": ["ALL"],
+    "security_opt": ["no-new-privileges"],
+    "tmpfs": {"/tmp": "mode=1777"},
+}
+
+
+def run_local(
+    models: Sequence[str],
+    out: Path,
+    params: Path = Path("params.yaml"),
+    pipeline: str = "training",
+    *,
+    docker: bool = False,
+    network: str = "none",
+    data: Path | None = None,
+) -> None:
+    """Run a pipeline here; everything it writes is below `out`: tasks, state, MLflow's database.
+
+    Args:
+        models: keys of `models`; empty for all of `leaderboard`.
+        out: a folder.
+        params: the settings.
+        pipeline: one of `PIPELINES`.
+        docker: each step in a container of the image, rather than in a process.
+        network: of the containers; none suffices for data that is here.
+        data: folder that the containers see, read-only, under its own path.
+
+    Raises:
+        RuntimeError: a step failed.
+    """
+    out = out.resolve()
+    file = out / f"{pipeline}.yaml"
+    compile_pipeline(models, file, params, pipeline)
+    if docker:
+        _use_docker(out, network, data)
+    else:
+        local.init(local.SubprocessRunner(use_venv=False), pipeline_root=str(out))
+    register = dict(vars(load_config(params).section("register")))
+    if not os.environ.get("MLFLOW_TRACKING_URI") and register["tracking_uri"].startswith("sqlite:///"):
+        register["tracking_uri"] = f"sqlite:///{out}/mlflow.db"
+    load_component_from_file(str(file))(state=str(out / "state"), register=register)
+
+
+def _use_docker(out: Path, network: str, data: Path | None) -> None:
+    from docker.types import Mount
+
+    if os.getuid() == 0:  # files below `out` are written by the image's user
+        os.umask(0)
+        out.chmod(0o777)
+        user = {}
+    else:
+        user = {"user": f"{os.getuid()}:{os.getgid()}"}
+    mounts = [Mount(str(data.resolve()), str(data.resolve()), "bind", read_only=True)] if data else []
+    names = ("MLFLOW_TRACKING_URI", "SEQREC_DATA_MIRROR")
+    environment = {name: os.environ[name] for name in names if name in os.environ}
+    docker_task_handler.run_docker_container = _run_container
+    runner = local.DockerRunner(**HARDENED, **user, network_mode=network, mounts=mounts, environment=environment)
+    local.init(runner, pipeline_root=str(out))
+
+
+def _run_container(client: Any, image: str, command: list[str], volumes: Mapping[str, Any], **arguments: Any) -> int:
+    """Run a step and return its exit status.
+
+    In place of KFP's own, which removes the container by itself and takes a container that is gone for a success, so
+    that a failing step can look green (kubeflow/pipelines#13332), and which pulls an image that has no tag.
+    """
+    container = client.containers.run(image, command, detach=True, volumes=volumes, **arguments)
+    try:
+        for line in container.logs(stream=True):
+            print(line.decode(errors="replace"), end="")
+        return int(container.wait()["StatusCode"])
+    finally:
+        container.remove(force=True)

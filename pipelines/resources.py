@@ -1,0 +1,72 @@
+"""What the section `kubernetes` of params.yaml makes of a step: the one place where a step meets the cluster."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from kfp import kubernetes
+from kfp.dsl import PipelineTask
+
+from components import IMAGE
+from seqrec.config import KubernetesConfig, LaunchConfig
+
+STATE = "/tmp/seqrec/state"  # downloads and resume states: lost with the pod, unless kubernetes.state_claim is mounted
+DATA = "/data"
+STATEFUL = ("ingest", "prepare", "pretrain", "finetune")  # steps with the parameter `state`
+
+
+def place(stage: str, cluster: KubernetesConfig) -> dict[str, Any]:
+    """Return the parameter `place` of a step: only jobs need to know more than how many processes there are.
+
+    What it does not hold can change without repeating a step that KFP has cached.
+    """
+    launch = cluster.launch.get(stage, LaunchConfig())
+    if launch.launcher == "step":
+        return {"launch": {"processes": launch.processes}}
+    parts = {"launch": launch, "resources": cluster.step(stage), "cluster": cluster}
+    return {name: dataclasses.asdict(part) for name, part in parts.items()} | {"image": IMAGE}
+
+
+def apply(task: PipelineTask, step: str, cluster: KubernetesConfig) -> PipelineTask:
+    """Give `task` what step `step` asks for; a step that awaits a job asks for no more than `default`."""
+    awaits = cluster.launch.get(step, LaunchConfig()).launcher == "job"
+    wanted = cluster.step("default" if awaits else step)
+    task.set_cpu_request(wanted.cpu).set_memory_request(wanted.memory).set_memory_limit(wanted.memory)
+    if wanted.gpus:
+        task.set_accelerator_type(wanted.gpu_type).set_accelerator_limit(wanted.gpus)
+    if wanted.retries:
+        task.set_retry(wanted.retries, backoff_duration=f"{wanted.backoff_s}s", backoff_factor=2.0)
+    if wanted.timeout_s:
+        kubernetes.set_timeout(task, seconds=wanted.timeout_s)
+    if wanted.shared_memory:
+        kubernetes.empty_dir_mount(
+            task, volume_name="shared-memory", mount_path="/dev/shm", medium="Memory", size_limit=wanted.shared_memory
+        )
+    for key, value in wanted.node_selector.items():
+        kubernetes.add_node_selector(task, label_key=key, label_value=value)
+    for toleration in wanted.tolerations:
+        kubernetes.add_toleration(task, **toleration)
+    _mount(task, step, cluster)
+    return _surround(task, cluster)
+
+
+def _mount(task: PipelineTask, step: str, cluster: KubernetesConfig) -> None:
+    if cluster.state_claim and step in STATEFUL:
+        kubernetes.mount_pvc(task, pvc_name=cluster.state_claim, mount_path=STATE)
+    if cluster.data_claim and step == "ingest":
+        kubernetes.mount_pvc(task, pvc_name=cluster.data_claim, mount_path=DATA)
+
+
+def _surround(task: PipelineTask, cluster: KubernetesConfig) -> PipelineTask:
+    """Give `task` what all steps have alike: variables, secrets, labels, and a user who is not root."""
+    for name, value in cluster.environment.items():
+        task.set_env_variable(name, value)
+    for secret, keys in cluster.secrets.items():
+        kubernetes.use_secret_as_env(task, secret_name=secret, secret_key_to_env=keys)
+    for name, value in cluster.labels.items():
+        kubernetes.add_pod_label(task, label_key=name, label_value=value)
+    if cluster.image_pull_secrets:
+        kubernetes.set_image_pull_secrets(task, secret_names=cluster.image_pull_secrets)
+    kubernetes.set_security_context(task, run_as_user=cluster.user, run_as_group=cluster.user, run_as_non_root=True)
+    return task

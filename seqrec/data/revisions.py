@@ -1,0 +1,78 @@
+"""The tables that some revision of a DVC project has ingested, as its dvc.lock records them."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import posixpath
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from seqrec import artifacts
+from seqrec.artifacts import read_json
+from seqrec.config import ConfigError, IngestConfig
+
+if TYPE_CHECKING:
+    from dvc.api import DVCFileSystem
+
+logger = logging.getLogger(__name__)
+FILES = (artifacts.INTERACTIONS, artifacts.ITEMS, artifacts.QUARANTINE, artifacts.SOURCE_CARD)
+
+
+def fetch(output: Path, config: IngestConfig) -> dict[str, float]:
+    """Write the ingested tables of revision `config.revision` of the DVC project `config.repository` to `output`.
+
+    They come from the project's remote, and are byte for byte those that its dvc.lock records.
+
+    Args:
+        output: a folder.
+        config: section `ingest`.
+
+    Returns:
+        The counts of the ingestion.
+
+    Raises:
+        ConfigError: no such repository or revision, or it ingested another source.
+        ValueError: the remote does not have a file, or has another one.
+    """
+    from dvc.api import DVCFileSystem
+    from dvc.exceptions import DvcException
+    from dvc.scm import SCMError
+
+    try:
+        project = DVCFileSystem(config.repository, rev=config.revision)
+        recorded = _recorded(project)
+        output.mkdir(parents=True, exist_ok=True)
+        for name in FILES:
+            place, md5 = recorded[name]
+            project.get_file(place, str(output / name))
+            _check(output / name, md5, config)
+    except (DvcException, SCMError, FileNotFoundError) as error:
+        raise ConfigError(
+            f"ingest.repository: {config.repository} at {config.revision} cannot be read ({error}); check address, "
+            "revision and the credentials of its remote"
+        ) from error
+    card = read_json(output / artifacts.SOURCE_CARD)
+    if (card["source"], card["category"]) != (config.source, config.category):
+        found = " ".join(filter(None, (card["source"], card["category"])))
+        raise ConfigError(f"ingest.source: revision {config.revision} of {config.repository} ingested {found}")
+    logger.info("%s as of %s of %s", config.source, config.revision, config.repository)
+    return {name: float(value) for name, value in card["counts"].items()}
+
+
+def _recorded(project: DVCFileSystem) -> dict[str, tuple[str, str]]:
+    """Return place and MD5 of what the stage `ingest` wrote, by file name."""
+    lock: dict[str, Any] = yaml.safe_load(project.read_text("dvc.lock"))
+    if "ingest" not in lock.get("stages", {}):
+        raise ConfigError("ingest.repository: its dvc.lock has no stage `ingest`: run `dvc repro` there, and commit")
+    outs = lock["stages"]["ingest"]["outs"]
+    return {posixpath.basename(out["path"]): (out["path"], out["md5"]) for out in outs}
+
+
+def _check(path: Path, md5: str, config: IngestConfig) -> None:
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "md5").hexdigest()
+    if found != md5:
+        raise ValueError(f"{path.name} of {config.repository} at {config.revision} differs from its dvc.lock")

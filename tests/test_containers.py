@@ -1,0 +1,179 @@
+"""The image and the pipeline in it, with a real Docker daemon: `make test-containers`."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import docker
+import pytest
+import yaml
+from conftest import synthetic_rows
+from mlflow import MlflowClient
+
+from pipelines.local import HARDENED
+from seqrec.tracking import FAILURE, OUTCOME
+
+ROOT = Path(__file__).parent.parent
+IMAGE = os.environ.get("SEQREC_IMAGE", "seqrec:test")
+YEAR_2001 = 978_307_200
+SMALL = {  # options that make a model small, where it has them
+    *("d_model", "d_shared", "d_value", "d_expert", "d_inner", "d_state", "d_user"),
+}
+pytestmark = [pytest.mark.containers, pytest.mark.filterwarnings("ignore")]
+
+
+def models() -> dict[str, dict]:
+    """Return every model of params.yaml, made small."""
+    entries = yaml.safe_load((ROOT / "params.yaml").read_text())["models"]
+    for entry in entries.values():
+        entry["options"] |= dict.fromkeys(SMALL & entry["options"].keys(), 16) | {"length": 12}
+        entry["options"] |= {"vocabulary": 300} if "vocabulary" in entry["options"] else {}
+        for stage in ("pretrain", "finetune"):
+            entry[stage] = {**entry[stage], "epochs": 1, "batch_size": 16}
+    return entries
+
+
+def write_settings(folder: Path, *, start: int = YEAR_2001, chosen: tuple[str, ...] = (), epochs: int = 1) -> Path:
+    """Write a log of 60 users with titles, and settings that train `chosen`, or every model, on it."""
+    folder.mkdir(exist_ok=True)
+    rows = synthetic_rows(users=60)
+    with (folder / "log.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["user_id", "item_id", "timestamp"])
+        writer.writerows((user, item, start + moment) for user, item, moment in rows)
+    with (folder / "items.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["item_id", "title", "kind"])
+        writer.writerows((item, f"Title of {item}", f"kind {item[-1]}") for item in sorted({row[1] for row in rows}))
+    entries = models()
+    chosen = chosen or tuple(entries)
+    for name in chosen:
+        entries[name]["finetune"]["epochs"] = epochs
+    content = {
+        "dataset": "own",
+        "leaderboard": list(chosen),
+        "ingest": {"source": "csv", "interactions": str(folder / "log.csv"), "items": str(folder / "items.csv")},
+        "finetune": {"warmup_steps": 1, "save_steps": 5, "patience": 10_000},
+        "evaluate": {"bootstrap": 100},
+        "kubernetes": {"resources": {"default": {"retries": 0}, "finetune": {"retries": 1, "backoff_s": 1}}},
+        "models": {name: entries[name] for name in chosen},
+    }
+    params = folder / "settings.yaml"
+    params.write_text(yaml.safe_dump(content))
+    return params
+
+
+def run(params: Path, out: Path, **further: str) -> subprocess.CompletedProcess[str]:
+    """Run the pipeline with the Docker runner: offline, read-only, without capabilities, as the image's user."""
+    command = [sys.executable, "-m", "pipelines", "run-local", "--docker", "--data", str(params.parent)]
+    flags = ["--params", str(params), "--out", str(out)]
+    environment = {**os.environ, "SEQREC_IMAGE": IMAGE, **further}
+    for name in ("MLFLOW_TRACKING_URI", "SEQREC_DATA_MIRROR"):
+        environment.pop(name, None)
+    return subprocess.run([*command, *flags], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
+def outcomes(out: Path) -> list[dict[str, str]]:
+    client = MlflowClient(f"sqlite:///{out}/mlflow.db")
+    runs = client.search_runs([one.experiment_id for one in client.search_experiments()])
+    return [one.data.tags for one in runs if OUTCOME in one.data.tags]
+
+
+@pytest.fixture(scope="module")
+def client():
+    return docker.from_env()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _fresh(client):
+    assert client.images.get(IMAGE), "build the image first: make test-containers"
+
+
+def test_the_image_is_not_root_and_has_a_bill_of_materials(client):
+    content = client.images.get(IMAGE).attrs["Config"]
+
+    assert content["User"] == "10001:10001"
+    assert content["Labels"]["org.opencontainers.image.licenses"] == "MIT"
+    bill = json.loads(inside(client, ["cat", "/opt/venv/sbom.cdx.json"]))
+    assert bill["bomFormat"] == "CycloneDX"
+    assert {"torch", "kfp", "mlflow"} <= {one["name"] for one in bill["components"]}
+
+
+def inside(client, command: list[str]) -> str:
+    options = {**HARDENED, "network_mode": "none"}
+    return client.containers.run(IMAGE, command[1:], entrypoint=command[:1], remove=True, **options).decode()
+
+
+def test_a_container_can_write_nowhere_but_below_tmp(client):
+    said = inside(client, ["sh", "-c", "id -u; touch /app/x /opt/x 2>&1; touch /tmp/x && echo written"])
+
+    assert said.startswith("10001")
+    assert said.count("Read-only file system") == 2
+    assert said.strip().endswith("written")
+
+
+def test_the_command_of_the_image_works(client):
+    assert "commands:" in client.containers.run(IMAGE, remove=True, **{**HARDENED, "network_mode": "none"}).decode()
+
+
+def test_the_whole_pipeline_runs_in_containers_with_every_model(client, tmp_path):
+    (tmp_path / "out").mkdir()
+    params = write_settings(tmp_path / "data")
+
+    done = run(params, tmp_path / "out")
+
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    (board,) = (tmp_path / "out").rglob("leaderboard.json")
+    rows = json.loads(board.read_text())["rows"]
+    assert set(models()) <= {row["model"] for row in rows}
+    owners = {path.stat().st_uid for path in board.parent.rglob("*")}
+    assert owners == ({10001} if os.getuid() == 0 else {os.getuid()})
+    assert [tags[OUTCOME] for tags in outcomes(tmp_path / "out")] == ["SUCCEEDED"]
+    assert not client.containers.list(all=True, filters={"ancestor": IMAGE})
+
+
+def test_a_failing_step_fails_the_pipeline(tmp_path):
+    (tmp_path / "out").mkdir()
+    params = write_settings(tmp_path / "data", start=0, chosen=("sasrec",))  # 1970, before validate.min_date
+
+    done = run(params, tmp_path / "out")
+
+    assert done.returncode == 1, done.stdout[-2000:]
+    assert "critical rules failed" in done.stdout
+    assert not list((tmp_path / "out").rglob("sequences.arrow"))
+    (tags,) = outcomes(tmp_path / "out")
+    assert (tags[OUTCOME], "failed" in tags[FAILURE]) == ("FAILED", True)
+
+
+def test_a_killed_training_goes_on_where_it_stood(client, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    params = write_settings(tmp_path / "data", chosen=("sasrec",), epochs=400)
+    killed = []
+
+    def kill() -> None:
+        """Kill the container that trains as soon as it has saved a state of its second epoch."""
+        while not killed:
+            steps = [int(path.name.removeprefix("step-")) for path in (out / "state").glob("*/step-*")]
+            if steps and max(steps) > 5:
+                for container in client.containers.list(filters={"ancestor": IMAGE}):
+                    container.kill()
+                    killed.append(max(steps))
+            time.sleep(0.05)
+
+    thread = threading.Thread(target=kill, daemon=True)
+    thread.start()
+    done = run(params, out)
+
+    assert killed
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    assert "resuming finetune at epoch" in done.stdout
+    (history,) = out.rglob("checkpoint/history.jsonl")
+    assert len(history.read_text().splitlines()) == 400

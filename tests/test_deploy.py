@@ -1,0 +1,87 @@
+"""The files that are for a cluster or a Docker daemon, checked without either."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import kubernetes_validate
+import pytest
+import yaml
+
+ROOT = Path(__file__).parent.parent
+DEPLOY = ROOT / "deploy"
+KUSTOMIZATION = yaml.safe_load((DEPLOY / "kustomization.yaml").read_text())
+MANIFESTS = [
+    (file, document)
+    for file in KUSTOMIZATION["resources"]
+    for document in yaml.safe_load_all((DEPLOY / file).read_text())
+]
+
+
+@pytest.mark.parametrize(
+    "manifest", [one for _, one in MANIFESTS], ids=lambda one: f"{one['kind']}-{one['metadata']['name']}"
+)
+def test_a_manifest_has_no_field_that_kubernetes_does_not_know(manifest):
+    kubernetes_validate.validate(manifest, "1.31", strict=True)
+
+
+def test_a_misspelt_field_is_noticed():
+    manifest = {**MANIFESTS[0][1], "spec": {"selectors": {}}}
+
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(manifest, "1.31", strict=True)
+
+
+def test_every_manifest_is_part_of_the_kustomization():
+    files = {path.name for path in DEPLOY.glob("*.yaml")} - {"kustomization.yaml"}
+
+    assert set(KUSTOMIZATION["resources"]) == files
+
+
+def test_every_secret_that_is_used_is_in_the_template():
+    lines = (DEPLOY / "secrets.env.example").read_text().splitlines()
+    offered = {line.partition("=")[0] for line in lines if "=" in line and not line.startswith("#")}
+    used = set()
+    for _, manifest in MANIFESTS:
+        if manifest["kind"] == "Deployment":
+            for variable in manifest["spec"]["template"]["spec"]["containers"][0]["env"]:
+                if "valueFrom" in variable:
+                    used.add(variable["valueFrom"]["secretKeyRef"]["key"])
+
+    assert used
+    assert used <= offered
+
+
+def test_hadolint_finds_nothing():
+    done = subprocess.run(
+        [str(Path(sys.executable).parent / "hadolint"), str(ROOT / "Dockerfile")], capture_output=True, text=True
+    )
+
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_the_image_holds_all_packages_and_no_data():
+    allowed = {line.removeprefix("!") for line in (ROOT / ".dockerignore").read_text().splitlines() if line[0] == "!"}
+    copied = {
+        word
+        for line in (ROOT / "Dockerfile").read_text().splitlines()
+        if line.startswith("COPY") and "--from" not in line
+        for word in line.split()[1:-1]
+    }
+
+    assert copied <= allowed
+    assert {"seqrec", "models", "components", "pipelines"} <= copied
+    assert allowed.isdisjoint({"data", "artifacts", "reports", "state", ".dvc", ".git", "mlartifacts"})
+
+
+def test_compose_keeps_passwords_out_and_ports_local():
+    content = yaml.safe_load((ROOT / "docker-compose.yaml").read_text())
+
+    assert set(content["services"]) == {"postgres", "store", "bucket", "mlflow"}
+    ports = [port for service in content["services"].values() for port in service.get("ports", ())]
+    assert ports
+    assert all(port.startswith("127.0.0.1:") for port in ports)
+    secret = content["services"]["postgres"]["environment"]["POSTGRES_PASSWORD"]
+    assert secret.startswith("${POSTGRES_PASSWORD:?")
