@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -152,8 +153,14 @@ def write_table(path: Path, table: pa.Table) -> None:
 
 def write_ipc(path: Path, table: pa.Table) -> None:
     """Write `table` as uncompressed Arrow IPC, which readers map without a copy, to `path` in one step."""
+    write_shards(path, table.schema, [table])
+
+
+def write_shards(path: Path, schema: pa.Schema, tables: Iterable[pa.Table]) -> None:
+    """Write each of `tables`, of one chunk, as a record batch of the same uncompressed Arrow IPC file, in one step."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
-    with pa.OSFile(str(partial), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
-        writer.write_table(table)
+    with pa.OSFile(str(partial), "wb") as file, pa.ipc.new_file(file, schema) as writer:
+        for table in tables:
+            writer.write_table(table)
     partial.replace(path)

@@ -102,8 +102,13 @@ class PrepareConfig:
     cases: str = "all"  # temporal: every event after the cut is a case | first: the user's first only
     noise_share: float = 0.0  # of the training events get a random item, to see what a model makes of noise
     seed: int = 42
+    extend: str = ""  # folder of sequences made of an earlier dump: users and items keep their numbers, new ones follow
+    engine: str = "polars"  # polars: one machine | spark: a cluster, the same result
+    shard_events: int = 1 << 25  # of a part of sequences.arrow, and as many as are in memory at once
 
     def __post_init__(self) -> None:
+        require(self.engine in ("polars", "spark"), "engine must be polars or spark")
+        require(1 <= self.shard_events < 1 << 31, "shard_events must be at least 1 and under 2^31")
         require(self.deduplicate in ("exact", "first_pair", "none"), "deduplicate must be exact, first_pair or none")
         require(self.protocol in PROTOCOLS, f"protocol must be one of {', '.join(PROTOCOLS)}")
         require(self.cases in ("all", "first"), "cases must be all or first")
@@ -143,6 +148,7 @@ class TrainConfig:
     precision: str = "fp32"  # fp32 | bf16
     deterministic: bool = False  # only deterministic kernels, whatever they cost
     save_steps: int = 500  # a resume state every so many steps, besides the end of each epoch
+    resident: bool = True  # false: events stay in the mapped file, batches are gathered ahead; larger than any memory
 
     def __post_init__(self) -> None:
         require(self.epochs >= 0, "epochs must be at least 0")

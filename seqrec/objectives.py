@@ -126,7 +126,7 @@ def example(
     """
     width = min(-(-int(chosen.width.max()) // WIDTH_STEP) * WIDTH_STEP, options.length)
     targeted_BL = _targeted(options.objective, chosen.width, width, config, seed)
-    mine = slice(process, None, processes)
+    mine = slice(process, None, processes) if config.resident else _neighbours(chosen.user, process, processes)
     user, stop = (x[mine].to(data.items.device, non_blocking=True) for x in (chosen.user, chosen.stop))
     target_BL = sequences.window(data, user, stop, width).items
     target_BL = target_BL.masked_fill(~targeted_BL[mine].to(target_BL.device, non_blocking=True), PAD)
@@ -139,6 +139,14 @@ def example(
     # DDP averages the gradients of the processes: scale up what it will divide
     weight = processes / int(targeted_BL.sum())
     return Example(batch, target_BL, int(targeted_BL[mine].sum()), weight)
+
+
+def _neighbours(user_W: Tensor, process: int, processes: int) -> Tensor | slice:
+    """Return which windows are a process's: of neighbouring users, so that it reads its own part of a mapped file."""
+    if processes == 1:
+        return slice(None)
+    first, stop = (len(user_W) * place // processes for place in (process, process + 1))
+    return user_W.argsort(stable=True)[first:stop]
 
 
 def with_target(example: Example) -> Example:

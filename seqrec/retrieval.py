@@ -98,7 +98,7 @@ def rank(scorer: Scorer, data: Sequences, cases: Cases, *, filter_seen: bool, to
 def _rank_block(
     scorer: Scorer, data: Sequences, user: Tensor, stop: Tensor, filter_seen: bool, top_k: int
 ) -> tuple[Tensor, ...]:
-    target = data.items[stop].long()
+    target = data.sent(data.items[stop].long())
     seen_row, seen_item = sequences.seen(data, user, stop)
     distinct = torch.unique(seen_row * (data.num_items + 1) + seen_item)  # a repeated item is one candidate
     seen_row, seen_item = distinct // (data.num_items + 1), distinct % (data.num_items + 1)
@@ -109,8 +109,8 @@ def _rank_block(
     if data.num_items <= ITEMS_PER_BLOCK:  # one block: keep it, rather than multiply twice
         blocks = list(blocks()).__iter__
     goal = _scores_of(blocks, target.unsqueeze(1))
-    sampled = _rank_among(data.negatives, blocks, goal, user)
-    all_above, all_equal, above, equal = (torch.zeros(len(user), dtype=torch.int64, device=user.device) for _ in "abcd")
+    sampled = _rank_among(None if data.negatives is None else data.sent(data.negatives[user].long()), blocks, goal)
+    all_above, all_equal, above, equal = (torch.zeros(len(user), dtype=torch.int64, device=goal.device) for _ in "abcd")
     best = (goal.new_empty(len(user), 0), target.new_empty(len(user), 0))
     for first, score in blocks():
         all_above += (score > goal).sum(1)
@@ -134,11 +134,11 @@ def _mid_rank(above: Tensor, equal: Tensor) -> Tensor:
     return 1 + above.double() + (equal.double() - 1) / 2
 
 
-def _rank_among(negatives: Tensor | None, blocks: Blocks, goal: Tensor, user: Tensor) -> Tensor:
-    """Return the rank of each target (score `goal` (B, 1)) among the target itself and the user's `negatives`."""
-    if negatives is None:
-        return torch.full((len(user),), float("nan"), dtype=torch.float64, device=user.device)
-    rival = _scores_of(blocks, negatives[user].long())
+def _rank_among(rivals_BN: Tensor | None, blocks: Blocks, goal: Tensor) -> Tensor:
+    """Return the rank of each target (score `goal` (B, 1)) among the target itself and its rivals."""
+    if rivals_BN is None:
+        return torch.full((len(goal),), float("nan"), dtype=torch.float64, device=goal.device)
+    rival = _scores_of(blocks, rivals_BN)
     return _mid_rank((rival > goal).sum(1), 1 + (rival == goal).sum(1))
 
 

@@ -30,6 +30,7 @@ from seqrec.artifacts import HISTORY, MODEL_CARD, SPLIT_CARD, TOKENS, WEIGHTS, r
 from seqrec.checkpoint import ResumeState, fingerprint, load_model, save_model
 from seqrec.config import ConfigError, TrainConfig
 from seqrec.data import sequences
+from seqrec.data.ahead import ahead
 from seqrec.data.sequences import Cases, Sequences
 from seqrec.objectives import Example, Loss, Windows
 
@@ -130,8 +131,8 @@ def in_batch_accuracy(
     chosen = sequences.cases(data, "valid")
     was_training = model.training
     model.eval()
-    hits = torch.zeros(2, dtype=torch.int64, device=data.items.device)
-    blocks = torch.arange(len(chosen), device=hits.device).split(rows)
+    hits = torch.zeros(2, dtype=torch.int64, device=data.device)
+    blocks = torch.arange(len(chosen), device=chosen.user.device).split(rows)
     first, step = (accelerator.process_index, accelerator.num_processes) if accelerator is not None else (0, 1)
     for block in blocks[first::step]:
         user, position = chosen.user[block], chosen.position[block]
@@ -313,7 +314,7 @@ class _Run:
     ) -> None:
         self.accelerator, self.device = accelerator, accelerator.device
         self.model = model.to(self.device)
-        self.data = data.to(self.device)
+        self.data = data.to(self.device, resident=config.resident)
         self.stage, self.config, self.filter_seen, self.state, self.log = stage, config, filter_seen, state, log
         self.position = Position()
         if bool((data.valid_stop == data.train_stop).all()):
@@ -391,8 +392,7 @@ class _Run:
         plan = objectives.plan(self.windows.width, config.batch_size, self.order)
         total = config.epochs * len(plan)
         progress.update(task, total=total, completed=position.step)
-        for number in range(position.batch, len(plan)):
-            example = self._example(plan[number])
+        for number, example in enumerate(self._examples(plan[position.batch :]), position.batch):
             rate = learning_rate(position.step, total, config)
             for optimizer in self.optimizers:
                 for group in optimizer.param_groups:
@@ -413,13 +413,21 @@ class _Run:
                 self._save()
             self._show(progress, task, phase)
 
-    def _example(self, chosen: Tensor) -> Example:
+    def _examples(self, plan: Sequence[Tensor]) -> Iterator[Example]:
+        step = self.position.total_steps
+
+        def make(place: int) -> Example:
+            return self._example(plan[place], step + place)
+
+        return map(make, range(len(plan))) if self.config.resident else ahead(make, len(plan), self.device)
+
+    def _example(self, chosen: Tensor, step: int) -> Example:
         example = objectives.example(
             self.data,
             self.model.options,
             self.config,
             Windows(*(x[chosen] for x in self.windows)),
-            seed=self.config.seed * 1_000_003 + self.position.total_steps,
+            seed=self.config.seed * 1_000_003 + step,
             process=self.accelerator.process_index,
             processes=self.accelerator.num_processes,
         )

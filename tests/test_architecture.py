@@ -30,6 +30,7 @@ CORE = [  # what trains and evaluates on a machine without the orchestration pac
             "run.py",
             "training.py",
             "warm_start.py",
+            "data/ahead.py",
             "data/sequences.py",
             "stages/evaluate.py",
             "stages/finetune.py",

@@ -28,6 +28,7 @@ import pyarrow.parquet as pq
 from seqrec.config import IngestConfig
 
 BLOCK_BYTES = 1 << 24
+HEADER_BYTES = 1 << 16
 BATCH_ROWS = 1 << 20  # of Parquet
 LONGEST_LINE = 1 << 26  # more bytes without a line end are no text file, and must not fill the memory
 LONGEST_QUOTED = 100  # lines with a quote that are tried as the end of a field opened earlier
@@ -286,24 +287,25 @@ def _products_2018(files: Mapping[str, Path]) -> Frames | None:
     return _products(files, {**AMAZON_ITEM, "category": ("category", pl.List(pl.String))}, pl.col("category"))
 
 
-def read_lines(path: Path, *, encoding: str = "utf-8", quoted: bool = False) -> Frames:
+def read_lines(path: Path, *, encoding: str = "utf-8", quoted: bool = False, size: int = 0) -> Frames:
     """Yield the lines of a text file, plain or gzip, that are not blank.
 
-    Bytes that are not `encoding` become U+FFFD. With `quoted`, a block does not end inside a quoted field.
+    Bytes that are not `encoding` become U+FFFD. With `quoted`, a block does not end inside a quoted field. `size` is
+    that of a block in bytes; 0: BLOCK_BYTES.
 
     Raises:
         DamagedFileError: the gzip stream is cut short or corrupt.
         ValueError: this is no text file.
     """
-    for number, data in _chunks(path, quoted):
+    for number, data in _chunks(path, quoted, size):
         yield _lines(data.decode(encoding, "replace"), number)
 
 
-def _chunks(path: Path, quoted: bool) -> Iterator[tuple[int, bytes]]:
+def _chunks(path: Path, quoted: bool, size: int = 0) -> Iterator[tuple[int, bytes]]:
     """Yield blocks of whole lines, each with the number of its first line."""
     rest, number, marker = b"", 1, codecs.BOM_UTF8
     with opened(path) as stream:
-        while chunk := _read(stream, path):
+        while chunk := _read(stream, path, size or BLOCK_BYTES):
             data = (rest + chunk).removeprefix(marker)
             marker = b""
             end = _last_line_end(data, quoted)
@@ -324,9 +326,9 @@ def opened(path: Path) -> gzip.GzipFile | io.BufferedReader:
     return gzip.open(path, "rb") if zipped else path.open("rb")
 
 
-def _read(stream: gzip.GzipFile | io.BufferedReader, path: Path) -> bytes:
+def _read(stream: gzip.GzipFile | io.BufferedReader, path: Path, size: int) -> bytes:
     try:
-        return stream.read(BLOCK_BYTES)
+        return stream.read(size)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DamagedFileError(f"{path.name} is truncated or damaged: {error}; fetch it again") from error
 
@@ -383,11 +385,13 @@ def _regular(data: bytes, number: int, names: Sequence[str], delimiter: str, ski
             separator=delimiter if len(delimiter) == 1 else "\t",
             quote_char=None,
             schema=dict.fromkeys(names, pl.String),
-        ).fill_null("")
+        )
     except pl.exceptions.PolarsError:
         return None
     if len(frame) != lines:
         return None
+    if any(column.null_count() for column in frame):
+        frame = frame.fill_null("")
     return frame.with_row_index("_line", offset=number).with_columns(
         pl.col("_line").cast(pl.Int64),
         pl.struct(pl.lit(delimiter).alias("_by"), *names).alias("_text"),
@@ -515,7 +519,7 @@ def _parquet(path: Path) -> Any:
 
 def _csv_header(path: Path) -> tuple[list[str], str, bool, int]:
     """Return names, delimiter, whether fields may be quoted, and the header's line number."""
-    for lines in read_lines(path):
+    for lines in read_lines(path, size=HEADER_BYTES):
         if lines.is_empty():  # a block of blank lines
             continue
         number, text = lines.row(0)[:2]
@@ -626,29 +630,17 @@ def _prefix_blocks(paths: Sequence[Path], indices: Mapping[str, Path]) -> Iterat
 def interactions(frames: Iterable[pl.DataFrame], path: Path) -> Iterator[Block]:
     """Check and type events: columns `user_id`, `item_id`, `timestamp`, perhaps `rating`, of any type."""
     for frame in frames:
-        rating = frame["rating"] if "rating" in frame.columns else pl.Series([None] * len(frame), dtype=pl.String)
+        rating = (
+            frame["rating"] if "rating" in frame.columns else pl.repeat(None, len(frame), dtype=pl.String, eager=True)
+        )
         frame = frame.with_columns(
             _identifier(frame["user_id"]),
             _identifier(frame["item_id"]),
             seconds(frame["timestamp"]).alias("_seconds"),
             rating.cast(pl.Float32, strict=False).alias("_rating"),
-            # A column of dates or numbers has no text that could be blank.
-            _blank(frame["timestamp"]).alias("_no_time"),
-            (~_blank(rating)).alias("_rated"),
         )
-        problem = (
-            pl.when(pl.col("_no_time"))
-            .then(pl.lit("no timestamp"))
-            .when(pl.col("_seconds").is_null())
-            .then(pl.lit("timestamp is neither a number nor an ISO time"))
-            .when(pl.col("_seconds") < 0)
-            .then(pl.lit("timestamp is negative"))
-            .when(pl.col("_rated") & ~pl.col("_rating").is_finite().fill_null(False))
-            .then(pl.lit("rating is not a number"))
-        )
-        frame = frame.with_columns(
-            pl.coalesce("_problem", _id_problem("user_id"), _id_problem("item_id"), problem).alias("_problem")
-        )
+        if not _clean(frame):
+            frame = _with_problems(frame, rating)
         good = frame.filter(pl.col("_problem").is_null()).select(
             "user_id",
             "item_id",
@@ -657,6 +649,37 @@ def interactions(frames: Iterable[pl.DataFrame], path: Path) -> Iterator[Block]:
             pl.col("_rating").alias("rating"),
         )
         yield Block(good, _quarantined(frame.filter(pl.col("_problem").is_not_null()), path.name))
+
+
+def _clean(frame: pl.DataFrame) -> bool:
+    """Return whether nothing can be wrong with any row, which is cheaper to see than what is wrong with each."""
+    times, ratings = frame["_seconds"], frame["_rating"]
+    return (
+        frame["_problem"].null_count() == len(frame) > 0
+        and not any(frame[name].null_count() for name in ("user_id", "item_id", "_seconds", "_rating"))
+        and int(times.min()) >= 0  # type: ignore[arg-type]
+        and bool(ratings.is_finite().all())
+        and all(frame[name].str.len_bytes().min() for name in ("user_id", "item_id"))
+        and not any(frame[name].str.contains("\ufffd", literal=True).any() for name in ("user_id", "item_id"))
+    )
+
+
+def _with_problems(frame: pl.DataFrame, rating: pl.Series) -> pl.DataFrame:
+    # A column of dates or numbers has no text that could be blank.
+    blanks = {"_no_time": _blank(frame["timestamp"]), "_rated": ~_blank(rating)}
+    problem = (
+        pl.when(pl.col("_no_time"))
+        .then(pl.lit("no timestamp"))
+        .when(pl.col("_seconds").is_null())
+        .then(pl.lit("timestamp is neither a number nor an ISO time"))
+        .when(pl.col("_seconds") < 0)
+        .then(pl.lit("timestamp is negative"))
+        .when(pl.col("_rated") & ~pl.col("_rating").is_finite().fill_null(False))
+        .then(pl.lit("rating is not a number"))
+    )
+    return frame.with_columns(**blanks).with_columns(
+        pl.coalesce("_problem", _id_problem("user_id"), _id_problem("item_id"), problem).alias("_problem")
+    )
 
 
 def items(frames: Iterable[pl.DataFrame], path: Path) -> Iterator[Block]:

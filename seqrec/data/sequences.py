@@ -1,11 +1,13 @@
 """Prepared sequences as flat tensors, and the windows that models are fed with.
 
 All events of all users lie in one array, ordered by user and time; a user is a range of it. Everything below is a
-gather, so nothing loops over users and nothing is copied per prefix.
+gather, so nothing loops over users and nothing is copied per prefix. On the host the arrays are the mapped file itself:
+a gather reads the pages it needs, and the data may be larger than the memory.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,12 +25,42 @@ from seqrec.artifacts import NEGATIVES, SEQUENCES, SEQUENCES_SCHEMA, SPLIT_CARD,
 WIDTH_STEP = 8  # widths of batches are rounded up to this, so that few shapes occur
 
 
+class Shards:
+    """Arrays on the host, one after the other, that are indexed as if they were one and never copied together."""
+
+    def __init__(self, parts: Sequence[Tensor]) -> None:
+        self.parts = parts
+        self.stop = torch.tensor([len(part) for part in parts]).cumsum(0)
+        self.device = parts[0].device
+
+    def __len__(self) -> int:
+        return int(self.stop[-1])
+
+    def __getitem__(self, index: Tensor) -> Tensor:
+        """Return the values at `index`, of any shape, or where it is true."""
+        if index.dtype == torch.bool:
+            index = index.nonzero().squeeze(1)
+        shard = torch.bucketize(index, self.stop, right=True)
+        values = torch.empty(index.shape, dtype=self.parts[0].dtype)
+        for number, part in enumerate(self.parts):
+            chosen = shard == number
+            values[chosen] = part[index[chosen] - (self.stop[number] - len(part))]
+        return values
+
+    def to(self, device: torch.device) -> Tensor | Shards:
+        """Return the values on `device`: themselves on the host, one tensor elsewhere."""
+        return self if device.type == "cpu" else torch.cat([part.to(device) for part in self.parts])
+
+
+Flat = Tensor | Shards
+
+
 @dataclass(frozen=True)
 class Sequences:
-    """The prepared dataset on one device; `start` to `stop` index the flat arrays, one entry per user 1..U."""
+    """The prepared dataset; `start` to `stop` index the flat arrays, one entry per user 1..U."""
 
-    items: Tensor  # (E,) int32
-    times: Tensor  # (E,) int64, seconds UTC
+    items: Flat  # (E,) int32
+    times: Flat  # (E,) int64, seconds UTC
     start: Tensor  # (U,) int64: first event
     train_stop: Tensor  # (U,) int64: first event that training must not see
     valid_stop: Tensor  # (U,) int64: first event of the test part
@@ -36,6 +68,7 @@ class Sequences:
     count: Tensor  # (V,) int64: events of each item in train; entry 0 is padding
     card: dict[str, Any]  # split.json
     negatives: Tensor | None = None  # (U, 100) int32: rivals of the user's targets, protocol LOO-101 alone
+    consumer: torch.device | None = None  # what is gathered goes there; None: where the arrays are
 
     @property
     def num_items(self) -> int:
@@ -47,12 +80,26 @@ class Sequences:
         """Number of users."""
         return len(self.start)
 
-    def to(self, device: torch.device) -> Sequences:
-        """Return the same data with every tensor on `device`."""
+    @property
+    def device(self) -> torch.device:
+        """Where gathered batches are."""
+        return self.consumer or self.start.device
+
+    def to(self, device: torch.device, *, resident: bool = True) -> Sequences:
+        """Return the same data with every tensor on `device`; if not `resident`, only what is gathered goes there."""
+        if not resident:
+            return replace(self, count=self.count.to(device), consumer=device)
         moved: dict[str, Any] = {
-            name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)
+            name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor | Shards)
         }
         return replace(self, **moved)
+
+    def sent(self, gathered: Tensor) -> Tensor:
+        """Return what was gathered where it is wanted; from pinned memory, so that the host does not wait."""
+        if self.device == gathered.device:
+            return gathered
+        pinned = gathered.pin_memory() if self.device.type == "cuda" else gathered
+        return pinned.to(self.device, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -75,22 +122,27 @@ def load(directory: Path) -> Sequences:
     table = pa.ipc.open_file(pa.memory_map(str(directory / SEQUENCES))).read_all()
     if not table.schema.equals(SEQUENCES_SCHEMA):
         raise ValueError(f"{directory / SEQUENCES} has another schema: run the prepare stage again")
-    items, times = (table[name].combine_chunks() for name in ("items", "times"))
-    bounds = from_dlpack(items.offsets).long()
-    start = bounds[:-1]
+    length = torch.cat([from_dlpack(chunk.offsets).diff() for chunk in table["items"].chunks]).long()
+    stop = length.cumsum(0)
+    start = stop - length
     vocabulary = pq.read_table(directory / VOCABULARY, columns=["count"])
     card = read_json(directory / SPLIT_CARD)
     return Sequences(
-        items=from_dlpack(items.values),
-        times=from_dlpack(times.values),
+        items=_flat(table["items"]),
+        times=_flat(table["times"]),
         start=start,
         train_stop=start + from_dlpack(table["train_end"].combine_chunks()),
         valid_stop=start + from_dlpack(table["valid_end"].combine_chunks()),
-        stop=bounds[1:],
+        stop=stop,
         count=_counts(vocabulary),
         card=card,
         negatives=_negatives(directory) if card["protocol"] == "LOO-101" else None,
     )
+
+
+def _flat(lists: pa.ChunkedArray) -> Flat:
+    parts = [from_dlpack(chunk.values) for chunk in lists.chunks]
+    return parts[0] if len(parts) == 1 else Shards(parts)
 
 
 def _negatives(directory: Path) -> Tensor:
@@ -127,6 +179,14 @@ def cases(data: Sequences, split: str) -> Cases:
     return Cases(user=user, position=first[user] + rank)
 
 
+def median_gap(data: Sequences) -> float:
+    """Return the median over users of the seconds between their last two train events; a day where nobody has two."""
+    last = data.train_stop[data.train_stop - data.start >= 2] - 1
+    if len(last) == 0:
+        return 86_400.0
+    return float((data.times[last] - data.times[last - 1]).double().median())
+
+
 def window(data: Sequences, user: Tensor, stop: Tensor, length: int) -> Batch:
     """Cut the `length` events before the flat index `stop` (B,) of each `user` (B,), left-padded."""
     index_BL = stop.unsqueeze(1) + torch.arange(-length, 0, device=stop.device)
@@ -134,11 +194,8 @@ def window(data: Sequences, user: Tensor, stop: Tensor, length: int) -> Batch:
     index_BL = index_BL.clamp(min=0)
     last_B = (stop - 1).clamp(min=0)
     times_BL = (data.times[index_BL] - data.times[last_B].unsqueeze(1)).float()
-    return Batch(
-        items=torch.where(real_BL, data.items[index_BL].long(), PAD),
-        times=times_BL.masked_fill(~real_BL, 0.0),
-        user=user + 1,
-    )
+    items_BL = torch.where(real_BL, data.items[index_BL].long(), PAD)
+    return Batch(*map(data.sent, (items_BL, times_BL.masked_fill(~real_BL, 0.0), user + 1)))
 
 
 def with_mask(batch: Batch, mask: int) -> Batch:
@@ -152,4 +209,4 @@ def seen(data: Sequences, user: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
     number = stop - data.start[user]
     row = torch.repeat_interleave(torch.arange(len(user), device=user.device), number)
     rank = torch.arange(len(row), device=row.device) - torch.repeat_interleave(number.cumsum(0) - number, number)
-    return row, data.items[data.start[user][row] + rank].long()
+    return data.sent(row), data.sent(data.items[data.start[user][row] + rank].long())

@@ -1,11 +1,14 @@
-"""Filters, numbering and splits of the interactions table, written once in Narwhals for every table engine.
+"""Filters, numbering and splits of the interactions, written once in Narwhals for every table engine.
 
-No function looks at an item's identity to order events: equal timestamps stay in source order.
+No function looks at an item's identity to order events: equal timestamps stay in source order. Events are lazy frames
+with the columns user, item (integers that tell them apart), timestamp and row; what is known of each user is small
+enough for arrays.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import narwhals as nw
 import numpy as np
@@ -13,53 +16,87 @@ from numpy.typing import NDArray
 
 from seqrec.config import PrepareConfig
 
-Frame = nw.DataFrame[Any]
+Frame = nw.LazyFrame[Any]
 IntArray = NDArray[np.integer]
 NEGATIVES = 100  # rivals of a target under LOO-101
+DAY = 86_400
+
+
+class Ends(NamedTuple):
+    """Where the parts of each user's events end, users in order of their number."""
+
+    events: IntArray  # (U,)
+    train_end: IntArray  # (U,)
+    valid_end: IntArray  # (U,)
 
 
 def deduplicate(events: Frame, rule: str) -> Frame:
     """Keep the first row, in source order, of equal events.
 
     Args:
-        events: user_id, item_id, timestamp, row, ...
+        events: user, item, timestamp, row; all events of a user or none.
         rule: exact (same user, item, time), first_pair (same user, item: the earliest) or none.
     """
     if rule == "none":
         return events
-    key = ["user_id", "item_id", "timestamp"] if rule == "exact" else ["user_id", "item_id"]
-    return events.sort("timestamp", "row").unique(key, keep="first", maintain_order=True)
+    distinct = events.group_by("user", "item", "timestamp").agg(nw.col("row").min())
+    if rule == "exact":
+        return distinct
+    earliest = distinct.group_by("user", "item").agg(nw.col("timestamp").min())
+    return distinct.join(earliest, on=["user", "item", "timestamp"], how="semi")
 
 
-def k_core(events: Frame, user_events: int, item_events: int) -> Frame:
+def k_core(events: Frame, user_events: int, item_events: int, keep: Callable[[Frame], Frame] = lambda f: f) -> Frame:
     """Drop users and items with too few events, again and again, until every one left has enough.
 
+    Each round counts what the users and items of the last one leave of `events`; `keep` computes these small tables.
+
     >>> import polars as pl
-    >>> log = nw.from_native(pl.DataFrame({"user_id": ["a", "a", "b", "b", "c"], "item_id": ["x", "y", "x", "y", "x"]}))
-    >>> sorted(k_core(log, 2, 2)["user_id"].to_list())
-    ['a', 'a', 'b', 'b']
+    >>> log = nw.from_native(pl.LazyFrame({"user": [1, 1, 2, 2, 3], "item": [7, 8, 7, 8, 7]}))
+    >>> sorted(k_core(log, 2, 2).collect()["user"].to_list())
+    [1, 1, 2, 2]
     """
-    while True:
-        before = len(events)
-        for column, least in (("item_id", item_events), ("user_id", user_events)):
-            events = events.filter(nw.len().over(column) >= least)
-        if len(events) == before:
-            return events
-
-
-def sample_users(events: Frame, number: int, seed: int) -> Frame:
-    """Keep the events of `number` random users; 0 keeps all. The draw depends on the seed and the set of users."""
-    users = np.sort(events["user_id"].unique().to_numpy())
-    if number == 0 or number >= len(users):
+    if user_events == item_events == 1:
         return events
-    chosen = np.random.default_rng(seed).choice(users, size=number, replace=False)
-    return events.filter(nw.col("user_id").is_in(chosen.tolist()))
+    kept, sizes = events, (-1, -1)
+    while True:
+        items = keep(_frequent(kept, "item", item_events))
+        users = keep(_frequent(kept.join(items, on="item", how="semi"), "user", user_events))
+        kept = events.join(users, on="user", how="semi").join(items, on="item", how="semi")
+        before, sizes = sizes, (size(users), size(items))
+        if sizes == before:
+            return kept
 
 
-def number(events: Frame, column: str, name: str) -> Frame:
-    """Return a table (name, column): ids 1, 2, ... in order of first appearance in the source."""
-    first = events.group_by(column).agg(nw.col("row").min()).sort("row")
-    return first.with_row_index(name).select(nw.col(name).cast(nw.Int32) + 1, column)
+def _frequent(events: Frame, column: str, least: int) -> Frame:
+    counted = events.group_by(column).agg(nw.len().alias("events"))
+    return counted.filter(nw.col("events") >= least).select(column)
+
+
+def size(frame: Frame) -> int:
+    """Return the number of rows."""
+    return int(frame.select(nw.len().alias("rows")).collect()["rows"].item())
+
+
+def sample_users(user_ids: NDArray[np.object_], number: int, seed: int) -> IntArray:
+    """Return the places in `user_ids` of `number` random users, a draw that depends on the seed and the set of ids."""
+    drawn = np.random.default_rng(seed).choice(len(user_ids), size=number, replace=False)
+    return np.argsort(user_ids)[drawn]
+
+
+def number(events: Frame, column: str, name: str, known: Frame | None = None, first: int = 1) -> Frame:
+    """Return a table (name, column, events): ids `first`, `first` + 1, ... in order of first appearance in the source.
+
+    Ids of `known`, a table (name, column), keep the number they have there, whether they occur or not; `first` is
+    above all of those.
+    """
+    counted = events.group_by(column).agg(nw.col("row").min(), nw.len().cast(nw.Int64).alias("events"))
+    fresh = counted if known is None else counted.join(known, on=column, how="anti")
+    fresh = fresh.with_row_index(name, order_by="row").select((nw.col(name) + first).cast(nw.Int32), column, "events")
+    if known is None:
+        return fresh
+    old = known.join(counted, on=column, how="left").select(name, column, nw.col("events").fill_null(0))
+    return nw.concat([old, fresh])
 
 
 def order(events: Frame) -> Frame:
@@ -103,77 +140,91 @@ def draw_negatives(item: IntArray, events: IntArray, num_items: int, number: int
     return drawn
 
 
-def ends(events: Frame, config: PrepareConfig) -> tuple[Frame, dict[str, Any]]:
-    """Return (user, events, train_end, valid_end) per user, and the facts of the split for its card.
+def ends(events: Frame, number: IntArray, config: PrepareConfig) -> tuple[Ends, dict[str, Any]]:
+    """Return where train, validation and test of each user end, and the facts of the split for its card.
 
     Positions 0 to train_end are training, to valid_end validation, the rest test; each validation or test event is a
     case whose input is everything before it. LOO-101 is LOO-full with negatives drawn besides. Both, and RATIO-full,
     leak the future of other users into training, as in the papers; temporal does not.
+
+    Args:
+        events: numbered from 1.
+        number: (U,) events of user 1, 2, ...
+        config: section `prepare`.
     """
     if config.protocol in ("LOO-full", "LOO-101"):
-        return _leave_one_out(events, config)
+        return _leave_one_out(number, config)
     if config.protocol == "RATIO-full":
-        return _ratio(events, config)
-    return _temporal(events, config)
+        return _ratio(number, config)
+    return _temporal(events, number, config)
 
 
-def _leave_one_out(events: Frame, config: PrepareConfig) -> tuple[Frame, dict[str, Any]]:
+def _leave_one_out(number: IntArray, config: PrepareConfig) -> tuple[Ends, dict[str, Any]]:
     """The last event is test and the one before it validation; users with fewer than three events only train.
 
     With `val_users`, the other users train on the event before the last.
     """
-    users = events.group_by("user").agg(nw.len().alias("events")).sort("user")
-    enough = nw.col("events") >= 3
-    validated = nw.lit(True)
+    enough = number >= 3
+    validated = np.ones(len(number), dtype=bool)
     if config.val_users:
-        able = users.filter(enough)["user"].to_numpy()
+        able = np.flatnonzero(enough)
         drawn = np.random.default_rng(config.seed).choice(able, size=min(config.val_users, len(able)), replace=False)
-        validated = nw.col("user").is_in(drawn.tolist())
-    valid_end = nw.when(enough).then(nw.col("events") - 1).otherwise(nw.col("events"))
-    train_end = nw.when(enough & validated).then(nw.col("events") - 2).otherwise(valid_end)
-    table = users.with_columns(train_end.alias("train_end"), valid_end.alias("valid_end"))
-    return table, {"rule": "last event test, the one before validation"}
+        validated = np.isin(np.arange(len(number)), drawn)
+    valid_end = number - enough
+    return Ends(number, valid_end - (enough & validated), valid_end), {
+        "rule": "last event test, the one before validation"
+    }
 
 
-def _ratio(events: Frame, config: PrepareConfig) -> tuple[Frame, dict[str, Any]]:
+def _ratio(number: IntArray, config: PrepareConfig) -> tuple[Ends, dict[str, Any]]:
     """The last `test_share` of each user's events is test, the `valid_share` before it validation, rounded down."""
-    users = events.group_by("user").agg(nw.len().alias("events")).sort("user")
-    number = users["events"].to_numpy()
     test = np.floor(number * config.test_share + 1e-9).astype(np.int64)
     valid = np.floor(number * config.valid_share + 1e-9).astype(np.int64)
-    bounds = {"train_end": number - test - valid, "valid_end": number - test}
-    backend = nw.get_native_namespace(users)
-    columns = [nw.new_series(name, values.tolist(), nw.Int64, backend=backend) for name, values in bounds.items()]
-    return users.with_columns(*columns), {"rule": "the last shares of each user's events"}
+    return Ends(number, number - test - valid, number - test), {"rule": "the last shares of each user's events"}
 
 
-def _temporal(events: Frame, config: PrepareConfig) -> tuple[Frame, dict[str, Any]]:
+def _temporal(events: Frame, number: IntArray, config: PrepareConfig) -> tuple[Ends, dict[str, Any]]:
     """Two moments divide everybody's events; no training event is at or after the first one."""
-    times = np.sort(events["timestamp"].to_numpy())
     share = 1 - config.test_share - config.valid_share
-    valid_cut, test_cut = (int(times[int(len(times) * at)]) for at in (share, 1 - config.test_share))
-    if not times[0] < valid_cut < test_cut:
+    total = int(number.sum())
+    places = (0, int(total * share), int(total * (1 - config.test_share)))
+    earliest, valid_cut, test_cut = _times_at(events, places)
+    if not earliest < valid_cut < test_cut:
         raise ValueError(
             "prepare.protocol temporal: the timestamps do not divide into three periods; "
             "change prepare.valid_share and prepare.test_share, or use LOO-full"
         )
     time = nw.col("timestamp")
-    table = (
-        events.with_columns((time < valid_cut).cast(nw.Int64).alias("t"), (time < test_cut).cast(nw.Int64).alias("v"))
-        .group_by("user")
-        .agg(nw.len().alias("events"), nw.col("t").sum().alias("train_end"), nw.col("v").sum().alias("valid_end"))
-        .sort("user")
+    before = events.select(
+        "user", (time < valid_cut).cast(nw.Int64).alias("train"), (time < test_cut).cast(nw.Int64).alias("valid")
     )
+    table = before.group_by("user").agg(nw.col("train").sum(), nw.col("valid").sum()).collect()
+    train_end, valid_end = np.zeros_like(number), np.zeros_like(number)
+    for column, values in (("train", train_end), ("valid", valid_end)):
+        values[table["user"].to_numpy() - 1] = table[column].to_numpy()
     facts = {"rule": "events from a cut on", "valid_cut": valid_cut, "test_cut": test_cut, "cases": config.cases}
-    return table, facts
+    return Ends(number, train_end, valid_end), facts
 
 
-def corrupt(events: Frame, table: Frame, num_items: int, share: float, seed: int) -> Frame:
+def _times_at(events: Frame, places: tuple[int, ...]) -> list[int]:
+    """Return the timestamps at some places of their sorted order; only the days they fall on are sorted."""
+    days = events.select("timestamp", (nw.col("timestamp") // DAY).alias("day"))
+    counted = days.group_by("day").agg(nw.len().alias("events")).collect().sort("day")
+    stop = np.cumsum(counted["events"].to_numpy())
+    found = []
+    for place in places:
+        at = int(np.searchsorted(stop, place, side="right"))
+        times = days.filter(nw.col("day") == int(counted["day"][at])).collect()["timestamp"].to_numpy()
+        found.append(int(np.sort(times)[place - (stop[at - 1] if at else 0)]))
+    return found
+
+
+def corrupt(item: IntArray, ends: Ends, num_items: int, share: float, seed: int) -> IntArray:
     """Give `share` of the training events a uniformly drawn item that is not among the user's later events.
 
     Args:
-        events: user, item, ..., ordered by user and time.
-        table: what `ends` returned for them.
+        item: (E,) of every event, ordered by user and time.
+        ends: of the users.
         num_items: items are 1 to this.
         share: of the training events.
         seed: of the draws.
@@ -182,12 +233,12 @@ def corrupt(events: Frame, table: Frame, num_items: int, share: float, seed: int
         ValueError: a user's validation and test events hold every item there is.
     """
     if share == 0:
-        return events
+        return item
     generator = np.random.default_rng(seed)
-    number, train_end = (table[name].to_numpy() for name in ("events", "train_end"))
+    number, train_end = ends.events, ends.train_end
     user = np.repeat(np.arange(len(number)), number)
-    in_train = np.arange(len(events)) < np.repeat(np.cumsum(number) - number + train_end, number)
-    item = events["item"].to_numpy().astype(np.int64)
+    in_train = np.arange(len(item)) < np.repeat(np.cumsum(number) - number + train_end, number)
+    item = item.astype(np.int64)
     later = np.unique((user * (num_items + 1) + item)[~in_train])
     if len(later) and np.bincount(later // (num_items + 1)).max() >= num_items:
         raise ValueError("prepare.noise_share: a user's later events hold every item, there is none to draw")
@@ -196,5 +247,4 @@ def corrupt(events: Frame, table: Frame, num_items: int, share: float, seed: int
     while len(wanted):
         item[wanted] = generator.integers(1, num_items + 1, size=len(wanted))
         wanted = wanted[np.isin(user[wanted] * (num_items + 1) + item[wanted], later)]
-    column = nw.new_series("item", item.tolist(), nw.Int32, backend=nw.get_native_namespace(events))
-    return events.with_columns(column)
+    return item

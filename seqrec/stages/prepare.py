@@ -1,24 +1,63 @@
-"""The prepare stage: interactions become numbered, ordered, split sequences."""
+"""The prepare stage: interactions become numbered, ordered, split sequences.
+
+Events stay in lazy frames of the engine until they are in order; what is known of each user and each item are arrays.
+Only the events of one shard are in memory at a time, whatever the size of the log.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import narwhals as nw
 import numpy as np
-import polars as pl
 import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from seqrec import artifacts
-from seqrec.artifacts import read_json, sha256, write_ipc, write_json, write_table
-from seqrec.config import PrepareConfig
-from seqrec.data import splits
+from seqrec.artifacts import read_json, sha256, write_ipc, write_json, write_shards, write_table
+from seqrec.config import ConfigError, PrepareConfig
+from seqrec.data import engines, growth, splits
+from seqrec.data.engines import Engine, Frame
+from seqrec.data.splits import Ends, IntArray
 
 logger = logging.getLogger(__name__)
-Frame = nw.DataFrame[Any]
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """The users or items of the prepared dataset, in order of their number 1, 2, ..."""
+
+    frame: Frame  # (number, code): code is what the frames of events call it
+    ids: pa.Array  # (N,) string
+    events: IntArray  # (N,)
+
+    def __len__(self) -> int:
+        return len(self.events)
+
+
+@dataclass(frozen=True)
+class Coded:
+    """Users or items of the raw log; those of a dataset to extend have the codes 1 to `known`, their numbers there."""
+
+    frame: Frame  # (code, id)
+    column: str  # user | item
+    known: int
+
+    def numbered(self, events: Frame, engine: Engine) -> Numbers:
+        """Return the final numbers of those in `events`, and of the known ones."""
+        code, known = self.column, None
+        if self.known:
+            known = self.frame.filter(nw.col(code) <= self.known).select(nw.col(code).alias("number"), code)
+        frame = engine.keep(splits.number(events, code, "number", known, self.known + 1))
+        named = engine.table(frame.join(self.frame, on=code)).sort("number")
+        ids = named[f"{code}_id"].to_arrow().cast(pa.string())
+        return Numbers(frame.select("number", code), ids, named["events"].to_numpy())
 
 
 def prepare(*, dataset: str, data: Path, validation: Path, sequences: Path, config: PrepareConfig) -> dict[str, float]:
@@ -41,20 +80,15 @@ def prepare(*, dataset: str, data: Path, validation: Path, sequences: Path, conf
     verdict = read_json(validation)
     if not verdict["success"] or verdict["input_sha256"] != input_sha256:
         raise ValueError(f"{validation} is no successful validation of {data / artifacts.INTERACTIONS}")
-    raw: Frame = nw.from_native(pl.read_parquet(data / artifacts.INTERACTIONS), eager_only=True)
-    events, dropped = _filter(raw, data, config)
-    events = splits.sample_users(events, config.sample_users, config.seed)
-    if len(events) == 0:
-        raise ValueError(
-            f"no event is left of {len(raw)}: lower prepare.min_user_events ({config.min_user_events}), "
-            f"prepare.min_item_events ({config.min_item_events}) or prepare.min_rating ({config.min_rating})"
-        )
-    users, items = splits.number(events, "user_id", "user"), splits.number(events, "item_id", "item")
-    events = splits.order(events.join(users, on="user_id").join(items, on="item_id"))
-    table, facts = splits.ends(events, config)
-    events = splits.corrupt(events, table, len(items), config.noise_share, config.seed)
-    counts = _write(sequences, events, table, users, items)
-    _write_negatives(sequences, events, table, len(items), config)
+    if config.extend and Path(config.extend).resolve() == sequences.resolve():
+        raise ConfigError(f"prepare.extend: {config.extend} is what this stage writes; keep the earlier dump elsewhere")
+    with engines.opened(config.engine, sequences) as engine:
+        events, users, items, dropped = _filter(engine, data, config)
+        table = events.join(users.frame, on="user").join(items.frame.rename({"number": "item_number"}), on="item")
+        table = table.select(nw.col("number").alias("user"), nw.col("item_number").alias("item"), "timestamp", "row")
+        ends, facts = splits.ends(table, users.events, config)
+        counts = _write(engine, sequences, table, ends, users, items, config)
+    _write_negatives(sequences, ends, len(items), config)
     files = sorted(_FILES) + [artifacts.NEGATIVES] * (config.protocol == "LOO-101")
     split = hashlib.sha256("".join(sha256(sequences / name) for name in files).encode()).hexdigest()
     card = {
@@ -74,6 +108,7 @@ def prepare(*, dataset: str, data: Path, validation: Path, sequences: Path, conf
         "dropped": dropped,
         "input_sha256": input_sha256,
         "split_sha256": split,
+        **_growth(sequences, config),
     }
     write_json(sequences / artifacts.SPLIT_CARD, card)
     logger.info("%s: %d users, %d items, %d events", dataset, counts["users"], counts["items"], counts["events"])
@@ -83,72 +118,184 @@ def prepare(*, dataset: str, data: Path, validation: Path, sequences: Path, conf
 _FILES = (artifacts.SEQUENCES, artifacts.VOCABULARY, artifacts.USERS)
 
 
-def _filter(raw: Frame, data: Path, config: PrepareConfig) -> tuple[Frame, dict[str, int]]:
-    """Apply the filters in their order and count what each one drops."""
+def _filter(engine: Engine, data: Path, config: PrepareConfig) -> tuple[Frame, Numbers, Numbers, dict[str, int]]:
+    """Apply the filters in their order; return the events left, their users and items, and what each one dropped."""
     dropped = {}
-    events = raw
+    events = engine.read(data / artifacts.INTERACTIONS)
+    rows = total = splits.size(events)
     if config.min_rating > 0:
         events = events.filter(nw.col("rating") >= config.min_rating)
-        dropped["events under min_rating"] = len(raw) - len(events)
+        before, rows = rows, splits.size(events)
+        dropped["events under min_rating"] = before - rows
     if config.require_title:
-        items: Frame = nw.from_native(pl.read_parquet(data / artifacts.ITEMS), eager_only=True)
-        titled = items.filter(nw.col("title").fill_null("").str.len_chars() > 0).select("item_id")
-        before, events = len(events), events.join(titled, on="item_id", how="semi")
-        dropped["events of items without title"] = before - len(events)
-    before, events = len(events), splits.deduplicate(events, config.deduplicate)
-    dropped["duplicate events"] = before - len(events)
-    before, users, items_before = len(events), events["user_id"].n_unique(), events["item_id"].n_unique()
-    events = splits.k_core(events, config.min_user_events, config.min_item_events)
-    dropped["events outside the k-core"] = before - len(events)
-    dropped["users outside the k-core"] = users - events["user_id"].n_unique()
-    dropped["items outside the k-core"] = items_before - events["item_id"].n_unique()
-    return events, dropped
+        items = engine.read(data / artifacts.ITEMS)
+        titled = engine.keep(items.filter(nw.col("title").fill_null("").str.len_chars() > 0).select("item_id"))
+        events = events.join(titled, on="item_id", how="semi")
+        before, rows = rows, splits.size(events)
+        dropped["events of items without title"] = before - rows
+    people, products = (_code(engine, events, column, config) for column in ("user", "item"))
+    events = events.join(people.frame, on="user_id").join(products.frame, on="item_id")
+    events = events.select("user", "item", "timestamp", "row")
+    parts = -(-rows // config.shard_events)
+    divided = engine.divide(events.with_columns((nw.col("user") % parts).alias("part")), "part", parts) if rows else []
+    events = engine.union([engine.store(splits.deduplicate(part, config.deduplicate)) for part in divided] or [events])
+    unique = splits.size(events)
+    dropped["duplicate events"] = rows - unique
+    core = engine.store(splits.k_core(events, config.min_user_events, config.min_item_events, engine.keep))
+    left, in_core = _extent(events), _extent(core)
+    for place, name in enumerate(("events", "users", "items")):
+        dropped[f"{name} outside the k-core"] = left[place] - in_core[place]
+    if in_core[0] == 0:
+        raise ValueError(
+            f"no event is left of {total}: lower prepare.min_user_events ({config.min_user_events}), "
+            f"prepare.min_item_events ({config.min_item_events}) or prepare.min_rating ({config.min_rating})"
+        )
+    core = _sample(engine, core, people, config)
+    return core, people.numbered(core, engine), products.numbered(core, engine), dropped
 
 
-def _write(sequences: Path, events: Frame, table: Frame, users: Frame, items: Frame) -> dict[str, int]:
-    number = table["events"].to_numpy()
-    offsets = np.concatenate([[0], np.cumsum(number)]).astype(np.int32)
-    train_end, valid_end = (table[name].to_numpy().astype(np.int32) for name in ("train_end", "valid_end"))
-    columns = [
-        table["user"].to_numpy().astype(np.int32),
-        pa.ListArray.from_arrays(offsets, events["item"].to_numpy().astype(np.int32)),
-        pa.ListArray.from_arrays(offsets, events["timestamp"].to_numpy()),
-        train_end,
-        valid_end,
-    ]
-    write_ipc(sequences / artifacts.SEQUENCES, pa.table(columns, schema=artifacts.SEQUENCES_SCHEMA))
+def _code(engine: Engine, events: Frame, column: str, config: PrepareConfig) -> Coded:
+    name, known, size = f"{column}_id", None, 0
+    if config.extend:
+        path = Path(config.extend) / {"user": artifacts.USERS, "item": artifacts.VOCABULARY}[column]
+        if not path.is_file():
+            raise ConfigError(f"prepare.extend: {path} not found; name the folder of the sequences of the earlier dump")
+        known, size = engine.keep(engine.read(path).select(column, name)), pq.read_metadata(path).num_rows
+    frame = splits.number(events, name, column, known, size + 1).select(column, name)
+    return Coded(engine.keep(frame), column, size)
 
-    position = np.arange(len(events)) - np.repeat(offsets[:-1], number)
-    in_train = position < np.repeat(train_end, number)
-    count = np.bincount(events["item"].to_numpy()[in_train], minlength=len(items) + 1)[1:]
-    vocabulary = [items["item"].to_numpy(), items["item_id"].to_arrow(), count]
+
+def _extent(events: Frame) -> tuple[int, int, int]:
+    """Return the numbers of events, users and items."""
+    counted = events.select(
+        nw.len().alias("events"), nw.col("user").n_unique().alias("users"), nw.col("item").n_unique().alias("items")
+    ).collect()
+    return int(counted["events"].item()), int(counted["users"].item()), int(counted["items"].item())
+
+
+def _sample(engine: Engine, events: Frame, people: Coded, config: PrepareConfig) -> Frame:
+    if config.sample_users == 0:
+        return events
+    users = engine.table(people.frame.join(events.select("user").unique(), on="user", how="semi"))
+    if config.sample_users >= len(users):
+        return events
+    places = splits.sample_users(users["user_id"].to_numpy(), config.sample_users, config.seed)
+    return events.filter(nw.col("user").is_in(users["user"].to_numpy()[places].tolist()))
+
+
+def _write(
+    engine: Engine,
+    sequences: Path,
+    events: Frame,
+    ends: Ends,
+    users: Numbers,
+    items: Numbers,
+    config: PrepareConfig,
+) -> dict[str, int]:
+    """Write sequences, vocabulary and users; return the counts."""
+    # Noise is drawn over all events at once.
+    bounds = _shard_bounds(ends.events, config.shard_events if config.noise_share == 0 else int(ends.events.sum()))
+    if len(bounds) > 2:
+        shard = nw.sum_horizontal(*((nw.col("user") > int(user)).cast(nw.Int32) for user in bounds[1:-1]))
+        parts = engine.divide(events.with_columns(shard.alias("shard")), "shard", len(bounds) - 1)
+    else:
+        parts = [events]
+    count, tied = np.zeros(len(items) + 1, dtype=np.int64), np.zeros(1, dtype=np.int64)
+
+    def shards() -> Iterator[pa.Table]:
+        for part, first, stop in zip(parts, bounds[:-1], bounds[1:], strict=True):
+            mine = Ends(*(values[first:stop] for values in ends))
+            ordered = engine.table(splits.order(part).select("item", "timestamp"))
+            item, time = ordered["item"].to_numpy(), ordered["timestamp"].to_numpy()
+            del ordered
+            item = splits.corrupt(item, mine, len(items), config.noise_share, config.seed)
+            offsets = np.concatenate([[0], np.cumsum(mine.events)]).astype(np.int32)
+            count[:] += _train_counts(item, offsets, mine, len(count))
+            tied[0] += _tied(time, offsets)
+            yield _shard_table(first, offsets, item, time, mine)
+
+    write_shards(sequences / artifacts.SEQUENCES, artifacts.SEQUENCES_SCHEMA, shards())
+    vocabulary = [np.arange(1, len(items) + 1, dtype=np.int32), items.ids, count[1:]]
     write_table(sequences / artifacts.VOCABULARY, pa.table(vocabulary, schema=artifacts.VOCABULARY_SCHEMA))
-    people = [users["user"].to_numpy(), users["user_id"].to_arrow()]
+    people = [np.arange(1, len(users) + 1, dtype=np.int32), users.ids]
     write_table(sequences / artifacts.USERS, pa.table(people, schema=artifacts.USERS_SCHEMA))
     return {
         "users": len(users),
         "items": len(items),
-        "events": len(events),
-        "train": int(train_end.sum()),
-        "valid": int((valid_end - train_end).sum()),
-        "test": int((number - valid_end).sum()),
-        "cold_items": int((count == 0).sum()),
-        "users_without_cases": int(((number == valid_end) & (valid_end == train_end)).sum()),
-        "tied_events": int(_tied(events)),
+        "events": int(ends.events.sum()),
+        "train": int(ends.train_end.sum()),
+        "valid": int((ends.valid_end - ends.train_end).sum()),
+        "test": int((ends.events - ends.valid_end).sum()),
+        "cold_items": int((count[1:] == 0).sum()),
+        "users_without_cases": int((ends.events == ends.train_end).sum()),
+        "tied_events": int(tied[0]),
     }
 
 
-def _write_negatives(sequences: Path, events: Frame, table: Frame, num_items: int, config: PrepareConfig) -> None:
+def _shard_bounds(events: IntArray, most: int) -> NDArray[np.int64]:
+    """Return 0, ..., U: shard i holds the users from bound i to bound i + 1, about `most` events."""
+    before = np.minimum(np.cumsum(events) - events, events.sum() - 1)  # the last users may have none
+    first = np.flatnonzero(np.diff(before // most, prepend=-1))
+    return np.append(first, len(events)).astype(np.int64)
+
+
+def _shard_table(first: int, offsets: NDArray[np.int32], item: IntArray, time: IntArray, ends: Ends) -> pa.Table:
+    columns = [
+        np.arange(first + 1, first + len(offsets), dtype=np.int32),
+        pa.ListArray.from_arrays(offsets, item.astype(np.int32, copy=False)),
+        pa.ListArray.from_arrays(offsets, time),
+        ends.train_end.astype(np.int32),
+        ends.valid_end.astype(np.int32),
+    ]
+    return pa.table(columns, schema=artifacts.SEQUENCES_SCHEMA)
+
+
+def _train_counts(item: IntArray, offsets: NDArray[np.int32], ends: Ends, size: int) -> IntArray:
+    """Return the train events of item 0, 1, ... `size` - 1."""
+    stop = np.repeat(offsets[:-1] + ends.train_end.astype(np.int32), ends.events)
+    return np.bincount(item[np.arange(len(item), dtype=np.int32) < stop], minlength=size)
+
+
+def _tied(time: IntArray, offsets: NDArray[np.int32]) -> int:
+    """Return how many events share user and time with the event before them: their order is the source's."""
+    equal = time[1:] == time[:-1]
+    inner = offsets[1:-1]
+    equal[inner[(inner > 0) & (inner < len(time))] - 1] = False  # an event and the next user's first one
+    return int(equal.sum())
+
+
+def _write_negatives(sequences: Path, ends: Ends, num_items: int, config: PrepareConfig) -> None:
     """Write the rivals of each user's targets, drawn once with the split; no row for the other protocols."""
-    drawn: splits.IntArray = np.zeros((0, splits.NEGATIVES), dtype=np.int64)
+    drawn: IntArray = np.zeros((0, splits.NEGATIVES), dtype=np.int64)
     if config.protocol == "LOO-101":
-        item, number = events["item"].to_numpy(), table["events"].to_numpy()
-        drawn = splits.draw_negatives(item, number, num_items, splits.NEGATIVES, config.seed)
+        item = np.concatenate([chunk.values.to_numpy() for chunk in _lists(sequences)])
+        drawn = splits.draw_negatives(item, ends.events, num_items, splits.NEGATIVES, config.seed)
     column = pa.FixedSizeListArray.from_arrays(drawn.astype(np.int32).ravel(), splits.NEGATIVES)
     write_ipc(sequences / artifacts.NEGATIVES, pa.table([column], schema=artifacts.NEGATIVES_SCHEMA))
 
 
-def _tied(events: Frame) -> int:
-    """Return how many events share user and time with the event before them: their order is the source's."""
-    user, time = events["user"].to_numpy(), events["timestamp"].to_numpy()
-    return int(((user[1:] == user[:-1]) & (time[1:] == time[:-1])).sum())
+def _lists(sequences: Path) -> list[pa.Array]:
+    """Return the items of each user, shard by shard; mapped, not read."""
+    table = pa.ipc.open_file(pa.memory_map(str(sequences / artifacts.SEQUENCES))).read_all()
+    chunks: list[pa.Array] = table["items"].chunks
+    return chunks
+
+
+def _growth(sequences: Path, config: PrepareConfig) -> dict[str, Any]:
+    """Return what the card says of the dataset that this one extends, if it does."""
+    if not config.extend:
+        return {}
+    old = Path(config.extend)
+    users = (np.concatenate([np.diff(c.offsets.to_numpy()) for c in _lists(folder)]) for folder in (old, sequences))
+    items = (_item_events(folder) for folder in (old, sequences))
+    report = {"users": growth.report(*users), "items": growth.report(*items)}
+    for name, values in report.items():
+        logger.info("%s: %s", name, ", ".join(f"{value:,} {key}" for key, value in values.items()))
+    return {"extends": {"split_sha256": read_json(old / artifacts.SPLIT_CARD)["split_sha256"], **report}}
+
+
+def _item_events(sequences: Path) -> IntArray:
+    size = pq.read_metadata(sequences / artifacts.VOCABULARY).num_rows + 1
+    counts = [np.bincount(chunk.values.to_numpy(), minlength=size) for chunk in _lists(sequences)]
+    total: IntArray = np.sum(counts, axis=0)[1:]
+    return total

@@ -19,13 +19,13 @@ import pyarrow.parquet as pq
 
 from seqrec import artifacts
 from seqrec.config import ValidateConfig
+from seqrec.data.growth import stability_index
 
 if TYPE_CHECKING:
     from seqrec.data.expectations import Check, Totals
 
 logger = logging.getLogger(__name__)
 
-EMPTY_SHARE = 1e-4  # stands for the share of an empty bin, whose logarithm has no value
 EXAMPLES = 5
 
 
@@ -108,10 +108,8 @@ def histogram(counts: np.ndarray) -> dict[str, list[float]]:
 
 
 def drift(entry: Mapping[str, Sequence[float]], counts: np.ndarray) -> float:
-    """Return the population stability index, sum((p - q) ln(p / q)), of `counts` against a `histogram`."""
-    expected = np.maximum(np.asarray(entry["shares"]), EMPTY_SHARE)
-    observed = np.maximum(_shares(counts, entry["edges"]), EMPTY_SHARE)
-    return float(np.sum((observed - expected) * np.log(observed / expected)))
+    """Return the population stability index of `counts` against a `histogram`."""
+    return stability_index(np.asarray(entry["shares"]), _shares(counts, entry["edges"]))
 
 
 def _shares(counts: np.ndarray, edges: Sequence[float]) -> np.ndarray:

@@ -69,6 +69,51 @@ def test_every_event_after_a_temporal_cut_is_a_case(tmp_path):
     assert sequences.cases(first, "test").position.tolist() == first.valid_stop.tolist()
 
 
+@pytest.fixture
+def sharded(tmp_path, data):
+    """The dataset of `data` in two shards, a user each."""
+    folder = prepare_rows(tmp_path / "sharded", ROWS, min_user_events=1, min_item_events=1, shard_events=4)
+    loaded = sequences.load(folder)
+    assert [len(part) for part in loaded.items.parts] == [4, 3]
+    return loaded
+
+
+def test_shards_are_one_array(data, sharded):
+    for name in ("start", "train_stop", "valid_stop", "stop", "count"):
+        assert getattr(sharded, name).tolist() == getattr(data, name).tolist()
+    index = torch.tensor([[6, 0, 3], [4, 4, 2]])
+    for whole, shards in ((data.items, sharded.items), (data.times, sharded.times)):
+        assert len(shards) == len(whole)
+        assert shards[index].tolist() == whole[index].tolist()
+        assert shards[index].dtype == whole.dtype
+        assert shards[torch.arange(7) % 2 == 0].tolist() == whole[::2].tolist()
+
+
+@pytest.mark.parametrize("resident", [True, False])
+def test_windows_and_seen_items_are_the_same_from_shards(data, sharded, resident):
+    moved = sharded.to(torch.device("cpu"), resident=resident)
+    user, stop = torch.tensor([0, 1, 1]), torch.tensor([3, 6, 4])
+    assert moved.items is sharded.items  # nothing was copied
+
+    for one, other in zip(sequences.window(data, user, stop, 4), sequences.window(moved, user, stop, 4), strict=True):
+        assert torch.equal(one, other)
+    for one, other in zip(sequences.seen(data, user, stop), sequences.seen(moved, user, stop), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_the_file_is_mapped_not_read(tmp_path):
+    """What a loaded dataset holds lies in the file: a write through another map shows."""
+    folder = prepare_rows(tmp_path, ROWS, min_user_events=1, min_item_events=1)
+    loaded = sequences.load(folder)
+    content = (folder / "sequences.arrow").read_bytes()
+    place = content.index(torch.tensor([1, 2, 3, 4, 2, 1, 4], dtype=torch.int32).numpy().tobytes())
+    with (folder / "sequences.arrow").open("r+b") as file:
+        file.seek(place)
+        file.write(b"\x04")
+
+    assert loaded.items.tolist() == [4, 2, 3, 4, 2, 1, 4]
+
+
 def test_another_schema_is_refused(tmp_path):
     import pyarrow as pa
 

@@ -11,11 +11,11 @@ from seqrec.config import PrepareConfig
 from seqrec.data import splits
 
 
-def frame(rows):
-    """(user_id, item_id, timestamp) tuples as a table, numbered in order."""
-    columns = {"user_id": [r[0] for r in rows], "item_id": [r[1] for r in rows], "timestamp": [r[2] for r in rows]}
-    table = pl.DataFrame(columns, schema={"user_id": pl.String, "item_id": pl.String, "timestamp": pl.Int64})
-    return nw.from_native(table.with_row_index("row").with_columns(pl.col("row").cast(pl.Int64)), eager_only=True)
+def frame(rows, names=("user", "item")):
+    """(user, item, timestamp) tuples as a lazy table, numbered in order."""
+    columns = {names[0]: [r[0] for r in rows], names[1]: [r[1] for r in rows], "timestamp": [r[2] for r in rows]}
+    table = pl.LazyFrame(columns, schema={names[0]: pl.String, names[1]: pl.String, "timestamp": pl.Int64})
+    return nw.from_native(table.with_row_index("row").with_columns(pl.col("row").cast(pl.Int64)))
 
 
 def core_by_hand(rows, users, items):
@@ -35,7 +35,7 @@ logs = st.lists(st.tuples(st.sampled_from("abcde"), st.sampled_from("vwxyz"), st
 @settings(max_examples=60, deadline=None)
 @given(logs, st.integers(1, 4), st.integers(1, 4))
 def test_k_core_equals_its_definition(rows, users, items):
-    got = splits.k_core(frame(rows), users, items)
+    got = splits.k_core(frame(rows), users, items).collect()
 
     expected = core_by_hand(list(enumerate_rows(rows)), users, items)
     assert sorted(got["row"].to_list()) == sorted(r[3] for r in expected)
@@ -52,15 +52,27 @@ def enumerate_rows(rows):
 def test_deduplicate(rule, rows):
     log = frame([("a", "x", 5), ("a", "x", 5), ("a", "x", 3), ("a", "x", 9), ("a", "y", 5)])
 
-    assert sorted(splits.deduplicate(log, rule)["row"].to_list()) == rows
+    assert sorted(splits.deduplicate(log, rule).collect()["row"].to_list()) == rows
 
 
 def numbered(rows, shuffle_seed=None):
-    events = frame(rows)
+    """Return the rows in order, users and items numbered."""
+    events = frame(rows, ("user_id", "item_id"))
     if shuffle_seed is not None:
-        events = nw.from_native(events.to_native().sample(fraction=1, shuffle=True, seed=shuffle_seed), eager_only=True)
-    users, items = splits.number(events, "user_id", "user"), splits.number(events, "item_id", "item")
-    return splits.order(events.join(users, on="user_id").join(items, on="item_id"))
+        shuffled = events.to_native().collect().sample(fraction=1, shuffle=True, seed=shuffle_seed)
+        events = nw.from_native(shuffled.lazy())
+    users = splits.number(events, "user_id", "user").drop("events")
+    items = splits.number(events, "item_id", "item").drop("events")
+    return splits.order(events.join(users, on="user_id").join(items, on="item_id")).collect()
+
+
+def ends_of(events, config):
+    """Return what `splits.ends` does for numbered rows, and the facts."""
+    return splits.ends(events.lazy(), np.bincount(events["user"].to_numpy())[1:], config)
+
+
+def rows_of(ends):
+    return list(zip(*(values.tolist() for values in ends), strict=True))
 
 
 @settings(max_examples=40, deadline=None)
@@ -86,14 +98,28 @@ def test_equal_times_keep_the_source_order(rows):
 def test_ids_are_contiguous_and_in_order_of_appearance():
     events = frame([("zoe", "q", 9), ("adam", "p", 1), ("zoe", "p", 2)])
 
-    assert dict(splits.number(events, "user_id", "user").select("user_id", "user").iter_rows()) == {"zoe": 1, "adam": 2}
+    table = splits.number(events, "user", "number").collect()
+
+    assert sorted(table.select("number", "user", "events").rows()) == [(1, "zoe", 2), (2, "adam", 1)]
+
+
+def test_known_ids_keep_their_number_and_new_ones_follow():
+    known = nw.from_native(
+        pl.LazyFrame({"number": [1, 2], "user": ["gone", "zoe"]}, schema_overrides={"number": pl.Int32})
+    )
+    events = frame([("eve", "q", 9), ("zoe", "q", 9), ("adam", "p", 1), ("eve", "p", 2)])
+
+    table = splits.number(events, "user", "number", known, 3).collect()
+
+    rows = sorted(table.select("number", "user", "events").rows())
+    assert rows == [(1, "gone", 0), (2, "zoe", 1), (3, "eve", 2), (4, "adam", 1)]
 
 
 def test_leave_one_out():
     rows = [("a", f"i{n}", n) for n in range(5)] + [("b", "x", 0), ("b", "y", 1)] + [("c", "x", 3)]
-    table, _ = splits.ends(numbered(rows), PrepareConfig())
+    table, _ = ends_of(numbered(rows), PrepareConfig())
 
-    assert table.select("user", "events", "train_end", "valid_end").rows() == [(1, 5, 3, 4), (2, 2, 2, 2), (3, 1, 1, 1)]
+    assert rows_of(table) == [(5, 3, 4), (2, 2, 2), (1, 1, 1)]
 
 
 def test_ratio():
@@ -101,19 +127,18 @@ def test_ratio():
     rows = [("a", f"i{n}", n) for n in range(10)] + [("b", f"i{n}", n) for n in range(4)]
     config = PrepareConfig(protocol="RATIO-full", valid_share=0.2, test_share=0.1)
 
-    table, _ = splits.ends(numbered(rows), config)
+    table, _ = ends_of(numbered(rows), config)
 
-    assert table.select("user", "events", "train_end", "valid_end").rows() == [(1, 10, 7, 9), (2, 4, 4, 4)]
+    assert rows_of(table) == [(10, 7, 9), (4, 4, 4)]
 
 
 def test_users_who_do_not_validate_train_on_that_event():
     rows = [(f"u{u}", f"i{n}", n) for u in range(10) for n in range(4)]
-    table, _ = splits.ends(numbered(rows), PrepareConfig(val_users=3))
-    again, _ = splits.ends(numbered(rows), PrepareConfig(val_users=3))
+    table, _ = ends_of(numbered(rows), PrepareConfig(val_users=3))
+    again, _ = ends_of(numbered(rows), PrepareConfig(val_users=3))
 
-    ends = list(zip(table["train_end"].to_list(), table["valid_end"].to_list(), strict=True))
-    assert sorted(ends) == [(2, 3)] * 3 + [(3, 3)] * 7
-    assert table["train_end"].to_list() == again["train_end"].to_list()
+    assert sorted(rows_of(table)) == [(4, 2, 3)] * 3 + [(4, 3, 3)] * 7
+    assert rows_of(table) == rows_of(again)
 
 
 @settings(max_examples=60, deadline=None)
@@ -123,13 +148,13 @@ def test_users_who_do_not_validate_train_on_that_event():
 def test_no_training_event_is_at_or_after_a_cut(rows):
     events = numbered(rows)
     try:
-        table, facts = splits.ends(events, PrepareConfig(protocol="temporal", valid_share=0.2, test_share=0.2))
+        table, facts = ends_of(events, PrepareConfig(protocol="temporal", valid_share=0.2, test_share=0.2))
     except ValueError:
         return  # the times do not divide into three periods
-    time, number = events["timestamp"].to_numpy(), table["events"].to_numpy()
+    time, number = events["timestamp"].to_numpy(), table.events
     position = np.concatenate([np.arange(n) for n in number])
-    train = position < np.repeat(table["train_end"].to_numpy(), number)
-    valid = ~train & (position < np.repeat(table["valid_end"].to_numpy(), number))
+    train = position < np.repeat(table.train_end, number)
+    valid = ~train & (position < np.repeat(table.valid_end, number))
     test = ~train & ~valid
 
     assert time[train].max() < facts["valid_cut"] <= time[~train].min()
@@ -138,18 +163,27 @@ def test_no_training_event_is_at_or_after_a_cut(rows):
 
 def test_equal_times_cannot_be_cut():
     with pytest.raises(ValueError, match=r"prepare\.protocol temporal"):
-        splits.ends(numbered([("a", f"i{n}", 7) for n in range(10)]), PrepareConfig(protocol="temporal"))
+        ends_of(numbered([("a", f"i{n}", 7) for n in range(10)]), PrepareConfig(protocol="temporal"))
 
 
-def test_sampled_users_keep_all_their_events():
-    events = frame([(f"u{u}", f"i{n}", n) for u in range(10) for n in range(4)])
+def test_cuts_are_order_statistics_of_all_times():
+    """Several events a day, and days without any."""
+    times = np.random.default_rng(0).integers(0, 40 * splits.DAY, size=500)
+    times[:100] = 7 * splits.DAY + 5
+    events = numbered([(f"u{n % 7}", f"i{n % 11}", int(t)) for n, t in enumerate(times)])
 
-    kept = splits.sample_users(events, 3, seed=1)
+    _, facts = ends_of(events, PrepareConfig(protocol="temporal", valid_share=0.3, test_share=0.2))
 
-    assert kept["user_id"].n_unique() == 3
-    assert len(kept) == 12
-    assert splits.sample_users(events, 3, seed=1)["row"].to_list() == kept["row"].to_list()
-    assert len(splits.sample_users(events, 0, seed=1)) == 40
+    assert (facts["valid_cut"], facts["test_cut"]) == (np.sort(times)[250], np.sort(times)[400])
+
+
+def test_a_sample_of_users_depends_on_the_set_of_ids():
+    ids = np.array([f"u{n}" for n in range(10)], dtype=object)
+
+    drawn = ids[splits.sample_users(ids, 3, seed=1)]
+
+    assert len(set(drawn)) == 3
+    assert drawn.tolist() == ids[::-1][splits.sample_users(ids[::-1], 3, seed=1)].tolist()
 
 
 @settings(max_examples=40, deadline=None)
@@ -183,12 +217,12 @@ def test_negatives_are_uniform_over_the_unseen_items():
 def test_noise_changes_the_share_of_train_and_nothing_else(share):
     rows = [(f"u{user}", f"i{(user * 7 + event) % 40}", event) for user in range(30) for event in range(5 + user)]
     events = numbered(rows)
-    table, _ = splits.ends(events, PrepareConfig())
+    table, _ = ends_of(events, PrepareConfig())
 
-    noisy = splits.corrupt(events, table, 40, share, seed=1)
+    before = events["item"].to_numpy()
+    after = splits.corrupt(before, table, 40, share, seed=1)
 
-    before, after = (np.array(frame["item"].to_list()) for frame in (events, noisy))
-    number, train_end = (np.array(table[name].to_list()) for name in ("events", "train_end"))
+    number, train_end = table.events, table.train_end
     user = np.repeat(np.arange(len(number)), number)
     position = np.arange(len(user)) - np.repeat(np.cumsum(number) - number, number)
     in_train = position < train_end[user]
@@ -199,23 +233,23 @@ def test_noise_changes_the_share_of_train_and_nothing_else(share):
     assert after.max() <= 40
     for place in np.flatnonzero(changed):
         assert after[place] not in before[(user == user[place]) & ~in_train]
-    assert splits.corrupt(events, table, 40, share, seed=1)["item"].to_list() == after.tolist()
-    assert splits.corrupt(events, table, 40, share, seed=2)["item"].to_list() != after.tolist()
-    assert splits.corrupt(events, table, 40, 0.0, seed=1) is events
+    assert splits.corrupt(before, table, 40, share, seed=1).tolist() == after.tolist()
+    assert splits.corrupt(before, table, 40, share, seed=2).tolist() != after.tolist()
+    assert splits.corrupt(before, table, 40, 0.0, seed=1) is before
 
 
 def test_noise_never_draws_what_the_user_does_later():
     events = numbered([("a", item, time) for time, item in enumerate("xxxxxxxxyz")])
-    table, _ = splits.ends(events, PrepareConfig())
+    table, _ = ends_of(events, PrepareConfig())
 
-    noisy = splits.corrupt(events, table, 3, 0.99, seed=0)["item"].to_list()
+    items = events["item"].to_numpy()
 
-    assert noisy == events["item"].to_list()  # of three items, two come later
+    assert splits.corrupt(items, table, 3, 0.99, seed=0).tolist() == items.tolist()  # of three items, two come later
 
 
 def test_noise_without_an_item_to_draw_is_refused():
     events = numbered([("a", item, time) for time, item in enumerate("xxyxy")])
-    table, _ = splits.ends(events, PrepareConfig())
+    table, _ = ends_of(events, PrepareConfig())
 
     with pytest.raises(ValueError, match="noise_share"):
-        splits.corrupt(events, table, 2, 0.5, seed=0)
+        splits.corrupt(events["item"].to_numpy(), table, 2, 0.5, seed=0)

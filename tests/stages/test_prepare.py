@@ -1,9 +1,12 @@
+import json
+
 import pyarrow.parquet as pq
 import pytest
 from conftest import prepare_rows, synthetic_rows, write_interactions
+from pyarrow import ipc
 
 from seqrec.artifacts import read_json, write_json
-from seqrec.config import PrepareConfig
+from seqrec.config import ConfigError, PrepareConfig
 from seqrec.stages.prepare import prepare
 
 
@@ -46,6 +49,84 @@ def test_all_equal_times_keep_the_source_order(tmp_path):
     from seqrec.data import sequences
 
     assert sequences.load(folder).items.tolist() == [1, 2, 3, 4, 5, 5, 4, 3, 2, 1]
+
+
+def content(folder):
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+@pytest.mark.parametrize("protocol", ["LOO-101", "RATIO-full", "temporal"])
+def test_shards_hold_the_same_events(tmp_path, protocol):
+    rows = synthetic_rows(items=150, users=90)
+    rows += rows[::9]  # repeated events, far from the first ones
+    whole = prepare_rows(tmp_path / "whole", rows, protocol=protocol)
+    parts = prepare_rows(tmp_path / "parts", rows, protocol=protocol, shard_events=200)
+
+    one, two = (ipc.open_file(folder / "sequences.arrow").read_all() for folder in (whole, parts))
+    assert len(one["items"].chunks) == 1
+    assert len(two["items"].chunks) > 3
+    assert two.combine_chunks().equals(one.combine_chunks())
+    one, two = content(whole), content(parts)
+    cards = json.loads(one.pop("split.json")), json.loads(two.pop("split.json"))
+    assert cards[0].pop("split_sha256") != cards[1].pop("split_sha256")
+    assert cards[0] == cards[1]
+    assert one.pop("sequences.arrow") != two.pop("sequences.arrow")
+    assert one == two  # nothing of the scratch files is left
+
+
+def test_noise_is_drawn_over_all_events_at_once(tmp_path):
+    rows = synthetic_rows()
+    one = prepare_rows(tmp_path / "one", rows, noise_share=0.2)
+    two = prepare_rows(tmp_path / "two", rows, noise_share=0.2, shard_events=100)
+
+    assert content(one) == content(two)
+
+
+def names(folder, file, column):
+    return pq.read_table(folder / file)[column].to_pylist()
+
+
+def test_a_dump_that_extends_another_keeps_its_numbers(tmp_path):
+    old = synthetic_rows(users=30, items=30)
+    new = synthetic_rows(users=45, items=50, seed=1)
+    # the new dump is in another order, and an item and a user of the old one are in it no more
+    gone = [row for row in new + old if row[0] != "u3" and row[1] != "i7"]
+    first = prepare_rows(tmp_path / "first", old, min_user_events=2, min_item_events=2)
+    second = prepare_rows(tmp_path / "second", gone, min_user_events=2, min_item_events=2, extend=str(first))
+
+    for file, column in (("users.parquet", "user_id"), ("vocabulary.parquet", "item_id")):
+        before, now = names(first, file, column), names(second, file, column)
+        assert now[: len(before)] == before
+        assert len(now) == len(set(now)) > len(before)
+    growth = read_json(second / "split.json")["extends"]
+    assert growth["split_sha256"] == read_json(first / "split.json")["split_sha256"]
+    assert (growth["users"]["known"], growth["users"]["new"], growth["users"]["gone"]) == (30, 15, 1)
+    assert (growth["items"]["known"], growth["items"]["new"], growth["items"]["gone"]) == (30, 20, 1)
+    assert growth["items"]["drift"] > 0.25
+
+    from seqrec.data import sequences
+
+    data = sequences.load(second)
+    place = names(second, "users.parquet", "user_id").index("u3")
+    assert data.start[place] == data.stop[place]
+    assert len(sequences.cases(data, "test")) == data.num_users - 1
+
+
+def test_new_ids_are_numbered_in_order_of_appearance(tmp_path):
+    old = [("a", item, time) for time, item in enumerate("xy")]
+    new = [("c", "w", 1), ("a", "v", 2), ("b", "x", 3)]
+    first = prepare_rows(tmp_path / "first", old, min_user_events=1, min_item_events=1)
+    second = prepare_rows(tmp_path / "second", new, min_user_events=1, min_item_events=1, extend=str(first))
+
+    assert names(second, "users.parquet", "user_id") == ["a", "c", "b"]
+    assert names(second, "vocabulary.parquet", "item_id") == ["x", "y", "w", "v"]
+
+
+@pytest.mark.parametrize(("place", "message"), [("nowhere", "users.parquet not found"), ("sequences", "this stage")])
+def test_a_folder_that_cannot_be_extended_is_refused(tmp_path, place, message):
+    prepare_rows(tmp_path, synthetic_rows())
+    with pytest.raises(ConfigError, match=message):
+        prepare_rows(tmp_path, synthetic_rows(), extend=str(tmp_path / place))
 
 
 def test_filters_that_leave_nothing_name_the_settings(tmp_path):

@@ -1,0 +1,46 @@
+"""Batches made while the step before them runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+def ahead(make: Callable[[int], T], number: int, device: torch.device) -> Iterator[T]:
+    """Yield make(0), ..., make(`number` - 1), each made in a second thread while the caller works on the one before.
+
+    Two batches exist at a time. On a GPU the copies of one run beside the kernels of the other, on a stream of their
+    own, which the caller's stream waits for.
+    """
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def made(place: int) -> T:
+        with torch.cuda.stream(stream):  # of None: changes nothing
+            return make(place)
+
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        coming = pool.submit(made, 0) if number else None
+        for place in range(1, number + 1):
+            assert coming is not None
+            ready = coming.result()
+            if stream is not None:
+                torch.cuda.current_stream(device).wait_stream(stream)
+                _belong_to(torch.cuda.current_stream(device), ready)
+            coming = pool.submit(made, place) if place < number else None
+            yield ready
+
+
+def _belong_to(stream: torch.cuda.Stream, value: Any) -> None:
+    """Tell the allocator that the tensors in `value` are used on `stream`."""
+    if isinstance(value, Tensor):
+        if value.is_cuda:
+            value.record_stream(stream)
+    elif isinstance(value, tuple):
+        for part in value:
+            _belong_to(stream, part)

@@ -1,0 +1,49 @@
+"""What a new dump adds to the one before: how many users and items are new, and whether the rest is still the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Counts = NDArray[np.integer]
+EMPTY_SHARE = 1e-4  # stands for the share of an empty bin, whose logarithm has no value
+BINS = 10
+
+
+def stability_index(expected: NDArray[np.floating], observed: NDArray[np.floating]) -> float:
+    """Return the population stability index, sum((p - q) ln(p / q)), of two lists of shares."""
+    q, p = np.maximum(expected, EMPTY_SHARE), np.maximum(observed, EMPTY_SHARE)
+    return float(np.sum((p - q) * np.log(p / q)))
+
+
+def report(before: Counts, now: Counts) -> dict[str, Any]:
+    """Return how the events of items (or of users) have grown.
+
+    Drift is the stability index of the added events over eleven bins: the known items by popularity, the most popular
+    first, each bin with a tenth of the events before; and the new items.
+
+    Args:
+        before: (K,) events of the known ones 1, 2, ... in the old dump.
+        now: (N,) events in the new one, K <= N, the known ones first.
+    """
+    known = len(before)
+    added = np.maximum(now - np.pad(before, (0, len(now) - known)), 0)
+    order = np.argsort(-before, kind="stable")
+    reached = np.cumsum(before[order]) - before[order]
+    bins = np.full(len(now), BINS)
+    bins[order] = np.minimum(reached * BINS // max(1, before.sum()), BINS - 1)
+    shares = [
+        np.bincount(bins, weights=events, minlength=BINS + 1) / max(1, events.sum())
+        for events in (np.pad(before, (0, len(now) - known)), added)
+    ]
+    return {
+        "known": known,
+        "new": len(now) - known,
+        "gone": int(((before > 0) & (now[:known] == 0)).sum()),
+        "events_added": int(added.sum()),
+        "events_removed": int(np.maximum(before - now[:known], 0).sum()),
+        "share_of_new": round(float(shares[1][BINS]), 6),
+        "drift": round(stability_index(*shares), 6) if added.sum() else 0.0,
+    }

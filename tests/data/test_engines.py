@@ -1,0 +1,78 @@
+"""Spark gives the same files as polars, byte for byte. One session, one test: starting Spark takes longer than it."""
+
+import importlib.util
+import os
+import shutil
+
+import pytest
+from conftest import synthetic_rows, write_interactions
+
+from seqrec.config import ConfigError, PrepareConfig
+from seqrec.data import engines
+from seqrec.stages.prepare import prepare
+
+needs_spark = pytest.mark.skipif(
+    importlib.util.find_spec("pyspark") is None, reason="pyspark is not installed: pip install 'seqrec[spark]'"
+)
+needs_java = pytest.mark.skipif(
+    shutil.which("java") is None and "JAVA_HOME" not in os.environ, reason="Spark needs Java 17 or newer: no java found"
+)
+
+
+@pytest.fixture(scope="session")
+def session(tmp_path_factory):
+    """A local Spark; prepare takes the session that runs."""
+    from pyspark.sql import SparkSession
+
+    builder = SparkSession.builder.master("local[2]").appName("tests")
+    settings = {
+        "spark.ui.enabled": "false",
+        "spark.driver.host": "127.0.0.1",
+        "spark.driver.bindAddress": "127.0.0.1",
+        "spark.driver.memory": "1g",
+        "spark.sql.shuffle.partitions": "2",
+        "spark.sql.warehouse.dir": str(tmp_path_factory.mktemp("warehouse")),
+    }
+    for name, value in settings.items():
+        builder = builder.config(name, value)
+    running = builder.getOrCreate()
+    yield running
+    running.stop()
+
+
+def prepared(folder, name, **settings):
+    config = PrepareConfig(**settings)
+    prepare(dataset="log", data=folder, validation=folder / "validation.json", sequences=folder / name, config=config)
+    return {file.name: file.read_bytes() for file in (folder / name).iterdir()}
+
+
+@needs_spark
+@needs_java
+def test_spark_writes_the_bytes_that_polars_writes(tmp_path, session):
+    """Titles, repeated pairs, a k-core of several rounds, a sample, two cuts, shards, and an earlier dump to extend."""
+    rows = synthetic_rows(users=50, items=60)
+    rows += rows[::7] + [(f"rare{n}", f"odd{n}", 1_000_000 + n) for n in range(9)] + [(user, "i1", 5) for user in "ab"]
+    write_interactions(tmp_path, rows[:200])
+    prepared(tmp_path, "before", min_user_events=2, min_item_events=2)
+    write_interactions(tmp_path, rows)
+    settings = {
+        "protocol": "temporal",
+        "require_title": True,
+        "deduplicate": "first_pair",
+        "sample_users": 40,
+        "shard_events": 150,
+        "extend": str(tmp_path / "before"),
+    }
+
+    polars = prepared(tmp_path, "polars", **settings)
+    spark = prepared(tmp_path, "spark", engine="spark", **settings)
+
+    assert set(polars) == {"sequences.arrow", "vocabulary.parquet", "users.parquet", "negatives.arrow", "split.json"}
+    assert spark == polars
+
+
+def test_without_pyspark_the_setting_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "pyspark.sql", None)
+
+    with pytest.raises(ConfigError, match=r"prepare\.engine: spark needs pyspark"), engines.opened("spark", tmp_path):
+        pass
