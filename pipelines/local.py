@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +16,7 @@ from kfp.local import docker_task_handler
 from pipelines.compile import compile_pipeline
 from seqrec.run import load_config
 
+DATABASE = "mlflow.db"  # of the default register.tracking_uri
 HARDENED = {
     "read_only": True,
     "cap_drop": ["ALL"],
@@ -53,9 +56,9 @@ def run_local(
         _use_docker(out, network, data)
     else:
         local.init(local.SubprocessRunner(use_venv=False), pipeline_root=str(out))
-    register = dict(vars(load_config(params).section("register")))
-    if not os.environ.get("MLFLOW_TRACKING_URI") and register["tracking_uri"].startswith("sqlite:///"):
-        register["tracking_uri"] = f"sqlite:///{out}/mlflow.db"
+    register = dataclasses.asdict(load_config(params).section("register"))
+    if "MLFLOW_TRACKING_URI" not in os.environ and register["tracking_uri"] == f"sqlite:///{DATABASE}":
+        register["tracking_uri"] = f"sqlite:///{out / DATABASE}"
     load_component_from_file(str(file))(state=str(out / "state"), register=register)
 
 
@@ -71,18 +74,34 @@ def _use_docker(out: Path, network: str, data: Path | None) -> None:
     mounts = [Mount(str(data.resolve()), str(data.resolve()), "bind", read_only=True)] if data else []
     names = ("MLFLOW_TRACKING_URI", "SEQREC_DATA_MIRROR")
     environment = {name: os.environ[name] for name in names if name in os.environ}
-    docker_task_handler.run_docker_container = _run_container
-    runner = local.DockerRunner(**HARDENED, **user, network_mode=network, mounts=mounts, environment=environment)
+    docker_task_handler.run_docker_container = functools.partial(_run_container, environment)
+    runner = local.DockerRunner(**HARDENED, **user, network_mode=network, mounts=mounts)
     local.init(runner, pipeline_root=str(out))
 
 
-def _run_container(client: Any, image: str, command: list[str], volumes: Mapping[str, Any], **arguments: Any) -> int:
+def _run_container(
+    surroundings: Mapping[str, str],
+    client: Any,
+    image: str,
+    command: list[str],
+    volumes: Mapping[str, Any],
+    environment: Mapping[str, str] | None = None,
+    **arguments: Any,
+) -> int:
     """Run a step and return its exit status.
 
     In place of KFP's own, which removes the container by itself and takes a container that is gone for a success, so
-    that a failing step can look green (kubeflow/pipelines#13332), and which pulls an image that has no tag.
+    that a failing step can look green (kubeflow/pipelines#13332), and which pulls where it could do without.
     """
-    container = client.containers.run(image, command, detach=True, volumes=volumes, **arguments)
+    container = client.containers.run(
+        image,
+        command[1:],
+        entrypoint=command[:1],  # as on Kubernetes, where a command replaces the image's
+        environment={**surroundings, **(environment or {})},
+        volumes=volumes,
+        detach=True,
+        **arguments,
+    )
     try:
         for line in container.logs(stream=True):
             print(line.decode(errors="replace"), end="")

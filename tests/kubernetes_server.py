@@ -115,6 +115,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(403, {"message": "not there"})
         elif match["plural"] not in self.server.kinds:
             self._answer(404, {"message": "the server could not find the requested resource"})
+        elif self.command == "POST" and json.loads(content)["metadata"]["name"] in jobs:
+            self._answer(409, {"message": "there is one of that name"})
         elif self.command == "POST":
             self.server.cluster.create(json.loads(content))
             self._answer(201, json.loads(content))

@@ -40,10 +40,12 @@ def models() -> dict[str, dict]:
     return entries
 
 
-def write_settings(folder: Path, *, start: int = YEAR_2001, chosen: tuple[str, ...] = (), epochs: int = 1) -> Path:
+def write_settings(
+    folder: Path, *, start: int = YEAR_2001, chosen: tuple[str, ...] = (), epochs: int = 1, items: int = 40
+) -> Path:
     """Write a log of 60 users with titles, and settings that train `chosen`, or every model, on it."""
     folder.mkdir(exist_ok=True)
-    rows = synthetic_rows(users=60)
+    rows = synthetic_rows(users=60, items=items)
     with (folder / "log.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["user_id", "item_id", "timestamp"])
@@ -70,14 +72,14 @@ def write_settings(folder: Path, *, start: int = YEAR_2001, chosen: tuple[str, .
     return params
 
 
-def run(params: Path, out: Path, **further: str) -> subprocess.CompletedProcess[str]:
+def run(params: Path, out: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     """Run the pipeline with the Docker runner: offline, read-only, without capabilities, as the image's user."""
     command = [sys.executable, "-m", "pipelines", "run-local", "--docker", "--data", str(params.parent)]
-    flags = ["--params", str(params), "--out", str(out)]
-    environment = {**os.environ, "SEQREC_IMAGE": IMAGE, **further}
+    command += ["--params", str(params), "--out", str(out), *flags]
+    environment = {**os.environ, "SEQREC_IMAGE": IMAGE}
     for name in ("MLFLOW_TRACKING_URI", "SEQREC_DATA_MIRROR"):
         environment.pop(name, None)
-    return subprocess.run([*command, *flags], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
 def outcomes(out: Path) -> list[dict[str, str]]:
@@ -137,6 +139,33 @@ def test_the_whole_pipeline_runs_in_containers_with_every_model(client, tmp_path
     assert owners == ({10001} if os.getuid() == 0 else {os.getuid()})
     assert [tags[OUTCOME] for tags in outcomes(tmp_path / "out")] == ["SUCCEEDED"]
     assert not client.containers.list(all=True, filters={"ancestor": IMAGE})
+
+
+def test_a_retraining_starts_from_the_champion_on_a_catalogue_that_has_grown(tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    assert run(write_settings(tmp_path / "data", chosen=("sasrec",)), out).returncode == 0
+
+    params = write_settings(tmp_path / "data", chosen=("sasrec",), items=50)
+    done = run(params, out, "--pipeline", "retraining")
+
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    assert "warm start: 40 of 50 items known to the champion" in done.stdout
+
+
+def test_a_text_model_learns_from_other_datasets_alone(tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    params = write_settings(tmp_path / "data", chosen=("recformer",))
+    content = yaml.safe_load(params.read_text())
+    content |= {"sources": ["other"], "datasets": {"other": {"ingest": content["ingest"]}}}
+    params.write_text(yaml.safe_dump(content))
+
+    done = run(params, out, "--pipeline", "pretraining")
+
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    (metrics,) = out.rglob("report/metrics.json")
+    assert json.loads(metrics.read_text())["test/ndcg@10"] > 0
 
 
 def test_a_failing_step_fails_the_pipeline(tmp_path):

@@ -10,18 +10,31 @@ import pytest
 import yaml
 from conftest import synthetic_rows
 from google.protobuf import json_format
-from kfp import local
 from kfp.kubernetes.kubernetes_executor_config_pb2 import KubernetesExecutorConfig
 from kfp.pipeline_spec.pipeline_spec_pb2 import PipelineDeploymentConfig, PipelineSpec, PlatformSpec
 from mlflow import MlflowClient
 
 from pipelines.__main__ import main
 from pipelines.compile import compile_pipeline
+from pipelines.local import run_local
 from pipelines.resources import STATE
 from pipelines.training import build, is_pinned, parameters
 from seqrec import leaderboard
-from seqrec.artifacts import CASES, INTERACTIONS, METRICS, RECOMMENDATIONS, SPLIT_CARD, WEIGHTS, read_json, sha256
+from seqrec.artifacts import (
+    CASES,
+    INTERACTIONS,
+    METRICS,
+    RECOMMENDATIONS,
+    SPLIT_CARD,
+    USERS,
+    VOCABULARY,
+    WEIGHTS,
+    facts,
+    read_json,
+    sha256,
+)
 from seqrec.config import ConfigError, IngestConfig, load
+from seqrec.registry import fetch_champion
 from seqrec.run import load_config
 from seqrec.stages.baselines import baselines
 from seqrec.stages.evaluate import evaluate
@@ -71,11 +84,8 @@ def write_settings(folder: Path, *, start: int) -> Path:
 
 
 def run_on_this_machine(settings: Path, root: Path) -> Path:
-    """Run the pipeline with the local runner; return the folder with one folder a task."""
-    local.init(local.SubprocessRunner(use_venv=False), pipeline_root=str(root), raise_on_error=True)
-    params = load_config(settings)
-    pipeline = build("training", params, params.leaderboard)
-    pipeline(state=str(root / "state"), baseline=str(root / "no-baseline.json"))
+    """Run the compiled pipeline with the subprocess runner; return the folder with one folder a task."""
+    run_local([], root, settings)
     return next(root.glob("seqrec-training-*"))
 
 
@@ -205,6 +215,21 @@ def test_the_run_that_register_made_says_how_the_pipeline_ended(outcome):
 
     assert (tags[OUTCOME], tags[FAILURE], tags["status"]) == ("SUCCEEDED", "", "FINISHED")
     assert tags["mlflow.runName"].startswith("own-")
+
+
+def test_the_champion_of_a_run_is_what_a_retraining_starts_from(outcome, tmp_path):
+    tasks, _ = outcome
+    board = read_json(tasks / "register/reports" / leaderboard.LEADERBOARD)
+    config = load_config(tasks.parent.parent / "settings.yaml").section("register")
+
+    assert fetch_champion(dataset="own", folder=tmp_path / "own", config=config) == "1"
+    assert fetch_champion(dataset="another", folder=tmp_path / "another", config=config) == ""
+
+    task = {"sasrec": "finetune", "flash4rec": "finetune-2"}[board["registry"]["model"]]
+    assert sha256(tmp_path / "own" / WEIGHTS) == sha256(tasks / task / "checkpoint" / WEIGHTS)
+    assert facts(tmp_path / "own")["model"] == board["registry"]["model"]
+    assert {VOCABULARY, USERS} <= {path.name for path in (tmp_path / "own").iterdir()}
+    assert list((tmp_path / "another").iterdir()) == []
 
 
 @pytest.mark.usefixtures("_offline")

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import make_model, prepare_rows, synthetic_rows
+from conftest import make_batch, make_model, prepare_rows, synthetic_rows
 
-from models.base import Batch
 from seqrec.artifacts import USERS, VOCABULARY, WEIGHTS, facts
 from seqrec.checkpoint import load_model, save_model
 from seqrec.config import ModelConfig, PretrainConfig
@@ -59,15 +58,10 @@ def test_old_items_and_users_score_as_before(folders, tmp_path, architecture):
     items = [numbers(folder, VOCABULARY, "item", "item_id") for folder in folders]
     users = [numbers(folder, USERS, "user", "user_id") for folder in folders]
     assert items[0]["i3"] != items[1]["i3"]
-    names = ["i3", "i7", "i11"]
-    batches = [
-        Batch(
-            torch.tensor([[item[name] for name in names]]),
-            torch.tensor([[-120.0, -60.0, 0.0]]),
-            torch.tensor([user["u5"]]),
-        )
-        for item, user in zip(items, users, strict=True)
-    ]
+    rows = [[item[name] for name in ("i3", "i7", "i11")] for item in items]
+    if objective:  # what is asked for is masked
+        rows = [[*row, model.catalogue.num_items + 1] for row, model in zip(rows, (champion, net), strict=True)]
+    batches = [make_batch([row], user=user["u5"]) for row, user in zip(rows, users, strict=True)]
     with torch.no_grad():
         scores = [
             model(batch, last=True)[0, 0] @ model.item_vectors()[: model.catalogue.num_items + 1].T
