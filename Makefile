@@ -16,7 +16,7 @@ setup: $(VENV)/.installed  ## make .venv with the pinned packages
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[pipeline,text,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[pipeline,text,serve,dev]'
 	@touch $@
 
 repro: setup  ## the whole pipeline, then the leaderboard; SET="finetune.epochs=3" tries other settings

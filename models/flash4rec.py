@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.base import PAD, Batch, Catalogue, Options, SequenceModel, TaskLoss, check
-from models.layers import INIT_STD, Dropout, attend, attention_bias, draws, initialise
+from models.layers import Dropout, attend, attention_bias, draws, initialise
 
 ROUTING = ("balance", "busiest_expert", "router_entropy")  # eq. 11 without lambda, share of tokens, nats
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
@@ -72,6 +72,11 @@ class FLASH4RecOptions(Options):
         check(self.topk_dropout_k >= 1, "topk_dropout_k must be at least 1")
         check(self.topk_dropout_scope in ("matrix", "row"), "topk_dropout_scope must be matrix or row")
         check(self.jitter >= 0 and self.balance >= 0, "jitter and balance must be at least 0")
+
+
+def _normal(*shape: int) -> Tensor:
+    """Return weights (..., inputs, outputs) that keep the scale of their input: products of gates start small enough."""
+    return torch.empty(shape).normal_(std=shape[-2] ** -0.5)
 
 
 def rotate(x_BLS: Tensor) -> Tensor:
@@ -195,8 +200,8 @@ class Experts(nn.Module):
         self.router = nn.Sequential(
             nn.Linear(options.d_model, options.d_router), nn.ReLU(), nn.Linear(options.d_router, options.experts)
         )
-        self.inner = nn.Parameter(torch.empty(options.experts, options.d_model, options.d_expert).normal_(std=INIT_STD))
-        self.outer = nn.Parameter(torch.empty(options.experts, options.d_expert, options.d_model).normal_(std=INIT_STD))
+        self.inner = nn.Parameter(_normal(options.experts, options.d_model, options.d_expert))
+        self.outer = nn.Parameter(_normal(options.experts, options.d_expert, options.d_model))
 
     def forward(self, x_BLD: Tensor, real_BL: Tensor) -> tuple[Tensor, Tensor]:
         """Return the mixed outputs (B, L, D), zero at padding, and the layer's `ROUTING` (3,)."""
@@ -310,6 +315,10 @@ class FLASH4Rec(SequenceModel):
             nn.Linear(d_model, d_model), nn.GELU(), nn.LayerNorm(d_model), nn.Linear(d_model, d_model)
         )
         initialise(self)
+        with torch.no_grad():
+            for part in self.modules():
+                if isinstance(part, nn.Linear):
+                    part.weight.copy_(_normal(part.in_features, part.out_features).T)
 
     def forward(self, batch: Batch, last: bool = False) -> Tensor:
         """See `SequenceModel.forward`."""

@@ -33,6 +33,9 @@ COMMANDS = {  # name -> (module, function, what it does); modules are imported w
     "run": ("seqrec.run", "run", "all stages of one config but register, in one process, without DVC"),
     "import": ("seqrec.run", "import_run", "bring a finished `run` into MLflow"),
     "leaderboard": ("seqrec.leaderboard", "show", "print the leaderboard of the last run"),
+    "recommend": ("seqrec.using", "recommend", "print what the champion would show after a history"),
+    "score": ("seqrec.using", "score", "recommend to every user, into a Parquet file"),
+    "serve": ("seqrec.serving", "serve", "answer over HTTP with the champion, and follow the registry"),
     "compare": ("seqrec.compare", "compare", "paired gain of a run over others on one split; or spread over seeds"),
     "tune": ("seqrec.tune", "tune", "search the settings of a model on validation; continues by itself"),
 }
@@ -114,7 +117,8 @@ def bind(function: Callable[..., Any], command: str, flags: argparse.Namespace) 
 
 
 def _config(params: Params, command: str, flags: argparse.Namespace) -> Any:
-    section = {"baselines": "evaluate", "leaderboard": "register"}.get(command, command)
+    sections = {"baselines": "evaluate"} | dict.fromkeys(("leaderboard", "recommend", "serve"), "register")
+    section = sections.get(command, command)
     return params.section(section, model=getattr(flags, "model", None), dataset=getattr(flags, "dataset", None))
 
 

@@ -156,14 +156,6 @@ def with_target(example: Example) -> Example:
     return example._replace(batch=batch._replace(items=items, times=times))
 
 
-def _targeted(objective: str, width_B: Tensor, width: int, config: TrainConfig, seed: int) -> Tensor:
-    """Return (B, L) bool, on the CPU: which positions have a target."""
-    real_BL = torch.arange(width) >= width - width_B.unsqueeze(1)
-    if objective == "causal":
-        return real_BL
-    last_BL = (torch.arange(width) == width - 1).expand_as(real_BL)
-    if objective == "last":
-        return last_BL
 def past(example: Example, options: Options, place_N: Tensor, positions: int) -> losses.Past:
     """Return what is known of each query's user: all events up to its own, with cloze all that are not masked.
 
@@ -179,6 +171,14 @@ def past(example: Example, options: Options, place_N: Tensor, positions: int) ->
     return losses.Past(example.batch.items, place_N // positions, stop_N)
 
 
+def _targeted(objective: str, width_B: Tensor, width: int, config: TrainConfig, seed: int) -> Tensor:
+    """Return (B, L) bool, on the CPU: which positions have a target."""
+    real_BL = torch.arange(width) >= width - width_B.unsqueeze(1)
+    if objective == "causal":
+        return real_BL
+    last_BL = (torch.arange(width) == width - 1).expand_as(real_BL)
+    if objective == "last":
+        return last_BL
     generator = torch.Generator().manual_seed(seed)
     masked_BL = real_BL & (torch.rand(real_BL.shape, generator=generator) < config.mask_probability)
     only_last_B = torch.rand(len(real_BL), generator=generator) < config.mask_last_share

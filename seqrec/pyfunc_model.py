@@ -11,13 +11,14 @@ from typing import Any
 import mlflow
 import pandas as pd
 
-from seqrec.retrieval import Recommender
+from seqrec.recommender import Recommender, Request
 
 DEFAULT_K = 10
+ROWS = 256  # answered together
 
 
 class RecommenderModel(mlflow.pyfunc.PythonModel):  # type: ignore[misc]
-    """`seqrec.retrieval.Recommender` as an MLflow model."""
+    """`seqrec.recommender.Recommender` as an MLflow model."""
 
     def load_context(self, context: Any) -> None:
         """Load weights, card and vocabulary, which MLflow has laid side by side."""
@@ -33,25 +34,24 @@ class RecommenderModel(mlflow.pyfunc.PythonModel):  # type: ignore[misc]
             params: unused.
 
         Returns:
-            Columns `items` (ids, best first) and `scores`; fewer than `k` where the catalogue has no more.
+            Columns `items` (ids, best first; fewer than `k` where the catalogue has no more), `scores`, `source` (the
+            model, or `popularity` where no item of the history is known) and `unknown` (events that are not known).
         """
-        ranked = [self._recommend(row) for row in model_input.to_dict("records")]
-        return pd.DataFrame(
-            {
-                "items": [[item for item, _ in row] for row in ranked],
-                "scores": [[score for _, score in row] for row in ranked],
-            }
-        )
+        requests = [_request(row) for row in model_input.to_dict("records")]
+        answers = [self.recommender.answer(requests[i : i + ROWS]) for i in range(0, len(requests), ROWS)]
+        columns = ("items", "scores", "source", "unknown")
+        return pd.DataFrame({name: [getattr(answer, name) for part in answers for answer in part] for name in columns})
 
-    def _recommend(self, row: dict[Any, Any]) -> list[tuple[str, float]]:
-        given = {key: value for key, value in row.items() if not _is_empty(value)}
-        return self.recommender.recommend(
-            list(given.get("history", ())),
-            int(given.get("k", DEFAULT_K)),
-            exclude=list(given.get("exclude", ())),
-            user=given.get("user"),
-            times=list(given["times"]) if "times" in given else None,
-        )
+
+def _request(row: dict[Any, Any]) -> Request:
+    given = {key: value for key, value in row.items() if not _is_empty(value)}
+    return Request(
+        history=list(given.get("history", ())),
+        k=int(given.get("k", DEFAULT_K)),
+        exclude=list(given.get("exclude", ())),
+        user=given.get("user"),
+        times=list(given["times"]) if "times" in given else None,
+    )
 
 
 def _is_empty(value: Any) -> bool:

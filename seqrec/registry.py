@@ -47,7 +47,14 @@ SIGNATURE = ModelSignature(
             ColSpec(Array(DataType.long), "times", required=False),
         ]
     ),
-    outputs=Schema([ColSpec(Array(DataType.string), "items"), ColSpec(Array(DataType.double), "scores")]),
+    outputs=Schema(
+        [
+            ColSpec(Array(DataType.string), "items"),
+            ColSpec(Array(DataType.double), "scores"),
+            ColSpec(DataType.string, "source"),
+            ColSpec(DataType.long, "unknown"),
+        ]
+    ),
 )
 
 
@@ -166,6 +173,17 @@ def find_champion(client: MlflowClient, name: str) -> ModelVersion | None:
     """Return the version that holds the alias `champion`."""
     number = client.get_registered_model(name).aliases.get(CHAMPION)
     return None if number is None else client.get_model_version(name, number)
+
+
+def champion_version(*, dataset: str, config: RegisterConfig) -> str:
+    """Return the version of the champion of `dataset`, or nothing.
+
+    Raises:
+        TrackingError: the server does not answer.
+    """
+    client, name = connect(config), f"seqrec-{dataset}"
+    champion = find_champion(client, name) if client.search_registered_models(f"name = '{name}'") else None
+    return "" if champion is None else str(champion.version)
 
 
 def fetch_champion(*, dataset: str, folder: Path, config: RegisterConfig) -> str:

@@ -1,4 +1,4 @@
-"""Exact ranking over the whole catalogue, and recommendations from external ids.
+"""Exact ranking over the whole catalogue.
 
 Scores are computed in blocks of users x items and never held whole. A target's score comes out of the same matrix
 product as its rivals', so that equal vectors tie exactly.
@@ -6,15 +6,13 @@ product as its rivals', so that equal vectors tie exactly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from models.base import PAD, Batch, SequenceModel
-from seqrec import checkpoint
+from models.base import PAD, SequenceModel
 from seqrec.data import sequences
 from seqrec.data.sequences import WIDTH_STEP, Cases, Sequences
 
@@ -44,7 +42,6 @@ def model_scorer(model: SequenceModel) -> Scorer:
 
     def encode(data: Sequences, user: Tensor, stop: Tensor, longest: int) -> Tensor:
         cloze = model.options.objective == "cloze"
-        longest = int((stop - data.start[user]).max())
         width = min(-(-longest // WIDTH_STEP) * WIDTH_STEP, model.options.length - cloze)
         batch = sequences.window(data, user, stop, width)
         if cloze:
@@ -79,7 +76,7 @@ def rank(scorer: Scorer, data: Sequences, cases: Cases, *, filter_seen: bool, to
         top_k: length of the lists in `top`.
         rows: cases per block; 0 chooses by memory.
     """
-    rows = rows or max(1, min(1024, SCORES_IN_MEMORY // min(data.num_items, ITEMS_PER_BLOCK)))
+    rows = rows or _rows(data)
     # by length: short histories are not padded to long ones
     order = (cases.position - data.start[cases.user]).argsort(stable=True)
     user, position = cases.user[order], cases.position[order]
@@ -93,6 +90,36 @@ def rank(scorer: Scorer, data: Sequences, cases: Cases, *, filter_seen: bool, to
         return Ranking(empty, empty, empty, empty.long(), lists, lists.float())
     as_given = order.argsort()
     return Ranking(*(torch.cat(column)[as_given] for column in zip(*parts, strict=True)))
+
+
+@torch.no_grad()
+def best(
+    scorer: Scorer, data: Sequences, user: Tensor, stop: Tensor, *, filter_seen: bool, top_k: int
+) -> tuple[Tensor, Tensor]:
+    """Return the best items (B, K) after the events before `stop` (B,) of each `user` (B,), 0 for none, and scores."""
+    order, rows = (stop - data.start[user]).argsort(stable=True), _rows(data)
+    parts = [_best_block(scorer, data, user[chosen], stop[chosen], filter_seen, top_k) for chosen in order.split(rows)]
+    score_BK, item_BK = (torch.cat(column)[order.argsort()] for column in zip(*parts, strict=True))
+    return torch.where(score_BK == float("-inf"), PAD, item_BK), score_BK
+
+
+def _best_block(
+    scorer: Scorer, data: Sequences, user: Tensor, stop: Tensor, filter_seen: bool, top_k: int
+) -> tuple[Tensor, Tensor]:
+    seen_row, seen_item = sequences.seen(data, user, stop)
+    found: tuple[Tensor, Tensor] | None = None
+    for first, score in scorer(data, user, stop)():
+        if filter_seen:
+            inside = (seen_item >= first) & (seen_item < first + score.shape[1])
+            score[seen_row[inside], seen_item[inside] - first] = float("-inf")
+        found = found or (score.new_empty(len(user), 0), seen_item.new_empty(len(user), 0))
+        found = _merge_top(found, score, first, top_k)
+    assert found is not None
+    return found
+
+
+def _rows(data: Sequences) -> int:
+    return max(1, min(1024, SCORES_IN_MEMORY // min(data.num_items, ITEMS_PER_BLOCK)))
 
 
 def _rank_block(
@@ -157,76 +184,3 @@ def _merge_top(best: tuple[Tensor, Tensor], score: Tensor, first: int, k: int) -
     merged_value, merged_item = torch.cat([best[0], value], 1), torch.cat([best[1], index + first], 1)
     value, order = merged_value.topk(min(k, merged_value.shape[1]), dim=1)
     return value, merged_item.gather(1, order)
-
-
-class Recommender:
-    """A trained model that speaks in the source's item ids."""
-
-    def __init__(
-        self,
-        model: SequenceModel,
-        item_ids: Sequence[str],
-        counts: Tensor,
-        user_ids: Sequence[str],
-        *,
-        filter_seen: bool,
-    ) -> None:
-        self.model, self.item_ids, self.filter_seen = model.eval(), item_ids, filter_seen
-        self.items = {item_id: item for item, item_id in enumerate(item_ids, start=1)}
-        self.users = {user_id: user for user, user_id in enumerate(user_ids, start=1)}
-        self.counts = counts.float()
-        self.item_vectors = model.item_vectors().detach().float()
-
-    @classmethod
-    def load(cls, directory: Path) -> Recommender:
-        """Load weights, card, vocabulary and users from `directory`; no code of the artifact is run."""
-        model, card = checkpoint.load_model(directory)
-        item_ids, counts = sequences.read_vocabulary(directory)
-        return cls(model, item_ids, counts, sequences.read_users(directory), filter_seen=card["filter_seen"])
-
-    @torch.no_grad()
-    def recommend(
-        self,
-        history: Sequence[str],
-        k: int = 10,
-        *,
-        exclude: Collection[str] = (),
-        user: str | None = None,
-        times: Sequence[int] | None = None,
-    ) -> list[tuple[str, float]]:
-        """Return the best `k` items (item_id, score) for somebody with this `history`, oldest first.
-
-        Unknown item ids are skipped, an unknown user is user 0, and a history with no known item gets the most
-        popular items, scored by their train events. Items of the history are left out if the model was evaluated so.
-
-        Raises:
-            ValueError: the model needs times, or their number is not that of the history.
-        """
-        if times is not None and len(times) != len(history):
-            raise ValueError(f"times: {len(times)} given for a history of {len(history)}")
-        if "times" in self.model.needs and times is None and history:
-            raise ValueError("times: this model needs the time of each event of the history")
-        known = [place for place, item_id in enumerate(history) if item_id in self.items]
-        score_V = self._scores([self.items[history[place]] for place in known], known, user, times)
-        score_V[0] = float("-inf")
-        hidden = [*exclude, *history] if self.filter_seen else exclude
-        score_V[[self.items[item_id] for item_id in hidden if item_id in self.items]] = float("-inf")
-        value, item = score_V.topk(min(k, len(self.item_ids)))
-        best = zip(item.tolist(), value.tolist(), strict=True)
-        return [(self.item_ids[index - 1], score) for index, score in best if score > float("-inf")]
-
-    def _scores(self, items: list[int], places: list[int], user: str | None, times: Sequence[int] | None) -> Tensor:
-        if not items:
-            return self.counts.clone()
-        cloze = self.model.options.objective == "cloze"
-        length = self.model.options.length - cloze
-        recent = torch.tensor(items[-length:])
-        relative = torch.zeros(len(recent))
-        if times is not None:
-            chosen = torch.tensor([times[place] for place in places[-length:]])
-            relative = (chosen - chosen[-1]).float()
-        batch = Batch(recent[None], relative[None], torch.tensor([self.users.get(user or "", 0)]))
-        if cloze:
-            batch = sequences.with_mask(batch, len(self.item_ids) + 1)
-        query_D: Tensor = self.model(batch, last=True)[0, 0].float()
-        return self.item_vectors @ query_D

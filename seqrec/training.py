@@ -255,6 +255,7 @@ def train(
             "config": asdict(config),
             "seconds": values["seconds"],
             "filter_seen": filter_seen,
+            "median_gap": sequences.median_gap(data),
         }
         save_model(output, model, facts)
         write_text(output / HISTORY, "".join(json.dumps(record) + "\n" for record in history))

@@ -16,7 +16,7 @@ from seqrec import registry, tracking
 from seqrec.artifacts import CASES_SCHEMA, USERS_SCHEMA, VOCABULARY_SCHEMA
 from seqrec.checkpoint import build, save_model
 from seqrec.config import ModelConfig, RegisterConfig
-from seqrec.retrieval import Recommender
+from seqrec.recommender import Recommender
 
 ITEMS = [f"i{number}" for number in range(1, 13)]
 
@@ -105,7 +105,7 @@ def test_the_model_loads_in_a_clean_process_and_recommends_by_external_ids(model
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     environment["MLFLOW_TRACKING_URI"] = config.tracking_uri
     recommender = Recommender.load(folder)
-    best, _ = recommender.recommend(["i1", "i2"], user="a")[0]
+    best = recommender.recommend(["i1", "i2"], user="a").items[0]
     command = [sys.executable, "-c", CLEAN_PROCESS, f"models:/{model.model_id}", best]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -117,10 +117,12 @@ def test_the_model_loads_in_a_clean_process_and_recommends_by_external_ids(model
         recommender.recommend(["i3", "not in the catalogue"], 2),
         recommender.recommend([], 4, exclude=["i1"], user="stranger"),
     ]
-    assert answer["full"]["items"] == [[item for item, _ in row] for row in expected]
+    assert answer["full"]["items"] == [row.items for row in expected]
     for scores, row in zip(answer["full"]["scores"], expected, strict=True):
-        assert scores == pytest.approx([score for _, score in row])
-    assert answer["bare"]["items"][0] == [item for item, _ in recommender.recommend(["i1", "i2"])]
+        assert scores == pytest.approx(row.scores)
+    assert answer["full"]["source"] == ["sasrec", "sasrec", "popularity"]
+    assert answer["full"]["unknown"] == [0, 1, 0]
+    assert answer["bare"]["items"][0] == recommender.recommend(["i1", "i2"]).items
 
 
 def cases(*ranks):

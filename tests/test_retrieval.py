@@ -1,11 +1,8 @@
-import math
-
 import pytest
 import torch
 from conftest import make_model, prepare_rows, synthetic_rows
 
 from seqrec import metrics, retrieval
-from seqrec.checkpoint import save_model
 from seqrec.data import sequences
 
 
@@ -141,63 +138,3 @@ def test_renumbered_items_have_the_same_metrics(tmp_path):
         popularity.append(metrics.from_histogram(metrics.histogram(ranking.rank, data.num_items)))
 
     assert popularity[0] == popularity[1]
-
-
-@pytest.fixture
-def recommender(prepared, tmp_path):
-    data = sequences.load(prepared)
-    model = make_model("flash4rec", num_items=data.num_items, num_users=data.num_users)
-    save_model(tmp_path, model, {"filter_seen": True})
-    for name in ("vocabulary.parquet", "users.parquet"):
-        (tmp_path / name).write_bytes((prepared / name).read_bytes())
-    return retrieval.Recommender.load(tmp_path)
-
-
-def test_recommendations_are_those_of_the_evaluation(prepared, recommender):
-    data = sequences.load(prepared)
-    cases = sequences.cases(data, "test")
-    ranking = retrieval.rank(retrieval.model_scorer(recommender.model), data, cases, filter_seen=True, top_k=5)
-    item_ids = sequences.read_vocabulary(prepared)[0]
-    user, stop = int(cases.user[3]), int(cases.position[3])
-    history = [item_ids[item - 1] for item in data.items[data.start[user] : stop].tolist()]
-    target = item_ids[int(data.items[stop]) - 1]
-
-    got = recommender.recommend(history, 5, user=sequences.read_users(prepared)[user])
-
-    expected = [item_ids[item - 1] for item in ranking.top[3].tolist() if item]
-    if target in history:  # evaluation keeps the target as a candidate, serving cannot know it
-        expected = [item for item in expected if item != target]
-    assert [item for item, _ in got][: len(expected)] == expected
-
-
-def test_unknown_items_are_skipped_and_excluded_ones_not_shown(recommender):
-    plain = recommender.recommend(["i1", "i2"], 5)
-
-    assert recommender.recommend(["i1", "nobody knows this", "i2"], 5) == plain
-    without = recommender.recommend(["i1", "i2"], 5, exclude=[plain[0][0]])
-    assert [item for item, _ in without][:4] == [item for item, _ in plain][1:]
-    assert {"i1", "i2"}.isdisjoint(item for item, _ in recommender.recommend(["i1", "i2"], 1000))
-
-
-def test_an_empty_history_gets_the_popular_items(prepared, recommender):
-    counts = sequences.read_vocabulary(prepared)[1]
-
-    best = recommender.recommend([], 3)
-
-    assert [score for _, score in best] == sorted(counts[1:].tolist(), reverse=True)[:3]
-
-
-def test_k_beyond_the_catalogue_is_capped(recommender):
-    assert len(recommender.recommend(["i1"], 10_000)) == len(recommender.item_ids) - 1
-
-
-def test_scores_are_finite_and_sorted(recommender):
-    scores = [score for _, score in recommender.recommend(["i1", "i2", "i3"], 20)]
-
-    assert scores == sorted(scores, reverse=True)
-    assert all(map(math.isfinite, scores))
-
-
-def test_times_must_match_the_history(recommender):
-    with pytest.raises(ValueError, match="times"):
-        recommender.recommend(["i1", "i2"], times=[1])

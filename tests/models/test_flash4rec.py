@@ -223,6 +223,16 @@ def test_norm_orders_differ(norm):
     assert not torch.allclose(one(make_batch([[1, 2, 3]])), two(make_batch([[1, 2, 3]])))
 
 
+def test_weights_start_at_the_scale_that_keeps_their_inputs():
+    """A standard deviation of 1 / sqrt(inputs), of experts as of everything else."""
+    model = make_model("flash4rec", d_model=32, d_shared=16, d_value=48, d_expert=64)
+
+    layers = [part.weight.T for part in model.modules() if isinstance(part, torch.nn.Linear)]
+    layers += [weight[0] for block in model.blocks for weight in (block.experts.inner, block.experts.outer)]
+    for weight in layers:
+        assert weight.std().item() * len(weight) ** 0.5 == pytest.approx(1.0, rel=0.15)
+
+
 def test_plain_attention_equals_scores_by_hand():
     """The ablation: per head, rotated scores / sqrt(width), softmax over visible keys."""
     layer = RotaryAttention(FLASH4RecOptions(d_model=8, heads=2, user_gate=False)).eval()

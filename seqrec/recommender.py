@@ -1,0 +1,169 @@
+"""Recommendations for external ids: a trained model, the catalogue's names, and what to do with odd requests."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from models.base import PAD, Batch, SequenceModel
+from seqrec import checkpoint
+from seqrec.data import sequences
+from seqrec.data.sequences import WIDTH_STEP
+
+POPULARITY = "popularity"  # `source` of an answer that no model gave
+DAY = 86_400.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """Somebody's past, and what is wanted; every id is the data source's own."""
+
+    history: Sequence[str]  # oldest first
+    k: int = 10
+    exclude: Collection[str] = ()  # items not to show
+    user: str | None = None
+    times: Sequence[float] | None = None  # seconds UTC, one an event of `history`
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise ValueError(f"k: {self.k} given, at least 1 wanted")
+        if self.times is not None and len(self.times) != len(self.history):
+            raise ValueError(f"times: {len(self.times)} given for a history of {len(self.history)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """The best items, and what was done to give any."""
+
+    items: list[str]  # best first; fewer than `k` where the catalogue has no more
+    scores: list[float]
+    source: str  # name of the model, or `popularity` where the history held no known item
+    unknown: int = 0  # events of the history that the model does not know
+    notes: list[str] = field(default_factory=list)  # what else to know, for people
+
+
+class Recommender:
+    """A trained model that speaks in the source's item ids."""
+
+    def __init__(
+        self,
+        model: SequenceModel,
+        item_ids: Sequence[str],
+        counts: Tensor,
+        user_ids: Sequence[str],
+        *,
+        filter_seen: bool,
+        name: str = "model",
+        gap: float = DAY,
+    ) -> None:
+        self.model, self.item_ids, self.filter_seen, self.name, self.gap = (
+            model.eval(),
+            item_ids,
+            filter_seen,
+            name,
+            gap,
+        )
+        self.items = {item_id: item for item, item_id in enumerate(item_ids, start=1)}
+        self.users = {user_id: user for user, user_id in enumerate(user_ids, start=1)}
+        self.counts = counts.float()
+        self.item_vectors = model.item_vectors().detach().float()[: len(item_ids) + 1]
+
+    @classmethod
+    def load(cls, directory: Path) -> Recommender:
+        """Load weights, card, vocabulary and users from `directory`; no code of the artifact is run.
+
+        Raises:
+            ValueError: a file is not the one that the card was written for.
+        """
+        model, card = checkpoint.load_model(directory)
+        item_ids, counts = sequences.read_vocabulary(directory)
+        users = sequences.read_users(directory)
+        told = {"name": card.get("model", "model"), "gap": card.get("median_gap", DAY)}
+        return cls(model, item_ids, counts, users, filter_seen=card["filter_seen"], **told)
+
+    def recommend(
+        self,
+        history: Sequence[str],
+        k: int = 10,
+        *,
+        exclude: Collection[str] = (),
+        user: str | None = None,
+        times: Sequence[float] | None = None,
+    ) -> Answer:
+        """Return the best `k` items for somebody with this `history`, oldest first; see `answer`."""
+        return self.answer([Request(history=history, k=k, exclude=exclude, user=user, times=times)])[0]
+
+    @torch.no_grad()
+    def answer(self, requests: Sequence[Request]) -> list[Answer]:
+        """Answer requests together, in one pass of the model; nobody's answer depends on the others.
+
+        Unknown items are skipped and counted, an unknown user is user 0, and a history without a known item gets the
+        most popular items, scored by their train events. Items of the history are left out if the model was
+        evaluated so. Times that are missing are taken to lie the training data's median gap apart.
+        """
+        if not requests:
+            return []
+        places = [[p for p, item_id in enumerate(r.history) if item_id in self.items] for r in requests]
+        known = [number for number, place in enumerate(places) if place]
+        score_BV = self.counts.repeat(len(requests), 1)
+        if known:
+            batch = self._batch([requests[n] for n in known], [places[n] for n in known])
+            query_BD = self.model(batch, last=True)[:, 0].float()
+            score_BV[known] = query_BD @ self.item_vectors.T
+        self._hide(score_BV, requests)
+        largest = min(max(request.k for request in requests), len(self.item_ids))
+        value_BK, item_BK = score_BV.topk(largest)
+        rows = zip(requests, places, value_BK.tolist(), item_BK.tolist(), strict=True)
+        return [self._told(request, place, values, items) for request, place, values, items in rows]
+
+    def _batch(self, requests: Sequence[Request], places: Sequence[Sequence[int]]) -> Batch:
+        cloze = self.model.options.objective == "cloze"
+        length = self.model.options.length - cloze
+        recent = [place[-length:] for place in places]
+        longest = max(len(place) for place in recent)
+        width = min(-(-longest // WIDTH_STEP) * WIDTH_STEP, length)
+        items = [
+            [PAD] * (width - len(p)) + [self.items[r.history[i]] for i in p]
+            for r, p in zip(requests, recent, strict=True)
+        ]
+        items_BL = torch.tensor(items)
+        times_BL = torch.tensor([self._times(r, p, width) for r, p in zip(requests, recent, strict=True)])
+        user_B = torch.tensor([self.users.get(r.user or "", 0) for r in requests])
+        batch = Batch(items_BL, times_BL.masked_fill(items_BL == PAD, 0.0), user_B)
+        return sequences.with_mask(batch, len(self.item_ids) + 1) if cloze else batch
+
+    def _times(self, request: Request, place: Sequence[int], width: int) -> list[float]:
+        """Return seconds relative to the last event, padded on the left."""
+        if request.times is None:
+            return [-self.gap * before for before in range(width - 1, -1, -1)]
+        last = request.times[place[-1]]
+        return [0.0] * (width - len(place)) + [float(request.times[i] - last) for i in place]
+
+    def _hide(self, score_BV: Tensor, requests: Sequence[Request]) -> None:
+        score_BV[:, PAD] = float("-inf")
+        hidden = [
+            {*request.exclude, *(request.history if self.filter_seen else ())} & self.items.keys()
+            for request in requests
+        ]
+        row = [number for number, item_ids in enumerate(hidden) for _ in item_ids]
+        score_BV[row, [self.items[item_id] for item_ids in hidden for item_id in item_ids]] = float("-inf")
+
+    def _told(self, request: Request, place: Sequence[int], values: list[float], items: list[int]) -> Answer:
+        best = [(self.item_ids[item - 1], value) for item, value in zip(items, values, strict=True)]
+        best = [(item_id, value) for item_id, value in best[: request.k] if value > float("-inf")]
+        notes = []
+        if not place:
+            notes.append("no known item in the history: these are the most popular ones")
+        elif "times" in self.model.needs and request.times is None:
+            notes.append(f"times not given: events taken to be {self.gap:g} s apart, the median of the training data")
+        return Answer(
+            items=[item_id for item_id, _ in best],
+            scores=[value for _, value in best],
+            source=self.name if place else POPULARITY,
+            unknown=len(request.history) - len(place),
+            notes=notes,
+        )
