@@ -49,9 +49,9 @@ COPY components components
 COPY pipelines pipelines
 COPY configs configs
 COPY params.yaml ./
-# the root file system may be read-only: whatever is written goes below /tmp
-ENV PATH=/opt/venv/bin:$PATH PYTHONPATH=/app PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/tmp \
-    MPLCONFIGDIR=/tmp/matplotlib GIT_PYTHON_REFRESH=quiet \
+# the root file system may be read-only: whatever is written goes below /tmp; the user may be one without a name
+ENV PATH=/opt/venv/bin:$PATH PYTHONPATH=/app PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/tmp LOGNAME=seqrec \
+    MPLCONFIGDIR=/tmp/matplotlib DVC_SITE_CACHE_DIR=/tmp/dvc GIT_PYTHON_REFRESH=quiet \
     DVC_NO_ANALYTICS=1 GX_ANALYTICS_ENABLED=false MLFLOW_DISABLE_TELEMETRY=true
 USER 10001:10001
 ENTRYPOINT ["python", "-m", "seqrec"]
