@@ -36,7 +36,8 @@ def models() -> dict[str, dict]:
         entry["options"] |= dict.fromkeys(SMALL & entry["options"].keys(), 16) | {"length": 12}
         entry["options"] |= {"vocabulary": 300} if "vocabulary" in entry["options"] else {}
         for stage in ("pretrain", "finetune"):
-            entry[stage] = {**entry[stage], "epochs": 1, "batch_size": 16}
+            entry[stage] |= {"epochs": 1, "batch_size": 16}
+            entry[stage] |= {"prefixes_per_user": 2} if "prefixes_per_user" in entry[stage] else {}
     return entries
 
 
@@ -190,7 +191,7 @@ def test_a_failing_step_fails_the_pipeline(tmp_path):
 def test_a_killed_training_goes_on_where_it_stood(client, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
-    params = write_settings(tmp_path / "data", chosen=("sasrec",), epochs=400)
+    params = write_settings(tmp_path / "data", chosen=("sasrec",), epochs=100)
     killed = []
 
     def kill() -> None:
@@ -211,4 +212,4 @@ def test_a_killed_training_goes_on_where_it_stood(client, tmp_path):
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     assert "resuming finetune at epoch" in done.stdout
     (history,) = out.rglob("checkpoint/history.jsonl")
-    assert len(history.read_text().splitlines()) == 400
+    assert len(history.read_text().splitlines()) == 100
