@@ -7,7 +7,7 @@ export DVC_NO_ANALYTICS := 1
 export GX_ANALYTICS_ENABLED := false
 export MLFLOW_DISABLE_TELEMETRY := true
 
-.PHONY: help setup repro experiments bench test test-containers lint format ui pipeline clean
+.PHONY: help setup repro experiments bench test test-containers test-spark lint format ui pipeline clean
 
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 18
@@ -35,6 +35,10 @@ test: setup lint  ## linters, types, tests
 
 test-containers: setup  ## build the image, run the pipeline in it; needs Docker, or root on Debian
 	scripts/with_docker.sh pytest -m containers tests/test_containers.py
+
+test-spark: setup  ## install pyspark and compare Spark with polars; needs Java 17 or newer
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[spark]'
+	OMP_NUM_THREADS=1 pytest tests/data/test_engines.py -rs
 
 lint: setup  ## ruff and mypy
 	ruff check .

@@ -74,8 +74,10 @@ class ValidateConfig:
     max_duplicate_share: float = 0.05  # rows that repeat (user, item, time)
     max_volume_change: float = 0.1  # relative distance from the source's known number of rows
     max_drift: float = 0.25  # population stability index against the baseline; more is a warning
+    engine: str = "polars"  # polars: the table fits into memory | spark: it need not
 
     def __post_init__(self) -> None:
+        require(self.engine in ("polars", "spark"), "engine must be polars or spark")
         require(self.min_rows >= 1, "min_rows must be at least 1")
         require(
             date.fromisoformat(self.min_date) < date.fromisoformat(self.max_date), "min_date must be before max_date"
@@ -129,6 +131,7 @@ class TrainConfig:
     loss: str = "ce"  # ce | sampled_ce | bce | gbce | bpr
     negatives: int = 256  # drawn per step for sampled_ce, per target for bce, gbce and bpr
     sampler: str = "uniform"  # of negatives: uniform | popularity (by train events) | in_batch (targets of the step)
+    exclude_past: bool = False  # ce: the items of a window are no candidates, as `filter_seen` has it at test
     sparse_tables: bool = False  # sampled losses: a step reads and updates the rows it uses alone, for huge catalogues
     gbce_t: float = 0.75  # gbce: 0 is bce, 1 is calibrated for the whole catalogue
     windows: str = "last"  # causal, cloze: each user's last window | all: a chain without overlap
@@ -138,7 +141,6 @@ class TrainConfig:
     mask_probability: float = 0.2  # cloze
     mask_last_share: float = 0.1  # cloze: share of the windows where the last event alone is masked, as at test
     learning_rate: float = 1e-3
-    exclude_past: bool = False  # ce: the items of a window are no candidates, as `filter_seen` has it at test
     min_learning_rate: float = 1e-5  # where the cosine ends
     warmup_steps: int = 100
     weight_decay: float = 0.0
@@ -162,6 +164,7 @@ class TrainConfig:
         require(self.save_steps >= 1, "save_steps must be at least 1")
         require(self.loss in LOSSES, f"loss must be one of {', '.join(LOSSES)}")
         require(self.sampler in ("uniform", "popularity", "in_batch"), "sampler: uniform, popularity or in_batch")
+        require(not self.exclude_past or self.loss == "ce", "exclude_past: only loss ce has all items as candidates")
         require(not (self.sparse_tables and self.loss == "ce"), "sparse_tables: loss ce reads all rows; use sampled_ce")
         require(
             not (self.sparse_tables and self.weight_decay), "sparse_tables: weight_decay reads every row; set it to 0"
@@ -172,7 +175,6 @@ class TrainConfig:
         require(0 < self.user_share <= 1, "user_share must be more than 0 and at most 1")
         require(0 < self.mask_probability < 1, "mask_probability must be between 0 and 1")
         require(0 <= self.mask_last_share <= 1, "mask_last_share must be between 0 and 1")
-        require(not self.exclude_past or self.loss == "ce", "exclude_past: only loss ce has all items as candidates")
         require(self.negatives >= 1, "negatives must be at least 1")
         require(0 <= self.gbce_t <= 1, "gbce_t must be between 0 and 1")
         require(self.precision in ("fp32", "bf16"), "precision must be fp32 or bf16")

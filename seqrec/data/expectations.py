@@ -88,10 +88,26 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True)
 class Suite:
-    """Expectations and the frame they are about; the frame's columns are named `table.column`."""
+    """Expectations about columns `table.column` and the frame that has them, in Spark by the name `column` alone."""
 
-    frame: pd.DataFrame
+    frame: Any  # of pandas or Spark
     expectations: list[gxe.Expectation]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Log:
+    """What the rules look at: each id and rating once, and the time and row of every event."""
+
+    users: pl.Series
+    items: pl.Series
+    ratings: pl.Series
+    times: Any  # columns timestamp and row; a frame of pandas or Spark
+
+    @classmethod
+    def of(cls, events: pl.DataFrame) -> Log:
+        """Return that of the interactions table; ids may be categorical."""
+        users, items, ratings = (events[name].unique() for name in ("user_id", "item_id", "rating"))
+        return cls(users=users, items=items, ratings=ratings, times=events.select("timestamp", "row").to_pandas())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,29 +155,29 @@ def _schema_suite(table: str, schema: pa.Schema, expected: Sequence[pa.Field]) -
 
 
 def content_suites(
-    events: pl.DataFrame, catalogue: pl.DataFrame, totals: Totals, reference: Mapping[str, int], config: ValidateConfig
+    log: Log, catalogue: pl.DataFrame, totals: Totals, reference: Mapping[str, int], config: ValidateConfig
 ) -> list[Suite]:
     """Return the rules about values.
 
     Args:
-        events: the interactions table; ids may be categorical.
+        log: the interactions.
         catalogue: `item_id` and `title` of the items table.
         totals: what was counted in them.
         reference: known `rows`, `users` and `items` of the source; a missing one is not compared.
         config: the limits.
     """
     return [
-        _time_suite(events, config),
-        _id_suite("interactions.user_id", events["user_id"].unique()),
-        _id_suite("interactions.item_id", events["item_id"].unique()),
-        _rating_suite(events["rating"]),
+        _time_suite(log.times, config),
+        _id_suite("interactions.user_id", log.users),
+        _id_suite("interactions.item_id", log.items),
+        _rating_suite(log.ratings),
         _catalogue_suite(catalogue),
         _totals_suite(totals, reference, config),
     ]
 
 
-def _time_suite(events: pl.DataFrame, config: ValidateConfig) -> Suite:
-    frame = events.select("timestamp", "row").to_pandas().add_prefix("interactions.")
+def _time_suite(times: Any, config: ValidateConfig) -> Suite:
+    frame = times.add_prefix("interactions.") if isinstance(times, pd.DataFrame) else times
     first, last = (datetime.fromisoformat(day).replace(tzinfo=UTC) for day in (config.min_date, config.max_date))
     range_advice = "widen validate.min_date and validate.max_date if these times (seconds since 1970, UTC) are right"
     return Suite(
@@ -336,14 +352,29 @@ def run(suites: Sequence[Suite]) -> list[gx.core.ExpectationValidationResult]:
     """
     context = gx.get_context(mode="ephemeral")
     context.variables.progress_bars = ProgressBarsConfig(globally=False)
-    source = context.data_sources.add_pandas("tables")
+    sources = context.data_sources
     results = []
     for number, suite in enumerate(suites):
-        asset = source.add_dataframe_asset(f"frame {number}")
-        batch = asset.add_batch_definition_whole_dataframe("all").get_batch({"dataframe": suite.frame})
-        rules = gx.ExpectationSuite(name=f"suite {number}", expectations=suite.expectations)
+        name, table = f"suite {number}", ""
+        if isinstance(suite.frame, pd.DataFrame):
+            source = sources.add_pandas(name)
+        else:  # where a dot in the name of a column means a field in it
+            source = sources.add_spark(name)
+            table = suite.expectations[0].column.partition(".")[0]
+            for rule in suite.expectations:
+                rule.column = rule.column.removeprefix(f"{table}.")
+        batch = (
+            source.add_dataframe_asset(name)
+            .add_batch_definition_whole_dataframe("all")
+            .get_batch({"dataframe": suite.frame})
+        )
+        rules = gx.ExpectationSuite(name=name, expectations=suite.expectations)
         shape = {"result_format": "SUMMARY", "partial_unexpected_count": 4 * EXAMPLES}
-        results += batch.validate(rules, result_format=shape).results
+        found = batch.validate(rules, result_format=shape).results
+        for result in found if table else ():
+            kwargs = result.expectation_config.kwargs
+            kwargs["column"] = f"{table}.{kwargs['column']}"
+        results += found
     for result in results:
         _raise_engine_error(result)
     return results

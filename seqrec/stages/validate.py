@@ -22,7 +22,7 @@ from seqrec.config import ValidateConfig
 from seqrec.data.growth import stability_index
 
 if TYPE_CHECKING:
-    from seqrec.data.expectations import Check, Totals
+    from seqrec.data.expectations import Check, Log, Totals
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +31,19 @@ EXAMPLES = 5
 
 class ValidationFailed(ValueError):  # noqa: N818 - says what happened to the stage
     """A critical rule failed; the message names each with offending values and the setting to change."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Counted:
+    """Numbers of the whole log."""
+
+    rows: int
+    distinct_times: int
+    first: int | None
+    last: int | None
+    events: Mapping[str, np.ndarray]  # of user_id and item_id: the events of each, ascending
+    repeats: int  # rows that repeat user, item and time of another
+    examples: Sequence[str]
 
 
 def validate(*, dataset: str, data: Path, report: Path, baseline: Path, config: ValidateConfig) -> dict[str, float]:
@@ -55,12 +68,12 @@ def validate(*, dataset: str, data: Path, report: Path, baseline: Path, config: 
     results = expectations.run(expectations.schema_suites(*(pq.read_schema(path) for path in paths)))
     statistics: dict[str, float] = {}
     if all(result.success for result in results):
-        events, catalogue = _read_events(paths[0]), pl.read_parquet(paths[1], columns=["item_id", "title"])
-        histograms = _read_baseline(baseline).get(dataset)
-        totals = _totals(events, catalogue, histograms)
-        suites = expectations.content_suites(events, catalogue, totals, _reference(data), config)
+        catalogue = pl.read_parquet(paths[1], columns=["item_id", "title"])
+        log, counted = (_on_spark if config.engine == "spark" else _in_memory)(paths[0])
+        totals = _totals(counted, log.items, catalogue, _read_baseline(baseline).get(dataset))
+        suites = expectations.content_suites(log, catalogue, totals, _reference(data), config)
         results += expectations.run(suites)
-        statistics = _statistics(events, totals)
+        statistics = _statistics(counted, totals)
     checks = expectations.to_checks(results)
     failed = [check for check in checks if not check.success]
     critical = [check for check in failed if check.severity == "critical"]
@@ -136,30 +149,88 @@ def _reference(data: Path) -> dict[str, int]:
 
 
 def _event_counts(events: pl.DataFrame, column: str) -> np.ndarray:
-    return events[column].drop_nulls().value_counts()["count"].sort().to_numpy()
+    return _ascending(events[column].drop_nulls().value_counts()["count"])
 
 
-def _totals(events: pl.DataFrame, catalogue: pl.DataFrame, histograms: Mapping[str, Any] | None) -> Totals:
+def _in_memory(path: Path) -> tuple[Log, Counted]:
+    from seqrec.data.expectations import Log
+
+    events = _read_events(path)
+    repeated = _repeated(events)
+    return Log.of(events), Counted(
+        rows=events.height,
+        distinct_times=events["timestamp"].n_unique(),
+        first=events["timestamp"].min(),  # type: ignore[arg-type]
+        last=events["timestamp"].max(),  # type: ignore[arg-type]
+        events={column: _event_counts(events, column) for column in ("user_id", "item_id")},
+        repeats=repeated.height - repeated.drop("row").n_unique() if repeated.height else 0,
+        examples=_shown(repeated.head(EXAMPLES)),
+    )
+
+
+def _on_spark(path: Path) -> tuple[Log, Counted]:
+    import narwhals as nw
+
+    from seqrec.data.engines import Spark
+    from seqrec.data.expectations import Log
+
+    engine = Spark()
+    events = engine.read(path)
+    key, time = ["user_id", "item_id", "timestamp"], nw.col("timestamp")
+    counts = {
+        column: engine.table(events.group_by(column).agg(nw.len().alias("events"))).to_native()
+        for column in ("user_id", "item_id")
+    }
+    ratings = engine.table(events.select("rating").unique()).to_native()["rating"]
+    log = Log(
+        users=counts["user_id"]["user_id"],
+        items=counts["item_id"]["item_id"],
+        ratings=ratings,
+        times=events.select("timestamp", "row").to_native(),
+    )
+    repeated = events.group_by(*key).agg(nw.len().alias("events")).filter(nw.col("events") > 1)
+    first = events.join(repeated, on=key, how="semi").select(*key, "row").sort("row").head(EXAMPLES)
+    facts = {"times": time.n_unique(), "first": time.min(), "last": time.max()}
+    row = engine.table(events.select(nw.len().alias("rows"), *(value.alias(name) for name, value in facts.items())))
+    repeats = engine.table(repeated.select((nw.col("events") - 1).sum().alias("repeats")))["repeats"].item()
+    return log, Counted(
+        rows=row["rows"].item(),
+        distinct_times=row["times"].item(),
+        first=row["first"].item(),
+        last=row["last"].item(),
+        events={name: _ascending(table.drop_nulls(name)["events"]) for name, table in counts.items()},
+        repeats=repeats or 0,
+        examples=_shown(engine.table(first).to_native()),
+    )
+
+
+def _shown(repeated: pl.DataFrame) -> list[str]:
+    return [f"{user}, {item}, {time} (row {row})" for user, item, time, row in repeated.iter_rows()]
+
+
+def _ascending(counts: pl.Series) -> np.ndarray:
+    return counts.sort().to_numpy()
+
+
+def _totals(
+    counted: Counted, items: pl.Series, catalogue: pl.DataFrame, histograms: Mapping[str, Any] | None
+) -> Totals:
     from seqrec.data.expectations import Totals
 
-    seen = events["item_id"].drop_nulls().unique().cast(pl.String)
+    seen = items.drop_nulls().cast(pl.String)
     unknown = seen.filter(~seen.is_in(catalogue["item_id"].drop_nulls().implode())).sort()
-    repeated = _repeated(events)
-    repeats = repeated.height - repeated.drop("row").n_unique() if repeated.height else 0
     measured = histograms if histograms and len(seen) else None
     return Totals(
-        rows=events.height,
-        users=events["user_id"].drop_nulls().n_unique(),
+        rows=counted.rows,
+        users=len(counted.events["user_id"]),
         items=len(seen),
-        distinct_times=events["timestamp"].n_unique(),
-        duplicate_share=repeats / max(events.height, 1),
-        duplicates=[
-            f"{user}, {item}, {time} (row {row})" for user, item, time, row in repeated.head(EXAMPLES).iter_rows()
-        ],
+        distinct_times=counted.distinct_times,
+        duplicate_share=counted.repeats / max(counted.rows, 1),
+        duplicates=list(counted.examples),
         unknown_items=len(unknown),
         unknown=unknown.head(EXAMPLES).to_list(),
-        user_drift=drift(measured["user_id"], _event_counts(events, "user_id")) if measured else None,
-        item_drift=drift(measured["item_id"], _event_counts(events, "item_id")) if measured else None,
+        user_drift=drift(measured["user_id"], counted.events["user_id"]) if measured else None,
+        item_drift=drift(measured["item_id"], counted.events["item_id"]) if measured else None,
     )
 
 
@@ -170,7 +241,7 @@ def _repeated(events: pl.DataFrame) -> pl.DataFrame:
     return suspects.filter(suspects.select(key).is_duplicated()).sort("row")
 
 
-def _statistics(events: pl.DataFrame, totals: Totals) -> dict[str, float]:
+def _statistics(counted: Counted, totals: Totals) -> dict[str, float]:
     values: dict[str, Any] = {
         "rows": totals.rows,
         "users": totals.users,
@@ -180,11 +251,10 @@ def _statistics(events: pl.DataFrame, totals: Totals) -> dict[str, float]:
         "unknown_items": totals.unknown_items,
         "user_drift": totals.user_drift,
         "item_drift": totals.item_drift,
-        "first_timestamp": events["timestamp"].min(),
-        "last_timestamp": events["timestamp"].max(),
+        "first_timestamp": counted.first,
+        "last_timestamp": counted.last,
     }
-    for column in ("user_id", "item_id"):
-        counts = _event_counts(events, column)
+    for column, counts in counted.events.items():
         if len(counts):
             name = f"events_per_{column.removesuffix('_id')}"
             values |= {f"{name}_median": float(np.median(counts)), f"{name}_max": int(counts[-1])}

@@ -4,12 +4,16 @@ import importlib.util
 import os
 import shutil
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from conftest import synthetic_rows, write_interactions
 
-from seqrec.config import ConfigError, PrepareConfig
+from seqrec.artifacts import read_json
+from seqrec.config import ConfigError, PrepareConfig, ValidateConfig
 from seqrec.data import engines
 from seqrec.stages.prepare import prepare
+from seqrec.stages.validate import ValidationFailed, validate
 
 needs_spark = pytest.mark.skipif(
     importlib.util.find_spec("pyspark") is None, reason="pyspark is not installed: pip install 'seqrec[spark]'"
@@ -27,6 +31,7 @@ def session(tmp_path_factory):
     builder = SparkSession.builder.master("local[2]").appName("tests")
     settings = {
         "spark.ui.enabled": "false",
+        "spark.ui.showConsoleProgress": "false",
         "spark.driver.host": "127.0.0.1",
         "spark.driver.bindAddress": "127.0.0.1",
         "spark.driver.memory": "1g",
@@ -69,6 +74,40 @@ def test_spark_writes_the_bytes_that_polars_writes(tmp_path, session):
 
     assert set(polars) == {"sequences.arrow", "vocabulary.parquet", "users.parquet", "negatives.arrow", "split.json"}
     assert spark == polars
+
+
+@needs_spark
+@needs_java
+def test_validation_on_spark_gives_the_same_verdict(tmp_path, session):
+    """A log with repeated events, a time out of range, rows that are not unique, and an item without an entry."""
+    rows = synthetic_rows(users=20)
+    rows += [*rows[:30], ("late", "i1", 4_000_000_000)]
+    write_interactions(tmp_path, rows)
+    table = pq.read_table(tmp_path / "interactions.parquet")
+    repeated = pa.array([0, 0, *range(2, len(rows))])
+    table = table.set_column(3, table.schema.field("row"), repeated)
+    pq.write_table(table, tmp_path / "interactions.parquet")
+    pq.write_table(pq.read_table(tmp_path / "items.parquet").slice(1), tmp_path / "items.parquet")
+
+    verdicts = []
+    for engine in ("polars", "spark"):
+        report = tmp_path / f"{engine}.json"
+        with pytest.raises(ValidationFailed):
+            validate(
+                dataset="log",
+                data=tmp_path,
+                report=report,
+                baseline=tmp_path / "none",
+                config=ValidateConfig(engine=engine, min_date="1970-01-01"),
+            )
+        verdicts.append(read_json(report))
+
+    failed = {(check["column"], check["rule"][:9]) for check in verdicts[0]["checks"] if not check["success"]}
+    assert {("timestamp", "lies betw"), ("row", "is unique")} < failed
+    assert len(failed) == 5
+    for check in [check for verdict in verdicts for check in verdict["checks"]]:
+        check["examples"].sort()
+    assert verdicts[1] == verdicts[0]
 
 
 def test_without_pyspark_the_setting_is_refused(tmp_path, monkeypatch):

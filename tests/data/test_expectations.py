@@ -10,7 +10,7 @@ from great_expectations import expectations as gxe
 from seqrec.artifacts import INTERACTIONS_SCHEMA, ITEMS_SCHEMA
 from seqrec.config import ValidateConfig
 from seqrec.data import expectations
-from seqrec.data.expectations import Check, ExpectationError, Suite, Totals
+from seqrec.data.expectations import Check, ExpectationError, Log, Suite, Totals
 
 TOTALS = Totals(
     rows=4,
@@ -47,7 +47,7 @@ def catalogue(item_ids=("a", "b"), titles=("A", "B")):
 
 def failures(events=events(), catalogue=catalogue(), totals=TOTALS, reference=REFERENCE, **config) -> list[Check]:  # noqa: B008
     limits = ValidateConfig(**{"min_date": "1970-01-11", "max_date": "1970-01-14"} | config)
-    suites = expectations.content_suites(events, catalogue, totals, reference, limits)
+    suites = expectations.content_suites(Log.of(events), catalogue, totals, reference, limits)
     return [check for check in expectations.to_checks(expectations.run(suites)) if not check.success]
 
 
@@ -186,7 +186,7 @@ def test_a_rule_that_cannot_be_evaluated_raises_instead_of_failing(frame, reason
 @pytest.mark.parametrize("value", ["<img src=x onerror=alert(1)>", "${success}$$"])
 def test_page_shows_hostile_values_as_text(value, caplog):
     suites = expectations.content_suites(
-        events(item_id=["a", f" {value}", "a", "b"]),
+        Log.of(events(item_id=["a", f" {value}", "a", "b"])),
         catalogue(),
         replace(TOTALS, unknown_items=1, unknown=[value], duplicate_share=0.5),
         REFERENCE,
@@ -203,7 +203,7 @@ def test_page_shows_hostile_values_as_text(value, caplog):
 def test_page_loads_nothing_and_shows_severity_and_advice():
     results = expectations.run(
         expectations.content_suites(
-            events(),
+            Log.of(events()),
             catalogue(),
             replace(TOTALS, duplicate_share=0.5),
             REFERENCE,
