@@ -65,7 +65,10 @@ def write_settings(
         "ingest": {"source": "csv", "interactions": str(folder / "log.csv"), "items": str(folder / "items.csv")},
         "finetune": {"warmup_steps": 1, "save_steps": 5, "patience": 10_000},
         "evaluate": {"bootstrap": 100},
-        "kubernetes": {"resources": {"default": {"retries": 0}, "finetune": {"retries": 1, "backoff_s": 1}}},
+        "kubernetes": {
+            "resources": {"default": {"retries": 0}, "finetune": {"retries": 1, "backoff_s": 1}},
+            "environment": {"OMP_NUM_THREADS": "1"},  # threads wait for each other longer than such models compute
+        },
         "models": {name: entries[name] for name in chosen},
     }
     params = folder / "settings.yaml"
