@@ -65,6 +65,7 @@ class SequenceModel(nn.Module):
     options: Any
     objectives: ClassVar[frozenset[str]] = frozenset({"causal"})
     needs: ClassVar[frozenset[str]] = frozenset()  # subset of times, user, text
+    shortest = 1  # positions of a batch that an exported graph takes; shorter ones are padded
     contrastive: ClassVar[frozenset[str]] = frozenset()  # phases whose batches end with the target, selected by `hits`
 
     def __init__(self, options: Any, catalogue: Catalogue) -> None:

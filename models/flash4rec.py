@@ -75,7 +75,7 @@ class FLASH4RecOptions(Options):
 
 
 def _normal(*shape: int) -> Tensor:
-    """Return weights (..., inputs, outputs) that keep the scale of their input: products of gates start small enough."""
+    """Return weights (..., inputs, outputs) that keep the scale of their inputs."""
     return torch.empty(shape).normal_(std=shape[-2] ** -0.5)
 
 
@@ -119,7 +119,9 @@ def mix(
 ) -> Tensor:
     """Return softmax attention (eqs. 2, 3) over the rows of `value`, in training with the dropout of `options`."""
     if not training or options.topk_dropout == 0:
-        return attend(query, key, value, bias, options.attention_dropout if training else 0.0)
+        dropout = options.attention_dropout if training else 0.0
+        query, key, value, bias = (x.unsqueeze(1) for x in (query, key, value, bias))  # one head
+        return attend(query, key, value, bias, dropout).squeeze(1)
     weight = torch.baddbmm(bias, query, key.mT, alpha=query.shape[-1] ** -0.5).softmax(-1)
     weight = topk_dropout(weight, real, options.topk_dropout_k, options.topk_dropout, options.topk_dropout_scope)
     return weight @ value
@@ -234,6 +236,8 @@ class Experts(nn.Module):
         Returns:
             The mixed outputs (N, D), zero at padding, and the tokens of each expert (X,).
         """
+        if torch.compiler.is_exporting():
+            return self._one_by_one(x_ND, gate_NK, expert_NK)
         experts, k = self.options.experts, self.options.experts_per_token
         expert_M, order_M = torch.where(real_N.unsqueeze(-1), expert_NK, experts).flatten().sort(stable=True)
         counts_X = torch.bincount(expert_M, minlength=experts + 1)[:experts]
@@ -246,6 +250,15 @@ class Experts(nn.Module):
         gate_M = gate_NK.flatten().index_select(0, order_M) * (expert_M < experts)
         weighted_MD = (computed_MD * gate_M.unsqueeze(-1)).to(x_ND.dtype)
         return torch.zeros_like(x_ND).index_add(0, token_M, weighted_MD), counts_X
+
+    def _one_by_one(self, x_ND: Tensor, gate_NK: Tensor, expert_NK: Tensor) -> tuple[Tensor, Tensor]:
+        """Do the same in operators that every runtime has; padding is computed as well, and read by nobody."""
+        mixed_ND, chosen_XNK = torch.zeros_like(x_ND), [expert_NK == x for x in range(self.options.experts)]
+        for chosen_NK, inner, outer in zip(chosen_XNK, self.inner, self.outer, strict=True):
+            token_M, choice_M = torch.where(chosen_NK)
+            computed_MD = F.gelu(x_ND[token_M] @ inner) @ outer
+            mixed_ND = mixed_ND.index_add(0, token_M, computed_MD * gate_NK[token_M, choice_M].unsqueeze(1))
+        return mixed_ND, torch.stack([chosen_NK.sum() for chosen_NK in chosen_XNK])
 
     def _routing(self, share_NX: Tensor, counts_X: Tensor, real_N: Tensor) -> Tensor:
         number = real_N.sum().clamp(min=1)

@@ -39,10 +39,11 @@ class GRU4RecOptions(Options):
 
 
 def roll(x_BLD: Tensor, shift_B: Tensor) -> Tensor:
-    """Return each row rolled to the left by its own `shift`."""
+    """Return each row rolled to the left by its own `shift`, at most a whole turn."""
     length = x_BLD.shape[1]
-    index_BL = (torch.arange(length, device=x_BLD.device) + shift_B.unsqueeze(1)) % length
-    return x_BLD.gather(1, index_BL.unsqueeze(-1).expand_as(x_BLD))
+    index_BL = torch.arange(length, device=x_BLD.device) + shift_B.unsqueeze(1)
+    index_BL = torch.where(index_BL < 0, index_BL + length, torch.where(index_BL < length, index_BL, index_BL - length))
+    return x_BLD[torch.arange(x_BLD.shape[0], device=x_BLD.device).unsqueeze(1), index_BL]
 
 
 class GRU4Rec(SequenceModel):
@@ -69,7 +70,10 @@ class GRU4Rec(SequenceModel):
         x_BLD = self.dropout(self.items(batch.items) * self.options.d_model**0.5)
         state_BLG = roll(x_BLD, padding_B)  # padding last: the state is zero where a history begins
         for layer in self.layers:
-            state_BLG = self.dropout(layer(state_BLG)[0])
+            start_1BG = state_BLG.new_zeros(
+                1, state_BLG.shape[0], self.options.d_state
+            )  # exported graphs want it given
+            state_BLG = self.dropout(layer(state_BLG, start_1BG)[0])
         state_BLG = roll(state_BLG, -padding_B) * real_BL.unsqueeze(-1)
         query_BPD: Tensor = self.to_query(state_BLG[:, -1:] if last else state_BLG)
         return query_BPD if self.bias is None else torch.cat([query_BPD, torch.ones_like(query_BPD[..., :1])], -1)

@@ -421,8 +421,8 @@ class Recformer(SequenceModel):
         first_BL = self.offsets[recent_BL]
         size_BL = self.offsets[recent_BL + 1] - first_BL
         end_BL = size_BL.cumsum(1)
-        token_BT = torch.arange(width - 1, device=items_BL.device).expand(len(items_BL), -1)
-        slot_BT = torch.searchsorted(end_BL, token_BT.contiguous(), right=True)
+        token_BT = torch.arange(width - 1, device=items_BL.device).expand(items_BL.shape[0], -1)
+        slot_BT = (end_BL.unsqueeze(1) <= token_BT.unsqueeze(2)).sum(2)  # searchsorted cannot be exported
         real_BT = slot_BT < items_BL.shape[1]
         slot_BT = slot_BT.clamp(max=items_BL.shape[1] - 1)
         index_BT = token_BT + (first_BL - end_BL + size_BL).gather(1, slot_BT)

@@ -45,7 +45,9 @@ def intervals(batch: Batch, longest: int) -> Tensor:
     gap_BL = batch.times.diff(dim=1)
     real_BL = (batch.items[:, :-1] != PAD) & (gap_BL > 0)
     gap_BL = F.pad(gap_BL.masked_fill(~real_BL, float("inf")), (1, 0), value=float("inf"))
-    unit_BL1 = gap_BL.cummin(dim=1).values.unsqueeze(2)
+    length = gap_BL.shape[1]
+    later_LL = torch.ones(length, length, dtype=torch.bool, device=gap_BL.device).triu(1)  # cummin cannot be exported
+    unit_BL1 = gap_BL.unsqueeze(1).masked_fill(later_LL, float("inf")).amin(2, keepdim=True)
     between_BLL = (batch.times.unsqueeze(2) - batch.times.unsqueeze(1)).abs()
     return (between_BLL / unit_BL1).floor().clamp(max=longest).long()
 

@@ -35,6 +35,7 @@ COMMANDS = {  # name -> (module, function, what it does); modules are imported w
     "leaderboard": ("seqrec.leaderboard", "show", "print the leaderboard of the last run"),
     "recommend": ("seqrec.using", "recommend", "print what the champion would show after a history"),
     "score": ("seqrec.using", "score", "recommend to every user, into a Parquet file"),
+    "export": ("seqrec.export", "export", "write a model as an ONNX graph, from a history to the best items"),
     "serve": ("seqrec.serving", "serve", "answer over HTTP with the champion, and follow the registry"),
     "compare": ("seqrec.compare", "compare", "paired gain of a run over others on one split; or spread over seeds"),
     "tune": ("seqrec.tune", "tune", "search the settings of a model on validation; continues by itself"),

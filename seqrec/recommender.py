@@ -14,6 +14,7 @@ from seqrec import checkpoint
 from seqrec.data import sequences
 from seqrec.data.sequences import WIDTH_STEP
 
+Best = tuple[list[float], list[int]]  # scores and numbers of items, best first
 POPULARITY = "popularity"  # `source` of an answer that no model gave
 DAY = 86_400.0
 
@@ -108,17 +109,21 @@ class Recommender:
         if not requests:
             return []
         places = [[p for p, item_id in enumerate(r.history) if item_id in self.items] for r in requests]
+        hidden = [self._hidden(request) for request in requests]
+        largest = min(max(request.k for request in requests), len(self.item_ids))
+        best: dict[int, Best] = dict.fromkeys(range(len(requests)), ([], []))
         known = [number for number, place in enumerate(places) if place]
-        score_BV = self.counts.repeat(len(requests), 1)
         if known:
             batch = self._batch([requests[n] for n in known], [places[n] for n in known])
-            query_BD = self.model(batch, last=True)[:, 0].float()
-            score_BV[known] = query_BD @ self.item_vectors.T
-        self._hide(score_BV, requests)
-        largest = min(max(request.k for request in requests), len(self.item_ids))
-        value_BK, item_BK = score_BV.topk(largest)
-        rows = zip(requests, places, value_BK.tolist(), item_BK.tolist(), strict=True)
-        return [self._told(request, place, values, items) for request, place, values, items in rows]
+            best |= zip(known, self._top(batch, [hidden[n] for n in known], largest), strict=True)
+        for number in set(best) - set(known):
+            best[number] = _best(self.counts[None].clone(), [hidden[number]], largest)[0]
+        rows = zip(requests, places, best.values(), strict=True)
+        return [self._told(request, place, *found) for request, place, found in rows]
+
+    def _top(self, batch: Batch, hidden: Sequence[Sequence[int]], k: int) -> list[Best]:
+        query_BD = self.model(batch, last=True)[:, 0].float()
+        return _best(query_BD @ self.item_vectors.T, hidden, k)
 
     def _batch(self, requests: Sequence[Request], places: Sequence[Sequence[int]]) -> Batch:
         cloze = self.model.options.objective == "cloze"
@@ -143,16 +148,11 @@ class Recommender:
         last = request.times[place[-1]]
         return [0.0] * (width - len(place)) + [float(request.times[i] - last) for i in place]
 
-    def _hide(self, score_BV: Tensor, requests: Sequence[Request]) -> None:
-        score_BV[:, PAD] = float("-inf")
-        hidden = [
-            {*request.exclude, *(request.history if self.filter_seen else ())} & self.items.keys()
-            for request in requests
-        ]
-        row = [number for number, item_ids in enumerate(hidden) for _ in item_ids]
-        score_BV[row, [self.items[item_id] for item_ids in hidden for item_id in item_ids]] = float("-inf")
+    def _hidden(self, request: Request) -> list[int]:
+        shown = {*request.exclude, *(request.history if self.filter_seen else ())}
+        return [self.items[item_id] for item_id in shown & self.items.keys()]
 
-    def _told(self, request: Request, place: Sequence[int], values: list[float], items: list[int]) -> Answer:
+    def _told(self, request: Request, place: Sequence[int], values: Sequence[float], items: Sequence[int]) -> Answer:
         best = [(self.item_ids[item - 1], value) for item, value in zip(items, values, strict=True)]
         best = [(item_id, value) for item_id, value in best[: request.k] if value > float("-inf")]
         notes = []
@@ -167,3 +167,12 @@ class Recommender:
             unknown=len(request.history) - len(place),
             notes=notes,
         )
+
+
+def _best(score_BV: Tensor, hidden: Sequence[Sequence[int]], k: int) -> list[Best]:
+    """Return the best items but `hidden` of each row; `score_BV` is written to."""
+    score_BV[:, PAD] = float("-inf")
+    row = [number for number, items in enumerate(hidden) for _ in items]
+    score_BV[row, [item for items in hidden for item in items]] = float("-inf")
+    value_BK, item_BK = score_BV.topk(k)
+    return list(zip(value_BK.tolist(), item_BK.tolist(), strict=True))

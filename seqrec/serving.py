@@ -27,6 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
 from seqrec import __version__
 from seqrec.config import RegisterConfig
+from seqrec.export import GraphRecommender
 from seqrec.recommender import Answer, Recommender, Request
 
 logger = logging.getLogger(__name__)
@@ -271,7 +272,8 @@ def serve(
     *,
     dataset: str,
     config: RegisterConfig,
-    checkpoint: Path | None = None,
+    saved: Path | None = None,
+    graph: Path | None = None,
     host: str = "127.0.0.1",
     port: int = 8000,
     poll_s: float = 30.0,
@@ -283,7 +285,8 @@ def serve(
     Args:
         dataset: whose champion.
         config: section `register`.
-        checkpoint: a folder with weights, card, vocabulary and users, served in the champion's place.
+        saved: a folder with weights, card, vocabulary and users, served in the champion's place.
+        graph: folder that `export` wrote for the model in `saved`; onnxruntime then computes the answers.
         host: address to listen on; 0.0.0.0 for all.
         port: to listen on.
         poll_s: seconds between looks for a new champion; 0 = never.
@@ -292,12 +295,15 @@ def serve(
 
     Raises:
         TrackingError: the server does not answer.
-        ValueError: there is no champion.
+        ValueError: there is no champion, or the graph is of other weights.
     """
     torch.set_num_threads(threads)
-    if checkpoint is not None:
-        folder = checkpoint
-        service = app(lambda: Recommender.load(folder), lambda: folder.name, poll_s=0, largest=batch)
+    if saved is not None:
+        recommender = GraphRecommender.of(saved, graph, threads) if graph else Recommender.load(saved)
+        name = saved.name
+        service = app(lambda: recommender, lambda: name, poll_s=0, largest=batch)
+    elif graph is not None:
+        raise ValueError("graph: name the folder of the model as well, --saved")
     else:
         service = app(*champion(dataset, config), poll_s=poll_s, largest=batch)
     uvicorn.run(service, host=host, port=port, log_level="warning", access_log=False)
@@ -310,7 +316,7 @@ def champion(dataset: str, config: RegisterConfig) -> tuple[Load, Callable[[], s
     def load() -> Recommender:
         with tempfile.TemporaryDirectory() as folder:
             if not registry.fetch_champion(dataset=dataset, folder=Path(folder), config=config):
-                raise ValueError(f"{dataset} has no champion: run the pipeline, or name a --checkpoint")
+                raise ValueError(f"{dataset} has no champion: run the pipeline, or name a folder, --saved")
             return Recommender.load(Path(folder))
 
     return load, lambda: registry.champion_version(dataset=dataset, config=config)
