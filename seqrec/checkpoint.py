@@ -61,7 +61,7 @@ def load_model(directory: Path) -> tuple[SequenceModel, dict[str, Any]]:
     """Return the model saved in `directory`, in eval mode, and its card.
 
     Raises:
-        ValueError: weights or tokens are not those that the card was written for.
+        ValueError: weights or tokens are not those that the card was written for, or of another version's model.
     """
     card = read_json(directory / MODEL_CARD)
     for file, key in ((WEIGHTS, "weights_sha256"), (TOKENS, "tokens_sha256")):
@@ -71,7 +71,13 @@ def load_model(directory: Path) -> tuple[SequenceModel, dict[str, Any]]:
     config = ModelConfig(architecture=card["architecture"], options=card["options"])
     with torch.random.fork_rng(devices=[]):  # the initial values are overwritten: leave the caller's generator alone
         model = build(config, Catalogue(**card["catalogue"], tokens=tokens))
-    model.load_state_dict(load_file(directory / WEIGHTS))
+    try:
+        model.load_state_dict(load_file(directory / WEIGHTS))
+    except RuntimeError as error:
+        raise ValueError(
+            f"{directory / WEIGHTS} does not fit {card['architecture']} as this version builds it: train it again, or "
+            f"use the version it was made with ({error})"
+        ) from error
     return model.eval(), card
 
 

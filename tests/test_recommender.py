@@ -7,6 +7,7 @@ import torch
 from conftest import make_model
 
 from seqrec import retrieval
+from seqrec.artifacts import read_json, write_json
 from seqrec.checkpoint import save_model
 from seqrec.data import sequences
 from seqrec.recommender import Recommender, Request
@@ -130,3 +131,22 @@ def test_scores_use_the_vectors_of_items_alone(prepared, tmp_path):
 
     assert len(recommender.item_vectors) == len(recommender.item_ids) + 1
     assert torch.equal(recommender.item_vectors, recommender.model.item_vectors()[: len(recommender.item_ids) + 1])
+
+
+def test_weights_that_were_changed_are_refused(prepared, tmp_path):
+    saved = save("sasrec", prepared, tmp_path)
+    content = bytearray((saved / "best.safetensors").read_bytes())
+    content[-1] ^= 1
+    (saved / "best.safetensors").write_bytes(content)
+
+    with pytest.raises(ValueError, match="refusing to load"):
+        Recommender.load(saved)
+
+
+def test_weights_of_another_versions_model_are_refused(prepared, tmp_path):
+    saved = save("sasrec", prepared, tmp_path)
+    card = read_json(saved / "config.json")
+    write_json(saved / "config.json", card | {"options": {**card["options"], "layers": 3}})
+
+    with pytest.raises(ValueError, match="does not fit sasrec as this version builds it"):
+        Recommender.load(saved)
