@@ -30,6 +30,7 @@ COMMANDS = {  # name -> (module, function, what it does); modules are imported w
     "baselines": ("seqrec.stages.baselines", "baselines", "evaluate popularity, a Markov chain and EASE"),
     "evaluate": ("seqrec.stages.evaluate", "evaluate", "rank every test case among the whole catalogue"),
     "register": ("seqrec.stages.register", "register", "leaderboard, MLflow runs, candidate and champion"),
+    "registry": ("seqrec.champions", "registry", "show the registered versions; promote one, or roll back"),
     "run": ("seqrec.run", "run", "all stages of one config but register, in one process, without DVC"),
     "import": ("seqrec.run", "import_run", "bring a finished `run` into MLflow"),
     "leaderboard": ("seqrec.leaderboard", "show", "print the leaderboard of the last run"),
@@ -118,7 +119,7 @@ def bind(function: Callable[..., Any], command: str, flags: argparse.Namespace) 
 
 
 def _config(params: Params, command: str, flags: argparse.Namespace) -> Any:
-    sections = {"baselines": "evaluate"} | dict.fromkeys(("leaderboard", "recommend", "serve"), "register")
+    sections = {"baselines": "evaluate"} | dict.fromkeys(("leaderboard", "recommend", "registry", "serve"), "register")
     section = sections.get(command, command)
     return params.section(section, model=getattr(flags, "model", None), dataset=getattr(flags, "dataset", None))
 

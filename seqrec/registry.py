@@ -6,7 +6,10 @@ import importlib.metadata
 import json
 import shutil
 import tempfile
-from collections.abc import Mapping
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,12 +29,17 @@ from mlflow.types.schema import Array
 from seqrec import metrics
 from seqrec.artifacts import CASES, MODEL_CARD, TOKENS, USERS, VOCABULARY, WEIGHTS, sha256
 from seqrec.config import RegisterConfig
-from seqrec.tracking import FINGERPRINT, TrackingError, connect
+from seqrec.tracking import FINGERPRINT, TrackingError, connect, metric_name
 
 CANDIDATE, CHAMPION = "candidate", "champion"
 REPORT = "report"  # artifact folder of a run
 WEIGHTS_TAG, SPLIT_TAG, FILTER_TAG = "seqrec.weights_sha256", "seqrec.split_sha256", "seqrec.filter_seen"
 PROMOTED_TAG, REASON_TAG, GAIN_TAG = "seqrec.promoted", "seqrec.reason", "seqrec.gain"
+PREVIOUS_TAG = "seqrec.previous"  # of a champion: the version before it
+CLAIM_TAG = "seqrec.claim"  # of a registered model: who began a promotion last
+AUDIT_TAG = "seqrec.audit."  # of a registered model, one a change of champion; the time follows
+GUARDED = ("valid/coverage@10", "valid/ndcg@10/popularity=tail")  # what a gain must not be paid with
+ATTEMPTS = 10
 COMPARABLE = {SPLIT_TAG: "split", FILTER_TAG: "evaluate.filter_seen"}
 PACKAGES = ("mlflow", "numpy", "pandas", "pyarrow", "pyyaml", "safetensors", "torch")
 ROOT = Path(__file__).parent.parent
@@ -147,26 +155,50 @@ def _find_version(client: MlflowClient, name: str, model: LoggedModel) -> ModelV
 def promote(client: MlflowClient, version: ModelVersion, cases: pa.Table, config: RegisterConfig) -> Decision:
     """Give `version` the alias `champion` if it passes the gate, and record decision, interval and reason as tags.
 
-    A champion steps down when the paired interval of the gain on validation lies above `register.min_gain`, or
-    when the two were not measured on the same cases, so that they cannot be compared.
+    A champion steps down when the paired interval of the gain on validation lies above `register.min_gain` and none of
+    `GUARDED` loses more than `register.max_loss`, or when the two were not measured on the same cases, so that they
+    cannot be compared. Of promotions at the same time each is decided again after the other, so the better one stays.
 
     Raises:
-        TrackingError: the champion's validation cases cannot be fetched.
+        TrackingError: the champion's validation cases cannot be fetched, or others promote without end.
     """
-    champion = find_champion(client, version.name)
-    if champion is not None and str(champion.version) == str(version.version):
-        return _recorded(version)
-    decision = _decide(client, version, champion, cases, config)
-    tags = {
-        PROMOTED_TAG: str(decision.promoted).lower(),
-        REASON_TAG: decision.reason,
-        GAIN_TAG: json.dumps(decision.gain),
-    }
-    for key, value in tags.items():
-        client.set_model_version_tag(version.name, version.version, key, value)
-    if decision.promoted:
-        client.set_registered_model_alias(version.name, CHAMPION, version.version)
-    return decision
+    for _ in range(ATTEMPTS):
+        with _claim(client, version.name) as still_ours:
+            champion = find_champion(client, version.name)
+            if champion is not None and str(champion.version) == str(version.version):
+                return _recorded(version)
+            decision = _decide(client, version, champion, cases, config)
+            if not still_ours():
+                continue
+            tags = {
+                PROMOTED_TAG: str(decision.promoted).lower(),
+                REASON_TAG: decision.reason,
+                GAIN_TAG: json.dumps(decision.gain),
+            }
+            for key, value in tags.items():
+                client.set_model_version_tag(version.name, version.version, key, value)
+            if decision.promoted:
+                crown(client, version, champion, decision.reason)
+            if still_ours():
+                return decision
+    raise TrackingError(f"{version.name}: other promotions came between {ATTEMPTS} times; register again")
+
+
+@contextmanager
+def _claim(client: MlflowClient, name: str) -> Iterator[Callable[[], bool]]:
+    """Say that a promotion of `name` begins; yield whether no other one has begun since."""
+    ours = uuid.uuid4().hex
+    client.set_registered_model_tag(name, CLAIM_TAG, ours)
+    yield lambda: client.get_registered_model(name).tags.get(CLAIM_TAG) == ours
+
+
+def crown(client: MlflowClient, version: ModelVersion, champion: ModelVersion | None, reason: str) -> None:
+    """Make `version` the champion in place of `champion`, and write it into the audit trail."""
+    name, before = version.name, "none" if champion is None else str(champion.version)
+    client.set_model_version_tag(name, version.version, PREVIOUS_TAG, before)
+    client.set_registered_model_alias(name, CHAMPION, version.version)
+    moment = datetime.now(UTC).strftime("%Y-%m-%dT%H%M%S.%f")
+    client.set_registered_model_tag(name, f"{AUDIT_TAG}{moment}", f"{before} -> {version.version}: {reason}"[:4000])
 
 
 def find_champion(client: MlflowClient, name: str) -> ModelVersion | None:
@@ -241,11 +273,27 @@ def _decide(
     except ValueError as error:
         return Decision(True, f"not comparable with version {champion.version}: {error}", None)
     promoted = gain.low > config.min_gain
+    lost = _lost(version, champion, config.max_loss)
     reason = (
         f"gain of valid/ndcg@10 over version {champion.version}: {gain.mean:+.4f} [{gain.low:+.4f}, {gain.high:+.4f}], "
         f"{'above' if promoted else 'not clearly above'} register.min_gain = {config.min_gain:g}"
     )
-    return Decision(promoted, reason, gain)
+    return Decision(promoted and not lost, "; ".join([reason, *lost]), gain)
+
+
+def guard_tags(values: Mapping[str, float]) -> dict[str, str]:
+    """Return the tags of a version that hold its `GUARDED` metrics."""
+    return {f"seqrec.{metric_name(name)}": str(values[name]) for name in GUARDED if name in values}
+
+
+def _lost(version: ModelVersion, champion: ModelVersion, most: float) -> list[str]:
+    """Return what of `GUARDED` the champion had clearly more of, in words."""
+    lost = []
+    for name in GUARDED:
+        ours, theirs = (v.tags.get(f"seqrec.{metric_name(name)}") for v in (version, champion))
+        if ours is not None and theirs is not None and float(ours) < float(theirs) * (1 - most):
+            lost.append(f"but {name} falls from {float(theirs):.4f} to {float(ours):.4f}, register.max_loss = {most:g}")
+    return lost
 
 
 def _fetch_cases(client: MlflowClient, champion: ModelVersion) -> pa.Table:

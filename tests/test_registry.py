@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,10 +13,10 @@ import pytest
 import torch
 
 from models.base import Catalogue
-from seqrec import registry, tracking
+from seqrec import champions, registry, tracking
 from seqrec.artifacts import CASES_SCHEMA, USERS_SCHEMA, VOCABULARY_SCHEMA
 from seqrec.checkpoint import build, save_model
-from seqrec.config import ModelConfig, RegisterConfig
+from seqrec.config import ConfigError, ModelConfig, RegisterConfig
 from seqrec.recommender import Recommender
 
 ITEMS = [f"i{number}" for number in range(1, 13)]
@@ -190,3 +191,92 @@ def test_the_gate_asks_for_a_gain_beyond_doubt(client, run, model, tmp_path, con
     stored = client.get_model_version(name, second.version).tags
     assert json.loads(stored[registry.GAIN_TAG]) == list(decision.gain)
     assert stored[registry.REASON_TAG] == decision.reason
+
+
+def test_a_gain_is_not_paid_with_coverage_or_the_tail(client, run, model, tmp_path, config):
+    name = "guarded"
+    first = register(client, run, model, tmp_path, name, [2, 2, 2, 2])
+    registry.promote(client, first, cases(2, 2, 2, 2), config)
+    second = register(client, run, model, tmp_path, name, [2, 2, 2, 2], **{registry.WEIGHTS_TAG: "other"})
+    for version, coverage in ((first, 0.5), (second, 0.4)):
+        tags = registry.guard_tags({"valid/coverage@10": coverage, "valid/ndcg@10": 1.0})
+        assert list(tags) == ["seqrec.valid/coverage_at_10"]
+        client.set_model_version_tag(name, version.version, *next(iter(tags.items())))
+    second = client.get_model_version(name, second.version)
+
+    decision = registry.promote(client, second, cases(1, 1, 1, 1), config)
+    assert not decision.promoted
+    assert "valid/coverage@10 falls from 0.5000 to 0.4000" in decision.reason
+
+    lenient = replace(config, max_loss=0.25)
+    assert registry.promote(client, second, cases(1, 1, 1, 1), lenient).promoted
+
+
+@pytest.mark.parametrize("first", ["better", "worse"])
+def test_of_two_promotions_at_once_the_better_stays(client, run, model, tmp_path, config, monkeypatch, first):
+    """While one is being decided, the whole promotion of the other passes."""
+    name = f"race-{first}"
+    old = register(client, run, model, tmp_path, name, [3, 3, 3, 3])
+    registry.promote(client, old, cases(3, 3, 3, 3), config)
+    versions = {}
+    for number, (kind, ranks) in enumerate({"better": [1] * 4, "worse": [2] * 4}.items()):
+        own = client.create_run(run.info.experiment_id)
+        copy = client.create_logged_model(
+            run.info.experiment_id, kind, own.info.run_id, tags={**model.tags, registry.WEIGHTS_TAG: str(number)}
+        )
+        path = tmp_path / "cases.parquet"
+        pq.write_table(cases(*ranks), path)
+        client.log_artifact(own.info.run_id, str(path), registry.REPORT)
+        shared = {registry.SPLIT_TAG: "s", registry.FILTER_TAG: "1"}
+        versions[kind] = (registry.create_version(client, name, copy, shared), cases(*ranks))
+    second = "worse" if first == "better" else "better"
+    decide, entered = registry._decide, []
+
+    def deciding(*arguments):
+        decision = decide(*arguments)
+        if not entered:
+            entered.append(True)
+            registry.promote(client, *versions[second], config)
+        return decision
+
+    monkeypatch.setattr(registry, "_decide", deciding)
+    decision = registry.promote(client, *versions[first], config)
+
+    assert entered
+    assert registry.find_champion(client, name).version == versions["better"][0].version
+    assert decision.promoted == (first == "better")
+
+
+def test_promotions_by_hand_are_audited_and_rolled_back(client, run, model, tmp_path, config, capsys):
+    name = "seqrec-byhand"
+    first = register(client, run, model, tmp_path, name, [2, 2])
+    registry.promote(client, first, cases(2, 2), config)
+    second = register(client, run, model, tmp_path, name, [2, 2], **{registry.WEIGHTS_TAG: "other"})
+    settings = {"dataset": "byhand", "config": config}
+
+    champions.registry(["promote"], **settings, version=int(second.version), reason="a test")
+    assert registry.find_champion(client, name).version == second.version
+    champions.registry(["rollback"], **settings)
+    assert registry.find_champion(client, name).version == first.version
+
+    champions.registry(["show"], **settings)
+    printed = " ".join(capsys.readouterr().out.split())
+    for entry in ("none -> 1: the first champion", "1 -> 2: promote by hand: a test", "2 -> 1: rollback by hand"):
+        assert entry in printed
+
+
+@pytest.mark.parametrize(
+    ("actions", "dataset", "message"),
+    [
+        (["promote"], "bad", "no version 0"),
+        (["rollback"], "bad", "no champion before"),
+        (["delete"], "bad", "one of show, promote, rollback"),
+        (["show"], "unheard-of", "seqrec-unheard-of is not registered"),
+    ],
+)
+def test_what_cannot_be_done_by_hand_is_refused(client, run, model, tmp_path, config, actions, dataset, message):
+    version = register(client, run, model, tmp_path, "seqrec-bad", [2, 2])
+    registry.promote(client, version, cases(2, 2), config)
+
+    with pytest.raises(ConfigError, match=message):
+        champions.registry(actions, dataset=dataset, config=config)

@@ -282,6 +282,7 @@ def _gate(tracker: Tracker, best: Entry, run: Run, sequences: Path, config: Regi
         "seqrec.model": best.name,
         registry.FILTER_TAG: str(best.metrics["filter_seen"]),
         f"seqrec.{tracking.metric_name(SELECTION)}": str(best.row[SELECTION]),
+        **registry.guard_tags(best.metrics),
     }
     model = registry.log_model(tracker.client, run, checkpoint=best.checkpoint, sequences=sequences)
     version = registry.create_version(tracker.client, name, model, tags)

@@ -245,7 +245,7 @@ def test_registering_again_changes_nothing(project):
 def test_champion_changes_only_above_the_gate(project, rank, min_gain, promoted):
     run()
     set_validation_ranks(project, "wide", rank)
-    values = run(min_gain=min_gain)
+    values = run(min_gain=min_gain, max_loss=1.0)
 
     assert aliases() == {"candidate": 2, "champion": 2 if promoted else 1}
     assert values["promoted"] == float(promoted)
@@ -254,7 +254,7 @@ def test_champion_changes_only_above_the_gate(project, rank, min_gain, promoted)
     assert client().get_model_version("seqrec-toy", "2").tags["seqrec.promoted"] == str(promoted).lower()
     rows = {row["model"]: row for row in read_json(Path("reports/leaderboard.json"))["rows"]}
     assert rows["sasrec"]["champion"] == (not promoted)
-    assert run(min_gain=min_gain) == values
+    assert run(min_gain=min_gain, max_loss=1.0) == values
 
 
 def test_a_worse_candidate_leaves_the_champion(project):
