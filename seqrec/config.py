@@ -110,7 +110,7 @@ class PrepareConfig:
 
     def __post_init__(self) -> None:
         require(self.engine in ("polars", "spark"), "engine must be polars or spark")
-        require(1 <= self.shard_events < 1 << 31, "shard_events must be at least 1 and under 2^31")
+        require(1 <= self.shard_events <= 1 << 26, "shard_events must be at least 1 and at most 2^26")
         require(self.deduplicate in ("exact", "first_pair", "none"), "deduplicate must be exact, first_pair or none")
         require(self.protocol in PROTOCOLS, f"protocol must be one of {', '.join(PROTOCOLS)}")
         require(self.cases in ("all", "first"), "cases must be all or first")

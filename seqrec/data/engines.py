@@ -34,6 +34,9 @@ class Engine(Protocol):
     def table(self, frame: Frame) -> Table:
         """Return the rows of `frame` in memory."""
 
+    def ordered(self, frame: Frame, *by: str) -> Table:
+        """Return the rows of `frame` in memory, sorted by the columns `by`, of which no two rows have the same."""
+
     def keep(self, frame: Frame) -> Frame:
         """Return `frame`, computed now: a table of users or items that later steps join again and again."""
 
@@ -61,6 +64,10 @@ class Polars:
     def table(self, frame: Frame) -> Table:
         """Return the rows of `frame` in memory."""
         return frame.collect()
+
+    def ordered(self, frame: Frame, *by: str) -> Table:
+        """Return the rows of `frame` in memory, sorted there: streaming, polars takes three times as long."""
+        return frame.collect().sort(*by)
 
     def keep(self, frame: Frame) -> Frame:
         """Return `frame`, computed now and held in memory."""
@@ -112,6 +119,10 @@ class Spark:
     def table(self, frame: Frame) -> Table:
         """Return the rows of `frame` in the driver's memory."""
         return frame.collect(backend="polars")
+
+    def ordered(self, frame: Frame, *by: str) -> Table:
+        """Return the rows of `frame` in the driver's memory, sorted by the cluster."""
+        return self.table(frame.sort(*by))
 
     def keep(self, frame: Frame) -> Frame:
         """Return `frame`, computed now."""

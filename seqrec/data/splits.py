@@ -20,6 +20,7 @@ Frame = nw.LazyFrame[Any]
 IntArray = NDArray[np.integer]
 NEGATIVES = 100  # rivals of a target under LOO-101
 DAY = 86_400
+TIMES = 1 << 37  # more than any timestamp: ingest takes 1e11 and more for milliseconds
 
 
 class Ends(NamedTuple):
@@ -99,9 +100,22 @@ def number(events: Frame, column: str, name: str, known: Frame | None = None, fi
     return nw.concat([old, fresh])
 
 
-def order(events: Frame) -> Frame:
-    """Sort by user, time and source row."""
-    return events.sort("user", "timestamp", "row")
+def keyed(events: Frame, first: int) -> Frame:
+    """Return (key, item, row): sorted by `key` and `row`, events are in the order of user, time and source row.
+
+    One number for user and time sorts several times faster than two. `times_of` gives the times back.
+
+    Args:
+        events: user, item, timestamp, row.
+        first: the lowest user of them; the highest is less than 2^26 above it.
+    """
+    key = (nw.col("user") - first).cast(nw.Int64) * TIMES + nw.col("timestamp")
+    return events.select(key.alias("key"), "item", "row")
+
+
+def times_of(key: IntArray) -> IntArray:
+    """Return the timestamps that `keyed` put into keys."""
+    return key & (TIMES - 1)
 
 
 def draw_negatives(item: IntArray, events: IntArray, num_items: int, number: int, seed: int) -> IntArray:

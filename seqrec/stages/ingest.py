@@ -198,7 +198,7 @@ def _check(tally: Tally, name: str, config: IngestConfig, quarantine: Path) -> N
 
 def _counts(output: Path, events: Tally, products: Tally) -> dict[str, int]:
     columns = pl.scan_parquet(output / artifacts.INTERACTIONS).select("user_id", "item_id")
-    users, items = columns.select(pl.all().n_unique()).collect().row(0)
+    users, items = columns.select(pl.all().n_unique()).collect(engine="streaming").row(0)
     catalogue = pq.read_metadata(output / artifacts.ITEMS).num_rows
     return {
         "rows": events.good,

@@ -205,8 +205,8 @@ def _write(
     def shards() -> Iterator[pa.Table]:
         for part, first, stop in zip(parts, bounds[:-1], bounds[1:], strict=True):
             mine = Ends(*(values[first:stop] for values in ends))
-            ordered = engine.table(splits.order(part).select("item", "timestamp"))
-            item, time = ordered["item"].to_numpy(), ordered["timestamp"].to_numpy()
+            ordered = engine.ordered(splits.keyed(part, int(first) + 1), "key", "row")
+            item, time = ordered["item"].to_numpy(), splits.times_of(ordered["key"].to_numpy())
             del ordered
             item = splits.corrupt(item, mine, len(items), config.noise_share, config.seed)
             offsets = np.concatenate([[0], np.cumsum(mine.events)]).astype(np.int32)

@@ -63,7 +63,10 @@ def numbered(rows, shuffle_seed=None):
         events = nw.from_native(shuffled.lazy())
     users = splits.number(events, "user_id", "user").drop("events")
     items = splits.number(events, "item_id", "item").drop("events")
-    return splits.order(events.join(users, on="user_id").join(items, on="item_id")).collect()
+    joined = events.join(users, on="user_id").join(items, on="item_id")
+    table = splits.keyed(joined, 1).sort("key", "row").collect()
+    time = nw.new_series("timestamp", splits.times_of(table["key"].to_numpy()), backend="polars")
+    return table.with_columns((nw.col("key") // splits.TIMES + 1).alias("user"), time)
 
 
 def ends_of(events, config):
