@@ -142,7 +142,7 @@ def test_the_whole_pipeline_runs_in_containers_with_every_model(client, tmp_path
     done = run(params, tmp_path / "out")
 
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    (board,) = (tmp_path / "out").rglob("leaderboard.json")
+    (board,) = (tmp_path / "out").rglob("register/reports/leaderboard.json")
     rows = json.loads(board.read_text())["rows"]
     assert set(models()) <= {row["model"] for row in rows}
     owners = {path.stat().st_uid for path in board.parent.rglob("*")}
