@@ -339,7 +339,7 @@ class STRec(SequenceModel):
         self.blocks = nn.ModuleList(Block(options) for _ in range(options.layers))
         initialise(self)
         self.sampler = Sampler(options) if options.sampling != "none" else None
-        self.shortest = max(1, *(k + 1 for k in options.rows if k < options.length))
+        self.shortest = max((k + 1 for k in options.rows if k < options.length), default=1)
         self.phase: str | None = None if self.sampler is not None else "hard"  # None: as loaded
 
     def phases(self, stage: str) -> tuple[str, ...]:

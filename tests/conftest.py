@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -16,6 +18,9 @@ from seqrec import artifacts
 from seqrec.artifacts import sha256, write_json, write_table
 from seqrec.config import PrepareConfig
 from seqrec.stages.prepare import prepare
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # a process without a main module, which pyspark's import would end
+    sys.modules["pyspark.sql.connect"] = None  # type: ignore[assignment]
 
 
 @pytest.fixture(autouse=True)
