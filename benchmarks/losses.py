@@ -121,7 +121,13 @@ def table(options: argparse.Namespace) -> str:
                 continue
             command = [sys.executable, "-m", "benchmarks.losses", "--case", name, "--items", str(items)]
             command += ["--targets", str(options.targets), "--dim", str(options.dim)]
-            done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+            try:
+                done = subprocess.run(
+                    command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True, timeout=options.limit
+                )
+            except subprocess.TimeoutExpired:
+                row.append(f"over {options.limit} s")
+                continue
             run = json.loads(done.stdout)
             row.append(f"{run['peak']:,.0f} MiB, {run['wall']:,.0f} ms, {run['cpu']:,.0f} ms CPU")
         print(row, file=sys.stderr, flush=True)
@@ -137,6 +143,7 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--memory", type=float, default=12.0, help="GiB; what needs more is left out")
+    parser.add_argument("--limit", type=int, default=120, help="seconds of one figure; what takes longer is left out")
     parser.add_argument("--case", choices=list(CASES), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case:
