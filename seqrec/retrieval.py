@@ -51,7 +51,7 @@ def model_scorer(model: SequenceModel) -> Scorer:
 
     def scorer(data: Sequences, user: Tensor, stop: Tensor) -> Blocks:
         length = (stop - data.start[user]).clamp(max=model.options.length)
-        rows = len(user) if user.is_cuda else max(1, POSITIONS_PER_PASS // max(1, int(length.max())))
+        rows = len(user) if data.device.type != "cpu" else max(1, POSITIONS_PER_PASS // max(1, int(length.max())))
         parts = zip(user.split(rows), stop.split(rows), length.split(rows), strict=True)
         query_BD = torch.cat([encode(data, users, stops, int(longest.max())) for users, stops, longest in parts])
 

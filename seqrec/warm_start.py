@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from models import REGISTRY
 from models.base import Catalogue, SequenceModel
 from seqrec.artifacts import MODEL_CARD, USERS, VOCABULARY, WEIGHTS, read_json, sha256
 
@@ -39,7 +40,8 @@ def warm_start(net: SequenceModel, sequences: Path, champion: Path) -> bool:
         return False
     card = read_json(champion / MODEL_CARD)
     options = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(net.options).items()}
-    if "text" in net.needs or card["options"] != options:
+    same = REGISTRY.get(card["architecture"]) is type(net) and card["options"] == options
+    if "text" in net.needs or not same:
         logger.info("the champion, a %s, has another architecture or other options: not used", card["architecture"])
         return False
     if sha256(champion / WEIGHTS) != card["weights_sha256"]:

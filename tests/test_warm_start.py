@@ -101,6 +101,17 @@ def test_another_champion_or_none_changes_nothing(folders, tmp_path):
     torch.testing.assert_close(net.state_dict(), before)
 
 
+def test_a_champion_of_another_architecture_with_the_same_options_is_not_used(folders, tmp_path):
+    old, new = folders
+    write_champion(tmp_path, old, "fpmc")
+    net = make_model("mfbpr", num_items=21, num_users=31)
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+
+    assert not warm_start(net, new, tmp_path)
+
+    torch.testing.assert_close(net.state_dict(), before)
+
+
 def test_damaged_weights_are_refused(folders, tmp_path):
     old, new = folders
     write_champion(tmp_path, old)

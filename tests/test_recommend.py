@@ -4,7 +4,7 @@ import torch
 from conftest import make_model
 from test_recommender import save
 
-from seqrec import using
+from seqrec import recommend
 from seqrec.__main__ import main
 from seqrec.checkpoint import save_model
 from seqrec.data import sequences
@@ -13,10 +13,10 @@ from seqrec.recommender import Recommender, Request
 
 @pytest.mark.parametrize("rows", [7, 8192])
 def test_scores_of_every_user_are_the_recommenders(prepared, tmp_path, monkeypatch, rows):
-    monkeypatch.setattr(using, "ROWS", rows)
+    monkeypatch.setattr(recommend, "ROWS", rows)
     saved = save("gru4rec", prepared, tmp_path / "model")
 
-    values = using.score(sequences=prepared, saved=saved, output=tmp_path / "out" / "best.parquet", k=4)
+    values = recommend.score(sequences=prepared, saved=saved, output=tmp_path / "out" / "best.parquet", k=4)
 
     table = pq.read_table(tmp_path / "out" / "best.parquet")
     data, item_ids = sequences.load(prepared), sequences.read_vocabulary(prepared)[0]
@@ -35,7 +35,7 @@ def test_scores_of_every_user_are_the_recommenders(prepared, tmp_path, monkeypat
 def test_users_with_few_items_left_get_fewer(prepared, tmp_path):
     saved = save("sasrec", prepared, tmp_path / "model")
 
-    using.score(sequences=prepared, saved=saved, output=tmp_path / "best.parquet", k=40)
+    recommend.score(sequences=prepared, saved=saved, output=tmp_path / "best.parquet", k=40)
 
     data = sequences.load(prepared)
     distinct = [len(torch.unique(data.items[start:stop])) for start, stop in zip(data.start, data.stop, strict=True)]
@@ -47,7 +47,7 @@ def test_a_model_of_another_catalogue_is_refused(prepared, tmp_path):
     save_model(tmp_path / "model", make_model("sasrec", num_items=3), {"filter_seen": True})
 
     with pytest.raises(ValueError, match="knows 3 items"):
-        using.score(sequences=prepared, saved=tmp_path / "model", output=tmp_path / "best.parquet")
+        recommend.score(sequences=prepared, saved=tmp_path / "model", output=tmp_path / "best.parquet")
     assert not (tmp_path / "best.parquet").exists()
 
 
