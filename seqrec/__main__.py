@@ -119,7 +119,8 @@ def bind(function: Callable[..., Any], command: str, flags: argparse.Namespace) 
 
 
 def _config(params: Params, command: str, flags: argparse.Namespace) -> Any:
-    sections = {"baselines": "evaluate"} | dict.fromkeys(("leaderboard", "recommend", "registry", "serve"), "register")
+    of_register = ("leaderboard", "recommend", "registry", "score", "export", "serve")
+    sections = {"baselines": "evaluate"} | dict.fromkeys(of_register, "register")
     section = sections.get(command, command)
     return params.section(section, model=getattr(flags, "model", None), dataset=getattr(flags, "dataset", None))
 

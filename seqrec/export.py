@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from models.base import PAD, Batch, SequenceModel
 from seqrec import checkpoint
 from seqrec.artifacts import MODEL_CARD, read_json, write_json
+from seqrec.config import RegisterConfig
 from seqrec.data import sequences
-from seqrec.recommender import Best, Recommender
+from seqrec.recommender import Best, Recommender, located
 
 GRAPH = "model.onnx"
 CARD = "model.onnx.json"
@@ -52,18 +53,20 @@ class _Top(nn.Module):
         return found
 
 
-def export(*, saved: Path, output: Path, k: int = 100) -> dict[str, float]:
+def export(*, saved: str | Path, output: Path, k: int = 100, config: RegisterConfig | None = None) -> dict[str, float]:
     """Write the model in `saved` as an ONNX graph, with a card beside it.
 
     Args:
-        saved: folder with weights and card.
+        saved: folder with weights and card, or models:/NAME@champion.
         output: folder that receives model.onnx and model.onnx.json.
         k: items that the graph returns; the catalogue's number, where that is smaller.
+        config: section `register`.
 
     Returns:
         How many items it returns.
     """
-    model, card = checkpoint.load_model(saved)
+    with located(saved, config) as folder:
+        model, card = checkpoint.load_model(folder)
     k = min(k, model.catalogue.num_items)
     rows, length = 2, max(model.shortest, min(4, model.options.length - (model.options.objective == "cloze")))
     example = {
@@ -107,16 +110,19 @@ class GraphRecommender(Recommender):
     session: onnxruntime.InferenceSession
 
     @classmethod
-    def of(cls, saved: Path, folder: Path, threads: int = 1) -> GraphRecommender:
+    def of(
+        cls, saved: str | Path, folder: Path, threads: int = 1, config: RegisterConfig | None = None
+    ) -> GraphRecommender:
         """Load what `Recommender.load` does from `saved`, and the graph made of it from `folder`.
 
         Raises:
             ValueError: the graph was made of other weights.
         """
-        self = cls.load(saved)
+        with located(saved, config) as place:
+            self, weights = cls.load(place), read_json(place / MODEL_CARD)["weights_sha256"]
         assert isinstance(self, cls)
         self.card = read_json(folder / CARD)
-        if self.card["weights_sha256"] != read_json(saved / MODEL_CARD)["weights_sha256"]:
+        if self.card["weights_sha256"] != weights:
             raise ValueError(f"{folder / GRAPH} was not made of the weights in {saved}: export them again")
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads

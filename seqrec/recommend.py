@@ -15,7 +15,7 @@ from seqrec import checkpoint, retrieval
 from seqrec.artifacts import ITEMS
 from seqrec.config import RegisterConfig
 from seqrec.data import sequences as prepared
-from seqrec.recommender import Recommender
+from seqrec.recommender import CHAMPION_URI, Recommender, located
 
 ROWS = 8_192  # users in memory at once
 SCORES_SCHEMA = pa.schema(
@@ -35,7 +35,7 @@ def recommend(
     k: int = 10,
     user: str = "",
     exclude: str = "",
-    saved: Path | None = None,
+    saved: str = "",
     data: Path = Path("data"),
 ) -> None:
     """Print the best items after a history.
@@ -47,19 +47,13 @@ def recommend(
         k: number of items.
         user: user id.
         exclude: item ids not to show, with commas between them.
-        saved: a folder with weights, card, vocabulary and users, asked in the champion's place.
+        saved: asked in the champion's place: a folder with weights, card, vocabulary and users, or models:/NAME/N.
         data: folder of ingest; its titles are shown, if it is there.
 
     Raises:
-        TrackingError: the registry does not answer.
-        ValueError: there is no champion.
+        TrackingError: the registry does not answer, or has no such model.
     """
-    if saved is None:
-        from seqrec.serving import champion
-
-        recommender = champion(dataset, config)[0]()
-    else:
-        recommender = Recommender.load(saved)
+    recommender = Recommender.load(saved or CHAMPION_URI.format(dataset=dataset), config)
     answer = recommender.recommend(_ids(history), k, exclude=_ids(exclude), user=user or None)
     titles = _titles(data / ITEMS, [*_ids(history), *answer.items])
     console = Console()
@@ -86,24 +80,29 @@ def _titles(items: Path, wanted: list[str]) -> dict[str, str]:
 
 
 @torch.no_grad()
-def score(*, sequences: Path, saved: Path, output: Path, k: int = 10) -> dict[str, float]:
+def score(
+    *, sequences: Path, saved: str | Path, output: Path, k: int = 10, config: RegisterConfig | None = None
+) -> dict[str, float]:
     """Write the best items of every user, after all of the user's events, to a Parquet file.
 
     Memory is that of the data and a block of users, whatever their number.
 
     Args:
         sequences: the prepared dataset.
-        saved: folder with weights and card.
+        saved: folder with weights and card, or models:/NAME@champion.
         output: the file, one row a user: user_id, items, scores.
         k: number of items; those of the user's past are left out if the model was evaluated so.
+        config: section `register`.
 
     Returns:
         How many users there are.
 
     Raises:
+        TrackingError: the registry does not answer, or has no such model.
         ValueError: the model was trained on another catalogue.
     """
-    model, card = checkpoint.load_model(saved)
+    with located(saved, config) as folder:
+        model, card = checkpoint.load_model(folder)
     data = prepared.load(sequences)
     item_ids = pa.array([None, *prepared.read_vocabulary(sequences)[0]], pa.string())
     if model.catalogue.num_items != data.num_items:

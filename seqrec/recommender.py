@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import tempfile
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,12 +13,15 @@ from torch import Tensor
 
 from models.base import PAD, Batch, SequenceModel
 from seqrec import checkpoint
+from seqrec.config import RegisterConfig
 from seqrec.data import sequences
 from seqrec.data.sequences import WIDTH_STEP
 
 Best = tuple[list[float], list[int]]  # scores and numbers of items, best first
 POPULARITY = "popularity"  # `source` of an answer that no model gave
 DAY = 86_400.0
+REGISTERED = ("models:/", "runs:/")  # how MLflow's names of a model begin
+CHAMPION_URI = "models:/seqrec-{dataset}@champion"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +39,31 @@ class Request:
             raise ValueError(f"k: {self.k} given, at least 1 wanted")
         if self.times is not None and len(self.times) != len(self.history):
             raise ValueError(f"times: {len(self.times)} given for a history of {len(self.history)}")
+
+
+@contextmanager
+def located(place: str | Path, config: RegisterConfig | None = None) -> Iterator[Path]:
+    """Yield the folder of a trained model.
+
+    Args:
+        place: the folder, or the model's name in MLflow, fetched for the time being: `models:/NAME@ALIAS`,
+            `models:/NAME/VERSION`, `runs:/RUN_ID/NAME`.
+        config: section `register`, which says where MLflow is; MLFLOW_TRACKING_URI wins.
+
+    Raises:
+        TrackingError: MLflow does not answer, or has no such model.
+        ValueError: MLflow is not installed.
+    """
+    if not str(place).startswith(REGISTERED):
+        yield Path(place)
+        return
+    try:
+        from seqrec import registry  # takes seconds
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{place}: {error.name} is not installed; name a folder, or install .[pipeline]") from error
+    with tempfile.TemporaryDirectory() as folder:
+        registry.fetch(str(place), Path(folder), config or RegisterConfig())
+        yield Path(folder)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,15 +104,20 @@ class Recommender:
         self.item_vectors = model.item_vectors().detach().float()[: len(item_ids) + 1]
 
     @classmethod
-    def load(cls, directory: Path) -> Recommender:
-        """Load weights, card, vocabulary and users from `directory`; no code of the artifact is run.
+    def load(cls, place: str | Path, config: RegisterConfig | None = None) -> Recommender:
+        """Load weights, card, vocabulary and users; no code of the artifact is run.
+
+        Args:
+            place: see `located`.
+            config: see `located`.
 
         Raises:
             ValueError: a file is not the one that the card was written for.
         """
-        model, card = checkpoint.load_model(directory)
-        item_ids, counts = sequences.read_vocabulary(directory)
-        users = sequences.read_users(directory)
+        with located(place, config) as folder:
+            model, card = checkpoint.load_model(folder)
+            item_ids, counts = sequences.read_vocabulary(folder)
+            users = sequences.read_users(folder)
         told = {"name": card.get("model", "model"), "gap": card.get("median_gap", DAY)}
         return cls(model, item_ids, counts, users, filter_seen=card["filter_seen"], **told)
 

@@ -29,10 +29,11 @@ from mlflow.types.schema import Array
 from seqrec import metrics
 from seqrec.artifacts import CASES, MODEL_CARD, TOKENS, USERS, VOCABULARY, WEIGHTS, sha256
 from seqrec.config import RegisterConfig
-from seqrec.tracking import FINGERPRINT, TrackingError, connect, metric_name
+from seqrec.tracking import FINGERPRINT, TrackingError, connect, first_line, metric_name, tracking_uri
 
 CANDIDATE, CHAMPION = "candidate", "champion"
 REPORT = "report"  # artifact folder of a run
+ARTIFACTS = "artifacts"  # folder of a logged model, where MLflow lays what a pyfunc model reads
 WEIGHTS_TAG, SPLIT_TAG, FILTER_TAG = "seqrec.weights_sha256", "seqrec.split_sha256", "seqrec.filter_seen"
 PROMOTED_TAG, REASON_TAG, GAIN_TAG = "seqrec.promoted", "seqrec.reason", "seqrec.gain"
 PREVIOUS_TAG = "seqrec.previous"  # of a champion: the version before it
@@ -227,23 +228,32 @@ def fetch_champion(*, dataset: str, folder: Path, config: RegisterConfig) -> str
     Raises:
         TrackingError: the server does not answer, or has lost the champion's files.
     """
-    client, name = connect(config), f"seqrec-{dataset}"
     folder.mkdir(parents=True, exist_ok=True)
-    known = client.search_registered_models(f"name = '{name}'")
-    champion = find_champion(client, name) if known else None
-    if champion is None:
-        return ""
+    version = champion_version(dataset=dataset, config=config)
+    if version:
+        fetch(f"models:/seqrec-{dataset}/{version}", folder, config)
+    return version
+
+
+def fetch(uri: str, folder: Path, config: RegisterConfig) -> None:
+    """Write weights, card, vocabulary and users, and of a text model its tokens, of `uri` to `folder`.
+
+    Raises:
+        TrackingError: the server does not answer, has no such model or has lost its files, or it is none of ours.
+    """
+    connect(config)
     with tempfile.TemporaryDirectory() as directory:
         try:
-            model = Path(mlflow.artifacts.download_artifacts(f"models:/{name}/{champion.version}", dst_path=directory))
+            model = Path(mlflow.artifacts.download_artifacts(uri, dst_path=directory))
         except (MlflowException, OSError) as error:
             raise TrackingError(
-                f"register.tracking_uri: version {champion.version} of {name} cannot be fetched ({error})"
+                f"register.tracking_uri: {uri} cannot be fetched from {tracking_uri(config)} ({first_line(error)})"
             ) from error
+        if not (model / ARTIFACTS / MODEL_CARD).is_file():
+            raise TrackingError(f"{uri} holds no {MODEL_CARD}: it is no model that `register` has logged")
         for file in (WEIGHTS, MODEL_CARD, VOCABULARY, USERS, TOKENS):
-            for found in model.rglob(file):
-                shutil.copyfile(found, folder / file)
-    return str(champion.version)
+            if (model / ARTIFACTS / file).is_file():
+                shutil.copyfile(model / ARTIFACTS / file, folder / file)
 
 
 def _recorded(version: ModelVersion) -> Decision:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 from seqrec import __version__
 from seqrec.config import RegisterConfig
 from seqrec.export import GraphRecommender
-from seqrec.recommender import Answer, Recommender, Request
+from seqrec.recommender import CHAMPION_URI, Answer, Recommender, Request
 
 logger = logging.getLogger(__name__)
 EVENTS = 10_000  # of a history; a body is held in memory
@@ -272,7 +271,7 @@ def serve(
     *,
     dataset: str,
     config: RegisterConfig,
-    saved: Path | None = None,
+    saved: str = "",
     graph: Path | None = None,
     host: str = "127.0.0.1",
     port: int = 8000,
@@ -285,7 +284,7 @@ def serve(
     Args:
         dataset: whose champion.
         config: section `register`.
-        saved: a folder with weights, card, vocabulary and users, served in the champion's place.
+        saved: served in the champion's place: a folder with weights, card, vocabulary and users, or models:/NAME/N.
         graph: folder that `export` wrote for the model in `saved`; onnxruntime then computes the answers.
         host: address to listen on; 0.0.0.0 for all.
         port: to listen on.
@@ -295,13 +294,13 @@ def serve(
 
     Raises:
         TrackingError: the server does not answer.
-        ValueError: there is no champion, or the graph is of other weights.
+        ValueError: there is no such model, or the graph is of other weights.
     """
     torch.set_num_threads(threads)
-    if saved is not None:
-        recommender = GraphRecommender.of(saved, graph, threads) if graph else Recommender.load(saved)
-        name = saved.name
-        service = app(lambda: recommender, lambda: name, poll_s=0, largest=batch)
+    if saved:
+        found = GraphRecommender.of(saved, graph, threads, config) if graph else Recommender.load(saved, config)
+        name = Path(saved).name
+        service = app(lambda: found, lambda: name, poll_s=0, largest=batch)
     elif graph is not None:
         raise ValueError("graph: name the folder of the model as well, --saved")
     else:
@@ -314,9 +313,6 @@ def champion(dataset: str, config: RegisterConfig) -> tuple[Load, Callable[[], s
     from seqrec import registry  # MLflow takes seconds to import
 
     def load() -> Recommender:
-        with tempfile.TemporaryDirectory() as folder:
-            if not registry.fetch_champion(dataset=dataset, folder=Path(folder), config=config):
-                raise ValueError(f"{dataset} has no champion: run the pipeline, or name a folder, --saved")
-            return Recommender.load(Path(folder))
+        return Recommender.load(CHAMPION_URI.format(dataset=dataset), config)
 
     return load, lambda: registry.champion_version(dataset=dataset, config=config)

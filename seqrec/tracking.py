@@ -96,7 +96,7 @@ def connect(config: RegisterConfig) -> MlflowClient:
         client.search_experiments(max_results=1)
     except (MlflowException, OSError) as error:
         raise TrackingError(
-            f"register.tracking_uri: {uri} does not answer ({_first_line(error)}); start the server, or set "
+            f"register.tracking_uri: {uri} does not answer ({first_line(error)}); start the server, or set "
             "MLFLOW_TRACKING_URI or register.tracking_uri to another one"
         ) from error
     return client
@@ -114,7 +114,8 @@ def _set_default(uri: str) -> None:
         os.environ["MLFLOW_TRACKING_URI"] = given
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Return the first line of the message, cut to what fits into another one."""
     return (str(error).splitlines() or [type(error).__name__])[0][:300]
 
 
@@ -374,7 +375,7 @@ class _LiveWriter:
                     return
         except Exception as error:  # whatever goes wrong here must not stop the training
             if not self.abandoned.is_set():
-                _warn_off(_first_line(error))
+                _warn_off(first_line(error))
 
     def _next_batch(self) -> tuple[list[Dated], str | None]:
         """Return all that has queued up, at least one record or the status that ends the run."""

@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from models.base import Catalogue
-from seqrec import champions, registry, tracking
+from seqrec import champions, registry, serving, tracking
 from seqrec.artifacts import CASES_SCHEMA, USERS_SCHEMA, VOCABULARY_SCHEMA
 from seqrec.checkpoint import build, save_model
 from seqrec.config import ConfigError, ModelConfig, RegisterConfig
 from seqrec.recommender import Recommender
+from seqrec.tracking import TrackingError
 
 ITEMS = [f"i{number}" for number in range(1, 13)]
 
@@ -124,6 +125,31 @@ def test_the_model_loads_in_a_clean_process_and_recommends_by_external_ids(model
     assert answer["full"]["source"] == ["sasrec", "sasrec", "popularity"]
     assert answer["full"]["unknown"] == [0, 1, 0]
     assert answer["bare"]["items"][0] == recommender.recommend(["i1", "i2"]).items
+
+
+def test_a_recommender_is_loaded_by_every_name_of_the_registry(client, run, model, folder, config, monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    version = registry.create_version(client, "seqrec-loaded", model, {})
+    client.set_registered_model_alias("seqrec-loaded", registry.CHAMPION, version.version)
+    places = ["models:/seqrec-loaded@champion", "models:/seqrec-loaded/1", f"runs:/{run.info.run_id}/sasrec"]
+    expected = Recommender.load(str(folder)).recommend(["i1", "i2"], user="a")
+
+    for place in [*places, f"models:/{model.model_id}", folder]:
+        assert Recommender.load(place, config).recommend(["i1", "i2"], user="a") == expected
+    assert serving.champion("loaded", config)[0]().recommend(["i1", "i2"], user="a") == expected
+    for place in ("models:/seqrec-loaded/7", "models:/seqrec-loaded@candidates", "models:/never", "runs:/abc/sasrec"):
+        with pytest.raises(TrackingError, match=f"{place} cannot be fetched"):
+            Recommender.load(place, config)
+
+
+def test_without_mlflow_a_registered_model_is_refused_and_a_folder_is_not(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    monkeypatch.delitem(sys.modules, "seqrec.registry")
+    monkeypatch.delattr("seqrec.registry")
+
+    with pytest.raises(ValueError, match=r"models:/x@champion: mlflow is not installed"):
+        Recommender.load("models:/x@champion")
+    assert Recommender.load(folder).item_ids == ITEMS
 
 
 def cases(*ranks):
