@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-LOGITS_IN_MEMORY = 4_000_000  # floats of one block of logits: 16 MB stays near the cache
+LOGITS_IN_MEMORY = 4_000_000  # floats of one block of logits: 16 MB stays near the cache; or the item table's, if more
 
 
 class Past(NamedTuple):
@@ -152,7 +152,8 @@ def _blocks(
 ) -> Tensor:
     """Fill the gradients (items': weighted by `weight_N`) and return the values (N,)."""
     candidate_VD, goal_N = item_VD[1:], (target_N - 1).unsqueeze(1)  # padding is no candidate
-    rows = max(1, min(1024, LOGITS_IN_MEMORY // max(1, len(candidate_VD)), len(query_ND)))
+    floats = max(LOGITS_IN_MEMORY, item_VD.numel())  # few rows a block would read a huge table too often
+    rows = max(1, min(1024, floats // max(1, len(candidate_VD)), len(query_ND)))
     buffer = query_ND.new_empty(rows, len(candidate_VD))
     value_N = query_ND.new_empty(len(query_ND))
     for start in range(0, len(query_ND), rows):
