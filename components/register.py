@@ -28,9 +28,9 @@ def register(
     from dataclasses import asdict
     from pathlib import Path
 
-    from seqrec import plots
-    from seqrec.artifacts import facts, write_text
+    from seqrec.artifacts import facts
     from seqrec.config import SECTIONS, parse
+    from seqrec.report import REPORT
     from seqrec.stages.register import register
 
     evaluate = dict(filter_seen=filter_seen, **evaluate)
@@ -48,7 +48,7 @@ def register(
         config=sections["register"],
         pipeline_run=pipeline_run,
     )
-    write_text(Path(page.path), plots.page(Path(reports.path), Path(results.path) / "artifacts"))
+    shutil.copyfile(f"{reports.path}/{REPORT}", page.path)
     reports.metadata.update(facts(Path(sequences.path)))
     for name, value in values.items():
         metrics.log_metric(name, value)

@@ -1,8 +1,8 @@
-"""Make the pictures of the README from the last run: `python scripts/screenshots.py`.
+"""Make the pictures of README and docs from the last run: `python scripts/screenshots.py`.
 
-Needs reports/leaderboard.json and mlflow.db, which `make repro` leaves, and for the page of MLflow a browser and what
-drives it, which the project does not install: Chromium with chromedriver (Debian: `apt-get install chromium
-chromium-driver`) and `pip install selenium`. Nothing is changed: MLflow serves a copy of the database.
+Needs params.yaml, reports/ and mlflow.db, which `make repro` leaves, and a browser and what drives it, which the
+project does not install: Chromium with chromedriver (Debian: `apt-get install chromium chromium-driver`) and `pip
+install selenium`. Nothing is changed: MLflow serves a copy of the database.
 """
 
 from __future__ import annotations
@@ -19,30 +19,34 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
+from urllib.parse import quote
 
 from mlflow import MlflowClient
 from rich.console import Console
 from selenium import webdriver
 from selenium.webdriver.common.by import By
+from selenium.webdriver.remote.webdriver import WebDriver
 from selenium.webdriver.support import expected_conditions
 from selenium.webdriver.support.ui import WebDriverWait
 
 from seqrec import leaderboard
 from seqrec.artifacts import read_json
 from seqrec.config import load
+from seqrec.report import REPORT
 from seqrec.tracking import PARENT, SQLITE, metric_name
 
 ROOT = Path(__file__).resolve().parent.parent
 SHOWN = ("valid/ndcg@10", "test/ndcg@10", "test/recall@10", "test/coverage@10")  # columns of the run table
 VIEW = "readme"
 COLUMN = 140  # pixels
-WIDTH, HEIGHT = 1340, 640  # of the window, some of which the browser takes; 32 more for each model more
+WIDTH = 1340  # pixels of the window
+HEIGHTS = {"mlflow": 640, "compare": 1000, "model": 760, "report": 1500, "example": 1250}  # of each picture
 START_SECONDS = 120.0
 PAGE_SECONDS = 60.0
-SETTLE_SECONDS = 2.0  # the table moves when the hints go
+SETTLE_SECONDS = 3.0  # pages move when the hints go, and figures are drawn
 HINTS = ("Hide banner", "Close")  # labels of the buttons that close them
 LARGEST = 300_000  # bytes of a picture
 CHROMIUM_FLAGS = (
@@ -52,45 +56,74 @@ CHROMIUM_FLAGS = (
 
 
 def main() -> None:
-    """Write docs/images/leaderboard.svg and docs/images/mlflow.png."""
+    """Write the leaderboard as docs/images/leaderboard.svg, and a picture of each page in `HEIGHTS`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     parser.add_argument("--chromium", default=found, help="the browser (default: %(default)s)")
+    parser.add_argument("--run", type=Path, default=ROOT, help="folder of the run to show (default: the project)")
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "images", help="folder (default: docs/images)")
     flags = parser.parse_args()
     if not flags.chromium:
         parser.error("no Chromium found: install it, or name it with --chromium")
     flags.output.mkdir(parents=True, exist_ok=True)
-    draw_leaderboard(flags.output / "leaderboard.svg")
-    draw_runs(flags.output / "mlflow.png", flags.chromium)
+    draw_leaderboard(flags.run, flags.output / "leaderboard.svg")
+    with tempfile.TemporaryDirectory() as folder, browser(flags.chromium, Path(folder, "profile")) as driver:
+        draw_report(driver, flags.run / "reports" / REPORT, flags.output)
+        draw_mlflow(driver, flags.run, Path(folder, "mlflow.db"), flags.output)
     for path in sorted(flags.output.iterdir()):
         if path.stat().st_size > LARGEST:
             sys.exit(f"{path} has {path.stat().st_size:,} bytes, more than {LARGEST:,}")
 
 
-def draw_leaderboard(path: Path) -> None:
+def draw_leaderboard(run: Path, path: Path) -> None:
     """Write the leaderboard as it looks in a terminal."""
-    rows = read_json(ROOT / "reports" / leaderboard.LEADERBOARD)["rows"]
+    rows = read_json(run / "reports" / leaderboard.LEADERBOARD)["rows"]
     with Path(os.devnull).open("w") as nowhere:
         console = Console(record=True, width=80, file=nowhere, force_terminal=True)
         console.print(leaderboard.render(rows))
     path.write_text(console.export_svg(title="make repro"), encoding="utf-8")
 
 
-def draw_runs(path: Path, chromium: str) -> None:
-    """Write MLflow's table of the last pipeline's runs."""
-    experiment = load(ROOT / "params.yaml").section("register").experiment
-    with tempfile.TemporaryDirectory() as folder:
-        database = Path(folder, "mlflow.db")
-        with closing(sqlite3.connect(ROOT / "mlflow.db")) as source, closing(sqlite3.connect(database)) as copy:
-            source.backup(copy)
-        query = share_view(f"{SQLITE}{database}", experiment)
-        with server(f"{SQLITE}{database}") as address:
-            photograph(f"{address}/#/{query}", path, chromium, Path(folder, "profile"))
+def draw_report(driver: WebDriver, page: Path, output: Path) -> None:
+    """Write the report's beginning and its first example."""
+    driver.get(page.resolve().as_uri())
+    drawn = "return !document.querySelector('.figure:not(.js-plotly-plot)')"
+    WebDriverWait(driver, PAGE_SECONDS).until(lambda _: driver.execute_script(drawn))
+    save(driver, output / "report.png")
+    driver.execute_script("document.querySelector('h2:last-of-type').scrollIntoView()")
+    save(driver, output / "example.png")
 
 
-def share_view(uri: str, experiment: str) -> str:
-    """Keep the runs of the experiment's newest pipeline run alone, and return the path that shows them.
+def draw_mlflow(driver: WebDriver, run: Path, database: Path, output: Path) -> None:
+    """Write MLflow's pages of the last pipeline: all runs, the models compared, the registered model."""
+    experiment = load(run / "params.yaml").section("register").experiment
+    outcome = read_json(run / "reports" / leaderboard.LEADERBOARD)["registry"]
+    with closing(sqlite3.connect(run / "mlflow.db")) as source, closing(sqlite3.connect(database)) as copy:
+        source.backup(copy)
+    runs, place = newest(f"{SQLITE}{database}", experiment)
+    chosen = quote(json.dumps(list(runs.values())))
+    pages = {
+        "mlflow": (
+            f"experiments/{place}/runs?workflowType=machine_learning&viewStateShareKey={VIEW}",
+            leaderboard.BASELINES,
+        ),
+        "compare": (f"compare-runs?runs={chosen}&experiments={quote(json.dumps([place]))}", tuple(runs)),
+        "model": (f"models/{outcome['registered_model']}/versions/{outcome['version']}", ("champion",)),
+    }
+    with server(f"{SQLITE}{database}") as address:
+        for number, (name, (path, texts)) in enumerate(pages.items()):
+            driver.get(f"{address}/#/{path}")
+            wait = WebDriverWait(driver, PAGE_SECONDS)
+            for label in HINTS if number == 0 else ():
+                button = (By.CSS_SELECTOR, f"button[aria-label='{label}']")
+                wait.until(expected_conditions.element_to_be_clickable(button)).click()
+            for text in texts:
+                wait.until(expected_conditions.text_to_be_present_in_element((By.TAG_NAME, "body"), text))
+            save(driver, output / f"{name}.png")
+
+
+def newest(uri: str, experiment: str) -> tuple[Mapping[str, str], str]:
+    """Keep the runs of the experiment's newest pipeline run alone; return its models' runs by name, and its id.
 
     The tag is the one that MLflow's page writes when somebody shares a view.
     """
@@ -112,7 +145,9 @@ def share_view(uri: str, experiment: str) -> str:
         "columnWidths": dict.fromkeys(columns, COLUMN),
     }
     client.set_experiment_tag(found.experiment_id, f"mlflow.sharedViewState.{VIEW}", json.dumps(view))
-    return f"experiments/{found.experiment_id}/runs?workflowType=machine_learning&viewStateShareKey={VIEW}"
+    children = {run.info.run_name: run.info.run_id for run in runs if run.data.tags.get(PARENT) == parent}
+    models = {name: run_id for name, run_id in children.items() if name not in leaderboard.BASELINES}
+    return models, found.experiment_id
 
 
 @contextmanager
@@ -151,22 +186,22 @@ def wait_for(address: str, process: subprocess.Popen[bytes]) -> None:
     raise SystemExit("mlflow ui did not start: try `make ui`")
 
 
-def photograph(address: str, path: Path, chromium: str, profile: Path) -> None:
-    """Write what a browser shows at `address` to `path`, once the runs are there and the hints are closed."""
+@contextmanager
+def browser(chromium: str, profile: Path) -> Iterator[WebDriver]:
+    """Start the browser, without a window, and stop it."""
     options = webdriver.ChromeOptions()
     options.binary_location = chromium
-    for flag in (*CHROMIUM_FLAGS, f"--user-data-dir={profile}", f"--window-size={WIDTH},{HEIGHT}"):
+    for flag in (*CHROMIUM_FLAGS, f"--user-data-dir={profile}"):
         options.add_argument(flag)
-    with webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver"))) as browser:
-        browser.get(address)
-        wait = WebDriverWait(browser, PAGE_SECONDS)
-        for label in HINTS:
-            button = (By.CSS_SELECTOR, f"button[aria-label='{label}']")
-            wait.until(expected_conditions.element_to_be_clickable(button)).click()
-        for name in leaderboard.BASELINES:
-            wait.until(expected_conditions.visibility_of_element_located((By.LINK_TEXT, name)))
-        time.sleep(SETTLE_SECONDS)
-        browser.save_screenshot(str(path))
+    with webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver"))) as driver:
+        yield driver
+
+
+def save(driver: WebDriver, path: Path) -> None:
+    """Write what the browser shows."""
+    driver.set_window_size(WIDTH, HEIGHTS[path.stem])
+    time.sleep(SETTLE_SECONDS)
+    driver.save_screenshot(str(path))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +111,14 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in `path`."""
     content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return content
+
+
+def read_titles(items: Path, wanted: Collection[str]) -> dict[str, str]:
+    """Return the titles of the item ids `wanted` that have one; none where there is no file `items`."""
+    if not items.is_file():
+        return {}
+    table = pq.read_table(items, columns=["item_id", "title"], filters=[("item_id", "in", list(wanted))])
+    return {row["item_id"]: row["title"] for row in table.to_pylist() if row["title"]}
 
 
 def facts(*folders: Path) -> dict[str, str | float]:

@@ -219,11 +219,13 @@ class RegisterConfig:
     min_gain: float = 0.0  # absolute gain of valid/ndcg@10 over the champion
     confidence: float = 0.95  # the paired interval of the gain must lie above min_gain at this level
     max_loss: float = 0.1  # share of the champion's coverage, and of its NDCG on tail items, that may be lost
+    examples: int = 4  # users whose recommendations the report shows
     seed: int = 42
 
     def __post_init__(self) -> None:
         require(0 < self.confidence < 1, "confidence must be between 0 and 1")
         require(self.max_loss >= 0, "max_loss must be at least 0")
+        require(self.examples >= 0, "examples must be at least 0")
 
 
 @dataclass(frozen=True, kw_only=True)

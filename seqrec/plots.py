@@ -1,79 +1,58 @@
-"""Figures of a pipeline run, drawn without pyplot's global state."""
+"""Figures of a pipeline run, drawn with plotly."""
 
 from __future__ import annotations
 
-import base64
-import html
-import io
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from itertools import pairwise
 from typing import Any
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from plotly.colors import qualitative
+from plotly.graph_objects import Bar, Figure, Heatmap, Scatter
+from plotly.subplots import make_subplots
 
-from seqrec.artifacts import HISTORY, METRICS, read_json
-from seqrec.leaderboard import LEADERBOARD, REQUIRED, SELECTION
+from seqrec.leaderboard import SELECTION
 
 METRIC = "test/ndcg@10"
-SIZE = (8.0, 4.0)  # inches
+TERMS = ("loss/", "figure/")  # prefixes, in a record of the history, of what a model reports of its own
+COLUMNS = 3
+PANEL = 300  # pixels, height
+COLOURS = qualitative.D3
+Record = Mapping[str, Any]
 
 
-def page(reports: Path, artifacts: Path) -> str:
-    """Return leaderboard, verdict of the gate and figures as one HTML page that needs no other file.
+def learning_curves(histories: Mapping[str, Sequence[Record]]) -> Figure:
+    """Return loss and validation metric by epoch, a line a model; `histories` are the records of history.jsonl.
 
-    Args:
-        reports: what register has written to.
-        artifacts: holds `<model>/finetuned/`.
+    A baseline has none. A model's colour is that of its place among the names: give every figure the same ones.
     """
-    report = read_json(reports / LEADERBOARD)
-    rows, outcome = report["rows"], report["registry"]
-    names = [row["model"] for row in rows]
-    files = {name: artifacts / name / "finetuned" / HISTORY for name in names}
-    histories = {
-        name: [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-        for name, file in files.items()
-        if file.exists()
-    }
-    figures = (
-        learning_curves(histories),
-        metric_by_slice({name: read_json(reports / name / METRICS) for name in names}),
-        coverage_against_accuracy(rows),
-    )
-    title = html.escape(f"{report['dataset']}, {report['protocol']}")
-    verdict = html.escape(f"{outcome['registered_model']} version {outcome['version']}: {outcome['reason']}")
-    pictures = "".join(f'<p><img src="data:image/png;base64,{_png(figure)}"></p>' for figure in figures)
-    return f"<!doctype html><title>{title}</title><h1>{title}</h1>{_table(rows)}<p>{verdict}</p>{pictures}"
+    return _curves(histories, ("loss", SELECTION), columns=2)
 
 
-def _table(rows: Sequence[Mapping[str, Any]]) -> str:
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in ("model", *REQUIRED))
-    body = "".join(
-        f"<tr><td>{html.escape(row['model'])}</td>" + "".join(f"<td>{row[key]:.6g}</td>" for key in REQUIRED) + "</tr>"
-        for row in rows
-    )
-    return f"<table border><tr>{head}</tr>{body}</table>"
+def terms(history: Sequence[Record]) -> Figure | None:
+    """Return a panel for each term of a model's loss and each figure it reports, by epoch; None if it is one term."""
+    keys = list(dict.fromkeys(key for record in history for key in record if key.startswith(TERMS)))
+    return _curves({"": history}, keys, columns=COLUMNS) if len(keys) > 1 else None
 
 
-def _png(figure: Figure) -> str:
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=110)
-    return base64.b64encode(picture.getvalue()).decode()
-
-
-def learning_curves(histories: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
-    """Return loss and validation metric by epoch, a line a model; `histories` are the records of history.jsonl."""
-    figure, axes = _panels(2)
-    for axis, key in zip(axes, ("loss", SELECTION), strict=True):
-        for name, history in histories.items():
+def _curves(histories: Mapping[str, Sequence[Record]], keys: Sequence[str], *, columns: int) -> Figure:
+    figure = _panels(keys, columns)
+    for place, key in enumerate(keys):
+        for number, (name, history) in enumerate(histories.items()):
             points = [(epoch, record[key]) for epoch, record in enumerate(history, start=1) if key in record]
-            axis.plot(
-                *zip(*points, strict=True), label=name, marker="." if len(points) < 30 else ""
-            ) if points else None
-        axis.set(xlabel="epoch", ylabel=key)
-    _legend(axes[-1])
+            if points:
+                epochs, values = zip(*points, strict=True)
+                line = Scatter(x=epochs, y=values, mode="lines+markers", **_style(name, number, place))
+                _add(figure, place, columns, line)
+    for epoch in sorted({epoch for history in histories.values() for epoch in _phase_starts(history)}):
+        figure.add_vline(epoch - 0.5, line={"dash": "dot", "color": "grey"})
+    figure.update_xaxes(title="epoch")
     return figure
+
+
+def _phase_starts(history: Sequence[Record]) -> list[int]:
+    """Return the epochs (1, 2, ... over all phases) at which another phase begins."""
+    pairs = enumerate(pairwise(history), start=2)
+    return [epoch for epoch, (before, after) in pairs if before.get("phase") != after.get("phase")]
 
 
 def metric_by_slice(metrics: Mapping[str, Mapping[str, float]]) -> Figure:
@@ -87,41 +66,68 @@ def metric_by_slice(metrics: Mapping[str, Mapping[str, float]]) -> Figure:
         kind, equals, _ = key.removeprefix(f"{METRIC}/").partition("=")
         if key.startswith(f"{METRIC}/") and equals:
             by_kind.setdefault(kind, []).append(key)
-    figure, axes = _panels(max(1, len(by_kind)))
-    width = 0.8 / max(1, len(metrics))
-    for axis, (kind, keys) in zip(axes, by_kind.items(), strict=False):
-        for row, (name, values) in enumerate(metrics.items()):
-            axis.bar(
-                [i + row * width for i in range(len(keys))], [values.get(key, 0.0) for key in keys], width, label=name
-            )
-        middle = width * (len(metrics) - 1) / 2
-        axis.set_xticks([i + middle for i in range(len(keys))], [key.partition("=")[2] for key in keys])
-        axis.set(xlabel=kind, ylabel=METRIC)
-    _legend(axes[-1])
+    figure = _panels([f"{METRIC} by {kind}" for kind in by_kind], max(1, len(by_kind)))
+    for place, keys in enumerate(by_kind.values()):
+        labels = [_slice_label(key, metrics) for key in keys]
+        for number, (name, values) in enumerate(metrics.items()):
+            bar = Bar(x=labels, y=[values.get(key) for key in keys], **_style(name, number, place))
+            _add(figure, place, len(by_kind), bar)
     return figure
+
+
+def _slice_label(key: str, metrics: Mapping[str, Mapping[str, float]]) -> str:
+    counts = (values.get(key.replace(METRIC, "test/cases")) for values in metrics.values())
+    count = next((count for count in counts if count is not None), None)
+    name = key.partition("=")[2]
+    return name if count is None else f"{name}<br>{count:,.0f} cases"
 
 
 def coverage_against_accuracy(rows: Sequence[Mapping[str, Any]]) -> Figure:
     """Return test NDCG@10 with its interval against catalogue coverage, a point a row of the leaderboard."""
-    figure, (axis,) = _panels(1)
-    for row in rows:
+    figure = _panels([f"{METRIC} with its 95 % interval, against coverage"], 1)
+    for number, row in enumerate(rows):
         value = row[METRIC]
-        below, above = max(0.0, value - row[f"{METRIC}/low"]), max(0.0, row[f"{METRIC}/high"] - value)
-        marker = "s" if row["baseline"] else "o"
-        axis.errorbar(
-            row["test/coverage@10"], value, yerr=[[below], [above]], fmt=marker, capsize=3, label=row["model"]
-        )
-    axis.set(xlabel="test/coverage@10", ylabel=f"{METRIC} (95 % interval)")
-    _legend(axis)
+        above, below = max(0.0, row[f"{METRIC}/high"] - value), max(0.0, value - row[f"{METRIC}/low"])
+        error = {"type": "data", "array": [above], "arrayminus": [below]}
+        style = _style(row["model"], number, 0)
+        style["marker"] |= {"size": 10, "symbol": "square" if row["baseline"] else "circle"}
+        figure.add_trace(Scatter(x=[row["test/coverage@10"]], y=[value], error_y=error, mode="markers", **style))
+    figure.update_xaxes(title="test/coverage@10")
     return figure
 
 
-def _panels(count: int) -> tuple[Figure, list[Axes]]:
-    figure = Figure(figsize=SIZE, layout="constrained")
-    axes = figure.subplots(1, count, squeeze=False)
-    return figure, list(axes[0])
+def masked_attention(before_LL: Sequence[Sequence[float]], after_LL: Sequence[Sequence[float]]) -> Figure:
+    """Return two heat maps, a row an event that reads and a column an event that is read, counted back from the last.
+
+    Args:
+        before_LL: weights of the attention without masks.
+        after_LL: the same with them.
+    """
+    figure = _panels(("attention of the last layer without masks", "with masks"), 2)
+    back = list(range(1 - len(before_LL), 1))
+    top = max(max(row) for row in before_LL)
+    for place, weights in enumerate((before_LL, after_LL)):
+        heat = Heatmap(z=weights, x=back, y=back, zmin=0, zmax=top, colorscale="Blues", showscale=place == 1)
+        _add(figure, place, 2, heat)
+    figure.update_xaxes(title="event read")
+    figure.update_yaxes(title="event that reads", autorange="reversed")
+    return figure
 
 
-def _legend(axis: Axes) -> None:
-    if axis.get_legend_handles_labels()[1]:
-        axis.legend(fontsize="small")
+def _panels(titles: Sequence[str], columns: int) -> Figure:
+    rows = max(1, -(-len(titles) // columns))
+    figure = make_subplots(rows, columns, subplot_titles=titles)
+    figure.update_layout(
+        height=PANEL * rows + 100, template="plotly_white", margin={"l": 60, "r": 20, "t": 50, "b": 50}
+    )
+    return figure
+
+
+def _style(name: str, number: int, place: int) -> dict[str, Any]:
+    """Return what makes a model look the same in every panel, and appear in the legend once."""
+    colour = {"color": COLOURS[number % len(COLOURS)]}
+    return {"name": name, "legendgroup": name, "showlegend": bool(name) and place == 0, "marker": colour}
+
+
+def _add(figure: Figure, place: int, columns: int, trace: Any) -> None:
+    figure.add_trace(trace, row=place // columns + 1, col=place % columns + 1)

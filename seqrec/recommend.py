@@ -12,11 +12,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from seqrec import checkpoint, retrieval
-from seqrec.artifacts import ITEMS
+from seqrec.artifacts import ITEMS, read_titles
 from seqrec.config import RegisterConfig
 from seqrec.data import sequences as prepared
-from seqrec.recommender import CHAMPION_URI, Recommender, located
+from seqrec.recommender import CHAMPION_URI, POPULARITY, Recommender, Request, located
 
+BESIDE = "beside an event: by how much the first item's score drops when it is left out"
 ROWS = 8_192  # users in memory at once
 SCORES_SCHEMA = pa.schema(
     [
@@ -37,6 +38,7 @@ def recommend(
     exclude: str = "",
     saved: str = "",
     data: Path = Path("data"),
+    explain: bool = False,
 ) -> None:
     """Print the best items after a history.
 
@@ -49,34 +51,32 @@ def recommend(
         exclude: item ids not to show, with commas between them.
         saved: asked in the champion's place: a folder with weights, card, vocabulary and users, or models:/NAME/N.
         data: folder of ingest; its titles are shown, if it is there.
+        explain: say by how much the first item's score drops when an event of the history is left out.
 
     Raises:
         TrackingError: the registry does not answer, or has no such model.
     """
     recommender = Recommender.load(saved or CHAMPION_URI.format(dataset=dataset), config)
-    answer = recommender.recommend(_ids(history), k, exclude=_ids(exclude), user=user or None)
-    titles = _titles(data / ITEMS, [*_ids(history), *answer.items])
+    request = Request(history=_ids(history), k=k, exclude=_ids(exclude), user=user or None)
+    answer = recommender.answer([request])[0]
+    titles = read_titles(data / ITEMS, [*request.history, *answer.items])
+    drops = [""] * len(request.history)
+    if explain and answer.items and answer.source != POPULARITY:
+        drops = [f"  {drop:+.3f}" for drop in recommender.explain(request, answer.items[0])]
     console = Console()
-    for item_id in _ids(history):
-        known = "" if item_id in recommender.items else " (unknown, skipped)"
+    for item_id, drop in zip(request.history, drops, strict=True):
+        known = drop if item_id in recommender.items else " (unknown, skipped)"
         console.print(f"after   {escape(item_id)}  {escape(titles.get(item_id, ''))}{known}", highlight=False)
     table = Table("", "item", "title", "score", title=f"{answer.source} recommends")
     for place, (item_id, score) in enumerate(zip(answer.items, answer.scores, strict=True), start=1):
         table.add_row(str(place), escape(item_id), escape(titles.get(item_id, "")), f"{score:.3f}")
     console.print(table)
-    for note in answer.notes:
+    for note in (*answer.notes, *([BESIDE] if any(drops) else [])):
         console.print(note, highlight=False)
 
 
 def _ids(text: str) -> list[str]:
     return [item_id.strip() for item_id in text.split(",") if item_id.strip()]
-
-
-def _titles(items: Path, wanted: list[str]) -> dict[str, str]:
-    if not items.is_file():
-        return {}
-    table = pq.read_table(items, columns=["item_id", "title"], filters=[("item_id", "in", wanted)])
-    return {row["item_id"]: row["title"] or "" for row in table.to_pylist()}
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from models.base import PAD, Batch, SequenceModel
-from seqrec import checkpoint
+from seqrec import attribution, checkpoint
 from seqrec.config import RegisterConfig
 from seqrec.data import sequences
 from seqrec.data.sequences import WIDTH_STEP
@@ -156,6 +156,25 @@ class Recommender:
         rows = zip(requests, places, best.values(), strict=True)
         return [self._told(request, place, *found) for request, place, found in rows]
 
+    def explain(self, request: Request, item_id: str) -> list[float]:
+        """Return, for each event of the history, by how much the score of an item drops when the event is left out.
+
+        Unknown events, and those that the model does not see, have 0. See `attribution.leave_one_out`.
+
+        Raises:
+            ValueError: the item is unknown.
+        """
+        if item_id not in self.items:
+            raise ValueError(f"item_id: {item_id!r} is unknown")
+        place = [p for p, known in enumerate(request.history) if known in self.items]
+        drops = [0.0] * len(request.history)
+        if place:
+            history = self._window([request], [place], len(place))
+            drop_L = attribution.leave_one_out(self.model, history, torch.tensor([self.items[item_id]]))[0]
+            for p, drop in zip(place, drop_L.tolist(), strict=True):
+                drops[p] = drop
+        return drops
+
     def _top(self, batch: Batch, hidden: Sequence[Sequence[int]], k: int) -> list[Best]:
         query_BD = self.model(batch, last=True)[:, 0].float()
         return _best(query_BD @ self.item_vectors.T, hidden, k)
@@ -165,16 +184,16 @@ class Recommender:
         length = self.model.options.length - cloze
         recent = [place[-length:] for place in places]
         longest = max(len(place) for place in recent)
-        width = min(-(-longest // WIDTH_STEP) * WIDTH_STEP, length)
-        items = [
-            [PAD] * (width - len(p)) + [self.items[r.history[i]] for i in p]
-            for r, p in zip(requests, recent, strict=True)
-        ]
-        items_BL = torch.tensor(items)
-        times_BL = torch.tensor([self._times(r, p, width) for r, p in zip(requests, recent, strict=True)])
-        user_B = torch.tensor([self.users.get(r.user or "", 0) for r in requests])
-        batch = Batch(items_BL, times_BL.masked_fill(items_BL == PAD, 0.0), user_B)
+        batch = self._window(requests, recent, min(-(-longest // WIDTH_STEP) * WIDTH_STEP, length))
         return sequences.with_mask(batch, len(self.item_ids) + 1) if cloze else batch
+
+    def _window(self, requests: Sequence[Request], places: Sequence[Sequence[int]], width: int) -> Batch:
+        """Return the events at `places` of each history, padded on the left to `width`."""
+        rows = list(zip(requests, places, strict=True))
+        items_BL = torch.tensor([[PAD] * (width - len(p)) + [self.items[r.history[i]] for i in p] for r, p in rows])
+        times_BL = torch.tensor([self._times(r, p, width) for r, p in rows])
+        user_B = torch.tensor([self.users.get(r.user or "", 0) for r in requests])
+        return Batch(items_BL, times_BL.masked_fill(items_BL == PAD, 0.0), user_B)
 
     def _times(self, request: Request, place: Sequence[int], width: int) -> list[float]:
         """Return seconds relative to the last event, padded on the left."""

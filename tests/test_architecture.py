@@ -40,8 +40,8 @@ CORE = [  # what trains and evaluates on a machine without the orchestration pac
 ]
 CORE_MAY_IMPORT = {"accelerate", "numpy", "pyarrow", "rich", "safetensors", "torch", "yaml", "models", "seqrec"}
 CORE_LACKS = (
-    *("dvc", "great_expectations", "kfp", "matplotlib", "mlflow", "narwhals", "optuna", "pandas", "polars"),
-    *("pydantic", "requests", "scipy", "transformers"),
+    *("dvc", "great_expectations", "kfp", "matplotlib", "mlflow", "narwhals", "optuna", "pandas", "plotly"),
+    *("polars", "pydantic", "requests", "scipy", "transformers"),
 )
 
 OWNERS = {  # package -> the only files that may import it, even inside a function

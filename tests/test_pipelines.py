@@ -180,7 +180,9 @@ def test_the_pages_of_the_user_interface_need_no_other_file(outcome):
     page = (tasks / "register/page").read_text(encoding="utf-8")
 
     assert all(name in page for name in RESULTS)
-    assert page.count("data:image/png;base64,") == 3
+    assert page == (tasks / "register/reports/index.html").read_text(encoding="utf-8")
+    assert page.count("<h3>User ") == 4
+    assert 'src="' not in page
     assert "the first champion" in page
 
 

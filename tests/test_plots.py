@@ -1,15 +1,13 @@
 from __future__ import annotations
 
-import io
-
 import pytest
 
 from seqrec import plots
 
 HISTORY = [
-    {"epoch": 1, "loss": 6.0, "valid/ndcg@10": 0.1},
-    {"epoch": 2, "loss": 5.0},
-    {"epoch": 3, "loss": 4.5, "valid/ndcg@10": 0.2},
+    {"phase": "train", "epoch": 1, "loss": 6.0, "valid/ndcg@10": 0.1, "loss/task": 5.5, "figure/entropy": 1.25},
+    {"phase": "train", "epoch": 2, "loss": 5.0, "loss/task": 4.5, "figure/entropy": 1.0},
+    {"phase": "hard", "epoch": 1, "loss": 4.5, "valid/ndcg@10": 0.2, "loss/task": 4.0, "figure/entropy": 0.75},
 ]
 
 
@@ -24,24 +22,55 @@ def row(model, *, baseline=False):
     }
 
 
-def png_size(figure):
-    file = io.BytesIO()
-    figure.savefig(file, format="png")
-    return len(file.getvalue())
+def titles(figure):
+    return [note.text for note in figure.layout.annotations]
 
 
-def labels(axis):
-    return axis.get_legend_handles_labels()[1]
+def points(trace):
+    return list(zip(trace.x, trace.y, strict=True))
 
 
 def test_learning_curves_skip_the_epochs_without_validation():
     figure = plots.learning_curves({"sasrec": HISTORY, "popularity": []})
-    loss, metric = figure.axes
+    loss, metric = figure.data
 
-    assert loss.lines[0].get_xydata().tolist() == [[1, 6.0], [2, 5.0], [3, 4.5]]
-    assert metric.lines[0].get_xydata().tolist() == [[1, 0.1], [3, 0.2]]
-    assert labels(metric) == ["sasrec"]
-    assert png_size(figure) > 1000
+    assert titles(figure) == ["loss", "valid/ndcg@10"]
+    assert points(loss) == [(1, 6.0), (2, 5.0), (3, 4.5)]
+    assert points(metric) == [(1, 0.1), (3, 0.2)]
+    assert [(trace.name, trace.showlegend) for trace in figure.data] == [("sasrec", True), ("sasrec", False)]
+
+
+def test_a_model_has_one_colour_in_every_figure():
+    names = ("markov", "sasrec", "gru4rec")
+    figures = (
+        plots.learning_curves({name: HISTORY if name != "markov" else [] for name in names}),
+        plots.metric_by_slice({name: {"test/ndcg@10/length=1-10": 0.1} for name in names}),
+        plots.coverage_against_accuracy([row(name) for name in names]),
+    )
+    colours = {(trace.name, trace.marker.color) for figure in figures for trace in figure.data}
+
+    assert sorted(name for name, _ in colours) == sorted(names)
+    assert len({colour for _, colour in colours}) == 3
+
+
+def test_a_new_phase_is_marked():
+    figure = plots.learning_curves({"strec": HISTORY})
+
+    assert [(line.x0, line.x1) for line in figure.layout.shapes] == [(2.5, 2.5), (2.5, 2.5)]  # in either panel
+
+
+def test_every_term_and_figure_of_a_model_is_a_curve():
+    figure = plots.terms(HISTORY)
+
+    assert titles(figure) == ["loss/task", "figure/entropy"]
+    assert [points(trace) for trace in figure.data] == [
+        [(1, 5.5), (2, 4.5), (3, 4.0)],
+        [(1, 1.25), (2, 1.0), (3, 0.75)],
+    ]
+
+
+def test_one_term_is_the_loss_itself_and_not_drawn_again():
+    assert plots.terms([{"loss": 1.0, "loss/task": 1.0}]) is None
 
 
 def test_slices_get_one_panel_a_kind_and_one_bar_a_model():
@@ -50,32 +79,46 @@ def test_slices_get_one_panel_a_kind_and_one_bar_a_model():
             "test/ndcg@10": 0.5,
             "test/ndcg@10/low": 0.4,
             "test/ndcg@10/popularity=head": 0.3,
-            "test/ndcg@10/popularity=tail": 0.1,
-            "test/ndcg@10/length=short": 0.2,
+            "test/ndcg@10/popularity=cold": 0.1,
+            "test/ndcg@10/length=1-10": 0.2,
+            "test/cases/popularity=head": 1200,
         },
         "markov": {"test/ndcg@10/popularity=head": 0.25},
     }
     figure = plots.metric_by_slice(metrics)
-    popularity, length = figure.axes
 
-    assert [axis.get_xlabel() for axis in figure.axes] == ["popularity", "length"]
-    assert [text.get_text() for text in popularity.get_xticklabels()] == ["head", "tail"]
-    assert [bar.get_height() for bar in popularity.patches] == [0.3, 0.1, 0.25, 0.0]
-    assert [bar.get_height() for bar in length.patches] == [0.2, 0.0]
+    assert titles(figure) == ["test/ndcg@10 by popularity", "test/ndcg@10 by length"]
+    heads = ("head<br>1,200 cases", "cold")
+    bars = [(bar.name, bar.xaxis, points(bar)) for bar in figure.data]
+    assert bars == [
+        ("sasrec", "x", [(heads[0], 0.3), (heads[1], 0.1)]),
+        ("markov", "x", [(heads[0], 0.25), (heads[1], None)]),
+        ("sasrec", "x2", [("1-10", 0.2)]),
+        ("markov", "x2", [("1-10", None)]),
+    ]
 
 
 def test_coverage_against_accuracy_draws_the_interval():
     figure = plots.coverage_against_accuracy([row("sasrec"), row("markov", baseline=True)])
-    (axis,) = figure.axes
 
-    assert labels(axis) == ["sasrec", "markov"]
-    (bar,) = axis.containers[0].lines[2]
-    assert bar.get_segments()[0].tolist() == [[0.6, pytest.approx(0.18)], [0.6, pytest.approx(0.23)]]
-    assert png_size(figure) > 1000
+    assert [(trace.name, trace.marker.symbol) for trace in figure.data] == [("sasrec", "circle"), ("markov", "square")]
+    for trace in figure.data:
+        assert points(trace) == [(0.6, 0.2)]
+        assert trace.error_y.array == pytest.approx((0.03,))
+        assert trace.error_y.arrayminus == pytest.approx((0.02,))
+
+
+def test_heat_maps_count_back_from_the_last_event_and_share_a_scale():
+    before, after = plots.masked_attention([[1.0, 0.0], [0.25, 0.75]], [[1.0, 0.0], [0.0, 0.5]]).data
+
+    assert (before.x, before.y) == ((-1, 0), (-1, 0))
+    assert before.z == ([1.0, 0.0], [0.25, 0.75])
+    assert after.z == ([1.0, 0.0], [0.0, 0.5])
+    assert (after.zmin, after.zmax) == (before.zmin, before.zmax) == (0, 1.0)
 
 
 @pytest.mark.parametrize(
     "figure", [plots.learning_curves({}), plots.metric_by_slice({}), plots.coverage_against_accuracy([])]
 )
 def test_nothing_to_draw_is_an_empty_figure(figure):
-    assert png_size(figure) > 1000
+    assert figure.data == ()

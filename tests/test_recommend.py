@@ -66,3 +66,24 @@ def test_recommendations_are_printed_with_titles(prepared, tmp_path, capsys):
     assert "no such   (unknown, skipped)" in printed
     assert "Title of i1" in printed
     assert "sasrec recommends" in printed
+
+
+def test_an_explanation_stands_beside_the_events(prepared, tmp_path, capsys):
+    saved = save("sasrec", prepared, tmp_path / "model")
+    history = ["i1", "no such", "i4"]
+
+    main(["recommend", "--history", ", ".join(history), "--saved", str(saved), "--explain"])
+
+    recommender = Recommender.load(saved)
+    drops = recommender.explain(Request(history=history), recommender.recommend(history, 1).items[0])
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("after")]
+    assert [line[-1] for line in lines] == [f"{drops[0]:+.3f}", "skipped)", f"{drops[2]:+.3f}"]
+    assert lines[0][-1] != lines[2][-1]
+
+
+def test_popular_items_have_no_explanation(prepared, tmp_path, capsys):
+    saved = save("sasrec", prepared, tmp_path / "model")
+
+    assert main(["recommend", "--history", "no such", "--saved", str(saved), "--explain"]) == 0
+
+    assert "left out" not in capsys.readouterr().out

@@ -150,3 +150,24 @@ def test_weights_of_another_versions_model_are_refused(prepared, tmp_path):
 
     with pytest.raises(ValueError, match="does not fit sasrec as this version builds it"):
         Recommender.load(saved)
+
+
+def test_an_explanation_is_what_the_answer_loses_without_an_event(prepared, tmp_path):
+    recommender = Recommender.load(save("tisasrec", prepared, tmp_path))
+    history, times = ["i3", "unknown", *(f"i{n}" for n in range(14))], [float(1000 * n * n) for n in range(16)]
+    item, user = "i20", "u5"
+
+    def score(places):
+        given = {"history": [history[p] for p in places], "times": [times[p] for p in places]}
+        answer = recommender.recommend(**given, k=40, user=user)
+        return answer.scores[answer.items.index(item)]
+
+    drops = recommender.explain(Request(history=history, times=times, user=user), item)
+
+    whole = score(range(16))
+    expected = [whole - score([p for p in range(16) if p != left_out]) for left_out in range(16)]
+    assert drops == pytest.approx(expected, abs=1e-5)
+    assert drops[:4] == [0.0] * 4  # the model sees 12 events
+    assert max(map(abs, drops[4:])) > 1e-3
+    with pytest.raises(ValueError, match="'nothing' is unknown"):
+        recommender.explain(Request(history=history), "nothing")

@@ -21,7 +21,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Dataset, DatasetInput, InputTag, Run, RunTag
 from mlflow.exceptions import MlflowException
 
-from seqrec import plots, registry, tracking
+from seqrec import examples, registry, report, tracking
 from seqrec.artifacts import (
     CASES,
     HISTORY,
@@ -34,15 +34,19 @@ from seqrec.artifacts import (
     read_json,
     sha256,
     write_json,
+    write_text,
 )
 from seqrec.config import RegisterConfig
+from seqrec.examples import Examples
 from seqrec.leaderboard import LEADERBOARD, SELECTION, Row, best_model, build, write_csv, write_curves
+from seqrec.report import REPORT
 from seqrec.tracking import FINGERPRINT, PIPELINE_RUN, TrackingError
 
 logger = logging.getLogger(__name__)
 
 LEADERBOARD_CSV = "leaderboard.csv"
 CURVES_CSV = "curves.csv"
+FIGURES = "figures.html"  # of a model's run
 TEST = "test/ndcg@10"
 REPORT_FILES = (METRICS, CASES, RECOMMENDATIONS)
 COMPLETE = "seqrec.complete"  # tag, set last: the hash of what the run holds
@@ -95,9 +99,10 @@ def register(
     Args:
         leaderboard: keys of the models.
         artifacts: holds `<model>/finetuned/`.
-        reports: holds `<model>/` of models and baselines; gets leaderboard.json, leaderboard.csv, curves.csv.
+        reports: holds `<model>/` of models and baselines; gets leaderboard.json, leaderboard.csv, curves.csv, and
+            index.html, a page that needs no other file.
         sequences: the prepared dataset.
-        data: holds source.json.
+        data: holds source.json, and items.parquet with the titles that the page shows.
         params: all of params.yaml, to be logged.
         config: section `register`.
         pipeline_run: the id that an orchestrator gave its run, to be a tag of the parent.
@@ -115,19 +120,21 @@ def register(
     best = next(entry for entry in entries if entry.row is best_model(rows))
     _write_leaderboard(reports, split, rows)
     write_curves(reports / CURVES_CSV, {entry.name: entry.history for entry in entries if entry.history})
+    shown = _examples(entries, best, reports, sequences, data, config)
     with _explained(reports, config):
         tracker = _connect(split, data, config)
         parent = _open_parent(tracker, entries, params)
         if pipeline_run:
             tracker.client.set_tag(parent.info.run_id, PIPELINE_RUN, pipeline_run)
         _check_artifacts(tracker.client, parent, reports / LEADERBOARD)
-        runs = {entry.name: _log_entry(tracker, entry, parent, sequences) for entry in entries}
+        runs = {entry.name: _log_entry(tracker, entry, parent, sequences, shown) for entry in entries}
         outcome = _gate(tracker, best, runs[best.name], sequences, config)
         for entry in entries:
             entry.row["candidate"] = entry is best
             entry.row["champion"] = entry.fingerprint == outcome["champion"]
         _write_leaderboard(reports, split, rows, outcome)
-        _finish_parent(tracker, parent, entries, params, reports / LEADERBOARD)
+        write_text(reports / REPORT, _page(reports, entries, shown))
+        _finish_parent(tracker, parent, entries, params, reports)
     gain = {f"gain/{SELECTION}/{name}": value for name, value in (outcome["gain"] or {}).items()}
     chosen = {f"candidate/{key}": best.row[key] for key in (SELECTION, TEST)}
     return {**chosen, "promoted": float(outcome["promoted"]), **gain}
@@ -166,6 +173,27 @@ def _write_leaderboard(
     facts = {key: split[key] for key in ("dataset", "protocol", "split_sha256")}
     write_json(reports / LEADERBOARD, {**facts, "selection": SELECTION, "rows": list(rows), "registry": outcome})
     write_csv(reports / LEADERBOARD_CSV, rows)
+
+
+def _examples(
+    entries: Sequence[Entry], best: Entry, reports: Path, sequences: Path, data: Path, config: RegisterConfig
+) -> Examples:
+    checkpoints = {entry.name: entry.checkpoint for entry in entries}
+    return examples.choose(
+        leader=best.name,
+        checkpoints=checkpoints,
+        reports=reports,
+        sequences=sequences,
+        data=data,
+        number=config.examples,
+        seed=config.seed,
+    )
+
+
+def _page(reports: Path, entries: Sequence[Entry], shown: Examples) -> str:
+    metrics = {entry.name: entry.metrics for entry in entries}
+    histories = {entry.name: entry.history for entry in entries}
+    return report.page(read_json(reports / LEADERBOARD), metrics, histories, shown)
 
 
 @contextmanager
@@ -241,8 +269,8 @@ def _check_artifacts(client: MlflowClient, run: Run, path: Path) -> None:
         raise TrackingError(f"register.tracking_uri: {run.info.artifact_uri} gave back another {path.name}")
 
 
-def _log_entry(tracker: Tracker, entry: Entry, parent: Run, sequences: Path) -> Run:
-    """Return the entry's run, complete: settings, dataset, curves, report, model and final values."""
+def _log_entry(tracker: Tracker, entry: Entry, parent: Run, sequences: Path, shown: Examples) -> Run:
+    """Return the entry's run, complete: settings, dataset, curves, figures, report, model and final values."""
     client = tracker.client
     seconds = float(entry.card.get("seconds", 0.0))
     run = tracking.open_run(
@@ -257,6 +285,9 @@ def _log_entry(tracker: Tracker, entry: Entry, parent: Run, sequences: Path) -> 
     tracking.log_history(client, run, entry.history)
     for file in REPORT_FILES:
         client.log_artifact(run_id, str(entry.report / file), registry.REPORT)
+    if entry.history:
+        page = report.model_page(entry.name, entry.history, shown.masked.get(entry.name))
+        client.log_text(run_id, page, FIGURES)
     model_id = None
     if entry.checkpoint is not None:
         model_id = registry.log_model(client, run, checkpoint=entry.checkpoint, sequences=sequences).model_id
@@ -300,21 +331,15 @@ def _gate(tracker: Tracker, best: Entry, run: Run, sequences: Path, config: Regi
 
 
 def _finish_parent(
-    tracker: Tracker, run: Run, entries: Sequence[Entry], params: Mapping[str, Any], leaderboard: Path
+    tracker: Tracker, run: Run, entries: Sequence[Entry], params: Mapping[str, Any], reports: Path
 ) -> None:
     client, run_id = tracker.client, run.info.run_id
-    client.log_artifact(run_id, str(leaderboard))
+    for file in (LEADERBOARD, REPORT):
+        client.log_artifact(run_id, str(reports / file))
     if run.data.tags.get(COMPLETE):
         return
     tracking.log_params(client, run, params)
     _describe(tracker, run, {})
-    figures = {
-        "learning_curves": plots.learning_curves({entry.name: entry.history for entry in entries if entry.history}),
-        "metric_by_slice": plots.metric_by_slice({entry.name: entry.metrics for entry in entries}),
-        "coverage_against_accuracy": plots.coverage_against_accuracy([entry.row for entry in entries]),
-    }
-    for name, figure in figures.items():
-        client.log_figure(run_id, figure, f"figures/{name}.png")
     best = best_model([entry.row for entry in entries])
     tracking.log_metrics(client, run, {key: best[key] for key in (SELECTION, TEST)})
     if tracking.injected_run() is None:  # whoever made the run ends it

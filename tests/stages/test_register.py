@@ -19,6 +19,7 @@ from models.base import Catalogue
 from seqrec import evaluation, tracking
 from seqrec.artifacts import (
     CASES_SCHEMA,
+    ITEMS_SCHEMA,
     SEQUENCES_SCHEMA,
     USERS_SCHEMA,
     VOCABULARY_SCHEMA,
@@ -164,10 +165,25 @@ def test_one_parent_run_holds_a_run_for_every_row(project):
         (used,) = child.inputs.dataset_inputs
         assert (used.dataset.name, used.dataset.digest) == ("toy", "b" * 32)
     assert parent.data.params["finetune.learning_rate"] == "0.001"
-    figures = {file.path for file in client().list_artifacts(parent.info.run_id, "figures")}
-    assert figures == {
-        f"figures/{name}.png" for name in ("learning_curves", "metric_by_slice", "coverage_against_accuracy")
-    }
+    stored = {file.path for file in client().list_artifacts(parent.info.run_id)}
+    assert stored == {"leaderboard.json", "index.html"}
+
+
+def test_the_page_is_written_and_logged_with_the_verdict_and_some_users(project):
+    ids = [f"i{item}" for item in range(1, ITEMS + 1)]
+    titles = pa.table([ids, [f"The {item_id}" for item_id in ids]], schema=ITEMS_SCHEMA)
+    pq.write_table(titles, project / "data" / "items.parquet")
+    run(examples=3)
+    (parent,) = [run for name, run in all_runs().items() if name.startswith("toy-")]
+    page = Path("reports/index.html").read_text(encoding="utf-8")
+
+    assert (project / "mlartifacts" / parent.info.run_id / "artifacts/index.html").read_text(encoding="utf-8") == page
+    assert "the first champion" in page
+    assert page.count("<h3>User u") == 3
+    assert "sasrec: why The i" in page
+    for name in ("sasrec", "wide"):
+        figures = project / "mlartifacts" / all_runs()[name].info.run_id / "artifacts/figures.html"
+        assert f"<h1>{name}</h1>" in figures.read_text(encoding="utf-8")
 
 
 def test_a_model_run_holds_settings_curves_final_values_and_reports(project):
@@ -223,15 +239,19 @@ def test_a_baseline_is_never_the_candidate(project):
 
 
 def test_registering_again_changes_nothing(project):
-    first, report = run(), Path("reports/leaderboard.json").read_bytes()
+    first, report = run(), written()
     before = {name: (run.data.to_dictionary(), run.info.end_time) for name, run in all_runs().items()}
     second = run()
 
     assert second == first
-    assert Path("reports/leaderboard.json").read_bytes() == report
+    assert written() == report
     assert {name: (run.data.to_dictionary(), run.info.end_time) for name, run in all_runs().items()} == before
     assert len(client().search_model_versions("name = 'seqrec-toy'")) == 1
     assert len(client().search_logged_models([all_runs()["wide"].info.experiment_id])) == 2
+
+
+def written():
+    return [Path("reports", name).read_bytes() for name in ("leaderboard.json", "index.html")]
 
 
 @pytest.mark.parametrize(
