@@ -28,9 +28,8 @@ def register(
     from dataclasses import asdict
     from pathlib import Path
 
-    from seqrec.artifacts import facts
+    from seqrec.artifacts import REPORT_PAGE, facts
     from seqrec.config import SECTIONS, parse
-    from seqrec.report import REPORT
     from seqrec.stages.register import register
 
     evaluate = dict(filter_seen=filter_seen, **evaluate)
@@ -48,7 +47,7 @@ def register(
         config=sections["register"],
         pipeline_run=pipeline_run,
     )
-    shutil.copyfile(f"{reports.path}/{REPORT}", page.path)
+    shutil.copyfile(f"{reports.path}/{REPORT_PAGE}", page.path)
     reports.metadata.update(facts(Path(sequences.path)))
     for name, value in values.items():
         metrics.log_metric(name, value)

@@ -33,9 +33,8 @@ from selenium.webdriver.support import expected_conditions
 from selenium.webdriver.support.ui import WebDriverWait
 
 from seqrec import leaderboard
-from seqrec.artifacts import read_json
+from seqrec.artifacts import REPORT_PAGE, read_json
 from seqrec.config import load
-from seqrec.report import REPORT
 from seqrec.tracking import PARENT, SQLITE, metric_name
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -68,7 +67,7 @@ def main() -> None:
     flags.output.mkdir(parents=True, exist_ok=True)
     draw_leaderboard(flags.run, flags.output / "leaderboard.svg")
     with tempfile.TemporaryDirectory() as folder, browser(flags.chromium, Path(folder, "profile")) as driver:
-        draw_report(driver, flags.run / "reports" / REPORT, flags.output)
+        draw_report(driver, flags.run / "reports" / REPORT_PAGE, flags.output)
         draw_mlflow(driver, flags.run, Path(folder, "mlflow.db"), flags.output)
     for path in sorted(flags.output.iterdir()):
         if path.stat().st_size > LARGEST:

@@ -33,6 +33,8 @@ TOKENIZER = "tokenizer.json"  # and what it was made with
 METRICS = "metrics.json"
 CASES = "cases.parquet"
 RECOMMENDATIONS = "recommendations.parquet"
+# register
+REPORT_PAGE = "index.html"
 
 FACTS = (  # of the cards: what identifies the content of a folder
     *("source", "licence", "dataset", "protocol", "input_sha256", "split_sha256"),

@@ -68,7 +68,7 @@ def attention(model: SequenceModel, batch: Batch) -> Tensor | None:
         model(_asked(model, window), last=True)
     assert recorded.weight is not None
     weight_BHL = recorded.weight[..., -1, :].reshape(len(batch.items), -1, recorded.weight.shape[-1])
-    weight_BL = weight_BHL.mean(1)[:, : window.items.shape[1]] * (window.items != PAD)
+    weight_BL = weight_BHL.mean(1)[:, : window.items.shape[1]]  # without MASK
     return F.pad(weight_BL, (length - weight_BL.shape[1], 0))
 
 
@@ -87,15 +87,13 @@ def masked_attention(model: SequenceModel, batch: Batch) -> tuple[Tensor, Tensor
     seen, layer = _seen(model), model.blocks[-1].attention
     window = Batch(batch.items[:, -seen:], batch.times[:, -seen:], batch.user)
     mask, maps = layer.weigh, []
-    try:
-        for layer.weigh in (None, mask):
-            with _LastWeights() as recorded:
-                model(_asked(model, window))
-            assert recorded.weight is not None
-            length = window.items.shape[1]
-            maps.append(recorded.weight.mean(1)[:, :length, :length])
-    finally:
-        layer.weigh = mask
+    for weigh in (None, mask):  # the layers before it keep their masks
+        layer.weigh = weigh
+        with _LastWeights() as recorded:
+            model(_asked(model, window))
+        assert recorded.weight is not None
+        length = window.items.shape[1]
+        maps.append(recorded.weight.mean(1)[:, :length, :length])
     return maps[0], maps[1]
 
 

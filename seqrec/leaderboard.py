@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from seqrec.artifacts import METRICS, read_json, write_text
+from seqrec.artifacts import METRICS, REPORT_PAGE, read_json, write_text
 
 LEADERBOARD = "leaderboard.json"
 BASELINES = ("popularity", "markov", "ease")
@@ -41,7 +41,6 @@ FURTHER = (
     "",
     "make ui            the runs side by side in MLflow, at http://127.0.0.1:5000",
     "dvc metrics diff   what your last change did",
-    "dvc plots show     learning curves and leaderboard as a page",
 )
 Row = dict[str, Any]  # model: str, baseline: bool, candidate: bool, champion: bool and the numbers of REQUIRED
 
@@ -108,7 +107,10 @@ def show(*, reports: Path = Path("reports")) -> None:
         verb = "is the champion" if outcome["promoted"] else "is the candidate, not the champion"
         name = f"{outcome['registered_model']} version {outcome['version']} ({outcome['model']})"
         console.print(f"{name} {verb}: {outcome['reason']}", markup=False, highlight=False)
-    console.print("\n".join([*_distances(report["rows"]), *FURTHER]), markup=False, highlight=False)
+    lines = [*_distances(report["rows"]), *FURTHER]
+    if (reports / REPORT_PAGE).is_file():
+        lines.append(f"{reports / REPORT_PAGE} has slices, curves, and what each model recommends to whom, and why")
+    console.print("\n".join(lines), markup=False, highlight=False)
 
 
 def _distances(rows: Sequence[Row]) -> list[str]:

@@ -16,7 +16,6 @@ from seqrec import plots
 from seqrec.examples import FOUND, Example, Examples, Opinion
 from seqrec.leaderboard import SELECTION
 
-REPORT = "index.html"
 LISTED = 10  # items of a list
 EVENTS = 100  # of a history, the last ones
 COLUMNS = (SELECTION, "test/ndcg@10", "test/recall@10", "test/mrr", "test/coverage@10", "parameters", "train_seconds")

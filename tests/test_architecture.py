@@ -57,6 +57,7 @@ OWNERS = {  # package -> the only files that may import it, even inside a functi
     ),
     "great_expectations": ("seqrec/data/expectations.py",),
     "optuna": ("seqrec/tune.py",),
+    "plotly": ("seqrec/plots.py", "seqrec/report.py"),
     "pydantic": ("seqrec/config.py", "seqrec/serving.py"),
     "fastapi": ("seqrec/serving.py",),
     "transformers": ("seqrec/pretrained.py",),

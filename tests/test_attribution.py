@@ -69,11 +69,16 @@ def test_blocks_change_nothing(monkeypatch):
 def test_all_variants_are_one_pass_of_the_model():
     model, batch = make_model("sasrec", length=50).eval(), histories()
     passes = []
-    model.register_forward_pre_hook(lambda _, arguments: passes.append(len(arguments[0].items)))
+    model.register_forward_pre_hook(lambda _, arguments: passes.append(arguments[0]))
 
-    attribution.leave_one_out(model, batch, ITEMS)
+    drops = attribution.leave_one_out(model, batch, ITEMS)
 
-    assert passes == [4 * (9 + 1)]
+    (variants,) = passes
+    assert len(variants.items) == 4 * (9 + 1)
+    assert (variants.times[:, -1] == 0).all()  # counted from the last event that is left
+    assert (variants.times[variants.items == PAD] == 0).all()
+    assert variants.times[-1, -2:].tolist() == [-13_000.0, 0.0]
+    assert (drops[batch.items == PAD] == 0).all()
 
 
 EXPOSED = {"sasrec", "flash4rec", "bert4rec", "tisasrec", "ssept", "rec_denoiser", "zesrec"}

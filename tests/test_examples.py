@@ -11,7 +11,7 @@ from conftest import make_model
 
 from seqrec import attribution, evaluation, examples
 from seqrec.artifacts import CASES_SCHEMA
-from seqrec.checkpoint import save_model
+from seqrec.checkpoint import load_model, save_model
 from seqrec.config import EvaluateConfig
 from seqrec.data import sequences
 from seqrec.retrieval import model_scorer
@@ -74,6 +74,7 @@ def test_half_of_the_users_have_a_target_that_was_found(folders):
         ([1, 99], [5, 5], 4, 1),  # too few users
         ([1, 99, 98], [0, 5, 5], 2, 0),  # nothing to show of who has no history
         ([1, 99], [5, 5], 0, 0),
+        ([10] + [11] * 9, [5] * 10, 2, 1),  # found is among the ten best
     ],
 )
 def test_where_too_few_are_of_one_kind_the_other_fills_up(ranks, positions, number, found):
@@ -92,8 +93,6 @@ def test_the_seed_decides_who_is_shown(folders):
 
 def test_drivers_are_those_of_the_first_item(folders):
     shown = choose(folders)
-    from seqrec.checkpoint import load_model
-
     data, user_ids = sequences.load(folders["sequences"]), sequences.read_users(folders["sequences"])
     for name in MODELS[:3]:
         model = load_model(folders["checkpoints"][name])[0]
@@ -122,6 +121,11 @@ def test_heat_maps_are_those_of_models_with_masks_and_of_the_first_user(folders)
     torch.testing.assert_close(before.sum(1), torch.ones(seen))
     assert (after < before + 1e-6).all()
     assert after.sum() < before.sum() - 0.01
+    data, user_ids = sequences.load(folders["sequences"]), sequences.read_users(folders["sequences"])
+    first = torch.tensor([user_ids.index(shown.users[0].user_id)])
+    batch = sequences.window(data, first, data.stop[first] - 1, seen)
+    expected = attribution.masked_attention(load_model(folders["checkpoints"]["rec_denoiser"])[0], batch)
+    torch.testing.assert_close(before, expected[0][0])
 
 
 def test_items_without_a_title_go_by_their_id(folders, prepared, tmp_path):

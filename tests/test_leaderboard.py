@@ -118,3 +118,7 @@ def test_show_prints_the_table_and_the_decision(reports, capsys):
     assert "rec_denoiser" in printed
     assert "seqrec-toy version 2 (rec_denoiser) is the candidate" in printed
     assert "[-0.01, +0.03]" in printed
+    assert "index.html" not in printed
+    (reports / "index.html").touch()
+    leaderboard.show(reports=reports)
+    assert f"{reports}/index.html has" in capsys.readouterr().out.replace("\n", "")

@@ -28,6 +28,7 @@ from seqrec.artifacts import (
     METRICS,
     MODEL_CARD,
     RECOMMENDATIONS,
+    REPORT_PAGE,
     SOURCE_CARD,
     SPLIT_CARD,
     WEIGHTS,
@@ -39,7 +40,6 @@ from seqrec.artifacts import (
 from seqrec.config import RegisterConfig
 from seqrec.examples import Examples
 from seqrec.leaderboard import LEADERBOARD, SELECTION, Row, best_model, build, write_csv, write_curves
-from seqrec.report import REPORT
 from seqrec.tracking import FINGERPRINT, PIPELINE_RUN, TrackingError
 
 logger = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ def register(
             entry.row["candidate"] = entry is best
             entry.row["champion"] = entry.fingerprint == outcome["champion"]
         _write_leaderboard(reports, split, rows, outcome)
-        write_text(reports / REPORT, _page(reports, entries, shown))
+        write_text(reports / REPORT_PAGE, _page(reports, entries, shown))
         _finish_parent(tracker, parent, entries, params, reports)
     gain = {f"gain/{SELECTION}/{name}": value for name, value in (outcome["gain"] or {}).items()}
     chosen = {f"candidate/{key}": best.row[key] for key in (SELECTION, TEST)}
@@ -334,7 +334,7 @@ def _finish_parent(
     tracker: Tracker, run: Run, entries: Sequence[Entry], params: Mapping[str, Any], reports: Path
 ) -> None:
     client, run_id = tracker.client, run.info.run_id
-    for file in (LEADERBOARD, REPORT):
+    for file in (LEADERBOARD, REPORT_PAGE):
         client.log_artifact(run_id, str(reports / file))
     if run.data.tags.get(COMPLETE):
         return
