@@ -147,7 +147,10 @@ def test_nothing_of_the_data_becomes_markup(text):
     assert "u<7>" not in text
 
 
-def test_the_same_data_gives_the_same_bytes(text):
+def test_the_same_data_gives_the_same_bytes(text, monkeypatch):
+    report._plotly.cache_clear()
+    monkeypatch.setattr("time.time", lambda: 1.0)
+
     assert report.page(BOARD, METRICS, {"sasrec": HISTORY, "gru4rec": HISTORY[:1]}, EXAMPLES) == text
 
 
