@@ -1,13 +1,18 @@
 """Windows, inputs and targets of every objective; no target of training is at or after the cut."""
 
+import math
+
 import pytest
 import torch
 from conftest import make_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from models.base import Options
 from seqrec import objectives
 from seqrec.config import FinetuneConfig
 from seqrec.data import sequences
+from seqrec.data.sequences import Sequences
 from seqrec.objectives import Windows
 
 
@@ -107,6 +112,77 @@ def test_a_prefix_budget_is_uniform_over_the_prefixes(data):
     places = torch.arange(int(data.start[user]) + 2, int(data.train_stop[user]) + 1)
     assert counts[places].sum() == 300
     assert (counts[places] > 0.4 * 300 / len(places)).all()
+
+
+def made_of(lengths: list[int]) -> Sequences:
+    """Users with so many train events, one to validate on and one to test on."""
+    train = torch.tensor(lengths)
+    stop = (train + 2).cumsum(0)
+    start = stop - train - 2
+    items = torch.arange(1, int(stop[-1]) + 1, dtype=torch.int32)
+    return Sequences(items, items.long(), start, stop - 2, stop - 1, stop, torch.ones(len(items) + 1).long(), {})
+
+
+def places(data: Sequences, chosen: Windows) -> set[tuple[int, int]]:
+    """Return (user, number of events before the target) of each window."""
+    before = chosen.stop - 1 - data.start[chosen.user]
+    return set(zip(chosen.user.tolist(), before.tolist(), strict=True))
+
+
+HISTORIES = st.lists(st.integers(0, 20), min_size=1, max_size=12).filter(lambda lengths: max(lengths) >= 2)
+
+
+def test_no_target_comes_before_the_earliest():
+    data = made_of([7, 6, 2, 1])
+
+    _, chosen = windows(data, objective="last", earliest_target=0.5)
+
+    assert places(data, chosen) == {(0, 3), (0, 4), (0, 5), (0, 6), (1, 2), (1, 3), (1, 4), (1, 5), (2, 1)}
+
+
+@settings(deadline=None, max_examples=40)
+@given(HISTORIES, st.sampled_from([0.0, 0.25, 0.5, 0.75]), st.integers(0, 3))
+def test_targets_are_drawn_from_all_of_the_later_share(lengths, share, number):
+    data = made_of(lengths)
+    allowed = [set(range(max(1, int((n - 1) * share)), n)) for n in lengths]
+
+    _, chosen = windows(data, objective="last", earliest_target=share, prefixes_per_user=number)
+
+    drawn = places(data, chosen)
+    assert len(drawn) == len(chosen.user)
+    assert drawn <= {(user, place) for user, own in enumerate(allowed) for place in own}
+    wanted = [min(number or len(own), len(own)) for own in allowed]
+    assert torch.bincount(chosen.user, minlength=len(lengths)).tolist() == wanted
+
+
+@settings(deadline=None, max_examples=40)
+@given(HISTORIES, st.sampled_from([0.01, 0.1, 0.25, 0.5]), st.sampled_from(["causal", "last", "cloze"]))
+def test_a_share_of_the_users_trains_on_all_that_it_would_have(lengths, share, objective):
+    data = made_of(lengths)
+    everything = places(data, windows(data, objective=objective)[1])
+
+    drawn = places(data, windows(data, objective=objective, user_share=share)[1])
+    later = places(data, windows(data, seed=9, objective=objective, user_share=share)[1])
+    more = places(data, windows(data, objective=objective, user_share=2 * share)[1])
+
+    users = {user for user, _ in drawn}
+    assert len(users) <= math.ceil(len(lengths) * share)
+    assert drawn == {(user, place) for user, place in everything if user in users}
+    assert later == drawn  # the same users in each epoch
+    assert drawn <= more
+
+
+def test_the_users_of_a_share_are_a_draw_of_the_seed():
+    data, generator = made_of([5] * 200), torch.Generator()
+
+    def users(seed: int) -> set[int]:
+        config = FinetuneConfig(seed=seed, user_share=0.1)
+        return set(objectives.windows(data, Options(), config, generator).user.tolist())
+
+    one, other = users(3), users(7)
+    assert [len(one), len(other)] == [20, 20]
+    assert len(one & other) < 10
+    assert min(max(one), max(other)) >= 100  # not the first ones of the file
 
 
 def test_cloze_masks_what_it_predicts(data):
