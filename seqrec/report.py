@@ -22,7 +22,8 @@ COLUMNS = (SELECTION, "test/ndcg@10", "test/recall@10", "test/mrr", "test/covera
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 1200px; padding: 0 1em; color: #222 }
 table { border-collapse: collapse; margin: 1em 0 } th, td { padding: .2em .7em; text-align: left; vertical-align: top }
-th { border-bottom: 1px solid #888 } td.number { text-align: right; font-variant-numeric: tabular-nums }
+th { border-bottom: 1px solid #888 }
+td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap }
 tr.champion { font-weight: bold } tr.baseline, .note { color: #666 } td.target { background: #c8e6c9 }
 .events { max-height: 28em; overflow-y: auto; border: 1px solid #ddd } .events table { margin: 0 }
 .events th { position: sticky; top: 0; background: white }
