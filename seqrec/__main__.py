@@ -30,6 +30,7 @@ COMMANDS = {  # name -> (module, function, what it does); modules are imported w
     "baselines": ("seqrec.stages.baselines", "baselines", "evaluate popularity, a Markov chain and EASE"),
     "evaluate": ("seqrec.stages.evaluate", "evaluate", "rank every test case among the whole catalogue"),
     "register": ("seqrec.stages.register", "register", "leaderboard, MLflow runs, candidate and champion"),
+    "refit": ("seqrec.refit", "refit", "train the champion once more, on every event, to be served in its place"),
     "registry": ("seqrec.champions", "registry", "show the registered versions; promote one, or roll back"),
     "run": ("seqrec.run", "run", "all stages of one config but register, in one process, without DVC"),
     "import": ("seqrec.run", "import_run", "bring a finished `run` into MLflow"),
@@ -119,7 +120,7 @@ def bind(function: Callable[..., Any], command: str, flags: argparse.Namespace) 
 
 
 def _config(params: Params, command: str, flags: argparse.Namespace) -> Any:
-    of_register = ("leaderboard", "recommend", "registry", "score", "export", "serve")
+    of_register = ("leaderboard", "refit", "registry", "recommend", "score", "export", "serve")
     sections = {"baselines": "evaluate"} | dict.fromkeys(of_register, "register")
     section = sections.get(command, command)
     return params.section(section, model=getattr(flags, "model", None), dataset=getattr(flags, "dataset", None))
@@ -137,6 +138,7 @@ FROM_PARAMS: dict[str, Callable[[Params, str, argparse.Namespace], Any]] = {
     "params": lambda params, _, __: params.as_dict(),
     "sources": lambda params, _, flags: [flags.data / "sources" / name for name in params.sources if flags.data],
     "log": lambda *_: None,
+    "experiment": lambda params, _, __: params.section("register").experiment,
 }
 
 

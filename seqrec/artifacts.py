@@ -29,6 +29,7 @@ MODEL_CARD = "config.json"
 HISTORY = "history.jsonl"
 TOKENS = "tokens.safetensors"  # of text models: the items' text
 TOKENIZER = "tokenizer.json"  # and what it was made with
+REFIT = "refit"  # key of the card of weights that have seen every event: of which training, and its epochs
 # evaluate -> register
 METRICS = "metrics.json"
 CASES = "cases.parquet"

@@ -25,6 +25,7 @@ if CASTS:
 
 STAGES = ("ingest", "validate", "prepare", "pretrain", "finetune", "evaluate", "register")
 LOSSES = ("ce", "sampled_ce", "bce", "gbce", "bpr")
+EXPERIMENT = "seqrec"  # MLflow's
 PROTOCOLS = ("LOO-full", "LOO-101", "RATIO-full", "temporal")
 Section = TypeVar("Section")
 
@@ -215,7 +216,7 @@ class RegisterConfig:
     """Section `register`: where runs go and what a champion must show."""
 
     tracking_uri: str = "sqlite:///mlflow.db"  # MLFLOW_TRACKING_URI wins
-    experiment: str = "seqrec"
+    experiment: str = EXPERIMENT
     min_gain: float = 0.0  # absolute gain of valid/ndcg@10 over the champion
     confidence: float = 0.95  # the paired interval of the gain must lie above min_gain at this level
     max_loss: float = 0.1  # share of the champion's coverage, and of its NDCG on tail items, that may be lost

@@ -7,11 +7,11 @@ import json
 import shutil
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlflow
 import pandas as pd
@@ -27,9 +27,21 @@ from mlflow.types import ColSpec, DataType, Schema
 from mlflow.types.schema import Array
 
 from seqrec import metrics
-from seqrec.artifacts import CASES, MODEL_CARD, TOKENS, USERS, VOCABULARY, WEIGHTS, sha256
+from seqrec.artifacts import CASES, MODEL_CARD, REFIT, TOKENIZER, TOKENS, USERS, VOCABULARY, WEIGHTS, read_json, sha256
 from seqrec.config import RegisterConfig
-from seqrec.tracking import FINGERPRINT, TrackingError, connect, first_line, metric_name, tracking_uri
+from seqrec.tracking import (
+    FINGERPRINT,
+    PARENT,
+    TrackingError,
+    connect,
+    experiment,
+    first_line,
+    log_history,
+    log_params,
+    metric_name,
+    open_run,
+    tracking_uri,
+)
 
 CANDIDATE, CHAMPION = "candidate", "champion"
 REPORT = "report"  # artifact folder of a run
@@ -37,14 +49,20 @@ ARTIFACTS = "artifacts"  # folder of a logged model, where MLflow lays what a py
 WEIGHTS_TAG, SPLIT_TAG, FILTER_TAG = "seqrec.weights_sha256", "seqrec.split_sha256", "seqrec.filter_seen"
 PROMOTED_TAG, REASON_TAG, GAIN_TAG = "seqrec.promoted", "seqrec.reason", "seqrec.gain"
 PREVIOUS_TAG = "seqrec.previous"  # of a champion: the version before it
+REFIT_TAG = (
+    "seqrec.refit_of"  # the version whose training was repeated on every event, and whose figures stand for both
+)
+OWN_TAGS = (PROMOTED_TAG, REASON_TAG, GAIN_TAG, PREVIOUS_TAG, WEIGHTS_TAG, FINGERPRINT)  # not shared with a refit
 CLAIM_TAG = "seqrec.claim"  # of a registered model: who began a promotion last
 AUDIT_TAG = "seqrec.audit."  # of a registered model, one a change of champion; the time follows
 GUARDED = ("valid/coverage@10", "valid/ndcg@10/popularity=tail")  # what a gain must not be paid with
 ATTEMPTS = 10
+LONGEST = 5_000  # characters of a description that MLflow keeps
 COMPARABLE = {SPLIT_TAG: "split", FILTER_TAG: "evaluate.filter_seen"}
 PACKAGES = ("mlflow", "numpy", "pandas", "pyarrow", "pyyaml", "safetensors", "torch")
 ROOT = Path(__file__).parent.parent
 CODE = ("seqrec", "models")
+TEXT_FILES = {"tokens": TOKENS, "tokenizer": TOKENIZER}  # of a text model
 PYFUNC = ROOT / "seqrec" / "pyfunc_model.py"
 SIGNATURE = ModelSignature(
     inputs=Schema(
@@ -105,7 +123,7 @@ def log_model(client: MlflowClient, run: Run, *, checkpoint: Path, sequences: Pa
             "card": str(checkpoint / MODEL_CARD),
             "vocabulary": str(sequences / VOCABULARY),
             "users": str(sequences / USERS),
-            **({"tokens": str(checkpoint / TOKENS)} if (checkpoint / TOKENS).exists() else {}),
+            **{name: str(checkpoint / file) for name, file in TEXT_FILES.items() if (checkpoint / file).exists()},
         },
         code_paths=[str(ROOT / package) for package in CODE],
         pip_requirements=requirements(),
@@ -126,8 +144,10 @@ def _example(vocabulary: Path) -> pd.DataFrame:
     return pd.DataFrame({"history": [items, items[:1]], "times": [times, times[:1]], "k": [5, 5]})
 
 
-def create_version(client: MlflowClient, name: str, model: LoggedModel, tags: Mapping[str, str]) -> ModelVersion:
-    """Return the version of `name` that holds `model`'s weights, with the alias `candidate`; `tags` are updated."""
+def create_version(
+    client: MlflowClient, name: str, model: LoggedModel, tags: Mapping[str, str], description: str = ""
+) -> ModelVersion:
+    """Return the version of `name` that holds `model`'s weights; `tags` and `description` are updated."""
     if not client.search_registered_models(f"name = '{name}'"):
         client.create_registered_model(name)
     version = _find_version(client, name, model)
@@ -142,7 +162,8 @@ def create_version(client: MlflowClient, name: str, model: LoggedModel, tags: Ma
     for key, value in tags.items():
         if version.tags.get(key) != value:
             client.set_model_version_tag(name, version.version, key, value)
-    client.set_registered_model_alias(name, CANDIDATE, version.version)
+    if version.description != description[:LONGEST]:
+        client.update_model_version(name, version.version, description[:LONGEST])
     return client.get_model_version(name, version.version)
 
 
@@ -165,8 +186,8 @@ def promote(client: MlflowClient, version: ModelVersion, cases: pa.Table, config
     """
     for _ in range(ATTEMPTS):
         with _claim(client, version.name) as still_ours:
-            champion = find_champion(client, version.name)
-            if champion is not None and str(champion.version) == str(version.version):
+            champion, evaluated = find_champion(client, version.name), find_evaluated(client, version.name)
+            if evaluated is not None and str(evaluated.version) == str(version.version):
                 return _recorded(version)
             decision = _decide(client, version, champion, cases, config)
             if not still_ours():
@@ -203,9 +224,57 @@ def crown(client: MlflowClient, version: ModelVersion, champion: ModelVersion | 
 
 
 def find_champion(client: MlflowClient, name: str) -> ModelVersion | None:
-    """Return the version that holds the alias `champion`."""
+    """Return the version that holds the alias `champion`, if `name` is registered and any does."""
+    if not client.search_registered_models(f"name = '{name}'"):
+        return None
     number = client.get_registered_model(name).aliases.get(CHAMPION)
     return None if number is None else client.get_model_version(name, number)
+
+
+def find_evaluated(client: MlflowClient, name: str) -> ModelVersion | None:
+    """Return the version whose evaluation is the champion's: itself, or what it was refitted from."""
+    champion = find_champion(client, name)
+    if champion is None or REFIT_TAG not in champion.tags:
+        return champion
+    return client.get_model_version(name, champion.tags[REFIT_TAG])
+
+
+def register_refit(
+    client: MlflowClient,
+    evaluated: ModelVersion,
+    *,
+    checkpoint: Path,
+    history: Sequence[Mapping[str, Any]],
+    config: RegisterConfig,
+) -> ModelVersion:
+    """Log what `checkpoint` holds as a version linked to `evaluated`, and make it the champion in its place.
+
+    Raises:
+        TrackingError: there is another champion meanwhile.
+    """
+    card, name, origin = read_json(checkpoint / MODEL_CARD), evaluated.name, client.get_run(evaluated.run_id)
+    title, parent = f"{origin.info.run_name}-refit", origin.data.tags.get(PARENT)
+    place = experiment(client, config)
+    run = open_run(client, place, card["fingerprint"], title, parent=parent, seconds=card["seconds"])
+    log_params(client, run, {key: card[key] for key in ("options", "config", REFIT)})
+    log_history(client, run, history)
+    model = log_model(client, run, checkpoint=checkpoint, sequences=checkpoint)
+    reason = f"refit of version {evaluated.version} on every event"
+    tags = {key: value for key, value in evaluated.tags.items() if key not in OWN_TAGS}
+    tags |= {REFIT_TAG: str(evaluated.version), REASON_TAG: reason}
+    notice = (
+        f"**A {reason}, the test events too: epochs {card[REFIT]['epochs']}, weights `{card['weights_sha256']}`. What "
+        f"follows was said of version {evaluated.version}; these weights cannot be measured on that split.**\n\n"
+    )
+    version = create_version(client, name, model, tags, notice + (evaluated.description or ""))
+    client.set_terminated(run.info.run_id)
+    with _claim(client, name) as still_ours:
+        champion, now = find_champion(client, name), find_evaluated(client, name)
+        if now is None or str(now.version) != str(evaluated.version) or not still_ours():
+            raise TrackingError(f"{name} has another champion than version {evaluated.version} meanwhile: refit that")
+        if champion is not None and str(champion.version) != str(version.version):
+            crown(client, version, champion, reason)
+    return version
 
 
 def champion_version(*, dataset: str, config: RegisterConfig) -> str:
@@ -214,25 +283,28 @@ def champion_version(*, dataset: str, config: RegisterConfig) -> str:
     Raises:
         TrackingError: the server does not answer.
     """
-    client, name = connect(config), f"seqrec-{dataset}"
-    champion = find_champion(client, name) if client.search_registered_models(f"name = '{name}'") else None
+    champion = find_champion(connect(config), f"seqrec-{dataset}")
     return "" if champion is None else str(champion.version)
 
 
 def fetch_champion(*, dataset: str, folder: Path, config: RegisterConfig) -> str:
     """Write weights, card, vocabulary and users of the champion of `dataset` to `folder`, empty where there is none.
 
+    What a retraining starts from: of a champion that was refitted, the weights before it, which know no test event.
+
     Returns:
-        The champion's version, or nothing.
+        The version, or nothing.
 
     Raises:
         TrackingError: the server does not answer, or has lost the champion's files.
     """
+    client, name = connect(config), f"seqrec-{dataset}"
     folder.mkdir(parents=True, exist_ok=True)
-    version = champion_version(dataset=dataset, config=config)
-    if version:
-        fetch(f"models:/seqrec-{dataset}/{version}", folder, config)
-    return version
+    evaluated = find_evaluated(client, name)
+    if evaluated is None:
+        return ""
+    fetch(f"models:/{name}/{evaluated.version}", folder, config)
+    return str(evaluated.version)
 
 
 def fetch(uri: str, folder: Path, config: RegisterConfig) -> None:
@@ -251,7 +323,7 @@ def fetch(uri: str, folder: Path, config: RegisterConfig) -> None:
             ) from error
         if not (model / ARTIFACTS / MODEL_CARD).is_file():
             raise TrackingError(f"{uri} holds no {MODEL_CARD}: it is no model that `register` has logged")
-        for file in (WEIGHTS, MODEL_CARD, VOCABULARY, USERS, TOKENS):
+        for file in (WEIGHTS, MODEL_CARD, VOCABULARY, USERS, *TEXT_FILES.values()):
             if (model / ARTIFACTS / file).is_file():
                 shutil.copyfile(model / ARTIFACTS / file, folder / file)
 
@@ -277,7 +349,7 @@ def _decide(
     if changed:
         reason = f"version {champion.version} was measured with another {' and '.join(changed)}: not comparable"
         return Decision(True, reason, None)
-    other = _fetch_cases(client, champion)
+    other = _fetch_cases(client, find_evaluated(client, version.name) or champion)
     try:
         gain = metrics.paired_gain(cases, other, confidence=config.confidence, seed=config.seed)
     except ValueError as error:

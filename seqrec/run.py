@@ -132,6 +132,7 @@ def _model(params: Params, model: str, sequences: Path, out: Path, resume: bool)
         "initial": folder / "initial",
         "state": out / "state",
         "filter_seen": evaluation.filter_seen,
+        "experiment": params.section("register").experiment,
     }
     pretrain(
         **shared,

@@ -12,7 +12,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -28,7 +28,7 @@ from models.base import SequenceModel
 from seqrec import metrics, objectives, retrieval
 from seqrec.artifacts import HISTORY, MODEL_CARD, SPLIT_CARD, TOKENS, WEIGHTS, read_json, write_text
 from seqrec.checkpoint import ResumeState, fingerprint, load_model, save_model
-from seqrec.config import ConfigError, TrainConfig
+from seqrec.config import EXPERIMENT, ConfigError, RegisterConfig, TrainConfig
 from seqrec.data import sequences
 from seqrec.data.ahead import ahead
 from seqrec.data.sequences import Cases, Sequences
@@ -179,8 +179,12 @@ def fit(
     state: ResumeState,
     accelerator: Accelerator,
     log: LogEpoch | None = None,
+    epochs: Mapping[str, int] | None = None,
 ) -> list[dict[str, Any]]:
     """Train `model` in place through its phases of `stage`; it ends with the best weights on validation.
+
+    With `epochs`, of each phase, it ends after exactly so many, with the rates that they have among `config.epochs`,
+    and nothing is validated.
 
     Continues from `state` if there is one, with the result of a run that was never interrupted, bit for bit on a CPU.
 
@@ -191,7 +195,7 @@ def fit(
         FloatingPointError: the loss is not finite; the message names the step and the settings to try.
         OSError: a resume state cannot be written.
     """
-    return _Run(model, data, stage, config, filter_seen, state, accelerator, log).run()
+    return _Run(model, data, stage, config, filter_seen, state, accelerator, log, epochs).run()
 
 
 def train(
@@ -209,11 +213,14 @@ def train(
     log: LogEpoch | None = None,
     content: Sequence[str] = (),
     finish: Callable[[SequenceModel], None] | None = None,
+    epochs: Mapping[str, int] | None = None,
+    experiment: str = EXPERIMENT,
 ) -> dict[str, float]:
     """Run the phases of `stage` and write weights, card and history to `output`; return the figures of the run.
 
     `log` gets the record of every epoch in place of MLflow; what it raises ends the training, the state stays.
-    `content` names what else the result depends on; `finish` is done to the model between training and saving.
+    `content` names what else the result depends on; `finish` is done to the model between training and saving;
+    `epochs`: see `fit`; `experiment` is MLflow's.
 
     Raises:
         ConfigError: `resume` was asked for and no state matches.
@@ -233,7 +240,7 @@ def train(
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     if model.phases(stage):
         keep_freed_memory()
-        with nullcontext(log) if log else live_log(identity, f"{name} {stage}") as log_epoch:
+        with nullcontext(log) if log else live_log(identity, f"{name} {stage}", experiment) as log_epoch:
             history = fit(
                 model,
                 data,
@@ -243,6 +250,7 @@ def train(
                 state=resume_state,
                 accelerator=accelerator,
                 log=log_epoch,
+                epochs=epochs,
             )
     values = _summary(history)
     if finish is not None:
@@ -280,15 +288,14 @@ def _finished(output: Path, identity: str) -> dict[str, float] | None:
 
 
 @contextmanager
-def live_log(identity: str, name: str) -> Iterator[LogEpoch | None]:
+def live_log(identity: str, name: str, experiment: str) -> Iterator[LogEpoch | None]:
     """Log epochs while training where MLFLOW_TRACKING_URI names a server; otherwise register brings them in."""
     if "MLFLOW_TRACKING_URI" not in os.environ:
         yield None
         return
-    from seqrec.config import RegisterConfig
     from seqrec.tracking import live_run
 
-    with live_run(identity, name, RegisterConfig()) as log:
+    with live_run(identity, name, RegisterConfig(experiment=experiment)) as log:
         yield log
 
 
@@ -312,13 +319,14 @@ class _Run:
         state: ResumeState,
         accelerator: Accelerator,
         log: LogEpoch | None,
+        epochs: Mapping[str, int] | None,
     ) -> None:
         self.accelerator, self.device = accelerator, accelerator.device
         self.model = model.to(self.device)
         self.data = data.to(self.device, resident=config.resident)
         self.stage, self.config, self.filter_seen, self.state, self.log = stage, config, filter_seen, state, log
-        self.position = Position()
-        if bool((data.valid_stop == data.train_stop).all()):
+        self.position, self.epochs = Position(), epochs
+        if epochs is None and bool((data.valid_stop == data.train_stop).all()):
             raise ValueError(
                 "no validation cases to stop on: check prepare.protocol, prepare.valid_share and the k-core"
             )
@@ -343,7 +351,7 @@ class _Run:
             if resumed is not None:
                 self._restore(*resumed)
                 resumed = None
-            elif number > 0:  # a later phase must beat what the one before it left
+            elif number > 0 and self.epochs is None:  # a later phase must beat what the one before it left
                 self._evaluate()
             self._run_phase(phases[number], started)
             self.model.load_state_dict(self.best or self.model.state_dict())
@@ -365,9 +373,10 @@ class _Run:
 
     def _run_phase(self, phase: str, started: float) -> None:
         config, position = self.config, self.position
+        number = config.epochs if self.epochs is None else self.epochs.get(phase, 0)
         with _progress(self.accelerator.is_main_process) as progress:
             task = progress.add_task("", total=None)
-            while position.epoch < config.epochs and position.waited < config.patience:
+            while position.epoch < number and position.waited < config.patience:
                 if position.batch == 0:  # else it was done before the interruption
                     self.model.eval()
                     with torch.no_grad():
@@ -379,7 +388,8 @@ class _Run:
                 position.epoch, position.batch = position.epoch + 1, 0
                 self.epoch_order = self.order.get_state()
                 self.sums = torch.zeros(0, device=self.device)
-                if position.epoch % config.eval_every == 0 or position.epoch == config.epochs:
+                due = position.epoch % config.eval_every == 0 or position.epoch == config.epochs
+                if due and self.epochs is None:
                     record |= self._evaluate()
                 position.seconds = time.monotonic() - started
                 position.history.append(record)

@@ -271,6 +271,7 @@ def _train(search: Search, values: Values, sequences: Path, work: Path, folder: 
         "sequences": sequences,
         "initial": initial,
         "filter_seen": params.section("evaluate").filter_seen,
+        "experiment": params.section("register").experiment,
     }
     pretrain(**shared, state=work / "state", architecture=architecture, config=first)
     figures = finetune(**shared, state=folder / "state", checkpoint=folder / "finetuned", config=config, log=log)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from models import REGISTRY
 from models.base import Catalogue, SequenceModel
-from seqrec.artifacts import MODEL_CARD, USERS, VOCABULARY, WEIGHTS, read_json, sha256
+from seqrec.artifacts import MODEL_CARD, REFIT, USERS, VOCABULARY, WEIGHTS, read_json, sha256
 
 logger = logging.getLogger(__name__)
 Rows = tuple[Tensor, Tensor]  # row numbers in the new table, and of the same item or user in the old one
@@ -33,7 +33,7 @@ def warm_start(net: SequenceModel, sequences: Path, champion: Path) -> bool:
         Whether there is a champion of the same architecture and options; `net` is unchanged otherwise.
 
     Raises:
-        ValueError: the weights are not those that the card was written for.
+        ValueError: the weights are not those that the card was written for, or know the held-out events.
     """
     if not (champion / MODEL_CARD).is_file():
         logger.info("no champion to start from")
@@ -44,6 +44,10 @@ def warm_start(net: SequenceModel, sequences: Path, champion: Path) -> bool:
     if "text" in net.needs or not same:
         logger.info("the champion, a %s, has another architecture or other options: not used", card["architecture"])
         return False
+    if REFIT in card:
+        raise ValueError(
+            f"{champion} was refitted on every event, those of a later test too: start from what it was before"
+        )
     if sha256(champion / WEIGHTS) != card["weights_sha256"]:
         raise ValueError(f"{champion / WEIGHTS} differs from what {MODEL_CARD} was written for: refusing to load it")
     items = _common(champion / VOCABULARY, sequences / VOCABULARY, "item", "item_id")

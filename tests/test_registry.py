@@ -171,12 +171,11 @@ def register(client, run, model, tmp_path, name, ranks, **tags):
 
 
 def test_a_version_is_found_again_by_fingerprint_and_weights(client, run, model):
-    first = registry.create_version(client, "again", model, {registry.SPLIT_TAG: "s"})
-    again = registry.create_version(client, "again", model, {registry.SPLIT_TAG: "t"})
+    first = registry.create_version(client, "again", model, {registry.SPLIT_TAG: "s"}, "as it was")
+    again = registry.create_version(client, "again", model, {registry.SPLIT_TAG: "t"}, "as it is")
 
     assert again.version == first.version
-    assert again.tags[registry.SPLIT_TAG] == "t"
-    assert again.aliases == ["candidate"]
+    assert (again.tags[registry.SPLIT_TAG], again.description) == ("t", "as it is")
 
 
 def test_an_alias_set_by_hand_is_respected_and_named(client, run, model, tmp_path, config):

@@ -14,6 +14,7 @@ import pytest
 import yaml
 from mlflow import MlflowClient
 
+from seqrec import tracking
 from seqrec.__main__ import main
 from seqrec.config import ConfigError
 from seqrec.run import load_config
@@ -89,6 +90,23 @@ def test_run_on_prepared_data_gives_the_same_figures_and_import_registers_them(c
     assert json.loads(Path("second/reports/leaderboard.json").read_text())["registry"]["model"] == "sasrec"
     versions = MlflowClient(tracking_uri="sqlite:///mlflow.db").search_model_versions("name='seqrec-log'")
     assert [version.tags["seqrec.model"] for version in versions] == ["sasrec"]
+
+
+def test_epochs_are_logged_live_into_the_experiment_of_register(tmp_path, monkeypatch):
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    monkeypatch.setattr(tracking, "CLOSE_SECONDS", 60.0)  # a busy machine
+    config = CONFIG | {"register": {"experiment": "ours"}, "finetune": CONFIG["finetune"] | {"epochs": 1}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+
+    assert main(["run", "--config-file", str(tmp_path / "config.yaml"), "--out", "live", "--data", "out/data"]) == 0
+
+    client = MlflowClient(tracking_uri=uri)
+    assert client.get_experiment_by_name("seqrec") is None
+    (logged,) = client.search_runs([client.get_experiment_by_name("ours").experiment_id])
+    card = json.loads(Path("live/artifacts/sasrec/finetuned/config.json").read_text())
+    assert logged.data.tags["seqrec.fingerprint"] == card["fingerprint"]
+    assert "curve/loss" in logged.data.metrics
 
 
 def test_a_killed_run_continues_and_ends_the_same(workplace, tmp_path, caplog):

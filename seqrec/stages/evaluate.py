@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from seqrec import evaluation, retrieval
+from seqrec.artifacts import REFIT
 from seqrec.checkpoint import load_model
 from seqrec.config import EvaluateConfig
 from seqrec.data import sequences as data
@@ -26,9 +27,13 @@ def evaluate(
         config: section `evaluate`.
 
     Raises:
-        ValueError: the checkpoint belongs to another catalogue.
+        ValueError: the checkpoint belongs to another catalogue, or has seen the cases.
     """
     net, card = load_model(checkpoint)
+    if REFIT in card:
+        raise ValueError(
+            f"{checkpoint} was refitted on every event: it has seen the cases that it would be measured on"
+        )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     prepared = data.load(sequences).to(device)
     if net.catalogue.num_items != prepared.num_items:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from seqrec.artifacts import TOKENIZER
 from seqrec.checkpoint import load_model
-from seqrec.config import FinetuneConfig
+from seqrec.config import EXPERIMENT, FinetuneConfig
 from seqrec.data import sequences as data
 from seqrec.training import LogEpoch, train
 
@@ -23,6 +23,7 @@ def finetune(
     config: FinetuneConfig,
     resume: bool = False,
     log: LogEpoch | None = None,
+    experiment: str = EXPERIMENT,
 ) -> dict[str, float]:
     """Train `model` for the next item; continue from the resume state whose fingerprint matches, if there is one.
 
@@ -36,6 +37,7 @@ def finetune(
         config: section `finetune`.
         resume: refuse to start afresh.
         log: for callers in Python: gets each epoch's record in place of MLflow, and may end the training by raising.
+        experiment: where MLflow gets it, if MLFLOW_TRACKING_URI is set; `register.experiment`.
     """
     net, _ = load_model(initial)
     if (initial / TOKENIZER).exists():  # new items need it
@@ -53,4 +55,5 @@ def finetune(
         filter_seen=filter_seen,
         resume=resume,
         log=log,
+        experiment=experiment,
     )

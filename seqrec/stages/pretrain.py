@@ -16,7 +16,7 @@ from models.recformer import Recformer, RecformerOptions
 from models.zesrec import ZESRecOptions
 from seqrec.artifacts import ITEMS, TOKENIZER
 from seqrec.checkpoint import build, digest
-from seqrec.config import ConfigError, ModelConfig, PretrainConfig, parse
+from seqrec.config import EXPERIMENT, ConfigError, ModelConfig, PretrainConfig, parse
 from seqrec.data import sequences as prepared
 from seqrec.data.sequences import Sequences
 from seqrec.training import train
@@ -36,6 +36,7 @@ def pretrain(
     sources: Sequence[Path] = (),
     champion: Path | None = None,
     resume: bool = False,
+    experiment: str = EXPERIMENT,
 ) -> dict[str, float]:
     """Build `model` from its seed and write it to `initial`, pre-trained where its architecture has such a phase.
 
@@ -52,6 +53,7 @@ def pretrain(
         champion: folder with weights, card, vocabulary and users of a champion: a model of the same architecture and
             options takes what it can from there, in place of pre-training.
         resume: refuse to start afresh.
+        experiment: where MLflow gets it, if MLFLOW_TRACKING_URI is set; `register.experiment`.
     """
     shared: dict[str, Any] = {
         "config": config,
@@ -60,6 +62,7 @@ def pretrain(
         "state": state,
         "filter_seen": filter_seen,
         "resume": resume,
+        "experiment": experiment,
     }
     target = prepared.load(sequences)
     known = REGISTRY.get(architecture.architecture)

@@ -40,6 +40,7 @@ from seqrec.artifacts import (
 from seqrec.config import RegisterConfig
 from seqrec.examples import Examples
 from seqrec.leaderboard import LEADERBOARD, SELECTION, Row, best_model, build, write_csv, write_curves
+from seqrec.model_card import model_card
 from seqrec.tracking import FINGERPRINT, PIPELINE_RUN, TrackingError
 
 logger = logging.getLogger(__name__)
@@ -79,6 +80,7 @@ class Tracker:
     client: MlflowClient
     experiment: str
     split: Mapping[str, Any]
+    source: Mapping[str, Any]
     dataset: Dataset
     tags: Mapping[str, str]
 
@@ -226,6 +228,7 @@ def _connect(split: Mapping[str, Any], data: Path, config: RegisterConfig) -> Tr
         client=client,
         experiment=tracking.experiment(client, config),
         split=split,
+        source=source,
         dataset=dataset,
         tags={**tags, "seqrec.licence": origin["licence"], **_code_tags()},
     )
@@ -316,9 +319,11 @@ def _gate(tracker: Tracker, best: Entry, run: Run, sequences: Path, config: Regi
         **registry.guard_tags(best.metrics),
     }
     model = registry.log_model(tracker.client, run, checkpoint=best.checkpoint, sequences=sequences)
-    version = registry.create_version(tracker.client, name, model, tags)
+    description = model_card(best.card, best.metrics, tracker.split, tracker.source)
+    version = registry.create_version(tracker.client, name, model, tags, description)
+    tracker.client.set_registered_model_alias(name, registry.CANDIDATE, version.version)
     decision = registry.promote(tracker.client, version, pq.read_table(best.report / CASES), config)
-    champion = registry.find_champion(tracker.client, name)
+    champion = registry.find_evaluated(tracker.client, name)
     return {
         "registered_model": name,
         "version": int(version.version),

@@ -207,6 +207,10 @@ def test_best_validation_becomes_candidate_and_first_champion(project):
     values = run()
 
     assert aliases() == {"candidate": 1, "champion": 1}
+    card = client().get_model_version("seqrec-toy", "1").description
+    assert "# sasrec on toy" in card
+    assert "licence: CC0" in card
+    assert read_json(Path("artifacts/sasrec/finetuned/config.json"))["weights_sha256"] in card
     version = client().get_model_version("seqrec-toy", "1")
     assert version.tags["seqrec.model"] == "sasrec"
     assert version.tags["seqrec.fingerprint"] == "sasrec-4"

@@ -1,0 +1,110 @@
+"""The card of a registered version: what it is, what it was trained and measured on, what it is for and is not."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from models import REGISTRY
+from models.base import SequenceModel
+
+TABLE = {  # metric -> what it is
+    "ndcg@10": "NDCG@10",
+    "recall@10": "Recall@10",
+    "mrr": "MRR",
+    "ndcg@10/popularity=tail": "NDCG@10 where the next item is a rare one",
+    "ndcg@10/popularity=cold": "NDCG@10 where training never saw it",
+    "coverage@10": "share of the catalogue in anybody's first ten",
+}
+
+
+def model_card(
+    card: Mapping[str, Any],
+    metrics: Mapping[str, float],
+    split: Mapping[str, Any],
+    source: Mapping[str, Any],
+) -> str:
+    """Return the card as Markdown, of fewer characters than the registry keeps.
+
+    Args:
+        card: of the trained weights.
+        metrics: what evaluate wrote.
+        split: the split card.
+        source: the card of ingest, with the licence.
+    """
+    kind, counts = REGISTRY[card["architecture"]], split["counts"]
+    sizes, sha256 = card["catalogue"], split["input_sha256"]
+    origin = " ".join(str(source[key]) for key in ("source", "category", "homepage") if source.get(key))
+    settings = {**card["options"], **card["config"]}
+    parts = [
+        f"# {card['model']} on {split['dataset']}",
+        f"Orders the items of one catalogue by what a user is likely to want next. {_summary(kind)}",
+        f"- architecture `{card['architecture']}`, {card['parameters']:,} parameters; sees the last "
+        f"{card['options']['length']} events of a history{_needs(kind)}\n"
+        f"- knows {sizes['num_items']:,} items and {sizes['num_users']:,} users",
+        "## Data",
+        f"- {origin}: {_counted(counts)} after the filters\n"
+        f"- licence: {source.get('licence') or 'not stated'}\n"
+        f"- SHA-256 of the table `{sha256}`",
+        "## Split",
+        f"- {split['protocol']}{': ' + split['rule'] if 'rule' in split else ''}\n"
+        f"- SHA-256 of the split `{split['split_sha256']}`",
+        "## Metrics",
+        f"Among the whole catalogue, items of the past {'left out' if metrics['filter_seen'] else 'included'}; 95 % "
+        "intervals over users. The validation figure chose this model, the test figures chose nothing.",
+        _table(metrics),
+        "## Settings",
+        ", ".join(f"`{key}: {value}`" for key, value in settings.items() if value not in ("", [], ())),
+        "## Identity",
+        f"- weights `{card['weights_sha256']}`\n- training `{card['fingerprint']}`, torch {_versions(card)}",
+        "## Use and limits",
+        _limits(split, sizes["num_items"]),
+    ]
+    return "\n\n".join(parts)
+
+
+def _summary(kind: type[SequenceModel]) -> str:
+    """Return the first line of the architecture's file: what it is, and the paper."""
+    return (sys.modules[kind.__module__].__doc__ or kind.__name__).splitlines()[0]
+
+
+def _needs(kind: type[SequenceModel]) -> str:
+    return f", and {', '.join(sorted(kind.needs))}" if kind.needs else ""
+
+
+def _counted(counts: Mapping[str, Any]) -> str:
+    kinds = ("users", "items", "events", "train", "valid", "test")
+    return ", ".join(f"{counts[kind]:,} {kind}" for kind in kinds if kind in counts)
+
+
+def _versions(card: Mapping[str, Any]) -> str:
+    return str(card.get("versions", {}).get("torch", "unknown"))
+
+
+def _table(metrics: Mapping[str, float]) -> str:
+    rows = ["| | validation | test |", "|---|---|---|"]
+    for name, text in TABLE.items():
+        shown = [_value(metrics, f"{part}/{name}") for part in ("valid", "test")]
+        if any(shown):
+            rows.append(f"| {text} | {shown[0]} | {shown[1]} |")
+    return "\n".join(rows)
+
+
+def _value(metrics: Mapping[str, float], name: str) -> str:
+    if name not in metrics:
+        return ""
+    low, high = metrics.get(f"{name}/low"), metrics.get(f"{name}/high")
+    return f"{metrics[name]:.4f}" + (f" [{low:.4f}, {high:.4f}]" if low is not None and high is not None else "")
+
+
+def _limits(split: Mapping[str, Any], items: int) -> str:
+    lines = [
+        "For showing people items of this catalogue, and for comparison with other models on this split. Not for "
+        "decisions about people; not beyond what the licence of the data allows.",
+        f"It ranks these {items:,} items; a history without a known one gets the most popular. It repeats what the "
+        "users of this log did, popularity above all: see the rare items and the coverage in the table.",
+    ]
+    if split["protocol"].startswith("LOO"):
+        lines.append("Leave-one-out lets training see later events of other users: online, expect less.")
+    return "\n".join(f"- {line}" for line in lines)
