@@ -14,11 +14,12 @@ Differs from the paper and its code in these places:
 - a target has at least one event before it.
 
 Shape suffixes, besides those of layers.py:
-  T tokens   C blocks   Q tokens of a block   S keys a block reads   W words
+  T tokens   C blocks   Q tokens of a block   S keys a block reads   X a token's query, key and value   W words
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -125,6 +126,52 @@ def _bias(visible: Tensor) -> Tensor:
     return torch.zeros(visible.shape, device=visible.device).masked_fill_(~visible, float("-inf"))
 
 
+class Neighbours(torch.autograd.Function):
+    """The queries of each block, and the keys and values it reads: [CLS], then the block with `reach` on each side.
+
+    Slices and joins of tensors do the same; with their gradients they take thrice as long on a CPU.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, local_BTX: Tensor, heads: int, block: int, reach: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries (B * C, H, Q, K), keys and values (B * C, H, S, K) of each token's three side by side."""
+        ctx.sizes = local_BTX.shape, local_BTX.dtype, heads, block, reach
+        dtype = torch.float32 if local_BTX.device.type == "cpu" else local_BTX.dtype  # see `attend`
+        d_model = local_BTX.shape[2] // 3
+        blocks_BCQX = local_BTX.unflatten(1, (-1, block))
+        read_BCSX = torch.empty(
+            (*blocks_BCQX.shape[:2], 1 + block + 2 * reach, 2 * d_model), dtype=dtype, device=local_BTX.device
+        )
+        pair_BCQX = blocks_BCQX[..., d_model:]
+        read_BCSX[:, :, 0] = pair_BCQX[:, :1, 0]
+        read_BCSX[:, :, 1 + reach : 1 + reach + block] = pair_BCQX
+        if reach:
+            read_BCSX[:, 1:, 1 : 1 + reach] = pair_BCQX[:, :-1, -reach:]
+            read_BCSX[:, :-1, -reach:] = pair_BCQX[:, 1:, :reach]
+            read_BCSX[:, 0, 1 : 1 + reach] = 0
+            read_BCSX[:, -1, -reach:] = 0
+        query = blocks_BCQX[..., :d_model].to(dtype).unflatten(-1, (heads, -1)).flatten(0, 1).transpose(1, 2)
+        key, value = read_BCSX.flatten(0, 1).unflatten(-1, (2, heads, -1)).transpose(1, 3).unbind(2)
+        return query, key, value
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Add up what the blocks say of each token."""
+        shape, dtype, _, block, reach = ctx.sizes
+        whole_BTX = torch.empty(shape, dtype=dtype, device=gradients[0].device)
+        whole_BCQX = whole_BTX.unflatten(1, (-1, block))
+        query, *read = (x.transpose(1, 2).flatten(2).unflatten(0, whole_BCQX.shape[:2]) for x in gradients)
+        target, *targets = whole_BCQX.chunk(3, -1)
+        target.copy_(query)
+        for target, source in zip(targets, read, strict=True):
+            target.copy_(source[:, :, 1 + reach : 1 + reach + block])
+            if reach:
+                target[:, :-1, -reach:] += source[:, 1:, 1 : 1 + reach]
+                target[:, 1:, :reach] += source[:, :-1, -reach:]
+            target[:, 0, 0] += source[:, :, 0].sum(1)
+        return whole_BTX, None, None, None
+
+
 class WindowAttention(nn.Module):
     """Longformer attention (Beltagy et al. 2020) with one global token, the first; cost is linear in the length."""
 
@@ -139,32 +186,17 @@ class WindowAttention(nn.Module):
 
     def forward(self, x_BTD: Tensor, view: View) -> Tensor:
         """Return (B, T, D); T is a multiple of the block."""
-        query, key, value = self.local(x_BTD).chunk(3, dim=-1)
-        query = query.unflatten(1, (-1, view.block)).flatten(0, 1)
-        query, key, value = (
-            x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for x in (query, self._neighbours(key, view), self._neighbours(value, view))
-        )
+        sizes = self.heads, view.block, view.reach
+        query, key, value = Neighbours.apply(self.local(x_BTD), *sizes)  # type: ignore[no-untyped-call]
         mixed_BTD = attend(query, key, value, view.local).transpose(1, 2).reshape(x_BTD.shape)
-        out: Tensor = self.to_out(torch.cat([self._summarise(x_BTD, view), mixed_BTD[:, 1:]], 1))
+        summary_B1D = self._summarise(x_BTD, view).to(mixed_BTD.dtype)
+        out: Tensor = self.to_out(torch.slice_scatter(mixed_BTD, summary_B1D, 1, 0, 1))
         return out
 
     def summary(self, x_BTD: Tensor, view: View) -> Tensor:
         """Return the first position of `forward` (B, 1, D) alone."""
         out: Tensor = self.to_out(self._summarise(x_BTD, view))
         return out
-
-    def _neighbours(self, x_BTD: Tensor, view: View) -> Tensor:
-        """Return (B * C, S, D): [CLS], then the block with `reach` tokens on each side."""
-        first_BCD = x_BTD[:, :1].expand(-1, x_BTD.shape[1] // view.block, -1)
-        blocks = x_BTD.unflatten(1, (-1, view.block))
-        parts = [first_BCD.unsqueeze(2), blocks]
-        if view.reach:
-            beside = F.pad(x_BTD, (0, 0, view.reach, view.reach))
-            before = beside[:, : -2 * view.reach].unflatten(1, (-1, view.block))[:, :, : view.reach]
-            after = beside[:, 2 * view.reach :].unflatten(1, (-1, view.block))[:, :, -view.reach :]
-            parts = [first_BCD.unsqueeze(2), before, blocks, after]
-        return torch.cat(parts, 2).flatten(0, 1)
 
     def _summarise(self, x_BTD: Tensor, view: View) -> Tensor:
         """Return what [CLS] reads (B, 1, D), in fp32."""
@@ -332,6 +364,18 @@ class Recformer(SequenceModel):
             if len(item_V) > ITEMS_PER_REPORT:
                 logger.info("encoded %d of %d items", first + len(part_V), len(item_V))
         self.train(was_training)
+
+    @torch.no_grad()
+    def grown(self, catalogue: Catalogue) -> Recformer:
+        """Return this model, its weights shared, on a catalogue that continues its own; only new items are encoded."""
+        model = copy.copy(self)
+        model._buffers = dict(self._buffers)
+        model.use(catalogue)
+        known = len(self.vectors)
+        new_V = torch.arange(known, len(model.vectors), device=self.vectors.device)
+        model.vectors[:known] = self.vectors
+        model.vectors[known:] = F.normalize(model.encode(new_V.unsqueeze(1)).float(), dim=-1)
+        return model
 
     def forward(self, batch: Batch, last: bool = False) -> Tensor:
         """Return queries (B, 1, D), with or without `last`: a history is read as a whole."""

@@ -7,16 +7,17 @@ import math
 import pyarrow as pa
 import pytest
 import torch
+import transformers
 from conftest import make_batch, make_model, make_tokens, prepare_rows, synthetic_rows
 from torch.nn import functional as F
 
 from models.base import Catalogue
-from models.recformer import Text, mask_words
-from seqrec import artifacts, training
+from models.recformer import Neighbours, Text, mask_words
+from seqrec import artifacts, pretrained, training
 from seqrec.artifacts import write_table
 from seqrec.checkpoint import load_model
 from seqrec.config import ConfigError, FinetuneConfig, ModelConfig, PretrainConfig
-from seqrec.data import sequences
+from seqrec.data import sequences, text
 from seqrec.stages.evaluate import evaluate
 from seqrec.stages.finetune import finetune
 from seqrec.stages.pretrain import pretrain, train_parts
@@ -234,6 +235,33 @@ def test_fine_tuning_has_one_stage_without_refresh():
     assert build(refresh=False).phases("finetune") == ("frozen",)
 
 
+@pytest.mark.parametrize(("size", "block", "reach"), [(192, 64, 5), (192, 64, 64), (70, 70, 0)])
+def test_a_block_reads_cls_and_its_neighbours_and_their_gradients_add_up(size, block, reach):
+    local = torch.randn(2, size, 3 * 8, requires_grad=True)
+
+    query, key, value = Neighbours.apply(local, 2, block, reach)
+
+    parts = [F.pad(x, (0, 0, reach, reach)) for x in local.chunk(3, -1)]  # beyond the ends there is zero
+    expected = []
+    for place, x in enumerate(parts):
+        own = x[:, reach : reach + size]
+        rows = [
+            torch.cat([x[:, reach : reach + 1], x[:, first : first + block + 2 * reach]], 1)
+            if place
+            else own[:, first : first + block]
+            for first in range(0, size, block)
+        ]
+        expected.append(torch.stack(rows, 1).flatten(0, 1).unflatten(-1, (2, 4)).transpose(1, 2))
+    weights = [torch.randn_like(x) for x in expected]
+    for got, wanted in zip((query, key, value), expected, strict=True):
+        torch.testing.assert_close(got, wanted)
+    gradients = [
+        torch.autograd.grad(sum((x * w).sum() for x, w in zip(xs, weights, strict=True)), local)[0]
+        for xs in ((query, key, value), expected)
+    ]
+    torch.testing.assert_close(*gradients)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -369,11 +397,18 @@ def load_safetensors(path):
     return load_file(path)
 
 
-def test_an_interrupted_run_ends_like_one_that_was_not(target, tmp_path, monkeypatch):
-    for name in ("whole", "cut"):
+@pytest.mark.parametrize(("stage", "steps"), [("initial", 7), ("finetuned", 9)])
+def test_an_interrupted_run_ends_like_one_that_was_not(target, tmp_path, monkeypatch, stage, steps):
+    def train(out):
+        if stage == "initial":
+            run_pretrain(target, out, epochs=2)
+        else:
+            run_finetune(target, out, epochs=2)
+
+    for name in ("whole", "cut") if stage == "finetuned" else ():
         run_pretrain(target, tmp_path / name)
-    run_finetune(target, tmp_path / "whole", epochs=2)
-    batches = iter(range(9))
+    train(tmp_path / "whole")
+    batches = iter(range(steps))
     account = training._Run._account
 
     def fail(self, *arguments):
@@ -383,11 +418,12 @@ def test_an_interrupted_run_ends_like_one_that_was_not(target, tmp_path, monkeyp
 
     monkeypatch.setattr(training._Run, "_account", fail)
     with pytest.raises(KeyboardInterrupt):
-        run_finetune(target, tmp_path / "cut", epochs=2)
+        train(tmp_path / "cut")
     monkeypatch.undo()
-    run_finetune(target, tmp_path / "cut", epochs=2)
+    assert list((tmp_path / "cut" / "state").glob("*/step-*"))
+    train(tmp_path / "cut")
 
-    whole, cut = (vectors(tmp_path / name / "finetuned")[0].state_dict() for name in ("whole", "cut"))
+    whole, cut = (vectors(tmp_path / name / stage)[0].state_dict() for name in ("whole", "cut"))
     for name, value in whole.items():
         assert torch.equal(cut[name], value), name
 
@@ -461,6 +497,17 @@ def test_a_pre_trained_model_starts_on_another_dataset(target, source, tmp_path)
         assert torch.equal(first[name], second[name]), name
 
 
+def test_fine_tuning_of_no_epoch_leaves_the_zero_shot_model(target, source, tmp_path):
+    run_pretrain(target, tmp_path, sources=[source])
+    run_finetune(target, tmp_path, epochs=0)
+
+    before, after = (vectors(tmp_path / name)[0].state_dict() for name in ("initial", "finetuned"))
+
+    for name, value in before.items():
+        assert torch.equal(after[name], value), name
+    assert before["vectors"].abs().sum() > 0
+
+
 def test_tokens_belong_to_the_checkpoint(target, tmp_path):
     run_pretrain(target, tmp_path, epochs=0)
     path = tmp_path / "initial" / artifacts.TOKENS
@@ -493,3 +540,35 @@ def test_text_is_asked_for(target, tmp_path):
             filter_seen=True,
             config=PretrainConfig(),
         )
+
+
+def test_zesrec_trains_on_frozen_text_vectors(target, tmp_path):
+    names = sequences.read_vocabulary(target / "sequences")[0]
+    texts = text.read_texts(target / artifacts.ITEMS, names)
+    tokenizer = text.train_tokenizer([texts], 200)
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    bert = transformers.BertModel(transformers.BertConfig(vocab_size=tokenizer.get_vocab_size(), **sizes))
+    bert.save_pretrained(tmp_path / "bert")
+    tokenizer.save(str(tmp_path / "bert" / artifacts.TOKENIZER))
+    start = str(tmp_path / "bert")
+
+    pretrain(
+        model="zesrec",
+        sequences=target / "sequences",
+        initial=tmp_path / "initial",
+        state=tmp_path / "state",
+        architecture=ModelConfig(
+            architecture="zesrec", options={"length": 6, "d_model": 16, "layers": 1, "heads": 1, "start": start}
+        ),
+        filter_seen=True,
+        config=PretrainConfig(),
+        data=target,
+    )
+    run_finetune(target, tmp_path, epochs=1)
+
+    first, last = (vectors(tmp_path / name)[0] for name in ("initial", "finetuned"))
+    assert not torch.equal(first.to_item.weight, last.to_item.weight)
+    expected = pretrained.text_vectors(text.tokenise(texts, tokenizer, 32), start)
+    for model in (first, last):
+        torch.testing.assert_close(model.text_VE, expected)
+    torch.testing.assert_close(vectors(tmp_path / "finetuned")[1], last.to_item(expected))
