@@ -5,6 +5,7 @@ Equation numbers are the paper's. It differs from the printed text in these plac
 - eq. 8 with one expert gives the constant gate 1, hence no gradient to the router: by default the gate is the
   chosen expert's share of the softmax over all experts (Switch Transformer, the source it cites);
 - eq. 14 divides by the dropped mass; inverted dropout needs the kept mass;
+- the paper has nothing for users that training did not know: they are user 0, whose vector `user_dropout` trains;
 - an output projection after the gate (Hua et al. 2022, arXiv:2202.10447) and pre-norm blocks; dropout on embeddings
   and residuals;
 - the experts' two layers have no bias, as in Switch Transformer, and the router's hidden layer is a ReLU.
@@ -39,6 +40,7 @@ class FLASH4RecOptions(Options):
     dropout: float = 0.2  # of embeddings and residual branches
     activation: str = "silu"  # silu | sigmoid: the unnamed sigma of eqs. 1, 4, 5
     user_gate: bool = True  # False drops the user's half of eq. 5
+    user_dropout: float = 0.0  # share of training sequences whose user counts as unknown, as new users do when serving
     norm: str = "pre"  # pre | post
     heads: int = 0  # 0 = gated attention; ablation: so many heads of plain attention in its place, without a user
     experts: int = 4  # 1 = ablation: one dense network, no router
@@ -67,6 +69,8 @@ class FLASH4RecOptions(Options):
             not (self.attention_dropout and self.topk_dropout),
             "attention_dropout takes the place of Top-K dropout: set topk_dropout to 0",
         )
+        check(0 <= self.user_dropout < 1, "user_dropout must be at least 0 and under 1")
+        check(self.user_gate or not self.user_dropout, "user_dropout: no effect without user_gate; set it to 0")
         check(self.heads == 0 or not self.user_gate, "heads: plain attention has no gate; set user_gate to false")
         check(self.heads == 0 or self.d_model % (2 * self.heads) == 0, "heads: each needs an even share of d_model")
         check(self.topk_dropout_k >= 1, "topk_dropout_k must be at least 1")
@@ -341,7 +345,7 @@ class FLASH4Rec(SequenceModel):
         real_BL = batch.items != PAD
         bias_BLL = attention_bias(batch.items, causal=self.options.objective == "causal")
         x_BLD = self.dropout(self.items(batch.items))
-        user_BD = self.users(batch.user) if self.users is not None else x_BLD[:, -1]
+        user_BD = self.users(self._told(batch.user)) if self.users is not None else x_BLD[:, -1]
         routings = []
         for number, block in enumerate(self.blocks, start=1):
             only_last = last and number == self.options.layers  # earlier layers feed its keys and values
@@ -349,6 +353,12 @@ class FLASH4Rec(SequenceModel):
             x_BLD, routing = block(x_BLD, user_BD, bias_BLL, real_BL, queries)
             routings.append(routing)
         return self.head(self.norm(x_BLD)), torch.stack(routings).mean(0)
+
+    def _told(self, user_B: Tensor) -> Tensor:
+        p = self.options.user_dropout
+        if not self.training or p == 0:
+            return user_B
+        return user_B * (torch.rand(user_B.shape, device=user_B.device) >= p)
 
     def item_vectors(self) -> Tensor:
         """See `SequenceModel.item_vectors`."""

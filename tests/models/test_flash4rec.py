@@ -205,6 +205,20 @@ def test_the_user_matters_and_an_unknown_one_is_user_zero():
     assert torch.equal(model(make_batch([[1, 2, 3]], user=1)), unknown)
 
 
+def test_user_dropout_takes_its_share_of_the_sequences_for_unknown_in_training_alone():
+    model = make_model("flash4rec", user_dropout=0.25, dropout=0.0, topk_dropout=0.0, jitter=0.0)
+    with torch.no_grad():
+        model.users.weight.normal_()
+    batch = make_batch([[1, 2, 3]] * 4000)
+    unknown = model(make_batch([[1, 2, 3]], user=0))[0]
+
+    told, served = model.train()(batch), model.eval()(batch)
+
+    share = (told - unknown).abs().amax((1, 2)).lt(1e-5).float().mean().item()
+    assert share == pytest.approx(0.25, abs=0.03)  # four standard deviations
+    assert (served - unknown).abs().amax((1, 2)).min() > 1e-3
+
+
 def test_without_a_user_gate_users_have_no_table():
     model = make_model("flash4rec", user_gate=False).eval()
 
@@ -274,6 +288,7 @@ def test_plain_dropout_drops_weights_in_training_alone():
         ({"heads": 2}, "user_gate"),
         ({"heads": 3, "user_gate": False, "d_model": 16}, "even share"),
         ({"attention_dropout": 0.1}, "topk_dropout to 0"),
+        ({"user_dropout": 0.1, "user_gate": False}, "user_dropout"),
     ],
 )
 def test_ablations_that_contradict_are_refused(options, message):
