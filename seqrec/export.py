@@ -21,7 +21,7 @@ from seqrec import checkpoint
 from seqrec.artifacts import MODEL_CARD, read_json, write_json
 from seqrec.config import RegisterConfig
 from seqrec.data import sequences
-from seqrec.recommender import Best, Recommender, located
+from seqrec.recommender import Best, Recommender, Request, located
 
 GRAPH = "model.onnx"
 CARD = "model.onnx.json"
@@ -128,6 +128,13 @@ class GraphRecommender(Recommender):
         options.intra_op_num_threads = threads
         self.session = onnxruntime.InferenceSession(folder / GRAPH, options)
         return self
+
+    def check(self, request: Request) -> None:
+        """See `Recommender.check`; a graph holds its catalogue."""
+        if request.items_text:
+            raise ValueError(
+                "items_text: an exported graph knows the items it was made with; serve the weights instead"
+            )
 
     def _top(self, batch: Batch, hidden: Sequence[Sequence[int]], k: int) -> list[Best]:
         if self.model.options.objective == "cloze":

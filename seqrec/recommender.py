@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +13,9 @@ import torch
 from torch import Tensor
 
 from models.base import PAD, Batch, SequenceModel
+from models.recformer import Recformer
 from seqrec import attribution, checkpoint
+from seqrec.artifacts import TOKENIZER
 from seqrec.config import RegisterConfig
 from seqrec.data import sequences
 from seqrec.data.sequences import WIDTH_STEP
@@ -20,6 +23,7 @@ from seqrec.data.sequences import WIDTH_STEP
 Best = tuple[list[float], list[int]]  # scores and numbers of items, best first
 POPULARITY = "popularity"  # `source` of an answer that no model gave
 DAY = 86_400.0
+CENTURY = 36_525 * DAY  # times further apart count as this: differences of infinite ones are no numbers
 REGISTERED = ("models:/", "runs:/")  # how MLflow's names of a model begin
 CHAMPION_URI = "models:/seqrec-{dataset}@champion"
 
@@ -33,12 +37,16 @@ class Request:
     exclude: Collection[str] = ()  # items not to show
     user: str | None = None
     times: Sequence[float] | None = None  # seconds UTC, one an event of `history`
+    items_text: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # attributes of items never seen
 
     def __post_init__(self) -> None:
         if self.k < 1:
             raise ValueError(f"k: {self.k} given, at least 1 wanted")
         if self.times is not None and len(self.times) != len(self.history):
             raise ValueError(f"times: {len(self.times)} given for a history of {len(self.history)}")
+        for item_id, attributes in self.items_text.items():
+            if not any(value.strip() for value in attributes.values()):
+                raise ValueError(f"items_text: nothing is said of {item_id!r}")
 
 
 @contextmanager
@@ -90,7 +98,9 @@ class Recommender:
         filter_seen: bool,
         name: str = "model",
         gap: float = DAY,
+        tokenizer: str = "",
     ) -> None:
+        self.tokenizer = tokenizer
         self.model, self.item_ids, self.filter_seen, self.name, self.gap = (
             model.eval(),
             item_ids,
@@ -118,7 +128,9 @@ class Recommender:
             model, card = checkpoint.load_model(folder)
             item_ids, counts = sequences.read_vocabulary(folder)
             users = sequences.read_users(folder)
-        told = {"name": card.get("model", "model"), "gap": card.get("median_gap", DAY)}
+            units = folder / TOKENIZER
+            tokenizer = units.read_text(encoding="utf-8") if units.is_file() else ""
+        told = {"name": card.get("model", "model"), "gap": card.get("median_gap", DAY), "tokenizer": tokenizer}
         return cls(model, item_ids, counts, users, filter_seen=card["filter_seen"], **told)
 
     def recommend(
@@ -129,9 +141,20 @@ class Recommender:
         exclude: Collection[str] = (),
         user: str | None = None,
         times: Sequence[float] | None = None,
+        items_text: Mapping[str, Mapping[str, str]] | None = None,
     ) -> Answer:
         """Return the best `k` items for somebody with this `history`, oldest first; see `answer`."""
-        return self.answer([Request(history=history, k=k, exclude=exclude, user=user, times=times)])[0]
+        request = Request(history=history, k=k, exclude=exclude, user=user, times=times, items_text=items_text or {})
+        return self.answer([request])[0]
+
+    def check(self, request: Request) -> None:
+        """Raise ValueError where this model cannot answer `request`."""
+        if not request.items_text:
+            return
+        if not isinstance(self.model, Recformer) or not self.tokenizer:
+            raise ValueError(f"items_text: {self.name} cannot read text; a trained Recformer with its {TOKENIZER} can")
+        if known := request.items_text.keys() & self.items.keys():
+            raise ValueError(f"items_text: the model knows {min(known)!r} already")
 
     @torch.no_grad()
     def answer(self, requests: Sequence[Request]) -> list[Answer]:
@@ -139,8 +162,42 @@ class Recommender:
 
         Unknown items are skipped and counted, an unknown user is user 0, and a history without a known item gets the
         most popular items, scored by their train events. Items of the history are left out if the model was
-        evaluated so. Times that are missing are taken to lie the training data's median gap apart.
+        evaluated so. Times that are missing are taken to lie the training data's median gap apart. Items of which a
+        request brings the text are candidates of that request, and may be in its history.
+
+        Raises:
+            ValueError: see `check`.
         """
+        for request in requests:
+            self.check(request)
+        answers = iter(self._answer([request for request in requests if not request.items_text]))
+        return [
+            self._grown(request.items_text)._answer([request])[0] if request.items_text else next(answers)
+            for request in requests
+        ]
+
+    def _grown(self, items_text: Mapping[str, Mapping[str, str]]) -> Recommender:
+        """Return this recommender with more items, which it knows from their text alone."""
+        from tokenizers import Tokenizer
+
+        from seqrec.data import text
+
+        assert isinstance(self.model, Recformer)
+        catalogue, limit = self.model.catalogue, self.model.options.attribute_tokens
+        assert catalogue.tokens is not None
+        new = text.tokenise(text.as_texts(list(items_text.values())), Tokenizer.from_str(self.tokenizer), limit)
+        size = len(self.item_ids) + len(items_text)
+        other = copy.copy(self)
+        other.model = self.model.grown(
+            catalogue._replace(num_items=size, tokens=text.concatenate([catalogue.tokens, new]))
+        )
+        other.item_ids = [*self.item_ids, *items_text]
+        other.items = self.items | {item_id: len(self.item_ids) + n for n, item_id in enumerate(items_text, start=1)}
+        other.counts = torch.nn.functional.pad(self.counts, (0, len(items_text)))
+        other.item_vectors = other.model.item_vectors().float()
+        return other
+
+    def _answer(self, requests: Sequence[Request]) -> list[Answer]:
         if not requests:
             return []
         places = [[p for p, item_id in enumerate(r.history) if item_id in self.items] for r in requests]
@@ -200,7 +257,8 @@ class Recommender:
         if request.times is None:
             return [-self.gap * before for before in range(width - 1, -1, -1)]
         last = request.times[place[-1]]
-        return [0.0] * (width - len(place)) + [float(request.times[i] - last) for i in place]
+        before = (max(-CENTURY, min(CENTURY, float(request.times[i] - last))) for i in place)
+        return [0.0] * (width - len(place)) + list(before)
 
     def _hidden(self, request: Request) -> list[int]:
         shown = {*request.exclude, *(request.history if self.filter_seen else ())}

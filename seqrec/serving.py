@@ -35,7 +35,10 @@ ROWS = 1_000  # requests of a batch
 DECILES = 10
 Load = Callable[[], Recommender]
 
+NEW_ITEMS, ATTRIBUTES = 100, 20  # described in a request, and of each
+
 Id = Annotated[str, Field(max_length=1_000)]
+Text = Annotated[str, Field(max_length=4_000)]
 
 
 class Query(BaseModel):
@@ -48,6 +51,12 @@ class Query(BaseModel):
     exclude: list[Id] = Field([], max_length=EVENTS, description="item ids not to show")
     user: Id | None = Field(None, description="user id; an unknown one is fine")
     times: list[FiniteFloat] | None = Field(None, description="seconds UTC, one an event of the history")
+    items_text: dict[Id, Annotated[dict[Id, Text], Field(max_length=ATTRIBUTES)]] = Field(
+        {},
+        max_length=NEW_ITEMS,
+        description="items that the model never saw: id -> attributes; candidates, also in the history; Recformer only",
+        examples=[{"new": {"title": "A film of tomorrow"}}],
+    )
 
     @model_validator(mode="after")
     def _times_match(self) -> Self:
@@ -56,7 +65,7 @@ class Query(BaseModel):
 
     def request(self) -> Request:
         """Return what the recommender understands."""
-        return Request(history=self.history, k=self.k, exclude=self.exclude, user=self.user, times=self.times)
+        return Request(**vars(self))
 
 
 class Queries(BaseModel):
@@ -228,6 +237,12 @@ def app(load: Load, version: Callable[[], str], *, poll_s: float = 30.0, largest
 
     async def answered(requests: Sequence[Request]) -> list[Recommendation]:
         began = time.perf_counter()
+        try:
+            for request in requests:
+                served.current[0].check(request)
+        except ValueError as error:
+            reason = {"type": "value_error", "loc": ("body",), "msg": str(error)}
+            raise RequestValidationError([reason]) from error
         try:
             answers = await asyncio.gather(*map(batcher.answer, requests))
         except RuntimeError as error:

@@ -119,6 +119,16 @@ def test_missing_times_are_the_median_gap_apart_and_the_answer_says_so(prepared,
     assert other.scores != pytest.approx(given.scores, abs=1e-6)
 
 
+@pytest.mark.parametrize("name", ["tisasrec", "strec"])
+def test_times_further_apart_than_numbers_reach_are_answered(prepared, tmp_path, name):
+    recommender = Recommender.load(save(name, prepared, tmp_path))
+
+    best = recommender.recommend(["i1", "i2", "i3", "i4"], 5, times=[-1e308, -1e308, 0, 1e308])
+
+    assert len(best.items) == 5
+    assert all(map(math.isfinite, best.scores))
+
+
 @pytest.mark.parametrize(("request_", "message"), [({"times": [1]}, "times"), ({"k": 0}, "k: 0")])
 def test_requests_that_make_no_sense_are_refused(request_, message):
     with pytest.raises(ValueError, match=message):

@@ -55,6 +55,12 @@ def read_texts(items: Path, item_ids: Sequence[str], attributes: Sequence[str] =
     return texts if attributes else dict(list(texts.items())[:MOST_ATTRIBUTES])
 
 
+def as_texts(items: Sequence[Mapping[str, str]]) -> Texts:
+    """Return the cleaned values of the attributes of `items`, of which no table tells; a missing one is empty."""
+    names = dict.fromkeys(name for attributes in items for name in attributes)
+    return {name: _cleaned(pa.array([one.get(name) for one in items], pa.string())) for name in names}
+
+
 def _cleaned(values: pa.Array) -> pa.DictionaryArray:
     encoded = pc.fill_null(values, "").dictionary_encode()
     distinct = [_clean(value) for value in encoded.dictionary.to_pylist()]
