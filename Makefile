@@ -7,7 +7,7 @@ export DVC_NO_ANALYTICS := 1
 export GX_ANALYTICS_ENABLED := false
 export MLFLOW_DISABLE_TELEMETRY := true
 
-.PHONY: help setup repro experiments bench test test-containers test-spark lint format ui pipeline clean
+.PHONY: help setup repro experiments bench test test-containers test-spark lint audit format ui pipeline clean
 
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 18
@@ -44,6 +44,10 @@ lint: setup  ## ruff and mypy
 	ruff check .
 	ruff format --check .
 	mypy
+
+audit: setup  ## known vulnerabilities of the pinned packages; needs the advisories of pypi.org
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt 'pip-audit>=2.10'
+	pip-audit --strict --no-deps --disable-pip --requirement constraints.txt
 
 format: setup  ## let ruff rewrite the code
 	ruff format .
