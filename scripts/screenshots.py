@@ -44,7 +44,7 @@ COLUMN = 140  # pixels
 WIDTH = 1340  # pixels of the window
 HEIGHTS = {"mlflow": 640, "compare": 1000, "model": 760, "report": 1500, "example": 1250}  # of each picture
 START_SECONDS = 120.0
-PAGE_SECONDS = 60.0
+PAGE_SECONDS = 120.0
 SETTLE_SECONDS = 3.0  # pages move when the hints go, and figures are drawn
 HINTS = ("Hide banner", "Close")  # labels of the buttons that close them
 LARGEST = 300_000  # bytes of a picture
@@ -107,7 +107,10 @@ def draw_mlflow(driver: WebDriver, run: Path, database: Path, output: Path) -> N
             leaderboard.BASELINES,
         ),
         "compare": (f"compare-runs?runs={chosen}&experiments={quote(json.dumps([place]))}", tuple(runs)),
-        "model": (f"models/{outcome['registered_model']}/versions/{outcome['version']}", ("champion",)),
+        "model": (
+            f"models/{outcome['registered_model']}/versions/{outcome['version']}",
+            (f"Version {outcome['version']}",),
+        ),
     }
     with server(f"{SQLITE}{database}") as address:
         for number, (name, (path, texts)) in enumerate(pages.items()):

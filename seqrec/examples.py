@@ -92,12 +92,12 @@ def choose(
     user_ids = prepared.read_users(sequences)
     users = [
         Example(
-            user_id=user_ids[number - 1],
+            user_id=user_ids[one - 1],
             history=[item for item in batch.items[row].tolist() if item != PAD],
             target=int(target[row]),
             opinions={name: rows[row] for name, rows in opinions.items()},
         )
-        for row, number in enumerate(user.tolist())
+        for row, one in enumerate(user.tolist())
     ]
     return Examples(users=users, names=_names(users, sequences, data / ITEMS), masked=masked)
 
