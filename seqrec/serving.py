@@ -34,6 +34,7 @@ EVENTS = 10_000  # of a history; a body is held in memory
 ROWS = 1_000  # requests of a batch
 DECILES = 10
 Load = Callable[[], Recommender]
+Waiting = tuple[Request, asyncio.Future[tuple[Answer, str]]]
 
 NEW_ITEMS, ATTRIBUTES = 100, 20  # described in a request, and of each
 
@@ -115,11 +116,16 @@ class Batcher:
 
     def __init__(self, served: Served, largest: int, seen: Callable[[int], None]) -> None:
         self.served, self.largest, self.seen = served, largest, seen
-        self.queue: asyncio.Queue[tuple[Request, asyncio.Future[tuple[Answer, str]]]] = asyncio.Queue()
+        self.queue: asyncio.Queue[Waiting] = asyncio.Queue()
         self.worker = ThreadPoolExecutor(1, "model")
 
     async def answer(self, request: Request) -> tuple[Answer, str]:
-        """Return the answer, and the version of the model that gave it."""
+        """Return the answer, and the version of the model that gave it.
+
+        Raises:
+            ValueError: see `Recommender.check`.
+            RuntimeError: the model failed.
+        """
         future: asyncio.Future[tuple[Answer, str]] = asyncio.get_running_loop().create_future()
         self.queue.put_nowait((request, future))
         return await future
@@ -132,6 +138,9 @@ class Batcher:
             while len(waiting) < self.largest and not self.queue.empty():
                 waiting.append(self.queue.get_nowait())
             recommender, version = self.served.current
+            waiting = self._able(recommender, waiting)
+            if not waiting:
+                continue
             self.seen(len(waiting))
             requests = [request for request, _ in waiting]
             try:
@@ -145,6 +154,20 @@ class Batcher:
             for (_, future), answer in zip(waiting, answers, strict=True):
                 if not future.done():  # the caller may have gone
                     future.set_result((answer, version))
+
+    @staticmethod
+    def _able(recommender: Recommender, waiting: Sequence[Waiting]) -> list[Waiting]:
+        """Return who can be answered; the others get the ValueError, and spoil nobody's batch."""
+        able = []
+        for request, future in waiting:
+            try:
+                recommender.check(request)
+            except ValueError as error:
+                if not future.done():
+                    future.set_exception(error)
+            else:
+                able.append((request, future))
+        return able
 
 
 class Metrics:
@@ -238,13 +261,10 @@ def app(load: Load, version: Callable[[], str], *, poll_s: float = 30.0, largest
     async def answered(requests: Sequence[Request]) -> list[Recommendation]:
         began = time.perf_counter()
         try:
-            for request in requests:
-                served.current[0].check(request)
+            answers = await asyncio.gather(*map(batcher.answer, requests))
         except ValueError as error:
             reason = {"type": "value_error", "loc": ("body",), "msg": str(error)}
             raise RequestValidationError([reason]) from error
-        try:
-            answers = await asyncio.gather(*map(batcher.answer, requests))
         except RuntimeError as error:
             raise HTTPException(503, "the model failed; the log of the service says why") from error
         seconds = time.perf_counter() - began

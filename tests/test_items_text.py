@@ -1,5 +1,7 @@
 """Items that a text model never saw, recommended from the text that a request brings."""
 
+import asyncio
+
 import pytest
 import requests
 import torch
@@ -102,3 +104,21 @@ def test_a_described_item_is_recommended_over_http(recommenders):
     assert answer["items"] == whole.recommend(["i1", "i21"], 30).items
     assert refused.status_code == 422
     assert "knows 'i1' already" in refused.json()["detail"][0]["msg"]
+
+
+def test_who_cannot_be_answered_spoils_nobodys_batch(recommenders):
+    lacking, sizes = recommenders[1], []
+
+    async def ask():
+        batcher = serving.Batcher(serving.Served(lacking, "1"), 8, sizes.append)
+        bad = batcher.answer(Request(history=["i2"], items_text={"i1": {"title": "once more"}}))
+        working = asyncio.create_task(batcher.run())
+        answers = await asyncio.gather(bad, batcher.answer(Request(history=["i2"], k=3)), return_exceptions=True)
+        working.cancel()
+        return answers
+
+    refused, (answer, _) = asyncio.run(ask())
+
+    assert isinstance(refused, ValueError)
+    assert answer.items == lacking.recommend(["i2"], 3).items
+    assert sizes == [1]
