@@ -75,14 +75,14 @@ def peak_bytes(call: Callable[[], object]) -> int:
     return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
 
 
-def best_seconds(calls: Mapping[str, Callable[[], object]], budget: float) -> dict[str, float]:
-    """Return the best time of each call; rounds go on until each has had `budget` seconds, and at least three."""
-    best, spent, rounds = dict.fromkeys(calls, float("inf")), dict.fromkeys(calls, 0.0), 0
-    while rounds < 3 or min(spent.values()) < budget:
-        for name, call in calls.items():
-            value = _timed(call)
+def best_seconds(calls: Mapping[str, Callable[[], object]], budget: float, rounds: int = 3) -> dict[str, float]:
+    """Return the best time of each call; they take turns until each has had `budget` seconds and so many `rounds`."""
+    best, spent, done = dict.fromkeys(calls, float("inf")), dict.fromkeys(calls, 0.0), 0
+    while waiting := [name for name in calls if done < rounds or spent[name] < budget]:
+        for name in waiting:
+            value = _timed(calls[name])
             best[name], spent[name] = min(best[name], value), spent[name] + value
-        rounds += 1
+        done += 1
     return best
 
 

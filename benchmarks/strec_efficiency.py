@@ -84,10 +84,12 @@ def measure(n: int, batch: int, arguments: argparse.Namespace) -> list[Row]:
     models = {name: model.to(device) for name, model in networks(n, *shape).items()}
     inputs = Batch(*(x.to(device) for x in histories(batch, n, arguments.items)))
     peaks = {name: meter.peak_bytes(encoder(name, model, inputs)) for name, model in models.items()}
-    encode = meter.best_seconds(
-        {name: encoder(name, model, inputs) for name, model in models.items()}, arguments.seconds
+    encode, total = (
+        meter.best_seconds(
+            {name: kind(name, model, inputs) for name, model in models.items()}, arguments.seconds, arguments.rounds
+        )
+        for kind in (encoder, ranker)
     )
-    total = meter.best_seconds({name: ranker(name, model, inputs) for name, model in models.items()}, arguments.seconds)
     return [
         Row(n, batch, name, _sparsity(name, m), encode[name], total[name], peaks[name]) for name, m in models.items()
     ]
@@ -151,6 +153,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--items", type=int, default=3416, help="size of the catalogue, for the end-to-end time")
     parser.add_argument("--seconds", type=float, default=2.0, help="of measuring, each network and kind of pass")
+    parser.add_argument("--rounds", type=int, default=3, help="in which they take turns, at least")
     parser.add_argument("--figure", type=Path, help="where to draw the shares against sparsity")
     arguments = parser.parse_args()
     torch.manual_seed(0)

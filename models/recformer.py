@@ -1,8 +1,8 @@
 """Recformer: items and histories as text (Li et al., KDD 2023, arXiv:2305.13731), and its small form Recformer-mini.
 
 One Longformer-style encoder reads an item's attributes, or those of a whole history, and its output at [CLS] is the
-vector; a score is the cosine of two vectors over a temperature. There is no table of items, so other catalogues and
-new items need no training.
+vector (or the mean over its tokens, `pooling`); a score is the cosine of two vectors over a temperature. There is no
+table of items, so other catalogues and new items need no training.
 
 Differs from the paper and its code in these places:
 - attention weights are not dropped, so that a fused kernel computes them;
@@ -58,6 +58,7 @@ class RecformerOptions(Options):
     dropout: float = 0.1
     norm_eps: float = 1e-12
     temperature: float = 0.05
+    pooling: str = "cls"  # the vector of a text: its output at [CLS] | mean: of all its tokens
     mlm_weight: float = 0.1  # of masked words in pre-training
     mlm_probability: float = 0.15
     frozen_words: tuple[str, ...] = ("pretrain",)  # stages that leave the word embeddings as they are
@@ -77,6 +78,7 @@ class RecformerOptions(Options):
         check(self.max_tokens > self.attribute_tokens, "max_tokens must be more than attribute_tokens")
         check(0 <= self.dropout < 1, "dropout must be at least 0 and under 1")
         check(self.norm_eps > 0 and self.temperature > 0, "norm_eps and temperature must be positive")
+        check(self.pooling in ("cls", "mean"), "pooling must be cls or mean")
         check(self.mlm_weight >= 0, "mlm_weight must be at least 0")
         check(0 < self.mlm_probability < 1, "mlm_probability must be between 0 and 1")
         check(set(self.frozen_words) <= {"pretrain", "finetune"}, "frozen_words: a list of pretrain and finetune")
@@ -345,7 +347,7 @@ class Recformer(SequenceModel):
         self.head.requires_grad_(masked)
         last = self.encoder.blocks[-1]
         assert isinstance(last, Block)
-        last.attention.local.requires_grad_(masked)
+        last.attention.local.requires_grad_(masked or self.options.pooling == "mean")
 
     def on_epoch(self) -> None:
         """See `SequenceModel.on_epoch`."""
@@ -413,7 +415,7 @@ class Recformer(SequenceModel):
         return score_BB, (target_B1 == target_B1.T).fill_diagonal_(False)
 
     def encode(self, items_BL: Tensor) -> Tensor:
-        """Return the output at [CLS] (B, D) of histories, left-padded, or of items (B, 1)."""
+        """Return the vectors (B, D) of histories, left-padded, or of items (B, 1)."""
         if torch.compiler.is_exporting():
             return self._summary(items_BL, self.options.max_tokens)
         pieces, widths, back = self._pieces(items_BL)
@@ -447,8 +449,12 @@ class Recformer(SequenceModel):
         return tuple(p.to(items_BL.device) for p in pieces), [int(size_B[p[-1]]) for p in pieces], back
 
     def _summary(self, items_BL: Tensor, width: int) -> Tensor:
-        out: Tensor = self.encoder(self.flatten(items_BL, width), only_first=True)
-        return out[:, 0]
+        text = self.flatten(items_BL, width)
+        if self.options.pooling == "mean":
+            out_BTD: Tensor = self.encoder(text, only_first=False)
+            return (out_BTD * text.real_BT.unsqueeze(2)).sum(1) / text.real_BT.sum(1, keepdim=True)
+        first_B1D: Tensor = self.encoder(text, only_first=True)
+        return first_B1D[:, 0]
 
     def _word_loss(self, items_BL: Tensor, width: int) -> Tensor:
         """Return the sum over masked tokens and their number (2,)."""

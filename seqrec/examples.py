@@ -14,9 +14,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from models.base import PAD, Batch, SequenceModel
-from seqrec import attribution, checkpoint
+from seqrec import attribution, checkpoint, sparsity
 from seqrec.artifacts import CASES, ITEMS, RECOMMENDATIONS, read_titles
 from seqrec.data import sequences as prepared
+from seqrec.data.sequences import Sequences
+from seqrec.sparsity import Point
 
 FOUND = 10  # the target's rank, at most, where a model found it
 
@@ -52,6 +54,7 @@ class Examples:
     names: dict[int, str] = field(default_factory=dict)  # item -> its title, or its id where it has none
     # Of models with masks: attention (L, L) between the first user's events, without the masks and with them.
     masked: dict[str, Maps] = field(default_factory=dict)
+    sparse: dict[str, list[Point]] = field(default_factory=dict)  # of models that compute some rows: `sparsity.sweep`
 
 
 def choose(
@@ -80,15 +83,21 @@ def choose(
     if len(chosen) == 0:
         return Examples()
     user, target = cases["user"][chosen], cases["target"][chosen]
-    batch = _histories(sequences, user, cases["position"][chosen])
-    opinions, masked = {}, {}
+    loaded = prepared.load(sequences)
+    batch = _histories(loaded, user, cases["position"][chosen])
+    opinions, masked, sparse = {}, {}, {}
     for name, saved in checkpoints.items():
         best = _lists(reports / name, user)
-        ranks = _first_cases(reports / name)["rank"][chosen]
-        model = None if saved is None else checkpoint.load_model(saved)[0]
-        opinions[name] = _opinions(model, batch, best, ranks.tolist())
-        if model is not None and (maps := _first_maps(model, batch)) is not None:
+        ranks = _first_cases(reports / name)["rank"][chosen].tolist()
+        if saved is None:
+            opinions[name] = [Opinion(best=items, rank=rank) for items, rank in zip(best, ranks, strict=True)]
+            continue
+        model, card = checkpoint.load_model(saved)
+        opinions[name] = _opinions(model, batch, best, ranks)
+        if (maps := _first_maps(model, batch)) is not None:
             masked[name] = maps
+        if points := sparsity.sweep(model, loaded, filter_seen=card["filter_seen"], seed=seed):
+            sparse[name] = points
     user_ids = prepared.read_users(sequences)
     users = [
         Example(
@@ -99,7 +108,7 @@ def choose(
         )
         for row, one in enumerate(user.tolist())
     ]
-    return Examples(users=users, names=_names(users, sequences, data / ITEMS), masked=masked)
+    return Examples(users=users, names=_names(users, sequences, data / ITEMS), masked=masked, sparse=sparse)
 
 
 def _first_cases(report: Path) -> Columns:
@@ -119,8 +128,7 @@ def _draw(rank: NDArray[Any], position: NDArray[Any], number: int, seed: int) ->
     return np.concatenate([found[:half], missed[: number - half]])
 
 
-def _histories(sequences: Path, user: NDArray[Any], position: NDArray[Any]) -> Batch:
-    data = prepared.load(sequences)
+def _histories(data: Sequences, user: NDArray[Any], position: NDArray[Any]) -> Batch:
     index = torch.from_numpy(user.astype(np.int64)) - 1
     stop = data.start[index] + torch.from_numpy(position.astype(np.int64))
     return prepared.window(data, index, stop, int(position.max()))
@@ -133,11 +141,7 @@ def _lists(report: Path, user: NDArray[Any]) -> list[list[int]]:
     return [[item for owner, item in rows if owner == one] for one in wanted]
 
 
-def _opinions(
-    model: SequenceModel | None, batch: Batch, best: Sequence[list[int]], ranks: Sequence[float]
-) -> list[Opinion]:
-    if model is None:
-        return [Opinion(best=items, rank=rank) for items, rank in zip(best, ranks, strict=True)]
+def _opinions(model: SequenceModel, batch: Batch, best: Sequence[list[int]], ranks: Sequence[float]) -> list[Opinion]:
     first_B = torch.tensor([next(iter(items), PAD) for items in best])
     drop = _by_event(attribution.leave_one_out(model, batch, first_B), batch)
     weight_BL = attribution.attention(model, batch)

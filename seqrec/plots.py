@@ -11,6 +11,7 @@ from plotly.graph_objects import Bar, Figure, Heatmap, Scatter
 from plotly.subplots import make_subplots
 
 from seqrec.leaderboard import SELECTION
+from seqrec.sparsity import Point
 
 METRIC = "test/ndcg@10"
 TERMS = ("loss/", "figure/")  # prefixes, in a record of the history, of what a model reports of its own
@@ -111,6 +112,18 @@ def masked_attention(before_LL: Sequence[Sequence[float]], after_LL: Sequence[Se
         _add(figure, place, 2, heat)
     figure.update_xaxes(title="event read")
     figure.update_yaxes(title="event that reads", autorange="reversed")
+    return figure
+
+
+def sparsity(points: Sequence[Point]) -> Figure:
+    """Return accuracy and time of a model against the share of rows that it does not compute; a star: as trained."""
+    figure = _panels((f"{SELECTION}, served with fewer rows", "µs a history"), 2)
+    shares = [point.sparsity for point in points]
+    marks = {"symbol": ["star" if point.trained else "circle" for point in points], "size": 9, "color": COLOURS[0]}
+    for place, values in enumerate(([point.ndcg for point in points], [point.microseconds for point in points])):
+        _add(figure, place, 2, Scatter(x=shares, y=values, mode="lines+markers", marker=marks, showlegend=False))
+    figure.update_xaxes(title="share of rows not computed, mean of the layers", tickformat=".0%")
+    figure.update_yaxes(rangemode="tozero")
     return figure
 
 

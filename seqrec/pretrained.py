@@ -124,7 +124,8 @@ def _check_sizes(model: Recformer, config: Any) -> None:
         raise ConfigError(f"options.start: a {config.model_type} checkpoint; bert, longformer and recformer are known")
     for option, setting in SIZES.items():
         ours, theirs = getattr(model.options, option), getattr(config, setting)
-        if ours != theirs:
+        first_layers = option == "layers" and ours < theirs
+        if ours != theirs and not first_layers:
             raise ConfigError(f"options.{option} is {ours}, but the checkpoint of options.start has {theirs}")
     if config.hidden_act != "gelu":
         raise ConfigError(f"options.start: the checkpoint's activation is {config.hidden_act}, ours is gelu")
@@ -137,7 +138,8 @@ def convert(state: Mapping[str, Tensor], config: Any, model: Recformer, *, head:
 
     BERT's attention becomes both the local and the global one. Positions beyond its table repeat it. Token types begin
     as its segment 0, which it always added, and a little noise; item positions stay as they are, small and random.
-    With a window over the whole text and equal token types, the result is BERT's (models/recformer.py computes it).
+    With a window over the whole text and equal token types, the result is BERT's (models/recformer.py computes it);
+    with fewer layers, that of its first ones.
 
     Args:
         state: weights of the checkpoint's masked language model.

@@ -75,7 +75,7 @@ def page(
         _figure(plots.learning_curves(histories)),
     ]
     for name, history in histories.items():
-        figures = model_figures(history, examples.masked.get(name))
+        figures = model_figures(name, history, examples)
         if figures:
             parts += [f"<h3>{html.escape(name)}</h3>", *map(_figure, figures)]
     if examples.users:
@@ -83,15 +83,19 @@ def page(
     return _document(title, parts)
 
 
-def model_figures(history: Sequence[Mapping[str, Any]], masked: Any = None) -> list[Figure]:
-    """Return what there is to see of one model alone; `masked` are the two maps of `Examples.masked`."""
-    terms = plots.terms(history)
-    return [*([terms] if terms else []), *([plots.masked_attention(*masked)] if masked else [])]
+def model_figures(name: str, history: Sequence[Mapping[str, Any]], examples: Examples) -> list[Figure]:
+    """Return what there is to see of one model alone: terms of its loss, masks, sparsity."""
+    figures = [plots.terms(history)]
+    if name in examples.masked:
+        figures.append(plots.masked_attention(*examples.masked[name]))
+    if name in examples.sparse:
+        figures.append(plots.sparsity(examples.sparse[name]))
+    return [figure for figure in figures if figure]
 
 
-def model_page(name: str, history: Sequence[Mapping[str, Any]], masked: Any = None) -> str:
+def model_page(name: str, history: Sequence[Mapping[str, Any]], examples: Examples) -> str:
     """Return the figures of one model: its curves, and `model_figures`."""
-    figures = [plots.learning_curves({name: history}), *model_figures(history, masked)]
+    figures = [plots.learning_curves({name: history}), *model_figures(name, history, examples)]
     return _document(name, [f"<h1>{html.escape(name)}</h1>", *map(_figure, figures)])
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import make_model
 
-from seqrec import attribution, evaluation, examples
+from seqrec import attribution, evaluation, examples, sparsity
 from seqrec.artifacts import CASES_SCHEMA
 from seqrec.checkpoint import load_model, save_model
 from seqrec.config import EvaluateConfig
@@ -18,18 +18,18 @@ from seqrec.retrieval import model_scorer
 from seqrec.stages.baselines import baselines
 
 CONFIG = EvaluateConfig(top_k=10, bootstrap=100)
-MODELS = ("sasrec", "rec_denoiser", "gru4rec", "popularity")
+MODELS = ("sasrec", "rec_denoiser", "gru4rec", "strec", "popularity")
 
 
 @pytest.fixture(scope="module")
 def folders(prepared, tmp_path_factory):
-    """Three untrained models and the baselines, evaluated on the synthetic log."""
+    """Untrained models and the baselines, evaluated on the synthetic log."""
     root = tmp_path_factory.mktemp("evaluated")
     data = sequences.load(prepared)
     baselines(sequences=prepared, reports=root, config=CONFIG)
     checkpoints = dict.fromkeys(MODELS)
     torch.manual_seed(1)
-    for name in MODELS[:3]:
+    for name in MODELS[:-1]:
         model = make_model(name, num_items=data.num_items, num_users=data.num_users, length=8).eval()
         checkpoints[name] = root / name / "saved"
         save_model(checkpoints[name], model, {"filter_seen": True})
@@ -94,7 +94,7 @@ def test_the_seed_decides_who_is_shown(folders):
 def test_drivers_are_those_of_the_first_item(folders):
     shown = choose(folders)
     data, user_ids = sequences.load(folders["sequences"]), sequences.read_users(folders["sequences"])
-    for name in MODELS[:3]:
+    for name in MODELS[:-1]:
         model = load_model(folders["checkpoints"][name])[0]
         for user in shown.users:
             number = torch.tensor([user_ids.index(user.user_id)])
@@ -102,7 +102,7 @@ def test_drivers_are_those_of_the_first_item(folders):
             opinion = user.opinions[name]
             drop = attribution.leave_one_out(model, batch, torch.tensor(opinion.best[:1]))
             assert opinion.drop == pytest.approx(drop[0].tolist(), abs=1e-5)
-            assert (opinion.attention is None) == (name == "gru4rec")
+            assert (opinion.attention is None) == (name in ("gru4rec", "strec"))
             if opinion.attention is not None:
                 weight = attribution.attention(model, batch)
                 assert opinion.attention == pytest.approx(weight[0].tolist(), abs=1e-6)
@@ -126,6 +126,16 @@ def test_heat_maps_are_those_of_models_with_masks_and_of_the_first_user(folders)
     batch = sequences.window(data, first, data.stop[first] - 1, seen)
     expected = attribution.masked_attention(load_model(folders["checkpoints"]["rec_denoiser"])[0], batch)
     torch.testing.assert_close(before, expected[0][0])
+
+
+def test_sparsity_is_swept_where_rows_are_left_out(folders):
+    shown = choose(folders)
+    model, data = load_model(folders["checkpoints"]["strec"])[0], sequences.load(folders["sequences"])
+    expected = sparsity.sweep(model, data, filter_seen=True, seed=3)
+
+    assert list(shown.sparse) == ["strec"]
+    found, again = ([(p.sparsity, p.ndcg, p.trained) for p in some] for some in (shown.sparse["strec"], expected))
+    assert found == again
 
 
 def test_items_without_a_title_go_by_their_id(folders, prepared, tmp_path):

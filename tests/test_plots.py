@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from seqrec import plots
+from seqrec.sparsity import Point
 
 HISTORY = [
     {"phase": "train", "epoch": 1, "loss": 6.0, "valid/ndcg@10": 0.1, "loss/task": 5.5, "figure/entropy": 1.25},
@@ -115,6 +116,15 @@ def test_heat_maps_count_back_from_the_last_event_and_share_a_scale():
     assert before.z == ([1.0, 0.0], [0.25, 0.75])
     assert after.z == ([1.0, 0.0], [0.0, 0.5])
     assert (after.zmin, after.zmax) == (before.zmin, before.zmax) == (0, 1.0)
+
+
+def test_sparsity_marks_the_rows_of_the_training():
+    chosen = [Point(sparsity=0.1 * i, ndcg=0.3 - 0.1 * i, microseconds=9.0 - i, trained=i == 1) for i in range(3)]
+    accuracy, cost = plots.sparsity(chosen).data
+
+    assert points(accuracy) == [(0.0, 0.3), (0.1, pytest.approx(0.2)), (0.2, pytest.approx(0.1))]
+    assert cost.y == (9.0, 8.0, 7.0)
+    assert accuracy.marker.symbol == cost.marker.symbol == ("circle", "star", "circle")
 
 
 @pytest.mark.parametrize(

@@ -177,6 +177,19 @@ def test_a_converted_bert_computes_what_it_did(bert):
     torch.testing.assert_close(logits[text.real_BT], expected.logits[text.real_BT], atol=1e-3, rtol=1e-4)
 
 
+def test_fewer_layers_are_the_first_ones(bert):
+    folder, source = bert
+    model = without_places(build(window=128, token_types=False, layers=1))
+    pretrained.load_weights(model, str(folder))
+    text = random_text([40, 17], types=False)
+
+    with torch.no_grad():
+        hidden = source.bert(text.ids_BT, text.real_BT.long(), output_hidden_states=True).hidden_states
+        got = model.encoder(text, only_first=False)
+
+    torch.testing.assert_close(got[text.real_BT], hidden[1][text.real_BT], atol=1e-4, rtol=1e-4)
+
+
 def test_positions_beyond_the_table_repeat_it(bert):
     folder, source = bert
     model = build(window=128)
@@ -211,7 +224,7 @@ def test_a_recformer_starts_another_catalogue(tmp_path):
     ("options", "message"),
     [
         ({"d_model": 16}, "options.d_model is 16, but the checkpoint of options.start has 32"),
-        ({"layers": 1}, "options.layers"),
+        ({"layers": 3}, "options.layers is 3"),
         ({"heads": 4}, "options.heads"),
         ({"d_inner": 64}, "options.d_inner"),
         ({"norm_eps": 1e-5}, "options.norm_eps"),

@@ -14,6 +14,7 @@ from test_plots import HISTORY, row
 
 from seqrec import report
 from seqrec.examples import Example, Examples, Opinion
+from seqrec.sparsity import Point
 
 EVIL = '</script><script>alert("1 & 2")</script>'
 ROWS = [
@@ -35,6 +36,7 @@ EXAMPLES = Examples(
     users=[Example(user_id="u<7>", history=[1, 3, 3], target=2, opinions=OPINIONS)],
     names=NAMES,
     masked={"sasrec": ([[1.0]], [[0.5]])},
+    sparse={"gru4rec": [Point(sparsity=0.5, ndcg=0.1, microseconds=9.0, trained=True)]},
 )
 
 
@@ -98,6 +100,7 @@ def test_every_figure_is_there(text):
         ["loss/task", "figure/entropy"],  # of sasrec
         ["attention of the last layer without masks", "with masks"],
         ["loss/task", "figure/entropy"],  # of gru4rec
+        ["valid/ndcg@10, served with fewer rows", "µs a history"],
     ]
 
 
@@ -171,6 +174,11 @@ def test_a_page_without_examples_or_verdict():
 
 
 def test_a_models_own_page_has_its_curves_and_terms():
-    titles = [figure["layout"]["annotations"][0]["text"] for figure in Page(report.model_page("m", HISTORY)).figures()]
-
-    assert titles == ["loss", "loss/task"]
+    expected = {
+        "m": ["loss", "loss/task"],
+        "sasrec": ["loss", "loss/task", "attention of the last layer without masks"],
+        "gru4rec": ["loss", "loss/task", "valid/ndcg@10, served with fewer rows"],
+    }
+    for name, titles in expected.items():
+        figures = Page(report.model_page(name, HISTORY, EXAMPLES)).figures()
+        assert [figure["layout"]["annotations"][0]["text"] for figure in figures] == titles

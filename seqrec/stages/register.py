@@ -289,7 +289,7 @@ def _log_entry(tracker: Tracker, entry: Entry, parent: Run, sequences: Path, sho
     for file in REPORT_FILES:
         client.log_artifact(run_id, str(entry.report / file), registry.REPORT)
     if entry.history:
-        page = report.model_page(entry.name, entry.history, shown.masked.get(entry.name))
+        page = report.model_page(entry.name, entry.history, shown)
         client.log_text(run_id, page, FIGURES)
     model_id = None
     if entry.checkpoint is not None:

@@ -92,6 +92,24 @@ def test_a_score_is_the_cosine_over_the_temperature():
     torch.testing.assert_close(score, cosine[0] / 0.1)
 
 
+def test_the_vector_of_a_text_may_be_the_mean_over_its_tokens():
+    torch.manual_seed(0)
+    model = build(pooling="mean", max_tokens=40)
+    rows = [[3, 7, 2, 9], [5], list(range(1, 13)), []]
+    got = model.encode(make_batch(rows).items)
+
+    for row, history in zip(got, rows, strict=True):
+        items = torch.tensor([history or [0]])
+        size = min(40, 1 + sum(len(item_tokens(model, item)) for item in history))
+        text = model.flatten(items, size)
+        assert text.real_BT.all()
+        torch.testing.assert_close(row, model.encoder(text, only_first=False)[0].mean(0))
+    got.square().sum().backward()
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained == {name for name, parameter in model.named_parameters() if not name.startswith("head.")}
+    assert all(model.get_parameter(name).grad is not None for name in trained)
+
+
 def random_rows(number: int = 9, seed: int = 0):
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.randint(2, 13, (number,), generator=generator).tolist()
