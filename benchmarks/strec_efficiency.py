@@ -1,6 +1,6 @@
 """What sparse queries save: time and memory of STRec against its backbone, on random weights and histories.
 
-    OMP_NUM_THREADS=1 python benchmarks/strec_efficiency.py --figure docs/results/images/strec-efficiency.svg
+    OMP_NUM_THREADS=1 python benchmarks/strec_efficiency.py --figure docs/images/strec-efficiency.svg
 
 Time is that of the CPU (on a GPU the clock's, synchronised), the best of interleaved rounds, so that other work on the
 machine weighs on all alike. Memory is the largest sum of live tensor bytes by the allocator's own events; weights, the

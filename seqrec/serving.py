@@ -308,6 +308,7 @@ def serve(
     config: RegisterConfig,
     saved: str = "",
     graph: Path | None = None,
+    ann: int = 0,
     host: str = "127.0.0.1",
     port: int = 8000,
     poll_s: float = 30.0,
@@ -321,6 +322,7 @@ def serve(
         config: section `register`.
         saved: served in the champion's place: a folder with weights, card, vocabulary and users, or models:/NAME/N.
         graph: folder that `export` wrote for the model in `saved`; onnxruntime then computes the answers.
+        ann: candidates of an approximate search of the items, for large catalogues; 0 = all items are scored.
         host: address to listen on; 0.0.0.0 for all.
         port: to listen on.
         poll_s: seconds between looks for a new champion; 0 = never.
@@ -332,22 +334,33 @@ def serve(
         ValueError: there is no such model, or the graph is of other weights.
     """
     torch.set_num_threads(threads)
+    if ann and graph is not None:
+        raise ValueError("ann: an exported graph scores all items; leave out --graph")
     if saved:
-        found = GraphRecommender.of(saved, graph, threads, config) if graph else Recommender.load(saved, config)
+        found = GraphRecommender.of(saved, graph, threads, config) if graph else loaded(saved, ann, config)
         name = Path(saved).name
         service = app(lambda: found, lambda: name, poll_s=0, largest=batch)
     elif graph is not None:
         raise ValueError("graph: name the folder of the model as well, --saved")
     else:
-        service = app(*champion(dataset, config), poll_s=poll_s, largest=batch)
+        service = app(*champion(dataset, config, ann), poll_s=poll_s, largest=batch)
     uvicorn.run(service, host=host, port=port, log_level="warning", access_log=False)
 
 
-def champion(dataset: str, config: RegisterConfig) -> tuple[Load, Callable[[], str]]:
-    """Return what loads the champion of `dataset`, and what names its version."""
+def loaded(place: str, ann: int, config: RegisterConfig) -> Recommender:
+    """Return the model at `place`; `ann`: see `serve`."""
+    if not ann:
+        return Recommender.load(place, config)
+    from seqrec.ann import ApproximateRecommender
+
+    return ApproximateRecommender.of(place, ann, config)
+
+
+def champion(dataset: str, config: RegisterConfig, ann: int = 0) -> tuple[Load, Callable[[], str]]:
+    """Return what loads the champion of `dataset`, and what names its version; `ann`: see `serve`."""
     from seqrec import registry  # MLflow takes seconds to import
 
     def load() -> Recommender:
-        return Recommender.load(CHAMPION_URI.format(dataset=dataset), config)
+        return loaded(CHAMPION_URI.format(dataset=dataset), ann, config)
 
     return load, lambda: registry.champion_version(dataset=dataset, config=config)

@@ -11,6 +11,7 @@ from test_serving import running
 from models.base import Catalogue
 from models.recformer import Recformer, RecformerOptions
 from seqrec import serving
+from seqrec.ann import ApproximateRecommender
 from seqrec.data import text
 from seqrec.export import GraphRecommender
 from seqrec.recommender import Recommender, Request
@@ -55,6 +56,16 @@ def test_a_described_item_is_recommended_and_read_as_if_it_had_always_been_there
     assert answer.scores == pytest.approx(expected.scores, abs=1e-4)
     assert NEW.keys() - set(history) <= set(answer.items)
     assert answer.unknown == 0
+
+
+def test_a_described_item_is_found_beside_an_approximate_search(recommenders):
+    whole, lacking = recommenders
+    told = {"filter_seen": True, "name": "recformer", "tokenizer": lacking.tokenizer}
+    searched = ApproximateRecommender(lacking.model, lacking.item_ids, lacking.counts, [], **told)
+    searched.build(64)
+
+    assert searched.recommend(["i1", "i2"], 3, items_text=NEW).items == whole.recommend(["i1", "i2"], 3).items
+    assert searched.recommend(["i1", "i2"], 3).items == lacking.recommend(["i1", "i2"], 3).items
 
 
 def test_nobody_else_gets_a_described_item_and_nothing_of_it_stays(recommenders):
