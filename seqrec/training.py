@@ -214,13 +214,15 @@ def train(
     content: Sequence[str] = (),
     finish: Callable[[SequenceModel], None] | None = None,
     epochs: Mapping[str, int] | None = None,
+    earlier_seconds: float = 0.0,
     experiment: str = EXPERIMENT,
 ) -> dict[str, float]:
     """Run the phases of `stage` and write weights, card and history to `output`; return the figures of the run.
 
     `log` gets the record of every epoch in place of MLflow; what it raises ends the training, the state stays.
     `content` names what else the result depends on; `finish` is done to the model between training and saving;
-    `epochs`: see `fit`; `experiment` is MLflow's.
+    `epochs`: see `fit`; the card's seconds count `earlier_seconds` too, those of the weights it starts from;
+    `experiment` is MLflow's.
 
     Raises:
         ConfigError: `resume` was asked for and no state matches.
@@ -261,7 +263,7 @@ def train(
             "stage": stage,
             "fingerprint": identity,
             "config": asdict(config),
-            "seconds": values["seconds"],
+            "seconds": earlier_seconds + values["seconds"],
             "filter_seen": filter_seen,
             "median_gap": sequences.median_gap(data),
         }

@@ -39,7 +39,7 @@ def finetune(
         log: for callers in Python: gets each epoch's record in place of MLflow, and may end the training by raising.
         experiment: where MLflow gets it, if MLFLOW_TRACKING_URI is set; `register.experiment`.
     """
-    net, _ = load_model(initial)
+    net, card = load_model(initial)
     if (initial / TOKENIZER).exists():  # new items need it
         checkpoint.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(initial / TOKENIZER, checkpoint / TOKENIZER)
@@ -55,5 +55,6 @@ def finetune(
         filter_seen=filter_seen,
         resume=resume,
         log=log,
+        earlier_seconds=card["seconds"],
         experiment=experiment,
     )

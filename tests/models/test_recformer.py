@@ -371,6 +371,14 @@ def test_both_stages_learn_the_pattern(target, tmp_path):
     assert '"frozen"' in history
 
 
+def test_the_seconds_of_both_stages_are_counted(target, tmp_path):
+    before, after = run_pretrain(target, tmp_path, epochs=1), run_finetune(target, tmp_path, epochs=1)
+
+    assert before["seconds"] > 0
+    card = artifacts.read_json(tmp_path / "finetuned" / artifacts.MODEL_CARD)
+    assert card["seconds"] == pytest.approx(before["seconds"] + after["seconds"])
+
+
 def test_the_first_epoch_serves_the_item_vectors_of_its_start(target, tmp_path):
     run_pretrain(target, tmp_path)
     run_finetune(target, tmp_path, epochs=1)
