@@ -67,8 +67,8 @@ class ApproximateRecommender(Recommender):
         """Return the share of the ten best items that is found, of 200 histories of ten events drawn by popularity."""
         generator = torch.Generator().manual_seed(seed)
         weight_V = self.counts[1:] + 1
-        items_BL = 1 + torch.multinomial(weight_V, DRAWN * EVENTS, replacement=True, generator=generator)
-        ids = [self.item_ids[item - 1] for item in items_BL.tolist()]
+        drawn = torch.multinomial(weight_V, DRAWN * EVENTS, replacement=True, generator=generator)
+        ids = [self.item_ids[place] for place in drawn.tolist()]
         requests = [Request(history=ids[first : first + EVENTS], k=TOP) for first in range(0, len(ids), EVENTS)]
         batch = self._batch(requests, [range(EVENTS)] * DRAWN)
         nothing: list[list[int]] = [[] for _ in requests]
