@@ -7,8 +7,9 @@ torch counts them, normalisation and softmax left out; for a history from its it
 with the scores of all items. Latency: from histories to the best ten items, best of interleaved rounds. Memory: the
 largest sum of live tensor bytes in that pass; weights exist before and do not count.
 
-The second table is about training: forward and backward pass of one block at batch 64, n = 200, and of its experts
-alone beside a dense network of the same active FLOPs, which has no router.
+The second table is about training, which keeps freed memory: forward and backward pass of one block at batch 64,
+n = 200, and of its experts alone beside a dense network of the same active FLOPs: as wide as an expert, and wider by
+what the router computes.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from benchmarks import meter
 from models import bert4rec, flash4rec
 from models.base import Batch, Catalogue, SequenceModel
 from models.layers import attention_bias
+from seqrec.training import keep_freed_memory
 
 ITEMS, USERS = 3416, 6040  # MovieLens-1M
 BATCHES = (1, 64, 512)
@@ -109,16 +111,29 @@ def training(d_model: int, budget: float, rows: int = 64, length: int = 200) -> 
 
         return call
 
-    calls = {
+    blocks = {
         "block, BERT4Rec": step(bert4rec.Block(theirs), x, bias, everything),
         "block, FLASH4Rec": step(flash4rec.Block(ours), x, user, bias, real, everything),
         "block, FLASH4Rec, Top-K dropout": step(flash4rec.Block(dropping), x, user, bias, real, everything),
-        "dense network of the active FLOPs": step(flash4rec.FeedForward(ours), x, real),
-        "4 experts, 1 a token, with router": step(flash4rec.Experts(ours), x, real),
     }
+    table = compared(blocks, d_model, budget)
+    for d_expert in (d_model, 2 * d_model):
+        options = flash4rec.FLASH4RecOptions(d_model=d_model, d_expert=d_expert)
+        routing = options.d_router * (d_model + options.experts)
+        equal = flash4rec.FLASH4RecOptions(d_model=d_model, d_expert=d_expert + round(routing / (2 * d_model)))
+        networks = {
+            f"dense network, {equal.d_expert} wide": step(flash4rec.FeedForward(equal), x, real),
+            f"4 experts, {d_expert} wide, 1 a token, with router": step(flash4rec.Experts(options), x, real),
+        }
+        table += compared(networks, d_model, budget)
+    return table
+
+
+def compared(calls: dict[str, Pass], d_model: int, budget: float) -> list[list[str]]:
+    """Return a row of the table for each call, with its ratio to the first."""
     best = meter.best_seconds(calls, budget)
-    base = {name: "block, BERT4Rec" if name.startswith("block") else list(calls)[3] for name in calls}
-    return [[name, str(d_model), f"{best[name] * 1e3:.0f}", f"{best[name] / best[base[name]]:.2f}"] for name in calls]
+    base = next(iter(best.values()))
+    return [[name, str(d_model), f"{best[name] * 1e3:.0f}", f"{best[name] / base:.2f}"] for name in calls]
 
 
 def main() -> None:
@@ -131,6 +146,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
+    keep_freed_memory()
     print(meter.machine(arguments.threads), "\n")
     print(serving(arguments.length, arguments.seconds), "\n")
     rows = [row for d_model in arguments.d_model for row in training(d_model, arguments.seconds)]

@@ -26,7 +26,8 @@ def write(path: Path, rows: int, seed: int = 0) -> None:
     user_share, item_share = _cumulative(users, 0.6), _cumulative(items, 0.9)
     first_half = generator.random((EPOCHS, items)) < 0.5
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as file:
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("wb") as file:
         file.write(b"user_id,item_id,rating,timestamp\n")
         for start in range(0, rows, BLOCK):
             number = min(BLOCK, rows - start)
@@ -41,6 +42,7 @@ def write(path: Path, rows: int, seed: int = 0) -> None:
                 values[repeated] = values[repeated - 1]
             rating = generator.integers(1, 11, size=number) / 2
             _block(**columns, rating=rating, users=users, items=items).write_csv(file, include_header=False)
+    partial.replace(path)
 
 
 def _cumulative(number: int, exponent: float) -> np.ndarray:

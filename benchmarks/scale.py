@@ -23,18 +23,19 @@ STAGES = ("ingest", "prepare", "validate", "reference")
 HEADER = ("stage", "wall, s", "CPU, s", "peak, MiB")
 
 
-def work(stage: str, folder: Path, settings: Mapping[str, Any]) -> None:
-    """Run a stage in this process."""
+def work(stage: str, folder: Path, settings: Mapping[str, Any], engine: str = "polars") -> None:
+    """Run a stage in this process; `engine` is that of validate."""
     data, verdict = folder / "data", folder / "validation.json"
     if stage == "ingest":
         from seqrec.stages.ingest import ingest
 
-        config = IngestConfig(source="csv", interactions=str(folder / "log.csv"))
-        ingest(dataset="log", output=data, downloads=folder / "downloads", config=config)
+        log = IngestConfig(source="csv", interactions=str(folder / "log.csv"))
+        ingest(dataset="log", output=data, downloads=folder / "downloads", config=log)
     elif stage == "validate":
         from seqrec.stages.validate import validate
 
-        validate(dataset="log", data=data, report=verdict, baseline=folder / "none", config=ValidateConfig())
+        config = ValidateConfig(engine=engine)
+        validate(dataset="log", data=data, report=verdict, baseline=folder / "none", config=config)
     elif stage == "prepare":
         from seqrec.stages.prepare import prepare
 
@@ -46,10 +47,11 @@ def work(stage: str, folder: Path, settings: Mapping[str, Any]) -> None:
         lists.write_parquet(folder / "reference.parquet")
 
 
-def measured(stage: str, folder: Path, settings: Mapping[str, Any]) -> dict[str, float]:
+def measured(stage: str, folder: Path, settings: Mapping[str, Any], engine: str = "polars") -> dict[str, float]:
     """Run a stage in a process of its own; return its wall and CPU seconds and its peak memory in MiB."""
     command = [sys.executable, "-m", "benchmarks.scale", "--folder", str(folder), "--stage", stage]
-    done = subprocess.run([*command, "--prepare", json.dumps(settings)], capture_output=True, text=True, check=False)
+    command += ["--prepare", json.dumps(settings), "--validate", engine]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{stage}: {done.stderr}")
     figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
@@ -62,12 +64,13 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=20_000_000)
     parser.add_argument("--folder", type=Path, default=Path("build/scale"))
     parser.add_argument("--prepare", type=json.loads, default={}, help="settings of prepare, as JSON")
+    parser.add_argument("--validate", default="polars", help="engine of validate")
     parser.add_argument("--stages", nargs="+", default=["ingest", "validate", "prepare", "reference"], choices=STAGES)
     parser.add_argument("--stage", choices=STAGES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.stage:
         began = meter.now()
-        work(arguments.stage, arguments.folder, arguments.prepare)
+        work(arguments.stage, arguments.folder, arguments.prepare, arguments.validate)
         print(json.dumps({**(meter.now() - began)._asdict(), "peak": meter.peak_memory()}))
         return
     folder = arguments.folder / str(arguments.rows)
@@ -75,7 +78,7 @@ def main() -> None:
         logs.write(folder / "log.csv", arguments.rows)
     rows = []
     for stage in arguments.stages:
-        figures = measured(stage, folder, arguments.prepare)
+        figures = measured(stage, folder, arguments.prepare, arguments.validate)
         rows.append((stage, f"{figures['wall']:.1f}", f"{figures['cpu']:.1f}", f"{figures['peak']:,.0f}"))
         print(rows[-1], file=sys.stderr, flush=True)
     print(f"{arguments.rows:,} rows, {meter.machine(pl.thread_pool_size())}\n\n{meter.markdown(HEADER, rows)}")

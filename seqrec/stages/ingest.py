@@ -6,6 +6,7 @@ import errno
 import logging
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +35,26 @@ class Tally:
     good: int = 0
     bad: int = 0
     examples: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Distinct:
+    """The different ids of a column, in order of first appearance; takes the memory of those and of some blocks."""
+
+    def __init__(self) -> None:
+        self.found = pl.Series(dtype=pl.String)
+        self.fresh: list[pl.Series] = []
+
+    def add(self, ids: pl.Series) -> None:
+        """Count in the ids of a block."""
+        self.fresh.append(ids.unique(maintain_order=True))
+        if sum(map(len, self.fresh)) > len(self.found):
+            self.ids()
+
+    def ids(self) -> pl.Series:
+        """Return all of them."""
+        self.found = pl.concat([self.found, *self.fresh]).unique(maintain_order=True)
+        self.fresh = []
+        return self.found
 
 
 def ingest(*, dataset: str, output: Path, downloads: Path, config: IngestConfig) -> dict[str, float]:
@@ -119,11 +140,17 @@ def _write_tables(
     tables = publication.read({role: file.path for role, file in found.items()}, config)
     quarantine = output / artifacts.QUARANTINE
     with _writer(quarantine, artifacts.QUARANTINE_SCHEMA) as bad_rows:
-        events = _write_interactions(output, tables.interactions, bad_rows)
-        products = _write_items(output, tables.items, bad_rows)
+        events, users, items = _write_interactions(output, tables.interactions, bad_rows)
+        products = _write_items(output, tables.items, items, bad_rows)
     for tally, name in ((events, "interactions"), (products, "items")):
         _check(tally, name, config, quarantine)
-    return _counts(output, events, products)
+    return {
+        "rows": events.good,
+        "users": len(users),
+        "items": len(items),
+        "catalogue": pq.read_metadata(output / artifacts.ITEMS).num_rows,
+        "quarantined": events.bad + products.bad,
+    }
 
 
 @contextmanager
@@ -139,22 +166,37 @@ def _writer(path: Path, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
     partial.replace(path)
 
 
-def _write_interactions(output: Path, blocks: Iterator[Block], bad_rows: pq.ParquetWriter) -> Tally:
-    tally = Tally()
+def _write_interactions(
+    output: Path, blocks: Iterator[Block], bad_rows: pq.ParquetWriter
+) -> tuple[Tally, pl.Series, pl.Series]:
+    """Write the events; return, besides their tally, the users and the items that occur."""
+    tally, users, items = Tally(), Distinct(), Distinct()
     with _writer(output / artifacts.INTERACTIONS, artifacts.INTERACTIONS_SCHEMA) as writer:
-        for block in blocks:
+        for block in _read_ahead(blocks):
             writer.write_table(_arrow(block.good, artifacts.INTERACTIONS_SCHEMA))
             _set_aside(block, tally, bad_rows)
-    return tally
+            users.add(block.good["user_id"])
+            items.add(block.good["item_id"])
+    return tally, users.ids(), items.ids()
 
 
-def _write_items(output: Path, blocks: Iterator[Block] | None, bad_rows: pq.ParquetWriter) -> Tally:
+def _read_ahead(blocks: Iterator[Block]) -> Iterator[Block]:
+    """Yield the blocks, each read in a second thread while the one before it is written."""
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        coming = pool.submit(next, blocks, None)
+        while (block := coming.result()) is not None:
+            coming = pool.submit(next, blocks, None)
+            yield block
+
+
+def _write_items(
+    output: Path, blocks: Iterator[Block] | None, occurring: pl.Series, bad_rows: pq.ParquetWriter
+) -> Tally:
     """Write each item once, as its first row has it; without an items file, the ids that occur."""
     tally, frames = Tally(), []
     if blocks is None:
-        ids = pl.scan_parquet(output / artifacts.INTERACTIONS).select("item_id").unique(maintain_order=True).collect()
-        frames = [ids.with_columns(pl.lit(None, pl.String).alias("title"))]
-        tally.good = len(ids)
+        frames = [pl.DataFrame({"item_id": occurring}).with_columns(pl.lit(None, pl.String).alias("title"))]
+        tally.good = len(occurring)
     for block in blocks or ():
         frames.append(block.good)
         _set_aside(block, tally, bad_rows)
@@ -194,19 +236,6 @@ def _check(tally: Tally, name: str, config: IngestConfig, quarantine: Path) -> N
         )
     if not tally.good:
         raise ValueError(f"the {name} file has no well-formed row")
-
-
-def _counts(output: Path, events: Tally, products: Tally) -> dict[str, int]:
-    columns = pl.scan_parquet(output / artifacts.INTERACTIONS).select("user_id", "item_id")
-    users, items = columns.select(pl.all().n_unique()).collect(engine="streaming").row(0)
-    catalogue = pq.read_metadata(output / artifacts.ITEMS).num_rows
-    return {
-        "rows": events.good,
-        "users": users,
-        "items": items,
-        "catalogue": catalogue,
-        "quarantined": events.bad + products.bad,
-    }
 
 
 def _keep_raw(folder: Path, found: dict[str, Found]) -> None:

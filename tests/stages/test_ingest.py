@@ -7,6 +7,7 @@ import time
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import polars as pl
 import pyarrow.parquet as pq
 import pytest
@@ -14,7 +15,7 @@ import pytest
 import seqrec
 from seqrec import artifacts
 from seqrec.config import ConfigError, IngestConfig
-from seqrec.data import sources
+from seqrec.data import readers, sources
 from seqrec.stages.ingest import ingest
 
 EVENTS = "user_id,item_id,timestamp,rating\n"
@@ -136,6 +137,18 @@ def test_without_an_items_file_the_ids_that_occur_are_the_catalogue(tmp_path):
     assert run_csv(tmp_path, EVENTS + "u,b,5,\nu,a,6,\nw,b,7,\n")["catalogue"] == 2
     items = pl.read_parquet(tmp_path / "out" / "items.parquet")
     assert items.rows(named=True) == [{"item_id": "b", "title": None}, {"item_id": "a", "title": None}]
+
+
+def test_over_many_blocks_each_user_and_item_counts_once_in_order_of_first_appearance(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "BLOCK_BYTES", 64)
+    generator = np.random.default_rng(0)
+    users, items = generator.integers(0, 40, size=300), generator.integers(0, 90, size=300)
+    lines = "".join(f"u{user},i{item},{time},\n" for time, (user, item) in enumerate(zip(users, items, strict=True)))
+    counts = run_csv(tmp_path, EVENTS + lines)
+    assert (counts["rows"], counts["users"], counts["items"]) == (300, len(set(users)), len(set(items)))
+    found = pl.read_parquet(tmp_path / "out" / "items.parquet")["item_id"].to_list()
+    assert found == [f"i{item}" for item in dict.fromkeys(items)]
+    assert pl.read_parquet(tmp_path / "out" / "interactions.parquet")["row"].to_list() == list(range(2, 302))  # their lines
 
 
 @pytest.mark.parametrize("metadata", [True, False])
