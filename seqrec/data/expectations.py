@@ -107,7 +107,8 @@ class Log:
     def of(cls, events: pl.DataFrame) -> Log:
         """Return that of the interactions table; ids may be categorical."""
         users, items, ratings = (events[name].unique() for name in ("user_id", "item_id", "rating"))
-        return cls(users=users, items=items, ratings=ratings, times=events.select("timestamp", "row").to_pandas())
+        times = pd.DataFrame({name: events[name].to_numpy() for name in ("timestamp", "row")}, copy=False)
+        return cls(users=users, items=items, ratings=ratings, times=times)
 
 
 @dataclass(frozen=True, kw_only=True)
