@@ -58,7 +58,7 @@ class RecDenoiserOptions(Options):
     attention: str = "masked"  # | full: no masks | strided, entmax: fixed patterns and 1.5-entmax, to compare with
     stride: int = 8  # strided: the last so many events, and every so manyth before
     l0: float = 0.01  # beta, weight of the expected share of kept entries; masked alone
-    jacobian: float = 0.001  # gamma, weight of eq. 12
+    jacobian: float = 0.0001  # gamma, weight of eq. 12; the paper: 0.001, which slows a softmax over all items down
     estimator: str = "arm"  # | ar | reinforce | ste: straight-through, biased
     baseline: str = "none"  # ar, reinforce: | loo: mean loss of the other examples | ema: of past batches
     draws: str = "example"  # | batch: one draw for all examples of a batch, as in Algorithm 1
