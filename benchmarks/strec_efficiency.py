@@ -1,6 +1,7 @@
 """What sparse queries save: time and memory of STRec against its backbone, on random weights and histories.
 
     OMP_NUM_THREADS=1 python benchmarks/strec_efficiency.py --figure docs/images/strec-efficiency.svg
+    OMP_NUM_THREADS=1 python benchmarks/strec_efficiency.py --graph  # one history at a time in ONNX Runtime
 
 Time is that of the CPU (on a GPU the clock's, synchronised), the best of interleaved rounds, so that other work on the
 machine weighs on all alike. Memory is the largest sum of live tensor bytes by the allocator's own events; weights, the
@@ -12,10 +13,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import onnxruntime
 import torch
 from torch import Tensor
 
@@ -25,6 +28,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import meter  # noqa: E402 - found through the path above
 from models.base import Batch, Catalogue  # noqa: E402 - found through the path above
 from models.strec import STRec, STRecOptions  # noqa: E402
+from seqrec.export import GRAPH, graph  # noqa: E402
 
 SPARSITIES = (0.0, 0.42, 0.58, 0.69, 0.72, 0.77, 0.9, 0.98)
 OFFICIAL_K = (50, 20, 20, 5, 5, 5, 5, 1)  # for 50 events and 8 layers
@@ -44,6 +48,14 @@ class Row(NamedTuple):
     peak: int  # bytes
 
 
+class AllRows(STRec):
+    """A network that computes what nobody reads of its last layer, too."""
+
+    def forward(self, batch: Batch, last: bool = False) -> Tensor:
+        """Return the query of the last event (B, 1, D)."""
+        return super().forward(batch)[:, -1:]
+
+
 def networks(n: int, layers: int, d_model: int, heads: int, num_items: int) -> dict[str, STRec]:
     """Return the networks to compare, by name; the first is the reference."""
     shape = {"length": n, "layers": layers, "d_model": d_model, "heads": heads}
@@ -54,7 +66,8 @@ def networks(n: int, layers: int, d_model: int, heads: int, num_items: int) -> d
     for attention, size in (("linformer", n // 4), ("informer", 5), ("longformer", n // 5)):
         options[f"{attention}, {size}"] = {"sampling": "none", "attention": attention, "attention_size": size}
     catalogue = Catalogue(num_items=num_items, num_users=1, length=n)
-    return {name: STRec(STRecOptions(**shape, **own), catalogue).eval() for name, own in options.items()}
+    kinds = {name: AllRows if name == REFERENCE else STRec for name in options}
+    return {name: kinds[name](STRecOptions(**shape, **own), catalogue).eval() for name, own in options.items()}
 
 
 def histories(batch: int, n: int, num_items: int) -> Batch:
@@ -65,14 +78,14 @@ def histories(batch: int, n: int, num_items: int) -> Batch:
     return Batch(items, times - times[:, -1:], torch.ones(batch, dtype=torch.int64))
 
 
-def encoder(name: str, model: STRec, batch: Batch) -> Callable[[], Tensor]:
+def encoder(model: STRec, batch: Batch) -> Callable[[], Tensor]:
     """Return the pass from histories to queries."""
-    return lambda: model(batch, last=name != REFERENCE)[:, -1]
+    return lambda: model(batch, last=True)[:, 0]
 
 
-def ranker(name: str, model: STRec, batch: Batch) -> Callable[[], Tensor]:
+def ranker(model: STRec, batch: Batch) -> Callable[[], Tensor]:
     """Return the pass from histories to the best items."""
-    encode = encoder(name, model, batch)
+    encode = encoder(model, batch)
     return lambda: (encode() @ model.item_vectors()[1:].T).topk(TOP).indices
 
 
@@ -83,16 +96,47 @@ def measure(n: int, batch: int, arguments: argparse.Namespace) -> list[Row]:
     shape = (arguments.layers, arguments.d_model, arguments.heads, arguments.items)
     models = {name: model.to(device) for name, model in networks(n, *shape).items()}
     inputs = Batch(*(x.to(device) for x in histories(batch, n, arguments.items)))
-    peaks = {name: meter.peak_bytes(encoder(name, model, inputs)) for name, model in models.items()}
+    peaks = {name: meter.peak_bytes(encoder(model, inputs)) for name, model in models.items()}
     encode, total = (
         meter.best_seconds(
-            {name: kind(name, model, inputs) for name, model in models.items()}, arguments.seconds, arguments.rounds
+            {name: kind(model, inputs) for name, model in models.items()}, arguments.seconds, arguments.rounds
         )
         for kind in (encoder, ranker)
     )
     return [
         Row(n, batch, name, _sparsity(name, m), encode[name], total[name], peaks[name]) for name, m in models.items()
     ]
+
+
+def served(model: STRec, batch: Batch) -> Callable[[], object]:
+    """Return the same pass as `ranker` in ONNX Runtime, on as many threads as torch uses."""
+    program, given = graph(model, TOP)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    with tempfile.TemporaryDirectory() as folder:
+        program.save(Path(folder) / GRAPH)
+        session = onnxruntime.InferenceSession(Path(folder) / GRAPH, options)
+    inputs = {"items": batch.items, "times": batch.times, "hidden": torch.zeros(len(batch.items), 0, dtype=torch.int64)}
+    fed = {name: inputs[name].numpy() for name in given}
+    return lambda: session.run(None, fed)
+
+
+def measure_graphs(n: int, arguments: argparse.Namespace) -> str:
+    """Return a Markdown table of the time from a history to the best items, one history at a time, in ONNX Runtime."""
+    models = networks(n, arguments.layers, arguments.d_model, arguments.heads, arguments.items)
+    batch = histories(1, n, arguments.items)
+    passes = {name: served(m, batch) for name, m in models.items() if m.options.attention == "full"}
+    times = meter.best_seconds(passes, arguments.seconds, arguments.rounds)
+    lines = [
+        f"n = {n}, batch 1, ONNX Runtime",
+        "",
+        "| network | mean sparsity | ms | of backbone |",
+        "|---|---|---|---|",
+    ]
+    for name, spent in times.items():
+        share = f"{_sparsity(name, models[name]):.1%}"
+        lines.append(f"| {name} | {share} | {spent * 1e3:.2f} | {spent / times[REFERENCE]:.0%} |")
+    return "\n".join([*lines, ""])
 
 
 def _sparsity(name: str, model: STRec) -> float | None:
@@ -154,12 +198,15 @@ def main() -> None:
     parser.add_argument("--items", type=int, default=3416, help="size of the catalogue, for the end-to-end time")
     parser.add_argument("--seconds", type=float, default=2.0, help="of measuring, each network and kind of pass")
     parser.add_argument("--rounds", type=int, default=3, help="in which they take turns, at least")
+    parser.add_argument("--graph", action="store_true", help="the exported graphs, one history at a time")
     parser.add_argument("--figure", type=Path, help="where to draw the shares against sparsity")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} thread(s)\n")
     everything: list[Row] = []
-    for n in arguments.n:
+    for n in arguments.n if arguments.graph else ():
+        print(measure_graphs(n, arguments), flush=True)
+    for n in () if arguments.graph else arguments.n:
         for batch in arguments.batch:
             rows = measure(n, batch, arguments)
             print(table(rows), flush=True)

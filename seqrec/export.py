@@ -68,6 +68,16 @@ def export(*, saved: str | Path, output: Path, k: int = 100, config: RegisterCon
     with located(saved, config) as folder:
         model, card = checkpoint.load_model(folder)
     k = min(k, model.catalogue.num_items)
+    program, given = graph(model, k)
+    output.mkdir(parents=True, exist_ok=True)
+    program.save(output / GRAPH)
+    facts = {"k": k, "inputs": given, "shortest": model.shortest, "weights_sha256": card["weights_sha256"]}
+    write_json(output / CARD, facts)
+    return {"k": k}
+
+
+def graph(model: SequenceModel, k: int) -> tuple[torch.onnx.ONNXProgram, list[str]]:
+    """Return the graph from a history to the best `k` items, and the names of its inputs."""
     rows, length = 2, max(model.shortest, min(4, model.options.length - (model.options.objective == "cloze")))
     example = {
         "items": torch.ones(rows, length, dtype=torch.int64),
@@ -96,11 +106,7 @@ def export(*, saved: str | Path, output: Path, k: int = 100, config: RegisterCon
             dynamic_shapes={name: shapes[name] if name in given else None for name in example},
         )
     assert program is not None
-    output.mkdir(parents=True, exist_ok=True)
-    program.save(output / GRAPH)
-    facts = {"k": k, "inputs": given, "shortest": model.shortest, "weights_sha256": card["weights_sha256"]}
-    write_json(output / CARD, facts)
-    return {"k": k}
+    return program, given
 
 
 class GraphRecommender(Recommender):
