@@ -148,7 +148,7 @@ def test_over_many_blocks_each_user_and_item_counts_once_in_order_of_first_appea
     assert (counts["rows"], counts["users"], counts["items"]) == (300, len(set(users)), len(set(items)))
     found = pl.read_parquet(tmp_path / "out" / "items.parquet")["item_id"].to_list()
     assert found == [f"i{item}" for item in dict.fromkeys(items)]
-    assert pl.read_parquet(tmp_path / "out" / "interactions.parquet")["row"].to_list() == list(range(2, 302))  # their lines
+    assert pl.read_parquet(tmp_path / "out" / "interactions.parquet")["row"].to_list() == list(range(2, 302))
 
 
 @pytest.mark.parametrize("metadata", [True, False])
