@@ -22,7 +22,7 @@ import yaml
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from models.rec_denoiser import RecDenoiser
+from models.rec_denoiser import BACKBONES, RecDenoiser
 from seqrec import metrics
 from seqrec.artifacts import CASES, METRICS, SPLIT_CARD, read_json, write_text
 from seqrec.checkpoint import load_model
@@ -98,8 +98,8 @@ class Experiment:
     def backbone(self) -> Experiment:
         """The same model without what Rec-Denoiser adds; of a config without one, that of ml-100k."""
         name = VARIANT.sub("", self.model)
-        own = Experiment(self.out, self.config, name)
-        return own if own.finished else Experiment(self.out, "ml-100k", "sasrec")
+        own = name.startswith(tuple(BACKBONES))
+        return Experiment(self.out, self.config, name) if own else Experiment(self.out, "ml-100k", "sasrec")
 
     def value(self, name: str) -> float:
         """Return a metric of the test split."""
