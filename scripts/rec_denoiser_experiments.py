@@ -154,10 +154,10 @@ def experiments(out: Path, config: str) -> list[Experiment]:
 def write_document(out: Path) -> None:
     """Put tables between the marks of the document, and figures beside it."""
     text = DOCUMENT.read_text(encoding="utf-8")
-    for config in sorted(path.stem for path in CONFIGS.glob("*.yaml")):
-        begin, end = f"<!-- table {config} -->", "<!-- end -->"
-        pattern = re.compile(f"({begin}).*?({end})", re.DOTALL)
-        text = pattern.sub(lambda match, name=config: f"{match[1]}\n{table(out, name)}\n{match[2]}", text)
+    tables = {path.stem: table(out, path.stem) for path in sorted(CONFIGS.glob("*.yaml"))} | {"masks": mask_table(out)}
+    for name, content in tables.items():
+        pattern = re.compile(f"(<!-- table {name} -->).*?(<!-- end -->)", re.DOTALL)
+        text = pattern.sub(lambda match, content=content: f"{match[1]}\n{content}\n{match[2]}", text)
     write_text(DOCUMENT, text)
     noise_figure(out)
     grid_figure(out)
@@ -191,10 +191,37 @@ def gain(one: Experiment) -> str:
 
 def sparsity(one: Experiment) -> str:
     """Return the share of valid mask entries of a full window that are zero at test."""
+    model = masked(one)
+    return f"{model.sparsity(torch.ones(1, model.options.length, dtype=torch.int64)):.1%}" if model else "-"
+
+
+def masked(one: Experiment) -> RecDenoiser | None:
+    """Return the trained model, if it has masks."""
     model, _ = load_model(one.checkpoint)
-    if not isinstance(model, RecDenoiser) or not model.masks:
-        return "-"
-    return f"{model.sparsity(torch.ones(1, model.options.length, dtype=torch.int64)):.1%}"
+    return model if isinstance(model, RecDenoiser) and model.masks else None
+
+
+@torch.no_grad()
+def mask_table(out: Path) -> str:
+    """Return what SASRec's masks have learnt, and whether two seeds learn the same, as a markdown table."""
+    head = "| model | mean of Phi | its standard deviation | masked | correlation of Phi with the first seed |"
+    lines, first = [head, "|" + "---|" * 5], None
+    for config in ("ml-100k", "ml-100k-grid", "ml-100k-estimators", "ml-1m"):
+        for one in experiments(out, config):
+            model = masked(one)
+            if model is None or model.options.backbone != "sasrec":
+                continue
+            length = model.options.length
+            valid_LL = torch.ones(length, length, dtype=torch.bool).tril()
+            phi = torch.cat([mask.logits(length)[:, valid_LL].flatten() for mask in model.masks])
+            agreement = "-"
+            if config == "ml-1m":
+                first = phi if first is None else first
+                agreement = f"{torch.corrcoef(torch.stack([first, phi]))[0, 1]:.2f}"
+            lines.append(
+                f"| {config}: {one.model} | {phi.mean():.2f} | {phi.std():.2f} | {sparsity(one)} | {agreement} |"
+            )
+    return "\n".join(lines) if len(lines) > 2 else "not run"
 
 
 def noise_figure(out: Path) -> None:

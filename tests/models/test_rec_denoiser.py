@@ -483,7 +483,7 @@ def test_a_share_of_the_batch_gives_the_whole_in_the_mean(monkeypatch):
     batch = make_batch([[3, 7, 2], [5, 8], [1, 2, 4], [9]])
     norms = []
     monkeypatch.setattr(torch, "randn_like", torch.ones_like)
-    model = build(dropout=0.0, jacobian_share=0.25, **{"attention": "full", "l0": 0.0})
+    model = build(dropout=0.0, jacobian=1.0, jacobian_share=0.25, attention="full", l0=0.0)
     for order in ([0, 1, 2, 3], [1, 0, 2, 3], [2, 0, 1, 3], [3, 0, 1, 2]):
         monkeypatch.setattr(torch, "randperm", lambda *_, order=order, **__: torch.tensor(order))
         norms.append(model.training_loss(batch, example_loss(model))["jacobian"].item())
