@@ -7,7 +7,7 @@ Shape suffixes, in every file of this package:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ class Catalogue(NamedTuple):
     tokens: dict[str, Tensor] | None = None  # flat ids, types, offsets (text models only)
 
 
-TaskLoss = Callable[[Tensor], Tensor]  # queries (B, P, D) -> (B,); their sum is the mean loss per target
+TaskLoss = Callable[[Tensor], Tensor]  # queries (B, P, D) -> (B, P); their sum is the mean loss per target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +46,11 @@ class Options:
     def __post_init__(self) -> None:
         check(self.length >= 1, "length must be at least 1")
         check(self.objective in OBJECTIVES, f"objective must be one of {', '.join(OBJECTIVES)}")
+
+    def check_unused(self, why: str, *names: str) -> None:
+        """Raise ValueError if an option of `names` is not at its default."""
+        changed = [f.name for f in fields(self) if f.name in names and getattr(self, f.name) != f.default]
+        check(not changed, f"{', '.join(changed)}: no effect, as {why}")
 
 
 def check(condition: bool, message: str) -> None:
@@ -65,6 +70,7 @@ class SequenceModel(nn.Module):
     options: Any
     objectives: ClassVar[frozenset[str]] = frozenset({"causal"})
     needs: ClassVar[frozenset[str]] = frozenset()  # subset of times, user, text
+    clipped_apart: ClassVar[tuple[str, ...]] = ()  # ends of names of parameters whose gradients are clipped apart
     shortest = 1  # positions of a batch that an exported graph takes; shorter ones are padded
     contrastive: ClassVar[frozenset[str]] = frozenset()  # phases whose batches end with the target, selected by `hits`
 

@@ -10,7 +10,8 @@ Equation numbers are the paper's. It differs from the printed text in these plac
   and residuals;
 - the experts' two layers have no bias, as in Switch Transformer, and the router's hidden layer is a ReLU.
 
-Shape suffixes, besides those of base.py: S shared query/key width, E value and gate width, N tokens, X experts.
+Shape suffixes, besides those of base.py: S shared query/key width, E value and gate width, N tokens, X experts,
+Y layers, R entries of ROUTING.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch.nn import functional as F
 from models.base import PAD, Batch, Catalogue, Options, SequenceModel, TaskLoss, check
 from models.layers import Dropout, attend, attention_bias, draws, initialise
 
-ROUTING = ("balance", "busiest_expert", "router_entropy")  # eq. 11 without lambda, share of tokens, nats
+ROUTING = ("balance", "busiest_expert", "idlest_expert", "router_entropy")  # eq. 11 without lambda, shares, nats
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
 
 
@@ -57,7 +58,8 @@ class FLASH4RecOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(min(self.d_model, self.layers, self.d_value, self.d_expert) >= 1, "widths and layers: at least 1")
+        widths = (self.d_model, self.d_value, self.d_expert, self.d_router)
+        check(min(*widths, self.layers) >= 1, "widths and layers: at least 1")
         check(self.d_shared >= 2 and self.d_shared % 2 == 0, "d_shared must be even: rotary positions pair dimensions")
         check(0 <= self.dropout < 1 and 0 <= self.topk_dropout < 1, "dropout, topk_dropout: at least 0 and under 1")
         check(self.activation in ACTIVATIONS, f"activation must be one of {', '.join(ACTIVATIONS)}")
@@ -72,10 +74,17 @@ class FLASH4RecOptions(Options):
         check(0 <= self.user_dropout < 1, "user_dropout must be at least 0 and under 1")
         check(self.user_gate or not self.user_dropout, "user_dropout: no effect without user_gate; set it to 0")
         check(self.heads == 0 or not self.user_gate, "heads: plain attention has no gate; set user_gate to false")
+        check(self.heads >= 0, "heads must be at least 0")
         check(self.heads == 0 or self.d_model % (2 * self.heads) == 0, "heads: each needs an even share of d_model")
         check(self.topk_dropout_k >= 1, "topk_dropout_k must be at least 1")
         check(self.topk_dropout_scope in ("matrix", "row"), "topk_dropout_scope must be matrix or row")
         check(self.jitter >= 0 and self.balance >= 0, "jitter and balance must be at least 0")
+        if self.heads:
+            self.check_unused("heads puts plain attention there", "d_shared", "d_value", "activation")
+        if self.experts == 1:
+            self.check_unused("one expert has no router", "d_router", "gate", "jitter", "balance")
+        if self.topk_dropout == 0:
+            self.check_unused("topk_dropout is 0", "topk_dropout_k", "topk_dropout_scope")
 
 
 def _normal(*shape: int) -> Tensor:
@@ -106,13 +115,14 @@ def topk_dropout(weight_BLL: Tensor, real_BL: Tensor, k: int, p: float, scope: s
     if p == 0:
         return weight_BLL
     with torch.no_grad():  # the paper's gradient block: the mask is a constant
+        wide = torch.promote_types(weight_BLL.dtype, torch.float32)  # a difference of sums in bf16 has no digit left
         top_BLK, index_BLK = weight_BLL.topk(min(k, weight_BLL.shape[-1]), dim=-1)
-        kept_BLK = torch.rand_like(top_BLK) >= p
-        dropped_BL1 = (top_BLK * ~kept_BLK).sum(-1, keepdim=True) * real_BL.unsqueeze(-1)
-        before_BL1 = real_BL.unsqueeze(-1).to(weight_BLL.dtype)  # a row of a softmax sums to 1
+        kept_BLK = torch.rand_like(top_BLK, dtype=wide) >= p
+        mass_BL1 = weight_BLL.sum(-1, keepdim=True, dtype=wide) * real_BL.unsqueeze(-1)
+        dropped_BL1 = (top_BLK * ~kept_BLK).sum(-1, keepdim=True, dtype=wide) * real_BL.unsqueeze(-1)
         if scope == "matrix":
-            dropped_BL1, before_BL1 = dropped_BL1.sum(1, keepdim=True), before_BL1.sum(1, keepdim=True)
-        factor_BL1 = before_BL1 / (before_BL1 - dropped_BL1).clamp(min=1e-6)
+            mass_BL1, dropped_BL1 = mass_BL1.sum(1, keepdim=True), dropped_BL1.sum(1, keepdim=True)
+        factor_BL1 = (mass_BL1 / (mass_BL1 - dropped_BL1).clamp(min=1e-6)).to(weight_BLL.dtype)
         mask_BLL = factor_BL1.expand_as(weight_BLL).clone()
         mask_BLL.scatter_(-1, index_BLK, kept_BLK * factor_BL1)
     return weight_BLL * mask_BLL
@@ -210,7 +220,7 @@ class Experts(nn.Module):
         self.outer = nn.Parameter(_normal(options.experts, options.d_expert, options.d_model))
 
     def forward(self, x_BLD: Tensor, real_BL: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the mixed outputs (B, L, D), zero at padding, and the layer's `ROUTING` (3,)."""
+        """Return the mixed outputs (B, L, D), zero at padding unless exported, and the layer's `ROUTING` (4,)."""
         x_ND, real_N = x_BLD.flatten(0, 1), real_BL.flatten()
         logits_NX = self.router(self._jittered(x_ND))
         share_NX = logits_NX.T.contiguous().softmax(0).T  # a CPU takes ten times as long for rows of four numbers
@@ -270,7 +280,7 @@ class Experts(nn.Module):
         load_X = counts_X / counts_X.sum().clamp(min=1)
         balance = self.options.experts * (load_X * probability_X).sum()  # (11)
         entropy = torch.special.entr(share_NX.detach()).sum(-1).masked_fill(~real_N, 0.0).sum() / number
-        return torch.stack([balance, load_X.max(), entropy])
+        return torch.stack([balance, load_X.max(), load_X.min(), entropy])
 
 
 class FeedForward(nn.Module):
@@ -342,6 +352,7 @@ class FLASH4Rec(SequenceModel):
         return self._encode(batch, last)[0]
 
     def _encode(self, batch: Batch, last: bool) -> tuple[Tensor, Tensor]:
+        """Return queries, and each layer's `ROUTING`."""
         real_BL = batch.items != PAD
         bias_BLL = attention_bias(batch.items, causal=self.options.objective == "causal")
         x_BLD = self.dropout(self.items(batch.items))
@@ -352,7 +363,7 @@ class FLASH4Rec(SequenceModel):
             queries = slice(-1, None) if only_last else slice(None)
             x_BLD, routing = block(x_BLD, user_BD, bias_BLL, real_BL, queries)
             routings.append(routing)
-        return self.head(self.norm(x_BLD)), torch.stack(routings).mean(0)
+        return self.head(self.norm(x_BLD)), torch.stack(routings)
 
     def _told(self, user_B: Tensor) -> Tensor:
         p = self.options.user_dropout
@@ -367,9 +378,11 @@ class FLASH4Rec(SequenceModel):
 
     def training_loss(self, batch: Batch, task: TaskLoss) -> dict[str, Tensor]:
         """See `SequenceModel.training_loss`; adds the load-balancing term, and what shows whether it works."""
-        query_BLD, routing = self._encode(batch, last=False)
+        query_BLD, routing_YR = self._encode(batch, last=False)
         terms = {"task": task(query_BLD).sum()}
         if self.options.experts > 1:
-            terms["balance"] = self.options.balance * routing[0]
-            terms |= {f"figure/{name}": value for name, value in zip(ROUTING[1:], routing[1:].detach(), strict=True)}
+            balance_Y, busiest_Y, idlest_Y, entropy_Y = routing_YR.unbind(1)
+            terms["balance"] = self.options.balance * balance_Y.mean()  # (11)
+            figures = (busiest_Y.max(), idlest_Y.min(), entropy_Y.mean())
+            terms |= {f"figure/{name}": value.detach() for name, value in zip(ROUTING[1:], figures, strict=True)}
         return terms

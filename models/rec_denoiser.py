@@ -3,8 +3,9 @@
 A plug-in around a backbone, whatever that computes: each of its `blocks` takes (B, L, D) first, other tensors with a
 batch dimension after, and has an `attention` whose `weigh` replaces the softmax. Equation numbers are the paper's. It
 differs from the text in these places:
-- masks are drawn per example, not per batch (`draws`), and each example's own loss judges its draw: as unbiased, with
-  less variance;
+- masks are drawn per example, not per batch (`draws`), and each example's own loss judges its draw: as unbiased;
+- a row of a mask is judged by the losses of the positions that it can reach (`credit`), not by those of all: as
+  unbiased, with a fraction of the variance;
 - mask probabilities start at `keep`, near the backbone; at one half, as zero parameters give, training starts broken;
 - the penalties are means, over valid mask entries and valid positions, so that weights mean the same for any length;
 - both passes of ARM drop out alike, so that only the masks differ;
@@ -55,13 +56,14 @@ class RecDenoiserOptions(Options):
     layers: int = 2
     heads: int = 2
     dropout: float = 0.2
-    attention: str = "masked"  # | full: no masks | strided, entmax: fixed patterns and 1.5-entmax, to compare with
+    attention: str = "masked"  # | full: no masks | strided: fixed | entmax: alpha-entmax with 1.5, not learnt
     stride: int = 8  # strided: the last so many events, and every so manyth before
     l0: float = 0.01  # beta, weight of the expected share of kept entries; masked alone
     jacobian: float = 0.0001  # gamma, weight of eq. 12; the paper: 0.001, which slows a softmax over all items down
     estimator: str = "arm"  # | ar | reinforce | ste: straight-through, biased
     baseline: str = "none"  # ar, reinforce: | loo: mean loss of the other examples | ema: of past batches
     draws: str = "example"  # | batch: one draw for all examples of a batch, as in Algorithm 1
+    credit: str = "position"  # a row is judged by losses where it can reach | example: by all, as in eqs. 10 and 11
     per_head: bool = False
     keep_diag: bool = False  # an event always reads itself
     keep: float = 0.9  # initial probability of keeping an entry
@@ -85,11 +87,24 @@ class RecDenoiserOptions(Options):
         check(self.draws in ("example", "batch"), "draws must be example or batch")
         loo_by_batch = self.baseline == "loo" and self.draws == "batch"
         check(not loo_by_batch, "baseline: with draws batch, loo would depend on the draw it judges")
+        check(self.credit in ("position", "example"), "credit must be position or example")
         check(0 < self.keep < 1, "keep must be between 0 and 1")
         check(self.mask_rate > 0, "mask_rate must be positive")
         check(0 < self.jacobian_share <= 1, "jacobian_share must be over 0 and at most 1")
         check(self.jacobian_projections >= 1, "jacobian_projections must be at least 1")
+        self._check_switches()
         self.of_backbone()
+
+    def _check_switches(self) -> None:
+        if self.attention != "masked":
+            masks = ("estimator", "baseline", "draws", "credit", "per_head", "keep_diag", "keep", "mask_rate", "binary")
+            self.check_unused(f"attention {self.attention} has no masks", *masks)
+        if self.attention != "strided":
+            self.check_unused(f"attention is {self.attention}", "stride")
+        if self.estimator == "ste":
+            self.check_unused("straight-through needs no credit", "credit")
+        if self.jacobian == 0:
+            self.check_unused("jacobian is 0", "jacobian_share", "jacobian_projections", "jacobian_detach")
 
     def of_backbone(self) -> Options:
         """Return the options of the backbone; they check themselves.
@@ -207,6 +222,7 @@ class RecDenoiser(SequenceModel):
     Options = RecDenoiserOptions
     options: RecDenoiserOptions
     objectives = SASRec.objectives  # of the default backbone; an instance has those of its own
+    clipped_apart = ("raw_XLL",)  # an estimate's noise must not decide how far the backbone moves
 
     def __init__(self, options: RecDenoiserOptions, catalogue: Catalogue) -> None:
         backbone = BACKBONES[options.backbone]
@@ -281,12 +297,12 @@ class RecDenoiser(SequenceModel):
         keep = [phi_XLL.sigmoid() for phi_XLL in phi]
         uniform = self._uniform(len(batch.items), keep)
         with torch.no_grad():
-            opposite_B = self._opposite_loss(batch, task, uniform, keep, valid_BLL)
-        loss_B = self._loss(batch, task, self._drawn(uniform, keep, valid_BLL))
-        loss = loss_B.sum()
+            opposite_BL = self._opposite_loss(batch, task, uniform, keep, valid_BLL)
+        loss_BL = self._loss(batch, task, self._drawn(uniform, keep, valid_BLL))
+        loss = loss_BL.sum()
         if self.options.estimator != "ste":
             with torch.no_grad():
-                slope = self._slope(loss_B, opposite_B, (batch.items != PAD).sum(1), uniform, keep, valid_BLL)
+                slope = self._slope(loss_BL, opposite_BL, batch.items != PAD, uniform, keep, valid_BLL)
             surrogate = torch.stack([(a * b).sum() for a, b in zip(phi, slope, strict=True)]).sum()
             loss = loss + (surrogate - surrogate.detach())  # changes the gradient alone
         terms = {"task": loss}
@@ -315,7 +331,7 @@ class RecDenoiser(SequenceModel):
     def _opposite_loss(
         self, batch: Batch, task: TaskLoss, uniform: Sequence[Tensor], keep: Sequence[Tensor], valid_BLL: Tensor
     ) -> Tensor | None:
-        """Return ARM's first loss (B,), that of Z = [U > 1 - Pi], after which the generator stands as before."""
+        """Return ARM's first loss (B, L), that of Z = [U > 1 - Pi], after which the generator stands as before."""
         if self.options.estimator != "arm":
             return None
         opposite = self._drawn([1 - u for u in uniform], keep, valid_BLL)
@@ -325,37 +341,53 @@ class RecDenoiser(SequenceModel):
 
     def _slope(
         self,
-        loss_B: Tensor,
-        opposite_B: Tensor | None,
-        events_B: Tensor,
+        loss_BL: Tensor,
+        opposite_BL: Tensor | None,
+        real_BL: Tensor,
         uniform: Sequence[Tensor],
         keep: Sequence[Tensor],
         valid_BLL: Tensor,
     ) -> list[Tensor]:
         """Return the estimate of the task's gradient in Phi (X, L, L) of every layer: eqs. 10, 11 or REINFORCE."""
-        if opposite_B is not None:
-            weight_B, direction = opposite_B - loss_B, [u - 0.5 for u in uniform]  # (10)
+        if opposite_BL is not None:
+            weight_BL, direction = opposite_BL - loss_BL, [u - 0.5 for u in uniform]  # (10)
         else:
-            weight_B = loss_B - self._baseline(loss_B, events_B)
+            weight_BL = loss_BL - self._baseline(loss_BL.sum(1), real_BL)
             if self.options.estimator == "ar":
                 direction = [1 - 2 * u for u in uniform]  # (11)
             else:
                 direction = [(u < pi).to(pi.dtype) - pi for u, pi in zip(uniform, keep, strict=True)]
-        weight_BLL = weight_B[:, None, None] * valid_BLL
+        weights = [credit_BL.unsqueeze(2) * valid_BLL for credit_BL in self._credit(weight_BL)]
         if self.options.draws == "batch":
-            return [weight_BLL.sum(0) * part[0] for part in direction]
-        return [torch.einsum("blm,bxlm->xlm", weight_BLL, part) for part in direction]
+            return [weight_BLL.sum(0) * part[0] for weight_BLL, part in zip(weights, direction, strict=True)]
+        pairs = zip(weights, direction, strict=True)
+        return [torch.einsum("blm,bxlm->xlm", weight_BLL, part) for weight_BLL, part in pairs]
 
-    def _baseline(self, loss_B: Tensor, events_B: Tensor) -> Tensor:
-        """Return what each example's loss is expected to be, independent of its draw."""
+    def _credit(self, weight_BL: Tensor) -> list[Tensor]:
+        """Return, for each layer, the sum of `weight_BL` over the positions that each query of its mask can reach.
+
+        The last layer's outputs are read where they are; those of a layer below by every later query, or, where
+        attention is bidirectional, by every query. A position out of reach adds noise of mean zero to eqs. 10 and 11.
+        """
+        below = len(self.masks) - 1
+        if self.options.credit == "example":
+            return [weight_BL.sum(1, keepdim=True).expand_as(weight_BL)] * (below + 1)
+        reached_BL = weight_BL.flip(1).cumsum(1).flip(1)
+        if self.options.objective == "cloze":
+            reached_BL = reached_BL[:, :1].expand_as(weight_BL)
+        return [reached_BL] * below + [weight_BL]
+
+    def _baseline(self, loss_B: Tensor, real_BL: Tensor) -> Tensor:
+        """Return what the loss of each event (B, L) is expected to be, independent of its example's draw."""
+        events_B = real_BL.sum(1)
         if self.options.baseline == "none":
-            return torch.zeros_like(loss_B)
+            return torch.zeros_like(real_BL, dtype=loss_B.dtype)
         if self.options.baseline == "loo":
             rest_B = (loss_B.sum() - loss_B) / (events_B.sum() - events_B).clamp(min=1)
-            return rest_B * events_B
-        expected_B = self.mean_loss * events_B / events_B.sum().clamp(min=1)
+            return rest_B.unsqueeze(1) * real_BL
+        expected_BL = self.mean_loss * real_BL / events_B.sum().clamp(min=1)
         self.mean_loss.lerp_(loss_B.sum(), 1 - EMA_DECAY)
-        return expected_B
+        return expected_BL
 
     def _l0(self, keep: Sequence[Tensor], valid_BLL: Tensor) -> Tensor:
         """Return the expected share of kept entries, a mean over layers, heads, examples and valid entries."""
@@ -372,7 +404,7 @@ class RecDenoiser(SequenceModel):
         rows = torch.randperm(len(real_BL), device=real_BL.device)[: math.ceil(options.jacobian_share * len(real_BL))]
         for mask in self.masks:
             assert mask.drawn_BXLL is not None
-            mask.drawn_BXLL = mask.drawn_BXLL[rows]
+            mask.drawn_BXLL = mask.drawn_BXLL[rows].detach()  # the task alone judges masks, straight-through's as well
         norm = torch.zeros((), device=real_BL.device)
         # the fused kernels have no second derivative
         with torch.autocast(real_BL.device.type, enabled=False), sdpa_kernel(SDPBackend.MATH):

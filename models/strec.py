@@ -23,7 +23,7 @@ Shape suffixes, besides those of base.py: Q queries, H heads, K width of a head,
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -96,11 +96,11 @@ class STRecOptions(Options):
     def _check_sampling(self) -> None:
         sampled = self.sampling != "none"
         if not sampled:
-            self._check_unused("sampling is none", *SAMPLER_OPTIONS)
+            self.check_unused("sampling is none", *SAMPLER_OPTIONS)
         if self.sampling == "random":
-            self._check_unused("sampling is random", "transform", "activation", "hash_bins")
+            self.check_unused("sampling is random", "transform", "activation", "hash_bins")
         if self.attention == "full":
-            self._check_unused("attention is full", "attention_size")
+            self.check_unused("attention is full", "attention_size")
         check(not sampled or self.attention == "full", "attention: a drop-in needs sampling: none")
         check(not sampled or self.layers >= 2, "layers: sampling needs at least 2, the first reads every event")
         check(self.sampling != "random" or self.noise != "none", "noise: random sampling needs some")
@@ -110,10 +110,6 @@ class STRecOptions(Options):
         check(list(self.k) == sorted(self.k, reverse=True), "k must not increase from layer to layer")
         check(self.sparsity is None or 0 <= self.sparsity < 1, "sparsity must be at least 0 and under 1")
         check(self.alpha == "calibrated" or self.layers == len(OFFICIAL_ALPHA), "alpha: the official one has 8 layers")
-
-    def _check_unused(self, why: str, *names: str) -> None:
-        changed = [f.name for f in fields(self) if f.name in names and getattr(self, f.name) != f.default]
-        check(not changed, f"{', '.join(changed)}: no effect, as {why}")
 
     @property
     def rows(self) -> tuple[int, ...]:

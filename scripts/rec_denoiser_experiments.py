@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,8 @@ DOCUMENT = ROOT / "docs" / "results" / "rec-denoiser.md"
 IMAGES = ROOT / "docs" / "images"
 VARIANT = re.compile("-(both|mask|jacobian|strided|entmax)")  # in a model's name; without it, the name of its backbone
 USERS_DRAWN = 200  # of a heat map
+FAR = 1000
+BANDS = ((0, 1), (1, 2), (2, 4), (4, 16), (16, FAR))  # distances of a query and a key, first and one past the last
 logger = logging.getLogger("experiments")
 
 
@@ -203,25 +206,32 @@ def masked(one: Experiment) -> RecDenoiser | None:
 
 @torch.no_grad()
 def mask_table(out: Path) -> str:
-    """Return what SASRec's masks have learnt, and whether two seeds learn the same, as a markdown table."""
-    head = "| model | mean of Phi | its standard deviation | masked | correlation of Phi with the first seed |"
-    lines, first = [head, "|" + "---|" * 5], None
-    for config in ("ml-100k", "ml-100k-grid", "ml-100k-estimators", "ml-1m"):
+    """Return how far each layer of SASRec's masks has moved from its start, by distance, as a markdown table.
+
+    In brackets is the number of standard errors that the mean would have, were the entries independent.
+    """
+    labels = [
+        f"{low}" if high == low + 1 else f"{low} on" if high == FAR else f"{low} to {high - 1}" for low, high in BANDS
+    ]
+    head = ["model, layer", "standard deviation", "masked", *(f"distance {label}" for label in labels)]
+    lines = [head, ["---"] * len(head)]
+    for config in ("ml-100k", "ml-100k-estimators", "ml-1m"):
         for one in experiments(out, config):
             model = masked(one)
             if model is None or model.options.backbone != "sasrec":
                 continue
-            length = model.options.length
-            valid_LL = torch.ones(length, length, dtype=torch.bool).tril()
-            phi = torch.cat([mask.logits(length)[:, valid_LL].flatten() for mask in model.masks])
-            agreement = "-"
-            if config == "ml-1m":
-                first = phi if first is None else first
-                agreement = f"{torch.corrcoef(torch.stack([first, phi]))[0, 1]:.2f}"
-            lines.append(
-                f"| {config}: {one.model} | {phi.mean():.2f} | {phi.std():.2f} | {sparsity(one)} | {agreement} |"
-            )
-    return "\n".join(lines) if len(lines) > 2 else "not run"
+            place = torch.arange(model.options.length)
+            distance_LL = place[:, None] - place
+            for layer, mask in enumerate(model.masks, start=1):
+                moved_XLL = mask.logits(len(place)) - math.log(model.options.keep / (1 - model.options.keep))
+                zero_XLL = mask.at_test(len(place)) == 0
+                bands = [moved_XLL[:, (distance_LL >= low) & (distance_LL < high)].flatten() for low, high in BANDS]
+                errors = [float(band.mean() / band.std() * len(band) ** 0.5) for band in bands]
+                cells = [f"{band.mean():+.2f} ({error:+.0f})" for band, error in zip(bands, errors, strict=True)]
+                valid = distance_LL >= 0
+                spread, share = moved_XLL[:, valid].std(), zero_XLL[:, valid].float().mean()
+                lines.append([f"{config}: {one.model}, {layer}", f"{spread:.2f}", f"{share:.1%}", *cells])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) if len(lines) > 2 else "not run"
 
 
 def noise_figure(out: Path) -> None:

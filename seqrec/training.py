@@ -89,14 +89,19 @@ def optimizers(model: SequenceModel, config: TrainConfig) -> list[torch.optim.Op
     return chosen + ([torch.optim.SparseAdam(tables, lr=config.learning_rate)] if tables else [])
 
 
-def clip_gradients(model: nn.Module, limit: float) -> None:
-    """Scale the gradients, dense and sparse, so that their joint norm is at most `limit`."""
-    for p in model.parameters():
+def clip_gradients(model: SequenceModel, limit: float) -> None:
+    """Scale the gradients so that their joint norm is at most `limit`, and so is that of those to be clipped apart."""
+    for apart in (False, True):
+        _clip([p for name, p in model.named_parameters() if name.endswith(model.clipped_apart) is apart], limit)
+
+
+def _clip(parameters: Sequence[nn.Parameter], limit: float) -> None:
+    for p in parameters:
         if p.grad is not None and p.grad.is_sparse:
             p.grad = p.grad.coalesce()
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    gradients = [p.grad for p in parameters if p.grad is not None]
     if not any(gradient.is_sparse for gradient in gradients):
-        nn.utils.clip_grad_norm_(model.parameters(), limit)
+        nn.utils.clip_grad_norm_(parameters, limit)
         return
     values = [gradient.values() if gradient.is_sparse else gradient for gradient in gradients]
     norm = torch.stack([value.norm() for value in values]).norm()
@@ -162,8 +167,8 @@ class _Step(nn.Module):
                 query_ND = query_BPD.flatten(0, 1).index_select(0, index).float()
                 past = objectives.past(example, self.model.options, index, width) if self.exclude_past else None
                 value_N = self.loss(query_ND, self.model.item_vectors().float(), target_BP.flatten()[index], past)
-            per_user = value_N.new_zeros(len(target_BP)).index_add(0, index // width, value_N)
-            return per_user * example.weight
+            value_BP = value_N.new_zeros(target_BP.numel()).index_copy(0, index, value_N).view(target_BP.shape)
+            return value_BP * example.weight
 
         with torch.autocast(device, torch.bfloat16, enabled=self.bf16):
             return self.model.training_loss(example.batch, task)

@@ -7,12 +7,29 @@ import pytest
 import torch
 from conftest import make_batch, make_model
 
-from models.flash4rec import Experts, FLASH4RecOptions, GatedAttention, RotaryAttention, rotate, topk_dropout
+from models.flash4rec import (
+    Block,
+    Experts,
+    FLASH4RecOptions,
+    GatedAttention,
+    RotaryAttention,
+    mix,
+    rotate,
+    topk_dropout,
+)
 from models.layers import attention_bias
 
 
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
 def silu(x):
-    return x / (1 + np.exp(-x))
+    return x * sigmoid(x)
+
+
+def layer_norm(x):
+    return (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
 
 
 def test_rotated_scores_depend_on_distance_alone():
@@ -39,9 +56,10 @@ def test_rotation_angles_are_those_of_the_paper():
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_gated_attention_equals_numpy(training):
+@pytest.mark.parametrize("phi", [silu, sigmoid])
+def test_gated_attention_equals_numpy(training, phi):
     """Equations 1 to 6, written with loops."""
-    options = FLASH4RecOptions(d_model=6, d_shared=4, d_value=5, topk_dropout=0.0)
+    options = FLASH4RecOptions(d_model=6, d_shared=4, d_value=5, topk_dropout=0.0, activation=phi.__name__)
     layer = GatedAttention(options).double().train(training)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter)
@@ -52,12 +70,12 @@ def test_gated_attention_equals_numpy(training):
 
     w = {name: value.detach().numpy() for name, value in layer.named_parameters()}
     x, user = x[0].numpy(), user[0].numpy()
-    z = silu(x @ w["to_shared.weight"].T + w["to_shared.bias"])  # (1)
+    z = phi(x @ w["to_shared.weight"].T + w["to_shared.bias"])  # (1)
     q, k = (z * w["scale"][i] + w["shift"][i] for i in (0, 1))
-    v = silu(x @ w["to_value.weight"].T + w["to_value.bias"])  # (4)
+    v = phi(x @ w["to_value.weight"].T + w["to_value.bias"])  # (4)
     joined = np.concatenate([x, np.tile(user, (4, 1))], axis=1)
     w_u = np.concatenate([w["to_gate.weight"], w["user_to_gate.weight"]], axis=1)
-    u = silu(joined @ w_u.T + w["to_gate.bias"])  # (5)
+    u = phi(joined @ w_u.T + w["to_gate.bias"])  # (5)
 
     def turn(vector, position):
         half = len(vector) // 2
@@ -73,6 +91,23 @@ def test_gated_attention_equals_numpy(training):
         a = np.exp(scores) / np.exp(scores).sum()  # (2)
         expected = (u[m] * (a @ v[: m + 1])) @ w["to_out.weight"].T + w["to_out.bias"]  # (6)
         np.testing.assert_allclose(got[m], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("scope", ["matrix", "row"])
+def test_attention_in_training_is_the_thinned_softmax(scope):
+    options = FLASH4RecOptions(topk_dropout=0.5, topk_dropout_k=2, topk_dropout_scope=scope)
+    items = torch.tensor([[0, 0, 3, 4, 5], [1, 2, 3, 4, 5]])
+    query, key, value = torch.randn(2, 5, 4), torch.randn(2, 5, 4), torch.randn(2, 5, 3)
+    bias, real = attention_bias(items, causal=True), items != 0
+
+    torch.manual_seed(3)
+    got = mix(query, key, value, bias, real, options, training=True)
+
+    weight = (query @ key.mT / 2 + bias).softmax(-1)  # eqs. 2 and 3, with a width of 4
+    torch.manual_seed(3)
+    thinned = topk_dropout(weight, real, k=2, p=0.5, scope=scope)
+    torch.testing.assert_close(got, thinned @ value)
+    assert not torch.allclose(got, weight @ value)
 
 
 def dense_experts(layer: Experts, x, real):
@@ -132,6 +167,24 @@ def test_the_router_learns_from_the_task_with_one_expert():
     assert gradients["topk_then_softmax"] == 0
 
 
+def test_the_router_alone_sees_jitter_and_in_training_alone():
+    """Equation 7: uniform over 1 - epsilon to 1 + epsilon, each entry by itself."""
+    layer = Experts(FLASH4RecOptions(d_model=32, d_expert=8, jitter=0.05))
+    with torch.no_grad():
+        layer.router[0].weight.zero_()  # else another expert would be chosen
+    x, real, seen = torch.randn(4, 50, 32), torch.ones(4, 50).bool(), []
+    layer.router.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0]))
+
+    trained, served = layer.train()(x, real)[0], layer.eval()(x, real)[0]
+
+    torch.testing.assert_close(trained, served)
+    factor = seen[0] / x.flatten(0, 1)
+    assert 0.95 - 1e-5 < factor.min() < 0.951
+    assert 1.049 < factor.max() < 1.05 + 1e-5
+    assert factor.std().item() == pytest.approx(0.05 / 3**0.5, rel=0.05)
+    assert torch.equal(seen[1], x.flatten(0, 1))
+
+
 def test_balance_term_by_hand():
     """Two experts, three real tokens: two go to expert 0, one to expert 1; eq. 11 without lambda."""
     layer = Experts(FLASH4RecOptions(d_model=6, experts=2))
@@ -141,6 +194,24 @@ def test_balance_term_by_hand():
 
     p0 = (1 / (1 + math.exp(-2)) + 1 / (1 + math.exp(-1)) + 1 / (1 + math.exp(3))) / 3
     assert got.item() == pytest.approx(2 * (2 / 3 * p0 + 1 / 3 * (1 - p0)), abs=1e-6)
+
+
+def test_the_loss_has_the_balance_of_all_layers_weighted():
+    model = make_model("flash4rec", layers=3, balance=0.5, jitter=0.0, dropout=0.0).train()
+    layers = []
+    for block in model.blocks:
+        block.experts.register_forward_hook(lambda _, __, out: layers.append(out[1]))
+
+    rows = torch.randint(1, 31, (40, 12)).tolist()
+    terms = model.training_loss(make_batch(rows), lambda query: query.sum(2))
+
+    balance, busiest, idlest, entropy = torch.stack(layers).unbind(1)
+    assert terms["balance"].item() == pytest.approx(0.5 * balance.mean().item(), rel=1e-6)
+    assert terms["figure/busiest_expert"] == busiest.max() > busiest.min()
+    assert terms["figure/idlest_expert"] == idlest.min() < idlest.max()
+    assert terms["figure/router_entropy"].item() == pytest.approx(entropy.mean().item(), rel=1e-6)
+    terms["balance"].backward()
+    assert all(block.experts.router[2].weight.grad.abs().sum() > 0 for block in model.blocks)
 
 
 def attention(real):
@@ -177,6 +248,40 @@ def test_topk_dropout_scales_an_example_by_one_factor():
     kept = thinned > 0
     factor = (thinned[kept] / weight[kept]).unique_consecutive()
     torch.testing.assert_close(factor, torch.full_like(factor, (4 / weight[kept].sum()).item()))
+
+
+def test_topk_dropout_drops_each_of_the_largest_with_its_probability():
+    real = torch.ones(2000, 6).bool()
+    weight = attention(real)
+
+    thinned = topk_dropout(weight, real, k=3, p=0.25, scope="matrix")
+
+    dropped = (thinned == 0).gather(-1, weight.argsort(-1, descending=True)).float().mean((0, 1))
+    torch.testing.assert_close(dropped, torch.tensor([0.25, 0.25, 0.25, 0, 0, 0]), atol=0.02, rtol=0)  # five sd
+
+
+@pytest.mark.parametrize("scope", ["matrix", "row"])
+def test_topk_dropout_is_a_constant_factor_to_the_gradient(scope):
+    real = torch.ones(3, 5).bool()
+    weight = attention(real).requires_grad_()
+
+    thinned = topk_dropout(weight, real, k=2, p=0.5, scope=scope)
+    (thinned * torch.arange(5.0)).sum().backward()
+
+    torch.testing.assert_close(weight.grad, thinned.detach() / weight.detach() * torch.arange(5.0))
+
+
+@pytest.mark.parametrize("scope", ["matrix", "row"])
+def test_topk_dropout_keeps_the_mass_of_weights_in_bf16(scope):
+    """Nearly all of it is in what may be dropped: what remains is a difference of nearly equal sums."""
+    real = torch.ones(500, 6).bool()
+    weight = (torch.tensor([6.0, 4.0, 0.0, 0.0, -1.0, -2.0]).expand(500, 6, 6)).softmax(-1).bfloat16()
+
+    thinned = topk_dropout(weight, real, k=2, p=0.5, scope=scope)
+
+    mass = thinned.float().sum(-1)
+    mass, expected = (mass.sum(-1), 6.0) if scope == "matrix" else (mass, 1.0)
+    torch.testing.assert_close(mass, torch.full_like(mass, expected), atol=0.0, rtol=0.01)
 
 
 def test_topk_dropout_of_nothing_is_the_same_tensor():
@@ -227,14 +332,72 @@ def test_without_a_user_gate_users_have_no_table():
 
 
 @pytest.mark.parametrize("norm", ["pre", "post"])
-def test_norm_orders_differ(norm):
-    other = {"pre": "post", "post": "pre"}[norm]
-    torch.manual_seed(1)
-    one = make_model("flash4rec", norm=norm).eval()
-    torch.manual_seed(1)
-    two = make_model("flash4rec", norm=other).eval()
+def test_order_of_normalisation_in_a_block(norm):
+    block = Block(FLASH4RecOptions(d_model=16, norm=norm)).eval()
+    x, user, real = torch.randn(2, 5, 16) * 3, torch.randn(2, 16), torch.ones(2, 5).bool()
+    bias, everything = attention_bias(real.long(), causal=True), slice(None)
 
-    assert not torch.allclose(one(make_batch([[1, 2, 3]])), two(make_batch([[1, 2, 3]])))
+    got = block(x, user, bias, real, everything)[0].detach().numpy()
+
+    def attended(source):
+        return block.attention(torch.as_tensor(source), user, bias, real, everything).detach().numpy()
+
+    def computed(source):
+        return block.experts(torch.as_tensor(source), real)[0].detach().numpy()
+
+    x = x.numpy()
+    if norm == "pre":
+        inner = x + attended(layer_norm(x))
+        expected = inner + computed(layer_norm(inner))
+    else:
+        inner = layer_norm(x + attended(x))
+        expected = layer_norm(inner + computed(inner))
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_head_equals_numpy(norm):
+    """Two layers with GELU and a normalisation between them; before them the last normalisation of pre-norm blocks."""
+    model, outputs = make_model("flash4rec", norm=norm).eval(), []
+    model.blocks[-1].register_forward_hook(lambda _, __, out: outputs.append(out[0]))
+
+    got = model(make_batch([[3, 7, 2]]))[0].detach().numpy()
+
+    first, second = ([x.detach().numpy() for x in model.head[i].parameters()] for i in (0, 3))
+    x = outputs[0][0].detach().numpy()
+    x = (layer_norm(x) if norm == "pre" else x) @ first[0].T + first[1]
+    x = x * (1 + np.vectorize(math.erf)(x / 2**0.5)) / 2
+    np.testing.assert_allclose(got, layer_norm(x) @ second[0].T + second[1], atol=1e-5)
+
+
+@pytest.mark.parametrize("objective", ["causal", "last", "cloze"])
+def test_only_the_causal_objective_hides_the_future(objective):
+    model = make_model("flash4rec", objective=objective).eval()
+
+    before, after = model(make_batch([[3, 7, 2, 9]])), model(make_batch([[3, 7, 2, 11]]))
+
+    assert torch.allclose(before[:, :3], after[:, :3], atol=1e-5) is (objective == "causal")
+
+
+SWITCHES = [
+    {"heads": 2, "user_gate": False},
+    {"experts": 1},
+    {"experts_per_token": 2},
+    {"gate": "topk_then_softmax"},
+    {"norm": "post"},
+    {"activation": "sigmoid"},
+]
+
+
+@pytest.mark.parametrize("switch", SWITCHES, ids=lambda switch: next(iter(switch)))
+def test_no_switch_lets_future_or_padding_in(switch):
+    model = make_model("flash4rec", **switch).eval()
+
+    one, other = model(make_batch([[5, 1, 8, 4]])), model(make_batch([[5, 1, 8, 6]]))
+    padded = model(make_batch([[5, 1, 8, 4], [1, 2, 3, 4, 5, 6]]))[:1, 2:]
+
+    torch.testing.assert_close(one[:, :3], other[:, :3], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(one, padded, atol=1e-5, rtol=1e-5)
 
 
 def test_weights_start_at_the_scale_that_keeps_their_inputs():
@@ -250,25 +413,26 @@ def test_weights_start_at_the_scale_that_keeps_their_inputs():
 def test_plain_attention_equals_scores_by_hand():
     """The ablation: per head, rotated scores / sqrt(width), softmax over visible keys."""
     layer = RotaryAttention(FLASH4RecOptions(d_model=8, heads=2, user_gate=False)).eval()
-    x, real = torch.randn(1, 4, 8), torch.ones(1, 4).bool()
-    bias = attention_bias(torch.ones(1, 4, dtype=torch.int64), causal=True)
+    items = torch.tensor([[1, 2, 3, 4], [0, 0, 3, 4]])
+    x, bias = torch.randn(2, 4, 8), attention_bias(items, causal=True)
 
-    got = layer(x, x[:, -1], bias, real, slice(None))
+    got = layer(x, x[:, -1], bias, items != 0, slice(None))
 
-    q, k, v = layer.to_all(x)[0].chunk(3, -1)
-    heads = []
-    for part in (slice(0, 4), slice(4, 8)):
-        scores = rotate(q[:, part]) @ rotate(k[:, part]).T / 2
-        weight = scores.masked_fill(~torch.ones(4, 4).tril().bool(), float("-inf")).softmax(-1)
-        heads.append(weight @ v[:, part])
-    torch.testing.assert_close(got[0], layer.to_out(torch.cat(heads, -1)))
+    for row in (0, 1):
+        visible = torch.ones(4, 4).tril().bool() & (items[row] != 0) | torch.eye(4).bool()
+        q, k, v = layer.to_all(x)[row].chunk(3, -1)
+        heads = []
+        for part in (slice(0, 4), slice(4, 8)):
+            scores = rotate(q[:, part]) @ rotate(k[:, part]).T / 2
+            heads.append(scores.masked_fill(~visible, float("-inf")).softmax(-1) @ v[:, part])
+        torch.testing.assert_close(got[row], layer.to_out(torch.cat(heads, -1)))
 
 
 def test_one_expert_is_a_dense_network_without_a_balance_term():
     model = make_model("flash4rec", experts=1).train()
     batch = make_batch([[3, 7, 2]])
 
-    terms = model.training_loss(batch, lambda query: query.sum((1, 2)))
+    terms = model.training_loss(batch, lambda query: query.sum(2))
 
     assert set(terms) == {"task"}
     assert not [name for name, _ in model.named_parameters() if "router" in name]
@@ -289,6 +453,11 @@ def test_plain_dropout_drops_weights_in_training_alone():
         ({"heads": 3, "user_gate": False, "d_model": 16}, "even share"),
         ({"attention_dropout": 0.1}, "topk_dropout to 0"),
         ({"user_dropout": 0.1, "user_gate": False}, "user_dropout"),
+        ({"heads": -2, "user_gate": False}, "heads"),
+        ({"heads": 2, "user_gate": False, "d_value": 64}, "d_value: no effect"),
+        ({"experts": 1, "gate": "topk_then_softmax"}, "gate: no effect"),
+        ({"topk_dropout": 0.0, "topk_dropout_k": 3}, "topk_dropout_k: no effect"),
+        ({"d_router": 0}, "at least 1"),
     ],
 )
 def test_ablations_that_contradict_are_refused(options, message):
@@ -300,8 +469,9 @@ def test_routing_figures_are_those_of_the_real_tokens():
     layer = Experts(FLASH4RecOptions(d_model=8, experts=4, jitter=0.0)).train()
     x, real = torch.randn(2, 5, 8), torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]]).bool()
 
-    _, busiest, entropy = layer(x, real)[1].tolist()
+    _, busiest, idlest, entropy = layer(x, real)[1].tolist()
 
     share = layer.router(x[real]).softmax(-1)
-    assert busiest == pytest.approx(torch.bincount(share.argmax(-1), minlength=4).max().item() / 8)
+    load = torch.bincount(share.argmax(-1), minlength=4) / 8
+    assert (busiest, idlest) == pytest.approx((load.max().item(), load.min().item()))
     assert entropy == pytest.approx(-(share * share.log()).sum(-1).mean().item(), abs=1e-6)

@@ -16,6 +16,7 @@ from conftest import make_batch, make_model
 from models import rec_denoiser
 from models.layers import MultiHeadAttention, attention_bias
 from models.rec_denoiser import BACKBONES, Entmax15, RecDenoiserOptions, StridedSoftmax, recorded
+from seqrec.training import clip_gradients
 
 ROW = [3, 7, 2]
 PLAIN = {"attention": "full", "l0": 0.0, "jacobian": 0.0}
@@ -33,11 +34,11 @@ def scramble(model, scale=0.15):
 
 
 def example_loss(model, weight_B=None):
-    """A task: the log-sum-exp of the scores, summed over positions."""
+    """A task: the log-sum-exp of the scores, at each position weighted by its number."""
 
     def task(query_BLD):
-        value_B = (query_BLD @ model.item_vectors().T).logsumexp(-1).sum(-1)
-        return value_B if weight_B is None else value_B * weight_B
+        value_BL = (query_BLD @ model.item_vectors().T).logsumexp(-1) * torch.arange(1, query_BLD.shape[1] + 1)
+        return value_BL if weight_B is None else value_BL * weight_B.unsqueeze(1)
 
     return task
 
@@ -86,7 +87,7 @@ def exact_gradient(model):
     probability = over_valid(torch.where(z > 0, keep, 1 - keep)).prod(1)
     mask.drawn_BXLL = z
     with torch.no_grad():
-        loss = example_loss(model)(model(make_batch([ROW] * len(z))))
+        loss = example_loss(model)(model(make_batch([ROW] * len(z)))).sum(1)
     mask.drawn_BXLL = None
     (probability * loss).sum().backward()
     return phi.grad.tril()
@@ -115,9 +116,10 @@ def bounds(model):
     return torch.zeros_like(keep), keep, torch.ones_like(keep)
 
 
+@pytest.mark.parametrize("credit", ["position", "example"])
 @pytest.mark.parametrize("estimator", ["ar", "reinforce"])
-def test_one_pass_estimators_are_unbiased_over_all_masks(tiny, estimator):
-    model = with_settings(tiny, estimator=estimator)
+def test_one_pass_estimators_are_unbiased_over_all_masks(tiny, estimator, credit):
+    model = with_settings(tiny, estimator=estimator, credit=credit)
     exact = exact_gradient(model)
     uniform, probability = cell_draws(model, bounds(model))
     assert probability.sum().item() == pytest.approx(1)
@@ -128,7 +130,9 @@ def test_one_pass_estimators_are_unbiased_over_all_masks(tiny, estimator):
     torch.testing.assert_close(got, exact)
 
 
-def test_arm_is_unbiased_over_all_pairs_of_masks(tiny):
+@pytest.mark.parametrize("credit", ["position", "example"])
+def test_arm_is_unbiased_over_all_pairs_of_masks(tiny, credit):
+    with_settings(tiny, credit=credit)
     low, keep, high = bounds(tiny)
     uniform, probability = cell_draws(tiny, (low, torch.minimum(keep, 1 - keep), torch.maximum(keep, 1 - keep), high))
     assert len(uniform) == 3**6
@@ -138,13 +142,81 @@ def test_arm_is_unbiased_over_all_pairs_of_masks(tiny):
     torch.testing.assert_close(estimate(tiny, uniform, probability), exact)
 
 
-def test_arm_is_the_mean_of_ar_at_u_and_one_minus_u(tiny):
-    uniform = torch.rand(5, 1, 3, 3).double()
-    ones = torch.ones(5).double()
+def test_one_draw_for_a_batch_is_unbiased_as_well(tiny):
+    """Two examples share each of the 64 masks: the gradient of the mean of their summed losses."""
+    model, batch = with_settings(tiny, estimator="ar", draws="batch"), make_batch([ROW, [5, 9, 1]])
+    mask = model.masks[0]
+    uniform, probability = cell_draws(model, bounds(model))
+    z = (uniform < bounds(model)[1]).double()
+
+    phi = mask.logits(3).detach().requires_grad_()
+    chance = over_valid(torch.where(z > 0, phi.sigmoid(), 1 - phi.sigmoid())).prod(1)
+    losses = []
+    for i in range(len(z)):
+        mask.drawn_BXLL = z[i : i + 1]
+        losses.append(example_loss(model)(model(batch)).sum().detach())
+    (chance * torch.stack(losses)).sum().backward()
+
+    for i, p in enumerate(probability):
+        model._uniform = lambda *_, i=i: [uniform[i : i + 1]]
+        (p * total(model.training_loss(batch, example_loss(model)))).backward()
+    torch.testing.assert_close(mask.raw_XLL.grad / model.options.mask_rate, phi.grad.tril())
+
+
+@pytest.mark.parametrize("backbone", ["sasrec", "bert4rec"])
+@pytest.mark.parametrize("credit", ["position", "example"])
+def test_layers_drawn_together_are_unbiased(backbone, credit):
+    """Two layers over two events: all 8 x 8 pairs of masks, 16 x 16 where attention is bidirectional."""
+    model = build(backbone, layers=2, heads=1, d_model=4, length=2, l0=0.0, jacobian=0.0, dropout=0.0, estimator="ar")
+    model = with_settings(model.double(), credit=credit)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    for mask in model.masks:
+        torch.nn.init.normal_(mask.raw_XLL, mean=-0.2, std=0.1)
+    valid = model.valid(torch.tensor([[3, 7]]))[0]
+    entries = int(valid.sum())
+    bits = torch.tensor(list(itertools.product((0, 1), repeat=2 * entries))).double().view(-1, 2, entries)
+    z = torch.zeros(2, len(bits), 1, 2, 2).double()
+    z[:, :, 0, valid] = bits.transpose(0, 1)
+    phi = [mask.logits(2).detach().requires_grad_() for mask in model.masks]
+    keep = [x.sigmoid() for x in phi]
+    chance = [torch.where(a > 0, b, 1 - b)[:, 0, valid].prod(1) for a, b in zip(z, keep, strict=True)]
+    probability, batch = chance[0] * chance[1], make_batch([[3, 7]] * len(bits))
+    for mask, drawn in zip(model.masks, z, strict=True):
+        mask.drawn_BXLL = drawn
+    (probability * example_loss(model)(model(batch)).sum(1).detach()).sum().backward()
+
+    model._uniform = lambda *_: [torch.where(a > 0, b / 2, (1 + b) / 2).detach() for a, b in zip(z, keep, strict=True)]
+    total(model.training_loss(batch, example_loss(model, probability.detach()))).backward()
+
+    for mask, x in zip(model.masks, phi, strict=True):
+        exact = x.grad * valid
+        assert exact.abs().max() > 1e-4
+        torch.testing.assert_close(mask.raw_XLL.grad / model.options.mask_rate, exact)
+
+
+def test_credit_to_positions_varies_less(tiny):
+    spread = {}
+    for credit in ("position", "example"):
+        model, got = with_settings(tiny, credit=credit), []
+        for _ in range(200):
+            model.zero_grad()
+            got.append(estimate(model, torch.rand(1, 1, 3, 3).double(), torch.ones(1).double()))
+        spread[credit] = torch.stack(got).var(0).sum().item()
+
+    assert spread["position"] < 0.8 * spread["example"]
+
+
+@pytest.mark.parametrize("draws", ["example", "batch"])
+def test_arm_is_the_mean_of_ar_at_u_and_one_minus_u(tiny, draws):
+    uniform = torch.rand(5 if draws == "example" else 1, 1, 3, 3).double()
     gradients = []
-    for estimator, draws in (("arm", uniform), ("ar", uniform), ("ar", 1 - uniform)):
-        with_settings(tiny, estimator=estimator).zero_grad()
-        gradients.append(estimate(tiny, draws, ones))
+    for estimator, drawn in (("arm", uniform), ("ar", uniform), ("ar", 1 - uniform)):
+        model = with_settings(tiny, estimator=estimator, draws=draws)
+        model.zero_grad()
+        model._uniform = lambda *_, drawn=drawn: [drawn]
+        total(model.training_loss(make_batch([ROW] * 5), example_loss(model))).backward()
+        gradients.append(model.masks[0].raw_XLL.grad.clone())
 
     torch.testing.assert_close(gradients[0], (gradients[1] + gradients[2]) / 2)
 
@@ -189,12 +261,13 @@ def test_a_leave_one_out_baseline_leaves_the_expectation():
 
 def test_baselines_are_the_losses_of_the_others_and_of_the_past():
     events, loss = torch.tensor([2, 3, 5]), torch.tensor([0.2, 0.6, 1.0])
-    loo = build(estimator="ar", baseline="loo")._baseline(loss, events)
-    assert loo.tolist() == pytest.approx([2 * 1.6 / 8, 3 * 1.2 / 7, 5 * 0.8 / 5])
+    real = torch.arange(5) >= 5 - events.unsqueeze(1)
+    loo = build(estimator="ar", baseline="loo")._baseline(loss, real)
+    torch.testing.assert_close(loo, torch.tensor([[1.6 / 8], [1.2 / 7], [0.8 / 5]]) * real)
 
     model = build(estimator="ar", baseline="ema")
     model.mean_loss.fill_(2.0)
-    assert model._baseline(loss, events).tolist() == pytest.approx([0.4, 0.6, 1.0])
+    torch.testing.assert_close(model._baseline(loss, real), 2.0 / 10 * real)
     assert model.mean_loss.item() == pytest.approx(0.95 * 2.0 + 0.05 * 1.8)
 
 
@@ -241,7 +314,7 @@ def test_both_passes_of_arm_drop_out_alike():
     losses = []
 
     def task(query_BLD):
-        losses.append((query_BLD @ model.item_vectors().T).logsumexp(-1).mean(-1))
+        losses.append((query_BLD @ model.item_vectors().T).logsumexp(-1))
         return losses[-1]
 
     total(model.training_loss(make_batch([[3, 7, 2], [5, 8, 1]]), task)).backward()
@@ -256,7 +329,7 @@ def test_the_surrogate_changes_no_value():
     values = []
 
     def task(query_BLD):
-        values.append((query_BLD @ model.item_vectors().T).logsumexp(-1).mean(-1))
+        values.append((query_BLD @ model.item_vectors().T).logsumexp(-1))
         return values[-1]
 
     terms = model.training_loss(make_batch([[3, 7, 2], [5, 8, 1]]), task)
@@ -298,9 +371,9 @@ def test_mask_indices_count_from_the_most_recent_event():
 
 
 @pytest.mark.parametrize("backbone", BACKBONES)
-@pytest.mark.parametrize("attention", ["masked", "strided", "entmax"])
+@pytest.mark.parametrize("attention", [{}, {"attention": "strided", "stride": 2}, {"attention": "entmax"}])
 def test_padding_and_last_with_learned_masks(backbone, attention):
-    model = build(backbone, attention=attention, stride=2, l0=0.0).eval()
+    model = build(backbone, **attention, l0=0.0).eval()
     scramble(model)
     batch = make_batch([[3, 7, 2, 9, 4], [5, 1, 8]])
     with torch.no_grad():
@@ -318,14 +391,15 @@ def test_learned_masks_keep_causality_in_training_too(backbone):
 
     def task(query_BLD):
         queries.append(query_BLD)
-        return query_BLD.sum((1, 2))
+        return query_BLD.sum(2)
 
     for row in ([3, 7, 2, 9, 4], [3, 7, 2, 11, 12]):
         torch.manual_seed(1)
         model.training_loss(make_batch([row]), task)
 
-    torch.testing.assert_close(queries[0][:, :3], queries[2][:, :3])
-    assert not torch.allclose(queries[0][:, 3:], queries[2][:, 3:])
+    for one, other in (queries[::2], queries[1::2]):  # the opposite pass, and the one that trains
+        torch.testing.assert_close(one[:, :3], other[:, :3])
+        assert not torch.allclose(one[:, 3:], other[:, 3:])
 
 
 def test_per_head_masks_differ_by_head():
@@ -503,6 +577,27 @@ def test_the_penalty_reaches_the_layers_below_only_if_asked(detach):
     assert (gradient is None) is detach
 
 
+@pytest.mark.parametrize("estimator", ["arm", "ste"])
+def test_the_task_alone_judges_masks(estimator):
+    model = build(estimator=estimator, dropout=0.0, jacobian_share=1.0)
+    terms = model.training_loss(make_batch([ROW]), example_loss(model))
+
+    for mask in model.masks:
+        assert torch.autograd.grad(terms["jacobian"], mask.raw_XLL, retain_graph=True, allow_unused=True)[0] is None
+
+
+def test_the_noise_of_the_masks_gradient_does_not_hold_the_backbone_back():
+    model = build()
+    for name, parameter in model.named_parameters():
+        parameter.grad = torch.full_like(parameter, 1e3 if name.endswith("raw_XLL") else 1e-6)
+
+    clip_gradients(model, 1.0)
+
+    assert model.backbone.items.weight.grad.unique().tolist() == pytest.approx([1e-6])
+    masks = torch.cat([mask.raw_XLL.grad.flatten() for mask in model.masks])
+    assert masks.norm().item() == pytest.approx(1.0, rel=1e-4)
+
+
 def test_the_penalty_is_computed_in_full_precision():
     model = build()
     types = []
@@ -583,6 +678,11 @@ def test_the_strided_pattern_reads_near_events_and_every_strideth():
         ({"jacobian_share": 0.0}, "jacobian_share"),
         ({"jacobian_projections": 0}, "jacobian_projections"),
         ({"stride": 0}, "stride"),
+        ({"stride": 4}, "stride: no effect"),
+        ({"credit": "layer"}, "credit"),
+        ({"estimator": "ste", "credit": "example"}, "credit: no effect"),
+        (PLAIN | {"binary": True}, "binary: no effect"),
+        ({"jacobian": 0.0, "jacobian_projections": 2}, "jacobian_projections: no effect"),
         ({"backbone_options": {"max_interval": 5}}, "backbone_options.max_interval"),
         ({"backbone_options": {"d_model": 5}}, "backbone_options.d_model"),
         ({"backbone": "tisasrec", "backbone_options": {"max_interval": 0}}, "max_interval"),
@@ -626,7 +726,7 @@ def step(model, rank, size):
     torch.randn_like = lambda x: noise
     torch.randperm = lambda number, **_: torch.arange(number)
     weight = size / len(ROWS)
-    return model.training_loss(batch, lambda q: (q[:, -1] @ model.item_vectors().T).logsumexp(-1) * weight)
+    return model.training_loss(batch, lambda q: (q @ model.item_vectors().T).logsumexp(-1) * weight)
 
 
 class Step(nn.Module):

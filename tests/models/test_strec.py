@@ -241,7 +241,7 @@ def test_training_computes_what_it_needs_of_the_full_soft_pass():
     batch, found = histories([12, 7], 12), []
 
     torch.manual_seed(3)
-    model.training_loss(batch, lambda query: found.append(query) or query.sum((1, 2)))
+    model.training_loss(batch, lambda query: found.append(query) or query.sum(2))
     model.load_state_dict(make_buffers_fresh(model))
     torch.manual_seed(3)
 
@@ -258,12 +258,12 @@ def test_gradient_reaches_the_sampler_in_stage_one_alone():
     model, batch = make_strec(layers=3, k=(8, 5, 1)).train(), histories([12, 12, 9], 12)
 
     model.enter("soft")
-    model.training_loss(batch, lambda query: query.square().sum((1, 2)))["task"].backward()
+    model.training_loss(batch, lambda query: query.square().sum(2))["task"].backward()
     assert all(p.grad.abs().sum() > 0 for name, p in model.sampler.named_parameters() if name != "outer.bias")
     model.zero_grad(set_to_none=True)
 
     model.enter("hard")
-    model.training_loss(batch, lambda query: query.square().sum((1, 2)))["task"].backward()
+    model.training_loss(batch, lambda query: query.square().sum(2))["task"].backward()
     assert all(p.grad is None and not p.requires_grad for p in model.sampler.parameters())
     assert model.items.weight.grad.abs().sum() > 0
 
