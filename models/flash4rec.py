@@ -8,7 +8,9 @@ Equation numbers are the paper's. It differs from the printed text in these plac
 - the paper has nothing for users that training did not know: they are user 0, whose vector `user_dropout` trains;
 - an output projection after the gate (Hua et al. 2022, arXiv:2202.10447) and pre-norm blocks; dropout on embeddings
   and residuals;
-- the experts' two layers have no bias, as in Switch Transformer, and the router's hidden layer is a ReLU.
+- the experts' two layers have no bias, as in Switch Transformer, and the router's hidden layer is a ReLU;
+- `prediction_head: false` drops the two layers before the scores, which have to learn from data that an item is like
+  itself: sparse logs do not suffice. Items then enter as in SASRec, times sqrt(d), and branches start at a tenth.
 
 Shape suffixes, besides those of base.py: S shared query/key width, E value and gate width, N tokens, X experts,
 Y layers, R entries of ROUTING.
@@ -43,6 +45,7 @@ class FLASH4RecOptions(Options):
     user_gate: bool = True  # False drops the user's half of eq. 5
     user_dropout: float = 0.0  # share of training sequences whose user counts as unknown, as new users do when serving
     norm: str = "pre"  # pre | post
+    prediction_head: bool = True  # False: the last block's normalised output is the query, better on sparse data
     heads: int = 0  # 0 = gated attention; ablation: so many heads of plain attention in its place, without a user
     experts: int = 4  # 1 = ablation: one dense network, no router
     experts_per_token: int = 1
@@ -338,14 +341,19 @@ class FLASH4Rec(SequenceModel):
         self.dropout = Dropout(options.dropout)
         self.blocks = nn.ModuleList(Block(options) for _ in range(options.layers))
         self.norm = nn.LayerNorm(d_model) if options.norm == "pre" else nn.Identity()
-        self.head = nn.Sequential(
-            nn.Linear(d_model, d_model), nn.GELU(), nn.LayerNorm(d_model), nn.Linear(d_model, d_model)
-        )
+        self.head = nn.Sequential()
+        if options.prediction_head:
+            self.head.extend(
+                [nn.Linear(d_model, d_model), nn.GELU(), nn.LayerNorm(d_model), nn.Linear(d_model, d_model)]
+            )
         initialise(self)
         with torch.no_grad():
             for part in self.modules():
                 if isinstance(part, nn.Linear):
                     part.weight.copy_(_normal(part.in_features, part.out_features).T)
+            for name, weight in self.blocks.named_parameters():
+                if not options.prediction_head and name.endswith(("to_out.weight", "outer", "outer.weight")):
+                    weight.mul_(0.1)
 
     def forward(self, batch: Batch, last: bool = False) -> Tensor:
         """See `SequenceModel.forward`."""
@@ -355,7 +363,10 @@ class FLASH4Rec(SequenceModel):
         """Return queries, and each layer's `ROUTING`."""
         real_BL = batch.items != PAD
         bias_BLL = attention_bias(batch.items, causal=self.options.objective == "causal")
-        x_BLD = self.dropout(self.items(batch.items))
+        x_BLD = self.items(batch.items)
+        if not self.options.prediction_head:
+            x_BLD = x_BLD * self.options.d_model**0.5
+        x_BLD = self.dropout(x_BLD)
         user_BD = self.users(self._told(batch.user)) if self.users is not None else x_BLD[:, -1]
         routings = []
         for number, block in enumerate(self.blocks, start=1):

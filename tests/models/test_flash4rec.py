@@ -370,6 +370,32 @@ def test_head_equals_numpy(norm):
     np.testing.assert_allclose(got, layer_norm(x) @ second[0].T + second[1], atol=1e-5)
 
 
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_without_a_head_the_blocks_read_scaled_items_and_give_the_query(norm):
+    model = make_model("flash4rec", norm=norm, prediction_head=False, d_model=16).eval()
+    seen, outputs = [], []
+    model.blocks[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    model.blocks[-1].register_forward_hook(lambda _, __, out: outputs.append(out[0]))
+
+    got = model(make_batch([[3, 7, 2]]))[0].detach().numpy()
+
+    np.testing.assert_allclose(seen[0][0].detach(), 4 * model.items.weight[[3, 7, 2]].detach(), rtol=1e-6)
+    x = outputs[0][0].detach().numpy()
+    np.testing.assert_allclose(got, layer_norm(x) if norm == "pre" else x, atol=1e-5)
+
+
+@pytest.mark.parametrize("switch", [{}, {"experts": 1}, {"heads": 2, "user_gate": False}], ids=str)
+def test_without_a_head_an_item_is_most_like_itself_before_any_training(switch):
+    items = [[5, 1, 8, 4, 11, 2]]
+
+    def closest(head):
+        model = make_model("flash4rec", prediction_head=head, d_model=64, **switch).eval()
+        return (model(make_batch(items))[0] @ model.item_vectors()[1:].T).argmax(-1) + 1
+
+    assert closest(head=False).tolist() == items[0]
+    assert closest(head=True).tolist() != items[0]
+
+
 @pytest.mark.parametrize("objective", ["causal", "last", "cloze"])
 def test_only_the_causal_objective_hides_the_future(objective):
     model = make_model("flash4rec", objective=objective).eval()
@@ -385,6 +411,7 @@ SWITCHES = [
     {"experts_per_token": 2},
     {"gate": "topk_then_softmax"},
     {"norm": "post"},
+    {"prediction_head": False},
     {"activation": "sigmoid"},
 ]
 
@@ -408,6 +435,17 @@ def test_weights_start_at_the_scale_that_keeps_their_inputs():
     layers += [weight[0] for block in model.blocks for weight in (block.experts.inner, block.experts.outer)]
     for weight in layers:
         assert weight.std().item() * len(weight) ** 0.5 == pytest.approx(1.0, rel=0.15)
+
+
+@pytest.mark.parametrize("experts", [1, 4])
+def test_without_a_head_the_ends_of_branches_alone_start_at_a_tenth(experts):
+    model = make_model("flash4rec", d_model=32, d_value=48, d_expert=64, experts=experts, prediction_head=False)
+
+    for block in model.blocks:
+        inner, outer = block.experts.inner, block.experts.outer
+        pair = (inner[0], outer[0]) if experts > 1 else (inner.weight.T, outer.weight.T)
+        for weight, scale in zip((*pair, block.attention.to_out.weight.T), (1.0, 0.1, 0.1), strict=True):
+            assert weight.std().item() * len(weight) ** 0.5 == pytest.approx(scale, rel=0.15)
 
 
 def test_plain_attention_equals_scores_by_hand():
