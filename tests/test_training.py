@@ -85,7 +85,8 @@ def test_every_objective_learns_the_pattern(prepared, tmp_path, objective):
         patience=60,
         learning_rate=1e-2,
         seed=2,
-        options={"objective": objective, "length": 6},
+        # under cloze the head learns that an item is like itself on some machines and seeds, on others it does not
+        options={"objective": objective, "length": 6, "prediction_head": objective == "last"},
         **settings,
     )
 
