@@ -38,7 +38,7 @@ test-containers: setup  ## build the image, run the pipeline in it; needs Docker
 
 test-spark: setup  ## install pyspark and compare Spark with polars; needs Java 17 or newer
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[spark]'
-	OMP_NUM_THREADS=1 pytest tests/data/test_engines.py -rs
+	OMP_NUM_THREADS=1 pytest tests/data/test_table_engines.py -rs
 
 lint: setup  ## ruff and mypy
 	ruff check .

@@ -17,8 +17,8 @@ from torch import Tensor
 from benchmarks import meter
 from models.base import Batch, Catalogue
 from models.sasrec import SASRec, SASRecOptions
-from seqrec.ann import ApproximateRecommender
-from seqrec.recommender import Recommender
+from seqrec.serving.approximate_search import ApproximateRecommender
+from seqrec.serving.recommender import Recommender
 
 WIDTH, CENTRES, SPREAD = 64, 1_000, 0.5
 QUERIES, TOP = 200, 10

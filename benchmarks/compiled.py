@@ -26,7 +26,7 @@ from benchmarks.meter import Cost
 from models import Batch, Catalogue
 from models.layers import Dropout
 from models.sasrec import SASRec
-from seqrec import training
+from seqrec.training import loop
 
 SHAPES = ((660, 24), (260, 56), (130, 104), (70, 200))  # (users, length): batches of like work, as the engine's
 NUM_ITEMS = 3416
@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    training.keep_freed_memory()
+    loop.keep_freed_memory()
     torch.manual_seed(0)
     eager = SASRec(SASRec.Options(length=200, dropout=0.2), Catalogue(NUM_ITEMS, 1, 200))
     around, whole = copy.deepcopy(eager), copy.deepcopy(eager)

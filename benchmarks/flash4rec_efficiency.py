@@ -27,7 +27,7 @@ from benchmarks import meter
 from models import bert4rec, flash4rec
 from models.base import Batch, Catalogue, SequenceModel
 from models.layers import attention_bias
-from seqrec.training import keep_freed_memory
+from seqrec.training.loop import keep_freed_memory
 
 ITEMS, USERS = 3416, 6040  # MovieLens-1M
 BATCHES = (1, 64, 512)

@@ -24,7 +24,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from models.base import Catalogue
 from models.recformer import Recformer, RecformerOptions, Text
-from seqrec import pretrained, training
+from seqrec.training import loop, pretrained
 
 WORDS = 30_522
 PAD = 1
@@ -110,7 +110,7 @@ def main() -> None:
     disable_progress_bar()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    training.keep_freed_memory()
+    loop.keep_freed_memory()
     shape = (args.batch, args.tokens)
     real_BT = torch.ones(shape, dtype=torch.bool)
     text = Text(torch.randint(5, WORDS, shape), torch.randint(1, 3, shape), torch.zeros(shape).long(), real_BT, real_BT)

@@ -1,4 +1,4 @@
-"""Our SASRec through the real engine: `training.train`, then `retrieval.rank`.
+"""Our SASRec through the real engine: `loop.train`, then `ranking.rank`.
 
 Run by peers.py in this project's environment, like every contestant in a process of its own.
 """
@@ -17,10 +17,11 @@ from benchmarks import meter, peer_data
 from benchmarks.meter import Cost
 from models import Catalogue
 from models.sasrec import SASRec
-from seqrec import retrieval, training
 from seqrec.config import FinetuneConfig
 from seqrec.data import sequences
 from seqrec.data.sequences import Sequences
+from seqrec.evaluation import ranking
+from seqrec.training import loop
 
 TIMED_EPOCH = 1  # counted from 0: the one before warms up, the one after ends with an evaluation
 
@@ -58,7 +59,7 @@ def train(
     with tempfile.TemporaryDirectory() as folder:
         places = {"inputs": [], "output": Path(folder) / "output", "state": Path(folder) / "state"}
         options = {"name": "sasrec", "filter_seen": True, "resume": False}
-        training.train(model, data, "finetune", config, **places, **options)
+        loop.train(model, data, "finetune", config, **places, **options)
         history = (Path(folder) / "output" / "history.jsonl").read_text().splitlines()
     spent = started[TIMED_EPOCH + 1] - started[TIMED_EPOCH]
     targets = int((data.train_stop - data.start - 1).clamp(0, settings["length"]).sum())
@@ -72,8 +73,8 @@ def rank(model: SASRec, data: Sequences, settings: dict[str, Any]) -> tuple[dict
     model.eval()
 
     def top(cases: sequences.Cases) -> torch.Tensor:
-        scorer = retrieval.model_scorer(model)
-        return retrieval.rank(scorer, data, cases, filter_seen=True, top_k=settings["top_k"]).top
+        scorer = ranking.model_scorer(model)
+        return ranking.rank(scorer, data, cases, filter_seen=True, top_k=settings["top_k"]).top
 
     top(sequences.Cases(cases.user[:256], cases.position[:256]))  # warm-up
     began = meter.now()
@@ -84,7 +85,7 @@ def rank(model: SASRec, data: Sequences, settings: dict[str, Any]) -> tuple[dict
 
 def evaluate(model: SASRec, data: Sequences) -> dict[str, float]:
     """Time what the engine does after an epoch."""
-    spent = meter.cost_of(lambda: training.validate(model, data, filter_seen=True))
+    spent = meter.cost_of(lambda: loop.validate(model, data, filter_seen=True))
     return {"evaluate_wall": spent.wall, "evaluate_cpu": spent.cpu}
 
 

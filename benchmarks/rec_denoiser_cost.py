@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from models.base import Batch, Catalogue, SequenceModel
 from models.layers import MultiHeadAttention
 from models.rec_denoiser import BACKBONES, RecDenoiser, RecDenoiserOptions
-from seqrec import losses
-from seqrec.training import keep_freed_memory
+from seqrec.training import losses
+from seqrec.training.loop import keep_freed_memory
 
 ITEMS, USERS, LENGTH, BATCH = 3416, 6040, 50, 128
 PLAIN = {"attention": "full", "l0": 0.0, "jacobian": 0.0}

@@ -18,10 +18,10 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from models.strec import STRec  # noqa: E402 - found through the path above
-from seqrec import metrics, retrieval  # noqa: E402
-from seqrec.checkpoint import load_model  # noqa: E402
 from seqrec.data import sequences  # noqa: E402
 from seqrec.data.sequences import Sequences  # noqa: E402
+from seqrec.evaluation import metrics, ranking  # noqa: E402
+from seqrec.training.checkpoint import load_model  # noqa: E402
 
 AGES = {
     "the same second": 0,
@@ -45,10 +45,8 @@ def accuracy(model: STRec, data: Sequences, filter_seen: bool) -> dict[str, floa
     """Return NDCG@10 and Recall@10 of validation and test."""
     values = {}
     for split in ("valid", "test"):
-        ranking = retrieval.rank(
-            retrieval.model_scorer(model), data, sequences.cases(data, split), filter_seen=filter_seen
-        )
-        rank = ranking.rank if filter_seen else ranking.rank_unfiltered
+        ranked = ranking.rank(ranking.model_scorer(model), data, sequences.cases(data, split), filter_seen=filter_seen)
+        rank = ranked.rank if filter_seen else ranked.rank_unfiltered
         found = metrics.from_histogram(metrics.histogram(rank, data.num_items))
         values |= {f"{split} NDCG@10": found["ndcg@10"], f"{split} Recall@10": found["recall@10"]}
     return values

@@ -12,7 +12,7 @@ def champion(dataset: str, config: dict, weights: dsl.Output[dsl.Model]):
 
     from seqrec.artifacts import facts
     from seqrec.config import RegisterConfig, parse
-    from seqrec.registry import fetch_champion
+    from seqrec.tracking.registry import fetch_champion
 
     version = fetch_champion(
         dataset=dataset, folder=Path(weights.path), config=parse(RegisterConfig, config, "register")

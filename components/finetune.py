@@ -21,8 +21,8 @@ def finetune(
     from pathlib import Path
 
     from seqrec.artifacts import facts
+    from seqrec.cluster.launch import run
     from seqrec.config import FinetuneConfig, parse
-    from seqrec.launch import run
 
     values = run(
         "finetune",

@@ -20,8 +20,8 @@ def prepare(
     from pathlib import Path
 
     from seqrec.artifacts import facts
+    from seqrec.cluster.launch import run
     from seqrec.config import PrepareConfig, parse
-    from seqrec.launch import run
 
     values = run(
         "prepare",

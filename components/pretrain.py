@@ -23,8 +23,8 @@ def pretrain(
     from pathlib import Path
 
     from seqrec.artifacts import facts
+    from seqrec.cluster.launch import run
     from seqrec.config import ModelConfig, PretrainConfig, parse
-    from seqrec.launch import run
 
     values = run(
         "pretrain",

@@ -9,7 +9,7 @@ from components import IMAGE
 def record(status: dsl.PipelineTaskFinalStatus, pipeline: str, pipeline_run: str, config: dict):
     """Record in MLflow how the run ended."""
     from seqrec.config import RegisterConfig, parse
-    from seqrec.tracking import record_outcome
+    from seqrec.tracking.runs import record_outcome
 
     record_outcome(
         pipeline_run=pipeline_run,

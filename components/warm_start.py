@@ -24,8 +24,8 @@ def warm_start(
     from pathlib import Path
 
     from seqrec.artifacts import facts
+    from seqrec.cluster.launch import run
     from seqrec.config import ModelConfig, PretrainConfig, parse
-    from seqrec.launch import run
 
     values = run(
         "pretrain",

@@ -18,8 +18,8 @@ from kfp.client import ServiceAccountTokenVolumeCredentials
 
 from components import IMAGE
 from pipelines.compile import compile_pipeline
+from seqrec.commands.run import load_config
 from seqrec.config import KubernetesConfig
-from seqrec.run import load_config
 
 EXPERIMENT = "seqrec"
 IN_CLUSTER = "http://ml-pipeline.kubeflow.svc.cluster.local:8888"

@@ -8,8 +8,8 @@ from pathlib import Path
 from kfp.compiler import Compiler
 
 from pipelines.training import build
+from seqrec.commands.run import load_config
 from seqrec.config import ConfigError
-from seqrec.run import load_config
 
 
 def compile_pipeline(

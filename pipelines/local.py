@@ -14,7 +14,7 @@ from kfp.components import load_component_from_file
 from kfp.local import docker_task_handler
 
 from pipelines.compile import compile_pipeline
-from seqrec.run import load_config
+from seqrec.commands.run import load_config
 
 DATABASE = "mlflow.db"  # of the default register.tracking_uri
 HARDENED = {

@@ -24,16 +24,16 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from models.rec_denoiser import BACKBONES, RecDenoiser
-from seqrec import metrics
 from seqrec.artifacts import CASES, METRICS, SPLIT_CARD, read_json, write_text
-from seqrec.checkpoint import load_model
+from seqrec.commands.run import load_config, run
 from seqrec.config import Params
 from seqrec.data import sequences
-from seqrec.run import load_config, run
+from seqrec.evaluation import metrics
 from seqrec.stages.evaluate import evaluate
 from seqrec.stages.ingest import ingest
 from seqrec.stages.prepare import prepare
 from seqrec.stages.validate import validate
+from seqrec.training.checkpoint import load_model
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs" / "rec-denoiser"

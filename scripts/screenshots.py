@@ -32,10 +32,10 @@ from selenium.webdriver.remote.webdriver import WebDriver
 from selenium.webdriver.support import expected_conditions
 from selenium.webdriver.support.ui import WebDriverWait
 
-from seqrec import leaderboard
 from seqrec.artifacts import REPORT_PAGE, read_json
 from seqrec.config import load
-from seqrec.tracking import PARENT, SQLITE, metric_name
+from seqrec.evaluation import leaderboard
+from seqrec.tracking.runs import PARENT, SQLITE, metric_name
 
 ROOT = Path(__file__).resolve().parent.parent
 SHOWN = ("valid/ndcg@10", "test/ndcg@10", "test/recall@10", "test/coverage@10")  # columns of the run table

@@ -14,11 +14,11 @@ from pathlib import Path
 import docker
 import pytest
 import yaml
-from conftest import synthetic_rows
 from mlflow import MlflowClient
+from support import synthetic_rows
 
 from pipelines.local import HARDENED
-from seqrec.tracking import FAILURE, OUTCOME
+from seqrec.tracking.runs import FAILURE, OUTCOME
 
 ROOT = Path(__file__).parent.parent
 IMAGE = os.environ.get("SEQREC_IMAGE", "seqrec:test")

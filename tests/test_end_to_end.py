@@ -16,9 +16,9 @@ import pytest
 import yaml
 from dvc.repo import Repo
 from mlflow import MlflowClient
+from support import synthetic_rows
 
 from seqrec.__main__ import main
-from tests.conftest import synthetic_rows
 
 ROOT = Path(__file__).parent.parent
 CODE = ("seqrec", "models", "configs", "dvc.yaml", ".dvcignore", ".gitignore")

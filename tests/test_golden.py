@@ -9,8 +9,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from conftest import prepare_rows, synthetic_rows
-from test_training import OPTIONS, losses_of, run
+from support import OPTIONS, losses_of, prepare_rows, run, synthetic_rows
 
 FOLDER = Path(__file__).parent / "golden"
 SMALL = {"d_model": 16, "length": 12}

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from scipy import linalg, sparse
 from torch import Tensor
 
-from seqrec import evaluation
 from seqrec.config import EvaluateConfig
 from seqrec.data import sequences as data
 from seqrec.data.sequences import Sequences
-from seqrec.retrieval import ITEMS_PER_BLOCK, Blocks, Scorer
+from seqrec.evaluation import results
+from seqrec.evaluation.ranking import ITEMS_PER_BLOCK, Blocks, Scorer
 
 logger = logging.getLogger(__name__)
 VOTES = 5  # past items that vote
@@ -49,7 +49,7 @@ def baselines(*, sequences: Path, reports: Path, config: EvaluateConfig) -> dict
             logger.warning("ease is left out: %d items are over %d", prepared.num_items, EASE_ITEMS)
             continue
         facts = {"parameters": 0, "train_seconds": 0.0}
-        metrics = evaluation.report(scorer(prepared), prepared, reports / name, config, facts)
+        metrics = results.report(scorer(prepared), prepared, reports / name, config, facts)
         values[f"{name}/test/ndcg@10"] = metrics["test/ndcg@10"]
     return values
 

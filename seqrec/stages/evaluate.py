@@ -7,11 +7,11 @@ from pathlib import Path
 
 import torch
 
-from seqrec import evaluation, retrieval
 from seqrec.artifacts import REFIT
-from seqrec.checkpoint import load_model
 from seqrec.config import EvaluateConfig
 from seqrec.data import sequences as data
+from seqrec.evaluation import ranking, results
+from seqrec.training.checkpoint import load_model
 
 
 def evaluate(
@@ -43,5 +43,5 @@ def evaluate(
         )
     facts = {"parameters": card["parameters"], "train_seconds": card["seconds"]}
     began = time.monotonic()
-    values = evaluation.report(retrieval.model_scorer(net.to(device)), prepared, report, config, facts)
+    values = results.report(ranking.model_scorer(net.to(device)), prepared, report, config, facts)
     return values | {"evaluate_seconds": time.monotonic() - began}

@@ -6,10 +6,10 @@ import shutil
 from pathlib import Path
 
 from seqrec.artifacts import TOKENIZER
-from seqrec.checkpoint import load_model
 from seqrec.config import EXPERIMENT, FinetuneConfig
 from seqrec.data import sequences as data
-from seqrec.training import LogEpoch, train
+from seqrec.training.checkpoint import load_model
+from seqrec.training.loop import LogEpoch, train
 
 
 def finetune(

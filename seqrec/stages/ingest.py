@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from seqrec import artifacts
 from seqrec.config import ConfigError, IngestConfig
-from seqrec.data import revisions, sources
+from seqrec.data import dvc_revisions, sources
 from seqrec.data.download import Found, forget, mirror_of, obtain
 from seqrec.data.readers import Block, DamagedFileError
 
@@ -94,7 +94,7 @@ def ingest(*, dataset: str, output: Path, downloads: Path, config: IngestConfig)
 def _ingest(output: Path, downloads: Path, config: IngestConfig) -> dict[str, float]:
     source = sources.find(config)
     if config.repository:
-        return revisions.fetch(output, config)
+        return dvc_revisions.fetch(output, config)
     publications = source.publications(config)
     _clear(output, publications, mirror_of(config))
     publication, found = obtain(publications, config, downloads)

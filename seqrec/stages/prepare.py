@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from seqrec import artifacts
 from seqrec.artifacts import read_json, sha256, write_ipc, write_json, write_shards, write_table
 from seqrec.config import ConfigError, PrepareConfig
-from seqrec.data import engines, growth, splits
-from seqrec.data.engines import Engine, Frame
+from seqrec.data import drift, splits, table_engines
 from seqrec.data.splits import Ends, IntArray
+from seqrec.data.table_engines import Engine, Frame
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ def prepare(*, dataset: str, data: Path, validation: Path, sequences: Path, conf
         raise ValueError(f"{validation} is no successful validation of {data / artifacts.INTERACTIONS}")
     if config.extend and Path(config.extend).resolve() == sequences.resolve():
         raise ConfigError(f"prepare.extend: {config.extend} is what this stage writes; keep the earlier dump elsewhere")
-    with engines.opened(config.engine, sequences) as engine:
+    with table_engines.opened(config.engine, sequences) as engine:
         events, users, items, dropped = _filter(engine, data, config)
         table = events.join(users.frame, on="user").join(items.frame.rename({"number": "item_number"}), on="item")
         table = table.select(nw.col("number").alias("user"), nw.col("item_number").alias("item"), "timestamp", "row")
@@ -288,7 +288,7 @@ def _growth(sequences: Path, config: PrepareConfig) -> dict[str, Any]:
     old = Path(config.extend)
     users = (np.concatenate([np.diff(c.offsets.to_numpy()) for c in _lists(folder)]) for folder in (old, sequences))
     items = (_item_events(folder) for folder in (old, sequences))
-    report = {"users": growth.report(*users), "items": growth.report(*items)}
+    report = {"users": drift.report(*users), "items": drift.report(*items)}
     for name, values in report.items():
         logger.info("%s: %s", name, ", ".join(f"{value:,} {key}" for key, value in values.items()))
     return {"extends": {"split_sha256": read_json(old / artifacts.SPLIT_CARD)["split_sha256"], **report}}

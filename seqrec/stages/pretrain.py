@@ -15,12 +15,12 @@ from models.base import Catalogue, SequenceModel
 from models.recformer import Recformer, RecformerOptions
 from models.zesrec import ZESRecOptions
 from seqrec.artifacts import ITEMS, TOKENIZER
-from seqrec.checkpoint import build, digest
 from seqrec.config import EXPERIMENT, ConfigError, ModelConfig, PretrainConfig, parse
 from seqrec.data import sequences as prepared
 from seqrec.data.sequences import Sequences
-from seqrec.training import train
-from seqrec.warm_start import warm_start
+from seqrec.training.checkpoint import build, digest
+from seqrec.training.loop import train
+from seqrec.training.warm_start import warm_start
 
 
 def pretrain(
@@ -84,21 +84,23 @@ def _pretrain_recformer(
     architecture: ModelConfig, folders: Sequence[tuple[Path, Path]], shared: dict[str, Any]
 ) -> dict[str, float]:
     """Pre-train on the datasets after the first of `folders` (tables, sequences), or on that if it is alone."""
-    from seqrec import pretrained
-    from seqrec.data import text
+    from seqrec.data import item_tokens
+    from seqrec.training import pretrained
 
     config, initial = shared["config"], shared["output"]
     options = parse(RecformerOptions, architecture.options, f"models.{shared['name']}.options")
     place = pretrained.locate(options.start, shared["state"] / "downloads") if options.start else ""
     texts = [_texts(folder, options.attributes) for folder in folders]
     read = slice(1, None) if len(folders) > 1 else slice(None)  # nothing is learnt from a dataset with sources
-    tokenizer = pretrained.load_tokenizer(place) if place else text.train_tokenizer(texts[read], options.vocabulary)
-    tokens = [text.tokenise(one, tokenizer, options.attribute_tokens) for one in texts]
+    tokenizer = (
+        pretrained.load_tokenizer(place) if place else item_tokens.train_tokenizer(texts[read], options.vocabulary)
+    )
+    tokens = [item_tokens.tokenise(one, tokenizer, options.attribute_tokens) for one in texts]
     parts = [prepared.load(sequences) for _, sequences in folders]
     served = Catalogue(parts[0].num_items, parts[0].num_users, 0, tokens[0])
     learnt = train_parts(parts[read], config)
     torch.manual_seed(config.seed)
-    net = build(architecture, Catalogue(learnt.num_items, learnt.num_users, 0, text.concatenate(tokens[read])))
+    net = build(architecture, Catalogue(learnt.num_items, learnt.num_users, 0, item_tokens.concatenate(tokens[read])))
     assert isinstance(net, Recformer)
     if place:
         pretrained.load_weights(net, place)
@@ -116,20 +118,20 @@ def _pretrain_recformer(
 
 
 def _texts(folder: tuple[Path, Path], attributes: Sequence[str]) -> Any:
-    from seqrec.data import text
+    from seqrec.data import item_tokens
 
     tables, sequences = folder
-    return text.read_texts(tables / ITEMS, prepared.read_vocabulary(sequences)[0], attributes)
+    return item_tokens.read_texts(tables / ITEMS, prepared.read_vocabulary(sequences)[0], attributes)
 
 
 def _embed_text(architecture: ModelConfig, folder: tuple[Path, Path], shared: dict[str, Any]) -> dict[str, float]:
     """Build a model over frozen text vectors."""
-    from seqrec import pretrained
-    from seqrec.data import text
+    from seqrec.data import item_tokens
+    from seqrec.training import pretrained
 
     options = parse(ZESRecOptions, architecture.options, f"models.{shared['name']}.options")
     place = pretrained.locate(options.start, shared["state"] / "downloads")
-    tokens = text.tokenise(
+    tokens = item_tokens.tokenise(
         _texts(folder, options.attributes), pretrained.load_tokenizer(place), options.attribute_tokens
     )
     vectors = {"vectors": pretrained.text_vectors(tokens, place)}

@@ -21,7 +21,8 @@ from mlflow import MlflowClient
 from mlflow.entities import Dataset, DatasetInput, InputTag, Run, RunTag
 from mlflow.exceptions import MlflowException
 
-from seqrec import examples, registry, report, tracking
+from seqrec.analysis import examples, report
+from seqrec.analysis.examples import Examples
 from seqrec.artifacts import (
     CASES,
     HISTORY,
@@ -38,10 +39,10 @@ from seqrec.artifacts import (
     write_text,
 )
 from seqrec.config import RegisterConfig
-from seqrec.examples import Examples
-from seqrec.leaderboard import LEADERBOARD, SELECTION, Row, best_model, build, write_csv, write_curves
-from seqrec.model_card import model_card
-from seqrec.tracking import FINGERPRINT, PIPELINE_RUN, TrackingError
+from seqrec.evaluation.leaderboard import LEADERBOARD, SELECTION, Row, best_model, build, write_csv, write_curves
+from seqrec.tracking import registry, runs
+from seqrec.tracking.model_card import model_card
+from seqrec.tracking.runs import FINGERPRINT, PIPELINE_RUN, TrackingError
 
 logger = logging.getLogger(__name__)
 
@@ -206,14 +207,14 @@ def _explained(reports: Path, config: RegisterConfig) -> Iterator[None]:
     except (MlflowException, TrackingError) as error:
         reason = str(error)
         if not isinstance(error, TrackingError):
-            reason = f"register.tracking_uri: {tracking.tracking_uri(config)} failed: {reason}"
+            reason = f"register.tracking_uri: {runs.tracking_uri(config)} failed: {reason}"
         raise TrackingError(
             f"{reason}. {reports / LEADERBOARD} is written; `seqrec register` will import everything else"
         ) from error
 
 
 def _connect(split: Mapping[str, Any], data: Path, config: RegisterConfig) -> Tracker:
-    client = tracking.connect(config)
+    client = runs.connect(config)
     source = read_json(data / SOURCE_CARD)
     origin = {key: str(source.get(key, "")) for key in ("source", "licence")}
     tags = {f"seqrec.{key}": str(split[key]) for key in ("dataset", "protocol", "input_sha256", "split_sha256")}
@@ -226,7 +227,7 @@ def _connect(split: Mapping[str, Any], data: Path, config: RegisterConfig) -> Tr
     )
     return Tracker(
         client=client,
-        experiment=tracking.experiment(client, config),
+        experiment=runs.experiment(client, config),
         split=split,
         source=source,
         dataset=dataset,
@@ -249,10 +250,10 @@ def _code_tags() -> dict[str, str]:
 def _open_parent(tracker: Tracker, entries: Sequence[Entry], params: Mapping[str, Any]) -> Run:
     """Return the run of this pipeline: the orchestrator's if it made one, else one found or made by content."""
     content = _hash([tracker.split["split_sha256"], params, [(entry.fingerprint, entry.content) for entry in entries]])
-    injected = tracking.injected_run()
+    injected = runs.injected_run()
     if injected is None:
         name = f"{tracker.split['dataset']}-{content[:8]}"
-        return tracking.open_run(tracker.client, tracker.experiment, content, name)
+        return runs.open_run(tracker.client, tracker.experiment, content, name)
     tracker.client.set_tag(injected, FINGERPRINT, content)
     return tracker.client.get_run(injected)
 
@@ -276,16 +277,16 @@ def _log_entry(tracker: Tracker, entry: Entry, parent: Run, sequences: Path, sho
     """Return the entry's run, complete: settings, dataset, curves, figures, report, model and final values."""
     client = tracker.client
     seconds = float(entry.card.get("seconds", 0.0))
-    run = tracking.open_run(
+    run = runs.open_run(
         client, tracker.experiment, entry.fingerprint, entry.name, parent=parent.info.run_id, seconds=seconds
     )
     if run.data.tags.get(COMPLETE) == entry.content:
         return run
     run_id = run.info.run_id
-    tracking.log_params(client, run, {key: entry.card[key] for key in SETTINGS if key in entry.card})
+    runs.log_params(client, run, {key: entry.card[key] for key in SETTINGS if key in entry.card})
     versions = {f"versions.{name}": version for name, version in entry.card.get("versions", {}).items()}
     _describe(tracker, run, {**versions, "seqrec.architecture": entry.card.get("architecture", entry.name)})
-    tracking.log_history(client, run, entry.history)
+    runs.log_history(client, run, entry.history)
     for file in REPORT_FILES:
         client.log_artifact(run_id, str(entry.report / file), registry.REPORT)
     if entry.history:
@@ -294,7 +295,7 @@ def _log_entry(tracker: Tracker, entry: Entry, parent: Run, sequences: Path, sho
     model_id = None
     if entry.checkpoint is not None:
         model_id = registry.log_model(client, run, checkpoint=entry.checkpoint, sequences=sequences).model_id
-    tracking.log_metrics(client, run, entry.metrics, model_id)
+    runs.log_metrics(client, run, entry.metrics, model_id)
     client.set_terminated(run_id)
     client.set_tag(run_id, COMPLETE, entry.content)
     return run
@@ -315,7 +316,7 @@ def _gate(tracker: Tracker, best: Entry, run: Run, sequences: Path, config: Regi
         **tracker.tags,
         "seqrec.model": best.name,
         registry.FILTER_TAG: str(best.metrics["filter_seen"]),
-        f"seqrec.{tracking.metric_name(SELECTION)}": str(best.row[SELECTION]),
+        f"seqrec.{runs.metric_name(SELECTION)}": str(best.row[SELECTION]),
         **registry.guard_tags(best.metrics),
     }
     model = registry.log_model(tracker.client, run, checkpoint=best.checkpoint, sequences=sequences)
@@ -343,10 +344,10 @@ def _finish_parent(
         client.log_artifact(run_id, str(reports / file))
     if run.data.tags.get(COMPLETE):
         return
-    tracking.log_params(client, run, params)
+    runs.log_params(client, run, params)
     _describe(tracker, run, {})
     best = best_model([entry.row for entry in entries])
-    tracking.log_metrics(client, run, {key: best[key] for key in (SELECTION, TEST)})
-    if tracking.injected_run() is None:  # whoever made the run ends it
+    runs.log_metrics(client, run, {key: best[key] for key in (SELECTION, TEST)})
+    if runs.injected_run() is None:  # whoever made the run ends it
         client.set_terminated(run_id)
     client.set_tag(run_id, COMPLETE, "true")

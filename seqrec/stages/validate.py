@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from seqrec import artifacts
 from seqrec.config import ValidateConfig
-from seqrec.data.growth import stability_index
+from seqrec.data.drift import stability_index
 
 if TYPE_CHECKING:
     from seqrec.data.expectations import Check, Log, Totals
@@ -174,8 +174,8 @@ def _in_memory(path: Path) -> tuple[Log, Counted]:
 def _on_spark(path: Path) -> tuple[Log, Counted]:
     import narwhals as nw
 
-    from seqrec.data.engines import Spark
     from seqrec.data.expectations import Log
+    from seqrec.data.table_engines import Spark
 
     engine = Spark()
     events = engine.read(path)

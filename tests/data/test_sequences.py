@@ -1,6 +1,6 @@
 import pytest
 import torch
-from conftest import prepare_rows
+from support import prepare_rows
 
 from seqrec.data import sequences
 

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from conftest import make_batch, make_model
+from support import make_batch, make_model
 
 
 def reference(weights, rows, user, window, width):

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from conftest import make_batch, make_model
+from support import make_batch, make_model
 from torch.nn import functional as F
 
 from models.efficient_attention import EFFICIENT

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import MEMORY, has_option, make_batch, make_model, trained
+from support import MEMORY, has_option, make_batch, make_model, trained
 
 from models import REGISTRY
 from models.base import OBJECTIVES, PAD, Batch

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import make_batch, make_model
+from support import make_batch, make_model
 
 from models.flash4rec import (
     Block,

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from conftest import make_batch, make_model
+from support import make_batch, make_model
 
 
 def test_score_is_the_taste_of_the_user_plus_what_follows_the_last_item():

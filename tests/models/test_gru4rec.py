@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from conftest import make_batch, make_model
+from support import make_batch, make_model
 
 from models.gru4rec import roll
 

@@ -1,8 +1,8 @@
 import pytest
 import torch
-from conftest import make_batch, make_model
+from support import make_batch, make_model
 
-from seqrec.losses import bayesian_personalized_ranking
+from seqrec.training.losses import bayesian_personalized_ranking
 
 
 def test_score_is_the_inner_product_of_user_and_item_plus_the_items_bias():

@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import make_batch, make_model
+from support import make_batch, make_model
 
 from models import rec_denoiser
 from models.layers import MultiHeadAttention, attention_bias
 from models.rec_denoiser import BACKBONES, Entmax15, RecDenoiserOptions, StridedSoftmax, recorded
-from seqrec.training import clip_gradients
+from seqrec.training.loop import clip_gradients
 
 ROW = [3, 7, 2]
 PLAIN = {"attention": "full", "l0": 0.0, "jacobian": 0.0}
@@ -710,7 +710,7 @@ import json, sys
 import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
-from conftest import make_batch, make_model
+from support import make_batch, make_model
 
 ROWS = [[3, 7, 2, 9], [5, 8, 1], [4, 6], [2, 9, 11, 5], [1, 12], [8, 3, 6]]
 

@@ -8,19 +8,20 @@ import pyarrow as pa
 import pytest
 import torch
 import transformers
-from conftest import make_batch, make_model, make_tokens, prepare_rows, synthetic_rows
+from support import make_batch, make_model, make_tokens, prepare_rows, synthetic_rows
 from torch.nn import functional as F
 
 from models.base import Catalogue
 from models.recformer import Neighbours, Text, mask_words
-from seqrec import artifacts, pretrained, training
+from seqrec import artifacts
 from seqrec.artifacts import write_table
-from seqrec.checkpoint import load_model
 from seqrec.config import ConfigError, FinetuneConfig, ModelConfig, PretrainConfig
-from seqrec.data import sequences, text
+from seqrec.data import item_tokens, sequences
 from seqrec.stages.evaluate import evaluate
 from seqrec.stages.finetune import finetune
 from seqrec.stages.pretrain import pretrain, train_parts
+from seqrec.training import loop, pretrained
+from seqrec.training.checkpoint import load_model
 
 CLS, PAD = 2, 0  # of make_tokens
 
@@ -29,7 +30,7 @@ def build(**options):
     return make_model("recformer", **options).eval()
 
 
-def item_tokens(model, item: int) -> list[int]:
+def tokens_of(model, item: int) -> list[int]:
     first, stop = model.offsets[item : item + 2].tolist()
     return model.ids[first:stop].tolist()
 
@@ -41,7 +42,7 @@ def test_a_history_is_cls_and_the_items_from_the_most_recent_one():
     for row, history in enumerate(rows):
         ids, types, places = [CLS], [0], [0]
         for place, item in enumerate(reversed(history), start=1):
-            own = item_tokens(model, item)
+            own = tokens_of(model, item)
             ids += own
             types += [1] + [2] * (len(own) - 1)
             places += [place] * len(own)
@@ -100,7 +101,7 @@ def test_the_vector_of_a_text_may_be_the_mean_over_its_tokens():
 
     for row, history in zip(got, rows, strict=True):
         items = torch.tensor([history or [0]])
-        size = min(40, 1 + sum(len(item_tokens(model, item)) for item in history))
+        size = min(40, 1 + sum(len(tokens_of(model, item)) for item in history))
         text = model.flatten(items, size)
         assert text.real_BT.all()
         torch.testing.assert_close(row, model.encoder(text, only_first=False)[0].mean(0))
@@ -396,13 +397,13 @@ def test_the_second_stage_keeps_what_the_first_left_unless_it_is_better(target, 
     def validate(*_, **__):
         return {"valid/ndcg@10": next(scores), "valid/recall@10": 0.0, "valid/mrr": 0.0}
 
-    monkeypatch.setattr(training, "validate", validate)
+    monkeypatch.setattr(loop, "validate", validate)
     run_finetune(target, tmp_path, epochs=2)
     best = vectors(tmp_path / "finetuned")[0].state_dict()
 
     monkeypatch.undo()
     scores = iter([0.5, 0.4, 0.5])
-    monkeypatch.setattr(training, "validate", validate)
+    monkeypatch.setattr(loop, "validate", validate)
     other = tmp_path / "other"
     run_pretrain(target, other)
     with pytest.raises(StopIteration):  # the same first stage, cut short within the second
@@ -435,14 +436,14 @@ def test_an_interrupted_run_ends_like_one_that_was_not(target, tmp_path, monkeyp
         run_pretrain(target, tmp_path / name)
     train(tmp_path / "whole")
     batches = iter(range(steps))
-    account = training._Run._account
+    account = loop._Run._account
 
     def fail(self, *arguments):
         if next(batches, None) is None:
             raise KeyboardInterrupt
         account(self, *arguments)
 
-    monkeypatch.setattr(training._Run, "_account", fail)
+    monkeypatch.setattr(loop._Run, "_account", fail)
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path / "cut")
     monkeypatch.undo()
@@ -570,8 +571,8 @@ def test_text_is_asked_for(target, tmp_path):
 
 def test_zesrec_trains_on_frozen_text_vectors(target, tmp_path):
     names = sequences.read_vocabulary(target / "sequences")[0]
-    texts = text.read_texts(target / artifacts.ITEMS, names)
-    tokenizer = text.train_tokenizer([texts], 200)
+    texts = item_tokens.read_texts(target / artifacts.ITEMS, names)
+    tokenizer = item_tokens.train_tokenizer([texts], 200)
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     bert = transformers.BertModel(transformers.BertConfig(vocab_size=tokenizer.get_vocab_size(), **sizes))
     bert.save_pretrained(tmp_path / "bert")
@@ -594,7 +595,7 @@ def test_zesrec_trains_on_frozen_text_vectors(target, tmp_path):
 
     first, last = (vectors(tmp_path / name)[0] for name in ("initial", "finetuned"))
     assert not torch.equal(first.to_item.weight, last.to_item.weight)
-    expected = pretrained.text_vectors(text.tokenise(texts, tokenizer, 32), start)
+    expected = pretrained.text_vectors(item_tokens.tokenise(texts, tokenizer, 32), start)
     for model in (first, last):
         torch.testing.assert_close(model.text_VE, expected)
     torch.testing.assert_close(vectors(tmp_path / "finetuned")[1], last.to_item(expected))

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from conftest import make_batch, make_model
+from support import make_batch, make_model
 
 
 def test_attention_equals_torch_multihead_attention():

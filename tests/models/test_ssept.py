@@ -1,6 +1,6 @@
 import pytest
 import torch
-from conftest import make_batch, make_model
+from support import make_batch, make_model
 
 from models.ssept import shared
 

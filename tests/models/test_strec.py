@@ -8,19 +8,19 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import make_batch, make_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import make_batch, make_model
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.meter import peak_bytes
 from models.base import Batch
 from models.strec import FORCED, GRID, Sampler, STRecOptions, _standardised
-from seqrec import training
-from seqrec.checkpoint import ResumeState
 from seqrec.config import TrainConfig
 from seqrec.data import sequences
+from seqrec.training import loop
+from seqrec.training.checkpoint import ResumeState
 
 LENGTH = 12
 
@@ -525,7 +525,7 @@ CONFIG = {
 def fit(model, prepared, stage, state, **config):
     settings_ = TrainConfig(**(CONFIG | config))
     data = sequences.load(prepared)
-    return training.fit(
+    return loop.fit(
         model, data, stage, settings_, filter_seen=True, state=ResumeState(state, "x"), accelerator=Accelerator()
     )
 
@@ -576,7 +576,7 @@ def test_the_backbone_has_one_stage_and_no_sampler():
 
 
 def test_options_survive_a_checkpoint(tmp_path):
-    from seqrec.checkpoint import load_model, save_model
+    from seqrec.training.checkpoint import load_model, save_model
 
     model = make_strec(k=(5, 3), noise_seed=3)
     save_model(tmp_path, model, {})

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from conftest import make_batch, make_model
+from support import make_batch, make_model
 
 from models.layers import attention_bias
 from models.tisasrec import IntervalAttention, TiSASRecOptions, intervals

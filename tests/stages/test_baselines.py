@@ -6,11 +6,11 @@ import logging
 import numpy as np
 import pytest
 import torch
-from conftest import prepare_rows
+from support import prepare_rows
 
 from seqrec.config import EvaluateConfig
 from seqrec.data import sequences
-from seqrec.leaderboard import BASELINES
+from seqrec.evaluation.leaderboard import BASELINES
 from seqrec.stages import baselines as stage
 from seqrec.stages.baselines import baselines, ease_scorer, popularity_scorer
 

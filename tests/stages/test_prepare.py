@@ -2,8 +2,8 @@ import json
 
 import pyarrow.parquet as pq
 import pytest
-from conftest import prepare_rows, synthetic_rows, write_interactions
 from pyarrow import ipc
+from support import prepare_rows, synthetic_rows, write_interactions
 
 from seqrec.artifacts import read_json, write_json
 from seqrec.config import ConfigError, PrepareConfig

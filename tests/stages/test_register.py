@@ -16,7 +16,6 @@ import torch
 from mlflow import MlflowClient
 
 from models.base import Catalogue
-from seqrec import evaluation, tracking
 from seqrec.artifacts import (
     CASES_SCHEMA,
     ITEMS_SCHEMA,
@@ -27,13 +26,15 @@ from seqrec.artifacts import (
     sha256,
     write_json,
 )
-from seqrec.checkpoint import build, save_model
 from seqrec.config import EvaluateConfig, FinetuneConfig, ModelConfig, RegisterConfig
 from seqrec.data import sequences as data
-from seqrec.retrieval import model_scorer
+from seqrec.evaluation import results
+from seqrec.evaluation.ranking import model_scorer
 from seqrec.stages.baselines import baselines
 from seqrec.stages.register import register
-from seqrec.tracking import TrackingError
+from seqrec.tracking import runs
+from seqrec.tracking.runs import TrackingError
+from seqrec.training.checkpoint import build, save_model
 
 USERS, ITEMS, EVENTS = 20, 12, 8
 MODELS = ["sasrec", "wide"]
@@ -85,7 +86,7 @@ def train_model(root, name, d_model):
     (folder / "history.jsonl").write_text("".join(json.dumps(record) + "\n" for record in HISTORY))
     report = {"parameters": 100 * d_model, "train_seconds": 7.0}
     with torch.no_grad():
-        evaluation.report(model_scorer(model), prepared, root / "reports" / name, EVALUATE, report)
+        results.report(model_scorer(model), prepared, root / "reports" / name, EVALUATE, report)
 
 
 def set_validation_ranks(root, name, rank):
@@ -113,7 +114,7 @@ def template(tmp_path_factory):
     """A finished pipeline beside an empty tracking database: both take seconds to make."""
     root = tmp_path_factory.mktemp("template")
     write_pipeline(root)
-    tracking.connect(RegisterConfig(tracking_uri=f"sqlite:///{root}/mlflow.db"))
+    runs.connect(RegisterConfig(tracking_uri=f"sqlite:///{root}/mlflow.db"))
     return root
 
 
@@ -124,9 +125,9 @@ def project(template, tmp_path, monkeypatch):
     monkeypatch.chdir(root)
     for name in ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID"):
         monkeypatch.delenv(name, raising=False)
-    tracking.injected_run.cache_clear()
+    runs.injected_run.cache_clear()
     yield root
-    tracking.injected_run.cache_clear()
+    runs.injected_run.cache_clear()
 
 
 def run(root=Path(), models=MODELS, params=PARAMS, **changes):
@@ -140,7 +141,7 @@ def outcome():
 
 
 def client():
-    return MlflowClient(tracking.tracking_uri(RegisterConfig()))
+    return MlflowClient(runs.tracking_uri(RegisterConfig()))
 
 
 def all_runs():
@@ -325,16 +326,16 @@ def test_a_new_evaluation_of_the_same_training_updates_its_run(project):
 
 
 def test_a_live_run_is_joined_and_its_curve_is_not_repeated(project):
-    with tracking.live_run("wide-8", "wide finetune", RegisterConfig()) as log:
+    with runs.live_run("wide-8", "wide finetune", RegisterConfig()) as log:
         for number, record in enumerate(HISTORY[:2], start=1):
             log(record, number)
     (live,) = all_runs().values()
     assert live.info.status == "FINISHED"
     run()
-    runs = [run for run in all_runs().values() if run.data.tags["seqrec.fingerprint"] == "wide-8"]
+    found = [run for run in all_runs().values() if run.data.tags["seqrec.fingerprint"] == "wide-8"]
 
-    assert [run.info.run_id for run in runs] == [live.info.run_id]
-    assert "mlflow.parentRunId" in runs[0].data.tags
+    assert [run.info.run_id for run in found] == [live.info.run_id]
+    assert "mlflow.parentRunId" in found[0].data.tags
     curve = client().get_metric_history(live.info.run_id, "curve/loss")
     assert [(point.step, point.value) for point in curve] == [(1, 2.5), (2, 2.25), (3, 2.0)]
 
@@ -381,9 +382,9 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 import sqlalchemy
-sys.path[:0] = [{root!r}, {tests!r}]
+sys.path[:0] = {folders!r}
 import test_register
-import seqrec.registry
+import seqrec.tracking.registry
 
 def killed_at(number):
     child = os.fork()
@@ -406,7 +407,7 @@ print(kills)
 
 def test_a_register_killed_again_and_again_ends_like_one_that_was_not(project, tmp_path, monkeypatch):
     here = Path(__file__).parent
-    script = KILLED.format(root=str(here.parent.parent), tests=str(here))
+    script = KILLED.format(folders=[str(here.parent.parent), str(here.parent), str(here)])
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) >= 3

@@ -1,0 +1,1 @@
+"""Analysis: attributions, example users, plots and the report."""

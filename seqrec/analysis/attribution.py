@@ -1,0 +1,137 @@
+"""Which past events drove a recommendation: what leaving one out changes, and where attention looks.
+
+Shape suffixes:
+  B rows   L events   W events and one before them   J variants of a row   K events of a variant   H heads   Q queries
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from models import flash4rec
+from models.base import PAD, Batch, SequenceModel
+from models.layers import MultiHeadAttention
+from models.rec_denoiser import RecDenoiser
+from seqrec.data.sequences import with_mask
+from seqrec.evaluation.ranking import POSITIONS_PER_PASS
+
+READS_EVENTS = (MultiHeadAttention, flash4rec.GatedAttention, flash4rec.RotaryAttention)  # one key an event, in order
+
+
+@torch.no_grad()
+def leave_one_out(model: SequenceModel, batch: Batch, item_B: Tensor) -> Tensor:
+    """Return (B, L): by how much the score of an item drops when one event had never been.
+
+    The other events keep their times, and the ones before move up: where the history is longer than what the model
+    sees, so does one that it had not seen. Padding, and events that the model does not see, have 0. All variants are
+    rows of one pass, of several where one would take much memory.
+
+    Args:
+        model: in eval mode.
+        batch: histories, left-padded and without MASK, of any width.
+        item_B: the item of each row.
+    """
+    seen, length = _seen(model), batch.items.shape[1]
+    items_BW, times_BW = (F.pad(x, (1, 0))[:, -seen - 1 :] for x in (batch.items, batch.times))
+    kept_JK = _all_but_one(items_BW.shape[1], items_BW.device)
+    items_BJK, times_BJK = items_BW[:, kept_JK], times_BW[:, kept_JK]
+    times_BJK = (times_BJK - times_BJK[:, :, -1:]).masked_fill(items_BJK == PAD, 0.0)
+    user_BJ = batch.user.unsqueeze(1).expand(items_BJK.shape[:2])
+    variants = Batch(items_BJK.flatten(0, 1), times_BJK.flatten(0, 1), user_BJ.flatten())
+    query_BJD = _queries(model, variants).unflatten(0, user_BJ.shape)
+    score_BJ = (query_BJD * model.item_vectors()[item_B].float().unsqueeze(1)).sum(-1)
+    drop_BJ = (score_BJ[:, :1] - score_BJ) * (items_BW != PAD)  # variant 0 is what the model saw
+    return F.pad(drop_BJ[:, 1:], (length - seen, 0)) if length > seen else drop_BJ[:, 1:]
+
+
+@torch.no_grad()
+def attention(model: SequenceModel, batch: Batch) -> Tensor | None:
+    """Return (B, L): how much the query for the next item reads each event in the last layer, the mean of its heads.
+
+    A row need not sum to 1: masks take from it, and so does the MASK of a model trained with one. None for a model
+    whose attention, if it has any, is not over the events one by one.
+
+    Args:
+        model: in eval mode.
+        batch: histories, left-padded and without MASK, of any width.
+    """
+    if not any(isinstance(part, READS_EVENTS) for part in model.modules()):
+        return None
+    seen, length = _seen(model), batch.items.shape[1]
+    window = Batch(batch.items[:, -seen:], batch.times[:, -seen:], batch.user)
+    with _LastWeights() as recorded:
+        model(_asked(model, window), last=True)
+    assert recorded.weight is not None
+    weight_BHL = recorded.weight[..., -1, :].reshape(len(batch.items), -1, recorded.weight.shape[-1])
+    weight_BL = weight_BHL.mean(1)[:, : window.items.shape[1]]  # without MASK
+    return F.pad(weight_BL, (length - weight_BL.shape[1], 0))
+
+
+@torch.no_grad()
+def masked_attention(model: SequenceModel, batch: Batch) -> tuple[Tensor, Tensor] | None:
+    """Return the weights (B, L, L) of the last layer without its mask and with it, the mean of its heads.
+
+    None for a model that is no Rec-Denoiser with masks. A row is an event that reads.
+
+    Args:
+        model: in eval mode.
+        batch: histories, left-padded and without MASK; L is the part that the model sees.
+    """
+    if not isinstance(model, RecDenoiser) or not model.masks:
+        return None
+    seen, layer = _seen(model), model.blocks[-1].attention
+    window = Batch(batch.items[:, -seen:], batch.times[:, -seen:], batch.user)
+    mask, maps = layer.weigh, []
+    for weigh in (None, mask):  # the layers before it keep their masks
+        layer.weigh = weigh
+        with _LastWeights() as recorded:
+            model(_asked(model, window))
+        assert recorded.weight is not None
+        length = window.items.shape[1]
+        maps.append(recorded.weight.mean(1)[:, :length, :length])
+    return maps[0], maps[1]
+
+
+class _LastWeights(TorchFunctionMode):
+    """Keeps the weights (..., Q, L) of the last attention computed meanwhile, by the fused kernel or step by step."""
+
+    weight: Tensor | None = None
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = function(*args, **kwargs)
+        if function is F.scaled_dot_product_attention:
+            query, key = args[:2]
+            score = query @ key.mT * query.shape[-1] ** -0.5
+            self.weight = (score + kwargs["attn_mask"]).softmax(-1)
+        elif function is F.dropout and result.dim() == 4:  # what `MultiHeadAttention.weights` returns
+            self.weight = result
+        return result
+
+
+def _seen(model: SequenceModel) -> int:
+    """Return how many events the model sees."""
+    cloze = model.options.objective == "cloze"
+    return int(model.options.length - cloze)
+
+
+def _asked(model: SequenceModel, batch: Batch) -> Batch:
+    cloze = model.options.objective == "cloze"
+    return with_mask(batch, model.catalogue.num_items + 1) if cloze else batch
+
+
+def _all_but_one(width: int, device: torch.device) -> Tensor:
+    """Return (width, width - 1): row j counts up to `width` without j."""
+    place = torch.arange(width - 1, device=device)
+    return place + (place >= torch.arange(width, device=device).unsqueeze(1))
+
+
+def _queries(model: SequenceModel, batch: Batch) -> Tensor:
+    rows = max(1, POSITIONS_PER_PASS // batch.items.shape[1])
+    parts = zip(*(x.split(rows) for x in batch), strict=True)
+    return torch.cat([model(_asked(model, Batch(*part)), last=True)[:, 0].float() for part in parts])

@@ -1,0 +1,172 @@
+"""Some users, what each model recommends to them, and which of their events drove it: for people to look at."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from models.base import PAD, Batch, SequenceModel
+from seqrec.analysis import attribution, strec_sparsity
+from seqrec.analysis.strec_sparsity import Point
+from seqrec.artifacts import CASES, ITEMS, RECOMMENDATIONS, read_titles
+from seqrec.data import sequences as prepared
+from seqrec.data.sequences import Sequences
+from seqrec.training import checkpoint
+
+FOUND = 10  # the target's rank, at most, where a model found it
+
+Columns = dict[str, NDArray[Any]]
+Maps = tuple[list[list[float]], list[list[float]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opinion:
+    """What a model says to one user; `drop` and `attention` hold a number for each event of the history."""
+
+    best: list[int]  # items, best first
+    rank: float  # of the target
+    drop: list[float] | None = None  # of the first item's score without the event; None for a baseline
+    attention: list[float] | None = None  # None where the model has none over events
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """A user's history, the held-out item that came next, and the models' opinions."""
+
+    user_id: str
+    history: list[int]  # items, oldest first
+    target: int
+    opinions: dict[str, Opinion]  # by model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Examples:
+    """Users to show, and what their items are called."""
+
+    users: list[Example] = field(default_factory=list)
+    names: dict[int, str] = field(default_factory=dict)  # item -> its title, or its id where it has none
+    # Of models with masks: attention (L, L) between the first user's events, without the masks and with them.
+    masked: dict[str, Maps] = field(default_factory=dict)
+    sparse: dict[str, list[Point]] = field(
+        default_factory=dict
+    )  # of models that compute some rows: `strec_sparsity.sweep`
+
+
+def choose(
+    *,
+    leader: str,
+    checkpoints: Mapping[str, Path | None],
+    reports: Path,
+    sequences: Path,
+    data: Path,
+    number: int,
+    seed: int,
+) -> Examples:
+    """Draw users, half of them with a target that `leader` found, and ask every model.
+
+    Args:
+        leader: key of a model.
+        checkpoints: of each model; None for a baseline.
+        reports: holds `<model>/` with cases and recommendations.
+        sequences: the prepared dataset.
+        data: holds items.parquet, whose titles are taken, if it is there.
+        number: of users; there are fewer where fewer have a history and a test case.
+        seed: of the draw.
+    """
+    cases = _first_cases(reports / leader)
+    chosen = _draw(cases["rank"], cases["position"], number, seed)
+    if len(chosen) == 0:
+        return Examples()
+    user, target = cases["user"][chosen], cases["target"][chosen]
+    loaded = prepared.load(sequences)
+    batch = _histories(loaded, user, cases["position"][chosen])
+    opinions, masked, sparse = {}, {}, {}
+    for name, saved in checkpoints.items():
+        best = _lists(reports / name, user)
+        ranks = _first_cases(reports / name)["rank"][chosen].tolist()
+        if saved is None:
+            opinions[name] = [Opinion(best=items, rank=rank) for items, rank in zip(best, ranks, strict=True)]
+            continue
+        model, card = checkpoint.load_model(saved)
+        opinions[name] = _opinions(model, batch, best, ranks)
+        if (maps := _first_maps(model, batch)) is not None:
+            masked[name] = maps
+        if points := strec_sparsity.sweep(model, loaded, filter_seen=card["filter_seen"], seed=seed):
+            sparse[name] = points
+    user_ids = prepared.read_users(sequences)
+    users = [
+        Example(
+            user_id=user_ids[one - 1],
+            history=[item for item in batch.items[row].tolist() if item != PAD],
+            target=int(target[row]),
+            opinions={name: rows[row] for name, rows in opinions.items()},
+        )
+        for row, one in enumerate(user.tolist())
+    ]
+    return Examples(users=users, names=_names(users, sequences, data / ITEMS), masked=masked, sparse=sparse)
+
+
+def _first_cases(report: Path) -> Columns:
+    """Return user, position, target and rank of each user's first test case, the one with a recorded list."""
+    names = ["user", "position", "target", "rank"]
+    table = pq.read_table(report / CASES, columns=names, filters=[("split", "=", "test")])
+    columns = {name: table[name].to_numpy() for name in names}
+    first = np.unique(columns["user"], return_index=True)[1]
+    return {name: column[first] for name, column in columns.items()}
+
+
+def _draw(rank: NDArray[Any], position: NDArray[Any], number: int, seed: int) -> NDArray[Any]:
+    """Return the indices of `number` cases that have a history, the found ones first."""
+    order = np.random.default_rng(seed).permutation(np.flatnonzero(position > 0))
+    found, missed = order[rank[order] <= FOUND], order[rank[order] > FOUND]
+    half = min(len(found), max(number // 2, number - len(missed)))
+    return np.concatenate([found[:half], missed[: number - half]])
+
+
+def _histories(data: Sequences, user: NDArray[Any], position: NDArray[Any]) -> Batch:
+    index = torch.from_numpy(user.astype(np.int64)) - 1
+    stop = data.start[index] + torch.from_numpy(position.astype(np.int64))
+    return prepared.window(data, index, stop, int(position.max()))
+
+
+def _lists(report: Path, user: NDArray[Any]) -> list[list[int]]:
+    wanted = user.tolist()
+    table = pq.read_table(report / RECOMMENDATIONS, filters=[("user", "in", wanted)]).sort_by("rank")
+    rows = list(zip(table["user"].to_pylist(), table["item"].to_pylist(), strict=True))
+    return [[item for owner, item in rows if owner == one] for one in wanted]
+
+
+def _opinions(model: SequenceModel, batch: Batch, best: Sequence[list[int]], ranks: Sequence[float]) -> list[Opinion]:
+    first_B = torch.tensor([next(iter(items), PAD) for items in best])
+    drop = _by_event(attribution.leave_one_out(model, batch, first_B), batch)
+    weight_BL = attribution.attention(model, batch)
+    attention = [None] * len(best) if weight_BL is None else _by_event(weight_BL, batch)
+    rows = zip(best, ranks, drop, attention, strict=True)
+    return [Opinion(best=items, rank=rank, drop=lost, attention=read) for items, rank, lost, read in rows]
+
+
+def _by_event(value_BL: Tensor, batch: Batch) -> list[list[float]]:
+    rows = zip(value_BL, batch.items != PAD, strict=True)
+    return [value_L[real_L].tolist() for value_L, real_L in rows]
+
+
+def _first_maps(model: SequenceModel, batch: Batch) -> Maps | None:
+    real = int((batch.items[0] != PAD).sum())
+    maps = attribution.masked_attention(model, Batch(batch.items[:1, -real:], batch.times[:1, -real:], batch.user[:1]))
+    return None if maps is None else (maps[0][0].tolist(), maps[1][0].tolist())
+
+
+def _names(users: Sequence[Example], sequences: Path, items: Path) -> dict[int, str]:
+    lists = (opinion.best for user in users for opinion in user.opinions.values())
+    wanted = sorted({user.target for user in users}.union(*lists, *(user.history for user in users)))
+    item_ids = prepared.read_vocabulary(sequences)[0]
+    titles = read_titles(items, [item_ids[item - 1] for item in wanted])
+    return {item: titles.get(item_ids[item - 1], item_ids[item - 1]) for item in wanted}

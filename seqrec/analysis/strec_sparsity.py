@@ -1,0 +1,79 @@
+"""What a trained STRec finds and costs when it is served with more or fewer rows than it was trained with."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+
+import torch
+
+from models.base import SequenceModel
+from models.strec import STRec, STRecOptions
+from seqrec.data import sequences
+from seqrec.data.sequences import Cases, Sequences
+from seqrec.evaluation import metrics, ranking
+
+SPARSITIES = (0.0, 0.42, 0.58, 0.69, 0.77, 0.9, 0.98)
+CASES = 2_000
+TIMED = 64  # histories
+ROUNDS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """A model served with some number of rows a layer."""
+
+    sparsity: float  # share of rows that are not computed, the mean of the layers
+    ndcg: float  # NDCG@10 on validation
+    microseconds: float  # from events to query, a history, on this machine
+    trained: bool  # whether these are the rows of its training
+
+
+@torch.no_grad()
+def sweep(model: SequenceModel, data: Sequences, *, filter_seen: bool, seed: int) -> list[Point]:
+    """Return the points of `model` by sparsity, without training it again; none for one that computes every row.
+
+    Args:
+        model: in eval mode, on the CPU.
+        data: the prepared dataset, whose validation cases are ranked, at most 2,000 of them.
+        filter_seen: whether past items are no candidates.
+        seed: of the draw of cases.
+    """
+    if not isinstance(model, STRec) or model.sampler is None:
+        return []
+    trained = model.options
+    others = (replace(trained, k=(), sparsity=sparsity) for sparsity in SPARSITIES)
+    by_sparsity = {_sparsity(options): options for options in (*others, trained)}  # the last of equals stays
+    cases = _draw(sequences.cases(data, "valid"), seed)
+    points = []
+    for sparsity, options in sorted(by_sparsity.items(), key=lambda pair: pair[0]):
+        model.options = options
+        ranked = ranking.rank(ranking.model_scorer(model), data, cases, filter_seen=filter_seen)
+        rank = ranked.rank if filter_seen else ranked.rank_unfiltered
+        ndcg = float(metrics.ndcg(rank.numpy(), 10).mean())
+        cost = _microseconds(model, data, cases)
+        points.append(Point(sparsity=sparsity, ndcg=ndcg, microseconds=cost, trained=options is trained))
+    model.options = trained
+    return points
+
+
+def _sparsity(options: STRecOptions) -> float:
+    return 1 - sum(options.rows) / len(options.rows) / options.length
+
+
+def _draw(cases: Cases, seed: int) -> Cases:
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.randperm(len(cases), generator=generator)[:CASES].sort().values
+    return Cases(user=cases.user[chosen], position=cases.position[chosen])
+
+
+def _microseconds(model: STRec, data: Sequences, cases: Cases) -> float:
+    """Return the least time, over rounds, of a pass over the longest histories."""
+    longest = (cases.position - data.start[cases.user]).argsort(descending=True)[:TIMED]
+    batch = sequences.window(data, cases.user[longest], cases.position[longest], model.options.length)
+    seconds = []
+    for _ in range(ROUNDS):
+        began = time.perf_counter()
+        model(batch, last=True)
+        seconds.append(time.perf_counter() - began)
+    return min(seconds) / len(longest) * 1e6

@@ -1,0 +1,1 @@
+"""Cluster: jobs that a pipeline step launches on Kubernetes."""

@@ -1,0 +1,275 @@
+"""Jobs that a step launches on the cluster and awaits: TrainJobs of Kubeflow Trainer, SparkApplications."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from seqrec.config import ConfigError, KubernetesConfig, LaunchConfig, StepResources
+
+logger = logging.getLogger(__name__)
+MAIN = Path(__file__).with_name("launch.py")  # what the processes of a job run
+PLURALS = {"TrainJob": "trainjobs", "SparkApplication": "sparkapplications"}
+OPERATORS = {"TrainJob": "Kubeflow Trainer 2", "SparkApplication": "the Kubeflow Spark operator"}
+NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a stage runs; the fields after the first matter to jobs alone."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    image: str = ""
+    resources: StepResources = field(default_factory=StepResources)
+    cluster: KubernetesConfig = field(default_factory=KubernetesConfig)
+
+
+def train_job(name: str, place: Place, state: Path, order: Path) -> dict[str, Any]:
+    """Return the TrainJob (trainer.kubeflow.org/v1alpha1) that runs `order` with torchrun on every node."""
+    launch, cluster = place.launch, place.cluster
+    container = {
+        "name": "node",
+        "securityContext": _container_security(),
+        "volumeMounts": _mounts(place, state),
+    }
+    pod = {
+        "containers": [container],
+        "volumes": list(_volumes(place, state).values()),
+        "securityContext": _pod_security(cluster),
+        **_placement(place),
+        **({"serviceAccountName": cluster.service_account} if cluster.service_account else {}),
+        **_pull_secrets(cluster),
+    }
+    node = {"name": "node", "template": {"spec": {"template": {"metadata": {"labels": cluster.labels}, "spec": pod}}}}
+    spec = {
+        "runtimeRef": {"name": launch.runtime},
+        "trainer": {
+            "image": launch.image or place.image,
+            "command": [
+                "python",
+                "-m",
+                "torch.distributed.run",
+                "-m",
+                "seqrec.cluster.launch",
+            ],  # PET_* say where and how many
+            "args": [str(order)],
+            "numNodes": launch.nodes,
+            "numProcPerNode": launch.processes,
+            "resourcesPerNode": _quantities(place.resources),
+            "env": _variables(cluster),
+        },
+        "runtimePatches": [
+            {
+                "manager": "seqrec.org/launch",
+                "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [node]}}},
+            }
+        ],
+    }
+    if place.resources.timeout_s:
+        spec["activeDeadlineSeconds"] = place.resources.timeout_s
+    metadata = {"name": name, "labels": cluster.labels}
+    return {"apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob", "metadata": metadata, "spec": spec}
+
+
+def spark_application(name: str, place: Place, state: Path, order: Path, config: Any) -> dict[str, Any]:
+    """Return the SparkApplication (sparkoperator.k8s.io/v1beta2) that runs `order` on a driver and executors.
+
+    Raises:
+        ConfigError: prepare does not use Spark.
+    """
+    if getattr(config, "engine", "") != "spark":
+        raise ConfigError("kubernetes.launch.prepare.launcher: job needs prepare.engine: spark")
+    launch, cluster, resources = place.launch, place.cluster, place.resources
+    pod = {
+        "cores": max(1, int(float(resources.cpu))),
+        "coreRequest": resources.cpu,
+        "memory": resources.memory.replace("i", "").lower(),  # Spark's units are those of Java: 4g is 4Gi
+        "env": _variables(cluster),
+        "labels": cluster.labels,
+        "podSecurityContext": _pod_security(cluster),
+        "securityContext": _container_security(),
+        "volumeMounts": _mounts(place, state),
+        **_placement(place),
+    }
+    account = {"serviceAccount": cluster.service_account} if cluster.service_account else {}
+    spec = {
+        "type": "Python",
+        "mode": "cluster",
+        "sparkVersion": importlib.metadata.version("pyspark"),
+        "image": launch.image or place.image,
+        "imagePullSecrets": cluster.image_pull_secrets,
+        "mainApplicationFile": f"local://{MAIN}",
+        "arguments": [str(order)],
+        "restartPolicy": {"type": "Never"},  # the step is repeated, and finds what is done
+        "volumes": list(_volumes(place, state).values()),
+        "driver": {**pod, **account},
+        "executor": {**pod, "instances": launch.nodes},
+    }
+    metadata = {"name": name, "labels": cluster.labels}
+    return {
+        "apiVersion": "sparkoperator.k8s.io/v1beta2",
+        "kind": "SparkApplication",
+        "metadata": metadata,
+        "spec": spec,
+    }
+
+
+def _volumes(place: Place, state: Path) -> dict[str, dict[str, Any]]:
+    """Return the volumes of a job's pod by where they are mounted: its root file system is read-only."""
+    volumes: dict[str, dict[str, Any]] = {
+        str(state): {"name": "state", "persistentVolumeClaim": {"claimName": place.cluster.state_claim}},
+        "/tmp": {"name": "scratch", "emptyDir": {}},
+    }
+    if place.resources.shared_memory:
+        size = {"medium": "Memory", "sizeLimit": place.resources.shared_memory}
+        volumes["/dev/shm"] = {"name": "shared-memory", "emptyDir": size}
+    return volumes
+
+
+def _mounts(place: Place, state: Path) -> list[dict[str, str]]:
+    return [{"name": volume["name"], "mountPath": path} for path, volume in _volumes(place, state).items()]
+
+
+def _container_security() -> dict[str, Any]:
+    return {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+
+
+def _pod_security(cluster: KubernetesConfig) -> dict[str, Any]:
+    return {
+        "runAsNonRoot": True,
+        "runAsUser": cluster.user,
+        "fsGroup": cluster.user,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+
+
+def _placement(place: Place) -> dict[str, Any]:
+    resources = place.resources
+    found = {"nodeSelector": resources.node_selector, "tolerations": resources.tolerations}
+    return {key: value for key, value in found.items() if value}
+
+
+def _pull_secrets(cluster: KubernetesConfig) -> dict[str, Any]:
+    names = [{"name": name} for name in cluster.image_pull_secrets]
+    return {"imagePullSecrets": names} if names else {}
+
+
+def _quantities(resources: StepResources) -> dict[str, dict[str, str]]:
+    devices = {resources.gpu_type: str(resources.gpus)} if resources.gpus else {}
+    return {
+        "requests": {"cpu": resources.cpu, "memory": resources.memory, **devices},
+        "limits": {"memory": resources.memory, **devices},
+    }
+
+
+def _variables(cluster: KubernetesConfig) -> list[dict[str, Any]]:
+    plain = [{"name": name, "value": value} for name, value in cluster.environment.items()]
+    secret = [
+        {"name": variable, "valueFrom": {"secretKeyRef": {"name": name, "key": key}}}
+        for name, keys in cluster.secrets.items()
+        for key, variable in keys.items()
+    ]
+    return plain + secret
+
+
+def finish(manifest: Mapping[str, Any], poll_s: float) -> None:
+    """Create the job, or find the one of an earlier attempt, and return when it has succeeded.
+
+    Raises:
+        ConfigError: the cluster knows no such kind, or refuses it to this service account.
+        ValueError: the job failed.
+    """
+    jobs = _Jobs(manifest)
+    phase = jobs.phase()
+    if phase == "Failed":
+        jobs.delete()
+    if phase in ("", "Failed"):
+        jobs.create()
+    while (phase := jobs.phase()) != "Complete":
+        if phase == "Failed":
+            raise ValueError(f"{jobs.title} failed: {jobs.reason()}")
+        time.sleep(poll_s)
+
+
+class _Jobs:
+    """The job `manifest` in the namespace of this pod, or of the current kubectl context."""
+
+    def __init__(self, manifest: Mapping[str, Any]) -> None:
+        from kubernetes import client, config
+        from kubernetes.config.config_exception import ConfigException
+
+        try:
+            config.load_incluster_config()
+            namespace = NAMESPACE.read_text().strip()
+        except ConfigException:
+            try:
+                config.load_kube_config()
+                namespace = config.list_kube_config_contexts()[1]["context"].get("namespace", "default")
+            except ConfigException as error:
+                raise ConfigError("kubernetes.launch: launcher job, but there is no cluster to reach") from error
+        self.manifest, self.kind, self.name = manifest, manifest["kind"], manifest["metadata"]["name"]
+        self.title = f"{self.kind} {namespace}/{self.name}"
+        self.api, self.failure = client.CustomObjectsApi(), client.ApiException
+        group, version = manifest["apiVersion"].split("/")
+        self.place = {"group": group, "version": version, "namespace": namespace, "plural": PLURALS[self.kind]}
+
+    def create(self) -> None:
+        self._call(self.api.create_namespaced_custom_object, body=self.manifest)
+        logger.info("%s: created", self.title)
+
+    def delete(self) -> None:
+        """Remove what is left of a failed attempt, and wait until its name is free."""
+        self._call(self.api.delete_namespaced_custom_object, name=self.name)
+        while self.phase():
+            time.sleep(0.5)
+
+    def phase(self) -> str:
+        """Return Complete, Failed, Running, or nothing where there is no such job."""
+        status = self._status()
+        if status is None:
+            return ""
+        if self.kind == "SparkApplication":
+            state = status.get("applicationState", {}).get("state", "")
+            return {"COMPLETED": "Complete", "FAILED": "Failed", "SUBMISSION_FAILED": "Failed"}.get(state, "Running")
+        true = {one["type"] for one in status.get("conditions", ()) if one["status"] == "True"}
+        return next((name for name in ("Complete", "Failed") if name in true), "Running")
+
+    def reason(self) -> str:
+        status = self._status() or {}
+        spark = status.get("applicationState", {}).get("errorMessage", "")
+        return spark or "; ".join(one.get("message", "") for one in status.get("conditions", ()))
+
+    def _status(self) -> dict[str, Any] | None:
+        try:
+            found = self.api.get_namespaced_custom_object(**self.place, name=self.name)
+        except self.failure as error:
+            if error.status == 404 and "not found" in str(error.body) and self.name in str(error.body):
+                return None
+            raise self._explained(error) from error
+        status: dict[str, Any] = found.get("status", {})
+        return status
+
+    def _call(self, function: Callable[..., Any], **arguments: Any) -> None:
+        try:
+            function(**self.place, **arguments)
+        except self.failure as error:
+            raise self._explained(error) from error
+
+    def _explained(self, error: Any) -> ConfigError:
+        causes = {
+            401: "the credentials are refused",
+            403: "kubernetes.service_account may not do this: see the Role in deploy/",
+            404: f"the cluster does not know this kind: install {OPERATORS[self.kind]}, or set launcher: step",
+        }
+        return ConfigError(f"kubernetes.launch: {self.title}: {causes.get(error.status, error.body or error.reason)}")

@@ -1,0 +1,175 @@
+"""Runs a stage where its settings want it: in this process, in several of this pod, or as a job of the cluster.
+
+`python -m seqrec.cluster.launch FILE` is what each process of the latter two runs: the same stage function, its
+arguments read from FILE. A job finds its inputs on the volume of the resume states, and leaves its output there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib
+import inspect
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import typing
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from seqrec.artifacts import read_json, sha256, write_json, write_text
+from seqrec.cluster.jobs import Place, finish, spark_application, train_job
+from seqrec.config import parse
+
+HANDED = {  # stage -> what a job must be handed, and what it hands back
+    "prepare": (("data", "validation"), "sequences"),
+    "pretrain": (("data", "sequences", "champion"), "initial"),
+    "finetune": (("sequences", "initial"), "checkpoint"),
+}
+ORDER, VALUES, OUTPUT = "order.json", "values.json", "output"
+
+
+def run(stage: str, *, place: Mapping[str, Any], state: Path, **arguments: Any) -> dict[str, float]:
+    """Run `stage` with `arguments` and return its figures.
+
+    Args:
+        stage: prepare, pretrain or finetune.
+        place: a `Place` as a mapping.
+        state: folder of resume states; for a job on a volume that its pods mount, too.
+        arguments: those of the stage function.
+
+    Raises:
+        ConfigError: a setting of kubernetes.launch is wrong, or the cluster refuses the job.
+        ValueError: a process or the job failed.
+    """
+    where = parse(Place, place, f"kubernetes.launch.{stage}")
+    if "state" in inspect.signature(_function(stage)).parameters:
+        arguments["state"] = state
+    if where.launch.launcher == "job":
+        return _run_job(stage, where, state, arguments)
+    if where.launch.processes > 1:
+        return _run_processes(stage, where.launch.processes, arguments)
+    values: dict[str, float] = _function(stage)(**arguments)
+    return values
+
+
+def _function(stage: str) -> Callable[..., dict[str, float]]:
+    function: Callable[..., dict[str, float]] = getattr(importlib.import_module(f"seqrec.stages.{stage}"), stage)
+    return function
+
+
+def _run_processes(stage: str, processes: int, arguments: Mapping[str, Any]) -> dict[str, float]:
+    with tempfile.TemporaryDirectory() as name:
+        order = _write_order(Path(name), stage, arguments)
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        done = subprocess.run([*torchrun, "-m", "seqrec.cluster.launch", str(order)], check=False)
+        if done.returncode:
+            raise ValueError(f"{stage}: one of {processes} processes failed, see its message above")
+        return read_json(order.with_name(VALUES))
+
+
+def _write_order(folder: Path, stage: str, arguments: Mapping[str, Any]) -> Path:
+    write_text(folder / ORDER, json.dumps({"stage": stage, "arguments": arguments}, default=_plain))
+    return folder / ORDER
+
+
+def _plain(value: Any) -> Any:
+    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else str(value)  # type: ignore[arg-type]
+
+
+def execute(order: Path) -> None:
+    """Run the stage that the file `order` describes; rank 0 writes its figures beside the file."""
+    content = read_json(order)
+    function = _function(content["stage"])
+    hints = typing.get_type_hints(function)
+    arguments = {name: _typed(hints[name], value, name) for name, value in content["arguments"].items()}
+    values = function(**arguments)
+    if os.environ.get("RANK", "0") == "0":
+        write_json(order.with_name(VALUES), values)
+
+
+def _typed(hint: Any, value: Any, name: str) -> Any:
+    if dataclasses.is_dataclass(hint):
+        return parse(hint, value, name)  # type: ignore[arg-type]
+    if Path in (hint, *typing.get_args(hint)) and value is not None:
+        return [Path(one) for one in value] if isinstance(value, list) else Path(value)
+    return value
+
+
+def _run_job(stage: str, place: Place, state: Path, arguments: Mapping[str, Any]) -> dict[str, float]:
+    """Hand the inputs over, await the job, and fetch what it left; a repeated call finds the job by its name."""
+    inputs, output = _handed(stage, arguments)
+    name = job_name(stage, arguments)
+    folder = state / "jobs" / name
+    handed: dict[str, Path] = {}
+    for key in inputs:
+        handed[key] = _hand_over(arguments[key], folder / "inputs" / key)
+    changed = {key: _moved(value, arguments, handed) for key, value in arguments.items()}
+    order = _write_order(folder, stage, {**changed, output: folder / OUTPUT})
+    if stage == "prepare":
+        manifest = spark_application(name, place, state, order, arguments["config"])
+    else:
+        manifest = train_job(name, place, state, order)
+    finish(manifest, place.launch.poll_s)
+    shutil.copytree(folder / OUTPUT, arguments[output], dirs_exist_ok=True)
+    values = read_json(folder / VALUES)
+    shutil.rmtree(folder)
+    return values
+
+
+def job_name(stage: str, arguments: Mapping[str, Any]) -> str:
+    """Return a name that a repeated attempt at the same work has again, and no other work has."""
+    inputs, output = _handed(stage, arguments)
+    settings = {key: value for key, value in arguments.items() if key not in (*inputs, output, "state", "sources")}
+    content = hashlib.sha256(json.dumps(settings, default=_plain, sort_keys=True).encode())
+    for key in inputs:
+        for path in _files(arguments[key]):
+            content.update(f"{path.name} {sha256(path)}".encode())
+    subject = str(arguments.get("model") or arguments.get("dataset")).replace("_", "-").lower()
+    return f"{stage}-{subject[:30]}-{content.hexdigest()[:12]}"
+
+
+def _handed(stage: str, arguments: Mapping[str, Any]) -> tuple[list[str], str]:
+    inputs, output = HANDED[stage]
+    return [key for key in inputs if arguments.get(key) is not None], output
+
+
+def _files(path: Path) -> list[Path]:
+    """Return the files at `path` but those as published, which only ingest reads."""
+    inside = sorted(path.rglob("*")) if path.is_dir() else [path]
+    return [file for file in inside if file.is_file() and "raw" not in file.relative_to(path).parts]
+
+
+def _hand_over(source: Path, target: Path) -> Path:
+    """Copy `source` to `target` in one step, unless an earlier attempt has done so."""
+    if not target.exists():
+        partial = target.with_name(f"{target.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, partial, ignore=shutil.ignore_patterns("raw"))
+        else:
+            shutil.copyfile(source, partial)
+        partial.replace(target)
+    return target
+
+
+def _moved(value: Any, arguments: Mapping[str, Any], handed: Mapping[str, Path]) -> Any:
+    """Return `value` with every path in or below an input replaced by where that was handed over."""
+    if isinstance(value, list | tuple):
+        return [_moved(one, arguments, handed) for one in value]
+    for key, target in handed.items():
+        if isinstance(value, Path) and value.is_relative_to(arguments[key]):
+            return target / value.relative_to(arguments[key])
+    return value
+
+
+if __name__ == "__main__":
+    first = os.environ.get("RANK", "0") == "0"
+    logging.basicConfig(level=logging.INFO if first else logging.WARNING, format="%(message)s")
+    execute(Path(sys.argv[1]))

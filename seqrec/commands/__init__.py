@@ -1,0 +1,1 @@
+"""Commands of `python -m seqrec` that are no stage of the pipeline."""

@@ -1,0 +1,130 @@
+"""A trained model on the command line: recommendations for one history, or for every user."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from seqrec.artifacts import ITEMS, read_titles
+from seqrec.config import RegisterConfig
+from seqrec.data import sequences as prepared
+from seqrec.evaluation import ranking
+from seqrec.serving.recommender import CHAMPION_URI, POPULARITY, Recommender, Request, located
+from seqrec.training import checkpoint
+
+BESIDE = "beside an event: by how much the first item's score drops when it is left out"
+ROWS = 8_192  # users in memory at once
+SCORES_SCHEMA = pa.schema(
+    [
+        pa.field("user_id", pa.string(), nullable=False),
+        pa.field("items", pa.list_(pa.string()), nullable=False),  # best first
+        pa.field("scores", pa.list_(pa.float32()), nullable=False),
+    ]
+)
+
+
+def recommend(
+    *,
+    history: str,
+    dataset: str,
+    config: RegisterConfig,
+    k: int = 10,
+    user: str = "",
+    exclude: str = "",
+    saved: str = "",
+    data: Path = Path("data"),
+    explain: bool = False,
+) -> None:
+    """Print the best items after a history.
+
+    Args:
+        history: item ids, oldest first, with commas between them.
+        dataset: whose champion answers.
+        config: section `register`.
+        k: number of items.
+        user: user id.
+        exclude: item ids not to show, with commas between them.
+        saved: asked in the champion's place: a folder with weights, card, vocabulary and users, or models:/NAME/N.
+        data: folder of ingest; its titles are shown, if it is there.
+        explain: say by how much the first item's score drops when an event of the history is left out.
+
+    Raises:
+        TrackingError: the registry does not answer, or has no such model.
+    """
+    recommender = Recommender.load(saved or CHAMPION_URI.format(dataset=dataset), config)
+    request = Request(history=_ids(history), k=k, exclude=_ids(exclude), user=user or None)
+    answer = recommender.answer([request])[0]
+    titles = read_titles(data / ITEMS, [*request.history, *answer.items])
+    drops = [""] * len(request.history)
+    if explain and answer.items and answer.source != POPULARITY:
+        drops = [f"  {drop:+.3f}" for drop in recommender.explain(request, answer.items[0])]
+    console = Console()
+    for item_id, drop in zip(request.history, drops, strict=True):
+        known = drop if item_id in recommender.items else " (unknown, skipped)"
+        console.print(f"after   {escape(item_id)}  {escape(titles.get(item_id, ''))}{known}", highlight=False)
+    table = Table("", "item", "title", "score", title=f"{answer.source} recommends")
+    for place, (item_id, score) in enumerate(zip(answer.items, answer.scores, strict=True), start=1):
+        table.add_row(str(place), escape(item_id), escape(titles.get(item_id, "")), f"{score:.3f}")
+    console.print(table)
+    for note in (*answer.notes, *([BESIDE] if any(drops) else [])):
+        console.print(note, highlight=False)
+
+
+def _ids(text: str) -> list[str]:
+    return [item_id.strip() for item_id in text.split(",") if item_id.strip()]
+
+
+@torch.no_grad()
+def score(
+    *, sequences: Path, saved: str | Path, output: Path, k: int = 10, config: RegisterConfig | None = None
+) -> dict[str, float]:
+    """Write the best items of every user, after all of the user's events, to a Parquet file.
+
+    Memory is that of the data and a block of users, whatever their number.
+
+    Args:
+        sequences: the prepared dataset.
+        saved: folder with weights and card, or models:/NAME@champion.
+        output: the file, one row a user: user_id, items, scores.
+        k: number of items; those of the user's past are left out if the model was evaluated so.
+        config: section `register`.
+
+    Returns:
+        How many users there are.
+
+    Raises:
+        TrackingError: the registry does not answer, or has no such model.
+        ValueError: the model was trained on another catalogue.
+    """
+    with located(saved, config) as folder:
+        model, card = checkpoint.load_model(folder)
+    data = prepared.load(sequences)
+    item_ids = pa.array([None, *prepared.read_vocabulary(sequences)[0]], pa.string())
+    if model.catalogue.num_items != data.num_items:
+        raise ValueError(f"{saved} knows {model.catalogue.num_items} items, {sequences} has {data.num_items}")
+    user_ids = prepared.read_users(sequences)
+    scorer = ranking.model_scorer(model)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    partial = output.with_name(output.name + ".partial")
+    with pq.ParquetWriter(partial, SCORES_SCHEMA) as writer:
+        for first in range(0, data.num_users, ROWS):
+            user = torch.arange(first, min(first + ROWS, data.num_users))
+            best = ranking.best(scorer, data, user, data.stop[user], filter_seen=card["filter_seen"], top_k=k)
+            writer.write_table(_rows(user_ids[first : first + len(user)], item_ids, *best))
+    partial.replace(output)
+    return {"users": float(data.num_users)}
+
+
+def _rows(user_ids: list[str], item_ids: pa.Array, item_BK: torch.Tensor, score_BK: torch.Tensor) -> pa.Table:
+    kept_BK = item_BK != 0
+    offsets = torch.nn.functional.pad(kept_BK.sum(1).cumsum(0), (1, 0)).to(torch.int32)
+    places = pa.array(offsets.numpy())
+    items = pa.ListArray.from_arrays(places, item_ids.take(pa.array(item_BK[kept_BK].numpy())))
+    scores = pa.ListArray.from_arrays(places, pa.array(score_BK[kept_BK].numpy()))
+    return pa.table([pa.array(user_ids, pa.string()), items, scores], schema=SCORES_SCHEMA)

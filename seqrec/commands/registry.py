@@ -1,0 +1,84 @@
+"""The registry by hand: which versions there are, another champion, and back to the one before."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from mlflow import MlflowClient
+from mlflow.entities.model_registry import ModelVersion, RegisteredModel
+from mlflow.exceptions import MlflowException
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from seqrec.config import ConfigError, RegisterConfig
+from seqrec.evaluation.leaderboard import SELECTION
+from seqrec.tracking import registry as models
+from seqrec.tracking.runs import connect, metric_name
+
+logger = logging.getLogger(__name__)
+ACTIONS = ("show", "promote", "rollback")
+
+
+def registry(
+    actions: Sequence[str], *, dataset: str, config: RegisterConfig, version: int = 0, reason: str = ""
+) -> None:
+    """Show the versions of a dataset's model, or change its champion.
+
+    Args:
+        actions: show, promote (--version is the champion from now on) or rollback (to the champion before).
+        dataset: its model is seqrec-DATASET.
+        config: section `register`.
+        version: to promote.
+        reason: for the audit trail.
+
+    Raises:
+        ConfigError: no such action, version or model; nothing to roll back to.
+        TrackingError: the server does not answer.
+    """
+    if len(actions) != 1 or actions[0] not in ACTIONS:
+        raise ConfigError(f"registry: one of {', '.join(ACTIONS)} expected, not {' '.join(actions)}")
+    client, name = connect(config), f"seqrec-{dataset}"
+    try:
+        model = client.get_registered_model(name)
+    except MlflowException as error:
+        raise ConfigError(f"{name} is not registered: run the pipeline first") from error
+    if actions[0] == "show":
+        _show(client, model)
+        return
+    champion = models.find_champion(client, name)
+    chosen = _version(client, name, str(version)) if actions[0] == "promote" else _before(client, champion)
+    models.crown(client, chosen, champion, f"{actions[0]} by hand{': ' if reason else ''}{reason}")
+    logger.info("version %s of %s is the champion", chosen.version, name)
+
+
+def _version(client: MlflowClient, name: str, number: str) -> ModelVersion:
+    try:
+        return client.get_model_version(name, number)
+    except MlflowException as error:
+        raise ConfigError(f"--version: {name} has no version {number}; `seqrec registry show` lists them") from error
+
+
+def _before(client: MlflowClient, champion: ModelVersion | None) -> ModelVersion:
+    previous = None if champion is None else champion.tags.get(models.PREVIOUS_TAG)
+    if champion is None or previous in (None, "none"):
+        raise ConfigError("rollback: there was no champion before this one; promote a version instead")
+    return _version(client, champion.name, str(previous))
+
+
+def _show(client: MlflowClient, model: RegisteredModel) -> None:
+    console = Console()
+    table = Table("version", "model", SELECTION, "is", "gate", title=model.name)
+    versions = client.search_model_versions(f"name = '{model.name}'")
+    names = {number: alias for alias, number in sorted(model.aliases.items())}
+    for version in sorted(versions, key=lambda version: int(version.version)):
+        tags = version.tags
+        value = tags.get(f"seqrec.{metric_name(SELECTION)}")
+        shown = "" if value is None else f"{float(value):.4f}"
+        row = (str(version.version), tags.get("seqrec.model", ""), shown, names.get(str(version.version), ""))
+        table.add_row(*row, escape(tags.get(models.REASON_TAG, "")))
+    console.print(table)
+    for key, text in sorted(model.tags.items()):
+        if key.startswith(models.AUDIT_TAG):
+            console.print(f"{key.removeprefix(models.AUDIT_TAG)}  {escape(text)}", highlight=False)

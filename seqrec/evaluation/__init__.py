@@ -1,0 +1,1 @@
+"""Evaluation: ranking, metrics, intervals, comparisons, the leaderboard."""

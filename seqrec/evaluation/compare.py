@@ -1,0 +1,316 @@
+"""Comparing finished evaluations: the paired gain on the same cases, or the spread over seeds.
+
+These are two uncertainties, and no figure here mixes them. Over users: would the gain hold for other users like these?
+Bootstrap interval and sign flips answer, for the weights at hand. Over seeds: would it hold if trained again?
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from seqrec.artifacts import CASES, METRICS, MODEL_CARD, SPLIT_CARD, read_json
+from seqrec.data import sequences as data
+from seqrec.evaluation import metrics
+from seqrec.evaluation.leaderboard import BASELINES
+from seqrec.evaluation.metrics import FloatArray
+from seqrec.evaluation.results import LENGTHS
+
+SPLITS = ("valid", "test")
+AT = 10
+VALUES: dict[str, Callable[[FloatArray], FloatArray]] = {
+    f"ndcg@{AT}": lambda rank: metrics.ndcg(rank, AT),
+    f"recall@{AT}": lambda rank: (rank <= AT).astype(float),
+}
+SLICED = f"ndcg@{AT}"
+RESAMPLES = 1000  # of users, for an interval
+FLIPS = 10_000  # random ones, where there are too many users for all of them
+EXACT_USERS = 16
+Columns = Mapping[str, NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run that has been evaluated."""
+
+    name: str
+    metrics: Mapping[str, float]
+    cases: pa.Table
+    card: Mapping[str, Any] | None  # of the trained model, where it lies beside the report
+    split: str | None  # hash of the prepared data, where that lies beside the report
+
+
+def compare(
+    runs: list[str],
+    *,
+    seeds: bool = False,
+    sequences: Path | None = None,
+    confidence: float = 0.95,
+    seed: int = 42,
+) -> dict[str, Any]:
+    """Print and return the paired gain of the first run over each other, or with `seeds` the spread over all.
+
+    Args:
+        runs: reports/MODEL, or the output folder of `seqrec run`, followed by :MODEL if it holds several.
+        seeds: the runs differ in the seed alone; show their spread instead of gains.
+        sequences: prepared data of the runs; adds slices by popularity and checks that it is theirs.
+        confidence: level of the intervals over users.
+        seed: of resampling and random sign flips.
+
+    Raises:
+        FileNotFoundError: a run that was not evaluated.
+        ValueError: runs of different splits or settings.
+    """
+    if len(runs) < 2:
+        raise ValueError("name at least two runs")
+    if not 0 < confidence < 1:
+        raise ValueError("--confidence must be between 0 and 1")
+    finished = [_read(run) for run in runs]
+    for other in finished[1:]:
+        _check_same_evaluation(finished[0], other)
+    if seeds:
+        if sequences is not None:
+            raise ValueError("--sequences has no effect with --seeds: the spread has no slices")
+        result = _spread(finished)
+        Console().print(_spread_table(result))
+        return result
+    prepared = None if sequences is None else _prepared(sequences, finished[0])
+    result = {
+        "first": finished[0].name,
+        "split_sha256": prepared.card["split_sha256"] if prepared else finished[0].split,
+        "filter_seen": finished[0].metrics["filter_seen"],
+        "confidence": confidence,
+        "seed": seed,
+        "others": {
+            other.name: {
+                split: _gains(finished[0], other, split, prepared, confidence=confidence, seed=seed) for split in SPLITS
+            }
+            for other in finished[1:]
+        },
+    }
+    for name, gains in result["others"].items():
+        Console().print(_gain_table(result, name, gains))
+    return result
+
+
+def sign_flip_p_value(total_U: FloatArray, *, seed: int, flips: int = FLIPS) -> float:
+    """Return the two-sided p-value of sum(total_U) if each user's sign were a coin flip.
+
+    All flips are enumerated for up to `EXACT_USERS` users with a difference. Otherwise `flips` random ones are drawn,
+    the observed one counted among them, so that no p-value is 0 (Phipson and Smyth 2010). The signs of m users with
+    the same absolute difference sum to 2 Binomial(m, 1/2) - m, so that one number is drawn for all of them.
+    """
+    moved = total_U[total_U != 0]
+    enough = abs(moved.sum()) - 1e-12 * np.abs(moved).sum()  # sums of the same terms in another order are equal
+    if len(moved) <= EXACT_USERS:
+        signs = 2 * (np.arange(2 ** len(moved))[:, None] >> np.arange(len(moved)) & 1) - 1
+        return float((np.abs(signs @ moved) >= enough).mean())
+    size, users = np.unique(np.abs(moved), return_counts=True)
+    generator = np.random.default_rng(seed)
+    step = max(1, 4_000_000 // len(size))  # bounds the memory of one draw
+    extreme = 0
+    for start in range(0, flips, step):
+        heads = generator.binomial(users, 0.5, size=(min(step, flips - start), len(size)))
+        extreme += int((np.abs((2 * heads - users) @ size) >= enough).sum())
+    return (extreme + 1) / (flips + 1)
+
+
+def _read(run: str) -> Finished:
+    report = _report(run)
+    for file in (METRICS, CASES):
+        if not (report / file).is_file():
+            raise FileNotFoundError(f"{report / file} not found: evaluate {run} first")
+    root = report.parent.parent
+    card, split = root / "artifacts" / report.name / "finetuned" / MODEL_CARD, root / "data" / "sequences" / SPLIT_CARD
+    return Finished(
+        name=run,
+        metrics=read_json(report / METRICS),
+        cases=pq.read_table(report / CASES),
+        card=read_json(card) if card.is_file() else None,
+        split=read_json(split)["split_sha256"] if split.is_file() else None,
+    )
+
+
+def _report(run: str) -> Path:
+    """Return the report folder that `run` means."""
+    if (Path(run) / METRICS).is_file():
+        return Path(run)
+    folder, _, model = (run, "", "") if Path(run).is_dir() else run.rpartition(":")
+    reports = Path(folder or run) / "reports"
+    if not reports.is_dir():
+        raise FileNotFoundError(f"{run} is neither a folder with {METRICS} nor the output of `seqrec run`")
+    if model:
+        return reports / model
+    found = sorted(path.parent.name for path in reports.glob(f"*/{METRICS}"))
+    trained = [name for name in found if name not in BASELINES]
+    if len(trained) != 1:
+        raise ValueError(f"{run} holds the models {', '.join(found) or '(none)'}: name one, as in {run}:MODEL")
+    return reports / trained[0]
+
+
+def _check_same_evaluation(first: Finished, other: Finished) -> None:
+    if first.name == other.name:
+        raise ValueError(f"{first.name} is named twice")
+    if None not in (first.split, other.split) and first.split != other.split:
+        raise ValueError(
+            f"{first.name} and {other.name} are of different splits, {first.split:.12} and {other.split:.12}: "
+            "compare runs of one split only"
+        )
+    if first.metrics["filter_seen"] != other.metrics["filter_seen"]:
+        raise ValueError(f"{first.name} and {other.name} differ in evaluate.filter_seen: evaluate one of them again")
+    for split in SPLITS:
+        try:
+            metrics.aligned(first.cases, other.cases, split)
+        except ValueError as error:
+            raise ValueError(f"{first.name} and {other.name}, {split}: {error}") from error
+
+
+def _prepared(folder: Path, run: Finished) -> data.Sequences:
+    """Return the prepared data in `folder`, which must be what `run` was evaluated on."""
+    prepared = data.load(folder)
+    for split in SPLITS:
+        chosen = data.cases(prepared, split)
+        columns = {
+            "split": np.full(len(chosen), split),
+            "user": (chosen.user + 1).int().numpy(),
+            "position": (chosen.position - prepared.start[chosen.user]).int().numpy(),
+            "target": prepared.items[chosen.position].numpy(),
+            "rank": np.ones(len(chosen)),
+        }
+        try:
+            metrics.aligned(run.cases, pa.table(columns), split)
+        except ValueError as error:
+            raise ValueError(f"--sequences: {folder} is not the split that {run.name} was evaluated on") from error
+    return prepared
+
+
+def _gains(
+    first: Finished, other: Finished, split: str, prepared: data.Sequences | None, *, confidence: float, seed: int
+) -> dict[str, Any]:
+    ours, theirs = metrics.aligned(first.cases, other.cases, split)
+    everything = np.ones(len(ours["user"]), dtype=bool)
+
+    def gain(name: str, mask: NDArray[np.bool_]) -> dict[str, float]:
+        value, base = (VALUES[name](columns["rank"][mask]) for columns in (ours, theirs))
+        interval = metrics.bootstrap(
+            value - base, ours["user"][mask], confidence=confidence, resamples=RESAMPLES, seed=seed
+        )
+        figures = {"first": _mean(value), "other": _mean(base), "gain": interval.mean}
+        return figures | {"low": interval.low, "high": interval.high}
+
+    result: dict[str, Any] = {"cases": len(everything), "users": len(np.unique(ours["user"]))}
+    for name, value in VALUES.items():
+        total_U = _total_by_user(value(ours["rank"]) - value(theirs["rank"]), ours["user"])
+        counts = {"users_better": total_U > 0, "users_equal": total_U == 0, "users_worse": total_U < 0}
+        result[name] = gain(name, everything) | {key: int(found.sum()) for key, found in counts.items()}
+        result[name]["p_value"] = sign_flip_p_value(total_U, seed=seed)
+    slices = {name: mask for name, mask in _slices(ours, prepared) if mask.any()}
+    result["slices"] = {name: {"cases": int(mask.sum())} | gain(SLICED, mask) for name, mask in slices.items()}
+    return result
+
+
+def _mean(value: FloatArray) -> float:
+    return float(value.mean()) if len(value) else 0.0
+
+
+def _total_by_user(difference: FloatArray, user: NDArray[np.integer]) -> FloatArray:
+    """Return the summed difference of each user; what rounding leaves of a zero is zero."""
+    _, index = np.unique(user, return_inverse=True)
+    total_U = np.bincount(index, weights=difference)
+    return np.where(np.abs(total_U) < 1e-12, 0.0, total_U)
+
+
+def _slices(cases: Columns, prepared: data.Sequences | None) -> Iterator[tuple[str, NDArray[np.bool_]]]:
+    for name, (low, high) in LENGTHS.items():
+        yield f"length={name}", (cases["position"] >= low) & (cases["position"] <= (high or np.inf))
+    if prepared is not None:
+        head = metrics.head_items(prepared.count).numpy()[cases["target"]]
+        cold = (prepared.count == 0).numpy()[cases["target"]]
+        yield "popularity=head", head & ~cold
+        yield "popularity=tail", ~head & ~cold
+        yield "popularity=cold", cold
+
+
+def _spread(runs: Sequence[Finished]) -> dict[str, Any]:
+    """Return mean, sample standard deviation, minimum and maximum over runs that differ in the seed alone."""
+    cards = []
+    for run in runs:
+        if run.card is None:
+            raise FileNotFoundError(f"--seeds: no artifacts/MODEL/finetuned/{MODEL_CARD} of {run.name} tells its seed")
+        cards.append(run.card)
+    trained = [card["config"]["seed"] for card in cards]
+    if len(set(trained)) < len(trained):
+        raise ValueError(f"--seeds: finetune.seed of the runs is {trained}, and must differ in each")
+    settings = [_settings(card) for card in cards]
+    for run, other in zip(runs, settings, strict=True):
+        differing = [key for key in settings[0].keys() | other.keys() if settings[0].get(key) != other.get(key)]
+        if differing:
+            raise ValueError(f"--seeds: {runs[0].name} and {run.name} differ in {', '.join(sorted(differing))} as well")
+    spread = {}
+    for key in (f"{split}/{name}" for split in SPLITS for name in VALUES):
+        value = np.array([run.metrics[key] for run in runs])
+        figures = {"mean": value.mean(), "std": value.std(ddof=1), "min": value.min(), "max": value.max()}
+        spread[key] = {name: float(figure) for name, figure in figures.items()}
+    return {"runs": [run.name for run in runs], "model": cards[0]["model"], "seeds": trained, "spread": spread}
+
+
+def _settings(card: Mapping[str, Any]) -> dict[str, Any]:
+    named = {f"options.{key}": value for key, value in card["options"].items()}
+    named |= {f"finetune.{key}": value for key, value in card["config"].items() if key != "seed"}
+    return named | {"architecture": card["architecture"]}
+
+
+def _gain_table(result: Mapping[str, Any], other: str, gains: Mapping[str, Any]) -> Table:
+    split = result["split_sha256"]
+    table = Table(
+        title=f"{result['first']} against {other}",
+        caption=(
+            f"{gains['test']['users']} users{f', split {split:.12}' if split else ''}; intervals from resampling users,"
+            " p from sign flips over users: of these weights, not of other seeds"
+        ),
+        box=None,
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    headings = ("", "first", "other", f"gain [{result['confidence']:.0%} interval]", "p", "users +/=/-")
+    for heading in headings:
+        table.add_column(escape(heading), justify="right" if heading else "left", no_wrap=True)
+    for part in SPLITS:
+        for name in VALUES:
+            table.add_row(f"{part} {name}", *_cells(gains[part][name]))
+            for part_of, figures in gains[part]["slices"].items() if name == SLICED else ():
+                table.add_row(f"  {part_of} ({figures['cases']})", *_cells(figures), style="dim")
+    return table
+
+
+def _cells(figures: Mapping[str, float]) -> list[str]:
+    gain, low, high = (f"{figures[name]:+.4f}".replace("0.", ".", 1) for name in ("gain", "low", "high"))
+    cells = [f"{figures['first']:.4f}", f"{figures['other']:.4f}", escape(f"{gain} [{low}, {high}]")]
+    if "p_value" in figures:
+        cells.append(f"{figures['p_value']:.4f}")
+        cells.append("/".join(str(figures[f"users_{name}"]) for name in ("better", "equal", "worse")))
+    return cells
+
+
+def _spread_table(result: Mapping[str, Any]) -> Table:
+    table = Table(
+        title=f"{result['model']} over {len(result['seeds'])} seeds ({', '.join(map(str, result['seeds']))})",
+        caption="spread over trainings on the same users; it says nothing about other users",
+        box=None,
+        pad_edge=False,
+    )
+    for heading in ("", "mean", "std", "min", "max"):
+        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    for key, figures in result["spread"].items():
+        table.add_row(key, *(f"{figures[name]:.4f}" for name in ("mean", "std", "min", "max")))
+    return table

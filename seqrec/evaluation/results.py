@@ -1,0 +1,118 @@
+"""From ranks to the metrics, slices and recommendation lists that are reported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from seqrec import artifacts
+from seqrec.artifacts import write_json, write_table
+from seqrec.config import EvaluateConfig
+from seqrec.data import sequences
+from seqrec.data.sequences import Cases, Sequences
+from seqrec.evaluation import metrics, ranking
+from seqrec.evaluation.ranking import Ranking, Scorer
+
+LENGTHS = {"1-10": (1, 10), "11-50": (11, 50), "51+": (51, None)}
+
+
+def report(
+    scorer: Scorer, data: Sequences, directory: Path, config: EvaluateConfig, facts: dict[str, float]
+) -> dict[str, float]:
+    """Rank every validation and test case, and write metrics, cases and recommendations to `directory`.
+
+    Names of the metrics: `test/ndcg@10`, with its interval `/low` and `/high` and its slices
+    `/popularity=head|tail|cold` (of the target) and `/length=1-10|11-50|51+` (of the history); `test/unfiltered/...`
+    and `test/filtered/...` say the same with seen items kept and removed; `test/101/...`, under protocol LOO-101, ranks
+    the target among the negatives of the split alone (not comparable with the others); `facts` are added as they are.
+    """
+    values: dict[str, float] = {"filter_seen": int(config.filter_seen)}
+    tables = []
+    for split in ("valid", "test"):
+        chosen = sequences.cases(data, split)
+        ranked = ranking.rank(scorer, data, chosen, filter_seen=config.filter_seen, top_k=config.top_k)
+        rank = ranked.rank if config.filter_seen else ranked.rank_unfiltered
+        values |= {f"{split}/{name}": value for name, value in _accuracy(rank, data.num_items).items()}
+        values |= {f"{split}/{name}": value for name, value in _uncertainty(rank, chosen, config).items()}
+        values |= {f"{split}/{name}": value for name, value in _slices(rank, data, chosen).items()}
+        others = {"filtered": ranked.rank, "unfiltered": ranked.rank_unfiltered}
+        if data.negatives is not None:
+            others["101"] = ranked.rank_sampled
+        for name, other in others.items():
+            means = _accuracy(other, data.num_items)
+            values |= {f"{split}/{name}/{key}": means[key] for key in ("ndcg@10", "recall@10", "mrr")}
+        lists = metrics.list_metrics(ranked.top[:, :10], data.count)
+        values |= {f"{split}/{name}@10": value for name, value in lists.items()}
+        values[f"{split}/cases"] = len(chosen)
+        values[f"{split}/tied_cases"] = int((ranked.ties > 0).sum())
+        tables.append(_case_table(split, data, chosen, rank, ranked.ties))
+        if split == "test":
+            write_table(directory / artifacts.RECOMMENDATIONS, _recommendations(chosen, ranked))
+    write_table(directory / artifacts.CASES, pa.concat_tables(tables))
+    values |= facts
+    write_json(directory / artifacts.METRICS, values)
+    return values
+
+
+def _accuracy(rank: Tensor, num_items: int) -> dict[str, float]:
+    return metrics.from_histogram(metrics.histogram(rank, num_items))
+
+
+def _uncertainty(rank: Tensor, chosen: Cases, config: EvaluateConfig) -> dict[str, float]:
+    user = chosen.user.cpu().numpy()
+    value = metrics.ndcg(rank.cpu().numpy(), 10)
+    interval = metrics.bootstrap(value, user, resamples=config.bootstrap, seed=config.seed)
+    by_user = np.bincount(user, weights=value)[np.unique(user)] / np.bincount(user)[np.unique(user)]
+    return {
+        "ndcg@10/low": interval.low,
+        "ndcg@10/high": interval.high,
+        "ndcg@10/per_user": float(by_user.mean()) if len(by_user) else 0.0,
+    }
+
+
+def _slices(rank: Tensor, data: Sequences, chosen: Cases) -> dict[str, float]:
+    target = data.items[chosen.position].long()
+    head, cold = metrics.head_items(data.count)[target], data.count[target] == 0
+    length = chosen.position - data.start[chosen.user]
+    masks = {"popularity=head": head & ~cold, "popularity=tail": ~head & ~cold, "popularity=cold": cold}
+    for name, (low, high) in LENGTHS.items():
+        masks[f"length={name}"] = (length >= low) & (length <= (high or torch.iinfo(torch.int64).max))
+    values = {}
+    for name, mask in masks.items():
+        if bool(mask.any()):
+            values[f"ndcg@10/{name}"] = _accuracy(rank[mask], data.num_items)["ndcg@10"]
+            values[f"cases/{name}"] = int(mask.sum())
+    return values
+
+
+def _case_table(split: str, data: Sequences, chosen: Cases, rank: Tensor, ties: Tensor) -> pa.Table:
+    columns = {
+        "split": np.full(len(chosen), split),
+        "user": (chosen.user + 1).int().cpu().numpy(),
+        "position": (chosen.position - data.start[chosen.user]).int().cpu().numpy(),
+        "target": data.items[chosen.position].cpu().numpy(),
+        "rank": rank.cpu().numpy(),
+        "ties": ties.int().cpu().numpy(),
+    }
+    return pa.table(columns, schema=artifacts.CASES_SCHEMA)
+
+
+def _recommendations(chosen: Cases, ranked: Ranking) -> pa.Table:
+    """Return the lists of each user's first case."""
+    user = chosen.user.cpu()
+    first = torch.ones(len(user), dtype=torch.bool)
+    first[1:] = user[1:] != user[:-1]
+    item, score = ranked.top.cpu()[first], ranked.score.cpu()[first]
+    position = torch.arange(1, item.shape[1] + 1).expand_as(item)
+    present = item > 0
+    columns = {
+        "user": (user[first] + 1).unsqueeze(1).expand_as(item)[present].int().numpy(),
+        "rank": position[present].int().numpy(),
+        "item": item[present].int().numpy(),
+        "score": score[present].numpy(),
+    }
+    return pa.table(columns, schema=artifacts.RECOMMENDATIONS_SCHEMA)

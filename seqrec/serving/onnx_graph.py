@@ -1,0 +1,154 @@
+"""A model as an ONNX graph, from a history to the best items, and a recommender that runs it.
+
+Inputs: `items` (B, L) int64, left-padded with 0; `times` (B, L) float32 and `user` (B,) int64 where the model needs
+them; `hidden` (B, H) int64, items not to show, filled up with 0. Outputs: `scores` (B, K), `best` (B, K) int64.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import onnxruntime
+import torch
+from torch import Tensor, nn
+
+from models.base import PAD, Batch, SequenceModel
+from seqrec.artifacts import MODEL_CARD, read_json, write_json
+from seqrec.config import RegisterConfig
+from seqrec.data import sequences
+from seqrec.serving.recommender import Best, Recommender, Request, located
+from seqrec.training import checkpoint
+
+GRAPH = "model.onnx"
+CARD = "model.onnx.json"
+
+
+class _Top(nn.Module):
+    """What the graph computes."""
+
+    def __init__(self, model: SequenceModel, k: int) -> None:
+        super().__init__()
+        self.model, self.k = model, k
+        self.items: Tensor
+        self.register_buffer("items", model.item_vectors().detach().float()[: model.catalogue.num_items + 1])
+
+    def forward(
+        self, items: Tensor, times: Tensor | None, user: Tensor | None, hidden: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return scores and items, best first."""
+        batch = Batch(
+            items,
+            torch.zeros_like(items, dtype=torch.float32) if times is None else times,
+            torch.zeros_like(items[:, 0]) if user is None else user,
+        )
+        if self.model.options.objective == "cloze":
+            batch = sequences.with_mask(batch, self.model.catalogue.num_items + 1)
+        score_BV = self.model(batch, last=True)[:, 0] @ self.items.T
+        score_BV = score_BV.scatter(1, torch.nn.functional.pad(hidden, (1, 0)), float("-inf"))  # 0 is padding
+        found: tuple[Tensor, Tensor] = score_BV.topk(self.k)
+        return found
+
+
+def export(*, saved: str | Path, output: Path, k: int = 100, config: RegisterConfig | None = None) -> dict[str, float]:
+    """Write the model in `saved` as an ONNX graph, with a card beside it.
+
+    Args:
+        saved: folder with weights and card, or models:/NAME@champion.
+        output: folder that receives model.onnx and model.onnx.json.
+        k: items that the graph returns; the catalogue's number, where that is smaller.
+        config: section `register`.
+
+    Returns:
+        How many items it returns.
+    """
+    with located(saved, config) as folder:
+        model, card = checkpoint.load_model(folder)
+    k = min(k, model.catalogue.num_items)
+    program, given = graph(model, k)
+    output.mkdir(parents=True, exist_ok=True)
+    program.save(output / GRAPH)
+    facts = {"k": k, "inputs": given, "shortest": model.shortest, "weights_sha256": card["weights_sha256"]}
+    write_json(output / CARD, facts)
+    return {"k": k}
+
+
+def graph(model: SequenceModel, k: int) -> tuple[torch.onnx.ONNXProgram, list[str]]:
+    """Return the graph from a history to the best `k` items, and the names of its inputs."""
+    rows, length = 2, max(model.shortest, min(4, model.options.length - (model.options.objective == "cloze")))
+    example = {
+        "items": torch.ones(rows, length, dtype=torch.int64),
+        "times": torch.arange(1 - length, 1).float().repeat(rows, 1) if "times" in model.needs else None,
+        "user": torch.ones(rows, dtype=torch.int64) if "user" in model.needs else None,
+        "hidden": torch.ones(rows, 3, dtype=torch.int64),
+    }
+    given = [name for name, value in example.items() if value is not None]
+    batch, width = torch.export.Dim("batch"), torch.export.Dim("length", min=model.shortest, max=model.options.length)
+    shapes: dict[str, Any] = {
+        "items": {0: batch, 1: width},
+        "times": {0: batch, 1: width},
+        "user": {0: batch},
+        "hidden": {0: batch, 1: torch.export.Dim("hidden")},
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about the converter's own internals
+        logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+        program = torch.onnx.export(
+            _Top(model, k).eval(),
+            kwargs=example,
+            dynamo=True,
+            verbose=False,
+            input_names=given,
+            output_names=["scores", "best"],
+            dynamic_shapes={name: shapes[name] if name in given else None for name in example},
+        )
+    assert program is not None
+    return program, given
+
+
+class GraphRecommender(Recommender):
+    """A recommender whose answers come from the ONNX graph."""
+
+    card: dict[str, Any]
+    session: onnxruntime.InferenceSession
+
+    @classmethod
+    def of(
+        cls, saved: str | Path, folder: Path, threads: int = 1, config: RegisterConfig | None = None
+    ) -> GraphRecommender:
+        """Load what `Recommender.load` does from `saved`, and the graph made of it from `folder`.
+
+        Raises:
+            ValueError: the graph was made of other weights.
+        """
+        with located(saved, config) as place:
+            self, weights = cls.load(place), read_json(place / MODEL_CARD)["weights_sha256"]
+        assert isinstance(self, cls)
+        self.card = read_json(folder / CARD)
+        if self.card["weights_sha256"] != weights:
+            raise ValueError(f"{folder / GRAPH} was not made of the weights in {saved}: export them again")
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads
+        self.session = onnxruntime.InferenceSession(folder / GRAPH, options)
+        return self
+
+    def check(self, request: Request) -> None:
+        """See `Recommender.check`; a graph holds its catalogue."""
+        if request.items_text:
+            raise ValueError(
+                "items_text: an exported graph knows the items it was made with; serve the weights instead"
+            )
+
+    def _top(self, batch: Batch, hidden: Sequence[Sequence[int]], k: int) -> list[Best]:
+        if self.model.options.objective == "cloze":
+            batch = Batch(batch.items[:, :-1], batch.times[:, :-1], batch.user)  # the graph adds MASK itself
+        missing = max(0, self.card["shortest"] - batch.items.shape[1])
+        items, times = (torch.nn.functional.pad(x, (missing, 0), value=PAD) for x in (batch.items, batch.times))
+        width = max(map(len, hidden), default=0)
+        filled = torch.tensor([[*row, *[PAD] * (width - len(row))] for row in hidden]).reshape(len(hidden), width)
+        inputs = {"items": items, "times": times, "user": batch.user, "hidden": filled}
+        score_BK, item_BK = self.session.run(None, {name: inputs[name].numpy() for name in self.card["inputs"]})
+        return list(zip(score_BK[:, :k].tolist(), item_BK[:, :k].tolist(), strict=True))

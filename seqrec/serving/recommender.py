@@ -1,0 +1,293 @@
+"""Recommendations for external ids: a trained model, the catalogue's names, and what to do with odd requests."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from models.base import PAD, Batch, SequenceModel
+from models.recformer import Recformer
+from seqrec.analysis import attribution
+from seqrec.artifacts import TOKENIZER
+from seqrec.config import RegisterConfig
+from seqrec.data import sequences
+from seqrec.data.sequences import WIDTH_STEP
+from seqrec.training import checkpoint
+
+Best = tuple[list[float], list[int]]  # scores and numbers of items, best first
+POPULARITY = "popularity"  # `source` of an answer that no model gave
+DAY = 86_400.0
+CENTURY = 36_525 * DAY  # times further apart count as this: differences of infinite ones are no numbers
+REGISTERED = ("models:/", "runs:/")  # how MLflow's names of a model begin
+CHAMPION_URI = "models:/seqrec-{dataset}@champion"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """Somebody's past, and what is wanted; every id is the data source's own."""
+
+    history: Sequence[str]  # oldest first
+    k: int = 10
+    exclude: Collection[str] = ()  # items not to show
+    user: str | None = None
+    times: Sequence[float] | None = None  # seconds UTC, one an event of `history`
+    items_text: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # attributes of items never seen
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise ValueError(f"k: {self.k} given, at least 1 wanted")
+        if self.times is not None and len(self.times) != len(self.history):
+            raise ValueError(f"times: {len(self.times)} given for a history of {len(self.history)}")
+        for item_id, attributes in self.items_text.items():
+            if not any(value.strip() for value in attributes.values()):
+                raise ValueError(f"items_text: nothing is said of {item_id!r}")
+
+
+@contextmanager
+def located(place: str | Path, config: RegisterConfig | None = None) -> Iterator[Path]:
+    """Yield the folder of a trained model.
+
+    Args:
+        place: the folder, or the model's name in MLflow, fetched for the time being: `models:/NAME@ALIAS`,
+            `models:/NAME/VERSION`, `runs:/RUN_ID/NAME`.
+        config: section `register`, which says where MLflow is; MLFLOW_TRACKING_URI wins.
+
+    Raises:
+        TrackingError: MLflow does not answer, or has no such model.
+        ValueError: MLflow is not installed.
+    """
+    if not str(place).startswith(REGISTERED):
+        yield Path(place)
+        return
+    try:
+        from seqrec.tracking import registry  # takes seconds
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{place}: {error.name} is not installed; name a folder, or install .[pipeline]") from error
+    with tempfile.TemporaryDirectory() as folder:
+        registry.fetch(str(place), Path(folder), config or RegisterConfig())
+        yield Path(folder)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """The best items, and what was done to give any."""
+
+    items: list[str]  # best first; fewer than `k` where the catalogue has no more
+    scores: list[float]
+    source: str  # name of the model, or `popularity` where the history held no known item
+    unknown: int = 0  # events of the history that the model does not know
+    notes: list[str] = field(default_factory=list)  # what else to know, for people
+
+
+class Recommender:
+    """A trained model that speaks in the source's item ids."""
+
+    def __init__(
+        self,
+        model: SequenceModel,
+        item_ids: Sequence[str],
+        counts: Tensor,
+        user_ids: Sequence[str],
+        *,
+        filter_seen: bool,
+        name: str = "model",
+        gap: float = DAY,
+        tokenizer: str = "",
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.model, self.item_ids, self.filter_seen, self.name, self.gap = (
+            model.eval(),
+            item_ids,
+            filter_seen,
+            name,
+            gap,
+        )
+        self.items = {item_id: item for item, item_id in enumerate(item_ids, start=1)}
+        self.users = {user_id: user for user, user_id in enumerate(user_ids, start=1)}
+        self.counts = counts.float()
+        self.item_vectors = model.item_vectors().detach().float()[: len(item_ids) + 1]
+
+    @classmethod
+    def load(cls, place: str | Path, config: RegisterConfig | None = None) -> Recommender:
+        """Load weights, card, vocabulary and users; no code of the artifact is run.
+
+        Args:
+            place: see `located`.
+            config: see `located`.
+
+        Raises:
+            ValueError: a file is not the one that the card was written for.
+        """
+        with located(place, config) as folder:
+            model, card = checkpoint.load_model(folder)
+            item_ids, counts = sequences.read_vocabulary(folder)
+            users = sequences.read_users(folder)
+            units = folder / TOKENIZER
+            tokenizer = units.read_text(encoding="utf-8") if units.is_file() else ""
+        told = {"name": card.get("model", "model"), "gap": card.get("median_gap", DAY), "tokenizer": tokenizer}
+        return cls(model, item_ids, counts, users, filter_seen=card["filter_seen"], **told)
+
+    def recommend(
+        self,
+        history: Sequence[str],
+        k: int = 10,
+        *,
+        exclude: Collection[str] = (),
+        user: str | None = None,
+        times: Sequence[float] | None = None,
+        items_text: Mapping[str, Mapping[str, str]] | None = None,
+    ) -> Answer:
+        """Return the best `k` items for somebody with this `history`, oldest first; see `answer`."""
+        request = Request(history=history, k=k, exclude=exclude, user=user, times=times, items_text=items_text or {})
+        return self.answer([request])[0]
+
+    def check(self, request: Request) -> None:
+        """Raise ValueError where this model cannot answer `request`."""
+        if not request.items_text:
+            return
+        if not isinstance(self.model, Recformer) or not self.tokenizer:
+            raise ValueError(f"items_text: {self.name} cannot read text; a trained Recformer with its {TOKENIZER} can")
+        if known := request.items_text.keys() & self.items.keys():
+            raise ValueError(f"items_text: the model knows {min(known)!r} already")
+
+    @torch.no_grad()
+    def answer(self, requests: Sequence[Request]) -> list[Answer]:
+        """Answer requests together, in one pass of the model; nobody's answer depends on the others.
+
+        Unknown items are skipped and counted, an unknown user is user 0, and a history without a known item gets the
+        most popular items, scored by their train events. Items of the history are left out if the model was
+        evaluated so. Times that are missing are taken to lie the training data's median gap apart. Items of which a
+        request brings the text are candidates of that request, and may be in its history.
+
+        Raises:
+            ValueError: see `check`.
+        """
+        for request in requests:
+            self.check(request)
+        answers = iter(self._answer([request for request in requests if not request.items_text]))
+        return [
+            self._grown(request.items_text)._answer([request])[0] if request.items_text else next(answers)
+            for request in requests
+        ]
+
+    def _grown(self, items_text: Mapping[str, Mapping[str, str]]) -> Recommender:
+        """Return this recommender with more items, which it knows from their text alone."""
+        from tokenizers import Tokenizer
+
+        from seqrec.data import item_tokens
+
+        assert isinstance(self.model, Recformer)
+        catalogue, limit = self.model.catalogue, self.model.options.attribute_tokens
+        assert catalogue.tokens is not None
+        new = item_tokens.tokenise(
+            item_tokens.as_texts(list(items_text.values())), Tokenizer.from_str(self.tokenizer), limit
+        )
+        size = len(self.item_ids) + len(items_text)
+        other = copy.copy(self)
+        other.model = self.model.grown(
+            catalogue._replace(num_items=size, tokens=item_tokens.concatenate([catalogue.tokens, new]))
+        )
+        other.item_ids = [*self.item_ids, *items_text]
+        other.items = self.items | {item_id: len(self.item_ids) + n for n, item_id in enumerate(items_text, start=1)}
+        other.counts = torch.nn.functional.pad(self.counts, (0, len(items_text)))
+        other.item_vectors = other.model.item_vectors().float()
+        return other
+
+    def _answer(self, requests: Sequence[Request]) -> list[Answer]:
+        if not requests:
+            return []
+        places = [[p for p, item_id in enumerate(r.history) if item_id in self.items] for r in requests]
+        hidden = [self._hidden(request) for request in requests]
+        largest = min(max(request.k for request in requests), len(self.item_ids))
+        best: dict[int, Best] = dict.fromkeys(range(len(requests)), ([], []))
+        known = [number for number, place in enumerate(places) if place]
+        if known:
+            batch = self._batch([requests[n] for n in known], [places[n] for n in known])
+            best |= zip(known, self._top(batch, [hidden[n] for n in known], largest), strict=True)
+        for number in set(best) - set(known):
+            best[number] = _best(self.counts[None].clone(), [hidden[number]], largest)[0]
+        rows = zip(requests, places, best.values(), strict=True)
+        return [self._told(request, place, *found) for request, place, found in rows]
+
+    def explain(self, request: Request, item_id: str) -> list[float]:
+        """Return, for each event of the history, by how much the score of an item drops when the event is left out.
+
+        Unknown events, and those that the model does not see, have 0. See `attribution.leave_one_out`.
+
+        Raises:
+            ValueError: the item is unknown.
+        """
+        if item_id not in self.items:
+            raise ValueError(f"item_id: {item_id!r} is unknown")
+        place = [p for p, known in enumerate(request.history) if known in self.items]
+        drops = [0.0] * len(request.history)
+        if place:
+            history = self._window([request], [place], len(place))
+            drop_L = attribution.leave_one_out(self.model, history, torch.tensor([self.items[item_id]]))[0]
+            for p, drop in zip(place, drop_L.tolist(), strict=True):
+                drops[p] = drop
+        return drops
+
+    def _top(self, batch: Batch, hidden: Sequence[Sequence[int]], k: int) -> list[Best]:
+        query_BD = self.model(batch, last=True)[:, 0].float()
+        return _best(query_BD @ self.item_vectors.T, hidden, k)
+
+    def _batch(self, requests: Sequence[Request], places: Sequence[Sequence[int]]) -> Batch:
+        cloze = self.model.options.objective == "cloze"
+        length = self.model.options.length - cloze
+        recent = [place[-length:] for place in places]
+        longest = max(len(place) for place in recent)
+        batch = self._window(requests, recent, min(-(-longest // WIDTH_STEP) * WIDTH_STEP, length))
+        return sequences.with_mask(batch, len(self.item_ids) + 1) if cloze else batch
+
+    def _window(self, requests: Sequence[Request], places: Sequence[Sequence[int]], width: int) -> Batch:
+        """Return the events at `places` of each history, padded on the left to `width`."""
+        rows = list(zip(requests, places, strict=True))
+        items_BL = torch.tensor([[PAD] * (width - len(p)) + [self.items[r.history[i]] for i in p] for r, p in rows])
+        times_BL = torch.tensor([self._times(r, p, width) for r, p in rows])
+        user_B = torch.tensor([self.users.get(r.user or "", 0) for r in requests])
+        return Batch(items_BL, times_BL.masked_fill(items_BL == PAD, 0.0), user_B)
+
+    def _times(self, request: Request, place: Sequence[int], width: int) -> list[float]:
+        """Return seconds relative to the last event, padded on the left."""
+        if request.times is None:
+            return [-self.gap * before for before in range(width - 1, -1, -1)]
+        last = request.times[place[-1]]
+        before = (max(-CENTURY, min(CENTURY, float(request.times[i] - last))) for i in place)
+        return [0.0] * (width - len(place)) + list(before)
+
+    def _hidden(self, request: Request) -> list[int]:
+        shown = {*request.exclude, *(request.history if self.filter_seen else ())}
+        return [self.items[item_id] for item_id in shown & self.items.keys()]
+
+    def _told(self, request: Request, place: Sequence[int], values: Sequence[float], items: Sequence[int]) -> Answer:
+        best = [(self.item_ids[item - 1], value) for item, value in zip(items, values, strict=True)]
+        best = [(item_id, value) for item_id, value in best[: request.k] if value > float("-inf")]
+        notes = []
+        if not place:
+            notes.append("no known item in the history: these are the most popular ones")
+        elif "times" in self.model.needs and request.times is None:
+            notes.append(f"times not given: events taken to be {self.gap:g} s apart, the median of the training data")
+        return Answer(
+            items=[item_id for item_id, _ in best],
+            scores=[value for _, value in best],
+            source=self.name if place else POPULARITY,
+            unknown=len(request.history) - len(place),
+            notes=notes,
+        )
+
+
+def _best(score_BV: Tensor, hidden: Sequence[Sequence[int]], k: int) -> list[Best]:
+    """Return the best items but `hidden` of each row; `score_BV` is written to."""
+    score_BV[:, PAD] = float("-inf")
+    row = [number for number, items in enumerate(hidden) for _ in items]
+    score_BV[row, [item for items in hidden for item in items]] = float("-inf")
+    value_BK, item_BK = score_BV.topk(k)
+    return list(zip(value_BK.tolist(), item_BK.tolist(), strict=True))

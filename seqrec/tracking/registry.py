@@ -1,0 +1,390 @@
+"""The model registry: what a version holds, and the gate between `candidate` and `champion`."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import shutil
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlflow
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+from mlflow import MlflowClient
+from mlflow.entities import LoggedModel, Run
+from mlflow.entities.logged_model_status import LoggedModelStatus
+from mlflow.entities.model_registry import ModelVersion
+from mlflow.exceptions import MlflowException
+from mlflow.models import Model, ModelSignature
+from mlflow.types import ColSpec, DataType, Schema
+from mlflow.types.schema import Array
+
+from seqrec import ROOT
+from seqrec.artifacts import CASES, MODEL_CARD, REFIT, TOKENIZER, TOKENS, USERS, VOCABULARY, WEIGHTS, read_json, sha256
+from seqrec.config import RegisterConfig
+from seqrec.evaluation import metrics
+from seqrec.tracking.runs import (
+    FINGERPRINT,
+    PARENT,
+    TrackingError,
+    connect,
+    experiment,
+    first_line,
+    log_history,
+    log_params,
+    metric_name,
+    open_run,
+    tracking_uri,
+)
+
+CANDIDATE, CHAMPION = "candidate", "champion"
+REPORT = "report"  # artifact folder of a run
+ARTIFACTS = "artifacts"  # folder of a logged model, where MLflow lays what a pyfunc model reads
+WEIGHTS_TAG, SPLIT_TAG, FILTER_TAG = "seqrec.weights_sha256", "seqrec.split_sha256", "seqrec.filter_seen"
+PROMOTED_TAG, REASON_TAG, GAIN_TAG = "seqrec.promoted", "seqrec.reason", "seqrec.gain"
+PREVIOUS_TAG = "seqrec.previous"  # of a champion: the version before it
+REFIT_TAG = (
+    "seqrec.refit_of"  # the version whose training was repeated on every event, and whose figures stand for both
+)
+OWN_TAGS = (PROMOTED_TAG, REASON_TAG, GAIN_TAG, PREVIOUS_TAG, WEIGHTS_TAG, FINGERPRINT)  # not shared with a refit
+CLAIM_TAG = "seqrec.claim"  # of a registered model: who began a promotion last
+AUDIT_TAG = "seqrec.audit."  # of a registered model, one a change of champion; the time follows
+GUARDED = ("valid/coverage@10", "valid/ndcg@10/popularity=tail")  # what a gain must not be paid with
+ATTEMPTS = 10
+LONGEST = 5_000  # characters of a description that MLflow keeps
+COMPARABLE = {SPLIT_TAG: "split", FILTER_TAG: "evaluate.filter_seen"}
+PACKAGES = ("mlflow", "numpy", "pandas", "pyarrow", "pyyaml", "safetensors", "torch")
+CODE = ("seqrec", "models")
+TEXT_FILES = {"tokens": TOKENS, "tokenizer": TOKENIZER}  # of a text model
+PYFUNC = ROOT / "seqrec" / "tracking" / "pyfunc_model.py"
+SIGNATURE = ModelSignature(
+    inputs=Schema(
+        [
+            ColSpec(Array(DataType.string), "history"),
+            ColSpec(DataType.long, "k", required=False),
+            ColSpec(DataType.string, "user", required=False),
+            ColSpec(Array(DataType.string), "exclude", required=False),
+            ColSpec(Array(DataType.long), "times", required=False),
+        ]
+    ),
+    outputs=Schema(
+        [
+            ColSpec(Array(DataType.string), "items"),
+            ColSpec(Array(DataType.double), "scores"),
+            ColSpec(DataType.string, "source"),
+            ColSpec(DataType.long, "unknown"),
+        ]
+    ),
+)
+
+
+class Decision(NamedTuple):
+    """What became of a candidate at the gate."""
+
+    promoted: bool
+    reason: str
+    gain: metrics.Interval | None  # of valid/ndcg@10 over the champion; None where there was nothing to compare
+
+
+def log_model(client: MlflowClient, run: Run, *, checkpoint: Path, sequences: Path) -> LoggedModel:
+    """Return the run's loadable model of these weights; a half-written one is replaced.
+
+    Args:
+        client: of the tracking server.
+        run: the run that trained the model.
+        checkpoint: directory with weights and card.
+        sequences: directory with vocabulary and users.
+    """
+    weights = sha256(checkpoint / WEIGHTS)
+    experiment, run_id = run.info.experiment_id, run.info.run_id
+    for model in client.search_logged_models([experiment], filter_string=f"source_run_id = '{run_id}'"):
+        if model.status != LoggedModelStatus.READY:
+            client.delete_logged_model(model.model_id)
+        elif model.tags.get(WEIGHTS_TAG) == weights:
+            return model
+    tags = {WEIGHTS_TAG: weights, FINGERPRINT: run.data.tags[FINGERPRINT]}
+    params = client.get_run(run_id).data.params
+    model = client.create_logged_model(experiment, run.info.run_name, run_id, tags=tags, params=params)
+    Model.log(
+        artifact_path=None,
+        flavor=mlflow.pyfunc,
+        run_id=run_id,
+        model_id=model.model_id,
+        python_model=str(PYFUNC),
+        artifacts={
+            "weights": str(checkpoint / WEIGHTS),
+            "card": str(checkpoint / MODEL_CARD),
+            "vocabulary": str(sequences / VOCABULARY),
+            "users": str(sequences / USERS),
+            **{name: str(checkpoint / file) for name, file in TEXT_FILES.items() if (checkpoint / file).exists()},
+        },
+        code_paths=[str(ROOT / package) for package in CODE],
+        pip_requirements=requirements(),
+        signature=SIGNATURE,
+        input_example=_example(sequences / VOCABULARY),
+    )
+    return client.get_logged_model(model.model_id)
+
+
+def requirements() -> list[str]:
+    """Return pins of what the model imports, as installed here; local builds (`+cpu`) by their public version."""
+    return [f"{name}=={importlib.metadata.version(name).partition('+')[0]}" for name in PACKAGES]
+
+
+def _example(vocabulary: Path) -> pd.DataFrame:
+    items = pq.read_table(vocabulary, columns=["item_id"])["item_id"][:3].to_pylist()
+    times = list(range(0, 60 * len(items), 60))  # some models need them, the others take no notice
+    return pd.DataFrame({"history": [items, items[:1]], "times": [times, times[:1]], "k": [5, 5]})
+
+
+def create_version(
+    client: MlflowClient, name: str, model: LoggedModel, tags: Mapping[str, str], description: str = ""
+) -> ModelVersion:
+    """Return the version of `name` that holds `model`'s weights; `tags` and `description` are updated."""
+    if not client.search_registered_models(f"name = '{name}'"):
+        client.create_registered_model(name)
+    version = _find_version(client, name, model)
+    if version is None:
+        version = client.create_model_version(
+            name,
+            source=f"models:/{model.model_id}",
+            run_id=model.source_run_id,
+            model_id=model.model_id,
+            tags={**tags, **{key: model.tags[key] for key in (FINGERPRINT, WEIGHTS_TAG)}},
+        )
+    for key, value in tags.items():
+        if version.tags.get(key) != value:
+            client.set_model_version_tag(name, version.version, key, value)
+    if version.description != description[:LONGEST]:
+        client.update_model_version(name, version.version, description[:LONGEST])
+    return client.get_model_version(name, version.version)
+
+
+def _find_version(client: MlflowClient, name: str, model: LoggedModel) -> ModelVersion | None:
+    fingerprint = model.tags[FINGERPRINT]
+    versions = client.search_model_versions(f"name = '{name}' and tags.`{FINGERPRINT}` = '{fingerprint}'")
+    same = [version for version in versions if version.tags.get(WEIGHTS_TAG) == model.tags[WEIGHTS_TAG]]
+    return same[0] if same else None
+
+
+def promote(client: MlflowClient, version: ModelVersion, cases: pa.Table, config: RegisterConfig) -> Decision:
+    """Give `version` the alias `champion` if it passes the gate, and record decision, interval and reason as tags.
+
+    A champion steps down when the paired interval of the gain on validation lies above `register.min_gain` and none of
+    `GUARDED` loses more than `register.max_loss`, or when the two were not measured on the same cases, so that they
+    cannot be compared. Of promotions at the same time each is decided again after the other, so the better one stays.
+
+    Raises:
+        TrackingError: the champion's validation cases cannot be fetched, or others promote without end.
+    """
+    for _ in range(ATTEMPTS):
+        with _claim(client, version.name) as still_ours:
+            champion, evaluated = find_champion(client, version.name), find_evaluated(client, version.name)
+            if evaluated is not None and str(evaluated.version) == str(version.version):
+                return _recorded(version)
+            decision = _decide(client, version, champion, cases, config)
+            if not still_ours():
+                continue
+            tags = {
+                PROMOTED_TAG: str(decision.promoted).lower(),
+                REASON_TAG: decision.reason,
+                GAIN_TAG: json.dumps(decision.gain),
+            }
+            for key, value in tags.items():
+                client.set_model_version_tag(version.name, version.version, key, value)
+            if decision.promoted:
+                crown(client, version, champion, decision.reason)
+            if still_ours():
+                return decision
+    raise TrackingError(f"{version.name}: other promotions came between {ATTEMPTS} times; register again")
+
+
+@contextmanager
+def _claim(client: MlflowClient, name: str) -> Iterator[Callable[[], bool]]:
+    """Say that a promotion of `name` begins; yield whether no other one has begun since."""
+    ours = uuid.uuid4().hex
+    client.set_registered_model_tag(name, CLAIM_TAG, ours)
+    yield lambda: client.get_registered_model(name).tags.get(CLAIM_TAG) == ours
+
+
+def crown(client: MlflowClient, version: ModelVersion, champion: ModelVersion | None, reason: str) -> None:
+    """Make `version` the champion in place of `champion`, and write it into the audit trail."""
+    name, before = version.name, "none" if champion is None else str(champion.version)
+    client.set_model_version_tag(name, version.version, PREVIOUS_TAG, before)
+    client.set_registered_model_alias(name, CHAMPION, version.version)
+    moment = datetime.now(UTC).strftime("%Y-%m-%dT%H%M%S.%f")
+    client.set_registered_model_tag(name, f"{AUDIT_TAG}{moment}", f"{before} -> {version.version}: {reason}"[:4000])
+
+
+def find_champion(client: MlflowClient, name: str) -> ModelVersion | None:
+    """Return the version that holds the alias `champion`, if `name` is registered and any does."""
+    if not client.search_registered_models(f"name = '{name}'"):
+        return None
+    number = client.get_registered_model(name).aliases.get(CHAMPION)
+    return None if number is None else client.get_model_version(name, number)
+
+
+def find_evaluated(client: MlflowClient, name: str) -> ModelVersion | None:
+    """Return the version whose evaluation is the champion's: itself, or what it was refitted from."""
+    champion = find_champion(client, name)
+    if champion is None or REFIT_TAG not in champion.tags:
+        return champion
+    return client.get_model_version(name, champion.tags[REFIT_TAG])
+
+
+def register_refit(
+    client: MlflowClient,
+    evaluated: ModelVersion,
+    *,
+    checkpoint: Path,
+    history: Sequence[Mapping[str, Any]],
+    config: RegisterConfig,
+) -> ModelVersion:
+    """Log what `checkpoint` holds as a version linked to `evaluated`, and make it the champion in its place.
+
+    Raises:
+        TrackingError: there is another champion meanwhile.
+    """
+    card, name, origin = read_json(checkpoint / MODEL_CARD), evaluated.name, client.get_run(evaluated.run_id)
+    title, parent = f"{origin.info.run_name}-refit", origin.data.tags.get(PARENT)
+    place = experiment(client, config)
+    run = open_run(client, place, card["fingerprint"], title, parent=parent, seconds=card["seconds"])
+    log_params(client, run, {key: card[key] for key in ("options", "config", REFIT)})
+    log_history(client, run, history)
+    model = log_model(client, run, checkpoint=checkpoint, sequences=checkpoint)
+    reason = f"refit of version {evaluated.version} on every event"
+    tags = {key: value for key, value in evaluated.tags.items() if key not in OWN_TAGS}
+    tags |= {REFIT_TAG: str(evaluated.version), REASON_TAG: reason}
+    notice = (
+        f"**A {reason}, the test events too: epochs {card[REFIT]['epochs']}, weights `{card['weights_sha256']}`. What "
+        f"follows was said of version {evaluated.version}; these weights cannot be measured on that split.**\n\n"
+    )
+    version = create_version(client, name, model, tags, notice + (evaluated.description or ""))
+    client.set_terminated(run.info.run_id)
+    with _claim(client, name) as still_ours:
+        champion, now = find_champion(client, name), find_evaluated(client, name)
+        if now is None or str(now.version) != str(evaluated.version) or not still_ours():
+            raise TrackingError(f"{name} has another champion than version {evaluated.version} meanwhile: refit that")
+        if champion is not None and str(champion.version) != str(version.version):
+            crown(client, version, champion, reason)
+    return version
+
+
+def champion_version(*, dataset: str, config: RegisterConfig) -> str:
+    """Return the version of the champion of `dataset`, or nothing.
+
+    Raises:
+        TrackingError: the server does not answer.
+    """
+    champion = find_champion(connect(config), f"seqrec-{dataset}")
+    return "" if champion is None else str(champion.version)
+
+
+def fetch_champion(*, dataset: str, folder: Path, config: RegisterConfig) -> str:
+    """Write weights, card, vocabulary and users of the champion of `dataset` to `folder`, empty where there is none.
+
+    What a retraining starts from: of a champion that was refitted, the weights before it, which know no test event.
+
+    Returns:
+        The version, or nothing.
+
+    Raises:
+        TrackingError: the server does not answer, or has lost the champion's files.
+    """
+    client, name = connect(config), f"seqrec-{dataset}"
+    folder.mkdir(parents=True, exist_ok=True)
+    evaluated = find_evaluated(client, name)
+    if evaluated is None:
+        return ""
+    fetch(f"models:/{name}/{evaluated.version}", folder, config)
+    return str(evaluated.version)
+
+
+def fetch(uri: str, folder: Path, config: RegisterConfig) -> None:
+    """Write weights, card, vocabulary and users, and of a text model its tokens, of `uri` to `folder`.
+
+    Raises:
+        TrackingError: the server does not answer, has no such model or has lost its files, or it is none of ours.
+    """
+    connect(config)
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            model = Path(mlflow.artifacts.download_artifacts(uri, dst_path=directory))
+        except (MlflowException, OSError) as error:
+            raise TrackingError(
+                f"register.tracking_uri: {uri} cannot be fetched from {tracking_uri(config)} ({first_line(error)})"
+            ) from error
+        if not (model / ARTIFACTS / MODEL_CARD).is_file():
+            raise TrackingError(f"{uri} holds no {MODEL_CARD}: it is no model that `register` has logged")
+        for file in (WEIGHTS, MODEL_CARD, VOCABULARY, USERS, *TEXT_FILES.values()):
+            if (model / ARTIFACTS / file).is_file():
+                shutil.copyfile(model / ARTIFACTS / file, folder / file)
+
+
+def _recorded(version: ModelVersion) -> Decision:
+    """Return the decision that made `version` the champion."""
+    if version.tags.get(PROMOTED_TAG) != "true":
+        return Decision(True, "the alias was set by hand", None)
+    gain = json.loads(version.tags[GAIN_TAG])
+    return Decision(True, version.tags[REASON_TAG], gain and metrics.Interval(*gain))
+
+
+def _decide(
+    client: MlflowClient,
+    version: ModelVersion,
+    champion: ModelVersion | None,
+    cases: pa.Table,
+    config: RegisterConfig,
+) -> Decision:
+    if champion is None:
+        return Decision(True, "the first champion", None)
+    changed = [what for tag, what in COMPARABLE.items() if champion.tags.get(tag) != version.tags.get(tag)]
+    if changed:
+        reason = f"version {champion.version} was measured with another {' and '.join(changed)}: not comparable"
+        return Decision(True, reason, None)
+    other = _fetch_cases(client, find_evaluated(client, version.name) or champion)
+    try:
+        gain = metrics.paired_gain(cases, other, confidence=config.confidence, seed=config.seed)
+    except ValueError as error:
+        return Decision(True, f"not comparable with version {champion.version}: {error}", None)
+    promoted = gain.low > config.min_gain
+    lost = _lost(version, champion, config.max_loss)
+    reason = (
+        f"gain of valid/ndcg@10 over version {champion.version}: {gain.mean:+.4f} [{gain.low:+.4f}, {gain.high:+.4f}], "
+        f"{'above' if promoted else 'not clearly above'} register.min_gain = {config.min_gain:g}"
+    )
+    return Decision(promoted and not lost, "; ".join([reason, *lost]), gain)
+
+
+def guard_tags(values: Mapping[str, float]) -> dict[str, str]:
+    """Return the tags of a version that hold its `GUARDED` metrics."""
+    return {f"seqrec.{metric_name(name)}": str(values[name]) for name in GUARDED if name in values}
+
+
+def _lost(version: ModelVersion, champion: ModelVersion, most: float) -> list[str]:
+    """Return what of `GUARDED` the champion had clearly more of, in words."""
+    lost = []
+    for name in GUARDED:
+        ours, theirs = (v.tags.get(f"seqrec.{metric_name(name)}") for v in (version, champion))
+        if ours is not None and theirs is not None and float(ours) < float(theirs) * (1 - most):
+            lost.append(f"but {name} falls from {float(theirs):.4f} to {float(ours):.4f}, register.max_loss = {most:g}")
+    return lost
+
+
+def _fetch_cases(client: MlflowClient, champion: ModelVersion) -> pa.Table:
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            path = client.download_artifacts(champion.run_id, f"{REPORT}/{CASES}", directory)
+        except (MlflowException, OSError) as error:
+            raise TrackingError(
+                f"register.tracking_uri: {CASES} of the champion, version {champion.version} of {champion.name}, "
+                f"cannot be fetched ({error}); restore its run, or remove the alias {CHAMPION} to choose a new one"
+            ) from error
+        return pq.read_table(path)

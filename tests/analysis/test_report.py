@@ -1,0 +1,184 @@
+"""The page: complete, true to its data, and with nothing to fetch or to run from the data."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+from plotly.offline import get_plotlyjs
+from support import HISTORY, row
+
+from seqrec.analysis import report
+from seqrec.analysis.examples import Example, Examples, Opinion
+from seqrec.analysis.strec_sparsity import Point
+
+EVIL = '</script><script>alert("1 & 2")</script>'
+ROWS = [
+    row(name, baseline=name == "markov")
+    | {"valid/ndcg@10": 0.3, "test/recall@10": 0.4, "test/mrr": 0.1, "parameters": 12345, "train_seconds": 7.0}
+    | {"champion": name == "sasrec", "candidate": name == "sasrec"}
+    for name in ("sasrec", "gru4rec", "markov")
+]
+OUTCOME = {"registered_model": "seqrec-toy", "version": 3, "model": "sasrec", "reason": "the first <champion>"}
+BOARD = {"dataset": "toy", "protocol": "LOO-full", "rows": ROWS, "registry": OUTCOME}
+METRICS = {name: {"test/ndcg@10/popularity=head": 0.25} for name in ("sasrec", "gru4rec", "markov")}
+OPINIONS = {
+    "sasrec": Opinion(best=[4, 2], rank=2.0, drop=[-0.5, 0.0, 1.0], attention=[0.125, 0.0, 0.5]),
+    "gru4rec": Opinion(best=[2, 4], rank=1.0, drop=[0.0, 0.1, 0.0]),
+    "markov": Opinion(best=[5], rank=30.5),
+}
+NAMES = {1: "One", 2: "Two & a half", 3: "Three", 4: EVIL, 5: "Five"}
+EXAMPLES = Examples(
+    users=[Example(user_id="u<7>", history=[1, 3, 3], target=2, opinions=OPINIONS)],
+    names=NAMES,
+    masked={"sasrec": ([[1.0]], [[0.5]])},
+    sparse={"gru4rec": [Point(sparsity=0.5, ndcg=0.1, microseconds=9.0, trained=True)]},
+)
+
+
+class Page(HTMLParser):
+    """What a browser would find: scripts, attributes that fetch, the text of table rows."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.scripts, self.fetched, self.rows, self.open = [], [], [], []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attributes):
+        self.open.append(tag)
+        self.fetched += [value for name, value in attributes if name in ("src", "href", "action", "data", "srcset")]
+        if tag == "script":
+            self.scripts.append((dict(attributes), ""))
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] == "script":
+            attributes, text = self.scripts[-1]
+            self.scripts[-1] = (attributes, text + data)
+        elif self.open and self.open[-1] in ("td", "th"):
+            self.rows[-1][-1] += data
+
+    def handle_endtag(self, tag):
+        if tag in self.open:
+            while self.open.pop() != tag:
+                pass
+
+    def figures(self):
+        return [json.loads(text) for attributes, text in self.scripts if attributes.get("type") == "application/json"]
+
+
+@pytest.fixture(scope="module")
+def text():
+    return report.page(BOARD, METRICS, {"sasrec": HISTORY, "gru4rec": HISTORY[:1]}, EXAMPLES)
+
+
+def test_the_page_holds_all_that_it_needs(text):
+    page = Page(text)
+
+    assert page.fetched == []
+    assert not re.search(r"@import|url\(", report.STYLE)
+    (code,) = [script for attributes, script in page.scripts if attributes.get("id") == "plotly"]
+    assert gzip.decompress(base64.b64decode(code)).decode() == get_plotlyjs()
+    assert len(text) < 2_200_000
+
+
+def test_every_figure_is_there(text):
+    titles = [[note["text"] for note in figure["layout"]["annotations"]] for figure in Page(text).figures()]
+
+    assert titles == [
+        ["test/ndcg@10 with its 95 % interval, against coverage"],
+        ["test/ndcg@10 by popularity"],
+        ["loss", "valid/ndcg@10"],
+        ["loss/task", "figure/entropy"],  # of sasrec
+        ["attention of the last layer without masks", "with masks"],
+        ["loss/task", "figure/entropy"],  # of gru4rec
+        ["valid/ndcg@10, served with fewer rows", "µs a history"],
+    ]
+
+
+def test_the_leaderboard_has_intervals_and_the_verdict(text):
+    rows = Page(text).rows
+
+    assert rows[1] == [
+        "sasrec (champion)",
+        "0.3000",
+        "0.2000 [0.1800, 0.2300]",
+        "0.4000",
+        "0.1000",
+        "0.6000",
+        "12,345",
+        "7",
+    ]
+    assert [cells[0] for cells in rows[1:4]] == ["sasrec (champion)", "gru4rec", "markov"]
+    assert "seqrec-toy version 3 (sasrec): the first &lt;champion&gt;" in text
+
+
+def test_lists_mark_the_held_out_item_and_end_where_a_list_ends(text):
+    rows = Page(text).rows
+
+    assert rows[4] == ["recommended", "sasrec", "gru4rec", "markov"]
+    assert rows[5] == ["1", EVIL, "Two & a half ✓", "Five"]
+    assert rows[6] == ["2", "Two & a half ✓", EVIL, ""]
+    assert rows[7] == ["3", "", "", ""]
+    assert rows[15] == ["rank of the next item", "2", "1", "30.5"]
+
+
+def test_the_history_says_what_drove_the_first_item_of_models_that_can_say_it(text):
+    rows = Page(text).rows
+
+    assert rows[16] == ["event, newest first", f"sasrec: why {EVIL}", "gru4rec: why Two & a half"]
+    assert rows[17:] == [
+        ["Three", "+1.000 (50%)", ""],
+        ["Three", "", "+0.100"],
+        ["One", "-0.500 (12%)", ""],
+    ]
+
+
+def test_nothing_of_the_data_becomes_markup(text):
+    scripts = [attributes for attributes, _ in Page(text).scripts]
+
+    assert sum(attributes == {} for attributes in scripts) == 1  # the page's own
+    assert EVIL not in text
+    assert "u<7>" not in text
+
+
+def test_the_same_data_gives_the_same_bytes(text, monkeypatch):
+    report._plotly.cache_clear()
+    monkeypatch.setattr("time.time", lambda: 1.0)
+
+    assert report.page(BOARD, METRICS, {"sasrec": HISTORY, "gru4rec": HISTORY[:1]}, EXAMPLES) == text
+
+
+def test_long_histories_are_cut_and_it_is_said(monkeypatch):
+    monkeypatch.setattr(report, "EVENTS", 2)
+
+    text = report.page(BOARD, METRICS, {}, EXAMPLES)
+
+    assert [cells[0] for cells in Page(text).rows[17:]] == ["Three", "Three"]
+    assert "1 earlier events are not shown" in text
+
+
+def test_a_page_without_examples_or_verdict():
+    text = report.page(BOARD | {"registry": None}, METRICS, {}, Examples())
+
+    assert "Examples" not in text
+    assert "seqrec-toy" not in text
+
+
+def test_a_models_own_page_has_its_curves_and_terms():
+    expected = {
+        "m": ["loss", "loss/task"],
+        "sasrec": ["loss", "loss/task", "attention of the last layer without masks"],
+        "gru4rec": ["loss", "loss/task", "valid/ndcg@10, served with fewer rows"],
+    }
+    for name, titles in expected.items():
+        figures = Page(report.model_page(name, HISTORY, EXAMPLES)).figures()
+        assert [figure["layout"]["annotations"][0]["text"] for figure in figures] == titles

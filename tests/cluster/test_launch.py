@@ -1,0 +1,228 @@
+"""Where a stage runs changes nothing but where: one process, two of this machine, a job of the cluster."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import kubernetes_server
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from seqrec.artifacts import HISTORY, WEIGHTS
+from seqrec.cluster import jobs, launch
+from seqrec.config import (
+    ConfigError,
+    FinetuneConfig,
+    KubernetesConfig,
+    LaunchConfig,
+    ModelConfig,
+    PrepareConfig,
+    PretrainConfig,
+    StepResources,
+    parse,
+)
+from seqrec.stages.pretrain import pretrain
+
+OPTIONS = {"d_model": 16, "layers": 1, "heads": 2, "length": 12, "dropout": 0.0}
+CONFIG = FinetuneConfig(epochs=2, batch_size=16, warmup_steps=1)
+CLUSTER = KubernetesConfig(
+    resources={
+        "default": {"cpu": "500m"},
+        "finetune": {
+            "cpu": "4",
+            "memory": "16Gi",
+            "gpus": 2,
+            "shared_memory": "1Gi",
+            "timeout_s": 3600,
+            "node_selector": {"pool": "gpu"},
+            "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
+        },
+    },
+    launch={"finetune": LaunchConfig(launcher="job", nodes=2)},
+    state_claim="seqrec-state",
+    environment={"OMP_NUM_THREADS": "1"},
+    secrets={"seqrec": {"tracking-password": "MLFLOW_TRACKING_PASSWORD"}},
+    image_pull_secrets=["registry"],
+    service_account="seqrec",
+    labels={"team": "search"},
+)
+
+
+def place(**launch_settings) -> dict:
+    """Return the parameter `place` of a step, as JSON carries it."""
+    launched = LaunchConfig(**{"poll_s": 0.1, **launch_settings})
+    parts = {"launch": launched, "resources": CLUSTER.step("finetune"), "cluster": CLUSTER}
+    content = {name: dataclasses.asdict(part) for name, part in parts.items()} | {
+        "image": "example.org/seqrec@sha256:1"
+    }
+    return json.loads(json.dumps(content))
+
+
+@pytest.fixture(scope="module")
+def initial(prepared, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("initial")
+    architecture = ModelConfig(architecture="sasrec", options=OPTIONS)
+    shared = {"model": "sasrec", "sequences": prepared, "filter_seen": True, "architecture": architecture}
+    pretrain(initial=folder / "initial", state=folder / "state", config=PretrainConfig(), **shared)
+    return folder / "initial"
+
+
+@pytest.fixture
+def finetuned(prepared, initial, tmp_path):
+    """Return a function that fine-tunes at a place, and the weights and losses that come of it."""
+
+    def run(name: str, where: dict):
+        values = launch.run(
+            "finetune",
+            place=where,
+            state=tmp_path / "state",
+            model="sasrec",
+            sequences=prepared,
+            initial=initial,
+            checkpoint=tmp_path / name,
+            filter_seen=True,
+            config=CONFIG,
+        )
+        records = [json.loads(line) for line in (tmp_path / name / HISTORY).read_text().splitlines()]
+        return values, load_file(tmp_path / name / WEIGHTS), [record["loss"] for record in records]
+
+    return run
+
+
+@pytest.fixture
+def cluster(tmp_path, monkeypatch):
+    with kubernetes_server.serving(tmp_path) as (file, found):
+        monkeypatch.setenv("KUBECONFIG", str(file))
+        monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(file))
+        yield found
+
+
+def assert_close(first, second):
+    assert first[0]["valid/ndcg@10"] == pytest.approx(second[0]["valid/ndcg@10"], abs=1e-4)
+    assert first[2] == pytest.approx(second[2], rel=1e-5)
+    torch.testing.assert_close(first[1], second[1], rtol=1e-3, atol=1e-5)
+
+
+def test_two_processes_and_a_job_of_two_nodes_give_what_one_process_gives(finetuned, cluster, tmp_path):
+    alone = finetuned("alone", {"launch": {"processes": 1}})
+
+    assert_close(finetuned("two", {"launch": {"processes": 2}}), alone)
+    assert cluster.created == []
+
+    assert_close(finetuned("job", place(launcher="job", nodes=2)), alone)
+    assert len(cluster.created) == 1
+    assert not list((tmp_path / "state" / "jobs").iterdir())
+
+
+def test_a_process_that_fails_fails_the_step(finetuned, initial, tmp_path):
+    (tmp_path / "two").write_text("where a folder must be made")
+
+    with pytest.raises(ValueError, match="one of 2 processes failed"):
+        finetuned("two", {"launch": {"processes": 2}})
+
+
+def test_a_repeated_step_finds_the_job_of_the_first_attempt(finetuned, cluster, monkeypatch):
+    first = finetuned("first", place(launcher="job"))
+    left = dict(cluster.jobs)
+    cluster.fail_next = 1
+    (name,) = left
+    cluster.jobs[name]["status"] = {"conditions": [{"type": "Failed", "status": "True", "message": "a node went away"}]}
+
+    with pytest.raises(ValueError, match=r"TrainJob somebodys/finetune-sasrec-.* failed: so"):
+        finetuned("second", place(launcher="job"))
+    again = finetuned("third", place(launcher="job"))
+
+    assert [job["metadata"]["name"] for job in cluster.created] == [name] * 3
+    torch.testing.assert_close(again[1], first[1])
+
+
+@pytest.mark.parametrize(
+    ("settings", "kinds", "message"),
+    [
+        ({"token": "wrong"}, ("trainjobs",), "credentials are refused"),
+        ({"namespace": "elsewhere"}, ("trainjobs",), "service_account may not do this"),
+        ({}, (), "install Kubeflow Trainer 2, or set launcher: step"),
+    ],
+)
+def test_a_cluster_that_refuses_is_explained(finetuned, tmp_path, monkeypatch, settings, kinds, message):
+    folder = tmp_path / "cluster"
+    folder.mkdir()
+    with kubernetes_server.serving(folder, kinds) as (file, _):
+        server = file.read_text().partition("server: ")[2].split()[0]
+        kubernetes_server.write_config(file, server, **settings)
+        monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(file))
+
+        with pytest.raises(ConfigError, match=message):
+            finetuned("none", place(launcher="job"))
+
+
+def test_a_train_job_asks_for_all_that_is_set():
+    where = parse(jobs.Place, place(launcher="job", nodes=2, processes=2), "place")
+    job = jobs.train_job("finetune-sasrec-1", where, Path("/state"), Path("/state/jobs/order.json"))
+
+    kubernetes_server.check(job)
+    trainer = job["spec"]["trainer"]
+    assert (trainer["numNodes"], trainer["numProcPerNode"]) == (2, 2)
+    assert trainer["image"] == "example.org/seqrec@sha256:1"
+    assert trainer["resourcesPerNode"] == {
+        "requests": {"cpu": "4", "memory": "16Gi", "nvidia.com/gpu": "2"},
+        "limits": {"memory": "16Gi", "nvidia.com/gpu": "2"},
+    }
+    assert {one["name"] for one in trainer["env"]} == {"OMP_NUM_THREADS", "MLFLOW_TRACKING_PASSWORD"}
+    (node,) = job["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    pod = node["template"]["spec"]["template"]["spec"]
+    assert pod["nodeSelector"] == {"pool": "gpu"}
+    assert [one["key"] for one in pod["tolerations"]] == ["nvidia.com/gpu"]
+    assert pod["securityContext"]["runAsNonRoot"]
+    assert pod["serviceAccountName"] == "seqrec"
+    assert {one["mountPath"] for one in pod["containers"][0]["volumeMounts"]} == {"/state", "/tmp", "/dev/shm"}
+    assert job["spec"]["activeDeadlineSeconds"] == 3600
+
+
+def test_a_manifest_with_a_misspelt_field_is_noticed():
+    where = parse(jobs.Place, place(launcher="job"), "place")
+    job = jobs.train_job("one", where, Path("/state"), Path("/state/order.json"))
+    job["spec"]["trainer"]["numNode"] = 2
+
+    with pytest.raises(AssertionError, match="a field was not understood"):
+        kubernetes_server.check(job)
+
+
+def test_a_spark_application_is_one(monkeypatch):
+    monkeypatch.setattr("importlib.metadata.version", lambda name: {"pyspark": "4.0.1"}[name])
+    where = parse(jobs.Place, place(launcher="job", nodes=3), "place")
+    config = PrepareConfig(engine="spark")
+    job = jobs.spark_application("prepare-own-1", where, Path("/state"), Path("/state/order.json"), config)
+
+    kubernetes_server.check(job)
+    spec = job["spec"]
+    assert spec["executor"]["instances"] == 3
+    assert spec["executor"]["memory"] == "16g"
+    assert spec["driver"]["serviceAccount"] == "seqrec"
+    assert Path(spec["mainApplicationFile"].removeprefix("local://")) == Path(launch.__file__)
+    with pytest.raises(ConfigError, match=r"needs prepare\.engine: spark"):
+        jobs.spark_application("one", where, Path("/state"), Path("/order.json"), PrepareConfig())
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"launch": {"finetune": {"launcher": "job"}}}, "state_claim"),
+        ({"launch": {"finetune": {"nodes": 2}}}, "more than one needs launcher: job"),
+        ({"launch": {"evaluate": {}}}, "pretrain, finetune or prepare"),
+        ({"launch": {"finetune": {"node": 2}}}, "kubernetes.launch.finetune.node"),
+        ({"resources": {"finetune": {"gpu": 1}}}, "kubernetes.resources.finetune.gpu: unknown key"),
+        ({"user": 0}, "must not be root"),
+    ],
+)
+def test_wrong_settings_are_refused(section, message):
+    with pytest.raises(ConfigError, match=message):
+        parse(KubernetesConfig, section, "kubernetes")
+
+
+def test_an_entry_is_laid_over_the_default():
+    assert CLUSTER.step("finetune").cpu == "4"
+    assert CLUSTER.step("evaluate") == StepResources(cpu="500m")

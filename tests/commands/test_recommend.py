@@ -1,0 +1,88 @@
+import pyarrow.parquet as pq
+import pytest
+import torch
+from support import make_model, save
+
+from seqrec.__main__ import main
+from seqrec.commands import recommend
+from seqrec.data import sequences
+from seqrec.serving.recommender import Recommender, Request
+from seqrec.training.checkpoint import save_model
+
+
+@pytest.mark.parametrize("rows", [7, 8192])
+def test_scores_of_every_user_are_the_recommenders(prepared, tmp_path, monkeypatch, rows):
+    monkeypatch.setattr(recommend, "ROWS", rows)
+    saved = save("gru4rec", prepared, tmp_path / "model")
+
+    values = recommend.score(sequences=prepared, saved=saved, output=tmp_path / "out" / "best.parquet", k=4)
+
+    table = pq.read_table(tmp_path / "out" / "best.parquet")
+    data, item_ids = sequences.load(prepared), sequences.read_vocabulary(prepared)[0]
+    assert values == {"users": data.num_users}
+    assert table["user_id"].to_pylist() == sequences.read_users(prepared)
+    histories = [
+        [item_ids[item - 1] for item in data.items[start:stop].tolist()]
+        for start, stop in zip(data.start.tolist(), data.stop.tolist(), strict=True)
+    ]
+    answers = Recommender.load(saved).answer([Request(history=history, k=4) for history in histories])
+    assert table["items"].to_pylist() == [answer.items for answer in answers]
+    for scores, answer in zip(table["scores"].to_pylist(), answers, strict=True):
+        assert scores == pytest.approx(answer.scores, abs=1e-5)
+
+
+def test_users_with_few_items_left_get_fewer(prepared, tmp_path):
+    saved = save("sasrec", prepared, tmp_path / "model")
+
+    recommend.score(sequences=prepared, saved=saved, output=tmp_path / "best.parquet", k=40)
+
+    data = sequences.load(prepared)
+    distinct = [len(torch.unique(data.items[start:stop])) for start, stop in zip(data.start, data.stop, strict=True)]
+    lists = pq.read_table(tmp_path / "best.parquet")["items"].to_pylist()
+    assert [len(items) for items in lists] == [40 - seen for seen in distinct]
+
+
+def test_a_model_of_another_catalogue_is_refused(prepared, tmp_path):
+    save_model(tmp_path / "model", make_model("sasrec", num_items=3), {"filter_seen": True})
+
+    with pytest.raises(ValueError, match="knows 3 items"):
+        recommend.score(sequences=prepared, saved=tmp_path / "model", output=tmp_path / "best.parquet")
+    assert not (tmp_path / "best.parquet").exists()
+
+
+def test_recommendations_are_printed_with_titles(prepared, tmp_path, capsys):
+    saved = save("sasrec", prepared, tmp_path / "model", model="sasrec")
+
+    status = main(
+        ["recommend", "--history", "i1, no such", "--k", "3", "--saved", str(saved), "--data", str(prepared.parent)]
+    )
+
+    printed = capsys.readouterr().out
+    assert status == 0
+    best = Recommender.load(saved).recommend(["i1", "no such"], 3)
+    for item_id in best.items:
+        assert f"Title of {item_id}" in printed
+    assert "no such   (unknown, skipped)" in printed
+    assert "Title of i1" in printed
+    assert "sasrec recommends" in printed
+
+
+def test_an_explanation_stands_beside_the_events(prepared, tmp_path, capsys):
+    saved = save("sasrec", prepared, tmp_path / "model")
+    history = ["i1", "no such", "i4"]
+
+    main(["recommend", "--history", ", ".join(history), "--saved", str(saved), "--explain"])
+
+    recommender = Recommender.load(saved)
+    drops = recommender.explain(Request(history=history), recommender.recommend(history, 1).items[0])
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("after")]
+    assert [line[-1] for line in lines] == [f"{drops[0]:+.3f}", "skipped)", f"{drops[2]:+.3f}"]
+    assert lines[0][-1] != lines[2][-1]
+
+
+def test_popular_items_have_no_explanation(prepared, tmp_path, capsys):
+    saved = save("sasrec", prepared, tmp_path / "model")
+
+    assert main(["recommend", "--history", "no such", "--saved", str(saved), "--explain"]) == 0
+
+    assert "left out" not in capsys.readouterr().out

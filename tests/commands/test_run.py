@@ -1,0 +1,157 @@
+"""`seqrec run` and `seqrec import`: a config from the raw log to the registry in one process, without DVC."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from mlflow import MlflowClient
+from support import synthetic_rows
+
+from seqrec.__main__ import main
+from seqrec.commands.run import load_config
+from seqrec.config import ConfigError
+from seqrec.tracking import runs
+
+CONFIG = {
+    "dataset": "log",
+    "datasets": {"log": {"ingest": {"source": "csv", "interactions": "log.csv"}}},
+    "finetune": {"epochs": 3, "batch_size": 16, "learning_rate": 0.01, "warmup_steps": 2, "save_steps": 3},
+    "evaluate": {"bootstrap": 100},
+    "models": {"sasrec": {"options": {"d_model": 16, "heads": 1, "layers": 1, "length": 12}}},
+}
+# Python imports this module at its start: the run ends as by SIGKILL when its state of step 8 is about to be complete.
+KILLER = """
+import os, signal, sys
+
+def kill(event, args):
+    if event == "os.rename" and os.fspath(args[1]).endswith("step-8"):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+sys.addaudithook(kill)
+"""
+
+
+def scores(out: Path) -> dict[str, float]:
+    metrics = json.loads((out / "reports" / "sasrec" / "metrics.json").read_text())
+    return {name: value for name, value in metrics.items() if name != "train_seconds"}
+
+
+def run(*flags: str) -> int:
+    return main(["run", "--config-file", "config.yaml", *flags])
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory) -> Path:
+    """A folder with log.csv, config.yaml, and what `run --out out` has made of them."""
+    folder = tmp_path_factory.mktemp("workplace")
+    rows = [f"{user},{item},{time + 1_000_000_000}" for user, item, time in synthetic_rows()]
+    (folder / "log.csv").write_text("\n".join(["user_id,item_id,timestamp", *rows]))
+    (folder / "config.yaml").write_text(yaml.safe_dump(CONFIG))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        assert run("--out", "out", "--metrics", "figures.json") == 0
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _in_workplace(workplace, monkeypatch, caplog):
+    monkeypatch.chdir(workplace)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    caplog.set_level(logging.INFO)
+
+
+def test_run_goes_from_the_raw_log_to_the_leaderboard():
+    figures = json.loads(Path("figures.json").read_text())
+    assert figures["sasrec/test/ndcg@10"] == scores(Path("out"))["test/ndcg@10"]
+    assert {"popularity/test/ndcg@10", "markov/test/ndcg@10", "ease/test/ndcg@10"} <= figures.keys()
+    board = json.loads(Path("out/reports/leaderboard.json").read_text())
+    assert {row["model"] for row in board["rows"]} == {"sasrec", "popularity", "markov", "ease"}
+    assert board["registry"] is None
+    assert not Path("mlflow.db").exists()
+
+
+def test_run_on_prepared_data_gives_the_same_figures_and_import_registers_them(caplog):
+    assert run("--out", "second", "--data", "out/data") == 0
+    assert "not registered" in caplog.text
+    assert not Path("second/data").exists()
+    assert json.loads(Path("second/reports/leaderboard.json").read_text())["registry"] is None
+    assert scores(Path("second")) == scores(Path("out"))
+
+    assert main(["import", "--run", "second", "--data", "out/data"]) == 0
+    assert json.loads(Path("second/reports/leaderboard.json").read_text())["registry"]["model"] == "sasrec"
+    versions = MlflowClient(tracking_uri="sqlite:///mlflow.db").search_model_versions("name='seqrec-log'")
+    assert [version.tags["seqrec.model"] for version in versions] == ["sasrec"]
+
+
+def test_epochs_are_logged_live_into_the_experiment_of_register(tmp_path, monkeypatch):
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    monkeypatch.setattr(runs, "CLOSE_SECONDS", 60.0)  # a busy machine
+    config = CONFIG | {"register": {"experiment": "ours"}, "finetune": CONFIG["finetune"] | {"epochs": 1}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+
+    assert main(["run", "--config-file", str(tmp_path / "config.yaml"), "--out", "live", "--data", "out/data"]) == 0
+
+    client = MlflowClient(tracking_uri=uri)
+    assert client.get_experiment_by_name("seqrec") is None
+    (logged,) = client.search_runs([client.get_experiment_by_name("ours").experiment_id])
+    card = json.loads(Path("live/artifacts/sasrec/finetuned/config.json").read_text())
+    assert logged.data.tags["seqrec.fingerprint"] == card["fingerprint"]
+    assert "curve/loss" in logged.data.metrics
+
+
+def test_a_killed_run_continues_and_ends_the_same(workplace, tmp_path, caplog):
+    (tmp_path / "sitecustomize.py").write_text(KILLER)
+    command = [sys.executable, "-m", "seqrec", "run", "--config-file", "config.yaml", "--out", "third"]
+    paths = os.pathsep.join([str(tmp_path), str(Path(__file__).parent.parent.parent)])
+    killed = subprocess.run([*command, "--data", "out/data"], env={**os.environ, "PYTHONPATH": paths}, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert run("--out", "third", "--data", "out/data", "--resume") == 0
+    assert "resuming finetune at epoch 2, batch 2" in caplog.text
+    assert scores(Path("third")) == scores(Path("out"))
+
+
+def test_a_finished_run_is_not_trained_again(caplog):
+    weights = Path("out/artifacts/sasrec/finetuned/best.safetensors")
+    before = weights.stat().st_mtime_ns
+    assert run("--out", "out", "--data", "out/data") == 0
+    assert "already holds the result of exactly this training" in caplog.text
+    assert weights.stat().st_mtime_ns == before
+
+
+def test_resume_refuses_to_start_afresh(caplog):
+    assert run("--out", "fourth", "--data", "out/data", "--resume") == 1
+    assert "--resume: no state in" in caplog.text
+
+
+def test_a_config_needs_only_dataset_and_models():
+    params = load_config(Path("config.yaml"))
+    assert params.leaderboard == ("sasrec",)
+    assert params.model("sasrec").architecture == "sasrec"
+    assert params.section("finetune", model="sasrec").batch_size == 16
+    assert params.section("prepare").min_user_events == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "needs at least the keys dataset and models"),
+        ("dataset: ml-100k", "needs at least the keys dataset and models"),
+        ("{dataset: ml-100k, models: {sasrec: {options: {}, epochs: 3}}}", r"models\.sasrec\.epochs: unknown key"),
+        ("{dataset: ml-100k, models: {sasrec: {}}, finetune: {epoch: 3}}", r"finetune\.epoch: unknown key"),
+        ("{dataset: ml-100k, models: {sasrec: {}}, leaderboard: [gru]}", r"no entry models\.gru"),
+    ],
+)
+def test_a_mistake_in_a_config_is_named_by_its_key(tmp_path, text, message):
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_config(tmp_path / "config.yaml")

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+STAGES = sorted(path.stem for path in (ROOT / "seqrec/stages").glob("[!_]*.py"))
+STEPS = sorted(path.stem for path in (ROOT / "components").glob("[!_]*.py"))
+
+
+def tree_of(step: str) -> ast.Module:
+    return ast.parse((ROOT / "components" / f"{step}.py").read_text(encoding="utf-8"))
+
+
+def test_every_stage_has_a_step():
+    assert set(STAGES) <= set(STEPS)
+    assert set(STEPS) - set(STAGES) == {"champion", "collect", "join", "record", "warm_start"}
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_step_module_is_one_declaration(step):
+    docstring, kfp, components, function = tree_of(step).body
+
+    assert isinstance(docstring, ast.Expr)
+    assert ast.unparse(kfp) == "from kfp import dsl"
+    assert ast.unparse(components) == "from components import IMAGE"
+    assert isinstance(function, ast.FunctionDef)
+    assert function.name == step
+    assert [ast.unparse(decorator) for decorator in function.decorator_list] == [
+        "dsl.component(base_image=IMAGE, install_kfp_package=False)"
+    ]
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_the_body_of_a_step_decides_nothing(step):
+    function = tree_of(step).body[-1]
+
+    decisions = (ast.If, ast.IfExp, ast.While, ast.Try, ast.FunctionDef, ast.Lambda, ast.BoolOp, ast.Compare)
+    found = [ast.unparse(node) for node in ast.walk(function) if isinstance(node, decisions) and node is not function]
+    assert found == []
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_step_gives_its_stage_what_it_asks_for(stage):
+    found = [node for node in ast.walk(tree_of(stage).body[-1]) if isinstance(node, ast.Call)]
+    found = [node for node in found if isinstance(node.func, ast.Name) and node.func.id in (stage, "run")]
+    launched = [node for node in found if node.func.id == "run"]
+    calls = [node for node in found if node not in launched or node.args[0].value == stage]
+    parameters = inspect.signature(getattr(importlib.import_module(f"seqrec.stages.{stage}"), stage)).parameters
+    required = {name for name, parameter in parameters.items() if parameter.default is inspect.Parameter.empty}
+
+    assert len(calls) == 1
+    given = {keyword.arg for keyword in calls[0].keywords}
+    if launched:  # it takes two more, and hands the second on to who wants it
+        assert {"place", "state"} <= given
+        given -= {"place"} if "state" in parameters else {"place", "state"}
+    assert required <= given <= set(parameters)
+
+
+@pytest.mark.parametrize(
+    ("environment", "image"),
+    [({}, "seqrec:latest"), ({"SEQREC_IMAGE": "registry/seqrec@sha256:0"}, "registry/seqrec@sha256:0")],
+)
+def test_the_image_comes_from_the_environment(environment, image):
+    code = (
+        "from components.ingest import ingest\n"
+        "container = ingest.component_spec.implementation.container\n"
+        "print(container.image, 'pip install' in str(container.command))\n"
+    )
+    clean = {name: value for name, value in os.environ.items() if name != "SEQREC_IMAGE"}
+    done = subprocess.run([sys.executable, "-c", code], env=clean | environment, text=True, capture_output=True)
+
+    assert done.stdout.split() == [image, "False"], done.stderr

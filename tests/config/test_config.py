@@ -1,0 +1,206 @@
+"""params.yaml: every mistake is named by its key, and the last of shared, dataset's and model's setting wins."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from seqrec import config
+from seqrec.config import ConfigError, FinetuneConfig, PrepareConfig, from_dict, load, parse
+
+ROOT = Path(__file__).parent.parent.parent
+PARAMS = {
+    "dataset": "small",
+    "sources": [],
+    "leaderboard": ["narrow"],
+    "ingest": {"source": "csv"},
+    "validate": {},
+    "prepare": {"min_user_events": 5},
+    "pretrain": {},
+    "finetune": {"epochs": 10, "batch_size": 64, "learning_rate": 0.001},
+    "evaluate": {},
+    "register": {},
+    "datasets": {
+        name: {
+            "ingest": {},
+            "validate": {},
+            "prepare": {},
+            "pretrain": {},
+            "finetune": {"epochs": 20, "batch_size": 32},
+            "evaluate": {},
+            "options": {"length": 20, "d_model": 32},
+        }
+        for name in ("small", "large")
+    },
+    "models": {
+        "narrow": {"architecture": "sasrec", "options": {"d_model": 8}, "pretrain": {}, "finetune": {"epochs": 30}},
+        "wide": {"architecture": "sasrec", "options": {}, "pretrain": {}, "finetune": {}},
+    },
+}
+MISSING = object()
+
+
+def changed(path: str, value: object) -> dict:
+    """Return PARAMS with the key at `path` set to `value`, or taken out."""
+    params = copy.deepcopy(PARAMS)
+    *folders, key = path.split(".")
+    place = params
+    for folder in folders:
+        place = place[folder]
+    if value is MISSING:
+        del place[key]
+    else:
+        place[key] = value
+    return params
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("finetuning", {}, "params.yaml.finetuning: unknown key"),
+        ("finetune.epoch", 3, "finetune.epoch: unknown key; known are seed, epochs"),
+        ("datasets.large.finetune.epoch", 3, "datasets.large.finetune.epoch: unknown key"),
+        ("datasets.large.training", {}, "datasets.large.training: unknown key"),
+        ("models.wide.finetune.epoch", 3, "models.wide.finetune.epoch: unknown key"),
+        ("models.wide.option", {}, "models.wide.option: unknown key"),
+        ("finetune", MISSING, "params.yaml.finetune: missing key"),
+        ("datasets.large.options", MISSING, "datasets.large.options: missing key"),
+        ("models.wide.architecture", MISSING, "models.wide.architecture: missing key"),
+        ("finetune", 3, "finetune: expected a mapping of settings, got 3"),
+        ("models.wide", None, "models.wide: expected a mapping of settings, got None"),
+        ("datasets.large.finetune", None, "datasets.large.finetune: expected a mapping of settings, got None"),
+        ("models.wide.options", None, "models.wide.options: expected a mapping of settings, got None"),
+        ("datasets", None, "datasets: expected a mapping of settings, got None"),
+        ("sources", None, "sources: expected a list of names, got None"),
+        ("leaderboard", "narrow", "leaderboard: expected a list of names, got 'narrow'"),
+        ("finetune.epochs", "many", "finetune.epochs: Input should be a valid integer"),
+        ("finetune.epochs", 2.5, "finetune.epochs: Input should be a valid integer"),
+        ("datasets.large.finetune.epochs", "x", "datasets.large.finetune.epochs: Input should be a valid integer"),
+        ("models.wide.finetune.epochs", [3], "models.wide.finetune.epochs: Input should be a valid integer"),
+        ("evaluate.filter_seen", "perhaps", "evaluate.filter_seen: Input should be a valid boolean"),
+        ("ingest.source", 3, "ingest.source: Input should be a valid string"),
+        ("ingest.source", MISSING, "ingest.source: Field required"),
+        ("finetune.learning_rate", 0, "finetune: learning_rate must be positive"),
+        ("prepare.protocol", "random", "prepare: protocol must be one of LOO-full"),
+        ("register.confidence", 95, "register: confidence must be between 0 and 1"),
+        ("dataset", "huge", "dataset: no entry datasets.huge; there are small, large"),
+        ("sources", ["huge"], "dataset: no entry datasets.huge; there are small, large"),
+        ("leaderboard", ["narrow", "deep"], "leaderboard: no entry models.deep; there are narrow, wide"),
+    ],
+)
+def test_a_mistake_is_named_by_its_key(path, value, message):
+    with pytest.raises(ConfigError) as error:
+        from_dict(changed(path, value))
+    assert str(error.value).startswith(message)
+
+
+def test_a_models_setting_wins_over_the_datasets_and_that_over_the_shared_one():
+    params = from_dict(PARAMS)
+    assert params.section("prepare").min_user_events == 5
+    assert params.section("finetune").batch_size == 32
+    assert params.section("finetune").epochs == 20
+    assert params.section("finetune", model="wide").epochs == 20
+    narrow = params.section("finetune", model="narrow")
+    assert (narrow.epochs, narrow.batch_size, narrow.learning_rate) == (30, 32, 0.001)
+    assert params.model("narrow").options == {"length": 20, "d_model": 8}
+    assert params.model("wide").options == {"length": 20, "d_model": 32}
+
+
+def test_a_section_can_be_asked_for_another_dataset():
+    params = from_dict(changed("datasets.large.prepare", {"min_user_events": 3}))
+    assert params.section("prepare").min_user_events == 5
+    assert params.section("prepare", dataset="large").min_user_events == 3
+
+
+@pytest.mark.parametrize(
+    ("values", "field", "expected"),
+    [
+        ({"epochs": 20.0}, "epochs", 20),  # KFP carries every number as a double
+        ({"epochs": "20"}, "epochs", 20),
+        (yaml.safe_load("learning_rate: 1e-3"), "learning_rate", 0.001),  # text, to YAML
+        ({"learning_rate": 1}, "learning_rate", 1.0),
+    ],
+)
+def test_numbers_are_cast_to_the_fields_type(values, field, expected):
+    value = getattr(parse(FinetuneConfig, values, "finetune"), field)
+    assert (value, type(value)) == (expected, type(expected))
+
+
+def test_as_dict_gives_back_what_was_read():
+    assert from_dict(from_dict(PARAMS).as_dict()) == from_dict(PARAMS)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("dataset: [", "is not valid YAML"),
+        ("", "params.yaml: expected a mapping of settings, got None"),
+        ("ml-100k", "params.yaml: expected a mapping of settings, got 'ml-100k'"),
+    ],
+)
+def test_a_file_that_holds_no_settings_is_refused(tmp_path, text, message):
+    (tmp_path / "params.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message.replace("[", r"\[")):
+        load(tmp_path / "params.yaml")
+
+
+def test_a_missing_file_says_where_to_run():
+    with pytest.raises(ConfigError, match="run from the project's folder or give --params"):
+        load(Path("nowhere.yaml"))
+
+
+def test_the_projects_own_params_load_for_every_dataset_and_model():
+    params = load(ROOT / "params.yaml")
+    for dataset in params.datasets:
+        for model in params.models:
+            for stage in config.SECTIONS:
+                section = params.section(stage, model=model, dataset=dataset)
+                assert isinstance(section, config.SECTIONS[stage])
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda path: path.stem)
+def test_every_config_loads(path):
+    from seqrec.commands.run import load_config
+
+    assert load_config(path).leaderboard
+
+
+WITHOUT_PYDANTIC = """
+import sys
+sys.modules["pydantic"] = None
+import importlib.util
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "pydantic" else find(name, *rest)
+from seqrec import config
+assert not config.CASTS
+values = eval(sys.argv[1])
+try:
+    print(config.parse(config.FinetuneConfig, values, "finetune").epochs)
+except config.ConfigError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("values", "printed"),
+    [
+        ({"epochs": 7}, "7"),
+        ({"epoch": 7}, "finetune.epoch: unknown key"),
+        ({"patience": 0}, "finetune: batch_size, patience, eval_every: >= 1"),
+    ],
+)
+def test_without_pydantic_keys_and_ranges_are_still_checked(values, printed):
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_PYDANTIC, repr(values)], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith(printed)
+
+
+def test_sections_are_frozen():
+    with pytest.raises(AttributeError):
+        parse(PrepareConfig, {}, "prepare").seed = 1

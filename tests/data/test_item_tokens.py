@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from models.recformer import KEY, VALUE
+from seqrec.config import ConfigError
+from seqrec.data import item_tokens
+
+IDS = ["b", "a", "d", "c", "nowhere"]  # items 1, 2, ...
+ITEMS = {
+    "item_id": ["a", "b", "c", "d"],
+    "title": ["Nuts &amp; Bolts", "  A\u00a0long \n title ", None, "Отвёртка 電動"],
+    "brand": ["Acme", "Acme", "", None],
+    "colour": [None, None, None, None],
+    "category": ["Tools", "Tools Hand", "Garden", "Tools"],
+    "price": ["3", "4", "5", "6"],
+}
+
+
+def write(folder: Path, columns: dict[str, list]) -> Path:
+    pq.write_table(pa.table({name: pa.array(values, pa.string()) for name, values in columns.items()}), folder / "i.pq")
+    return folder / "i.pq"
+
+
+@pytest.fixture
+def texts(tmp_path):
+    return item_tokens.read_texts(write(tmp_path, ITEMS), IDS)
+
+
+@pytest.fixture
+def tokenizer(texts):
+    return item_tokens.train_tokenizer([texts], 200)
+
+
+def pieces(tokens, tokenizer, item: int) -> list[str]:
+    first, stop = tokens["offsets"][item : item + 2].tolist()
+    return [tokenizer.id_to_token(i) for i in tokens["ids"][first:stop].tolist()]
+
+
+def joined(tokens, tokenizer, item: int) -> str:
+    return " ".join(pieces(tokens, tokenizer, item)).replace(" ##", "")
+
+
+def test_values_follow_the_vocabulary_and_are_cleaned(texts):
+    assert {name: values.to_pylist() for name, values in texts.items()} == {
+        "title": ["A long title", "Nuts & Bolts", "Отвёртка 電動", "", ""],
+        "brand": ["Acme", "Acme", "", "", ""],
+        "category": ["Tools Hand", "Tools", "Tools", "Garden", ""],
+    }  # not the empty column, and three of those that hold text
+
+
+def test_named_attributes_come_in_their_order(tmp_path):
+    assert list(item_tokens.read_texts(write(tmp_path, ITEMS), IDS, ["price", "title"])) == ["price", "title"]
+
+
+def test_an_unknown_attribute_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"options.attributes: .*no column 'tags' but title, brand"):
+        item_tokens.read_texts(write(tmp_path, ITEMS), IDS, ["tags"])
+
+
+def test_a_catalogue_without_text_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="holds no text of the 5 items"):
+        item_tokens.read_texts(write(tmp_path, {"item_id": ["a"], "title": [""]}), IDS)
+
+
+def test_an_item_is_names_and_values_without_what_is_missing(texts, tokenizer):
+    tokens = item_tokens.tokenise(texts, tokenizer, 32)
+
+    assert pieces(tokens, tokenizer, 0) == []
+    assert joined(tokens, tokenizer, 1) == "title a long title brand acme category tools hand"
+    assert joined(tokens, tokenizer, 2) == "title nuts & bolts brand acme category tools"
+    assert joined(tokens, tokenizer, 4) == "category garden"
+    assert pieces(tokens, tokenizer, 5) == []  # no row in the items table
+    assert len(tokens["offsets"]) == 7
+    assert tokens["offsets"][-1] == len(tokens["ids"]) == len(tokens["types"]) == len(tokens["starts"])
+
+
+def test_other_scripts_are_read(texts, tokenizer):
+    tokens = item_tokens.tokenise(texts, tokenizer, 32)
+
+    assert joined(tokens, tokenizer, 3) == "title отверт" + "ка 電 動 category tools"
+    assert "[UNK]" not in pieces(tokens, tokenizer, 3)
+
+
+def test_unknown_letters_are_one_unknown_token(tmp_path, tokenizer):
+    other = item_tokens.read_texts(write(tmp_path, {"item_id": ["a"], "title": ["ツツ tools"]}), ["a"])
+
+    assert pieces(item_tokens.tokenise(other, tokenizer, 32), tokenizer, 1)[-2:] == ["[UNK]", "tools"]
+
+
+def test_types_and_word_starts_belong_to_their_tokens(texts, tokenizer):
+    tokens = item_tokens.tokenise(texts, tokenizer, 32)
+
+    first, stop = tokens["offsets"][1:3].tolist()
+    words = pieces(tokens, tokenizer, 1)
+    assert tokens["starts"][first:stop].tolist() == [not word.startswith("##") for word in words]
+    types, word = [], 0
+    for piece in words:
+        word += not piece.startswith("##")
+        types.append(KEY if word in (1, 5, 7) else VALUE)  # title, brand, category
+    assert tokens["types"][first:stop].tolist() == types
+
+
+@pytest.mark.parametrize("limit", [2, 5, 32])
+def test_name_and_value_are_cut_together(tmp_path, limit):
+    columns = {"item_id": ["a", "b"], "title": ["tools " * 3000, "tools"], "brand": ["tools", "tools"]}
+    texts = item_tokens.read_texts(write(tmp_path, columns), ["a", "b"])
+    tokenizer = item_tokens.train_tokenizer([texts], 200)
+    tokens = item_tokens.tokenise(texts, tokenizer, limit)
+
+    name, brand = (len(tokenizer.encode(word).ids) for word in ("title", "brand"))
+    sizes = [limit + min(limit, brand + 1), min(limit, name + 1) + min(limit, brand + 1)]
+    assert tokens["offsets"].diff()[1:].tolist() == sizes
+    types = tokens["types"][: sizes[0]].tolist()
+    assert types[: min(name, limit - 1) + 1] == [KEY] * min(name, limit - 1) + [VALUE]  # a value is never cut off whole
+
+
+def test_text_that_imitates_a_special_token_is_text(tmp_path):
+    texts = item_tokens.read_texts(write(tmp_path, {"item_id": ["a"], "title": ["[MASK] ##x [CLS]"]}), ["a"])
+    tokenizer = item_tokens.train_tokenizer([texts], 200)
+    tokens = item_tokens.tokenise(texts, tokenizer, 32)
+
+    assert not set(tokens["ids"].tolist()) & set(tokens["special"][:3].tolist())
+    assert tokens["special"][3] == tokenizer.get_vocab_size()
+
+
+def test_several_catalogues_are_one(texts, tokenizer):
+    one = item_tokens.tokenise(texts, tokenizer, 32)
+
+    both = item_tokens.concatenate([one, one])
+
+    assert len(both["offsets"]) == 2 * 5 + 2
+    for item in range(1, 6):
+        for shift in (0, 5):
+            assert pieces(both, tokenizer, item + shift) == pieces(one, tokenizer, item)
+    assert pieces(both, tokenizer, 0) == []
+    torch.testing.assert_close(both["special"], one["special"])
+
+
+def test_the_size_of_a_vocabulary_is_a_limit(texts):
+    letters = {letter for values in texts.values() for value in values.to_pylist() for letter in value.lower()}
+    size = 4 + 2 * len(letters | set("titlebrandcategory"))
+
+    assert item_tokens.train_tokenizer([texts], size + 3).get_vocab_size() <= size + 3
+
+
+def test_every_process_learns_the_same_vocabulary(tmp_path):
+    words = [f"w{i * 7919 % 1000:03d} {chr(97 + i % 26) * 3} x{i % 13}y" for i in range(300)]
+    path = write(tmp_path, {"item_id": [str(i) for i in range(300)], "title": words})
+    code = (
+        "import sys, hashlib\nfrom pathlib import Path\nfrom seqrec.data import text\n"
+        f"texts = item_tokens.read_texts(Path({str(path)!r}), [str(i) for i in range(300)])\n"
+        "print(hashlib.sha256(item_tokens.train_tokenizer([texts], 300).to_str().encode()).hexdigest())\n"
+    )
+    root = Path(__file__).parent.parent.parent
+    done = [
+        subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True).stdout
+        for _ in range(2)
+    ]
+    assert done[0] == done[1]

@@ -1,0 +1,120 @@
+"""Spark gives the same files as polars, byte for byte. One session, one test: starting Spark takes longer than it."""
+
+import importlib.util
+import os
+import shutil
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from support import synthetic_rows, write_interactions
+
+from seqrec.artifacts import read_json
+from seqrec.config import ConfigError, PrepareConfig, ValidateConfig
+from seqrec.data import table_engines
+from seqrec.stages.prepare import prepare
+from seqrec.stages.validate import ValidationFailed, validate
+
+needs_spark = pytest.mark.skipif(
+    importlib.util.find_spec("pyspark") is None, reason="pyspark is not installed: pip install 'seqrec[spark]'"
+)
+needs_java = pytest.mark.skipif(
+    shutil.which("java") is None and "JAVA_HOME" not in os.environ, reason="Spark needs Java 17 or newer: no java found"
+)
+
+
+@pytest.fixture(scope="session")
+def session(tmp_path_factory):
+    """A local Spark; prepare takes the session that runs."""
+    from pyspark.sql import SparkSession
+
+    builder = SparkSession.builder.master("local[2]").appName("tests")
+    settings = {
+        "spark.ui.enabled": "false",
+        "spark.ui.showConsoleProgress": "false",
+        "spark.driver.host": "127.0.0.1",
+        "spark.driver.bindAddress": "127.0.0.1",
+        "spark.driver.memory": "1g",
+        "spark.sql.shuffle.partitions": "2",
+        "spark.sql.warehouse.dir": str(tmp_path_factory.mktemp("warehouse")),
+    }
+    for name, value in settings.items():
+        builder = builder.config(name, value)
+    running = builder.getOrCreate()
+    yield running
+    running.stop()
+
+
+def prepared(folder, name, **settings):
+    config = PrepareConfig(**settings)
+    prepare(dataset="log", data=folder, validation=folder / "validation.json", sequences=folder / name, config=config)
+    return {file.name: file.read_bytes() for file in (folder / name).iterdir()}
+
+
+@needs_spark
+@needs_java
+def test_spark_writes_the_bytes_that_polars_writes(tmp_path, session):
+    """Titles, repeated pairs, a k-core of several rounds, a sample, two cuts, shards, and an earlier dump to extend."""
+    rows = synthetic_rows(users=50, items=60)
+    rows += rows[::7] + [(f"rare{n}", f"odd{n}", 1_000_000 + n) for n in range(9)] + [(user, "i1", 5) for user in "ab"]
+    write_interactions(tmp_path, rows[:200])
+    prepared(tmp_path, "before", min_user_events=2, min_item_events=2)
+    write_interactions(tmp_path, rows)
+    settings = {
+        "protocol": "temporal",
+        "require_title": True,
+        "deduplicate": "first_pair",
+        "sample_users": 40,
+        "shard_events": 150,
+        "extend": str(tmp_path / "before"),
+    }
+
+    polars = prepared(tmp_path, "polars", **settings)
+    spark = prepared(tmp_path, "spark", engine="spark", **settings)
+
+    assert set(polars) == {"sequences.arrow", "vocabulary.parquet", "users.parquet", "negatives.arrow", "split.json"}
+    assert spark == polars
+
+
+@needs_spark
+@needs_java
+def test_validation_on_spark_gives_the_same_verdict(tmp_path, session):
+    """A log with repeated events, a time out of range, rows that are not unique, and an item without an entry."""
+    rows = synthetic_rows(users=20)
+    rows += [*rows[:30], ("late", "i1", 4_000_000_000)]
+    write_interactions(tmp_path, rows)
+    table = pq.read_table(tmp_path / "interactions.parquet")
+    repeated = pa.array([0, 0, *range(2, len(rows))])
+    table = table.set_column(3, table.schema.field("row"), repeated)
+    pq.write_table(table, tmp_path / "interactions.parquet")
+    pq.write_table(pq.read_table(tmp_path / "items.parquet").slice(1), tmp_path / "items.parquet")
+
+    verdicts = []
+    for engine in ("polars", "spark"):
+        report = tmp_path / f"{engine}.json"
+        with pytest.raises(ValidationFailed):
+            validate(
+                dataset="log",
+                data=tmp_path,
+                report=report,
+                baseline=tmp_path / "none",
+                config=ValidateConfig(engine=engine, min_date="1970-01-01"),
+            )
+        verdicts.append(read_json(report))
+
+    failed = {(check["column"], check["rule"][:9]) for check in verdicts[0]["checks"] if not check["success"]}
+    assert {("timestamp", "lies betw"), ("row", "is unique")} < failed
+    assert len(failed) == 5
+    for check in [check for verdict in verdicts for check in verdict["checks"]]:
+        check["examples"].sort()
+    assert verdicts[1] == verdicts[0]
+
+
+def test_without_pyspark_the_setting_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "pyspark.sql", None)
+
+    with (
+        pytest.raises(ConfigError, match=r"prepare\.engine: spark needs pyspark"),
+        table_engines.opened("spark", tmp_path),
+    ):
+        pass

@@ -1,0 +1,296 @@
+"""`seqrec compare`: gains against hand arithmetic, p-values against enumeration, and what must not be compared."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from math import log2
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from scipy.stats import binomtest
+from support import prepare_rows, synthetic_rows
+
+from seqrec.__main__ import main
+from seqrec.artifacts import CASES_SCHEMA, write_json, write_table
+from seqrec.config import EvaluateConfig, ModelConfig, PretrainConfig
+from seqrec.data import sequences
+from seqrec.evaluation import compare as module
+from seqrec.evaluation import metrics
+from seqrec.evaluation.compare import compare, sign_flip_p_value
+from seqrec.stages.evaluate import evaluate
+from seqrec.stages.pretrain import pretrain
+
+# (user, position, target), and the ranks of two runs
+TARGETS = [(1, 4, 7), (2, 12, 3), (3, 60, 9), (4, 5, 1)]
+ONE = [1.0, 2.0, 30.0, 11.0]
+OTHER = [3.0, 2.0, 1.0, 7.0]
+
+
+def write_report(folder: Path, ranks: list[float], targets=TARGETS, *, filter_seen: int = 1, seed=None, **settings):
+    """A report whose valid and test cases are `targets` with `ranks`; with a seed, beside the card of its model."""
+    cases = list(zip(targets, ranks, strict=True))
+    rows = [(split, *target, rank, 0) for split in ("valid", "test") for target, rank in cases]
+    columns = [pa.array(column, type=f.type) for column, f in zip(zip(*rows, strict=True), CASES_SCHEMA, strict=True)]
+    write_table(folder / "cases.parquet", pa.table(columns, schema=CASES_SCHEMA))
+    rank = np.array(ranks)
+    means = {"ndcg@10": metrics.ndcg(rank, 10).mean(), "recall@10": (rank <= 10).mean()}
+    values = {f"{split}/{name}": float(value) for split in ("valid", "test") for name, value in means.items()}
+    write_json(folder / "metrics.json", {"filter_seen": filter_seen} | values)
+    if seed is not None:
+        config = {"seed": seed, "learning_rate": 0.1} | settings
+        card = {"model": "sasrec", "architecture": "sasrec", "options": {"layers": 2}, "config": config}
+        write_json(folder.parent.parent / "artifacts" / folder.name / "finetuned" / "config.json", card)
+    return str(folder)
+
+
+@pytest.fixture
+def pair(tmp_path) -> list[str]:
+    return [write_report(tmp_path / "one", ONE), write_report(tmp_path / "other", OTHER)]
+
+
+@pytest.mark.parametrize("split", ["valid", "test"])
+def test_gains_by_hand(pair, split):
+    gains = compare(pair)["others"][pair[1]][split]
+
+    ndcg = gains["ndcg@10"]
+    ours, theirs = [1, 1 / log2(3), 0, 0], [1 / 2, 1 / log2(3), 1, 1 / 3]
+    assert ndcg["first"] == pytest.approx(sum(ours) / 4)
+    assert ndcg["other"] == pytest.approx(sum(theirs) / 4)
+    assert ndcg["gain"] == pytest.approx((1 / 2 + 0 - 1 - 1 / 3) / 4)
+    assert (ndcg["users_better"], ndcg["users_equal"], ndcg["users_worse"]) == (1, 1, 2)
+    # +-1/2 +-1 +-1/3 is at least 5/6 away from 0 for all signs but +-+ and -+-
+    assert ndcg["p_value"] == pytest.approx(6 / 8)
+    recall = gains["recall@10"]
+    assert (recall["first"], recall["other"], recall["gain"]) == (2 / 4, 4 / 4, -2 / 4)
+    assert (recall["users_better"], recall["users_equal"], recall["users_worse"]) == (0, 2, 2)
+    assert recall["p_value"] == pytest.approx(2 / 4)  # -1 -1 and +1 +1 of four
+    assert (gains["cases"], gains["users"]) == (4, 4)
+
+
+def test_slices_by_hand(pair):
+    slices = compare(pair)["others"][pair[1]]["test"]["slices"]
+
+    assert {name: figures["cases"] for name, figures in slices.items()} == {
+        "length=1-10": 2,
+        "length=11-50": 1,
+        "length=51+": 1,
+    }
+    assert slices["length=1-10"]["gain"] == pytest.approx((1 / 2 - 1 / 3) / 2)
+    assert slices["length=51+"]["gain"] == pytest.approx(-1)
+
+
+def test_the_interval_is_that_of_the_gate(tmp_path):
+    generator = np.random.default_rng(0)
+    targets = [(user, 20, 1) for user in range(1, 81)]
+    ranks = [generator.integers(1, 15, 80).astype(float).tolist() for _ in range(2)]
+    names = [write_report(tmp_path / name, rank, targets) for name, rank in zip("ab", ranks, strict=True)]
+
+    found = compare(names, confidence=0.9, seed=7)["others"][names[1]]["valid"]["ndcg@10"]
+
+    tables = [module._read(name).cases for name in names]
+    expected = metrics.paired_gain(*tables, split="valid", confidence=0.9, resamples=module.RESAMPLES, seed=7)
+    assert (found["gain"], found["low"], found["high"]) == expected
+
+
+def test_the_cases_of_a_user_count_as_one_user(tmp_path):
+    """Two users of many cases: the first's ranks are permuted, a sum of 0; the second's are 1 - 1/3 apart."""
+    ranks = [1.0, 4.0, 2.0]  # the differences sum to -5.6e-17 in floats
+    targets = [(1, position, 7) for position in range(4, 4 + len(ranks))] + [(2, 4, 7), (2, 5, 8)]
+    names = [
+        write_report(tmp_path / "a", [*ranks, 1.0, 11.0], targets),
+        write_report(tmp_path / "b", [*ranks[1:], ranks[0], 11.0, 7.0], targets),
+    ]
+
+    gains = compare(names)["others"][names[1]]["test"]
+
+    ndcg = gains["ndcg@10"]
+    assert (gains["cases"], gains["users"]) == (len(targets), 2)
+    assert (ndcg["users_better"], ndcg["users_equal"], ndcg["users_worse"]) == (1, 1, 0)
+    assert ndcg["gain"] == pytest.approx((1 - 1 / 3) / len(targets))
+    assert ndcg["p_value"] == 1.0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_p_value_of_few_users_is_the_enumerated_one(seed):
+    generator = np.random.default_rng(seed)
+    total = generator.choice([-1.0, -0.5, 0.0, 0.25, 0.63, 1.0], size=2 + seed)
+
+    flips = itertools.product((1, -1), repeat=len(total))
+    sums = [abs(sum(sign * value for sign, value in zip(signs, total, strict=True))) for signs in flips]
+    share = np.mean([value >= abs(sum(total)) - 1e-9 for value in sums])
+
+    assert sign_flip_p_value(total, seed=0) == pytest.approx(share)
+
+
+def test_the_p_value_of_many_users_is_close_to_the_exact_one():
+    total = np.random.default_rng(1).normal(0.25, 1.0, size=module.EXACT_USERS + 2).round(1)
+    total[total == 0] = 0.1
+    signs = np.array(list(itertools.product((1, -1), repeat=len(total))))
+    exact = (np.abs(signs @ total) >= abs(total.sum()) - 1e-9).mean()
+    assert 0.02 < exact < 0.98
+
+    assert sign_flip_p_value(total, seed=0) == pytest.approx(exact, abs=4 * np.sqrt(exact * (1 - exact) / module.FLIPS))
+    assert sign_flip_p_value(total, seed=0) == sign_flip_p_value(total, seed=0)
+
+
+def test_equal_differences_give_the_sign_test():
+    total = np.array([1.0] * 40 + [-1.0] * 22 + [0.0] * 100)
+
+    assert sign_flip_p_value(total, seed=3, flips=200_000) == pytest.approx(binomtest(22, 62).pvalue, abs=2e-3)
+
+
+def test_no_p_value_is_zero_and_no_difference_has_p_value_one():
+    assert sign_flip_p_value(np.ones(500), seed=0, flips=999) == pytest.approx(1 / 1000)
+    assert sign_flip_p_value(np.zeros(500), seed=0) == 1.0
+
+
+def test_several_others_and_the_command_line(tmp_path, pair, capsys):
+    third = write_report(tmp_path / "third", [1.0, 1.0, 1.0, 1.0])
+
+    assert main(["compare", *pair, third, "--metrics", str(tmp_path / "out.json")]) == 0
+
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert list(result["others"]) == [pair[1], third]
+    assert result == compare([*pair, third])
+    shown = capsys.readouterr().out
+    assert "test ndcg@10" in shown
+    assert "length=51+ (1)" in shown
+    assert "1/1/2" in shown
+
+
+def changed(folder: Path, **values) -> None:
+    path = folder / "metrics.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def split_card(root: Path, digest: str) -> None:
+    write_json(root / "data" / "sequences" / "split.json", {"split_sha256": digest})
+
+
+def test_different_cases_are_refused(tmp_path, pair):
+    other = write_report(tmp_path / "else", OTHER, [*TARGETS[:3], (4, 5, 2)])
+
+    with pytest.raises(ValueError, match=r"one and .*else, valid: .*different cases: compare runs of one split only"):
+        compare([pair[0], other])
+
+
+def test_different_splits_are_refused_though_their_cases_are_the_same(tmp_path):
+    names = [write_report(tmp_path / run / "reports" / "sasrec", ONE) for run in ("a", "b")]
+    for run, digest in (("a", "1" * 64), ("b", "2" * 64)):
+        split_card(tmp_path / run, digest)
+    with pytest.raises(ValueError, match="of different splits, 111111111111 and 222222222222"):
+        compare(names)
+
+    split_card(tmp_path / "b", "1" * 64)
+    assert compare(names)["split_sha256"] == "1" * 64
+
+
+def test_seen_items_left_out_of_one_run_alone_are_refused(tmp_path, pair):
+    changed(tmp_path / "other", filter_seen=0)
+
+    with pytest.raises(ValueError, match=r"differ in evaluate\.filter_seen"):
+        compare(pair)
+
+
+@pytest.mark.parametrize(
+    ("runs", "flags", "message"),
+    [
+        (["one"], {}, "at least two"),
+        (["one", "one"], {}, "one is named twice"),
+        (["one", "nowhere"], {}, "nowhere is neither a folder with metrics.json nor the output of `seqrec run`"),
+        (["one", "other"], {"confidence": 95.0}, "--confidence must be between 0 and 1"),
+        (["one", "other"], {"seeds": True}, "no artifacts/MODEL/finetuned/config.json of one tells its seed"),
+    ],
+)
+def test_what_cannot_be_compared_is_said(pair, tmp_path, monkeypatch, runs, flags, message):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((ValueError, OSError), match=message):
+        compare(runs, **flags)
+
+
+def test_a_run_is_named_by_its_output_folder(tmp_path):
+    for model in ("sasrec", "popularity"):
+        write_report(tmp_path / "a" / "reports" / model, ONE)
+    write_report(tmp_path / "b" / "reports" / "sasrec", OTHER)
+    write_report(tmp_path / "b" / "reports" / "flash4rec", OTHER)
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+
+    assert list(compare([a, f"{b}:flash4rec", f"{a}:popularity"])["others"]) == [f"{b}:flash4rec", f"{a}:popularity"]
+    with pytest.raises(ValueError, match=r"b holds the models flash4rec, sasrec: name one, as in .*b:MODEL"):
+        compare([a, b])
+    with pytest.raises(FileNotFoundError, match=r"evaluate .*b:gru4rec first"):
+        compare([a, f"{b}:gru4rec"])
+
+
+RANKS = {1: [1.0, 2.0, 30.0, 11.0], 2: [1.0, 1.0, 30.0, 11.0], 3: [3.0, 2.0, 30.0, 1.0]}
+
+
+def seed_runs(folder: Path) -> list[str]:
+    return [write_report(folder / f"s{seed}" / "reports" / "sasrec", ranks, seed=seed) for seed, ranks in RANKS.items()]
+
+
+def test_the_spread_over_seeds_by_hand_holds_no_interval_over_users(tmp_path):
+    result = compare(seed_runs(tmp_path), seeds=True)
+
+    a, b, c = (1 + 1 / log2(3)) / 4, 2 / 4, (1 / 2 + 1 / log2(3) + 1) / 4
+    mean = (a + b + c) / 3
+    spread = result["spread"]["test/ndcg@10"]
+    assert spread == pytest.approx(
+        {"mean": mean, "std": (((a - mean) ** 2 + (b - mean) ** 2 + (c - mean) ** 2) / 2) ** 0.5, "min": a, "max": c}
+    )
+    assert result["spread"]["valid/recall@10"]["max"] == 3 / 4
+    assert result["seeds"] == [1, 2, 3]
+    assert not {"low", "high", "gain"} & set(json.dumps(result).replace('"', " ").split())
+
+
+def test_a_spread_over_anything_but_seeds_is_refused(tmp_path):
+    runs = seed_runs(tmp_path)
+    again = write_report(tmp_path / "again" / "reports" / "sasrec", ONE, seed=1)
+    with pytest.raises(ValueError, match=r"finetune\.seed of the runs is \[1, 2, 3, 1\]"):
+        compare([*runs, again], seeds=True)
+
+    faster = write_report(tmp_path / "faster" / "reports" / "sasrec", ONE, seed=4, learning_rate=0.2)
+    with pytest.raises(ValueError, match=r"sasrec and .*faster.* differ in finetune\.learning_rate as well"):
+        compare([*runs, faster], seeds=True)
+
+
+@pytest.fixture(scope="module")
+def evaluated(prepared, tmp_path_factory) -> list[str]:
+    """Two models with different initial weights, evaluated by the stage."""
+    folder = tmp_path_factory.mktemp("evaluated")
+    for seed in (1, 2):
+        initial, options = folder / f"i{seed}", {"d_model": 16, "length": 12}
+        shared = {"model": "sasrec", "sequences": prepared}
+        architecture, config = ModelConfig(architecture="sasrec", options=options), PretrainConfig(seed=seed)
+        paths = {"initial": initial, "state": folder / "state"}
+        pretrain(**shared, **paths, architecture=architecture, filter_seen=True, config=config)
+        evaluate(**shared, checkpoint=initial, report=folder / f"r{seed}", config=EvaluateConfig(bootstrap=100))
+    return [str(folder / "r1"), str(folder / "r2")]
+
+
+def test_slices_are_those_of_the_evaluation(prepared, evaluated):
+    result = compare(evaluated, sequences=prepared)
+
+    reports = [json.loads((Path(run) / "metrics.json").read_text()) for run in evaluated]
+    gains = result["others"][evaluated[1]]
+    for split in ("valid", "test"):
+        known = {key for key in reports[0] if key.startswith(f"{split}/ndcg@10/") and "=" in key}
+        assert {f"{split}/ndcg@10/{name}" for name in gains[split]["slices"]} == known
+        assert len(known) >= 3
+        for name, figures in gains[split]["slices"].items():
+            assert figures["first"] == pytest.approx(reports[0][f"{split}/ndcg@10/{name}"])
+            assert figures["other"] == pytest.approx(reports[1][f"{split}/ndcg@10/{name}"])
+            assert figures["cases"] == reports[0][f"{split}/cases/{name}"]
+        for name in ("ndcg@10", "recall@10"):
+            assert gains[split][name]["first"] == pytest.approx(reports[0][f"{split}/{name}"])
+    assert result["split_sha256"] == sequences.load(prepared).card["split_sha256"]
+
+
+def test_data_that_is_not_the_runs_is_refused(evaluated, tmp_path):
+    other = prepare_rows(tmp_path, synthetic_rows(seed=5))
+
+    with pytest.raises(ValueError, match=r"--sequences: .* is not the split that .*r1 was evaluated on"):
+        compare(evaluated, sequences=other)

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import csv
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from seqrec.evaluation import leaderboard
+
+
+def write_metrics(reports, name, valid, **changes):
+    metrics = {
+        "valid/ndcg@10": valid,
+        "test/ndcg@10": 0.2,
+        "test/ndcg@10/low": 0.1875,
+        "test/ndcg@10/high": 0.2125,
+        "test/recall@10": 0.31,
+        "test/mrr": 0.17,
+        "test/coverage@10": 0.625,
+        "parameters": 12345678,
+        "train_seconds": 61.6,
+        "test/gini@10": 0.9,
+    } | changes
+    (reports / name).mkdir(parents=True)
+    (reports / name / "metrics.json").write_text(json.dumps(metrics))
+
+
+@pytest.fixture
+def reports(tmp_path):
+    write_metrics(tmp_path, "sasrec", 0.11, **{"test/ndcg@10": 0.9})  # best on test, not on validation
+    write_metrics(tmp_path, "rec_denoiser", 0.12)
+    write_metrics(tmp_path, "popularity", 0.04)
+    write_metrics(tmp_path, "markov", 0.13, parameters=0)
+    return tmp_path
+
+
+def shown(rows):
+    console = Console(width=80, file=io.StringIO())
+    console.print(leaderboard.render(rows))
+    return console.file.getvalue()
+
+
+def test_rows_are_ordered_by_validation_and_test_chooses_nothing(reports):
+    rows = leaderboard.build(reports=reports, models=["sasrec", "rec_denoiser"])
+
+    assert [row["model"] for row in rows] == ["markov", "rec_denoiser", "sasrec", "popularity"]
+    assert [row["baseline"] for row in rows] == [True, False, False, True]
+    assert leaderboard.best_model(rows)["model"] == "rec_denoiser"
+
+
+def test_equal_models_keep_one_order(tmp_path):
+    for name in ("b", "a"):
+        write_metrics(tmp_path, name, 0.5)
+
+    rows = leaderboard.build(reports=tmp_path, models=["b", "a"], baselines=())
+
+    assert [row["model"] for row in rows] == ["a", "b"]
+
+
+def test_a_missing_report_names_the_model(reports):
+    with pytest.raises(FileNotFoundError, match=r"bert4rec.metrics.json not found; evaluate bert4rec first"):
+        leaderboard.build(reports=reports, models=["bert4rec"])
+
+
+def test_a_missing_number_names_file_and_key(reports):
+    path = reports / "sasrec" / "metrics.json"
+    metrics = json.loads(path.read_text())
+    del metrics["test/mrr"]
+    path.write_text(json.dumps(metrics))
+
+    with pytest.raises(ValueError, match=r"sasrec.metrics.json: no test/mrr"):
+        leaderboard.build(reports=reports, models=["sasrec"])
+
+
+def test_csv_has_one_line_a_row_under_the_file_names_of_the_metrics(reports, tmp_path):
+    rows = leaderboard.build(reports=reports, models=["sasrec", "rec_denoiser"])
+    leaderboard.write_csv(tmp_path / "leaderboard.csv", rows)
+
+    with (tmp_path / "leaderboard.csv").open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert [line["model"] for line in lines] == ["markov", "rec_denoiser", "sasrec", "popularity"]
+    assert float(lines[2]["test/ndcg@10"]) == 0.9
+
+
+def test_table_shows_every_number_and_marks_the_champion(reports):
+    rows = leaderboard.build(reports=reports, models=["sasrec", "rec_denoiser"])
+    rows[1] |= {"champion": True, "candidate": True}
+    text = shown(rows)
+
+    line = next(line for line in text.splitlines() if "rec_denoiser" in line)
+    for cell in ("rec_denoiser *", "0.1200", "0.2000 [.1875, .2125]", "0.3100", "0.1700", "0.625", "12.3M", "62"):
+        assert cell in line
+    assert "* champion" in text
+
+
+@pytest.mark.parametrize(
+    ("candidate", "caption"), [(True, "champion is a model of an earlier run"), (False, "not registered")]
+)
+def test_table_says_so_when_the_champion_is_not_among_the_rows(reports, candidate, caption):
+    rows = leaderboard.build(reports=reports, models=["sasrec", "rec_denoiser"])
+    rows[1]["candidate"] = candidate
+
+    assert caption in shown(rows)
+    assert ("rec_denoiser +" in shown(rows)) == candidate
+
+
+def test_show_prints_the_table_and_the_decision(reports, capsys):
+    rows = leaderboard.build(reports=reports, models=["sasrec", "rec_denoiser"])
+    outcome = {"registered_model": "seqrec-toy", "version": 2, "model": "rec_denoiser"}
+    decision = {"promoted": False, "reason": "gain +0.01 [-0.01, +0.03]"}
+    report = {"rows": rows, "registry": outcome | decision}
+    (reports / "leaderboard.json").write_text(json.dumps(report))
+    leaderboard.show(reports=reports)
+
+    printed = capsys.readouterr().out
+    assert "rec_denoiser" in printed
+    assert "seqrec-toy version 2 (rec_denoiser) is the candidate" in printed
+    assert "[-0.01, +0.03]" in printed
+    assert "index.html" not in printed
+    (reports / "index.html").touch()
+    leaderboard.show(reports=reports)
+    assert f"{reports}/index.html has" in capsys.readouterr().out.replace("\n", "")

@@ -1,0 +1,501 @@
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from google.protobuf import json_format
+from kfp.kubernetes.kubernetes_executor_config_pb2 import KubernetesExecutorConfig
+from kfp.pipeline_spec.pipeline_spec_pb2 import PipelineDeploymentConfig, PipelineSpec, PlatformSpec
+from mlflow import MlflowClient
+from support import YEAR_2001, write_settings
+
+from pipelines.__main__ import main
+from pipelines.compile import compile_pipeline
+from pipelines.local import run_local
+from pipelines.resources import STATE
+from pipelines.training import build, is_pinned, parameters
+from seqrec.artifacts import (
+    CASES,
+    INTERACTIONS,
+    METRICS,
+    RECOMMENDATIONS,
+    SPLIT_CARD,
+    USERS,
+    VOCABULARY,
+    WEIGHTS,
+    facts,
+    read_json,
+    sha256,
+)
+from seqrec.commands.run import load_config
+from seqrec.config import ConfigError, IngestConfig, load
+from seqrec.evaluation import leaderboard
+from seqrec.stages.baselines import baselines
+from seqrec.stages.evaluate import evaluate
+from seqrec.stages.finetune import finetune
+from seqrec.stages.ingest import ingest
+from seqrec.stages.prepare import prepare
+from seqrec.stages.pretrain import pretrain
+from seqrec.stages.validate import validate
+from seqrec.tracking.registry import fetch_champion
+from seqrec.tracking.runs import FAILURE, OUTCOME
+
+MODELS = ("sasrec", "flash4rec")
+RESULTS = (*MODELS, *leaderboard.BASELINES)
+SECONDS = ("train_seconds", "evaluate_seconds")
+PARAMS = Path(__file__).parent.parent.parent / "params.yaml"
+GOLDEN = Path(__file__).parent.parent / "golden" / "pipeline.yaml"
+# The local runner says so of every task: no container, no display names.
+pytestmark = pytest.mark.filterwarnings("ignore:You may be attemping:RuntimeWarning", "ignore:Task:UserWarning")
+
+
+def run_on_this_machine(settings: Path, root: Path) -> Path:
+    """Run the compiled pipeline with the subprocess runner; return the folder with one folder a task."""
+    run_local([], root, settings)
+    return next(root.glob("seqrec-training-*"))
+
+
+def call_the_stages(settings: Path, out: Path) -> Path:
+    """Call the stage functions one after the other; return the folder of reports."""
+    params, data, sequences, reports = load_config(settings), out / "data", out / "sequences", out / "reports"
+    verdict = out / "validation.json"
+    ingest(dataset="own", output=data, downloads=out / "downloads", config=params.section("ingest"))
+    baseline = out / "no-baseline.json"
+    validate(dataset="own", data=data, report=verdict, baseline=baseline, config=params.section("validate"))
+    prepare(dataset="own", data=data, validation=verdict, sequences=sequences, config=params.section("prepare"))
+    evaluation = params.section("evaluate")
+    baselines(sequences=sequences, reports=reports, config=evaluation)
+    for model in MODELS:
+        initial, checkpoint = out / model / "initial", out / model / "finetuned"
+        shared = {"sequences": sequences, "state": out / "state", "filter_seen": evaluation.filter_seen}
+        architecture, config = params.model(model), params.section("pretrain", model=model)
+        pretrain(model=model, initial=initial, architecture=architecture, config=config, **shared)
+        config = params.section("finetune", model=model)
+        finetune(model=model, initial=initial, checkpoint=checkpoint, config=config, **shared)
+        evaluate(model=model, sequences=sequences, checkpoint=checkpoint, report=reports / model, config=evaluation)
+    return reports
+
+
+@pytest.fixture(scope="module")
+def _offline():
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "SEQREC_DATA_MIRROR"):
+            patch.delenv(name, raising=False)
+        for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
+            patch.setenv(name, "http://127.0.0.1:9")  # nobody listens there
+        yield
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory, _offline):
+    """The tasks of one pipeline run, and the reports of the same stages called as functions."""
+    folder = tmp_path_factory.mktemp("pipeline")
+    settings = write_settings(folder, start=YEAR_2001)
+    return run_on_this_machine(settings, folder / "root"), call_the_stages(settings, folder / "direct")
+
+
+def without_seconds(metrics):
+    return {name: value for name, value in metrics.items() if name not in SECONDS}
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_the_pipeline_gives_the_metrics_of_the_stage_functions(outcome, name):
+    tasks, reports = outcome
+
+    found, expected = (read_json(folder / name / METRICS) for folder in (tasks / "register/reports", reports))
+    assert without_seconds(found) == without_seconds(expected)
+    for file in (CASES, RECOMMENDATIONS):
+        assert pq.read_table(tasks / "register/reports" / name / file) == pq.read_table(reports / name / file)
+
+
+def test_the_pipeline_gives_the_leaderboard_of_the_stage_functions(outcome):
+    tasks, reports = outcome
+
+    board = read_json(tasks / "register/reports" / leaderboard.LEADERBOARD)
+    expected = leaderboard.build(reports=reports, models=MODELS)
+    flags = ("candidate", "champion")
+    found = [{key: value for key, value in row.items() if key not in flags} for row in board["rows"]]
+    expected = [{key: value for key, value in row.items() if key not in flags} for row in expected]
+    assert [without_seconds(row) for row in found] == [without_seconds(row) for row in expected]
+    assert {row["model"] for row in found} == set(RESULTS)
+    assert board["registry"]["promoted"]
+    assert board["registry"]["version"] == 1
+
+
+def test_numbers_survive_the_way_through_kubeflow(outcome):
+    tasks, reports = outcome
+
+    assert read_json(tasks / "prepare/sequences" / SPLIT_CARD) == read_json(reports.parent / "sequences" / SPLIT_CARD)
+    for task, model in (("finetune", "sasrec"), ("finetune-2", "flash4rec")):
+        found = read_json(tasks / task / "checkpoint/config.json")
+        expected = read_json(reports.parent / model / "finetuned/config.json")
+        assert json.dumps(found["options"]) == json.dumps(expected["options"])  # as text: 2.0 is not 2
+        assert json.dumps(found["config"]) == json.dumps(expected["config"])
+        assert found["fingerprint"] == expected["fingerprint"]
+
+
+def test_validation_is_kept_as_verdict_and_page(outcome):
+    tasks, _ = outcome
+
+    assert read_json(tasks / "validate/validation/validation.json")["success"]
+    assert "<html" in (tasks / "validate/page").read_text(encoding="utf-8").lower()
+
+
+def test_the_pages_of_the_user_interface_need_no_other_file(outcome):
+    tasks, _ = outcome
+    page = (tasks / "register/page").read_text(encoding="utf-8")
+
+    assert all(name in page for name in RESULTS)
+    assert page == (tasks / "register/reports/index.html").read_text(encoding="utf-8")
+    assert page.count("<h3>User ") == 4
+    assert 'src="' not in page
+    assert "the first champion" in page
+
+
+def metadata_of(tasks: Path, task: str, artifact: str) -> dict:
+    (output,) = read_json(tasks / task / "executor_output.json")["artifacts"][artifact]["artifacts"]
+    return output["metadata"]
+
+
+def test_artifacts_say_what_they_hold(outcome):
+    tasks, _ = outcome
+    card = read_json(tasks / "prepare/sequences" / SPLIT_CARD)
+
+    data = metadata_of(tasks, "ingest", "data")
+    assert data["interactions_sha256"] == card["input_sha256"]
+    assert data["count_rows"] == pq.read_metadata(tasks / "ingest/data" / INTERACTIONS).num_rows
+    sequences = metadata_of(tasks, "prepare", "sequences")
+    assert (sequences["split_sha256"], sequences["count_users"]) == (card["split_sha256"], card["counts"]["users"])
+    checkpoint = metadata_of(tasks, "finetune", "checkpoint")
+    assert checkpoint["split_sha256"] == card["split_sha256"]
+    assert checkpoint["weights_sha256"] == sha256(tasks / "finetune/checkpoint" / WEIGHTS)
+
+
+def recorded(settings: Path) -> list[dict[str, str]]:
+    client = MlflowClient(load_config(settings).section("register").tracking_uri)
+    runs = client.search_runs([one.experiment_id for one in client.search_experiments()])
+    return [{**one.data.tags, "status": one.info.status} for one in runs if OUTCOME in one.data.tags]
+
+
+def test_the_run_that_register_made_says_how_the_pipeline_ended(outcome):
+    tasks, _ = outcome
+    (tags,) = recorded(tasks.parent.parent / "settings.yaml")
+
+    assert (tags[OUTCOME], tags[FAILURE], tags["status"]) == ("SUCCEEDED", "", "FINISHED")
+    assert tags["mlflow.runName"].startswith("own-")
+
+
+def test_the_champion_of_a_run_is_what_a_retraining_starts_from(outcome, tmp_path):
+    tasks, _ = outcome
+    board = read_json(tasks / "register/reports" / leaderboard.LEADERBOARD)
+    config = load_config(tasks.parent.parent / "settings.yaml").section("register")
+
+    assert fetch_champion(dataset="own", folder=tmp_path / "own", config=config) == "1"
+    assert fetch_champion(dataset="another", folder=tmp_path / "another", config=config) == ""
+
+    task = {"sasrec": "finetune", "flash4rec": "finetune-2"}[board["registry"]["model"]]
+    assert sha256(tmp_path / "own" / WEIGHTS) == sha256(tasks / task / "checkpoint" / WEIGHTS)
+    assert facts(tmp_path / "own")["model"] == board["registry"]["model"]
+    assert {VOCABULARY, USERS} <= {path.name for path in (tmp_path / "own").iterdir()}
+    assert list((tmp_path / "another").iterdir()) == []
+
+
+@pytest.mark.usefixtures("_offline")
+def test_a_failed_validation_stops_the_run_before_any_training(tmp_path):
+    settings = write_settings(tmp_path, start=0)  # 1970, before validate.min_date
+
+    with pytest.raises(RuntimeError, match="validate"):
+        run_on_this_machine(settings, tmp_path / "root")
+
+    tasks = next((tmp_path / "root").glob("seqrec-training-*"))
+    assert {folder.name for folder in tasks.iterdir()} == {"ingest", "validate", "record"}
+    (tags,) = recorded(settings)
+    assert (tags[OUTCOME], tags["status"]) == ("FAILED", "FAILED")
+    assert tags[FAILURE]
+    assert not read_json(tasks / "validate/validation/validation.json")["success"]
+
+
+CLUSTER = {
+    "plain": {},
+    "gpu": {
+        "resources": {
+            "default": {"cpu": "2", "memory": "8Gi", "retries": 3, "backoff_s": 60},
+            "validate": {"retries": 0},
+            "finetune": {
+                "memory": "64Gi",
+                "gpus": 1,
+                "shared_memory": "8Gi",
+                "timeout_s": 3600,
+                "node_selector": {"pool": "gpu"},
+                "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
+            },
+        },
+        "state_claim": "seqrec-state",
+        "data_claim": "seqrec-data",
+        "environment": {"MLFLOW_TRACKING_URI": "http://mlflow:5000"},
+        "secrets": {"seqrec": {"tracking-password": "MLFLOW_TRACKING_PASSWORD"}},
+        "image_pull_secrets": ["registry"],
+        "service_account": "seqrec",
+        "labels": {"team": "search"},
+    },
+}
+CLUSTER["nodes"] = CLUSTER["gpu"] | {
+    "launch": {
+        "finetune": {"launcher": "job", "nodes": 2, "processes": 4},
+        "pretrain": {"launcher": "step", "processes": 2},
+    }
+}
+COMPILED = [*(("training", name) for name in CLUSTER), ("retraining", "plain"), ("pretraining", "gpu")]
+
+
+def compiled(folder: Path, pipeline: str, cluster: str) -> list[dict]:
+    """Return the YAML documents of a pipeline on params.yaml with another section `kubernetes`."""
+    content = yaml.safe_load(PARAMS.read_text(encoding="utf-8"))
+    content["kubernetes"] = CLUSTER[cluster]
+    models = ["recformer"] if pipeline == "pretraining" else list(MODELS)
+    content["sources"] = ["health"] if pipeline == "pretraining" else []
+    (folder / "params.yaml").write_text(yaml.safe_dump(content))
+    compile_pipeline(models, folder / "out.yaml", folder / "params.yaml", pipeline)
+    return list(yaml.safe_load_all((folder / "out.yaml").read_text(encoding="utf-8")))
+
+
+def tasks_of(document: dict) -> dict[str, dict]:
+    """Return the tasks inside the exit handler by what the user interface calls them."""
+    tasks = document["components"]["comp-exit-handler-1"]["dag"]["tasks"]
+    return {task["taskInfo"]["name"]: task for task in tasks.values()}
+
+
+def executor_of(documents: list[dict], display: str) -> tuple[dict, dict]:
+    """Return the container of a task, and what the cluster must know of it."""
+    task = tasks_of(documents[0])[display]
+    label = documents[0]["components"][task["componentRef"]["name"]]["executorLabel"]
+    container = documents[0]["deploymentSpec"]["executors"][label]["container"]
+    return container, documents[1]["platforms"]["kubernetes"]["deploymentSpec"]["executors"][label]
+
+
+@pytest.mark.parametrize(("pipeline", "cluster"), COMPILED)
+def test_a_compiled_pipeline_has_no_field_that_kubeflow_does_not_know(tmp_path, pipeline, cluster):
+    documents = compiled(tmp_path, pipeline, cluster)
+
+    assert json_format.ParseDict(documents[0], PipelineSpec()).pipeline_info.name == f"seqrec-{pipeline}"
+    json_format.ParseDict(documents[0]["deploymentSpec"], PipelineDeploymentConfig())  # above any mapping will do
+    json_format.ParseDict(documents[1], PlatformSpec())
+    executors = documents[1]["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
+    assert set(executors) == set(documents[0]["deploymentSpec"]["executors"])
+    for executor in executors.values():
+        json_format.ParseDict(executor, KubernetesExecutorConfig())
+
+
+def test_a_misspelt_field_is_noticed(tmp_path):
+    documents = compiled(tmp_path, "training", "gpu")
+    container, executor = executor_of(documents, "finetune sasrec")
+    container["resources"]["memoryLimits"] = "1Gi"
+    executor["nodeSelectors"] = {}
+
+    with pytest.raises(json_format.ParseError, match="memoryLimits"):
+        json_format.ParseDict(documents[0]["deploymentSpec"], PipelineDeploymentConfig())
+    with pytest.raises(json_format.ParseError, match="nodeSelectors"):
+        json_format.ParseDict(executor, KubernetesExecutorConfig())
+
+
+def golden(folder: Path) -> str:
+    """Return the compiled pipeline of several nodes without the values of params.yaml, which are no part of it."""
+    documents = compiled(folder, "training", "nodes")
+    for definition in documents[0]["root"]["inputDefinitions"]["parameters"].values():
+        definition.pop("defaultValue")
+    return yaml.safe_dump_all(documents)
+
+
+def test_the_compiled_pipeline_is_the_one_that_was_looked_at(tmp_path):
+    assert golden(tmp_path) == GOLDEN.read_text(encoding="utf-8")
+
+
+def test_a_step_asks_for_what_the_section_says(tmp_path):
+    documents = compiled(tmp_path, "training", "gpu")
+
+    container, executor = executor_of(documents, "finetune sasrec")
+    assert container["resources"]["resourceCpuRequest"] == "2"
+    assert container["resources"]["resourceMemoryLimit"] == "64Gi"
+    accelerator = container["resources"]["accelerator"]
+    assert (accelerator["resourceCount"], accelerator["resourceType"]) == ("1", "nvidia.com/gpu")
+    assert container["env"] == [{"name": "MLFLOW_TRACKING_URI", "value": "http://mlflow:5000"}]
+    assert executor["nodeSelector"]["labels"] == {"pool": "gpu"}
+    assert [one["key"] for one in executor["tolerations"]] == ["nvidia.com/gpu"]
+    assert executor["emptyDirMounts"][0]["mountPath"] == "/dev/shm"
+    assert [one["mountPath"] for one in executor["pvcMount"]] == [STATE]
+    assert executor["activeDeadlineSeconds"] == "3600"
+
+    container, executor = executor_of(documents, "ingest ml-100k")
+    assert "accelerator" not in container["resources"]
+    assert [one["mountPath"] for one in executor["pvcMount"]] == [STATE, "/data"]
+    for executor in documents[1]["platforms"]["kubernetes"]["deploymentSpec"]["executors"].values():
+        assert executor["securityContext"] == {"runAsUser": "10001", "runAsGroup": "10001", "runAsNonRoot": True}
+        assert executor["secretAsEnv"][0]["keyToEnv"][0]["envVar"] == "MLFLOW_TRACKING_PASSWORD"
+        assert executor["podMetadata"]["labels"] == {"team": "search"}
+    tasks = tasks_of(documents[0])
+    assert tasks["finetune sasrec"]["retryPolicy"]["maxRetryCount"] == 3
+    assert tasks["finetune sasrec"]["retryPolicy"]["backoffDuration"] == "60s"
+    assert "retryPolicy" not in tasks["validate ml-100k"]
+
+
+def test_a_step_that_awaits_a_job_books_no_gpu_itself(tmp_path):
+    documents = compiled(tmp_path, "training", "nodes")
+    container, executor = executor_of(documents, "finetune sasrec")
+
+    assert "accelerator" not in container["resources"]
+    assert "nodeSelector" not in executor
+    given = tasks_of(documents[0])["finetune sasrec"]["inputs"]["parameters"]["place"]["runtimeValue"]["constant"]
+    assert given["launch"]["nodes"] == 2
+    assert given["resources"]["gpus"] == 1
+    assert given["cluster"]["state_claim"] == "seqrec-state"
+    given = tasks_of(documents[0])["pretrain sasrec"]["inputs"]["parameters"]["place"]["runtimeValue"]["constant"]
+    assert given == {"launch": {"processes": 2}}
+
+
+def test_nothing_runs_before_validation_and_models_run_side_by_side(tmp_path):
+    tasks = tasks_of(compiled(tmp_path, "training", "plain")[0])
+
+    assert "dependentTasks" not in tasks["ingest ml-100k"]
+    assert tasks["validate ml-100k"]["dependentTasks"] == ["ingest"]
+    assert tasks["prepare ml-100k"]["dependentTasks"] == ["ingest", "validate"]
+    assert tasks["pretrain sasrec"]["dependentTasks"] == ["ingest", "prepare"]
+    assert tasks["pretrain flash4rec"]["dependentTasks"] == ["ingest", "prepare"]
+    assert tasks["finetune flash4rec"]["dependentTasks"] == ["prepare", "pretrain-2"]
+
+
+def test_the_outcome_is_recorded_whatever_happened(tmp_path):
+    (document, _) = compiled(tmp_path, "training", "plain")
+    task = document["root"]["dag"]["tasks"]["record"]
+
+    assert task["triggerPolicy"]["strategy"] == "ALL_UPSTREAM_TASKS_COMPLETED"
+    assert task["inputs"]["parameters"]["status"]["taskFinalStatus"]["producerTask"] == "exit-handler-1"
+
+
+def uncached(pipeline: str, folder: Path) -> set[str]:
+    tasks = tasks_of(compiled(folder, pipeline, "plain" if pipeline != "pretraining" else "gpu")[0])
+    return {name for name, task in tasks.items() if not task["cachingOptions"].get("enableCache")}
+
+
+def test_only_what_may_differ_from_run_to_run_is_never_cached(tmp_path):
+    assert uncached("training", tmp_path) == {"register"}
+    assert uncached("retraining", tmp_path) == {"register", "champion", "ingest ml-100k"}
+    assert uncached("pretraining", tmp_path) == {"ingest health"}  # files of one's own, without digests
+
+
+def test_a_source_is_pinned_by_digests_or_by_a_commit():
+    own = {"source": "csv", "interactions": "log.csv"}
+    commit = {"repository": "https://example.org/project", "revision": "0" * 40}
+
+    assert not is_pinned(IngestConfig(**own))
+    assert is_pinned(IngestConfig(**own, sha256={"interactions": "0" * 64}))
+    assert is_pinned(IngestConfig(**own, **commit))
+    assert not is_pinned(IngestConfig(**own, **commit | {"revision": "main"}))
+
+
+def test_retraining_starts_from_the_champion(tmp_path):
+    tasks = tasks_of(compiled(tmp_path, "retraining", "plain")[0])
+
+    for model in MODELS:
+        artifacts = tasks[f"pretrain {model}"]["inputs"]["artifacts"]
+        assert artifacts["champion"]["taskOutputArtifact"]["producerTask"] == "champion"
+
+
+def test_pretraining_learns_from_the_sources_and_is_measured_on_the_dataset(tmp_path):
+    tasks = tasks_of(compiled(tmp_path, "pretraining", "gpu")[0])
+
+    assert {"validate health", "join health", "pretrain recformer", "evaluate recformer"} <= set(tasks)
+    assert not {name for name in tasks if name.startswith(("finetune", "register"))}
+    joined = tasks["pretrain recformer"]["inputs"]["artifacts"]["data"]["taskOutputArtifact"]["producerTask"]
+    assert joined == "join"
+
+
+@pytest.mark.parametrize(
+    ("sources", "models", "message"),
+    [([], ["recformer"], "sources: name the datasets"), (["health"], ["sasrec"], r"models\.sasrec: .* text models")],
+)
+def test_pretraining_refuses_what_it_cannot_do(tmp_path, sources, models, message):
+    content = yaml.safe_load(PARAMS.read_text(encoding="utf-8")) | {"sources": sources}
+    (tmp_path / "params.yaml").write_text(yaml.safe_dump(content))
+
+    with pytest.raises(ConfigError, match=message):
+        build("pretraining", load(tmp_path / "params.yaml"), models)
+
+
+def test_a_step_of_a_model_reads_the_settings_of_that_model_alone(tmp_path):
+    read = {}
+    for name, task in tasks_of(compiled(tmp_path, "training", "plain")[0]).items():
+        values = (value.get("componentInputParameter") for value in task["inputs"]["parameters"].values())
+        read[name] = {value.removeprefix("pipelinechannel--") for value in values if value}
+
+    for model in MODELS:
+        shared = {"state", "filter_seen"}
+        assert read[f"pretrain {model}"] == {*shared, f"architecture_{model}", f"pretrain_{model}"}
+        assert read[f"finetune {model}"] == {*shared, f"finetune_{model}"}
+        assert read[f"evaluate {model}"] == {"filter_seen", "evaluate"}
+
+
+def test_settings_are_resolved_for_dataset_and_model(tmp_path):
+    content = yaml.safe_load(PARAMS.read_text(encoding="utf-8"))
+    content["finetune"]["epochs"] = 7
+    content["datasets"][content["dataset"]]["finetune"] = {"epochs": 8, "patience": 3}
+    content["models"]["sasrec"]["finetune"] = {"epochs": 9}
+    content["datasets"][content["dataset"]]["evaluate"] = {"filter_seen": False}
+    (tmp_path / "params.yaml").write_text(yaml.safe_dump(content))
+
+    given = parameters(load(tmp_path / "params.yaml"), MODELS)
+
+    assert [given[f"finetune_{model}"]["epochs"] for model in MODELS] == [9, 8]
+    assert [given[f"finetune_{model}"]["patience"] for model in MODELS] == [3, 3]
+    assert given["architecture_sasrec"]["options"]["length"] == content["datasets"]["ml-100k"]["options"]["length"]
+    assert given["filter_seen"] is False
+    assert "filter_seen" not in given["evaluate"]
+
+
+@pytest.mark.parametrize(
+    ("models", "message"),
+    [
+        (["nothing"], "no entry models.nothing"),
+        (["sasrec", "sasrec"], "name each model once"),
+        ([], "at least one"),
+    ],
+)
+def test_wrong_models_are_refused(models, message):
+    with pytest.raises(ConfigError, match=message):
+        build("training", load(PARAMS), models)
+
+
+def test_a_key_that_cannot_name_a_parameter_is_refused(tmp_path):
+    content = yaml.safe_load(PARAMS.read_text(encoding="utf-8"))
+    content["models"]["sasrec-wide"] = content["models"]["sasrec"]
+    (tmp_path / "params.yaml").write_text(yaml.safe_dump(content))
+
+    with pytest.raises(ConfigError, match=r"models\.sasrec-wide: on Kubeflow"):
+        build("training", load(tmp_path / "params.yaml"), ["sasrec-wide"])
+
+
+def test_the_command_compiles_the_chosen_models(tmp_path):
+    output = tmp_path / "new" / "one.yaml"
+
+    assert main(["compile", "--models", "flash4rec", "--output", str(output), "--params", str(PARAMS)]) == 0
+
+    names = tasks_of(next(yaml.safe_load_all(output.read_text())))
+    assert "finetune flash4rec" in names
+    assert "finetune sasrec" not in names
+
+
+def test_the_command_explains_a_wrong_model(tmp_path, capsys):
+    output = tmp_path / "none.yaml"
+
+    assert main(["compile", "--models", "nothing", "--output", str(output), "--params", str(PARAMS)]) == 1
+
+    assert "no entry models.nothing" in capsys.readouterr().err
+    assert not output.exists()
+
+
+if __name__ == "__main__":  # write the golden file anew: PYTHONPATH=. python tests/pipelines/test_pipelines.py
+    with tempfile.TemporaryDirectory() as scratch:
+        GOLDEN.write_text(golden(Path(scratch)))

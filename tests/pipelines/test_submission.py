@@ -1,0 +1,190 @@
+"""`python -m pipelines submit, schedule, upload` over HTTP, against a server that checks every request."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import kfp_server
+import pytest
+import yaml
+from support import YEAR_2001, write_settings
+
+from pipelines.__main__ import main
+from pipelines.client import Package, Server, SubmissionError, submit, wait
+
+IMAGE = "registry.example.org/seqrec@sha256:" + "0" * 64
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+
+@pytest.fixture
+def _digest(monkeypatch):
+    monkeypatch.setattr("pipelines.client.IMAGE", IMAGE)
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch, capsys):
+    """Return a function that runs a command on the settings of a tiny log: its status and what it printed."""
+    for name in ("KFP_HOST", "KFP_TOKEN", "KFP_COOKIES", "SEQREC_DATA_MIRROR", "MLFLOW_TRACKING_URI"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    settings = write_settings(tmp_path, start=YEAR_2001)
+
+    def run(name: str, *flags: str, token: str = kfp_server.TOKEN) -> tuple[int, str]:
+        status = main([name, "--params", str(settings), "--models", "sasrec", "--token", token, *flags])
+        captured = capsys.readouterr()
+        return status, captured.out + captured.err
+
+    return run
+
+
+def test_a_submitted_run_is_executed_and_awaited(tmp_path):
+    """The one test that goes through the shell, as a user does."""
+    settings = write_settings(tmp_path, start=YEAR_2001)
+    with kfp_server.serving(tmp_path) as (host, server):
+        flags = ["--host", host, "--params", str(settings), "--models", "sasrec", "--wait", "--poll", "0.5"]
+        environment = {**os.environ, "SEQREC_IMAGE": IMAGE, "KFP_TOKEN": kfp_server.TOKEN, "OMP_NUM_THREADS": "1"}
+        for name in ("SEQREC_DATA_MIRROR", "MLFLOW_TRACKING_URI"):
+            environment.pop(name, None)
+        done = subprocess.run(
+            [sys.executable, "-m", "pipelines", "submit", *flags], env=environment, capture_output=True, text=True
+        )
+
+    (run,) = server.runs.values()
+    log = (tmp_path / run["run_id"] / "log").read_text()
+    assert done.returncode == 0, done.stderr + log
+    assert f"run {run['run_id']}" in done.stdout
+    assert run["state"] == "SUCCEEDED"
+    assert list((tmp_path / run["run_id"]).rglob("leaderboard.json"))
+    spec = run["pipeline_spec"]["pipeline_spec"]
+    images = {one["container"]["image"] for one in spec["deploymentSpec"]["executors"].values()}
+    assert images == {IMAGE}
+
+
+@pytest.mark.usefixtures("_digest")
+def test_a_failed_run_fails_the_command(tmp_path, command):
+    with kfp_server.serving(tmp_path) as (host, server):
+        write_settings(tmp_path, start=0)  # before validate.min_date
+        status, said = command("submit", "--host", host, "--wait", "--poll", "0.5")
+
+    (run,) = server.runs.values()
+    assert status == 1
+    assert f"run {run['run_id']} failed" in said
+    assert "validate" in said
+
+
+@pytest.mark.usefixtures("_digest")
+@pytest.mark.parametrize(
+    ("flags", "token", "message"),
+    [
+        ((), "a wrong one", "the token or the cookies are refused"),
+        (
+            ("--namespace", kfp_server.FORBIDDEN),
+            kfp_server.TOKEN,
+            f"may not do that in namespace {kfp_server.FORBIDDEN}",
+        ),
+        ((), kfp_server.TOKEN, "--namespace: .* serves several users; name your namespace"),
+    ],
+    ids=["401", "403", "no namespace"],
+)
+def test_a_server_that_refuses_is_explained(tmp_path, command, flags, token, message):
+    with kfp_server.serving(tmp_path, multi_user=True) as (host, server):
+        status, said = command("submit", "--host", host, *flags, token=token)
+
+    assert status == 1
+    assert re.search(message, said), said
+    assert not server.runs
+
+
+@pytest.mark.usefixtures("_digest")
+def test_a_server_that_does_not_answer_is_explained(command):
+    status, said = command("submit", "--host", "http://127.0.0.1:9")
+
+    assert status == 1
+    assert "--host: http://127.0.0.1:9 does not answer" in said
+
+
+def test_an_image_without_digest_is_refused_before_anything_is_sent(tmp_path, command):
+    with kfp_server.serving(tmp_path) as (host, server):
+        status, said = command("submit", "--host", host)
+
+    assert (status, server.seen) == (1, [])
+    assert "SEQREC_IMAGE: seqrec:latest is no digest" in said
+
+
+@pytest.mark.usefixtures("_digest")
+def test_an_upload_makes_a_pipeline_and_then_versions_of_it(tmp_path, command):
+    with kfp_server.serving(tmp_path) as (host, server):
+        for _ in range(2):
+            assert command("upload", "--host", host)[0] == 0
+
+    assert [one["display_name"] for one in server.pipelines.values()] == ["seqrec-training"]
+    assert len(server.versions) == 2
+
+
+@pytest.mark.usefixtures("_digest")
+def test_a_schedule_repeats_the_retraining(tmp_path, command):
+    with kfp_server.serving(tmp_path) as (host, server):
+        status, said = command("schedule", "--host", host, "--cron", "0 0 3 * * 0", "--root", "s3://bucket/runs")
+        refused, message = command("schedule", "--host", host, "--cron", "0 3 * * 0")
+
+    assert status == 0, said
+    (recurring,) = server.recurring.values()
+    (pipeline,) = server.pipelines.values()
+    assert recurring["recurring_run_id"] in said
+    assert recurring["trigger"]["cron_schedule"]["cron"] == "0 0 3 * * 0"
+    assert recurring["pipeline_version_reference"]["pipeline_id"] == pipeline["pipeline_id"]
+    assert pipeline["display_name"] == "seqrec-retraining"
+    assert recurring["runtime_config"]["pipeline_root"] == "s3://bucket/runs"
+    assert recurring["no_catchup"]
+    assert recurring["max_concurrency"] == "1"
+    assert (refused, "six fields" in message) == (1, True)
+
+
+@pytest.mark.usefixtures("_digest")
+def test_no_cache_and_service_account_reach_the_server(tmp_path, monkeypatch):
+    settings = write_settings(tmp_path, start=YEAR_2001)
+    content = yaml.safe_load(settings.read_text())
+    content["kubernetes"]["service_account"] = "seqrec"
+    settings.write_text(yaml.safe_dump(content))
+    monkeypatch.setattr(kfp_server.Server, "_execute", lambda *_: None)
+    with kfp_server.serving(tmp_path) as (host, server):
+        place = Server(host=host, token=kfp_server.TOKEN)
+        run_id = submit(place, Package(models=["sasrec"], params=settings), root="s3://bucket/runs", cache=False)
+        with pytest.raises(SubmissionError, match=f"run {run_id} is still RUNNING"):
+            wait(place, run_id, timeout_s=0.1, poll_s=0.1)
+        server.runs[run_id]["state"] = "CANCELED"
+        with pytest.raises(SubmissionError, match="canceled"):
+            wait(place, run_id, timeout_s=5, poll_s=0.1)
+
+    run = server.runs[run_id]
+    assert run["service_account"] == "seqrec"
+    assert run["runtime_config"]["pipeline_root"] == "s3://bucket/runs"
+    tasks = run["pipeline_spec"]["pipeline_spec"]["root"]["dag"]["tasks"]
+    assert not any(task["cachingOptions"].get("enableCache") for task in tasks.values())
+
+
+def test_the_server_checks_what_it_is_sent():
+    for body, kind in (
+        ({"display_name": "x", "surprise": 1}, "V2beta1Run"),
+        ({"display_name": 7}, "V2beta1Run"),
+        ({"runtime_config": {"parameters": []}}, "V2beta1Run"),
+        ({"state": "GREEN"}, "V2beta1Run"),
+    ):
+        with pytest.raises(kfp_server.Refused):
+            kfp_server.check(body, kind, "body")
+    assert len(kfp_server.OPERATIONS) > 30
+
+
+@pytest.mark.cluster
+def test_a_real_server_runs_the_pipeline(tmp_path):
+    """Needs KFP_HOST, SEQREC_IMAGE by digest, SEQREC_PARAMS with data that the cluster reaches, KFP_TOKEN if asked."""
+    flags = ["--params", os.environ.get("SEQREC_PARAMS", "params.yaml"), "--wait"]
+    if "KFP_NAMESPACE" in os.environ:
+        flags += ["--namespace", os.environ["KFP_NAMESPACE"]]
+
+    done = subprocess.run([sys.executable, "-m", "pipelines", "submit", *flags], capture_output=True, text=True)
+
+    assert done.returncode == 0, done.stdout + done.stderr

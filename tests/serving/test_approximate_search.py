@@ -1,0 +1,105 @@
+"""Approximate search: finds what exact search finds, scores it exactly, and says how much it misses."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from support import make_model, save
+
+from seqrec.config import RegisterConfig
+from seqrec.serving.approximate_search import ApproximateRecommender
+from seqrec.serving.http import loaded, serve
+from seqrec.serving.recommender import Recommender, Request
+
+ITEMS = 2_000
+HISTORY = [f"i{number}" for number in range(3, 60, 7)]
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """The same model over 2,000 items of very different lengths: searched exactly, and approximately."""
+    torch.manual_seed(0)
+    model = make_model("sasrec", num_items=ITEMS, d_model=16)
+    with torch.no_grad():
+        model.items.weight.copy_(torch.randn(ITEMS + 1, 16) * torch.rand(ITEMS + 1, 1) * 3)
+    ids, counts = [f"i{number}" for number in range(1, ITEMS + 1)], torch.arange(ITEMS + 1)
+    exact, approximate = (
+        kind(model, ids, counts, [], filter_seen=True) for kind in (Recommender, ApproximateRecommender)
+    )
+    approximate.build(500)
+    return exact, approximate
+
+
+@pytest.mark.parametrize("filter_seen", [True, False])
+def test_a_wide_search_answers_as_the_exact_one(pair, filter_seen):
+    exact, approximate = pair
+    best = exact.recommend(HISTORY, 3).items
+    requests = [
+        Request(history=HISTORY, k=10, exclude=best),
+        Request(history=HISTORY[:1], k=1),
+        Request(history=["unknown"], k=4),
+        Request(history=[*HISTORY, *best], k=7),
+    ]
+    for one in pair:
+        one.filter_seen = filter_seen
+    expected, got = exact.answer(requests), approximate.answer(requests)
+    alone = approximate.answer(requests[1:2])
+
+    for right, found in zip([*expected, expected[1]], [*got, *alone], strict=True):
+        assert found.items == right.items
+        assert found.scores == pytest.approx(right.scores, rel=1e-5)
+    assert not set(best) & set(got[0].items)
+    assert 0.95 < approximate.recall() <= 1
+
+
+def test_more_than_half_of_the_catalogue_is_ranked_exactly(pair, monkeypatch):
+    exact, approximate = pair
+    monkeypatch.setattr(approximate, "_search", None)
+
+    assert approximate.recommend(HISTORY, ITEMS + 5) == exact.recommend(HISTORY, ITEMS + 5)
+
+
+def test_recall_is_the_share_of_the_best_that_is_found(pair, monkeypatch):
+    approximate = pair[1]
+    searched = approximate._search
+
+    def half(query_BD, number):
+        item_BC, none_BC = searched(query_BD, 3 * number)
+        score_BC = torch.einsum("bd,bcd->bc", query_BD, approximate.item_vectors[item_BC])
+        order_BC = score_BC.argsort(dim=1, descending=True)
+        kept_BC = torch.cat([order_BC[:, :5], order_BC[:, 15:20]], 1)  # five of the best, five that are not
+        return item_BC.gather(1, kept_BC), none_BC.gather(1, kept_BC)
+
+    monkeypatch.setattr(approximate, "_search", half)
+
+    assert approximate.recall() == pytest.approx(0.5, abs=0.01)
+
+
+def test_a_search_that_finds_fewer_leaves_the_rest_empty(pair):
+    approximate = pair[1]
+    item_BC, none_BC = approximate._search(torch.randn(2, 16), ITEMS + 3)
+
+    assert item_BC.shape == none_BC.shape == (2, ITEMS + 3)
+    assert none_BC[:, :-3].sum() == 0
+    assert none_BC[:, -3:].all()
+    assert sorted(item_BC[0, :-3].tolist()) == list(range(1, ITEMS + 1))
+
+
+def test_a_narrow_search_is_refused(pair):
+    with pytest.raises(ValueError, match="ann: 0 candidates"):
+        pair[1].build(0)
+
+
+def test_serving_builds_it_and_says_its_recall(prepared, tmp_path, caplog):
+    folder = str(save("sasrec", prepared, tmp_path))
+    with caplog.at_level(logging.INFO):
+        found = loaded(folder, 64, RegisterConfig())
+
+    assert isinstance(found, ApproximateRecommender)
+    assert "recall@10 against exact search, expansion 64: " in caplog.text
+    assert found.recommend(["i1"]).items == loaded(folder, 0, RegisterConfig()).recommend(["i1"]).items
+    with pytest.raises(ValueError, match="ann: an exported graph"):
+        serve(dataset="toy", config=RegisterConfig(), saved=folder, graph=Path("graph"), ann=64)

@@ -1,0 +1,212 @@
+"""The service over real HTTP: answers, odd requests, batches, metrics, and a champion that changes meanwhile."""
+
+import threading
+import time
+
+import pytest
+import requests
+from support import running, save
+
+from seqrec.serving import http
+from seqrec.serving.recommender import Recommender
+
+
+@pytest.fixture(scope="module")
+def recommender(prepared, tmp_path_factory):
+    return Recommender.load(save("sasrec", prepared, tmp_path_factory.mktemp("served"), model="sasrec"))
+
+
+@pytest.fixture(scope="module")
+def address(recommender):
+    with running(http.app(lambda: recommender, lambda: "7", poll_s=0)) as address:
+        yield address
+
+
+def ask(address, **body):
+    return requests.post(f"{address}/recommend", json=body, timeout=10)
+
+
+def test_an_answer_is_the_recommenders(address, recommender):
+    answer = ask(address, history=["i1", "i2", "unheard of"], k=3, exclude=["i5"], user="u1").json()
+
+    expected = recommender.recommend(["i1", "i2", "unheard of"], 3, exclude=["i5"], user="u1")
+    assert answer["items"] == expected.items
+    assert answer["scores"] == pytest.approx(expected.scores, abs=1e-5)
+    assert (answer["source"], answer["unknown"], answer["version"]) == ("sasrec", 1, "7")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"history": "i1"},
+        {"history": [1, None]},
+        {"history": ["i1"], "k": 0},
+        {"history": ["i1"], "k": "many"},
+        {"history": ["i1"], "times": [1, 2]},
+        {"history": ["i1"], "times": ["yesterday"]},
+        {"history": ["i1"], "K": 5},
+        {"history": ["i"] * (http.EVENTS + 1)},
+        [],
+        "i1",
+    ],
+)
+def test_a_malformed_body_is_refused_with_the_reason(address, body):
+    answer = requests.post(f"{address}/recommend", json=body, timeout=10)
+
+    assert answer.status_code == 422
+    assert answer.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"{", b'{"history": ["i1"], "times": [NaN]}', b"\xff\xfe", b'{"history": "\\ud800"}']
+)
+def test_what_is_no_json_is_refused(address, text):
+    answer = requests.post(f"{address}/recommend", data=text, headers={"content-type": "application/json"}, timeout=10)
+
+    assert answer.status_code in (400, 422)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"history": []},
+        {"history": ["unheard of"]},
+        {"history": ["i1"] * 3000},
+        {"history": ["i1", "i2"], "k": 10**30},
+        {"history": ["i1"], "times": [1e300]},
+        {"history": ["i1"], "exclude": [f"i{n}" for n in range(100)]},
+        {"history": ["", "\u0000", "ß" * 900]},
+        {"history": ["i1"], "user": "nobody"},
+    ],
+)
+def test_an_odd_request_is_answered(address, body):
+    answer = ask(address, **body)
+
+    assert answer.status_code == 200
+    assert len(answer.json()["items"]) == len(answer.json()["scores"])
+
+
+def test_a_batch_is_answered_in_its_order(address, recommender):
+    histories = [["i1"], [], ["i7", "i8"]]
+
+    answer = requests.post(
+        f"{address}/recommend/batch", json={"requests": [{"history": h, "k": 4} for h in histories]}, timeout=10
+    ).json()
+
+    assert [a["items"] for a in answer["answers"]] == [recommender.recommend(h, 4).items for h in histories]
+
+
+def test_simultaneous_requests_share_passes_and_get_their_own_answers(recommender):
+    """The first pass is held until the others have arrived; all of these then go through one more."""
+    held, sizes = threading.Event(), []
+
+    class Slow:
+        def __getattr__(self, name):
+            return getattr(recommender, name)
+
+        def answer(self, requests):
+            sizes.append(len(requests))
+            held.wait(10)
+            return recommender.answer(requests)
+
+    got = {}
+    service = http.app(Slow, lambda: "1", poll_s=0)
+    with running(service) as address:
+
+        def call(number):
+            got[number] = ask(address, history=[f"i{number}"], k=3).json()["items"]
+
+        threads = [threading.Thread(target=call, args=(number,)) for number in range(9)]
+        threads[0].start()
+        while not sizes:
+            time.sleep(0.01)
+        for thread in threads[1:]:
+            thread.start()
+        time.sleep(0.5)
+        held.set()
+        for thread in threads:
+            thread.join(10)
+
+    assert sizes == [1, 8]
+    assert got == {number: recommender.recommend([f"i{number}"], 3).items for number in range(9)}
+
+
+def test_a_new_champion_is_served_without_a_failed_request(prepared, tmp_path, recommender):
+    other = Recommender.load(save("gru4rec", prepared, tmp_path, model="gru4rec"))
+    champions = {"1": recommender, "2": other}
+    now = ["1"]
+    answers = []
+    with running(http.app(lambda: champions[now[0]], lambda: now[0], poll_s=0.05)) as address:
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline and sum(a.json()["version"] == "2" for a in answers) < 5:
+            if len(answers) == 5:
+                now[0] = "2"
+            answers.append(ask(address, history=["i1", "i2"], k=3))
+        text = requests.get(f"{address}/metrics", timeout=10).text
+
+    assert {a.status_code for a in answers} == {200}
+    for answer in (a.json() for a in answers):
+        assert answer["items"] == champions[answer["version"]].recommend(["i1", "i2"], 3).items
+    assert answers[-1].json()["version"] == "2"
+    assert 'seqrec_model{name="gru4rec",version="2"} 1.0' in text
+    assert 'version="1"' not in text
+
+
+def test_a_registry_that_fails_leaves_the_old_champion(recommender):
+    calls = []
+
+    def version():
+        calls.append(1)
+        if len(calls) > 1:
+            raise OSError("down")
+        return "1"
+
+    with running(http.app(lambda: recommender, version, poll_s=0.01)) as address:
+        while len(calls) < 4:
+            time.sleep(0.01)
+        assert ask(address, history=["i1"]).json()["version"] == "1"
+
+
+def test_a_pass_that_fails_is_a_503_and_the_next_one_works(recommender):
+    class Once:
+        failed = False
+
+        def __getattr__(self, name):
+            return getattr(recommender, name)
+
+        def answer(self, requests):
+            if not Once.failed:
+                Once.failed = True
+                raise RuntimeError("out of memory")
+            return recommender.answer(requests)
+
+    with running(http.app(Once, lambda: "1", poll_s=0)) as address:
+        assert ask(address, history=["i1"]).status_code == 503
+        assert ask(address, history=["i1"]).status_code == 200
+
+
+def test_health_and_metrics_tell_what_was_served(recommender):
+    with running(http.app(lambda: recommender, lambda: "7", poll_s=0)) as address:
+        ask(address, history=["i1", "what", "ever"])
+        ask(address, history=[])
+        health = requests.get(f"{address}/health", timeout=10).json()
+        lines = requests.get(f"{address}/metrics", timeout=10).text.splitlines()
+
+    assert health == {"status": "ok", "model": "sasrec", "version": "7", "items": 40, "users": 60}
+    assert 'seqrec_requests_total{source="sasrec"} 1.0' in lines
+    assert 'seqrec_requests_total{source="popularity"} 1.0' in lines
+    assert "seqrec_unknown_events_total 2.0" in lines
+    assert "seqrec_history_events_sum 3.0" in lines
+    assert sum(float(line.split()[-1]) for line in lines if line.startswith("seqrec_history_popularity_total")) == 1
+    expected = next(float(line.split()[-1]) for line in lines if line.startswith("seqrec_training_events_per_user"))
+    assert expected == pytest.approx(recommender.counts.sum().item() / 60)
+
+
+def test_each_decile_of_popularity_had_a_tenth_of_the_training(recommender):
+    deciles = http.Metrics(http.Served(recommender, "1")).deciles
+
+    share = recommender.counts / recommender.counts.sum()
+    for decile in range(10):
+        assert share[deciles == decile].sum().item() == pytest.approx(0.1, abs=share.max().item())
+    assert recommender.counts[deciles == 0].min() >= recommender.counts[deciles == 9].max()

@@ -1,0 +1,134 @@
+"""Items that a text model never saw, recommended from the text that a request brings."""
+
+import asyncio
+
+import pytest
+import requests
+import torch
+from support import running, save
+
+from models.base import Catalogue
+from models.recformer import Recformer, RecformerOptions
+from seqrec.data import item_tokens
+from seqrec.serving import http
+from seqrec.serving.approximate_search import ApproximateRecommender
+from seqrec.serving.onnx_graph import GraphRecommender
+from seqrec.serving.recommender import Recommender, Request
+
+WORDS = ["space", "war", "love", "song", "ghost", "city", "train", "river", "winter", "king"]
+ITEMS = {
+    f"i{n}": {"title": f"{WORDS[n % 10]} {WORDS[n // 10]}"} | ({"genre": WORDS[n % 3]} if n % 4 else {})
+    for n in range(24)
+}
+NEW = {name: ITEMS[name] for name in ("i21", "i23")}
+
+
+@pytest.fixture(scope="module")
+def recommenders():
+    """One that has read every item, and one with the same weights that has not read those of `NEW`."""
+    torch.manual_seed(3)
+    tokenizer = item_tokens.train_tokenizer([item_tokens.as_texts(list(ITEMS.values()))], 200)
+    made, weights = [], None
+    for names in ([*ITEMS.keys() - NEW.keys(), *NEW], ITEMS.keys() - NEW.keys()):
+        ids = sorted(names, key=lambda name: (name in NEW, name))
+        tokens = item_tokens.tokenise(item_tokens.as_texts([ITEMS[name] for name in ids]), tokenizer, 32)
+        options = RecformerOptions(d_model=16, d_inner=32, length=8, max_tokens=64)
+        model = Recformer(options, Catalogue(len(ids), 0, 8, tokens))
+        state = {name: value for name, value in model.state_dict().items() if name != "vectors"}
+        weights = weights or {name: value + 0.3 * torch.randn_like(value) for name, value in state.items()}
+        model.load_state_dict(weights, strict=False)
+        model.eval().refresh()
+        counts = torch.arange(len(ids) + 1)
+        told = {"filter_seen": True, "name": "recformer", "tokenizer": tokenizer.to_str()}
+        made.append(Recommender(model, ids, counts, [], **told))
+    return made
+
+
+@pytest.mark.parametrize("history", [["i1", "i2", "i3"], ["i1", "i21"], ["i23"]])
+def test_a_described_item_is_recommended_and_read_as_if_it_had_always_been_there(recommenders, history):
+    whole, lacking = recommenders
+
+    answer = lacking.recommend(history, 30, items_text=NEW)
+
+    expected = whole.recommend(history, 30)
+    assert answer.items == expected.items
+    assert answer.scores == pytest.approx(expected.scores, abs=1e-4)
+    assert NEW.keys() - set(history) <= set(answer.items)
+    assert answer.unknown == 0
+
+
+def test_a_described_item_is_found_beside_an_approximate_search(recommenders):
+    whole, lacking = recommenders
+    told = {"filter_seen": True, "name": "recformer", "tokenizer": lacking.tokenizer}
+    searched = ApproximateRecommender(lacking.model, lacking.item_ids, lacking.counts, [], **told)
+    searched.build(64)
+
+    assert searched.recommend(["i1", "i2"], 3, items_text=NEW).items == whole.recommend(["i1", "i2"], 3).items
+    assert searched.recommend(["i1", "i2"], 3).items == lacking.recommend(["i1", "i2"], 3).items
+
+
+def test_nobody_else_gets_a_described_item_and_nothing_of_it_stays(recommenders):
+    lacking = recommenders[1]
+    plain = Request(history=["i1", "i21"], k=30)
+
+    answers = lacking.answer([plain, Request(history=["i2"], k=30, items_text=NEW), plain])
+
+    expected = lacking.recommend(["i1"], 30)
+    for answer in (answers[0], answers[2], lacking.answer([plain])[0]):
+        assert (answer.items, answer.unknown) == (expected.items, 1)
+        assert answer.scores == pytest.approx(expected.scores, abs=1e-4)
+    assert len(lacking.model.vectors) == len(ITEMS) - len(NEW) + 1
+
+
+def test_without_a_known_item_a_described_one_is_the_least_popular(recommenders):
+    answer = recommenders[1].recommend([], 30, items_text=NEW)
+
+    assert answer.source == "popularity"
+    assert set(answer.items[-2:]) == NEW.keys()
+
+
+def test_what_cannot_be_read_is_refused_with_the_reason(recommenders, prepared, tmp_path):
+    lacking = recommenders[1]
+    with pytest.raises(ValueError, match="knows 'i1' already"):
+        lacking.recommend(["i2"], items_text={"i1": {"title": "once more"}})
+    with pytest.raises(ValueError, match="nothing is said of 'new'"):
+        lacking.recommend(["i2"], items_text={"new": {"title": " "}})
+    other = Recommender.load(save("sasrec", prepared, tmp_path, model="sasrec"))
+    with pytest.raises(ValueError, match="sasrec cannot read text"):
+        other.recommend(["i1"], items_text=NEW)
+    graph = object.__new__(GraphRecommender)
+    with pytest.raises(ValueError, match="an exported graph"):
+        graph.check(Request(history=["i1"], items_text=NEW))
+
+
+def test_a_described_item_is_recommended_over_http(recommenders):
+    whole, lacking = recommenders
+    with running(http.app(lambda: lacking, lambda: "1", poll_s=0)) as address:
+
+        def ask(**body):
+            return requests.post(f"{address}/recommend", json={"history": ["i1", "i21"], "k": 30, **body}, timeout=30)
+
+        answer = ask(items_text=NEW).json()
+        refused = ask(items_text={"i1": {"title": "once more"}})
+
+    assert answer["items"] == whole.recommend(["i1", "i21"], 30).items
+    assert refused.status_code == 422
+    assert "knows 'i1' already" in refused.json()["detail"][0]["msg"]
+
+
+def test_who_cannot_be_answered_spoils_nobodys_batch(recommenders):
+    lacking, sizes = recommenders[1], []
+
+    async def ask():
+        batcher = http.Batcher(http.Served(lacking, "1"), 8, sizes.append)
+        bad = batcher.answer(Request(history=["i2"], items_text={"i1": {"title": "once more"}}))
+        working = asyncio.create_task(batcher.run())
+        answers = await asyncio.gather(bad, batcher.answer(Request(history=["i2"], k=3)), return_exceptions=True)
+        working.cancel()
+        return answers
+
+    refused, (answer, _) = asyncio.run(ask())
+
+    assert isinstance(refused, ValueError)
+    assert answer.items == lacking.recommend(["i2"], 3).items
+    assert sizes == [1]

@@ -1,0 +1,43 @@
+"""Every model as an ONNX graph: the same items and scores as torch, whatever the batch and the lengths."""
+
+import pytest
+from support import save
+
+from seqrec.serving import onnx_graph
+from seqrec.serving.onnx_graph import GraphRecommender
+from seqrec.serving.recommender import Recommender, Request
+from seqrec.training.checkpoint import save_model
+
+pytest.importorskip("onnxscript")
+
+
+def test_the_graph_answers_as_torch_does(prepared, tmp_path, architecture):
+    saved = save(architecture[0], prepared, tmp_path / "saved", median_gap=1000.0)
+
+    values = onnx_graph.export(saved=saved, output=tmp_path / "graph", k=15)
+
+    assert values == {"k": 15}
+    torch_, graph = Recommender.load(saved), GraphRecommender.of(saved, tmp_path / "graph")
+    batches = [
+        [Request(history=["i1"], k=3)],
+        [Request(history=["i5", "i6", "i7"], user="u3", exclude=["i8"]), Request(history=["i9"], user="nobody")],
+        [Request(history=[f"i{n % 40}" for n in range(size)], k=15, user=f"u{size}") for size in range(1, 30)],
+        [Request(history=["i1", "i2"], times=[0, 77_000]), Request(history=[]), Request(history=["unheard of"])],
+    ]
+    for batch in batches:
+        for ours, theirs in zip(graph.answer(batch), torch_.answer(batch), strict=True):
+            assert ours.scores == pytest.approx(theirs.scores, abs=1e-4, rel=1e-4)
+            assert (ours.source, ours.unknown) == (theirs.source, theirs.unknown)
+            if len(set(theirs.scores)) == len(theirs.scores):  # equal scores, of an unknown user say, have no order
+                assert ours.items == theirs.items
+
+
+def test_a_graph_of_other_weights_is_refused(prepared, tmp_path):
+    saved = save("mfbpr", prepared, tmp_path / "saved")
+    onnx_graph.export(saved=saved, output=tmp_path / "graph")
+    model = Recommender.load(saved).model
+    model.items.weight.data += 1
+    save_model(saved, model, {"filter_seen": True})
+
+    with pytest.raises(ValueError, match="export them again"):
+        GraphRecommender.of(saved, tmp_path / "graph")

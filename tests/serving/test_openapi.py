@@ -1,0 +1,46 @@
+"""Whatever a body holds, as the published schema has it or not, the service answers without a failure of its own."""
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from support import running, save
+
+from seqrec.serving import http
+from seqrec.serving.recommender import Recommender
+
+BOUNDED = settings(
+    max_examples=40, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
+@pytest.fixture(scope="module")
+def api(prepared, tmp_path_factory):
+    saved = Recommender.load(save("tisasrec", prepared, tmp_path_factory.mktemp("served")))
+    drawn = ["", *map(chr, range(48, 48 + len(saved.item_ids) - 1))]  # ids that generated bodies hit
+    recommender = Recommender(saved.model, drawn, saved.counts, ["", "0"], filter_seen=True, name="tisasrec")
+    with running(http.app(lambda: recommender, lambda: "1", poll_s=0)) as address:
+        yield schemathesis.openapi.from_url(f"{address}/openapi.json")
+
+
+@pytest.mark.parametrize("path", ["/recommend", "/recommend/batch"])
+@pytest.mark.parametrize("mode", list(GenerationMode))
+def test_no_body_makes_the_service_fail(api, path, mode):
+    seen, sources = set(), set()
+
+    @BOUNDED
+    @given(case=api[path]["POST"].as_strategy(generation_mode=mode))
+    def call(case):
+        response = case.call()
+        case.validate_response(response, checks=[not_a_server_error])
+        seen.add(response.status_code)
+        if response.status_code == 200:
+            answers = response.json().get("answers", [response.json()])
+            sources.update(answer["source"] for answer in answers)
+
+    call()
+    if mode is GenerationMode.POSITIVE:
+        assert "tisasrec" in sources  # the model was reached
+    else:
+        assert 422 in seen

@@ -1,0 +1,173 @@
+"""Requests by external ids: what the evaluation ranks, and every odd request answered."""
+
+import math
+
+import pytest
+import torch
+from support import save
+
+from seqrec.artifacts import read_json, write_json
+from seqrec.data import sequences
+from seqrec.evaluation import ranking
+from seqrec.serving.recommender import Recommender, Request
+
+
+@pytest.fixture
+def recommender(prepared, tmp_path):
+    return Recommender.load(save("flash4rec", prepared, tmp_path, model="flash"))
+
+
+def test_recommendations_are_those_of_the_evaluation(prepared, tmp_path, architecture):
+    """Of every architecture, for users with histories of different lengths answered together."""
+    recommender = Recommender.load(save(architecture[0], prepared, tmp_path))
+    data = sequences.load(prepared)
+    cases = sequences.cases(data, "test")
+    ranked = ranking.rank(ranking.model_scorer(recommender.model), data, cases, filter_seen=True, top_k=5)
+    item_ids, user_ids = sequences.read_vocabulary(prepared)[0], sequences.read_users(prepared)
+    requests, expected = [], []
+    for case in range(0, len(cases), 7):
+        user, stop = int(cases.user[case]), int(cases.position[case])
+        history = [item_ids[item - 1] for item in data.items[data.start[user] : stop].tolist()]
+        times = data.times[data.start[user] : stop].tolist()
+        # evaluation keeps the target as a candidate, serving cannot know it
+        target = item_ids[int(data.items[stop]) - 1]
+        best = [item_ids[item - 1] for item in ranked.top[case].tolist() if item]
+        expected.append([item for item in best if item != target or target not in history])
+        requests.append(Request(history=history, k=5, user=user_ids[user], times=times))
+
+    answers = recommender.answer(requests)
+
+    assert [a.items[: len(e)] for a, e in zip(answers, expected, strict=True)] == expected
+
+
+def test_an_answer_does_not_depend_on_its_neighbours(recommender):
+    requests = [Request(history=["i1"], k=3), Request(history=[f"i{n}" for n in range(30)]), Request(history=[])]
+
+    together = recommender.answer(requests)
+
+    for request, answer in zip(requests, together, strict=True):
+        alone = recommender.answer([request])[0]
+        assert (alone.items, alone.source) == (answer.items, answer.source)
+        assert alone.scores == pytest.approx(answer.scores, abs=1e-6)
+
+
+def test_unknown_items_are_skipped_and_counted_and_excluded_ones_not_shown(recommender):
+    plain = recommender.recommend(["i1", "i2"], 5)
+
+    odd = recommender.recommend(["i1", "nobody knows this", "i2"], 5)
+    assert (odd.items, odd.scores, odd.unknown, odd.source) == (plain.items, plain.scores, 1, "flash")
+    assert plain.unknown == 0
+    without = recommender.recommend(["i1", "i2"], 5, exclude=[plain.items[0], "nor this"])
+    assert without.items[:4] == plain.items[1:]
+    assert {"i1", "i2"}.isdisjoint(recommender.recommend(["i1", "i2"], 1000).items)
+
+
+@pytest.mark.parametrize("history", [[], ["nobody knows this"]])
+def test_without_a_known_item_the_popular_ones_are_given_and_said_to_be(prepared, recommender, history):
+    counts = sequences.read_vocabulary(prepared)[1]
+
+    best = recommender.recommend(history, 3)
+
+    assert best.scores == sorted(counts[1:].tolist(), reverse=True)[:3]
+    assert best.source == "popularity"
+    assert best.unknown == len(history)
+    assert "popular" in best.notes[0]
+
+
+def test_k_beyond_the_catalogue_is_capped(recommender):
+    assert len(recommender.recommend(["i1"], 10_000).items) == len(recommender.item_ids) - 1
+
+
+def test_scores_are_finite_and_sorted(recommender):
+    scores = recommender.recommend(["i1", "i2", "i3"], 20).scores
+
+    assert scores == sorted(scores, reverse=True)
+    assert all(map(math.isfinite, scores))
+
+
+def test_a_history_longer_than_the_model_sees_is_cut_and_repeats_are_fine(recommender):
+    long = [f"i{n % 30}" for n in range(100)]
+
+    assert recommender.recommend(long, 5).items
+    hidden = {f"i{n}" for n in range(30)}
+    assert hidden.isdisjoint(recommender.recommend(long, 100).items)  # also what the model no longer sees
+    assert recommender.recommend(["i1", "i1", "i1"], 5).items
+
+
+def test_missing_times_are_the_median_gap_apart_and_the_answer_says_so(prepared, tmp_path):
+    data = sequences.load(prepared)
+    recommender = Recommender.load(save("tisasrec", prepared, tmp_path, median_gap=sequences.median_gap(data)))
+
+    assumed = recommender.recommend(["i1", "i2", "i3"], 5)
+    given = recommender.recommend(["i1", "i2", "i3"], 5, times=[0, 1000, 2000])
+
+    assert sequences.median_gap(data) == 1000  # the events of the fixture are so far apart
+    assert assumed.scores == pytest.approx(given.scores, abs=1e-6)
+    assert "1000 s" in assumed.notes[0]
+    assert not given.notes
+    other = recommender.recommend(["i1", "i2", "i3"], 5, times=[0, 10, 900_000_000])
+    assert other.scores != pytest.approx(given.scores, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["tisasrec", "strec"])
+def test_times_further_apart_than_numbers_reach_are_answered(prepared, tmp_path, name):
+    recommender = Recommender.load(save(name, prepared, tmp_path))
+
+    best = recommender.recommend(["i1", "i2", "i3", "i4"], 5, times=[-1e308, -1e308, 0, 1e308])
+
+    assert len(best.items) == 5
+    assert all(map(math.isfinite, best.scores))
+
+
+@pytest.mark.parametrize(("request_", "message"), [({"times": [1]}, "times"), ({"k": 0}, "k: 0")])
+def test_requests_that_make_no_sense_are_refused(request_, message):
+    with pytest.raises(ValueError, match=message):
+        Request(history=["i1", "i2"], **request_)
+
+
+def test_scores_use_the_vectors_of_items_alone(prepared, tmp_path):
+    """A cloze model has a row for MASK, which is no candidate."""
+    recommender = Recommender.load(save("bert4rec", prepared, tmp_path))
+
+    assert len(recommender.item_vectors) == len(recommender.item_ids) + 1
+    assert torch.equal(recommender.item_vectors, recommender.model.item_vectors()[: len(recommender.item_ids) + 1])
+
+
+def test_weights_that_were_changed_are_refused(prepared, tmp_path):
+    saved = save("sasrec", prepared, tmp_path)
+    content = bytearray((saved / "best.safetensors").read_bytes())
+    content[-1] ^= 1
+    (saved / "best.safetensors").write_bytes(content)
+
+    with pytest.raises(ValueError, match="refusing to load"):
+        Recommender.load(saved)
+
+
+def test_weights_of_another_versions_model_are_refused(prepared, tmp_path):
+    saved = save("sasrec", prepared, tmp_path)
+    card = read_json(saved / "config.json")
+    write_json(saved / "config.json", card | {"options": {**card["options"], "layers": 3}})
+
+    with pytest.raises(ValueError, match="does not fit sasrec as this version builds it"):
+        Recommender.load(saved)
+
+
+def test_an_explanation_is_what_the_answer_loses_without_an_event(prepared, tmp_path):
+    recommender = Recommender.load(save("tisasrec", prepared, tmp_path))
+    history, times = ["i3", "unknown", *(f"i{n}" for n in range(14))], [float(1000 * n * n) for n in range(16)]
+    item, user = "i20", "u5"
+
+    def score(places):
+        given = {"history": [history[p] for p in places], "times": [times[p] for p in places]}
+        answer = recommender.recommend(**given, k=40, user=user)
+        return answer.scores[answer.items.index(item)]
+
+    drops = recommender.explain(Request(history=history, times=times, user=user), item)
+
+    whole = score(range(16))
+    expected = [whole - score([p for p in range(16) if p != left_out]) for left_out in range(16)]
+    assert drops == pytest.approx(expected, abs=1e-5)
+    assert drops[:4] == [0.0] * 4  # the model sees 12 events
+    assert max(map(abs, drops[4:])) > 1e-3
+    with pytest.raises(ValueError, match="'nothing' is unknown"):
+        recommender.explain(Request(history=history), "nothing")

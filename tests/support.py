@@ -1,0 +1,219 @@
+"""Tiny real objects and small runs that several tests use."""
+
+from __future__ import annotations
+
+import csv
+import json
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import torch
+import uvicorn
+import yaml
+
+from models import REGISTRY
+from models.base import Batch, Catalogue
+from seqrec import artifacts
+from seqrec.artifacts import sha256, write_json, write_table
+from seqrec.config import FinetuneConfig, ModelConfig, PrepareConfig, PretrainConfig
+from seqrec.data import sequences
+from seqrec.stages.finetune import finetune
+from seqrec.stages.prepare import prepare
+from seqrec.stages.pretrain import pretrain
+from seqrec.training.checkpoint import load_model, save_model
+
+# Facts about an architecture that its class does not tell; one that is not named has none.
+SMALL: dict[str, dict] = {"recformer": {"d_inner": 32}}  # options that a small model of it needs
+MEMORY = {"fpmc": 1, "mfbpr": 0}  # most recent events that a query depends on, where that is not all of them
+
+
+def trained(*objectives: str) -> list[tuple[str, str]]:
+    """Every (architecture, objective) that can be trained, of these `objectives`."""
+    return [(name, o) for name in sorted(REGISTRY) for o in objectives if o in REGISTRY[name].objectives]
+
+
+def has_option(architecture: str, name: str) -> bool:
+    return name in {field.name for field in fields(REGISTRY[architecture].Options)}
+
+
+def make_model(architecture: str, *, num_items: int = 30, num_users: int = 8, length: int = 12, **options):
+    cls = REGISTRY[architecture]
+    shared = {"d_model": 16, "length": length}
+    small = {name: value for name, value in shared.items() if has_option(architecture, name)}
+    options = small | SMALL.get(architecture, {}) | options
+    tokens = make_tokens(num_items) if "text" in cls.needs else None
+    model = cls(cls.Options(**options), Catalogue(num_items, num_users, length, tokens))
+    if architecture == "recformer":  # untrained, all its items are all but the same
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.3)
+        model.refresh()
+    return model
+
+
+def make_tokens(num_items: int) -> dict[str, torch.Tensor]:
+    """Tokens and text vectors of a catalogue: item i has a name and 1 to 3 values, none of them another item's."""
+    sizes = 2 + torch.arange(num_items) % 3
+    offsets = torch.nn.functional.pad(sizes.cumsum(0), (2, 0))
+    first = torch.zeros(int(offsets[-1]), dtype=torch.bool)
+    first[offsets[1:-1]] = True
+    ids = torch.where(first, 4, torch.arange(len(first)) + 5)
+    return {
+        "ids": ids.int(),
+        "types": torch.where(first, 1, 2).to(torch.int8),
+        "starts": torch.ones_like(first),
+        "offsets": offsets,
+        "special": torch.tensor([0, 2, 3, len(first) + 5]),
+        "vectors": torch.nn.functional.normalize(torch.randn(num_items + 1, 24), dim=-1),
+    }
+
+
+def make_batch(rows: list[list[int]], *, user: int = 1) -> Batch:
+    """Left-pad `rows` of items; one event a minute."""
+    length = max(len(row) for row in rows)
+    items = torch.tensor([[0] * (length - len(row)) + row for row in rows])
+    times = torch.arange(1 - length, 1).float().mul(60).repeat(len(rows), 1).masked_fill(items == 0, 0)
+    return Batch(items, times, torch.full((len(rows),), user))
+
+
+def write_interactions(folder: Path, rows: list[tuple[str, str, int]]) -> None:
+    """Write (user_id, item_id, timestamp) rows as an ingested and validated dataset."""
+    users, items, times = ([row[i] for row in rows] for i in range(3))
+    columns = [users, items, times, list(range(len(rows))), [None] * len(rows)]
+    arrays = [pa.array(c, type=f.type) for c, f in zip(columns, artifacts.INTERACTIONS_SCHEMA, strict=True)]
+    write_table(folder / artifacts.INTERACTIONS, pa.table(arrays, schema=artifacts.INTERACTIONS_SCHEMA))
+    titles = sorted(set(items))
+    item_table = pa.table([titles, [f"Title of {item}" for item in titles]], schema=artifacts.ITEMS_SCHEMA)
+    write_table(folder / artifacts.ITEMS, item_table)
+    verdict = {"success": True, "input_sha256": sha256(folder / artifacts.INTERACTIONS)}
+    write_json(folder / "validation.json", verdict)
+
+
+def synthetic_rows(users: int = 60, items: int = 40, events: int = 15, seed: int = 0) -> list[tuple[str, str, int]]:
+    """A log with a pattern to learn: the next item is mostly the previous one plus one."""
+    generator = np.random.default_rng(seed)
+    rows = []
+    for user in range(users):
+        item = int(generator.integers(items))
+        for event in range(events + int(generator.integers(5))):
+            rows.append((f"u{user}", f"i{item}", 1_000_000 + 1000 * event + user))
+            item = (item + 1) % items if generator.random() < 0.8 else int(generator.integers(items))
+    return rows
+
+
+def prepare_rows(folder: Path, rows: list[tuple[str, str, int]], **config) -> Path:
+    """Return the folder of the prepared dataset made from `rows`."""
+    write_interactions(folder, rows)
+    prepare(
+        dataset="synthetic",
+        data=folder,
+        validation=folder / "validation.json",
+        sequences=folder / "sequences",
+        config=PrepareConfig(**config),
+    )
+    return folder / "sequences"
+
+
+def save(architecture, prepared, folder, **card):
+    data = sequences.load(prepared)
+    model = make_model(architecture, num_items=data.num_items, num_users=data.num_users)
+    save_model(folder, model, {"filter_seen": True, **card})
+    for name in ("vocabulary.parquet", "users.parquet"):
+        (folder / name).write_bytes((prepared / name).read_bytes())
+    return folder
+
+
+OPTIONS = {
+    "sasrec": {"d_model": 16, "length": 12, "dropout": 0.2},
+    "flash4rec": {"d_model": 16, "d_shared": 8, "d_value": 16, "d_expert": 16, "length": 12, "topk_dropout": 0.3},
+}
+
+
+CONFIG = {"epochs": 4, "batch_size": 16, "warmup_steps": 5, "learning_rate": 5e-3, "save_steps": 1, "patience": 9}
+
+
+def run(prepared, out, model="sasrec", resume=False, options=None, **config):
+    shared = {"model": model, "sequences": prepared, "initial": out / "initial", "state": out / "state"}
+    architecture = ModelConfig(architecture=model, options=OPTIONS.get(model, {}) | (options or {}))
+    pretrain(**shared, architecture=architecture, filter_seen=True, config=PretrainConfig(seed=1))
+    settings = FinetuneConfig(**(CONFIG | config))
+    return finetune(**shared, checkpoint=out / "finetuned", filter_seen=True, config=settings, resume=resume)
+
+
+def weights(out):
+    return load_model(out / "finetuned")[0].state_dict()
+
+
+def losses_of(out):
+    lines = (out / "finetuned" / "history.jsonl").read_text().splitlines()
+    timed = ("seconds", "targets_per_second")
+    return [{k: v for k, v in json.loads(line).items() if k not in timed} for line in lines]
+
+
+@contextmanager
+def running(service):
+    """Run `service` on a free port in a thread; yield its address."""
+    server = uvicorn.Server(uvicorn.Config(service, port=0, log_level="warning"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive()
+        time.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    yield f"http://127.0.0.1:{port}"
+    server.should_exit = True
+    thread.join(10)
+
+
+YEAR_2001 = 978_307_200
+
+
+def write_settings(folder: Path, *, start: int) -> Path:
+    """Write a log of 50 users that begins at `start`, and settings that train both models on it; return the latter."""
+    log = folder / "log.csv"
+    with log.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["user_id", "item_id", "timestamp"])
+        writer.writerows((user, item, start + time) for user, item, time in synthetic_rows(users=50))
+    settings = folder / "settings.yaml"
+    content = {
+        "dataset": "own",
+        "leaderboard": ["sasrec", "flash4rec"],
+        "ingest": {"source": "csv", "interactions": str(log)},
+        "finetune": {"epochs": 1, "batch_size": 16, "warmup_steps": 1},
+        "evaluate": {"bootstrap": 100},
+        "register": {"tracking_uri": f"sqlite:///{folder}/mlflow.db"},
+        "kubernetes": {"resources": {"default": {"retries": 0}}},
+        "models": {
+            "sasrec": {"options": {"d_model": 16, "layers": 1, "heads": 2, "length": 12}},
+            "flash4rec": {
+                "options": {"d_model": 16, "d_shared": 8, "d_value": 16, "layers": 1, "d_expert": 16, "length": 12},
+                "finetune": {"learning_rate": 0.002},
+            },
+        },
+    }
+    settings.write_text(yaml.safe_dump(content))
+    return settings
+
+
+HISTORY = [
+    {"phase": "train", "epoch": 1, "loss": 6.0, "valid/ndcg@10": 0.1, "loss/task": 5.5, "figure/entropy": 1.25},
+    {"phase": "train", "epoch": 2, "loss": 5.0, "loss/task": 4.5, "figure/entropy": 1.0},
+    {"phase": "hard", "epoch": 1, "loss": 4.5, "valid/ndcg@10": 0.2, "loss/task": 4.0, "figure/entropy": 0.75},
+]
+
+
+def row(model, *, baseline=False):
+    return {
+        "model": model,
+        "baseline": baseline,
+        "test/ndcg@10": 0.2,
+        "test/ndcg@10/low": 0.18,
+        "test/ndcg@10/high": 0.23,
+        "test/coverage@10": 0.6,
+    }

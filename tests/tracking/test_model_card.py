@@ -1,0 +1,72 @@
+from support import make_model
+
+from seqrec.artifacts import read_json
+from seqrec.tracking.model_card import model_card
+from seqrec.tracking.registry import LONGEST
+from seqrec.training.checkpoint import save_model
+
+SPLIT = {
+    "dataset": "toy",
+    "protocol": "LOO-full",
+    "rule": "last event test, the one before validation",
+    "counts": {"users": 1234, "items": 30, "events": 56789, "train": 54321},
+    "input_sha256": "a" * 64,
+    "split_sha256": "b" * 64,
+}
+SOURCE = {"source": "shop", "licence": "CC BY 4.0", "homepage": "https://example.org/"}
+METRICS = {
+    "filter_seen": 1.0,
+    "valid/ndcg@10": 0.25,
+    "valid/ndcg@10/low": 0.2,
+    "valid/ndcg@10/high": 0.3,
+    "test/ndcg@10": 0.125,
+    "test/ndcg@10/low": 0.1,
+    "test/ndcg@10/high": 0.15,
+    "test/coverage@10": 0.5,
+}
+
+
+def written(folder, architecture, config, **changes):
+    save_model(
+        folder, make_model(architecture), {"model": "mine", "fingerprint": "f" * 32, "config": config, **changes}
+    )
+    return read_json(folder / "config.json")
+
+
+def test_a_card_says_what_it_is_its_data_licence_split_metrics_settings_and_hashes(tmp_path):
+    card = written(tmp_path, "tisasrec", {"seed": 7, "learning_rate": 0.003})
+
+    text = model_card(card, METRICS, SPLIT, SOURCE)
+
+    for fact in (
+        "# mine on toy",
+        "TiSASRec",
+        "events of a history, and times",
+        f"{card['parameters']:,} parameters",
+        "shop https://example.org/: 1,234 users, 30 items, 56,789 events, 54,321 train",
+        "licence: CC BY 4.0",
+        "LOO-full: last event test",
+        "| NDCG@10 | 0.2500 [0.2000, 0.3000] | 0.1250 [0.1000, 0.1500] |",
+        "| share of the catalogue in anybody's first ten |  | 0.5000 |",
+        "`seed: 7`, `learning_rate: 0.003`",
+        card["weights_sha256"],
+        "f" * 32,
+        "a" * 64,
+        "b" * 64,
+        "Not for decisions about people",
+        "Leave-one-out",
+    ):
+        assert fact in text
+    assert "rare one" not in text  # nothing was measured there
+    assert "Leave-one-out" not in model_card(card, METRICS, SPLIT | {"protocol": "temporal"}, SOURCE)
+    assert "licence: not stated" in model_card(card, METRICS, SPLIT, {"source": "x"})
+
+
+def test_every_architectures_card_fits_into_the_registry(tmp_path, architecture):
+    card = written(tmp_path, architecture[0], {f"setting_{number}": 0.123456789 for number in range(29)})
+
+    text = model_card(card, METRICS, SPLIT, SOURCE)
+
+    assert len(text) < LONGEST
+    assert text.endswith("expect less.")
+    assert f"architecture `{architecture[0]}`" in text

@@ -1,0 +1,309 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from models.base import Catalogue
+from seqrec.artifacts import CASES_SCHEMA, USERS_SCHEMA, VOCABULARY_SCHEMA
+from seqrec.commands import registry as registry_command
+from seqrec.config import ConfigError, ModelConfig, RegisterConfig
+from seqrec.serving import http
+from seqrec.serving.recommender import Recommender
+from seqrec.tracking import registry, runs
+from seqrec.tracking.runs import TrackingError
+from seqrec.training.checkpoint import build, save_model
+
+ITEMS = [f"i{number}" for number in range(1, 13)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """What training and preparation leave: weights, card, vocabulary, users."""
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = ModelConfig(architecture="sasrec", options={"length": 6, "d_model": 8, "layers": 1})
+    model = build(config, Catalogue(num_items=len(ITEMS), num_users=2, length=6))
+    save_model(folder, model, {"model": "sasrec", "fingerprint": "f", "filter_seen": True})
+    numbers = list(range(1, len(ITEMS) + 1))
+    vocabulary = {"item": numbers, "item_id": ITEMS, "count": numbers}
+    pq.write_table(pa.table(vocabulary, schema=VOCABULARY_SCHEMA), folder / "vocabulary.parquet")
+    pq.write_table(pa.table({"user": [1, 2], "user_id": ["a", "b"]}, schema=USERS_SCHEMA), folder / "users.parquet")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    return RegisterConfig(tracking_uri=f"sqlite:///{tmp_path_factory.mktemp('tracking')}/mlflow.db")
+
+
+@pytest.fixture(scope="module")
+def client(config):
+    return runs.connect(config)
+
+
+@pytest.fixture(scope="module")
+def run(client, config):
+    return runs.open_run(client, runs.experiment(client, config), "f", "sasrec")
+
+
+@pytest.fixture(scope="module")
+def model(client, run, folder):
+    experiment = run.info.experiment_id
+    client.create_logged_model(experiment, "sasrec", run.info.run_id)  # what a killed call leaves
+    return registry.log_model(client, run, checkpoint=folder, sequences=folder)
+
+
+def files(model):
+    return [path for path in Path(model.artifact_location).rglob("*") if path.is_file()]
+
+
+def test_a_half_written_model_is_replaced_and_a_complete_one_is_kept(client, run, model, folder):
+    (found,) = client.search_logged_models([run.info.experiment_id])
+
+    assert found.model_id == model.model_id
+    assert registry.log_model(client, run, checkpoint=folder, sequences=folder).model_id == model.model_id
+
+
+def test_nothing_in_the_model_is_a_pickle(model):
+    assert not [path for path in files(model) if path.suffix in {".pkl", ".pickle", ".pt", ".pth", ".bin"}]
+    assert "best.safetensors" in {path.name for path in files(model)}
+
+
+def test_requirements_are_pinned_by_public_versions(model):
+    (path,) = [path for path in files(model) if path.name == "requirements.txt"]
+    pins = dict(line.split("==") for line in path.read_text().splitlines())
+
+    assert set(pins) == set(registry.PACKAGES)
+    assert pins["torch"] == torch.__version__.partition("+")[0]
+
+
+CLEAN_PROCESS = """
+import json, sys
+import mlflow, pandas as pd
+model = mlflow.pyfunc.load_model(sys.argv[1])
+import seqrec
+frame = pd.DataFrame({
+    "history": [["i1", "i2"], ["i3", "not in the catalogue"], []],
+    "k": [3, 2, 4],
+    "user": ["a", None, "stranger"],
+    "exclude": [[sys.argv[2]], [], ["i1"]],
+})
+print(json.dumps({
+    "code": seqrec.__file__,
+    "full": model.predict(frame).to_dict("list"),
+    "bare": model.predict(frame[["history"]]).to_dict("list"),
+}))
+"""
+
+
+def test_the_model_loads_in_a_clean_process_and_recommends_by_external_ids(model, folder, config, tmp_path):
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    environment["MLFLOW_TRACKING_URI"] = config.tracking_uri
+    recommender = Recommender.load(folder)
+    best = recommender.recommend(["i1", "i2"], user="a").items[0]
+    command = [sys.executable, "-c", CLEAN_PROCESS, f"models:/{model.model_id}", best]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+
+    assert Path(answer["code"]).is_relative_to(model.artifact_location)
+    expected = [
+        recommender.recommend(["i1", "i2"], 3, exclude=[best], user="a"),
+        recommender.recommend(["i3", "not in the catalogue"], 2),
+        recommender.recommend([], 4, exclude=["i1"], user="stranger"),
+    ]
+    assert answer["full"]["items"] == [row.items for row in expected]
+    for scores, row in zip(answer["full"]["scores"], expected, strict=True):
+        assert scores == pytest.approx(row.scores)
+    assert answer["full"]["source"] == ["sasrec", "sasrec", "popularity"]
+    assert answer["full"]["unknown"] == [0, 1, 0]
+    assert answer["bare"]["items"][0] == recommender.recommend(["i1", "i2"]).items
+
+
+def test_a_recommender_is_loaded_by_every_name_of_the_registry(client, run, model, folder, config, monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    version = registry.create_version(client, "seqrec-loaded", model, {})
+    client.set_registered_model_alias("seqrec-loaded", registry.CHAMPION, version.version)
+    places = ["models:/seqrec-loaded@champion", "models:/seqrec-loaded/1", f"runs:/{run.info.run_id}/sasrec"]
+    expected = Recommender.load(str(folder)).recommend(["i1", "i2"], user="a")
+
+    for place in [*places, f"models:/{model.model_id}", folder]:
+        assert Recommender.load(place, config).recommend(["i1", "i2"], user="a") == expected
+    assert http.champion("loaded", config)[0]().recommend(["i1", "i2"], user="a") == expected
+    for place in ("models:/seqrec-loaded/7", "models:/seqrec-loaded@candidates", "models:/never", "runs:/abc/sasrec"):
+        with pytest.raises(TrackingError, match=f"{place} cannot be fetched"):
+            Recommender.load(place, config)
+
+
+def test_without_mlflow_a_registered_model_is_refused_and_a_folder_is_not(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    monkeypatch.delitem(sys.modules, "seqrec.tracking.registry")
+    monkeypatch.delattr("seqrec.tracking.registry")
+
+    with pytest.raises(ValueError, match=r"models:/x@champion: mlflow is not installed"):
+        Recommender.load("models:/x@champion")
+    assert Recommender.load(folder).item_ids == ITEMS
+
+
+def cases(*ranks):
+    rows = [
+        {"split": "valid", "user": user, "position": 3, "target": 1, "rank": float(rank), "ties": 0}
+        for user, rank in enumerate(ranks, start=1)
+    ]
+    return pa.Table.from_pylist(rows, schema=CASES_SCHEMA)
+
+
+def register(client, run, model, tmp_path, name, ranks, **tags):
+    """Make another version as `create_version` does, from a copy of the model with weights of its own."""
+    copy = client.create_logged_model(run.info.experiment_id, name, run.info.run_id, tags=dict(model.tags) | tags)
+    path = tmp_path / "cases.parquet"
+    pq.write_table(cases(*ranks), path)
+    client.log_artifact(run.info.run_id, str(path), registry.REPORT)
+    shared = {registry.SPLIT_TAG: "s", registry.FILTER_TAG: "1"}
+    return registry.create_version(client, name, copy, shared)
+
+
+def test_a_version_is_found_again_by_fingerprint_and_weights(client, run, model):
+    first = registry.create_version(client, "again", model, {registry.SPLIT_TAG: "s"}, "as it was")
+    again = registry.create_version(client, "again", model, {registry.SPLIT_TAG: "t"}, "as it is")
+
+    assert again.version == first.version
+    assert (again.tags[registry.SPLIT_TAG], again.description) == ("t", "as it is")
+
+
+def test_an_alias_set_by_hand_is_respected_and_named(client, run, model, tmp_path, config):
+    version = register(client, run, model, tmp_path, "by-hand", [1, 2])
+    client.set_registered_model_alias("by-hand", registry.CHAMPION, version.version)
+
+    decision = registry.promote(client, version, cases(1, 2), config)
+    assert decision == registry.Decision(True, "the alias was set by hand", None)
+
+
+def test_cases_that_differ_within_one_split_are_not_comparable(client, run, model, tmp_path, config):
+    first = register(client, run, model, tmp_path, "differ", [1, 2])
+    registry.promote(client, first, cases(1, 2), config)
+    second = register(client, run, model, tmp_path, "differ", [1, 2], **{registry.WEIGHTS_TAG: "other"})
+
+    decision = registry.promote(client, second, cases(1, 2, 3), config)
+    assert decision.promoted
+    assert "not comparable with version 1" in decision.reason
+
+
+@pytest.mark.parametrize(
+    ("ranks", "promoted"),
+    [
+        ([1, 1, 1, 1], True),  # better for everyone
+        ([2, 2, 2, 2], False),  # the same
+        ([1, 4, 1, 4], False),  # better on average, but not for sure
+    ],
+)
+def test_the_gate_asks_for_a_gain_beyond_doubt(client, run, model, tmp_path, config, ranks, promoted):
+    name = f"gate-{'-'.join(map(str, ranks))}"
+    first = register(client, run, model, tmp_path, name, [2, 2, 2, 2])
+    registry.promote(client, first, cases(2, 2, 2, 2), config)
+    second = register(client, run, model, tmp_path, name, [2, 2, 2, 2], **{registry.WEIGHTS_TAG: "other"})
+
+    decision = registry.promote(client, second, cases(*ranks), config)
+    assert decision.promoted == promoted
+    assert int(registry.find_champion(client, name).version) == (2 if promoted else 1)
+    stored = client.get_model_version(name, second.version).tags
+    assert json.loads(stored[registry.GAIN_TAG]) == list(decision.gain)
+    assert stored[registry.REASON_TAG] == decision.reason
+
+
+def test_a_gain_is_not_paid_with_coverage_or_the_tail(client, run, model, tmp_path, config):
+    name = "guarded"
+    first = register(client, run, model, tmp_path, name, [2, 2, 2, 2])
+    registry.promote(client, first, cases(2, 2, 2, 2), config)
+    second = register(client, run, model, tmp_path, name, [2, 2, 2, 2], **{registry.WEIGHTS_TAG: "other"})
+    for version, coverage in ((first, 0.5), (second, 0.4)):
+        tags = registry.guard_tags({"valid/coverage@10": coverage, "valid/ndcg@10": 1.0})
+        assert list(tags) == ["seqrec.valid/coverage_at_10"]
+        client.set_model_version_tag(name, version.version, *next(iter(tags.items())))
+    second = client.get_model_version(name, second.version)
+
+    decision = registry.promote(client, second, cases(1, 1, 1, 1), config)
+    assert not decision.promoted
+    assert "valid/coverage@10 falls from 0.5000 to 0.4000" in decision.reason
+
+    lenient = replace(config, max_loss=0.25)
+    assert registry.promote(client, second, cases(1, 1, 1, 1), lenient).promoted
+
+
+@pytest.mark.parametrize("first", ["better", "worse"])
+def test_of_two_promotions_at_once_the_better_stays(client, run, model, tmp_path, config, monkeypatch, first):
+    """While one is being decided, the whole promotion of the other passes."""
+    name = f"race-{first}"
+    old = register(client, run, model, tmp_path, name, [3, 3, 3, 3])
+    registry.promote(client, old, cases(3, 3, 3, 3), config)
+    versions = {}
+    for number, (kind, ranks) in enumerate({"better": [1] * 4, "worse": [2] * 4}.items()):
+        own = client.create_run(run.info.experiment_id)
+        copy = client.create_logged_model(
+            run.info.experiment_id, kind, own.info.run_id, tags={**model.tags, registry.WEIGHTS_TAG: str(number)}
+        )
+        path = tmp_path / "cases.parquet"
+        pq.write_table(cases(*ranks), path)
+        client.log_artifact(own.info.run_id, str(path), registry.REPORT)
+        shared = {registry.SPLIT_TAG: "s", registry.FILTER_TAG: "1"}
+        versions[kind] = (registry.create_version(client, name, copy, shared), cases(*ranks))
+    second = "worse" if first == "better" else "better"
+    decide, entered = registry._decide, []
+
+    def deciding(*arguments):
+        decision = decide(*arguments)
+        if not entered:
+            entered.append(True)
+            registry.promote(client, *versions[second], config)
+        return decision
+
+    monkeypatch.setattr(registry, "_decide", deciding)
+    decision = registry.promote(client, *versions[first], config)
+
+    assert entered
+    assert registry.find_champion(client, name).version == versions["better"][0].version
+    assert decision.promoted == (first == "better")
+
+
+def test_promotions_by_hand_are_audited_and_rolled_back(client, run, model, tmp_path, config, capsys):
+    name = "seqrec-byhand"
+    first = register(client, run, model, tmp_path, name, [2, 2])
+    registry.promote(client, first, cases(2, 2), config)
+    second = register(client, run, model, tmp_path, name, [2, 2], **{registry.WEIGHTS_TAG: "other"})
+    settings = {"dataset": "byhand", "config": config}
+
+    registry_command.registry(["promote"], **settings, version=int(second.version), reason="a test")
+    assert registry.find_champion(client, name).version == second.version
+    registry_command.registry(["rollback"], **settings)
+    assert registry.find_champion(client, name).version == first.version
+
+    registry_command.registry(["show"], **settings)
+    printed = " ".join(capsys.readouterr().out.split())
+    for entry in ("none -> 1: the first champion", "1 -> 2: promote by hand: a test", "2 -> 1: rollback by hand"):
+        assert entry in printed
+
+
+@pytest.mark.parametrize(
+    ("actions", "dataset", "message"),
+    [
+        (["promote"], "bad", "no version 0"),
+        (["rollback"], "bad", "no champion before"),
+        (["delete"], "bad", "one of show, promote, rollback"),
+        (["show"], "unheard-of", "seqrec-unheard-of is not registered"),
+    ],
+)
+def test_what_cannot_be_done_by_hand_is_refused(client, run, model, tmp_path, config, actions, dataset, message):
+    version = register(client, run, model, tmp_path, "seqrec-bad", [2, 2])
+    registry.promote(client, version, cases(2, 2), config)
+
+    with pytest.raises(ConfigError, match=message):
+        registry_command.registry(actions, dataset=dataset, config=config)

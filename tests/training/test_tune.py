@@ -1,0 +1,425 @@
+"""`seqrec tune`: real searches on a tiny dataset, interrupted at every kind of moment."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import optuna
+import pyarrow as pa
+import pytest
+import yaml
+from mlflow import MlflowClient
+
+from seqrec.__main__ import main
+from seqrec.artifacts import write_ipc
+from seqrec.commands.run import load_config
+from seqrec.config import ConfigError, from_dict
+from seqrec.data import sequences
+from seqrec.stages.finetune import finetune
+from seqrec.stages.pretrain import pretrain
+from seqrec.training import checkpoint
+from seqrec.training import tune as module
+from seqrec.training.tune import tune
+
+ROOT = Path(__file__).parent.parent.parent
+STAGES = ("ingest", "validate", "prepare", "pretrain", "finetune", "evaluate")
+PARAMS = {
+    "dataset": "synthetic",
+    "sources": [],
+    "leaderboard": ["sasrec"],
+    "ingest": {"source": "csv"},
+    "validate": {},
+    "prepare": {},
+    "pretrain": {"seed": 1},
+    "finetune": {"epochs": 3, "batch_size": 16, "warmup_steps": 2, "save_steps": 2},
+    "evaluate": {},
+    "register": {},
+    "tune": {
+        "trials": 4,
+        "startup_trials": 2,
+        "warmup_epochs": 1,
+        "seed": 2,  # draws the better rate last
+        "spaces": {
+            "sasrec": {
+                "finetune.learning_rate": {"choices": [1.0e-4, 1.0e-2]},
+                "options.dropout": {"low": 0.1, "high": 0.3},
+            }
+        },
+    },
+    "datasets": {"synthetic": {stage: {} for stage in STAGES} | {"options": {"length": 12}}},
+    "models": {
+        "sasrec": {"architecture": "sasrec", "options": {"d_model": 16, "layers": 1}, "pretrain": {}, "finetune": {}}
+    },
+}
+
+
+def changed(**values) -> dict:
+    """Return PARAMS with dotted keys (`__` for the dot) set."""
+    params = copy.deepcopy(PARAMS)
+    for path, value in values.items():
+        *folders, key = path.split("__")
+        place = params
+        for folder in folders:
+            place = place[folder]
+        place[key] = value
+    return params
+
+
+@pytest.fixture(autouse=True)
+def _dead_server(monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+
+
+def search(prepared: Path, folder: Path, params: dict = PARAMS, **flags) -> dict:
+    paths = {"sequences": prepared, "output": folder / "best.yaml", "study": folder / "study.db"}
+    return tune(model="sasrec", dataset="synthetic", params=params, **paths, **flags)
+
+
+def rows(folder: Path) -> list[tuple]:
+    """What the study holds of every trial but those killed while their values were drawn."""
+    study = optuna.load_study(study_name="tune", storage=f"sqlite:///{folder}/study.db")
+    kept = [trial for trial in study.trials if trial.state.name != "FAIL"]
+    return [(trial.state.name, trial.params, trial.intermediate_values, trial.value) for trial in kept]
+
+
+@pytest.fixture(scope="module")
+def whole(prepared, tmp_path_factory) -> Path:
+    """The folder of a search that nothing interrupted; its server was dead."""
+    folder = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+        patch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+        search(prepared, folder)
+    return folder
+
+
+def budget(folder: Path) -> dict:
+    return json.loads((folder / "best.json").read_text())
+
+
+def test_the_better_of_two_settings_is_found(whole):
+    trials = rows(whole)
+
+    complete = [trial for trial in trials if trial[0] == "COMPLETE"]
+    best = max(complete, key=lambda trial: trial[3])
+    assert best[1]["finetune.learning_rate"] == 1e-2
+    assert {trial[1]["finetune.learning_rate"] for trial in trials} == {1e-4, 1e-2}
+    assert all(trial[3] == max(trial[2].values()) for trial in complete)
+    assert budget(whole)["valid/ndcg@10"] == best[3]
+    assert load_config(whole / "best.yaml").section("finetune").learning_rate == 1e-2
+
+
+def test_a_trial_below_the_median_is_pruned_and_counted(whole):
+    trials = rows(whole)
+
+    assert [trial[0] for trial in trials] == ["COMPLETE", "COMPLETE", "PRUNED", "COMPLETE"]
+    first, second, pruned, last = (trial[2] for trial in trials)
+    assert set(pruned) == {1, 2}  # epoch 1 is warm-up
+    assert max(pruned.values()) < (max(first[1], first[2]) + max(second[1], second[2])) / 2
+    assert all(score > max(first[epoch], second[epoch]) for epoch, score in last.items())
+    found = budget(whole)
+    assert (found["trials"], found["complete"], found["pruned"], found["failed"]) == (4, 3, 1, 0)
+    assert found["epochs"] == 3 + 3 + 2 + 3
+    assert found["seconds"] > 0
+
+
+def test_no_trial_is_pruned_in_the_warm_up(prepared, whole, tmp_path):
+    search(prepared, tmp_path, changed(tune__trials=3, tune__warmup_epochs=2))
+
+    assert rows(tmp_path)[:2] == rows(whole)[:2]
+    assert set(rows(tmp_path)[2][2]) == {1, 2, 3}
+
+
+def test_only_study_config_and_budget_are_left(whole):
+    assert {path.name for path in whole.iterdir()} == {"study.db", "study.db.lock", "best.yaml", "best.json"}
+
+
+def test_the_config_written_gives_the_best_metric_again(prepared, whole, tmp_path):
+    params = load_config(whole / "best.yaml")
+    shared = {"model": "sasrec", "sequences": prepared, "initial": tmp_path / "i", "state": tmp_path / "s"}
+    shared["filter_seen"] = params.section("evaluate").filter_seen
+    config = params.section("pretrain", model="sasrec")
+    pretrain(**shared, architecture=params.model("sasrec"), config=config)
+    config = params.section("finetune", model="sasrec")
+    values = finetune(**shared, checkpoint=tmp_path / "c", config=config)
+
+    assert values["valid/ndcg@10"] == budget(whole)["valid/ndcg@10"]
+
+
+def test_the_config_states_its_budget(prepared, whole):
+    header = [line for line in (whole / "best.yaml").read_text().splitlines() if line.startswith("#")]
+
+    found = budget(whole)
+    text = "\n".join(header)
+    counts = f"{found['complete']} complete, {found['pruned']} pruned, 0 failed"
+    assert f"4 trials ({counts}), {found['epochs']} epochs" in text
+    assert "study seed 2" in text
+    assert f"valid/ndcg@10 {found['valid/ndcg@10']:.6f}" in text
+    assert json.loads((prepared / "split.json").read_text())["split_sha256"] in text
+    assert "finetune.learning_rate of [0.0001, 0.01] -> 0.01" in text
+    assert "options.dropout 0.1 to 0.3 -> 0." in text
+
+
+def test_a_dead_tracking_server_costs_two_warnings(prepared, tmp_path, caplog):
+    search(prepared, tmp_path, changed(tune__trials=2, tune__epochs=1))
+
+    warnings = [message for message in caplog.messages if "the trials are not in MLflow" in message]
+    assert len(warnings) == 2  # after the first trial, and at the end
+    assert budget(tmp_path)["trials"] == 2
+
+
+def test_what_a_dead_server_missed_is_brought_in_as_nested_runs(prepared, whole, tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    for _ in range(2):  # the second call changes nothing
+        search(prepared, whole)
+    assert "finetune train" not in caplog.text
+
+    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    runs = client.search_runs([client.get_experiment_by_name("seqrec").experiment_id])
+    parents = [run for run in runs if runs.PARENT not in run.data.tags]
+    assert [(run.info.run_name, run.info.status) for run in parents] == [("tune sasrec", "FINISHED")]
+    assert parents[0].data.metrics["trials"] == 4
+    children = {int(run.info.run_name.split()[-1]): run for run in runs if run is not parents[0]}
+    assert {run.data.tags[runs.PARENT] for run in children.values()} == {parents[0].info.run_id}
+    for number, (state, params, scores, _) in enumerate(rows(whole)):
+        run = children[number]
+        assert run.data.tags["seqrec.trial"] == state.lower()
+        assert run.info.status == {"COMPLETE": "FINISHED", "PRUNED": "KILLED"}[state]
+        assert run.data.params["finetune.learning_rate"] == str(params["finetune.learning_rate"])
+        assert run.data.metrics["valid/ndcg_at_10"] == max(scores.values())
+        points = client.get_metric_history(run.info.run_id, "curve/valid/ndcg_at_10")
+        assert {point.step: point.value for point in points} == scores
+
+
+class Killed(BaseException):
+    """Nothing in the search may catch it."""
+
+
+def dying(function, call: int, *, after: bool):
+    """Return `function`, which dies before or after its call number `call` (1, 2, ...)."""
+    calls = []
+
+    def wrapped(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == call and not after:
+            raise Killed
+        result = function(*args, **kwargs)
+        if len(calls) == call:
+            raise Killed
+        return result
+
+    return wrapped
+
+
+MOMENTS = [  # each call of the search dies at one of them, and the next goes on
+    ("while the study is made", optuna.Study, "set_user_attr", 1, False),
+    ("before the first trial is trained", module, "pretrain", 1, False),
+    ("in an epoch", checkpoint.ResumeState, "save", 3, True),
+    ("between the report of an epoch and its state", optuna.trial.Trial, "report", 1, True),
+    ("between the end of a training and the study", optuna.Study, "tell", 1, False),
+    ("between the study and the deletion of files", optuna.Study, "tell", 1, True),
+    ("while values are drawn", optuna.trial.Trial, "_suggest", 2, False),
+    ("between the decision to prune and the study", optuna.trial.Trial, "should_prune", 5, True),
+    ("before the config is written", module, "write_text", 1, False),
+]
+
+
+def test_a_search_interrupted_everywhere_is_the_search_that_was_not(prepared, whole, tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    for moment, place, name, call, after in MOMENTS:
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, dying(getattr(place, name), call, after=after))
+            with pytest.raises(Killed):
+                search(prepared, tmp_path)
+            logging.info("killed %s", moment)
+    search(prepared, tmp_path, resume=True)
+
+    assert rows(tmp_path) == rows(whole)
+    timed = ("seconds", "best_trial")  # the trial that was being drawn keeps its number
+    known, found = ({key: v for key, v in budget(f).items() if key not in timed} for f in (whole, tmp_path))
+    assert found == known
+    assert not (tmp_path / "study.db.work").exists()
+    epochs = [message for message in caplog.messages if message.startswith("finetune train epoch")]
+    assert len(epochs) == known["epochs"] - 1  # that of the pruned trial is not shown, and none is shown twice
+
+
+# Python imports this module at its start: the process dies by SIGKILL when a state of its second trial is complete.
+KILLER = """
+import os, signal, sys
+
+def kill(event, args):
+    if event == "os.rename" and "trial-1" in os.fspath(args[1]) and os.fspath(args[1]).endswith("step-6"):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+sys.addaudithook(kill)
+"""
+
+
+def test_a_killed_process_loses_no_epoch_and_ends_the_same(prepared, whole, tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sitecustomize.py").write_text(KILLER)
+    (tmp_path / "params.yaml").write_text(yaml.safe_dump(PARAMS))
+    command = ["tune", "--model", "sasrec", "--sequences", str(prepared), "--output", "best.yaml"]
+    paths = os.pathsep.join([str(tmp_path), str(ROOT)])
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    killed = subprocess.run([sys.executable, "-m", "seqrec", *command], env=environment, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert not Path("best.yaml").exists()
+
+    caplog.set_level(logging.INFO)
+    assert main([*command, "--metrics", "figures.json"]) == 0
+
+    assert "continuing trial 1" in caplog.text
+    epochs = [message for message in caplog.messages if message.startswith("finetune train epoch")]
+    assert epochs[0].startswith("finetune train epoch 2/3")  # 4 steps an epoch: the kill was in the second
+    (study,) = (tmp_path / "state" / "tune").glob("*.db")
+    study.rename(tmp_path / "study.db")
+    assert rows(tmp_path) == rows(whole)
+    assert json.loads(Path("figures.json").read_text())["valid/ndcg@10"] == budget(whole)["valid/ndcg@10"]
+
+
+def test_more_trials_extend_a_search(prepared, whole, tmp_path):
+    search(prepared, tmp_path, changed(tune__trials=1))
+    assert rows(tmp_path) == rows(whole)[:1]
+
+    search(prepared, tmp_path, changed(tune__trials=2), resume=True)
+    assert rows(tmp_path) == rows(whole)[:2]
+
+
+def test_the_seed_decides_the_trials(prepared, whole, tmp_path):
+    search(prepared, tmp_path, changed(tune__trials=1, tune__seed=7, finetune__epochs=1))
+
+    assert rows(tmp_path)[0][1] != rows(whole)[0][1]
+
+
+def test_the_test_part_decides_nothing(prepared, whole, tmp_path):
+    """The same data, in which every user's last event is another item: the same search."""
+    shutil.copytree(prepared, tmp_path / "other")
+    with pa.ipc.open_file(prepared / "sequences.arrow") as file:
+        table = file.read_all()
+    items = [[*row[:-1], row[-1] % 40 + 1] for row in table["items"].to_pylist()]
+    column = pa.array(items, type=table.schema.field("items").type)
+    write_ipc(tmp_path / "other" / "sequences.arrow", table.set_column(1, table.schema.field("items"), column))
+    assert not sequences.load(tmp_path / "other").items.equal(sequences.load(prepared).items)
+
+    search(tmp_path / "other", tmp_path)
+
+    assert rows(tmp_path) == rows(whole)
+
+
+def test_settings_that_do_not_go_together_fail_a_trial_and_the_search_goes_on(prepared, tmp_path, caplog):
+    ranges = {"sasrec": {"options.heads": {"choices": [1, 3]}}}
+    search(prepared, tmp_path, changed(tune__epochs=1, tune__spaces=ranges))
+
+    found = budget(tmp_path)
+    assert found["failed"] == len([row for row in rows(tmp_path) if row[3] is None])
+    assert (found["complete"], found["pruned"]) == (4 - found["failed"], 0)
+    assert 1 <= found["failed"] < 4
+    assert "has no result: models.sasrec.options: heads: d_model 16 cannot be divided into 3 heads" in caplog.text
+    assert load_config(tmp_path / "best.yaml").model("sasrec").options["heads"] == 1
+
+
+def test_without_any_result_the_error_says_why(prepared, tmp_path):
+    settings = {"finetune__warmup_steps": 0, "finetune__clip_norm": 0.0, "tune__trials": 1}
+    ranges = {"sasrec": {"finetune.learning_rate": {"choices": [1e30]}}}
+
+    with pytest.raises(ConfigError, match=r"tune\.spaces\.sasrec: no trial has a result; .* the loss is not finite"):
+        search(prepared, tmp_path, changed(**settings, tune__spaces=ranges))
+    assert not (tmp_path / "best.yaml").exists()
+
+
+def test_the_epochs_of_a_trial_can_be_set(prepared, tmp_path):
+    search(prepared, tmp_path, changed(tune__epochs=2, tune__trials=1))
+
+    assert set(rows(tmp_path)[0][2]) == {1, 2}
+    assert load_config(tmp_path / "best.yaml").section("finetune").epochs == 2
+
+
+@pytest.mark.parametrize(
+    ("span", "expected"),
+    [
+        ({"low": 1, "high": 4}, optuna.distributions.IntDistribution(1, 4)),
+        ({"low": 16, "high": 64, "step": 16}, optuna.distributions.IntDistribution(16, 64, step=16)),
+        ({"low": 1e-4, "high": 1, "log": True}, optuna.distributions.FloatDistribution(1e-4, 1.0, log=True)),
+        ({"low": 0.0, "high": 0.5, "step": 0.1}, optuna.distributions.FloatDistribution(0.0, 0.5, step=0.1)),
+        ({"choices": ["ce", "bce"]}, optuna.distributions.CategoricalDistribution(["ce", "bce"])),
+    ],
+)
+def test_ranges_become_distributions(span, expected):
+    params = from_dict(changed(tune__spaces={"sasrec": {"options.x": span}}))
+
+    assert module._distribution(params.space("sasrec")["options.x"]) == expected
+
+
+RATE = "finetune.learning_rate"
+
+
+@pytest.mark.parametrize(
+    ("spaces", "message"),
+    [
+        ({"sasrec": {RATE: {"low": 0.1, "high": 0.01}}}, r"sasrec\.finetune\.learning_rate: low must be below high"),
+        ({"sasrec": {RATE: {"low": 0.0, "high": 0.1, "log": True}}}, "learning_rate: log needs a positive low"),
+        ({"sasrec": {RATE: {"low": 0.1}}}, "learning_rate: needs low and high, or choices"),
+        ({"sasrec": {RATE: {"low": 0.1, "high": 0.2, "lag": True}}}, r"learning_rate\.lag: unknown key"),
+        ({"sasrec": {RATE: {"choices": []}}}, "learning_rate: choices must not be empty"),
+        ({"sasrec": {RATE: {"choices": [0.1], "low": 0.1}}}, "learning_rate: choices stand alone"),
+        ({"sasrec": {RATE: {"low": "x", "high": 1}}}, r"learning_rate\.low"),
+        ({"sasrec": {"finetune.rate": {"choices": [1]}}}, r"sasrec\.finetune\.rate: no such setting"),
+        ({"sasrec": {"dropout": {"choices": [1]}}}, r"sasrec\.dropout: no such setting; expected pretrain"),
+        ({"sasrec": {"evaluate.top_k": {"choices": [10]}}}, r"sasrec\.evaluate\.top_k: no such setting"),
+        ({"sasrec": {}}, r"tune\.spaces\.sasrec: nothing to search"),
+        ({"gru": {RATE: {"choices": [1]}}}, r"tune\.spaces\.gru: no entry models\.gru; there are sasrec"),
+        ({"sasrec": {RATE: {"low": 1e-6, "high": 1e-2}}}, "learning_rate: 1e-06 does not go with the other settings"),
+        ({"sasrec": {"options.width": {"choices": [8]}}}, r"sasrec\.options\.width: 8 does not go .*unknown key"),
+        ({"sasrec": {"options.dropout": {"choices": [0.1, 2]}}}, r"sasrec\.options\.dropout: 2 does not go with"),
+    ],
+)
+def test_a_wrong_range_is_named_by_its_key_before_anything_runs(prepared, tmp_path, spaces, message):
+    with pytest.raises(ConfigError, match=message):
+        search(prepared, tmp_path, changed(tune__spaces=spaces))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"tune__trials": 0}, "tune: trials and startup_trials must be at least 1"),
+        ({"tune__trails": 3}, r"tune\.trails: unknown key"),
+        ({"tune__epochs": -1}, "tune: epochs and warmup_epochs must be at least 0"),
+        ({"tune__spaces": {"sasrec": {"finetune.epochs": {"choices": [1]}}}, "tune__epochs": 2}, "sets it as well"),
+    ],
+)
+def test_a_wrong_budget_is_named_by_its_key(values, message):
+    with pytest.raises(ConfigError, match=message):
+        from_dict(changed(**values))
+
+
+def test_a_study_of_another_search_is_refused(prepared, whole):
+    with pytest.raises(ConfigError, match=r"--study: .*study\.db belongs to another search"):
+        search(prepared, whole, changed(finetune__epochs=2))
+
+
+def test_resume_refuses_to_start_afresh(prepared, tmp_path):
+    with pytest.raises(ConfigError, match=r"--resume: no study .*study\.db of this search"):
+        search(prepared, tmp_path, resume=True)
+
+
+def test_two_processes_do_not_share_a_study(prepared, tmp_path):
+    with module._locked(tmp_path / "study.db"), pytest.raises(ConfigError, match="another process is searching"):
+        search(prepared, tmp_path)
+
+
+def test_a_search_under_torchrun_is_refused(prepared, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="without torchrun"):
+        search(prepared, tmp_path)

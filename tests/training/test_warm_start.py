@@ -1,0 +1,142 @@
+"""A model that starts from the champion keeps what that learnt of the items and users that are still there."""
+
+from __future__ import annotations
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from support import make_batch, make_model, prepare_rows, synthetic_rows
+
+from seqrec.artifacts import USERS, VOCABULARY, WEIGHTS, facts
+from seqrec.config import ModelConfig, PretrainConfig
+from seqrec.data import sequences as prepared_data
+from seqrec.stages.pretrain import pretrain
+from seqrec.training.checkpoint import load_model, save_model
+from seqrec.training.warm_start import warm_start
+
+OLD = synthetic_rows(users=30, items=20)
+# A user and an item come before all others, so that every number is another one.
+NEW = [
+    *(("a-new-user", "a-new-item", moment) for moment in range(9)),
+    *(("a-new-user", item, moment) for _, item, moment in OLD[:15]),
+    *OLD,
+]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The prepared dataset of the champion, and that of today."""
+    folder = tmp_path_factory.mktemp("grown")
+    return [prepare_rows(folder / name, rows, min_item_events=1) for name, rows in (("old", OLD), ("new", NEW))]
+
+
+def write_champion(folder, sequences, architecture="flash4rec", **options):
+    """Write a champion with random weights, as the registry gives it; return the model."""
+    data = prepared_data.load(sequences)
+    model = make_model(architecture, num_items=data.num_items, num_users=data.num_users, **options)
+    save_model(folder, model, {"model": architecture})
+    for name in (VOCABULARY, USERS):
+        (folder / name).write_bytes((sequences / name).read_bytes())
+    return model.eval()
+
+
+def numbers(sequences, name, number, key):
+    table = pq.read_table(sequences / name).to_pydict()
+    return dict(zip(table[key], table[number], strict=True))
+
+
+@pytest.mark.parametrize("architecture", ["flash4rec", "bert4rec", "ssept", "caser"])
+def test_old_items_and_users_score_as_before(folders, tmp_path, architecture):
+    old, new = folders
+    objective = {"objective": "cloze"} if architecture == "bert4rec" else {}
+    champion = write_champion(tmp_path, old, architecture, **objective)
+    data = prepared_data.load(new)
+    net = make_model(architecture, num_items=data.num_items, num_users=data.num_users, **objective).eval()
+
+    assert warm_start(net, new, tmp_path)
+
+    items = [numbers(folder, VOCABULARY, "item", "item_id") for folder in folders]
+    users = [numbers(folder, USERS, "user", "user_id") for folder in folders]
+    assert items[0]["i3"] != items[1]["i3"]
+    rows = [[item[name] for name in ("i3", "i7", "i11")] for item in items]
+    if objective:  # what is asked for is masked
+        rows = [[*row, model.catalogue.num_items + 1] for row, model in zip(rows, (champion, net), strict=True)]
+    batches = [make_batch([row], user=user["u5"]) for row, user in zip(rows, users, strict=True)]
+    with torch.no_grad():
+        scores = [
+            model(batch, last=True)[0, 0] @ model.item_vectors()[: model.catalogue.num_items + 1].T
+            for model, batch in zip((champion, net), batches, strict=True)
+        ]
+    shared = sorted(items[0].keys() & items[1].keys())
+    assert len(shared) == 20
+    first, second = (score[[item[name] for name in shared]] for score, item in zip(scores, items, strict=True))
+    torch.testing.assert_close(first, second)
+
+
+def test_a_new_item_keeps_its_fresh_row(folders, tmp_path):
+    old, new = folders
+    write_champion(tmp_path, old)
+    data = prepared_data.load(new)
+    net = make_model("flash4rec", num_items=data.num_items, num_users=data.num_users)
+    before = net.items.weight.detach().clone()
+
+    warm_start(net, new, tmp_path)
+
+    items = numbers(new, VOCABULARY, "item", "item_id")
+    changed = (net.items.weight != before).any(dim=1)
+    assert not changed[items["a-new-item"]]
+    assert changed[items["i3"]]
+
+
+def test_another_champion_or_none_changes_nothing(folders, tmp_path):
+    old, new = folders
+    write_champion(tmp_path / "other", old, d_model=32)
+    (tmp_path / "none").mkdir()
+    net = make_model("flash4rec", num_items=21, num_users=31)
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+
+    assert not warm_start(net, new, tmp_path / "other")
+    assert not warm_start(net, new, tmp_path / "none")
+
+    torch.testing.assert_close(net.state_dict(), before)
+
+
+def test_a_champion_of_another_architecture_with_the_same_options_is_not_used(folders, tmp_path):
+    old, new = folders
+    write_champion(tmp_path, old, "fpmc")
+    net = make_model("mfbpr", num_items=21, num_users=31)
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+
+    assert not warm_start(net, new, tmp_path)
+
+    torch.testing.assert_close(net.state_dict(), before)
+
+
+def test_damaged_weights_are_refused(folders, tmp_path):
+    old, new = folders
+    write_champion(tmp_path, old)
+    content = bytearray((tmp_path / WEIGHTS).read_bytes())
+    content[-1] ^= 1
+    (tmp_path / WEIGHTS).write_bytes(content)
+
+    with pytest.raises(ValueError, match="refusing to load"):
+        warm_start(make_model("flash4rec", num_items=21, num_users=31), new, tmp_path)
+
+
+def test_the_stage_takes_the_champion_in_place_of_pre_training(folders, tmp_path):
+    old, new = folders
+    champion = write_champion(tmp_path / "champion", old, "strec", length=12)
+    options = {name: getattr(champion.options, name) for name in ("d_model", "length")}
+    shared = {"model": "strec", "sequences": new, "state": tmp_path / "state", "filter_seen": True}
+    architecture = ModelConfig(architecture="strec", options=options)
+    config = PretrainConfig(epochs=1, batch_size=16)
+
+    values = pretrain(
+        initial=tmp_path / "warm", champion=tmp_path / "champion", architecture=architecture, config=config, **shared
+    )
+
+    assert values["epochs"] == 0
+    warm, _ = load_model(tmp_path / "warm")
+    items = [numbers(folder, VOCABULARY, "item", "item_id")["i3"] for folder in folders]
+    torch.testing.assert_close(warm.items.weight[items[1]], champion.items.weight[items[0]])
+    assert facts(new, tmp_path / "warm")["stage"] == "pretrain"
