@@ -155,7 +155,7 @@ def test_every_process_learns_the_same_vocabulary(tmp_path):
     words = [f"w{i * 7919 % 1000:03d} {chr(97 + i % 26) * 3} x{i % 13}y" for i in range(300)]
     path = write(tmp_path, {"item_id": [str(i) for i in range(300)], "title": words})
     code = (
-        "import sys, hashlib\nfrom pathlib import Path\nfrom seqrec.data import text\n"
+        "import sys, hashlib\nfrom pathlib import Path\nfrom seqrec.data import item_tokens\n"
         f"texts = item_tokens.read_texts(Path({str(path)!r}), [str(i) for i in range(300)])\n"
         "print(hashlib.sha256(item_tokens.train_tokenizer([texts], 300).to_str().encode()).hexdigest())\n"
     )

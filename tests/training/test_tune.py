@@ -185,11 +185,11 @@ def test_what_a_dead_server_missed_is_brought_in_as_nested_runs(prepared, whole,
     assert "finetune train" not in caplog.text
 
     client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
-    runs = client.search_runs([client.get_experiment_by_name("seqrec").experiment_id])
-    parents = [run for run in runs if runs.PARENT not in run.data.tags]
+    found = client.search_runs([client.get_experiment_by_name("seqrec").experiment_id])
+    parents = [run for run in found if runs.PARENT not in run.data.tags]
     assert [(run.info.run_name, run.info.status) for run in parents] == [("tune sasrec", "FINISHED")]
     assert parents[0].data.metrics["trials"] == 4
-    children = {int(run.info.run_name.split()[-1]): run for run in runs if run is not parents[0]}
+    children = {int(run.info.run_name.split()[-1]): run for run in found if run is not parents[0]}
     assert {run.data.tags[runs.PARENT] for run in children.values()} == {parents[0].info.run_id}
     for number, (state, params, scores, _) in enumerate(rows(whole)):
         run = children[number]
