@@ -25,6 +25,7 @@ from seqrec.config import ConfigError, from_dict
 from seqrec.data import sequences
 from seqrec.stages.finetune import finetune
 from seqrec.stages.pretrain import pretrain
+from seqrec.tracking import runs
 from seqrec.training import checkpoint
 from seqrec.training import tune as module
 from seqrec.training.tune import tune
