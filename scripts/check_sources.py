@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FIGURE = re.compile(r"(?<![\w.])[0-9]?\.[0-9]{3,}\b|\b[0-9]+(?:\.[0-9]+)? (?:ms|s|MB|minutes)\b")
+FIGURE = re.compile(r"(?<![\w.])[0-9]?\.[0-9]{3,}\b|\b[0-9]+(?:\.[0-9]+)? (?:ms|s|minutes)\b")
 COMMIT = re.compile(r"`([0-9a-f]{7})`")
 SPLIT = re.compile(r"`[0-9a-f]{12}`|no dataset")
 COMMAND = re.compile(r"`(?:[A-Z_]+=\S+ )?(?:python|make|OMP)[^`]*`|params\.yaml|\.yaml")
@@ -64,7 +64,9 @@ def _source_problems(page: Path, source: str, commits: set[str] | None) -> Itera
 def history() -> set[str] | None:
     """Return the first seven characters of every commit; None without a complete history."""
     git = ["git", "-C", str(ROOT)]
-    shallow = subprocess.run([*git, "rev-parse", "--is-shallow-repository"], capture_output=True, text=True, check=False)
+    shallow = subprocess.run(
+        [*git, "rev-parse", "--is-shallow-repository"], capture_output=True, text=True, check=False
+    )
     if shallow.stdout.strip() != "false":
         return None
     log = subprocess.run([*git, "log", "--all", "--format=%H"], capture_output=True, text=True, check=True)
