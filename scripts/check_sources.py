@@ -50,7 +50,7 @@ def problems(page: Path, commits: set[str] | None) -> list[str]:
 
 
 def _source_problems(page: Path, source: str, commits: set[str] | None) -> Iterator[str]:
-    for wanted, pattern in (("a command or config", COMMAND), ("a commit", COMMIT), ("a split or `no dataset`", SPLIT)):
+    for wanted, pattern in (("command or config", COMMAND), ("commit", COMMIT), ("split, nor `no dataset`,", SPLIT)):
         if not pattern.search(source):
             yield f"no {wanted} in `{source[:80]}`"
     for link, path in CONFIG.findall(source):
