@@ -39,7 +39,7 @@ def problems(page: Path, commits: set[str] | None) -> list[str]:
     """Return what cannot be traced on `page`; `commits` are the known ones, None where there is no history."""
     found, above = [], []  # the levels of open sections, and whether each has a source
     for level, title, lines in sections(page.read_text(encoding="utf-8")):
-        above = [(l, sourced) for l, sourced in above if l < level]
+        above = [(upper, sourced) for upper, sourced in above if upper < level]
         sources = [line for line in lines if line.startswith("Source:")]
         above.append((level, bool(sources)))
         if any(FIGURE.search(line) for line in lines) and not any(sourced for _, sourced in above):
