@@ -18,8 +18,7 @@ from kfp.client import ServiceAccountTokenVolumeCredentials
 
 from components import IMAGE
 from pipelines.compile import compile_pipeline
-from seqrec.commands.run import load_config
-from seqrec.config import KubernetesConfig
+from seqrec.config import KubernetesConfig, load
 
 EXPERIMENT = "seqrec"
 IN_CLUSTER = "http://ml-pipeline.kubeflow.svc.cluster.local:8888"
@@ -92,7 +91,7 @@ class Package:
     @property
     def cluster(self) -> KubernetesConfig:
         """Section `kubernetes`."""
-        section: KubernetesConfig = load_config(self.params).section("kubernetes")
+        section: KubernetesConfig = load(self.params).section("kubernetes")
         return section
 
     @contextmanager

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from kfp.compiler import Compiler
 
 from pipelines.training import build
-from seqrec.commands.run import load_config
-from seqrec.config import ConfigError
+from seqrec.commands.settings import check
+from seqrec.config import ConfigError, load
 
 
 def compile_pipeline(
@@ -24,7 +25,8 @@ def compile_pipeline(
     """
     if not params.is_file():
         raise ConfigError(f"--params: {params} not found")
-    settings = load_config(params)
+    settings = load(params)
     graph = build(pipeline, settings, models or settings.leaderboard)
+    check(replace(settings, leaderboard=tuple(models or settings.leaderboard)))
     output.parent.mkdir(parents=True, exist_ok=True)
     Compiler().compile(graph, str(output))

@@ -14,7 +14,7 @@ from kfp.components import load_component_from_file
 from kfp.local import docker_task_handler
 
 from pipelines.compile import compile_pipeline
-from seqrec.commands.run import load_config
+from seqrec.config import load
 
 DATABASE = "mlflow.db"  # of the default register.tracking_uri
 HARDENED = {
@@ -56,7 +56,7 @@ def run_local(
         _use_docker(out, network, data)
     else:
         local.init(local.SubprocessRunner(use_venv=False), pipeline_root=str(out))
-    register = dataclasses.asdict(load_config(params).section("register"))
+    register = dataclasses.asdict(load(params).section("register"))
     if "MLFLOW_TRACKING_URI" not in os.environ and register["tracking_uri"] == f"sqlite:///{DATABASE}":
         register["tracking_uri"] = f"sqlite:///{out / DATABASE}"
     load_component_from_file(str(file))(state=str(out / "state"), register=register)

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from models.rec_denoiser import BACKBONES, RecDenoiser
 from seqrec.artifacts import CASES, METRICS, SPLIT_CARD, read_json, write_text
-from seqrec.commands.run import load_config, run
-from seqrec.config import Params
+from seqrec.commands.run import run
+from seqrec.config import Params, load
 from seqrec.data import sequences
 from seqrec.evaluation import metrics
 from seqrec.stages.evaluate import evaluate
@@ -58,7 +58,7 @@ def main() -> None:
     for path in sorted(CONFIGS.glob("*.yaml")):
         if flags.tables or (flags.only and path.stem not in flags.only):
             continue
-        params = load_config(path)
+        params = load(path)
         for model in params.leaderboard:
             experiment = Experiment(flags.out, path.stem, model)
             if flags.evaluate:
@@ -150,7 +150,7 @@ def data_of(params: Params, out: Path) -> Path:
 
 def experiments(out: Path, config: str) -> list[Experiment]:
     """Return the finished models of a config, in its order."""
-    params = load_config(CONFIGS / f"{config}.yaml")
+    params = load(CONFIGS / f"{config}.yaml")
     return [found for name in params.leaderboard if (found := Experiment(out, config, name)).finished]
 
 
@@ -299,7 +299,7 @@ def attention_figure(out: Path) -> None:
     pair = [Experiment(out, "ml-100k", name) for name in ("sasrec", "sasrec-both")]
     if not all(one.finished for one in pair):
         return
-    data = sequences.load(data_of(load_config(CONFIGS / "ml-100k.yaml"), out) / "sequences")
+    data = sequences.load(data_of(load(CONFIGS / "ml-100k.yaml"), out) / "sequences")
     weights = {one.model: attention_of(one, data) for one in pair}
     figure = Figure(figsize=(8.0, 7.5), layout="constrained")
     panels = figure.subplots(2, len(weights["sasrec"]), squeeze=False)

@@ -21,6 +21,7 @@ from seqrec.artifacts import write_json
 from seqrec.config import ModelConfig, Params, load
 
 COMMANDS = {  # name -> (module, function, what it does); modules are imported when called, some take seconds
+    "settings": ("seqrec.commands.settings", "settings", "check params.yaml; write what each stage of dvc.yaml reads"),
     "ingest": ("seqrec.stages.ingest", "ingest", "fetch a dataset and read it into the canonical tables"),
     "validate": ("seqrec.stages.validate", "validate", "check the tables; stop the run if a critical rule fails"),
     "accept-baseline": ("seqrec.stages.validate", "accept_baseline", "make this data what drift is measured against"),

@@ -11,7 +11,8 @@ from typing import Any
 import yaml
 
 from seqrec.artifacts import write_json, write_text
-from seqrec.config import DATASET_KEYS, MODEL_KEYS, SECTIONS, ConfigError, Params, from_dict, load
+from seqrec.commands.settings import check
+from seqrec.config import Params, load
 from seqrec.evaluation import leaderboard
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,8 @@ def run(*, config_file: Path, out: Path, data: Path | None = None, resume: bool 
     Returns:
         The test NDCG@10 of each model and baseline.
     """
-    params = load_config(config_file)
+    params = load(config_file)
+    check(params, ingests=data is None)
     write_text(out / SETTINGS, yaml.safe_dump(json.loads(json.dumps(params.as_dict())), sort_keys=False))
     source = data or _prepare(params, out)
     values = _baselines(params, source / "sequences", out)
@@ -66,32 +68,6 @@ def import_run(*, run: Path, data: Path | None = None) -> dict[str, float]:
         params=params.as_dict(),
         config=params.section("register"),
     )
-
-
-def load_config(path: Path) -> Params:
-    """Read a config shaped as params.yaml; left-out sections and entries keep their defaults.
-
-    Raises:
-        ConfigError: not found, not YAML, or a wrong key.
-    """
-    if not path.is_file():
-        raise ConfigError(f"--config-file: {path} not found")
-    content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    if not isinstance(content, dict) or "dataset" not in content or "models" not in content:
-        raise ConfigError(f"{path}: needs at least the keys dataset and models")
-    content = {"sources": [], "leaderboard": list(content["models"]), "datasets": {}, **content}
-    for section in SECTIONS:
-        content.setdefault(section, {})
-    for name in (content["dataset"], *content["sources"]):
-        content["datasets"].setdefault(name, {})
-    content["ingest"].setdefault("source", content["dataset"])
-    for entry in content["datasets"].values():
-        for key in DATASET_KEYS:
-            entry.setdefault(key, {})
-    for name, entry in content["models"].items():
-        for key in MODEL_KEYS:
-            entry.setdefault(key, name if key == "architecture" else {})
-    return from_dict(content)
 
 
 def _prepare(params: Params, out: Path) -> Path:

@@ -18,12 +18,8 @@ import models
 from models.base import Catalogue, SequenceModel
 from seqrec import ROOT
 from seqrec.artifacts import MODEL_CARD, TOKENS, WEIGHTS, read_json, sha256, write_json
+from seqrec.code_closure import deciding
 from seqrec.config import ConfigError, ModelConfig, parse
-
-CORE = (
-    *("training/losses.py", "training/objectives.py", "evaluation/metrics.py", "training/loop.py"),
-    *("evaluation/ranking.py", "training/checkpoint.py", "data/sequences.py"),
-)
 
 
 def build(config: ModelConfig, catalogue: Catalogue) -> SequenceModel:
@@ -104,11 +100,12 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
     return content.hexdigest()
 
 
-def fingerprint(stage: str, config: Any, *files: Path) -> str:
-    """Return the hash of all that a training result depends on: stage, config, inputs, and the code that trains."""
-    digest = hashlib.sha256(f"{stage} {config!r} torch {torch.__version__}".encode())
-    sources = sorted((ROOT / "models").glob("*.py")) + [ROOT / "seqrec" / name for name in CORE]
-    for path in (*sources, *files):
+def fingerprint(module: str, config: Any, *files: Path) -> str:
+    """Return the hash of all that a training result depends on: config, inputs, and the code that `module` runs."""
+    digest = hashlib.sha256(f"{module} {config!r} torch {torch.__version__}".encode())
+    for path in deciding(module):
+        digest.update(f"{path.as_posix()} {sha256(ROOT / path)}".encode())
+    for path in files:
         digest.update(f"{path.name} {sha256(path)}".encode())
     return digest.hexdigest()[:32]
 

@@ -235,7 +235,8 @@ def train(
     """
     files = [folder / file for folder in inputs for file in (SPLIT_CARD, WEIGHTS, TOKENS) if (folder / file).exists()]
     # two sets of options may start from the same weights (dropout has none), so the options count as well
-    identity = fingerprint(stage, (name, type(model).__name__, model.options, filter_seen, config, *content), *files)
+    deciding = (name, type(model).__name__, model.options, filter_seen, config, *content)
+    identity = fingerprint(f"seqrec.stages.{stage}", deciding, *files)
     resume_state = ResumeState(state, identity)
     if (finished := _finished(output, identity)) is not None:
         logger.info("%s of %s: %s already holds the result of exactly this training", stage, name, output)

@@ -119,7 +119,7 @@ def tune(
         raise ConfigError("a search runs in one process: call tune without torchrun")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     search = _search(model, dataset, params, sequences)
-    identity = fingerprint("tune", _deciding(search), sequences / SPLIT_CARD)
+    identity = fingerprint(__name__, _deciding(search), sequences / SPLIT_CARD)
     path = (study or state / "tune" / f"{identity}.db").absolute()
     work = path.with_name(f"{path.name}.work")
     with _locked(path):

@@ -16,8 +16,7 @@ from mlflow import MlflowClient
 from support import synthetic_rows
 
 from seqrec.__main__ import main
-from seqrec.commands.run import load_config
-from seqrec.config import ConfigError
+from seqrec.config import ConfigError, load
 from seqrec.tracking import runs
 
 CONFIG = {
@@ -134,7 +133,7 @@ def test_resume_refuses_to_start_afresh(caplog):
 
 
 def test_a_config_needs_only_dataset_and_models():
-    params = load_config(Path("config.yaml"))
+    params = load(Path("config.yaml"))
     assert params.leaderboard == ("sasrec",)
     assert params.model("sasrec").architecture == "sasrec"
     assert params.section("finetune", model="sasrec").batch_size == 16
@@ -154,4 +153,4 @@ def test_a_config_needs_only_dataset_and_models():
 def test_a_mistake_in_a_config_is_named_by_its_key(tmp_path, text, message):
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message):
-        load_config(tmp_path / "config.yaml")
+        load(tmp_path / "config.yaml")

@@ -165,9 +165,8 @@ def test_the_projects_own_params_load_for_every_dataset_and_model():
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda path: path.stem)
 def test_every_config_loads(path):
-    from seqrec.commands.run import load_config
 
-    assert load_config(path).leaderboard
+    assert load(path).leaderboard
 
 
 WITHOUT_PYDANTIC = """

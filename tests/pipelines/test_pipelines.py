@@ -31,7 +31,6 @@ from seqrec.artifacts import (
     read_json,
     sha256,
 )
-from seqrec.commands.run import load_config
 from seqrec.config import ConfigError, IngestConfig, load
 from seqrec.evaluation import leaderboard
 from seqrec.stages.baselines import baselines
@@ -61,7 +60,7 @@ def run_on_this_machine(settings: Path, root: Path) -> Path:
 
 def call_the_stages(settings: Path, out: Path) -> Path:
     """Call the stage functions one after the other; return the folder of reports."""
-    params, data, sequences, reports = load_config(settings), out / "data", out / "sequences", out / "reports"
+    params, data, sequences, reports = load(settings), out / "data", out / "sequences", out / "reports"
     verdict = out / "validation.json"
     ingest(dataset="own", output=data, downloads=out / "downloads", config=params.section("ingest"))
     baseline = out / "no-baseline.json"
@@ -176,7 +175,7 @@ def test_artifacts_say_what_they_hold(outcome):
 
 
 def recorded(settings: Path) -> list[dict[str, str]]:
-    client = MlflowClient(load_config(settings).section("register").tracking_uri)
+    client = MlflowClient(load(settings).section("register").tracking_uri)
     runs = client.search_runs([one.experiment_id for one in client.search_experiments()])
     return [{**one.data.tags, "status": one.info.status} for one in runs if OUTCOME in one.data.tags]
 
@@ -192,7 +191,7 @@ def test_the_run_that_register_made_says_how_the_pipeline_ended(outcome):
 def test_the_champion_of_a_run_is_what_a_retraining_starts_from(outcome, tmp_path):
     tasks, _ = outcome
     board = read_json(tasks / "register/reports" / leaderboard.LEADERBOARD)
-    config = load_config(tasks.parent.parent / "settings.yaml").section("register")
+    config = load(tasks.parent.parent / "settings.yaml").section("register")
 
     assert fetch_champion(dataset="own", folder=tmp_path / "own", config=config) == "1"
     assert fetch_champion(dataset="another", folder=tmp_path / "another", config=config) == ""

@@ -20,8 +20,7 @@ from mlflow import MlflowClient
 
 from seqrec.__main__ import main
 from seqrec.artifacts import write_ipc
-from seqrec.commands.run import load_config
-from seqrec.config import ConfigError, from_dict
+from seqrec.config import ConfigError, from_dict, load
 from seqrec.data import sequences
 from seqrec.stages.finetune import finetune
 from seqrec.stages.pretrain import pretrain
@@ -116,7 +115,7 @@ def test_the_better_of_two_settings_is_found(whole):
     assert {trial[1]["finetune.learning_rate"] for trial in trials} == {1e-4, 1e-2}
     assert all(trial[3] == max(trial[2].values()) for trial in complete)
     assert budget(whole)["valid/ndcg@10"] == best[3]
-    assert load_config(whole / "best.yaml").section("finetune").learning_rate == 1e-2
+    assert load(whole / "best.yaml").section("finetune").learning_rate == 1e-2
 
 
 def test_a_trial_below_the_median_is_pruned_and_counted(whole):
@@ -145,7 +144,7 @@ def test_only_study_config_and_budget_are_left(whole):
 
 
 def test_the_config_written_gives_the_best_metric_again(prepared, whole, tmp_path):
-    params = load_config(whole / "best.yaml")
+    params = load(whole / "best.yaml")
     shared = {"model": "sasrec", "sequences": prepared, "initial": tmp_path / "i", "state": tmp_path / "s"}
     shared["filter_seen"] = params.section("evaluate").filter_seen
     config = params.section("pretrain", model="sasrec")
@@ -327,7 +326,7 @@ def test_settings_that_do_not_go_together_fail_a_trial_and_the_search_goes_on(pr
     assert (found["complete"], found["pruned"]) == (4 - found["failed"], 0)
     assert 1 <= found["failed"] < 4
     assert "has no result: models.sasrec.options: heads: d_model 16 cannot be divided into 3 heads" in caplog.text
-    assert load_config(tmp_path / "best.yaml").model("sasrec").options["heads"] == 1
+    assert load(tmp_path / "best.yaml").model("sasrec").options["heads"] == 1
 
 
 def test_without_any_result_the_error_says_why(prepared, tmp_path):
@@ -343,7 +342,7 @@ def test_the_epochs_of_a_trial_can_be_set(prepared, tmp_path):
     search(prepared, tmp_path, changed(tune__epochs=2, tune__trials=1))
 
     assert set(rows(tmp_path)[0][2]) == {1, 2}
-    assert load_config(tmp_path / "best.yaml").section("finetune").epochs == 2
+    assert load(tmp_path / "best.yaml").section("finetune").epochs == 2
 
 
 @pytest.mark.parametrize(

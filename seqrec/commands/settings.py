@@ -1,0 +1,102 @@
+"""`seqrec settings`: check everything that a run will read, and write what each stage of dvc.yaml depends on.
+
+DVC compares these files, not params.yaml or code: they hold every setting of a stage, defaults included, and the hashes
+of the code that it imports. A stage runs again exactly when one of them changes, wherever a setting is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path, PurePath
+from typing import Any
+
+from seqrec import ROOT
+from seqrec.artifacts import sha256, write_json
+from seqrec.code_closure import deciding
+from seqrec.config import ConfigError, Params, from_dict, parse
+
+Resolved = dict[str, dict[str, Any]]
+
+
+def settings(*, output: Path, params: Mapping[str, Any]) -> None:
+    """Check the settings of every stage; write those of each, and the hashes of its code, into a file of its own.
+
+    Args:
+        output: folder of the files.
+        params: all settings, shaped as params.yaml.
+
+    Raises:
+        ConfigError: a setting is wrong; the message names its key.
+    """
+    read = from_dict(params)
+    check(read)
+    for name, content in resolve(read).items():
+        write_json(output / f"{name}.json", content)
+
+
+def check(params: Params, *, ingests: bool = True) -> None:
+    """Check what `from_dict` leaves to the stages, as it takes their packages: model options, and sources to fetch.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    for model in params.leaderboard:
+        _check_model(params, model)
+    for dataset in (params.dataset, *params.sources) if ingests else ():
+        from seqrec.data import sources
+
+        try:
+            sources.find(params.section("ingest", dataset=dataset))
+        except ConfigError as error:
+            raise ConfigError(f"datasets.{dataset}.{error}") from error
+
+
+def _check_model(params: Params, name: str) -> None:
+    from models import REGISTRY
+
+    config = params.model(name)
+    if config.architecture not in REGISTRY:
+        raise ConfigError(f"models.{name}.architecture: {config.architecture!r} is not one of {', '.join(REGISTRY)}")
+    architecture = REGISTRY[config.architecture]
+    options = parse(architecture.Options, config.options, f"models.{name}.options")
+    if options.objective not in architecture.objectives:
+        known = ", ".join(sorted(architecture.objectives))
+        raise ConfigError(f"models.{name}.options.objective: {options.objective} is not one of {known}")
+
+
+def resolve(params: Params) -> Resolved:
+    """Return the settings that decide each stage, and the hashes of its code, by the name of their file."""
+    files = _of_data(params, params.dataset, "")
+    for source in params.sources:
+        files |= _of_data(params, source, f"sources/{source}/")
+    for model in params.leaderboard:
+        files |= _of_model(params, model)
+    evaluation = asdict(params.section("evaluate"))
+    files |= {"baselines": evaluation, "evaluate": evaluation}
+    files["register"] = {"leaderboard": list(params.leaderboard), **asdict(params.section("register"))}
+    code = {stage: _code(stage) for stage in {PurePath(name).name for name in files}}
+    return {name: {"settings": values, "code": code[PurePath(name).name]} for name, values in files.items()}
+
+
+def _code(stage: str) -> dict[str, str]:
+    return {path.as_posix(): sha256(ROOT / path) for path in deciding(f"seqrec.stages.{stage}")}
+
+
+def _of_data(params: Params, dataset: str, folder: str) -> Resolved:
+    stages = ("ingest", "validate", "prepare")
+    return {folder + stage: {"dataset": dataset, **asdict(params.section(stage, dataset=dataset))} for stage in stages}
+
+
+def _of_model(params: Params, model: str) -> Resolved:
+    filter_seen = {"filter_seen": params.section("evaluate").filter_seen}  # validation reads it, not the others
+    built = params.model(model)
+    building = {
+        "sources": list(params.sources),
+        "architecture": built.architecture,
+        "options": dict(sorted(built.options.items())),
+    }
+    return {
+        f"{model}/pretrain": building | filter_seen | asdict(params.section("pretrain", model=model)),
+        f"{model}/finetune": filter_seen | asdict(params.section("finetune", model=model)),
+    }

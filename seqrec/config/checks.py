@@ -1,0 +1,139 @@
+"""How a mapping becomes a section: keys, types and ranges are checked, and every message names the key at fault."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import math
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar, cast
+
+# on a bare training machine without pydantic, keys, types and ranges are still checked, types are not cast
+CASTS = importlib.util.find_spec("pydantic") is not None
+if CASTS:
+    import pydantic
+
+T = TypeVar("T")
+
+
+class ConfigError(ValueError):
+    """A setting is missing, misspelt, of the wrong type or out of range; the message names its key."""
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise `ValueError(message)` unless `condition` holds."""
+    if not condition:
+        raise ValueError(message)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """The range of a number: part of the field's type, so that the check and the documentation read the same."""
+
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    lt: float | None = None
+
+    def __str__(self) -> str:
+        parts = {"at least": self.ge, "more than": self.gt, "at most": self.le, "less than": self.lt}
+        return " and ".join(f"{word} {limit:g}" for word, limit in parts.items() if limit is not None)
+
+    def __contains__(self, value: float) -> bool:
+        return (
+            (self.ge is None or value >= self.ge)
+            and (self.gt is None or value > self.gt)
+            and (self.le is None or value <= self.le)
+            and (self.lt is None or value < self.lt)
+        )
+
+
+Count = Annotated[int, Bounds(ge=0)]
+Positive = Annotated[int, Bounds(ge=1)]
+Share = Annotated[float, Bounds(ge=0, le=1)]
+Fraction = Annotated[float, Bounds(gt=0, lt=1)]
+NotNegative = Annotated[float, Bounds(ge=0)]
+PositiveReal = Annotated[float, Bounds(gt=0)]
+Seed = Annotated[int, Bounds(ge=0, lt=2**32)]  # what numpy and torch both take
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A section of params.yaml: a value outside its field's type or `Bounds` cannot be constructed."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+def check_fields(section: Any) -> None:
+    """Check the numbers, texts and choices of a dataclass against its type hints.
+
+    Raises:
+        ValueError: the message names the field.
+    """
+    for name, hint in _hints(type(section)).items():
+        value = getattr(section, name)
+        kind, *limits = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint,)
+        if typing.get_origin(kind) is Literal:
+            choices = typing.get_args(kind)
+            require(value in choices, f"{name} must be one of {', '.join(map(str, choices))}, not {value!r:.80}")
+        elif kind in (bool, int, float, str):
+            fits = isinstance(value, bool) if kind is bool else not isinstance(value, bool)
+            fits = fits and isinstance(value, (int, float) if kind is float else kind)
+            require(fits, f"{name} must be of type {kind.__name__}, not {value!r:.80}")
+        if kind in (int, float):
+            require(math.isfinite(value) and abs(value) < 2**63, f"{name} must be a finite number, not {value!r:.80}")
+        for limit in limits:
+            require(value in limit, f"{name} must be {limit}, not {value!r:.80}")
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls, include_extras=True)
+
+
+def parse(cls: type[T], values: Mapping[str, Any], path: str) -> T:
+    """Build the dataclass `cls` from `values`; `path` is the key that error messages start with.
+
+    Raises:
+        ConfigError: unknown key, missing key, wrong type or value out of range.
+    """
+    check_keys(values, [f.name for f in dataclasses.fields(cls)], path)  # type: ignore[arg-type]
+    try:
+        parsed: T = _adapter(cast(type, cls)).validate_python(dict(values)) if CASTS else cls(**values)
+        check_fields(parsed)  # also of a class that is no `Section`, such as a model's options
+    except ValueError as error:  # pydantic's ValidationError is one
+        raise ConfigError(_explain(error, path)) from error
+    except (TypeError, AttributeError, OverflowError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    return parsed
+
+
+@functools.cache
+def _adapter(cls: type) -> Any:
+    return pydantic.TypeAdapter(cls)
+
+
+def _explain(error: ValueError, path: str) -> str:
+    if not CASTS or not isinstance(error, pydantic.ValidationError):
+        return f"{path}: {error}"
+    lines = []
+    for detail in error.errors():
+        key = ".".join([path, *(str(part) for part in detail["loc"])])
+        message = detail["msg"].removeprefix("Value error, ")
+        own = isinstance(detail.get("ctx", {}).get("error"), ValueError)  # of a section: it says what was found
+        lines.append(f"{key}: {message}" + ("" if own else f" (got {detail['input']!r:.80})"))
+    return "; ".join(lines)
+
+
+def check_keys(values: Any, known: Any, path: str) -> None:
+    """Raise ConfigError unless `values` is a mapping with no other keys than `known`."""
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{path or 'top level'}: expected a mapping of settings, got {values!r:.80}")
+    for key in values:
+        if key not in known:
+            where = f"{path}.{key}" if path else f"{key}"
+            raise ConfigError(f"{where:.200}: unknown key; known are {', '.join(map(str, known))}")

@@ -1,0 +1,195 @@
+"""`params.yaml`, and configs of `run` shaped like it: read, completed, checked.
+
+A setting is looked up in the shared section, then in the dataset's, then in the model's; the last one wins. Only
+`dataset` and `models` must be there. A section left out keeps its defaults, a dataset's `source` is its own name, a
+model's `architecture` is its key, and `leaderboard` names all models.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+
+from seqrec.config.checks import ConfigError, check_keys, parse
+from seqrec.config.sections import DATASET_KEYS, MODEL_KEYS, SECTIONS, ModelConfig, Range
+
+TOP = ("dataset", "sources", "leaderboard", *SECTIONS, "datasets", "models")
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")  # of a dataset or model: it becomes the name of a folder
+
+
+@dataclass(frozen=True)
+class Params:
+    """`params.yaml` with its keys checked; sections are parsed when a stage asks for one."""
+
+    dataset: str
+    sources: tuple[str, ...]
+    leaderboard: tuple[str, ...]
+    sections: Mapping[str, Mapping[str, Any]]
+    datasets: Mapping[str, Mapping[str, Mapping[str, Any]]]
+    models: Mapping[str, Mapping[str, Any]]
+
+    def section(self, stage: str, *, model: str | None = None, dataset: str | None = None) -> Any:
+        """Return the parsed section of `stage`, shared < dataset's < model's."""
+        dataset = dataset or self.dataset
+        values, path = {**_defaults(stage, dataset), **self.sections[stage]}, stage
+        if own := self.dataset_entry(dataset).get(stage):
+            values, path = values | dict(own), f"datasets.{dataset}.{stage}"
+        if model is not None and (own := self.model_entry(model).get(stage)):
+            values, path = values | dict(own), f"models.{model}.{stage}"
+        return parse(SECTIONS[stage], values, path)
+
+    def model(self, name: str) -> ModelConfig:
+        """Return architecture and options of `models.<name>`; the dataset's options are its defaults."""
+        entry = self.model_entry(name)
+        options = {**self.dataset_entry(self.dataset)["options"], **entry["options"]}
+        return ModelConfig(architecture=entry["architecture"], options=options)
+
+    def space(self, model: str) -> dict[str, Range]:
+        """Return what `tune.spaces.<model>` searches: setting -> range.
+
+        Raises:
+            ConfigError: nothing is declared for the model, or a setting or range is wrong.
+        """
+        spaces, path = self.section("tune").spaces, f"tune.spaces.{model}"
+        if not spaces.get(model):
+            raise ConfigError(f"{path}: nothing to search; declare ranges such as finetune.learning_rate there")
+        fields = {s: [f.name for f in dataclasses.fields(SECTIONS[s])] for s in ("pretrain", "finetune")}
+        for key in spaces[model]:
+            section, _, name = key.partition(".")
+            if not name or name not in fields.get(section, [name] if section == "options" else []):
+                raise ConfigError(f"{path}.{key}: no such setting; expected pretrain.*, finetune.* or options.*")
+        if self.section("tune").epochs and "finetune.epochs" in spaces[model]:
+            raise ConfigError(f"{path}.finetune.epochs: tune.epochs sets it as well; drop one of them")
+        return {key: parse(Range, values, f"{path}.{key}") for key, values in spaces[model].items()}
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the content, shaped as params.yaml."""
+        tops = {"dataset": self.dataset, "sources": list(self.sources), "leaderboard": list(self.leaderboard)}
+        return tops | dict(self.sections) | {"datasets": self.datasets, "models": self.models}
+
+    def dataset_entry(self, name: str) -> Mapping[str, Mapping[str, Any]]:
+        """Return `datasets.<name>`."""
+        if name not in self.datasets:
+            raise ConfigError(f"dataset: no entry datasets.{name}; there are {', '.join(self.datasets)}")
+        return self.datasets[name]
+
+    def model_entry(self, name: str) -> Mapping[str, Any]:
+        """Return `models.<name>`."""
+        if name not in self.models:
+            raise ConfigError(f"leaderboard: no entry models.{name}; there are {', '.join(self.models)}")
+        return self.models[name]
+
+
+def load(path: Path) -> Params:
+    """Read `params.yaml`; every key of every section is checked, also of those that this run does not use.
+
+    Raises:
+        ConfigError: with the path of the first wrong key.
+    """
+    if not path.is_file():
+        raise ConfigError(f"{path} not found: run from the project's folder, or give its path")
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:  # whatever the parser cannot take
+        raise ConfigError(f"{path} is not valid YAML: {error!s:.500}") from error
+    return from_dict(content)
+
+
+def from_dict(content: Mapping[str, Any]) -> Params:
+    """Complete `content`, shaped as params.yaml, check its keys and values, and wrap it.
+
+    Raises:
+        ConfigError: with the path of the first wrong key.
+    """
+    params = _complete(content)
+    for stage, cls in SECTIONS.items():  # layer by layer, so that a message names the one at fault
+        parse(cls, {**_defaults(stage, ""), **params.sections[stage]}, stage)
+    for dataset in params.datasets:
+        for stage in SECTIONS:
+            params.section(stage, dataset=dataset)
+    for model in params.models:
+        for stage in ("pretrain", "finetune"):
+            params.section(stage, model=model)
+        params.model(model)
+    for name in (params.dataset, *params.sources):
+        params.dataset_entry(name)
+    for name in params.leaderboard:
+        params.model_entry(name)
+    for name in params.section("tune").spaces:
+        if name not in params.models:
+            raise ConfigError(f"tune.spaces.{name}: no entry models.{name}; there are {', '.join(params.models)}")
+        params.space(name)
+    return params
+
+
+def _defaults(stage: str, dataset: str) -> dict[str, Any]:
+    """Return what a section holds before anything is set: only `ingest` has a key without a fixed default."""
+    return {"source": dataset} if stage == "ingest" else {}
+
+
+def _complete(content: Any) -> Params:
+    """Fill in what is left out of `content`; keys are checked here, values are not."""
+    check_keys(content, TOP, "")
+    for key in ("dataset", "models"):
+        if key not in content:
+            raise ConfigError(f"{key}: missing key")
+    datasets = _entries(content.get("datasets", {}), "datasets", DATASET_KEYS)
+    models = _entries(content["models"], "models", MODEL_KEYS)
+    dataset = _name(content["dataset"], "dataset")
+    sources = _names(content.get("sources", []), "sources")
+    sections = {stage: _settings(content.get(stage, {}), stage, stage) for stage in SECTIONS}
+    if "datasets" not in content or "source" in sections["ingest"]:  # elsewhere a name without entry is a misspelt one
+        datasets = {name: _entry({}, name, "datasets", DATASET_KEYS) for name in (dataset, *sources)} | datasets
+    return Params(
+        dataset=dataset,
+        sources=sources,
+        leaderboard=_names(content.get("leaderboard", list(models)), "leaderboard"),
+        sections=sections,
+        datasets=datasets,
+        models=models,
+    )
+
+
+def _entries(entries: Any, group: str, keys: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return the completed entries of `group`, datasets or models."""
+    if not isinstance(entries, Mapping):
+        raise ConfigError(f"{group}: expected a mapping of settings, got {entries!r:.80}")
+    return {_name(name, group): _entry(entry, name, group, keys) for name, entry in entries.items()}
+
+
+def _entry(entry: Any, name: str, group: str, keys: Sequence[str]) -> dict[str, Any]:
+    path = f"{group}.{name}"
+    check_keys(entry, keys, path)
+    full: dict[str, Any] = {key: name if key == "architecture" else {} for key in keys} | dict(entry)
+    return {
+        key: _name(value, f"{path}.{key}") if key == "architecture" else _settings(value, key, f"{path}.{key}")
+        for key, value in full.items()
+    }
+
+
+def _settings(values: Any, stage: str, path: str) -> Mapping[str, Any]:
+    """Return the settings of a section, or of `options`, whose keys the architecture knows."""
+    known = [f.name for f in dataclasses.fields(SECTIONS[stage])] if stage in SECTIONS else values
+    check_keys(values, known, path)
+    return cast(Mapping[str, Any], values)
+
+
+def _name(value: Any, path: str) -> str:
+    if not isinstance(value, str) or not NAME.fullmatch(value):
+        raise ConfigError(f"{path}: expected a name of letters, digits, dots and dashes, got {value!r:.80}")
+    return value
+
+
+def _names(values: Any, path: str) -> tuple[str, ...]:
+    if not isinstance(values, list | tuple):
+        raise ConfigError(f"{path}: expected a list of names, got {values!r:.80}")
+    names = tuple(_name(value, path) for value in values)
+    if len(set(names)) < len(names):
+        raise ConfigError(f"{path}: each name once, got {', '.join(names):.200}")
+    return names
