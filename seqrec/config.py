@@ -103,6 +103,7 @@ class PrepareConfig:
     valid_share: float = 0.1  # RATIO-full: of each user's events | temporal: of all events, between the two cuts
     test_share: float = 0.1  # RATIO-full: of each user's events | temporal: of all events, after the second cut
     cases: str = "all"  # temporal: every event after the cut is a case | first: the user's first only
+    filter_on: str = "train"  # temporal: the k-core counts events before the first cut | all: later ones too
     noise_share: float = 0.0  # of the training events get a random item, to see what a model makes of noise
     seed: int = 42
     extend: str = ""  # folder of sequences made of an earlier dump: users and items keep their numbers, new ones follow
@@ -115,6 +116,7 @@ class PrepareConfig:
         require(self.deduplicate in ("exact", "first_pair", "none"), "deduplicate must be exact, first_pair or none")
         require(self.protocol in PROTOCOLS, f"protocol must be one of {', '.join(PROTOCOLS)}")
         require(self.cases in ("all", "first"), "cases must be all or first")
+        require(self.filter_on in ("train", "all"), "filter_on must be train or all")
         require(min(self.min_user_events, self.min_item_events) >= 1, "min_user_events, min_item_events: at least 1")
         require(min(self.sample_users, self.val_users) >= 0, "sample_users and val_users must be at least 0")
         require(self.valid_share > 0 and self.test_share > 0, "valid_share and test_share must be positive")

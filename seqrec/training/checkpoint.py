@@ -22,7 +22,7 @@ from seqrec.config import ConfigError, ModelConfig, parse
 
 CORE = (
     *("training/losses.py", "training/objectives.py", "evaluation/metrics.py", "training/loop.py"),
-    *("evaluation/ranking.py", "training/checkpoint.py", "data/sequences.py"),
+    *("evaluation/ranking.py", "evaluation/seen_items.py", "training/checkpoint.py", "data/sequences.py"),
 )
 
 
