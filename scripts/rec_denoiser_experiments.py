@@ -28,7 +28,7 @@ from seqrec.artifacts import CASES, METRICS, SPLIT_CARD, read_json, write_text
 from seqrec.commands.run import run
 from seqrec.config import Params, load
 from seqrec.data import sequences
-from seqrec.evaluation import metrics
+from seqrec.evaluation import intervals
 from seqrec.stages.evaluate import evaluate
 from seqrec.stages.ingest import ingest
 from seqrec.stages.prepare import prepare
@@ -187,7 +187,7 @@ def gain(one: Experiment) -> str:
     if base == one or not base.finished:
         return "-"
     cases, other = (pq.read_table(each.report / CASES) for each in (one, base))
-    interval = metrics.paired_gain(cases, other, split="test", seed=42)
+    interval = intervals.paired_gain(cases, other, split="test", seed=42)
     relative = interval.mean / base.value("ndcg@10")
     return f"{relative:+.1%}: {interval.mean:+.4f} [{interval.low:+.4f}, {interval.high:+.4f}]"
 

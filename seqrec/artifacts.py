@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
-from collections.abc import Collection, Iterable
+import shutil
+import sys
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -175,3 +179,33 @@ def write_shards(path: Path, schema: pa.Schema, tables: Iterable[pa.Table]) -> N
         for table in tables:
             writer.write_table(table)
     partial.replace(path)
+
+
+@contextmanager
+def replaced(folder: Path) -> Iterator[Path]:
+    """Yield an empty folder that takes the place of `folder` in one step, once the block has ended without an error.
+
+    A killed process leaves the old folder or the new one, whole. What it leaves beside that, the next one removes.
+    """
+    partial = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    yield partial
+    if folder.exists():
+        _exchange(partial, folder)
+        shutil.rmtree(partial, ignore_errors=True)
+    else:
+        partial.replace(folder)
+
+
+def _exchange(new: Path, old: Path) -> None:
+    """Swap two folders in one step; in three where the system or the file system cannot."""
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE of Linux
+    swap = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform == "linux" else None
+    if swap is not None and swap(here, os.fsencode(new), here, os.fsencode(old), ctypes.c_uint(exchange)) == 0:
+        return
+    aside = old.with_name(f"{old.name}.old")
+    shutil.rmtree(aside, ignore_errors=True)
+    old.replace(aside)
+    new.replace(old)
+    aside.replace(new)

@@ -92,6 +92,7 @@ class PrepareConfig(Section):
     valid_share: Fraction = 0.1  # RATIO-full: of each user's events | temporal: of all, between the two cuts
     test_share: Fraction = 0.1  # RATIO-full: of each user's events | temporal: of all events, after the second cut
     cases: Literal["all", "first"] = "all"  # temporal: every event after the cut is a case | the user's first
+    filter_on: Literal["train", "all"] = "train"  # temporal: the k-core counts events before the first cut | all events
     noise_share: Annotated[float, Bounds(ge=0, lt=1)] = 0.0  # of the training events get a random item
     seed: Seed = 42
     extend: str = ""  # folder of sequences made of an earlier dump: users and items keep their numbers, new ones follow

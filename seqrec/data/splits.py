@@ -1,4 +1,4 @@
-"""Filters, numbering and splits of the interactions, written once in Narwhals for every table engine.
+"""Duplicates, numbering and splits of the interactions, written once in Narwhals for every table engine.
 
 No function looks at an item's identity to order events: equal timestamps stay in source order. Events are lazy frames
 with the columns user, item (integers that tell them apart), timestamp and row; what is known of each user is small
@@ -7,7 +7,6 @@ enough for arrays.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import narwhals as nw
@@ -45,33 +44,6 @@ def deduplicate(events: Frame, rule: str) -> Frame:
         return distinct
     earliest = distinct.group_by("user", "item").agg(nw.col("timestamp").min())
     return distinct.join(earliest, on=["user", "item", "timestamp"], how="semi")
-
-
-def k_core(events: Frame, user_events: int, item_events: int, keep: Callable[[Frame], Frame] = lambda f: f) -> Frame:
-    """Drop users and items with too few events, again and again, until every one left has enough.
-
-    Each round counts what the users and items of the last one leave of `events`; `keep` computes these small tables.
-
-    >>> import polars as pl
-    >>> log = nw.from_native(pl.LazyFrame({"user": [1, 1, 2, 2, 3], "item": [7, 8, 7, 8, 7]}))
-    >>> sorted(k_core(log, 2, 2).collect()["user"].to_list())
-    [1, 1, 2, 2]
-    """
-    if user_events == item_events == 1:
-        return events
-    kept, sizes = events, (-1, -1)
-    while True:
-        items = keep(_frequent(kept, "item", item_events))
-        users = keep(_frequent(kept.join(items, on="item", how="semi"), "user", user_events))
-        kept = events.join(users, on="user", how="semi").join(items, on="item", how="semi")
-        before, sizes = sizes, (size(users), size(items))
-        if sizes == before:
-            return kept
-
-
-def _frequent(events: Frame, column: str, least: int) -> Frame:
-    counted = events.group_by(column).agg(nw.len().alias("events"))
-    return counted.filter(nw.col("events") >= least).select(column)
 
 
 def size(frame: Frame) -> int:
@@ -154,7 +126,9 @@ def draw_negatives(item: IntArray, events: IntArray, num_items: int, number: int
     return drawn
 
 
-def ends(events: Frame, number: IntArray, config: PrepareConfig) -> tuple[Ends, dict[str, Any]]:
+def ends(
+    events: Frame, number: IntArray, config: PrepareConfig, cuts: tuple[int, int] | None = None
+) -> tuple[Ends, dict[str, Any]]:
     """Return where train, validation and test of each user end, and the facts of the split for its card.
 
     Positions 0 to train_end are training, to valid_end validation, the rest test; each validation or test event is a
@@ -165,12 +139,13 @@ def ends(events: Frame, number: IntArray, config: PrepareConfig) -> tuple[Ends, 
         events: numbered from 1.
         number: (U,) events of user 1, 2, ...
         config: section `prepare`.
+        cuts: protocol temporal: where validation and test begin; None finds them among `events`.
     """
     if config.protocol in ("LOO-full", "LOO-101"):
         return _leave_one_out(number, config)
     if config.protocol == "RATIO-full":
         return _ratio(number, config)
-    return _temporal(events, number, config)
+    return _temporal(events, number, cuts or temporal_cuts(events, config), config)
 
 
 def _leave_one_out(number: IntArray, config: PrepareConfig) -> tuple[Ends, dict[str, Any]]:
@@ -197,17 +172,29 @@ def _ratio(number: IntArray, config: PrepareConfig) -> tuple[Ends, dict[str, Any
     return Ends(number, number - test - valid, number - test), {"rule": "the last shares of each user's events"}
 
 
-def _temporal(events: Frame, number: IntArray, config: PrepareConfig) -> tuple[Ends, dict[str, Any]]:
-    """Two moments divide everybody's events; no training event is at or after the first one."""
+def temporal_cuts(events: Frame, config: PrepareConfig) -> tuple[int, int]:
+    """Return the moments at which validation and test begin, such that each has its share of `events`.
+
+    Raises:
+        ValueError: the timestamps do not divide into three periods.
+    """
     share = 1 - config.test_share - config.valid_share
-    total = int(number.sum())
+    total = size(events)
     places = (0, int(total * share), int(total * (1 - config.test_share)))
-    earliest, valid_cut, test_cut = _times_at(events, places)
+    earliest, valid_cut, test_cut = _times_at(events, places) if total else (0, 0, 0)
     if not earliest < valid_cut < test_cut:
         raise ValueError(
             "prepare.protocol temporal: the timestamps do not divide into three periods; "
             "change prepare.valid_share and prepare.test_share, or use LOO-full"
         )
+    return valid_cut, test_cut
+
+
+def _temporal(
+    events: Frame, number: IntArray, cuts: tuple[int, int], config: PrepareConfig
+) -> tuple[Ends, dict[str, Any]]:
+    """Two moments divide everybody's events; no training event is at or after the first one."""
+    valid_cut, test_cut = cuts
     time = nw.col("timestamp")
     before = events.select(
         "user", (time < valid_cut).cast(nw.Int64).alias("train"), (time < test_cut).cast(nw.Int64).alias("valid")
@@ -216,7 +203,14 @@ def _temporal(events: Frame, number: IntArray, config: PrepareConfig) -> tuple[E
     train_end, valid_end = np.zeros_like(number), np.zeros_like(number)
     for column, values in (("train", train_end), ("valid", valid_end)):
         values[table["user"].to_numpy() - 1] = table[column].to_numpy()
-    facts = {"rule": "events from a cut on", "valid_cut": valid_cut, "test_cut": test_cut, "cases": config.cases}
+    facts = {
+        "rule": "events from a cut on",
+        "valid_cut": valid_cut,
+        "test_cut": test_cut,
+        "cases": config.cases,
+        "filter_on": config.filter_on,
+        "users_without_training": int((train_end == 0).sum()),
+    }
     return Ends(number, train_end, valid_end), facts
 
 

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from seqrec.artifacts import CASES, METRICS, MODEL_CARD, SPLIT_CARD, read_json
 from seqrec.data import sequences as data
-from seqrec.evaluation import metrics
+from seqrec.evaluation import intervals, metrics
 from seqrec.evaluation.leaderboard import BASELINES
 from seqrec.evaluation.metrics import FloatArray
 from seqrec.evaluation.results import LENGTHS
@@ -170,7 +170,7 @@ def _check_same_evaluation(first: Finished, other: Finished) -> None:
         raise ValueError(f"{first.name} and {other.name} differ in evaluate.filter_seen: evaluate one of them again")
     for split in SPLITS:
         try:
-            metrics.aligned(first.cases, other.cases, split)
+            intervals.aligned(first.cases, other.cases, split)
         except ValueError as error:
             raise ValueError(f"{first.name} and {other.name}, {split}: {error}") from error
 
@@ -188,7 +188,7 @@ def _prepared(folder: Path, run: Finished) -> data.Sequences:
             "rank": np.ones(len(chosen)),
         }
         try:
-            metrics.aligned(run.cases, pa.table(columns), split)
+            intervals.aligned(run.cases, pa.table(columns), split)
         except ValueError as error:
             raise ValueError(f"--sequences: {folder} is not the split that {run.name} was evaluated on") from error
     return prepared
@@ -197,12 +197,12 @@ def _prepared(folder: Path, run: Finished) -> data.Sequences:
 def _gains(
     first: Finished, other: Finished, split: str, prepared: data.Sequences | None, *, confidence: float, seed: int
 ) -> dict[str, Any]:
-    ours, theirs = metrics.aligned(first.cases, other.cases, split)
+    ours, theirs = intervals.aligned(first.cases, other.cases, split)
     everything = np.ones(len(ours["user"]), dtype=bool)
 
     def gain(name: str, mask: NDArray[np.bool_]) -> dict[str, float]:
         value, base = (VALUES[name](columns["rank"][mask]) for columns in (ours, theirs))
-        interval = metrics.bootstrap(
+        interval = intervals.bootstrap(
             value - base, ours["user"][mask], confidence=confidence, resamples=RESAMPLES, seed=seed
         )
         figures = {"first": _mean(value), "other": _mean(base), "gain": interval.mean}

@@ -1,4 +1,4 @@
-"""Ranking metrics, computed from ranks alone, and their uncertainty.
+"""Ranking metrics, computed from ranks alone.
 
 A rank is 1-based and counts ties half: 1 + #greater + #equal others / 2, so a constant scorer looks bad, not
 perfect. Means over cases are functions of the integer histogram of 2 * rank, hence the same for any block size and
@@ -7,24 +7,43 @@ any number of processes.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import math
+import re
+from collections.abc import Mapping
 
 import numpy as np
-import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 CUTOFFS = (1, 5, 10, 20)
+SHARES = re.compile(r"(^|/)(ndcg|recall|mrr|coverage|gini|tail_share|accuracy)(@\d+)?($|/)")  # metrics in [0, 1]
 FloatArray = NDArray[np.float64]
 
 
-class Interval(NamedTuple):
-    """An estimate and its confidence interval."""
+def mid_rank(above: Tensor, equal: Tensor) -> Tensor:
+    """Return the ranks of targets with `above` candidates of a higher score and `equal` of theirs, themselves included.
 
-    mean: float
-    low: float
-    high: float
+    >>> mid_rank(torch.tensor([0, 2]), torch.tensor([1, 4])).tolist()
+    [1.0, 4.5]
+    """
+    return 1 + above.double() + (equal.double() - 1) / 2
+
+
+def require_possible(values: Mapping[str, float], name: str) -> None:
+    """Raise ValueError if a value is not finite, or is a share or accuracy outside [0, 1], up to rounding.
+
+    Args:
+        values: by metric, as in metrics.json: `test/ndcg@10`, `valid/mrr`, `test/ndcg@10/low`, `test/cases`.
+        name: of the model, for the error.
+    """
+    wrong = [
+        f"{metric} {value}"
+        for metric, value in values.items()
+        if not math.isfinite(value) or (SHARES.search(metric) and not -1e-9 <= value <= 1 + 1e-9)
+    ]
+    if wrong:
+        raise ValueError(f"impossible metrics of {name}, which are not kept: {', '.join(wrong)}")
 
 
 def histogram(rank: Tensor, num_items: int) -> Tensor:
@@ -55,69 +74,6 @@ def from_histogram(count_R: Tensor) -> dict[str, float]:
 def ndcg(rank: FloatArray, k: int) -> FloatArray:
     """Return NDCG@k of each case."""
     return np.where(rank <= k, 1 / np.log2(rank + 1), 0.0)
-
-
-def bootstrap(
-    value: FloatArray, user: NDArray[np.integer], *, confidence: float = 0.95, resamples: int, seed: int
-) -> Interval:
-    """Return the mean of `value` over cases with a percentile interval from resampling users.
-
-    Users, not cases, are drawn: the cases of one user are not independent.
-    """
-    if len(value) == 0:
-        return Interval(0.0, 0.0, 0.0)
-    _, index = np.unique(user, return_inverse=True)
-    sums, cases = np.bincount(index, weights=value), np.bincount(index)
-    users = len(sums)
-    generator = np.random.default_rng(seed)
-    means = np.empty(resamples)
-    step = max(1, 4_000_000 // users)  # bounds the memory of one draw
-    for start in range(0, resamples, step):
-        drawn = generator.integers(0, users, size=(min(step, resamples - start), users))
-        means[start : start + step] = sums[drawn].sum(1) / cases[drawn].sum(1)
-    tail = (1 - confidence) / 2
-    low, high = np.quantile(means, [tail, 1 - tail])
-    return Interval(float(value.mean()), float(low), float(high))
-
-
-def paired_gain(
-    cases: pa.Table,
-    other: pa.Table,
-    *,
-    split: str = "valid",
-    k: int = 10,
-    confidence: float = 0.95,
-    resamples: int = 1000,
-    seed: int,
-) -> Interval:
-    """Return the mean NDCG@k of `cases` minus that of `other` on the same targets, with a paired interval.
-
-    Raises:
-        ValueError: the two tables (artifacts.CASES_SCHEMA) do not hold the same cases.
-    """
-    ours, theirs = aligned(cases, other, split)
-    difference = ndcg(ours["rank"], k) - ndcg(theirs["rank"], k)
-    return bootstrap(difference, ours["user"], confidence=confidence, resamples=resamples, seed=seed)
-
-
-def aligned(cases: pa.Table, other: pa.Table, split: str) -> tuple[dict[str, NDArray[Any]], dict[str, NDArray[Any]]]:
-    """Return the columns of both tables for `split`, ordered by user and position.
-
-    Raises:
-        ValueError: the two tables (artifacts.CASES_SCHEMA) do not hold the same cases.
-    """
-    ours, theirs = (_sorted_split(table, split) for table in (cases, other))
-    for column in ("user", "position", "target"):
-        if not np.array_equal(ours[column], theirs[column]):
-            raise ValueError("the two runs were evaluated on different cases: compare runs of one split only")
-    return ours, theirs
-
-
-def _sorted_split(cases: pa.Table, split: str) -> dict[str, NDArray[Any]]:
-    columns = {name: cases[name].to_numpy() for name in ("split", "user", "position", "target", "rank")}
-    chosen = np.flatnonzero(columns.pop("split") == split)
-    chosen = chosen[np.lexsort((columns["position"][chosen], columns["user"][chosen]))]
-    return {name: column[chosen] for name, column in columns.items()}
 
 
 def list_metrics(items_UK: Tensor, count_V: Tensor) -> dict[str, float]:

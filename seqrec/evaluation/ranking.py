@@ -1,7 +1,11 @@
 """Exact ranking over the whole catalogue.
 
 Scores are computed in blocks of users x items and never held whole. A target's score comes out of the same matrix
-product as its rivals', so that equal vectors tie exactly.
+product as its rivals', so that equal vectors tie exactly. Scores that are not finite are refused: a comparison with NaN
+is false, so that a model whose scores are all NaN would rank every target first.
+
+A case with an empty history is answered by popularity, whatever the scorer: each item's score is its number of training
+events. serving/recommender.py follows the same rule.
 """
 
 from __future__ import annotations
@@ -15,6 +19,8 @@ from torch import Tensor
 from models.base import PAD, SequenceModel
 from seqrec.data import sequences
 from seqrec.data.sequences import WIDTH_STEP, Cases, Sequences
+from seqrec.evaluation.metrics import mid_rank
+from seqrec.evaluation.seen_items import SeenItems
 
 SCORES_IN_MEMORY = 16_000_000  # floats of one block
 ITEMS_PER_BLOCK = 65_536
@@ -42,7 +48,7 @@ def model_scorer(model: SequenceModel) -> Scorer:
 
     def encode(data: Sequences, user: Tensor, stop: Tensor, longest: int) -> Tensor:
         cloze = model.options.objective == "cloze"
-        width = min(-(-longest // WIDTH_STEP) * WIDTH_STEP, model.options.length - cloze)
+        width = min(-(-max(1, longest) // WIDTH_STEP) * WIDTH_STEP, model.options.length - cloze)
         batch = sequences.window(data, user, stop, width)
         if cloze:
             batch = sequences.with_mask(batch, data.num_items + 1)
@@ -65,7 +71,16 @@ def model_scorer(model: SequenceModel) -> Scorer:
 
 
 @torch.no_grad()
-def rank(scorer: Scorer, data: Sequences, cases: Cases, *, filter_seen: bool, top_k: int = 0, rows: int = 0) -> Ranking:
+def rank(
+    scorer: Scorer,
+    data: Sequences,
+    cases: Cases,
+    *,
+    filter_seen: bool,
+    top_k: int = 0,
+    rows: int = 0,
+    name: str = "the model",
+) -> Ranking:
     """Rank the target of each case among all items.
 
     Args:
@@ -75,13 +90,17 @@ def rank(scorer: Scorer, data: Sequences, cases: Cases, *, filter_seen: bool, to
         filter_seen: whether `ties` and `top` leave out the user's past items; both ranks are always computed.
         top_k: length of the lists in `top`.
         rows: cases per block; 0 chooses by memory.
+        name: of what is ranked, for the error.
+
+    Raises:
+        ValueError: a score is not finite.
     """
     rows = rows or _rows(data)
     # by length: short histories are not padded to long ones
     order = (cases.position - data.start[cases.user]).argsort(stable=True)
     user, position = cases.user[order], cases.position[order]
     parts = [
-        _rank_block(scorer, data, user[i : i + rows], position[i : i + rows], filter_seen, top_k)
+        _rank_block(scorer, data, user[i : i + rows], position[i : i + rows], filter_seen, top_k, name)
         for i in range(0, len(cases), rows)
     ]
     if not parts:
@@ -96,7 +115,11 @@ def rank(scorer: Scorer, data: Sequences, cases: Cases, *, filter_seen: bool, to
 def best(
     scorer: Scorer, data: Sequences, user: Tensor, stop: Tensor, *, filter_seen: bool, top_k: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the best items (B, K) after the events before `stop` (B,) of each `user` (B,), 0 for none, and scores."""
+    """Return the best items (B, K) after the events before `stop` (B,) of each `user` (B,), 0 for none, and scores.
+
+    Raises:
+        ValueError: a score is not finite.
+    """
     order, rows = (stop - data.start[user]).argsort(stable=True), _rows(data)
     parts = [_best_block(scorer, data, user[chosen], stop[chosen], filter_seen, top_k) for chosen in order.split(rows)]
     score_BK, item_BK = (torch.cat(column)[order.argsort()] for column in zip(*parts, strict=True))
@@ -106,16 +129,43 @@ def best(
 def _best_block(
     scorer: Scorer, data: Sequences, user: Tensor, stop: Tensor, filter_seen: bool, top_k: int
 ) -> tuple[Tensor, Tensor]:
-    seen_row, seen_item = sequences.seen(data, user, stop)
+    seen = SeenItems.before(data, user, stop)
     found: tuple[Tensor, Tensor] | None = None
-    for first, score in scorer(data, user, stop)():
+    for first, score in _checked(scorer, data, user, stop, "the model")():
         if filter_seen:
-            inside = (seen_item >= first) & (seen_item < first + score.shape[1])
-            score[seen_row[inside], seen_item[inside] - first] = float("-inf")
-        found = found or (score.new_empty(len(user), 0), seen_item.new_empty(len(user), 0))
+            score[seen.within(first, score)] = float("-inf")
+        found = found or (score.new_empty(len(user), 0), seen.item.new_empty(len(user), 0))
         found = _merge_top(found, score, first, top_k)
     assert found is not None
     return found
+
+
+def _checked(scorer: Scorer, data: Sequences, user: Tensor, stop: Tensor, name: str) -> Blocks:
+    """Return the finite scores of a block of cases: those of `scorer`, or popularity where the history is empty."""
+    new = data.sent((stop == data.start[user]).nonzero().squeeze(1))
+    blocks = scorer(data, user, stop)
+
+    def checked() -> Iterator[tuple[int, Tensor]]:
+        for first, score in blocks():
+            if len(new):
+                score[new] = data.count[first : first + score.shape[1]].to(score)
+            low, high = score.aminmax()  # NaN passes through
+            if not bool(low.isfinite() & high.isfinite()):
+                last = first + score.shape[1] - 1
+                row = int((~score.isfinite()).any(1).nonzero()[0])
+                raise ValueError(
+                    f"the scores of {name} are not finite (NaN or infinity) for items {first} to {last} and user "
+                    f"{int(user[row]) + 1}: its weights are damaged or its training diverged; train it again, with a "
+                    "smaller learning_rate"
+                )
+            yield first, score
+
+    return checked
+
+
+def _kept(blocks: Blocks) -> Blocks:
+    kept = list(blocks())
+    return lambda: iter(kept)
 
 
 def _rows(data: Sequences) -> int:
@@ -123,18 +173,13 @@ def _rows(data: Sequences) -> int:
 
 
 def _rank_block(
-    scorer: Scorer, data: Sequences, user: Tensor, stop: Tensor, filter_seen: bool, top_k: int
+    scorer: Scorer, data: Sequences, user: Tensor, stop: Tensor, filter_seen: bool, top_k: int, name: str
 ) -> tuple[Tensor, ...]:
     target = data.sent(data.items[stop].long())
-    seen_row, seen_item = sequences.seen(data, user, stop)
-    distinct = torch.unique(seen_row * (data.num_items + 1) + seen_item)  # a repeated item is one candidate
-    seen_row, seen_item = distinct // (data.num_items + 1), distinct % (data.num_items + 1)
-    rival = seen_item != target[seen_row]
-    seen_row, seen_item = seen_row[rival], seen_item[rival]
-
-    blocks = scorer(data, user, stop)
+    seen = SeenItems.before(data, user, stop).without(target)
+    blocks = _checked(scorer, data, user, stop, name)
     if data.num_items <= ITEMS_PER_BLOCK:  # one block: keep it, rather than multiply twice
-        blocks = list(blocks()).__iter__
+        blocks = _kept(blocks)
     goal = _scores_of(blocks, target.unsqueeze(1))
     sampled = _rank_among(None if data.negatives is None else data.sent(data.negatives[user].long()), blocks, goal)
     all_above, all_equal, above, equal = (torch.zeros(len(user), dtype=torch.int64, device=goal.device) for _ in "abcd")
@@ -142,8 +187,7 @@ def _rank_block(
     for first, score in blocks():
         all_above += (score > goal).sum(1)
         all_equal += (score == goal).sum(1)
-        inside = (seen_item >= first) & (seen_item < first + score.shape[1])
-        row, column = seen_row[inside], seen_item[inside] - first
+        row, column = seen.within(first, score)
         past = score[row, column]
         above -= torch.bincount(row[past > goal[row, 0]], minlength=len(user))
         equal -= torch.bincount(row[past == goal[row, 0]], minlength=len(user))
@@ -154,11 +198,7 @@ def _rank_block(
     above, equal = above + all_above, equal + all_equal
     ties = (equal if filter_seen else all_equal) - 1
     top = torch.where(best[0] == float("-inf"), PAD, best[1])
-    return _mid_rank(above, equal), _mid_rank(all_above, all_equal), sampled, ties, top, best[0]
-
-
-def _mid_rank(above: Tensor, equal: Tensor) -> Tensor:
-    return 1 + above.double() + (equal.double() - 1) / 2
+    return mid_rank(above, equal), mid_rank(all_above, all_equal), sampled, ties, top, best[0]
 
 
 def _rank_among(rivals_BN: Tensor | None, blocks: Blocks, goal: Tensor) -> Tensor:
@@ -166,7 +206,7 @@ def _rank_among(rivals_BN: Tensor | None, blocks: Blocks, goal: Tensor) -> Tenso
     if rivals_BN is None:
         return torch.full((len(goal),), float("nan"), dtype=torch.float64, device=goal.device)
     rival = _scores_of(blocks, rivals_BN)
-    return _mid_rank((rival > goal).sum(1), 1 + (rival == goal).sum(1))
+    return mid_rank((rival > goal).sum(1), 1 + (rival == goal).sum(1))
 
 
 def _scores_of(blocks: Blocks, item_BN: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from seqrec.artifacts import write_json, write_table
 from seqrec.config import EvaluateConfig
 from seqrec.data import sequences
 from seqrec.data.sequences import Cases, Sequences
-from seqrec.evaluation import metrics, ranking
+from seqrec.evaluation import intervals, metrics, ranking
 from seqrec.evaluation.ranking import Ranking, Scorer
 
 LENGTHS = {"1-10": (1, 10), "11-50": (11, 50), "51+": (51, None)}
@@ -29,12 +29,17 @@ def report(
     `/popularity=head|tail|cold` (of the target) and `/length=1-10|11-50|51+` (of the history); `test/unfiltered/...`
     and `test/filtered/...` say the same with seen items kept and removed; `test/101/...`, under protocol LOO-101, ranks
     the target among the negatives of the split alone (not comparable with the others); `facts` are added as they are.
+
+    Raises:
+        ValueError: a score is not finite, or a metric is impossible.
     """
     values: dict[str, float] = {"filter_seen": int(config.filter_seen)}
     tables = []
     for split in ("valid", "test"):
         chosen = sequences.cases(data, split)
-        ranked = ranking.rank(scorer, data, chosen, filter_seen=config.filter_seen, top_k=config.top_k)
+        ranked = ranking.rank(
+            scorer, data, chosen, filter_seen=config.filter_seen, top_k=config.top_k, name=directory.name
+        )
         rank = ranked.rank if config.filter_seen else ranked.rank_unfiltered
         values |= {f"{split}/{name}": value for name, value in _accuracy(rank, data.num_items).items()}
         values |= {f"{split}/{name}": value for name, value in _uncertainty(rank, chosen, config).items()}
@@ -52,6 +57,7 @@ def report(
         tables.append(_case_table(split, data, chosen, rank, ranked.ties))
         if split == "test":
             write_table(directory / artifacts.RECOMMENDATIONS, _recommendations(chosen, ranked))
+    metrics.require_possible(values | facts, directory.name)
     write_table(directory / artifacts.CASES, pa.concat_tables(tables))
     values |= facts
     write_json(directory / artifacts.METRICS, values)
@@ -65,7 +71,7 @@ def _accuracy(rank: Tensor, num_items: int) -> dict[str, float]:
 def _uncertainty(rank: Tensor, chosen: Cases, config: EvaluateConfig) -> dict[str, float]:
     user = chosen.user.cpu().numpy()
     value = metrics.ndcg(rank.cpu().numpy(), 10)
-    interval = metrics.bootstrap(value, user, resamples=config.bootstrap, seed=config.seed)
+    interval = intervals.bootstrap(value, user, resamples=config.bootstrap, seed=config.seed)
     by_user = np.bincount(user, weights=value)[np.unique(user)] / np.bincount(user)[np.unique(user)]
     return {
         "ndcg@10/low": interval.low,

@@ -40,9 +40,11 @@ def finetune(
         experiment: where MLflow gets it, if MLFLOW_TRACKING_URI is set; `register.experiment`.
     """
     net, card = load_model(initial)
-    if (initial / TOKENIZER).exists():  # new items need it
-        checkpoint.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(initial / TOKENIZER, checkpoint / TOKENIZER)
+
+    def copy_tokenizer(folder: Path) -> None:
+        if (initial / TOKENIZER).exists():  # new items need it
+            shutil.copyfile(initial / TOKENIZER, folder / TOKENIZER)
+
     return train(
         net,
         data.load(sequences),
@@ -57,4 +59,5 @@ def finetune(
         log=log,
         earlier_seconds=card["seconds"],
         experiment=experiment,
+        extras=copy_tokenizer,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from seqrec import artifacts
 from seqrec.artifacts import read_json, sha256, write_ipc, write_json, write_shards, write_table
 from seqrec.config import ConfigError, PrepareConfig
 from seqrec.data import drift, splits, table_engines
+from seqrec.data.kcore import k_core
 from seqrec.data.splits import Ends, IntArray
 from seqrec.data.table_engines import Engine, Frame
 
@@ -49,12 +50,14 @@ class Coded:
     column: str  # user | item
     known: int
 
-    def numbered(self, events: Frame, engine: Engine) -> Numbers:
-        """Return the final numbers of those in `events`, and of the known ones."""
-        code, known = self.column, None
-        if self.known:
-            known = self.frame.filter(nw.col(code) <= self.known).select(nw.col(code).alias("number"), code)
-        frame = engine.keep(splits.number(events, code, "number", known, self.known + 1))
+    def numbered(self, parts: Sequence[Frame], engine: Engine) -> Numbers:
+        """Return the final numbers: the known ones, then those in the first of `parts`, then those in the next."""
+        code, known, size = self.column, None, self.known
+        if size:
+            known = self.frame.filter(nw.col(code) <= size).select(nw.col(code).alias("number"), code)
+        for stop in range(1, len(parts) + 1):
+            frame = engine.keep(splits.number(engine.union(parts[:stop]), code, "number", known, size + 1))
+            known, size = frame.select("number", code), splits.size(frame)
         named = engine.table(frame.join(self.frame, on=code)).sort("number")
         ids = named[f"{code}_id"].to_arrow().cast(pa.string())
         return Numbers(frame.select("number", code), ids, named["events"].to_numpy())
@@ -83,10 +86,10 @@ def prepare(*, dataset: str, data: Path, validation: Path, sequences: Path, conf
     if config.extend and Path(config.extend).resolve() == sequences.resolve():
         raise ConfigError(f"prepare.extend: {config.extend} is what this stage writes; keep the earlier dump elsewhere")
     with table_engines.opened(config.engine, sequences) as engine:
-        events, users, items, dropped = _filter(engine, data, config)
+        events, users, items, dropped, cuts = _filter(engine, data, config)
         table = events.join(users.frame, on="user").join(items.frame.rename({"number": "item_number"}), on="item")
         table = table.select(nw.col("number").alias("user"), nw.col("item_number").alias("item"), "timestamp", "row")
-        ends, facts = splits.ends(table, users.events, config)
+        ends, facts = splits.ends(table, users.events, config, cuts)
         counts = _write(engine, sequences, table, ends, users, items, config)
     _write_negatives(sequences, ends, len(items), config)
     files = sorted(_FILES) + [artifacts.NEGATIVES] * (config.protocol == "LOO-101")
@@ -118,8 +121,11 @@ def prepare(*, dataset: str, data: Path, validation: Path, sequences: Path, conf
 _FILES = (artifacts.SEQUENCES, artifacts.VOCABULARY, artifacts.USERS)
 
 
-def _filter(engine: Engine, data: Path, config: PrepareConfig) -> tuple[Frame, Numbers, Numbers, dict[str, int]]:
-    """Apply the filters in their order; return the events left, their users and items, and what each one dropped."""
+Cuts = tuple[int, int] | None  # where validation and test begin, if that was found before the k-core
+
+
+def _filter(engine: Engine, data: Path, config: PrepareConfig) -> tuple[Frame, Numbers, Numbers, dict[str, int], Cuts]:
+    """Apply the filters in their order; return the events left, their users and items, what each one dropped, cuts."""
     dropped = {}
     events = engine.read(data / artifacts.INTERACTIONS)
     rows = total = splits.size(events)
@@ -136,13 +142,15 @@ def _filter(engine: Engine, data: Path, config: PrepareConfig) -> tuple[Frame, N
     people, products = (_code(engine, events, column, config) for column in ("user", "item"))
     events = events.join(people.frame, on="user_id").join(products.frame, on="item_id")
     events = events.select("user", "item", "timestamp", "row")
-    parts = -(-rows // config.shard_events)
-    divided = engine.divide(events.with_columns((nw.col("user") % parts).alias("part")), "part", parts) if rows else []
+    number = -(-rows // config.shard_events)
+    by_user = events.with_columns((nw.col("user") % number).alias("part")) if rows else events
+    divided = engine.divide(by_user, "part", number) if rows else []
     events = engine.union([engine.store(splits.deduplicate(part, config.deduplicate)) for part in divided] or [events])
     unique = splits.size(events)
     dropped["duplicate events"] = rows - unique
-    core = engine.store(splits.k_core(events, config.min_user_events, config.min_item_events, engine.keep))
-    left, in_core = _extent(events), _extent(core)
+    cuts = splits.temporal_cuts(events, config) if unique and _filters_on_train(config) else None
+    parts = _core(engine, events, cuts, config)
+    left, in_core = _extent(events), _extent(engine.union(parts))
     for place, name in enumerate(("events", "users", "items")):
         dropped[f"{name} outside the k-core"] = left[place] - in_core[place]
     if in_core[0] == 0:
@@ -150,8 +158,28 @@ def _filter(engine: Engine, data: Path, config: PrepareConfig) -> tuple[Frame, N
             f"no event is left of {total}: lower prepare.min_user_events ({config.min_user_events}), "
             f"prepare.min_item_events ({config.min_item_events}) or prepare.min_rating ({config.min_rating})"
         )
-    core = _sample(engine, core, people, config)
-    return core, people.numbered(core, engine), products.numbered(core, engine), dropped
+    parts = _sample(engine, parts, people, config)
+    users, items = (coded.numbered(parts, engine) for coded in (people, products))
+    return engine.union(parts), users, items, dropped, cuts
+
+
+def _filters_on_train(config: PrepareConfig) -> bool:
+    return config.protocol == "temporal" and config.filter_on == "train"
+
+
+def _core(engine: Engine, events: Frame, cuts: Cuts, config: PrepareConfig) -> list[Frame]:
+    """Return the k-core of `events`; with `cuts`, that of the events before the first, and the later ones of its items.
+
+    What comes after the cut decides neither which items there are nor who is trained on. Users outside the core keep
+    their later events: they are new to the model.
+    """
+    before = events if cuts is None else events.filter(nw.col("timestamp") < cuts[0])
+    core = engine.store(k_core(before, config.min_user_events, config.min_item_events, engine.keep))
+    if cuts is None:
+        return [core]
+    later = events.filter(nw.col("timestamp") >= cuts[0])
+    items = engine.keep(core.select("item").unique())
+    return [core, engine.store(later.join(items, on="item", how="semi"))]
 
 
 def _code(engine: Engine, events: Frame, column: str, config: PrepareConfig) -> Coded:
@@ -173,14 +201,16 @@ def _extent(events: Frame) -> tuple[int, int, int]:
     return int(counted["events"].item()), int(counted["users"].item()), int(counted["items"].item())
 
 
-def _sample(engine: Engine, events: Frame, people: Coded, config: PrepareConfig) -> Frame:
+def _sample(engine: Engine, parts: list[Frame], people: Coded, config: PrepareConfig) -> list[Frame]:
     if config.sample_users == 0:
-        return events
-    users = engine.table(people.frame.join(events.select("user").unique(), on="user", how="semi"))
+        return parts
+    present = engine.union(parts).select("user").unique()
+    users = engine.table(people.frame.join(present, on="user", how="semi"))
     if config.sample_users >= len(users):
-        return events
+        return parts
     places = splits.sample_users(users["user_id"].to_numpy(), config.sample_users, config.seed)
-    return events.filter(nw.col("user").is_in(users["user"].to_numpy()[places].tolist()))
+    drawn = users["user"].to_numpy()[places].tolist()
+    return [part.filter(nw.col("user").is_in(drawn)) for part in parts]
 
 
 def _write(

@@ -87,7 +87,7 @@ def _pretrain_recformer(
     from seqrec.data import item_tokens
     from seqrec.training import pretrained
 
-    config, initial = shared["config"], shared["output"]
+    config = shared["config"]
     options = parse(RecformerOptions, architecture.options, f"models.{shared['name']}.options")
     place = pretrained.locate(options.start, shared["state"] / "downloads") if options.start else ""
     texts = [_texts(folder, options.attributes) for folder in folders]
@@ -104,8 +104,6 @@ def _pretrain_recformer(
     assert isinstance(net, Recformer)
     if place:
         pretrained.load_weights(net, place)
-    initial.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(initial / TOKENIZER))
     content = [digest(net.state_dict()), *(digest(one) for one in tokens)]
 
     def serve(trained: SequenceModel) -> None:
@@ -113,8 +111,8 @@ def _pretrain_recformer(
         net.use(served)
         net.refresh()
 
-    inputs = [sequences for _, sequences in folders]
-    return train(net, learnt, "pretrain", inputs=inputs, content=content, finish=serve, **shared)
+    shared |= {"inputs": [sequences for _, sequences in folders], "content": content, "finish": serve}
+    return train(net, learnt, "pretrain", extras=lambda folder: tokenizer.save(str(folder / TOKENIZER)), **shared)
 
 
 def _texts(folder: tuple[Path, Path], attributes: Sequence[str]) -> Any:

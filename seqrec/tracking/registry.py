@@ -29,7 +29,7 @@ from mlflow.types.schema import Array
 from seqrec import ROOT
 from seqrec.artifacts import CASES, MODEL_CARD, REFIT, TOKENIZER, TOKENS, USERS, VOCABULARY, WEIGHTS, read_json, sha256
 from seqrec.config import RegisterConfig
-from seqrec.evaluation import metrics
+from seqrec.evaluation import intervals
 from seqrec.tracking.runs import (
     FINGERPRINT,
     PARENT,
@@ -90,7 +90,7 @@ class Decision(NamedTuple):
 
     promoted: bool
     reason: str
-    gain: metrics.Interval | None  # of valid/ndcg@10 over the champion; None where there was nothing to compare
+    gain: intervals.Interval | None  # of valid/ndcg@10 over the champion; None where there was nothing to compare
 
 
 def log_model(client: MlflowClient, run: Run, *, checkpoint: Path, sequences: Path) -> LoggedModel:
@@ -333,7 +333,7 @@ def _recorded(version: ModelVersion) -> Decision:
     if version.tags.get(PROMOTED_TAG) != "true":
         return Decision(True, "the alias was set by hand", None)
     gain = json.loads(version.tags[GAIN_TAG])
-    return Decision(True, version.tags[REASON_TAG], gain and metrics.Interval(*gain))
+    return Decision(True, version.tags[REASON_TAG], gain and intervals.Interval(*gain))
 
 
 def _decide(
@@ -351,7 +351,7 @@ def _decide(
         return Decision(True, reason, None)
     other = _fetch_cases(client, find_evaluated(client, version.name) or champion)
     try:
-        gain = metrics.paired_gain(cases, other, confidence=config.confidence, seed=config.seed)
+        gain = intervals.paired_gain(cases, other, confidence=config.confidence, seed=config.seed)
     except ValueError as error:
         return Decision(True, f"not comparable with version {champion.version}: {error}", None)
     promoted = gain.low > config.min_gain

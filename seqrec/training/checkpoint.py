@@ -40,7 +40,12 @@ def build(config: ModelConfig, catalogue: Catalogue) -> SequenceModel:
 
 
 def save_model(directory: Path, model: SequenceModel, facts: Mapping[str, Any]) -> None:
-    """Write weights, card and tokens, if any, of `model`: all that `load_model` needs; the card also holds `facts`."""
+    """Write weights, card and tokens, if any, of `model`: all that `load_model` needs; the card also holds `facts`.
+
+    Raises:
+        ValueError: a weight is not finite.
+    """
+    _require_finite(model, directory / WEIGHTS)
     directory.mkdir(parents=True, exist_ok=True)
     card = dict(facts) | {
         "architecture": next(name for name, cls in models.REGISTRY.items() if cls is type(model)),
@@ -60,7 +65,8 @@ def load_model(directory: Path) -> tuple[SequenceModel, dict[str, Any]]:
     """Return the model saved in `directory`, in eval mode, and its card.
 
     Raises:
-        ValueError: weights or tokens are not those that the card was written for, or of another version's model.
+        ValueError: weights or tokens are not those that the card was written for, or of another version's model, or
+            not finite.
     """
     card = read_json(directory / MODEL_CARD)
     for file, key in ((WEIGHTS, "weights_sha256"), (TOKENS, "tokens_sha256")):
@@ -77,7 +83,20 @@ def load_model(directory: Path) -> tuple[SequenceModel, dict[str, Any]]:
             f"{directory / WEIGHTS} does not fit {card['architecture']} as this version builds it: train it again, or "
             f"use the version it was made with ({error})"
         ) from error
+    _require_finite(model, directory / WEIGHTS)
     return model.eval(), card
+
+
+def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of those that hold NaN or infinity; the device is waited for once."""
+    floating = {name: value for name, value in tensors.items() if value.is_floating_point()}
+    finite = torch.stack([value.isfinite().all() for value in floating.values()]).tolist() if floating else []
+    return [name for name, good in zip(floating, finite, strict=True) if not good]
+
+
+def _require_finite(model: SequenceModel, path: Path) -> None:
+    if bad := not_finite(model.state_dict()):
+        raise ValueError(f"{path}: NaN or infinity in {', '.join(bad)}: train it again, with a smaller learning_rate")
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:

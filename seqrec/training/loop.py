@@ -25,13 +25,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor, nn
 
 from models.base import SequenceModel
-from seqrec.artifacts import HISTORY, MODEL_CARD, SPLIT_CARD, TOKENS, WEIGHTS, read_json, write_text
+from seqrec.artifacts import HISTORY, MODEL_CARD, SPLIT_CARD, TOKENS, WEIGHTS, read_json, replaced, write_text
 from seqrec.config import EXPERIMENT, ConfigError, RegisterConfig, TrainConfig
 from seqrec.data import sequences
 from seqrec.data.sequences import Cases, Sequences
 from seqrec.evaluation import metrics, ranking
 from seqrec.training import objectives
-from seqrec.training.checkpoint import ResumeState, fingerprint, load_model, save_model
+from seqrec.training.checkpoint import ResumeState, fingerprint, load_model, not_finite, save_model
 from seqrec.training.objectives import Example, Loss, Windows
 from seqrec.training.prefetch import ahead
 
@@ -90,24 +90,31 @@ def optimizers(model: SequenceModel, config: TrainConfig) -> list[torch.optim.Op
     return chosen + ([torch.optim.SparseAdam(tables, lr=config.learning_rate)] if tables else [])
 
 
-def clip_gradients(model: SequenceModel, limit: float) -> None:
-    """Scale the gradients so that their joint norm is at most `limit`, and so is that of those to be clipped apart."""
-    for apart in (False, True):
-        _clip([p for name, p in model.named_parameters() if name.endswith(model.clipped_apart) is apart], limit)
+def clip_gradients(model: SequenceModel, limit: float) -> Tensor:
+    """Scale the gradients so that their joint norm is at most `limit`, and so is that of those to be clipped apart.
+
+    Returns:
+        The sum of both norms before; a scalar, not finite where a gradient is not.
+    """
+    together, apart = (
+        _clip([p for name, p in model.named_parameters() if name.endswith(model.clipped_apart) is chosen], limit)
+        for chosen in (False, True)
+    )
+    return together + apart
 
 
-def _clip(parameters: Sequence[nn.Parameter], limit: float) -> None:
+def _clip(parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
     for p in parameters:
         if p.grad is not None and p.grad.is_sparse:
             p.grad = p.grad.coalesce()
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not any(gradient.is_sparse for gradient in gradients):
-        nn.utils.clip_grad_norm_(parameters, limit)
-        return
+        return nn.utils.clip_grad_norm_(parameters, limit)
     values = [gradient.values() if gradient.is_sparse else gradient for gradient in gradients]
     norm = torch.stack([value.norm() for value in values]).norm()
     for value in values:
         value.mul_((limit / (norm + 1e-6)).clamp(max=1.0))
+    return norm
 
 
 def validate(
@@ -120,7 +127,8 @@ def validate(
         chosen = Cases(user=chosen.user[mine], position=chosen.position[mine])
     was_training = model.training
     model.eval()
-    ranked = ranking.rank(ranking.model_scorer(model), data, chosen, filter_seen=filter_seen)
+    name = type(model).__name__
+    ranked = ranking.rank(ranking.model_scorer(model), data, chosen, filter_seen=filter_seen, name=name)
     model.train(was_training)
     counts = metrics.histogram(ranked.rank if filter_seen else ranked.rank_unfiltered, data.num_items)
     if accelerator is not None:
@@ -133,8 +141,10 @@ def validate(
 def in_batch_accuracy(
     model: SequenceModel, data: Sequences, rows: int, accelerator: Accelerator | None = None
 ) -> dict[str, float]:
-    """Return the share of validation cases whose target the model tells apart from those of `rows` cases."""
+    """Return the share of validation cases with a history whose target the model tells apart from those of `rows`."""
     chosen = sequences.cases(data, "valid")
+    known = chosen.position > data.start[chosen.user]
+    chosen = Cases(user=chosen.user[known], position=chosen.position[known])
     was_training = model.training
     model.eval()
     hits = torch.zeros(2, dtype=torch.int64, device=data.device)
@@ -146,7 +156,7 @@ def in_batch_accuracy(
         hits += torch.stack([model.hits(batch).sum(), torch.tensor(len(block), device=hits.device)])
     model.train(was_training)
     found, number = (hits if accelerator is None else accelerator.reduce(hits)).tolist()
-    return {ACCURACY: found / number}
+    return {ACCURACY: found / max(1, number)}
 
 
 class _Step(nn.Module):
@@ -198,7 +208,7 @@ def fit(
         One record per epoch: losses, validation metrics, learning rate, seconds, targets per second.
 
     Raises:
-        FloatingPointError: the loss is not finite; the message names the step and the settings to try.
+        FloatingPointError: loss, gradients or weights are not finite; the message names the settings to try.
         OSError: a resume state cannot be written.
     """
     return _Run(model, data, stage, config, filter_seen, state, accelerator, log, epochs).run()
@@ -222,8 +232,12 @@ def train(
     epochs: Mapping[str, int] | None = None,
     earlier_seconds: float = 0.0,
     experiment: str = EXPERIMENT,
+    extras: Callable[[Path], None] | None = None,
 ) -> dict[str, float]:
     """Run the phases of `stage` and write weights, card and history to `output`; return the figures of the run.
+
+    `output` is replaced in one step, and with it whatever it held; `extras` gets the new folder before that, and writes
+    what else belongs there.
 
     `log` gets the record of every epoch in place of MLflow; what it raises ends the training, the state stays.
     `content` names what else the result depends on; `finish` is done to the model between training and saving;
@@ -240,6 +254,7 @@ def train(
     resume_state = ResumeState(state, identity)
     if (finished := _finished(output, identity)) is not None:
         logger.info("%s of %s: %s already holds the result of exactly this training", stage, name, output)
+        resume_state.delete()
         return finished
     if resume and resume_state.load() is None:
         raise ConfigError(
@@ -274,8 +289,11 @@ def train(
             "filter_seen": filter_seen,
             "median_gap": sequences.median_gap(data),
         }
-        save_model(output, model, facts)
-        write_text(output / HISTORY, "".join(json.dumps(record) + "\n" for record in history))
+        with replaced(output) as folder:
+            save_model(folder, model, facts)
+            write_text(folder / HISTORY, "".join(json.dumps(record) + "\n" for record in history))
+            if extras is not None:
+                extras(folder)
         resume_state.delete()
     return values
 
@@ -290,7 +308,10 @@ def _summary(history: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 def _finished(output: Path, identity: str) -> dict[str, float] | None:
     """Return the figures of `output` if it holds the result of the training `identity`, unharmed."""
-    if not (output / HISTORY).exists() or read_json(output / MODEL_CARD)["fingerprint"] != identity:
+    if (
+        not all((output / file).exists() for file in (HISTORY, MODEL_CARD))
+        or read_json(output / MODEL_CARD)["fingerprint"] != identity
+    ):
         return None
     load_model(output)  # verifies the weights
     return _summary([json.loads(line) for line in (output / HISTORY).read_text(encoding="utf-8").splitlines()])
@@ -421,13 +442,12 @@ class _Run:
             loss = torch.stack([value for name, value in terms.items() if not name.startswith(FIGURE)]).sum()
             self.model.zero_grad(set_to_none=True)
             self.accelerator.backward(loss)
-            if config.clip_norm:
-                clip_gradients(self.model, config.clip_norm)
+            norm = clip_gradients(self.model, config.clip_norm) if config.clip_norm else loss.detach()
             for optimizer in self.optimizers:
                 optimizer.step()
             position.step, position.batch = position.step + 1, number + 1
             position.total_steps += 1
-            self._account(terms, loss)
+            self._account(terms, loss, norm)
             self.targets += example.number * self.accelerator.num_processes
             if position.step % config.save_steps == 0 and position.batch < len(plan):
                 self._save()
@@ -453,25 +473,34 @@ class _Run:
         )
         return objectives.with_target(example) if self.contrastive else example
 
-    def _account(self, terms: dict[str, Tensor], loss: Tensor) -> None:
+    def _account(self, terms: dict[str, Tensor], loss: Tensor, norm: Tensor) -> None:
         values = torch.stack([loss, *terms.values()]).detach().float()
         self.term_names = ["loss", *(name if name.startswith(FIGURE) else f"loss/{name}" for name in terms)]
         self.sums = values if len(self.sums) == 0 else self.sums + values
         step = self.position.step
-        self.bad_step = torch.where(loss.detach().isfinite(), self.bad_step, self.bad_step.clamp(max=step))
+        finite = (loss.detach() + norm).isfinite()
+        self.bad_step = torch.where(finite, self.bad_step, self.bad_step.clamp(max=step))
         if self.device.type == "cpu" or step % REPORT_STEPS == 0:
             self._check_finite()
 
     def _check_finite(self) -> None:
-        bad = int(self.bad_step)
-        if bad <= self.position.step:
-            raise FloatingPointError(
-                f"the loss is not finite at step {bad} of {self.stage}: try a smaller {self.stage}.learning_rate, "
-                f"more {self.stage}.warmup_steps, a smaller {self.stage}.clip_norm or {self.stage}.precision: fp32"
-            )
+        if (bad := int(self.bad_step)) <= self.position.step:
+            raise self._diverged("the loss or its gradient is", bad)
+
+    def _check_weights(self) -> None:
+        """Raise FloatingPointError before weights that are not finite are measured or saved."""
+        self._check_finite()
+        if names := not_finite(self.model.state_dict()):
+            raise self._diverged(f"the weights {', '.join(names)} are", self.position.step)
+
+    def _diverged(self, what: str, step: int) -> FloatingPointError:
+        return FloatingPointError(
+            f"{what} not finite at step {step} of {self.stage}: try a smaller {self.stage}.learning_rate, "
+            f"more {self.stage}.warmup_steps, a smaller {self.stage}.clip_norm or {self.stage}.precision: fp32"
+        )
 
     def _record(self, phase: str) -> dict[str, Any]:
-        self._check_finite()
+        self._check_weights()
         seconds = time.monotonic() - self.began
         means = self.accelerator.reduce(self.sums, reduction="mean") / self.position.batch
         return {
@@ -489,6 +518,7 @@ class _Run:
             values = in_batch_accuracy(self.model, self.data, self.config.batch_size, self.accelerator)
         else:
             values = validate(self.model, self.data, filter_seen=self.filter_seen, accelerator=self.accelerator)
+        metrics.require_possible(values, type(self.model).__name__)
         position, value = self.position, values[ACCURACY if self.contrastive else METRIC]
         position.waited += 1
         if value > position.best:
@@ -497,7 +527,7 @@ class _Run:
         return values
 
     def _save(self) -> None:
-        self._check_finite()
+        self._check_weights()
         rng = self.accelerator.gather(torch.get_rng_state().to(self.device)[None]).cpu()
         tensors = {"rng": rng, "order": self.epoch_order, "sums": self.sums}
         tensors |= {f"model.{name}": value for name, value in self.model.state_dict().items()}

@@ -107,7 +107,19 @@ def retrain(
     card = read_json(finetuned / MODEL_CARD)
     epochs = chosen_epochs(_history(finetuned))
     data = everything(prepared.load(sequences))
-    values = train(
+
+    def add_what_serving_needs(folder: Path) -> None:
+        mark = {REFIT: {"fingerprint": card["fingerprint"], "epochs": epochs}}
+        write_json(folder / MODEL_CARD, read_json(folder / MODEL_CARD) | mark)
+        vocabulary = pq.read_table(sequences / VOCABULARY)
+        place = vocabulary.column_names.index("count")
+        counts = pa.array(data.count[1:].numpy(), vocabulary.schema.field(place).type)
+        write_table(folder / VOCABULARY, vocabulary.set_column(place, vocabulary.schema.field(place), counts))
+        shutil.copyfile(sequences / USERS, folder / USERS)
+        if (finetuned / TOKENIZER).exists():
+            shutil.copyfile(finetuned / TOKENIZER, folder / TOKENIZER)
+
+    return train(
         load_model(initial)[0],
         data,
         "finetune",
@@ -122,17 +134,8 @@ def retrain(
         content=["every event", json.dumps(epochs)],
         epochs=epochs,
         experiment=experiment,
+        extras=add_what_serving_needs,
     )
-    mark = {REFIT: {"fingerprint": card["fingerprint"], "epochs": epochs}}
-    write_json(refitted / MODEL_CARD, read_json(refitted / MODEL_CARD) | mark)
-    vocabulary = pq.read_table(sequences / VOCABULARY)
-    place = vocabulary.column_names.index("count")
-    counts = pa.array(data.count[1:].numpy(), vocabulary.schema.field(place).type)
-    write_table(refitted / VOCABULARY, vocabulary.set_column(place, vocabulary.schema.field(place), counts))
-    shutil.copyfile(sequences / USERS, refitted / USERS)
-    if (finetuned / TOKENIZER).exists():
-        shutil.copyfile(finetuned / TOKENIZER, refitted / TOKENIZER)
-    return values
 
 
 def _history(checkpoint: Path) -> list[dict[str, Any]]:

@@ -18,31 +18,7 @@ def frame(rows, names=("user", "item")):
     return nw.from_native(table.with_row_index("row").with_columns(pl.col("row").cast(pl.Int64)))
 
 
-def core_by_hand(rows, users, items):
-    rows = list(rows)
-    while True:
-        kept = [
-            r for r in rows if sum(s[0] == r[0] for s in rows) >= users and sum(s[1] == r[1] for s in rows) >= items
-        ]
-        if kept == rows:
-            return rows
-        rows = kept
-
-
 logs = st.lists(st.tuples(st.sampled_from("abcde"), st.sampled_from("vwxyz"), st.integers(0, 6)), max_size=60)
-
-
-@settings(max_examples=60, deadline=None)
-@given(logs, st.integers(1, 4), st.integers(1, 4))
-def test_k_core_equals_its_definition(rows, users, items):
-    got = splits.k_core(frame(rows), users, items).collect()
-
-    expected = core_by_hand(list(enumerate_rows(rows)), users, items)
-    assert sorted(got["row"].to_list()) == sorted(r[3] for r in expected)
-
-
-def enumerate_rows(rows):
-    return ((*row, number) for number, row in enumerate(rows))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from seqrec.artifacts import CASES_SCHEMA, write_json, write_table
 from seqrec.config import EvaluateConfig, ModelConfig, PretrainConfig
 from seqrec.data import sequences
 from seqrec.evaluation import compare as module
-from seqrec.evaluation import metrics
+from seqrec.evaluation import intervals, metrics
 from seqrec.evaluation.compare import compare, sign_flip_p_value
 from seqrec.stages.evaluate import evaluate
 from seqrec.stages.pretrain import pretrain
@@ -91,7 +91,7 @@ def test_the_interval_is_that_of_the_gate(tmp_path):
     found = compare(names, confidence=0.9, seed=7)["others"][names[1]]["valid"]["ndcg@10"]
 
     tables = [module._read(name).cases for name in names]
-    expected = metrics.paired_gain(*tables, split="valid", confidence=0.9, resamples=module.RESAMPLES, seed=7)
+    expected = intervals.paired_gain(*tables, split="valid", confidence=0.9, resamples=module.RESAMPLES, seed=7)
     assert (found["gain"], found["low"], found["high"]) == expected
 
 

@@ -1,7 +1,10 @@
 import json
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pyarrow import ipc
 from support import prepare_rows, synthetic_rows, write_interactions
 
@@ -168,3 +171,53 @@ def test_items_without_a_title_can_be_dropped(tmp_path):
 
     assert values["items"] == 1
     assert read_json(tmp_path / "s" / "split.json")["dropped"]["events of items without title"] == 4
+
+
+TEMPORAL = {"protocol": "temporal", "deduplicate": "none", "min_user_events": 3, "min_item_events": 3}
+
+
+def trained_on(folder):
+    """Return the ids of the vocabulary with their counts, and the training items of each user who has any."""
+    vocabulary = pq.read_table(folder / "vocabulary.parquet").select(["item_id", "count"]).to_pylist()
+    table = ipc.open_file(folder / "sequences.arrow").read_all()
+    users = names(folder, "users.parquet", "user_id")
+    rows = zip(users, table["items"].to_pylist(), table["train_end"].to_pylist(), strict=True)
+    return vocabulary, [(user, items[:end]) for user, items, end in rows if end]
+
+
+@settings(max_examples=4, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_events_after_the_cut_do_not_decide_what_is_trained_on(tmp_path_factory, seed):
+    """Others take their place, fewer or more, of other users, items and times; the cut stays where it is."""
+    generator = np.random.default_rng(seed)
+    folder = tmp_path_factory.mktemp("temporal")
+    rows = [(f"u{u}", f"i{i}", int(t)) for u, i, t in generator.integers(0, [12, 12, 400], size=(150, 3))]
+    before = prepare_rows(folder / "before", rows, **TEMPORAL)
+    cut = read_json(before / "split.json")["valid_cut"]
+
+    early = [row for row in rows if row[2] < cut]
+    number = int(generator.integers(3, 60))
+    times = np.append([cut, 450], generator.integers(cut, 450, size=number))
+    drawn = generator.integers(0, 20, size=(2, len(times)))
+    late = [(f"u{u}", f"i{i}", int(t)) for u, i, t in zip(*drawn, times, strict=True)]
+    changed = late + early  # their rows come first in the source
+    shares = {"test_share": 0.5 / len(changed), "valid_share": 1 - (len(early) + 1) / len(changed)}
+    after = prepare_rows(folder / "after", changed, **TEMPORAL, **shares)
+
+    assert read_json(after / "split.json")["valid_cut"] == cut
+    assert trained_on(before) == trained_on(after)
+
+
+def test_a_k_core_over_all_events_is_one_setting_away(tmp_path):
+    """Item `late` and user `new` have no event before the cut at 80."""
+    rows = [(f"u{n % 4}", f"i{n % 3}", n) for n in range(80)]
+    rows += [("new" if n % 2 else "u1", "late" if n % 3 else "i1", n) for n in range(80, 100)]
+    folders = {on: prepare_rows(tmp_path / on, rows, protocol="temporal", filter_on=on) for on in ("train", "all")}
+    cards = {on: read_json(folder / "split.json") for on, folder in folders.items()}
+
+    assert [cards[on]["filter_on"] for on in cards] == ["train", "all"]
+    assert names(folders["train"], "vocabulary.parquet", "item_id") == ["i0", "i1", "i2"]
+    assert names(folders["all"], "vocabulary.parquet", "item_id") == ["i0", "i1", "i2", "late"]
+    assert names(folders["train"], "users.parquet", "user_id") == ["u0", "u1", "u2", "u3", "new"]
+    assert cards["train"]["users_without_training"] == 1
+    assert cards["train"]["dropped"]["items outside the k-core"] == 1
