@@ -12,7 +12,7 @@ import functools
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import date
+from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -40,15 +40,28 @@ def require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
+def _is_time_format(text: str) -> bool:
+    """Return whether strptime reads back at least the day of what strftime writes in this form; empty is one."""
+    day = datetime(2001, 2, 3, 4, 5, 6, tzinfo=UTC)
+    try:
+        return not text or datetime.strptime(day.strftime(text), text).date() == day.date()
+    except ValueError:
+        return False
+
+
 @dataclass(frozen=True, kw_only=True)
 class IngestConfig:
     """Section `ingest`: which source is read, and how forgivingly."""
 
     source: str  # a name of seqrec.data.sources.SOURCES
     category: str = ""  # Amazon: the category as the file names spell it, e.g. Gift_Cards
-    interactions: str = ""  # csv: path or URL of the events (CSV or Parquet); prefixes: up to `.train.inter`
-    items: str = ""  # csv, prefixes: path or URL of the items file; empty for none
+    interactions: str = (
+        ""  # csv: path or URL of the events; lines: the same; prefixes: up to `.train.inter`
+    )
+    items: str = ""  # csv, prefixes, lines: path or URL of the items file; empty for none
     columns: dict[str, str] = field(default_factory=dict)  # csv: our column -> the file's; items.<column>: there alone
+    time_format: str = ""  # csv: form of the times, e.g. "%d/%m/%Y %H:%M"; empty: ISO 8601, or a number since 1970
+    lines: str = ""  # lines: sequences (`user item item ...`) | pairs (`user item`); empty: the file decides
     sha256: dict[str, str] = field(default_factory=dict)  # file's role (interactions, items) -> its digest, if pinned
     mirror: str = ""  # directory or URL tried before the official one; SEQREC_DATA_MIRROR wins
     repository: str = ""  # a DVC project, whose ingested tables are fetched as they are ...
@@ -61,6 +74,8 @@ class IngestConfig:
         require(0.0 <= self.max_bad_share <= 1.0, "max_bad_share must be between 0 and 1")
         require(bool(self.repository) == bool(self.revision), "repository and revision go together")
         require(not (self.repository and self.mirror), "mirror has no effect with repository")
+        require(_is_time_format(self.time_format), f"time_format: {self.time_format!r} is no form of a date")
+        require(self.lines in ("", "sequences", "pairs"), "lines must be sequences, pairs or empty")
         require(self.retries >= 0, "retries must be at least 0")
         require(self.timeout_s > 0, "timeout_s must be positive")
 

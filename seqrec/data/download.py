@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from seqrec.config import ConfigError, IngestConfig
-from seqrec.data.readers import opened
+from seqrec.data.readers.blocks import opened
 from seqrec.data.sources import File, Publication, file_name
 
 logger = logging.getLogger(__name__)
