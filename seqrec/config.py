@@ -55,9 +55,7 @@ class IngestConfig:
 
     source: str  # a name of seqrec.data.sources.SOURCES
     category: str = ""  # Amazon: the category as the file names spell it, e.g. Gift_Cards
-    interactions: str = (
-        ""  # csv: path or URL of the events; lines: the same; prefixes: up to `.train.inter`
-    )
+    interactions: str = ""  # csv: path or URL of the events; lines: the same; prefixes: up to `.train.inter`
     items: str = ""  # csv, prefixes, lines: path or URL of the items file; empty for none
     columns: dict[str, str] = field(default_factory=dict)  # csv: our column -> the file's; items.<column>: there alone
     time_format: str = ""  # csv: form of the times, e.g. "%d/%m/%Y %H:%M"; empty: ISO 8601, or a number since 1970

@@ -26,7 +26,11 @@ Frames = Iterator[pl.DataFrame]
 
 
 class DamagedFileError(ValueError):
-    """A file is cut short or corrupt: fetching it again may help."""
+    """A file is cut short or corrupt: fetching it again may help. `path` is that file."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(f"{path.name} {reason}; fetch it again")
+        self.path = path
 
 
 def read_lines(path: Path, *, encoding: str = "utf-8", size: int = 0) -> Frames:
@@ -82,7 +86,7 @@ def _line_ends_are_carriage_returns(path: Path) -> bool:
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise ValueError(f"{path.name} is UTF-16: save it as UTF-8")
     if head.removeprefix(codecs.BOM_UTF8).lstrip()[:20].lower().startswith(WEB_PAGE):
-        raise DamagedFileError(f"{path.name} is a web page, not a data file; fetch it again")
+        raise DamagedFileError(path, "is a web page, not a data file")
     return b"\r" in head and b"\n" not in head
 
 
@@ -97,7 +101,7 @@ def _read(stream: gzip.GzipFile | io.BufferedReader, path: Path, size: int) -> b
     try:
         return stream.read(size)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DamagedFileError(f"{path.name} is truncated or damaged: {error}; fetch it again") from error
+        raise DamagedFileError(path, f"is truncated or damaged: {error}") from error
 
 
 def as_lines(text: str, number: int) -> pl.DataFrame:

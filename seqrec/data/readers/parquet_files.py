@@ -121,4 +121,4 @@ def _opened(path: Path) -> pq.ParquetFile:
 
 def _damaged(path: Path, error: Exception) -> DamagedFileError:
     reason = str(error).partition("\n")[0]
-    return DamagedFileError(f"{path.name} is truncated or damaged: {reason:.200}; fetch it again")
+    return DamagedFileError(path, f"is truncated or damaged: {reason:.200}")
