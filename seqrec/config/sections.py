@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from datetime import date
+from datetime import UTC, date, datetime
 from typing import Annotated, Any, Literal
 
 from seqrec.config.checks import (
@@ -33,9 +33,11 @@ class IngestConfig(Section):
 
     source: str  # a name of seqrec.data.sources.SOURCES
     category: str = ""  # Amazon: the category as the file names spell it, e.g. Gift_Cards
-    interactions: str = ""  # csv: path or URL of the events (CSV or Parquet); prefixes: up to `.train.inter`
-    items: str = ""  # csv, prefixes: path or URL of the items file; empty for none
+    interactions: str = ""  # csv: path or URL of the events; lines: the same; prefixes: up to `.train.inter`
+    items: str = ""  # csv, prefixes, lines: path or URL of the items file; empty for none
     columns: dict[str, str] = field(default_factory=dict)  # csv: our column -> the file's; items.<column>: there alone
+    time_format: str = ""  # csv: format of the times, e.g. "%d/%m/%Y %H:%M"; empty: ISO 8601, or a number since 1970
+    lines: Literal["", "sequences", "pairs"] = ""  # `user item item ...` | `user item`; empty: the file decides
     sha256: dict[str, str] = field(default_factory=dict)  # file's role (interactions, items) -> its digest, if pinned
     mirror: str = ""  # directory or URL tried before the official one; SEQREC_DATA_MIRROR wins
     repository: str = ""  # a DVC project, whose ingested tables are fetched as they are ...
@@ -48,6 +50,16 @@ class IngestConfig(Section):
         super().__post_init__()
         require(bool(self.repository) == bool(self.revision), "repository and revision go together")
         require(not (self.repository and self.mirror), "mirror has no effect with repository")
+        require(_is_time_format(self.time_format), f"time_format: {self.time_format!r} is no format of a date")
+
+
+def _is_time_format(text: str) -> bool:
+    """Return whether strptime reads back at least the day of what strftime writes in this format; empty is one."""
+    day = datetime(2001, 2, 3, 4, 5, 6, tzinfo=UTC)
+    try:
+        return not text or datetime.strptime(day.strftime(text), text).date() == day.date()
+    except ValueError:
+        return False
 
 
 @dataclass(frozen=True, kw_only=True)

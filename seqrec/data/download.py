@@ -1,20 +1,24 @@
 """Fetching the files of a source: from a mirror, the official address, or a package index.
 
 A download continues where a killed one stopped, is verified, and appears under its name in one step. It lives in
-`<downloads>/<SHA-256 of its address>/` until the stage has succeeded.
+`<downloads>/<SHA-256 of its address>/` until the stage has succeeded. A download that is not what was expected is set
+aside in `<SHA-256>.damaged/` and fetched again once.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import lzma
 import os
 import shutil
 import stat
+import struct
 import subprocess
 import sys
 import time
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -28,7 +32,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from seqrec.config import ConfigError, IngestConfig
-from seqrec.data.readers import opened
+from seqrec.data.readers.blocks import opened
 from seqrec.data.sources import File, Publication, file_name
 
 logger = logging.getLogger(__name__)
@@ -41,6 +45,12 @@ TRANSIENT = (408, 416, 425, 429, 500, 502, 503, 504)
 MAX_MEMBERS = 10_000  # limits of an archive: no data set of ours comes near them, a decompression bomb does
 MAX_BYTES = 1 << 34
 MAX_RATIO = 200
+# What zipfile raises on corrupt bytes: an unknown version or method, a password flag, a member that is not what the
+# directory says. Decompressors have errors of their own, bz2 a bare OSError.
+CORRUPT_ZIP = (
+    *(zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, NotImplementedError, RuntimeError, struct.error),
+    *(ValueError, KeyError, IndexError, OverflowError, OSError),
+)
 TRANSPORT_ERRORS = (requests.RequestException, urllib3.exceptions.HTTPError)
 
 
@@ -157,9 +167,10 @@ def _from_mirror(publication: Publication, mirror: str, config: IngestConfig, do
         return _gather(publication.files, lookup)
     except NotThereError as error:
         for name in (archive.name, f"{PurePosixPath(archive.name).stem}/{archive.name}") if archive else ():
-            path = _in_mirror(mirror, name, config, downloads)
-            if path is not None:
-                return _unpack(publication, path, f"mirror:{name}", downloads)
+            get = partial(_in_mirror, mirror, name, config, downloads)
+            found = _unpacked(publication, get, f"mirror:{name}", downloads)
+            if found is not None:
+                return found
         raise error
 
 
@@ -180,11 +191,12 @@ def _in_mirror(
 def _officially(publication: Publication, config: IngestConfig, downloads: Path) -> list[Found]:
     archive = publication.archive
     if archive and archive.requirement:
-        path = pip_download(archive.requirement, downloads, retries=config.retries, timeout_s=config.timeout_s)
-        return _unpack(publication, path, f"pypi:{archive.requirement}", downloads)
+        options = {"retries": config.retries, "timeout_s": config.timeout_s}
+        get = partial(pip_download, archive.requirement, downloads, **options)
+        return _unpacked(publication, get, f"pypi:{archive.requirement}", downloads) or []
     if archive:
-        path = _fetched(archive.url, config, downloads, sha256=archive.sha256, size=archive.size)
-        return _unpack(publication, path, archive.url, downloads)
+        get = partial(_fetched, archive.url, config, downloads, sha256=archive.sha256, size=archive.size)
+        return _unpacked(publication, get, archive.url, downloads) or []
 
     def lookup(file: File) -> Found | None:
         failure: DownloadError | None = None
@@ -202,18 +214,32 @@ def _officially(publication: Publication, config: IngestConfig, downloads: Path)
     return _gather(publication.files, lookup)
 
 
+def _unpacked(
+    publication: Publication, get: Callable[[], Path | None], origin: str, downloads: Path
+) -> list[Found] | None:
+    """Return the files in the archive that `get` brings; None if it brings none.
+
+    A download that cannot be unpacked is set aside and fetched again, once.
+    """
+    for attempt in (1, 2):
+        path = get()
+        if path is None:
+            return None
+        try:
+            return _unpack(publication, path, origin, downloads)
+        except DownloadError as error:
+            if not set_aside(path, downloads, error) or attempt == 2:
+                raise
+    raise AssertionError
+
+
 def _unpack(publication: Publication, path: Path, origin: str, downloads: Path) -> list[Found]:
     archive = publication.archive
     assert archive is not None
     ours = path.is_relative_to(downloads)
     folder = (path.parent if ours else _folder(origin, downloads)) / "unpacked"
-    try:
-        verify(path, archive.sha256, origin, size=archive.size)
-        extract(path, folder, [file.paths[0] for file in publication.files])
-    except DownloadError:
-        if ours:
-            path.unlink()
-        raise
+    verify(path, archive.sha256, origin, size=archive.size)
+    extract(path, folder, [file.paths[0] for file in publication.files])
 
     def lookup(file: File) -> Found | None:
         member = folder / file.paths[0]
@@ -231,23 +257,27 @@ def fetch(
 ) -> Path:
     """Download `url`, continuing a partial download, and return the verified file.
 
-    An attempt that brought bytes does not count as a retry. Pauses between attempts double from half a second.
+    An attempt that brought bytes does not count as a retry. Pauses between attempts double from half a second. A file
+    of the wrong size or digest is set aside and fetched again, once.
 
     Raises:
         NotThereError: the server has no such file.
-        DownloadError: the attempts are used up, or size or digest is wrong.
+        DownloadError: the attempts are used up, or size or digest is wrong twice.
     """
     folder = _folder(url, downloads)
     target, part = folder / (file_name(urlsplit(url).path) or "index"), folder / "partial"
-    folder.mkdir(parents=True, exist_ok=True)
-    if not target.is_file():
-        _persist(url, part, retries, timeout_s)
-        part.replace(target)
-    try:
-        verify(target, sha256, shown(url), size=size)
-    except DownloadError:
-        target.unlink()
-        raise
+    for attempt in (1, 2):
+        folder.mkdir(parents=True, exist_ok=True)
+        if not target.is_file():
+            _persist(url, part, retries, timeout_s)
+            part.replace(target)
+        try:
+            verify(target, sha256, shown(url), size=size)
+            break
+        except DownloadError as error:
+            set_aside(target, downloads, error)
+            if attempt == 2:
+                raise
     return target
 
 
@@ -362,7 +392,9 @@ def extract(archive: Path, folder: Path, members: Sequence[str]) -> None:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 with content.open(name) as source, target.open("wb") as file:
                     shutil.copyfileobj(source, file)
-    except (zipfile.BadZipFile, EOFError) as error:
+    except CORRUPT_ZIP as error:
+        if isinstance(error, OSError) and error.errno is not None:  # not the content, but this machine's disk
+            raise
         raise DownloadError(f"{archive.name} is truncated or damaged: {error}; fetch it again") from error
 
 
@@ -399,7 +431,7 @@ def _content_digest(path: Path) -> str:
     try:
         with opened(path) as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
-    except (EOFError, OSError):
+    except (EOFError, OSError, zlib.error):
         return ""
 
 
@@ -407,7 +439,28 @@ def forget(found: Sequence[Found], downloads: Path) -> None:
     """Remove the downloads that `found` came from; files elsewhere, say in a mirror's folder, stay."""
     for file in found:
         if file.path.is_relative_to(downloads):
-            shutil.rmtree(downloads / file.path.relative_to(downloads).parts[0], ignore_errors=True)
+            folder = downloads / file.path.relative_to(downloads).parts[0]
+            for each in (folder, _aside(folder)):
+                shutil.rmtree(each, ignore_errors=True)
+
+
+def set_aside(path: Path, downloads: Path, reason: Exception) -> bool:
+    """Rename the folder of a download that is not what was expected, so that it is fetched again.
+
+    Returns:
+        Whether it was a download; a file elsewhere is the user's and stays.
+    """
+    if not path.is_relative_to(downloads):
+        return False
+    folder = downloads / path.relative_to(downloads).parts[0]
+    shutil.rmtree(_aside(folder), ignore_errors=True)
+    folder.replace(_aside(folder))
+    logger.warning("%s: set aside in %s", reason, _aside(folder))
+    return True
+
+
+def _aside(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.damaged")
 
 
 def shown(place: str) -> str:

@@ -7,11 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
+
+import yaml
 
 from seqrec.config import ConfigError, IngestConfig
 from seqrec.data import readers
 
+KNOWN_ROWS: dict[str, dict[str, int]] = yaml.safe_load(
+    Path(__file__).with_name("known_rows.yaml").read_text(encoding="utf-8")
+)
 GROUPLENS = "https://files.grouplens.org/datasets/movielens"
 AMAZON_2014 = "https://snap.stanford.edu/data/amazon/productGraph/categoryFiles"
 AMAZON_2018 = (
@@ -88,7 +93,7 @@ def find(config: IngestConfig) -> Source:
         raise ConfigError(f"ingest.source: no source {config.source!r}; there are {', '.join(SOURCES)}")
     source = SOURCES[config.source]
     used = SETTINGS.get(config.source, ())
-    for name in ("category", "interactions", "items", "columns", "sha256"):
+    for name in ("category", "interactions", "items", "columns", "sha256", "time_format", "lines"):
         if getattr(config, name) and name not in used:
             raise ConfigError(f"ingest.{name}: has no effect with the source {config.source}")
     for name in ("category", "interactions"):
@@ -275,6 +280,11 @@ def _prefixes(config: IngestConfig) -> tuple[Publication, ...]:
     return (Publication(files=files, read=readers.growing_prefixes, local=True),)
 
 
+def _lines(config: IngestConfig) -> tuple[Publication, ...]:
+    named = {"interactions": config.interactions, "items": config.items}
+    return (Publication(files=_named(named, config), read=readers.lines_of_items, local=True),)
+
+
 def _named(places: Mapping[str, str], config: IngestConfig) -> tuple[File, ...]:
     unknown = set(config.sha256) - {role for role, place in places.items() if place}
     if unknown:
@@ -311,112 +321,14 @@ AMAZON_PINS = {
         "538994d5d15bef85a2d5a81ce79becff140719cdc6394a46e4b934cf63e09acf",
     ),
 }
-# The 5-core files and their rows, as the home pages list them.
-AMAZON_2014_ROWS = {
-    "Amazon_Instant_Video": 37_126,
-    "Apps_for_Android": 752_937,
-    "Automotive": 20_473,
-    "Baby": 160_792,
-    "Beauty": 198_502,
-    "Books": 8_898_041,
-    "CDs_and_Vinyl": 1_097_592,
-    "Cell_Phones_and_Accessories": 194_439,
-    "Clothing_Shoes_and_Jewelry": 278_677,
-    "Digital_Music": 64_706,
-    "Electronics": 1_689_188,
-    "Grocery_and_Gourmet_Food": 151_254,
-    "Health_and_Personal_Care": 346_355,
-    "Home_and_Kitchen": 551_682,
-    "Kindle_Store": 982_619,
-    "Movies_and_TV": 1_697_533,
-    "Musical_Instruments": 10_261,
-    "Office_Products": 53_258,
-    "Patio_Lawn_and_Garden": 13_272,
-    "Pet_Supplies": 157_836,
-    "Sports_and_Outdoors": 296_337,
-    "Tools_and_Home_Improvement": 134_476,
-    "Toys_and_Games": 167_597,
-    "Video_Games": 231_780,
-}
-AMAZON_2018_ROWS = {
-    "AMAZON_FASHION": 3_176,
-    "All_Beauty": 5_269,
-    "Appliances": 2_277,
-    "Arts_Crafts_and_Sewing": 494_485,
-    "Automotive": 1_711_519,
-    "Books": 27_164_983,
-    "CDs_and_Vinyl": 1_443_755,
-    "Cell_Phones_and_Accessories": 1_128_437,
-    "Clothing_Shoes_and_Jewelry": 11_285_464,
-    "Digital_Music": 169_781,
-    "Electronics": 6_739_590,
-    "Gift_Cards": 2_972,
-    "Grocery_and_Gourmet_Food": 1_143_860,
-    "Home_and_Kitchen": 6_898_955,
-    "Industrial_and_Scientific": 77_071,
-    "Kindle_Store": 2_222_983,
-    "Luxury_Beauty": 34_278,
-    "Magazine_Subscriptions": 2_375,
-    "Movies_and_TV": 3_410_019,
-    "Musical_Instruments": 231_392,
-    "Office_Products": 800_357,
-    "Patio_Lawn_and_Garden": 798_415,
-    "Pet_Supplies": 2_098_325,
-    "Prime_Pantry": 137_788,
-    "Software": 12_805,
-    "Sports_and_Outdoors": 2_839_940,
-    "Tools_and_Home_Improvement": 2_070_831,
-    "Toys_and_Games": 1_828_971,
-    "Video_Games": 497_577,
-}
-# All reviews of 2018, not the 5-core alone.
-AMAZON_2018_FULL_ROWS = {
-    "AMAZON_FASHION": 883_636,
-    "All_Beauty": 371_345,
-    "Appliances": 602_777,
-    "Arts_Crafts_and_Sewing": 2_875_917,
-    "Automotive": 7_990_166,
-    "Books": 51_311_621,
-    "CDs_and_Vinyl": 4_543_369,
-    "Cell_Phones_and_Accessories": 10_063_255,
-    "Clothing_Shoes_and_Jewelry": 32_292_099,
-    "Digital_Music": 1_584_082,
-    "Electronics": 20_994_353,
-    "Gift_Cards": 147_194,
-    "Grocery_and_Gourmet_Food": 5_074_160,
-    "Home_and_Kitchen": 21_928_568,
-    "Industrial_and_Scientific": 1_758_333,
-    "Kindle_Store": 5_722_988,
-    "Luxury_Beauty": 574_628,
-    "Magazine_Subscriptions": 89_689,
-    "Movies_and_TV": 8_765_568,
-    "Musical_Instruments": 1_512_530,
-    "Office_Products": 5_581_313,
-    "Patio_Lawn_and_Garden": 5_236_058,
-    "Pet_Supplies": 6_542_483,
-    "Prime_Pantry": 471_614,
-    "Software": 459_436,
-    "Sports_and_Outdoors": 12_980_837,
-    "Tools_and_Home_Improvement": 9_015_203,
-    "Toys_and_Games": 8_201_231,
-    "Video_Games": 2_565_349,
-}
-# The categories of 2023 that have a 5-core; its home page rounds the counts, so that none is known.
-AMAZON_2023_CATEGORIES = (
-    *("All_Beauty", "Arts_Crafts_and_Sewing", "Automotive", "Baby_Products", "Beauty_and_Personal_Care", "Books"),
-    *("CDs_and_Vinyl", "Cell_Phones_and_Accessories", "Clothing_Shoes_and_Jewelry", "Electronics", "Gift_Cards"),
-    *("Grocery_and_Gourmet_Food", "Health_and_Household", "Home_and_Kitchen", "Industrial_and_Scientific"),
-    *("Kindle_Store", "Magazine_Subscriptions", "Movies_and_TV", "Musical_Instruments", "Office_Products"),
-    *("Patio_Lawn_and_Garden", "Pet_Supplies", "Software", "Sports_and_Outdoors", "Tools_and_Home_Improvement"),
-    *("Toys_and_Games", "Video_Games", "Unknown"),
-)
 # The settings of section `ingest` that say what to read, where a source has such a choice.
 SETTINGS = {
     "amazon-2014": ("category",),
     "amazon-2018": ("category",),
     "amazon-2018-full": ("category",),
     "amazon-2023": ("category",),
-    "csv": ("interactions", "items", "columns", "sha256"),
+    "csv": ("interactions", "items", "columns", "sha256", "time_format"),
+    "lines": ("interactions", "items", "sha256", "lines"),
     "prefixes": ("interactions", "items", "sha256"),
 }
 SOURCES: dict[str, Source] = {
@@ -470,25 +382,25 @@ SOURCES: dict[str, Source] = {
         licence=AMAZON_LICENCE,
         homepage="https://cseweb.ucsd.edu/~jmcauley/datasets/amazon/links.html",
         publications=_amazon_2014,
-        rows=AMAZON_2014_ROWS,
+        rows=KNOWN_ROWS["amazon-2014"],
     ),
     "amazon-2018": Source(
         licence=AMAZON_LICENCE,
         homepage="https://cseweb.ucsd.edu/~jmcauley/datasets/amazon_v2/",
         publications=_amazon_2018,
-        rows=AMAZON_2018_ROWS,
+        rows=KNOWN_ROWS["amazon-2018"],
     ),
     "amazon-2018-full": Source(
         licence=AMAZON_LICENCE,
         homepage="https://cseweb.ucsd.edu/~jmcauley/datasets/amazon_v2/",
         publications=_amazon_2018_full,
-        rows=AMAZON_2018_FULL_ROWS,
+        rows=KNOWN_ROWS["amazon-2018-full"],
     ),
     "amazon-2023": Source(
         licence=AMAZON_LICENCE,
         homepage="https://amazon-reviews-2023.github.io/",
         publications=_amazon_2023,
-        rows=dict.fromkeys(AMAZON_2023_CATEGORIES, 0),
+        rows=KNOWN_ROWS["amazon-2023"],
     ),
     "steam": Source(
         licence=STEAM_LICENCE,
@@ -508,5 +420,6 @@ SOURCES: dict[str, Source] = {
         reference={"rows": 6_442_892, "users": 107_092, "items": 1_280_969},
     ),
     "csv": Source(licence="the user's own", publications=_own),
+    "lines": Source(licence="the user's own", publications=_lines),
     "prefixes": Source(licence="the user's own", publications=_prefixes),
 }

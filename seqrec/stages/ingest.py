@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from seqrec import artifacts
 from seqrec.config import ConfigError, IngestConfig
 from seqrec.data import dvc_revisions, sources
-from seqrec.data.download import Found, forget, mirror_of, obtain
+from seqrec.data.download import Found, forget, mirror_of, obtain, set_aside
 from seqrec.data.readers import Block, DamagedFileError
 
 logger = logging.getLogger(__name__)
@@ -97,12 +97,7 @@ def _ingest(output: Path, downloads: Path, config: IngestConfig) -> dict[str, fl
         return dvc_revisions.fetch(output, config)
     publications = source.publications(config)
     _clear(output, publications, mirror_of(config))
-    publication, found = obtain(publications, config, downloads)
-    try:
-        counts = _write_tables(output, publication, found, config)
-    except DamagedFileError:
-        forget(list(found.values()), downloads)
-        raise
+    found, counts = _read(output, publications, downloads, config)
     _keep_raw(output / "raw" / config.source, found)
     artifacts.write_json(
         output / artifacts.SOURCE_CARD,
@@ -119,6 +114,24 @@ def _ingest(output: Path, downloads: Path, config: IngestConfig) -> dict[str, fl
     forget(list(found.values()), downloads)
     logger.info("%s: %s", config.source, ", ".join(f"{value:,} {name}" for name, value in counts.items()))
     return {name: float(value) for name, value in counts.items()}
+
+
+def _read(
+    output: Path, publications: tuple[sources.Publication, ...], downloads: Path, config: IngestConfig
+) -> tuple[dict[str, Found], dict[str, int]]:
+    """Return the files and the counts of the tables; a damaged download is set aside and fetched again, once."""
+    publication, found = obtain(publications, config, downloads)
+    try:
+        return found, _write_tables(output, publication, found, config)
+    except DamagedFileError as error:
+        if not set_aside(error.path, downloads, error):
+            raise
+    publication, found = obtain(publications, config, downloads)
+    try:
+        return found, _write_tables(output, publication, found, config)
+    except DamagedFileError as error:
+        set_aside(error.path, downloads, error)
+        raise
 
 
 def _clear(output: Path, publications: tuple[sources.Publication, ...], mirror: str) -> None:

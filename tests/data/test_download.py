@@ -215,12 +215,14 @@ def test_a_refusal_is_final(server, tmp_path, status, error):
     ("expected", "message"),
     [({"sha256": ("0" * 64,)}, "SHA-256 is .*expected 000"), ({"size": 5}, "4 bytes, expected 5")],
 )
-def test_a_wrong_download_is_refused_and_not_kept(server, tmp_path, expected, message):
+def test_a_wrong_download_is_set_aside_and_fetched_again_once(server, tmp_path, caplog, expected, message):
     server.files["a.dat"] = b"0123"
     for _ in range(2):
         with pytest.raises(DownloadError, match=message):
             fetch(f"{server.url}/a.dat", tmp_path, **expected)
-    assert len(server.log) == 2
+    assert len(server.log) == 4
+    assert [path.name for path in tmp_path.glob("*.damaged/*.dat")] == ["a.dat"]
+    assert "set aside in" in caplog.text
 
 
 def test_messages_hide_what_may_be_secret(tmp_path):
@@ -282,9 +284,22 @@ def test_a_decompression_bomb_is_refused(tmp_path, monkeypatch, limit, value):
         extract(archive, tmp_path / "out", ["a/x"])
 
 
-@pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], lambda data: data.replace(b"012", b"zzz")])
-def test_a_damaged_archive_is_named(tmp_path, damage):
-    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+def with_bytes(data: bytes, at: int, new: bytes) -> bytes:
+    return data[:at] + new + data[at + len(new) :]
+
+
+DAMAGE = {
+    "cut": lambda data: data[: len(data) // 2],
+    "content": lambda data: with_bytes(data, 34, b"\xff" * 6),  # zlib.error
+    "version": lambda data: with_bytes(data, data.index(b"PK\1\2") + 6, b"\xff"),  # NotImplementedError
+    "method": lambda data: with_bytes(data, data.index(b"PK\1\2") + 10, b"\x63"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+@pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_a_damaged_archive_is_named(tmp_path, damage, compression):
+    with zipfile.ZipFile(tmp_path / "a.zip", "w", compression) as archive:
         archive.writestr("a/x", b"0123456789")
     (tmp_path / "a.zip").write_bytes(damage((tmp_path / "a.zip").read_bytes()))
     with pytest.raises(DownloadError, match=r"a\.zip is truncated or damaged"):
@@ -383,6 +398,24 @@ def test_a_wrong_archive_of_a_web_mirror_is_not_kept(server, tmp_path):
         origin_of([publication], tmp_path, mirror=server.url)
     server.files["set.zip"] = archive
     assert origin_of([publication], tmp_path, mirror=server.url) == "mirror:set.zip!set/ratings"
+
+
+def test_a_damaged_archive_of_an_earlier_run_is_fetched_again(server, tmp_path):
+    good = zipped(tmp_path / "x", {"set/ratings": b"good" * 9}).read_bytes()
+    url = f"{server.url}/set.zip"
+    server.files["set.zip"] = good
+    folder = tmp_path / "downloads" / hashlib.sha256(url.encode()).hexdigest()
+    folder.mkdir(parents=True)
+    (folder / "set.zip").write_bytes(good[:20])
+    assert origin_of([published(archive=Archive(name="set.zip", url=url))], tmp_path) == f"{url}!set/ratings"
+    assert (folder.with_name(folder.name + ".damaged") / "set.zip").read_bytes() == good[:20]
+
+
+def test_an_archive_that_is_damaged_twice_is_an_error(server, tmp_path):
+    server.files["set.zip"] = zipped(tmp_path / "x", {"set/ratings": b"good"}).read_bytes()[:40]
+    with pytest.raises(DownloadError, match="truncated or damaged"):
+        origin_of([published(archive=Archive(name="set.zip", url=f"{server.url}/set.zip"))], tmp_path)
+    assert len(server.log) == 2
 
 
 def test_the_package_index_comes_last(index, server, tmp_path):

@@ -7,7 +7,10 @@ import pytest
 
 from seqrec.config import IngestConfig
 from seqrec.data import readers
-from seqrec.data.readers import DamagedFileError, read_lines, seconds
+from seqrec.data.readers import DamagedFileError, blocks, delimited, parquet_files
+from seqrec.data.readers.blocks import read_lines
+from seqrec.data.readers.movielens import ML_100K_GENRES
+from seqrec.data.readers.times import seconds
 
 CSV = IngestConfig(source="csv")
 
@@ -42,7 +45,7 @@ def own(folder, text, name="events.csv", **columns):
 
 
 def test_movielens_100k(tmp_path):
-    flags = "|".join("1" if genre in ("Comedy", "Film-Noir") else "0" for genre in readers.ML_100K_GENRES)
+    flags = "|".join("1" if genre in ("Comedy", "Film-Noir") else "0" for genre in ML_100K_GENRES)
     none = "|".join("0" * 19)
     films = f"1|Café Noir (1995)|01-Jan-1995||http://x|{flags}\n2|unknown||||{none}\n3|To Tape (1996) (V)||||{flags}\n"
     paths = written(
@@ -461,7 +464,7 @@ def test_own_parquet(tmp_path):
 
 
 def test_rows_of_a_parquet_file_are_counted_across_batches(tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "BATCH_ROWS", 2)
+    monkeypatch.setattr(parquet_files, "BATCH_ROWS", 2)
     events = pl.DataFrame({"user_id": ["u"] * 5, "item_id": list("abcde"), "timestamp": [1, 2, 3, -4, 5]})
     events.write_parquet(tmp_path / "e.parquet")
     blocks = list(readers.own_files({"interactions": tmp_path / "e.parquet"}, CSV).interactions)
@@ -539,7 +542,7 @@ def test_the_size_of_a_block_changes_nothing(tmp_path, monkeypatch, size):
         HEAD + "".join(f'u{n},"a\nb ""{n}""",{n},\n' if n % 3 else f"u{n},i,{n},4\n" for n in range(60)) + "garbage\n"
     )
     whole = list(own(tmp_path, text))
-    monkeypatch.setattr(readers, "BLOCK_BYTES", size)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", size)
     parts = list(own(tmp_path, text))
     assert len(parts) > len(whole) == 1
     assert table(parts).equals(table(whole))
@@ -558,10 +561,10 @@ def test_the_size_of_a_block_changes_nothing(tmp_path, monkeypatch, size):
 )
 def test_the_fast_way_reads_the_same(tmp_path, monkeypatch, text):
     taken = []
-    regular = readers._regular
-    monkeypatch.setattr(readers, "_regular", lambda *rest: taken.append(regular(*rest)) or taken[-1])
+    regular = delimited._regular
+    monkeypatch.setattr(delimited, "_regular", lambda *rest: taken.append(regular(*rest)) or taken[-1])
     fast = list(own(tmp_path, HEAD + text))
-    monkeypatch.setattr(readers, "_regular", lambda *_: None)
+    monkeypatch.setattr(delimited, "_regular", lambda *_: None)
     slow = list(own(tmp_path, HEAD + text))
     assert taken[0] is not None
     assert table(fast).equals(table(slow))
@@ -570,7 +573,7 @@ def test_the_fast_way_reads_the_same(tmp_path, monkeypatch, text):
 
 @pytest.mark.parametrize("text", ['u,"i",1,4\n', "u,i,1\nu,i,1,4,5\n", "\nu,i,1,4\n", "u,i,1,4\n\n"])
 def test_a_block_that_is_not_regular_goes_the_slow_way(text):
-    assert readers._regular(text.encode(), 1, ("user_id", "item_id", "timestamp", "rating"), ",", 0) is None
+    assert delimited._regular(text.encode(), 1, ("user_id", "item_id", "timestamp", "rating"), ",", 0) is None
 
 
 def test_json_blocks_are_the_same_whichever_way_they_are_read(tmp_path, monkeypatch):
@@ -578,7 +581,7 @@ def test_json_blocks_are_the_same_whichever_way_they_are_read(tmp_path, monkeypa
     text = lines(objects) + '{"reviewerID": "x"\n"asin": "y"}\n'
     paths = written(tmp_path, interactions=("x_5.json", text))
     whole = list(readers.amazon_2018(paths, IngestConfig(source="amazon-2018")).interactions)
-    monkeypatch.setattr(readers, "BLOCK_BYTES", 256)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 256)
     parts = list(readers.amazon_2018(paths, IngestConfig(source="amazon-2018")).interactions)
     assert len(parts) > len(whole)
     assert table(parts).equals(table(whole))
@@ -594,8 +597,8 @@ def test_a_damaged_gzip_is_named(tmp_path, damage):
 
 
 def test_a_file_without_line_ends_does_not_fill_the_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "LONGEST_LINE", 1000)
-    monkeypatch.setattr(readers, "BLOCK_BYTES", 100)
+    monkeypatch.setattr(blocks, "LONGEST_LINE", 1000)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 100)
     (tmp_path / "x").write_bytes(b"x" * 5000)
     with pytest.raises(ValueError, match=r"x: no line end in 1,100 bytes"):
         list(read_lines(tmp_path / "x"))

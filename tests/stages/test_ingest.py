@@ -15,7 +15,8 @@ import pytest
 import seqrec
 from seqrec import artifacts
 from seqrec.config import ConfigError, IngestConfig
-from seqrec.data import readers, sources
+from seqrec.data import sources
+from seqrec.data.readers import blocks
 from seqrec.stages.ingest import ingest
 
 EVENTS = "user_id,item_id,timestamp,rating\n"
@@ -140,7 +141,7 @@ def test_without_an_items_file_the_ids_that_occur_are_the_catalogue(tmp_path):
 
 
 def test_over_many_blocks_each_user_and_item_counts_once_in_order_of_first_appearance(tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 64)
     generator = np.random.default_rng(0)
     users, items = generator.integers(0, 40, size=300), generator.integers(0, 90, size=300)
     lines = "".join(f"u{user},i{item},{time},\n" for time, (user, item) in enumerate(zip(users, items, strict=True)))

@@ -1,0 +1,37 @@
+"""The formats of the sources, each read into the two canonical tables block by block.
+
+A reader takes the files by role (`interactions`, `items`) and returns `Tables` of `Block`s: the good rows under our
+column names, the bad ones with file, line and reason. Memory is bounded by the block, except for items.
+"""
+
+from seqrec.data.readers.amazon import amazon_2014, amazon_2018, amazon_2018_ratings, amazon_2023
+from seqrec.data.readers.blocks import DamagedFileError
+from seqrec.data.readers.csv_files import own_files
+from seqrec.data.readers.gowalla import gowalla
+from seqrec.data.readers.movielens import movielens_1m, movielens_10m, movielens_100k, movielens_latest, recbole_100k
+from seqrec.data.readers.row_checks import Block, Reader, Tables
+from seqrec.data.readers.sequences_of_items import growing_prefixes, lines_of_items
+from seqrec.data.readers.steam import steam
+from seqrec.data.readers.yelp import yelp
+
+__all__ = [
+    "Block",
+    "DamagedFileError",
+    "Reader",
+    "Tables",
+    "amazon_2014",
+    "amazon_2018",
+    "amazon_2018_ratings",
+    "amazon_2023",
+    "gowalla",
+    "growing_prefixes",
+    "lines_of_items",
+    "movielens_1m",
+    "movielens_10m",
+    "movielens_100k",
+    "movielens_latest",
+    "own_files",
+    "recbole_100k",
+    "steam",
+    "yelp",
+]

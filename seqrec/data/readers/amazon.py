@@ -1,0 +1,86 @@
+"""Amazon reviews of 2014, 2018 and 2023 with their metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from seqrec.config import IngestConfig
+from seqrec.data.readers.blocks import MARKS, Frames
+from seqrec.data.readers.csv_files import events
+from seqrec.data.readers.delimited import delimited
+from seqrec.data.readers.json_lines import json_lines
+from seqrec.data.readers.row_checks import Tables, interactions, items, unescaped
+
+AMAZON_ITEM = {"asin": ("item_id", pl.String), "title": ("title", pl.String), "brand": ("brand", pl.String)}
+
+
+def amazon_2014(files: Mapping[str, Path], config: IngestConfig) -> Tables:
+    """Read JSON lines of reviews and Python-literal lines of metadata."""
+    categories = pl.List(pl.List(pl.String))
+    flat = pl.col("category").list.eval(pl.element().explode())
+    products = _products(files, {**AMAZON_ITEM, "categories": ("category", categories)}, flat, literals=True)
+    return _amazon(files, _reviews(files, literals=True), products)
+
+
+def amazon_2018(files: Mapping[str, Path], config: IngestConfig) -> Tables:
+    """Read JSON lines of reviews and of metadata."""
+    return _amazon(files, _reviews(files), _products_2018(files))
+
+
+def amazon_2018_ratings(files: Mapping[str, Path], config: IngestConfig) -> Tables:
+    """Read a CSV of ratings without a header (item, user, rating, time) and JSON lines of metadata."""
+    ratings = delimited(files["interactions"], ("item_id", "user_id", "rating", "timestamp"), ",")
+    return _amazon(files, ratings, _products_2018(files))
+
+
+def amazon_2023(files: Mapping[str, Path], config: IngestConfig) -> Tables:
+    """Read a CSV of ratings (`parent_asin`, times in milliseconds) and JSON lines of metadata."""
+    fields = {
+        "parent_asin": ("item_id", pl.String),
+        "title": ("title", pl.String),
+        "store": ("brand", pl.String),
+        "categories": ("category", pl.List(pl.String)),
+    }
+    products = _products(files, fields, pl.col("category"))
+    return _amazon(files, events(files["interactions"], {"item_id": "parent_asin"}), products)
+
+
+def _amazon(files: Mapping[str, Path], events: Frames, products: Frames | None) -> Tables:
+    found = items(products, files["items"]) if products is not None else None
+    return Tables(interactions(events, files["interactions"]), found)
+
+
+def _reviews(files: Mapping[str, Path], *, literals: bool = False) -> Frames:
+    names = {"reviewerID": "user_id", "asin": "item_id", "overall": "rating", "unixReviewTime": "timestamp"}
+    lines = json_lines(files["interactions"], dict.fromkeys(names, pl.String), literals=literals)
+    return (frame.rename(names) for frame in lines)
+
+
+def _products(
+    files: Mapping[str, Path], fields: Mapping[str, tuple[str, Any]], category: pl.Expr, *, literals: bool = False
+) -> Frames | None:
+    """Return the metadata, if there is any; `fields` maps its keys to our names and polars types."""
+    if "items" not in files:
+        return None
+    types = {key: kind for key, (_, kind) in fields.items()}
+    names = {key: name for key, (name, _) in fields.items()}
+    # The 2018 crawl has the page's script in place of some titles.
+    title = pl.when(~pl.col("title").str.contains("getTime", literal=True)).then(pl.col("title"))
+    return (
+        frame.rename(names).select(
+            *MARKS,
+            "item_id",
+            title,
+            unescaped("brand"),
+            category.list.join(", ").alias("category").pipe(unescaped),
+        )
+        for frame in json_lines(files["items"], types, literals=literals)
+    )
+
+
+def _products_2018(files: Mapping[str, Path]) -> Frames | None:
+    return _products(files, {**AMAZON_ITEM, "category": ("category", pl.List(pl.String))}, pl.col("category"))

@@ -1,0 +1,125 @@
+"""A user's own tables: CSV (also TSV and RecBole's atomic files) and Parquet."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import polars as pl
+
+from seqrec.config import IngestConfig
+from seqrec.data.readers import parquet_files
+from seqrec.data.readers.blocks import HEADER_BYTES, MARKS, Frames, read_lines
+from seqrec.data.readers.delimited import delimited, parse
+from seqrec.data.readers.row_checks import Tables, interactions, items
+
+TYPED = re.compile(r":(token|float|token_seq|float_seq)$")  # RecBole's atomic files type their headers
+MOST_COLUMNS = 4096
+RESERVED = (*MARKS, "_by", "_excess", "_seconds", "_rating")  # names that frames carry on their way
+
+
+def own_files(files: Mapping[str, Path], config: IngestConfig) -> Tables:
+    """Read a user's tables, CSV (also TSV, RecBole's atomic files, gzip) or Parquet.
+
+    `ingest.columns` maps our column names to the files'; `items.item_id` and the like hold for the items file alone.
+
+    Raises:
+        ValueError: a column is missing, or an entry of `ingest.columns` names a column of no file.
+    """
+    shared = {name: column for name, column in config.columns.items() if "." not in name}
+    of_items = {**shared, **{name[6:]: col for name, col in config.columns.items() if name.startswith("items.")}}
+    known = {column for role in ("interactions", "items") if role in files for column in header(files[role])}
+    for name, column in config.columns.items():
+        if column not in known:
+            raise ValueError(
+                f"ingest.columns.{name}: no file has a column {column!r}; there are {_listed(sorted(known))}"
+            )
+    found = items(catalogue(files["items"], of_items), files["items"]) if "items" in files else None
+    rows = events(files["interactions"], shared)
+    return Tables(interactions(rows, files["interactions"], config.time_format), found)
+
+
+def events(path: Path, columns: Mapping[str, str]) -> Frames:
+    """Yield the columns of an events file under our names; `columns` maps ours to the file's."""
+    chosen = chosen_columns(path, ("user_id", "item_id", "timestamp"), ("rating",), columns)
+    return columns_of(path, chosen)
+
+
+def catalogue(path: Path, columns: Mapping[str, str]) -> Frames:
+    """Yield all columns of an items file, those that we know under our names."""
+    known = header(path)
+    chosen = chosen_columns(path, ("item_id",), ("title",), columns)
+    ours = {column: name for name, column in columns.items() if name != "user_id"}
+    for column in known:
+        if column not in chosen.values():
+            chosen.setdefault(ours.get(column, column), column)
+    return columns_of(path, chosen)
+
+
+def chosen_columns(
+    path: Path, required: Sequence[str], optional: Sequence[str], columns: Mapping[str, str]
+) -> dict[str, str]:
+    """Return our name -> the file's, for every column of ours that the file has.
+
+    Raises:
+        ValueError: a required column is missing.
+    """
+    known, chosen = header(path), {}
+    for name in (*required, *optional):
+        column = columns.get(name, name)
+        column = column if column in known else name
+        if column in known:
+            chosen[name] = column
+        elif name in required:
+            raise ValueError(
+                f"{path.name} has no column {columns.get(name, name)!r} but {_listed(known)}: set ingest.columns.{name}"
+            )
+    return chosen
+
+
+def header(path: Path) -> list[str]:
+    """Return the column names of a CSV or Parquet file, without RecBole's types.
+
+    Raises:
+        ValueError: the file is empty or damaged, or its columns have names that cannot be used.
+    """
+    names = parquet_files.names(path) if parquet_files.is_parquet(path) else _csv_header(path)[0]
+    if len(names) > MOST_COLUMNS:
+        raise ValueError(f"{path.name} has {len(names):,} columns, more than {MOST_COLUMNS:,}: is this a table?")
+    if len(set(names)) < len(names):
+        raise ValueError(f"{path.name}: a column name appears twice in {_listed(names)}")
+    for name in set(names) & set(RESERVED):
+        raise ValueError(f"{path.name}: rename the column {name!r}: this name is reserved")
+    return list(names)
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return the first of the names, each shortened, for a message."""
+    shown = ", ".join(f"{name!r:.60}" for name in names[:20])
+    return f"[{shown}, ... {len(names) - 20:,} more]" if len(names) > 20 else f"[{shown}]"
+
+
+def _csv_header(path: Path) -> tuple[list[str], str, bool, int]:
+    """Return names, delimiter, whether fields may be quoted, and the header's line number."""
+    for lines in read_lines(path, size=HEADER_BYTES):
+        if lines.is_empty():  # a block of blank lines
+            continue
+        number, text = lines.row(0)[:2]
+        delimiter = max(",\t;|", key=text.count)
+        names, end = parse(text, delimiter)
+        if end != "closed":
+            raise ValueError(f"{path.name}: the quotes of the header do not match: {text:.80}")
+        typed = all(TYPED.search(name) for name in names)
+        return [TYPED.sub("", name.strip()) if typed else name.strip() for name in names], delimiter, not typed, number
+    raise ValueError(f"{path.name} is empty")
+
+
+def columns_of(path: Path, chosen: Mapping[str, str]) -> Frames:
+    """Yield the chosen columns (our name -> the file's)."""
+    if parquet_files.is_parquet(path):
+        yield from parquet_files.frames(path, chosen)
+        return
+    names, delimiter, quoted, number = _csv_header(path)
+    for frame in delimited(path, names, delimiter, quoted=quoted, skip=number):
+        yield frame.select(*MARKS, **{name: pl.col(column) for name, column in chosen.items()})

@@ -1,0 +1,66 @@
+"""Files with one JSON object, or one Python literal, a line."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from seqrec.data.readers.blocks import Frames, read_lines
+
+SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def json_lines(path: Path, fields: Mapping[str, Any], *, literals: bool = False) -> Frames:
+    """Yield the objects of a file with one JSON object a line; `fields` maps the keys to read to their polars types.
+
+    A missing key is null. With `literals`, a line may be a Python literal instead.
+    """
+    for lines in read_lines(path):
+        values = _decoded(lines["_text"], fields)
+        if values is not None:
+            yield lines.with_columns(values.struct.unnest())
+        else:  # at least one line is no JSON object of these types: find out which
+            rows = [_parsed(text, fields, literals) for text in lines["_text"]]
+            schema = {"_problem": pl.String, **fields}
+            yield lines.drop("_problem").hstack(pl.DataFrame(rows, schema=schema, orient="row", strict=False))
+
+
+def _decoded(texts: pl.Series, fields: Mapping[str, Any]) -> pl.Series | None:
+    try:
+        values = texts.str.json_decode(pl.Struct(dict(fields)))
+    except pl.exceptions.PolarsError:
+        return None
+    return values if len(values) == len(texts) else None
+
+
+def _parsed(text: str, fields: Mapping[str, Any], literals: bool) -> list[Any]:
+    problem = f"not a JSON object{' or Python literal' if literals else ''}"
+    try:
+        value = _object(text, literals)
+        if isinstance(value, dict):
+            return [None, *(_as_strings(value.get(name), kind) for name, kind in fields.items())]
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):  # of too deep, or numbers too long
+        pass
+    return [problem, *[None] * len(fields)]
+
+
+def _object(text: str, literals: bool) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return ast.literal_eval(text) if literals else None
+
+
+def _as_strings(value: Any, kind: Any) -> Any:
+    if isinstance(kind, pl.List):
+        return [_as_strings(part, kind.inner) for part in value] if isinstance(value, list) else None
+    if value is None or isinstance(value, bool):
+        return None if value is None else str(value).lower()
+    # A lone surrogate is legal JSON and no text; U+FFFD in an id is a problem that `row_checks` reports.
+    return SURROGATE.sub("\ufffd", str(value))

@@ -1,0 +1,124 @@
+"""Parquet files of any types, read in batches."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from seqrec.data.readers.blocks import DamagedFileError, Frames
+
+BATCH_ROWS = 1 << 20
+OURS = ("user_id", "item_id", "timestamp", "rating")  # these hold one value, never a list or a struct
+
+
+def is_parquet(path: Path) -> bool:
+    """Return whether the file begins as Parquet does."""
+    with path.open("rb") as file:
+        return file.read(4) == b"PAR1"
+
+
+def names(path: Path) -> list[str]:
+    """Return the column names.
+
+    Raises:
+        DamagedFileError: the file is truncated or damaged.
+    """
+    return list(_opened(path).schema_arrow.names)
+
+
+def frames(path: Path, chosen: Mapping[str, str]) -> Frames:
+    """Yield the chosen columns (our name -> the file's) as text, numbers, dates, or (attributes only) lists of text.
+
+    Raises:
+        DamagedFileError: the file is truncated or damaged.
+        ValueError: a column that must hold one value holds lists, structs or maps.
+    """
+    file, number = _opened(path), 1
+    for name, column in chosen.items():
+        kind = file.schema_arrow.field(column).type
+        if name in OURS and pa.types.is_nested(kind):
+            raise ValueError(f"{path.name}: column {column!r} holds {kind}, not one {name} in each row")
+    try:
+        for batch in file.iter_batches(BATCH_ROWS, columns=sorted(set(chosen.values()))):
+            yield _frame(batch, chosen, number)
+            number += len(batch)
+    except (pa.ArrowException, OSError) as error:
+        raise _damaged(path, error) from error
+
+
+def _frame(batch: pa.RecordBatch, chosen: Mapping[str, str], number: int) -> pl.DataFrame:
+    columns = {name: _series(batch.column(column)) for name, column in chosen.items()}
+    frame = pl.DataFrame(columns).with_row_index("_line", offset=number)
+    readable = [name for name, series in columns.items() if not series.dtype.is_nested()]
+    return frame.with_columns(
+        pl.col("_line").cast(pl.Int64),
+        pl.concat_str(readable, separator=",", ignore_nulls=True).alias("_text"),
+        pl.lit(None, pl.String).alias("_problem"),
+    )
+
+
+def _series(values: pa.Array) -> pl.Series:
+    """Return a column; types that are neither text, number, date nor list become text."""
+    kind = values.type
+    if pa.types.is_dictionary(kind):
+        values, kind = values.dictionary_decode(), kind.value_type
+    if pa.types.is_date(kind) or (pa.types.is_timestamp(kind) and kind.tz is None):
+        return _polars(values)
+    if pa.types.is_timestamp(kind):
+        return _polars(values.cast(pa.timestamp(kind.unit)))  # the same moments, in UTC
+    if pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind):
+        return _polars(values.cast(pa.float32()) if pa.types.is_float16(kind) else values)
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        return _from_bytes(values)
+    if pa.types.is_null(kind):
+        return pl.Series([None] * len(values), dtype=pl.String)
+    return _as_text(values)
+
+
+def _polars(values: pa.Array) -> pl.Series:
+    series = pl.from_arrow(values)
+    assert isinstance(series, pl.Series)
+    return series
+
+
+def _from_bytes(values: pa.Array) -> pl.Series:
+    """Return text; what a careless program wrote that is not UTF-8 becomes U+FFFD."""
+    try:
+        values.validate(full=True)
+    except pa.ArrowInvalid:
+        return _as_text(values.cast(pa.binary()))
+    return _polars(values)
+
+
+def _as_text(values: pa.Array) -> pl.Series:
+    found: list[Any] = values.to_pylist()
+    if pa.types.is_list(values.type) or pa.types.is_large_list(values.type):
+        lists = [None if value is None else [_text(part) for part in value] for value in found]
+        return pl.Series(lists, dtype=pl.List(pl.String))
+    return pl.Series([_text(value) for value in found], dtype=pl.String)
+
+
+def _text(value: Any) -> str | None:
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "replace")
+    return json.dumps(value, default=str) if isinstance(value, dict | list | tuple) else str(value)
+
+
+def _opened(path: Path) -> pq.ParquetFile:
+    try:
+        return pq.ParquetFile(path)
+    except (pa.ArrowException, OSError) as error:
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: Exception) -> DamagedFileError:
+    reason = str(error).partition("\n")[0]
+    return DamagedFileError(path, f"is truncated or damaged: {reason:.200}")

@@ -1,0 +1,180 @@
+"""What every row must satisfy, whatever its format: good rows get our columns and types, bad ones a reason."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import polars as pl
+
+from seqrec.config import IngestConfig
+from seqrec.data.readers.blocks import MARKS
+from seqrec.data.readers.times import seconds
+
+ENTITY = r"&(#\d{1,7}|#[xX][0-9a-fA-F]{1,6}|[A-Za-z][A-Za-z0-9]*);"
+NO_EVENTS = pl.DataFrame(
+    schema={"user_id": pl.String, "item_id": pl.String, "timestamp": pl.Int64, "row": pl.Int64, "rating": pl.Float32}
+)
+
+
+class Block(NamedTuple):
+    """Rows read together: `good` has our columns, `bad` those of the quarantine."""
+
+    good: pl.DataFrame
+    bad: pl.DataFrame
+
+
+class Tables(NamedTuple):
+    """What a reader returns; `items` is None where the source has no items file."""
+
+    interactions: Iterator[Block]
+    items: Iterator[Block] | None
+
+
+Reader = Callable[[Mapping[str, Path], IngestConfig], Tables]
+
+
+def interactions(frames: Iterable[pl.DataFrame], path: Path, time_format: str = "") -> Iterator[Block]:
+    """Check and type events: columns `user_id`, `item_id`, `timestamp`, perhaps `rating`, of any type."""
+    wrong_time = "timestamp is neither a number nor an ISO time"
+    wrong_time = f"timestamp does not have the form {time_format}" if time_format else wrong_time
+    for frame in frames:
+        rating = _ratings(frame)
+        frame = frame.with_columns(
+            _identifier(frame["user_id"]),
+            _identifier(frame["item_id"]),
+            seconds(frame["timestamp"], time_format).alias("_seconds"),
+            rating.cast(pl.Float32, strict=False).alias("_rating"),
+        )
+        bad = frame.clear()
+        if not _clean(frame):
+            frame = _with_problems(frame, rating, wrong_time)
+            bad = frame.filter(pl.col("_problem").is_not_null())
+            frame = frame.filter(pl.col("_problem").is_null())
+        good = frame.select(
+            "user_id",
+            "item_id",
+            pl.col("_seconds").alias("timestamp"),
+            pl.col("_line").alias("row"),
+            pl.col("_rating").alias("rating"),
+        )
+        yield Block(good, quarantined(bad, path.name))
+
+
+def _ratings(frame: pl.DataFrame) -> pl.Series:
+    if "rating" not in frame.columns:
+        return pl.repeat(None, len(frame), dtype=pl.String, eager=True)
+    rating = frame["rating"]
+    return rating.cast(pl.String) if rating.dtype.is_temporal() else rating  # a date is no rating
+
+
+def _clean(frame: pl.DataFrame) -> bool:
+    """Return whether nothing can be wrong with any row, which is cheaper to see than what is wrong with each."""
+    times, ratings = frame["_seconds"], frame["_rating"]
+    return (
+        frame["_problem"].null_count() == len(frame) > 0
+        and not any(frame[name].null_count() for name in ("user_id", "item_id", "_seconds", "_rating"))
+        and int(times.min()) >= 0  # type: ignore[arg-type]
+        and bool(ratings.is_finite().all())
+        and all(frame[name].str.len_bytes().min() for name in ("user_id", "item_id"))
+        and (  # `_regular` has looked
+            isinstance(frame.schema["_text"], pl.Struct)
+            or not any(frame[name].str.contains("\ufffd", literal=True).any() for name in ("user_id", "item_id"))
+        )
+    )
+
+
+def _with_problems(frame: pl.DataFrame, rating: pl.Series, wrong_time: str) -> pl.DataFrame:
+    # A column of dates or numbers has no text that could be blank.
+    blanks = {"_no_time": _blank(frame["timestamp"]), "_rated": ~_blank(rating)}
+    problem = (
+        pl.when(pl.col("_no_time"))
+        .then(pl.lit("no timestamp"))
+        .when(pl.col("_seconds").is_null())
+        .then(pl.lit(wrong_time))
+        .when(pl.col("_seconds") < 0)
+        .then(pl.lit("timestamp is negative"))
+        .when(pl.col("_rated") & ~pl.col("_rating").is_finite().fill_null(False))
+        .then(pl.lit("rating is not a number"))
+    )
+    return frame.with_columns(**blanks).with_columns(
+        pl.coalesce("_problem", _id_problem("user_id"), _id_problem("item_id"), problem).alias("_problem")
+    )
+
+
+def items(frames: Iterable[pl.DataFrame], path: Path) -> Iterator[Block]:
+    """Check items: column `item_id`, perhaps `title`, any attributes; all become stripped text, blanks become null."""
+    for frame in frames:
+        texts = [name for name in frame.columns if name not in (*MARKS, "item_id", "title")]
+        title = frame["title"] if "title" in frame.columns else pl.Series([None] * len(frame), dtype=pl.String)
+        frame = frame.select(
+            *MARKS,
+            _identifier(frame["item_id"]),
+            _cleaned(title.alias("title")),
+            *(_cleaned(frame[name]) for name in texts),
+        ).with_columns(unescaped("title"))
+        frame = frame.with_columns(pl.coalesce("_problem", _id_problem("item_id")).alias("_problem"))
+        yield Block(
+            frame.filter(pl.col("_problem").is_null()).drop(MARKS),
+            quarantined(frame.filter(pl.col("_problem").is_not_null()), path.name),
+        )
+
+
+def unescaped(column: str | pl.Expr) -> pl.Expr:
+    """Replace HTML entities that end in `;`, so that a bare `&` stays what it is."""
+    expression = pl.col(column) if isinstance(column, str) else column
+    replaced = expression.map_elements(_unescape, return_dtype=pl.String, skip_nulls=True)
+    return pl.when(expression.str.contains(ENTITY)).then(replaced).otherwise(expression)
+
+
+def _unescape(text: str) -> str:
+    return re.sub(ENTITY, lambda match: html.unescape(match[0]), text)
+
+
+def _identifier(ids: pl.Series) -> pl.Series:
+    if ids.dtype.is_float():  # whole numbers that pandas made floats because one is missing
+        ids = pl.select(pl.when(ids == ids.floor()).then(ids)).to_series().cast(pl.Int64, strict=False).alias(ids.name)
+    return ids.cast(pl.String).str.strip_chars()
+
+
+def _id_problem(name: str) -> pl.Expr:
+    column = pl.col(name)
+    return (
+        pl.when(column.is_null() | (column == ""))
+        .then(pl.lit(f"no {name}"))
+        .when(column.str.contains("\ufffd", literal=True))
+        .then(pl.lit(f"{name} is not UTF-8"))
+    )
+
+
+def _blank(values: pl.Series) -> pl.Series:
+    return values.is_null() if values.dtype != pl.String else (values.str.strip_chars() == "").fill_null(True)
+
+
+def _cleaned(values: pl.Series) -> pl.Series:
+    if isinstance(values.dtype, pl.List):
+        values = values.cast(pl.List(pl.String)).list.join(", ")
+    values = values.cast(pl.String).str.strip_chars()
+    return values.set(values == "", None)
+
+
+def quarantined(bad: pl.DataFrame, name: str) -> pl.DataFrame:
+    """Return the rows of a frame of marks as those of the quarantine; `name` is the file's."""
+    return bad.select(
+        pl.lit(name).alias("file"),
+        pl.col("_line").alias("line"),
+        pl.col("_problem").alias("reason"),
+        record_text(bad).str.slice(0, 500).alias("text"),
+    )
+
+
+def record_text(frame: pl.DataFrame) -> pl.Expr:
+    """Return the text of each record, put together again where only its fields are there."""
+    kind, text = frame.schema["_text"], pl.col("_text")
+    if not isinstance(kind, pl.Struct) or frame.is_empty():
+        return text.cast(pl.String)
+    fields = [text.struct.field(field.name) for field in kind.fields[1:]]
+    return pl.concat_str(fields, separator=frame["_text"][0]["_by"])

@@ -1,0 +1,184 @@
+"""Files in which a sequence is the order of its items: growing prefixes, and the lines of papers' repositories.
+
+Positions (0, 1, ...) take the place of times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import polars as pl
+
+from seqrec.config import IngestConfig
+from seqrec.data.readers.blocks import MARKS, Frames, read_lines
+from seqrec.data.readers.csv_files import catalogue, chosen_columns, columns_of
+from seqrec.data.readers.delimited import delimited
+from seqrec.data.readers.row_checks import NO_EVENTS, Block, Tables, interactions, items, quarantined, record_text
+
+BLANKS = r"[ \t]+"
+
+
+def growing_prefixes(files: Mapping[str, Path], config: IngestConfig) -> Tables:
+    """Read `.inter` files whose rows are `user, history, next item`: the user's longest row is the sequence.
+
+    A row that is no prefix of that sequence is bad: the histories were cut at a maximum length, and events are lost.
+    Where files `item2index` and `user2index` (id, number) lie beside them, the rows hold numbers, which become ids
+    again.
+    """
+    indices = {f"{kind}_id": files[f"{kind}2index"] for kind in ("item", "user") if f"{kind}2index" in files}
+    return Tables(
+        _prefix_blocks([files[role] for role in ("train", "valid", "test")], indices),
+        items(catalogue(files["items"], {}), files["items"]) if "items" in files else None,
+    )
+
+
+def _prefix_blocks(paths: Sequence[Path], indices: Mapping[str, Path]) -> Iterator[Block]:
+    rows = _with_longest(pl.concat([frame for path in paths for frame in _prefixes(path)]))
+    cut = ~(pl.col("longest") + " ").str.starts_with(pl.col("sequence") + " ")
+    problem = pl.when(cut).then(pl.lit("not a prefix of the user's longest sequence"))
+    rows = rows.with_columns(pl.coalesce("_problem", problem).alias("_problem"))
+    for (name,), bad in rows.filter(pl.col("_problem").is_not_null()).group_by("_file", maintain_order=True):
+        yield Block(NO_EVENTS, quarantined(bad, str(name)))
+    sequences = rows.filter(pl.col("_problem").is_null()).unique("user_id", keep="first", maintain_order=True)
+    found = _exploded(sequences.select("user_id", pl.col("longest").str.split(" ").alias("item_id")), first=1)
+    for column, path in indices.items():
+        found = _with_ids(found, column, path)
+    yield from interactions(iter([found]), paths[0])
+
+
+def _prefixes(path: Path) -> Frames:
+    chosen = chosen_columns(path, ("user_id", "item_id", "history"), (), {"history": "item_id_list"})
+    for frame in columns_of(path, chosen):
+        yield frame.with_columns(record_text(frame).alias("_text"), pl.lit(path.name).alias("_file"))
+
+
+def _with_longest(rows: pl.DataFrame) -> pl.DataFrame:
+    rows = rows.with_columns(
+        pl.col("user_id").str.strip_chars(),
+        pl.concat_str("history", pl.lit(" "), "item_id")
+        .str.strip_chars()
+        .str.replace_all(r"\s+", " ")
+        .alias("sequence"),
+    )
+    length = pl.col("sequence").str.count_matches(" ", literal=True)
+    return rows.with_columns(pl.col("sequence").sort_by(length).last().over("user_id").alias("longest"))
+
+
+def _exploded(sequences: pl.DataFrame, first: int) -> pl.DataFrame:
+    """Return one event for each item of the lists in `item_id`; `_line` counts the events from `first`."""
+    found = sequences.with_columns(pl.int_ranges(pl.col("item_id").list.len()).alias("timestamp"))
+    return (
+        found.explode("item_id", "timestamp")
+        .with_row_index("_line", offset=first)
+        .with_columns(
+            pl.col("_line").cast(pl.Int64),
+            pl.col("item_id").alias("_text"),
+            pl.lit(None, pl.String).alias("_problem"),
+        )
+    )
+
+
+def _with_ids(found: pl.DataFrame, column: str, path: Path) -> pl.DataFrame:
+    found = found.join(_index(path, column), on=column, how="left", maintain_order="left")
+    unknown = pl.when(pl.col("_id").is_null()).then(pl.lit(f"{column} is not in {path.name}"))
+    found = found.with_columns(pl.coalesce("_problem", unknown).alias("_problem"), pl.col("_id").alias(column))
+    return found.drop("_id")
+
+
+def _index(path: Path, column: str) -> pl.DataFrame:
+    """Return `_id` and number of an index file.
+
+    Raises:
+        ValueError: a line is malformed, or repeats an id or a number, which would merge or double events.
+    """
+    index = pl.concat(list(delimited(path, ("_id", column), "\t")) or [pl.DataFrame(schema=["_id", column])])
+    stripped = index.with_columns(pl.col("_id", column).str.strip_chars())
+    empty = pl.any_horizontal((pl.col(name).fill_null("") == "") for name in ("_id", column))
+    repeated = pl.any_horizontal(pl.col(name).is_duplicated() for name in ("_id", column))
+    problem = pl.coalesce(
+        "_problem",
+        pl.when(empty).then(pl.lit("no id or no number")),
+        pl.when(repeated).then(pl.lit("this id or this number appears twice")),
+    )
+    bad = stripped.with_columns(problem.alias("_problem")).filter(pl.col("_problem").is_not_null())
+    if not bad.is_empty():
+        line, reason = bad.sort("_line").row(0, named=True)["_line"], bad.sort("_line")["_problem"][0]
+        raise ValueError(f"{path.name}: {len(bad):,} of {len(index):,} lines are wrong; line {line}: {reason}")
+    return stripped.select("_id", column)
+
+
+def lines_of_items(files: Mapping[str, Path], config: IngestConfig) -> Tables:
+    """Read lines without a header: `user item item ...`, one line a user, or `user item`, one line an event in order.
+
+    `ingest.lines` says which (`sequences` or `pairs`); if it is empty, the first block decides.
+
+    Raises:
+        ValueError: the first block may be either.
+    """
+    path = files["interactions"]
+    kind = config.lines or _kind(path)
+    return Tables(
+        _sequence_blocks(path) if kind == "sequences" else interactions(_pairs(path), path),
+        items(catalogue(files["items"], {}), files["items"]) if "items" in files else None,
+    )
+
+
+def _kind(path: Path) -> str:
+    for frame in _words(path):
+        if frame.is_empty():
+            continue
+        longer = frame["words"].list.len().max() > 2
+        repeated = frame["words"].list.first().n_unique() < len(frame)
+        if longer != repeated:
+            return "sequences" if longer else "pairs"
+        why = "some have more than one item, and users repeat" if longer else "each has one item, and no user repeats"
+        raise ValueError(f"{path.name}: the lines may be sequences or pairs ({why}): set ingest.lines")
+    raise ValueError(f"{path.name} is empty")
+
+
+def _words(path: Path) -> Frames:
+    for lines in read_lines(path):
+        words = pl.col("_text").str.strip_chars().str.replace_all(BLANKS, " ").str.split(" ")
+        yield lines.with_columns(words.alias("words"))
+
+
+def _sequence_blocks(path: Path) -> Iterator[Block]:
+    seen: set[str] = set()
+    events_so_far = 0
+    for frame in _words(path):
+        frame = frame.with_columns(pl.col("words").list.first().alias("user_id"))
+        again = ~frame["user_id"].is_first_distinct() | frame["user_id"].is_in(list(seen))
+        seen.update(frame["user_id"])
+        frame = frame.with_columns(
+            pl.when(pl.col("words").list.len() < 2)
+            .then(pl.lit("no items after the user"))
+            .when(again)
+            .then(pl.lit("the user has a line before this one"))
+            .when(pl.col("_text").str.contains("\ufffd", literal=True))
+            .then(pl.lit("not UTF-8"))
+            .alias("_problem")
+        )
+        good = frame.filter(pl.col("_problem").is_null())
+        found = _exploded(good.select("user_id", pl.col("words").list.slice(1).alias("item_id")), events_so_far + 1)
+        events_so_far += len(found)
+        yield Block(NO_EVENTS, quarantined(frame.filter(pl.col("_problem").is_not_null()), path.name))
+        yield from interactions(iter([found]), path)
+
+
+def _pairs(path: Path) -> Frames:
+    counts = pl.DataFrame(schema={"user_id": pl.String, "before": pl.Int64})
+    for frame in _words(path):
+        frame = frame.select(
+            *MARKS,
+            pl.col("words").list.get(0).alias("user_id"),
+            pl.col("words").list.get(1, null_on_oob=True).alias("item_id"),
+            pl.when(pl.col("words").list.len() != 2).then(pl.lit("not a user and an item")).alias("_wrong"),
+        ).with_columns(pl.coalesce("_problem", "_wrong").alias("_problem"))
+        fine = pl.col("_problem").is_null().cast(pl.Int64)
+        frame = frame.join(counts, on="user_id", how="left", maintain_order="left").with_columns(
+            (pl.col("before").fill_null(0) + fine.cum_sum().over("user_id") - fine).alias("timestamp")
+        )
+        fresh = frame.group_by("user_id").agg(fine.sum().alias("before"))
+        counts = pl.concat([counts, fresh]).group_by("user_id").agg(pl.col("before").sum())
+        yield frame.select(*MARKS, "user_id", "item_id", "timestamp")

@@ -1,0 +1,59 @@
+"""Times of any published form as seconds since 1970, UTC."""
+
+from __future__ import annotations
+
+import polars as pl
+
+PER_SECOND = {"ms": 10**3, "us": 10**6, "ns": 10**9}
+DAY_S = 86_400
+
+
+def seconds(times: pl.Series, time_format: str = "") -> pl.Series:
+    """Return int64 seconds since 1970, UTC; null where a value is no time.
+
+    Numbers are epoch seconds, milliseconds, microseconds or nanoseconds by their size (1e11 s is the year 5138). Text
+    is such a number or an ISO 8601 time; one without an offset is UTC. With `time_format` (the directives of strptime)
+    numbers and text are in that form and in no other.
+    """
+    if times.dtype == pl.Date:
+        return times.cast(pl.Int64) * DAY_S
+    if isinstance(times.dtype, pl.Datetime):
+        return times.to_physical() // PER_SECOND[times.dtype.time_unit]
+    if time_format:
+        text = times.cast(pl.String).str.strip_chars()
+        return _parsed(text.str.replace("[zZ]$", "+0000") if time_format.endswith("%z") else text, time_format)
+    if times.dtype == pl.String:
+        times = times.str.strip_chars()
+    whole = _whole_numbers(times)
+    t = pl.col("t")
+    micro_or_nano = pl.when(t >= 10**17).then(t // 10**9).otherwise(t // 10**6)
+    scaled = pl.when(t >= 10**14).then(micro_or_nano).when(t >= 10**11).then(t // 10**3).otherwise(t)
+    whole = pl.DataFrame({"t": whole}).select(scaled).to_series()
+    return whole.fill_null(_iso_seconds(times)) if times.dtype == pl.String and whole.null_count() else whole
+
+
+def _whole_numbers(times: pl.Series) -> pl.Series:
+    if times.dtype.is_float():
+        whole = pl.Series(dtype=pl.Int64).extend_constant(None, len(times))
+    else:
+        whole = times.cast(pl.Int64, strict=False)
+    if whole.null_count():
+        fraction = times.cast(pl.Float64, strict=False)
+        fraction = fraction.set(~fraction.is_finite().fill_null(True), None)
+        whole = whole.fill_null(fraction.floor().cast(pl.Int64, strict=False))
+    return whole
+
+
+def _iso_seconds(times: pl.Series) -> pl.Series:
+    text = times.str.replace(r"^(\d{4}-\d\d-\d\d) ", "${1}T").str.replace("[zZ]$", "+00:00")
+    parsed = _parsed(text, "%Y-%m-%dT%H:%M:%S%.f%:z")
+    for pattern in ("%Y-%m-%dT%H:%M:%S%.f", "%Y-%m-%dT%H:%M", "%Y-%m-%d"):
+        parsed = parsed.fill_null(_parsed(text, pattern))
+    return parsed
+
+
+def _parsed(text: pl.Series, pattern: str) -> pl.Series:
+    if not any(directive in pattern for directive in ("%H", "%I", "%c", "%X")):
+        return text.str.to_date(pattern, strict=False).cast(pl.Int64) * DAY_S
+    zone = "UTC" if "z" in pattern else None
+    return text.str.to_datetime(pattern, strict=False, time_unit="us", time_zone=zone).dt.epoch("s")
