@@ -81,6 +81,7 @@ class Recommendation(BaseModel):
     """The best items, and what was done to give any."""
 
     items: list[str] = Field(description="best first")
+    titles: list[str] = Field(description="of the items, as the model knows them; empty where it has none")
     scores: list[float]
     source: str = Field(description="the model, or popularity where no item of the history is known")
     unknown: int = Field(description="events of the history that the model does not know")

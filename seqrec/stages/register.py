@@ -105,7 +105,7 @@ def register(
         reports: holds `<model>/` of models and baselines; gets leaderboard.json, leaderboard.csv, curves.csv, and
             index.html, a page that needs no other file.
         sequences: the prepared dataset.
-        data: holds source.json, and items.parquet with the titles that the page shows.
+        data: holds source.json.
         params: all of params.yaml, to be logged.
         config: section `register`.
         pipeline_run: the id that an orchestrator gave its run, to be a tag of the parent.
@@ -123,7 +123,7 @@ def register(
     best = next(entry for entry in entries if entry.row is best_model(rows))
     _write_leaderboard(reports, split, rows)
     write_curves(reports / CURVES_CSV, {entry.name: entry.history for entry in entries if entry.history})
-    shown = _examples(entries, best, reports, sequences, data, config)
+    shown = _examples(entries, best, reports, sequences, config)
     with _explained(reports, config):
         tracker = _connect(split, data, config)
         parent = _open_parent(tracker, entries, params)
@@ -179,7 +179,7 @@ def _write_leaderboard(
 
 
 def _examples(
-    entries: Sequence[Entry], best: Entry, reports: Path, sequences: Path, data: Path, config: RegisterConfig
+    entries: Sequence[Entry], best: Entry, reports: Path, sequences: Path, config: RegisterConfig
 ) -> Examples:
     checkpoints = {entry.name: entry.checkpoint for entry in entries}
     return examples.choose(
@@ -187,7 +187,6 @@ def _examples(
         checkpoints=checkpoints,
         reports=reports,
         sequences=sequences,
-        data=data,
         number=config.examples,
         seed=config.seed,
     )
@@ -294,7 +293,7 @@ def _log_entry(tracker: Tracker, entry: Entry, parent: Run, sequences: Path, sho
         client.log_text(run_id, page, FIGURES)
     model_id = None
     if entry.checkpoint is not None:
-        model_id = registry.log_model(client, run, checkpoint=entry.checkpoint, sequences=sequences).model_id
+        model_id = registry.log_model(client, run, checkpoint=entry.checkpoint).model_id
     runs.log_metrics(client, run, entry.metrics, model_id)
     client.set_terminated(run_id)
     client.set_tag(run_id, COMPLETE, entry.content)
@@ -319,7 +318,7 @@ def _gate(tracker: Tracker, best: Entry, run: Run, sequences: Path, config: Regi
         f"seqrec.{runs.metric_name(SELECTION)}": str(best.row[SELECTION]),
         **registry.guard_tags(best.metrics),
     }
-    model = registry.log_model(tracker.client, run, checkpoint=best.checkpoint, sequences=sequences)
+    model = registry.log_model(tracker.client, run, checkpoint=best.checkpoint)
     description = model_card(best.card, best.metrics, tracker.split, tracker.source)
     version = registry.create_version(tracker.client, name, model, tags, description)
     tracker.client.set_registered_model_alias(name, registry.CANDIDATE, version.version)

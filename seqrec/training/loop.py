@@ -6,6 +6,7 @@ All data is on the device; a batch is a few gathers. One step never waits for th
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import json
 import logging
 import math
@@ -222,20 +223,25 @@ def train(
     epochs: Mapping[str, int] | None = None,
     earlier_seconds: float = 0.0,
     experiment: str = EXPERIMENT,
+    files: Mapping[str, bytes] | None = None,
 ) -> dict[str, float]:
     """Run the phases of `stage` and write weights, card and history to `output`; return the figures of the run.
 
     `log` gets the record of every epoch in place of MLflow; what it raises ends the training, the state stays.
     `content` names what else the result depends on; `finish` is done to the model between training and saving;
     `epochs`: see `fit`; the card's seconds count `earlier_seconds` too, those of the weights it starts from;
-    `experiment` is MLflow's.
+    `experiment` is MLflow's; `files` belong to the model, see `save_model`.
 
     Raises:
         ConfigError: `resume` was asked for and no state matches.
     """
-    files = [folder / file for folder in inputs for file in (SPLIT_CARD, WEIGHTS, TOKENS) if (folder / file).exists()]
+    read = (SPLIT_CARD, WEIGHTS, TOKENS)
+    hashed = [folder / file for folder in inputs for file in read if (folder / file).exists()]
+    belongings = [f"{name} {hashlib.sha256(file).hexdigest()}" for name, file in (files or {}).items()]
     # two sets of options may start from the same weights (dropout has none), so the options count as well
-    identity = fingerprint(stage, (name, type(model).__name__, model.options, filter_seen, config, *content), *files)
+    identity = fingerprint(
+        stage, (name, type(model).__name__, model.options, filter_seen, config, *content, *belongings), *hashed
+    )
     resume_state = ResumeState(state, identity)
     if (finished := _finished(output, identity)) is not None:
         logger.info("%s of %s: %s already holds the result of exactly this training", stage, name, output)
@@ -273,7 +279,7 @@ def train(
             "filter_seen": filter_seen,
             "median_gap": sequences.median_gap(data),
         }
-        save_model(output, model, facts)
+        save_model(output, model, facts, files)
         write_text(output / HISTORY, "".join(json.dumps(record) + "\n" for record in history))
         resume_state.delete()
     return values

@@ -20,6 +20,7 @@ from seqrec.serving import http
 from seqrec.serving.recommender import Recommender
 from seqrec.tracking import registry, runs
 from seqrec.tracking.runs import TrackingError
+from seqrec.training.cards import catalogue_files
 from seqrec.training.checkpoint import build, save_model
 
 ITEMS = [f"i{number}" for number in range(1, 13)]
@@ -32,11 +33,12 @@ def folder(tmp_path_factory):
     torch.manual_seed(0)
     config = ModelConfig(architecture="sasrec", options={"length": 6, "d_model": 8, "layers": 1})
     model = build(config, Catalogue(num_items=len(ITEMS), num_users=2, length=6))
-    save_model(folder, model, {"model": "sasrec", "fingerprint": "f", "filter_seen": True})
     numbers = list(range(1, len(ITEMS) + 1))
     vocabulary = {"item": numbers, "item_id": ITEMS, "count": numbers}
     pq.write_table(pa.table(vocabulary, schema=VOCABULARY_SCHEMA), folder / "vocabulary.parquet")
     pq.write_table(pa.table({"user": [1, 2], "user_id": ["a", "b"]}, schema=USERS_SCHEMA), folder / "users.parquet")
+    facts = {"model": "sasrec", "fingerprint": "f", "filter_seen": True}
+    save_model(folder, model, facts, catalogue_files(folder))
     return folder
 
 
@@ -59,7 +61,7 @@ def run(client, config):
 def model(client, run, folder):
     experiment = run.info.experiment_id
     client.create_logged_model(experiment, "sasrec", run.info.run_id)  # what a killed call leaves
-    return registry.log_model(client, run, checkpoint=folder, sequences=folder)
+    return registry.log_model(client, run, checkpoint=folder)
 
 
 def files(model):
@@ -70,7 +72,7 @@ def test_a_half_written_model_is_replaced_and_a_complete_one_is_kept(client, run
     (found,) = client.search_logged_models([run.info.experiment_id])
 
     assert found.model_id == model.model_id
-    assert registry.log_model(client, run, checkpoint=folder, sequences=folder).model_id == model.model_id
+    assert registry.log_model(client, run, checkpoint=folder).model_id == model.model_id
 
 
 def test_nothing_in_the_model_is_a_pickle(model):
