@@ -42,7 +42,7 @@ from seqrec.config import RegisterConfig
 from seqrec.evaluation.leaderboard import LEADERBOARD, SELECTION, Row, best_model, build, write_csv, write_curves
 from seqrec.tracking import registry, runs
 from seqrec.tracking.model_card import model_card
-from seqrec.tracking.runs import FINGERPRINT, PIPELINE_RUN, TrackingError
+from seqrec.tracking.runs import FINGERPRINT, PIPELINE_RUN, TrackingError, explained, registering
 
 logger = logging.getLogger(__name__)
 
@@ -124,14 +124,14 @@ def register(
     _write_leaderboard(reports, split, rows)
     write_curves(reports / CURVES_CSV, {entry.name: entry.history for entry in entries if entry.history})
     shown = _examples(entries, best, reports, sequences, config)
-    with _explained(reports, config):
+    with registering(config, split["dataset"]), _explained(reports, config):
         tracker = _connect(split, data, config)
         parent = _open_parent(tracker, entries, params)
         if pipeline_run:
             tracker.client.set_tag(parent.info.run_id, PIPELINE_RUN, pipeline_run)
         _check_artifacts(tracker.client, parent, reports / LEADERBOARD)
-        runs = {entry.name: _log_entry(tracker, entry, parent, sequences, shown) for entry in entries}
-        outcome = _gate(tracker, best, runs[best.name], sequences, config)
+        runs = {entry.name: _log_entry(tracker, entry, parent, shown) for entry in entries}
+        outcome = _gate(tracker, best, runs[best.name], config)
         for entry in entries:
             entry.row["candidate"] = entry is best
             entry.row["champion"] = entry.fingerprint == outcome["champion"]
@@ -202,13 +202,11 @@ def _page(reports: Path, entries: Sequence[Entry], shown: Examples) -> str:
 def _explained(reports: Path, config: RegisterConfig) -> Iterator[None]:
     """Turn MLflow's failures into one error that says what is done already and what to do next."""
     try:
-        yield
-    except (MlflowException, TrackingError) as error:
-        reason = str(error)
-        if not isinstance(error, TrackingError):
-            reason = f"register.tracking_uri: {runs.tracking_uri(config)} failed: {reason}"
+        with explained(config):
+            yield
+    except TrackingError as error:
         raise TrackingError(
-            f"{reason}. {reports / LEADERBOARD} is written; `seqrec register` will import everything else"
+            f"{error}. {reports / LEADERBOARD} is written; `seqrec register` will import everything else"
         ) from error
 
 
@@ -272,7 +270,7 @@ def _check_artifacts(client: MlflowClient, run: Run, path: Path) -> None:
         raise TrackingError(f"register.tracking_uri: {run.info.artifact_uri} gave back another {path.name}")
 
 
-def _log_entry(tracker: Tracker, entry: Entry, parent: Run, sequences: Path, shown: Examples) -> Run:
+def _log_entry(tracker: Tracker, entry: Entry, parent: Run, shown: Examples) -> Run:
     """Return the entry's run, complete: settings, dataset, curves, figures, report, model and final values."""
     client = tracker.client
     seconds = float(entry.card.get("seconds", 0.0))
@@ -307,7 +305,7 @@ def _describe(tracker: Tracker, run: Run, tags: Mapping[str, str]) -> None:
     tracker.client.log_batch(run.info.run_id, tags=entities)
 
 
-def _gate(tracker: Tracker, best: Entry, run: Run, sequences: Path, config: RegisterConfig) -> dict[str, Any]:
+def _gate(tracker: Tracker, best: Entry, run: Run, config: RegisterConfig) -> dict[str, Any]:
     """Register `best` as the candidate and return what became of it, as leaderboard.json says it."""
     assert best.checkpoint is not None
     name = f"seqrec-{tracker.split['dataset']}"

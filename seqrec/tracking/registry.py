@@ -36,6 +36,7 @@ from seqrec.tracking.runs import (
     TrackingError,
     connect,
     experiment,
+    explained,
     first_line,
     log_history,
     log_params,
@@ -287,7 +288,8 @@ def champion_version(*, dataset: str, config: RegisterConfig) -> str:
     Raises:
         TrackingError: the server does not answer.
     """
-    champion = find_champion(connect(config), f"seqrec-{dataset}")
+    with explained(config):
+        champion = find_champion(connect(config), f"seqrec-{dataset}")
     return "" if champion is None else str(champion.version)
 
 
@@ -304,7 +306,8 @@ def fetch_champion(*, dataset: str, folder: Path, config: RegisterConfig) -> str
     """
     client, name = connect(config), f"seqrec-{dataset}"
     folder.mkdir(parents=True, exist_ok=True)
-    evaluated = find_evaluated(client, name)
+    with explained(config):
+        evaluated = find_evaluated(client, name)
     if evaluated is None:
         return ""
     fetch(f"models:/{name}/{evaluated.version}", folder, config)

@@ -82,7 +82,9 @@ def refit(
         resume=resume,
         experiment=config.experiment,
     )
-    version = registry.register_refit(client, evaluated, checkpoint=refitted, history=_history(refitted), config=config)
+    with runs.registering(config, dataset), runs.explained(config):
+        history = _history(refitted)
+        version = registry.register_refit(client, evaluated, checkpoint=refitted, history=history, config=config)
     logger.info("version %s of %s, a refit of version %s, is the champion", version.version, name, evaluated.version)
     return {**values, "version": float(version.version)}
 

@@ -168,6 +168,40 @@ def test_a_registry_that_fails_leaves_the_old_champion(recommender):
         assert ask(address, history=["i1"]).json()["version"] == "1"
 
 
+def test_a_version_that_cannot_be_loaded_is_told_and_tried_again(recommender, caplog):
+    newest, broken = ["1"], [True]
+
+    def load():
+        if newest[0] == "2" and broken[0]:
+            raise KeyError("filter_seen")
+        return recommender
+
+    def health(address, status):
+        for _ in range(1000):
+            state = requests.get(f"{address}/health", timeout=10).json()
+            if (state["status"] == status and state["version"] == newest[0]) or status == "behind" == state["status"]:
+                return state
+            time.sleep(0.01)
+        raise AssertionError(state)
+
+    with running(http.app(load, lambda: newest[0], poll_s=0.01)) as address:
+        assert health(address, "ok")["problem"] == ""
+        newest[0] = "2"
+        assert health(address, "behind") | {"items": 0, "users": 0} == {
+            "status": "behind",
+            "model": "sasrec",
+            "version": "1",
+            "items": 0,
+            "users": 0,
+            "problem": "KeyError: 'filter_seen'",
+        }
+        assert ask(address, history=["i1"]).json()["version"] == "1"
+        time.sleep(0.1)  # ten more looks
+        assert sum("version 1 stays" in record.getMessage() for record in caplog.records) == 1
+        broken[0] = False
+        assert health(address, "ok")["problem"] == ""
+
+
 def test_a_pass_that_fails_is_a_503_and_the_next_one_works(recommender):
     class Once:
         failed = False
@@ -193,7 +227,8 @@ def test_health_and_metrics_tell_what_was_served(recommender):
         health = requests.get(f"{address}/health", timeout=10).json()
         lines = requests.get(f"{address}/metrics", timeout=10).text.splitlines()
 
-    assert health == {"status": "ok", "model": "sasrec", "version": "7", "items": 40, "users": 60}
+    expected = {"status": "ok", "model": "sasrec", "version": "7", "items": 40, "users": 60, "problem": ""}
+    assert health == expected
     assert 'seqrec_requests_total{source="sasrec"} 1.0' in lines
     assert 'seqrec_requests_total{source="popularity"} 1.0' in lines
     assert "seqrec_unknown_events_total 2.0" in lines
