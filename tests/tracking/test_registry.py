@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from models.base import Catalogue
+from seqrec.__main__ import main
 from seqrec.artifacts import CASES_SCHEMA, USERS_SCHEMA, VOCABULARY_SCHEMA
 from seqrec.commands import registry as registry_command
 from seqrec.config import ConfigError, ModelConfig, RegisterConfig
@@ -294,12 +295,31 @@ def test_promotions_by_hand_are_audited_and_rolled_back(client, run, model, tmp_
         assert entry in printed
 
 
+def test_show_marks_candidate_and_champion(client, run, model, tmp_path, config, capsys, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", config.tracking_uri)
+    monkeypatch.setenv("COLUMNS", "200")
+    name = "seqrec-shown"
+    first = register(client, run, model, tmp_path, name, [2, 2])
+    second = register(client, run, model, tmp_path, name, [2, 2], **{registry.WEIGHTS_TAG: "other"})
+    registry.promote(client, first, cases(2, 2), config)
+
+    def shown():
+        assert main(["registry", "show", "--dataset", "shown"]) == 0
+        lines = [line.split("│") for line in capsys.readouterr().out.splitlines() if "│" in line]
+        return [(cells[1].strip(), cells[4].strip()) for cells in lines]
+
+    client.set_registered_model_alias(name, registry.CANDIDATE, second.version)
+    assert shown() == [("1", "champion"), ("2", "candidate")]
+    client.set_registered_model_alias(name, registry.CANDIDATE, first.version)
+    assert shown() == [("1", "candidate, champion"), ("2", "")]
+
+
 @pytest.mark.parametrize(
     ("actions", "dataset", "message"),
     [
         (["promote"], "bad", "no version 0"),
         (["rollback"], "bad", "no champion before"),
-        (["delete"], "bad", "one of show, promote, rollback"),
+        (["delete"], "bad", "one of show, promote, rollback, relocate"),
         (["show"], "unheard-of", "seqrec-unheard-of is not registered"),
     ],
 )
