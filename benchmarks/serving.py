@@ -24,7 +24,6 @@ from pathlib import Path
 import requests
 
 from benchmarks import meter
-from seqrec.artifacts import USERS, VOCABULARY
 from seqrec.data import sequences
 
 BODIES = 500
@@ -97,8 +96,6 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory, socket.socket() as free:
         folder = Path(directory)
         saved = Path(shutil.copytree(arguments.saved, folder / "model"))
-        for name in (VOCABULARY, USERS):
-            shutil.copyfile(arguments.sequences / name, saved / name)
         (folder / "bodies").write_text(bodies(arguments.sequences), encoding="utf-8")
         script = folder / "script.lua"
         script.write_text(SCRIPT % (folder / "bodies"), encoding="utf-8")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import polars as pl
 
-from seqrec.artifacts import INTERACTIONS, ITEMS, SPLIT_CARD, USERS, VOCABULARY, read_json, sha256, write_json
+from seqrec.artifacts import INTERACTIONS, ITEMS, SPLIT_CARD, read_json, sha256, write_json
 from seqrec.config import EvaluateConfig, FinetuneConfig, IngestConfig, ModelConfig, PrepareConfig, PretrainConfig
 from seqrec.stages.evaluate import evaluate
 from seqrec.stages.finetune import finetune
@@ -85,8 +85,6 @@ def main() -> None:
     trained(out / "before", first, before, arguments.length, None)
     champion = out / "champion"
     shutil.copytree(out / "before" / "finetuned", champion, dirs_exist_ok=True)
-    for name in (VOCABULARY, USERS):
-        shutil.copyfile(first / name, champion / name)
     config = FinetuneConfig(epochs=arguments.epochs, **settings)
     results = {
         start: trained(out / start, second, config, arguments.length, champion if start == "warm" else None)

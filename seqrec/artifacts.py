@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -85,6 +85,7 @@ VOCABULARY_SCHEMA = pa.schema(
         pa.field("count", pa.int64(), nullable=False),  # events in train; 0 = cold
     ]
 )
+MODEL_VOCABULARY_SCHEMA = VOCABULARY_SCHEMA.append(pa.field("title", pa.string()))  # of a model's own copy
 USERS_SCHEMA = pa.schema(
     [pa.field("user", pa.int32(), nullable=False), pa.field("user_id", pa.string(), nullable=False)]
 )
@@ -118,14 +119,6 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in `path`."""
     content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return content
-
-
-def read_titles(items: Path, wanted: Collection[str]) -> dict[str, str]:
-    """Return the titles of the item ids `wanted` that have one; none where there is no file `items`."""
-    if not items.is_file():
-        return {}
-    table = pq.read_table(items, columns=["item_id", "title"], filters=[("item_id", "in", list(wanted))])
-    return {row["item_id"]: row["title"] for row in table.to_pylist() if row["title"]}
 
 
 def facts(*folders: Path) -> dict[str, str | float]:

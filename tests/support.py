@@ -25,6 +25,7 @@ from seqrec.data import sequences
 from seqrec.stages.finetune import finetune
 from seqrec.stages.prepare import prepare
 from seqrec.stages.pretrain import pretrain
+from seqrec.training.cards import catalogue_files
 from seqrec.training.checkpoint import load_model, save_model
 
 # Facts about an architecture that its class does not tell; one that is not named has none.
@@ -122,9 +123,8 @@ def prepare_rows(folder: Path, rows: list[tuple[str, str, int]], **config) -> Pa
 def save(architecture, prepared, folder, **card):
     data = sequences.load(prepared)
     model = make_model(architecture, num_items=data.num_items, num_users=data.num_users)
-    save_model(folder, model, {"filter_seen": True, **card})
-    for name in ("vocabulary.parquet", "users.parquet"):
-        (folder / name).write_bytes((prepared / name).read_bytes())
+    items = prepared.parent / artifacts.ITEMS
+    save_model(folder, model, {"filter_seen": True, **card}, catalogue_files(prepared, items))
     return folder
 
 

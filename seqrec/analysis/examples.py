@@ -16,10 +16,10 @@ from torch import Tensor
 from models.base import PAD, Batch, SequenceModel
 from seqrec.analysis import attribution, strec_sparsity
 from seqrec.analysis.strec_sparsity import Point
-from seqrec.artifacts import CASES, ITEMS, RECOMMENDATIONS, read_titles
+from seqrec.artifacts import CASES, RECOMMENDATIONS
 from seqrec.data import sequences as prepared
 from seqrec.data.sequences import Sequences
-from seqrec.training import checkpoint
+from seqrec.training import cards, checkpoint
 
 FOUND = 10  # the target's rank, at most, where a model found it
 
@@ -66,7 +66,6 @@ def choose(
     checkpoints: Mapping[str, Path | None],
     reports: Path,
     sequences: Path,
-    data: Path,
     number: int,
     seed: int,
 ) -> Examples:
@@ -74,10 +73,9 @@ def choose(
 
     Args:
         leader: key of a model.
-        checkpoints: of each model; None for a baseline.
+        checkpoints: of each model, the leader's with the titles that are shown; None for a baseline.
         reports: holds `<model>/` with cases and recommendations.
         sequences: the prepared dataset.
-        data: holds items.parquet, whose titles are taken, if it is there.
         number: of users; there are fewer where fewer have a history and a test case.
         seed: of the draw.
     """
@@ -111,7 +109,7 @@ def choose(
         )
         for row, one in enumerate(user.tolist())
     ]
-    return Examples(users=users, names=_names(users, sequences, data / ITEMS), masked=masked, sparse=sparse)
+    return Examples(users=users, names=_names(users, sequences, checkpoints[leader]), masked=masked, sparse=sparse)
 
 
 def _first_cases(report: Path) -> Columns:
@@ -164,9 +162,9 @@ def _first_maps(model: SequenceModel, batch: Batch) -> Maps | None:
     return None if maps is None else (maps[0][0].tolist(), maps[1][0].tolist())
 
 
-def _names(users: Sequence[Example], sequences: Path, items: Path) -> dict[int, str]:
+def _names(users: Sequence[Example], sequences: Path, saved: Path | None) -> dict[int, str]:
     lists = (opinion.best for user in users for opinion in user.opinions.values())
     wanted = sorted({user.target for user in users}.union(*lists, *(user.history for user in users)))
     item_ids = prepared.read_vocabulary(sequences)[0]
-    titles = read_titles(items, [item_ids[item - 1] for item in wanted])
+    titles = {} if saved is None else cards.read_titles(saved)
     return {item: titles.get(item_ids[item - 1], item_ids[item - 1]) for item in wanted}

@@ -11,12 +11,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from seqrec.artifacts import ITEMS, read_titles
 from seqrec.config import RegisterConfig
 from seqrec.data import sequences as prepared
 from seqrec.evaluation import ranking
 from seqrec.serving.recommender import CHAMPION_URI, POPULARITY, Recommender, Request, located
-from seqrec.training import checkpoint
+from seqrec.training import cards, checkpoint
 
 BESIDE = "beside an event: by how much the first item's score drops when it is left out"
 ROWS = 8_192  # users in memory at once
@@ -38,7 +37,6 @@ def recommend(
     user: str = "",
     exclude: str = "",
     saved: str = "",
-    data: Path = Path("data"),
     explain: bool = False,
 ) -> None:
     """Print the best items after a history.
@@ -51,7 +49,6 @@ def recommend(
         user: user id.
         exclude: item ids not to show, with commas between them.
         saved: asked in the champion's place: a folder with weights, card, vocabulary and users, or models:/NAME/N.
-        data: folder of ingest; its titles are shown, if it is there.
         explain: say by how much the first item's score drops when an event of the history is left out.
 
     Raises:
@@ -60,7 +57,7 @@ def recommend(
     recommender = Recommender.load(saved or CHAMPION_URI.format(dataset=dataset), config)
     request = Request(history=_ids(history), k=k, exclude=_ids(exclude), user=user or None)
     answer = recommender.answer([request])[0]
-    titles = read_titles(data / ITEMS, [*request.history, *answer.items])
+    titles = recommender.titles
     drops = [""] * len(request.history)
     if explain and answer.items and answer.source != POPULARITY:
         drops = [f"  {drop:+.3f}" for drop in recommender.explain(request, answer.items[0])]
@@ -104,10 +101,9 @@ def score(
     """
     with located(saved, config) as folder:
         model, card = checkpoint.load_model(folder)
+        cards.check_catalogue(folder, card, sequences, users="user" in model.needs)
     data = prepared.load(sequences)
     item_ids = pa.array([None, *prepared.read_vocabulary(sequences)[0]], pa.string())
-    if model.catalogue.num_items != data.num_items:
-        raise ValueError(f"{saved} knows {model.catalogue.num_items} items, {sequences} has {data.num_items}")
     user_ids = prepared.read_users(sequences)
     scorer = ranking.model_scorer(model)
     output.parent.mkdir(parents=True, exist_ok=True)

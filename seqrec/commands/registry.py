@@ -15,10 +15,11 @@ from rich.table import Table
 from seqrec.config import ConfigError, RegisterConfig
 from seqrec.evaluation.leaderboard import SELECTION
 from seqrec.tracking import registry as models
-from seqrec.tracking.runs import connect, metric_name
+from seqrec.tracking.relocate import relocate
+from seqrec.tracking.runs import connect, explained, metric_name, registering
 
 logger = logging.getLogger(__name__)
-ACTIONS = ("show", "promote", "rollback")
+ACTIONS = ("show", "promote", "rollback", "relocate")
 
 
 def registry(
@@ -27,7 +28,8 @@ def registry(
     """Show the versions of a dataset's model, or change its champion.
 
     Args:
-        actions: show, promote (--version is the champion from now on) or rollback (to the champion before).
+        actions: show, promote (--version is the champion from now on), rollback (to the champion before) or relocate
+            (write the folder's new place into a local database, once the project was moved or copied).
         dataset: its model is seqrec-DATASET.
         config: section `register`.
         version: to promote.
@@ -39,17 +41,25 @@ def registry(
     """
     if len(actions) != 1 or actions[0] not in ACTIONS:
         raise ConfigError(f"registry: one of {', '.join(ACTIONS)} expected, not {' '.join(actions)}")
-    client, name = connect(config), f"seqrec-{dataset}"
+    if actions[0] == "relocate":
+        relocate(config)
+        return
+    with explained(config):
+        _act(actions[0], connect(config), f"seqrec-{dataset}", config, version, reason)
+
+
+def _act(action: str, client: MlflowClient, name: str, config: RegisterConfig, version: int, reason: str) -> None:
     try:
         model = client.get_registered_model(name)
     except MlflowException as error:
         raise ConfigError(f"{name} is not registered: run the pipeline first") from error
-    if actions[0] == "show":
+    if action == "show":
         _show(client, model)
         return
     champion = models.find_champion(client, name)
-    chosen = _version(client, name, str(version)) if actions[0] == "promote" else _before(client, champion)
-    models.crown(client, chosen, champion, f"{actions[0]} by hand{': ' if reason else ''}{reason}")
+    chosen = _version(client, name, str(version)) if action == "promote" else _before(client, champion)
+    with registering(config, name.removeprefix("seqrec-")):
+        models.crown(client, chosen, champion, f"{action} by hand{': ' if reason else ''}{reason}")
     logger.info("version %s of %s is the champion", chosen.version, name)
 
 
@@ -71,13 +81,16 @@ def _show(client: MlflowClient, model: RegisteredModel) -> None:
     console = Console()
     table = Table("version", "model", SELECTION, "is", "gate", title=model.name)
     versions = client.search_model_versions(f"name = '{model.name}'")
-    names = {number: alias for alias, number in sorted(model.aliases.items())}
+    names: dict[str, list[str]] = {}
+    for alias, number in sorted(model.aliases.items()):  # numbers or texts, as the store has it
+        names.setdefault(str(number), []).append(alias)
     for version in sorted(versions, key=lambda version: int(version.version)):
         tags = version.tags
         value = tags.get(f"seqrec.{metric_name(SELECTION)}")
         shown = "" if value is None else f"{float(value):.4f}"
-        row = (str(version.version), tags.get("seqrec.model", ""), shown, names.get(str(version.version), ""))
-        table.add_row(*row, escape(tags.get(models.REASON_TAG, "")))
+        row = (str(version.version), tags.get("seqrec.model", ""), shown)
+        aliases = ", ".join(names.get(str(version.version), ()))
+        table.add_row(*row, aliases, escape(tags.get(models.REASON_TAG, "")))
     console.print(table)
     for key, text in sorted(model.tags.items()):
         if key.startswith(models.AUDIT_TAG):

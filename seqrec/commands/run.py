@@ -10,10 +10,12 @@ from typing import Any
 
 import yaml
 
+from seqrec import locks
 from seqrec.artifacts import write_json, write_text
 from seqrec.commands.settings import check
 from seqrec.config import Params, load
 from seqrec.evaluation import leaderboard
+from seqrec.locks import locked
 
 logger = logging.getLogger(__name__)
 SETTINGS = "params.yaml"
@@ -32,9 +34,17 @@ def run(*, config_file: Path, out: Path, data: Path | None = None, resume: bool 
 
     Returns:
         The test NDCG@10 of each model and baseline.
+
+    Raises:
+        LockedError: another process runs in `out`.
     """
     params = load(config_file)
     check(params, ingests=data is None)
+    with locked(out / locks.NAME, f"--out {out}"):
+        return _run(params, out, data, resume)
+
+
+def _run(params: Params, out: Path, data: Path | None, resume: bool) -> dict[str, float]:
     write_text(out / SETTINGS, yaml.safe_dump(json.loads(json.dumps(params.as_dict())), sort_keys=False))
     source = data or _prepare(params, out)
     values = _baselines(params, source / "sequences", out)

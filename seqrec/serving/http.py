@@ -81,6 +81,7 @@ class Recommendation(BaseModel):
     """The best items, and what was done to give any."""
 
     items: list[str] = Field(description="best first")
+    titles: list[str] = Field(description="of the items, as the model knows them; empty where it has none")
     scores: list[float]
     source: str = Field(description="the model, or popularity where no item of the history is known")
     unknown: int = Field(description="events of the history that the model does not know")
@@ -97,11 +98,12 @@ class Recommendations(BaseModel):
 class State(BaseModel):
     """What is being served."""
 
-    status: str
+    status: str = Field(description="ok, or behind: it answers, but cannot follow the registry")
     model: str
     version: str
     items: int
     users: int
+    problem: str = Field(description="why a newer champion is not served; empty where nothing is wrong")
 
 
 class Served:
@@ -109,6 +111,7 @@ class Served:
 
     def __init__(self, recommender: Recommender, version: str) -> None:
         self.current = (recommender, version)
+        self.problem = ""  # why the registry's champion is not the one that is served, if anything is wrong
 
 
 class Batcher:
@@ -246,8 +249,12 @@ def app(load: Load, version: Callable[[], str], *, poll_s: float = 30.0, largest
                     served.current = (await asyncio.to_thread(load), newest)
                     metrics.switch(served)
                     logger.info("serving version %s", newest)
-            except (OSError, ValueError):
-                logger.exception("the registry gave no new champion; version %s stays", served.current[1])
+                served.problem = ""
+            except Exception as error:  # whatever a registry or a version in it may do; the next look may go well
+                problem = f"{type(error).__name__}: {error}"[:500]
+                if problem != served.problem:  # once, not at every look
+                    logger.exception("the registry gave no new champion; version %s stays", served.current[1])
+                served.problem = problem
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -292,7 +299,8 @@ def app(load: Load, version: Callable[[], str], *, poll_s: float = 30.0, largest
         """Say what is being served."""
         recommender, number = served.current
         sizes = {"items": len(recommender.item_ids), "users": len(recommender.users)}
-        return State(status="ok", model=recommender.name, version=number, **sizes)
+        status = "behind" if served.problem else "ok"
+        return State(status=status, model=recommender.name, version=number, problem=served.problem, **sizes)
 
     @service.get("/metrics", response_class=Response)
     async def prometheus() -> Response:

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from models.base import PAD, Batch, SequenceModel
-from seqrec.artifacts import MODEL_CARD, read_json, write_json
+from seqrec.artifacts import read_json, sha256, write_json
 from seqrec.config import RegisterConfig
 from seqrec.data import sequences
 from seqrec.serving.recommender import Best, Recommender, Request, located
-from seqrec.training import checkpoint
+from seqrec.training import cards, checkpoint
 
 GRAPH = "model.onnx"
 CARD = "model.onnx.json"
@@ -54,11 +54,11 @@ class _Top(nn.Module):
 
 
 def export(*, saved: str | Path, output: Path, k: int = 100, config: RegisterConfig | None = None) -> dict[str, float]:
-    """Write the model in `saved` as an ONNX graph, with a card beside it.
+    """Write the model in `saved` as an ONNX graph, with a card, the vocabulary and the users beside it.
 
     Args:
         saved: folder with weights and card, or models:/NAME@champion.
-        output: folder that receives model.onnx and model.onnx.json.
+        output: folder that receives model.onnx, model.onnx.json, and the files that belong to the model.
         k: items that the graph returns; the catalogue's number, where that is smaller.
         config: section `register`.
 
@@ -67,11 +67,14 @@ def export(*, saved: str | Path, output: Path, k: int = 100, config: RegisterCon
     """
     with located(saved, config) as folder:
         model, card = checkpoint.load_model(folder)
+        cards.check_complete(folder, card)
+        files = cards.read_files(folder, card)
     k = min(k, model.catalogue.num_items)
     program, given = graph(model, k)
     output.mkdir(parents=True, exist_ok=True)
     program.save(output / GRAPH)
     facts = {"k": k, "inputs": given, "shortest": model.shortest, "weights_sha256": card["weights_sha256"]}
+    facts |= {"files": cards.write_files(output, files), "graph_sha256": sha256(output / GRAPH)}
     write_json(output / CARD, facts)
     return {"k": k}
 
@@ -125,11 +128,12 @@ class GraphRecommender(Recommender):
             ValueError: the graph was made of other weights.
         """
         with located(saved, config) as place:
-            self, weights = cls.load(place), read_json(place / MODEL_CARD)["weights_sha256"]
+            self, model = cls.load(place), cards.read(place)
         assert isinstance(self, cls)
         self.card = read_json(folder / CARD)
-        if self.card["weights_sha256"] != weights:
-            raise ValueError(f"{folder / GRAPH} was not made of the weights in {saved}: export them again")
+        same = all(self.card.get(key) == model[key] for key in ("weights_sha256", "files"))
+        if not same or self.card.get("graph_sha256") != sha256(folder / GRAPH):
+            raise ValueError(f"{folder / GRAPH} was not made of the model in {saved}: export it again")
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
         self.session = onnxruntime.InferenceSession(folder / GRAPH, options)

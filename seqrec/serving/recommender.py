@@ -19,12 +19,11 @@ from seqrec.artifacts import TOKENIZER
 from seqrec.config import RegisterConfig
 from seqrec.data import sequences
 from seqrec.data.sequences import WIDTH_STEP
-from seqrec.training import checkpoint
+from seqrec.training import cards, checkpoint
 
 Best = tuple[list[float], list[int]]  # scores and numbers of items, best first
 POPULARITY = "popularity"  # `source` of an answer that no model gave
-DAY = 86_400.0
-CENTURY = 36_525 * DAY  # times further apart count as this: differences of infinite ones are no numbers
+CENTURY = 36_525 * 86_400.0  # times further apart count as this: differences of infinite ones are no numbers
 REGISTERED = ("models:/", "runs:/")  # how MLflow's names of a model begin
 CHAMPION_URI = "models:/seqrec-{dataset}@champion"
 
@@ -84,6 +83,7 @@ class Answer:
     source: str  # name of the model, or `popularity` where the history held no known item
     unknown: int = 0  # events of the history that the model does not know
     notes: list[str] = field(default_factory=list)  # what else to know, for people
+    titles: list[str] = field(default_factory=list)  # of `items`, as the model knows them; empty where it has none
 
 
 class Recommender:
@@ -98,10 +98,11 @@ class Recommender:
         *,
         filter_seen: bool,
         name: str = "model",
-        gap: float = DAY,
+        gap: float = cards.DAY,
         tokenizer: str = "",
+        titles: Mapping[str, str] | None = None,
     ) -> None:
-        self.tokenizer = tokenizer
+        self.tokenizer, self.titles = tokenizer, titles or {}
         self.model, self.item_ids, self.filter_seen, self.name, self.gap = (
             model.eval(),
             item_ids,
@@ -116,7 +117,7 @@ class Recommender:
 
     @classmethod
     def load(cls, place: str | Path, config: RegisterConfig | None = None) -> Recommender:
-        """Load weights, card, vocabulary and users; no code of the artifact is run.
+        """Load weights, card, vocabulary with titles, and users; no code of the artifact is run.
 
         Args:
             place: see `located`.
@@ -127,11 +128,11 @@ class Recommender:
         """
         with located(place, config) as folder:
             model, card = checkpoint.load_model(folder)
+            cards.check_complete(folder, card)
             item_ids, counts = sequences.read_vocabulary(folder)
-            users = sequences.read_users(folder)
-            units = folder / TOKENIZER
-            tokenizer = units.read_text(encoding="utf-8") if units.is_file() else ""
-        told = {"name": card.get("model", "model"), "gap": card.get("median_gap", DAY), "tokenizer": tokenizer}
+            users, titles = sequences.read_users(folder), cards.read_titles(folder)
+            tokenizer = (folder / TOKENIZER).read_text(encoding="utf-8") if TOKENIZER in card["files"] else ""
+        told = {"name": card["model"], "gap": card["median_gap"], "tokenizer": tokenizer, "titles": titles}
         return cls(model, item_ids, counts, users, filter_seen=card["filter_seen"], **told)
 
     def recommend(
@@ -196,6 +197,7 @@ class Recommender:
         )
         other.item_ids = [*self.item_ids, *items_text]
         other.items = self.items | {item_id: len(self.item_ids) + n for n, item_id in enumerate(items_text, start=1)}
+        other.titles = {**self.titles, **{item_id: told.get("title", "") for item_id, told in items_text.items()}}
         other.counts = torch.nn.functional.pad(self.counts, (0, len(items_text)))
         other.item_vectors = other.model.item_vectors().float()
         return other
@@ -281,6 +283,7 @@ class Recommender:
             source=self.name if place else POPULARITY,
             unknown=len(request.history) - len(place),
             notes=notes,
+            titles=[self.titles.get(item_id, "") for item_id, _ in best],
         )
 
 

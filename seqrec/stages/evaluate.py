@@ -11,6 +11,7 @@ from seqrec.artifacts import REFIT
 from seqrec.config import EvaluateConfig
 from seqrec.data import sequences as data
 from seqrec.evaluation import ranking, results
+from seqrec.training import cards
 from seqrec.training.checkpoint import load_model
 
 
@@ -34,13 +35,9 @@ def evaluate(
         raise ValueError(
             f"{checkpoint} was refitted on every event: it has seen the cases that it would be measured on"
         )
+    cards.check_catalogue(checkpoint, card, sequences, users="user" in net.needs)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     prepared = data.load(sequences).to(device)
-    if net.catalogue.num_items != prepared.num_items:
-        raise ValueError(
-            f"{checkpoint} was trained for {net.catalogue.num_items} items, {sequences} has {prepared.num_items}: "
-            f"run the finetune stage of {model} again"
-        )
     facts = {"parameters": card["parameters"], "train_seconds": card["seconds"]}
     began = time.monotonic()
     values = results.report(ranking.model_scorer(net.to(device)), prepared, report, config, facts)

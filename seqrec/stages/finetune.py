@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
-from seqrec.artifacts import TOKENIZER
 from seqrec.config import EXPERIMENT, FinetuneConfig
 from seqrec.data import sequences as data
+from seqrec.training import cards
 from seqrec.training.checkpoint import load_model
 from seqrec.training.loop import LogEpoch, train
 
@@ -38,13 +37,12 @@ def finetune(
         resume: refuse to start afresh.
         log: for callers in Python: gets each epoch's record in place of MLflow, and may end the training by raising.
         experiment: where MLflow gets it, if MLFLOW_TRACKING_URI is set; `register.experiment`.
+
+    Raises:
+        ValueError: the weights to start from belong to another catalogue.
     """
     net, card = load_model(initial)
-
-    def copy_tokenizer(folder: Path) -> None:
-        if (initial / TOKENIZER).exists():  # new items need it
-            shutil.copyfile(initial / TOKENIZER, folder / TOKENIZER)
-
+    cards.check_catalogue(initial, card, sequences, users=True)
     return train(
         net,
         data.load(sequences),
@@ -59,5 +57,5 @@ def finetune(
         log=log,
         earlier_seconds=card["seconds"],
         experiment=experiment,
-        extras=copy_tokenizer,
+        files=cards.read_files(initial, card),
     )

@@ -18,6 +18,7 @@ from seqrec.artifacts import ITEMS, TOKENIZER
 from seqrec.config import EXPERIMENT, ConfigError, ModelConfig, PretrainConfig, parse
 from seqrec.data import sequences as prepared
 from seqrec.data.sequences import Sequences
+from seqrec.training.cards import catalogue_files
 from seqrec.training.checkpoint import build, digest
 from seqrec.training.loop import train
 from seqrec.training.warm_start import warm_start
@@ -43,12 +44,12 @@ def pretrain(
     Args:
         model: its key in `models`.
         sequences: folder of the prepared dataset.
-        initial: folder that receives weights, card and history.
+        initial: folder that receives weights, card, vocabulary, users and history.
         state: folder of resume states.
         architecture: what to build.
         filter_seen: whether validation leaves out seen items.
         config: section `pretrain`.
-        data: folder of the ingested tables, whose items text models read.
+        data: folder of the ingested tables: the items' titles, which the model's vocabulary gets, and text.
         sources: folders of other datasets, each with items table and sequences: text models pre-train on them alone.
         champion: folder with weights, card, vocabulary and users of a champion: a model of the same architecture and
             options takes what it can from there, in place of pre-training.
@@ -65,6 +66,7 @@ def pretrain(
         "experiment": experiment,
     }
     target = prepared.load(sequences)
+    shared["files"] = catalogue_files(sequences, data and data / ITEMS)
     known = REGISTRY.get(architecture.architecture)
     if known is not None and "text" in known.needs:
         if data is None:
@@ -104,6 +106,7 @@ def _pretrain_recformer(
     assert isinstance(net, Recformer)
     if place:
         pretrained.load_weights(net, place)
+    shared["files"] |= {TOKENIZER: tokenizer.to_str(pretty=True).encode()}
     content = [digest(net.state_dict()), *(digest(one) for one in tokens)]
 
     def serve(trained: SequenceModel) -> None:
@@ -112,7 +115,7 @@ def _pretrain_recformer(
         net.refresh()
 
     shared |= {"inputs": [sequences for _, sequences in folders], "content": content, "finish": serve}
-    return train(net, learnt, "pretrain", extras=lambda folder: tokenizer.save(str(folder / TOKENIZER)), **shared)
+    return train(net, learnt, "pretrain", **shared)
 
 
 def _texts(folder: tuple[Path, Path], attributes: Sequence[str]) -> Any:

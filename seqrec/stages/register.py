@@ -42,7 +42,7 @@ from seqrec.config import RegisterConfig
 from seqrec.evaluation.leaderboard import LEADERBOARD, SELECTION, Row, best_model, build, write_csv, write_curves
 from seqrec.tracking import registry, runs
 from seqrec.tracking.model_card import model_card
-from seqrec.tracking.runs import FINGERPRINT, PIPELINE_RUN, TrackingError
+from seqrec.tracking.runs import FINGERPRINT, PIPELINE_RUN, TrackingError, explained, registering
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ def register(
         reports: holds `<model>/` of models and baselines; gets leaderboard.json, leaderboard.csv, curves.csv, and
             index.html, a page that needs no other file.
         sequences: the prepared dataset.
-        data: holds source.json, and items.parquet with the titles that the page shows.
+        data: holds source.json.
         params: all of params.yaml, to be logged.
         config: section `register`.
         pipeline_run: the id that an orchestrator gave its run, to be a tag of the parent.
@@ -123,15 +123,15 @@ def register(
     best = next(entry for entry in entries if entry.row is best_model(rows))
     _write_leaderboard(reports, split, rows)
     write_curves(reports / CURVES_CSV, {entry.name: entry.history for entry in entries if entry.history})
-    shown = _examples(entries, best, reports, sequences, data, config)
-    with _explained(reports, config):
+    shown = _examples(entries, best, reports, sequences, config)
+    with registering(config, split["dataset"]), _explained(reports, config):
         tracker = _connect(split, data, config)
         parent = _open_parent(tracker, entries, params)
         if pipeline_run:
             tracker.client.set_tag(parent.info.run_id, PIPELINE_RUN, pipeline_run)
         _check_artifacts(tracker.client, parent, reports / LEADERBOARD)
-        runs = {entry.name: _log_entry(tracker, entry, parent, sequences, shown) for entry in entries}
-        outcome = _gate(tracker, best, runs[best.name], sequences, config)
+        runs = {entry.name: _log_entry(tracker, entry, parent, shown) for entry in entries}
+        outcome = _gate(tracker, best, runs[best.name], config)
         for entry in entries:
             entry.row["candidate"] = entry is best
             entry.row["champion"] = entry.fingerprint == outcome["champion"]
@@ -179,7 +179,7 @@ def _write_leaderboard(
 
 
 def _examples(
-    entries: Sequence[Entry], best: Entry, reports: Path, sequences: Path, data: Path, config: RegisterConfig
+    entries: Sequence[Entry], best: Entry, reports: Path, sequences: Path, config: RegisterConfig
 ) -> Examples:
     checkpoints = {entry.name: entry.checkpoint for entry in entries}
     return examples.choose(
@@ -187,7 +187,6 @@ def _examples(
         checkpoints=checkpoints,
         reports=reports,
         sequences=sequences,
-        data=data,
         number=config.examples,
         seed=config.seed,
     )
@@ -203,13 +202,11 @@ def _page(reports: Path, entries: Sequence[Entry], shown: Examples) -> str:
 def _explained(reports: Path, config: RegisterConfig) -> Iterator[None]:
     """Turn MLflow's failures into one error that says what is done already and what to do next."""
     try:
-        yield
-    except (MlflowException, TrackingError) as error:
-        reason = str(error)
-        if not isinstance(error, TrackingError):
-            reason = f"register.tracking_uri: {runs.tracking_uri(config)} failed: {reason}"
+        with explained(config):
+            yield
+    except TrackingError as error:
         raise TrackingError(
-            f"{reason}. {reports / LEADERBOARD} is written; `seqrec register` will import everything else"
+            f"{error}. {reports / LEADERBOARD} is written; `seqrec register` will import everything else"
         ) from error
 
 
@@ -273,7 +270,7 @@ def _check_artifacts(client: MlflowClient, run: Run, path: Path) -> None:
         raise TrackingError(f"register.tracking_uri: {run.info.artifact_uri} gave back another {path.name}")
 
 
-def _log_entry(tracker: Tracker, entry: Entry, parent: Run, sequences: Path, shown: Examples) -> Run:
+def _log_entry(tracker: Tracker, entry: Entry, parent: Run, shown: Examples) -> Run:
     """Return the entry's run, complete: settings, dataset, curves, figures, report, model and final values."""
     client = tracker.client
     seconds = float(entry.card.get("seconds", 0.0))
@@ -294,7 +291,7 @@ def _log_entry(tracker: Tracker, entry: Entry, parent: Run, sequences: Path, sho
         client.log_text(run_id, page, FIGURES)
     model_id = None
     if entry.checkpoint is not None:
-        model_id = registry.log_model(client, run, checkpoint=entry.checkpoint, sequences=sequences).model_id
+        model_id = registry.log_model(client, run, checkpoint=entry.checkpoint).model_id
     runs.log_metrics(client, run, entry.metrics, model_id)
     client.set_terminated(run_id)
     client.set_tag(run_id, COMPLETE, entry.content)
@@ -308,7 +305,7 @@ def _describe(tracker: Tracker, run: Run, tags: Mapping[str, str]) -> None:
     tracker.client.log_batch(run.info.run_id, tags=entities)
 
 
-def _gate(tracker: Tracker, best: Entry, run: Run, sequences: Path, config: RegisterConfig) -> dict[str, Any]:
+def _gate(tracker: Tracker, best: Entry, run: Run, config: RegisterConfig) -> dict[str, Any]:
     """Register `best` as the candidate and return what became of it, as leaderboard.json says it."""
     assert best.checkpoint is not None
     name = f"seqrec-{tracker.split['dataset']}"
@@ -319,7 +316,7 @@ def _gate(tracker: Tracker, best: Entry, run: Run, sequences: Path, config: Regi
         f"seqrec.{runs.metric_name(SELECTION)}": str(best.row[SELECTION]),
         **registry.guard_tags(best.metrics),
     }
-    model = registry.log_model(tracker.client, run, checkpoint=best.checkpoint, sequences=sequences)
+    model = registry.log_model(tracker.client, run, checkpoint=best.checkpoint)
     description = model_card(best.card, best.metrics, tracker.split, tracker.source)
     version = registry.create_version(tracker.client, name, model, tags, description)
     tracker.client.set_registered_model_alias(name, registry.CANDIDATE, version.version)

@@ -27,7 +27,7 @@ from mlflow.types import ColSpec, DataType, Schema
 from mlflow.types.schema import Array
 
 from seqrec import ROOT
-from seqrec.artifacts import CASES, MODEL_CARD, REFIT, TOKENIZER, TOKENS, USERS, VOCABULARY, WEIGHTS, read_json, sha256
+from seqrec.artifacts import CASES, MODEL_CARD, REFIT, TOKENS, VOCABULARY, WEIGHTS, read_json
 from seqrec.config import RegisterConfig
 from seqrec.evaluation import intervals
 from seqrec.tracking.runs import (
@@ -36,6 +36,7 @@ from seqrec.tracking.runs import (
     TrackingError,
     connect,
     experiment,
+    explained,
     first_line,
     log_history,
     log_params,
@@ -43,6 +44,7 @@ from seqrec.tracking.runs import (
     open_run,
     tracking_uri,
 )
+from seqrec.training import cards
 
 CANDIDATE, CHAMPION = "candidate", "champion"
 REPORT = "report"  # artifact folder of a run
@@ -62,7 +64,6 @@ LONGEST = 5_000  # characters of a description that MLflow keeps
 COMPARABLE = {SPLIT_TAG: "split", FILTER_TAG: "evaluate.filter_seen"}
 PACKAGES = ("mlflow", "numpy", "pandas", "pyarrow", "pyyaml", "safetensors", "torch")
 CODE = ("seqrec", "models")
-TEXT_FILES = {"tokens": TOKENS, "tokenizer": TOKENIZER}  # of a text model
 PYFUNC = ROOT / "seqrec" / "tracking" / "pyfunc_model.py"
 SIGNATURE = ModelSignature(
     inputs=Schema(
@@ -93,16 +94,21 @@ class Decision(NamedTuple):
     gain: intervals.Interval | None  # of valid/ndcg@10 over the champion; None where there was nothing to compare
 
 
-def log_model(client: MlflowClient, run: Run, *, checkpoint: Path, sequences: Path) -> LoggedModel:
+def log_model(client: MlflowClient, run: Run, *, checkpoint: Path) -> LoggedModel:
     """Return the run's loadable model of these weights; a half-written one is replaced.
 
     Args:
         client: of the tracking server.
         run: the run that trained the model.
-        checkpoint: directory with weights and card.
-        sequences: directory with vocabulary and users.
+        checkpoint: directory with weights, card, and all that the card names.
+
+    Raises:
+        ValueError: a file is missing, or is not the one that the card was written for.
     """
-    weights = sha256(checkpoint / WEIGHTS)
+    card = cards.read(checkpoint)
+    cards.check_complete(checkpoint, card)
+    cards.verify(checkpoint, card)
+    weights = card["weights_sha256"]
     experiment, run_id = run.info.experiment_id, run.info.run_id
     for model in client.search_logged_models([experiment], filter_string=f"source_run_id = '{run_id}'"):
         if model.status != LoggedModelStatus.READY:
@@ -121,14 +127,13 @@ def log_model(client: MlflowClient, run: Run, *, checkpoint: Path, sequences: Pa
         artifacts={
             "weights": str(checkpoint / WEIGHTS),
             "card": str(checkpoint / MODEL_CARD),
-            "vocabulary": str(sequences / VOCABULARY),
-            "users": str(sequences / USERS),
-            **{name: str(checkpoint / file) for name, file in TEXT_FILES.items() if (checkpoint / file).exists()},
+            **{Path(name).stem: str(checkpoint / name) for name in card["files"]},
+            **({"tokens": str(checkpoint / TOKENS)} if "tokens_sha256" in card else {}),
         },
         code_paths=[str(ROOT / package) for package in CODE],
         pip_requirements=requirements(),
         signature=SIGNATURE,
-        input_example=_example(sequences / VOCABULARY),
+        input_example=_example(checkpoint / VOCABULARY),
     )
     return client.get_logged_model(model.model_id)
 
@@ -258,7 +263,7 @@ def register_refit(
     run = open_run(client, place, card["fingerprint"], title, parent=parent, seconds=card["seconds"])
     log_params(client, run, {key: card[key] for key in ("options", "config", REFIT)})
     log_history(client, run, history)
-    model = log_model(client, run, checkpoint=checkpoint, sequences=checkpoint)
+    model = log_model(client, run, checkpoint=checkpoint)
     reason = f"refit of version {evaluated.version} on every event"
     tags = {key: value for key, value in evaluated.tags.items() if key not in OWN_TAGS}
     tags |= {REFIT_TAG: str(evaluated.version), REASON_TAG: reason}
@@ -283,7 +288,8 @@ def champion_version(*, dataset: str, config: RegisterConfig) -> str:
     Raises:
         TrackingError: the server does not answer.
     """
-    champion = find_champion(connect(config), f"seqrec-{dataset}")
+    with explained(config):
+        champion = find_champion(connect(config), f"seqrec-{dataset}")
     return "" if champion is None else str(champion.version)
 
 
@@ -300,7 +306,8 @@ def fetch_champion(*, dataset: str, folder: Path, config: RegisterConfig) -> str
     """
     client, name = connect(config), f"seqrec-{dataset}"
     folder.mkdir(parents=True, exist_ok=True)
-    evaluated = find_evaluated(client, name)
+    with explained(config):
+        evaluated = find_evaluated(client, name)
     if evaluated is None:
         return ""
     fetch(f"models:/{name}/{evaluated.version}", folder, config)
@@ -323,7 +330,7 @@ def fetch(uri: str, folder: Path, config: RegisterConfig) -> None:
             ) from error
         if not (model / ARTIFACTS / MODEL_CARD).is_file():
             raise TrackingError(f"{uri} holds no {MODEL_CARD}: it is no model that `register` has logged")
-        for file in (WEIGHTS, MODEL_CARD, VOCABULARY, USERS, *TEXT_FILES.values()):
+        for file in (WEIGHTS, MODEL_CARD, TOKENS, *cards.FILES):
             if (model / ARTIFACTS / file).is_file():
                 shutil.copyfile(model / ARTIFACTS / file, folder / file)
 

@@ -6,14 +6,17 @@ MLflow is imported when it is first used: training logs live where it is install
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import logging
 import math
 import os
 import queue
 import re
+import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -21,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from seqrec.config import RegisterConfig
+from seqrec.locks import locked
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -40,6 +44,15 @@ ENVIRONMENT = {  # what holds unless the user says otherwise
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
 }
 CLOSE_SECONDS = 2.0  # the longest that a live run may keep a finished training waiting
+ADVICE = {  # words of a database's errors -> what to do
+    "database is locked": "the database is locked by another process; wait until that has ended, and try again",
+    "disk is full": "the disk is full; free some space, and try again",
+    "disk i/o error": "the disk failed, or is full; look at it, and try again",
+    "readonly database": "the database may not be written to; make the file and its folder writable",
+    "unable to open database file": "the database cannot be opened; make its folder exist and writable",
+    "file is not a database": "the file is no SQLite database; name another one, or restore it from a backup",
+    "malformed": "the database is damaged; restore it from a backup",
+}
 METRICS_PER_BATCH, PARAMS_PER_BATCH = 1000, 100  # MLflow's limits
 Record = Mapping[str, Any]
 Dated = tuple[Record, int, float]  # with its step, and the time in seconds since 1970
@@ -52,11 +65,11 @@ class TrackingError(ValueError):
 def tracking_uri(config: RegisterConfig) -> str:
     """Return where runs go; the environment wins. A SQLite file is named by its absolute path."""
     uri = os.environ.get("MLFLOW_TRACKING_URI") or config.tracking_uri
-    path = _sqlite_path(uri)
+    path = sqlite_path(uri)
     return uri if path is None else f"{SQLITE}{path}"
 
 
-def _sqlite_path(uri: str) -> Path | None:
+def sqlite_path(uri: str) -> Path | None:
     """Return the database file as an absolute path, or None for any other kind of store."""
     if not uri.startswith(SQLITE):
         return None
@@ -76,13 +89,14 @@ def connect(config: RegisterConfig) -> MlflowClient:
     """Return a client of a tracking server that answers.
 
     Raises:
-        TrackingError: it does not, or refuses the address.
+        TrackingError: it does not, or refuses the address, or its database was moved away from its artifacts.
     """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     injected_run()
     import mlflow
     from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import SQLAlchemyError
 
     mlflow.telemetry.set_telemetry_client()  # off, also where mlflow was imported before the environment was set
     if "MLFLOW_LOGGING_LEVEL" not in os.environ:
@@ -93,13 +107,68 @@ def connect(config: RegisterConfig) -> MlflowClient:
         _create_database(uri)
         _set_default(uri)
         client = mlflow.MlflowClient(uri)
-        client.search_experiments(max_results=1)
-    except (MlflowException, OSError) as error:
+        found = client.get_experiment_by_name(config.experiment)
+    except (MlflowException, SQLAlchemyError, OSError) as error:
+        if advice := _advice(error):
+            raise TrackingError(f"register.tracking_uri: {uri}: {advice}") from error
         raise TrackingError(
             f"register.tracking_uri: {uri} does not answer ({first_line(error)}); start the server, or set "
             "MLFLOW_TRACKING_URI or register.tracking_uri to another one"
         ) from error
+    if found is not None:
+        _check_place(uri, found.artifact_location)
     return client
+
+
+def _check_place(uri: str, location: str) -> None:
+    """Raise TrackingError where the artifacts of a local database lie elsewhere than beside it."""
+    path, place = sqlite_path(uri), local_path(location)
+    if path is None or place is None or place.resolve().is_relative_to(path.parent.resolve()):
+        return
+    raise TrackingError(
+        f"register.tracking_uri: {path} keeps its artifacts in {place}, not beside itself: the project was moved or "
+        "copied. `python -m seqrec registry relocate` writes the new place into it, after a backup"
+    )
+
+
+def local_path(location: str) -> Path | None:
+    """Return the folder that an artifact location of MLflow names, or None where it is no local one."""
+    if location.startswith("file://"):
+        return Path(location.removeprefix("file://"))
+    return None if "://" in location or ":/" in location else Path(location)
+
+
+@contextlib.contextmanager
+def explained(config: RegisterConfig) -> Iterator[None]:
+    """Turn what MLflow and its database raise in the block into a TrackingError of a line that says what to do."""
+    from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import SQLAlchemyError
+
+    try:
+        yield
+    except (MlflowException, SQLAlchemyError) as error:
+        reason = _advice(error) or f"failed: {first_line(error)}"
+        raise TrackingError(f"register.tracking_uri: {tracking_uri(config)}: {reason}") from error
+
+
+def _advice(error: Exception) -> str:
+    """Return what to do about a failure of the database that is known by its words, nothing for any other."""
+    return next((advice for words, advice in ADVICE.items() if words in str(error).lower()), "")
+
+
+@contextlib.contextmanager
+def registering(config: RegisterConfig, dataset: str) -> Iterator[None]:
+    """Hold the lock of those that register models of `dataset`: beside a SQLite file, on this machine otherwise.
+
+    Raises:
+        LockedError: another process registers.
+    """
+    uri = tracking_uri(config)
+    path, name = sqlite_path(uri), re.sub(r"[^\w.-]", "_", dataset)
+    if path is None:
+        path = Path(tempfile.gettempdir()) / f"seqrec-{hashlib.sha256(uri.encode()).hexdigest()[:16]}"
+    with locked(path.with_name(f"{path.name}.{name}.lock"), f"registering models of {dataset} in {uri}"):
+        yield
 
 
 def _set_default(uri: str) -> None:
@@ -121,18 +190,17 @@ def first_line(error: Exception) -> str:
 
 def _create_database(uri: str) -> None:
     """Create a missing SQLite database in one step: MLflow cannot open one that it was killed in making."""
-    path = _sqlite_path(uri)
+    path = sqlite_path(uri)
     if path is None or path.exists():
         return
     from mlflow import MlflowClient
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    partial.unlink(missing_ok=True)
+    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")  # a live log may make it at the same time
     MlflowClient(f"{SQLITE}{partial}").search_experiments(max_results=1)
     with contextlib.suppress(FileExistsError):  # another process was faster: its database is as good
         path.hardlink_to(partial)
-    partial.unlink()
+    partial.unlink(missing_ok=True)
 
 
 def experiment(client: MlflowClient, config: RegisterConfig) -> str:
@@ -141,13 +209,13 @@ def experiment(client: MlflowClient, config: RegisterConfig) -> str:
     Artifacts go to `mlartifacts/` beside a SQLite database, and wherever it decides with any other server.
 
     Raises:
-        TrackingError: the experiment was deleted, or its artifacts lie in another folder than the database.
+        TrackingError: the experiment was deleted.
     """
     if run := injected_run():
         return str(client.get_run(run).info.experiment_id)
     if given := os.environ.get("MLFLOW_EXPERIMENT_ID"):
         return given
-    path = _sqlite_path(tracking_uri(config))
+    path = sqlite_path(tracking_uri(config))
     location = None if path is None else str(path.parent / "mlartifacts")
     found = client.get_experiment_by_name(config.experiment)
     if found is None:
@@ -156,12 +224,6 @@ def experiment(client: MlflowClient, config: RegisterConfig) -> str:
         raise TrackingError(
             f"register.experiment: {config.experiment!r} was deleted; choose another name, or restore it with "
             f"`mlflow experiments restore --experiment-id {found.experiment_id}`"
-        )
-    stored = found.artifact_location
-    if location is not None and "://" not in stored and not Path(stored).parent.is_dir():
-        raise TrackingError(
-            f"register.tracking_uri: the database keeps absolute paths, and {stored} is gone: move the project back, "
-            "or delete the database and register again"
         )
     return str(found.experiment_id)
 

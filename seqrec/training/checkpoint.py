@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules import module as registration
+from torch.overrides import TorchFunctionMode
 
 import models
 from models.base import Catalogue, SequenceModel
@@ -20,6 +23,20 @@ from seqrec import ROOT
 from seqrec.artifacts import MODEL_CARD, TOKENS, WEIGHTS, read_json, sha256, write_json
 from seqrec.code_closure import deciding
 from seqrec.config import ConfigError, ModelConfig, parse
+from seqrec.training import cards
+
+DTYPES = {  # torch's types as safetensors writes them
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+TOKEN_TYPES = {"ids": "I32", "types": "I8", "starts": "BOOL", "offsets": "I64", "special": "I64", "vectors": "F32"}
 
 
 def build(config: ModelConfig, catalogue: Catalogue) -> SequenceModel:
@@ -39,22 +56,32 @@ def build(config: ModelConfig, catalogue: Catalogue) -> SequenceModel:
         raise ConfigError(f"models.{config.architecture}.options: {error}") from error
 
 
-def save_model(directory: Path, model: SequenceModel, facts: Mapping[str, Any]) -> None:
-    """Write weights, card and tokens, if any, of `model`: all that `load_model` needs; the card also holds `facts`.
+def save_model(
+    directory: Path, model: SequenceModel, facts: Mapping[str, Any], files: Mapping[str, bytes] | None = None
+) -> None:
+    """Write weights, card and tokens, if any, of `model`, and the `files` that belong to it.
+
+    Args:
+        directory: becomes all that `load_model` needs.
+        model: what is saved.
+        facts: what else the card says; `cards.FACTS` holds for what is left out.
+        files: vocabulary, users, tokeniser by file name; the card gets their hashes.
 
     Raises:
         ValueError: a weight is not finite.
     """
     _require_finite(model, directory / WEIGHTS)
     directory.mkdir(parents=True, exist_ok=True)
-    card = dict(facts) | {
+    card = {**cards.FACTS, **facts} | {
         "architecture": next(name for name, cls in models.REGISTRY.items() if cls is type(model)),
         "options": asdict(model.options),
         "catalogue": {key: value for key, value in model.catalogue._asdict().items() if key != "tokens"},
         "parameters": sum(p.numel() for p in model.parameters()),
         "versions": {"torch": torch.__version__},
+        "files": cards.write_files(directory, files or {}),
     }
     save_tensors(directory / WEIGHTS, {name: value.detach() for name, value in model.state_dict().items()})
+    card.pop("tokens_sha256", None)
     if model.catalogue.tokens is not None:
         save_tensors(directory / TOKENS, model.catalogue.tokens)
         card["tokens_sha256"] = sha256(directory / TOKENS)
@@ -64,25 +91,25 @@ def save_model(directory: Path, model: SequenceModel, facts: Mapping[str, Any]) 
 def load_model(directory: Path) -> tuple[SequenceModel, dict[str, Any]]:
     """Return the model saved in `directory`, in eval mode, and its card.
 
+    Nothing of the size that the card claims is built before the header of the weights has confirmed it.
+
     Raises:
-        ValueError: weights or tokens are not those that the card was written for, or of another version's model, or
-            not finite.
+        FileNotFoundError: there is no model.
+        ValueError: a file is not the one that the card was written for, the card is not one that this version can
+            build a model from, or a weight is not finite.
     """
-    card = read_json(directory / MODEL_CARD)
-    for file, key in ((WEIGHTS, "weights_sha256"), (TOKENS, "tokens_sha256")):
-        if key in card and sha256(directory / file) != card[key]:
-            raise ValueError(f"{directory / file} differs from what {MODEL_CARD} was written for: refusing to load it")
-    tokens = load_file(directory / TOKENS) if "tokens_sha256" in card else None
+    card = cards.read(directory)
+    sizes = cards.tensors(directory / WEIGHTS)
+    tokens = None
+    if "tokens_sha256" in card:
+        tokens = _load_tokens(directory, card)
     config = ModelConfig(architecture=card["architecture"], options=card["options"])
+    catalogue = Catalogue(**card["catalogue"], tokens=tokens)
+    _check_sizes(directory / WEIGHTS, card, config, catalogue, sizes)
+    cards.verify(directory, card)
     with torch.random.fork_rng(devices=[]):  # the initial values are overwritten: leave the caller's generator alone
-        model = build(config, Catalogue(**card["catalogue"], tokens=tokens))
-    try:
-        model.load_state_dict(load_file(directory / WEIGHTS))
-    except RuntimeError as error:
-        raise ValueError(
-            f"{directory / WEIGHTS} does not fit {card['architecture']} as this version builds it: train it again, or "
-            f"use the version it was made with ({error})"
-        ) from error
+        model = build(config, catalogue)
+    model.load_state_dict(load_file(directory / WEIGHTS))
     _require_finite(model, directory / WEIGHTS)
     return model.eval(), card
 
@@ -97,6 +124,90 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
 def _require_finite(model: SequenceModel, path: Path) -> None:
     if bad := not_finite(model.state_dict()):
         raise ValueError(f"{path}: NaN or infinity in {', '.join(bad)}: train it again, with a smaller learning_rate")
+
+
+def _load_tokens(directory: Path, card: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the tokens of a text model's catalogue; raise ValueError where they cannot be those of its items."""
+    path, rows = directory / TOKENS, card["catalogue"]["num_items"] + 1
+    sizes = cards.tensors(path)
+    types = {name: kind for name, (kind, _) in sizes.items()}
+    good = bool(types) and all(TOKEN_TYPES.get(name) == kind for name, kind in types.items())
+    good &= sizes.get("vectors", ("", (rows, 0)))[1][:1] == (rows,)
+    good &= sizes.get("offsets", ("", (rows + 1,)))[1] == (rows + 1,) and sizes.get("special", ("", (4,)))[1] == (4,)
+    if not good:
+        raise ValueError(f"{path} does not hold the text of {rows - 1} items")
+    tokens = load_file(path)
+    if "offsets" in tokens and not _well_formed(tokens):
+        raise ValueError(f"{path} does not hold the text of {rows - 1} items: its offsets or ids are out of range")
+    return tokens
+
+
+def _well_formed(tokens: Mapping[str, Tensor]) -> bool:
+    if not {"ids", "types", "starts", "special"} <= tokens.keys():
+        return False
+    ids, offsets = tokens["ids"], tokens["offsets"]
+    if not ids.shape == tokens["types"].shape == tokens["starts"].shape == (int(offsets[-1]),):
+        return False
+    inside = len(ids) == 0 or bool((ids >= 0).all() and (ids < tokens["special"][-1]).all())
+    return inside and int(offsets[0]) == 0 and bool((offsets.diff() >= 0).all())
+
+
+class _NoValues(TorchFunctionMode):
+    """Leaves out what only sets initial values: it is costly to start where tensors have no storage."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in ("normal_", "uniform_", "abs_"):
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _at_most(parameters: int) -> Iterator[None]:
+    """Raise ValueError as soon as more than so many parameters, or far more parts than that, are registered."""
+    counted = {"parameters": 0, "parts": 0}
+
+    def count(kind: str, most: int) -> None:
+        counted[kind] += 1
+        if counted[kind] > most:
+            raise ValueError(f"its options ask for more {kind} than the {parameters} tensors of its file")
+
+    hooks = (
+        registration.register_module_parameter_registration_hook(lambda *_: count("parameters", 2 * parameters)),
+        registration.register_module_module_registration_hook(lambda *_: count("parts", 64 + 8 * parameters)),
+    )
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _check_sizes(
+    path: Path, card: Mapping[str, Any], config: ModelConfig, catalogue: Catalogue, found: cards.Tensors
+) -> None:
+    """Compare the tensors of a file with those of the model that a card describes, which is built without storage.
+
+    Raises:
+        ValueError: no model can be built from the card, or it has other tensors.
+    """
+    try:
+        with _at_most(len(found)), torch.device("meta"), _NoValues():
+            model: nn.Module = build(config, catalogue)
+    except ConfigError as error:
+        raise ValueError(f"{path.parent / MODEL_CARD}: {error}") from error
+    except Exception as error:  # whatever an architecture makes of options that nobody has checked
+        raise ValueError(f"{path.parent / MODEL_CARD}: no {config.architecture} can be built of it: {error}") from error
+    wanted = {name: (DTYPES.get(value.dtype, ""), tuple(value.shape)) for name, value in model.state_dict().items()}
+    different = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+    if different:
+        name = different[0]
+        raise ValueError(
+            f"{path} does not fit {config.architecture} as this version builds it: train it again, or use the version "
+            f"it was made with ({len(different)} tensors differ: {name} is {found.get(name, 'missing')}, wanted is "
+            f"{wanted.get(name, 'none')})"
+        )
+    if card["parameters"] != sum(p.numel() for p in model.parameters()):
+        raise ValueError(f"{path.parent / MODEL_CARD}: parameters is not the number that {path} holds")
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:

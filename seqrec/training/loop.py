@@ -6,6 +6,7 @@ All data is on the device; a batch is a few gathers. One step never waits for th
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import json
 import logging
 import math
@@ -232,25 +233,27 @@ def train(
     epochs: Mapping[str, int] | None = None,
     earlier_seconds: float = 0.0,
     experiment: str = EXPERIMENT,
-    extras: Callable[[Path], None] | None = None,
+    files: Mapping[str, bytes] | None = None,
+    facts: Mapping[str, Any] | None = None,
 ) -> dict[str, float]:
     """Run the phases of `stage` and write weights, card and history to `output`; return the figures of the run.
 
-    `output` is replaced in one step, and with it whatever it held; `extras` gets the new folder before that, and writes
-    what else belongs there.
+    `output` is replaced in one step, and with it whatever it held.
 
     `log` gets the record of every epoch in place of MLflow; what it raises ends the training, the state stays.
     `content` names what else the result depends on; `finish` is done to the model between training and saving;
     `epochs`: see `fit`; the card's seconds count `earlier_seconds` too, those of the weights it starts from;
-    `experiment` is MLflow's.
+    `experiment` is MLflow's; `files` belong to the model, see `save_model`; the card holds `facts`, too.
 
     Raises:
         ConfigError: `resume` was asked for and no state matches.
     """
-    files = [folder / file for folder in inputs for file in (SPLIT_CARD, WEIGHTS, TOKENS) if (folder / file).exists()]
+    read = (SPLIT_CARD, WEIGHTS, TOKENS)
+    hashed = [folder / file for folder in inputs for file in read if (folder / file).exists()]
+    belongings = [f"{name} {hashlib.sha256(file).hexdigest()}" for name, file in (files or {}).items()]
     # two sets of options may start from the same weights (dropout has none), so the options count as well
-    deciding = (name, type(model).__name__, model.options, filter_seen, config, *content)
-    identity = fingerprint(f"seqrec.stages.{stage}", deciding, *files)
+    deciding = (name, type(model).__name__, model.options, filter_seen, config, *content, *belongings)
+    identity = fingerprint(f"seqrec.stages.{stage}", deciding, *hashed)
     resume_state = ResumeState(state, identity)
     if (finished := _finished(output, identity)) is not None:
         logger.info("%s of %s: %s already holds the result of exactly this training", stage, name, output)
@@ -280,7 +283,7 @@ def train(
     if finish is not None:
         finish(model)
     if accelerator.is_main_process:
-        facts = {
+        described = {
             "model": name,
             "stage": stage,
             "fingerprint": identity,
@@ -290,10 +293,8 @@ def train(
             "median_gap": sequences.median_gap(data),
         }
         with replaced(output) as folder:
-            save_model(folder, model, facts)
+            save_model(folder, model, described | dict(facts or {}), files)
             write_text(folder / HISTORY, "".join(json.dumps(record) + "\n" for record in history))
-            if extras is not None:
-                extras(folder)
         resume_state.delete()
     return values
 

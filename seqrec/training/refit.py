@@ -9,34 +9,28 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 
 from seqrec.artifacts import (
     HISTORY,
-    MODEL_CARD,
     REFIT,
     SPLIT_CARD,
-    TOKENIZER,
-    USERS,
     VOCABULARY,
     WEIGHTS,
     read_json,
     sha256,
-    write_json,
-    write_table,
 )
 from seqrec.config import ConfigError, FinetuneConfig, RegisterConfig, parse
 from seqrec.data import sequences as prepared
 from seqrec.data.sequences import Sequences, Shards
 from seqrec.tracking import registry, runs
+from seqrec.training import cards
 from seqrec.training.checkpoint import load_model
 from seqrec.training.loop import METRIC, LogEpoch, train
 
@@ -86,7 +80,9 @@ def refit(
         resume=resume,
         experiment=config.experiment,
     )
-    version = registry.register_refit(client, evaluated, checkpoint=refitted, history=_history(refitted), config=config)
+    with runs.registering(config, dataset), runs.explained(config):
+        history = _history(refitted)
+        version = registry.register_refit(client, evaluated, checkpoint=refitted, history=history, config=config)
     logger.info("version %s of %s, a refit of version %s, is the champion", version.version, name, evaluated.version)
     return {**values, "version": float(version.version)}
 
@@ -104,21 +100,12 @@ def retrain(
     log: LogEpoch | None = None,
 ) -> dict[str, float]:
     """Repeat the training that led to `finetuned` on every event; write what serving needs to `refitted`."""
-    card = read_json(finetuned / MODEL_CARD)
+    _, card = load_model(finetuned)
+    cards.check_catalogue(finetuned, card, sequences, users=True)
     epochs = chosen_epochs(_history(finetuned))
     data = everything(prepared.load(sequences))
-
-    def add_what_serving_needs(folder: Path) -> None:
-        mark = {REFIT: {"fingerprint": card["fingerprint"], "epochs": epochs}}
-        write_json(folder / MODEL_CARD, read_json(folder / MODEL_CARD) | mark)
-        vocabulary = pq.read_table(sequences / VOCABULARY)
-        place = vocabulary.column_names.index("count")
-        counts = pa.array(data.count[1:].numpy(), vocabulary.schema.field(place).type)
-        write_table(folder / VOCABULARY, vocabulary.set_column(place, vocabulary.schema.field(place), counts))
-        shutil.copyfile(sequences / USERS, folder / USERS)
-        if (finetuned / TOKENIZER).exists():
-            shutil.copyfile(finetuned / TOKENIZER, folder / TOKENIZER)
-
+    files = cards.read_files(finetuned, card)
+    files[VOCABULARY] = cards.with_counts(files[VOCABULARY], pa.array(data.count[1:].numpy()))
     return train(
         load_model(initial)[0],
         data,
@@ -134,7 +121,8 @@ def retrain(
         content=["every event", json.dumps(epochs)],
         epochs=epochs,
         experiment=experiment,
-        extras=add_what_serving_needs,
+        files=files,
+        facts={REFIT: {"fingerprint": card["fingerprint"], "epochs": epochs}},
     )
 
 

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from models import REGISTRY
 from models.base import Catalogue, SequenceModel
-from seqrec.artifacts import MODEL_CARD, REFIT, USERS, VOCABULARY, WEIGHTS, read_json, sha256
+from seqrec.artifacts import MODEL_CARD, REFIT, USERS, VOCABULARY, WEIGHTS
+from seqrec.training import cards
 
 logger = logging.getLogger(__name__)
 Rows = tuple[Tensor, Tensor]  # row numbers in the new table, and of the same item or user in the old one
@@ -33,12 +34,17 @@ def warm_start(net: SequenceModel, sequences: Path, champion: Path) -> bool:
         Whether there is a champion of the same architecture and options; `net` is unchanged otherwise.
 
     Raises:
-        ValueError: the weights are not those that the card was written for, or know the held-out events.
+        ValueError: a file is not the one that the card was written for, or the weights know the held-out events.
     """
     if not (champion / MODEL_CARD).is_file():
         logger.info("no champion to start from")
         return False
-    card = read_json(champion / MODEL_CARD)
+    try:
+        card = cards.read(champion)
+        cards.check_complete(champion, card)
+    except ValueError as error:
+        logger.warning("the champion is not used: %s", error)
+        return False
     options = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(net.options).items()}
     same = REGISTRY.get(card["architecture"]) is type(net) and card["options"] == options
     if "text" in net.needs or not same:
@@ -48,8 +54,7 @@ def warm_start(net: SequenceModel, sequences: Path, champion: Path) -> bool:
         raise ValueError(
             f"{champion} was refitted on every event, those of a later test too: start from what it was before"
         )
-    if sha256(champion / WEIGHTS) != card["weights_sha256"]:
-        raise ValueError(f"{champion / WEIGHTS} differs from what {MODEL_CARD} was written for: refusing to load it")
+    cards.verify(champion, card)
     items = _common(champion / VOCABULARY, sequences / VOCABULARY, "item", "item_id")
     users = _common(champion / USERS, sequences / USERS, "user", "user_id")
     old, new = load_file(champion / WEIGHTS), net.state_dict()

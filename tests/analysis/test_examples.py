@@ -16,6 +16,7 @@ from seqrec.data import sequences
 from seqrec.evaluation import results
 from seqrec.evaluation.ranking import model_scorer
 from seqrec.stages.baselines import baselines
+from seqrec.training.cards import catalogue_files
 from seqrec.training.checkpoint import load_model, save_model
 
 CONFIG = EvaluateConfig(top_k=10, bootstrap=100)
@@ -33,10 +34,11 @@ def folders(prepared, tmp_path_factory):
     for name in MODELS[:-1]:
         model = make_model(name, num_items=data.num_items, num_users=data.num_users, length=8).eval()
         checkpoints[name] = root / name / "saved"
-        save_model(checkpoints[name], model, {"filter_seen": True})
+        files = catalogue_files(prepared, prepared.parent / "items.parquet")
+        save_model(checkpoints[name], model, {"filter_seen": True}, files)
         with torch.no_grad():
             results.report(model_scorer(model), data, root / name, CONFIG, {})
-    return {"checkpoints": checkpoints, "reports": root, "sequences": prepared, "data": prepared.parent}
+    return {"checkpoints": checkpoints, "reports": root, "sequences": prepared}
 
 
 def choose(folders, number=4, seed=3, **changes):
@@ -140,7 +142,10 @@ def test_sparsity_is_swept_where_rows_are_left_out(folders):
 
 
 def test_items_without_a_title_go_by_their_id(folders, prepared, tmp_path):
-    titled, plain = choose(folders).names, choose(folders, data=tmp_path).names
+    model, card = load_model(folders["checkpoints"]["sasrec"])
+    save_model(tmp_path, model, card, catalogue_files(prepared))
+    checkpoints = folders["checkpoints"] | {"sasrec": tmp_path}
+    titled, plain = choose(folders).names, choose(folders, checkpoints=checkpoints).names
     item_ids = sequences.read_vocabulary(prepared)[0]
 
     assert titled == {item: f"Title of {item_ids[item - 1]}" for item in titled}

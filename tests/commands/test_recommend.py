@@ -1,13 +1,14 @@
+import shutil
+
 import pyarrow.parquet as pq
 import pytest
 import torch
-from support import make_model, save
+from support import save
 
 from seqrec.__main__ import main
 from seqrec.commands import recommend
 from seqrec.data import sequences
 from seqrec.serving.recommender import Recommender, Request
-from seqrec.training.checkpoint import save_model
 
 
 @pytest.mark.parametrize("rows", [7, 8192])
@@ -43,19 +44,22 @@ def test_users_with_few_items_left_get_fewer(prepared, tmp_path):
 
 
 def test_a_model_of_another_catalogue_is_refused(prepared, tmp_path):
-    save_model(tmp_path / "model", make_model("sasrec", num_items=3), {"filter_seen": True})
+    saved = save("sasrec", prepared, tmp_path / "model")
+    other = tmp_path / "other"  # of the same size, the ids in another order
+    shutil.copytree(prepared, other)
+    vocabulary = pq.read_table(other / "vocabulary.parquet")
+    pq.write_table(vocabulary.set_column(1, "item_id", vocabulary["item_id"].take(range(39, -1, -1))), other / "v")
+    (other / "v").replace(other / "vocabulary.parquet")
 
-    with pytest.raises(ValueError, match="knows 3 items"):
-        recommend.score(sequences=prepared, saved=tmp_path / "model", output=tmp_path / "best.parquet")
+    with pytest.raises(ValueError, match="the item_ids differ, or their order does"):
+        recommend.score(sequences=other, saved=saved, output=tmp_path / "best.parquet")
     assert not (tmp_path / "best.parquet").exists()
 
 
 def test_recommendations_are_printed_with_titles(prepared, tmp_path, capsys):
     saved = save("sasrec", prepared, tmp_path / "model", model="sasrec")
 
-    status = main(
-        ["recommend", "--history", "i1, no such", "--k", "3", "--saved", str(saved), "--data", str(prepared.parent)]
-    )
+    status = main(["recommend", "--history", "i1, no such", "--k", "3", "--saved", str(saved)])
 
     printed = capsys.readouterr().out
     assert status == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +17,8 @@ from mlflow import MlflowClient
 from support import synthetic_rows
 
 from seqrec.__main__ import main
-from seqrec.config import ConfigError, load
+from seqrec.config import ConfigError, RegisterConfig, load
+from seqrec.locks import locked
 from seqrec.tracking import runs
 
 CONFIG = {
@@ -130,6 +132,20 @@ def test_a_finished_run_is_not_trained_again(caplog):
 def test_resume_refuses_to_start_afresh(caplog):
     assert run("--out", "fourth", "--data", "out/data", "--resume") == 1
     assert "--resume: no state in" in caplog.text
+
+
+def test_two_at_once_are_told_apart(caplog, monkeypatch):
+    with locked(Path("fifth/.lock"), "held"):
+        assert run("--out", "fifth", "--data", "out/data") == 1
+    assert re.search(rf"--out fifth: in use by process {os.getpid()} on \S+ for \d+ s", caplog.text)
+    assert not Path("fifth/params.yaml").exists()
+
+    config = RegisterConfig(tracking_uri="sqlite:///locked.db")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", config.tracking_uri)
+    with runs.registering(config, "log"):
+        assert main(["import", "--run", "out"]) == 1
+    assert "registering models of log in sqlite:///" in caplog.text
+    assert not Path("locked.db").exists()
 
 
 def test_a_config_needs_only_dataset_and_models():

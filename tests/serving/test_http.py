@@ -168,6 +168,33 @@ def test_a_registry_that_fails_leaves_the_old_champion(recommender):
         assert ask(address, history=["i1"]).json()["version"] == "1"
 
 
+def test_a_version_that_cannot_be_loaded_is_told_and_tried_again(recommender, caplog):
+    newest, broken = ["1"], [True]
+
+    def load():
+        if newest[0] == "2" and broken[0]:
+            raise KeyError("filter_seen")
+        return recommender
+
+    def health(address, status, version):
+        for _ in range(1000):
+            state = requests.get(f"{address}/health", timeout=10).json()
+            if (state["status"], state["version"]) == (status, version):
+                return state
+            time.sleep(0.01)
+        raise AssertionError(state)
+
+    with running(http.app(load, lambda: newest[0], poll_s=0.01)) as address:
+        assert health(address, "ok", "1")["problem"] == ""
+        newest[0] = "2"
+        assert health(address, "behind", "1")["problem"] == "KeyError: 'filter_seen'"
+        assert ask(address, history=["i1"]).json()["version"] == "1"
+        time.sleep(0.1)  # ten more looks
+        assert sum("version 1 stays" in record.getMessage() for record in caplog.records) == 1
+        broken[0] = False
+        assert health(address, "ok", "2")["problem"] == ""
+
+
 def test_a_pass_that_fails_is_a_503_and_the_next_one_works(recommender):
     class Once:
         failed = False
@@ -193,7 +220,8 @@ def test_health_and_metrics_tell_what_was_served(recommender):
         health = requests.get(f"{address}/health", timeout=10).json()
         lines = requests.get(f"{address}/metrics", timeout=10).text.splitlines()
 
-    assert health == {"status": "ok", "model": "sasrec", "version": "7", "items": 40, "users": 60}
+    expected = {"status": "ok", "model": "sasrec", "version": "7", "items": 40, "users": 60, "problem": ""}
+    assert health == expected
     assert 'seqrec_requests_total{source="sasrec"} 1.0' in lines
     assert 'seqrec_requests_total{source="popularity"} 1.0' in lines
     assert "seqrec_unknown_events_total 2.0" in lines

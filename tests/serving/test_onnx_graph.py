@@ -6,6 +6,7 @@ from support import save
 from seqrec.serving import onnx_graph
 from seqrec.serving.onnx_graph import GraphRecommender
 from seqrec.serving.recommender import Recommender, Request
+from seqrec.training.cards import catalogue_files
 from seqrec.training.checkpoint import save_model
 
 pytest.importorskip("onnxscript")
@@ -37,7 +38,23 @@ def test_a_graph_of_other_weights_is_refused(prepared, tmp_path):
     onnx_graph.export(saved=saved, output=tmp_path / "graph")
     model = Recommender.load(saved).model
     model.items.weight.data += 1
-    save_model(saved, model, {"filter_seen": True})
+    save_model(saved, model, {"filter_seen": True}, catalogue_files(prepared))
 
-    with pytest.raises(ValueError, match="export them again"):
+    with pytest.raises(ValueError, match="export it again"):
         GraphRecommender.of(saved, tmp_path / "graph")
+
+
+def test_a_graph_of_another_vocabulary_or_a_damaged_one_is_refused(prepared, tmp_path):
+    saved, graph = save("mfbpr", prepared, tmp_path / "saved"), tmp_path / "graph"
+    onnx_graph.export(saved=saved, output=graph)
+    GraphRecommender.of(saved, graph)
+    assert (graph / "vocabulary.parquet").read_bytes() == (saved / "vocabulary.parquet").read_bytes()
+
+    content = (graph / onnx_graph.GRAPH).read_bytes()
+    (graph / onnx_graph.GRAPH).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(ValueError, match="export it again"):
+        GraphRecommender.of(saved, graph)
+    (graph / onnx_graph.GRAPH).write_bytes(content)
+    save_model(saved, Recommender.load(saved).model, {"filter_seen": True}, catalogue_files(prepared))  # no titles
+    with pytest.raises(ValueError, match="export it again"):
+        GraphRecommender.of(saved, graph)

@@ -34,6 +34,7 @@ from seqrec.stages.baselines import baselines
 from seqrec.stages.register import register
 from seqrec.tracking import runs
 from seqrec.tracking.runs import TrackingError
+from seqrec.training.cards import catalogue_files
 from seqrec.training.checkpoint import build, save_model
 
 USERS, ITEMS, EVENTS = 20, 12, 8
@@ -82,7 +83,8 @@ def train_model(root, name, d_model):
     model = build(config, Catalogue(num_items=ITEMS, num_users=USERS, length=6)).eval()
     folder = root / "artifacts" / name / "finetuned"
     facts = {"stage": "finetune", "seconds": 7.0, "filter_seen": True, "config": asdict(FinetuneConfig())}
-    save_model(folder, model, {"model": name, "fingerprint": f"{name}-{d_model}", **facts})
+    files = catalogue_files(root / "data" / "sequences")
+    save_model(folder, model, {"model": name, "fingerprint": f"{name}-{d_model}", **facts}, files)
     (folder / "history.jsonl").write_text("".join(json.dumps(record) + "\n" for record in HISTORY))
     report = {"parameters": 100 * d_model, "train_seconds": 7.0}
     with torch.no_grad():

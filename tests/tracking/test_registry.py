@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from models.base import Catalogue
+from seqrec.__main__ import main
 from seqrec.artifacts import CASES_SCHEMA, USERS_SCHEMA, VOCABULARY_SCHEMA
 from seqrec.commands import registry as registry_command
 from seqrec.config import ConfigError, ModelConfig, RegisterConfig
@@ -20,6 +21,7 @@ from seqrec.serving import http
 from seqrec.serving.recommender import Recommender
 from seqrec.tracking import registry, runs
 from seqrec.tracking.runs import TrackingError
+from seqrec.training.cards import catalogue_files
 from seqrec.training.checkpoint import build, save_model
 
 ITEMS = [f"i{number}" for number in range(1, 13)]
@@ -32,11 +34,12 @@ def folder(tmp_path_factory):
     torch.manual_seed(0)
     config = ModelConfig(architecture="sasrec", options={"length": 6, "d_model": 8, "layers": 1})
     model = build(config, Catalogue(num_items=len(ITEMS), num_users=2, length=6))
-    save_model(folder, model, {"model": "sasrec", "fingerprint": "f", "filter_seen": True})
     numbers = list(range(1, len(ITEMS) + 1))
     vocabulary = {"item": numbers, "item_id": ITEMS, "count": numbers}
     pq.write_table(pa.table(vocabulary, schema=VOCABULARY_SCHEMA), folder / "vocabulary.parquet")
     pq.write_table(pa.table({"user": [1, 2], "user_id": ["a", "b"]}, schema=USERS_SCHEMA), folder / "users.parquet")
+    facts = {"model": "sasrec", "fingerprint": "f", "filter_seen": True}
+    save_model(folder, model, facts, catalogue_files(folder))
     return folder
 
 
@@ -59,7 +62,7 @@ def run(client, config):
 def model(client, run, folder):
     experiment = run.info.experiment_id
     client.create_logged_model(experiment, "sasrec", run.info.run_id)  # what a killed call leaves
-    return registry.log_model(client, run, checkpoint=folder, sequences=folder)
+    return registry.log_model(client, run, checkpoint=folder)
 
 
 def files(model):
@@ -70,7 +73,7 @@ def test_a_half_written_model_is_replaced_and_a_complete_one_is_kept(client, run
     (found,) = client.search_logged_models([run.info.experiment_id])
 
     assert found.model_id == model.model_id
-    assert registry.log_model(client, run, checkpoint=folder, sequences=folder).model_id == model.model_id
+    assert registry.log_model(client, run, checkpoint=folder).model_id == model.model_id
 
 
 def test_nothing_in_the_model_is_a_pickle(model):
@@ -292,12 +295,31 @@ def test_promotions_by_hand_are_audited_and_rolled_back(client, run, model, tmp_
         assert entry in printed
 
 
+def test_show_marks_candidate_and_champion(client, run, model, tmp_path, config, capsys, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", config.tracking_uri)
+    monkeypatch.setenv("COLUMNS", "200")
+    name = "seqrec-shown"
+    first = register(client, run, model, tmp_path, name, [2, 2])
+    second = register(client, run, model, tmp_path, name, [2, 2], **{registry.WEIGHTS_TAG: "other"})
+    registry.promote(client, first, cases(2, 2), config)
+
+    def shown():
+        assert main(["registry", "show", "--dataset", "shown"]) == 0
+        lines = [line.split("│") for line in capsys.readouterr().out.splitlines() if "│" in line]
+        return [(cells[1].strip(), cells[4].strip()) for cells in lines]
+
+    client.set_registered_model_alias(name, registry.CANDIDATE, second.version)
+    assert shown() == [("1", "champion"), ("2", "candidate")]
+    client.set_registered_model_alias(name, registry.CANDIDATE, first.version)
+    assert shown() == [("1", "candidate, champion"), ("2", "")]
+
+
 @pytest.mark.parametrize(
     ("actions", "dataset", "message"),
     [
         (["promote"], "bad", "no version 0"),
         (["rollback"], "bad", "no champion before"),
-        (["delete"], "bad", "one of show, promote, rollback"),
+        (["delete"], "bad", "one of show, promote, rollback, relocate"),
         (["show"], "unheard-of", "seqrec-unheard-of is not registered"),
     ],
 )

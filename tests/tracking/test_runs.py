@@ -1,15 +1,19 @@
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import sqlalchemy
 
 from seqrec.config import RegisterConfig
 from seqrec.tracking import runs
@@ -125,8 +129,8 @@ def test_a_deleted_experiment_is_an_error_that_says_how_to_restore_it(client, co
 def test_a_database_moved_away_from_its_artifacts_is_an_error(client, config, tmp_path):
     client.create_experiment("moved", artifact_location=str(tmp_path / "old place" / "mlartifacts"))
 
-    with pytest.raises(TrackingError, match=r"old place/mlartifacts is gone"):
-        runs.experiment(client, RegisterConfig(tracking_uri=config.tracking_uri, experiment="moved"))
+    with pytest.raises(TrackingError, match=r"old place/mlartifacts, not beside itself.*registry relocate"):
+        runs.connect(RegisterConfig(tracking_uri=config.tracking_uri, experiment="moved"))
 
 
 def test_an_orchestrators_run_decides_the_experiment_and_leaves_the_environment(client, config, monkeypatch):
@@ -161,6 +165,44 @@ def test_killed_while_the_database_is_made_leaves_none_behind(tmp_path):
     assert not (tmp_path / "mlflow.db").exists()
     assert list(tmp_path.iterdir())  # it had begun
     assert runs.connect(RegisterConfig(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")).search_experiments()
+
+
+def test_two_threads_make_one_database(tmp_path):
+    config = RegisterConfig(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
+    with ThreadPoolExecutor(2) as pool:
+        made = list(pool.map(runs._create_database, [config.tracking_uri] * 2))
+
+    assert made == [None, None]
+    assert [path.name for path in tmp_path.iterdir()] == ["mlflow.db"]
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        ("database is locked", "locked by another process; wait"),
+        ("database or disk is full", "the disk is full; free some space"),
+        ("attempt to write a readonly database", "may not be written to"),
+        ("no such table: runs", r"failed: \(sqlite3.OperationalError\) no such table: runs$"),
+    ],
+)
+def test_a_database_that_fails_is_one_line_that_says_what_to_do(config, words, advice):
+    with pytest.raises(TrackingError, match=advice) as raised, runs.explained(config):
+        raise sqlalchemy.exc.OperationalError("INSERT INTO runs ...", {"key": "value"}, sqlite3.OperationalError(words))
+    assert "INSERT" not in str(raised.value)
+
+
+def test_a_damaged_database_is_no_dump_of_sql(tmp_path):
+    path = tmp_path / "mlflow.db"
+    config = RegisterConfig(tracking_uri=f"sqlite:///{path}")
+    client = runs.connect(config)
+    place = runs.experiment(client, config)
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        database.execute("DROP TABLE tags")
+        database.commit()
+
+    with pytest.raises(TrackingError, match="no such table") as raised, runs.explained(config):
+        runs.open_run(client, place, "f", "run")
+    assert "\n" not in str(raised.value)
 
 
 def test_live_run_logs_every_record_under_its_epoch(client, config, caplog):

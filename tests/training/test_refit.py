@@ -16,6 +16,7 @@ from seqrec.serving.recommender import Recommender
 from seqrec.stages.evaluate import evaluate
 from seqrec.tracking import registry, runs
 from seqrec.training import objectives, refit
+from seqrec.training.cards import read_files
 from seqrec.training.checkpoint import build, load_model, save_model
 from seqrec.training.loop import METRIC
 from seqrec.training.warm_start import warm_start
@@ -154,7 +155,7 @@ def register(client, config, folder, prepared, rank):
     run_ = runs.open_run(client, runs.experiment(client, config), read_fingerprint(folder), "sasrec")
     pq.write_table(cases(rank), folder / "cases.parquet")
     client.log_artifact(run_.info.run_id, str(folder / "cases.parquet"), registry.REPORT)
-    model = registry.log_model(client, run_, checkpoint=folder, sequences=prepared)
+    model = registry.log_model(client, run_, checkpoint=folder)
     split = read_json(prepared / "split.json")["split_sha256"]
     tags = {registry.SPLIT_TAG: split, registry.FILTER_TAG: "1", "seqrec.model": "sasrec"}
     return registry.create_version(client, "seqrec-toy", model, tags, "# the card of the evaluated one")
@@ -203,7 +204,8 @@ def another(client, config, tmp_path, prepared):
     model, card = load_model(tmp_path / "artifacts" / "sasrec" / "finetuned")
     with torch.no_grad():
         model.items.weight.add_(1.0)
-    save_model(tmp_path / "other", model, {**card, "fingerprint": "other"})
+    files = read_files(tmp_path / "artifacts" / "sasrec" / "finetuned", card)
+    save_model(tmp_path / "other", model, {**card, "fingerprint": "other"}, files)
     return register(client, config, tmp_path / "other", prepared, 1.0)
 
 

@@ -11,6 +11,7 @@ from seqrec.artifacts import USERS, VOCABULARY, WEIGHTS, facts
 from seqrec.config import ModelConfig, PretrainConfig
 from seqrec.data import sequences as prepared_data
 from seqrec.stages.pretrain import pretrain
+from seqrec.training.cards import catalogue_files
 from seqrec.training.checkpoint import load_model, save_model
 from seqrec.training.warm_start import warm_start
 
@@ -34,9 +35,7 @@ def write_champion(folder, sequences, architecture="flash4rec", **options):
     """Write a champion with random weights, as the registry gives it; return the model."""
     data = prepared_data.load(sequences)
     model = make_model(architecture, num_items=data.num_items, num_users=data.num_users, **options)
-    save_model(folder, model, {"model": architecture})
-    for name in (VOCABULARY, USERS):
-        (folder / name).write_bytes((sequences / name).read_bytes())
+    save_model(folder, model, {"model": architecture}, catalogue_files(sequences))
     return model.eval()
 
 

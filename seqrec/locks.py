@@ -1,0 +1,59 @@
+"""One process at a time in a place: locks that end with their process, and tell others who holds them since when."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+NAME = ".lock"  # of a folder's lock
+
+
+class LockedError(ValueError):
+    """Another process works here; the message says which, and since when."""
+
+
+@contextmanager
+def locked(path: Path, what: str) -> Iterator[None]:
+    """Hold the lock file `path` while the block runs; the operating system lets go of it when the process ends.
+
+    The lock cannot be entered twice by one process either.
+
+    Args:
+        path: of the lock file, which stays where it is.
+        what: is in use, for the message, and how to get out of each other's way.
+
+    Raises:
+        LockedError: another process holds it.
+        OSError: the file cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    owner = path.with_name(f"{path.name}.owner")  # apart, as the locked file may be unreadable to others
+    lock = FileLock(path, blocking=False)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise LockedError(f"{what}: in use by {_holder(owner)}; wait until it has ended ({path})") from error
+    try:
+        holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
+        owner.write_text(json.dumps(holder), encoding="utf-8")
+        yield
+    finally:
+        with suppress(OSError):
+            owner.unlink()
+        lock.release()
+
+
+def _holder(owner: Path) -> str:
+    try:
+        holder = json.loads(owner.read_text(encoding="utf-8"))
+        seconds = max(0.0, time.time() - holder["since"])
+        return f"process {holder['pid']} on {holder['host']} for {seconds:.0f} s"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another process"  # which has begun this moment

@@ -1,0 +1,229 @@
+"""What a model's folder holds besides its weights, and what is checked before anything of it is built.
+
+The card (config.json) names every other file with its SHA-256. Card, files and the header of the weights may come from
+anywhere: each is bounded and checked before it decides how much memory or time is taken.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from safetensors import SafetensorError, safe_open
+
+from seqrec.artifacts import (
+    MODEL_CARD,
+    MODEL_VOCABULARY_SCHEMA,
+    TOKENIZER,
+    TOKENS,
+    USERS,
+    USERS_SCHEMA,
+    VOCABULARY,
+    WEIGHTS,
+    sha256,
+)
+
+LARGEST = 1 << 20  # bytes of a card
+MOST = 2**31 - 2  # items, and users: int32, with one more for padding or unknown
+ENDLESS = 1e15  # seconds
+DAY = 86_400.0
+FILES = (VOCABULARY, USERS, TOKENIZER)  # that a card may name besides weights and tokens
+DIGEST = re.compile("[0-9a-f]{64}")
+FACTS: dict[str, Any] = {  # of every card, with what holds where `save_model` was told nothing
+    "model": "model",
+    "stage": "finetune",
+    "fingerprint": "",
+    "config": {},
+    "seconds": 0.0,
+    "filter_seen": False,
+    "median_gap": DAY,
+}
+KINDS: dict[str, type] = {name: type(value) for name, value in FACTS.items()} | {
+    "architecture": str,
+    "options": dict,
+    "catalogue": dict,
+    "parameters": int,
+    "files": dict,
+    "weights_sha256": str,
+}
+SIZES = {"num_items": 1, "num_users": 0, "length": 0}  # of a catalogue: the least
+Tensors = dict[str, tuple[str, tuple[int, ...]]]  # name -> type and shape
+
+
+def read(directory: Path) -> dict[str, Any]:
+    """Return the card in `directory`, of which every key that is read anywhere has its type and range.
+
+    Raises:
+        FileNotFoundError: there is no card.
+        ValueError: it is no card, or one of an older version, that names no vocabulary.
+    """
+    path = directory / MODEL_CARD
+    with path.open("rb") as file:
+        content = file.read(LARGEST + 1)
+    try:
+        card = json.loads(content) if len(content) <= LARGEST else None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+    if not isinstance(card, dict):
+        raise ValueError(f"{path} is no card of a model: a JSON object of at most {LARGEST} bytes is wanted")
+    if "weights_sha256" in card and "files" not in card:
+        raise ValueError(
+            f"{path} was written by an older version and does not say which vocabulary and users belong to the "
+            "weights: train the model again, and register it again"
+        )
+    for key, kind in KINDS.items():
+        _check(path, key, card.get(key), kind)
+    for key, least in SIZES.items():
+        size = card["catalogue"].get(key)
+        if type(size) is not int or not least <= size <= MOST:
+            raise ValueError(f"{path}: catalogue.{key} is {size!r:.80}, wanted is an integer from {least} to {MOST}")
+    if set(card["catalogue"]) != set(SIZES) or not set(card["files"]) <= set(FILES):
+        raise ValueError(f"{path}: unknown entries in catalogue or files")
+    digests = {"weights_sha256": card["weights_sha256"], "tokens_sha256": card.get("tokens_sha256", "0" * 64)}
+    for key, value in {**digests, **card["files"]}.items():
+        if not isinstance(value, str) or not DIGEST.fullmatch(value):
+            raise ValueError(f"{path}: {key} is {value!r:.80}, wanted is a SHA-256")
+    return card
+
+
+def _check(path: Path, key: str, value: Any, kind: type) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if kind is float:
+        good = number and 0 <= value < ENDLESS  # not NaN either
+    elif kind is int:
+        good = type(value) is int and 0 <= value < 2**63
+    else:
+        good = isinstance(value, kind)
+    if not good:
+        raise ValueError(f"{path}: {key} is {value!r:.80}, wanted is a {kind.__name__}")
+
+
+def verify(directory: Path, card: Mapping[str, Any]) -> None:
+    """Check every file that `card` names against its hash, and the sizes of the tables against the catalogue.
+
+    Raises:
+        ValueError: a file is missing, or is not the one that the card was written for.
+    """
+    named = {WEIGHTS: card["weights_sha256"], **card["files"]}
+    named |= {TOKENS: card["tokens_sha256"]} if "tokens_sha256" in card else {}
+    for name, digest in named.items():
+        path = directory / name
+        if not path.is_file():
+            raise ValueError(f"{path} is missing: {MODEL_CARD} beside it names it")
+        if sha256(path) != digest:
+            raise ValueError(f"{path} differs from what {MODEL_CARD} was written for: refusing to load it")
+    for name, schema, size in (
+        (VOCABULARY, MODEL_VOCABULARY_SCHEMA, "num_items"),
+        (USERS, USERS_SCHEMA, "num_users"),
+    ):
+        if name in card["files"]:
+            try:
+                file = pq.ParquetFile(directory / name)
+            except (pa.ArrowException, OSError) as error:
+                raise ValueError(f"{directory / name} is no table: {error}") from error
+            if not file.schema_arrow.equals(schema) or file.metadata.num_rows != card["catalogue"][size]:
+                raise ValueError(f"{directory / name} does not hold the catalogue of {MODEL_CARD}: {size} differs")
+
+
+def tensors(path: Path) -> Tensors:
+    """Return types and shapes of the tensors of a safetensors file; its header alone is read.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is not a safetensors file, or cut off.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (it has no __iter__)
+            return {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
+    except SafetensorError as error:
+        raise ValueError(f"{path} holds no tensors: {error}") from error
+
+
+def catalogue_files(sequences: Path, items: Path | None = None) -> dict[str, bytes]:
+    """Return the tables that belong to a model of the prepared dataset in `sequences`, by name.
+
+    Args:
+        sequences: folder with vocabulary and users.
+        items: the items table, whose titles the vocabulary gets; without it, or where it has none, they are null.
+    """
+    vocabulary = pq.read_table(sequences / VOCABULARY)
+    titles = pa.nulls(len(vocabulary), pa.string())
+    if items is not None and items.is_file():
+        known = pq.read_table(items, columns=["item_id", "title"])
+        row = pc.index_in(vocabulary["item_id"], value_set=known["item_id"].combine_chunks())
+        titles = known["title"].take(row)
+    return {
+        VOCABULARY: _parquet(vocabulary.append_column(MODEL_VOCABULARY_SCHEMA.field("title"), titles)),
+        USERS: (sequences / USERS).read_bytes(),
+    }
+
+
+def with_counts(vocabulary: bytes, counts: pa.Array) -> bytes:
+    """Return a model's vocabulary with other `counts`, of item 1, 2, ..."""
+    table = pq.read_table(pa.BufferReader(vocabulary))
+    place = table.column_names.index("count")
+    return _parquet(table.set_column(place, table.schema.field(place), counts.cast(pa.int64())))
+
+
+def _parquet(table: pa.Table) -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(table.cast(MODEL_VOCABULARY_SCHEMA), sink, compression="zstd")
+    content: bytes = sink.getvalue().to_pybytes()
+    return content
+
+
+def read_titles(directory: Path) -> dict[str, str]:
+    """Return the titles of a model's items by id, of those that have one; none where it has no vocabulary."""
+    if not (directory / VOCABULARY).is_file():
+        return {}
+    table = pq.read_table(directory / VOCABULARY, columns=["item_id", "title"])
+    table = table.filter(pc.greater(pc.utf8_length(table["title"]), 0))
+    return dict(zip(*table.to_pydict().values(), strict=True))
+
+
+def read_files(directory: Path, card: Mapping[str, Any]) -> dict[str, bytes]:
+    """Return the contents of the files that belong to a model's weights."""
+    return {name: (directory / name).read_bytes() for name in card["files"]}
+
+
+def write_files(directory: Path, files: Mapping[str, bytes]) -> dict[str, str]:
+    """Write what belongs to a model, each file in one step; return the hashes."""
+    for name, content in files.items():
+        partial = directory / f"{name}.partial"
+        partial.write_bytes(content)
+        partial.replace(directory / name)
+    return {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+
+
+def check_complete(directory: Path, card: Mapping[str, Any]) -> None:
+    """Raise ValueError where the model in `directory` has no vocabulary or users of its own."""
+    missing = [name for name in (VOCABULARY, USERS) if name not in card["files"]]
+    if missing:
+        raise ValueError(f"{directory} has no {' and no '.join(missing)} of its own: train the model again")
+
+
+def check_catalogue(directory: Path, card: Mapping[str, Any], sequences: Path, *, users: bool) -> None:
+    """Check that a model speaks of the items of a prepared dataset, and of its users if `users`, by the same numbers.
+
+    Raises:
+        ValueError: it was trained on another catalogue.
+    """
+    check_complete(directory, card)
+    for name, column in ((VOCABULARY, "item_id"), (USERS, "user_id"))[: 1 + users]:
+        ours, theirs = (pq.read_table(folder / name, columns=[column])[column] for folder in (directory, sequences))
+        if not ours.equals(theirs):
+            what = f"{len(ours)} against {len(theirs)} {column}s"
+            if len(ours) == len(theirs):
+                what = f"the {column}s differ, or their order does"
+            raise ValueError(
+                f"{directory} was trained on another catalogue than {sequences} holds ({name}: {what}): train it "
+                "again on this one, or name the prepared data that it was trained on"
+            )

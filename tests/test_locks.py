@@ -1,0 +1,63 @@
+"""Two processes in one place: the second one says who is there, and changes nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from seqrec.locks import LockedError, locked
+
+ROOT = Path(__file__).parent.parent
+HOLDER = """
+import sys
+from pathlib import Path
+from seqrec.locks import locked
+with locked(Path(sys.argv[1]), "the place"):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Another process that holds a lock, and its path."""
+    path = tmp_path / "deep" / ".lock"
+    command = [sys.executable, "-c", HOLDER, str(path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
+    with subprocess.Popen(command, **pipes) as process:
+        assert process.stdout.readline() == "held\n"
+        yield process, path
+        process.kill()
+
+
+def test_the_second_process_is_told_who_holds_the_lock_and_since_when(holder):
+    process, path = holder
+
+    with (
+        pytest.raises(LockedError, match=rf"^the place: in use by process {process.pid} on \S+ for \d+ s"),
+        locked(path, "the place"),
+    ):
+        pass
+    process.communicate()
+    with locked(path, "the place"):
+        assert path.with_name(".lock.owner").exists()
+    assert not path.with_name(".lock.owner").exists()
+
+
+def test_a_killed_holder_leaves_no_lock(holder):
+    process, path = holder
+    process.kill()
+    process.wait()
+
+    with locked(path, "the place"):
+        pass
+
+
+def test_a_process_cannot_enter_twice(tmp_path):
+    with locked(tmp_path / ".lock", "it"), pytest.raises(LockedError), locked(tmp_path / ".lock", "it"):
+        pass
