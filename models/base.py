@@ -71,6 +71,7 @@ class SequenceModel(nn.Module):
     objectives: ClassVar[frozenset[str]] = frozenset({"causal"})
     needs: ClassVar[frozenset[str]] = frozenset()  # subset of times, user, text
     clipped_apart: ClassVar[tuple[str, ...]] = ()  # ends of names of parameters whose gradients are clipped apart
+    undecayed: ClassVar[tuple[str, ...]] = ()  # ends of names of matrices without weight decay; vectors never have any
     shortest = 1  # positions of a batch that an exported graph takes; shorter ones are padded
     contrastive: ClassVar[frozenset[str]] = frozenset()  # phases whose batches end with the target, selected by `hits`
 
