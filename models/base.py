@@ -20,7 +20,7 @@ class Batch(NamedTuple):
     """What a model sees of a user: plain tensors, so that torch.export takes it as it is."""
 
     items: Tensor  # (B, L) int64, left-padded; 0 = PAD, num_items + 1 = MASK
-    times: Tensor  # (B, L) float32, seconds relative to the last event (<= 0)
+    times: Tensor  # (B, L) float64, seconds relative to the last event (<= 0): float32 loses seconds after half a year
     user: Tensor  # (B,) int64, 0 = unknown
 
 

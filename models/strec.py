@@ -266,8 +266,8 @@ class Sampler(nn.Module):
 
     def _times(self, batch: Batch) -> Tensor:
         if self.options.sampling == "time":
-            return batch.times
-        return -MINUTE * _places(batch).to(batch.times.dtype).expand_as(batch.times)  # as if there were one a minute
+            return batch.times.to(self.scores.dtype)
+        return -MINUTE * _places(batch).to(self.scores.dtype).expand_as(batch.times)  # as if there were one a minute
 
     def _follow(self, running_G: Tensor, value_BL: Tensor, counted_BL: Tensor) -> None:
         seen_G = value_BL.detach().float().masked_fill(~counted_BL, torch.nan).flatten().nanquantile(self.levels)

@@ -193,7 +193,7 @@ def window(data: Sequences, user: Tensor, stop: Tensor, length: int) -> Batch:
     real_BL = index_BL >= data.start[user].unsqueeze(1)
     index_BL = index_BL.clamp(min=0)
     last_B = (stop - 1).clamp(min=0)
-    times_BL = (data.times[index_BL] - data.times[last_B].unsqueeze(1)).float()
+    times_BL = (data.times[index_BL] - data.times[last_B].unsqueeze(1)).double()
     items_BL = torch.where(real_BL, data.items[index_BL].long(), PAD)
     return Batch(*map(data.sent, (items_BL, times_BL.masked_fill(~real_BL, 0.0), user + 1)))
 
