@@ -21,7 +21,7 @@ class Batch(NamedTuple):
 
     items: Tensor  # (B, L) int64, left-padded; 0 = PAD, num_items + 1 = MASK
     times: Tensor  # (B, L) float64, seconds relative to the last event (<= 0): float32 loses seconds after half a year
-    user: Tensor  # (B,) int64, 0 = unknown
+    user: Tensor  # (B,) int64, 0 = unknown: training had no target of that user
 
 
 class Catalogue(NamedTuple):
@@ -92,6 +92,11 @@ class SequenceModel(nn.Module):
     def item_vectors(self) -> Tensor:
         """Return (V, D); row 0 is padding and never a candidate."""
         raise NotImplementedError
+
+    def user_tables(self) -> list[nn.Embedding]:
+        """Return the tables called `users`: row u is user u, and row 0 a user that training did not know."""
+        named = ((name.rpartition(".")[2], part) for name, part in self.named_modules())
+        return [part for name, part in named if name == "users" and isinstance(part, nn.Embedding)]
 
     def phases(self, stage: str) -> tuple[str, ...]:
         """Return the training phases of `stage`, pretrain or finetune; best weights are restored between phases."""

@@ -6,6 +6,7 @@ Equation numbers are the paper's. It differs from the printed text in these plac
   chosen expert's share of the softmax over all experts (Switch Transformer, the source it cites);
 - eq. 14 divides by the dropped mass; inverted dropout needs the kept mass;
 - the paper has nothing for users that training did not know: they are user 0, whose vector `user_dropout` trains;
+  without it that vector stays zero, and the gate of eq. 5 is made of the items alone;
 - an output projection after the gate (Hua et al. 2022, arXiv:2202.10447) and pre-norm blocks; dropout on embeddings
   and residuals;
 - the experts' two layers have no bias, as in Switch Transformer, and the router's hidden layer is a ReLU;
@@ -337,6 +338,8 @@ class FLASH4Rec(SequenceModel):
             )
         initialise(self)
         with torch.no_grad():
+            if self.users is not None:
+                self.users.weight[0] = 0
             for part in self.modules():
                 if isinstance(part, nn.Linear):
                     part.weight.copy_(_normal(part.in_features, part.out_features).T)

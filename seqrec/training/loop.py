@@ -261,6 +261,7 @@ def train(
                 log=log_epoch,
                 epochs=epochs,
             )
+        forget_users(model, ~objectives.trained_users(data, config))
     values = _summary(history)
     if finish is not None:
         finish(model)
@@ -278,6 +279,13 @@ def train(
         write_text(output / HISTORY, "".join(json.dumps(record) + "\n" for record in history))
         resume_state.delete()
     return values
+
+
+@torch.no_grad()
+def forget_users(model: SequenceModel, unknown_U: Tensor) -> None:
+    """Give the users that training had no target of the vector of user 0: whoever asks for them gets that answer."""
+    for table in model.user_tables():
+        table.weight[1:][unknown_U.to(table.weight.device)] = table.weight[0]
 
 
 def _summary(history: Sequence[dict[str, Any]]) -> dict[str, float]:
