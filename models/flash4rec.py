@@ -1,10 +1,15 @@
 """FLASH4Rec: gated attention, a user-aware gate, a sparse mixture of experts and Top-K dropout (2023 preprint).
 
 Equation numbers are the paper's. It differs from the printed text in these places:
+- W_z, W_v and W_u have biases; the user's half of W_u has none, since its sum with the other half needs only one;
+- Z is `d_shared` wide, V and U are `d_value` wide, as in Hua et al.; the paper calls all three widths k;
 - eq. 5 concatenates along features, as its shapes say; the user's half of the product is computed once per user;
 - eq. 8 with one expert gives the constant gate 1, hence no gradient to the router: by default the gate is the
   chosen expert's share of the softmax over all experts (Switch Transformer, the source it cites);
-- eq. 14 divides by the dropped mass; inverted dropout needs the kept mass;
+- eq. 14 divides by the dropped mass; inverted dropout needs the kept mass. With the causal objective the factor is
+  one for each query, not one for the example, which would show later events to earlier queries (`topk_dropout_scope`);
+- eq. 16 is printed without logarithm, minus sign and the exponential of its denominator: the engine's cross-entropy
+  has all three;
 - the paper has nothing for users that training did not know: they are user 0, whose vector `user_dropout` trains;
   without it that vector stays zero, and the gate of eq. 5 is made of the items alone;
 - an output projection after the gate (Hua et al. 2022, arXiv:2202.10447) and pre-norm blocks; dropout on embeddings

@@ -126,7 +126,7 @@ class PrepareConfig:
 class TrainConfig:
     """Settings of both training stages."""
 
-    seed: int = 42
+    seed: int = 42  # of initialisation (pretrain), order, dropout and negatives; left out: the top-level `seed`
     epochs: int = 50
     batch_size: int = 128  # users of average length a step
     loss: str = "ce"  # ce | sampled_ce | bce | gbce | bpr
@@ -358,6 +358,7 @@ SECTIONS: dict[str, type] = {
 }
 DATASET_KEYS = ("ingest", "validate", "prepare", "pretrain", "finetune", "evaluate", "options")
 MODEL_KEYS = ("architecture", "options", "pretrain", "finetune")
+SEEDED = ("pretrain", "finetune")  # a run's seed is both's, so that another one also starts from other weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -378,11 +379,12 @@ class Params:
     sections: Mapping[str, Mapping[str, Any]]
     datasets: Mapping[str, Mapping[str, Mapping[str, Any]]]
     models: Mapping[str, Mapping[str, Any]]
+    seed: int  # default of `seed` in the sections of SEEDED; the split and the intervals keep their own
 
     def section(self, stage: str, *, model: str | None = None, dataset: str | None = None) -> Any:
         """Return the parsed section of `stage`, shared < dataset's < model's."""
         dataset = dataset or self.dataset
-        values, path = dict(self.sections[stage]), stage
+        values, path = ({"seed": self.seed} if stage in SEEDED else {}) | dict(self.sections[stage]), stage
         if own := self.dataset_entry(dataset).get(stage):
             values, path = values | dict(own), f"datasets.{dataset}.{stage}"
         if model is not None and (own := self.model_entry(model).get(stage)):
@@ -415,7 +417,7 @@ class Params:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the content, shaped as params.yaml."""
-        tops = {"dataset": self.dataset, "sources": list(self.sources), "leaderboard": list(self.leaderboard)}
+        tops = {"seed": self.seed, "dataset": self.dataset, "sources": list(self.sources), "leaderboard": list(self.leaderboard)}
         return tops | dict(self.sections) | {"datasets": self.datasets, "models": self.models}
 
     def dataset_entry(self, name: str) -> Mapping[str, Mapping[str, Any]]:
@@ -449,12 +451,14 @@ def load(path: Path) -> Params:
 def from_dict(content: Mapping[str, Any]) -> Params:
     """Check the keys of `content`, shaped as params.yaml, and wrap it."""
     if isinstance(content, Mapping):  # a pipeline does not search: its settings may leave the section out
-        content = {"tune": {}, "kubernetes": {}, **content}
-    top = ("dataset", "sources", "leaderboard", *SECTIONS, "datasets", "models")
+        content = {"tune": {}, "kubernetes": {}, "seed": 42, **content}
+    top = ("seed", "dataset", "sources", "leaderboard", *SECTIONS, "datasets", "models")
     _check_keys(content, top, "params.yaml", required=True)
     for name in ("sources", "leaderboard"):
         if not isinstance(content[name], (list, tuple)):
             raise ConfigError(f"{name}: expected a list of names, got {content[name]!r:.80}")
+    if type(content["seed"]) is not int or content["seed"] < 0:
+        raise ConfigError(f"seed: expected a whole number, at least 0, got {content['seed']!r:.80}")
     _check_sections(content, "")
     for group, keys in (("datasets", DATASET_KEYS), ("models", MODEL_KEYS)):
         _check_keys(content[group], content[group], group)
@@ -469,6 +473,7 @@ def from_dict(content: Mapping[str, Any]) -> Params:
         sections={stage: content[stage] for stage in SECTIONS},
         datasets=content["datasets"],
         models=content["models"],
+        seed=content["seed"],
     )
     for stage, cls in SECTIONS.items():  # layer by layer, so that a message names the one at fault
         parse(cls, {**({"source": ""} if stage == "ingest" else {}), **content[stage]}, stage)
