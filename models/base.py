@@ -20,8 +20,8 @@ class Batch(NamedTuple):
     """What a model sees of a user: plain tensors, so that torch.export takes it as it is."""
 
     items: Tensor  # (B, L) int64, left-padded; 0 = PAD, num_items + 1 = MASK
-    times: Tensor  # (B, L) float32, seconds relative to the last event (<= 0)
-    user: Tensor  # (B,) int64, 0 = unknown
+    times: Tensor  # (B, L) float64, seconds relative to the last event (<= 0): float32 loses seconds after half a year
+    user: Tensor  # (B,) int64, 0 = unknown: training had no target of that user
 
 
 class Catalogue(NamedTuple):
@@ -71,6 +71,7 @@ class SequenceModel(nn.Module):
     objectives: ClassVar[frozenset[str]] = frozenset({"causal"})
     needs: ClassVar[frozenset[str]] = frozenset()  # subset of times, user, text
     clipped_apart: ClassVar[tuple[str, ...]] = ()  # ends of names of parameters whose gradients are clipped apart
+    undecayed: ClassVar[tuple[str, ...]] = ()  # ends of names of matrices without weight decay; vectors never have any
     shortest = 1  # positions of a batch that an exported graph takes; shorter ones are padded
     contrastive: ClassVar[frozenset[str]] = frozenset()  # phases whose batches end with the target, selected by `hits`
 
@@ -91,6 +92,11 @@ class SequenceModel(nn.Module):
     def item_vectors(self) -> Tensor:
         """Return (V, D); row 0 is padding and never a candidate."""
         raise NotImplementedError
+
+    def user_tables(self) -> list[nn.Embedding]:
+        """Return the tables called `users`: row u is user u, and row 0 a user that training did not know."""
+        named = ((name.rpartition(".")[2], part) for name, part in self.named_modules())
+        return [part for name, part in named if name == "users" and isinstance(part, nn.Embedding)]
 
     def phases(self, stage: str) -> tuple[str, ...]:
         """Return the training phases of `stage`, pretrain or finetune; best weights are restored between phases."""

@@ -1,11 +1,17 @@
 """FLASH4Rec: gated attention, a user-aware gate, a sparse mixture of experts and Top-K dropout (2023 preprint).
 
 Equation numbers are the paper's. It differs from the printed text in these places:
+- W_z, W_v and W_u have biases; the user's half of W_u has none, since its sum with the other half needs only one;
+- Z is `d_shared` wide, V and U are `d_value` wide, as in Hua et al.; the paper calls all three widths k;
 - eq. 5 concatenates along features, as its shapes say; the user's half of the product is computed once per user;
 - eq. 8 with one expert gives the constant gate 1, hence no gradient to the router: by default the gate is the
   chosen expert's share of the softmax over all experts (Switch Transformer, the source it cites);
-- eq. 14 divides by the dropped mass; inverted dropout needs the kept mass;
+- eq. 14 divides by the dropped mass; inverted dropout needs the kept mass. With the causal objective the factor is
+  one for each query, not one for the example, which would show later events to earlier queries (`topk_dropout_scope`);
+- eq. 16 is printed without logarithm, minus sign and the exponential of its denominator: the engine's cross-entropy
+  has all three;
 - the paper has nothing for users that training did not know: they are user 0, whose vector `user_dropout` trains;
+  without it that vector stays zero, and the gate of eq. 5 is made of the items alone;
 - an output projection after the gate (Hua et al. 2022, arXiv:2202.10447) and pre-norm blocks; dropout on embeddings
   and residuals;
 - the experts' two layers have no bias, as in Switch Transformer, and the router's hidden layer is a ReLU;
@@ -20,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +34,7 @@ from torch.nn import functional as F
 
 from models.base import PAD, Batch, Catalogue, Options, SequenceModel, TaskLoss, check
 from models.layers import Dropout, attend, attention_bias, draws, initialise
+from models.topk_dropout import topk_dropout
 
 ROUTING = ("balance", "busiest_expert", "idlest_expert", "router_entropy")  # eq. 11 without lambda, shares, nats
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
@@ -56,7 +64,7 @@ class FLASH4RecOptions(Options):
     balance: float = 0.01  # weight of eq. 11
     topk_dropout: float = 0.1  # probability of dropping each of a row's largest weights
     topk_dropout_k: int = 5
-    topk_dropout_scope: str = "matrix"  # matrix: one rescaling per example | row: one per query
+    topk_dropout_scope: Literal["auto", "matrix", "row"] = "auto"  # see `rescaled`
     attention_dropout: float = 0.0  # ablation: plain dropout of attention weights, in Top-K dropout's place
 
     def __post_init__(self) -> None:
@@ -80,14 +88,26 @@ class FLASH4RecOptions(Options):
         check(self.heads >= 0, "heads must be at least 0")
         check(self.heads == 0 or self.d_model % (2 * self.heads) == 0, "heads: each needs an even share of d_model")
         check(self.topk_dropout_k >= 1, "topk_dropout_k must be at least 1")
-        check(self.topk_dropout_scope in ("matrix", "row"), "topk_dropout_scope must be matrix or row")
         check(self.jitter >= 0 and self.balance >= 0, "jitter and balance must be at least 0")
         if self.heads:
             self.check_unused("heads puts plain attention there", "d_shared", "d_value", "activation")
         if self.experts == 1:
             self.check_unused("one expert has no router", "d_router", "gate", "jitter", "balance")
         if self.topk_dropout == 0:
-            self.check_unused("topk_dropout is 0", "topk_dropout_k", "topk_dropout_scope")
+            self.check_unused("topk_dropout is 0", "topk_dropout_k")
+            # cards of earlier versions name `matrix`, then the default
+            check(self.topk_dropout_scope != "row", "topk_dropout_scope: no effect, as topk_dropout is 0")
+
+    @property
+    def rescaled(self) -> str:
+        """What Top-K dropout rescales by one factor: `row`, a query's weights, or `matrix`, an example's.
+
+        The paper's factor is one for an example. With the causal objective it carries later events into earlier
+        queries, in training alone, so `auto` is `row` there and `matrix` elsewhere. An explicit `matrix` is obeyed.
+        """
+        if self.topk_dropout_scope != "auto":
+            return self.topk_dropout_scope
+        return "row" if self.objective == "causal" else "matrix"
 
 
 def _normal(*shape: int) -> Tensor:
@@ -105,32 +125,6 @@ def rotate(x_BLS: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
 
 
-def topk_dropout(weight_BLL: Tensor, real_BL: Tensor, k: int, p: float, scope: str) -> Tensor:
-    """Drop each of a row's `k` largest weights with probability `p`, then restore the kept mass (eqs. 12-14).
-
-    Args:
-        weight_BLL: attention after the softmax.
-        real_BL: which queries are no padding; padded rows count in no sum.
-        k: candidates for dropping in each row.
-        p: probability of dropping a candidate.
-        scope: `matrix` rescales an example by one factor, `row` every row by its own.
-    """
-    if p == 0:
-        return weight_BLL
-    with torch.no_grad():  # the paper's gradient block: the mask is a constant
-        wide = torch.promote_types(weight_BLL.dtype, torch.float32)  # a difference of sums in bf16 has no digit left
-        top_BLK, index_BLK = weight_BLL.topk(min(k, weight_BLL.shape[-1]), dim=-1)
-        kept_BLK = torch.rand_like(top_BLK, dtype=wide) >= p
-        mass_BL1 = weight_BLL.sum(-1, keepdim=True, dtype=wide) * real_BL.unsqueeze(-1)
-        dropped_BL1 = (top_BLK * ~kept_BLK).sum(-1, keepdim=True, dtype=wide) * real_BL.unsqueeze(-1)
-        if scope == "matrix":
-            mass_BL1, dropped_BL1 = mass_BL1.sum(1, keepdim=True), dropped_BL1.sum(1, keepdim=True)
-        factor_BL1 = (mass_BL1 / (mass_BL1 - dropped_BL1).clamp(min=1e-6)).to(weight_BLL.dtype)
-        mask_BLL = factor_BL1.expand_as(weight_BLL).clone()
-        mask_BLL.scatter_(-1, index_BLK, kept_BLK * factor_BL1)
-    return weight_BLL * mask_BLL
-
-
 def mix(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor, real: Tensor, options: FLASH4RecOptions, training: bool
 ) -> Tensor:
@@ -140,7 +134,7 @@ def mix(
         query, key, value, bias = (x.unsqueeze(1) for x in (query, key, value, bias))  # one head
         return attend(query, key, value, bias, dropout).squeeze(1)
     weight = torch.baddbmm(bias, query, key.mT, alpha=query.shape[-1] ** -0.5).softmax(-1)
-    weight = topk_dropout(weight, real, options.topk_dropout_k, options.topk_dropout, options.topk_dropout_scope)
+    weight = topk_dropout(weight, real, options.topk_dropout_k, options.topk_dropout, options.rescaled)
     return weight @ value
 
 
@@ -331,6 +325,7 @@ class FLASH4Rec(SequenceModel):
     options: FLASH4RecOptions
     objectives = frozenset({"causal", "last", "cloze"})
     needs = frozenset({"user"})
+    undecayed = ("attention.scale", "attention.shift")  # gains and offsets, of queries and of keys in one matrix
 
     def __init__(self, options: FLASH4RecOptions, catalogue: Catalogue) -> None:
         super().__init__(options, catalogue)
@@ -348,6 +343,8 @@ class FLASH4Rec(SequenceModel):
             )
         initialise(self)
         with torch.no_grad():
+            if self.users is not None:
+                self.users.weight[0] = 0
             for part in self.modules():
                 if isinstance(part, nn.Linear):
                     part.weight.copy_(_normal(part.in_features, part.out_features).T)

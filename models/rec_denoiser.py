@@ -223,6 +223,7 @@ class RecDenoiser(SequenceModel):
     options: RecDenoiserOptions
     objectives = SASRec.objectives  # of the default backbone; an instance has those of its own
     clipped_apart = ("raw_XLL",)  # an estimate's noise must not decide how far the backbone moves
+    undecayed = ("raw_XLL",)  # eq. 4 decays Theta; what Phi costs is `l0`
 
     def __init__(self, options: RecDenoiserOptions, catalogue: Catalogue) -> None:
         backbone = BACKBONES[options.backbone]

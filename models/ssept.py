@@ -5,6 +5,7 @@ SASRec on item vectors that the user's vector is joined to. Differs from the pap
   are the same for every user. Its last summand changes no ranking, and no loss that is a softmax;
 - items are replaced at random in the input alone; the code replaces targets and negatives as well, which are the
   engine's here. The probabilities are those of keeping, as in the code;
+- user 0, who is unknown, is drawn in another's place as often as everybody: that trains the vector of new users;
 - what sasrec.py says of SASRec.
 """
 
@@ -35,9 +36,9 @@ class SSEPTOptions(SASRecOptions):
         check(0 <= self.keep_user <= 1, "keep_user must be between 0 and 1")
 
 
-def shared(index: Tensor, number: int, keep: float) -> Tensor:
-    """Replace each entry with probability 1 - `keep` by one drawn from 1..`number`; 0, padding or unknown, stays."""
-    drawn = torch.randint(1, number + 1, index.shape, device=index.device)
+def shared(index: Tensor, number: int, keep: float, first: int = 1) -> Tensor:
+    """Replace each entry with probability 1 - `keep` by one drawn from `first`..`number`; 0 stays."""
+    drawn = torch.randint(first, number + 1, index.shape, device=index.device)
     replaced = (torch.rand(index.shape, device=index.device) >= keep) & (index != 0)
     return torch.where(replaced, drawn, index)
 
@@ -60,6 +61,8 @@ class SSEPT(SequenceModel):
         self.blocks = nn.ModuleList(Block(wide) for _ in range(options.layers))
         self.norm = nn.LayerNorm(wide.d_model)
         initialise(self)
+        with torch.no_grad():
+            self.users.weight[0] = 0
 
     def forward(self, batch: Batch, last: bool = False) -> Tensor:
         """See `SequenceModel.forward`."""
@@ -80,7 +83,7 @@ class SSEPT(SequenceModel):
         if not self.training:
             return batch.items, batch.user
         items = shared(batch.items, self.catalogue.num_items, self.options.keep_item)
-        return items, shared(batch.user, max(1, self.catalogue.num_users), self.options.keep_user)
+        return items, shared(batch.user, self.catalogue.num_users, self.options.keep_user, first=0)
 
     def item_vectors(self) -> Tensor:
         """See `SequenceModel.item_vectors`."""

@@ -7,11 +7,13 @@ time since each of them. Only the last event's output is trained and read, so a 
 Stage 1 (phase `soft`) trains backbone and sampler together: all rows are computed, and keys fade by how likely they
 are to be sampled. Stage 2 (phase `hard`) freezes the sampler and trains on the path that is served: gathered rows.
 
-Differs from the paper and its code in these places, all but the first four by option:
+Differs from the paper and its code in these places, all but the first five by option:
 - short sequences are kept: padding ranks last, and layers that would sample more rows than there are compute all;
 - the output is row 0, that of the last event, which is always sampled first; the code reads the last row;
+- the loss is the engine's cross-entropy over all items, as in the code; eq. 14 is called binary, but reads a softmax;
 - noise at inference is a fixed draw for each (item, place, last item): rankings do not depend on the batch;
 - the sampler starts as an increasing function of time, which training may undo;
+- noise is standard normal, as in the code; the paper says uniform (`noise`);
 - times enter the sampler through asinh(t / 60 s), as raw seconds saturate it (`transform`);
 - keys are faded by adding log(S + 1e-9); the paper adds 1e8 (M - 1), which has no useful gradient (`mask`);
 - the offsets alpha follow from k through running quantiles of the scores; the code's constants train deep layers much
@@ -266,8 +268,8 @@ class Sampler(nn.Module):
 
     def _times(self, batch: Batch) -> Tensor:
         if self.options.sampling == "time":
-            return batch.times
-        return -MINUTE * _places(batch).to(batch.times.dtype).expand_as(batch.times)  # as if there were one a minute
+            return batch.times.to(self.scores.dtype)
+        return -MINUTE * _places(batch).to(self.scores.dtype).expand_as(batch.times)  # as if there were one a minute
 
     def _follow(self, running_G: Tensor, value_BL: Tensor, counted_BL: Tensor) -> None:
         seen_G = value_BL.detach().float().masked_fill(~counted_BL, torch.nan).flatten().nanquantile(self.levels)

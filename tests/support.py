@@ -78,7 +78,7 @@ def make_batch(rows: list[list[int]], *, user: int = 1) -> Batch:
     """Left-pad `rows` of items; one event a minute."""
     length = max(len(row) for row in rows)
     items = torch.tensor([[0] * (length - len(row)) + row for row in rows])
-    times = torch.arange(1 - length, 1).float().mul(60).repeat(len(rows), 1).masked_fill(items == 0, 0)
+    times = torch.arange(1 - length, 1).double().mul(60).repeat(len(rows), 1).masked_fill(items == 0, 0)
     return Batch(items, times, torch.full((len(rows),), user))
 
 

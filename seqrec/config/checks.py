@@ -119,10 +119,10 @@ def _adapter(cls: type) -> Any:
 
 def _explain(error: ValueError, path: str) -> str:
     if not CASTS or not isinstance(error, pydantic.ValidationError):
-        return f"{path}: {error}"
+        return f"{path}: {error}" if path else str(error)
     lines = []
     for detail in error.errors():
-        key = ".".join([path, *(str(part) for part in detail["loc"])])
+        key = ".".join(part for part in (path, *map(str, detail["loc"])) if part)
         message = detail["msg"].removeprefix("Value error, ")
         own = isinstance(detail.get("ctx", {}).get("error"), ValueError)  # of a section: it says what was found
         lines.append(f"{key}: {message}" + ("" if own else f" (got {detail['input']!r:.80})"))

@@ -16,11 +16,17 @@ from typing import Any, cast
 
 import yaml
 
-from seqrec.config.checks import ConfigError, check_keys, parse
+from seqrec.config.checks import ConfigError, Section, Seed, check_keys, parse
 from seqrec.config.sections import DATASET_KEYS, MODEL_KEYS, SECTIONS, ModelConfig, Range
 
-TOP = ("dataset", "sources", "leaderboard", *SECTIONS, "datasets", "models")
+TOP = ("seed", "dataset", "sources", "leaderboard", *SECTIONS, "datasets", "models")
+SEEDED = ("pretrain", "finetune")  # one seed for both: another one also starts from other weights
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")  # of a dataset or model: it becomes the name of a folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Seed(Section):
+    seed: Seed
 
 
 @dataclass(frozen=True)
@@ -33,11 +39,12 @@ class Params:
     sections: Mapping[str, Mapping[str, Any]]
     datasets: Mapping[str, Mapping[str, Mapping[str, Any]]]
     models: Mapping[str, Mapping[str, Any]]
+    seed: int = 42  # default of `seed` in the sections of SEEDED; the split and the intervals keep their own
 
     def section(self, stage: str, *, model: str | None = None, dataset: str | None = None) -> Any:
         """Return the parsed section of `stage`, shared < dataset's < model's."""
         dataset = dataset or self.dataset
-        values, path = {**_defaults(stage, dataset), **self.sections[stage]}, stage
+        values, path = {**_defaults(stage, dataset, self.seed), **self.sections[stage]}, stage
         if own := self.dataset_entry(dataset).get(stage):
             values, path = values | dict(own), f"datasets.{dataset}.{stage}"
         if model is not None and (own := self.model_entry(model).get(stage)):
@@ -70,8 +77,8 @@ class Params:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the content, shaped as params.yaml."""
-        tops = {"dataset": self.dataset, "sources": list(self.sources), "leaderboard": list(self.leaderboard)}
-        return tops | dict(self.sections) | {"datasets": self.datasets, "models": self.models}
+        names = {"dataset": self.dataset, "sources": list(self.sources), "leaderboard": list(self.leaderboard)}
+        return {"seed": self.seed} | names | dict(self.sections) | {"datasets": self.datasets, "models": self.models}
 
     def dataset_entry(self, name: str) -> Mapping[str, Mapping[str, Any]]:
         """Return `datasets.<name>`."""
@@ -109,7 +116,7 @@ def from_dict(content: Mapping[str, Any]) -> Params:
     """
     params = _complete(content)
     for stage, cls in SECTIONS.items():  # layer by layer, so that a message names the one at fault
-        parse(cls, {**_defaults(stage, ""), **params.sections[stage]}, stage)
+        parse(cls, {**_defaults(stage, "", params.seed), **params.sections[stage]}, stage)
     for dataset in params.datasets:
         for stage in SECTIONS:
             params.section(stage, dataset=dataset)
@@ -128,9 +135,11 @@ def from_dict(content: Mapping[str, Any]) -> Params:
     return params
 
 
-def _defaults(stage: str, dataset: str) -> dict[str, Any]:
-    """Return what a section holds before anything is set: only `ingest` has a key without a fixed default."""
-    return {"source": dataset} if stage == "ingest" else {}
+def _defaults(stage: str, dataset: str, seed: int) -> dict[str, Any]:
+    """Return what a section holds before anything is set."""
+    if stage == "ingest":
+        return {"source": dataset}
+    return {"seed": seed} if stage in SEEDED else {}
 
 
 def _complete(content: Any) -> Params:
@@ -153,6 +162,7 @@ def _complete(content: Any) -> Params:
         sections=sections,
         datasets=datasets,
         models=models,
+        seed=parse(_Seed, {"seed": content.get("seed", 42)}, "").seed,
     )
 
 

@@ -120,7 +120,7 @@ class PrepareConfig(Section):
 class TrainConfig(Section):
     """Settings of both training stages."""
 
-    seed: Seed = 42
+    seed: Seed = 42  # of initialisation (pretrain), order, dropout and negatives; left out: the top-level `seed`
     epochs: Count = 50
     batch_size: Positive = 128  # users of average length a step
     loss: Literal["ce", "sampled_ce", "bce", "gbce", "bpr"] = "ce"  # see docs/architecture.md

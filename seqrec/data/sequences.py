@@ -80,6 +80,10 @@ class Sequences:
         """Number of users."""
         return len(self.start)
 
+    def trained(self, user: Tensor | slice = slice(None)) -> Tensor:
+        """Return bool: which of the users have a target in the training part, which is any event but their first."""
+        return self.train_stop[user] - self.start[user] >= 2
+
     @property
     def device(self) -> torch.device:
         """Where gathered batches are."""
@@ -188,14 +192,18 @@ def median_gap(data: Sequences) -> float:
 
 
 def window(data: Sequences, user: Tensor, stop: Tensor, length: int) -> Batch:
-    """Cut the `length` events before the flat index `stop` (B,) of each `user` (B,), left-padded."""
+    """Cut the `length` events before the flat index `stop` (B,) of each `user` (B,), left-padded.
+
+    A user without a training target is user 0, the unknown one: no model has learnt anything of theirs.
+    """
     index_BL = stop.unsqueeze(1) + torch.arange(-length, 0, device=stop.device)
     real_BL = index_BL >= data.start[user].unsqueeze(1)
     index_BL = index_BL.clamp(min=0)
     last_B = (stop - 1).clamp(min=0)
-    times_BL = (data.times[index_BL] - data.times[last_B].unsqueeze(1)).float()
+    times_BL = (data.times[index_BL] - data.times[last_B].unsqueeze(1)).double()
     items_BL = torch.where(real_BL, data.items[index_BL].long(), PAD)
-    return Batch(*map(data.sent, (items_BL, times_BL.masked_fill(~real_BL, 0.0), user + 1)))
+    user_B = torch.where(data.trained(user), user + 1, 0)
+    return Batch(*map(data.sent, (items_BL, times_BL.masked_fill(~real_BL, 0.0), user_B)))
 
 
 def with_mask(batch: Batch, mask: int) -> Batch:

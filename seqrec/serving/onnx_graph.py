@@ -1,6 +1,6 @@
 """A model as an ONNX graph, from a history to the best items, and a recommender that runs it.
 
-Inputs: `items` (B, L) int64, left-padded with 0; `times` (B, L) float32 and `user` (B,) int64 where the model needs
+Inputs: `items` (B, L) int64, left-padded with 0; `times` (B, L) float64 and `user` (B,) int64 where the model needs
 them; `hidden` (B, H) int64, items not to show, filled up with 0. Outputs: `scores` (B, K), `best` (B, K) int64.
 """
 
@@ -42,7 +42,7 @@ class _Top(nn.Module):
         """Return scores and items, best first."""
         batch = Batch(
             items,
-            torch.zeros_like(items, dtype=torch.float32) if times is None else times,
+            torch.zeros_like(items, dtype=torch.float64) if times is None else times,
             torch.zeros_like(items[:, 0]) if user is None else user,
         )
         if self.model.options.objective == "cloze":
@@ -84,7 +84,7 @@ def graph(model: SequenceModel, k: int) -> tuple[torch.onnx.ONNXProgram, list[st
     rows, length = 2, max(model.shortest, min(4, model.options.length - (model.options.objective == "cloze")))
     example = {
         "items": torch.ones(rows, length, dtype=torch.int64),
-        "times": torch.arange(1 - length, 1).float().repeat(rows, 1) if "times" in model.needs else None,
+        "times": torch.arange(1 - length, 1).double().repeat(rows, 1) if "times" in model.needs else None,
         "user": torch.ones(rows, dtype=torch.int64) if "user" in model.needs else None,
         "hidden": torch.ones(rows, 3, dtype=torch.int64),
     }

@@ -253,7 +253,7 @@ class Recommender:
         """Return the events at `places` of each history, padded on the left to `width`."""
         rows = list(zip(requests, places, strict=True))
         items_BL = torch.tensor([[PAD] * (width - len(p)) + [self.items[r.history[i]] for i in p] for r, p in rows])
-        times_BL = torch.tensor([self._times(r, p, width) for r, p in rows])
+        times_BL = torch.tensor([self._times(r, p, width) for r, p in rows], dtype=torch.float64)
         user_B = torch.tensor([self.users.get(r.user or "", 0) for r in requests])
         return Batch(items_BL, times_BL.masked_fill(items_BL == PAD, 0.0), user_B)
 

@@ -74,7 +74,6 @@ def optimizers(model: SequenceModel, config: TrainConfig) -> list[torch.optim.Op
     Raises:
         ConfigError: `sparse_tables`, but the model computes its item vectors from more than one table.
     """
-    trainable = [p for p in model.parameters() if p.requires_grad]
     tables: list[Tensor] = []
     if config.sparse_tables:
         embeddings = [part for part in model.modules() if isinstance(part, nn.Embedding)]
@@ -83,10 +82,12 @@ def optimizers(model: SequenceModel, config: TrainConfig) -> list[torch.optim.Op
             raise ConfigError(f"sparse_tables: {type(model).__name__} has no plain table of items; set it to false")
         for part in embeddings:
             part.sparse = True
-    dense = [p for p in trainable if not any(p is table for table in tables)]
-    matrices = [p for p in dense if p.ndim >= 2]
-    vectors = [p for p in dense if p.ndim < 2]  # biases and normalisations are not decayed
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    dense = {n: p for n, p in model.named_parameters() if p.requires_grad and not any(p is table for table in tables)}
+    spared = {n for n, p in dense.items() if p.ndim < 2 or n.endswith(model.undecayed)}  # biases, gains, normalisations
+    groups = [
+        {"params": [p for n, p in dense.items() if n not in spared], "weight_decay": config.weight_decay},
+        {"params": [p for n, p in dense.items() if n in spared], "weight_decay": 0.0},
+    ]
     chosen: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, lr=config.learning_rate, fused=True)]
     return chosen + ([torch.optim.SparseAdam(tables, lr=config.learning_rate)] if tables else [])
 
@@ -279,6 +280,7 @@ def train(
                 log=log_epoch,
                 epochs=epochs,
             )
+        forget_users(model, ~objectives.trained_users(data, config))
     values = _summary(history)
     if finish is not None:
         finish(model)
@@ -297,6 +299,13 @@ def train(
             write_text(folder / HISTORY, "".join(json.dumps(record) + "\n" for record in history))
         resume_state.delete()
     return values
+
+
+@torch.no_grad()
+def forget_users(model: SequenceModel, unknown_U: Tensor) -> None:
+    """Give the users that training had no target of the vector of user 0: whoever asks for them gets that answer."""
+    for table in model.user_tables():
+        table.weight[1:][unknown_U.to(table.weight.device)] = table.weight[0]
 
 
 def _summary(history: Sequence[dict[str, Any]]) -> dict[str, float]:

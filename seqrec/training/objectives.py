@@ -51,11 +51,17 @@ def windows(data: Sequences, options: Options, config: TrainConfig, generator: t
         user = torch.arange(len(start))
     length = stop - start[user]
     inputs = length if options.objective == "cloze" else length - 1
-    chosen = length >= 2
-    if config.user_share < 1:
-        order = torch.randperm(len(start), generator=torch.Generator().manual_seed(config.seed))
-        chosen &= (order < math.ceil(len(start) * config.user_share))[user]
+    chosen = (length >= 2) & trained_users(data, config)[user]
     return Windows(user[chosen], stop[chosen], inputs[chosen].clamp(max=options.length))
+
+
+def trained_users(data: Sequences, config: TrainConfig) -> Tensor:
+    """Return bool (U,), on the CPU: the users that training has windows of."""
+    trained = data.trained().cpu()
+    if config.user_share < 1:
+        order = torch.randperm(len(trained), generator=torch.Generator().manual_seed(config.seed))
+        trained &= order < math.ceil(len(trained) * config.user_share)
+    return trained
 
 
 def _prefixes(start: Tensor, stop: Tensor, config: TrainConfig, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -76,6 +76,8 @@ def changed(path: str, value: object) -> dict:
         ("datasets.large.finetune", None, "datasets.large.finetune: expected a mapping of settings, got None"),
         ("models.wide.options", None, "models.wide.options: expected a mapping of settings, got None"),
         ("datasets", None, "datasets: expected a mapping of settings, got None"),
+        ("seed", "x", "seed: expected a whole number, at least 0, got 'x'"),
+        ("seed", -1, "seed: expected a whole number, at least 0, got -1"),
         ("sources", None, "sources: expected a list of names, got None"),
         ("leaderboard", "narrow", "leaderboard: expected a list of names, got 'narrow'"),
         ("finetune.epochs", "many", "finetune.epochs: Input should be a valid integer"),

@@ -45,6 +45,21 @@ def test_future_items_cannot_change_the_past(architecture, objective):
     assert torch.allclose(before[:, 3:], after[:, 3:]) is (MEMORY.get(architecture) == 0)
 
 
+@pytest.mark.parametrize(("architecture", "objective"), trained("causal"))
+def test_future_items_cannot_change_the_past_in_training(architecture, objective):
+    """With the same random draws: what is dropped and rescaled at one place is no business of another one."""
+    options = {name: 0.5 for name in REGULARISERS if has_option(architecture, name)}
+    if "topk_dropout" in options:
+        options |= {"attention_dropout": 0.0}
+    model = build(architecture, objective, **options).train()
+    queries = []
+    for row in ([3, 7, 2, 9, 4], [3, 7, 2, 11, 12]):
+        torch.manual_seed(5)
+        queries.append(model(make_batch([row])))
+
+    torch.testing.assert_close(queries[0][:, :3], queries[1][:, :3])
+
+
 @pytest.mark.parametrize(("architecture", "objective"), trained("cloze"))
 def test_a_masked_item_is_seen_from_both_sides(architecture, objective):
     model = build(architecture, objective)

@@ -15,9 +15,9 @@ from models.flash4rec import (
     RotaryAttention,
     mix,
     rotate,
-    topk_dropout,
 )
 from models.layers import attention_bias
+from models.topk_dropout import topk_dropout
 
 
 def sigmoid(x):
@@ -284,6 +284,12 @@ def test_topk_dropout_keeps_the_mass_of_weights_in_bf16(scope):
     torch.testing.assert_close(mass, torch.full_like(mass, expected), atol=0.0, rtol=0.01)
 
 
+@pytest.mark.parametrize(("objective", "scope"), [("causal", "row"), ("last", "matrix"), ("cloze", "matrix")])
+def test_topk_dropout_rescales_by_row_where_the_future_must_not_be_known(objective, scope):
+    assert FLASH4RecOptions(objective=objective).rescaled == scope
+    assert FLASH4RecOptions(objective=objective, topk_dropout_scope="matrix").rescaled == "matrix"
+
+
 def test_topk_dropout_of_nothing_is_the_same_tensor():
     weight = attention(torch.ones(1, 4).bool())
 
@@ -495,6 +501,7 @@ def test_plain_dropout_drops_weights_in_training_alone():
         ({"heads": 2, "user_gate": False, "d_value": 64}, "d_value: no effect"),
         ({"experts": 1, "gate": "topk_then_softmax"}, "gate: no effect"),
         ({"topk_dropout": 0.0, "topk_dropout_k": 3}, "topk_dropout_k: no effect"),
+        ({"topk_dropout": 0.0, "topk_dropout_scope": "row"}, "topk_dropout_scope: no effect"),
         ({"d_router": 0}, "at least 1"),
     ],
 )

@@ -4,10 +4,12 @@ import math
 
 import pytest
 import torch
-from support import make_batch, make_model
+from support import make_batch, make_model, prepare_rows
 
 from models.layers import attention_bias
 from models.tisasrec import IntervalAttention, TiSASRecOptions, intervals
+from seqrec.data import sequences
+from seqrec.serving.recommender import Recommender, Request
 
 
 def test_intervals_are_in_units_of_the_smallest_gap_so_far():
@@ -30,6 +32,22 @@ def test_a_smaller_gap_later_leaves_earlier_intervals_alone():
     assert torch.equal(intervals(batch, 99)[:, :3, :3], intervals(later, 99)[:, :3, :3])
     assert intervals(batch, 99)[0, 3].tolist() == [10, 7, 1, 0]
     assert intervals(later, 99)[0, 3].tolist() == [91, 61, 1, 0]
+
+
+def test_seconds_count_in_a_history_of_years(tmp_path):
+    """float32 holds whole seconds up to half a year: what a batch holds must reach the first events of a history."""
+    twenty_years = 631_152_000
+    rows = [("u", f"i{n}", 1_000_000 + second) for n, second in enumerate((0, 1, 3, twenty_years))]
+    data = sequences.load(prepare_rows(tmp_path, rows, min_user_events=1, min_item_events=1))
+
+    batch = sequences.window(data, torch.tensor([0]), data.stop, 4)
+    requests = [Request(history=["i0", "i1", "i2", "i3"], times=[second for _, _, second in rows])]
+    model = make_model("tisasrec", num_items=data.num_items, num_users=1)
+    item_ids, counts = sequences.read_vocabulary(tmp_path / "sequences")
+    served = Recommender(model, item_ids, counts, ["u"], filter_seen=True)._batch(requests, [range(4)])
+
+    for given in (batch, served):
+        assert intervals(given, 99)[0, -2, -4:].tolist() == [3, 2, 0, 99]
 
 
 def test_padding_is_no_gap_and_equal_times_are_no_unit():

@@ -23,6 +23,7 @@ def test_the_graph_answers_as_torch_does(prepared, tmp_path, architecture):
         [Request(history=["i1"], k=3)],
         [Request(history=["i5", "i6", "i7"], user="u3", exclude=["i8"]), Request(history=["i9"], user="nobody")],
         [Request(history=[f"i{n % 40}" for n in range(size)], k=15, user=f"u{size}") for size in range(1, 30)],
+        [Request(history=["i1", "i2", "i3", "i4"], times=[0, 1, 3, 631_152_000])],  # seconds, and twenty years
         [Request(history=["i1", "i2"], times=[0, 77_000]), Request(history=[]), Request(history=["unheard of"])],
     ]
     for batch in batches:

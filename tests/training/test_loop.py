@@ -12,11 +12,15 @@ import torch
 from accelerate import Accelerator
 from support import OPTIONS, losses_of, make_batch, make_model, run, weights
 
+from models import REGISTRY
 from seqrec.config import ConfigError, FinetuneConfig
 from seqrec.data import sequences
 from seqrec.training import loop
 from seqrec.training.checkpoint import ResumeState, load_model
 from seqrec.training.objectives import Loss
+
+# last part of the names of what is a matrix and no weight: one row a gain, or probabilities
+GAINS = {"flash4rec": {"scale", "shift"}, "rec_denoiser": {"raw_XLL"}}
 
 
 @pytest.fixture
@@ -79,6 +83,19 @@ def test_every_way_to_sample_learns_the_pattern(prepared, tmp_path, config):
     values = run(prepared, tmp_path, epochs=20, loss="sampled_ce", negatives=16, **config)
 
     assert values["valid/ndcg@10"] > 0.35
+
+
+@pytest.mark.parametrize("architecture", sorted(REGISTRY))
+def test_weight_decay_spares_biases_gains_and_masks(architecture):
+    model = make_model(architecture)
+    decayed, spared = loop.optimizers(model, FinetuneConfig(weight_decay=0.1))[0].param_groups
+    names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    gains = [names[id(p)] for p in spared["params"] if p.ndim > 1]
+
+    assert (decayed["weight_decay"], spared["weight_decay"]) == (0.1, 0.0)
+    assert len(decayed["params"]) + len(spared["params"]) == len(names)
+    assert not [names[id(p)] for p in decayed["params"] if p.ndim == 1]
+    assert {name.rpartition(".")[2] for name in gains} == GAINS.get(architecture, set())
 
 
 def test_the_first_sparse_step_is_the_dense_one_and_touches_no_other_row():
