@@ -18,6 +18,8 @@ from typing import Any, TypeVar, cast
 
 import yaml
 
+from seqrec.redaction import is_secret_name, redacted, secret_settings
+
 # on a bare training machine without pydantic, unknown keys and ranges are still checked, types are not cast
 CASTS = importlib.util.find_spec("pydantic") is not None
 if CASTS:
@@ -26,6 +28,13 @@ if CASTS:
 STAGES = ("ingest", "validate", "prepare", "pretrain", "finetune", "evaluate", "register")
 LOSSES = ("ce", "sampled_ce", "bce", "gbce", "bpr")
 EXPERIMENT = "seqrec"  # MLflow's
+REPLACEMENTS = {  # setting -> where its credentials belong
+    "mirror": "SEQREC_DATA_MIRROR",
+    "interactions": "SEQREC_DATA_MIRROR",
+    "items": "SEQREC_DATA_MIRROR",
+    "repository": "a credential helper of git",
+    "tracking_uri": "MLFLOW_TRACKING_URI, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD,",
+}
 PROTOCOLS = ("LOO-full", "LOO-101", "RATIO-full", "temporal")
 Section = TypeVar("Section")
 
@@ -450,6 +459,7 @@ def from_dict(content: Mapping[str, Any]) -> Params:
     """Check the keys of `content`, shaped as params.yaml, and wrap it."""
     if isinstance(content, Mapping):  # a pipeline does not search: its settings may leave the section out
         content = {"tune": {}, "kubernetes": {}, **content}
+    _refuse_secrets(content, "")
     top = ("dataset", "sources", "leaderboard", *SECTIONS, "datasets", "models")
     _check_keys(content, top, "params.yaml", required=True)
     for name in ("sources", "leaderboard"):
@@ -496,6 +506,7 @@ def parse(cls: type[Section], values: Mapping[str, Any], path: str) -> Section:
         ConfigError: unknown key, missing key, wrong type or value out of range.
     """
     _check_keys(values, [f.name for f in dataclasses.fields(cls)], path)  # type: ignore[arg-type]
+    _refuse_secrets(values, path)
     try:
         if not CASTS:
             return cls(**values)
@@ -518,8 +529,17 @@ def _explain(error: ValueError, path: str) -> str:
     lines = []
     for detail in error.errors():
         key = ".".join([path, *(str(part) for part in detail["loc"])])
-        lines.append(f"{key}: {detail['msg'].removeprefix('Value error, ')} (got {detail['input']!r:.80})")
+        got = "" if is_secret_name(key) else f" (got {redacted(repr(detail['input'])):.80})"
+        lines.append(f"{key}: {detail['msg'].removeprefix('Value error, ')}{got}")
     return "; ".join(lines)
+
+
+def _refuse_secrets(values: Any, path: str) -> None:
+    """Raise if a setting holds a secret: settings end up in dvc.lock, compiled pipelines, MLflow and reports."""
+    for key in secret_settings(values, path):
+        instead = REPLACEMENTS.get(key.rpartition(".")[2], "kubernetes.secrets" if "environment." in key else "")
+        hint = f"; here {instead} takes its place" if instead else ""
+        raise ConfigError(f"{key}: put credentials into the environment, not into the settings{hint}")
 
 
 def _check_sections(layer: Mapping[str, Any], prefix: str) -> None:
@@ -530,7 +550,7 @@ def _check_sections(layer: Mapping[str, Any], prefix: str) -> None:
 
 def _check_keys(values: Any, known: Any, path: str, *, required: bool = False) -> None:
     if not isinstance(values, Mapping):
-        raise ConfigError(f"{path}: expected a mapping of settings, got {values!r:.80}")
+        raise ConfigError(f"{path}: expected a mapping of settings, got {redacted(repr(values)):.80}")
     for key in values:
         if key not in known:
             raise ConfigError(f"{path}.{key}: unknown key; known are {', '.join(known)}")

@@ -40,6 +40,7 @@ from seqrec.artifacts import (
 )
 from seqrec.config import RegisterConfig
 from seqrec.evaluation.leaderboard import LEADERBOARD, SELECTION, Row, best_model, build, write_csv, write_curves
+from seqrec.redaction import redacted
 from seqrec.tracking import registry, runs
 from seqrec.tracking.model_card import model_card
 from seqrec.tracking.runs import FINGERPRINT, PIPELINE_RUN, TrackingError
@@ -207,7 +208,7 @@ def _explained(reports: Path, config: RegisterConfig) -> Iterator[None]:
     except (MlflowException, TrackingError) as error:
         reason = str(error)
         if not isinstance(error, TrackingError):
-            reason = f"register.tracking_uri: {runs.tracking_uri(config)} failed: {reason}"
+            reason = redacted(f"register.tracking_uri: {runs.tracking_uri(config)} failed: {reason}")
         raise TrackingError(
             f"{reason}. {reports / LEADERBOARD} is written; `seqrec register` will import everything else"
         ) from error
