@@ -9,16 +9,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipelines.training import PIPELINES
+from seqrec.redaction import excepthook, redacted
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return the exit status: 0 success, 1 a failure that the message explains, 2 wrong usage."""
     flags = _parser().parse_args(arguments)
     command = flags.command
+    sys.excepthook = excepthook
     try:
         _COMMANDS[command](flags)
     except (ValueError, OSError, RuntimeError) as error:
-        sys.stderr.write(f"{command}: {error}\n")
+        sys.stderr.write(f"{command}: {redacted(str(error))}\n")
         return 1
     return 0
 

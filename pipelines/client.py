@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from kfp.client import ServiceAccountTokenVolumeCredentials
 from components import IMAGE
 from pipelines.compile import compile_pipeline
 from seqrec.config import KubernetesConfig, load
+from seqrec.redaction import redacted
 
 EXPERIMENT = "seqrec"
 IN_CLUSTER = "http://ml-pipeline.kubeflow.svc.cluster.local:8888"
@@ -35,8 +36,8 @@ class Server:
 
     host: str = ""  # "": the cluster that this process runs in, its service account being who one is
     namespace: str = ""  # of the user; a server for several users needs it
-    token: str = ""
-    cookies: str = ""
+    token: str = field(default="", repr=False)
+    cookies: str = field(default="", repr=False)
     ca_file: str = ""
     insecure: bool = False
 
@@ -59,13 +60,13 @@ class Server:
             client._context_setting["namespace"] = self.namespace
             health = client._healthz_api.healthz_service_get_healthz()
         if health.multi_user and not self.namespace:
-            raise SubmissionError(f"--namespace: {self.host} serves several users; name your namespace")
+            raise SubmissionError(f"--namespace: {redacted(self.host)} serves several users; name your namespace")
         return client
 
     @contextmanager
     def explained(self) -> Iterator[None]:
         """Turn what the client raises into one line."""
-        place = self.host or "the server of this cluster"
+        place = redacted(self.host) or "the server of this cluster"
         try:
             yield
         except kfp_server_api.ApiException as error:
@@ -74,10 +75,13 @@ class Server:
                 403: f"this user may not do that in namespace {self.namespace or '(none given)'}: --namespace, --token",
                 404: f"there is no such thing, perhaps no namespace {self.namespace or '(none given)'}: --namespace",
             }
-            text = causes.get(error.status, f"HTTP status {error.status}: {str(error.body)[:500]}")
+            body = redacted(str(error.body), self.token, self.cookies)[:500]
+            text = causes.get(error.status, f"HTTP status {error.status}: {body}")
             raise SubmissionError(f"{place}: {text}") from error
         except (urllib3.exceptions.HTTPError, OSError) as error:
-            raise SubmissionError(f"--host: {place} does not answer ({str(error)[:200]})") from error
+            raise SubmissionError(
+                f"--host: {place} does not answer ({redacted(str(error), self.token, self.cookies)[:200]})"
+            ) from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +157,7 @@ def wait(server: Server, run_id: str, *, timeout_s: float, poll_s: float) -> Non
         time.sleep(poll_s)
     if run.state != "SUCCEEDED":
         reason = run.error.message if run.error else "see its steps in the user interface"
-        raise SubmissionError(f"run {run_id} {run.state.lower()}: {reason}")
+        raise SubmissionError(f"run {run_id} {run.state.lower()}: {redacted(reason)}")
 
 
 def upload(server: Server, package: Package) -> tuple[str, str]:

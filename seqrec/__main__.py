@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from seqrec import __version__
+from seqrec import __version__, redaction
 from seqrec.artifacts import write_json
 from seqrec.config import ModelConfig, Params, load
 
@@ -74,7 +74,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     module, name, summary = COMMANDS[chosen.command]
     function = getattr(importlib.import_module(module), name)
     flags = command_parser(chosen.command, summary, function).parse_args(chosen.rest)
-    logging.basicConfig(level=logging.DEBUG if flags.verbose else logging.INFO, format="%(message)s", stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(redaction.Formatter("%(message)s"))
+    logging.basicConfig(level=logging.DEBUG if flags.verbose else logging.INFO, handlers=[handler])
+    sys.excepthook = redaction.excepthook
     logging.getLogger("seqrec").setLevel(logging.DEBUG if flags.verbose else logging.INFO)
     for noisy in ("urllib3", "filelock", "matplotlib", "alembic", "great_expectations", "mlflow"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
@@ -85,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, FloatingPointError) as error:
         if flags.verbose:
             raise
-        logger.error("%s: %s", chosen.command, error)
+        logger.error("%s: %s", chosen.command, redaction.redacted(str(error)))
         return 1
     return 0
 

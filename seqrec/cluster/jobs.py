@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from seqrec.config import ConfigError, KubernetesConfig, LaunchConfig, StepResources
+from seqrec.redaction import redacted
 
 logger = logging.getLogger(__name__)
 MAIN = Path(__file__).with_name("launch.py")  # what the processes of a job run
@@ -198,7 +199,7 @@ def finish(manifest: Mapping[str, Any], poll_s: float) -> None:
         jobs.create()
     while (phase := jobs.phase()) != "Complete":
         if phase == "Failed":
-            raise ValueError(f"{jobs.title} failed: {jobs.reason()}")
+            raise ValueError(f"{jobs.title} failed: {redacted(jobs.reason())}")
         time.sleep(poll_s)
 
 
@@ -272,4 +273,5 @@ class _Jobs:
             403: "kubernetes.service_account may not do this: see the Role in deploy/",
             404: f"the cluster does not know this kind: install {OPERATORS[self.kind]}, or set launcher: step",
         }
-        return ConfigError(f"kubernetes.launch: {self.title}: {causes.get(error.status, error.body or error.reason)}")
+        text = causes.get(error.status, error.body or error.reason)
+        return ConfigError(f"kubernetes.launch: {self.title}: {redacted(str(text))}")

@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from seqrec import redaction
 from seqrec.artifacts import read_json, sha256, write_json, write_text
 from seqrec.cluster.jobs import Place, finish, spark_application, train_job
 from seqrec.config import parse
@@ -171,5 +172,8 @@ def _moved(value: Any, arguments: Mapping[str, Any], handed: Mapping[str, Path])
 
 if __name__ == "__main__":
     first = os.environ.get("RANK", "0") == "0"
-    logging.basicConfig(level=logging.INFO if first else logging.WARNING, format="%(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(redaction.Formatter("%(message)s"))
+    logging.basicConfig(level=logging.INFO if first else logging.WARNING, handlers=[handler])
+    sys.excepthook = redaction.excepthook
     execute(Path(sys.argv[1]))

@@ -11,12 +11,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, cast
 
+from seqrec.redaction import is_secret_name, redacted, secret_settings
+
 # on a bare training machine without pydantic, keys, types and ranges are still checked, types are not cast
 CASTS = importlib.util.find_spec("pydantic") is not None
 if CASTS:
     import pydantic
 
 T = TypeVar("T")
+REPLACEMENTS = {  # setting -> where its credentials belong
+    "mirror": "SEQREC_DATA_MIRROR",
+    "interactions": "SEQREC_DATA_MIRROR",
+    "items": "SEQREC_DATA_MIRROR",
+    "repository": "a credential helper of git",
+    "tracking_uri": "MLFLOW_TRACKING_URI, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD,",
+}
 
 
 class ConfigError(ValueError):
@@ -102,6 +111,7 @@ def parse(cls: type[T], values: Mapping[str, Any], path: str) -> T:
         ConfigError: unknown key, missing key, wrong type or value out of range.
     """
     check_keys(values, [f.name for f in dataclasses.fields(cls)], path)  # type: ignore[arg-type]
+    refuse_secrets(values, path)
     try:
         parsed: T = _adapter(cast(type, cls)).validate_python(dict(values)) if CASTS else cls(**values)
         check_fields(parsed)  # also of a class that is no `Section`, such as a model's options
@@ -125,14 +135,23 @@ def _explain(error: ValueError, path: str) -> str:
         key = ".".join(part for part in (path, *map(str, detail["loc"])) if part)
         message = detail["msg"].removeprefix("Value error, ")
         own = isinstance(detail.get("ctx", {}).get("error"), ValueError)  # of a section: it says what was found
-        lines.append(f"{key}: {message}" + ("" if own else f" (got {detail['input']!r:.80})"))
+        shown = not own and not is_secret_name(key)
+        lines.append(f"{key}: {message}" + (f" (got {redacted(repr(detail['input'])):.80})" if shown else ""))
     return "; ".join(lines)
+
+
+def refuse_secrets(values: Any, path: str) -> None:
+    """Raise ConfigError if a setting holds a secret: settings end up in dvc.lock, compiled pipelines and reports."""
+    for key in secret_settings(values, path):
+        instead = REPLACEMENTS.get(key.rpartition(".")[2], "kubernetes.secrets" if "environment." in key else "")
+        hint = f"; here {instead} takes its place" if instead else ""
+        raise ConfigError(f"{key}: put credentials into the environment, not into the settings{hint}")
 
 
 def check_keys(values: Any, known: Any, path: str) -> None:
     """Raise ConfigError unless `values` is a mapping with no other keys than `known`."""
     if not isinstance(values, Mapping):
-        raise ConfigError(f"{path or 'top level'}: expected a mapping of settings, got {values!r:.80}")
+        raise ConfigError(f"{path or 'top level'}: expected a mapping of settings, got {redacted(repr(values)):.80}")
     for key in values:
         if key not in known:
             where = f"{path}.{key}" if path else f"{key}"

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import yaml
 
-from seqrec.config.checks import ConfigError, Section, Seed, check_keys, parse
+from seqrec.config.checks import ConfigError, Section, Seed, check_keys, parse, refuse_secrets
 from seqrec.config.sections import DATASET_KEYS, MODEL_KEYS, SECTIONS, ModelConfig, Range
 
 TOP = ("seed", "dataset", "sources", "leaderboard", *SECTIONS, "datasets", "models")
@@ -145,6 +145,7 @@ def _defaults(stage: str, dataset: str, seed: int) -> dict[str, Any]:
 def _complete(content: Any) -> Params:
     """Fill in what is left out of `content`; keys are checked here, values are not."""
     check_keys(content, TOP, "")
+    refuse_secrets(content, "")
     for key in ("dataset", "models"):
         if key not in content:
             raise ConfigError(f"{key}: missing key")

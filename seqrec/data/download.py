@@ -34,6 +34,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from seqrec.config import ConfigError, IngestConfig
 from seqrec.data.readers.blocks import opened
 from seqrec.data.sources import File, Publication, file_name
+from seqrec.redaction import redacted
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +129,7 @@ def mirror_of(config: IngestConfig) -> str:
     """
     mirror = os.environ.get(MIRROR_VARIABLE) or config.mirror
     if mirror and not _is_url(mirror) and not Path(mirror).is_dir():
-        raise ConfigError(f"ingest.mirror (or {MIRROR_VARIABLE}): {mirror} is neither a folder nor a URL")
+        raise ConfigError(f"ingest.mirror (or {MIRROR_VARIABLE}): {redacted(mirror)} is neither a folder nor a URL")
     return mirror
 
 
@@ -372,7 +373,7 @@ def pip_download(requirement: str, downloads: Path, *, retries: int = 4, timeout
     wheels = list(scratch.glob("*.whl"))
     if result.returncode or not wheels:
         last = (result.stderr.strip().splitlines() or ["no wheel"])[-1]
-        raise DownloadError(f"pip download {requirement}: {last}")
+        raise DownloadError(f"pip download {requirement}: {redacted(last)}")
     return wheels[0].replace(folder / wheels[0].name)
 
 
@@ -489,4 +490,5 @@ def _reason(error: Exception) -> str:
     while cause.args and isinstance(cause.args[0], BaseException):
         cause = cause.args[0]
     reason = getattr(cause, "reason", None)
-    return str(reason if isinstance(reason, BaseException) else cause).rpartition(": ")[2] or type(error).__name__
+    text = str(reason if isinstance(reason, BaseException) else cause).rpartition(": ")[2]
+    return redacted(text) or type(error).__name__

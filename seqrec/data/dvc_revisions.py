@@ -13,6 +13,7 @@ import yaml
 from seqrec import artifacts
 from seqrec.artifacts import read_json
 from seqrec.config import ConfigError, IngestConfig
+from seqrec.redaction import redacted
 
 if TYPE_CHECKING:
     from dvc.api import DVCFileSystem
@@ -51,7 +52,7 @@ def fetch(output: Path, config: IngestConfig) -> dict[str, float]:
             _check(output / name, md5, config)
     except (DvcException, SCMError, FileNotFoundError) as error:
         raise ConfigError(
-            f"ingest.repository: {config.repository} at {config.revision} cannot be read ({error}); check address, "
+            f"ingest.repository: {config.repository} at {config.revision} cannot be read ({redacted(str(error))}); check address, "
             "revision and the credentials of its remote"
         ) from error
     card = read_json(output / artifacts.SOURCE_CARD)

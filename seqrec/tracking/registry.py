@@ -30,6 +30,7 @@ from seqrec import ROOT
 from seqrec.artifacts import CASES, MODEL_CARD, REFIT, TOKENS, VOCABULARY, WEIGHTS, read_json
 from seqrec.config import RegisterConfig
 from seqrec.evaluation import intervals
+from seqrec.redaction import redacted
 from seqrec.tracking.runs import (
     FINGERPRINT,
     PARENT,
@@ -326,7 +327,7 @@ def fetch(uri: str, folder: Path, config: RegisterConfig) -> None:
             model = Path(mlflow.artifacts.download_artifacts(uri, dst_path=directory))
         except (MlflowException, OSError) as error:
             raise TrackingError(
-                f"register.tracking_uri: {uri} cannot be fetched from {tracking_uri(config)} ({first_line(error)})"
+                f"register.tracking_uri: {uri} cannot be fetched from {redacted(tracking_uri(config))} ({first_line(error)})"
             ) from error
         if not (model / ARTIFACTS / MODEL_CARD).is_file():
             raise TrackingError(f"{uri} holds no {MODEL_CARD}: it is no model that `register` has logged")
@@ -392,6 +393,6 @@ def _fetch_cases(client: MlflowClient, champion: ModelVersion) -> pa.Table:
         except (MlflowException, OSError) as error:
             raise TrackingError(
                 f"register.tracking_uri: {CASES} of the champion, version {champion.version} of {champion.name}, "
-                f"cannot be fetched ({error}); restore its run, or remove the alias {CHAMPION} to choose a new one"
+                f"cannot be fetched ({first_line(error)}); restore its run, or remove the alias {CHAMPION} to choose a new one"
             ) from error
         return pq.read_table(path)

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from seqrec.config import RegisterConfig
 from seqrec.locks import locked
+from seqrec.redaction import redacted, split_credentials
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -94,6 +95,7 @@ def connect(config: RegisterConfig) -> MlflowClient:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     injected_run()
+    _move_credentials()
     import mlflow
     from mlflow.exceptions import MlflowException
     from sqlalchemy.exc import SQLAlchemyError
@@ -110,9 +112,9 @@ def connect(config: RegisterConfig) -> MlflowClient:
         found = client.get_experiment_by_name(config.experiment)
     except (MlflowException, SQLAlchemyError, OSError) as error:
         if advice := _advice(error):
-            raise TrackingError(f"register.tracking_uri: {uri}: {advice}") from error
+            raise TrackingError(f"register.tracking_uri: {redacted(uri)}: {advice}") from error
         raise TrackingError(
-            f"register.tracking_uri: {uri} does not answer ({first_line(error)}); start the server, or set "
+            f"register.tracking_uri: {redacted(uri)} does not answer ({first_line(error)}); start the server, or set "
             "MLFLOW_TRACKING_URI or register.tracking_uri to another one"
         ) from error
     if found is not None:
@@ -148,7 +150,7 @@ def explained(config: RegisterConfig) -> Iterator[None]:
         yield
     except (MlflowException, SQLAlchemyError) as error:
         reason = _advice(error) or f"failed: {first_line(error)}"
-        raise TrackingError(f"register.tracking_uri: {tracking_uri(config)}: {reason}") from error
+        raise TrackingError(redacted(f"register.tracking_uri: {tracking_uri(config)}: {reason}")) from error
 
 
 def _advice(error: Exception) -> str:
@@ -167,8 +169,16 @@ def registering(config: RegisterConfig, dataset: str) -> Iterator[None]:
     path, name = sqlite_path(uri), re.sub(r"[^\w.-]", "_", dataset)
     if path is None:
         path = Path(tempfile.gettempdir()) / f"seqrec-{hashlib.sha256(uri.encode()).hexdigest()[:16]}"
-    with locked(path.with_name(f"{path.name}.{name}.lock"), f"registering models of {dataset} in {uri}"):
+    with locked(path.with_name(f"{path.name}.{name}.lock"), f"registering models of {dataset} in {redacted(uri)}"):
         yield
+
+
+def _move_credentials() -> None:
+    """Take user and password out of MLFLOW_TRACKING_URI: MLflow prints that address, and not these variables."""
+    uri, user, password = split_credentials(os.environ.get("MLFLOW_TRACKING_URI", ""))
+    if uri.startswith(("http://", "https://")) and user and password:
+        os.environ["MLFLOW_TRACKING_URI"] = uri
+        os.environ["MLFLOW_TRACKING_USERNAME"], os.environ["MLFLOW_TRACKING_PASSWORD"] = user, password
 
 
 def _set_default(uri: str) -> None:
@@ -184,8 +194,8 @@ def _set_default(uri: str) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of the message, cut to what fits into another one."""
-    return (str(error).splitlines() or [type(error).__name__])[0][:300]
+    """Return the first line of the message without secrets, cut to what fits into another one."""
+    return redacted((str(error).splitlines() or [type(error).__name__])[0])[:300]
 
 
 def _create_database(uri: str) -> None:
@@ -280,7 +290,7 @@ def record_outcome(*, pipeline_run: str, name: str, state: str, failure: str | N
         found = client.search_runs([place], filter_string=text, max_results=1)
         run_id = (found[0] if found else open_run(client, place, pipeline_run, name)).info.run_id
     for key, value in ((PIPELINE_RUN, pipeline_run), (OUTCOME, state), (FAILURE, failure or "")):
-        client.set_tag(run_id, key, value[:5000])
+        client.set_tag(run_id, key, redacted(value)[:5000])
     if not given:  # whoever made the run ends it
         client.set_terminated(run_id, status="FINISHED" if state == "SUCCEEDED" else "FAILED")
 
@@ -297,7 +307,7 @@ def flatten(content: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         if isinstance(value, Mapping) and value:
             flat |= flatten(value, f"{prefix}{key}.")
         else:
-            flat[re.sub(r"[^\w.\- /]", "_", f"{prefix}{key}")] = str(value)
+            flat[re.sub(r"[^\w.\- /]", "_", f"{prefix}{key}")] = redacted(str(value))
     return flat
 
 

@@ -1,0 +1,236 @@
+"""No secret in anything that is written or printed: what settings refuse, and what becomes of the environment's."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import typing
+from contextlib import contextmanager
+from functools import partial
+from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import yaml
+from support import YEAR_2001, write_settings
+
+from seqrec import redaction
+from seqrec.config import SECTIONS, ConfigError, IngestConfig, from_dict, load, parse
+from seqrec.redaction import holds_secret, is_secret_name, redacted, secret_settings, split_credentials
+
+ROOT = Path(__file__).parent.parent
+PASSWORD = "hunter2-plant3d"
+LOGIN = f"https://somebody:{PASSWORD}@example.org"
+PARAMS = yaml.safe_load((ROOT / "params.yaml").read_text())
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        (f"{LOGIN}/data: HTTP 500", "https://***@example.org/data: HTTP 500"),
+        ("postgresql://mlflow:a/b@host/mlflow", "postgresql://***@host/mlflow"),
+        ("'https://t0ken@host/x'", "'https://***@host/x'"),
+        ("https://host/f?X-Amz-Signature=abc&part=2", "https://host/f?X-Amz-Signature=***&part=2"),
+        ("url: /f?sig=a%2Fb&se=1 (Caused by", "url: /f?sig=***&se=1 (Caused by"),
+        ("ssh://git@host/x and http://host:5000/a@b", "ssh://git@host/x and http://host:5000/a@b"),
+        ("models:/seqrec-x@champion, key=1", "models:/seqrec-x@champion, key=1"),
+    ],
+)
+def test_a_text_loses_its_secrets_and_nothing_else(text, wanted):
+    assert redacted(text) == wanted
+
+
+def test_values_of_secret_variables_are_hidden_wherever_they_occur(monkeypatch):
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wJalr/XUtn")
+    monkeypatch.setenv("DB_PASSWORD", "true")  # too short to look for
+
+    assert redacted("denied: wJalr/XUtn, wJalr%2FXUtn; true, my-t0ken", "my-t0ken") == "denied: ***, ***; true, ***"
+
+
+@pytest.mark.parametrize(
+    ("name", "secret"),
+    [
+        *[(name, True) for name in ("DB_PASSWORD", "PGPASSWORD", "AWS_ACCESS_KEY_ID", "HF_TOKEN", "API_KEY", "MY_PWD")],
+        *[(name, False) for name in ("PWD", "MAX_TOKENS", "MONKEY", "COMPASS", "SSH_AUTH_SOCK", "KEYBOARD")],
+    ],
+)
+def test_names_of_variables_that_hold_secrets(name, secret):
+    assert is_secret_name(name) is secret
+
+
+def test_credentials_leave_an_address():
+    assert split_credentials("https://u%40x:p%2Fw@host:1/a?b=c") == ("https://host:1/a?b=c", "u@x", "p/w")
+    assert split_credentials("sqlite:///mlflow.db") == ("sqlite:///mlflow.db", "", "")
+
+
+def text_settings() -> list[tuple[str, ...]]:
+    """Return where a text can stand in params.yaml: every field of every section whose type admits one."""
+    found: list[tuple[str, ...]] = [("models", "sasrec", "options", "start"), ("datasets", "ml-1m", "ingest", "mirror")]
+    for section, cls in SECTIONS.items():
+        hints = typing.get_type_hints(cls)
+        for field in dataclasses.fields(cls):
+            if hints[field.name] is str:
+                found.append((section, field.name))
+            elif hints[field.name] == dict[str, str]:
+                found.append((section, field.name, "anything"))
+    return found
+
+
+@pytest.mark.parametrize("secret", [LOGIN, f"https://example.org/f?token={PASSWORD}"], ids=["login", "query"])
+@pytest.mark.parametrize("place", text_settings(), ids=".".join)
+def test_no_setting_may_hold_a_secret_and_the_message_does_not_repeat_it(place, secret):
+    content = json.loads(json.dumps(PARAMS))
+    entry = content
+    for key in place[:-1]:
+        entry = entry.setdefault(key, {})
+    entry[place[-1]] = secret
+
+    assert list(secret_settings(content, "")) == [".".join(place)]
+    with pytest.raises(ConfigError, match="put credentials into the environment") as caught:
+        from_dict(content)
+    assert ".".join(place) in str(caught.value)
+    assert PASSWORD not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [PASSWORD, 12345678])
+def test_a_variable_of_the_cluster_with_a_secret_name_must_come_from_a_kubernetes_secret(value):
+    content = {**PARAMS, "kubernetes": {"environment": {"DB_PASSWORD": value}}}
+
+    with pytest.raises(ConfigError, match=r"kubernetes.environment.DB_PASSWORD: .*kubernetes.secrets") as caught:
+        from_dict(content)
+    assert str(value) not in str(caught.value)
+
+
+def test_settings_that_a_submission_replaces_are_checked_too():
+    with pytest.raises(ConfigError, match="ingest.mirror: .*SEQREC_DATA_MIRROR") as caught:
+        parse(IngestConfig, {"source": "csv", "mirror": LOGIN, "retries": -1}, "ingest")
+    assert PASSWORD not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "value", ["", "sqlite:///mlflow.db", "ssh://git@host/x", "http://host:5000/a@b", "my/key=1.csv"]
+)
+def test_addresses_without_a_secret_are_settings_as_ever(value):
+    assert not holds_secret(value)
+
+
+@contextmanager
+def serving(handler):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+class Refusing(BaseHTTPRequestHandler):
+    """A server that repeats what it was sent, and refuses."""
+
+    def do_GET(self):
+        self.send_response(403, f"no, {PASSWORD}")
+        self.end_headers()
+        self.wfile.write(f"{self.headers.get('Authorization')} {PASSWORD}".encode())
+
+    do_POST = do_GET
+
+    def log_message(self, *_):
+        pass
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+
+def planted(**variables: str) -> dict[str, str]:
+    """Return an environment with a password wherever one may stand."""
+    names = ("AWS_SECRET_ACCESS_KEY", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "KFP_TOKEN", "KFP_COOKIES")
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    switches = {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DVC_NO_ANALYTICS": "1"}
+    kept = {key: value for key, value in os.environ.items() if key != "MLFLOW_TRACKING_URI"}
+    return kept | switches | dict.fromkeys(names, PASSWORD) | variables
+
+
+def call(folder: Path, *command: str, **variables: str) -> tuple[int, str]:
+    done = subprocess.run(
+        command, cwd=folder, env=planted(**variables), capture_output=True, text=True, errors="replace"
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_a_password_in_every_variable_is_in_no_file_and_no_message(tmp_path):
+    """A run, its import, a compiled pipeline and dvc.lock; then everything that can fail."""
+    settings = write_settings(tmp_path, start=YEAR_2001)
+    content = yaml.safe_load(settings.read_text())
+    content["leaderboard"], content["models"] = ["sasrec"], {"sasrec": content["models"]["sasrec"]}
+    content["ingest"] |= {"interactions": "log.csv", "retries": 0}
+    settings.write_text(yaml.safe_dump(content))
+    project, files = tmp_path / "project", tmp_path / "files"
+    for folder in (project, files):
+        folder.mkdir()
+    shutil.move(tmp_path / "log.csv", files / "log.csv")
+    for name in ("seqrec", "models"):
+        (project / name).symlink_to(ROOT / name)
+    python = [sys.executable, "-m"]
+    settings = str(settings)
+    said = []
+    with serving(partial(Quiet, directory=files)) as place, serving(Refusing) as refusing:
+        mirror = {"SEQREC_DATA_MIRROR": f"http://somebody:{PASSWORD}@{place}"}
+        assert call(project, *python, "seqrec", "run", "--config-file", settings, "--out", "out", **mirror)[0] == 0
+        shutil.copy(project / "out" / "params.yaml", project / "params.yaml")
+        stages = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"]
+        (project / "dvc.yaml").write_text(yaml.safe_dump({"stages": {"ingest": {**stages["ingest"], "deps": []}}}))
+        for command in (
+            [*python, "seqrec", "import", "--run", "out"],
+            [*python, "pipelines", "compile", "--params", settings, "--output", "pipeline.yaml"],
+            ["dvc", "init", "--no-scm", "--quiet"],
+            ["dvc", "repro"],
+        ):
+            status, text = call(project, *command, **mirror)
+            assert status == 0, text
+            said.append(text)
+        bad = f"http://somebody:{PASSWORD}@{refusing}"
+        image = {"SEQREC_IMAGE": f"seqrec@sha256:{'0' * 64}"}
+        ingest = [*python, "seqrec", "ingest", "--output", "data", "--downloads", "state", "-v"]
+        for command, variables in (
+            (ingest, {"SEQREC_DATA_MIRROR": bad}),
+            (ingest, {"SEQREC_DATA_MIRROR": f"s3://somebody:{PASSWORD}@bucket"}),
+            (ingest, {"SEQREC_DATA_MIRROR": f"http://somebody:{PASSWORD}@127.0.0.1:1"}),
+            ([*python, "seqrec", "import", "--run", "out", "-v"], {"MLFLOW_TRACKING_URI": bad}),
+            ([*python, "seqrec", "import", "--run", "out"], {"MLFLOW_TRACKING_URI": f"postgresql://u:{PASSWORD}@h/d"}),
+            ([*python, "pipelines", "submit", "--params", settings, "--host", bad], image),
+        ):
+            status, text = call(project, *command, **variables)
+            assert status == 1, text
+            said.append(text)
+
+    leaks = [path for path in tmp_path.rglob("*") if path.is_file() and PASSWORD.encode() in path.read_bytes()]
+    assert leaks == []
+    assert [text for text in said if PASSWORD in text] == []
+    assert (project / "dvc.lock").is_file()
+    assert (project / "pipeline.yaml").is_file()
+
+
+def test_what_is_not_caught_is_printed_without_secrets(capsys):
+    try:
+        raise RuntimeError(f"cannot open {LOGIN}")
+    except RuntimeError as error:
+        redaction.excepthook(type(error), error, error.__traceback__)
+    record = logging.LogRecord("any", logging.ERROR, "file", 1, "lost %s", (LOGIN,), None)
+
+    printed = capsys.readouterr().err + redaction.Formatter("%(message)s").format(record)
+    assert "RuntimeError: cannot open https://***@example.org" in printed
+    assert PASSWORD not in printed
+
+
+def test_a_setting_with_a_password_stops_a_command(tmp_path):
+    path = tmp_path / "params.yaml"
+    path.write_text(yaml.safe_dump({**PARAMS, "register": {"tracking_uri": LOGIN}}))
+
+    with pytest.raises(ConfigError, match="register.tracking_uri: .*MLFLOW_TRACKING_URI"):
+        load(path)

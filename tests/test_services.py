@@ -1,0 +1,208 @@
+"""MLflow as docker-compose.yaml runs it, on a real PostgreSQL and an S3-compatible store: `make test-services`.
+
+The container images are not pulled: PostgreSQL is that of the system and the store is moto's server. What the file says
+(commands, variables, the database's address) is run as it stands, but for the host names.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import mlflow
+import pytest
+import requests
+import yaml
+from mlflow import MlflowClient
+from support import YEAR_2001, write_settings
+
+ROOT = Path(__file__).parent.parent
+COMPOSE = yaml.safe_load((ROOT / "docker-compose.yaml").read_text())["services"]
+BIN = Path(sys.executable).parent
+SECRETS = {"POSTGRES_PASSWORD": "p0stgres", "S3_ACCESS_KEY": "acc3ss", "S3_SECRET_KEY": "s3cret"}
+NAME = "seqrec-own"
+
+
+def find_postgres() -> Path | None:
+    """Return the folder of PostgreSQL's programs: on PATH, or where Debian installs them."""
+    found = shutil.which("initdb")
+    folders = [Path(found).resolve().parent] if found else sorted(Path("/usr/lib/postgresql").glob("*/bin"))
+    return next((folder for folder in reversed(folders) if (folder / "pg_ctl").exists()), None)
+
+
+POSTGRES = find_postgres()
+pytestmark = [
+    pytest.mark.services,
+    pytest.mark.skipif(POSTGRES is None, reason="needs PostgreSQL: apt-get install postgresql"),
+]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def postgres() -> Iterator[int]:
+    """Run a new cluster as compose's `postgres` sets it up, with a password for everybody; yield its port."""
+    settings = COMPOSE["postgres"]["environment"]
+    user = {"user": "nobody", "group": "nogroup"} if os.getuid() == 0 else {}  # PostgreSQL refuses to be root
+    with tempfile.TemporaryDirectory(prefix="seqrec-postgres-") as name:
+        folder, port = Path(name), free_port()
+        (folder / "password").write_text(SECRETS["POSTGRES_PASSWORD"])
+        for path in (folder, folder / "password"):
+            if user:
+                shutil.chown(path, **user)
+        data = str(folder / "data")
+
+        def call(program: str, *arguments: str) -> None:
+            done = subprocess.run(
+                [str(POSTGRES / program), *arguments], capture_output=True, text=True, cwd=folder, **user
+            )
+            assert done.returncode == 0, done.stdout + done.stderr
+
+        access = ["--auth=scram-sha-256", f"--pwfile={folder / 'password'}"]
+        call("initdb", f"--pgdata={data}", f"--username={settings['POSTGRES_USER']}", *access, "--no-sync")
+        options = f"-p {port} -c listen_addresses=127.0.0.1 -c fsync=off -k {folder}"
+        log = f"--log={folder / 'log'}"
+        with subprocess.Popen(
+            [str(POSTGRES / "pg_ctl"), "start", "--wait", f"--pgdata={data}", log, f"--options={options}"],
+            cwd=folder,
+            **user,
+        ) as starting:
+            assert starting.wait(60) == 0, (folder / "log").read_text()
+        try:
+            import psycopg
+
+            address = f"host=127.0.0.1 port={port} user={settings['POSTGRES_USER']} dbname=postgres"
+            with psycopg.connect(f"{address} password={SECRETS['POSTGRES_PASSWORD']}", autocommit=True) as connection:
+                connection.execute(f"CREATE DATABASE {settings['POSTGRES_DB']}")
+            yield port
+        finally:
+            call("pg_ctl", "stop", f"--pgdata={data}", "--mode=immediate")
+
+
+@contextmanager
+def store() -> Iterator[str]:
+    """Run an S3-compatible server; yield its address."""
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.WARNING)  # a line for each file otherwise
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    yield "http://{}:{}".format(*server.get_host_and_port())
+    server.stop()
+
+
+def started(service: dict, hosts: dict[str, str], arguments: list[str]) -> tuple[list[str], dict[str, str]]:
+    """Return command and variables of a service of the compose file, with its secrets and host names filled in."""
+
+    def filled(text: str) -> str:
+        text = re.sub(r"\$\{(\w+):-([^}]*)\}", r"\2", text)
+        text = re.sub(r"\$\{(\w+)[^}]*\}", lambda found: SECRETS[found[1]], text)
+        for name, place in hosts.items():
+            text = text.replace(name, place)
+        return text
+
+    variables = {name: filled(value) for name, value in service["environment"].items()}
+    return [filled(one) for one in [*service["entrypoint"], *service["command"], *arguments]], variables
+
+
+def call(command: list[str], **variables: str) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """The address of MLflow, started with the command and variables of docker-compose.yaml."""
+    with ExitStack() as stack:
+        hosts = {"@postgres/": f"@127.0.0.1:{stack.enter_context(postgres())}/"}
+        hosts["http://store:8333"] = stack.enter_context(store())
+        command, variables = started(COMPOSE["bucket"], hosts, [])
+        for _ in range(2):  # as a container that is started again: the bucket is there by then
+            call([sys.executable, *command[1:]], **variables)
+        port = free_port()
+        command, variables = started(COMPOSE["mlflow"], hosts, ["--host=127.0.0.1", f"--port={port}"])
+        log = stack.enter_context(tempfile.TemporaryFile("w+"))
+        environment = {**os.environ, **variables, "MLFLOW_DISABLE_TELEMETRY": "true"}
+        process = subprocess.Popen(
+            [str(BIN / command[0]), *command[1:]],
+            env=environment, stdout=log, stderr=log, text=True, start_new_session=True,
+        )  # fmt: skip
+        stack.callback(lambda: (os.killpg(process.pid, 15), process.wait(30)))
+        address = f"http://127.0.0.1:{port}"
+        for _ in range(240):
+            try:
+                if requests.get(f"{address}/health", timeout=2).ok:
+                    break
+            except requests.RequestException:
+                time.sleep(0.5)
+            if process.poll() is not None:
+                break
+        else:
+            process.kill()
+        log.seek(0)
+        assert process.poll() is None, log.read()
+        yield address
+
+
+@pytest.fixture(scope="module")
+def registered(server, tmp_path_factory) -> tuple[str, Path]:
+    """A run of the whole pipeline brought into that server; its address, and the settings."""
+    folder = tmp_path_factory.mktemp("services")
+    settings = write_settings(folder, start=YEAR_2001)
+    content = yaml.safe_load(settings.read_text())
+    content["leaderboard"], content["models"] = ["sasrec"], {"sasrec": content["models"]["sasrec"]}
+    settings.write_text(yaml.safe_dump(content))
+    seqrec = [sys.executable, "-m", "seqrec"]
+    out = str(folder / "out")
+    call([*seqrec, "run", "--config-file", str(settings), "--out", out], MLFLOW_TRACKING_URI=server)
+    call([*seqrec, "import", "--run", out], MLFLOW_TRACKING_URI=server)
+    return server, folder / "out" / "params.yaml"
+
+
+def test_a_run_of_the_pipeline_ends_with_a_champion_in_postgresql_and_its_files_in_the_store(registered):
+    server, _ = registered
+    client = MlflowClient(server)
+    version = client.get_model_version_by_alias(NAME, "champion")
+    runs = client.search_runs([one.experiment_id for one in client.search_experiments()])
+
+    assert version.tags["seqrec.promoted"] == "true"
+    assert {run.info.status for run in runs} == {"FINISHED"}
+    assert {"sasrec", "popularity", "markov", "ease"} <= {run.info.run_name for run in runs}
+
+
+def test_importing_it_again_makes_nothing_twice(registered):
+    server, settings = registered
+    client = MlflowClient(server)
+    before = len(client.search_runs([one.experiment_id for one in client.search_experiments()]))
+    call([sys.executable, "-m", "seqrec", "import", "--run", str(settings.parent)], MLFLOW_TRACKING_URI=server)
+
+    assert len(client.search_runs([one.experiment_id for one in client.search_experiments()])) == before
+    assert [one.version for one in client.search_model_versions(f"name='{NAME}'")] in ([1], ["1"])
+
+
+def test_recommend_and_mlflow_load_the_champion_from_there(registered, monkeypatch):
+    server, settings = registered
+    seqrec = [sys.executable, "-m", "seqrec", "recommend", "--params", str(settings)]
+    said = call([*seqrec, "--history", "i1,i2,i3", "--data", str(settings.parent / "data")], MLFLOW_TRACKING_URI=server)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", server)
+    mlflow.set_tracking_uri(server)
+    loaded = mlflow.pyfunc.load_model(f"models:/{NAME}@champion")
+
+    assert "recommends" in said
+    assert loaded.metadata.signature is not None
