@@ -220,6 +220,7 @@ class RegisterConfig:
     min_gain: float = 0.0  # absolute gain of valid/ndcg@10 over the champion
     confidence: float = 0.95  # the paired interval of the gain must lie above min_gain at this level
     max_loss: float = 0.1  # share of the champion's coverage, and of its NDCG on tail items, that may be lost
+    allow_below_baseline: bool = False  # a model below the best baseline on validation may become champion
     examples: int = 4  # users whose recommendations the report shows
     seed: int = 42
 
