@@ -53,8 +53,8 @@ format: setup  ## let ruff rewrite the code
 	ruff format .
 	ruff check --fix .
 
-ui: setup  ## MLflow on the local runs, at port 5000
-	MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false mlflow ui --backend-store-uri sqlite:///mlflow.db --port 5000
+ui: setup  ## MLflow on the runs, at port 5000: prints and opens the page that compares them
+	@python -m seqrec ui
 
 pipeline: setup  ## compile the Kubeflow pipelines into build/
 	python -m pipelines compile --output build/pipeline.yaml

@@ -39,6 +39,7 @@ COMMANDS = {  # name -> (module, function, what it does); modules are imported w
     "registry": ("seqrec.commands.registry", "registry", "show the registered versions; promote one, or roll back"),
     "run": ("seqrec.commands.run", "run", "all stages of one config but register, in one process, without DVC"),
     "import": ("seqrec.commands.run", "import_run", "bring a finished `run` into MLflow"),
+    "ui": ("seqrec.commands.ui", "ui", "MLflow's pages, opened where the models of the last run are compared"),
     "leaderboard": ("seqrec.evaluation.leaderboard", "show", "print the leaderboard of the last run"),
     "recommend": ("seqrec.commands.recommend", "recommend", "print what the champion would show after a history"),
     "score": ("seqrec.commands.recommend", "score", "recommend to every user, into a Parquet file"),
@@ -136,7 +137,7 @@ def bind(function: Callable[..., Any], command: str, flags: argparse.Namespace) 
 
 
 def _config(params: Params, command: str, flags: argparse.Namespace) -> Any:
-    of_register = ("leaderboard", "refit", "registry", "recommend", "score", "export", "serve")
+    of_register = ("leaderboard", "ui", "refit", "registry", "recommend", "score", "export", "serve")
     sections = {"baselines": "evaluate"} | dict.fromkeys(of_register, "register")
     section = sections.get(command, command)
     return params.section(section, model=getattr(flags, "model", None), dataset=getattr(flags, "dataset", None))

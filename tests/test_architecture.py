@@ -53,6 +53,7 @@ OWNERS = {  # package -> the only files that may import it, even inside a functi
     "dvc": ("seqrec/data/dvc_revisions.py",),
     "mlflow": (
         "seqrec/tracking/runs.py",
+        "seqrec/tracking/gate.py",
         "seqrec/tracking/registry.py",
         "seqrec/tracking/pyfunc_model.py",
         "seqrec/commands/registry.py",

@@ -108,7 +108,7 @@ def test_a_variable_of_the_cluster_with_a_secret_name_must_come_from_a_kubernete
 
 
 def test_settings_that_a_submission_replaces_are_checked_too():
-    with pytest.raises(ConfigError, match="ingest.mirror: .*SEQREC_DATA_MIRROR") as caught:
+    with pytest.raises(ConfigError, match=r"ingest\.mirror: .*SEQREC_DATA_MIRROR") as caught:
         parse(IngestConfig, {"source": "csv", "mirror": LOGIN, "retries": -1}, "ingest")
     assert PASSWORD not in str(caught.value)
 
@@ -232,5 +232,5 @@ def test_a_setting_with_a_password_stops_a_command(tmp_path):
     path = tmp_path / "params.yaml"
     path.write_text(yaml.safe_dump({**PARAMS, "register": {"tracking_uri": LOGIN}}))
 
-    with pytest.raises(ConfigError, match="register.tracking_uri: .*MLFLOW_TRACKING_URI"):
+    with pytest.raises(ConfigError, match=r"register\.tracking_uri: .*MLFLOW_TRACKING_URI"):
         load(path)

@@ -188,6 +188,7 @@ class RegisterConfig(Section):
     min_gain: float = 0.0  # absolute gain of valid/ndcg@10 over the champion
     confidence: Fraction = 0.95  # at this level the paired interval of the gain must lie above min_gain
     max_loss: NotNegative = 0.1  # share of the champion's coverage, and of its NDCG on tail items, that may be lost
+    allow_below_baseline: bool = False  # a model below the best baseline on validation may become champion
     examples: Annotated[int, Bounds(ge=0, le=1000)] = 4  # users whose recommendations the report shows
     seed: Seed = 42
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import csv
 import io
+import shutil
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from seqrec.artifacts import METRICS, REPORT_PAGE, read_json, write_text
+from seqrec.artifacts import METRICS, REPORT_PAGE, read_json, write_json, write_text
 
 LEADERBOARD = "leaderboard.json"
 BASELINES = ("popularity", "markov", "ease")
@@ -28,6 +28,7 @@ REQUIRED = (
     "parameters",
     "train_seconds",
 )
+SUMMARY = (SELECTION, "test/ndcg@10", "test/mrr", "test/coverage@10")  # what DVC shows in 100 columns
 HEADINGS = (  # of two short lines each, so that the table fits into 80 columns
     "valid\nNDCG",
     "test NDCG@10\n[95 % interval]",
@@ -74,6 +75,17 @@ def best_model(rows: Sequence[Row]) -> Row:
     return next(row for row in rows if not row["baseline"])
 
 
+def best_baseline(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Return the best baseline on validation, if there is one."""
+    return max((row for row in rows if row["baseline"]), key=lambda row: row[SELECTION], default=None)
+
+
+def below_baseline(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the models whose validation metric is below that of the best baseline."""
+    best = best_baseline(rows)
+    return [row["model"] for row in rows if best and not row["baseline"] and row[SELECTION] < best[SELECTION]]
+
+
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
     """Write the numbers of `rows` as CSV, the form DVC plots."""
     text = io.StringIO()
@@ -84,13 +96,24 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
 
 
 def write_curves(path: Path, histories: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    """Write `SELECTION` by epoch (1, 2, ... over all phases) as CSV, a column a model: one plot for all in DVC."""
+    """Write `SELECTION` by epoch (1, 2, ... over all phases) as CSV, a row a point.
+
+    An epoch that was not validated has no row: DVC would draw an empty cell as 0.
+    """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["epoch", *histories])
-    columns = [[record.get(SELECTION, "") for record in history] for history in histories.values()]
-    writer.writerows([epoch, *row] for epoch, row in enumerate(zip_longest(*columns, fillvalue=""), start=1))
+    writer.writerow(["model", "epoch", SELECTION])
+    for name, history in histories.items():
+        epochs = enumerate(history, start=1)
+        writer.writerows((name, epoch, record[SELECTION]) for epoch, record in epochs if SELECTION in record)
     write_text(path, text.getvalue())
+
+
+def write_summaries(folder: Path, rows: Sequence[Row]) -> None:
+    """Write the few numbers of each row that `dvc metrics` shows to `<model>.json`, in place of what was there."""
+    shutil.rmtree(folder, ignore_errors=True)
+    for row in rows:
+        write_json(folder / f"{row['model']}.json", {key: row[key] for key in SUMMARY})
 
 
 def show(*, reports: Path = Path("reports")) -> None:
@@ -102,6 +125,10 @@ def show(*, reports: Path = Path("reports")) -> None:
     report = read_json(reports / LEADERBOARD)
     console = Console()
     console.print(render(report["rows"]))
+    for name in below_baseline(report["rows"]):
+        best = best_baseline(report["rows"])
+        assert best is not None
+        console.print(f"{name} is below the best baseline, {best['model']}, on validation", style="red")
     outcome = report["registry"]
     if outcome:
         verb = "is the champion" if outcome["promoted"] else "is the candidate, not the champion"
@@ -132,11 +159,17 @@ def render(rows: Sequence[Mapping[str, Any]]) -> Table:
     table.add_column("model", no_wrap=True)
     for heading in HEADINGS:
         table.add_column(heading, justify="right", no_wrap=True)
+    below = below_baseline(rows)
     for row in rows:
-        style = "bold green" if row["champion"] else "dim" if row["baseline"] else ""
-        table.add_row(*_cells(row), style=style)
+        table.add_row(*_cells(row), style=_style(row, below))
     table.caption = _caption(rows)
     return table
+
+
+def _style(row: Mapping[str, Any], below: Sequence[str]) -> str:
+    if row["model"] in below:
+        return "bold red" if row["champion"] else "red"
+    return "bold green" if row["champion"] else "dim" if row["baseline"] else ""
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:

@@ -5,11 +5,14 @@ Every step finds what an earlier, perhaps killed, call has left by its fingerpri
 
 from __future__ import annotations
 
+import getpass
 import hashlib
 import json
 import logging
+import os
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
+import yaml
 from mlflow import MlflowClient
 from mlflow.entities import Dataset, DatasetInput, InputTag, Run, RunTag
 from mlflow.exceptions import MlflowException
@@ -39,8 +43,18 @@ from seqrec.artifacts import (
     write_text,
 )
 from seqrec.config import RegisterConfig
-from seqrec.evaluation.leaderboard import LEADERBOARD, SELECTION, Row, best_model, build, write_csv, write_curves
-from seqrec.tracking import registry, runs
+from seqrec.evaluation.leaderboard import (
+    LEADERBOARD,
+    SELECTION,
+    Row,
+    best_baseline,
+    best_model,
+    build,
+    write_csv,
+    write_curves,
+    write_summaries,
+)
+from seqrec.tracking import gate, registry, runs, view
 from seqrec.tracking.model_card import model_card
 from seqrec.tracking.runs import FINGERPRINT, PIPELINE_RUN, TrackingError, explained, registering
 
@@ -48,7 +62,9 @@ logger = logging.getLogger(__name__)
 
 LEADERBOARD_CSV = "leaderboard.csv"
 CURVES_CSV = "curves.csv"
+SUMMARY = "summary"  # folder
 FIGURES = "figures.html"  # of a model's run
+PARAMS = "params.yaml"  # of the parent run, beside the resolved settings of each model
 TEST = "test/ndcg@10"
 REPORT_FILES = (METRICS, CASES, RECOMMENDATIONS)
 COMPLETE = "seqrec.complete"  # tag, set last: the hash of what the run holds
@@ -102,8 +118,8 @@ def register(
     Args:
         leaderboard: keys of the models.
         artifacts: holds `<model>/finetuned/`.
-        reports: holds `<model>/` of models and baselines; gets leaderboard.json, leaderboard.csv, curves.csv, and
-            index.html, a page that needs no other file.
+        reports: holds `<model>/` of models and baselines; gets leaderboard.json, leaderboard.csv, curves.csv,
+            summary/ with a few numbers of each, and index.html, a page that needs no other file.
         sequences: the prepared dataset.
         data: holds source.json.
         params: all of params.yaml, to be logged.
@@ -122,6 +138,7 @@ def register(
     entries = [_entry(row, artifacts, reports, split) for row in rows]
     best = next(entry for entry in entries if entry.row is best_model(rows))
     _write_leaderboard(reports, split, rows)
+    write_summaries(reports / SUMMARY, rows)
     write_curves(reports / CURVES_CSV, {entry.name: entry.history for entry in entries if entry.history})
     shown = _examples(entries, best, reports, sequences, config)
     with registering(config, split["dataset"]), _explained(reports, config):
@@ -130,14 +147,14 @@ def register(
         if pipeline_run:
             tracker.client.set_tag(parent.info.run_id, PIPELINE_RUN, pipeline_run)
         _check_artifacts(tracker.client, parent, reports / LEADERBOARD)
-        runs = {entry.name: _log_entry(tracker, entry, parent, shown) for entry in entries}
-        outcome = _gate(tracker, best, runs[best.name], config)
+        logged = {entry.name: _log_entry(tracker, entry, parent, shown) for entry in entries}
+        outcome = _gate(tracker, best, rows, logged[best.name], config)
         for entry in entries:
             entry.row["candidate"] = entry is best
             entry.row["champion"] = entry.fingerprint == outcome["champion"]
         _write_leaderboard(reports, split, rows, outcome)
         write_text(reports / REPORT_PAGE, _page(reports, entries, shown))
-        _finish_parent(tracker, parent, entries, params, reports)
+        _finish_parent(tracker, parent, entries, params, reports, outcome)
     gain = {f"gain/{SELECTION}/{name}": value for name, value in (outcome["gain"] or {}).items()}
     chosen = {f"candidate/{key}": best.row[key] for key in (SELECTION, TEST)}
     return {**chosen, "promoted": float(outcome["promoted"]), **gain}
@@ -217,7 +234,7 @@ def _connect(split: Mapping[str, Any], data: Path, config: RegisterConfig) -> Tr
     tags = {f"seqrec.{key}": str(split[key]) for key in ("dataset", "protocol", "input_sha256", "split_sha256")}
     dataset = Dataset(
         name=split["dataset"],
-        digest=split["split_sha256"][:32],  # MLflow keeps 36 characters; the tags hold the whole
+        digest=split["split_sha256"][:8],  # as MLflow's own; the tags hold the whole
         source_type="code",
         source=json.dumps({"tags": origin}),
         profile=json.dumps(split["counts"]),
@@ -228,14 +245,15 @@ def _connect(split: Mapping[str, Any], data: Path, config: RegisterConfig) -> Tr
         split=split,
         source=source,
         dataset=dataset,
-        tags={**tags, "seqrec.licence": origin["licence"], **_code_tags()},
+        tags={**tags, "seqrec.licence": origin["licence"], **_origin_tags()},
     )
 
 
-def _code_tags() -> dict[str, str]:
-    """Return the git commit, under the name that MLflow shows, and the hash of dvc.lock, where there are any."""
+def _origin_tags() -> dict[str, str]:
+    """Return who ran what, under the names that MLflow shows, the git commit and the hash of dvc.lock, if any."""
     lock = Path("dvc.lock")
-    tags = {"seqrec.dvc_lock": sha256(lock)} if lock.is_file() else {}
+    tags = {"mlflow.source.name": "seqrec register", "mlflow.source.type": "LOCAL", "mlflow.user": _user()}
+    tags |= {"seqrec.dvc_lock": sha256(lock)} if lock.is_file() else {}
     try:
         done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
@@ -244,15 +262,29 @@ def _code_tags() -> dict[str, str]:
     return {**tags, "mlflow.source.git.commit": done.stdout.strip()}
 
 
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's user may have no name
+        return str(os.getuid())
+
+
 def _open_parent(tracker: Tracker, entries: Sequence[Entry], params: Mapping[str, Any]) -> Run:
     """Return the run of this pipeline: the orchestrator's if it made one, else one found or made by content."""
     content = _hash([tracker.split["split_sha256"], params, [(entry.fingerprint, entry.content) for entry in entries]])
     injected = runs.injected_run()
     if injected is None:
         name = f"{tracker.split['dataset']}-{content[:8]}"
-        return runs.open_run(tracker.client, tracker.experiment, content, name)
+        return runs.open_run(tracker.client, tracker.experiment, content, name, seconds=_elapsed(tracker, entries))
     tracker.client.set_tag(injected, FINGERPRINT, content)
     return tracker.client.get_run(injected)
+
+
+def _elapsed(tracker: Tracker, entries: Sequence[Entry]) -> float:
+    """Return how long ago the first of the trainings began: the parent spans its children."""
+    begun = [runs.find_run(tracker.client, tracker.experiment, entry.fingerprint) for entry in entries]
+    ages = [time.time() - run.info.start_time / 1000 for run in begun if run is not None]
+    return max([*ages, *(float(entry.card.get("seconds", 0.0)) for entry in entries)], default=0.0) + 1
 
 
 def _check_artifacts(client: MlflowClient, run: Run, path: Path) -> None:
@@ -282,7 +314,9 @@ def _log_entry(tracker: Tracker, entry: Entry, parent: Run, shown: Examples) -> 
     run_id = run.info.run_id
     runs.log_params(client, run, {key: entry.card[key] for key in SETTINGS if key in entry.card})
     versions = {f"versions.{name}": version for name, version in entry.card.get("versions", {}).items()}
-    _describe(tracker, run, {**versions, "seqrec.architecture": entry.card.get("architecture", entry.name)})
+    architecture = entry.card.get("architecture", entry.name)
+    about = f"{entry.name} on {tracker.split['dataset']}, {TEST} {entry.row[TEST]:.4f}"
+    _describe(tracker, run, {**versions, "seqrec.architecture": architecture, view.NOTE: about})
     runs.log_history(client, run, entry.history)
     for file in REPORT_FILES:
         client.log_artifact(run_id, str(entry.report / file), registry.REPORT)
@@ -292,7 +326,8 @@ def _log_entry(tracker: Tracker, entry: Entry, parent: Run, shown: Examples) -> 
     model_id = None
     if entry.checkpoint is not None:
         model_id = registry.log_model(client, run, checkpoint=entry.checkpoint).model_id
-    runs.log_metrics(client, run, entry.metrics, model_id)
+    values = view.scalars(entry.metrics) | view.best_epoch(entry.history)
+    runs.log_metrics(client, run, values, model_id, tracker.dataset)
     client.set_terminated(run_id)
     client.set_tag(run_id, COMPLETE, entry.content)
     return run
@@ -305,7 +340,7 @@ def _describe(tracker: Tracker, run: Run, tags: Mapping[str, str]) -> None:
     tracker.client.log_batch(run.info.run_id, tags=entities)
 
 
-def _gate(tracker: Tracker, best: Entry, run: Run, config: RegisterConfig) -> dict[str, Any]:
+def _gate(tracker: Tracker, best: Entry, rows: Sequence[Row], run: Run, config: RegisterConfig) -> dict[str, Any]:
     """Register `best` as the candidate and return what became of it, as leaderboard.json says it."""
     assert best.checkpoint is not None
     name = f"seqrec-{tracker.split['dataset']}"
@@ -313,14 +348,21 @@ def _gate(tracker: Tracker, best: Entry, run: Run, config: RegisterConfig) -> di
         **tracker.tags,
         "seqrec.model": best.name,
         registry.FILTER_TAG: str(best.metrics["filter_seen"]),
-        f"seqrec.{runs.metric_name(SELECTION)}": str(best.row[SELECTION]),
-        **registry.guard_tags(best.metrics),
+        gate.VALUE_TAG: str(best.row[SELECTION]),
+        **gate.guard_tags(best.metrics),
     }
+    if (baseline := best_baseline(rows)) is not None:
+        tags |= gate.baseline_tags(baseline["model"], baseline[SELECTION])
     model = registry.log_model(tracker.client, run, checkpoint=best.checkpoint)
+    about = (
+        f"Next-item recommenders for {tracker.split['dataset']} ({tracker.split['protocol']}), a version a training. "
+        f"`{registry.CHAMPION}` is the one to serve, `{registry.CANDIDATE}` the best of the last run."
+    )
+    registry.describe_model(tracker.client, name, about)
     description = model_card(best.card, best.metrics, tracker.split, tracker.source)
     version = registry.create_version(tracker.client, name, model, tags, description)
     tracker.client.set_registered_model_alias(name, registry.CANDIDATE, version.version)
-    decision = registry.promote(tracker.client, version, pq.read_table(best.report / CASES), config)
+    decision = gate.promote(tracker.client, version, pq.read_table(best.report / CASES), config)
     champion = registry.find_evaluated(tracker.client, name)
     return {
         "registered_model": name,
@@ -334,17 +376,27 @@ def _gate(tracker: Tracker, best: Entry, run: Run, config: RegisterConfig) -> di
 
 
 def _finish_parent(
-    tracker: Tracker, run: Run, entries: Sequence[Entry], params: Mapping[str, Any], reports: Path
+    tracker: Tracker,
+    run: Run,
+    entries: Sequence[Entry],
+    params: Mapping[str, Any],
+    reports: Path,
+    outcome: Mapping[str, Any],
 ) -> None:
     client, run_id = tracker.client, run.info.run_id
+    rows = [entry.row for entry in entries]
     for file in (LEADERBOARD, REPORT_PAGE):
         client.log_artifact(run_id, str(reports / file))
+    verdict = f"{outcome['model']} is {'' if outcome['promoted'] else 'not '}the champion: {outcome['reason']}"
+    client.set_tag(run_id, view.NOTE, view.note(rows, verdict))
+    view.share(client, tracker.experiment, run_id)
     if run.data.tags.get(COMPLETE):
         return
-    runs.log_params(client, run, params)
+    settings = {"dataset": tracker.split["dataset"], "protocol": tracker.split["protocol"]}
+    runs.log_params(client, run, {**settings, "leaderboard": ", ".join(entry.name for entry in entries)})
+    client.log_text(run_id, yaml.safe_dump(dict(params), sort_keys=False), PARAMS)
     _describe(tracker, run, {})
-    best = best_model([entry.row for entry in entries])
-    runs.log_metrics(client, run, {key: best[key] for key in (SELECTION, TEST)})
+    runs.log_metrics(client, run, view.leaders(rows, best_model(rows)))
     if runs.injected_run() is None:  # whoever made the run ends it
         client.set_terminated(run_id)
     client.set_tag(run_id, COMPLETE, "true")

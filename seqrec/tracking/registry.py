@@ -1,9 +1,8 @@
-"""The model registry: what a version holds, and the gate between `candidate` and `champion`."""
+"""The model registry: what a version holds, and which one is the champion."""
 
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import shutil
 import tempfile
 import uuid
@@ -11,11 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlflow
 import pandas as pd
-import pyarrow as pa
 import pyarrow.parquet as pq
 from mlflow import MlflowClient
 from mlflow.entities import LoggedModel, Run
@@ -27,9 +25,8 @@ from mlflow.types import ColSpec, DataType, Schema
 from mlflow.types.schema import Array
 
 from seqrec import ROOT
-from seqrec.artifacts import CASES, MODEL_CARD, REFIT, TOKENS, VOCABULARY, WEIGHTS, read_json
+from seqrec.artifacts import MODEL_CARD, REFIT, TOKENS, VOCABULARY, WEIGHTS, read_json
 from seqrec.config import RegisterConfig
-from seqrec.evaluation import intervals
 from seqrec.redaction import redacted
 from seqrec.tracking.runs import (
     FINGERPRINT,
@@ -41,7 +38,6 @@ from seqrec.tracking.runs import (
     first_line,
     log_history,
     log_params,
-    metric_name,
     open_run,
     tracking_uri,
 )
@@ -59,10 +55,7 @@ REFIT_TAG = (
 OWN_TAGS = (PROMOTED_TAG, REASON_TAG, GAIN_TAG, PREVIOUS_TAG, WEIGHTS_TAG, FINGERPRINT)  # not shared with a refit
 CLAIM_TAG = "seqrec.claim"  # of a registered model: who began a promotion last
 AUDIT_TAG = "seqrec.audit."  # of a registered model, one a change of champion; the time follows
-GUARDED = ("valid/coverage@10", "valid/ndcg@10/popularity=tail")  # what a gain must not be paid with
-ATTEMPTS = 10
 LONGEST = 5_000  # characters of a description that MLflow keeps
-COMPARABLE = {SPLIT_TAG: "split", FILTER_TAG: "evaluate.filter_seen"}
 PACKAGES = ("mlflow", "numpy", "pandas", "pyarrow", "pyyaml", "safetensors", "torch")
 CODE = ("seqrec", "models")
 PYFUNC = ROOT / "seqrec" / "tracking" / "pyfunc_model.py"
@@ -85,14 +78,6 @@ SIGNATURE = ModelSignature(
         ]
     ),
 )
-
-
-class Decision(NamedTuple):
-    """What became of a candidate at the gate."""
-
-    promoted: bool
-    reason: str
-    gain: intervals.Interval | None  # of valid/ndcg@10 over the champion; None where there was nothing to compare
 
 
 def log_model(client: MlflowClient, run: Run, *, checkpoint: Path) -> LoggedModel:
@@ -150,6 +135,14 @@ def _example(vocabulary: Path) -> pd.DataFrame:
     return pd.DataFrame({"history": [items, items[:1]], "times": [times, times[:1]], "k": [5, 5]})
 
 
+def describe_model(client: MlflowClient, name: str, description: str) -> None:
+    """Create the registered model `name` if it is missing, and say what it is."""
+    if not client.search_registered_models(f"name = '{name}'"):
+        client.create_registered_model(name, description=description)
+    elif client.get_registered_model(name).description != description:
+        client.update_registered_model(name, description)
+
+
 def create_version(
     client: MlflowClient, name: str, model: LoggedModel, tags: Mapping[str, str], description: str = ""
 ) -> ModelVersion:
@@ -180,40 +173,8 @@ def _find_version(client: MlflowClient, name: str, model: LoggedModel) -> ModelV
     return same[0] if same else None
 
 
-def promote(client: MlflowClient, version: ModelVersion, cases: pa.Table, config: RegisterConfig) -> Decision:
-    """Give `version` the alias `champion` if it passes the gate, and record decision, interval and reason as tags.
-
-    A champion steps down when the paired interval of the gain on validation lies above `register.min_gain` and none of
-    `GUARDED` loses more than `register.max_loss`, or when the two were not measured on the same cases, so that they
-    cannot be compared. Of promotions at the same time each is decided again after the other, so the better one stays.
-
-    Raises:
-        TrackingError: the champion's validation cases cannot be fetched, or others promote without end.
-    """
-    for _ in range(ATTEMPTS):
-        with _claim(client, version.name) as still_ours:
-            champion, evaluated = find_champion(client, version.name), find_evaluated(client, version.name)
-            if evaluated is not None and str(evaluated.version) == str(version.version):
-                return _recorded(version)
-            decision = _decide(client, version, champion, cases, config)
-            if not still_ours():
-                continue
-            tags = {
-                PROMOTED_TAG: str(decision.promoted).lower(),
-                REASON_TAG: decision.reason,
-                GAIN_TAG: json.dumps(decision.gain),
-            }
-            for key, value in tags.items():
-                client.set_model_version_tag(version.name, version.version, key, value)
-            if decision.promoted:
-                crown(client, version, champion, decision.reason)
-            if still_ours():
-                return decision
-    raise TrackingError(f"{version.name}: other promotions came between {ATTEMPTS} times; register again")
-
-
 @contextmanager
-def _claim(client: MlflowClient, name: str) -> Iterator[Callable[[], bool]]:
+def claim(client: MlflowClient, name: str) -> Iterator[Callable[[], bool]]:
     """Say that a promotion of `name` begins; yield whether no other one has begun since."""
     ours = uuid.uuid4().hex
     client.set_registered_model_tag(name, CLAIM_TAG, ours)
@@ -274,7 +235,7 @@ def register_refit(
     )
     version = create_version(client, name, model, tags, notice + (evaluated.description or ""))
     client.set_terminated(run.info.run_id)
-    with _claim(client, name) as still_ours:
+    with claim(client, name) as still_ours:
         champion, now = find_champion(client, name), find_evaluated(client, name)
         if now is None or str(now.version) != str(evaluated.version) or not still_ours():
             raise TrackingError(f"{name} has another champion than version {evaluated.version} meanwhile: refit that")
@@ -327,72 +288,11 @@ def fetch(uri: str, folder: Path, config: RegisterConfig) -> None:
             model = Path(mlflow.artifacts.download_artifacts(uri, dst_path=directory))
         except (MlflowException, OSError) as error:
             raise TrackingError(
-                f"register.tracking_uri: {uri} cannot be fetched from {redacted(tracking_uri(config))} ({first_line(error)})"
+                f"register.tracking_uri: {uri} cannot be fetched from {redacted(tracking_uri(config))} "
+                f"({first_line(error)})"
             ) from error
         if not (model / ARTIFACTS / MODEL_CARD).is_file():
             raise TrackingError(f"{uri} holds no {MODEL_CARD}: it is no model that `register` has logged")
         for file in (WEIGHTS, MODEL_CARD, TOKENS, *cards.FILES):
             if (model / ARTIFACTS / file).is_file():
                 shutil.copyfile(model / ARTIFACTS / file, folder / file)
-
-
-def _recorded(version: ModelVersion) -> Decision:
-    """Return the decision that made `version` the champion."""
-    if version.tags.get(PROMOTED_TAG) != "true":
-        return Decision(True, "the alias was set by hand", None)
-    gain = json.loads(version.tags[GAIN_TAG])
-    return Decision(True, version.tags[REASON_TAG], gain and intervals.Interval(*gain))
-
-
-def _decide(
-    client: MlflowClient,
-    version: ModelVersion,
-    champion: ModelVersion | None,
-    cases: pa.Table,
-    config: RegisterConfig,
-) -> Decision:
-    if champion is None:
-        return Decision(True, "the first champion", None)
-    changed = [what for tag, what in COMPARABLE.items() if champion.tags.get(tag) != version.tags.get(tag)]
-    if changed:
-        reason = f"version {champion.version} was measured with another {' and '.join(changed)}: not comparable"
-        return Decision(True, reason, None)
-    other = _fetch_cases(client, find_evaluated(client, version.name) or champion)
-    try:
-        gain = intervals.paired_gain(cases, other, confidence=config.confidence, seed=config.seed)
-    except ValueError as error:
-        return Decision(True, f"not comparable with version {champion.version}: {error}", None)
-    promoted = gain.low > config.min_gain
-    lost = _lost(version, champion, config.max_loss)
-    reason = (
-        f"gain of valid/ndcg@10 over version {champion.version}: {gain.mean:+.4f} [{gain.low:+.4f}, {gain.high:+.4f}], "
-        f"{'above' if promoted else 'not clearly above'} register.min_gain = {config.min_gain:g}"
-    )
-    return Decision(promoted and not lost, "; ".join([reason, *lost]), gain)
-
-
-def guard_tags(values: Mapping[str, float]) -> dict[str, str]:
-    """Return the tags of a version that hold its `GUARDED` metrics."""
-    return {f"seqrec.{metric_name(name)}": str(values[name]) for name in GUARDED if name in values}
-
-
-def _lost(version: ModelVersion, champion: ModelVersion, most: float) -> list[str]:
-    """Return what of `GUARDED` the champion had clearly more of, in words."""
-    lost = []
-    for name in GUARDED:
-        ours, theirs = (v.tags.get(f"seqrec.{metric_name(name)}") for v in (version, champion))
-        if ours is not None and theirs is not None and float(ours) < float(theirs) * (1 - most):
-            lost.append(f"but {name} falls from {float(theirs):.4f} to {float(ours):.4f}, register.max_loss = {most:g}")
-    return lost
-
-
-def _fetch_cases(client: MlflowClient, champion: ModelVersion) -> pa.Table:
-    with tempfile.TemporaryDirectory() as directory:
-        try:
-            path = client.download_artifacts(champion.run_id, f"{REPORT}/{CASES}", directory)
-        except (MlflowException, OSError) as error:
-            raise TrackingError(
-                f"register.tracking_uri: {CASES} of the champion, version {champion.version} of {champion.name}, "
-                f"cannot be fetched ({first_line(error)}); restore its run, or remove the alias {CHAMPION} to choose a new one"
-            ) from error
-        return pq.read_table(path)

@@ -29,12 +29,22 @@ from seqrec.redaction import redacted, split_credentials
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-    from mlflow.entities import Run
+    from mlflow.entities import Dataset, Run
 
 logger = logging.getLogger(__name__)
 
 FINGERPRINT = "seqrec.fingerprint"
 PARENT = "mlflow.parentRunId"
+UNLOGGED = (
+    "epoch",
+    "step",
+    "seconds",
+    "loss/task",
+    "learning_rate",
+    "targets_per_second",
+    "valid/recall@10",
+    "valid/mrr",
+)
 PIPELINE_RUN, OUTCOME, FAILURE = "seqrec.pipeline_run", "seqrec.outcome", "seqrec.failure"
 SQLITE = "sqlite:///"
 ENVIRONMENT = {  # what holds unless the user says otherwise
@@ -320,8 +330,14 @@ def log_params(client: MlflowClient, run: Run, content: Mapping[str, Any]) -> No
         client.log_batch(run.info.run_id, params=params[start : start + PARAMS_PER_BATCH])
 
 
-def log_metrics(client: MlflowClient, run: Run, metrics: Mapping[str, float], model_id: str | None = None) -> None:
-    """Log final values; with `model_id` they also rank the logged model.
+def log_metrics(
+    client: MlflowClient,
+    run: Run,
+    metrics: Mapping[str, float],
+    model_id: str | None = None,
+    dataset: Dataset | None = None,
+) -> None:
+    """Log final values; with `model_id` they also rank the logged model, on `dataset`.
 
     A value is dated from the run's start, so that the store drops it as a duplicate when it is logged again; one
     that replaces another value is dated now, which makes it the latest.
@@ -329,11 +345,12 @@ def log_metrics(client: MlflowClient, run: Run, metrics: Mapping[str, float], mo
     from mlflow.entities import Metric
 
     start, now = run.info.start_time, int(1000 * time.time())
+    used = {} if dataset is None else {"dataset_name": dataset.name, "dataset_digest": dataset.digest}
     points = []
     for name, value in metrics.items():
         key = metric_name(name)
         replaces = run.data.metrics.get(key, value) != value
-        points.append(Metric(key, float(value), now if replaces else start, 0, model_id=model_id))
+        points.append(Metric(key, float(value), now if replaces else start, 0, model_id=model_id, **used))
     _log_points(client, run.info.run_id, points)
 
 
@@ -354,14 +371,14 @@ class Curves:
         self.known: dict[str, set[tuple[int, float]]] = {}  # by metric: step, value
 
     def write(self, records: Iterable[Dated]) -> None:
-        """Log every number of the records."""
+        """Log the numbers of the records, but those of `UNLOGGED`, which history.jsonl alone keeps."""
         from mlflow.entities import Metric
 
         points = []
         for record, step, seconds in records:
             for key, value in record.items():
                 name = f"curve/{metric_name(key)}"
-                if _is_number(value) and (step, value) not in self._logged(name):
+                if key not in UNLOGGED and _is_number(value) and (step, value) not in self._logged(name):
                     self.known[name].add((step, value))
                     points.append(Metric(name, float(value), int(1000 * seconds), step))
         _log_points(self.client, self.run.info.run_id, points)

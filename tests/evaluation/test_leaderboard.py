@@ -122,3 +122,42 @@ def test_show_prints_the_table_and_the_decision(reports, capsys):
     (reports / "index.html").touch()
     leaderboard.show(reports=reports)
     assert f"{reports}/index.html has" in capsys.readouterr().out.replace("\n", "")
+
+
+def test_a_model_below_the_best_baseline_is_a_red_line(reports, capsys):
+    rows = leaderboard.build(reports=reports, models=["sasrec", "rec_denoiser"])
+    below = leaderboard.below_baseline(rows)
+    best = leaderboard.best_baseline(rows)
+    table = leaderboard.render(rows)
+
+    assert (best["model"], below) == ("markov", ["rec_denoiser", "sasrec"])
+    styles = dict(zip((row["model"] for row in rows), (row.style for row in table.rows), strict=True))
+    assert {name for name, style in styles.items() if style == "red"} == set(below)
+    (reports / "leaderboard.json").write_text(json.dumps({"rows": rows, "registry": None}))
+    leaderboard.show(reports=reports)
+    assert "sasrec is below the best baseline, markov" in capsys.readouterr().out
+
+
+def test_curves_have_a_row_a_point_and_none_where_nothing_was_measured(tmp_path):
+    history = [{"valid/ndcg@10": 0.1}, {}, {"valid/ndcg@10": 0.3}]
+    leaderboard.write_curves(tmp_path / "curves.csv", {"sasrec": history, "gru4rec": history[:1]})
+
+    assert (tmp_path / "curves.csv").read_text().splitlines() == [
+        "model,epoch,valid/ndcg@10",
+        "sasrec,1,0.1",
+        "sasrec,3,0.3",
+        "gru4rec,1,0.1",
+    ]
+
+
+def test_the_summaries_fit_into_100_columns_and_replace_those_of_other_models(reports):
+    folder = reports / "summary"
+    folder.mkdir()
+    (folder / "gone.json").touch()
+    rows = leaderboard.build(reports=reports, models=["sasrec", "rec_denoiser"])
+    leaderboard.write_summaries(folder, rows)
+
+    assert sorted(path.stem for path in folder.iterdir()) == ["markov", "popularity", "rec_denoiser", "sasrec"]
+    values = json.loads((folder / "rec_denoiser.json").read_text())
+    widths = [len("reports/summary/rec_denoiser.json"), *map(len, values)]
+    assert sum(widths) + 4 * len(values) <= 100  # DVC puts four spaces between columns

@@ -19,7 +19,7 @@ from seqrec.commands import registry as registry_command
 from seqrec.config import ConfigError, ModelConfig, RegisterConfig
 from seqrec.serving import http
 from seqrec.serving.recommender import Recommender
-from seqrec.tracking import registry, runs
+from seqrec.tracking import gate, registry, runs
 from seqrec.tracking.runs import TrackingError
 from seqrec.training.cards import catalogue_files
 from seqrec.training.checkpoint import build, save_model
@@ -187,16 +187,16 @@ def test_an_alias_set_by_hand_is_respected_and_named(client, run, model, tmp_pat
     version = register(client, run, model, tmp_path, "by-hand", [1, 2])
     client.set_registered_model_alias("by-hand", registry.CHAMPION, version.version)
 
-    decision = registry.promote(client, version, cases(1, 2), config)
-    assert decision == registry.Decision(True, "the alias was set by hand", None)
+    decision = gate.promote(client, version, cases(1, 2), config)
+    assert decision == gate.Decision(True, "the alias was set by hand", None)
 
 
 def test_cases_that_differ_within_one_split_are_not_comparable(client, run, model, tmp_path, config):
     first = register(client, run, model, tmp_path, "differ", [1, 2])
-    registry.promote(client, first, cases(1, 2), config)
+    gate.promote(client, first, cases(1, 2), config)
     second = register(client, run, model, tmp_path, "differ", [1, 2], **{registry.WEIGHTS_TAG: "other"})
 
-    decision = registry.promote(client, second, cases(1, 2, 3), config)
+    decision = gate.promote(client, second, cases(1, 2, 3), config)
     assert decision.promoted
     assert "not comparable with version 1" in decision.reason
 
@@ -212,10 +212,10 @@ def test_cases_that_differ_within_one_split_are_not_comparable(client, run, mode
 def test_the_gate_asks_for_a_gain_beyond_doubt(client, run, model, tmp_path, config, ranks, promoted):
     name = f"gate-{'-'.join(map(str, ranks))}"
     first = register(client, run, model, tmp_path, name, [2, 2, 2, 2])
-    registry.promote(client, first, cases(2, 2, 2, 2), config)
+    gate.promote(client, first, cases(2, 2, 2, 2), config)
     second = register(client, run, model, tmp_path, name, [2, 2, 2, 2], **{registry.WEIGHTS_TAG: "other"})
 
-    decision = registry.promote(client, second, cases(*ranks), config)
+    decision = gate.promote(client, second, cases(*ranks), config)
     assert decision.promoted == promoted
     assert int(registry.find_champion(client, name).version) == (2 if promoted else 1)
     stored = client.get_model_version(name, second.version).tags
@@ -226,20 +226,37 @@ def test_the_gate_asks_for_a_gain_beyond_doubt(client, run, model, tmp_path, con
 def test_a_gain_is_not_paid_with_coverage_or_the_tail(client, run, model, tmp_path, config):
     name = "guarded"
     first = register(client, run, model, tmp_path, name, [2, 2, 2, 2])
-    registry.promote(client, first, cases(2, 2, 2, 2), config)
+    gate.promote(client, first, cases(2, 2, 2, 2), config)
     second = register(client, run, model, tmp_path, name, [2, 2, 2, 2], **{registry.WEIGHTS_TAG: "other"})
     for version, coverage in ((first, 0.5), (second, 0.4)):
-        tags = registry.guard_tags({"valid/coverage@10": coverage, "valid/ndcg@10": 1.0})
+        tags = gate.guard_tags({"valid/coverage@10": coverage, "valid/ndcg@10": 1.0})
         assert list(tags) == ["seqrec.valid/coverage_at_10"]
         client.set_model_version_tag(name, version.version, *next(iter(tags.items())))
     second = client.get_model_version(name, second.version)
 
-    decision = registry.promote(client, second, cases(1, 1, 1, 1), config)
+    decision = gate.promote(client, second, cases(1, 1, 1, 1), config)
     assert not decision.promoted
     assert "valid/coverage@10 falls from 0.5000 to 0.4000" in decision.reason
 
     lenient = replace(config, max_loss=0.25)
-    assert registry.promote(client, second, cases(1, 1, 1, 1), lenient).promoted
+    assert gate.promote(client, second, cases(1, 1, 1, 1), lenient).promoted
+
+
+@pytest.mark.parametrize(("value", "allowed", "promoted"), [(0.2, False, False), (0.2, True, True), (0.3, False, True)])
+def test_a_model_below_the_best_baseline_is_champion_only_if_that_is_allowed(
+    client, run, model, tmp_path, config, value, allowed, promoted
+):
+    name = f"below-{10 * value:.0f}-{allowed}"
+    tags = {gate.VALUE_TAG: str(value), **gate.baseline_tags("ease", 0.3)}
+    version = register(client, run, model, tmp_path, name, [2, 2])
+    for key, text in tags.items():
+        client.set_model_version_tag(name, version.version, key, text)
+    version = client.get_model_version(name, version.version)
+
+    decision = gate.promote(client, version, cases(2, 2), replace(config, allow_below_baseline=allowed))
+    assert decision.promoted == promoted
+    assert (registry.find_champion(client, name) is not None) == promoted
+    assert ("below the best baseline, ease (0.3000); register.allow_below_baseline" in decision.reason) != promoted
 
 
 @pytest.mark.parametrize("first", ["better", "worse"])
@@ -247,7 +264,7 @@ def test_of_two_promotions_at_once_the_better_stays(client, run, model, tmp_path
     """While one is being decided, the whole promotion of the other passes."""
     name = f"race-{first}"
     old = register(client, run, model, tmp_path, name, [3, 3, 3, 3])
-    registry.promote(client, old, cases(3, 3, 3, 3), config)
+    gate.promote(client, old, cases(3, 3, 3, 3), config)
     versions = {}
     for number, (kind, ranks) in enumerate({"better": [1] * 4, "worse": [2] * 4}.items()):
         own = client.create_run(run.info.experiment_id)
@@ -260,17 +277,17 @@ def test_of_two_promotions_at_once_the_better_stays(client, run, model, tmp_path
         shared = {registry.SPLIT_TAG: "s", registry.FILTER_TAG: "1"}
         versions[kind] = (registry.create_version(client, name, copy, shared), cases(*ranks))
     second = "worse" if first == "better" else "better"
-    decide, entered = registry._decide, []
+    decide, entered = gate._decide, []
 
     def deciding(*arguments):
         decision = decide(*arguments)
         if not entered:
             entered.append(True)
-            registry.promote(client, *versions[second], config)
+            gate.promote(client, *versions[second], config)
         return decision
 
-    monkeypatch.setattr(registry, "_decide", deciding)
-    decision = registry.promote(client, *versions[first], config)
+    monkeypatch.setattr(gate, "_decide", deciding)
+    decision = gate.promote(client, *versions[first], config)
 
     assert entered
     assert registry.find_champion(client, name).version == versions["better"][0].version
@@ -280,7 +297,7 @@ def test_of_two_promotions_at_once_the_better_stays(client, run, model, tmp_path
 def test_promotions_by_hand_are_audited_and_rolled_back(client, run, model, tmp_path, config, capsys):
     name = "seqrec-byhand"
     first = register(client, run, model, tmp_path, name, [2, 2])
-    registry.promote(client, first, cases(2, 2), config)
+    gate.promote(client, first, cases(2, 2), config)
     second = register(client, run, model, tmp_path, name, [2, 2], **{registry.WEIGHTS_TAG: "other"})
     settings = {"dataset": "byhand", "config": config}
 
@@ -325,7 +342,7 @@ def test_show_marks_candidate_and_champion(client, run, model, tmp_path, config,
 )
 def test_what_cannot_be_done_by_hand_is_refused(client, run, model, tmp_path, config, actions, dataset, message):
     version = register(client, run, model, tmp_path, "seqrec-bad", [2, 2])
-    registry.promote(client, version, cases(2, 2), config)
+    gate.promote(client, version, cases(2, 2), config)
 
     with pytest.raises(ConfigError, match=message):
         registry_command.registry(actions, dataset=dataset, config=config)

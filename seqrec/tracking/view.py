@@ -1,0 +1,91 @@
+"""What MLflow's pages show first: the few numbers of a run, the shared view of the run table, and the link to it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from seqrec.evaluation.leaderboard import SELECTION
+from seqrec.tracking.runs import metric_name
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+SHARED_VIEW = "mlflow.sharedViewState."  # the tag that MLflow's own page writes when somebody shares a view
+KIND = {"mlflow.experimentKind": "custom_model_development"}  # or the experiment opens on pages for language models
+NOTE = "mlflow.note.content"
+KEY = "seqrec"  # of the view
+BEST_EPOCH = "best_epoch"
+SCALARS = (  # of a model's run, with the best epoch and the curves at most 20; metrics.json has the others
+    SELECTION,
+    "test/ndcg@10",
+    "test/ndcg@10/low",
+    "test/ndcg@10/high",
+    "test/ndcg@10/popularity=tail",
+    "test/recall@10",
+    "test/mrr",
+    "test/coverage@10",
+    "parameters",
+    "train_seconds",
+)
+COLUMNS = (SELECTION, "test/ndcg@10", "test/recall@10", "test/coverage@10")
+COLUMN_PIXELS = 150
+LEADERS = 14  # rows of a leaderboard that the parent run carries
+
+
+def scalars(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return those of `metrics` that a run shows."""
+    return {name: metrics[name] for name in SCALARS if name in metrics}
+
+
+def best_epoch(history: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the epoch (1, 2, ... over all phases) with the best validation, and its value; empty without any."""
+    measured = [(record[SELECTION], -epoch) for epoch, record in enumerate(history, start=1) if SELECTION in record]
+    if not measured:
+        return {}
+    value, epoch = max(measured)
+    return {f"best/{SELECTION}": value, BEST_EPOCH: -epoch}
+
+
+def leaders(rows: Sequence[Mapping[str, Any]], best: Mapping[str, Any]) -> dict[str, float]:
+    """Return the parent's metrics: the best model's under their own names, and `leaderboard/<model>` of each row."""
+    values = {name: best[name] for name in COLUMNS}
+    return values | {f"leaderboard/{row['model']}": row["test/ndcg@10"] for row in rows[:LEADERS]}
+
+
+def note(rows: Sequence[Mapping[str, Any]], verdict: str) -> str:
+    """Return the description of the parent run: the verdict and the leaderboard, in Markdown."""
+    lines = [verdict, "", f"| model | {' | '.join(COLUMNS)} |", "| --- |" + " ---: |" * len(COLUMNS)]
+    for row in rows:
+        name = f"**{row['model']}**" if row.get("champion") else row["model"]
+        lines.append(f"| {name} | " + " | ".join(f"{row[column]:.4f}" for column in COLUMNS) + " |")
+    return "\n".join(lines)
+
+
+def share(client: MlflowClient, experiment: str, newest: str) -> None:
+    """Write the view that `link` names into the experiment: the run `newest` unfolded, best validation first."""
+    columns = [f"metrics.`{metric_name(name)}`" for name in COLUMNS]
+    view = {
+        "orderByKey": columns[0],
+        "orderByAsc": False,
+        "selectedColumns": ["attributes.`Duration`", *columns],
+        "columnOrder": columns,
+        "columnWidths": dict.fromkeys(columns, COLUMN_PIXELS),
+        "runsExpanded": {newest: True},
+    }
+    text = "Recommenders, one run a pipeline run and below it one run a model. The column to compare is the first."
+    for key, value in {**KIND, NOTE: text, f"{SHARED_VIEW}{KEY}": json.dumps(view)}.items():
+        client.set_experiment_tag(experiment, key, value)
+
+
+def link(address: str, experiment: str) -> str:
+    """Return the page of the experiment at `address` that shows its models side by side."""
+    return f"{address}/#/experiments/{experiment}/runs?workflowType=machine_learning&viewStateShareKey={KEY}"
+
+
+def compare_link(address: str, experiment: str, runs: Sequence[str]) -> str:
+    """Return the page that compares `runs`."""
+    chosen, places = quote(json.dumps(list(runs))), quote(json.dumps([experiment]))
+    return f"{address}/#/compare-runs?runs={chosen}&experiments={places}"
