@@ -40,7 +40,7 @@ class Bounds:
 
     def __str__(self) -> str:
         parts = {"at least": self.ge, "more than": self.gt, "at most": self.le, "less than": self.lt}
-        return " and ".join(f"{word} {limit:g}" for word, limit in parts.items() if limit is not None)
+        return " and ".join(f"{word} {limit}" for word, limit in parts.items() if limit is not None)
 
     def __contains__(self, value: float) -> bool:
         return (

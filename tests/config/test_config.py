@@ -85,7 +85,7 @@ def changed(path: str, value: object) -> dict:
         ("finetune.learning_rate", 0, "finetune: learning_rate must be more than 0, not 0"),
         ("finetune.clip_norm", float("nan"), "finetune: clip_norm must be a finite number, not nan"),
         ("finetune.seed", 10**30, "finetune: seed must be a finite number"),
-        ("finetune.seed", 2**32, "finetune: seed must be at least 0 and less than 4.29497e+09"),
+        ("finetune.seed", 2**32, "finetune: seed must be at least 0 and less than 4294967296"),
         ("evaluate.bootstrap", 10**12, "evaluate: bootstrap must be at least 100 and at most 100000"),
         ("prepare.protocol", "random", "prepare.protocol: Input should be 'LOO-full', 'LOO-101', 'RATIO-full'"),
         ("register.confidence", 95, "register: confidence must be more than 0 and less than 1, not 95"),
