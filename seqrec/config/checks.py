@@ -74,7 +74,7 @@ def check_fields(section: Any) -> None:
     Raises:
         ValueError: the message names the field.
     """
-    for name, hint in _hints(type(section)).items():
+    for name, hint in _hints(section.__class__).items():
         value = getattr(section, name)
         kind, *limits = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint,)
         if typing.get_origin(kind) is Literal:
