@@ -2,7 +2,7 @@
 
 from kfp import dsl
 
-from components import IMAGE
+from components.image import IMAGE
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
@@ -17,6 +17,7 @@ def baselines(
     from pathlib import Path
 
     from seqrec.artifacts import facts
+    from seqrec.cluster.outputs import log_metrics
     from seqrec.config import EvaluateConfig, parse
     from seqrec.stages.baselines import baselines
 
@@ -26,5 +27,4 @@ def baselines(
         config=parse(EvaluateConfig, dict(filter_seen=filter_seen, **config), "evaluate"),
     )
     results.metadata.update(facts(Path(sequences.path)))
-    for name, value in values.items():
-        metrics.log_metric(name, value)
+    log_metrics(metrics, values)

@@ -2,7 +2,7 @@
 
 from kfp import dsl
 
-from components import IMAGE
+from components.image import IMAGE
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
@@ -19,6 +19,7 @@ def evaluate(
     from pathlib import Path
 
     from seqrec.artifacts import facts
+    from seqrec.cluster.outputs import log_metrics
     from seqrec.config import EvaluateConfig, parse
     from seqrec.stages.evaluate import evaluate
 
@@ -30,5 +31,4 @@ def evaluate(
         config=parse(EvaluateConfig, dict(filter_seen=filter_seen, **config), "evaluate"),
     )
     report.metadata.update(facts(Path(sequences.path), Path(checkpoint.path)))
-    for name, value in values.items():
-        metrics.log_metric(name, value)
+    log_metrics(metrics, values)

@@ -2,7 +2,7 @@
 
 from kfp import dsl
 
-from components import IMAGE
+from components.image import IMAGE
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
@@ -22,6 +22,7 @@ def finetune(
 
     from seqrec.artifacts import facts
     from seqrec.cluster.launch import run
+    from seqrec.cluster.outputs import log_metrics
     from seqrec.config import FinetuneConfig, parse
 
     values = run(
@@ -36,5 +37,4 @@ def finetune(
         config=parse(FinetuneConfig, config, "finetune"),
     )
     checkpoint.metadata.update(facts(Path(sequences.path), Path(checkpoint.path)))
-    for name, value in values.items():
-        metrics.log_metric(name, value)
+    log_metrics(metrics, values)

@@ -2,7 +2,7 @@
 
 from kfp import dsl
 
-from components import IMAGE
+from components.image import IMAGE
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
@@ -11,6 +11,7 @@ def ingest(dataset: str, state: str, config: dict, data: dsl.Output[dsl.Dataset]
     from pathlib import Path
 
     from seqrec.artifacts import facts
+    from seqrec.cluster.outputs import log_metrics
     from seqrec.config import IngestConfig, parse
     from seqrec.stages.ingest import ingest
 
@@ -21,5 +22,4 @@ def ingest(dataset: str, state: str, config: dict, data: dsl.Output[dsl.Dataset]
         config=parse(IngestConfig, config, "ingest"),
     )
     data.metadata.update(facts(Path(data.path)))
-    for name, value in values.items():
-        metrics.log_metric(name, value)
+    log_metrics(metrics, values)

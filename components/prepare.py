@@ -2,7 +2,7 @@
 
 from kfp import dsl
 
-from components import IMAGE
+from components.image import IMAGE
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
@@ -21,6 +21,7 @@ def prepare(
 
     from seqrec.artifacts import facts
     from seqrec.cluster.launch import run
+    from seqrec.cluster.outputs import log_metrics
     from seqrec.config import PrepareConfig, parse
 
     values = run(
@@ -34,5 +35,4 @@ def prepare(
         config=parse(PrepareConfig, config, "prepare"),
     )
     sequences.metadata.update(facts(Path(sequences.path)))
-    for name, value in values.items():
-        metrics.log_metric(name, value)
+    log_metrics(metrics, values)

@@ -2,7 +2,7 @@
 
 from kfp import dsl
 
-from components import IMAGE
+from components.image import IMAGE
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
@@ -24,6 +24,7 @@ def pretrain(
 
     from seqrec.artifacts import facts
     from seqrec.cluster.launch import run
+    from seqrec.cluster.outputs import log_metrics
     from seqrec.config import ModelConfig, PretrainConfig, parse
 
     values = run(
@@ -40,5 +41,4 @@ def pretrain(
         sources=[Path(data.path) / "sources" / name for name in sources],
     )
     initial.metadata.update(facts(Path(sequences.path), Path(initial.path)))
-    for name, value in values.items():
-        metrics.log_metric(name, value)
+    log_metrics(metrics, values)

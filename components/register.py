@@ -2,7 +2,7 @@
 
 from kfp import dsl
 
-from components import IMAGE
+from components.image import IMAGE
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
@@ -29,6 +29,7 @@ def register(
     from pathlib import Path
 
     from seqrec.artifacts import REPORT_PAGE, facts
+    from seqrec.cluster.outputs import log_metrics
     from seqrec.config import SECTIONS, parse
     from seqrec.stages.register import register
 
@@ -49,5 +50,4 @@ def register(
     )
     shutil.copyfile(f"{reports.path}/{REPORT_PAGE}", page.path)
     reports.metadata.update(facts(Path(sequences.path)))
-    for name, value in values.items():
-        metrics.log_metric(name, value)
+    log_metrics(metrics, values)

@@ -2,7 +2,7 @@
 
 from kfp import dsl
 
-from components import IMAGE
+from components.image import IMAGE
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
@@ -20,6 +20,7 @@ def validate(
     from pathlib import Path
 
     from seqrec.artifacts import facts
+    from seqrec.cluster.outputs import log_metrics
     from seqrec.config import ValidateConfig, parse
     from seqrec.stages.validate import validate
 
@@ -33,5 +34,4 @@ def validate(
     )
     validation.metadata.update(facts(Path(data.path)))
     shutil.copyfile(report.with_suffix(".html"), page.path)
-    for name, value in values.items():
-        metrics.log_metric(name, value)
+    log_metrics(metrics, values)

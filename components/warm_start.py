@@ -2,7 +2,7 @@
 
 from kfp import dsl
 
-from components import IMAGE
+from components.image import IMAGE
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
@@ -25,6 +25,7 @@ def warm_start(
 
     from seqrec.artifacts import facts
     from seqrec.cluster.launch import run
+    from seqrec.cluster.outputs import log_metrics
     from seqrec.config import ModelConfig, PretrainConfig, parse
 
     values = run(
@@ -42,5 +43,4 @@ def warm_start(
         sources=[Path(data.path) / "sources" / name for name in sources],
     )
     initial.metadata.update(facts(Path(sequences.path), Path(initial.path)))
-    for name, value in values.items():
-        metrics.log_metric(name, value)
+    log_metrics(metrics, values)

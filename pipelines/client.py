@@ -16,7 +16,7 @@ import kfp_server_api
 import urllib3
 from kfp.client import ServiceAccountTokenVolumeCredentials
 
-from components import IMAGE
+from components.image import IMAGE
 from pipelines.compile import compile_pipeline
 from seqrec.config import KubernetesConfig, load
 from seqrec.redaction import redacted

@@ -56,9 +56,9 @@ def closure(module: str, *, exempt: Collection[str] = (), lazy: bool = True, roo
         if path is None or name in found or (name != module and _is_exempt(name, exempt)):
             continue
         found[name] = path
-        waiting += _imports(path, lazy)
+        waiting += _imports(_text(path), lazy)
         waiting += [name.rsplit(".", depth)[0] for depth in range(1, name.count(".") + 1)]  # packages run as well
-    return tuple(sorted(path.relative_to(root) for path in found.values() if not _is_empty(path)))
+    return tuple(sorted(path.relative_to(root) for path in found.values() if not _is_empty(_text(path))))
 
 
 def _is_exempt(name: str, exempt: Collection[str]) -> bool:
@@ -74,31 +74,34 @@ def _file(module: str, root: Path) -> Path | None:
     return next((path for path in (place / "__init__.py", place.with_suffix(".py")) if path.is_file()), None)
 
 
-def _imports(path: Path, lazy: bool) -> Iterator[str]:
-    """Yield the dotted names that a file imports; of `from a import b`, both a and a.b."""
-    for node in _nodes(_tree(path), lazy):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
-def _nodes(tree: ast.AST, lazy: bool) -> Iterator[ast.AST]:
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            continue
-        if isinstance(node, ast.FunctionDef) and not lazy:
-            continue
-        yield node
-        yield from _nodes(node, lazy)
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
 
 
 @functools.cache
-def _tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
+def _imports(text: str, lazy: bool) -> tuple[str, ...]:
+    """Return the dotted names that a file imports; of `from a import b`, both a and a.b."""
+    names: list[str] = []
+    for node in _statements(ast.parse(text), lazy):
+        if isinstance(node, ast.Import):
+            names += (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names += (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+    return tuple(names)
 
 
-def _is_empty(path: Path) -> bool:
+def _statements(block: ast.AST, lazy: bool) -> Iterator[ast.AST]:
+    """Yield the statements in `block`; those for type checking alone are left out."""
+    for node in ast.iter_child_nodes(block):
+        checked = isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        if checked or (isinstance(node, ast.FunctionDef) and not lazy):
+            continue
+        if isinstance(node, ast.stmt | ast.ExceptHandler | ast.match_case):
+            yield node
+            yield from _statements(node, lazy)
+
+
+@functools.cache
+def _is_empty(text: str) -> bool:
     """Say whether there is nothing in a file but its docstring."""
-    return all(isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) for node in _tree(path).body)
+    return all(isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) for node in ast.parse(text).body)

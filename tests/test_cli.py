@@ -88,7 +88,7 @@ FINETUNE = ["--sequences", "sequences", "--initial", "initial", "--checkpoint", 
         (["finetune", "--model", "bert5rec", *FINETUNE], "no entry models.bert5rec; there are sasrec"),
         (["finetune", "--model", "sasrec", "--params", "none.yaml", *FINETUNE], "none.yaml not found"),
         (["leaderboard", "--reports", "nowhere"], "nowhere/leaderboard.json"),
-        (["run", "--config-file", "none.yaml", "--out", "out"], "--config-file: none.yaml not found"),
+        (["run", "--config-file", "none.yaml", "--out", "out"], "none.yaml not found"),
     ],
 )
 def test_a_mistake_is_one_message_and_exits_with_1(params, caplog, arguments, message):

@@ -65,8 +65,8 @@ def _check_model(params: Params, name: str) -> None:
         raise ConfigError(f"models.{name}.options.objective: {options.objective} is not one of {known}")
 
 
-def resolve(params: Params) -> Resolved:
-    """Return the settings that decide each stage, and the hashes of its code, by the name of their file."""
+def resolve(params: Params, root: Path = ROOT) -> Resolved:
+    """Return what decides each stage, its settings and the hashes of its code below `root`, by the name of the file."""
     files = _of_data(params, params.dataset, "")
     for source in params.sources:
         files |= _of_data(params, source, f"sources/{source}/")
@@ -75,12 +75,12 @@ def resolve(params: Params) -> Resolved:
     evaluation = asdict(params.section("evaluate"))
     files |= {"baselines": evaluation, "evaluate": evaluation}
     files["register"] = {"leaderboard": list(params.leaderboard), **asdict(params.section("register"))}
-    code = {stage: _code(stage) for stage in {PurePath(name).name for name in files}}
+    code = {stage: _code(stage, root) for stage in {PurePath(name).name for name in files}}
     return {name: {"settings": values, "code": code[PurePath(name).name]} for name, values in files.items()}
 
 
-def _code(stage: str) -> dict[str, str]:
-    return {path.as_posix(): sha256(ROOT / path) for path in deciding(f"seqrec.stages.{stage}")}
+def _code(stage: str, root: Path) -> dict[str, str]:
+    return {path.as_posix(): sha256(root / path) for path in deciding(f"seqrec.stages.{stage}", root)}
 
 
 def _of_data(params: Params, dataset: str, folder: str) -> Resolved:

@@ -49,7 +49,7 @@ class Bounds:
 
     def __str__(self) -> str:
         parts = {"at least": self.ge, "more than": self.gt, "at most": self.le, "less than": self.lt}
-        return " and ".join(f"{word} {limit:g}" for word, limit in parts.items() if limit is not None)
+        return " and ".join(f"{word} {limit}" for word, limit in parts.items() if limit is not None)
 
     def __contains__(self, value: float) -> bool:
         return (
@@ -83,7 +83,7 @@ def check_fields(section: Any) -> None:
     Raises:
         ValueError: the message names the field.
     """
-    for name, hint in _hints(type(section)).items():
+    for name, hint in _hints(section.__class__).items():
         value = getattr(section, name)
         kind, *limits = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint,)
         if typing.get_origin(kind) is Literal:

@@ -80,10 +80,10 @@ class Params:
         names = {"dataset": self.dataset, "sources": list(self.sources), "leaderboard": list(self.leaderboard)}
         return {"seed": self.seed} | names | dict(self.sections) | {"datasets": self.datasets, "models": self.models}
 
-    def dataset_entry(self, name: str) -> Mapping[str, Mapping[str, Any]]:
-        """Return `datasets.<name>`."""
+    def dataset_entry(self, name: str, key: str = "dataset") -> Mapping[str, Mapping[str, Any]]:
+        """Return `datasets.<name>`; `key` is the one that names it, for messages."""
         if name not in self.datasets:
-            raise ConfigError(f"dataset: no entry datasets.{name}; there are {', '.join(self.datasets)}")
+            raise ConfigError(f"{key}: no entry datasets.{name}; there are {', '.join(self.datasets)}")
         return self.datasets[name]
 
     def model_entry(self, name: str) -> Mapping[str, Any]:
@@ -117,15 +117,15 @@ def from_dict(content: Mapping[str, Any]) -> Params:
     params = _complete(content)
     for stage, cls in SECTIONS.items():  # layer by layer, so that a message names the one at fault
         parse(cls, {**_defaults(stage, "", params.seed), **params.sections[stage]}, stage)
-    for dataset in params.datasets:
+    for dataset in (params.dataset, *params.datasets):
         for stage in SECTIONS:
             params.section(stage, dataset=dataset)
     for model in params.models:
         for stage in ("pretrain", "finetune"):
             params.section(stage, model=model)
         params.model(model)
-    for name in (params.dataset, *params.sources):
-        params.dataset_entry(name)
+    for name in params.sources:
+        params.dataset_entry(name, "sources")
     for name in params.leaderboard:
         params.model_entry(name)
     for name in params.section("tune").spaces:

@@ -25,6 +25,11 @@ from seqrec.config.checks import (
 )
 
 EXPERIMENT = "seqrec"  # MLflow's
+LAUNCHED = ("prepare", "pretrain", "finetune")  # steps that can be a job
+STEPS = (  # of the Kubeflow pipelines; `default` stands for all of them
+    *("default", "ingest", "validate", "prepare", "baselines", *LAUNCHED[1:], "evaluate", "register"),
+    *("champion", "collect", "join", "record"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,7 +289,9 @@ class KubernetesConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(set(self.launch) <= {"pretrain", "finetune", "prepare"}, "launch: pretrain, finetune or prepare")
+        for name, known in (("launch", LAUNCHED), ("resources", STEPS)):
+            for step in set(getattr(self, name)) - set(known):
+                raise ValueError(f"{name}.{step}: unknown step; known are {', '.join(known)}")
         jobs = [stage for stage, launch in self.launch.items() if _launcher(launch) == "job"]
         require(not jobs or bool(self.state_claim), f"state_claim: where jobs of {', '.join(jobs)} find their data")
         for step in self.resources:

@@ -233,7 +233,7 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 def fingerprint(module: str, config: Any, *files: Path) -> str:
     """Return the hash of all that a training result depends on: config, inputs, and the code that `module` runs."""
     digest = hashlib.sha256(f"{module} {config!r} torch {torch.__version__}".encode())
-    for path in deciding(module):
+    for path in deciding(module, ROOT):
         digest.update(f"{path.as_posix()} {sha256(ROOT / path)}".encode())
     for path in files:
         digest.update(f"{path.name} {sha256(path)}".encode())

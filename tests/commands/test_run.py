@@ -159,8 +159,8 @@ def test_a_config_needs_only_dataset_and_models():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "needs at least the keys dataset and models"),
-        ("dataset: ml-100k", "needs at least the keys dataset and models"),
+        ("", "expected a mapping of settings, got None"),
+        ("dataset: ml-100k", "models: missing key"),
         ("{dataset: ml-100k, models: {sasrec: {options: {}, epochs: 3}}}", r"models\.sasrec\.epochs: unknown key"),
         ("{dataset: ml-100k, models: {sasrec: {}}, finetune: {epoch: 3}}", r"finetune\.epoch: unknown key"),
         ("{dataset: ml-100k, models: {sasrec: {}}, leaderboard: [gru]}", r"no entry models\.gru"),

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from seqrec.config import sections
+
 ROOT = Path(__file__).parent.parent.parent
 STAGES = sorted(path.stem for path in (ROOT / "seqrec/stages").glob("[!_]*.py"))
-STEPS = sorted(path.stem for path in (ROOT / "components").glob("[!_]*.py"))
+STEPS = sorted(path.stem for path in (ROOT / "components").glob("[!_]*.py") if path.stem != "image")
 
 
 def tree_of(step: str) -> ast.Module:
@@ -24,13 +26,17 @@ def test_every_stage_has_a_step():
     assert set(STEPS) - set(STAGES) == {"champion", "collect", "join", "record", "warm_start"}
 
 
+def test_every_step_can_be_given_resources():
+    assert {"default", *STEPS} - {"warm_start"} == set(sections.STEPS)  # a warm start is the step `pretrain`
+
+
 @pytest.mark.parametrize("step", STEPS)
 def test_a_step_module_is_one_declaration(step):
     docstring, kfp, components, function = tree_of(step).body
 
     assert isinstance(docstring, ast.Expr)
     assert ast.unparse(kfp) == "from kfp import dsl"
-    assert ast.unparse(components) == "from components import IMAGE"
+    assert ast.unparse(components) == "from components.image import IMAGE"
     assert isinstance(function, ast.FunctionDef)
     assert function.name == step
     assert [ast.unparse(decorator) for decorator in function.decorator_list] == [

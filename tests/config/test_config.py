@@ -18,7 +18,6 @@ PARAMS = {
     "dataset": "small",
     "sources": [],
     "leaderboard": ["narrow"],
-    "ingest": {"source": "csv"},
     "validate": {},
     "prepare": {"min_user_events": 5},
     "pretrain": {},
@@ -62,15 +61,14 @@ def changed(path: str, value: object) -> dict:
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("finetuning", {}, "params.yaml.finetuning: unknown key"),
+        ("finetuning", {}, "finetuning: unknown key"),
         ("finetune.epoch", 3, "finetune.epoch: unknown key; known are seed, epochs"),
         ("datasets.large.finetune.epoch", 3, "datasets.large.finetune.epoch: unknown key"),
         ("datasets.large.training", {}, "datasets.large.training: unknown key"),
         ("models.wide.finetune.epoch", 3, "models.wide.finetune.epoch: unknown key"),
         ("models.wide.option", {}, "models.wide.option: unknown key"),
-        ("finetune", MISSING, "params.yaml.finetune: missing key"),
-        ("datasets.large.options", MISSING, "datasets.large.options: missing key"),
-        ("models.wide.architecture", MISSING, "models.wide.architecture: missing key"),
+        ("models", MISSING, "models: missing key"),
+        ("dataset", MISSING, "dataset: missing key"),
         ("finetune", 3, "finetune: expected a mapping of settings, got 3"),
         ("models.wide", None, "models.wide: expected a mapping of settings, got None"),
         ("datasets.large.finetune", None, "datasets.large.finetune: expected a mapping of settings, got None"),
@@ -85,13 +83,19 @@ def changed(path: str, value: object) -> dict:
         ("datasets.large.finetune.epochs", "x", "datasets.large.finetune.epochs: Input should be a valid integer"),
         ("models.wide.finetune.epochs", [3], "models.wide.finetune.epochs: Input should be a valid integer"),
         ("evaluate.filter_seen", "perhaps", "evaluate.filter_seen: Input should be a valid boolean"),
-        ("ingest.source", 3, "ingest.source: Input should be a valid string"),
-        ("ingest.source", MISSING, "ingest.source: Field required"),
-        ("finetune.learning_rate", 0, "finetune: learning_rate must be positive"),
-        ("prepare.protocol", "random", "prepare: protocol must be one of LOO-full"),
-        ("register.confidence", 95, "register: confidence must be between 0 and 1"),
+        ("ingest", {"source": 3}, "ingest.source: Input should be a valid string"),
+        ("finetune.learning_rate", 0, "finetune: learning_rate must be more than 0, not 0"),
+        ("finetune.clip_norm", float("nan"), "finetune: clip_norm must be a finite number, not nan"),
+        ("finetune.seed", 10**30, "finetune: seed must be a finite number"),
+        ("finetune.seed", 2**32, "finetune: seed must be at least 0 and less than 4294967296"),
+        ("evaluate.bootstrap", 10**12, "evaluate: bootstrap must be at least 100 and at most 100000"),
+        ("prepare.protocol", "random", "prepare.protocol: Input should be 'LOO-full', 'LOO-101', 'RATIO-full'"),
+        ("register.confidence", 95, "register: confidence must be more than 0 and less than 1, not 95"),
         ("dataset", "huge", "dataset: no entry datasets.huge; there are small, large"),
-        ("sources", ["huge"], "dataset: no entry datasets.huge; there are small, large"),
+        ("sources", ["huge"], "sources: no entry datasets.huge; there are small, large"),
+        ("sources", ["large", "large"], "sources: each name once, got large, large"),
+        ("leaderboard", ["../narrow"], "leaderboard: expected a name of letters, digits, dots and dashes"),
+        ("kubernetes", {"resources": {"fit": {}}}, "kubernetes: resources.fit: unknown step; known are default"),
         ("leaderboard", ["narrow", "deep"], "leaderboard: no entry models.deep; there are narrow, wide"),
     ],
 )
@@ -111,6 +115,21 @@ def test_a_models_setting_wins_over_the_datasets_and_that_over_the_shared_one():
     assert (narrow.epochs, narrow.batch_size, narrow.learning_rate) == (30, 32, 0.001)
     assert params.model("narrow").options == {"length": 20, "d_model": 8}
     assert params.model("wide").options == {"length": 20, "d_model": 32}
+
+
+def test_what_is_left_out_has_a_default():
+    params = from_dict({"dataset": "ml-1m", "models": {"sasrec": {}, "wide": {"architecture": "sasrec"}}})
+    assert params.leaderboard == ("sasrec", "wide")
+    assert params.section("ingest").source == "ml-1m"
+    assert params.model("sasrec") == params.model("wide")
+    assert params.section("finetune", model="wide") == FinetuneConfig()
+
+
+def test_a_new_dataset_takes_three_lines():
+    added = yaml.safe_load("mine:\n  ingest: {source: csv, interactions: my/events.csv}\n  options: {length: 50}\n")
+    params = from_dict({**PARAMS, "dataset": "mine", "datasets": {**PARAMS["datasets"], **added}})
+    assert params.section("ingest").interactions == "my/events.csv"
+    assert params.model("narrow").options == {"length": 50, "d_model": 8}
 
 
 def test_a_section_can_be_asked_for_another_dataset():
@@ -141,8 +160,8 @@ def test_as_dict_gives_back_what_was_read():
     ("text", "message"),
     [
         ("dataset: [", "is not valid YAML"),
-        ("", "params.yaml: expected a mapping of settings, got None"),
-        ("ml-100k", "params.yaml: expected a mapping of settings, got 'ml-100k'"),
+        ("", "expected a mapping of settings, got None"),
+        ("ml-100k", "expected a mapping of settings, got 'ml-100k'"),
     ],
 )
 def test_a_file_that_holds_no_settings_is_refused(tmp_path, text, message):
@@ -152,7 +171,7 @@ def test_a_file_that_holds_no_settings_is_refused(tmp_path, text, message):
 
 
 def test_a_missing_file_says_where_to_run():
-    with pytest.raises(ConfigError, match="run from the project's folder or give --params"):
+    with pytest.raises(ConfigError, match="run from the project's folder, or give its path"):
         load(Path("nowhere.yaml"))
 
 
@@ -192,7 +211,9 @@ except config.ConfigError as error:
     [
         ({"epochs": 7}, "7"),
         ({"epoch": 7}, "finetune.epoch: unknown key"),
-        ({"patience": 0}, "finetune: batch_size, patience, eval_every: >= 1"),
+        ({"epochs": "many"}, "finetune: epochs must be of type int, not 'many'"),
+        ({"loss": "cee"}, "finetune: loss must be one of ce, sampled_ce"),
+        ({"patience": 0}, "finetune: patience must be at least 1, not 0"),
     ],
 )
 def test_without_pydantic_keys_and_ranges_are_still_checked(values, printed):

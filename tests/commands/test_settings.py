@@ -1,0 +1,155 @@
+"""`seqrec settings`: a stage of dvc.yaml runs again exactly when a setting or code that it reads has changed."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+from dvc.repo import Repo
+
+from seqrec.__main__ import main
+from seqrec.artifacts import read_json, write_json
+from seqrec.commands.settings import check, resolve
+from seqrec.config import ConfigError, from_dict, load
+
+ROOT = Path(__file__).parent.parent.parent
+STAGES = sorted(path.stem for path in (ROOT / "seqrec/stages").glob("[!_]*.py"))
+SETTINGS = {
+    "dataset": "tiny",
+    "sources": ["other"],
+    "leaderboard": ["sasrec", "gru4rec"],
+    "finetune": {"epochs": 3},
+    "datasets": {name: {"ingest": {"source": "csv", "interactions": f"{name}.csv"}} for name in ("tiny", "other")},
+    "models": {"sasrec": {}, "gru4rec": {"options": {"dropout": 0.1}}},
+}
+CHANGES = {  # what is set -> which stages have changed themselves; DVC adds those after them
+    "nothing": ({}, []),
+    "a default written out": ({"finetune.batch_size": 128, "models.sasrec.architecture": "sasrec"}, []),
+    "learning rate": ({"finetune.learning_rate": 0.01}, ["finetune@gru4rec", "finetune@sasrec"]),
+    "a model's learning rate": ({"models.gru4rec.finetune.learning_rate": 0.01}, ["finetune@gru4rec"]),
+    "a model's option": ({"models.gru4rec.options.dropout": 0.2}, ["pretrain@gru4rec"]),
+    "an option of all models": ({"datasets.tiny.options.length": 20}, ["pretrain@gru4rec", "pretrain@sasrec"]),
+    "dataset": (
+        {"dataset": "other", "sources": ["tiny"]},
+        [
+            *("ingest", "ingest_source@tiny", "prepare", "prepare_source@tiny", "pretrain@gru4rec", "pretrain@sasrec"),
+            *("validate", "validate_source@tiny"),
+        ],
+    ),
+    "a source's filter": ({"datasets.other.prepare.min_user_events": 3}, ["prepare_source@other"]),
+    "top k": ({"evaluate.top_k": 30}, ["baselines", "evaluate@gru4rec", "evaluate@sasrec"]),
+    "tuning": ({"tune.trials": 7}, []),
+    "gate": ({"register.min_gain": 0.01}, ["register"]),
+}
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory) -> Path:
+    """A project whose every stage has run, as far as DVC can tell: the outputs are made up."""
+    folder = tmp_path_factory.mktemp("project")
+    for name in ("seqrec", "models"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "dvc.yaml", folder)
+    (folder / "configs").mkdir()
+    (folder / "configs/baseline.json").write_text("{}")
+    settle(folder, SETTINGS)
+    with pytest.MonkeyPatch.context() as patch, Repo.init(str(folder), no_scm=True) as repo:
+        patch.chdir(folder)
+        for out in (out for stage in repo.index.stages for out in stage.outs if not Path(out.fs_path).exists()):
+            path = Path(out.fs_path)
+            (path if not path.suffix else path.parent).mkdir(parents=True, exist_ok=True)
+            (path if path.suffix else path / "file").write_text(out.def_path)
+        repo.commit(force=True)
+    return folder
+
+
+def settle(folder: Path, content: dict) -> None:
+    """Write params.yaml, and do what the stage `settings` does."""
+    (folder / "params.yaml").write_text(yaml.safe_dump(content))
+    for name, values in resolve(load(folder / "params.yaml"), root=folder).items():
+        write_json(folder / "settings" / f"{name}.json", values)
+
+
+def stale(folder: Path) -> list[str]:
+    """Return the stages that DVC would run because of the settings and code themselves."""
+    with Repo(str(folder)) as repo:
+        return sorted(name for name in repo.status() if name != "settings")
+
+
+def with_values(changes: dict) -> dict:
+    content = yaml.safe_load(yaml.safe_dump(SETTINGS))
+    for path, value in changes.items():
+        *sections, key = path.split(".")
+        place = content
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[key] = value
+    return content
+
+
+@pytest.mark.parametrize(("changes", "expected"), CHANGES.values(), ids=CHANGES)
+def test_a_changed_setting_reruns_what_reads_it(project, changes, expected, monkeypatch):
+    monkeypatch.chdir(project)
+    settle(project, with_values(changes))
+    assert stale(project) == expected
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "expected"),
+    [
+        ("seqrec/stages/evaluate.py", "", ["evaluate@gru4rec", "evaluate@sasrec"]),
+        ("seqrec/data/splits.py", "", ["prepare", "prepare_source@other"]),
+        ("seqrec/training/tune.py", "", []),
+        ("seqrec/config/sections.py", "", []),
+        ("seqrec/stages/validate.py", "from seqrec.data import item_tokens", ["validate", "validate_source@other"]),
+    ],
+)
+def test_changed_code_reruns_what_imports_it(project, file, line, expected, monkeypatch):
+    monkeypatch.chdir(project)
+    original = (project / file).read_text()
+    try:
+        (project / file).write_text(f"{original}\n# changed\n{line}\n")
+        settle(project, SETTINGS)
+        assert stale(project) == expected
+        code = read_json(project / "settings/validate.json")["code"]
+        assert ("seqrec/data/item_tokens.py" in code) == bool(line)
+    finally:
+        (project / file).write_text(original)
+        settle(project, SETTINGS)
+
+
+def test_every_stage_depends_on_its_own_file():
+    stages = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"]
+    assert set(STAGES) < set(stages)
+    for name, stage in stages.items():
+        found = [dep for dep in stage["deps"] if dep.startswith(("settings/", "models", "seqrec"))]
+        folder = "sources/${item.source}/" if name.endswith("_source") else ""
+        folder = "${item.model}/" if name in ("pretrain", "finetune") else folder
+        own = [f"settings/{folder}{name.removesuffix('_source')}.json"]
+        assert found == (["models", "seqrec"] if name == "settings" else own)
+
+
+def test_the_command_refuses_a_misspelt_option_before_any_stage(tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    Path("params.yaml").write_text(yaml.safe_dump(with_values({"models.gru4rec.options.drop": 0.2})))
+    assert main(["settings", "--output", "settings"]) == 1
+    assert "models.gru4rec.options.drop: unknown key" in caplog.text
+    assert not Path("settings").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"models.gru4rec.architecture": "gru5rec"}, "models.gru4rec.architecture: 'gru5rec' is not one of sasrec"),
+        ({"models.gru4rec.options.objective": "cloze"}, "models.gru4rec.options.objective: cloze is not one of causal"),
+        ({"models.gru4rec.options.dropout": float("nan")}, "models.gru4rec.options: dropout must be"),
+        ({"datasets.other.ingest.source": "cvs"}, "datasets.other.ingest.source: no source 'cvs'; there are"),
+        ({"datasets.tiny.ingest.category": "Gift_Cards"}, "datasets.tiny.ingest.category: has no effect"),
+    ],
+)
+def test_options_and_sources_are_checked_before_anything_runs(changes, message):
+    with pytest.raises(ConfigError) as error:
+        check(from_dict(with_values(changes)))
+    assert str(error.value).startswith(message)
