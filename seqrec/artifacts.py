@@ -180,6 +180,8 @@ def replaced(folder: Path) -> Iterator[Path]:
 
     A killed process leaves the old folder or the new one, whole. What it leaves beside that, the next one removes.
     """
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(f"{folder} is a file: a folder must be made there")
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from seqrec import redaction
-from seqrec.artifacts import read_json, sha256, write_json, write_text
+from seqrec.artifacts import read_json, replaced, sha256, write_json, write_text
 from seqrec.cluster.jobs import Place, finish, spark_application, train_job
 from seqrec.config import parse
 
@@ -117,7 +117,8 @@ def _run_job(stage: str, place: Place, state: Path, arguments: Mapping[str, Any]
     else:
         manifest = train_job(name, place, state, order)
     finish(manifest, place.launch.poll_s)
-    shutil.copytree(folder / OUTPUT, arguments[output], dirs_exist_ok=True)
+    with replaced(arguments[output]) as fetched:
+        shutil.copytree(folder / OUTPUT, fetched, dirs_exist_ok=True)
     values = read_json(folder / VALUES)
     shutil.rmtree(folder)
     return values

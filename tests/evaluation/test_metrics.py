@@ -2,8 +2,10 @@
 
 from math import log2
 
+import numpy as np
 import pytest
 import torch
+from sklearn.metrics import label_ranking_average_precision_score, ndcg_score, top_k_accuracy_score
 
 from seqrec.evaluation import metrics
 
@@ -26,6 +28,51 @@ def test_a_rank_between_two_places():
 
     assert values["ndcg@10"] == pytest.approx(1 / log2(3.5))
     assert values["mrr"] == pytest.approx(1 / 2.5)
+
+
+def test_metrics_are_those_of_scikit_learn():
+    """Of scores without ties; with one relevant item recall is the top-k accuracy, and MRR the average precision."""
+    generator = np.random.default_rng(0)
+    scores = generator.random((200, 30))
+    target = generator.integers(0, 30, size=200)
+    goal = scores[np.arange(200), target][:, None]
+    rank = torch.from_numpy(1.0 + (scores > goal).sum(1))
+    relevant = np.eye(30)[target]
+
+    values = metrics.from_histogram(metrics.histogram(rank, 30))
+
+    for k in metrics.CUTOFFS:
+        assert values[f"ndcg@{k}"] == pytest.approx(ndcg_score(relevant, scores, k=k, ignore_ties=True))
+        assert values[f"recall@{k}"] == pytest.approx(top_k_accuracy_score(target, scores, k=k, labels=np.arange(30)))
+        cut = np.where(rank[:, None] <= k, relevant, 0)
+        within = label_ranking_average_precision_score(relevant, scores, sample_weight=cut.sum(1))
+        assert values[f"mrr@{k}"] == pytest.approx(within * (rank <= k).double().mean().item())
+    assert values["mrr"] == pytest.approx(label_ranking_average_precision_score(relevant, scores))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("test/ndcg@10", 1.71),
+        ("valid/mrr", 2.0),
+        ("test/ndcg@10/low", -0.1),
+        ("test/101/recall@10", 1.01),
+        ("test/ndcg@10/popularity=head", 1.2),
+        ("test/coverage@10", 1.5),
+        ("valid/accuracy", 7.0),
+        ("test/novelty@10", float("nan")),
+        ("train_seconds", float("inf")),
+    ],
+)
+def test_an_impossible_metric_is_refused(name, value):
+    with pytest.raises(ValueError, match=f"impossible metrics of sasrec.*: {name} "):
+        metrics.require_possible({"test/mrr": 0.5, name: value}, "sasrec")
+
+
+def test_counts_and_rounding_are_no_impossible_metrics():
+    fine = {"test/cases/popularity=head": 12, "test/ndcg@10": 1 + 1e-15, "parameters": 1e9, "test/novelty@10": 9.0}
+
+    metrics.require_possible(fine, "sasrec")
 
 
 def test_no_case_is_zero():

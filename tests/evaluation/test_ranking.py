@@ -1,6 +1,9 @@
+import numpy as np
 import pytest
 import torch
-from support import make_model, prepare_rows, synthetic_rows
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support import make_model, prepare_rows, synthetic_rows, trained
 
 from seqrec.data import sequences
 from seqrec.evaluation import metrics, ranking
@@ -136,3 +139,83 @@ def test_renumbered_items_have_the_same_metrics(tmp_path):
         popularity.append(metrics.from_histogram(metrics.histogram(ranked.rank, data.num_items)))
 
     assert popularity[0] == popularity[1]
+
+
+def mid_rank_by_hand(scores, target, others):
+    """1 + the candidates above the target + half of those level with it."""
+    return 1 + sum((scores[i] > scores[target]) + (scores[i] == scores[target]) / 2 for i in others if i != target)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(0, 2**32 - 1), st.integers(1, 9), st.sampled_from([1, 3, 7, 65_536]), st.integers(1, 6))
+def test_ranks_equal_a_brute_force_ranker(three, monkeypatch, seed, rows, items, levels):
+    """Scores of `levels` values, so that ties are frequent; another row of scores for every case."""
+    cases = sequences.cases(three, "test")
+    table = np.random.default_rng(seed).integers(0, levels, size=(three.num_users, three.num_items + 1))
+
+    def scorer(data, user, stop):
+        def blocks():
+            for first in range(1, data.num_items + 1, items):
+                yield first, torch.from_numpy(table[user.numpy(), first : first + items]).float()
+
+        return blocks
+
+    monkeypatch.setattr(ranking, "ITEMS_PER_BLOCK", items)
+    ranked = ranking.rank(scorer, three, cases, filter_seen=True, top_k=5, rows=rows)
+
+    for case, (user, stop) in enumerate(zip(cases.user.tolist(), cases.position.tolist(), strict=True)):
+        scores, target = table[user].tolist(), int(three.items[stop])
+        past = set(three.items[three.start[user] : stop].tolist()) - {target}
+        everything = set(range(1, three.num_items + 1))
+        assert ranked.rank[case] == mid_rank_by_hand(scores, target, everything - past)
+        assert ranked.rank_unfiltered[case] == mid_rank_by_hand(scores, target, everything)
+        listed = [item for item in ranked.top[case].tolist() if item]
+        best = sorted((scores[item] for item in everything - past), reverse=True)[:5]
+        assert [scores[item] for item in listed] == best
+        assert past.isdisjoint(listed)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("items", [2, 65_536])
+def test_scores_that_are_not_finite_are_refused(three, monkeypatch, bad, items):
+    monkeypatch.setattr(ranking, "ITEMS_PER_BLOCK", items)
+    cases = sequences.cases(three, "test")
+    scorer = fixed_scorer(torch.tensor([9, 5, 4, 3, bad, 1]))
+
+    with pytest.raises(ValueError, match=r"scores of sasrec are not finite .* for items .* and user"):
+        ranking.rank(scorer, three, cases, filter_seen=True, name="sasrec")
+    with pytest.raises(ValueError, match="scores of the model are not finite"):
+        ranking.best(scorer, three, cases.user, cases.position, filter_seen=True, top_k=3)
+
+
+@pytest.fixture(scope="module")
+def newcomers(tmp_path_factory):
+    """A temporal split: six users train, the cases after the cuts are the first events of four others, and theirs."""
+    rows = [(f"old{n % 6}", f"i{n % 7}", n) for n in range(70)]
+    rows += [(f"new{n % 4}" if n % 3 else f"old{n % 6}", f"i{n % 5}", n) for n in range(70, 100)]
+    settings = {"min_user_events": 2, "min_item_events": 2, "valid_share": 0.15, "test_share": 0.15, "cases": "first"}
+    return sequences.load(prepare_rows(tmp_path_factory.mktemp("new"), rows, protocol="temporal", **settings))
+
+
+@pytest.mark.parametrize(("architecture", "objective"), trained("causal", "last", "cloze"))
+@pytest.mark.parametrize("rows", [1, 1000], ids=["alone", "mixed"])
+def test_a_case_without_history_is_answered_by_popularity(newcomers, architecture, objective, rows):
+    """In blocks of nothing but such cases, and among others; for every model."""
+    data = newcomers
+    model = make_model(
+        architecture, num_items=data.num_items, num_users=data.num_users, length=20, objective=objective
+    ).eval()
+    cases = sequences.cases(data, "valid")
+    empty = cases.position == data.start[cases.user]
+    assert 2 < int(empty.sum()) < len(cases)
+
+    ranked = ranking.rank(ranking.model_scorer(model), data, cases, filter_seen=True, top_k=5, rows=rows)
+    popular = ranking.rank(fixed_scorer(data.count.float()), data, cases, filter_seen=True, top_k=5)
+
+    for values, expected in zip(vars(ranked).values(), vars(popular).values(), strict=True):
+        assert torch.equal(values[empty], expected[empty]) or bool(values.isnan().all())
+    assert not torch.equal(ranked.score[~empty], popular.score[~empty])
+    assert bool(ranked.rank.isfinite().all())
+    item, score = ranking.best(ranking.model_scorer(model), data, cases.user, cases.position, filter_seen=True, top_k=5)
+    assert item[empty].tolist() == popular.top[empty].tolist()
+    assert not bool(score.isnan().any())

@@ -13,10 +13,11 @@ from accelerate import Accelerator
 from support import OPTIONS, losses_of, make_batch, make_model, run, weights
 
 from models import REGISTRY
+from seqrec.artifacts import sha256, write_json
 from seqrec.config import ConfigError, FinetuneConfig
 from seqrec.data import sequences
 from seqrec.training import loop
-from seqrec.training.checkpoint import ResumeState, load_model
+from seqrec.training.checkpoint import ResumeState, load_model, save_model, save_tensors
 from seqrec.training.objectives import Loss
 
 # last part of the names of what is a matrix and no weight: one row a gain, or probabilities
@@ -278,3 +279,55 @@ def test_a_log_without_validation_cases_is_refused(data, tmp_path):
     model = make_model("sasrec", num_items=data.num_items)
     with pytest.raises(ValueError, match="no validation cases"):
         loop.fit(model, blind, "finetune", FinetuneConfig(), filter_seen=True, state=state, accelerator=Accelerator())
+
+
+@pytest.mark.parametrize(
+    ("where", "clip_norm", "message"),
+    [("gradient", 1.0, "the loss or its gradient is not finite at step 4"), ("weight", 0.0, "the weights .* are not")],
+)
+def test_nothing_is_kept_of_an_epoch_whose_last_step_diverges(
+    prepared, tmp_path, monkeypatch, where, clip_norm, message
+):
+    """The last step of the first epoch, of four: its loss is finite, its gradient or the weights after it are not."""
+    step, calls = torch.optim.AdamW.step, []
+
+    def diverging(self, *arguments):
+        calls.append(1)
+        step(self, *arguments)
+        if where == "weight" and len(calls) == 4:
+            with torch.no_grad():
+                self.param_groups[0]["params"][0][1, 0] = float("nan")
+
+    clip = loop.clip_gradients
+
+    def poisoned(model, limit):
+        if len(calls) == 3:
+            next(model.parameters()).grad[1, 0] = float("inf")
+        return clip(model, limit)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", diverging)
+    if where == "gradient":
+        monkeypatch.setattr(loop, "clip_gradients", poisoned)
+
+    with pytest.raises(FloatingPointError, match=f"{message}.*finetune.learning_rate"):
+        run(prepared, tmp_path, clip_norm=clip_norm, save_steps=100)
+
+    assert not (tmp_path / "finetuned").exists()
+    assert list((tmp_path / "state").glob("*/step-*")) == []
+
+
+def test_weights_that_are_not_finite_are_neither_saved_nor_loaded(prepared, tmp_path):
+    run(prepared, tmp_path, epochs=1)
+    model, card = load_model(tmp_path / "finetuned")
+    with torch.no_grad():
+        next(model.parameters())[2, 0] = float("nan")
+
+    with pytest.raises(ValueError, match="NaN or infinity in positions"):
+        save_model(tmp_path / "bad", model, {})
+    save_tensors(tmp_path / "finetuned" / "best.safetensors", model.state_dict())
+    write_json(
+        tmp_path / "finetuned" / "config.json",
+        card | {"weights_sha256": sha256(tmp_path / "finetuned" / "best.safetensors")},
+    )
+    with pytest.raises(ValueError, match="NaN or infinity in positions"):
+        load_model(tmp_path / "finetuned")

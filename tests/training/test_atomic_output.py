@@ -1,0 +1,104 @@
+"""A training that is killed leaves the old result or the new one, whole; the same command repairs what there is."""
+
+import json
+import shutil
+import sys
+
+import pytest
+from support import run
+
+from seqrec.artifacts import replaced
+from seqrec.training.checkpoint import load_model
+
+WRITES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "shutil.copyfile")
+
+
+class KilledError(BaseException):
+    """Nothing catches it, as nothing catches SIGKILL."""
+
+
+class Killer:
+    """Ends the process, as it were, at the N-th change below a folder; an audit hook cannot be taken away again."""
+
+    def __init__(self):
+        self.folder, self.left = None, 0
+        sys.addaudithook(self)
+
+    def __call__(self, event, arguments):
+        if self.folder is None or event not in WRITES:
+            return
+        named = [str(one) for one in arguments if isinstance(one, str | bytes) or hasattr(one, "__fspath__")]
+        if not any(name.startswith(self.folder) for name in named) or (event == "open" and arguments[1] == "r"):
+            return
+        self.left -= 1
+        if self.left == 0:
+            raise KilledError
+
+
+@pytest.fixture(scope="module")
+def killer():
+    hook = Killer()
+    yield hook
+    hook.folder = None
+
+
+def epochs_of(folder):
+    """Return the epochs that card and history agree on, after loading the weights, whose hash the card has."""
+    _, card = load_model(folder)
+    lines = (folder / "history.jsonl").read_text().splitlines()
+    assert card["config"]["epochs"] == len(lines) == json.loads(lines[-1])["epoch"]
+    return len(lines)
+
+
+def test_a_killed_retraining_leaves_one_whole_result(prepared, tmp_path, killer):
+    """The old training has one epoch, the new one two; killed at changes of the folder and its neighbours."""
+    old = tmp_path / "old"
+    run(prepared, old, epochs=1)
+
+    def retrained(kill):
+        """Return what `kill` changes leave, 0 for none killed, and the changes there were in all."""
+        out = tmp_path / f"killed at {kill}"
+        shutil.copytree(old, out)
+        killer.folder, killer.left = str(out / "finetuned"), kill
+        try:
+            run(prepared, out, epochs=2)
+        except KilledError:
+            pass
+        finally:
+            killer.folder = None
+        return out, kill - killer.left
+
+    _, writes = retrained(1000)
+    assert writes > 8
+    found = []
+    for kill in (1, writes // 2, writes - 4, writes):
+        out, _ = retrained(kill)
+        found.append(epochs_of(out / "finetuned"))
+        run(prepared, out, epochs=2)
+        assert epochs_of(out / "finetuned") == 2
+    assert found[0] == 1
+    assert found[-1] == 2
+    assert {path.name for path in out.iterdir()} <= {"finetuned", "finetuned.partial", "initial", "state"}
+
+
+def test_an_error_leaves_the_old_folder(tmp_path):
+    folder = tmp_path / "folder"
+    with replaced(folder) as new:
+        (new / "a").write_text("old")
+    with pytest.raises(FileNotFoundError), replaced(folder) as new:
+        (new / "no folder" / "a").write_text("new")
+
+    assert (folder / "a").read_text() == "old"
+    with replaced(folder) as new:
+        assert list(new.iterdir()) == []
+        (new / "b").write_text("new")
+    assert [path.name for path in tmp_path.rglob("*")] == ["folder", "b"]
+
+
+def test_without_an_exchange_of_names_the_folder_is_replaced_all_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "platform", "other")
+    for text in ("old", "new"):
+        with replaced(tmp_path / "folder") as new:
+            (new / text).write_text(text)
+
+    assert [path.name for path in tmp_path.rglob("*")] == ["folder", "new"]
