@@ -27,6 +27,8 @@ CORE = [  # what trains and evaluates on a machine without the orchestration pac
             "evaluation/metrics.py",
             "evaluation/ranking.py",
             "evaluation/results.py",
+            "locks.py",
+            "training/cards.py",
             "training/checkpoint.py",
             "training/losses.py",
             "training/loop.py",
@@ -39,7 +41,18 @@ CORE = [  # what trains and evaluates on a machine without the orchestration pac
         )
     ),
 ]
-CORE_MAY_IMPORT = {"accelerate", "numpy", "pyarrow", "rich", "safetensors", "torch", "yaml", "models", "seqrec"}
+CORE_MAY_IMPORT = {
+    "accelerate",
+    "filelock",
+    "numpy",
+    "pyarrow",
+    "rich",
+    "safetensors",
+    "torch",
+    "yaml",
+    "models",
+    "seqrec",
+}
 CORE_LACKS = (
     *("dvc", "great_expectations", "kfp", "matplotlib", "mlflow", "narwhals", "optuna", "pandas", "plotly"),
     *("polars", "pydantic", "requests", "scipy", "transformers"),
