@@ -154,10 +154,10 @@ def test_a_server_that_does_not_answer_names_the_setting(uri):
 def test_killed_while_the_database_is_made_leaves_none_behind(tmp_path):
     script = (
         "import os, signal, sqlalchemy\n"
-        "from seqrec import config, tracking\n"
+        "from seqrec import config\nfrom seqrec.tracking import runs\n"
         "die = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)\n"
         "sqlalchemy.event.listen(sqlalchemy.Table, 'after_create', die)\n"
-        "tracking.connect(config.RegisterConfig())\n"
+        "runs.connect(config.RegisterConfig())\n"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)})
 
