@@ -114,11 +114,7 @@ def verify(directory: Path, card: Mapping[str, Any]) -> None:
     named = {WEIGHTS: card["weights_sha256"], **card["files"]}
     named |= {TOKENS: card["tokens_sha256"]} if "tokens_sha256" in card else {}
     for name, digest in named.items():
-        path = directory / name
-        if not path.is_file():
-            raise ValueError(f"{path} is missing: {MODEL_CARD} beside it names it")
-        if sha256(path) != digest:
-            raise ValueError(f"{path} differs from what {MODEL_CARD} was written for: refusing to load it")
+        check_file(directory / name, digest)
     for name, schema, size in (
         (VOCABULARY, MODEL_VOCABULARY_SCHEMA, "num_items"),
         (USERS, USERS_SCHEMA, "num_users"),
@@ -130,6 +126,14 @@ def verify(directory: Path, card: Mapping[str, Any]) -> None:
                 raise ValueError(f"{directory / name} is no table: {error}") from error
             if not file.schema_arrow.equals(schema) or file.metadata.num_rows != card["catalogue"][size]:
                 raise ValueError(f"{directory / name} does not hold the catalogue of {MODEL_CARD}: {size} differs")
+
+
+def check_file(path: Path, digest: str) -> None:
+    """Raise ValueError where a file is missing, or has another SHA-256 than the card says."""
+    if not path.is_file():
+        raise ValueError(f"{path} is missing: {MODEL_CARD} beside it names it")
+    if sha256(path) != digest:
+        raise ValueError(f"{path} differs from what {MODEL_CARD} was written for: refusing to load it")
 
 
 def tensors(path: Path) -> Tensors:

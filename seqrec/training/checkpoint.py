@@ -129,6 +129,7 @@ def _require_finite(model: SequenceModel, path: Path) -> None:
 def _load_tokens(directory: Path, card: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the tokens of a text model's catalogue; raise ValueError where they cannot be those of its items."""
     path, rows = directory / TOKENS, card["catalogue"]["num_items"] + 1
+    cards.check_file(path, card["tokens_sha256"])
     sizes = cards.tensors(path)
     types = {name: kind for name, (kind, _) in sizes.items()}
     good = bool(types) and all(TOKEN_TYPES.get(name) == kind for name, kind in types.items())

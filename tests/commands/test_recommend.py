@@ -48,7 +48,9 @@ def test_a_model_of_another_catalogue_is_refused(prepared, tmp_path):
     other = tmp_path / "other"  # of the same size, the ids in another order
     shutil.copytree(prepared, other)
     vocabulary = pq.read_table(other / "vocabulary.parquet")
-    pq.write_table(vocabulary.set_column(1, "item_id", vocabulary["item_id"].take(range(39, -1, -1))), other / "v")
+    pq.write_table(
+        vocabulary.set_column(1, "item_id", vocabulary["item_id"].take(list(range(39, -1, -1)))), other / "v"
+    )
     (other / "v").replace(other / "vocabulary.parquet")
 
     with pytest.raises(ValueError, match="the item_ids differ, or their order does"):

@@ -315,13 +315,13 @@ def test_promotions_by_hand_are_audited_and_rolled_back(client, run, model, tmp_
 def test_show_marks_candidate_and_champion(client, run, model, tmp_path, config, capsys, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", config.tracking_uri)
     monkeypatch.setenv("COLUMNS", "200")
-    name = "seqrec-shown"
+    name = "seqrec-mine"
     first = register(client, run, model, tmp_path, name, [2, 2])
     second = register(client, run, model, tmp_path, name, [2, 2], **{registry.WEIGHTS_TAG: "other"})
     registry.promote(client, first, cases(2, 2), config)
 
     def shown():
-        assert main(["registry", "show", "--dataset", "shown"]) == 0
+        assert main(["registry", "show", "--dataset", "mine"]) == 0
         lines = [line.split("│") for line in capsys.readouterr().out.splitlines() if "│" in line]
         return [(cells[1].strip(), cells[4].strip()) for cells in lines]
 
