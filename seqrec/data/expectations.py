@@ -42,6 +42,8 @@ RATINGS = tuple(str(half / 2) for half in range(1, 11))  # "0.5" ... "5.0"
 # Unicode blanks are spelt out: RE2, which pandas may use, knows only the ASCII ones as \s.
 _BLANK = "[\\s\u0085\u00a0\u1680\u2000-\u200b\u2028\u2029\u202f\u205f\u3000\ufeff]"
 UNCLEAN_ID = rf"[\x00-\x1f\x7f-\x9f]|^{_BLANK}|{_BLANK}$|^$"
+NO_TIME, NO_ID = "{:,} of {:,} events have none", "{:,} of {:,} ids are missing"
+REPEATED = "{:,} of {:,} are repeated"
 TIME_ADVICE = "check that ingest.columns maps timestamp to the right column"
 ID_ADVICE = "clean the ids in the source, or check that ingest.columns maps the right column"
 
@@ -186,7 +188,7 @@ def _time_suite(times: Any, config: ValidateConfig) -> Suite:
         expectations=[
             gxe.ExpectColumnValuesToNotBeNull(
                 column="interactions.timestamp",
-                **_options("every event has a time", advice=TIME_ADVICE, finding="{:,} of {:,} events have none"),
+                **_options("every event has a time", advice=TIME_ADVICE, finding=NO_TIME),
             ),
             gxe.ExpectColumnValuesToBeBetween(
                 column="interactions.timestamp",
@@ -197,9 +199,7 @@ def _time_suite(times: Any, config: ValidateConfig) -> Suite:
             gxe.ExpectColumnValuesToNotBeNull(column="interactions.row", **_options("every event has a row number")),
             gxe.ExpectColumnValuesToBeUnique(
                 column="interactions.row",
-                **_options(
-                    "row numbers are unique: they order events of equal times", finding="{:,} of {:,} are repeated"
-                ),
+                **_options("row numbers are unique: they order events of equal times", finding=REPEATED),
             ),
         ],
     )
@@ -213,12 +213,12 @@ def _id_suite(column: str, ids: pl.Series) -> Suite:
 def _id_rules(column: str) -> list[gxe.Expectation]:
     return [
         gxe.ExpectColumnValuesToNotBeNull(
-            column=column, **_options("every row has an id", advice=ID_ADVICE, finding="{:,} of {:,} ids are missing")
+            column=column, **_options("every row has an id", advice=ID_ADVICE, finding=NO_ID)
         ),
         gxe.ExpectColumnValuesToNotMatchRegex(
             column=column,
             regex=UNCLEAN_ID,
-            **_options("ids are not empty and have no control characters, nor blanks at the ends", advice=ID_ADVICE),
+            **_options("ids have no control characters or blanks at the ends, and are not empty", advice=ID_ADVICE),
         ),
         gxe.ExpectColumnValueLengthsToBeBetween(
             column=column,
