@@ -7,7 +7,7 @@ export DVC_NO_ANALYTICS := 1
 export GX_ANALYTICS_ENABLED := false
 export MLFLOW_DISABLE_TELEMETRY := true
 
-.PHONY: help setup repro experiments bench test test-containers test-spark lint audit format ui pipeline clean
+.PHONY: help setup repro experiments bench test test-containers test-spark fuzz lint audit format ui pipeline clean
 
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 18
@@ -39,6 +39,9 @@ test-containers: setup  ## build the image, run the pipeline in it; needs Docker
 test-spark: setup  ## install pyspark and compare Spark with polars; needs Java 17 or newer
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[spark]'
 	OMP_NUM_THREADS=1 pytest tests/data/test_table_engines.py -rs
+
+fuzz: setup  ## search for inputs that end in a traceback or hang; MINUTES=20, ONLY=read for the readers
+	PYTHONPATH=.:tests OMP_NUM_THREADS=1 python -m fuzz --minutes $(or $(MINUTES),20) --only "$(ONLY)"
 
 lint: setup  ## ruff and mypy
 	ruff check .

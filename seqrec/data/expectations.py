@@ -42,6 +42,8 @@ RATINGS = tuple(str(half / 2) for half in range(1, 11))  # "0.5" ... "5.0"
 # Unicode blanks are spelt out: RE2, which pandas may use, knows only the ASCII ones as \s.
 _BLANK = "[\\s\u0085\u00a0\u1680\u2000-\u200b\u2028\u2029\u202f\u205f\u3000\ufeff]"
 UNCLEAN_ID = rf"[\x00-\x1f\x7f-\x9f]|^{_BLANK}|{_BLANK}$|^$"
+NO_TIME, NO_ID = "{:,} of {:,} events have none", "{:,} of {:,} ids are missing"
+REPEATED = "{:,} of {:,} are repeated"
 TIME_ADVICE = "check that ingest.columns maps timestamp to the right column"
 ID_ADVICE = "clean the ids in the source, or check that ingest.columns maps the right column"
 
@@ -185,17 +187,19 @@ def _time_suite(times: Any, config: ValidateConfig) -> Suite:
         frame=frame,
         expectations=[
             gxe.ExpectColumnValuesToNotBeNull(
-                column="interactions.timestamp", **_options("is never null", advice=TIME_ADVICE)
+                column="interactions.timestamp",
+                **_options("every event has a time", advice=TIME_ADVICE, finding=NO_TIME),
             ),
             gxe.ExpectColumnValuesToBeBetween(
                 column="interactions.timestamp",
                 min_value=int(first.timestamp()),
                 max_value=int(last.timestamp()),
-                **_options(f"lies between {config.min_date} and {config.max_date}", advice=range_advice),
+                **_options(f"every time lies between {config.min_date} and {config.max_date}", advice=range_advice),
             ),
-            gxe.ExpectColumnValuesToNotBeNull(column="interactions.row", **_options("is never null")),
+            gxe.ExpectColumnValuesToNotBeNull(column="interactions.row", **_options("every event has a row number")),
             gxe.ExpectColumnValuesToBeUnique(
-                column="interactions.row", **_options("is unique: it breaks ties of equal times")
+                column="interactions.row",
+                **_options("row numbers are unique: they order events of equal times", finding=REPEATED),
             ),
         ],
     )
@@ -208,16 +212,18 @@ def _id_suite(column: str, ids: pl.Series) -> Suite:
 
 def _id_rules(column: str) -> list[gxe.Expectation]:
     return [
-        gxe.ExpectColumnValuesToNotBeNull(column=column, **_options("is never null", advice=ID_ADVICE)),
+        gxe.ExpectColumnValuesToNotBeNull(
+            column=column, **_options("every row has an id", advice=ID_ADVICE, finding=NO_ID)
+        ),
         gxe.ExpectColumnValuesToNotMatchRegex(
             column=column,
             regex=UNCLEAN_ID,
-            **_options("is not empty and has no control characters or blanks around it", advice=ID_ADVICE),
+            **_options("ids have no control characters or blanks at the ends, and are not empty", advice=ID_ADVICE),
         ),
         gxe.ExpectColumnValueLengthsToBeBetween(
             column=column,
             max_value=MAX_ID_LENGTH,
-            **_options(f"has at most {MAX_ID_LENGTH} characters", advice=ID_ADVICE),
+            **_options(f"ids have at most {MAX_ID_LENGTH} characters", advice=ID_ADVICE),
         ),
     ]
 
@@ -226,7 +232,7 @@ def _rating_suite(ratings: pl.Series) -> Suite:
     # As text: pandas and Great Expectations read a NaN as missing, and it is not.
     values = ratings.drop_nulls().unique().sort().cast(pl.String).to_list()
     advice = "nothing if prepare.min_rating is 0: ratings only matter to that setting"
-    options = _options("is one of 0.5, 1, ... 5, or null", "warning", advice)
+    options = _options("ratings are 0.5, 1, ... 5, or missing", "warning", advice)
     return Suite(
         frame=pd.DataFrame({"interactions.rating": pd.Series(values, dtype=object)}),
         expectations=[
@@ -237,8 +243,17 @@ def _rating_suite(ratings: pl.Series) -> Suite:
 
 def _catalogue_suite(catalogue: pl.DataFrame) -> Suite:
     columns = {f"items.{name}": pd.Series(catalogue[name].to_list(), dtype=object) for name in ("item_id", "title")}
-    unique = _options("is unique", advice="remove the repeated items from the source's items file")
-    title = _options("is never null", "info", "prepare.require_title drops items without a title")
+    unique = _options(
+        "every item appears once",
+        advice="remove the repeated items from the source's items file",
+        finding="{:,} of {:,} rows repeat an item",
+    )
+    title = _options(
+        "every item has a title",
+        "info",
+        "prepare.require_title drops items without a title",
+        finding="{:,} of {:,} items have no title",
+    )
     return Suite(
         frame=pd.DataFrame(columns),
         expectations=[
@@ -317,9 +332,10 @@ def _relation_rules(totals: Totals, config: ValidateConfig) -> list[gxe.Expectat
     ]
     if totals.user_drift is None:
         advice = "run `seqrec accept-baseline` once the data is known to be good"
-        return [*rules, _total("baseline", "drift can be measured", least=1, severity="info", advice=advice)]
+        rule, finding = "drift is measured against a baseline", "no baseline accepted yet"
+        return [*rules, _total("baseline", rule, least=1, severity="info", advice=advice, finding=finding)]
     for name in ("user_id", "item_id"):
-        rule = f"population stability index of the events of a {name} at most {config.max_drift:g}"
+        rule = f"drift of the events per {name} (population stability index) is at most {config.max_drift:g}"
         advice = "run `seqrec accept-baseline` if the change is wanted, or raise validate.max_drift"
         rules.append(_total(f"{name} (drift)", rule, most=config.max_drift, severity="warning", advice=advice))
     return rules
@@ -334,15 +350,22 @@ def _total(
     severity: str = "critical",
     advice: str,
     examples: Sequence[str] = (),
+    finding: str = "",
 ) -> gxe.Expectation:
-    options = _options(rule, severity, advice, examples)
+    options = _options(rule, severity, advice, examples, finding)
     return gxe.ExpectColumnMaxToBeBetween(column=f"interactions.{name}", min_value=least, max_value=most, **options)
 
 
 def _options(
-    rule: str, severity: str = "critical", advice: str = "run ingest again", examples: Sequence[str] = ()
+    rule: str,
+    severity: str = "critical",
+    advice: str = "run ingest again",
+    examples: Sequence[str] = (),
+    finding: str = "",
 ) -> dict[str, Any]:
-    return {"description": rule, "severity": severity, "meta": {"advice": advice, "examples": list(examples)}}
+    """Return what a rule says; `finding` says it of a failure, with places for the number of offenders and of all."""
+    meta = {"advice": advice, "examples": list(examples), "finding": finding}
+    return {"description": rule, "severity": severity, "meta": meta}
 
 
 def run(suites: Sequence[Suite]) -> list[gx.core.ExpectationValidationResult]:
@@ -402,8 +425,12 @@ def _to_check(result: Mapping[str, Any]) -> Check:
     kwargs = config["kwargs"]
     table, _, column = kwargs.get("column", kwargs.get("column_set", [""])[0]).partition(".")
     examples = config["meta"].get("examples") or outcome.get("partial_unexpected_list", [])
+    finding = "" if result["success"] else config["meta"].get("finding", "")
     if "unexpected_count" in outcome:
-        observed = f"{outcome['unexpected_count']} of {outcome['element_count']} values offend"
+        finding = finding or "{:,} of {:,} values do not"
+        observed = finding.format(outcome["unexpected_count"], outcome["element_count"])
+    elif finding:
+        observed = finding
     else:
         observed = _plain(outcome["observed_value"])
     return Check(

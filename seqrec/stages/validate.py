@@ -270,4 +270,5 @@ def _statistics(counted: Counted, totals: Totals) -> dict[str, float]:
 def _describe(check: Check) -> str:
     where = f"{check.table}.{check.column}" if check.column else check.table
     examples = f", e.g. {', '.join(map(repr, check.examples))}" if check.examples else ""
-    return f"{where} ({check.severity}): {check.rule}; found {check.observed}{examples}; {check.advice}"
+    observed = check.observed if " " in check.observed else f"found {check.observed}"  # a sentence, or a number
+    return f"{where} ({check.severity}): {check.rule}; {observed}{examples}; {check.advice}"

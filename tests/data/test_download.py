@@ -22,6 +22,7 @@ from seqrec.config import ConfigError, IngestConfig
 from seqrec.data import download, readers
 from seqrec.data.download import DownloadError, NotThereError, extract, fetch, obtain, pip_download, verify
 from seqrec.data.sources import Archive, File, Publication
+from seqrec.stages.ingest import ingest
 
 CLOSED_PORT = "http://127.0.0.1:9"
 
@@ -502,3 +503,18 @@ def test_an_ingest_killed_in_its_download_continues_it_and_ends_the_same(server,
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
     assert not contents(tmp_path / "d2")
     assert json.loads((tmp_path / "killed" / "source.json").read_text())["counts"]["rows"] == 20_000
+
+
+def test_a_damaged_download_is_fetched_again_when_reading_it_fails(server, tmp_path, caplog):
+    url, good = f"{server.url}/events.csv.gz", gzip.compress(b"user_id,item_id,timestamp\nu,i,5\n" * 9)
+    server.files["events.csv.gz"] = good
+    folder = tmp_path / "downloads" / hashlib.sha256(url.encode()).hexdigest()
+    folder.mkdir(parents=True)
+    (folder / "events.csv.gz").write_bytes(good[:-9])
+    own = IngestConfig(source="csv", interactions=url, max_bad_share=1.0)
+
+    counts = ingest(dataset="mine", output=tmp_path / "out", downloads=tmp_path / "downloads", config=own)
+
+    assert counts["rows"] == 9
+    assert "events.csv.gz is truncated or damaged" in caplog.text
+    assert not contents(tmp_path / "downloads")

@@ -1,8 +1,11 @@
 import gzip
 import json
 from datetime import date, datetime
+from decimal import Decimal
 
 import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from seqrec.config import IngestConfig
@@ -644,3 +647,127 @@ def test_times_as_text(value, expected):
 )
 def test_times_as_numbers_and_dates(values, expected):
     assert seconds(values).to_list() == expected
+
+
+def of_lines(folder, text, **settings):
+    paths = written(folder, interactions=("x.txt", text))
+    return list(readers.lines_of_items(paths, IngestConfig(source="lines", **settings)).interactions)
+
+
+def test_a_line_of_a_user_and_items_is_a_sequence(tmp_path):
+    blocks = of_lines(tmp_path, gzip.compress(b"1 7 8 7\n\n2\t9  8 \n3\n1 5 6\n4 caf\xe9 5\n5 7\n"), lines="sequences")
+    assert rows(blocks) == [
+        *[("1", "7", 0, None), ("1", "8", 1, None), ("1", "7", 2, None), ("2", "9", 0, None), ("2", "8", 1, None)],
+        ("5", "7", 0, None),
+    ]
+    assert table(blocks)["row"].to_list() == [1, 2, 3, 4, 5, 6]
+    assert bad(blocks) == [(4, "no items after the user"), (5, "the user has a line before this one"), (6, "not UTF-8")]
+
+
+def test_a_line_of_a_user_and_an_item_is_an_event(tmp_path):
+    blocks = of_lines(tmp_path, "u a\nw b\nu b c\nu\nu c\nw a\n", lines="pairs")
+    assert rows(blocks) == [("u", "a", 0, None), ("w", "b", 0, None), ("u", "c", 1, None), ("w", "a", 1, None)]
+    assert table(blocks)["row"].to_list() == [1, 2, 5, 6]
+    assert bad(blocks) == [(3, "not a user and an item"), (4, "not a user and an item")]
+
+
+@pytest.mark.parametrize(
+    ("text", "last"), [("u a b\nw a\n", ("w", "a", 0)), ("u a\nw a\nu b\n", ("u", "b", 1))], ids=["sequences", "pairs"]
+)
+def test_what_the_lines_are_is_seen_where_only_one_is_possible(tmp_path, text, last):
+    assert rows(of_lines(tmp_path, text))[-1][:3] == last
+
+
+@pytest.mark.parametrize("text", ["u a\nw a\n", "u a b\nu a\n"])
+def test_lines_that_may_be_either_need_the_setting(tmp_path, text):
+    with pytest.raises(ValueError, match=r"sequences or pairs .*set ingest\.lines"):
+        of_lines(tmp_path, text)
+    assert of_lines(tmp_path, text, lines="sequences")
+
+
+@pytest.mark.parametrize("kind", ["sequences", "pairs"])
+def test_the_size_of_a_block_of_lines_changes_nothing(tmp_path, monkeypatch, kind):
+    text = "".join(f"u{n % 7} i{n}\n" if kind == "pairs" else f"u{n} i{n} j k\nu{n}\n" for n in range(40))
+    whole = of_lines(tmp_path, text, lines=kind)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 32)
+    parts = of_lines(tmp_path, text, lines=kind)
+    assert len(parts) > len(whole)
+    assert table(parts).equals(table(whole))
+    assert bad(parts) == bad(whole)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ("B9\t0\nB7\n", "x.item2index: 1 of 2 lines are wrong; line 2: not 2 columns"),
+        ("B9\t0\nB7\t0\n", "line 1: this id or this number appears twice"),
+        ("B9\t0\nB9\t1\n", "line 1: this id or this number appears twice"),
+        ("B9\t\n", "line 1: no id or no number"),
+    ],
+)
+def test_an_index_that_is_wrong_is_an_error(tmp_path, index, message):
+    paths = written(
+        tmp_path,
+        **{part: (f"x.{part}.inter", HEADER + "0\t0\t1\n") for part in ("train", "valid", "test")},
+        item2index=("x.item2index", index),
+    )
+    with pytest.raises(ValueError, match=message):
+        list(readers.growing_prefixes(paths, IngestConfig(source="prefixes")).interactions)
+
+
+@pytest.mark.parametrize(
+    ("time_format", "value", "expected"),
+    [
+        ("%d/%m/%Y", "01/02/2020", 1580515200),
+        ("%d.%m.%y %H:%M", " 01.02.20 00:01 ", 1580515260),
+        ("%Y%m%d", "20200201", 1580515200),
+        ("%Y-%m-%d %H:%M:%S.%f", "2020-02-01 00:00:01.25", 1580515201),
+        ("%Y-%m-%dT%H:%M:%S%z", "2020-02-01T02:00:01+0200", 1580515201),
+        ("%Y-%m-%dT%H:%M:%S%z", "2020-02-01T00:00:01Z", 1580515201),
+        ("%b %d %Y, %I:%M %p", "Feb 01 2020, 12:01 AM", 1580515260),
+    ],
+)
+def test_times_in_a_form_of_ones_own(tmp_path, time_format, value, expected):
+    text = f'user_id,item_id,timestamp\nu,i,"{value}"\nu,j,1580515200\nu,k,2020-99-99\n'
+    paths = written(tmp_path, interactions=("e.csv", text))
+    blocks = list(readers.own_files(paths, IngestConfig(source="csv", time_format=time_format)).interactions)
+    assert rows(blocks) == [("u", "i", expected, None)]
+    assert bad(blocks) == [(line, f"timestamp does not have the form {time_format}") for line in (3, 4)]
+
+
+def test_dates_as_numbers_take_a_form_too():
+    assert seconds(pl.Series([20200201, 1]), "%Y%m%d").to_list() == [1580515200, None]
+
+
+@pytest.mark.parametrize("time_format", ["soon", "%H:%M", "%q", "%Y-%m-%d %"])
+def test_a_form_that_is_no_date_is_refused(time_format):
+    with pytest.raises(ValueError, match="time_format"):
+        IngestConfig(source="csv", time_format=time_format)
+
+
+def test_a_surrogate_in_an_id_is_malformed_on_its_own(tmp_path):
+    text = '{"reviewerID": "\\ud83d", "asin": "B", "unixReviewTime": 5}\n' + lines(REVIEWS[:2])
+    paths = written(tmp_path, interactions=("x_5.json", text))
+    blocks = list(readers.amazon_2018(paths, IngestConfig(source="amazon-2018")).interactions)
+    assert bad(blocks) == [(1, "user_id is not UTF-8")]
+    assert [row[0] for row in rows(blocks)] == ["A1", "A2"]
+
+
+def test_parquet_of_odd_types_is_read_as_text_and_numbers(tmp_path):
+    columns = {
+        "user_id": pa.array([b"u", b"\xff"]),
+        "item_id": pa.array(["i", "j"]).dictionary_encode(),
+        "timestamp": pa.array([Decimal("5.5"), Decimal(6)], type=pa.decimal128(5, 1)),
+        "rating": pa.array([date(2020, 1, 1), None]),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "e.parquet")
+    blocks = list(readers.own_files({"interactions": tmp_path / "e.parquet"}, CSV).interactions)
+    assert bad(blocks) == [(1, "rating is not a number"), (2, "user_id is not UTF-8")]
+
+
+def test_a_mapped_title_wins_over_a_column_of_that_name(tmp_path):
+    paths = written(
+        tmp_path, interactions=("e.csv", HEAD + "u,1,5,\n"), items=("i.csv", "item_id,name,title\n1,right,wrong\n")
+    )
+    tables = readers.own_files(paths, IngestConfig(source="csv", columns={"title": "name"}))
+    assert table(tables.items)["title"].to_list() == ["right"]

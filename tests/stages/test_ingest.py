@@ -412,6 +412,11 @@ REAL = {
     ),
     "beauty": (processed(f"{OF_2014}/Beauty"), (198_215, 22_332, 12_086, 12_086), (1023840000, 1406073600)),
     "beauty-22363": (processed(f"{OF_2014}/Beauty-22363", False), (198_502, 22_363, 12_101, 12_101), None),
+    "beauty-22363-order": (
+        {"source": "lines", "interactions": f"{OF_2014}/Beauty-22363/order_only.txt.gz"},
+        (198_502, 22_363, 12_101, 12_101),
+        (0, 203),
+    ),
     "health": (
         processed(f"{OF_2014}/Health_and_Personal_Care"),
         (343_831, 38_329, 18_427, 18_427),

@@ -46,10 +46,10 @@ def events(path: Path, columns: Mapping[str, str]) -> Frames:
     return columns_of(path, chosen)
 
 
-def catalogue(path: Path, columns: Mapping[str, str]) -> Frames:
+def catalogue(path: Path, columns: Mapping[str, str], required: Sequence[str] = ("item_id",)) -> Frames:
     """Yield all columns of an items file, those that we know under our names."""
     known = header(path)
-    chosen = chosen_columns(path, ("item_id",), ("title",), columns)
+    chosen = chosen_columns(path, required, ("title",), columns)
     ours = {column: name for name, column in columns.items() if name != "user_id"}
     for column in known:
         if column not in chosen.values():

@@ -36,7 +36,13 @@ def _decoded(texts: pl.Series, fields: Mapping[str, Any]) -> pl.Series | None:
         values = texts.str.json_decode(pl.Struct(dict(fields)))
     except pl.exceptions.PolarsError:
         return None
-    return values if len(values) == len(texts) else None
+    # polars reads half of a surrogate pair as NUL
+    unclear = any(
+        values.struct.field(name).str.contains("\x00", literal=True).any()
+        for name, kind in fields.items()
+        if kind == pl.String
+    )
+    return values if len(values) == len(texts) and not unclear else None
 
 
 def _parsed(text: str, fields: Mapping[str, Any], literals: bool) -> list[Any]:

@@ -56,7 +56,11 @@ def movielens_10m(files: Mapping[str, Path], config: IngestConfig) -> Tables:
 def movielens_latest(files: Mapping[str, Path], config: IngestConfig) -> Tables:
     """Read `ratings.csv` and `movies.csv` (header, quoted titles): latest-small, 20M, 25M and 32M."""
     columns = {"user_id": "userId", "item_id": "movieId"}
-    return _movielens(files, events(files["interactions"], columns), catalogue(files["items"], columns))
+    return _movielens(
+        files,
+        events(files["interactions"], columns),
+        catalogue(files["items"], columns, ("item_id", "title", "genres")),
+    )
 
 
 def recbole_100k(files: Mapping[str, Path], config: IngestConfig) -> Tables:
@@ -68,7 +72,7 @@ def recbole_100k(files: Mapping[str, Path], config: IngestConfig) -> Tables:
             pl.coalesce(pl.col("year").str.extract(r"^(\d{4})$"), pl.col("title").str.extract(YEAR)).alias("year"),
             pl.col("genres").str.replace_all(" ", ", ", literal=True),
         )
-        for frame in catalogue(files["items"], columns)
+        for frame in catalogue(files["items"], columns, ("item_id", "title", "year", "genres"))
     )
     rows = events(files["interactions"], columns)
     return Tables(interactions(rows, files["interactions"]), items(films, files["items"]))

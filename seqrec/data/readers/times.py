@@ -56,4 +56,5 @@ def _parsed(text: pl.Series, pattern: str) -> pl.Series:
     if not any(directive in pattern for directive in ("%H", "%I", "%c", "%X")):
         return text.str.to_date(pattern, strict=False).cast(pl.Int64) * DAY_S
     zone = "UTC" if "z" in pattern else None
+    pattern = pattern.replace(".%f", "%.f")  # polars' own spelling of a fraction
     return text.str.to_datetime(pattern, strict=False, time_unit="us", time_zone=zone).dt.epoch("s")
