@@ -319,8 +319,9 @@ def fetch(uri: str, folder: Path, config: RegisterConfig) -> None:
         try:
             model = Path(mlflow.artifacts.download_artifacts(uri, dst_path=directory))
         except (MlflowException, OSError) as error:
+            place = redacted(tracking_uri(config))
             raise TrackingError(
-                f"register.tracking_uri: {uri} cannot be fetched from {redacted(tracking_uri(config))} ({first_line(error)})"
+                f"register.tracking_uri: {uri} cannot be fetched from {place} ({first_line(error)})"
             ) from error
         if not (model / ARTIFACTS / MODEL_CARD).is_file():
             raise TrackingError(f"{uri} holds no {MODEL_CARD}: it is no model that `register` has logged")
@@ -386,6 +387,7 @@ def _fetch_cases(client: MlflowClient, champion: ModelVersion) -> pa.Table:
         except (MlflowException, OSError) as error:
             raise TrackingError(
                 f"register.tracking_uri: {CASES} of the champion, version {champion.version} of {champion.name}, "
-                f"cannot be fetched ({first_line(error)}); restore its run, or remove the alias {CHAMPION} to choose a new one"
+                f"cannot be fetched ({first_line(error)}); restore its run, or remove the alias {CHAMPION} to choose "
+                "a new one"
             ) from error
         return pq.read_table(path)
