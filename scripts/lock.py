@@ -1,7 +1,7 @@
 """Writes requirements.lock: what `make setup` installs, with the SHA-256 of every file that may be taken for it.
 
-`make lock` runs it after a change of constraints.txt or pyproject.toml; it needs uv and a package index. Versions are those
-of constraints.txt. torch and the CUDA packages that only its other builds need are left out: the CPU build, the CUDA
+`make lock` runs it after a change of constraints.txt or pyproject.toml; it needs uv and a package index. Versions are
+those of constraints.txt. torch and the CUDA packages that only its other builds need are left out: the CPU build, the CUDA
 build and a wheel made at home have the same version and other digests.
 """
 
@@ -15,7 +15,9 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 EXTRAS = ("pipeline", "text", "serve", "dev")  # as `make setup`
 LEFT_OUT = re.compile(r"(torch|triton|nvidia-.*|cuda-.*)==")
-HEADER = "# Written by `make lock`: the pins of constraints.txt with the digests of their files. torch is left out, see scripts/lock.py.\n"
+HEADER = (
+    "# Written by `make lock`: pins of constraints.txt with their digests; torch is left out, see scripts/lock.py\n"
+)
 
 
 def main() -> int:
