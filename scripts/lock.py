@@ -1,8 +1,8 @@
 """Writes requirements.lock: what `make setup` installs, with the SHA-256 of every file that may be taken for it.
 
 `make lock` runs it after a change of constraints.txt or pyproject.toml; it needs uv and a package index. Versions are
-those of constraints.txt. torch and the CUDA packages that only its other builds need are left out: the CPU build, the CUDA
-build and a wheel made at home have the same version and other digests.
+those of constraints.txt. torch and the CUDA packages that only its other builds need are left out: the CPU build, the
+CUDA build and a wheel made at home have the same version and other digests.
 """
 
 from __future__ import annotations
