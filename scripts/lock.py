@@ -15,9 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 EXTRAS = ("pipeline", "text", "serve", "dev")  # as `make setup`
 LEFT_OUT = re.compile(r"(torch|triton|nvidia-.*|cuda-.*)==")
-HEADER = (
-    "# Written by `make lock`: pins of constraints.txt with their digests; torch is left out, see scripts/lock.py\n"
-)
+HEADER = "# Written by `make lock`: pins of constraints.txt with digests; torch is left out, see scripts/lock.py\n"
 
 
 def main() -> int:
