@@ -1,6 +1,8 @@
 # One image for every step, and for the MLflow server. Build: docker build --tag seqrec:latest .
 # CUDA: --build-arg TORCH=cu130 (a suffix of PyTorch's indices). Without that index: TORCH_INDEX= and PIP_FIND_LINKS=...
 # Behind a proxy that re-signs: --secret id=ca,src=CERTIFICATES.pem
+# A tag can change under the same name. For a release give the digest that `docker buildx imagetools inspect` prints:
+# --build-arg PYTHON_IMAGE=python:3.11-slim@sha256:..., or `make image PYTHON_IMAGE=...`
 ARG PYTHON_IMAGE=python:3.11-slim
 
 FROM ${PYTHON_IMAGE} AS build
@@ -8,7 +10,7 @@ ARG TORCH=cpu
 ARG TORCH_INDEX=https://download.pytorch.org/whl/${TORCH}
 ARG PIP_INDEX_URL=
 ARG PIP_FIND_LINKS=
-ARG EXTRAS="pipeline text cluster"
+ARG EXTRAS="pipeline text serve cluster"
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 SHELL ["/bin/sh", "-eu", "-c"]
 WORKDIR /build

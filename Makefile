@@ -6,18 +6,30 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export DVC_NO_ANALYTICS := 1
 export GX_ANALYTICS_ENABLED := false
 export MLFLOW_DISABLE_TELEMETRY := true
+UV := $(shell command -v uv)
+INSTALL := $(if $(UV),uv pip install --quiet --python $(BIN)/python,$(BIN)/python -m pip install --quiet)
+export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
+KILLS ?= 100
+SEED ?= 0
 
-.PHONY: help setup repro experiments bench test test-containers test-spark fuzz lint audit format ui pipeline clean
+.PHONY: help setup lock repro experiments bench test test-containers test-services test-spark chaos fuzz lint audit
+.PHONY: format ui pipeline image clean
 
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 18
 
 setup: $(VENV)/.installed  ## make .venv with the pinned packages
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+# torch first, and without digests: those of its CPU and CUDA builds differ, and so do those of a wheel made at home
+$(VENV)/.installed: pyproject.toml constraints.txt requirements.lock
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[pipeline,text,serve,dev]'
+	$(INSTALL) --constraint constraints.txt torch
+	$(INSTALL) --require-hashes --no-deps --requirement requirements.lock
+	$(INSTALL) --constraint constraints.txt --editable '.[pipeline,text,serve,dev]'
 	@touch $@
+
+lock:  ## write requirements.lock anew, after a change of constraints.txt or pyproject.toml; needs uv
+	$(PYTHON) scripts/lock.py
 
 repro: setup  ## the whole pipeline, then the leaderboard; SET="finetune.epochs=3" tries other settings
 	$(if $(SET),dvc exp run $(addprefix --set-param ,$(SET)),dvc repro)
@@ -35,6 +47,16 @@ test: setup lint  ## linters, types, tests
 
 test-containers: setup  ## build the image, run the pipeline in it; needs Docker, or root on Debian
 	scripts/with_docker.sh pytest -m containers tests/test_containers.py
+
+test-services: setup  ## MLflow on a real PostgreSQL and an S3-compatible store; needs `apt-get install postgresql`
+	@ls /usr/lib/postgresql/*/bin/initdb > /dev/null 2>&1 || command -v initdb > /dev/null || \
+		{ echo "PostgreSQL is not installed: apt-get install --no-install-recommends postgresql" >&2; exit 1; }
+	@$(BIN)/python -c "import moto, psycopg" || \
+		{ echo "run: $(BIN)/python -m pip install --constraint constraints.txt --editable '.[services]'" >&2; exit 1; }
+	OMP_NUM_THREADS=1 pytest -m services tests/test_services.py
+
+chaos: setup  ## kill `dvc repro` at KILLS random moments; every result must be that of an uninterrupted run
+	PYTHONPATH=.:tests python tests/chaos.py --kills $(KILLS) --seed $(SEED)
 
 test-spark: setup  ## install pyspark and compare Spark with polars; needs Java 17 or newer
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[spark]'
@@ -62,6 +84,9 @@ ui: setup  ## MLflow on the runs, at port 5000: prints and opens the page that c
 pipeline: setup  ## compile the Kubeflow pipelines into build/
 	python -m pipelines compile --output build/pipeline.yaml
 	python -m pipelines compile --pipeline retraining --output build/retraining.yaml
+
+image:  ## build the image; PYTHON_IMAGE=python@sha256:... takes that very base, as a release should
+	docker build --tag seqrec:latest $(if $(PYTHON_IMAGE),--build-arg PYTHON_IMAGE=$(PYTHON_IMAGE)) .
 
 clean:  ## remove results; the DVC cache and downloads stay
 	rm -rf artifacts reports build

@@ -82,7 +82,9 @@ def secret_settings(values: Any, path: str) -> Iterator[str]:
 def split_credentials(uri: str) -> tuple[str, str, str]:
     """Return an address without its user and password, the user, and the password."""
     parts = urlsplit(uri)
-    userinfo, _, host = parts.netloc.rpartition("@")
+    userinfo, login, host = parts.netloc.rpartition("@")
+    if not login:
+        return uri, "", ""
     user, _, password = userinfo.partition(":")
     return urlunsplit(parts._replace(netloc=host)), unquote(user), unquote(password)
 

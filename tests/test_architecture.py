@@ -20,7 +20,16 @@ STDLIB = sys.stdlib_module_names
 # what trains and evaluates on a machine without the orchestration packages
 STARTS = ("seqrec.commands.run", "seqrec.stages.pretrain", "seqrec.stages.finetune", "seqrec.stages.evaluate")
 CORE = sorted({ROOT / path for module in STARTS for path in closure(module, lazy=False)})
-EXTERNAL = {"accelerate", "filelock", "numpy", "pyarrow", "rich", "safetensors", "torch", "yaml"}  # torch needs filelock
+EXTERNAL = {
+    "accelerate",
+    "filelock",
+    "numpy",
+    "pyarrow",
+    "rich",
+    "safetensors",
+    "torch",
+    "yaml",
+}  # torch needs filelock
 CORE_MAY_IMPORT = EXTERNAL | {"models", "seqrec"}
 CORE_LACKS = (
     *("dvc", "great_expectations", "kfp", "matplotlib", "mlflow", "narwhals", "optuna", "pandas", "plotly"),

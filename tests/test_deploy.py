@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -85,3 +86,16 @@ def test_compose_keeps_passwords_out_and_ports_local():
     assert all(port.startswith("127.0.0.1:") for port in ports)
     secret = content["services"]["postgres"]["environment"]["POSTGRES_PASSWORD"]
     assert secret.startswith("${POSTGRES_PASSWORD:?")
+
+
+def test_the_lock_has_the_pins_of_the_constraints_with_digests_and_no_address():
+    text = (ROOT / "requirements.lock").read_text()
+    pins = dict(
+        re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "constraints.txt").read_text().lower().replace("_", "-"), re.M)
+    )
+    entries = re.findall(r"^(\S+)==(\S+).*((?:\n +--hash=sha256:[0-9a-f]{64}(?: \\)?)+)$", text, re.MULTILINE)
+
+    assert len(entries) == len(re.findall(r"^\w", text, re.MULTILINE)) > 200
+    assert {name: version for name, version, _ in entries if pins.get(name, version) != version} == {}
+    assert "torch" not in {name for name, _, _ in entries}
+    assert not re.search(r"://|/\w+/|index", text.partition("\n")[2])

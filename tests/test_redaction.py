@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import shutil
-import subprocess
 import sys
 import threading
 import typing
@@ -18,9 +17,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from dvc.repo import Repo
 from support import YEAR_2001, write_settings
 
+from pipelines.__main__ import main as pipelines
 from seqrec import redaction
+from seqrec.__main__ import main
 from seqrec.config import SECTIONS, ConfigError, IngestConfig, from_dict, load, parse
 from seqrec.redaction import holds_secret, is_secret_name, redacted, secret_settings, split_credentials
 
@@ -147,73 +149,62 @@ class Quiet(SimpleHTTPRequestHandler):
         pass
 
 
-def planted(**variables: str) -> dict[str, str]:
-    """Return an environment with a password wherever one may stand."""
-    names = ("AWS_SECRET_ACCESS_KEY", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "KFP_TOKEN", "KFP_COOKIES")
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    switches = {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DVC_NO_ANALYTICS": "1"}
-    kept = {key: value for key, value in os.environ.items() if key != "MLFLOW_TRACKING_URI"}
-    return kept | switches | dict.fromkeys(names, PASSWORD) | variables
+VARIABLES = ("AWS_SECRET_ACCESS_KEY", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "KFP_TOKEN", "KFP_COOKIES")
 
 
-def call(folder: Path, *command: str, **variables: str) -> tuple[int, str]:
-    done = subprocess.run(
-        command, cwd=folder, env=planted(**variables), capture_output=True, text=True, errors="replace"
-    )
-    return done.returncode, done.stdout + done.stderr
+def ingest_under_dvc() -> None:
+    """Run the stage `ingest` of dvc.yaml, so that there is a dvc.lock."""
+    stage = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"]["ingest"]
+    Path("dvc.yaml").write_text(yaml.safe_dump({"stages": {"ingest": {**stage, "deps": []}}}))
+    with Repo.init(no_scm=True) as repo:
+        assert repo.reproduce()
 
 
-def test_a_password_in_every_variable_is_in_no_file_and_no_message(tmp_path):
-    """A run, its import, a compiled pipeline and dvc.lock; then everything that can fail."""
-    settings = write_settings(tmp_path, start=YEAR_2001)
-    content = yaml.safe_load(settings.read_text())
+def test_a_password_in_every_variable_is_in_no_file_and_no_message(tmp_path, monkeypatch, capfd, caplog):
+    """A run, its import, a compiled pipeline and dvc.lock; then what fails."""
+    content = yaml.safe_load(write_settings(tmp_path, start=YEAR_2001).read_text())
     content["leaderboard"], content["models"] = ["sasrec"], {"sasrec": content["models"]["sasrec"]}
     content["ingest"] |= {"interactions": "log.csv", "retries": 0}
-    settings.write_text(yaml.safe_dump(content))
     project, files = tmp_path / "project", tmp_path / "files"
     for folder in (project, files):
         folder.mkdir()
     shutil.move(tmp_path / "log.csv", files / "log.csv")
-    for name in ("seqrec", "models"):
-        (project / name).symlink_to(ROOT / name)
-    python = [sys.executable, "-m"]
-    settings = str(settings)
-    said = []
-    with serving(partial(Quiet, directory=files)) as place, serving(Refusing) as refusing:
-        mirror = {"SEQREC_DATA_MIRROR": f"http://somebody:{PASSWORD}@{place}"}
-        assert call(project, *python, "seqrec", "run", "--config-file", settings, "--out", "out", **mirror)[0] == 0
+    (project / "settings.yaml").write_text(yaml.safe_dump(content))
+    monkeypatch.chdir(project)
+    monkeypatch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    for name in VARIABLES:
+        monkeypatch.setenv(name, PASSWORD)
+    ingest, load_run = ["ingest", "--output", "elsewhere", "--downloads", "state"], ["import", "--run", "out"]
+    settings = ["--params", "settings.yaml"]
+    with (
+        caplog.at_level(logging.INFO),
+        serving(partial(Quiet, directory=files)) as place,
+        serving(Refusing) as refusing,
+    ):
+        monkeypatch.setenv("SEQREC_DATA_MIRROR", f"http://somebody:{PASSWORD}@{place}")
+        assert main(["run", "--config-file", "settings.yaml", "--out", "out"]) == 0
         shutil.copy(project / "out" / "params.yaml", project / "params.yaml")
-        stages = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"]
-        (project / "dvc.yaml").write_text(yaml.safe_dump({"stages": {"ingest": {**stages["ingest"], "deps": []}}}))
-        for command in (
-            [*python, "seqrec", "import", "--run", "out"],
-            [*python, "pipelines", "compile", "--params", settings, "--output", "pipeline.yaml"],
-            ["dvc", "init", "--no-scm", "--quiet"],
-            ["dvc", "repro"],
-        ):
-            status, text = call(project, *command, **mirror)
-            assert status == 0, text
-            said.append(text)
-        bad = f"http://somebody:{PASSWORD}@{refusing}"
-        image = {"SEQREC_IMAGE": f"seqrec@sha256:{'0' * 64}"}
-        ingest = [*python, "seqrec", "ingest", "--output", "data", "--downloads", "state", "-v"]
-        for command, variables in (
-            (ingest, {"SEQREC_DATA_MIRROR": bad}),
-            (ingest, {"SEQREC_DATA_MIRROR": f"s3://somebody:{PASSWORD}@bucket"}),
-            (ingest, {"SEQREC_DATA_MIRROR": f"http://somebody:{PASSWORD}@127.0.0.1:1"}),
-            ([*python, "seqrec", "import", "--run", "out", "-v"], {"MLFLOW_TRACKING_URI": bad}),
-            ([*python, "seqrec", "import", "--run", "out"], {"MLFLOW_TRACKING_URI": f"postgresql://u:{PASSWORD}@h/d"}),
-            ([*python, "pipelines", "submit", "--params", settings, "--host", bad], image),
-        ):
-            status, text = call(project, *command, **variables)
-            assert status == 1, text
-            said.append(text)
+        assert main(load_run) == 0
+        assert pipelines(["compile", *settings, "--output", "pipeline.yaml"]) == 0
+        ingest_under_dvc()
+        login = f"http://somebody:{PASSWORD}@"
+        for mirror in (f"{login}{refusing}", f"{login}127.0.0.1:1", f"s3://somebody:{PASSWORD}@bucket"):
+            monkeypatch.setenv("SEQREC_DATA_MIRROR", mirror)
+            assert main(ingest) == 1
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"{login}{refusing}")
+        assert main(load_run) == 1
+        monkeypatch.setattr("pipelines.client.IMAGE", f"seqrec@sha256:{'0' * 64}")
+        assert pipelines(["submit", *settings, "--host", f"{login}{refusing}"]) == 1
 
     leaks = [path for path in tmp_path.rglob("*") if path.is_file() and PASSWORD.encode() in path.read_bytes()]
+    said = caplog.text + "".join(capfd.readouterr())
     assert leaks == []
-    assert [text for text in said if PASSWORD in text] == []
-    assert (project / "dvc.lock").is_file()
-    assert (project / "pipeline.yaml").is_file()
+    assert "HTTP 403" in said
+    assert [line for line in said.splitlines() if PASSWORD in line] == []
+    assert Path("dvc.lock").is_file()
+    assert Path("pipeline.yaml").is_file()
 
 
 def test_what_is_not_caught_is_printed_without_secrets(capsys):

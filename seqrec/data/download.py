@@ -11,6 +11,7 @@ import hashlib
 import logging
 import lzma
 import os
+import re
 import shutil
 import stat
 import struct
@@ -38,6 +39,7 @@ from seqrec.redaction import redacted
 
 logger = logging.getLogger(__name__)
 
+REQUIREMENT = re.compile(r"[A-Za-z0-9](?:[\w.-]*[A-Za-z0-9])?==[\w.!+-]+")  # of pip
 MIRROR_VARIABLE = "SEQREC_DATA_MIRROR"
 CHUNK_BYTES = 1 << 16
 CONNECT_TIMEOUT_S = 10.0
@@ -357,8 +359,10 @@ def pip_download(requirement: str, downloads: Path, *, retries: int = 4, timeout
     """Fetch the wheel of `requirement` from the configured package index, without installing it.
 
     Raises:
-        DownloadError: pip failed; its last line says why.
+        DownloadError: the requirement is not of the form NAME==VERSION, or pip failed; its last line says why.
     """
+    if not REQUIREMENT.fullmatch(requirement):  # an option of pip, a URL or a path could make it run or fetch anything
+        raise DownloadError(f"{redacted(requirement)!r}: a package must be given as NAME==VERSION")
     folder = _folder(f"pypi:{requirement}", downloads)
     for wheel in folder.glob("*.whl"):
         return wheel
@@ -368,7 +372,7 @@ def pip_download(requirement: str, downloads: Path, *, retries: int = 4, timeout
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet"]
     command += ["--disable-pip-version-check", "--retries", str(retries), "--timeout", f"{timeout_s:.0f}"]
     result = subprocess.run(
-        [*command, "--dest", str(scratch), requirement], capture_output=True, text=True, check=False
+        [*command, "--dest", str(scratch), "--", requirement], capture_output=True, text=True, check=False
     )
     wheels = list(scratch.glob("*.whl"))
     if result.returncode or not wheels:

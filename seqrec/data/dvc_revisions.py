@@ -51,9 +51,10 @@ def fetch(output: Path, config: IngestConfig) -> dict[str, float]:
             project.get_file(place, str(output / name))
             _check(output / name, md5, config)
     except (DvcException, SCMError, FileNotFoundError) as error:
+        reason = redacted(str(error))
         raise ConfigError(
-            f"ingest.repository: {config.repository} at {config.revision} cannot be read ({redacted(str(error))}); "
-            "check address, revision and the credentials of its remote"
+            f"ingest.repository: {config.repository} at {config.revision} cannot be read ({reason}); check address, "
+            "revision and the credentials of its remote"
         ) from error
     card = read_json(output / artifacts.SOURCE_CARD)
     if (card["source"], card["category"]) != (config.source, config.category):

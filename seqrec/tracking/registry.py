@@ -287,9 +287,9 @@ def fetch(uri: str, folder: Path, config: RegisterConfig) -> None:
         try:
             model = Path(mlflow.artifacts.download_artifacts(uri, dst_path=directory))
         except (MlflowException, OSError) as error:
+            place = redacted(tracking_uri(config))
             raise TrackingError(
-                f"register.tracking_uri: {uri} cannot be fetched from {redacted(tracking_uri(config))} "
-                f"({first_line(error)})"
+                f"register.tracking_uri: {uri} cannot be fetched from {place} ({first_line(error)})"
             ) from error
         if not (model / ARTIFACTS / MODEL_CARD).is_file():
             raise TrackingError(f"{uri} holds no {MODEL_CARD}: it is no model that `register` has logged")

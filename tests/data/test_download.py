@@ -334,6 +334,23 @@ def test_a_wheel_is_fetched_without_its_requirements_and_not_installed(index, tm
     assert subprocess.run([sys.executable, "-c", "import tinyset"], capture_output=True, check=False).returncode
 
 
+@pytest.mark.parametrize(
+    "requirement",
+    [
+        "--index-url=http://127.0.0.1:1",
+        "-r/etc/passwd",
+        "tinyset",
+        "tinyset>=1",
+        "./tinyset==1",
+        "tinyset @ http://h/x",
+    ],
+)
+def test_a_requirement_that_is_no_pinned_package_never_reaches_pip(requirement, index, tmp_path):
+    with pytest.raises(DownloadError, match="NAME==VERSION"):
+        pip_download(requirement, tmp_path / "downloads")
+    assert not (tmp_path / "downloads").exists()
+
+
 def test_a_wheel_that_is_not_there_is_a_download_error(index, tmp_path):
     with pytest.raises(DownloadError, match=r"pip download tinyset==2\.0: .*tinyset==2\.0"):
         pip_download("tinyset==2.0", tmp_path / "downloads", retries=0)

