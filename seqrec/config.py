@@ -417,7 +417,12 @@ class Params:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the content, shaped as params.yaml."""
-        tops = {"seed": self.seed, "dataset": self.dataset, "sources": list(self.sources), "leaderboard": list(self.leaderboard)}
+        tops = {
+            "seed": self.seed,
+            "dataset": self.dataset,
+            "sources": list(self.sources),
+            "leaderboard": list(self.leaderboard),
+        }
         return tops | dict(self.sections) | {"datasets": self.datasets, "models": self.models}
 
     def dataset_entry(self, name: str) -> Mapping[str, Mapping[str, Any]]:
