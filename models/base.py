@@ -6,7 +6,6 @@ Shape suffixes, in every file of this package:
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, NamedTuple, get_args, get_origin, get_type_hints
@@ -69,7 +68,6 @@ class Options:
         check(not changed, f"{', '.join(changed)}: no effect, as {why}")
 
 
-@functools.cache
 def _choices(options: type[Options]) -> dict[str, tuple[str, ...]]:
     """Return the values that each option of a Literal type may have."""
     hints = get_type_hints(options)
@@ -149,7 +147,7 @@ class SequenceModel(nn.Module):
         """Return `attention_maps` without and with learnt masks of the last layer; None for a model without such."""
         return None
 
-    def serving_variants(self) -> dict[float, Options]:
+    def serving_variants(self) -> dict[float, Any]:
         """Return the options that the weights can be served with as they are, by the share of rows not computed."""
         return {}
 

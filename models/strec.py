@@ -26,7 +26,7 @@ Shape suffixes, besides those of base.py: Q queries, H heads, K width of a head,
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -339,7 +339,7 @@ class STRec(SequenceModel):
         """See `SequenceModel.needs_of`."""
         return frozenset({"times"} if options.sampling == "time" else ())
 
-    def serving_variants(self) -> dict[float, Options]:
+    def serving_variants(self) -> dict[float, Any]:
         """See `SequenceModel.serving_variants`: other numbers of rows, and those of the training."""
         if self.sampler is None:
             return {}
