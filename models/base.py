@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from torch import Tensor, nn
+from torch.nn import functional as F
+
+from models import attention_weights
 
 PAD = 0
-OBJECTIVES = ("causal", "last", "cloze")
+Objective = Literal["causal", "last", "cloze"]  # see seqrec/training/objectives.py
+OBJECTIVES: tuple[str, ...] = get_args(Objective)
 
 
 class Batch(NamedTuple):
@@ -40,17 +44,40 @@ TaskLoss = Callable[[Tensor], Tensor]  # queries (B, P, D) -> (B, P); their sum 
 class Options:
     """Options of every model; the model's own file adds to them."""
 
-    length: int = 50  # most recent events the model sees
-    objective: str = "causal"
+    length: int = 50  # positions the model sees: the most recent events, and MASK where it is asked with one
+    objective: Objective = "causal"
 
     def __post_init__(self) -> None:
         check(self.length >= 1, "length must be at least 1")
-        check(self.objective in OBJECTIVES, f"objective must be one of {', '.join(OBJECTIVES)}")
+        for name, allowed in _choices(type(self)).items():
+            check(getattr(self, name) in allowed, f"{name} must be one of {', '.join(allowed)}")
+
+    @property
+    def masked(self) -> bool:
+        """Whether targets are MASKs inside the window, seen from both sides; otherwise a target follows its query."""
+        return self.objective == "cloze"
+
+    @property
+    def history(self) -> int:
+        """Most recent events that a query for the next item sees: one fewer where MASK takes a place."""
+        return self.length - self.masked
 
     def check_unused(self, why: str, *names: str) -> None:
         """Raise ValueError if an option of `names` is not at its default."""
         changed = [f.name for f in fields(self) if f.name in names and getattr(self, f.name) != f.default]
         check(not changed, f"{', '.join(changed)}: no effect, as {why}")
+
+
+def _choices(options: type[Options]) -> dict[str, tuple[str, ...]]:
+    """Return the values that each option of a Literal type may have."""
+    hints = get_type_hints(options)
+    return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
+
+
+def with_mask(batch: Batch, mask: int) -> Batch:
+    """Append MASK, the place of the event to predict, at the time of the last event."""
+    items = F.pad(batch.items, (0, 1), value=mask)
+    return batch._replace(items=items, times=F.pad(batch.times, (0, 1)))
 
 
 def check(condition: bool, message: str) -> None:
@@ -69,7 +96,8 @@ class SequenceModel(nn.Module):
     Options: ClassVar[type[Options]]
     options: Any
     objectives: ClassVar[frozenset[str]] = frozenset({"causal"})
-    needs: ClassVar[frozenset[str]] = frozenset()  # subset of times, user, text
+    text: ClassVar[Literal["", "tokens", "vectors"]] = ""  # of the items: what it reads in `Catalogue.tokens`
+    reads_events: ClassVar[bool] = False  # whether its last attention has one key an event, in order
     clipped_apart: ClassVar[tuple[str, ...]] = ()  # ends of names of parameters whose gradients are clipped apart
     undecayed: ClassVar[tuple[str, ...]] = ()  # ends of names of matrices without weight decay; vectors never have any
     shortest = 1  # positions of a batch that an exported graph takes; shorter ones are padded
@@ -85,12 +113,50 @@ class SequenceModel(nn.Module):
         self.options = options
         self.catalogue = catalogue
 
+    @classmethod
+    def needs_of(cls, options: Any) -> frozenset[str]:
+        """Return what a model with `options` reads besides items, of times, user and text."""
+        return frozenset({"text"} if cls.text else ())
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What this model reads besides items, of times, user and text."""
+        return self.needs_of(self.options)
+
+    def asked(self, batch: Batch) -> Batch:
+        """Return the batch that asks what follows each history: with MASK at its end for a model trained with them."""
+        return with_mask(batch, self.catalogue.num_items + 1) if self.options.masked else batch
+
     def forward(self, batch: Batch, last: bool = False) -> Tensor:
         """Return queries (B, L, D); with `last`, (B, 1, D), on the very path that is served."""
         raise NotImplementedError
 
     def item_vectors(self) -> Tensor:
         """Return (V, D); row 0 is padding and never a candidate."""
+        raise NotImplementedError
+
+    def attention_maps(self, batch: Batch, last: bool = False) -> Tensor | None:
+        """Return the weights (B, H, Q, L) of its last attention, in eval mode; None if its keys are not the events."""
+        if not self.reads_events:
+            return None
+        with attention_weights.kept() as weights:
+            self(batch, last)
+        return weights[0].reshape(len(batch.items), -1, *weights[0].shape[-2:])
+
+    def masked_maps(self, batch: Batch) -> tuple[Tensor, Tensor] | None:
+        """Return `attention_maps` without and with learnt masks of the last layer; None for a model without such."""
+        return None
+
+    def serving_variants(self) -> dict[float, Any]:
+        """Return the options that the weights can be served with as they are, by the share of rows not computed."""
+        return {}
+
+    def serve(self, catalogue: Catalogue) -> None:
+        """Take another catalogue in place of the one it was trained on; models of tokens alone can."""
+        raise NotImplementedError
+
+    def grown(self, catalogue: Catalogue) -> SequenceModel:
+        """Return this model with more items, known from their text; models of tokens alone can."""
         raise NotImplementedError
 
     def user_tables(self) -> list[nn.Embedding]:

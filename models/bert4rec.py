@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.base import PAD, Batch, Catalogue, Options, SequenceModel, check
+from models.base import PAD, Batch, Catalogue, Objective, Options, SequenceModel, check
 from models.layers import Dropout, MultiHeadAttention, attention_bias, initialise
 
 
@@ -26,7 +26,7 @@ from models.layers import Dropout, MultiHeadAttention, attention_bias, initialis
 class BERT4RecOptions(Options):
     """Options of BERT4Rec."""
 
-    objective: str = "cloze"
+    objective: Objective = "cloze"
     d_model: int = 64
     layers: int = 2
     heads: int = 2
@@ -70,6 +70,7 @@ class BERT4Rec(SequenceModel):
     Options = BERT4RecOptions
     options: BERT4RecOptions
     objectives = frozenset({"cloze"})
+    reads_events = True
 
     def __init__(self, options: BERT4RecOptions, catalogue: Catalogue) -> None:
         super().__init__(options, catalogue)

@@ -12,6 +12,7 @@ Shape suffixes, besides those of base.py: C features of the convolutions, T = L 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +46,6 @@ class Caser(SequenceModel):
     Options = CaserOptions
     options: CaserOptions
     objectives = frozenset({"causal", "last"})
-    needs = frozenset({"user"})
 
     def __init__(self, options: CaserOptions, catalogue: Catalogue) -> None:
         super().__init__(options, catalogue)
@@ -59,6 +59,11 @@ class Caser(SequenceModel):
         self.output = nn.Embedding(catalogue.num_items + 1, 2 * d_model, padding_idx=PAD)  # W' of equation 10
         self.bias = nn.Parameter(torch.zeros(catalogue.num_items + 1))
         initialise(self)
+
+    @classmethod
+    def needs_of(cls, options: Any) -> frozenset[str]:
+        """See `SequenceModel.needs_of`."""
+        return frozenset({"user"})
 
     def forward(self, batch: Batch, last: bool = False) -> Tensor:
         """See `SequenceModel.forward`."""

@@ -37,7 +37,8 @@ from models.layers import Dropout, attend, attention_bias, draws, initialise
 from models.topk_dropout import topk_dropout
 
 ROUTING = ("balance", "busiest_expert", "idlest_expert", "router_entropy")  # eq. 11 without lambda, shares, nats
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
+Activation = Literal["silu", "sigmoid"]
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,17 +50,17 @@ class FLASH4RecOptions(Options):
     d_value: int = 128  # width of values and gate
     layers: int = 2
     dropout: float = 0.2  # of embeddings and residual branches
-    activation: str = "silu"  # silu | sigmoid: the unnamed sigma of eqs. 1, 4, 5
+    activation: Activation = "silu"  # the unnamed sigma of eqs. 1, 4, 5
     user_gate: bool = True  # False drops the user's half of eq. 5
     user_dropout: float = 0.0  # share of training sequences whose user counts as unknown, as new users do when serving
-    norm: str = "pre"  # pre | post
+    norm: Literal["pre", "post"] = "pre"
     prediction_head: bool = True  # False: the last block's normalised output is the query, better on sparse data
     heads: int = 0  # 0 = gated attention; ablation: so many heads of plain attention in its place, without a user
     experts: int = 4  # 1 = ablation: one dense network, no router
     experts_per_token: int = 1
     d_expert: int = 128
     d_router: int = 64
-    gate: str = "softmax_then_topk"  # | topk_then_softmax: eqs. 8 and 9 to the letter
+    gate: Literal["softmax_then_topk", "topk_then_softmax"] = "softmax_then_topk"  # the second: eqs. 8, 9 to the letter
     jitter: float = 0.01  # eq. 7: the router's input is scaled by Uniform(1 - jitter, 1 + jitter)
     balance: float = 0.01  # weight of eq. 11
     topk_dropout: float = 0.1  # probability of dropping each of a row's largest weights
@@ -73,10 +74,7 @@ class FLASH4RecOptions(Options):
         check(min(*widths, self.layers) >= 1, "widths and layers: at least 1")
         check(self.d_shared >= 2 and self.d_shared % 2 == 0, "d_shared must be even: rotary positions pair dimensions")
         check(0 <= self.dropout < 1 and 0 <= self.topk_dropout < 1, "dropout, topk_dropout: at least 0 and under 1")
-        check(self.activation in ACTIVATIONS, f"activation must be one of {', '.join(ACTIVATIONS)}")
-        check(self.norm in ("pre", "post"), "norm must be pre or post")
         check(1 <= self.experts_per_token <= self.experts, "experts_per_token must be between 1 and experts")
-        check(self.gate in ("softmax_then_topk", "topk_then_softmax"), "gate: softmax_then_topk or topk_then_softmax")
         check(0 <= self.attention_dropout < 1, "attention_dropout must be at least 0 and under 1")
         check(
             not (self.attention_dropout and self.topk_dropout),
@@ -324,14 +322,13 @@ class FLASH4Rec(SequenceModel):
     Options = FLASH4RecOptions
     options: FLASH4RecOptions
     objectives = frozenset({"causal", "last", "cloze"})
-    needs = frozenset({"user"})
+    reads_events = True
     undecayed = ("attention.scale", "attention.shift")  # gains and offsets, of queries and of keys in one matrix
 
     def __init__(self, options: FLASH4RecOptions, catalogue: Catalogue) -> None:
         super().__init__(options, catalogue)
         d_model = options.d_model
-        mask = options.objective == "cloze"  # one more row
-        self.items = nn.Embedding(catalogue.num_items + 1 + mask, d_model, padding_idx=PAD)
+        self.items = nn.Embedding(catalogue.num_items + 1 + options.masked, d_model, padding_idx=PAD)
         self.users = nn.Embedding(catalogue.num_users + 1, d_model) if options.user_gate else None
         self.dropout = Dropout(options.dropout)
         self.blocks = nn.ModuleList(Block(options) for _ in range(options.layers))
@@ -351,6 +348,11 @@ class FLASH4Rec(SequenceModel):
             for name, weight in self.blocks.named_parameters():
                 if not options.prediction_head and name.endswith(("to_out.weight", "outer", "outer.weight")):
                     weight.mul_(0.1)
+
+    @classmethod
+    def needs_of(cls, options: FLASH4RecOptions) -> frozenset[str]:
+        """See `SequenceModel.needs_of`."""
+        return frozenset({"user"} if options.user_gate else ())
 
     def forward(self, batch: Batch, last: bool = False) -> Tensor:
         """See `SequenceModel.forward`."""
@@ -381,8 +383,7 @@ class FLASH4Rec(SequenceModel):
 
     def item_vectors(self) -> Tensor:
         """See `SequenceModel.item_vectors`."""
-        masked = self.options.objective == "cloze"
-        return self.items.weight[: self.catalogue.num_items + 1] if masked else self.items.weight
+        return self.items.weight[: self.catalogue.num_items + 1] if self.options.masked else self.items.weight
 
     def training_loss(self, batch: Batch, task: TaskLoss) -> dict[str, Tensor]:
         """See `SequenceModel.training_loss`; adds the load-balancing term, and what shows whether it works."""

@@ -13,6 +13,7 @@ Differs from the paper in these places:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +38,6 @@ class FPMC(SequenceModel):
 
     Options = FPMCOptions
     options: FPMCOptions
-    needs = frozenset({"user"})
 
     def __init__(self, options: FPMCOptions, catalogue: Catalogue) -> None:
         super().__init__(options, catalogue)
@@ -45,6 +45,11 @@ class FPMC(SequenceModel):
         self.last_items = nn.Embedding(catalogue.num_items + 1, options.d_model, padding_idx=PAD)  # v^LI
         self.next_items = nn.Embedding(catalogue.num_items + 1, 2 * options.d_model, padding_idx=PAD)  # [v^IU, v^IL]
         initialise(self)
+
+    @classmethod
+    def needs_of(cls, options: Any) -> frozenset[str]:
+        """See `SequenceModel.needs_of`."""
+        return frozenset({"user"})
 
     def forward(self, batch: Batch, last: bool = False) -> Tensor:
         """See `SequenceModel.forward`."""

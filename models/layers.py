@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from models.attention_weights import keep
 from models.base import PAD
 
 INIT_STD = 0.02  # N(0, 1) embeddings make a softmax over thousands of items start saturated
@@ -43,6 +44,7 @@ def attention_bias(items_BL: Tensor, *, causal: bool) -> Tensor:
 
 def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, dropout: float = 0.0) -> Tensor:
     """Return scaled dot-product attention; bf16 becomes fp32 on a CPU, whose bf16 backward pass is thrice as slow."""
+    keep(lambda: (query @ key.mT * query.shape[-1] ** -0.5 + (0 if bias is None else bias)).softmax(-1))
     if query.device.type != "cpu" or query.dtype != torch.bfloat16:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, dropout_p=dropout)
     with torch.autocast("cpu", enabled=False):
@@ -111,4 +113,6 @@ class MultiHeadAttention(nn.Module):
         """Return the weights (B, H, Q, L) of the values, step by step: for `weigh`, and for two derivatives."""
         score_BHQL = score_BHQL + bias_BQL.unsqueeze(1)
         weight_BHQL = score_BHQL.softmax(-1) if self.weigh is None else self.weigh(score_BHQL)
-        return F.dropout(weight_BHQL, self.dropout, self.training)
+        weight_BHQL = F.dropout(weight_BHQL, self.dropout, self.training)
+        keep(lambda: weight_BHQL)
+        return weight_BHQL

@@ -11,6 +11,7 @@ Differs from the paper in these places:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +36,6 @@ class MFBPR(SequenceModel):
 
     Options = MFBPROptions
     options: MFBPROptions
-    needs = frozenset({"user"})
 
     def __init__(self, options: MFBPROptions, catalogue: Catalogue) -> None:
         super().__init__(options, catalogue)
@@ -43,6 +43,11 @@ class MFBPR(SequenceModel):
         self.items = nn.Embedding(catalogue.num_items + 1, options.d_model, padding_idx=PAD)
         self.bias = nn.Parameter(torch.zeros(catalogue.num_items + 1))
         initialise(self)
+
+    @classmethod
+    def needs_of(cls, options: Any) -> frozenset[str]:
+        """See `SequenceModel.needs_of`."""
+        return frozenset({"user"})
 
     def forward(self, batch: Batch, last: bool = False) -> Tensor:
         """See `SequenceModel.forward`."""

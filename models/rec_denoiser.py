@@ -22,7 +22,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, distributed, nn
@@ -41,8 +41,6 @@ BACKBONES: dict[str, type[SequenceModel]] = {
     "tisasrec": TiSASRec,
     "ssept": SSEPT,
 }
-ATTENTIONS = ("masked", "full", "strided", "entmax")
-ESTIMATORS = ("arm", "ar", "reinforce", "ste")
 EMA_DECAY = 0.95
 
 
@@ -50,20 +48,20 @@ EMA_DECAY = 0.95
 class RecDenoiserOptions(Options):
     """Options of Rec-Denoiser."""
 
-    backbone: str = "sasrec"
+    backbone: Literal["sasrec", "bert4rec", "tisasrec", "ssept"] = "sasrec"
     backbone_options: dict[str, Any] = field(default_factory=dict)  # those that are not named here
     d_model: int = 64
     layers: int = 2
     heads: int = 2
     dropout: float = 0.2
-    attention: str = "masked"  # | full: no masks | strided: fixed | entmax: alpha-entmax with 1.5, not learnt
+    attention: Literal["masked", "full", "strided", "entmax"] = "masked"  # full: no masks; strided: fixed; 1.5-entmax
     stride: int = 8  # strided: the last so many events, and every so manyth before
     l0: float = 0.01  # beta, weight of the expected share of kept entries; masked alone
     jacobian: float = 0.0001  # gamma, weight of eq. 12; the paper: 0.001, which slows a softmax over all items down
-    estimator: str = "arm"  # | ar | reinforce | ste: straight-through, biased
-    baseline: str = "none"  # ar, reinforce: | loo: mean loss of the other examples | ema: of past batches
-    draws: str = "example"  # | batch: one draw for all examples of a batch, as in Algorithm 1
-    credit: str = "position"  # a row is judged by losses where it can reach | example: by all, as in eqs. 10 and 11
+    estimator: Literal["arm", "ar", "reinforce", "ste"] = "arm"  # ste: straight-through, biased
+    baseline: Literal["none", "loo", "ema"] = "none"  # ar, reinforce: mean loss of the other examples | past batches
+    draws: Literal["example", "batch"] = "example"  # batch: one draw for all examples of a batch, as in Algorithm 1
+    credit: Literal["position", "example"] = "position"  # whose losses judge a row: those in reach | all, as in eq. 10
     per_head: bool = False
     keep_diag: bool = False  # an event always reads itself
     keep: float = 0.9  # initial probability of keeping an entry
@@ -75,19 +73,13 @@ class RecDenoiserOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(self.backbone in BACKBONES, f"backbone must be one of {', '.join(BACKBONES)}")
-        check(self.attention in ATTENTIONS, f"attention must be one of {', '.join(ATTENTIONS)}")
         check(self.stride >= 1, "stride must be at least 1")
         check(min(self.l0, self.jacobian) >= 0, "l0 and jacobian must be at least 0")
         check(self.attention == "masked" or self.l0 == 0, f"l0 must be 0: attention {self.attention} has no masks")
-        check(self.estimator in ESTIMATORS, f"estimator must be one of {', '.join(ESTIMATORS)}")
-        check(self.baseline in ("none", "loo", "ema"), "baseline must be none, loo or ema")
         scored = self.estimator in ("ar", "reinforce")
         check(self.baseline == "none" or scored, f"baseline: estimator {self.estimator} has none")
-        check(self.draws in ("example", "batch"), "draws must be example or batch")
         loo_by_batch = self.baseline == "loo" and self.draws == "batch"
         check(not loo_by_batch, "baseline: with draws batch, loo would depend on the draw it judges")
-        check(self.credit in ("position", "example"), "credit must be position or example")
         check(0 < self.keep < 1, "keep must be between 0 and 1")
         check(self.mask_rate > 0, "mask_rate must be positive")
         check(0 < self.jacobian_share <= 1, "jacobian_share must be over 0 and at most 1")
@@ -222,12 +214,13 @@ class RecDenoiser(SequenceModel):
     Options = RecDenoiserOptions
     options: RecDenoiserOptions
     objectives = SASRec.objectives  # of the default backbone; an instance has those of its own
+    reads_events = True
     clipped_apart = ("raw_XLL",)  # an estimate's noise must not decide how far the backbone moves
     undecayed = ("raw_XLL",)  # eq. 4 decays Theta; what Phi costs is `l0`
 
     def __init__(self, options: RecDenoiserOptions, catalogue: Catalogue) -> None:
         backbone = BACKBONES[options.backbone]
-        self.objectives, self.needs = backbone.objectives, backbone.needs  # type: ignore[misc]
+        self.objectives = backbone.objectives  # type: ignore[misc]
         super().__init__(options, catalogue)
         self.backbone = backbone(options.of_backbone(), catalogue)
         for block in self.blocks:
@@ -235,6 +228,26 @@ class RecDenoiser(SequenceModel):
         self.mean_loss: Tensor
         if options.baseline == "ema":
             self.register_buffer("mean_loss", torch.zeros(()))
+
+    @classmethod
+    def needs_of(cls, options: RecDenoiserOptions) -> frozenset[str]:
+        """See `SequenceModel.needs_of`: what the backbone reads."""
+        return BACKBONES[options.backbone].needs_of(options.of_backbone())
+
+    def masked_maps(self, batch: Batch) -> tuple[Tensor, Tensor] | None:
+        """See `SequenceModel.masked_maps`; the layers before the last keep their masks."""
+        if not self.masks:
+            return None
+        layer = self.blocks[-1].attention
+        mask, layer.weigh = layer.weigh, None
+        try:
+            before = self.attention_maps(batch)
+        finally:
+            layer.weigh = mask
+        after = self.attention_maps(batch)
+        assert before is not None
+        assert after is not None
+        return before, after
 
     def _weigh(self) -> nn.Module | None:
         if self.options.attention == "masked":
@@ -264,7 +277,7 @@ class RecDenoiser(SequenceModel):
 
     def valid(self, items_BL: Tensor) -> Tensor:
         """Return (B, L, L) bool: the mask entries that matter, those where an event may read an event."""
-        bias_BLL = attention_bias(items_BL, causal=self.options.objective != "cloze")
+        bias_BLL = attention_bias(items_BL, causal=not self.options.masked)
         valid_BLL: Tensor = (bias_BLL == 0) & (items_BL != PAD).unsqueeze(2)
         if self.options.keep_diag:
             valid_BLL = valid_BLL & ~torch.eye(items_BL.shape[1], dtype=torch.bool, device=items_BL.device)
@@ -374,7 +387,7 @@ class RecDenoiser(SequenceModel):
         if self.options.credit == "example":
             return [weight_BL.sum(1, keepdim=True).expand_as(weight_BL)] * (below + 1)
         reached_BL = weight_BL.flip(1).cumsum(1).flip(1)
-        if self.options.objective == "cloze":
+        if self.options.masked:
             reached_BL = reached_BL[:, :1].expand_as(weight_BL)
         return [reached_BL] * below + [weight_BL]
 

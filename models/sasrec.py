@@ -64,6 +64,7 @@ class SASRec(SequenceModel):
     Options = SASRecOptions
     options: SASRecOptions
     objectives = frozenset({"causal", "last"})
+    reads_events = True
 
     def __init__(self, options: SASRecOptions, catalogue: Catalogue) -> None:
         super().__init__(options, catalogue)

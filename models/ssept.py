@@ -12,6 +12,7 @@ SASRec on item vectors that the user's vector is joined to. Differs from the pap
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +50,7 @@ class SSEPT(SequenceModel):
     Options = SSEPTOptions
     options: SSEPTOptions
     objectives = frozenset({"causal", "last"})
-    needs = frozenset({"user"})
+    reads_events = True
 
     def __init__(self, options: SSEPTOptions, catalogue: Catalogue) -> None:
         super().__init__(options, catalogue)
@@ -63,6 +64,11 @@ class SSEPT(SequenceModel):
         initialise(self)
         with torch.no_grad():
             self.users.weight[0] = 0
+
+    @classmethod
+    def needs_of(cls, options: Any) -> frozenset[str]:
+        """See `SequenceModel.needs_of`."""
+        return frozenset({"user"})
 
     def forward(self, batch: Batch, last: bool = False) -> Tensor:
         """See `SequenceModel.forward`."""

@@ -25,17 +25,19 @@ Shape suffixes, besides those of base.py: Q queries, H heads, K width of a head,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.base import PAD, Batch, Catalogue, Options, SequenceModel, TaskLoss, check
+from models.base import PAD, Batch, Catalogue, Objective, Options, SequenceModel, TaskLoss, check
 from models.efficient_attention import EFFICIENT
 from models.layers import Dropout, attend, initialise
 
 SPARSITY = 0.69  # the paper's best
+SPARSITIES = (0.0, 0.42, 0.58, 0.69, 0.77, 0.9, 0.98)  # that a trained model can be tried at
 OFFICIAL_ALPHA = (-0.2, -0.2, -0.3, -0.3, -0.5, -0.5, -0.7, -0.7)  # the code's, for its 8 layers
 LITERAL_SCALE = 1e8  # C of eq. 12, as in the code
 LOG_FLOOR = 1e-9  # log(S + this): what an event that is not sampled keeps
@@ -57,24 +59,24 @@ SAMPLER_OPTIONS = (
 class STRecOptions(Options):
     """Options of STRec."""
 
-    objective: str = "last"
+    objective: Objective = "last"
     d_model: int = 64
     layers: int = 2
     heads: int = 2
     dropout: float = 0.2
     attention_dropout: float = 0.0  # of attention weights; more than 0 rules out the fused kernel
-    attention: str = "full"  # | linformer | informer | longformer: drop-ins for a network without sampling
+    attention: Literal["full", "linformer", "informer", "longformer"] = "full"  # others: drop-ins without sampling
     attention_size: int = 16  # drop-ins: projected length | factor of log n | window
-    sampling: str = "time"  # by time to the last event | position | random | none: the backbone, every row
+    sampling: Literal["time", "position", "random", "none"] = "time"  # time to the last event; none: every row
     k: tuple[int, ...] = ()  # rows of each layer, never increasing; empty: constant by `sparsity`, then 1
     sparsity: float | None = None  # k = round(length (1 - sparsity)); 0.69 unless `k` is given
-    transform: str = "asinh"  # of seconds: asinh | log1p | raw
-    activation: str = "tanh"  # in the sampler: tanh | relu
-    noise: str = "normal"  # added to z-scores: normal | uniform | logistic | none
+    transform: Literal["asinh", "log1p", "raw"] = "asinh"  # of seconds
+    activation: Literal["tanh", "relu"] = "tanh"  # in the sampler
+    noise: Literal["normal", "uniform", "logistic", "none"] = "normal"  # added to z-scores
     noise_seed: int = 0  # of the draws at inference
-    mask: str = "log"  # soft mask: log | literal: eq. 12 as printed
+    mask: Literal["log", "literal"] = "log"  # soft mask; literal: eq. 12 as printed
     temperature: float = 0.01  # tau of eq. 9
-    alpha: str = "calibrated"  # | official: the constants of the code, for 8 layers
+    alpha: Literal["calibrated", "official"] = "calibrated"  # official: the constants of the code, for 8 layers
     hash_bins: int = 0  # 0: serve the sampler's network | steps of the function that replaces it after stage 1
 
     def __post_init__(self) -> None:
@@ -83,15 +85,8 @@ class STRecOptions(Options):
         check(self.d_model % self.heads == 0, f"heads: d_model {self.d_model} cannot be divided into {self.heads}")
         check(0 <= self.dropout < 1, "dropout must be at least 0 and under 1")
         check(0 <= self.attention_dropout < 1, "attention_dropout must be at least 0 and under 1")
-        check(self.attention in ("full", *EFFICIENT), f"attention must be one of full, {', '.join(EFFICIENT)}")
         check(self.attention_size >= 1, "attention_size must be at least 1")
-        check(self.sampling in ("time", "position", "random", "none"), "sampling: time, position, random or none")
-        check(self.transform in ("asinh", "log1p", "raw"), "transform must be asinh, log1p or raw")
-        check(self.activation in ("tanh", "relu"), "activation must be tanh or relu")
-        check(self.noise in ("normal", "uniform", "logistic", "none"), "noise: normal, uniform, logistic or none")
-        check(self.mask in ("log", "literal"), "mask must be log or literal")
         check(self.temperature > 0, "temperature must be positive")
-        check(self.alpha in ("calibrated", "official"), "alpha must be calibrated or official")
         check(self.hash_bins == 0 or 2 <= self.hash_bins < GRID, f"hash_bins must be 0 or from 2 to {GRID - 1}")
         self._check_sampling()
 
@@ -326,7 +321,6 @@ class STRec(SequenceModel):
     Options = STRecOptions
     options: STRecOptions
     objectives = frozenset({"last"})
-    needs = frozenset({"times"})
 
     def __init__(self, options: STRecOptions, catalogue: Catalogue) -> None:
         super().__init__(options, catalogue)
@@ -339,6 +333,19 @@ class STRec(SequenceModel):
         self.sampler = Sampler(options) if options.sampling != "none" else None
         self.shortest = max((k + 1 for k in options.rows if k < options.length), default=1)
         self.phase: str | None = None if self.sampler is not None else "hard"  # None: as loaded
+
+    @classmethod
+    def needs_of(cls, options: STRecOptions) -> frozenset[str]:
+        """See `SequenceModel.needs_of`."""
+        return frozenset({"times"} if options.sampling == "time" else ())
+
+    def serving_variants(self) -> dict[float, Any]:
+        """See `SequenceModel.serving_variants`: other numbers of rows, and those of the training."""
+        if self.sampler is None:
+            return {}
+        others = (replace(self.options, k=(), sparsity=sparsity) for sparsity in SPARSITIES)
+        by_rows = (*others, self.options)  # the last of equals stays
+        return {1 - sum(options.rows) / len(options.rows) / options.length: options for options in by_rows}
 
     def phases(self, stage: str) -> tuple[str, ...]:
         """See `SequenceModel.phases`: the paper's two stages; the backbone has no first one."""

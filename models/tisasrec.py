@@ -16,6 +16,7 @@ Shape suffixes, besides those of base.py and layers.py: I interval, from 0 to ma
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -86,7 +87,7 @@ class TiSASRec(SequenceModel):
     Options = TiSASRecOptions
     options: TiSASRecOptions
     objectives = frozenset({"causal", "last"})
-    needs = frozenset({"times"})
+    reads_events = True
 
     def __init__(self, options: TiSASRecOptions, catalogue: Catalogue) -> None:
         super().__init__(options, catalogue)
@@ -95,6 +96,11 @@ class TiSASRec(SequenceModel):
         self.blocks = nn.ModuleList(Block(options, IntervalAttention(options)) for _ in range(options.layers))
         self.norm = nn.LayerNorm(options.d_model)
         initialise(self)
+
+    @classmethod
+    def needs_of(cls, options: Any) -> frozenset[str]:
+        """See `SequenceModel.needs_of`."""
+        return frozenset({"times"})
 
     def forward(self, batch: Batch, last: bool = False) -> Tensor:
         """See `SequenceModel.forward`."""

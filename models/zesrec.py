@@ -39,7 +39,8 @@ class ZESRec(SequenceModel):
     Options = ZESRecOptions
     options: ZESRecOptions
     objectives = frozenset({"causal", "last"})
-    needs = frozenset({"text"})
+    reads_events = True
+    text = "vectors"
     text_VE: Tensor
 
     def __init__(self, options: ZESRecOptions, catalogue: Catalogue) -> None:

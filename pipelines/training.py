@@ -92,8 +92,11 @@ def parameters(params: Params, models: Sequence[str]) -> dict[str, Any]:
 def _check_pretraining(params: Params, models: Sequence[str]) -> None:
     if not params.sources:
         raise ConfigError("sources: name the datasets to pre-train on")
+    from models import REGISTRY  # takes torch, which compiling the other pipelines does without
+
     for model in models:
-        if params.model(model).architecture != "recformer":
+        kind = REGISTRY.get(params.model(model).architecture)
+        if kind is None or kind.text != "tokens":
             raise ConfigError(f"models.{model}: pretraining is for text models (architecture recformer); --models ...")
 
 

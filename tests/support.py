@@ -47,7 +47,7 @@ def make_model(architecture: str, *, num_items: int = 30, num_users: int = 8, le
     shared = {"d_model": 16, "length": length}
     small = {name: value for name, value in shared.items() if has_option(architecture, name)}
     options = small | SMALL.get(architecture, {}) | options
-    tokens = make_tokens(num_items) if "text" in cls.needs else None
+    tokens = make_tokens(num_items) if cls.text else None
     model = cls(cls.Options(**options), Catalogue(num_items, num_users, length, tokens))
     if architecture == "recformer":  # untrained, all its items are all but the same
         with torch.no_grad():

@@ -6,21 +6,12 @@ Shape suffixes:
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
-from models import flash4rec
 from models.base import PAD, Batch, SequenceModel
-from models.layers import MultiHeadAttention
-from models.rec_denoiser import RecDenoiser
-from seqrec.data.sequences import with_mask
 from seqrec.evaluation.ranking import POSITIONS_PER_PASS
-
-READS_EVENTS = (MultiHeadAttention, flash4rec.GatedAttention, flash4rec.RotaryAttention)  # one key an event, in order
 
 
 @torch.no_grad()
@@ -36,7 +27,7 @@ def leave_one_out(model: SequenceModel, batch: Batch, item_B: Tensor) -> Tensor:
         batch: histories, left-padded and without MASK, of any width.
         item_B: the item of each row.
     """
-    seen, length = _seen(model), batch.items.shape[1]
+    seen, length = model.options.history, batch.items.shape[1]
     items_BW, times_BW = (F.pad(x, (1, 0))[:, -seen - 1 :] for x in (batch.items, batch.times))
     kept_JK = _all_but_one(items_BW.shape[1], items_BW.device)
     items_BJK, times_BJK = items_BW[:, kept_JK], times_BW[:, kept_JK]
@@ -60,15 +51,12 @@ def attention(model: SequenceModel, batch: Batch) -> Tensor | None:
         model: in eval mode.
         batch: histories, left-padded and without MASK, of any width.
     """
-    if not any(isinstance(part, READS_EVENTS) for part in model.modules()):
-        return None
-    seen, length = _seen(model), batch.items.shape[1]
+    seen, length = model.options.history, batch.items.shape[1]
     window = Batch(batch.items[:, -seen:], batch.times[:, -seen:], batch.user)
-    with _LastWeights() as recorded:
-        model(_asked(model, window), last=True)
-    assert recorded.weight is not None
-    weight_BHL = recorded.weight[..., -1, :].reshape(len(batch.items), -1, recorded.weight.shape[-1])
-    weight_BL = weight_BHL.mean(1)[:, : window.items.shape[1]]  # without MASK
+    weight_BHQL = model.attention_maps(model.asked(window), last=True)
+    if weight_BHQL is None:
+        return None
+    weight_BL = weight_BHQL[:, :, -1].mean(1)[:, : window.items.shape[1]]  # without MASK
     return F.pad(weight_BL, (length - weight_BL.shape[1], 0))
 
 
@@ -76,53 +64,19 @@ def attention(model: SequenceModel, batch: Batch) -> Tensor | None:
 def masked_attention(model: SequenceModel, batch: Batch) -> tuple[Tensor, Tensor] | None:
     """Return the weights (B, L, L) of the last layer without its mask and with it, the mean of its heads.
 
-    None for a model that is no Rec-Denoiser with masks. A row is an event that reads.
+    None for a model without learnt masks. A row is an event that reads.
 
     Args:
         model: in eval mode.
         batch: histories, left-padded and without MASK; L is the part that the model sees.
     """
-    if not isinstance(model, RecDenoiser) or not model.masks:
-        return None
-    seen, layer = _seen(model), model.blocks[-1].attention
+    seen = model.options.history
     window = Batch(batch.items[:, -seen:], batch.times[:, -seen:], batch.user)
-    mask, maps = layer.weigh, []
-    for weigh in (None, mask):  # the layers before it keep their masks
-        layer.weigh = weigh
-        with _LastWeights() as recorded:
-            model(_asked(model, window))
-        assert recorded.weight is not None
-        length = window.items.shape[1]
-        maps.append(recorded.weight.mean(1)[:, :length, :length])
-    return maps[0], maps[1]
-
-
-class _LastWeights(TorchFunctionMode):
-    """Keeps the weights (..., Q, L) of the last attention computed meanwhile, by the fused kernel or step by step."""
-
-    weight: Tensor | None = None
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = function(*args, **kwargs)
-        if function is F.scaled_dot_product_attention:
-            query, key = args[:2]
-            score = query @ key.mT * query.shape[-1] ** -0.5
-            self.weight = (score + kwargs["attn_mask"]).softmax(-1)
-        elif function is F.dropout and result.dim() == 4:  # what `MultiHeadAttention.weights` returns
-            self.weight = result
-        return result
-
-
-def _seen(model: SequenceModel) -> int:
-    """Return how many events the model sees."""
-    cloze = model.options.objective == "cloze"
-    return int(model.options.length - cloze)
-
-
-def _asked(model: SequenceModel, batch: Batch) -> Batch:
-    cloze = model.options.objective == "cloze"
-    return with_mask(batch, model.catalogue.num_items + 1) if cloze else batch
+    maps, length = model.masked_maps(model.asked(window)), window.items.shape[1]
+    if maps is None:
+        return None
+    before_BLL, after_BLL = (weight_BHLL.mean(1)[:, :length, :length] for weight_BHLL in maps)
+    return before_BLL, after_BLL
 
 
 def _all_but_one(width: int, device: torch.device) -> Tensor:
@@ -134,4 +88,4 @@ def _all_but_one(width: int, device: torch.device) -> Tensor:
 def _queries(model: SequenceModel, batch: Batch) -> Tensor:
     rows = max(1, POSITIONS_PER_PASS // batch.items.shape[1])
     parts = zip(*(x.split(rows) for x in batch), strict=True)
-    return torch.cat([model(_asked(model, Batch(*part)), last=True)[:, 0].float() for part in parts])
+    return torch.cat([model(model.asked(Batch(*part)), last=True)[:, 0].float() for part in parts])

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from models.base import SequenceModel
-from models.strec import STRec, STRecOptions
 from seqrec.data import sequences
 from seqrec.data.sequences import Cases, Sequences
 from seqrec.evaluation import metrics, ranking
 
-SPARSITIES = (0.0, 0.42, 0.58, 0.69, 0.77, 0.9, 0.98)
 CASES = 2_000
 TIMED = 64  # histories
 ROUNDS = 5
@@ -39,14 +37,12 @@ def sweep(model: SequenceModel, data: Sequences, *, filter_seen: bool, seed: int
         filter_seen: whether past items are no candidates.
         seed: of the draw of cases.
     """
-    if not isinstance(model, STRec) or model.sampler is None:
+    trained, variants = model.options, model.serving_variants()
+    if not variants:
         return []
-    trained = model.options
-    others = (replace(trained, k=(), sparsity=sparsity) for sparsity in SPARSITIES)
-    by_sparsity = {_sparsity(options): options for options in (*others, trained)}  # the last of equals stays
     cases = _draw(sequences.cases(data, "valid"), seed)
     points = []
-    for sparsity, options in sorted(by_sparsity.items(), key=lambda pair: pair[0]):
+    for sparsity, options in sorted(variants.items(), key=lambda pair: pair[0]):
         model.options = options
         ranked = ranking.rank(ranking.model_scorer(model), data, cases, filter_seen=filter_seen)
         rank = ranked.rank if filter_seen else ranked.rank_unfiltered
@@ -57,17 +53,13 @@ def sweep(model: SequenceModel, data: Sequences, *, filter_seen: bool, seed: int
     return points
 
 
-def _sparsity(options: STRecOptions) -> float:
-    return 1 - sum(options.rows) / len(options.rows) / options.length
-
-
 def _draw(cases: Cases, seed: int) -> Cases:
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(len(cases), generator=generator)[:CASES].sort().values
     return Cases(user=cases.user[chosen], position=cases.position[chosen])
 
 
-def _microseconds(model: STRec, data: Sequences, cases: Cases) -> float:
+def _microseconds(model: SequenceModel, data: Sequences, cases: Cases) -> float:
     """Return the least time, over rounds, of a pass over the longest histories."""
     longest = (cases.position - data.start[cases.user]).argsort(descending=True)[:TIMED]
     batch = sequences.window(data, cases.user[longest], cases.position[longest], model.options.length)

@@ -191,6 +191,11 @@ def median_gap(data: Sequences) -> float:
     return float((data.times[last] - data.times[last - 1]).double().median())
 
 
+def padded_width(longest: int, most: int) -> int:
+    """Return the width of a batch whose longest row has `longest` events: a multiple of WIDTH_STEP, 1 to `most`."""
+    return max(1, min(-(-longest // WIDTH_STEP) * WIDTH_STEP, most))
+
+
 def window(data: Sequences, user: Tensor, stop: Tensor, length: int) -> Batch:
     """Cut the `length` events before the flat index `stop` (B,) of each `user` (B,), left-padded.
 
@@ -204,12 +209,6 @@ def window(data: Sequences, user: Tensor, stop: Tensor, length: int) -> Batch:
     items_BL = torch.where(real_BL, data.items[index_BL].long(), PAD)
     user_B = torch.where(data.trained(user), user + 1, 0)
     return Batch(*map(data.sent, (items_BL, times_BL.masked_fill(~real_BL, 0.0), user_B)))
-
-
-def with_mask(batch: Batch, mask: int) -> Batch:
-    """Append MASK, the place of the event to predict, at the time of the last event."""
-    items = F.pad(batch.items, (0, 1), value=mask)
-    return batch._replace(items=items, times=F.pad(batch.times, (0, 1)))
 
 
 def seen(data: Sequences, user: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:

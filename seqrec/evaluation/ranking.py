@@ -18,7 +18,7 @@ from torch import Tensor
 
 from models.base import PAD, SequenceModel
 from seqrec.data import sequences
-from seqrec.data.sequences import WIDTH_STEP, Cases, Sequences
+from seqrec.data.sequences import Cases, Sequences
 from seqrec.evaluation.metrics import mid_rank
 from seqrec.evaluation.seen_items import SeenItems
 
@@ -47,12 +47,9 @@ def model_scorer(model: SequenceModel) -> Scorer:
     item_VD = model.item_vectors().detach().float()
 
     def encode(data: Sequences, user: Tensor, stop: Tensor, longest: int) -> Tensor:
-        cloze = model.options.objective == "cloze"
-        width = min(-(-max(1, longest) // WIDTH_STEP) * WIDTH_STEP, model.options.length - cloze)
+        width = sequences.padded_width(longest, model.options.history)
         batch = sequences.window(data, user, stop, width)
-        if cloze:
-            batch = sequences.with_mask(batch, data.num_items + 1)
-        query_BD: Tensor = model(batch, last=True)[:, 0].float()
+        query_BD: Tensor = model(model.asked(batch), last=True)[:, 0].float()
         return query_BD
 
     def scorer(data: Sequences, user: Tensor, stop: Tensor) -> Blocks:

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from models.base import PAD, Batch, SequenceModel
 from seqrec.artifacts import read_json, sha256, write_json
 from seqrec.config import RegisterConfig
-from seqrec.data import sequences
 from seqrec.serving.recommender import Best, Recommender, Request, located
 from seqrec.training import cards, checkpoint
 
@@ -45,9 +44,7 @@ class _Top(nn.Module):
             torch.zeros_like(items, dtype=torch.float64) if times is None else times,
             torch.zeros_like(items[:, 0]) if user is None else user,
         )
-        if self.model.options.objective == "cloze":
-            batch = sequences.with_mask(batch, self.model.catalogue.num_items + 1)
-        score_BV = self.model(batch, last=True)[:, 0] @ self.items.T
+        score_BV = self.model(self.model.asked(batch), last=True)[:, 0] @ self.items.T
         score_BV = score_BV.scatter(1, torch.nn.functional.pad(hidden, (1, 0)), float("-inf"))  # 0 is padding
         found: tuple[Tensor, Tensor] = score_BV.topk(self.k)
         return found
@@ -81,7 +78,7 @@ def export(*, saved: str | Path, output: Path, k: int = 100, config: RegisterCon
 
 def graph(model: SequenceModel, k: int) -> tuple[torch.onnx.ONNXProgram, list[str]]:
     """Return the graph from a history to the best `k` items, and the names of its inputs."""
-    rows, length = 2, max(model.shortest, min(4, model.options.length - (model.options.objective == "cloze")))
+    rows, length = 2, max(model.shortest, min(4, model.options.history))
     example = {
         "items": torch.ones(rows, length, dtype=torch.int64),
         "times": torch.arange(1 - length, 1).double().repeat(rows, 1) if "times" in model.needs else None,
@@ -147,7 +144,7 @@ class GraphRecommender(Recommender):
             )
 
     def _top(self, batch: Batch, hidden: Sequence[Sequence[int]], k: int) -> list[Best]:
-        if self.model.options.objective == "cloze":
+        if self.model.options.masked:
             batch = Batch(batch.items[:, :-1], batch.times[:, :-1], batch.user)  # the graph adds MASK itself
         missing = max(0, self.card["shortest"] - batch.items.shape[1])
         items, times = (torch.nn.functional.pad(x, (missing, 0), value=PAD) for x in (batch.items, batch.times))

@@ -13,12 +13,10 @@ import torch
 from torch import Tensor
 
 from models.base import PAD, Batch, SequenceModel
-from models.recformer import Recformer
 from seqrec.analysis import attribution
 from seqrec.artifacts import TOKENIZER
 from seqrec.config import RegisterConfig
 from seqrec.data import sequences
-from seqrec.data.sequences import WIDTH_STEP
 from seqrec.training import cards, checkpoint
 
 Best = tuple[list[float], list[int]]  # scores and numbers of items, best first
@@ -153,7 +151,7 @@ class Recommender:
         """Raise ValueError where this model cannot answer `request`."""
         if not request.items_text:
             return
-        if not isinstance(self.model, Recformer) or not self.tokenizer:
+        if self.model.text != "tokens" or not self.tokenizer:
             raise ValueError(f"items_text: {self.name} cannot read text; a trained Recformer with its {TOKENIZER} can")
         if known := request.items_text.keys() & self.items.keys():
             raise ValueError(f"items_text: the model knows {min(known)!r} already")
@@ -184,7 +182,6 @@ class Recommender:
 
         from seqrec.data import item_tokens
 
-        assert isinstance(self.model, Recformer)
         catalogue, limit = self.model.catalogue, self.model.options.attribute_tokens
         assert catalogue.tokens is not None
         new = item_tokens.tokenise(
@@ -242,12 +239,10 @@ class Recommender:
         return _best(query_BD @ self.item_vectors.T, hidden, k)
 
     def _batch(self, requests: Sequence[Request], places: Sequence[Sequence[int]]) -> Batch:
-        cloze = self.model.options.objective == "cloze"
-        length = self.model.options.length - cloze
+        length = self.model.options.history
         recent = [place[-length:] for place in places]
         longest = max(len(place) for place in recent)
-        batch = self._window(requests, recent, min(-(-longest // WIDTH_STEP) * WIDTH_STEP, length))
-        return sequences.with_mask(batch, len(self.item_ids) + 1) if cloze else batch
+        return self.model.asked(self._window(requests, recent, sequences.padded_width(longest, length)))
 
     def _window(self, requests: Sequence[Request], places: Sequence[Sequence[int]], width: int) -> Batch:
         """Return the events at `places` of each history, padded on the left to `width`."""

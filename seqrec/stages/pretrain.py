@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from models import REGISTRY
-from models.base import Catalogue, SequenceModel
-from models.recformer import Recformer, RecformerOptions
-from models.zesrec import ZESRecOptions
+from models.base import Catalogue
 from seqrec.artifacts import ITEMS, TOKENIZER
 from seqrec.config import EXPERIMENT, ConfigError, ModelConfig, PretrainConfig, parse
 from seqrec.data import sequences as prepared
@@ -68,13 +66,14 @@ def pretrain(
     target = prepared.load(sequences)
     shared["files"] = catalogue_files(sequences, data and data / ITEMS)
     known = REGISTRY.get(architecture.architecture)
-    if known is not None and "text" in known.needs:
+    if known is not None and known.text:
         if data is None:
             raise ConfigError(f"models.{model}: {known.__name__} reads the items' text: give --data")
         folders = [(data, sequences), *((source, source / "sequences") for source in sources)]
-        if known is Recformer:
-            return _pretrain_recformer(architecture, folders, shared)
-        return _embed_text(architecture, folders[0], shared)
+        options = parse(known.Options, architecture.options, f"models.{model}.options")
+        if known.text == "tokens":
+            return _pretrain_on_tokens(architecture, options, folders, shared)
+        return _embed_text(architecture, options, folders[0], shared)
     torch.manual_seed(config.seed)
     net = build(architecture, Catalogue(num_items=target.num_items, num_users=target.num_users, length=0))
     if champion is not None and warm_start(net, sequences, champion):
@@ -82,15 +81,14 @@ def pretrain(
     return train(net, target, "pretrain", inputs=[sequences], **shared)
 
 
-def _pretrain_recformer(
-    architecture: ModelConfig, folders: Sequence[tuple[Path, Path]], shared: dict[str, Any]
+def _pretrain_on_tokens(
+    architecture: ModelConfig, options: Any, folders: Sequence[tuple[Path, Path]], shared: dict[str, Any]
 ) -> dict[str, float]:
     """Pre-train on the datasets after the first of `folders` (tables, sequences), or on that if it is alone."""
     from seqrec.data import item_tokens
     from seqrec.training import pretrained
 
     config = shared["config"]
-    options = parse(RecformerOptions, architecture.options, f"models.{shared['name']}.options")
     place = pretrained.locate(options.start, shared["state"] / "downloads") if options.start else ""
     texts = [_texts(folder, options.attributes) for folder in folders]
     read = slice(1, None) if len(folders) > 1 else slice(None)  # nothing is learnt from a dataset with sources
@@ -103,19 +101,12 @@ def _pretrain_recformer(
     learnt = train_parts(parts[read], config)
     torch.manual_seed(config.seed)
     net = build(architecture, Catalogue(learnt.num_items, learnt.num_users, 0, item_tokens.concatenate(tokens[read])))
-    assert isinstance(net, Recformer)
     if place:
         pretrained.load_weights(net, place)
     shared["files"] |= {TOKENIZER: tokenizer.to_str(pretty=True).encode()}
-    content = [digest(net.state_dict()), *(digest(one) for one in tokens)]
-
-    def serve(trained: SequenceModel) -> None:
-        assert trained is net
-        net.use(served)
-        net.refresh()
-
-    shared |= {"inputs": [sequences for _, sequences in folders], "content": content, "finish": serve}
-    return train(net, learnt, "pretrain", **shared)
+    shared |= {"content": [digest(net.state_dict()), *(digest(one) for one in tokens)]}
+    inputs = [sequences for _, sequences in folders]
+    return train(net, learnt, "pretrain", inputs=inputs, finish=lambda trained: trained.serve(served), **shared)
 
 
 def _texts(folder: tuple[Path, Path], attributes: Sequence[str]) -> Any:
@@ -125,12 +116,13 @@ def _texts(folder: tuple[Path, Path], attributes: Sequence[str]) -> Any:
     return item_tokens.read_texts(tables / ITEMS, prepared.read_vocabulary(sequences)[0], attributes)
 
 
-def _embed_text(architecture: ModelConfig, folder: tuple[Path, Path], shared: dict[str, Any]) -> dict[str, float]:
+def _embed_text(
+    architecture: ModelConfig, options: Any, folder: tuple[Path, Path], shared: dict[str, Any]
+) -> dict[str, float]:
     """Build a model over frozen text vectors."""
     from seqrec.data import item_tokens
     from seqrec.training import pretrained
 
-    options = parse(ZESRecOptions, architecture.options, f"models.{shared['name']}.options")
     place = pretrained.locate(options.start, shared["state"] / "downloads")
     tokens = item_tokens.tokenise(
         _texts(folder, options.attributes), pretrained.load_tokenizer(place), options.attribute_tokens

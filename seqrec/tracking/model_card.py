@@ -8,6 +8,7 @@ from typing import Any
 
 from models import REGISTRY
 from models.base import SequenceModel
+from seqrec.config import parse
 
 TABLE = {  # metric -> what it is
     "ndcg@10": "NDCG@10",
@@ -41,7 +42,7 @@ def model_card(
         f"# {card['model']} on {split['dataset']}",
         f"Orders the items of one catalogue by what a user is likely to want next. {_summary(kind)}",
         f"- architecture `{card['architecture']}`, {card['parameters']:,} parameters; sees the last "
-        f"{card['options']['length']} events of a history{_needs(kind)}\n"
+        f"{card['options']['length']} events of a history{_needs(kind, card['options'])}\n"
         f"- knows {sizes['num_items']:,} items and {sizes['num_users']:,} users",
         "## Data",
         f"- {origin}: {_counted(counts)} after the filters\n"
@@ -69,8 +70,9 @@ def _summary(kind: type[SequenceModel]) -> str:
     return (sys.modules[kind.__module__].__doc__ or kind.__name__).splitlines()[0]
 
 
-def _needs(kind: type[SequenceModel]) -> str:
-    return f", and {', '.join(sorted(kind.needs))}" if kind.needs else ""
+def _needs(kind: type[SequenceModel], options: Mapping[str, Any]) -> str:
+    needs = sorted(kind.needs_of(parse(kind.Options, options, "options")))
+    return f", and {', '.join(needs)}" if needs else ""
 
 
 def _counted(counts: Mapping[str, Any]) -> str:

@@ -50,7 +50,7 @@ def windows(data: Sequences, options: Options, config: TrainConfig, generator: t
     else:
         user = torch.arange(len(start))
     length = stop - start[user]
-    inputs = length if options.objective == "cloze" else length - 1
+    inputs = length - int(not options.masked)
     chosen = (length >= 2) & trained_users(data, config)[user]
     return Windows(user[chosen], stop[chosen], inputs[chosen].clamp(max=options.length))
 
@@ -80,7 +80,7 @@ def _prefixes(start: Tensor, stop: Tensor, config: TrainConfig, generator: torch
 
 def _chains(start: Tensor, stop: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """Return (user, stop) of windows that go back from the end of train without sharing a target."""
-    covered = (stop - start - int(options.objective != "cloze")).clamp(min=0)
+    covered = (stop - start - int(not options.masked)).clamp(min=0)
     number = -(-covered // options.length)
     user = torch.repeat_interleave(torch.arange(len(start)), number)
     place = torch.arange(len(user)) - torch.repeat_interleave(number.cumsum(0) - number, number)
@@ -130,13 +130,13 @@ def example(
         process: index of this process.
         processes: how many share the step.
     """
-    width = min(-(-int(chosen.width.max()) // WIDTH_STEP) * WIDTH_STEP, options.length)
+    width = sequences.padded_width(int(chosen.width.max()), options.length)
     targeted_BL = _targeted(options.objective, chosen.width, width, config, seed)
     mine = slice(process, None, processes) if config.resident else _neighbours(chosen.user, process, processes)
     user, stop = (x[mine].to(data.items.device, non_blocking=True) for x in (chosen.user, chosen.stop))
     target_BL = sequences.window(data, user, stop, width).items
     target_BL = target_BL.masked_fill(~targeted_BL[mine].to(target_BL.device, non_blocking=True), PAD)
-    if options.objective == "cloze":
+    if options.masked:
         batch = sequences.window(data, user, stop, width)
         mask = torch.where(target_BL != PAD, data.num_items + 1, batch.items)
         batch = batch._replace(items=mask)
@@ -173,7 +173,7 @@ def past(example: Example, options: Options, place_N: Tensor, positions: int) ->
     """
     length = example.batch.items.shape[1]
     column_N = place_N % positions + length - positions
-    stop_N = torch.full_like(column_N, length) if options.objective == "cloze" else column_N + 1
+    stop_N = torch.full_like(column_N, length) if options.masked else column_N + 1
     return losses.Past(example.batch.items, place_N // positions, stop_N)
 
 

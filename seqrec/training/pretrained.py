@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
+from models.base import SequenceModel
 from models.layers import INIT_STD
 from models.recformer import Recformer
 from seqrec.artifacts import MODEL_CARD, TOKENIZER, WEIGHTS, read_json
@@ -91,12 +92,13 @@ def load_tokenizer(place: str) -> Tokenizer:
     return tokenizer
 
 
-def load_weights(model: Recformer, place: str) -> None:
+def load_weights(model: SequenceModel, place: str) -> None:
     """Give `model` the weights of the checkpoint at `place`: a trained Recformer, a Longformer or a BERT.
 
     Raises:
         ConfigError: another size or kind of model; the message names the option.
     """
+    assert isinstance(model, Recformer)
     if is_recformer(place):
         _load_recformer(model, Path(place))
         return

@@ -8,7 +8,6 @@ from support import make_model, trained
 
 from models.base import PAD, Batch
 from seqrec.analysis import attribution
-from seqrec.data.sequences import with_mask
 
 LENGTH = 6
 HISTORIES = [[3], [5, 6, 5, 7], [2, 9, 4, 8, 1, 3], [7, 2, 9, 4, 8, 1, 3, 6, 5]]  # the last ones fill the window
@@ -33,7 +32,7 @@ def score(model, events, user, item):
     items = torch.tensor([[event for event, _ in events] or [PAD]])
     times = torch.tensor([[time - events[-1][1] for _, time in events] or [0.0]])
     batch = Batch(items, times, torch.tensor([user]))
-    batch = with_mask(batch, model.catalogue.num_items + 1) if cloze else batch
+    batch = model.asked(batch)
     return float(model(batch, last=True)[0, 0] @ model.item_vectors()[item])
 
 

@@ -6,7 +6,6 @@ from support import MEMORY, has_option, make_batch, make_model, trained
 
 from models import REGISTRY
 from models.base import OBJECTIVES, PAD, Batch
-from seqrec.data.sequences import with_mask
 
 ROWS = [[3, 7, 2, 9, 4], [5, 1, 8], [6]]
 MASK = 31  # make_model has 30 items
@@ -26,7 +25,7 @@ def build(architecture, objective, **options):
 def asked(model, rows) -> Batch:
     """The batch that is served for the histories `rows`."""
     batch = make_batch(rows)
-    return with_mask(batch, MASK) if model.options.objective == "cloze" else batch
+    return model.asked(batch)
 
 
 def test_last_is_the_last_position_of_the_full_pass(model):

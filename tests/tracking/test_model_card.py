@@ -1,3 +1,4 @@
+import pytest
 from support import make_model
 
 from seqrec.artifacts import read_json
@@ -60,6 +61,26 @@ def test_a_card_says_what_it_is_its_data_licence_split_metrics_settings_and_hash
     assert "rare one" not in text  # nothing was measured there
     assert "Leave-one-out" not in model_card(card, METRICS, SPLIT | {"protocol": "temporal"}, SOURCE)
     assert "licence: not stated" in model_card(card, METRICS, SPLIT, {"source": "x"})
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options", "needs"),
+    [
+        ("rec_denoiser", {"backbone": "tisasrec"}, ", and times"),
+        ("rec_denoiser", {"backbone": "ssept"}, ", and user"),
+        ("rec_denoiser", {}, ""),
+        ("flash4rec", {}, ", and user"),
+        ("flash4rec", {"user_gate": False}, ""),
+        ("strec", {"sampling": "none"}, ""),
+        ("zesrec", {}, ", and text"),
+    ],
+)
+def test_a_card_says_what_its_model_reads_besides_items(tmp_path, architecture, options, needs):
+    save_model(tmp_path, make_model(architecture, **options), {"model": "m", "fingerprint": "f", "config": {}})
+
+    text = model_card(read_json(tmp_path / "config.json"), METRICS, SPLIT, SOURCE)
+
+    assert f"events of a history{needs}\n" in text
 
 
 def test_every_architectures_card_fits_into_the_registry(tmp_path, architecture):
