@@ -68,6 +68,8 @@ def write_dataset(root):
     ids = [f"i{item}" for item in range(1, ITEMS + 1)]
     vocabulary = {"item": list(range(1, ITEMS + 1)), "item_id": ids, "count": counts}
     pq.write_table(pa.table(vocabulary, schema=VOCABULARY_SCHEMA), folder / "vocabulary.parquet")
+    titles = pa.table([ids, [f"The {item_id}" for item_id in ids]], schema=ITEMS_SCHEMA)
+    pq.write_table(titles, root / "data" / "items.parquet")
     names = {"user": users, "user_id": [f"u{user}" for user in users]}
     pq.write_table(pa.table(names, schema=USERS_SCHEMA), folder / "users.parquet")
     card = {"dataset": "toy", "protocol": "LOO-full", "input_sha256": "a" * 64, "split_sha256": "b" * 64}
@@ -83,7 +85,7 @@ def train_model(root, name, d_model):
     model = build(config, Catalogue(num_items=ITEMS, num_users=USERS, length=6)).eval()
     folder = root / "artifacts" / name / "finetuned"
     facts = {"stage": "finetune", "seconds": 7.0, "filter_seen": True, "config": asdict(FinetuneConfig())}
-    files = catalogue_files(root / "data" / "sequences")
+    files = catalogue_files(root / "data" / "sequences", root / "data" / "items.parquet")
     save_model(folder, model, {"model": name, "fingerprint": f"{name}-{d_model}", **facts}, files)
     (folder / "history.jsonl").write_text("".join(json.dumps(record) + "\n" for record in HISTORY))
     report = {"parameters": 100 * d_model, "train_seconds": 7.0}
@@ -173,9 +175,6 @@ def test_one_parent_run_holds_a_run_for_every_row(project):
 
 
 def test_the_page_is_written_and_logged_with_the_verdict_and_some_users(project):
-    ids = [f"i{item}" for item in range(1, ITEMS + 1)]
-    titles = pa.table([ids, [f"The {item_id}" for item_id in ids]], schema=ITEMS_SCHEMA)
-    pq.write_table(titles, project / "data" / "items.parquet")
     run(examples=3)
     (parent,) = [run for name, run in all_runs().items() if name.startswith("toy-")]
     page = Path("reports/index.html").read_text(encoding="utf-8")
