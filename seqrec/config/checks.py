@@ -142,7 +142,11 @@ def _explain(error: ValueError, path: str) -> str:
 
 def refuse_secrets(values: Any, path: str) -> None:
     """Raise ConfigError if a setting holds a secret: settings end up in dvc.lock, compiled pipelines and reports."""
-    for key in secret_settings(values, path):
+    try:
+        found = list(secret_settings(values, path))
+    except RecursionError as error:  # an anchor of YAML inside itself
+        raise ConfigError(f"{path or 'top level'}: the settings contain themselves") from error
+    for key in found:
         instead = REPLACEMENTS.get(key.rpartition(".")[2], "kubernetes.secrets" if "environment." in key else "")
         hint = f"; here {instead} takes its place" if instead else ""
         raise ConfigError(f"{key}: put credentials into the environment, not into the settings{hint}")
