@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-import tempfile
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -150,7 +150,12 @@ def opened(name: str, output: Path) -> Iterator[Engine]:
         logging.getLogger("py4j").setLevel(logging.WARNING)
         yield Spark()
         return
-    output.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".scratch-", dir=output) as scratch, pl.Config():
-        pl.Config.set_engine_affinity("streaming")  # of every collect, also of those in splits
-        yield Polars(Path(scratch))
+    scratch = output / ".scratch"
+    shutil.rmtree(scratch, ignore_errors=True)  # what a killed run has left
+    scratch.mkdir(parents=True)
+    try:
+        with pl.Config():
+            pl.Config.set_engine_affinity("streaming")  # of every collect, also of those in splits
+            yield Polars(scratch)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
