@@ -54,6 +54,7 @@ OWNERS = {  # package -> the only files that may import it, even inside a functi
         "seqrec/tracking/gate.py",
         "seqrec/tracking/registry.py",
         "seqrec/tracking/pyfunc_model.py",
+        "seqrec/tracking/view.py",
         "seqrec/commands/registry.py",
         "seqrec/stages/register.py",
     ),
