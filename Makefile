@@ -20,7 +20,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 repro: setup  ## the whole pipeline, then the leaderboard; SET="finetune.epochs=3" tries other settings
-	$(if $(SET),dvc exp run $(addprefix --set-param ,$(SET)),dvc repro)
+	@python -m seqrec repro $(if $(SET),--changes "$(SET)")
 	@python -m seqrec leaderboard --reports reports
 
 experiments: setup  ## what is missing of configs/rec-denoiser, hours; ONLY="ml-100k ml-100k-grid" for some

@@ -116,11 +116,12 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def read_titles(items: Path, wanted: Collection[str]) -> dict[str, str]:
-    """Return the titles of the item ids `wanted` that have one; none where there is no file `items`."""
+def read_titles(items: Path, wanted: Collection[str] | None = None) -> dict[str, str]:
+    """Return the titles of the item ids `wanted`, or of all, that have one; none where there is no file `items`."""
     if not items.is_file():
         return {}
-    table = pq.read_table(items, columns=["item_id", "title"], filters=[("item_id", "in", list(wanted))])
+    chosen = None if wanted is None else [("item_id", "in", list(wanted))]
+    table = pq.read_table(items, columns=["item_id", "title"], filters=chosen)
     return {row["item_id"]: row["title"] for row in table.to_pylist() if row["title"]}
 
 

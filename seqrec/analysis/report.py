@@ -50,7 +50,7 @@ th, td { padding: .2em .7em; text-align: left; vertical-align: top } tbody th { 
 thead th { border-bottom: 1px solid var(--line); font-weight: bold }
 td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap }
 tr.champion { font-weight: bold } tr.baseline, .note, .facts { color: var(--soft) } td.target { background: var(--hit) }
-.verdict { font-size: 1.15em } figure { margin: 1em 0 } figcaption { color: var(--soft); font-size: .9em }
+.verdict { font-size: 1.15em } figure { margin: 1em 0 }
 summary { cursor: pointer } summary h2, summary h3 { display: inline-block; margin: .6em 0 }
 .events { max-height: 28em; overflow: auto; border: 1px solid var(--line) } .events table { margin: 0 }
 .events thead th { position: sticky; top: 0; background: var(--back) } dt { font-weight: bold }
@@ -73,7 +73,7 @@ const stack = layout => {  // one panel a row
     layout[key].domain = [0, 1];
     layout["y" + key.slice(1)].domain = [bottom, top];
     const note = (layout.annotations || [])[place];
-    if (note) Object.assign(note, {x: 0.5, y: top, font: {size: 13}});
+    if (note) Object.assign(note, {x: 0.5, y: top, font: {size: 11}});
   });
   layout.height = 330 * count + 100;
   layout.legend = {orientation: "h", y: -60 / layout.height, yanchor: "top"};
@@ -202,7 +202,7 @@ def _figure(figure: Figure) -> str:
     hint = "A figure: it needs JavaScript, and a browser of 2023 or later."
     words = html.escape("; ".join(note.text for note in figure.layout.annotations if note.text))
     drawing = f'<div class="figure"><script type="application/json">{content}</script>{hint}</div>'
-    return f'<figure role="group" aria-label="{words}">{drawing}<figcaption>{words}</figcaption></figure>'
+    return f'<figure role="group" aria-label="{words}">{drawing}</figure>'
 
 
 def _leaderboard(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,11 +20,21 @@ import uvicorn
 from fastapi import FastAPI, HTTPException, Response
 from fastapi import Request as HTTPRequest
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from fastapi.responses import JSONResponse, RedirectResponse
+from fastapi_offline import FastAPIOffline
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
 from seqrec import __version__
+from seqrec.artifacts import ITEMS, read_titles
 from seqrec.config import RegisterConfig
 from seqrec.serving.onnx_graph import GraphRecommender
 from seqrec.serving.recommender import CHAMPION_URI, Answer, Recommender, Request
@@ -59,6 +69,8 @@ class Query(BaseModel):
         examples=[{"new": {"title": "A film of tomorrow"}}],
     )
 
+    titles: bool = Field(False, description="answer with the titles of the items too")
+
     @model_validator(mode="after")
     def _times_match(self) -> Self:
         self.request()
@@ -66,7 +78,7 @@ class Query(BaseModel):
 
     def request(self) -> Request:
         """Return what the recommender understands."""
-        return Request(**vars(self))
+        return Request(**{name: value for name, value in vars(self).items() if name != "titles"})
 
 
 class Queries(BaseModel):
@@ -82,6 +94,7 @@ class Recommendation(BaseModel):
 
     items: list[str] = Field(description="best first")
     scores: list[float]
+    titles: list[str] | None = Field(None, description="of the items, where they were asked for; empty if unknown")
     source: str = Field(description="the model, or popularity where no item of the history is known")
     unknown: int = Field(description="events of the history that the model does not know")
     notes: list[str]
@@ -177,6 +190,7 @@ class Metrics:
     """
 
     def __init__(self, served: Served) -> None:
+        disable_created_metrics()  # a second series a counter, of no use to anybody
         self.registry = CollectorRegistry()
         own = self.registry
         self.requests = Counter("seqrec_requests", "answers by what gave them", ["source"], registry=own)
@@ -223,7 +237,14 @@ class Metrics:
             self.decile.labels(str(decile)).inc(number)
 
 
-def app(load: Load, version: Callable[[], str], *, poll_s: float = 30.0, largest: int = 64) -> FastAPI:
+def app(
+    load: Load,
+    version: Callable[[], str],
+    *,
+    poll_s: float = 30.0,
+    largest: int = 64,
+    titles: Mapping[str, str] | None = None,
+) -> FastAPI:
     """Return the service.
 
     Args:
@@ -231,6 +252,7 @@ def app(load: Load, version: Callable[[], str], *, poll_s: float = 30.0, largest
         version: names what `load` would return now; called every `poll_s` seconds, and a change is loaded.
         poll_s: seconds between looks; 0 = never.
         largest: requests answered in one pass.
+        titles: of items by id.
     """
     named = version()
     served = Served(load(), named)
@@ -256,9 +278,12 @@ def app(load: Load, version: Callable[[], str], *, poll_s: float = 30.0, largest
         for task in tasks:
             task.cancel()
 
-    service = FastAPI(title="seqrec", version=__version__, summary="What will this user want next?", lifespan=lifespan)
+    service = FastAPIOffline(
+        title="seqrec", version=__version__, summary="What will this user want next?", lifespan=lifespan
+    )
 
-    async def answered(requests: Sequence[Request]) -> list[Recommendation]:
+    async def answered(queries: Sequence[Query]) -> list[Recommendation]:
+        requests = [query.request() for query in queries]
         began = time.perf_counter()
         try:
             answers = await asyncio.gather(*map(batcher.answer, requests))
@@ -270,7 +295,13 @@ def app(load: Load, version: Callable[[], str], *, poll_s: float = 30.0, largest
         seconds = time.perf_counter() - began
         for request, (answer, _) in zip(requests, answers, strict=True):
             metrics.count(served.current[0], request, answer, seconds)
-        return [Recommendation(**vars(answer), version=number) for answer, number in answers]
+        return [
+            Recommendation(**vars(answer), version=number, titles=titles_of(answer) if query.titles else None)
+            for query, (answer, number) in zip(queries, answers, strict=True)
+        ]
+
+    def titles_of(answer: Answer) -> list[str]:
+        return [(titles or {}).get(item_id, "") for item_id in answer.items]
 
     @service.exception_handler(RequestValidationError)
     async def refused(_: HTTPRequest, error: RequestValidationError) -> JSONResponse:
@@ -280,12 +311,16 @@ def app(load: Load, version: Callable[[], str], *, poll_s: float = 30.0, largest
     @service.post("/recommend")
     async def recommend(query: Query) -> Recommendation:
         """Recommend for one user."""
-        return (await answered([query.request()]))[0]
+        return (await answered([query]))[0]
 
     @service.post("/recommend/batch")
     async def recommend_batch(queries: Queries) -> Recommendations:
         """Recommend for several users."""
-        return Recommendations(answers=await answered([query.request() for query in queries.requests]))
+        return Recommendations(answers=await answered(queries.requests))
+
+    @service.get("/", include_in_schema=False)
+    async def root() -> RedirectResponse:
+        return RedirectResponse("/docs")
 
     @service.get("/health")
     async def health() -> State:
@@ -314,6 +349,7 @@ def serve(
     poll_s: float = 30.0,
     batch: int = 64,
     threads: int = 1,
+    data: Path = Path("data"),
 ) -> None:
     """Serve the champion of `dataset` until interrupted.
 
@@ -328,22 +364,25 @@ def serve(
         poll_s: seconds between looks for a new champion; 0 = never.
         batch: requests answered in one pass at most.
         threads: of torch.
+        data: folder of ingest; its titles are given to who asks for them, if it is there.
 
     Raises:
         TrackingError: the server does not answer.
         ValueError: there is no such model, or the graph is of other weights.
     """
     torch.set_num_threads(threads)
+    titles = read_titles(data / ITEMS)
     if ann and graph is not None:
         raise ValueError("ann: an exported graph scores all items; leave out --graph")
     if saved:
         found = GraphRecommender.of(saved, graph, threads, config) if graph else loaded(saved, ann, config)
         name = Path(saved).name
-        service = app(lambda: found, lambda: name, poll_s=0, largest=batch)
+        service = app(lambda: found, lambda: name, poll_s=0, largest=batch, titles=titles)
     elif graph is not None:
         raise ValueError("graph: name the folder of the model as well, --saved")
     else:
-        service = app(*champion(dataset, config, ann), poll_s=poll_s, largest=batch)
+        service = app(*champion(dataset, config, ann), poll_s=poll_s, largest=batch, titles=titles)
+    logger.info("http://%s:%d answers; try it at /docs", host, port)
     uvicorn.run(service, host=host, port=port, log_level="warning", access_log=False)
 
 

@@ -19,6 +19,7 @@ from seqrec.artifacts import TOKENIZER
 from seqrec.config import RegisterConfig
 from seqrec.data import sequences
 from seqrec.data.sequences import WIDTH_STEP
+from seqrec.tracking import local
 from seqrec.training import checkpoint
 
 Best = tuple[list[float], list[int]]  # scores and numbers of items, best first
@@ -65,6 +66,9 @@ def located(place: str | Path, config: RegisterConfig | None = None) -> Iterator
     """
     if not str(place).startswith(REGISTERED):
         yield Path(place)
+        return
+    if (found := local.find(str(place), config or RegisterConfig())) is not None:
+        yield found
         return
     try:
         from seqrec.tracking import registry  # takes seconds

@@ -133,7 +133,7 @@ def project(template, tmp_path, monkeypatch):
 
 def run(root=Path(), models=MODELS, params=PARAMS, **changes):
     folders = {"artifacts": root / "artifacts", "reports": root / "reports", "data": root / "data"}
-    config = RegisterConfig(**changes)
+    config = RegisterConfig(**{"allow_below_baseline": True, **changes})  # nothing here was ever trained
     return register(leaderboard=models, sequences=root / "data" / "sequences", params=params, config=config, **folders)
 
 
@@ -237,7 +237,7 @@ def test_a_copied_project_does_not_write_into_the_original(project, tmp_path, mo
 
 def test_a_model_below_the_best_baseline_is_candidate_alone(project):
     set_validation_ranks(project, "markov", 1.0)
-    run()
+    run(allow_below_baseline=False)
 
     assert aliases() == {"candidate": 1}
     assert "below the best baseline, markov (1.0000)" in outcome()["reason"]
