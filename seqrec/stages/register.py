@@ -337,7 +337,6 @@ def _log_entry(tracker: Tracker, entry: Entry, parent: Run, sequences: Path, sho
     architecture = entry.card.get("architecture", entry.name)
     about = f"{entry.name} on {tracker.split['dataset']}, {TEST} {entry.row[TEST]:.4f}"
     _describe(tracker, run, {**versions, "seqrec.architecture": architecture, view.NOTE: about})
-    runs.log_history(client, run, entry.history)
     for file in REPORT_FILES:
         client.log_artifact(run_id, str(entry.report / file), registry.REPORT)
     if entry.history:
@@ -348,6 +347,7 @@ def _log_entry(tracker: Tracker, entry: Entry, parent: Run, sequences: Path, sho
         model_id = registry.log_model(client, run, checkpoint=entry.checkpoint, sequences=sequences).model_id
     values = view.scalars(entry.metrics) | view.best_epoch(entry.history)
     runs.log_metrics(client, run, values, model_id, tracker.dataset)
+    runs.log_history(client, run, entry.history)  # last: pages that compare runs open on the metric that came first
     client.set_terminated(run_id)
     client.set_tag(run_id, COMPLETE, entry.content)
     return run
