@@ -32,7 +32,7 @@ lock:  ## write requirements.lock anew, after a change of constraints.txt or pyp
 	$(PYTHON) scripts/lock.py
 
 repro: setup  ## the whole pipeline, then the leaderboard; SET="finetune.epochs=3" tries other settings
-	$(if $(SET),dvc exp run $(addprefix --set-param ,$(SET)),dvc repro)
+	@python -m seqrec repro $(if $(SET),--changes "$(SET)")
 	@python -m seqrec leaderboard --reports reports
 
 experiments: setup  ## what is missing of configs/rec-denoiser, hours; ONLY="ml-100k ml-100k-grid" for some

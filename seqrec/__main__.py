@@ -14,11 +14,12 @@ import sys
 import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from seqrec import __version__, redaction
-from seqrec.artifacts import write_json
-from seqrec.config import ModelConfig, Params, load
+from seqrec import __version__
+
+if TYPE_CHECKING:  # at run time each command imports what it needs: `--help` answers at once
+    from seqrec.config import ModelConfig, Params
 
 COMMANDS = {  # name -> (module, function, what it does); modules are imported when called, some take seconds
     "settings": ("seqrec.commands.settings", "settings", "check params.yaml; write what each stage of dvc.yaml reads"),
@@ -39,6 +40,7 @@ COMMANDS = {  # name -> (module, function, what it does); modules are imported w
     "registry": ("seqrec.commands.registry", "registry", "show the registered versions; promote one, or roll back"),
     "run": ("seqrec.commands.run", "run", "all stages of one config but register, in one process, without DVC"),
     "import": ("seqrec.commands.run", "import_run", "bring a finished `run` into MLflow"),
+    "repro": ("seqrec.commands.repro", "repro", "bring everything up to date with DVC: a line a stage, its seconds"),
     "ui": ("seqrec.commands.ui", "ui", "MLflow's pages, opened where the models of the last run are compared"),
     "leaderboard": ("seqrec.evaluation.leaderboard", "show", "print the leaderboard of the last run"),
     "recommend": ("seqrec.commands.recommend", "recommend", "print what the champion would show after a history"),
@@ -59,6 +61,18 @@ COMMANDS = {  # name -> (module, function, what it does); modules are imported w
 logger = logging.getLogger("seqrec")
 
 
+class TerminalHandler(logging.StreamHandler):  # type: ignore[type-arg]
+    """Writes to what sys.stderr is at the moment: while a progress bar is shown, to the lines above it."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> typing.TextIO:
+        """The standard error of this moment."""
+        return sys.stderr
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return the exit status: 0 success, 1 a failure that the message explains, 2 wrong usage."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
@@ -75,7 +89,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     module, name, summary = COMMANDS[chosen.command]
     function = getattr(importlib.import_module(module), name)
     flags = command_parser(chosen.command, summary, function).parse_args(chosen.rest)
-    handler = logging.StreamHandler(sys.stderr)
+    from seqrec import redaction
+
+    handler = TerminalHandler()
     handler.setFormatter(redaction.Formatter("%(message)s"))
     logging.basicConfig(level=logging.DEBUG if flags.verbose else logging.INFO, handlers=[handler])
     sys.excepthook = redaction.excepthook
@@ -85,6 +101,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         values = function(**bind(function, chosen.command, flags))
         if flags.metrics is not None:
+            from seqrec.artifacts import write_json
+
             write_json(flags.metrics, dict(values or {}))
     except (ValueError, OSError, FloatingPointError) as error:
         if flags.verbose:
@@ -124,7 +142,11 @@ def bind(function: Callable[..., Any], command: str, flags: argparse.Namespace) 
     """Return the arguments of `function`: flags as given, settings from params.yaml."""
     names = inspect.signature(function).parameters
     wanted = [name for name in names if name in FROM_PARAMS or name == "dataset"]
-    params = load(flags.params) if wanted else None
+    params = None
+    if wanted:
+        from seqrec.config import load
+
+        params = load(flags.params)
     values = {}
     for name in names:
         if params is not None and name in FROM_PARAMS:

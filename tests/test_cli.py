@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import io
 import json
 import logging
 import re
@@ -15,7 +16,7 @@ import pytest
 import yaml
 
 from seqrec import __version__
-from seqrec.__main__ import COMMANDS, FROM_PARAMS, main
+from seqrec.__main__ import COMMANDS, FROM_PARAMS, TerminalHandler, main
 
 ROOT = Path(__file__).parent.parent
 
@@ -141,3 +142,24 @@ def test_as_a_program_errors_go_to_stderr_and_the_status_is_1(params):
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("leaderboard: ")
     assert "Traceback" not in done.stderr
+
+
+def imported(*arguments, folder=ROOT):
+    """Return the packages that a call of the program imports."""
+    script = "import sys; from seqrec.__main__ import main\ntry: main(sys.argv[1:])\nfinally: print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments], cwd=folder, capture_output=True, text=True, check=False
+    )
+    return set(done.stdout.split())
+
+
+def test_help_imports_nothing_that_takes_time():
+    assert imported("--help").isdisjoint({"torch", "mlflow", "numpy", "pyarrow", "pydantic", "yaml"})
+
+
+def test_a_line_of_the_log_goes_to_what_stderr_is_at_the_moment(monkeypatch):
+    handler, shown = TerminalHandler(), io.StringIO()
+    monkeypatch.setattr(sys, "stderr", shown)
+    handler.emit(logging.makeLogRecord({"msg": "above the bar"}))
+
+    assert shown.getvalue() == "above the bar\n"

@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from plotly.colors import qualitative
 from plotly.graph_objects import Bar, Figure, Heatmap, Scatter
 from plotly.subplots import make_subplots
 
 from seqrec.analysis.strec_sparsity import Point
-from seqrec.evaluation.leaderboard import SELECTION
+from seqrec.evaluation.leaderboard import BASELINES, SELECTION
 
 METRIC = "test/ndcg@10"
 TERMS = ("loss/", "figure/")  # prefixes, in a record of the history, of what a model reports of its own
+SLICES = {"popularity": "popularity of the item", "length": "length of the history"}
 COLUMNS = 3
 PANEL = 300  # pixels, height
-COLOURS = qualitative.D3
+# Okabe and Ito's colours for colour-blind readers, without yellow, which vanishes on white, and black, on dark
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
+GREYS = ("#767676", "#949494", "#5F5F5F", "#ABABAB", "#868686")  # of the baselines
+DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
+WORDS = {  # axis titles
+    SELECTION: "NDCG@10 on validation",
+    METRIC: "NDCG@10 on test",
+    "loss": "training loss",
+    "test/coverage@10": "coverage, share of the catalogue recommended",
+}
 Record = Mapping[str, Any]
 
 
 def learning_curves(histories: Mapping[str, Sequence[Record]]) -> Figure:
     """Return loss and validation metric by epoch, a line a model; `histories` are the records of history.jsonl.
 
-    A baseline has none. A model's colour is that of its place among the names: give every figure the same ones.
+    A baseline has none. A model's colour and dash are those of its place among the names: give every figure the same.
     """
     return _curves(histories, ("loss", SELECTION), columns=2)
 
@@ -36,17 +45,20 @@ def terms(history: Sequence[Record]) -> Figure | None:
 
 
 def _curves(histories: Mapping[str, Sequence[Record]], keys: Sequence[str], *, columns: int) -> Figure:
-    figure = _panels(keys, columns)
+    figure, looks = _panels([WORDS.get(key, key) for key in keys], columns), _looks(histories)
     for place, key in enumerate(keys):
-        for number, (name, history) in enumerate(histories.items()):
+        for name, history in histories.items():
             points = [(epoch, record[key]) for epoch, record in enumerate(history, start=1) if key in record]
             if points:
                 epochs, values = zip(*points, strict=True)
-                line = Scatter(x=epochs, y=values, mode="lines+markers", **_style(name, number, place))
-                _add(figure, place, columns, line)
+                look = looks[name]
+                line = {"color": look["color"], "dash": look["dash"]}
+                style = {**_style(name, look, place), "line": line}
+                _add(figure, place, columns, Scatter(x=epochs, y=values, mode="lines+markers", **style))
     for epoch in sorted({epoch for history in histories.values() for epoch in _phase_starts(history)}):
         figure.add_vline(epoch - 0.5, line={"dash": "dot", "color": "grey"})
     figure.update_xaxes(title="epoch")
+    _name_axes(figure, [WORDS.get(key, key) for key in keys])
     return figure
 
 
@@ -64,16 +76,27 @@ def metric_by_slice(metrics: Mapping[str, Mapping[str, float]]) -> Figure:
     """
     by_kind: dict[str, list[str]] = {}
     for key in dict.fromkeys(key for values in metrics.values() for key in values):
-        kind, equals, _ = key.removeprefix(f"{METRIC}/").partition("=")
-        if key.startswith(f"{METRIC}/") and equals:
+        kind, equals, end = key.removeprefix(f"{METRIC}/").partition("=")
+        if key.startswith(f"{METRIC}/") and equals and "/" not in end:
             by_kind.setdefault(kind, []).append(key)
-    figure = _panels([f"{METRIC} by {kind}" for kind in by_kind], max(1, len(by_kind)))
+    words = [f"{WORDS[METRIC]} by {SLICES.get(kind, kind)}" for kind in by_kind]
+    figure, looks = _panels(words, max(1, len(by_kind))), _looks(metrics)
     for place, keys in enumerate(by_kind.values()):
         labels = [_slice_label(key, metrics) for key in keys]
-        for number, (name, values) in enumerate(metrics.items()):
-            bar = Bar(x=labels, y=[values.get(key) for key in keys], **_style(name, number, place))
-            _add(figure, place, len(by_kind), bar)
+        for name, values in metrics.items():
+            heights = [values.get(key) for key in keys]
+            style = _style(name, looks[name], place)
+            _add(figure, place, len(by_kind), Bar(x=labels, y=heights, error_y=_error(keys, values), **style))
+    _name_axes(figure, [WORDS[METRIC]] * len(by_kind))
     return figure
+
+
+def _error(keys: Sequence[str], values: Mapping[str, float]) -> dict[str, Any]:
+    """Return the whiskers of bars, from the value to `/low` and `/high`; none where there is no interval."""
+    ends = [(values.get(f"{key}/low"), values.get(key), values.get(f"{key}/high")) for key in keys]
+    below = [max(0.0, value - low) if low is not None and value is not None else 0.0 for low, value, _ in ends]
+    above = [max(0.0, high - value) if high is not None and value is not None else 0.0 for _, value, high in ends]
+    return {"type": "data", "array": above, "arrayminus": below, "visible": any(below) or any(above), "thickness": 1}
 
 
 def _slice_label(key: str, metrics: Mapping[str, Mapping[str, float]]) -> str:
@@ -85,15 +108,17 @@ def _slice_label(key: str, metrics: Mapping[str, Mapping[str, float]]) -> str:
 
 def coverage_against_accuracy(rows: Sequence[Mapping[str, Any]]) -> Figure:
     """Return test NDCG@10 with its interval against catalogue coverage, a point a row of the leaderboard."""
-    figure = _panels([f"{METRIC} with its 95 % interval, against coverage"], 1)
-    for number, row in enumerate(rows):
+    figure = _panels([f"{WORDS[METRIC]} with its 95 % interval, against coverage"], 1)
+    looks = _looks(row["model"] for row in rows)
+    for row in rows:
         value = row[METRIC]
         above, below = max(0.0, row[f"{METRIC}/high"] - value), max(0.0, value - row[f"{METRIC}/low"])
         error = {"type": "data", "array": [above], "arrayminus": [below]}
-        style = _style(row["model"], number, 0)
+        style = _style(row["model"], looks[row["model"]], 0)
         style["marker"] |= {"size": 10, "symbol": "square" if row["baseline"] else "circle"}
         figure.add_trace(Scatter(x=[row["test/coverage@10"]], y=[value], error_y=error, mode="markers", **style))
-    figure.update_xaxes(title="test/coverage@10")
+    figure.update_xaxes(title=WORDS["test/coverage@10"], tickformat=".0%")
+    _name_axes(figure, [WORDS[METRIC]])
     return figure
 
 
@@ -117,7 +142,7 @@ def masked_attention(before_LL: Sequence[Sequence[float]], after_LL: Sequence[Se
 
 def sparsity(points: Sequence[Point]) -> Figure:
     """Return accuracy and time of a model against the share of rows that it does not compute; a star: as trained."""
-    figure = _panels((f"{SELECTION}, served with fewer rows", "µs a history"), 2)
+    figure = _panels((f"{WORDS[SELECTION]}, served with fewer rows", "time a history, µs"), 2)
     shares = [point.sparsity for point in points]
     marks = {"symbol": ["star" if point.trained else "circle" for point in points], "size": 9, "color": COLOURS[0]}
     for place, values in enumerate(([point.ndcg for point in points], [point.microseconds for point in points])):
@@ -136,10 +161,29 @@ def _panels(titles: Sequence[str], columns: int) -> Figure:
     return figure
 
 
-def _style(name: str, number: int, place: int) -> dict[str, Any]:
+def _name_axes(figure: Figure, words: Sequence[str]) -> None:
+    for axis, text in zip(figure.select_yaxes(), words, strict=False):
+        axis.title = text
+
+
+def _looks(names: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Return colour and dash of each: no two models share both, and baselines are grey."""
+    looks, models, baselines = {}, 0, 0
+    for name in names:
+        if name in BASELINES:
+            looks[name] = {"color": GREYS[baselines % len(GREYS)], "dash": DASHES[baselines % len(DASHES)]}
+            baselines += 1
+        else:
+            turn, place = divmod(models, len(COLOURS))
+            looks[name] = {"color": COLOURS[place], "dash": DASHES[(place + turn) % len(DASHES)]}
+            models += 1
+    return looks
+
+
+def _style(name: str, look: Mapping[str, str], place: int) -> dict[str, Any]:
     """Return what makes a model look the same in every panel, and appear in the legend once."""
-    colour = {"color": COLOURS[number % len(COLOURS)]}
-    return {"name": name, "legendgroup": name, "showlegend": bool(name) and place == 0, "marker": colour}
+    marker = {"color": look["color"]}
+    return {"name": name, "legendgroup": name, "showlegend": bool(name) and place == 0, "marker": marker}
 
 
 def _add(figure: Figure, place: int, columns: int, trace: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import gzip
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -14,32 +14,89 @@ from plotly.offline import get_plotlyjs
 
 from seqrec.analysis import plots
 from seqrec.analysis.examples import FOUND, Example, Examples, Opinion
-from seqrec.evaluation.leaderboard import SELECTION
+from seqrec.evaluation.leaderboard import SELECTION, best_model
 
 LISTED = 10  # items of a list
 EVENTS = 100  # of a history, the last ones
-COLUMNS = (SELECTION, "test/ndcg@10", "test/recall@10", "test/mrr", "test/coverage@10", "parameters", "train_seconds")
+HEADS = {  # of the leaderboard
+    SELECTION: "NDCG@10, validation",
+    "test/ndcg@10": "NDCG@10, test [95 % interval]",
+    "test/recall@10": "recall@10, test",
+    "test/mrr": "MRR, test",
+    "test/coverage@10": "coverage@10, test",
+    "parameters": "parameters",
+    "train_seconds": "training, s",
+}
+TRAINED = ("parameters", "train_seconds")  # what a baseline has not
+GLOSSARY = {
+    "NDCG@10": "1 / log2(1 + rank) of the next item where it is among the ten best, else 0; the mean over all cases.",
+    "recall@10": "The share of cases whose next item is among the ten best.",
+    "MRR": "The mean of 1 / rank of the next item.",
+    "coverage@10": "The share of the catalogue that is among anybody's ten best.",
+    "validation, test": "The last event but one of a history, and its last. Validation chooses; test is only reported.",
+    "interval": "95 % of the means that other users drawn at random, as many, would have given.",
+}
 STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 1200px; padding: 0 1em; color: #222 }
-table { border-collapse: collapse; margin: 1em 0 } th, td { padding: .2em .7em; text-align: left; vertical-align: top }
-th { border-bottom: 1px solid #888 }
+:root { color-scheme: light dark; --text: #1b1b1b; --back: #fff; --soft: #595959; --line: #c8c8c8; --hit: #c8e6c9 }
+@media (prefers-color-scheme: dark) {
+  :root { --text: #e6e6e6; --back: #16181c; --soft: #a8a8a8; --line: #444; --hit: #1f5130 }
+}
+body { font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 1200px; padding: 0 1em;
+       color: var(--text); background: var(--back) }
+.scroll { overflow-x: auto; max-width: 100% } .scroll:focus-visible { outline: 2px solid #56B4E9 }
+table { border-collapse: collapse; margin: 1em 0 }
+caption { text-align: left; color: var(--soft); padding: 0 .7em .4em }
+th, td { padding: .2em .7em; text-align: left; vertical-align: top } tbody th { font-weight: inherit }
+thead th { border-bottom: 1px solid var(--line); font-weight: bold }
 td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap }
-tr.champion { font-weight: bold } tr.baseline, .note { color: #666 } td.target { background: #c8e6c9 }
-.events { max-height: 28em; overflow-y: auto; border: 1px solid #ddd } .events table { margin: 0 }
-.events th { position: sticky; top: 0; background: white }
+tr.champion { font-weight: bold } tr.baseline, .note, .facts { color: var(--soft) } td.target { background: var(--hit) }
+.verdict { font-size: 1.15em } figure { margin: 1em 0 }
+summary { cursor: pointer } summary h2, summary h3 { display: inline-block; margin: .6em 0 }
+.events { max-height: 28em; overflow: auto; border: 1px solid var(--line) } .events table { margin: 0 }
+.events thead th { position: sticky; top: 0; background: var(--back) } dt { font-weight: bold }
+@media (max-width: 700px) { body { margin: .5em auto; padding: 0 .6em } th, td { padding: .2em .4em } }
 """
 SCRIPT = """
+const dark = matchMedia("(prefers-color-scheme: dark)"), narrow = matchMedia("(max-width: 700px)");
+const axes = layout => Object.keys(layout).filter(key => /^[xy]axis/.test(key));
+const paint = layout => {
+  const text = dark.matches ? "#e6e6e6" : "#1b1b1b", grid = dark.matches ? "#3a3d42" : "#e3e3e3";
+  Object.assign(layout, {paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)"});
+  layout.font = {...layout.font, color: text};
+  for (const key of axes(layout)) Object.assign(layout[key], {gridcolor: grid, zerolinecolor: grid, linecolor: grid});
+  return layout;
+};
+const stack = layout => {  // one panel a row
+  const panels = axes(layout).filter(key => key[0] == "x"), count = panels.length;
+  panels.forEach((key, place) => {
+    const top = 1 - place / count, bottom = 1 - (place + 1) / count + (count > 1 ? 0.35 / count : 0);
+    layout[key].domain = [0, 1];
+    layout["y" + key.slice(1)].domain = [bottom, top];
+    const note = (layout.annotations || [])[place];
+    if (note) Object.assign(note, {x: 0.5, y: top, font: {size: 11}});
+  });
+  layout.height = 330 * count + 100;
+  layout.legend = {orientation: "h", y: -60 / layout.height, yanchor: "top"};
+  layout.margin = {l: 50, r: 10, t: 40, b: 40};
+};
+const draw = place => {
+  const figure = JSON.parse(place.dataset.figure || (place.dataset.figure = place.querySelector("script").textContent));
+  if (narrow.matches) stack(figure.layout);
+  place.replaceChildren();
+  Plotly.newPlot(place, figure.data, paint(figure.layout), {responsive: true, displayModeBar: false});
+};
+const folded = place => place.closest("details:not([open])");
+const visible = () => [...document.querySelectorAll("div.figure")].filter(place => !folded(place));
 const code = Uint8Array.from(atob(document.getElementById("plotly").textContent), letter => letter.charCodeAt(0));
 const stream = new Blob([code]).stream().pipeThrough(new DecompressionStream("gzip"));
 new Response(stream).text().then(text => {
   const script = document.createElement("script");
   script.textContent = text;
   document.head.append(script);
-  for (const place of document.querySelectorAll("div.figure")) {
-    const figure = JSON.parse(place.querySelector("script").textContent);
-    place.replaceChildren();
-    Plotly.newPlot(place, figure.data, figure.layout, {responsive: true, displaylogo: false});
-  }
+  visible().forEach(draw);
+  for (const part of document.querySelectorAll("details"))
+    part.addEventListener("toggle", () => visible().filter(place => !place.dataset.figure).forEach(draw));
+  for (const change of [dark, narrow]) change.addEventListener("change", () => visible().forEach(draw));
 });
 """
 
@@ -49,38 +106,66 @@ def page(
     metrics: Mapping[str, Mapping[str, float]],
     histories: Mapping[str, Sequence[Mapping[str, Any]]],
     examples: Examples,
+    facts: Mapping[str, str] | None = None,
 ) -> str:
-    """Return the report of a pipeline run: leaderboard, verdict of the gate, figures, examples.
+    """Return the report of a pipeline run: verdict, leaderboard, figures, examples, glossary.
 
     Args:
         board: what leaderboard.json holds.
         metrics: of each model.
         histories: of each row of the leaderboard, the records of history.jsonl; none of a baseline.
         examples: users to show.
+        facts: shown below the title: date, commit, counts of the data.
     """
     rows, outcome = board["rows"], board["registry"]
     title = f"{board['dataset']}, {board['protocol']}"
-    parts = [f"<h1>{html.escape(title)}</h1>", _leaderboard(rows)]
+    parts = [f"<h1>{html.escape(title)}</h1>", f'<p class="verdict">{html.escape(verdict(rows))}</p>']
+    if facts:
+        text = ", ".join(f"{name} {value}" for name, value in facts.items())
+        parts.append(f'<p class="facts">{html.escape(text)}</p>')
+    parts.append(_leaderboard(rows))
     if outcome:
-        verdict = (
+        decision = (
             f"{outcome['registered_model']} version {outcome['version']} ({outcome['model']}): {outcome['reason']}"
         )
-        parts.append(f"<p>{html.escape(verdict)}</p>")
+        parts.append(f"<p>{html.escape(decision)}</p>")
     parts += [
-        "<h2>Accuracy and coverage</h2>",
-        _figure(plots.coverage_against_accuracy(rows)),
-        "<h2>Slices</h2>",
-        _figure(plots.metric_by_slice(metrics)),
-        "<h2>Learning curves</h2>",
-        _figure(plots.learning_curves(histories)),
+        _section("Accuracy and coverage", [_figure(plots.coverage_against_accuracy(rows))]),
+        _section("Slices", [_figure(plots.metric_by_slice(metrics))]),
+        _section("Learning curves", [_figure(plots.learning_curves(histories))]),
     ]
     for name, history in histories.items():
         figures = model_figures(name, history, examples)
         if figures:
-            parts += [f"<h3>{html.escape(name)}</h3>", *map(_figure, figures)]
+            parts.append(_section(name, map(_figure, figures), folded=True))
     if examples.users:
-        parts += ["<h2>Examples</h2>", EXPLANATION, *(_example(user, examples.names) for user in examples.users)]
+        shown = [EXPLANATION, *(_example(user, examples.names) for user in examples.users)]
+        parts.append(_section("Examples", shown))
+    words = "".join(f"<dt>{name}</dt><dd>{html.escape(text)}</dd>" for name, text in GLOSSARY.items())
+    parts.append(_section("Words", [f"<dl>{words}</dl>"]))
     return _document(title, parts)
+
+
+def verdict(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return in a sentence which model is best on validation, and how it does on test against the best baseline."""
+    best = best_model(rows)
+    sentence = f"{best['model']} is the best model on validation (NDCG@10 {best[SELECTION]:.4f})"
+    baseline = max((row for row in rows if row["baseline"]), key=lambda row: row[plots.METRIC], default=None)
+    if baseline is None:
+        return f"{sentence}."
+    name, value = baseline["model"], baseline[plots.METRIC]
+    if best[f"{plots.METRIC}/low"] > value:
+        told = f"above the best baseline, {name} ({value:.4f})"
+    elif best[f"{plots.METRIC}/high"] < value:
+        told = f"below the best baseline, {name} ({value:.4f})"
+    else:
+        told = f"not told apart from the best baseline, {name} ({value:.4f})"
+    return f"{sentence}; on test ({best[plots.METRIC]:.4f}) it is {told}."
+
+
+def _section(title: str, parts: Iterable[str], *, folded: bool = False) -> str:
+    head = f"<summary><h2>{html.escape(title)}</h2></summary>"
+    return f"<details{'' if folded else ' open'}>{head}{''.join(parts)}</details>"
 
 
 def model_figures(name: str, history: Sequence[Mapping[str, Any]], examples: Examples) -> list[Figure]:
@@ -100,7 +185,8 @@ def model_page(name: str, history: Sequence[Mapping[str, Any]], examples: Exampl
 
 
 def _document(title: str, parts: Sequence[str]) -> str:
-    head = f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
+    head = '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+    head += f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{html.escape(title)}</title>'
     code = f'<script type="text/plain" id="plotly">{_plotly()}</script><script>{SCRIPT}</script>'
     return f"{head}<style>{STYLE}</style></head><body>{''.join(parts)}{code}</body></html>\n"
 
@@ -114,7 +200,9 @@ def _plotly() -> str:
 def _figure(figure: Figure) -> str:
     content = figure.to_json().replace("<", "\\u003c")  # nothing in it may end the script
     hint = "A figure: it needs JavaScript, and a browser of 2023 or later."
-    return f'<div class="figure"><script type="application/json">{content}</script>{hint}</div>'
+    words = html.escape("; ".join(note.text for note in figure.layout.annotations if note.text))
+    drawing = f'<div class="figure"><script type="application/json">{content}</script>{hint}</div>'
+    return f'<figure role="group" aria-label="{words}">{drawing}</figure>'
 
 
 def _leaderboard(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -122,12 +210,14 @@ def _leaderboard(rows: Sequence[Mapping[str, Any]]) -> str:
     for row in rows:
         mark = " (champion)" if row["champion"] else " (candidate)" if row["candidate"] else ""
         style = "champion" if row["champion"] else "baseline" if row["baseline"] else ""
-        cells = [_cell(html.escape(row["model"]) + mark), *(_number(_value(row, key)) for key in COLUMNS)]
+        cells = [_head(html.escape(row["model"]) + mark), *(_number(_value(row, key)) for key in HEADS)]
         body.append(f'<tr class="{style}">{"".join(cells)}</tr>')
-    return _table(("model", *COLUMNS), body)
+    return _table(("model", *HEADS.values()), body, "Leaderboard by NDCG@10 on validation; baselines are grey.")
 
 
 def _value(row: Mapping[str, Any], key: str) -> str:
+    if row["baseline"] and key in TRAINED:
+        return "-"
     if key == plots.METRIC:
         return f"{row[key]:.4f} [{row[f'{key}/low']:.4f}, {row[f'{key}/high']:.4f}]"
     return f"{row[key]:.4f}" if "@" in key or key.endswith("mrr") else f"{row[key]:,.0f}"
@@ -151,10 +241,10 @@ def _lists(user: Example, names: Mapping[int, str]) -> str:
     for place in range(LISTED):
         items = [next(iter(opinion.best[place : place + 1]), None) for opinion in user.opinions.values()]
         cells = [_cell("") if item is None else _item(item, user.target, names) for item in items]
-        body.append(f"<tr>{_number(str(place + 1))}{''.join(cells)}</tr>")
+        body.append(f"<tr>{_head(str(place + 1))}{''.join(cells)}</tr>")
     ranks = "".join(_cell(f"{opinion.rank:g}") for opinion in user.opinions.values())
-    body.append(f'<tr class="note"><td>rank of the next item</td>{ranks}</tr>')
-    return _table(("recommended", *user.opinions), body)
+    body.append(f'<tr class="note">{_head("rank of the next item")}{ranks}</tr>')
+    return _table(("recommended", *user.opinions), body, "What each model recommends, best first.")
 
 
 def _item(item: int, target: int, names: Mapping[int, str]) -> str:
@@ -168,10 +258,11 @@ def _drivers(user: Example, names: Mapping[int, str]) -> str:
     body = []
     for place in range(len(user.history) - 1, max(-1, len(user.history) - 1 - EVENTS), -1):
         cells = "".join(_why(opinion, place) for opinion in driven.values())
-        body.append(f"<tr>{_cell(html.escape(names[user.history[place]]))}{cells}</tr>")
+        body.append(f"<tr>{_head(html.escape(names[user.history[place]]))}{cells}</tr>")
     earlier = max(0, len(user.history) - EVENTS)
     note = f'<p class="note">{earlier:,} earlier events are not shown.</p>' if earlier else ""
-    return f'<div class="events">{_table(("event, newest first", *heads), body)}</div>{note}'
+    table = _table(("event, newest first", *heads), body, "What each event of the history does to the first item.")
+    return f'<div class="events">{table}</div>{note}'
 
 
 def _why(opinion: Opinion, place: int) -> str:
@@ -187,9 +278,15 @@ def _why(opinion: Opinion, place: int) -> str:
     return f'<td class="number"{style}>{drop:+.3f}{read}</td>'
 
 
-def _table(heads: Sequence[str], body: Sequence[str]) -> str:
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in heads)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"
+def _table(heads: Sequence[str], body: Sequence[str], caption: str) -> str:
+    head = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in heads)
+    rows = f"<thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody>"
+    table = f"<table><caption>{html.escape(caption)}</caption>{rows}</table>"
+    return f'<div class="scroll" tabindex="0" role="region" aria-label="{html.escape(caption)}">{table}</div>'
+
+
+def _head(content: str) -> str:
+    return f'<th scope="row">{content}</th>'
 
 
 def _cell(content: str, kind: str = "") -> str:

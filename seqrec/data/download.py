@@ -350,7 +350,7 @@ def _progress(label: str, total: int | None, done: int) -> Iterator[Callable[[in
     console = Console(stderr=True)
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     text = TextColumn("{task.description}")
-    with Progress(text, *columns, console=console, disable=not console.is_terminal) as bar:
+    with Progress(text, *columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(label, total=total, completed=done)
         yield lambda count: bar.advance(task, count)
 

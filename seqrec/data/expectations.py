@@ -2,13 +2,12 @@
 
 The only module that imports Great Expectations, which takes seconds: the validate stage imports it when it runs.
 Rules about ids run on the distinct ids, rules about a whole table on a one-row table of totals, so that only
-`timestamp` and `row` reach pandas at full length. Columns are named `table.column`, which lets one Data Docs page
-hold the results of both tables.
+`timestamp` and `row` reach pandas at full length. Columns are named `table.column`, which lets one page hold the
+results of both tables.
 """
 
 from __future__ import annotations
 
-import copy
 import html
 import logging
 import os
@@ -24,10 +23,7 @@ import pandas as pd
 import polars as pl
 import pyarrow as pa
 from great_expectations import expectations as gxe
-from great_expectations.core.expectation_validation_result import ExpectationSuiteValidationResult
 from great_expectations.data_context.types.base import ProgressBarsConfig
-from great_expectations.render.renderer.page_renderer import ValidationResultsPageRenderer
-from great_expectations.render.view import DefaultJinjaPageView
 
 from seqrec.artifacts import INTERACTIONS_SCHEMA, ITEMS_SCHEMA
 from seqrec.config import ValidateConfig
@@ -47,27 +43,20 @@ REPEATED = "{:,} of {:,} are repeated"
 TIME_ADVICE = "check that ingest.columns maps timestamp to the right column"
 ID_ADVICE = "clean the ids in the source, or check that ingest.columns maps the right column"
 
-PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<title>Validation of {{ dataset }}</title>
-<style>
-body { margin: 2em; font-family: sans-serif; }
-table { border-collapse: collapse; margin: 0.5em 0 2em; }
-td, th { border: 1px solid #ccc; padding: 0.3em 0.6em; text-align: left; vertical-align: top; }
-.fa-check-circle::before { content: "\\2713"; color: #28a745; }
-.fa-times::before { content: "\\2717"; color: #dc3545; }
-.fa-exclamation-triangle::before { content: "!"; color: #dc3545; }
-</style>
-</head>
-<body>
-<h1>Validation of {{ dataset }}</h1>
-{% for section in sections %}{% set section_loop = loop %}{% include 'section.j2' %}{% endfor %}
-</body>
-</html>
+STYLE = """
+:root { color-scheme: light dark; --text: #1b1b1b; --back: #fff; --line: #c8c8c8; --good: #1b6e3c; --bad: #b3261e }
+@media (prefers-color-scheme: dark) {
+  :root { --text: #e6e6e6; --back: #16181c; --line: #444; --good: #7fd6a0; --bad: #ff8a80 }
+}
+body { font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 1200px; padding: 0 1em;
+       color: var(--text); background: var(--back) }
+.banner { font-size: 1.2em; font-weight: bold; border-left: .4em solid; padding: .4em .7em }
+.good { color: var(--good) } .bad { color: var(--bad) } .scroll { overflow-x: auto }
+table { border-collapse: collapse } caption { text-align: left; padding-bottom: .4em }
+th, td { border-bottom: 1px solid var(--line); padding: .3em .7em; text-align: left; vertical-align: top }
+tbody th { font-weight: normal }
 """
+PAGE_HEADS = ("column", "rule", "outcome", "found", "what to do")
 
 
 class ExpectationError(RuntimeError):
@@ -448,40 +437,34 @@ def _to_check(result: Mapping[str, Any]) -> Check:
 def _plain(value: Any) -> str:
     if isinstance(value, list):  # of columns
         return ", ".join(name.partition(".")[2] for name in value)
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-def to_page(dataset: str, results: Sequence[gx.core.ExpectationValidationResult]) -> str:
-    """Return the results of `run` as one HTML page: Data Docs' sections without its scripts, fonts and links."""
-    passed = sum(result.success for result in results)
-    validation = ExpectationSuiteValidationResult(
-        results=[_to_display(result) for result in results],
-        success=passed == len(results),
-        suite_name=dataset,
-        statistics={
-            "evaluated_expectations": len(results),
-            "successful_expectations": passed,
-            "unsuccessful_expectations": len(results) - passed,
-            "success_percent": 100 * passed / len(results),
-        },
-        meta={},
+def to_page(dataset: str, checks: Sequence[Check]) -> str:
+    """Return `checks` as one HTML page that loads nothing: how many passed, and a table, failures first."""
+    failed = [check for check in checks if not check.success]
+    title = html.escape(f"Validation of {dataset}")
+    kind = "bad" if failed else "good"
+    banner = f"{len(checks) - len(failed)} of {len(checks)} rules passed"
+    heads = "".join(f'<th scope="col">{head}</th>' for head in PAGE_HEADS)
+    body = "".join(map(_page_row, sorted(checks, key=lambda check: check.success)))
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+        f"<title>{title}</title><style>{STYLE}</style></head><body><h1>{title}</h1>"
+        f'<p class="banner {kind}" role="status">{banner}</p><h2>Rules</h2>'
+        '<div class="scroll" tabindex="0" role="region" aria-label="Rules"><table>'
+        f"<caption>Every rule; those that failed come first.</caption><thead><tr>{heads}</tr></thead>"
+        f"<tbody>{body}</tbody></table></div></body></html>\n"
     )
-    document = ValidationResultsPageRenderer().render(validation).to_json_dict()
-    overview = document["sections"][0]
-    overview["content_blocks"] = overview["content_blocks"][1:2]  # the statistics; the rest is links and run times
-    template = DefaultJinjaPageView().env.from_string(PAGE)
-    return str(template.render(document, dataset=dataset))
 
 
-def _to_display(result: gx.core.ExpectationValidationResult) -> gx.core.ExpectationValidationResult:
-    # Data Docs shows neither severity nor meta, and puts values and descriptions into the page as they are.
-    shown = copy.deepcopy(result)
-    config, meta = shown.expectation_config, shown.expectation_config.meta
-    lines = [f"{config.severity.value}: {config.description}"]
-    if not result.success:
-        lines += [meta["advice"], *meta.get("examples", [])]
-    config.description = html.escape("\n".join(lines))
-    for entry in shown.result.get("partial_unexpected_counts", []):
-        if isinstance(entry["value"], str):
-            entry["value"] = html.escape(repr(entry["value"]))
-    return shown
+def _page_row(check: Check) -> str:
+    where = f"{check.table}.{check.column}" if check.column else check.table
+    outcome = "passed" if check.success else f"failed ({check.severity})"
+    found = check.observed + (f", e.g. {', '.join(map(repr, check.examples))}" if check.examples else "")
+    cells = (f"{check.severity}: {check.rule}", outcome, found, "" if check.success else check.advice)
+    kind = "good" if check.success else "bad"
+    body = "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)
+    return f'<tr class="{kind}"><th scope="row">{html.escape(where)}</th>{body}</tr>'

@@ -25,7 +25,7 @@ def report(
 ) -> dict[str, float]:
     """Rank every validation and test case, and write metrics, cases and recommendations to `directory`.
 
-    Names of the metrics: `test/ndcg@10`, with its interval `/low` and `/high` and its slices
+    Names of the metrics: `test/ndcg@10`, with its interval `/low` and `/high` and its slices, each with an interval,
     `/popularity=head|tail|cold` (of the target) and `/length=1-10|11-50|51+` (of the history); `test/unfiltered/...`
     and `test/filtered/...` say the same with seen items kept and removed; `test/101/...`, under protocol LOO-101, ranks
     the target among the negatives of the split alone (not comparable with the others); `facts` are added as they are.
@@ -43,7 +43,7 @@ def report(
         rank = ranked.rank if config.filter_seen else ranked.rank_unfiltered
         values |= {f"{split}/{name}": value for name, value in _accuracy(rank, data.num_items).items()}
         values |= {f"{split}/{name}": value for name, value in _uncertainty(rank, chosen, config).items()}
-        values |= {f"{split}/{name}": value for name, value in _slices(rank, data, chosen).items()}
+        values |= {f"{split}/{name}": value for name, value in _slices(rank, data, chosen, config).items()}
         others = {"filtered": ranked.rank, "unfiltered": ranked.rank_unfiltered}
         if data.negatives is not None:
             others["101"] = ranked.rank_sampled
@@ -80,7 +80,7 @@ def _uncertainty(rank: Tensor, chosen: Cases, config: EvaluateConfig) -> dict[st
     }
 
 
-def _slices(rank: Tensor, data: Sequences, chosen: Cases) -> dict[str, float]:
+def _slices(rank: Tensor, data: Sequences, chosen: Cases, config: EvaluateConfig) -> dict[str, float]:
     target = data.items[chosen.position].long()
     head, cold = metrics.head_items(data.count)[target], data.count[target] == 0
     length = chosen.position - data.start[chosen.user]
@@ -91,6 +91,9 @@ def _slices(rank: Tensor, data: Sequences, chosen: Cases) -> dict[str, float]:
     for name, mask in masks.items():
         if bool(mask.any()):
             values[f"ndcg@10/{name}"] = _accuracy(rank[mask], data.num_items)["ndcg@10"]
+            value, user = metrics.ndcg(rank[mask].cpu().numpy(), 10), chosen.user[mask].cpu().numpy()
+            interval = metrics.bootstrap(value, user, resamples=config.bootstrap, seed=config.seed)
+            values |= {f"ndcg@10/{name}/low": interval.low, f"ndcg@10/{name}/high": interval.high}
             values[f"cases/{name}"] = int(mask.sum())
     return values
 

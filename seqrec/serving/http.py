@@ -20,8 +20,17 @@ import uvicorn
 from fastapi import FastAPI, HTTPException, Response
 from fastapi import Request as HTTPRequest
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from fastapi.responses import JSONResponse, RedirectResponse
+from fastapi_offline import FastAPIOffline
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
 from seqrec import __version__
@@ -59,6 +68,8 @@ class Query(BaseModel):
         examples=[{"new": {"title": "A film of tomorrow"}}],
     )
 
+    titles: bool = Field(False, description="answer with the titles of the items too")
+
     @model_validator(mode="after")
     def _times_match(self) -> Self:
         self.request()
@@ -66,7 +77,7 @@ class Query(BaseModel):
 
     def request(self) -> Request:
         """Return what the recommender understands."""
-        return Request(**vars(self))
+        return Request(**{name: value for name, value in vars(self).items() if name != "titles"})
 
 
 class Queries(BaseModel):
@@ -81,7 +92,7 @@ class Recommendation(BaseModel):
     """The best items, and what was done to give any."""
 
     items: list[str] = Field(description="best first")
-    titles: list[str] = Field(description="of the items, as the model knows them; empty where it has none")
+    titles: list[str] | None = Field(None, description="of the items, if requested; empty where the model has none")
     scores: list[float]
     source: str = Field(description="the model, or popularity where no item of the history is known")
     unknown: int = Field(description="events of the history that the model does not know")
@@ -180,6 +191,7 @@ class Metrics:
     """
 
     def __init__(self, served: Served) -> None:
+        disable_created_metrics()  # a second series a counter, of no use to anybody
         self.registry = CollectorRegistry()
         own = self.registry
         self.requests = Counter("seqrec_requests", "answers by what gave them", ["source"], registry=own)
@@ -226,7 +238,13 @@ class Metrics:
             self.decile.labels(str(decile)).inc(number)
 
 
-def app(load: Load, version: Callable[[], str], *, poll_s: float = 30.0, largest: int = 64) -> FastAPI:
+def app(
+    load: Load,
+    version: Callable[[], str],
+    *,
+    poll_s: float = 30.0,
+    largest: int = 64,
+) -> FastAPI:
     """Return the service.
 
     Args:
@@ -263,9 +281,12 @@ def app(load: Load, version: Callable[[], str], *, poll_s: float = 30.0, largest
         for task in tasks:
             task.cancel()
 
-    service = FastAPI(title="seqrec", version=__version__, summary="What will this user want next?", lifespan=lifespan)
+    service = FastAPIOffline(
+        title="seqrec", version=__version__, summary="What will this user want next?", lifespan=lifespan
+    )
 
-    async def answered(requests: Sequence[Request]) -> list[Recommendation]:
+    async def answered(queries: Sequence[Query]) -> list[Recommendation]:
+        requests = [query.request() for query in queries]
         began = time.perf_counter()
         try:
             answers = await asyncio.gather(*map(batcher.answer, requests))
@@ -277,7 +298,10 @@ def app(load: Load, version: Callable[[], str], *, poll_s: float = 30.0, largest
         seconds = time.perf_counter() - began
         for request, (answer, _) in zip(requests, answers, strict=True):
             metrics.count(served.current[0], request, answer, seconds)
-        return [Recommendation(**vars(answer), version=number) for answer, number in answers]
+        return [
+            Recommendation(**{**vars(answer), "version": number, "titles": answer.titles if query.titles else None})
+            for query, (answer, number) in zip(queries, answers, strict=True)
+        ]
 
     @service.exception_handler(RequestValidationError)
     async def refused(_: HTTPRequest, error: RequestValidationError) -> JSONResponse:
@@ -287,12 +311,16 @@ def app(load: Load, version: Callable[[], str], *, poll_s: float = 30.0, largest
     @service.post("/recommend")
     async def recommend(query: Query) -> Recommendation:
         """Recommend for one user."""
-        return (await answered([query.request()]))[0]
+        return (await answered([query]))[0]
 
     @service.post("/recommend/batch")
     async def recommend_batch(queries: Queries) -> Recommendations:
         """Recommend for several users."""
-        return Recommendations(answers=await answered([query.request() for query in queries.requests]))
+        return Recommendations(answers=await answered(queries.requests))
+
+    @service.get("/", include_in_schema=False)
+    async def root() -> RedirectResponse:
+        return RedirectResponse("/docs")
 
     @service.get("/health")
     async def health() -> State:
@@ -352,6 +380,7 @@ def serve(
         raise ValueError("graph: name the folder of the model as well, --saved")
     else:
         service = app(*champion(dataset, config, ann), poll_s=poll_s, largest=batch)
+    logger.info("http://%s:%d answers; try it at /docs", host, port)
     uvicorn.run(service, host=host, port=port, log_level="warning", access_log=False)
 
 

@@ -17,6 +17,7 @@ from seqrec.analysis import attribution
 from seqrec.artifacts import TOKENIZER
 from seqrec.config import RegisterConfig
 from seqrec.data import sequences
+from seqrec.tracking import local
 from seqrec.training import cards, checkpoint
 
 Best = tuple[list[float], list[int]]  # scores and numbers of items, best first
@@ -62,6 +63,9 @@ def located(place: str | Path, config: RegisterConfig | None = None) -> Iterator
     """
     if not str(place).startswith(REGISTERED):
         yield Path(place)
+        return
+    if (found := local.find(str(place), config or RegisterConfig())) is not None:
+        yield found
         return
     try:
         from seqrec.tracking import registry  # takes seconds

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +154,7 @@ def register(
             entry.row["candidate"] = entry is best
             entry.row["champion"] = entry.fingerprint == outcome["champion"]
         _write_leaderboard(reports, split, rows, outcome)
-        write_text(reports / REPORT_PAGE, _page(reports, entries, shown))
+        write_text(reports / REPORT_PAGE, _page(reports, entries, shown, split))
         _finish_parent(tracker, parent, entries, params, reports, outcome)
     gain = {f"gain/{SELECTION}/{name}": value for name, value in (outcome["gain"] or {}).items()}
     chosen = {f"candidate/{key}": best.row[key] for key in (SELECTION, TEST)}
@@ -209,10 +210,20 @@ def _examples(
     )
 
 
-def _page(reports: Path, entries: Sequence[Entry], shown: Examples) -> str:
+def _page(reports: Path, entries: Sequence[Entry], shown: Examples, split: Mapping[str, Any]) -> str:
     metrics = {entry.name: entry.metrics for entry in entries}
     histories = {entry.name: entry.history for entry in entries}
-    return report.page(read_json(reports / LEADERBOARD), metrics, histories, shown)
+    return report.page(read_json(reports / LEADERBOARD), metrics, histories, shown, _facts(entries, split))
+
+
+def _facts(entries: Sequence[Entry], split: Mapping[str, Any]) -> dict[str, str]:
+    """Return what the page says of its origin: when the last model was evaluated, of which commit, and on what."""
+    evaluated = max((entry.report / METRICS).stat().st_mtime for entry in entries)
+    facts = {"evaluated": datetime.fromtimestamp(evaluated, UTC).strftime("%Y-%m-%d")}
+    if commit := _commit():
+        facts["commit"] = commit[:8]
+    counts = (name for name in ("users", "items", "events") if name in split["counts"])
+    return facts | {name: f"{split['counts'][name]:,}" for name in counts}
 
 
 @contextmanager
@@ -254,12 +265,18 @@ def _origin_tags() -> dict[str, str]:
     lock = Path("dvc.lock")
     tags = {"mlflow.source.name": "seqrec register", "mlflow.source.type": "LOCAL", "mlflow.user": _user()}
     tags |= {"seqrec.dvc_lock": sha256(lock)} if lock.is_file() else {}
+    if commit := _commit():
+        return {**tags, "mlflow.source.git.commit": commit}
+    logger.warning("no git commit to record: not in a git repository")
+    return tags
+
+
+def _commit() -> str:
     try:
         done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
-        logger.warning("no git commit to record: not in a git repository")
-        return tags
-    return {**tags, "mlflow.source.git.commit": done.stdout.strip()}
+        return ""
+    return done.stdout.strip()
 
 
 def _user() -> str:
@@ -317,7 +334,6 @@ def _log_entry(tracker: Tracker, entry: Entry, parent: Run, shown: Examples) -> 
     architecture = entry.card.get("architecture", entry.name)
     about = f"{entry.name} on {tracker.split['dataset']}, {TEST} {entry.row[TEST]:.4f}"
     _describe(tracker, run, {**versions, "seqrec.architecture": architecture, view.NOTE: about})
-    runs.log_history(client, run, entry.history)
     for file in REPORT_FILES:
         client.log_artifact(run_id, str(entry.report / file), registry.REPORT)
     if entry.history:
@@ -328,6 +344,7 @@ def _log_entry(tracker: Tracker, entry: Entry, parent: Run, shown: Examples) -> 
         model_id = registry.log_model(client, run, checkpoint=entry.checkpoint).model_id
     values = view.scalars(entry.metrics) | view.best_epoch(entry.history)
     runs.log_metrics(client, run, values, model_id, tracker.dataset)
+    runs.log_history(client, run, entry.history)  # last: pages that compare runs open on the metric that came first
     client.set_terminated(run_id)
     client.set_tag(run_id, COMPLETE, entry.content)
     return run

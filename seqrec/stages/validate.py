@@ -85,7 +85,7 @@ def validate(*, dataset: str, data: Path, report: Path, baseline: Path, config: 
         "statistics": statistics,
     }
     artifacts.write_json(report, verdict)
-    artifacts.write_text(report.with_suffix(".html"), expectations.to_page(dataset, results))
+    artifacts.write_text(report.with_suffix(".html"), expectations.to_page(dataset, checks))
     for check in failed:
         if check.severity != "critical":
             logger.warning("%s: %s", dataset, _describe(check))

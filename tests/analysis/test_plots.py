@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import itertools
+
+import numpy as np
 import pytest
 from support import HISTORY, row
 
 from seqrec.analysis import plots
 from seqrec.analysis.strec_sparsity import Point
+from seqrec.evaluation.leaderboard import BASELINES
 
 
 def titles(figure):
@@ -19,7 +23,7 @@ def test_learning_curves_skip_the_epochs_without_validation():
     figure = plots.learning_curves({"sasrec": HISTORY, "popularity": []})
     loss, metric = figure.data
 
-    assert titles(figure) == ["loss", "valid/ndcg@10"]
+    assert titles(figure) == ["training loss", "NDCG@10 on validation"]
     assert points(loss) == [(1, 6.0), (2, 5.0), (3, 4.5)]
     assert points(metric) == [(1, 0.1), (3, 0.2)]
     assert [(trace.name, trace.showlegend) for trace in figure.data] == [("sasrec", True), ("sasrec", False)]
@@ -64,6 +68,8 @@ def test_slices_get_one_panel_a_kind_and_one_bar_a_model():
             "test/ndcg@10": 0.5,
             "test/ndcg@10/low": 0.4,
             "test/ndcg@10/popularity=head": 0.3,
+            "test/ndcg@10/popularity=head/low": 0.25,
+            "test/ndcg@10/popularity=head/high": 0.4,
             "test/ndcg@10/popularity=cold": 0.1,
             "test/ndcg@10/length=1-10": 0.2,
             "test/cases/popularity=head": 1200,
@@ -72,7 +78,10 @@ def test_slices_get_one_panel_a_kind_and_one_bar_a_model():
     }
     figure = plots.metric_by_slice(metrics)
 
-    assert titles(figure) == ["test/ndcg@10 by popularity", "test/ndcg@10 by length"]
+    assert titles(figure) == [
+        "NDCG@10 on test by popularity of the item",
+        "NDCG@10 on test by length of the history",
+    ]
     heads = ("head<br>1,200 cases", "cold")
     bars = [(bar.name, bar.xaxis, points(bar)) for bar in figure.data]
     assert bars == [
@@ -81,6 +90,62 @@ def test_slices_get_one_panel_a_kind_and_one_bar_a_model():
         ("sasrec", "x2", [("1-10", 0.2)]),
         ("markov", "x2", [("1-10", None)]),
     ]
+
+
+def test_the_bars_of_slices_have_whiskers_where_there_is_an_interval():
+    key = "test/ndcg@10/popularity=head"
+    metrics = {"sasrec": {key: 0.3, f"{key}/low": 0.25, f"{key}/high": 0.4}, "markov": {key: 0.2}}
+    ours, theirs = plots.metric_by_slice(metrics).data
+
+    assert (ours.error_y.visible, theirs.error_y.visible) == (True, False)
+    assert (ours.error_y.array, ours.error_y.arrayminus) == (pytest.approx((0.1,)), pytest.approx((0.05,)))
+
+
+def test_axes_are_named_in_words():
+    figure = plots.learning_curves({"sasrec": HISTORY})
+
+    assert [axis.title.text for axis in figure.select_yaxes()] == ["training loss", "NDCG@10 on validation"]
+    assert plots.coverage_against_accuracy([row("sasrec")]).layout.xaxis.title.text.startswith("coverage, share of")
+
+
+def linear(colour):
+    """The light of a colour by channel, as WCAG 2 computes it."""
+    channels = [int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5)]
+    return np.array([c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels])
+
+
+def contrast(first, second):
+    bright, dark = sorted((linear(colour) @ [0.2126, 0.7152, 0.0722] for colour in (first, second)), reverse=True)
+    return (bright + 0.05) / (dark + 0.05)
+
+
+SEEN = {  # linear RGB as who lacks one kind of cone sees it: Vienot, Brettel and Mollon 1999
+    "everybody": np.eye(3),
+    "protanopia": np.array([[0.11238, 0.88762, 0], [0.11238, 0.88762, 0], [0.00401, -0.00401, 1]]),
+    "deuteranopia": np.array([[0.29275, 0.70725, 0], [0.29275, 0.70725, 0], [-0.02234, 0.02234, 1]]),
+}
+
+
+@pytest.mark.parametrize("eye", SEEN)
+def test_the_colours_of_models_are_told_apart_by_colour_blind_readers(eye):
+    seen = [SEEN[eye] @ linear(colour) for colour in plots.COLOURS]
+    distance = min(np.linalg.norm(a - b) for a, b in itertools.combinations(seen, 2))
+
+    assert distance > 0.1  # of plotly's own colours: 0.02
+
+
+@pytest.mark.parametrize("ground", ["#FFFFFF", "#16181C"])
+def test_lines_stand_out_from_the_page_light_and_dark(ground):
+    assert min(contrast(colour, ground) for colour in (*plots.COLOURS, *plots.GREYS)) >= 2
+
+
+def test_no_two_models_share_colour_and_dash_and_baselines_are_grey():
+    names = [*(f"m{number}" for number in range(12)), *BASELINES]
+    figure = plots.learning_curves(dict.fromkeys(names, HISTORY))
+    looks = {trace.name: (trace.line.color, trace.line.dash) for trace in figure.data}
+
+    assert len(set(looks.values())) == len(names)
+    assert {name for name, (colour, _) in looks.items() if colour in plots.GREYS} == set(BASELINES)
 
 
 def test_coverage_against_accuracy_draws_the_interval():

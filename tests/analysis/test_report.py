@@ -94,13 +94,13 @@ def test_every_figure_is_there(text):
     titles = [[note["text"] for note in figure["layout"]["annotations"]] for figure in Page(text).figures()]
 
     assert titles == [
-        ["test/ndcg@10 with its 95 % interval, against coverage"],
-        ["test/ndcg@10 by popularity"],
-        ["loss", "valid/ndcg@10"],
+        ["NDCG@10 on test with its 95 % interval, against coverage"],
+        ["NDCG@10 on test by popularity of the item"],
+        ["training loss", "NDCG@10 on validation"],
         ["loss/task", "figure/entropy"],  # of sasrec
         ["attention of the last layer without masks", "with masks"],
         ["loss/task", "figure/entropy"],  # of gru4rec
-        ["valid/ndcg@10, served with fewer rows", "µs a history"],
+        ["NDCG@10 on validation, served with fewer rows", "time a history, µs"],
     ]
 
 
@@ -119,6 +119,47 @@ def test_the_leaderboard_has_intervals_and_the_verdict(text):
     ]
     assert [cells[0] for cells in rows[1:4]] == ["sasrec (champion)", "gru4rec", "markov"]
     assert "seqrec-toy version 3 (sasrec): the first &lt;champion&gt;" in text
+
+
+def test_a_baseline_has_no_parameters_and_no_training(text):
+    assert Page(text).rows[3][-2:] == ["-", "-"]
+
+
+@pytest.mark.parametrize(
+    ("markov", "words"),
+    [
+        (0.17, "it is above the best baseline, markov (0.1700)"),
+        (0.19, "it is not told apart from the best baseline, markov (0.1900)"),
+        (0.25, "it is below the best baseline, markov (0.2500)"),
+    ],
+)
+def test_the_page_begins_with_the_verdict(markov, words):
+    rows = [entry | ({"test/ndcg@10": markov} if entry["model"] == "markov" else {}) for entry in ROWS]
+    text = report.page(BOARD | {"rows": rows}, METRICS, {}, Examples())
+
+    assert f"sasrec is the best model on validation (NDCG@10 0.3000); on test (0.2000) {words}" in text
+    assert text.index(words) < text.index("<table")
+
+
+def test_the_page_says_when_it_was_made_of_what(text):
+    facts = {"evaluated": "2026-01-02", "commit": "12345678", "users": "943"}
+
+    shown = report.page(BOARD, METRICS, {}, Examples(), facts)
+    assert "evaluated 2026-01-02, commit 12345678, users 943" in shown
+    assert 'name="viewport" content="width=device-width' in shown
+    assert all(f"<dt>{word}</dt>" in shown for word in ("NDCG@10", "recall@10", "coverage@10"))
+
+
+def test_a_screen_reader_finds_captions_heads_and_labels(text):
+    tables = re.findall(r"<table>.*?</table>", text, re.DOTALL)
+
+    assert len(tables) == 3
+    for table in tables:
+        assert "<caption>" in table
+        assert "<th>" not in table
+        assert table.count('<th scope="row">') == table.count("<tr") - 1
+    assert len(re.findall(r"<figure role=\"group\" aria-label=\"[^\"]", text)) == len(Page(text).figures())
+    assert "prefers-color-scheme: dark" in report.STYLE
 
 
 def test_lists_mark_the_held_out_item_and_end_where_a_list_ends(text):
@@ -175,9 +216,9 @@ def test_a_page_without_examples_or_verdict():
 
 def test_a_models_own_page_has_its_curves_and_terms():
     expected = {
-        "m": ["loss", "loss/task"],
-        "sasrec": ["loss", "loss/task", "attention of the last layer without masks"],
-        "gru4rec": ["loss", "loss/task", "valid/ndcg@10, served with fewer rows"],
+        "m": ["training loss", "loss/task"],
+        "sasrec": ["training loss", "loss/task", "attention of the last layer without masks"],
+        "gru4rec": ["training loss", "loss/task", "NDCG@10 on validation, served with fewer rows"],
     }
     for name, titles in expected.items():
         figures = Page(report.model_page(name, HISTORY, EXAMPLES)).figures()

@@ -1,4 +1,5 @@
 import logging
+import re
 from dataclasses import replace
 
 import pandas as pd
@@ -193,11 +194,11 @@ def test_page_shows_hostile_values_as_text(value, caplog):
         ValidateConfig(),
     )
     with caplog.at_level(logging.INFO):
-        page = expectations.to_page("tiny", expectations.run(suites))
+        page = expectations.to_page("tiny", expectations.to_checks(expectations.run(suites)))
 
     assert "<img" not in page
     assert page.count(value.replace("<", "&lt;").replace(">", "&gt;")) == 2
-    assert caplog.records == []  # Data Docs reports what it cannot render in the log alone
+    assert caplog.records == []
 
 
 def test_page_loads_nothing_and_shows_severity_and_advice():
@@ -210,11 +211,17 @@ def test_page_loads_nothing_and_shows_severity_and_advice():
             ValidateConfig(min_date="1970-01-01"),
         )
     )
-    page = expectations.to_page("tiny", results)
+    page = expectations.to_page("tiny", expectations.to_checks(results))
 
     assert "http" not in page.replace("http-equiv", "")
     assert "<script" not in page
     assert "critical: at most 0.05" in page
+    checks = expectations.to_checks(results)
+    failed = sum(not check.success for check in checks)
+    assert f"{len(checks) - failed} of {len(checks)} rules passed" in page
+    assert page.count("<table>") == 1
+    outcomes = re.findall(r'<tr class="(good|bad)">', page)
+    assert outcomes == ["bad"] * failed + ["good"] * (len(checks) - failed)
     assert "raise validate.max_duplicate_share" in page
 
 

@@ -1,5 +1,7 @@
 """The service over real HTTP: answers, odd requests, batches, metrics, and a champion that changes meanwhile."""
 
+import copy
+import re
 import threading
 import time
 
@@ -238,3 +240,32 @@ def test_each_decile_of_popularity_had_a_tenth_of_the_training(recommender):
     for decile in range(10):
         assert share[deciles == decile].sum().item() == pytest.approx(0.1, abs=share.max().item())
     assert recommender.counts[deciles == 0].min() >= recommender.counts[deciles == 9].max()
+
+
+def test_the_pages_for_people_need_no_other_server(address):
+    page = requests.get(f"{address}/", timeout=10)
+
+    assert page.url == f"{address}/docs"
+    assets = re.findall(r'(?:src|href)="([^"]+)"', page.text)
+    assert len(assets) >= 2
+    for asset in assets:
+        assert asset.startswith("/")
+        assert requests.get(f"{address}{asset}", timeout=10).status_code == 200
+
+
+def test_titles_come_to_who_asks_for_them(recommender):
+    titled = copy.copy(recommender)
+    titled.titles = {"i3": "Third"}
+    with running(http.app(lambda: titled, lambda: "7", poll_s=0)) as address:
+        named = ask(address, history=["i1", "i2"], k=40, titles=True).json()
+        plain = ask(address, history=["i1"]).json()
+
+    assert [title for title in named["titles"] if title] == ["Third"]
+    assert named["titles"].index("Third") == named["items"].index("i3")
+    assert plain["titles"] is None
+
+
+def test_no_counter_has_a_series_of_when_it_was_made(address):
+    ask(address, history=["i1"])
+
+    assert "_created" not in requests.get(f"{address}/metrics", timeout=10).text

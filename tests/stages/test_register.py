@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+import yaml
 from mlflow import MlflowClient
 
 from models.base import Catalogue
@@ -32,7 +33,7 @@ from seqrec.evaluation import results
 from seqrec.evaluation.ranking import model_scorer
 from seqrec.stages.baselines import baselines
 from seqrec.stages.register import register
-from seqrec.tracking import runs
+from seqrec.tracking import runs, view
 from seqrec.tracking.runs import TrackingError
 from seqrec.training.cards import catalogue_files
 from seqrec.training.checkpoint import build, save_model
@@ -136,7 +137,7 @@ def project(template, tmp_path, monkeypatch):
 
 def run(root=Path(), models=MODELS, params=PARAMS, **changes):
     folders = {"artifacts": root / "artifacts", "reports": root / "reports", "data": root / "data"}
-    config = RegisterConfig(**changes)
+    config = RegisterConfig(**{"allow_below_baseline": True, **changes})  # nothing here was ever trained
     return register(leaderboard=models, sequences=root / "data" / "sequences", params=params, config=config, **folders)
 
 
@@ -168,10 +169,84 @@ def test_one_parent_run_holds_a_run_for_every_row(project):
         assert child.data.tags["seqrec.split_sha256"] == "b" * 64
         assert child.data.tags.get("mlflow.parentRunId") == (None if name.startswith("toy-") else parent.info.run_id)
         (used,) = child.inputs.dataset_inputs
-        assert (used.dataset.name, used.dataset.digest) == ("toy", "b" * 32)
-    assert parent.data.params["finetune.learning_rate"] == "0.001"
+        assert (used.dataset.name, used.dataset.digest) == ("toy", "b" * 8)
+        assert child.info.start_time >= parent.info.start_time
+        assert child.info.end_time <= parent.info.end_time
+        for tag in ("mlflow.user", "mlflow.source.name", "mlflow.note.content"):
+            assert child.data.tags[tag]
+    assert parent.data.params == {
+        "dataset": "toy",
+        "protocol": "LOO-full",
+        "leaderboard": "sasrec, wide, ease, markov, popularity",
+    }
     stored = {file.path for file in client().list_artifacts(parent.info.run_id)}
-    assert stored == {"leaderboard.json", "index.html"}
+    assert stored == {"leaderboard.json", "index.html", "params.yaml"}
+    written = project / "mlartifacts" / parent.info.run_id / "artifacts" / "params.yaml"
+    assert yaml.safe_load(written.read_text()) == PARAMS
+
+
+def test_a_run_shows_at_most_20_numbers_its_best_epoch_among_them(project):
+    run()
+    found = all_runs()
+    (parent,) = [run for name, run in found.items() if name.startswith("toy-")]
+
+    for child in found.values():
+        assert 8 <= len(child.data.metrics) <= 20
+        assert not {"curve/epoch", "curve/step", "curve/seconds"} & child.data.metrics.keys()
+    values = found["sasrec"].data.metrics
+    assert (values["best/valid/ndcg_at_10"], values["best_epoch"]) == (0.25, 2)
+    assert parent.data.metrics["valid/ndcg_at_10"] == values["valid/ndcg_at_10"]
+    assert parent.data.metrics["leaderboard/wide"] == found["wide"].data.metrics["test/ndcg_at_10"]
+    assert "| **sasrec** | 0.5000 |" in parent.data.tags["mlflow.note.content"]
+
+
+def test_the_experiment_holds_the_view_that_the_printed_link_names(project):
+    run()
+    place = client().get_experiment_by_name("seqrec")
+    (parent,) = [run for name, run in all_runs().items() if name.startswith("toy-")]
+    page = view.link("http://127.0.0.1:5000", place.experiment_id)
+    key = page.partition("viewStateShareKey=")[2]
+    shared = json.loads(place.tags[f"mlflow.sharedViewState.{key}"])
+
+    assert "workflowType=machine_learning" in page
+    assert shared["runsExpanded"] == {parent.info.run_id: True}
+    shown = {column.partition("`")[2].rstrip("`") for column in shared["columnOrder"]}
+    for found in all_runs().values():
+        assert shown <= found.data.metrics.keys()
+
+
+def test_a_logged_model_names_its_dataset_and_the_registered_model_is_described(project):
+    run()
+    (model,) = [
+        model
+        for model in client().search_logged_models([all_runs()["sasrec"].info.experiment_id])
+        if model.name == "sasrec"
+    ]
+
+    assert {(metric.dataset_name, metric.dataset_digest) for metric in model.metrics} == {("toy", "b" * 8)}
+    assert json.loads(model.tags["mlflow.modelVersions"]) == [{"name": "seqrec-toy", "version": 1}]
+    assert "toy" in client().get_registered_model("seqrec-toy").description
+
+
+def test_a_copied_project_does_not_write_into_the_original(project, tmp_path, monkeypatch):
+    run()
+    copy = tmp_path / "copy"
+    shutil.copytree(project, copy)
+    monkeypatch.chdir(copy)
+    set_validation_ranks(copy, "wide", 1.0)
+
+    with pytest.raises(TrackingError, match="this database is a copy"):
+        run()
+
+
+def test_a_model_below_the_best_baseline_is_candidate_alone(project):
+    set_validation_ranks(project, "markov", 1.0)
+    run(allow_below_baseline=False)
+
+    assert aliases() == {"candidate": 1}
+    assert "below the best baseline, markov (1.0000)" in outcome()["reason"]
+    run(allow_below_baseline=True)
+    assert aliases() == {"candidate": 1, "champion": 1}
 
 
 def test_the_page_is_written_and_logged_with_the_verdict_and_some_users(project):
@@ -199,8 +274,6 @@ def test_a_model_run_holds_settings_curves_final_values_and_reports(project):
     assert [(point.step, point.value) for point in curve] == [(1, 0.1), (2, 0.25), (3, 0.2)]
     assert [point.timestamp - model.info.start_time for point in curve] == [3000, 5000, 7000]
     assert model.data.metrics["valid/ndcg_at_10"] == pytest.approx(0.5)  # rank 3: 1 / log2(4)
-    metrics = read_json(project / "reports" / "sasrec" / "metrics.json")
-    assert model.data.metrics["test/ndcg_at_10/length.1-10"] == metrics["test/ndcg@10/length=1-10"]
     stored = {file.path for file in client().list_artifacts(model.info.run_id, "report")}
     assert stored == {"report/metrics.json", "report/cases.parquet", "report/recommendations.parquet"}
 

@@ -1,0 +1,46 @@
+"""How long commands take to begin: `python -m benchmarks.startup --run FOLDER` on an idle machine.
+
+`--help` must not import torch, `recommend` must not import MLflow where the registry is a file: tests/test_cli.py
+checks both. FOLDER is a project with a champion and an item id to ask for. Each figure is the best of `--repeats`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from benchmarks.meter import markdown
+
+LIMITS = {"--help": 0.5, "leaderboard --help": 1.0, "recommend": 2.0}  # seconds
+
+
+def seconds(arguments: list[str], folder: Path, repeats: int) -> float:
+    """Return the wall time of `python -m seqrec ARGUMENTS`, the best of `repeats`."""
+    times = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "seqrec", *arguments], cwd=folder, check=True, capture_output=True)
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--run", type=Path, default=Path(), help="project folder (default: here)")
+    parser.add_argument("--history", default="50,181", help="item ids of that project (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=5)
+    flags = parser.parse_args()
+    commands = {name: name.split() for name in LIMITS} | {"recommend": ["recommend", "--history", flags.history]}
+    rows = [
+        (name, f"{seconds(commands[name], flags.run, flags.repeats):.2f}", f"{limit:.1f}")
+        for name, limit in LIMITS.items()
+    ]
+    print(markdown(("command", "s", "at most"), rows))
+
+
+if __name__ == "__main__":
+    main()

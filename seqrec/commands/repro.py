@@ -1,0 +1,76 @@
+"""The pipeline under DVC with a line a stage and its seconds, and a table of them at the end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator
+
+from rich.console import Console
+from rich.table import Table
+
+HIDDEN = (
+    "> ",
+    "Updating lock file",
+    "Generating lock file",
+    "Use `dvc push`",
+    "To enable auto staging",
+    "\tdvc config",
+)
+RUNNING, SKIPPED = "Running stage '", "' didn't change, skipping"
+
+
+def repro(*, changes: str = "") -> None:
+    """Run what is out of date.
+
+    Args:
+        changes: settings to try without editing params.yaml, with blanks between them: finetune.epochs=3.
+
+    Raises:
+        ValueError: a stage failed.
+    """
+    command = [sys.executable, "-m", "dvc", *(["exp", "run"] if changes else ["repro"])]
+    for change in changes.split():
+        command += ["--set-param", change]
+    console = Console()
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    began = time.monotonic()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        times = list(stages(process.stdout, console))
+    if process.returncode:
+        raise ValueError(f"{times[-1][0] if times else 'dvc'} failed, see above")
+    if times:
+        console.print(summary(times, time.monotonic() - began))
+
+
+def stages(lines: Iterable[str], console: Console) -> Iterator[tuple[str, float]]:
+    """Print DVC's `lines` without its housekeeping; yield each stage that ran, and its seconds."""
+    running, began = "", 0.0
+    for line in lines:
+        ends = line.startswith((RUNNING, "Stage '", "To track the changes"))
+        if ends and running:
+            seconds = time.monotonic() - began
+            console.print(f"{running} done in {seconds:.1f} s", highlight=False, markup=False)
+            yield running, seconds
+            running = ""
+        if line.startswith(RUNNING):
+            running, began = line.removeprefix(RUNNING).partition("'")[0], time.monotonic()
+            console.print(f"{running} ...", highlight=False, markup=False)
+        elif line.strip() and SKIPPED not in line and not line.startswith(HIDDEN):
+            console.print(line.rstrip("\n"), highlight=False, markup=False)
+    if running:
+        yield running, time.monotonic() - began
+
+
+def summary(times: Iterable[tuple[str, float]], total: float) -> Table:
+    """Return the seconds of every stage that ran, and of all together."""
+    table = Table("stage", box=None, pad_edge=False)
+    table.add_column("s", justify="right")
+    for name, seconds in times:
+        table.add_row(name, f"{seconds:.1f}")
+    table.add_section()
+    table.add_row("together", f"{total:.1f}", style="bold")
+    return table
