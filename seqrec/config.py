@@ -193,8 +193,40 @@ class PretrainConfig(TrainConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class CountsConfig:
+    """The count term of a score; docs/models.md has the formula."""
+
+    alpha: float = 1.0  # 0: none
+    kernel: str = "inverse"  # of the distance between two events: inverse, root, square, or a number to be its power
+    window: int = 10  # events after one that count as following it
+    smoothing: float = 0.3  # tau / |I|: what every pair is taken to have been counted before
+    rho: float = 0.65  # weight of an event over that of the next one
+    events: int = 10  # that vote, the newest ones
+    popularity: float = 0.0  # lambda, of the log of an item's share of the training events
+    targets: int = 0  # kept of an item, the largest counts; 0 chooses by the size of the catalogue
+
+    def __post_init__(self) -> None:
+        require(self.alpha >= 0, "alpha must be at least 0")
+        require(min(self.window, self.events) >= 1, "window and events must be at least 1")
+        require(self.smoothing > 0, "smoothing must be positive")
+        require(0 < self.rho <= 1, "rho must be more than 0 and at most 1")
+        require(self.targets >= 0, "targets must be at least 0")
+        if self.kernel not in ("inverse", "root", "square"):
+            require(self.kernel.replace(".", "", 1).isdigit(), "kernel: inverse, root, square, or a number such as 0.7")
+
+
+@dataclass(frozen=True, kw_only=True)
 class FinetuneConfig(TrainConfig):
     """Section `finetune`."""
+
+    counts: str | dict[str, Any] = "none"  # added to the scores: none | auto, chosen on validation | of CountsConfig
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.counts, str):
+            require(self.counts in ("none", "auto"), "counts must be none, auto, or a mapping of values")
+        else:
+            parse(CountsConfig, self.counts, "counts")
 
 
 @dataclass(frozen=True, kw_only=True)
