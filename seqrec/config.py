@@ -194,7 +194,7 @@ class PretrainConfig(TrainConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class CountsConfig:
-    """The count term of a score; docs/models.md has the formula."""
+    """The count term of a score; docs/counts.md has the formula."""
 
     alpha: float = 1.0  # 0: none
     kernel: str = "inverse"  # of the distance between two events: inverse, root, square, or a number to be its power

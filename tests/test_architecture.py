@@ -22,6 +22,9 @@ CORE = [  # what trains and evaluates on a machine without the orchestration pac
         for name in (
             "artifacts.py",
             "config.py",
+            "counts/search.py",
+            "counts/table.py",
+            "counts/term.py",
             "commands/run.py",
             "data/sequences.py",
             "evaluation/metrics.py",

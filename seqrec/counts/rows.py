@@ -54,7 +54,7 @@ def report(name: str, data: Sequences, directory: Path, config: EvaluateConfig) 
     def scorer_of(values: Any) -> Scorer:
         if isinstance(values, RulesConfig):
             return with_counts(nothing, rules(data, values, _table(tables, values)))
-        return tables.scorer(nothing, values)
+        return tables.scorer(nothing, values, data.device)
 
     start, axes = (CountsConfig(), ALONE) if name == "pctm" else (RulesConfig(), RULES)
     choice: Choice[Any] = search.search(scorer_of, data, start, axes, filter_seen=config.filter_seen)

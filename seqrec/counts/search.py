@@ -18,7 +18,7 @@ from torch import Tensor
 
 from seqrec.config import CountsConfig
 from seqrec.counts.table import CountTable, count
-from seqrec.counts.term import build, by_halves, kernel, with_counts
+from seqrec.counts.term import CountTerm, build, by_halves, kernel, with_counts
 from seqrec.data import sequences
 from seqrec.data.sequences import Cases, Sequences
 from seqrec.evaluation import metrics, ranking
@@ -144,12 +144,14 @@ class Tables:
             self.tables[key] = count(self.data, kernel(config.kernel, config.window).tolist(), config.targets)
         return self.tables[key]
 
-    def scorer(self, base: Scorer, config: CountsConfig, device: torch.device | None = None) -> Scorer:
-        """Return `base` with the count term of `config` added."""
-        if config.alpha == 0:
-            return base
-        term = build(self.data, config, self.table(config))
-        return with_counts(base, term if device is None else term.to(device))
+    def term(self, config: CountsConfig) -> CountTerm | None:
+        """Return the count term of `config`; None where alpha is 0."""
+        return build(self.data, config, self.table(config)) if config.alpha else None
+
+    def scorer(self, base: Scorer, config: CountsConfig, device: torch.device) -> Scorer:
+        """Return `base`, which works on `device`, with the count term of `config` added."""
+        term = self.term(config)
+        return base if term is None else with_counts(base, term.to(device))
 
 
 def remembered(scorer: Scorer) -> Scorer:
@@ -165,9 +167,7 @@ def remembered(scorer: Scorer) -> Scorer:
     return again
 
 
-def choose(
-    base: Scorer, tables: Tables, data: Sequences, *, filter_seen: bool, events: int
-) -> Choice[CountsConfig]:
+def choose(base: Scorer, tables: Tables, data: Sequences, *, filter_seen: bool, events: int) -> Choice[CountsConfig]:
     """Return the count term that improves the scores of `base` most; alpha 0 where none does.
 
     Args:
@@ -178,15 +178,14 @@ def choose(
         events: that the model sees, and more of which the term must not see either.
     """
     memory, start = remembered(base), CountsConfig(alpha=0.0, events=min(CountsConfig().events, events))
-    device = data.device if data.device.type != "cpu" else None
 
     def scorer_of(config: CountsConfig) -> Scorer:
-        return tables.scorer(memory, config, device)
+        return tables.scorer(memory, config, data.device)
 
     return search(scorer_of, data, start, ADDED, filter_seen=filter_seen)
 
 
-def fold_scorer(base: Scorer, tables: Tables, folds: Sequence[CountsConfig], device: torch.device | None = None) -> Scorer:
+def fold_scorer(base: Scorer, tables: Tables, folds: Sequence[CountsConfig], device: torch.device) -> Scorer:
     """Return the scorer of validation: each half of the users with what the other half chose."""
     even, odd = (tables.scorer(base, fold, device) for fold in folds)
     return by_halves(even, odd)

@@ -4,13 +4,14 @@ C are the counts of table.py, h_j the j-th event of the history from its end, w_
 events that there are. With alpha = 1 and nothing else it is PCTM (Petrov et al., RecSys 2026), whose other factors of
 P(a | h_j) are the same for every item. A sum over events explains itself: each of them has its share.
 
-Shape suffixes: B rows   L events   J newest events   V items, padding (0) included   C candidates   K targets of an item
+Shape suffixes: B rows   L events   J newest events   V items, padding (0) included   C candidates   K targets of one
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ from seqrec.data.sequences import Sequences
 from seqrec.evaluation.ranking import ITEMS_PER_BLOCK, Blocks, Scorer
 
 Vote = tuple[Tensor, Tensor, Tensor]  # row of the batch, item, value; one event's votes name an item once a row
+Adder = Callable[[Tensor, int], Tensor]  # scores (B, C), first item -> the same scores
+DENSE = 1 << 24  # cells of a square table, 64 MB: up to 4,095 items
 KERNELS = {"inverse": 1.0, "root": 0.5, "square": 2.0}  # name -> p of d^-p
 
 
@@ -40,45 +43,77 @@ class CountTerm:
 
     def to(self, device: torch.device) -> CountTerm:
         """Return the same term with every tensor on `device`."""
-        return replace(self, **{name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)})
+        return replace(self, **{name: x.to(device) for name, x in self.tensors().items()})
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what has to be stored beside `alpha` and `popularity`."""
-        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in found.items() if isinstance(value, Tensor)}
 
-    def votes(self, items_BL: Tensor) -> list[Vote]:
-        """Return what each of the newest events adds, the newest first.
+    def adder(self, items_BL: Tensor) -> Adder:
+        """Return the function that adds the term to a block of scores (B, C) of the items from `first` on, in place.
 
         Args:
             items_BL: histories, left-padded with 0, without MASK.
         """
+        add = self._add_dense(items_BL) if self._is_small else self._add_sparse(items_BL)
+
+        def both(score_BC: Tensor, first: int = 0) -> Tensor:
+            add(score_BC, first)
+            if self.popularity:
+                score_BC += self.popularity * self.log_popularity[first : first + score_BC.shape[1]]
+            return score_BC
+
+        return both
+
+    @property
+    def _is_small(self) -> bool:
+        return len(self.log_popularity) ** 2 <= DENSE
+
+    @cached_property
+    def _dense(self) -> Tensor:
+        """The values as (V, V): on dense logs several times faster than lists of pairs."""
+        size = len(self.log_popularity)
+        row = torch.repeat_interleave(torch.arange(size, device=self.offsets.device), self.offsets.diff())
+        dense = self.values.new_zeros(size, size)
+        dense[row, self.targets.long()] = self.values
+        return dense
+
+    def _add_dense(self, items_BL: Tensor) -> Adder:
         items_BJ, weight_BJ = self._newest(items_BL)
-        return [self._votes_of(items_BJ[:, j], weight_BJ[:, j]) for j in range(items_BJ.shape[1])]
+        votes_BV = F.embedding_bag(items_BJ, self._dense, per_sample_weights=weight_BJ, mode="sum")
+        return lambda score_BC, first: score_BC.add_(votes_BV[:, first : first + score_BC.shape[1]])
+
+    def _add_sparse(self, items_BL: Tensor) -> Adder:
+        votes = self.votes(items_BL)
+
+        def add(score_BC: Tensor, first: int) -> Tensor:
+            width = score_BC.shape[1]
+            for row, item, value in votes:
+                inside = (item >= first) & (item < first + width)
+                place = row[inside] * width + item[inside] - first
+                score_BC.view(-1).index_add_(0, place, value[inside])
+            return score_BC
+
+        return add
+
+    def votes(self, items_BL: Tensor) -> list[Vote]:
+        """Return what each of the newest events adds, the newest first; see `adder`."""
+        items_BJ, weight_BJ = self._newest(items_BL)
+        return [self._votes_of(*pair) for pair in zip(items_BJ.unbind(1), weight_BJ.unbind(1), strict=True)]
 
     def _newest(self, items_BL: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the newest events (B, J), the newest first, and alpha times their weights."""
         items_BJ = items_BL.flip(1)[:, : len(self.weights)]
         weight_BJ = self.weights[: items_BJ.shape[1]] * (items_BJ > 0)
-        return items_BJ, weight_BJ / weight_BJ.sum(1, keepdim=True).clamp(min=1e-9)
+        return items_BJ, self.alpha * weight_BJ / weight_BJ.sum(1, keepdim=True).clamp(min=1e-9)
 
     def _votes_of(self, item_B: Tensor, weight_B: Tensor) -> Vote:
         first = self.offsets[item_B]
         number = self.offsets[item_B + 1] - first
         row = torch.repeat_interleave(torch.arange(len(item_B), device=item_B.device), number)
         place = torch.arange(len(row), device=row.device) + (first - number.cumsum(0) + number)[row]
-        return row, self.targets[place].long(), self.alpha * weight_B[row] * self.values[place]
-
-    def add(self, score_BC: Tensor, votes: list[Vote], first: int = 0) -> Tensor:
-        """Add the term to the scores of the items from `first` on, in place."""
-        width = score_BC.shape[1]
-        whole = first <= 1 and first + width >= len(self.log_popularity)
-        for row, item, value in votes:
-            if not whole:
-                inside = (item >= first) & (item < first + width)
-                row, item, value = row[inside], item[inside], value[inside]
-            score_BC.view(-1).index_add_(0, row * width + item - first, value)
-        if self.popularity:
-            score_BC += self.popularity * self.log_popularity[first : first + width]
-        return score_BC
+        return row, self.targets[place].long(), weight_B[row] * self.values[place]
 
     def of(self, items_BL: Tensor, item_BC: Tensor) -> Tensor:
         """Return the term (B, C) of some candidates alone."""
@@ -171,11 +206,11 @@ def with_counts(scorer: Scorer, term: CountTerm | None) -> Scorer:
 
     def added(data: Sequences, user: Tensor, stop: Tensor) -> Blocks:
         blocks = scorer(data, user, stop)
-        votes = term.votes(sequences.window(data, user, stop, len(term.weights)).items)
+        add = term.adder(sequences.window(data, user, stop, len(term.weights)).items)
 
         def both() -> Iterator[tuple[int, Tensor]]:
             for first, score_BC in blocks():
-                yield first, term.add(score_BC, votes, first)
+                yield first, add(score_BC, first)
 
         return both
 

@@ -27,7 +27,19 @@ from mlflow.types import ColSpec, DataType, Schema
 from mlflow.types.schema import Array
 
 from seqrec import ROOT
-from seqrec.artifacts import CASES, MODEL_CARD, REFIT, TOKENIZER, TOKENS, USERS, VOCABULARY, WEIGHTS, read_json, sha256
+from seqrec.artifacts import (
+    CASES,
+    COUNTS,
+    MODEL_CARD,
+    REFIT,
+    TOKENIZER,
+    TOKENS,
+    USERS,
+    VOCABULARY,
+    WEIGHTS,
+    read_json,
+    sha256,
+)
 from seqrec.config import RegisterConfig
 from seqrec.evaluation import metrics
 from seqrec.tracking.runs import (
@@ -62,7 +74,7 @@ LONGEST = 5_000  # characters of a description that MLflow keeps
 COMPARABLE = {SPLIT_TAG: "split", FILTER_TAG: "evaluate.filter_seen"}
 PACKAGES = ("mlflow", "numpy", "pandas", "pyarrow", "pyyaml", "safetensors", "torch")
 CODE = ("seqrec", "models")
-TEXT_FILES = {"tokens": TOKENS, "tokenizer": TOKENIZER}  # of a text model
+SOME_FILES = {"counts": COUNTS, "tokens": TOKENS, "tokenizer": TOKENIZER}  # that not every model has
 PYFUNC = ROOT / "seqrec" / "tracking" / "pyfunc_model.py"
 SIGNATURE = ModelSignature(
     inputs=Schema(
@@ -123,7 +135,7 @@ def log_model(client: MlflowClient, run: Run, *, checkpoint: Path, sequences: Pa
             "card": str(checkpoint / MODEL_CARD),
             "vocabulary": str(sequences / VOCABULARY),
             "users": str(sequences / USERS),
-            **{name: str(checkpoint / file) for name, file in TEXT_FILES.items() if (checkpoint / file).exists()},
+            **{name: str(checkpoint / file) for name, file in SOME_FILES.items() if (checkpoint / file).exists()},
         },
         code_paths=[str(ROOT / package) for package in CODE],
         pip_requirements=requirements(),
@@ -323,7 +335,7 @@ def fetch(uri: str, folder: Path, config: RegisterConfig) -> None:
             ) from error
         if not (model / ARTIFACTS / MODEL_CARD).is_file():
             raise TrackingError(f"{uri} holds no {MODEL_CARD}: it is no model that `register` has logged")
-        for file in (WEIGHTS, MODEL_CARD, VOCABULARY, USERS, *TEXT_FILES.values()):
+        for file in (WEIGHTS, MODEL_CARD, VOCABULARY, USERS, *SOME_FILES.values()):
             if (model / ARTIFACTS / file).is_file():
                 shutil.copyfile(model / ARTIFACTS / file, folder / file)
 

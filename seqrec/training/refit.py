@@ -11,7 +11,7 @@ import json
 import logging
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from seqrec.config import ConfigError, FinetuneConfig, RegisterConfig, parse
 from seqrec.data import sequences as prepared
 from seqrec.data.sequences import Sequences, Shards
 from seqrec.tracking import registry, runs
-from seqrec.training.checkpoint import load_model
+from seqrec.training.checkpoint import counts_config, load_model
 from seqrec.training.loop import METRIC, LogEpoch, train
 
 logger = logging.getLogger(__name__)
@@ -105,13 +105,16 @@ def retrain(
 ) -> dict[str, float]:
     """Repeat the training that led to `finetuned` on every event; write what serving needs to `refitted`."""
     card = read_json(finetuned / MODEL_CARD)
+    config = parse(FinetuneConfig, card["config"], "finetune")
+    if "counts" in card:  # the values that validation chose, with the counts of every event
+        config = replace(config, counts=asdict(counts_config(card["counts"])))
     epochs = chosen_epochs(_history(finetuned))
     data = everything(prepared.load(sequences))
     values = train(
         load_model(initial)[0],
         data,
         "finetune",
-        parse(FinetuneConfig, card["config"], "finetune"),
+        config,
         name=model,
         inputs=[sequences, initial],
         output=refitted,
