@@ -25,8 +25,8 @@ from seqrec.evaluation import metrics, ranking
 from seqrec.evaluation.ranking import Blocks, Scorer
 
 logger = logging.getLogger(__name__)
-CASES = 4_000  # of validation that the search ranks; fewer where the catalogue is large
-CELLS = 1 << 28  # scores of one look at them
+CASES = 4_000  # of validation that the search ranks; fewer where the catalogue is large, but 1,000
+CELLS = 1 << 25  # cases x items
 ROUNDS = 2  # over all axes
 Values = TypeVar("Values")
 Axis = Sequence[Mapping[str, Any]]  # changes to try, each of one or more values
@@ -105,7 +105,7 @@ def search(
 def _cases(data: Sequences) -> Cases:
     """Return validation cases drawn at random, in order."""
     every = sequences.cases(data, "valid")
-    number = min(CASES, max(64, CELLS // data.num_items))
+    number = min(CASES, max(1_000, CELLS // data.num_items))
     drawn = torch.randperm(len(every), generator=torch.Generator().manual_seed(0))[:number].sort().values
     drawn = drawn.to(every.user.device)
     return Cases(user=every.user[drawn], position=every.position[drawn])
