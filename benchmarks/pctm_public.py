@@ -94,11 +94,11 @@ def _places(data: Sequences, counts: term.CountTerm, order_V: Tensor | None) -> 
         row, item = seen(data, user, stop)
         score[row, item] = score[:, 0] = float("-inf")  # a target seen before cannot be found either
         above, equal = score > goal, score == goal
-        if order_V is None:
-            yield 1 + above.sum(1) + (equal.sum(1).clamp(min=1) - 1) / 2
-        else:
-            place = 1 + above.sum(1) + (equal & (order_V < order_V[target])).sum(1)
-            yield place.masked_fill(~equal.gather(1, target).squeeze(1), data.num_items + 1).float()
+        before = (
+            (equal.sum(1).clamp(min=1) - 1) / 2 if order_V is None else (equal & (order_V < order_V[target])).sum(1)
+        )
+        place = 1 + above.sum(1) + before.float()
+        yield place.masked_fill(~equal.gather(1, target).squeeze(1), float("inf"))
 
 
 def main() -> None:
