@@ -13,7 +13,7 @@ def baselines(
     results: dsl.Output[dsl.Artifact],
     metrics: dsl.Output[dsl.Metrics],
 ):
-    """Evaluate popularity, a Markov chain and EASE."""
+    """Evaluate popularity, a Markov chain, EASE, PCTM and Sequential Rules."""
     from pathlib import Path
 
     from seqrec.artifacts import facts

@@ -29,7 +29,7 @@ COMMANDS = {  # name -> (module, function, what it does); modules are imported w
     "prepare": ("seqrec.stages.prepare", "prepare", "filter, number, order and split the interactions"),
     "pretrain": ("seqrec.stages.pretrain", "pretrain", "build a model and run its pre-training, if it has any"),
     "finetune": ("seqrec.stages.finetune", "finetune", "train a model for the next item; resumes by itself"),
-    "baselines": ("seqrec.stages.baselines", "baselines", "evaluate popularity, a Markov chain and EASE"),
+    "baselines": ("seqrec.stages.baselines", "baselines", "evaluate popularity, a Markov chain, EASE, PCTM, rules"),
     "evaluate": ("seqrec.stages.evaluate", "evaluate", "rank every test case among the whole catalogue"),
     "register": ("seqrec.stages.register", "register", "leaderboard, MLflow runs, candidate and champion"),
     "refit": (

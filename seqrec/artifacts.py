@@ -31,6 +31,7 @@ NEGATIVES = "negatives.arrow"
 WEIGHTS = "best.safetensors"
 MODEL_CARD = "config.json"
 HISTORY = "history.jsonl"
+COUNTS = "counts.safetensors"  # the second part of the score, if it has one
 TOKENS = "tokens.safetensors"  # of text models: the items' text
 TOKENIZER = "tokenizer.json"  # and what it was made with
 REFIT = "refit"  # key of the card of weights that have seen every event: of which training, and its epochs
@@ -38,6 +39,7 @@ REFIT = "refit"  # key of the card of weights that have seen every event: of whi
 METRICS = "metrics.json"
 CASES = "cases.parquet"
 RECOMMENDATIONS = "recommendations.parquet"
+CHOSEN = "counts.json"  # of the rows that are counts: the values chosen on validation, and the grid
 # register
 REPORT_PAGE = "index.html"
 

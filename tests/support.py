@@ -7,7 +7,7 @@ import json
 import threading
 import time
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import numpy as np
@@ -21,12 +21,13 @@ from models.base import Batch, Catalogue
 from seqrec import artifacts
 from seqrec.artifacts import sha256, write_json, write_table
 from seqrec.config import FinetuneConfig, ModelConfig, PrepareConfig, PretrainConfig
+from seqrec.counts import term
 from seqrec.data import sequences
 from seqrec.stages.finetune import finetune
 from seqrec.stages.prepare import prepare
 from seqrec.stages.pretrain import pretrain
 from seqrec.training.cards import catalogue_files
-from seqrec.training.checkpoint import load_model, save_model
+from seqrec.training.checkpoint import load_model, save_counts, save_model
 
 # Facts about an architecture that its class does not tell; one that is not named has none.
 SMALL: dict[str, dict] = {"recformer": {"d_inner": 32}}  # options that a small model of it needs
@@ -120,9 +121,13 @@ def prepare_rows(folder: Path, rows: list[tuple[str, str, int]], **config) -> Pa
     return folder / "sequences"
 
 
-def save(architecture, prepared, folder, **card):
+def save(architecture, prepared, folder, counts=None, **card):
+    """An untrained model as serving finds it; with the count term of the values `counts`, if given."""
     data = sequences.load(prepared)
     model = make_model(architecture, num_items=data.num_items, num_users=data.num_users)
+    if counts is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        card["counts"] = save_counts(folder, term.build(data, counts), asdict(counts))
     items = prepared.parent / artifacts.ITEMS
     save_model(folder, model, {"filter_seen": True, **card}, catalogue_files(prepared, items))
     return folder

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from benchmarks import flops, losses, meter, ours, peer_data, peers
+from benchmarks import flops, losses, meter, ours, pctm_public, peer_data, peers
 from models.sasrec import SASRec
 from seqrec.data import sequences
 
@@ -165,3 +165,14 @@ def test_ours_trains_and_ranks(prepared):
     assert np.isfinite(figures["loss"])
     assert ranked["ranked"] == 30
     histories.check_unseen(lists.numpy())
+
+
+def test_public_protocol_of_pctm_by_hand():
+    """Ids 1 2 3 4; 2 follows 1 twice, 3 once; 4 is nobody's past, so it is cold."""
+    users = [["1", "2", "3"], ["1", "2", "3"], ["2", "1", "3", "2"], ["3", "1", "4"]]
+
+    dropped, missed = (pctm_public.figures(users, 1, "middle", cold) for cold in ("dropped", "missed"))
+
+    assert pctm_public.as_sequences(users, 1)[1] == ["1", "2", "3"]
+    assert dropped == pytest.approx((2 / 3, 2 / 3))  # 3 is the only item that the first two have not seen; 2 was seen
+    assert missed == pytest.approx((2 / 4, 2 / 4))

@@ -19,11 +19,12 @@ from mlflow import MlflowClient
 from support import synthetic_rows
 
 from seqrec.__main__ import main
+from seqrec.evaluation.leaderboard import BASELINES
 
 ROOT = Path(__file__).parent.parent
 CODE = ("seqrec", "models", "configs", "dvc.yaml", ".dvcignore", ".gitignore")
 MODELS = ("sasrec", "flash4rec")
-ROWS = ("popularity", "markov", "ease", *MODELS)
+ROWS = (*BASELINES, *MODELS)
 SECONDS = "train_seconds"
 # Python imports this module at its start: the chosen stage kills itself and DVC the moment it would finish that file.
 KILLER = """

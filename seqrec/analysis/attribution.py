@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from models.base import PAD, Batch, SequenceModel
+from seqrec.counts.term import CountTerm
 from seqrec.evaluation.ranking import POSITIONS_PER_PASS
 
 
 @torch.no_grad()
-def leave_one_out(model: SequenceModel, batch: Batch, item_B: Tensor) -> Tensor:
+def leave_one_out(model: SequenceModel, batch: Batch, item_B: Tensor, term: CountTerm | None = None) -> Tensor:
     """Return (B, L): by how much the score of an item drops when one event had never been.
 
     The other events keep their times, and the ones before move up: where the history is longer than what the model
@@ -26,6 +27,7 @@ def leave_one_out(model: SequenceModel, batch: Batch, item_B: Tensor) -> Tensor:
         model: in eval mode.
         batch: histories, left-padded and without MASK, of any width.
         item_B: the item of each row.
+        term: the counts added to the model's scores; each event's own share of them is added to what it explains.
     """
     seen, length = model.options.history, batch.items.shape[1]
     items_BW, times_BW = (F.pad(x, (1, 0))[:, -seen - 1 :] for x in (batch.items, batch.times))
@@ -37,7 +39,8 @@ def leave_one_out(model: SequenceModel, batch: Batch, item_B: Tensor) -> Tensor:
     query_BJD = _queries(model, variants).unflatten(0, user_BJ.shape)
     score_BJ = (query_BJD * model.item_vectors()[item_B].float().unsqueeze(1)).sum(-1)
     drop_BJ = (score_BJ[:, :1] - score_BJ) * (items_BW != PAD)  # variant 0 is what the model saw
-    return F.pad(drop_BJ[:, 1:], (length - seen, 0)) if length > seen else drop_BJ[:, 1:]
+    drop_BL = F.pad(drop_BJ[:, 1:], (length - seen, 0)) if length > seen else drop_BJ[:, 1:]
+    return drop_BL if term is None else drop_BL + term.shares(batch.items, item_B)
 
 
 @torch.no_grad()

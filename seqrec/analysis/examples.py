@@ -17,6 +17,7 @@ from models.base import PAD, Batch, SequenceModel
 from seqrec.analysis import attribution, strec_sparsity
 from seqrec.analysis.strec_sparsity import Point
 from seqrec.artifacts import CASES, RECOMMENDATIONS
+from seqrec.counts.term import CountTerm
 from seqrec.data import sequences as prepared
 from seqrec.data.sequences import Sequences
 from seqrec.training import cards, checkpoint
@@ -94,7 +95,7 @@ def choose(
             opinions[name] = [Opinion(best=items, rank=rank) for items, rank in zip(best, ranks, strict=True)]
             continue
         model, card = checkpoint.load_model(saved)
-        opinions[name] = _opinions(model, batch, best, ranks)
+        opinions[name] = _opinions(model, batch, best, ranks, checkpoint.load_counts(saved, card))
         if (maps := _first_maps(model, batch)) is not None:
             masked[name] = maps
         if points := strec_sparsity.sweep(model, loaded, filter_seen=card["filter_seen"], seed=seed):
@@ -142,9 +143,11 @@ def _lists(report: Path, user: NDArray[Any]) -> list[list[int]]:
     return [[item for owner, item in rows if owner == one] for one in wanted]
 
 
-def _opinions(model: SequenceModel, batch: Batch, best: Sequence[list[int]], ranks: Sequence[float]) -> list[Opinion]:
+def _opinions(
+    model: SequenceModel, batch: Batch, best: Sequence[list[int]], ranks: Sequence[float], term: CountTerm | None
+) -> list[Opinion]:
     first_B = torch.tensor([next(iter(items), PAD) for items in best])
-    drop = _by_event(attribution.leave_one_out(model, batch, first_B), batch)
+    drop = _by_event(attribution.leave_one_out(model, batch, first_B, term), batch)
     weight_BL = attribution.attention(model, batch)
     attention = [None] * len(best) if weight_BL is None else _by_event(weight_BL, batch)
     rows = zip(best, ranks, drop, attention, strict=True)

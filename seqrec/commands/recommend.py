@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from seqrec.config import RegisterConfig
+from seqrec.counts.term import with_counts
 from seqrec.data import sequences as prepared
 from seqrec.evaluation import ranking
 from seqrec.serving.recommender import CHAMPION_URI, POPULARITY, Recommender, Request, located
@@ -102,10 +103,11 @@ def score(
     with located(saved, config) as folder:
         model, card = checkpoint.load_model(folder)
         cards.check_catalogue(folder, card, sequences, users="user" in model.needs)
+        term = checkpoint.load_counts(folder, card)
     data = prepared.load(sequences)
     item_ids = pa.array([None, *prepared.read_vocabulary(sequences)[0]], pa.string())
     user_ids = prepared.read_users(sequences)
-    scorer = ranking.model_scorer(model)
+    scorer = with_counts(ranking.model_scorer(model), term)
     output.parent.mkdir(parents=True, exist_ok=True)
     partial = output.with_name(output.name + ".partial")
     with pq.ParquetWriter(partial, SCORES_SCHEMA) as writer:

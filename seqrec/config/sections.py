@@ -170,8 +170,38 @@ class PretrainConfig(TrainConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class CountsConfig(Section):
+    """The count term of a score; docs/counts.md has the formula."""
+
+    alpha: NotNegative = 1.0  # 0: none
+    kernel: str = "inverse"  # of the distance between two events: inverse, root, square, or a number to be its power
+    window: Annotated[int, Bounds(ge=1, le=1000)] = 10  # events after one that count as following it
+    smoothing: PositiveReal = 0.3  # tau / |I|: what every pair is taken to have been counted before
+    rho: Annotated[float, Bounds(gt=0, le=1)] = 0.65  # weight of an event over that of the next one
+    events: Annotated[int, Bounds(ge=1, le=1000)] = 10  # that vote, the newest ones
+    popularity: float = 0.0  # lambda, of the log of an item's share of the training events
+    targets: Count = 0  # kept of an item, the largest counts; 0 chooses by the size of the catalogue
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        named = self.kernel in ("inverse", "root", "square")
+        require(
+            named or self.kernel.replace(".", "", 1).isdigit(), "kernel: inverse, root, square, or a number like 0.7"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class FinetuneConfig(TrainConfig):
     """Section `finetune`."""
+
+    counts: str | dict[str, Any] = "none"  # added to the scores: none | auto, chosen on validation | of CountsConfig
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.counts, str):
+            require(self.counts in ("none", "auto"), "counts must be none, auto, or a mapping of values")
+        else:
+            parse(CountsConfig, self.counts, "counts")
 
 
 @dataclass(frozen=True, kw_only=True)

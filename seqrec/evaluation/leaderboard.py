@@ -15,7 +15,7 @@ from rich.table import Table
 from seqrec.artifacts import METRICS, REPORT_PAGE, read_json, write_json, write_text
 
 LEADERBOARD = "leaderboard.json"
-BASELINES = ("popularity", "markov", "ease")
+BASELINES = ("popularity", "markov", "ease", "pctm", "seqrules")
 SELECTION = "valid/ndcg@10"  # test metrics are reported and choose nothing
 REQUIRED = (
     SELECTION,

@@ -21,9 +21,17 @@ LENGTHS = {"1-10": (1, 10), "11-50": (11, 50), "51+": (51, None)}
 
 
 def report(
-    scorer: Scorer, data: Sequences, directory: Path, config: EvaluateConfig, facts: dict[str, float]
+    scorer: Scorer,
+    data: Sequences,
+    directory: Path,
+    config: EvaluateConfig,
+    facts: dict[str, float],
+    *,
+    valid: Scorer | None = None,
 ) -> dict[str, float]:
     """Rank every validation and test case, and write metrics, cases and recommendations to `directory`.
+
+    `valid` ranks validation where `scorer` has values that were chosen on those very cases: see counts/search.py.
 
     Names of the metrics: `test/ndcg@10`, with its interval `/low` and `/high` and its slices, each with an interval,
     `/popularity=head|tail|cold` (of the target) and `/length=1-10|11-50|51+` (of the history); `test/unfiltered/...`
@@ -37,8 +45,9 @@ def report(
     tables = []
     for split in ("valid", "test"):
         chosen = sequences.cases(data, split)
+        asked = valid if split == "valid" and valid is not None else scorer
         ranked = ranking.rank(
-            scorer, data, chosen, filter_seen=config.filter_seen, top_k=config.top_k, name=directory.name
+            asked, data, chosen, filter_seen=config.filter_seen, top_k=config.top_k, name=directory.name
         )
         rank = ranked.rank if config.filter_seen else ranked.rank_unfiltered
         values |= {f"{split}/{name}": value for name, value in _accuracy(rank, data.num_items).items()}

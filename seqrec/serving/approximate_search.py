@@ -19,11 +19,12 @@ from torch import Tensor
 from torch.nn import functional as F
 from usearch.index import Index
 
-from models.base import Batch
+from models.base import PAD, Batch
 from seqrec.config import RegisterConfig
 from seqrec.serving.recommender import Best, Recommender, Request
 
 logger = logging.getLogger(__name__)
+FOLLOWERS = 64  # of each of the newest events that are candidates for their counts
 DRAWN, EVENTS, TOP = 200, 10, 10  # histories, events of each and items wanted of each, for the recall
 
 
@@ -83,12 +84,23 @@ class ApproximateRecommender(Recommender):
             return super()._top(batch, hidden, k)
         query_BD = self.model(batch, last=True)[:, 0].float()
         item_BC, none_BC = self._search(query_BD, wanted)
+        if self.term is not None:
+            item_BC, none_BC = self._with_followers(item_BC.masked_fill(none_BC, PAD), self._events(batch))
         score_BC = (self.item_vectors[item_BC] @ query_BD.unsqueeze(2)).squeeze(2)
+        if self.term is not None:
+            score_BC += self.term.of(self._events(batch), item_BC)
         row_B1, size = torch.arange(len(hidden)).unsqueeze(1), len(self.item_vectors)
         hidden_N = torch.tensor([row * size + item for row, items in enumerate(hidden) for item in items])
         score_BC.masked_fill_(none_BC | torch.isin(row_B1 * size + item_BC, hidden_N), float("-inf"))
         value_BK, place_BK = score_BC.topk(k)
         return list(zip(value_BK.tolist(), item_BC.gather(1, place_BK).tolist(), strict=True))
+
+    def _with_followers(self, item_BC: Tensor, items_BL: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the candidates and what followed the newest events most often, and which of them are none."""
+        assert self.term is not None
+        item_BC = torch.cat([item_BC, self.term.strongest(items_BL, FOLLOWERS)], 1).sort(dim=1).values
+        again_BC = F.pad(item_BC[:, 1:] == item_BC[:, :-1], (1, 0))
+        return item_BC, again_BC | (item_BC == PAD)
 
     def _search(self, query_BD: Tensor, number: int) -> tuple[Tensor, Tensor]:
         """Return candidates (B, C), and which of them are none because the search found fewer."""

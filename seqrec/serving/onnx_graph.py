@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from models.base import PAD, Batch, SequenceModel
 from seqrec.artifacts import read_json, sha256, write_json
 from seqrec.config import RegisterConfig
+from seqrec.counts.term import CountTerm
 from seqrec.serving.recommender import Best, Recommender, Request, located
 from seqrec.training import cards, checkpoint
 
@@ -29,9 +30,10 @@ CARD = "model.onnx.json"
 class _Top(nn.Module):
     """What the graph computes."""
 
-    def __init__(self, model: SequenceModel, k: int) -> None:
+    def __init__(self, model: SequenceModel, k: int, term: CountTerm | None = None) -> None:
         super().__init__()
         self.model, self.k = model, k
+        self.counts = None if term is None else _Counts(term)
         self.items: Tensor
         self.register_buffer("items", model.item_vectors().detach().float()[: model.catalogue.num_items + 1])
 
@@ -45,9 +47,38 @@ class _Top(nn.Module):
             torch.zeros_like(items[:, 0]) if user is None else user,
         )
         score_BV = self.model(self.model.asked(batch), last=True)[:, 0] @ self.items.T
+        if self.counts is not None:
+            score_BV = self.counts(score_BV, items)
         score_BV = score_BV.scatter(1, torch.nn.functional.pad(hidden, (1, 0)), float("-inf"))  # 0 is padding
         found: tuple[Tensor, Tensor] = score_BV.topk(self.k)
         return found
+
+
+class _Counts(nn.Module):
+    """The count term, its rows filled up to the longest one: a graph gathers rows of one length alone."""
+
+    def __init__(self, term: CountTerm) -> None:
+        super().__init__()
+        self.targets: Tensor
+        self.values: Tensor
+        self.weights: Tensor
+        self.popularity: Tensor
+        targets, values = term.padded()
+        self.register_buffer("targets", targets)  # (V, K)
+        self.register_buffer("values", values)
+        self.register_buffer("weights", term.weights.flip(0))  # the newest event last, as in `items`
+        self.register_buffer("popularity", term.popularity * term.log_popularity)
+        self.alpha = term.alpha
+
+    def forward(self, score_BV: Tensor, items_BL: Tensor) -> Tensor:
+        """Return the scores with the term added."""
+        events = len(self.weights)
+        items_BJ = torch.nn.functional.pad(items_BL, (events, 0))[:, -events:]
+        weight_BJ = self.weights * (items_BJ > 0)
+        weight_BJ = self.alpha * weight_BJ / weight_BJ.sum(1, keepdim=True).clamp(min=1e-9)
+        votes_BJK = weight_BJ.unsqueeze(2) * self.values[items_BJ]
+        targets_BJK = self.targets[items_BJ].long()
+        return score_BV.scatter_add(1, targets_BJK.flatten(1), votes_BJK.flatten(1)) + self.popularity
 
 
 def export(*, saved: str | Path, output: Path, k: int = 100, config: RegisterConfig | None = None) -> dict[str, float]:
@@ -66,17 +97,23 @@ def export(*, saved: str | Path, output: Path, k: int = 100, config: RegisterCon
         model, card = checkpoint.load_model(folder)
         cards.check_complete(folder, card)
         files = cards.read_files(folder, card)
+        term = checkpoint.load_counts(folder, card)
     k = min(k, model.catalogue.num_items)
-    program, given = graph(model, k)
+    program, given = graph(model, k, term)
     output.mkdir(parents=True, exist_ok=True)
     program.save(output / GRAPH)
-    facts = {"k": k, "inputs": given, "shortest": model.shortest, "weights_sha256": card["weights_sha256"]}
+    facts = {"k": k, "inputs": given, "shortest": model.shortest, **_identity(card)}
     facts |= {"files": cards.write_files(output, files), "graph_sha256": sha256(output / GRAPH)}
     write_json(output / CARD, facts)
     return {"k": k}
 
 
-def graph(model: SequenceModel, k: int) -> tuple[torch.onnx.ONNXProgram, list[str]]:
+def _identity(card: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the hashes of what a graph is made of."""
+    return {"weights_sha256": card["weights_sha256"], "counts_sha256": card.get("counts", {}).get("sha256")}
+
+
+def graph(model: SequenceModel, k: int, term: CountTerm | None = None) -> tuple[torch.onnx.ONNXProgram, list[str]]:
     """Return the graph from a history to the best `k` items, and the names of its inputs."""
     rows, length = 2, max(model.shortest, min(4, model.options.history))
     example = {
@@ -97,7 +134,7 @@ def graph(model: SequenceModel, k: int) -> tuple[torch.onnx.ONNXProgram, list[st
         warnings.simplefilter("ignore")  # about the converter's own internals
         logging.getLogger("torch.onnx").setLevel(logging.ERROR)
         program = torch.onnx.export(
-            _Top(model, k).eval(),
+            _Top(model, k, term).eval(),
             kwargs=example,
             dynamo=True,
             verbose=False,
@@ -128,8 +165,8 @@ class GraphRecommender(Recommender):
             self, model = cls.load(place), cards.read(place)
         assert isinstance(self, cls)
         self.card = read_json(folder / CARD)
-        same = all(self.card.get(key) == model[key] for key in ("weights_sha256", "files"))
-        if not same or self.card.get("graph_sha256") != sha256(folder / GRAPH):
+        wanted = {**_identity(model), "files": model["files"], "graph_sha256": sha256(folder / GRAPH)}
+        if any(self.card.get(name) != value for name, value in wanted.items()):
             raise ValueError(f"{folder / GRAPH} was not made of the model in {saved}: export it again")
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads

@@ -16,6 +16,7 @@ from models.base import PAD, Batch, SequenceModel
 from seqrec.analysis import attribution
 from seqrec.artifacts import TOKENIZER
 from seqrec.config import RegisterConfig
+from seqrec.counts.term import CountTerm
 from seqrec.data import sequences
 from seqrec.tracking import local
 from seqrec.training import cards, checkpoint
@@ -103,8 +104,9 @@ class Recommender:
         gap: float = cards.DAY,
         tokenizer: str = "",
         titles: Mapping[str, str] | None = None,
+        term: CountTerm | None = None,
     ) -> None:
-        self.tokenizer, self.titles = tokenizer, titles or {}
+        self.tokenizer, self.titles, self.term = tokenizer, titles or {}, term
         self.model, self.item_ids, self.filter_seen, self.name, self.gap = (
             model.eval(),
             item_ids,
@@ -131,10 +133,17 @@ class Recommender:
         with located(place, config) as folder:
             model, card = checkpoint.load_model(folder)
             cards.check_complete(folder, card)
+            term = checkpoint.load_counts(folder, card)
             item_ids, counts = sequences.read_vocabulary(folder)
             users, titles = sequences.read_users(folder), cards.read_titles(folder)
             tokenizer = (folder / TOKENIZER).read_text(encoding="utf-8") if TOKENIZER in card["files"] else ""
-        told = {"name": card["model"], "gap": card["median_gap"], "tokenizer": tokenizer, "titles": titles}
+        told = {
+            "name": card["model"],
+            "gap": card["median_gap"],
+            "tokenizer": tokenizer,
+            "titles": titles,
+            "term": term,
+        }
         return cls(model, item_ids, counts, users, filter_seen=card["filter_seen"], **told)
 
     def recommend(
@@ -201,6 +210,7 @@ class Recommender:
         other.titles = {**self.titles, **{item_id: told.get("title", "") for item_id, told in items_text.items()}}
         other.counts = torch.nn.functional.pad(self.counts, (0, len(items_text)))
         other.item_vectors = other.model.item_vectors().float()
+        other.term = self.term and self.term.grown(size + 1)
         return other
 
     def _answer(self, requests: Sequence[Request]) -> list[Answer]:
@@ -220,9 +230,10 @@ class Recommender:
         return [self._told(request, place, *found) for request, place, found in rows]
 
     def explain(self, request: Request, item_id: str) -> list[float]:
-        """Return, for each event of the history, by how much the score of an item drops when the event is left out.
+        """Return, for each event of the history, what it adds to the score of an item.
 
-        Unknown events, and those that the model does not see, have 0. See `attribution.leave_one_out`.
+        That is by how much the model's part drops when the event is left out, see `attribution.leave_one_out`, plus the
+        event's own share of the counts. Unknown events, and those that the model does not see, have 0.
 
         Raises:
             ValueError: the item is unknown.
@@ -233,14 +244,21 @@ class Recommender:
         drops = [0.0] * len(request.history)
         if place:
             history = self._window([request], [place], len(place))
-            drop_L = attribution.leave_one_out(self.model, history, torch.tensor([self.items[item_id]]))[0]
+            drop_L = attribution.leave_one_out(self.model, history, torch.tensor([self.items[item_id]]), self.term)[0]
             for p, drop in zip(place, drop_L.tolist(), strict=True):
                 drops[p] = drop
         return drops
 
     def _top(self, batch: Batch, hidden: Sequence[Sequence[int]], k: int) -> list[Best]:
         query_BD = self.model(batch, last=True)[:, 0].float()
-        return _best(query_BD @ self.item_vectors.T, hidden, k)
+        score_BV = query_BD @ self.item_vectors.T
+        if self.term is not None:
+            self.term.adder(self._events(batch))(score_BV, 0)
+        return _best(score_BV, hidden, k)
+
+    def _events(self, batch: Batch) -> Tensor:
+        """Return the items of the histories, without MASK."""
+        return batch.items[:, :-1] if self.model.options.masked else batch.items
 
     def _batch(self, requests: Sequence[Request], places: Sequence[Sequence[int]]) -> Batch:
         length = self.model.options.history

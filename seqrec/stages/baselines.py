@@ -14,6 +14,8 @@ from scipy import linalg, sparse
 from torch import Tensor
 
 from seqrec.config import EvaluateConfig
+from seqrec.counts import rows
+from seqrec.counts.table import train_events
 from seqrec.data import sequences as data
 from seqrec.data.sequences import Sequences
 from seqrec.evaluation import results
@@ -27,12 +29,13 @@ EASE_ITEMS = 20_000  # its matrices of items x items then take 10 GB, and minute
 
 
 def baselines(*, sequences: Path, reports: Path, config: EvaluateConfig) -> dict[str, float]:
-    """Evaluate `popularity`, `markov` and `ease` as if they were models, into folders of `reports`.
+    """Evaluate `popularity`, `markov`, `ease`, `pctm` and `seqrules` as if they were models, into folders of `reports`.
 
     Popularity ranks by the number of events in train. Markov counts, over train, how often an item follows another
     within ten events, weighted by 1 / distance and tempered by the square root of the first item's total; the user's
     last five items vote, weighted by 1 / age. EASE is the best linear map from the items a user has to themselves,
-    none of them being explained by itself; it is left out where the catalogue is large.
+    none of them being explained by itself; it is left out where the catalogue is large. PCTM and Sequential Rules are
+    those of seqrec/counts/rows.py, their few values chosen on validation.
 
     Args:
         sequences: folder of the prepared dataset.
@@ -42,14 +45,17 @@ def baselines(*, sequences: Path, reports: Path, config: EvaluateConfig) -> dict
     prepared = data.load(sequences)
     scorers = {"popularity": popularity_scorer, "markov": markov_scorer, "ease": ease_scorer}
     values = {}
-    for name, scorer in scorers.items():
+    for name in (*scorers, *rows.ROWS):
         shutil.rmtree(reports / name, ignore_errors=True)  # of other data
         (reports / name).mkdir(parents=True)  # DVC tracks the folder, also of one that is left out
         if name == "ease" and prepared.num_items > EASE_ITEMS:
             logger.warning("ease is left out: %d items are over %d", prepared.num_items, EASE_ITEMS)
             continue
-        facts = {"parameters": 0, "train_seconds": 0.0}
-        metrics = results.report(scorer(prepared), prepared, reports / name, config, facts)
+        if name in scorers:
+            facts = {"parameters": 0, "train_seconds": 0.0}
+            metrics = results.report(scorers[name](prepared), prepared, reports / name, config, facts)
+        else:
+            metrics = rows.report(name, prepared, reports / name, config)
         values[f"{name}/test/ndcg@10"] = metrics["test/ndcg@10"]
     return values
 
@@ -89,17 +95,10 @@ def markov_scorer(prepared: Sequences) -> Scorer:
     return scorer
 
 
-def _train_events(prepared: Sequences) -> tuple[Tensor, Tensor]:
-    """Return (user index, item) of every event of train, in order."""
-    length = prepared.stop - prepared.start
-    train = torch.arange(len(prepared.items)) < torch.repeat_interleave(prepared.train_stop, length)
-    return torch.repeat_interleave(torch.arange(prepared.num_users), length)[train], prepared.items[train]
-
-
 def _follow_counts(prepared: Sequences) -> sparse.csr_array:
     """Return (V, V): decayed counts of the column's item after the row's in train, rows tempered."""
     size = len(prepared.count)
-    user, items = (x.numpy() for x in _train_events(prepared))
+    user, items = (x.numpy() for x in train_events(prepared))
     total = sparse.csr_array((size, size), dtype=np.float64)
     for step in range(1, REACH + 1):
         same = user[step:] == user[:-step]
@@ -128,7 +127,7 @@ def ease_scorer(prepared: Sequences) -> Scorer:
 
 def _user_items(prepared: Sequences) -> sparse.csr_array:
     """Return (users, V): 1 where the user has the item in train."""
-    user, item = _train_events(prepared)
+    user, item = train_events(prepared)
     return _binary(user, item, (prepared.num_users, len(prepared.count)))
 
 

@@ -9,10 +9,12 @@ import torch
 
 from seqrec.artifacts import REFIT
 from seqrec.config import EvaluateConfig
+from seqrec.counts.search import Tables, fold_scorer
+from seqrec.counts.term import with_counts
 from seqrec.data import sequences as data
 from seqrec.evaluation import ranking, results
 from seqrec.training import cards
-from seqrec.training.checkpoint import load_model
+from seqrec.training.checkpoint import counts_config, load_counts, load_model
 
 
 def evaluate(
@@ -37,8 +39,15 @@ def evaluate(
         )
     cards.check_catalogue(checkpoint, card, sequences, users="user" in net.needs)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    prepared = data.load(sequences).to(device)
+    loaded = data.load(sequences)
+    prepared = loaded.to(device)
     facts = {"parameters": card["parameters"], "train_seconds": card["seconds"]}
+    chosen, term = card.get("counts", {}), load_counts(checkpoint, card)
+    facts["counts/alpha"] = chosen.get("alpha", 0.0)
     began = time.monotonic()
-    values = results.report(ranking.model_scorer(net.to(device)), prepared, report, config, facts)
+    scorer, valid = ranking.model_scorer(net.to(device)), None
+    if "folds" in chosen:
+        valid = fold_scorer(scorer, Tables(loaded), [counts_config(fold) for fold in chosen["folds"]], device)
+    both = with_counts(scorer, term and term.to(device))
+    values = results.report(both, prepared, report, config, facts, valid=valid)
     return values | {"evaluate_seconds": time.monotonic() - began}

@@ -25,7 +25,7 @@ from mlflow.types import ColSpec, DataType, Schema
 from mlflow.types.schema import Array
 
 from seqrec import ROOT
-from seqrec.artifacts import MODEL_CARD, REFIT, TOKENS, VOCABULARY, WEIGHTS, read_json
+from seqrec.artifacts import COUNTS, MODEL_CARD, REFIT, TOKENS, VOCABULARY, WEIGHTS, read_json
 from seqrec.config import RegisterConfig
 from seqrec.redaction import redacted
 from seqrec.tracking.runs import (
@@ -115,6 +115,7 @@ def log_model(client: MlflowClient, run: Run, *, checkpoint: Path) -> LoggedMode
             "card": str(checkpoint / MODEL_CARD),
             **{Path(name).stem: str(checkpoint / name) for name in card["files"]},
             **({"tokens": str(checkpoint / TOKENS)} if "tokens_sha256" in card else {}),
+            **({"counts": str(checkpoint / COUNTS)} if "sha256" in card.get("counts", {}) else {}),
         },
         code_paths=[str(ROOT / package) for package in CODE],
         pip_requirements=requirements(),
@@ -293,6 +294,6 @@ def fetch(uri: str, folder: Path, config: RegisterConfig) -> None:
             ) from error
         if not (model / ARTIFACTS / MODEL_CARD).is_file():
             raise TrackingError(f"{uri} holds no {MODEL_CARD}: it is no model that `register` has logged")
-        for file in (WEIGHTS, MODEL_CARD, TOKENS, *cards.FILES):
+        for file in (WEIGHTS, MODEL_CARD, TOKENS, COUNTS, *cards.FILES):
             if (model / ARTIFACTS / file).is_file():
                 shutil.copyfile(model / ARTIFACTS / file, folder / file)

@@ -86,7 +86,10 @@ def read(directory: Path) -> dict[str, Any]:
             raise ValueError(f"{path}: catalogue.{key} is {size!r:.80}, wanted is an integer from {least} to {MOST}")
     if set(card["catalogue"]) != set(SIZES) or not set(card["files"]) <= set(FILES):
         raise ValueError(f"{path}: unknown entries in catalogue or files")
+    counts = card.get("counts", {})
+    _check(path, "counts", counts, dict)
     digests = {"weights_sha256": card["weights_sha256"], "tokens_sha256": card.get("tokens_sha256", "0" * 64)}
+    digests["counts.sha256"] = counts.get("sha256", "0" * 64)
     for key, value in {**digests, **card["files"]}.items():
         if not isinstance(value, str) or not DIGEST.fullmatch(value):
             raise ValueError(f"{path}: {key} is {value!r:.80}, wanted is a SHA-256")

@@ -6,7 +6,7 @@ import hashlib
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,11 @@ from torch.overrides import TorchFunctionMode
 import models
 from models.base import Catalogue, SequenceModel
 from seqrec import ROOT
-from seqrec.artifacts import MODEL_CARD, TOKENS, WEIGHTS, read_json, sha256, write_json
+from seqrec.artifacts import COUNTS, MODEL_CARD, TOKENS, WEIGHTS, read_json, sha256, write_json
 from seqrec.code_closure import deciding
-from seqrec.config import ConfigError, ModelConfig, parse
+from seqrec.config import ConfigError, CountsConfig, ModelConfig, parse
+from seqrec.counts import term
+from seqrec.counts.term import CountTerm
 from seqrec.training import cards
 
 DTYPES = {  # torch's types as safetensors writes them
@@ -209,6 +211,44 @@ def _check_sizes(
         )
     if card["parameters"] != sum(p.numel() for p in model.parameters()):
         raise ValueError(f"{path.parent / MODEL_CARD}: parameters is not the number that {path} holds")
+
+
+def save_counts(directory: Path, counts: CountTerm | None, chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """Write the count term that belongs to the model in `directory`; return the entry `counts` of its card.
+
+    Args:
+        directory: of the model; a term of an earlier training is removed.
+        counts: None where there is nothing to add.
+        chosen: its values as in CountsConfig, and whatever else is to be known of them.
+    """
+    (directory / COUNTS).unlink(missing_ok=True)
+    if counts is None:
+        return dict(chosen)
+    save_tensors(directory / COUNTS, counts.tensors())
+    return {**chosen, "pairs": len(counts.targets), "sha256": sha256(directory / COUNTS)}
+
+
+def load_counts(directory: Path, card: Mapping[str, Any]) -> CountTerm | None:
+    """Return the count term of the model in `directory`, if its card names one.
+
+    Raises:
+        ValueError: it is missing, or not the one that the card was written for.
+    """
+    chosen = card.get("counts", {})
+    if "sha256" not in chosen:
+        return None
+    path = directory / COUNTS
+    if not path.is_file() or sha256(path) != chosen["sha256"]:
+        raise ValueError(f"{path} is not what {MODEL_CARD} was written for: refusing to load it")
+    found = term.stored(load_file(path), counts_config(chosen))
+    if len(found.log_popularity) != card["catalogue"]["num_items"] + 1:
+        raise ValueError(f"{path} counts another number of items than {MODEL_CARD} names")
+    return found
+
+
+def counts_config(chosen: Mapping[str, Any]) -> CountsConfig:
+    """Return the values of a count term among what a card says of it."""
+    return CountsConfig(**{field.name: chosen[field.name] for field in fields(CountsConfig)})
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -27,12 +27,14 @@ from torch import Tensor, nn
 
 from models.base import SequenceModel
 from seqrec.artifacts import HISTORY, MODEL_CARD, SPLIT_CARD, TOKENS, WEIGHTS, read_json, replaced, write_text
-from seqrec.config import EXPERIMENT, ConfigError, RegisterConfig, TrainConfig
+from seqrec.config import EXPERIMENT, ConfigError, CountsConfig, FinetuneConfig, RegisterConfig, TrainConfig, parse
+from seqrec.counts import search, term
+from seqrec.counts.term import CountTerm
 from seqrec.data import sequences
 from seqrec.data.sequences import Cases, Sequences
 from seqrec.evaluation import metrics, ranking
 from seqrec.training import objectives
-from seqrec.training.checkpoint import ResumeState, fingerprint, load_model, not_finite, save_model
+from seqrec.training.checkpoint import ResumeState, fingerprint, load_model, not_finite, save_counts, save_model
 from seqrec.training.objectives import Example, Loss, Windows
 from seqrec.training.prefetch import ahead
 
@@ -294,8 +296,12 @@ def train(
             "filter_seen": filter_seen,
             "median_gap": sequences.median_gap(data),
         }
+        described |= dict(facts or {})
         with replaced(output) as folder:
-            save_model(folder, model, described | dict(facts or {}), files)
+            if isinstance(config, FinetuneConfig) and config.counts != "none":
+                counts, chosen = count_term(model, data, config, filter_seen=filter_seen)
+                described["counts"] = save_counts(folder, counts, chosen)
+            save_model(folder, model, described, files)
             write_text(folder / HISTORY, "".join(json.dumps(record) + "\n" for record in history))
         resume_state.delete()
     return values
@@ -306,6 +312,36 @@ def forget_users(model: SequenceModel, unknown_U: Tensor) -> None:
     """Give the users that training had no target of the vector of user 0: whoever asks for them gets that answer."""
     for table in model.user_tables():
         table.weight[1:][unknown_U.to(table.weight.device)] = table.weight[0]
+
+
+def count_term(
+    model: SequenceModel, data: Sequences, config: FinetuneConfig, *, filter_seen: bool
+) -> tuple[CountTerm | None, dict[str, Any]]:
+    """Return what counts add to the scores of a trained model, and how that was chosen: see `finetune.counts`.
+
+    Args:
+        model: trained.
+        data: the prepared dataset, on the host; what follows `train_stop` is not counted.
+        config: section `finetune`; `counts` is `auto` or the values.
+        filter_seen: whether validation leaves out seen items.
+    """
+    seen = model.options.history
+    if not isinstance(config.counts, str):
+        values = parse(CountsConfig, config.counts, "finetune.counts")
+        if values.events > seen:
+            raise ConfigError(f"finetune.counts.events: {values.events} is more than the {seen} that the model sees")
+        return (term.build(data, values) if values.alpha else None), asdict(values)
+    device = next(model.parameters()).device
+    near = data.to(device, resident=config.resident)
+    tables, scorer = search.Tables(data), ranking.model_scorer(model.eval())
+    choice = search.choose(scorer, tables, near, filter_seen=filter_seen, events=seen)
+    logger.info(
+        "counts: alpha %g; %s %.4f on the half of the users that did not choose it",
+        choice.values.alpha,
+        METRIC,
+        choice.honest,
+    )
+    return tables.term(choice.values), choice.card()
 
 
 def _summary(history: Sequence[dict[str, Any]]) -> dict[str, float]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from seqrec.data import sequences as prepared
 from seqrec.data.sequences import Sequences, Shards
 from seqrec.tracking import registry, runs
 from seqrec.training import cards
-from seqrec.training.checkpoint import load_model
+from seqrec.training.checkpoint import counts_config, load_model
 from seqrec.training.loop import METRIC, LogEpoch, train
 
 logger = logging.getLogger(__name__)
@@ -102,6 +102,9 @@ def retrain(
     """Repeat the training that led to `finetuned` on every event; write what serving needs to `refitted`."""
     _, card = load_model(finetuned)
     cards.check_catalogue(finetuned, card, sequences, users=True)
+    config = parse(FinetuneConfig, card["config"], "finetune")
+    if "counts" in card:  # the values that validation chose, with the counts of every event
+        config = replace(config, counts=asdict(counts_config(card["counts"])))
     epochs = chosen_epochs(_history(finetuned))
     data = everything(prepared.load(sequences))
     files = cards.read_files(finetuned, card)
@@ -110,7 +113,7 @@ def retrain(
         load_model(initial)[0],
         data,
         "finetune",
-        parse(FinetuneConfig, card["config"], "finetune"),
+        config,
         name=model,
         inputs=[sequences, initial],
         output=refitted,

@@ -15,7 +15,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -262,6 +262,7 @@ def _train(search: Search, values: Values, sequences: Path, work: Path, folder: 
     params = search.params(values)
     architecture = params.model(search.model)
     config, first = (params.section(stage, model=search.model) for stage in ("finetune", "pretrain"))
+    config = replace(config, counts="none")  # a trial is judged by the model alone
     digest = hashlib.sha256(repr((architecture, first)).encode()).hexdigest()[:16]
     initial = work / f"initial-{digest}"
     for other in set(work.glob("initial-*")) - {initial}:

@@ -18,6 +18,7 @@ from support import synthetic_rows
 
 from seqrec.__main__ import main
 from seqrec.config import ConfigError, RegisterConfig, load
+from seqrec.evaluation import leaderboard
 from seqrec.locks import locked
 from seqrec.tracking import runs
 
@@ -75,7 +76,7 @@ def test_run_goes_from_the_raw_log_to_the_leaderboard():
     assert figures["sasrec/test/ndcg@10"] == scores(Path("out"))["test/ndcg@10"]
     assert {"popularity/test/ndcg@10", "markov/test/ndcg@10", "ease/test/ndcg@10"} <= figures.keys()
     board = json.loads(Path("out/reports/leaderboard.json").read_text())
-    assert {row["model"] for row in board["rows"]} == {"sasrec", "popularity", "markov", "ease"}
+    assert {row["model"] for row in board["rows"]} == {"sasrec", *leaderboard.BASELINES}
     assert board["registry"] is None
     assert not Path("mlflow.db").exists()
 

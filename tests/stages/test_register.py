@@ -30,6 +30,7 @@ from seqrec.artifacts import (
 from seqrec.config import EvaluateConfig, FinetuneConfig, ModelConfig, RegisterConfig
 from seqrec.data import sequences as data
 from seqrec.evaluation import results
+from seqrec.evaluation.leaderboard import BASELINES
 from seqrec.evaluation.ranking import model_scorer
 from seqrec.stages.baselines import baselines
 from seqrec.stages.register import register
@@ -163,7 +164,7 @@ def test_one_parent_run_holds_a_run_for_every_row(project):
     runs = all_runs()
     (parent,) = [run for name, run in runs.items() if name.startswith("toy-")]
 
-    assert sorted(runs) == sorted(["sasrec", "wide", "popularity", "markov", "ease", parent.info.run_name])
+    assert sorted(runs) == sorted(["sasrec", "wide", *BASELINES, parent.info.run_name])
     for name, child in runs.items():
         assert child.info.status == "FINISHED"
         assert child.data.tags["seqrec.split_sha256"] == "b" * 64
@@ -422,7 +423,7 @@ def test_a_run_that_an_orchestrator_made_becomes_the_parent(project, monkeypatch
 
     assert "MLFLOW_RUN_ID" not in os.environ
     children = client().search_runs([experiment], f"tags.`mlflow.parentRunId` = '{given}'")
-    assert sorted(run.info.run_name for run in children) == ["ease", "markov", "popularity", "sasrec", "wide"]
+    assert sorted(run.info.run_name for run in children) == sorted([*BASELINES, "sasrec", "wide"])
     assert client().get_run(given).info.status == "RUNNING"  # whoever made it ends it
     assert client().get_experiment_by_name("seqrec") is None
 

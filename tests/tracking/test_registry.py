@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -16,13 +16,14 @@ from models.base import Catalogue
 from seqrec.__main__ import main
 from seqrec.artifacts import CASES_SCHEMA, USERS_SCHEMA, VOCABULARY_SCHEMA
 from seqrec.commands import registry as registry_command
-from seqrec.config import ConfigError, ModelConfig, RegisterConfig
+from seqrec.config import ConfigError, CountsConfig, ModelConfig, RegisterConfig
+from seqrec.counts.term import CountTerm
 from seqrec.serving import http
 from seqrec.serving.recommender import Recommender
 from seqrec.tracking import gate, registry, runs
 from seqrec.tracking.runs import TrackingError
 from seqrec.training.cards import catalogue_files
-from seqrec.training.checkpoint import build, save_model
+from seqrec.training.checkpoint import build, save_counts, save_model
 
 ITEMS = [f"i{number}" for number in range(1, 13)]
 
@@ -34,11 +35,19 @@ def folder(tmp_path_factory):
     torch.manual_seed(0)
     config = ModelConfig(architecture="sasrec", options={"length": 6, "d_model": 8, "layers": 1})
     model = build(config, Catalogue(num_items=len(ITEMS), num_users=2, length=6))
+    follows = CountTerm(  # item 1 is followed by 2, and so on
+        offsets=torch.tensor([0, *range(len(ITEMS)), len(ITEMS) - 1]),
+        targets=torch.arange(2, len(ITEMS) + 1, dtype=torch.int32),
+        values=torch.linspace(1, 2, len(ITEMS) - 1),
+        weights=torch.tensor([1.0, 0.5]),
+        log_popularity=torch.zeros(len(ITEMS) + 1),
+    )
+    counts = save_counts(folder, follows, asdict(CountsConfig(events=2)))
     numbers = list(range(1, len(ITEMS) + 1))
     vocabulary = {"item": numbers, "item_id": ITEMS, "count": numbers}
     pq.write_table(pa.table(vocabulary, schema=VOCABULARY_SCHEMA), folder / "vocabulary.parquet")
     pq.write_table(pa.table({"user": [1, 2], "user_id": ["a", "b"]}, schema=USERS_SCHEMA), folder / "users.parquet")
-    facts = {"model": "sasrec", "fingerprint": "f", "filter_seen": True}
+    facts = {"model": "sasrec", "fingerprint": "f", "filter_seen": True, "counts": counts}
     save_model(folder, model, facts, catalogue_files(folder))
     return folder
 

@@ -1,0 +1,92 @@
+"""Rows of the leaderboard that are counts alone: PCTM and Sequential Rules.
+
+PCTM (Petrov et al., RecSys 2026): the count term with alpha 1. Deviations: validation chooses from our own grid, the
+history has ten events, and events weigh rho^j; the paper has a grid a dataset, and two kinds of weights.
+Sequential Rules (Ludewig and Jannach, UMUAI 2018): R_ba adds up weights of distances without smoothing, and the newest
+events vote with weights of their own. As in Petrov et al., rules may be scaled by how rare their first item is.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqrec.artifacts import CHOSEN, write_json
+from seqrec.config import CountsConfig, EvaluateConfig
+from seqrec.counts import search
+from seqrec.counts.search import ALONE, Axis, Choice, Tables
+from seqrec.counts.table import CountTable
+from seqrec.counts.term import CountTerm, by_halves, kernel, log_popularity, nothing, with_counts
+from seqrec.data.sequences import Sequences
+from seqrec.evaluation import results
+from seqrec.evaluation.ranking import Scorer
+
+ROWS = ("pctm", "seqrules")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RulesConfig:
+    """Values of Sequential Rules."""
+
+    kernel: str = "inverse"  # of the distance, see `term.kernel`
+    window: int = 10
+    decay: str = "inverse"  # of the events that vote, the newest first
+    events: int = 10
+    rarity: bool = False  # rules of an item are scaled by its inverse document frequency, from 0 to 1
+
+
+RULES: tuple[Axis, ...] = (
+    [{"kernel": k, "window": window} for k in ("inverse", "root", "square") for window in (10, 20)],
+    [{"decay": decay} for decay in ("inverse", "root", "square", "0.65")],
+    [{"rarity": rarity} for rarity in (False, True)],
+)
+
+
+def report(name: str, data: Sequences, directory: Path, config: EvaluateConfig) -> dict[str, float]:
+    """Choose the values of row `name` on validation, rank as for any model, and write what was chosen."""
+    began, tables = time.monotonic(), Tables(data)
+
+    def scorer_of(values: Any) -> Scorer:
+        if isinstance(values, RulesConfig):
+            return with_counts(nothing, rules(data, values, _table(tables, values)))
+        return tables.scorer(nothing, values, data.device)
+
+    start, axes = (CountsConfig(), ALONE) if name == "pctm" else (RulesConfig(), RULES)
+    choice: Choice[Any] = search.search(scorer_of, data, start, axes, filter_seen=config.filter_seen)
+    even, odd = map(scorer_of, choice.folds)
+    stored = len(_table(tables, choice.values).targets)
+    facts = {"parameters": stored, "train_seconds": time.monotonic() - began}
+    write_json(directory / CHOSEN, {"chosen": choice.card(), "grid": [list(axis) for axis in axes], "pairs": stored})
+    return results.report(scorer_of(choice.values), data, directory, config, facts, valid=by_halves(even, odd))
+
+
+def rules(data: Sequences, config: RulesConfig, table: CountTable) -> CountTerm:
+    """Return Sequential Rules as a count term: sums of counts, not of their logarithms."""
+    values = table.values
+    if config.rarity:
+        values = values * torch.repeat_interleave(_rarity(data), table.offsets.diff())
+    return CountTerm(
+        offsets=table.offsets,
+        targets=table.targets,
+        values=values,
+        weights=kernel(config.decay, config.events).float(),
+        log_popularity=log_popularity(data),
+    )
+
+
+def _table(tables: Tables, config: Any) -> CountTable:
+    """Return the table that either kind of values reads."""
+    shared = {} if isinstance(config, CountsConfig) else {"kernel": config.kernel, "window": config.window}
+    return tables.table(replace(config) if isinstance(config, CountsConfig) else CountsConfig(**shared))
+
+
+def _rarity(data: Sequences) -> Tensor:
+    """Return (V,): -log of an item's training events, scaled to 0 for the most frequent one and 1 for the rarest."""
+    rare = -data.count.clamp(min=1).log()
+    low, high = rare[1:].min(), rare[1:].max()
+    return torch.ones_like(rare) if high == low else (rare - low) / (high - low)

@@ -1,0 +1,191 @@
+"""Values of a count term that rank validation cases best: a small grid, one axis after the other.
+
+What is chosen on validation flatters validation. So the same search is also done on either half of the users, and
+validation is reported with each half scored by what the other half chose.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from seqrec.config import CountsConfig
+from seqrec.counts.table import CountTable, count
+from seqrec.counts.term import CountTerm, build, by_halves, kernel, with_counts
+from seqrec.data import sequences
+from seqrec.data.sequences import Cases, Sequences
+from seqrec.evaluation import metrics, ranking
+from seqrec.evaluation.ranking import Blocks, Scorer
+
+logger = logging.getLogger(__name__)
+CASES = 4_000  # of validation that the search ranks; fewer where the catalogue is large, but 1,000
+CELLS = 1 << 25  # cases x items
+ROUNDS = 2  # over all axes
+Values = TypeVar("Values")
+Axis = Sequence[Mapping[str, Any]]  # changes to try, each of one or more values
+Build = Callable[[Values], Scorer]
+
+SMOOTHING = (0.03, 0.1, 0.3, 1.0)  # tau / |I|
+POPULARITY = (-0.4, -0.2, -0.1, -0.05, 0.0)  # lambda; only rare sets want more of what is popular already
+KERNELS: Axis = (
+    {"kernel": "inverse", "window": 10},
+    {"kernel": "inverse", "window": 20},
+    {"kernel": "root", "window": 10},
+    {"kernel": "0.7", "window": 10},
+)
+RHO: Axis = [{"rho": rho} for rho in (0.5, 0.65, 0.8)]
+ALONE: Sequence[Axis] = (  # smoothing sets the scale that popularity is added to: together
+    [{"smoothing": tau, "popularity": weight} for tau in SMOOTHING for weight in POPULARITY],
+    RHO,
+    KERNELS,
+)
+ALPHA: Axis = [{"alpha": alpha} for alpha in (0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0)]
+ADDED: Sequence[Axis] = (
+    ALPHA,
+    [{"smoothing": tau} for tau in SMOOTHING],
+    RHO,
+    KERNELS,
+    [{"popularity": weight} for weight in POPULARITY],
+)
+
+
+@dataclass(frozen=True)
+class Choice(Generic[Values]):
+    """What a search found."""
+
+    values: Values  # on all users
+    folds: tuple[Values, Values]  # for users of even index, chosen on the odd ones, and the reverse
+    flattered: float  # validation NDCG@10 of `values`, on the cases they were chosen on
+    honest: float  # of `folds`, on the same cases
+
+    def card(self) -> dict[str, Any]:
+        """Return the choice as JSON."""
+        folds = [asdict(fold) for fold in self.folds]  # type: ignore[call-overload]
+        found = {"flattered": self.flattered, "honest": self.honest}
+        return {**asdict(self.values), "folds": folds, "valid/ndcg@10": found}  # type: ignore[call-overload]
+
+
+def search(
+    scorer_of: Build[Values], data: Sequences, start: Values, axes: Sequence[Axis], *, filter_seen: bool
+) -> Choice[Values]:
+    """Return the values that rank validation cases best by NDCG@10, and those of either half of the users.
+
+    Args:
+        scorer_of: makes a scorer of values, a frozen dataclass.
+        data: the prepared dataset.
+        start: values to begin with; they stay where nothing on the way is better.
+        axes: changes, to be tried axis by axis.
+        filter_seen: whether seen items are left out.
+    """
+    cases = _cases(data)
+    known: dict[Values, NDArray[np.float64]] = {}
+
+    def ndcg(values: Values) -> NDArray[np.float64]:
+        if values not in known:
+            ranked = ranking.rank(scorer_of(values), data, cases, filter_seen=filter_seen)
+            rank = ranked.rank if filter_seen else ranked.rank_unfiltered
+            known[values] = metrics.ndcg(rank.cpu().numpy(), 10)
+        return known[values]
+
+    odd = (cases.user % 2 == 1).cpu().numpy()
+    found = _descend(ndcg, start, axes, np.ones(len(odd), dtype=bool))
+    folds = (_descend(ndcg, start, axes, odd), _descend(ndcg, start, axes, ~odd))
+    honest = np.where(odd, ndcg(folds[1]), ndcg(folds[0])).mean()
+    logger.debug("counts: %d settings tried on %d validation cases", len(known), len(cases))
+    return Choice(found, folds, float(ndcg(found).mean()), float(honest))
+
+
+def _cases(data: Sequences) -> Cases:
+    """Return validation cases drawn at random, in order."""
+    every = sequences.cases(data, "valid")
+    number = min(CASES, max(1_000, CELLS // data.num_items))
+    drawn = torch.randperm(len(every), generator=torch.Generator().manual_seed(0))[:number].sort().values
+    drawn = drawn.to(every.user.device)
+    return Cases(user=every.user[drawn], position=every.position[drawn])
+
+
+def _descend(
+    ndcg: Callable[[Values], NDArray[np.float64]], start: Values, axes: Sequence[Axis], chosen: NDArray[np.bool_]
+) -> Values:
+    """Return the best values on the `chosen` cases: the first of equal ones."""
+
+    def value(values: Values) -> float:
+        return float(ndcg(values)[chosen].mean()) if chosen.any() else 0.0
+
+    best = start
+    for _ in range(ROUNDS):
+        before = best
+        for axis in axes:
+            rivals = [replace(best, **change) for change in axis]  # type: ignore[type-var]
+            best = max([best, *rivals], key=value)
+        if best == before:
+            break
+    return best
+
+
+class Tables:
+    """Count tables of one dataset by kernel, window and size; built when first asked for."""
+
+    def __init__(self, data: Sequences) -> None:
+        self.data = data
+        self.tables: dict[tuple[str, int, int], CountTable] = {}
+
+    def table(self, config: CountsConfig) -> CountTable:
+        """Return the table that `config` reads."""
+        key = (config.kernel, config.window, config.targets)
+        if key not in self.tables:
+            self.tables[key] = count(self.data, kernel(config.kernel, config.window).tolist(), config.targets)
+        return self.tables[key]
+
+    def term(self, config: CountsConfig) -> CountTerm | None:
+        """Return the count term of `config`; None where alpha is 0."""
+        return build(self.data, config, self.table(config)) if config.alpha else None
+
+    def scorer(self, base: Scorer, config: CountsConfig, device: torch.device) -> Scorer:
+        """Return `base`, which works on `device`, with the count term of `config` added."""
+        term = self.term(config)
+        return base if term is None else with_counts(base, term.to(device))
+
+
+def remembered(scorer: Scorer) -> Scorer:
+    """Return `scorer`, asked once for the same cases: what it keeps are its queries, not its scores."""
+    known: dict[tuple[int, ...], Blocks] = {}
+
+    def again(data: Sequences, user: Tensor, stop: Tensor) -> Blocks:
+        key = tuple(stop.tolist())
+        if key not in known:
+            known[key] = scorer(data, user, stop)
+        return known[key]
+
+    return again
+
+
+def choose(base: Scorer, tables: Tables, data: Sequences, *, filter_seen: bool, events: int) -> Choice[CountsConfig]:
+    """Return the count term that improves the scores of `base` most; alpha 0 where none does.
+
+    Args:
+        base: scorer of a trained model.
+        tables: of the training events, on the host.
+        data: the prepared dataset, where the model is.
+        filter_seen: whether seen items are left out.
+        events: that the model sees, and more of which the term must not see either.
+    """
+    memory, start = remembered(base), CountsConfig(alpha=0.0, events=min(CountsConfig().events, events))
+
+    def scorer_of(config: CountsConfig) -> Scorer:
+        return tables.scorer(memory, config, data.device)
+
+    return search(scorer_of, data, start, ADDED, filter_seen=filter_seen)
+
+
+def fold_scorer(base: Scorer, tables: Tables, folds: Sequence[CountsConfig], device: torch.device) -> Scorer:
+    """Return the scorer of validation: each half of the users with what the other half chose."""
+    even, odd = (tables.scorer(base, fold, device) for fold in folds)
+    return by_halves(even, odd)

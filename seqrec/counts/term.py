@@ -1,0 +1,248 @@
+"""The count term of a score: alpha * sum_j w_j log(1 + C_{h_j a} |I| / tau) + lambda log pop(a).
+
+C are the counts of table.py, h_j the j-th event of the history from its end, w_j = rho^j, made to sum to 1 over the
+events that there are. With alpha = 1 and nothing else it is PCTM (Petrov et al., RecSys 2026), whose other factors of
+P(a | h_j) are the same for every item. A sum over events explains itself: each of them has its share.
+
+Shape suffixes: B rows   L events   J newest events   V items, padding (0) included   C candidates   K targets of one
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from seqrec.config import CountsConfig
+from seqrec.counts.table import CountTable, count
+from seqrec.data import sequences
+from seqrec.data.sequences import Sequences
+from seqrec.evaluation.ranking import ITEMS_PER_BLOCK, Blocks, Scorer
+
+Vote = tuple[Tensor, Tensor, Tensor]  # row of the batch, item, value; one event's votes name an item once a row
+Adder = Callable[[Tensor, int], Tensor]  # scores (B, C), first item -> the same scores
+DENSE = 1 << 24  # cells of a square table, 64 MB: up to 4,095 items
+KERNELS = {"inverse": 1.0, "root": 0.5, "square": 2.0}  # name -> p of d^-p
+
+
+@dataclass(frozen=True)
+class CountTerm:
+    """What counts add to the scores of a batch of histories."""
+
+    offsets: Tensor  # (V + 1,) int64: row b of the next two is offsets[b] to offsets[b + 1]
+    targets: Tensor  # (N,) int32
+    values: Tensor  # (N,) float32: log(1 + C_ba |I| / tau), or whatever is to be added up
+    weights: Tensor  # (J,) float32 of the newest event, the one before it, ...
+    log_popularity: Tensor  # (V,) float32
+    alpha: float = 1.0
+    popularity: float = 0.0  # lambda
+
+    def to(self, device: torch.device) -> CountTerm:
+        """Return the same term with every tensor on `device`."""
+        return replace(self, **{name: x.to(device) for name, x in self.tensors().items()})
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what has to be stored beside `alpha` and `popularity`."""
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+
+    def adder(self, items_BL: Tensor) -> Adder:
+        """Return the function that adds the term to a block of scores (B, C) of the items from `first` on, in place.
+
+        Args:
+            items_BL: histories, left-padded with 0, without MASK.
+        """
+        add = self._add_dense(items_BL) if self._is_small else self._add_sparse(items_BL)
+
+        def both(score_BC: Tensor, first: int = 0) -> Tensor:
+            add(score_BC, first)
+            if self.popularity:
+                score_BC += self.popularity * self.log_popularity[first : first + score_BC.shape[1]]
+            return score_BC
+
+        return both
+
+    @property
+    def _is_small(self) -> bool:
+        return len(self.log_popularity) ** 2 <= DENSE
+
+    @cached_property
+    def _dense(self) -> Tensor:
+        """The values as (V, V): on dense logs several times faster than lists of pairs."""
+        size = len(self.log_popularity)
+        row = torch.repeat_interleave(torch.arange(size, device=self.offsets.device), self.offsets.diff())
+        dense = self.values.new_zeros(size, size)
+        dense[row, self.targets.long()] = self.values
+        return dense
+
+    def _add_dense(self, items_BL: Tensor) -> Adder:
+        items_BJ, weight_BJ = self._newest(items_BL)
+        votes_BV = F.embedding_bag(items_BJ, self._dense, per_sample_weights=weight_BJ, mode="sum")
+        return lambda score_BC, first: score_BC.add_(votes_BV[:, first : first + score_BC.shape[1]])
+
+    def _add_sparse(self, items_BL: Tensor) -> Adder:
+        votes = self.votes(items_BL)
+
+        def add(score_BC: Tensor, first: int) -> Tensor:
+            width = score_BC.shape[1]
+            for row, item, value in votes:
+                inside = (item >= first) & (item < first + width)
+                place = row[inside] * width + item[inside] - first
+                score_BC.view(-1).index_add_(0, place, value[inside])
+            return score_BC
+
+        return add
+
+    def votes(self, items_BL: Tensor) -> list[Vote]:
+        """Return what each of the newest events adds, the newest first; see `adder`."""
+        items_BJ, weight_BJ = self._newest(items_BL)
+        return [self._votes_of(*pair) for pair in zip(items_BJ.unbind(1), weight_BJ.unbind(1), strict=True)]
+
+    def _newest(self, items_BL: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the newest events (B, J), the newest first, and alpha times their weights."""
+        items_BJ = items_BL.flip(1)[:, : len(self.weights)]
+        weight_BJ = self.weights[: items_BJ.shape[1]] * (items_BJ > 0)
+        return items_BJ, self.alpha * weight_BJ / weight_BJ.sum(1, keepdim=True).clamp(min=1e-9)
+
+    def _votes_of(self, item_B: Tensor, weight_B: Tensor) -> Vote:
+        first = self.offsets[item_B]
+        number = self.offsets[item_B + 1] - first
+        row = torch.repeat_interleave(torch.arange(len(item_B), device=item_B.device), number)
+        place = torch.arange(len(row), device=row.device) + (first - number.cumsum(0) + number)[row]
+        return row, self.targets[place].long(), weight_B[row] * self.values[place]
+
+    def of(self, items_BL: Tensor, item_BC: Tensor) -> Tensor:
+        """Return the term (B, C) of some candidates alone."""
+        size = len(self.log_popularity)
+        row, item, value = (torch.cat(column) for column in zip(*self.votes(items_BL), strict=True))
+        key, place = torch.unique(row * size + item, return_inverse=True)
+        total = F.pad(value.new_zeros(len(key)).index_add(0, place, value), (0, 1))
+        wanted_BC = torch.arange(len(item_BC), device=item_BC.device).unsqueeze(1) * size + item_BC
+        found_BC = torch.searchsorted(key, wanted_BC)
+        there_BC = F.pad(key, (0, 1), value=-1)[found_BC] == wanted_BC
+        return torch.where(there_BC, total[found_BC], 0.0) + self.popularity * self.log_popularity[item_BC]
+
+    def shares(self, items_BL: Tensor, item_B: Tensor) -> Tensor:
+        """Return (B, L): what each event of the history adds to the score of an item; the rest is popularity."""
+        share_BL = torch.zeros(items_BL.shape, device=items_BL.device)
+        for j, (row, item, value) in enumerate(self.votes(items_BL), start=1):
+            named = item == item_B[row]
+            share_BL[row[named], -j] = value[named]
+        return share_BL
+
+    def strongest(self, items_BL: Tensor, number: int) -> Tensor:
+        """Return (B, J * number): the first targets of each of the newest events, 0 where there are fewer."""
+        items_BJ, _ = self._newest(items_BL)
+        place_BJK = self.offsets[items_BJ].unsqueeze(2) + torch.arange(number, device=items_BL.device)
+        none_BJK = place_BJK >= self.offsets[items_BJ + 1].unsqueeze(2)
+        targets = F.pad(self.targets, (0, 1)).long()
+        return targets[place_BJK.clamp(max=len(targets) - 1)].masked_fill(none_BJK, 0).flatten(1)
+
+    def padded(self) -> tuple[Tensor, Tensor]:
+        """Return targets (V, K) int32 and values (V, K) of every row, filled up with 0: what a graph can gather."""
+        number = self.offsets.diff()
+        row = torch.repeat_interleave(torch.arange(len(number)), number)
+        place = torch.arange(len(row)) - self.offsets[row]
+        shape = (len(number), max(1, int(number.max())))
+        targets, values = self.targets.new_zeros(shape), self.values.new_zeros(shape)
+        targets[row, place], values[row, place] = self.targets, self.values
+        return targets, values
+
+    def grown(self, size: int) -> CountTerm:
+        """Return the term of a catalogue with more items, `size` with padding, which no event has named."""
+        more = size - len(self.log_popularity)
+        return replace(
+            self,
+            offsets=F.pad(self.offsets, (0, more), value=int(self.offsets[-1])),
+            log_popularity=F.pad(self.log_popularity, (0, more), value=float(self.log_popularity[1:].min())),
+        )
+
+
+def kernel(name: str, length: int) -> Tensor:
+    """Return the weights (length,) of distances 1, 2, ...: `inverse` 1/d, `root` d^-0.5, `square` d^-2, or 0.7^(d-1).
+
+    >>> kernel("inverse", 3).tolist() == [1.0, 1 / 2, 1 / 3], kernel("0.5", 3).tolist()
+    (True, [1.0, 0.5, 0.25])
+    """
+    distance = torch.arange(1, length + 1, dtype=torch.float64)
+    return distance ** -KERNELS[name] if name in KERNELS else float(name) ** (distance - 1)
+
+
+def log_popularity(data: Sequences) -> Tensor:
+    """Return (V,) float32: log of the share of the training events, each item having one more; 0 for padding."""
+    events = data.count.double()
+    share = ((events + 1) / (events.sum() + data.num_items)).log()
+    share[0] = 0.0
+    return share.float()
+
+
+def build(data: Sequences, config: CountsConfig, table: CountTable | None = None) -> CountTerm:
+    """Return the term with the counts of the training events of `data`; `table`, if given, holds them already."""
+    table = table or count(data, kernel(config.kernel, config.window).tolist(), config.targets)
+    return CountTerm(
+        offsets=table.offsets,
+        targets=table.targets,
+        values=torch.log1p(table.values / config.smoothing),
+        weights=kernel(str(config.rho), config.events).float(),
+        log_popularity=log_popularity(data),
+        alpha=config.alpha,
+        popularity=config.popularity,
+    )
+
+
+def stored(tensors: Mapping[str, Tensor], config: CountsConfig) -> CountTerm:
+    """Return the term that `CountTerm.tensors` was stored of."""
+    return CountTerm(**tensors, alpha=config.alpha, popularity=config.popularity)
+
+
+def with_counts(scorer: Scorer, term: CountTerm | None) -> Scorer:
+    """Return `scorer` with the term added to its scores; itself where there is none."""
+    if term is None:
+        return scorer
+
+    def added(data: Sequences, user: Tensor, stop: Tensor) -> Blocks:
+        blocks = scorer(data, user, stop)
+        add = term.adder(sequences.window(data, user, stop, len(term.weights)).items)
+
+        def both() -> Iterator[tuple[int, Tensor]]:
+            for first, score_BC in blocks():
+                yield first, add(score_BC, first)
+
+        return both
+
+    return added
+
+
+def nothing(data: Sequences, user: Tensor, _: Tensor) -> Blocks:
+    """Score every item 0: what counts that stand alone are added to."""
+
+    def blocks() -> Iterator[tuple[int, Tensor]]:
+        for first in range(1, len(data.count), ITEMS_PER_BLOCK):
+            width = min(ITEMS_PER_BLOCK, len(data.count) - first)
+            yield first, torch.zeros(len(user), width, device=data.device)
+
+    return blocks
+
+
+def by_halves(even: Scorer, odd: Scorer) -> Scorer:
+    """Return the scorer that asks `even` for users of even index and `odd` for the others."""
+
+    def scorer(data: Sequences, user: Tensor, stop: Tensor) -> Blocks:
+        rows = [(user % 2 == parity).nonzero().squeeze(1) for parity in (0, 1)]
+        asked = [(row, half) for row, half in zip(rows, (even, odd), strict=True) if len(row)]
+        parts = [(row, half(data, user[row], stop[row])) for row, half in asked]
+
+        def blocks() -> Iterator[tuple[int, Tensor]]:
+            for found in zip(*(part() for _, part in parts), strict=True):
+                score_BC = found[0][1].new_empty(len(user), found[0][1].shape[1])
+                for (row, _), (_, part) in zip(parts, found, strict=True):
+                    score_BC[row] = part
+                yield found[0][0], score_BC
+
+        return blocks
+
+    return scorer

@@ -1,0 +1,181 @@
+"""A model with a count term gives the same scores wherever it is asked; without one, nothing changes."""
+
+import json
+from dataclasses import asdict, replace
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from support import run, save, weights
+
+from seqrec.artifacts import COUNTS, MODEL_CARD, read_json, write_json
+from seqrec.commands import recommend
+from seqrec.config import ConfigError, CountsConfig, EvaluateConfig, FinetuneConfig, parse
+from seqrec.counts import term
+from seqrec.data import sequences
+from seqrec.evaluation import ranking
+from seqrec.serving import onnx_graph
+from seqrec.serving.approximate_search import ApproximateRecommender
+from seqrec.serving.onnx_graph import GraphRecommender
+from seqrec.serving.recommender import Recommender, Request
+from seqrec.stages.evaluate import evaluate
+from seqrec.training.checkpoint import load_counts, load_model
+from seqrec.training.refit import everything, retrain
+
+CONFIG = CountsConfig(alpha=2.0, events=6, popularity=0.3)
+
+
+def requests_of(data, folder):
+    """Everybody's events before the test event, as requests, and what evaluation ranks for them."""
+    item_ids, user_ids = sequences.read_vocabulary(folder)[0], sequences.read_users(folder)
+    rows = zip(data.start.tolist(), data.stop.tolist(), user_ids, strict=True)
+    return [Request(history=[item_ids[i - 1] for i in data.items[a:b].tolist()], k=5, user=user) for a, b, user in rows]
+
+
+@pytest.mark.parametrize("dense", [0, 1 << 24])
+@pytest.mark.parametrize("architecture", ["sasrec", "bert4rec"])  # bert4rec's histories end in MASK
+def test_ranking_service_graph_search_and_batch_agree(prepared, tmp_path, monkeypatch, architecture, dense):
+    monkeypatch.setattr(term, "DENSE", dense)
+    saved, data = save(architecture, prepared, tmp_path / "saved", CONFIG), sequences.load(prepared)
+    requests, users = requests_of(data, prepared), torch.arange(data.num_users)
+    model, card = load_model(saved)
+    scorer = term.with_counts(ranking.model_scorer(model), load_counts(saved, card))
+    item_BK, score_BK = ranking.best(scorer, data, users, data.stop, filter_seen=True, top_k=5)
+    item_ids = sequences.read_vocabulary(prepared)[0]
+
+    recommend.score(sequences=prepared, saved=saved, output=tmp_path / "best.parquet", k=5)
+    table = pq.read_table(tmp_path / "best.parquet")
+    assert table["items"].to_pylist() == [[item_ids[i - 1] for i in row] for row in item_BK.tolist()]
+    recommenders = [Recommender.load(saved), ApproximateRecommender.of(saved, 64)]
+    if dense:
+        onnx_graph.export(saved=saved, output=tmp_path / "graph", k=15)
+        recommenders.append(GraphRecommender.of(saved, tmp_path / "graph"))
+    for recommender in recommenders:
+        for answer, items, scores in zip(recommender.answer(requests), item_BK, score_BK, strict=True):
+            assert answer.scores == pytest.approx(scores.tolist(), abs=1e-4)
+            assert answer.items == [item_ids[i - 1] for i in items.tolist()]
+    pure = ranking.best(ranking.model_scorer(model), data, users, data.stop, filter_seen=True, top_k=5)
+    assert not torch.equal(pure[0], item_BK)
+
+
+def test_explanations_add_the_events_own_shares(prepared, tmp_path):
+    with_counts = Recommender.load(save("sasrec", prepared, tmp_path, CONFIG))
+    pure = Recommender(with_counts.model, with_counts.item_ids, with_counts.counts, [], filter_seen=True)
+    request = Request(history=["i1", "unheard of", "i2"])
+
+    more = [a - b for a, b in zip(with_counts.explain(request, "i3"), pure.explain(request, "i3"), strict=True)]
+
+    items_BL, item_B = torch.tensor([[pure.items["i1"], pure.items["i2"]]]), torch.tensor([pure.items["i3"]])
+    first, last = with_counts.term.shares(items_BL, item_B)[0].tolist()
+    assert more == pytest.approx([first, 0, last], abs=1e-5)
+    assert last > 0
+
+
+def test_another_file_of_counts_is_refused(prepared, tmp_path):
+    saved = save("sasrec", prepared, tmp_path, CONFIG)
+    content = (saved / COUNTS).read_bytes()
+    (saved / COUNTS).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+    with pytest.raises(ValueError, match="refusing to load it"):
+        Recommender.load(saved)
+    (saved / COUNTS).unlink()
+    with pytest.raises(ValueError, match="refusing to load it"):
+        Recommender.load(saved)
+
+
+def test_counts_of_another_catalogue_are_refused(prepared, tmp_path):
+    saved = save("sasrec", prepared, tmp_path, CONFIG)
+    card = read_json(saved / MODEL_CARD)
+    card["catalogue"]["num_items"] += 1
+
+    with pytest.raises(ValueError, match="another number of items"):
+        load_counts(saved, card)
+
+
+def test_a_graph_of_other_counts_is_refused(prepared, tmp_path):
+    saved = save("mfbpr", prepared, tmp_path / "saved", CONFIG)
+    onnx_graph.export(saved=saved, output=tmp_path / "graph")
+    card = read_json(saved / MODEL_CARD)
+    card["counts"].pop("sha256")
+    write_json(saved / MODEL_CARD, card)
+
+    with pytest.raises(ValueError, match="export them again"):
+        GraphRecommender.of(saved, tmp_path / "graph")
+
+
+@pytest.fixture(scope="module")
+def trained(prepared, tmp_path_factory):
+    """The same training, without counts, with chosen and with given ones."""
+    root = tmp_path_factory.mktemp("trained")
+    for name, counts in (("none", "none"), ("auto", "auto"), ("given", asdict(CONFIG)), ("zero", {"alpha": 0})):
+        run(prepared, root / name, epochs=2, counts=counts)
+    return root
+
+
+def metrics_of(prepared, root, name):
+    report = root / name / "report"
+    config = EvaluateConfig(bootstrap=100)
+    evaluate(model="sasrec", sequences=prepared, checkpoint=root / name / "finetuned", report=report, config=config)
+    return json.loads((report / "metrics.json").read_text()), pq.read_table(report / "cases.parquet")
+
+
+def test_counts_leave_the_training_alone(trained):
+    for name in ("auto", "given", "zero"):
+        for ours, theirs in zip(weights(trained / name).values(), weights(trained / "none").values(), strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_alpha_zero_is_the_pure_model(prepared, trained):
+    pure, zero = (metrics_of(prepared, trained, name) for name in ("none", "zero"))
+
+    assert pure[1].equals(zero[1])
+    assert pure[0].keys() == zero[0].keys()
+    assert zero[0]["counts/alpha"] == 0
+    assert not (trained / "zero" / "finetuned" / COUNTS).exists()
+
+
+def test_validation_is_reported_with_what_the_other_half_chose(prepared, trained):
+    data, folder = sequences.load(prepared), trained / "auto" / "finetuned"
+    values, _ = metrics_of(prepared, trained, "auto")
+    model, card = load_model(folder)
+    chosen = card["counts"]
+
+    assert values["counts/alpha"] == chosen["alpha"] > 0
+    assert values["valid/ndcg@10"] == pytest.approx(chosen["valid/ndcg@10"]["honest"])
+    scorer = term.with_counts(ranking.model_scorer(model), load_counts(folder, card))
+    ranked = ranking.rank(scorer, data, sequences.cases(data, "test"), filter_seen=True)
+    mean = torch.where(ranked.rank <= 10, 1 / torch.log2(1 + ranked.rank), 0.0).mean()
+    assert values["test/ndcg@10"] == pytest.approx(float(mean))
+
+
+def test_a_refit_keeps_the_values_and_counts_every_event(prepared, trained, tmp_path):
+    folder = trained / "auto"
+    shared = {"sequences": prepared, "initial": folder / "initial", "finetuned": folder / "finetuned"}
+    retrain(model="sasrec", **shared, refitted=tmp_path / "refitted", state=tmp_path, experiment="seqrec")
+
+    before, after = (read_json(path / MODEL_CARD) for path in (folder / "finetuned", tmp_path / "refitted"))
+    config = CountsConfig(**{name: after["counts"][name] for name in asdict(CONFIG)})
+    assert config == CountsConfig(**{name: before["counts"][name] for name in asdict(CONFIG)})
+    expected = term.build(everything(sequences.load(prepared)), config)
+    found = load_counts(tmp_path / "refitted", after)
+    assert all(torch.equal(value, expected.tensors()[name]) for name, value in found.tensors().items())
+    assert len(found.targets) > len(load_counts(folder / "finetuned", before).targets)
+
+
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        ("all", "counts must be none, auto"),
+        ({"alfa": 1}, "counts.alfa: unknown key"),
+        ({"kernel": "square root"}, "kernel: inverse, root, square, or a number"),
+        ({"smoothing": 0}, "smoothing must be positive"),
+    ],
+)
+def test_wrong_values_are_named(counts, message):
+    with pytest.raises(ConfigError, match=message):
+        parse(FinetuneConfig, {"counts": counts}, "finetune")
+
+
+def test_more_events_than_the_model_sees_are_refused(prepared, tmp_path):
+    with pytest.raises(ConfigError, match="13 is more than the 12 that the model sees"):
+        run(prepared, tmp_path, epochs=1, counts=asdict(replace(CONFIG, events=13)))

@@ -1,0 +1,75 @@
+"""Counts of what follows what, against a double loop over users and events."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from seqrec.counts import table
+from seqrec.data import sequences
+
+WEIGHTS = (1.0, 0.5, 0.25)
+
+
+def by_loop(data, weights):
+    """The same counts, one pair of events after the other."""
+    counted = np.zeros((len(data.count), len(data.count)))
+    for user in range(data.num_users):
+        items = data.items[data.start[user] : data.train_stop[user]].tolist()
+        for place, item in enumerate(items):
+            for distance, weight in enumerate(weights, start=1):
+                if place + distance < len(items):
+                    counted[item, items[place + distance]] += weight
+    return counted
+
+
+def square(found):
+    size = len(found.offsets) - 1
+    dense = np.zeros((size, size))
+    row = np.repeat(np.arange(size), found.offsets.diff().numpy())
+    dense[row, found.targets.numpy()] = found.values.numpy()
+    return dense
+
+
+@pytest.fixture
+def data(prepared):
+    return sequences.load(prepared)
+
+
+def test_counts_are_those_of_a_double_loop(data):
+    np.testing.assert_allclose(square(table.count(data, WEIGHTS)), by_loop(data, WEIGHTS), rtol=1e-6)
+
+
+@pytest.mark.parametrize("cells", [0, 1 << 26])  # added up by sorting, and in a dense block
+@pytest.mark.parametrize("pairs", [1, 100, 1 << 24])
+def test_the_result_does_not_depend_on_what_is_in_memory_at_once(data, monkeypatch, pairs, cells):
+    whole = table.count(data, WEIGHTS)
+    monkeypatch.setattr(table, "CELLS", cells)
+
+    found = table.count(data, WEIGHTS, pairs=pairs)
+
+    for ours, theirs in zip(vars(found).values(), vars(whole).values(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_no_event_past_train_stop_is_counted(data):
+    items = data.items.clone()
+    later = torch.cat([torch.arange(a, b) for a, b in zip(data.train_stop, data.stop, strict=True)])
+    items[later] = 1 + torch.randint(data.num_items, (len(later),), dtype=items.dtype)
+    assert not torch.equal(items, data.items)
+
+    before, after = (table.count(x, WEIGHTS) for x in (data, replace(data, items=items)))
+
+    assert torch.equal(before.values, after.values)
+    assert torch.equal(before.targets, after.targets)
+
+
+def test_of_each_item_the_largest_counts_are_kept_in_order(data):
+    whole, found = square(table.count(data, WEIGHTS)), table.count(data, WEIGHTS, limit=3)
+
+    assert found.offsets.diff().max() == 3
+    for item in range(1, len(data.count)):
+        kept = slice(int(found.offsets[item]), int(found.offsets[item + 1]))
+        assert found.values[kept].tolist() == np.sort(whole[item])[::-1][:3].tolist()
+        assert found.values[kept].tolist() == whole[item][found.targets[kept].numpy()].tolist()
