@@ -109,10 +109,9 @@ def _clip(parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
             p.grad = p.grad.coalesce()
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not any(gradient.is_sparse for gradient in gradients):
-        together: Tensor = nn.utils.clip_grad_norm_(parameters, limit)
-        return together
+        return nn.utils.clip_grad_norm_(parameters, limit)
     values = [gradient.values() if gradient.is_sparse else gradient for gradient in gradients]
-    norm = torch.stack([value.norm() for value in values]).norm()
+    norm: Tensor = torch.stack([value.norm() for value in values]).norm()
     for value in values:
         value.mul_((limit / (norm + 1e-6)).clamp(max=1.0))
     return norm
