@@ -159,8 +159,7 @@ def _filter(engine: Engine, data: Path, config: PrepareConfig) -> tuple[Frame, N
             f"prepare.min_item_events ({config.min_item_events}) or prepare.min_rating ({config.min_rating})"
         )
     parts = _sample(engine, parts, people, config)
-    users, items = (coded.numbered(parts, engine) for coded in (people, products))
-    return engine.union(parts), users, items, dropped, cuts
+    return engine.union(parts), people.numbered(parts, engine), products.numbered(parts, engine), dropped, cuts
 
 
 def _filters_on_train(config: PrepareConfig) -> bool:

@@ -115,7 +115,7 @@ def _clip(parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
     if not any(gradient.is_sparse for gradient in gradients):
         return nn.utils.clip_grad_norm_(parameters, limit)
     values = [gradient.values() if gradient.is_sparse else gradient for gradient in gradients]
-    norm = torch.stack([value.norm() for value in values]).norm()
+    norm: Tensor = torch.stack([value.norm() for value in values]).norm()
     for value in values:
         value.mul_((limit / (norm + 1e-6)).clamp(max=1.0))
     return norm

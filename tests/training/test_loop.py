@@ -285,9 +285,7 @@ def test_a_log_without_validation_cases_is_refused(data, tmp_path):
     ("where", "clip_norm", "message"),
     [("gradient", 1.0, "the loss or its gradient is not finite at step 4"), ("weight", 0.0, "the weights .* are not")],
 )
-def test_nothing_is_kept_of_an_epoch_whose_last_step_diverges(
-    prepared, tmp_path, monkeypatch, where, clip_norm, message
-):
+def test_nothing_is_kept_of_an_epoch_that_ends_badly(prepared, tmp_path, monkeypatch, where, clip_norm, message):
     """The last step of the first epoch, of four: its loss is finite, its gradient or the weights after it are not."""
     step, calls = torch.optim.AdamW.step, []
 
