@@ -194,8 +194,8 @@ def _in_mirror(
 def _officially(publication: Publication, config: IngestConfig, downloads: Path) -> list[Found]:
     archive = publication.archive
     if archive and archive.requirement:
-        options = {"retries": config.retries, "timeout_s": config.timeout_s}
-        get = partial(pip_download, archive.requirement, downloads, **options)
+        requirement, retries, timeout_s = archive.requirement, config.retries, config.timeout_s
+        get = partial(pip_download, requirement, downloads, retries=retries, timeout_s=timeout_s)
         return _unpacked(publication, get, f"pypi:{archive.requirement}", downloads) or []
     if archive:
         get = partial(_fetched, archive.url, config, downloads, sha256=archive.sha256, size=archive.size)

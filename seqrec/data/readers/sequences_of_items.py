@@ -128,7 +128,7 @@ def _kind(path: Path) -> str:
     for frame in _words(path):
         if frame.is_empty():
             continue
-        longer = frame["words"].list.len().max() > 2
+        longer = bool((frame["words"].list.len() > 2).any())
         repeated = frame["words"].list.first().n_unique() < len(frame)
         if longer != repeated:
             return "sequences" if longer else "pairs"
