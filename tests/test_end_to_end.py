@@ -168,7 +168,13 @@ def test_unchanged_pipeline_then_one_changed_option_then_back(killed):
     assert call(project, "git", "commit", "--quiet", "--message", "the tiny log").returncode == 0
 
     done = call(project, "dvc", "exp", "run", "--set-param", "models.flash4rec.options.dropout=0.1")
-    assert ran(done.stdout) == ["settings", "pretrain@flash4rec", "finetune@flash4rec", "evaluate@flash4rec", "register"]
+    assert ran(done.stdout) == [
+        "settings",
+        "pretrain@flash4rec",
+        "finetune@flash4rec",
+        "evaluate@flash4rec",
+        "register",
+    ]
     changed = json.loads(call(project, "dvc", "metrics", "diff", "--json").stdout)
     assert [file for file, values in changed.items() if "test/ndcg@10" in values] == ["reports/flash4rec/metrics.json"]
     curves = json.loads(call(project, "dvc", "plots", "diff", "--json", "HEAD").stdout)["data"]
