@@ -94,7 +94,8 @@ def check_fields(section: Any) -> None:
             fits = fits and isinstance(value, (int, float) if kind is float else kind)
             require(fits, f"{name} must be of type {kind.__name__}, not {value!r:.80}")
         if kind in (int, float):
-            require(math.isfinite(value) and abs(value) < 2**63, f"{name} must be a finite number, not {value!r:.80}")
+            fits = math.isfinite(value) and (kind is float or abs(value) < 2**63)
+            require(fits, f"{name} must be a finite number, not {value!r:.80}")
         for limit in limits:
             require(value in limit, f"{name} must be {limit}, not {value!r:.80}")
 

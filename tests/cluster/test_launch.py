@@ -215,7 +215,7 @@ def test_a_spark_application_is_one(monkeypatch):
         ({"launch": {"evaluate": {}}}, "pretrain, finetune or prepare"),
         ({"launch": {"finetune": {"node": 2}}}, "kubernetes.launch.finetune.node"),
         ({"resources": {"finetune": {"gpu": 1}}}, "kubernetes.resources.finetune.gpu: unknown key"),
-        ({"user": 0}, "must not be root"),
+        ({"user": 0}, "user must be at least 1"),
     ],
 )
 def test_wrong_settings_are_refused(section, message):

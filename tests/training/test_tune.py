@@ -393,9 +393,9 @@ def test_a_wrong_range_is_named_by_its_key_before_anything_runs(prepared, tmp_pa
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"tune__trials": 0}, "tune: trials and startup_trials must be at least 1"),
+        ({"tune__trials": 0}, "tune: trials must be at least 1, not 0"),
         ({"tune__trails": 3}, r"tune\.trails: unknown key"),
-        ({"tune__epochs": -1}, "tune: epochs and warmup_epochs must be at least 0"),
+        ({"tune__epochs": -1}, "tune: epochs must be at least 0, not -1"),
         ({"tune__spaces": {"sasrec": {"finetune.epochs": {"choices": [1]}}}, "tune__epochs": 2}, "sets it as well"),
     ],
 )
