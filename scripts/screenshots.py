@@ -2,17 +2,16 @@
 
 Needs params.yaml, reports/ and mlflow.db, which `make repro` leaves, and a browser and what drives it, which the
 project does not install: Chromium with chromedriver (Debian: `apt-get install chromium chromium-driver`) and `pip
-install selenium`. Nothing is changed: MLflow serves a copy of the database.
+install selenium`. The pages are those that `make ui` and `make repro` name, as they are: MLflow serves the run's
+own database.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import socket
-import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -22,7 +21,6 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
-from urllib.parse import quote
 
 from mlflow import MlflowClient
 from rich.console import Console
@@ -35,18 +33,17 @@ from selenium.webdriver.support.ui import WebDriverWait
 from seqrec.artifacts import REPORT_PAGE, read_json
 from seqrec.config import load
 from seqrec.evaluation import leaderboard
-from seqrec.tracking.runs import PARENT, SQLITE, metric_name
+from seqrec.tracking import view
+from seqrec.tracking.runs import PARENT, SQLITE
 
 ROOT = Path(__file__).resolve().parent.parent
-SHOWN = ("valid/ndcg@10", "test/ndcg@10", "test/recall@10", "test/coverage@10")  # columns of the run table
-VIEW = "readme"
-COLUMN = 140  # pixels
-WIDTH = 1340  # pixels of the window
-HEIGHTS = {"mlflow": 640, "compare": 1000, "model": 760, "report": 1500}  # of each picture
+WIDTH = 1400  # pixels of the window
+PHONE = 390
+SCHEMES = ("light", "dark")
+HEIGHTS = {"mlflow": 760, "compare": 1000, "model": 760, "report": 1500}  # of each picture
 START_SECONDS = 120.0
 PAGE_SECONDS = 120.0
 SETTLE_SECONDS = 3.0  # pages move when the hints go, and figures are drawn
-HINTS = ("Hide banner", "Close")  # labels of the buttons that close them
 LARGEST = 300_000  # bytes of a picture
 CHROMIUM_FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run", "--disable-sync"),
@@ -68,7 +65,7 @@ def main() -> None:
     draw_leaderboard(flags.run, flags.output / "leaderboard.svg")
     with tempfile.TemporaryDirectory() as folder, browser(flags.chromium, Path(folder, "profile")) as driver:
         draw_report(driver, flags.run / "reports" / REPORT_PAGE, flags.output)
-        draw_mlflow(driver, flags.run, Path(folder, "mlflow.db"), flags.output)
+        draw_mlflow(driver, flags.run, flags.output)
     for path in sorted(flags.output.iterdir()):
         if path.stat().st_size > LARGEST:
             sys.exit(f"{path} has {path.stat().st_size:,} bytes, more than {LARGEST:,}")
@@ -84,70 +81,49 @@ def draw_leaderboard(run: Path, path: Path) -> None:
 
 
 def draw_report(driver: WebDriver, page: Path, output: Path) -> None:
-    """Write the report's beginning; its examples are events of the dataset, which is not ours to publish."""
-    driver.get(page.resolve().as_uri())
-    drawn = "return !document.querySelector('.figure:not(.js-plotly-plot)')"
-    WebDriverWait(driver, PAGE_SECONDS).until(lambda _: driver.execute_script(drawn))
-    save(driver, output / "report.png")
+    """Write the report's beginning, wide and on a phone; its examples are the dataset's, not ours to publish."""
+    drawn = "return !document.querySelector('details[open] .figure:not(.js-plotly-plot)')"
+    for width, end in ((WIDTH, ""), (PHONE, "-phone")):
+        for scheme in SCHEMES:
+            show_as(driver, width, HEIGHTS["report"], scheme)
+            driver.get(page.resolve().as_uri())
+            WebDriverWait(driver, PAGE_SECONDS).until(lambda _: driver.execute_script(drawn))
+            save(driver, output / f"report{end}{'-dark' if scheme == 'dark' else ''}.png")
 
 
-def draw_mlflow(driver: WebDriver, run: Path, database: Path, output: Path) -> None:
+def draw_mlflow(driver: WebDriver, run: Path, output: Path) -> None:
     """Write MLflow's pages of the last pipeline: all runs, the models compared, the registered model."""
     experiment = load(run / "params.yaml").section("register").experiment
     outcome = read_json(run / "reports" / leaderboard.LEADERBOARD)["registry"]
-    with closing(sqlite3.connect(run / "mlflow.db")) as source, closing(sqlite3.connect(database)) as copy:
-        source.backup(copy)
-    runs, place = newest(f"{SQLITE}{database}", experiment)
-    chosen = quote(json.dumps(list(runs.values())))
-    pages = {
-        "mlflow": (
-            f"experiments/{place}/runs?workflowType=machine_learning&viewStateShareKey={VIEW}",
-            leaderboard.BASELINES,
-        ),
-        "compare": (f"compare-runs?runs={chosen}&experiments={quote(json.dumps([place]))}", tuple(runs)),
-        "model": (
-            f"models/{outcome['registered_model']}/versions/{outcome['version']}",
-            (f"Version {outcome['version']}",),
-        ),
-    }
-    with server(f"{SQLITE}{database}") as address:
-        for number, (name, (path, texts)) in enumerate(pages.items()):
-            driver.get(f"{address}/#/{path}")
-            wait = WebDriverWait(driver, PAGE_SECONDS)
-            for label in HINTS if number == 0 else ():
-                button = (By.CSS_SELECTOR, f"button[aria-label='{label}']")
-                wait.until(expected_conditions.element_to_be_clickable(button)).click()
+    runs, place = models(f"{SQLITE}{run.resolve() / 'mlflow.db'}", experiment)
+    with server(f"{SQLITE}{run.resolve() / 'mlflow.db'}") as address:
+        pages = {
+            "mlflow": (view.link(address, place), leaderboard.BASELINES[:2]),
+            "compare": (view.compare_link(address, place, list(runs.values())), tuple(runs)),
+            "model": (
+                f"{address}/#/models/{outcome['registered_model']}/versions/{outcome['version']}",
+                (f"Version {outcome['version']}",),
+            ),
+        }
+        for name, (page, texts) in pages.items():
+            show_as(driver, WIDTH, HEIGHTS[name], "light")
+            driver.get(page)
             for text in texts:
+                wait = WebDriverWait(driver, PAGE_SECONDS)
                 wait.until(expected_conditions.text_to_be_present_in_element((By.TAG_NAME, "body"), text))
             save(driver, output / f"{name}.png")
 
 
-def newest(uri: str, experiment: str) -> tuple[Mapping[str, str], str]:
-    """Keep the runs of the experiment's newest pipeline run alone; return its models' runs by name, and its id.
-
-    The tag is the one that MLflow's page writes when somebody shares a view.
-    """
+def models(uri: str, experiment: str) -> tuple[Mapping[str, str], str]:
+    """Return the models' runs of the newest pipeline run by name, and the id of their experiment."""
     client = MlflowClient(uri)
     found = client.get_experiment_by_name(experiment)
     runs = client.search_runs([found.experiment_id], order_by=["attributes.start_time DESC"]) if found else []
     if not runs:
         sys.exit(f"no runs of the experiment {experiment!r} in mlflow.db: run `make repro` first")
     parent = next(run.info.run_id for run in runs if PARENT not in run.data.tags)
-    for run in runs:
-        if parent not in (run.info.run_id, run.data.tags.get(PARENT)):
-            client.delete_run(run.info.run_id)
-    columns = [f"metrics.`{metric_name(name)}`" for name in SHOWN]
-    view = {
-        "orderByKey": columns[0],
-        "orderByAsc": False,
-        "selectedColumns": ["attributes.`Duration`", *columns],
-        "columnOrder": columns,
-        "columnWidths": dict.fromkeys(columns, COLUMN),
-    }
-    client.set_experiment_tag(found.experiment_id, f"mlflow.sharedViewState.{VIEW}", json.dumps(view))
     children = {run.info.run_name: run.info.run_id for run in runs if run.data.tags.get(PARENT) == parent}
-    models = {name: run_id for name, run_id in children.items() if name not in leaderboard.BASELINES}
-    return models, found.experiment_id
+    return {name: run_id for name, run_id in children.items() if name not in leaderboard.BASELINES}, found.experiment_id
 
 
 @contextmanager
@@ -197,9 +173,16 @@ def browser(chromium: str, profile: Path) -> Iterator[WebDriver]:
         yield driver
 
 
+def show_as(driver: WebDriver, width: int, height: int, scheme: str) -> None:
+    """Give the browser the size of a window or a phone, and its reader's taste in colours."""
+    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width == PHONE}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    taste = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", taste)
+
+
 def save(driver: WebDriver, path: Path) -> None:
     """Write what the browser shows."""
-    driver.set_window_size(WIDTH, HEIGHTS[path.stem])
     time.sleep(SETTLE_SECONDS)
     driver.save_screenshot(str(path))
 

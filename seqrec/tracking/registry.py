@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import shutil
 import tempfile
 import uuid
@@ -55,6 +56,7 @@ REFIT_TAG = (
 OWN_TAGS = (PROMOTED_TAG, REASON_TAG, GAIN_TAG, PREVIOUS_TAG, WEIGHTS_TAG, FINGERPRINT)  # not shared with a refit
 CLAIM_TAG = "seqrec.claim"  # of a registered model: who began a promotion last
 AUDIT_TAG = "seqrec.audit."  # of a registered model, one a change of champion; the time follows
+VERSIONS_TAG = "mlflow.modelVersions"  # of a logged model: MLflow's pages link it to these
 LONGEST = 5_000  # characters of a description that MLflow keeps
 PACKAGES = ("mlflow", "numpy", "pandas", "pyarrow", "pyyaml", "safetensors", "torch")
 CODE = ("seqrec", "models")
@@ -159,6 +161,9 @@ def create_version(
             model_id=model.model_id,
             tags={**tags, **{key: model.tags[key] for key in (FINGERPRINT, WEIGHTS_TAG)}},
         )
+    versions = json.dumps([{"name": name, "version": int(version.version)}])
+    if VERSIONS_TAG not in model.tags:
+        client.set_logged_model_tags(model.model_id, {VERSIONS_TAG: versions})
     for key, value in tags.items():
         if version.tags.get(key) != value:
             client.set_model_version_tag(name, version.version, key, value)

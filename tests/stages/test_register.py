@@ -178,7 +178,7 @@ def test_one_parent_run_holds_a_run_for_every_row(project):
     assert parent.data.params == {
         "dataset": "toy",
         "protocol": "LOO-full",
-        "leaderboard": "sasrec, wide, ease, markov, popularity",
+        "leaderboard": "ease, markov, popularity, sasrec, wide",
     }
     stored = {file.path for file in client().list_artifacts(parent.info.run_id)}
     assert stored == {"leaderboard.json", "index.html", "params.yaml"}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support import losses_of, run
 
-from seqrec.commands.run import load_config
+from seqrec.config import load as load_config
 from seqrec.stages.pretrain import pretrain
 from seqrec.training.checkpoint import load_model
 
