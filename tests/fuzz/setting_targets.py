@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fuzz.harness import Target
 from seqrec import config
-from seqrec.commands.run import load_config
+from seqrec.config import load
 
 ROOT = Path(__file__).parents[2]
 PARAMS = yaml.safe_load((ROOT / "params.yaml").read_text(encoding="utf-8"))
@@ -91,5 +91,5 @@ def _read(load: Any, text: str) -> None:
 
 SETTINGS = [
     Target("params", changed(PARAMS), lambda text: _read(config.load, text)),
-    Target("run-config-file", changed(SMALL), lambda text: _read(load_config, text)),
+    Target("run-config-file", changed(SMALL), lambda text: _read(load, text)),
 ]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support import losses_of, run
 
-from seqrec.config import load as load_config
+from seqrec.config import load
 from seqrec.stages.pretrain import pretrain
 from seqrec.training.checkpoint import load_model
 
@@ -18,7 +18,7 @@ SAMPLED = {"loss": "sampled_ce", "negatives": 4}
 def seeded(folder, seed, **models):
     path = folder / "params.yaml"
     path.write_text(f"seed: {seed}\ndataset: log\ningest: {{source: csv}}\nmodels: {models or {'sasrec': {}}}\n")
-    return load_config(path)
+    return load(path)
 
 
 def test_a_runs_seed_is_that_of_both_stages_unless_they_name_one(tmp_path):
