@@ -212,7 +212,7 @@ def test_a_spark_application_is_one(monkeypatch):
     [
         ({"launch": {"finetune": {"launcher": "job"}}}, "state_claim"),
         ({"launch": {"finetune": {"nodes": 2}}}, "more than one needs launcher: job"),
-        ({"launch": {"evaluate": {}}}, "pretrain, finetune or prepare"),
+        ({"launch": {"evaluate": {}}}, "launch.evaluate: unknown step; known are prepare"),
         ({"launch": {"finetune": {"node": 2}}}, "kubernetes.launch.finetune.node"),
         ({"resources": {"finetune": {"gpu": 1}}}, "kubernetes.resources.finetune.gpu: unknown key"),
         ({"user": 0}, "user must be at least 1"),
