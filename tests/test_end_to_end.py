@@ -176,11 +176,15 @@ def test_unchanged_pipeline_then_one_changed_option_then_back(killed):
     done = call(project, "dvc", "exp", "run", "--set-param", "models.flash4rec.options.dropout=0.1")
     assert ran(done.stdout) == ["pretrain@flash4rec", "finetune@flash4rec", "evaluate@flash4rec", "register"]
     changed = json.loads(call(project, "dvc", "metrics", "diff", "--json").stdout)
-    assert [file for file, values in changed.items() if "test/ndcg@10" in values] == ["reports/flash4rec/metrics.json"]
+    assert [file for file, values in changed.items() if "test/ndcg@10" in values] == ["reports/summary/flash4rec.json"]
+    shown = call(project, "dvc", "metrics", "show", COLUMNS="100").stdout.splitlines()
+    assert len(shown) == 1 + len(ROWS)
+    assert max(map(len, shown)) <= 100
     curves = json.loads(call(project, "dvc", "plots", "diff", "--json", "HEAD").stdout)["data"]
     assert curves.keys() == {"reports/curves.csv", "reports/leaderboard.csv"}
     points = curves["reports/curves.csv"][0]["content"]["data"]["values"]
-    assert {(point["rev"], point["field"]) for point in points} == {
+    assert all(point["valid/ndcg@10"] > 0 for point in points)  # an epoch without validation is no 0
+    assert {(point["rev"], point["model"]) for point in points} == {
         (revision, model) for revision in ("workspace", "HEAD") for model in MODELS
     }
 
