@@ -178,11 +178,15 @@ def test_unchanged_pipeline_then_one_changed_option_then_back(killed):
         "register",
     ]
     changed = json.loads(call(project, "dvc", "metrics", "diff", "--json").stdout)
-    assert [file for file, values in changed.items() if "test/ndcg@10" in values] == ["reports/flash4rec/metrics.json"]
+    assert [file for file, values in changed.items() if "test/ndcg@10" in values] == ["reports/summary/flash4rec.json"]
+    shown = call(project, "dvc", "metrics", "show", COLUMNS="100").stdout.splitlines()
+    assert len(shown) == 1 + len(ROWS)
+    assert max(map(len, shown)) <= 100
     curves = json.loads(call(project, "dvc", "plots", "diff", "--json", "HEAD").stdout)["data"]
     assert curves.keys() == {"reports/curves.csv", "reports/leaderboard.csv"}
     points = curves["reports/curves.csv"][0]["content"]["data"]["values"]
-    assert {(point["rev"], point["field"]) for point in points} == {
+    assert all(point["valid/ndcg@10"] > 0 for point in points)  # an epoch without validation is no 0
+    assert {(point["rev"], point["model"]) for point in points} == {
         (revision, model) for revision in ("workspace", "HEAD") for model in MODELS
     }
 
