@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,7 +44,8 @@ class CountTerm:
 
     def to(self, device: torch.device) -> CountTerm:
         """Return the same term with every tensor on `device`."""
-        return replace(self, **{name: x.to(device) for name, x in self.tensors().items()})
+        moved: dict[str, Any] = {name: value.to(device) for name, value in self.tensors().items()}
+        return replace(self, **moved)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what has to be stored beside `alpha` and `popularity`."""
