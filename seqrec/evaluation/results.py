@@ -101,7 +101,7 @@ def _slices(rank: Tensor, data: Sequences, chosen: Cases, config: EvaluateConfig
         if bool(mask.any()):
             values[f"ndcg@10/{name}"] = _accuracy(rank[mask], data.num_items)["ndcg@10"]
             value, user = metrics.ndcg(rank[mask].cpu().numpy(), 10), chosen.user[mask].cpu().numpy()
-            interval = metrics.bootstrap(value, user, resamples=config.bootstrap, seed=config.seed)
+            interval = intervals.bootstrap(value, user, resamples=config.bootstrap, seed=config.seed)
             values |= {f"ndcg@10/{name}/low": interval.low, f"ndcg@10/{name}/high": interval.high}
             values[f"cases/{name}"] = int(mask.sum())
     return values

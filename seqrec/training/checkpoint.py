@@ -139,7 +139,7 @@ def _load_tokens(directory: Path, card: Mapping[str, Any]) -> dict[str, Tensor]:
     good &= sizes.get("offsets", ("", (rows + 1,)))[1] == (rows + 1,) and sizes.get("special", ("", (4,)))[1] == (4,)
     if not good:
         raise ValueError(f"{path} does not hold the text of {rows - 1} items")
-    tokens = load_file(path)
+    tokens: dict[str, Tensor] = load_file(path)
     if "offsets" in tokens and not _well_formed(tokens):
         raise ValueError(f"{path} does not hold the text of {rows - 1} items: its offsets or ids are out of range")
     return tokens

@@ -20,7 +20,7 @@ from seqrec.training import cards
 from seqrec.training.checkpoint import load_model, save_model
 
 CARD, WEIGHTS, TOKENS, VOCABULARY = "config.json", "best.safetensors", "tokens.safetensors", "vocabulary.parquet"
-GONE = object()
+GONE = "gone"  # a key that is left out
 
 
 @pytest.fixture(scope="module")
