@@ -183,7 +183,7 @@ def test_unchanged_pipeline_then_one_changed_option_then_back(killed):
     curves = json.loads(call(project, "dvc", "plots", "diff", "--json", "HEAD").stdout)["data"]
     assert curves.keys() == {"reports/curves.csv", "reports/leaderboard.csv"}
     points = curves["reports/curves.csv"][0]["content"]["data"]["values"]
-    assert all(point["valid/ndcg@10"] > 0 for point in points)  # an epoch without validation is no 0
+    assert all(float(point["valid/ndcg@10"]) > 0 for point in points)  # an epoch without validation is no 0
     assert {(point["rev"], point["model"]) for point in points} == {
         (revision, model) for revision in ("workspace", "HEAD") for model in MODELS
     }

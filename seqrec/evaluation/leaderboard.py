@@ -70,7 +70,7 @@ def _row(reports: Path, name: str, *, baseline: bool) -> Row:
     return {"model": name, **flags, **{key: metrics[key] for key in REQUIRED}}
 
 
-def best_model(rows: Sequence[Row]) -> Row:
+def best_model(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """Return the best row that is no baseline."""
     return next(row for row in rows if not row["baseline"])
 
