@@ -42,6 +42,7 @@ COMMANDS = {  # name -> (module, function, what it does); modules are imported w
     "import": ("seqrec.commands.run", "import_run", "bring a finished `run` into MLflow"),
     "repro": ("seqrec.commands.repro", "repro", "bring everything up to date with DVC: a line a stage, its seconds"),
     "ui": ("seqrec.commands.ui", "ui", "MLflow's pages, opened where the models of the last run are compared"),
+    "summarise": ("seqrec.evaluation.leaderboard", "summarise", "write the few numbers that `dvc metrics` shows"),
     "leaderboard": ("seqrec.evaluation.leaderboard", "show", "print the leaderboard of the last run"),
     "recommend": ("seqrec.commands.recommend", "recommend", "print what the champion would show after a history"),
     "score": ("seqrec.commands.recommend", "score", "recommend to every user, into a Parquet file"),

@@ -129,7 +129,7 @@ def load(directory: Path) -> Sequences:
     length = torch.cat([from_dlpack(chunk.offsets).diff() for chunk in table["items"].chunks]).long()
     stop = length.cumsum(0)
     start = stop - length
-    vocabulary = pq.read_table(directory / VOCABULARY, columns=["count"])
+    vocabulary = pq.ParquetFile(directory / VOCABULARY).read(columns=["count"])
     card = read_json(directory / SPLIT_CARD)
     return Sequences(
         items=_flat(table["items"]),
@@ -157,7 +157,7 @@ def _negatives(directory: Path) -> Tensor:
 
 def read_vocabulary(directory: Path) -> tuple[list[str], Tensor]:
     """Return item_id of item 1, 2, ... and the train events (V,) of each item, entry 0 being padding."""
-    table = pq.read_table(directory / VOCABULARY)
+    table = pq.ParquetFile(directory / VOCABULARY).read()  # read_table would import pandas
     return table["item_id"].to_pylist(), _counts(table)
 
 
@@ -167,7 +167,7 @@ def _counts(vocabulary: pa.Table) -> Tensor:
 
 def read_users(directory: Path) -> list[str]:
     """Return user_id of user 1, 2, ... of the prepared dataset."""
-    return pq.read_table(directory / USERS, columns=["user_id"])["user_id"].to_pylist()  # type: ignore[no-any-return]
+    return pq.ParquetFile(directory / USERS).read(columns=["user_id"])["user_id"].to_pylist()  # type: ignore[no-any-return]
 
 
 def cases(data: Sequences, split: str) -> Cases:

@@ -109,10 +109,15 @@ def write_curves(path: Path, histories: Mapping[str, Sequence[Mapping[str, Any]]
     write_text(path, text.getvalue())
 
 
-def write_summaries(folder: Path, rows: Sequence[Row]) -> None:
-    """Write the few numbers of each row that `dvc metrics` shows to `<model>.json`, in place of what was there."""
+def summarise(*, reports: Path = Path("reports")) -> None:
+    """Write the few numbers of each model that `dvc metrics` shows, which are in git, to summary/<model>.json.
+
+    Args:
+        reports: folder with leaderboard.json.
+    """
+    folder = reports / "summary"
     shutil.rmtree(folder, ignore_errors=True)
-    for row in rows:
+    for row in read_json(reports / LEADERBOARD)["rows"]:
         write_json(folder / f"{row['model']}.json", {key: row[key] for key in SUMMARY})
 
 

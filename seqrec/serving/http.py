@@ -191,7 +191,7 @@ class Metrics:
     """
 
     def __init__(self, served: Served) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series a counter, of no use to anybody
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series a counter, of no use
         self.registry = CollectorRegistry()
         own = self.registry
         self.requests = Counter("seqrec_requests", "answers by what gave them", ["source"], registry=own)

@@ -53,7 +53,6 @@ from seqrec.evaluation.leaderboard import (
     build,
     write_csv,
     write_curves,
-    write_summaries,
 )
 from seqrec.tracking import gate, registry, runs, view
 from seqrec.tracking.model_card import model_card
@@ -63,7 +62,6 @@ logger = logging.getLogger(__name__)
 
 LEADERBOARD_CSV = "leaderboard.csv"
 CURVES_CSV = "curves.csv"
-SUMMARY = "summary"  # folder
 FIGURES = "figures.html"  # of a model's run
 PARAMS = "params.yaml"  # of the parent run, beside the resolved settings of each model
 TEST = "test/ndcg@10"
@@ -119,8 +117,8 @@ def register(
     Args:
         leaderboard: keys of the models.
         artifacts: holds `<model>/finetuned/`.
-        reports: holds `<model>/` of models and baselines; gets leaderboard.json, leaderboard.csv, curves.csv,
-            summary/ with a few numbers of each, and index.html, a page that needs no other file.
+        reports: holds `<model>/` of models and baselines; gets leaderboard.json, leaderboard.csv, curves.csv, and
+            index.html, a page that needs no other file.
         sequences: the prepared dataset.
         data: holds source.json.
         params: all of params.yaml, to be logged.
@@ -139,7 +137,6 @@ def register(
     entries = [_entry(row, artifacts, reports, split) for row in rows]
     best = next(entry for entry in entries if entry.row is best_model(rows))
     _write_leaderboard(reports, split, rows)
-    write_summaries(reports / SUMMARY, rows)
     write_curves(reports / CURVES_CSV, {entry.name: entry.history for entry in entries if entry.history})
     shown = _examples(entries, best, reports, sequences, config)
     with registering(config, split["dataset"]), _explained(reports, config):
