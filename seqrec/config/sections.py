@@ -40,9 +40,7 @@ class IngestConfig(Section):
     category: str = ""  # Amazon: the category as the file names spell it, e.g. Gift_Cards
     interactions: str = ""  # csv, lines: path or URL of the events; prefixes: the path up to `.train.inter`
     items: str = ""  # csv, prefixes, lines: path or URL of the items file; empty for none
-    columns: dict[str, str] = field(
-        default_factory=dict
-    )  # csv: our name -> the file's; `items.NAME`: in the items file
+    columns: dict[str, str] = field(default_factory=dict)  # csv: our name -> the file's; items.NAME: of items alone
     time_format: str = ""  # csv: format of the times, e.g. "%d/%m/%Y %H:%M"; empty: ISO 8601, or a number since 1970
     lines: Literal["", "sequences", "pairs"] = ""  # `user item item ...` | `user item`; empty: the file decides
     sha256: dict[str, str] = field(default_factory=dict)  # file's role (interactions, items) -> its digest, if pinned
