@@ -12,8 +12,8 @@ export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 KILLS ?= 100
 SEED ?= 0
 
-.PHONY: help setup lock repro experiments bench test test-containers test-services test-spark chaos fuzz lint audit
-.PHONY: format ui pipeline image clean
+.PHONY: help setup lock first repro experiments bench docs test test-containers test-services test-spark chaos fuzz
+.PHONY: lint audit format ui pipeline image clean
 
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 18
@@ -31,6 +31,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt requirements.lock
 lock:  ## write requirements.lock anew, after a change of constraints.txt or pyproject.toml; needs uv
 	$(PYTHON) scripts/lock.py
 
+first: setup  ## one model on MovieLens-100K in about two minutes, without DVC and MLflow; into runs/first
+	@python -m seqrec run --config-file configs/first.yaml --out runs/first
+
 repro: setup  ## the whole pipeline, then the leaderboard; SET="finetune.epochs=3" tries other settings
 	@python -m seqrec repro $(if $(SET),--changes "$(SET)")
 	@python -m seqrec leaderboard --reports reports
@@ -41,6 +44,11 @@ experiments: setup  ## what is missing of configs/rec-denoiser, hours; ONLY="ml-
 bench: setup  ## speed and memory against RePlay and RecTools; SEQUENCES=folder of a prepared ML-1M
 	python -m benchmarks.losses
 	python -m benchmarks.peers --sequences $(or $(SEQUENCES),data/sequences)
+
+docs: setup  ## the site of these pages, into build/site; a link that leads nowhere is an error
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt 'mkdocs-material>=9.6'
+	python scripts/reference.py
+	NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet
 
 test: setup lint  ## linters, types, tests
 	OMP_NUM_THREADS=1 pytest --numprocesses auto

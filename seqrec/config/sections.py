@@ -36,20 +36,20 @@ STEPS = (  # of the Kubeflow pipelines; `default` stands for all of them
 class IngestConfig(Section):
     """Section `ingest`: which source is read, and how forgivingly."""
 
-    source: str  # a name of seqrec.data.sources.SOURCES
+    source: str  # a name in seqrec.data.sources.SOURCES; a dataset's default is its own name
     category: str = ""  # Amazon: the category as the file names spell it, e.g. Gift_Cards
-    interactions: str = ""  # csv: path or URL of the events; lines: the same; prefixes: up to `.train.inter`
+    interactions: str = ""  # csv, lines: path or URL of the events; prefixes: the path up to `.train.inter`
     items: str = ""  # csv, prefixes, lines: path or URL of the items file; empty for none
-    columns: dict[str, str] = field(default_factory=dict)  # csv: our column -> the file's; items.<column>: there alone
+    columns: dict[str, str] = field(default_factory=dict)  # csv: our name -> the file's; items.NAME: of items alone
     time_format: str = ""  # csv: format of the times, e.g. "%d/%m/%Y %H:%M"; empty: ISO 8601, or a number since 1970
     lines: Literal["", "sequences", "pairs"] = ""  # `user item item ...` | `user item`; empty: the file decides
     sha256: dict[str, str] = field(default_factory=dict)  # file's role (interactions, items) -> its digest, if pinned
     mirror: str = ""  # directory or URL tried before the official one; SEQREC_DATA_MIRROR wins
-    repository: str = ""  # a DVC project, whose ingested tables are fetched as they are ...
-    revision: str = ""  # ... at this commit, tag or branch
-    max_bad_share: Share = 0.01  # more malformed rows than this fail the stage
+    repository: str = ""  # a DVC project; its ingested tables are fetched as they are
+    revision: str = ""  # commit, tag or branch of that project
+    max_bad_share: Share = 0.01  # a larger share of malformed rows fails the stage
     retries: Annotated[int, Bounds(ge=0, le=1000)] = 4  # attempts per URL after the first, with exponential backoff
-    timeout_s: PositiveReal = 30.0
+    timeout_s: PositiveReal = 30.0  # of a connection, and of each wait for data
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -71,9 +71,9 @@ def _is_time_format(text: str) -> bool:
 class ValidateConfig(Section):
     """Section `validate`: what the tables must look like."""
 
-    min_rows: Positive = 1
-    min_date: str = "1990-01-01"  # ISO dates, UTC; a timestamp outside is critical
-    max_date: str = "2035-01-01"
+    min_rows: Positive = 1  # fewer rows fail the stage
+    min_date: str = "1990-01-01"  # ISO date, UTC; an earlier event fails the stage
+    max_date: str = "2035-01-01"  # ISO date, UTC; a later event fails the stage
     max_duplicate_share: Share = 0.05  # rows that repeat (user, item, time)
     max_volume_change: NotNegative = 0.1  # relative distance from the source's known number of rows
     max_drift: PositiveReal = 0.25  # population stability index against the baseline; more is a warning
@@ -99,8 +99,8 @@ class PrepareConfig(Section):
     deduplicate: Literal["exact", "first_pair", "none"] = "exact"  # of user, item and time | of user and item
     min_rating: float = 0.0  # keep events rated at least this; 0 keeps everything, unrated events too
     require_title: bool = False  # drop items without a title before the k-core
-    min_user_events: Positive = 5  # iterated k-core
-    min_item_events: Positive = 5
+    min_user_events: Positive = 5  # k-core: users with fewer events are dropped, again and again
+    min_item_events: Positive = 5  # k-core: the same for items
     sample_users: Count = 0  # after the k-core keep this many random users; 0 keeps all
     protocol: Literal["LOO-full", "LOO-101", "RATIO-full", "temporal"] = (
         "LOO-full"  # split and candidates; docs/data.md
@@ -111,7 +111,7 @@ class PrepareConfig(Section):
     cases: Literal["all", "first"] = "all"  # temporal: every event after the cut is a case | the user's first
     filter_on: Literal["train", "all"] = "train"  # temporal: the k-core counts events before the first cut | all events
     noise_share: Annotated[float, Bounds(ge=0, lt=1)] = 0.0  # of the training events get a random item
-    seed: Seed = 42
+    seed: Seed = 42  # of every random draw of this stage
     extend: str = ""  # folder of sequences made of an earlier dump: users and items keep their numbers, new ones follow
     engine: Literal["polars", "spark"] = "polars"  # polars: one machine | spark: a cluster, the same result
     shard_events: Annotated[int, Bounds(ge=1, le=1 << 26)] = 1 << 25  # of a part of sequences.arrow, in memory at once
@@ -126,7 +126,7 @@ class TrainConfig(Section):
     """Settings of both training stages."""
 
     seed: Seed = 42  # of initialisation (pretrain), order, dropout and negatives; left out: the top-level `seed`
-    epochs: Count = 50
+    epochs: Count = 50  # at most; see patience
     batch_size: Positive = 128  # users of average length a step
     loss: Literal["ce", "sampled_ce", "bce", "gbce", "bpr"] = "ce"  # see docs/architecture.md
     negatives: Annotated[int, Bounds(ge=1, le=1 << 24)] = 256  # sampled_ce: per step | bce, gbce, bpr: per target
@@ -140,10 +140,10 @@ class TrainConfig(Section):
     user_share: Annotated[float, Bounds(gt=0, le=1)] = 1.0  # of the users train, a seeded draw: what little data gives
     mask_probability: Fraction = 0.2  # cloze
     mask_last_share: Share = 0.1  # cloze: share of the windows where the last event alone is masked, as at test
-    learning_rate: PositiveReal = 1e-3
+    learning_rate: PositiveReal = 1e-3  # the highest, after the warm-up; a cosine lowers it
     min_learning_rate: NotNegative = 1e-5  # where the cosine ends
-    warmup_steps: Count = 100
-    weight_decay: NotNegative = 0.0
+    warmup_steps: Count = 100  # in which the rate rises from 0
+    weight_decay: NotNegative = 0.0  # of matrices, as in AdamW
     clip_norm: NotNegative = 1.0  # 0 = off
     patience: Positive = 10  # evaluations without a better valid/ndcg@10 before stopping
     eval_every: Positive = 1  # epochs
@@ -211,7 +211,7 @@ class EvaluateConfig(Section):
     filter_seen: bool = True  # remove the user's past items from the candidates; the target always stays
     top_k: Annotated[int, Bounds(ge=10, le=100_000)] = 20  # recommendations kept for every user; metrics need ten
     bootstrap: Annotated[int, Bounds(ge=100, le=100_000)] = 1000  # resamples of users behind the intervals
-    seed: Seed = 42
+    seed: Seed = 42  # of the resampling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,24 +219,24 @@ class RegisterConfig(Section):
     """Section `register`: where runs go and what a champion must show."""
 
     tracking_uri: str = "sqlite:///mlflow.db"  # MLFLOW_TRACKING_URI wins
-    experiment: str = EXPERIMENT
+    experiment: str = EXPERIMENT  # of MLflow
     min_gain: float = 0.0  # absolute gain of valid/ndcg@10 over the champion
     confidence: Fraction = 0.95  # at this level the paired interval of the gain must lie above min_gain
     max_loss: NotNegative = 0.1  # share of the champion's coverage, and of its NDCG on tail items, that may be lost
     allow_below_baseline: bool = False  # a model below the best baseline on validation may become champion
     examples: Annotated[int, Bounds(ge=0, le=1000)] = 4  # users whose recommendations the report shows
-    seed: Seed = 42
+    seed: Seed = 42  # of their choice, and of the gate's resampling
 
 
 @dataclass(frozen=True, kw_only=True)
 class TuneConfig(Section):
     """Section `tune`: the budget of a search, and what is searched for each model."""
 
-    trials: Positive = 20
+    trials: Positive = 20  # per model
     epochs: Count = 0  # of a trial; 0 = finetune.epochs
     startup_trials: Positive = 5  # so many are drawn at random, and so many must be complete before one is pruned
     warmup_epochs: Count = 5  # no trial is pruned in them
-    seed: Seed = 42
+    seed: Seed = 42  # of the search
     # model -> setting (finetune.learning_rate, options.dropout, ...) -> its Range
     spaces: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
 
@@ -245,11 +245,11 @@ class TuneConfig(Section):
 class Range:
     """The values of one searched setting: `choices`, or all from `low` to `high`, whole numbers if both are."""
 
-    low: int | float | None = None
-    high: int | float | None = None
+    low: int | float | None = None  # smallest value
+    high: int | float | None = None  # largest value
     log: bool = False  # drawn evenly on the logarithm
-    step: int | float | None = None
-    choices: list[bool | int | float | str] | None = None
+    step: int | float | None = None  # distance of the values, counted from `low`
+    choices: list[bool | int | float | str] | None = None  # the only values, instead of a range
 
     def __post_init__(self) -> None:
         if self.choices is not None:
@@ -272,12 +272,12 @@ class StepResources(Section):
 
     cpu: str = "1"  # cores requested; there is no limit, which would only slow a step down
     memory: str = "4Gi"  # requested, and the limit
-    gpus: Count = 0
-    gpu_type: str = "nvidia.com/gpu"
+    gpus: Count = 0  # per pod
+    gpu_type: str = "nvidia.com/gpu"  # resource name of a GPU
     shared_memory: str = ""  # size of /dev/shm, which torch's processes share
-    node_selector: dict[str, str] = field(default_factory=dict)
+    node_selector: dict[str, str] = field(default_factory=dict)  # labels that the node must have
     tolerations: list[dict[str, str]] = field(default_factory=list)  # key, operator, value, effect
-    retries: Annotated[int, Bounds(ge=0, le=1000)] = 2
+    retries: Annotated[int, Bounds(ge=0, le=1000)] = 2  # attempts after the first
     backoff_s: Count = 30  # before the first retry, doubled before each other one
     timeout_s: Count = 0  # of one attempt
 
@@ -293,7 +293,7 @@ class LaunchConfig(Section):
     processes: Positive = 1  # of training, on each node
     runtime: str = "torch-distributed"  # the ClusterTrainingRuntime of a TrainJob
     image: str = ""  # of the job, where it cannot be that of the steps: Spark's needs its own entry point
-    poll_s: PositiveReal = 15.0
+    poll_s: PositiveReal = 15.0  # seconds between looks at the job
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -312,7 +312,7 @@ class KubernetesConfig(Section):
     data_claim: str = ""  # one that holds the files of ingest, mounted at /data
     environment: dict[str, str] = field(default_factory=dict)  # of every step
     secrets: dict[str, dict[str, str]] = field(default_factory=dict)  # Secret to its key: variable of every step
-    image_pull_secrets: list[str] = field(default_factory=list)
+    image_pull_secrets: list[str] = field(default_factory=list)  # Secrets for a private registry
     service_account: str = ""  # of the run; "": the cluster's default
     user: Positive = 10001  # numeric, and never 0
     labels: dict[str, str] = field(default_factory=dict)  # of every pod

@@ -1,0 +1,170 @@
+"""Writes docs/reference/settings.md and commands.md from the code: `python scripts/reference.py`.
+
+A setting's type, default and range come from its dataclass, its meaning from the comment on its line; a command's flags
+come from its parser. tests/test_site.py fails while a page is out of date.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import io
+import sys
+import textwrap
+import tokenize
+import typing
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from models import REGISTRY
+from models.base import Options
+from seqrec import config
+from seqrec.__main__ import COMMANDS, command_parser
+
+FOLDER = Path(__file__).parent.parent / "docs" / "reference"
+HEADER = "<!-- Written by scripts/reference.py from the code. -->\n"
+TOP_LEVEL = """\
+| key | type | default | meaning |
+|---|---|---|---|
+| `seed` | int | `42` | of `pretrain` and `finetune`, where they do not name their own |
+| `dataset` | str | required | a key of `datasets` |
+| `datasets` | mapping | `{}` | per dataset: its values for other sections, and `options` for all models |
+| `sources` | list | `[]` | datasets that text models pre-train on |
+| `leaderboard` | list | all models | keys of `models` that are trained, evaluated and compared |
+| `models` | mapping | required | per model: `architecture` (its key, if left out), `options`, `pretrain`, `finetune` |
+"""
+PARTS = [  # key in params.yaml, its dataclass, whether inherited fields are listed
+    ("ingest", config.IngestConfig, True),
+    ("validate", config.ValidateConfig, True),
+    ("prepare", config.PrepareConfig, True),
+    ("pretrain and finetune", config.TrainConfig, True),
+    ("pretrain alone", config.PretrainConfig, False),
+    ("finetune alone", config.FinetuneConfig, False),
+    ("finetune.counts", config.CountsConfig, True),
+    ("evaluate", config.EvaluateConfig, True),
+    ("register", config.RegisterConfig, True),
+    ("tune", config.TuneConfig, True),
+    ("tune.spaces.MODEL.SETTING", config.Range, True),
+    ("kubernetes", config.KubernetesConfig, True),
+    ("kubernetes.resources.STEP", config.StepResources, True),
+    ("kubernetes.launch.STEP", config.LaunchConfig, True),
+]
+
+
+def settings() -> str:
+    """Return the page of all keys of params.yaml and of all options of the models."""
+    text = f"{HEADER}# Settings\n\n" + textwrap.dedent(
+        """\
+        Every key of params.yaml. A key that params.yaml leaves out has the default below. A value is looked up in the
+        section, then in the dataset's entry, then in the model's entry; the last one wins. An unknown key, a wrong type
+        and a value out of range are errors that name the key. Write `1.0e-3`: YAML reads `1e-3` as text.
+
+        ## Top level
+
+        """
+    )
+    text += TOP_LEVEL
+    for key, section, inherited in PARTS:
+        text += f"\n## {key}\n\n{_summary(section)}\n\n{_table(section, inherited, ranges=True)}"
+    text += f"\n## Options of every model\n\n`models.MODEL.options`.\n\n{_table(Options, True, ranges=False)}"
+    for name, model in REGISTRY.items():
+        module = inspect.getdoc(sys.modules[model.__module__]) or ""
+        text += f"\n### {name}\n\n{' '.join(module.split(chr(10) * 2)[0].split())}\n\n"
+        text += _table(model.Options, False, ranges=False)
+    return text
+
+
+def commands() -> str:
+    """Return the page of all commands with their flags."""
+    text = f"{HEADER}# Commands\n\n`python -m seqrec COMMAND`. Exit status: 0 success, 1 failure, 2 wrong usage.\n\n"
+    text += "".join(f"- [{name}](#{name}): {summary}\n" for name, (_, _, summary) in COMMANDS.items())
+    text += "\nEvery command also takes `--params FILE` (settings, default params.yaml), `--metrics FILE` (write the\n"
+    text += "returned figures to this JSON file) and `--verbose` (log more, show tracebacks).\n"
+    for name, (module, function, summary) in COMMANDS.items():
+        parser = command_parser(name, summary, getattr(importlib.import_module(module), function))
+        text += f"\n## {name}\n\n{_sentence(summary)}\n\n"
+        actions = [a for a in parser._actions if not {"-h", "--params", "--metrics", "-v"} & set(a.option_strings)]
+        if actions:
+            text += "| flag | default | meaning |\n|---|---|---|\n" + "".join(map(_flag, actions))
+    return text
+
+
+def _flag(action: Any) -> str:
+    name = f"`{action.option_strings[0]}`" if action.option_strings else f"`{action.metavar} ...`"
+    default = "required" if action.required else "" if action.default in (None, False) else f"`{action.default}`"
+    return f"| {name} | {default} | {_cell(action.help or '')} |\n"
+
+
+def _sentence(text: str) -> str:
+    return text[0].upper() + text[1:] + "."
+
+
+def _summary(section: type) -> str:
+    return (inspect.getdoc(section) or "").split("\n\n")[0]
+
+
+def _table(cls: type, inherited: bool, ranges: bool) -> str:
+    """Return the rows of a dataclass; without `inherited`, those of the fields that its parent lacks or changes."""
+    parent = {} if inherited else {f.name: f.default for f in dataclasses.fields(cls.__mro__[1])}
+    hints, meanings, rows = typing.get_type_hints(cls, include_extras=True), comments(cls), ""
+    for field in dataclasses.fields(cls):
+        if field.name in parent and parent[field.name] == field.default:
+            continue
+        kind, limit = _type(hints[field.name])
+        limit = f"{limit} | " if ranges else ""
+        rows += f"| `{field.name}` | {kind} | {_default(field)} | {limit}{_cell(meanings.get(field.name, ''))} |\n"
+    head = "| key | type | default | range | meaning |\n|---|---|---|---|---|\n"
+    return (head if ranges else head.replace("range | ", "").replace("|---", "", 1)) + rows if rows else "None.\n"
+
+
+def _type(hint: Any) -> tuple[str, str]:
+    kind, *limits = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint,)
+    if typing.get_origin(kind) is Literal:
+        return ", ".join(f"`{value}`" if value != "" else "empty" for value in typing.get_args(kind)), ""
+    name = kind.__name__ if isinstance(kind, type) and not typing.get_args(kind) else str(kind).replace("typing.", "")
+    return _cell(name.replace("seqrec.config.sections.", "")), ", ".join(map(str, limits))
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+    if field.default is not dataclasses.MISSING:
+        return f"`{field.default!r}`" if field.default != "" else "empty"
+    return "required" if field.default_factory is dataclasses.MISSING else f"`{field.default_factory()!r}`"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+def comments(cls: type) -> dict[str, str]:
+    """Return the comment on the lines of each field of a dataclass and of its parents."""
+    found: dict[str, str] = {}
+    for owner in reversed(cls.__mro__[:-1]):
+        source = textwrap.dedent(inspect.getsource(owner))
+        tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+        by_line = {token.start[0]: token.string[1:].strip() for token in tokens if token.type == tokenize.COMMENT}
+        body = typing.cast(ast.ClassDef, ast.parse(source).body[0]).body
+        for node in body:
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
+                above = by_line.get(node.lineno - 1, "") if _alone(source, node.lineno - 1) else ""
+                texts = [above, *(by_line.get(line, "") for line in lines)]
+                found[node.target.id] = "; ".join(text for text in texts if text)
+    return found
+
+
+def _alone(source: str, line: int) -> bool:
+    return source.splitlines()[line - 1].lstrip().startswith("#")
+
+
+def pages() -> dict[Path, str]:
+    """Return the text of each page by its file."""
+    return {FOLDER / "settings.md": settings(), FOLDER / "commands.md": commands()}
+
+
+if __name__ == "__main__":
+    for path, text in pages().items():
+        path.write_text(text, encoding="utf-8")
