@@ -32,7 +32,8 @@ from seqrec.stages.finetune import finetune
 from seqrec.stages.pretrain import pretrain
 from seqrec.tracking import runs
 from seqrec.training.checkpoint import fingerprint
-from seqrec.training.loop import METRIC, LogEpoch
+from seqrec.training.progress import LogEpoch
+from seqrec.training.validation import METRIC
 
 logger = logging.getLogger(__name__)
 TOLD = (TrialState.COMPLETE, TrialState.PRUNED)

@@ -18,7 +18,7 @@ from seqrec.tracking import gate, registry, runs
 from seqrec.training import objectives, refit
 from seqrec.training.cards import read_files
 from seqrec.training.checkpoint import build, load_model, save_model
-from seqrec.training.loop import METRIC
+from seqrec.training.validation import METRIC
 from seqrec.training.warm_start import warm_start
 
 
