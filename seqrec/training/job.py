@@ -25,7 +25,7 @@ from seqrec.config import EXPERIMENT, ConfigError, FinetuneConfig, RegisterConfi
 from seqrec.counts import search
 from seqrec.data import sequences
 from seqrec.data.sequences import Sequences
-from seqrec.training import loop, objectives
+from seqrec.training import batches, loop
 from seqrec.training.checkpoint import ResumeState, fingerprint, load_model, save_counts, save_model
 from seqrec.training.progress import LogEpoch
 from seqrec.training.validation import ACCURACY, METRIC
@@ -92,7 +92,7 @@ def train(model: SequenceModel, data: Sequences, job: Job) -> dict[str, float]:
                     epochs=job.epochs,
                 )
             )
-        forget_users(model, ~objectives.trained_users(data, job.config))
+        forget_users(model, ~batches.trained_users(data, job.config))
     if job.finish is not None:
         job.finish(model)
     if accelerator.is_main_process:

@@ -22,9 +22,10 @@ from models.base import SequenceModel
 from seqrec.config import TrainConfig
 from seqrec.data.sequences import Sequences
 from seqrec.evaluation import metrics
-from seqrec.training import objectives, optimizer, validation
+from seqrec.training import batches, objectives, optimizer, validation
+from seqrec.training.batches import Windows
 from seqrec.training.checkpoint import ResumeState, below, not_finite
-from seqrec.training.objectives import Example, Loss, Windows
+from seqrec.training.objectives import Example, Loss
 from seqrec.training.optimizer import clip_gradients
 from seqrec.training.prefetch import ahead
 from seqrec.training.progress import FIGURE, EpochMeter, LogEpoch, ProgressBar, report_epoch
@@ -196,8 +197,8 @@ class _Run:
         """Train on what is left of the running epoch."""
         position, config = self.position, self.job.config
         self.order.set_state(self.epoch_order)
-        windows = objectives.windows(self.data, self.model.options, config, self.order)
-        plan = objectives.plan(windows.width, config.batch_size, self.order)
+        windows = batches.windows(self.data, self.model.options, config, self.order)
+        plan = batches.plan(windows.width, config.batch_size, self.order)
         total = config.epochs * len(plan)
         bar.start(total, position.step)
         for example in self._examples(windows, plan[position.batch :]):
