@@ -56,7 +56,7 @@ def set_learning_rate(optimizers: Sequence[Optimizer], rate: float) -> None:
 
 def tensors_of(optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
     """Return what the optimisers have accumulated, by `optimizer.<number>.<parameter>.<name>`."""
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for number, optimizer in enumerate(optimizers):
         for index, values in optimizer.state_dict()["state"].items():
             prefix = f"optimizer.{number}.{index}."
