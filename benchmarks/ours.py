@@ -1,4 +1,4 @@
-"""Our SASRec through the real engine: `loop.train`, then `ranking.rank`.
+"""Our SASRec through the real engine: `job.train`, then `ranking.rank`.
 
 Run by peers.py in this project's environment, like every contestant in a process of its own.
 """
@@ -21,7 +21,9 @@ from seqrec.config import FinetuneConfig
 from seqrec.data import sequences
 from seqrec.data.sequences import Sequences
 from seqrec.evaluation import ranking
-from seqrec.training import loop
+from seqrec.training.job import Job
+from seqrec.training.job import train as train_job
+from seqrec.training.validation import validate
 
 TIMED_EPOCH = 1  # counted from 0: the one before warms up, the one after ends with an evaluation
 
@@ -57,9 +59,16 @@ def train(
     started: list[Cost] = []
     model.on_epoch = lambda: started.append(meter.now())  # the engine calls it at the start of each epoch
     with tempfile.TemporaryDirectory() as folder:
-        places = {"inputs": [], "output": Path(folder) / "output", "state": Path(folder) / "state"}
-        options = {"name": "sasrec", "filter_seen": True, "resume": False}
-        loop.train(model, data, "finetune", config, **places, **options)
+        job = Job(
+            name="sasrec",
+            stage="finetune",
+            config=config,
+            inputs=[],
+            output=Path(folder) / "output",
+            state=Path(folder) / "state",
+            filter_seen=True,
+        )
+        train_job(model, data, job)
         history = (Path(folder) / "output" / "history.jsonl").read_text().splitlines()
     spent = started[TIMED_EPOCH + 1] - started[TIMED_EPOCH]
     targets = int((data.train_stop - data.start - 1).clamp(0, settings["length"]).sum())
@@ -85,7 +94,7 @@ def rank(model: SASRec, data: Sequences, settings: dict[str, Any]) -> tuple[dict
 
 def evaluate(model: SASRec, data: Sequences) -> dict[str, float]:
     """Time what the engine does after an epoch."""
-    spent = meter.cost_of(lambda: loop.validate(model, data, filter_seen=True))
+    spent = meter.cost_of(lambda: validate(model, data, filter_seen=True))
     return {"evaluate_wall": spent.wall, "evaluate_cpu": spent.cpu}
 
 

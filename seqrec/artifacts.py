@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -163,16 +163,20 @@ def write_table(path: Path, table: pa.Table) -> None:
 
 def write_ipc(path: Path, table: pa.Table) -> None:
     """Write `table` as uncompressed Arrow IPC, which readers map without a copy, to `path` in one step."""
-    write_shards(path, table.schema, [table])
+    with shard_writer(path, table.schema) as write:
+        write(table)
 
 
-def write_shards(path: Path, schema: pa.Schema, tables: Iterable[pa.Table]) -> None:
-    """Write each of `tables`, of one chunk, as a record batch of the same uncompressed Arrow IPC file, in one step."""
+@contextmanager
+def shard_writer(path: Path, schema: pa.Schema) -> Iterator[Callable[[pa.Table], None]]:
+    """Yield a function that adds a table of one chunk, as a record batch, to an uncompressed Arrow IPC file.
+
+    The file appears, in one step, once the block has ended without an error.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     with pa.OSFile(str(partial), "wb") as file, pa.ipc.new_file(file, schema) as writer:
-        for table in tables:
-            writer.write_table(table)
+        yield writer.write_table
     partial.replace(path)
 
 

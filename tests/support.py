@@ -17,7 +17,7 @@ import uvicorn
 import yaml
 
 from models import REGISTRY
-from models.base import Batch, Catalogue
+from models.base import Batch, Catalogue, Options
 from seqrec import artifacts
 from seqrec.artifacts import sha256, write_json, write_table
 from seqrec.config import FinetuneConfig, ModelConfig, PrepareConfig, PretrainConfig
@@ -26,6 +26,7 @@ from seqrec.data import sequences
 from seqrec.stages.finetune import finetune
 from seqrec.stages.prepare import prepare
 from seqrec.stages.pretrain import pretrain
+from seqrec.training import batches
 from seqrec.training.cards import catalogue_files
 from seqrec.training.checkpoint import load_model, save_counts, save_model
 
@@ -222,3 +223,10 @@ def row(model, *, baseline=False):
         "test/ndcg@10/high": 0.23,
         "test/coverage@10": 0.6,
     }
+
+
+def draw_windows(data, *, seed=0, length=5, objective="causal", **config):
+    """Return options of a model, and the windows of one of its epochs."""
+    options = Options(length=length, objective=objective)
+    generator = torch.Generator().manual_seed(seed)
+    return options, batches.windows(data, options, FinetuneConfig(**config), generator)

@@ -18,8 +18,8 @@ from seqrec.analysis import attribution, strec_sparsity
 from seqrec.analysis.strec_sparsity import Point
 from seqrec.artifacts import CASES, RECOMMENDATIONS
 from seqrec.counts.term import CountTerm
-from seqrec.data import sequences as prepared
-from seqrec.data.sequences import Sequences
+from seqrec.data.sequences import Sequences, read_users, read_vocabulary, window
+from seqrec.data.sequences import load as load_sequences
 from seqrec.training import cards, checkpoint
 
 FOUND = 10  # the target's rank, at most, where a model found it
@@ -85,7 +85,7 @@ def choose(
     if len(chosen) == 0:
         return Examples()
     user, target = cases["user"][chosen], cases["target"][chosen]
-    loaded = prepared.load(sequences)
+    loaded = load_sequences(sequences)
     batch = _histories(loaded, user, cases["position"][chosen])
     opinions, masked, sparse = {}, {}, {}
     for name, saved in checkpoints.items():
@@ -100,7 +100,7 @@ def choose(
             masked[name] = maps
         if points := strec_sparsity.sweep(model, loaded, filter_seen=card["filter_seen"], seed=seed):
             sparse[name] = points
-    user_ids = prepared.read_users(sequences)
+    user_ids = read_users(sequences)
     users = [
         Example(
             user_id=user_ids[one - 1],
@@ -133,7 +133,7 @@ def _draw(rank: NDArray[Any], position: NDArray[Any], number: int, seed: int) ->
 def _histories(data: Sequences, user: NDArray[Any], position: NDArray[Any]) -> Batch:
     index = torch.from_numpy(user.astype(np.int64)) - 1
     stop = data.start[index] + torch.from_numpy(position.astype(np.int64))
-    return prepared.window(data, index, stop, int(position.max()))
+    return window(data, index, stop, int(position.max()))
 
 
 def _lists(report: Path, user: NDArray[Any]) -> list[list[int]]:
@@ -168,6 +168,6 @@ def _first_maps(model: SequenceModel, batch: Batch) -> Maps | None:
 def _names(users: Sequence[Example], sequences: Path, saved: Path | None) -> dict[int, str]:
     lists = (opinion.best for user in users for opinion in user.opinions.values())
     wanted = sorted({user.target for user in users}.union(*lists, *(user.history for user in users)))
-    item_ids = prepared.read_vocabulary(sequences)[0]
+    item_ids = read_vocabulary(sequences)[0]
     titles = {} if saved is None else cards.read_titles(saved)
     return {item: titles.get(item_ids[item - 1], item_ids[item - 1]) for item in wanted}

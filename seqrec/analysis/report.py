@@ -155,12 +155,12 @@ def verdict(rows: Sequence[Mapping[str, Any]]) -> str:
         return f"{sentence}."
     name, value = baseline["model"], baseline[plots.METRIC]
     if best[f"{plots.METRIC}/low"] > value:
-        told = f"above the best baseline, {name} ({value:.4f})"
+        standing = f"above the best baseline, {name} ({value:.4f})"
     elif best[f"{plots.METRIC}/high"] < value:
-        told = f"below the best baseline, {name} ({value:.4f})"
+        standing = f"below the best baseline, {name} ({value:.4f})"
     else:
-        told = f"not told apart from the best baseline, {name} ({value:.4f})"
-    return f"{sentence}; on test ({best[plots.METRIC]:.4f}) it is {told}."
+        standing = f"not told apart from the best baseline, {name} ({value:.4f})"
+    return f"{sentence}; on test ({best[plots.METRIC]:.4f}) it is {standing}."
 
 
 def _section(title: str, parts: Iterable[str], *, folded: bool = False) -> str:

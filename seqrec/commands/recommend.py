@@ -13,7 +13,8 @@ from rich.table import Table
 
 from seqrec.config import RegisterConfig
 from seqrec.counts.term import with_counts
-from seqrec.data import sequences as prepared
+from seqrec.data.sequences import load as load_sequences
+from seqrec.data.sequences import read_users, read_vocabulary
 from seqrec.evaluation import ranking
 from seqrec.serving.recommender import CHAMPION_URI, POPULARITY, Recommender, Request, located
 from seqrec.training import cards, checkpoint
@@ -104,9 +105,9 @@ def score(
         model, card = checkpoint.load_model(folder)
         cards.check_catalogue(folder, card, sequences, users="user" in model.needs)
         term = checkpoint.load_counts(folder, card)
-    data = prepared.load(sequences)
-    item_ids = pa.array([None, *prepared.read_vocabulary(sequences)[0]], pa.string())
-    user_ids = prepared.read_users(sequences)
+    data = load_sequences(sequences)
+    item_ids = pa.array([None, *read_vocabulary(sequences)[0]], pa.string())
+    user_ids = read_users(sequences)
     scorer = with_counts(ranking.model_scorer(model), term)
     output.parent.mkdir(parents=True, exist_ok=True)
     partial = output.with_name(output.name + ".partial")

@@ -16,7 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from seqrec.config import CountsConfig
+from models.base import SequenceModel
+from seqrec.config import ConfigError, CountsConfig, FinetuneConfig, parse
 from seqrec.counts.table import CountTable, count
 from seqrec.counts.term import CountTerm, build, by_halves, kernel, with_counts
 from seqrec.data import sequences
@@ -189,3 +190,32 @@ def fold_scorer(base: Scorer, tables: Tables, folds: Sequence[CountsConfig], dev
     """Return the scorer of validation: each half of the users with what the other half chose."""
     even, odd = (tables.scorer(base, fold, device) for fold in folds)
     return by_halves(even, odd)
+
+
+def for_model(
+    model: SequenceModel, data: Sequences, config: FinetuneConfig, *, filter_seen: bool
+) -> tuple[CountTerm | None, dict[str, Any]]:
+    """Return what counts add to the scores of a trained model, and how that was chosen: see `finetune.counts`.
+
+    Args:
+        model: trained.
+        data: the prepared dataset, on the host; what follows `train_stop` is not counted.
+        config: section `finetune`; `counts` is `auto` or the values.
+        filter_seen: whether validation leaves out seen items.
+    """
+    seen = model.options.history
+    if not isinstance(config.counts, str):
+        values = parse(CountsConfig, config.counts, "finetune.counts")
+        if values.events > seen:
+            raise ConfigError(f"finetune.counts.events: {values.events} is more than the {seen} that the model sees")
+        return (build(data, values) if values.alpha else None), asdict(values)
+    device = next(model.parameters()).device
+    near = data.to(device, resident=config.resident)
+    tables, scorer = Tables(data), ranking.model_scorer(model.eval())
+    choice = choose(scorer, tables, near, filter_seen=filter_seen, events=seen)
+    logger.info(
+        "counts: alpha %g; valid/ndcg@10 %.4f on the half of the users that did not choose it",
+        choice.values.alpha,
+        choice.honest,
+    )
+    return tables.term(choice.values), choice.card()

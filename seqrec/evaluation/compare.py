@@ -20,7 +20,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from seqrec.artifacts import CASES, METRICS, MODEL_CARD, SPLIT_CARD, read_json
-from seqrec.data import sequences as data
+from seqrec.data.sequences import Sequences
+from seqrec.data.sequences import cases as cases_of
+from seqrec.data.sequences import load as load_sequences
 from seqrec.evaluation import intervals, metrics
 from seqrec.evaluation.leaderboard import BASELINES
 from seqrec.evaluation.metrics import FloatArray
@@ -175,11 +177,11 @@ def _check_same_evaluation(first: Finished, other: Finished) -> None:
             raise ValueError(f"{first.name} and {other.name}, {split}: {error}") from error
 
 
-def _prepared(folder: Path, run: Finished) -> data.Sequences:
+def _prepared(folder: Path, run: Finished) -> Sequences:
     """Return the prepared data in `folder`, which must be what `run` was evaluated on."""
-    prepared = data.load(folder)
+    prepared = load_sequences(folder)
     for split in SPLITS:
-        chosen = data.cases(prepared, split)
+        chosen = cases_of(prepared, split)
         columns = {
             "split": np.full(len(chosen), split),
             "user": (chosen.user + 1).int().numpy(),
@@ -195,7 +197,7 @@ def _prepared(folder: Path, run: Finished) -> data.Sequences:
 
 
 def _gains(
-    first: Finished, other: Finished, split: str, prepared: data.Sequences | None, *, confidence: float, seed: int
+    first: Finished, other: Finished, split: str, prepared: Sequences | None, *, confidence: float, seed: int
 ) -> dict[str, Any]:
     ours, theirs = intervals.aligned(first.cases, other.cases, split)
     everything = np.ones(len(ours["user"]), dtype=bool)
@@ -230,7 +232,7 @@ def _total_by_user(difference: FloatArray, user: NDArray[np.integer]) -> FloatAr
     return np.where(np.abs(total_U) < 1e-12, 0.0, total_U)
 
 
-def _slices(cases: Columns, prepared: data.Sequences | None) -> Iterator[tuple[str, NDArray[np.bool_]]]:
+def _slices(cases: Columns, prepared: Sequences | None) -> Iterator[tuple[str, NDArray[np.bool_]]]:
     for name, (low, high) in LENGTHS.items():
         yield f"length={name}", (cases["position"] >= low) & (cases["position"] <= (high or np.inf))
     if prepared is not None:

@@ -180,7 +180,9 @@ def _rank_block(
         blocks = _kept(blocks)
     goal = _scores_of(blocks, target.unsqueeze(1))
     sampled = _rank_among(None if data.negatives is None else data.sent(data.negatives[user].long()), blocks, goal)
-    all_above, all_equal, above, equal = (torch.zeros(len(user), dtype=torch.int64, device=goal.device) for _ in "abcd")
+    none = torch.zeros(len(user), dtype=torch.int64, device=goal.device)
+    all_above, all_equal = none.clone(), none.clone()  # candidates with a higher score, with the same score
+    above, equal = none.clone(), none.clone()  # less the seen items: first what those take off
     best = (goal.new_empty(len(user), 0), target.new_empty(len(user), 0))
     for first, score in blocks():
         all_above += _per_row(score > goal)

@@ -238,6 +238,63 @@ class Metrics:
             self.decile.labels(str(decile)).inc(number)
 
 
+class Service:
+    """What answers: the served model, its batches and figures."""
+
+    def __init__(self, served: Served, largest: int) -> None:
+        self.served = served
+        self.metrics = Metrics(served)
+        self.batcher = Batcher(served, largest, self.metrics.batch.observe)
+
+    async def answer(self, queries: Sequence[Query]) -> list[Recommendation]:
+        """Return the recommendations for `queries`.
+
+        Raises:
+            RequestValidationError: see `Recommender.check`.
+            HTTPException: 503, the model failed.
+        """
+        requests = [query.request() for query in queries]
+        began = time.perf_counter()
+        try:
+            answers = await asyncio.gather(*map(self.batcher.answer, requests))
+        except ValueError as error:
+            reason = {"type": "value_error", "loc": ("body",), "msg": str(error)}
+            raise RequestValidationError([reason]) from error
+        except RuntimeError as error:
+            raise HTTPException(503, "the model failed; the log of the service says why") from error
+        seconds = time.perf_counter() - began
+        for request, (answer, _) in zip(requests, answers, strict=True):
+            self.metrics.count(self.served.current[0], request, answer, seconds)
+        return [
+            Recommendation(**{**vars(answer), "version": number, "titles": answer.titles if query.titles else None})
+            for query, (answer, number) in zip(queries, answers, strict=True)
+        ]
+
+    async def follow(self, load: Load, version: Callable[[], str], poll_s: float) -> None:
+        """Serve what `load` returns whenever `version` has changed; until cancelled."""
+        while True:
+            await asyncio.sleep(poll_s)
+            try:
+                newest = await asyncio.to_thread(version)
+                if newest and newest != self.served.current[1]:
+                    self.served.current = (await asyncio.to_thread(load), newest)
+                    self.metrics.switch(self.served)
+                    logger.info("serving version %s", newest)
+                self.served.problem = ""
+            except Exception as error:  # whatever a registry or a version in it may do; the next look may go well
+                problem = f"{type(error).__name__}: {error}"[:500]
+                if problem != self.served.problem:  # once, not at every look
+                    logger.exception("the registry gave no new champion; version %s stays", self.served.current[1])
+                self.served.problem = problem
+
+    def state(self) -> State:
+        """Return what is being served."""
+        recommender, number = self.served.current
+        sizes = {"items": len(recommender.item_ids), "users": len(recommender.users)}
+        status = "behind" if self.served.problem else "ok"
+        return State(status=status, model=recommender.name, version=number, problem=self.served.problem, **sizes)
+
+
 def app(
     load: Load,
     version: Callable[[], str],
@@ -254,88 +311,56 @@ def app(
         largest: requests answered in one pass.
     """
     named = version()
-    served = Served(load(), named)
-    metrics = Metrics(served)
-    batcher = Batcher(served, largest, metrics.batch.observe)
-
-    async def follow() -> None:
-        while True:
-            await asyncio.sleep(poll_s)
-            try:
-                newest = await asyncio.to_thread(version)
-                if newest and newest != served.current[1]:
-                    served.current = (await asyncio.to_thread(load), newest)
-                    metrics.switch(served)
-                    logger.info("serving version %s", newest)
-                served.problem = ""
-            except Exception as error:  # whatever a registry or a version in it may do; the next look may go well
-                problem = f"{type(error).__name__}: {error}"[:500]
-                if problem != served.problem:  # once, not at every look
-                    logger.exception("the registry gave no new champion; version %s stays", served.current[1])
-                served.problem = problem
+    service = Service(Served(load(), named), largest)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        tasks = [asyncio.create_task(batcher.run())] + ([asyncio.create_task(follow())] if poll_s else [])
+        tasks = [asyncio.create_task(service.batcher.run())]
+        if poll_s:
+            tasks.append(asyncio.create_task(service.follow(load, version, poll_s)))
         yield
         for task in tasks:
             task.cancel()
 
-    service = FastAPIOffline(
+    api = FastAPIOffline(
         title="seqrec", version=__version__, summary="What will this user want next?", lifespan=lifespan
     )
+    _add_recommending(api, service)
+    _add_watching(api, service)
+    return api
 
-    async def answered(queries: Sequence[Query]) -> list[Recommendation]:
-        requests = [query.request() for query in queries]
-        began = time.perf_counter()
-        try:
-            answers = await asyncio.gather(*map(batcher.answer, requests))
-        except ValueError as error:
-            reason = {"type": "value_error", "loc": ("body",), "msg": str(error)}
-            raise RequestValidationError([reason]) from error
-        except RuntimeError as error:
-            raise HTTPException(503, "the model failed; the log of the service says why") from error
-        seconds = time.perf_counter() - began
-        for request, (answer, _) in zip(requests, answers, strict=True):
-            metrics.count(served.current[0], request, answer, seconds)
-        return [
-            Recommendation(**{**vars(answer), "version": number, "titles": answer.titles if query.titles else None})
-            for query, (answer, number) in zip(queries, answers, strict=True)
-        ]
 
-    @service.exception_handler(RequestValidationError)
+def _add_recommending(api: FastAPI, service: Service) -> None:
+    @api.exception_handler(RequestValidationError)
     async def refused(_: HTTPRequest, error: RequestValidationError) -> JSONResponse:
         # without the input, which may hold what JSON cannot: NaN, half a surrogate pair
         return JSONResponse({"detail": [{key: e[key] for key in ("type", "loc", "msg")} for e in error.errors()]}, 422)
 
-    @service.post("/recommend")
+    @api.post("/recommend")
     async def recommend(query: Query) -> Recommendation:
         """Recommend for one user."""
-        return (await answered([query]))[0]
+        return (await service.answer([query]))[0]
 
-    @service.post("/recommend/batch")
+    @api.post("/recommend/batch")
     async def recommend_batch(queries: Queries) -> Recommendations:
         """Recommend for several users."""
-        return Recommendations(answers=await answered(queries.requests))
+        return Recommendations(answers=await service.answer(queries.requests))
 
-    @service.get("/", include_in_schema=False)
+
+def _add_watching(api: FastAPI, service: Service) -> None:
+    @api.get("/", include_in_schema=False)
     async def root() -> RedirectResponse:
         return RedirectResponse("/docs")
 
-    @service.get("/health")
+    @api.get("/health")
     async def health() -> State:
         """Say what is being served."""
-        recommender, number = served.current
-        sizes = {"items": len(recommender.item_ids), "users": len(recommender.users)}
-        status = "behind" if served.problem else "ok"
-        return State(status=status, model=recommender.name, version=number, problem=served.problem, **sizes)
+        return service.state()
 
-    @service.get("/metrics", response_class=Response)
+    @api.get("/metrics", response_class=Response)
     async def prometheus() -> Response:
         """Return figures for Prometheus."""
-        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
-
-    return service
+        return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
 def serve(

@@ -137,14 +137,14 @@ class Recommender:
             item_ids, counts = sequences.read_vocabulary(folder)
             users, titles = sequences.read_users(folder), cards.read_titles(folder)
             tokenizer = (folder / TOKENIZER).read_text(encoding="utf-8") if TOKENIZER in card["files"] else ""
-        told = {
+        facts = {
             "name": card["model"],
             "gap": card["median_gap"],
             "tokenizer": tokenizer,
             "titles": titles,
             "term": term,
         }
-        return cls(model, item_ids, counts, users, filter_seen=card["filter_seen"], **told)
+        return cls(model, item_ids, counts, users, filter_seen=card["filter_seen"], **facts)
 
     def recommend(
         self,
@@ -207,7 +207,10 @@ class Recommender:
         )
         other.item_ids = [*self.item_ids, *items_text]
         other.items = self.items | {item_id: len(self.item_ids) + n for n, item_id in enumerate(items_text, start=1)}
-        other.titles = {**self.titles, **{item_id: told.get("title", "") for item_id, told in items_text.items()}}
+        other.titles = {
+            **self.titles,
+            **{item_id: attributes.get("title", "") for item_id, attributes in items_text.items()},
+        }
         other.counts = torch.nn.functional.pad(self.counts, (0, len(items_text)))
         other.item_vectors = other.model.item_vectors().float()
         other.term = self.term and self.term.grown(size + 1)
@@ -216,18 +219,18 @@ class Recommender:
     def _answer(self, requests: Sequence[Request]) -> list[Answer]:
         if not requests:
             return []
-        places = [[p for p, item_id in enumerate(r.history) if item_id in self.items] for r in requests]
+        positions = [[p for p, item_id in enumerate(r.history) if item_id in self.items] for r in requests]
         hidden = [self._hidden(request) for request in requests]
         largest = min(max(request.k for request in requests), len(self.item_ids))
         best: dict[int, Best] = dict.fromkeys(range(len(requests)), ([], []))
-        known = [number for number, place in enumerate(places) if place]
+        known = [number for number, own in enumerate(positions) if own]
         if known:
-            batch = self._batch([requests[n] for n in known], [places[n] for n in known])
+            batch = self._batch([requests[n] for n in known], [positions[n] for n in known])
             best |= zip(known, self._top(batch, [hidden[n] for n in known], largest), strict=True)
         for number in set(best) - set(known):
             best[number] = _best(self.counts[None].clone(), [hidden[number]], largest)[0]
-        rows = zip(requests, places, best.values(), strict=True)
-        return [self._told(request, place, *found) for request, place, found in rows]
+        rows = zip(requests, positions, best.values(), strict=True)
+        return [self._described(request, own, *found) for request, own, found in rows]
 
     def explain(self, request: Request, item_id: str) -> list[float]:
         """Return, for each event of the history, what it adds to the score of an item.
@@ -240,12 +243,12 @@ class Recommender:
         """
         if item_id not in self.items:
             raise ValueError(f"item_id: {item_id!r} is unknown")
-        place = [p for p, known in enumerate(request.history) if known in self.items]
+        positions = [p for p, known in enumerate(request.history) if known in self.items]
         drops = [0.0] * len(request.history)
-        if place:
-            history = self._window([request], [place], len(place))
+        if positions:
+            history = self._window([request], [positions], len(positions))
             drop_L = attribution.leave_one_out(self.model, history, torch.tensor([self.items[item_id]]), self.term)[0]
-            for p, drop in zip(place, drop_L.tolist(), strict=True):
+            for p, drop in zip(positions, drop_L.tolist(), strict=True):
                 drops[p] = drop
         return drops
 
@@ -260,45 +263,47 @@ class Recommender:
         """Return the items of the histories, without MASK."""
         return batch.items[:, :-1] if self.model.options.masked else batch.items
 
-    def _batch(self, requests: Sequence[Request], places: Sequence[Sequence[int]]) -> Batch:
+    def _batch(self, requests: Sequence[Request], positions: Sequence[Sequence[int]]) -> Batch:
         length = self.model.options.history
-        recent = [place[-length:] for place in places]
-        longest = max(len(place) for place in recent)
+        recent = [own[-length:] for own in positions]
+        longest = max(len(own) for own in recent)
         return self.model.asked(self._window(requests, recent, sequences.padded_width(longest, length)))
 
-    def _window(self, requests: Sequence[Request], places: Sequence[Sequence[int]], width: int) -> Batch:
-        """Return the events at `places` of each history, padded on the left to `width`."""
-        rows = list(zip(requests, places, strict=True))
+    def _window(self, requests: Sequence[Request], positions: Sequence[Sequence[int]], width: int) -> Batch:
+        """Return the events at `positions` of each history, padded on the left to `width`."""
+        rows = list(zip(requests, positions, strict=True))
         items_BL = torch.tensor([[PAD] * (width - len(p)) + [self.items[r.history[i]] for i in p] for r, p in rows])
         times_BL = torch.tensor([self._times(r, p, width) for r, p in rows], dtype=torch.float64)
         user_B = torch.tensor([self.users.get(r.user or "", 0) for r in requests])
         return Batch(items_BL, times_BL.masked_fill(items_BL == PAD, 0.0), user_B)
 
-    def _times(self, request: Request, place: Sequence[int], width: int) -> list[float]:
+    def _times(self, request: Request, positions: Sequence[int], width: int) -> list[float]:
         """Return seconds relative to the last event, padded on the left."""
         if request.times is None:
             return [-self.gap * before for before in range(width - 1, -1, -1)]
-        last = request.times[place[-1]]
-        before = (max(-CENTURY, min(CENTURY, float(request.times[i] - last))) for i in place)
-        return [0.0] * (width - len(place)) + list(before)
+        last = request.times[positions[-1]]
+        before = (max(-CENTURY, min(CENTURY, float(request.times[i] - last))) for i in positions)
+        return [0.0] * (width - len(positions)) + list(before)
 
     def _hidden(self, request: Request) -> list[int]:
         shown = {*request.exclude, *(request.history if self.filter_seen else ())}
         return [self.items[item_id] for item_id in shown & self.items.keys()]
 
-    def _told(self, request: Request, place: Sequence[int], values: Sequence[float], items: Sequence[int]) -> Answer:
+    def _described(
+        self, request: Request, positions: Sequence[int], values: Sequence[float], items: Sequence[int]
+    ) -> Answer:
         best = [(self.item_ids[item - 1], value) for item, value in zip(items, values, strict=True)]
         best = [(item_id, value) for item_id, value in best[: request.k] if value > float("-inf")]
         notes = []
-        if not place:
+        if not positions:
             notes.append("no known item in the history: these are the most popular ones")
         elif "times" in self.model.needs and request.times is None:
             notes.append(f"times not given: events taken to be {self.gap:g} s apart, the median of the training data")
         return Answer(
             items=[item_id for item_id, _ in best],
             scores=[value for _, value in best],
-            source=self.name if place else POPULARITY,
-            unknown=len(request.history) - len(place),
+            source=self.name if positions else POPULARITY,
+            unknown=len(request.history) - len(positions),
             notes=notes,
             titles=[self.titles.get(item_id, "") for item_id, _ in best],
         )

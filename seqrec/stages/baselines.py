@@ -16,8 +16,8 @@ from torch import Tensor
 from seqrec.config import EvaluateConfig
 from seqrec.counts import rows
 from seqrec.counts.table import train_events
-from seqrec.data import sequences as data
-from seqrec.data.sequences import Sequences
+from seqrec.data.sequences import Sequences, seen, window
+from seqrec.data.sequences import load as load_sequences
 from seqrec.evaluation import results
 from seqrec.evaluation.ranking import ITEMS_PER_BLOCK, Blocks, Scorer
 
@@ -42,7 +42,7 @@ def baselines(*, sequences: Path, reports: Path, config: EvaluateConfig) -> dict
         reports: folder that receives a folder each.
         config: section `evaluate`.
     """
-    prepared = data.load(sequences)
+    prepared = load_sequences(sequences)
     scorers = {"popularity": popularity_scorer, "markov": markov_scorer, "ease": ease_scorer}
     values = {}
     for name in (*scorers, *rows.ROWS):
@@ -80,7 +80,7 @@ def markov_scorer(prepared: Sequences) -> Scorer:
     decay = 1 / torch.arange(VOTES, 0, -1)
 
     def scorer(source: Sequences, user: Tensor, stop: Tensor) -> Blocks:
-        items = data.window(source, user, stop, VOTES).items
+        items = window(source, user, stop, VOTES).items
         weight = (decay * (items > 0)).flatten().numpy()
         rows = np.repeat(np.arange(len(user)), VOTES)
         votes = sparse.csr_array((weight, (rows, items.flatten().numpy())), shape=(len(user), len(source.count)))
@@ -114,7 +114,7 @@ def ease_scorer(prepared: Sequences) -> Scorer:
     weights = _ease_weights(_user_items(prepared), RIDGE)
 
     def scorer(source: Sequences, user: Tensor, stop: Tensor) -> Blocks:
-        row, item = data.seen(source, user, stop)
+        row, item = seen(source, user, stop)
         scores = _binary(row, item, (len(user), len(source.count))) @ weights
 
         def blocks() -> Iterator[tuple[int, Tensor]]:

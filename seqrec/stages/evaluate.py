@@ -11,7 +11,7 @@ from seqrec.artifacts import REFIT
 from seqrec.config import EvaluateConfig
 from seqrec.counts.search import Tables, fold_scorer
 from seqrec.counts.term import with_counts
-from seqrec.data import sequences as data
+from seqrec.data.sequences import load as load_sequences
 from seqrec.evaluation import ranking, results
 from seqrec.training import cards
 from seqrec.training.checkpoint import counts_config, load_counts, load_model
@@ -39,7 +39,7 @@ def evaluate(
         )
     cards.check_catalogue(checkpoint, card, sequences, users="user" in net.needs)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    loaded = data.load(sequences)
+    loaded = load_sequences(sequences)
     prepared = loaded.to(device)
     facts = {"parameters": card["parameters"], "train_seconds": card["seconds"]}
     chosen, term = card.get("counts", {}), load_counts(checkpoint, card)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from seqrec.config import EXPERIMENT, FinetuneConfig
-from seqrec.data import sequences as data
+from seqrec.data.sequences import load as load_sequences
 from seqrec.training import cards
 from seqrec.training.checkpoint import load_model
-from seqrec.training.loop import LogEpoch, train
+from seqrec.training.job import Job, train
+from seqrec.training.progress import LogEpoch
 
 
 def finetune(
@@ -43,12 +44,10 @@ def finetune(
     """
     net, card = load_model(initial)
     cards.check_catalogue(initial, card, sequences, users=True)
-    return train(
-        net,
-        data.load(sequences),
-        "finetune",
-        config,
+    job = Job(
         name=model,
+        stage="finetune",
+        config=config,
         inputs=[sequences, initial],
         output=checkpoint,
         state=state,
@@ -59,3 +58,4 @@ def finetune(
         experiment=experiment,
         files=cards.read_files(initial, card),
     )
+    return train(net, load_sequences(sequences), job)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from seqrec import artifacts
-from seqrec.artifacts import read_json, sha256, write_ipc, write_json, write_shards, write_table
+from seqrec.artifacts import read_json, sha256, shard_writer, write_ipc, write_json, write_table
 from seqrec.config import ConfigError, PrepareConfig
 from seqrec.data import drift, splits, table_engines
 from seqrec.data.kcore import k_core
@@ -222,28 +222,7 @@ def _write(
     config: PrepareConfig,
 ) -> dict[str, int]:
     """Write sequences, vocabulary and users; return the counts."""
-    # Noise is drawn over all events at once.
-    bounds = _shard_bounds(ends.events, config.shard_events if config.noise_share == 0 else int(ends.events.sum()))
-    if len(bounds) > 2:
-        shard = nw.sum_horizontal(*((nw.col("user") > int(user)).cast(nw.Int32) for user in bounds[1:-1]))
-        parts = engine.divide(events.with_columns(shard.alias("shard")), "shard", len(bounds) - 1)
-    else:
-        parts = [events]
-    count, tied = np.zeros(len(items) + 1, dtype=np.int64), np.zeros(1, dtype=np.int64)
-
-    def shards() -> Iterator[pa.Table]:
-        for part, first, stop in zip(parts, bounds[:-1], bounds[1:], strict=True):
-            mine = Ends(*(values[first:stop] for values in ends))
-            ordered = engine.ordered(splits.keyed(part, int(first) + 1), "key", "row")
-            item, time = ordered["item"].to_numpy(), splits.times_of(ordered["key"].to_numpy())
-            del ordered
-            item = splits.corrupt(item, mine, len(items), config.noise_share, config.seed)
-            offsets = np.concatenate([[0], np.cumsum(mine.events)]).astype(np.int32)
-            count[:] += _train_counts(item, offsets, mine, len(count))
-            tied[0] += _tied(time, offsets)
-            yield _shard_table(first, offsets, item, time, mine)
-
-    write_shards(sequences / artifacts.SEQUENCES, artifacts.SEQUENCES_SCHEMA, shards())
+    count, tied = _write_sequences(engine, sequences, events, ends, len(items), config)
     vocabulary = [np.arange(1, len(items) + 1, dtype=np.int32), items.ids, count[1:]]
     write_table(sequences / artifacts.VOCABULARY, pa.table(vocabulary, schema=artifacts.VOCABULARY_SCHEMA))
     people = [np.arange(1, len(users) + 1, dtype=np.int32), users.ids]
@@ -257,8 +236,38 @@ def _write(
         "test": int((ends.events - ends.valid_end).sum()),
         "cold_items": int((count[1:] == 0).sum()),
         "users_without_cases": int((ends.events == ends.train_end).sum()),
-        "tied_events": int(tied[0]),
+        "tied_events": tied,
     }
+
+
+def _write_sequences(
+    engine: Engine, sequences: Path, events: Frame, ends: Ends, num_items: int, config: PrepareConfig
+) -> tuple[IntArray, int]:
+    """Write the sequences shard by shard; return the train events (V,) of each item, and the number of tied events."""
+    # Noise is drawn over all events at once.
+    bounds = _shard_bounds(ends.events, config.shard_events if config.noise_share == 0 else int(ends.events.sum()))
+    parts = _divided(engine, events, bounds)
+    count, tied = np.zeros(num_items + 1, dtype=np.int64), 0
+    with shard_writer(sequences / artifacts.SEQUENCES, artifacts.SEQUENCES_SCHEMA) as write:
+        for part, first, stop in zip(parts, bounds[:-1], bounds[1:], strict=True):
+            shard_ends = Ends(*(values[first:stop] for values in ends))
+            ordered = engine.ordered(splits.keyed(part, int(first) + 1), "key", "row")
+            item, time = ordered["item"].to_numpy(), splits.times_of(ordered["key"].to_numpy())
+            del ordered
+            item = splits.corrupt(item, shard_ends, num_items, config.noise_share, config.seed)
+            offsets = np.concatenate([[0], np.cumsum(shard_ends.events)]).astype(np.int32)
+            count += _train_counts(item, offsets, shard_ends, len(count))
+            tied += _tied(time, offsets)
+            write(_shard_table(first, offsets, item, time, shard_ends))
+    return count, tied
+
+
+def _divided(engine: Engine, events: Frame, bounds: NDArray[np.int64]) -> Sequence[Frame]:
+    """Return the events of each shard."""
+    if len(bounds) <= 2:
+        return [events]
+    shard = nw.sum_horizontal(*((nw.col("user") > int(user)).cast(nw.Int32) for user in bounds[1:-1]))
+    return engine.divide(events.with_columns(shard.alias("shard")), "shard", len(bounds) - 1)
 
 
 def _shard_bounds(events: IntArray, most: int) -> NDArray[np.int64]:

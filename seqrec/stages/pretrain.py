@@ -14,11 +14,11 @@ from models import REGISTRY
 from models.base import Catalogue
 from seqrec.artifacts import ITEMS, TOKENIZER
 from seqrec.config import EXPERIMENT, ConfigError, ModelConfig, PretrainConfig, parse
-from seqrec.data import sequences as prepared
-from seqrec.data.sequences import Sequences
+from seqrec.data.sequences import Sequences, read_vocabulary
+from seqrec.data.sequences import load as load_sequences
 from seqrec.training.cards import catalogue_files
 from seqrec.training.checkpoint import build, digest
-from seqrec.training.loop import train
+from seqrec.training.job import Job, train
 from seqrec.training.warm_start import warm_start
 
 
@@ -54,17 +54,19 @@ def pretrain(
         resume: refuse to start afresh.
         experiment: where MLflow gets it, if MLFLOW_TRACKING_URI is set; `register.experiment`.
     """
-    shared: dict[str, Any] = {
-        "config": config,
-        "name": model,
-        "output": initial,
-        "state": state,
-        "filter_seen": filter_seen,
-        "resume": resume,
-        "experiment": experiment,
-    }
-    target = prepared.load(sequences)
-    shared["files"] = catalogue_files(sequences, data and data / ITEMS)
+    job = Job(
+        name=model,
+        stage="pretrain",
+        config=config,
+        inputs=[sequences],
+        output=initial,
+        state=state,
+        filter_seen=filter_seen,
+        resume=resume,
+        experiment=experiment,
+        files=catalogue_files(sequences, data and data / ITEMS),
+    )
+    target = load_sequences(sequences)
     known = REGISTRY.get(architecture.architecture)
     if known is not None and known.text:
         if data is None:
@@ -72,66 +74,67 @@ def pretrain(
         folders = [(data, sequences), *((source, source / "sequences") for source in sources)]
         options = parse(known.Options, architecture.options, f"models.{model}.options")
         if known.text == "tokens":
-            return _pretrain_on_tokens(architecture, options, folders, shared)
-        return _embed_text(architecture, options, folders[0], shared)
+            return _pretrain_on_tokens(architecture, options, folders, config, job)
+        return _embed_text(architecture, options, folders[0], job)
     torch.manual_seed(config.seed)
     net = build(architecture, Catalogue(num_items=target.num_items, num_users=target.num_users, length=0))
     if champion is not None and warm_start(net, sequences, champion):
-        shared |= {"config": replace(config, epochs=0), "content": [digest(net.state_dict())]}
-    return train(net, target, "pretrain", inputs=[sequences], **shared)
+        job = replace(job, config=replace(config, epochs=0), content=[digest(net.state_dict())])
+    return train(net, target, job)
 
 
 def _pretrain_on_tokens(
-    architecture: ModelConfig, options: Any, folders: Sequence[tuple[Path, Path]], shared: dict[str, Any]
+    architecture: ModelConfig, options: Any, folders: Sequence[tuple[Path, Path]], config: PretrainConfig, job: Job
 ) -> dict[str, float]:
     """Pre-train on the datasets after the first of `folders` (tables, sequences), or on that if it is alone."""
     from seqrec.data import item_tokens
     from seqrec.training import pretrained
 
-    config = shared["config"]
-    place = pretrained.locate(options.start, shared["state"] / "downloads") if options.start else ""
+    start = pretrained.locate(options.start, job.state / "downloads") if options.start else ""
     texts = [_texts(folder, options.attributes) for folder in folders]
     read = slice(1, None) if len(folders) > 1 else slice(None)  # nothing is learnt from a dataset with sources
     tokenizer = (
-        pretrained.load_tokenizer(place) if place else item_tokens.train_tokenizer(texts[read], options.vocabulary)
+        pretrained.load_tokenizer(start) if start else item_tokens.train_tokenizer(texts[read], options.vocabulary)
     )
-    tokens = [item_tokens.tokenise(one, tokenizer, options.attribute_tokens) for one in texts]
-    parts = [prepared.load(sequences) for _, sequences in folders]
+    tokens = [item_tokens.tokenise(text, tokenizer, options.attribute_tokens) for text in texts]
+    parts = [load_sequences(sequences) for _, sequences in folders]
     served = Catalogue(parts[0].num_items, parts[0].num_users, 0, tokens[0])
     learnt = train_parts(parts[read], config)
     torch.manual_seed(config.seed)
     net = build(architecture, Catalogue(learnt.num_items, learnt.num_users, 0, item_tokens.concatenate(tokens[read])))
-    if place:
-        pretrained.load_weights(net, place)
-    shared["files"] |= {TOKENIZER: tokenizer.to_str(pretty=True).encode()}
-    shared |= {"content": [digest(net.state_dict()), *(digest(one) for one in tokens)]}
-    inputs = [sequences for _, sequences in folders]
-    return train(net, learnt, "pretrain", inputs=inputs, finish=lambda trained: trained.serve(served), **shared)
+    if start:
+        pretrained.load_weights(net, start)
+    job = replace(
+        job,
+        inputs=[sequences for _, sequences in folders],
+        files={**job.files, TOKENIZER: tokenizer.to_str(pretty=True).encode()},
+        content=[digest(net.state_dict()), *(digest(of_dataset) for of_dataset in tokens)],
+        finish=lambda trained: trained.serve(served),
+    )
+    return train(net, learnt, job)
 
 
 def _texts(folder: tuple[Path, Path], attributes: Sequence[str]) -> Any:
     from seqrec.data import item_tokens
 
     tables, sequences = folder
-    return item_tokens.read_texts(tables / ITEMS, prepared.read_vocabulary(sequences)[0], attributes)
+    return item_tokens.read_texts(tables / ITEMS, read_vocabulary(sequences)[0], attributes)
 
 
-def _embed_text(
-    architecture: ModelConfig, options: Any, folder: tuple[Path, Path], shared: dict[str, Any]
-) -> dict[str, float]:
+def _embed_text(architecture: ModelConfig, options: Any, folder: tuple[Path, Path], job: Job) -> dict[str, float]:
     """Build a model over frozen text vectors."""
     from seqrec.data import item_tokens
     from seqrec.training import pretrained
 
-    place = pretrained.locate(options.start, shared["state"] / "downloads")
+    start = pretrained.locate(options.start, job.state / "downloads")
     tokens = item_tokens.tokenise(
-        _texts(folder, options.attributes), pretrained.load_tokenizer(place), options.attribute_tokens
+        _texts(folder, options.attributes), pretrained.load_tokenizer(start), options.attribute_tokens
     )
-    vectors = {"vectors": pretrained.text_vectors(tokens, place)}
-    target = prepared.load(folder[1])
-    torch.manual_seed(shared["config"].seed)
+    vectors = {"vectors": pretrained.text_vectors(tokens, start)}
+    target = load_sequences(folder[1])
+    torch.manual_seed(job.config.seed)
     net = build(architecture, Catalogue(target.num_items, target.num_users, 0, vectors))
-    return train(net, target, "pretrain", inputs=[folder[1]], content=[digest(vectors)], **shared)
+    return train(net, target, replace(job, content=[digest(vectors)]))
 
 
 def train_parts(parts: Sequence[Sequences], config: PretrainConfig) -> Sequences:

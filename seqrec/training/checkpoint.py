@@ -316,3 +316,8 @@ class ResumeState:
     def delete(self) -> None:
         """Remove every state of this training."""
         shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors whose names begin with `prefix`, by the rest of their names."""
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}

@@ -1,4 +1,4 @@
-"""What a training step predicts: the windows of an epoch, their batches, inputs and targets, and the loss.
+"""What a training step predicts: inputs and targets of its windows, and the loss.
 
 Objective and loss are independent switches. `causal`: every position predicts the event after it. `last`: one
 target per prefix, at its end. `cloze`: masked positions are predicted from both sides (BERT4Rec).
@@ -6,7 +6,6 @@ target per prefix, at its end. `cloze`: masked positions are predicted from both
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -15,16 +14,9 @@ from torch import Tensor
 from models.base import PAD, Batch, Options
 from seqrec.config import TrainConfig
 from seqrec.data import sequences
-from seqrec.data.sequences import WIDTH_STEP, Sequences
+from seqrec.data.sequences import Sequences
 from seqrec.training import losses
-
-
-class Windows(NamedTuple):
-    """What an epoch visits; on the CPU, since the plan needs sizes and must not wait for the device."""
-
-    user: Tensor  # (W,) int64, index into Sequences.start
-    stop: Tensor  # (W,) int64, flat index behind the last event, target included
-    width: Tensor  # (W,) int64, positions of the input
+from seqrec.training.batches import Windows
 
 
 class Example(NamedTuple):
@@ -34,79 +26,6 @@ class Example(NamedTuple):
     target_BL: Tensor  # item to predict at each position, PAD where there is none
     number: int  # targets in it
     weight: float  # of one target: 1 / targets in the step, over all processes
-
-
-def windows(data: Sequences, options: Options, config: TrainConfig, generator: torch.Generator) -> Windows:
-    """Return the windows of an epoch; none reaches `train_stop`, none has fewer than two events.
-
-    causal and cloze take each user's last window, or with `windows: all` every one of a chain that covers the train
-    events without overlap; last takes every prefix, or `prefixes_per_user` random ones.
-    """
-    start, stop = data.start.cpu(), data.train_stop.cpu()
-    if options.objective == "last":
-        user, stop = _prefixes(start, stop, config, generator)
-    elif config.windows == "all":
-        user, stop = _chains(start, stop, options)
-    else:
-        user = torch.arange(len(start))
-    length = stop - start[user]
-    inputs = length - int(not options.masked)
-    chosen = (length >= 2) & trained_users(data, config)[user]
-    return Windows(user[chosen], stop[chosen], inputs[chosen].clamp(max=options.length))
-
-
-def trained_users(data: Sequences, config: TrainConfig) -> Tensor:
-    """Return bool (U,), on the CPU: the users that training has windows of."""
-    trained = data.trained().cpu()
-    if config.user_share < 1:
-        order = torch.randperm(len(trained), generator=torch.Generator().manual_seed(config.seed))
-        trained &= order < math.ceil(len(trained) * config.user_share)
-    return trained
-
-
-def _prefixes(start: Tensor, stop: Tensor, config: TrainConfig, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return (user, stop) of each prefix whose target is not the user's first event, nor before `earliest_target`."""
-    number = config.prefixes_per_user
-    first = ((stop - start - 1) * config.earliest_target).long().clamp(min=1)
-    targets = (stop - start - first).clamp(min=0)
-    user = torch.repeat_interleave(torch.arange(len(start)), targets)
-    place = torch.arange(len(user)) - torch.repeat_interleave(targets.cumsum(0) - targets, targets)
-    if number:  # shuffle within each user, keep the first ones
-        order = (user + torch.rand(len(user), generator=generator, dtype=torch.float64)).argsort()
-        chosen = order[place < number]  # `place` counts within the user in sorted order as well
-        user, place = user[chosen], place[chosen]
-    return user, start[user] + first[user] + place + 1
-
-
-def _chains(start: Tensor, stop: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """Return (user, stop) of windows that go back from the end of train without sharing a target."""
-    covered = (stop - start - int(not options.masked)).clamp(min=0)
-    number = -(-covered // options.length)
-    user = torch.repeat_interleave(torch.arange(len(start)), number)
-    place = torch.arange(len(user)) - torch.repeat_interleave(number.cumsum(0) - number, number)
-    return user, stop[user] - place * options.length
-
-
-def plan(width_W: Tensor, batch_size: int, generator: torch.Generator) -> list[Tensor]:
-    """Divide the windows into batches of like width and equal work, in random order.
-
-    A batch holds as many positions as `batch_size` windows of average width, so that short histories are not padded
-    to the length of long ones and every target weighs about the same.
-
-    Args:
-        width_W: number of positions of each window (CPU).
-        batch_size: average number of windows in a batch.
-        generator: source of the order.
-    """
-    order = torch.randperm(len(width_W), generator=generator)
-    bucket = (width_W[order] + WIDTH_STEP - 1) // WIDTH_STEP
-    order = order[bucket.argsort(stable=True)]
-    work = width_W[order].cumsum(0)
-    batches = max(1, round(len(order) / batch_size))
-    number = (work - 1) * batches // max(1, int(work[-1]))
-    parts = torch.split(order, torch.bincount(number, minlength=batches).tolist())
-    filled = [part for part in parts if len(part)]
-    return [filled[i] for i in torch.randperm(len(filled), generator=generator).tolist()]
 
 
 def example(
@@ -151,7 +70,7 @@ def _neighbours(user_W: Tensor, process: int, processes: int) -> Tensor | slice:
     """Return which windows are a process's: of neighbouring users, so that it reads its own part of a mapped file."""
     if processes == 1:
         return slice(None)
-    first, stop = (len(user_W) * place // processes for place in (process, process + 1))
+    first, stop = (len(user_W) * share // processes for share in (process, process + 1))
     return user_W.argsort(stable=True)[first:stop]
 
 
@@ -162,19 +81,19 @@ def with_target(example: Example) -> Example:
     return example._replace(batch=batch._replace(items=items, times=times))
 
 
-def past(example: Example, options: Options, place_N: Tensor, positions: int) -> losses.Past:
+def past(example: Example, options: Options, query_N: Tensor, positions: int) -> losses.Past:
     """Return what is known of each query's user: all events up to its own, with cloze all that are not masked.
 
     Args:
         example: the batch.
         options: of the model.
-        place_N: the queries among the last `positions` of each row, rows laid end to end.
+        query_N: the queries among the last `positions` of each row, rows laid end to end.
         positions: queries in a row.
     """
     length = example.batch.items.shape[1]
-    column_N = place_N % positions + length - positions
+    column_N = query_N % positions + length - positions
     stop_N = torch.full_like(column_N, length) if options.masked else column_N + 1
-    return losses.Past(example.batch.items, place_N // positions, stop_N)
+    return losses.Past(example.batch.items, query_N // positions, stop_N)
 
 
 def _targeted(objective: str, width_B: Tensor, width: int, config: TrainConfig, seed: int) -> Tensor:

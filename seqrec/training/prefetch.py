@@ -20,19 +20,19 @@ def ahead(make: Callable[[int], T], number: int, device: torch.device) -> Iterat
     """
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def made(place: int) -> T:
+    def made(index: int) -> T:
         with torch.cuda.stream(stream):  # of None: changes nothing
-            return make(place)
+            return make(index)
 
     with ThreadPoolExecutor(max_workers=1) as pool:
         coming = pool.submit(made, 0) if number else None
-        for place in range(1, number + 1):
+        for index in range(1, number + 1):
             assert coming is not None
             ready = coming.result()
             if stream is not None:
                 torch.cuda.current_stream(device).wait_stream(stream)
                 _belong_to(torch.cuda.current_stream(device), ready)
-            coming = pool.submit(made, place) if place < number else None
+            coming = pool.submit(made, index) if index < number else None
             yield ready
 
 

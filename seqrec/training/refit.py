@@ -27,12 +27,14 @@ from seqrec.artifacts import (
     sha256,
 )
 from seqrec.config import ConfigError, FinetuneConfig, RegisterConfig, parse
-from seqrec.data import sequences as prepared
 from seqrec.data.sequences import Sequences, Shards
+from seqrec.data.sequences import load as load_sequences
 from seqrec.tracking import registry, runs
 from seqrec.training import cards
 from seqrec.training.checkpoint import counts_config, load_model
-from seqrec.training.loop import METRIC, LogEpoch, train
+from seqrec.training.job import Job, train
+from seqrec.training.progress import LogEpoch
+from seqrec.training.validation import METRIC
 
 logger = logging.getLogger(__name__)
 REFITTED = "refitted"  # folder beside `finetuned`
@@ -106,15 +108,13 @@ def retrain(
     if "counts" in card:  # the values that validation chose, with the counts of every event
         config = replace(config, counts=asdict(counts_config(card["counts"])))
     epochs = chosen_epochs(_history(finetuned))
-    data = everything(prepared.load(sequences))
+    data = everything(load_sequences(sequences))
     files = cards.read_files(finetuned, card)
     files[VOCABULARY] = cards.with_counts(files[VOCABULARY], pa.array(data.count[1:].numpy()))
-    return train(
-        load_model(initial)[0],
-        data,
-        "finetune",
-        config,
+    job = Job(
         name=model,
+        stage="finetune",
+        config=config,
         inputs=[sequences, initial],
         output=refitted,
         state=state,
@@ -127,6 +127,7 @@ def retrain(
         files=files,
         facts={REFIT: {"fingerprint": card["fingerprint"], "epochs": epochs}},
     )
+    return train(load_model(initial)[0], data, job)
 
 
 def _history(checkpoint: Path) -> list[dict[str, Any]]:

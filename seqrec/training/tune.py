@@ -32,10 +32,11 @@ from seqrec.stages.finetune import finetune
 from seqrec.stages.pretrain import pretrain
 from seqrec.tracking import runs
 from seqrec.training.checkpoint import fingerprint
-from seqrec.training.loop import METRIC, LogEpoch
+from seqrec.training.progress import LogEpoch
+from seqrec.training.validation import METRIC
 
 logger = logging.getLogger(__name__)
-TOLD = (TrialState.COMPLETE, TrialState.PRUNED)
+FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
 SECONDS, FAILURE = "seconds", "failure"  # of a trial: what it has cost so far, and why it has no result
 Values = Mapping[str, Any]
 
@@ -125,7 +126,7 @@ def tune(
     with _locked(path):
         found = _open(path, identity, search.config, resume)
         tracker = _Tracker(search, identity)
-        while (number := len(found.get_trials(deepcopy=False, states=TOLD))) < search.config.trials:
+        while (number := len(found.get_trials(deepcopy=False, states=FINISHED))) < search.config.trials:
             trial = _next(found, search, number)
             _run(search, found, trial, sequences, work)
             tracker.write(found)
@@ -196,7 +197,7 @@ def _open(path: Path, identity: str, config: TuneConfig, resume: bool) -> optuna
     study = optuna.load_study(study_name="tune", storage=f"sqlite:///{path}", pruner=pruner)
     if study.user_attrs["search"] != identity:
         raise ConfigError(f"--study: {path} belongs to another search (settings, ranges, data or code differ)")
-    logger.info("study %s: %d trials so far", path, len(study.get_trials(deepcopy=False, states=TOLD)))
+    logger.info("study %s: %d trials so far", path, len(study.get_trials(deepcopy=False, states=FINISHED)))
     return study
 
 
@@ -252,8 +253,8 @@ def _run(search: Search, study: optuna.Study, trial: Trial, sequences: Path, wor
     trial.set_user_attr(SECONDS, time.monotonic() - began)
     study.tell(trial, value, state=outcome)
     shutil.rmtree(folder, ignore_errors=True)
-    told = study.get_trials(deepcopy=False)[trial.number]
-    score = f"{METRIC} {value:.4f}" if value is not None else f"after {told.last_step or 0} epochs"
+    ended = study.get_trials(deepcopy=False)[trial.number]
+    score = f"{METRIC} {value:.4f}" if value is not None else f"after {ended.last_step or 0} epochs"
     logger.info("trial %d %s, %s", trial.number, outcome.name.lower(), score)
 
 
@@ -281,20 +282,20 @@ def _train(search: Search, values: Values, sequences: Path, work: Path, folder: 
 
 def _budget(study: optuna.Study, search: Search) -> dict[str, Any]:
     """Return what the search has cost and found."""
-    told = study.get_trials(deepcopy=False, states=TOLD)
-    complete = [trial for trial in told if trial.state == TrialState.COMPLETE]
-    failed = [trial for trial in told if FAILURE in trial.user_attrs]
+    finished = study.get_trials(deepcopy=False, states=FINISHED)
+    complete = [trial for trial in finished if trial.state == TrialState.COMPLETE]
+    failed = [trial for trial in finished if FAILURE in trial.user_attrs]
     if not complete:
         reason = failed[-1].user_attrs[FAILURE] if failed else "all were pruned"
         raise ConfigError(f"tune.spaces.{search.model}: no trial has a result; the last one: {reason}")
     best = study.best_trial
     budget = {
-        "trials": len(told),
+        "trials": len(finished),
         "complete": len(complete),
-        "pruned": len(told) - len(complete) - len(failed),
+        "pruned": len(finished) - len(complete) - len(failed),
         "failed": len(failed),
-        "epochs": sum(trial.last_step or 0 for trial in told),
-        "seconds": round(sum(trial.user_attrs[SECONDS] for trial in told), 1),
+        "epochs": sum(trial.last_step or 0 for trial in finished),
+        "seconds": round(sum(trial.user_attrs[SECONDS] for trial in finished), 1),
         "seed": search.config.seed,
         "best_trial": best.number,
         METRIC: best.value,
@@ -373,7 +374,7 @@ class _Tracker:
         spans = {key: _span(span) for key, span in search.space.items()}
         facts = {"model": search.model, "dataset": search.content["dataset"], "split_sha256": search.split}
         runs.log_params(client, parent, {**facts, "seed": search.config.seed, "range": spans})
-        for trial in study.get_trials(deepcopy=False, states=TOLD):
+        for trial in study.get_trials(deepcopy=False, states=FINISHED):
             if trial.number not in self.written:
                 self._write_trial(client, experiment, parent.info.run_id, trial)
                 self.written.add(trial.number)

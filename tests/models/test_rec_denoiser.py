@@ -16,7 +16,7 @@ from support import make_batch, make_model
 from models import rec_denoiser
 from models.layers import MultiHeadAttention, attention_bias
 from models.rec_denoiser import BACKBONES, Entmax15, RecDenoiserOptions, StridedSoftmax, recorded
-from seqrec.training.loop import clip_gradients
+from seqrec.training.optimizer import clip_gradients
 
 ROW = [3, 7, 2]
 PLAIN = {"attention": "full", "l0": 0.0, "jacobian": 0.0}

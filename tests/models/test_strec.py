@@ -526,7 +526,15 @@ def fit(model, prepared, stage, state, **config):
     settings_ = TrainConfig(**(CONFIG | config))
     data = sequences.load(prepared)
     return loop.fit(
-        model, data, stage, settings_, filter_seen=True, state=ResumeState(state, "x"), accelerator=Accelerator()
+        loop.Fit(
+            model=model,
+            data=data,
+            stage=stage,
+            config=settings_,
+            filter_seen=True,
+            state=ResumeState(state, "x"),
+            accelerator=Accelerator(),
+        )
     )
 
 

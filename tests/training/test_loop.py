@@ -10,33 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
-from support import OPTIONS, losses_of, make_batch, make_model, run, weights
+from support import OPTIONS, losses_of, make_model, run, weights
 
-from models import REGISTRY
 from seqrec.artifacts import sha256, write_json
 from seqrec.config import ConfigError, FinetuneConfig
 from seqrec.data import sequences
 from seqrec.training import loop
 from seqrec.training.checkpoint import ResumeState, load_model, save_model, save_tensors
-from seqrec.training.objectives import Loss
-
-# last part of the names of what is a matrix and no weight: one row a gain, or probabilities
-GAINS = {"flash4rec": {"scale", "shift"}, "rec_denoiser": {"raw_XLL"}}
+from seqrec.training.validation import validate
 
 
 @pytest.fixture
 def data(prepared):
     return sequences.load(prepared)
-
-
-@pytest.mark.parametrize(
-    ("step", "rate"),
-    [(0, 0.1), (4, 0.5), (9, 1.0), (10, 1.0), (60, 0.5 * (1.0 + 0.2)), (110, 0.2), (500, 0.2)],
-)
-def test_learning_rate_warms_up_and_falls_as_a_cosine(step, rate):
-    config = FinetuneConfig(learning_rate=1.0, min_learning_rate=0.2, warmup_steps=10)
-
-    assert loop.learning_rate(step, 110, config) == pytest.approx(rate)
 
 
 @pytest.mark.parametrize("model", sorted(OPTIONS))
@@ -84,54 +70,6 @@ def test_every_way_to_sample_learns_the_pattern(prepared, tmp_path, config):
     values = run(prepared, tmp_path, epochs=20, loss="sampled_ce", negatives=16, **config)
 
     assert values["valid/ndcg@10"] > 0.35
-
-
-@pytest.mark.parametrize("architecture", sorted(REGISTRY))
-def test_weight_decay_spares_biases_gains_and_masks(architecture):
-    model = make_model(architecture)
-    decayed, spared = loop.optimizers(model, FinetuneConfig(weight_decay=0.1))[0].param_groups
-    names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
-    gains = [names[id(p)] for p in spared["params"] if p.ndim > 1]
-
-    assert (decayed["weight_decay"], spared["weight_decay"]) == (0.1, 0.0)
-    assert len(decayed["params"]) + len(spared["params"]) == len(names)
-    assert not [names[id(p)] for p in decayed["params"] if p.ndim == 1]
-    assert {name.rpartition(".")[2] for name in gains} == GAINS.get(architecture, set())
-
-
-def test_the_first_sparse_step_is_the_dense_one_and_touches_no_other_row():
-    """Adam's first step moves a row only where it has a gradient, so both must agree everywhere.
-
-    Gradients are large: beside small ones the two would differ in Adam's epsilon.
-    """
-    after = []
-    for sparse in (False, True):
-        model = make_model("sasrec", dropout=0.0, num_items=40)
-        model.load_state_dict(after[0] if after else model.state_dict())
-        after = after or [{name: value.clone() for name, value in model.state_dict().items()}]
-        settings = FinetuneConfig(loss="sampled_ce", sparse_tables=sparse, learning_rate=1e-2)
-        chosen = loop.optimizers(model, settings)
-        query = model(make_batch([[3, 7, 2, 9], [5, 1, 8]]))[:, -1]
-        loss = Loss(settings, torch.ones(41))
-        loss.draw = lambda *_: torch.tensor([3, 20, 21])
-        loss(query, model.item_vectors(), torch.tensor([4, 6])).sum().mul(1e6).backward()
-        loop.clip_gradients(model, 1e5)
-        for optimizer in chosen:
-            optimizer.step()
-        after.append({name: value.clone() for name, value in model.state_dict().items()})
-
-    before, dense, thin = after
-    for name in dense:
-        torch.testing.assert_close(thin[name], dense[name], atol=1e-6, rtol=1e-5)
-    moved = (thin["items.weight"] != before["items.weight"]).any(1).nonzero().flatten().tolist()
-    assert moved == [1, 2, 3, 4, 5, 6, 7, 8, 9, 20, 21]
-
-
-def test_sparse_tables_are_refused_where_they_could_not_help(prepared, tmp_path):
-    with pytest.raises(ValueError, match="sparse_tables: loss ce"):
-        FinetuneConfig(sparse_tables=True)
-    with pytest.raises(ValueError, match="sparse_tables: weight_decay"):
-        FinetuneConfig(sparse_tables=True, loss="bpr", weight_decay=0.1)
 
 
 def interrupt(monkeypatch, step):
@@ -207,7 +145,7 @@ def test_a_finished_training_is_not_repeated_and_a_changed_one_is(prepared, tmp_
     run(prepared, tmp_path)
     card = (tmp_path / "finetuned" / "config.json").read_bytes()
     calls = []
-    monkeypatch.setattr(loop, "fit", lambda *a, **k: calls.append(1) or [])
+    monkeypatch.setattr(loop, "fit", lambda job: calls.append(1) or [])
 
     run(prepared, tmp_path)
     assert calls == []
@@ -246,7 +184,7 @@ def test_early_stopping_keeps_the_best_epoch(prepared, tmp_path):
     assert len(history) < 60
     assert len(history) - 1 - metrics.index(max(metrics)) == 2
     model, card = load_model(tmp_path / "finetuned")
-    again = loop.validate(model, sequences.load(prepared), filter_seen=True)
+    again = validate(model, sequences.load(prepared), filter_seen=True)
     assert again["valid/ndcg@10"] == pytest.approx(max(metrics)) == pytest.approx(values["valid/ndcg@10"])
     assert card["filter_seen"] is True
 
@@ -278,7 +216,17 @@ def test_a_log_without_validation_cases_is_refused(data, tmp_path):
     state = ResumeState(tmp_path, "x")
     model = make_model("sasrec", num_items=data.num_items)
     with pytest.raises(ValueError, match="no validation cases"):
-        loop.fit(model, blind, "finetune", FinetuneConfig(), filter_seen=True, state=state, accelerator=Accelerator())
+        loop.fit(
+            loop.Fit(
+                model=model,
+                data=blind,
+                stage="finetune",
+                config=FinetuneConfig(),
+                filter_seen=True,
+                state=state,
+                accelerator=Accelerator(),
+            )
+        )
 
 
 @pytest.mark.parametrize(

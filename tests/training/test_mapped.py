@@ -8,7 +8,7 @@ from support import make_model, prepare_rows, run, synthetic_rows, weights
 
 from seqrec.config import FinetuneConfig
 from seqrec.data import sequences
-from seqrec.training import objectives
+from seqrec.training import batches, objectives
 
 
 def history(out):
@@ -38,8 +38,8 @@ def test_a_process_reads_its_own_part_of_the_file(tmp_path, objective):
     data = sequences.load(prepare_rows(tmp_path, synthetic_rows(users=30), shard_events=150))
     options = make_model("sasrec" if objective == "causal" else "bert4rec", objective=objective).options
     config = FinetuneConfig(resident=False)
-    step = objectives.windows(data, options, config, torch.Generator())
-    step = objectives.Windows(*(x[torch.randperm(len(x), generator=torch.Generator().manual_seed(1))] for x in step))
+    step = batches.windows(data, options, config, torch.Generator())
+    step = batches.Windows(*(x[torch.randperm(len(x), generator=torch.Generator().manual_seed(1))] for x in step))
 
     whole = objectives.example(data, options, config, step, seed=3)
     parts = [objectives.example(data, options, config, step, seed=3, process=n, processes=3) for n in range(3)]

@@ -15,10 +15,10 @@ from seqrec.data import sequences
 from seqrec.serving.recommender import Recommender
 from seqrec.stages.evaluate import evaluate
 from seqrec.tracking import gate, registry, runs
-from seqrec.training import objectives, refit
+from seqrec.training import batches, refit
 from seqrec.training.cards import read_files
 from seqrec.training.checkpoint import build, load_model, save_model
-from seqrec.training.loop import METRIC
+from seqrec.training.validation import METRIC
 from seqrec.training.warm_start import warm_start
 
 
@@ -72,7 +72,7 @@ def test_the_held_out_events_are_trained_on(prepared):
     data = sequences.load(prepared)
     model = build(ModelConfig(architecture="sasrec", options={"length": 12}), _catalogue(data))
     drawn = [
-        objectives.windows(part, model.options, FinetuneConfig(windows="all"), torch.Generator().manual_seed(0))
+        batches.windows(part, model.options, FinetuneConfig(windows="all"), torch.Generator().manual_seed(0))
         for part in (data, refit.everything(data))
     ]
     targets = [set(torch.cat([w.stop - 1]).tolist()) for w in drawn]

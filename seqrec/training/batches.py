@@ -1,0 +1,94 @@
+"""What an epoch visits: windows of the users' train events, in batches of equal work."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from models.base import Options
+from seqrec.config import TrainConfig
+from seqrec.data.sequences import WIDTH_STEP, Sequences
+
+
+class Windows(NamedTuple):
+    """What an epoch visits; on the CPU, since the plan needs sizes and must not wait for the device."""
+
+    user: Tensor  # (W,) int64, index into Sequences.start
+    stop: Tensor  # (W,) int64, flat index behind the last event, target included
+    width: Tensor  # (W,) int64, positions of the input
+
+
+def windows(data: Sequences, options: Options, config: TrainConfig, generator: torch.Generator) -> Windows:
+    """Return the windows of an epoch; none reaches `train_stop`, none has fewer than two events.
+
+    causal and cloze take each user's last window, or with `windows: all` every one of a chain that covers the train
+    events without overlap; last takes every prefix, or `prefixes_per_user` random ones.
+    """
+    start, stop = data.start.cpu(), data.train_stop.cpu()
+    if options.objective == "last":
+        user, stop = _prefixes(start, stop, config, generator)
+    elif config.windows == "all":
+        user, stop = _chains(start, stop, options)
+    else:
+        user = torch.arange(len(start))
+    length = stop - start[user]
+    inputs = length - int(not options.masked)
+    chosen = (length >= 2) & trained_users(data, config)[user]
+    return Windows(user[chosen], stop[chosen], inputs[chosen].clamp(max=options.length))
+
+
+def trained_users(data: Sequences, config: TrainConfig) -> Tensor:
+    """Return bool (U,), on the CPU: the users that training has windows of."""
+    trained = data.trained().cpu()
+    if config.user_share < 1:
+        order = torch.randperm(len(trained), generator=torch.Generator().manual_seed(config.seed))
+        trained &= order < math.ceil(len(trained) * config.user_share)
+    return trained
+
+
+def _prefixes(start: Tensor, stop: Tensor, config: TrainConfig, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Return (user, stop) of each prefix whose target is not the user's first event, nor before `earliest_target`."""
+    number = config.prefixes_per_user
+    first = ((stop - start - 1) * config.earliest_target).long().clamp(min=1)
+    targets = (stop - start - first).clamp(min=0)
+    user = torch.repeat_interleave(torch.arange(len(start)), targets)
+    rank = torch.arange(len(user)) - torch.repeat_interleave(targets.cumsum(0) - targets, targets)  # within the user
+    if number:  # shuffle within each user, keep the first ones
+        order = (user + torch.rand(len(user), generator=generator, dtype=torch.float64)).argsort()
+        chosen = order[rank < number]  # `rank` counts within the user in sorted order as well
+        user, rank = user[chosen], rank[chosen]
+    return user, start[user] + first[user] + rank + 1
+
+
+def _chains(start: Tensor, stop: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    """Return (user, stop) of windows that go back from the end of train without sharing a target."""
+    covered = (stop - start - int(not options.masked)).clamp(min=0)
+    number = -(-covered // options.length)
+    user = torch.repeat_interleave(torch.arange(len(start)), number)
+    back = torch.arange(len(user)) - torch.repeat_interleave(number.cumsum(0) - number, number)  # 0: the user's last
+    return user, stop[user] - back * options.length
+
+
+def plan(width_W: Tensor, batch_size: int, generator: torch.Generator) -> list[Tensor]:
+    """Divide the windows into batches of like width and equal work, in random order.
+
+    A batch holds as many positions as `batch_size` windows of average width, so that short histories are not padded
+    to the length of long ones and every target weighs about the same.
+
+    Args:
+        width_W: number of positions of each window (CPU).
+        batch_size: average number of windows in a batch.
+        generator: source of the order.
+    """
+    order = torch.randperm(len(width_W), generator=generator)
+    bucket = (width_W[order] + WIDTH_STEP - 1) // WIDTH_STEP
+    order = order[bucket.argsort(stable=True)]
+    work = width_W[order].cumsum(0)
+    batches = max(1, round(len(order) / batch_size))
+    number = (work - 1) * batches // max(1, int(work[-1]))
+    parts = torch.split(order, torch.bincount(number, minlength=batches).tolist())
+    filled = [part for part in parts if len(part)]
+    return [filled[i] for i in torch.randperm(len(filled), generator=generator).tolist()]

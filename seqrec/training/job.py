@@ -1,0 +1,169 @@
+"""A training from its inputs to its output folder: recognised when it is done already, resumed, fitted, saved.
+
+The loop itself is in loop.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from models.base import SequenceModel
+from seqrec.artifacts import HISTORY, MODEL_CARD, SPLIT_CARD, TOKENS, WEIGHTS, read_json, replaced, write_text
+from seqrec.config import EXPERIMENT, ConfigError, FinetuneConfig, RegisterConfig, TrainConfig
+from seqrec.counts import search
+from seqrec.data import sequences
+from seqrec.data.sequences import Sequences
+from seqrec.training import batches, loop
+from seqrec.training.checkpoint import ResumeState, fingerprint, load_model, save_counts, save_model
+from seqrec.training.progress import LogEpoch
+from seqrec.training.validation import ACCURACY, METRIC
+
+logger = logging.getLogger(__name__)
+History = Sequence[Mapping[str, Any]]  # a record per epoch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """How and where a model is trained."""
+
+    name: str  # key in `models`
+    stage: str
+    config: TrainConfig  # section of the stage
+    inputs: Sequence[Path]  # folders that the result depends on
+    output: Path  # folder that receives weights, card and history
+    state: Path  # folder of resume states
+    filter_seen: bool  # whether validation leaves out seen items
+    resume: bool = False  # refuse to start afresh
+    experiment: str = EXPERIMENT  # of MLflow
+    log: LogEpoch | None = None  # in place of MLflow; what it raises ends the training, the state stays
+    epochs: Mapping[str, int] | None = None  # see `loop.Fit`
+    finish: Callable[[SequenceModel], None] | None = None  # done to the model between training and saving
+    content: Sequence[str] = ()  # what else the result depends on
+    files: Mapping[str, bytes] = field(default_factory=dict)  # belong to the model, see `save_model`
+    facts: Mapping[str, Any] = field(default_factory=dict)  # what else the card holds
+    earlier_seconds: float = 0.0  # spent on the weights it starts from; the card counts them too
+
+
+def train(model: SequenceModel, data: Sequences, job: Job) -> dict[str, float]:
+    """Run the phases of the job's stage, write weights, card and history, and return the figures of the run.
+
+    The output folder is replaced in one step, and with it whatever it held.
+
+    Raises:
+        ConfigError: the job is to resume, and no state matches.
+    """
+    identity = _identity(model, job)
+    state = ResumeState(job.state, identity)
+    if (finished := _finished(job.output, identity)) is not None:
+        logger.info("%s of %s: %s already holds the result of exactly this training", job.stage, job.name, job.output)
+        state.delete()
+        return finished
+    if job.resume and state.load() is None:
+        raise ConfigError(
+            f"--resume: no state in {job.state} belongs to this {job.stage} of {job.name} (config, data or code differ)"
+        )
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    history: History = []
+    if model.phases(job.stage):
+        loop.keep_freed_memory()
+        with nullcontext(job.log) if job.log else live_log(job, identity) as log:
+            history = loop.fit(
+                loop.Fit(
+                    model=model,
+                    data=data,
+                    stage=job.stage,
+                    config=job.config,
+                    filter_seen=job.filter_seen,
+                    state=state,
+                    accelerator=accelerator,
+                    log=log,
+                    epochs=job.epochs,
+                )
+            )
+        forget_users(model, ~batches.trained_users(data, job.config))
+    if job.finish is not None:
+        job.finish(model)
+    if accelerator.is_main_process:
+        _write(model, data, job, identity, history)
+        state.delete()
+    return _figures(history)
+
+
+def _identity(model: SequenceModel, job: Job) -> str:
+    """Return the hash of all that the job's result depends on."""
+    read = (SPLIT_CARD, WEIGHTS, TOKENS)
+    hashed = [folder / file for folder in job.inputs for file in read if (folder / file).exists()]
+    belongings = [f"{name} {hashlib.sha256(file).hexdigest()}" for name, file in job.files.items()]
+    # two sets of options may start from the same weights (dropout has none), so the options count as well
+    named = (job.name, type(model).__name__, model.options, job.filter_seen, job.config)
+    return fingerprint(f"seqrec.stages.{job.stage}", (*named, *job.content, *belongings), *hashed)
+
+
+def _write(model: SequenceModel, data: Sequences, job: Job, identity: str, history: History) -> None:
+    """Replace the output folder of the job with the trained model, its card, counts and history."""
+    card = {
+        "model": job.name,
+        "stage": job.stage,
+        "fingerprint": identity,
+        "config": asdict(job.config),
+        "seconds": job.earlier_seconds + _figures(history)["seconds"],
+        "filter_seen": job.filter_seen,
+        "median_gap": sequences.median_gap(data),
+        **job.facts,
+    }
+    with replaced(job.output) as folder:
+        if isinstance(job.config, FinetuneConfig) and job.config.counts != "none":
+            term, chosen = search.for_model(model, data, job.config, filter_seen=job.filter_seen)
+            card["counts"] = save_counts(folder, term, chosen)
+        save_model(folder, model, card, job.files)
+        write_text(folder / HISTORY, "".join(json.dumps(record) + "\n" for record in history))
+
+
+@torch.no_grad()
+def forget_users(model: SequenceModel, unknown_U: Tensor) -> None:
+    """Give the users that training had no target of the vector of user 0: whoever asks for them gets that answer."""
+    for table in model.user_tables():
+        table.weight[1:][unknown_U.to(table.weight.device)] = table.weight[0]
+
+
+def _figures(history: History) -> dict[str, float]:
+    values = {"epochs": len(history), "seconds": sum(record["seconds"] for record in history)}
+    for name in (METRIC, ACCURACY):
+        best = [record[name] for record in history if name in record]
+        values |= {name: max(best)} if best else {}
+    return values
+
+
+def _finished(output: Path, identity: str) -> dict[str, float] | None:
+    """Return the figures of `output` if it holds the result of the training `identity`, unharmed."""
+    if (
+        not all((output / file).exists() for file in (HISTORY, MODEL_CARD))
+        or read_json(output / MODEL_CARD)["fingerprint"] != identity
+    ):
+        return None
+    load_model(output)  # verifies the weights
+    return _figures([json.loads(line) for line in (output / HISTORY).read_text(encoding="utf-8").splitlines()])
+
+
+@contextmanager
+def live_log(job: Job, identity: str) -> Iterator[LogEpoch | None]:
+    """Log epochs while training where MLFLOW_TRACKING_URI names a server; otherwise register brings them in."""
+    if "MLFLOW_TRACKING_URI" not in os.environ:
+        yield None
+        return
+    from seqrec.tracking.runs import live_run
+
+    with live_run(identity, f"{job.name} {job.stage}", RegisterConfig(experiment=job.experiment)) as log:
+        yield log

@@ -1,0 +1,102 @@
+"""Optimisers, the learning rate of a step, and the clipping of gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from models.base import SequenceModel
+from seqrec.config import ConfigError, TrainConfig
+from seqrec.training.checkpoint import below
+
+
+def learning_rate(step: int, total: int, config: TrainConfig) -> float:
+    """Return the rate of `step` (0-based) of `total`: linear warm-up, then a cosine down to min_learning_rate."""
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / config.warmup_steps
+    share = (step - config.warmup_steps) / max(1, total - config.warmup_steps)
+    low = config.min_learning_rate
+    return low + (config.learning_rate - low) * 0.5 * (1 + math.cos(math.pi * min(1.0, share)))
+
+
+def build(model: SequenceModel, config: TrainConfig) -> list[Optimizer]:
+    """Return AdamW over the trainable parameters; with `sparse_tables`, Adam over the rows used for embedding tables.
+
+    Raises:
+        ConfigError: `sparse_tables`, but the model computes its item vectors from more than one table.
+    """
+    tables: list[Tensor] = []
+    if config.sparse_tables:
+        embeddings = [part for part in model.modules() if isinstance(part, nn.Embedding)]
+        tables = [part.weight for part in embeddings if part.weight.requires_grad]
+        if not any(model.item_vectors() is table for table in tables):
+            raise ConfigError(f"sparse_tables: {type(model).__name__} has no plain table of items; set it to false")
+        for part in embeddings:
+            part.sparse = True
+    dense = {n: p for n, p in model.named_parameters() if p.requires_grad and not any(p is table for table in tables)}
+    spared = {n for n, p in dense.items() if p.ndim < 2 or n.endswith(model.undecayed)}  # biases, gains, normalisations
+    groups = [
+        {"params": [p for n, p in dense.items() if n not in spared], "weight_decay": config.weight_decay},
+        {"params": [p for n, p in dense.items() if n in spared], "weight_decay": 0.0},
+    ]
+    chosen: list[Optimizer] = [torch.optim.AdamW(groups, lr=config.learning_rate, fused=True)]
+    return chosen + ([torch.optim.SparseAdam(tables, lr=config.learning_rate)] if tables else [])
+
+
+def set_learning_rate(optimizers: Sequence[Optimizer], rate: float) -> None:
+    """Set the rate of every parameter group."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+
+
+def tensors_of(optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
+    """Return what the optimisers have accumulated, by `optimizer.<number>.<parameter>.<name>`."""
+    tensors: dict[str, Tensor] = {}
+    for number, optimizer in enumerate(optimizers):
+        for index, values in optimizer.state_dict()["state"].items():
+            prefix = f"optimizer.{number}.{index}."
+            tensors |= {prefix + name: torch.as_tensor(value) for name, value in values.items()}
+    return tensors
+
+
+def restore(optimizers: Sequence[Optimizer], tensors: dict[str, Tensor]) -> None:
+    """Load what `tensors_of` returned into new optimisers of the same parameters; other tensors are ignored."""
+    for number, optimizer in enumerate(optimizers):
+        saved = optimizer.state_dict()
+        for name, value in below(f"optimizer.{number}.", tensors).items():
+            index, key = name.split(".", 1)
+            is_count = key == "step" and isinstance(optimizer, torch.optim.SparseAdam)  # it counts in a Python number
+            saved["state"].setdefault(int(index), {})[key] = value.item() if is_count else value
+        optimizer.load_state_dict(saved)
+
+
+def clip_gradients(model: SequenceModel, limit: float) -> Tensor:
+    """Scale the gradients so that their joint norm is at most `limit`, and so is that of those to be clipped apart.
+
+    Returns:
+        The sum of both norms before; a scalar, not finite where a gradient is not.
+    """
+    together, apart = (
+        _clip([p for name, p in model.named_parameters() if name.endswith(model.clipped_apart) is chosen], limit)
+        for chosen in (False, True)
+    )
+    return together + apart
+
+
+def _clip(parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
+    for p in parameters:
+        if p.grad is not None and p.grad.is_sparse:
+            p.grad = p.grad.coalesce()
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if not any(gradient.is_sparse for gradient in gradients):
+        return nn.utils.clip_grad_norm_(parameters, limit)
+    values = [gradient.values() if gradient.is_sparse else gradient for gradient in gradients]
+    norm: Tensor = torch.stack([value.norm() for value in values]).norm()
+    for value in values:
+        value.mul_((limit / (norm + 1e-6)).clamp(max=1.0))
+    return norm

@@ -1,0 +1,162 @@
+"""Windows of an epoch and their batches; none reaches the cut."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import draw_windows
+
+from models.base import Options
+from seqrec.config import FinetuneConfig
+from seqrec.data import sequences
+from seqrec.data.sequences import Sequences
+from seqrec.training import batches
+from seqrec.training.batches import Windows
+
+
+@pytest.fixture
+def data(prepared):
+    return sequences.load(prepared)
+
+
+def test_last_windows_are_one_a_user(data):
+    _, chosen = draw_windows(data)
+
+    assert chosen.user.tolist() == list(range(data.num_users))
+    assert chosen.stop.tolist() == data.train_stop.tolist()
+    assert chosen.width.unique().tolist() == [5]
+
+
+@pytest.mark.parametrize("objective", ["causal", "cloze"])
+def test_chained_windows_cover_every_target_once(data, objective):
+    _, chosen = draw_windows(data, objective=objective, windows="all")
+
+    covered = [
+        (user, stop - 1 - i)
+        for user, stop, width in zip(*(x.tolist() for x in chosen), strict=True)
+        for i in range(width)
+    ]
+
+    first = 1 if objective == "causal" else 0
+    expected = {
+        (user, place)
+        for user in range(data.num_users)
+        for place in range(int(data.start[user]) + first, int(data.train_stop[user]))
+    }
+    alone = {(u, int(data.start[u])) for u in range(data.num_users)}  # a chain may leave one event, which cannot train
+    assert len(covered) == len(set(covered))
+    assert set(covered) <= expected
+    assert expected - set(covered) <= alone
+
+
+def test_a_prefix_budget_draws_anew_each_epoch(data):
+    _, first = draw_windows(data, objective="last", prefixes_per_user=3)
+    _, second = draw_windows(data, seed=1, objective="last", prefixes_per_user=3)
+
+    assert torch.bincount(first.user).tolist() == [3] * data.num_users
+    assert len({*zip(first.user.tolist(), first.stop.tolist(), strict=True)}) == len(first.user)
+    assert first.stop.tolist() != second.stop.tolist()
+    assert (first.stop >= data.start[first.user] + 2).all()
+    assert (first.stop <= data.train_stop[first.user]).all()
+
+
+def test_a_prefix_budget_is_uniform_over_the_prefixes(data):
+    counts = torch.zeros(len(data.items) + 1)
+    for seed in range(300):
+        _, chosen = draw_windows(data, seed=seed, objective="last", prefixes_per_user=1)
+        counts[chosen.stop] += 1
+
+    user = 0
+    places = torch.arange(int(data.start[user]) + 2, int(data.train_stop[user]) + 1)
+    assert counts[places].sum() == 300
+    assert (counts[places] > 0.4 * 300 / len(places)).all()
+
+
+def made_of(lengths: list[int]) -> Sequences:
+    """Users with so many train events, one to validate on and one to test on."""
+    train = torch.tensor(lengths)
+    stop = (train + 2).cumsum(0)
+    start = stop - train - 2
+    items = torch.arange(1, int(stop[-1]) + 1, dtype=torch.int32)
+    return Sequences(items, items.long(), start, stop - 2, stop - 1, stop, torch.ones(len(items) + 1).long(), {})
+
+
+def places(data: Sequences, chosen: Windows) -> set[tuple[int, int]]:
+    """Return (user, number of events before the target) of each window."""
+    before = chosen.stop - 1 - data.start[chosen.user]
+    return set(zip(chosen.user.tolist(), before.tolist(), strict=True))
+
+
+HISTORIES = st.lists(st.integers(0, 20), min_size=1, max_size=12).filter(lambda lengths: max(lengths) >= 2)
+
+
+def test_no_target_comes_before_the_earliest():
+    data = made_of([7, 6, 2, 1])
+
+    _, chosen = draw_windows(data, objective="last", earliest_target=0.5)
+
+    assert places(data, chosen) == {(0, 3), (0, 4), (0, 5), (0, 6), (1, 2), (1, 3), (1, 4), (1, 5), (2, 1)}
+
+
+@settings(deadline=None, max_examples=40)
+@given(HISTORIES, st.sampled_from([0.0, 0.25, 0.5, 0.75]), st.integers(0, 3))
+def test_targets_are_drawn_from_all_of_the_later_share(lengths, share, number):
+    data = made_of(lengths)
+    allowed = [set(range(max(1, int((n - 1) * share)), n)) for n in lengths]
+
+    _, chosen = draw_windows(data, objective="last", earliest_target=share, prefixes_per_user=number)
+
+    drawn = places(data, chosen)
+    assert len(drawn) == len(chosen.user)
+    assert drawn <= {(user, place) for user, own in enumerate(allowed) for place in own}
+    wanted = [min(number or len(own), len(own)) for own in allowed]
+    assert torch.bincount(chosen.user, minlength=len(lengths)).tolist() == wanted
+
+
+@settings(deadline=None, max_examples=40)
+@given(HISTORIES, st.sampled_from([0.01, 0.1, 0.25, 0.5]), st.sampled_from(["causal", "last", "cloze"]))
+def test_a_share_of_the_users_trains_on_all_that_it_would_have(lengths, share, objective):
+    data = made_of(lengths)
+    everything = places(data, draw_windows(data, objective=objective)[1])
+
+    drawn = places(data, draw_windows(data, objective=objective, user_share=share)[1])
+    later = places(data, draw_windows(data, seed=9, objective=objective, user_share=share)[1])
+    more = places(data, draw_windows(data, objective=objective, user_share=2 * share)[1])
+
+    users = {user for user, _ in drawn}
+    assert len(users) <= math.ceil(len(lengths) * share)
+    assert drawn == {(user, place) for user, place in everything if user in users}
+    assert later == drawn  # the same users in each epoch
+    assert drawn <= more
+
+
+def test_the_users_of_a_share_are_a_draw_of_the_seed():
+    data, generator = made_of([5] * 200), torch.Generator()
+
+    def users(seed: int) -> set[int]:
+        config = FinetuneConfig(seed=seed, user_share=0.1)
+        return set(batches.windows(data, Options(), config, generator).user.tolist())
+
+    one, other = users(3), users(7)
+    assert [len(one), len(other)] == [20, 20]
+    assert len(one & other) < 10
+    assert min(max(one), max(other)) >= 100  # not the first ones of the file
+
+
+def test_an_epoch_visits_every_window_once_in_batches_of_equal_work():
+    width = torch.randint(1, 200, (1000,), generator=torch.Generator().manual_seed(0))
+
+    plan = batches.plan(width, 50, torch.Generator().manual_seed(1))
+
+    assert torch.cat(plan).sort().values.tolist() == list(range(1000))
+    assert len(plan) == 20
+    work = torch.tensor([int(width[part].sum()) for part in plan])
+    assert work.max() < 1.1 * work.float().mean()
+    padded = sum(len(part) * int(width[part].max()) for part in plan)
+    at_random = sum(len(part) * int(width[part].max()) for part in torch.arange(1000).split(50))
+    assert padded < 1.15 * int(width.sum())
+    assert at_random > 1.5 * int(width.sum())
+    widths = [int(width[part].max()) for part in plan]
+    assert widths != sorted(widths)
