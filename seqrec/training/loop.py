@@ -5,19 +5,21 @@ All data is on the device; a batch is a few gathers. One step never waits for th
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import hashlib
 import json
 import logging
 import math
 import os
+import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -43,6 +45,9 @@ METRIC = "valid/ndcg@10"
 ACCURACY = "valid/accuracy"  # of a contrastive phase: what selects its weights
 FIGURE = "figure/"  # prefix of what a model reports besides the terms of its loss
 REPORT_STEPS = 50  # steps between looks at the loss on an accelerator
+FIRST_STEPS = 10  # from which the time of the whole training is projected
+LONG_S = 60.0  # a training that takes longer is announced
+PROBE_CASES = 512  # of validation, ranked to know how long all of them take
 LogEpoch = Callable[[dict[str, Any], int], None]
 
 
@@ -59,6 +64,20 @@ class Position:
     waited: int = 0  # evaluations since the best
     seconds: float = 0.0
     history: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Cost(NamedTuple):
+    """What a training costs on this machine, from a few steps and a part of the validation cases."""
+
+    step_s: float
+    steps: int  # of an epoch
+    validation_s: float
+    memory: int  # bytes, the highest so far: of the process, or of the accelerator
+
+    @property
+    def epoch_s(self) -> float:
+        """Seconds of an epoch and its validation."""
+        return self.step_s * self.steps + self.validation_s
 
 
 def learning_rate(step: int, total: int, config: TrainConfig) -> float:
@@ -216,6 +235,16 @@ def fit(
         OSError: a resume state cannot be written.
     """
     return _Run(model, data, stage, config, filter_seen, state, accelerator, log, epochs).run()
+
+
+def measure(
+    model: SequenceModel, data: Sequences, stage: str, config: TrainConfig, *, filter_seen: bool, state: ResumeState
+) -> Cost:
+    """Return the cost of an epoch of the first phase of `stage`; a copy of `model` does the steps, no state is kept."""
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    with torch.random.fork_rng():
+        run = _Run(copy.deepcopy(model), data, stage, config, filter_seen, state, accelerator, None, {})
+        return run.measure()
 
 
 def train(
@@ -480,24 +509,72 @@ class _Run:
         total = config.epochs * len(plan)
         progress.update(task, total=total, completed=position.step)
         for number, example in enumerate(self._examples(plan[position.batch :]), position.batch):
-            rate = learning_rate(position.step, total, config)
-            for optimizer in self.optimizers:
-                for group in optimizer.param_groups:
-                    group["lr"] = rate
-            terms = self.step_module(example)
-            loss = torch.stack([value for name, value in terms.items() if not name.startswith(FIGURE)]).sum()
-            self.model.zero_grad(set_to_none=True)
-            self.accelerator.backward(loss)
-            norm = clip_gradients(self.model, config.clip_norm) if config.clip_norm else loss.detach()
-            for optimizer in self.optimizers:
-                optimizer.step()
+            terms, loss, norm = self._step(example, learning_rate(position.step, total, config))
             position.step, position.batch = position.step + 1, number + 1
             position.total_steps += 1
             self._account(terms, loss, norm)
             self.targets += example.number * self.accelerator.num_processes
+            if position.total_steps == FIRST_STEPS <= position.batch:
+                self._announce(total)
             if position.step % config.save_steps == 0 and position.batch < len(plan):
                 self._save()
             self._show(progress, task, phase)
+
+    def _step(self, example: Example, rate: float) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+        """Take one step of the optimisers; return the terms of the loss, the loss and the norm of its gradient."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+        terms = self.step_module(example)
+        loss = torch.stack([value for name, value in terms.items() if not name.startswith(FIGURE)]).sum()
+        self.model.zero_grad(set_to_none=True)
+        self.accelerator.backward(loss)
+        norm = clip_gradients(self.model, self.config.clip_norm) if self.config.clip_norm else loss.detach()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return terms, loss, norm
+
+    def measure(self) -> Cost:
+        """Return the cost of an epoch of the first phase; the model is changed by some steps."""
+        self._enter(self.model.phases(self.stage)[0])
+        self.model.eval()
+        with torch.no_grad():
+            self.model.on_epoch()
+        self.model.train()
+        self.windows = objectives.windows(self.data, self.model.options, self.config, self.order)
+        plan = objectives.plan(self.windows.width, self.config.batch_size, self.order)
+        seconds = []
+        for example in self._examples(plan[: FIRST_STEPS + 1]):
+            began = time.monotonic()
+            float(self._step(example, 0.0)[1])  # waits for the device
+            seconds.append(time.monotonic() - began)
+        cases = sequences.cases(self.data, "valid")
+        some = Cases(*(values[:: max(1, len(cases) // PROBE_CASES)] for values in (cases.user, cases.position)))
+        began = time.monotonic()
+        ranking.rank(ranking.model_scorer(self.model.eval()), self.data, some, filter_seen=self.filter_seen)
+        validation = (time.monotonic() - began) * len(cases) / max(1, len(some))
+        usual = seconds[1:] or seconds  # the first step also allocates
+        return Cost(sum(usual) / len(usual), len(plan), validation, self._memory())
+
+    def _memory(self) -> int:
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated()
+        highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return highest if sys.platform == "darwin" else highest * 1024
+
+    def _announce(self, total: int) -> None:
+        """Log how long the phase will take at most, and its memory, where that is long."""
+        float(self.sums[0])  # waits for the device
+        seconds = (time.monotonic() - self.began) / FIRST_STEPS * total
+        if seconds > LONG_S and self.accelerator.is_main_process:
+            logger.info(
+                "%s: about %.0f minutes for all %d epochs, validation not counted; early stopping may end it sooner. "
+                "Memory so far: %.1f GB",
+                self.stage,
+                seconds / 60,
+                self.config.epochs,
+                self._memory() / 1e9,
+            )
 
     def _examples(self, plan: Sequence[Tensor]) -> Iterator[Example]:
         step = self.position.total_steps
