@@ -12,7 +12,7 @@ export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 KILLS ?= 100
 SEED ?= 0
 
-.PHONY: help setup lock repro experiments bench test test-containers test-services test-spark chaos fuzz lint audit
+.PHONY: help setup lock repro auto experiments bench test test-containers test-services test-spark chaos fuzz lint audit
 .PHONY: format ui pipeline image clean
 
 help:  ## show the targets
@@ -34,6 +34,10 @@ lock:  ## write requirements.lock anew, after a change of constraints.txt or pyp
 repro: setup  ## the whole pipeline, then the leaderboard; SET="finetune.epochs=3" tries other settings
 	@python -m seqrec repro $(if $(SET),--changes "$(SET)")
 	@python -m seqrec leaderboard --reports reports
+
+auto: setup  ## the best model of DATA=my.csv within MINUTES=10, into OUT=runs/auto; docs/auto.md
+	@test -n "$(DATA)" || { echo "name the file: make auto DATA=my.csv" >&2; exit 1; }
+	@python -m seqrec auto --data "$(DATA)" --minutes $(or $(MINUTES),10) --out "$(or $(OUT),runs/auto)"
 
 experiments: setup  ## what is missing of configs/rec-denoiser, hours; ONLY="ml-100k ml-100k-grid" for some
 	python scripts/rec_denoiser_experiments.py $(if $(ONLY),--only $(ONLY))

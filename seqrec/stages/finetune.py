@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
+import torch
+
+from models.base import SequenceModel
 from seqrec.config import EXPERIMENT, FinetuneConfig
+from seqrec.data import data_warnings
 from seqrec.data import sequences as data
-from seqrec.training import cards
+from seqrec.training import cards, objectives
 from seqrec.training.checkpoint import load_model
 from seqrec.training.loop import LogEpoch, train
+
+logger = logging.getLogger(__name__)
+COUNTED = 20_000_000  # events up to which repeats are looked for
+_said: set[str] = set()
 
 
 def finetune(
@@ -43,9 +52,11 @@ def finetune(
     """
     net, card = load_model(initial)
     cards.check_catalogue(initial, card, sequences, users=True)
+    prepared = data.load(sequences)
+    _warn(net, prepared, config, filter_seen)
     return train(
         net,
-        data.load(sequences),
+        prepared,
         "finetune",
         config,
         name=model,
@@ -59,3 +70,21 @@ def finetune(
         experiment=experiment,
         files=cards.read_files(initial, card),
     )
+
+
+def _warn(net: SequenceModel, prepared: data.Sequences, config: FinetuneConfig, filter_seen: bool) -> None:
+    """Log what speaks against this dataset, each sentence once a process."""
+    if not net.phases("finetune"):
+        return
+    windows = objectives.windows(prepared, net.options, config, torch.Generator())
+    repeated = data_warnings.repeats(prepared) if len(prepared.items) <= COUNTED else None
+    found = data_warnings.warnings(
+        prepared.card,
+        steps=max(1, round(len(windows.user) / config.batch_size)),
+        repeated=repeated,
+        filter_seen=filter_seen,
+    )
+    for sentence in found:
+        if (key := f"{prepared.card['split_sha256']} {sentence}") not in _said:
+            _said.add(key)
+            logger.warning("%s: %s", prepared.card["dataset"], sentence)

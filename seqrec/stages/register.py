@@ -44,6 +44,7 @@ from seqrec.artifacts import (
     write_text,
 )
 from seqrec.config import RegisterConfig
+from seqrec.data import data_warnings
 from seqrec.evaluation.leaderboard import (
     LEADERBOARD,
     SELECTION,
@@ -51,6 +52,7 @@ from seqrec.evaluation.leaderboard import (
     best_baseline,
     best_model,
     build,
+    verdict,
     write_csv,
     write_curves,
     write_summaries,
@@ -192,6 +194,7 @@ def _write_leaderboard(
     reports: Path, split: Mapping[str, Any], rows: Sequence[Row], outcome: Mapping[str, Any] | None = None
 ) -> None:
     facts = {key: split[key] for key in ("dataset", "protocol", "split_sha256")}
+    facts |= {"verdict": verdict(reports, rows), "warnings": data_warnings.warnings(split)}
     write_json(reports / LEADERBOARD, {**facts, "selection": SELECTION, "rows": list(rows), "registry": outcome})
     write_csv(reports / LEADERBOARD_CSV, rows)
 
