@@ -45,7 +45,7 @@ MODELS = ("flash4rec", "sasrec", "gru4rec")  # in this order, as the first one i
 RATES = {"flash4rec": 3e-3, "sasrec": 1e-3, "gru4rec": 2e-3}
 CORES = (5, 3, 2)  # events of a user and of an item, from the strictest on
 KEPT = 0.5  # share of the events that a k-core must leave
-CASES, TRAINED = 100, 0.5  # temporal: least cases of validation and test, least share of users with training
+CASES, KNOWN = 100, 0.2  # temporal: least cases of validation and of test, least share of them of trained users
 RESERVE = 0.15  # of a share of the budget, for counts and evaluation
 EASE_FLOPS = 1e9  # items cubed a second, of a tenth of the budget
 
@@ -236,7 +236,7 @@ def _split(params: Params, out: Path, timed: bool) -> tuple[dict[str, Any], str]
         except ValueError as error:
             reason = str(error)
         else:
-            if not (reason := _too_little(read_json(out / "data" / "sequences" / SPLIT_CARD))):
+            if not (reason := _too_little(sequences.load(out / "data" / "sequences"))):
                 return settings, "temporal: what comes after a moment is predicted from what was before it"
     settings = {"protocol": "LOO-full"}
     settings |= _core(params, out, settings)
@@ -260,15 +260,15 @@ def _core(params: Params, out: Path, settings: Mapping[str, Any]) -> dict[str, i
     return core
 
 
-def _too_little(card: Mapping[str, Any]) -> str:
+def _too_little(prepared: sequences.Sequences) -> str:
     """Return why a temporal split cannot train or measure, or nothing."""
-    counts = card["counts"]
-    trained = 1 - card["users_without_training"] / counts["users"]
-    if trained < TRAINED:
-        return f"only {trained:.0%} of the users have events before the first cut"
+    card = prepared.card
     for part in ("valid", "test"):
-        if counts[part] < CASES:
-            return f"only {counts[part]} {part} cases"
+        cases = sequences.cases(prepared, part)
+        if len(cases) < CASES:
+            return f"only {len(cases)} {part} cases"
+        if (known := float(prepared.trained(cases.user).double().mean())) < KNOWN:
+            return f"only {known:.0%} of the {part} cases are of users with a past before the first cut"
     if card["test_cut"] - card["valid_cut"] < DAY:
         return "validation spans less than a day"
     return ""

@@ -546,7 +546,7 @@ class _Run:
         seconds = []
         for example in self._examples(plan[: FIRST_STEPS + 1]):
             began = time.monotonic()
-            float(self._step(example, 0.0)[1])  # waits for the device
+            float(self._step(example, 0.0)[1].detach())  # waits for the device
             seconds.append(time.monotonic() - began)
         cases = sequences.cases(self.data, "valid")
         some = Cases(*(values[:: max(1, len(cases) // PROBE_CASES)] for values in (cases.user, cases.position)))
