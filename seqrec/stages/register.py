@@ -157,6 +157,8 @@ def register(
             entry.row["champion"] = entry.fingerprint == outcome["champion"]
         _write_leaderboard(reports, split, rows, outcome)
         write_text(reports / REPORT_PAGE, _page(reports, entries, shown, split))
+        if outcome["promoted"]:
+            _say_doubts(reports)
         _finish_parent(tracker, parent, entries, params, reports, outcome)
     gain = {f"gain/{SELECTION}/{name}": value for name, value in (outcome["gain"] or {}).items()}
     chosen = {f"candidate/{key}": best.row[key] for key in (SELECTION, TEST)}
@@ -197,6 +199,15 @@ def _write_leaderboard(
     facts |= {"verdict": verdict(reports, rows), "warnings": data_warnings.warnings(split)}
     write_json(reports / LEADERBOARD, {**facts, "selection": SELECTION, "rows": list(rows), "registry": outcome})
     write_csv(reports / LEADERBOARD_CSV, rows)
+
+
+def _say_doubts(reports: Path) -> None:
+    """Log what speaks against a new champion: no gain over counts, or data that says little."""
+    board = read_json(reports / LEADERBOARD)
+    gain = board["verdict"]["gain"]
+    doubts = [board["verdict"]["sentence"]] if gain and gain["low"] <= 0 else []
+    for sentence in doubts + [f"the data: {text}" for text in board["warnings"]]:
+        logger.warning("the champion: %s", sentence)
 
 
 def _examples(
