@@ -35,12 +35,13 @@ def warnings(
         filter_seen: whether such items are no candidates.
     """
     counts = card["counts"]
-    tied = counts.get("tied_events", 0) / max(1, counts["events"])
+    users, items = (counts.get(name) for name in ("users", "items"))
+    tied = counts.get("tied_events", 0) / max(1, counts.get("events", 0))
     found = []
-    if counts["users"] < USERS:
-        found.append(f"only {counts['users']:,} users: intervals are wide, and counts may be all there is to learn")
-    if counts["items"] < ITEMS:
-        found.append(f"only {counts['items']:,} items: ten recommendations are much of them, and metrics say little")
+    if users is not None and users < USERS:
+        found.append(f"only {users:,} users: intervals are wide, and counts may be all there is to learn")
+    if items is not None and items < ITEMS:
+        found.append(f"only {items:,} items: ten recommendations are much of them, and metrics say little")
     if tied > TIES:
         found.append(f"{tied:.0%} of the events share their time with the one before: their order is the file's")
     if steps is not None and steps < STEPS:
