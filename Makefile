@@ -12,8 +12,8 @@ export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 KILLS ?= 100
 SEED ?= 0
 
-.PHONY: help setup lock first repro experiments bench docs test test-containers test-services test-spark chaos fuzz
-.PHONY: lint audit format ui pipeline image clean
+.PHONY: help setup lock first repro auto experiments bench docs test test-containers test-services test-spark chaos
+.PHONY: fuzz lint audit format ui pipeline image clean
 
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 18
@@ -37,6 +37,10 @@ first: setup  ## one model on MovieLens-100K in about two minutes, without DVC a
 repro: setup  ## the whole pipeline, then the leaderboard; SET="finetune.epochs=3" tries other settings
 	@python -m seqrec repro $(if $(SET),--changes "$(SET)")
 	@python -m seqrec leaderboard --reports reports
+
+auto: setup  ## the best model of DATA=my.csv within MINUTES=10, into OUT=runs/auto; docs/auto.md
+	@test -n "$(DATA)" || { echo "name the file: make auto DATA=my.csv" >&2; exit 1; }
+	@python -m seqrec auto --data "$(DATA)" --minutes $(or $(MINUTES),10) --out "$(or $(OUT),runs/auto)"
 
 experiments: setup  ## what is missing of configs/rec-denoiser, hours; ONLY="ml-100k ml-100k-grid" for some
 	python scripts/rec_denoiser_experiments.py $(if $(ONLY),--only $(ONLY))

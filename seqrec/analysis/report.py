@@ -123,6 +123,9 @@ def page(
     if facts:
         text = ", ".join(f"{name} {value}" for name, value in facts.items())
         parts.append(f'<p class="facts">{html.escape(text)}</p>')
+    if "verdict" in board:
+        parts.insert(1, f'<p class="verdict">{html.escape(board["verdict"]["sentence"])}</p>')
+    parts += [f"<p>The data: {html.escape(text)}.</p>" for text in board.get("warnings", ())]
     parts.append(_leaderboard(rows))
     if outcome:
         decision = (

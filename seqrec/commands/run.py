@@ -5,15 +5,17 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from seqrec import locks
-from seqrec.artifacts import write_json, write_text
+from seqrec.artifacts import SPLIT_CARD, read_json, write_json, write_text
 from seqrec.commands.settings import check
 from seqrec.config import Params, load
+from seqrec.data import data_warnings
 from seqrec.evaluation import leaderboard
 from seqrec.locks import locked
 
@@ -46,16 +48,28 @@ def run(*, config_file: Path, out: Path, data: Path | None = None, resume: bool 
 
 def _run(params: Params, out: Path, data: Path | None, resume: bool) -> dict[str, float]:
     write_text(out / SETTINGS, yaml.safe_dump(json.loads(json.dumps(params.as_dict())), sort_keys=False))
-    source = data or _prepare(params, out)
-    values = _baselines(params, source / "sequences", out)
+    source = data or prepare_data(params, out)
+    values = count_rows(params, source / "sequences", out)
     for model in params.leaderboard:
-        values |= _model(params, model, source / "sequences", out, resume)
-    reports = out / "reports"
-    rows = leaderboard.build(reports=reports, models=params.leaderboard)
-    write_json(reports / leaderboard.LEADERBOARD, {"rows": rows, "registry": None})
-    leaderboard.show(reports=reports)
+        values |= train_model(params, model, source / "sequences", out, resume)
+    write_leaderboard(out / "reports", source / "sequences", params.leaderboard)
+    leaderboard.show(reports=out / "reports")
     logger.info("not registered: `seqrec import --run %s` does it", out)
     return values
+
+
+def write_leaderboard(reports: Path, sequences: Path, models: Sequence[str]) -> dict[str, Any]:
+    """Write leaderboard.json, with its verdict and what is to be said of the data; return its content."""
+    split = read_json(sequences / SPLIT_CARD)
+    rows = leaderboard.build(reports=reports, models=models)
+    board = {key: split[key] for key in ("dataset", "protocol", "split_sha256")} | {
+        "rows": rows,
+        "verdict": leaderboard.verdict(reports, rows),
+        "warnings": data_warnings.warnings(split),
+        "registry": None,
+    }
+    write_json(reports / leaderboard.LEADERBOARD, board)
+    return board
 
 
 def import_run(*, run: Path, data: Path | None = None) -> dict[str, float]:
@@ -80,44 +94,60 @@ def import_run(*, run: Path, data: Path | None = None) -> dict[str, float]:
     )
 
 
-def _prepare(params: Params, out: Path) -> Path:
+def prepare_data(params: Params, out: Path) -> Path:
+    """Ingest, validate and prepare the dataset and the sources of `params`; return the folder of the tables."""
+    read_data(params, out)
+    return split_data(params, out)
+
+
+def _places(params: Params) -> dict[str, Path]:
+    return {params.dataset: Path()} | {name: Path("sources") / name for name in params.sources}
+
+
+def read_data(params: Params, out: Path) -> None:
+    """Ingest and validate the dataset and the sources."""
     from seqrec.stages.ingest import ingest
-    from seqrec.stages.prepare import prepare
     from seqrec.stages.validate import validate
 
     downloads, baseline = out / "state" / "downloads", Path("configs/baseline.json")
-    places = {params.dataset: Path()} | {name: Path("sources") / name for name in params.sources}
-    for name, place in places.items():
+    for name, place in _places(params).items():
         data, verdict = out / "data" / place, out / "reports" / place / "validation.json"
         ingest(dataset=name, output=data, downloads=downloads, config=params.section("ingest", dataset=name))
         config = params.section("validate", dataset=name)
         validate(dataset=name, data=data, report=verdict, baseline=baseline, config=config)
-        config, sequences = params.section("prepare", dataset=name), data / "sequences"
-        prepare(dataset=name, data=data, validation=verdict, sequences=sequences, config=config)
+
+
+def split_data(params: Params, out: Path) -> Path:
+    """Prepare what `read_data` has read; return the folder of the tables."""
+    from seqrec.stages.prepare import prepare
+
+    for name, place in _places(params).items():
+        data, verdict = out / "data" / place, out / "reports" / place / "validation.json"
+        config = params.section("prepare", dataset=name)
+        prepare(dataset=name, data=data, validation=verdict, sequences=data / "sequences", config=config)
     return out / "data"
 
 
-def _baselines(params: Params, sequences: Path, out: Path) -> dict[str, float]:
+def count_rows(params: Params, sequences: Path, out: Path, **limits: int) -> dict[str, float]:
+    """Evaluate the rows that need no training; `limits` are those of the stage."""
     if importlib.util.find_spec("scipy") is None:
         logger.warning("baselines are left out: scipy is not installed")
         return {}
     from seqrec.stages.baselines import baselines
 
-    return baselines(sequences=sequences, reports=out / "reports", config=params.section("evaluate"))
+    return baselines(sequences=sequences, reports=out / "reports", config=params.section("evaluate"), **limits)
 
 
-def _model(params: Params, model: str, sequences: Path, out: Path, resume: bool) -> dict[str, float]:
-    from seqrec.stages.evaluate import evaluate
-    from seqrec.stages.finetune import finetune
+def build_model(params: Params, model: str, sequences: Path, out: Path) -> dict[str, Any]:
+    """Write the weights that `model` starts from; return what the stages of a model share."""
     from seqrec.stages.pretrain import pretrain
 
-    folder, evaluation = out / "artifacts" / model, params.section("evaluate")
     shared: dict[str, Any] = {
         "model": model,
         "sequences": sequences,
-        "initial": folder / "initial",
+        "initial": out / "artifacts" / model / "initial",
         "state": out / "state",
-        "filter_seen": evaluation.filter_seen,
+        "filter_seen": params.section("evaluate").filter_seen,
         "experiment": params.section("register").experiment,
     }
     pretrain(
@@ -127,11 +157,19 @@ def _model(params: Params, model: str, sequences: Path, out: Path, resume: bool)
         data=sequences.parent,
         sources=[sequences.parent / "sources" / name for name in params.sources],
     )
-    values = finetune(
-        **shared, checkpoint=folder / "finetuned", config=params.section("finetune", model=model), resume=resume
-    )
-    report = out / "reports" / model
+    return shared
+
+
+def train_model(params: Params, model: str, sequences: Path, out: Path, resume: bool) -> dict[str, float]:
+    """Build, train and evaluate a model."""
+    from seqrec.stages.evaluate import evaluate
+    from seqrec.stages.finetune import finetune
+
+    shared = build_model(params, model, sequences, out)
+    checkpoint, report = out / "artifacts" / model / "finetuned", out / "reports" / model
+    config = params.section("finetune", model=model)
+    values = finetune(**shared, checkpoint=checkpoint, config=config, resume=resume)
     write_json(report / "finetune.json", values)
-    checkpoint = folder / "finetuned"
-    metrics = evaluate(model=model, sequences=sequences, checkpoint=checkpoint, report=report, config=evaluation)
+    config = params.section("evaluate")
+    metrics = evaluate(model=model, sequences=sequences, checkpoint=checkpoint, report=report, config=config)
     return {f"{model}/{name}": metrics[name] for name in ("valid/ndcg@10", "test/ndcg@10", "test/recall@10")}

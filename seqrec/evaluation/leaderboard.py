@@ -9,10 +9,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 from rich.console import Console
 from rich.table import Table
 
-from seqrec.artifacts import METRICS, REPORT_PAGE, read_json, write_json, write_text
+from seqrec.artifacts import CASES, METRICS, REPORT_PAGE, read_json, write_json, write_text
+from seqrec.evaluation import intervals
 
 LEADERBOARD = "leaderboard.json"
 BASELINES = ("popularity", "markov", "ease", "pctm", "seqrules")
@@ -86,6 +88,36 @@ def below_baseline(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return [row["model"] for row in rows if best and not row["baseline"] and row[SELECTION] < best[SELECTION]]
 
 
+def verdict(
+    reports: Path, rows: Sequence[Mapping[str, Any]], *, confidence: float = 0.95, seed: int = 42
+) -> dict[str, Any]:
+    """Return the best model, its paired gain on validation over the best baseline, and a sentence that says so.
+
+    Args:
+        reports: holds the cases of every row.
+        rows: of the leaderboard.
+        confidence: level of the interval over users.
+        seed: of its resampling.
+    """
+    best, baseline = next((row for row in rows if not row["baseline"]), None), best_baseline(rows)
+    if best is None:
+        sentence = "No model beats counting here: none was trained."
+        return {"model": None, "baseline": baseline and baseline["model"], "gain": None, "sentence": sentence}
+    model = best["model"]
+    if baseline is None:
+        return {"model": model, "baseline": None, "gain": None, "sentence": f"{model} is the best model."}
+    ours, theirs = (pq.read_table(reports / row["model"] / CASES) for row in (best, baseline))
+    gain = intervals.paired_gain(ours, theirs, confidence=confidence, seed=seed)
+    told = f"{gain.mean:+.4f} [{gain.low:+.4f}, {gain.high:+.4f}]"
+    against = f"{SELECTION} over the best baseline, {baseline['model']}"
+    sentence = (
+        f"{model} is the best model: its gain of {against}, is {told}."
+        if gain.low > 0
+        else f"No model beats counting here: the best, {model}, has a gain of {against}, of {told}."
+    )
+    return {"model": model, "baseline": baseline["model"], "gain": gain._asdict(), "sentence": sentence}
+
+
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
     """Write the numbers of `rows` as CSV, the form DVC plots."""
     text = io.StringIO()
@@ -134,6 +166,10 @@ def show(*, reports: Path = Path("reports")) -> None:
         best = best_baseline(report["rows"])
         assert best is not None
         console.print(f"{name} is below the best baseline, {best['model']}, on validation", style="red")
+    for name in report.get("warnings", ()):
+        console.print(f"the data: {name}", style="red", markup=False, highlight=False)
+    if "verdict" in report:
+        console.print(report["verdict"]["sentence"], markup=False, highlight=False)
     outcome = report["registry"]
     if outcome:
         verb = "is the champion" if outcome["promoted"] else "is the candidate, not the champion"

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
+import torch
+
+from models.base import SequenceModel
 from seqrec.config import EXPERIMENT, FinetuneConfig
+from seqrec.data import data_warnings
+from seqrec.data.sequences import Sequences
 from seqrec.data.sequences import load as load_sequences
-from seqrec.training import cards
+from seqrec.training import batches, cards
 from seqrec.training.checkpoint import load_model
 from seqrec.training.job import Job, train
 from seqrec.training.progress import LogEpoch
+
+logger = logging.getLogger(__name__)
+COUNTED = 20_000_000  # events up to which repeats are looked for
+_said: set[str] = set()
 
 
 def finetune(
@@ -44,6 +54,8 @@ def finetune(
     """
     net, card = load_model(initial)
     cards.check_catalogue(initial, card, sequences, users=True)
+    prepared = load_sequences(sequences)
+    _warn(net, prepared, config, filter_seen)
     job = Job(
         name=model,
         stage="finetune",
@@ -58,4 +70,22 @@ def finetune(
         experiment=experiment,
         files=cards.read_files(initial, card),
     )
-    return train(net, load_sequences(sequences), job)
+    return train(net, prepared, job)
+
+
+def _warn(net: SequenceModel, prepared: Sequences, config: FinetuneConfig, filter_seen: bool) -> None:
+    """Log what speaks against this dataset, each sentence once a process."""
+    if not net.phases("finetune"):
+        return
+    windows = batches.windows(prepared, net.options, config, torch.Generator())
+    repeated = data_warnings.repeats(prepared) if len(prepared.items) <= COUNTED else None
+    found = data_warnings.warnings(
+        prepared.card,
+        steps=max(1, round(len(windows.user) / config.batch_size)),
+        repeated=repeated,
+        filter_seen=filter_seen,
+    )
+    for sentence in found:
+        if (key := f"{prepared.card['split_sha256']} {sentence}") not in _said:
+            _said.add(key)
+            logger.warning("%s: %s", prepared.card["dataset"], sentence)

@@ -44,6 +44,7 @@ from seqrec.artifacts import (
     write_text,
 )
 from seqrec.config import RegisterConfig
+from seqrec.data import data_warnings
 from seqrec.evaluation.leaderboard import (
     LEADERBOARD,
     SELECTION,
@@ -51,6 +52,7 @@ from seqrec.evaluation.leaderboard import (
     best_baseline,
     best_model,
     build,
+    verdict,
     write_csv,
     write_curves,
 )
@@ -152,6 +154,8 @@ def register(
             entry.row["champion"] = entry.fingerprint == outcome["champion"]
         _write_leaderboard(reports, split, rows, outcome)
         write_text(reports / REPORT_PAGE, _page(reports, entries, shown, split))
+        if outcome["promoted"]:
+            _say_doubts(reports)
         _finish_parent(tracker, parent, entries, params, reports, outcome)
     gain = {f"gain/{SELECTION}/{name}": value for name, value in (outcome["gain"] or {}).items()}
     chosen = {f"candidate/{key}": best.row[key] for key in (SELECTION, TEST)}
@@ -189,8 +193,18 @@ def _write_leaderboard(
     reports: Path, split: Mapping[str, Any], rows: Sequence[Row], outcome: Mapping[str, Any] | None = None
 ) -> None:
     facts = {key: split[key] for key in ("dataset", "protocol", "split_sha256")}
+    facts |= {"verdict": verdict(reports, rows), "warnings": data_warnings.warnings(split)}
     write_json(reports / LEADERBOARD, {**facts, "selection": SELECTION, "rows": list(rows), "registry": outcome})
     write_csv(reports / LEADERBOARD_CSV, rows)
+
+
+def _say_doubts(reports: Path) -> None:
+    """Log what speaks against a new champion: no gain over counts, or data that says little."""
+    board = read_json(reports / LEADERBOARD)
+    gain = board["verdict"]["gain"]
+    doubts = [board["verdict"]["sentence"]] if gain and gain["low"] <= 0 else []
+    for sentence in doubts + [f"the data: {text}" for text in board["warnings"]]:
+        logger.warning("the champion: %s", sentence)
 
 
 def _examples(

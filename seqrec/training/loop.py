@@ -5,13 +5,15 @@ All data is on the device; a batch is a few gathers. One step never waits for th
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import logging
+import resource
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -20,8 +22,9 @@ from torch.optim import Optimizer
 
 from models.base import SequenceModel
 from seqrec.config import TrainConfig
-from seqrec.data.sequences import Sequences
-from seqrec.evaluation import metrics
+from seqrec.data import sequences
+from seqrec.data.sequences import Cases, Sequences
+from seqrec.evaluation import metrics, ranking
 from seqrec.training import batches, objectives, optimizer, validation
 from seqrec.training.batches import Windows
 from seqrec.training.checkpoint import ResumeState, below, not_finite
@@ -33,6 +36,9 @@ from seqrec.training.validation import ACCURACY, METRIC
 
 logger = logging.getLogger(__name__)
 REPORT_STEPS = 50  # steps between looks at the loss on an accelerator
+FIRST_STEPS = 10  # from which the time of the whole training is projected
+LONG_S = 60.0  # a training that takes longer is announced
+PROBE_CASES = 512  # of validation, ranked to know how long all of them take
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +74,26 @@ def fit(job: Fit) -> list[dict[str, Any]]:
         ValueError: there is nothing to train or to validate on.
     """
     return _Run(job).run()
+
+
+class Cost(NamedTuple):
+    """What a training costs on this machine, from a few steps and a part of the validation cases."""
+
+    step_s: float
+    steps: int  # of an epoch
+    validation_s: float
+    memory: int  # bytes, the highest so far: of the process, or of the accelerator
+
+    @property
+    def epoch_s(self) -> float:
+        """Seconds of an epoch and its validation."""
+        return self.step_s * self.steps + self.validation_s
+
+
+def measure(job: Fit) -> Cost:
+    """Return the cost of an epoch of the first phase; a copy of the model does the steps, no state is kept."""
+    with torch.random.fork_rng():
+        return _Run(replace(job, model=copy.deepcopy(job.model), epochs={}, log=None)).measure()
 
 
 @dataclass
@@ -204,6 +230,8 @@ class _Run:
         for example in self._examples(windows, plan[position.batch :]):
             optimizer.set_learning_rate(self.phase.optimizers, optimizer.learning_rate(position.step, total, config))
             self._step(example)
+            if position.total_steps == FIRST_STEPS <= position.batch:
+                self._announce(total)
             if position.step % config.save_steps == 0 and position.batch < len(plan):
                 self._save()
             self._show(bar)
@@ -222,6 +250,52 @@ class _Run:
         position.total_steps += 1
         self._account(terms, loss, norm)
         self.meter.targets += example.number * self.job.accelerator.num_processes
+
+    def measure(self) -> Cost:
+        """Return the cost of an epoch of the first phase; the model is changed by some steps."""
+        self._enter(self.model.phases(self.job.stage)[0])
+        self.model.eval()
+        with torch.no_grad():
+            self.model.on_epoch()
+        self.model.train()
+        windows = batches.windows(self.data, self.model.options, self.job.config, self.order)
+        plan = batches.plan(windows.width, self.job.config.batch_size, self.order)
+        optimizer.set_learning_rate(self.phase.optimizers, 0.0)
+        seconds = []
+        for example in self._examples(windows, plan[: FIRST_STEPS + 1]):
+            began = time.monotonic()
+            self._step(example)
+            float(self.meter.sums[0])  # waits for the device
+            seconds.append(time.monotonic() - began)
+        usual = seconds[1:] or seconds  # the first step also allocates
+        return Cost(sum(usual) / len(usual), len(plan), self._validation_seconds(), self._memory())
+
+    def _validation_seconds(self) -> float:
+        cases = sequences.cases(self.data, "valid")
+        some = Cases(*(values[:: max(1, len(cases) // PROBE_CASES)] for values in (cases.user, cases.position)))
+        began = time.monotonic()
+        ranking.rank(ranking.model_scorer(self.model.eval()), self.data, some, filter_seen=self.job.filter_seen)
+        return (time.monotonic() - began) * len(cases) / max(1, len(some))
+
+    def _memory(self) -> int:
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated()
+        highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return highest if sys.platform == "darwin" else highest * 1024
+
+    def _announce(self, total: int) -> None:
+        """Log how long the phase will take at most, and its memory, where that is long."""
+        float(self.meter.sums[0])  # waits for the device
+        seconds = (time.monotonic() - self.meter.began) / FIRST_STEPS * total
+        if seconds > LONG_S and self.job.accelerator.is_main_process:
+            logger.info(
+                "%s: about %.0f minutes for all %d epochs, validation not counted; early stopping may end it sooner. "
+                "Memory so far: %.1f GB",
+                self.job.stage,
+                seconds / 60,
+                self.job.config.epochs,
+                self._memory() / 1e9,
+            )
 
     def _end_epoch(self, started: float) -> None:
         """Record, validate, report and save the epoch that has just ended."""

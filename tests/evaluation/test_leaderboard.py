@@ -4,9 +4,11 @@ import csv
 import io
 import json
 
+import pyarrow as pa
 import pytest
 from rich.console import Console
 
+from seqrec.artifacts import CASES_SCHEMA, write_table
 from seqrec.evaluation import leaderboard
 
 
@@ -162,3 +164,36 @@ def test_the_summaries_fit_into_100_columns_and_replace_those_of_other_models(re
     values = json.loads((folder / "rec_denoiser.json").read_text())
     widths = [len("reports/summary/rec_denoiser.json"), *map(len, values)]
     assert sum(widths) + 4 * len(values) <= 100  # DVC puts four spaces between columns
+
+
+def write_cases(reports, name, rank):
+    users = range(1, len(rank) + 1)
+    columns = {"split": ["valid"] * len(rank), "user": users, "position": [5] * len(rank), "target": [1] * len(rank)}
+    table = pa.table({**columns, "rank": rank, "ties": [0] * len(rank)}, schema=CASES_SCHEMA)
+    write_table(reports / name / "cases.parquet", table)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sentence"),
+    [
+        ([1.0] * 40, "rec_denoiser is the best model: its gain of valid/ndcg@10 over the best baseline, markov, is"),
+        ([2.0] * 40, "No model beats counting here: the best, rec_denoiser, has a gain of valid/ndcg@10"),
+        ([1.0, 5.0] * 20, "No model beats counting here"),  # the interval of the gain holds 0
+        ([30.0] * 40, "No model beats counting here"),
+    ],
+)
+def test_the_verdict_says_whether_a_model_beats_counting(reports, ranks, sentence):
+    write_cases(reports, "rec_denoiser", ranks)
+    write_cases(reports, "markov", [2.0] * 40)
+    rows = leaderboard.build(reports=reports, models=["sasrec", "rec_denoiser"])
+
+    found = leaderboard.verdict(reports, rows)
+
+    assert found["sentence"].startswith(sentence)
+    assert (found["model"], found["baseline"]) == ("rec_denoiser", "markov")
+
+
+def test_without_a_model_nothing_beats_counting(reports):
+    rows = leaderboard.build(reports=reports, models=[])
+
+    assert leaderboard.verdict(reports, rows)["sentence"] == "No model beats counting here: none was trained."

@@ -1,0 +1,385 @@
+"""`seqrec auto`: from a log to the best model of it, within some minutes; the same command continues."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shlex
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from seqrec import locks
+from seqrec.artifacts import (
+    HISTORY,
+    METRICS,
+    MODEL_CARD,
+    REPORT_PAGE,
+    SOURCE_CARD,
+    SPLIT_CARD,
+    read_json,
+    write_json,
+    write_table,
+    write_text,
+)
+from seqrec.commands import run
+from seqrec.config import Params, from_dict
+from seqrec.data import data_warnings, sequences
+from seqrec.data.splits import DAY
+from seqrec.evaluation import leaderboard
+from seqrec.locks import locked
+from seqrec.training import auto_settings
+from seqrec.training.auto_settings import Shape
+
+logger = logging.getLogger(__name__)
+PLAN = "auto.json"
+CARD = "model-card.md"
+MODELS = ("flash4rec", "sasrec", "gru4rec")  # in this order, as the first one is sure to be trained
+RATES = {"flash4rec": 3e-3, "sasrec": 1e-3, "gru4rec": 2e-3}
+CORES = (5, 3, 2)  # events of a user and of an item, from the strictest on
+KEPT = 0.5  # share of the events that a k-core must leave
+CASES, KNOWN = 100, 0.2  # temporal: least cases of validation and of test, least share of them of trained users
+RESERVE = 0.15  # of a share of the budget, for counts and evaluation
+EASE_FLOPS = 1e9  # items cubed a second, of a tenth of the budget
+
+
+@dataclass
+class Plan:
+    """What was decided, and the seconds spent; it outlives the process."""
+
+    path: Path
+    request: dict[str, Any]
+    params: dict[str, Any] = field(default_factory=dict)
+    split: str = ""  # which, and why
+    done: list[str] = field(default_factory=list)  # data, counts, and models
+    spent: float = 0.0
+    began: float = field(default_factory=time.monotonic)
+
+    @classmethod
+    def load(cls, path: Path, request: dict[str, Any]) -> Plan:
+        """Return the plan at `path`, a new one if there is none.
+
+        Raises:
+            ValueError: it was made for another request.
+        """
+        if not path.is_file():
+            return cls(path, request)
+        kept = read_json(path)
+        if kept["request"] != request:
+            raise ValueError(f"--out: {path} was made for other data or flags: name another folder, or remove this one")
+        return cls(path, **kept)
+
+    def save(self, done: str = "") -> None:
+        """Write the plan; `done` is complete from now on."""
+        now = time.monotonic()
+        self.spent, self.began = self.spent + now - self.began, now
+        self.done += [done] if done else []
+        names = ("request", "params", "split", "done", "spent")
+        write_json(self.path, {name: getattr(self, name) for name in names})
+
+    def left(self) -> float:
+        """Return the seconds that are left of the budget; may be negative."""
+        return 60 * float(self.request["minutes"]) - self.spent - (time.monotonic() - self.began)
+
+    def set_model(self, name: str, settings: dict[str, Any]) -> None:
+        """Take a model up into the settings."""
+        self.params["models"][name] = settings
+        self.params["leaderboard"] = list(self.params["models"])
+        self.save()
+
+
+def auto(
+    *,
+    data: Path,
+    out: Path,
+    minutes: float = 10.0,
+    user: str = "",
+    item: str = "",
+    time: str = "",
+    title: str = "",
+    time_format: str = "",
+    items: str = "",
+) -> dict[str, float]:
+    """Make the best model of a log within a time budget: columns, split and settings are found out and shown.
+
+    Args:
+        data: CSV or Parquet file with a header, or lines of `user item item ...`.
+        out: folder that receives everything.
+        minutes: budget; one model is trained whatever it is.
+        user: column of the users, where the guess is wrong.
+        item: column of the items.
+        time: column of the times.
+        title: column of the items' titles.
+        time_format: of strptime, such as %d/%m/%Y.
+        items: file of items with their titles.
+
+    Returns:
+        The NDCG@10 of each model on validation and test.
+
+    Raises:
+        ValueError: the file cannot be read so, or nothing is left of it to learn from.
+        LockedError: another process runs in `out`.
+    """
+    if not data.is_file():
+        raise ValueError(f"--data: {data} not found")
+    if minutes <= 0:
+        raise ValueError("--minutes must be above 0")
+    named = {"user_id": user, "item_id": item, "timestamp": time, "title": title}
+    columns = {name: column for name, column in named.items() if column}
+    about = {"data": str(data.resolve()), "bytes": data.stat().st_size, "minutes": minutes}
+    with locked(out / locks.NAME, f"--out {out}"):
+        plan = Plan.load(out / PLAN, about | {"columns": columns, "time_format": time_format, "items": items})
+        return _auto(plan, out)
+
+
+def _auto(plan: Plan, out: Path) -> dict[str, float]:
+    if "data" not in plan.done:
+        _prepare(plan, out)
+    folder = out / "data" / "sequences"
+    prepared = sequences.load(folder)
+    shape = Shape.of(prepared)
+    _say_data(plan, prepared)
+    if "counts" not in plan.done:
+        budget = 60 * float(plan.request["minutes"])
+        run.count_rows(from_dict(plan.params), folder, out, ease_items=int((budget * EASE_FLOPS) ** (1 / 3)))
+        plan.save("counts")
+    for place, name in enumerate(MODELS):
+        if name not in plan.done:
+            _train(plan, name, shape, folder, out, share=plan.left() / (len(MODELS) - place))
+    params = from_dict(plan.params)
+    write_text(out / run.SETTINGS, yaml.safe_dump(json.loads(json.dumps(params.as_dict())), sort_keys=False))
+    board = run.write_leaderboard(out / "reports", folder, params.leaderboard)
+    best = str(board["verdict"]["model"])
+    leaderboard.show(reports=out / "reports")
+    _write_pages(out, board, best, params)
+    _say_next(out, best)
+    plan.save()
+    metrics = {name: read_json(out / "reports" / name / METRICS) for name in params.leaderboard}
+    return {f"{name}/{key}": metrics[name][key] for name in metrics for key in ("valid/ndcg@10", "test/ndcg@10")}
+
+
+def _prepare(plan: Plan, out: Path) -> None:
+    """Read, check and split the data, and put its settings into the plan."""
+    ingest, timed = _source(plan, out)
+    content: dict[str, Any] = {"dataset": "auto", "leaderboard": [], "models": {}, "ingest": ingest}
+    content |= {"evaluate": {}, "register": {"tracking_uri": f"sqlite:///{out.resolve()}/mlflow.db"}}
+    content |= {"datasets": {"auto": {} if timed else {"validate": {"min_date": "1970-01-01"}}}}
+    run.read_data(from_dict(content), out)
+    content["prepare"], plan.split = _split(from_dict(content), out, timed)
+    prepared = sequences.load(out / "data" / "sequences")
+    if data_warnings.repeats(prepared) > data_warnings.REPEATS:
+        content["evaluate"] = {"filter_seen": False}
+    plan.params = content
+    plan.save("data")
+
+
+def _source(plan: Plan, out: Path) -> tuple[dict[str, Any], bool]:
+    """Return section `ingest` of the file, and whether it has times; the columns are shown."""
+    from seqrec.data import column_guess
+
+    path, request = Path(plan.request["data"]), plan.request
+    items = {"items": str(Path(request["items"]).resolve())} if request["items"] else {}
+    if column_guess.is_lines(path):
+        Console().print(f"{path.name}: lines of a user and items in their order, without times", highlight=False)
+        return {"source": "lines", "interactions": str(path)} | items, False
+    found, time_format = column_guess.guess(path, request["columns"], request["time_format"])
+    _show(path, found, time_format)
+    columns = {one.name: one.column for one in found}
+    title = columns.pop("title", "")
+    if title and not items:
+        items = {"items": str(_titles(path, columns["item_id"], title, out))}
+    section = {"source": "csv", "interactions": str(path), "columns": columns, "time_format": time_format}
+    return section | items, True
+
+
+def _show(path: Path, found: Any, time_format: str) -> None:
+    flags = {"user_id": "--user", "item_id": "--item", "timestamp": "--time", "title": "--title"}
+    table = Table("ours", "column", "by", "another", title=escape(path.name), box=None, pad_edge=False)
+    for one in found:
+        table.add_row(one.name, escape(one.column), one.why, flags.get(one.name, ""))
+    if time_format:
+        table.add_row("", escape(time_format), "its values", "--time-format")
+    Console().print(table)
+
+
+def _titles(path: Path, item: str, title: str, out: Path) -> Path:
+    """Write the first title of each item of a log to a file of items."""
+    import polars as pl
+
+    from seqrec.data.readers import csv_files
+
+    parts = [
+        frame.select(pl.col("item_id", "title").cast(pl.String)).unique("item_id", keep="first", maintain_order=True)
+        for frame in csv_files.columns_of(path, {"item_id": item, "title": title})
+    ]
+    target = out / "state" / "items.parquet"
+    rows = pl.concat(parts).drop_nulls("item_id").unique("item_id", keep="first", maintain_order=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write_table(target, rows.to_arrow(compat_level=pl.CompatLevel.oldest()))
+    return target.resolve()
+
+
+def _split(params: Params, out: Path, timed: bool) -> tuple[dict[str, Any], str]:
+    """Prepare the data, by time if there is enough on either side of the cuts; return section `prepare`, and why."""
+    reason = "the file has no times"
+    if timed:
+        settings = {"protocol": "temporal"}
+        try:
+            settings |= _core(params, out, settings)
+        except ValueError as error:
+            reason = str(error)
+        else:
+            if not (reason := _too_little(sequences.load(out / "data" / "sequences"))):
+                return settings, "temporal: what comes after a moment is predicted from what was before it"
+    settings = {"protocol": "LOO-full"}
+    settings |= _core(params, out, settings)
+    return settings, f"LOO-full, each user's last event, since by time it cannot be: {reason}"
+
+
+def _core(params: Params, out: Path, settings: Mapping[str, Any]) -> dict[str, int]:
+    """Prepare with the strictest k-core that leaves half of the events, else with the laxest."""
+    for least in CORES:
+        core = {"min_user_events": least, "min_item_events": least}
+        try:
+            run.split_data(from_dict(params.as_dict() | {"prepare": {**settings, **core}}), out)
+        except ValueError:
+            if least == CORES[-1]:
+                raise
+            continue
+        card = read_json(out / "data" / "sequences" / SPLIT_CARD)
+        kept = card["counts"]["events"]
+        if least == CORES[-1] or kept >= KEPT * (kept + sum(n for k, n in card["dropped"].items() if "events" in k)):
+            break
+    return core
+
+
+def _too_little(prepared: sequences.Sequences) -> str:
+    """Return why a temporal split cannot train or measure, or nothing."""
+    card = prepared.card
+    for part in ("valid", "test"):
+        cases = sequences.cases(prepared, part)
+        if len(cases) < CASES:
+            return f"only {len(cases)} {part} cases"
+        if (known := float(prepared.trained(cases.user).double().mean())) < KNOWN:
+            return f"only {known:.0%} of the {part} cases are of users with a past before the first cut"
+    if card["test_cut"] - card["valid_cut"] < DAY:
+        return "validation spans less than a day"
+    return ""
+
+
+def _say_data(plan: Plan, prepared: sequences.Sequences) -> None:
+    card = prepared.card
+    counts = ", ".join(f"{card['counts'][name]:,} {name}" for name in ("users", "items", "events", "valid", "test"))
+    logger.info("split: %s", plan.split)
+    logger.info("data: %s", counts)
+    if not plan.params["evaluate"].get("filter_seen", True):
+        logger.info("people come back to items here: those of the past stay candidates")
+    for sentence in data_warnings.warnings(card):
+        logger.warning("the data: %s", sentence)
+
+
+def _train(plan: Plan, name: str, shape: Shape, folder: Path, out: Path, *, share: float) -> None:
+    """Train and evaluate one model in `share` seconds; it is left out if an epoch does not fit, unless the first."""
+    if name not in plan.params["models"]:
+        epochs = _epochs(plan, name, shape, folder, out, share)
+        if epochs == 0:
+            return
+        plan.set_model(name, _settings(name, shape, epochs))
+    run.train_model(from_dict(plan.params), name, folder, out, resume=False)
+    plan.save(name)
+
+
+def _settings(name: str, shape: Shape, epochs: int | None) -> dict[str, Any]:
+    finetune = auto_settings.finetune(shape, number_of_epochs=epochs, fast_bf16=auto_settings.has_fast_bf16())
+    return {
+        "options": auto_settings.options(name, shape),
+        "finetune": finetune | {"learning_rate": RATES[name]},
+    }
+
+
+def _epochs(plan: Plan, name: str, shape: Shape, folder: Path, out: Path, share: float) -> int:
+    """Return how many epochs fit into `share` seconds, measured with some steps; 0 leaves the model out."""
+    import torch
+    from accelerate import Accelerator
+
+    from seqrec.training import loop
+    from seqrec.training.checkpoint import ResumeState, load_model
+
+    first = not plan.params["models"]
+    if share <= 0 and not first:
+        logger.warning("%s is left out: the budget is spent", name)
+        return 0
+    settings = {"models": {name: _settings(name, shape, None)}, "leaderboard": [name]}
+    params = from_dict(plan.params | settings)
+    run.build_model(params, name, folder, out)
+    config = params.section("finetune", model=name)
+    began = time.monotonic()
+    net, _ = load_model(out / "artifacts" / name / "initial")
+    probe = loop.Fit(
+        model=net,
+        data=sequences.load(folder),
+        stage="finetune",
+        config=config,
+        filter_seen=params.section("evaluate").filter_seen,
+        state=ResumeState(out / "state" / "probe", "probe"),
+        accelerator=Accelerator(cpu=not torch.cuda.is_available()),
+    )
+    cost = loop.measure(probe)
+    usable = (share - (time.monotonic() - began)) * (1 - RESERVE) - 4 * cost.validation_s
+    fitting = int(usable / cost.epoch_s)
+    if fitting < 1 and not first:
+        logger.warning("%s is left out: an epoch takes %.0f s of the %.0f s that are left", name, cost.epoch_s, usable)
+        return 0
+    epochs = max(1, min(fitting, config.epochs))
+    logger.info(
+        "%s: %d epochs of %d steps, about %.0f s at most; %.1f GB of memory so far",
+        name,
+        epochs,
+        cost.steps,
+        epochs * cost.epoch_s,
+        cost.memory / 1e9,
+    )
+    return epochs
+
+
+def _write_pages(out: Path, board: Mapping[str, Any], best: str, params: Params) -> None:
+    """Write the report, and the card of the best model."""
+    from seqrec.analysis import examples, report
+    from seqrec.tracking.model_card import model_card
+
+    reports, folder = out / "reports", out / "data" / "sequences"
+    rows = [row["model"] for row in board["rows"]]
+    trained = {name: out / "artifacts" / name / "finetuned" for name in params.leaderboard}
+    register = params.section("register")
+    shown = examples.choose(
+        leader=best,
+        checkpoints={name: trained.get(name) for name in rows},
+        reports=reports,
+        sequences=folder,
+        number=register.examples,
+        seed=register.seed,
+    )
+    lines = {name: (at / HISTORY).read_text(encoding="utf-8").splitlines() for name, at in trained.items()}
+    histories = {name: [json.loads(line) for line in lines.get(name, ())] for name in rows}
+    metrics = {name: read_json(reports / name / METRICS) for name in rows}
+    write_text(reports / REPORT_PAGE, report.page(board, metrics, histories, shown))
+    cards = (trained[best] / MODEL_CARD, reports / best / METRICS, folder / SPLIT_CARD, out / "data" / SOURCE_CARD)
+    write_text(out / CARD, model_card(*map(read_json, cards)))
+
+
+def _say_next(out: Path, best: str) -> None:
+    saved, params = (shlex.quote(str(path)) for path in (out / "artifacts" / best / "finetuned", out / run.SETTINGS))
+    lines = [
+        f"report      {out / 'reports' / REPORT_PAGE}",
+        f"card        {out / CARD}",
+        f"serve it    python -m seqrec serve --params {params} --saved {saved}",
+        f"register    python -m seqrec import --run {shlex.quote(str(out))}",
+    ]
+    Console().print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,51 @@
+"""What a prepared dataset is too small, too coarse or too repetitive for: said before anything is trained on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from seqrec.data.sequences import Sequences
+
+USERS, ITEMS, STEPS = 1_000, 50, 20  # fewer users, items, or steps of an epoch are worth a word
+TIES, REPEATS = 0.5, 0.1  # share of the events, more is
+
+
+def repeats(data: Sequences) -> float:
+    """Return the share of the training events whose item the user had before."""
+    parts = getattr(data.items, "parts", None)  # of a mapped file
+    items = (torch.cat(list(parts)) if parts else data.items).cpu().long()  # type: ignore[union-attr, arg-type]
+    user = torch.repeat_interleave(torch.arange(data.num_users), (data.stop - data.start).cpu())
+    train = torch.arange(len(items)) < data.train_stop.cpu()[user]
+    pairs = user[train] * (data.num_items + 1) + items[train]
+    return 1 - len(pairs.unique()) / max(1, len(pairs))
+
+
+def warnings(
+    card: Mapping[str, Any], *, steps: int | None = None, repeated: float | None = None, filter_seen: bool = True
+) -> list[str]:
+    """Return a sentence for each reason to distrust what is learnt or measured on a dataset.
+
+    Args:
+        card: the split card.
+        steps: of an epoch.
+        repeated: share of the events whose item the user had before.
+        filter_seen: whether such items are no candidates.
+    """
+    counts = card["counts"]
+    users, items = (counts.get(name) for name in ("users", "items"))
+    tied = counts.get("tied_events", 0) / max(1, counts.get("events", 0))
+    found = []
+    if users is not None and users < USERS:
+        found.append(f"only {users:,} users: intervals are wide, and counts may be all there is to learn")
+    if items is not None and items < ITEMS:
+        found.append(f"only {items:,} items: ten recommendations are much of them, and metrics say little")
+    if tied > TIES:
+        found.append(f"{tied:.0%} of the events share their time with the one before: their order is the file's")
+    if steps is not None and steps < STEPS:
+        found.append(f"{steps} steps an epoch: lower finetune.batch_size, or train more epochs")
+    if repeated is not None and repeated > REPEATS and filter_seen:
+        found.append(f"{repeated:.0%} of the events repeat an item: evaluate.filter_seen: false lets it be recommended")
+    return found

@@ -1,0 +1,87 @@
+"""`seqrec auto`: from a file with columns of its own to a leaderboard, a report and a command that serves."""
+
+from __future__ import annotations
+
+import json
+
+import polars as pl
+import pytest
+from support import synthetic_rows
+
+from seqrec.__main__ import main
+from seqrec.commands import auto
+from seqrec.config import load
+from seqrec.data import sequences
+from seqrec.serving.recommender import Recommender, Request
+
+COLUMNS = ("Customer ID", "SKU", "bought_at", "product_name")
+SHARE = 0.005  # minutes: one epoch of one model
+
+
+def write_log(path, *, spread, users=60):
+    """Write a log of `users`, who begin `spread` seconds after one another."""
+    values = [
+        (user, item, 1_500_000_000 + 360 * (time - 1_000_000) + spread * int(user[1:]), f"Thing {item}")
+        for user, item, time in synthetic_rows(users=users, items=40)
+    ]
+    pl.DataFrame(values, schema=COLUMNS, orient="row").write_csv(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A folder with log.csv of 300 users, and what `auto --out out` has made of it."""
+    folder = tmp_path_factory.mktemp("auto")
+    log = write_log(folder / "log.csv", spread=0, users=300)
+    assert main(["auto", "--data", str(log), "--minutes", str(SHARE), "--out", str(folder / "out")]) == 0
+    return folder
+
+
+def test_a_log_becomes_a_leaderboard_a_report_and_a_model_that_answers(made):
+    out = made / "out"
+    board = json.loads((out / "reports" / "leaderboard.json").read_text())
+    card = sequences.load(out / "data" / "sequences").card
+    params = load(out / "params.yaml")
+
+    assert card["protocol"] == "temporal"
+    assert params.section("ingest").columns == {"user_id": "Customer ID", "item_id": "SKU", "timestamp": "bought_at"}
+    assert {"markov", "pctm", "seqrules", "flash4rec"} <= {row["model"] for row in board["rows"]}
+    assert board["verdict"]["model"] == "flash4rec"
+    assert board["verdict"]["sentence"] in (out / "reports" / "index.html").read_text()
+    assert any("only 300 users" in sentence for sentence in board["warnings"])
+    assert (out / "model-card.md").read_text().startswith("# flash4rec on auto")
+    answerer = Recommender.load(out / "artifacts" / "flash4rec" / "finetuned", params.section("register"))
+    assert len(answerer.answer([Request(history=["i3", "i4"], k=5)])[0].items) == 5
+    assert answerer.titles["i3"] == "Thing i3"
+
+
+def test_the_same_command_continues_and_another_one_is_refused(made, caplog):
+    out, weights = made / "out", made / "out" / "artifacts" / "flash4rec" / "finetuned" / "best.safetensors"
+    before = weights.stat().st_mtime_ns
+    command = ["auto", "--data", str(made / "log.csv"), "--out", str(out), "--minutes"]
+
+    assert main([*command, str(SHARE)]) == 0
+    assert weights.stat().st_mtime_ns == before
+    assert main([*command, "5"]) == 1
+    assert "was made for other data or flags" in caplog.text
+
+
+def test_a_log_that_time_cannot_divide_is_split_by_user(tmp_path):
+    log = write_log(tmp_path / "log.csv", spread=8_000_000)  # one user after the other
+    plan = auto.Plan.load(tmp_path / "auto.json", {"data": str(log), "columns": {}, "time_format": "", "items": ""})
+
+    auto._prepare(plan, tmp_path / "out")
+
+    assert sequences.load(tmp_path / "out" / "data" / "sequences").card["protocol"] == "LOO-full"
+    assert "of the valid cases are of users with a past" in plan.split
+
+
+def test_lines_without_times_are_split_by_user(tmp_path):
+    log = tmp_path / "lines.txt"
+    log.write_text("".join(f"{user} {' '.join(str((user + k) % 12) for k in range(8))}\n" for user in range(40)))
+    plan = auto.Plan.load(tmp_path / "auto.json", {"data": str(log), "columns": {}, "time_format": "", "items": ""})
+
+    auto._prepare(plan, tmp_path / "out")
+
+    assert plan.split.endswith("the file has no times")
+    assert plan.params["prepare"]["protocol"] == "LOO-full"

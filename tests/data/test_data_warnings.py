@@ -1,0 +1,38 @@
+"""Small, coarse and repetitive data is named before training."""
+
+from __future__ import annotations
+
+import pytest
+from support import prepare_rows, synthetic_rows
+
+from seqrec.data import sequences
+from seqrec.data.data_warnings import repeats, warnings
+
+SOUND = {"users": 5_000, "items": 300, "events": 100_000, "tied_events": 100}
+
+
+@pytest.mark.parametrize(
+    ("counts", "facts", "message"),
+    [
+        ({}, {"steps": 20, "repeated": 0.1}, ""),
+        ({"users": 999}, {}, "only 999 users"),
+        ({"items": 10}, {}, "only 10 items"),
+        ({"tied_events": 87_000}, {}, "87% of the events share their time"),
+        ({}, {"steps": 19}, "19 steps an epoch"),
+        ({}, {"repeated": 0.5}, "50% of the events repeat an item"),
+        ({}, {"repeated": 0.5, "filter_seen": False}, ""),
+    ],
+)
+def test_each_reason_has_its_sentence(counts, facts, message):
+    found = warnings({"counts": SOUND | counts}, **facts)
+
+    assert len(found) == bool(message)
+    assert message in "".join(found)
+
+
+def test_repeats_are_those_of_a_user_in_training(tmp_path):
+    rows = [(f"u{user}", f"i{event % 3}", 1_000_000 + event) for user in range(6) for event in range(8)]
+    data = sequences.load(prepare_rows(tmp_path, rows, deduplicate="none"))
+
+    assert repeats(data) == pytest.approx(1 - 3 / 6)  # 6 of 8 events are training, of 3 items
+    assert 0 < repeats(sequences.load(prepare_rows(tmp_path / "more", synthetic_rows()))) < 0.5
