@@ -10,7 +10,8 @@ Differs from the paper and its code in these places:
   associativity q . (W x) = (W^T q) . x and sum_t p_t (V x_t) = V (sum_t p_t x_t);
 - the last layer computes [CLS] alone unless masked words are predicted as well;
 - another row of a batch with the same target is no negative: texts that are equal cannot be told apart;
-- a batch of any size uses all of its rows as negatives; `recompute` makes that fit (GradCache, Gao et al. 2021);
+- a batch of any size uses all of its rows as negatives, those of other processes too; `recompute` makes that fit
+  (GradCache, Gao et al. 2021);
 - a target has at least one event before it.
 
 Shape suffixes, besides those of layers.py:
@@ -26,6 +27,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.nn.functional import all_gather
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -413,9 +415,13 @@ class Recformer(SequenceModel):
         """See `SequenceModel.training_loss`."""
         if self.phase != "contrastive":
             return super().training_loss(batch, task)
-        score_BB, same_BB = self._contrast(batch)
-        goal_B = torch.arange(len(score_BB), device=score_BB.device)
-        terms = {"contrast": F.cross_entropy(score_BB.masked_fill(same_BB, float("-inf")), goal_B)}  # (10)
+        target_B1 = batch.items[:, -1:]
+        history_BD, target_BD = self._pairs(batch)
+        first = torch.distributed.get_rank() * len(target_B1) if torch.distributed.is_initialized() else 0
+        goal_B = first + torch.arange(len(target_B1), device=target_B1.device)
+        score_BN = self._cosines(history_BD, gather(target_BD))
+        same_BN = (target_B1 == gather(target_B1).T).scatter(1, goal_B.unsqueeze(1), False)
+        terms = {"contrast": F.cross_entropy(score_BN.masked_fill(same_BN, float("-inf")), goal_B)}  # (10)
         if self.options.mlm_weight > 0:
             words = self._masked_words(batch.items[:, :-1]) + self._masked_words(batch.items[:, -1:])
             terms["words"] = self.options.mlm_weight * words  # (11)
@@ -423,17 +429,21 @@ class Recformer(SequenceModel):
 
     def hits(self, batch: Batch) -> Tensor:
         """Return bool (B,): whether the history is nearest to its own target of all targets in the batch."""
-        score_BB, same_BB = self._contrast(batch)
-        other_BB = ~same_BB.clone().fill_diagonal_(True)
+        target_B1 = batch.items[:, -1:]
+        score_BB = self._cosines(*self._pairs(batch))
+        other_BB = target_B1 != target_B1.T
         return ((score_BB >= score_BB.diagonal().unsqueeze(1)) & other_BB).sum(1) == 0
 
-    def _contrast(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return cosines over the temperature (B, B), and which other rows have the same target."""
-        target_B1 = batch.items[:, -1:]
-        history_BD, target_BD = self.encode(batch.items[:, :-1]).float(), self.encode(target_B1).float()
+    def _pairs(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the vectors of each row's history and of its target, of length 1 (B, D)."""
+        history_BD, target_BD = self.encode(batch.items[:, :-1]).float(), self.encode(batch.items[:, -1:]).float()
+        return F.normalize(history_BD, dim=-1), F.normalize(target_BD, dim=-1)
+
+    def _cosines(self, history_BD: Tensor, target_ND: Tensor) -> Tensor:
+        """Return (B, N), over the temperature."""
         with torch.autocast(history_BD.device.type, enabled=False):
-            score_BB = F.normalize(history_BD, dim=-1) @ F.normalize(target_BD, dim=-1).T / self.options.temperature
-        return score_BB, (target_B1 == target_B1.T).fill_diagonal_(False)
+            score_BN: Tensor = history_BD @ target_ND.T / self.options.temperature
+        return score_BN
 
     def encode(self, items_BL: Tensor) -> Tensor:
         """Return the vectors (B, D) of histories, left-padded, or of items (B, 1)."""
@@ -506,6 +516,11 @@ class Recformer(SequenceModel):
             F.pad(self.starts[index_BT] & real_BT, (1, 0), value=True),
             F.pad(real_BT, (1, 0), value=True),
         )
+
+
+def gather(x: Tensor) -> Tensor:
+    """Return the rows of every process, in order, all of them with a gradient; each process brings equally many."""
+    return torch.cat(all_gather(x)) if torch.distributed.is_initialized() else x
 
 
 def mask_words(text: Text, probability: float, mask: int, words: int) -> tuple[Text, Tensor]:

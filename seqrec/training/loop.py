@@ -476,7 +476,11 @@ class _Run:
         position, config = self.position, self.config
         self.order.set_state(self.epoch_order)
         self.windows = objectives.windows(self.data, self.model.options, config, self.order)
-        plan = objectives.plan(self.windows.width, config.batch_size, self.order)
+        if self.contrastive:
+            rows, processes = len(self.windows.user), self.accelerator.num_processes
+            plan = objectives.plan_of_size(rows, config.batch_size, processes, self.order)
+        else:
+            plan = objectives.plan(self.windows.width, config.batch_size, self.order)
         total = config.epochs * len(plan)
         progress.update(task, total=total, completed=position.step)
         for number, example in enumerate(self._examples(plan[position.batch :]), position.batch):
