@@ -151,10 +151,11 @@ def _item_positions(name: str, pin: Mapping[str, str], unexpected: Iterable[str]
     keys = [key for key in unexpected if key.endswith("item_position_embeddings.weight")]
     if not keys:
         return {}
-    options = {"_raise_exceptions_for_missing_entries": False, **pin}
+    options: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False, **pin}
     if (file := cached_file(name, "model.safetensors", **options)) is not None:
         return {ITEM_POSITIONS: load_file(file)[keys[0]].float()}
     file = cached_file(name, "pytorch_model.bin", **options)
+    assert file is not None, "transformers has just read it"
     return {ITEM_POSITIONS: torch.load(file, map_location="cpu", weights_only=True)[keys[0]].float()}
 
 
