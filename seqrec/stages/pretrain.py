@@ -97,6 +97,8 @@ def _pretrain_on_tokens(
         pretrained.load_tokenizer(start) if start else item_tokens.train_tokenizer(texts[read], options.vocabulary)
     )
     tokens = [item_tokens.tokenise(text, tokenizer, options.attribute_tokens) for text in texts]
+    # the model keeps the names in their order, in which the text of later items has to be read
+    architecture = replace(architecture, options=architecture.options | {"attributes": [*texts[0]]})
     parts = [load_sequences(sequences) for _, sequences in folders]
     served = Catalogue(parts[0].num_items, parts[0].num_users, 0, tokens[0])
     learnt = train_parts(parts[read], config)

@@ -92,3 +92,15 @@ def plan(width_W: Tensor, batch_size: int, generator: torch.Generator) -> list[T
     parts = torch.split(order, torch.bincount(number, minlength=batches).tolist())
     filled = [part for part in parts if len(part)]
     return [filled[i] for i in torch.randperm(len(filled), generator=generator).tolist()]
+
+
+def plan_of_size(number: int, batch_size: int, processes: int, generator: torch.Generator) -> list[Tensor]:
+    """Divide `number` windows into random batches of one size, whose rows are each other's negatives.
+
+    The size is `batch_size`, or as many windows as there are, less what `processes` cannot share equally. What is left
+    over waits for the next epoch.
+    """
+    size = min(batch_size, number)
+    size = max(processes, size - size % processes)
+    order = torch.randperm(number, generator=generator)
+    return list(order[: number - number % size].split(size))

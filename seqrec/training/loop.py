@@ -224,7 +224,7 @@ class _Run:
         position, config = self.position, self.job.config
         self.order.set_state(self.epoch_order)
         windows = batches.windows(self.data, self.model.options, config, self.order)
-        plan = batches.plan(windows.width, config.batch_size, self.order)
+        plan = self._plan(windows)
         total = config.epochs * len(plan)
         bar.start(total, position.step)
         for example in self._examples(windows, plan[position.batch :]):
@@ -235,6 +235,13 @@ class _Run:
             if position.step % config.save_steps == 0 and position.batch < len(plan):
                 self._save()
             self._show(bar)
+
+    def _plan(self, windows: Windows) -> list[Tensor]:
+        config = self.job.config
+        if self.phase.contrastive:
+            processes = self.job.accelerator.num_processes
+            return batches.plan_of_size(len(windows.user), config.batch_size, processes, self.order)
+        return batches.plan(windows.width, config.batch_size, self.order)
 
     def _step(self, example: Example) -> None:
         position, clip_norm = self.position, self.job.config.clip_norm
@@ -259,7 +266,7 @@ class _Run:
             self.model.on_epoch()
         self.model.train()
         windows = batches.windows(self.data, self.model.options, self.job.config, self.order)
-        plan = batches.plan(windows.width, self.job.config.batch_size, self.order)
+        plan = self._plan(windows)
         optimizer.set_learning_rate(self.phase.optimizers, 0.0)
         seconds = []
         for example in self._examples(windows, plan[: FIRST_STEPS + 1]):

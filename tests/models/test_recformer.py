@@ -17,6 +17,7 @@ from seqrec import artifacts
 from seqrec.artifacts import write_table
 from seqrec.config import ConfigError, FinetuneConfig, ModelConfig, PretrainConfig
 from seqrec.data import item_tokens, sequences
+from seqrec.serving.recommender import Recommender
 from seqrec.stages.evaluate import evaluate
 from seqrec.stages.finetune import finetune
 from seqrec.stages.pretrain import pretrain, train_parts
@@ -121,8 +122,8 @@ def test_pieces_do_not_change_the_result():
     whole, pieces = build(), build(max_tokens=40, piece_tokens=64)
     whole_options, options = whole.options, pieces.options
     assert whole_options.max_tokens != options.max_tokens
-    state = {name: value for name, value in whole.state_dict().items() if "positions" not in name}
-    pieces.load_state_dict(state | {"encoder.positions.weight": whole.encoder.positions.weight[:40]})
+    state = whole.encoder.state_dict()
+    pieces.encoder.load_state_dict(state | {"positions.weight": state["positions.weight"][:40]})
     batch = make_batch(random_rows())
     assert len(pieces._pieces(batch.items)[0]) > 2
 
@@ -416,6 +417,31 @@ def test_the_second_stage_keeps_what_the_first_left_unless_it_is_better(target, 
     }
     for name, value in best.items():
         torch.testing.assert_close(restored[name], value)
+
+
+def test_a_described_item_is_read_by_the_encoder_that_made_the_others(target, tmp_path):
+    run_pretrain(target, tmp_path, options={"mlm_weight": 0.0, "dropout": 0.0}, save_steps=500)
+    run_finetune(target, tmp_path, epochs=2, learning_rate=2e-2, save_steps=500)
+    model, card = load_model(tmp_path / "finetuned")
+    assert card["parameters"] == sum(p.numel() for p in model.parameters())
+    assert not any(name.startswith("table_encoder.") for name, _ in model.named_parameters())
+    assert model.options.attributes == ("title",)  # nobody named them
+    recommender = Recommender.load(tmp_path / "finetuned")
+    titles = recommender.titles
+
+    described = {f"new {item_id}": {"title": titles[item_id]} for item_id in recommender.item_ids}
+    grown = recommender._grown(described).item_vectors
+    rows, size = recommender.item_vectors[1:], len(recommender.item_ids)
+    torch.testing.assert_close(grown[1 + size :], rows, atol=1e-4, rtol=1e-4)
+
+    nonsense, winners = {"nonsense": {"title": "qqqq zzz"}}, []
+    for first in range(30):
+        history, twin = [f"i{first}", f"i{first + 1}"], f"i{first + 5}"
+        plain = recommender.recommend(history, 40).items
+        answer = recommender.recommend(history, 41, items_text={"twin": {"title": titles[twin]}}).items
+        assert abs(answer.index("twin") - plain.index(twin)) <= 1
+        winners.append(recommender.recommend(history, 1, items_text=nonsense).items[0])
+    assert winners.count("nonsense") < 15
 
 
 def load_safetensors(path):

@@ -31,8 +31,9 @@ def recommenders():
     made, weights = [], None
     for names in ([*ITEMS.keys() - NEW.keys(), *NEW], ITEMS.keys() - NEW.keys()):
         ids = sorted(names, key=lambda name: (name in NEW, name))
-        tokens = item_tokens.tokenise(item_tokens.as_texts([ITEMS[name] for name in ids]), tokenizer, 32)
-        options = RecformerOptions(d_model=16, d_inner=32, length=8, max_tokens=64)
+        texts = item_tokens.as_texts([ITEMS[name] for name in ids], ["title", "genre"])
+        tokens = item_tokens.tokenise(texts, tokenizer, 32)
+        options = RecformerOptions(d_model=16, d_inner=32, length=8, max_tokens=64, attributes=("title", "genre"))
         model = Recformer(options, Catalogue(len(ids), 0, 8, tokens))
         state = {name: value for name, value in model.state_dict().items() if name != "vectors"}
         weights = weights or {name: value + 0.3 * torch.randn_like(value) for name, value in state.items()}
@@ -55,6 +56,20 @@ def test_a_described_item_is_recommended_and_read_as_if_it_had_always_been_there
     assert answer.scores == pytest.approx(expected.scores, abs=1e-4)
     assert NEW.keys() - set(history) <= set(answer.items)
     assert answer.unknown == 0
+
+
+def test_attributes_are_read_in_the_order_of_training(recommenders):
+    whole, lacking = recommenders
+    turned = {name: dict(reversed(attributes.items())) for name, attributes in NEW.items()}
+    assert any(list(turned[name]) != list(NEW[name]) for name in NEW)
+
+    answer = lacking.recommend(["i1", "i2"], 30, items_text=turned)
+
+    expected = whole.recommend(["i1", "i2"], 30)
+    assert answer.items == expected.items
+    assert answer.scores == pytest.approx(expected.scores, abs=1e-4)
+    more = [{"year": "1999", "genre": "war", "title": "x"}, {"title": "x", "brand": "y", "year": "1999"}]
+    assert list(item_tokens.as_texts(more, ["title", "plot", "genre"])) == ["title", "genre", "brand", "year"]
 
 
 def test_a_described_item_is_found_beside_an_approximate_search(recommenders):

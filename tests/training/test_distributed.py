@@ -26,6 +26,46 @@ finetune(model=model, sequences=Path(prepared), initial=out / "initial", checkpo
          state=out / "state", filter_seen=True, config=parse(FinetuneConfig, json.loads(config), "finetune"))
 """
 
+CONTRAST = """
+import sys
+from pathlib import Path
+from seqrec.config import ModelConfig, PretrainConfig
+from seqrec.stages.pretrain import pretrain
+import json
+options, prepared, out, config = sys.argv[1:]
+prepared, out = Path(prepared), Path(out)
+pretrain(model="recformer", sequences=prepared, initial=out / "finetuned", state=out / "state", filter_seen=True,
+         architecture=ModelConfig(architecture="recformer", options=json.loads(options)),
+         config=PretrainConfig(**json.loads(config)), data=prepared.parent)
+"""
+
+
+def run_in_two(script, *arguments):
+    """Run `script` in two processes."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    subprocess.run(
+        [*launch, str(script), *arguments],
+        check=True,
+        capture_output=True,
+        timeout=400,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent.parent.parent)},
+    )
+
+
+def test_two_processes_contrast_with_the_whole_batch(prepared, tmp_path):
+    options = {"length": 4, "d_model": 16, "d_inner": 32, "max_tokens": 64, "dropout": 0.0, "mlm_weight": 0.0}
+    config = {"epochs": 2, "batch_size": 32, "warmup_steps": 2, "learning_rate": 1e-2, "seed": 1}
+    one, two, script = tmp_path / "one", tmp_path / "two", tmp_path / "script.py"
+    script.write_text(CONTRAST)
+    architecture = ModelConfig(architecture="recformer", options=options)
+    paths = {"sequences": prepared, "initial": one / "finetuned", "state": one / "state", "data": prepared.parent}
+    pretrain(model="recformer", **paths, filter_seen=True, architecture=architecture, config=PretrainConfig(**config))
+    run_in_two(script, json.dumps(options), str(prepared), str(two), json.dumps(config))
+
+    for got, expected in zip(losses_of(two), losses_of(one), strict=True):
+        assert got.pop("phase") == expected.pop("phase") == "contrastive"
+        assert got == pytest.approx(expected, rel=1e-4)
+
 
 @pytest.mark.parametrize("model", sorted(OPTIONS))
 def test_two_processes_equal_one(prepared, tmp_path, model):
@@ -41,15 +81,7 @@ def test_two_processes_equal_one(prepared, tmp_path, model):
     finetune(**shared, **paths, config=FinetuneConfig(**CONFIG))
     script = tmp_path / "two.py"
     script.write_text(SCRIPT)
-    root = str(Path(__file__).parent.parent.parent)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    subprocess.run(
-        [*launch, str(script), model, str(prepared), str(two), json.dumps(CONFIG)],
-        check=True,
-        capture_output=True,
-        timeout=400,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": root},
-    )
+    run_in_two(script, model, str(prepared), str(two), json.dumps(CONFIG))
 
     for got, expected in zip(losses_of(two), losses_of(one), strict=True):
         assert got.pop("phase") == expected.pop("phase")

@@ -6,7 +6,7 @@ from support import draw_windows, make_model
 
 from seqrec.config import FinetuneConfig
 from seqrec.data import sequences
-from seqrec.training import objectives
+from seqrec.training import batches, objectives
 from seqrec.training.batches import Windows
 
 
@@ -152,3 +152,16 @@ def test_the_past_of_a_target_is_the_users_events_before_it(data, objective):
             expected = [item for item in events[-6:-1][: column + 6 - positions] if item]
         shown = past.items_BL[past.row_N[n]][: past.stop_N[n]].tolist()
         assert [item for item in shown if item not in (0, data.num_items + 1)] == expected
+
+
+@pytest.mark.parametrize(
+    ("number", "batch_size", "processes", "sizes"),
+    [(100, 32, 1, [32] * 3), (100, 33, 2, [32] * 3), (20, 64, 1, [20]), (21, 64, 2, [20]), (64, 64, 4, [64])],
+)
+def test_batches_of_a_contrast_have_the_asked_size(number, batch_size, processes, sizes):
+    plan = batches.plan_of_size(number, batch_size, processes, torch.Generator().manual_seed(1))
+
+    assert [len(batch) for batch in plan] == sizes
+    chosen = torch.cat(plan)
+    assert len(chosen.unique()) == len(chosen)
+    assert not torch.equal(chosen, chosen.sort().values)
