@@ -137,7 +137,8 @@ def _explain(error: ValueError, path: str) -> str:
         message = detail["msg"].removeprefix("Value error, ")
         own = isinstance(detail.get("ctx", {}).get("error"), ValueError)  # of a section: it says what was found
         shown = not own and not is_secret_name(key)
-        lines.append(f"{key}: {message}" + (f" (got {redacted(repr(detail['input'])):.80})" if shown else ""))
+        label = f"{key}: " if key else ""
+        lines.append(f"{label}{message}" + (f" (got {redacted(repr(detail['input'])):.80})" if shown else ""))
     return "; ".join(lines)
 
 

@@ -32,7 +32,8 @@ def find(uri: str, config: RegisterConfig) -> Path | None:
     if row is None or row[0] is None:
         return None
     folder = Path(str(row[0]).removeprefix("file://")) / FILES
-    return folder if folder.is_dir() else None
+    beside = folder.resolve().is_relative_to(Path(database.removeprefix(SQLITE)).resolve().parent)
+    return folder if beside and folder.is_dir() else None  # elsewhere: a copied database, which MLflow's way explains
 
 
 def _row(connection: sqlite3.Connection, model: str) -> tuple[str] | None:

@@ -99,7 +99,7 @@ def test_a_graph_of_other_counts_is_refused(prepared, tmp_path):
     card["counts"].pop("sha256")
     write_json(saved / MODEL_CARD, card)
 
-    with pytest.raises(ValueError, match="export them again"):
+    with pytest.raises(ValueError, match="export it again"):
         GraphRecommender.of(saved, tmp_path / "graph")
 
 
@@ -168,7 +168,7 @@ def test_a_refit_keeps_the_values_and_counts_every_event(prepared, trained, tmp_
         ("all", "counts must be none, auto"),
         ({"alfa": 1}, "counts.alfa: unknown key"),
         ({"kernel": "square root"}, "kernel: inverse, root, square, or a number"),
-        ({"smoothing": 0}, "smoothing must be positive"),
+        ({"smoothing": 0}, "smoothing must be more than 0"),
     ],
 )
 def test_wrong_values_are_named(counts, message):

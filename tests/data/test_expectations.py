@@ -137,7 +137,14 @@ def test_an_empty_items_table_breaks_no_rule_about_values():
         ({"unknown_items": 1, "unknown": ["b"]}, {}, "item_id (not in items)", "warning", "1", ""),
         ({"user_drift": 0.26}, {}, "user_id (drift)", "warning", "0.26", "validate.max_drift"),
         ({"item_drift": 0.26}, {}, "item_id (drift)", "warning", "0.26", "validate.max_drift"),
-        ({"user_drift": None, "item_drift": None}, {}, "baseline", "info", "0", "accept-baseline"),
+        (
+            {"user_drift": None, "item_drift": None},
+            {},
+            "baseline",
+            "info",
+            "no baseline accepted yet",
+            "accept-baseline",
+        ),
     ],
 )
 def test_a_bad_total_fails_its_rule(change, reference, column, severity, observed, setting):

@@ -178,7 +178,7 @@ def test_one_parent_run_holds_a_run_for_every_row(project):
     assert parent.data.params == {
         "dataset": "toy",
         "protocol": "LOO-full",
-        "leaderboard": "ease, markov, popularity, sasrec, wide",
+        "leaderboard": "seqrules, ease, markov, pctm, popularity, sasrec, wide",
     }
     stored = {file.path for file in client().list_artifacts(parent.info.run_id)}
     assert stored == {"leaderboard.json", "index.html", "params.yaml"}
@@ -236,7 +236,7 @@ def test_a_copied_project_does_not_write_into_the_original(project, tmp_path, mo
     monkeypatch.chdir(copy)
     set_validation_ranks(copy, "wide", 1.0)
 
-    with pytest.raises(TrackingError, match="this database is a copy"):
+    with pytest.raises(TrackingError, match="moved or copied"):
         run()
 
 
@@ -396,7 +396,7 @@ def test_a_new_evaluation_of_the_same_training_updates_its_run(project):
     run()
     runs = all_runs()
 
-    assert len(runs) == 7  # another parent, the same five children
+    assert len(runs) == 9  # another parent, the same seven children
     assert runs["wide"].data.metrics["valid/ndcg_at_10"] == pytest.approx(0.4306765581)
 
 
@@ -436,7 +436,7 @@ def test_a_dead_server_leaves_the_leaderboard_and_a_later_call_does_the_rest(pro
     ):
         run()
     assert outcome() is None
-    assert len(read_json(Path("reports/leaderboard.json"))["rows"]) == 5
+    assert len(read_json(Path("reports/leaderboard.json"))["rows"]) == 7
     assert "sasrec" in Path("reports/leaderboard.csv").read_text()
 
     monkeypatch.delenv("MLFLOW_TRACKING_URI")

@@ -88,7 +88,7 @@ def test_tables_without_a_source_card_are_validated(tmp_path):
         (
             [*log(), ("u0", "i0", NOON, 99, None)],
             "user_id, item_id, timestamp (share repeated)",
-            r"found 0.0769231, e.g. 'u0, i0, 1000000000 \(row 0\)', 'u0, i0, 1000000000 \(row 99\)'; "
+            r"found 0.0769, e.g. 'u0, i0, 1000000000 \(row 0\)', 'u0, i0, 1000000000 \(row 99\)'; "
             "raise validate.max_duplicate_share",
         ),
     ],

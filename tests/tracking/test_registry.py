@@ -340,7 +340,7 @@ def test_show_marks_candidate_and_champion(client, run, model, tmp_path, config,
     name = "seqrec-mine"
     first = register(client, run, model, tmp_path, name, [2, 2])
     second = register(client, run, model, tmp_path, name, [2, 2], **{registry.WEIGHTS_TAG: "other"})
-    registry.promote(client, first, cases(2, 2), config)
+    gate.promote(client, first, cases(2, 2), config)
 
     def shown():
         assert main(["registry", "show", "--dataset", "mine"]) == 0

@@ -44,8 +44,6 @@ def test_who_training_did_not_know_is_user_zero(temporal, tmp_path, model):
     batch = sequences.window(data, user, data.stop[user], 12)
     assert batch.user.tolist() == [0, 0]
 
-    for file in ("vocabulary.parquet", "users.parquet"):
-        (tmp_path / "finetuned" / file).write_bytes((temporal / file).read_bytes())
     recommender = Recommender.load(tmp_path / "finetuned")
     answers = {user: recommender.recommend(["i1", "i2"], 5, user=user) for user in (LATE, "once", "nobody", EARLY)}
     assert answers[LATE].scores == answers["once"].scores == answers["nobody"].scores
@@ -55,8 +53,6 @@ def test_who_training_did_not_know_is_user_zero(temporal, tmp_path, model):
 def test_an_evaluated_score_is_the_served_one(temporal, tmp_path):
     data, user_ids = sequences.load(temporal), sequences.read_users(temporal)
     run(temporal, tmp_path, "fpmc", epochs=1, options=OPTIONS)
-    for file in ("vocabulary.parquet", "users.parquet"):
-        (tmp_path / "finetuned" / file).write_bytes((temporal / file).read_bytes())
     recommender = Recommender.load(tmp_path / "finetuned")
     user = torch.tensor([user_ids.index(LATE), user_ids.index(EARLY)])
 
