@@ -333,9 +333,7 @@ def test_without_any_result_the_error_says_why(prepared, tmp_path):
     settings = {"finetune__warmup_steps": 0, "finetune__clip_norm": 0.0, "tune__trials": 1}
     ranges = {"sasrec": {"finetune.learning_rate": {"choices": [1e30]}}}
 
-    with pytest.raises(
-        ConfigError, match=r"tune\.spaces\.sasrec: no trial has a result; .* the loss or its gradient is not finite"
-    ):
+    with pytest.raises(ConfigError, match=r"tune\.spaces\.sasrec: no trial has a result; .* is not finite"):
         search(prepared, tmp_path, changed(**settings, tune__spaces=ranges))
     assert not (tmp_path / "best.yaml").exists()
 
