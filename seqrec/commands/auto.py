@@ -230,7 +230,7 @@ def _split(params: Params, out: Path, timed: bool) -> tuple[dict[str, Any], str]
     """Prepare the data, by time if there is enough on either side of the cuts; return section `prepare`, and why."""
     reason = "the file has no times"
     if timed:
-        settings = {"protocol": "temporal"}
+        settings: dict[str, Any] = {"protocol": "temporal"}
         try:
             settings |= _core(params, out, settings)
         except ValueError as error:
@@ -346,7 +346,7 @@ def _epochs(plan: Plan, name: str, shape: Shape, folder: Path, out: Path, share:
         epochs * cost.epoch_s,
         cost.memory / 1e9,
     )
-    return epochs
+    return int(epochs)
 
 
 def _write_pages(out: Path, board: Mapping[str, Any], best: str, params: Params) -> None:

@@ -79,12 +79,12 @@ def guess(path: Path, chosen: Mapping[str, str], time_format: str = "") -> tuple
     rows = _sample(path, names)
     found = [Guess(name, column, "as you said") for name, column in chosen.items()]
     for role in WORDS:
-        if role not in chosen and (column := _by_name(role, names, {one.column for one in found})):
-            found.append(Guess(role, column, "its name"))
+        if role not in chosen and (named := _by_name(role, names, {one.column for one in found})):
+            found.append(Guess(role, named, "its name"))
     for role in ("timestamp", "user_id", "item_id"):
         taken = {one.column for one in found}
-        if all(one.name != role for one in found) and (column := _by_content(role, rows, taken)):
-            found.append(Guess(role, column, "its values"))
+        if all(one.name != role for one in found) and (fitting := _by_content(role, rows, taken)):
+            found.append(Guess(role, fitting, "its values"))
     roles = {one.name: one.column for one in found}
     for role, flag in zip(REQUIRED, ("--user", "--item", "--time"), strict=True):
         if role not in roles:
@@ -155,7 +155,7 @@ def _share_of_times(values: pl.Series, time_format: str) -> float:
     if values.dtype == pl.Boolean or not len(values):
         return 0.0
     found = seconds(values, time_format)
-    return float(found.is_between(EARLIEST, LATEST).fill_null(False).mean() or 0.0)
+    return int(found.is_between(EARLIEST, LATEST).fill_null(False).sum()) / len(values)
 
 
 def _is_id(values: pl.Series) -> bool:

@@ -16,7 +16,7 @@ TIES, REPEATS = 0.5, 0.1  # share of the events, more is
 def repeats(data: Sequences) -> float:
     """Return the share of the training events whose item the user had before."""
     parts = getattr(data.items, "parts", None)  # of a mapped file
-    items = (torch.cat(list(parts)) if parts else data.items).cpu().long()  # type: ignore[union-attr, arg-type]
+    items = (torch.cat(list(parts)) if parts else data.items).cpu().long()  # type: ignore[union-attr]
     user = torch.repeat_interleave(torch.arange(data.num_users), (data.stop - data.start).cpu())
     train = torch.arange(len(items)) < data.train_stop.cpu()[user]
     pairs = user[train] * (data.num_items + 1) + items[train]

@@ -239,5 +239,5 @@ def _caption(rows: Sequence[Mapping[str, Any]]) -> str:
     if any(row["champion"] for row in rows):
         return "* champion"
     if any(row["candidate"] for row in rows):
-        return "+ candidate; the champion is a model of an earlier run"
+        return "+ candidate, not the champion"
     return "not registered"

@@ -132,6 +132,6 @@ def options(architecture: str, shape: Shape) -> dict[str, Any]:
 def has_fast_bf16() -> bool:
     """Say whether this machine computes bf16 faster than fp32: a GPU that can, or a CPU with AMX or AVX-512 bf16."""
     if torch.cuda.is_available():
-        return torch.cuda.is_bf16_supported(including_emulation=False)
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     asked = (getattr(torch.cpu, name, None) for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"))
     return any(bool(known()) for known in asked if known is not None)

@@ -146,7 +146,7 @@ def load_weights(model: SequenceModel, place: str) -> None:
 
 def _item_positions(name: str, pin: Mapping[str, str], unexpected: Iterable[str]) -> dict[str, Tensor]:
     """Return the table of item positions if `unexpected` weights name one: Recformer's authors have it."""
-    from transformers.utils import cached_file
+    from transformers.utils import cached_file  # type: ignore[attr-defined]
 
     keys = [key for key in unexpected if key.endswith("item_position_embeddings.weight")]
     if not keys:
