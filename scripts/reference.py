@@ -96,7 +96,7 @@ def commands() -> str:
 def _flag(action: Any) -> str:
     name = f"`{action.option_strings[0]}`" if action.option_strings else f"`{action.metavar} ...`"
     default = "required" if action.required else "" if action.default in (None, False) else f"`{action.default}`"
-    return f"| {name} | {default} | {_cell(action.help or '')} |\n"
+    return f"| {name} | {default} | {_cell((action.help or '').replace('%%', '%'))} |\n"
 
 
 def _sentence(text: str) -> str:

@@ -187,7 +187,7 @@ def _argument_texts(function: Callable[..., Any]) -> dict[str, str]:
     """Return the lines under `Args:` of the docstring by name."""
     lines = inspect.getdoc(function).splitlines() if function.__doc__ else []  # type: ignore[union-attr]
     found = (line.strip().partition(": ") for line in lines if line.startswith("    "))
-    return {name: text for name, colon, text in found if colon and name.isidentifier()}
+    return {name: text.replace("%", "%%") for name, colon, text in found if colon and name.isidentifier()}
 
 
 if __name__ == "__main__":

@@ -97,9 +97,7 @@ def test_table_shows_every_number_and_marks_the_champion(reports):
     assert "* champion" in text
 
 
-@pytest.mark.parametrize(
-    ("candidate", "caption"), [(True, "candidate, not the champion"), (False, "not registered")]
-)
+@pytest.mark.parametrize(("candidate", "caption"), [(True, "candidate, not the champion"), (False, "not registered")])
 def test_table_says_so_when_the_champion_is_not_among_the_rows(reports, candidate, caption):
     rows = leaderboard.build(reports=reports, models=["sasrec", "rec_denoiser"])
     rows[1]["candidate"] = candidate

@@ -21,7 +21,7 @@ from seqrec.serving.recommender import Recommender
 from seqrec.stages.evaluate import evaluate
 from seqrec.stages.finetune import finetune
 from seqrec.stages.pretrain import pretrain, train_parts
-from seqrec.training import loop, pretrained
+from seqrec.training import loop, pretrained, validation
 from seqrec.training.checkpoint import load_model
 
 CLS, PAD = 2, 0  # of make_tokens
@@ -398,13 +398,13 @@ def test_the_second_stage_keeps_what_the_first_left_unless_it_is_better(target, 
     def validate(*_, **__):
         return {"valid/ndcg@10": next(scores), "valid/recall@10": 0.0, "valid/mrr": 0.0}
 
-    monkeypatch.setattr(loop, "validate", validate)
+    monkeypatch.setattr(validation, "validate", validate)
     run_finetune(target, tmp_path, epochs=2)
     best = vectors(tmp_path / "finetuned")[0].state_dict()
 
     monkeypatch.undo()
     scores = iter([0.5, 0.4, 0.5])
-    monkeypatch.setattr(loop, "validate", validate)
+    monkeypatch.setattr(validation, "validate", validate)
     other = tmp_path / "other"
     run_pretrain(target, other)
     with pytest.raises(StopIteration):  # the same first stage, cut short within the second

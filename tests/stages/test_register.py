@@ -441,7 +441,7 @@ def test_a_dead_server_leaves_the_leaderboard_and_a_later_call_does_the_rest(pro
 
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
     assert run()["promoted"] == 1.0
-    assert len(all_runs()) == 6
+    assert len(all_runs()) == 8
 
 
 def test_misplaced_artifacts_are_found_before_anything_is_logged(project):
