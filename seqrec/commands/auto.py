@@ -43,6 +43,11 @@ PLAN = "auto.json"
 CARD = "model-card.md"
 MODELS = ("flash4rec", "sasrec", "gru4rec")  # in this order, as the first one is sure to be trained
 RATES = {"flash4rec": 3e-3, "sasrec": 1e-3, "gru4rec": 2e-3}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "flash4rec": {"prediction_head": False, "topk_dropout_k": 3},
+    "sasrec": {"heads": 2},
+    "gru4rec": {},
+}
 CORES = (5, 3, 2)  # events of a user and of an item, from the strictest on
 KEPT = 0.5  # share of the events that a k-core must leave
 CASES, KNOWN = 100, 0.2  # temporal: least cases of validation and of test, least share of them of trained users
@@ -297,11 +302,9 @@ def _train(plan: Plan, name: str, shape: Shape, folder: Path, out: Path, *, shar
 
 
 def _settings(name: str, shape: Shape, epochs: int | None) -> dict[str, Any]:
-    finetune = auto_settings.finetune(shape, number_of_epochs=epochs, fast_bf16=auto_settings.has_fast_bf16())
-    return {
-        "options": auto_settings.options(name, shape),
-        "finetune": finetune | {"learning_rate": RATES[name]},
-    }
+    given = {} if epochs is None else {"epochs": epochs}
+    finetune = auto_settings.finetune(shape, given) | {"counts": "auto", "learning_rate": RATES[name]}
+    return {"options": OPTIONS[name] | auto_settings.options(name, shape), "finetune": finetune}
 
 
 def _epochs(plan: Plan, name: str, shape: Shape, folder: Path, out: Path, share: float) -> int:

@@ -59,7 +59,7 @@ def _check_model(params: Params, name: str) -> None:
     if config.architecture not in REGISTRY:
         raise ConfigError(f"models.{name}.architecture: {config.architecture!r} is not one of {', '.join(REGISTRY)}")
     architecture = REGISTRY[config.architecture]
-    options = parse(architecture.Options, config.options, f"models.{name}.options")
+    options = parse(architecture.Options, config.settled, f"models.{name}.options")
     if options.objective not in architecture.objectives:
         known = ", ".join(sorted(architecture.objectives))
         raise ConfigError(f"models.{name}.options.objective: {options.objective} is not one of {known}")

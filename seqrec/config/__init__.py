@@ -1,6 +1,6 @@
 """Settings: `sections` says what there is, `loading` reads and completes params.yaml, `checks` refuses mistakes."""
 
-from seqrec.config.checks import CASTS, Bounds, ConfigError, Section, parse, require
+from seqrec.config.checks import AUTO, CASTS, Bounds, ConfigError, Section, parse, require
 from seqrec.config.loading import Params, from_dict, load
 from seqrec.config.sections import (
     DATASET_KEYS,
@@ -25,6 +25,7 @@ from seqrec.config.sections import (
 )
 
 __all__ = [
+    "AUTO",
     "CASTS",
     "DATASET_KEYS",
     "EXPERIMENT",

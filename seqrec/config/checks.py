@@ -60,6 +60,25 @@ class Bounds:
         )
 
 
+class OrAuto:
+    """Marks the type of a setting that may also be `auto`, until auto_settings.py replaces it by a number."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        from pydantic_core import core_schema
+
+        return core_schema.no_info_wrap_validator_function(_unless_auto, handler(source))
+
+    def __str__(self) -> str:
+        return f"or {AUTO}"
+
+
+AUTO = "auto"
+
+
+def _unless_auto(value: Any, validated: Any) -> Any:
+    return value if isinstance(value, str) and value == AUTO else validated(value)
+
+
 Count = Annotated[int, Bounds(ge=0)]
 Positive = Annotated[int, Bounds(ge=1)]
 Share = Annotated[float, Bounds(ge=0, le=1)]
@@ -86,6 +105,8 @@ def check_fields(section: Any) -> None:
     for name, hint in _hints(section.__class__).items():
         value = getattr(section, name)
         kind, *limits = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint,)
+        if isinstance(value, str) and value == AUTO and may_be_auto(hint):
+            continue
         if typing.get_origin(kind) is Literal:
             choices = typing.get_args(kind)
             require(value in choices, f"{name} must be one of {', '.join(map(str, choices))}, not {value!r:.80}")
@@ -96,8 +117,13 @@ def check_fields(section: Any) -> None:
         if kind in (int, float):
             fits = math.isfinite(value) and (kind is float or abs(value) < 2**63)
             require(fits, f"{name} must be a finite number, not {value!r:.80}")
-        for limit in limits:
+        for limit in (limit for limit in limits if isinstance(limit, Bounds)):
             require(value in limit, f"{name} must be {limit}, not {value!r:.80}")
+
+
+def may_be_auto(hint: Any) -> bool:
+    """Say whether a setting of this type may be `auto`."""
+    return any(isinstance(mark, OrAuto) for mark in typing.get_args(hint)[1:])
 
 
 @functools.cache

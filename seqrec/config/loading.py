@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import yaml
 
-from seqrec.config.checks import ConfigError, Section, Seed, check_keys, parse, refuse_secrets
+from seqrec.config.checks import AUTO, ConfigError, Section, Seed, check_keys, parse, refuse_secrets
 from seqrec.config.sections import DATASET_KEYS, MODEL_KEYS, SECTIONS, ModelConfig, Range
 
 TOP = ("seed", "dataset", "sources", "leaderboard", *SECTIONS, "datasets", "models")
@@ -52,10 +52,10 @@ class Params:
         return parse(SECTIONS[stage], values, path)
 
     def model(self, name: str) -> ModelConfig:
-        """Return architecture and options of `models.<name>`; the dataset's options are its defaults."""
-        entry = self.model_entry(name)
-        options = {**self.dataset_entry(self.dataset)["options"], **entry["options"]}
-        return ModelConfig(architecture=entry["architecture"], options=options)
+        """Return architecture and options of `models.<name>`; the dataset's are its defaults, and go before `auto`."""
+        entry, shared = self.model_entry(name), self.dataset_entry(self.dataset)["options"]
+        own = {key: value for key, value in entry["options"].items() if value != AUTO or key not in shared}
+        return ModelConfig(architecture=entry["architecture"], options={**shared, **own})
 
     def space(self, model: str) -> dict[str, Range]:
         """Return what `tune.spaces.<model>` searches: setting -> range.

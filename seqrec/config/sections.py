@@ -11,10 +11,12 @@ from datetime import UTC, date, datetime
 from typing import Annotated, Any, Literal
 
 from seqrec.config.checks import (
+    AUTO,
     Bounds,
     Count,
     Fraction,
     NotNegative,
+    OrAuto,
     Positive,
     PositiveReal,
     Section,
@@ -126,15 +128,15 @@ class TrainConfig(Section):
     """Settings of both training stages."""
 
     seed: Seed = 42  # of initialisation (pretrain), order, dropout and negatives; left out: the top-level `seed`
-    epochs: Count = 50  # at most; see patience
-    batch_size: Positive = 128  # users of average length a step
+    epochs: Annotated[Count, OrAuto()] = 50  # at most; see patience; auto, here and below: docs/auto.md
+    batch_size: Annotated[Positive, OrAuto()] = 128  # users of average length a step
     loss: Literal["ce", "sampled_ce", "bce", "gbce", "bpr"] = "ce"  # see docs/architecture.md
     negatives: Annotated[int, Bounds(ge=1, le=1 << 24)] = 256  # sampled_ce: per step | bce, gbce, bpr: per target
     sampler: Literal["uniform", "popularity", "in_batch"] = "uniform"  # of negatives; in_batch: the step's targets
     exclude_past: bool = False  # ce: the items of a window are no candidates, as `filter_seen` has it at test
     sparse_tables: bool = False  # sampled losses: a step reads and updates the rows it uses alone, for huge catalogues
     gbce_t: Share = 0.75  # gbce: 0 is bce, 1 is calibrated for the whole catalogue
-    windows: Literal["last", "all"] = "last"  # causal, cloze: each user's last window | all: a chain without overlap
+    windows: Annotated[Literal["last", "all"], OrAuto()] = "last"  # causal, cloze: a user's last | all, without overlap
     prefixes_per_user: Count = 0  # last: random prefixes a user and epoch; 0 = all
     earliest_target: Annotated[float, Bounds(ge=0, lt=1)] = 0.0  # last: no target before this share of a history
     user_share: Annotated[float, Bounds(gt=0, le=1)] = 1.0  # of the users train, a seeded draw: what little data gives
@@ -142,12 +144,12 @@ class TrainConfig(Section):
     mask_last_share: Share = 0.1  # cloze: share of the windows where the last event alone is masked, as at test
     learning_rate: PositiveReal = 1e-3  # the highest, after the warm-up; a cosine lowers it
     min_learning_rate: NotNegative = 1e-5  # where the cosine ends
-    warmup_steps: Count = 100  # in which the rate rises from 0
+    warmup_steps: Annotated[Count, OrAuto()] = 100  # in which the rate rises from 0
     weight_decay: NotNegative = 0.0  # of matrices, as in AdamW
     clip_norm: NotNegative = 1.0  # 0 = off
-    patience: Positive = 10  # evaluations without a better valid/ndcg@10 before stopping
+    patience: Annotated[Positive, OrAuto()] = 10  # evaluations without a better valid/ndcg@10 before stopping
     eval_every: Positive = 1  # epochs
-    precision: Literal["fp32", "bf16"] = "fp32"  # of the forward pass; weights stay fp32
+    precision: Annotated[Literal["fp32", "bf16"], OrAuto()] = "fp32"  # of the forward pass; weights stay fp32
     deterministic: bool = False  # only deterministic kernels, whatever they cost
     save_steps: Positive = 500  # a resume state every so many steps, besides the end of each epoch
     resident: bool = True  # false: events stay in the mapped file, batches are gathered ahead; larger than any memory
@@ -167,6 +169,11 @@ class PretrainConfig(TrainConfig):
     """Section `pretrain`; models without a pre-training phase use its seed alone."""
 
     held_out: Fraction = 0.05  # text models: users that select the weights and are not trained on
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, value in vars(self).items():
+            require(value != AUTO, f"{name} cannot be auto: the rules are those of finetune")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -350,6 +357,8 @@ SECTIONS: dict[str, type] = {
     "kubernetes": KubernetesConfig,
 }
 DATASET_KEYS = ("ingest", "validate", "prepare", "pretrain", "finetune", "evaluate", "options")
+AUTO_WIDTHS = ("d_model", "d_state", "d_shared", "d_value", "d_expert")
+AUTO_OPTIONS = frozenset(("length", "layers", "dropout", "user_gate", "user_dropout", *AUTO_WIDTHS))  # auto_settings.py
 MODEL_KEYS = ("architecture", "options", "pretrain", "finetune")
 
 
@@ -359,3 +368,8 @@ class ModelConfig(Section):
 
     architecture: str
     options: dict[str, Any]
+
+    @property
+    def settled(self) -> dict[str, Any]:
+        """The options but those that are `auto`, which the shape of the data decides."""
+        return {name: value for name, value in self.options.items() if name not in AUTO_OPTIONS or value != AUTO}

@@ -19,6 +19,7 @@ from torch import Tensor
 from seqrec.artifacts import CHOSEN, write_json
 from seqrec.config import CountsConfig, EvaluateConfig
 from seqrec.counts import search
+from seqrec.counts.case_ndcg import CaseNdcg
 from seqrec.counts.search import ALONE, Axis, Choice, Tables
 from seqrec.counts.table import CountTable
 from seqrec.counts.term import CountTerm, by_halves, kernel, log_popularity, nothing, with_counts
@@ -51,13 +52,18 @@ def report(name: str, data: Sequences, directory: Path, config: EvaluateConfig) 
     """Choose the values of row `name` on validation, rank as for any model, and write what was chosen."""
     began, tables = time.monotonic(), Tables(data)
 
-    def scorer_of(values: Any) -> Scorer:
+    def term_of(values: Any) -> CountTerm:
         if isinstance(values, RulesConfig):
-            return with_counts(nothing, rules(data, values, _table(tables, values)))
-        return tables.scorer(nothing, values, data.device)
+            return rules(data, values, _table(tables, values))
+        return tables.built(values)
+
+    def scorer_of(values: Any) -> Scorer:
+        return with_counts(nothing, term_of(values))
 
     start, axes = (CountsConfig(), ALONE) if name == "pctm" else (RulesConfig(), RULES)
-    choice: Choice[Any] = search.search(scorer_of, data, start, axes, filter_seen=config.filter_seen)
+    cases = search.drawn_cases(data)
+    ndcg = CaseNdcg(nothing, data, cases, filter_seen=config.filter_seen)
+    choice: Choice[Any] = search.search(lambda values: ndcg(term_of(values)), cases.user, start, axes)
     even, odd = map(scorer_of, choice.folds)
     stored = len(_table(tables, choice.values).targets)
     facts = {"parameters": stored, "train_seconds": time.monotonic() - began}

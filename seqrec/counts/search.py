@@ -6,6 +6,7 @@ validation is reported with each half scored by what the other half chose.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -18,20 +19,19 @@ from torch import Tensor
 
 from models.base import SequenceModel
 from seqrec.config import ConfigError, CountsConfig, FinetuneConfig, parse
+from seqrec.counts.case_ndcg import CaseNdcg
 from seqrec.counts.table import CountTable, count
 from seqrec.counts.term import CountTerm, build, by_halves, kernel, with_counts
 from seqrec.data import sequences
 from seqrec.data.sequences import Cases, Sequences
-from seqrec.evaluation import metrics, ranking
-from seqrec.evaluation.ranking import Blocks, Scorer
+from seqrec.evaluation import ranking
+from seqrec.evaluation.ranking import Scorer
 
 logger = logging.getLogger(__name__)
-CASES = 4_000  # of validation that the search ranks; fewer where the catalogue is large, but 1,000
-CELLS = 1 << 25  # cases x items
+CASES = 4_000  # of validation that the search ranks
 ROUNDS = 2  # over all axes
 Values = TypeVar("Values")
 Axis = Sequence[Mapping[str, Any]]  # changes to try, each of one or more values
-Build = Callable[[Values], Scorer]
 
 SMOOTHING = (0.03, 0.1, 0.3, 1.0)  # tau / |I|
 POPULARITY = (-0.4, -0.2, -0.1, -0.05, 0.0)  # lambda; only rare sets want more of what is popular already
@@ -47,7 +47,7 @@ ALONE: Sequence[Axis] = (  # smoothing sets the scale that popularity is added t
     RHO,
     KERNELS,
 )
-ALPHA: Axis = [{"alpha": alpha} for alpha in (0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0)]
+ALPHA: Axis = [{"alpha": alpha} for alpha in (0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 8.0)]
 ADDED: Sequence[Axis] = (
     ALPHA,
     [{"smoothing": tau} for tau in SMOOTHING],
@@ -74,40 +74,30 @@ class Choice(Generic[Values]):
 
 
 def search(
-    scorer_of: Build[Values], data: Sequences, start: Values, axes: Sequence[Axis], *, filter_seen: bool
+    ndcg_of: Callable[[Values], NDArray[np.float64]], user: Tensor, start: Values, axes: Sequence[Axis]
 ) -> Choice[Values]:
-    """Return the values that rank validation cases best by NDCG@10, and those of either half of the users.
+    """Return the values with the best mean NDCG@10, and those that are best for either half of the users.
 
     Args:
-        scorer_of: makes a scorer of values, a frozen dataclass.
-        data: the prepared dataset.
+        ndcg_of: values, a frozen dataclass -> NDCG@10 of each case.
+        user: of each case.
         start: values to begin with; they stay where nothing on the way is better.
         axes: changes, to be tried axis by axis.
-        filter_seen: whether seen items are left out.
     """
-    cases = _cases(data)
-    known: dict[Values, NDArray[np.float64]] = {}
-
-    def ndcg(values: Values) -> NDArray[np.float64]:
-        if values not in known:
-            ranked = ranking.rank(scorer_of(values), data, cases, filter_seen=filter_seen)
-            rank = ranked.rank if filter_seen else ranked.rank_unfiltered
-            known[values] = metrics.ndcg(rank.cpu().numpy(), 10)
-        return known[values]
-
-    odd = (cases.user % 2 == 1).cpu().numpy()
+    ndcg, odd = functools.cache(ndcg_of), (user % 2 == 1).cpu().numpy()
     found = _descend(ndcg, start, axes, np.ones(len(odd), dtype=bool))
     folds = (_descend(ndcg, start, axes, odd), _descend(ndcg, start, axes, ~odd))
     honest = np.where(odd, ndcg(folds[1]), ndcg(folds[0])).mean()
-    logger.debug("counts: %d settings tried on %d validation cases", len(known), len(cases))
+    logger.debug("counts: %d settings tried on %d validation cases", ndcg.cache_info().currsize, len(user))
     return Choice(found, folds, float(ndcg(found).mean()), float(honest))
 
 
-def _cases(data: Sequences) -> Cases:
-    """Return validation cases drawn at random, in order."""
+def drawn_cases(data: Sequences) -> Cases:
+    """Return validation cases drawn at random, in order; popularity answers those without a history."""
     every = sequences.cases(data, "valid")
-    number = min(CASES, max(1_000, CELLS // data.num_items))
-    drawn = torch.randperm(len(every), generator=torch.Generator().manual_seed(0))[:number].sort().values
+    told = (every.position > data.start.to(every.position.device)[every.user]).nonzero().squeeze(1)
+    every = Cases(user=every.user[told], position=every.position[told])
+    drawn = torch.randperm(len(every), generator=torch.Generator().manual_seed(0))[:CASES].sort().values
     drawn = drawn.to(every.user.device)
     return Cases(user=every.user[drawn], position=every.position[drawn])
 
@@ -145,27 +135,18 @@ class Tables:
             self.tables[key] = count(self.data, kernel(config.kernel, config.window).tolist(), config.targets)
         return self.tables[key]
 
+    def built(self, config: CountsConfig) -> CountTerm:
+        """Return the count term of `config`, which adds nothing where alpha is 0."""
+        return build(self.data, config if config.alpha else replace(config, popularity=0.0), self.table(config))
+
     def term(self, config: CountsConfig) -> CountTerm | None:
         """Return the count term of `config`; None where alpha is 0."""
-        return build(self.data, config, self.table(config)) if config.alpha else None
+        return self.built(config) if config.alpha else None
 
     def scorer(self, base: Scorer, config: CountsConfig, device: torch.device) -> Scorer:
         """Return `base`, which works on `device`, with the count term of `config` added."""
         term = self.term(config)
         return base if term is None else with_counts(base, term.to(device))
-
-
-def remembered(scorer: Scorer) -> Scorer:
-    """Return `scorer`, asked once for the same cases: what it keeps are its queries, not its scores."""
-    known: dict[tuple[int, ...], Blocks] = {}
-
-    def again(data: Sequences, user: Tensor, stop: Tensor) -> Blocks:
-        key = tuple(stop.tolist())
-        if key not in known:
-            known[key] = scorer(data, user, stop)
-        return known[key]
-
-    return again
 
 
 def choose(base: Scorer, tables: Tables, data: Sequences, *, filter_seen: bool, events: int) -> Choice[CountsConfig]:
@@ -178,12 +159,9 @@ def choose(base: Scorer, tables: Tables, data: Sequences, *, filter_seen: bool, 
         filter_seen: whether seen items are left out.
         events: that the model sees, and more of which the term must not see either.
     """
-    memory, start = remembered(base), CountsConfig(alpha=0.0, events=min(CountsConfig().events, events))
-
-    def scorer_of(config: CountsConfig) -> Scorer:
-        return tables.scorer(memory, config, data.device)
-
-    return search(scorer_of, data, start, ADDED, filter_seen=filter_seen)
+    cases, start = drawn_cases(data), CountsConfig(alpha=0.0, events=min(CountsConfig().events, events))
+    ndcg = CaseNdcg(base, data, cases, filter_seen=filter_seen)
+    return search(lambda config: ndcg(tables.built(config)), cases.user, start, ADDED)
 
 
 def fold_scorer(base: Scorer, tables: Tables, folds: Sequence[CountsConfig], device: torch.device) -> Scorer:

@@ -58,7 +58,7 @@ class CountTerm:
         Args:
             items_BL: histories, left-padded with 0, without MASK.
         """
-        add = self._add_dense(items_BL) if self._is_small else self._add_sparse(items_BL)
+        add = self._add_dense(items_BL) if self.is_small else self._add_sparse(items_BL)
 
         def both(score_BC: Tensor, first: int = 0) -> Tensor:
             add(score_BC, first)
@@ -69,7 +69,8 @@ class CountTerm:
         return both
 
     @property
-    def _is_small(self) -> bool:
+    def is_small(self) -> bool:
+        """Whether the values are also held as a square table."""
         return len(self.log_popularity) ** 2 <= DENSE
 
     @cached_property
@@ -82,7 +83,7 @@ class CountTerm:
         return dense
 
     def _add_dense(self, items_BL: Tensor) -> Adder:
-        items_BJ, weight_BJ = self._newest(items_BL)
+        items_BJ, weight_BJ = self.newest(items_BL)
         votes_BV = F.embedding_bag(items_BJ, self._dense, per_sample_weights=weight_BJ, mode="sum")
         return lambda score_BC, first: score_BC.add_(votes_BV[:, first : first + score_BC.shape[1]])
 
@@ -101,10 +102,10 @@ class CountTerm:
 
     def votes(self, items_BL: Tensor) -> list[Vote]:
         """Return what each of the newest events adds, the newest first; see `adder`."""
-        items_BJ, weight_BJ = self._newest(items_BL)
+        items_BJ, weight_BJ = self.newest(items_BL)
         return [self._votes_of(*pair) for pair in zip(items_BJ.unbind(1), weight_BJ.unbind(1), strict=True)]
 
-    def _newest(self, items_BL: Tensor) -> tuple[Tensor, Tensor]:
+    def newest(self, items_BL: Tensor) -> tuple[Tensor, Tensor]:
         """Return the newest events (B, J), the newest first, and alpha times their weights."""
         items_BJ = items_BL.flip(1)[:, : len(self.weights)]
         weight_BJ = self.weights[: items_BJ.shape[1]] * (items_BJ > 0)
@@ -138,7 +139,7 @@ class CountTerm:
 
     def strongest(self, items_BL: Tensor, number: int) -> Tensor:
         """Return (B, J * number): the first targets of each of the newest events, 0 where there are fewer."""
-        items_BJ, _ = self._newest(items_BL)
+        items_BJ, _ = self.newest(items_BL)
         place_BJK = self.offsets[items_BJ].unsqueeze(2) + torch.arange(number, device=items_BL.device)
         none_BJK = place_BJK >= self.offsets[items_BJ + 1].unsqueeze(2)
         targets = F.pad(self.targets, (0, 1)).long()

@@ -129,7 +129,7 @@ def _best_block(
 ) -> tuple[Tensor, Tensor]:
     seen = SeenItems.before(data, user, stop)
     found: tuple[Tensor, Tensor] | None = None
-    for first, score in _checked(scorer, data, user, stop, "the model")():
+    for first, score in checked(scorer, data, user, stop, "the model")():
         if filter_seen:
             score[seen.within(first, score)] = float("-inf")
         found = found or (score.new_empty(len(user), 0), seen.item.new_empty(len(user), 0))
@@ -138,7 +138,7 @@ def _best_block(
     return found
 
 
-def _checked(scorer: Scorer, data: Sequences, user: Tensor, stop: Tensor, name: str) -> Blocks:
+def checked(scorer: Scorer, data: Sequences, user: Tensor, stop: Tensor, name: str) -> Blocks:
     """Return the finite scores of a block of cases: those of `scorer`, or popularity where the history is empty."""
     new = data.sent((stop == data.start[user]).nonzero().squeeze(1))
     blocks = scorer(data, user, stop)
@@ -175,7 +175,7 @@ def _rank_block(
 ) -> tuple[Tensor, ...]:
     target = data.sent(data.items[stop].long())
     seen = SeenItems.before(data, user, stop).without(target)
-    blocks = _checked(scorer, data, user, stop, name)
+    blocks = checked(scorer, data, user, stop, name)
     if data.num_items <= ITEMS_PER_BLOCK:  # one block: keep it, rather than multiply twice
         blocks = _kept(blocks)
     goal = _scores_of(blocks, target.unsqueeze(1))

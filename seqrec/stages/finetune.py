@@ -12,7 +12,8 @@ from seqrec.config import EXPERIMENT, FinetuneConfig
 from seqrec.data import data_warnings
 from seqrec.data.sequences import Sequences
 from seqrec.data.sequences import load as load_sequences
-from seqrec.training import batches, cards
+from seqrec.training import auto_settings, batches, cards
+from seqrec.training.auto_settings import Shape
 from seqrec.training.checkpoint import load_model
 from seqrec.training.job import Job, train
 from seqrec.training.progress import LogEpoch
@@ -55,6 +56,8 @@ def finetune(
     net, card = load_model(initial)
     cards.check_catalogue(initial, card, sequences, users=True)
     prepared = load_sequences(sequences)
+    if net.phases("finetune"):
+        config = auto_settings.resolved(config, Shape.of(prepared))
     _warn(net, prepared, config, filter_seen)
     job = Job(
         name=model,

@@ -13,9 +13,11 @@ from torch import Tensor
 from models import REGISTRY
 from models.base import Catalogue
 from seqrec.artifacts import ITEMS, TOKENIZER
-from seqrec.config import EXPERIMENT, ConfigError, ModelConfig, PretrainConfig, parse
+from seqrec.config import AUTO, EXPERIMENT, ConfigError, ModelConfig, PretrainConfig, parse
 from seqrec.data.sequences import Sequences, read_vocabulary
 from seqrec.data.sequences import load as load_sequences
+from seqrec.training import auto_settings
+from seqrec.training.auto_settings import Shape
 from seqrec.training.cards import catalogue_files
 from seqrec.training.checkpoint import build, digest
 from seqrec.training.job import Job, train
@@ -67,6 +69,8 @@ def pretrain(
         files=catalogue_files(sequences, data and data / ITEMS),
     )
     target = load_sequences(sequences)
+    if AUTO in architecture.options.values():
+        architecture = auto_settings.resolved_options(architecture, Shape.of(target), f"models.{model}.options")
     known = REGISTRY.get(architecture.architecture)
     if known is not None and known.text:
         if data is None:

@@ -1,14 +1,19 @@
-"""Settings from the shape of the data: pure functions, each rule with its reason in docs/auto.md."""
+"""Settings from the shape of the data: what is `auto` in params.yaml. docs/auto.md has the reason of each rule."""
 
 from __future__ import annotations
 
+import logging
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from seqrec.config import AUTO, FinetuneConfig, ModelConfig
 from seqrec.data.sequences import Sequences
+
+logger = logging.getLogger(__name__)
 
 LENGTHS = (8, 200)  # of the window
 BATCHES = (16, 256)
@@ -18,6 +23,7 @@ EPOCHS = (20, 100)
 WARMUP_SHARE = 20  # of the steps, one in so many
 WARMUP = 100  # steps at most
 SPARSE = 10  # events of the median history: below it a log is sparse
+RULED = ("epochs", "batch_size", "warmup_steps", "patience", "windows", "precision")  # of finetune
 ALL_WINDOWS = 1_000_000  # events up to which every one of them is trained on in every epoch
 
 
@@ -59,25 +65,25 @@ def windows(shape: Shape) -> str:
     return "all" if shape.longest > length(shape) and shape.events <= ALL_WINDOWS else "last"
 
 
-def number_of_windows(shape: Shape) -> int:
-    """Return about how many windows an epoch has."""
-    return max(shape.users, shape.events // length(shape)) if windows(shape) == "all" else shape.users
+def number_of_windows(shape: Shape, of: str = "") -> int:
+    """Return about how many windows an epoch has; `of` is the value of `windows`, if it is not the rule's."""
+    return max(shape.users, shape.events // length(shape)) if (of or windows(shape)) == "all" else shape.users
 
 
-def batch_size(shape: Shape) -> int:
+def batch_size(shape: Shape, of: str = "") -> int:
     """Return the power of two that gives about `STEPS_AN_EPOCH` steps."""
-    wanted = 2 ** round(math.log2(max(1.0, number_of_windows(shape) / STEPS_AN_EPOCH)))
+    wanted = 2 ** round(math.log2(max(1.0, number_of_windows(shape, of) / STEPS_AN_EPOCH)))
     return int(min(max(wanted, BATCHES[0]), BATCHES[1]))
 
 
-def steps_an_epoch(shape: Shape) -> int:
-    """Return about how many steps an epoch has."""
-    return max(1, round(number_of_windows(shape) / batch_size(shape)))
+def steps_an_epoch(shape: Shape, of: str = "", batch: int = 0) -> int:
+    """Return about how many steps an epoch has; `batch` is the size of a batch, if it is not the rule's."""
+    return max(1, round(number_of_windows(shape, of) / (batch or batch_size(shape, of))))
 
 
-def epochs(shape: Shape) -> int:
-    """Return as many epochs as make about `STEPS` steps."""
-    return min(max(math.ceil(STEPS / steps_an_epoch(shape)), EPOCHS[0]), EPOCHS[1])
+def epochs(shape: Shape, steps: int = 0) -> int:
+    """Return as many epochs as make about `STEPS` steps; `steps` are those of an epoch."""
+    return min(max(math.ceil(STEPS / (steps or steps_an_epoch(shape))), EPOCHS[0]), EPOCHS[1])
 
 
 def dropout(shape: Shape) -> float:
@@ -96,37 +102,57 @@ def layers(shape: Shape) -> int:
     return 1 if shape.events < 50_000 or shape.median < SPARSE else 2
 
 
-def finetune(shape: Shape, *, number_of_epochs: int | None = None, fast_bf16: bool = False) -> dict[str, Any]:
-    """Return the section `finetune`; the epochs may be bounded from outside, the rest follows from them."""
-    number = epochs(shape) if number_of_epochs is None else number_of_epochs
-    return {
-        "epochs": number,
-        "batch_size": batch_size(shape),
-        "warmup_steps": min(WARMUP, number * steps_an_epoch(shape) // WARMUP_SHARE),
+def finetune(shape: Shape, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the settings of the training that follow from the shape, and from those that are `given`."""
+    values = {name: value for name, value in (given or {}).items() if value != AUTO}
+    of = values.setdefault("windows", windows(shape))
+    batch = values.setdefault("batch_size", batch_size(shape, of))
+    steps = steps_an_epoch(shape, of, batch)
+    number = values.setdefault("epochs", epochs(shape, steps))
+    rules = {
+        "warmup_steps": min(WARMUP, number * steps // WARMUP_SHARE),
         "patience": max(3, math.ceil(number / 4)),
-        "windows": windows(shape),
-        "precision": "bf16" if fast_bf16 else "fp32",
-        "counts": "auto",
+        "precision": "bf16" if has_fast_bf16() else "fp32",
     }
+    return rules | values
+
+
+def resolved(config: FinetuneConfig, shape: Shape) -> FinetuneConfig:
+    """Return `config` with numbers in place of `auto`; they are logged."""
+    names = [name for name, value in vars(config).items() if value == AUTO and name != "counts"]
+    if not names:
+        return config
+    found = finetune(shape, {name: getattr(config, name) for name in RULED})
+    chosen = {name: found[name] for name in names}
+    logger.info("finetune, from the shape of the data: %s", _listed(chosen))
+    return replace(config, **chosen)
+
+
+def resolved_options(config: ModelConfig, shape: Shape, path: str) -> ModelConfig:
+    """Return `config` with numbers in place of the options that are `auto`; they are logged under `path`."""
+    found = options(config.architecture, shape)
+    chosen = {name: found[name] for name, value in config.options.items() if value == AUTO and name in found}
+    if not chosen:
+        return config
+    logger.info("%s, from the shape of the data: %s", path, _listed(chosen))
+    return replace(config, options={**config.options, **chosen})
+
+
+def _listed(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
 def options(architecture: str, shape: Shape) -> dict[str, Any]:
-    """Return the options of flash4rec, sasrec or gru4rec.
-
-    Raises:
-        ValueError: there are no rules for the architecture.
-    """
+    """Return the options of `architecture` that follow from the shape."""
     width = d_model(shape)
-    shared = {"length": length(shape), "d_model": width, "dropout": dropout(shape)}
-    if architecture == "sasrec":
-        return shared | {"layers": layers(shape), "heads": 2}
+    shared = {"length": length(shape), "d_model": width, "dropout": dropout(shape), "layers": layers(shape)}
     if architecture == "gru4rec":
         return shared | {"layers": 1, "d_state": 2 * width}
     if architecture == "flash4rec":
-        widths = {"d_shared": width, "d_value": 2 * width, "d_expert": 2 * width}
-        regular = {"prediction_head": False, "user_dropout": 0.3, "topk_dropout_k": 3}
-        return shared | widths | regular | {"layers": layers(shape)}
-    raise ValueError(f"no automatic options for {architecture}: there are those of sasrec, gru4rec and flash4rec")
+        known = shape.median >= SPARSE  # by enough events to learn a vector for every user
+        users = {"user_gate": known, "user_dropout": 0.3 if known else 0.0}
+        return shared | users | {"d_shared": width, "d_value": 2 * width, "d_expert": 2 * width}
+    return shared
 
 
 def has_fast_bf16() -> bool:

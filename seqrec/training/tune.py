@@ -60,12 +60,12 @@ class Search:
         return from_dict({**self.content, "models": {self.model: entry}})
 
     def options(self, params: Params) -> dict[str, Any]:
-        """Return every option of the model, the defaults too."""
+        """Return every option of the model, the defaults too; an option that is `auto` stays so."""
         config = params.model(self.model)
         if config.architecture not in models.REGISTRY:
             raise ConfigError(f"models.{self.model}.architecture: one of {', '.join(models.REGISTRY)}")
         cls = models.REGISTRY[config.architecture].Options
-        return asdict(parse(cls, config.options, f"models.{self.model}.options"))
+        return asdict(parse(cls, config.settled, f"models.{self.model}.options")) | config.options
 
     def check(self) -> None:
         """Refuse ranges of which an end does not go with the other settings.

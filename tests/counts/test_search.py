@@ -2,68 +2,99 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 
 from seqrec.config import CountsConfig
-from seqrec.counts import search
+from seqrec.counts import search, term
+from seqrec.counts.case_ndcg import CaseNdcg
 from seqrec.counts.search import Tables
-from seqrec.counts.term import nothing
+from seqrec.counts.term import nothing, with_counts
 from seqrec.data import sequences
+from seqrec.evaluation import metrics, ranking
 
 
 @dataclass(frozen=True)
 class Level:
-    """How high users of even and of odd index score their own target."""
+    """What users of even and of odd index gain."""
 
     even: float = 0.0
     odd: float = 0.0
     both: float = 0.0
 
 
+USER = torch.arange(20)
+
+
 def leveled(values):
-    """A scorer that knows the targets: even users gain from `even`, odd ones from `odd`, all of them from `both`."""
-
-    def scorer(data, user, stop):
-        level = torch.where(user % 2 == 0, values.even - values.odd, values.odd - values.even) + values.both
-
-        def blocks():
-            score = torch.arange(data.num_items).float().repeat(len(user), 1) / data.num_items
-            score[torch.arange(len(user)), data.items[stop].long() - 1] += level
-            yield 1, score
-
-        return blocks
-
-    return scorer
+    """Even users gain from `even` and lose from `odd`, odd ones the reverse; all of them gain from `both`."""
+    own = np.where(USER.numpy() % 2 == 0, values.even - values.odd, values.odd - values.even)
+    return own + values.both
 
 
-def test_each_half_is_scored_with_what_the_other_half_chose(prepared):
-    data = sequences.load(prepared)
-    axes = [[{"even": 1.0}], [{"odd": 1.0}]]
-
-    choice = search.search(leveled, data, Level(both=0.1), axes, filter_seen=True)
+def test_each_half_is_scored_with_what_the_other_half_chose():
+    choice = search.search(leveled, USER, Level(both=0.1), [[{"even": 1.0}], [{"odd": 1.0}]])
 
     assert (choice.folds[0].odd, choice.folds[0].even) == (1.0, 0.0)  # for even users, chosen by odd ones
     assert (choice.folds[1].odd, choice.folds[1].even) == (0.0, 1.0)
     assert choice.honest < choice.flattered
 
 
-def test_the_search_takes_the_best_and_stays_where_nothing_is_better(prepared):
-    data = sequences.load(prepared)
+def test_the_search_takes_the_best_and_stays_where_nothing_is_better():
     axes = [[{"both": level} for level in (0.5, 2.0, 1.9)]]
 
-    assert search.search(leveled, data, Level(), axes, filter_seen=True).values.both == 2.0
-    assert search.search(leveled, data, Level(both=3.0), axes, filter_seen=True).values.both == 3.0
+    assert search.search(leveled, USER, Level(), axes).values.both == 2.0
+    assert search.search(leveled, USER, Level(both=3.0), axes).values.both == 3.0
 
 
-@pytest.mark.parametrize(("helpful", "alpha"), [(True, 0.0), (False, 3.0)])
-def test_alpha_is_zero_for_a_model_that_counts_cannot_help(prepared, helpful, alpha):
+TERMS = [
+    {},
+    {"alpha": 0.0},
+    {"popularity": -0.3, "rho": 0.5},
+    {"alpha": 0.5, "popularity": 0.2, "kernel": "root", "window": 3},
+    {"targets": 2},
+]
+
+
+@pytest.mark.parametrize("square", [True, False], ids=["square", "pairs"])
+@pytest.mark.parametrize("filter_seen", [True, False])
+@pytest.mark.parametrize("values", TERMS, ids=str)
+def test_the_values_of_a_search_are_those_of_a_ranking(prepared, values, filter_seen, square, monkeypatch):
+    monkeypatch.setattr(term, "DENSE", 1 << 24 if square else 0)
     data = sequences.load(prepared)
-    base = leveled(Level(both=5.0)) if helpful else nothing
+    cases, counts = search.drawn_cases(data), Tables(data).built(CountsConfig(**values))
+    base_VD = torch.randn(len(data.count), 4, generator=torch.Generator().manual_seed(0)).round()  # ties
+
+    def base(_, user, stop):
+        return lambda: iter([(1, base_VD[data.items[stop - 1].long()] @ base_VD[1:].T)])
+
+    found = CaseNdcg(base, data, cases, filter_seen=filter_seen)(counts)
+
+    ranked = ranking.rank(with_counts(base, counts), data, cases, filter_seen=filter_seen)
+    rank = ranked.rank if filter_seen else ranked.rank_unfiltered
+    assert 0 < found.mean() < 1
+    assert found == pytest.approx(metrics.ndcg(rank.numpy(), 10))
+
+
+def told(data, user, stop):
+    """A scorer that knows the targets."""
+
+    def blocks():
+        score = torch.arange(data.num_items).float().repeat(len(user), 1) / data.num_items
+        score[torch.arange(len(user)), data.items[stop].long() - 1] += 5
+        yield 1, score
+
+    return blocks
+
+
+@pytest.mark.parametrize(("base", "helps"), [(told, False), (nothing, True)])
+def test_alpha_is_zero_for_a_model_that_counts_cannot_help(prepared, base, helps):
+    data = sequences.load(prepared)
 
     choice = search.choose(base, Tables(data), data, filter_seen=True, events=12)
 
-    assert (choice.values.alpha > 0) is bool(alpha)
+    assert (choice.values.alpha > 0) is helps
     assert Tables(data).scorer(base, CountsConfig(alpha=0.0), data.device) is base
 
 

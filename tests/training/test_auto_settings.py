@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support import prepare_rows, synthetic_rows
+from support import prepare_rows, run, synthetic_rows
 
 from models import REGISTRY
-from seqrec.config import FinetuneConfig, parse
+from seqrec.artifacts import MODEL_CARD, read_json
+from seqrec.commands.settings import check
+from seqrec.config import ConfigError, FinetuneConfig, ModelConfig, PretrainConfig, from_dict, parse
 from seqrec.data import sequences
 from seqrec.training import auto_settings as auto
 from seqrec.training.auto_settings import Shape
@@ -24,11 +26,12 @@ SHAPES = [shape(users, median) for users in (2, 60, 610, 6_040, 50_000, 10**7) f
 
 @pytest.mark.parametrize("given", SHAPES, ids=lambda one: f"{one.users}x{one.median:g}")
 def test_every_shape_gives_settings_in_their_ranges(given):
-    for epochs in (None, 1):
-        config = FinetuneConfig(**auto.finetune(given, number_of_epochs=epochs))
-        total = config.epochs * auto.steps_an_epoch(given)
+    for own in ({}, {"epochs": 1}, {"batch_size": 8, "windows": "last"}):
+        config = FinetuneConfig(**auto.finetune(given, own))
+        assert {name: getattr(config, name) for name in own} == own
+        total = config.epochs * auto.steps_an_epoch(given, config.windows, config.batch_size)
         assert config.warmup_steps <= total / 10
-    assert 16 <= config.batch_size <= 256
+    assert 16 <= auto.batch_size(given) <= 256
     assert 20 <= auto.epochs(given) <= 100
     for architecture in ("flash4rec", "sasrec", "gru4rec"):
         options = parse(REGISTRY[architecture].Options, auto.options(architecture, given), "options")
@@ -58,11 +61,76 @@ def test_a_small_log_trains_on_all_of_it_and_a_large_one_on_the_last_windows():
     assert auto.windows(shape(users=900, median=10, ninth=100)) == "last"  # nothing lies before the last window
 
 
-def test_sparse_logs_get_one_layer_and_no_prediction_head():
-    assert auto.layers(shape(users=50_000, median=6)) == 1
-    assert auto.options("flash4rec", shape())["prediction_head"] is False
-    with pytest.raises(ValueError, match="no automatic options for bert4rec"):
-        auto.options("bert4rec", shape())
+def test_sparse_logs_get_one_layer_and_no_vectors_of_users():
+    sparse = auto.options("flash4rec", shape(users=50_000, median=6))
+
+    assert (sparse["layers"], sparse["user_gate"], sparse["user_dropout"]) == (1, False, 0.0)
+    assert auto.options("flash4rec", shape(users=50_000, median=60))["user_gate"] is True
+
+
+def test_auto_is_replaced_by_the_rules_and_numbers_stay():
+    config = parse(FinetuneConfig, dict.fromkeys(auto.RULED, "auto") | {"batch_size": 50, "seed": 1}, "finetune")
+
+    found = auto.resolved(config, shape())
+
+    assert (found.batch_size, found.seed, found.counts) == (50, 1, "none")
+    assert found.epochs == auto.epochs(shape(), auto.steps_an_epoch(shape(), found.windows, 50))
+    assert "auto" not in vars(found).values()
+    assert auto.resolved(found, shape(users=7)) is found
+
+
+def test_an_option_may_be_auto_where_there_is_a_rule():
+    config = ModelConfig(architecture="sasrec", options={"length": "auto", "dropout": "auto", "heads": 1})
+
+    found = auto.resolved_options(config, shape(), "models.sasrec.options")
+
+    assert found.options == {"length": auto.length(shape()), "dropout": auto.dropout(shape()), "heads": 1}
+
+
+def test_an_option_without_a_rule_cannot_be_auto():
+    params = from_dict({"dataset": "mine", "models": {"sasrec": {"options": {"length": "auto", "heads": "auto"}}}})
+
+    with pytest.raises(ConfigError, match=r"^models.sasrec.options.heads: "):
+        check(params, ingests=False)
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "wrong"),
+    [
+        (FinetuneConfig, {"epochs": "all"}, "epochs"),
+        (FinetuneConfig, {"learning_rate": "auto"}, "learning_rate"),
+        (PretrainConfig, {"epochs": "auto"}, "epochs cannot be auto"),
+    ],
+)
+def test_auto_has_its_places(section, values, wrong):
+    with pytest.raises(ConfigError, match=wrong):
+        parse(section, values, "here")
+
+
+def test_a_dataset_decides_what_a_model_leaves_to_the_rules():
+    content = {
+        "dataset": "mine",
+        "finetune": {"epochs": "auto", "patience": "auto"},
+        "datasets": {"mine": {"finetune": {"epochs": 3}, "options": {"length": 7, "dropout": 0.1}}},
+        "models": {"sasrec": {"options": {"length": "auto", "dropout": 0.2, "layers": "auto"}}},
+    }
+
+    params = from_dict(content)
+
+    config = params.section("finetune", model="sasrec")
+    assert (config.epochs, config.patience) == (3, "auto")
+    assert params.model("sasrec").options == {"length": 7, "dropout": 0.2, "layers": "auto"}
+
+
+def test_a_training_card_holds_the_numbers_that_the_rules_gave(prepared, tmp_path):
+    options = {"length": "auto", "d_model": "auto", "layers": "auto", "dropout": "auto"}
+
+    run(prepared, tmp_path, options=options, epochs=1, batch_size="auto", windows="auto", patience="auto")
+
+    given, card = Shape.of(sequences.load(prepared)), read_json(tmp_path / "finetuned" / MODEL_CARD)
+    assert {name: card["options"][name] for name in options} == {n: auto.options("sasrec", given)[n] for n in options}
+    assert card["config"]["batch_size"] == auto.batch_size(given)
+    assert card["config"]["patience"] == 3
 
 
 def test_the_shape_is_that_of_the_training_part(tmp_path):

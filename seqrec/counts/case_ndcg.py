@@ -1,0 +1,183 @@
+"""NDCG@10 of some cases under many count terms, without ranking the catalogue anew for each.
+
+A term lifts the items that its rows name and no others. Those are scored for every term. Of the others only the best
+few of each case matter, as a target that ten items beat has NDCG@10 0: they are kept.
+
+Shape suffixes: C cases   J newest events   N pairs of a table   P pairs that a case reads   E cells (case, item)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+from seqrec.counts.term import CountTerm, with_counts
+from seqrec.data import sequences
+from seqrec.data.sequences import Cases, Sequences
+from seqrec.evaluation import metrics, ranking
+from seqrec.evaluation.metrics import mid_rank
+from seqrec.evaluation.ranking import Blocks, Scorer
+from seqrec.evaluation.seen_items import SeenItems
+
+CUTOFF = 10
+BEST = 2 * CUTOFF  # with as many rivals above or equal, a mid-rank is past the cut-off
+ROWS = 256  # cases at a time
+
+
+@dataclass(frozen=True)
+class _Cells:
+    """What the cases read of one table, and the scores of the base there."""
+
+    pair_P: Tensor  # index into targets and values
+    weight_P: Tensor  # index into the flat weights (C, J)
+    cell_P: Tensor
+    case_E: Tensor  # ascending
+    item_E: Tensor
+    score_E: Tensor  # -inf for what is no candidate
+    target_C: Tensor  # the cell of each target, -1 where there is none
+    best: dict[float, Tensor] = field(default_factory=dict)  # lambda -> (C, BEST) scores of the best other items
+
+
+class CaseNdcg:
+    """The cases, the scores of a base, and what has been read of each table so far."""
+
+    def __init__(self, base: Scorer, data: Sequences, cases: Cases, *, filter_seen: bool) -> None:
+        """Keep what is ranked.
+
+        Args:
+            base: scorer that the terms are added to.
+            data: the prepared dataset, where the base works.
+            cases: what is ranked; each has a history.
+            filter_seen: whether seen items are left out.
+        """
+        self.user, self.position = cases.user, cases.position
+        self.base, self.data, self.filter_seen = _remembered(base), data, filter_seen
+        self.target_C = data.items[self.position.cpu()].long()
+        self.goal_C = torch.empty(len(self.user))
+        self.known: dict[int, tuple[Tensor, _Cells]] = {}
+
+    def __call__(self, term: CountTerm) -> NDArray[np.float64]:
+        """Return the NDCG@10 (C,) of the cases where `term`, on the host, is added to the base."""
+        if term.is_small:
+            return self._ranked(term)
+        cells = self._cells(term)
+        _, weight_CJ = term.newest(self._items(term))
+        popularity = term.popularity * term.log_popularity
+        vote_P = weight_CJ.flatten()[cells.weight_P] * term.values.index_select(0, cells.pair_P)
+        vote_E = torch.zeros(len(cells.case_E)).index_add_(0, cells.cell_P, vote_P)
+        goal_C = self.goal_C + popularity[self.target_C]
+        inside = cells.target_C >= 0
+        target_E = cells.target_C[inside]
+        goal_C[inside] += vote_E[target_E]
+        score_E = vote_E.add_(cells.score_E)
+        if term.popularity:
+            score_E += popularity[cells.item_E]
+        score_E[target_E] = float("-inf")
+        goal_E, best_CK = goal_C[cells.case_E], self._best(cells, term)
+        above_C, equal_C = (
+            beats(best_CK, goal_C.unsqueeze(1)).sum(1)
+            + torch.bincount(cells.case_E[beats(score_E, goal_E)], minlength=len(goal_C))
+            for beats in (torch.gt, torch.eq)
+        )
+        return metrics.ndcg(mid_rank(above_C, equal_C + 1).numpy(), CUTOFF)
+
+    def _ranked(self, term: CountTerm) -> NDArray[np.float64]:
+        """Return the same by ranking: the square table of a small catalogue adds up faster than lists of pairs."""
+        scorer = with_counts(self.base, term.to(self.data.device))
+        cases = Cases(user=self.user, position=self.position)
+        ranked = ranking.rank(scorer, self.data, cases, filter_seen=self.filter_seen)
+        rank = ranked.rank if self.filter_seen else ranked.rank_unfiltered
+        return metrics.ndcg(rank.cpu().numpy(), CUTOFF)
+
+    def _items(self, term: CountTerm) -> Tensor:
+        return sequences.window(self.data, self.user, self.position, len(term.weights)).items.cpu()
+
+    def _cells(self, term: CountTerm) -> _Cells:
+        key = id(term.targets)
+        if key not in self.known:  # the table is kept, so that its identity stays its own
+            self.known[key] = (term.targets, self._read(term))
+        return self.known[key][1]
+
+    def _read(self, term: CountTerm) -> _Cells:
+        items_CJ, _ = term.newest(self._items(term))
+        size, width, parts = len(term.log_popularity), items_CJ.shape[1], []
+        cells = 0
+        for first in range(0, len(items_CJ), ROWS):
+            items = items_CJ[first : first + ROWS]
+            start = term.offsets[items].flatten()
+            number = (term.offsets[items + 1].flatten() - start) * (items > 0).flatten()
+            weight_P = torch.repeat_interleave(torch.arange(len(start)), number)
+            pair_P = torch.arange(len(weight_P)) + (start - number.cumsum(0) + number)[weight_P]
+            key_P = (weight_P // width) * size + term.targets[pair_P]
+            key_E, cell_P = map(torch.from_numpy, np.unique(key_P.numpy(), return_inverse=True))
+            score_E, target_B = self._base(first, key_E, size)
+            target_B[target_B >= 0] += cells
+            weight_P += first * width
+            parts.append((pair_P, weight_P, cell_P + cells, key_E // size + first, key_E % size, score_E, target_B))
+            cells += len(key_E)
+        return _Cells(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+    def _base(self, first: int, key_E: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """Return the base's scores at the cells of some cases, and the cells of their targets, -1 for none."""
+        rows = slice(first, first + ROWS)
+        target_B = self.target_C[rows]
+        item_E, row_E = key_E % size, key_E // size
+        score_E, goal_B = torch.empty(len(key_E)), torch.empty(len(target_B))
+        for at, score in self._blocks(rows):
+            for row, item, found in ((row_E, item_E, score_E), (torch.arange(len(target_B)), target_B, goal_B)):
+                inside = (item >= at) & (item < at + score.shape[1])
+                found[inside] = score[row[inside], item[inside] - at]
+        self.goal_C[rows] = goal_B
+        key_B = torch.arange(len(target_B)) * size + target_B
+        cell_B = torch.searchsorted(key_E, key_B)
+        there_B = F.pad(key_E, (0, 1), value=-1)[cell_B] == key_B
+        return score_E, torch.where(there_B, cell_B, -1)
+
+    def _best(self, cells: _Cells, term: CountTerm) -> Tensor:
+        """Return the scores (C, BEST) of the best items of each case that are neither its target nor in `cells`."""
+        if term.popularity not in cells.best:
+            popularity, parts = term.popularity * term.log_popularity, []
+            for first in range(0, len(self.user), ROWS):
+                low, high = torch.searchsorted(cells.case_E, torch.tensor([first, first + ROWS])).tolist()
+                row_E, item_E = cells.case_E[low:high] - first, cells.item_E[low:high]
+                target_B, best = self.target_C[first : first + ROWS], torch.empty(0)
+                row_B = torch.arange(len(target_B))
+                for at, score in self._blocks(slice(first, first + ROWS)):
+                    score += popularity[at : at + score.shape[1]]
+                    for row, item in ((row_E, item_E), (row_B, target_B)):
+                        inside = (item >= at) & (item < at + score.shape[1])
+                        score[row[inside], item[inside] - at] = float("-inf")
+                    best = score if at == 1 else torch.cat([best, score], 1)
+                    best = best.topk(min(BEST, best.shape[1])).values
+                parts.append(best)
+            cells.best[term.popularity] = torch.cat(parts)
+        return cells.best[term.popularity]
+
+    def _blocks(self, rows: slice) -> list[tuple[int, Tensor]]:
+        """Return (first item, scores) of some cases, on the host; what is no candidate has -inf."""
+        user, stop = self.user[rows], self.position[rows]
+        seen = SeenItems.before(self.data, user, stop).without(self.data.sent(self.target_C[rows]))
+        blocks = []
+        for at, score in ranking.checked(self.base, self.data, user, stop, "the model")():
+            if self.filter_seen:
+                score[seen.within(at, score)] = float("-inf")
+            blocks.append((at, score.cpu()))
+        return blocks
+
+
+def _remembered(scorer: Scorer) -> Scorer:
+    """Return `scorer`, asked once for the same cases: what it keeps are its queries, not its scores."""
+    known: dict[tuple[int, ...], Blocks] = {}
+
+    def again(data: Sequences, user: Tensor, stop: Tensor) -> Blocks:
+        key = tuple(stop.tolist())
+        if key not in known:
+            known[key] = scorer(data, user, stop)
+        return known[key]
+
+    return again
