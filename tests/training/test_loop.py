@@ -40,13 +40,12 @@ def test_every_objective_learns_the_pattern(prepared, tmp_path, objective):
         "mask_last_share": 0.7,
         "windows": "all",
     }
-    epochs = {"last": 25, "cloze": 60}[objective]  # cloze sees few targets a pass
     values = run(
         prepared,
         tmp_path,
         "flash4rec",
-        epochs=epochs,
-        patience=60,
+        epochs=20,
+        patience=20,
         learning_rate=1e-2,
         seed=2,
         # under cloze the head learns that an item is like itself on some machines and seeds, on others it does not
@@ -111,7 +110,7 @@ def test_a_killed_process_resumes_and_gives_the_same_weights(prepared, tmp_path)
     script = (
         "import sys; sys.path[:0] = sys.argv[3:]\n"
         "from pathlib import Path; from support import run\n"
-        "run(Path(sys.argv[1]), Path(sys.argv[2]), epochs=30)"
+        "run(Path(sys.argv[1]), Path(sys.argv[2]), epochs=9)"
     )
     folders = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent.parent)]
     command = [sys.executable, "-c", script, str(prepared), str(tmp_path / "killed"), *folders]
@@ -124,9 +123,8 @@ def test_a_killed_process_resumes_and_gives_the_same_weights(prepared, tmp_path)
     assert not (tmp_path / "killed" / "finetuned" / "best.safetensors").exists()
     assert list((tmp_path / "killed" / "state").glob("*/step-*"))
 
-    subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    whole = [*command[:4], str(tmp_path / "whole"), *folders]
-    subprocess.run(whole, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    run(prepared, tmp_path / "killed", epochs=9)
+    run(prepared, tmp_path / "whole", epochs=9)
 
     killed, expected = weights(tmp_path / "killed"), weights(tmp_path / "whole")
     assert all(torch.equal(killed[name], expected[name]) for name in expected)
