@@ -3,6 +3,7 @@
 from models.base import Batch, Catalogue, SequenceModel
 from models.bert4rec import BERT4Rec
 from models.caser import Caser
+from models.esasrec import ESASRec
 from models.flash4rec import FLASH4Rec
 from models.fpmc import FPMC
 from models.gru4rec import GRU4Rec
@@ -17,6 +18,7 @@ from models.zesrec import ZESRec
 
 REGISTRY: dict[str, type[SequenceModel]] = {
     "sasrec": SASRec,
+    "esasrec": ESASRec,
     "flash4rec": FLASH4Rec,
     "strec": STRec,
     "gru4rec": GRU4Rec,

@@ -16,6 +16,7 @@ SMALL = {"d_model": 16, "length": 12}
 MODELS = OPTIONS | {
     "bert4rec": SMALL,
     "caser": SMALL,
+    "esasrec": SMALL | {"dropout": 0.2},
     "fpmc": SMALL,
     "gru4rec": SMALL | {"d_state": 24, "layers": 2, "item_bias": True},
     "mfbpr": SMALL,
