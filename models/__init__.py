@@ -7,6 +7,7 @@ from models.esasrec import ESASRec
 from models.flash4rec import FLASH4Rec
 from models.fpmc import FPMC
 from models.gru4rec import GRU4Rec
+from models.hstu import HSTU
 from models.mfbpr import MFBPR
 from models.rec_denoiser import RecDenoiser
 from models.recformer import Recformer
@@ -20,6 +21,7 @@ REGISTRY: dict[str, type[SequenceModel]] = {
     "sasrec": SASRec,
     "esasrec": ESASRec,
     "flash4rec": FLASH4Rec,
+    "hstu": HSTU,
     "strec": STRec,
     "gru4rec": GRU4Rec,
     "bert4rec": BERT4Rec,

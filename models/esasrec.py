@@ -6,7 +6,8 @@ sigmoid gate of the unnormalised one decides how much of the branch is added. Th
 
 Differs from the public code in these places:
 - the last block's output is normalised, as in SASRec; the code scores it as it is;
-- the loss is the engine's: `loss: sampled_ce` with 256 negatives is the one of the paper, without its shared draws;
+- the loss is the engine's: with `loss: sampled_ce` and 256 negatives a step's targets share the draws, and scores are
+  corrected for how often an item is drawn; the code draws 256 for each target and corrects nothing;
 - what sasrec.py says of positions, padding, initialisation and dropped attention weights.
 
 Shape suffixes, besides those of base.py: Q queries, E expanded width.
