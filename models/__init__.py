@@ -2,6 +2,7 @@
 
 from models.base import Batch, Catalogue, SequenceModel
 from models.bert4rec import BERT4Rec
+from models.bsarec import BSARec
 from models.caser import Caser
 from models.esasrec import ESASRec
 from models.flash4rec import FLASH4Rec
@@ -22,6 +23,7 @@ REGISTRY: dict[str, type[SequenceModel]] = {
     "esasrec": ESASRec,
     "flash4rec": FLASH4Rec,
     "hstu": HSTU,
+    "bsarec": BSARec,
     "strec": STRec,
     "gru4rec": GRU4Rec,
     "bert4rec": BERT4Rec,

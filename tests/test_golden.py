@@ -15,6 +15,7 @@ FOLDER = Path(__file__).parent / "golden"
 SMALL = {"d_model": 16, "length": 12}
 MODELS = OPTIONS | {
     "bert4rec": SMALL,
+    "bsarec": SMALL,
     "caser": SMALL,
     "esasrec": SMALL | {"dropout": 0.2},
     "fpmc": SMALL,
