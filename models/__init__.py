@@ -9,6 +9,7 @@ from models.flash4rec import FLASH4Rec
 from models.fpmc import FPMC
 from models.gru4rec import GRU4Rec
 from models.hstu import HSTU
+from models.lrurec import LRURec
 from models.mfbpr import MFBPR
 from models.rec_denoiser import RecDenoiser
 from models.recformer import Recformer
@@ -24,6 +25,7 @@ REGISTRY: dict[str, type[SequenceModel]] = {
     "flash4rec": FLASH4Rec,
     "hstu": HSTU,
     "bsarec": BSARec,
+    "lrurec": LRURec,
     "strec": STRec,
     "gru4rec": GRU4Rec,
     "bert4rec": BERT4Rec,

@@ -21,6 +21,7 @@ MODELS = OPTIONS | {
     "fpmc": SMALL,
     "gru4rec": SMALL | {"d_state": 24, "layers": 2, "item_bias": True},
     "hstu": SMALL | {"dropout": 0.2, "relative_time": True},
+    "lrurec": SMALL,
     "mfbpr": SMALL,
 }
 LOSSES = {"fpmc": {"loss": "bpr", "negatives": 4}, "mfbpr": {"loss": "bpr", "negatives": 4}}  # others: full softmax
