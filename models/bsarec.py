@@ -54,7 +54,8 @@ def low_pass(length: int, cut: int) -> Tensor:
     """Return (N, N): the matrix that keeps frequencies 0 to `cut` // 2 of a sequence of `length` values."""
     spectrum = torch.fft.rfft(torch.eye(length, dtype=torch.float64), dim=0)
     spectrum[cut // 2 + 1 :] = 0
-    return torch.fft.irfft(spectrum, n=length, dim=0).float()
+    matrix: Tensor = torch.fft.irfft(spectrum, n=length, dim=0).float()
+    return matrix
 
 
 class Block(nn.Module):
@@ -109,7 +110,7 @@ class BSARec(SequenceModel):
         length = batch.items.shape[1]
         items_BN = F.pad(batch.items, (self.options.length - length, 0), value=PAD)
         bias_BNN = attention_bias(items_BN, causal=True)
-        x_BND = self.dropout(self.norm(self.items(items_BN) + self.positions))
+        x_BND: Tensor = self.dropout(self.norm(self.items(items_BN) + self.positions))
         for number, block in enumerate(self.blocks, start=1):
             only_last = last and number == self.options.layers  # earlier layers feed its window
             x_BND = block(x_BND, bias_BNN, slice(-1, None) if only_last else slice(None))

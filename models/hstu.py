@@ -104,10 +104,11 @@ class HSTU(SequenceModel):
         self.items = nn.Embedding(catalogue.num_items + 1, options.d_model, padding_idx=PAD)
         self.positions = nn.Parameter(torch.empty(options.length, options.d_model).normal_(std=INIT_STD))
         self.dropout = Dropout(options.dropout)
-        self.units = nn.ModuleList(Unit(options) for _ in range(options.layers))
+        units = [Unit(options) for _ in range(options.layers)]
+        self.units = nn.ModuleList(units)
         self.norm = nn.LayerNorm(options.d_model)
         initialise(self)
-        for unit in self.units:
+        for unit in units:
             nn.init.xavier_uniform_(unit.to_out.weight)
 
     @classmethod

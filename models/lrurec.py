@@ -123,7 +123,7 @@ class LRURec(SequenceModel):
     def forward(self, batch: Batch, last: bool = False) -> Tensor:
         """See `SequenceModel.forward`."""
         real_BL = batch.items != PAD
-        x_BLD = self.norm(self.dropout(self.items(batch.items)))
+        x_BLD: Tensor = self.norm(self.dropout(self.items(batch.items)))
         for number, block in enumerate(self.blocks, start=1):
             only_last = last and number == self.options.layers  # earlier layers feed its state
             x_BLD = block(x_BLD, real_BL, slice(-1, None) if only_last else slice(None))
