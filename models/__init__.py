@@ -2,10 +2,14 @@
 
 from models.base import Batch, Catalogue, SequenceModel
 from models.bert4rec import BERT4Rec
+from models.bsarec import BSARec
 from models.caser import Caser
+from models.esasrec import ESASRec
 from models.flash4rec import FLASH4Rec
 from models.fpmc import FPMC
 from models.gru4rec import GRU4Rec
+from models.hstu import HSTU
+from models.lrurec import LRURec
 from models.mfbpr import MFBPR
 from models.rec_denoiser import RecDenoiser
 from models.recformer import Recformer
@@ -17,7 +21,11 @@ from models.zesrec import ZESRec
 
 REGISTRY: dict[str, type[SequenceModel]] = {
     "sasrec": SASRec,
+    "esasrec": ESASRec,
     "flash4rec": FLASH4Rec,
+    "hstu": HSTU,
+    "bsarec": BSARec,
+    "lrurec": LRURec,
     "strec": STRec,
     "gru4rec": GRU4Rec,
     "bert4rec": BERT4Rec,

@@ -44,6 +44,7 @@ PARTS = [  # key in params.yaml, its dataclass, whether inherited fields are lis
     ("pretrain and finetune", config.TrainConfig, True),
     ("pretrain alone", config.PretrainConfig, False),
     ("finetune alone", config.FinetuneConfig, False),
+    ("pretrain.contrast and finetune.contrast", config.ContrastConfig, True),
     ("finetune.counts", config.CountsConfig, True),
     ("evaluate", config.EvaluateConfig, True),
     ("register", config.RegisterConfig, True),

@@ -15,9 +15,13 @@ FOLDER = Path(__file__).parent / "golden"
 SMALL = {"d_model": 16, "length": 12}
 MODELS = OPTIONS | {
     "bert4rec": SMALL,
+    "bsarec": SMALL,
     "caser": SMALL,
+    "esasrec": SMALL | {"dropout": 0.2},
     "fpmc": SMALL,
     "gru4rec": SMALL | {"d_state": 24, "layers": 2, "item_bias": True},
+    "hstu": SMALL | {"dropout": 0.2, "relative_time": True},
+    "lrurec": SMALL,
     "mfbpr": SMALL,
 }
 LOSSES = {"fpmc": {"loss": "bpr", "negatives": 4}, "mfbpr": {"loss": "bpr", "negatives": 4}}  # others: full softmax

@@ -124,6 +124,20 @@ class PrepareConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ContrastConfig(Section):
+    """A contrastive term beside the loss: two views of a window are drawn together, those of other rows apart."""
+
+    weight: NotNegative = 0.1  # of views of one window, which dropout tells apart; 0: without
+    same_target: NotNegative = 0.0  # weight of views of two windows that lead to the same item; 0: without
+    temperature: PositiveReal = 1.0  # of the softmax over the batch
+    similarity: Literal["dot", "cosine"] = "dot"  # of two views
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.weight + self.same_target > 0, "weight and same_target are both 0: leave contrast out")
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig(Section):
     """Settings of both training stages."""
 
@@ -133,6 +147,7 @@ class TrainConfig(Section):
     loss: Literal["ce", "sampled_ce", "bce", "gbce", "bpr"] = "ce"  # see docs/architecture.md
     negatives: Annotated[int, Bounds(ge=1, le=1 << 24)] = 256  # sampled_ce: per step | bce, gbce, bpr: per target
     sampler: Literal["uniform", "popularity", "in_batch"] = "uniform"  # of negatives; in_batch: the step's targets
+    contrast: dict[str, Any] = field(default_factory=dict)  # of ContrastConfig: a term beside the loss; empty: none
     exclude_past: bool = False  # ce: the items of a window are no candidates, as `filter_seen` has it at test
     sparse_tables: bool = False  # sampled losses: a step reads and updates the rows it uses alone, for huge catalogues
     gbce_t: Share = 0.75  # gbce: 0 is bce, 1 is calibrated for the whole catalogue
@@ -157,6 +172,7 @@ class TrainConfig(Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.min_learning_rate <= self.learning_rate, "min_learning_rate must be at most learning_rate")
+        parse(ContrastConfig, self.contrast, "contrast")
         require(not self.exclude_past or self.loss == "ce", "exclude_past: only loss ce has all items as candidates")
         require(not (self.sparse_tables and self.loss == "ce"), "sparse_tables: loss ce reads all rows; use sampled_ce")
         require(

@@ -12,7 +12,7 @@ from seqrec.config import EvaluateConfig
 from seqrec.counts.search import Tables, fold_scorer
 from seqrec.counts.term import with_counts
 from seqrec.data.sequences import load as load_sequences
-from seqrec.evaluation import ranking, results
+from seqrec.evaluation import cost, ranking, results
 from seqrec.training import cards
 from seqrec.training.checkpoint import counts_config, load_counts, load_model
 
@@ -42,6 +42,7 @@ def evaluate(
     loaded = load_sequences(sequences)
     prepared = loaded.to(device)
     facts = {"parameters": card["parameters"], "train_seconds": card["seconds"]}
+    facts |= {"parameters/tables": cost.table_parameters(net), "query_flops": cost.query_flops(net)}
     chosen, term = card.get("counts", {}), load_counts(checkpoint, card)
     facts["counts/alpha"] = chosen.get("alpha", 0.0)
     began = time.monotonic()

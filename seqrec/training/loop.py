@@ -25,7 +25,7 @@ from seqrec.config import TrainConfig
 from seqrec.data import sequences
 from seqrec.data.sequences import Cases, Sequences
 from seqrec.evaluation import metrics, ranking
-from seqrec.training import batches, objectives, optimizer, validation
+from seqrec.training import batches, contrast, objectives, optimizer, validation
 from seqrec.training.batches import Windows
 from seqrec.training.checkpoint import ResumeState, below, not_finite
 from seqrec.training.objectives import Example, Loss
@@ -118,11 +118,14 @@ class _Step(nn.Module):
         super().__init__()
         self.model, self.loss = model, loss
         self.bf16, self.exclude_past = config.precision == "bf16", config.exclude_past
+        self.contrast = contrast.term(config)
 
     def forward(self, example: Example) -> dict[str, Tensor]:
         device = example.target_BL.device.type
+        views: list[Tensor] = []
 
         def task(query_BPD: Tensor) -> Tensor:
+            views.append(query_BPD[:, -1])
             width = query_BPD.shape[1]
             target_BP = example.target_BL[:, -width:]
             index = torch.nonzero_static(target_BP.flatten(), size=example.number).squeeze(1)
@@ -134,7 +137,11 @@ class _Step(nn.Module):
             return value_BP * example.weight
 
         with torch.autocast(device, torch.bfloat16, enabled=self.bf16):
-            return self.model.training_loss(example.batch, task)
+            terms = self.model.training_loss(example.batch, task)
+            if self.contrast is not None:
+                target_B = example.target_BL[:, -1]
+                terms |= contrast.terms(self.contrast, self.model, example.batch, views[0], target_B, example.partner)
+            return terms
 
 
 @dataclass(frozen=True)
@@ -156,6 +163,7 @@ class _Run:
     meter: EpochMeter  # of the running epoch
     order: torch.Generator  # draws the windows and batches of an epoch
     epoch_order: Tensor  # its state at the start of the running epoch
+    same_target: contrast.SameTarget | None  # what partners of a contrastive term are drawn from
     bad_step: Tensor  # first step whose loss or gradient was not finite
 
     def __init__(self, job: Fit) -> None:
@@ -166,6 +174,8 @@ class _Run:
         self.position, self.best, self.meter = Position(), {}, EpochMeter(self.device)
         self.order = torch.Generator().manual_seed(job.config.seed)
         self.epoch_order = self.order.get_state()
+        contrast.check(job.config, self.model, job.stage)
+        self.same_target = contrast.same_target(self.data, job.config)
         self.bad_step = torch.full((), torch.iinfo(torch.int64).max, device=self.device)
 
     def run(self) -> list[dict[str, Any]]:
@@ -342,6 +352,7 @@ class _Run:
             seed=config.seed * 1_000_003 + step,
             process=accelerator.process_index,
             processes=accelerator.num_processes,
+            same_target=self.same_target,
         )
         return objectives.with_target(example) if self.phase.contrastive else example
 

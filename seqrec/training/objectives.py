@@ -17,6 +17,7 @@ from seqrec.data import sequences
 from seqrec.data.sequences import Sequences
 from seqrec.training import losses
 from seqrec.training.batches import Windows
+from seqrec.training.contrast import SameTarget
 
 
 class Example(NamedTuple):
@@ -26,6 +27,7 @@ class Example(NamedTuple):
     target_BL: Tensor  # item to predict at each position, PAD where there is none
     number: int  # targets in it
     weight: float  # of one target: 1 / targets in the step, over all processes
+    partner: Batch | None = None  # for each row a window with the same last target
 
 
 def example(
@@ -37,6 +39,7 @@ def example(
     seed: int,
     process: int = 0,
     processes: int = 1,
+    same_target: SameTarget | None = None,
 ) -> Example:
     """Build a process's share of a step; every process knows the step's windows, so none asks another.
 
@@ -48,6 +51,7 @@ def example(
         seed: of this step's draws; the same on every process.
         process: index of this process.
         processes: how many share the step.
+        same_target: where partners are drawn from; None: there are none.
     """
     width = sequences.padded_width(int(chosen.width.max()), options.length)
     targeted_BL = _targeted(options.objective, chosen.width, width, config, seed)
@@ -63,7 +67,10 @@ def example(
         batch = sequences.window(data, user, stop - 1, width)
     # DDP averages the gradients of the processes: scale up what it will divide
     weight = processes / int(targeted_BL.sum())
-    return Example(batch, target_BL, int(targeted_BL[mine].sum()), weight)
+    partner = None
+    if same_target is not None:
+        partner = same_target.windows(data, chosen.stop[mine] - 1, options.length, seed + process)
+    return Example(batch, target_BL, int(targeted_BL[mine].sum()), weight, partner)
 
 
 def _neighbours(user_W: Tensor, process: int, processes: int) -> Tensor | slice:

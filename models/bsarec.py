@@ -1,0 +1,125 @@
+"""BSARec: self-attention beside a frequency filter (Shin et al., AAAI 2024, arXiv:2312.10325).
+
+A layer is alpha times a filter plus 1 - alpha times attention. The filter splits the window into its slow part, the
+lowest frequencies of its Fourier transform along the positions, and the rest, and rescales the rest channel by channel.
+
+A Fourier transform reads the whole window: every output depends on every event. So an event may be predicted only from
+a window that ends before it. A training example is a prefix (objective `last`) and its last row alone is read.
+
+Differs from the paper's code in these places:
+- the filter is computed as what it is, one constant matrix, since all windows are padded to one length;
+- positions count back from the most recent event: in windows of one length, a renaming;
+- attention weights are not dropped by default (`attention_dropout`), which lets a fused kernel compute them.
+
+Shape suffixes, besides those of base.py: N positions of the padded window, Q queries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from models.base import PAD, Batch, Catalogue, Objective, Options, SequenceModel, TaskLoss, check
+from models.layers import INIT_STD, Dropout, MultiHeadAttention, attention_bias, initialise
+
+NORM_EPS = 1e-12  # as in the code; embeddings start small
+
+
+@dataclass(frozen=True, kw_only=True)
+class BSARecOptions(Options):
+    """Options of BSARec."""
+
+    objective: Objective = "last"
+    d_model: int = 64
+    layers: int = 2
+    heads: int = 2
+    dropout: float = 0.5
+    attention_dropout: float = 0.0  # of attention weights; more than 0 rules out the fused kernel
+    alpha: float = 0.7  # share of the filter in a layer's output; the rest is attention's
+    cut: int = 5  # c of the paper: frequencies 0 to c // 2 are slow
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(min(self.d_model, self.layers, self.heads) >= 1, "d_model, layers and heads must be at least 1")
+        check(0 <= self.dropout < 1, "dropout must be at least 0 and under 1")
+        check(0 <= self.attention_dropout < 1, "attention_dropout must be at least 0 and under 1")
+        check(0 <= self.alpha <= 1, "alpha must be from 0 to 1")
+        check(1 <= self.cut <= self.length, "cut must be from 1 to length")
+
+
+def low_pass(length: int, cut: int) -> Tensor:
+    """Return (N, N): the matrix that keeps frequencies 0 to `cut` // 2 of a sequence of `length` values."""
+    spectrum = torch.fft.rfft(torch.eye(length, dtype=torch.float64), dim=0)
+    spectrum[cut // 2 + 1 :] = 0
+    matrix: Tensor = torch.fft.irfft(spectrum, n=length, dim=0).float()
+    return matrix
+
+
+class Block(nn.Module):
+    """Filter and attention side by side, then a point-wise network (paper, eqs. 9 to 14)."""
+
+    slow_NN: Tensor
+
+    def __init__(self, options: BSARecOptions) -> None:
+        super().__init__()
+        d_model, self.alpha = options.d_model, options.alpha
+        self.register_buffer("slow_NN", low_pass(options.length, options.cut), persistent=False)
+        self.root_beta = nn.Parameter(torch.randn(d_model))
+        self.norm_filter = nn.LayerNorm(d_model, NORM_EPS)
+        self.attention = MultiHeadAttention(d_model, options.heads, options.attention_dropout)
+        self.norm_attention = nn.LayerNorm(d_model, NORM_EPS)
+        self.inner = nn.Linear(d_model, 4 * d_model)
+        self.outer = nn.Linear(4 * d_model, d_model)
+        self.norm = nn.LayerNorm(d_model, NORM_EPS)
+        self.dropout = Dropout(options.dropout)
+
+    def forward(self, x_BND: Tensor, bias_BNN: Tensor, queries: slice) -> Tensor:
+        """Return the block's output (B, Q, D) at the positions `queries`."""
+        x_BQD = x_BND[:, queries]
+        slow_BQD = self.slow_NN[queries] @ x_BND
+        filtered_BQD = slow_BQD + self.root_beta**2 * (x_BQD - slow_BQD)
+        filtered_BQD = self.norm_filter(x_BQD + self.dropout(filtered_BQD))
+        mixed_BQD = self.attention(x_BQD, x_BND, bias_BNN[:, queries])
+        mixed_BQD = self.norm_attention(x_BQD + self.dropout(mixed_BQD))
+        x_BQD = self.alpha * filtered_BQD + (1 - self.alpha) * mixed_BQD
+        out: Tensor = self.norm(x_BQD + self.dropout(self.outer(F.gelu(self.inner(x_BQD)))))
+        return out
+
+
+class BSARec(SequenceModel):
+    """Filtered and attended windows of the user's most recent items."""
+
+    Options = BSARecOptions
+    options: BSARecOptions
+    objectives = frozenset({"last"})
+
+    def __init__(self, options: BSARecOptions, catalogue: Catalogue) -> None:
+        super().__init__(options, catalogue)
+        self.items = nn.Embedding(catalogue.num_items + 1, options.d_model, padding_idx=PAD)
+        self.positions = nn.Parameter(torch.empty(options.length, options.d_model).normal_(std=INIT_STD))
+        self.norm = nn.LayerNorm(options.d_model, NORM_EPS)
+        self.dropout = Dropout(options.dropout)
+        self.blocks = nn.ModuleList(Block(options) for _ in range(options.layers))
+        initialise(self)
+
+    def forward(self, batch: Batch, last: bool = False) -> Tensor:
+        """See `SequenceModel.forward`; a row but the last one depends on the events after it."""
+        length = batch.items.shape[1]
+        items_BN = F.pad(batch.items, (self.options.length - length, 0), value=PAD)
+        bias_BNN = attention_bias(items_BN, causal=True)
+        x_BND: Tensor = self.dropout(self.norm(self.items(items_BN) + self.positions))
+        for number, block in enumerate(self.blocks, start=1):
+            only_last = last and number == self.options.layers  # earlier layers feed its window
+            x_BND = block(x_BND, bias_BNN, slice(-1, None) if only_last else slice(None))
+        return x_BND if last else x_BND[:, -length:]
+
+    def item_vectors(self) -> Tensor:
+        """See `SequenceModel.item_vectors`."""
+        return self.items.weight
+
+    def training_loss(self, batch: Batch, task: TaskLoss) -> dict[str, Tensor]:
+        """See `SequenceModel.training_loss`; only the last row has a target."""
+        return {"task": task(self(batch, last=True)).sum()}

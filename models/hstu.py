@@ -1,0 +1,134 @@
+"""HSTU: hierarchical sequential transduction units (Zhai et al., ICML 2024, arXiv:2402.17152).
+
+Causal attention without a softmax: a weight is SiLU of a score, divided by the length of the window, so that how much
+was read is not normalised away. What is read is normalised, gated by the query's own event, and added to it; there is
+no feed-forward network. A score knows how many positions lie between two events, and with `relative_time` how long.
+
+Differs from the paper's code in these places:
+- a time difference is that between the query's event and the key's. The code takes the time of the event after the
+  query, which is the one to predict, from the data, and which nobody knows when the model is served;
+- queries are normalised by a layer and scored by inner products; the code scales queries and items to unit length and
+  divides by a temperature of 0.05;
+- the loss is the engine's: full softmax by default, not sampled softmax with 128 negatives;
+- positions count back from the most recent event; there are no ratings or other actions among the events.
+
+Shape suffixes, besides those of base.py and layers.py: Q queries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from models.base import PAD, Batch, Catalogue, Options, SequenceModel, check
+from models.layers import INIT_STD, Dropout, attention_bias, initialise
+
+NORM_EPS = 1e-6  # as in the code; what little is read from a short history stays little
+BUCKETS = 128  # of time differences, counted from 0; the last one has no end
+BUCKET_WIDTH = 0.301  # of a bucket, in the natural logarithm of seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class HSTUOptions(Options):
+    """Options of HSTU."""
+
+    d_model: int = 64
+    layers: int = 2
+    heads: int = 2
+    dropout: float = 0.2  # of embeddings and of what a layer adds
+    relative_time: bool = False  # scores know the time between two events
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(min(self.d_model, self.layers, self.heads) >= 1, "d_model, layers and heads must be at least 1")
+        check(self.d_model % self.heads == 0, f"heads: d_model {self.d_model} cannot be divided into {self.heads}")
+        check(0 <= self.dropout < 1, "dropout must be at least 0 and under 1")
+
+
+def time_buckets(times_BL: Tensor) -> Tensor:
+    """Return (B, L, L) int64: the logarithmic bucket of the seconds between query and key, 0 to `BUCKETS`."""
+    between_BLL = (times_BL.unsqueeze(2) - times_BL.unsqueeze(1)).abs()
+    return (between_BLL.clamp(min=1).log() / BUCKET_WIDTH).long().clamp(max=BUCKETS)
+
+
+class Unit(nn.Module):
+    """Pointwise attention behind a gate (paper, eqs. 1 to 3)."""
+
+    def __init__(self, options: HSTUOptions) -> None:
+        super().__init__()
+        d_model = options.d_model
+        self.heads, self.length = options.heads, options.length
+        self.norm = nn.LayerNorm(d_model, NORM_EPS, elementwise_affine=False)
+        self.to_gate_and_query = nn.Linear(d_model, 2 * d_model, bias=False)
+        self.to_key_and_value = nn.Linear(d_model, 2 * d_model, bias=False)
+        self.by_distance = nn.Parameter(torch.empty(options.length).normal_(std=INIT_STD))
+        self.by_time = nn.Parameter(torch.empty(BUCKETS + 1).normal_(std=INIT_STD)) if options.relative_time else None
+        self.norm_mixed = nn.LayerNorm(d_model, NORM_EPS, elementwise_affine=False)
+        self.dropout = Dropout(options.dropout)
+        self.to_out = nn.Linear(d_model, d_model)
+
+    def forward(self, x_BLD: Tensor, visible_BLL: Tensor, bucket_BLL: Tensor | None, queries: slice) -> Tensor:
+        """Return the unit's output (B, Q, D) at the positions `queries`."""
+        normed_BLD = self.norm(x_BLD)
+        gate_BQD, q_BQD = F.silu(self.to_gate_and_query(normed_BLD[:, queries])).chunk(2, dim=-1)
+        k_BLD, v_BLD = F.silu(self.to_key_and_value(normed_BLD)).chunk(2, dim=-1)
+        q_BHQK, k_BHLK, v_BHLK = (x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in (q_BQD, k_BLD, v_BLD))
+        score_BHQL = q_BHQK @ k_BHLK.mT + self.bias(x_BLD.shape[1], bucket_BLL)[:, queries].unsqueeze(1)
+        weight_BHQL = F.silu(score_BHQL) / self.length * visible_BLL[:, queries].unsqueeze(1)
+        mixed_BQD = (weight_BHQL @ v_BHLK).transpose(1, 2).flatten(2)
+        out: Tensor = x_BLD[:, queries] + self.to_out(self.dropout(gate_BQD * self.norm_mixed(mixed_BQD)))
+        return out
+
+    def bias(self, length: int, bucket_BLL: Tensor | None) -> Tensor:
+        """Return (B, L, L), or (1, L, L) without times: what positions and times add to each score."""
+        place_L = torch.arange(length, device=self.by_distance.device)
+        bias_1LL = self.by_distance[(place_L.unsqueeze(1) - place_L).clamp(min=0)].unsqueeze(0)
+        if self.by_time is None or bucket_BLL is None:
+            return bias_1LL
+        return bias_1LL + F.embedding(bucket_BLL, self.by_time.unsqueeze(1)).squeeze(-1)
+
+
+class HSTU(SequenceModel):
+    """Pointwise causal attention over the user's most recent items."""
+
+    Options = HSTUOptions
+    options: HSTUOptions
+    objectives = frozenset({"causal", "last"})
+
+    def __init__(self, options: HSTUOptions, catalogue: Catalogue) -> None:
+        super().__init__(options, catalogue)
+        self.items = nn.Embedding(catalogue.num_items + 1, options.d_model, padding_idx=PAD)
+        self.positions = nn.Parameter(torch.empty(options.length, options.d_model).normal_(std=INIT_STD))
+        self.dropout = Dropout(options.dropout)
+        units = [Unit(options) for _ in range(options.layers)]
+        self.units = nn.ModuleList(units)
+        self.norm = nn.LayerNorm(options.d_model)
+        initialise(self)
+        for unit in units:
+            nn.init.xavier_uniform_(unit.to_out.weight)
+
+    @classmethod
+    def needs_of(cls, options: Any) -> frozenset[str]:
+        """See `SequenceModel.needs_of`."""
+        return frozenset({"times"} if options.relative_time else ())
+
+    def forward(self, batch: Batch, last: bool = False) -> Tensor:
+        """See `SequenceModel.forward`."""
+        length = batch.items.shape[1]
+        visible_BLL = attention_bias(batch.items, causal=True) == 0
+        bucket_BLL = time_buckets(batch.times) if self.options.relative_time else None
+        x_BLD = self.items(batch.items) * self.options.d_model**0.5 + self.positions[-length:]
+        x_BLD = self.dropout(x_BLD)
+        for number, unit in enumerate(self.units, start=1):
+            only_last = last and number == self.options.layers  # earlier units feed its keys and values
+            x_BLD = unit(x_BLD, visible_BLL, bucket_BLL, slice(-1, None) if only_last else slice(None))
+        out: Tensor = self.norm(x_BLD)
+        return out
+
+    def item_vectors(self) -> Tensor:
+        """See `SequenceModel.item_vectors`."""
+        return self.items.weight

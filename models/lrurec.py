@@ -1,0 +1,134 @@
+"""LRURec: linear recurrence for sequential recommendation (Yue et al., WSDM 2024, arXiv:2310.02367).
+
+The state of a linear recurrent unit (Orvieto et al. 2023, arXiv:2303.06349) is h_t = lambda * h_(t-1) + gamma * B x_t
+with a complex lambda a channel. Without a non-linearity in between, the states of all positions come from a parallel
+scan of log2(length) steps; when served, one state is all that must be kept of a history.
+
+Differs from the paper's code in these places:
+- complex numbers are pairs of real ones, so that all weights are real and any precision and export takes them; the
+  output's bias has no imaginary part, which the code computes and drops;
+- the scan doubles its reach at every step for all positions, instead of joining halves: the same states, and no
+  padding to a power of two;
+- items have no bias; weights start as in the other models, from an untruncated normal.
+
+Shape suffixes, besides those of base.py: S complex channels of the state.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from models.base import PAD, Batch, Catalogue, Options, SequenceModel, check
+from models.layers import Dropout, initialise
+
+RING = (0.8, 0.99)  # between these absolute values lambda starts
+
+
+@dataclass(frozen=True, kw_only=True)
+class LRURecOptions(Options):
+    """Options of LRURec."""
+
+    d_model: int = 64
+    layers: int = 2
+    dropout: float = 0.2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(min(self.d_model, self.layers) >= 1, "d_model and layers must be at least 1")
+        check(0 <= self.dropout < 1, "dropout must be at least 0 and under 1")
+
+
+class LinearRecurrentUnit(nn.Module):
+    """A diagonal linear recurrence and its output (paper, section 3.3)."""
+
+    def __init__(self, d_model: int, length: int) -> None:
+        super().__init__()
+        self.channels, self.length = 2 * d_model, length
+        low, high = RING
+        radius_S = (torch.rand(self.channels) * (high**2 - low**2) + low**2).sqrt()  # uniform on the area of the ring
+        angle_S = torch.rand(self.channels).clamp(min=1e-6) * 2 * math.pi
+        self.log_decay = nn.Parameter((-radius_S.log()).log())  # the absolute value of lambda stays under 1
+        self.log_angle = nn.Parameter(angle_S.log())
+        self.log_gamma = nn.Parameter((1 - radius_S**2).sqrt().log())  # keeps the state as large as its input
+        self.to_state = nn.Linear(d_model, 2 * self.channels)  # real parts, then imaginary ones
+        self.to_out = nn.Linear(2 * self.channels, d_model)  # real part of a complex product, its signs in the weights
+
+    def forward(self, x_BLD: Tensor, real_BL: Tensor, queries: slice) -> Tensor:
+        """Return (B, Q, D) at the positions `queries`; the state is zero where a history begins."""
+        scale_S = self.log_gamma.exp()
+        input_BLS = self.to_state(x_BLD).to(scale_S.dtype) * real_BL.unsqueeze(-1)  # bf16 cannot add up a history
+        parts = (part * scale_S for part in input_BLS.chunk(2, dim=-1))
+        out: Tensor = self.to_out(torch.cat(self.scan(*parts), -1)[:, queries])
+        return out
+
+    def scan(self, real_BLS: Tensor, imaginary_BLS: Tensor) -> tuple[Tensor, Tensor]:
+        """Return h_t = lambda * h_(t-1) + input_t of all positions, as real and imaginary parts.
+
+        After k steps a position holds the sum over its last 2^k inputs; the next step adds that of 2^k positions
+        before, times lambda^(2^k).
+        """
+        length, reach = real_BLS.shape[1], 1
+        while reach < self.length:  # of all windows: an exported graph cannot ask for the length of its input
+            size_S = (-self.log_decay.exp() * reach).exp()
+            angle_S = self.log_angle.exp() * reach
+            cosine_S, sine_S = size_S * angle_S.cos(), size_S * angle_S.sin()
+            before, shifted = (F.pad(x, (0, 0, reach, 0))[:, :length] for x in (real_BLS, imaginary_BLS))
+            real_BLS = real_BLS + cosine_S * before - sine_S * shifted
+            imaginary_BLS = imaginary_BLS + sine_S * before + cosine_S * shifted
+            reach *= 2
+        return real_BLS, imaginary_BLS
+
+
+class Block(nn.Module):
+    """A recurrent unit, then a point-wise network, each followed by its residual and a normalisation."""
+
+    def __init__(self, options: LRURecOptions) -> None:
+        super().__init__()
+        d_model = options.d_model
+        self.unit = LinearRecurrentUnit(d_model, options.length)
+        self.norm_unit = nn.LayerNorm(d_model)
+        self.inner = nn.Linear(d_model, 4 * d_model)
+        self.outer = nn.Linear(4 * d_model, d_model)
+        self.norm = nn.LayerNorm(d_model)
+        self.dropout = Dropout(options.dropout)
+
+    def forward(self, x_BLD: Tensor, real_BL: Tensor, queries: slice) -> Tensor:
+        """Return the block's output (B, Q, D) at the positions `queries`."""
+        x_BQD = self.norm_unit(x_BLD[:, queries] + self.dropout(self.unit(x_BLD, real_BL, queries)))
+        inner_BQD = self.dropout(F.gelu(self.inner(x_BQD)))
+        out: Tensor = self.norm(x_BQD + self.dropout(self.outer(inner_BQD)))
+        return out
+
+
+class LRURec(SequenceModel):
+    """Linear recurrent units over the user's most recent items."""
+
+    Options = LRURecOptions
+    options: LRURecOptions
+    objectives = frozenset({"causal", "last"})
+
+    def __init__(self, options: LRURecOptions, catalogue: Catalogue) -> None:
+        super().__init__(options, catalogue)
+        self.items = nn.Embedding(catalogue.num_items + 1, options.d_model, padding_idx=PAD)
+        self.dropout = Dropout(options.dropout)
+        self.norm = nn.LayerNorm(options.d_model)
+        self.blocks = nn.ModuleList(Block(options) for _ in range(options.layers))
+        initialise(self)
+
+    def forward(self, batch: Batch, last: bool = False) -> Tensor:
+        """See `SequenceModel.forward`."""
+        real_BL = batch.items != PAD
+        x_BLD: Tensor = self.norm(self.dropout(self.items(batch.items)))
+        for number, block in enumerate(self.blocks, start=1):
+            only_last = last and number == self.options.layers  # earlier layers feed its state
+            x_BLD = block(x_BLD, real_BL, slice(-1, None) if only_last else slice(None))
+        return x_BLD
+
+    def item_vectors(self) -> Tensor:
+        """See `SequenceModel.item_vectors`."""
+        return self.items.weight

@@ -1,0 +1,77 @@
+"""HSTU against the formulas of the paper, pair by pair in NumPy."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from support import make_batch, make_model
+
+from models.hstu import time_buckets
+
+YEAR = 31_536_000.0
+TIMES = [[-YEAR, -90_000.0, -90_000.0, -1.0, 0.0], [0.0, 0.0, -7200.0, -60.0, 0.0]]
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def norm(x, eps=1e-6):
+    centred = x - x.mean(-1, keepdims=True)
+    return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + eps)
+
+
+def unit(x, times, weights, name, heads, longest):
+    gate, query = np.split(silu(norm(x) @ weights[f"{name}.to_gate_and_query.weight"].T), 2, axis=-1)
+    key, value = np.split(silu(norm(x) @ weights[f"{name}.to_key_and_value.weight"].T), 2, axis=-1)
+    width, mixed = x.shape[1] // heads, np.zeros_like(x)
+    for head in range(heads):
+        part = slice(head * width, (head + 1) * width)
+        for i in range(len(x)):
+            for j in range(i + 1):
+                score = query[i, part] @ key[j, part] + weights[f"{name}.by_distance"][i - j]
+                if times is not None:
+                    bucket = int(math.log(max(1.0, times[i] - times[j])) / 0.301)
+                    score += weights[f"{name}.by_time"][bucket]
+                mixed[i, part] += silu(score) / longest * value[j, part]
+    return x + (gate * norm(mixed)) @ weights[f"{name}.to_out.weight"].T + weights[f"{name}.to_out.bias"]
+
+
+@pytest.mark.parametrize("relative_time", [False, True])
+def test_queries_equal_numpy_for_a_padded_row(relative_time):
+    model = make_model("hstu", layers=2, heads=2, length=12, relative_time=relative_time).double().eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    weights = {name: value.detach().numpy() for name, value in model.named_parameters()}
+    batch = make_batch([[3, 7, 2, 9, 4], [5, 1, 8]])._replace(times=torch.tensor(TIMES).double())
+
+    got = model(batch)[1, 2:].detach().numpy()
+
+    x = weights["items.weight"][[5, 1, 8]] * 4 + weights["positions"][-3:]  # 4 = sqrt(16)
+    for layer in range(2):
+        x = unit(x, TIMES[1][2:] if relative_time else None, weights, f"units.{layer}", heads=2, longest=12)
+    expected = norm(x, 1e-5) * weights["norm.weight"] + weights["norm.bias"]
+    np.testing.assert_allclose(got, expected, atol=1e-9)
+
+
+def test_buckets_grow_with_the_logarithm_of_the_seconds():
+    bucket = time_buckets(torch.tensor([[-1e30, -2 * YEAR, -3600.0, -1.0, 0.0]]).double())[0]
+
+    assert bucket[4].tolist() == [128, int(math.log(2 * YEAR) / 0.301), int(math.log(3600) / 0.301), 0, 0]
+    assert torch.equal(bucket, bucket.T)
+
+
+def test_times_are_read_only_when_asked_and_never_the_next_one():
+    batch = make_batch([[3, 7, 2, 9, 4]])._replace(times=torch.tensor(TIMES[:1]).double())
+    later = batch._replace(times=torch.tensor([[-YEAR, -90_000.0, -90_000.0, -80_000.0, 0.0]]).double())
+    plain = make_model("hstu").eval()
+    model = make_model("hstu", relative_time=True).eval()
+    for part in model.units:
+        torch.nn.init.normal_(part.by_time)
+
+    assert plain.needs == frozenset()
+    assert model.needs == {"times"}
+    assert torch.equal(plain(batch), plain(later))
+    changed = (model(batch) - model(later)).abs().amax(-1)[0] > 1e-6
+    assert changed.tolist() == [False, False, False, True, True]  # the event whose time differs is the fourth
