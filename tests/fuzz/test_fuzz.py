@@ -11,14 +11,15 @@ from hypothesis import strategies as st
 
 from fuzz.files import TOKENS
 from fuzz.harness import HangError, Target, attempt, explore
-from fuzz.reader_targets import FORMATS, READERS, read
+from fuzz.reader_targets import FORMATS, read
+from fuzz.targets import TARGETS
 
 FEW = settings(max_examples=12, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 EVENTS = b"user_id,item_id,timestamp\n"
 
 
-@pytest.mark.parametrize("target", READERS, ids=lambda target: target.name)
-def test_no_file_ends_in_a_traceback(target):
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+def test_no_input_ends_in_a_traceback(target):
     @FEW
     @given(target.inputs)
     def search(value):
