@@ -53,7 +53,7 @@ OWNERS = {  # package -> the only files that may import it, even inside a functi
     "great_expectations": ("seqrec/data/expectations.py",),
     "optuna": ("seqrec/training/tune.py",),
     "plotly": ("seqrec/analysis/plots.py", "seqrec/analysis/report.py"),
-    "pydantic": ("seqrec/config/checks.py", "seqrec/serving/http.py"),
+    "pydantic": ("seqrec/config/checks.py", "seqrec/serving/schemas.py"),
     "fastapi": ("seqrec/serving/http.py",),
     "transformers": ("seqrec/training/pretrained.py",),
     "components": ("components/", "pipelines/"),

@@ -10,232 +10,32 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated
 
 import torch
 import uvicorn
-from fastapi import FastAPI, HTTPException, Response
+from fastapi import FastAPI, HTTPException, Query, Response
 from fastapi import Request as HTTPRequest
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, RedirectResponse
 from fastapi_offline import FastAPIOffline
-from prometheus_client import (
-    CONTENT_TYPE_LATEST,
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    disable_created_metrics,
-    generate_latest,
-)
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from seqrec import __version__
 from seqrec.config import RegisterConfig
+from seqrec.serving import rules, schemas
+from seqrec.serving.batcher import Batcher, Served
+from seqrec.serving.metrics import Metrics
 from seqrec.serving.onnx_graph import GraphRecommender
-from seqrec.serving.recommender import CHAMPION_URI, Answer, Recommender, Request
+from seqrec.serving.recommender import CHAMPION_URI, Answer, Recommender
+from seqrec.serving.schemas import Listing, Queries, Recommendation, Recommendations, State
 
 logger = logging.getLogger(__name__)
-EVENTS = 10_000  # of a history; a body is held in memory
-ROWS = 1_000  # requests of a batch
-DECILES = 10
+MOST = 1_000  # items of a list that is nobody's in particular
 Load = Callable[[], Recommender]
-Waiting = tuple[Request, asyncio.Future[tuple[Answer, str]]]
-
-NEW_ITEMS, ATTRIBUTES = 100, 20  # described in a request, and of each
-
-Id = Annotated[str, Field(max_length=1_000)]
-Text = Annotated[str, Field(max_length=4_000)]
-
-
-class Query(BaseModel):
-    """Somebody's past, and what is wanted; every id is the data source's own."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    history: list[Id] = Field(max_length=EVENTS, description="item ids, oldest first", examples=[["50", "181"]])
-    k: int = Field(10, ge=1, description="items wanted; there are fewer where the catalogue has no more")
-    exclude: list[Id] = Field([], max_length=EVENTS, description="item ids not to show")
-    user: Id | None = Field(None, description="user id; an unknown one is fine")
-    times: list[FiniteFloat] | None = Field(None, description="seconds UTC, one an event of the history")
-    items_text: dict[Id, Annotated[dict[Id, Text], Field(max_length=ATTRIBUTES)]] = Field(
-        {},
-        max_length=NEW_ITEMS,
-        description="items that the model never saw: id -> attributes; candidates, also in the history; Recformer only",
-        examples=[{"new": {"title": "A film of tomorrow"}}],
-    )
-
-    titles: bool = Field(False, description="answer with the titles of the items too")
-
-    @model_validator(mode="after")
-    def _times_match(self) -> Self:
-        self.request()
-        return self
-
-    def request(self) -> Request:
-        """Return what the recommender understands."""
-        return Request(**{name: value for name, value in vars(self).items() if name != "titles"})
-
-
-class Queries(BaseModel):
-    """Several at once."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    requests: list[Query] = Field(max_length=ROWS)
-
-
-class Recommendation(BaseModel):
-    """The best items, and what was done to give any."""
-
-    items: list[str] = Field(description="best first")
-    titles: list[str] | None = Field(None, description="of the items, if requested; empty where the model has none")
-    scores: list[float]
-    source: str = Field(description="the model, or popularity where no item of the history is known")
-    unknown: int = Field(description="events of the history that the model does not know")
-    notes: list[str]
-    version: str = Field(description="of the model in the registry")
-
-
-class Recommendations(BaseModel):
-    """Several at once, in the order of the requests."""
-
-    answers: list[Recommendation]
-
-
-class State(BaseModel):
-    """What is being served."""
-
-    status: str = Field(description="ok, or behind: it answers, but cannot follow the registry")
-    model: str
-    version: str
-    items: int
-    users: int
-    problem: str = Field(description="why a newer champion is not served; empty where nothing is wrong")
-
-
-class Served:
-    """The recommender in use and its version; both change in one assignment."""
-
-    def __init__(self, recommender: Recommender, version: str) -> None:
-        self.current = (recommender, version)
-        self.problem = ""  # why the registry's champion is not the one that is served, if anything is wrong
-
-
-class Batcher:
-    """Hands all waiting requests to the model as one batch; the next one gathers while it works."""
-
-    def __init__(self, served: Served, largest: int, seen: Callable[[int], None]) -> None:
-        self.served, self.largest, self.seen = served, largest, seen
-        self.queue: asyncio.Queue[Waiting] = asyncio.Queue()
-        self.worker = ThreadPoolExecutor(1, "model")
-
-    async def answer(self, request: Request) -> tuple[Answer, str]:
-        """Return the answer, and the version of the model that gave it.
-
-        Raises:
-            ValueError: see `Recommender.check`.
-            RuntimeError: the model failed.
-        """
-        future: asyncio.Future[tuple[Answer, str]] = asyncio.get_running_loop().create_future()
-        self.queue.put_nowait((request, future))
-        return await future
-
-    async def run(self) -> None:
-        """Serve until cancelled."""
-        loop = asyncio.get_running_loop()
-        while True:
-            waiting = [await self.queue.get()]
-            while len(waiting) < self.largest and not self.queue.empty():
-                waiting.append(self.queue.get_nowait())
-            recommender, version = self.served.current
-            waiting = self._able(recommender, waiting)
-            if not waiting:
-                continue
-            self.seen(len(waiting))
-            requests = [request for request, _ in waiting]
-            try:
-                answers = await loop.run_in_executor(self.worker, recommender.answer, requests)
-            except Exception as error:  # one batch fails, the service goes on
-                logger.exception("a batch of %d failed", len(waiting))
-                for _, future in waiting:
-                    if not future.done():
-                        future.set_exception(RuntimeError(str(error)))
-                continue
-            for (_, future), answer in zip(waiting, answers, strict=True):
-                if not future.done():  # the caller may have gone
-                    future.set_result((answer, version))
-
-    @staticmethod
-    def _able(recommender: Recommender, waiting: Sequence[Waiting]) -> list[Waiting]:
-        """Return who can be answered; the others get the ValueError, and spoil nobody's batch."""
-        able = []
-        for request, future in waiting:
-            try:
-                recommender.check(request)
-            except ValueError as error:
-                if not future.done():
-                    future.set_exception(error)
-            else:
-                able.append((request, future))
-        return able
-
-
-class Metrics:
-    """What Prometheus reads, in a registry of its own.
-
-    Histories are compared with training by popularity: each decile of items, by train events, had a tenth of them.
-    """
-
-    def __init__(self, served: Served) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series a counter, of no use
-        self.registry = CollectorRegistry()
-        own = self.registry
-        self.requests = Counter("seqrec_requests", "answers by what gave them", ["source"], registry=own)
-        self.latency = Histogram(
-            "seqrec_latency_seconds",
-            "from request to answer",
-            buckets=(0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5),
-            registry=own,
-        )
-        self.batch = Histogram(
-            "seqrec_batch_size", "requests in a pass", buckets=(1, 2, 4, 8, 16, 32, 64), registry=own
-        )
-        self.length = Histogram(
-            "seqrec_history_events", "events given", buckets=(0, 1, 2, 5, 10, 50, 200), registry=own
-        )
-        self.unknown = Counter("seqrec_unknown_events", "events that the model does not know", registry=own)
-        self.decile = Counter(
-            "seqrec_history_popularity", "known events by decile, 0 the most popular", ["decile"], registry=own
-        )
-        self.expected = Gauge("seqrec_training_events_per_user", "mean train events of a user", registry=own)
-        self.version = Gauge("seqrec_model", "1 for the version that is served", ["name", "version"], registry=own)
-        self.switch(served)
-
-    def switch(self, served: Served) -> None:
-        """Take the figures of the model that is served now."""
-        recommender, version = served.current
-        self.version.clear()
-        self.version.labels(recommender.name, version).set(1)
-        self.expected.set(float(recommender.counts.sum()) / max(1, len(recommender.users)))
-        order = recommender.counts.argsort(descending=True, stable=True)
-        before = recommender.counts[order].cumsum(0) - recommender.counts[order]
-        share = before / recommender.counts.sum().clamp(min=1)
-        self.deciles = torch.empty_like(order)
-        self.deciles[order] = (share * DECILES).long().clamp(max=DECILES - 1)
-
-    def count(self, recommender: Recommender, request: Request, answer: Answer, seconds: float) -> None:
-        """Account for one answer."""
-        self.requests.labels(answer.source).inc()
-        self.latency.observe(seconds)
-        self.length.observe(len(request.history))
-        self.unknown.inc(answer.unknown)
-        known = [recommender.items[item_id] for item_id in request.history if item_id in recommender.items]
-        for decile, number in enumerate(torch.bincount(self.deciles[known], minlength=DECILES).tolist()):
-            self.decile.labels(str(decile)).inc(number)
+Number = Annotated[int, Query(ge=1, le=MOST, description="items wanted")]
 
 
 class Service:
@@ -246,7 +46,7 @@ class Service:
         self.metrics = Metrics(served)
         self.batcher = Batcher(served, largest, self.metrics.batch.observe)
 
-    async def answer(self, queries: Sequence[Query]) -> list[Recommendation]:
+    async def answer(self, queries: Sequence[schemas.Query]) -> list[Recommendation]:
         """Return the recommendations for `queries`.
 
         Raises:
@@ -326,6 +126,7 @@ def app(
         title="seqrec", version=__version__, summary="What will this user want next?", lifespan=lifespan
     )
     _add_recommending(api, service)
+    _add_listing(api, service)
     _add_watching(api, service)
     return api
 
@@ -337,7 +138,7 @@ def _add_recommending(api: FastAPI, service: Service) -> None:
         return JSONResponse({"detail": [{key: e[key] for key in ("type", "loc", "msg")} for e in error.errors()]}, 422)
 
     @api.post("/recommend")
-    async def recommend(query: Query) -> Recommendation:
+    async def recommend(query: schemas.Query) -> Recommendation:
         """Recommend for one user."""
         return (await service.answer([query]))[0]
 
@@ -345,6 +146,26 @@ def _add_recommending(api: FastAPI, service: Service) -> None:
     async def recommend_batch(queries: Queries) -> Recommendations:
         """Recommend for several users."""
         return Recommendations(answers=await service.answer(queries.requests))
+
+
+def _add_listing(api: FastAPI, service: Service) -> None:
+    async def listing(answer: Callable[[Recommender], Answer]) -> Listing:
+        recommender, version = service.served.current
+        found = await service.batcher.apart(answer, recommender)
+        return Listing(items=found.items, titles=found.titles, scores=found.scores, version=version)
+
+    @api.get("/similar/{item:path}", responses={404: {"description": "the item is unknown"}})
+    async def similar(item: str, k: Number = 10) -> Listing:
+        """Return the items that the model holds most similar to one; scores are cosines."""
+        try:
+            return await listing(lambda recommender: recommender.similar(item, k))
+        except KeyError as error:
+            raise HTTPException(404, f"the model does not know the item {item!r:.100}") from error
+
+    @api.get("/popular")
+    async def popular(k: Number = 10) -> Listing:
+        """Return the items with the most events in training; scores are their numbers."""
+        return await listing(lambda recommender: recommender.popular(k))
 
 
 def _add_watching(api: FastAPI, service: Service) -> None:
@@ -370,6 +191,7 @@ def serve(
     saved: str = "",
     graph: Path | None = None,
     ann: int = 0,
+    items: Path | None = None,
     host: str = "127.0.0.1",
     port: int = 8000,
     poll_s: float = 30.0,
@@ -384,6 +206,7 @@ def serve(
         saved: served in the champion's place: a folder with weights, card, vocabulary and users, or models:/NAME/N.
         graph: folder that `export` wrote for the model in `saved`; onnxruntime then computes the answers.
         ann: candidates of an approximate search of the items, for large catalogues; 0 = all items are scored.
+        items: the items table of `ingest`, data/items.parquet; requests may then filter by its attributes.
         host: address to listen on; 0.0.0.0 for all.
         port: to listen on.
         poll_s: seconds between looks for a new champion; 0 = never.
@@ -399,12 +222,13 @@ def serve(
         raise ValueError("ann: an exported graph scores all items; leave out --graph")
     if saved:
         found = GraphRecommender.of(saved, graph, threads, config) if graph else loaded(saved, ann, config)
+        found = described(found, items)
         name = Path(saved).name
         service = app(lambda: found, lambda: name, poll_s=0, largest=batch)
     elif graph is not None:
         raise ValueError("graph: name the folder of the model as well, --saved")
     else:
-        service = app(*champion(dataset, config, ann), poll_s=poll_s, largest=batch)
+        service = app(*champion(dataset, config, ann, items), poll_s=poll_s, largest=batch)
     logger.info("http://%s:%d answers; try it at /docs", host, port)
     uvicorn.run(service, host=host, port=port, log_level="warning", access_log=False)
 
@@ -418,11 +242,20 @@ def loaded(place: str, ann: int, config: RegisterConfig) -> Recommender:
     return ApproximateRecommender.of(place, ann, config)
 
 
-def champion(dataset: str, config: RegisterConfig, ann: int = 0) -> tuple[Load, Callable[[], str]]:
-    """Return what loads the champion of `dataset`, and what names its version; `ann`: see `serve`."""
+def described(recommender: Recommender, items: Path | None) -> Recommender:
+    """Return the recommender, which knows the attributes in the table `items` from now on."""
+    if items is not None:
+        recommender.attributes = rules.Attributes.read(items, recommender.item_ids)
+    return recommender
+
+
+def champion(
+    dataset: str, config: RegisterConfig, ann: int = 0, items: Path | None = None
+) -> tuple[Load, Callable[[], str]]:
+    """Return what loads the champion of `dataset`, and what names its version; `ann`, `items`: see `serve`."""
     from seqrec.tracking import registry  # MLflow takes seconds to import
 
     def load() -> Recommender:
-        return loaded(CHAMPION_URI.format(dataset=dataset), ann, config)
+        return described(loaded(CHAMPION_URI.format(dataset=dataset), ann, config), items)
 
     return load, lambda: registry.champion_version(dataset=dataset, config=config)

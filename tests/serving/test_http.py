@@ -9,7 +9,9 @@ import pytest
 import requests
 from support import running, save
 
-from seqrec.serving import http
+from seqrec.serving import http, schemas
+from seqrec.serving.batcher import Served
+from seqrec.serving.metrics import Metrics
 from seqrec.serving.recommender import Recommender
 
 
@@ -48,7 +50,7 @@ def test_an_answer_is_the_recommenders(address, recommender):
         {"history": ["i1"], "times": [1, 2]},
         {"history": ["i1"], "times": ["yesterday"]},
         {"history": ["i1"], "K": 5},
-        {"history": ["i"] * (http.EVENTS + 1)},
+        {"history": ["i"] * (schemas.EVENTS + 1)},
         [],
         "i1",
     ],
@@ -234,7 +236,7 @@ def test_health_and_metrics_tell_what_was_served(recommender):
 
 
 def test_each_decile_of_popularity_had_a_tenth_of_the_training(recommender):
-    deciles = http.Metrics(http.Served(recommender, "1")).deciles
+    deciles = Metrics(Served(recommender, "1")).deciles
 
     share = recommender.counts / recommender.counts.sum()
     for decile in range(10):

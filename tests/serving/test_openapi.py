@@ -24,6 +24,21 @@ def api(prepared, tmp_path_factory):
         yield schemathesis.openapi.from_url(f"{address}/openapi.json")
 
 
+@pytest.mark.parametrize("path", ["/similar/{item}", "/popular"])
+def test_no_parameter_makes_a_list_fail(api, path):
+    statuses = set()
+
+    @BOUNDED
+    @given(case=api[path]["GET"].as_strategy(generation_mode=GenerationMode.NEGATIVE))
+    def call(case):
+        response = case.call()
+        case.validate_response(response, checks=[not_a_server_error])
+        statuses.add(response.status_code)
+
+    call()
+    assert 422 in statuses
+
+
 @pytest.mark.parametrize("path", ["/recommend", "/recommend/batch"])
 @pytest.mark.parametrize("mode", list(GenerationMode))
 def test_no_body_makes_the_service_fail(api, path, mode):

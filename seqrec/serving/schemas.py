@@ -1,0 +1,101 @@
+"""What the service reads and answers, as pydantic models: the published OpenAPI comes from these."""
+
+from __future__ import annotations
+
+from typing import Annotated, Self
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
+
+from seqrec.serving.recommender import Request
+from seqrec.serving.rules import Range
+
+EVENTS = 10_000  # of a history; a body is held in memory
+ALLOWED = 100_000  # ids of a list of what is available
+ROWS = 1_000  # requests of a batch; values of a filter
+NEW_ITEMS, ATTRIBUTES = 100, 20  # described in a request, and of each
+
+Id = Annotated[str, Field(max_length=1_000)]
+Text = Annotated[str, Field(max_length=4_000)]
+
+
+class Query(BaseModel):
+    """Somebody's past, and what is wanted; every id is the data source's own."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    history: list[Id] = Field(max_length=EVENTS, description="item ids, oldest first", examples=[["50", "181"]])
+    k: int = Field(10, ge=1, description="items wanted; there are fewer where the catalogue has no more")
+    exclude: list[Id] = Field([], max_length=EVENTS, description="item ids not to show")
+    allow: list[Id] | None = Field(None, max_length=ALLOWED, description="the only item ids to show; absent = all")
+    filter: dict[Id, Annotated[list[Id], Field(max_length=ROWS)] | Range] = Field(
+        {},
+        max_length=ATTRIBUTES,
+        description="attribute -> values, of which an item needs one, or a range of numbers; all attributes must fit",
+        examples=[{"genres": ["Comedy", "Drama"], "year": {"min": 1990}}],
+    )
+    diversity: float = Field(0.0, ge=0, le=1, description="0 = the best items, up to 1 = items that differ most")
+    user: Id | None = Field(None, description="user id; an unknown one is fine")
+    times: list[FiniteFloat] | None = Field(None, description="seconds UTC, one an event of the history")
+    items_text: dict[Id, Annotated[dict[Id, Text], Field(max_length=ATTRIBUTES)]] = Field(
+        {},
+        max_length=NEW_ITEMS,
+        description="items that the model never saw: id -> attributes; candidates, also in the history; Recformer only",
+        examples=[{"new": {"title": "A film of tomorrow"}}],
+    )
+
+    titles: bool = Field(False, description="answer with the titles of the items too")
+
+    @model_validator(mode="after")
+    def _times_match(self) -> Self:
+        self.request()
+        return self
+
+    def request(self) -> Request:
+        """Return what the recommender understands."""
+        return Request(**{name: value for name, value in vars(self).items() if name != "titles"})
+
+
+class Queries(BaseModel):
+    """Several at once."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    requests: list[Query] = Field(max_length=ROWS)
+
+
+class Recommendation(BaseModel):
+    """The best items, and what was done to give any."""
+
+    items: list[str] = Field(description="best first")
+    titles: list[str] | None = Field(None, description="of the items, if requested; empty where the model has none")
+    scores: list[float]
+    source: str = Field(description="the model, or popularity where no item of the history is known")
+    unknown: int = Field(description="events of the history that the model does not know")
+    notes: list[str]
+    version: str = Field(description="of the model in the registry")
+
+
+class Recommendations(BaseModel):
+    """Several at once, in the order of the requests."""
+
+    answers: list[Recommendation]
+
+
+class Listing(BaseModel):
+    """Items, best first, that are nobody's in particular."""
+
+    items: list[str]
+    titles: list[str] = Field(description="empty where the model has none")
+    scores: list[float]
+    version: str = Field(description="of the model in the registry")
+
+
+class State(BaseModel):
+    """What is being served."""
+
+    status: str = Field(description="ok, or behind: it answers, but cannot follow the registry")
+    model: str
+    version: str
+    items: int
+    users: int
+    problem: str = Field(description="why a newer champion is not served; empty where nothing is wrong")
