@@ -54,7 +54,7 @@ OWNERS = {  # package -> the only files that may import it, even inside a functi
     "optuna": ("seqrec/training/tune.py",),
     "plotly": ("seqrec/analysis/plots.py", "seqrec/analysis/report.py"),
     "pydantic": ("seqrec/config/checks.py", "seqrec/serving/schemas.py"),
-    "fastapi": ("seqrec/serving/http.py",),
+    "fastapi": ("seqrec/serving/",),
     "transformers": ("seqrec/training/pretrained.py",),
     "components": ("components/", "pipelines/"),
     "pipelines": ("pipelines/",),

@@ -74,11 +74,12 @@ class Batcher:
         """Return who can be answered; the others get the ValueError, and spoil nobody's batch."""
         able = []
         for request, future in waiting:
+            if future.done():  # the caller has gone
+                continue
             try:
                 recommender.check(request)
             except ValueError as error:
-                if not future.done():
-                    future.set_exception(error)
+                future.set_exception(error)
             else:
                 able.append((request, future))
         return able

@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import signal
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Annotated
+from types import FrameType
+from typing import Annotated, Any
 
 import torch
 import uvicorn
 from fastapi import FastAPI, HTTPException, Query, Response
 from fastapi import Request as HTTPRequest
 from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, RedirectResponse
 from fastapi_offline import FastAPIOffline
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -27,10 +32,11 @@ from seqrec import __version__
 from seqrec.config import RegisterConfig
 from seqrec.serving import rules, schemas
 from seqrec.serving.batcher import Batcher, Served
+from seqrec.serving.guards import Guards, Limits
 from seqrec.serving.metrics import Metrics
 from seqrec.serving.onnx_graph import GraphRecommender
 from seqrec.serving.recommender import CHAMPION_URI, Answer, Recommender
-from seqrec.serving.schemas import Listing, Queries, Recommendation, Recommendations, State
+from seqrec.serving.schemas import Listing, Queries, Readiness, Recommendation, Recommendations, State
 
 logger = logging.getLogger(__name__)
 MOST = 1_000  # items of a list that is nobody's in particular
@@ -43,6 +49,7 @@ class Service:
 
     def __init__(self, served: Served, largest: int) -> None:
         self.served = served
+        self.draining = False  # about to end: still answers, but wants no more requests
         self.metrics = Metrics(served)
         self.batcher = Batcher(served, largest, self.metrics.batch.observe)
 
@@ -101,6 +108,8 @@ def app(
     *,
     poll_s: float = 30.0,
     largest: int = 64,
+    limits: Limits | None = None,
+    origins: Sequence[str] = (),
 ) -> FastAPI:
     """Return the service.
 
@@ -109,6 +118,8 @@ def app(
         version: names what `load` would return now; called every `poll_s` seconds, and a change is loaded.
         poll_s: seconds between looks; 0 = never.
         largest: requests answered in one pass.
+        limits: how much it takes, and from whom.
+        origins: of web pages that may ask it from a browser, besides its own.
     """
     named = version()
     service = Service(Served(load(), named), largest)
@@ -125,6 +136,10 @@ def app(
     api = FastAPIOffline(
         title="seqrec", version=__version__, summary="What will this user want next?", lifespan=lifespan
     )
+    api.state.service = service
+    api.add_middleware(Guards, limits=limits or Limits(), waiting=service.batcher.queue.qsize)
+    if origins:
+        api.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     _add_recommending(api, service)
     _add_listing(api, service)
     _add_watching(api, service)
@@ -178,6 +193,12 @@ def _add_watching(api: FastAPI, service: Service) -> None:
         """Say what is being served."""
         return service.state()
 
+    @api.get("/ready", responses={503: {"model": Readiness}})
+    async def ready(response: Response) -> Readiness:
+        """Say whether to send requests here: not while it waits for its end."""
+        response.status_code = 503 if service.draining else 200
+        return Readiness(ready=not service.draining)
+
     @api.get("/metrics", response_class=Response)
     async def prometheus() -> Response:
         """Return figures for Prometheus."""
@@ -197,6 +218,13 @@ def serve(
     poll_s: float = 30.0,
     batch: int = 64,
     threads: int = 1,
+    keys: Path | None = None,
+    rate: float = Limits.rate,
+    max_body: int = Limits.body,
+    max_queue: int = Limits.queue,
+    timeout_s: float = Limits.timeout_s,
+    drain_s: float = 5.0,
+    origins: str = "",
 ) -> None:
     """Serve the champion of `dataset` until interrupted.
 
@@ -212,6 +240,13 @@ def serve(
         poll_s: seconds between looks for a new champion; 0 = never.
         batch: requests answered in one pass at most.
         threads: of torch.
+        keys: file of `seqrec keys`: whoever asks must then send a key.
+        rate: requests a second of one key, or of one address without keys; above it 429. 0 = any.
+        max_body: bytes of a request's body; above it 413.
+        max_queue: requests waiting for the model; above it 503 with Retry-After.
+        timeout_s: seconds until a request without an answer gets 504.
+        drain_s: seconds after SIGTERM in which it answers on, while /ready is 503.
+        origins: of web pages that may ask it from a browser, with commas between them; none by default.
 
     Raises:
         TrackingError: the server does not answer.
@@ -220,17 +255,38 @@ def serve(
     torch.set_num_threads(threads)
     if ann and graph is not None:
         raise ValueError("ann: an exported graph scores all items; leave out --graph")
+    limits = Limits(keys=keys, rate=rate, body=max_body, queue=max_queue, timeout_s=timeout_s)
+    shared: dict[str, Any] = {"largest": batch, "limits": limits, "origins": origins.split(",") if origins else ()}
     if saved:
         found = GraphRecommender.of(saved, graph, threads, config) if graph else loaded(saved, ann, config)
         found = described(found, items)
         name = Path(saved).name
-        service = app(lambda: found, lambda: name, poll_s=0, largest=batch)
+        service = app(lambda: found, lambda: name, poll_s=0, **shared)
     elif graph is not None:
         raise ValueError("graph: name the folder of the model as well, --saved")
     else:
-        service = app(*champion(dataset, config, ann, items), poll_s=poll_s, largest=batch)
+        service = app(*champion(dataset, config, ann, items), poll_s=poll_s, **shared)
     logger.info("http://%s:%d answers; try it at /docs", host, port)
-    uvicorn.run(service, host=host, port=port, log_level="warning", access_log=False)
+    options = {"log_level": "warning", "access_log": False, "timeout_graceful_shutdown": math.ceil(timeout_s)}
+    Server(uvicorn.Config(service, host=host, port=port, **options), service.state.service, drain_s).run()
+
+
+class Server(uvicorn.Server):
+    """A server that answers on for some seconds after SIGTERM, until balancers have read /ready and send no more."""
+
+    def __init__(self, config: uvicorn.Config, service: Service, drain_s: float) -> None:
+        super().__init__(config)
+        self.service, self.drain_s = service, drain_s
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """End: after the time to drain on the first SIGTERM, at once on a second one or on Ctrl-C."""
+        if sig != signal.SIGTERM or self.service.draining or not self.drain_s:
+            super().handle_exit(sig, frame)
+            return
+        self.service.draining = True
+        timer = threading.Timer(self.drain_s, super().handle_exit, (sig, frame))
+        timer.daemon = True
+        timer.start()
 
 
 def loaded(place: str, ann: int, config: RegisterConfig) -> Recommender:

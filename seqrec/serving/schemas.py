@@ -90,6 +90,12 @@ class Listing(BaseModel):
     version: str = Field(description="of the model in the registry")
 
 
+class Readiness(BaseModel):
+    """Whether to send requests here."""
+
+    ready: bool
+
+
 class State(BaseModel):
     """What is being served."""
 
