@@ -32,13 +32,16 @@ from seqrec import __version__
 from seqrec.config import RegisterConfig
 from seqrec.serving import rules, schemas
 from seqrec.serving.batcher import Batcher, Served
+from seqrec.serving.events import Event, Past, Store, StoreError, located
 from seqrec.serving.guards import Guards, Limits
 from seqrec.serving.metrics import Metrics
 from seqrec.serving.onnx_graph import GraphRecommender
-from seqrec.serving.recommender import CHAMPION_URI, Answer, Recommender
-from seqrec.serving.schemas import Listing, Queries, Readiness, Recommendation, Recommendations, State
+from seqrec.serving.recommender import CHAMPION_URI, Answer, Recommender, Request
+from seqrec.serving.schemas import Forgotten, Listing, Queries, Readiness, Recommendation, Recommendations, State, Taken
 
 logger = logging.getLogger(__name__)
+NOBODY = Past()  # of whom nothing is known
+HOUR = 3_600.0
 MOST = 1_000  # items of a list that is nobody's in particular
 Load = Callable[[], Recommender]
 Number = Annotated[int, Query(ge=1, le=MOST, description="items wanted")]
@@ -47,8 +50,8 @@ Number = Annotated[int, Query(ge=1, le=MOST, description="items wanted")]
 class Service:
     """What answers: the served model, its batches and figures."""
 
-    def __init__(self, served: Served, largest: int) -> None:
-        self.served = served
+    def __init__(self, served: Served, largest: int, store: Store | None = None) -> None:
+        self.served, self.store = served, store
         self.draining = False  # about to end: still answers, but wants no more requests
         self.metrics = Metrics(served)
         self.batcher = Batcher(served, largest, self.metrics.batch.observe)
@@ -57,12 +60,12 @@ class Service:
         """Return the recommendations for `queries`.
 
         Raises:
-            RequestValidationError: see `Recommender.check`.
+            RequestValidationError: see `Recommender.check`; or a history is missing, and there is no store.
             HTTPException: 503, the model failed.
         """
-        requests = [query.request() for query in queries]
         began = time.perf_counter()
         try:
+            requests = await self._requests(queries)
             answers = await asyncio.gather(*map(self.batcher.answer, requests))
         except ValueError as error:
             reason = {"type": "value_error", "loc": ("body",), "msg": str(error)}
@@ -76,6 +79,26 @@ class Service:
             Recommendation(**{**vars(answer), "version": number, "titles": answer.titles if query.titles else None})
             for query, (answer, number) in zip(queries, answers, strict=True)
         ]
+
+    async def _requests(self, queries: Sequence[schemas.Query]) -> list[Request]:
+        """Return the requests; histories that are missing are looked up."""
+        users = {query.user for query in queries if query.history is None and query.user is not None}
+        if not users:
+            return [query.request(NOBODY) for query in queries]
+        if self.store is None:
+            raise ValueError("history: missing, and this service has no store of events: start it with --store")
+        pasts = await asyncio.to_thread(self.store.pasts, users)
+        return [query.request(pasts.get(query.user or "", NOBODY)) for query in queries]
+
+    async def expire(self, store: Store, days: float) -> None:
+        """Delete what is too old, every hour; until cancelled."""
+        while True:
+            try:
+                if number := await asyncio.to_thread(store.expire, days):
+                    logger.info("%d events were deleted after %g days", number, days)
+            except StoreError:  # the next time may go well
+                logger.exception("old events could not be deleted")
+            await asyncio.sleep(HOUR)
 
     async def follow(self, load: Load, version: Callable[[], str], poll_s: float) -> None:
         """Serve what `load` returns whenever `version` has changed; until cancelled."""
@@ -110,6 +133,8 @@ def app(
     largest: int = 64,
     limits: Limits | None = None,
     origins: Sequence[str] = (),
+    store: Store | None = None,
+    keep_days: float = 0.0,
 ) -> FastAPI:
     """Return the service.
 
@@ -120,15 +145,19 @@ def app(
         largest: requests answered in one pass.
         limits: how much it takes, and from whom.
         origins: of web pages that may ask it from a browser, besides its own.
+        store: of events: takes them, and knows histories; without one the service keeps nothing.
+        keep_days: after which what the store received is deleted; 0 = never.
     """
     named = version()
-    service = Service(Served(load(), named), largest)
+    service = Service(Served(load(), named), largest, store)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         tasks = [asyncio.create_task(service.batcher.run())]
         if poll_s:
             tasks.append(asyncio.create_task(service.follow(load, version, poll_s)))
+        if store is not None and keep_days:
+            tasks.append(asyncio.create_task(service.expire(store, keep_days)))
         yield
         for task in tasks:
             task.cancel()
@@ -142,6 +171,8 @@ def app(
         api.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     _add_recommending(api, service)
     _add_listing(api, service)
+    if store is not None:
+        _add_events(api, store)
     _add_watching(api, service)
     return api
 
@@ -181,6 +212,26 @@ def _add_listing(api: FastAPI, service: Service) -> None:
     async def popular(k: Number = 10) -> Listing:
         """Return the items with the most events in training; scores are their numbers."""
         return await listing(lambda recommender: recommender.popular(k))
+
+
+def _add_events(api: FastAPI, store: Store) -> None:
+    @api.exception_handler(StoreError)
+    async def down(_: HTTPRequest, error: Exception) -> JSONResponse:
+        logger.error("the store failed: %s", error)
+        return JSONResponse({"detail": "the store of events does not answer"}, 503, {"Retry-After": "1"})
+
+    @api.post("/events")
+    async def events(body: schemas.Events) -> Taken:
+        """Take what users did; what was taken before is left out, so a request may be repeated."""
+        now = time.time()
+        rows = [Event(**{**vars(event), "at": now if event.at is None else event.at}) for event in body.events]
+        stored = await asyncio.to_thread(store.add, rows)
+        return Taken(stored=stored, known=len(rows) - stored)
+
+    @api.delete("/users/{user:path}")
+    async def forget(user: str) -> Forgotten:
+        """Delete what the store knows of a user; the model forgets when it is trained again without these events."""
+        return Forgotten(**await asyncio.to_thread(store.forget, user))
 
 
 def _add_watching(api: FastAPI, service: Service) -> None:
@@ -225,6 +276,8 @@ def serve(
     timeout_s: float = Limits.timeout_s,
     drain_s: float = 5.0,
     origins: str = "",
+    store: str = "",
+    keep_days: float = 0.0,
 ) -> None:
     """Serve the champion of `dataset` until interrupted.
 
@@ -247,6 +300,8 @@ def serve(
         timeout_s: seconds until a request without an answer gets 504.
         drain_s: seconds after SIGTERM in which it answers on, while /ready is 503.
         origins: of web pages that may ask it from a browser, with commas between them; none by default.
+        store: SQLAlchemy URL of a store of events, such as sqlite:///events.db; default: the variable SEQREC_STORE.
+        keep_days: after which what the store received is deleted; 0 = never.
 
     Raises:
         TrackingError: the server does not answer.
@@ -257,6 +312,8 @@ def serve(
         raise ValueError("ann: an exported graph scores all items; leave out --graph")
     limits = Limits(keys=keys, rate=rate, body=max_body, queue=max_queue, timeout_s=timeout_s)
     shared: dict[str, Any] = {"largest": batch, "limits": limits, "origins": origins.split(",") if origins else ()}
+    if located(store):
+        shared |= {"store": Store(located(store)), "keep_days": keep_days}
     if saved:
         found = GraphRecommender.of(saved, graph, threads, config) if graph else loaded(saved, ann, config)
         found = described(found, items)

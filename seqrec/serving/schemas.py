@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
+from seqrec.serving.events import Past
 from seqrec.serving.recommender import Request
 from seqrec.serving.rules import Range
 
@@ -16,6 +17,7 @@ NEW_ITEMS, ATTRIBUTES = 100, 20  # described in a request, and of each
 
 Id = Annotated[str, Field(max_length=1_000)]
 Text = Annotated[str, Field(max_length=4_000)]
+Stored = Annotated[str, Field(max_length=500, pattern=r"^[^\x00]*$")]  # PostgreSQL indexes 2,700 bytes, and no NUL
 
 
 class Query(BaseModel):
@@ -23,7 +25,12 @@ class Query(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    history: list[Id] = Field(max_length=EVENTS, description="item ids, oldest first", examples=[["50", "181"]])
+    history: list[Id] | None = Field(
+        None,
+        max_length=EVENTS,
+        description="item ids, oldest first; absent = what the store of events knows of the user",
+        examples=[["50", "181"]],
+    )
     k: int = Field(10, ge=1, description="items wanted; there are fewer where the catalogue has no more")
     exclude: list[Id] = Field([], max_length=EVENTS, description="item ids not to show")
     allow: list[Id] | None = Field(None, max_length=ALLOWED, description="the only item ids to show; absent = all")
@@ -46,13 +53,18 @@ class Query(BaseModel):
     titles: bool = Field(False, description="answer with the titles of the items too")
 
     @model_validator(mode="after")
-    def _times_match(self) -> Self:
-        self.request()
+    def _fits(self) -> Self:
+        if self.history is None and (self.user is None or self.times is not None):
+            raise ValueError("history: missing; without it a user is wanted, and no times")
+        self.request(Past())
         return self
 
-    def request(self) -> Request:
-        """Return what the recommender understands."""
-        return Request(**{name: value for name, value in vars(self).items() if name != "titles"})
+    def request(self, past: Past) -> Request:
+        """Return what the recommender understands; `past` stands in for a history that is missing."""
+        fields = {name: value for name, value in vars(self).items() if name != "titles"}
+        if self.history is None:
+            fields |= {"history": past.items, "times": past.times, "exclude": [*self.exclude, *past.hidden]}
+        return Request(**fields)
 
 
 class Queries(BaseModel):
@@ -88,6 +100,40 @@ class Listing(BaseModel):
     titles: list[str] = Field(description="empty where the model has none")
     scores: list[float]
     version: str = Field(description="of the model in the registry")
+
+
+class UserEvent(BaseModel):
+    """Something that a user did with an item."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    event_id: Stored = Field(min_length=1, description="yours; a second event with this id is ignored")
+    user: Stored = Field(min_length=1)
+    item: Stored = Field(min_length=1)
+    kind: Literal["view", "buy", "hide"] = Field("view", description="hide: not to be recommended any more")
+    at: float | None = Field(None, ge=0, lt=1e11, description="seconds UTC; absent = now")
+    recommendation_id: Stored | None = Field(None, description="of the answer that showed the item")
+
+
+class Events(BaseModel):
+    """Several events, in the order in which they happened."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    events: list[UserEvent] = Field(max_length=ROWS)
+
+
+class Taken(BaseModel):
+    """What became of the events."""
+
+    stored: int
+    known: int = Field(description="left out, because an event with this id is there already")
+
+
+class Forgotten(BaseModel):
+    """How many rows were deleted."""
+
+    events: int
 
 
 class Readiness(BaseModel):

@@ -1,0 +1,51 @@
+"""The service's store of events: training data into it, its events out to training."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from seqrec.config import ConfigError
+from seqrec.serving.events import POSITIVE, VARIABLE, Store, dump, located
+
+logger = logging.getLogger(__name__)
+ACTIONS = ("import", "dump")
+
+
+def events(
+    actions: Sequence[str],
+    *,
+    store: str = "",
+    interactions: Path = Path("data/interactions.parquet"),
+    output: Path = Path("events.csv"),
+    kinds: str = ",".join(POSITIVE),
+) -> dict[str, float]:
+    """Fill the store with what training has seen, or write its events as a file that `ingest` reads.
+
+    Args:
+        actions: import (--interactions into the store; again, it adds only what is new) or dump (the store into
+            --output, for `ingest.source: csv`).
+        store: SQLAlchemy URL, sqlite:///FILE or postgresql+psycopg://...; default: the variable SEQREC_STORE.
+        interactions: the table that `ingest` wrote.
+        output: CSV file with the columns user_id, item_id and timestamp.
+        kinds: of events that the dump has, with commas between them.
+
+    Returns:
+        How many events were imported or dumped.
+
+    Raises:
+        ConfigError: no such action, or no store.
+    """
+    if len(actions) != 1 or actions[0] not in ACTIONS:
+        raise ConfigError(f"events: one of {', '.join(ACTIONS)} expected, not {' '.join(actions)}")
+    if not located(store):
+        raise ConfigError(f"events: name the store, --store or {VARIABLE}")
+    opened = Store(located(store))
+    if actions[0] == "import":
+        number = opened.seed(interactions)
+        logger.info("%d events of %s are new in the store", number, interactions)
+    else:
+        number = dump(opened, output, kinds.split(","))
+        logger.info("%s: %d events", output, number)
+    return {"events": float(number)}
