@@ -55,7 +55,7 @@ OWNERS = {  # package -> the only files that may import it, even inside a functi
     "plotly": ("seqrec/analysis/plots.py", "seqrec/analysis/report.py"),
     "pydantic": ("seqrec/config/checks.py", "seqrec/serving/schemas.py"),
     "fastapi": ("seqrec/serving/",),
-    "sqlalchemy": ("seqrec/serving/events.py",),
+    "sqlalchemy": ("seqrec/serving/events.py", "seqrec/tracking/runs.py"),
     "transformers": ("seqrec/training/pretrained.py",),
     "components": ("components/", "pipelines/"),
     "pipelines": ("pipelines/",),

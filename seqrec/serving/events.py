@@ -44,6 +44,43 @@ EVENTS = sa.Table(
     sa.Index("events_of_user", "user", "at"),
 )
 
+ANSWERS = sa.Table(
+    "answers",
+    TABLES,
+    sa.Column("recommendation_id", sa.Text, primary_key=True),
+    sa.Column("user", sa.Text, index=True),
+    sa.Column("version", sa.Text, nullable=False),  # of the model
+    sa.Column("at", sa.Double, nullable=False, index=True),  # seconds UTC
+)
+IMPRESSIONS = sa.Table(
+    "impressions",
+    TABLES,
+    sa.Column("recommendation_id", sa.Text, primary_key=True),
+    sa.Column("position", sa.Integer, primary_key=True),  # 1 = first
+    sa.Column("item", sa.Text, nullable=False),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """A list that a user was shown."""
+
+    recommendation_id: str
+    user: str | None
+    version: str
+    items: Sequence[str]  # best first
+    at: float  # seconds UTC
+
+
+@dataclass(frozen=True)
+class Clicks:
+    """How often a user was shown a list of a version, and chose an item of it."""
+
+    version: str
+    user: str
+    answers: int
+    clicked: int  # answers of which an item was viewed or bought at least once
+
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
@@ -127,14 +164,64 @@ class Store:
     def forget(self, user: str) -> dict[str, int]:
         """Delete what is known of a user; return how many rows that were, by table."""
         if "\0" in user:
-            return {"events": 0}
-        with self.engine.begin() as connection:
-            return {"events": connection.execute(sa.delete(EVENTS).where(EVENTS.c.user == user)).rowcount}
+            return {"events": 0, "answers": 0}
+        return self._delete(EVENTS.c.user == user, ANSWERS.c.user == user)
 
     def expire(self, days: float) -> int:
-        """Delete what was received more than `days` ago; return the number of events."""
+        """Delete what was received or shown more than `days` ago; return the number of events and answers."""
+        end = time.time() - days * DAY
+        return sum(self._delete(EVENTS.c.received < end, ANSWERS.c.at < end).values())
+
+    def _delete(self, events: sa.ColumnElement[bool], answers: sa.ColumnElement[bool]) -> dict[str, int]:
+        own = sa.select(ANSWERS.c.recommendation_id).where(answers)
         with self.engine.begin() as connection:
-            return connection.execute(sa.delete(EVENTS).where(EVENTS.c.received < time.time() - days * DAY)).rowcount
+            connection.execute(sa.delete(IMPRESSIONS).where(IMPRESSIONS.c.recommendation_id.in_(own)))
+            return {
+                "events": connection.execute(sa.delete(EVENTS).where(events)).rowcount,
+                "answers": connection.execute(sa.delete(ANSWERS).where(answers)).rowcount,
+            }
+
+    def show(self, lists: Sequence[Shown]) -> None:
+        """Store what was shown, each item with its position."""
+        answers = [{name: value for name, value in vars(shown).items() if name != "items"} for shown in lists]
+        impressions = [
+            {"recommendation_id": shown.recommendation_id, "position": position, "item": item}
+            for shown in lists
+            for position, item in enumerate(shown.items, start=1)
+        ]
+        with self.engine.begin() as connection:
+            for table, rows in ((ANSWERS, answers), (IMPRESSIONS, impressions)):
+                if rows:
+                    connection.execute(sa.insert(table), rows)
+
+    def clicks(self, first: str, second: str) -> list[Clicks]:
+        """Return, for each user, what became of the answers of two versions since both have been served.
+
+        An answer counts as clicked if an event of the same user names it and one of its items. Answers without a user
+        are left out.
+        """
+        began = sa.select(sa.func.min(ANSWERS.c.at)).where(ANSWERS.c.version.in_([first, second]))
+        began = began.group_by(ANSWERS.c.version).order_by(sa.func.min(ANSWERS.c.at).desc()).limit(1)
+        clicked = (
+            sa.select(EVENTS.c.recommendation_id, EVENTS.c.user)
+            .join(
+                IMPRESSIONS,
+                (IMPRESSIONS.c.recommendation_id == EVENTS.c.recommendation_id) & (IMPRESSIONS.c.item == EVENTS.c.item),
+            )
+            .where(EVENTS.c.kind.in_(POSITIVE))
+            .distinct()
+            .subquery()
+        )
+        same = (clicked.c.recommendation_id == ANSWERS.c.recommendation_id) & (clicked.c.user == ANSWERS.c.user)
+        chosen = (
+            sa.select(ANSWERS.c.version, ANSWERS.c.user, sa.func.count(), sa.func.count(clicked.c.recommendation_id))
+            .join(clicked, same, isouter=True)
+            .where(ANSWERS.c.user.is_not(None), ANSWERS.c.version.in_([first, second]))
+            .where(ANSWERS.c.at >= began.scalar_subquery())
+            .group_by(ANSWERS.c.version, ANSWERS.c.user)
+        )
+        with self.engine.connect() as connection:
+            return [Clicks(*row) for row in connection.execute(chosen)]
 
     def seed(self, interactions: Path) -> int:
         """Add the events of a table that `ingest` wrote; those added before are left out. Return how many are new."""

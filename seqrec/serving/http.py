@@ -31,98 +31,28 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from seqrec import __version__
 from seqrec.config import RegisterConfig
 from seqrec.serving import rules, schemas
-from seqrec.serving.batcher import Batcher, Served
-from seqrec.serving.events import Event, Past, Store, StoreError, located
+from seqrec.serving.batcher import Served
+from seqrec.serving.events import Event, Store, StoreError, located
 from seqrec.serving.guards import Guards, Limits
-from seqrec.serving.metrics import Metrics
 from seqrec.serving.onnx_graph import GraphRecommender
-from seqrec.serving.recommender import CHAMPION_URI, Answer, Recommender, Request
-from seqrec.serving.schemas import Forgotten, Listing, Queries, Readiness, Recommendation, Recommendations, State, Taken
+from seqrec.serving.recommender import CHAMPION_URI, Answer, Recommender
+from seqrec.serving.schemas import (
+    Experiment,
+    Forgotten,
+    Listing,
+    Queries,
+    Readiness,
+    Recommendation,
+    Recommendations,
+    Share,
+    State,
+    Taken,
+)
+from seqrec.serving.service import Load, Service
 
 logger = logging.getLogger(__name__)
-NOBODY = Past()  # of whom nothing is known
-HOUR = 3_600.0
 MOST = 1_000  # items of a list that is nobody's in particular
-Load = Callable[[], Recommender]
 Number = Annotated[int, Query(ge=1, le=MOST, description="items wanted")]
-
-
-class Service:
-    """What answers: the served model, its batches and figures."""
-
-    def __init__(self, served: Served, largest: int, store: Store | None = None) -> None:
-        self.served, self.store = served, store
-        self.draining = False  # about to end: still answers, but wants no more requests
-        self.metrics = Metrics(served)
-        self.batcher = Batcher(served, largest, self.metrics.batch.observe)
-
-    async def answer(self, queries: Sequence[schemas.Query]) -> list[Recommendation]:
-        """Return the recommendations for `queries`.
-
-        Raises:
-            RequestValidationError: see `Recommender.check`; or a history is missing, and there is no store.
-            HTTPException: 503, the model failed.
-        """
-        began = time.perf_counter()
-        try:
-            requests = await self._requests(queries)
-            answers = await asyncio.gather(*map(self.batcher.answer, requests))
-        except ValueError as error:
-            reason = {"type": "value_error", "loc": ("body",), "msg": str(error)}
-            raise RequestValidationError([reason]) from error
-        except RuntimeError as error:
-            raise HTTPException(503, "the model failed; the log of the service says why") from error
-        seconds = time.perf_counter() - began
-        for request, (answer, _) in zip(requests, answers, strict=True):
-            self.metrics.count(self.served.current[0], request, answer, seconds)
-        return [
-            Recommendation(**{**vars(answer), "version": number, "titles": answer.titles if query.titles else None})
-            for query, (answer, number) in zip(queries, answers, strict=True)
-        ]
-
-    async def _requests(self, queries: Sequence[schemas.Query]) -> list[Request]:
-        """Return the requests; histories that are missing are looked up."""
-        users = {query.user for query in queries if query.history is None and query.user is not None}
-        if not users:
-            return [query.request(NOBODY) for query in queries]
-        if self.store is None:
-            raise ValueError("history: missing, and this service has no store of events: start it with --store")
-        pasts = await asyncio.to_thread(self.store.pasts, users)
-        return [query.request(pasts.get(query.user or "", NOBODY)) for query in queries]
-
-    async def expire(self, store: Store, days: float) -> None:
-        """Delete what is too old, every hour; until cancelled."""
-        while True:
-            try:
-                if number := await asyncio.to_thread(store.expire, days):
-                    logger.info("%d events were deleted after %g days", number, days)
-            except StoreError:  # the next time may go well
-                logger.exception("old events could not be deleted")
-            await asyncio.sleep(HOUR)
-
-    async def follow(self, load: Load, version: Callable[[], str], poll_s: float) -> None:
-        """Serve what `load` returns whenever `version` has changed; until cancelled."""
-        while True:
-            await asyncio.sleep(poll_s)
-            try:
-                newest = await asyncio.to_thread(version)
-                if newest and newest != self.served.current[1]:
-                    self.served.current = (await asyncio.to_thread(load), newest)
-                    self.metrics.switch(self.served)
-                    logger.info("serving version %s", newest)
-                self.served.problem = ""
-            except Exception as error:  # whatever a registry or a version in it may do; the next look may go well
-                problem = f"{type(error).__name__}: {error}"[:500]
-                if problem != self.served.problem:  # once, not at every look
-                    logger.exception("the registry gave no new champion; version %s stays", self.served.current[1])
-                self.served.problem = problem
-
-    def state(self) -> State:
-        """Return what is being served."""
-        recommender, number = self.served.current
-        sizes = {"items": len(recommender.item_ids), "users": len(recommender.users)}
-        status = "behind" if self.served.problem else "ok"
-        return State(status=status, model=recommender.name, version=number, problem=self.served.problem, **sizes)
 
 
 def app(
@@ -135,6 +65,8 @@ def app(
     origins: Sequence[str] = (),
     store: Store | None = None,
     keep_days: float = 0.0,
+    candidate: Served | None = None,
+    share: float = 0.0,
 ) -> FastAPI:
     """Return the service.
 
@@ -147,18 +79,24 @@ def app(
         origins: of web pages that may ask it from a browser, besides its own.
         store: of events: takes them, and knows histories; without one the service keeps nothing.
         keep_days: after which what the store received is deleted; 0 = never.
+        candidate: a second model, which answers the `share` of the users.
+        share: of the users, 0 to 1.
     """
     named = version()
-    service = Service(Served(load(), named), largest, store)
+    service = Service(Served(load(), named), largest, store, candidate, share)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        tasks = [asyncio.create_task(service.batcher.run())]
+        tasks = [asyncio.create_task(batcher.run()) for batcher in service.batchers]
         if poll_s:
             tasks.append(asyncio.create_task(service.follow(load, version, poll_s)))
         if store is not None and keep_days:
             tasks.append(asyncio.create_task(service.expire(store, keep_days)))
+        if service.impressions is not None:
+            tasks.append(asyncio.create_task(service.impressions.run()))
         yield
+        if service.impressions is not None:
+            await service.impressions.flush()
         for task in tasks:
             task.cancel()
 
@@ -166,13 +104,15 @@ def app(
         title="seqrec", version=__version__, summary="What will this user want next?", lifespan=lifespan
     )
     api.state.service = service
-    api.add_middleware(Guards, limits=limits or Limits(), waiting=service.batcher.queue.qsize)
+    api.add_middleware(Guards, limits=limits or Limits(), waiting=service.waiting)
     if origins:
         api.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     _add_recommending(api, service)
     _add_listing(api, service)
     if store is not None:
-        _add_events(api, store)
+        _add_events(api, service, store)
+    if candidate is not None:
+        _add_experiment(api, service)
     _add_watching(api, service)
     return api
 
@@ -214,7 +154,7 @@ def _add_listing(api: FastAPI, service: Service) -> None:
         return await listing(lambda recommender: recommender.popular(k))
 
 
-def _add_events(api: FastAPI, store: Store) -> None:
+def _add_events(api: FastAPI, service: Service, store: Store) -> None:
     @api.exception_handler(StoreError)
     async def down(_: HTTPRequest, error: Exception) -> JSONResponse:
         logger.error("the store failed: %s", error)
@@ -231,7 +171,23 @@ def _add_events(api: FastAPI, store: Store) -> None:
     @api.delete("/users/{user:path}")
     async def forget(user: str) -> Forgotten:
         """Delete what the store knows of a user; the model forgets when it is trained again without these events."""
+        if service.impressions is not None:
+            await service.impressions.flush()
         return Forgotten(**await asyncio.to_thread(store.forget, user))
+
+
+def _add_experiment(api: FastAPI, service: Service) -> None:
+    @api.get("/experiment", responses={404: {"description": "there is no store"}})
+    async def experiment() -> Experiment:
+        """Compare the candidate with the champion, by the answers that led to a view or a purchase."""
+        return await service.experiment()
+
+    @api.put("/experiment")
+    async def share(wanted: Share) -> Share:
+        """Set the share of the users whom the candidate answers, until the service ends."""
+        service.share = wanted.share
+        logger.info("the candidate answers %g of the users", wanted.share)
+        return wanted
 
 
 def _add_watching(api: FastAPI, service: Service) -> None:
@@ -278,6 +234,8 @@ def serve(
     origins: str = "",
     store: str = "",
     keep_days: float = 0.0,
+    candidate: str = "",
+    share: float = 0.1,
 ) -> None:
     """Serve the champion of `dataset` until interrupted.
 
@@ -302,6 +260,8 @@ def serve(
         origins: of web pages that may ask it from a browser, with commas between them; none by default.
         store: SQLAlchemy URL of a store of events, such as sqlite:///events.db; default: the variable SEQREC_STORE.
         keep_days: after which what the store received is deleted; 0 = never.
+        candidate: a second model beside the champion, for some of the users: a folder or models:/NAME/N.
+        share: of the users whom the candidate answers, 0 to 1.
 
     Raises:
         TrackingError: the server does not answer.
@@ -314,6 +274,11 @@ def serve(
     shared: dict[str, Any] = {"largest": batch, "limits": limits, "origins": origins.split(",") if origins else ()}
     if located(store):
         shared |= {"store": Store(located(store)), "keep_days": keep_days}
+    if not 0 <= share <= 1:
+        raise ValueError(f"share: {share:g} given, 0 to 1 wanted")
+    if candidate:
+        other = described(loaded(candidate, ann, config), items)
+        shared |= {"candidate": Served(other, Path(candidate).name), "share": share}
     if saved:
         found = GraphRecommender.of(saved, graph, threads, config) if graph else loaded(saved, ann, config)
         found = described(found, items)

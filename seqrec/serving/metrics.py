@@ -39,6 +39,7 @@ class Metrics:
             "seqrec_history_popularity", "known events by decile, 0 the most popular", ["decile"], registry=own
         )
         self.expected = Gauge("seqrec_training_events_per_user", "mean train events of a user", registry=own)
+        self.lost = Counter("seqrec_impressions_lost", "answers that the store did not get", registry=own)
         self.version = Gauge("seqrec_model", "1 for the version that is served", ["name", "version"], registry=own)
         self.switch(served)
 

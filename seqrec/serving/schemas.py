@@ -85,6 +85,7 @@ class Recommendation(BaseModel):
     unknown: int = Field(description="events of the history that the model does not know")
     notes: list[str]
     version: str = Field(description="of the model in the registry")
+    recommendation_id: str = Field(description="to be sent with the events that this answer leads to")
 
 
 class Recommendations(BaseModel):
@@ -134,6 +135,35 @@ class Forgotten(BaseModel):
     """How many rows were deleted."""
 
     events: int
+    answers: int
+
+
+class Share(BaseModel):
+    """How many users the candidate answers."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    share: float = Field(ge=0, le=1, description="of the users; who has the candidate keeps it when the share grows")
+
+
+class ClickThrough(BaseModel):
+    """How often an answer of a version led to a view or a purchase."""
+
+    version: str
+    users: int
+    answers: int
+    rate: float | None = Field(description="of the answers; null where there are none")
+
+
+class Experiment(BaseModel):
+    """Two versions side by side."""
+
+    share: float
+    champion: ClickThrough
+    candidate: ClickThrough
+    difference: float | None = Field(description="candidate less champion; null where one has too few users")
+    low: float | None = Field(description="lower end of the 95 % interval")
+    high: float | None
 
 
 class Readiness(BaseModel):

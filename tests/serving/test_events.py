@@ -61,8 +61,8 @@ def test_training_data_seeds_histories_once(store, tmp_path):
 
 def test_what_is_old_or_of_a_user_is_deleted(store, monkeypatch):
     store.add([event(1), event(2, user="v")])
-    assert store.forget("u") == {"events": 1}
-    assert store.forget("u") == {"events": 0}
+    assert store.forget("u") == {"events": 1, "answers": 0}
+    assert store.forget("\0") == store.forget("u") == {"events": 0, "answers": 0}
     now = time.time()
     monkeypatch.setattr(module.time, "time", lambda: now + 3 * DAY)
     store.add([event(3)])
@@ -108,7 +108,7 @@ def test_answers_by_user_are_those_of_the_history_and_follow_events(recommender,
         assert answers[0]["items"] == recommender.recommend(one[0]).items
         assert answers[2]["items"] == recommender.recommend(one[2]).items
 
-        assert requests.delete(f"{address}/users/anna", timeout=10).json() == {"events": 3}
+        assert requests.delete(f"{address}/users/anna", timeout=10).json() == {"events": 3, "answers": 5}
         assert ask(user="anna").json()["source"] == "popularity"
         for wrong in ({"item": ""}, {"kind": "sell"}, {"at": -1}, {"at": 1e12}, {"user": "\0"}, {"more": 1}):
             assert send({**first, **wrong}).status_code == 422
