@@ -63,7 +63,8 @@ def events(
 def _compare(store: Store, versions: Sequence[str]) -> dict[str, float]:
     if len(versions) != 2:
         raise ConfigError(f"events: --versions CHAMPION,CANDIDATE expected, not {','.join(versions)!r}")
-    found = experiment.compare(store.clicks(*versions), *versions)
+    champion, candidate = versions
+    found = experiment.compare(store.clicks(champion, candidate), champion, candidate)
     table = Table("", "version", "users", "answers", "click-through")
     for name, rate in (("champion", found.champion), ("candidate", found.candidate)):
         table.add_row(name, escape(rate.version), f"{rate.users:,}", f"{rate.answers:,}", f"{rate.rate:.4f}")

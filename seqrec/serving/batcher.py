@@ -6,10 +6,12 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from seqrec.serving.recommender import Answer, Recommender, Request
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 Waiting = tuple[Request, asyncio.Future[tuple[Answer, str]]]
 
 
@@ -40,7 +42,7 @@ class Batcher:
         self.queue.put_nowait((request, future))
         return await future
 
-    async def apart(self, answer: Callable[[Recommender], Answer], recommender: Recommender) -> Answer:
+    async def apart(self, answer: Callable[[Recommender], T], recommender: Recommender) -> T:
         """Return what `answer` gives of a recommender, between two batches."""
         return await asyncio.get_running_loop().run_in_executor(self.worker, answer, recommender)
 

@@ -1,4 +1,4 @@
-"""What a request passes before the service reads it: key, rate, size, queue and time."""
+"""What a request passes before the service reads it: key, rate, queue and time. FastAPI itself limits the body."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from fastapi import HTTPException
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -80,7 +79,7 @@ class Guards:
 
         try:
             async with asyncio.timeout(self.limits.timeout_s):
-                await self.app(scope, self._bounded(receive), sending)
+                await self.app(scope, receive, sending)
         except TimeoutError:
             if started:
                 raise
@@ -88,9 +87,6 @@ class Guards:
 
     def _refusal(self, scope: Scope) -> JSONResponse | None:
         headers, path = Headers(scope=scope), scope["path"]
-        length = headers.get("content-length", "0")
-        if not length.isdecimal() or int(length) > self.limits.body:
-            return _refused(413, f"the body may have {self.limits.body} bytes")
         if path in OPEN or path.startswith(OPEN_BELOW):
             return None
         key = None
@@ -111,20 +107,6 @@ class Guards:
         if scope["path"].startswith("/recommend") and self.waiting() >= self.limits.queue:
             return _refused(503, f"{self.limits.queue} requests are waiting already", _after(1))
         return None
-
-    def _bounded(self, receive: Receive) -> Receive:
-        """Return `receive` with an end to bodies that do not tell their length."""
-        size = 0
-
-        async def bounded() -> Message:
-            nonlocal size
-            message = await receive()
-            size += len(message.get("body", b""))
-            if size > self.limits.body:
-                raise HTTPException(413, f"the body may have {self.limits.body} bytes")
-            return message
-
-        return bounded
 
 
 def _refused(status: int, reason: str, headers: dict[str, str] | None = None) -> JSONResponse:

@@ -24,7 +24,8 @@ from fastapi import FastAPI, HTTPException, Query, Response
 from fastapi import Request as HTTPRequest
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import JSONResponse, RedirectResponse
+from fastapi.responses import FileResponse, JSONResponse
+from fastapi.staticfiles import StaticFiles
 from fastapi_offline import FastAPIOffline
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
@@ -35,10 +36,11 @@ from seqrec.serving.batcher import Served
 from seqrec.serving.events import Event, Store, StoreError, located
 from seqrec.serving.guards import Guards, Limits
 from seqrec.serving.onnx_graph import GraphRecommender
-from seqrec.serving.recommender import CHAMPION_URI, Answer, Recommender
+from seqrec.serving.recommender import CHAMPION_URI, Answer, Recommender, Request
 from seqrec.serving.schemas import (
     Experiment,
     Forgotten,
+    Found,
     Listing,
     Queries,
     Readiness,
@@ -47,11 +49,15 @@ from seqrec.serving.schemas import (
     Share,
     State,
     Taken,
+    Titled,
 )
 from seqrec.serving.service import Load, Service
 
 logger = logging.getLogger(__name__)
+PAGE = Path(__file__).parent / "page"
+POLICY = "default-src 'self'; img-src 'self' data:"  # of the page: nothing from elsewhere, no script in the HTML
 MOST = 1_000  # items of a list that is nobody's in particular
+Text = Annotated[str, Query(max_length=200)]
 Number = Annotated[int, Query(ge=1, le=MOST, description="items wanted")]
 
 
@@ -100,11 +106,16 @@ def app(
         for task in tasks:
             task.cancel()
 
+    limits = limits or Limits()
     api = FastAPIOffline(
-        title="seqrec", version=__version__, summary="What will this user want next?", lifespan=lifespan
+        title="seqrec",
+        version=__version__,
+        summary="What will this user want next?",
+        lifespan=lifespan,
+        max_body_size=limits.body,
     )
     api.state.service = service
-    api.add_middleware(Guards, limits=limits or Limits(), waiting=service.waiting)
+    api.add_middleware(Guards, limits=limits, waiting=service.waiting)
     if origins:
         api.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     _add_recommending(api, service)
@@ -147,6 +158,23 @@ def _add_listing(api: FastAPI, service: Service) -> None:
             return await listing(lambda recommender: recommender.similar(item, k))
         except KeyError as error:
             raise HTTPException(404, f"the model does not know the item {item!r:.100}") from error
+
+    @api.get("/items")
+    async def items(search: Text, k: Number = 10) -> Found:
+        """Return items by a part of their title, or by their id."""
+        recommender = service.served.current[0]
+        found = await asyncio.to_thread(recommender.search, search, k)
+        return Found(items=[Titled(item=item, title=recommender.titles.get(item, "")) for item in found])
+
+    @api.post("/explain", responses={404: {"description": "the item is unknown"}})
+    async def explain(question: schemas.Question) -> schemas.Explanation:
+        """Say by how much the score of an item drops when an event of the history is left out."""
+        request = Request(history=question.history, user=question.user)
+        try:
+            drops = await service.batcher.apart(lambda r: r.explain(request, question.item), service.served.current[0])
+        except ValueError as error:
+            raise HTTPException(404, str(error)) from error
+        return schemas.Explanation(drops=drops)
 
     @api.get("/popular")
     async def popular(k: Number = 10) -> Listing:
@@ -192,8 +220,10 @@ def _add_experiment(api: FastAPI, service: Service) -> None:
 
 def _add_watching(api: FastAPI, service: Service) -> None:
     @api.get("/", include_in_schema=False)
-    async def root() -> RedirectResponse:
-        return RedirectResponse("/docs")
+    async def root() -> FileResponse:
+        return FileResponse(PAGE / "index.html", headers={"Content-Security-Policy": POLICY})
+
+    api.mount("/page", StaticFiles(directory=PAGE))
 
     @api.get("/health")
     async def health() -> State:
@@ -288,7 +318,7 @@ def serve(
         raise ValueError("graph: name the folder of the model as well, --saved")
     else:
         service = app(*champion(dataset, config, ann, items), poll_s=poll_s, **shared)
-    logger.info("http://%s:%d answers; try it at /docs", host, port)
+    logger.info("http://%s:%d answers; open it in a browser to try the model", host, port)
     options = {"log_level": "warning", "access_log": False, "timeout_graceful_shutdown": math.ceil(timeout_s)}
     Server(uvicorn.Config(service, host=host, port=port, **options), service.state.service, drain_s).run()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -188,6 +189,12 @@ class Recommender:
     def popular(self, k: int = 10) -> Answer:
         """Return the `k` items with the most events in training, and how many."""
         return self._listed(self.counts.clone(), [], k, POPULARITY)
+
+    def search(self, text: str, k: int = 10) -> list[str]:
+        """Return `k` items at most: the one of this id, then those whose title or id holds `text`, in any case."""
+        wanted = text.casefold()
+        holding = (i for i in self.item_ids if i != text and wanted in (self.titles.get(i) or i).casefold())
+        return [*([text] if text in self.items else []), *itertools.islice(holding, k)][:k]
 
     def _listed(self, score_V: Tensor, hidden: Sequence[int], k: int, source: str) -> Answer:
         k = min(k, len(self.item_ids) - len(hidden))

@@ -103,6 +103,35 @@ class Listing(BaseModel):
     version: str = Field(description="of the model in the registry")
 
 
+class Titled(BaseModel):
+    """An item, and its title as the model knows it."""
+
+    item: str
+    title: str
+
+
+class Found(BaseModel):
+    """Items that fit a search."""
+
+    items: list[Titled]
+
+
+class Question(BaseModel):
+    """Why an item is recommended after a history."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    history: list[Id] = Field(max_length=EVENTS, description="item ids, oldest first")
+    item: Id
+    user: Id | None = None
+
+
+class Explanation(BaseModel):
+    """What each event of the history adds to the item's score: by how much it drops without the event."""
+
+    drops: list[float]
+
+
 class UserEvent(BaseModel):
     """Something that a user did with an item."""
 

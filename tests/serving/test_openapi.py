@@ -27,7 +27,7 @@ def api(prepared, tmp_path_factory):
         yield schemathesis.openapi.from_url(f"{address}/openapi.json")
 
 
-@pytest.mark.parametrize("path", ["/similar/{item}", "/popular"])
+@pytest.mark.parametrize("path", ["/similar/{item}", "/popular", "/items"])
 def test_no_parameter_makes_a_list_fail(api, path):
     statuses = set()
 
@@ -47,10 +47,11 @@ def test_no_parameter_makes_a_list_fail(api, path):
     [
         ("/events", "POST", GenerationMode.POSITIVE),
         ("/events", "POST", GenerationMode.NEGATIVE),
+        ("/explain", "POST", GenerationMode.POSITIVE),
         ("/users/{user}", "DELETE", GenerationMode.POSITIVE),
     ],
 )
-def test_nothing_makes_the_store_fail(api, path, method, mode):
+def test_no_other_request_makes_the_service_fail(api, path, method, mode):
     @BOUNDED
     @given(case=api[path][method].as_strategy(generation_mode=mode))
     def call(case):
