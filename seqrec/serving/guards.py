@@ -86,12 +86,12 @@ class Guards:
             await _refused(504, f"no answer within {self.limits.timeout_s:g} s")(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> JSONResponse | None:
-        headers, path = Headers(scope=scope), scope["path"]
+        path = scope["path"]
         if path in OPEN or path.startswith(OPEN_BELOW):
             return None
         key = None
         if self.keys is not None:
-            secret = headers.get("authorization", "").removeprefix("Bearer ")
+            secret = Headers(scope=scope).get("authorization", "").removeprefix("Bearer ")
             key = self.keys.find(secret)
             if key is None:
                 return _refused(401, "send a valid key: Authorization: Bearer KEY", {"WWW-Authenticate": "Bearer"})

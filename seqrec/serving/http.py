@@ -319,7 +319,11 @@ def serve(
     else:
         service = app(*champion(dataset, config, ann, items), poll_s=poll_s, **shared)
     logger.info("http://%s:%d answers; open it in a browser to try the model", host, port)
-    options = {"log_level": "warning", "access_log": False, "timeout_graceful_shutdown": math.ceil(timeout_s)}
+    options: dict[str, Any] = {
+        "log_level": "warning",
+        "access_log": False,
+        "timeout_graceful_shutdown": math.ceil(timeout_s),
+    }
     Server(uvicorn.Config(service, host=host, port=port, **options), service.state.service, drain_s).run()
 
 
