@@ -128,7 +128,18 @@ class Store:
         self._insert: Any = kinds[self.engine.dialect.name]
         if self.engine.dialect.name == "sqlite":
             sa.event.listen(self.engine, "connect", _set_up_sqlite)
-        TABLES.create_all(self.engine)
+        self._make_tables()
+
+    def _make_tables(self, attempts: int = 5) -> None:
+        """Make the tables that are missing; a replica that starts at the same moment may be faster, so look again."""
+        for attempt in range(1, attempts + 1):
+            try:
+                TABLES.create_all(self.engine)
+                return
+            except StoreError:
+                if attempt == attempts:
+                    raise
+                time.sleep(0.1 * attempt)
 
     def add(self, events: Sequence[Event]) -> int:
         """Store the events that are new, in their order; return how many are."""
@@ -136,8 +147,9 @@ class Store:
         rows = [{**vars(event), "received": received} for event in events]
         if not rows:
             return 0
+        insert = self._insert(EVENTS).values(rows).on_conflict_do_nothing().returning(EVENTS.c.number)
         with self.engine.begin() as connection:
-            return int(connection.execute(self._insert(EVENTS).values(rows).on_conflict_do_nothing()).rowcount)
+            return len(connection.execute(insert).all())
 
     def pasts(self, users: Collection[str]) -> dict[str, Past]:
         """Return the past of each user, of whom nothing may be known."""
