@@ -53,6 +53,8 @@ COMMANDS = {  # name -> (module, function, what it does); modules are imported w
         "write a model as an ONNX graph, from a history to the best items",
     ),
     "serve": ("seqrec.serving.http", "serve", "answer over HTTP with the champion, and follow the registry"),
+    "events": ("seqrec.commands.events", "events", "the service's store: import training data, dump for ingest"),
+    "keys": ("seqrec.commands.keys", "keys", "API keys of the service: add, rotate, revoke"),
     "compare": (
         "seqrec.evaluation.compare",
         "compare",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import subprocess
 import sys
@@ -11,13 +12,16 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from seqrec.serving import guards, http
+
 ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "deploy"
-KUSTOMIZATION = yaml.safe_load((DEPLOY / "kustomization.yaml").read_text())
+FOLDERS = (DEPLOY, DEPLOY / "serving")  # of kustomizations
 MANIFESTS = [
-    (file, document)
-    for file in KUSTOMIZATION["resources"]
-    for document in yaml.safe_load_all((DEPLOY / file).read_text())
+    (folder, document)
+    for folder in FOLDERS
+    for file in yaml.safe_load((folder / "kustomization.yaml").read_text())["resources"]
+    for document in yaml.safe_load_all((folder / file).read_text())
 ]
 
 
@@ -35,24 +39,43 @@ def test_a_misspelt_field_is_noticed():
         kubernetes_validate.validate(manifest, "1.31", strict=True)
 
 
-def test_every_manifest_is_part_of_the_kustomization():
-    files = {path.name for path in DEPLOY.glob("*.yaml")} - {"kustomization.yaml"}
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_every_manifest_is_part_of_the_kustomization(folder):
+    files = {path.name for path in folder.glob("*.yaml")} - {"kustomization.yaml"}
 
-    assert set(KUSTOMIZATION["resources"]) == files
+    assert set(yaml.safe_load((folder / "kustomization.yaml").read_text())["resources"]) == files
 
 
-def test_every_secret_that_is_used_is_in_the_template():
-    lines = (DEPLOY / "secrets.env.example").read_text().splitlines()
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_every_secret_that_is_used_is_in_the_template(folder):
+    lines = (folder / "secrets.env.example").read_text().splitlines()
     offered = {line.partition("=")[0] for line in lines if "=" in line and not line.startswith("#")}
     used = set()
-    for _, manifest in MANIFESTS:
-        if manifest["kind"] == "Deployment":
+    for place, manifest in MANIFESTS:
+        if place == folder and manifest["kind"] == "Deployment":
             for variable in manifest["spec"]["template"]["spec"]["containers"][0]["env"]:
                 if "valueFrom" in variable:
                     used.add(variable["valueFrom"]["secretKeyRef"]["key"])
 
     assert used
     assert used <= offered
+
+
+def test_the_service_is_started_with_flags_that_it_has_and_probed_where_it_answers():
+    documents = {manifest["kind"]: manifest for folder, manifest in MANIFESTS if folder.name == "serving"}
+    container = documents["Deployment"]["spec"]["template"]["spec"]["containers"][0]
+    compose = yaml.safe_load((ROOT / "docker-compose.yaml").read_text())["services"]["serve"]["command"]
+    flags = inspect.signature(http.serve).parameters
+    for command, *arguments in (container["args"], compose):
+        assert command == "serve"
+        assert {one.partition("=")[0].removeprefix("--").replace("-", "_") for one in arguments} <= set(flags)
+    probes = {container[f"{name}Probe"]["httpGet"]["path"] for name in ("startup", "readiness", "liveness")}
+    assert probes <= set(guards.OPEN)
+    labels = documents["Deployment"]["spec"]["template"]["metadata"]["labels"]
+    for kind in ("Service", "PodDisruptionBudget", "NetworkPolicy"):
+        chosen = documents[kind]["spec"].get("selector") or documents[kind]["spec"]["podSelector"]
+        assert chosen.get("matchLabels", chosen) == labels
+    assert documents["HorizontalPodAutoscaler"]["spec"]["scaleTargetRef"]["name"] == "seqrec-serve"
 
 
 def test_hadolint_finds_nothing():
@@ -80,7 +103,7 @@ def test_the_image_holds_all_packages_and_no_data():
 def test_compose_keeps_passwords_out_and_ports_local():
     content = yaml.safe_load((ROOT / "docker-compose.yaml").read_text())
 
-    assert set(content["services"]) == {"postgres", "store", "bucket", "mlflow"}
+    assert set(content["services"]) == {"postgres", "store", "bucket", "mlflow", "serve"}
     ports = [port for service in content["services"].values() for port in service.get("ports", ())]
     assert ports
     assert all(port.startswith("127.0.0.1:") for port in ports)

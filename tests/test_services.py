@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -24,7 +25,9 @@ import pytest
 import requests
 import yaml
 from mlflow import MlflowClient
-from support import YEAR_2001, write_settings
+from support import YEAR_2001, write_interactions, write_settings
+
+from seqrec.serving.events import Event, Shown, Store
 
 ROOT = Path(__file__).parent.parent
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yaml").read_text())["services"]
@@ -202,3 +205,43 @@ def test_recommend_and_mlflow_load_the_champion_from_there(registered, monkeypat
 
     assert "recommends" in said
     assert loaded.metadata.signature is not None
+
+
+def test_the_store_of_events_is_the_same_on_postgresql(tmp_path):
+    """Every query of the store, after two replicas have made its tables at the same time."""
+    events = [
+        Event(event_id=str(n), user=u, item=f"i{n}", kind=kind, at=2e6 + n, recommendation_id=name)
+        for n, (u, kind, name) in enumerate(
+            [("u", "view", "r0"), ("u", "buy", None), ("ü\U0001f600" * 250, "view", None), ("v", "hide", "r1")]
+        )
+    ]
+    shown = [
+        Shown(recommendation_id=f"r{n}", user=user, version=version, items=["i0", "i3"], at=10.0)
+        for n, (user, version) in enumerate([("u", "1"), ("v", "2"), (None, "2")])
+    ]
+    write_interactions(tmp_path, [("u", "old", 1000), ("w", "old", 1000)])
+
+    def outcome(store):
+        found = [store.add(events), store.add([events[0], events[0]]), store.pasts({"u", "v", "\0"})]
+        store.show(shown)
+        found += [store.seed(tmp_path / "interactions.parquet") for _ in range(2)]
+        found += [sorted(map(vars_of, store.clicks("1", "2"))), list(store.interactions(["view", "buy"]))]
+        found += [store.forget("u"), store.forget("\0"), store.expire(1), store.clicks("1", "2")]
+        return found
+
+    def vars_of(clicks):
+        return tuple(vars(clicks).values())
+
+    with postgres() as port:
+        settings = COMPOSE["postgres"]["environment"]
+        access = f"{settings['POSTGRES_USER']}:{SECRETS['POSTGRES_PASSWORD']}"
+        url = f"postgresql+psycopg://{access}@127.0.0.1:{port}/{settings['POSTGRES_DB']}"
+        with ThreadPoolExecutor(4) as pool:
+            stores = list(pool.map(Store, [url] * 4))
+        there = outcome(stores[0])
+        for store in stores:
+            store.engine.dispose()
+    here = outcome(Store(f"sqlite:///{tmp_path}/events.db"))
+
+    assert there == here
+    assert there[:2] == [4, 0]

@@ -72,12 +72,12 @@ class ApproximateRecommender(Recommender):
         ids = [self.item_ids[place] for place in drawn.tolist()]
         requests = [Request(history=ids[first : first + EVENTS], k=TOP) for first in range(0, len(ids), EVENTS)]
         batch = self._batch(requests, [range(EVENTS)] * DRAWN)
-        nothing: list[list[int]] = [[] for _ in requests]
+        nothing = [torch.zeros(0, dtype=torch.int64)] * len(requests)
         k = min(TOP, len(self.item_ids))
         pairs = zip(self._top(batch, nothing, k), super()._top(batch, nothing, k), strict=True)
         return sum(len({*found} & {*exact}) for (_, found), (_, exact) in pairs) / (k * DRAWN)
 
-    def _top(self, batch: Batch, hidden: Sequence[Sequence[int]], k: int) -> list[Best]:
+    def _top(self, batch: Batch, hidden: Sequence[Tensor], k: int) -> list[Best]:
         wanted = k + max(map(len, hidden), default=0)
         grown = len(self.item_vectors) > 1 + len(self.index)  # by items of a request
         if grown or 2 * wanted > len(self.index):
@@ -90,7 +90,7 @@ class ApproximateRecommender(Recommender):
         if self.term is not None:
             score_BC += self.term.of(self._events(batch), item_BC)
         row_B1, size = torch.arange(len(hidden)).unsqueeze(1), len(self.item_vectors)
-        hidden_N = torch.tensor([row * size + item for row, items in enumerate(hidden) for item in items])
+        hidden_N = torch.cat([row * size + items for row, items in enumerate(hidden)])
         score_BC.masked_fill_(none_BC | torch.isin(row_B1 * size + item_BC, hidden_N), float("-inf"))
         value_BK, place_BK = score_BC.topk(k)
         return list(zip(value_BK.tolist(), item_BC.gather(1, place_BK).tolist(), strict=True))

@@ -8,291 +8,57 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import signal
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Annotated, Self
+from types import FrameType
+from typing import Annotated, Any
 
 import torch
 import uvicorn
-from fastapi import FastAPI, HTTPException, Response
+from fastapi import FastAPI, HTTPException, Query, Response
 from fastapi import Request as HTTPRequest
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, RedirectResponse
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import FileResponse, JSONResponse
+from fastapi.staticfiles import StaticFiles
 from fastapi_offline import FastAPIOffline
-from prometheus_client import (
-    CONTENT_TYPE_LATEST,
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    disable_created_metrics,
-    generate_latest,
-)
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from seqrec import __version__
 from seqrec.config import RegisterConfig
+from seqrec.serving import rules, schemas
+from seqrec.serving.batcher import Served
+from seqrec.serving.events import Event, Store, StoreError, located
+from seqrec.serving.guards import Guards, Limits
 from seqrec.serving.onnx_graph import GraphRecommender
 from seqrec.serving.recommender import CHAMPION_URI, Answer, Recommender, Request
+from seqrec.serving.schemas import (
+    Experiment,
+    Forgotten,
+    Found,
+    Listing,
+    Queries,
+    Readiness,
+    Recommendation,
+    Recommendations,
+    Share,
+    State,
+    Taken,
+    Titled,
+)
+from seqrec.serving.service import Load, Service
 
 logger = logging.getLogger(__name__)
-EVENTS = 10_000  # of a history; a body is held in memory
-ROWS = 1_000  # requests of a batch
-DECILES = 10
-Load = Callable[[], Recommender]
-Waiting = tuple[Request, asyncio.Future[tuple[Answer, str]]]
-
-NEW_ITEMS, ATTRIBUTES = 100, 20  # described in a request, and of each
-
-Id = Annotated[str, Field(max_length=1_000)]
-Text = Annotated[str, Field(max_length=4_000)]
-
-
-class Query(BaseModel):
-    """Somebody's past, and what is wanted; every id is the data source's own."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    history: list[Id] = Field(max_length=EVENTS, description="item ids, oldest first", examples=[["50", "181"]])
-    k: int = Field(10, ge=1, description="items wanted; there are fewer where the catalogue has no more")
-    exclude: list[Id] = Field([], max_length=EVENTS, description="item ids not to show")
-    user: Id | None = Field(None, description="user id; an unknown one is fine")
-    times: list[FiniteFloat] | None = Field(None, description="seconds UTC, one an event of the history")
-    items_text: dict[Id, Annotated[dict[Id, Text], Field(max_length=ATTRIBUTES)]] = Field(
-        {},
-        max_length=NEW_ITEMS,
-        description="items that the model never saw: id -> attributes; candidates, also in the history; Recformer only",
-        examples=[{"new": {"title": "A film of tomorrow"}}],
-    )
-
-    titles: bool = Field(False, description="answer with the titles of the items too")
-
-    @model_validator(mode="after")
-    def _times_match(self) -> Self:
-        self.request()
-        return self
-
-    def request(self) -> Request:
-        """Return what the recommender understands."""
-        return Request(**{name: value for name, value in vars(self).items() if name != "titles"})
-
-
-class Queries(BaseModel):
-    """Several at once."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    requests: list[Query] = Field(max_length=ROWS)
-
-
-class Recommendation(BaseModel):
-    """The best items, and what was done to give any."""
-
-    items: list[str] = Field(description="best first")
-    titles: list[str] | None = Field(None, description="of the items, if requested; empty where the model has none")
-    scores: list[float]
-    source: str = Field(description="the model, or popularity where no item of the history is known")
-    unknown: int = Field(description="events of the history that the model does not know")
-    notes: list[str]
-    version: str = Field(description="of the model in the registry")
-
-
-class Recommendations(BaseModel):
-    """Several at once, in the order of the requests."""
-
-    answers: list[Recommendation]
-
-
-class State(BaseModel):
-    """What is being served."""
-
-    status: str = Field(description="ok, or behind: it answers, but cannot follow the registry")
-    model: str
-    version: str
-    items: int
-    users: int
-    problem: str = Field(description="why a newer champion is not served; empty where nothing is wrong")
-
-
-class Served:
-    """The recommender in use and its version; both change in one assignment."""
-
-    def __init__(self, recommender: Recommender, version: str) -> None:
-        self.current = (recommender, version)
-        self.problem = ""  # why the registry's champion is not the one that is served, if anything is wrong
-
-
-class Batcher:
-    """Hands all waiting requests to the model as one batch; the next one gathers while it works."""
-
-    def __init__(self, served: Served, largest: int, seen: Callable[[int], None]) -> None:
-        self.served, self.largest, self.seen = served, largest, seen
-        self.queue: asyncio.Queue[Waiting] = asyncio.Queue()
-        self.worker = ThreadPoolExecutor(1, "model")
-
-    async def answer(self, request: Request) -> tuple[Answer, str]:
-        """Return the answer, and the version of the model that gave it.
-
-        Raises:
-            ValueError: see `Recommender.check`.
-            RuntimeError: the model failed.
-        """
-        future: asyncio.Future[tuple[Answer, str]] = asyncio.get_running_loop().create_future()
-        self.queue.put_nowait((request, future))
-        return await future
-
-    async def run(self) -> None:
-        """Serve until cancelled."""
-        loop = asyncio.get_running_loop()
-        while True:
-            waiting = [await self.queue.get()]
-            while len(waiting) < self.largest and not self.queue.empty():
-                waiting.append(self.queue.get_nowait())
-            recommender, version = self.served.current
-            waiting = self._able(recommender, waiting)
-            if not waiting:
-                continue
-            self.seen(len(waiting))
-            requests = [request for request, _ in waiting]
-            try:
-                answers = await loop.run_in_executor(self.worker, recommender.answer, requests)
-            except Exception as error:  # one batch fails, the service goes on
-                logger.exception("a batch of %d failed", len(waiting))
-                for _, future in waiting:
-                    if not future.done():
-                        future.set_exception(RuntimeError(str(error)))
-                continue
-            for (_, future), answer in zip(waiting, answers, strict=True):
-                if not future.done():  # the caller may have gone
-                    future.set_result((answer, version))
-
-    @staticmethod
-    def _able(recommender: Recommender, waiting: Sequence[Waiting]) -> list[Waiting]:
-        """Return who can be answered; the others get the ValueError, and spoil nobody's batch."""
-        able = []
-        for request, future in waiting:
-            try:
-                recommender.check(request)
-            except ValueError as error:
-                if not future.done():
-                    future.set_exception(error)
-            else:
-                able.append((request, future))
-        return able
-
-
-class Metrics:
-    """What Prometheus reads, in a registry of its own.
-
-    Histories are compared with training by popularity: each decile of items, by train events, had a tenth of them.
-    """
-
-    def __init__(self, served: Served) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series a counter, of no use
-        self.registry = CollectorRegistry()
-        own = self.registry
-        self.requests = Counter("seqrec_requests", "answers by what gave them", ["source"], registry=own)
-        self.latency = Histogram(
-            "seqrec_latency_seconds",
-            "from request to answer",
-            buckets=(0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5),
-            registry=own,
-        )
-        self.batch = Histogram(
-            "seqrec_batch_size", "requests in a pass", buckets=(1, 2, 4, 8, 16, 32, 64), registry=own
-        )
-        self.length = Histogram(
-            "seqrec_history_events", "events given", buckets=(0, 1, 2, 5, 10, 50, 200), registry=own
-        )
-        self.unknown = Counter("seqrec_unknown_events", "events that the model does not know", registry=own)
-        self.decile = Counter(
-            "seqrec_history_popularity", "known events by decile, 0 the most popular", ["decile"], registry=own
-        )
-        self.expected = Gauge("seqrec_training_events_per_user", "mean train events of a user", registry=own)
-        self.version = Gauge("seqrec_model", "1 for the version that is served", ["name", "version"], registry=own)
-        self.switch(served)
-
-    def switch(self, served: Served) -> None:
-        """Take the figures of the model that is served now."""
-        recommender, version = served.current
-        self.version.clear()
-        self.version.labels(recommender.name, version).set(1)
-        self.expected.set(float(recommender.counts.sum()) / max(1, len(recommender.users)))
-        order = recommender.counts.argsort(descending=True, stable=True)
-        before = recommender.counts[order].cumsum(0) - recommender.counts[order]
-        share = before / recommender.counts.sum().clamp(min=1)
-        self.deciles = torch.empty_like(order)
-        self.deciles[order] = (share * DECILES).long().clamp(max=DECILES - 1)
-
-    def count(self, recommender: Recommender, request: Request, answer: Answer, seconds: float) -> None:
-        """Account for one answer."""
-        self.requests.labels(answer.source).inc()
-        self.latency.observe(seconds)
-        self.length.observe(len(request.history))
-        self.unknown.inc(answer.unknown)
-        known = [recommender.items[item_id] for item_id in request.history if item_id in recommender.items]
-        for decile, number in enumerate(torch.bincount(self.deciles[known], minlength=DECILES).tolist()):
-            self.decile.labels(str(decile)).inc(number)
-
-
-class Service:
-    """What answers: the served model, its batches and figures."""
-
-    def __init__(self, served: Served, largest: int) -> None:
-        self.served = served
-        self.metrics = Metrics(served)
-        self.batcher = Batcher(served, largest, self.metrics.batch.observe)
-
-    async def answer(self, queries: Sequence[Query]) -> list[Recommendation]:
-        """Return the recommendations for `queries`.
-
-        Raises:
-            RequestValidationError: see `Recommender.check`.
-            HTTPException: 503, the model failed.
-        """
-        requests = [query.request() for query in queries]
-        began = time.perf_counter()
-        try:
-            answers = await asyncio.gather(*map(self.batcher.answer, requests))
-        except ValueError as error:
-            reason = {"type": "value_error", "loc": ("body",), "msg": str(error)}
-            raise RequestValidationError([reason]) from error
-        except RuntimeError as error:
-            raise HTTPException(503, "the model failed; the log of the service says why") from error
-        seconds = time.perf_counter() - began
-        for request, (answer, _) in zip(requests, answers, strict=True):
-            self.metrics.count(self.served.current[0], request, answer, seconds)
-        return [
-            Recommendation(**{**vars(answer), "version": number, "titles": answer.titles if query.titles else None})
-            for query, (answer, number) in zip(queries, answers, strict=True)
-        ]
-
-    async def follow(self, load: Load, version: Callable[[], str], poll_s: float) -> None:
-        """Serve what `load` returns whenever `version` has changed; until cancelled."""
-        while True:
-            await asyncio.sleep(poll_s)
-            try:
-                newest = await asyncio.to_thread(version)
-                if newest and newest != self.served.current[1]:
-                    self.served.current = (await asyncio.to_thread(load), newest)
-                    self.metrics.switch(self.served)
-                    logger.info("serving version %s", newest)
-                self.served.problem = ""
-            except Exception as error:  # whatever a registry or a version in it may do; the next look may go well
-                problem = f"{type(error).__name__}: {error}"[:500]
-                if problem != self.served.problem:  # once, not at every look
-                    logger.exception("the registry gave no new champion; version %s stays", self.served.current[1])
-                self.served.problem = problem
-
-    def state(self) -> State:
-        """Return what is being served."""
-        recommender, number = self.served.current
-        sizes = {"items": len(recommender.item_ids), "users": len(recommender.users)}
-        status = "behind" if self.served.problem else "ok"
-        return State(status=status, model=recommender.name, version=number, problem=self.served.problem, **sizes)
+PAGE = Path(__file__).parent / "page"
+POLICY = "default-src 'self'; img-src 'self' data:"  # of the page: nothing from elsewhere, no script in the HTML
+MOST = 1_000  # items of a list that is nobody's in particular
+Text = Annotated[str, Query(max_length=200)]
+Number = Annotated[int, Query(ge=1, le=MOST, description="items wanted")]
 
 
 def app(
@@ -301,6 +67,12 @@ def app(
     *,
     poll_s: float = 30.0,
     largest: int = 64,
+    limits: Limits | None = None,
+    origins: Sequence[str] = (),
+    store: Store | None = None,
+    keep_days: float = 0.0,
+    candidate: Served | None = None,
+    share: float = 0.0,
 ) -> FastAPI:
     """Return the service.
 
@@ -309,23 +81,49 @@ def app(
         version: names what `load` would return now; called every `poll_s` seconds, and a change is loaded.
         poll_s: seconds between looks; 0 = never.
         largest: requests answered in one pass.
+        limits: how much it takes, and from whom.
+        origins: of web pages that may ask it from a browser, besides its own.
+        store: of events: takes them, and knows histories; without one the service keeps nothing.
+        keep_days: after which what the store received is deleted; 0 = never.
+        candidate: a second model, which answers the `share` of the users.
+        share: of the users, 0 to 1.
     """
     named = version()
-    service = Service(Served(load(), named), largest)
+    service = Service(Served(load(), named), largest, store, candidate, share)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        tasks = [asyncio.create_task(service.batcher.run())]
+        tasks = [asyncio.create_task(batcher.run()) for batcher in service.batchers]
         if poll_s:
             tasks.append(asyncio.create_task(service.follow(load, version, poll_s)))
+        if store is not None and keep_days:
+            tasks.append(asyncio.create_task(service.expire(store, keep_days)))
+        if service.impressions is not None:
+            tasks.append(asyncio.create_task(service.impressions.run()))
         yield
+        if service.impressions is not None:
+            await service.impressions.flush()
         for task in tasks:
             task.cancel()
 
+    limits = limits or Limits()
     api = FastAPIOffline(
-        title="seqrec", version=__version__, summary="What will this user want next?", lifespan=lifespan
+        title="seqrec",
+        version=__version__,
+        summary="What will this user want next?",
+        lifespan=lifespan,
+        max_body_size=limits.body,
     )
+    api.state.service = service
+    api.add_middleware(Guards, limits=limits, waiting=service.waiting)
+    if origins:
+        api.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     _add_recommending(api, service)
+    _add_listing(api, service)
+    if store is not None:
+        _add_events(api, service, store)
+    if candidate is not None:
+        _add_experiment(api, service)
     _add_watching(api, service)
     return api
 
@@ -337,7 +135,7 @@ def _add_recommending(api: FastAPI, service: Service) -> None:
         return JSONResponse({"detail": [{key: e[key] for key in ("type", "loc", "msg")} for e in error.errors()]}, 422)
 
     @api.post("/recommend")
-    async def recommend(query: Query) -> Recommendation:
+    async def recommend(query: schemas.Query) -> Recommendation:
         """Recommend for one user."""
         return (await service.answer([query]))[0]
 
@@ -347,15 +145,96 @@ def _add_recommending(api: FastAPI, service: Service) -> None:
         return Recommendations(answers=await service.answer(queries.requests))
 
 
+def _add_listing(api: FastAPI, service: Service) -> None:
+    async def listing(answer: Callable[[Recommender], Answer]) -> Listing:
+        recommender, version = service.served.current
+        found = await service.batcher.apart(answer, recommender)
+        return Listing(items=found.items, titles=found.titles, scores=found.scores, version=version)
+
+    @api.get("/similar/{item:path}", responses={404: {"description": "the item is unknown"}})
+    async def similar(item: str, k: Number = 10) -> Listing:
+        """Return the items that the model holds most similar to one; scores are cosines."""
+        try:
+            return await listing(lambda recommender: recommender.similar(item, k))
+        except KeyError as error:
+            raise HTTPException(404, f"the model does not know the item {item!r:.100}") from error
+
+    @api.get("/items")
+    async def items(search: Text, k: Number = 10) -> Found:
+        """Return items by a part of their title, or by their id."""
+        recommender = service.served.current[0]
+        found = await asyncio.to_thread(recommender.search, search, k)
+        return Found(items=[Titled(item=item, title=recommender.titles.get(item, "")) for item in found])
+
+    @api.post("/explain", responses={404: {"description": "the item is unknown"}})
+    async def explain(question: schemas.Question) -> schemas.Explanation:
+        """Say by how much the score of an item drops when an event of the history is left out."""
+        request = Request(history=question.history, user=question.user)
+        try:
+            drops = await service.batcher.apart(lambda r: r.explain(request, question.item), service.served.current[0])
+        except ValueError as error:
+            raise HTTPException(404, str(error)) from error
+        return schemas.Explanation(drops=drops)
+
+    @api.get("/popular")
+    async def popular(k: Number = 10) -> Listing:
+        """Return the items with the most events in training; scores are their numbers."""
+        return await listing(lambda recommender: recommender.popular(k))
+
+
+def _add_events(api: FastAPI, service: Service, store: Store) -> None:
+    @api.exception_handler(StoreError)
+    async def down(_: HTTPRequest, error: Exception) -> JSONResponse:
+        logger.error("the store failed: %s", error)
+        return JSONResponse({"detail": "the store of events does not answer"}, 503, {"Retry-After": "1"})
+
+    @api.post("/events")
+    async def events(body: schemas.Events) -> Taken:
+        """Take what users did; what was taken before is left out, so a request may be repeated."""
+        now = time.time()
+        rows = [Event(**{**vars(event), "at": now if event.at is None else event.at}) for event in body.events]
+        stored = await asyncio.to_thread(store.add, rows)
+        return Taken(stored=stored, known=len(rows) - stored)
+
+    @api.delete("/users/{user:path}")
+    async def forget(user: str) -> Forgotten:
+        """Delete what the store knows of a user; the model forgets when it is trained again without these events."""
+        if service.impressions is not None:
+            await service.impressions.flush()
+        return Forgotten(**await asyncio.to_thread(store.forget, user))
+
+
+def _add_experiment(api: FastAPI, service: Service) -> None:
+    @api.get("/experiment", responses={404: {"description": "there is no store"}})
+    async def experiment() -> Experiment:
+        """Compare the candidate with the champion, by the answers that led to a view or a purchase."""
+        return await service.experiment()
+
+    @api.put("/experiment")
+    async def share(wanted: Share) -> Share:
+        """Set the share of the users whom the candidate answers, until the service ends."""
+        service.share = wanted.share
+        logger.info("the candidate answers %g of the users", wanted.share)
+        return wanted
+
+
 def _add_watching(api: FastAPI, service: Service) -> None:
     @api.get("/", include_in_schema=False)
-    async def root() -> RedirectResponse:
-        return RedirectResponse("/docs")
+    async def root() -> FileResponse:
+        return FileResponse(PAGE / "index.html", headers={"Content-Security-Policy": POLICY})
+
+    api.mount("/page", StaticFiles(directory=PAGE))
 
     @api.get("/health")
     async def health() -> State:
         """Say what is being served."""
         return service.state()
+
+    @api.get("/ready", responses={503: {"model": Readiness}})
+    async def ready(response: Response) -> Readiness:
+        """Say whether to send requests here: not while it waits for its end."""
+        response.status_code = 503 if service.draining else 200
+        return Readiness(ready=not service.draining)
 
     @api.get("/metrics", response_class=Response)
     async def prometheus() -> Response:
@@ -370,11 +249,23 @@ def serve(
     saved: str = "",
     graph: Path | None = None,
     ann: int = 0,
+    items: Path | None = None,
     host: str = "127.0.0.1",
     port: int = 8000,
     poll_s: float = 30.0,
     batch: int = 64,
     threads: int = 1,
+    keys: Path | None = None,
+    rate: float = Limits.rate,
+    max_body: int = Limits.body,
+    max_queue: int = Limits.queue,
+    timeout_s: float = Limits.timeout_s,
+    drain_s: float = 5.0,
+    origins: str = "",
+    store: str = "",
+    keep_days: float = 0.0,
+    candidate: str = "",
+    share: float = 0.1,
 ) -> None:
     """Serve the champion of `dataset` until interrupted.
 
@@ -384,11 +275,23 @@ def serve(
         saved: served in the champion's place: a folder with weights, card, vocabulary and users, or models:/NAME/N.
         graph: folder that `export` wrote for the model in `saved`; onnxruntime then computes the answers.
         ann: candidates of an approximate search of the items, for large catalogues; 0 = all items are scored.
+        items: the items table of `ingest`, data/items.parquet; requests may then filter by its attributes.
         host: address to listen on; 0.0.0.0 for all.
         port: to listen on.
         poll_s: seconds between looks for a new champion; 0 = never.
         batch: requests answered in one pass at most.
         threads: of torch.
+        keys: file of `seqrec keys`: whoever asks must then send a key.
+        rate: requests a second of one key, or of one address without keys; above it 429. 0 = any.
+        max_body: bytes of a request's body; above it 413.
+        max_queue: requests waiting for the model; above it 503 with Retry-After.
+        timeout_s: seconds until a request without an answer gets 504.
+        drain_s: seconds after SIGTERM in which it answers on, while /ready is 503.
+        origins: of web pages that may ask it from a browser, with commas between them; none by default.
+        store: SQLAlchemy URL of a store of events, such as sqlite:///events.db; default: the variable SEQREC_STORE.
+        keep_days: after which what the store received is deleted; 0 = never.
+        candidate: a second model beside the champion, for some of the users: a folder or models:/NAME/N.
+        share: of the users whom the candidate answers, 0 to 1.
 
     Raises:
         TrackingError: the server does not answer.
@@ -397,16 +300,49 @@ def serve(
     torch.set_num_threads(threads)
     if ann and graph is not None:
         raise ValueError("ann: an exported graph scores all items; leave out --graph")
+    limits = Limits(keys=keys, rate=rate, body=max_body, queue=max_queue, timeout_s=timeout_s)
+    shared: dict[str, Any] = {"largest": batch, "limits": limits, "origins": origins.split(",") if origins else ()}
+    if located(store):
+        shared |= {"store": Store(located(store)), "keep_days": keep_days}
+    if not 0 <= share <= 1:
+        raise ValueError(f"share: {share:g} given, 0 to 1 wanted")
+    if candidate:
+        other = described(loaded(candidate, ann, config), items)
+        shared |= {"candidate": Served(other, Path(candidate).name), "share": share}
     if saved:
         found = GraphRecommender.of(saved, graph, threads, config) if graph else loaded(saved, ann, config)
+        found = described(found, items)
         name = Path(saved).name
-        service = app(lambda: found, lambda: name, poll_s=0, largest=batch)
+        service = app(lambda: found, lambda: name, poll_s=0, **shared)
     elif graph is not None:
         raise ValueError("graph: name the folder of the model as well, --saved")
     else:
-        service = app(*champion(dataset, config, ann), poll_s=poll_s, largest=batch)
-    logger.info("http://%s:%d answers; try it at /docs", host, port)
-    uvicorn.run(service, host=host, port=port, log_level="warning", access_log=False)
+        service = app(*champion(dataset, config, ann, items), poll_s=poll_s, **shared)
+    logger.info("http://%s:%d answers; open it in a browser to try the model", host, port)
+    options: dict[str, Any] = {
+        "log_level": "warning",
+        "access_log": False,
+        "timeout_graceful_shutdown": math.ceil(timeout_s),
+    }
+    Server(uvicorn.Config(service, host=host, port=port, **options), service.state.service, drain_s).run()
+
+
+class Server(uvicorn.Server):
+    """A server that answers on for some seconds after SIGTERM, until balancers have read /ready and send no more."""
+
+    def __init__(self, config: uvicorn.Config, service: Service, drain_s: float) -> None:
+        super().__init__(config)
+        self.service, self.drain_s = service, drain_s
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """End: after the time to drain on the first SIGTERM, at once on a second one or on Ctrl-C."""
+        if sig != signal.SIGTERM or self.service.draining or not self.drain_s:
+            super().handle_exit(sig, frame)
+            return
+        self.service.draining = True
+        timer = threading.Timer(self.drain_s, super().handle_exit, (sig, frame))
+        timer.daemon = True
+        timer.start()
 
 
 def loaded(place: str, ann: int, config: RegisterConfig) -> Recommender:
@@ -418,11 +354,20 @@ def loaded(place: str, ann: int, config: RegisterConfig) -> Recommender:
     return ApproximateRecommender.of(place, ann, config)
 
 
-def champion(dataset: str, config: RegisterConfig, ann: int = 0) -> tuple[Load, Callable[[], str]]:
-    """Return what loads the champion of `dataset`, and what names its version; `ann`: see `serve`."""
+def described(recommender: Recommender, items: Path | None) -> Recommender:
+    """Return the recommender, which knows the attributes in the table `items` from now on."""
+    if items is not None:
+        recommender.attributes = rules.Attributes.read(items, recommender.item_ids)
+    return recommender
+
+
+def champion(
+    dataset: str, config: RegisterConfig, ann: int = 0, items: Path | None = None
+) -> tuple[Load, Callable[[], str]]:
+    """Return what loads the champion of `dataset`, and what names its version; `ann`, `items`: see `serve`."""
     from seqrec.tracking import registry  # MLflow takes seconds to import
 
     def load() -> Recommender:
-        return loaded(CHAMPION_URI.format(dataset=dataset), ann, config)
+        return described(loaded(CHAMPION_URI.format(dataset=dataset), ann, config), items)
 
     return load, lambda: registry.champion_version(dataset=dataset, config=config)

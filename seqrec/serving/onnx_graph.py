@@ -179,14 +179,14 @@ class GraphRecommender(Recommender):
             raise ValueError(
                 "items_text: an exported graph knows the items it was made with; serve the weights instead"
             )
+        super().check(request)
 
-    def _top(self, batch: Batch, hidden: Sequence[Sequence[int]], k: int) -> list[Best]:
+    def _top(self, batch: Batch, hidden: Sequence[Tensor], k: int) -> list[Best]:
         if self.model.options.masked:
             batch = Batch(batch.items[:, :-1], batch.times[:, :-1], batch.user)  # the graph adds MASK itself
         missing = max(0, self.card["shortest"] - batch.items.shape[1])
         items, times = (torch.nn.functional.pad(x, (missing, 0), value=PAD) for x in (batch.items, batch.times))
-        width = max(map(len, hidden), default=0)
-        filled = torch.tensor([[*row, *[PAD] * (width - len(row))] for row in hidden]).reshape(len(hidden), width)
+        filled = torch.nn.utils.rnn.pad_sequence([*hidden], batch_first=True, padding_value=PAD)
         inputs = {"items": items, "times": times, "user": batch.user, "hidden": filled}
         score_BK, item_BK = self.session.run(None, {name: inputs[name].numpy() for name in self.card["inputs"]})
         return list(zip(score_BK[:, :k].tolist(), item_BK[:, :k].tolist(), strict=True))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +20,7 @@ from seqrec.artifacts import TOKENIZER
 from seqrec.config import RegisterConfig
 from seqrec.counts.term import CountTerm
 from seqrec.data import sequences
+from seqrec.serving import rules
 from seqrec.tracking import local
 from seqrec.training import cards, checkpoint
 
@@ -26,6 +29,7 @@ POPULARITY = "popularity"  # `source` of an answer that no model gave
 CENTURY = 36_525 * 86_400.0  # times further apart count as this: differences of infinite ones are no numbers
 REGISTERED = ("models:/", "runs:/")  # how MLflow's names of a model begin
 CHAMPION_URI = "models:/seqrec-{dataset}@champion"
+CANDIDATES = 100  # and 10 k at least: the best items, among which a diverse list is chosen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +39,9 @@ class Request:
     history: Sequence[str]  # oldest first
     k: int = 10
     exclude: Collection[str] = ()  # items not to show
+    allow: Collection[str] | None = None  # the only items to show; None = all
+    filter: rules.Filter = field(default_factory=dict)  # attribute -> what an item to show must have
+    diversity: float = 0.0  # 0 = the best items, up to 1 = items that differ, see `rules`
     user: str | None = None
     times: Sequence[float] | None = None  # seconds UTC, one an event of `history`
     items_text: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # attributes of items never seen
@@ -42,11 +49,18 @@ class Request:
     def __post_init__(self) -> None:
         if self.k < 1:
             raise ValueError(f"k: {self.k} given, at least 1 wanted")
+        if not 0 <= self.diversity <= 1:
+            raise ValueError(f"diversity: {self.diversity} given, 0 to 1 wanted")
         if self.times is not None and len(self.times) != len(self.history):
             raise ValueError(f"times: {len(self.times)} given for a history of {len(self.history)}")
         for item_id, attributes in self.items_text.items():
             if not any(value.strip() for value in attributes.values()):
                 raise ValueError(f"items_text: nothing is said of {item_id!r}")
+
+    @property
+    def candidates(self) -> int:
+        """How many of the best items the list is chosen from."""
+        return max(CANDIDATES, 10 * self.k) if self.diversity else self.k
 
 
 @contextmanager
@@ -117,6 +131,7 @@ class Recommender:
         self.items = {item_id: item for item, item_id in enumerate(item_ids, start=1)}
         self.users = {user_id: user for user, user_id in enumerate(user_ids, start=1)}
         self.counts = counts.float()
+        self.attributes = rules.Attributes()
         self.item_vectors = model.item_vectors().detach().float()[: len(item_ids) + 1]
 
     @classmethod
@@ -150,18 +165,47 @@ class Recommender:
         self,
         history: Sequence[str],
         k: int = 10,
-        *,
-        exclude: Collection[str] = (),
-        user: str | None = None,
-        times: Sequence[float] | None = None,
-        items_text: Mapping[str, Mapping[str, str]] | None = None,
+        **wanted: Any,
     ) -> Answer:
-        """Return the best `k` items for somebody with this `history`, oldest first; see `answer`."""
-        request = Request(history=history, k=k, exclude=exclude, user=user, times=times, items_text=items_text or {})
-        return self.answer([request])[0]
+        """Return the best `k` items for somebody with this `history`, oldest first.
+
+        Args:
+            history: item ids.
+            k: items wanted.
+            wanted: the other fields of `Request`; see `answer`.
+        """
+        return self.answer([Request(history=history, k=k, **wanted)])[0]
+
+    def similar(self, item_id: str, k: int = 10) -> Answer:
+        """Return the `k` items whose vectors have the largest cosine with an item's, and the cosines.
+
+        Raises:
+            KeyError: the item is unknown.
+        """
+        item = self.items[item_id]
+        vector_VD = torch.nn.functional.normalize(self.item_vectors, dim=1)
+        return self._listed(vector_VD @ vector_VD[item], [item], k, self.name)
+
+    def popular(self, k: int = 10) -> Answer:
+        """Return the `k` items with the most events in training, and how many."""
+        return self._listed(self.counts.clone(), [], k, POPULARITY)
+
+    def search(self, text: str, k: int = 10) -> list[str]:
+        """Return `k` items at most: the one of this id, then those whose title or id holds `text`, in any case."""
+        wanted = text.casefold()
+        holding = (i for i in self.item_ids if i != text and wanted in (self.titles.get(i) or i).casefold())
+        return [*([text] if text in self.items else []), *itertools.islice(holding, k)][:k]
+
+    def _listed(self, score_V: Tensor, hidden: Sequence[int], k: int, source: str) -> Answer:
+        k = min(k, len(self.item_ids) - len(hidden))
+        values, items = _best(score_V[None], [torch.tensor(hidden, dtype=torch.int64)], k)[0]
+        item_ids = [self.item_ids[item - 1] for item in items]
+        titles = [self.titles.get(item_id, "") for item_id in item_ids]
+        return Answer(items=item_ids, scores=values, source=source, titles=titles)
 
     def check(self, request: Request) -> None:
         """Raise ValueError where this model cannot answer `request`."""
+        self.attributes.check(request.filter)
         if not request.items_text:
             return
         if self.model.text != "tokens" or not self.tokenizer:
@@ -210,6 +254,7 @@ class Recommender:
             **self.titles,
             **{item_id: attributes.get("title", "") for item_id, attributes in items_text.items()},
         }
+        other.attributes = self.attributes.grown(list(items_text.values()))
         other.counts = torch.nn.functional.pad(self.counts, (0, len(items_text)))
         other.item_vectors = other.model.item_vectors().float()
         other.term = self.term and self.term.grown(size + 1)
@@ -220,7 +265,7 @@ class Recommender:
             return []
         positions = [[p for p, item_id in enumerate(r.history) if item_id in self.items] for r in requests]
         hidden = [self._hidden(request) for request in requests]
-        largest = min(max(request.k for request in requests), len(self.item_ids))
+        largest = min(max(request.candidates for request in requests), len(self.item_ids))
         best: dict[int, Best] = dict.fromkeys(range(len(requests)), ([], []))
         known = [number for number, own in enumerate(positions) if own]
         if known:
@@ -229,7 +274,18 @@ class Recommender:
         for number in set(best) - set(known):
             best[number] = _best(self.counts[None].clone(), [hidden[number]], largest)[0]
         rows = zip(requests, positions, best.values(), strict=True)
-        return [self._described(request, own, *found) for request, own, found in rows]
+        return [self._described(request, own, *self._diverse(request, *found)) for request, own, found in rows]
+
+    def _diverse(self, request: Request, values: list[float], items: list[int]) -> Best:
+        """Return the items of the list in its order, chosen among the best ones, and their scores."""
+        if not request.diversity:
+            return values, items
+        shown = [n for n, value in enumerate(values[: request.candidates]) if value > float("-inf")]
+        if not shown:
+            return [], []
+        score_N, item_N = torch.tensor(values)[shown], torch.tensor(items)[shown]
+        chosen = rules.most_relevant_and_diverse(score_N, self.item_vectors[item_N], request.k, request.diversity)
+        return score_N[chosen].tolist(), item_N[chosen].tolist()
 
     def explain(self, request: Request, item_id: str) -> list[float]:
         """Return, for each event of the history, what it adds to the score of an item.
@@ -251,7 +307,7 @@ class Recommender:
                 drops[p] = drop
         return drops
 
-    def _top(self, batch: Batch, hidden: Sequence[Sequence[int]], k: int) -> list[Best]:
+    def _top(self, batch: Batch, hidden: Sequence[Tensor], k: int) -> list[Best]:
         query_BD = self.model(batch, last=True)[:, 0].float()
         score_BV = query_BD @ self.item_vectors.T
         if self.term is not None:
@@ -284,9 +340,20 @@ class Recommender:
         before = (max(-CENTURY, min(CENTURY, float(request.times[i] - last))) for i in positions)
         return [0.0] * (width - len(positions)) + list(before)
 
-    def _hidden(self, request: Request) -> list[int]:
-        shown = {*request.exclude, *(request.history if self.filter_seen else ())}
-        return [self.items[item_id] for item_id in shown & self.items.keys()]
+    def _hidden(self, request: Request) -> Tensor:
+        """Return the numbers of the items not to show."""
+        named = {*request.exclude, *(request.history if self.filter_seen else ())}
+        hidden = torch.tensor([self.items[item_id] for item_id in named & self.items.keys()], dtype=torch.int64)
+        if request.allow is None and not request.filter:
+            return hidden
+        hidden_V = torch.zeros(1 + len(self.item_ids), dtype=torch.bool)
+        if request.allow is not None:
+            hidden_V[:] = True
+            hidden_V[[self.items[item_id] for item_id in {*request.allow} & self.items.keys()]] = False
+        for name, condition in request.filter.items():
+            hidden_V |= ~self.attributes[name].meets(condition)
+        hidden_V[hidden] = True
+        return hidden_V.nonzero()[:, 0]
 
     def _described(
         self, request: Request, positions: Sequence[int], values: Sequence[float], items: Sequence[int]
@@ -308,10 +375,10 @@ class Recommender:
         )
 
 
-def _best(score_BV: Tensor, hidden: Sequence[Sequence[int]], k: int) -> list[Best]:
+def _best(score_BV: Tensor, hidden: Sequence[Tensor], k: int) -> list[Best]:
     """Return the best items but `hidden` of each row; `score_BV` is written to."""
     score_BV[:, PAD] = float("-inf")
-    row = [number for number, items in enumerate(hidden) for _ in items]
-    score_BV[row, [item for items in hidden for item in items]] = float("-inf")
+    row_N = torch.arange(len(hidden)).repeat_interleave(torch.tensor([len(items) for items in hidden]))
+    score_BV[row_N, torch.cat([*hidden])] = float("-inf")
     value_BK, item_BK = score_BV.topk(k)
     return list(zip(value_BK.tolist(), item_BK.tolist(), strict=True))

@@ -1,7 +1,10 @@
 """The service over real HTTP: answers, odd requests, batches, metrics, and a champion that changes meanwhile."""
 
 import copy
+import html
 import re
+import shutil
+import subprocess
 import threading
 import time
 
@@ -9,8 +12,10 @@ import pytest
 import requests
 from support import running, save
 
-from seqrec.serving import http
-from seqrec.serving.recommender import Recommender
+from seqrec.serving import http, schemas
+from seqrec.serving.batcher import Served
+from seqrec.serving.metrics import Metrics
+from seqrec.serving.recommender import Recommender, Request
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +53,7 @@ def test_an_answer_is_the_recommenders(address, recommender):
         {"history": ["i1"], "times": [1, 2]},
         {"history": ["i1"], "times": ["yesterday"]},
         {"history": ["i1"], "K": 5},
-        {"history": ["i"] * (http.EVENTS + 1)},
+        {"history": ["i"] * (schemas.EVENTS + 1)},
         [],
         "i1",
     ],
@@ -234,7 +239,7 @@ def test_health_and_metrics_tell_what_was_served(recommender):
 
 
 def test_each_decile_of_popularity_had_a_tenth_of_the_training(recommender):
-    deciles = http.Metrics(http.Served(recommender, "1")).deciles
+    deciles = Metrics(Served(recommender, "1")).deciles
 
     share = recommender.counts / recommender.counts.sum()
     for decile in range(10):
@@ -243,14 +248,54 @@ def test_each_decile_of_popularity_had_a_tenth_of_the_training(recommender):
 
 
 def test_the_pages_for_people_need_no_other_server(address):
-    page = requests.get(f"{address}/", timeout=10)
+    for path in ("/", "/docs"):
+        page = requests.get(f"{address}{path}", timeout=10).text
+        assets = [asset for asset in re.findall(r'(?:src|href)="([^"]+)"', page) if asset != "data:,"]
+        assert len(assets) >= 2
+        for asset in assets:
+            assert asset.startswith("/")
+            assert requests.get(f"{address}{asset}", timeout=10).status_code == 200
+    for file in http.PAGE.iterdir():
+        assert "//" not in re.sub(r"^//.*|; //.*", "", file.read_text(), flags=re.M)  # but comments: no address
 
-    assert page.url == f"{address}/docs"
-    assets = re.findall(r'(?:src|href)="([^"]+)"', page.text)
-    assert len(assets) >= 2
-    for asset in assets:
-        assert asset.startswith("/")
-        assert requests.get(f"{address}{asset}", timeout=10).status_code == 200
+
+def test_what_the_page_asks_is_answered(recommender):
+    titled = copy.copy(recommender)
+    titled.titles = {"i3": "The Third", "i30": "Thirty"}
+    with running(http.app(lambda: titled, lambda: "7", poll_s=0)) as address:
+
+        def found(text, k=10):
+            got = requests.get(f"{address}/items", params={"search": text, "k": k}, timeout=10).json()
+            return [(item["item"], item["title"]) for item in got["items"]]
+
+        def explain(item):
+            return requests.post(f"{address}/explain", json={"history": ["i1", "i2"], "item": item}, timeout=10)
+
+        assert found("THI") == sorted([("i3", "The Third"), ("i30", "Thirty")], key=lambda i: recommender.items[i[0]])
+        assert found("i3", 1) == [("i3", "The Third")]
+        assert len(found("i", 7)) == 7
+        assert explain("i5").json()["drops"] == pytest.approx(recommender.explain(Request(history=["i1", "i2"]), "i5"))
+        assert explain("nothing").status_code == 404
+
+
+CHROMIUM = shutil.which("chromium")
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+def test_the_page_shows_titles_and_scores_in_a_browser(recommender, tmp_path):
+    titled = copy.copy(recommender)
+    titled.titles = {item_id: f"<b>{item_id}</b>" for item_id in recommender.item_ids}
+    with running(http.app(lambda: titled, lambda: "7", poll_s=0)) as address:
+        flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}", "--dump-dom"]
+        command = [CHROMIUM, *flags, "--virtual-time-budget=3000", f"{address}/?history=i1&history=i2"]
+        page = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+
+    answer = titled.recommend(["i1", "i2"], 10)
+    shown = re.findall(r"<li><span[^>]*>([^<]*)</span><span[^>]*>([^<]*)</span><button[^>]*>why", page)
+    assert [(html.unescape(title), score) for title, score in shown] == [
+        (f"<b>{item}</b>", f"{score:.3f}") for item, score in zip(answer.items, answer.scores, strict=True)
+    ]
+    assert "sasrec, version 7, 40 items" in page
 
 
 def test_titles_come_to_who_asks_for_them(recommender):

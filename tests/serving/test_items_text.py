@@ -12,6 +12,7 @@ from models.recformer import Recformer, RecformerOptions
 from seqrec.data import item_tokens
 from seqrec.serving import http
 from seqrec.serving.approximate_search import ApproximateRecommender
+from seqrec.serving.batcher import Batcher, Served
 from seqrec.serving.onnx_graph import GraphRecommender
 from seqrec.serving.recommender import Recommender, Request
 
@@ -135,7 +136,7 @@ def test_who_cannot_be_answered_spoils_nobodys_batch(recommenders):
     lacking, sizes = recommenders[1], []
 
     async def ask():
-        batcher = http.Batcher(http.Served(lacking, "1"), 8, sizes.append)
+        batcher = Batcher(Served(lacking, "1"), 8, sizes.append)
         bad = batcher.answer(Request(history=["i2"], items_text={"i1": {"title": "once more"}}))
         working = asyncio.create_task(batcher.run())
         answers = await asyncio.gather(bad, batcher.answer(Request(history=["i2"], k=3)), return_exceptions=True)

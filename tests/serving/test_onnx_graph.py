@@ -6,6 +6,7 @@ from support import save
 from seqrec.serving import onnx_graph
 from seqrec.serving.onnx_graph import GraphRecommender
 from seqrec.serving.recommender import Recommender, Request
+from seqrec.serving.rules import Attribute, Attributes
 from seqrec.training.cards import catalogue_files
 from seqrec.training.checkpoint import save_model
 
@@ -19,7 +20,11 @@ def test_the_graph_answers_as_torch_does(prepared, tmp_path, architecture):
 
     assert values == {"k": 15}
     torch_, graph = Recommender.load(saved), GraphRecommender.of(saved, tmp_path / "graph")
+    kinds = Attributes({"kind": Attribute([("even", "odd")[item % 2] for item in range(40)])})
+    torch_.attributes = graph.attributes = kinds
+    allowed = [f"i{item}" for item in range(20, 30)]
     batches = [
+        [Request(history=["i1"], k=5, allow=allowed, diversity=0.5), Request(history=["i2"], filter={"kind": ["odd"]})],
         [Request(history=["i1"], k=3)],
         [Request(history=["i5", "i6", "i7"], user="u3", exclude=["i8"]), Request(history=["i9"], user="nobody")],
         [Request(history=[f"i{n % 40}" for n in range(size)], k=15, user=f"u{size}") for size in range(1, 30)],

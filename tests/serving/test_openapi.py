@@ -8,6 +8,7 @@ from schemathesis.checks import not_a_server_error
 from support import running, save
 
 from seqrec.serving import http
+from seqrec.serving.events import Event, Store
 from seqrec.serving.recommender import Recommender
 
 BOUNDED = settings(
@@ -20,8 +21,43 @@ def api(prepared, tmp_path_factory):
     saved = Recommender.load(save("tisasrec", prepared, tmp_path_factory.mktemp("served")))
     drawn = ["", *map(chr, range(48, 48 + len(saved.item_ids) - 1))]  # ids that generated bodies hit
     recommender = Recommender(saved.model, drawn, saved.counts, ["", "0"], filter_seen=True, name="tisasrec")
-    with running(http.app(lambda: recommender, lambda: "1", poll_s=0)) as address:
+    store = Store(f"sqlite:///{tmp_path_factory.mktemp('store')}/events.db")
+    store.add([Event(event_id=user, user=user, item="1", kind="view", at=1.0) for user in ("", "0")])
+    with running(http.app(lambda: recommender, lambda: "1", poll_s=0, store=store)) as address:
         yield schemathesis.openapi.from_url(f"{address}/openapi.json")
+
+
+@pytest.mark.parametrize("path", ["/similar/{item}", "/popular", "/items"])
+def test_no_parameter_makes_a_list_fail(api, path):
+    statuses = set()
+
+    @BOUNDED
+    @given(case=api[path]["GET"].as_strategy(generation_mode=GenerationMode.NEGATIVE))
+    def call(case):
+        response = case.call()
+        case.validate_response(response, checks=[not_a_server_error])
+        statuses.add(response.status_code)
+
+    call()
+    assert 422 in statuses
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "mode"),
+    [
+        ("/events", "POST", GenerationMode.POSITIVE),
+        ("/events", "POST", GenerationMode.NEGATIVE),
+        ("/explain", "POST", GenerationMode.POSITIVE),
+        ("/users/{user}", "DELETE", GenerationMode.POSITIVE),
+    ],
+)
+def test_no_other_request_makes_the_service_fail(api, path, method, mode):
+    @BOUNDED
+    @given(case=api[path][method].as_strategy(generation_mode=mode))
+    def call(case):
+        case.validate_response(case.call(), checks=[not_a_server_error])
+
+    call()
 
 
 @pytest.mark.parametrize("path", ["/recommend", "/recommend/batch"])

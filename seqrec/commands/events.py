@@ -1,0 +1,74 @@
+"""The service's store of events: training data into it, its events out to training."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from seqrec.config import ConfigError
+from seqrec.serving import experiment
+from seqrec.serving.events import POSITIVE, VARIABLE, Store, dump, located
+
+logger = logging.getLogger(__name__)
+ACTIONS = ("import", "dump", "compare")
+
+
+def events(
+    actions: Sequence[str],
+    *,
+    store: str = "",
+    interactions: Path = Path("data/interactions.parquet"),
+    output: Path = Path("events.csv"),
+    kinds: str = ",".join(POSITIVE),
+    versions: str = "",
+) -> dict[str, float]:
+    """Fill the store with what training has seen, or write its events as a file that `ingest` reads.
+
+    Args:
+        actions: import (--interactions into the store; again, it adds only what is new) or dump (the store into
+            --output, for `ingest.source: csv`) or compare (click-through of two --versions, with an interval).
+        store: SQLAlchemy URL, sqlite:///FILE or postgresql+psycopg://...; default: the variable SEQREC_STORE.
+        interactions: the table that `ingest` wrote.
+        output: CSV file with the columns user_id, item_id and timestamp.
+        kinds: of events that the dump has, with commas between them.
+        versions: that are compared: the champion's, then the candidate's, with a comma between them.
+
+    Returns:
+        How many events were imported or dumped; or the difference of the rates, and its interval.
+
+    Raises:
+        ConfigError: no such action, or no store.
+    """
+    if len(actions) != 1 or actions[0] not in ACTIONS:
+        raise ConfigError(f"events: one of {', '.join(ACTIONS)} expected, not {' '.join(actions)}")
+    if not located(store):
+        raise ConfigError(f"events: name the store, --store or {VARIABLE}")
+    opened = Store(located(store))
+    if actions[0] == "compare":
+        return _compare(opened, versions.split(","))
+    if actions[0] == "import":
+        number = opened.seed(interactions)
+        logger.info("%d events of %s are new in the store", number, interactions)
+    else:
+        number = dump(opened, output, kinds.split(","))
+        logger.info("%s: %d events", output, number)
+    return {"events": float(number)}
+
+
+def _compare(store: Store, versions: Sequence[str]) -> dict[str, float]:
+    if len(versions) != 2:
+        raise ConfigError(f"events: --versions CHAMPION,CANDIDATE expected, not {','.join(versions)!r}")
+    champion, candidate = versions
+    found = experiment.compare(store.clicks(champion, candidate), champion, candidate)
+    table = Table("", "version", "users", "answers", "click-through")
+    for name, rate in (("champion", found.champion), ("candidate", found.candidate)):
+        table.add_row(name, escape(rate.version), f"{rate.users:,}", f"{rate.answers:,}", f"{rate.rate:.4f}")
+    console = Console()
+    console.print(table)
+    console.print(f"difference {found.difference:+.4f}, 95 % interval {found.low:+.4f} to {found.high:+.4f}")
+    return {"difference": found.difference, "low": found.low, "high": found.high}

@@ -1,0 +1,62 @@
+"""API keys of the service: add, exchange, revoke."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from seqrec.config import ConfigError
+from seqrec.serving import keys as file
+
+ACTIONS = ("show", "add", "rotate", "revoke")
+
+
+def keys(
+    actions: Sequence[str],
+    *,
+    keys_file: Path = Path("keys.json"),
+    name: str = "",
+    admin: bool = False,
+    days: float = 0.0,
+) -> None:
+    """Show the keys of a file, or change them; a running service notices.
+
+    Args:
+        actions: show, add (print a new key, this once), rotate (add one, and let the old ones of the name end in
+            --days) or revoke (all keys of the name end now).
+        keys_file: the file; it holds hashes, no keys.
+        name: of who uses the key.
+        admin: the new key may also delete users and change an experiment.
+        days: until a key that is added expires, 0 = never; or until the old ones do, with rotate.
+
+    Raises:
+        ConfigError: no such action, or no name.
+        ValueError: nobody has this name.
+    """
+    if len(actions) != 1 or actions[0] not in ACTIONS:
+        raise ConfigError(f"keys: one of {', '.join(ACTIONS)} expected, not {' '.join(actions)}")
+    if actions[0] == "show":
+        _show(keys_file)
+        return
+    if not name:
+        raise ConfigError(f"keys: {actions[0]} needs --name")
+    if actions[0] in ("rotate", "revoke"):
+        old = file.expire(keys_file, name, days=days if actions[0] == "rotate" else 0.0)
+        admin = admin or any(key.admin for key in old)
+    if actions[0] in ("add", "rotate"):
+        print(file.add(keys_file, name, admin=admin, days=days if actions[0] == "add" else 0.0))
+
+
+def _show(path: Path) -> None:
+    table = Table("name", "may", "expires")
+    for key in file.read(path):
+        end = (
+            datetime.datetime.fromtimestamp(key.expires, datetime.UTC).isoformat(" ", "minutes") if key.expires else ""
+        )
+        table.add_row(escape(key.name), "all" if key.admin else "ask, send events", end)
+    Console().print(table)

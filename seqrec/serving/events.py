@@ -1,0 +1,278 @@
+"""The store: what users did, and what they were shown. SQLite or PostgreSQL, by an SQLAlchemy URL.
+
+Events that training has seen (`seqrec events import`) and those sent since live in one table, so a user's history is
+one query. The same user, item and second is one event, wherever it came from.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import os
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
+
+from seqrec.config import ConfigError
+
+VARIABLE = "SEQREC_STORE"  # of the environment: the URL, which may hold a password
+HIDE, POSITIVE = "hide", ("view", "buy")  # kinds of events
+DAY = 86_400.0
+MOST = 10_000  # newest events of a user that are looked up
+BLOCK = 10_000  # rows of an import
+StoreError = sa.exc.SQLAlchemyError
+
+TABLES = sa.MetaData()
+NUMBER = sa.BigInteger().with_variant(sa.Integer, "sqlite")  # SQLite counts up in this type alone
+EVENTS = sa.Table(
+    "events",
+    TABLES,
+    sa.Column("number", NUMBER, primary_key=True),
+    sa.Column("event_id", sa.Text, nullable=False, unique=True),
+    sa.Column("user", sa.Text, nullable=False),
+    sa.Column("item", sa.Text, nullable=False),
+    sa.Column("kind", sa.Text, nullable=False),
+    sa.Column("at", sa.Double, nullable=False),  # seconds UTC
+    sa.Column("recommendation_id", sa.Text, index=True),  # the answer that led to it
+    sa.Column("received", sa.Double, nullable=False, index=True),  # seconds UTC
+    sa.Index("events_of_user", "user", "at"),
+)
+
+ANSWERS = sa.Table(
+    "answers",
+    TABLES,
+    sa.Column("recommendation_id", sa.Text, primary_key=True),
+    sa.Column("user", sa.Text, index=True),
+    sa.Column("version", sa.Text, nullable=False),  # of the model
+    sa.Column("at", sa.Double, nullable=False, index=True),  # seconds UTC
+)
+IMPRESSIONS = sa.Table(
+    "impressions",
+    TABLES,
+    sa.Column("recommendation_id", sa.Text, primary_key=True),
+    sa.Column("position", sa.Integer, primary_key=True),  # 1 = first
+    sa.Column("item", sa.Text, nullable=False),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """A list that a user was shown."""
+
+    recommendation_id: str
+    user: str | None
+    version: str
+    items: Sequence[str]  # best first
+    at: float  # seconds UTC
+
+
+@dataclass(frozen=True)
+class Clicks:
+    """How often a user was shown a list of a version, and chose an item of it."""
+
+    version: str
+    user: str
+    answers: int
+    clicked: int  # answers of which an item was viewed or bought at least once
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that a user did with an item."""
+
+    event_id: str  # the sender's; a second one with this id is ignored
+    user: str
+    item: str
+    kind: str  # view, buy or hide
+    at: float  # seconds UTC
+    recommendation_id: str | None = None
+
+
+@dataclass
+class Past:
+    """What is known of a user."""
+
+    items: list[str] = field(default_factory=list)  # oldest first
+    times: list[float] = field(default_factory=list)
+    hidden: list[str] = field(default_factory=list)  # items that the user wants to see no more
+
+
+def located(url: str) -> str:
+    """Return the URL of the store: as given, or as the environment has it; empty where there is none."""
+    return url or os.environ.get(VARIABLE, "")
+
+
+class Store:
+    """Events in a database; safe to use from several threads and processes."""
+
+    def __init__(self, url: str) -> None:
+        """Connect, and make the tables that are missing.
+
+        Raises:
+            ConfigError: the URL is of no kind of database that is supported.
+            StoreError: the database does not answer.
+        """
+        try:
+            self.engine = sa.create_engine(url)
+        except (sa.exc.ArgumentError, ModuleNotFoundError) as error:
+            raise ConfigError(f"store: {error}; wanted is sqlite:///FILE or postgresql+psycopg://...") from error
+        kinds = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
+        if self.engine.dialect.name not in kinds:
+            raise ConfigError(f"store: {self.engine.dialect.name} is not supported, SQLite and PostgreSQL are")
+        self._insert: Any = kinds[self.engine.dialect.name]
+        if self.engine.dialect.name == "sqlite":
+            sa.event.listen(self.engine, "connect", _set_up_sqlite)
+        self._make_tables()
+
+    def _make_tables(self, attempts: int = 5) -> None:
+        """Make the tables that are missing; a replica that starts at the same moment may be faster, so look again."""
+        for attempt in range(1, attempts + 1):
+            try:
+                TABLES.create_all(self.engine)
+                return
+            except StoreError:
+                if attempt == attempts:
+                    raise
+                time.sleep(0.1 * attempt)
+
+    def add(self, events: Sequence[Event]) -> int:
+        """Store the events that are new, in their order; return how many are."""
+        received = time.time()
+        rows = [{**vars(event), "received": received} for event in events]
+        if not rows:
+            return 0
+        insert = self._insert(EVENTS).values(rows).on_conflict_do_nothing().returning(EVENTS.c.number)
+        with self.engine.begin() as connection:
+            return len(connection.execute(insert).all())
+
+    def pasts(self, users: Collection[str]) -> dict[str, Past]:
+        """Return the past of each user, of whom nothing may be known."""
+        found = {user: Past() for user in users}
+        if not found:
+            return found
+        chosen = sa.select(EVENTS.c.user, EVENTS.c.item, EVENTS.c.kind, EVENTS.c.at).where(
+            EVENTS.c.user.in_([user for user in found if "\0" not in user])  # which PostgreSQL's text cannot hold
+        )
+        newest = chosen.order_by(EVENTS.c.at.desc(), EVENTS.c.number.desc()).limit(MOST * len(found))
+        with self.engine.connect() as connection:
+            rows = connection.execute(newest).all()
+        seen = set()
+        for user, item, kind, at in reversed(rows):
+            past, event = found[user], (user, item, int(at))
+            if kind == HIDE:
+                past.hidden.append(item)
+            elif event not in seen:
+                seen.add(event)
+                past.items.append(item)
+                past.times.append(at)
+        return found
+
+    def forget(self, user: str) -> dict[str, int]:
+        """Delete what is known of a user; return how many rows that were, by table."""
+        if "\0" in user:
+            return {"events": 0, "answers": 0}
+        return self._delete(EVENTS.c.user == user, ANSWERS.c.user == user)
+
+    def expire(self, days: float) -> int:
+        """Delete what was received or shown more than `days` ago; return the number of events and answers."""
+        end = time.time() - days * DAY
+        return sum(self._delete(EVENTS.c.received < end, ANSWERS.c.at < end).values())
+
+    def _delete(self, events: sa.ColumnElement[bool], answers: sa.ColumnElement[bool]) -> dict[str, int]:
+        own = sa.select(ANSWERS.c.recommendation_id).where(answers)
+        with self.engine.begin() as connection:
+            connection.execute(sa.delete(IMPRESSIONS).where(IMPRESSIONS.c.recommendation_id.in_(own)))
+            return {
+                "events": connection.execute(sa.delete(EVENTS).where(events)).rowcount,
+                "answers": connection.execute(sa.delete(ANSWERS).where(answers)).rowcount,
+            }
+
+    def show(self, lists: Sequence[Shown]) -> None:
+        """Store what was shown, each item with its position."""
+        answers = [{name: value for name, value in vars(shown).items() if name != "items"} for shown in lists]
+        impressions = [
+            {"recommendation_id": shown.recommendation_id, "position": position, "item": item}
+            for shown in lists
+            for position, item in enumerate(shown.items, start=1)
+        ]
+        with self.engine.begin() as connection:
+            for table, rows in ((ANSWERS, answers), (IMPRESSIONS, impressions)):
+                if rows:
+                    connection.execute(sa.insert(table), rows)
+
+    def clicks(self, first: str, second: str) -> list[Clicks]:
+        """Return, for each user, what became of the answers of two versions since both have been served.
+
+        An answer counts as clicked if an event of the same user names it and one of its items. Answers without a user
+        are left out.
+        """
+        began = sa.select(sa.func.min(ANSWERS.c.at)).where(ANSWERS.c.version.in_([first, second]))
+        began = began.group_by(ANSWERS.c.version).order_by(sa.func.min(ANSWERS.c.at).desc()).limit(1)
+        clicked = (
+            sa.select(EVENTS.c.recommendation_id, EVENTS.c.user)
+            .join(
+                IMPRESSIONS,
+                (IMPRESSIONS.c.recommendation_id == EVENTS.c.recommendation_id) & (IMPRESSIONS.c.item == EVENTS.c.item),
+            )
+            .where(EVENTS.c.kind.in_(POSITIVE))
+            .distinct()
+            .subquery()
+        )
+        same = (clicked.c.recommendation_id == ANSWERS.c.recommendation_id) & (clicked.c.user == ANSWERS.c.user)
+        chosen = (
+            sa.select(ANSWERS.c.version, ANSWERS.c.user, sa.func.count(), sa.func.count(clicked.c.recommendation_id))
+            .join(clicked, same, isouter=True)
+            .where(ANSWERS.c.user.is_not(None), ANSWERS.c.version.in_([first, second]))
+            .where(ANSWERS.c.at >= began.scalar_subquery())
+            .group_by(ANSWERS.c.version, ANSWERS.c.user)
+        )
+        with self.engine.connect() as connection:
+            return [Clicks(*row) for row in connection.execute(chosen)]
+
+    def seed(self, interactions: Path) -> int:
+        """Add the events of a table that `ingest` wrote; those added before are left out. Return how many are new."""
+        insert, received = self._insert(EVENTS).on_conflict_do_nothing(), time.time()
+        with self.engine.begin() as connection:
+            before = connection.execute(sa.select(sa.func.count()).select_from(EVENTS)).scalar_one()
+            for batch in pq.ParquetFile(interactions).iter_batches(BLOCK, columns=["user_id", "item_id", "timestamp"]):
+                rows = zip(*batch.to_pydict().values(), strict=True)
+                connection.execute(insert, [{**_imported(*row), "received": received} for row in rows])
+            return int(connection.execute(sa.select(sa.func.count()).select_from(EVENTS)).scalar_one() - before)
+
+    def interactions(self, kinds: Collection[str]) -> Iterator[tuple[str, str, int]]:
+        """Yield user, item and second of the events of these kinds, oldest first."""
+        chosen = sa.select(EVENTS.c.user, EVENTS.c.item, EVENTS.c.at).where(EVENTS.c.kind.in_(kinds))
+        with self.engine.connect().execution_options(yield_per=BLOCK) as connection:
+            for user, item, at in connection.execute(chosen.order_by(EVENTS.c.at, EVENTS.c.number)):
+                yield user, item, int(at)
+
+
+def _set_up_sqlite(connection: Any, _: Any) -> None:
+    """Let readers and a writer work at the same time, and a second writer wait."""
+    for setting in ("journal_mode=WAL", "synchronous=NORMAL", "busy_timeout=10000"):
+        connection.execute(f"PRAGMA {setting}")
+
+
+def _imported(user: str, item: str, second: int) -> Mapping[str, Any]:
+    content = hashlib.sha256(f"{len(user)}:{user}{len(item)}:{item}{second}".encode()).hexdigest()[:32]
+    return {"event_id": f"import:{content}", "user": user, "item": item, "kind": POSITIVE[0], "at": float(second)}
+
+
+def dump(store: Store, output: Path, kinds: Collection[str] = POSITIVE) -> int:
+    """Write the events of these kinds as a CSV file that `ingest` reads; return how many there are."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    partial, rows = output.with_name(output.name + ".partial"), 0
+    with partial.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["user_id", "item_id", "timestamp"])
+        for row in store.interactions(kinds):
+            writer.writerow(row)
+            rows += 1
+    partial.replace(output)
+    return rows

@@ -1,0 +1,67 @@
+"""Two versions behind one service: who gets which, and which one leads to more clicks."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+from seqrec.serving.events import Clicks
+
+
+def in_candidate(user: str, version: str, share: float) -> bool:
+    """Return whether `user` belongs to the share of users whom the candidate of this `version` answers.
+
+    The same user gets the same answer for as long as the candidate stays the same, and keeps the candidate when the
+    share grows. Another candidate divides the users anew.
+    """
+    digest = hashlib.sha256(f"{version}:{user}".encode("utf-8", "surrogateescape")).digest()
+    return int.from_bytes(digest[:8], "big") < share * 2**64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rate:
+    """Click-through of one version."""
+
+    version: str
+    users: int
+    answers: int
+    rate: float  # NaN without an answer
+    error: float  # standard error of the rate, users being the sample; NaN with fewer than two
+
+    @classmethod
+    def of(cls, version: str, clicks: Sequence[Clicks]) -> Rate:
+        """Return the rate of a version.
+
+        Answers to one user are alike, and users are what is assigned at random. The rate is therefore a ratio of sums
+        over users, and its error comes from the users' residuals (the delta method; Deng et al., KDD 2018).
+        """
+        own = [one for one in clicks if one.version == version]
+        answers, users = sum(one.answers for one in own), len(own)
+        rate = sum(one.clicked for one in own) / answers if answers else math.nan
+        residuals = sum((one.clicked - rate * one.answers) ** 2 for one in own)
+        error = math.sqrt(residuals * users / (users - 1)) / answers if users > 1 else math.nan
+        return cls(version=version, users=users, answers=answers, rate=rate, error=error)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Two rates, and their difference with an interval; NaN where a version has fewer than two users."""
+
+    champion: Rate
+    candidate: Rate
+    difference: float  # candidate less champion
+    low: float
+    high: float
+
+
+def compare(clicks: Sequence[Clicks], champion: str, candidate: str, confidence: float = 0.95) -> Comparison:
+    """Compare the click-through of two versions by a two-sample interval."""
+    first, second = Rate.of(champion, clicks), Rate.of(candidate, clicks)
+    margin = NormalDist().inv_cdf((1 + confidence) / 2) * math.hypot(first.error, second.error)
+    difference = second.rate - first.rate
+    return Comparison(
+        champion=first, candidate=second, difference=difference, low=difference - margin, high=difference + margin
+    )

@@ -1,0 +1,66 @@
+"""What Prometheus reads of the service."""
+
+from __future__ import annotations
+
+import torch
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+
+from seqrec.serving.batcher import Served
+from seqrec.serving.recommender import Answer, Recommender, Request
+
+DECILES = 10
+
+
+class Metrics:
+    """What Prometheus reads, in a registry of its own.
+
+    Histories are compared with training by popularity: each decile of items, by train events, had a tenth of them.
+    """
+
+    def __init__(self, served: Served) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series a counter, of no use
+        self.registry = CollectorRegistry()
+        own = self.registry
+        self.requests = Counter("seqrec_requests", "answers by what gave them", ["source"], registry=own)
+        self.latency = Histogram(
+            "seqrec_latency_seconds",
+            "from request to answer",
+            buckets=(0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5),
+            registry=own,
+        )
+        self.batch = Histogram(
+            "seqrec_batch_size", "requests in a pass", buckets=(1, 2, 4, 8, 16, 32, 64), registry=own
+        )
+        self.length = Histogram(
+            "seqrec_history_events", "events given", buckets=(0, 1, 2, 5, 10, 50, 200), registry=own
+        )
+        self.unknown = Counter("seqrec_unknown_events", "events that the model does not know", registry=own)
+        self.decile = Counter(
+            "seqrec_history_popularity", "known events by decile, 0 the most popular", ["decile"], registry=own
+        )
+        self.expected = Gauge("seqrec_training_events_per_user", "mean train events of a user", registry=own)
+        self.lost = Counter("seqrec_impressions_lost", "answers that the store did not get", registry=own)
+        self.version = Gauge("seqrec_model", "1 for the version that is served", ["name", "version"], registry=own)
+        self.switch(served)
+
+    def switch(self, served: Served) -> None:
+        """Take the figures of the model that is served now."""
+        recommender, version = served.current
+        self.version.clear()
+        self.version.labels(recommender.name, version).set(1)
+        self.expected.set(float(recommender.counts.sum()) / max(1, len(recommender.users)))
+        order = recommender.counts.argsort(descending=True, stable=True)
+        before = recommender.counts[order].cumsum(0) - recommender.counts[order]
+        share = before / recommender.counts.sum().clamp(min=1)
+        self.deciles = torch.empty_like(order)
+        self.deciles[order] = (share * DECILES).long().clamp(max=DECILES - 1)
+
+    def count(self, recommender: Recommender, request: Request, answer: Answer, seconds: float) -> None:
+        """Account for one answer."""
+        self.requests.labels(answer.source).inc()
+        self.latency.observe(seconds)
+        self.length.observe(len(request.history))
+        self.unknown.inc(answer.unknown)
+        known = [recommender.items[item_id] for item_id in request.history if item_id in recommender.items]
+        for decile, number in enumerate(torch.bincount(self.deciles[known], minlength=DECILES).tolist()):
+            self.decile.labels(str(decile)).inc(number)

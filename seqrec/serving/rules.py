@@ -1,0 +1,135 @@
+"""Rules of what may be shown: filters by the attributes of items, and diverse lists.
+
+Shape suffixes: V items, padding included; N candidates of one list; D width of an item vector.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+SEPARATORS = re.compile(r"[,|]")  # between the values of one attribute, as in "Comedy, Drama"
+
+
+@dataclass(frozen=True)
+class Range:
+    """A condition on a number: at least `min`, at most `max`."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 (pydantic reads this name)
+
+    min: float | None = None
+    max: float | None = None
+
+
+Condition = Sequence[str] | Range  # one of these values; or a number within the range
+Filter = Mapping[str, Condition]  # attribute -> condition; an item must meet all of them
+
+
+class Attribute:
+    """The values of one attribute, of item 1, 2, ...; None where an item has none."""
+
+    def __init__(self, values: Sequence[str | None]) -> None:
+        self.values = values
+
+    @cached_property
+    def _items(self) -> dict[str, list[int]]:
+        """The numbers of the items that have a value, by the value in lower case."""
+        found: dict[str, list[int]] = {}
+        for item, text in enumerate(self.values, start=1):
+            whole = (text or "").casefold()
+            for value in {whole, *SEPARATORS.split(whole)}:
+                found.setdefault(value.strip(), []).append(item)
+        found.pop("", None)
+        return found
+
+    @cached_property
+    def _numbers(self) -> Tensor:
+        """The values (V,) as numbers, NaN where they are none."""
+        return torch.tensor([torch.nan, *map(_number, self.values)], dtype=torch.float64)
+
+    def meets(self, condition: Condition) -> Tensor:
+        """Return which items (V,) meet a condition; one without a value meets none."""
+        if not isinstance(condition, Range):
+            meets_V = torch.zeros(1 + len(self.values), dtype=torch.bool)
+            for value in condition:
+                meets_V[self._items.get(value.strip().casefold(), [])] = True
+            return meets_V
+        meets_V = ~self._numbers.isnan()
+        if condition.min is not None:
+            meets_V &= self._numbers >= condition.min
+        if condition.max is not None:
+            meets_V &= self._numbers <= condition.max
+        return meets_V
+
+
+def _number(text: str | None) -> float:
+    try:
+        return float(text or "nan")
+    except ValueError:
+        return float("nan")
+
+
+class Attributes(dict[str, Attribute]):
+    """The attributes of a catalogue by name. What filters look up is built when a filter first asks for it."""
+
+    @classmethod
+    def read(cls, items: Path, item_ids: Sequence[str]) -> Attributes:
+        """Read the items table that `ingest` wrote.
+
+        Args:
+            items: the table: `item_id`, `title`, and any attributes.
+            item_ids: of item 1, 2, ...; those that the table lacks have no values.
+        """
+        table = pq.read_table(items)
+        row = pc.index_in(pa.array(item_ids, pa.string()), table["item_id"].combine_chunks())
+        names = [name for name in table.column_names if name not in ("item_id", "title")]
+        return cls({name: Attribute(table[name].combine_chunks().take(row).to_pylist()) for name in names})
+
+    def grown(self, items: Sequence[Mapping[str, str]]) -> Attributes:
+        """Return these attributes with those of more items."""
+        return Attributes(
+            {name: Attribute([*old.values, *(item.get(name) for item in items)]) for name, old in self.items()}
+        )
+
+    def check(self, wanted: Filter) -> None:
+        """Raise ValueError where a filter names an attribute that is not known."""
+        for name in wanted.keys() - self.keys():
+            known = ", ".join(sorted(self)) or "none: start the service with --items data/items.parquet"
+            raise ValueError(f"filter: attribute {name!r} is unknown; known: {known}")
+
+
+def most_relevant_and_diverse(score_N: Tensor, vector_ND: Tensor, k: int, diversity: float) -> list[int]:
+    """Return `k` positions by maximal marginal relevance (Carbonell and Goldstein, SIGIR 1998).
+
+    The next one is always that of the largest (1 - diversity) * relevance - diversity * similarity. Relevance is the
+    score between 0 and 1; similarity is the largest cosine between the item and those chosen before.
+
+    Args:
+        score_N: finite scores of the candidates.
+        vector_ND: their item vectors.
+        k: positions wanted; fewer come where there are fewer candidates.
+        diversity: 0 = by score alone, 1 = by similarity alone after the first.
+    """
+    unit_ND = F.normalize(vector_ND, dim=1)
+    relevance_N = (score_N - score_N.min()) / (score_N.max() - score_N.min()).clamp(min=1e-12)
+    similarity_N = torch.zeros_like(relevance_N)  # to nothing yet
+    chosen: list[int] = []
+    while len(chosen) < min(k, len(score_N)):
+        gain_N = (1 - diversity) * relevance_N - diversity * similarity_N
+        if not chosen:
+            gain_N = relevance_N.clone()
+        gain_N[chosen] = float("-inf")
+        chosen.append(int(gain_N.argmax()))
+        cosine_N = unit_ND @ unit_ND[chosen[-1]]
+        similarity_N = cosine_N if len(chosen) == 1 else torch.maximum(similarity_N, cosine_N)
+    return chosen

@@ -1,0 +1,212 @@
+"""What the service reads and answers, as pydantic models: the published OpenAPI comes from these."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
+
+from seqrec.serving.events import Past
+from seqrec.serving.recommender import Request
+from seqrec.serving.rules import Range
+
+EVENTS = 10_000  # of a history; a body is held in memory
+ALLOWED = 100_000  # ids of a list of what is available
+ROWS = 1_000  # requests of a batch; values of a filter
+NEW_ITEMS, ATTRIBUTES = 100, 20  # described in a request, and of each
+
+Id = Annotated[str, Field(max_length=1_000)]
+Text = Annotated[str, Field(max_length=4_000)]
+Stored = Annotated[str, Field(max_length=500, pattern=r"^[^\x00]*$")]  # PostgreSQL indexes 2,700 bytes, and no NUL
+
+
+class Query(BaseModel):
+    """Somebody's past, and what is wanted; every id is the data source's own."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    history: list[Id] | None = Field(
+        None,
+        max_length=EVENTS,
+        description="item ids, oldest first; absent = what the store of events knows of the user",
+        examples=[["50", "181"]],
+    )
+    k: int = Field(10, ge=1, description="items wanted; there are fewer where the catalogue has no more")
+    exclude: list[Id] = Field([], max_length=EVENTS, description="item ids not to show")
+    allow: list[Id] | None = Field(None, max_length=ALLOWED, description="the only item ids to show; absent = all")
+    filter: dict[Id, Annotated[list[Id], Field(max_length=ROWS)] | Range] = Field(
+        {},
+        max_length=ATTRIBUTES,
+        description="attribute -> values, of which an item needs one, or a range of numbers; all attributes must fit",
+        examples=[{"genres": ["Comedy", "Drama"], "year": {"min": 1990}}],
+    )
+    diversity: float = Field(0.0, ge=0, le=1, description="0 = the best items, up to 1 = items that differ most")
+    user: Id | None = Field(None, description="user id; an unknown one is fine")
+    times: list[FiniteFloat] | None = Field(None, description="seconds UTC, one an event of the history")
+    items_text: dict[Id, Annotated[dict[Id, Text], Field(max_length=ATTRIBUTES)]] = Field(
+        {},
+        max_length=NEW_ITEMS,
+        description="items that the model never saw: id -> attributes; candidates, also in the history; Recformer only",
+        examples=[{"new": {"title": "A film of tomorrow"}}],
+    )
+
+    titles: bool = Field(False, description="answer with the titles of the items too")
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.history is None and (self.user is None or self.times is not None):
+            raise ValueError("history: missing; without it a user is wanted, and no times")
+        self.request(Past())
+        return self
+
+    def request(self, past: Past) -> Request:
+        """Return what the recommender understands; `past` stands in for a history that is missing."""
+        fields = {name: value for name, value in vars(self).items() if name != "titles"}
+        if self.history is None:
+            fields |= {"history": past.items, "times": past.times, "exclude": [*self.exclude, *past.hidden]}
+        return Request(**fields)
+
+
+class Queries(BaseModel):
+    """Several at once."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    requests: list[Query] = Field(max_length=ROWS)
+
+
+class Recommendation(BaseModel):
+    """The best items, and what was done to give any."""
+
+    items: list[str] = Field(description="best first")
+    titles: list[str] | None = Field(None, description="of the items, if requested; empty where the model has none")
+    scores: list[float]
+    source: str = Field(description="the model, or popularity where no item of the history is known")
+    unknown: int = Field(description="events of the history that the model does not know")
+    notes: list[str]
+    version: str = Field(description="of the model in the registry")
+    recommendation_id: str = Field(description="to be sent with the events that this answer leads to")
+
+
+class Recommendations(BaseModel):
+    """Several at once, in the order of the requests."""
+
+    answers: list[Recommendation]
+
+
+class Listing(BaseModel):
+    """Items, best first, that are nobody's in particular."""
+
+    items: list[str]
+    titles: list[str] = Field(description="empty where the model has none")
+    scores: list[float]
+    version: str = Field(description="of the model in the registry")
+
+
+class Titled(BaseModel):
+    """An item, and its title as the model knows it."""
+
+    item: str
+    title: str
+
+
+class Found(BaseModel):
+    """Items that fit a search."""
+
+    items: list[Titled]
+
+
+class Question(BaseModel):
+    """Why an item is recommended after a history."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    history: list[Id] = Field(max_length=EVENTS, description="item ids, oldest first")
+    item: Id
+    user: Id | None = None
+
+
+class Explanation(BaseModel):
+    """What each event of the history adds to the item's score: by how much it drops without the event."""
+
+    drops: list[float]
+
+
+class UserEvent(BaseModel):
+    """Something that a user did with an item."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    event_id: Stored = Field(min_length=1, description="yours; a second event with this id is ignored")
+    user: Stored = Field(min_length=1)
+    item: Stored = Field(min_length=1)
+    kind: Literal["view", "buy", "hide"] = Field("view", description="hide: not to be recommended any more")
+    at: float | None = Field(None, ge=0, lt=1e11, description="seconds UTC; absent = now")
+    recommendation_id: Stored | None = Field(None, description="of the answer that showed the item")
+
+
+class Events(BaseModel):
+    """Several events, in the order in which they happened."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    events: list[UserEvent] = Field(max_length=ROWS)
+
+
+class Taken(BaseModel):
+    """What became of the events."""
+
+    stored: int
+    known: int = Field(description="left out, because an event with this id is there already")
+
+
+class Forgotten(BaseModel):
+    """How many rows were deleted."""
+
+    events: int
+    answers: int
+
+
+class Share(BaseModel):
+    """How many users the candidate answers."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    share: float = Field(ge=0, le=1, description="of the users; who has the candidate keeps it when the share grows")
+
+
+class ClickThrough(BaseModel):
+    """How often an answer of a version led to a view or a purchase."""
+
+    version: str
+    users: int
+    answers: int
+    rate: float | None = Field(description="of the answers; null where there are none")
+
+
+class Experiment(BaseModel):
+    """Two versions side by side."""
+
+    share: float
+    champion: ClickThrough
+    candidate: ClickThrough
+    difference: float | None = Field(description="candidate less champion; null where one has too few users")
+    low: float | None = Field(description="lower end of the 95 % interval")
+    high: float | None
+
+
+class Readiness(BaseModel):
+    """Whether to send requests here."""
+
+    ready: bool
+
+
+class State(BaseModel):
+    """What is being served."""
+
+    status: str = Field(description="ok, or behind: it answers, but cannot follow the registry")
+    model: str
+    version: str
+    items: int
+    users: int
+    problem: str = Field(description="why a newer champion is not served; empty where nothing is wrong")

@@ -1,0 +1,173 @@
+"""The store of events: histories by user, deletion, expiry, and the way of an event back to training."""
+
+from __future__ import annotations
+
+import time
+
+import pyarrow.parquet as pq
+import pytest
+import requests
+from support import prepare_rows, running, save, synthetic_rows, write_interactions
+
+from seqrec.__main__ import main
+from seqrec.config import ConfigError, IngestConfig
+from seqrec.serving import events as module
+from seqrec.serving import http
+from seqrec.serving.events import DAY, Event, Store, dump
+from seqrec.serving.recommender import Recommender
+from seqrec.stages.ingest import ingest
+
+
+@pytest.fixture
+def store(tmp_path):
+    return Store(f"sqlite:///{tmp_path}/events.db")
+
+
+@pytest.fixture(scope="module")
+def recommender(prepared, tmp_path_factory):
+    return Recommender.load(save("tisasrec", prepared, tmp_path_factory.mktemp("served"), model="tisasrec"))
+
+
+def event(number, user="u", item="i1", kind="view", at=None):
+    return Event(event_id=str(number), user=user, item=item, kind=kind, at=float(number if at is None else at))
+
+
+def test_a_past_is_in_the_order_of_its_times_whatever_came_first(store):
+    assert store.add([event(3, item="c"), event(1, item="a"), event(2, item="b", kind="buy"), event(4, user="v")]) == 4
+    assert store.add([event(5, item="x", at=1)]) == 1  # as early as a, but sent later
+    assert store.add([event(6, item="d", kind="hide"), event(3, item="other")]) == 1  # an id that is known
+
+    past = store.pasts({"u", "nobody", "\0"})
+    assert (past["u"].items, past["u"].times, past["u"].hidden) == (["a", "x", "b", "c"], [1, 1, 2, 3], ["d"])
+    assert past["nobody"].items == past["\0"].items == []
+
+
+def test_the_newest_events_are_kept_where_there_are_too_many(store, monkeypatch):
+    monkeypatch.setattr(module, "MOST", 3)
+    store.add([event(number, item=f"i{number}") for number in range(9)])
+
+    assert store.pasts(["u"])["u"].items == ["i6", "i7", "i8"]
+
+
+def test_training_data_seeds_histories_once(store, tmp_path):
+    rows = [("u", "i1", 100), ("u", "i2", 200), ("u", "i2", 300), ("v", "i9", 150)]
+    write_interactions(tmp_path, rows)
+    store.add([event("live", item="i3", at=250.5), event("seen by training too", item="i2", at=300.7)])
+
+    assert store.seed(tmp_path / "interactions.parquet") == 4
+    assert store.seed(tmp_path / "interactions.parquet") == 0
+    assert store.pasts(["u"])["u"].items == ["i1", "i2", "i3", "i2"]  # the last one once, though two sources have it
+
+
+def test_what_is_old_or_of_a_user_is_deleted(store, monkeypatch):
+    store.add([event(1), event(2, user="v")])
+    assert store.forget("u") == {"events": 1, "answers": 0}
+    assert store.forget("\0") == store.forget("u") == {"events": 0, "answers": 0}
+    now = time.time()
+    monkeypatch.setattr(module.time, "time", lambda: now + 3 * DAY)
+    store.add([event(3)])
+
+    assert store.expire(2) == 1
+    assert list(store.interactions(["view"])) == [("u", "i1", 3)]
+
+
+def test_a_store_of_another_kind_is_refused():
+    for url in ("mongodb://x", "nonsense", "mssql+pyodbc://x"):
+        with pytest.raises(ConfigError, match="store: "):
+            Store(url)
+
+
+def test_answers_by_user_are_those_of_the_history_and_follow_events(recommender, store):
+    now = time.time()
+    with running(http.app(lambda: recommender, lambda: "7", poll_s=0, store=store)) as address:
+
+        def ask(**body):
+            return requests.post(f"{address}/recommend", json=body, timeout=10)
+
+        def send(*events):
+            return requests.post(f"{address}/events", json={"events": events}, timeout=10)
+
+        assert ask(user="anna").json()["source"] == "popularity"
+        first = {"event_id": "1", "user": "anna", "item": "i1", "at": now - 500_000}
+        second = {"event_id": "2", "user": "anna", "item": "i2", "kind": "buy", "at": now}
+        assert send(first, second).json() == {"stored": 2, "known": 0}
+        assert send(second, {**second, "event_id": "3", "user": "ben"}).json() == {"stored": 1, "known": 1}
+        by_user = ask(user="anna").json()
+        expected = recommender.recommend(["i1", "i2"], 10, times=[0.0, 500_000.0], user="anna")
+        assert by_user["items"] == expected.items
+        assert by_user["scores"] == pytest.approx(expected.scores, abs=1e-5)
+        assert by_user["notes"] == []  # the times are known
+        hidden = by_user["items"][0]
+        send({"event_id": "4", "user": "anna", "item": hidden, "kind": "hide"})
+        assert ask(user="anna", k=9).json()["items"] == expected.items[1:]
+        assert ask(user="anna", history=["i1"]).json()["items"] == recommender.recommend(["i1"], user="anna").items
+        batch = {"requests": [{"user": "ben"}, {"user": "anna", "k": 1}, {"history": ["i9"]}]}
+        answers = requests.post(f"{address}/recommend/batch", json=batch, timeout=10).json()["answers"]
+        one = [["i2"], ["i1", "i2"], ["i9"]]
+        assert [a["unknown"] for a in answers] == [0, 0, 0]
+        assert answers[0]["items"] == recommender.recommend(one[0]).items
+        assert answers[2]["items"] == recommender.recommend(one[2]).items
+
+        assert requests.delete(f"{address}/users/anna", timeout=10).json() == {"events": 3, "answers": 5}
+        assert ask(user="anna").json()["source"] == "popularity"
+        for wrong in ({"item": ""}, {"kind": "sell"}, {"at": -1}, {"at": 1e12}, {"user": "\0"}, {"more": 1}):
+            assert send({**first, **wrong}).status_code == 422
+        for wrong in ({}, {"k": 3}, {"user": "anna", "times": [1]}):
+            assert ask(**wrong).status_code == 422
+
+
+def test_without_a_store_a_user_alone_is_refused(recommender):
+    with running(http.app(lambda: recommender, lambda: "7", poll_s=0)) as address:
+        answer = requests.post(f"{address}/recommend", json={"user": "u1"}, timeout=10)
+        assert requests.post(f"{address}/events", json={"events": []}, timeout=10).status_code == 404
+    assert answer.status_code == 422
+    assert "--store" in answer.json()["detail"][0]["msg"]
+
+
+def test_a_store_that_fails_is_a_503_and_given_histories_are_answered(recommender, store):
+    with running(http.app(lambda: recommender, lambda: "7", poll_s=0, store=store)) as address:
+        module.TABLES.drop_all(store.engine)
+        failed = requests.post(f"{address}/recommend", json={"user": "u1"}, timeout=10)
+        given = requests.post(f"{address}/recommend", json={"user": "u1", "history": ["i1"]}, timeout=10)
+    assert (failed.status_code, failed.headers["Retry-After"], given.status_code) == (503, "1", 200)
+
+
+def test_the_loop_closes(recommender, prepared, tmp_path, monkeypatch):
+    """Training data in, a service, its events, a dump, `ingest` of the dump, `prepare`, and a model that knows them."""
+    url = f"sqlite:///{tmp_path}/events.db"
+    monkeypatch.setenv(module.VARIABLE, url)
+    interactions = prepared.parent / "interactions.parquet"
+    assert main(["events", "import", "--interactions", str(interactions)]) == 0
+    store = Store(url)
+    u1 = [(item, at) for user, item, at in synthetic_rows() if user == "u1"]
+    with running(http.app(lambda: recommender, lambda: "7", poll_s=0, store=store)) as address:
+        answer = requests.post(f"{address}/recommend", json={"user": "u1", "k": 3}, timeout=10).json()
+        items, times = zip(*sorted(u1, key=lambda row: row[1]), strict=True)
+        assert answer["items"] == recommender.recommend(items, 3, times=times, user="u1").items
+        sent = [{"event_id": f"e{n}", "user": "u1", "item": i, "at": 2e6 + n} for n, i in enumerate(answer["items"])]
+        odd = {"event_id": "odd", "user": 'new "user", with\nall', "item": "brand new", "at": 2e6 + 9.9}
+        hide = {"event_id": "hide", "user": "u1", "item": "i9", "kind": "hide", "at": 2e6}
+        requests.post(f"{address}/events", json={"events": [*sent, odd, hide]}, timeout=10).raise_for_status()
+    assert main(["events", "dump", "--output", str(tmp_path / "events.csv")]) == 0
+
+    config = IngestConfig(source="csv", interactions=str(tmp_path / "events.csv"))
+    values = ingest(dataset="own", output=tmp_path / "data", downloads=tmp_path / "downloads", config=config)
+
+    table = pq.read_table(tmp_path / "data" / "interactions.parquet").to_pydict()
+    got = set(zip(table["user_id"], table["item_id"], table["timestamp"], strict=True))
+    new = {("u1", item, 2_000_000 + n) for n, item in enumerate(answer["items"])}
+    assert values["quarantined"] == 0
+    assert got == {*synthetic_rows(), *new, (odd["user"], "brand new", 2_000_009)}
+    retrained = Recommender.load(save("sasrec", prepare_rows(tmp_path / "again", sorted(got)), tmp_path / "model"))
+    assert retrained.counts.sum() >= recommender.counts.sum()
+
+
+def test_the_command_names_what_is_wrong(tmp_path, caplog, monkeypatch):
+    monkeypatch.delenv(module.VARIABLE, raising=False)
+    assert main(["events", "dump"]) == 1
+    assert main(["events", "cook", "--store", "sqlite://"]) == 1
+    assert "--store or SEQREC_STORE" in caplog.text
+    store = Store(f"sqlite:///{tmp_path}/events.db")
+    store.add([event(1, kind="buy"), event(2)])
+    assert dump(store, tmp_path / "out.csv", ["buy"]) == 1
+    assert (tmp_path / "out.csv").read_text() == "user_id,item_id,timestamp\nu,i1,1\n"

@@ -1,0 +1,161 @@
+"""What was shown is logged, feedback finds it, users keep their version, and the comparison finds the truth."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import requests
+from support import running, save
+
+from seqrec.__main__ import main
+from seqrec.serving import http
+from seqrec.serving.batcher import Served
+from seqrec.serving.events import Clicks, Event, Shown, Store
+from seqrec.serving.experiment import compare, in_candidate
+from seqrec.serving.impressions import Impressions
+from seqrec.serving.recommender import Recommender
+
+USERS = [f"u{number}" for number in range(4000)]
+
+
+@pytest.fixture
+def store(tmp_path):
+    return Store(f"sqlite:///{tmp_path}/events.db")
+
+
+@pytest.fixture(scope="module")
+def models(prepared, tmp_path_factory):
+    return [
+        Recommender.load(save(name, prepared, tmp_path_factory.mktemp(name), model=name)) for name in ("sasrec", "fpmc")
+    ]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0])
+def test_a_share_of_the_users_has_the_candidate_and_keeps_it(share):
+    chosen = {user for user in USERS if in_candidate(user, "4", share)}
+
+    assert len(chosen) / len(USERS) == pytest.approx(share, abs=4 * math.sqrt(0.25 / len(USERS)))
+    assert chosen <= {user for user in USERS if in_candidate(user, "4", min(1.0, share + 0.2))}
+    other = {user for user in USERS if in_candidate(user, "5", share)}
+    assert len(chosen & other) / len(USERS) == pytest.approx(share**2, abs=0.04)  # divided anew
+
+
+def simulated(generator, rates, users=300):
+    """Clicks of users who differ from each other in how often they come and how often they click."""
+    found = []
+    for version, rate in rates.items():
+        answers = generator.geometric(0.1, users)
+        own = generator.beta(4 * rate, 4 * (1 - rate), users)
+        clicked = generator.binomial(answers, own)
+        found += [
+            Clicks(version, str(n), int(a), int(c)) for n, (a, c) in enumerate(zip(answers, clicked, strict=True))
+        ]
+    return found
+
+
+@pytest.mark.parametrize("gain", [0.0, 0.05])
+def test_the_interval_holds_the_true_difference_as_often_as_it_says(gain):
+    generator, held = np.random.default_rng(0), 0
+    for _ in range(400):
+        found = compare(simulated(generator, {"1": 0.2, "2": 0.2 + gain}), "1", "2")
+        held += found.low <= gain <= found.high
+    assert found.champion.rate == pytest.approx(0.2, abs=0.05)
+    assert held / 400 == pytest.approx(0.95, abs=0.03)  # 0.58 if answers counted as independent
+
+
+def test_without_enough_users_nothing_is_said():
+    found = compare([Clicks("1", "u", 3, 1)], "1", "2")
+
+    assert (found.champion.rate, found.champion.answers, found.candidate.users) == (1 / 3, 3, 0)
+    assert all(math.isnan(number) for number in (found.candidate.rate, found.difference, found.low))
+
+
+def test_clicks_are_joined_by_answer_item_and_user(store, capsys):
+    def shown(number, user, version, at=10.0):
+        return Shown(recommendation_id=f"r{number}", user=user, version=version, items=["a", "b"], at=at)
+
+    before = shown(0, "u", "1", at=1.0)  # the other version was not served yet
+    store.show([before, *(shown(n, "u", "1") for n in (1, 2, 3)), shown(4, "v", "1"), shown(5, "w", "2")])
+    store.show([shown(6, None, "2"), shown(7, "x", "3")])
+    clicks = [
+        ("r0", "u", "a"),
+        ("r1", "u", "a"),
+        ("r1", "u", "b"),
+        ("r2", "u", "c"),
+        ("r3", "v", "a"),
+        ("r5", "w", "b"),
+    ]
+    events = [
+        Event(event_id=str(n), user=user, item=item, kind="buy", at=11.0, recommendation_id=name)
+        for n, (name, user, item) in enumerate(clicks)
+    ]
+    hide = Event(event_id="hide", user="v", item="a", kind="hide", at=11.0, recommendation_id="r4")
+    store.add([*events, hide])
+
+    assert sorted(store.clicks("1", "2"), key=lambda c: c.user) == [
+        Clicks("1", "u", 3, 1),
+        Clicks("1", "v", 1, 0),
+        Clicks("2", "w", 1, 1),
+    ]
+    assert main(["events", "compare", "--store", str(store.engine.url), "--versions", "1,2"]) == 0
+    assert "0.2500" in capsys.readouterr().out
+    assert main(["events", "compare", "--store", str(store.engine.url), "--versions", "1"]) == 1
+
+
+def test_two_versions_behind_one_service(models, store):
+    champion, candidate = models
+    api = http.app(lambda: champion, lambda: "1", poll_s=0, store=store, candidate=Served(candidate, "2"), share=0.5)
+    users = USERS[:20]
+    own = {user: candidate if in_candidate(user, "2", 0.5) else champion for user in users}
+    with running(api) as address:
+
+        def ask(user, **body):
+            body = {"history": ["i1", "i2"], "user": user, "k": 3, **body}
+            return requests.post(f"{address}/recommend", json=body, timeout=10).json()
+
+        answers = {user: ask(user) for user in users}
+        assert {user: a["source"] for user, a in answers.items()} == {user: m.name for user, m in own.items()}
+        for user, answer in answers.items():
+            assert answer["items"] == own[user].recommend(["i1", "i2"], 3, user=user).items
+        assert ask(None)["version"] == "1"
+        batch = {"requests": [{"history": ["i1"], "user": user} for user in users]}
+        several = requests.post(f"{address}/recommend/batch", json=batch, timeout=10).json()["answers"]
+        assert [a["version"] for a in several] == [answers[user]["version"] for user in users]
+        ids = [a["recommendation_id"] for a in (*answers.values(), *several)]
+        assert len(set(ids)) == 40
+        clicked = [user for user in users if answers[user]["version"] == "2"]
+        events = [
+            {
+                "event_id": f"e{u}",
+                "user": u,
+                "item": answers[u]["items"][1],
+                "recommendation_id": answers[u]["recommendation_id"],
+            }
+            for u in clicked
+        ]
+        requests.post(f"{address}/events", json={"events": events}, timeout=10).raise_for_status()
+        found = requests.get(f"{address}/experiment", timeout=10).json()
+        assert requests.put(f"{address}/experiment", json={"share": 2}, timeout=10).status_code == 422
+        assert requests.put(f"{address}/experiment", json={"share": 0}, timeout=10).json() == {"share": 0}
+        assert {ask(user)["version"] for user in users} == {"1"}
+        forgotten = requests.delete(f"{address}/users/{clicked[0]}", timeout=10).json()
+        assert forgotten == {"events": 1, "answers": 3}
+    assert found["candidate"]["rate"] == 0.5  # of two answers each, one
+    assert found["candidate"]["users"] == found["candidate"]["answers"] / 2 == len(clicked)
+    assert (found["champion"]["rate"], found["difference"], found["low"], found["high"]) == (0, 0.5, 0.5, 0.5)
+
+
+def test_answers_in_the_queue_are_written_at_the_end_and_what_is_too_much_is_counted(models, store, monkeypatch):
+    monkeypatch.setattr("seqrec.serving.impressions.EVERY_S", 100)
+    monkeypatch.setattr("seqrec.serving.impressions.MOST", 1)
+    api = http.app(lambda: models[0], lambda: "1", poll_s=0, store=store)
+    with running(api) as address:
+        for _ in range(3):
+            requests.post(f"{address}/recommend", json={"history": ["i1"], "user": "u"}, timeout=10)
+        metrics = requests.get(f"{address}/metrics", timeout=10).text
+
+    assert isinstance(api.state.service.impressions, Impressions)
+    assert "seqrec_impressions_lost_total 2.0" in metrics
+    assert store.clicks("1", "2") == [Clicks("1", "u", 1, 0)]

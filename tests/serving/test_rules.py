@@ -1,0 +1,175 @@
+"""What may be shown: filters and lists hold inside the top k, diversity is maximal marginal relevance."""
+
+from __future__ import annotations
+
+import copy
+
+import pyarrow as pa
+import pytest
+import requests
+import torch
+from support import make_model, running, save
+
+from seqrec.artifacts import write_table
+from seqrec.serving import http, rules
+from seqrec.serving.approximate_search import ApproximateRecommender
+from seqrec.serving.recommender import Recommender, Request
+from seqrec.serving.rules import Attribute, Attributes, Range
+
+GENRES = ("Comedy", "Drama, Comedy", "Horror|Sci-Fi", None)
+HISTORIES = [["i1", "i2"], ["i9"], [], ["unheard of"]]
+
+
+def attributes(item_ids):
+    years = ["" if number % 7 == 0 else str(1980 + number % 40) for number in range(len(item_ids))]
+    return Attributes({"genres": Attribute([GENRES[n % 4] for n in range(len(item_ids))]), "year": Attribute(years)})
+
+
+@pytest.fixture(scope="module")
+def exact(prepared, tmp_path_factory):
+    found = Recommender.load(save("sasrec", prepared, tmp_path_factory.mktemp("served"), model="sasrec"))
+    found.counts += torch.arange(41) / 100  # no ties
+    found.attributes = attributes(found.item_ids)
+    found.titles = {item_id: f"Title of {item_id}" for item_id in found.item_ids}
+    return found
+
+
+@pytest.fixture(scope="module")
+def approximate():
+    """A search over 600 items."""
+    torch.manual_seed(0)
+    ids, counts = [f"i{number}" for number in range(1, 601)], torch.arange(601)
+    found = ApproximateRecommender(make_model("sasrec", num_items=600), ids, counts, [], filter_seen=True)
+    found.build(500)
+    found.attributes = attributes(ids)
+    return found
+
+
+RULES = [
+    {"filter": {"genres": ["comedy"]}},
+    {"filter": {"genres": ["Sci-Fi", "drama, comedy"], "year": Range(min=1985, max=2015)}},
+    {"filter": {"year": Range(max=2017)}, "exclude": ["i3", "i4"]},
+    {"allow": ["i3", "i5", "i7", "i1", "unheard of"]},
+    {"allow": []},
+]
+
+
+@pytest.mark.parametrize("engine", ["exact", "approximate"])  # the graph: test_onnx_graph.py
+@pytest.mark.parametrize("wanted", RULES)
+def test_rules_hold_inside_the_top_k(request, engine, wanted):
+    """The best k of those that may be shown, as many as there are, whoever else is in the batch."""
+    recommender = request.getfixturevalue(engine)
+    total = len(recommender.item_ids)
+    everything = recommender.answer([Request(history=history, k=total) for history in HISTORIES])
+    conditions = wanted.get("filter", {})
+
+    def shown(item_id):
+        values = {name: known.values[recommender.items[item_id] - 1] for name, known in recommender.attributes.items()}
+        genres = {part.strip().lower() for part in (values["genres"] or "").replace("|", ",").split(",")}
+        genres.add((values["genres"] or "").lower())
+        year = float(values["year"] or "nan")
+        span = conditions.get("year", Range())
+        return (
+            item_id in wanted.get("allow", [item_id])
+            and item_id not in wanted.get("exclude", ())
+            and ("genres" not in conditions or genres & {value.lower() for value in conditions["genres"]})
+            and ("year" not in conditions or (span.min or 0) <= year <= (span.max or 9999))
+        )
+
+    asked = [Request(history=history, k=5, **wanted) for history in HISTORIES]
+    answers = recommender.answer([*asked, Request(history=["i2"], k=9)])
+
+    for answer, ranked in zip(answers, everything, strict=False):
+        right = [item_id for item_id in ranked.items if shown(item_id)][:5]
+        assert answer.items == right
+        assert len(right) == 5 or "allow" in wanted
+    assert answers[-1].items == recommender.recommend(["i2"], 9).items
+
+
+def test_attributes_come_from_the_items_table(tmp_path):
+    columns = {"item_id": ["b", "a"], "title": ["B", "A"], "genres": ["x, Y", None], "year": ["1999", "unknown"]}
+    write_table(tmp_path / "items.parquet", pa.table(columns))
+
+    found = Attributes.read(tmp_path / "items.parquet", ["a", "b", "not in the table"])
+
+    assert set(found) == {"genres", "year"}
+    assert found["genres"].meets(["y "]).tolist() == [False, False, True, False]
+    assert found["genres"].meets([""]).sum() == 0
+    assert found["year"].meets(Range(max=2000)).tolist() == [False, False, True, False]
+    assert found["year"].meets(Range()).tolist() == [False, False, True, False]
+    with pytest.raises(ValueError, match="attribute 'colour' is unknown; known: genres, year"):
+        found.check({"colour": ["red"]})
+    with pytest.raises(ValueError, match="none: start the service with --items"):
+        Attributes().check({"year": Range()})
+
+
+@pytest.mark.parametrize("diversity", [0.0, 0.3, 0.7, 1.0])
+def test_a_diverse_list_is_that_of_brute_force(diversity):
+    score, vector = torch.randn(15), torch.randn(15, 4)
+    scaled = ((score - score.min()) / (score.max() - score.min())).tolist()
+    cosine = torch.nn.functional.cosine_similarity(vector[:, None], vector[None], dim=2).tolist()
+    expected = [scaled.index(max(scaled))]
+    while len(expected) < 6:
+        rest = [n for n in range(15) if n not in expected]
+        gains = [(1 - diversity) * scaled[n] - diversity * max(cosine[n][c] for c in expected) for n in rest]
+        expected.append(rest[gains.index(max(gains))])
+
+    assert rules.most_relevant_and_diverse(score, vector, 6, diversity) == expected
+    assert len(set(rules.most_relevant_and_diverse(score, vector, 99, diversity))) == 15
+
+
+@pytest.mark.parametrize("history", HISTORIES)
+def test_diversity_trades_score_for_difference_and_keeps_the_rules(exact, history):
+    def spread(items):
+        vectors = torch.nn.functional.normalize(exact.item_vectors[[exact.items[item] for item in items]], dim=1)
+        return float((vectors @ vectors.T).triu(1).sum())
+
+    plain, near, far = (exact.recommend(history, 6, diversity=d, exclude=["i3"]) for d in (0.0, 1e-9, 0.9))
+
+    assert near.items == plain.items
+    assert far.items[0] == plain.items[0]
+    assert spread(far.items) < spread(plain.items)
+    assert sum(far.scores) < sum(plain.scores)
+    everything = exact.recommend(history, 40)
+    score = dict(zip(everything.items, everything.scores, strict=True))
+    assert far.scores == pytest.approx([score[item] for item in far.items])
+    assert "i3" not in far.items
+    assert exact.recommend(history, 6, diversity=0.5, allow=[]).items == []
+
+
+def test_items_of_a_request_are_filtered_by_their_own_attributes():
+    known = Attributes({"genres": Attribute(["a"])}).grown([{"genres": "b, a"}, {"title": "c"}])
+
+    assert known["genres"].meets(["a"]).tolist() == [False, True, True, False]
+
+
+def test_rules_over_http(exact):
+    popular = copy.copy(exact)
+    popular.counts = torch.arange(41.0)
+    with running(http.app(lambda: popular, lambda: "7", poll_s=0)) as address:
+
+        def post(**body):
+            return requests.post(f"{address}/recommend", json={"history": ["i1"], **body}, timeout=10)
+
+        def get(path):
+            return requests.get(f"{address}{path}", timeout=10)
+
+        available = popular.item_ids[30:32]
+        filtered = post(filter={"year": {"min": 1990}}, allow=available, diversity=0.5).json()["items"]
+        assert sorted(filtered) == sorted(available)
+        assert "known: genres, year" in post(filter={"colour": ["red"]}).json()["detail"][0]["msg"]
+        for wrong in ({"filter": {"year": {"least": 1}}}, {"diversity": 1.5}, {"allow": "i1"}):
+            assert post(**wrong).status_code == 422
+        best = get("/popular?k=3").json()
+        assert best["scores"] == [40, 39, 38]
+        assert best["items"] == [exact.item_ids[n] for n in (39, 38, 37)]
+        assert best["titles"][0] == f"Title of {exact.item_ids[39]}"
+        similar = get("/similar/i5").json()
+        assert len(get("/similar/i5?k=1000").json()["items"]) == 39
+        assert get("/similar/un/heard").status_code == 404
+        assert get("/similar/i5?k=0").status_code == 422
+    vector = exact.item_vectors[1:]
+    cosine = torch.nn.functional.cosine_similarity(vector, vector[exact.items["i5"] - 1][None], dim=1)
+    expected = [exact.item_ids[n] for n in cosine.argsort(descending=True).tolist()]
+    assert similar["items"] == [item_id for item_id in expected if item_id != "i5"][:10]
+    assert similar["scores"] == sorted(similar["scores"], reverse=True)
