@@ -13,6 +13,7 @@ from models.sasrec import SASRec
 from models.ssept import SSEPT
 from models.strec import STRec
 from models.tisasrec import TiSASRec
+from models.unisrec import UniSRec
 from models.zesrec import ZESRec
 
 REGISTRY: dict[str, type[SequenceModel]] = {
@@ -29,6 +30,7 @@ REGISTRY: dict[str, type[SequenceModel]] = {
     "rec_denoiser": RecDenoiser,
     "recformer": Recformer,
     "zesrec": ZESRec,
+    "unisrec": UniSRec,
 }
 
 __all__ = ["REGISTRY", "Batch", "Catalogue", "SequenceModel"]

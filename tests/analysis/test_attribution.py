@@ -80,7 +80,7 @@ def test_all_variants_are_one_pass_of_the_model():
     assert (drops[batch.items == PAD] == 0).all()
 
 
-EXPOSED = {"sasrec", "flash4rec", "bert4rec", "tisasrec", "ssept", "rec_denoiser", "zesrec"}
+EXPOSED = {"sasrec", "flash4rec", "bert4rec", "tisasrec", "ssept", "rec_denoiser", "zesrec", "unisrec"} | {"recformer"}
 
 
 @torch.no_grad()

@@ -680,28 +680,55 @@ def test_text_is_asked_for(target, tmp_path):
         )
 
 
-def test_zesrec_trains_on_frozen_text_vectors(target, tmp_path):
+def tiny_bert(target, folder):
+    """Write a BERT of random weights; return its place, its tokeniser and the texts of the target."""
     names = sequences.read_vocabulary(target / "sequences")[0]
     texts = item_tokens.read_texts(target / artifacts.ITEMS, names)
     tokenizer = item_tokens.train_tokenizer([texts], 200)
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     bert = transformers.BertModel(transformers.BertConfig(vocab_size=tokenizer.get_vocab_size(), **sizes))
-    bert.save_pretrained(tmp_path / "bert")
-    tokenizer.save(str(tmp_path / "bert" / artifacts.TOKENIZER))
-    start = str(tmp_path / "bert")
+    bert.save_pretrained(folder)
+    tokenizer.save(str(folder / artifacts.TOKENIZER))
+    return str(folder), tokenizer, texts
 
-    pretrain(
-        model="zesrec",
+
+def run_on_vectors(architecture, target, out, start, sources=(), **options):
+    options = {"length": 6, "d_model": 16, "layers": 1, "heads": 1, "start": start} | options
+    return pretrain(
+        model=architecture,
         sequences=target / "sequences",
-        initial=tmp_path / "initial",
-        state=tmp_path / "state",
-        architecture=ModelConfig(
-            architecture="zesrec", options={"length": 6, "d_model": 16, "layers": 1, "heads": 1, "start": start}
-        ),
+        initial=out / "initial",
+        state=out / "state",
+        architecture=ModelConfig(architecture=architecture, options=options),
         filter_seen=True,
-        config=PretrainConfig(),
+        config=PretrainConfig(**(SETTINGS | PRETRAIN)),
         data=target,
+        sources=sources,
     )
+
+
+def test_unisrec_learns_from_the_sources_and_serves_the_target(target, source, tmp_path):
+    start, tokenizer, texts = tiny_bert(target, tmp_path / "bert")
+    options = {"ids": True, "fixed_encoder": True, "experts": 2}
+
+    values = run_on_vectors("unisrec", target, tmp_path, start, sources=[source], **options)
+    run_finetune(target, tmp_path, epochs=1)
+
+    assert "valid/accuracy" in values
+    first, last = (vectors(tmp_path / name)[0] for name in ("initial", "finetuned"))
+    expected = pretrained.text_vectors(item_tokens.tokenise(texts, tokenizer, 32), start)
+    for model in (first, last):
+        torch.testing.assert_close(model.text_VX, expected)
+    assert len(first.items.weight) == len(expected)
+    assert torch.equal(first.positions, last.positions)  # fixed in fine-tuning
+    assert not torch.equal(first.items.weight, last.items.weight)
+    assert not torch.equal(first.adaptor.maps.weight, last.adaptor.maps.weight)
+
+
+def test_zesrec_trains_on_frozen_text_vectors(target, tmp_path):
+    start, tokenizer, texts = tiny_bert(target, tmp_path / "bert")
+
+    run_on_vectors("zesrec", target, tmp_path, start)
     run_finetune(target, tmp_path, epochs=1)
 
     first, last = (vectors(tmp_path / name)[0] for name in ("initial", "finetuned"))
