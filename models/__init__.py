@@ -3,6 +3,7 @@
 from models.base import Batch, Catalogue, SequenceModel
 from models.bert4rec import BERT4Rec
 from models.caser import Caser
+from models.fdsa import FDSA
 from models.flash4rec import FLASH4Rec
 from models.fpmc import FPMC
 from models.gru4rec import GRU4Rec
@@ -31,6 +32,7 @@ REGISTRY: dict[str, type[SequenceModel]] = {
     "recformer": Recformer,
     "zesrec": ZESRec,
     "unisrec": UniSRec,
+    "fdsa": FDSA,
 }
 
 __all__ = ["REGISTRY", "Batch", "Catalogue", "SequenceModel"]

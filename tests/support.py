@@ -63,7 +63,7 @@ def make_model(architecture: str, *, num_items: int = 30, num_users: int = 8, le
 
 
 def make_tokens(num_items: int) -> dict[str, torch.Tensor]:
-    """Tokens and text vectors of a catalogue: item i has a name and 1 to 3 values, none of them another item's."""
+    """Tokens, attributes and text vectors: item i has a name and 1 to 3 tokens of a value that no other item has."""
     sizes = 2 + torch.arange(num_items) % 3
     offsets = torch.nn.functional.pad(sizes.cumsum(0), (2, 0))
     first = torch.zeros(int(offsets[-1]), dtype=torch.bool)
@@ -75,6 +75,7 @@ def make_tokens(num_items: int) -> dict[str, torch.Tensor]:
         "starts": torch.ones_like(first),
         "offsets": offsets,
         "special": torch.tensor([0, 2, 3, len(first) + 5]),
+        "values": torch.tensor([[0, 0, 0], *([1 + n % 5, n // 5 + 6, 0] for n in range(num_items))], dtype=torch.int32),
         "vectors": torch.nn.functional.normalize(torch.randn(num_items + 1, 24), dim=-1),
     }
 

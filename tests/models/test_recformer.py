@@ -725,6 +725,22 @@ def test_unisrec_learns_from_the_sources_and_serves_the_target(target, source, t
     assert not torch.equal(first.adaptor.maps.weight, last.adaptor.maps.weight)
 
 
+def test_fdsa_reads_the_words_that_titles_share(target, tmp_path):
+    shape = {"length": 6, "d_model": 16, "layers": 1, "heads": 1}
+    settings = ModelConfig(architecture="fdsa", options=shape | {"attribute_values": 2})
+    folders = {"sequences": target / "sequences", "initial": tmp_path / "initial", "state": tmp_path / "state"}
+    pretrain(
+        model="fdsa", **folders, architecture=settings, filter_seen=True, config=PretrainConfig(seed=1), data=target
+    )
+    run_finetune(target, tmp_path, epochs=1)
+
+    model = vectors(tmp_path / "finetuned")[0]
+    names = sequences.read_vocabulary(target / "sequences")[0]
+    texts = item_tokens.read_texts(target / artifacts.ITEMS, names)
+    assert torch.equal(model.value_VM, item_tokens.attribute_values(texts, 2))
+    assert model.value_VM[1:].min() > 0
+
+
 def test_zesrec_trains_on_frozen_text_vectors(target, tmp_path):
     start, tokenizer, texts = tiny_bert(target, tmp_path / "bert")
 
