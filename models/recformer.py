@@ -78,7 +78,9 @@ class RecformerOptions(Options):
     mlm_weight: float = 0.1  # of masked words in pre-training
     mlm_probability: float = 0.15
     frozen_words: tuple[str, ...] = ("pretrain",)  # stages that leave the word embeddings as they are
-    refresh: bool = True  # fine-tuning: first with item vectors of each epoch's start; false: with fixed ones alone
+    refresh: bool = (
+        True  # fine-tuning: item vectors of each epoch's start, encoder items: of each step; false: fixed ones
+    )
     item_positions: bool = True  # ablation: without the embedding of an item's place in the history
     token_types: bool = True  # ablation: without the embedding of key and value
     d_history: int = 64  # encoder items: width of the encoder of histories, and of the vectors that are compared
@@ -112,7 +114,7 @@ class RecformerOptions(Options):
             check(min(self.d_history, self.history_layers) >= 1, "d_history and history_layers must be at least 1")
             check(self.d_history % self.history_heads == 0, "history_heads: d_history must be a multiple of it")
             check(0 <= self.history_dropout < 1, "history_dropout must be at least 0 and under 1")
-            self.check_unused("encoder is items", "mlm_weight", "mlm_probability", "item_positions")
+            self.check_unused("encoder is items", "mlm_weight", "mlm_probability")
 
 
 class Text(NamedTuple):
