@@ -8,6 +8,7 @@ Differs from the paper and its code in these places:
 - the second view of a sequence in pre-training drops items; the code also draws views that drop words;
 - in pre-training another row of a batch with the same target is left out of the denominator; the code counts it as a
   logit of 0;
+- the experts share one draw of dropout, so that one product serves all of them;
 - positions count back from the most recent event;
 - every position of a history is trained at once (objective causal); the code makes a row of each prefix.
 
@@ -71,20 +72,17 @@ class Adaptor(nn.Module):
         self.maps = nn.Linear(d_text, options.experts * options.d_model, bias=False)  # of all experts
         self.gate = nn.Linear(d_text, options.experts, bias=False)
         self.noise = nn.Linear(d_text, options.experts, bias=False)
-        self.dropouts = nn.ModuleList(Dropout(options.adaptor_dropout) for _ in range(options.experts))
+        self.dropout = Dropout(options.adaptor_dropout)
 
     def forward(self, text_NX: Tensor) -> Tensor:
         """Return (N, D)."""
         logit_NG = self.gate(text_NX)
         if self.training:
             logit_NG = logit_NG + torch.randn_like(logit_NG) * (F.softplus(self.noise(text_NX)) + NOISE)
-        weight_NG = logit_NG.softmax(-1)
-        maps_GDX = self.maps.weight.unflatten(0, (len(self.dropouts), -1))
-        out_ND: Tensor = torch.zeros((), device=text_NX.device)
-        for number, drop in enumerate(self.dropouts):
-            expert_ND = F.linear(drop(text_NX) - self.shifts[number], maps_GDX[number])
-            out_ND = out_ND + weight_NG[..., number : number + 1] * expert_ND
-        return out_ND
+        maps_GDX = self.maps.weight.unflatten(0, (len(self.shifts), -1))
+        shift_GD = (maps_GDX @ self.shifts.unsqueeze(2)).squeeze(2)
+        expert_NGD = self.maps(self.dropout(text_NX)).unflatten(-1, shift_GD.shape) - shift_GD  # W (x - b)
+        return (logit_NG.softmax(-1).unsqueeze(-2) @ expert_NGD).squeeze(-2)
 
 
 class UniSRec(SequenceModel):

@@ -96,16 +96,19 @@ def test_the_contrast_is_a_softmax_over_the_other_targets():
 
 
 def test_pre_training_contrasts_items_and_views():
-    model = build(item_drop=0.0).train()
-    model.adaptor.eval()  # without noise
+    model, plain = build(item_drop=0.0, ids=True).train(), build().train()
+    for one in (model, plain):
+        one.adaptor.eval()  # without noise
+    plain.load_state_dict({name: value for name, value in model.state_dict().items() if name != "items.weight"})
+    model.text_VX.copy_(plain.text_VX)
     model.enter("contrastive")
     batch = make_batch([[3, 7, 2], [5, 1, 4], [8, 9, 6]])
     history, target = make_batch([[3, 7], [5, 1], [8, 9]]), torch.tensor([2, 4, 6])
-    query = F.normalize(model(history)[:, -1], dim=-1)
+    query = F.normalize(plain(history)[:, -1], dim=-1)  # ids have no part in it
 
     terms = model.training_loss(batch, lambda _: pytest.fail("the next item is no task here"))
 
-    items = contrast(query / 0.07, model.item_vectors()[target], target)
+    items = contrast(query / 0.07, plain.item_vectors()[target], target)
     views = contrast(query / 0.07, query, target)  # nothing was dropped
     torch.testing.assert_close(terms["items"], items)
     torch.testing.assert_close(terms["sequences"], 0.001 * views)

@@ -173,7 +173,7 @@ def huge(path):
         ("recformer", TOKENS, edited(offsets=torch.arange(42) * 1000)),
         ("recformer", TOKENS, edited(special=torch.tensor([0, 2, 3, 2**40]))),
         ("recformer", TOKENS, edited(pickle=torch.zeros(1))),
-        ("fdsa", TOKENS, edited(values=torch.full((41, 3), -1, dtype=torch.int32))),
+        ("fdsa", TOKENS, edited(values=torch.tensor([[-1, 13, 0]] * 41, dtype=torch.int32))),
         ("fdsa", TOKENS, edited(values=torch.zeros(41, dtype=torch.int32))),
         ("fdsa", TOKENS, edited(values=torch.full((41, 3), 2**30, dtype=torch.int32))),
     ],
