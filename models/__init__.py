@@ -10,6 +10,7 @@ from models.gru4rec import GRU4Rec
 from models.mfbpr import MFBPR
 from models.rec_denoiser import RecDenoiser
 from models.recformer import Recformer
+from models.s3rec import S3Rec
 from models.sasrec import SASRec
 from models.ssept import SSEPT
 from models.strec import STRec
@@ -33,6 +34,7 @@ REGISTRY: dict[str, type[SequenceModel]] = {
     "zesrec": ZESRec,
     "unisrec": UniSRec,
     "fdsa": FDSA,
+    "s3rec": S3Rec,
 }
 
 __all__ = ["REGISTRY", "Batch", "Catalogue", "SequenceModel"]

@@ -76,7 +76,7 @@ def pretrain(
         if known.text == "tokens":
             return _pretrain_on_tokens(architecture, options, folders, config, job)
         if known.text == "attributes":
-            return _with_attributes(architecture, options, folders[0], job)
+            return _with_attributes(architecture, options, folders[0], config, job)
         return _embed_text(architecture, options, folders if known.contrastive else folders[:1], config, job)
     torch.manual_seed(config.seed)
     net = build(architecture, Catalogue(num_items=target.num_items, num_users=target.num_users, length=0))
@@ -154,15 +154,18 @@ def _embed_text(
     return train(net, learnt, job)
 
 
-def _with_attributes(architecture: ModelConfig, options: Any, folder: tuple[Path, Path], job: Job) -> dict[str, float]:
-    """Build a model that reads the items' attributes."""
+def _with_attributes(
+    architecture: ModelConfig, options: Any, folder: tuple[Path, Path], config: PretrainConfig, job: Job
+) -> dict[str, float]:
+    """Build a model that reads the items' attributes; pre-train one with such a phase on the train part."""
     from seqrec.data import item_tokens
 
     values = item_tokens.attribute_values(_texts(folder, options.attributes), options.attribute_values)
     tokens, target = {"values": values}, load_sequences(folder[1])
-    torch.manual_seed(job.config.seed)
+    torch.manual_seed(config.seed)
     net = build(architecture, Catalogue(target.num_items, target.num_users, 0, tokens))
-    return train(net, target, replace(job, content=[digest(tokens)]))
+    learnt = train_parts([target], config) if net.contrastive else target
+    return train(net, learnt, replace(job, content=[digest(tokens)]))
 
 
 def train_parts(parts: Sequence[Sequences], config: PretrainConfig) -> Sequences:

@@ -30,11 +30,11 @@ def mixed(model, values):
     return sum(weight * vector for weight, vector in zip(score.softmax(0), vectors, strict=True))
 
 
-def stream(part, x):
+def stream(part, x, *, causal=True):
     x = F.layer_norm(x + part.positions[-len(x) :], x.shape[-1:], part.norm.weight, part.norm.bias)[None]
-    causal = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+    mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1]) if causal else None
     for block in part.blocks:
-        x = torch_layer(block, 16, 2)(x, src_mask=causal)
+        x = torch_layer(block, 16, 2)(x, src_mask=mask)
     return x[0]
 
 

@@ -725,15 +725,18 @@ def test_unisrec_learns_from_the_sources_and_serves_the_target(target, source, t
     assert not torch.equal(first.adaptor.maps.weight, last.adaptor.maps.weight)
 
 
-def test_fdsa_reads_the_words_that_titles_share(target, tmp_path):
+@pytest.mark.parametrize("architecture", ["fdsa", "s3rec"])
+def test_attributes_are_the_words_that_titles_share(target, tmp_path, architecture):
     shape = {"length": 6, "d_model": 16, "layers": 1, "heads": 1}
-    settings = ModelConfig(architecture="fdsa", options=shape | {"attribute_values": 2})
+    settings = ModelConfig(architecture=architecture, options=shape | {"attribute_values": 2})
     folders = {"sequences": target / "sequences", "initial": tmp_path / "initial", "state": tmp_path / "state"}
-    pretrain(
-        model="fdsa", **folders, architecture=settings, filter_seen=True, config=PretrainConfig(seed=1), data=target
+    config = PretrainConfig(**(SETTINGS | PRETRAIN))
+    values = pretrain(
+        model=architecture, **folders, architecture=settings, filter_seen=True, config=config, data=target
     )
     run_finetune(target, tmp_path, epochs=1)
 
+    assert ("valid/accuracy" in values) == (architecture == "s3rec")
     model = vectors(tmp_path / "finetuned")[0]
     names = sequences.read_vocabulary(target / "sequences")[0]
     texts = item_tokens.read_texts(target / artifacts.ITEMS, names)
