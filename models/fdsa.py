@@ -58,7 +58,8 @@ class Attributes(nn.Module):
         score_NM1 = self.outer(torch.relu(self.inner(x_NMD)))
         none_NM1 = (value_NM == PAD).unsqueeze(-1)
         weight_NM1 = score_NM1.masked_fill(none_NM1, torch.finfo(score_NM1.dtype).min).softmax(-2)
-        return (weight_NM1 * x_NMD).sum(-2)  # a value that is padding is 0
+        out_ND: Tensor = (weight_NM1 * x_NMD).sum(-2)  # a value that is padding is 0
+        return out_ND
 
 
 class Stream(nn.Module):

@@ -302,7 +302,8 @@ class Encoder(nn.Module):
         for block in list(self.blocks)[:-1]:
             x_BTD = block(x_BTD, seen)
         if not self.blocks:
-            return x_BTD[:, :size]
+            embedded: Tensor = x_BTD[:, :size]
+            return embedded
         last = self.blocks[-1]
         assert isinstance(last, Block)
         out: Tensor = last.summary(x_BTD, seen) if only_first else last(x_BTD, seen)[:, :size]
@@ -596,6 +597,7 @@ class Recformer(SequenceModel):
         text = self.flatten(items_BL, width)
         masked, chosen_BT = mask_words(text, self.options.mlm_probability, self.mask, self.encoder.words.num_embeddings)
         x_BTD = self.encoder(masked, only_first=False)
+        assert self.head is not None
         logits_NW = self.head(x_BTD[chosen_BT], self.encoder.words.weight)
         total = F.cross_entropy(logits_NW.float(), text.ids_BT[chosen_BT], reduction="sum")
         return torch.stack([total, chosen_BT.sum().to(total.dtype)])

@@ -157,7 +157,7 @@ class S3Rec(SequenceModel):
         target_B = batch.items[:, -1]
         items_BL = torch.cat([batch.items[:, :-1], torch.full_like(batch.items[:, -1:], self.mask)], 1)
         out_BD = self.heads["item"](self._read(items_BL[:, -self.options.length :], causal=False, last=True)[:, 0])
-        score_BB = out_BD @ self.items(target_B).T
+        score_BB: Tensor = out_BD @ self.items(target_B).T
         other_BB = target_B.unsqueeze(1) != target_B
         return ((score_BB >= score_BB.diagonal().unsqueeze(1)) & other_BB).sum(1) == 0
 
