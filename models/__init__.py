@@ -5,6 +5,7 @@ from models.bert4rec import BERT4Rec
 from models.bsarec import BSARec
 from models.caser import Caser
 from models.esasrec import ESASRec
+from models.fdsa import FDSA
 from models.flash4rec import FLASH4Rec
 from models.fpmc import FPMC
 from models.gru4rec import GRU4Rec
@@ -13,10 +14,12 @@ from models.lrurec import LRURec
 from models.mfbpr import MFBPR
 from models.rec_denoiser import RecDenoiser
 from models.recformer import Recformer
+from models.s3rec import S3Rec
 from models.sasrec import SASRec
 from models.ssept import SSEPT
 from models.strec import STRec
 from models.tisasrec import TiSASRec
+from models.unisrec import UniSRec
 from models.zesrec import ZESRec
 
 REGISTRY: dict[str, type[SequenceModel]] = {
@@ -37,6 +40,9 @@ REGISTRY: dict[str, type[SequenceModel]] = {
     "rec_denoiser": RecDenoiser,
     "recformer": Recformer,
     "zesrec": ZESRec,
+    "unisrec": UniSRec,
+    "fdsa": FDSA,
+    "s3rec": S3Rec,
 }
 
 __all__ = ["REGISTRY", "Batch", "Catalogue", "SequenceModel"]

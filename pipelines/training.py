@@ -96,8 +96,11 @@ def _check_pretraining(params: Params, models: Sequence[str]) -> None:
 
     for model in models:
         kind = REGISTRY.get(params.model(model).architecture)
-        if kind is None or kind.text != "tokens":
-            raise ConfigError(f"models.{model}: pretraining is for text models (architecture recformer); --models ...")
+        reads_items = params.model(model).options.get("encoder") == "items"
+        if kind is None or kind.text != "tokens" or reads_items:
+            raise ConfigError(
+                f"models.{model}: pretraining is for text models (architecture recformer, encoder text); --models ..."
+            )
 
 
 class _Dag:

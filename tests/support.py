@@ -32,6 +32,7 @@ from seqrec.training.checkpoint import load_model, save_counts, save_model
 
 # Facts about an architecture that its class does not tell; one that is not named has none.
 SMALL: dict[str, dict] = {"recformer": {"d_inner": 32}}  # options that a small model of it needs
+ITEMS = {"encoder": "items", "pooling": "mean", "layers": 0, "d_history": 16, "history_dropout": 0.0}  # a Recformer
 MEMORY = {"fpmc": 1, "mfbpr": 0}  # most recent events that a query depends on, where that is not all of them
 
 
@@ -49,6 +50,8 @@ def make_model(architecture: str, *, num_items: int = 30, num_users: int = 8, le
     shared = {"d_model": 16, "length": length}
     small = {name: value for name, value in shared.items() if has_option(architecture, name)}
     options = small | SMALL.get(architecture, {}) | options
+    if architecture == "recformer" and options.get("objective") == "causal":
+        options = ITEMS | options
     tokens = make_tokens(num_items) if cls.text else None
     model = cls(cls.Options(**options), Catalogue(num_items, num_users, length, tokens))
     if architecture == "recformer":  # untrained, all its items are all but the same
@@ -60,7 +63,7 @@ def make_model(architecture: str, *, num_items: int = 30, num_users: int = 8, le
 
 
 def make_tokens(num_items: int) -> dict[str, torch.Tensor]:
-    """Tokens and text vectors of a catalogue: item i has a name and 1 to 3 values, none of them another item's."""
+    """Tokens, attributes and text vectors: item i has a name and 1 to 3 tokens of a value that no other item has."""
     sizes = 2 + torch.arange(num_items) % 3
     offsets = torch.nn.functional.pad(sizes.cumsum(0), (2, 0))
     first = torch.zeros(int(offsets[-1]), dtype=torch.bool)
@@ -72,6 +75,7 @@ def make_tokens(num_items: int) -> dict[str, torch.Tensor]:
         "starts": torch.ones_like(first),
         "offsets": offsets,
         "special": torch.tensor([0, 2, 3, len(first) + 5]),
+        "values": torch.tensor([[0, 0, 0], *([1 + n % 5, n // 5 + 6, 0] for n in range(num_items))], dtype=torch.int32),
         "vectors": torch.nn.functional.normalize(torch.randn(num_items + 1, 24), dim=-1),
     }
 
@@ -122,10 +126,10 @@ def prepare_rows(folder: Path, rows: list[tuple[str, str, int]], **config) -> Pa
     return folder / "sequences"
 
 
-def save(architecture, prepared, folder, counts=None, **card):
+def save(architecture, prepared, folder, counts=None, options=None, **card):
     """An untrained model as serving finds it; with the count term of the values `counts`, if given."""
     data = sequences.load(prepared)
-    model = make_model(architecture, num_items=data.num_items, num_users=data.num_users)
+    model = make_model(architecture, num_items=data.num_items, num_users=data.num_users, **(options or {}))
     if counts is not None:
         folder.mkdir(parents=True, exist_ok=True)
         card["counts"] = save_counts(folder, term.build(data, counts), asdict(counts))

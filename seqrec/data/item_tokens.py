@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import html
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -181,6 +182,29 @@ def _ranges(start: NDArray[np.int64], size: NDArray[np.int64]) -> NDArray[np.int
     """
     index: NDArray[np.int64] = np.arange(size.sum()) + np.repeat(start - size.cumsum() + size, size)
     return index
+
+
+def attribute_values(texts: Texts, most: int) -> Tensor:
+    """Return the attributes (V, most) of each item as numbers from 1, int32; 0 fills the rest and item 0.
+
+    A value is a word of a column that at least two items have there; an item keeps its `most` most frequent ones.
+    """
+    words = [_words(name, values) for name, values in texts.items()]
+    rows = [sorted({pair for column in item for pair in column}) for item in zip(*words, strict=True)]
+    counts = collections.Counter(pair for row in rows for pair in row)
+    known = sorted(pair for pair, count in counts.items() if count >= 2)
+    number = {pair: place for place, pair in enumerate(known, start=1)}
+    table = torch.zeros(len(rows) + 1, most, dtype=torch.int32)
+    for item, row in enumerate(rows, start=1):
+        kept = sorted((pair for pair in row if pair in number), key=lambda pair: (-counts[pair], pair))[:most]
+        table[item, : len(kept)] = torch.tensor([number[pair] for pair in kept], dtype=torch.int32)
+    return table
+
+
+def _words(name: str, values: pa.DictionaryArray) -> list[list[tuple[str, str]]]:
+    """Return the words of each item's value, each with the name of its attribute."""
+    distinct = [[(name, word) for word in re.findall(r"\w+", text.lower())] for text in values.dictionary.to_pylist()]
+    return [distinct[place] for place in values.indices.to_pylist()]
 
 
 def concatenate(catalogues: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -79,7 +79,9 @@ def pretrain(
         options = parse(known.Options, architecture.options, f"models.{model}.options")
         if known.text == "tokens":
             return _pretrain_on_tokens(architecture, options, folders, config, job)
-        return _embed_text(architecture, options, folders[0], job)
+        if known.text == "attributes":
+            return _with_attributes(architecture, options, folders[0], config, job)
+        return _embed_text(architecture, options, folders if known.contrastive else folders[:1], config, job)
     torch.manual_seed(config.seed)
     net = build(architecture, Catalogue(num_items=target.num_items, num_users=target.num_users, length=0))
     if champion is not None and warm_start(net, sequences, champion):
@@ -127,20 +129,47 @@ def _texts(folder: tuple[Path, Path], attributes: Sequence[str]) -> Any:
     return item_tokens.read_texts(tables / ITEMS, read_vocabulary(sequences)[0], attributes)
 
 
-def _embed_text(architecture: ModelConfig, options: Any, folder: tuple[Path, Path], job: Job) -> dict[str, float]:
-    """Build a model over frozen text vectors."""
+def _embed_text(
+    architecture: ModelConfig, options: Any, folders: Sequence[tuple[Path, Path]], config: PretrainConfig, job: Job
+) -> dict[str, float]:
+    """Build a model over frozen text vectors; pre-train one with such a phase as `_pretrain_on_tokens` does."""
     from seqrec.data import item_tokens
     from seqrec.training import pretrained
 
     start = pretrained.locate(options.start, job.state / "downloads")
-    tokens = item_tokens.tokenise(
-        _texts(folder, options.attributes), pretrained.load_tokenizer(start), options.attribute_tokens
+    tokenizer, limit = pretrained.load_tokenizer(start), options.attribute_tokens
+    texts = [_texts(folder, options.attributes) for folder in folders]
+    vectors = [pretrained.text_vectors(item_tokens.tokenise(text, tokenizer, limit), start) for text in texts]
+    parts = [load_sequences(sequences) for _, sequences in folders]
+    target = Catalogue(parts[0].num_items, parts[0].num_users, 0, {"vectors": vectors[0]})
+    torch.manual_seed(config.seed)
+    if not REGISTRY[architecture.architecture].contrastive:
+        return train(build(architecture, target), parts[0], replace(job, content=[digest({"vectors": vectors[0]})]))
+    read = slice(1, None) if len(folders) > 1 else slice(None)
+    learnt = train_parts(parts[read], config)
+    joined = torch.cat([vectors[0][:1], *(one[1:] for one in vectors[read])])
+    net = build(architecture, Catalogue(learnt.num_items, learnt.num_users, 0, {"vectors": joined}))
+    job = replace(
+        job,
+        inputs=[sequences for _, sequences in folders],
+        content=[digest(net.state_dict()), *(digest({"vectors": one}) for one in vectors)],
+        finish=lambda trained: trained.serve(target),
     )
-    vectors = {"vectors": pretrained.text_vectors(tokens, start)}
-    target = load_sequences(folder[1])
-    torch.manual_seed(job.config.seed)
-    net = build(architecture, Catalogue(target.num_items, target.num_users, 0, vectors))
-    return train(net, target, replace(job, content=[digest(vectors)]))
+    return train(net, learnt, job)
+
+
+def _with_attributes(
+    architecture: ModelConfig, options: Any, folder: tuple[Path, Path], config: PretrainConfig, job: Job
+) -> dict[str, float]:
+    """Build a model that reads the items' attributes; pre-train one with such a phase on the train part."""
+    from seqrec.data import item_tokens
+
+    values = item_tokens.attribute_values(_texts(folder, options.attributes), options.attribute_values)
+    tokens, target = {"values": values}, load_sequences(folder[1])
+    torch.manual_seed(config.seed)
+    net = build(architecture, Catalogue(target.num_items, target.num_users, 0, tokens))
+    learnt = train_parts([target], config) if net.contrastive else target
+    return train(net, learnt, replace(job, content=[digest(tokens)]))
 
 
 def train_parts(parts: Sequence[Sequences], config: PretrainConfig) -> Sequences:

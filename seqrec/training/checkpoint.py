@@ -38,7 +38,8 @@ DTYPES = {  # torch's types as safetensors writes them
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-TOKEN_TYPES = {"ids": "I32", "types": "I8", "starts": "BOOL", "offsets": "I64", "special": "I64", "vectors": "F32"}
+TOKEN_TYPES = {"ids": "I32", "types": "I8", "starts": "BOOL", "offsets": "I64", "special": "I64"}
+TOKEN_TYPES |= {"vectors": "F32", "values": "I32"}
 
 
 def build(config: ModelConfig, catalogue: Catalogue) -> SequenceModel:
@@ -135,13 +136,15 @@ def _load_tokens(directory: Path, card: Mapping[str, Any]) -> dict[str, Tensor]:
     sizes = cards.tensors(path)
     types = {name: kind for name, (kind, _) in sizes.items()}
     good = bool(types) and all(TOKEN_TYPES.get(name) == kind for name, kind in types.items())
-    good &= sizes.get("vectors", ("", (rows, 0)))[1][:1] == (rows,)
+    good &= all(sizes.get(name, ("", (rows, 0)))[1][:1] == (rows,) for name in ("vectors", "values"))
     good &= sizes.get("offsets", ("", (rows + 1,)))[1] == (rows + 1,) and sizes.get("special", ("", (4,)))[1] == (4,)
     if not good:
         raise ValueError(f"{path} does not hold the text of {rows - 1} items")
     tokens: dict[str, Tensor] = load_file(path)
     if "offsets" in tokens and not _well_formed(tokens):
         raise ValueError(f"{path} does not hold the text of {rows - 1} items: its offsets or ids are out of range")
+    if "values" in tokens and (tokens["values"].ndim != 2 or bool((tokens["values"] < 0).any())):
+        raise ValueError(f"{path} does not hold the attributes of {rows - 1} items")
     return tokens
 
 

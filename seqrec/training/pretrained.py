@@ -179,11 +179,17 @@ def is_recformer(place: str) -> bool:
 def _load_recformer(model: Recformer, folder: Path) -> None:
     state = {name: value for name, value in load_file(folder / WEIGHTS).items() if not name.startswith(OF_TABLE)}
     shapes = {name: tuple(value.shape) for name, value in model.state_dict().items() if not name.startswith(OF_TABLE)}
-    wrong = [name for name in {**shapes, **state} if name not in state or shapes.get(name) != tuple(state[name].shape)]
+    shared = {_part(name) for name in shapes} & {_part(name) for name in state}  # encoder text and items have others
+    theirs = {name: tuple(value.shape) for name, value in state.items()}
+    wrong = [name for name in {**shapes, **theirs} if _part(name) in shared and shapes.get(name) != theirs.get(name)]
     if wrong:
         raise ConfigError(f"options.start: {folder} was trained with other options: {wrong[0]} differs in shape")
     _set_eps(model, read_json(folder / MODEL_CARD)["options"]["norm_eps"])
     model.load_state_dict(state, strict=False)
+
+
+def _part(name: str) -> str:
+    return name.partition(".")[0]
 
 
 def _check_sizes(model: Recformer, config: Any) -> None:

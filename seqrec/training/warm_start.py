@@ -47,7 +47,7 @@ def warm_start(net: SequenceModel, sequences: Path, champion: Path) -> bool:
         return False
     options = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(net.options).items()}
     same = REGISTRY.get(card["architecture"]) is type(net) and card["options"] == options
-    if "text" in net.needs or not same:
+    if net.text or not same:
         logger.info("the champion, a %s, has another architecture or other options: not used", card["architecture"])
         return False
     if REFIT in card:

@@ -80,7 +80,8 @@ def test_all_variants_are_one_pass_of_the_model():
     assert (drops[batch.items == PAD] == 0).all()
 
 
-EXPOSED = {"sasrec", "esasrec", "flash4rec", "bert4rec", "tisasrec", "ssept", "rec_denoiser", "zesrec"}
+EXPOSED = {"sasrec", "esasrec", "flash4rec", "bert4rec", "tisasrec", "ssept", "rec_denoiser", "zesrec", "unisrec"}
+EXPOSED |= {"recformer", "s3rec"}
 
 
 @torch.no_grad()

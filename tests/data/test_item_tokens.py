@@ -131,6 +131,22 @@ def test_text_that_imitates_a_special_token_is_text(tmp_path):
     assert tokens["special"][3] == tokenizer.get_vocab_size()
 
 
+def test_attributes_are_the_words_that_items_share(tmp_path):
+    columns = {
+        "item_id": ["a", "b", "c", "d"],
+        "title": ["The Red Car (1995)", "Red sky", "the sea", ""],
+        "genre": ["Action|Sea", "Action, Drama", "Drama", None],
+    }
+    texts = item_tokens.read_texts(write(tmp_path, columns), columns["item_id"])
+
+    got = item_tokens.attribute_values(texts, 3)
+
+    action, drama, red, the = range(1, 5)  # by column and word; the sea of a title is not that of a genre
+    expected = [[0, 0, 0], [action, red, the], [action, drama, red], [drama, the, 0], [0, 0, 0]]
+    assert got.tolist() == expected
+    assert item_tokens.attribute_values(texts, 1).tolist() == [row[:1] for row in expected]
+
+
 def test_several_catalogues_are_one(texts, tokenizer):
     one = item_tokens.tokenise(texts, tokenizer, 32)
 

@@ -293,6 +293,12 @@ def test_a_block_reads_cls_and_its_neighbours_and_their_gradients_add_up(size, b
         ({"mlm_probability": 1.0}, "mlm_probability"),
         ({"piece_tokens": 10}, "piece_tokens"),
         ({"attribute_tokens": 1}, "attribute_tokens"),
+        ({"objective": "causal", "encoder": "text", "layers": 2}, "causal is for encoder items"),
+        ({"history_layers": 3}, "history_layers: no effect, as encoder is text"),
+        ({"encoder": "items"}, "pooling: encoder items takes mean"),
+        ({"encoder": "items", "pooling": "mean", "mlm_weight": 0.2}, "mlm_weight: no effect"),
+        ({"encoder": "items", "pooling": "mean", "history_heads": 3}, "history_heads"),
+        ({"encoder": "items", "pooling": "mean", "layers": -1}, "layers"),
     ],
 )
 def test_options_out_of_range_are_refused(options, message):
@@ -300,10 +306,86 @@ def test_options_out_of_range_are_refused(options, message):
         build(**options)
 
 
+def items_model(**options):
+    return make_model("recformer", objective="causal", **options).eval()
+
+
+def test_without_layers_an_item_is_the_mean_of_its_embedded_words():
+    model = items_model()
+    encoder = model.encoder
+    ids = torch.tensor([CLS, *tokens_of(model, 4)])
+    types, places = torch.tensor([0, 1, *[2] * (len(ids) - 2)]), torch.tensor([0, *[1] * (len(ids) - 1)])
+    embedded = encoder.words.weight[ids] + encoder.positions.weight[: len(ids)]
+    embedded = embedded + encoder.types.weight[types] + encoder.places.weight[places]
+    expected = F.normalize(encoder.norm(embedded).mean(0), dim=0)
+
+    torch.testing.assert_close(model.vectors[4], expected)
+
+
+def test_a_history_of_items_is_read_as_sasrec_reads_the_same_vectors():
+    model = items_model(d_history=16, history_layers=2, length=12)
+    other = make_model("sasrec", layers=2, heads=2, dropout=0.0, length=12).eval()
+    table = model.history.to_item(model.vectors)
+    names = ("positions", "blocks.", "norm.")
+    weights = {name: value for name, value in model.history.state_dict().items() if name.startswith(names)}
+    other.load_state_dict({"items.weight": table, **weights})
+    batch = make_batch([[3, 7, 2, 9, 4], [5, 1]])
+
+    query, item = model(batch), model.item_vectors()
+
+    torch.testing.assert_close(query, F.normalize(other(batch), dim=-1) / model.options.temperature)
+    torch.testing.assert_close(item, F.normalize(table, dim=-1))
+
+
+def gradient_of_words(model, history: list[int], candidate: int):
+    """Gradient of a candidate's score after `history`, by the embedding of each word."""
+    model.train()
+    batch = make_batch([history])
+    terms = model.training_loss(batch, lambda query: (query[:, -1] @ model.item_vectors()[candidate]).sum())
+    terms["task"].backward()
+    return model.encoder.words.weight.grad
+
+
+def test_words_learn_from_histories_and_from_candidates():
+    model = items_model()
+    gradient = gradient_of_words(model, [3, 7], 9)
+
+    own = {item: tokens_of(model, item)[-1] for item in (3, 7, 9, 11)}  # of no other item
+    assert all(gradient[own[item]].abs().max() > 1e-6 for item in (3, 7, 9))
+    assert gradient[own[11]].abs().max() < 1e-9
+    assert model.learnt_VD is None
+
+
+def test_vectors_that_are_not_refreshed_are_constants():
+    model = items_model(refresh=False)
+    assert model.phases("finetune") == ("frozen",)
+    model.enter("frozen")
+    before = model.vectors.clone()
+
+    assert gradient_of_words(model, [3, 7], 9) is None
+    assert not any(p.requires_grad for p in model.encoder.parameters())
+    assert torch.equal(model.eval().vectors, before)
+
+
+def test_the_item_vectors_in_use_are_those_of_the_trained_words():
+    model = items_model()
+    model.train()
+    with torch.no_grad():
+        model.encoder.words.weight.add_(torch.randn_like(model.encoder.words.weight))
+    stale = model.vectors.clone()
+
+    model.eval()
+
+    fresh = F.normalize(model.encode(torch.arange(1, 31)[:, None]), dim=-1)
+    torch.testing.assert_close(model.vectors[1:], fresh)
+    assert not torch.allclose(stale, model.vectors)
+
+
 # The stages, on the synthetic log with titles in which an item's neighbours have words in common.
 OPTIONS = {"length": 6, "d_model": 16, "d_inner": 32, "max_tokens": 64, "vocabulary": 300, "frozen_words": []}
 SETTINGS = {"batch_size": 16, "warmup_steps": 2, "learning_rate": 5e-3, "prefixes_per_user": 2, "save_steps": 1}
 PRETRAIN = {"epochs": 1, "held_out": 0.2, "earliest_target": 0.5}
+ITEMS = {"encoder": "items", "objective": "causal", "pooling": "mean", "layers": 0, "history_heads": 1}
 
 
 def dataset(folder, *, items: int = 40, seed: int = 0, title: str = "t"):
@@ -419,8 +501,9 @@ def test_the_second_stage_keeps_what_the_first_left_unless_it_is_better(target, 
         torch.testing.assert_close(restored[name], value)
 
 
-def test_a_described_item_is_read_by_the_encoder_that_made_the_others(target, tmp_path):
-    run_pretrain(target, tmp_path, options={"mlm_weight": 0.0, "dropout": 0.0}, save_steps=500)
+@pytest.mark.parametrize("options", [{"mlm_weight": 0.0, "dropout": 0.0}, ITEMS], ids=["text", "items"])
+def test_a_described_item_is_read_by_the_encoder_that_made_the_others(target, tmp_path, options):
+    run_pretrain(target, tmp_path, options=options, save_steps=500)
     run_finetune(target, tmp_path, epochs=2, learning_rate=2e-2, save_steps=500)
     model, card = load_model(tmp_path / "finetuned")
     assert card["parameters"] == sum(p.numel() for p in model.parameters())
@@ -450,8 +533,10 @@ def load_safetensors(path):
     return load_file(path)
 
 
-@pytest.mark.parametrize(("stage", "steps"), [("initial", 7), ("finetuned", 9)])
-def test_an_interrupted_run_ends_like_one_that_was_not(target, tmp_path, monkeypatch, stage, steps):
+@pytest.mark.parametrize(
+    ("stage", "steps", "options"), [("initial", 7, {}), ("finetuned", 9, {}), ("finetuned", 5, ITEMS)]
+)
+def test_an_interrupted_run_ends_like_one_that_was_not(target, tmp_path, monkeypatch, stage, steps, options):
     def train(out):
         if stage == "initial":
             run_pretrain(target, out, epochs=2)
@@ -459,7 +544,7 @@ def test_an_interrupted_run_ends_like_one_that_was_not(target, tmp_path, monkeyp
             run_finetune(target, out, epochs=2)
 
     for name in ("whole", "cut") if stage == "finetuned" else ():
-        run_pretrain(target, tmp_path / name)
+        run_pretrain(target, tmp_path / name, options=options)
     train(tmp_path / "whole")
     batches = iter(range(steps))
     account = loop._Run._account
@@ -595,28 +680,74 @@ def test_text_is_asked_for(target, tmp_path):
         )
 
 
-def test_zesrec_trains_on_frozen_text_vectors(target, tmp_path):
+def tiny_bert(target, folder):
+    """Write a BERT of random weights; return its place, its tokeniser and the texts of the target."""
     names = sequences.read_vocabulary(target / "sequences")[0]
     texts = item_tokens.read_texts(target / artifacts.ITEMS, names)
     tokenizer = item_tokens.train_tokenizer([texts], 200)
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     bert = transformers.BertModel(transformers.BertConfig(vocab_size=tokenizer.get_vocab_size(), **sizes))
-    bert.save_pretrained(tmp_path / "bert")
-    tokenizer.save(str(tmp_path / "bert" / artifacts.TOKENIZER))
-    start = str(tmp_path / "bert")
+    bert.save_pretrained(folder)
+    tokenizer.save(str(folder / artifacts.TOKENIZER))
+    return str(folder), tokenizer, texts
 
-    pretrain(
-        model="zesrec",
+
+def run_on_vectors(architecture, target, out, start, sources=(), **options):
+    options = {"length": 6, "d_model": 16, "layers": 1, "heads": 1, "start": start} | options
+    return pretrain(
+        model=architecture,
         sequences=target / "sequences",
-        initial=tmp_path / "initial",
-        state=tmp_path / "state",
-        architecture=ModelConfig(
-            architecture="zesrec", options={"length": 6, "d_model": 16, "layers": 1, "heads": 1, "start": start}
-        ),
+        initial=out / "initial",
+        state=out / "state",
+        architecture=ModelConfig(architecture=architecture, options=options),
         filter_seen=True,
-        config=PretrainConfig(),
+        config=PretrainConfig(**(SETTINGS | PRETRAIN)),
         data=target,
+        sources=sources,
     )
+
+
+def test_unisrec_learns_from_the_sources_and_serves_the_target(target, source, tmp_path):
+    start, tokenizer, texts = tiny_bert(target, tmp_path / "bert")
+    options = {"ids": True, "fixed_encoder": True, "experts": 2}
+
+    values = run_on_vectors("unisrec", target, tmp_path, start, sources=[source], **options)
+    run_finetune(target, tmp_path, epochs=1)
+
+    assert "valid/accuracy" in values
+    first, last = (vectors(tmp_path / name)[0] for name in ("initial", "finetuned"))
+    expected = pretrained.text_vectors(item_tokens.tokenise(texts, tokenizer, 32), start)
+    for model in (first, last):
+        torch.testing.assert_close(model.text_VX, expected)
+    assert len(first.items.weight) == len(expected)
+    assert torch.equal(first.positions, last.positions)  # fixed in fine-tuning
+    assert not torch.equal(first.items.weight, last.items.weight)
+    assert not torch.equal(first.adaptor.maps.weight, last.adaptor.maps.weight)
+
+
+@pytest.mark.parametrize("architecture", ["fdsa", "s3rec"])
+def test_attributes_are_the_words_that_titles_share(target, tmp_path, architecture):
+    shape = {"length": 6, "d_model": 16, "layers": 1, "heads": 1}
+    settings = ModelConfig(architecture=architecture, options=shape | {"attribute_values": 2})
+    folders = {"sequences": target / "sequences", "initial": tmp_path / "initial", "state": tmp_path / "state"}
+    config = PretrainConfig(**(SETTINGS | PRETRAIN))
+    values = pretrain(
+        model=architecture, **folders, architecture=settings, filter_seen=True, config=config, data=target
+    )
+    run_finetune(target, tmp_path, epochs=1)
+
+    assert ("valid/accuracy" in values) == (architecture == "s3rec")
+    model = vectors(tmp_path / "finetuned")[0]
+    names = sequences.read_vocabulary(target / "sequences")[0]
+    texts = item_tokens.read_texts(target / artifacts.ITEMS, names)
+    assert torch.equal(model.value_VM, item_tokens.attribute_values(texts, 2))
+    assert model.value_VM[1:].min() > 0
+
+
+def test_zesrec_trains_on_frozen_text_vectors(target, tmp_path):
+    start, tokenizer, texts = tiny_bert(target, tmp_path / "bert")
+
+    run_on_vectors("zesrec", target, tmp_path, start)
     run_finetune(target, tmp_path, epochs=1)
 
     first, last = (vectors(tmp_path / name)[0] for name in ("initial", "finetuned"))

@@ -255,7 +255,7 @@ def compiled(folder: Path, pipeline: str, cluster: str) -> list[dict]:
     """Return the YAML documents of a pipeline on params.yaml with another section `kubernetes`."""
     content = yaml.safe_load(PARAMS.read_text(encoding="utf-8"))
     content["kubernetes"] = CLUSTER[cluster]
-    models = ["recformer"] if pipeline == "pretraining" else list(MODELS)
+    models = ["recformer_text"] if pipeline == "pretraining" else list(MODELS)
     content["sources"] = ["health"] if pipeline == "pretraining" else []
     (folder / "params.yaml").write_text(yaml.safe_dump(content))
     compile_pipeline(models, folder / "out.yaml", folder / "params.yaml", pipeline)
@@ -406,15 +406,19 @@ def test_retraining_starts_from_the_champion(tmp_path):
 def test_pretraining_learns_from_the_sources_and_is_measured_on_the_dataset(tmp_path):
     tasks = tasks_of(compiled(tmp_path, "pretraining", "gpu")[0])
 
-    assert {"validate health", "join health", "pretrain recformer", "evaluate recformer"} <= set(tasks)
+    assert {"validate health", "join health", "pretrain recformer_text", "evaluate recformer_text"} <= set(tasks)
     assert not {name for name in tasks if name.startswith(("finetune", "register"))}
-    joined = tasks["pretrain recformer"]["inputs"]["artifacts"]["data"]["taskOutputArtifact"]["producerTask"]
+    joined = tasks["pretrain recformer_text"]["inputs"]["artifacts"]["data"]["taskOutputArtifact"]["producerTask"]
     assert joined == "join"
 
 
 @pytest.mark.parametrize(
     ("sources", "models", "message"),
-    [([], ["recformer"], "sources: name the datasets"), (["health"], ["sasrec"], r"models\.sasrec: .* text models")],
+    [
+        ([], ["recformer_text"], "sources: name the datasets"),
+        (["health"], ["sasrec"], r"models\.sasrec: .* text models"),
+        (["health"], ["recformer"], r"models\.recformer: .* encoder text"),
+    ],
 )
 def test_pretraining_refuses_what_it_cannot_do(tmp_path, sources, models, message):
     content = yaml.safe_load(PARAMS.read_text(encoding="utf-8")) | {"sources": sources}

@@ -14,8 +14,15 @@ pytest.importorskip("onnxscript")
 
 
 def test_the_graph_answers_as_torch_does(prepared, tmp_path, architecture):
-    saved = save(architecture[0], prepared, tmp_path / "saved", median_gap=1000.0)
+    compare(save(architecture[0], prepared, tmp_path / "saved", median_gap=1000.0), tmp_path)
 
+
+def test_the_graph_of_a_history_of_item_vectors_answers_as_torch_does(prepared, tmp_path):
+    options = {"objective": "causal"}
+    compare(save("recformer", prepared, tmp_path / "saved", options=options, median_gap=1000.0), tmp_path)
+
+
+def compare(saved, tmp_path):
     values = onnx_graph.export(saved=saved, output=tmp_path / "graph", k=15)
 
     assert values == {"k": 15}

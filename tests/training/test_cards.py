@@ -27,7 +27,7 @@ GONE = "gone"  # a key that is left out
 def saved(prepared, tmp_path_factory):
     """Small models as training leaves them, by architecture."""
     root = tmp_path_factory.mktemp("saved")
-    return {name: save(name, prepared, root / name) for name in ("sasrec", "gru4rec", "recformer", "flash4rec")}
+    return {name: save(name, prepared, root / name) for name in ("sasrec", "gru4rec", "recformer", "flash4rec", "fdsa")}
 
 
 @pytest.fixture
@@ -173,6 +173,9 @@ def huge(path):
         ("recformer", TOKENS, edited(offsets=torch.arange(42) * 1000)),
         ("recformer", TOKENS, edited(special=torch.tensor([0, 2, 3, 2**40]))),
         ("recformer", TOKENS, edited(pickle=torch.zeros(1))),
+        ("fdsa", TOKENS, edited(values=torch.tensor([[-1, 13, 0]] * 41, dtype=torch.int32))),
+        ("fdsa", TOKENS, edited(values=torch.zeros(41, dtype=torch.int32))),
+        ("fdsa", TOKENS, edited(values=torch.full((41, 3), 2**30, dtype=torch.int32))),
     ],
 )
 def test_files_that_the_model_cannot_use_are_refused(copy, architecture, name, change):

@@ -105,6 +105,33 @@ def without_places(model: Recformer) -> Recformer:
     return model
 
 
+ITEMS = {"encoder": "items", "objective": "causal", "pooling": "mean"}
+
+
+def test_items_read_by_themselves_begin_with_the_vectors_of_the_checkpoint(bert):
+    folder, _ = bert
+    model = build(**ITEMS, item_positions=False, token_types=False)
+    pretrained.load_weights(model, str(folder))
+
+    model.refresh()
+
+    expected = pretrained.text_vectors(model.catalogue.tokens, str(folder))
+    torch.testing.assert_close(model.vectors[1:], expected[1:], **TOLERANCE)
+
+
+def test_items_read_by_themselves_start_from_a_model_of_whole_histories(tmp_path):
+    source = build(pooling="mean")
+    save_model(tmp_path, source, {"model": "m"})
+    model = build(**ITEMS)
+
+    pretrained.load_weights(model, str(tmp_path))
+
+    source.refresh(), model.refresh()
+    torch.testing.assert_close(model.vectors, source.vectors, **TOLERANCE)
+    with pytest.raises(ConfigError, match="differs in shape"):
+        pretrained.load_weights(build(**ITEMS, d_inner=64), str(tmp_path))
+
+
 @pytest.mark.parametrize("lengths", [[300, 130, 1], [128, 127, 64], [127, 65, 2], [31, 12, 3]], ids=str)
 def test_the_encoder_equals_longformer(longformer, lengths):
     folder, source = longformer

