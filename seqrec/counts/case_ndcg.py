@@ -40,7 +40,7 @@ class _Cells:
     item_E: Tensor
     score_E: Tensor  # -inf for what is no candidate
     target_C: Tensor  # the cell of each target, -1 where there is none
-    best: dict[float, Tensor] = field(default_factory=dict)  # lambda -> (C, BEST) scores of the best other items
+    best: dict[float, Tensor] = field(default_factory=dict, init=False)  # lambda -> (C, BEST), of the best other items
 
 
 class CaseNdcg:
