@@ -296,14 +296,14 @@ class Encoder(nn.Module):
         if self.places is not None:
             x_BTD = x_BTD + self.places(text.places_BT)
         x_BTD = self.dropout(self.norm(x_BTD))
+        if not self.blocks:
+            embedded: Tensor = x_BTD
+            return embedded
         filled = -size % BLOCK if size >= 2 * BLOCK else 0  # whole blocks
         x_BTD, real_BT = F.pad(x_BTD, (0, 0, 0, filled)), F.pad(text.real_BT, (0, filled))
         seen = view(real_BT, self.window)
-        for block in list(self.blocks)[:-1]:
+        for block in self.blocks[:-1]:
             x_BTD = block(x_BTD, seen)
-        if not self.blocks:
-            embedded: Tensor = x_BTD[:, :size]
-            return embedded
         last = self.blocks[-1]
         assert isinstance(last, Block)
         out: Tensor = last.summary(x_BTD, seen) if only_first else last(x_BTD, seen)[:, :size]

@@ -131,8 +131,8 @@ class S3Rec(SequenceModel):
         score_NK = self.heads[name](out_ND) @ self.attributes.weight.T
         value_NM = self.value_VM[item_N].long()
         own_NM = score_NK.gather(1, value_NM).masked_fill(value_NM == PAD, 0)
-        total: Tensor = F.softplus(score_NK[:, 1:]).sum() - own_NM.sum()
-        return total
+        loss: Tensor = F.softplus(score_NK[:, 1:]).sum() - own_NM.sum()
+        return loss
 
     def segment_term(self, items_BL: Tensor, inside_BL: Tensor, other_BL: Tensor) -> Tensor:
         """Return how well a history without a segment tells that segment from another one (paper, eq. 8).

@@ -1,7 +1,8 @@
 """Settings: `sections` says what there is, `loading` reads and completes params.yaml, `checks` refuses mistakes."""
 
-from seqrec.config.checks import AUTO, CASTS, Bounds, ConfigError, Section, parse, require
+from seqrec.config.checks import CASTS, ConfigError, Section, parse, require
 from seqrec.config.loading import Params, from_dict, load
+from seqrec.config.ranges import AUTO, Bounds
 from seqrec.config.sections import (
     DATASET_KEYS,
     EXPERIMENT,

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, cast
 
+from seqrec.config.ranges import AUTO, Bounds, may_be_auto
 from seqrec.redaction import is_secret_name, redacted, secret_settings
 
 # on a bare training machine without pydantic, keys, types and ranges are still checked, types are not cast
@@ -36,56 +37,6 @@ def require(condition: bool, message: str) -> None:
     """Raise `ValueError(message)` unless `condition` holds."""
     if not condition:
         raise ValueError(message)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bounds:
-    """The range of a number: part of the field's type, so that the check and the documentation read the same."""
-
-    ge: float | None = None
-    gt: float | None = None
-    le: float | None = None
-    lt: float | None = None
-
-    def __str__(self) -> str:
-        parts = {"at least": self.ge, "more than": self.gt, "at most": self.le, "less than": self.lt}
-        return " and ".join(f"{word} {limit}" for word, limit in parts.items() if limit is not None)
-
-    def __contains__(self, value: float) -> bool:
-        return (
-            (self.ge is None or value >= self.ge)
-            and (self.gt is None or value > self.gt)
-            and (self.le is None or value <= self.le)
-            and (self.lt is None or value < self.lt)
-        )
-
-
-class OrAuto:
-    """Marks the type of a setting that may also be `auto`, until auto_settings.py replaces it by a number."""
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
-        from pydantic_core import core_schema
-
-        return core_schema.no_info_wrap_validator_function(_unless_auto, handler(source))
-
-    def __str__(self) -> str:
-        return f"or {AUTO}"
-
-
-AUTO = "auto"
-
-
-def _unless_auto(value: Any, validated: Any) -> Any:
-    return value if isinstance(value, str) and value == AUTO else validated(value)
-
-
-Count = Annotated[int, Bounds(ge=0)]
-Positive = Annotated[int, Bounds(ge=1)]
-Share = Annotated[float, Bounds(ge=0, le=1)]
-Fraction = Annotated[float, Bounds(gt=0, lt=1)]
-NotNegative = Annotated[float, Bounds(ge=0)]
-PositiveReal = Annotated[float, Bounds(gt=0)]
-Seed = Annotated[int, Bounds(ge=0, lt=2**32)]  # what numpy and torch both take
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,11 +70,6 @@ def check_fields(section: Any) -> None:
             require(fits, f"{name} must be a finite number, not {value!r:.80}")
         for limit in (limit for limit in limits if isinstance(limit, Bounds)):
             require(value in limit, f"{name} must be {limit}, not {value!r:.80}")
-
-
-def may_be_auto(hint: Any) -> bool:
-    """Say whether a setting of this type may be `auto`."""
-    return any(isinstance(mark, OrAuto) for mark in typing.get_args(hint)[1:])
 
 
 @functools.cache

@@ -16,7 +16,8 @@ from typing import Any, cast
 
 import yaml
 
-from seqrec.config.checks import AUTO, ConfigError, Section, Seed, check_keys, parse, refuse_secrets
+from seqrec.config.checks import ConfigError, Section, check_keys, parse, refuse_secrets
+from seqrec.config.ranges import AUTO, Seed
 from seqrec.config.sections import DATASET_KEYS, MODEL_KEYS, SECTIONS, ModelConfig, Range
 
 TOP = ("seed", "dataset", "sources", "leaderboard", *SECTIONS, "datasets", "models")

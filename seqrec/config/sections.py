@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, date, datetime
 from typing import Annotated, Any, Literal
 
-from seqrec.config.checks import (
+from seqrec.config.checks import Section, parse, require
+from seqrec.config.ranges import (
     AUTO,
     Bounds,
     Count,
@@ -19,11 +20,8 @@ from seqrec.config.checks import (
     OrAuto,
     Positive,
     PositiveReal,
-    Section,
     Seed,
     Share,
-    parse,
-    require,
 )
 
 EXPERIMENT = "seqrec"  # MLflow's

@@ -20,7 +20,6 @@ from seqrec.counts.term import CountTerm, with_counts
 from seqrec.data import sequences
 from seqrec.data.sequences import Cases, Sequences
 from seqrec.evaluation import metrics, ranking
-from seqrec.evaluation.metrics import mid_rank
 from seqrec.evaluation.ranking import Blocks, Scorer
 from seqrec.evaluation.seen_items import SeenItems
 
@@ -84,7 +83,7 @@ class CaseNdcg:
             + torch.bincount(cells.case_E[beats(score_E, goal_E)], minlength=len(goal_C))
             for beats in (torch.gt, torch.eq)
         )
-        return metrics.ndcg(mid_rank(above_C, equal_C + 1).numpy(), CUTOFF)
+        return metrics.ndcg(ranking.mid_rank(above_C, equal_C + 1).numpy(), CUTOFF)
 
     def _ranked(self, term: CountTerm) -> NDArray[np.float64]:
         """Return the same by ranking: the square table of a small catalogue adds up faster than lists of pairs."""

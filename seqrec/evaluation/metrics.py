@@ -21,15 +21,6 @@ SHARES = re.compile(r"(^|/)(ndcg|recall|mrr|coverage|gini|tail_share|accuracy)(@
 FloatArray = NDArray[np.float64]
 
 
-def mid_rank(above: Tensor, equal: Tensor) -> Tensor:
-    """Return the ranks of targets with `above` candidates of a higher score and `equal` of theirs, themselves included.
-
-    >>> mid_rank(torch.tensor([0, 2]), torch.tensor([1, 4])).tolist()
-    [1.0, 4.5]
-    """
-    return 1 + above.double() + (equal.double() - 1) / 2
-
-
 def require_possible(values: Mapping[str, float], name: str) -> None:
     """Raise ValueError if a value is not finite, or is a share or accuracy outside [0, 1], up to rounding.
 

@@ -20,7 +20,6 @@ from torch import Tensor
 from models.base import PAD, SequenceModel
 from seqrec.data import sequences
 from seqrec.data.sequences import Cases, Sequences
-from seqrec.evaluation.metrics import mid_rank
 from seqrec.evaluation.seen_items import SeenItems
 
 SCORES_IN_MEMORY = 16_000_000  # floats of one block
@@ -41,6 +40,15 @@ class Ranking:
     ties: Tensor  # int64, other candidates with exactly the target's score, under the configured filter
     top: Tensor  # (C, K) int64, best items under the configured filter; 0 where there are fewer
     score: Tensor  # (C, K) float32
+
+
+def mid_rank(above: Tensor, equal: Tensor) -> Tensor:
+    """Return the ranks of targets with `above` candidates of a higher score and `equal` of theirs, themselves included.
+
+    >>> mid_rank(torch.tensor([0, 2]), torch.tensor([1, 4])).tolist()
+    [1.0, 4.5]
+    """
+    return 1 + above.double() + (equal.double() - 1) / 2
 
 
 def model_scorer(model: SequenceModel) -> Scorer:

@@ -14,7 +14,7 @@ from scipy import linalg, sparse
 from torch import Tensor
 
 from seqrec.config import EvaluateConfig
-from seqrec.counts import rows
+from seqrec.counts import baselines as counting
 from seqrec.counts.table import train_events
 from seqrec.data.sequences import Sequences, seen, window
 from seqrec.data.sequences import load as load_sequences
@@ -37,7 +37,7 @@ def baselines(
     within ten events, weighted by 1 / distance and tempered by the square root of the first item's total; the user's
     last five items vote, weighted by 1 / age. EASE is the best linear map from the items a user has to themselves,
     none of them being explained by itself; it is left out where the catalogue is large. PCTM and Sequential Rules are
-    those of seqrec/counts/rows.py, their few values chosen on validation.
+    those of seqrec/counts/baselines.py, their few values chosen on validation.
 
     Args:
         sequences: folder of the prepared dataset.
@@ -48,7 +48,7 @@ def baselines(
     prepared = load_sequences(sequences)
     scorers = {"popularity": popularity_scorer, "markov": markov_scorer, "ease": ease_scorer}
     values = {}
-    for name in (*scorers, *rows.ROWS):
+    for name in (*scorers, *counting.ROWS):
         shutil.rmtree(reports / name, ignore_errors=True)  # of other data
         (reports / name).mkdir(parents=True)  # DVC tracks the folder, also of one that is left out
         if name == "ease" and prepared.num_items > ease_items:
@@ -58,7 +58,7 @@ def baselines(
             facts = {"parameters": 0, "train_seconds": 0.0}
             metrics = results.report(scorers[name](prepared), prepared, reports / name, config, facts)
         else:
-            metrics = rows.report(name, prepared, reports / name, config)
+            metrics = counting.report(name, prepared, reports / name, config)
         values[f"{name}/test/ndcg@10"] = metrics["test/ndcg@10"]
     return values
 
