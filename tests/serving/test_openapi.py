@@ -77,6 +77,7 @@ def test_no_body_makes_the_service_fail(api, path, mode):
 
     call()
     if mode is GenerationMode.POSITIVE:
-        assert "tisasrec" in sources  # the model was reached
+        assert sources  # it was answered
+        assert "tisasrec" in sources or path != "/recommend"  # the model was reached
     else:
         assert 422 in seen
