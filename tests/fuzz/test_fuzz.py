@@ -70,6 +70,24 @@ def test_nested_parquet_columns_are_named(tmp_path, kind):
         read("csv", {"interactions": (tmp_path / "e").read_bytes()})
 
 
+@pytest.mark.parametrize("kind", [*map(pa.timestamp, ("s", "ms", "us", "ns")), pa.date32(), pa.date64()], ids=str)
+@pytest.mark.parametrize("column", ["user_id", "timestamp"])
+def test_dates_out_of_range_are_quarantined(kind, column):
+    day = {"date32[day]": 20_000, "date64[ms]": 20_000 * 86_400_000}.get(str(kind))
+    good = day or 1_700_000_000 * {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}[kind.unit]
+    raw = pa.int32() if kind == pa.date32() else pa.int64()
+    most = 2**31 - 1 if kind == pa.date32() else (2**63 - 1) // (1000 if kind == pa.timestamp("s") else 1)
+    plain = {"user_id": ["u", "v", "w"], "item_id": ["i", "j", "k"], "timestamp": [5, 6, 7]}
+    columns = {**plain, column: pa.array([good, most, most - 1], type=raw).view(kind)}
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table(columns), sink)
+
+    counts = read("csv", {"interactions": sink.getvalue().to_pybytes()})
+
+    wrong = 0 if str(kind) == "timestamp[ns]" else 2  # nanoseconds end in the year 2262, which is a date
+    assert (counts["rows"], counts["quarantined"]) == (3 - wrong, wrong)
+
+
 LINES = {  # format -> one line of user u and item i
     "csv": "u%d,i%d,5,1\n",
     "ml-100k": "u%d\ti%d\t3\t5\n",

@@ -9,11 +9,15 @@ from typing import Any
 
 import polars as pl
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from seqrec.data.readers.blocks import DamagedFileError, Frames
 
 BATCH_ROWS = 1 << 20
+YEARS_1_TO_9999 = (-62_135_596_800, 253_402_300_799)  # seconds since 1970: outside them polars panics on a date's text
+SECONDS = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}  # of a timestamp's unit: how many make a second
+DAY = 86_400
 OURS = ("user_id", "item_id", "timestamp", "rating")  # these hold one value, never a list or a struct
 
 
@@ -68,10 +72,8 @@ def _series(values: pa.Array) -> pl.Series:
     kind = values.type
     if pa.types.is_dictionary(kind):
         values, kind = values.dictionary_decode(), kind.value_type
-    if pa.types.is_date(kind) or (pa.types.is_timestamp(kind) and kind.tz is None):
-        return _polars(values)
-    if pa.types.is_timestamp(kind):
-        return _polars(values.cast(pa.timestamp(kind.unit)))  # the same moments, in UTC
+    if pa.types.is_date(kind) or pa.types.is_timestamp(kind):
+        return _dates(values)
     if pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind):
         return _polars(values.cast(pa.float32()) if pa.types.is_float16(kind) else values)
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
@@ -79,6 +81,22 @@ def _series(values: pa.Array) -> pl.Series:
     if pa.types.is_null(kind):
         return pl.Series([None] * len(values), dtype=pl.String)
     return _as_text(values)
+
+
+def _dates(values: pa.Array) -> pl.Series:
+    """Return dates, and times in UTC; nothing where the year is not of four digits."""
+    kind = values.type
+    if pa.types.is_timestamp(kind):
+        values = values.cast(pa.timestamp(kind.unit))
+    raw = values.view(pa.int32() if pa.types.is_date32(kind) else pa.int64()).cast(pa.int64())
+    low, high = YEARS_1_TO_9999
+    if pa.types.is_date32(kind):
+        low, high = low // DAY, high // DAY
+    else:
+        scale = SECONDS[kind.unit] if pa.types.is_timestamp(kind) else SECONDS["ms"]
+        low, high = max(low * scale, -(2**63)), min(high * scale, 2**63 - 1)
+    known = pc.and_(pc.greater_equal(raw, low), pc.less_equal(raw, high))
+    return _polars(pc.if_else(known, values, pa.scalar(None, values.type)))
 
 
 def _polars(values: pa.Array) -> pl.Series:
