@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import copy
+import functools
 import json
 import tempfile
 from pathlib import Path
@@ -251,15 +253,22 @@ CLUSTER["nodes"] = CLUSTER["gpu"] | {
 COMPILED = [*(("training", name) for name in CLUSTER), ("retraining", "plain"), ("pretraining", "gpu")]
 
 
-def compiled(folder: Path, pipeline: str, cluster: str) -> list[dict]:
-    """Return the YAML documents of a pipeline on params.yaml with another section `kubernetes`."""
+@functools.cache
+def _compiled(pipeline: str, cluster: str) -> list[dict]:
     content = yaml.safe_load(PARAMS.read_text(encoding="utf-8"))
     content["kubernetes"] = CLUSTER[cluster]
     models = ["recformer_text"] if pipeline == "pretraining" else list(MODELS)
     content["sources"] = ["health"] if pipeline == "pretraining" else []
-    (folder / "params.yaml").write_text(yaml.safe_dump(content))
-    compile_pipeline(models, folder / "out.yaml", folder / "params.yaml", pipeline)
-    return list(yaml.safe_load_all((folder / "out.yaml").read_text(encoding="utf-8")))
+    with tempfile.TemporaryDirectory() as scratch:
+        output, params = Path(scratch, "out.yaml"), Path(scratch, "params.yaml")
+        params.write_text(yaml.safe_dump(content))
+        compile_pipeline(models, output, params, pipeline)
+        return list(yaml.load_all(output.read_text(encoding="utf-8"), yaml.CSafeLoader))
+
+
+def compiled(pipeline: str, cluster: str) -> list[dict]:
+    """Return the YAML documents of a pipeline on params.yaml with another section `kubernetes`."""
+    return copy.deepcopy(_compiled(pipeline, cluster))
 
 
 def tasks_of(document: dict) -> dict[str, dict]:
@@ -277,8 +286,8 @@ def executor_of(documents: list[dict], display: str) -> tuple[dict, dict]:
 
 
 @pytest.mark.parametrize(("pipeline", "cluster"), COMPILED)
-def test_a_compiled_pipeline_has_no_field_that_kubeflow_does_not_know(tmp_path, pipeline, cluster):
-    documents = compiled(tmp_path, pipeline, cluster)
+def test_a_compiled_pipeline_has_no_field_that_kubeflow_does_not_know(pipeline, cluster):
+    documents = compiled(pipeline, cluster)
 
     assert json_format.ParseDict(documents[0], PipelineSpec()).pipeline_info.name == f"seqrec-{pipeline}"
     json_format.ParseDict(documents[0]["deploymentSpec"], PipelineDeploymentConfig())  # above any mapping will do
@@ -289,8 +298,8 @@ def test_a_compiled_pipeline_has_no_field_that_kubeflow_does_not_know(tmp_path, 
         json_format.ParseDict(executor, KubernetesExecutorConfig())
 
 
-def test_a_misspelt_field_is_noticed(tmp_path):
-    documents = compiled(tmp_path, "training", "gpu")
+def test_a_misspelt_field_is_noticed():
+    documents = compiled("training", "gpu")
     container, executor = executor_of(documents, "finetune sasrec")
     container["resources"]["memoryLimits"] = "1Gi"
     executor["nodeSelectors"] = {}
@@ -301,20 +310,20 @@ def test_a_misspelt_field_is_noticed(tmp_path):
         json_format.ParseDict(executor, KubernetesExecutorConfig())
 
 
-def golden(folder: Path) -> str:
+def golden() -> str:
     """Return the compiled pipeline of several nodes without the values of params.yaml, which are no part of it."""
-    documents = compiled(folder, "training", "nodes")
+    documents = compiled("training", "nodes")
     for definition in documents[0]["root"]["inputDefinitions"]["parameters"].values():
         definition.pop("defaultValue")
     return yaml.safe_dump_all(documents)
 
 
-def test_the_compiled_pipeline_is_the_one_that_was_looked_at(tmp_path):
-    assert golden(tmp_path) == GOLDEN.read_text(encoding="utf-8")
+def test_the_compiled_pipeline_is_the_one_that_was_looked_at():
+    assert golden() == GOLDEN.read_text(encoding="utf-8")
 
 
-def test_a_step_asks_for_what_the_section_says(tmp_path):
-    documents = compiled(tmp_path, "training", "gpu")
+def test_a_step_asks_for_what_the_section_says():
+    documents = compiled("training", "gpu")
 
     container, executor = executor_of(documents, "finetune sasrec")
     assert container["resources"]["resourceCpuRequest"] == "2"
@@ -341,8 +350,8 @@ def test_a_step_asks_for_what_the_section_says(tmp_path):
     assert "retryPolicy" not in tasks["validate ml-100k"]
 
 
-def test_a_step_that_awaits_a_job_books_no_gpu_itself(tmp_path):
-    documents = compiled(tmp_path, "training", "nodes")
+def test_a_step_that_awaits_a_job_books_no_gpu_itself():
+    documents = compiled("training", "nodes")
     container, executor = executor_of(documents, "finetune sasrec")
 
     assert "accelerator" not in container["resources"]
@@ -355,8 +364,8 @@ def test_a_step_that_awaits_a_job_books_no_gpu_itself(tmp_path):
     assert given == {"launch": {"processes": 2}}
 
 
-def test_nothing_runs_before_validation_and_models_run_side_by_side(tmp_path):
-    tasks = tasks_of(compiled(tmp_path, "training", "plain")[0])
+def test_nothing_runs_before_validation_and_models_run_side_by_side():
+    tasks = tasks_of(compiled("training", "plain")[0])
 
     assert "dependentTasks" not in tasks["ingest ml-100k"]
     assert tasks["validate ml-100k"]["dependentTasks"] == ["ingest"]
@@ -366,23 +375,23 @@ def test_nothing_runs_before_validation_and_models_run_side_by_side(tmp_path):
     assert tasks["finetune flash4rec"]["dependentTasks"] == ["prepare", "pretrain-2"]
 
 
-def test_the_outcome_is_recorded_whatever_happened(tmp_path):
-    (document, _) = compiled(tmp_path, "training", "plain")
+def test_the_outcome_is_recorded_whatever_happened():
+    (document, _) = compiled("training", "plain")
     task = document["root"]["dag"]["tasks"]["record"]
 
     assert task["triggerPolicy"]["strategy"] == "ALL_UPSTREAM_TASKS_COMPLETED"
     assert task["inputs"]["parameters"]["status"]["taskFinalStatus"]["producerTask"] == "exit-handler-1"
 
 
-def uncached(pipeline: str, folder: Path) -> set[str]:
-    tasks = tasks_of(compiled(folder, pipeline, "plain" if pipeline != "pretraining" else "gpu")[0])
+def uncached(pipeline: str) -> set[str]:
+    tasks = tasks_of(compiled(pipeline, "plain" if pipeline != "pretraining" else "gpu")[0])
     return {name for name, task in tasks.items() if not task["cachingOptions"].get("enableCache")}
 
 
-def test_only_what_may_differ_from_run_to_run_is_never_cached(tmp_path):
-    assert uncached("training", tmp_path) == {"register"}
-    assert uncached("retraining", tmp_path) == {"register", "champion", "ingest ml-100k"}
-    assert uncached("pretraining", tmp_path) == {"ingest health"}  # files of one's own, without digests
+def test_only_what_may_differ_from_run_to_run_is_never_cached():
+    assert uncached("training") == {"register"}
+    assert uncached("retraining") == {"register", "champion", "ingest ml-100k"}
+    assert uncached("pretraining") == {"ingest health"}  # files of one's own, without digests
 
 
 def test_a_source_is_pinned_by_digests_or_by_a_commit():
@@ -395,16 +404,16 @@ def test_a_source_is_pinned_by_digests_or_by_a_commit():
     assert not is_pinned(IngestConfig(**own, **commit | {"revision": "main"}))
 
 
-def test_retraining_starts_from_the_champion(tmp_path):
-    tasks = tasks_of(compiled(tmp_path, "retraining", "plain")[0])
+def test_retraining_starts_from_the_champion():
+    tasks = tasks_of(compiled("retraining", "plain")[0])
 
     for model in MODELS:
         artifacts = tasks[f"pretrain {model}"]["inputs"]["artifacts"]
         assert artifacts["champion"]["taskOutputArtifact"]["producerTask"] == "champion"
 
 
-def test_pretraining_learns_from_the_sources_and_is_measured_on_the_dataset(tmp_path):
-    tasks = tasks_of(compiled(tmp_path, "pretraining", "gpu")[0])
+def test_pretraining_learns_from_the_sources_and_is_measured_on_the_dataset():
+    tasks = tasks_of(compiled("pretraining", "gpu")[0])
 
     assert {"validate health", "join health", "pretrain recformer_text", "evaluate recformer_text"} <= set(tasks)
     assert not {name for name in tasks if name.startswith(("finetune", "register"))}
@@ -428,9 +437,9 @@ def test_pretraining_refuses_what_it_cannot_do(tmp_path, sources, models, messag
         build("pretraining", load(tmp_path / "params.yaml"), models)
 
 
-def test_a_step_of_a_model_reads_the_settings_of_that_model_alone(tmp_path):
+def test_a_step_of_a_model_reads_the_settings_of_that_model_alone():
     read = {}
-    for name, task in tasks_of(compiled(tmp_path, "training", "plain")[0]).items():
+    for name, task in tasks_of(compiled("training", "plain")[0]).items():
         values = (value.get("componentInputParameter") for value in task["inputs"]["parameters"].values())
         read[name] = {value.removeprefix("pipelinechannel--") for value in values if value}
 
@@ -500,5 +509,4 @@ def test_the_command_explains_a_wrong_model(tmp_path, capsys):
 
 
 if __name__ == "__main__":  # write the golden file anew: PYTHONPATH=. python tests/pipelines/test_pipelines.py
-    with tempfile.TemporaryDirectory() as scratch:
-        GOLDEN.write_text(golden(Path(scratch)))
+    GOLDEN.write_text(golden())
