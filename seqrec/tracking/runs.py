@@ -211,16 +211,38 @@ def first_line(error: Exception) -> str:
 def _create_database(uri: str) -> None:
     """Create a missing SQLite database in one step: MLflow cannot open one that it was killed in making."""
     path = sqlite_path(uri)
-    if path is None or path.exists():
+    if path is None:
+        return
+    _remove_left_behind(path)
+    if path.exists():
         return
     from mlflow import MlflowClient
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")  # a live log may make it at the same time
+    name = f"{path.name}.{os.getpid()}.{uuid.uuid4().hex}.partial"  # a live log may make it at the same time
+    partial = path.with_name(name)
     MlflowClient(f"{SQLITE}{partial}").search_experiments(max_results=1)
     with contextlib.suppress(FileExistsError):  # another process was faster: its database is as good
         path.hardlink_to(partial)
     partial.unlink(missing_ok=True)
+
+
+def _remove_left_behind(path: Path) -> None:
+    """Remove the beginnings of the database at `path` whose process was killed."""
+    for partial in path.parent.glob(f"{path.name}.*.*.partial*"):
+        pid = partial.name.removeprefix(f"{path.name}.").partition(".")[0]
+        if pid.isdigit() and not _is_running(int(pid)):
+            partial.unlink(missing_ok=True)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's
+        pass
+    return True
 
 
 def experiment(client: MlflowClient, config: RegisterConfig) -> str:

@@ -166,6 +166,16 @@ def test_killed_while_the_database_is_made_leaves_none_behind(tmp_path):
     assert not (tmp_path / "mlflow.db").exists()
     assert list(tmp_path.iterdir())  # it had begun
     assert runs.connect(RegisterConfig(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")).search_experiments()
+    assert [path.name for path in tmp_path.iterdir() if path.name != "mlartifacts"] == ["mlflow.db"]
+
+
+def test_the_beginnings_of_a_living_process_stay(tmp_path):
+    mine = tmp_path / f"mlflow.db.{os.getpid()}.0a.partial"
+    mine.touch()
+
+    runs._remove_left_behind(tmp_path / "mlflow.db")
+
+    assert mine.exists()
 
 
 def test_two_threads_make_one_database(tmp_path):
