@@ -61,7 +61,7 @@ def report(name: str, data: Sequences, directory: Path, config: EvaluateConfig) 
         return with_counts(nothing, term_of(values))
 
     start, axes = (CountsConfig(), ALONE) if name == "pctm" else (RulesConfig(), RULES)
-    cases = search.drawn_cases(data)
+    cases = search.drawn_cases(data, tables)
     ndcg = CaseNdcg(nothing, data, cases, filter_seen=config.filter_seen)
     choice: Choice[Any] = search.search(lambda values: ndcg(term_of(values)), cases.user, start, axes)
     even, odd = map(scorer_of, choice.folds)

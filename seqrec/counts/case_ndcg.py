@@ -32,7 +32,7 @@ ROWS = 256  # cases at a time
 class _Cells:
     """What the cases read of one table, and the scores of the base there."""
 
-    pair_P: Tensor  # index into targets and values
+    pair_P: Tensor  # int32, as are the others: index into targets and values
     weight_P: Tensor  # index into the flat weights (C, J)
     cell_P: Tensor
     case_E: Tensor  # ascending
@@ -67,7 +67,7 @@ class CaseNdcg:
         cells = self._cells(term)
         _, weight_CJ = term.newest(self._items(term))
         popularity = term.popularity * term.log_popularity
-        vote_P = weight_CJ.flatten()[cells.weight_P] * term.values.index_select(0, cells.pair_P)
+        vote_P = weight_CJ.flatten().index_select(0, cells.weight_P) * term.values.index_select(0, cells.pair_P)
         vote_E = torch.zeros(len(cells.case_E)).index_add_(0, cells.cell_P, vote_P)
         goal_C = self.goal_C + popularity[self.target_C]
         inside = cells.target_C >= 0
@@ -117,7 +117,8 @@ class CaseNdcg:
             score_E, target_B = self._base(first, key_E, size)
             target_B[target_B >= 0] += cells
             weight_P += first * width
-            parts.append((pair_P, weight_P, cell_P + cells, key_E // size + first, key_E % size, score_E, target_B))
+            indices = (pair_P, weight_P, cell_P + cells, key_E // size + first, key_E % size)
+            parts.append((*(index.int() for index in indices), score_E, target_B))
             cells += len(key_E)
         return _Cells(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
@@ -142,7 +143,9 @@ class CaseNdcg:
         if term.popularity not in cells.best:
             popularity, parts = term.popularity * term.log_popularity, []
             for first in range(0, len(self.user), ROWS):
-                low, high = torch.searchsorted(cells.case_E, torch.tensor([first, first + ROWS])).tolist()
+                low, high = torch.searchsorted(
+                    cells.case_E, torch.tensor([first, first + ROWS], dtype=torch.int32)
+                ).tolist()
                 row_E, item_E = cells.case_E[low:high] - first, cells.item_E[low:high]
                 target_B, best = self.target_C[first : first + ROWS], torch.empty(0)
                 row_B = torch.arange(len(target_B))

@@ -29,6 +29,7 @@ from seqrec.evaluation.ranking import Scorer
 
 logger = logging.getLogger(__name__)
 CASES = 4_000  # of validation that the search ranks
+PAIRS = 1 << 24  # of a table that they read in all, 200 MB: fewer cases where items have many followers
 ROUNDS = 2  # over all axes
 Values = TypeVar("Values")
 Axis = Sequence[Mapping[str, Any]]  # changes to try, each of one or more values
@@ -92,14 +93,26 @@ def search(
     return Choice(found, folds, float(ndcg(found).mean()), float(honest))
 
 
-def drawn_cases(data: Sequences) -> Cases:
-    """Return validation cases drawn at random, in order; popularity answers those without a history."""
+def drawn_cases(data: Sequences, tables: Tables, pairs: int = PAIRS) -> Cases:
+    """Return validation cases drawn at random, in order; popularity answers those without a history.
+
+    Args:
+        data: the prepared dataset.
+        tables: of the dataset.
+        pairs: of the default table that the cases read in all, unless it is a square matrix; one case is always drawn.
+    """
     every = sequences.cases(data, "valid")
     told = (every.position > data.start.to(every.position.device)[every.user]).nonzero().squeeze(1)
-    every = Cases(user=every.user[told], position=every.position[told])
-    drawn = torch.randperm(len(every), generator=torch.Generator().manual_seed(0))[:CASES].sort().values
-    drawn = drawn.to(every.user.device)
-    return Cases(user=every.user[drawn], position=every.position[drawn])
+    drawn = told.cpu()[torch.randperm(len(told), generator=torch.Generator().manual_seed(0))[:CASES]]
+    config = CountsConfig()
+    term = tables.built(config)
+    if not term.is_small:
+        at = drawn.to(every.user.device)
+        recent = sequences.window(data, every.user[at], every.position[at], config.events).items.cpu()
+        read = term.offsets.diff()[recent].sum(1).cumsum(0)
+        drawn = drawn[: max(1, int((read <= pairs).sum()))]
+    kept = drawn.sort().values.to(every.user.device)
+    return Cases(user=every.user[kept], position=every.position[kept])
 
 
 def _descend(
@@ -159,7 +172,7 @@ def choose(base: Scorer, tables: Tables, data: Sequences, *, filter_seen: bool, 
         filter_seen: whether seen items are left out.
         events: that the model sees, and more of which the term must not see either.
     """
-    cases, start = drawn_cases(data), CountsConfig(alpha=0.0, events=min(CountsConfig().events, events))
+    cases, start = drawn_cases(data, tables), CountsConfig(alpha=0.0, events=min(CountsConfig().events, events))
     ndcg = CaseNdcg(base, data, cases, filter_seen=filter_seen)
     return search(lambda config: ndcg(tables.built(config)), cases.user, start, ADDED)
 

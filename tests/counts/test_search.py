@@ -63,7 +63,7 @@ TERMS = [
 def test_the_values_of_a_search_are_those_of_a_ranking(prepared, values, filter_seen, square, monkeypatch):
     monkeypatch.setattr(term, "DENSE", 1 << 24 if square else 0)
     data = sequences.load(prepared)
-    cases, counts = search.drawn_cases(data), Tables(data).built(CountsConfig(**values))
+    cases, counts = search.drawn_cases(data, Tables(data)), Tables(data).built(CountsConfig(**values))
     base_VD = torch.randn(len(data.count), 4, generator=torch.Generator().manual_seed(0)).round()  # ties
 
     def base(_, user, stop):
@@ -75,6 +75,24 @@ def test_the_values_of_a_search_are_those_of_a_ranking(prepared, values, filter_
     rank = ranked.rank if filter_seen else ranked.rank_unfiltered
     assert 0 < found.mean() < 1
     assert found == pytest.approx(metrics.ndcg(rank.numpy(), 10))
+
+
+def test_cases_whose_items_have_many_followers_are_fewer(prepared, monkeypatch):
+    data = sequences.load(prepared)
+    tables, most = Tables(data), 800
+    all_of_a_matrix = search.drawn_cases(data, tables, pairs=most)
+    monkeypatch.setattr(term, "DENSE", 0)
+
+    few, every = search.drawn_cases(data, tables, pairs=most), search.drawn_cases(data, tables)
+
+    followers = tables.table(CountsConfig()).offsets.diff()
+    read = [
+        sum(followers[i] for i in data.items[max(first, stop - 10) : stop])
+        for first, stop in zip(data.start[few.user].tolist(), few.position.tolist(), strict=True)
+    ]
+    assert 0 < len(few) < len(every) == len(all_of_a_matrix)
+    assert sum(read) <= most
+    assert set(few.position.tolist()) < set(every.position.tolist())
 
 
 def told(data, user, stop):
