@@ -19,7 +19,8 @@ LENGTHS = (8, 200)  # of the window
 BATCHES = (16, 256)
 STEPS_AN_EPOCH = 40  # wanted
 STEPS = 4_000  # of a training
-EPOCHS = (20, 100)
+TARGETS = 20_000_000  # of a training at most: ten minutes to half an hour of two cores
+FEWEST_EPOCHS, ENOUGH_EPOCHS, MOST_EPOCHS = 5, 20, 100
 WARMUP_SHARE = 20  # of the steps, one in so many
 WARMUP = 100  # steps at most
 SPARSE = 10  # events of the median history: below it a log is sparse
@@ -81,9 +82,22 @@ def steps_an_epoch(shape: Shape, of: str = "", batch: int = 0) -> int:
     return max(1, round(number_of_windows(shape, of) / (batch or batch_size(shape, of))))
 
 
-def epochs(shape: Shape, steps: int = 0) -> int:
-    """Return as many epochs as make about `STEPS` steps; `steps` are those of an epoch."""
-    return min(max(math.ceil(STEPS / (steps or steps_an_epoch(shape))), EPOCHS[0]), EPOCHS[1])
+def targets_an_epoch(shape: Shape, of: str = "") -> int:
+    """Return about how many items an epoch predicts; `of` is the value of `windows`, if it is not the rule's."""
+    return shape.events if (of or windows(shape)) == "all" else min(shape.events, shape.users * length(shape))
+
+
+def epochs(shape: Shape, steps: int = 0, of: str = "") -> int:
+    """Return as many epochs as make about `STEPS` steps, but no more than `TARGETS` targets.
+
+    Args:
+        shape: of the data.
+        steps: of an epoch, if they are not the rule's.
+        of: the value of `windows`, if it is not the rule's.
+    """
+    wanted = max(ENOUGH_EPOCHS, math.ceil(STEPS / (steps or steps_an_epoch(shape, of))))
+    affordable = max(FEWEST_EPOCHS, TARGETS // max(1, targets_an_epoch(shape, of)))
+    return min(wanted, affordable, MOST_EPOCHS)
 
 
 def dropout(shape: Shape) -> float:
@@ -108,7 +122,7 @@ def finetune(shape: Shape, given: Mapping[str, Any] | None = None) -> dict[str, 
     of = values.setdefault("windows", windows(shape))
     batch = values.setdefault("batch_size", batch_size(shape, of))
     steps = steps_an_epoch(shape, of, batch)
-    number = values.setdefault("epochs", epochs(shape, steps))
+    number = values.setdefault("epochs", epochs(shape, steps, of))
     rules = {
         "warmup_steps": min(WARMUP, number * steps // WARMUP_SHARE),
         "patience": max(3, math.ceil(number / 4)),

@@ -32,7 +32,7 @@ def test_every_shape_gives_settings_in_their_ranges(given):
         total = config.epochs * auto.steps_an_epoch(given, config.windows, config.batch_size)
         assert config.warmup_steps <= total / 10
     assert 16 <= auto.batch_size(given) <= 256
-    assert 20 <= auto.epochs(given) <= 100
+    assert 5 <= auto.epochs(given) <= 100
     for architecture in ("flash4rec", "sasrec", "gru4rec"):
         options = parse(REGISTRY[architecture].Options, auto.options(architecture, given), "options")
         assert 8 <= options.length <= 200
@@ -46,6 +46,15 @@ def test_more_users_never_mean_smaller_batches_or_models_nor_more_epochs_or_drop
         assert [rule(one) for one in grown] == sorted(rule(one) for one in grown), rule
     for rule in (auto.epochs, auto.dropout):
         assert [rule(one) for one in grown] == sorted((rule(one) for one in grown), reverse=True), rule
+
+
+def test_a_training_is_bounded_by_its_steps_and_by_its_targets():
+    dense, sparse = shape(users=6_000, median=100), shape(users=6_000, median=6)
+
+    assert auto.epochs(dense) * auto.targets_an_epoch(dense) <= auto.TARGETS
+    assert auto.epochs(dense) < auto.epochs(sparse) == -(-auto.STEPS // auto.steps_an_epoch(sparse))
+    assert auto.epochs(shape(users=10**6, median=100)) == 5  # whatever that takes
+    assert auto.epochs(dense, of="last") >= auto.epochs(dense, of="all")
 
 
 def test_longer_histories_never_mean_shorter_windows():
