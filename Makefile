@@ -13,7 +13,7 @@ export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 KILLS ?= 100
 SEED ?= 0
 
-.PHONY: help setup lock first repro auto experiments bench docs test test-containers test-services test-spark chaos
+.PHONY: help setup lock first repro auto experiments benchmark bench docs test test-containers test-services test-spark chaos
 .PHONY: fuzz lint audit format ui pipeline image clean
 
 help:  ## show the targets
@@ -45,6 +45,10 @@ auto: setup  ## the best model of DATA=my.csv within MINUTES=10, into OUT=runs/a
 
 experiments: setup  ## what is missing of configs/rec-denoiser, hours; ONLY="ml-100k ml-100k-grid" for some
 	python scripts/rec_denoiser_experiments.py $(if $(ONLY),--only $(ONLY))
+
+benchmark: setup  ## the rows of configs/benchmark.yaml on DATASET under SEEDS=42,43,44; ONLY="a,b" for some; resumes
+	python -m seqrec benchmark --config-file configs/benchmark.yaml --dataset $(or $(DATASET),ml-100k) \
+		--out runs/benchmark/$(or $(DATASET),ml-100k) --seeds $(or $(SEEDS),42) --only "$(ONLY)"
 
 bench: setup  ## speed and memory against RePlay and RecTools; SEQUENCES=folder of a prepared ML-1M
 	python -m benchmarks.losses

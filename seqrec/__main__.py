@@ -39,6 +39,7 @@ COMMANDS = {  # name -> (module, function, what it does); modules are imported w
     ),
     "registry": ("seqrec.commands.registry", "registry", "show the registered versions; promote one, or roll back"),
     "run": ("seqrec.commands.run", "run", "all stages of one config but register, in one process, without DVC"),
+    "benchmark": ("seqrec.commands.benchmark", "benchmark", "models of a config under several seeds, and their page"),
     "auto": ("seqrec.commands.auto", "auto", "from a CSV or Parquet file to its best model, within some minutes"),
     "import": ("seqrec.commands.run", "import_run", "bring a finished `run` into MLflow"),
     "repro": ("seqrec.commands.repro", "repro", "bring everything up to date with DVC: a line a stage, its seconds"),

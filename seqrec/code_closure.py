@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import subprocess
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -105,3 +106,12 @@ def _statements(block: ast.AST, lazy: bool) -> Iterator[ast.AST]:
 def _is_empty(text: str) -> bool:
     """Say whether there is nothing in a file but its docstring."""
     return all(isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) for node in ast.parse(text).body)
+
+
+def git_commit() -> str:
+    """Return the commit of the working directory; nothing outside a git repository."""
+    try:
+        done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return done.stdout.strip()

@@ -18,7 +18,13 @@ from seqrec.training.checkpoint import counts_config, load_counts, load_model
 
 
 def evaluate(
-    *, model: str, sequences: Path, checkpoint: Path, report: Path, config: EvaluateConfig
+    *,
+    model: str,
+    sequences: Path,
+    checkpoint: Path,
+    report: Path,
+    config: EvaluateConfig,
+    without_counts: bool = False,
 ) -> dict[str, float]:
     """Rank the validation and test cases with the trained `model`, and write metrics, cases and recommendations.
 
@@ -28,6 +34,7 @@ def evaluate(
         checkpoint: folder of the trained weights.
         report: folder that receives the results.
         config: section `evaluate`.
+        without_counts: leave out what counts add to the scores.
 
     Raises:
         ValueError: the checkpoint belongs to another catalogue, or has seen the cases.
@@ -43,7 +50,7 @@ def evaluate(
     prepared = loaded.to(device)
     facts = {"parameters": card["parameters"], "train_seconds": card["seconds"]}
     facts |= {"parameters/tables": cost.table_parameters(net), "query_flops": cost.query_flops(net)}
-    chosen, term = card.get("counts", {}), load_counts(checkpoint, card)
+    chosen, term = ({}, None) if without_counts else (card.get("counts", {}), load_counts(checkpoint, card))
     facts["counts/alpha"] = chosen.get("alpha", 0.0)
     began = time.monotonic()
     scorer, valid = ranking.model_scorer(net.to(device)), None

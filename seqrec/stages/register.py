@@ -10,7 +10,6 @@ import hashlib
 import json
 import logging
 import os
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,6 +42,7 @@ from seqrec.artifacts import (
     write_json,
     write_text,
 )
+from seqrec.code_closure import git_commit
 from seqrec.config import RegisterConfig
 from seqrec.data import data_warnings
 from seqrec.evaluation.leaderboard import (
@@ -231,7 +231,7 @@ def _facts(entries: Sequence[Entry], split: Mapping[str, Any]) -> dict[str, str]
     """Return what the page says of its origin: when the last model was evaluated, of which commit, and on what."""
     evaluated = max((entry.report / METRICS).stat().st_mtime for entry in entries)
     facts = {"evaluated": datetime.fromtimestamp(evaluated, UTC).strftime("%Y-%m-%d")}
-    if commit := _commit():
+    if commit := git_commit():
         facts["commit"] = commit[:8]
     counts = (name for name in ("users", "items", "events") if name in split["counts"])
     return facts | {name: f"{split['counts'][name]:,}" for name in counts}
@@ -276,18 +276,10 @@ def _origin_tags() -> dict[str, str]:
     lock = Path("dvc.lock")
     tags = {"mlflow.source.name": "seqrec register", "mlflow.source.type": "LOCAL", "mlflow.user": _user()}
     tags |= {"seqrec.dvc_lock": sha256(lock)} if lock.is_file() else {}
-    if commit := _commit():
+    if commit := git_commit():
         return {**tags, "mlflow.source.git.commit": commit}
     logger.warning("no git commit to record: not in a git repository")
     return tags
-
-
-def _commit() -> str:
-    try:
-        done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-    return done.stdout.strip()
 
 
 def _user() -> str:

@@ -1,0 +1,263 @@
+"""Every model of a config under several seeds on one split, and one page that compares them.
+
+Two uncertainties stand in columns of their own: the spread over seeds (would it hold if trained again?) and the paired
+interval over users (would it hold for other users?), for which a user's NDCG is the mean over the seeds.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from seqrec import locks
+from seqrec.artifacts import CASES, METRICS, SPLIT_CARD, read_json, write_json, write_text
+from seqrec.code_closure import git_commit
+from seqrec.commands import run
+from seqrec.commands.settings import check
+from seqrec.config import ConfigError, Params, load
+from seqrec.evaluation import intervals, metrics
+from seqrec.evaluation.compare import sign_flip_p_value
+from seqrec.evaluation.leaderboard import BASELINES, SELECTION
+from seqrec.locks import locked
+from seqrec.stages.evaluate import evaluate
+
+logger = logging.getLogger(__name__)
+ALONE = "alone"  # folder of the reports of models without their count term
+FINISHED = "benchmark.json"  # the settings that a report is of
+PAGE = "benchmark.md"
+HEADINGS = (
+    "model",
+    "seeds",
+    "validation NDCG@10",
+    "test NDCG@10",
+    "test recall@10",
+    "test NDCG@10, no counts",
+    "gain over {base} on test [95 %]",
+    "p, Holm",
+    "parameters",
+    "MFLOP a query",
+    "train s",
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A model or baseline on the page; the figures are means over its seeds."""
+
+    model: str
+    baseline: bool
+    seeds: list[int]
+    valid: float
+    ndcg: float
+    spread: float | None  # sample standard deviation of the test NDCG@10 over seeds
+    recall: float
+    alone: float | None  # test NDCG@10 without the count term
+    gain: intervals.Interval | None  # over the base, paired, on test
+    p_value: float | None  # of the gain, corrected for the number of rows (Holm 1979)
+    parameters: float
+    query_flops: float
+    train_seconds: float
+
+
+def benchmark(
+    *, config_file: Path, out: Path, dataset: str = "", data: Path | None = None, seeds: str = "42", only: str = ""
+) -> dict[str, float]:
+    """Train and evaluate what is missing of a benchmark, and write its page, benchmark.md, and benchmark.json.
+
+    Args:
+        config_file: shaped as params.yaml; `leaderboard` names the rows.
+        out: folder of the data, the trainings, a folder a seed, and the page.
+        dataset: a key of `datasets`; that of the config if left out.
+        data: folder with `sequences/` already prepared.
+        seeds: of initialisation, order and dropout, separated by commas.
+        only: models to train, separated by commas; all if left out. The page shows whatever is finished.
+
+    Returns:
+        The mean test NDCG@10 of each row.
+
+    Raises:
+        ConfigError: a model or seed that does not exist.
+        LockedError: another process runs in `out`.
+    """
+    params = load(config_file)
+    params = replace(params, dataset=dataset or params.dataset)
+    models = _names(only, params.leaderboard) or list(params.leaderboard)
+    check(params, ingests=data is None)
+    numbers = [_seed(text) for text in seeds.split(",")]
+    with locked(out / locks.NAME, f"--out {out}"):
+        folder = (data or _prepared(params, out)) / "sequences"
+        _count_rows(params, folder, out)
+        for seed in numbers:
+            for model in models:
+                _train(replace(params, seed=seed), model, folder, out / f"seed-{seed}")
+        return write_page(params, folder, out)
+
+
+def _names(only: str, known: Sequence[str]) -> list[str]:
+    names = [name for name in only.split(",") if name]
+    if unknown := set(names) - set(known):
+        raise ConfigError(f"--only: {', '.join(sorted(unknown))} not in `leaderboard`: {', '.join(known)}")
+    return names
+
+
+def _seed(text: str) -> int:
+    if not text.isdecimal():
+        raise ConfigError(f"--seeds: {text!r} is not a number; separate seeds by commas, as in 42,43,44")
+    return int(text)
+
+
+def _prepared(params: Params, out: Path) -> Path:
+    """Return the folder of the prepared data, which is prepared once."""
+    folder = out / "data"
+    return folder if (folder / "sequences" / SPLIT_CARD).is_file() else run.prepare_data(params, out)
+
+
+def _count_rows(params: Params, folder: Path, out: Path) -> None:
+    if not all((out / "reports" / name / METRICS).is_file() for name in BASELINES):
+        run.count_rows(params, folder, out)
+
+
+def _train(params: Params, model: str, folder: Path, out: Path) -> None:
+    """Train and evaluate a model, with its counts and without, unless that was done with the same settings."""
+    sections = {name: asdict(params.section(name, model=model)) for name in ("pretrain", "finetune", "evaluate")}
+    settings = {
+        "model": asdict(params.model(model)),
+        "split": read_json(folder / SPLIT_CARD)["split_sha256"],
+    } | sections
+    done = out / "reports" / model / FINISHED
+    if done.is_file() and read_json(done) == settings:
+        return
+    logger.info("%s, seed %d", model, params.seed)
+    run.train_model(params, model, folder, out, resume=False)
+    evaluate(
+        model=model,
+        sequences=folder,
+        checkpoint=out / "artifacts" / model / "finetuned",
+        report=out / ALONE / model,
+        config=params.section("evaluate"),
+        without_counts=True,
+    )
+    write_json(done, settings)
+
+
+def write_page(params: Params, folder: Path, out: Path) -> dict[str, float]:
+    """Write the page of what is finished below `out`; return the mean test NDCG@10 of each row."""
+    reports = {name: [out / "reports" / name] for name in BASELINES if (out / "reports" / name / METRICS).is_file()}
+    base = max(reports, key=lambda name: _mean(reports[name], SELECTION)) if reports else None
+    for model in params.leaderboard:
+        found = sorted(path.parent for path in out.glob(f"seed-*/reports/{model}/{FINISHED}"))
+        reports |= {model: found} if found else {}
+    rows = [_row(name, paths, reports[base] if base else None) for name, paths in reports.items()]
+    rows = _corrected(sorted(rows, key=lambda row: -row.valid))
+    split = read_json(folder / SPLIT_CARD)
+    content = {"dataset": split["dataset"], "protocol": split["protocol"], "split_sha256": split["split_sha256"]}
+    content |= {"commit": git_commit(), "base": base}
+    write_json(out / "benchmark.json", content | {"rows": [asdict(row) for row in rows]})
+    write_text(out / PAGE, page(content, rows))
+    logger.info("%s: %d rows", out / PAGE, len(rows))
+    return {row.model: row.ndcg for row in rows}
+
+
+def _mean(reports: Sequence[Path], name: str) -> float:
+    return float(np.mean([read_json(report / METRICS).get(name, 0.0) for report in reports]))
+
+
+def _row(name: str, reports: Sequence[Path], base: Sequence[Path] | None) -> Row:
+    """Return the row of `name`, whose seeds have a report each."""
+    ndcg = [read_json(report / METRICS)["test/ndcg@10"] for report in reports]
+    alone = [report.parents[1] / ALONE / name for report in reports]
+    gain, p_value = None, None
+    if base is not None and reports != base:
+        user, value = ndcg_of_cases(reports)
+        difference = value - ndcg_of_cases(base)[1]
+        gain = intervals.bootstrap(difference, user, resamples=1000, seed=42)
+        p_value = sign_flip_p_value(np.bincount(user, weights=difference).astype(float), seed=42)
+    return Row(
+        model=name,
+        baseline=name in BASELINES,
+        seeds=[int(report.parents[1].name.removeprefix("seed-")) for report in reports if name not in BASELINES],
+        valid=_mean(reports, SELECTION),
+        ndcg=float(np.mean(ndcg)),
+        spread=float(np.std(ndcg, ddof=1)) if len(ndcg) > 1 else None,
+        recall=_mean(reports, "test/recall@10"),
+        alone=_mean(alone, "test/ndcg@10") if all((path / METRICS).is_file() for path in alone) else None,
+        gain=gain,
+        p_value=p_value,
+        parameters=_mean(reports, "parameters"),
+        query_flops=_mean(reports, "query_flops"),
+        train_seconds=_mean(reports, "train_seconds"),
+    )
+
+
+def ndcg_of_cases(reports: Sequence[Path]) -> tuple[Any, Any]:
+    """Return (user, NDCG@10) of each test case, where NDCG is the mean over `reports`.
+
+    Raises:
+        ValueError: the reports do not hold the same cases.
+    """
+    tables = [pq.read_table(report / CASES) for report in reports]
+    first = intervals.aligned(tables[0], tables[0], "test")[0]
+    values = [metrics.ndcg(intervals.aligned(table, tables[0], "test")[0]["rank"], 10) for table in tables]
+    return first["user"], np.mean(values, axis=0)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Return p-values corrected for their number: Holm, A simple sequentially rejective multiple test procedure (1979).
+
+    >>> holm([0.04, 0.01, 0.03])
+    [0.06, 0.03, 0.06]
+    """
+    order = np.argsort(p_values)
+    scaled = np.asarray(p_values)[order] * np.arange(len(order), 0, -1)
+    corrected = np.empty(len(order))
+    corrected[order] = np.minimum(np.maximum.accumulate(scaled), 1.0)
+    return [float(value) for value in corrected]
+
+
+def _corrected(rows: Sequence[Row]) -> list[Row]:
+    tested = [row for row in rows if row.p_value is not None]
+    corrected = dict(zip([row.model for row in tested], holm([row.p_value or 0.0 for row in tested]), strict=True))
+    return [replace(row, p_value=corrected.get(row.model)) for row in rows]
+
+
+def page(content: dict[str, Any], rows: Sequence[Row]) -> str:
+    """Return the page as Markdown."""
+    headings = [heading.format(base=content["base"]) for heading in HEADINGS]
+    lines = [
+        f"# Benchmark on {content['dataset']}",
+        "",
+        f"{content['protocol']}, whole catalogue. A user's NDCG is the mean over the seeds, and ± their standard "
+        "deviation. Gains are paired over users; p-values, of sign flips, are corrected for "
+        f"{sum(row.p_value is not None for row in rows)} comparisons. No row had a search of its settings.",
+        "",
+        f"Commit `{content['commit'][:7] or 'unknown'}` · split `{content['split_sha256'][:12]}`",
+        "",
+        f"| {' | '.join(headings)} |",
+        f"| --- |{' --: |' * (len(headings) - 1)}",
+        *(f"| {' | '.join(_cells(row))} |" for row in rows),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _cells(row: Row) -> list[str]:
+    spread = "" if row.spread is None else f" ± {row.spread:.4f}"
+    return [
+        row.model,
+        ", ".join(map(str, row.seeds)) or "-",
+        f"{row.valid:.4f}",
+        f"{row.ndcg:.4f}{spread}",
+        f"{row.recall:.4f}",
+        "-" if row.alone is None else f"{row.alone:.4f}",
+        "-" if row.gain is None else f"{row.gain.mean:+.4f} [{row.gain.low:+.4f}, {row.gain.high:+.4f}]",
+        "-" if row.p_value is None else f"{row.p_value:.3f}",
+        f"{row.parameters:,.0f}",
+        f"{row.query_flops / 1e6:.2f}" if row.query_flops else "-",
+        f"{row.train_seconds:.0f}",
+    ]

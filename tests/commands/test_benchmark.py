@@ -1,0 +1,137 @@
+"""`seqrec benchmark`: rows and seeds, what is done again, and the figures of the page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from seqrec.artifacts import CASES, METRICS, read_json
+from seqrec.commands import benchmark as bench
+from seqrec.config import ConfigError
+from seqrec.stages.evaluate import evaluate
+
+CONFIG = {
+    "dataset": "tiny",
+    "datasets": {"tiny": {}, "other": {}},
+    "leaderboard": ["sasrec", "gru4rec"],
+    "finetune": {"epochs": 2, "batch_size": 16, "learning_rate": 0.01, "warmup_steps": 2, "counts": {"alpha": 0.5}},
+    "evaluate": {"bootstrap": 100},
+    "models": {
+        "sasrec": {"options": {"d_model": 16, "heads": 1, "layers": 1, "length": 12}},
+        "gru4rec": {"options": {"d_model": 16, "d_state": 16, "layers": 1, "length": 12}},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def out(prepared, tmp_path_factory) -> Path:
+    """A benchmark of two models and two seeds."""
+    folder = tmp_path_factory.mktemp("benchmark")
+    run(folder, prepared, seeds="1,2")
+    return folder / "out"
+
+
+def run(folder: Path, prepared: Path, config=CONFIG, **flags):
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    return bench.benchmark(config_file=folder / "config.yaml", out=folder / "out", data=prepared.parent, **flags)
+
+
+def rows_of(out: Path) -> dict[str, dict]:
+    return {row["model"]: row for row in read_json(out / "benchmark.json")["rows"]}
+
+
+def trained(out: Path) -> dict[str, int]:
+    return {str(path.relative_to(out)): path.stat().st_mtime_ns for path in out.rglob("best.safetensors")}
+
+
+def ndcg(report: Path) -> np.ndarray:
+    """NDCG@10 of the test cases by user, computed anew."""
+    cases = pq.read_table(report / CASES).to_pandas()
+    cases = cases[cases.split == "test"].sort_values("user")
+    return np.where(cases["rank"] <= 10, 1 / np.log2(cases["rank"] + 1), 0.0)
+
+
+def test_figures_are_means_over_the_seeds(out):
+    for model in CONFIG["leaderboard"]:
+        row = rows_of(out)[model]
+        found = [read_json(out / f"seed-{seed}/reports/{model}" / METRICS) for seed in (1, 2)]
+        assert row["seeds"] == [1, 2]
+        assert found[0]["test/ndcg@10"] != found[1]["test/ndcg@10"]  # the seed reaches the training
+        assert row["ndcg"] == pytest.approx(np.mean([values["test/ndcg@10"] for values in found]))
+        assert row["spread"] == pytest.approx(abs(found[0]["test/ndcg@10"] - found[1]["test/ndcg@10"]) / np.sqrt(2))
+        assert row["valid"] == pytest.approx(np.mean([values["valid/ndcg@10"] for values in found]))
+
+
+def test_gains_are_paired_over_the_best_baseline_on_validation(out):
+    content = read_json(out / "benchmark.json")
+    baselines = {name: row for name, row in rows_of(out).items() if row["baseline"]}
+    assert content["base"] == max(baselines, key=lambda name: baselines[name]["valid"])
+
+    ours = np.mean([ndcg(out / f"seed-{seed}/reports/sasrec") for seed in (1, 2)], axis=0)
+    gain = rows_of(out)["sasrec"]["gain"]
+    assert gain[0] == pytest.approx((ours - ndcg(out / "reports" / content["base"])).mean())
+    assert gain[1] < gain[0] < gain[2]
+    assert rows_of(out)[content["base"]]["gain"] is None
+
+
+def test_models_are_also_measured_without_their_counts(out, prepared, tmp_path):
+    checkpoint, config = out / "seed-1/artifacts/sasrec/finetuned", bench.load(out.parent / "config.yaml")
+    shared = {"model": "sasrec", "sequences": prepared, "checkpoint": checkpoint, "config": config.section("evaluate")}
+
+    alone = evaluate(**shared, report=tmp_path, without_counts=True)
+
+    assert alone["counts/alpha"] == 0.0
+    assert alone["test/ndcg@10"] == read_json(out / "seed-1/alone/sasrec" / METRICS)["test/ndcg@10"]
+    assert alone["test/ndcg@10"] != read_json(out / "seed-1/reports/sasrec" / METRICS)["test/ndcg@10"]
+
+
+def test_the_page_has_a_line_for_every_row(out):
+    page = (out / bench.PAGE).read_text()
+
+    assert [line.split(" | ")[0].lstrip("| ") for line in page.splitlines() if line.startswith("| ")][2:] == [
+        row["model"] for row in read_json(out / "benchmark.json")["rows"]
+    ]
+
+
+def test_only_what_is_missing_or_changed_is_trained(out, prepared):
+    before = trained(out)
+    run(out.parent, prepared, seeds="1,2")
+    assert trained(out) == before
+
+    changed = CONFIG | {"models": CONFIG["models"] | {"gru4rec": {"options": {"d_model": 8, "length": 12}}}}
+    run(out.parent, prepared, changed, seeds="1,3", only="gru4rec")
+    after = trained(out)
+    assert {path for path in before if after[path] != before[path]} == {
+        f"seed-1/artifacts/gru4rec/{phase}/best.safetensors" for phase in ("initial", "finetuned")
+    }
+    assert {path.split("/")[1:3] == ["artifacts", "gru4rec"] for path in after.keys() - before.keys()} == {True}
+
+
+@pytest.mark.parametrize(
+    ("flags", "wrong"),
+    [
+        ({"seeds": "1,two"}, "--seeds: 'two'"),
+        ({"only": "sasrec,nobody"}, "--only: nobody"),
+        ({"dataset": "nothing"}, "nothing"),
+    ],
+)
+def test_wrong_flags_are_named(flags, wrong, prepared, tmp_path):
+    with pytest.raises(ConfigError, match=wrong):
+        run(tmp_path, prepared, **flags)
+
+
+def test_corrected_p_values_are_those_of_holms_procedure():
+    values = [0.01, 0.04, 0.03, 0.005, 0.5]
+
+    corrected = bench.holm(values)
+
+    ordered = sorted(values)
+    for value, found in zip(values, corrected, strict=True):  # rejected at a level where every smaller one is, too
+        step = ordered.index(value)
+        level = found + 1e-12
+        assert all(ordered[i] <= level / (len(values) - i) for i in range(step + 1))
+        assert found == 1.0 or any(ordered[i] >= (found - 1e-12) / (len(values) - i) for i in range(step + 1))
