@@ -19,7 +19,8 @@ LENGTHS = (8, 200)  # of the window
 BATCHES = (16, 256)
 STEPS_AN_EPOCH = 40  # wanted
 STEPS = 4_000  # of a training
-TARGETS = 20_000_000  # of a training at most: ten minutes to half an hour of two cores
+SCORES = 150_000_000_000  # of a training at most, as every target is scored against every item: 20 minutes of a core
+LAYERS = 5_000  # items whose scores cost as much as the layers of a model
 FEWEST_EPOCHS, ENOUGH_EPOCHS, MOST_EPOCHS = 5, 20, 100
 WARMUP_SHARE = 20  # of the steps, one in so many
 WARMUP = 100  # steps at most
@@ -88,7 +89,7 @@ def targets_an_epoch(shape: Shape, of: str = "") -> int:
 
 
 def epochs(shape: Shape, steps: int = 0, of: str = "") -> int:
-    """Return as many epochs as make about `STEPS` steps, but no more than `TARGETS` targets.
+    """Return as many epochs as make about `STEPS` steps, but no more than `SCORES` scores.
 
     Args:
         shape: of the data.
@@ -96,8 +97,8 @@ def epochs(shape: Shape, steps: int = 0, of: str = "") -> int:
         of: the value of `windows`, if it is not the rule's.
     """
     wanted = max(ENOUGH_EPOCHS, math.ceil(STEPS / (steps or steps_an_epoch(shape, of))))
-    affordable = max(FEWEST_EPOCHS, TARGETS // max(1, targets_an_epoch(shape, of)))
-    return min(wanted, affordable, MOST_EPOCHS)
+    affordable = SCORES // max(1, targets_an_epoch(shape, of) * (shape.items + LAYERS))
+    return min(wanted, max(FEWEST_EPOCHS, affordable), MOST_EPOCHS)
 
 
 def dropout(shape: Shape) -> float:
