@@ -33,7 +33,7 @@ COMMANDS = {  # name -> (module, function, what it does); modules are imported w
     "evaluate": ("seqrec.stages.evaluate", "evaluate", "rank every test case among the whole catalogue"),
     "register": ("seqrec.stages.register", "register", "leaderboard, MLflow runs, candidate and champion"),
     "refit": (
-        "seqrec.training.refit",
+        "seqrec.commands.refit",
         "refit",
         "train the champion once more, on every event, to be served in its place",
     ),

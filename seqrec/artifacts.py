@@ -34,6 +34,7 @@ HISTORY = "history.jsonl"
 COUNTS = "counts.safetensors"  # the second part of the score, if it has one
 TOKENS = "tokens.safetensors"  # of text models: the items' text
 TOKENIZER = "tokenizer.json"  # and what it was made with
+REFITTED = "refitted"  # folder of weights that have seen more events, in the folder of those that have not
 REFIT = "refit"  # key of the card of weights that have seen every event: of which training, and its epochs
 # evaluate -> register
 METRICS = "metrics.json"

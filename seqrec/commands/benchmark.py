@@ -157,7 +157,7 @@ def write_page(params: Params, folder: Path, out: Path) -> dict[str, float]:
     rows = _corrected(sorted(rows, key=lambda row: -row.valid))
     split = read_json(folder / SPLIT_CARD)
     content = {"dataset": split["dataset"], "protocol": split["protocol"], "split_sha256": split["split_sha256"]}
-    content |= {"commit": git_commit(), "base": base}
+    content |= {"commit": git_commit(), "base": base, "refit": params.section("evaluate").refit}
     write_json(out / "benchmark.json", content | {"rows": [asdict(row) for row in rows]})
     write_text(out / PAGE, page(content, rows))
     logger.info("%s: %d rows", out / PAGE, len(rows))
@@ -234,7 +234,8 @@ def page(content: dict[str, Any], rows: Sequence[Row]) -> str:
         "",
         f"{content['protocol']}, whole catalogue. A user's NDCG is the mean over the seeds, and ± their standard "
         "deviation. Gains are paired over users; p-values, of sign flips, are corrected for "
-        f"{sum(row.p_value is not None for row in rows)} comparisons. No row had a search of its settings.",
+        f"{sum(row.p_value is not None for row in rows)} comparisons. No row had a search of its settings."
+        + (" Test cases are ranked after a refit on the validation events." if content["refit"] == "valid" else ""),
         "",
         f"Commit `{content['commit'][:7] or 'unknown'}` · split `{content['split_sha256'][:12]}`",
         "",

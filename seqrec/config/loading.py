@@ -50,6 +50,10 @@ class Params:
             values, path = values | dict(own), f"datasets.{dataset}.{stage}"
         if model is not None and (own := self.model_entry(model).get(stage)):
             values, path = values | dict(own), f"models.{model}.{stage}"
+        if stage == "finetune":
+            if "refit" in values:
+                raise ConfigError(f"{path}.refit: evaluate.refit sets it, for all rows of a leaderboard alike")
+            values["refit"] = self.section("evaluate", dataset=dataset).refit
         return parse(SECTIONS[stage], values, path)
 
     def model(self, name: str) -> ModelConfig:

@@ -25,6 +25,7 @@ from seqrec.config.ranges import (
 )
 
 EXPERIMENT = "seqrec"  # MLflow's
+REFITS = ("none", "valid")  # what the test cases are ranked by has seen the validation events, or not
 LAUNCHED = ("prepare", "pretrain", "finetune")  # steps that can be a job
 STEPS = (  # of the Kubeflow pipelines; `default` stands for all of them
     *("default", "ingest", "validate", "prepare", "baselines", *LAUNCHED[1:], "evaluate", "register"),
@@ -216,9 +217,11 @@ class FinetuneConfig(TrainConfig):
     """Section `finetune`."""
 
     counts: str | dict[str, Any] = "none"  # added to the scores: none | auto, chosen on validation | of CountsConfig
+    refit: str = "none"  # that of `evaluate`, which alone sets it
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require(self.refit in REFITS, f"refit must be one of {', '.join(REFITS)}")
         if isinstance(self.counts, str):
             require(self.counts in ("none", "auto"), "counts must be none, auto, or a mapping of values")
         else:
@@ -230,9 +233,14 @@ class EvaluateConfig(Section):
     """Section `evaluate`."""
 
     filter_seen: bool = True  # remove the user's past items from the candidates; the target always stays
+    refit: str = "none"  # valid: what ranks the test cases was trained on the validation events too, for as many epochs
     top_k: Annotated[int, Bounds(ge=10, le=100_000)] = 20  # recommendations kept for every user; metrics need ten
     bootstrap: Annotated[int, Bounds(ge=100, le=100_000)] = 1000  # resamples of users behind the intervals
     seed: Seed = 42  # of the resampling
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.refit in REFITS, f"refit must be one of {', '.join(REFITS)}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,27 +48,37 @@ RULES: tuple[Axis, ...] = (
 )
 
 
-def report(name: str, data: Sequences, directory: Path, config: EvaluateConfig) -> dict[str, float]:
-    """Choose the values of row `name` on validation, rank as for any model, and write what was chosen."""
+def report(name: str, data: Sequences, fitted: Sequences, directory: Path, config: EvaluateConfig) -> dict[str, float]:
+    """Choose the values of row `name` on validation, rank as for any model, and write what was chosen.
+
+    Args:
+        name: one of ROWS.
+        data: the prepared dataset, whose training events are counted for validation.
+        fitted: the same, with the training events that are counted for the test cases.
+        directory: receives the results.
+        config: section `evaluate`.
+    """
     began, tables = time.monotonic(), Tables(data)
-
-    def term_of(values: Any) -> CountTerm:
-        if isinstance(values, RulesConfig):
-            return rules(data, values, _table(tables, values))
-        return tables.built(values)
-
-    def scorer_of(values: Any) -> Scorer:
-        return with_counts(nothing, term_of(values))
-
     start, axes = (CountsConfig(), ALONE) if name == "pctm" else (RulesConfig(), RULES)
     cases = search.drawn_cases(data, tables)
     ndcg = CaseNdcg(nothing, data, cases, filter_seen=config.filter_seen)
-    choice: Choice[Any] = search.search(lambda values: ndcg(term_of(values)), cases.user, start, axes)
-    even, odd = map(scorer_of, choice.folds)
+    choice: Choice[Any] = search.search(lambda values: ndcg(_term(tables, values)), cases.user, start, axes)
+    even, odd = (_scorer(tables, fold) for fold in choice.folds)
     stored = len(_table(tables, choice.values).targets)
     facts = {"parameters": stored, "train_seconds": time.monotonic() - began}
     write_json(directory / CHOSEN, {"chosen": choice.card(), "grid": [list(axis) for axis in axes], "pairs": stored})
-    return results.report(scorer_of(choice.values), data, directory, config, facts, valid=by_halves(even, odd))
+    test = _scorer(tables if fitted is data else Tables(fitted), choice.values)
+    return results.report(test, data, directory, config, facts, valid=by_halves(even, odd))
+
+
+def _term(tables: Tables, values: Any) -> CountTerm:
+    return (
+        rules(tables.data, values, _table(tables, values)) if isinstance(values, RulesConfig) else tables.built(values)
+    )
+
+
+def _scorer(tables: Tables, values: Any) -> Scorer:
+    return with_counts(nothing, _term(tables, values))
 
 
 def rules(data: Sequences, config: RulesConfig, table: CountTable) -> CountTerm:

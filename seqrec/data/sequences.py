@@ -217,3 +217,13 @@ def seen(data: Sequences, user: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
     row = torch.repeat_interleave(torch.arange(len(user), device=user.device), number)
     rank = torch.arange(len(row), device=row.device) - torch.repeat_interleave(number.cumsum(0) - number, number)
     return data.sent(row), data.sent(data.items[data.start[user][row] + rank].long())
+
+
+def trained_until(data: Sequences, stop: Tensor) -> Sequences:
+    """Return `data` with the events of each user before `stop` (U,) in the training part, and no validation part."""
+    inside = torch.arange(len(data.items)) < torch.repeat_interleave(stop, data.stop - data.start)
+    parts = data.items.parts if isinstance(data.items, Shards) else [data.items]
+    sides = inside.split([len(part) for part in parts])
+    counts = (torch.bincount(p[i], minlength=len(data.count)) for p, i in zip(parts, sides, strict=True))
+    count = torch.stack(list(counts)).sum(0)
+    return replace(data, train_stop=stop, valid_stop=torch.maximum(stop, data.valid_stop), count=count)

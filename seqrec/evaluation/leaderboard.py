@@ -45,7 +45,9 @@ FURTHER = (
     "make ui            the runs side by side in MLflow, at http://127.0.0.1:5000",
     "dvc metrics diff   what your last change did",
 )
-Row = dict[str, Any]  # model: str, baseline: bool, candidate: bool, champion: bool and the numbers of REQUIRED
+Row = dict[
+    str, Any
+]  # model: str, baseline: bool, candidate: bool, champion: bool, refit: bool and the numbers of REQUIRED
 
 
 def build(*, reports: Path, models: Sequence[str], baselines: Sequence[str] = BASELINES) -> list[Row]:
@@ -69,6 +71,7 @@ def _row(reports: Path, name: str, *, baseline: bool) -> Row:
     if missing:
         raise ValueError(f"{path}: no {', '.join(missing)}; evaluate {name} again")
     flags = {"baseline": baseline, "candidate": False, "champion": False}
+    flags["refit"] = bool(metrics.get("refit"))
     return {"model": name, **flags, **{key: metrics[key] for key in REQUIRED}}
 
 
@@ -194,9 +197,9 @@ def _distances(rows: Sequence[Row]) -> list[str]:
 
 def render(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Return `rows` as a table for the terminal; `*` marks the champion, `+` a candidate that did not become it."""
-    table = Table(
-        title="Leaderboard at 10, ordered by validation NDCG", box=None, pad_edge=False, collapse_padding=True
-    )
+    refit = "; test after a refit on the validation events" if any(row.get("refit") for row in rows) else ""
+    title = f"Leaderboard at 10, ordered by validation NDCG{refit}"
+    table = Table(title=title, box=None, pad_edge=False, collapse_padding=True)
     table.add_column("model", no_wrap=True)
     for heading in HEADINGS:
         table.add_column(heading, justify="right", no_wrap=True)

@@ -31,7 +31,7 @@ def report(
 ) -> dict[str, float]:
     """Rank every validation and test case, and write metrics, cases and recommendations to `directory`.
 
-    `valid` ranks validation where `scorer` has values that were chosen on those very cases: see counts/search.py.
+    `valid` ranks validation where `scorer` has seen those cases, or has values that were chosen on them.
 
     Names of the metrics: `test/ndcg@10`, with its interval `/low` and `/high` and its slices, each with an interval,
     `/popularity=head|tail|cold` (of the target) and `/length=1-10|11-50|51+` (of the history); `test/unfiltered/...`
@@ -41,7 +41,7 @@ def report(
     Raises:
         ValueError: a score is not finite, or a metric is impossible.
     """
-    values: dict[str, float] = {"filter_seen": int(config.filter_seen)}
+    values: dict[str, float] = {"filter_seen": int(config.filter_seen), "refit": int(config.refit != "none")}
     tables = []
     for split in ("valid", "test"):
         chosen = sequences.cases(data, split)

@@ -16,7 +16,7 @@ from torch import Tensor
 from seqrec.config import EvaluateConfig
 from seqrec.counts import baselines as counting
 from seqrec.counts.table import train_events
-from seqrec.data.sequences import Sequences, seen, window
+from seqrec.data.sequences import Sequences, seen, trained_until, window
 from seqrec.data.sequences import load as load_sequences
 from seqrec.evaluation import results
 from seqrec.evaluation.ranking import ITEMS_PER_BLOCK, Blocks, Scorer
@@ -46,6 +46,7 @@ def baselines(
         ease_items: EASE is left out of larger catalogues.
     """
     prepared = load_sequences(sequences)
+    fitted = prepared if config.refit == "none" else trained_until(prepared, prepared.valid_stop)
     scorers = {"popularity": popularity_scorer, "markov": markov_scorer, "ease": ease_scorer}
     values = {}
     for name in (*scorers, *counting.ROWS):
@@ -56,9 +57,11 @@ def baselines(
             continue
         if name in scorers:
             facts = {"parameters": 0, "train_seconds": 0.0}
-            metrics = results.report(scorers[name](prepared), prepared, reports / name, config, facts)
+            valid = scorers[name](prepared)
+            test = valid if fitted is prepared else scorers[name](fitted)
+            metrics = results.report(test, prepared, reports / name, config, facts, valid=valid)
         else:
-            metrics = counting.report(name, prepared, reports / name, config)
+            metrics = counting.report(name, prepared, fitted, reports / name, config)
         values[f"{name}/test/ndcg@10"] = metrics["test/ndcg@10"]
     return values
 

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import torch
 
-from seqrec.artifacts import REFIT
+from seqrec.artifacts import MODEL_CARD, REFIT, REFITTED, read_json
 from seqrec.config import EvaluateConfig
 from seqrec.counts.search import Tables, fold_scorer
 from seqrec.counts.term import with_counts
 from seqrec.data.sequences import load as load_sequences
 from seqrec.evaluation import cost, ranking, results
+from seqrec.evaluation.ranking import Scorer
 from seqrec.training import cards
 from seqrec.training.checkpoint import counts_config, load_counts, load_model
 
@@ -53,9 +54,26 @@ def evaluate(
     chosen, term = ({}, None) if without_counts else (card.get("counts", {}), load_counts(checkpoint, card))
     facts["counts/alpha"] = chosen.get("alpha", 0.0)
     began = time.monotonic()
-    scorer, valid = ranking.model_scorer(net.to(device)), None
+    scorer = ranking.model_scorer(net.to(device))
+    test = valid = with_counts(scorer, term and term.to(device))
     if "folds" in chosen:
         valid = fold_scorer(scorer, Tables(loaded), [counts_config(fold) for fold in chosen["folds"]], device)
-    both = with_counts(scorer, term and term.to(device))
-    values = results.report(both, prepared, report, config, facts, valid=valid)
+    if config.refit != "none":
+        test = _refitted(checkpoint, device, without_counts=without_counts)
+    values = results.report(test, prepared, report, config, facts, valid=valid)
     return values | {"evaluate_seconds": time.monotonic() - began}
+
+
+def _refitted(checkpoint: Path, device: torch.device, *, without_counts: bool) -> Scorer:
+    """Return the scorer of the weights in `checkpoint` that have seen the validation events."""
+    folder = checkpoint / REFITTED
+    if not folder.is_dir():
+        raise ValueError(f"evaluate.refit: {checkpoint} has no refitted weights: run finetune with this setting first")
+    net, card = load_model(folder)
+    if (
+        card[REFIT]["until"] != "valid"
+        or card[REFIT]["fingerprint"] != read_json(checkpoint / MODEL_CARD)["fingerprint"]
+    ):
+        raise ValueError(f"{folder} is no refit of {checkpoint} on the validation events: run finetune again")
+    term = None if without_counts else load_counts(folder, card)
+    return with_counts(ranking.model_scorer(net.to(device)), term and term.to(device))

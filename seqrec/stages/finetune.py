@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from models.base import SequenceModel
+from seqrec.artifacts import REFITTED
 from seqrec.config import EXPERIMENT, FinetuneConfig
 from seqrec.data import data_warnings
 from seqrec.data.sequences import Sequences
@@ -17,6 +19,7 @@ from seqrec.training.auto_settings import Shape
 from seqrec.training.checkpoint import load_model
 from seqrec.training.job import Job, train
 from seqrec.training.progress import LogEpoch
+from seqrec.training.refit import retrain
 
 logger = logging.getLogger(__name__)
 COUNTED = 20_000_000  # events up to which repeats are looked for
@@ -45,7 +48,7 @@ def finetune(
         checkpoint: folder that receives the best weights, their card and the history.
         state: folder of resume states.
         filter_seen: whether validation leaves out seen items.
-        config: section `finetune`.
+        config: section `finetune`; with `refit`, the folder `checkpoint` gets a folder of the refitted weights, too.
         resume: refuse to start afresh.
         log: for callers in Python: gets each epoch's record in place of MLflow, and may end the training by raising.
         experiment: where MLflow gets it, if MLFLOW_TRACKING_URI is set; `register.experiment`.
@@ -62,7 +65,7 @@ def finetune(
     job = Job(
         name=model,
         stage="finetune",
-        config=config,
+        config=replace(config, refit="none"),
         inputs=[sequences, initial],
         output=checkpoint,
         state=state,
@@ -73,7 +76,19 @@ def finetune(
         experiment=experiment,
         files=cards.read_files(initial, card),
     )
-    return train(net, prepared, job)
+    values = train(net, prepared, job)
+    if config.refit != "none":
+        retrain(
+            model=model,
+            sequences=sequences,
+            initial=initial,
+            finetuned=checkpoint,
+            refitted=checkpoint / REFITTED,
+            state=state,
+            experiment=experiment,
+            until=config.refit,
+        )
+    return values
 
 
 def _warn(net: SequenceModel, prepared: Sequences, config: FinetuneConfig, filter_seen: bool) -> None:

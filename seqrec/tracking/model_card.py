@@ -18,6 +18,7 @@ TABLE = {  # metric -> what it is
     "ndcg@10/popularity=cold": "NDCG@10 where training never saw it",
     "coverage@10": "share of the catalogue in anybody's first ten",
 }
+REFIT_NOTE = " They are those of weights that were refitted on the validation events, which this version does not hold."
 
 
 def model_card(
@@ -53,7 +54,8 @@ def model_card(
         f"- SHA-256 of the split `{split['split_sha256']}`",
         "## Metrics",
         f"Among the whole catalogue, items of the past {'left out' if metrics['filter_seen'] else 'included'}; 95 % "
-        "intervals over users. The validation figure chose this model, the test figures chose nothing.",
+        "intervals over users. The validation figure chose this model, the test figures chose nothing."
+        + (REFIT_NOTE if metrics.get("refit") else ""),
         _table(metrics),
         "## Settings",
         ", ".join(f"`{key}: {value}`" for key, value in settings.items() if value not in ("", [], ())),

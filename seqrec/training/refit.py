@@ -1,92 +1,30 @@
-"""The champion trained once more on every event, the held-out ones too, to be served in its own place.
+"""A finished training repeated on more events: on the validation events too, or on every event.
 
-Settings, schedule and initial weights are those of the evaluated training; each phase ends after the epochs that early
-stopping chose there, at the rates it had. Nothing is left to measure on: the evaluated version's figures stand for
-both, the gate compares with them, and a retraining starts from its weights, which have not seen the test events.
+Settings, schedule and initial weights are those of the finished training; each phase ends after the epochs that early
+stopping chose there, at the rates it had.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import torch
 
-from seqrec.artifacts import (
-    HISTORY,
-    REFIT,
-    SPLIT_CARD,
-    VOCABULARY,
-    WEIGHTS,
-    read_json,
-    sha256,
-)
-from seqrec.config import ConfigError, FinetuneConfig, RegisterConfig, parse
-from seqrec.data.sequences import Sequences, Shards
-from seqrec.data.sequences import load as load_sequences
-from seqrec.tracking import registry, runs
+from seqrec.artifacts import HISTORY, REFIT, VOCABULARY
+from seqrec.config import FinetuneConfig, parse
+from seqrec.data import sequences as prepared_data
+from seqrec.data.sequences import trained_until
 from seqrec.training import cards
 from seqrec.training.checkpoint import counts_config, load_model
 from seqrec.training.job import Job, train
 from seqrec.training.progress import LogEpoch
 from seqrec.training.validation import METRIC
 
-logger = logging.getLogger(__name__)
-REFITTED = "refitted"  # folder beside `finetuned`
-
-
-def refit(
-    *, dataset: str, artifacts: Path, sequences: Path, state: Path, config: RegisterConfig, resume: bool = False
-) -> dict[str, float]:
-    """Train the champion once more on every event, and make that the champion.
-
-    Args:
-        dataset: whose champion.
-        artifacts: holds `<model>/initial/` and `<model>/finetuned/` of the champion; gets `<model>/refitted/`.
-        sequences: the prepared dataset.
-        state: folder of resume states.
-        config: section `register`.
-        resume: refuse to start afresh.
-
-    Returns:
-        Epochs and seconds of the training, and the version.
-
-    Raises:
-        ConfigError: there is no champion, or the folders are not those that it was made of.
-        TrackingError: the server does not answer, or there is another champion by the end.
-    """
-    client, name = runs.connect(config), f"seqrec-{dataset}"
-    evaluated = registry.find_evaluated(client, name)
-    if evaluated is None:
-        raise ConfigError(f"{name} has no champion: run the pipeline first")
-    model = evaluated.tags["seqrec.model"]
-    finetuned, refitted = artifacts / model / "finetuned", artifacts / model / REFITTED
-    for path, key, found in (
-        (finetuned, registry.WEIGHTS_TAG, sha256(finetuned / WEIGHTS)),
-        (sequences, registry.SPLIT_TAG, read_json(sequences / SPLIT_CARD)["split_sha256"]),
-    ):
-        if evaluated.tags.get(key) != found:
-            raise ConfigError(f"{path} is not what version {evaluated.version} of {name} was made of ({key} differs)")
-    values = retrain(
-        model=model,
-        sequences=sequences,
-        initial=artifacts / model / "initial",
-        finetuned=finetuned,
-        refitted=refitted,
-        state=state,
-        resume=resume,
-        experiment=config.experiment,
-    )
-    with runs.registering(config, dataset), runs.explained(config):
-        history = _history(refitted)
-        version = registry.register_refit(client, evaluated, checkpoint=refitted, history=history, config=config)
-    logger.info("version %s of %s, a refit of version %s, is the champion", version.version, name, evaluated.version)
-    return {**values, "version": float(version.version)}
+UNTIL = ("valid", "test")  # the last part of the split that a refit may train on
 
 
 def retrain(
@@ -98,17 +36,32 @@ def retrain(
     refitted: Path,
     state: Path,
     experiment: str,
+    until: str = "test",
     resume: bool = False,
     log: LogEpoch | None = None,
 ) -> dict[str, float]:
-    """Repeat the training that led to `finetuned` on every event; write what serving needs to `refitted`."""
+    """Repeat the training that led to `finetuned` on the events of every part of the split up to `until`.
+
+    Args:
+        model: its key in `models`.
+        sequences: the prepared dataset.
+        initial: folder of the weights that the training started from.
+        finetuned: folder of the weights that it ended with.
+        refitted: folder that receives the new weights.
+        state: folder of resume states.
+        experiment: of MLflow.
+        until: one of UNTIL.
+        resume: refuse to start afresh.
+        log: for callers in Python: gets each epoch's record in place of MLflow.
+    """
     _, card = load_model(finetuned)
     cards.check_catalogue(finetuned, card, sequences, users=True)
     config = parse(FinetuneConfig, card["config"], "finetune")
-    if "counts" in card:  # the values that validation chose, with the counts of every event
+    if "counts" in card:  # the values that validation chose, counted anew
         config = replace(config, counts=asdict(counts_config(card["counts"])))
-    epochs = chosen_epochs(_history(finetuned))
-    data = everything(load_sequences(sequences))
+    epochs = chosen_epochs(history(finetuned))
+    data = prepared_data.load(sequences)
+    data = trained_until(data, data.valid_stop if until == "valid" else data.stop)
     files = cards.read_files(finetuned, card)
     files[VOCABULARY] = cards.with_counts(files[VOCABULARY], pa.array(data.count[1:].numpy()))
     job = Job(
@@ -121,16 +74,17 @@ def retrain(
         filter_seen=card["filter_seen"],
         resume=resume,
         log=log,
-        content=["every event", json.dumps(epochs)],
+        content=[f"events until {until}", json.dumps(epochs)],
         epochs=epochs,
         experiment=experiment,
         files=files,
-        facts={REFIT: {"fingerprint": card["fingerprint"], "epochs": epochs}},
+        facts={REFIT: {"fingerprint": card["fingerprint"], "epochs": epochs, "until": until}},
     )
     return train(load_model(initial)[0], data, job)
 
 
-def _history(checkpoint: Path) -> list[dict[str, Any]]:
+def history(checkpoint: Path) -> list[dict[str, Any]]:
+    """Return the record of each epoch of the training that led to `checkpoint`."""
     return [json.loads(line) for line in (checkpoint / HISTORY).read_text(encoding="utf-8").splitlines()]
 
 
@@ -146,10 +100,3 @@ def chosen_epochs(history: Sequence[Mapping[str, Any]]) -> dict[str, int]:
         if record.get(METRIC, -1.0) > best:
             best, chosen[record["phase"]] = record[METRIC], record["epoch"]
     return chosen
-
-
-def everything(data: Sequences) -> Sequences:
-    """Return `data` with every event in the training part."""
-    parts = data.items.parts if isinstance(data.items, Shards) else [data.items]
-    count = torch.stack([torch.bincount(part, minlength=len(data.count)) for part in parts]).sum(0)
-    return replace(data, train_stop=data.stop, valid_stop=data.stop, count=count)

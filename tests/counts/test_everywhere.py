@@ -13,6 +13,7 @@ from seqrec.commands import recommend
 from seqrec.config import ConfigError, CountsConfig, EvaluateConfig, FinetuneConfig, parse
 from seqrec.counts import term
 from seqrec.data import sequences
+from seqrec.data.sequences import trained_until
 from seqrec.evaluation import ranking
 from seqrec.serving import onnx_graph
 from seqrec.serving.approximate_search import ApproximateRecommender
@@ -20,7 +21,7 @@ from seqrec.serving.onnx_graph import GraphRecommender
 from seqrec.serving.recommender import Recommender, Request
 from seqrec.stages.evaluate import evaluate
 from seqrec.training.checkpoint import load_counts, load_model
-from seqrec.training.refit import everything, retrain
+from seqrec.training.refit import retrain
 
 CONFIG = CountsConfig(alpha=2.0, events=6, popularity=0.3)
 
@@ -156,7 +157,8 @@ def test_a_refit_keeps_the_values_and_counts_every_event(prepared, trained, tmp_
     before, after = (read_json(path / MODEL_CARD) for path in (folder / "finetuned", tmp_path / "refitted"))
     config = CountsConfig(**{name: after["counts"][name] for name in asdict(CONFIG)})
     assert config == CountsConfig(**{name: before["counts"][name] for name in asdict(CONFIG)})
-    expected = term.build(everything(sequences.load(prepared)), config)
+    data = sequences.load(prepared)
+    expected = term.build(trained_until(data, data.stop), config)
     found = load_counts(tmp_path / "refitted", after)
     assert all(torch.equal(value, expected.tensors()[name]) for name, value in found.tensors().items())
     assert len(found.targets) > len(load_counts(folder / "finetuned", before).targets)

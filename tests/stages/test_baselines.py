@@ -2,12 +2,15 @@
 
 import json
 import logging
+from dataclasses import replace
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 from support import prepare_rows
 
+from seqrec.artifacts import CASES, METRICS, read_json
 from seqrec.config import EvaluateConfig
 from seqrec.data import sequences
 from seqrec.evaluation.leaderboard import BASELINES
@@ -86,3 +89,23 @@ def test_ease_is_left_out_of_a_large_catalogue(prepared, tmp_path, caplog):
     assert "ease is left out: 40 items" in caplog.text
     assert set(values) == {f"{name}/test/ndcg@10" for name in BASELINES if name != "ease"}
     assert list((tmp_path / "ease").iterdir()) == []
+
+
+def test_a_refit_adds_the_validation_events_to_the_counts_of_the_test_cases(prepared, tmp_path):
+    data = sequences.load(prepared)
+
+    baselines(sequences=prepared, reports=tmp_path / "none", config=CONFIG)
+    baselines(sequences=prepared, reports=tmp_path / "valid", config=replace(CONFIG, refit="valid"))
+
+    for name in ("popularity", "markov", "ease", "pctm", "seqrules"):
+        none, valid = (read_json(tmp_path / kind / name / METRICS) for kind in ("none", "valid"))
+        assert none["valid/mrr"] == valid["valid/mrr"], name
+        assert none["test/mrr"] != valid["test/mrr"], name
+    count = np.bincount(
+        [int(data.items[i]) for u in range(data.num_users) for i in range(data.start[u], data.valid_stop[u])]
+    )
+    cases = pq.read_table(tmp_path / "valid/popularity" / CASES).to_pandas().query("split == 'test'")
+    for user, target, rank in zip(cases["user"], cases["target"], cases["rank"], strict=True):
+        past = set(data.items[data.start[user - 1] : data.valid_stop[user - 1]].tolist()) - {target}
+        rivals = np.array([count[item] for item in range(1, len(count)) if item not in past and item != target])
+        assert rank == 1 + (rivals > count[target]).sum() + (rivals == count[target]).sum() / 2

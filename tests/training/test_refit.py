@@ -9,15 +9,18 @@ import pytest
 import torch
 from support import run, weights
 
-from seqrec.artifacts import CASES_SCHEMA, read_json, write_json
-from seqrec.config import ConfigError, EvaluateConfig, FinetuneConfig, ModelConfig, RegisterConfig
+from seqrec.artifacts import CASES_SCHEMA, REFITTED, read_json, write_json
+from seqrec.commands import refit as command
+from seqrec.config import ConfigError, EvaluateConfig, FinetuneConfig, ModelConfig, RegisterConfig, from_dict
+from seqrec.counts.term import with_counts
 from seqrec.data import sequences
+from seqrec.evaluation import ranking, results
 from seqrec.serving.recommender import Recommender
 from seqrec.stages.evaluate import evaluate
 from seqrec.tracking import gate, registry, runs
 from seqrec.training import batches, refit
 from seqrec.training.cards import read_files
-from seqrec.training.checkpoint import build, load_model, save_model
+from seqrec.training.checkpoint import build, load_counts, load_model, save_model
 from seqrec.training.validation import METRIC
 from seqrec.training.warm_start import warm_start
 
@@ -73,14 +76,15 @@ def test_the_held_out_events_are_trained_on(prepared):
     model = build(ModelConfig(architecture="sasrec", options={"length": 12}), _catalogue(data))
     drawn = [
         batches.windows(part, model.options, FinetuneConfig(windows="all"), torch.Generator().manual_seed(0))
-        for part in (data, refit.everything(data))
+        for part in (data, sequences.trained_until(data, data.stop))
     ]
     targets = [set(torch.cat([w.stop - 1]).tolist()) for w in drawn]
     held_out = set((data.stop - 1).tolist())
 
     assert not held_out & targets[0]
     assert held_out <= targets[1]
-    assert refit.everything(data).count.tolist() == torch.bincount(data.items, minlength=len(data.count)).tolist()
+    everything = sequences.trained_until(data, data.stop)
+    assert everything.count.tolist() == torch.bincount(data.items, minlength=len(data.count)).tolist()
 
 
 def _catalogue(data):
@@ -100,7 +104,7 @@ def test_it_stops_at_the_chosen_epoch_of_the_same_schedule_and_measures_nothing(
     assert rates[0][1] > 3 * rates[1][3]  # not run down to the end within two epochs
     card = read_json(tmp_path / "refitted" / "config.json")
     origin = read_json(trained / "finetuned" / "config.json")
-    assert card["refit"] == {"fingerprint": origin["fingerprint"], "epochs": {"train": 2}}
+    assert card["refit"] == {"fingerprint": origin["fingerprint"], "epochs": {"train": 2}, "until": "test"}
     assert card["config"] == origin["config"]
     counts = pq.read_table(tmp_path / "refitted" / "vocabulary.parquet")["count"].to_pylist()
     assert sum(counts) == len(sequences.load(prepared).items)
@@ -130,6 +134,71 @@ def test_what_has_seen_the_test_events_is_neither_evaluated_nor_started_from(pre
         evaluate(model="sasrec", sequences=prepared, checkpoint=folder, report=tmp_path, config=EvaluateConfig())
     with pytest.raises(ValueError, match="refitted on every event"):
         warm_start(load_model(trained / "initial")[0], prepared, folder)
+
+
+def test_a_refit_until_the_validation_events_sees_those_and_no_test_event(prepared, trained, tmp_path):
+    data = sequences.load(prepared)
+
+    retrain(prepared, trained, tmp_path, until="valid")
+
+    counts = pq.read_table(tmp_path / "refitted" / "vocabulary.parquet")["count"].to_pylist()
+    assert sum(counts) == int((data.valid_stop - data.start).sum())
+    seen = sequences.trained_until(data, data.valid_stop)
+    assert (seen.train_stop == data.valid_stop).all()
+    assert (seen.stop == data.stop).all()
+    test = torch.cat([data.items[i:j] for i, j in zip(data.valid_stop, data.stop, strict=True)])
+    assert (data.items.bincount() - seen.count == test.bincount(minlength=len(seen.count))).all()
+
+
+@pytest.fixture(scope="module")
+def refitted_too(prepared, tmp_path_factory):
+    """A training with counts under `evaluate.refit: valid`."""
+    folder = tmp_path_factory.mktemp("refitted") / "sasrec"
+    run(prepared, folder, refit="valid", counts={"alpha": 0.5})
+    return folder / "finetuned"
+
+
+@pytest.mark.parametrize("without_counts", [True, False])
+def test_test_cases_are_ranked_by_the_refit_and_validation_cases_are_not(
+    prepared, refitted_too, tmp_path, without_counts
+):
+    shared = {"model": "sasrec", "sequences": prepared, "checkpoint": refitted_too, "without_counts": without_counts}
+    plain = evaluate(**shared, report=tmp_path / "plain", config=EvaluateConfig())
+    both = evaluate(**shared, report=tmp_path / "both", config=EvaluateConfig(refit="valid"))
+
+    net, card = load_model(refitted_too / REFITTED)
+    scorer = ranking.model_scorer(net)
+    if not without_counts:
+        scorer = with_counts(scorer, load_counts(refitted_too / REFITTED, card))
+    expected = results.report(scorer, sequences.load(prepared), tmp_path / "alone", EvaluateConfig(), {})
+    for name, value in both.items():
+        if name.startswith("test/"):
+            assert value == expected[name], name
+        elif name.startswith("valid/"):
+            assert value == plain[name], name
+    assert (plain["refit"], both["refit"]) == (0, 1)
+    assert both["test/mrr"] != plain["test/mrr"]
+
+
+def test_a_refit_that_is_missing_or_of_other_weights_is_refused(prepared, trained, refitted_too, tmp_path):
+    shared = {"model": "sasrec", "sequences": prepared, "report": tmp_path, "config": EvaluateConfig(refit="valid")}
+    with pytest.raises(ValueError, match=r"evaluate\.refit: .*run finetune"):
+        evaluate(**shared, checkpoint=trained / "finetuned")
+    other = tmp_path / "other"
+    shutil.copytree(trained / "finetuned", other)
+    shutil.copytree(refitted_too / REFITTED, other / REFITTED)
+    with pytest.raises(ValueError, match="no refit of"):
+        evaluate(**shared, checkpoint=other)
+
+
+def test_refit_is_a_setting_of_evaluate_alone():
+    content = {"dataset": "toy", "models": {"sasrec": {}}, "evaluate": {"refit": "valid"}}
+
+    assert from_dict(content).section("finetune", model="sasrec").refit == "valid"
+    with pytest.raises(ConfigError, match=r"^finetune.refit: evaluate.refit"):
+        from_dict(content | {"finetune": {"refit": "valid"}})
+    with pytest.raises(ConfigError, match=r"^evaluate: refit must be one of none, valid"):
+        from_dict(content | {"evaluate": {"refit": "test"}})
 
 
 @pytest.fixture
@@ -169,8 +238,8 @@ def test_the_refit_is_served_and_the_evaluated_version_stands_for_it(prepared, r
     client, config, evaluated = registered
     given = {"dataset": "toy", "artifacts": tmp_path / "artifacts", "sequences": prepared, "state": tmp_path / "state"}
 
-    assert refit.refit(**given, config=config)["version"] == 2
-    assert refit.refit(**given, config=config)["version"] == 2  # once more changes nothing
+    assert command.refit(**given, config=config)["version"] == 2
+    assert command.refit(**given, config=config)["version"] == 2  # once more changes nothing
 
     champion = registry.find_champion(client, "seqrec-toy")
     assert (int(champion.version), registry.find_evaluated(client, "seqrec-toy").version) == (2, evaluated.version)
@@ -214,13 +283,13 @@ def test_only_the_champions_own_folders_are_refitted(prepared, registered, tmp_p
     given = {"artifacts": tmp_path / "artifacts", "state": tmp_path / "state", "config": config}
 
     with pytest.raises(ConfigError, match="seqrec-never has no champion"):
-        refit.refit(dataset="never", sequences=prepared, **given)
+        command.refit(dataset="never", sequences=prepared, **given)
     split = tmp_path / "split"
     shutil.copytree(prepared, split)
     write_json(split / "split.json", read_json(split / "split.json") | {"split_sha256": "another"})
     with pytest.raises(ConfigError, match="split_sha256 differs"):
-        refit.refit(dataset="toy", sequences=split, **given)
+        command.refit(dataset="toy", sequences=split, **given)
     another_weights = tmp_path / "artifacts" / "sasrec" / "finetuned" / "best.safetensors"
     another_weights.write_bytes(another_weights.read_bytes()[:-4] + b"abcd")
     with pytest.raises(ConfigError, match="weights_sha256 differs"):
-        refit.refit(dataset="toy", sequences=prepared, **given)
+        command.refit(dataset="toy", sequences=prepared, **given)
