@@ -42,8 +42,7 @@ def registry(
         config: section `register`.
         version: to promote.
         reason: for the audit trail.
-        store: of the service's events, as `serve` has it; default: the variable SEQREC_STORE. `promote` shows what the
-            users chose of both versions' answers, and writes it into the audit trail.
+        store: of the service's events: `promote` shows both versions' click-through; default: SEQREC_STORE.
 
     Raises:
         ConfigError: no such action, version or model; nothing to roll back to.
