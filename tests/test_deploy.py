@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,71 +12,192 @@ from pathlib import Path
 import kubernetes_validate
 import pytest
 import yaml
+from support import save
 
+from seqrec.config import load
+from seqrec.config.sections import STEPS
 from seqrec.serving import guards, http
+from seqrec.serving.batcher import Served
+from seqrec.serving.metrics import Metrics
+from seqrec.serving.recommender import Recommender, Request
 
 ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "deploy"
-FOLDERS = (DEPLOY, DEPLOY / "serving")  # of kustomizations
-MANIFESTS = [
-    (folder, document)
-    for folder in FOLDERS
-    for file in yaml.safe_load((folder / "kustomization.yaml").read_text())["resources"]
-    for document in yaml.safe_load_all((folder / file).read_text())
-]
+OVERLAYS = ("kind", "cluster", "kserve")
+KUBECTL = shutil.which("kubectl")
+CUSTOM = {
+    "ServiceMonitor",
+    "PrometheusRule",
+    "InferenceService",
+}  # of operators: their schemas are no part of Kubernetes
+SETTINGS = {"kustomization.yaml", "params.yaml"}  # what is no manifest
+FILES = sorted(path for path in DEPLOY.rglob("*.yaml") if path.name not in SETTINGS)
+MANIFESTS = [(path, document) for path in FILES for document in yaml.safe_load_all(path.read_text())]
+
+
+def valid(manifest):
+    if manifest["kind"] not in CUSTOM:
+        kubernetes_validate.validate(manifest, "1.31", strict=True)
+
+
+def only(documents, kind, name="seqrec-serve"):
+    (found,) = [one for one in documents if (one["kind"], one["metadata"]["name"]) == (kind, name)]
+    return found
+
+
+def values(content, key):
+    """Return every value of `key`, at any depth."""
+    if isinstance(content, list):
+        return [found for one in content for found in values(one, key)]
+    if not isinstance(content, dict):
+        return []
+    own = [content[key]] if key in content else []
+    return own + [found for one in content.values() for found in values(one, key)]
+
+
+@pytest.fixture(scope="module")
+def rendered(tmp_path_factory):
+    """The documents of each overlay, as kubectl would send them."""
+    if KUBECTL is None:
+        pytest.skip("needs kubectl")
+    folder = tmp_path_factory.mktemp("deploy") / "deploy"
+    shutil.copytree(DEPLOY, folder)
+    (folder / "base" / "keys.json").write_text("{}")
+    for name in ("secrets.env", "serve.env"):
+        shutil.copy(DEPLOY / "base" / f"{name}.example", folder / "base" / name)
+
+    def render(name):
+        command = [str(KUBECTL), "kustomize", str(folder / "overlays" / name)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return list(yaml.safe_load_all(done.stdout))
+
+    return {name: render(name) for name in OVERLAYS}
 
 
 @pytest.mark.parametrize(
     "manifest", [one for _, one in MANIFESTS], ids=lambda one: f"{one['kind']}-{one['metadata']['name']}"
 )
 def test_a_manifest_has_no_field_that_kubernetes_does_not_know(manifest):
-    kubernetes_validate.validate(manifest, "1.31", strict=True)
+    valid(manifest)
 
 
 def test_a_misspelt_field_is_noticed():
     manifest = {**MANIFESTS[0][1], "spec": {"selectors": {}}}
 
     with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate(manifest, "1.31", strict=True)
+        valid(manifest)
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
-def test_every_manifest_is_part_of_the_kustomization(folder):
-    files = {path.name for path in folder.glob("*.yaml")} - {"kustomization.yaml"}
+def test_every_manifest_is_part_of_its_kustomization():
+    for folder in {path.parent for path in FILES}:
+        resources = yaml.safe_load((folder / "kustomization.yaml").read_text())["resources"]
+        assert {name for name in resources if not name.startswith("..")} == {
+            path.name for path in FILES if path.parent == folder
+        }
 
-    assert set(yaml.safe_load((folder / "kustomization.yaml").read_text())["resources"]) == files
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_an_overlay_is_complete(rendered, name):
+    """What kubectl makes of it is valid, and each secret, volume, service and target that is named is there."""
+    documents = rendered[name]
+    for manifest in documents:
+        valid(manifest)
+        assert manifest["metadata"]["namespace"] == "seqrec"
+    secrets = {one["metadata"]["name"]: set(one["data"]) for one in documents if one["kind"] == "Secret"}
+    named = values(documents, "secretKeyRef")
+    assert len(named) > 5
+    assert [one for one in named if one["key"] not in secrets[one["name"]]] == []
+    volumes = [one for own in values(documents, "volumes") for one in own if "secret" in one]
+    assert [
+        one for one in volumes if one["secret"]["items"][0]["key"] not in secrets[one["secret"]["secretName"]]
+    ] == []
+    kinds = {(one["kind"], one["metadata"]["name"]) for one in documents}
+    assert {("PersistentVolumeClaim", one) for one in values(documents, "claimName")} <= kinds
+    assert {(one["kind"], one["name"]) for one in values(documents, "scaleTargetRef")} <= kinds
+    images = set(values(documents, "image"))
+    assert images - {"postgres:17-alpine", "chrislusf/seaweedfs:3.97"} == {
+        "localhost:5001/seqrec:latest" if name == "kind" else "seqrec:latest"
+    }
+    for container in (one for own in values(documents, "containers") for one in own):
+        assert container["securityContext"]["readOnlyRootFilesystem"]
+        assert "memory" in container["resources"]["limits"]
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
-def test_every_secret_that_is_used_is_in_the_template(folder):
-    lines = (folder / "secrets.env.example").read_text().splitlines()
-    offered = {line.partition("=")[0] for line in lines if "=" in line and not line.startswith("#")}
-    used = set()
-    for place, manifest in MANIFESTS:
-        if place == folder and manifest["kind"] == "Deployment":
-            for variable in manifest["spec"]["template"]["spec"]["containers"][0]["env"]:
-                if "valueFrom" in variable:
-                    used.add(variable["valueFrom"]["secretKeyRef"]["key"])
+def test_kind_fits_on_one_small_node(rendered):
+    documents = rendered["kind"]
+    assert CUSTOM.isdisjoint(one["kind"] for one in documents)
+    assert set(map(tuple, values(documents, "accessModes"))) == {("ReadWriteOnce",)}
+    assert set(values(documents, "storage")) == {"5Gi"}
+    offered = {
+        (port.get("targetPort", port["port"])) for own in values(documents, "ports") for port in own if "port" in port
+    }
+    assert {5432, 8333} <= offered  # the database and the store, where the example's secrets look for them
+    params = load(DEPLOY / "overlays" / "kind" / "params.yaml")
+    config = params.section("kubernetes")
+    steps = [config.step(step) for step in STEPS]
+    assert {(step.cpu, step.memory, step.gpus) for step in steps} == {("1", "2Gi", 0)}
+    assert only(documents, "PersistentVolumeClaim", config.state_claim)
 
-    assert used
-    assert used <= offered
+
+def test_kserve_runs_the_pod_of_the_deployment(rendered):
+    documents = rendered["kserve"]
+    pod = only(rendered["cluster"], "Deployment")["spec"]["template"]
+    predictor = only(documents, "InferenceService")["spec"]["predictor"]
+    assert {name: predictor[name] for name in ("containers", "volumes", "securityContext")} == {
+        name: pod["spec"][name] for name in ("containers", "volumes", "securityContext")
+    }
+    assert predictor["labels"].items() <= pod["metadata"]["labels"].items()
+    gone = {(one["kind"], one["metadata"]["name"]) for one in rendered["cluster"]} - {
+        (one["kind"], one["metadata"]["name"]) for one in documents
+    }
+    assert gone == {(kind, "seqrec-serve") for kind in ("Deployment", "Service", "HorizontalPodAutoscaler")}
+    assert values(only(documents, "Ingress"), "service")[0]["name"] == "seqrec-serve-predictor"
+
+
+def test_every_metric_of_a_rule_is_exposed_with_its_labels(prepared, tmp_path):
+    recommender = Recommender.load(save("sasrec", prepared, tmp_path / "model"))
+    metrics = Metrics(Served(recommender, "1"))
+    metrics.responses.labels("200").inc()
+    metrics.count(recommender, Request(history=["i1"]), recommender.recommend(["i1"]), 0.1)
+    samples = {one.name: set(one.labels) for family in metrics.registry.collect() for one in family.samples}
+    (rules,) = [one for _, one in MANIFESTS if one["kind"] == "PrometheusRule"]
+    expressions = {rule["alert"]: rule["expr"] for group in rules["spec"]["groups"] for rule in group["rules"]}
+    assert len(expressions) > 5
+    for expression in expressions.values():
+        names = re.findall(r"seqrec_\w+", expression)
+        assert names
+        assert set(names) <= samples.keys()
+        labels = set(re.findall(r"by \((\w+)\)|\{(\w+)=", expression))
+        assert {one or other for one, other in labels} <= set().union(*(samples[name] for name in names))
+
+
+def test_the_steps_of_kubeflow_may_read_the_key_of_its_store():
+    rules = [rule for _, one in MANIFESTS if one["kind"] == "Role" for rule in one["rules"]]
+    (secrets,) = [rule for rule in rules if "secrets" in rule["resources"]]
+    assert (secrets["verbs"], secrets["resourceNames"]) == (["get"], ["mlpipeline-minio-artifact"])
 
 
 def test_the_service_is_started_with_flags_that_it_has_and_probed_where_it_answers():
-    documents = {manifest["kind"]: manifest for folder, manifest in MANIFESTS if folder.name == "serving"}
-    container = documents["Deployment"]["spec"]["template"]["spec"]["containers"][0]
+    documents = [one for _, one in MANIFESTS]
+    deployment = only(documents, "Deployment")
+    container = deployment["spec"]["template"]["spec"]["containers"][0]
     compose = yaml.safe_load((ROOT / "docker-compose.yaml").read_text())["services"]["serve"]["command"]
     flags = inspect.signature(http.serve).parameters
     for command, *arguments in (container["args"], compose):
         assert command == "serve"
         assert {one.partition("=")[0].removeprefix("--").replace("-", "_") for one in arguments} <= set(flags)
     probes = {container[f"{name}Probe"]["httpGet"]["path"] for name in ("startup", "readiness", "liveness")}
-    assert probes <= set(guards.OPEN)
-    labels = documents["Deployment"]["spec"]["template"]["metadata"]["labels"]
+    assert {*probes, only(documents, "ServiceMonitor")["spec"]["endpoints"][0]["path"]} <= set(guards.OPEN)
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
     for kind in ("Service", "PodDisruptionBudget", "NetworkPolicy"):
-        chosen = documents[kind]["spec"].get("selector") or documents[kind]["spec"]["podSelector"]
+        spec = only(documents, kind)["spec"]
+        chosen = spec.get("selector") or spec["podSelector"]
         assert chosen.get("matchLabels", chosen) == labels
-    assert documents["HorizontalPodAutoscaler"]["spec"]["scaleTargetRef"]["name"] == "seqrec-serve"
+    service = only(documents, "Service")
+    monitor = only(documents, "ServiceMonitor")["spec"]
+    assert monitor["selector"]["matchLabels"] == service["metadata"]["labels"]
+    assert monitor["endpoints"][0]["port"] in {port["name"] for port in service["spec"]["ports"]}
 
 
 def test_hadolint_finds_nothing():

@@ -63,12 +63,17 @@ def events(
 def _compare(store: Store, versions: Sequence[str]) -> dict[str, float]:
     if len(versions) != 2:
         raise ConfigError(f"events: --versions CHAMPION,CANDIDATE expected, not {','.join(versions)!r}")
-    champion, candidate = versions
+    found = show_clicks(store, *versions)
+    return {"difference": found.difference, "low": found.low, "high": found.high}
+
+
+def show_clicks(store: Store, champion: str, candidate: str) -> experiment.Comparison:
+    """Print the click-through of two versions side by side; return it."""
     found = experiment.compare(store.clicks(champion, candidate), champion, candidate)
     table = Table("", "version", "users", "answers", "click-through")
     for name, rate in (("champion", found.champion), ("candidate", found.candidate)):
         table.add_row(name, escape(rate.version), f"{rate.users:,}", f"{rate.answers:,}", f"{rate.rate:.4f}")
     console = Console()
     console.print(table)
-    console.print(f"difference {found.difference:+.4f}, 95 % interval {found.low:+.4f} to {found.high:+.4f}")
-    return {"difference": found.difference, "low": found.low, "high": found.high}
+    console.print(str(found))
+    return found

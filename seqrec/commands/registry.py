@@ -12,18 +12,26 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from seqrec.commands.events import show_clicks
 from seqrec.config import ConfigError, RegisterConfig
 from seqrec.evaluation.leaderboard import SELECTION
+from seqrec.serving.events import Store, StoreError, located
 from seqrec.tracking import registry as models
 from seqrec.tracking.relocate import relocate
-from seqrec.tracking.runs import connect, explained, metric_name, registering
+from seqrec.tracking.runs import connect, explained, first_line, metric_name, registering
 
 logger = logging.getLogger(__name__)
 ACTIONS = ("show", "promote", "rollback", "relocate")
 
 
 def registry(
-    actions: Sequence[str], *, dataset: str, config: RegisterConfig, version: int = 0, reason: str = ""
+    actions: Sequence[str],
+    *,
+    dataset: str,
+    config: RegisterConfig,
+    version: int = 0,
+    reason: str = "",
+    store: str = "",
 ) -> None:
     """Show the versions of a dataset's model, or change its champion.
 
@@ -34,6 +42,7 @@ def registry(
         config: section `register`.
         version: to promote.
         reason: for the audit trail.
+        store: of the service's events: `promote` shows both versions' click-through; default: SEQREC_STORE.
 
     Raises:
         ConfigError: no such action, version or model; nothing to roll back to.
@@ -45,10 +54,12 @@ def registry(
         relocate(config)
         return
     with explained(config):
-        _act(actions[0], connect(config), f"seqrec-{dataset}", config, version, reason)
+        _act(actions[0], connect(config), f"seqrec-{dataset}", config, version, reason, located(store))
 
 
-def _act(action: str, client: MlflowClient, name: str, config: RegisterConfig, version: int, reason: str) -> None:
+def _act(
+    action: str, client: MlflowClient, name: str, config: RegisterConfig, version: int, reason: str, store: str
+) -> None:
     try:
         model = client.get_registered_model(name)
     except MlflowException as error:
@@ -58,9 +69,23 @@ def _act(action: str, client: MlflowClient, name: str, config: RegisterConfig, v
         return
     champion = models.find_champion(client, name)
     chosen = _version(client, name, str(version)) if action == "promote" else _before(client, champion)
+    reasons = [reason] if reason else []
+    if action == "promote" and store and champion is not None:
+        reasons += _click_through(store, str(champion.version), str(chosen.version))
     with registering(config, name.removeprefix("seqrec-")):
-        models.crown(client, chosen, champion, f"{action} by hand{': ' if reason else ''}{reason}")
+        models.crown(client, chosen, champion, f"{action} by hand{': ' if reasons else ''}{'; '.join(reasons)}")
     logger.info("version %s of %s is the champion", chosen.version, name)
+
+
+def _click_through(url: str, champion: str, candidate: str) -> list[str]:
+    """Print what users chose of both versions' answers; return that in words, or nothing if the store does not know."""
+    try:
+        found = show_clicks(Store(url), champion, candidate)
+    except StoreError as error:
+        logger.warning("--store: it does not answer, so the click-through is unknown (%s)", first_line(error))
+        return []
+    known = found.champion.answers and found.candidate.answers
+    return [f"click-through {found.candidate.rate:.4f} against {found.champion.rate:.4f}, {found}"] if known else []
 
 
 def _version(client: MlflowClient, name: str, number: str) -> ModelVersion:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,9 @@ logger = logging.getLogger(__name__)
 SETTINGS = "params.yaml"
 
 
-def run(*, config_file: Path, out: Path, data: Path | None = None, resume: bool = False) -> dict[str, float]:
+def run(
+    *, config_file: Path, out: Path, data: Path | None = None, resume: bool = False, from_champion: bool = False
+) -> dict[str, float]:
     """Run every stage of a config but the last; a model whose training is complete there is not trained again.
 
     It registers nothing: `seqrec import` does, where MLflow is installed.
@@ -33,29 +36,41 @@ def run(*, config_file: Path, out: Path, data: Path | None = None, resume: bool 
         out: folder that receives data, artifacts, reports and resume states.
         data: folder with `sequences/` already prepared: ingest, validate and prepare are skipped.
         resume: refuse to start a training afresh.
+        from_champion: a model of the registry's champion's architecture and options starts from its weights.
 
     Returns:
         The test NDCG@10 of each model and baseline.
 
     Raises:
         LockedError: another process runs in `out`.
+        TrackingError: --from-champion, and MLflow does not answer.
     """
     params = load(config_file)
     check(params, ingests=data is None)
     with locked(out / locks.NAME, f"--out {out}"):
-        return _run(params, out, data, resume)
+        return _run(params, out, data, resume, from_champion)
 
 
-def _run(params: Params, out: Path, data: Path | None, resume: bool) -> dict[str, float]:
+def _run(params: Params, out: Path, data: Path | None, resume: bool, from_champion: bool) -> dict[str, float]:
     write_text(out / SETTINGS, yaml.safe_dump(json.loads(json.dumps(params.as_dict())), sort_keys=False))
     source = data or prepare_data(params, out)
     values = count_rows(params, source / "sequences", out)
+    champion = _fetch_champion(params, out / "champion") if from_champion else None
     for model in params.leaderboard:
-        values |= train_model(params, model, source / "sequences", out, resume)
+        values |= train_model(params, model, source / "sequences", out, resume, champion)
     write_leaderboard(out / "reports", source / "sequences", params.leaderboard)
     leaderboard.show(reports=out / "reports")
     logger.info("not registered: `seqrec import --run %s` does it", out)
     return values
+
+
+def _fetch_champion(params: Params, folder: Path) -> Path:
+    from seqrec.tracking.registry import fetch_champion
+
+    shutil.rmtree(folder, ignore_errors=True)  # of an earlier run, whose champion may have had more files
+    version = fetch_champion(dataset=params.dataset, folder=folder, config=params.section("register"))
+    logger.info("the champion is version %s", version or "none: nothing to start from")
+    return folder
 
 
 def write_leaderboard(reports: Path, sequences: Path, models: Sequence[str]) -> dict[str, Any]:
@@ -138,7 +153,7 @@ def count_rows(params: Params, sequences: Path, out: Path, **limits: int) -> dic
     return baselines(sequences=sequences, reports=out / "reports", config=params.section("evaluate"), **limits)
 
 
-def build_model(params: Params, model: str, sequences: Path, out: Path) -> dict[str, Any]:
+def build_model(params: Params, model: str, sequences: Path, out: Path, champion: Path | None = None) -> dict[str, Any]:
     """Write the weights that `model` starts from; return what the stages of a model share."""
     from seqrec.stages.pretrain import pretrain
 
@@ -156,16 +171,19 @@ def build_model(params: Params, model: str, sequences: Path, out: Path) -> dict[
         config=params.section("pretrain", model=model),
         data=sequences.parent,
         sources=[sequences.parent / "sources" / name for name in params.sources],
+        champion=champion,
     )
     return shared
 
 
-def train_model(params: Params, model: str, sequences: Path, out: Path, resume: bool) -> dict[str, float]:
+def train_model(
+    params: Params, model: str, sequences: Path, out: Path, resume: bool, champion: Path | None = None
+) -> dict[str, float]:
     """Build, train and evaluate a model."""
     from seqrec.stages.evaluate import evaluate
     from seqrec.stages.finetune import finetune
 
-    shared = build_model(params, model, sequences, out)
+    shared = build_model(params, model, sequences, out, champion)
     checkpoint, report = out / "artifacts" / model / "finetuned", out / "reports" / model
     config = params.section("finetune", model=model)
     values = finetune(**shared, checkpoint=checkpoint, config=config, resume=resume)

@@ -10,6 +10,8 @@ from statistics import NormalDist
 
 from seqrec.serving.events import Clicks
 
+CONFIDENCE = 0.95
+
 
 def in_candidate(user: str, version: str, share: float) -> bool:
     """Return whether `user` belongs to the share of users whom the candidate of this `version` answers.
@@ -56,11 +58,14 @@ class Comparison:
     low: float
     high: float
 
+    def __str__(self) -> str:
+        return f"difference {self.difference:+.4f}, {CONFIDENCE:.0%} interval {self.low:+.4f} to {self.high:+.4f}"
 
-def compare(clicks: Sequence[Clicks], champion: str, candidate: str, confidence: float = 0.95) -> Comparison:
+
+def compare(clicks: Sequence[Clicks], champion: str, candidate: str) -> Comparison:
     """Compare the click-through of two versions by a two-sample interval."""
     first, second = Rate.of(champion, clicks), Rate.of(candidate, clicks)
-    margin = NormalDist().inv_cdf((1 + confidence) / 2) * math.hypot(first.error, second.error)
+    margin = NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * math.hypot(first.error, second.error)
     difference = second.rate - first.rate
     return Comparison(
         champion=first, candidate=second, difference=difference, low=difference - margin, high=difference + margin

@@ -57,38 +57,42 @@ class Rates:
 class Guards:
     """ASGI middleware that refuses before anything of the body is read, and ends what takes too long."""
 
-    def __init__(self, app: ASGIApp, limits: Limits, waiting: Callable[[], int]) -> None:
+    def __init__(
+        self, app: ASGIApp, limits: Limits, waiting: Callable[[], int], answered: Callable[[int], None]
+    ) -> None:
         self.app, self.limits, self.waiting = app, limits, waiting
+        self.answered = answered  # called with the HTTP status of each answer
         self.keys = Keys(limits.keys) if limits.keys else None
         self.rates = Rates(limits.rate) if limits.rate else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass one request on, or refuse it."""
-        if scope["type"] != "http":
+        if scope["type"] != "http" or scope["path"] in OPEN or scope["path"].startswith(OPEN_BELOW):
             await self.app(scope, receive, send)
-            return
-        if (refusal := self._refusal(scope)) is not None:
-            await refusal(scope, receive, send)
             return
         started = False
 
         async def sending(message: Message) -> None:
             nonlocal started
+            if not started:
+                self.answered(message["status"])
             started = True
             await send(message)
 
         try:
             async with asyncio.timeout(self.limits.timeout_s):
-                await self.app(scope, receive, sending)
+                await (self._refusal(scope) or self.app)(scope, receive, sending)
         except TimeoutError:
             if started:
                 raise
-            await _refused(504, f"no answer within {self.limits.timeout_s:g} s")(scope, receive, send)
+            await _refused(504, f"no answer within {self.limits.timeout_s:g} s")(scope, receive, sending)
+        except Exception:  # becomes a 500 further out
+            if not started:
+                self.answered(500)
+            raise
 
     def _refusal(self, scope: Scope) -> JSONResponse | None:
         path = scope["path"]
-        if path in OPEN or path.startswith(OPEN_BELOW):
-            return None
         key = None
         if self.keys is not None:
             secret = Headers(scope=scope).get("authorization", "").removeprefix("Bearer ")

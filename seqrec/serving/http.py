@@ -115,7 +115,13 @@ def app(
         max_body_size=limits.body,
     )
     api.state.service = service
-    api.add_middleware(Guards, limits=limits, waiting=service.waiting)
+    responses = service.metrics.responses
+    api.add_middleware(
+        Guards,
+        limits=limits,
+        waiting=service.waiting,
+        answered=lambda status: responses.labels(str(status)).inc(),
+    )
     if origins:
         api.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     _add_recommending(api, service)

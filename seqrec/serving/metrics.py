@@ -22,6 +22,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         own = self.registry
         self.requests = Counter("seqrec_requests", "answers by what gave them", ["source"], registry=own)
+        self.responses = Counter("seqrec_responses", "answers and refusals by HTTP status", ["status"], registry=own)
         self.latency = Histogram(
             "seqrec_latency_seconds",
             "from request to answer",
@@ -41,6 +42,8 @@ class Metrics:
         self.expected = Gauge("seqrec_training_events_per_user", "mean train events of a user", registry=own)
         self.lost = Counter("seqrec_impressions_lost", "answers that the store did not get", registry=own)
         self.version = Gauge("seqrec_model", "1 for the version that is served", ["name", "version"], registry=own)
+        behind = Gauge("seqrec_behind", "1 while the registry's champion cannot be served", registry=own)
+        behind.set_function(lambda: float(bool(served.problem)))
         self.switch(served)
 
     def switch(self, served: Served) -> None:

@@ -6,20 +6,27 @@ import json
 import logging
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
+import requests
 import yaml
 from mlflow import MlflowClient
-from support import synthetic_rows
+from support import running, synthetic_rows
 
 from seqrec.__main__ import main
 from seqrec.config import ConfigError, RegisterConfig, load
 from seqrec.evaluation import leaderboard
 from seqrec.locks import locked
+from seqrec.serving import http
+from seqrec.serving.events import Store
+from seqrec.serving.recommender import Recommender
 from seqrec.tracking import runs
 
 CONFIG = {
@@ -147,6 +154,61 @@ def test_two_at_once_are_told_apart(caplog, monkeypatch):
         assert main(["import", "--run", "out"]) == 1
     assert "registering models of log in sqlite:///" in caplog.text
     assert not Path("locked.db").exists()
+
+
+def test_the_loop_closes(tmp_path, caplog):
+    """Serve the champion, take events, ingest them with the log, retrain from the champion, promote: that is served."""
+    first, second, url = tmp_path / "first", tmp_path / "second", f"sqlite:///{tmp_path}/events.db"
+    shutil.copytree("out", first)
+    settings = yaml.safe_load((first / "params.yaml").read_text())
+    settings["register"] |= {"tracking_uri": f"sqlite:///{tmp_path}/mlflow.db"}
+    (first / "params.yaml").write_text(yaml.safe_dump(settings))
+    settings["datasets"]["log"]["ingest"] |= {"interactions": str(tmp_path / "events.csv")}
+    (tmp_path / "again.yaml").write_text(yaml.safe_dump(settings))
+    register = load(first / "params.yaml").section("register")
+
+    def command(*words):
+        assert main([*map(str, words)]) == 0
+
+    def promote(version):
+        command("registry", "promote", "--version", version, "--params", first / "params.yaml")
+
+    command("import", "--run", first)
+    promote(1)
+    command("events", "import", "--store", url, "--interactions", first / "data" / "interactions.parquet")
+    with running(http.app(*http.champion("log", register), poll_s=0.2, store=Store(url))) as address:
+
+        def ask(user):
+            return requests.post(f"{address}/recommend", json={"user": user, "k": 3}, timeout=30).json()
+
+        sent = []
+        for user in ("u1", "u2", "u3", "u4", "u5", 'new "user", with all'):
+            for item in ("i1", "brand new", *ask(user)["items"]):
+                sent.append({"event_id": f"e{len(sent)}", "user": user, "item": item, "at": 2e9 + len(sent)})
+        hide = {"event_id": "hide", "user": "u1", "item": "i9", "kind": "hide", "at": 2e9}
+        requests.post(f"{address}/events", json={"events": [*sent, hide]}, timeout=30).raise_for_status()
+        assert (ask("u1")["version"], ask("u1")["unknown"]) == ("1", 1)
+
+        command("events", "dump", "--store", url, "--output", tmp_path / "events.csv")
+        command("run", "--config-file", tmp_path / "again.yaml", "--out", second, "--from-champion")
+        command("import", "--run", second)
+        assert ask("u1")["version"] == "1"  # the gate refused: three epochs teach less than the baselines know
+        promote(2)
+        deadline = time.monotonic() + 60
+        while ask("u1")["version"] != "2" and time.monotonic() < deadline:
+            time.sleep(0.05)
+        answer = ask("u1")
+
+    table = pq.read_table(second / "data" / "interactions.parquet").to_pydict()
+    got = sorted(zip(table["user_id"], table["item_id"], table["timestamp"], strict=True))
+    known = [(user, item, time + 1_000_000_000) for user, item, time in synthetic_rows()]
+    assert got == sorted([*known, *((event["user"], event["item"], int(event["at"])) for event in sent)])
+    assert "warm start: 40 of 41 items known to the champion" in caplog.text
+    retrained = Recommender.load(second / "artifacts" / "sasrec" / "finetuned")
+    past = Store(url).pasts(["u1"])["u1"]
+    assert (answer["version"], answer["unknown"]) == ("2", 0)
+    expected = retrained.recommend(past.items, 3, times=past.times, user="u1", exclude=past.hidden)
+    assert answer["items"] == expected.items
 
 
 def test_a_config_needs_only_dataset_and_models():

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import time
 
-import pyarrow.parquet as pq
 import pytest
 import requests
-from support import prepare_rows, running, save, synthetic_rows, write_interactions
+from support import running, save, write_interactions
 
 from seqrec.__main__ import main
-from seqrec.config import ConfigError, IngestConfig
+from seqrec.config import ConfigError
 from seqrec.serving import events as module
 from seqrec.serving import http
 from seqrec.serving.events import DAY, Event, Store, dump
 from seqrec.serving.recommender import Recommender
-from seqrec.stages.ingest import ingest
 
 
 @pytest.fixture
@@ -130,36 +128,6 @@ def test_a_store_that_fails_is_a_503_and_given_histories_are_answered(recommende
         failed = requests.post(f"{address}/recommend", json={"user": "u1"}, timeout=10)
         given = requests.post(f"{address}/recommend", json={"user": "u1", "history": ["i1"]}, timeout=10)
     assert (failed.status_code, failed.headers["Retry-After"], given.status_code) == (503, "1", 200)
-
-
-def test_the_loop_closes(recommender, prepared, tmp_path, monkeypatch):
-    """Training data in, a service, its events, a dump, `ingest` of the dump, `prepare`, and a model that knows them."""
-    url = f"sqlite:///{tmp_path}/events.db"
-    monkeypatch.setenv(module.VARIABLE, url)
-    interactions = prepared.parent / "interactions.parquet"
-    assert main(["events", "import", "--interactions", str(interactions)]) == 0
-    store = Store(url)
-    u1 = [(item, at) for user, item, at in synthetic_rows() if user == "u1"]
-    with running(http.app(lambda: recommender, lambda: "7", poll_s=0, store=store)) as address:
-        answer = requests.post(f"{address}/recommend", json={"user": "u1", "k": 3}, timeout=10).json()
-        items, times = zip(*sorted(u1, key=lambda row: row[1]), strict=True)
-        assert answer["items"] == recommender.recommend(items, 3, times=times, user="u1").items
-        sent = [{"event_id": f"e{n}", "user": "u1", "item": i, "at": 2e6 + n} for n, i in enumerate(answer["items"])]
-        odd = {"event_id": "odd", "user": 'new "user", with\nall', "item": "brand new", "at": 2e6 + 9.9}
-        hide = {"event_id": "hide", "user": "u1", "item": "i9", "kind": "hide", "at": 2e6}
-        requests.post(f"{address}/events", json={"events": [*sent, odd, hide]}, timeout=10).raise_for_status()
-    assert main(["events", "dump", "--output", str(tmp_path / "events.csv")]) == 0
-
-    config = IngestConfig(source="csv", interactions=str(tmp_path / "events.csv"))
-    values = ingest(dataset="own", output=tmp_path / "data", downloads=tmp_path / "downloads", config=config)
-
-    table = pq.read_table(tmp_path / "data" / "interactions.parquet").to_pydict()
-    got = set(zip(table["user_id"], table["item_id"], table["timestamp"], strict=True))
-    new = {("u1", item, 2_000_000 + n) for n, item in enumerate(answer["items"])}
-    assert values["quarantined"] == 0
-    assert got == {*synthetic_rows(), *new, (odd["user"], "brand new", 2_000_009)}
-    retrained = Recommender.load(save("sasrec", prepare_rows(tmp_path / "again", sorted(got)), tmp_path / "model"))
-    assert retrained.counts.sum() >= recommender.counts.sum()
 
 
 def test_the_command_names_what_is_wrong(tmp_path, caplog, monkeypatch):

@@ -152,7 +152,10 @@ def test_above_the_queue_it_is_503_and_says_when_to_come_back(recommender):
         held.go.set()
         for thread in threads:
             thread.join(10)
+        metrics = requests.get(f"{address}/metrics", timeout=10).text
     assert statuses == [200] * 3
+    assert 'seqrec_responses_total{status="200"} 3.0' in metrics
+    assert 'seqrec_responses_total{status="503"} 1.0' in metrics
 
 
 def test_what_takes_too_long_is_504_and_the_next_is_answered(recommender):
@@ -161,6 +164,9 @@ def test_what_takes_too_long_is_504_and_the_next_is_answered(recommender):
         assert ask(address).status_code == 504
         held.go.set()
         assert ask(address).status_code == 200
+        metrics = requests.get(f"{address}/metrics", timeout=10).text
+    assert 'seqrec_responses_total{status="504"} 1.0' in metrics
+    assert 'seqrec_responses_total{status="200"} 1.0' in metrics
 
 
 def test_pages_of_other_origins_may_ask_only_if_named(recommender):

@@ -195,6 +195,7 @@ def test_a_version_that_cannot_be_loaded_is_told_and_tried_again(recommender, ca
         assert health(address, "ok", "1")["problem"] == ""
         newest[0] = "2"
         assert health(address, "behind", "1")["problem"] == "KeyError: 'filter_seen'"
+        assert "seqrec_behind 1.0" in requests.get(f"{address}/metrics", timeout=10).text
         assert ask(address, history=["i1"]).json()["version"] == "1"
         time.sleep(0.1)  # ten more looks
         assert sum("version 1 stays" in record.getMessage() for record in caplog.records) == 1

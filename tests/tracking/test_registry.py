@@ -19,6 +19,7 @@ from seqrec.commands import registry as registry_command
 from seqrec.config import ConfigError, CountsConfig, ModelConfig, RegisterConfig
 from seqrec.counts.term import CountTerm
 from seqrec.serving import http
+from seqrec.serving.events import Event, Shown, Store
 from seqrec.serving.recommender import Recommender
 from seqrec.tracking import gate, local, registry, runs
 from seqrec.tracking.runs import TrackingError
@@ -323,15 +324,45 @@ def test_promotions_by_hand_are_audited_and_rolled_back(client, run, model, tmp_
     second = register(client, run, model, tmp_path, name, [2, 2], **{registry.WEIGHTS_TAG: "other"})
     settings = {"dataset": "byhand", "config": config}
 
-    registry_command.registry(["promote"], **settings, version=int(second.version), reason="a test")
+    store = f"sqlite:///{tmp_path}/events.db"
+    log_clicks(Store(store), {"1": (4, 1), "2": (4, 3)})
+    registry_command.registry(["promote"], **settings, version=int(second.version), reason="a test", store=store)
+    shown = capsys.readouterr().out
+    assert all(text in shown for text in ("0.2500", "0.7500", "difference +0.5000, 95% interval"))
     assert registry.find_champion(client, name).version == second.version
     registry_command.registry(["rollback"], **settings)
     assert registry.find_champion(client, name).version == first.version
 
     registry_command.registry(["show"], **settings)
     printed = " ".join(capsys.readouterr().out.split())
-    for entry in ("none -> 1: the first champion", "1 -> 2: promote by hand: a test", "2 -> 1: rollback by hand"):
+    assert "promote by hand: a test; click-through 0.7500 against 0.2500" in printed
+    for entry in ("none -> 1: the first champion", "1 -> 2:", "2 -> 1: rollback by hand"):
         assert entry in printed
+
+
+def log_clicks(store, versions):
+    """Log one answer to each of so many users of a version, and a click of so many of them."""
+    for version, (users, clicked) in versions.items():
+        names = [f"{version}-{number}" for number in range(users)]
+        store.show([Shown(recommendation_id=name, user=name, version=version, items=["i1"], at=9.0) for name in names])
+        store.add(
+            [
+                Event(event_id=name, user=name, item="i1", kind="buy", at=9.5, recommendation_id=name)
+                for name in names[:clicked]
+            ]
+        )
+
+
+@pytest.mark.parametrize("url", ["sqlite:///no/such/folder/events.db", "sqlite://"])
+def test_a_store_that_knows_nothing_keeps_nobody_from_promoting(client, run, model, tmp_path, config, url, monkeypatch):
+    monkeypatch.setenv("SEQREC_STORE", url)
+    first = register(client, run, model, tmp_path, "seqrec-blind", [2, 2])
+    gate.promote(client, first, cases(2, 2), config)
+
+    registry_command.registry(["promote"], dataset="blind", config=config, version=int(first.version))
+
+    audit = client.get_registered_model("seqrec-blind").tags.values()
+    assert any(entry.endswith("promote by hand") for entry in audit)
 
 
 def test_show_marks_candidate_and_champion(client, run, model, tmp_path, config, capsys, monkeypatch):
