@@ -13,8 +13,8 @@ export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 KILLS ?= 100
 SEED ?= 0
 
-.PHONY: help setup lock first repro auto experiments bench docs test test-containers test-services test-spark chaos
-.PHONY: fuzz lint audit format ui pipeline image clean
+.PHONY: help setup lock first repro auto experiments text-demo bench docs test test-containers test-services
+.PHONY: test-spark chaos fuzz lint audit format ui pipeline image clean
 
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 18
@@ -45,6 +45,9 @@ auto: setup  ## the best model of DATA=my.csv within MINUTES=10, into OUT=runs/a
 
 experiments: setup  ## what is missing of configs/rec-denoiser, hours; ONLY="ml-100k ml-100k-grid" for some
 	python scripts/rec_denoiser_experiments.py $(if $(ONLY),--only $(ONLY))
+
+text-demo: setup  ## what text is worth on Scientific: few users, new items, described ones; needs a mirror of its files
+	@python scripts/text_demo.py --config-file configs/recformer/text-demo.yaml --out runs/text-demo
 
 bench: setup  ## speed and memory against RePlay and RecTools; SEQUENCES=folder of a prepared ML-1M
 	python -m benchmarks.losses
