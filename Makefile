@@ -13,8 +13,8 @@ export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 KILLS ?= 100
 SEED ?= 0
 
-.PHONY: help setup lock first repro auto experiments benchmark bench docs test test-containers test-services test-spark chaos
-.PHONY: fuzz lint audit format ui pipeline image clean
+.PHONY: help setup lock first repro auto experiments text-demo benchmark bench docs test test-containers test-services
+.PHONY: test-spark chaos fuzz lint audit format ui pipeline image clean
 
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 18
@@ -49,6 +49,9 @@ experiments: setup  ## what is missing of configs/rec-denoiser, hours; ONLY="ml-
 benchmark: setup  ## the rows of configs/benchmark.yaml on DATASET under SEEDS=42,43,44; ONLY="a,b" for some; resumes
 	python -m seqrec benchmark --config-file configs/benchmark.yaml --dataset $(or $(DATASET),ml-100k) \
 		--out runs/benchmark/$(or $(DATASET),ml-100k) --seeds $(or $(SEEDS),42) --only "$(ONLY)"
+
+text-demo: setup  ## what text is worth on Scientific: few users, new items, described ones; needs a mirror of its files
+	@python scripts/text_demo.py --config-file configs/recformer/text-demo.yaml --out runs/text-demo
 
 bench: setup  ## speed and memory against RePlay and RecTools; SEQUENCES=folder of a prepared ML-1M
 	python -m benchmarks.losses

@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,9 +49,15 @@ def source(args: argparse.Namespace, dropout: float) -> LongformerForMaskedLM:
     return LongformerForMaskedLM(config)
 
 
-def ours(args: argparse.Namespace, other: LongformerForMaskedLM, dropout: float) -> Recformer:
-    """Return a Recformer with the weights of `other`."""
-    tokens = {
+def ours(
+    args: argparse.Namespace,
+    other: LongformerForMaskedLM,
+    dropout: float,
+    tokens: dict[str, Tensor] | None = None,
+    **further: Any,
+) -> Recformer:
+    """Return a Recformer with the weights of `other`, and of a catalogue that matters where `tokens` are given."""
+    tokens = tokens or {
         "ids": torch.tensor([5], dtype=torch.int32),
         "types": torch.ones(1, dtype=torch.int8),
         "starts": torch.ones(1, dtype=torch.bool),
@@ -65,8 +72,9 @@ def ours(args: argparse.Namespace, other: LongformerForMaskedLM, dropout: float)
         max_tokens=args.tokens,
         dropout=dropout,
         frozen_words=(),
+        **further,
     )
-    model = Recformer(options, Catalogue(1, 1, 50, tokens))
+    model = Recformer(options, Catalogue(len(tokens["offsets"]) - 2, 1, 50, tokens))
     with tempfile.TemporaryDirectory() as folder:
         other.save_pretrained(folder)
         pretrained.load_weights(model, folder)

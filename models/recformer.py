@@ -7,8 +7,9 @@ table of items, so other catalogues and new items need no training.
 `encoder: items` is a cheaper variant, not of the paper: the encoder reads each item's text by itself, and a small
 causal transformer reads a history as the sequence of those vectors. It trains every position of a history at once.
 While the encoder of text is trained (`refresh`), each step encodes the whole catalogue, and items get gradients in
-histories and as candidates; `refresh: false` encodes the catalogue once, for large catalogues and encoders. `layers: 0`
-makes an item's vector the mean of its word embeddings.
+histories and as candidates; `refresh: false` encodes the catalogue once, for large catalogues and encoders, and the
+encoder of histories is then pre-trained on the catalogues of other datasets, by the paper's contrast. `layers: 0` makes
+an item's vector the mean of its word embeddings.
 
 Differs from the paper and its code in these places:
 - attention weights are not dropped, so that a fused kernel computes them;
@@ -414,7 +415,7 @@ class Recformer(SequenceModel):
     def phases(self, stage: str) -> tuple[str, ...]:
         """See `SequenceModel.phases`; the two of fine-tuning are the stages of Algorithm 1."""
         if stage == "pretrain":
-            return ("contrastive",) if self.history is None else ()
+            return ("contrastive",) if self.history is None or not self.options.refresh else ()
         if self.history is not None and self.options.refresh:
             return ("refresh",)
         return ("refresh", "frozen") if self.options.refresh else ("frozen",)
@@ -423,7 +424,7 @@ class Recformer(SequenceModel):
         """See `SequenceModel.enter`; what the phase's loss does not reach is frozen as well."""
         self.phase = phase
         stage = "pretrain" if phase == "contrastive" else "finetune"
-        masked = phase == "contrastive" and self.options.mlm_weight > 0
+        masked = phase == "contrastive" and self.head is not None and self.options.mlm_weight > 0
         for parameter in self.parameters():
             parameter.requires_grad_(True)
         self.encoder.words.requires_grad_(stage not in self.options.frozen_words)
@@ -433,12 +434,13 @@ class Recformer(SequenceModel):
             last = self.encoder.blocks[-1]
             assert isinstance(last, Block)
             last.attention.local.requires_grad_(masked or self.options.pooling == "mean")
-        if self.history is not None and phase == "frozen":
+        if self.history is not None and phase != "refresh":
             self.encoder.requires_grad_(False)
 
     def on_epoch(self) -> None:
         """See `SequenceModel.on_epoch`."""
-        if self.phase == "refresh":
+        unread = self.history is not None and not self.vectors.any()  # pre-training: nobody has encoded this catalogue
+        if self.phase == "refresh" or unread:
             self.refresh()
 
     def train(self, mode: bool = True) -> Recformer:
@@ -518,7 +520,7 @@ class Recformer(SequenceModel):
         score_BN = self._cosines(history_BD, gather(target_BD))
         same_BN = (target_B1 == gather(target_B1).T).scatter(1, goal_B.unsqueeze(1), False)
         terms = {"contrast": F.cross_entropy(score_BN.masked_fill(same_BN, float("-inf")), goal_B)}  # (10)
-        if self.options.mlm_weight > 0:
+        if self.head is not None and self.options.mlm_weight > 0:
             words = self._masked_words(batch.items[:, :-1]) + self._masked_words(batch.items[:, -1:])
             terms["words"] = self.options.mlm_weight * words  # (11)
         return terms
@@ -541,6 +543,10 @@ class Recformer(SequenceModel):
 
     def _pairs(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the vectors of each row's history and of its target, of length 1 (B, D)."""
+        if self.history is not None:
+            query_BD = self(batch._replace(items=batch.items[:, :-1]), last=True)[:, 0] * self.options.temperature
+            target_BD = self.history.to_item(F.embedding(batch.items[:, -1], self.vectors))
+            return query_BD, F.normalize(target_BD.float(), dim=-1)
         history_BD, target_BD = self.encode(batch.items[:, :-1]).float(), self.encode(batch.items[:, -1:]).float()
         return F.normalize(history_BD, dim=-1), F.normalize(target_BD, dim=-1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pyarrow as pa
@@ -381,6 +382,29 @@ def test_the_item_vectors_in_use_are_those_of_the_trained_words():
     assert not torch.allclose(stale, model.vectors)
 
 
+def test_histories_of_items_are_pre_trained_by_the_contrast_over_fixed_vectors():
+    model = items_model(refresh=False, mlm_weight=0.1)
+    assert model.phases("pretrain") == ("contrastive",)
+    assert items_model().phases("pretrain") == ()
+    model.enter("contrastive")
+    rows = [[3, 7, 2], [5, 1], [6, 8, 4, 2], [9, 10, 11]]  # two rows have target 2
+    table = model.item_vectors().detach().double()
+
+    got = model.training_loss(make_batch(rows), None)
+    got["contrast"].backward()
+
+    losses = []
+    for number, row in enumerate(rows):
+        query = model(make_batch([row[:-1]]), last=True)[0, 0].detach().double()  # over the temperature
+        rivals = [other[-1] for place, other in enumerate(rows) if place == number or other[-1] != row[-1]]
+        scores = [float(query @ table[item]) for item in rivals]
+        losses.append(math.log(sum(map(math.exp, scores))) - scores[rivals.index(row[-1])])
+    assert got.keys() == {"contrast"}
+    assert got["contrast"].item() == pytest.approx(sum(losses) / 4, rel=1e-4)
+    trained = {name for name, p in model.named_parameters() if p.grad is not None}
+    assert trained == {name for name, _ in model.named_parameters() if name.startswith("history.")}
+
+
 # The stages, on the synthetic log with titles in which an item's neighbours have words in common.
 OPTIONS = {"length": 6, "d_model": 16, "d_inner": 32, "max_tokens": 64, "vocabulary": 300, "frozen_words": []}
 SETTINGS = {"batch_size": 16, "warmup_steps": 2, "learning_rate": 5e-3, "prefixes_per_user": 2, "save_steps": 1}
@@ -606,6 +630,21 @@ def test_sources_give_the_weights_and_the_target_the_catalogue(target, source, t
     assert len(item_a) == 41
     assert len(item_c) == 26
     torch.testing.assert_close(item_c[1:].norm(dim=1), torch.ones(25))
+
+
+def test_histories_of_items_learn_from_the_sources_and_serve_the_target(target, source, tmp_path):
+    options = ITEMS | {"refresh": False}
+    run_pretrain(target, tmp_path / "before", sources=[source], options=options, epochs=0)
+    run_pretrain(target, tmp_path / "after", sources=[source], options=options, epochs=4)
+
+    before, after = (vectors(tmp_path / name / "initial")[0].state_dict() for name in ("before", "after"))
+
+    changed = {name for name, value in before.items() if not torch.equal(after[name], value)}
+    assert changed
+    assert all(name.startswith("history.") for name in changed)
+    assert len(after["vectors"]) == 41
+    history = (tmp_path / "after" / "initial" / "history.jsonl").read_text().splitlines()
+    assert max(json.loads(line)["valid/accuracy"] for line in history) > 0.2
 
 
 def test_zero_shot_is_an_evaluation_of_the_initial_weights(target, source, tmp_path):

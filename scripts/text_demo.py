@@ -1,0 +1,238 @@
+"""What text is worth: a model that reads it beside one of ids and PCTM, with none, some and all of the users.
+
+    python scripts/text_demo.py --config-file configs/recformer/text-demo.yaml --out runs/text-demo
+
+It runs the config as `seqrec run` does, counts PCTM over the same users, looks at the items that are new to them, and
+describes known items in requests as if they were new. OUT receives the tables, `text_demo.md` and `text_demo.json`.
+A later call repeats no training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import random
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from models import REGISTRY
+from seqrec.artifacts import CASES, ITEMS, METRICS, read_json, write_json, write_text
+from seqrec.commands.run import run
+from seqrec.config import Params, load
+from seqrec.counts import baselines as counting
+from seqrec.data import sequences
+from seqrec.data.item_tokens import read_texts
+from seqrec.data.sequences import Sequences
+from seqrec.evaluation import intervals, metrics
+from seqrec.serving.recommender import Recommender
+from seqrec.training.batches import trained_users
+
+NEW, NONSENSE = "described in the request", "qqqq zzz"
+Row = dict[str, Any]
+
+
+def demo(*, config_file: Path, out: Path, data: Path | None = None, requests: int = 100) -> dict[str, Any]:
+    """Run the config, and return and write what its models make of few users, new items and described ones.
+
+    Args:
+        config_file: its models differ in architecture and in `finetune.user_share`; no epoch is no user.
+        out: as for `seqrec run`.
+        data: as for `seqrec run`.
+        requests: test cases whose item is described.
+    """
+    began, params = time.monotonic(), load(config_file)
+    run(config_file=config_file, out=out, data=data)
+    folder = (data or out / "data") / "sequences"
+    prepared = sequences.load(folder)
+    rows = curve(params, prepared, out / "reports")
+    readers = [name for name in params.leaderboard if REGISTRY[params.model(name).architecture].text == "tokens"]
+    result = {
+        "dataset": params.dataset,
+        "split_sha256": prepared.card["split_sha256"],
+        "seed": params.section("finetune").seed,
+        "items": prepared.num_items,
+        "users": prepared.num_users,
+        "rows": rows,
+        "described": [described(name, out / "artifacts" / name, folder, prepared, requests) for name in readers],
+        "seconds": time.monotonic() - began,
+    }
+    write_json(out / "text_demo.json", result)
+    write_text(out / "text_demo.md", markdown(result))
+    return result
+
+
+def curve(params: Params, prepared: Sequences, reports: Path) -> list[Row]:
+    """Return a row for each model, and for PCTM with the same users; a text model's comes first."""
+    shares: dict[float, list[str]] = {}
+    known = {}
+    for name in params.leaderboard:
+        config = params.section("finetune", model=name)
+        share = config.user_share if config.epochs else 0.0
+        shares.setdefault(share, []).append(name)
+        known[share] = restricted(prepared, trained_users(prepared, config) & (share > 0))
+    rows = []
+    for share, names in sorted(shares.items()):
+        data = known[share]
+        if share:
+            names = [*names, _count(params, data, reports, share)]
+        first = pq.read_table(reports / names[0] / CASES)
+        for name in names:
+            rows.append({"share": share, **_row(reports / name, first, data, params.section("evaluate").seed)})
+    return rows
+
+
+def restricted(data: Sequences, trained_U: Tensor) -> Sequences:
+    """Return the data with the training events of some users alone; the cases stay."""
+    train_stop = data.train_stop.where(trained_U, data.start)
+    event = torch.arange(len(data.items)) < torch.repeat_interleave(train_stop, data.stop - data.start)
+    count = torch.bincount(data.items[event].long(), minlength=len(data.count))
+    return replace(data, train_stop=train_stop, count=count, card={**data.card, "cases": "last"})
+
+
+def _count(params: Params, data: Sequences, reports: Path, share: float) -> str:
+    """Evaluate PCTM on the events of the users in `data`; return the name of its report."""
+    name = f"pctm_{100 * share:03.0f}"
+    (reports / name).mkdir(parents=True, exist_ok=True)
+    counting.report("pctm", data, reports / name, params.section("evaluate"))
+    return name
+
+
+def _row(report: Path, first: pa.Table, data: Sequences, seed: int) -> Row:
+    """Return the figures of a report, those on items without an event in `data`, and what `first` gains over it."""
+    values, cases = read_json(report / METRICS), pq.read_table(report / CASES)
+    test = cases.filter(pa.compute.equal(cases["split"], "test"))
+    row: Row = {"model": report.name, "seconds": values["train_seconds"]}
+    row |= {name: values[name] for name in ("valid/ndcg@10", "test/ndcg@10", "test/recall@10")}
+    row["interval"] = [values["test/ndcg@10/low"], values["test/ndcg@10/high"]]
+    row["gain"] = _gain(first, cases, seed)
+    new = _is_new(test, data)
+    rank = test["rank"].to_numpy()[new]
+    row["new"] = {
+        "cases": len(rank),
+        "ndcg@10": float(metrics.ndcg(rank, 10).mean()) if len(rank) else 0.0,
+        "recall@10": float((rank <= 10).mean()) if len(rank) else 0.0,
+    }
+    if len(rank):
+        row["new"]["gain"] = _gain(*(table.filter(pa.array(_is_new(table, data))) for table in (first, cases)), seed)
+    return row
+
+
+def _gain(first: pa.Table, other: pa.Table, seed: int) -> list[float]:
+    return list(intervals.paired_gain(first, other, split="test", seed=seed))
+
+
+def _is_new(cases: pa.Table, data: Sequences) -> NDArray[np.bool_]:
+    return data.count.numpy()[cases["target"].to_numpy()] == 0
+
+
+def described(name: str, artifacts: Path, folder: Path, prepared: Sequences, number: int) -> Row:
+    """Return where test items rank as rows of the table, and described in a request as items never seen.
+
+    Nonsense in the place of the description shows that it is read: it should rank as any other item would.
+    """
+    recommender = Recommender.load(artifacts / "finetuned")
+    attributes = recommender.model.options.attributes
+    texts = read_texts(folder.parent / ITEMS, recommender.item_ids, attributes)
+    told = [
+        dict(zip(texts, values, strict=True)) for values in zip(*(t.to_pylist() for t in texts.values()), strict=True)
+    ]
+    ranks = np.array(list(_ranks(recommender, told, _drawn(prepared, number), prepared)))
+    figures = {}
+    for column, kind in enumerate(("known", "described", "nonsense")):
+        rank = ranks[:, column]
+        figures[kind] = {"median rank": float(np.median(rank)), "recall@10": float((rank <= 10).mean())}
+    return {"model": name, "requests": len(ranks), **figures}
+
+
+def _drawn(prepared: Sequences, number: int) -> Sequence[tuple[int, int]]:
+    """Return user and flat index of random test cases."""
+    cases = sequences.cases(prepared, "test")
+    chosen = random.Random(0).sample(range(len(cases)), min(number, len(cases)))
+    return list(zip(cases.user[chosen].tolist(), cases.position[chosen].tolist(), strict=True))
+
+
+def _ranks(
+    recommender: Recommender, told: Sequence[Mapping[str, str]], cases: Sequence[tuple[int, int]], data: Sequences
+) -> Iterator[tuple[int, int, int]]:
+    """Yield the rank of each case's item: known, described anew, and with nonsense for a description."""
+    ids = recommender.item_ids
+    for user, position in cases:
+        past = data.items[torch.arange(int(data.start[user]), position)].tolist()
+        target = int(data.items[torch.tensor([position])])
+        history = [ids[item - 1] for item in past]
+        known = recommender.recommend(history, len(ids)).items
+        rank = known.index(ids[target - 1]) if ids[target - 1] in known else len(ids)
+        places = []
+        for text in (told[target - 1], dict.fromkeys(told[target - 1], NONSENSE)):
+            text = {column: value for column, value in text.items() if value} or {"title": NONSENSE}
+            answer = recommender.recommend(history, len(ids), exclude=[ids[target - 1]], items_text={NEW: text})
+            places.append(answer.items.index(NEW) + 1)
+        yield rank + 1, places[0], places[1]
+
+
+def markdown(result: Mapping[str, Any]) -> str:
+    """Return the tables as a page."""
+    head = (
+        "# Text, ids and counts\n\n"
+        f"{result['dataset']}: {result['users']} users, {result['items']} items, split {result['split_sha256'][:12]}, "
+        f"seed {result['seed']}, {result['seconds'] / 60:.0f} minutes. NDCG@10 on all items. An item is new where none "
+        "of the users in training has it before the split.\n"
+    )
+    columns = ["users in training", "model", "validation", "test [95 %]", "gain of the first [95 %]", "training s"]
+    columns += ["new items: cases", "NDCG@10", "Recall@10"]
+    lines = [columns, ["---"] * 2 + ["--:"] * (len(columns) - 2)]
+    before = None
+    for row in result["rows"]:
+        first, before = row["share"] != before, row["share"]
+        new = row["new"]
+        lines.append(
+            [
+                f"{row['share']:.0%}",
+                row["model"],
+                f"{row['valid/ndcg@10']:.4f}",
+                f"{row['test/ndcg@10']:.4f} [{row['interval'][0]:.4f}, {row['interval'][1]:.4f}]",
+                "" if first else "{:+.4f} [{:+.4f}, {:+.4f}]".format(*row["gain"]),
+                f"{row['seconds']:.0f}",
+                f"{new['cases']}",
+                f"{new['ndcg@10']:.4f}",
+                f"{new['recall@10']:.4f}",
+            ]
+        )
+    text = head + "\n" + _table(lines)
+    kinds = ("known", "described", "nonsense")
+    lines = [["model", "requests", *(f"{kind}: median rank, Recall@10" for kind in kinds)], ["---"] + ["--:"] * 4]
+    for row in result["described"]:
+        cells = [f"{row[kind]['median rank']:.0f}, {row[kind]['recall@10']:.2f}" for kind in kinds]
+        lines.append([row["model"], str(row["requests"]), *cells])
+    text += "\nThe item of a test case as the model knows it, described in the request, and with nonsense instead:\n\n"
+    return text + _table(lines)
+
+
+def _table(lines: Sequence[Sequence[str]]) -> str:
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def main() -> None:
+    """Run the demonstration and print its page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config-file", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--requests", type=int, default=100)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    sys.stdout.write(markdown(demo(**vars(parser.parse_args()))))
+
+
+if __name__ == "__main__":
+    main()
