@@ -6,8 +6,15 @@ from components.image import IMAGE
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
-def ingest(dataset: str, state: str, config: dict, data: dsl.Output[dsl.Dataset], metrics: dsl.Output[dsl.Metrics]):
-    """Fetch a dataset and read it into the canonical tables."""
+def ingest(
+    dataset: str,
+    state: str,
+    fresh: str,
+    config: dict,
+    data: dsl.Output[dsl.Dataset],
+    metrics: dsl.Output[dsl.Metrics],
+):
+    """Fetch a dataset and read it into the canonical tables; another text in `fresh` bypasses KFP's cache."""
     from pathlib import Path
 
     from seqrec.artifacts import facts

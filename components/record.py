@@ -6,8 +6,9 @@ from components.image import IMAGE
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
-def record(status: dsl.PipelineTaskFinalStatus, pipeline: str, pipeline_run: str, config: dict):
+def record(status: dsl.PipelineTaskFinalStatus, pipeline: str, pipeline_run: str, config: dict, overrides: dict):
     """Record in MLflow how the run ended."""
+    from seqrec.cluster.form import overridden
     from seqrec.config import RegisterConfig, parse
     from seqrec.tracking.runs import record_outcome
 
@@ -16,5 +17,5 @@ def record(status: dsl.PipelineTaskFinalStatus, pipeline: str, pipeline_run: str
         name=f"{pipeline}-{pipeline_run[:8]}",
         state=status.state,
         failure=status.error_message,
-        config=parse(RegisterConfig, config, "register"),
+        config=parse(RegisterConfig, overridden("register", config, overrides), "register"),
     )

@@ -17,6 +17,8 @@ def register(
     evaluate: dict,
     config: dict,
     results: dsl.Input[dsl.Artifact],
+    checkpoints: dsl.Input[list[dsl.Model]],
+    evaluations: dsl.Input[list[dsl.Artifact]],
     sequences: dsl.Input[dsl.Dataset],
     data: dsl.Input[dsl.Dataset],
     reports: dsl.Output[dsl.Artifact],
@@ -25,6 +27,7 @@ def register(
 ):
     """Write the leaderboard, log the runs to MLflow, and run the gate of the registry."""
     import shutil
+    import tempfile
     from dataclasses import asdict
     from pathlib import Path
 
@@ -38,9 +41,16 @@ def register(
     sections = {name: parse(SECTIONS[name], section, name) for name, section in given.items()}
     settings = {name: asdict(section) for name, section in sections.items()}
     shutil.copytree(f"{results.path}/reports", reports.path, dirs_exist_ok=True)
+    for report in evaluations:
+        shutil.copytree(report.path, f"{reports.path}/{report.metadata['model']}")
+    artifacts = Path(tempfile.mkdtemp())
+    for checkpoint in checkpoints:
+        folder = artifacts / checkpoint.metadata["model"]
+        folder.mkdir()
+        (folder / "finetuned").symlink_to(checkpoint.path)
     values = register(
         leaderboard=leaderboard,
-        artifacts=Path(results.path) / "artifacts",
+        artifacts=artifacts,
         reports=Path(reports.path),
         sequences=Path(sequences.path),
         data=Path(data.path),

@@ -103,21 +103,33 @@ class Package:
         """Yield the path of the YAML.
 
         Raises:
-            SubmissionError: the image is not named by its digest.
+            SubmissionError: the image is not named by its digest, or results would go into a file of a pod.
         """
         if not re.fullmatch(r".+@sha256:[0-9a-f]{64}", IMAGE):
             raise SubmissionError(
                 f"SEQREC_IMAGE: {IMAGE} is no digest; KFP caches on this text, so a tag would run old code: set it to "
                 "repository@sha256:..., as `docker push` prints it"
             )
+        self._check_tracking()
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / f"seqrec-{self.pipeline}.yaml"
             compile_pipeline(self.models, file, self.params, self.pipeline)
             yield str(file)
 
+    def _check_tracking(self) -> None:
+        name, cluster = "MLFLOW_TRACKING_URI", self.cluster
+        if any(name in keys.values() for keys in cluster.secrets.values()):
+            return
+        uri = cluster.environment.get(name) or load(self.params).section("register").tracking_uri
+        if uri.startswith("sqlite:"):
+            raise SubmissionError(
+                f"register.tracking_uri: {uri} is a file, lost with the pod that writes it; name a server there, or in "
+                f"kubernetes.environment as {name}"
+            )
+
 
 def submit(server: Server, package: Package, *, root: str = "", cache: bool = True) -> str:
-    """Start a run and return its id.
+    """Start a run, print the address of its page, and return its id.
 
     Args:
         server: where.

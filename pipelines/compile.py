@@ -8,17 +8,23 @@ from pathlib import Path
 
 from kfp.compiler import Compiler
 
+from pipelines.resources import STATE
 from pipelines.training import build
 from seqrec.commands.settings import check
 from seqrec.config import ConfigError, load
 
 
 def compile_pipeline(
-    models: Sequence[str], output: Path, params: Path = Path("params.yaml"), pipeline: str = "training"
+    models: Sequence[str],
+    output: Path,
+    params: Path = Path("params.yaml"),
+    pipeline: str = "training",
+    state: str = STATE,
 ) -> None:
     """Write a pipeline of `models`, all of `leaderboard` if empty, to `output` as YAML.
 
-    Sections and entries that `params` leaves out keep their defaults.
+    Sections and entries that `params` leaves out keep their defaults. `state` is the folder of downloads and resume
+    states that the steps see.
 
     Raises:
         ConfigError: a wrong setting, or an unknown model.
@@ -26,7 +32,7 @@ def compile_pipeline(
     if not params.is_file():
         raise ConfigError(f"--params: {params} not found")
     settings = load(params)
-    graph = build(pipeline, settings, models or settings.leaderboard)
+    graph = build(pipeline, settings, models or settings.leaderboard, state)
     check(replace(settings, leaderboard=tuple(models or settings.leaderboard)))
     output.parent.mkdir(parents=True, exist_ok=True)
     Compiler().compile(graph, str(output))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 from collections.abc import Mapping, Sequence
@@ -51,15 +50,16 @@ def run_local(
     """
     out = out.resolve()
     file = out / f"{pipeline}.yaml"
-    compile_pipeline(models, file, params, pipeline)
+    compile_pipeline(models, file, params, pipeline, str(out / "state"))
     if docker:
         _use_docker(out, network, data)
     else:
         local.init(local.SubprocessRunner(use_venv=False), pipeline_root=str(out))
-    register = dataclasses.asdict(load(params).section("register"))
-    if "MLFLOW_TRACKING_URI" not in os.environ and register["tracking_uri"] == f"sqlite:///{DATABASE}":
-        register["tracking_uri"] = f"sqlite:///{out / DATABASE}"
-    load_component_from_file(str(file))(state=str(out / "state"), register=register)
+    overrides = {}
+    uri = load(params).section("register").tracking_uri
+    if "MLFLOW_TRACKING_URI" not in os.environ and uri == f"sqlite:///{DATABASE}":
+        overrides["register.tracking_uri"] = f"sqlite:///{out / DATABASE}"
+    load_component_from_file(str(file))(overrides=overrides)
 
 
 def _use_docker(out: Path, network: str, data: Path | None) -> None:

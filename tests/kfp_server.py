@@ -11,6 +11,7 @@ import email
 import email.policy
 import inspect
 import json
+import os
 import re
 import subprocess
 import sys
@@ -32,6 +33,7 @@ from kfp.pipeline_spec.pipeline_spec_pb2 import PipelineSpec, PlatformSpec
 TOKEN = "the right one"
 FORBIDDEN = "somebody-elses"
 SERVICES = ("Healthz", "Experiment", "Pipeline", "PipelineUpload", "Run", "RecurringRun")
+STATE = "/tmp/seqrec/state"  # a folder of pods
 PLAIN = {"str": str, "int": int, "bool": bool, "float": (int, float), "object": object}
 RUNNER = """
 import json, sys
@@ -224,10 +226,12 @@ class Server:
         root = self.folder / run["run_id"]
         root.mkdir()
         file = root / "received.yaml"
-        file.write_text(yaml.safe_dump_all(documents(run["pipeline_spec"])))
-        given = {"state": str(root / "state"), **run.get("runtime_config", {}).get("parameters", {})}
+        text = yaml.safe_dump_all(documents(run["pipeline_spec"]))
+        file.write_text(text.replace(STATE, str(root / "state")))
+        given = run.get("runtime_config", {}).get("parameters", {})
         command = [sys.executable, "-c", RUNNER, str(file), str(root), json.dumps(given)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        environment = {**os.environ, "MLFLOW_TRACKING_URI": f"sqlite:///{root}/mlflow.db"}  # in place of its server
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         (root / "log").write_text(done.stdout + done.stderr)
         if done.returncode:
             run["error"] = {"code": 1, "message": done.stderr.strip().splitlines()[-1]}

@@ -46,8 +46,14 @@ def check(params: Params, *, ingests: bool = True) -> None:
     for dataset in (params.dataset, *params.sources) if ingests else ():
         from seqrec.data import sources
 
+        config = params.section("ingest", dataset=dataset)
+        if dataset in sources.SOURCES and config.source != dataset:
+            raise ConfigError(
+                f"datasets.{dataset}.ingest.source: {config.source} under the name of the source {dataset}; "
+                "give the dataset another name, or leave ingest.source out"
+            )
         try:
-            sources.find(params.section("ingest", dataset=dataset))
+            sources.find(config)
         except ConfigError as error:
             raise ConfigError(f"datasets.{dataset}.{error}") from error
 

@@ -29,7 +29,7 @@ REFITS = ("none", "valid")  # what the test cases are ranked by has seen the val
 LAUNCHED = ("prepare", "pretrain", "finetune")  # steps that can be a job
 STEPS = (  # of the Kubeflow pipelines; `default` stands for all of them
     *("default", "ingest", "validate", "prepare", "baselines", *LAUNCHED[1:], "evaluate", "register"),
-    *("champion", "collect", "join", "record"),
+    *("champion", "join", "record", "settings"),
 )
 
 

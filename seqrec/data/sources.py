@@ -5,6 +5,7 @@ Data is downloaded, never shipped: none of these licences lets us pass it on.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
@@ -103,6 +104,17 @@ def find(config: IngestConfig) -> Source:
         known = ", ".join(source.rows)
         raise ConfigError(f"ingest.category: {config.source} has no {config.category!r}; there are {known}")
     return source
+
+
+def is_pinned(config: IngestConfig) -> bool:
+    """Say whether the source can only ever give one content, so that ingesting it twice is a waste."""
+    if config.repository:
+        return re.fullmatch(r"[0-9a-f]{40}", config.revision) is not None
+    return all(
+        (one.archive is not None and bool(one.archive.sha256))
+        or all(file.sha256 for file in one.files if file.required)
+        for one in find(config).publications(config)
+    )
 
 
 def _zipped(

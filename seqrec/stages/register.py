@@ -43,7 +43,7 @@ from seqrec.artifacts import (
     write_text,
 )
 from seqrec.code_closure import git_commit
-from seqrec.config import RegisterConfig
+from seqrec.config import ConfigError, RegisterConfig
 from seqrec.data import data_warnings
 from seqrec.evaluation.leaderboard import (
     LEADERBOARD,
@@ -131,10 +131,13 @@ def register(
         The candidate's metrics, whether it is the champion (1 or 0), and its gain where there was a comparison.
 
     Raises:
+        ConfigError: the prepared dataset is another one than that of `params`.
         FileNotFoundError: a model was not trained or not evaluated.
         TrackingError: the tracking server fails; the leaderboard is written, and another call does the rest.
     """
     split = read_json(sequences / SPLIT_CARD)
+    if params.get("dataset", split["dataset"]) != split["dataset"]:
+        raise ConfigError(f"dataset: {params['dataset']}, but {sequences} holds {split['dataset']}")
     rows = build(reports=reports, models=leaderboard)
     entries = [_entry(row, artifacts, reports, split) for row in rows]
     best = next(entry for entry in entries if entry.row is best_model(rows))

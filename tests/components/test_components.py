@@ -23,11 +23,15 @@ def tree_of(step: str) -> ast.Module:
 
 def test_every_stage_has_a_step():
     assert set(STAGES) <= set(STEPS)
-    assert set(STEPS) - set(STAGES) == {"champion", "collect", "join", "record", "warm_start"}
+    assert set(STEPS) - set(STAGES) == {
+        *("champion", "join", "record", "warm_start"),
+        *("settings", "model_settings"),
+    }
 
 
 def test_every_step_can_be_given_resources():
-    assert {"default", *STEPS} - {"warm_start"} == set(sections.STEPS)  # a warm start is the step `pretrain`
+    others = {"warm_start", "model_settings"}  # the steps `pretrain` and `settings`
+    assert {"default", *STEPS} - others == set(sections.STEPS)
 
 
 @pytest.mark.parametrize("step", STEPS)

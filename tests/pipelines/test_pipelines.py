@@ -19,7 +19,7 @@ from pipelines.__main__ import main
 from pipelines.compile import compile_pipeline
 from pipelines.local import run_local
 from pipelines.resources import STATE
-from pipelines.training import build, is_pinned, parameters
+from pipelines.training import build
 from seqrec.artifacts import (
     CASES,
     INTERACTIONS,
@@ -33,7 +33,9 @@ from seqrec.artifacts import (
     read_json,
     sha256,
 )
+from seqrec.cluster.form import INPUTS
 from seqrec.config import ConfigError, IngestConfig, load
+from seqrec.data.sources import is_pinned
 from seqrec.evaluation import leaderboard
 from seqrec.stages.baselines import baselines
 from seqrec.stages.evaluate import evaluate
@@ -131,8 +133,8 @@ def test_numbers_survive_the_way_through_kubeflow(outcome):
     tasks, reports = outcome
 
     assert read_json(tasks / "prepare/sequences" / SPLIT_CARD) == read_json(reports.parent / "sequences" / SPLIT_CARD)
-    for task, model in (("finetune", "sasrec"), ("finetune-2", "flash4rec")):
-        found = read_json(tasks / task / "checkpoint/config.json")
+    for model in MODELS:
+        found = read_json(of_model(tasks, "finetune", model) / "checkpoint/config.json")
         expected = read_json(reports.parent / model / "finetuned/config.json")
         assert json.dumps(found["options"]) == json.dumps(expected["options"])  # as text: 2.0 is not 2
         assert json.dumps(found["config"]) == json.dumps(expected["config"])
@@ -157,8 +159,13 @@ def test_the_pages_of_the_user_interface_need_no_other_file(outcome):
     assert "the first champion" in page
 
 
-def metadata_of(tasks: Path, task: str, artifact: str) -> dict:
-    (output,) = read_json(tasks / task / "executor_output.json")["artifacts"][artifact]["artifacts"]
+def of_model(tasks: Path, task: str, model: str) -> Path:
+    """Return the folder of a task of `model`."""
+    return next(tasks.glob(f"for-loop-*-iteration-{MODELS.index(model)}")) / task
+
+
+def metadata_of(task: Path, artifact: str) -> dict:
+    (output,) = read_json(task / "executor_output.json")["artifacts"][artifact]["artifacts"]
     return output["metadata"]
 
 
@@ -166,14 +173,15 @@ def test_artifacts_say_what_they_hold(outcome):
     tasks, _ = outcome
     card = read_json(tasks / "prepare/sequences" / SPLIT_CARD)
 
-    data = metadata_of(tasks, "ingest", "data")
+    data = metadata_of(tasks / "ingest", "data")
     assert data["interactions_sha256"] == card["input_sha256"]
     assert data["count_rows"] == pq.read_metadata(tasks / "ingest/data" / INTERACTIONS).num_rows
-    sequences = metadata_of(tasks, "prepare", "sequences")
+    sequences = metadata_of(tasks / "prepare", "sequences")
     assert (sequences["split_sha256"], sequences["count_users"]) == (card["split_sha256"], card["counts"]["users"])
-    checkpoint = metadata_of(tasks, "finetune", "checkpoint")
+    task = of_model(tasks, "finetune", "sasrec")
+    checkpoint = metadata_of(task, "checkpoint")
     assert checkpoint["split_sha256"] == card["split_sha256"]
-    assert checkpoint["weights_sha256"] == sha256(tasks / "finetune/checkpoint" / WEIGHTS)
+    assert checkpoint["weights_sha256"] == sha256(task / "checkpoint" / WEIGHTS)
 
 
 def recorded(settings: Path) -> list[dict[str, str]]:
@@ -198,8 +206,8 @@ def test_the_champion_of_a_run_is_what_a_retraining_starts_from(outcome, tmp_pat
     assert fetch_champion(dataset="own", folder=tmp_path / "own", config=config) == "1"
     assert fetch_champion(dataset="another", folder=tmp_path / "another", config=config) == ""
 
-    task = {"sasrec": "finetune", "flash4rec": "finetune-2"}[board["registry"]["model"]]
-    assert sha256(tmp_path / "own" / WEIGHTS) == sha256(tasks / task / "checkpoint" / WEIGHTS)
+    task = of_model(tasks, "finetune", board["registry"]["model"])
+    assert sha256(tmp_path / "own" / WEIGHTS) == sha256(task / "checkpoint" / WEIGHTS)
     assert facts(tmp_path / "own")["model"] == board["registry"]["model"]
     assert {VOCABULARY, USERS} <= {path.name for path in (tmp_path / "own").iterdir()}
     assert list((tmp_path / "another").iterdir()) == []
@@ -213,7 +221,7 @@ def test_a_failed_validation_stops_the_run_before_any_training(tmp_path):
         run_on_this_machine(settings, tmp_path / "root")
 
     tasks = next((tmp_path / "root").glob("seqrec-training-*"))
-    assert {folder.name for folder in tasks.iterdir()} == {"ingest", "validate", "record"}
+    assert {folder.name for folder in tasks.iterdir()} == {"settings", "ingest", "validate", "record"}
     (tags,) = recorded(settings)
     assert (tags[OUTCOME], tags["status"]) == ("FAILED", "FAILED")
     assert tags[FAILURE]
@@ -272,9 +280,9 @@ def compiled(pipeline: str, cluster: str) -> list[dict]:
 
 
 def tasks_of(document: dict) -> dict[str, dict]:
-    """Return the tasks inside the exit handler by what the user interface calls them."""
-    tasks = document["components"]["comp-exit-handler-1"]["dag"]["tasks"]
-    return {task["taskInfo"]["name"]: task for task in tasks.values()}
+    """Return the tasks inside the exit handler, and inside the loop over models, by what the user interface shows."""
+    dags = [part["dag"]["tasks"] for part in document["components"].values() if "dag" in part]
+    return {task["taskInfo"]["name"]: task for dag in dags for task in dag.values()}
 
 
 def executor_of(documents: list[dict], display: str) -> tuple[dict, dict]:
@@ -300,7 +308,7 @@ def test_a_compiled_pipeline_has_no_field_that_kubeflow_does_not_know(pipeline, 
 
 def test_a_misspelt_field_is_noticed():
     documents = compiled("training", "gpu")
-    container, executor = executor_of(documents, "finetune sasrec")
+    container, executor = executor_of(documents, "finetune")
     container["resources"]["memoryLimits"] = "1Gi"
     executor["nodeSelectors"] = {}
 
@@ -315,6 +323,9 @@ def golden() -> str:
     documents = compiled("training", "nodes")
     for definition in documents[0]["root"]["inputDefinitions"]["parameters"].values():
         definition.pop("defaultValue")
+    for task in ("settings", "model-settings"):
+        tasks_of(documents[0])[task]["inputs"]["parameters"].pop("params")
+    documents[0]["root"]["dag"]["tasks"]["record"]["inputs"]["parameters"].pop("config")
     return yaml.safe_dump_all(documents)
 
 
@@ -325,7 +336,7 @@ def test_the_compiled_pipeline_is_the_one_that_was_looked_at():
 def test_a_step_asks_for_what_the_section_says():
     documents = compiled("training", "gpu")
 
-    container, executor = executor_of(documents, "finetune sasrec")
+    container, executor = executor_of(documents, "finetune")
     assert container["resources"]["resourceCpuRequest"] == "2"
     assert container["resources"]["resourceMemoryLimit"] == "64Gi"
     accelerator = container["resources"]["accelerator"]
@@ -337,7 +348,7 @@ def test_a_step_asks_for_what_the_section_says():
     assert [one["mountPath"] for one in executor["pvcMount"]] == [STATE]
     assert executor["activeDeadlineSeconds"] == "3600"
 
-    container, executor = executor_of(documents, "ingest ml-100k")
+    container, executor = executor_of(documents, "ingest")
     assert "accelerator" not in container["resources"]
     assert [one["mountPath"] for one in executor["pvcMount"]] == [STATE, "/data"]
     for executor in documents[1]["platforms"]["kubernetes"]["deploymentSpec"]["executors"].values():
@@ -345,34 +356,34 @@ def test_a_step_asks_for_what_the_section_says():
         assert executor["secretAsEnv"][0]["keyToEnv"][0]["envVar"] == "MLFLOW_TRACKING_PASSWORD"
         assert executor["podMetadata"]["labels"] == {"team": "search"}
     tasks = tasks_of(documents[0])
-    assert tasks["finetune sasrec"]["retryPolicy"]["maxRetryCount"] == 3
-    assert tasks["finetune sasrec"]["retryPolicy"]["backoffDuration"] == "60s"
-    assert "retryPolicy" not in tasks["validate ml-100k"]
+    assert tasks["finetune"]["retryPolicy"]["maxRetryCount"] == 3
+    assert tasks["finetune"]["retryPolicy"]["backoffDuration"] == "60s"
+    assert "retryPolicy" not in tasks["validate"]
 
 
 def test_a_step_that_awaits_a_job_books_no_gpu_itself():
     documents = compiled("training", "nodes")
-    container, executor = executor_of(documents, "finetune sasrec")
+    container, executor = executor_of(documents, "finetune")
 
     assert "accelerator" not in container["resources"]
     assert "nodeSelector" not in executor
-    given = tasks_of(documents[0])["finetune sasrec"]["inputs"]["parameters"]["place"]["runtimeValue"]["constant"]
+    given = tasks_of(documents[0])["finetune"]["inputs"]["parameters"]["place"]["runtimeValue"]["constant"]
     assert given["launch"]["nodes"] == 2
     assert given["resources"]["gpus"] == 1
     assert given["cluster"]["state_claim"] == "seqrec-state"
-    given = tasks_of(documents[0])["pretrain sasrec"]["inputs"]["parameters"]["place"]["runtimeValue"]["constant"]
+    given = tasks_of(documents[0])["pretrain"]["inputs"]["parameters"]["place"]["runtimeValue"]["constant"]
     assert given == {"launch": {"processes": 2}}
 
 
 def test_nothing_runs_before_validation_and_models_run_side_by_side():
     tasks = tasks_of(compiled("training", "plain")[0])
 
-    assert "dependentTasks" not in tasks["ingest ml-100k"]
-    assert tasks["validate ml-100k"]["dependentTasks"] == ["ingest"]
-    assert tasks["prepare ml-100k"]["dependentTasks"] == ["ingest", "validate"]
-    assert tasks["pretrain sasrec"]["dependentTasks"] == ["ingest", "prepare"]
-    assert tasks["pretrain flash4rec"]["dependentTasks"] == ["ingest", "prepare"]
-    assert tasks["finetune flash4rec"]["dependentTasks"] == ["prepare", "pretrain-2"]
+    assert tasks["ingest"]["dependentTasks"] == ["settings"]
+    assert tasks["validate"]["dependentTasks"] == ["ingest", "settings"]
+    assert tasks["prepare"]["dependentTasks"] == ["ingest", "settings", "validate"]
+    assert tasks["models"]["dependentTasks"] == ["ingest", "prepare"]
+    assert tasks["models"]["parameterIterator"]["items"] == {"inputParameter": "pipelinechannel--models"}
+    assert tasks["finetune"]["dependentTasks"] == ["model-settings", "pretrain"]
 
 
 def test_the_outcome_is_recorded_whatever_happened():
@@ -389,9 +400,9 @@ def uncached(pipeline: str) -> set[str]:
 
 
 def test_only_what_may_differ_from_run_to_run_is_never_cached():
-    assert uncached("training") == {"register"}
-    assert uncached("retraining") == {"register", "champion", "ingest ml-100k"}
-    assert uncached("pretraining") == {"ingest health"}  # files of one's own, without digests
+    assert uncached("training") == {"settings", "register"}
+    assert uncached("retraining") == {"settings", "register", "champion"}
+    assert uncached("pretraining") == {"settings", "settings health"}
 
 
 def test_a_source_is_pinned_by_digests_or_by_a_commit():
@@ -415,10 +426,9 @@ def test_retraining_starts_from_the_champion():
 def test_pretraining_learns_from_the_sources_and_is_measured_on_the_dataset():
     tasks = tasks_of(compiled("pretraining", "gpu")[0])
 
-    assert {"validate health", "join health", "pretrain recformer_text", "evaluate recformer_text"} <= set(tasks)
+    assert {"validate health", "join health", "pretrain", "evaluate"} <= set(tasks)
     assert not {name for name in tasks if name.startswith(("finetune", "register"))}
-    joined = tasks["pretrain recformer_text"]["inputs"]["artifacts"]["data"]["taskOutputArtifact"]["producerTask"]
-    assert joined == "join"
+    assert tasks["pretrain"]["inputs"]["artifacts"]["data"]["componentInputArtifact"] == "pipelinechannel--join-joined"
 
 
 @pytest.mark.parametrize(
@@ -440,31 +450,25 @@ def test_pretraining_refuses_what_it_cannot_do(tmp_path, sources, models, messag
 def test_a_step_of_a_model_reads_the_settings_of_that_model_alone():
     read = {}
     for name, task in tasks_of(compiled("training", "plain")[0]).items():
-        values = (value.get("componentInputParameter") for value in task["inputs"]["parameters"].values())
-        read[name] = {value.removeprefix("pipelinechannel--") for value in values if value}
+        sources = task["inputs"]["parameters"].items()
+        read[name] = {key: source.get("taskOutputParameter", {}).get("outputParameterKey") for key, source in sources}
 
-    for model in MODELS:
-        shared = {"state", "filter_seen"}
-        assert read[f"pretrain {model}"] == {*shared, f"architecture_{model}", f"pretrain_{model}"}
-        assert read[f"finetune {model}"] == {*shared, f"finetune_{model}"}
-        assert read[f"evaluate {model}"] == {"filter_seen", "evaluate"}
+    assert (read["pretrain"]["architecture"], read["pretrain"]["config"]) == ("architecture", "pretrain")
+    assert read["finetune"]["config"] == "finetune"
+    assert {"params", "overrides"}.isdisjoint(read["pretrain"].keys() | read["finetune"].keys())
 
 
-def test_settings_are_resolved_for_dataset_and_model(tmp_path):
-    content = yaml.safe_load(PARAMS.read_text(encoding="utf-8"))
-    content["finetune"]["epochs"] = 7
-    content["datasets"][content["dataset"]]["finetune"] = {"epochs": 8, "patience": 3}
-    content["models"]["sasrec"]["finetune"] = {"epochs": 9}
-    content["datasets"][content["dataset"]]["evaluate"] = {"filter_seen": False}
-    (tmp_path / "params.yaml").write_text(yaml.safe_dump(content))
+@pytest.mark.parametrize("pipeline", ["training", "retraining", "pretraining"])
+def test_the_form_is_small_and_says_what_each_input_is(pipeline):
+    (document, _) = compiled(pipeline, "plain" if pipeline != "pretraining" else "gpu")
+    form = document["root"]["inputDefinitions"]["parameters"]
 
-    given = parameters(load(tmp_path / "params.yaml"), MODELS)
-
-    assert [given[f"finetune_{model}"]["epochs"] for model in MODELS] == [9, 8]
-    assert [given[f"finetune_{model}"]["patience"] for model in MODELS] == [3, 3]
-    assert given["architecture_sasrec"]["options"]["length"] == content["datasets"]["ml-100k"]["options"]["length"]
-    assert given["filter_seen"] is False
-    assert "filter_seen" not in given["evaluate"]
+    assert {name: one["description"] for name, one in form.items()} == INPUTS
+    assert all(len(text) > 40 for text in INPUTS.values())
+    tasks = [*tasks_of(document).values(), *document["root"]["dag"]["tasks"].values()]
+    values = [value for task in tasks for value in task.get("inputs", {}).get("parameters", {}).values()]
+    read = {value.get("componentInputParameter", "").removeprefix("pipelinechannel--") for value in values}
+    assert set(form) <= read
 
 
 @pytest.mark.parametrize(
@@ -480,23 +484,13 @@ def test_wrong_models_are_refused(models, message):
         build("training", load(PARAMS), models)
 
 
-def test_a_key_that_cannot_name_a_parameter_is_refused(tmp_path):
-    content = yaml.safe_load(PARAMS.read_text(encoding="utf-8"))
-    content["models"]["sasrec-wide"] = content["models"]["sasrec"]
-    (tmp_path / "params.yaml").write_text(yaml.safe_dump(content))
-
-    with pytest.raises(ConfigError, match=r"models\.sasrec-wide: on Kubeflow"):
-        build("training", load(tmp_path / "params.yaml"), ["sasrec-wide"])
-
-
 def test_the_command_compiles_the_chosen_models(tmp_path):
     output = tmp_path / "new" / "one.yaml"
 
     assert main(["compile", "--models", "flash4rec", "--output", str(output), "--params", str(PARAMS)]) == 0
 
-    names = tasks_of(next(yaml.safe_load_all(output.read_text())))
-    assert "finetune flash4rec" in names
-    assert "finetune sasrec" not in names
+    document = next(yaml.safe_load_all(output.read_text()))
+    assert document["root"]["inputDefinitions"]["parameters"]["models"]["defaultValue"] == ["flash4rec"]
 
 
 def test_the_command_explains_a_wrong_model(tmp_path, capsys):

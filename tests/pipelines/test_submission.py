@@ -24,13 +24,22 @@ def _digest(monkeypatch):
     monkeypatch.setattr("pipelines.client.IMAGE", IMAGE)
 
 
+def write_cluster_settings(folder, *, start=YEAR_2001):
+    """Write the settings of a tiny log for a cluster, whose steps have a tracking server."""
+    settings = write_settings(folder, start=start)
+    content = yaml.safe_load(settings.read_text())
+    content["kubernetes"]["environment"] = {"MLFLOW_TRACKING_URI": "http://mlflow.example.org"}
+    settings.write_text(yaml.safe_dump(content))
+    return settings
+
+
 @pytest.fixture
 def command(tmp_path, monkeypatch, capsys):
     """Return a function that runs a command on the settings of a tiny log: its status and what it printed."""
     for name in ("KFP_HOST", "KFP_TOKEN", "KFP_COOKIES", "SEQREC_DATA_MIRROR", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
-    settings = write_settings(tmp_path, start=YEAR_2001)
+    settings = write_cluster_settings(tmp_path)
 
     def run(name: str, *flags: str, token: str = kfp_server.TOKEN) -> tuple[int, str]:
         status = main([name, "--params", str(settings), "--models", "sasrec", "--token", token, *flags])
@@ -42,7 +51,7 @@ def command(tmp_path, monkeypatch, capsys):
 
 def test_a_submitted_run_is_executed_and_awaited(tmp_path):
     """The one test that goes through the shell, as a user does."""
-    settings = write_settings(tmp_path, start=YEAR_2001)
+    settings = write_cluster_settings(tmp_path)
     with kfp_server.serving(tmp_path) as (host, server):
         flags = ["--host", host, "--params", str(settings), "--models", "sasrec", "--wait", "--poll", "0.5"]
         environment = {**os.environ, "SEQREC_IMAGE": IMAGE, "KFP_TOKEN": kfp_server.TOKEN, "OMP_NUM_THREADS": "1"}
@@ -56,6 +65,7 @@ def test_a_submitted_run_is_executed_and_awaited(tmp_path):
     log = (tmp_path / run["run_id"] / "log").read_text()
     assert done.returncode == 0, done.stderr + log
     assert f"run {run['run_id']}" in done.stdout
+    assert f"{host}/#/runs/details/{run['run_id']}" in done.stdout
     assert run["state"] == "SUCCEEDED"
     assert list((tmp_path / run["run_id"]).rglob("leaderboard.json"))
     spec = run["pipeline_spec"]["pipeline_spec"]
@@ -66,7 +76,7 @@ def test_a_submitted_run_is_executed_and_awaited(tmp_path):
 @pytest.mark.usefixtures("_digest")
 def test_a_failed_run_fails_the_command(tmp_path, command):
     with kfp_server.serving(tmp_path) as (host, server):
-        write_settings(tmp_path, start=0)  # before validate.min_date
+        write_cluster_settings(tmp_path, start=0)  # before validate.min_date
         status, said = command("submit", "--host", host, "--wait", "--poll", "0.5")
 
     (run,) = server.runs.values()
@@ -115,6 +125,18 @@ def test_an_image_without_digest_is_refused_before_anything_is_sent(tmp_path, co
 
 
 @pytest.mark.usefixtures("_digest")
+@pytest.mark.parametrize("name", ["submit", "upload"])
+def test_results_in_a_file_of_a_pod_are_refused_before_anything_is_sent(tmp_path, command, name):
+    write_settings(tmp_path, start=YEAR_2001)  # tracking in a SQLite file
+    with kfp_server.serving(tmp_path) as (host, server):
+        status, said = command(name, "--host", host)
+
+    assert (status, server.seen) == (1, [])
+    assert "register.tracking_uri: sqlite:///" in said
+    assert "lost with the pod that writes it" in said
+
+
+@pytest.mark.usefixtures("_digest")
 def test_an_upload_makes_a_pipeline_and_then_versions_of_it(tmp_path, command):
     with kfp_server.serving(tmp_path) as (host, server):
         for _ in range(2):
@@ -145,7 +167,7 @@ def test_a_schedule_repeats_the_retraining(tmp_path, command):
 
 @pytest.mark.usefixtures("_digest")
 def test_no_cache_and_service_account_reach_the_server(tmp_path, monkeypatch):
-    settings = write_settings(tmp_path, start=YEAR_2001)
+    settings = write_cluster_settings(tmp_path)
     content = yaml.safe_load(settings.read_text())
     content["kubernetes"]["service_account"] = "seqrec"
     settings.write_text(yaml.safe_dump(content))

@@ -1,0 +1,168 @@
+"""The form of a Kubeflow run: what somebody fills in there becomes the settings of every step."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from seqrec.config import SECTIONS, ConfigError, Params, from_dict
+
+INPUTS = {  # of every pipeline; what the form says beside each of them
+    "dataset": "Key of `datasets` in params.yaml. It brings its own source and its own settings.",
+    "models": "Keys of `models` in params.yaml, which are trained and compared.",
+    "protocol": "How the data is split: LOO-full, LOO-101, RATIO-full or temporal. Empty: as params.yaml says.",
+    "epochs": "Epochs of every training at most. 0: as params.yaml says.",
+    "seed": "Of initialisation, order, dropout and negatives. The split keeps prepare.seed.",
+    "overrides": (
+        'Any other setting by its path in params.yaml: {"finetune.learning_rate": 0.002, '
+        '"models.sasrec.options.layers": 3}. `section.key` holds for the dataset and for every model.'
+    ),
+}
+FIXED = ("kubernetes", "tune", "dataset", "sources", "leaderboard", "seed")  # inputs of their own, or not of a run
+ORIGIN = ("source", "interactions", "repository")  # settings of `ingest` that say what is read
+DATA = ("ingest", "validate", "prepare")
+SHARED = (*DATA, "evaluate", "register")
+
+
+def filled_in(
+    params: Mapping[str, Any],
+    *,
+    dataset: str,
+    models: Sequence[str],
+    protocol: str,
+    epochs: int,
+    seed: int,
+    overrides: Mapping[str, Any],
+) -> Params:
+    """Return `params`, shaped as params.yaml, with the inputs of the form in their places.
+
+    Raises:
+        ConfigError: an input is wrong, or the shared settings would read one dataset under the name of another.
+    """
+    content = copy.deepcopy(dict(params))
+    if not models or len(set(models)) < len(models):
+        raise ConfigError(f"models: name each model once, and at least one; got {list(models)}")
+    _check_origin(content, dataset)
+    if seed != content["seed"]:
+        for section in ("pretrain", "finetune"):
+            _drop(content, section, "seed")
+    content |= {"dataset": dataset, "leaderboard": list(models), "seed": seed}
+    common = {"prepare.protocol": protocol, "finetune.epochs": int(epochs)}
+    for path, value in {**{path: value for path, value in common.items() if value}, **overrides}.items():
+        _set(content, path, value)
+    return from_dict(content)
+
+
+def _check_origin(content: Mapping[str, Any], dataset: str) -> None:
+    """Raise ConfigError where `dataset` would be read from what the compiled one is read from."""
+    if dataset == content["dataset"]:
+        return
+    if dataset not in content["datasets"]:
+        raise ConfigError(f"dataset: no entry datasets.{dataset}; there are {', '.join(content['datasets'])}")
+    own = content["datasets"][dataset]["ingest"]
+    for key in ORIGIN:
+        if content["ingest"].get(key) and key not in own:
+            raise ConfigError(
+                f"dataset: {dataset} would be read from ingest.{key} of {content['dataset']}; "
+                f"set datasets.{dataset}.ingest.{key}"
+            )
+
+
+def _set(content: dict[str, Any], path: str, value: Any) -> None:
+    """Put `value` at the dotted `path`; a shared setting also wins over those of datasets and models."""
+    section, *keys = path.split(".")
+    if section in FIXED:
+        raise ConfigError(f"overrides.{path}: {section} is an input of its own, or fixed when a pipeline is compiled")
+    if not keys:
+        raise ConfigError(f"overrides.{path}: name a setting, such as finetune.learning_rate")
+    if section in SECTIONS and len(keys) == 1:
+        _drop(content, section, keys[0])
+    place: Any = content
+    for key in (section, *keys[:-1]):
+        place = place.setdefault(key, {})
+        if not isinstance(place, dict):
+            raise ConfigError(f"overrides.{path}: {key} is no section")
+    place[keys[-1]] = value
+
+
+def overridden(section: str, values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `values` of a section with what `overrides` say of it: for a step that must not need the others."""
+    prefix = f"{section}."
+    return {**values, **{key.removeprefix(prefix): overrides[key] for key in overrides if key.startswith(prefix)}}
+
+
+def _drop(content: Mapping[str, Any], section: str, key: str) -> None:
+    """Remove what datasets and models say of a shared setting."""
+    for entry in (*content["datasets"].values(), *content["models"].values()):
+        entry.get(section, {}).pop(key, None)
+
+
+def settings_of_run(
+    params: Mapping[str, Any], pipeline: str, source: str, run: str, form: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return what the step `settings` hands to the others.
+
+    Args:
+        params: as compiled.
+        pipeline: its kind.
+        source: key of a dataset to pre-train on; empty for the dataset itself.
+        run: the orchestrator's id of its run.
+        form: the inputs, by name.
+
+    Returns:
+        The sections in `SHARED`; filter_seen, by itself, since training reads it as well and must not be repeated when
+        another setting of `evaluate` changes; dataset, the key that the data is for; fresh, which is another text in
+        every run whose source may have changed, so that KFP's cache does not answer.
+
+    Raises:
+        ConfigError: a setting is wrong.
+    """
+    from seqrec.commands.settings import check
+    from seqrec.data import sources
+
+    read = filled_in(params, **form)
+    check(read)
+    if pipeline == "pretraining":
+        check_pretraining(read)
+    dataset = source or read.dataset
+    sections = {name: read.section(name, dataset=dataset if name in DATA else None) for name in SHARED}
+    pinned = pipeline != "retraining" and sources.is_pinned(sections["ingest"])
+    values = {name: dataclasses.asdict(section) for name, section in sections.items()}
+    return values | {
+        "filter_seen": values["evaluate"].pop("filter_seen"),
+        "dataset": dataset,
+        "fresh": "" if pinned else run,
+    }
+
+
+def settings_of_model(params: Mapping[str, Any], model: str, form: Mapping[str, Any]) -> dict[str, Any]:
+    """Return architecture, pretrain, finetune, evaluate and filter_seen as the steps of `model` read them."""
+    read = filled_in(params, **form)
+    values = {stage: dataclasses.asdict(read.section(stage, model=model)) for stage in ("pretrain", "finetune")}
+    values |= {
+        "architecture": dataclasses.asdict(read.model(model)),
+        "evaluate": dataclasses.asdict(read.section("evaluate")),
+    }
+    return values | {"filter_seen": values["evaluate"].pop("filter_seen")}
+
+
+def without_cluster(params: Params) -> dict[str, Any]:
+    """Return what a run may change, shaped as params.yaml."""
+    return {key: value for key, value in params.as_dict().items() if key not in ("kubernetes", "tune")}
+
+
+def check_pretraining(params: Params) -> None:
+    """Raise ConfigError unless all models of `leaderboard` learn from text, and there is something to learn from."""
+    if not params.sources:
+        raise ConfigError("sources: name the datasets to pre-train on")
+    from models import REGISTRY  # takes torch, which compiling the other pipelines does without
+
+    for model in params.leaderboard:
+        kind = REGISTRY.get(params.model(model).architecture)
+        reads_items = params.model(model).options.get("encoder") == "items"
+        if kind is None or kind.text != "tokens" or reads_items:
+            raise ConfigError(
+                f"models.{model}: pretraining is for text models (architecture recformer, encoder text); --models ..."
+            )
