@@ -1,4 +1,4 @@
-"""Batches made while the step before them runs."""
+"""Prefetching: the next batch is built while the current step runs."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ T = TypeVar("T")
 
 
 def ahead(make: Callable[[int], T], number: int, device: torch.device) -> Iterator[T]:
-    """Yield make(0), ..., make(`number` - 1), each made in a second thread while the caller works on the one before.
+    """Yield make(0), ..., make(`number` - 1); a second thread builds the next while the caller uses the current one.
 
-    Two batches exist at a time. On a GPU the copies of one run beside the kernels of the other, on a stream of their
-    own, which the caller's stream waits for.
+    At most two batches exist at a time. On a GPU, copies run on a stream of their own, beside the caller's kernels; the
+    caller's stream waits for it before each batch.
     """
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def made(index: int) -> T:
-        with torch.cuda.stream(stream):  # of None: changes nothing
+        with torch.cuda.stream(stream):  # None: no effect
             return make(index)
 
     with ThreadPoolExecutor(max_workers=1) as pool:
@@ -37,7 +37,7 @@ def ahead(make: Callable[[int], T], number: int, device: torch.device) -> Iterat
 
 
 def _belong_to(stream: torch.cuda.Stream, value: Any) -> None:
-    """Tell the allocator that the tensors in `value` are used on `stream`."""
+    """Record for the allocator that `stream` uses the tensors in `value`."""
     if isinstance(value, Tensor):
         if value.is_cuda:
             value.record_stream(stream)

@@ -1,8 +1,8 @@
-"""The champion trained once more on every event, the held-out ones too, to be served in its own place.
+"""Refit: trains the champion again on all events, including the held-out ones, and serves the result in its place.
 
-Settings, schedule and initial weights are those of the evaluated training; each phase ends after the epochs that early
-stopping chose there, at the rates it had. Nothing is left to measure on: the evaluated version's figures stand for
-both, the gate compares with them, and a retraining starts from its weights, which have not seen the test events.
+Settings, schedule and initial weights are those of the evaluated training, and each phase takes as many epochs as early
+stopping chose there. No events are left to evaluate the refit on, so the metrics of the evaluated version stand for
+both, and the gate uses them. A retraining starts from the evaluated version, whose weights have not seen test events.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ from seqrec.training.progress import LogEpoch
 from seqrec.training.validation import METRIC
 
 logger = logging.getLogger(__name__)
-REFITTED = "refitted"  # folder beside `finetuned`
+REFITTED = "refitted"  # folder next to `finetuned`
 
 
 def refit(
     *, dataset: str, artifacts: Path, sequences: Path, state: Path, config: RegisterConfig, resume: bool = False
 ) -> dict[str, float]:
-    """Train the champion once more on every event, and make that the champion.
+    """Train the champion again on all events, and make the result the champion.
 
     Args:
-        dataset: whose champion.
-        artifacts: holds `<model>/initial/` and `<model>/finetuned/` of the champion; gets `<model>/refitted/`.
-        sequences: the prepared dataset.
+        dataset: key of the dataset.
+        artifacts: holds `<model>/initial/` and `<model>/finetuned/` of the champion; receives `<model>/refitted/`.
+        sequences: folder of the prepared dataset.
         state: folder of resume states.
         config: section `register`.
-        resume: refuse to start afresh.
+        resume: fail instead of starting afresh.
 
     Returns:
         Epochs and seconds of the training, and the version.
 
     Raises:
-        ConfigError: there is no champion, or the folders are not those that it was made of.
-        TrackingError: the server does not answer, or there is another champion by the end.
+        ConfigError: there is no champion, or the champion was not made from these folders.
+        TrackingError: the server does not answer, or the champion changed meanwhile.
     """
     client, name = runs.connect(config), f"seqrec-{dataset}"
     evaluated = registry.find_evaluated(client, name)
@@ -101,11 +101,11 @@ def retrain(
     resume: bool = False,
     log: LogEpoch | None = None,
 ) -> dict[str, float]:
-    """Repeat the training that led to `finetuned` on every event; write what serving needs to `refitted`."""
+    """Repeat the training of `finetuned` on all events; write what serving needs to `refitted`."""
     _, card = load_model(finetuned)
     cards.check_catalogue(finetuned, card, sequences, users=True)
     config = parse(FinetuneConfig, card["config"], "finetune")
-    if "counts" in card:  # the values that validation chose, with the counts of every event
+    if "counts" in card:  # keep the settings that validation chose, but count all events
         config = replace(config, counts=asdict(counts_config(card["counts"])))
     epochs = chosen_epochs(_history(finetuned))
     data = everything(load_sequences(sequences))
@@ -135,7 +135,7 @@ def _history(checkpoint: Path) -> list[dict[str, Any]]:
 
 
 def chosen_epochs(history: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Return after how many epochs of each phase the weights were kept: 0 if those of the phase before were better.
+    """Return the best epoch of each phase; 0 if the phase did not improve on the one before.
 
     >>> chosen_epochs([{"phase": "a", "epoch": 1, METRIC: 0.2}, {"phase": "a", "epoch": 2, METRIC: 0.1}])
     {'a': 1}
@@ -149,7 +149,7 @@ def chosen_epochs(history: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def everything(data: Sequences) -> Sequences:
-    """Return `data` with every event in the training part."""
+    """Return `data` with all events in the training split."""
     parts = data.items.parts if isinstance(data.items, Shards) else [data.items]
     count = torch.stack([torch.bincount(part, minlength=len(data.count)) for part in parts]).sum(0)
     return replace(data, train_stop=data.stop, valid_stop=data.stop, count=count)
