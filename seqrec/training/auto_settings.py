@@ -159,5 +159,5 @@ def has_fast_bf16() -> bool:
     """Return whether bf16 is faster than fp32 here: on a GPU with bf16, or a CPU with AMX or AVX-512 bf16."""
     if torch.cuda.is_available():
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    asked = (getattr(torch.cpu, name, None) for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"))
-    return any(bool(known()) for known in asked if known is not None)
+    checks = (getattr(torch.cpu, name, None) for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"))
+    return any(bool(check()) for check in checks if check is not None)

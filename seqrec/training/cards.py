@@ -176,8 +176,8 @@ def catalogue_files(sequences: Path, items: Path | None = None) -> dict[str, byt
 def with_counts(vocabulary: bytes, counts: pa.Array) -> bytes:
     """Return a model's vocabulary with its counts replaced by `counts`, of items 1, 2, ..."""
     table = pq.read_table(pa.BufferReader(vocabulary))
-    place = table.column_names.index("count")
-    return _parquet(table.set_column(place, table.schema.field(place), counts.cast(pa.int64())))
+    column = table.column_names.index("count")
+    return _parquet(table.set_column(column, table.schema.field(column), counts.cast(pa.int64())))
 
 
 def _parquet(table: pa.Table) -> bytes:

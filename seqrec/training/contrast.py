@@ -65,10 +65,10 @@ class SameTarget:
 
     def windows(self, data: Sequences, target_B: Tensor, length: int, seed: int) -> Batch:
         """Return windows of at most `length` events whose targets are the events that `draw` returns."""
-        user_B, place_B = self.draw(target_B, seed)
-        width = sequences.padded_width(int((place_B - self.start_U[user_B]).max()), length)
-        user_B, place_B = (x.to(data.items.device, non_blocking=True) for x in (user_B, place_B))
-        return sequences.window(data, user_B, place_B, width)
+        user_B, partner_B = self.draw(target_B, seed)
+        width = sequences.padded_width(int((partner_B - self.start_U[user_B]).max()), length)
+        user_B, partner_B = (x.to(data.items.device, non_blocking=True) for x in (user_B, partner_B))
+        return sequences.window(data, user_B, partner_B, width)
 
 
 def terms(

@@ -20,27 +20,27 @@ def ahead(make: Callable[[int], T], number: int, device: torch.device) -> Iterat
     """
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def made(index: int) -> T:
+    def build(index: int) -> T:
         with torch.cuda.stream(stream):  # None: no effect
             return make(index)
 
     with ThreadPoolExecutor(max_workers=1) as pool:
-        coming = pool.submit(made, 0) if number else None
+        upcoming = pool.submit(build, 0) if number else None
         for index in range(1, number + 1):
-            assert coming is not None
-            ready = coming.result()
+            assert upcoming is not None
+            ready = upcoming.result()
             if stream is not None:
                 torch.cuda.current_stream(device).wait_stream(stream)
-                _belong_to(torch.cuda.current_stream(device), ready)
-            coming = pool.submit(made, index) if index < number else None
+                _record_use(torch.cuda.current_stream(device), ready)
+            upcoming = pool.submit(build, index) if index < number else None
             yield ready
 
 
-def _belong_to(stream: torch.cuda.Stream, value: Any) -> None:
+def _record_use(stream: torch.cuda.Stream, value: Any) -> None:
     """Record for the allocator that `stream` uses the tensors in `value`."""
     if isinstance(value, Tensor):
         if value.is_cuda:
             value.record_stream(stream)
     elif isinstance(value, tuple):
         for part in value:
-            _belong_to(stream, part)
+            _record_use(stream, part)

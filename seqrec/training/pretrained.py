@@ -80,53 +80,53 @@ def locate(start: str, downloads: Path) -> str:
     return str(folder)
 
 
-def _on_hub(place: str) -> tuple[str, dict[str, str]]:
-    """Return the folder or hub name for transformers, and the revision that `place` pins.
+def _on_hub(checkpoint: str) -> tuple[str, dict[str, str]]:
+    """Return the folder or hub name for transformers, and the revision that `checkpoint` pins.
 
     >>> _on_hub("hub:allenai/longformer-base-4096@301e6a4")
     ('allenai/longformer-base-4096', {'revision': '301e6a4'})
     >>> _on_hub("allenai/longformer-base-4096")
     ('allenai/longformer-base-4096', {})
     """
-    if not place.startswith("hub:"):
-        return place, {}
-    name, _, revision = place.removeprefix("hub:").partition("@")
+    if not checkpoint.startswith("hub:"):
+        return checkpoint, {}
+    name, _, revision = checkpoint.removeprefix("hub:").partition("@")
     if not name or not revision:
-        raise ConfigError(f"options.start: {place} names no revision: hub:NAME@REVISION")
+        raise ConfigError(f"options.start: {checkpoint} names no revision: hub:NAME@REVISION")
     return name, {"revision": revision}
 
 
-def load_tokenizer(place: str) -> Tokenizer:
-    """Return the tokeniser of the checkpoint at `place`, without truncation or padding."""
+def load_tokenizer(checkpoint: str) -> Tokenizer:
+    """Return the tokeniser of `checkpoint`, without truncation or padding."""
     from tokenizers import Tokenizer
 
-    if (Path(place) / TOKENIZER).is_file():
-        tokenizer = Tokenizer.from_file(str(Path(place) / TOKENIZER))
+    if (Path(checkpoint) / TOKENIZER).is_file():
+        tokenizer = Tokenizer.from_file(str(Path(checkpoint) / TOKENIZER))
     else:
         from transformers import AutoTokenizer
 
-        name, pin = _on_hub(place)
+        name, pin = _on_hub(checkpoint)
         tokenizer = AutoTokenizer.from_pretrained(name, **pin).backend_tokenizer
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
 
 
-def load_weights(model: SequenceModel, place: str) -> None:
-    """Load the weights of the checkpoint at `place` into `model`: a trained Recformer, a Longformer or a BERT.
+def load_weights(model: SequenceModel, checkpoint: str) -> None:
+    """Load the weights of `checkpoint` into `model`: a trained Recformer, a Longformer or a BERT.
 
     Raises:
         ConfigError: the size or kind of the checkpoint does not fit; the message names the option.
     """
     assert isinstance(model, Recformer)
-    if is_recformer(place):
-        _load_recformer(model, Path(place))
+    if is_recformer(checkpoint):
+        _load_recformer(model, Path(checkpoint))
         return
     from transformers import AutoConfig, AutoModelForMaskedLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # type: ignore[no-untyped-call]
-    name, pin = _on_hub(place)
+    name, pin = _on_hub(checkpoint)
     config = AutoConfig.from_pretrained(name, **pin)
     _check_sizes(model, config)
     if hasattr(config, "token_type_size"):  # the Recformer authors' setting; their type_vocab_size is Longformer's 1
@@ -136,12 +136,12 @@ def load_weights(model: SequenceModel, place: str) -> None:
     state |= _item_positions(name, pin, info["unexpected_keys"])
     absent = {name for name in info["missing_keys"] if "pooler" not in name}
     if absent - {name for name in absent if name.startswith(("cls.", "lm_head."))}:
-        raise ConfigError(f"options.start: {place} lacks the weights {', '.join(sorted(absent))}")
+        raise ConfigError(f"options.start: {checkpoint} lacks the weights {', '.join(sorted(absent))}")
     converted = convert(state, source.config, model, head=not absent)
     _set_eps(model, source.config.layer_norm_eps)
     missing = model.load_state_dict(converted, strict=False).missing_keys
     unset = [name for name in missing if not name.startswith(OF_TABLE)]
-    logger.info("weights of %s; new are %s", place, ", ".join(sorted(unset)) or "none")
+    logger.info("weights of %s; new are %s", checkpoint, ", ".join(sorted(unset)) or "none")
 
 
 def _item_positions(name: str, pin: Mapping[str, str], unexpected: Iterable[str]) -> dict[str, Tensor]:
@@ -170,9 +170,9 @@ def _set_eps(model: Recformer, eps: float) -> None:
             module.eps = eps
 
 
-def is_recformer(place: str) -> bool:
+def is_recformer(checkpoint: str) -> bool:
     """Return whether a folder holds a Recformer that this package saved."""
-    card = Path(place) / MODEL_CARD
+    card = Path(checkpoint) / MODEL_CARD
     return card.is_file() and read_json(card).get("architecture") == "recformer"
 
 
@@ -280,26 +280,26 @@ def _renamed(state: Mapping[str, Tensor], theirs: str, ours: str) -> dict[str, T
 
 
 @torch.no_grad()
-def text_vectors(tokens: Mapping[str, Tensor], place: str) -> Tensor:
-    """Return a text vector of unit length for each item (V, D): the mean output of the frozen BERT at `place`.
+def text_vectors(tokens: Mapping[str, Tensor], checkpoint: str) -> Tensor:
+    """Return a text vector of unit length for each item (V, D): the mean output of the frozen BERT `checkpoint`.
 
     The vector of padding is 0.
 
     Args:
         tokens: tokens of the catalogue by the checkpoint's tokeniser; see `seqrec.data.item_tokens.tokenise`.
-        place: see `locate`.
+        checkpoint: see `locate`.
     """
     from transformers import AutoModel
 
-    name, pin = _on_hub(place)
+    name, pin = _on_hub(checkpoint)
     model = AutoModel.from_pretrained(name, **pin).eval()
     first_V, size_V = tokens["offsets"][:-1], tokens["offsets"].diff()
     cls = tokens["special"][1]
     vectors = torch.zeros(len(size_V), model.config.hidden_size)
     for rows in torch.split(size_V.argsort(stable=True), ROWS):
-        place_T = torch.arange(int(size_V[rows].max()))
-        real_BT = place_T < size_V[rows].unsqueeze(1)
-        ids_BT = tokens["ids"][(first_V[rows].unsqueeze(1) + place_T).where(real_BT, 0)].long()
+        position_T = torch.arange(int(size_V[rows].max()))
+        real_BT = position_T < size_V[rows].unsqueeze(1)
+        ids_BT = tokens["ids"][(first_V[rows].unsqueeze(1) + position_T).where(real_BT, 0)].long()
         ids_BT, real_BT = F.pad(ids_BT, (1, 0), value=int(cls)), F.pad(real_BT, (1, 0), value=True)
         out_BTD = model(input_ids=ids_BT, attention_mask=real_BT.long()).last_hidden_state
         vectors[rows] = F.normalize((out_BTD * real_BT.unsqueeze(2)).sum(1), dim=-1)

@@ -72,10 +72,10 @@ def warm_start(net: SequenceModel, sequences: Path, champion: Path) -> bool:
 def _common(old: Path, new: Path, number: str, key: str) -> Rows:
     """Return the row numbers of the entries that both tables have, in the new and in the old table."""
     before, now = (pq.read_table(path, columns=[number, key]) for path in (old, new))
-    place = pc.index_in(now[key], value_set=before[key].combine_chunks())
-    both = pc.is_valid(place)
-    rows = (now[number].filter(both), before[number].take(place.filter(both)))
-    return tuple(torch.from_numpy(pa.chunked_array(one).to_numpy().astype("int64")) for one in rows)  # type: ignore
+    row_before = pc.index_in(now[key], value_set=before[key].combine_chunks())
+    common = pc.is_valid(row_before)
+    rows = (now[number].filter(common), before[number].take(row_before.filter(common)))
+    return tuple(torch.from_numpy(pa.chunked_array(row).to_numpy().astype("int64")) for row in rows)  # type: ignore
 
 
 def _kinds(net: SequenceModel) -> dict[str, str]:
