@@ -1,7 +1,7 @@
-"""The champion trained once more on every event, the held-out ones too, to be served in its own place.
+"""Refit: trains the champion again on all events, including the held-out ones, and serves the result in its place.
 
-Nothing is left to measure on: the evaluated version's figures stand for both, the gate compares with them, and a
-retraining starts from its weights, which have not seen the test events.
+No events are left to evaluate the refit on, so the metrics of the evaluated version stand for both, and the gate uses
+them. A retraining starts from the evaluated version, whose weights have not seen test events.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 def refit(
     *, dataset: str, artifacts: Path, sequences: Path, state: Path, config: RegisterConfig, resume: bool = False
 ) -> dict[str, float]:
-    """Train the champion once more on every event, and make that the champion.
+    """Train the champion again on all events, and make the result the champion.
 
     Args:
         dataset: whose champion.
@@ -28,7 +28,7 @@ def refit(
         sequences: the prepared dataset.
         state: folder of resume states.
         config: section `register`.
-        resume: refuse to start afresh.
+        resume: fail instead of starting afresh.
 
     Returns:
         Epochs and seconds of the training, and the version.

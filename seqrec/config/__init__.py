@@ -1,4 +1,4 @@
-"""Settings: `sections` says what there is, `loading` reads and completes params.yaml, `checks` refuses mistakes."""
+"""Settings: `sections` defines them, `loading` reads and completes params.yaml, `checks` validates it."""
 
 from seqrec.config.checks import CASTS, ConfigError, Section, parse, require
 from seqrec.config.loading import Params, from_dict, load

@@ -1,4 +1,4 @@
-"""How a mapping becomes a section: keys, types and ranges are checked, and every message names the key at fault."""
+"""Converts mappings into sections: checks keys, types and ranges; every error message names the key at fault."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 from seqrec.config.ranges import AUTO, Bounds, may_be_auto
 from seqrec.redaction import is_secret_name, redacted, secret_settings
 
-# on a bare training machine without pydantic, keys, types and ranges are still checked, types are not cast
+# Without pydantic, as on a minimal training machine, keys, types and ranges are still checked, but not converted.
 CASTS = importlib.util.find_spec("pydantic") is not None
 if CASTS:
     import pydantic
 
 T = TypeVar("T")
-REPLACEMENTS = {  # setting -> where its credentials belong
+REPLACEMENTS = {  # setting -> where to put its credentials
     "mirror": "SEQREC_DATA_MIRROR",
     "interactions": "SEQREC_DATA_MIRROR",
     "items": "SEQREC_DATA_MIRROR",
@@ -41,14 +41,14 @@ def require(condition: bool, message: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A section of params.yaml: a value outside its field's type or `Bounds` cannot be constructed."""
+    """A section of params.yaml; its constructor checks each value against the type and `Bounds` of its field."""
 
     def __post_init__(self) -> None:
         check_fields(self)
 
 
 def check_fields(section: Any) -> None:
-    """Check the numbers, texts and choices of a dataclass against its type hints.
+    """Check the numbers, strings and choices of a dataclass against its type hints.
 
     Raises:
         ValueError: the message names the field.
@@ -78,7 +78,7 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def parse(cls: type[T], values: Mapping[str, Any], path: str) -> T:
-    """Build the dataclass `cls` from `values`; `path` is the key that error messages start with.
+    """Build the dataclass `cls` from `values`; error messages start with the key `path`.
 
     Raises:
         ConfigError: unknown key, missing key, wrong type or value out of range.
@@ -87,7 +87,7 @@ def parse(cls: type[T], values: Mapping[str, Any], path: str) -> T:
     refuse_secrets(values, path)
     try:
         parsed: T = _adapter(cast(type, cls)).validate_python(dict(values)) if CASTS else cls(**values)
-        check_fields(parsed)  # also of a class that is no `Section`, such as a model's options
+        check_fields(parsed)  # for classes that are not a `Section`, such as a model's options
     except ValueError as error:  # pydantic's ValidationError is one
         raise ConfigError(_explain(error, path)) from error
     except (TypeError, AttributeError, OverflowError) as error:
@@ -107,7 +107,7 @@ def _explain(error: ValueError, path: str) -> str:
     for detail in error.errors():
         key = ".".join(part for part in (path, *map(str, detail["loc"])) if part)
         message = detail["msg"].removeprefix("Value error, ")
-        own = isinstance(detail.get("ctx", {}).get("error"), ValueError)  # of a section: it says what was found
+        own = isinstance(detail.get("ctx", {}).get("error"), ValueError)  # raised by a section; it includes the value
         shown = not own and not is_secret_name(key)
         label = f"{key}: " if key else ""
         lines.append(f"{label}{message}" + (f" (got {redacted(repr(detail['input'])):.80})" if shown else ""))
@@ -115,10 +115,10 @@ def _explain(error: ValueError, path: str) -> str:
 
 
 def refuse_secrets(values: Any, path: str) -> None:
-    """Raise ConfigError if a setting holds a secret: settings end up in dvc.lock, compiled pipelines and reports."""
+    """Raise ConfigError if a setting holds a secret; settings are written to dvc.lock, pipelines and reports."""
     try:
         found = list(secret_settings(values, path))
-    except RecursionError as error:  # an anchor of YAML inside itself
+    except RecursionError as error:  # a YAML anchor that contains itself
         raise ConfigError(f"{path or 'top level'}: the settings contain themselves") from error
     for key in found:
         instead = REPLACEMENTS.get(key.rpartition(".")[2], "kubernetes.secrets" if "environment." in key else "")
@@ -127,7 +127,7 @@ def refuse_secrets(values: Any, path: str) -> None:
 
 
 def check_keys(values: Any, known: Any, path: str) -> None:
-    """Raise ConfigError unless `values` is a mapping with no other keys than `known`."""
+    """Raise ConfigError unless `values` is a mapping whose keys are all in `known`."""
     if not isinstance(values, Mapping):
         raise ConfigError(f"{path or 'top level'}: expected a mapping of settings, got {redacted(repr(values)):.80}")
     for key in values:

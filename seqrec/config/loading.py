@@ -1,8 +1,8 @@
-"""`params.yaml`, and configs of `run` shaped like it: read, completed, checked.
+"""Reads, completes and checks `params.yaml`, and configs of `run` in the same form.
 
-A setting is looked up in the shared section, then in the dataset's, then in the model's; the last one wins. Only
-`dataset` and `models` must be there. A section left out keeps its defaults, a dataset's `source` is its own name, a
-model's `architecture` is its key, and `leaderboard` names all models.
+A setting can stand in the shared section, in a dataset's and in a model's; the model's takes precedence, then the
+dataset's. Only `dataset` and `models` are required. By default, sections have their default values, a dataset's
+`source` is its own name, a model's `architecture` is its key, and `leaderboard` lists all models.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from seqrec.config.ranges import AUTO, Seed
 from seqrec.config.sections import DATASET_KEYS, MODEL_KEYS, SECTIONS, ModelConfig, Range
 
 TOP = ("seed", "dataset", "sources", "leaderboard", *SECTIONS, "datasets", "models")
-SEEDED = ("pretrain", "finetune")  # one seed for both: another one also starts from other weights
-NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")  # of a dataset or model: it becomes the name of a folder
+SEEDED = ("pretrain", "finetune")  # share a seed, so that another seed also means other initial weights
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")  # names of datasets and models are also names of folders
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class _Seed(Section):
 
 @dataclass(frozen=True)
 class Params:
-    """`params.yaml` with its keys checked; sections are parsed when a stage asks for one."""
+    """`params.yaml` with checked keys; sections are parsed on demand."""
 
     dataset: str
     sources: tuple[str, ...]
@@ -40,10 +40,10 @@ class Params:
     sections: Mapping[str, Mapping[str, Any]]
     datasets: Mapping[str, Mapping[str, Mapping[str, Any]]]
     models: Mapping[str, Mapping[str, Any]]
-    seed: int = 42  # default of `seed` in the sections of SEEDED; the split and the intervals keep their own
+    seed: int = 42  # default of `seed` in the sections SEEDED; split and intervals have seeds of their own
 
     def section(self, stage: str, *, model: str | None = None, dataset: str | None = None) -> Any:
-        """Return the parsed section of `stage`, shared < dataset's < model's."""
+        """Return the parsed section of `stage`; precedence is model, dataset, shared section."""
         dataset = dataset or self.dataset
         values, path = {**_defaults(stage, dataset, self.seed), **self.sections[stage]}, stage
         if own := self.dataset_entry(dataset).get(stage):
@@ -57,16 +57,16 @@ class Params:
         return parse(SECTIONS[stage], values, path)
 
     def model(self, name: str) -> ModelConfig:
-        """Return architecture and options of `models.<name>`; the dataset's are its defaults, and go before `auto`."""
+        """Return architecture and options of `models.<name>`; the dataset's options are defaults and replace `auto`."""
         entry, shared = self.model_entry(name), self.dataset_entry(self.dataset)["options"]
         own = {key: value for key, value in entry["options"].items() if value != AUTO or key not in shared}
         return ModelConfig(architecture=entry["architecture"], options={**shared, **own})
 
     def space(self, model: str) -> dict[str, Range]:
-        """Return what `tune.spaces.<model>` searches: setting -> range.
+        """Return the ranges in `tune.spaces.<model>` by setting.
 
         Raises:
-            ConfigError: nothing is declared for the model, or a setting or range is wrong.
+            ConfigError: the model has no ranges, or a setting or range is wrong.
         """
         spaces, path = self.section("tune").spaces, f"tune.spaces.{model}"
         if not spaces.get(model):
@@ -81,12 +81,12 @@ class Params:
         return {key: parse(Range, values, f"{path}.{key}") for key, values in spaces[model].items()}
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the content, shaped as params.yaml."""
+        """Return the content in the form of params.yaml."""
         names = {"dataset": self.dataset, "sources": list(self.sources), "leaderboard": list(self.leaderboard)}
         return {"seed": self.seed} | names | dict(self.sections) | {"datasets": self.datasets, "models": self.models}
 
     def dataset_entry(self, name: str, key: str = "dataset") -> Mapping[str, Mapping[str, Any]]:
-        """Return `datasets.<name>`; `key` is the one that names it, for messages."""
+        """Return `datasets.<name>`; error messages start with `key`, the setting that refers to it."""
         if name not in self.datasets:
             raise ConfigError(f"{key}: no entry datasets.{name}; there are {', '.join(self.datasets)}")
         return self.datasets[name]
@@ -99,28 +99,28 @@ class Params:
 
 
 def load(path: Path) -> Params:
-    """Read `params.yaml`; every key of every section is checked, also of those that this run does not use.
+    """Read `params.yaml` and check every key of every section, used or not.
 
     Raises:
-        ConfigError: with the path of the first wrong key.
+        ConfigError: a key or value is wrong; the message names the first one.
     """
     if not path.is_file():
         raise ConfigError(f"{path} not found: run from the project's folder, or give its path")
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:  # whatever the parser cannot take
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:  # all that the parser raises
         raise ConfigError(f"{path} is not valid YAML: {error!s:.500}") from error
     return from_dict(content)
 
 
 def from_dict(content: Mapping[str, Any]) -> Params:
-    """Complete `content`, shaped as params.yaml, check its keys and values, and wrap it.
+    """Complete `content`, a mapping in the form of params.yaml, and check its keys and values.
 
     Raises:
-        ConfigError: with the path of the first wrong key.
+        ConfigError: a key or value is wrong; the message names the first one.
     """
     params = _complete(content)
-    for stage, cls in SECTIONS.items():  # layer by layer, so that a message names the one at fault
+    for stage, cls in SECTIONS.items():  # layer by layer, so that the message names the right one
         parse(cls, {**_defaults(stage, "", params.seed), **params.sections[stage]}, stage)
     for dataset in (params.dataset, *params.datasets):
         for stage in SECTIONS:
@@ -141,14 +141,14 @@ def from_dict(content: Mapping[str, Any]) -> Params:
 
 
 def _defaults(stage: str, dataset: str, seed: int) -> dict[str, Any]:
-    """Return what a section holds before anything is set."""
+    """Return the defaults of a section that depend on the dataset or the top-level seed."""
     if stage == "ingest":
         return {"source": dataset}
     return {"seed": seed} if stage in SEEDED else {}
 
 
 def _complete(content: Any) -> Params:
-    """Fill in what is left out of `content`; keys are checked here, values are not."""
+    """Fill in defaults for missing parts of `content`, and check its keys, but not its values."""
     check_keys(content, TOP, "")
     refuse_secrets(content, "")
     for key in ("dataset", "models"):
@@ -173,7 +173,7 @@ def _complete(content: Any) -> Params:
 
 
 def _entries(entries: Any, group: str, keys: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return the completed entries of `group`, datasets or models."""
+    """Return the completed entries of `group`, which is datasets or models."""
     if not isinstance(entries, Mapping):
         raise ConfigError(f"{group}: expected a mapping of settings, got {entries!r:.80}")
     return {_name(name, group): _entry(entry, name, group, keys) for name, entry in entries.items()}
@@ -190,7 +190,7 @@ def _entry(entry: Any, name: str, group: str, keys: Sequence[str]) -> dict[str, 
 
 
 def _settings(values: Any, stage: str, path: str) -> Mapping[str, Any]:
-    """Return the settings of a section, or of `options`, whose keys the architecture knows."""
+    """Return the settings of a section with checked keys; those of `options` are left to the architecture."""
     known = [f.name for f in dataclasses.fields(SECTIONS[stage])] if stage in SECTIONS else values
     check_keys(values, known, path)
     return cast(Mapping[str, Any], values)

@@ -1,4 +1,4 @@
-"""The ranges of settings: parts of a field's type, so that the check and the documentation read the same."""
+"""Ranges of settings, as annotations of field types; the checks and the documentation both read them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Bounds:
 
 
 class OrAuto:
-    """Marks the type of a setting that may also be `auto`, until auto_settings.py replaces it by a number."""
+    """Marks the type of a setting that may also be `auto`, which auto_settings.py replaces by a value."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
         from pydantic_core import core_schema
@@ -53,9 +53,9 @@ Share = Annotated[float, Bounds(ge=0, le=1)]
 Fraction = Annotated[float, Bounds(gt=0, lt=1)]
 NotNegative = Annotated[float, Bounds(ge=0)]
 PositiveReal = Annotated[float, Bounds(gt=0)]
-Seed = Annotated[int, Bounds(ge=0, lt=2**32)]  # what numpy and torch both take
+Seed = Annotated[int, Bounds(ge=0, lt=2**32)]  # accepted by numpy and torch
 
 
 def may_be_auto(hint: Any) -> bool:
-    """Say whether a setting of this type may be `auto`."""
+    """Return whether a setting of this type may be `auto`."""
     return any(isinstance(mark, OrAuto) for mark in typing.get_args(hint)[1:])

@@ -1,6 +1,6 @@
-"""The sections of `params.yaml`: one frozen dataclass each, with type, range, default and meaning of every key.
+"""The sections of `params.yaml`: a frozen dataclass each, with type, range, default and meaning of every key.
 
-They are plain dataclasses, so that the training core needs no more than torch.
+They are plain dataclasses so that the training core depends only on torch.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from seqrec.config.ranges import (
     Share,
 )
 
-EXPERIMENT = "seqrec"  # MLflow's
-REFITS = ("none", "valid")  # what the test cases are ranked by has seen the validation events, or not
-LAUNCHED = ("prepare", "pretrain", "finetune")  # steps that can be a job
-STEPS = (  # of the Kubeflow pipelines; `default` stands for all of them
+EXPERIMENT = "seqrec"  # default name of the MLflow experiment
+REFITS = ("none", "valid")  # whether the model that ranks the test cases is trained on the validation events too
+LAUNCHED = ("prepare", "pretrain", "finetune")  # steps that can run as a job of the cluster
+STEPS = (  # steps of the Kubeflow pipelines; `default` holds for all of them
     *("default", "ingest", "validate", "prepare", "baselines", *LAUNCHED[1:], "evaluate", "register"),
     *("champion", "join", "record", "settings"),
 )
@@ -35,22 +35,22 @@ STEPS = (  # of the Kubeflow pipelines; `default` stands for all of them
 
 @dataclass(frozen=True, kw_only=True)
 class IngestConfig(Section):
-    """Section `ingest`: which source is read, and how forgivingly."""
+    """Section `ingest`: the source to read, and how strictly."""
 
-    source: str  # a name in seqrec.data.sources.SOURCES; a dataset's default is its own name
-    category: str = ""  # Amazon: the category as the file names spell it, e.g. Gift_Cards
-    interactions: str = ""  # csv, lines: path or URL of the events; prefixes: the path up to `.train.inter`
-    items: str = ""  # csv, prefixes, lines: path or URL of the items file; empty for none
-    columns: dict[str, str] = field(default_factory=dict)  # csv: our name -> the file's; items.NAME: of items alone
-    time_format: str = ""  # csv: format of the times, e.g. "%d/%m/%Y %H:%M"; empty: ISO 8601, or a number since 1970
-    lines: Literal["", "sequences", "pairs"] = ""  # `user item item ...` | `user item`; empty: the file decides
-    sha256: dict[str, str] = field(default_factory=dict)  # file's role (interactions, items) -> its digest, if pinned
-    mirror: str = ""  # directory or URL tried before the official one; SEQREC_DATA_MIRROR wins
-    repository: str = ""  # a DVC project; its ingested tables are fetched as they are
+    source: str  # a name in seqrec.data.sources.SOURCES; default: the name of the dataset
+    category: str = ""  # Amazon: the category, spelt as in the file names, e.g. Gift_Cards
+    interactions: str = ""  # csv, lines: path or URL of the events; prefixes: path without `.train.inter`
+    items: str = ""  # csv, prefixes, lines: path or URL of the items file; empty: none
+    columns: dict[str, str] = field(default_factory=dict)  # csv: our column -> the file's; items.NAME: items file only
+    time_format: str = ""  # csv: format of times, e.g. "%d/%m/%Y %H:%M"; empty: ISO 8601 or a Unix time
+    lines: Literal["", "sequences", "pairs"] = ""  # `user item item ...` | `user item` per line; empty: detect
+    sha256: dict[str, str] = field(default_factory=dict)  # role of a file (interactions, items) -> its expected digest
+    mirror: str = ""  # folder or URL tried before the official one; SEQREC_DATA_MIRROR overrides it
+    repository: str = ""  # DVC project whose ingested tables are fetched instead of a source
     revision: str = ""  # commit, tag or branch of that project
-    max_bad_share: Share = 0.01  # a larger share of malformed rows fails the stage
+    max_bad_share: Share = 0.01  # the stage fails if a larger share of the rows is malformed
     retries: Annotated[int, Bounds(ge=0, le=1000)] = 4  # attempts per URL after the first, with exponential backoff
-    timeout_s: PositiveReal = 30.0  # of a connection, and of each wait for data
+    timeout_s: PositiveReal = 30.0  # timeout of connecting, and of each wait for data
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -60,7 +60,7 @@ class IngestConfig(Section):
 
 
 def _is_time_format(text: str) -> bool:
-    """Return whether strptime reads back at least the day of what strftime writes in this format; empty is one."""
+    """Return whether strptime can read the day of a date that strftime wrote in this format; empty is valid."""
     day = datetime(2001, 2, 3, 4, 5, 6, tzinfo=UTC)
     try:
         return not text or datetime.strptime(day.strftime(text), text).date() == day.date()
@@ -70,15 +70,15 @@ def _is_time_format(text: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class ValidateConfig(Section):
-    """Section `validate`: what the tables must look like."""
+    """Section `validate`: the requirements that the ingested tables must meet."""
 
-    min_rows: Positive = 1  # fewer rows fail the stage
-    min_date: str = "1990-01-01"  # ISO date, UTC; an earlier event fails the stage
-    max_date: str = "2035-01-01"  # ISO date, UTC; a later event fails the stage
-    max_duplicate_share: Share = 0.05  # rows that repeat (user, item, time)
-    max_volume_change: NotNegative = 0.1  # relative distance from the source's known number of rows
-    max_drift: PositiveReal = 0.25  # population stability index against the baseline; more is a warning
-    engine: Literal["polars", "spark"] = "polars"  # polars: the table fits into memory | spark: it need not
+    min_rows: Positive = 1  # minimum number of rows
+    min_date: str = "1990-01-01"  # earliest date of an event, ISO, UTC
+    max_date: str = "2035-01-01"  # latest date of an event, ISO, UTC
+    max_duplicate_share: Share = 0.05  # maximum share of rows that repeat user, item and time
+    max_volume_change: NotNegative = 0.1  # maximum relative difference from the known number of rows of the source
+    max_drift: PositiveReal = 0.25  # a higher population stability index against the baseline is a warning
+    engine: Literal["polars", "spark"] = "polars"  # polars: the table must fit into memory | spark: need not
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -97,25 +97,25 @@ def _day(name: str, text: str) -> date:
 class PrepareConfig(Section):
     """Section `prepare`: filters, order and split."""
 
-    deduplicate: Literal["exact", "first_pair", "none"] = "exact"  # of user, item and time | of user and item
-    min_rating: float = 0.0  # keep events rated at least this; 0 keeps everything, unrated events too
+    deduplicate: Literal["exact", "first_pair", "none"] = "exact"  # repeated user, item, time | user, item
+    min_rating: float = 0.0  # minimum rating; 0 keeps all events, also those without a rating
     require_title: bool = False  # drop items without a title before the k-core
-    min_user_events: Positive = 5  # k-core: users with fewer events are dropped, again and again
-    min_item_events: Positive = 5  # k-core: the same for items
-    sample_users: Count = 0  # after the k-core keep this many random users; 0 keeps all
+    min_user_events: Positive = 5  # k-core: users with fewer events are dropped
+    min_item_events: Positive = 5  # k-core: items with fewer events are dropped
+    sample_users: Count = 0  # number of random users to keep after the k-core; 0: all
     protocol: Literal["LOO-full", "LOO-101", "RATIO-full", "temporal"] = (
         "LOO-full"  # split and candidates; docs/data.md
     )
-    val_users: Count = 0  # validate on this many random users, the others train on that event; 0 = all
-    valid_share: Fraction = 0.1  # RATIO-full: of each user's events | temporal: of all, between the two cuts
-    test_share: Fraction = 0.1  # RATIO-full: of each user's events | temporal: of all events, after the second cut
-    cases: Literal["all", "first"] = "all"  # temporal: every event after the cut is a case | the user's first
-    filter_on: Literal["train", "all"] = "train"  # temporal: the k-core counts events before the first cut | all events
-    noise_share: Annotated[float, Bounds(ge=0, lt=1)] = 0.0  # of the training events get a random item
-    seed: Seed = 42  # of every random draw of this stage
-    extend: str = ""  # folder of sequences made of an earlier dump: users and items keep their numbers, new ones follow
-    engine: Literal["polars", "spark"] = "polars"  # polars: one machine | spark: a cluster, the same result
-    shard_events: Annotated[int, Bounds(ge=1, le=1 << 26)] = 1 << 25  # of a part of sequences.arrow, in memory at once
+    val_users: Count = 0  # LOO: number of random users to validate on, others train on that event; 0: all
+    valid_share: Fraction = 0.1  # RATIO-full: share of each user's events | temporal: of all, between the cuts
+    test_share: Fraction = 0.1  # RATIO-full: share of each user's events | temporal: of all, after the second cut
+    cases: Literal["all", "first"] = "all"  # temporal: cases are all events after the cut | each user's first
+    filter_on: Literal["train", "all"] = "train"  # temporal: events that the k-core counts, before the first cut | all
+    noise_share: Annotated[float, Bounds(ge=0, lt=1)] = 0.0  # share of training events given a random item
+    seed: Seed = 42  # seed of this stage
+    extend: str = ""  # folder of sequences from an earlier dump, whose users and items keep their numbers
+    engine: Literal["polars", "spark"] = "polars"  # polars: one machine | spark: a cluster; same result
+    shard_events: Annotated[int, Bounds(ge=1, le=1 << 26)] = 1 << 25  # events in a part of sequences.arrow
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -124,12 +124,12 @@ class PrepareConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class ContrastConfig(Section):
-    """A contrastive term beside the loss: two views of a window are drawn together, those of other rows apart."""
+    """A contrastive term added to the loss: it pulls two views of a window together, and views of other rows apart."""
 
-    weight: NotNegative = 0.1  # of views of one window, which dropout tells apart; 0: without
-    same_target: NotNegative = 0.0  # weight of views of two windows that lead to the same item; 0: without
-    temperature: PositiveReal = 1.0  # of the softmax over the batch
-    similarity: Literal["dot", "cosine"] = "dot"  # of two views
+    weight: NotNegative = 0.1  # weight of the term for two dropout views of one window; 0: off
+    same_target: NotNegative = 0.0  # weight of the term for two windows with the same target; 0: off
+    temperature: PositiveReal = 1.0  # temperature of the softmax over the batch
+    similarity: Literal["dot", "cosine"] = "dot"  # similarity of two views
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -140,33 +140,33 @@ class ContrastConfig(Section):
 class TrainConfig(Section):
     """Settings of both training stages."""
 
-    seed: Seed = 42  # of initialisation (pretrain), order, dropout and negatives; left out: the top-level `seed`
-    epochs: Annotated[Count, OrAuto()] = 50  # at most; see patience; auto, here and below: docs/auto.md
-    batch_size: Annotated[Positive, OrAuto()] = 128  # users of average length a step
+    seed: Seed = 42  # seed of initialisation (pretrain), order, dropout and negatives; default: top-level `seed`
+    epochs: Annotated[Count, OrAuto()] = 50  # maximum, see patience; for auto, here and below, see docs/auto.md
+    batch_size: Annotated[Positive, OrAuto()] = 128  # users of average length per step
     loss: Literal["ce", "sampled_ce", "bce", "gbce", "bpr"] = "ce"  # see docs/architecture.md
-    negatives: Annotated[int, Bounds(ge=1, le=1 << 24)] = 256  # sampled_ce: per step | bce, gbce, bpr: per target
-    sampler: Literal["uniform", "popularity", "in_batch"] = "uniform"  # of negatives; in_batch: the step's targets
-    contrast: dict[str, Any] = field(default_factory=dict)  # of ContrastConfig: a term beside the loss; empty: none
-    exclude_past: bool = False  # ce: the items of a window are no candidates, as `filter_seen` has it at test
-    sparse_tables: bool = False  # sampled losses: a step reads and updates the rows it uses alone, for huge catalogues
-    gbce_t: Share = 0.75  # gbce: 0 is bce, 1 is calibrated for the whole catalogue
-    windows: Annotated[Literal["last", "all"], OrAuto()] = "last"  # causal, cloze: a user's last | all, without overlap
-    prefixes_per_user: Count = 0  # last: random prefixes a user and epoch; 0 = all
-    earliest_target: Annotated[float, Bounds(ge=0, lt=1)] = 0.0  # last: no target before this share of a history
-    user_share: Annotated[float, Bounds(gt=0, le=1)] = 1.0  # of the users train, a seeded draw: what little data gives
-    mask_probability: Fraction = 0.2  # cloze
-    mask_last_share: Share = 0.1  # cloze: share of the windows where the last event alone is masked, as at test
-    learning_rate: PositiveReal = 1e-3  # the highest, after the warm-up; a cosine lowers it
-    min_learning_rate: NotNegative = 1e-5  # where the cosine ends
-    warmup_steps: Annotated[Count, OrAuto()] = 100  # in which the rate rises from 0
-    weight_decay: NotNegative = 0.0  # of matrices, as in AdamW
-    clip_norm: NotNegative = 1.0  # 0 = off
-    patience: Annotated[Positive, OrAuto()] = 10  # evaluations without a better valid/ndcg@10 before stopping
-    eval_every: Positive = 1  # epochs
-    precision: Annotated[Literal["fp32", "bf16"], OrAuto()] = "fp32"  # of the forward pass; weights stay fp32
-    deterministic: bool = False  # only deterministic kernels, whatever they cost
-    save_steps: Positive = 500  # a resume state every so many steps, besides the end of each epoch
-    resident: bool = True  # false: events stay in the mapped file, batches are gathered ahead; larger than any memory
+    negatives: Annotated[int, Bounds(ge=1, le=1 << 24)] = 256  # per step: sampled_ce | per target: bce, gbce, bpr
+    sampler: Literal["uniform", "popularity", "in_batch"] = "uniform"  # of negatives; in_batch: the targets of the step
+    contrast: dict[str, Any] = field(default_factory=dict)  # contrastive term, see ContrastConfig; empty: none
+    exclude_past: bool = False  # ce: past items of the window are no candidates, as with `filter_seen` at test
+    sparse_tables: bool = False  # sampled losses: a step updates only the rows it uses, for huge catalogues
+    gbce_t: Share = 0.75  # gbce: 0: equals bce, 1: calibrated for the whole catalogue
+    windows: Annotated[Literal["last", "all"], OrAuto()] = "last"  # causal, cloze: a user's last window | all windows
+    prefixes_per_user: Count = 0  # last: random prefixes per user and epoch; 0: all
+    earliest_target: Annotated[float, Bounds(ge=0, lt=1)] = 0.0  # last: share of a history without targets
+    user_share: Annotated[float, Bounds(gt=0, le=1)] = 1.0  # share of users to train on, for learning curves
+    mask_probability: Fraction = 0.2  # cloze: probability of masking an event
+    mask_last_share: Share = 0.1  # cloze: share of windows with only the last event masked, as at test
+    learning_rate: PositiveReal = 1e-3  # maximum, reached after the warm-up; cosine decay follows
+    min_learning_rate: NotNegative = 1e-5  # final value of the cosine decay
+    warmup_steps: Annotated[Count, OrAuto()] = 100  # steps in which the learning rate rises from 0
+    weight_decay: NotNegative = 0.0  # AdamW's, applied to matrices only
+    clip_norm: NotNegative = 1.0  # maximum norm of the gradient; 0: no clipping
+    patience: Annotated[Positive, OrAuto()] = 10  # validations without a better valid/ndcg@10 before stopping
+    eval_every: Positive = 1  # epochs between validations
+    precision: Annotated[Literal["fp32", "bf16"], OrAuto()] = "fp32"  # precision of the forward pass; weights stay fp32
+    deterministic: bool = False  # use only deterministic kernels, which may be slower
+    save_steps: Positive = 500  # steps between resume states; one is also saved after each epoch
+    resident: bool = True  # false: events are read from the mapped file, for data larger than memory
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -181,9 +181,9 @@ class TrainConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainConfig(TrainConfig):
-    """Section `pretrain`; models without a pre-training phase use its seed alone."""
+    """Section `pretrain`; models without a pre-training phase use only its seed."""
 
-    held_out: Fraction = 0.05  # text models: users that select the weights and are not trained on
+    held_out: Fraction = 0.05  # text models: share of users held out for selecting the weights
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -195,14 +195,14 @@ class PretrainConfig(TrainConfig):
 class CountsConfig(Section):
     """The count term of a score; docs/counts.md has the formula."""
 
-    alpha: NotNegative = 1.0  # 0: none
-    kernel: str = "inverse"  # of the distance between two events: inverse, root, square, or a number to be its power
-    window: Annotated[int, Bounds(ge=1, le=1000)] = 10  # events after one that count as following it
-    smoothing: PositiveReal = 0.3  # tau / |I|: what every pair is taken to have been counted before
-    rho: Annotated[float, Bounds(gt=0, le=1)] = 0.65  # weight of an event over that of the next one
-    events: Annotated[int, Bounds(ge=1, le=1000)] = 10  # that vote, the newest ones
-    popularity: float = 0.0  # lambda, of the log of an item's share of the training events
-    targets: Count = 0  # kept of an item, the largest counts; 0 chooses by the size of the catalogue
+    alpha: NotNegative = 1.0  # weight of the term; 0: none
+    kernel: str = "inverse"  # weight by distance: inverse, root, square, or a number b for b^(distance - 1)
+    window: Annotated[int, Bounds(ge=1, le=1000)] = 10  # maximum distance between two counted events
+    smoothing: PositiveReal = 0.3  # tau / |I|: initial count of every pair
+    rho: Annotated[float, Bounds(gt=0, le=1)] = 0.65  # weight of an event relative to the next newer one
+    events: Annotated[int, Bounds(ge=1, le=1000)] = 10  # number of newest events that are used
+    popularity: float = 0.0  # lambda: weight of the log of an item's share of training events
+    targets: Count = 0  # targets kept per item, largest counts first; 0: set by the size of the catalogue
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -216,8 +216,8 @@ class CountsConfig(Section):
 class FinetuneConfig(TrainConfig):
     """Section `finetune`."""
 
-    counts: str | dict[str, Any] = "none"  # added to the scores: none | auto, chosen on validation | of CountsConfig
-    refit: str = "none"  # that of `evaluate`, which alone sets it
+    counts: str | dict[str, Any] = "none"  # count term: none | auto: chosen on validation | see CountsConfig
+    refit: str = "none"  # copied from evaluate.refit; do not set it here
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -232,11 +232,11 @@ class FinetuneConfig(TrainConfig):
 class EvaluateConfig(Section):
     """Section `evaluate`."""
 
-    filter_seen: bool = True  # remove the user's past items from the candidates; the target always stays
-    refit: str = "none"  # valid: what ranks the test cases was trained on the validation events too, for as many epochs
-    top_k: Annotated[int, Bounds(ge=10, le=100_000)] = 20  # recommendations kept for every user; metrics need ten
-    bootstrap: Annotated[int, Bounds(ge=100, le=100_000)] = 1000  # resamples of users behind the intervals
-    seed: Seed = 42  # of the resampling
+    filter_seen: bool = True  # remove the user's past items, but never the target, from the candidates
+    refit: str = "none"  # valid: rank the test cases with a model that is also trained on the validation events
+    top_k: Annotated[int, Bounds(ge=10, le=100_000)] = 20  # recommendations written per user; metrics need ten
+    bootstrap: Annotated[int, Bounds(ge=100, le=100_000)] = 1000  # resamples of the users for intervals
+    seed: Seed = 42  # seed of the resampling
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -245,40 +245,40 @@ class EvaluateConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class RegisterConfig(Section):
-    """Section `register`: where runs go and what a champion must show."""
+    """Section `register`: where runs are logged, and the conditions for a new champion."""
 
-    tracking_uri: str = "sqlite:///mlflow.db"  # MLFLOW_TRACKING_URI wins
-    experiment: str = EXPERIMENT  # of MLflow
-    min_gain: float = 0.0  # absolute gain of valid/ndcg@10 over the champion
-    confidence: Fraction = 0.95  # at this level the paired interval of the gain must lie above min_gain
-    max_loss: NotNegative = 0.1  # share of the champion's coverage, and of its NDCG on tail items, that may be lost
-    allow_below_baseline: bool = False  # a model below the best baseline on validation may become champion
-    examples: Annotated[int, Bounds(ge=0, le=1000)] = 4  # users whose recommendations the report shows
-    seed: Seed = 42  # of their choice, and of the gate's resampling
+    tracking_uri: str = "sqlite:///mlflow.db"  # address of MLflow; MLFLOW_TRACKING_URI overrides it
+    experiment: str = EXPERIMENT  # name of the MLflow experiment
+    min_gain: float = 0.0  # minimum absolute gain of valid/ndcg@10 over the champion
+    confidence: Fraction = 0.95  # level of the paired interval of the gain, which must lie above min_gain
+    max_loss: NotNegative = 0.1  # maximum relative loss of coverage, and of NDCG on tail items, against the champion
+    allow_below_baseline: bool = False  # allow a champion that is below the best baseline on validation
+    examples: Annotated[int, Bounds(ge=0, le=1000)] = 4  # number of users whose recommendations the report shows
+    seed: Seed = 42  # seed of choosing these users, and of the gate's resampling
 
 
 @dataclass(frozen=True, kw_only=True)
 class TuneConfig(Section):
-    """Section `tune`: the budget of a search, and what is searched for each model."""
+    """Section `tune`: the budget of a search, and the settings to search for each model."""
 
-    trials: Positive = 20  # per model
-    epochs: Count = 0  # of a trial; 0 = finetune.epochs
-    startup_trials: Positive = 5  # so many are drawn at random, and so many must be complete before one is pruned
-    warmup_epochs: Count = 5  # no trial is pruned in them
-    seed: Seed = 42  # of the search
+    trials: Positive = 20  # trials per model
+    epochs: Count = 0  # epochs per trial; 0: finetune.epochs
+    startup_trials: Positive = 5  # random trials at the start; none is pruned until as many are complete
+    warmup_epochs: Count = 5  # epochs in which no trial is pruned
+    seed: Seed = 42  # seed of the search
     # model -> setting (finetune.learning_rate, options.dropout, ...) -> its Range
     spaces: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Range:
-    """The values of one searched setting: `choices`, or all from `low` to `high`, whole numbers if both are."""
+    """The values of a searched setting: `choices`, or `low` to `high`, whole numbers if both are."""
 
     low: int | float | None = None  # smallest value
     high: int | float | None = None  # largest value
-    log: bool = False  # drawn evenly on the logarithm
-    step: int | float | None = None  # distance of the values, counted from `low`
-    choices: list[bool | int | float | str] | None = None  # the only values, instead of a range
+    log: bool = False  # draw uniformly on a logarithmic scale
+    step: int | float | None = None  # step between values, starting from `low`
+    choices: list[bool | int | float | str] | None = None  # list of values, instead of a range
 
     def __post_init__(self) -> None:
         if self.choices is not None:
@@ -295,34 +295,34 @@ class Range:
 
 @dataclass(frozen=True, kw_only=True)
 class StepResources(Section):
-    """What the pod of a Kubeflow step asks for; what is empty or 0 is not asked for."""
+    """Resources and scheduling of a Kubeflow step's pod; empty or 0 means not requested."""
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
-    cpu: str = "1"  # cores requested; there is no limit, which would only slow a step down
-    memory: str = "4Gi"  # requested, and the limit
-    gpus: Count = 0  # per pod
+    cpu: str = "1"  # cores requested; no limit is set, since it would only slow a step down
+    memory: str = "4Gi"  # memory requested, which is also the limit
+    gpus: Count = 0  # GPUs per pod
     gpu_type: str = "nvidia.com/gpu"  # resource name of a GPU
-    shared_memory: str = ""  # size of /dev/shm, which torch's processes share
-    node_selector: dict[str, str] = field(default_factory=dict)  # labels that the node must have
+    shared_memory: str = ""  # size of /dev/shm, shared by torch's processes
+    node_selector: dict[str, str] = field(default_factory=dict)  # labels required of the node
     tolerations: list[dict[str, str]] = field(default_factory=list)  # key, operator, value, effect
-    retries: Annotated[int, Bounds(ge=0, le=1000)] = 2  # attempts after the first
-    backoff_s: Count = 30  # before the first retry, doubled before each other one
-    timeout_s: Count = 0  # of one attempt
+    retries: Annotated[int, Bounds(ge=0, le=1000)] = 2  # further attempts after a failure
+    backoff_s: Count = 30  # seconds before the first retry, doubled for each further one
+    timeout_s: Count = 0  # seconds per attempt
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchConfig(Section):
-    """How a step runs what may be too much for one process."""
+    """How a step runs work that may be too much for one process."""
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
-    launcher: Literal["step", "job"] = "step"  # its own pod | a TrainJob or SparkApplication that it awaits
-    nodes: Positive = 1  # pods of the job; executors of Spark
-    processes: Positive = 1  # of training, on each node
-    runtime: str = "torch-distributed"  # the ClusterTrainingRuntime of a TrainJob
-    image: str = ""  # of the job, where it cannot be that of the steps: Spark's needs its own entry point
-    poll_s: PositiveReal = 15.0  # seconds between looks at the job
+    launcher: Literal["step", "job"] = "step"  # in its own pod | as a TrainJob or SparkApplication
+    nodes: Positive = 1  # pods of the job, or executors of Spark
+    processes: Positive = 1  # training processes per node
+    runtime: str = "torch-distributed"  # ClusterTrainingRuntime of a TrainJob
+    image: str = ""  # image of the job, if it cannot be that of the steps; Spark needs its own entry point
+    poll_s: PositiveReal = 15.0  # seconds between two polls of the job's status
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -331,20 +331,20 @@ class LaunchConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class KubernetesConfig(Section):
-    """Section `kubernetes`: what the steps ask of a cluster, and what they find there."""
+    """Section `kubernetes`: resources and environment of the steps on a cluster."""
 
-    resources: dict[str, dict[str, Any]] = field(  # step, or default, to StepResources
-        default_factory=lambda: {"validate": {"retries": 0}}  # what is wrong with the data stays wrong
+    resources: dict[str, dict[str, Any]] = field(  # step, or default -> StepResources
+        default_factory=lambda: {"validate": {"retries": 0}}  # a retry would find the same data
     )
-    launch: dict[str, LaunchConfig] = field(default_factory=dict)  # pretrain, finetune, prepare
-    state_claim: str = ""  # PersistentVolumeClaim for downloads and resume states; "": lost with the pod
-    data_claim: str = ""  # one that holds the files of ingest, mounted at /data
-    environment: dict[str, str] = field(default_factory=dict)  # of every step
-    secrets: dict[str, dict[str, str]] = field(default_factory=dict)  # Secret to its key: variable of every step
+    launch: dict[str, LaunchConfig] = field(default_factory=dict)  # pretrain, finetune or prepare -> LaunchConfig
+    state_claim: str = ""  # PersistentVolumeClaim for downloads and resume states; empty: lost with the pod
+    data_claim: str = ""  # PersistentVolumeClaim with the files to ingest, mounted at /data
+    environment: dict[str, str] = field(default_factory=dict)  # environment variables of every step
+    secrets: dict[str, dict[str, str]] = field(default_factory=dict)  # Secret -> its key -> environment variable
     image_pull_secrets: list[str] = field(default_factory=list)  # Secrets for a private registry
-    service_account: str = ""  # of the run; "": the cluster's default
-    user: Positive = 10001  # numeric, and never 0
-    labels: dict[str, str] = field(default_factory=dict)  # of every pod
+    service_account: str = ""  # service account of the run; empty: the cluster's default
+    user: Positive = 10001  # user ID of the pods, never root
+    labels: dict[str, str] = field(default_factory=dict)  # labels of every pod
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -357,13 +357,13 @@ class KubernetesConfig(Section):
             self.step(step)
 
     def step(self, name: str) -> StepResources:
-        """Return what step `name` asks for: its own entry over `default`."""
+        """Return the resources of step `name`: its own entry merged over `default`."""
         values = {**self.resources.get("default", {}), **self.resources.get(name, {})}
         return parse(StepResources, values, f"kubernetes.resources.{name}")
 
 
 def _launcher(launch: Any) -> str:
-    """Return the launcher of a LaunchConfig, or of the mapping it still is where nothing casts."""
+    """Return the launcher of a LaunchConfig, or of a mapping, which it still is without pydantic."""
     return str(launch.launcher if isinstance(launch, LaunchConfig) else launch.get("launcher", "step"))
 
 
@@ -386,12 +386,12 @@ MODEL_KEYS = ("architecture", "options", "pretrain", "finetune")
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Section):
-    """What `pretrain` builds a model from: an entry of `models`, merged with the dataset's options."""
+    """Architecture and options of a model: an entry of `models`, merged with the dataset's options."""
 
     architecture: str
     options: dict[str, Any]
 
     @property
     def settled(self) -> dict[str, Any]:
-        """The options but those that are `auto`, which the shape of the data decides."""
+        """The options without those that are `auto`."""
         return {name: value for name, value in self.options.items() if name not in AUTO_OPTIONS or value != AUTO}

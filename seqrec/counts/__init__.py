@@ -1,1 +1,1 @@
-"""Counts of what follows what in training: rows of their own, and a second part of any model's score."""
+"""Counts of item pairs in training sequences: baselines of their own, and a term added to the scores of any model."""

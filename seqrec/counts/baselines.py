@@ -1,9 +1,9 @@
-"""Rows of the leaderboard that are counts alone: PCTM and Sequential Rules.
+"""Baselines that only count: PCTM and Sequential Rules.
 
-PCTM (Petrov et al., RecSys 2026): the count term with alpha 1. Deviations: validation chooses from our own grid, the
-history has ten events, and events weigh rho^j; the paper has a grid a dataset, and two kinds of weights.
-Sequential Rules (Ludewig and Jannach, UMUAI 2018): R_ba adds up weights of distances without smoothing, and the newest
-events vote with weights of their own. As in Petrov et al., rules may be scaled by how rare their first item is.
+PCTM (Petrov et al., RecSys 2026): the count term with alpha 1. Deviations: the values are chosen on validation from one
+grid, the history has ten events, and events have weights rho^j; the paper uses a grid per dataset and two kinds of
+weights. Sequential Rules (Ludewig and Jannach, UMUAI 2018): R_ba is a sum of distance weights without smoothing, and
+the newest events vote with decaying weights. As in Petrov et al., rules can be scaled by the rarity of their source.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ ROWS = ("pctm", "seqrules")
 
 @dataclass(frozen=True, kw_only=True)
 class RulesConfig:
-    """Values of Sequential Rules."""
+    """Settings of Sequential Rules."""
 
-    kernel: str = "inverse"  # of the distance, see `term.kernel`
+    kernel: str = "inverse"  # weight by distance, see `term.kernel`
     window: int = 10
-    decay: str = "inverse"  # of the events that vote, the newest first
+    decay: str = "inverse"  # weights of the voting events, newest first; see `term.kernel`
     events: int = 10
-    rarity: bool = False  # rules of an item are scaled by its inverse document frequency, from 0 to 1
+    rarity: bool = False  # scale the rules of an item by its inverse document frequency, normalised to 0..1
 
 
 RULES: tuple[Axis, ...] = (
@@ -49,12 +49,12 @@ RULES: tuple[Axis, ...] = (
 
 
 def report(name: str, data: Sequences, fitted: Sequences, directory: Path, config: EvaluateConfig) -> dict[str, float]:
-    """Choose the values of row `name` on validation, rank as for any model, and write what was chosen.
+    """Choose the settings of baseline `name` on validation, write them, and report it like any model.
 
     Args:
         name: one of ROWS.
-        data: the prepared dataset, whose training events are counted for validation.
-        fitted: the same, with the training events that are counted for the test cases.
+        data: the prepared dataset; its training events are counted for the validation cases.
+        fitted: the same dataset; its training events are counted for the test cases.
         directory: receives the results.
         config: section `evaluate`.
     """
@@ -82,7 +82,7 @@ def _scorer(tables: Tables, values: Any) -> Scorer:
 
 
 def rules(data: Sequences, config: RulesConfig, table: CountTable) -> CountTerm:
-    """Return Sequential Rules as a count term: sums of counts, not of their logarithms."""
+    """Return Sequential Rules as a count term, which sums counts rather than their logarithms."""
     values = table.values
     if config.rarity:
         values = values * torch.repeat_interleave(_rarity(data), table.offsets.diff())
@@ -96,13 +96,13 @@ def rules(data: Sequences, config: RulesConfig, table: CountTable) -> CountTerm:
 
 
 def _table(tables: Tables, config: Any) -> CountTable:
-    """Return the table that either kind of values reads."""
+    """Return the count table for a CountsConfig or a RulesConfig."""
     shared = {} if isinstance(config, CountsConfig) else {"kernel": config.kernel, "window": config.window}
     return tables.table(replace(config) if isinstance(config, CountsConfig) else CountsConfig(**shared))
 
 
 def _rarity(data: Sequences) -> Tensor:
-    """Return (V,): -log of an item's training events, scaled to 0 for the most frequent one and 1 for the rarest."""
+    """Return (V,): -log of each item's training events, scaled to 0 for the most frequent and 1 for the rarest item."""
     rare = -data.count.clamp(min=1).log()
     low, high = rare[1:].min(), rare[1:].max()
     return torch.ones_like(rare) if high == low else (rare - low) / (high - low)

@@ -1,7 +1,7 @@
-"""NDCG@10 of some cases under many count terms, without ranking the catalogue anew for each.
+"""NDCG@10 of some cases under many count terms, without ranking the catalogue for each term.
 
-A term lifts the items that its rows name and no others. Those are scored for every term. Of the others only the best
-few of each case matter, as a target that ten items beat has NDCG@10 0: they are kept.
+A count term changes only the scores of items in its table rows; these are computed for every term. Of all other items,
+only the best few of each case can matter, because NDCG@10 is 0 once ten items beat the target. Their scores are cached.
 
 Shape suffixes: C cases   J newest events   N pairs of a table   P pairs that a case reads   E cells (case, item)
 """
@@ -24,34 +24,34 @@ from seqrec.evaluation.ranking import Blocks, Scorer
 from seqrec.evaluation.seen_items import SeenItems
 
 CUTOFF = 10
-BEST = 2 * CUTOFF  # with as many rivals above or equal, a mid-rank is past the cut-off
+BEST = 2 * CUTOFF  # with this many rivals above or equal, the mid-rank is beyond the cut-off
 ROWS = 256  # cases at a time
 
 
 @dataclass(frozen=True)
 class _Cells:
-    """What the cases read of one table, and the scores of the base there."""
+    """The entries of one table that the cases read, and the base scores of these items."""
 
-    pair_P: Tensor  # int32, as are the others: index into targets and values
+    pair_P: Tensor  # index into targets and values; int32, as all indices here
     weight_P: Tensor  # index into the flat weights (C, J)
     cell_P: Tensor
     case_E: Tensor  # ascending
     item_E: Tensor
-    score_E: Tensor  # -inf for what is no candidate
-    target_C: Tensor  # the cell of each target, -1 where there is none
-    best: dict[float, Tensor] = field(default_factory=dict, init=False)  # lambda -> (C, BEST), of the best other items
+    score_E: Tensor  # base scores; -inf for items that are no candidates
+    target_C: Tensor  # cell of each target, -1 if it has none
+    best: dict[float, Tensor] = field(default_factory=dict, init=False)  # lambda -> best other scores (C, BEST)
 
 
 class CaseNdcg:
-    """The cases, the scores of a base, and what has been read of each table so far."""
+    """Computes NDCG@10 of fixed cases; caches the base scores and what the cases read of each table."""
 
     def __init__(self, base: Scorer, data: Sequences, cases: Cases, *, filter_seen: bool) -> None:
-        """Keep what is ranked.
+        """Store the cases to rank.
 
         Args:
-            base: scorer that the terms are added to.
-            data: the prepared dataset, where the base works.
-            cases: what is ranked; each has a history.
+            base: scorer to whose scores the terms are added.
+            data: the prepared dataset, on the device of `base`.
+            cases: cases to rank, each with a history.
             filter_seen: whether seen items are left out.
         """
         self.user, self.position = cases.user, cases.position
@@ -61,7 +61,7 @@ class CaseNdcg:
         self.known: dict[int, tuple[Tensor, _Cells]] = {}
 
     def __call__(self, term: CountTerm) -> NDArray[np.float64]:
-        """Return the NDCG@10 (C,) of the cases where `term`, on the host, is added to the base."""
+        """Return NDCG@10 (C,) of the cases with `term`, which is on the host, added to the base scores."""
         if term.is_small:
             return self._ranked(term)
         cells = self._cells(term)
@@ -86,7 +86,7 @@ class CaseNdcg:
         return metrics.ndcg(ranking.mid_rank(above_C, equal_C + 1).numpy(), CUTOFF)
 
     def _ranked(self, term: CountTerm) -> NDArray[np.float64]:
-        """Return the same by ranking: the square table of a small catalogue adds up faster than lists of pairs."""
+        """Return the same by a full ranking, which is faster for the dense table of a small catalogue."""
         scorer = with_counts(self.base, term.to(self.data.device))
         cases = Cases(user=self.user, position=self.position)
         ranked = ranking.rank(scorer, self.data, cases, filter_seen=self.filter_seen)
@@ -98,7 +98,7 @@ class CaseNdcg:
 
     def _cells(self, term: CountTerm) -> _Cells:
         key = id(term.targets)
-        if key not in self.known:  # the table is kept, so that its identity stays its own
+        if key not in self.known:  # keeping the table ensures that no other object gets its id
             self.known[key] = (term.targets, self._read(term))
         return self.known[key][1]
 
@@ -123,7 +123,7 @@ class CaseNdcg:
         return _Cells(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
     def _base(self, first: int, key_E: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """Return the base's scores at the cells of some cases, and the cells of their targets, -1 for none."""
+        """Return the base scores of the cells of some cases, and the cells of their targets, -1 for none."""
         rows = slice(first, first + ROWS)
         target_B = self.target_C[rows]
         item_E, row_E = key_E % size, key_E // size
@@ -135,8 +135,8 @@ class CaseNdcg:
         self.goal_C[rows] = goal_B
         key_B = torch.arange(len(target_B)) * size + target_B
         cell_B = torch.searchsorted(key_E, key_B)
-        there_B = F.pad(key_E, (0, 1), value=-1)[cell_B] == key_B
-        return score_E, torch.where(there_B, cell_B, -1)
+        present_B = F.pad(key_E, (0, 1), value=-1)[cell_B] == key_B
+        return score_E, torch.where(present_B, cell_B, -1)
 
     def _best(self, cells: _Cells, term: CountTerm) -> Tensor:
         """Return the scores (C, BEST) of the best items of each case that are neither its target nor in `cells`."""
@@ -161,7 +161,7 @@ class CaseNdcg:
         return cells.best[term.popularity]
 
     def _blocks(self, rows: slice) -> list[tuple[int, Tensor]]:
-        """Return (first item, scores) of some cases, on the host; what is no candidate has -inf."""
+        """Return (first item, scores) of some cases, on the host; items that are no candidates have -inf."""
         user, stop = self.user[rows], self.position[rows]
         seen = SeenItems.before(self.data, user, stop).without(self.data.sent(self.target_C[rows]))
         blocks = []
@@ -173,7 +173,7 @@ class CaseNdcg:
 
 
 def _remembered(scorer: Scorer) -> Scorer:
-    """Return `scorer`, asked once for the same cases: what it keeps are its queries, not its scores."""
+    """Return `scorer` with a cache by cases; it holds queries rather than scores, which would need more memory."""
     known: dict[tuple[int, ...], Blocks] = {}
 
     def again(data: Sequences, user: Tensor, stop: Tensor) -> Blocks:

@@ -1,7 +1,7 @@
-"""Values of a count term that rank validation cases best: a small grid, one axis after the other.
+"""Search for the settings of a count term on validation: a small grid, one axis after the other.
 
-What is chosen on validation flatters validation. So the same search is also done on either half of the users, and
-validation is reported with each half scored by what the other half chose.
+Settings chosen on validation cases make validation metrics too optimistic. The search is therefore repeated on each
+half of the users, and in reported validation metrics each half is scored with the settings that the other half chose.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from seqrec.evaluation import ranking
 from seqrec.evaluation.ranking import Scorer
 
 logger = logging.getLogger(__name__)
-CASES = 4_000  # of validation that the search ranks
-PAIRS = 1 << 24  # of a table that they read in all, 200 MB: fewer cases where items have many followers
-ROUNDS = 2  # over all axes
+CASES = 4_000  # maximum number of validation cases to rank
+PAIRS = 1 << 24  # maximum number of table entries that the cases read in total, 200 MB
+ROUNDS = 2  # rounds over all axes
 Values = TypeVar("Values")
-Axis = Sequence[Mapping[str, Any]]  # changes to try, each of one or more values
+Axis = Sequence[Mapping[str, Any]]  # alternatives, each a change of one or more settings
 
 SMOOTHING = (0.03, 0.1, 0.3, 1.0)  # tau / |I|
-POPULARITY = (-0.4, -0.2, -0.1, -0.05, 0.0)  # lambda; only rare sets want more of what is popular already
+POPULARITY = (-0.4, -0.2, -0.1, -0.05, 0.0)  # lambda; more weight on popularity rarely helps
 KERNELS: Axis = (
     {"kernel": "inverse", "window": 10},
     {"kernel": "inverse", "window": 20},
@@ -43,7 +43,7 @@ KERNELS: Axis = (
     {"kernel": "0.7", "window": 10},
 )
 RHO: Axis = [{"rho": rho} for rho in (0.5, 0.65, 0.8)]
-ALONE: Sequence[Axis] = (  # smoothing sets the scale that popularity is added to: together
+ALONE: Sequence[Axis] = (  # smoothing and popularity vary together, since smoothing sets the scale of the term
     [{"smoothing": tau, "popularity": weight} for tau in SMOOTHING for weight in POPULARITY],
     RHO,
     KERNELS,
@@ -60,12 +60,12 @@ ADDED: Sequence[Axis] = (
 
 @dataclass(frozen=True)
 class Choice(Generic[Values]):
-    """What a search found."""
+    """The result of a search."""
 
-    values: Values  # on all users
-    folds: tuple[Values, Values]  # for users of even index, chosen on the odd ones, and the reverse
-    flattered: float  # validation NDCG@10 of `values`, on the cases they were chosen on
-    honest: float  # of `folds`, on the same cases
+    values: Values  # chosen on all users
+    folds: tuple[Values, Values]  # for users of even index, chosen on those of odd index, and vice versa
+    flattered: float  # validation NDCG@10 of `values`, on the cases that they were chosen on
+    honest: float  # validation NDCG@10 of `folds`, on the same cases
 
     def card(self) -> dict[str, Any]:
         """Return the choice as JSON."""
@@ -77,13 +77,13 @@ class Choice(Generic[Values]):
 def search(
     ndcg_of: Callable[[Values], NDArray[np.float64]], user: Tensor, start: Values, axes: Sequence[Axis]
 ) -> Choice[Values]:
-    """Return the values with the best mean NDCG@10, and those that are best for either half of the users.
+    """Return the settings with the best mean NDCG@10 on all users, and on each half of the users.
 
     Args:
-        ndcg_of: values, a frozen dataclass -> NDCG@10 of each case.
-        user: of each case.
-        start: values to begin with; they stay where nothing on the way is better.
-        axes: changes, to be tried axis by axis.
+        ndcg_of: function from settings, a frozen dataclass, to NDCG@10 of each case.
+        user: user of each case.
+        start: initial settings, which are kept unless others are better.
+        axes: alternatives, tried axis by axis.
     """
     ndcg, odd = functools.cache(ndcg_of), (user % 2 == 1).cpu().numpy()
     found = _descend(ndcg, start, axes, np.ones(len(odd), dtype=bool))
@@ -94,31 +94,33 @@ def search(
 
 
 def drawn_cases(data: Sequences, tables: Tables, pairs: int = PAIRS) -> Cases:
-    """Return validation cases drawn at random, in order; popularity answers those without a history.
+    """Return a random sample of the validation cases with a history, in their order.
 
     Args:
         data: the prepared dataset.
-        tables: of the dataset.
-        pairs: of the default table that the cases read in all, unless it is a square matrix; one case is always drawn.
+        tables: count tables of the dataset.
+        pairs: maximum number of entries of the default table that the cases read in total, unless it is a dense
+            matrix. The sample has at least one case.
     """
-    every = sequences.cases(data, "valid")
-    told = (every.position > data.start.to(every.position.device)[every.user]).nonzero().squeeze(1)
-    drawn = told.cpu()[torch.randperm(len(told), generator=torch.Generator().manual_seed(0))[:CASES]]
+    cases = sequences.cases(data, "valid")
+    with_history = (cases.position > data.start.to(cases.position.device)[cases.user]).nonzero().squeeze(1)
+    order = torch.randperm(len(with_history), generator=torch.Generator().manual_seed(0))
+    drawn = with_history.cpu()[order[:CASES]]
     config = CountsConfig()
     term = tables.built(config)
     if not term.is_small:
-        at = drawn.to(every.user.device)
-        recent = sequences.window(data, every.user[at], every.position[at], config.events).items.cpu()
+        index = drawn.to(cases.user.device)
+        recent = sequences.window(data, cases.user[index], cases.position[index], config.events).items.cpu()
         read = term.offsets.diff()[recent].sum(1).cumsum(0)
         drawn = drawn[: max(1, int((read <= pairs).sum()))]
-    kept = drawn.sort().values.to(every.user.device)
-    return Cases(user=every.user[kept], position=every.position[kept])
+    index = drawn.sort().values.to(cases.user.device)
+    return Cases(user=cases.user[index], position=cases.position[index])
 
 
 def _descend(
     ndcg: Callable[[Values], NDArray[np.float64]], start: Values, axes: Sequence[Axis], chosen: NDArray[np.bool_]
 ) -> Values:
-    """Return the best values on the `chosen` cases: the first of equal ones."""
+    """Return the best settings on the `chosen` cases; of equally good ones, the first."""
 
     def value(values: Values) -> float:
         return float(ndcg(values)[chosen].mean()) if chosen.any() else 0.0
@@ -135,42 +137,42 @@ def _descend(
 
 
 class Tables:
-    """Count tables of one dataset by kernel, window and size; built when first asked for."""
+    """Count tables of one dataset by kernel, window and size, built on first use."""
 
     def __init__(self, data: Sequences) -> None:
         self.data = data
         self.tables: dict[tuple[str, int, int], CountTable] = {}
 
     def table(self, config: CountsConfig) -> CountTable:
-        """Return the table that `config` reads."""
+        """Return the count table of `config`."""
         key = (config.kernel, config.window, config.targets)
         if key not in self.tables:
             self.tables[key] = count(self.data, kernel(config.kernel, config.window).tolist(), config.targets)
         return self.tables[key]
 
     def built(self, config: CountsConfig) -> CountTerm:
-        """Return the count term of `config`, which adds nothing where alpha is 0."""
+        """Return the count term of `config`; with alpha 0, it adds nothing."""
         return build(self.data, config if config.alpha else replace(config, popularity=0.0), self.table(config))
 
     def term(self, config: CountsConfig) -> CountTerm | None:
-        """Return the count term of `config`; None where alpha is 0."""
+        """Return the count term of `config`, or None if alpha is 0."""
         return self.built(config) if config.alpha else None
 
     def scorer(self, base: Scorer, config: CountsConfig, device: torch.device) -> Scorer:
-        """Return `base`, which works on `device`, with the count term of `config` added."""
+        """Return `base`, a scorer on `device`, with the count term of `config` added."""
         term = self.term(config)
         return base if term is None else with_counts(base, term.to(device))
 
 
 def choose(base: Scorer, tables: Tables, data: Sequences, *, filter_seen: bool, events: int) -> Choice[CountsConfig]:
-    """Return the count term that improves the scores of `base` most; alpha 0 where none does.
+    """Return the settings of the count term that improves `base` most; alpha is 0 if none does.
 
     Args:
         base: scorer of a trained model.
-        tables: of the training events, on the host.
-        data: the prepared dataset, where the model is.
+        tables: count tables of the training events, on the host.
+        data: the prepared dataset, on the device of the model.
         filter_seen: whether seen items are left out.
-        events: that the model sees, and more of which the term must not see either.
+        events: number of events that the model sees; the term may not use more.
     """
     cases, start = drawn_cases(data, tables), CountsConfig(alpha=0.0, events=min(CountsConfig().events, events))
     ndcg = CaseNdcg(base, data, cases, filter_seen=filter_seen)
@@ -178,7 +180,7 @@ def choose(base: Scorer, tables: Tables, data: Sequences, *, filter_seen: bool, 
 
 
 def fold_scorer(base: Scorer, tables: Tables, folds: Sequence[CountsConfig], device: torch.device) -> Scorer:
-    """Return the scorer of validation: each half of the users with what the other half chose."""
+    """Return the scorer for validation: each half of the users is scored with the settings the other half chose."""
     even, odd = (tables.scorer(base, fold, device) for fold in folds)
     return by_halves(even, odd)
 
@@ -186,12 +188,12 @@ def fold_scorer(base: Scorer, tables: Tables, folds: Sequence[CountsConfig], dev
 def for_model(
     model: SequenceModel, data: Sequences, config: FinetuneConfig, *, filter_seen: bool
 ) -> tuple[CountTerm | None, dict[str, Any]]:
-    """Return what counts add to the scores of a trained model, and how that was chosen: see `finetune.counts`.
+    """Return the count term of a trained model, and its settings for the card; see `finetune.counts`.
 
     Args:
-        model: trained.
-        data: the prepared dataset, on the host; what follows `train_stop` is not counted.
-        config: section `finetune`; `counts` is `auto` or the values.
+        model: trained model.
+        data: the prepared dataset, on the host; only training events are counted.
+        config: section `finetune`; `counts` is `auto` or a mapping of settings.
         filter_seen: whether validation leaves out seen items.
     """
     seen = model.options.history
@@ -201,9 +203,9 @@ def for_model(
             raise ConfigError(f"finetune.counts.events: {values.events} is more than the {seen} that the model sees")
         return (build(data, values) if values.alpha else None), asdict(values)
     device = next(model.parameters()).device
-    near = data.to(device, resident=config.resident)
+    data_on_device = data.to(device, resident=config.resident)
     tables, scorer = Tables(data), ranking.model_scorer(model.eval())
-    choice = choose(scorer, tables, near, filter_seen=filter_seen, events=seen)
+    choice = choose(scorer, tables, data_on_device, filter_seen=filter_seen, events=seen)
     logger.info(
         "counts: alpha %g; valid/ndcg@10 %.4f on the half of the users that did not choose it",
         choice.values.alpha,

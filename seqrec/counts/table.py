@@ -1,4 +1,4 @@
-"""How often an item follows another in training, weighted by their distance: a sparse table, largest counts first.
+"""A sparse table of how often one item follows another in training, weighted by distance, largest counts first.
 
 Shape suffixes: V items, padding (0) included   N stored pairs   E training events
 """
@@ -17,10 +17,10 @@ from torch import Tensor
 from seqrec.data.sequences import Sequences
 
 Array = NDArray[Any]
-PAIRS = 1 << 24  # in memory at once: half a gigabyte
-CELLS = 1 << 26  # of a dense block, where adding up in one is faster than sorting
-MOST_TARGETS, FEWEST_TARGETS = 1024, 64  # kept of an item; 512 instead of 1024 cost 0.0006 NDCG@10 on MovieLens-1M
-STORED = 1 << 25  # pairs kept in all where every item has the most it may keep
+PAIRS = 1 << 24  # pairs in memory at once: half a gigabyte
+CELLS = 1 << 26  # largest dense block; for more cells, sorting is used
+MOST_TARGETS, FEWEST_TARGETS = 1024, 64  # kept per item; 512 instead of 1024 cost 0.0006 NDCG@10 on MovieLens-1M
+STORED = 1 << 25  # maximum number of pairs kept in total
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class CountTable:
 
     offsets: Tensor  # (V + 1,) int64
     targets: Tensor  # (N,) int32
-    values: Tensor  # (N,) float32; within a row the largest comes first, of equal ones the smaller target
+    values: Tensor  # (N,) float32; each row is sorted by falling value, then by target
 
 
 def most_targets(num_items: int) -> int:
-    """Return how many targets an item keeps, by the size of the catalogue: 1024 up to 32,768 items, at least 64.
+    """Return the number of targets kept per item: 1024 for up to 32,768 items, then fewer, at least 64.
 
     >>> most_targets(1_349), most_targets(100_000), most_targets(1_000_000)
     (1024, 335, 64)
@@ -42,15 +42,15 @@ def most_targets(num_items: int) -> int:
 
 
 def count(data: Sequences, weights: Sequence[float], limit: int = 0, *, pairs: int = PAIRS) -> CountTable:
-    """Return C_ba = sum_d weights[d - 1] N^(d)_ba, where b comes d events before a in a user's training part.
+    """Return C_ba = sum_d weights[d - 1] N^(d)_ba, where N^(d)_ba counts how often b is d training events before a.
 
-    Memory is that of the training events, of `pairs` pairs and of the result; the result does not depend on `pairs`.
+    Memory holds the training events, `pairs` pairs and the result, which does not depend on `pairs`.
 
     Args:
-        data: the prepared dataset; nothing past `train_stop` is read.
-        weights: of the distances 1, 2, ...
-        limit: targets kept of each item, those with the largest counts; 0 chooses by the size of the catalogue.
-        pairs: held at once; an item with more of them is held whole.
+        data: the prepared dataset; only training events are read.
+        weights: weights of the distances 1, 2, ...
+        limit: targets kept per item, those with the largest counts; 0: set by the size of the catalogue.
+        pairs: pairs held in memory at once; the pairs of one item are never split.
     """
     item_E, rest_E = _train(data)
     limit, size = limit or most_targets(data.num_items), len(data.count)
@@ -69,21 +69,21 @@ def count(data: Sequences, weights: Sequence[float], limit: int = 0, *, pairs: i
 
 
 def train_events(data: Sequences) -> tuple[Tensor, Tensor]:
-    """Return (user index, item) of every training event, in order."""
+    """Return user index and item of every training event, in order."""
     length = data.stop - data.start
     train = torch.arange(len(data.items)) < torch.repeat_interleave(data.train_stop, length)
     return torch.repeat_interleave(torch.arange(data.num_users), length)[train], data.items[train]
 
 
 def _train(data: Sequences) -> tuple[Array, Array]:
-    """Return the items (E,) of the training events, and how many training events of the same user come after each."""
+    """Return the items (E,) of the training events, and the number of later training events of the same user."""
     user, item = train_events(data)
     after = (data.train_stop - data.start).cumsum(0)[user] - 1 - torch.arange(len(user))
     return item.numpy(), after.numpy()
 
 
 def _ranges(bounds: Array, events: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of items that have at most so many events together, or are one item."""
+    """Yield ranges of items with at most `events` events in total, or of one item."""
     first, last = 0, len(bounds) - 1
     while first < last:
         stop = max(first + 1, int(np.searchsorted(bounds, bounds[first] + events, side="right")) - 1)
@@ -94,7 +94,7 @@ def _ranges(bounds: Array, events: int) -> Iterator[tuple[int, int]]:
 def _rows(
     item: Array, rest: Array, event: Array, weights: Sequence[float], first: int, stop: int, size: int, limit: int
 ) -> tuple[Array, Array, Array]:
-    """Return the lengths of rows `first` to `stop`, whose source events are `event`, and their targets and counts."""
+    """Return lengths, targets and counts of rows `first` to `stop`, whose source events are `event`."""
     keys, shares = [], []
     for distance, weight in enumerate(weights, start=1):
         source = event[rest[event] >= distance]
@@ -109,10 +109,10 @@ def _rows(
 
 
 def _sums(key: Array, share: Array, size: int) -> tuple[Array, Array]:
-    """Return the distinct keys, in order, and the sum of the shares of each."""
+    """Return the distinct keys, sorted, and the sum of the shares of each."""
     if size <= CELLS:
         total = np.bincount(key, share, size)
         found = np.flatnonzero(total)
         return found, total[found]
-    distinct, place = np.unique(key, return_inverse=True)
-    return distinct, np.bincount(place, share, len(distinct))
+    distinct, index = np.unique(key, return_inverse=True)
+    return distinct, np.bincount(index, share, len(distinct))

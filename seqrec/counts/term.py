@@ -1,10 +1,11 @@
 """The count term of a score: alpha * sum_j w_j log(1 + C_{h_j a} |I| / tau) + lambda log pop(a).
 
-C are the counts of table.py, h_j the j-th event of the history from its end, w_j = rho^j, made to sum to 1 over the
-events that there are. With alpha = 1 and nothing else it is PCTM (Petrov et al., RecSys 2026), whose other factors of
-P(a | h_j) are the same for every item. A sum over events explains itself: each of them has its share.
+C are the counts of table.py; h_j is the j-th event from the end of the history; w_j = rho^j, normalised to sum to 1
+over the events of the history. With alpha = 1 and no other scores, the term is PCTM (Petrov et al., RecSys 2026), whose
+further factors of P(a | h_j) are the same for all items. As a sum over events, the term is also its own explanation:
+each event contributes a known share.
 
-Shape suffixes: B rows   L events   J newest events   V items, padding (0) included   C candidates   K targets of one
+Shape suffixes: B rows   L events   J newest events   V items with padding (0)   C candidates   K targets of an item
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ from seqrec.data import sequences
 from seqrec.data.sequences import Sequences
 from seqrec.evaluation.ranking import ITEMS_PER_BLOCK, Blocks, Scorer
 
-Vote = tuple[Tensor, Tensor, Tensor]  # row of the batch, item, value; one event's votes name an item once a row
+Vote = tuple[Tensor, Tensor, Tensor]  # row of the batch, item, value; each item at most once per row and event
 Adder = Callable[[Tensor, int], Tensor]  # scores (B, C), first item -> the same scores
-DENSE = 1 << 24  # cells of a square table, 64 MB: up to 4,095 items
+DENSE = 1 << 24  # largest dense table in cells, 64 MB: up to 4,095 items
 KERNELS = {"inverse": 1.0, "root": 0.5, "square": 2.0}  # name -> p of d^-p
 
 
 @dataclass(frozen=True)
 class CountTerm:
-    """What counts add to the scores of a batch of histories."""
+    """The term that counts add to the scores of a batch of histories."""
 
-    offsets: Tensor  # (V + 1,) int64: row b of the next two is offsets[b] to offsets[b + 1]
+    offsets: Tensor  # (V + 1,) int64: row b of targets and values is offsets[b] to offsets[b + 1]
     targets: Tensor  # (N,) int32
-    values: Tensor  # (N,) float32: log(1 + C_ba |I| / tau), or whatever is to be added up
-    weights: Tensor  # (J,) float32 of the newest event, the one before it, ...
+    values: Tensor  # (N,) float32: log(1 + C_ba |I| / tau), or other values to be summed
+    weights: Tensor  # (J,) float32: weights of the events, newest first
     log_popularity: Tensor  # (V,) float32
     alpha: float = 1.0
     popularity: float = 0.0  # lambda
@@ -48,12 +49,12 @@ class CountTerm:
         return replace(self, **moved)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what has to be stored beside `alpha` and `popularity`."""
+        """Return the tensors to store; `alpha` and `popularity` are stored apart."""
         found = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in found.items() if isinstance(value, Tensor)}
 
     def adder(self, items_BL: Tensor) -> Adder:
-        """Return the function that adds the term to a block of scores (B, C) of the items from `first` on, in place.
+        """Return a function that adds the term in place to a block of scores (B, C), whose first item is `first`.
 
         Args:
             items_BL: histories, left-padded with 0, without MASK.
@@ -70,12 +71,12 @@ class CountTerm:
 
     @property
     def is_small(self) -> bool:
-        """Whether the values are also held as a square table."""
+        """Whether a dense (V, V) table of the values is used."""
         return len(self.log_popularity) ** 2 <= DENSE
 
     @cached_property
     def _dense(self) -> Tensor:
-        """The values as (V, V): on dense logs several times faster than lists of pairs."""
+        """The values as a dense (V, V) table, several times faster than lists of pairs on dense logs."""
         size = len(self.log_popularity)
         row = torch.repeat_interleave(torch.arange(size, device=self.offsets.device), self.offsets.diff())
         dense = self.values.new_zeros(size, size)
@@ -94,19 +95,19 @@ class CountTerm:
             width = score_BC.shape[1]
             for row, item, value in votes:
                 inside = (item >= first) & (item < first + width)
-                place = row[inside] * width + item[inside] - first
-                score_BC.view(-1).index_add_(0, place, value[inside])
+                cell = row[inside] * width + item[inside] - first
+                score_BC.view(-1).index_add_(0, cell, value[inside])
             return score_BC
 
         return add
 
     def votes(self, items_BL: Tensor) -> list[Vote]:
-        """Return what each of the newest events adds, the newest first; see `adder`."""
+        """Return what each of the newest events adds to the scores, newest first; see `adder`."""
         items_BJ, weight_BJ = self.newest(items_BL)
         return [self._votes_of(*pair) for pair in zip(items_BJ.unbind(1), weight_BJ.unbind(1), strict=True)]
 
     def newest(self, items_BL: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the newest events (B, J), the newest first, and alpha times their weights."""
+        """Return the newest events (B, J), newest first, and their weights times alpha."""
         items_BJ = items_BL.flip(1)[:, : len(self.weights)]
         weight_BJ = self.weights[: items_BJ.shape[1]] * (items_BJ > 0)
         return items_BJ, self.alpha * weight_BJ / weight_BJ.sum(1, keepdim=True).clamp(min=1e-9)
@@ -115,22 +116,22 @@ class CountTerm:
         first = self.offsets[item_B]
         number = self.offsets[item_B + 1] - first
         row = torch.repeat_interleave(torch.arange(len(item_B), device=item_B.device), number)
-        place = torch.arange(len(row), device=row.device) + (first - number.cumsum(0) + number)[row]
-        return row, self.targets[place].long(), weight_B[row] * self.values[place]
+        pair = torch.arange(len(row), device=row.device) + (first - number.cumsum(0) + number)[row]
+        return row, self.targets[pair].long(), weight_B[row] * self.values[pair]
 
     def of(self, items_BL: Tensor, item_BC: Tensor) -> Tensor:
-        """Return the term (B, C) of some candidates alone."""
+        """Return the term (B, C) of the given candidates."""
         size = len(self.log_popularity)
         row, item, value = (torch.cat(column) for column in zip(*self.votes(items_BL), strict=True))
-        key, place = torch.unique(row * size + item, return_inverse=True)
-        total = F.pad(value.new_zeros(len(key)).index_add(0, place, value), (0, 1))
+        key, index = torch.unique(row * size + item, return_inverse=True)
+        total = F.pad(value.new_zeros(len(key)).index_add(0, index, value), (0, 1))
         wanted_BC = torch.arange(len(item_BC), device=item_BC.device).unsqueeze(1) * size + item_BC
         found_BC = torch.searchsorted(key, wanted_BC)
-        there_BC = F.pad(key, (0, 1), value=-1)[found_BC] == wanted_BC
-        return torch.where(there_BC, total[found_BC], 0.0) + self.popularity * self.log_popularity[item_BC]
+        present_BC = F.pad(key, (0, 1), value=-1)[found_BC] == wanted_BC
+        return torch.where(present_BC, total[found_BC], 0.0) + self.popularity * self.log_popularity[item_BC]
 
     def shares(self, items_BL: Tensor, item_B: Tensor) -> Tensor:
-        """Return (B, L): what each event of the history adds to the score of an item; the rest is popularity."""
+        """Return (B, L): what each event of the history adds to an item's score, not counting popularity."""
         share_BL = torch.zeros(items_BL.shape, device=items_BL.device)
         for j, (row, item, value) in enumerate(self.votes(items_BL), start=1):
             named = item == item_B[row]
@@ -138,25 +139,25 @@ class CountTerm:
         return share_BL
 
     def strongest(self, items_BL: Tensor, number: int) -> Tensor:
-        """Return (B, J * number): the first targets of each of the newest events, 0 where there are fewer."""
+        """Return (B, J * number): the first targets of each of the newest events, filled up with 0."""
         items_BJ, _ = self.newest(items_BL)
-        place_BJK = self.offsets[items_BJ].unsqueeze(2) + torch.arange(number, device=items_BL.device)
-        none_BJK = place_BJK >= self.offsets[items_BJ + 1].unsqueeze(2)
+        pair_BJK = self.offsets[items_BJ].unsqueeze(2) + torch.arange(number, device=items_BL.device)
+        missing_BJK = pair_BJK >= self.offsets[items_BJ + 1].unsqueeze(2)
         targets = F.pad(self.targets, (0, 1)).long()
-        return targets[place_BJK.clamp(max=len(targets) - 1)].masked_fill(none_BJK, 0).flatten(1)
+        return targets[pair_BJK.clamp(max=len(targets) - 1)].masked_fill(missing_BJK, 0).flatten(1)
 
     def padded(self) -> tuple[Tensor, Tensor]:
-        """Return targets (V, K) int32 and values (V, K) of every row, filled up with 0: what a graph can gather."""
+        """Return targets (V, K) int32 and values (V, K), rows filled up with 0, for the `gather` of an ONNX graph."""
         number = self.offsets.diff()
         row = torch.repeat_interleave(torch.arange(len(number)), number)
-        place = torch.arange(len(row)) - self.offsets[row]
+        column = torch.arange(len(row)) - self.offsets[row]
         shape = (len(number), max(1, int(number.max())))
         targets, values = self.targets.new_zeros(shape), self.values.new_zeros(shape)
-        targets[row, place], values[row, place] = self.targets, self.values
+        targets[row, column], values[row, column] = self.targets, self.values
         return targets, values
 
     def grown(self, size: int) -> CountTerm:
-        """Return the term of a catalogue with more items, `size` with padding, which no event has named."""
+        """Return the term for a catalogue enlarged to `size` rows, with padding, by items without events."""
         more = size - len(self.log_popularity)
         return replace(
             self,
@@ -176,7 +177,7 @@ def kernel(name: str, length: int) -> Tensor:
 
 
 def log_popularity(data: Sequences) -> Tensor:
-    """Return (V,) float32: log of the share of the training events, each item having one more; 0 for padding."""
+    """Return (V,) float32: log of each item's share of the training events, plus-one smoothed; 0 for padding."""
     events = data.count.double()
     share = ((events + 1) / (events.sum() + data.num_items)).log()
     share[0] = 0.0
@@ -184,7 +185,7 @@ def log_popularity(data: Sequences) -> Tensor:
 
 
 def build(data: Sequences, config: CountsConfig, table: CountTable | None = None) -> CountTerm:
-    """Return the term with the counts of the training events of `data`; `table`, if given, holds them already."""
+    """Return the term with the counts of the training events of `data`, taken from `table` if given."""
     table = table or count(data, kernel(config.kernel, config.window).tolist(), config.targets)
     return CountTerm(
         offsets=table.offsets,
@@ -198,12 +199,12 @@ def build(data: Sequences, config: CountsConfig, table: CountTable | None = None
 
 
 def stored(tensors: Mapping[str, Tensor], config: CountsConfig) -> CountTerm:
-    """Return the term that `CountTerm.tensors` was stored of."""
+    """Return the term whose `CountTerm.tensors` were stored."""
     return CountTerm(**tensors, alpha=config.alpha, popularity=config.popularity)
 
 
 def with_counts(scorer: Scorer, term: CountTerm | None) -> Scorer:
-    """Return `scorer` with the term added to its scores; itself where there is none."""
+    """Return `scorer` with the term added to its scores, or unchanged without a term."""
     if term is None:
         return scorer
 
@@ -221,7 +222,7 @@ def with_counts(scorer: Scorer, term: CountTerm | None) -> Scorer:
 
 
 def nothing(data: Sequences, user: Tensor, _: Tensor) -> Blocks:
-    """Score every item 0: what counts that stand alone are added to."""
+    """Score every item 0: the base scorer of baselines that only count."""
 
     def blocks() -> Iterator[tuple[int, Tensor]]:
         for first in range(1, len(data.count), ITEMS_PER_BLOCK):
@@ -232,7 +233,7 @@ def nothing(data: Sequences, user: Tensor, _: Tensor) -> Blocks:
 
 
 def by_halves(even: Scorer, odd: Scorer) -> Scorer:
-    """Return the scorer that asks `even` for users of even index and `odd` for the others."""
+    """Return a scorer that uses `even` for users of even index and `odd` for the others."""
 
     def scorer(data: Sequences, user: Tensor, stop: Tensor) -> Blocks:
         rows = [(user % 2 == parity).nonzero().squeeze(1) for parity in (0, 1)]

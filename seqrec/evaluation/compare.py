@@ -1,7 +1,8 @@
-"""Comparing finished evaluations: the paired gain on the same cases, or the spread over seeds.
+"""Comparison of evaluated runs: the paired gain on the same cases, or the spread over seeds.
 
-These are two uncertainties, and no figure here mixes them. Over users: would the gain hold for other users like these?
-Bootstrap interval and sign flips answer, for the weights at hand. Over seeds: would it hold if trained again?
+These are two kinds of uncertainty, which are reported separately. Over users: would the gain hold for other, similar
+users? The bootstrap interval and the sign-flip test answer this for the given weights. Over seeds: would it hold after
+another training?
 """
 
 from __future__ import annotations
@@ -35,21 +36,21 @@ VALUES: dict[str, Callable[[FloatArray], FloatArray]] = {
     f"recall@{AT}": lambda rank: (rank <= AT).astype(float),
 }
 SLICED = f"ndcg@{AT}"
-RESAMPLES = 1000  # of users, for an interval
-FLIPS = 10_000  # random ones, where there are too many users for all of them
+RESAMPLES = 1000  # resamples of the users for an interval
+FLIPS = 10_000  # random sign flips, where all flips are too many
 EXACT_USERS = 16
 Columns = Mapping[str, NDArray[Any]]
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A run that has been evaluated."""
+    """An evaluated run."""
 
     name: str
     metrics: Mapping[str, float]
     cases: pa.Table
-    card: Mapping[str, Any] | None  # of the trained model, where it lies beside the report
-    split: str | None  # hash of the prepared data, where that lies beside the report
+    card: Mapping[str, Any] | None  # card of the trained model, if it lies beside the report
+    split: str | None  # hash of the prepared data, if it lies beside the report
 
 
 def compare(
@@ -60,18 +61,18 @@ def compare(
     confidence: float = 0.95,
     seed: int = 42,
 ) -> dict[str, Any]:
-    """Print and return the paired gain of the first run over each other, or with `seeds` the spread over all.
+    """Print and return the paired gain of the first run over each other run, or with `seeds` the spread of all runs.
 
     Args:
-        runs: reports/MODEL, or the output folder of `seqrec run`, followed by :MODEL if it holds several.
-        seeds: the runs differ in the seed alone; show their spread instead of gains.
-        sequences: prepared data of the runs; adds slices by popularity and checks that it is theirs.
+        runs: reports/MODEL, or the output folder of `seqrec run`, followed by :MODEL if it holds several models.
+        seeds: show the spread over runs that differ only in the seed, instead of gains.
+        sequences: prepared data of the runs, for slices by popularity; checked against the runs.
         confidence: level of the intervals over users.
-        seed: of resampling and random sign flips.
+        seed: seed of resampling and random sign flips.
 
     Raises:
-        FileNotFoundError: a run that was not evaluated.
-        ValueError: runs of different splits or settings.
+        FileNotFoundError: a run was not evaluated.
+        ValueError: the runs differ in split or settings.
     """
     if len(runs) < 2:
         raise ValueError("name at least two runs")
@@ -106,14 +107,15 @@ def compare(
 
 
 def sign_flip_p_value(total_U: FloatArray, *, seed: int, flips: int = FLIPS) -> float:
-    """Return the two-sided p-value of sum(total_U) if each user's sign were a coin flip.
+    """Return the two-sided p-value of sum(total_U) under random signs: the sign-flip test.
 
-    All flips are enumerated for up to `EXACT_USERS` users with a difference. Otherwise `flips` random ones are drawn,
-    the observed one counted among them, so that no p-value is 0 (Phipson and Smyth 2010). The signs of m users with
-    the same absolute difference sum to 2 Binomial(m, 1/2) - m, so that one number is drawn for all of them.
+    For up to `EXACT_USERS` users with a difference, all flips are enumerated. For more, `flips` random flips are drawn,
+    and the observed signs are counted as one more, so that no p-value is 0 (Phipson and Smyth 2010). The signs of m
+    users with the same absolute difference sum to 2 Binomial(m, 1/2) - m, so one number is drawn for all of them.
     """
     moved = total_U[total_U != 0]
-    enough = abs(moved.sum()) - 1e-12 * np.abs(moved).sum()  # sums of the same terms in another order are equal
+    # rounding must not decide: sums of the same terms in another order count as equal
+    enough = abs(moved.sum()) - 1e-12 * np.abs(moved).sum()
     if len(moved) <= EXACT_USERS:
         signs = 2 * (np.arange(2 ** len(moved))[:, None] >> np.arange(len(moved)) & 1) - 1
         return float((np.abs(signs @ moved) >= enough).mean())
@@ -144,7 +146,7 @@ def _read(run: str) -> Finished:
 
 
 def _report(run: str) -> Path:
-    """Return the report folder that `run` means."""
+    """Return the report folder of `run`."""
     if (Path(run) / METRICS).is_file():
         return Path(run)
     folder, _, model = (run, "", "") if Path(run).is_dir() else run.rpartition(":")
@@ -180,7 +182,7 @@ def _check_same_evaluation(first: Finished, other: Finished) -> None:
 
 
 def _prepared(folder: Path, run: Finished) -> Sequences:
-    """Return the prepared data in `folder`, which must be what `run` was evaluated on."""
+    """Return the prepared data in `folder`; raise ValueError if `run` was evaluated on other data."""
     prepared = load_sequences(folder)
     for split in SPLITS:
         chosen = cases_of(prepared, split)
@@ -228,7 +230,7 @@ def _mean(value: FloatArray) -> float:
 
 
 def _total_by_user(difference: FloatArray, user: NDArray[np.integer]) -> FloatArray:
-    """Return the summed difference of each user; what rounding leaves of a zero is zero."""
+    """Return the summed difference of each user, with rounding errors around 0 set to 0."""
     _, index = np.unique(user, return_inverse=True)
     total_U = np.bincount(index, weights=difference)
     return np.where(np.abs(total_U) < 1e-12, 0.0, total_U)
@@ -246,7 +248,7 @@ def _slices(cases: Columns, prepared: Sequences | None) -> Iterator[tuple[str, N
 
 
 def _spread(runs: Sequence[Finished]) -> dict[str, Any]:
-    """Return mean, sample standard deviation, minimum and maximum over runs that differ in the seed alone."""
+    """Return mean, sample standard deviation, minimum and maximum over runs that differ only in the seed."""
     cards = []
     for run in runs:
         if run.card is None:

@@ -1,4 +1,4 @@
-"""What a model costs on any machine."""
+"""Costs of a model that do not depend on the machine."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from models.base import Batch, SequenceModel
 
 
 def table_parameters(model: SequenceModel) -> int:
-    """Return how many of the parameters are in embedding tables; they grow with the catalogue."""
+    """Return the number of parameters in embedding tables, which grow with the catalogue."""
     return sum(part.weight.numel() for part in model.modules() if isinstance(part, nn.Embedding))
 
 
 @torch.no_grad()
 def query_flops(model: SequenceModel) -> int:
-    """Return the floating-point operations of the query of one history that fills the window.
+    """Return the floating-point operations of one query, for a history that fills the window.
 
-    Those of products of matrices and convolutions: a multiplication and an addition are two. What goes element by
-    element, such as a normalisation or a scan, is not counted, nor are the scores of the items.
+    Matrix products and convolutions are counted, a multiplication and an addition as two operations. Element-wise
+    operations, such as a normalisation or a scan, are not counted, and neither is scoring the items.
 
     Args:
-        model: on the CPU, in eval mode: fused kernels of an accelerator are not counted.
+        model: on the CPU, in eval mode; the fused kernels of an accelerator would not be counted.
     """
     length = model.options.history
     items_1L = torch.arange(length).remainder(model.catalogue.num_items).add(1).unsqueeze(0)

@@ -1,4 +1,4 @@
-"""Bootstrap intervals of a metric, and of the difference of two models on the same cases."""
+"""Bootstrap intervals of a metric, and of the difference between two models on the same cases."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Interval(NamedTuple):
 def bootstrap(
     value: FloatArray, user: NDArray[np.integer], *, confidence: float = 0.95, resamples: int, seed: int
 ) -> Interval:
-    """Return the mean of `value` over cases with a percentile interval from resampling users.
+    """Return the mean of `value` over cases, with a percentile interval from resampling users.
 
-    Users, not cases, are drawn: the cases of one user are not independent.
+    Users are resampled rather than cases, because the cases of one user are not independent.
     """
     if len(value) == 0:
         return Interval(0.0, 0.0, 0.0)

@@ -1,4 +1,4 @@
-"""The leaderboard: one row a model or baseline, ordered by the validation metric that chooses the champion."""
+"""The leaderboard: one row per model or baseline, ordered by the validation metric that selects the champion."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from seqrec.evaluation import intervals
 
 LEADERBOARD = "leaderboard.json"
 BASELINES = ("popularity", "markov", "ease", "pctm", "seqrules")
-SELECTION = "valid/ndcg@10"  # test metrics are reported and choose nothing
+SELECTION = "valid/ndcg@10"  # test metrics are reported but select nothing
 REQUIRED = (
     SELECTION,
     "test/ndcg@10",
@@ -31,7 +31,7 @@ REQUIRED = (
     "train_seconds",
 )
 SUMMARY = (SELECTION, "test/ndcg@10", "test/mrr", "test/coverage@10")  # what DVC shows in 100 columns
-HEADINGS = (  # of two short lines each, so that the table fits into 80 columns
+HEADINGS = (  # two short lines each, so that the table fits into 80 columns
     "valid\nNDCG",
     "test NDCG@10\n[95 % interval]",
     "test\nRecall",
@@ -51,11 +51,11 @@ Row = dict[
 
 
 def build(*, reports: Path, models: Sequence[str], baselines: Sequence[str] = BASELINES) -> list[Row]:
-    """Return the rows of `models` and of those `baselines` that were evaluated, best validation first.
+    """Return the rows of `models` and of the evaluated `baselines`, ordered by validation metric.
 
     Raises:
-        FileNotFoundError: a model without `reports/<model>/metrics.json`.
-        ValueError: a metrics file without one of the numbers in `REQUIRED`.
+        FileNotFoundError: a model has no `reports/<model>/metrics.json`.
+        ValueError: a metrics file lacks a value of `REQUIRED`.
     """
     evaluated = [name for name in baselines if (reports / name / METRICS).is_file()]
     rows = [_row(reports, name, baseline=name in evaluated) for name in (*models, *evaluated)]
@@ -76,12 +76,12 @@ def _row(reports: Path, name: str, *, baseline: bool) -> Row:
 
 
 def best_model(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return the best row that is no baseline."""
+    """Return the row of the best model, baselines excluded."""
     return next(row for row in rows if not row["baseline"])
 
 
 def best_baseline(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """Return the best baseline on validation, if there is one."""
+    """Return the row of the best baseline on validation, or None without baselines."""
     return max((row for row in rows if row["baseline"]), key=lambda row: row[SELECTION], default=None)
 
 
@@ -94,13 +94,13 @@ def below_baseline(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 def verdict(
     reports: Path, rows: Sequence[Mapping[str, Any]], *, confidence: float = 0.95, seed: int = 42
 ) -> dict[str, Any]:
-    """Return the best model, its paired gain on validation over the best baseline, and a sentence that says so.
+    """Return the best model, its paired validation gain over the best baseline, and a sentence about both.
 
     Args:
-        reports: holds the cases of every row.
-        rows: of the leaderboard.
+        reports: folder with the cases of every row.
+        rows: rows of the leaderboard.
         confidence: level of the interval over users.
-        seed: of its resampling.
+        seed: seed of its resampling.
     """
     best, baseline = next((row for row in rows if not row["baseline"]), None), best_baseline(rows)
     if best is None:
@@ -111,18 +111,18 @@ def verdict(
         return {"model": model, "baseline": None, "gain": None, "sentence": f"{model} is the best model."}
     ours, theirs = (pq.read_table(reports / row["model"] / CASES) for row in (best, baseline))
     gain = intervals.paired_gain(ours, theirs, confidence=confidence, seed=seed)
-    told = f"{gain.mean:+.4f} [{gain.low:+.4f}, {gain.high:+.4f}]"
+    interval = f"{gain.mean:+.4f} [{gain.low:+.4f}, {gain.high:+.4f}]"
     against = f"{SELECTION} over the best baseline, {baseline['model']}"
     sentence = (
-        f"{model} is the best model: its gain of {against}, is {told}."
+        f"{model} is the best model: its gain of {against}, is {interval}."
         if gain.low > 0
-        else f"No model beats counting here: the best, {model}, has a gain of {against}, of {told}."
+        else f"No model beats counting here: the best, {model}, has a gain of {against}, of {interval}."
     )
     return {"model": model, "baseline": baseline["model"], "gain": gain._asdict(), "sentence": sentence}
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
-    """Write the numbers of `rows` as CSV, the form DVC plots."""
+    """Write the values of `rows` as CSV, for the plots of DVC."""
     text = io.StringIO()
     writer = csv.DictWriter(text, ["model", *REQUIRED], extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
@@ -131,9 +131,9 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
 
 
 def write_curves(path: Path, histories: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    """Write `SELECTION` by epoch (1, 2, ... over all phases) as CSV, a row a point.
+    """Write `SELECTION` by epoch (1, 2, ... over all phases) as CSV, one row per point.
 
-    An epoch that was not validated has no row: DVC would draw an empty cell as 0.
+    Epochs without validation have no row, because DVC would draw an empty cell as 0.
     """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -145,7 +145,7 @@ def write_curves(path: Path, histories: Mapping[str, Sequence[Mapping[str, Any]]
 
 
 def summarise(*, reports: Path = Path("reports")) -> None:
-    """Write the few numbers of each model that `dvc metrics` shows, which are in git, to summary/<model>.json.
+    """Write the values that `dvc metrics` shows and git keeps to summary/<model>.json.
 
     Args:
         reports: folder with leaderboard.json.
@@ -157,7 +157,7 @@ def summarise(*, reports: Path = Path("reports")) -> None:
 
 
 def show(*, reports: Path = Path("reports")) -> None:
-    """Print the leaderboard that `register` wrote last, and what became of the candidate.
+    """Print the leaderboard that `register` last wrote, and whether the candidate became champion.
 
     Args:
         reports: folder with leaderboard.json.
@@ -185,7 +185,7 @@ def show(*, reports: Path = Path("reports")) -> None:
 
 
 def _distances(rows: Sequence[Row]) -> list[str]:
-    """Return how far each model is from the baselines, on test."""
+    """Return a line per model: its test NDCG@10 as multiples of the baselines'."""
     score = {row["model"]: row["test/ndcg@10"] for row in rows}
     lines = []
     for row in rows:
@@ -196,7 +196,7 @@ def _distances(rows: Sequence[Row]) -> list[str]:
 
 
 def render(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Return `rows` as a table for the terminal; `*` marks the champion, `+` a candidate that did not become it."""
+    """Return `rows` as a table for the terminal; `*` marks the champion, `+` a candidate that was not promoted."""
     refit = "; test after a refit on the validation events" if any(row.get("refit") for row in rows) else ""
     title = f"Leaderboard at 10, ordered by validation NDCG{refit}"
     table = Table(title=title, box=None, pad_edge=False, collapse_padding=True)

@@ -1,8 +1,8 @@
-"""Ranking metrics, computed from ranks alone.
+"""Ranking metrics, computed from ranks only.
 
-A rank is 1-based and counts ties half: 1 + #greater + #equal others / 2, so a constant scorer looks bad, not
-perfect. Means over cases are functions of the integer histogram of 2 * rank, hence the same for any block size and
-any number of processes.
+Ranks start at 1 and count ties half: 1 + #greater + #equal others / 2, so that a constant scorer looks bad rather than
+perfect. Means over cases are computed from the integer histogram of 2 * rank, so they do not depend on block size or
+number of processes.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ FloatArray = NDArray[np.float64]
 
 
 def require_possible(values: Mapping[str, float], name: str) -> None:
-    """Raise ValueError if a value is not finite, or is a share or accuracy outside [0, 1], up to rounding.
+    """Raise ValueError if a value is not finite, or if a share or accuracy is outside [0, 1] by more than rounding.
 
     Args:
-        values: by metric, as in metrics.json: `test/ndcg@10`, `valid/mrr`, `test/ndcg@10/low`, `test/cases`.
-        name: of the model, for the error.
+        values: values by metric, as in metrics.json: `test/ndcg@10`, `valid/mrr`, `test/ndcg@10/low`, `test/cases`.
+        name: name of the model, for the error message.
     """
     wrong = [
         f"{metric} {value}"
@@ -38,14 +38,14 @@ def require_possible(values: Mapping[str, float], name: str) -> None:
 
 
 def histogram(rank: Tensor, num_items: int) -> Tensor:
-    """Return the counts (2 * num_items + 1,) of 2 * rank; histograms of blocks and processes add up."""
+    """Return the histogram (2 * num_items + 1,) of 2 * rank; those of blocks and processes can be summed."""
     return torch.bincount((2 * rank).round().long(), minlength=2 * num_items + 1)
 
 
 def from_histogram(count_R: Tensor) -> dict[str, float]:
-    """Return the mean over cases of NDCG, Recall and MRR at each cut-off, and of MRR over the full ranking.
+    """Return NDCG, Recall and MRR at each cut-off, and MRR over the full ranking, as means over cases.
 
-    One item is relevant, so with its rank r: Recall@K = [r <= K], NDCG@K = [r <= K] / log2(r + 1),
+    Each case has one relevant item. With its rank r: Recall@K = [r <= K], NDCG@K = [r <= K] / log2(r + 1),
     MRR@K = [r <= K] / r. Recall@K is also called the hit rate.
     """
     count = count_R.double().cpu()
@@ -72,14 +72,14 @@ def list_metrics(items_UK: Tensor, count_V: Tensor) -> dict[str, float]:
 
     Args:
         items_UK: recommended items of each user; 0 where a list is shorter.
-        count_V: events of each item in train, entry 0 (padding) unused.
+        count_V: training events of each item; entry 0 (padding) is not used.
 
     Returns:
-        coverage: share of the catalogue that is recommended to anybody;
-        gini: inequality of exposure over the catalogue, 0 = equal, towards 1 = one item takes all;
-        mean_popularity: mean train count of the recommended items;
-        tail_share: share of recommendations outside the fifth of the catalogue with the most train events;
-        novelty: mean self-information -log2 p(item) in bits, p from train counts with one event added to each.
+        coverage: share of the catalogue that is recommended to at least one user;
+        gini: inequality of exposure over the catalogue, from 0 (equal) towards 1 (one item only);
+        mean_popularity: mean number of training events of the recommended items;
+        tail_share: share of recommendations outside the most popular fifth of the catalogue;
+        novelty: mean self-information -log2 p(item) in bits, with p from training counts plus one.
     """
     shown = items_UK[items_UK > 0].cpu()
     count = count_V.cpu().double()
@@ -99,7 +99,7 @@ def list_metrics(items_UK: Tensor, count_V: Tensor) -> dict[str, float]:
 
 
 def head_items(count_V: Tensor) -> Tensor:
-    """Return (V,) bool: the most popular fifth of the catalogue; equal counts are taken in vocabulary order."""
+    """Return bool (V,): the most popular fifth of the catalogue; ties are broken by vocabulary order."""
     num_items = len(count_V) - 1
     head = torch.zeros(len(count_V), dtype=torch.bool, device=count_V.device)
     best = count_V[1:].argsort(descending=True, stable=True)[: max(1, round(0.2 * num_items))]

@@ -1,10 +1,10 @@
 """Exact ranking over the whole catalogue.
 
-Scores are computed in blocks of users x items and never held whole. A target's score comes out of the same matrix
-product as its rivals', so that equal vectors tie exactly. Scores that are not finite are refused: a comparison with NaN
-is false, so that a model whose scores are all NaN would rank every target first.
+Scores are computed in blocks of users x items; the full matrix is never in memory. A target and its rivals are scored
+by the same matrix product, so that equal vectors tie exactly. Scores that are not finite raise an error: comparisons
+with NaN are false, so a model whose scores are all NaN would rank every target first.
 
-A case with an empty history is answered by popularity, whatever the scorer: each item's score is its number of training
+Cases with an empty history are ranked by popularity, whatever the scorer: an item's score is its number of training
 events. serving/recommender.py follows the same rule.
 """
 
@@ -22,28 +22,28 @@ from seqrec.data import sequences
 from seqrec.data.sequences import Cases, Sequences
 from seqrec.evaluation.seen_items import SeenItems
 
-SCORES_IN_MEMORY = 16_000_000  # floats of one block
+SCORES_IN_MEMORY = 16_000_000  # floats per block
 ITEMS_PER_BLOCK = 65_536
-POSITIONS_PER_PASS = 8_192  # of the model on a CPU: its activations stay in the caches
+POSITIONS_PER_PASS = 8_192  # on a CPU, so that the activations of a forward pass stay in its caches
 
 Blocks = Callable[[], Iterator[tuple[int, Tensor]]]  # (first item, scores (B, block)), covering items 1..V-1 in order
-Scorer = Callable[[Sequences, Tensor, Tensor], Blocks]  # of data, user (B,), stop (B,)
+Scorer = Callable[[Sequences, Tensor, Tensor], Blocks]  # called with data, user (B,), stop (B,)
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """Ranks of the targets of some cases (C,), and the best items of each."""
+    """The ranks (C,) of the targets of some cases, and the best items of each case."""
 
     rank: Tensor  # float64, 1-based mid-rank among unseen items; the target is always a candidate
     rank_unfiltered: Tensor  # float64, among all items
-    rank_sampled: Tensor  # float64, among the negatives stored with the split; NaN where there are none
-    ties: Tensor  # int64, other candidates with exactly the target's score, under the configured filter
-    top: Tensor  # (C, K) int64, best items under the configured filter; 0 where there are fewer
+    rank_sampled: Tensor  # float64, among the negatives stored with the split; NaN without them
+    ties: Tensor  # int64, number of other candidates with the target's score, under the configured filter
+    top: Tensor  # (C, K) int64, best items under the configured filter, filled up with 0
     score: Tensor  # (C, K) float32
 
 
 def mid_rank(above: Tensor, equal: Tensor) -> Tensor:
-    """Return the ranks of targets with `above` candidates of a higher score and `equal` of theirs, themselves included.
+    """Return the mid-rank of targets, from the numbers of candidates scored `above` and `equal` (with the target).
 
     >>> mid_rank(torch.tensor([0, 2]), torch.tensor([1, 4])).tolist()
     [1.0, 4.5]
@@ -90,19 +90,19 @@ def rank(
     """Rank the target of each case among all items.
 
     Args:
-        scorer: gives the scores of a block of cases.
+        scorer: scores a block of cases.
         data: the prepared dataset.
-        cases: what to rank.
+        cases: the cases to rank.
         filter_seen: whether `ties` and `top` leave out the user's past items; both ranks are always computed.
         top_k: length of the lists in `top`.
-        rows: cases per block; 0 chooses by memory.
-        name: of what is ranked, for the error.
+        rows: cases per block; 0: as many as memory allows.
+        name: name of the model or baseline, for the error message.
 
     Raises:
         ValueError: a score is not finite.
     """
     rows = rows or _rows(data)
-    # by length: short histories are not padded to long ones
+    # sorted by length, so that short histories are not padded to long ones
     order = (cases.position - data.start[cases.user]).argsort(stable=True)
     user, position = cases.user[order], cases.position[order]
     parts = [
@@ -121,7 +121,7 @@ def rank(
 def best(
     scorer: Scorer, data: Sequences, user: Tensor, stop: Tensor, *, filter_seen: bool, top_k: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the best items (B, K) after the events before `stop` (B,) of each `user` (B,), 0 for none, and scores.
+    """Return best items (B, K), filled up with 0, and scores, given each `user`'s events before `stop` (B,).
 
     Raises:
         ValueError: a score is not finite.
@@ -147,7 +147,7 @@ def _best_block(
 
 
 def checked(scorer: Scorer, data: Sequences, user: Tensor, stop: Tensor, name: str) -> Blocks:
-    """Return the finite scores of a block of cases: those of `scorer`, or popularity where the history is empty."""
+    """Return the scores of `scorer` for some cases, checked to be finite; with an empty history, popularity."""
     new = data.sent((stop == data.start[user]).nonzero().squeeze(1))
     blocks = scorer(data, user, stop)
 
@@ -184,13 +184,13 @@ def _rank_block(
     target = data.sent(data.items[stop].long())
     seen = SeenItems.before(data, user, stop).without(target)
     blocks = checked(scorer, data, user, stop, name)
-    if data.num_items <= ITEMS_PER_BLOCK:  # one block: keep it, rather than multiply twice
+    if data.num_items <= ITEMS_PER_BLOCK:  # keep the single block instead of computing it twice
         blocks = _kept(blocks)
     goal = _scores_of(blocks, target.unsqueeze(1))
     sampled = _rank_among(None if data.negatives is None else data.sent(data.negatives[user].long()), blocks, goal)
     none = torch.zeros(len(user), dtype=torch.int64, device=goal.device)
-    all_above, all_equal = none.clone(), none.clone()  # candidates with a higher score, with the same score
-    above, equal = none.clone(), none.clone()  # less the seen items: first what those take off
+    all_above, all_equal = none.clone(), none.clone()  # number of candidates with a higher or the same score
+    above, equal = none.clone(), none.clone()  # the same for seen items only, negative; later for unseen items
     best = (goal.new_empty(len(user), 0), target.new_empty(len(user), 0))
     for first, score in blocks():
         all_above += _per_row(score > goal)
@@ -210,14 +210,14 @@ def _rank_block(
 
 
 def _per_row(true_BI: Tensor) -> Tensor:
-    """Return how many are true in each row; on the host by numpy, which takes a sixth of torch's time for it."""
+    """Return the number of true entries in each row; on the host by numpy, six times as fast as torch."""
     if true_BI.device.type != "cpu":
         return true_BI.sum(1)
     return torch.from_numpy(np.count_nonzero(true_BI.numpy(), axis=1))
 
 
 def _rank_among(rivals_BN: Tensor | None, blocks: Blocks, goal: Tensor) -> Tensor:
-    """Return the rank of each target (score `goal` (B, 1)) among the target itself and its rivals."""
+    """Return the rank of each target, whose score is in `goal` (B, 1), among itself and its rivals."""
     if rivals_BN is None:
         return torch.full((len(goal),), float("nan"), dtype=torch.float64, device=goal.device)
     rival = _scores_of(blocks, rivals_BN)
@@ -225,7 +225,7 @@ def _rank_among(rivals_BN: Tensor | None, blocks: Blocks, goal: Tensor) -> Tenso
 
 
 def _scores_of(blocks: Blocks, item_BN: Tensor) -> Tensor:
-    """Return the scores (B, N) of some items, each taken from the block that holds it."""
+    """Return the scores (B, N) of the given items, collected from the blocks."""
     goal = torch.full(item_BN.shape, float("nan"), device=item_BN.device)
     for first, score in blocks():
         column = item_BN - first

@@ -1,4 +1,4 @@
-"""From ranks to the metrics, slices and recommendation lists that are reported."""
+"""The reported metrics, slices and recommendation lists, computed from ranks."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def report(
 ) -> dict[str, float]:
     """Rank every validation and test case, and write metrics, cases and recommendations to `directory`.
 
-    `valid` ranks validation where `scorer` has seen those cases, or has values that were chosen on them.
+    `valid` ranks the validation cases if `scorer` was trained on them or has settings that were chosen on them.
 
-    Names of the metrics: `test/ndcg@10`, with its interval `/low` and `/high` and its slices, each with an interval,
-    `/popularity=head|tail|cold` (of the target) and `/length=1-10|11-50|51+` (of the history); `test/unfiltered/...`
-    and `test/filtered/...` say the same with seen items kept and removed; `test/101/...`, under protocol LOO-101, ranks
-    the target among the negatives of the split alone (not comparable with the others); `facts` are added as they are.
+    Names of metrics: `test/ndcg@10`, with its interval `/low` and `/high`; its slices `/popularity=head|tail|cold` (of
+    the target) and `/length=1-10|11-50|51+` (of the history), each with an interval; `test/unfiltered/...` and
+    `test/filtered/...`, with seen items kept and removed; under protocol LOO-101 `test/101/...`, which ranks the target
+    only among the negatives of the split and is not comparable with the others. `facts` are added unchanged.
 
     Raises:
         ValueError: a score is not finite, or a metric is impossible.
@@ -45,9 +45,9 @@ def report(
     tables = []
     for split in ("valid", "test"):
         chosen = sequences.cases(data, split)
-        asked = valid if split == "valid" and valid is not None else scorer
+        chosen_scorer = valid if split == "valid" and valid is not None else scorer
         ranked = ranking.rank(
-            asked, data, chosen, filter_seen=config.filter_seen, top_k=config.top_k, name=directory.name
+            chosen_scorer, data, chosen, filter_seen=config.filter_seen, top_k=config.top_k, name=directory.name
         )
         rank = ranked.rank if config.filter_seen else ranked.rank_unfiltered
         values |= {f"{split}/{name}": value for name, value in _accuracy(rank, data.num_items).items()}
@@ -120,7 +120,7 @@ def _case_table(split: str, data: Sequences, chosen: Cases, rank: Tensor, ties: 
 
 
 def _recommendations(chosen: Cases, ranked: Ranking) -> pa.Table:
-    """Return the lists of each user's first case."""
+    """Return the recommendation list of each user's first case."""
     user = chosen.user.cpu()
     first = torch.ones(len(user), dtype=torch.bool)
     first[1:] = user[1:] != user[:-1]

@@ -1,4 +1,4 @@
-"""The filter of seen items: the candidates that a user has in the past already."""
+"""The filter of seen items: candidates that the user has already interacted with."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from seqrec.data.sequences import Sequences
 
 @dataclass(frozen=True)
 class SeenItems:
-    """The distinct items in the history of each row of a block of cases; a repeated item is one candidate."""
+    """The distinct items in the history of each row of a block of cases."""
 
     row: Tensor  # (S,) int64, 0..B-1
     item: Tensor  # (S,) int64
@@ -26,11 +26,11 @@ class SeenItems:
         return cls(distinct // (data.num_items + 1), distinct % (data.num_items + 1))
 
     def without(self, target_B: Tensor) -> SeenItems:
-        """Return the same without each row's target, which stays a candidate."""
+        """Return the seen items without each row's target, which remains a candidate."""
         rival = self.item != target_B[self.row]
         return SeenItems(self.row[rival], self.item[rival])
 
     def within(self, first: int, score: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (row, column) of the seen items in `score` (B, N), whose first column is item `first`."""
+        """Return row and column of the seen items in `score` (B, N), whose first column is item `first`."""
         inside = (self.item >= first) & (self.item < first + score.shape[1])
         return self.row[inside], self.item[inside] - first

@@ -1,4 +1,4 @@
-"""Settings from the shape of the data: what is `auto` in params.yaml. docs/auto.md has the reason of each rule."""
+"""Values for settings that are `auto` in params.yaml, from the shape of the data; docs/auto.md gives the reasons."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from seqrec.data.sequences import Sequences
 
 logger = logging.getLogger(__name__)
 
-LENGTHS = (8, 200)  # of the window
+LENGTHS = (8, 200)  # shortest and longest window
 BATCHES = (16, 256)
-STEPS_AN_EPOCH = 40  # wanted
-STEPS = 4_000  # of a training
-SCORES = 150_000_000_000  # of a training at most, as every target is scored against every item: 20 minutes of a core
-LAYERS = 5_000  # items whose scores cost as much as the layers of a model
+STEPS_AN_EPOCH = 40  # target
+STEPS = 4_000  # target for a whole training
+SCORES = 150_000_000_000  # maximum for a training, which scores every item for each target: 20 minutes of one core
+LAYERS = 5_000  # the layers of a model cost about as much as the scores of so many items
 FEWEST_EPOCHS, ENOUGH_EPOCHS, MOST_EPOCHS = 5, 20, 100
-WARMUP_SHARE = 20  # of the steps, one in so many
-WARMUP = 100  # steps at most
-SPARSE = 10  # events of the median history: below it a log is sparse
-RULED = ("epochs", "batch_size", "warmup_steps", "patience", "windows", "precision")  # of finetune
-ALL_WINDOWS = 1_000_000  # events up to which every one of them is trained on in every epoch
+WARMUP_SHARE = 20  # one step in 20 is a warm-up step
+WARMUP = 100  # maximum number of warm-up steps
+SPARSE = 10  # a log is sparse if its median history has fewer events
+RULED = ("epochs", "batch_size", "warmup_steps", "patience", "windows", "precision")  # keys of finetune with a rule
+ALL_WINDOWS = 1_000_000  # up to this many events, every epoch trains on all of them
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What the rules look at; events and histories are those of the training part."""
+    """The input of the rules; events and histories are those of the training split."""
 
-    users: int  # with a target in training
+    users: int  # with a training target
     items: int
     events: int
-    median: float  # events of a history
-    ninth: float  # 90 % quantile of them
+    median: float  # median length of a history, in events
+    ninth: float  # 90 % quantile of that length
     longest: int
 
     @classmethod
@@ -58,17 +58,17 @@ class Shape:
 
 
 def length(shape: Shape) -> int:
-    """Return the window: nine of ten histories fit, in steps of eight, as batches are padded."""
+    """Return the window length: a multiple of eight, as batches are padded, that fits nine of ten histories."""
     return int(min(max(8 * math.ceil(shape.ninth / 8), LENGTHS[0]), LENGTHS[1]))
 
 
 def windows(shape: Shape) -> str:
-    """Return `all` where the log is too small to leave out what lies before the last window."""
+    """Return `all` if the log is too small to ignore the events before the last window, else `last`."""
     return "all" if shape.longest > length(shape) and shape.events <= ALL_WINDOWS else "last"
 
 
 def number_of_windows(shape: Shape, of: str = "") -> int:
-    """Return about how many windows an epoch has; `of` is the value of `windows`, if it is not the rule's."""
+    """Return the approximate number of windows of an epoch; `of` replaces the rule's value of `windows`."""
     return max(shape.users, shape.events // length(shape)) if (of or windows(shape)) == "all" else shape.users
 
 
@@ -79,22 +79,22 @@ def batch_size(shape: Shape, of: str = "") -> int:
 
 
 def steps_an_epoch(shape: Shape, of: str = "", batch: int = 0) -> int:
-    """Return about how many steps an epoch has; `batch` is the size of a batch, if it is not the rule's."""
+    """Return the approximate number of steps of an epoch; `batch` replaces the rule's batch size."""
     return max(1, round(number_of_windows(shape, of) / (batch or batch_size(shape, of))))
 
 
 def targets_an_epoch(shape: Shape, of: str = "") -> int:
-    """Return about how many items an epoch predicts; `of` is the value of `windows`, if it is not the rule's."""
+    """Return the approximate number of targets of an epoch; `of` replaces the rule's value of `windows`."""
     return shape.events if (of or windows(shape)) == "all" else min(shape.events, shape.users * length(shape))
 
 
 def epochs(shape: Shape, steps: int = 0, of: str = "") -> int:
-    """Return as many epochs as make about `STEPS` steps, but no more than `SCORES` scores.
+    """Return the number of epochs that makes about `STEPS` steps, and at most about `SCORES` scores.
 
     Args:
-        shape: of the data.
-        steps: of an epoch, if they are not the rule's.
-        of: the value of `windows`, if it is not the rule's.
+        shape: shape of the data.
+        steps: steps in an epoch, if they do not follow the rules.
+        of: value of `windows`, if it does not follow the rule.
     """
     wanted = max(ENOUGH_EPOCHS, math.ceil(STEPS / (steps or steps_an_epoch(shape, of))))
     affordable = SCORES // max(1, targets_an_epoch(shape, of) * (shape.items + LAYERS))
@@ -102,23 +102,23 @@ def epochs(shape: Shape, steps: int = 0, of: str = "") -> int:
 
 
 def dropout(shape: Shape) -> float:
-    """Return less of it the more events there are, more where histories are short."""
+    """Return the dropout rate, which falls with the number of events and is higher for short histories."""
     base = 0.4 if shape.events < 200_000 else 0.3 if shape.events < 2_000_000 else 0.2
     return round(base + 0.1 * (shape.median < SPARSE), 2)
 
 
 def d_model(shape: Shape) -> int:
-    """Return the width: it grows with the events there are to learn from."""
+    """Return the model width, which grows with the number of events."""
     return 32 if shape.events < 20_000 else 64 if shape.events < 5_000_000 else 128
 
 
 def layers(shape: Shape) -> int:
-    """Return one layer where histories are short or events few, else two."""
+    """Return one layer for short histories or few events, else two."""
     return 1 if shape.events < 50_000 or shape.median < SPARSE else 2
 
 
 def finetune(shape: Shape, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the settings of the training that follow from the shape, and from those that are `given`."""
+    """Return the training settings: those in `given` unchanged, the others by the rules."""
     values = {name: value for name, value in (given or {}).items() if value != AUTO}
     of = values.setdefault("windows", windows(shape))
     batch = values.setdefault("batch_size", batch_size(shape, of))
@@ -133,7 +133,7 @@ def finetune(shape: Shape, given: Mapping[str, Any] | None = None) -> dict[str, 
 
 
 def resolved(config: FinetuneConfig, shape: Shape) -> FinetuneConfig:
-    """Return `config` with numbers in place of `auto`; they are logged."""
+    """Return `config` with every `auto` replaced by a value; the values are logged."""
     names = [name for name, value in vars(config).items() if value == AUTO and name != "counts"]
     if not names:
         return config
@@ -144,7 +144,7 @@ def resolved(config: FinetuneConfig, shape: Shape) -> FinetuneConfig:
 
 
 def resolved_options(config: ModelConfig, shape: Shape, path: str) -> ModelConfig:
-    """Return `config` with numbers in place of the options that are `auto`; they are logged under `path`."""
+    """Return `config` with every option that is `auto` replaced by a value; the values are logged under `path`."""
     found = options(config.architecture, shape)
     chosen = {name: found[name] for name, value in config.options.items() if value == AUTO and name in found}
     if not chosen:
@@ -158,21 +158,21 @@ def _listed(values: Mapping[str, Any]) -> str:
 
 
 def options(architecture: str, shape: Shape) -> dict[str, Any]:
-    """Return the options of `architecture` that follow from the shape."""
+    """Return the options of `architecture` that the rules set."""
     width = d_model(shape)
     shared = {"length": length(shape), "d_model": width, "dropout": dropout(shape), "layers": layers(shape)}
     if architecture == "gru4rec":
         return shared | {"layers": 1, "d_state": 2 * width}
     if architecture == "flash4rec":
-        known = shape.median >= SPARSE  # by enough events to learn a vector for every user
+        known = shape.median >= SPARSE  # enough events to learn a vector for every user
         users = {"user_gate": known, "user_dropout": 0.3 if known else 0.0}
         return shared | users | {"d_shared": width, "d_value": 2 * width, "d_expert": 2 * width}
     return shared
 
 
 def has_fast_bf16() -> bool:
-    """Say whether this machine computes bf16 faster than fp32: a GPU that can, or a CPU with AMX or AVX-512 bf16."""
+    """Return whether bf16 is faster than fp32 here: on a GPU with bf16, or a CPU with AMX or AVX-512 bf16."""
     if torch.cuda.is_available():
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    asked = (getattr(torch.cpu, name, None) for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"))
-    return any(bool(known()) for known in asked if known is not None)
+    checks = (getattr(torch.cpu, name, None) for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"))
+    return any(bool(check()) for check in checks if check is not None)

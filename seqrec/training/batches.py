@@ -1,4 +1,4 @@
-"""What an epoch visits: windows of the users' train events, in batches of equal work."""
+"""The windows of training events that an epoch visits, in batches of equal work."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from seqrec.data.sequences import WIDTH_STEP, Sequences
 
 
 class Windows(NamedTuple):
-    """What an epoch visits; on the CPU, since the plan needs sizes and must not wait for the device."""
+    """Windows of an epoch; on the CPU, because planning the batches must not wait for the device."""
 
     user: Tensor  # (W,) int64, index into Sequences.start
-    stop: Tensor  # (W,) int64, flat index behind the last event, target included
+    stop: Tensor  # (W,) int64, flat index after the last event, which is a target
     width: Tensor  # (W,) int64, positions of the input
 
 
 def windows(data: Sequences, options: Options, config: TrainConfig, generator: torch.Generator) -> Windows:
-    """Return the windows of an epoch; none reaches `train_stop`, none has fewer than two events.
+    """Return the windows of an epoch. Each has at least two events, all of them training events.
 
-    causal and cloze take each user's last window, or with `windows: all` every one of a chain that covers the train
-    events without overlap; last takes every prefix, or `prefixes_per_user` random ones.
+    The objectives causal and cloze take each user's last window; with `windows: all`, a chain of windows that covers
+    the training events without overlap. The objective last takes every prefix, or `prefixes_per_user` random ones.
     """
     start, stop = data.start.cpu(), data.train_stop.cpu()
     if options.objective == "last":
@@ -41,7 +41,7 @@ def windows(data: Sequences, options: Options, config: TrainConfig, generator: t
 
 
 def trained_users(data: Sequences, config: TrainConfig) -> Tensor:
-    """Return bool (U,), on the CPU: the users that training has windows of."""
+    """Return bool (U,), on the CPU: the users with training windows."""
     trained = data.trained().cpu()
     if config.user_share < 1:
         order = torch.randperm(len(trained), generator=torch.Generator().manual_seed(config.seed))
@@ -50,13 +50,13 @@ def trained_users(data: Sequences, config: TrainConfig) -> Tensor:
 
 
 def _prefixes(start: Tensor, stop: Tensor, config: TrainConfig, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return (user, stop) of each prefix whose target is not the user's first event, nor before `earliest_target`."""
+    """Return (user, stop) of each prefix whose target is neither the first event nor before `earliest_target`."""
     number = config.prefixes_per_user
     first = ((stop - start - 1) * config.earliest_target).long().clamp(min=1)
     targets = (stop - start - first).clamp(min=0)
     user = torch.repeat_interleave(torch.arange(len(start)), targets)
     rank = torch.arange(len(user)) - torch.repeat_interleave(targets.cumsum(0) - targets, targets)  # within the user
-    if number:  # shuffle within each user, keep the first ones
+    if number:  # shuffle within each user and keep the first `number`
         order = (user + torch.rand(len(user), generator=generator, dtype=torch.float64)).argsort()
         chosen = order[rank < number]  # `rank` counts within the user in sorted order as well
         user, rank = user[chosen], rank[chosen]
@@ -64,7 +64,7 @@ def _prefixes(start: Tensor, stop: Tensor, config: TrainConfig, generator: torch
 
 
 def _chains(start: Tensor, stop: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """Return (user, stop) of windows that go back from the end of train without sharing a target."""
+    """Return (user, stop) of windows that go back from the user's last training event and share no target."""
     covered = (stop - start - int(not options.masked)).clamp(min=0)
     number = -(-covered // options.length)
     user = torch.repeat_interleave(torch.arange(len(start)), number)
@@ -73,15 +73,15 @@ def _chains(start: Tensor, stop: Tensor, options: Options) -> tuple[Tensor, Tens
 
 
 def plan(width_W: Tensor, batch_size: int, generator: torch.Generator) -> list[Tensor]:
-    """Divide the windows into batches of like width and equal work, in random order.
+    """Divide the windows into batches of similar width and equal work, in random order.
 
-    A batch holds as many positions as `batch_size` windows of average width, so that short histories are not padded
-    to the length of long ones and every target weighs about the same.
+    Each batch holds as many positions as `batch_size` windows of average width. Short histories are therefore not
+    padded to the length of long ones, and every target has about the same weight.
 
     Args:
-        width_W: number of positions of each window (CPU).
+        width_W: number of positions of each window, on the CPU.
         batch_size: average number of windows in a batch.
-        generator: source of the order.
+        generator: draws the order.
     """
     order = torch.randperm(len(width_W), generator=generator)
     bucket = (width_W[order] + WIDTH_STEP - 1) // WIDTH_STEP
@@ -95,10 +95,9 @@ def plan(width_W: Tensor, batch_size: int, generator: torch.Generator) -> list[T
 
 
 def plan_of_size(number: int, batch_size: int, processes: int, generator: torch.Generator) -> list[Tensor]:
-    """Divide `number` windows into random batches of one size, whose rows are each other's negatives.
+    """Divide `number` windows into random batches of equal size, for losses with in-batch negatives.
 
-    The size is `batch_size`, or as many windows as there are, less what `processes` cannot share equally. What is left
-    over waits for the next epoch.
+    The size is at most `batch_size` and a multiple of `processes`. Windows that fill no batch wait for another epoch.
     """
     size = min(batch_size, number)
     size = max(processes, size - size % processes)

@@ -1,7 +1,7 @@
-"""What a model's folder holds besides its weights, and what is checked before anything of it is built.
+"""The files of a saved model besides its weights, and the checks before a model is built from them.
 
-The card (config.json) names every other file with its SHA-256. Card, files and the header of the weights may come from
-anywhere: each is bounded and checked before it decides how much memory or time is taken.
+The card (config.json) lists every other file with its SHA-256. Nothing in the folder is trusted: sizes in the card, the
+files and the header of the weights are checked before they decide how much memory or time is used.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from seqrec.artifacts import (
     sha256,
 )
 
-LARGEST = 1 << 20  # bytes of a card
-MOST = 2**31 - 2  # items, and users: int32, with one more for padding or unknown
-ENDLESS = 1e15  # seconds
+LARGEST = 1 << 20  # bytes: the largest card
+MOST = 2**31 - 2  # items or users: int32, with one number more for padding or the unknown user
+ENDLESS = 1e15  # seconds: no duration is as long
 DAY = 86_400.0
-FILES = (VOCABULARY, USERS, TOKENIZER)  # that a card may name besides weights and tokens
+FILES = (VOCABULARY, USERS, TOKENIZER)  # files that a card may list besides weights and tokens
 DIGEST = re.compile("[0-9a-f]{64}")
-FACTS: dict[str, Any] = {  # of every card, with what holds where `save_model` was told nothing
+FACTS: dict[str, Any] = {  # entries of every card, with the defaults of `save_model`
     "model": "model",
     "stage": "finetune",
     "fingerprint": "",
@@ -53,16 +53,16 @@ KINDS: dict[str, type] = {name: type(value) for name, value in FACTS.items()} | 
     "files": dict,
     "weights_sha256": str,
 }
-SIZES = {"num_items": 1, "num_users": 0, "length": 0}  # of a catalogue: the least
+SIZES = {"num_items": 1, "num_users": 0, "length": 0}  # sizes of a catalogue and their minimum
 Tensors = dict[str, tuple[str, tuple[int, ...]]]  # name -> type and shape
 
 
 def read(directory: Path) -> dict[str, Any]:
-    """Return the card in `directory`, of which every key that is read anywhere has its type and range.
+    """Return the card in `directory`, after checking type and range of every key.
 
     Raises:
         FileNotFoundError: there is no card.
-        ValueError: it is no card, or one of an older version, that names no vocabulary.
+        ValueError: the file is not a card, or was written by a version whose cards listed no vocabulary.
     """
     path = directory / MODEL_CARD
     with path.open("rb") as file:
@@ -99,7 +99,7 @@ def read(directory: Path) -> dict[str, Any]:
 def _check(path: Path, key: str, value: Any, kind: type) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if kind is float:
-        good = number and 0 <= value < ENDLESS  # not NaN either
+        good = number and 0 <= value < ENDLESS  # false for NaN
     elif kind is int:
         good = type(value) is int and 0 <= value < 2**63
     else:
@@ -109,10 +109,10 @@ def _check(path: Path, key: str, value: Any, kind: type) -> None:
 
 
 def verify(directory: Path, card: Mapping[str, Any]) -> None:
-    """Check every file that `card` names against its hash, and the sizes of the tables against the catalogue.
+    """Check every file that `card` lists against its hash, and the sizes of the tables against the catalogue.
 
     Raises:
-        ValueError: a file is missing, or is not the one that the card was written for.
+        ValueError: a file is missing, or its contents are not those that the card lists.
     """
     named = {WEIGHTS: card["weights_sha256"], **card["files"]}
     named |= {TOKENS: card["tokens_sha256"]} if "tokens_sha256" in card else {}
@@ -132,7 +132,7 @@ def verify(directory: Path, card: Mapping[str, Any]) -> None:
 
 
 def check_file(path: Path, digest: str) -> None:
-    """Raise ValueError where a file is missing, or has another SHA-256 than the card says."""
+    """Raise ValueError if a file is missing or its SHA-256 is not the one in the card."""
     if not path.is_file():
         raise ValueError(f"{path} is missing: {MODEL_CARD} beside it names it")
     if sha256(path) != digest:
@@ -140,11 +140,11 @@ def check_file(path: Path, digest: str) -> None:
 
 
 def tensors(path: Path) -> Tensors:
-    """Return types and shapes of the tensors of a safetensors file; its header alone is read.
+    """Return types and shapes of the tensors in a safetensors file; only its header is read.
 
     Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is not a safetensors file, or cut off.
+        FileNotFoundError: there is no such file.
+        ValueError: it is not a safetensors file, or it is truncated.
     """
     try:
         with safe_open(path, framework="pt") as file:
@@ -155,11 +155,11 @@ def tensors(path: Path) -> Tensors:
 
 
 def catalogue_files(sequences: Path, items: Path | None = None) -> dict[str, bytes]:
-    """Return the tables that belong to a model of the prepared dataset in `sequences`, by name.
+    """Return the tables to save with a model of the prepared dataset in `sequences`, by file name.
 
     Args:
         sequences: folder with vocabulary and users.
-        items: the items table, whose titles the vocabulary gets; without it, or where it has none, they are null.
+        items: the items table, source of the titles in the vocabulary; titles it does not have are null.
     """
     vocabulary = pq.read_table(sequences / VOCABULARY)
     titles = pa.nulls(len(vocabulary), pa.string())
@@ -174,10 +174,10 @@ def catalogue_files(sequences: Path, items: Path | None = None) -> dict[str, byt
 
 
 def with_counts(vocabulary: bytes, counts: pa.Array) -> bytes:
-    """Return a model's vocabulary with other `counts`, of item 1, 2, ..."""
+    """Return a model's vocabulary with its counts replaced by `counts`, of items 1, 2, ..."""
     table = pq.read_table(pa.BufferReader(vocabulary))
-    place = table.column_names.index("count")
-    return _parquet(table.set_column(place, table.schema.field(place), counts.cast(pa.int64())))
+    column = table.column_names.index("count")
+    return _parquet(table.set_column(column, table.schema.field(column), counts.cast(pa.int64())))
 
 
 def _parquet(table: pa.Table) -> bytes:
@@ -188,7 +188,7 @@ def _parquet(table: pa.Table) -> bytes:
 
 
 def read_titles(directory: Path) -> dict[str, str]:
-    """Return the titles of a model's items by id, of those that have one; none where it has no vocabulary."""
+    """Return the titles of a model's items by item id; items without a title are left out."""
     if not (directory / VOCABULARY).is_file():
         return {}
     table = pq.read_table(directory / VOCABULARY, columns=["item_id", "title"])
@@ -197,12 +197,12 @@ def read_titles(directory: Path) -> dict[str, str]:
 
 
 def read_files(directory: Path, card: Mapping[str, Any]) -> dict[str, bytes]:
-    """Return the contents of the files that belong to a model's weights."""
+    """Return the contents of the files that the card lists."""
     return {name: (directory / name).read_bytes() for name in card["files"]}
 
 
 def write_files(directory: Path, files: Mapping[str, bytes]) -> dict[str, str]:
-    """Write what belongs to a model, each file in one step; return the hashes."""
+    """Write the files of a model, each of them atomically; return their hashes."""
     for name, content in files.items():
         partial = directory / f"{name}.partial"
         partial.write_bytes(content)
@@ -211,17 +211,17 @@ def write_files(directory: Path, files: Mapping[str, bytes]) -> dict[str, str]:
 
 
 def check_complete(directory: Path, card: Mapping[str, Any]) -> None:
-    """Raise ValueError where the model in `directory` has no vocabulary or users of its own."""
+    """Raise ValueError if the model in `directory` was saved without its vocabulary or users."""
     missing = [name for name in (VOCABULARY, USERS) if name not in card["files"]]
     if missing:
         raise ValueError(f"{directory} has no {' and no '.join(missing)} of its own: train the model again")
 
 
 def check_catalogue(directory: Path, card: Mapping[str, Any], sequences: Path, *, users: bool) -> None:
-    """Check that a model speaks of the items of a prepared dataset, and of its users if `users`, by the same numbers.
+    """Check that a model numbers the items as a prepared dataset does, and with `users` also the users.
 
     Raises:
-        ValueError: it was trained on another catalogue.
+        ValueError: the model was trained on another catalogue.
     """
     check_complete(directory, card)
     for name, column in ((VOCABULARY, "item_id"), (USERS, "user_id"))[: 1 + users]:

@@ -1,4 +1,4 @@
-"""Models and resume states on disk: safetensors and JSON, never a pickle; every write is one rename."""
+"""Models and resume states on disk: safetensors and JSON, never pickle; every file appears by a rename."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from seqrec.counts import term
 from seqrec.counts.term import CountTerm
 from seqrec.training import cards
 
-DTYPES = {  # torch's types as safetensors writes them
+DTYPES = {  # torch's types under their names in safetensors
     torch.float32: "F32",
     torch.float16: "F16",
     torch.bfloat16: "BF16",
@@ -43,7 +43,7 @@ TOKEN_TYPES |= {"vectors": "F32", "values": "I32"}
 
 
 def build(config: ModelConfig, catalogue: Catalogue) -> SequenceModel:
-    """Return a freshly initialised model; draws from torch's global generator.
+    """Return a newly initialised model; the values are drawn from torch's global generator.
 
     Raises:
         ConfigError: unknown architecture or option, or a value out of range.
@@ -62,13 +62,13 @@ def build(config: ModelConfig, catalogue: Catalogue) -> SequenceModel:
 def save_model(
     directory: Path, model: SequenceModel, facts: Mapping[str, Any], files: Mapping[str, bytes] | None = None
 ) -> None:
-    """Write weights, card and tokens, if any, of `model`, and the `files` that belong to it.
+    """Write the weights of `model`, its card, its tokens if it has any, and `files`.
 
     Args:
-        directory: becomes all that `load_model` needs.
-        model: what is saved.
-        facts: what else the card says; `cards.FACTS` holds for what is left out.
-        files: vocabulary, users, tokeniser by file name; the card gets their hashes.
+        directory: output folder, which `load_model` reads.
+        model: the model to save.
+        facts: further entries of the card; `cards.FACTS` has the defaults.
+        files: vocabulary, users, tokeniser by file name; the card lists their hashes.
 
     Raises:
         ValueError: a weight is not finite.
@@ -94,12 +94,12 @@ def save_model(
 def load_model(directory: Path) -> tuple[SequenceModel, dict[str, Any]]:
     """Return the model saved in `directory`, in eval mode, and its card.
 
-    Nothing of the size that the card claims is built before the header of the weights has confirmed it.
+    The sizes in the card are compared with the header of the weights before any memory of that size is allocated.
 
     Raises:
         FileNotFoundError: there is no model.
-        ValueError: a file is not the one that the card was written for, the card is not one that this version can
-            build a model from, or a weight is not finite.
+        ValueError: a file is not the one that the card lists, this version cannot build a model from the card, or a
+            weight is not finite.
     """
     card = cards.read(directory)
     sizes = cards.tensors(directory / WEIGHTS)
@@ -110,7 +110,7 @@ def load_model(directory: Path) -> tuple[SequenceModel, dict[str, Any]]:
     catalogue = Catalogue(**card["catalogue"], tokens=tokens)
     _check_sizes(directory / WEIGHTS, card, config, catalogue, sizes)
     cards.verify(directory, card)
-    with torch.random.fork_rng(devices=[]):  # the initial values are overwritten: leave the caller's generator alone
+    with torch.random.fork_rng(devices=[]):  # the initial values are overwritten; keep the caller's random state
         model = build(config, catalogue)
     model.load_state_dict(load_file(directory / WEIGHTS))
     _require_finite(model, directory / WEIGHTS)
@@ -118,7 +118,7 @@ def load_model(directory: Path) -> tuple[SequenceModel, dict[str, Any]]:
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of those that hold NaN or infinity; the device is waited for once."""
+    """Return the names of the tensors that hold NaN or infinity; waits for the device once."""
     floating = {name: value for name, value in tensors.items() if value.is_floating_point()}
     finite = torch.stack([value.isfinite().all() for value in floating.values()]).tolist() if floating else []
     return [name for name, good in zip(floating, finite, strict=True) if not good]
@@ -130,7 +130,7 @@ def _require_finite(model: SequenceModel, path: Path) -> None:
 
 
 def _load_tokens(directory: Path, card: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the tokens of a text model's catalogue; raise ValueError where they cannot be those of its items."""
+    """Return the tokens of a text model's catalogue; raise ValueError if they do not fit its items."""
     path, rows = directory / TOKENS, card["catalogue"]["num_items"] + 1
     cards.check_file(path, card["tokens_sha256"])
     sizes = cards.tensors(path)
@@ -159,7 +159,7 @@ def _well_formed(tokens: Mapping[str, Tensor]) -> bool:
 
 
 class _NoValues(TorchFunctionMode):
-    """Leaves out what only sets initial values: it is costly to start where tensors have no storage."""
+    """Skips the functions that set initial values; they are slow to start on tensors without storage."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") in ("normal_", "uniform_", "abs_"):
@@ -169,7 +169,7 @@ class _NoValues(TorchFunctionMode):
 
 @contextmanager
 def _at_most(parameters: int) -> Iterator[None]:
-    """Raise ValueError as soon as more than so many parameters, or far more parts than that, are registered."""
+    """Raise ValueError as soon as a model registers far more parameters or modules than a file has tensors."""
     counted = {"parameters": 0, "parts": 0}
 
     def count(kind: str, most: int) -> None:
@@ -191,17 +191,17 @@ def _at_most(parameters: int) -> Iterator[None]:
 def _check_sizes(
     path: Path, card: Mapping[str, Any], config: ModelConfig, catalogue: Catalogue, found: cards.Tensors
 ) -> None:
-    """Compare the tensors of a file with those of the model that a card describes, which is built without storage.
+    """Compare the tensors of a file with those of the model that a card describes; that model is built without storage.
 
     Raises:
-        ValueError: no model can be built from the card, or it has other tensors.
+        ValueError: no model can be built from the card, or its tensors differ from those of the file.
     """
     try:
         with _at_most(len(found)), torch.device("meta"), _NoValues():
             model: nn.Module = build(config, catalogue)
     except ConfigError as error:
         raise ValueError(f"{path.parent / MODEL_CARD}: {error}") from error
-    except Exception as error:  # whatever an architecture makes of options that nobody has checked
+    except Exception as error:  # unchecked options can fail in any way
         raise ValueError(f"{path.parent / MODEL_CARD}: no {config.architecture} can be built of it: {error}") from error
     wanted = {name: (DTYPES.get(value.dtype, ""), tuple(value.shape)) for name, value in model.state_dict().items()}
     different = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
@@ -217,12 +217,12 @@ def _check_sizes(
 
 
 def save_counts(directory: Path, counts: CountTerm | None, chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """Write the count term that belongs to the model in `directory`; return the entry `counts` of its card.
+    """Write the count term of the model in `directory`; return the entry `counts` of its card.
 
     Args:
-        directory: of the model; a term of an earlier training is removed.
-        counts: None where there is nothing to add.
-        chosen: its values as in CountsConfig, and whatever else is to be known of them.
+        directory: folder of the model; the count term of an earlier training is removed from it.
+        counts: the count term; None if the model has none.
+        chosen: its settings, as in CountsConfig, and further entries for the card.
     """
     (directory / COUNTS).unlink(missing_ok=True)
     if counts is None:
@@ -232,10 +232,10 @@ def save_counts(directory: Path, counts: CountTerm | None, chosen: Mapping[str, 
 
 
 def load_counts(directory: Path, card: Mapping[str, Any]) -> CountTerm | None:
-    """Return the count term of the model in `directory`, if its card names one.
+    """Return the count term of the model in `directory`, or None if its card lists none.
 
     Raises:
-        ValueError: it is missing, or not the one that the card was written for.
+        ValueError: the file is missing, or not the one that the card lists.
     """
     chosen = card.get("counts", {})
     if "sha256" not in chosen:
@@ -250,12 +250,12 @@ def load_counts(directory: Path, card: Mapping[str, Any]) -> CountTerm | None:
 
 
 def counts_config(chosen: Mapping[str, Any]) -> CountsConfig:
-    """Return the values of a count term among what a card says of it."""
+    """Return the settings of a count term from the entry `counts` of a card."""
     return CountsConfig(**{field.name: chosen[field.name] for field in fields(CountsConfig)})
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write `tensors` as safetensors in one step; raise OSError where that fails."""
+    """Write `tensors` to a safetensors file atomically; raise OSError if that fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     try:
@@ -275,7 +275,7 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def fingerprint(module: str, config: Any, *files: Path) -> str:
-    """Return the hash of all that a training result depends on: config, inputs, and the code that `module` runs."""
+    """Return the hash of everything a training depends on: config, inputs, and the code that `module` imports."""
     digest = hashlib.sha256(f"{module} {config!r} torch {torch.__version__}".encode())
     for path in deciding(module, ROOT):
         digest.update(f"{path.as_posix()} {sha256(ROOT / path)}".encode())
@@ -285,19 +285,19 @@ def fingerprint(module: str, config: Any, *files: Path) -> str:
 
 
 class ResumeState:
-    """Where an interrupted training stands: `state/<fingerprint>/step-N/`, the newest complete one counts.
+    """States of an unfinished training in `state/<fingerprint>/step-N/`; the newest complete one is resumed.
 
-    It is no DVC output and no MLflow artifact; it is deleted when the training it belongs to has succeeded.
+    They are neither DVC outputs nor MLflow artifacts, and are deleted once the training has succeeded.
     """
 
     def __init__(self, root: Path, fingerprint: str) -> None:
         self.directory = root / fingerprint
 
     def save(self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Write a state; the ones before it are deleted once it is complete.
+        """Write a state and, once it is complete, delete the earlier ones.
 
         Raises:
-            OSError: the disk is full, say; the previous state is still there.
+            OSError: writing failed, for example on a full disk; the previous state is kept.
         """
         partial, final = self.directory / f"partial-{step}", self.directory / f"step-{step}"
         shutil.rmtree(partial, ignore_errors=True)
@@ -317,10 +317,10 @@ class ResumeState:
         return load_file(steps[-1] / "state.safetensors"), read_json(steps[-1] / "state.json")
 
     def delete(self) -> None:
-        """Remove every state of this training."""
+        """Delete every state of this training."""
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
 def below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors whose names begin with `prefix`, by the rest of their names."""
+    """Return the tensors whose names begin with `prefix`, under their names without it."""
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}

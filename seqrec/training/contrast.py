@@ -1,8 +1,9 @@
-"""A contrastive term that any encoder can be trained with: two views of a window are drawn together.
+"""A contrastive loss term for any encoder: it pulls two views of a window together.
 
-A view is the query at a window's end. Two passes over one window differ by dropout (CL4SRec and DuoRec, unsupervised);
-with `same_target` the other view is that of another training window that led to the same item (Qiu et al., DuoRec,
-WSDM 2022, arXiv:2110.05730). Rows of the batch are each other's negatives, unless they have the same target.
+A view is the query at the end of a window. The second view comes from a second pass over the same window, with other
+dropout (CL4SRec; DuoRec, unsupervised). With `same_target` it comes from another training window with the same target
+(Qiu et al., DuoRec, WSDM 2022, arXiv:2110.05730). The other rows of the batch are negatives, unless they have the same
+target.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from seqrec.training.batches import trained_users
 
 
 def term(config: TrainConfig) -> ContrastConfig | None:
-    """Return the settings of the term; None without one."""
+    """Return the settings of the term, or None if it is not used."""
     return parse(ContrastConfig, config.contrast, "contrast") if config.contrast else None
 
 
 def check(config: TrainConfig, model: SequenceModel, stage: str) -> None:
-    """Raise ConfigError if the stage asks for a term that cannot be computed."""
+    """Raise ConfigError if the model or the settings do not allow the term."""
     wanted = term(config)
     if wanted is None:
         return
@@ -35,13 +36,13 @@ def check(config: TrainConfig, model: SequenceModel, stage: str) -> None:
 
 
 def same_target(data: Sequences, config: TrainConfig) -> SameTarget | None:
-    """Return what partners are drawn from; None if the term needs none."""
+    """Return the windows to draw partners from, or None if the term needs no partners."""
     wanted = term(config)
     return SameTarget(data, config) if wanted and wanted.same_target else None
 
 
 class SameTarget:
-    """All windows of the training part by the item they lead to; on the CPU, so that no draw waits for the device."""
+    """All training windows, grouped by their target item; on the CPU, so that drawing never waits for the device."""
 
     def __init__(self, data: Sequences, config: TrainConfig) -> None:
         items = torch.cat(list(data.items.parts)) if isinstance(data.items, Shards) else data.items
@@ -49,39 +50,39 @@ class SameTarget:
         windows_U = (data.train_stop.cpu() - self.start_U - 1).clamp(min=0) * trained_users(data, config)
         user_W = torch.repeat_interleave(torch.arange(data.num_users), windows_U)
         rank_W = torch.arange(len(user_W)) - torch.repeat_interleave(windows_U.cumsum(0) - windows_U, windows_U)
-        target_W = self.start_U[user_W] + 1 + rank_W  # a user's first event follows nothing
+        target_W = self.start_U[user_W] + 1 + rank_W  # a user's first event is no target
         order_W = self.items_E[target_W].argsort(stable=True)
         self.user_W, self.target_W = user_W[order_W], target_W[order_W]
         self.number_V = torch.bincount(self.items_E[target_W], minlength=data.num_items + 1)
         self.first_V = self.number_V.cumsum(0) - self.number_V
 
     def draw(self, target_B: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-        """Return user and flat index of an event with the same item as that at the flat index `target_B`, each."""
+        """Return, for each flat index in `target_B`, user and flat index of a random event with the same item."""
         item_B = self.items_E[target_B]
         share_B = torch.rand(len(item_B), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         chosen_B = self.first_V[item_B] + (share_B * self.number_V[item_B]).long()
         return self.user_W[chosen_B], self.target_W[chosen_B]
 
     def windows(self, data: Sequences, target_B: Tensor, length: int, seed: int) -> Batch:
-        """Return the windows of at most `length` events that lead to what `draw` returns."""
-        user_B, place_B = self.draw(target_B, seed)
-        width = sequences.padded_width(int((place_B - self.start_U[user_B]).max()), length)
-        user_B, place_B = (x.to(data.items.device, non_blocking=True) for x in (user_B, place_B))
-        return sequences.window(data, user_B, place_B, width)
+        """Return windows of at most `length` events whose targets are the events that `draw` returns."""
+        user_B, partner_B = self.draw(target_B, seed)
+        width = sequences.padded_width(int((partner_B - self.start_U[user_B]).max()), length)
+        user_B, partner_B = (x.to(data.items.device, non_blocking=True) for x in (user_B, partner_B))
+        return sequences.window(data, user_B, partner_B, width)
 
 
 def terms(
     config: ContrastConfig, model: SequenceModel, batch: Batch, view_BD: Tensor, target_B: Tensor, partner: Batch | None
 ) -> dict[str, Tensor]:
-    """Return the terms of a step, by name: `contrast` of dropout, `contrast_target` of windows with the same target.
+    """Return the terms of a step by name: `contrast` (dropout) and `contrast_target` (windows with the same target).
 
     Args:
         config: the settings.
         model: in training mode.
         batch: the step's windows.
-        view_BD: their last queries, of the pass that predicts.
-        target_B: the items that they lead to.
-        partner: for each row a window with the same target; read where `same_target` has a weight.
+        view_BD: their last queries, from the pass that computes the prediction loss.
+        target_B: their target items.
+        partner: for each row a window with the same target; used only if `same_target` has a weight.
     """
     found = {}
     for name, weight, other in (("contrast", config.weight, batch), ("contrast_target", config.same_target, partner)):

@@ -1,6 +1,6 @@
-"""A training from its inputs to its output folder: recognised when it is done already, resumed, fitted, saved.
+"""One training, from its inputs to its output folder: skipped if already done, resumed, fitted and saved.
 
-The loop itself is in loop.py.
+The training loop itself is in loop.py.
 """
 
 from __future__ import annotations
@@ -40,29 +40,29 @@ class Job:
 
     name: str  # key in `models`
     stage: str
-    config: TrainConfig  # section of the stage
+    config: TrainConfig  # the stage's section of params.yaml
     inputs: Sequence[Path]  # folders that the result depends on
     output: Path  # folder that receives weights, card and history
     state: Path  # folder of resume states
     filter_seen: bool  # whether validation leaves out seen items
-    resume: bool = False  # refuse to start afresh
-    experiment: str = EXPERIMENT  # of MLflow
-    log: LogEpoch | None = None  # in place of MLflow; what it raises ends the training, the state stays
+    resume: bool = False  # fail instead of starting afresh
+    experiment: str = EXPERIMENT  # name of the MLflow experiment
+    log: LogEpoch | None = None  # used instead of MLflow; an exception it raises ends the training but keeps the state
     epochs: Mapping[str, int] | None = None  # see `loop.Fit`
-    finish: Callable[[SequenceModel], None] | None = None  # done to the model between training and saving
-    content: Sequence[str] = ()  # what else the result depends on
-    files: Mapping[str, bytes] = field(default_factory=dict)  # belong to the model, see `save_model`
-    facts: Mapping[str, Any] = field(default_factory=dict)  # what else the card holds
-    earlier_seconds: float = 0.0  # spent on the weights it starts from; the card counts them too
+    finish: Callable[[SequenceModel], None] | None = None  # called on the trained model before it is saved
+    content: Sequence[str] = ()  # anything else that the result depends on
+    files: Mapping[str, bytes] = field(default_factory=dict)  # files saved with the model, see `save_model`
+    facts: Mapping[str, Any] = field(default_factory=dict)  # further entries of the model card
+    earlier_seconds: float = 0.0  # spent on the initial weights; the card adds them to the training time
 
 
 def train(model: SequenceModel, data: Sequences, job: Job) -> dict[str, float]:
     """Run the phases of the job's stage, write weights, card and history, and return the figures of the run.
 
-    The output folder is replaced in one step, and with it whatever it held.
+    The output folder is replaced as a whole, in one step.
 
     Raises:
-        ConfigError: the job is to resume, and no state matches.
+        ConfigError: `resume` is set, but no saved state matches.
     """
     identity = _identity(model, job)
     state = ResumeState(job.state, identity)
@@ -102,17 +102,17 @@ def train(model: SequenceModel, data: Sequences, job: Job) -> dict[str, float]:
 
 
 def _identity(model: SequenceModel, job: Job) -> str:
-    """Return the hash of all that the job's result depends on."""
+    """Return the hash of everything that the job's result depends on."""
     read = (SPLIT_CARD, WEIGHTS, TOKENS)
     hashed = [folder / file for folder in job.inputs for file in read if (folder / file).exists()]
     belongings = [f"{name} {hashlib.sha256(file).hexdigest()}" for name, file in job.files.items()]
-    # two sets of options may start from the same weights (dropout has none), so the options count as well
+    # different options can give the same initial weights (dropout has none), so the options are hashed as well
     named = (job.name, type(model).__name__, model.options, job.filter_seen, job.config)
     return fingerprint(f"seqrec.stages.{job.stage}", (*named, *job.content, *belongings), *hashed)
 
 
 def _write(model: SequenceModel, data: Sequences, job: Job, identity: str, history: History) -> None:
-    """Replace the output folder of the job with the trained model, its card, counts and history."""
+    """Write the trained model, its card, counts and history as the job's new output folder."""
     card = {
         "model": job.name,
         "stage": job.stage,
@@ -133,7 +133,7 @@ def _write(model: SequenceModel, data: Sequences, job: Job, identity: str, histo
 
 @torch.no_grad()
 def forget_users(model: SequenceModel, unknown_U: Tensor) -> None:
-    """Give the users that training had no target of the vector of user 0: whoever asks for them gets that answer."""
+    """Give every user without a training target the vector of user 0, the unknown user."""
     for table in model.user_tables():
         table.weight[1:][unknown_U.to(table.weight.device)] = table.weight[0]
 
@@ -147,7 +147,7 @@ def _figures(history: History) -> dict[str, float]:
 
 
 def _finished(output: Path, identity: str) -> dict[str, float] | None:
-    """Return the figures of `output` if it holds the result of the training `identity`, unharmed."""
+    """Return the figures of `output` if it holds the intact result of the training `identity`."""
     if (
         not all((output / file).exists() for file in (HISTORY, MODEL_CARD))
         or read_json(output / MODEL_CARD)["fingerprint"] != identity
@@ -159,7 +159,7 @@ def _finished(output: Path, identity: str) -> dict[str, float] | None:
 
 @contextmanager
 def live_log(job: Job, identity: str) -> Iterator[LogEpoch | None]:
-    """Log epochs while training where MLFLOW_TRACKING_URI names a server; otherwise register brings them in."""
+    """Log each epoch to MLflow as it ends if MLFLOW_TRACKING_URI is set; otherwise the stage `register` logs them."""
     if "MLFLOW_TRACKING_URI" not in os.environ:
         yield None
         return

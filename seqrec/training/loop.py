@@ -1,6 +1,6 @@
 """The training loop that every model shares: steps, phases, early stopping, exact resume.
 
-All data is on the device; a batch is a few gathers. One step never waits for the device except to report.
+All data is on the device, and a batch is a few gathers. A step waits for the device only to report.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from seqrec.training.progress import FIGURE, EpochMeter, LogEpoch, ProgressBar, 
 from seqrec.training.validation import ACCURACY, METRIC
 
 logger = logging.getLogger(__name__)
-REPORT_STEPS = 50  # steps between looks at the loss on an accelerator
-FIRST_STEPS = 10  # from which the time of the whole training is projected
-LONG_S = 60.0  # a training that takes longer is announced
-PROBE_CASES = 512  # of validation, ranked to know how long all of them take
+REPORT_STEPS = 50  # on an accelerator, steps between two readings of the loss
+FIRST_STEPS = 10  # steps from which the duration of the whole training is estimated
+LONG_S = 60.0  # the estimate is logged for trainings longer than this
+PROBE_CASES = 512  # validation cases ranked to estimate the duration of a whole validation
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
     """What is trained, on what, and how.
 
-    With `epochs`, each phase ends after exactly so many, with the rates that they have among `config.epochs`, and
-    nothing is validated.
+    With `epochs`, each phase runs for exactly that many epochs, without validation. The learning rates are still
+    those of a schedule over `config.epochs`.
     """
 
     model: SequenceModel
@@ -61,9 +61,9 @@ class Fit:
 
 
 def fit(job: Fit) -> list[dict[str, Any]]:
-    """Train the job's model in place through its phases; it ends with the best weights on validation.
+    """Train the job's model in place, phase by phase, and leave it with the weights that were best on validation.
 
-    Continues from the state if there is one, with the result of a run that was never interrupted, bit for bit on a CPU.
+    Resumes from the saved state if there is one. On a CPU, the result equals that of an uninterrupted run bit for bit.
 
     Returns:
         One record per epoch: losses, validation metrics, learning rate, seconds, targets per second.
@@ -71,18 +71,18 @@ def fit(job: Fit) -> list[dict[str, Any]]:
     Raises:
         FloatingPointError: loss, gradients or weights are not finite; the message names the settings to try.
         OSError: a resume state cannot be written.
-        ValueError: there is nothing to train or to validate on.
+        ValueError: there are no training or no validation cases.
     """
     return _Run(job).run()
 
 
 class Cost(NamedTuple):
-    """What a training costs on this machine, from a few steps and a part of the validation cases."""
+    """What training costs on this machine, estimated from a few steps and a sample of the validation cases."""
 
     step_s: float
     steps: int  # of an epoch
     validation_s: float
-    memory: int  # bytes, the highest so far: of the process, or of the accelerator
+    memory: int  # bytes: the peak so far, of the process or of the accelerator
 
     @property
     def epoch_s(self) -> float:
@@ -91,28 +91,28 @@ class Cost(NamedTuple):
 
 
 def measure(job: Fit) -> Cost:
-    """Return the cost of an epoch of the first phase; a copy of the model does the steps, no state is kept."""
+    """Return the cost of an epoch of the first phase. The steps train a copy of the model; no state is saved."""
     with torch.random.fork_rng():
         return _Run(replace(job, model=copy.deepcopy(job.model), epochs={}, log=None)).measure()
 
 
 @dataclass
 class Position:
-    """Where a run stands; with the tensors beside it, all that resuming needs."""
+    """How far a run has got; together with the tensors saved beside it, all that resuming needs."""
 
     phase: int = 0
     epoch: int = 0  # complete epochs of the phase
-    batch: int = 0  # complete batches of the running epoch
+    batch: int = 0  # complete batches of the current epoch
     step: int = 0  # optimiser steps of the phase
     total_steps: int = 0  # of all phases
-    best: float = -1.0  # validation metric; none yet
-    waited: int = 0  # evaluations since the best
+    best: float = -1.0  # best validation metric; -1: none yet
+    waited: int = 0  # validations since the best one
     seconds: float = 0.0
     history: list[dict[str, Any]] = field(default_factory=list)
 
 
 class _Step(nn.Module):
-    """What DDP wraps: one forward call per step, however many passes the model makes inside."""
+    """The module that DDP wraps: one forward call per step, however many passes the model makes inside it."""
 
     def __init__(self, model: SequenceModel, loss: Loss, config: TrainConfig) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class _Step(nn.Module):
 @dataclass(frozen=True)
 class _Phase:
     name: str
-    contrastive: bool  # validated by in-batch accuracy
+    contrastive: bool  # whether validation measures in-batch accuracy
     optimizers: list[Optimizer]
     step: nn.Module  # _Step, as DDP wraps it
 
@@ -158,13 +158,13 @@ class _Run:
     model: SequenceModel  # on the device
     data: Sequences  # on the device, if resident
     position: Position
-    phase: _Phase  # the running one
-    best: dict[str, Tensor]  # weights of the phase's best epoch; none before a validation
-    meter: EpochMeter  # of the running epoch
+    phase: _Phase  # current phase
+    best: dict[str, Tensor]  # weights of the phase's best epoch; empty before the first validation
+    meter: EpochMeter  # of the current epoch
     order: torch.Generator  # draws the windows and batches of an epoch
-    epoch_order: Tensor  # its state at the start of the running epoch
-    same_target: contrast.SameTarget | None  # what partners of a contrastive term are drawn from
-    bad_step: Tensor  # first step whose loss or gradient was not finite
+    epoch_order: Tensor  # state of `order` at the start of the current epoch
+    same_target: contrast.SameTarget | None  # source of the partners of a contrastive term
+    bad_step: Tensor  # first step with a loss or gradient that was not finite
 
     def __init__(self, job: Fit) -> None:
         self.job, self.device = job, job.accelerator.device
@@ -192,7 +192,7 @@ class _Run:
             if resumed is not None:
                 self._restore(*resumed)
                 resumed = None
-            elif number > 0 and self.job.epochs is None:  # a later phase must beat what the one before it left
+            elif number > 0 and self.job.epochs is None:  # a later phase must beat the weights it starts from
                 self._validate()
             self._run_phase(started)
             self.model.load_state_dict(self.best or self.model.state_dict())
@@ -220,7 +220,7 @@ class _Run:
         epochs = job.config.epochs if job.epochs is None else job.epochs.get(self.phase.name, 0)
         with ProgressBar(job.accelerator.is_main_process) as bar:
             while position.epoch < epochs and position.waited < job.config.patience:
-                if position.batch == 0:  # else it was done before the interruption
+                if position.batch == 0:  # otherwise done before the interruption
                     self.model.eval()
                     with torch.no_grad():
                         self.model.on_epoch()
@@ -230,7 +230,7 @@ class _Run:
                 self._end_epoch(started)
 
     def _epoch(self, bar: ProgressBar) -> None:
-        """Train on what is left of the running epoch."""
+        """Train on the rest of the current epoch."""
         position, config = self.position, self.job.config
         self.order.set_state(self.epoch_order)
         windows = batches.windows(self.data, self.model.options, config, self.order)
@@ -269,7 +269,7 @@ class _Run:
         self.meter.targets += example.number * self.job.accelerator.num_processes
 
     def measure(self) -> Cost:
-        """Return the cost of an epoch of the first phase; the model is changed by some steps."""
+        """Return the cost of an epoch of the first phase. A few steps change the model."""
         self._enter(self.model.phases(self.job.stage)[0])
         self.model.eval()
         with torch.no_grad():
@@ -284,7 +284,7 @@ class _Run:
             self._step(example)
             float(self.meter.sums[0])  # waits for the device
             seconds.append(time.monotonic() - began)
-        usual = seconds[1:] or seconds  # the first step also allocates
+        usual = seconds[1:] or seconds  # the first step also allocates memory
         return Cost(sum(usual) / len(usual), len(plan), self._validation_seconds(), self._memory())
 
     def _validation_seconds(self) -> float:
@@ -301,7 +301,7 @@ class _Run:
         return highest if sys.platform == "darwin" else highest * 1024
 
     def _announce(self, total: int) -> None:
-        """Log how long the phase will take at most, and its memory, where that is long."""
+        """Log the longest that the phase can take, and its memory, unless it is short."""
         float(self.meter.sums[0])  # waits for the device
         seconds = (time.monotonic() - self.meter.began) / FIRST_STEPS * total
         if seconds > LONG_S and self.job.accelerator.is_main_process:
@@ -457,7 +457,7 @@ class _Run:
 
 
 def _require_cases(data: Sequences, *, validated: bool) -> None:
-    """Raise ValueError where there is nothing to train on, or nothing to stop on."""
+    """Raise ValueError if there are no training cases, or no validation cases although `validated`."""
     if validated and bool((data.valid_stop == data.train_stop).all()):
         raise ValueError("no validation cases to stop on: check prepare.protocol, prepare.valid_share and the k-core")
     if bool((data.train_stop - data.start < 2).all()):
@@ -465,7 +465,7 @@ def _require_cases(data: Sequences, *, validated: bool) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc to reuse freed blocks: by default each step returns them and faults every page in again."""
+    """Make glibc reuse freed blocks. By default each step returns them, and every page has to be faulted in again."""
     if sys.platform == "linux":
         libc = ctypes.CDLL(None)
         if hasattr(libc, "mallopt"):

@@ -9,29 +9,30 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-LOGITS_IN_MEMORY = 4_000_000  # floats of one block of logits: 16 MB stays near the cache; or the item table's, if more
+LOGITS_IN_MEMORY = 4_000_000  # floats in a block of logits: 16 MB, about the size of a cache
 
 
 class Past(NamedTuple):
-    """What each query's user had already: the items of a row before a column."""
+    """The past items of each query's user: those of one row, up to a column."""
 
-    items_BL: Tensor  # (B, L) int64; entries that are no item (padding, mask) count for nothing
+    items_BL: Tensor  # (B, L) int64; padding and mask are ignored
     row_N: Tensor  # (N,) int64, row of each query
-    stop_N: Tensor  # (N,) int64, first column that is not past
+    stop_N: Tensor  # (N,) int64, first column that is not in the past
 
 
 def cross_entropy(
     query_ND: Tensor, item_VD: Tensor, target_N: Tensor, *, precision: str = "fp32", past: Past | None = None
 ) -> Tensor:
-    """Return -log softmax over items 1..V-1 at the target (N,), never holding more than a block of logits.
+    """Return -log softmax over items 1..V-1 at the target (N,), with one block of logits in memory at a time.
 
-    The items of `past` are no candidates, unless they are the target.
+    The items of `past` are no candidates, except for the target.
 
-    The gradient is computed in the forward pass, block by block, so each logit is computed once. That needs every
-    target to be weighted alike by what follows (a sum or a mean); other weights make the backward pass compute the
-    item gradient again on a CPU, and are refused on a GPU, where finding out would stall the stream.
+    The forward pass also computes the gradient, block by block, so that each logit is computed once. This requires
+    equal weights of all targets in whatever follows, as in a sum or a mean. With unequal weights, the backward pass
+    computes the item gradient again on a CPU and fails on a GPU, where checking the weights would stall the stream.
 
-    With `precision` bf16 the factors of the products are rounded (on a GPU to TF32); logits, softmax and sums are fp32.
+    With `precision` bf16, the factors of matrix products are rounded (to TF32 on a GPU); logits, softmax and sums
+    remain fp32.
     """
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium" if precision == "bf16" else "highest")
@@ -51,19 +52,19 @@ def sampled_cross_entropy(
     *,
     sparse: bool = False,
 ) -> Tensor:
-    """Return -log softmax over the target and `negative_K`, items drawn for all targets together (N,).
+    """Return -log softmax over the target and `negative_K`, items drawn once for all targets (N,).
 
-    A negative's score is lowered by the log of how often it is expected to be drawn (logQ correction, Bengio and
-    Senecal 2008): the denominator is then an unbiased estimate of the full one. The target is a candidate for sure,
-    so it is not corrected, and draws that hit it do not count.
+    Each negative's score is lowered by the log of its expected number of draws (logQ correction, Bengio and Senecal
+    2008), which makes the denominator an unbiased estimate of the full one. The target is always a candidate, so its
+    score is not corrected; drawn items that equal the target are ignored.
 
     Args:
         query_ND: queries.
         item_VD: item vectors.
         target_N: item to predict.
-        negative_K: drawn items, with repetition.
+        negative_K: drawn items, with repetitions.
         log_expected_V: log of the expected number of draws of each item.
-        sparse: whether the gradient of `item_VD` is to hold the rows used alone.
+        sparse: whether the gradient of `item_VD` is sparse, with only the rows used.
     """
     positive_N = (query_ND * F.embedding(target_N, item_VD, sparse=sparse)).sum(-1)
     negative_NK = query_ND @ F.embedding(negative_K, item_VD, sparse=sparse).T - log_expected_V[negative_K]
@@ -82,9 +83,9 @@ def binary_cross_entropy(
 ) -> Tensor:
     """Return -beta log sigmoid(s+) - sum over negatives of log(1 - sigmoid(s-)), per target (N,).
 
-    beta is 1 (SASRec has one negative). With a `calibration` t in [0, 1] it is gSASRec's gBCE (Petrov and Macdonald
-    2023, arXiv:2308.07192, eqs. 7 and 9): beta = alpha (t (1 - 1 / alpha) + 1 / alpha), alpha = K / (|I| - 1), which
-    undoes the overconfidence that sampling causes; t = 0 is beta = 1.
+    beta is 1 (SASRec uses one negative). With a `calibration` t in [0, 1], the loss is gSASRec's gBCE (Petrov and
+    Macdonald 2023, arXiv:2308.07192, eqs. 7 and 9): beta = alpha (t (1 - 1 / alpha) + 1 / alpha) with
+    alpha = K / (|I| - 1). It corrects the overconfidence caused by sampling; t = 0 gives beta = 1.
     """
     positive_N, score_NK = _scores(query_ND, item_VD, target_N, negative_NK, sparse)
     beta = 1.0
@@ -108,21 +109,21 @@ def bayesian_personalized_ranking(
 def info_nce(
     view_BD: Tensor, other_BD: Tensor, label_B: Tensor, *, temperature: float = 1.0, cosine: bool = False
 ) -> Tensor:
-    """Return -log softmax of each of the 2 B views at its partner, among the partner and the views of other labels.
+    """Return InfoNCE (2 B,): -log softmax of each view at its partner, over the partner and views with other labels.
 
     Args:
         view_BD: views.
         other_BD: their partners.
-        label_B: rows with the same one are no negatives of each other.
-        temperature: of the softmax.
-        cosine: whether views are scaled to unit length.
+        label_B: rows with equal labels are not negatives of each other.
+        temperature: temperature of the softmax.
+        cosine: whether views are normalised to unit length.
     """
     view_ND = torch.cat([view_BD, other_BD])
     if cosine:
         view_ND = F.normalize(view_ND, dim=1)
     label_N = label_B.repeat(2)
     partner_N = torch.arange(len(label_N), device=label_N.device).roll(len(label_B))
-    hidden_NN = (label_N.unsqueeze(1) == label_N).scatter(1, partner_N.unsqueeze(1), False)  # also each view itself
+    hidden_NN = (label_N.unsqueeze(1) == label_N).scatter(1, partner_N.unsqueeze(1), False)  # and each view itself
     score_NN = (view_ND @ view_ND.T / temperature).masked_fill(hidden_NN, float("-inf"))
     return F.cross_entropy(score_NN, partner_N, reduction="none")
 
@@ -174,7 +175,7 @@ def _blocks(
 ) -> Tensor:
     """Fill the gradients (items': weighted by `weight_N`) and return the values (N,)."""
     candidate_VD, goal_N = item_VD[1:], (target_N - 1).unsqueeze(1)  # padding is no candidate
-    floats = max(LOGITS_IN_MEMORY, item_VD.numel())  # few rows a block would read a huge table too often
+    floats = max(LOGITS_IN_MEMORY, item_VD.numel())  # small blocks would read a huge item table too often
     rows = max(1, min(1024, floats // max(1, len(candidate_VD)), len(query_ND)))
     buffer = query_ND.new_empty(rows, len(candidate_VD))
     value_N = query_ND.new_empty(len(query_ND))
@@ -198,7 +199,7 @@ def _blocks(
 
 
 def _exclude(logits_NV: Tensor, goal_N1: Tensor, past_NL: Tensor, stop_N: Tensor) -> None:
-    """Set the logits of past items to -inf, the target's excepted."""
+    """Set the logits of past items to -inf, except for the target's."""
     goal_logit_N1 = logits_NV.gather(1, goal_N1)
     column_L = torch.arange(past_NL.shape[1], device=past_NL.device)
     chosen_NL = (column_L < stop_N.unsqueeze(1)) & (past_NL > 0) & (past_NL <= logits_NV.shape[1])

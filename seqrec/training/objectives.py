@@ -1,7 +1,7 @@
-"""What a training step predicts: inputs and targets of its windows, and the loss.
+"""What a training step predicts: the inputs and targets of its windows, and the loss.
 
-Objective and loss are independent switches. `causal`: every position predicts the event after it. `last`: one
-target per prefix, at its end. `cloze`: masked positions are predicted from both sides (BERT4Rec).
+Objective and loss can be combined freely. `causal`: every position predicts the next event. `last`: each prefix has
+one target, the event after it. `cloze`: masked positions are predicted from both sides (BERT4Rec).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Example(NamedTuple):
 
     batch: Batch
     target_BL: Tensor  # item to predict at each position, PAD where there is none
-    number: int  # targets in it
-    weight: float  # of one target: 1 / targets in the step, over all processes
+    number: int  # number of targets
+    weight: float  # weight of a target: 1 / targets of the step, over all processes
     partner: Batch | None = None  # for each row a window with the same last target
 
 
@@ -41,17 +41,17 @@ def example(
     processes: int = 1,
     same_target: SameTarget | None = None,
 ) -> Example:
-    """Build a process's share of a step; every process knows the step's windows, so none asks another.
+    """Build one process's share of a step; every process knows all windows of the step, so they need not communicate.
 
     Args:
         data: the dataset on the device.
-        options: of the model.
-        config: of the stage.
-        chosen: the windows of the step, over all processes.
-        seed: of this step's draws; the same on every process.
+        options: options of the model.
+        config: settings of the stage.
+        chosen: windows of the step, over all processes.
+        seed: seed of this step, the same on every process.
         process: index of this process.
-        processes: how many share the step.
-        same_target: where partners are drawn from; None: there are none.
+        processes: number of processes that share the step.
+        same_target: source of partners; None for no partners.
     """
     width = sequences.padded_width(int(chosen.width.max()), options.length)
     targeted_BL = _targeted(options.objective, chosen.width, width, config, seed)
@@ -65,7 +65,7 @@ def example(
         batch = batch._replace(items=mask)
     else:
         batch = sequences.window(data, user, stop - 1, width)
-    # DDP averages the gradients of the processes: scale up what it will divide
+    # DDP divides the gradients by the number of processes, so the weight is multiplied by it
     weight = processes / int(targeted_BL.sum())
     partner = None
     if same_target is not None:
@@ -74,7 +74,7 @@ def example(
 
 
 def _neighbours(user_W: Tensor, process: int, processes: int) -> Tensor | slice:
-    """Return which windows are a process's: of neighbouring users, so that it reads its own part of a mapped file."""
+    """Return the windows of a process: those of neighbouring users, so that it reads one part of a mapped file."""
     if processes == 1:
         return slice(None)
     first, stop = (len(user_W) * share // processes for share in (process, process + 1))
@@ -82,20 +82,20 @@ def _neighbours(user_W: Tensor, process: int, processes: int) -> Tensor | slice:
 
 
 def with_target(example: Example) -> Example:
-    """Return the example with its targets as the batch's last events, for models that bring their own loss."""
+    """Return the example with its targets appended to the batch, for models with a loss of their own."""
     batch, target_B1 = example.batch, example.target_BL[:, -1:]
     items, times = torch.cat([batch.items, target_B1], 1), torch.nn.functional.pad(batch.times, (0, 1))
     return example._replace(batch=batch._replace(items=items, times=times))
 
 
 def past(example: Example, options: Options, query_N: Tensor, positions: int) -> losses.Past:
-    """Return what is known of each query's user: all events up to its own, with cloze all that are not masked.
+    """Return the past events of each query: those up to its position; with cloze, all events that are not masked.
 
     Args:
         example: the batch.
-        options: of the model.
-        query_N: the queries among the last `positions` of each row, rows laid end to end.
-        positions: queries in a row.
+        options: options of the model.
+        query_N: indices of the queries among the last `positions` positions of each row, rows concatenated.
+        positions: number of positions in a row.
     """
     length = example.batch.items.shape[1]
     column_N = query_N % positions + length - positions
@@ -104,7 +104,7 @@ def past(example: Example, options: Options, query_N: Tensor, positions: int) ->
 
 
 def _targeted(objective: str, width_B: Tensor, width: int, config: TrainConfig, seed: int) -> Tensor:
-    """Return (B, L) bool, on the CPU: which positions have a target."""
+    """Return bool (B, L), on the CPU: the positions with a target."""
     real_BL = torch.arange(width) >= width - width_B.unsqueeze(1)
     if objective == "causal":
         return real_BL
@@ -118,19 +118,19 @@ def _targeted(objective: str, width_B: Tensor, width: int, config: TrainConfig, 
 
 
 class Loss:
-    """The loss of settings `loss`, `negatives`, `sampler` and `gbce_t`; draws come from torch's global generator."""
+    """The loss that `loss`, `negatives`, `sampler` and `gbce_t` describe; it draws from torch's global generator."""
 
     def __init__(self, config: TrainConfig, count_V: Tensor) -> None:
         self.config = config
         weight_V = torch.ones_like(count_V, dtype=torch.float64)
-        if config.sampler != "uniform":  # the targets of a random step are popular in the same measure
+        if config.sampler != "uniform":  # in_batch as well: targets of a random step follow popularity
             weight_V = count_V.double()
         weight_V[0] = 0  # padding is never drawn
         self.cumulative_V = weight_V.cumsum(0) / weight_V.sum()
         self.log_expected_V = (config.negatives * weight_V / weight_V.sum()).clamp(min=1e-12).log().float()
 
     def __call__(self, query_ND: Tensor, item_VD: Tensor, target_N: Tensor, past: losses.Past | None = None) -> Tensor:
-        """Return the loss of each target (N,); with `exclude_past`, `past` are no candidates."""
+        """Return the loss of each target (N,); with `exclude_past`, the items of `past` are no candidates."""
         config, sparse = self.config, self.config.sparse_tables
         if config.loss == "ce":
             return losses.cross_entropy(query_ND, item_VD, target_N, precision=config.precision, past=past)
@@ -148,7 +148,7 @@ class Loss:
         )
 
     def draw(self, target_N: Tensor, *shape: int) -> Tensor:
-        """Return items (shape) of the sampler's distribution."""
+        """Return items (`shape`) drawn from the sampler's distribution."""
         if self.config.sampler == "in_batch":
             return target_N[torch.randint(len(target_N), shape, device=target_N.device)]
         uniform = torch.rand(shape, dtype=torch.float64, device=self.cumulative_V.device)

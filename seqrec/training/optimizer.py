@@ -1,4 +1,4 @@
-"""Optimisers, the learning rate of a step, and the clipping of gradients."""
+"""Optimisers, learning-rate schedule and gradient clipping."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from seqrec.training.checkpoint import below
 
 
 def learning_rate(step: int, total: int, config: TrainConfig) -> float:
-    """Return the rate of `step` (0-based) of `total`: linear warm-up, then a cosine down to min_learning_rate."""
+    """Return the learning rate of `step` (0-based) of `total`: linear warm-up, then cosine decay."""
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
     share = (step - config.warmup_steps) / max(1, total - config.warmup_steps)
@@ -24,10 +24,10 @@ def learning_rate(step: int, total: int, config: TrainConfig) -> float:
 
 
 def build(model: SequenceModel, config: TrainConfig) -> list[Optimizer]:
-    """Return AdamW over the trainable parameters; with `sparse_tables`, Adam over the rows used for embedding tables.
+    """Return AdamW for the trainable parameters; with `sparse_tables`, a sparse Adam for the embedding tables.
 
     Raises:
-        ConfigError: `sparse_tables`, but the model computes its item vectors from more than one table.
+        ConfigError: `sparse_tables` is set, but the model's item vectors are not the rows of one table.
     """
     tables: list[Tensor] = []
     if config.sparse_tables:
@@ -48,14 +48,14 @@ def build(model: SequenceModel, config: TrainConfig) -> list[Optimizer]:
 
 
 def set_learning_rate(optimizers: Sequence[Optimizer], rate: float) -> None:
-    """Set the rate of every parameter group."""
+    """Set the learning rate of every parameter group."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = rate
 
 
 def tensors_of(optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
-    """Return what the optimisers have accumulated, by `optimizer.<number>.<parameter>.<name>`."""
+    """Return the state of the optimisers, named `optimizer.<number>.<parameter>.<name>`."""
     tensors: dict[str, Tensor] = {}
     for number, optimizer in enumerate(optimizers):
         for index, values in optimizer.state_dict()["state"].items():
@@ -65,21 +65,21 @@ def tensors_of(optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
 
 
 def restore(optimizers: Sequence[Optimizer], tensors: dict[str, Tensor]) -> None:
-    """Load what `tensors_of` returned into new optimisers of the same parameters; other tensors are ignored."""
+    """Load the state that `tensors_of` returned into new optimisers of the same parameters; ignore other tensors."""
     for number, optimizer in enumerate(optimizers):
         saved = optimizer.state_dict()
         for name, value in below(f"optimizer.{number}.", tensors).items():
             index, key = name.split(".", 1)
-            is_count = key == "step" and isinstance(optimizer, torch.optim.SparseAdam)  # it counts in a Python number
+            is_count = key == "step" and isinstance(optimizer, torch.optim.SparseAdam)  # a Python number there
             saved["state"].setdefault(int(index), {})[key] = value.item() if is_count else value
         optimizer.load_state_dict(saved)
 
 
 def clip_gradients(model: SequenceModel, limit: float) -> Tensor:
-    """Scale the gradients so that their joint norm is at most `limit`, and so is that of those to be clipped apart.
+    """Clip the joint norm of the gradients to `limit`; the model's `clipped_apart` parameters are clipped separately.
 
     Returns:
-        The sum of both norms before; a scalar, not finite where a gradient is not.
+        The sum of both norms before clipping: a scalar, not finite if a gradient is not.
     """
     together, apart = (
         _clip([p for name, p in model.named_parameters() if name.endswith(model.clipped_apart) is chosen], limit)

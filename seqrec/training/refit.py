@@ -1,7 +1,7 @@
-"""A finished training repeated on more events: on the validation events too, or on every event.
+"""Refit: repeats a finished training on more events, either including the validation events or on all of them.
 
-Settings, schedule and initial weights are those of the finished training; each phase ends after the epochs that early
-stopping chose there, at the rates it had.
+Settings, schedule and initial weights are those of the finished training, and each phase takes as many epochs as early
+stopping chose there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from seqrec.training.job import Job, train
 from seqrec.training.progress import LogEpoch
 from seqrec.training.validation import METRIC
 
-UNTIL = ("valid", "test")  # the last part of the split that a refit may train on
+UNTIL = ("valid", "test")  # the last part of the split that a refit trains on
 
 
 def retrain(
@@ -40,10 +40,10 @@ def retrain(
     resume: bool = False,
     log: LogEpoch | None = None,
 ) -> dict[str, float]:
-    """Repeat the training that led to `finetuned` on the events of every part of the split up to `until`.
+    """Repeat the training that led to `finetuned` on all parts of the split up to `until`.
 
     Args:
-        model: its key in `models`.
+        model: key of the model in params.yaml.
         sequences: the prepared dataset.
         initial: folder of the weights that the training started from.
         finetuned: folder of the weights that it ended with.
@@ -51,13 +51,13 @@ def retrain(
         state: folder of resume states.
         experiment: of MLflow.
         until: one of UNTIL.
-        resume: refuse to start afresh.
+        resume: fail instead of starting afresh.
         log: for callers in Python: gets each epoch's record in place of MLflow.
     """
     _, card = load_model(finetuned)
     cards.check_catalogue(finetuned, card, sequences, users=True)
     config = parse(FinetuneConfig, card["config"], "finetune")
-    if "counts" in card:  # the values that validation chose, counted anew
+    if "counts" in card:  # keep the settings that validation chose, but count again
         config = replace(config, counts=asdict(counts_config(card["counts"])))
     epochs = chosen_epochs(history(finetuned))
     data = prepared_data.load(sequences)
@@ -89,7 +89,7 @@ def history(checkpoint: Path) -> list[dict[str, Any]]:
 
 
 def chosen_epochs(history: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Return after how many epochs of each phase the weights were kept: 0 if those of the phase before were better.
+    """Return the best epoch of each phase; 0 if the phase did not improve on the one before.
 
     >>> chosen_epochs([{"phase": "a", "epoch": 1, METRIC: 0.2}, {"phase": "a", "epoch": 2, METRIC: 0.1}])
     {'a': 1}

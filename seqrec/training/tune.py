@@ -1,7 +1,7 @@
-"""Searching the settings of a model with Optuna: on validation alone, seeded, and resumable at any moment.
+"""Hyper-parameter search with Optuna: on the validation split only, seeded, and resumable at any moment.
 
-A study is one SQLite file. The values of a trial are a function of the study's seed and of the trials before it, a
-trial that was killed goes on from its resume state: a search that was interrupted is the search that was not.
+A study is one SQLite file. The values of a trial depend only on the study's seed and on the earlier trials, and a
+killed trial continues from its resume state, so an interrupted search ends with the same result as any other.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from seqrec.training.validation import METRIC
 
 logger = logging.getLogger(__name__)
 FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
-SECONDS, FAILURE = "seconds", "failure"  # of a trial: what it has cost so far, and why it has no result
+SECONDS, FAILURE = "seconds", "failure"  # attributes of a trial: its time so far, and why it has no result
 Values = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Search:
-    """What is searched: the settings of one model on one dataset, shaped as params.yaml, and the ranges."""
+    """A search: the settings of one model on one dataset, in the form of params.yaml, and their ranges."""
 
     model: str
     content: Mapping[str, Any]
@@ -52,7 +52,7 @@ class Search:
     split: str
 
     def params(self, values: Values) -> Params:
-        """Return all settings of a trial with these `values`."""
+        """Return all settings of a trial with `values`."""
         entry = dict(self.content["models"][self.model])
         for key, value in values.items():
             section, _, name = key.partition(".")
@@ -60,7 +60,7 @@ class Search:
         return from_dict({**self.content, "models": {self.model: entry}})
 
     def options(self, params: Params) -> dict[str, Any]:
-        """Return every option of the model, the defaults too; an option that is `auto` stays so."""
+        """Return every option of the model, including defaults; options that are `auto` stay `auto`."""
         config = params.model(self.model)
         if config.architecture not in models.REGISTRY:
             raise ConfigError(f"models.{self.model}.architecture: one of {', '.join(models.REGISTRY)}")
@@ -68,10 +68,10 @@ class Search:
         return asdict(parse(cls, config.settled, f"models.{self.model}.options")) | config.options
 
     def check(self) -> None:
-        """Refuse ranges of which an end does not go with the other settings.
+        """Check that the ends of each range are valid together with the other settings.
 
         Raises:
-            ConfigError: naming the key.
+            ConfigError: an end is not; the message names the key.
         """
         self.options(self.params({}))
         for key, span in self.space.items():
@@ -95,26 +95,26 @@ def tune(
     study: Path | None = None,
     resume: bool = False,
 ) -> dict[str, Any]:
-    """Search the settings of `model` in the ranges of `tune.spaces` and write the best ones as a config of `run`.
+    """Search the settings of `model` in the ranges of `tune.spaces`, and write the best ones as a config for `run`.
 
-    Only the validation part is looked at. The same call continues a search that was killed; more `tune.trials`
-    extend one that is finished.
+    Only the validation split is used. Repeating the call continues a search that was killed; with more `tune.trials`,
+    it extends a finished one.
 
     Args:
-        model: its key in `models`.
-        dataset: its key in `datasets`.
-        params: all settings, shaped as params.yaml.
+        model: key in `models`.
+        dataset: key in `datasets`.
+        params: all settings, in the form of params.yaml.
         sequences: folder of the prepared dataset.
-        output: config to write, default configs/tuned/MODEL.yaml; the budget goes beside it as JSON.
+        output: config to write, by default configs/tuned/MODEL.yaml; the budget is written beside it as JSON.
         state: folder of studies and resume states.
-        study: SQLite file of the study, default state/tune/FINGERPRINT.db.
-        resume: refuse to start afresh.
+        study: SQLite file of the study, by default state/tune/FINGERPRINT.db.
+        resume: fail instead of starting afresh.
 
     Returns:
-        The budget the model got and its best validation metric.
+        The budget spent on the model, and its best validation metric.
 
     Raises:
-        ConfigError: a wrong range, a study of another search, or no trial with a result.
+        ConfigError: a range is wrong, the study belongs to another search, or no trial has a result.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("a search runs in one process: call tune without torchrun")
@@ -138,7 +138,7 @@ def tune(
 
 
 def _search(model: str, dataset: str, params: Mapping[str, Any], sequences: Path) -> Search:
-    """Return the search of `model`, with the settings of other models and datasets left out."""
+    """Return the search of `model`, without the settings of other models and datasets."""
     everything = from_dict({**params, "dataset": dataset})
     space, config = everything.space(model), everything.section("tune")
     entry = dict(everything.model_entry(model))
@@ -160,7 +160,7 @@ def _search(model: str, dataset: str, params: Mapping[str, Any], sequences: Path
 
 
 def _deciding(search: Search) -> tuple[Any, ...]:
-    """Return all that decides the trials; their number does not."""
+    """Return everything that decides the values and results of trials; the number of trials does not."""
     params, config = search.params({}), search.config
     stages = [params.section(stage, model=search.model) for stage in ("pretrain", "finetune")]
     rules = (config.seed, config.startup_trials, config.warmup_epochs)
@@ -170,7 +170,7 @@ def _deciding(search: Search) -> tuple[Any, ...]:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Keep a second process out of the study; the lock of a killed one is gone with it."""
+    """Keep other processes out of the study; the lock ends with its process, even a killed one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_name(f"{path.name}.lock").open("w") as file:
         try:
@@ -181,7 +181,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _open(path: Path, identity: str, config: TuneConfig, resume: bool) -> optuna.Study:
-    """Return the study in `path`, a new one where there is none; the file appears complete."""
+    """Return the study in `path`; create it if there is none, with one rename once it is complete."""
     if not path.exists():
         if resume:
             raise ConfigError(f"--resume: no study {path} of this search (settings, ranges, data or code differ)")
@@ -202,13 +202,13 @@ def _open(path: Path, identity: str, config: TuneConfig, resume: bool) -> optuna
 
 
 def _next(study: optuna.Study, search: Search, number: int) -> Trial:
-    """Return the trial that a killed process left, or a new one; its values depend on the trials before it alone."""
+    """Return the unfinished trial of a killed process, or a new one with values from the seed and earlier trials."""
     space = {key: _distribution(span) for key, span in search.space.items()}
     for left in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
         if left.params.keys() == space.keys():
             logger.info("continuing trial %d: %s", left.number, _text(left.params))
             return Trial(study, left._trial_id)
-        study.tell(left.number, state=TrialState.FAIL)  # killed while its values were drawn: they are drawn again
+        study.tell(left.number, state=TrialState.FAIL)  # killed while its values were drawn; they are drawn again
     seed = int(np.random.SeedSequence((search.config.seed, number)).generate_state(1)[0])
     study.sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=search.config.startup_trials)
     trial = study.ask(space)
@@ -228,7 +228,7 @@ def _distribution(span: Range) -> BaseDistribution:
 
 
 def _run(search: Search, study: optuna.Study, trial: Trial, sequences: Path, work: Path) -> None:
-    """Train one trial and tell the study; its files are deleted only then."""
+    """Train one trial and record it in the study; only then delete its files."""
     folder = work / f"trial-{trial.number}"
     left = study.get_trials(deepcopy=False)[trial.number]
     began = time.monotonic() - left.user_attrs.get(SECONDS, 0.0)
@@ -237,7 +237,7 @@ def _run(search: Search, study: optuna.Study, trial: Trial, sequences: Path, wor
         trial.set_user_attr(SECONDS, time.monotonic() - began)
         if METRIC not in record:
             return
-        if number not in left.intermediate_values:  # else killed after it was told and before the state was saved
+        if number not in left.intermediate_values:  # otherwise killed between this report and saving the state
             trial.report(record[METRIC], number)
         if trial.should_prune():
             raise optuna.TrialPruned
@@ -247,7 +247,7 @@ def _run(search: Search, study: optuna.Study, trial: Trial, sequences: Path, wor
         value, outcome = _train(search, trial.params, sequences, work, folder, log), TrialState.COMPLETE
     except optuna.TrialPruned:
         pass
-    except (ConfigError, FloatingPointError) as error:  # values that do not go together, or a loss that diverges
+    except (ConfigError, FloatingPointError) as error:  # incompatible values, or a diverging loss
         logger.warning("trial %d has no result: %s", trial.number, error)
         trial.set_user_attr(FAILURE, str(error))
     trial.set_user_attr(SECONDS, time.monotonic() - began)
@@ -259,7 +259,7 @@ def _run(search: Search, study: optuna.Study, trial: Trial, sequences: Path, wor
 
 
 def _train(search: Search, values: Values, sequences: Path, work: Path, folder: Path, log: LogEpoch) -> float:
-    """Return the best validation metric of a training with `values`; trials with equal pre-training share it."""
+    """Return the best validation metric of a training with `values`; trials with equal initial weights share them."""
     params = search.params(values)
     architecture = params.model(search.model)
     config, first = (params.section(stage, model=search.model) for stage in ("finetune", "pretrain"))
@@ -281,7 +281,7 @@ def _train(search: Search, values: Values, sequences: Path, work: Path, folder: 
 
 
 def _budget(study: optuna.Study, search: Search) -> dict[str, Any]:
-    """Return what the search has cost and found."""
+    """Return the cost and the result of the search."""
     finished = study.get_trials(deepcopy=False, states=FINISHED)
     complete = [trial for trial in finished if trial.state == TrialState.COMPLETE]
     failed = [trial for trial in finished if FAILURE in trial.user_attrs]
@@ -312,7 +312,7 @@ def _summary(budget: Mapping[str, Any]) -> str:
 
 
 def _write(output: Path, search: Search, study: optuna.Study, budget: dict[str, Any]) -> None:
-    """Write the best settings as a complete config of `seqrec run`, and the budget beside it."""
+    """Write the best settings as a complete config for `seqrec run`, and the budget beside it."""
     params = search.params(study.best_params)
     stages = [stage for stage in SECTIONS if stage != "tune"]
     content: dict[str, Any] = {"dataset": params.dataset, "sources": params.sources, "leaderboard": [search.model]}
@@ -347,7 +347,7 @@ def _text(values: Values) -> str:
 
 
 class _Tracker:
-    """Mirrors a study in MLflow: a parent run, and below it a run a trial. The search never depends on it."""
+    """Mirrors a study in MLflow, as a parent run with a child run per trial. The search does not depend on it."""
 
     def __init__(self, search: Search, identity: str) -> None:
         self.search, self.identity = search, identity
@@ -356,12 +356,12 @@ class _Tracker:
         self.written: set[int] = set()
 
     def write(self, study: optuna.Study, budget: Mapping[str, Any] | None = None) -> None:
-        """Bring in the trials that are missing; with the `budget`, end the parent run."""
+        """Log the trials that are not in MLflow yet; given the `budget`, end the parent run."""
         if self.silent and budget is None:
             return
         try:
             self._write(study, budget)
-        except Exception as error:  # whatever goes wrong here must not stop the search
+        except Exception as error:  # no failure here may stop the search
             self.silent = True
             reason = str(error)[:200].partition("\n")[0] or type(error).__name__
             logger.warning("the trials are not in MLflow (%s); the same call brings in what is missing", reason)

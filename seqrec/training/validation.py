@@ -1,4 +1,4 @@
-"""What decides early stopping: NDCG on the validation cases, or the in-batch accuracy of a contrastive phase."""
+"""The metric of early stopping: NDCG on the validation cases, or in-batch accuracy in a contrastive phase."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from seqrec.data.sequences import Cases, Sequences
 from seqrec.evaluation import metrics, ranking
 
 METRIC = "valid/ndcg@10"
-ACCURACY = "valid/accuracy"  # of a contrastive phase: what selects its weights
+ACCURACY = "valid/accuracy"  # in contrastive phases
 
 
 def validate(
     model: SequenceModel, data: Sequences, *, filter_seen: bool, accelerator: Accelerator | None = None
 ) -> dict[str, float]:
-    """Return the metrics on the validation cases; processes share the work and get the same numbers."""
+    """Return the metrics on the validation cases; several processes share the work and return the same values."""
     chosen = sequences.cases(data, "valid")
     if accelerator is not None:
         mine = slice(accelerator.process_index, None, accelerator.num_processes)
@@ -38,7 +38,7 @@ def validate(
 def in_batch_accuracy(
     model: SequenceModel, data: Sequences, rows: int, accelerator: Accelerator | None = None
 ) -> dict[str, float]:
-    """Return the share of validation cases with a history whose target the model tells apart from those of `rows`."""
+    """Return the share of validation cases whose target scores highest among the targets of its block of `rows`."""
     chosen = sequences.cases(data, "valid")
     known = chosen.position > data.start[chosen.user]
     chosen = Cases(user=chosen.user[known], position=chosen.position[known])

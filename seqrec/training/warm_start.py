@@ -1,4 +1,4 @@
-"""Starting from the champion on a catalogue that has changed since: what it learnt of old items and users is kept."""
+"""Warm start from the champion on a changed catalogue: items and users that it knows keep their learnt vectors."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from seqrec.artifacts import MODEL_CARD, REFIT, USERS, VOCABULARY, WEIGHTS
 from seqrec.training import cards
 
 logger = logging.getLogger(__name__)
-Rows = tuple[Tensor, Tensor]  # row numbers in the new table, and of the same item or user in the old one
+Rows = tuple[Tensor, Tensor]  # row numbers in the new table, and those of the same items or users in the old one
 
 
 def warm_start(net: SequenceModel, sequences: Path, champion: Path) -> bool:
-    """Give `net` the champion's values, row by row where a table has one an item or a user; new rows stay as they are.
+    """Copy the champion's weights into `net`; in tables of items or users, only the rows that both models have.
 
     Args:
-        net: freshly built for the dataset in `sequences`.
+        net: model newly built for the dataset in `sequences`.
         sequences: folder of the prepared dataset.
         champion: folder with weights, card, vocabulary and users of the champion; empty if there is none.
 
     Returns:
-        Whether there is a champion of the same architecture and options; `net` is unchanged otherwise.
+        Whether there is a champion of the same architecture and options; otherwise `net` is unchanged.
 
     Raises:
-        ValueError: a file is not the one that the card was written for, or the weights know the held-out events.
+        ValueError: a file is not the one that the card lists, or the champion was trained on held-out events.
     """
     if not (champion / MODEL_CARD).is_file():
         logger.info("no champion to start from")
@@ -70,16 +70,16 @@ def warm_start(net: SequenceModel, sequences: Path, champion: Path) -> bool:
 
 
 def _common(old: Path, new: Path, number: str, key: str) -> Rows:
-    """Return the numbers of what is in both tables, in the new one and in the old one."""
+    """Return the row numbers of the entries that both tables have, in the new and in the old table."""
     before, now = (pq.read_table(path, columns=[number, key]) for path in (old, new))
-    place = pc.index_in(now[key], value_set=before[key].combine_chunks())
-    both = pc.is_valid(place)
-    rows = (now[number].filter(both), before[number].take(place.filter(both)))
-    return tuple(torch.from_numpy(pa.chunked_array(one).to_numpy().astype("int64")) for one in rows)  # type: ignore
+    row_before = pc.index_in(now[key], value_set=before[key].combine_chunks())
+    common = pc.is_valid(row_before)
+    rows = (now[number].filter(common), before[number].take(row_before.filter(common)))
+    return tuple(torch.from_numpy(pa.chunked_array(row).to_numpy().astype("int64")) for row in rows)  # type: ignore
 
 
 def _kinds(net: SequenceModel) -> dict[str, str]:
-    """Return for each tensor of the state whether its rows are items, users, or neither: of which its size depends."""
+    """Return for each tensor whether its rows are items, users or neither, judged by what its size depends on."""
 
     def sizes(num_items: int, num_users: int) -> dict[str, torch.Size]:
         with torch.random.fork_rng(devices=[]):
@@ -96,7 +96,7 @@ def _kinds(net: SequenceModel) -> dict[str, str]:
 
 
 def _carry(new: Tensor, old: Tensor, new_number: int, old_number: int, rows: Rows) -> None:
-    """Copy the rows of `rows`, and those that are no item or user: padding or unknown before them, the mask after."""
+    """Copy the common rows, and the special ones: padding or unknown user before them, the mask after them."""
     into, source = rows
     new[into] = old[source]
     new[0] = old[0]
