@@ -75,7 +75,7 @@ test-services: setup  ## MLflow on a real PostgreSQL and an S3-compatible store;
 		{ echo "run: $(BIN)/python -m pip install --constraint constraints.txt --editable '.[services]'" >&2; exit 1; }
 	OMP_NUM_THREADS=1 pytest -m services tests/test_services.py
 
-chaos: setup  ## kill `dvc repro` at KILLS random moments; every result must be that of an uninterrupted run
+chaos: setup  ## kill `make repro` at KILLS random moments; every result must be that of an uninterrupted run
 	PYTHONPATH=.:tests python tests/chaos.py --kills $(KILLS) --seed $(SEED)
 
 test-spark: setup  ## install pyspark and compare Spark with polars; needs Java 17 or newer

@@ -1,7 +1,7 @@
-"""Kills `dvc repro` at random moments until enough is enough, and compares what is left with an uninterrupted run.
+"""Kills `make repro` at random moments until enough is enough, and compares what is left with an uninterrupted run.
 
 `make chaos` runs it; KILLS and SEED are its settings. A round takes a fresh copy of a tiny project and starts
-`dvc repro` again and again: each start gets a random moment at which the whole process group dies by SIGKILL, until one
+`seqrec repro` again and again: each start gets a random moment at which the process group dies by SIGKILL, until one
 start is faster than its moment. Then weights, tables, figures and registry must be those of the uninterrupted run.
 
 Half of the moments are times, the other half are file operations: the Nth time that DVC or a stage opens a file of the
@@ -57,7 +57,7 @@ sys.addaudithook(kill)
 
 def main() -> int:
     """Run rounds until there were enough kills; return 1 if any round ended in something else than the reference."""
-    parser = argparse.ArgumentParser(prog="chaos", description="Kill `dvc repro` at random moments.")
+    parser = argparse.ArgumentParser(prog="chaos", description="Kill `make repro` at random moments.")
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=Path, help="folder for the projects of failed rounds")
@@ -122,7 +122,7 @@ def _reference(template: Path, folder: Path) -> tuple[dict[str, Any], tuple[floa
 
 
 def _start(project: Path, folder: Path, last: int) -> subprocess.Popen[str]:
-    """Start `dvc repro` in a process group of its own; it kills itself before file operation `last`, 0 for never."""
+    """Start `seqrec repro` in a process group of its own; it kills itself before file operation `last`, 0 for never."""
     (folder / "count").unlink(missing_ok=True)
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     variables = {"PATH": path, "OMP_NUM_THREADS": "1", "DVC_NO_ANALYTICS": "1", "PYTHONPATH": str(folder / "hook")}
@@ -131,7 +131,7 @@ def _start(project: Path, folder: Path, last: int) -> subprocess.Popen[str]:
     for name in ("MLFLOW_TRACKING_URI", "SEQREC_DATA_MIRROR"):
         environment.pop(name, None)
     return subprocess.Popen(
-        ["dvc", "repro"],
+        [sys.executable, "-m", "seqrec", "repro"],
         cwd=project,
         env=environment,
         stdout=subprocess.PIPE,
@@ -162,9 +162,9 @@ def _round(
         if process.returncode == 0:
             return kills, ""
         if process.returncode != -signal.SIGKILL:
-            return kills, f"`dvc repro` failed after {kills} kills:\n{printed}"
+            return kills, f"`seqrec repro` failed after {kills} kills:\n{printed}"
         kills += 1
-        stages = [line.split("'")[1] for line in printed.splitlines() if line.startswith("Running stage")]
+        stages = [line.removesuffix(" ...") for line in printed.splitlines() if line.endswith(" ...")]
         where = printed.rpartition("killed before ")[2].strip().replace(str(project), ".") if last else ""
         moment = f"before operation {last}, {where}" if last else f"after {seconds:.1f} s"
         _say(f"kill {before + kills}: in {stages[-1] if stages else 'no stage'}, {moment}")

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+logger = logging.getLogger(__name__)
+DVC_FILES = Path(".dvc/tmp")
 HIDDEN = (
     "> ",
     "Updating lock file",
@@ -31,6 +36,7 @@ def repro(*, changes: str = "") -> None:
     Raises:
         ValueError: a stage failed.
     """
+    remove_torn_lock()
     command = [sys.executable, "-m", "dvc", *(["exp", "run"] if changes else ["repro"])]
     for change in changes.split():
         command += ["--set-param", change]
@@ -44,6 +50,36 @@ def repro(*, changes: str = "") -> None:
         raise ValueError(f"{times[-1][0] if times else 'dvc'} failed, see above")
     if times:
         console.print(summary(times, time.monotonic() - began))
+
+
+def remove_torn_lock(folder: Path = DVC_FILES) -> None:
+    """Remove the list of DVC's locks if a killed DVC left it half written: DVC would refuse to start.
+
+    Args:
+        folder: DVC's folder of temporary files.
+    """
+    locks = folder / "rwlock"
+    if _is_whole(locks):
+        return
+    from dvc.lock import LockError, make_lock
+
+    try:
+        with make_lock(str(folder / "rwlock.lock"), tmp_dir=str(folder)):  # held while a living DVC writes the list
+            if not _is_whole(locks):
+                locks.unlink()
+                logger.warning("removed %s, which an interrupted run left half written", locks)
+    except LockError:
+        return
+
+
+def _is_whole(locks: Path) -> bool:
+    try:
+        json.loads(locks.read_bytes())
+    except FileNotFoundError:
+        return True
+    except ValueError:
+        return False
+    return True
 
 
 def stages(lines: Iterable[str], console: Console) -> Iterator[tuple[str, float]]:

@@ -1,7 +1,10 @@
 """What `make repro` prints of DVC's lines."""
 
 import io
+import json
 
+import pytest
+from dvc.lock import make_lock
 from rich.console import Console
 
 from seqrec.commands import repro
@@ -36,3 +39,24 @@ def test_the_table_has_the_seconds_of_each_and_of_all():
 
     rows = [line.split() for line in console.file.getvalue().splitlines()]
     assert rows == [["stage", "s"], ["prepare", "1.2"], ["register", "20.0"], ["together", "22.0"]]
+
+
+@pytest.mark.parametrize(("content", "stays"), [("", False), ('{"read": {', False), ('{"read": {}}', True)])
+def test_a_list_of_locks_that_a_killed_dvc_left_half_written_is_removed(tmp_path, content, stays):
+    (tmp_path / "rwlock").write_text(content)
+
+    repro.remove_torn_lock(tmp_path)
+
+    assert (tmp_path / "rwlock").exists() is stays
+    if stays:
+        assert json.loads((tmp_path / "rwlock").read_text()) == json.loads(content)
+
+
+def test_a_list_of_locks_that_another_dvc_is_writing_stays(tmp_path):
+    (tmp_path / "rwlock").write_text("")
+
+    with make_lock(str(tmp_path / "rwlock.lock"), tmp_dir=str(tmp_path)):
+        repro.remove_torn_lock(tmp_path)
+
+    assert (tmp_path / "rwlock").exists()
+    repro.remove_torn_lock(tmp_path / "nowhere")
