@@ -250,6 +250,19 @@ def test_a_model_below_the_best_baseline_is_candidate_alone(project):
     assert aliases() == {"candidate": 1, "champion": 1}
 
 
+def test_a_champion_of_a_degenerate_dataset_is_announced_with_what_speaks_against_it(project, caplog):
+    card = read_json(Path("data/sequences/split.json"))
+    card["counts"] |= {"events": 100, "tied_events": 87}
+    write_json(Path("data/sequences/split.json"), card)
+
+    run(min_gain=-1.0)
+
+    said = [record.message for record in caplog.records if record.message.startswith("the champion: ")]
+    for reason in (f"only {USERS} users", f"only {ITEMS} items", "87% of the events share their time"):
+        assert any(reason in message for message in said), reason
+    assert len(read_json(Path("reports/leaderboard.json"))["warnings"]) == 3
+
+
 def test_the_page_is_written_and_logged_with_the_verdict_and_some_users(project):
     run(examples=3)
     (parent,) = [run for name, run in all_runs().items() if name.startswith("toy-")]
