@@ -43,6 +43,7 @@ HEADINGS = (
     "parameters",
     "MFLOP a query",
     "train s",
+    "peak MB",
 )
 
 
@@ -63,6 +64,7 @@ class Row:
     parameters: float
     query_flops: float
     train_seconds: float
+    train_peak_mb: float  # of the process, all trainings before it included
 
 
 def benchmark(
@@ -192,6 +194,7 @@ def _row(name: str, reports: Sequence[Path], base: Sequence[Path] | None) -> Row
         parameters=_mean(reports, "parameters"),
         query_flops=_mean(reports, "query_flops"),
         train_seconds=_mean(reports, "train_seconds"),
+        train_peak_mb=_mean(reports, "train_peak_mb"),
     )
 
 
@@ -261,4 +264,5 @@ def _cells(row: Row) -> list[str]:
         f"{row.parameters:,.0f}",
         f"{row.query_flops / 1e6:.2f}" if row.query_flops else "-",
         f"{row.train_seconds:.0f}",
+        f"{row.train_peak_mb:.0f}" if row.train_peak_mb else "-",
     ]

@@ -50,6 +50,7 @@ def evaluate(
     loaded = load_sequences(sequences)
     prepared = loaded.to(device)
     facts = {"parameters": card["parameters"], "train_seconds": card["seconds"]}
+    facts["train_peak_mb"] = card.get("peak_bytes", 0) / 1e6
     facts |= {"parameters/tables": cost.table_parameters(net), "query_flops": cost.query_flops(net)}
     chosen, term = ({}, None) if without_counts else (card.get("counts", {}), load_counts(checkpoint, card))
     facts["counts/alpha"] = chosen.get("alpha", 0.0)

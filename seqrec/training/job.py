@@ -121,6 +121,7 @@ def _write(model: SequenceModel, data: Sequences, job: Job, identity: str, histo
         "seconds": job.earlier_seconds + _figures(history)["seconds"],
         "filter_seen": job.filter_seen,
         "median_gap": sequences.median_gap(data),
+        "peak_bytes": loop.peak_memory(next(model.parameters()).device),
         **job.facts,
     }
     with replaced(job.output) as folder:

@@ -285,7 +285,7 @@ class _Run:
             float(self.meter.sums[0])  # waits for the device
             seconds.append(time.monotonic() - began)
         usual = seconds[1:] or seconds  # the first step also allocates memory
-        return Cost(sum(usual) / len(usual), len(plan), self._validation_seconds(), self._memory())
+        return Cost(sum(usual) / len(usual), len(plan), self._validation_seconds(), peak_memory(self.device))
 
     def _validation_seconds(self) -> float:
         cases = sequences.cases(self.data, "valid")
@@ -293,12 +293,6 @@ class _Run:
         began = time.monotonic()
         ranking.rank(ranking.model_scorer(self.model.eval()), self.data, some, filter_seen=self.job.filter_seen)
         return (time.monotonic() - began) * len(cases) / max(1, len(some))
-
-    def _memory(self) -> int:
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated()
-        highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return highest if sys.platform == "darwin" else highest * 1024
 
     def _announce(self, total: int) -> None:
         """Log the longest that the phase can take, and its memory, unless it is short."""
@@ -311,7 +305,7 @@ class _Run:
                 self.job.stage,
                 seconds / 60,
                 self.job.config.epochs,
-                self._memory() / 1e9,
+                peak_memory(self.device) / 1e9,
             )
 
     def _end_epoch(self, started: float) -> None:
@@ -462,6 +456,14 @@ def _require_cases(data: Sequences, *, validated: bool) -> None:
         raise ValueError("no validation cases to stop on: check prepare.protocol, prepare.valid_share and the k-core")
     if bool((data.train_stop - data.start < 2).all()):
         raise ValueError("no user has two training events: lower prepare.min_user_events or use a larger dataset")
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the most bytes that this process has held so far: on a GPU those of its tensors there, else all."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return highest if sys.platform == "darwin" else highest * 1024
 
 
 def keep_freed_memory() -> None:

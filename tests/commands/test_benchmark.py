@@ -63,6 +63,7 @@ def test_figures_are_means_over_the_seeds(out):
         assert found[0]["test/ndcg@10"] != found[1]["test/ndcg@10"]  # the seed reaches the training
         assert row["ndcg"] == pytest.approx(np.mean([values["test/ndcg@10"] for values in found]))
         assert row["spread"] == pytest.approx(abs(found[0]["test/ndcg@10"] - found[1]["test/ndcg@10"]) / np.sqrt(2))
+        assert 50 < row["train_peak_mb"] < 100_000
         assert row["valid"] == pytest.approx(np.mean([values["valid/ndcg@10"] for values in found]))
 
 
