@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -13,11 +15,15 @@ from pathlib import Path
 
 import docker
 import pytest
+import requests
 import yaml
 from mlflow import MlflowClient
-from support import synthetic_rows
+from support import save, synthetic_rows
 
 from pipelines.local import HARDENED
+from seqrec.config import RegisterConfig
+from seqrec.serving.recommender import Recommender
+from seqrec.tracking import registry, runs
 from seqrec.tracking.runs import FAILURE, OUTCOME
 
 ROOT = Path(__file__).parent.parent
@@ -133,6 +139,53 @@ def test_a_container_can_write_nowhere_but_below_tmp(client):
 
 def test_the_command_of_the_image_works(client):
     assert "commands:" in client.containers.run(IMAGE, remove=True, **{**HARDENED, "network_mode": "none"}).decode()
+
+
+def test_the_image_holds_what_every_command_imports(client):
+    modules = "seqrec.serving.http, seqrec.serving.approximate_search, mlflow, onnxscript, psycopg, boto3, transformers"
+    assert inside(client, ["python", "-c", f"import {modules}; print('all there')"]).endswith("all there\n")
+
+
+def test_the_image_serves_the_champion_of_a_mounted_registry(client, prepared, tmp_path):
+    """As the user whose files these are, offline but for the loopback, on a file system that cannot be written."""
+    mlflow_, config = connect_registry(tmp_path)
+    folder = save("sasrec", prepared, tmp_path / "saved", model="sasrec", fingerprint="f")
+    run_ = runs.open_run(mlflow_, runs.experiment(mlflow_, config), "f", "sasrec")
+    logged = registry.log_model(mlflow_, run_, checkpoint=folder)
+    registry.crown(mlflow_, registry.create_version(mlflow_, "seqrec-own", logged, {}), None, "a test")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+
+    container = client.containers.run(
+        IMAGE,
+        ["serve", "--saved", "models:/seqrec-own@champion", "--port", address.partition(":")[2], "--drain-s", "0"],
+        environment={"MLFLOW_TRACKING_URI": str(config.tracking_uri)},
+        volumes={str(tmp_path): {"bind": str(tmp_path), "mode": "ro"}},
+        detach=True,
+        **{**HARDENED, "network_mode": "host", "user": f"{os.getuid()}:{os.getgid()}"},
+    )
+    try:
+        answer = None
+        for _ in range(120):
+            with contextlib.suppress(requests.ConnectionError):
+                answer = requests.post(
+                    f"http://{address}/recommend", json={"history": ["i1", "i2"], "k": 3}, timeout=10
+                )
+                break
+            time.sleep(1)
+        assert answer is not None, container.logs().decode()
+        container.stop(timeout=60)
+        status = container.wait()["StatusCode"]
+    finally:
+        container.remove(force=True)
+    assert answer.json()["items"] == Recommender.load(folder).recommend(["i1", "i2"], 3).items
+    assert status == 0
+
+
+def connect_registry(folder: Path) -> tuple[MlflowClient, RegisterConfig]:
+    config = RegisterConfig(tracking_uri=f"sqlite:///{folder}/mlflow.db")
+    return runs.connect(config), config
 
 
 def test_the_whole_pipeline_runs_in_containers_with_every_model(client, tmp_path):

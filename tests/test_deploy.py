@@ -103,7 +103,7 @@ def test_an_overlay_is_complete(rendered, name):
     documents = rendered[name]
     for manifest in documents:
         valid(manifest)
-        assert manifest["metadata"]["namespace"] == "seqrec"
+        assert manifest["metadata"]["namespace"] == ("kubeflow" if name == "kind" else "seqrec")
     secrets = {one["metadata"]["name"]: set(one["data"]) for one in documents if one["kind"] == "Secret"}
     named = values(documents, "secretKeyRef")
     assert len(named) > 5

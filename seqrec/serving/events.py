@@ -26,6 +26,7 @@ HIDE, POSITIVE = "hide", ("view", "buy")  # kinds of events
 DAY = 86_400.0
 MOST = 10_000  # newest events of a user that are looked up
 BLOCK = 10_000  # rows of an import
+CAUTION = 10  # events added to both counts of a trend, so that few events are none
 StoreError = sa.exc.SQLAlchemyError
 
 TABLES = sa.MetaData()
@@ -42,6 +43,7 @@ EVENTS = sa.Table(
     sa.Column("recommendation_id", sa.Text, index=True),  # the answer that led to it
     sa.Column("received", sa.Double, nullable=False, index=True),  # seconds UTC
     sa.Index("events_of_user", "user", "at"),
+    sa.Index("events_by_time", "at"),
 )
 
 ANSWERS = sa.Table(
@@ -234,6 +236,25 @@ class Store:
         )
         with self.engine.connect() as connection:
             return [Clicks(*row) for row in connection.execute(chosen)]
+
+    def trending(self, days: float, k: int, now: float) -> list[tuple[str, float]]:
+        """Return the items that gained most within `days`, and by how much: views and buys against the days before.
+
+        That is (n + CAUTION) / (m + CAUTION), of n events in the `days` before `now`, and m in as many before these.
+        """
+        began = now - days * DAY
+        recent = sa.func.sum(sa.case((EVENTS.c.at > began, 1), else_=0))
+        gain = (recent + float(CAUTION)) / (sa.func.count() - recent + CAUTION)
+        chosen = (
+            sa.select(EVENTS.c.item, gain)
+            .where(EVENTS.c.kind.in_(POSITIVE), EVENTS.c.at > began - days * DAY, EVENTS.c.at <= now)
+            .group_by(EVENTS.c.item)
+            .having(recent > 0)
+            .order_by(gain.desc(), recent.desc(), EVENTS.c.item)
+            .limit(k)
+        )
+        with self.engine.connect() as connection:
+            return [(item, float(value)) for item, value in connection.execute(chosen)]
 
     def seed(self, interactions: Path) -> int:
         """Add the events of a table that `ingest` wrote; those added before are left out. Return how many are new."""

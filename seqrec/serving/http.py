@@ -58,6 +58,7 @@ PAGE = Path(__file__).parent / "page"
 POLICY = "default-src 'self'; img-src 'self' data:"  # of the page: nothing from elsewhere, no script in the HTML
 MOST = 1_000  # items of a list that is nobody's in particular
 Text = Annotated[str, Query(max_length=200)]
+Days = Annotated[float, Query(gt=0, le=3_650, description="of the window, and of the one before it")]
 Number = Annotated[int, Query(ge=1, le=MOST, description="items wanted")]
 
 
@@ -201,6 +202,14 @@ def _add_events(api: FastAPI, service: Service, store: Store) -> None:
         rows = [Event(**{**vars(event), "at": now if event.at is None else event.at}) for event in body.events]
         stored = await asyncio.to_thread(store.add, rows)
         return Taken(stored=stored, known=len(rows) - stored)
+
+    @api.get("/trending")
+    async def trending(k: Number = 10, days: Days = 7.0) -> Listing:
+        """Return the items with the largest gain in views and buys; scores are ratios to as many days before."""
+        recommender, version = service.served.current
+        found = await asyncio.to_thread(store.trending, days, k, time.time())
+        titles = [recommender.titles.get(item, "") for item, _ in found]
+        return Listing(items=[i for i, _ in found], titles=titles, scores=[s for _, s in found], version=version)
 
     @api.delete("/users/{user:path}")
     async def forget(user: str) -> Forgotten:

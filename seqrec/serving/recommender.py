@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,7 +30,8 @@ POPULARITY = "popularity"  # `source` of an answer that no model gave
 CENTURY = 36_525 * 86_400.0  # times further apart count as this: differences of infinite ones are no numbers
 REGISTERED = ("models:/", "runs:/")  # how MLflow's names of a model begin
 CHAMPION_URI = "models:/seqrec-{dataset}@champion"
-CANDIDATES = 100  # and 10 k at least: the best items, among which a diverse list is chosen
+CANDIDATES = 100  # and 10 k at least: the best items, among which a list of other rules is chosen
+LONGEST = 1_000  # list that is chosen item by item
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +43,8 @@ class Request:
     exclude: Collection[str] = ()  # items not to show
     allow: Collection[str] | None = None  # the only items to show; None = all
     filter: rules.Filter = field(default_factory=dict)  # attribute -> what an item to show must have
+    boost: rules.Boost = field(default_factory=dict)  # attribute -> value -> how many times as likely
+    quota: rules.Quota = field(default_factory=dict)  # attribute -> value -> items of the list that may have it
     diversity: float = 0.0  # 0 = the best items, up to 1 = items that differ, see `rules`
     user: str | None = None
     times: Sequence[float] | None = None  # seconds UTC, one an event of `history`
@@ -51,6 +55,10 @@ class Request:
             raise ValueError(f"k: {self.k} given, at least 1 wanted")
         if not 0 <= self.diversity <= 1:
             raise ValueError(f"diversity: {self.diversity} given, 0 to 1 wanted")
+        if self.chosen and self.k > LONGEST:
+            raise ValueError(f"k: {self.k} given, at most {LONGEST} wanted with diversity or quota")
+        if any(not 0 < factor < math.inf for values in self.boost.values() for factor in values.values()):
+            raise ValueError("boost: a factor is not above 0")
         if self.times is not None and len(self.times) != len(self.history):
             raise ValueError(f"times: {len(self.times)} given for a history of {len(self.history)}")
         for item_id, attributes in self.items_text.items():
@@ -58,9 +66,14 @@ class Request:
                 raise ValueError(f"items_text: nothing is said of {item_id!r}")
 
     @property
+    def chosen(self) -> bool:
+        """Whether the list is more than the best items."""
+        return bool(self.diversity or self.quota)
+
+    @property
     def candidates(self) -> int:
         """How many of the best items the list is chosen from."""
-        return max(CANDIDATES, 10 * self.k) if self.diversity else self.k
+        return max(CANDIDATES, 10 * self.k) if self.chosen else self.k
 
 
 @contextmanager
@@ -205,7 +218,8 @@ class Recommender:
 
     def check(self, request: Request) -> None:
         """Raise ValueError where this model cannot answer `request`."""
-        self.attributes.check(request.filter)
+        for rule in ("filter", "boost", "quota"):
+            self.attributes.check(rule, getattr(request, rule))
         if not request.items_text:
             return
         if self.model.text != "tokens" or not self.tokenizer:
@@ -266,25 +280,42 @@ class Recommender:
         positions = [[p for p, item_id in enumerate(r.history) if item_id in self.items] for r in requests]
         hidden = [self._hidden(request) for request in requests]
         largest = min(max(request.candidates for request in requests), len(self.item_ids))
-        best: dict[int, Best] = dict.fromkeys(range(len(requests)), ([], []))
-        known = [number for number, own in enumerate(positions) if own]
-        if known:
-            batch = self._batch([requests[n] for n in known], [positions[n] for n in known])
-            best |= zip(known, self._top(batch, [hidden[n] for n in known], largest), strict=True)
-        for number in set(best) - set(known):
-            best[number] = _best(self.counts[None].clone(), [hidden[number]], largest)[0]
-        rows = zip(requests, positions, best.values(), strict=True)
-        return [self._described(request, own, *self._diverse(request, *found)) for request, own, found in rows]
+        best: dict[int, Best] = {}
+        plain = [n for n, own in enumerate(positions) if own and not requests[n].boost]
+        if plain:
+            batch = self._batch([requests[n] for n in plain], [positions[n] for n in plain])
+            best |= zip(plain, self._top(batch, [hidden[n] for n in plain], largest), strict=True)
+        for n in set(range(len(requests))) - set(plain):
+            best[n] = self._ranked(requests[n], positions[n], hidden[n], largest)
+        rows = zip(requests, positions, hidden, strict=True)
+        return [self._described(row[0], row[1], *self._chosen(*row, best[n])) for n, row in enumerate(rows)]
 
-    def _diverse(self, request: Request, values: list[float], items: list[int]) -> Best:
-        """Return the items of the list in its order, chosen among the best ones, and their scores."""
-        if not request.diversity:
-            return values, items
-        shown = [n for n, value in enumerate(values[: request.candidates]) if value > float("-inf")]
+    def _ranked(self, request: Request, positions: Sequence[int], hidden: Tensor, k: int) -> Best:
+        """Return the best `k` items of one request, boosted, whatever engine answers the others."""
+        factor_V = self.attributes.factors(request.boost)
+        if positions:  # scores are logarithms of what is proportional to a probability
+            score_1V = self._scores(self._batch([request], [positions])) + torch.as_tensor(factor_V).log()
+        else:
+            score_1V = self.counts[None] * factor_V
+        return _best(score_1V.float(), [hidden], k)[0]
+
+    def _chosen(self, request: Request, positions: Sequence[int], hidden: Tensor, best: Best) -> Best:
+        """Return the items of the list in its order, and their scores: of all items where the best are too few."""
+        if not request.chosen:
+            return best
+        found = self._selected(request, *(part[: request.candidates] for part in best))
+        if request.quota and len(found[1]) < request.k and request.candidates < len(self.item_ids):
+            found = self._selected(request, *self._ranked(request, positions, hidden, len(self.item_ids)))
+        return found
+
+    def _selected(self, request: Request, values: list[float], items: list[int]) -> Best:
+        shown = [n for n, value in enumerate(values) if value > float("-inf")]
         if not shown:
             return [], []
         score_N, item_N = torch.tensor(values)[shown], torch.tensor(items)[shown]
-        chosen = rules.most_relevant_and_diverse(score_N, self.item_vectors[item_N], request.k, request.diversity)
+        limits = self.attributes.limits(request.quota, item_N)
+        vector_ND = self.item_vectors[item_N]
+        chosen = rules.most_relevant_and_diverse(score_N, vector_ND, request.k, request.diversity, limits)
         return score_N[chosen].tolist(), item_N[chosen].tolist()
 
     def explain(self, request: Request, item_id: str) -> list[float]:
@@ -308,11 +339,14 @@ class Recommender:
         return drops
 
     def _top(self, batch: Batch, hidden: Sequence[Tensor], k: int) -> list[Best]:
+        return _best(self._scores(batch), hidden, k)
+
+    def _scores(self, batch: Batch) -> Tensor:
         query_BD = self.model(batch, last=True)[:, 0].float()
         score_BV = query_BD @ self.item_vectors.T
         if self.term is not None:
             self.term.adder(self._events(batch))(score_BV, 0)
-        return _best(score_BV, hidden, k)
+        return score_BV
 
     def _events(self, batch: Batch) -> Tensor:
         """Return the items of the histories, without MASK."""

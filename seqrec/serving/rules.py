@@ -1,4 +1,4 @@
-"""Rules of what may be shown: filters by the attributes of items, and diverse lists.
+"""Rules of what may be shown: filters, boosts and quotas by the attributes of items, and diverse lists.
 
 Shape suffixes: V items, padding included; N candidates of one list; D width of an item vector.
 """
@@ -6,7 +6,7 @@ Shape suffixes: V items, padding included; N candidates of one list; D width of 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -33,6 +33,9 @@ class Range:
 
 Condition = Sequence[str] | Range  # one of these values; or a number within the range
 Filter = Mapping[str, Condition]  # attribute -> condition; an item must meet all of them
+Boost = Mapping[str, Mapping[str, float]]  # attribute -> value -> how many times as likely its items are to be
+Quota = Mapping[str, Mapping[str, int]]  # attribute -> value -> items of a list that may have it
+Limit = tuple[Tensor, int]  # which candidates (N,), and how many of them may be chosen
 
 
 class Attribute:
@@ -101,14 +104,32 @@ class Attributes(dict[str, Attribute]):
             {name: Attribute([*old.values, *(item.get(name) for item in items)]) for name, old in self.items()}
         )
 
-    def check(self, wanted: Filter) -> None:
-        """Raise ValueError where a filter names an attribute that is not known."""
-        for name in wanted.keys() - self.keys():
+    def check(self, rule: str, wanted: Iterable[str]) -> None:
+        """Raise ValueError where a rule names an attribute that is not known."""
+        for name in set(wanted) - self.keys():
             known = ", ".join(sorted(self)) or "none: start the service with --items data/items.parquet"
-            raise ValueError(f"filter: attribute {name!r} is unknown; known: {known}")
+            raise ValueError(f"{rule}: attribute {name!r} is unknown; known: {known}")
+
+    def factors(self, boost: Boost) -> Tensor | float:
+        """Return the product of the factors (V,) of each item; 1 where there are none at all."""
+        factor_V: Tensor | float = 1.0
+        for name, values in boost.items():
+            for value, factor in values.items():
+                factor_V = factor_V * torch.where(self[name].meets([value]), factor, 1.0)
+        return factor_V
+
+    def limits(self, quota: Quota, item_N: Tensor) -> list[Limit]:
+        """Return, for each value of a quota, which of the items have it, and how many may be chosen."""
+        return [
+            (self[name].meets([value])[item_N], most)
+            for name, values in quota.items()
+            for value, most in values.items()
+        ]
 
 
-def most_relevant_and_diverse(score_N: Tensor, vector_ND: Tensor, k: int, diversity: float) -> list[int]:
+def most_relevant_and_diverse(
+    score_N: Tensor, vector_ND: Tensor, k: int, diversity: float, limits: Sequence[Limit] = ()
+) -> list[int]:
     """Return `k` positions by maximal marginal relevance (Carbonell and Goldstein, SIGIR 1998).
 
     The next one is always that of the largest (1 - diversity) * relevance - diversity * similarity. Relevance is the
@@ -117,19 +138,26 @@ def most_relevant_and_diverse(score_N: Tensor, vector_ND: Tensor, k: int, divers
     Args:
         score_N: finite scores of the candidates.
         vector_ND: their item vectors.
-        k: positions wanted; fewer come where there are fewer candidates.
+        k: positions wanted; fewer come where there are fewer candidates, or the limits allow no more.
         diversity: 0 = by score alone, 1 = by similarity alone after the first.
+        limits: candidates of which at most so many are chosen; one may be under several limits.
     """
     unit_ND = F.normalize(vector_ND, dim=1)
     relevance_N = (score_N - score_N.min()) / (score_N.max() - score_N.min()).clamp(min=1e-12)
     similarity_N = torch.zeros_like(relevance_N)  # to nothing yet
     chosen: list[int] = []
-    while len(chosen) < min(k, len(score_N)):
-        gain_N = (1 - diversity) * relevance_N - diversity * similarity_N
-        if not chosen:
-            gain_N = relevance_N.clone()
-        gain_N[chosen] = float("-inf")
-        chosen.append(int(gain_N.argmax()))
+    left = [most for _, most in limits]
+    free_N = torch.ones_like(score_N, dtype=torch.bool)
+    while len(chosen) < k:
+        for (member_N, _), number in zip(limits, left, strict=True):
+            if number <= 0:
+                free_N &= ~member_N
+        if not free_N.any():
+            break
+        gain_N = (1 - diversity) * relevance_N - diversity * similarity_N if chosen else relevance_N
+        chosen.append(int(gain_N.masked_fill(~free_N, float("-inf")).argmax()))
+        free_N[chosen[-1]] = False
+        left = [number - int(member_N[chosen[-1]]) for (member_N, _), number in zip(limits, left, strict=True)]
         cosine_N = unit_ND @ unit_ND[chosen[-1]]
         similarity_N = cosine_N if len(chosen) == 1 else torch.maximum(similarity_N, cosine_N)
     return chosen

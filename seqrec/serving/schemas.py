@@ -15,6 +15,9 @@ ALLOWED = 100_000  # ids of a list of what is available
 ROWS = 1_000  # requests of a batch; values of a filter
 NEW_ITEMS, ATTRIBUTES = 100, 20  # described in a request, and of each
 
+VALUES = 50  # of an attribute that are boosted, or have a quota
+
+Factor = Annotated[float, Field(gt=0, le=1e6)]
 Id = Annotated[str, Field(max_length=1_000)]
 Text = Annotated[str, Field(max_length=4_000)]
 Stored = Annotated[str, Field(max_length=500, pattern=r"^[^\x00]*$")]  # PostgreSQL indexes 2,700 bytes, and no NUL
@@ -39,6 +42,18 @@ class Query(BaseModel):
         max_length=ATTRIBUTES,
         description="attribute -> values, of which an item needs one, or a range of numbers; all attributes must fit",
         examples=[{"genres": ["Comedy", "Drama"], "year": {"min": 1990}}],
+    )
+    boost: dict[Id, Annotated[dict[Id, Factor], Field(max_length=VALUES)]] = Field(
+        {},
+        max_length=ATTRIBUTES,
+        description="attribute -> value -> how many times as likely the model is to hold its items",
+        examples=[{"genres": {"Drama": 2, "Horror": 0.5}}],
+    )
+    quota: dict[Id, Annotated[dict[Id, Annotated[int, Field(ge=0)]], Field(max_length=VALUES)]] = Field(
+        {},
+        max_length=ATTRIBUTES,
+        description="attribute -> value -> items of the list that may have it",
+        examples=[{"genres": {"Comedy": 3}}],
     )
     diversity: float = Field(0.0, ge=0, le=1, description="0 = the best items, up to 1 = items that differ most")
     user: Id | None = Field(None, description="user id; an unknown one is fine")

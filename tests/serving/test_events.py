@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 
 import pytest
@@ -67,6 +68,25 @@ def test_what_is_old_or_of_a_user_is_deleted(store, monkeypatch):
 
     assert store.expire(2) == 1
     assert list(store.interactions(["view"])) == [("u", "i1", 3)]
+
+
+@pytest.mark.parametrize("days", [1.0, 3.5, 40.0])
+def test_a_trend_is_the_gain_over_as_many_days_before(store, recommender, days):
+    now, draw = time.time(), random.Random(0)
+    ages = [(f"i{draw.randrange(5)}", draw.choice(["view", "view", "hide"]), draw.uniform(-0.5, 9)) for _ in range(900)]
+    store.add([event(n, item=item, kind=kind, at=now - age * DAY) for n, (item, kind, age) in enumerate(ages)])
+
+    def count(item, low, high):
+        return sum(one == item and kind == "view" and low <= age < high for one, kind, age in ages)
+
+    gains = {f"i{n}": (count(f"i{n}", 0, days) + 10) / (count(f"i{n}", days, 2 * days) + 10) for n in range(5)}
+    expected = sorted(gains.items(), key=lambda one: -one[1])
+    assert store.trending(days, 3, now) == [(item, pytest.approx(gain)) for item, gain in expected[:3]]
+    with running(http.app(lambda: recommender, lambda: "7", poll_s=0, store=store)) as address:
+        answer = requests.get(f"{address}/trending?k=2&days={days}", timeout=10).json()
+        assert requests.get(f"{address}/trending?days=0", timeout=10).status_code == 422
+    assert answer["items"] == [item for item, _ in expected[:2]]
+    assert (len(answer["titles"]), answer["version"]) == (2, "7")
 
 
 def test_a_store_of_another_kind_is_refused():

@@ -27,7 +27,7 @@ def api(prepared, tmp_path_factory):
         yield schemathesis.openapi.from_url(f"{address}/openapi.json")
 
 
-@pytest.mark.parametrize("path", ["/similar/{item}", "/popular", "/items"])
+@pytest.mark.parametrize("path", ["/similar/{item}", "/popular", "/trending", "/items"])
 def test_no_parameter_makes_a_list_fail(api, path):
     statuses = set()
 

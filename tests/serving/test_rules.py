@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pyarrow as pa
 import pytest
@@ -97,10 +98,10 @@ def test_attributes_come_from_the_items_table(tmp_path):
     assert found["genres"].meets([""]).sum() == 0
     assert found["year"].meets(Range(max=2000)).tolist() == [False, False, True, False]
     assert found["year"].meets(Range()).tolist() == [False, False, True, False]
-    with pytest.raises(ValueError, match="attribute 'colour' is unknown; known: genres, year"):
-        found.check({"colour": ["red"]})
+    with pytest.raises(ValueError, match="quota: attribute 'colour' is unknown; known: genres, year"):
+        found.check("quota", ["colour"])
     with pytest.raises(ValueError, match="none: start the service with --items"):
-        Attributes().check({"year": Range()})
+        Attributes().check("filter", ["year"])
 
 
 @pytest.mark.parametrize("diversity", [0.0, 0.3, 0.7, 1.0])
@@ -116,6 +117,60 @@ def test_a_diverse_list_is_that_of_brute_force(diversity):
 
     assert rules.most_relevant_and_diverse(score, vector, 6, diversity) == expected
     assert len(set(rules.most_relevant_and_diverse(score, vector, 99, diversity))) == 15
+
+
+def has(recommender, item_id, value):
+    """Whether a genre is the item's, as `attributes` above writes them."""
+    text = recommender.attributes["genres"].values[recommender.items[item_id] - 1] or ""
+    return value in text.replace("|", ", ").split(", ")
+
+
+@pytest.mark.parametrize("engine", ["exact", "approximate"])
+@pytest.mark.parametrize(
+    "quota", [{"Comedy": 2}, {"Comedy": 3, "Drama": 1}, {"Comedy": 0, "Horror": 0}, {"Comedy": 99, "Western": 0}]
+)
+def test_a_quota_is_the_best_list_that_keeps_it(request, engine, quota):
+    """As a walk down the whole ranking would have it: k items, though all of the best hundred may be over."""
+    recommender = request.getfixturevalue(engine)
+    k, total = 8, len(recommender.item_ids)
+    for history in HISTORIES:
+        ranked = recommender.recommend(history, total, boost={"genres": {"Comedy": 1e6}})
+        expected, left = [], dict(quota)
+        for item_id in ranked.items:
+            own = [value for value in quota if has(recommender, item_id, value)]
+            if len(expected) < k and all(left[value] > 0 for value in own):
+                expected.append(item_id)
+                left |= {value: left[value] - 1 for value in own}
+        answer = recommender.recommend(history, k, boost={"genres": {"Comedy": 1e6}}, quota={"genres": quota})
+        assert answer.items == expected
+        assert len(expected) == k
+
+
+@pytest.mark.parametrize("history", HISTORIES)
+def test_a_boost_is_a_factor_of_the_probability(exact, history):
+    boost = {"genres": {"Comedy": 2.5, "Drama": 0.5}}
+    plain, boosted = (exact.recommend(history, 40, boost=wanted, exclude=["i3"]) for wanted in ({}, boost))
+    factor = {i: 2.5 ** has(exact, i, "Comedy") * 0.5 ** has(exact, i, "Drama") for i in plain.items}
+    popular = plain.source == "popularity"  # whose scores are numbers of events
+    weight = {i: s if popular else math.exp(s) for i, s in zip(plain.items, plain.scores, strict=True)}
+
+    expected = {item_id: weight[item_id] * factor[item_id] for item_id in plain.items}
+    assert boosted.items == sorted(expected, key=expected.__getitem__, reverse=True)
+    got = [s if popular else math.exp(s) for s in boosted.scores]
+    assert got == pytest.approx(sorted(expected.values(), reverse=True), rel=1e-4)
+
+
+def test_a_quota_holds_in_a_diverse_list_and_among_others(exact):
+    quota = {"genres": {"Comedy": 2}}
+    asked = [Request(history=["i1"], k=6, quota=quota, diversity=0.5), Request(history=["i2"], k=40)]
+
+    first, second = exact.answer(asked)
+
+    assert len(first.items) == 6
+    assert sum(has(exact, item_id, "Comedy") for item_id in first.items) == 2
+    assert second.items == exact.recommend(["i2"], 40).items
+    assert exact.recommend(["i1"], 6, quota=quota, allow=["i3"]).items == ["i3"]
+    assert exact.recommend(["i1"], 6, quota=quota, allow=[]).items == []
 
 
 @pytest.mark.parametrize("history", HISTORIES)
@@ -158,7 +213,16 @@ def test_rules_over_http(exact):
         filtered = post(filter={"year": {"min": 1990}}, allow=available, diversity=0.5).json()["items"]
         assert sorted(filtered) == sorted(available)
         assert "known: genres, year" in post(filter={"colour": ["red"]}).json()["detail"][0]["msg"]
-        for wrong in ({"filter": {"year": {"least": 1}}}, {"diversity": 1.5}, {"allow": "i1"}):
+        ruled = post(boost={"genres": {"Drama": 1e6}}, quota={"genres": {"Drama": 2}}, k=5).json()["items"]
+        assert [has(popular, item_id, "Drama") for item_id in ruled] == [True, True, False, False, False]
+        wrong_rules = [{"boost": {"genres": {"Drama": 0}}}, {"quota": {"genres": {"Drama": -1}}}, {"quota": {"no": {}}}]
+        for wrong in (
+            {"filter": {"year": {"least": 1}}},
+            {"diversity": 1.5},
+            {"diversity": 0.5, "k": 1_001},
+            {"allow": "i1"},
+            *wrong_rules,
+        ):
             assert post(**wrong).status_code == 422
         best = get("/popular?k=3").json()
         assert best["scores"] == [40, 39, 38]
