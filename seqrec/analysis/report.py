@@ -37,7 +37,7 @@ GLOSSARY = {
     "interval": "95 % of the means that other users drawn at random, as many, would have given.",
 }
 STYLE = """
-:root { color-scheme: light dark; --text: #1b1b1b; --back: #fff; --soft: #595959; --line: #c8c8c8; --hit: #c8e6c9 }
+:root { color-scheme: light dark; --text: #1b1b1b; --back: #ffffff; --soft: #595959; --line: #c8c8c8; --hit: #c8e6c9 }
 @media (prefers-color-scheme: dark) {
   :root { --text: #e6e6e6; --back: #16181c; --soft: #a8a8a8; --line: #444; --hit: #1f5130 }
 }
@@ -48,6 +48,7 @@ table { border-collapse: collapse; margin: 1em 0 }
 caption { text-align: left; color: var(--soft); padding: 0 .7em .4em }
 th, td { padding: .2em .7em; text-align: left; vertical-align: top } tbody th { font-weight: inherit }
 thead th { border-bottom: 1px solid var(--line); font-weight: bold }
+table:has(td.number) thead th + th { text-align: right }
 td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap }
 tr.champion { font-weight: bold } tr.baseline, .note, .facts { color: var(--soft) } td.target { background: var(--hit) }
 .verdict { font-size: 1.15em } figure { margin: 1em 0 }
@@ -124,7 +125,7 @@ def page(
         text = ", ".join(f"{name} {value}" for name, value in facts.items())
         parts.append(f'<p class="facts">{html.escape(text)}</p>')
     if "verdict" in board:
-        parts.insert(1, f'<p class="verdict">{html.escape(board["verdict"]["sentence"])}</p>')
+        parts.append(f"<p>{html.escape(board['verdict']['sentence'])}</p>")
     parts += [f"<p>The data: {html.escape(text)}.</p>" for text in board.get("warnings", ())]
     parts.append(_leaderboard(rows))
     if outcome:
