@@ -31,7 +31,7 @@ def test_the_screen_is_what_is_left_in_the_end(written, shown):
 def test_a_command_runs_in_a_terminal(tmp_path, capfdbinary):
     code = "import os, sys; print(sys.stdout.isatty(), os.get_terminal_size().columns); sys.exit(3)"
     written, status = terminal.run([sys.executable, "-c", code])
-    terminal.draw(terminal.screen(written), "a <title>", tmp_path / "new" / "one.svg")
+    terminal.draw(terminal.screen(written), "<title>", tmp_path / "new" / "one.svg")
 
     assert (written, status) == ("True 100\r\n", 3)
-    assert "a &lt;title&gt;" in (tmp_path / "new" / "one.svg").read_text()
+    assert "&lt;title&gt;" in (tmp_path / "new" / "one.svg").read_text()

@@ -55,7 +55,8 @@ tr.champion { font-weight: bold } tr.baseline, .note, .facts { color: var(--soft
 summary { cursor: pointer } summary h2, summary h3 { display: inline-block; margin: .6em 0 }
 .events { max-height: 28em; overflow: auto; border: 1px solid var(--line) } .events table { margin: 0 }
 .events thead th { position: sticky; top: 0; background: var(--back) } dt { font-weight: bold }
-@media (max-width: 700px) { body { margin: .5em auto; padding: 0 .6em } th, td { padding: .2em .4em } }
+@media (max-width: 700px) { body { margin: .5em auto; padding: 0 .6em } th, td { padding: .2em .4em }
+  caption { max-width: calc(100vw - 2.5em) } }
 """
 SCRIPT = """
 const dark = matchMedia("(prefers-color-scheme: dark)"), narrow = matchMedia("(max-width: 700px)");
@@ -77,7 +78,7 @@ const stack = layout => {  // one panel a row
     if (note) Object.assign(note, {x: 0.5, y: top, font: {size: 11}});
   });
   layout.height = 330 * count + 100;
-  layout.legend = {orientation: "h", y: -60 / layout.height, yanchor: "top"};
+  layout.legend = {orientation: "h", y: -70 / (330 * count - 90), yanchor: "top"};  // below the title of the axis
   layout.margin = {l: 50, r: 10, t: 40, b: 40};
 };
 const draw = place => {
