@@ -2,13 +2,14 @@
 
 Needs params.yaml, reports/ and mlflow.db, which `make repro` leaves, and a browser and what drives it, which the
 project does not install: Chromium with chromedriver (Debian: `apt-get install chromium chromium-driver`) and `pip
-install selenium`. The pages are those that `make ui` and `make repro` name, as they are: MLflow serves the run's
-own database.
+install selenium vl-convert-python`. The pages are those that `make ui` and `make repro` name, as they are: MLflow
+serves the run's own database. scripts/terminal.py draws `make repro` itself.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import socket
@@ -22,6 +23,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 
+import vl_convert
 from mlflow import MlflowClient
 from rich.console import Console
 from selenium import webdriver
@@ -52,7 +54,7 @@ CHROMIUM_FLAGS = (
 
 
 def main() -> None:
-    """Write the leaderboard as docs/images/leaderboard.svg, and a picture of each page in `HEIGHTS`."""
+    """Write leaderboard.svg, the figures of `dvc plots show`, and a picture of each page in `HEIGHTS`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     parser.add_argument("--chromium", default=found, help="the browser (default: %(default)s)")
@@ -63,6 +65,7 @@ def main() -> None:
         parser.error("no Chromium found: install it, or name it with --chromium")
     flags.output.mkdir(parents=True, exist_ok=True)
     draw_leaderboard(flags.run, flags.output / "leaderboard.svg")
+    draw_plots(flags.run, flags.output)
     with tempfile.TemporaryDirectory() as folder, browser(flags.chromium, Path(folder, "profile")) as driver:
         draw_report(driver, flags.run / "reports" / REPORT_PAGE, flags.output)
         draw_mlflow(driver, flags.run, flags.output)
@@ -78,6 +81,14 @@ def draw_leaderboard(run: Path, path: Path) -> None:
         console = Console(record=True, width=80, file=nowhere, force_terminal=True)
         console.print(leaderboard.render(rows))
     path.write_text(console.export_svg(title="make repro"), encoding="utf-8")
+
+
+def draw_plots(run: Path, output: Path) -> None:
+    """Write the figures of `dvc plots show`, whose own page fetches what draws them from the network."""
+    command = [sys.executable, "-m", "dvc", "plots", "show", "--json"]
+    figures = json.loads(subprocess.run(command, cwd=run, capture_output=True, check=True).stdout)["data"]
+    for file, (figure,) in figures.items():
+        (output / f"plots-{Path(file).stem}.png").write_bytes(vl_convert.vegalite_to_png(figure["content"], scale=1.5))
 
 
 def draw_report(driver: WebDriver, page: Path, output: Path) -> None:

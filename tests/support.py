@@ -234,3 +234,15 @@ def draw_windows(data, *, seed=0, length=5, objective="causal", **config):
     options = Options(length=length, objective=objective)
     generator = torch.Generator().manual_seed(seed)
     return options, batches.windows(data, options, FinetuneConfig(**config), generator)
+
+
+def linear_rgb(colour):
+    """The light of a colour by channel, as WCAG 2 computes it."""
+    channels = [int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5)]
+    return np.array([c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels])
+
+
+def contrast(first, second):
+    """The ratio of light of two colours, from 1 to 21, as WCAG 2 computes it."""
+    bright, dark = sorted((linear_rgb(colour) @ [0.2126, 0.7152, 0.0722] for colour in (first, second)), reverse=True)
+    return (bright + 0.05) / (dark + 0.05)

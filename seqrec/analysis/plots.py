@@ -20,6 +20,7 @@ PANEL = 300  # pixels, height
 # Okabe and Ito's colours for colour-blind readers, without yellow, which vanishes on white, and black, on dark
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
 GREYS = ("#767676", "#949494", "#5F5F5F", "#ABABAB", "#868686")  # of the baselines
+WHISKERS = "#808080"  # of bars: plotly's own cannot be seen on a dark page
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 WORDS = {  # axis titles
     SELECTION: "NDCG@10 on validation",
@@ -96,7 +97,8 @@ def _error(keys: Sequence[str], values: Mapping[str, float]) -> dict[str, Any]:
     ends = [(values.get(f"{key}/low"), values.get(key), values.get(f"{key}/high")) for key in keys]
     below = [max(0.0, value - low) if low is not None and value is not None else 0.0 for low, value, _ in ends]
     above = [max(0.0, high - value) if high is not None and value is not None else 0.0 for _, value, high in ends]
-    return {"type": "data", "array": above, "arrayminus": below, "visible": any(below) or any(above), "thickness": 1}
+    look = {"visible": any(below) or any(above), "thickness": 1, "color": WHISKERS}
+    return {"type": "data", "array": above, "arrayminus": below, **look}
 
 
 def _slice_label(key: str, metrics: Mapping[str, Mapping[str, float]]) -> str:

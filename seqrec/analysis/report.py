@@ -37,7 +37,7 @@ GLOSSARY = {
     "interval": "95 % of the means that other users drawn at random, as many, would have given.",
 }
 STYLE = """
-:root { color-scheme: light dark; --text: #1b1b1b; --back: #fff; --soft: #595959; --line: #c8c8c8; --hit: #c8e6c9 }
+:root { color-scheme: light dark; --text: #1b1b1b; --back: #ffffff; --soft: #595959; --line: #c8c8c8; --hit: #c8e6c9 }
 @media (prefers-color-scheme: dark) {
   :root { --text: #e6e6e6; --back: #16181c; --soft: #a8a8a8; --line: #444; --hit: #1f5130 }
 }
@@ -48,13 +48,15 @@ table { border-collapse: collapse; margin: 1em 0 }
 caption { text-align: left; color: var(--soft); padding: 0 .7em .4em }
 th, td { padding: .2em .7em; text-align: left; vertical-align: top } tbody th { font-weight: inherit }
 thead th { border-bottom: 1px solid var(--line); font-weight: bold }
+table:has(td.number) thead th + th { text-align: right }
 td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap }
 tr.champion { font-weight: bold } tr.baseline, .note, .facts { color: var(--soft) } td.target { background: var(--hit) }
 .verdict { font-size: 1.15em } figure { margin: 1em 0 }
 summary { cursor: pointer } summary h2, summary h3 { display: inline-block; margin: .6em 0 }
 .events { max-height: 28em; overflow: auto; border: 1px solid var(--line) } .events table { margin: 0 }
 .events thead th { position: sticky; top: 0; background: var(--back) } dt { font-weight: bold }
-@media (max-width: 700px) { body { margin: .5em auto; padding: 0 .6em } th, td { padding: .2em .4em } }
+@media (max-width: 700px) { body { margin: .5em auto; padding: 0 .6em } th, td { padding: .2em .4em }
+  caption { max-width: calc(100vw - 2.5em) } }
 """
 SCRIPT = """
 const dark = matchMedia("(prefers-color-scheme: dark)"), narrow = matchMedia("(max-width: 700px)");
@@ -76,7 +78,7 @@ const stack = layout => {  // one panel a row
     if (note) Object.assign(note, {x: 0.5, y: top, font: {size: 11}});
   });
   layout.height = 330 * count + 100;
-  layout.legend = {orientation: "h", y: -60 / layout.height, yanchor: "top"};
+  layout.legend = {orientation: "h", y: -70 / (330 * count - 90), yanchor: "top"};  // below the title of the axis
   layout.margin = {l: 50, r: 10, t: 40, b: 40};
 };
 const draw = place => {
@@ -124,7 +126,7 @@ def page(
         text = ", ".join(f"{name} {value}" for name, value in facts.items())
         parts.append(f'<p class="facts">{html.escape(text)}</p>')
     if "verdict" in board:
-        parts.insert(1, f'<p class="verdict">{html.escape(board["verdict"]["sentence"])}</p>')
+        parts.append(f"<p>{html.escape(board['verdict']['sentence'])}</p>")
     parts += [f"<p>The data: {html.escape(text)}.</p>" for text in board.get("warnings", ())]
     parts.append(_leaderboard(rows))
     if outcome:

@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from support import HISTORY, row
+from support import HISTORY, contrast, linear_rgb, row
 
 from seqrec.analysis import plots
 from seqrec.analysis.strec_sparsity import Point
@@ -98,6 +98,7 @@ def test_the_bars_of_slices_have_whiskers_where_there_is_an_interval():
     ours, theirs = plots.metric_by_slice(metrics).data
 
     assert (ours.error_y.visible, theirs.error_y.visible) == (True, False)
+    assert ours.error_y.color == plots.WHISKERS
     assert (ours.error_y.array, ours.error_y.arrayminus) == (pytest.approx((0.1,)), pytest.approx((0.05,)))
 
 
@@ -106,17 +107,6 @@ def test_axes_are_named_in_words():
 
     assert [axis.title.text for axis in figure.select_yaxes()] == ["training loss", "NDCG@10 on validation"]
     assert plots.coverage_against_accuracy([row("sasrec")]).layout.xaxis.title.text.startswith("coverage, share of")
-
-
-def linear(colour):
-    """The light of a colour by channel, as WCAG 2 computes it."""
-    channels = [int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5)]
-    return np.array([c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels])
-
-
-def contrast(first, second):
-    bright, dark = sorted((linear(colour) @ [0.2126, 0.7152, 0.0722] for colour in (first, second)), reverse=True)
-    return (bright + 0.05) / (dark + 0.05)
 
 
 SEEN = {  # linear RGB as who lacks one kind of cone sees it: Vienot, Brettel and Mollon 1999
@@ -128,7 +118,7 @@ SEEN = {  # linear RGB as who lacks one kind of cone sees it: Vienot, Brettel an
 
 @pytest.mark.parametrize("eye", SEEN)
 def test_the_colours_of_models_are_told_apart_by_colour_blind_readers(eye):
-    seen = [SEEN[eye] @ linear(colour) for colour in plots.COLOURS]
+    seen = [SEEN[eye] @ linear_rgb(colour) for colour in plots.COLOURS]
     distance = min(np.linalg.norm(a - b) for a, b in itertools.combinations(seen, 2))
 
     assert distance > 0.1  # of plotly's own colours: 0.02
@@ -137,6 +127,7 @@ def test_the_colours_of_models_are_told_apart_by_colour_blind_readers(eye):
 @pytest.mark.parametrize("ground", ["#FFFFFF", "#16181C"])
 def test_lines_stand_out_from_the_page_light_and_dark(ground):
     assert min(contrast(colour, ground) for colour in (*plots.COLOURS, *plots.GREYS)) >= 2
+    assert contrast(plots.WHISKERS, ground) >= 3
 
 
 def test_no_two_models_share_colour_and_dash_and_baselines_are_grey():

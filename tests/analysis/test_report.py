@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import base64
 import gzip
+import itertools
 import json
 import re
 from html.parser import HTMLParser
 
 import pytest
 from plotly.offline import get_plotlyjs
-from support import HISTORY, row
+from support import HISTORY, contrast, row
 
 from seqrec.analysis import report
 from seqrec.analysis.examples import Example, Examples, Opinion
@@ -160,6 +161,16 @@ def test_a_screen_reader_finds_captions_heads_and_labels(text):
         assert table.count('<th scope="row">') == table.count("<tr") - 1
     assert len(re.findall(r"<figure role=\"group\" aria-label=\"[^\"]", text)) == len(Page(text).figures())
     assert "prefers-color-scheme: dark" in report.STYLE
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_is_legible_in_either_scheme(scheme):
+    light, _, dark = report.STYLE.partition("@media (prefers-color-scheme: dark)")
+    colours = dict(re.findall(r"--(\w+): (#[0-9a-f]+)", light if scheme == "light" else dark))
+
+    for text, ground in itertools.product(("text", "soft"), ("back", "hit")):
+        if (text, ground) != ("soft", "hit"):  # nothing grey is marked
+            assert contrast(colours[text], colours[ground]) >= 4.5  # WCAG 2.2, level AA
 
 
 def test_lists_mark_the_held_out_item_and_end_where_a_list_ends(text):
