@@ -63,7 +63,7 @@ docs: setup  ## the site of these pages, into build/site; a link that leads nowh
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet
 
 test: setup lint  ## linters, types, tests
-	OMP_NUM_THREADS=1 pytest --numprocesses auto
+	OMP_NUM_THREADS=1 pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
 
 test-containers: setup  ## build the image, run the pipeline in it; needs Docker, or root on Debian
 	scripts/with_docker.sh pytest -m containers tests/test_containers.py

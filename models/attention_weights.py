@@ -1,4 +1,4 @@
-"""Attention weights of a pass, for whoever wants to look at them; a pass that nobody looks at keeps none."""
+"""Records the attention weights of a forward pass on request; other passes record nothing."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-_kept: list[Tensor] | None = None  # None: nobody looks
+_kept: list[Tensor] | None = None  # None: not recording
 
 
 @contextmanager
 def kept() -> Iterator[list[Tensor]]:
-    """Yield a list that holds the weights (..., Q, L) of the last attention computed meanwhile."""
+    """Yield a list that receives the weights (..., Q, L) of the last attention computed in the block."""
     global _kept
     before, _kept = _kept, []
     try:
@@ -22,6 +22,6 @@ def kept() -> Iterator[list[Tensor]]:
 
 
 def keep(weight: Callable[[], Tensor]) -> None:
-    """Take note of `weight`; it is computed only if somebody looks, as a fused kernel has no weights to show."""
+    """Record `weight`, which is computed only on request, because fused kernels do not return weights."""
     if _kept is not None:
         _kept[:] = [weight()]

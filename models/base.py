@@ -1,4 +1,4 @@
-"""The protocol that every model follows, and that training, ranking and export rely on.
+"""The interface of every model, on which training, ranking and export rely.
 
 Shape suffixes, in every file of this package:
   B batch   L sequence length   P positions with a target   D model width   V items + 1
@@ -21,20 +21,20 @@ OBJECTIVES: tuple[str, ...] = get_args(Objective)
 
 
 class Batch(NamedTuple):
-    """What a model sees of a user: plain tensors, so that torch.export takes it as it is."""
+    """The input of a model: plain tensors, so that torch.export accepts it."""
 
     items: Tensor  # (B, L) int64, left-padded; 0 = PAD, num_items + 1 = MASK
-    times: Tensor  # (B, L) float64, seconds relative to the last event (<= 0): float32 loses seconds after half a year
-    user: Tensor  # (B,) int64, 0 = unknown: training had no target of that user
+    times: Tensor  # (B, L) float64, seconds relative to the last event (<= 0); float32 is too coarse for years
+    user: Tensor  # (B,) int64; 0 = unknown, a user without training targets
 
 
 class Catalogue(NamedTuple):
-    """All that a model may know of a dataset; saved with its weights."""
+    """What a model knows about its dataset; saved with the weights."""
 
     num_items: int
     num_users: int
     length: int
-    tokens: dict[str, Tensor] | None = None  # flat ids, types, offsets; vectors; values (models that read text only)
+    tokens: dict[str, Tensor] | None = None  # for models that read text: ids, types, offsets; vectors; values
 
 
 TaskLoss = Callable[[Tensor], Tensor]  # queries (B, P, D) -> (B, P); their sum is the mean loss per target
@@ -42,9 +42,9 @@ TaskLoss = Callable[[Tensor], Tensor]  # queries (B, P, D) -> (B, P); their sum 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of every model; the model's own file adds to them."""
+    """Options that all models share; each model adds its own."""
 
-    length: int = 50  # positions the model sees: the most recent events, and MASK where it is asked with one
+    length: int = 50  # positions that the model reads: the most recent events, and MASK with objective cloze
     objective: Objective = "causal"
 
     def __post_init__(self) -> None:
@@ -54,28 +54,28 @@ class Options:
 
     @property
     def masked(self) -> bool:
-        """Whether targets are MASKs inside the window, seen from both sides; otherwise a target follows its query."""
+        """Whether targets are masked events within the window; otherwise, targets follow their query."""
         return self.objective == "cloze"
 
     @property
     def history(self) -> int:
-        """Most recent events that a query for the next item sees: one fewer where MASK takes a place."""
+        """Number of recent events that a query for the next item can see; MASK takes one position."""
         return self.length - self.masked
 
     def check_unused(self, why: str, *names: str) -> None:
-        """Raise ValueError if an option of `names` is not at its default."""
+        """Raise ValueError if an option in `names` differs from its default."""
         changed = [f.name for f in fields(self) if f.name in names and getattr(self, f.name) != f.default]
         check(not changed, f"{', '.join(changed)}: no effect, as {why}")
 
 
 def _choices(options: type[Options]) -> dict[str, tuple[str, ...]]:
-    """Return the values that each option of a Literal type may have."""
+    """Return the allowed values of each option of a Literal type."""
     hints = get_type_hints(options)
     return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
 
 
 def with_mask(batch: Batch, mask: int) -> Batch:
-    """Append MASK, the place of the event to predict, at the time of the last event."""
+    """Append MASK for the event to predict, with the time of the last event."""
     items = F.pad(batch.items, (0, 1), value=mask)
     return batch._replace(items=items, times=F.pad(batch.times, (0, 1)))
 
@@ -87,22 +87,22 @@ def check(condition: bool, message: str) -> None:
 
 
 class SequenceModel(nn.Module):
-    """A map from a user's past to a query vector in the space of the items.
+    """Maps a user's past to a query vector in the space of item vectors.
 
-    A score is always the inner product of a query and an item vector (a bias is one more column): one loss,
-    one ranking path and one export path serve every model.
+    Every score is the inner product of a query and an item vector, with a bias as one more column. All models therefore
+    share the losses, the ranking and the export.
     """
 
     Options: ClassVar[type[Options]]
     options: Any
     objectives: ClassVar[frozenset[str]] = frozenset({"causal"})
-    # of the items: what it reads in `Catalogue.tokens`
+    # the text of the items that it reads from `Catalogue.tokens`
     text: ClassVar[Literal["", "tokens", "vectors", "attributes"]] = ""
-    reads_events: ClassVar[bool] = False  # whether its last attention has one key an event, in order
-    clipped_apart: ClassVar[tuple[str, ...]] = ()  # ends of names of parameters whose gradients are clipped apart
-    undecayed: ClassVar[tuple[str, ...]] = ()  # ends of names of matrices without weight decay; vectors never have any
-    shortest = 1  # positions of a batch that an exported graph takes; shorter ones are padded
-    contrastive: ClassVar[frozenset[str]] = frozenset()  # phases whose batches end with the target, selected by `hits`
+    reads_events: ClassVar[bool] = False  # whether the keys of its last attention are the events, in order
+    clipped_apart: ClassVar[tuple[str, ...]] = ()  # name suffixes of parameters whose gradients are clipped separately
+    undecayed: ClassVar[tuple[str, ...]] = ()  # name suffixes of matrices without weight decay; vectors never have any
+    shortest = 1  # minimum number of positions in an exported graph; shorter inputs are padded
+    contrastive: ClassVar[frozenset[str]] = frozenset()  # phases whose batches include the target; validated by `hits`
 
     def __init__(self, options: Any, catalogue: Catalogue) -> None:
         super().__init__()
@@ -116,28 +116,28 @@ class SequenceModel(nn.Module):
 
     @classmethod
     def needs_of(cls, options: Any) -> frozenset[str]:
-        """Return what a model with `options` reads besides items, of times, user, text and attributes."""
+        """Return which of times, user, text and attributes a model with `options` reads besides items."""
         return frozenset({"attributes" if cls.text == "attributes" else "text"} if cls.text else ())
 
     @property
     def needs(self) -> frozenset[str]:
-        """What this model reads besides items, of times, user, text and attributes."""
+        """Which of times, user, text and attributes this model reads besides items."""
         return self.needs_of(self.options)
 
     def asked(self, batch: Batch) -> Batch:
-        """Return the batch that asks what follows each history: with MASK at its end for a model trained with them."""
+        """Return the batch that queries the next item of each history; with objective cloze, MASK is appended."""
         return with_mask(batch, self.catalogue.num_items + 1) if self.options.masked else batch
 
     def forward(self, batch: Batch, last: bool = False) -> Tensor:
-        """Return queries (B, L, D); with `last`, (B, 1, D), on the very path that is served."""
+        """Return queries (B, L, D); with `last`, only the last ones (B, 1, D), computed as in serving."""
         raise NotImplementedError
 
     def item_vectors(self) -> Tensor:
-        """Return (V, D); row 0 is padding and never a candidate."""
+        """Return item vectors (V, D); row 0 is padding, which is never a candidate."""
         raise NotImplementedError
 
     def attention_maps(self, batch: Batch, last: bool = False) -> Tensor | None:
-        """Return the weights (B, H, Q, L) of its last attention, in eval mode; None if its keys are not the events."""
+        """Return the weights (B, H, Q, L) of the last attention, in eval mode; None if its keys are not the events."""
         if not self.reads_events:
             return None
         with attention_weights.kept() as weights:
@@ -145,40 +145,40 @@ class SequenceModel(nn.Module):
         return weights[0].reshape(len(batch.items), -1, *weights[0].shape[-2:])
 
     def masked_maps(self, batch: Batch) -> tuple[Tensor, Tensor] | None:
-        """Return `attention_maps` without and with learnt masks of the last layer; None for a model without such."""
+        """Return `attention_maps` without and with the last layer's learnt masks; None for models without masks."""
         return None
 
     def serving_variants(self) -> dict[float, Any]:
-        """Return the options that the weights can be served with as they are, by the share of rows not computed."""
+        """Return options with which the same weights can be served, by the share of rows that they skip."""
         return {}
 
     def serve(self, catalogue: Catalogue) -> None:
-        """Take another catalogue in place of the one it was trained on; models of tokens alone can."""
+        """Replace the catalogue of training by another one; only for models that represent items by tokens."""
         raise NotImplementedError
 
     def grown(self, catalogue: Catalogue) -> SequenceModel:
-        """Return this model with more items, known from their text; models of tokens alone can."""
+        """Return this model with additional items, described by text; only for models of tokens."""
         raise NotImplementedError
 
     def user_tables(self) -> list[nn.Embedding]:
-        """Return the tables called `users`: row u is user u, and row 0 a user that training did not know."""
+        """Return the embedding tables named `users`; row u is user u, and row 0 the unknown user."""
         named = ((name.rpartition(".")[2], part) for name, part in self.named_modules())
         return [part for name, part in named if name == "users" and isinstance(part, nn.Embedding)]
 
     def phases(self, stage: str) -> tuple[str, ...]:
-        """Return the training phases of `stage`, pretrain or finetune; best weights are restored between phases."""
+        """Return the phases of `stage`, pretrain or finetune; after each phase, its best weights are restored."""
         return () if stage == "pretrain" else ("train",)
 
     def enter(self, phase: str) -> None:
-        """Freeze or switch for `phase`; the engine then rebuilds the optimiser."""
+        """Freeze parameters or switch modes for `phase`; the optimiser is rebuilt afterwards."""
 
     def on_epoch(self) -> None:
-        """Work before each epoch, in eval mode and without gradient."""
+        """Run before each epoch, in eval mode and without gradients."""
 
     def hits(self, batch: Batch) -> Tensor:
-        """Return bool (B,): which targets, the batch's last events, are told apart from those of the other rows."""
+        """Return bool (B,): whether each row's target, its last event, scores highest among the targets of all rows."""
         raise NotImplementedError
 
     def training_loss(self, batch: Batch, task: TaskLoss) -> dict[str, Tensor]:
-        """Return the named terms whose sum is minimised; one named `figure/...` is logged with them, not minimised."""
+        """Return the named terms whose sum is minimised; those named `figure/...` are only logged."""
         return {"task": task(self(batch)).sum()}

@@ -2,12 +2,12 @@
 
 Differs from the paper's code in these places:
 - positions count back from the most recent event, so that padding cannot shift them;
-- keys at padded positions are masked; attention weights are not dropped by default (`attention_dropout`), which lets
-  a fused kernel compute them;
-- every masked item becomes MASK, drawn anew each epoch; the code repeats ten fixed draws;
-- the vocabulary's softmax leaves out padding and MASK, which are no candidates.
+- keys at padded positions are masked; by default, attention weights have no dropout (`attention_dropout`), so that a
+  fused kernel can be used;
+- every masked item becomes MASK, and masks are drawn in each epoch; the code repeats ten fixed draws;
+- the softmax leaves out padding and MASK, which are not candidates.
 
-Shape suffixes, besides those of base.py: Q positions computed.
+Shape suffixes, besides those of base.py: Q query positions.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class BERT4RecOptions(Options):
     d_model: int = 64
     layers: int = 2
     heads: int = 2
-    d_inner: int = 0  # width of the feed-forward networks; 0 = 4 * d_model
-    dropout: float = 0.2  # of embeddings, attention's output and feed-forward networks
-    attention_dropout: float = 0.0  # of attention weights; more than 0 rules out the fused kernel
+    d_inner: int = 0  # width of the feed-forward networks; 0: 4 * d_model
+    dropout: float = 0.2  # dropout of embeddings, attention outputs and feed-forward networks
+    attention_dropout: float = 0.0  # dropout of attention weights; above 0, the fused kernel is not used
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -43,7 +43,7 @@ class BERT4RecOptions(Options):
 
 
 class Block(nn.Module):
-    """Attention, then a feed-forward network, each normalised after its residual."""
+    """Attention and a feed-forward network, each followed by a residual connection and layer norm."""
 
     def __init__(self, options: BERT4RecOptions) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Block(nn.Module):
         self.dropout = Dropout(options.dropout)
 
     def forward(self, x_BLD: Tensor, bias_BLL: Tensor, queries: slice) -> Tensor:
-        """Return the block's output at the positions `queries` alone."""
+        """Return the block's output (B, Q, D) at the positions `queries`."""
         query_BQD = x_BLD[:, queries]
         mixed_BQD = self.attention(query_BQD, x_BLD, bias_BLL[:, queries])
         x_BQD = self.norm_attention(query_BQD + self.dropout(mixed_BQD))
@@ -90,7 +90,7 @@ class BERT4Rec(SequenceModel):
         bias_BLL = attention_bias(batch.items, causal=False)
         x_BLD = self.dropout(self.norm(self.items(batch.items) + self.positions[-length:]))
         for number, block in enumerate(self.blocks, start=1):
-            only_last = last and number == self.options.layers  # earlier layers feed its keys and values
+            only_last = last and number == self.options.layers  # earlier layers compute its keys and values
             x_BLD = block(x_BLD, bias_BLL, slice(-1, None) if only_last else slice(None))
         query_BQD: Tensor = self.head(x_BLD)
         return torch.cat([query_BQD, torch.ones_like(query_BQD[..., :1])], -1)

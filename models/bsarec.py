@@ -1,15 +1,16 @@
-"""BSARec: self-attention beside a frequency filter (Shin et al., AAAI 2024, arXiv:2312.10325).
+"""BSARec: self-attention combined with a frequency filter (Shin et al., AAAI 2024, arXiv:2312.10325).
 
-A layer is alpha times a filter plus 1 - alpha times attention. The filter splits the window into its slow part, the
-lowest frequencies of its Fourier transform along the positions, and the rest, and rescales the rest channel by channel.
+A layer is the sum of a filter, weighted by alpha, and attention, weighted by 1 - alpha. The filter splits the window
+into low and high frequencies of its Fourier transform along the positions, and rescales the high ones per channel.
 
-A Fourier transform reads the whole window: every output depends on every event. So an event may be predicted only from
-a window that ends before it. A training example is a prefix (objective `last`) and its last row alone is read.
+Because of the Fourier transform, every output depends on every event of the window, so an event can only be predicted
+from a window that ends before it. Training examples are therefore prefixes (objective `last`), and only their last row
+is used.
 
 Differs from the paper's code in these places:
-- the filter is computed as what it is, one constant matrix, since all windows are padded to one length;
-- positions count back from the most recent event: in windows of one length, a renaming;
-- attention weights are not dropped by default (`attention_dropout`), which lets a fused kernel compute them.
+- the filter is a constant matrix, since all windows are padded to one length;
+- positions count back from the most recent event, which is a mere renaming for windows of one length;
+- by default, attention weights have no dropout (`attention_dropout`), so that a fused kernel can be used.
 
 Shape suffixes, besides those of base.py: N positions of the padded window, Q queries.
 """
@@ -25,7 +26,7 @@ from torch.nn import functional as F
 from models.base import PAD, Batch, Catalogue, Objective, Options, SequenceModel, TaskLoss, check
 from models.layers import INIT_STD, Dropout, MultiHeadAttention, attention_bias, initialise
 
-NORM_EPS = 1e-12  # as in the code; embeddings start small
+NORM_EPS = 1e-12  # as in the paper's code; initial embeddings are small
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +38,9 @@ class BSARecOptions(Options):
     layers: int = 2
     heads: int = 2
     dropout: float = 0.5
-    attention_dropout: float = 0.0  # of attention weights; more than 0 rules out the fused kernel
-    alpha: float = 0.7  # share of the filter in a layer's output; the rest is attention's
-    cut: int = 5  # c of the paper: frequencies 0 to c // 2 are slow
+    attention_dropout: float = 0.0  # dropout of attention weights; above 0, the fused kernel is not used
+    alpha: float = 0.7  # weight of the filter in a layer's output; attention has 1 - alpha
+    cut: int = 5  # c of the paper: frequencies 0 to c // 2 count as low
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -51,7 +52,7 @@ class BSARecOptions(Options):
 
 
 def low_pass(length: int, cut: int) -> Tensor:
-    """Return (N, N): the matrix that keeps frequencies 0 to `cut` // 2 of a sequence of `length` values."""
+    """Return the matrix (N, N) that keeps frequencies 0 to `cut` // 2 of a sequence of `length` values."""
     spectrum = torch.fft.rfft(torch.eye(length, dtype=torch.float64), dim=0)
     spectrum[cut // 2 + 1 :] = 0
     matrix: Tensor = torch.fft.irfft(spectrum, n=length, dim=0).float()
@@ -59,7 +60,7 @@ def low_pass(length: int, cut: int) -> Tensor:
 
 
 class Block(nn.Module):
-    """Filter and attention side by side, then a point-wise network (paper, eqs. 9 to 14)."""
+    """Filter and attention in parallel, followed by a point-wise network (paper, eqs. 9 to 14)."""
 
     slow_NN: Tensor
 
@@ -90,7 +91,7 @@ class Block(nn.Module):
 
 
 class BSARec(SequenceModel):
-    """Filtered and attended windows of the user's most recent items."""
+    """Frequency filter and self-attention over the user's most recent items."""
 
     Options = BSARecOptions
     options: BSARecOptions
@@ -106,13 +107,13 @@ class BSARec(SequenceModel):
         initialise(self)
 
     def forward(self, batch: Batch, last: bool = False) -> Tensor:
-        """See `SequenceModel.forward`; a row but the last one depends on the events after it."""
+        """See `SequenceModel.forward`; rows other than the last depend on later events."""
         length = batch.items.shape[1]
         items_BN = F.pad(batch.items, (self.options.length - length, 0), value=PAD)
         bias_BNN = attention_bias(items_BN, causal=True)
         x_BND: Tensor = self.dropout(self.norm(self.items(items_BN) + self.positions))
         for number, block in enumerate(self.blocks, start=1):
-            only_last = last and number == self.options.layers  # earlier layers feed its window
+            only_last = last and number == self.options.layers  # earlier layers compute its window
             x_BND = block(x_BND, bias_BNN, slice(-1, None) if only_last else slice(None))
         return x_BND if last else x_BND[:, -length:]
 

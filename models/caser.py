@@ -1,10 +1,10 @@
 """Caser: convolutional sequence embedding recommendation (Tang and Wang, WSDM 2018, arXiv:1809.07426).
 
 Differs from the paper in these places:
-- each event has one target, the event after it (T = 1), not the next T events;
-- the loss is the engine's, full softmax by default, not binary cross-entropy with three negatives;
-- item vectors are scaled by sqrt(d) on entry, so that the small initial values do not vanish in the convolutions;
-- a user who is unknown has the zero vector: the windows alone decide.
+- each event has one target, the next event (T = 1), rather than the next T events;
+- the loss is that of the training settings, by default full softmax, not binary cross-entropy with three negatives;
+- input item vectors are scaled by sqrt(d), so that the small initial values do not vanish in the convolutions;
+- unknown users have the zero vector, so that scores depend only on the window.
 
 Shape suffixes, besides those of base.py: C features of the convolutions, T = L + window - 1.
 """
@@ -27,10 +27,10 @@ class CaserOptions(Options):
     """Options of Caser."""
 
     d_model: int = 64
-    window: int = 5  # L in the paper: most recent items that a query reads
-    horizontal: int = 16  # filters of each height from 1 to `window`
-    vertical: int = 4  # filters
-    dropout: float = 0.5  # of the filters' outputs
+    window: int = 5  # L in the paper: number of recent items that a query reads
+    horizontal: int = 16  # number of horizontal filters of each height from 1 to `window`
+    vertical: int = 4  # number of vertical filters
+    dropout: float = 0.5  # dropout of the filters' outputs
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -41,7 +41,7 @@ class CaserOptions(Options):
 
 
 class Caser(SequenceModel):
-    """Filters over the last items, taken as an image of window x width, beside a vector of the user."""
+    """Convolutions over the last items as an image of window x width, joined with a user vector."""
 
     Options = CaserOptions
     options: CaserOptions
@@ -77,7 +77,7 @@ class Caser(SequenceModel):
         return torch.cat([z_BLD, user_BLD, torch.ones_like(z_BLD[..., :1])], -1)  # (10)
 
     def _convolve(self, x_BDT: Tensor) -> Tensor:
-        """Return (B, T - window + 1, C): the filters' outputs for every window of the time axis at once."""
+        """Return the filters' outputs (B, T - window + 1, C) for all windows along the time axis."""
         window = self.options.window
         pooled = [
             F.max_pool1d(torch.relu(filters(x_BDT)), window - height + 1, stride=1)  # (4) to (6)

@@ -1,6 +1,6 @@
-"""Attention that avoids the L x L matrix: drop-ins for the backbone of STRec, to compare it with.
+"""Attention without the L x L matrix: alternatives in the backbone of STRec, for comparison.
 
-Each takes the rows of a layer as queries and keys and returns all of them; attention looks both ways.
+Each module takes the rows of a layer as queries and keys and returns all rows; attention is bidirectional.
 
 Shape suffixes, besides those of base.py: H heads, K width of a head, R projected rows, U chosen queries, S sampled
 keys, C chunks, W positions of a chunk, J keys of a chunk.
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 
 class EfficientAttention(nn.Module):
-    """Projections around a way to mix values."""
+    """Input and output projections around `mix`, which subclasses define."""
 
     def __init__(self, d_model: int, heads: int, length: int, size: int) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class EfficientAttention(nn.Module):
         self.to_out = nn.Linear(d_model, d_model)
 
     def forward(self, query_BLD: Tensor, source_BLD: Tensor, visible_B11L: Tensor | None) -> Tensor:
-        """Return (B, L, D); `source_BLD` must be `query_BLD`, `visible_B11L` is False at padding, None without any."""
+        """Return (B, L, D); `source_BLD` must be `query_BLD`; `visible_B11L` is False at padding, None without."""
         assert query_BLD.shape == source_BLD.shape, "these drop-ins compute every row"
         projected = self.to_query_key_value(source_BLD).unflatten(-1, (3, self.heads, -1))
         q_BHLK, k_BHLK, v_BHLK = projected.permute(2, 0, 3, 1, 4).unbind()
@@ -41,8 +41,8 @@ class EfficientAttention(nn.Module):
 class LinformerAttention(EfficientAttention):
     """Keys and values projected along the sequence to `size` rows (Wang et al. 2020, arXiv:2006.04768).
 
-    One projection serves keys, values and heads; padding adds nothing to the projected rows. The weights of a short
-    sequence are those of the most recent positions.
+    Keys, values and heads share one projection, to which padding does not contribute. Short sequences use the weights
+    of the most recent positions.
     """
 
     def __init__(self, d_model: int, heads: int, length: int, size: int) -> None:
@@ -58,14 +58,14 @@ class LinformerAttention(EfficientAttention):
 
 
 class InformerAttention(EfficientAttention):
-    """ProbSparse attention (Zhou et al., AAAI 2021, arXiv:2012.07436): few queries attend, the others take the mean.
+    """ProbSparse attention (Zhou et al., AAAI 2021, arXiv:2012.07436): a few queries attend, the others get the mean.
 
-    A query's peakedness is the maximum minus the mean of its logits on ceil(size ln L) sampled keys; as many queries,
-    the most peaked ones, attend to everything. The keys are drawn once and are the same for all queries; the last
-    event is one of them, which no sequence lacks.
+    A query's peakedness is the maximum minus the mean of its logits on ceil(size ln L) sampled keys. The most peaked
+    queries, equally many, attend to all keys. The sampled keys are drawn once and are the same for all queries; they
+    include the last event, which every sequence has.
     """
 
-    order: Tensor  # (length,) how many events back, in the order of sampling
+    order: Tensor  # (length,) positions, counted back from the last event, in the order of sampling
 
     def __init__(self, d_model: int, heads: int, length: int, size: int) -> None:
         super().__init__(d_model, heads, length, size)
@@ -95,9 +95,9 @@ class InformerAttention(EfficientAttention):
 
 
 class LongformerAttention(EfficientAttention):
-    """A window and a global token (Beltagy et al. 2020, arXiv:2004.05150): `size` // 2 positions on either side.
+    """Sliding window and a global token (Beltagy et al. 2020, arXiv:2004.05150), `size` // 2 positions on each side.
 
-    The last event is global. It shares the projections of local attention, which the original gives it two of.
+    The last event is the global token. It shares the projections of local attention, unlike in the original.
     """
 
     def mix(self, q_BHLK: Tensor, k_BHLK: Tensor, v_BHLK: Tensor, visible_B11L: Tensor | None) -> Tensor:
@@ -107,14 +107,14 @@ class LongformerAttention(EfficientAttention):
         return torch.cat([local_BHLK[:, :, :-1], last_BH1K], dim=2)
 
     def _local(self, q_BHLK: Tensor, k_BHLK: Tensor, v_BHLK: Tensor, visible_B11L: Tensor | None) -> Tensor:
-        """Attend from chunks of W positions to the chunks before and after, to themselves, and to the last event."""
+        """Attend from each chunk of W positions to itself, to both neighbouring chunks and to the last event."""
         batch, heads, length, width = *q_BHLK.shape[:3], max(1, self.size // 2)
         padding = -length % width
         chunks = (length + padding) // width
         index_CW = torch.arange(-padding, length, device=q_BHLK.device).view(chunks, width)
         keys_CJ = (torch.arange(-width, 2 * width, device=q_BHLK.device) + index_CW[:, :1]).clamp(-1, length)
         band_CWJ = (index_CW[:, :, None] - keys_CJ[:, None, :]).abs() <= width
-        # the last event is the extra key: not also one of the window
+        # the last event is a key of its own, so it is left out of the window
         band_CWJ = band_CWJ & ((keys_CJ >= 0) & (keys_CJ < length - 1))[:, None, :]
         seen_BCWJ = F.pad(band_CWJ, (0, 1), value=True).unsqueeze(0)
         keys_CJ = F.pad(keys_CJ.clamp(0, length - 1), (0, 1), value=length - 1)

@@ -1,14 +1,14 @@
 """eSASRec: SASRec with LiGR blocks (Tikhonovich et al., RecSys 2025, arXiv:2508.06450).
 
-The blocks are those of LiGR (Borisyuk et al. 2025, arXiv:2502.03417): each branch reads a normalised input, and a
-sigmoid gate of the unnormalised one decides how much of the branch is added. The feed-forward network is a SwiGLU
-(Shazeer 2020, arXiv:2002.05202).
+The blocks are those of LiGR (Borisyuk et al. 2025, arXiv:2502.03417): each branch reads the normalised input and is
+added through a sigmoid gate, computed from the unnormalised input. The feed-forward network is a SwiGLU (Shazeer 2020,
+arXiv:2002.05202).
 
 Differs from the public code in these places:
-- the last block's output is normalised, as in SASRec; the code scores it as it is;
-- the loss is the engine's: with `loss: sampled_ce` and 256 negatives a step's targets share the draws, and scores are
-  corrected for how often an item is drawn; the code draws 256 for each target and corrects nothing;
-- what sasrec.py says of positions, padding, initialisation and dropped attention weights.
+- the last block's output is normalised, as in SASRec; the code uses it without normalisation;
+- with `loss: sampled_ce` and 256 negatives, all targets of a step share the negatives, and scores have the logQ
+  correction; the code draws 256 negatives per target, without correction;
+- positions, padding, initialisation and attention dropout are as described in sasrec.py.
 
 Shape suffixes, besides those of base.py: Q queries, E expanded width.
 """
@@ -29,7 +29,7 @@ from models.sasrec import SASRec, SASRecOptions
 class ESASRecOptions(SASRecOptions):
     """Options of eSASRec."""
 
-    expansion: int = 4  # width of the feed-forward network over d_model
+    expansion: int = 4  # width of the feed-forward network as a multiple of d_model
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -37,7 +37,7 @@ class ESASRecOptions(SASRecOptions):
 
 
 class LiGRBlock(nn.Module):
-    """Attention and SwiGLU, each on a normalised input and behind a gate."""
+    """Attention and SwiGLU, each with layer norm before it and a gate after it."""
 
     def __init__(self, options: ESASRecOptions) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class LiGRBlock(nn.Module):
         self.attention = MultiHeadAttention(d_model, options.heads, options.attention_dropout)
         self.gate_attention = nn.Linear(d_model, d_model)
         self.norm = nn.LayerNorm(d_model)
-        self.inner = nn.Linear(d_model, 2 * d_inner, bias=False)  # what is squashed, then what it multiplies
+        self.inner = nn.Linear(d_model, 2 * d_inner, bias=False)  # gate and value of the SwiGLU
         self.outer = nn.Linear(d_inner, d_model, bias=False)
         self.gate = nn.Linear(d_model, d_model)
         self.dropout = Dropout(options.dropout)
@@ -64,7 +64,7 @@ class LiGRBlock(nn.Module):
 
 
 class ESASRec(SASRec):
-    """SASRec with other blocks."""
+    """SASRec with LiGR blocks."""
 
     Options = ESASRecOptions
     options: ESASRecOptions

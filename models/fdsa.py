@@ -1,12 +1,12 @@
 """FDSA: feature-level deeper self-attention (Zhang et al., IJCAI 2019).
 
-Two streams of self-attention, one over a history's items and one over their attributes; a linear layer joins what both
-say of a position. An item's attributes are first mixed into one vector by how much each of them matters.
+Two streams of self-attention read the items of a history and their attributes; a linear layer joins their outputs at
+each position. An attention over the attributes of an item first reduces them to one vector.
 
 Differs from the paper in these places:
-- an attribute is any of the known words in a column of the items table, whatever their number;
+- attributes are the known words in columns of the items table, in any number;
 - positions count back from the most recent event;
-- the loss is the engine's: full softmax by default, not binary cross-entropy with one negative.
+- the loss is that of the training settings, by default full softmax, not binary cross-entropy with one negative.
 
 Shape suffixes, besides those of layers.py: M values of an item   N items
 """
@@ -27,10 +27,10 @@ from models.layers import Dropout, attention_bias, initialise
 class FDSAOptions(Options):
     """Options of FDSA."""
 
-    attributes: tuple[str, ...] = ()  # columns of the items table; none: the first three that hold text
-    attribute_values: int = 16  # of an item, at most: the words of its columns that other items have as well
+    attributes: tuple[str, ...] = ()  # columns of the items table; default: the first three with text
+    attribute_values: int = 16  # maximum per item: words of its columns that other items have, too
     d_model: int = 64
-    d_inner: int = 0  # width of the feed-forward networks; 0 = 4 * d_model
+    d_inner: int = 0  # width of the feed-forward networks; 0: 4 * d_model
     layers: int = 2
     heads: int = 2
     dropout: float = 0.2
@@ -44,7 +44,7 @@ class FDSAOptions(Options):
 
 
 class Attributes(nn.Module):
-    """One vector of an item's attributes: their mean, weighted by a learnt attention (paper, eqs. 1 and 2)."""
+    """Reduces an item's attributes to one vector by a learnt attention (paper, eqs. 1 and 2)."""
 
     def __init__(self, number: int, d_model: int) -> None:
         super().__init__()
@@ -53,17 +53,17 @@ class Attributes(nn.Module):
         self.outer = nn.Linear(d_model, 1, bias=False)
 
     def forward(self, value_NM: Tensor) -> Tensor:
-        """Return (..., D); 0 where there are no attributes."""
+        """Return (..., D); 0 for items without attributes."""
         x_NMD = self.values(value_NM)
         score_NM1 = self.outer(torch.relu(self.inner(x_NMD)))
         none_NM1 = (value_NM == PAD).unsqueeze(-1)
         weight_NM1 = score_NM1.masked_fill(none_NM1, torch.finfo(score_NM1.dtype).min).softmax(-2)
-        out_ND: Tensor = (weight_NM1 * x_NMD).sum(-2)  # a value that is padding is 0
+        out_ND: Tensor = (weight_NM1 * x_NMD).sum(-2)  # padding values are 0
         return out_ND
 
 
 class Stream(nn.Module):
-    """Causal self-attention over vectors of a history."""
+    """Causal self-attention over the vectors of a history."""
 
     def __init__(self, options: FDSAOptions) -> None:
         super().__init__()

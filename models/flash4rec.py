@@ -1,22 +1,23 @@
 """FLASH4Rec: gated attention, a user-aware gate, a sparse mixture of experts and Top-K dropout (2023 preprint).
 
-Equation numbers are the paper's. It differs from the printed text in these places:
-- W_z, W_v and W_u have biases; the user's half of W_u has none, since its sum with the other half needs only one;
-- Z is `d_shared` wide, V and U are `d_value` wide, as in Hua et al.; the paper calls all three widths k;
-- eq. 5 concatenates along features, as its shapes say; the user's half of the product is computed once per user;
-- eq. 8 with one expert gives the constant gate 1, hence no gradient to the router: by default the gate is the
-  chosen expert's share of the softmax over all experts (Switch Transformer, the source it cites);
-- eq. 14 divides by the dropped mass; inverted dropout needs the kept mass. With the causal objective the factor is
-  one for each query, not one for the example, which would show later events to earlier queries (`topk_dropout_scope`);
-- eq. 16 is printed without logarithm, minus sign and the exponential of its denominator: the engine's cross-entropy
-  has all three;
-- the paper has nothing for users that training did not know: they are user 0, whose vector `user_dropout` trains;
-  without it that vector stays zero, and the gate of eq. 5 is made of the items alone;
-- an output projection after the gate (Hua et al. 2022, arXiv:2202.10447) and pre-norm blocks; dropout on embeddings
-  and residuals;
-- the experts' two layers have no bias, as in Switch Transformer, and the router's hidden layer is a ReLU;
-- `prediction_head: false` drops the two layers before the scores, which have to learn from data that an item is like
-  itself: sparse logs do not suffice. Items then enter as in SASRec, times sqrt(d), and branches start at a tenth.
+Equation numbers are those of the paper. This implementation differs from its text in these places:
+- W_z, W_v and W_u have biases, except for the user's half of W_u, because the sum with the other half needs only one;
+- Z has width `d_shared`, V and U have width `d_value`, as in Hua et al.; the paper uses k for all three widths;
+- eq. 5 concatenates along features, as its shapes imply; the user's half of the product is computed once per user;
+- with one expert per token, eq. 8 gives a constant gate of 1 and no gradient to the router. By default, the gate is
+  therefore the chosen expert's share of the softmax over all experts, as in Switch Transformer, which the paper cites;
+- eq. 14 divides by the dropped mass; inverted dropout requires the kept mass. With the causal objective, the factor is
+  computed per query rather than per example, which would leak later events into earlier queries
+  (`topk_dropout_scope`);
+- eq. 16 lacks the logarithm, the minus sign and the exponential of its denominator; the cross-entropy here has them;
+- the paper does not cover unknown users: they are user 0, whose vector is trained with `user_dropout`. Without it, the
+  vector stays zero, and the gate of eq. 5 depends only on the items;
+- there is an output projection after the gate (Hua et al. 2022, arXiv:2202.10447), pre-norm blocks, and dropout of
+  embeddings and residual branches;
+- the experts' two layers have no biases, as in Switch Transformer, and the router's hidden layer is a ReLU;
+- `prediction_head: false` removes the two layers before the scores, which must learn from data that an item is similar
+  to itself; sparse logs do not suffice for that. Input items are then scaled by sqrt(d), as in SASRec, and residual
+  branches start at a tenth.
 
 Shape suffixes, besides those of base.py: S shared query/key width, E value and gate width, N tokens, X experts,
 Y layers, R entries of ROUTING.
@@ -46,27 +47,27 @@ class FLASH4RecOptions(Options):
     """Options of FLASH4Rec."""
 
     d_model: int = 64
-    d_shared: int = 64  # width of Z, from which queries and keys are made
+    d_shared: int = 64  # width of Z, the common basis of queries and keys
     d_value: int = 128  # width of values and gate
     layers: int = 2
-    dropout: float = 0.2  # of embeddings and residual branches
-    activation: Activation = "silu"  # the unnamed sigma of eqs. 1, 4, 5
-    user_gate: bool = True  # False drops the user's half of eq. 5
-    user_dropout: float = 0.0  # share of training sequences whose user counts as unknown, as new users do when serving
+    dropout: float = 0.2  # dropout of embeddings and residual branches
+    activation: Activation = "silu"  # sigma in eqs. 1, 4 and 5, which the paper does not name
+    user_gate: bool = True  # false: without the user's half of eq. 5
+    user_dropout: float = 0.0  # share of training sequences with the user replaced by the unknown user
     norm: Literal["pre", "post"] = "pre"
-    prediction_head: bool = True  # False: the last block's normalised output is the query, better on sparse data
-    heads: int = 0  # 0 = gated attention; ablation: so many heads of plain attention in its place, without a user
-    experts: int = 4  # 1 = ablation: one dense network, no router
+    prediction_head: bool = True  # false: the last block's normalised output is the query, better on sparse data
+    heads: int = 0  # 0: gated attention; ablation: number of heads of plain attention, without the user
+    experts: int = 4  # 1: ablation with one dense network and no router
     experts_per_token: int = 1
     d_expert: int = 128
     d_router: int = 64
-    gate: Literal["softmax_then_topk", "topk_then_softmax"] = "softmax_then_topk"  # the second: eqs. 8, 9 to the letter
-    jitter: float = 0.01  # eq. 7: the router's input is scaled by Uniform(1 - jitter, 1 + jitter)
+    gate: Literal["softmax_then_topk", "topk_then_softmax"] = "softmax_then_topk"  # the latter: eqs. 8, 9
+    jitter: float = 0.01  # eq. 7: scale the router's input by Uniform(1 - jitter, 1 + jitter)
     balance: float = 0.01  # weight of eq. 11
     topk_dropout: float = 0.1  # probability of dropping each of a row's largest weights
     topk_dropout_k: int = 5
     topk_dropout_scope: Literal["auto", "matrix", "row"] = "auto"  # see `rescaled`
-    attention_dropout: float = 0.0  # ablation: plain dropout of attention weights, in Top-K dropout's place
+    attention_dropout: float = 0.0  # ablation: plain dropout of attention weights instead of Top-K dropout
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -93,15 +94,15 @@ class FLASH4RecOptions(Options):
             self.check_unused("one expert has no router", "d_router", "gate", "jitter", "balance")
         if self.topk_dropout == 0:
             self.check_unused("topk_dropout is 0", "topk_dropout_k")
-            # cards of earlier versions name `matrix`, then the default
+            # cards of earlier versions contain `matrix`, the default at that time
             check(self.topk_dropout_scope != "row", "topk_dropout_scope: no effect, as topk_dropout is 0")
 
     @property
     def rescaled(self) -> str:
-        """What Top-K dropout rescales by one factor: `row`, a query's weights, or `matrix`, an example's.
+        """The scope of a rescaling factor of Top-K dropout: `row` (a query) or `matrix` (an example).
 
-        The paper's factor is one for an example. With the causal objective it carries later events into earlier
-        queries, in training alone, so `auto` is `row` there and `matrix` elsewhere. An explicit `matrix` is obeyed.
+        The paper uses one factor per example. With the causal objective, that leaks later events into earlier queries
+        in training, so `auto` means `row` there and `matrix` otherwise. An explicit `matrix` is respected.
         """
         if self.topk_dropout_scope != "auto":
             return self.topk_dropout_scope
@@ -109,12 +110,12 @@ class FLASH4RecOptions(Options):
 
 
 def _normal(*shape: int) -> Tensor:
-    """Return weights (..., inputs, outputs) that keep the scale of their inputs."""
+    """Return initial weights (..., inputs, outputs) that preserve the scale of the inputs."""
     return torch.empty(shape).normal_(std=shape[-2] ** -0.5)
 
 
 def rotate(x_BLS: Tensor) -> Tensor:
-    """Rotate pairs of dimensions by the position (RoPE), so that inner products depend on distance alone (eq. 3)."""
+    """Apply rotary position embeddings, so that inner products depend only on the distance of positions (eq. 3)."""
     length, width = x_BLS.shape[-2:]
     steps = torch.arange(width // 2, device=x_BLS.device, dtype=torch.float32)
     angle = torch.arange(length, device=x_BLS.device, dtype=torch.float32)[:, None] * 10000.0 ** (-2 * steps / width)
@@ -126,7 +127,7 @@ def rotate(x_BLS: Tensor) -> Tensor:
 def mix(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor, real: Tensor, options: FLASH4RecOptions, training: bool
 ) -> Tensor:
-    """Return softmax attention (eqs. 2, 3) over the rows of `value`, in training with the dropout of `options`."""
+    """Return softmax attention (eqs. 2, 3) over `value`; in training, with the dropout of `options`."""
     if not training or options.topk_dropout == 0:
         dropout = options.attention_dropout if training else 0.0
         query, key, value, bias = (x.unsqueeze(1) for x in (query, key, value, bias))  # one head
@@ -142,10 +143,10 @@ def grouped_linear(x_ME: Tensor, counts_X: Tensor, weight_XEF: Tensor) -> Tensor
     Args:
         x_ME: rows sorted by expert.
         counts_X: rows of each expert.
-        weight_XEF: of each expert.
+        weight_XEF: weights of each expert.
     """
     dtypes = (torch.bfloat16,) if x_ME.is_cuda else (torch.bfloat16, torch.float32)
-    aligned = all(width % 8 == 0 for width in weight_XEF.shape[1:])  # the kernel wants rows of 16 bytes
+    aligned = all(width % 8 == 0 for width in weight_XEF.shape[1:])  # the kernel needs rows aligned to 16 bytes
     if aligned and x_ME.dtype in dtypes and hasattr(F, "grouped_mm"):
         product: Tensor = F.grouped_mm(x_ME, weight_XEF.to(x_ME.dtype), offs=counts_X.cumsum(0).to(torch.int32))
         return product
@@ -154,14 +155,14 @@ def grouped_linear(x_ME: Tensor, counts_X: Tensor, weight_XEF: Tensor) -> Tensor
 
 
 class GatedAttention(nn.Module):
-    """Single-head gated attention with a gate that knows the user (eqs. 1-6)."""
+    """Single-head gated attention with a user-aware gate (eqs. 1-6)."""
 
     def __init__(self, options: FLASH4RecOptions) -> None:
         super().__init__()
         self.options = options
         self.activation = ACTIVATIONS[options.activation]
         self.to_shared = nn.Linear(options.d_model, options.d_shared)
-        self.scale = nn.Parameter(torch.ones(2, options.d_shared))  # row 0 makes queries, row 1 keys
+        self.scale = nn.Parameter(torch.ones(2, options.d_shared))  # row 0: queries, row 1: keys
         self.shift = nn.Parameter(torch.zeros(2, options.d_shared))
         self.to_value = nn.Linear(options.d_model, options.d_value)
         self.to_gate = nn.Linear(options.d_model, options.d_value)
@@ -169,7 +170,7 @@ class GatedAttention(nn.Module):
         self.to_out = nn.Linear(options.d_value, options.d_model)
 
     def forward(self, x_BLD: Tensor, user_BD: Tensor, bias_BLL: Tensor, real_BL: Tensor, queries: slice) -> Tensor:
-        """Return the layer's output at the positions `queries` alone."""
+        """Return the output (B, Q, D) at the positions `queries`."""
         z_BLS = self.activation(self.to_shared(x_BLD))  # (1)
         q_BLS, k_BLS = rotate(z_BLS * self.scale[0] + self.shift[0]), rotate(z_BLS * self.scale[1] + self.shift[1])
         value_BLE = self.activation(self.to_value(x_BLD))  # (4)
@@ -184,7 +185,7 @@ class GatedAttention(nn.Module):
 
 
 class RotaryAttention(nn.Module):
-    """Multi-head attention with rotary positions: what gated attention is compared with (paper, table 3)."""
+    """Multi-head attention with rotary positions, the ablation of gated attention (paper, table 3)."""
 
     def __init__(self, options: FLASH4RecOptions) -> None:
         super().__init__()
@@ -193,7 +194,7 @@ class RotaryAttention(nn.Module):
         self.to_out = nn.Linear(options.d_model, options.d_model)
 
     def forward(self, x_BLD: Tensor, _: Tensor, bias_BLL: Tensor, real_BL: Tensor, queries: slice) -> Tensor:
-        """Return the layer's output at the positions `queries` alone."""
+        """Return the output (B, Q, D) at the positions `queries`."""
         heads = self.options.heads
         q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2).flatten(0, 1) for x in self.to_all(x_BLD).chunk(3, -1))
         bias, real = (x[:, queries].repeat_interleave(heads, 0) for x in (bias_BLL, real_BL))
@@ -203,7 +204,7 @@ class RotaryAttention(nn.Module):
 
 
 class Experts(nn.Module):
-    """A mixture of feed-forward experts, each token computed by `experts_per_token` of them (eqs. 7-11)."""
+    """A mixture of feed-forward experts; each token uses `experts_per_token` of them (eqs. 7-11)."""
 
     def __init__(self, options: FLASH4RecOptions) -> None:
         super().__init__()
@@ -218,7 +219,7 @@ class Experts(nn.Module):
         """Return the mixed outputs (B, L, D), zero at padding unless exported, and the layer's `ROUTING` (4,)."""
         x_ND, real_N = x_BLD.flatten(0, 1), real_BL.flatten()
         logits_NX = self.router(self._jittered(x_ND))
-        share_NX = logits_NX.T.contiguous().softmax(0).T  # a CPU takes ten times as long for rows of four numbers
+        share_NX = logits_NX.T.contiguous().softmax(0).T  # on a CPU, ten times as fast as a softmax over rows of four
         gate_NK, expert_NK = self._gates(logits_NX, share_NX)
         mixed_ND, counts_X = self._dispatch(x_ND, gate_NK, expert_NK, real_N)
         return mixed_ND.unflatten(0, x_BLD.shape[:2]), self._routing(share_NX, counts_X, real_N)
@@ -240,7 +241,7 @@ class Experts(nn.Module):
         return gate_NK / gate_NK.sum(-1, keepdim=True), expert_NK
 
     def _dispatch(self, x_ND: Tensor, gate_NK: Tensor, expert_NK: Tensor, real_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Sort token copies by expert, run each expert on its slice, add the results where they belong (eq. 10).
+        """Sort copies of the tokens by expert, run each expert on its slice, and add up the results (eq. 10).
 
         Returns:
             The mixed outputs (N, D), zero at padding, and the tokens of each expert (X,).
@@ -250,7 +251,7 @@ class Experts(nn.Module):
         experts, k = self.options.experts, self.options.experts_per_token
         expert_M, order_M = torch.where(real_N.unsqueeze(-1), expert_NK, experts).flatten().sort(stable=True)
         counts_X = torch.bincount(expert_M, minlength=experts + 1)[:experts]
-        if not x_ND.is_cuda:  # padding, sorted last, is not computed; a GPU would wait longer for the count
+        if not x_ND.is_cuda:  # skip padding, which is sorted last; on a GPU, waiting for the count would take longer
             order_M = order_M[: int(counts_X.sum())]
         expert_M, token_M = expert_M[: len(order_M)], order_M // k
         sizes_X = torch.bincount(expert_M.clamp(max=experts - 1), minlength=experts)
@@ -261,7 +262,7 @@ class Experts(nn.Module):
         return torch.zeros_like(x_ND).index_add_(0, token_M, weighted_MD), counts_X
 
     def _one_by_one(self, x_ND: Tensor, gate_NK: Tensor, expert_NK: Tensor) -> tuple[Tensor, Tensor]:
-        """Do the same in operators that every runtime has; padding is computed as well, and read by nobody."""
+        """Compute the same with operators that every runtime has; padding is included but not used."""
         mixed_ND, chosen_XNK = torch.zeros_like(x_ND), [expert_NK == x for x in range(self.options.experts)]
         for chosen_NK, inner, outer in zip(chosen_XNK, self.inner, self.outer, strict=True):
             token_M, choice_M = torch.where(chosen_NK)
@@ -279,7 +280,7 @@ class Experts(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """One network for all tokens: what the experts are compared with (paper, table 3)."""
+    """One network for all tokens, the ablation of the experts (paper, table 3)."""
 
     def __init__(self, options: FLASH4RecOptions) -> None:
         super().__init__()
@@ -292,7 +293,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Gated attention, then experts, each with a residual and a normalisation."""
+    """Gated attention and experts, each with a residual connection and layer norm."""
 
     def __init__(self, options: FLASH4RecOptions) -> None:
         super().__init__()
@@ -306,7 +307,7 @@ class Block(nn.Module):
     def forward(
         self, x_BLD: Tensor, user_BD: Tensor, bias_BLL: Tensor, real_BL: Tensor, queries: slice
     ) -> tuple[Tensor, Tensor]:
-        """Return the block's output at the positions `queries` alone, and its `ROUTING`."""
+        """Return the block's output at the positions `queries`, and its `ROUTING`."""
         source_BLD = self.norm_attention(x_BLD) if self.pre_norm else x_BLD
         x_BLD = x_BLD[:, queries] + self.dropout(self.attention(source_BLD, user_BD, bias_BLL, real_BL, queries))
         if not self.pre_norm:
@@ -317,13 +318,13 @@ class Block(nn.Module):
 
 
 class FLASH4Rec(SequenceModel):
-    """A stack of gated attention and sparse experts over items, gated by the user."""
+    """Blocks of user-aware gated attention and sparse experts over the user's items."""
 
     Options = FLASH4RecOptions
     options: FLASH4RecOptions
     objectives = frozenset({"causal", "last", "cloze"})
     reads_events = True
-    undecayed = ("attention.scale", "attention.shift")  # gains and offsets, of queries and of keys in one matrix
+    undecayed = ("attention.scale", "attention.shift")  # gains and offsets of queries and keys, stored as matrices
 
     def __init__(self, options: FLASH4RecOptions, catalogue: Catalogue) -> None:
         super().__init__(options, catalogue)
@@ -366,16 +367,17 @@ class FLASH4Rec(SequenceModel):
         if not self.options.prediction_head:
             x_BLD = x_BLD * self.options.d_model**0.5
         x_BLD = self.dropout(x_BLD)
-        user_BD = self.users(self._told(batch.user)) if self.users is not None else x_BLD[:, -1]
+        user_BD = self.users(self._without_some(batch.user)) if self.users is not None else x_BLD[:, -1]
         routings = []
         for number, block in enumerate(self.blocks, start=1):
-            only_last = last and number == self.options.layers  # earlier layers feed its keys and values
+            only_last = last and number == self.options.layers  # earlier layers compute its keys and values
             queries = slice(-1, None) if only_last else slice(None)
             x_BLD, routing = block(x_BLD, user_BD, bias_BLL, real_BL, queries)
             routings.append(routing)
         return self.head(self.norm(x_BLD)), torch.stack(routings)
 
-    def _told(self, user_B: Tensor) -> Tensor:
+    def _without_some(self, user_B: Tensor) -> Tensor:
+        """Return the users; in training, a share of them replaced by the unknown user."""
         p = self.options.user_dropout
         if not self.training or p == 0:
             return user_B
@@ -386,7 +388,7 @@ class FLASH4Rec(SequenceModel):
         return self.items.weight[: self.catalogue.num_items + 1] if self.options.masked else self.items.weight
 
     def training_loss(self, batch: Batch, task: TaskLoss) -> dict[str, Tensor]:
-        """See `SequenceModel.training_loss`; adds the load-balancing term, and what shows whether it works."""
+        """See `SequenceModel.training_loss`; adds the load-balancing term, and figures of the routing."""
         query_BLD, routing_YR = self._encode(batch, last=False)
         terms = {"task": task(query_BLD).sum()}
         if self.options.experts > 1:

@@ -1,13 +1,13 @@
 """FPMC: factorised personalised Markov chains (Rendle et al., WWW 2010).
 
-The score of item i for user u after item j is <v_u^UI, v_i^IU> + <v_j^LI, v_i^IL>: the taste of the user plus what
-follows the last item; the term <v_u^UL, v_j^LU> does not depend on i and has no effect on a ranking.
+The score of item i for user u after item j is <v_u^UI, v_i^IU> + <v_j^LI, v_i^IL>: the user's preference for i plus
+the transition from the last item. The term <v_u^UL, v_j^LU> does not depend on i, so it does not affect rankings.
 
 Differs from the paper in these places:
 - a basket is one item;
-- the optimiser is the engine's, and with `loss: bpr` it draws negatives among all items but the target, not among
-  those unlike the user's others;
-- a user who is unknown has the zero vector: the last item alone decides.
+- the optimiser is that of the training settings; with `loss: bpr`, negatives are drawn from all items except the
+  target, including other items of the user;
+- unknown users have the zero vector, so that scores depend only on the last item.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from models.layers import initialise
 class FPMCOptions(Options):
     """Options of FPMC."""
 
-    d_model: int = 64  # factors of each of the two terms
+    d_model: int = 64  # number of factors of each term
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -34,7 +34,7 @@ class FPMCOptions(Options):
 
 
 class FPMC(SequenceModel):
-    """A factorised tensor of user, last item and next item."""
+    """A factorised tensor over user, last item and next item."""
 
     Options = FPMCOptions
     options: FPMCOptions

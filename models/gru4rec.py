@@ -1,11 +1,12 @@
 """GRU4Rec: session-based recommendations with recurrent networks (Hidasi et al., ICLR 2016, arXiv:1511.06939).
 
 Differs from the paper in these places:
-- the loss is the engine's, full softmax by default, not TOP1 or BPR against the other items of the batch;
-- every position of a window has a target and the state starts at zero in each window: there are no parallel
-  sessions whose states are carried from one batch to the next;
-- items enter through an embedding that also scores them (tied), not as one-hot vectors with a separate output matrix;
-- the state is projected to the width of the items, so that the two widths are chosen apart.
+- the loss is that of the training settings, by default full softmax, not TOP1 or BPR against the other items of the
+  batch;
+- every position of a window has a target, and the state starts at zero in each window; there are no parallel sessions
+  whose states are carried from batch to batch;
+- the input embedding of items is also used for scoring (tied), not one-hot vectors and a separate output matrix;
+- the state is projected to the width of the items, so that both widths can be chosen independently.
 
 Shape suffixes, besides those of base.py: G width of the state.
 """
@@ -26,11 +27,11 @@ from models.layers import Dropout, initialise
 class GRU4RecOptions(Options):
     """Options of GRU4Rec."""
 
-    d_model: int = 64  # of the items
-    d_state: int = 128  # of the recurrent state
+    d_model: int = 64  # width of item vectors
+    d_state: int = 128  # width of the recurrent state
     layers: int = 1
-    dropout: float = 0.2  # of embeddings and of each layer's states
-    item_bias: bool = False  # one more column of the items
+    dropout: float = 0.2  # dropout of embeddings and of each layer's states
+    item_bias: bool = False  # add a bias per item to the scores
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -39,7 +40,7 @@ class GRU4RecOptions(Options):
 
 
 def roll(x_BLD: Tensor, shift_B: Tensor) -> Tensor:
-    """Return each row rolled to the left by its own `shift`, at most a whole turn."""
+    """Return each row rolled to the left by its entry of `shift_B`, at most by the row's length."""
     length = x_BLD.shape[1]
     index_BL = torch.arange(length, device=x_BLD.device) + shift_B.unsqueeze(1)
     index_BL = torch.where(index_BL < 0, index_BL + length, torch.where(index_BL < length, index_BL, index_BL - length))
@@ -68,7 +69,7 @@ class GRU4Rec(SequenceModel):
         real_BL = batch.items != PAD
         padding_B = (~real_BL).sum(1)
         x_BLD = self.dropout(self.items(batch.items) * self.options.d_model**0.5)
-        state_BLG = roll(x_BLD, padding_B)  # padding last: the state is zero where a history begins
+        state_BLG = roll(x_BLD, padding_B)  # moves padding to the end, so that the state is zero where a history begins
         for layer in self.layers:
             start_1BG = state_BLG.new_zeros(
                 1, state_BLG.shape[0], self.options.d_state

@@ -1,16 +1,17 @@
 """HSTU: hierarchical sequential transduction units (Zhai et al., ICML 2024, arXiv:2402.17152).
 
-Causal attention without a softmax: a weight is SiLU of a score, divided by the length of the window, so that how much
-was read is not normalised away. What is read is normalised, gated by the query's own event, and added to it; there is
-no feed-forward network. A score knows how many positions lie between two events, and with `relative_time` how long.
+Causal attention without a softmax: a weight is the SiLU of a score, divided by the length of the window, which keeps
+the intensity of a user's interest. The attention output is normalised, gated by the query's event and added to it;
+there is no feed-forward network. Scores include a bias by the distance of two events in positions, and with
+`relative_time` also by their distance in time.
 
 Differs from the paper's code in these places:
-- a time difference is that between the query's event and the key's. The code takes the time of the event after the
-  query, which is the one to predict, from the data, and which nobody knows when the model is served;
-- queries are normalised by a layer and scored by inner products; the code scales queries and items to unit length and
+- time differences are between the events of query and key. The code uses the time of the event after the query, the
+  one to predict, which is unknown in serving;
+- queries have layer norm, and scores are inner products; the code normalises queries and items to unit length and
   divides by a temperature of 0.05;
-- the loss is the engine's: full softmax by default, not sampled softmax with 128 negatives;
-- positions count back from the most recent event; there are no ratings or other actions among the events.
+- the loss is that of the training settings, by default full softmax, not sampled softmax with 128 negatives;
+- positions count back from the most recent event; events have no ratings or other actions.
 
 Shape suffixes, besides those of base.py and layers.py: Q queries.
 """
@@ -27,9 +28,9 @@ from torch.nn import functional as F
 from models.base import PAD, Batch, Catalogue, Options, SequenceModel, check
 from models.layers import INIT_STD, Dropout, attention_bias, initialise
 
-NORM_EPS = 1e-6  # as in the code; what little is read from a short history stays little
-BUCKETS = 128  # of time differences, counted from 0; the last one has no end
-BUCKET_WIDTH = 0.301  # of a bucket, in the natural logarithm of seconds
+NORM_EPS = 1e-6  # as in the paper's code; keeps the small outputs for short histories small
+BUCKETS = 128  # number of the last, open-ended bucket of time differences; the first is 0
+BUCKET_WIDTH = 0.301  # width of a bucket, in the natural logarithm of seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +40,8 @@ class HSTUOptions(Options):
     d_model: int = 64
     layers: int = 2
     heads: int = 2
-    dropout: float = 0.2  # of embeddings and of what a layer adds
-    relative_time: bool = False  # scores know the time between two events
+    dropout: float = 0.2  # dropout of embeddings and of each layer's output
+    relative_time: bool = False  # bias scores by the time between two events
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -50,13 +51,13 @@ class HSTUOptions(Options):
 
 
 def time_buckets(times_BL: Tensor) -> Tensor:
-    """Return (B, L, L) int64: the logarithmic bucket of the seconds between query and key, 0 to `BUCKETS`."""
+    """Return int64 (B, L, L): the logarithmic bucket, 0 to `BUCKETS`, of the time between query and key."""
     between_BLL = (times_BL.unsqueeze(2) - times_BL.unsqueeze(1)).abs()
     return (between_BLL.clamp(min=1).log() / BUCKET_WIDTH).long().clamp(max=BUCKETS)
 
 
 class Unit(nn.Module):
-    """Pointwise attention behind a gate (paper, eqs. 1 to 3)."""
+    """Pointwise attention with a gate (paper, eqs. 1 to 3)."""
 
     def __init__(self, options: HSTUOptions) -> None:
         super().__init__()
@@ -84,9 +85,9 @@ class Unit(nn.Module):
         return out
 
     def bias(self, length: int, bucket_BLL: Tensor | None) -> Tensor:
-        """Return (B, L, L), or (1, L, L) without times: what positions and times add to each score."""
-        place_L = torch.arange(length, device=self.by_distance.device)
-        bias_1LL = self.by_distance[(place_L.unsqueeze(1) - place_L).clamp(min=0)].unsqueeze(0)
+        """Return the bias of scores by positions and times: (B, L, L), or (1, L, L) without times."""
+        position_L = torch.arange(length, device=self.by_distance.device)
+        bias_1LL = self.by_distance[(position_L.unsqueeze(1) - position_L).clamp(min=0)].unsqueeze(0)
         if self.by_time is None or bucket_BLL is None:
             return bias_1LL
         return bias_1LL + F.embedding(bucket_BLL, self.by_time.unsqueeze(1)).squeeze(-1)
@@ -124,7 +125,7 @@ class HSTU(SequenceModel):
         x_BLD = self.items(batch.items) * self.options.d_model**0.5 + self.positions[-length:]
         x_BLD = self.dropout(x_BLD)
         for number, unit in enumerate(self.units, start=1):
-            only_last = last and number == self.options.layers  # earlier units feed its keys and values
+            only_last = last and number == self.options.layers  # earlier units compute its keys and values
             x_BLD = unit(x_BLD, visible_BLL, bucket_BLL, slice(-1, None) if only_last else slice(None))
         out: Tensor = self.norm(x_BLD)
         return out

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from models.attention_weights import keep
 from models.base import PAD
 
-INIT_STD = 0.02  # N(0, 1) embeddings make a softmax over thousands of items start saturated
+INIT_STD = 0.02  # with N(0, 1) embeddings, a softmax over thousands of items would start saturated
 
 
 def initialise(module: nn.Module) -> None:
@@ -30,9 +30,9 @@ def initialise(module: nn.Module) -> None:
 
 
 def attention_bias(items_BL: Tensor, *, causal: bool) -> Tensor:
-    """Return (B, L, L): 0 where the query of a row may read the key of a column, else -inf.
+    """Return (B, L, L): 0 where a query (row) may attend to a key (column), else -inf.
 
-    Padding is no key. A padded query reads itself alone, since a softmax over nothing is NaN.
+    Padding is never a key. Padded queries attend to themselves, because a softmax over nothing is NaN.
     """
     length = items_BL.shape[1]
     visible_BLL = (items_BL != PAD).unsqueeze(1).expand(-1, length, -1)
@@ -43,7 +43,7 @@ def attention_bias(items_BL: Tensor, *, causal: bool) -> Tensor:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, dropout: float = 0.0) -> Tensor:
-    """Return scaled dot-product attention; bf16 becomes fp32 on a CPU, whose bf16 backward pass is thrice as slow."""
+    """Return scaled dot-product attention; on a CPU, in fp32, since its bf16 backward pass is three times as slow."""
     keep(lambda: (query @ key.mT * query.shape[-1] ** -0.5 + (0 if bias is None else bias)).softmax(-1))
     if query.device.type != "cpu" or query.dtype != torch.bfloat16:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, dropout_p=dropout)
@@ -53,15 +53,15 @@ def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, dropo
 
 
 def draws(x: Tensor) -> Tensor:
-    """Return int16 of the shape of `x`, uniform over all their values: four for the price of one 64-bit draw."""
+    """Return uniform random int16 values in the shape of `x`; one 64-bit draw gives four of them."""
     bits = torch.empty(-(-x.numel() // 4), dtype=torch.int64, device=x.device).random_(-(2**63), None)
     return bits.view(torch.int16)[: x.numel()].view(x.shape)
 
 
 class Dropout(nn.Module):
-    """Inverted dropout; on a CPU from 16-bit draws, at a fifth of the time of torch's own.
+    """Inverted dropout; on a CPU with 16-bit draws, five times as fast as torch's.
 
-    The probability is rounded to a multiple of 2^-16, and the factor belongs to the rounded one.
+    The probability is rounded to a multiple of 2^-16, and the scale is that of the rounded probability.
     """
 
     def __init__(self, p: float) -> None:
@@ -69,7 +69,7 @@ class Dropout(nn.Module):
         self.p = p
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return `x` with entries dropped in training, `x` itself otherwise."""
+        """Return `x` with random entries dropped in training mode, otherwise unchanged."""
         if not self.training or self.p == 0 or x.is_cuda:
             return F.dropout(x, self.p, self.training)
         dropped = round(self.p * 65536)
@@ -90,10 +90,10 @@ class MultiHeadAttention(nn.Module):
         self.to_key = nn.Linear(d_model, d_model)
         self.to_value = nn.Linear(d_model, d_model)
         self.to_out = nn.Linear(d_model, d_model)
-        self.weigh: nn.Module | None = None  # in the softmax's place: scores to weights; rules out the fused kernel
+        self.weigh: nn.Module | None = None  # replaces the softmax; disables the fused kernel
 
     def forward(self, query_BQD: Tensor, source_BLD: Tensor, bias_BQL: Tensor) -> Tensor:
-        """Return (B, Q, D): each query's mixture of the positions it may see."""
+        """Return (B, Q, D): for each query, a mixture of the positions that it may attend to."""
         q_BHQK, k_BHLK, v_BHLK = self.project(query_BQD, source_BLD)
         if self.weigh is None:
             mixed_BHQK = attend(q_BHQK, k_BHLK, v_BHLK, bias_BQL.unsqueeze(1), self.dropout if self.training else 0.0)
@@ -110,7 +110,7 @@ class MultiHeadAttention(nn.Module):
         return q_BHQK, k_BHLK, v_BHLK
 
     def weights(self, score_BHQL: Tensor, bias_BQL: Tensor) -> Tensor:
-        """Return the weights (B, H, Q, L) of the values, step by step: for `weigh`, and for two derivatives."""
+        """Return the attention weights (B, H, Q, L), without fused kernels: for `weigh` and for second derivatives."""
         score_BHQL = score_BHQL + bias_BQL.unsqueeze(1)
         weight_BHQL = score_BHQL.softmax(-1) if self.weigh is None else self.weigh(score_BHQL)
         weight_BHQL = F.dropout(weight_BHQL, self.dropout, self.training)

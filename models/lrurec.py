@@ -1,15 +1,15 @@
 """LRURec: linear recurrence for sequential recommendation (Yue et al., WSDM 2024, arXiv:2310.02367).
 
 The state of a linear recurrent unit (Orvieto et al. 2023, arXiv:2303.06349) is h_t = lambda * h_(t-1) + gamma * B x_t
-with a complex lambda a channel. Without a non-linearity in between, the states of all positions come from a parallel
-scan of log2(length) steps; when served, one state is all that must be kept of a history.
+with a complex lambda per channel. As the recurrence is linear, a parallel scan computes the states of all positions in
+log2(length) steps; in serving, a history could be represented by one state.
 
 Differs from the paper's code in these places:
-- complex numbers are pairs of real ones, so that all weights are real and any precision and export takes them; the
-  output's bias has no imaginary part, which the code computes and drops;
-- the scan doubles its reach at every step for all positions, instead of joining halves: the same states, and no
-  padding to a power of two;
-- items have no bias; weights start as in the other models, from an untruncated normal.
+- complex numbers are pairs of real numbers, so that every precision and export format can be used; the output's bias
+  has no imaginary part, which the code computes and discards;
+- each step of the scan doubles its reach for all positions, instead of joining halves; this gives the same states
+  without padding to a power of two;
+- items have no bias; weights are initialised as in the other models, from a normal distribution without truncation.
 
 Shape suffixes, besides those of base.py: S complex channels of the state.
 """
@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from models.base import PAD, Batch, Catalogue, Options, SequenceModel, check
 from models.layers import Dropout, initialise
 
-RING = (0.8, 0.99)  # between these absolute values lambda starts
+RING = (0.8, 0.99)  # range of the initial absolute value of lambda
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ class LinearRecurrentUnit(nn.Module):
         before, times lambda^(2^k).
         """
         length, reach = real_BLS.shape[1], 1
-        while reach < self.length:  # of all windows: an exported graph cannot ask for the length of its input
+        while reach < self.length:  # the maximum length, since an exported graph cannot depend on that of its input
             size_S = (-self.log_decay.exp() * reach).exp()
             angle_S = self.log_angle.exp() * reach
             cosine_S, sine_S = size_S * angle_S.cos(), size_S * angle_S.sin()
@@ -85,7 +85,7 @@ class LinearRecurrentUnit(nn.Module):
 
 
 class Block(nn.Module):
-    """A recurrent unit, then a point-wise network, each followed by its residual and a normalisation."""
+    """A recurrent unit and a point-wise network, each followed by a residual connection and layer norm."""
 
     def __init__(self, options: LRURecOptions) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class LRURec(SequenceModel):
         real_BL = batch.items != PAD
         x_BLD: Tensor = self.norm(self.dropout(self.items(batch.items)))
         for number, block in enumerate(self.blocks, start=1):
-            only_last = last and number == self.options.layers  # earlier layers feed its state
+            only_last = last and number == self.options.layers  # earlier layers compute its state
             x_BLD = block(x_BLD, real_BL, slice(-1, None) if only_last else slice(None))
         return x_BLD
 

@@ -1,11 +1,11 @@
 """MF-BPR: matrix factorisation by Bayesian personalised ranking (Rendle et al., UAI 2009, arXiv:1205.2618).
 
-The score of item i for user u is <w_u, h_i> + b_i; neither order nor time of the past has a part in it.
+The score of item i for user u is <w_u, h_i> + b_i; it does not depend on order or times of the past.
 
 Differs from the paper in these places:
-- the optimiser is the engine's, and with `loss: bpr` it draws negatives among all items but the target, not among
-  those unlike the user's others; decay of the weights is its `weight_decay`, which leaves out the bias;
-- a user who is unknown has the zero vector: the bias alone decides.
+- the optimiser is that of the training settings; with `loss: bpr`, negatives are drawn from all items except the
+  target, including other items of the user; regularisation is `weight_decay`, which leaves out the bias;
+- unknown users have the zero vector, so that scores depend only on the bias.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from models.layers import initialise
 
 @dataclass(frozen=True, kw_only=True)
 class MFBPROptions(Options):
-    """Options of MF-BPR; `length` is how many events of a user are targets in one window."""
+    """Options of MF-BPR; `length` is the maximum number of targets in a user's window."""
 
     d_model: int = 64
 
@@ -32,7 +32,7 @@ class MFBPROptions(Options):
 
 
 class MFBPR(SequenceModel):
-    """A vector for each user and item."""
+    """A vector per user and item."""
 
     Options = MFBPROptions
     options: MFBPROptions

@@ -1,19 +1,22 @@
 """Rec-Denoiser: learned binary masks on attention, and a Jacobian penalty (Chen et al., RecSys 2022, arXiv:2212.04120).
 
-A plug-in around a backbone, whatever that computes: each of its `blocks` takes (B, L, D) first, other tensors with a
-batch dimension after, and has an `attention` whose `weigh` replaces the softmax. Equation numbers are the paper's. It
-differs from the text in these places:
-- masks are drawn per example, not per batch (`draws`), and each example's own loss judges its draw: as unbiased;
-- a row of a mask is judged by the losses of the positions that it can reach (`credit`), not by those of all: as
-  unbiased, with a fraction of the variance;
-- mask probabilities start at `keep`, near the backbone; at one half, as zero parameters give, training starts broken;
-- the penalties are means, over valid mask entries and valid positions, so that weights mean the same for any length;
-- both passes of ARM drop out alike, so that only the masks differ;
-- the Jacobian is that of a random share of each batch, scaled up, which changes no expectation.
+A plug-in around a backbone. Each of the backbone's `blocks` takes (B, L, D) as its first argument, followed by other
+tensors with a batch dimension, and has an `attention` whose `weigh` replaces the softmax. Equation numbers are those of
+the paper. This implementation differs from its text in these places:
+- masks are drawn per example rather than per batch (`draws`), and the gradient estimate of a draw uses the loss of its
+  example only, which is as unbiased;
+- the estimate for a row of a mask uses only the losses of positions that it can affect (`credit`), which is as unbiased
+  and has a fraction of the variance;
+- mask probabilities start at `keep`, close to the backbone; at one half, which zero parameters give, training fails at
+  the start;
+- the penalties are means over valid mask entries and positions, so that their weights do not depend on the length;
+- both passes of ARM use the same dropout, so that only the masks differ;
+- the Jacobian is computed on a random share of each batch and scaled up, which keeps its expectation.
 
-A mask entry is valid where a query may read a key and both are events. No other one is drawn, penalised or counted.
+A mask entry is valid if the query may read the key and both are events. Other entries are neither drawn nor penalised
+nor counted.
 
-Shape suffixes, besides those of base.py and layers.py: X heads with masks of their own (1 or H), Q queries.
+Shape suffixes, besides those of base.py and layers.py: X heads with own masks (1 or H), Q queries.
 """
 
 from __future__ import annotations
@@ -49,27 +52,27 @@ class RecDenoiserOptions(Options):
     """Options of Rec-Denoiser."""
 
     backbone: Literal["sasrec", "bert4rec", "tisasrec", "ssept"] = "sasrec"
-    backbone_options: dict[str, Any] = field(default_factory=dict)  # those that are not named here
+    backbone_options: dict[str, Any] = field(default_factory=dict)  # options of the backbone that are not listed here
     d_model: int = 64
     layers: int = 2
     heads: int = 2
     dropout: float = 0.2
     attention: Literal["masked", "full", "strided", "entmax"] = "masked"  # full: no masks; strided: fixed; 1.5-entmax
-    stride: int = 8  # strided: the last so many events, and every so manyth before
-    l0: float = 0.01  # beta, weight of the expected share of kept entries; masked alone
-    jacobian: float = 0.0001  # gamma, weight of eq. 12; the paper: 0.001, which slows a softmax over all items down
-    estimator: Literal["arm", "ar", "reinforce", "ste"] = "arm"  # ste: straight-through, biased
+    stride: int = 8  # strided: number of recent events, and distance of earlier ones
+    l0: float = 0.01  # beta, weight of the expected share of kept entries; for masked only
+    jacobian: float = 0.0001  # gamma, weight of eq. 12; 0.001 in the paper, which slows training with full softmax
+    estimator: Literal["arm", "ar", "reinforce", "ste"] = "arm"  # gradient of the masks; ste: straight-through, biased
     baseline: Literal["none", "loo", "ema"] = "none"  # ar, reinforce: mean loss of the other examples | past batches
-    draws: Literal["example", "batch"] = "example"  # batch: one draw for all examples of a batch, as in Algorithm 1
-    credit: Literal["position", "example"] = "position"  # whose losses judge a row: those in reach | all, as in eq. 10
+    draws: Literal["example", "batch"] = "example"  # masks per example | per batch, as in Algorithm 1
+    credit: Literal["position", "example"] = "position"  # losses used for a row: those it affects | all, as in eq. 10
     per_head: bool = False
-    keep_diag: bool = False  # an event always reads itself
+    keep_diag: bool = False  # never mask an event's attention to itself
     keep: float = 0.9  # initial probability of keeping an entry
-    mask_rate: float = 10.0  # learning rate of Phi over that of the other parameters
-    binary: bool = False  # at test keep entries whole instead of by their probability
-    jacobian_share: float = 0.25  # of a batch
-    jacobian_projections: int = 1  # Hutchinson's
-    jacobian_detach: bool = True  # False: the penalty of a block also trains the blocks below
+    mask_rate: float = 10.0  # learning rate of Phi relative to that of the other parameters
+    binary: bool = False  # inference: weight kept entries by 1 instead of their probability
+    jacobian_share: float = 0.25  # share of a batch for the penalty
+    jacobian_projections: int = 1  # number of random projections (Hutchinson)
+    jacobian_detach: bool = True  # false: the penalty of a block also trains the blocks before it
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -99,10 +102,10 @@ class RecDenoiserOptions(Options):
             self.check_unused("jacobian is 0", "jacobian_share", "jacobian_projections", "jacobian_detach")
 
     def of_backbone(self) -> Options:
-        """Return the options of the backbone; they check themselves.
+        """Return the options of the backbone, which check their values.
 
         Raises:
-            ValueError: `backbone_options` names an unknown option, or one that is set beside it.
+            ValueError: `backbone_options` has an unknown option, or one that is set outside of it.
         """
         cls = BACKBONES[self.backbone].Options
         kinds = {part.name: part.type for part in fields(cls)}
@@ -117,22 +120,22 @@ class RecDenoiserOptions(Options):
 
 
 class MaskedSoftmax(nn.Module):
-    """A softmax whose weights are then multiplied by a mask, and not normalised again (eq. 5)."""
+    """A softmax whose weights are multiplied by a mask, without normalising them again (eq. 5)."""
 
     def __init__(self, options: RecDenoiserOptions) -> None:
         super().__init__()
         heads = options.heads if options.per_head else 1
         self.options = options
         self.raw_XLL = nn.Parameter(torch.zeros(heads, options.length, options.length))
-        self.drawn_BXLL: Tensor | None = None  # while a training loss is computed
+        self.drawn_BXLL: Tensor | None = None  # set while a training loss is computed
 
     def logits(self, length: int) -> Tensor:
-        """Return Phi (X, L, L) for windows of `length`, right-aligned: indices count from the most recent event."""
+        """Return Phi (X, L, L) for windows of `length`; indices count back from the most recent event."""
         start = math.log(self.options.keep / (1 - self.options.keep))
         return start + self.options.mask_rate * self.raw_XLL[:, -length:, -length:]
 
     def at_test(self, length: int) -> Tensor:
-        """Return the deterministic mask (X, L, L): probabilities, with those up to one half set to zero."""
+        """Return the deterministic mask (X, L, L): the probabilities, with those up to one half set to zero."""
         keep_XLL = self.logits(length).sigmoid()
         mask_XLL = (keep_XLL > 0.5).to(keep_XLL.dtype)
         if not self.options.binary:
@@ -142,21 +145,21 @@ class MaskedSoftmax(nn.Module):
         return mask_XLL
 
     def forward(self, score_BHQL: Tensor) -> Tensor:
-        """Return masked weights of scores whose queries are the last Q positions."""
+        """Return the masked weights of scores, whose queries are the last Q positions."""
         queries, length = score_BHQL.shape[-2:]
         mask = self.at_test(length) if self.drawn_BXLL is None else self.drawn_BXLL
         return score_BHQL.softmax(-1) * mask[..., -queries:, :]
 
 
 class StridedSoftmax(nn.Module):
-    """A softmax over a fixed pattern: near events, and every `stride`-th (Sparse Transformer, Child et al. 2019)."""
+    """A softmax over a fixed pattern: recent events, and every `stride`-th (Sparse Transformer, Child et al. 2019)."""
 
     def __init__(self, stride: int) -> None:
         super().__init__()
         self.stride = stride
 
     def forward(self, score_BHQL: Tensor) -> Tensor:
-        """Return weights that are zero off the pattern."""
+        """Return weights that are zero outside the pattern."""
         queries, length = score_BHQL.shape[-2:]
         place = torch.arange(length, device=score_BHQL.device)
         distance_QL = (place[-queries:, None] - place).abs()
@@ -170,7 +173,7 @@ class Entmax15(nn.Module):
     def forward(self, score_BHQL: Tensor) -> Tensor:
         """Return [x - tau]_+^2 with x = (score - max) / 2 and tau such that the weights sum to 1."""
         x = (score_BHQL - score_BHQL.detach().amax(-1, keepdim=True)) / 2
-        x = x.clamp(min=-2.0)  # tau is at least -1: what lies below has no weight, and -inf would make sums NaN
+        x = x.clamp(min=-2.0)  # tau is at least -1, so lower entries have no weight; -inf would make sums NaN
         with torch.no_grad():
             ordered = x.sort(-1, descending=True).values
             threshold = _threshold(ordered, torch.arange(1, x.shape[-1] + 1, device=x.device), cumulated=True)
@@ -181,14 +184,14 @@ class Entmax15(nn.Module):
 
 
 def _threshold(x: Tensor, size: Tensor, *, cumulated: bool) -> Tensor:
-    """Return tau of the `size` entries that `x` holds besides zeros; `cumulated`, of its first 1, 2, ... entries."""
+    """Return tau for the `size` non-zero entries of `x`; with `cumulated`, for its first 1, 2, ... entries."""
     total, square = (part.cumsum(-1) if cumulated else part.sum(-1, keepdim=True) for part in (x, x.square()))
     mean = total / size
     return mean - ((1 - square) / size + mean.square()).clamp(min=0).sqrt()
 
 
 def mean_over_processes(value: Tensor) -> Tensor:
-    """Return the mean of a number over the processes, which divides what DDP is going to average."""
+    """Return the mean of a number over the processes, as the divisor of a value that DDP averages."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return value
     total = value.clone()
@@ -198,7 +201,7 @@ def mean_over_processes(value: Tensor) -> Tensor:
 
 @contextmanager
 def recorded(blocks: Sequence[nn.Module]) -> Iterator[list[tuple[Any, ...]]]:
-    """Collect the arguments that the blocks are called with."""
+    """Record the arguments of the calls of the blocks."""
     calls: list[tuple[Any, ...]] = []
     hooks = [block.register_forward_pre_hook(lambda _, arguments: calls.append(arguments)) for block in blocks]
     try:
@@ -209,14 +212,14 @@ def recorded(blocks: Sequence[nn.Module]) -> Iterator[list[tuple[Any, ...]]]:
 
 
 class RecDenoiser(SequenceModel):
-    """A backbone with masked attention; without masks and penalty it is the backbone itself."""
+    """A backbone with masked attention; without masks and penalties, it equals the backbone."""
 
     Options = RecDenoiserOptions
     options: RecDenoiserOptions
-    objectives = SASRec.objectives  # of the default backbone; an instance has those of its own
+    objectives = SASRec.objectives  # those of the default backbone; instances have their own
     reads_events = True
-    clipped_apart = ("raw_XLL",)  # an estimate's noise must not decide how far the backbone moves
-    undecayed = ("raw_XLL",)  # eq. 4 decays Theta; what Phi costs is `l0`
+    clipped_apart = ("raw_XLL",)  # the noise of estimates must not scale down the backbone's gradients
+    undecayed = ("raw_XLL",)  # eq. 4 decays Theta only; the penalty of Phi is `l0`
 
     def __init__(self, options: RecDenoiserOptions, catalogue: Catalogue) -> None:
         backbone = BACKBONES[options.backbone]
@@ -263,7 +266,7 @@ class RecDenoiser(SequenceModel):
 
     @property
     def masks(self) -> list[MaskedSoftmax]:
-        """The masks of the layers; none unless attention is masked."""
+        """The masks of the layers; empty unless `attention` is masked."""
         return [block.attention.weigh for block in self.blocks] if self.options.attention == "masked" else []
 
     def forward(self, batch: Batch, last: bool = False) -> Tensor:
@@ -276,7 +279,7 @@ class RecDenoiser(SequenceModel):
         return self.backbone.item_vectors()
 
     def valid(self, items_BL: Tensor) -> Tensor:
-        """Return (B, L, L) bool: the mask entries that matter, those where an event may read an event."""
+        """Return bool (B, L, L): the valid mask entries, where an event may read an event."""
         bias_BLL = attention_bias(items_BL, causal=not self.options.masked)
         valid_BLL: Tensor = (bias_BLL == 0) & (items_BL != PAD).unsqueeze(2)
         if self.options.keep_diag:
@@ -285,7 +288,7 @@ class RecDenoiser(SequenceModel):
 
     @torch.no_grad()
     def sparsity(self, items_BL: Tensor) -> float:
-        """Return the share of valid entries of the windows `items_BL` that the mask at test sets to zero."""
+        """Return the share of valid entries of the windows `items_BL` that the mask of inference sets to zero."""
         check(bool(self.masks), f"sparsity: attention {self.options.attention} has no masks")
         count_LL = self.valid(items_BL).sum(0)
         dropped_YLL = torch.cat([mask.at_test(items_BL.shape[1]) == 0 for mask in self.masks])
@@ -305,7 +308,7 @@ class RecDenoiser(SequenceModel):
                 mask.drawn_BXLL = None
 
     def _masked(self, batch: Batch, task: TaskLoss) -> dict[str, Tensor]:
-        """Return the task's loss under drawn masks, with the estimate of Phi's gradient, and the expected L0 norm."""
+        """Return the task's loss with drawn masks and an estimated gradient of Phi, and the expected L0 norm."""
         valid_BLL = self.valid(batch.items)
         phi = [mask.logits(batch.items.shape[1]) for mask in self.masks]
         keep = [phi_XLL.sigmoid() for phi_XLL in phi]
@@ -318,19 +321,19 @@ class RecDenoiser(SequenceModel):
             with torch.no_grad():
                 slope = self._slope(loss_BL, opposite_BL, batch.items != PAD, uniform, keep, valid_BLL)
             surrogate = torch.stack([(a * b).sum() for a, b in zip(phi, slope, strict=True)]).sum()
-            loss = loss + (surrogate - surrogate.detach())  # changes the gradient alone
+            loss = loss + (surrogate - surrogate.detach())  # changes only the gradient
         terms = {"task": loss}
         if self.options.l0:
             terms["l0"] = self.options.l0 * self._l0(keep, valid_BLL)
         return terms
 
     def _uniform(self, examples: int, keep: Sequence[Tensor]) -> list[Tensor]:
-        """Draw U of every layer: (B, X, L, L), or (1, X, L, L) for all examples together."""
+        """Draw U for every layer: (B, X, L, L), or (1, X, L, L) for all examples."""
         rows = examples if self.options.draws == "example" else 1
         return [torch.rand(rows, *keep_XLL.shape, device=keep_XLL.device) for keep_XLL in keep]
 
     def _drawn(self, uniform: Sequence[Tensor], keep: Sequence[Tensor], valid_BLL: Tensor) -> list[Tensor]:
-        """Return Z = [U < Pi] of every layer (B, X, L, L), 1 where not valid; straight-through has Pi's gradient."""
+        """Return Z = [U < Pi] of every layer (B, X, L, L), 1 where invalid; straight-through passes Pi's gradient."""
         valid_B1LL = valid_BLL.unsqueeze(1)
         drawn = [((u < pi) | ~valid_B1LL).to(pi.dtype) for u, pi in zip(uniform, keep, strict=True)]
         if self.options.estimator == "ste":
@@ -345,7 +348,7 @@ class RecDenoiser(SequenceModel):
     def _opposite_loss(
         self, batch: Batch, task: TaskLoss, uniform: Sequence[Tensor], keep: Sequence[Tensor], valid_BLL: Tensor
     ) -> Tensor | None:
-        """Return ARM's first loss (B, L), that of Z = [U > 1 - Pi], after which the generator stands as before."""
+        """Return ARM's first loss (B, L), that of Z = [U > 1 - Pi]; the state of the generator is restored."""
         if self.options.estimator != "arm":
             return None
         opposite = self._drawn([1 - u for u in uniform], keep, valid_BLL)
@@ -362,7 +365,7 @@ class RecDenoiser(SequenceModel):
         keep: Sequence[Tensor],
         valid_BLL: Tensor,
     ) -> list[Tensor]:
-        """Return the estimate of the task's gradient in Phi (X, L, L) of every layer: eqs. 10, 11 or REINFORCE."""
+        """Return the estimated gradient of the task in Phi (X, L, L) of every layer, by eqs. 10, 11 or REINFORCE."""
         if opposite_BL is not None:
             weight_BL, direction = opposite_BL - loss_BL, [u - 0.5 for u in uniform]  # (10)
         else:
@@ -378,10 +381,10 @@ class RecDenoiser(SequenceModel):
         return [torch.einsum("blm,bxlm->xlm", weight_BLL, part) for weight_BLL, part in pairs]
 
     def _credit(self, weight_BL: Tensor) -> list[Tensor]:
-        """Return, for each layer, the sum of `weight_BL` over the positions that each query of its mask can reach.
+        """Return, for each layer, the sum of `weight_BL` over the positions that each query of its mask can affect.
 
-        The last layer's outputs are read where they are; those of a layer below by every later query, or, where
-        attention is bidirectional, by every query. A position out of reach adds noise of mean zero to eqs. 10 and 11.
+        An output of the last layer affects only its own position; one of an earlier layer affects all later positions,
+        or all positions if attention is bidirectional. Other positions add noise with mean zero to eqs. 10 and 11.
         """
         below = len(self.masks) - 1
         if self.options.credit == "example":
@@ -392,7 +395,7 @@ class RecDenoiser(SequenceModel):
         return [reached_BL] * below + [weight_BL]
 
     def _baseline(self, loss_B: Tensor, real_BL: Tensor) -> Tensor:
-        """Return what the loss of each event (B, L) is expected to be, independent of its example's draw."""
+        """Return an estimate (B, L) of the loss of each event that does not depend on its example's draw."""
         events_B = real_BL.sum(1)
         if self.options.baseline == "none":
             return torch.zeros_like(real_BL, dtype=loss_B.dtype)
@@ -404,23 +407,23 @@ class RecDenoiser(SequenceModel):
         return expected_BL
 
     def _l0(self, keep: Sequence[Tensor], valid_BLL: Tensor) -> Tensor:
-        """Return the expected share of kept entries, a mean over layers, heads, examples and valid entries."""
+        """Return the expected share of kept entries, averaged over layers, heads, examples and valid entries."""
         count_LL = valid_BLL.sum(0).to(keep[0].dtype)
         keep_YLL = torch.cat(list(keep))
         return (keep_YLL * count_LL).sum() / (len(keep_YLL) * mean_over_processes(count_LL.sum()).clamp(min=1))
 
     def _jacobian(self, calls: Sequence[tuple[Any, ...]], real_BL: Tensor) -> Tensor:
-        """Return the sum over blocks of ||J||_F^2 a valid position (eq. 12), estimated on a random share of the batch.
+        """Return the sum over blocks of ||J||_F^2 per valid position (eq. 12), estimated on a share of the batch.
 
-        E ||eta^T J||^2 = ||J||_F^2 for eta ~ N(0, I) (Hutchinson). Outputs at padding count for nothing.
+        E ||eta^T J||^2 = ||J||_F^2 for eta ~ N(0, I) (Hutchinson). Outputs at padding are ignored.
         """
         options = self.options
         rows = torch.randperm(len(real_BL), device=real_BL.device)[: math.ceil(options.jacobian_share * len(real_BL))]
         for mask in self.masks:
             assert mask.drawn_BXLL is not None
-            mask.drawn_BXLL = mask.drawn_BXLL[rows].detach()  # the task alone judges masks, straight-through's as well
+            mask.drawn_BXLL = mask.drawn_BXLL[rows].detach()  # only the task trains masks
         norm = torch.zeros((), device=real_BL.device)
-        # the fused kernels have no second derivative
+        # fused kernels have no second derivatives
         with torch.autocast(real_BL.device.type, enabled=False), sdpa_kernel(SDPBackend.MATH):
             for block, (x_BLD, *others) in zip(self.blocks, calls, strict=True):
                 x_BLD = x_BLD[rows].float()

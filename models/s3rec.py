@@ -1,14 +1,14 @@
 """S3-Rec: self-supervised learning with four mutual-information losses (Zhou et al., CIKM 2020, arXiv:2008.07873).
 
-Pre-training reads a history from both sides and relates items, attributes, masked histories and segments; fine-tuning
-is SASRec's, from left to right, with the weights that it left.
+Pre-training uses bidirectional attention and relates items, attributes, masked histories and segments. Fine-tuning
+is that of SASRec, with causal attention, and starts from the pre-trained weights.
 
 Differs from the paper's code in these places:
-- a term is the sum over a batch divided by its rows, so that the batch size is no weight;
-- a negative item that is in its own row counts for nothing; the code draws again;
+- each loss term is a sum over the batch divided by its rows, so that its weight does not depend on the batch size;
+- negative items that occur in their own row are ignored; the code draws others;
 - positions count back from the most recent event;
-- pre-training stops by how often the masked last item of a held-out history is told apart from those of other rows;
-- the loss of fine-tuning is the engine's: full softmax by default.
+- early stopping of pre-training uses the in-batch accuracy for the masked last item of held-out histories;
+- the loss of fine-tuning is that of the training settings, by default full softmax.
 
 Shape suffixes, besides those of layers.py: M values of an item   K values of the catalogue + 1   N positions
 """
@@ -28,13 +28,13 @@ from models.layers import attention_bias, initialise
 
 @dataclass(frozen=True, kw_only=True)
 class S3RecOptions(FDSAOptions):
-    """Options of S3-Rec; the weights are those of the code."""
+    """Options of S3-Rec; the weights are those of the paper's code."""
 
-    mask_probability: float = 0.2  # pre-training: of an item of a history
-    item_attribute_weight: float = 0.2  # associated attributes: an item that is not masked tells its attributes
-    item_weight: float = 1.0  # masked items
-    attribute_weight: float = 1.0  # masked attributes: what surrounds an item tells its attributes
-    segment_weight: float = 0.5
+    mask_probability: float = 0.2  # pre-training: probability of masking an item
+    item_attribute_weight: float = 0.2  # weight of predicting an item's attributes from the item
+    item_weight: float = 1.0  # weight of predicting masked items
+    attribute_weight: float = 1.0  # weight of predicting a masked item's attributes from its context
+    segment_weight: float = 0.5  # weight of predicting masked segments
 
     def __post_init__(self) -> None:
         super().__post_init__()

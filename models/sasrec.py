@@ -3,8 +3,8 @@
 Differs from the paper's code in these places:
 - positions count back from the most recent event, so that padding cannot shift them;
 - keys at padded positions are masked; attention has an output projection, as in most re-implementations;
-- attention weights are not dropped by default (`attention_dropout`), which lets a fused kernel compute them;
-- the loss is the engine's: full softmax by default, not binary cross-entropy with one negative.
+- by default, attention weights have no dropout (`attention_dropout`), so that a fused kernel can be used;
+- the loss is that of the training settings, by default full softmax, not binary cross-entropy with one negative.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class SASRecOptions(Options):
     d_model: int = 64
     layers: int = 2
     heads: int = 2
-    dropout: float = 0.2  # of embeddings and point-wise networks
-    attention_dropout: float = 0.0  # of attention weights; more than 0 rules out the fused kernel
+    dropout: float = 0.2  # dropout of embeddings and point-wise networks
+    attention_dropout: float = 0.0  # dropout of attention weights; above 0, the fused kernel is not used
 
     def __post_init__(self) -> None:
         super().__post_init__()

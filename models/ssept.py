@@ -1,12 +1,12 @@
 """SSE-PT: personalised transformer with stochastic shared embeddings (Wu et al., RecSys 2020, arXiv:1908.05435).
 
-SASRec on item vectors that the user's vector is joined to. Differs from the paper in these places:
-- a score <[h_i; h_u], [e_i; u]> is written as the inner product of [h_i, <h_u, u>] with [e_i, 1], so that item vectors
-  are the same for every user. Its last summand changes no ranking, and no loss that is a softmax;
-- items are replaced at random in the input alone; the code replaces targets and negatives as well, which are the
-  engine's here. The probabilities are those of keeping, as in the code;
-- user 0, who is unknown, is drawn in another's place as often as everybody: that trains the vector of new users;
-- what sasrec.py says of SASRec.
+SASRec on item vectors that are concatenated with the user's vector. Differs from the paper in these places:
+- a score <[h_i; h_u], [e_i; u]> is computed as the inner product of [h_i, <h_u, u>] with [e_i, 1], so that item vectors
+  are the same for all users. The last summand changes neither rankings nor softmax losses;
+- items are replaced at random only in the input; the code also replaces targets and negatives. As in the code, the
+  options are probabilities of keeping an item or user;
+- user 0, the unknown user, is drawn as a replacement as often as any other, which trains the vector of new users;
+- all that differs in sasrec.py.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from models.sasrec import Block, SASRecOptions
 class SSEPTOptions(SASRecOptions):
     """Options of SSE-PT; blocks are d_model + d_user wide."""
 
-    d_user: int = 16  # width of a user's vector
-    keep_item: float = 0.9  # probability that training sees an item itself, not one drawn at random
-    keep_user: float = 0.08  # the same of a user
+    d_user: int = 16  # width of user vectors
+    keep_item: float = 0.9  # training: probability of keeping an item instead of drawing a random one
+    keep_user: float = 0.08  # training: the same for users
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -38,14 +38,14 @@ class SSEPTOptions(SASRecOptions):
 
 
 def shared(index: Tensor, number: int, keep: float, first: int = 1) -> Tensor:
-    """Replace each entry with probability 1 - `keep` by one drawn from `first`..`number`; 0 stays."""
+    """Replace each entry except 0, with probability 1 - `keep`, by a random one from `first` to `number`."""
     drawn = torch.randint(first, number + 1, index.shape, device=index.device)
     replaced = (torch.rand(index.shape, device=index.device) >= keep) & (index != 0)
     return torch.where(replaced, drawn, index)
 
 
 class SSEPT(SequenceModel):
-    """Causal self-attention over a user's items, each joined to the user."""
+    """Causal self-attention over a user's items, each concatenated with the user."""
 
     Options = SSEPTOptions
     options: SSEPTOptions
@@ -79,7 +79,7 @@ class SSEPT(SequenceModel):
         joined_BLD = torch.cat([self.items(items_BL), user_B1U.expand(-1, length, -1)], -1)
         x_BLD = self.dropout(joined_BLD * joined_BLD.shape[-1] ** 0.5 + self.positions[-length:])
         for number, block in enumerate(self.blocks, start=1):
-            only_last = last and number == self.options.layers  # earlier layers feed its keys and values
+            only_last = last and number == self.options.layers  # earlier layers compute its keys and values
             x_BLD = block(x_BLD, bias_BLL, slice(-1, None) if only_last else slice(None))
         of_item, of_user = self.norm(x_BLD).split([self.options.d_model, self.options.d_user], -1)
         return torch.cat([of_item, (of_user * user_B1U).sum(-1, keepdim=True)], -1)

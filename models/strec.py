@@ -1,24 +1,24 @@
 """STRec: sparse Transformer for sequential recommendation (Li et al., RecSys 2023).
 
-Layer l computes k_l rows only, and k_l falls with l: which events are worth a row is decided once a sequence, from the
-time since each of them. Only the last event's output is trained and read, so a training example is a prefix
-(objective `last`), and attention looks both ways.
+Layer l computes only k_l rows, and k_l decreases with l. The events that get a row are sampled once per sequence, by
+the time since each event. Only the last event's output is trained and used, so training examples are prefixes
+(objective `last`), and attention is bidirectional.
 
-Stage 1 (phase `soft`) trains backbone and sampler together: all rows are computed, and keys fade by how likely they
-are to be sampled. Stage 2 (phase `hard`) freezes the sampler and trains on the path that is served: gathered rows.
+Stage 1 (phase `soft`) trains backbone and sampler together: all rows are computed, and keys are weighted by their
+probability of being sampled. Stage 2 (phase `hard`) freezes the sampler and trains with gathered rows, as in serving.
 
-Differs from the paper and its code in these places, all but the first five by option:
-- short sequences are kept: padding ranks last, and layers that would sample more rows than there are compute all;
-- the output is row 0, that of the last event, which is always sampled first; the code reads the last row;
-- the loss is the engine's cross-entropy over all items, as in the code; eq. 14 is called binary, but reads a softmax;
-- noise at inference is a fixed draw for each (item, place, last item): rankings do not depend on the batch;
-- the sampler starts as an increasing function of time, which training may undo;
+Differs from the paper and its code in these places; the last five are options:
+- short sequences are kept: padding ranks last, and layers that would sample more rows than exist compute all rows;
+- the output is row 0, that of the last event, which is always sampled first; the code uses the last row;
+- the loss is cross-entropy over all items, as in the code; the paper calls eq. 14 binary, but it is a softmax;
+- noise at inference is a fixed draw per (item, position, last item), so that rankings do not depend on the batch;
+- the sampler is initialised as an increasing function of time, which training may change;
 - noise is standard normal, as in the code; the paper says uniform (`noise`);
-- times enter the sampler through asinh(t / 60 s), as raw seconds saturate it (`transform`);
-- keys are faded by adding log(S + 1e-9); the paper adds 1e8 (M - 1), which has no useful gradient (`mask`);
-- the offsets alpha follow from k through running quantiles of the scores; the code's constants train deep layers much
-  denser than they are run (`alpha`);
-- positions count back from the last event; attention weights are not dropped by default (`attention_dropout`).
+- the sampler reads times as asinh(t / 60 s), because raw seconds saturate it (`transform`);
+- keys are weighted by adding log(S + 1e-9); the paper adds 1e8 (M - 1), which has no useful gradient (`mask`);
+- the offsets alpha are computed from k by running quantiles of the scores; with the code's constants, deep layers are
+  trained much denser than they are run (`alpha`);
+- positions count back from the last event; by default, attention weights have no dropout (`attention_dropout`).
 
 Shape suffixes, besides those of base.py: Q queries, H heads, K width of a head, G grid of quantiles.
 """
@@ -36,17 +36,17 @@ from models.base import PAD, Batch, Catalogue, Objective, Options, SequenceModel
 from models.efficient_attention import EFFICIENT
 from models.layers import Dropout, attend, initialise
 
-SPARSITY = 0.69  # the paper's best
-SPARSITIES = (0.0, 0.42, 0.58, 0.69, 0.77, 0.9, 0.98)  # that a trained model can be tried at
-OFFICIAL_ALPHA = (-0.2, -0.2, -0.3, -0.3, -0.5, -0.5, -0.7, -0.7)  # the code's, for its 8 layers
+SPARSITY = 0.69  # the best in the paper
+SPARSITIES = (0.0, 0.42, 0.58, 0.69, 0.77, 0.9, 0.98)  # at which a trained model can be evaluated
+OFFICIAL_ALPHA = (-0.2, -0.2, -0.3, -0.3, -0.5, -0.5, -0.7, -0.7)  # constants of the paper's code for its 8 layers
 LITERAL_SCALE = 1e8  # C of eq. 12, as in the code
-LOG_FLOOR = 1e-9  # log(S + this): what an event that is not sampled keeps
-FORCED = 1e4  # beyond every score, which is a z-score plus noise
+LOG_FLOOR = 1e-9  # added to S before the logarithm
+FORCED = 1e4  # larger than any score, which is a z-score plus noise
 GRID = 101  # points of a running quantile function
-QUANTILE_RATE = 0.05  # weight of a batch in it
+QUANTILE_RATE = 0.05  # weight of a new batch in the running quantiles
 NOISE_TABLE = 65_536
 MINUTE = 60.0
-NORM_EPS = 1e-12  # as in the code; embeddings start small
+NORM_EPS = 1e-12  # as in the paper's code; initial embeddings are small
 SCORE_EPS = 1e-6
 EVERY_ROW = slice(None)
 SAMPLER_OPTIONS = (
@@ -64,20 +64,20 @@ class STRecOptions(Options):
     layers: int = 2
     heads: int = 2
     dropout: float = 0.2
-    attention_dropout: float = 0.0  # of attention weights; more than 0 rules out the fused kernel
-    attention: Literal["full", "linformer", "informer", "longformer"] = "full"  # others: drop-ins without sampling
-    attention_size: int = 16  # drop-ins: projected length | factor of log n | window
-    sampling: Literal["time", "position", "random", "none"] = "time"  # time to the last event; none: every row
-    k: tuple[int, ...] = ()  # rows of each layer, never increasing; empty: constant by `sparsity`, then 1
+    attention_dropout: float = 0.0  # dropout of attention weights; above 0, the fused kernel is not used
+    attention: Literal["full", "linformer", "informer", "longformer"] = "full"  # all but full: without sampling
+    attention_size: int = 16  # linformer: projected length | informer: factor of log n | longformer: window
+    sampling: Literal["time", "position", "random", "none"] = "time"  # time: since each event; none: all rows
+    k: tuple[int, ...] = ()  # rows of each layer, not increasing; empty: constant by `sparsity`, 1 in the last
     sparsity: float | None = None  # k = round(length (1 - sparsity)); 0.69 unless `k` is given
-    transform: Literal["asinh", "log1p", "raw"] = "asinh"  # of seconds
-    activation: Literal["tanh", "relu"] = "tanh"  # in the sampler
+    transform: Literal["asinh", "log1p", "raw"] = "asinh"  # transform of times in seconds
+    activation: Literal["tanh", "relu"] = "tanh"  # activation of the sampler
     noise: Literal["normal", "uniform", "logistic", "none"] = "normal"  # added to z-scores
-    noise_seed: int = 0  # of the draws at inference
+    noise_seed: int = 0  # seed of the noise at inference
     mask: Literal["log", "literal"] = "log"  # soft mask; literal: eq. 12 as printed
     temperature: float = 0.01  # tau of eq. 9
-    alpha: Literal["calibrated", "official"] = "calibrated"  # official: the constants of the code, for 8 layers
-    hash_bins: int = 0  # 0: serve the sampler's network | steps of the function that replaces it after stage 1
+    alpha: Literal["calibrated", "official"] = "calibrated"  # official: the constants of the paper's code
+    hash_bins: int = 0  # number of steps of the function that replaces the sampler after stage 1; 0: keep it
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -110,7 +110,7 @@ class STRecOptions(Options):
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Number of rows that each layer computes of a full sequence."""
+        """Number of rows that each layer computes for a full sequence."""
         if self.k:
             return tuple(self.k)
         if self.attention != "full":
@@ -120,7 +120,7 @@ class STRecOptions(Options):
 
 
 class Attention(nn.Module):
-    """Scaled dot-product attention of some rows over all of a layer's input rows (eq. 3)."""
+    """Scaled dot-product attention from some rows to all input rows of a layer (eq. 3)."""
 
     def __init__(self, d_model: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class Attention(nn.Module):
             mixed_BQD = self._mix(q_BQD, key_value, bias)
         else:
             q_BQD = F.linear(query_BQD, weight[:d_model], shift[:d_model])
-            # where few rows read many, keys and values are the largest tensors: without gradient, half at a time
+            # with few queries, keys and values are the largest tensors; without gradients, compute half at a time
             few = 2 * query_BQD.shape[1] < source_BLD.shape[1]
             parts = 2 if few and self.heads % 2 == 0 and not torch.is_grad_enabled() else 1
             slices = zip(
@@ -154,16 +154,16 @@ class Attention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         if bias is None or bias.dtype == torch.bool:
             mixed_BHQK = attend(q_BHQK, k_BHLK, v_BHLK, bias, dropout)
-        else:  # no fused kernel gives a mask its gradient
+        else:  # fused kernels have no gradient for masks
             logits = q_BHQK @ k_BHLK.mT * width**-0.5 + bias
             mixed_BHQK = F.dropout(logits.softmax(-1), dropout) @ v_BHLK
         return mixed_BHQK.transpose(1, 2).flatten(2)
 
 
 class Block(nn.Module):
-    """Attention and a point-wise network, each followed by its residual and a normalisation (eqs. 3 and 4).
+    """Attention and a point-wise network, each followed by a residual connection and layer norm (eqs. 3 and 4).
 
-    They are called one after the other, so that a layer's input is freed before the point-wise network runs.
+    The two parts are called separately, so that a layer's input is freed before the point-wise network runs.
     """
 
     def __init__(self, options: STRecOptions) -> None:
@@ -181,7 +181,7 @@ class Block(nn.Module):
         self.dropout = Dropout(options.dropout)
 
     def attend(self, source_BLD: Tensor, rows: slice | Tensor, bias: Tensor | None) -> Tensor:
-        """Return (B, Q, D): the `rows` of the input, a slice or indices (B, Q), after reading all of it."""
+        """Return (B, Q, D): the `rows` of the input, a slice or indices (B, Q), after attention to all rows."""
         if isinstance(rows, Tensor):
             query_BQD = source_BLD.gather(1, rows.unsqueeze(-1).expand(-1, -1, source_BLD.shape[2]))
         else:
@@ -196,17 +196,17 @@ class Block(nn.Module):
 
 
 class Sampler(nn.Module):
-    """How much an event deserves rows of its own: a function of the time since it, z-scored within the sequence (5).
+    """Scores events for sampling: a function of the time since each event, standardised within the sequence (eq. 5).
 
-    Running quantiles of scores, and of times where a step function is asked for, are buffers: saved and resumed.
+    Running quantiles of scores, and of times if there is a step function, are buffers, so that they are saved.
     """
 
     levels: Tensor  # (G,) 0 .. 1
-    scores: Tensor  # (G,) quantiles of the scores of events but the last
+    scores: Tensor  # (G,) quantiles of the scores, without last events
     times: Tensor  # (G,) quantiles of the times
-    edges: Tensor  # (bins - 1,) times where the step function jumps
+    edges: Tensor  # (bins - 1,) times at which the step function changes
     steps: Tensor  # (bins,) its values
-    table: Tensor  # (NOISE_TABLE,) the draws of inference
+    table: Tensor  # (NOISE_TABLE,) noise at inference
 
     def __init__(self, options: STRecOptions) -> None:
         super().__init__()
@@ -214,29 +214,29 @@ class Sampler(nn.Module):
         if options.sampling != "random":
             self.inner = nn.Linear(1, 32)
             self.outer = nn.Linear(32, 1)
-            with torch.no_grad():  # positive weights: it starts as an increasing function of time
+            with torch.no_grad():  # positive weights give an increasing function of time
                 self.inner.weight.abs_()
                 self.outer.weight.abs_()
         levels_G = torch.linspace(0, 1, GRID)
         self.register_buffer("levels", levels_G, persistent=False)
         start_G = torch.special.ndtri(levels_G.clamp(0.5 / GRID, 1 - 0.5 / GRID)) * 2**0.5
-        self.register_buffer("scores", start_G)  # two standard normals; measured from the first batch on
+        self.register_buffer("scores", start_G)  # of the sum of two standard normals, until the first batch
         generator = torch.Generator().manual_seed(options.noise_seed)
         self.register_buffer("table", self._draw(torch.rand(NOISE_TABLE, generator=generator)), persistent=False)
         if options.hash_bins:
-            self.register_buffer("times", -torch.logspace(8, 0, GRID))  # a second to three years, until measured
+            self.register_buffer("times", -torch.logspace(8, 0, GRID))  # a second to three years, until the first batch
             self.register_buffer("edges", torch.zeros(options.hash_bins - 1))
             self.register_buffer("steps", torch.zeros(options.hash_bins))
             self.fit_steps()
 
     def forward(self, batch: Batch, real_BL: Tensor | None, steps: bool = False) -> Tensor:
-        """Return scores (B, L): the last event's beyond all others, those of padding below; `real_BL` None: no padding.
+        """Return scores (B, L), highest for the last event and lowest for padding; `real_BL` None: no padding.
 
-        With `steps`, the step function stands in for the network.
+        With `steps`, the step function replaces the network.
         """
         score_BL = self._noise(batch)
         if self.options.sampling != "random":
-            with torch.autocast(score_BL.device.type, enabled=False):  # bf16 cannot tell scores apart
+            with torch.autocast(score_BL.device.type, enabled=False):  # bf16 is too coarse for scores
                 times_BL = self._times(batch)
                 relevance_BL = self.steps[torch.bucketize(times_BL, self.edges)] if steps else self.relevance(times_BL)
                 score_BL = score_BL + _standardised(relevance_BL, real_BL)
@@ -254,7 +254,7 @@ class Sampler(nn.Module):
 
     @torch.no_grad()
     def measure(self, batch: Batch, score_BL: Tensor, real_BL: Tensor) -> None:
-        """Let a batch of stage 1 move the running quantiles."""
+        """Update the running quantiles with a batch of stage 1."""
         counted_BL = real_BL.clone()
         counted_BL[:, -1] = False
         self._follow(self.scores, score_BL, counted_BL)
@@ -264,7 +264,7 @@ class Sampler(nn.Module):
     def _times(self, batch: Batch) -> Tensor:
         if self.options.sampling == "time":
             return batch.times.to(self.scores.dtype)
-        return -MINUTE * _places(batch).to(self.scores.dtype).expand_as(batch.times)  # as if there were one a minute
+        return -MINUTE * _places(batch).to(self.scores.dtype).expand_as(batch.times)  # as if one event a minute
 
     def _follow(self, running_G: Tensor, value_BL: Tensor, counted_BL: Tensor) -> None:
         seen_G = value_BL.detach().float().masked_fill(~counted_BL, torch.nan).flatten().nanquantile(self.levels)
@@ -279,17 +279,17 @@ class Sampler(nn.Module):
         return torch.sigmoid((score_BL + alpha) / self.options.temperature)
 
     def _threshold(self, length_B1: Tensor, k: int) -> Tensor:
-        """Return the score (B, 1) that k - 1 of a sequence's events exceed on average, besides the forced last one."""
+        """Return the score (B, 1) that, apart from the last event, k - 1 events of a sequence exceed on average."""
         level_B1 = 1 - (k - 1) / (length_B1 - 1).clamp(min=1).to(self.scores.dtype)
         place_B1 = level_B1.clamp(min=0) * (GRID - 1)
         below_B1 = place_B1.long().clamp(max=GRID - 2)
         score_B1 = torch.lerp(self.scores[below_B1], self.scores[below_B1 + 1], place_B1 - below_B1)
-        score_B1 = score_B1.masked_fill(length_B1 <= k, -FORCED)  # everything is kept
-        return score_B1 if k > 1 else torch.full_like(score_B1, FORCED / 2)  # nothing but the last event
+        score_B1 = score_B1.masked_fill(length_B1 <= k, -FORCED)  # keep all events
+        return score_B1 if k > 1 else torch.full_like(score_B1, FORCED / 2)  # keep only the last event
 
     @torch.no_grad()
     def fit_steps(self) -> None:
-        """Fit the step function to the network: bins hold equally many events, a step is the bin's mean."""
+        """Fit the step function to the network: bins hold equally many events, and a step is the mean of its bin."""
         at_G = torch.arange(GRID, device=self.times.device) * self.options.hash_bins // GRID  # bin of each grid point
         value_G = self.relevance(self.times)
         count = torch.bincount(at_G, minlength=self.options.hash_bins)
@@ -308,7 +308,7 @@ class Sampler(nn.Module):
         return self.table[index_BL % NOISE_TABLE]
 
     def _draw(self, uniform: Tensor) -> Tensor:
-        """Return the configured noise made from `uniform` in [0, 1), by its inverse distribution function."""
+        """Return the configured noise, by applying its inverse distribution function to `uniform` in [0, 1)."""
         if self.options.noise == "uniform":
             return uniform
         uniform = uniform.clamp(1e-7, 1 - 1e-7)
@@ -316,7 +316,7 @@ class Sampler(nn.Module):
 
 
 class STRec(SequenceModel):
-    """A Transformer whose layers compute fewer and fewer rows, sampled by the time since each event."""
+    """A Transformer whose layers compute ever fewer rows, sampled by the time since each event."""
 
     Options = STRecOptions
     options: STRecOptions
@@ -332,7 +332,7 @@ class STRec(SequenceModel):
         initialise(self)
         self.sampler = Sampler(options) if options.sampling != "none" else None
         self.shortest = max((k + 1 for k in options.rows if k < options.length), default=1)
-        self.phase: str | None = None if self.sampler is not None else "hard"  # None: as loaded
+        self.phase: str | None = None if self.sampler is not None else "hard"  # None: no phase yet, as after loading
 
     @classmethod
     def needs_of(cls, options: STRecOptions) -> frozenset[str]:
@@ -344,7 +344,7 @@ class STRec(SequenceModel):
         if self.sampler is None:
             return {}
         others = (replace(self.options, k=(), sparsity=sparsity) for sparsity in SPARSITIES)
-        by_rows = (*others, self.options)  # the last of equals stays
+        by_rows = (*others, self.options)  # of equal entries, the last one is kept
         return {1 - sum(options.rows) / len(options.rows) / options.length: options for options in by_rows}
 
     def phases(self, stage: str) -> tuple[str, ...]:
@@ -384,7 +384,7 @@ class STRec(SequenceModel):
         """Return (B, 1, D), computing `rows` of each layer: one gather, then slices (eqs. 6-8)."""
         real_BL = _real(batch)
         count_B1 = real_BL.sum(1, keepdim=True)
-        # full sequences need no mask at all; an exported graph must hold whatever the lengths are
+        # full sequences need no mask, but an exported graph must be valid for all lengths
         shortest = 0 if torch.compiler.is_compiling() else int(count_B1.min())
         some_BL = real_BL if shortest < real_BL.shape[1] else None
         x_BLD, bias, ranked = self._embedded(batch.items), _visible(some_BL), False
@@ -393,19 +393,19 @@ class STRec(SequenceModel):
             rows: slice | Tensor = EVERY_ROW
             if k < x_BLD.shape[1]:
                 rows, ranked = slice(k) if ranked else self._best(batch, some_BL, k), True
-            x_BLD = block.attend(x_BLD, rows, bias)  # a statement of its own frees the input
+            x_BLD = block.attend(x_BLD, rows, bias)  # a separate statement, so that the input is freed
             x_BLD = block.transform(x_BLD)
-            if ranked:  # padding ranks last: it is among the first k where a sequence has fewer
+            if ranked:  # padding ranks last, but is among the first k of shorter sequences
                 few = shortest < k
                 bias = _visible(torch.arange(k, device=x_BLD.device) < count_B1) if few else None
         return x_BLD[:, :1] if ranked else x_BLD[:, -1:]
 
     def _best(self, batch: Batch, real_BL: Tensor | None, k: int) -> slice | Tensor:
-        """Return which `k` rows are worth most (eq. 6): the last event's first, those of padding last."""
+        """Return the `k` rows with the highest scores (eq. 6): the last event first, padding last."""
         return slice(-1, None) if k == 1 else self._scores(batch, real_BL, hard=True).topk(k).indices
 
     def _masked(self, batch: Batch, *, soft: bool, last: bool) -> Tensor:
-        """Return every row (B, L, D), or the last event's alone, with masks in place of gathers (eqs. 9-12)."""
+        """Return all rows (B, L, D), or only that of the last event, with masks instead of gathers (eqs. 9-12)."""
         real_BL = _real(batch)
         masks = self._masks(batch, real_BL, soft)
         x_BLD = self._embedded(batch.items)
@@ -413,13 +413,13 @@ class STRec(SequenceModel):
             assert isinstance(block, Block)
             rows = slice(-1, None) if last and number == self.options.layers - 1 else EVERY_ROW
             bias = _visible(real_BL)
-            if masks and (number or self.options.mask == "literal"):  # S_0 = 1 fades no key
+            if masks and (number or self.options.mask == "literal"):  # S_0 = 1 changes no key
                 bias = self._fading(masks[number + 1][:, rows], masks[number], real_BL)
             x_BLD = block.transform(block.attend(x_BLD, rows, bias))
         return x_BLD
 
     def _masks(self, batch: Batch, real_BL: Tensor, soft: bool) -> list[Tensor]:
-        """Return S_0 .. S_L, each (B, L): soft ones (eq. 9), or 1 for the rows that `_gathered` computes."""
+        """Return S_0 .. S_L, each (B, L): soft masks (eq. 9), or 1 for the rows that `_gathered` computes."""
         if self.sampler is None:
             return []
         score_BL = self._scores(batch, real_BL, hard=not soft)
@@ -440,17 +440,17 @@ class STRec(SequenceModel):
         return scores
 
     def _fading(self, query_BQ: Tensor, key_BL: Tensor, real_BL: Tensor) -> Tensor:
-        """Return what is added to a layer's logits, by S of its queries and S of its keys (eqs. 11 and 12)."""
+        """Return the bias of a layer's logits, from S of its queries and of its keys (eqs. 11 and 12)."""
         hidden_B11L = ~real_BL[:, None, None]
         if self.options.mask == "literal":
             both_B1QL = (query_BQ.unsqueeze(2) * key_BL.unsqueeze(1)).unsqueeze(1)
             return (LITERAL_SCALE * (both_B1QL - 1)).masked_fill(hidden_B11L, float("-inf"))
-        # log(S_q S_k) = log S_q + log S_k, and a softmax ignores what is the same for all keys
+        # log(S_q S_k) = log S_q + log S_k, and a softmax ignores terms that are the same for all keys
         return (key_BL + LOG_FLOOR).log()[:, None, None].masked_fill(hidden_B11L, float("-inf"))
 
 
 def _real(batch: Batch) -> Tensor:
-    """Return (B, L): which positions hold events; the last one counts as one even if the user has none."""
+    """Return bool (B, L): the positions with events; the last position counts as one even without events."""
     real_BL = batch.items != PAD
     real_BL[:, -1] = True
     return real_BL
@@ -461,7 +461,7 @@ def _visible(real_BL: Tensor | None) -> Tensor | None:
 
 
 def _standardised(value_BL: Tensor, real_BL: Tensor | None) -> Tensor:
-    """Return z-scores within each sequence; a sequence of one event, or of equal values, has 0."""
+    """Return z-scores within each sequence; 0 for a single event or equal values."""
     if real_BL is None:
         return F.layer_norm(value_BL, value_BL.shape[1:], eps=SCORE_EPS)
     count_B1 = real_BL.sum(1, keepdim=True)
@@ -471,7 +471,7 @@ def _standardised(value_BL: Tensor, real_BL: Tensor | None) -> Tensor:
 
 
 def _places(batch: Batch) -> Tensor:
-    """Return how many events back each position lies (L,)."""
+    """Return the distance (L,) of each position from the last event."""
     return torch.arange(batch.items.shape[1] - 1, -1, -1, device=batch.items.device)
 
 

@@ -1,14 +1,14 @@
 """TiSASRec: time interval aware self-attention (Li, Wang and McAuley, WSDM 2020).
 
-SASRec whose keys and values also know positions and the time between two events. Differs from the paper in these
+SASRec with keys and values that include positions and the time between two events. Differs from the paper in these
 places:
-- the unit of a user's intervals is the smallest gap up to the query, not of the whole history: no position then knows
-  later gaps. For the last position, the one that is served, both are the same;
-- gaps are those inside the window that the model sees;
-- no (L, L, D) tensor of interval embeddings: queries meet each interval's vector once and the products are gathered;
-  weights are added up per interval before they meet its value. The result is the paper's;
-- each layer has tables of positions and intervals of its own; the code shares them;
-- what sasrec.py says of SASRec.
+- the unit of a user's intervals is the smallest gap up to the query, not that of the whole history, so that no position
+  depends on later gaps. For the last position, which is used in serving, both are the same;
+- gaps are taken within the window;
+- there is no (L, L, D) tensor of interval embeddings: products of queries with all interval vectors are computed once
+  and gathered, and weights are summed per interval before being multiplied with its value. The result is the same;
+- each layer has its own tables of positions and intervals; the code shares them;
+- all that differs in sasrec.py.
 
 Shape suffixes, besides those of base.py and layers.py: I interval, from 0 to max_interval.
 """
@@ -31,7 +31,7 @@ from models.sasrec import Block, SASRecOptions
 class TiSASRecOptions(SASRecOptions):
     """Options of TiSASRec."""
 
-    max_interval: int = 256  # k of the paper: longer intervals count as this one
+    max_interval: int = 256  # k of the paper: longer intervals are cut to this
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -39,9 +39,9 @@ class TiSASRecOptions(SASRecOptions):
 
 
 def intervals(batch: Batch, longest: int) -> Tensor:
-    """Return (B, L, L) int64: time between query and key in the user's unit, rounded down, at most `longest`.
+    """Return int64 (B, L, L): time between query and key in units of the user, rounded down, at most `longest`.
 
-    The unit is the smallest gap but zero among events up to the query (paper, section 3.2); without any, all are 0.
+    The unit is the smallest non-zero gap among events up to the query (paper, section 3.2); without one, all are 0.
     """
     gap_BL = batch.times.diff(dim=1)
     real_BL = (batch.items[:, :-1] != PAD) & (gap_BL > 0)
@@ -66,7 +66,7 @@ class IntervalAttention(MultiHeadAttention):
     def forward(
         self, query_BQD: Tensor, source_BLD: Tensor, bias_BQL: Tensor, interval_BQL: Tensor | None = None
     ) -> Tensor:
-        """Return (B, Q, D): each query's mixture of the positions it may see."""
+        """Return (B, Q, D): for each query, a mixture of the positions that it may attend to."""
         assert interval_BQL is not None
         q_BHQK, k_BHLK, v_BHLK = self.project(query_BQD, source_BLD)
         length = k_BHLK.shape[2]

@@ -1,6 +1,6 @@
-"""Top-K dropout: attention loses some of each query's largest weights (FLASH4Rec, 2023 preprint, eqs. 12 to 14).
+"""Top-K dropout: drops some of each query's largest attention weights (FLASH4Rec, 2023 preprint, eqs. 12 to 14).
 
-Eq. 14 divides by the dropped mass; inverted dropout needs the kept mass, which is what is used here.
+Eq. 14 divides by the dropped mass. Inverted dropout requires the kept mass, which is used here.
 
 Shape suffixes, besides those of base.py: K candidates of a row.
 """
@@ -12,19 +12,19 @@ from torch import Tensor
 
 
 def topk_dropout(weight_BLL: Tensor, real_BL: Tensor, k: int, p: float, scope: str) -> Tensor:
-    """Drop each of a row's `k` largest weights with probability `p`, then restore the kept mass (eqs. 12-14).
+    """Drop each of a row's `k` largest weights with probability `p`, and rescale the others (eqs. 12-14).
 
     Args:
-        weight_BLL: attention after the softmax.
-        real_BL: which queries are no padding; padded rows count in no sum.
-        k: candidates for dropping in each row.
+        weight_BLL: attention weights after the softmax.
+        real_BL: queries that are not padding; padded rows are left out of all sums.
+        k: number of candidates for dropping in each row.
         p: probability of dropping a candidate.
-        scope: `matrix` rescales an example by one factor, `row` every row by its own.
+        scope: `matrix` rescales each example by one factor, `row` each row.
     """
     if p == 0:
         return weight_BLL
-    with torch.no_grad():  # the paper's gradient block: the mask is a constant
-        wide = torch.promote_types(weight_BLL.dtype, torch.float32)  # a difference of sums in bf16 has no digit left
+    with torch.no_grad():  # the mask is a constant (the paper's gradient block)
+        wide = torch.promote_types(weight_BLL.dtype, torch.float32)  # in bf16, the difference of sums has no digits
         top_BLK, index_BLK = weight_BLL.topk(min(k, weight_BLL.shape[-1]), dim=-1)
         kept_BLK = torch.rand_like(top_BLK, dtype=wide) >= p
         mass_BL1 = weight_BLL.sum(-1, keepdim=True, dtype=wide) * real_BL.unsqueeze(-1)

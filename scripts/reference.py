@@ -30,12 +30,12 @@ HEADER = "<!-- Written by scripts/reference.py from the code. -->\n"
 TOP_LEVEL = """\
 | key | type | default | meaning |
 |---|---|---|---|
-| `seed` | int | `42` | of `pretrain` and `finetune`, where they do not name their own |
+| `seed` | int | `42` | seed of `pretrain` and `finetune`, unless they set their own |
 | `dataset` | str | required | a key of `datasets` |
-| `datasets` | mapping | `{}` | per dataset: its values for other sections, and `options` for all models |
+| `datasets` | mapping | `{}` | per dataset: values for other sections, and `options` of all models |
 | `sources` | list | `[]` | datasets that text models pre-train on |
 | `leaderboard` | list | all models | keys of `models` that are trained, evaluated and compared |
-| `models` | mapping | required | per model: `architecture` (its key, if left out), `options`, `pretrain`, `finetune` |
+| `models` | mapping | required | per model: `architecture` (default: its key), `options`, `pretrain`, `finetune` |
 """
 PARTS = [  # key in params.yaml, its dataclass, whether inherited fields are listed
     ("ingest", config.IngestConfig, True),
@@ -60,9 +60,9 @@ def settings() -> str:
     """Return the page of all keys of params.yaml and of all options of the models."""
     text = f"{HEADER}# Settings\n\n" + textwrap.dedent(
         """\
-        Every key of params.yaml. A key that params.yaml leaves out has the default below. A value is looked up in the
-        section, then in the dataset's entry, then in the model's entry; the last one wins. An unknown key, a wrong type
-        and a value out of range are errors that name the key. Write `1.0e-3`: YAML reads `1e-3` as text.
+        All keys of params.yaml. Keys that are left out have the default below. A value in a model's entry takes
+        precedence over one in the dataset's entry, and that one over the section. Unknown keys, wrong types and values
+        out of range are errors that name the key. Write `1.0e-3`, because YAML reads `1e-3` as text.
 
         ## Top level
 

@@ -1,4 +1,4 @@
-"""Names and schemas of what stages exchange: the one place that knows what a file is called."""
+"""Names and schemas of the files that stages exchange; no other module defines file names."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ NEGATIVES = "negatives.arrow"
 WEIGHTS = "best.safetensors"
 MODEL_CARD = "config.json"
 HISTORY = "history.jsonl"
-COUNTS = "counts.safetensors"  # the second part of the score, if it has one
-TOKENS = "tokens.safetensors"  # of text models: the items' text
-TOKENIZER = "tokenizer.json"  # and what it was made with
-REFITTED = "refitted"  # folder of weights that have seen more events, in the folder of those that have not
-REFIT = "refit"  # key of the card of weights that have seen every event: of which training, and its epochs
+COUNTS = "counts.safetensors"  # count term of the scores, if any
+TOKENS = "tokens.safetensors"  # text models: tokens of the items
+TOKENIZER = "tokenizer.json"  # text models: the tokeniser
+REFITTED = "refitted"  # folder of the weights of a refit, in the folder of the training it repeats
+REFIT = "refit"  # key in the card of a refit: the evaluated training and its epochs
 # evaluate -> register
 METRICS = "metrics.json"
 CASES = "cases.parquet"
 RECOMMENDATIONS = "recommendations.parquet"
-CHOSEN = "counts.json"  # of the rows that are counts: the values chosen on validation, and the grid
+CHOSEN = "counts.json"  # counting baselines: settings chosen on validation, and the grid
 # register
 REPORT_PAGE = "index.html"
 
-FACTS = (  # of the cards: what identifies the content of a folder
+FACTS = (  # keys of cards that identify the content of a folder
     *("source", "licence", "dataset", "protocol", "input_sha256", "split_sha256"),
     *("model", "architecture", "stage", "parameters", "fingerprint", "weights_sha256"),
 )
@@ -55,7 +55,7 @@ INTERACTIONS_SCHEMA = pa.schema(
         pa.field("item_id", pa.string(), nullable=False),
         pa.field("timestamp", pa.int64(), nullable=False),  # seconds, UTC
         pa.field("row", pa.int64(), nullable=False),  # position in the source: the tie-breaker of equal times
-        pa.field("rating", pa.float32()),  # null where the source has none
+        pa.field("rating", pa.float32()),  # null if the source has none
     ]
 )
 ITEMS_SCHEMA = pa.schema(  # attribute columns, all strings, may follow
@@ -78,17 +78,17 @@ SEQUENCES_SCHEMA = pa.schema(
         pa.field("valid_end", pa.int32(), nullable=False),
     ]
 )
-NEGATIVES_SCHEMA = pa.schema(  # one row a user for protocol LOO-101, none for the others
+NEGATIVES_SCHEMA = pa.schema(  # one row per user for protocol LOO-101, none for others
     [pa.field("negatives", pa.list_(pa.int32(), 100), nullable=False)]
 )
 VOCABULARY_SCHEMA = pa.schema(
     [
         pa.field("item", pa.int32(), nullable=False),  # 1..N; 0 is padding and has no row
         pa.field("item_id", pa.string(), nullable=False),
-        pa.field("count", pa.int64(), nullable=False),  # events in train; 0 = cold
+        pa.field("count", pa.int64(), nullable=False),  # training events; 0 = cold
     ]
 )
-MODEL_VOCABULARY_SCHEMA = VOCABULARY_SCHEMA.append(pa.field("title", pa.string()))  # of a model's own copy
+MODEL_VOCABULARY_SCHEMA = VOCABULARY_SCHEMA.append(pa.field("title", pa.string()))  # the copy saved with a model
 USERS_SCHEMA = pa.schema(
     [pa.field("user", pa.int32(), nullable=False), pa.field("user_id", pa.string(), nullable=False)]
 )
@@ -125,7 +125,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def facts(*folders: Path) -> dict[str, str | float]:
-    """Return what the cards in `folders` say of their content, flat: hashes, counts, names; a later folder wins."""
+    """Return hashes, counts and names in the cards of `folders` as a flat mapping; later folders take precedence."""
     found: dict[str, str | float] = {}
     for folder in folders:
         for card in (SOURCE_CARD, SPLIT_CARD, MODEL_CARD):
@@ -139,12 +139,12 @@ def facts(*folders: Path) -> dict[str, str | float]:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write `content` to `path` in one step: a killed process leaves the old file or the new one."""
+    """Write `content` to `path` atomically: a killed process leaves either the old or the new file."""
     write_text(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
 
 
 def write_text(path: Path, content: str) -> None:
-    """Write `content` to `path` in one step."""
+    """Write `content` to `path` atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     with partial.open("w", encoding="utf-8") as file:
@@ -155,7 +155,7 @@ def write_text(path: Path, content: str) -> None:
 
 
 def write_table(path: Path, table: pa.Table) -> None:
-    """Write `table` as Parquet to `path` in one step."""
+    """Write `table` as Parquet to `path` atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     pq.write_table(table, partial, compression="zstd")
@@ -163,16 +163,16 @@ def write_table(path: Path, table: pa.Table) -> None:
 
 
 def write_ipc(path: Path, table: pa.Table) -> None:
-    """Write `table` as uncompressed Arrow IPC, which readers map without a copy, to `path` in one step."""
+    """Write `table` atomically to `path` as uncompressed Arrow IPC, which readers can memory-map."""
     with shard_writer(path, table.schema) as write:
         write(table)
 
 
 @contextmanager
 def shard_writer(path: Path, schema: pa.Schema) -> Iterator[Callable[[pa.Table], None]]:
-    """Yield a function that adds a table of one chunk, as a record batch, to an uncompressed Arrow IPC file.
+    """Yield a function that appends a table of one chunk, as a record batch, to an uncompressed Arrow IPC file.
 
-    The file appears, in one step, once the block has ended without an error.
+    The file appears atomically when the block ends without an error.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
@@ -183,9 +183,9 @@ def shard_writer(path: Path, schema: pa.Schema) -> Iterator[Callable[[pa.Table],
 
 @contextmanager
 def replaced(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder that takes the place of `folder` in one step, once the block has ended without an error.
+    """Yield an empty folder that atomically replaces `folder` when the block ends without an error.
 
-    A killed process leaves the old folder or the new one, whole. What it leaves beside that, the next one removes.
+    A killed process leaves either the old or the new folder; the next call deletes its temporary files.
     """
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"{folder} is a file: a folder must be made there")
@@ -201,7 +201,7 @@ def replaced(folder: Path) -> Iterator[Path]:
 
 
 def _exchange(new: Path, old: Path) -> None:
-    """Swap two folders in one step; in three where the system or the file system cannot."""
+    """Swap two folders atomically, or in three steps if the system does not support that."""
     here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE of Linux
     swap = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform == "linux" else None
     if swap is not None and swap(here, os.fsencode(new), here, os.fsencode(old), ctypes.c_uint(exchange)) == 0:

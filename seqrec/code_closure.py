@@ -1,7 +1,7 @@
-"""Which of our source files decide what a module computes: the module itself, and all that it imports of ours.
+"""Finds the source files of this project that decide what a module computes: the module and its own imports.
 
-Read off the syntax, without importing anything. What the stages of dvc.yaml depend on and what the fingerprint of a
-training hashes both come from here.
+The imports are read from the syntax, without importing anything. The dependencies of the stages in dvc.yaml and the
+fingerprints of trainings are both based on these files.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from pathlib import Path
 from seqrec import ROOT
 
 PACKAGES = ("models", "seqrec")
-UNDECIDING = (  # modules and packages that decide no result: editing them repeats nothing
+UNDECIDING = (  # modules and packages that cannot change results; editing them repeats no stage
     "seqrec",  # the file __init__.py: version and root
     "seqrec.__main__",
-    "seqrec.artifacts",  # names and schemas of files; a new name is a change of its users, too
+    "seqrec.artifacts",  # names and schemas of files; a change also changes the modules that use them
     "seqrec.code_closure",
-    "seqrec.config",  # the values themselves are compared, defaults included
-    "seqrec.data.download",  # what was fetched is compared
-    "seqrec.tracking",  # what MLflow is told
+    "seqrec.config",  # the settings are compared, including defaults
+    "seqrec.data.download",  # the downloaded data is compared
+    "seqrec.tracking",  # logging to MLflow
 )
-DECIDING = {  # but these do for the module whose work they are
+DECIDING = {  # module -> modules of UNDECIDING that decide its results
     "seqrec.stages.ingest": "seqrec.data.download",
     "seqrec.stages.register": "seqrec.tracking",
 }
 
 
 def deciding(module: str, root: Path = ROOT) -> tuple[Path, ...]:
-    """Return the files that decide what `module` computes: its closure without what decides no result."""
+    """Return the files that decide what `module` computes: its closure without modules that cannot change results."""
     return closure(module, exempt=[name for name in UNDECIDING if name != DECIDING.get(module)], root=root)
 
 
 def closure(module: str, *, exempt: Collection[str] = (), lazy: bool = True, root: Path = ROOT) -> tuple[Path, ...]:
-    """Return the files, relative to `root` and sorted, of `module` and of what it imports, directly or not.
+    """Return the files, relative to `root` and sorted, of `module` and of its direct and indirect imports.
 
     Args:
         module: dotted name.
         exempt: modules and packages to leave out, with all that only they import; never `module` itself.
-        lazy: whether imports inside functions count. Those for type checking alone never do.
+        lazy: whether imports inside functions count; imports for type checking only never count.
         root: folder of the packages.
 
     Raises:
@@ -63,7 +63,7 @@ def closure(module: str, *, exempt: Collection[str] = (), lazy: bool = True, roo
 
 
 def _is_exempt(name: str, exempt: Collection[str]) -> bool:
-    if name in PACKAGES:  # naming a top-level package means its file alone
+    if name in PACKAGES:  # for a top-level package, only its __init__.py
         return name in exempt
     return any(name == one or name.startswith(f"{one}.") for one in exempt if one not in PACKAGES)
 
@@ -92,7 +92,7 @@ def _imports(text: str, lazy: bool) -> tuple[str, ...]:
 
 
 def _statements(block: ast.AST, lazy: bool) -> Iterator[ast.AST]:
-    """Yield the statements in `block`; those for type checking alone are left out."""
+    """Yield the statements in `block`, except those for type checking only."""
     for node in ast.iter_child_nodes(block):
         checked = isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
         if checked or (isinstance(node, ast.FunctionDef) and not lazy):
@@ -104,7 +104,7 @@ def _statements(block: ast.AST, lazy: bool) -> Iterator[ast.AST]:
 
 @functools.cache
 def _is_empty(text: str) -> bool:
-    """Say whether there is nothing in a file but its docstring."""
+    """Return whether a file holds only a docstring."""
     return all(isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) for node in ast.parse(text).body)
 
 

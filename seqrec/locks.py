@@ -1,4 +1,4 @@
-"""One process at a time in a place: locks that end with their process, and tell others who holds them since when."""
+"""Locks that allow one process at a time; they end with their process, and report who holds them since when."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-NAME = ".lock"  # of a folder's lock
+NAME = ".lock"  # name of the lock file of a folder
 
 
 class LockedError(ValueError):
-    """Another process works here; the message says which, and since when."""
+    """Another process holds the lock; the message says which, and since when."""
 
 
 @contextmanager
 def locked(path: Path, what: str) -> Iterator[None]:
-    """Hold the lock file `path` while the block runs; the operating system lets go of it when the process ends.
+    """Hold the lock file `path` while the block runs; the operating system releases it when the process ends.
 
-    The lock cannot be entered twice by one process either.
+    The lock is not reentrant.
 
     Args:
-        path: of the lock file, which stays where it is.
-        what: is in use, for the message, and how to get out of each other's way.
+        path: path of the lock file, which is not deleted.
+        what: what is in use, and how to avoid the conflict, for the error message.
 
     Raises:
         LockedError: another process holds it.
         OSError: the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    owner = path.with_name(f"{path.name}.owner")  # apart, as the locked file may be unreadable to others
+    owner = path.with_name(f"{path.name}.owner")  # a separate file, because others may not be able to read a locked one
     lock = FileLock(path, blocking=False)
     try:
         lock.acquire()
@@ -56,4 +56,4 @@ def _holder(owner: Path) -> str:
         seconds = max(0.0, time.time() - holder["since"])
         return f"process {holder['pid']} on {holder['host']} for {seconds:.0f} s"
     except (OSError, ValueError, KeyError, TypeError):
-        return "another process"  # which has begun this moment
+        return "another process"  # it has just taken the lock

@@ -15,6 +15,27 @@ from models import REGISTRY
 if "PYTEST_XDIST_WORKER" in os.environ:  # a process without a main module, which pyspark's import would end
     sys.modules["pyspark.sql.connect"] = None  # type: ignore[assignment]
 
+# The files that take longest, in this order: a worker that got one of them last would keep the others waiting.
+LONGEST = (
+    "test_end_to_end.py",
+    "test_pipelines.py",
+    "test_register.py",
+    "test_onnx_graph.py",
+    "test_loop.py",
+    "test_launch.py",
+    "test_submission.py",
+    "test_tune.py",
+    "test_every_model.py",
+    "test_everywhere.py",
+    "test_rec_denoiser.py",
+    "test_recformer.py",
+)
+
+
+def pytest_collection_modifyitems(items):
+    ranks = {name: rank for rank, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: ranks.get(item.path.name, len(ranks)))
+
 
 @pytest.fixture(autouse=True)
 def _one_seed():

@@ -147,12 +147,13 @@ OPTIONS = {
 CONFIG = {"epochs": 4, "batch_size": 16, "warmup_steps": 5, "learning_rate": 5e-3, "save_steps": 1, "patience": 9}
 
 
-def run(prepared, out, model="sasrec", resume=False, options=None, **config):
+def run(prepared, out, model="sasrec", resume=False, options=None, log=None, **config):
     shared = {"model": model, "sequences": prepared, "initial": out / "initial", "state": out / "state"}
     architecture = ModelConfig(architecture=model, options=OPTIONS.get(model, {}) | (options or {}))
     pretrain(**shared, architecture=architecture, filter_seen=True, config=PretrainConfig(seed=1))
     settings = FinetuneConfig(**(CONFIG | config))
-    return finetune(**shared, checkpoint=out / "finetuned", filter_seen=True, config=settings, resume=resume)
+    shared |= {"checkpoint": out / "finetuned", "filter_seen": True}
+    return finetune(**shared, config=settings, resume=resume, log=log)
 
 
 def weights(out):

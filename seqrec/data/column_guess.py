@@ -1,4 +1,4 @@
-"""Which columns of a user's own table hold users, items and times: by name, then by content."""
+"""Guesses which columns of a user's table hold users, items and times: by name, then by content."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import polars as pl
 from seqrec.data.readers import csv_files, parquet_files
 from seqrec.data.readers.times import seconds
 
-ROWS = 5_000  # that are looked at
-WORDS = {  # role -> words of its names, the surest first
+ROWS = 5_000  # rows to inspect
+WORDS = {  # role -> words in names of its columns, most reliable first
     "user_id": (
         *("user", "uid", "customer", "client", "member", "visitor", "reviewer", "buyer", "shopper", "person"),
         *("account", "session", "subscriber", "listener", "player", "student"),
@@ -29,19 +29,19 @@ WORDS = {  # role -> words of its names, the surest first
     "rating": ("rating", "ratings", "stars", "overall", "rate", "score"),
     "title": ("title", "name"),
 }
-ID_WORDS = {"id", "code", "no", "nr", "number", "key", "sk"}  # of a name that says whose id it holds
+ID_WORDS = {"id", "code", "no", "nr", "number", "key", "sk"}  # words that mark a column of ids
 REQUIRED = ("user_id", "item_id", "timestamp")
-FORMATS = (  # tried where a time is neither a number nor ISO 8601
+FORMATS = (  # tried for times that are neither numbers nor ISO 8601
     *("%d/%m/%Y %H:%M:%S", "%m/%d/%Y %H:%M:%S", "%d/%m/%Y %H:%M", "%m/%d/%Y %H:%M", "%d/%m/%Y", "%m/%d/%Y"),
     *("%d.%m.%Y %H:%M:%S", "%d.%m.%Y %H:%M", "%d.%m.%Y", "%d-%m-%Y %H:%M:%S", "%d-%m-%Y"),
     *("%Y/%m/%d %H:%M:%S", "%Y/%m/%d %H:%M", "%Y/%m/%d", "%Y%m%d%H%M%S", "%m %d, %Y", "%d %b %Y", "%b %d, %Y"),
 )
-EARLIEST, LATEST = 631_152_000, 2_051_222_400  # 1990 and 2035: a rating is no time
-FIT = 0.95  # share of the values that must be times
+EARLIEST, LATEST = 631_152_000, 2_051_222_400  # 1990 and 2035; excludes ratings
+FIT = 0.95  # minimum share of values that are valid times
 
 
 class Guess(NamedTuple):
-    """A column of ours, the file's column that seems to hold it, and what says so."""
+    """A column that ingest needs, the file's column that probably holds it, and the reason."""
 
     name: str
     column: str
@@ -49,7 +49,7 @@ class Guess(NamedTuple):
 
 
 def is_lines(path: Path) -> bool:
-    """Say whether a text file holds `user item item ...`, separated by blanks and without a header."""
+    """Return whether a text file has lines `user item item ...`, separated by blanks and without a header."""
     if parquet_files.is_parquet(path):
         return False
     names = csv_files.header(path)
@@ -57,15 +57,15 @@ def is_lines(path: Path) -> bool:
 
 
 def guess(path: Path, chosen: Mapping[str, str], time_format: str = "") -> tuple[list[Guess], str]:
-    """Return which columns of a CSV or Parquet file are ours, and the format of its times, empty if none is needed.
+    """Return the columns of a CSV or Parquet file to read, and the format of its times, empty if not needed.
 
     Args:
         path: the file, with a header.
-        chosen: our column -> the file's, where the caller knows.
-        time_format: of strptime; empty guesses.
+        chosen: known columns: our column -> the file's.
+        time_format: format for strptime; empty: guess.
 
     Raises:
-        ValueError: a chosen column is not there, the file has no header, or a required column cannot be told.
+        ValueError: a chosen column is missing, the file has no header, or a required column cannot be guessed.
     """
     names = csv_files.header(path)
     for name, column in chosen.items():
@@ -79,23 +79,23 @@ def guess(path: Path, chosen: Mapping[str, str], time_format: str = "") -> tuple
     rows = _sample(path, names)
     found = [Guess(name, column, "as you said") for name, column in chosen.items()]
     for role in WORDS:
-        if role not in chosen and (named := _by_name(role, names, {one.column for one in found})):
+        if role not in chosen and (named := _by_name(role, names, {guess.column for guess in found})):
             found.append(Guess(role, named, "its name"))
     for role in ("timestamp", "user_id", "item_id"):
-        taken = {one.column for one in found}
-        if all(one.name != role for one in found) and (fitting := _by_content(role, rows, taken)):
+        taken = {guess.column for guess in found}
+        if all(guess.name != role for guess in found) and (fitting := _by_content(role, rows, taken)):
             found.append(Guess(role, fitting, "its values"))
-    roles = {one.name: one.column for one in found}
+    roles = {guess.name: guess.column for guess in found}
     for role, flag in zip(REQUIRED, ("--user", "--item", "--time"), strict=True):
         if role not in roles:
             raise ValueError(f"{path.name}: no column looks like {role} among {', '.join(names):.300}; name it: {flag}")
-    return sorted(found, key=lambda one: list(WORDS).index(one.name)), time_format or _time_format(
+    return sorted(found, key=lambda guess: list(WORDS).index(guess.name)), time_format or _time_format(
         rows[roles["timestamp"]], roles["timestamp"]
     )
 
 
 def words_of(name: str) -> list[str]:
-    """Return the words of a column name in lower case: `customerID`, `customer_id` and `Customer ID` are the same."""
+    """Return the words of a column name in lower case; `customerID`, `customer_id` and `Customer ID` give the same."""
     parts = re.sub(r"([a-z0-9])([A-Z])", r"\1 \2", name)
     return [word for word in re.split(r"[^a-z0-9]+", parts.lower()) if word]
 
@@ -106,39 +106,38 @@ def _sample(path: Path, names: Sequence[str]) -> pl.DataFrame:
 
 
 def _by_name(role: str, names: Sequence[str], taken: set[str]) -> str | None:
-    scored = [(_score(role, name), -place, name) for place, name in enumerate(names) if name not in taken]
+    scored = [(_score(role, name), -index, name) for index, name in enumerate(names) if name not in taken]
     score, _, best = max(scored, default=(0.0, 0, ""))
     return best if score > 0 else None
 
 
 def _score(role: str, name: str) -> float:
-    """Return how well a name fits a role; 0: not at all."""
+    """Return a score of how well a column name fits a role; 0 means not at all."""
     words = words_of(name)
     joined = "".join(words)
     stem = next((joined[: -len(end)] for end in ("id", "ids") if joined.endswith(end) and len(joined) > 4), joined)
-    told = {role_: _place(role_, [*words, stem]) for role_ in WORDS}
-    if told[role] is None:
+    index = {other: _index(other, [*words, stem]) for other in WORDS}
+    found = index[role]
+    if found is None:
         return 0.0
-    if role in ("user_id", "item_id") and told["title"] is not None and not ID_WORDS & set(words):
-        return 0.0 if role == "item_id" else 0.1  # a product's name is its title; a user's name may be all there is
-    if role == "title" and told["user_id"] is not None:
+    if role in ("user_id", "item_id") and index["title"] is not None and not ID_WORDS & set(words):
+        return 0.0 if role == "item_id" else 0.1  # a product's name is its title, but a user's name may serve as an id
+    if role == "title" and index["user_id"] is not None:
         return 0.0
-    if role == "timestamp" and told["rating"] is not None:
+    if role == "timestamp" and index["rating"] is not None:
         return 0.0
-    if role == "rating" and told["timestamp"] is not None:
+    if role == "rating" and index["timestamp"] is not None:
         return 0.0
-    place = told[role]
-    assert place is not None
     exact = 2.0 if len(set(words) - ID_WORDS) <= 1 else 1.0
-    return exact + 1 / (2 + place)
+    return exact + 1 / (2 + found)
 
 
-def _place(role: str, words: Sequence[str]) -> int | None:
-    return next((place for place, word in enumerate(WORDS[role]) if word in words), None)
+def _index(role: str, words: Sequence[str]) -> int | None:
+    return next((index for index, word in enumerate(WORDS[role]) if word in words), None)
 
 
 def _by_content(role: str, rows: pl.DataFrame, taken: set[str]) -> str | None:
-    """Return the first free column whose values fit: times are dates, ids repeat and are no fractions."""
+    """Return the first free column whose values fit the role: dates for times, repeated non-fractions for ids."""
     free = [column for column in rows.columns if column not in taken]
     if role == "timestamp":
         return next((column for column in free if _is_time(rows[column])), None)
@@ -159,7 +158,7 @@ def _share_of_times(values: pl.Series, time_format: str) -> float:
 
 
 def _is_id(values: pl.Series) -> bool:
-    """Say whether a column may hold ids: more than a scale of ratings has, some of them twice, no fractions."""
+    """Return whether a column may hold ids: more distinct values than ratings have, some repeated, no fractions."""
     text = values.cast(pl.String, strict=False).drop_nulls()
     if values.dtype == pl.Boolean or text.is_empty() or text.str.contains(r"^[-+]?\d*\.\d+$").mean() > 0.5:  # type: ignore[operator]
         return False
@@ -168,7 +167,7 @@ def _is_id(values: pl.Series) -> bool:
 
 
 def _time_format(values: pl.Series, column: str) -> str:
-    """Return the first of `FORMATS` that the values have; empty where they need none."""
+    """Return the first of `FORMATS` that fits the values; empty if they need none."""
     if values.dtype != pl.String or _share_of_times(values, "") > 0:
         return ""
     known = values.filter(values.str.strip_chars() != "")

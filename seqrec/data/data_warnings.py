@@ -1,4 +1,4 @@
-"""What a prepared dataset is too small, too coarse or too repetitive for: said before anything is trained on it."""
+"""Warnings about datasets that are too small, too coarse or too repetitive, issued before training."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 from seqrec.data.sequences import Sequences
 
-USERS, ITEMS, STEPS = 1_000, 50, 20  # fewer users, items, or steps of an epoch are worth a word
-TIES, REPEATS = 0.5, 0.1  # share of the events, more is
+USERS, ITEMS, STEPS = 1_000, 50, 20  # warn about fewer users, items or steps per epoch
+TIES, REPEATS = 0.5, 0.1  # warn about larger shares of events
 
 
 def repeats(data: Sequences) -> float:
-    """Return the share of the training events whose item the user had before."""
+    """Return the share of training events that repeat an item of the user."""
     parts = getattr(data.items, "parts", None)  # of a mapped file
     items = (torch.cat(list(parts)) if parts else data.items).cpu().long()  # type: ignore[union-attr]
     user = torch.repeat_interleave(torch.arange(data.num_users), (data.stop - data.start).cpu())
@@ -26,13 +26,13 @@ def repeats(data: Sequences) -> float:
 def warnings(
     card: Mapping[str, Any], *, steps: int | None = None, repeated: float | None = None, filter_seen: bool = True
 ) -> list[str]:
-    """Return a sentence for each reason to distrust what is learnt or measured on a dataset.
+    """Return a sentence for each reason to doubt models and metrics on a dataset.
 
     Args:
         card: the split card.
-        steps: of an epoch.
-        repeated: share of the events whose item the user had before.
-        filter_seen: whether such items are no candidates.
+        steps: steps per epoch.
+        repeated: share of events that repeat an item of the user.
+        filter_seen: whether seen items are left out of the candidates.
     """
     counts = card["counts"]
     users, items = (counts.get(name) for name in ("users", "items"))

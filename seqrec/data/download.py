@@ -1,8 +1,8 @@
-"""Fetching the files of a source: from a mirror, the official address, or a package index.
+"""Fetches the files of a source from a mirror, the official address or a package index.
 
-A download continues where a killed one stopped, is verified, and appears under its name in one step. It lives in
-`<downloads>/<SHA-256 of its address>/` until the stage has succeeded. A download that is not what was expected is set
-aside in `<SHA-256>.damaged/` and fetched again once.
+An interrupted download is resumed; a finished one is verified and renamed to its final name. It is kept in
+`<downloads>/<SHA-256 of its address>/` until the stage has succeeded. A download that fails verification is moved to
+`<SHA-256>.damaged/` and repeated once.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ CHUNK_BYTES = 1 << 16
 CONNECT_TIMEOUT_S = 10.0
 PAUSE_S, LONGEST_PAUSE_S = 0.25, 60.0
 TRANSIENT = (408, 416, 425, 429, 500, 502, 503, 504)
-MAX_MEMBERS = 10_000  # limits of an archive: no data set of ours comes near them, a decompression bomb does
+MAX_MEMBERS = 10_000  # limits of an archive, far above any known dataset, against decompression bombs
 MAX_BYTES = 1 << 34
 MAX_RATIO = 200
-# What zipfile raises on corrupt bytes: an unknown version or method, a password flag, a member that is not what the
-# directory says. Decompressors have errors of their own, bz2 a bare OSError.
+# What zipfile raises for corrupt archives: unknown versions or methods, password flags, members that differ from the
+# directory. Decompressors raise errors of their own; bz2 raises a plain OSError.
 CORRUPT_ZIP = (
     *(zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, NotImplementedError, RuntimeError, struct.error),
     *(ValueError, KeyError, IndexError, OverflowError, OSError),
@@ -58,15 +58,15 @@ TRANSPORT_ERRORS = (requests.RequestException, urllib3.exceptions.HTTPError)
 
 
 class DownloadError(ValueError):
-    """A file cannot be had, or is not what was expected."""
+    """A file cannot be fetched, or fails verification."""
 
 
 class NotThereError(DownloadError):
-    """The server answers, and has no such file."""
+    """The server has no such file."""
 
 
 class Found(NamedTuple):
-    """A file of a source on this machine; `origin` says where it came from without naming the machine's paths."""
+    """A local file of a source; `origin` describes where it came from, without paths of this machine."""
 
     role: str
     path: Path
@@ -76,10 +76,10 @@ class Found(NamedTuple):
 def obtain(
     publications: Sequence[Publication], config: IngestConfig, downloads: Path
 ) -> tuple[Publication, dict[str, Found]]:
-    """Return the first publication that can be had, and its files by role.
+    """Return the first publication that is available, and its files by role.
 
     Raises:
-        DownloadError: none can be had; the message lists what was tried.
+        DownloadError: none is available; the message lists what was tried.
         ConfigError: the mirror is a folder that does not exist.
     """
     failures: list[str] = []
@@ -91,7 +91,7 @@ def obtain(
             failures.append(f"{label}: {error}")
             wrong += [] if isinstance(error, NotThereError) else failures[-1:]
             continue
-        for failure in wrong:  # that an origin lacks a file is no news; that it holds a bad one is
+        for failure in wrong:  # an origin may lack a file, but a bad file is worth a warning
             logger.warning("%s", failure)
         return publication, {file.role: file for file in found}
     wanted = [place for file in publications[0].files if file.required for place in file.paths[:1]]
@@ -124,10 +124,10 @@ def _origins(
 
 
 def mirror_of(config: IngestConfig) -> str:
-    """Return the folder or URL to look into first; empty for none.
+    """Return the folder or URL of the mirror, which is tried first; empty without a mirror.
 
     Raises:
-        ConfigError: it is a folder that does not exist.
+        ConfigError: the mirror is a folder that does not exist.
     """
     mirror = os.environ.get(MIRROR_VARIABLE) or config.mirror
     if mirror and not _is_url(mirror) and not Path(mirror).is_dir():
@@ -220,9 +220,9 @@ def _officially(publication: Publication, config: IngestConfig, downloads: Path)
 def _unpacked(
     publication: Publication, get: Callable[[], Path | None], origin: str, downloads: Path
 ) -> list[Found] | None:
-    """Return the files in the archive that `get` brings; None if it brings none.
+    """Return the files in the archive that `get` fetches; None if there is none.
 
-    A download that cannot be unpacked is set aside and fetched again, once.
+    A download that cannot be unpacked is set aside and repeated once.
     """
     for attempt in (1, 2):
         path = get()
@@ -258,14 +258,14 @@ def _fetched(url: str, config: IngestConfig, downloads: Path, *, sha256: Sequenc
 def fetch(
     url: str, downloads: Path, *, sha256: Sequence[str] = (), size: int = 0, retries: int = 4, timeout_s: float = 30.0
 ) -> Path:
-    """Download `url`, continuing a partial download, and return the verified file.
+    """Download `url`, resuming a partial download, and return the verified file.
 
-    An attempt that brought bytes does not count as a retry. Pauses between attempts double from half a second. A file
-    of the wrong size or digest is set aside and fetched again, once.
+    Attempts that received data do not count as retries. Pauses between attempts start at half a second and double. A
+    file of the wrong size or digest is set aside and downloaded again once.
 
     Raises:
         NotThereError: the server has no such file.
-        DownloadError: the attempts are used up, or size or digest is wrong twice.
+        DownloadError: all attempts failed, or size or digest was wrong twice.
     """
     folder = _folder(url, downloads)
     target, part = folder / (file_name(urlsplit(url).path) or "index"), folder / "partial"
@@ -299,11 +299,11 @@ def _persist(url: str, part: Path, retries: int, timeout_s: float) -> None:
 
 
 def _transfer(url: str, part: Path, timeout_s: float) -> None:
-    """Append to `part` what it lacks, if the server can show that its file is still the same."""
-    stamp = part.with_name("version")  # what the server called the file that `part` is the beginning of
+    """Append the missing bytes to `part`, provided that the server confirms its file to be unchanged."""
+    stamp = part.with_name("version")  # the server's version of the file that `part` belongs to
     version = stamp.read_text(encoding="utf-8") if stamp.is_file() else ""
     have = _size(part) if version else 0
-    headers = {"Accept-Encoding": "identity"}  # the bytes as published: a length and a range mean nothing otherwise
+    headers = {"Accept-Encoding": "identity"}  # lengths and ranges refer to the uncompressed bytes
     if have:
         headers |= {"Range": f"bytes={have}-", "If-Range": version}
     timeout = (min(CONNECT_TIMEOUT_S, timeout_s), timeout_s)
@@ -312,7 +312,7 @@ def _transfer(url: str, part: Path, timeout_s: float) -> None:
         if have and held == f"bytes */{have}":
             return
         if response.status_code == requests.codes.requested_range_not_satisfiable:
-            part.unlink(missing_ok=True)  # it is longer than the file
+            part.unlink(missing_ok=True)  # it is longer than the file on the server
         _check_status(response)
         if not held.startswith(f"bytes {have}-"):
             part.unlink(missing_ok=True)
@@ -330,13 +330,13 @@ def _transfer(url: str, part: Path, timeout_s: float) -> None:
 
 
 def _check_status(response: requests.Response) -> None:
-    code, place = response.status_code, shown(response.url)
+    code, address = response.status_code, shown(response.url)
     if code in (404, 410):
-        raise NotThereError(f"{place}: not there (HTTP {code})")
+        raise NotThereError(f"{address}: not there (HTTP {code})")
     if code in TRANSIENT:
         raise requests.HTTPError(f"HTTP {code} {response.reason}")
     if not 200 <= code < 300:
-        raise DownloadError(f"{place}: HTTP {code} {response.reason}")
+        raise DownloadError(f"{address}: HTTP {code} {response.reason}")
 
 
 def _version(response: requests.Response) -> str:
@@ -346,7 +346,7 @@ def _version(response: requests.Response) -> str:
 
 @contextmanager
 def _progress(label: str, total: int | None, done: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar on a terminal, nothing elsewhere."""
+    """Show a progress bar on a terminal; do nothing elsewhere."""
     console = Console(stderr=True)
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     text = TextColumn("{task.description}")
@@ -359,9 +359,9 @@ def pip_download(requirement: str, downloads: Path, *, retries: int = 4, timeout
     """Fetch the wheel of `requirement` from the configured package index, without installing it.
 
     Raises:
-        DownloadError: the requirement is not of the form NAME==VERSION, or pip failed; its last line says why.
+        DownloadError: the requirement is not of the form NAME==VERSION, or pip failed; the message gives its reason.
     """
-    if not REQUIREMENT.fullmatch(requirement):  # an option of pip, a URL or a path could make it run or fetch anything
+    if not REQUIREMENT.fullmatch(requirement):  # options of pip, URLs or paths could run or fetch anything
         raise DownloadError(f"{redacted(requirement)!r}: a package must be given as NAME==VERSION")
     folder = _folder(f"pypi:{requirement}", downloads)
     for wheel in folder.glob("*.whl"):
@@ -382,11 +382,11 @@ def pip_download(requirement: str, downloads: Path, *, retries: int = 4, timeout
 
 
 def extract(archive: Path, folder: Path, members: Sequence[str]) -> None:
-    """Replace `folder` by those of `members` that the zip archive holds.
+    """Extract those of `members` that the zip archive holds, replacing `folder`.
 
     Raises:
-        DownloadError: the archive is damaged or encrypted, names a place outside the folder, holds links, or would
-            grow beyond all measure.
+        DownloadError: the archive is damaged or encrypted, holds links or paths outside the folder, or exceeds the
+            limits of its size.
     """
     shutil.rmtree(folder, ignore_errors=True)
     try:
@@ -398,7 +398,7 @@ def extract(archive: Path, folder: Path, members: Sequence[str]) -> None:
                 with content.open(name) as source, target.open("wb") as file:
                     shutil.copyfileobj(source, file)
     except CORRUPT_ZIP as error:
-        if isinstance(error, OSError) and error.errno is not None:  # not the content, but this machine's disk
+        if isinstance(error, OSError) and error.errno is not None:  # the disk's error, not the archive's
             raise
         raise DownloadError(f"{archive.name} is truncated or damaged: {error}; fetch it again") from error
 
@@ -408,8 +408,8 @@ def _refuse_unsafe(members: list[zipfile.ZipInfo], archive: Path) -> None:
     if len(members) > MAX_MEMBERS or size > MAX_BYTES or size > MAX_RATIO * archive.stat().st_size:
         raise DownloadError(f"{archive.name} is refused: {len(members):,} members that unpack to {size:,} bytes")
     for member in members:
-        place = PurePosixPath(member.filename.replace("\\", "/"))
-        if place.is_absolute() or ".." in place.parts or ":" in (place.parts or ("",))[0]:
+        path = PurePosixPath(member.filename.replace("\\", "/"))
+        if path.is_absolute() or ".." in path.parts or ":" in (path.parts or ("",))[0]:
             raise DownloadError(f"{archive.name} is refused: its member {member.filename!r} leaves the folder")
         if stat.S_ISLNK(member.external_attr >> 16):
             raise DownloadError(f"{archive.name} is refused: its member {member.filename!r} is a link")
@@ -420,7 +420,7 @@ def _refuse_unsafe(members: list[zipfile.ZipInfo], archive: Path) -> None:
 def verify(path: Path, sha256: Sequence[str], label: str, *, size: int = 0) -> None:
     """Raise `DownloadError` unless the file has `size` (0: any) and one of the digests (none: any).
 
-    A digest may be that of the file or, of a gzip file, of its content, which does not depend on who compressed it.
+    For a gzip file, the digest of its content is accepted as well, since it does not depend on the compression.
     """
     if size and path.stat().st_size != size:
         raise DownloadError(f"{label}: {path.stat().st_size:,} bytes, expected {size:,}; fetch it again")
@@ -441,7 +441,7 @@ def _content_digest(path: Path) -> str:
 
 
 def forget(found: Sequence[Found], downloads: Path) -> None:
-    """Remove the downloads that `found` came from; files elsewhere, say in a mirror's folder, stay."""
+    """Delete the downloads that `found` came from; files elsewhere, such as those of a mirror folder, are kept."""
     for file in found:
         if file.path.is_relative_to(downloads):
             folder = downloads / file.path.relative_to(downloads).parts[0]
@@ -450,10 +450,10 @@ def forget(found: Sequence[Found], downloads: Path) -> None:
 
 
 def set_aside(path: Path, downloads: Path, reason: Exception) -> bool:
-    """Rename the folder of a download that is not what was expected, so that it is fetched again.
+    """Rename the folder of a download that failed verification, so that it is downloaded again.
 
     Returns:
-        Whether it was a download; a file elsewhere is the user's and stays.
+        Whether the file was a download; files elsewhere belong to the user and are kept.
     """
     if not path.is_relative_to(downloads):
         return False
@@ -468,16 +468,16 @@ def _aside(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.damaged")
 
 
-def shown(place: str) -> str:
-    """Return a path or URL without what may be a secret in it: user, password, query."""
-    if not _is_url(place):
-        return place
-    parts = urlsplit(place)
+def shown(address: str) -> str:
+    """Return a path or URL without possible secrets: user, password and query."""
+    if not _is_url(address):
+        return address
+    parts = urlsplit(address)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
-def _is_url(place: str) -> bool:
-    return place.startswith(("http://", "https://"))
+def _is_url(address: str) -> bool:
+    return address.startswith(("http://", "https://"))
 
 
 def _folder(address: str, downloads: Path) -> Path:
@@ -489,7 +489,7 @@ def _size(path: Path) -> int:
 
 
 def _reason(error: Exception) -> str:
-    """Return the innermost message: the outer ones repeat the address, and maybe its password."""
+    """Return the innermost message, because outer ones repeat the address with any password in it."""
     cause: BaseException = error
     while cause.args and isinstance(cause.args[0], BaseException):
         cause = cause.args[0]

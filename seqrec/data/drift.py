@@ -1,4 +1,4 @@
-"""What a new dump adds to the one before: how many users and items are new, and whether the rest is still the same."""
+"""Drift between two dumps of a log: how many users and items are new, and how the distribution has changed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Counts = NDArray[np.integer]
-EMPTY_SHARE = 1e-4  # stands for the share of an empty bin, whose logarithm has no value
+EMPTY_SHARE = 1e-4  # replaces the share of an empty bin, whose logarithm is undefined
 BINS = 10
 
 
@@ -19,14 +19,14 @@ def stability_index(expected: NDArray[np.floating], observed: NDArray[np.floatin
 
 
 def report(before: Counts, now: Counts) -> dict[str, Any]:
-    """Return how the events of items (or of users) have grown.
+    """Return how the events of items (or users) have changed.
 
-    Drift is the stability index of the added events over eleven bins: the known items by popularity, the most popular
-    first, each bin with a tenth of the events before; and the new items.
+    Drift is the stability index of the added events over eleven bins: ten of known items, from most to least popular,
+    each with a tenth of the earlier events; and one of new items.
 
     Args:
-        before: (K,) events of the known ones 1, 2, ... in the old dump.
-        now: (N,) events in the new one, K <= N, the known ones first.
+        before: (K,) events of items 1, 2, ... in the old dump.
+        now: (N,) events in the new dump, K <= N, old items first.
     """
     known = len(before)
     added = np.maximum(now - np.pad(before, (0, len(now) - known)), 0)

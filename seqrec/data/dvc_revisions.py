@@ -1,4 +1,4 @@
-"""The tables that some revision of a DVC project has ingested, as its dvc.lock records them."""
+"""Fetches the tables that a revision of a DVC project has ingested, as recorded in its dvc.lock."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ FILES = (artifacts.INTERACTIONS, artifacts.ITEMS, artifacts.QUARANTINE, artifact
 def fetch(output: Path, config: IngestConfig) -> dict[str, float]:
     """Write the ingested tables of revision `config.revision` of the DVC project `config.repository` to `output`.
 
-    They come from the project's remote, and are byte for byte those that its dvc.lock records.
+    They are fetched from the project's remote and checked against the hashes in its dvc.lock.
 
     Args:
-        output: a folder.
+        output: output folder.
         config: section `ingest`.
 
     Returns:
         The counts of the ingestion.
 
     Raises:
-        ConfigError: no such repository or revision, or it ingested another source.
-        ValueError: the remote does not have a file, or has another one.
+        ConfigError: the repository or revision does not exist, or it ingested another source.
+        ValueError: a file in the remote differs.
     """
     from dvc.api import DVCFileSystem
     from dvc.exceptions import DvcException
@@ -47,8 +47,8 @@ def fetch(output: Path, config: IngestConfig) -> dict[str, float]:
         recorded = _recorded(project)
         output.mkdir(parents=True, exist_ok=True)
         for name in FILES:
-            place, md5 = recorded[name]
-            project.get_file(place, str(output / name))
+            path, md5 = recorded[name]
+            project.get_file(path, str(output / name))
             _check(output / name, md5, config)
     except (DvcException, SCMError, FileNotFoundError) as error:
         reason = redacted(str(error))
@@ -65,7 +65,7 @@ def fetch(output: Path, config: IngestConfig) -> dict[str, float]:
 
 
 def _recorded(project: DVCFileSystem) -> dict[str, tuple[str, str]]:
-    """Return place and MD5 of what the stage `ingest` wrote, by file name."""
+    """Return path and MD5 of the outputs of stage `ingest`, by file name."""
     lock: dict[str, Any] = yaml.safe_load(project.read_text("dvc.lock"))
     if "ingest" not in lock.get("stages", {}):
         raise ConfigError("ingest.repository: its dvc.lock has no stage `ingest`: run `dvc repro` there, and commit")

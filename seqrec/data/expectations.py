@@ -1,9 +1,9 @@
-"""What the tables that ingest writes must look like, as Great Expectations suites.
+"""Great Expectations suites for the tables that `ingest` writes.
 
-The only module that imports Great Expectations, which takes seconds: the validate stage imports it when it runs.
-Rules about ids run on the distinct ids, rules about a whole table on a one-row table of totals, so that only
-`timestamp` and `row` reach pandas at full length. Columns are named `table.column`, which lets one page hold the
-results of both tables.
+Only this module imports Great Expectations; since that takes seconds, the validate stage imports it when it runs.
+Rules about ids run on the distinct ids, and rules about a whole table on a one-row table of totals, so that only
+`timestamp` and `row` are converted to pandas at full length. Columns are named `table.column`, so that one page can
+show the results of both tables.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from great_expectations.data_context.types.base import ProgressBarsConfig
 from seqrec.artifacts import INTERACTIONS_SCHEMA, ITEMS_SCHEMA
 from seqrec.config import ValidateConfig
 
-# Its notes on folders and empty lists are not ours; the second logger sets its own level.
+# Silences notes about folders and empty lists; the second logger sets its own level.
 for _name in ("great_expectations", "great_expectations.data_context.types.base"):
     logging.getLogger(_name).setLevel(logging.WARNING)
 
 EXAMPLES = 5  # offending values kept for each rule
 MAX_ID_LENGTH = 256
 RATINGS = tuple(str(half / 2) for half in range(1, 11))  # "0.5" ... "5.0"
-# Unicode blanks are spelt out: RE2, which pandas may use, knows only the ASCII ones as \s.
+# Unicode blanks are listed, because \s of RE2, which pandas may use, matches only ASCII.
 _BLANK = "[\\s\u0085\u00a0\u1680\u2000-\u200b\u2028\u2029\u202f\u205f\u3000\ufeff]"
 UNCLEAN_ID = rf"[\x00-\x1f\x7f-\x9f]|^{_BLANK}|{_BLANK}$|^$"
 NO_TIME, NO_ID = "{:,} of {:,} events have none", "{:,} of {:,} ids are missing"
@@ -60,12 +60,12 @@ PAGE_HEADS = ("column", "rule", "outcome", "found", "what to do")
 
 
 class ExpectationError(RuntimeError):
-    """Great Expectations could not evaluate a rule: neither a pass nor a failure of the data."""
+    """Great Expectations could not evaluate a rule, so the data neither passed nor failed it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """The outcome of one rule; `examples` holds at most `EXAMPLES` offending values, none if it succeeded."""
+    """The outcome of a rule; `examples` holds up to `EXAMPLES` offending values if it failed."""
 
     table: str
     column: str
@@ -79,15 +79,15 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True)
 class Suite:
-    """Expectations about columns `table.column` and the frame that has them, in Spark by the name `column` alone."""
+    """Expectations about columns `table.column`, and the frame with these columns; in Spark they are named `column`."""
 
-    frame: Any  # of pandas or Spark
+    frame: Any  # a frame of pandas or Spark
     expectations: list[gxe.Expectation]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Log:
-    """What the rules look at: each id and rating once, and the time and row of every event."""
+    """The input of the rules: the distinct ids and ratings, and time and row of every event."""
 
     users: pl.Series
     items: pl.Series
@@ -96,7 +96,7 @@ class Log:
 
     @classmethod
     def of(cls, events: pl.DataFrame) -> Log:
-        """Return that of the interactions table; ids may be categorical."""
+        """Return the log of an interactions table; ids may be categorical."""
         users, items, ratings = (events[name].unique() for name in ("user_id", "item_id", "rating"))
         times = pd.DataFrame({name: events[name].to_numpy() for name in ("timestamp", "row")}, copy=False)
         return cls(users=users, items=items, ratings=ratings, times=times)
@@ -104,7 +104,7 @@ class Log:
 
 @dataclass(frozen=True, kw_only=True)
 class Totals:
-    """Numbers about the whole log; None where there is nothing to compare with."""
+    """Totals over the whole log; None where there is nothing to compare with."""
 
     rows: int
     users: int
@@ -112,14 +112,14 @@ class Totals:
     distinct_times: int
     duplicate_share: float
     duplicates: list[str]  # examples
-    unknown_items: int  # items with interactions that the items table lacks
+    unknown_items: int  # items with interactions that are not in the items table
     unknown: list[str]  # examples
     user_drift: float | None
     item_drift: float | None
 
 
 def schema_suites(interactions: pa.Schema, items: pa.Schema) -> list[Suite]:
-    """Return the rules about columns and types: the others cannot run where one of these fails."""
+    """Return the rules about columns and types; if one of them fails, the others cannot run."""
     extra = [pa.field(name, pa.string()) for name in items.names if name not in ITEMS_SCHEMA.names]
     return [
         _schema_suite("interactions", interactions, list(INTERACTIONS_SCHEMA)),
@@ -154,8 +154,8 @@ def content_suites(
     Args:
         log: the interactions.
         catalogue: `item_id` and `title` of the items table.
-        totals: what was counted in them.
-        reference: known `rows`, `users` and `items` of the source; a missing one is not compared.
+        totals: totals over both tables.
+        reference: known `rows`, `users` and `items` of the source; missing ones are not compared.
         config: the limits.
     """
     return [
@@ -218,7 +218,7 @@ def _id_rules(column: str) -> list[gxe.Expectation]:
 
 
 def _rating_suite(ratings: pl.Series) -> Suite:
-    # As text: pandas and Great Expectations read a NaN as missing, and it is not.
+    # As text, because pandas and Great Expectations treat NaN as missing, although it is an invalid rating.
     values = ratings.drop_nulls().unique().sort().cast(pl.String).to_list()
     advice = "nothing if prepare.min_rating is 0: ratings only matter to that setting"
     options = _options("ratings are 0.5, 1, ... 5, or missing", "warning", advice)
@@ -267,7 +267,7 @@ def _totals_suite(totals: Totals, reference: Mapping[str, int], config: Validate
         "item_id (drift)": totals.item_drift,
         "baseline": int(totals.user_drift is not None),
     }
-    # Python's numbers, not numpy's: Data Docs renders the text of a value, which is np.float64(0.1) for the latter.
+    # Python numbers, because Data Docs prints those of numpy as np.float64(0.1).
     frame = pd.DataFrame({f"interactions.{name}": [value] for name, value in values.items()}, dtype=object)
     return Suite(frame=frame, expectations=rules)
 
@@ -352,7 +352,7 @@ def _options(
     examples: Sequence[str] = (),
     finding: str = "",
 ) -> dict[str, Any]:
-    """Return what a rule says; `finding` says it of a failure, with places for the number of offenders and of all."""
+    """Return the texts of a rule; `finding`, shown on failure, has slots for the numbers of offenders and of values."""
     meta = {"advice": advice, "examples": list(examples), "finding": finding}
     return {"description": rule, "severity": severity, "meta": meta}
 
@@ -371,7 +371,7 @@ def run(suites: Sequence[Suite]) -> list[gx.core.ExpectationValidationResult]:
         name, table = f"suite {number}", ""
         if isinstance(suite.frame, pd.DataFrame):
             source = sources.add_pandas(name)
-        else:  # where a dot in the name of a column means a field in it
+        else:  # Spark reads a dot in a column name as access to a field
             source = sources.add_spark(name)
             table = suite.expectations[0].column.partition(".")[0]
             for rule in suite.expectations:
@@ -405,7 +405,7 @@ def _raise_engine_error(result: gx.core.ExpectationValidationResult) -> None:
 
 
 def to_checks(results: Sequence[gx.core.ExpectationValidationResult]) -> list[Check]:
-    """Return the results of `run` as plain records."""
+    """Return the results of `run` as records."""
     return [_to_check(result.to_json_dict()) for result in results]
 
 
@@ -441,7 +441,7 @@ def _plain(value: Any) -> str:
 
 
 def to_page(dataset: str, checks: Sequence[Check]) -> str:
-    """Return `checks` as one HTML page that loads nothing: how many passed, and a table, failures first."""
+    """Return `checks` as a self-contained HTML page: the number of passed rules, and a table, failures first."""
     failed = [check for check in checks if not check.success]
     title = html.escape(f"Validation of {dataset}")
     kind = "bad" if failed else "good"

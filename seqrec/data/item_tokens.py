@@ -1,6 +1,6 @@
-"""The items' text as flat arrays of tokens, made once per catalogue: everything after it is gathers on a device.
+"""The text of the items as flat arrays of tokens, built once per catalogue; models gather from them on the device.
 
-An item is the names and values of its attributes, in their order; a missing value leaves out its name as well.
+An item's text consists of the names and values of its attributes, in order; attributes without a value are left out.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from torch.nn import functional as F
 from models.recformer import KEY, VALUE
 from seqrec.config import ConfigError
 
-MOST_ATTRIBUTES = 3  # of those that nobody named
-CHARACTERS = 4_000  # more than any attribute's tokens hold
+MOST_ATTRIBUTES = 3  # attributes used if the options name none
+CHARACTERS = 4_000  # read per value; more than an attribute's tokens can hold
 PAD, UNKNOWN, CLS, MASK = SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[MASK]")
-ALPHABET = 500  # letters of a vocabulary that is trained here; a rarer one is unknown
-Texts = dict[str, pa.DictionaryArray]  # attribute -> value of item 1, 2, ..., empty where there is none
+ALPHABET = 500  # letters in a vocabulary trained here; rarer letters are unknown
+Texts = dict[str, pa.DictionaryArray]  # attribute -> values of items 1, 2, ..., empty if missing
 
 
 def read_texts(items: Path, item_ids: Sequence[str], attributes: Sequence[str] = ()) -> Texts:
-    """Return the cleaned values of `attributes`, or of the first three columns that hold any text, of each item.
+    """Return the cleaned values of `attributes` for each item; by default, those of the first three columns with text.
 
     Args:
-        items: the items table (artifacts.ITEMS_SCHEMA and attributes).
-        item_ids: of item 1, 2, ...
-        attributes: columns of the table, in the order in which they are read.
+        items: file of the items table (artifacts.ITEMS_SCHEMA and attributes).
+        item_ids: ids of items 1, 2, ...
+        attributes: columns of the table, in reading order.
 
     Raises:
-        ConfigError: no such column, or no text at all.
+        ConfigError: a column does not exist, or there is no text at all.
     """
     table = pq.read_table(items)
     names = [name for name in table.column_names if name != "item_id"]
@@ -57,13 +57,13 @@ def read_texts(items: Path, item_ids: Sequence[str], attributes: Sequence[str] =
 
 
 def as_texts(items: Sequence[Mapping[str, str]], attributes: Sequence[str] = ()) -> Texts:
-    """Return the cleaned values of the attributes of `items`, of which no table tells; a missing one is empty.
+    """Return the cleaned attribute values of `items`, which need not be in any table; missing values are empty.
 
-    Those of `attributes` come first, in that order, which a model was trained on; others follow by name.
+    The `attributes`, which the model was trained on, come first, in their order; others follow, sorted by name.
     """
-    told = {name for one in items for name in one}
-    names = [*(name for name in attributes if name in told), *sorted(told.difference(attributes))]
-    return {name: _cleaned(pa.array([one.get(name) for one in items], pa.string())) for name in names}
+    present = {name for item in items for name in item}
+    names = [*(name for name in attributes if name in present), *sorted(present.difference(attributes))]
+    return {name: _cleaned(pa.array([item.get(name) for item in items], pa.string())) for name in names}
 
 
 def _cleaned(values: pa.Array) -> pa.DictionaryArray:
@@ -77,10 +77,10 @@ def _clean(text: str) -> str:
 
 
 def train_tokenizer(texts: Sequence[Texts], size: int) -> Tokenizer:
-    """Return a WordPiece tokeniser with at most `size` units, learnt from the names and distinct values of `texts`.
+    """Return a WordPiece tokeniser with at most `size` units, trained on the names and distinct values of `texts`.
 
-    The same texts give the same units in every process: the trainer numbers the letters in the order of a hash table
-    and breaks ties by number, unless they have numbers already.
+    The result is the same in every process, because the letters are numbered in advance: the trainer would number them
+    in the order of a hash table, and it breaks ties by these numbers.
     """
     normalizer = normalizers.BertNormalizer(lowercase=True)
     sentences = [normalizer.normalize_str(text) for text in _sentences(texts)]
@@ -99,14 +99,14 @@ def train_tokenizer(texts: Sequence[Texts], size: int) -> Tokenizer:
 
 
 def _sentences(texts: Iterable[Texts]) -> Iterator[str]:
-    for one in texts:
-        for name, values in one.items():
+    for catalogue in texts:
+        for name, values in catalogue.items():
             yield from [name] * len(values)  # as often as it will be read
             yield from values.dictionary.to_pylist()
 
 
 def special_tokens(tokenizer: Tokenizer) -> Tensor:
-    """Return ids of padding, [CLS] and [MASK], and the size of the vocabulary (4,), by BERT's or RoBERTa's names."""
+    """Return (4,): the ids of padding, [CLS] and [MASK] under BERT's or RoBERTa's names, and the vocabulary's size."""
     ids = []
     for names in ((PAD, "<pad>"), (CLS, "<s>"), (MASK, "<mask>")):
         known = [tokenizer.token_to_id(name) for name in names if tokenizer.token_to_id(name) is not None]
@@ -117,16 +117,16 @@ def special_tokens(tokenizer: Tokenizer) -> Tensor:
 
 
 def tokenise(texts: Texts, tokenizer: Tokenizer, limit: int) -> dict[str, Tensor]:
-    """Return the tokens of a catalogue, item 0 being padding without any.
+    """Return the tokens of a catalogue; item 0 is padding and has none.
 
     Args:
-        texts: of item 1, 2, ...
-        tokenizer: adds no tokens of its own.
-        limit: tokens of an attribute's name and value together; what is more of the value is cut off.
+        texts: texts of items 1, 2, ...
+        tokenizer: tokeniser that adds no special tokens.
+        limit: maximum number of tokens of an attribute's name and value together; longer values are cut.
 
     Returns:
-        `ids` int32, `types` int8 (1 = name, 2 = value) and `starts` bool (first token of a word) of all tokens,
-        `offsets` int64 (V + 1): where each item's begin; `special`: see `special_tokens`.
+        `ids` int32, `types` int8 (1 = name, 2 = value) and `starts` bool (first token of a word) of all tokens;
+        `offsets` int64 (V + 1): start of each item's tokens; `special`: see `special_tokens`.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # forking later must not warn or hang
     number = len(next(iter(texts.values()))) + 1
@@ -135,9 +135,9 @@ def tokenise(texts: Texts, tokenizer: Tokenizer, limit: int) -> dict[str, Tensor
     ends = sizes.sum(0).cumsum()
     offsets = np.zeros(number + 1, np.int64)
     offsets[1:] = ends
-    place = offsets[:-1] + np.concatenate([np.zeros_like(sizes[:1]), sizes.cumsum(0)[:-1]])
+    starts = offsets[:-1] + np.concatenate([np.zeros_like(sizes[:1]), sizes.cumsum(0)[:-1]])
     flat = {name: np.zeros(offsets[-1], kind) for name, kind in _KINDS.items()}
-    for (first, size, source), start in zip(attributes, place, strict=True):
+    for (first, size, source), start in zip(attributes, starts, strict=True):
         target, origin = _ranges(start, size), _ranges(first, size)
         for name, values in flat.items():
             values[target] = source[name][origin]
@@ -152,7 +152,7 @@ Flat = Mapping[str, NDArray[np.generic]]
 def _attribute(
     name: str, values: pa.DictionaryArray, tokenizer: Tokenizer, limit: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], Flat]:
-    """Return where each item's tokens of this attribute begin and how many they are (V,), and those tokens."""
+    """Return start and number (V,) of each item's tokens of this attribute, and the tokens."""
     key = tokenizer.encode(name, add_special_tokens=False)
     distinct = tokenizer.encode_batch(values.dictionary.to_pylist(), add_special_tokens=False)
     rows = [([], []) if not value.ids else _pair(key, value, limit) for value in distinct]
@@ -169,13 +169,13 @@ def _attribute(
 
 
 def _pair(key: object, value: object, limit: int) -> tuple[list[int], list[int]]:
-    """Return ids and words of an attribute's name and value, cut together; a value keeps one token at least."""
+    """Return token ids and word ids of name and value, cut to `limit`; at least one token of the value is kept."""
     name_ids, name_words = key.ids[: limit - 1], key.word_ids[: limit - 1]  # type: ignore[attr-defined]
     return [*name_ids, *value.ids][:limit], [*name_words, *value.word_ids][:limit]  # type: ignore[attr-defined]
 
 
 def _ranges(start: NDArray[np.int64], size: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return start, start + 1, ... of each range, one after the other.
+    """Return start, start + 1, ... of each range, concatenated.
 
     >>> _ranges(np.array([5, 0, 9]), np.array([2, 0, 3])).tolist()
     [5, 6, 9, 10, 11]
@@ -185,15 +185,15 @@ def _ranges(start: NDArray[np.int64], size: NDArray[np.int64]) -> NDArray[np.int
 
 
 def attribute_values(texts: Texts, most: int) -> Tensor:
-    """Return the attributes (V, most) of each item as numbers from 1, int32; 0 fills the rest and item 0.
+    """Return the attribute values (V, most) of each item as numbers from 1, int32, filled up with 0.
 
-    A value is a word of a column that at least two items have there; an item keeps its `most` most frequent ones.
+    A value is a word that at least two items have in the same column. Each item keeps its `most` most frequent values.
     """
     words = [_words(name, values) for name, values in texts.items()]
     rows = [sorted({pair for column in item for pair in column}) for item in zip(*words, strict=True)]
     counts = collections.Counter(pair for row in rows for pair in row)
     known = sorted(pair for pair, count in counts.items() if count >= 2)
-    number = {pair: place for place, pair in enumerate(known, start=1)}
+    number = {pair: index for index, pair in enumerate(known, start=1)}
     table = torch.zeros(len(rows) + 1, most, dtype=torch.int32)
     for item, row in enumerate(rows, start=1):
         kept = sorted((pair for pair in row if pair in number), key=lambda pair: (-counts[pair], pair))[:most]
@@ -202,13 +202,13 @@ def attribute_values(texts: Texts, most: int) -> Tensor:
 
 
 def _words(name: str, values: pa.DictionaryArray) -> list[list[tuple[str, str]]]:
-    """Return the words of each item's value, each with the name of its attribute."""
+    """Return the words of each item's value, paired with the name of the attribute."""
     distinct = [[(name, word) for word in re.findall(r"\w+", text.lower())] for text in values.dictionary.to_pylist()]
-    return [distinct[place] for place in values.indices.to_pylist()]
+    return [distinct[index] for index in values.indices.to_pylist()]
 
 
 def concatenate(catalogues: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the tokens of several catalogues of one tokeniser as those of one; items are renumbered in order."""
-    tokens = {name: torch.cat([one[name] for one in catalogues]) for name in _KINDS}
-    sizes = torch.cat([one["offsets"].diff()[1:] for one in catalogues])  # without each one's padding
+    """Return the tokens of several catalogues with one tokeniser as one catalogue; items are renumbered in order."""
+    tokens = {name: torch.cat([catalogue[name] for catalogue in catalogues]) for name in _KINDS}
+    sizes = torch.cat([catalogue["offsets"].diff()[1:] for catalogue in catalogues])  # without padding, item 0
     return tokens | {"offsets": F.pad(sizes.cumsum(0), (2, 0)), "special": catalogues[0]["special"]}

@@ -1,4 +1,4 @@
-"""The k-core: only users and items with enough events, each counted among what is left of the others."""
+"""The k-core filter: keeps users and items with enough events among the events that are kept."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from seqrec.data.splits import Frame, size
 
 
 def k_core(events: Frame, user_events: int, item_events: int, keep: Callable[[Frame], Frame] = lambda f: f) -> Frame:
-    """Drop users and items with too few events, again and again, until every one left has enough.
+    """Repeatedly drop users and items with too few events, until all that remain have enough.
 
-    Each round counts what the users and items of the last one leave of `events`; `keep` computes these small tables.
+    Each round counts the events of the users and items that remain; `keep` materialises these small tables.
 
     >>> import polars as pl
     >>> log = nw.from_native(pl.LazyFrame({"user": [1, 1, 2, 2, 3], "item": [7, 8, 7, 8, 7]}))

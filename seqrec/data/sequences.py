@@ -1,8 +1,8 @@
-"""Prepared sequences as flat tensors, and the windows that models are fed with.
+"""Prepared sequences as flat tensors, and the windows of events that models read.
 
-All events of all users lie in one array, ordered by user and time; a user is a range of it. Everything below is a
-gather, so nothing loops over users and nothing is copied per prefix. On the host the arrays are the mapped file itself:
-a gather reads the pages it needs, and the data may be larger than the memory.
+One array holds the events of all users, ordered by user and time; each user is a range of it. All functions here gather
+from it, without loops over users or copies per prefix. On the host, the array is the memory-mapped file: a gather reads
+only the pages it needs, so the data may be larger than memory.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch.utils.dlpack import from_dlpack
 from models.base import PAD, Batch
 from seqrec.artifacts import NEGATIVES, SEQUENCES, SEQUENCES_SCHEMA, SPLIT_CARD, USERS, VOCABULARY, read_json
 
-WIDTH_STEP = 8  # widths of batches are rounded up to this, so that few shapes occur
+WIDTH_STEP = 8  # widths of batches are rounded up to a multiple, so that there are few shapes
 
 
 class Shards:
-    """Arrays on the host, one after the other, that are indexed as if they were one and never copied together."""
+    """Consecutive arrays on the host, indexed as one array without concatenating them."""
 
     def __init__(self, parts: Sequence[Tensor]) -> None:
         self.parts = parts
@@ -37,7 +37,7 @@ class Shards:
         return int(self.stop[-1])
 
     def __getitem__(self, index: Tensor) -> Tensor:
-        """Return the values at `index`, of any shape, or where it is true."""
+        """Return the values at `index`, a tensor of indices of any shape or a boolean mask."""
         if index.dtype == torch.bool:
             index = index.nonzero().squeeze(1)
         shard = torch.bucketize(index, self.stop, right=True)
@@ -48,7 +48,7 @@ class Shards:
         return values
 
     def to(self, device: torch.device) -> Tensor | Shards:
-        """Return the values on `device`: themselves on the host, one tensor elsewhere."""
+        """Return the values on `device`: these shards on the host, one tensor elsewhere."""
         return self if device.type == "cpu" else torch.cat([part.to(device) for part in self.parts])
 
 
@@ -57,18 +57,18 @@ Flat = Tensor | Shards
 
 @dataclass(frozen=True)
 class Sequences:
-    """The prepared dataset; `start` to `stop` index the flat arrays, one entry per user 1..U."""
+    """The prepared dataset; `start` to `stop` are indices into the flat arrays, one entry per user 1..U."""
 
     items: Flat  # (E,) int32
     times: Flat  # (E,) int64, seconds UTC
     start: Tensor  # (U,) int64: first event
-    train_stop: Tensor  # (U,) int64: first event that training must not see
-    valid_stop: Tensor  # (U,) int64: first event of the test part
-    stop: Tensor  # (U,) int64: end
-    count: Tensor  # (V,) int64: events of each item in train; entry 0 is padding
+    train_stop: Tensor  # (U,) int64: first event after training
+    valid_stop: Tensor  # (U,) int64: first test event
+    stop: Tensor  # (U,) int64: index after the last event
+    count: Tensor  # (V,) int64: training events of each item; entry 0 is padding
     card: dict[str, Any]  # split.json
-    negatives: Tensor | None = None  # (U, 100) int32: rivals of the user's targets, protocol LOO-101 alone
-    consumer: torch.device | None = None  # what is gathered goes there; None: where the arrays are
+    negatives: Tensor | None = None  # (U, 100) int32: sampled negatives of each user, protocol LOO-101 only
+    consumer: torch.device | None = None  # device of gathered values; None: that of the arrays
 
     @property
     def num_items(self) -> int:
@@ -81,16 +81,16 @@ class Sequences:
         return len(self.start)
 
     def trained(self, user: Tensor | slice = slice(None)) -> Tensor:
-        """Return bool: which of the users have a target in the training part, which is any event but their first."""
+        """Return bool: whether each user has a training target, that is, at least two training events."""
         return self.train_stop[user] - self.start[user] >= 2
 
     @property
     def device(self) -> torch.device:
-        """Where gathered batches are."""
+        """Device of gathered batches."""
         return self.consumer or self.start.device
 
     def to(self, device: torch.device, *, resident: bool = True) -> Sequences:
-        """Return the same data with every tensor on `device`; if not `resident`, only what is gathered goes there."""
+        """Return the data with every tensor on `device`, or, if not `resident`, only gathered batches."""
         if not resident:
             return replace(self, count=self.count.to(device), consumer=device)
         moved: dict[str, Any] = {
@@ -99,7 +99,7 @@ class Sequences:
         return replace(self, **moved)
 
     def sent(self, gathered: Tensor) -> Tensor:
-        """Return what was gathered where it is wanted; from pinned memory, so that the host does not wait."""
+        """Return `gathered` on the device of batches; copied from pinned memory, so that the host need not wait."""
         if self.device == gathered.device:
             return gathered
         pinned = gathered.pin_memory() if self.device.type == "cuda" else gathered
@@ -108,7 +108,7 @@ class Sequences:
 
 @dataclass(frozen=True)
 class Cases:
-    """Ranking tasks: predict the event at `position` from the user's events before it."""
+    """Ranking cases: predict the event at `position` from the user's earlier events."""
 
     user: Tensor  # (C,) int64, index 0..U-1 into Sequences.start
     position: Tensor  # (C,) int64, index into the flat arrays
@@ -118,7 +118,7 @@ class Cases:
 
 
 def load(directory: Path) -> Sequences:
-    """Map the prepared dataset in `directory` into memory; values and offsets are wrapped without a copy.
+    """Map the prepared dataset in `directory` into memory, without copying values or offsets.
 
     Raises:
         ValueError: the file is not a prepared dataset of this version.
@@ -156,7 +156,7 @@ def _negatives(directory: Path) -> Tensor:
 
 
 def read_vocabulary(directory: Path) -> tuple[list[str], Tensor]:
-    """Return item_id of item 1, 2, ... and the train events (V,) of each item, entry 0 being padding."""
+    """Return the item_id of items 1, 2, ... and the training events (V,) of each item; entry 0 is padding."""
     table = pq.ParquetFile(directory / VOCABULARY).read()  # read_table would import pandas
     return table["item_id"].to_pylist(), _counts(table)
 
@@ -166,12 +166,12 @@ def _counts(vocabulary: pa.Table) -> Tensor:
 
 
 def read_users(directory: Path) -> list[str]:
-    """Return user_id of user 1, 2, ... of the prepared dataset."""
+    """Return the user_id of users 1, 2, ... of the prepared dataset."""
     return pq.ParquetFile(directory / USERS).read(columns=["user_id"])["user_id"].to_pylist()  # type: ignore[no-any-return]
 
 
 def cases(data: Sequences, split: str) -> Cases:
-    """Return every ranking task of `split` (valid or test), ordered by user and position."""
+    """Return the ranking cases of `split` (valid or test), ordered by user and position."""
     first, stop = (data.train_stop, data.valid_stop) if split == "valid" else (data.valid_stop, data.stop)
     if data.card.get("cases") == "first":
         stop = torch.minimum(stop, first + 1)
@@ -184,7 +184,7 @@ def cases(data: Sequences, split: str) -> Cases:
 
 
 def median_gap(data: Sequences) -> float:
-    """Return the median over users of the seconds between their last two train events; a day where nobody has two."""
+    """Return the median over users of the seconds between their last two training events; a day if nobody has two."""
     last = data.train_stop[data.train_stop - data.start >= 2] - 1
     if len(last) == 0:
         return 86_400.0
@@ -192,14 +192,14 @@ def median_gap(data: Sequences) -> float:
 
 
 def padded_width(longest: int, most: int) -> int:
-    """Return the width of a batch whose longest row has `longest` events: a multiple of WIDTH_STEP, 1 to `most`."""
+    """Return the width of a batch with a longest row of `longest` events: a multiple of WIDTH_STEP, at most `most`."""
     return max(1, min(-(-longest // WIDTH_STEP) * WIDTH_STEP, most))
 
 
 def window(data: Sequences, user: Tensor, stop: Tensor, length: int) -> Batch:
-    """Cut the `length` events before the flat index `stop` (B,) of each `user` (B,), left-padded.
+    """Return the `length` events before the flat index `stop` (B,) of each `user` (B,), left-padded.
 
-    A user without a training target is user 0, the unknown one: no model has learnt anything of theirs.
+    Users without a training target become user 0, the unknown user, since no model has learnt anything about them.
     """
     index_BL = stop.unsqueeze(1) + torch.arange(-length, 0, device=stop.device)
     real_BL = index_BL >= data.start[user].unsqueeze(1)
@@ -212,7 +212,7 @@ def window(data: Sequences, user: Tensor, stop: Tensor, length: int) -> Batch:
 
 
 def seen(data: Sequences, user: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (row of the block, item) of every event of `user` (B,) before the flat index `stop` (B,)."""
+    """Return row (0..B-1) and item of every event of each `user` (B,) before the flat index `stop` (B,)."""
     number = stop - data.start[user]
     row = torch.repeat_interleave(torch.arange(len(user), device=user.device), number)
     rank = torch.arange(len(row), device=row.device) - torch.repeat_interleave(number.cumsum(0) - number, number)

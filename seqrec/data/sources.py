@@ -1,6 +1,6 @@
 """The catalogue of datasets: where each is published, under which terms, and how its files are read.
 
-Data is downloaded, never shipped: none of these licences lets us pass it on.
+Data is downloaded and never shipped, because none of these licences permits redistribution.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ GOWALLA_LICENCE = "Gowalla check-ins: published by SNAP, Stanford, without a sta
 
 @dataclass(frozen=True, kw_only=True)
 class File:
-    """A published file. A name here may also be found with `.gz` added."""
+    """A published file; its paths may also exist with `.gz` added."""
 
-    role: str  # what the reader calls it
-    paths: tuple[str, ...]  # below a mirror, or inside the archive; the first that exists counts
-    urls: tuple[str, ...] = ()  # official addresses, where it is published on its own
-    sha256: tuple[str, ...] = ()  # accepted digests, of the file or of what its gzip holds; empty: unknown
+    role: str  # key under which the reader gets it
+    paths: tuple[str, ...]  # below a mirror or inside the archive; the first that exists is used
+    urls: tuple[str, ...] = ()  # official addresses, if published as a single file
+    sha256: tuple[str, ...] = ()  # accepted digests, of the file or of its gzip content; empty: unknown
     required: bool = True
 
 
@@ -53,14 +53,14 @@ class Archive:
 
     name: str
     url: str = ""
-    requirement: str = ""  # of pip, instead of `url`
+    requirement: str = ""  # requirement for pip, instead of `url`
     sha256: tuple[str, ...] = ()
     size: int = 0  # bytes; 0: unknown
 
 
 @dataclass(frozen=True, kw_only=True)
 class Publication:
-    """One of the forms a source is published in; `local` files are looked up as plain paths first."""
+    """One of the forms in which a source is published; `local` files are first looked up as plain paths."""
 
     files: tuple[File, ...]
     read: readers.Reader
@@ -70,25 +70,25 @@ class Publication:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """An entry of the catalogue. The publications are tried in order."""
+    """An entry of the catalogue; its publications are tried in order."""
 
     licence: str
     publications: Callable[[IngestConfig], tuple[Publication, ...]]
     homepage: str = ""
-    reference: Mapping[str, int] = field(default_factory=dict)  # known rows, users, items (with interactions)
-    rows: Mapping[str, int] = field(default_factory=dict)  # category -> known rows, 0 where they are not
+    reference: Mapping[str, int] = field(default_factory=dict)  # known numbers of rows, users, items with interactions
+    rows: Mapping[str, int] = field(default_factory=dict)  # category -> known number of rows, 0 if unknown
 
     def known(self, config: IngestConfig) -> dict[str, int]:
-        """Return the counts that this source is known for: some of `rows`, `users`, `items`."""
+        """Return the known counts of this source: some of `rows`, `users`, `items`."""
         rows = self.rows.get(config.category, 0)
         return {"rows": rows} if rows else dict(self.reference)
 
 
 def find(config: IngestConfig) -> Source:
-    """Return the source that `config` names.
+    """Return the source of `config`.
 
     Raises:
-        ConfigError: unknown source or category, or a setting that this source does not have or lacks.
+        ConfigError: the source or category is unknown, a required setting is missing, or one has no effect here.
     """
     if config.source not in SOURCES:
         raise ConfigError(f"ingest.source: no source {config.source!r}; there are {', '.join(SOURCES)}")
@@ -127,7 +127,7 @@ def _zipped(
     sha256: str = "",
     size: int = 0,
 ) -> Publication:
-    """Return MovieLens's way: `<name>.zip` with a folder, mostly `<name>`; `members` and `pins` map roles."""
+    """Return a MovieLens publication: `<name>.zip` with a folder, usually `<name>`; `members` and `pins` map roles."""
     files = [
         File(
             role=role,
@@ -219,7 +219,7 @@ def _amazon_2018(config: IngestConfig) -> tuple[Publication, ...]:
 
 
 def _amazon_2018_full(config: IngestConfig) -> tuple[Publication, ...]:
-    """Return the ratings alone, which are a tenth of the size, or all reviews: the events are the same."""
+    """Return two publications with the same events: ratings only, a tenth of the size, and full reviews."""
     item = f"meta_{config.category}.json"
     forms = (
         (readers.amazon_2018_ratings, f"{config.category}.csv", "categoryFilesSmall", ""),
@@ -252,7 +252,7 @@ def _steam(config: IngestConfig) -> tuple[Publication, ...]:
 
 
 def _yelp(config: IngestConfig) -> tuple[Publication, ...]:
-    # No address: everybody accepts the terms at https://business.yelp.com/data/resources/open-dataset/ and unpacks it.
+    # No URL: users must accept the terms at https://business.yelp.com/data/resources/open-dataset/ and unpack it.
     names = {"interactions": "yelp_academic_dataset_review.json", "items": "yelp_academic_dataset_business.json"}
     return (_files("yelp", readers.yelp, names, {}),)
 
@@ -265,7 +265,7 @@ def _gowalla(config: IngestConfig) -> tuple[Publication, ...]:
 def _files(
     folder: str, read: readers.Reader, names: Mapping[str, str], urls: Mapping[str, tuple[str, ...]]
 ) -> Publication:
-    """Return files that are published one by one, found in a mirror below `folder`."""
+    """Return files that are published separately, and lie below `folder` in a mirror."""
     files = [
         File(
             role=role,
@@ -318,7 +318,7 @@ def file_name(place: str) -> str:
     return PurePosixPath(place.partition("?")[0].replace("\\", "/")).name
 
 
-# Digests of the official files: of the gzip itself, or of what it holds.
+# Digests of the official files: of the gzip file or of its content.
 AMAZON_PINS = {
     "amazon-2014/reviews_Musical_Instruments_5.json": (
         "03f9cc27ae13a454cb4ea6cb620fb10546cc1194ef921441d1c5f34addff2748",
@@ -333,7 +333,7 @@ AMAZON_PINS = {
         "538994d5d15bef85a2d5a81ce79becff140719cdc6394a46e4b934cf63e09acf",
     ),
 }
-# The settings of section `ingest` that say what to read, where a source has such a choice.
+# Settings of section `ingest` that choose what to read; only some sources have them.
 SETTINGS = {
     "amazon-2014": ("category",),
     "amazon-2018": ("category",),

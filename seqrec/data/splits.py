@@ -1,8 +1,7 @@
-"""Duplicates, numbering and splits of the interactions, written once in Narwhals for every table engine.
+"""Duplicates, numbering and splits of the interactions, written in Narwhals for every table engine.
 
-No function looks at an item's identity to order events: equal timestamps stay in source order. Events are lazy frames
-with the columns user, item (integers that tell them apart), timestamp and row; what is known of each user is small
-enough for arrays.
+Events with equal timestamps stay in source order; no function orders them by item. Events are lazy frames with the
+columns user, item (integer keys), timestamp and row. Per-user values are small enough to be arrays.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from seqrec.config import PrepareConfig
 
 Frame = nw.LazyFrame[Any]
 IntArray = NDArray[np.integer]
-NEGATIVES = 100  # rivals of a target under LOO-101
+NEGATIVES = 100  # sampled negatives per user under LOO-101
 DAY = 86_400
-TIMES = 1 << 37  # more than any timestamp: ingest takes 1e11 and more for milliseconds
+TIMES = 1 << 37  # larger than any timestamp in seconds: ingest reads 1e11 and more as milliseconds
 
 
 class Ends(NamedTuple):
-    """Where the parts of each user's events end, users in order of their number."""
+    """Numbers of events at which the splits of each user end, in order of the users' numbers."""
 
     events: IntArray  # (U,)
     train_end: IntArray  # (U,)
@@ -31,11 +30,11 @@ class Ends(NamedTuple):
 
 
 def deduplicate(events: Frame, rule: str) -> Frame:
-    """Keep the first row, in source order, of equal events.
+    """Keep one row of each group of duplicate events, the first in source order.
 
     Args:
-        events: user, item, timestamp, row; all events of a user or none.
-        rule: exact (same user, item, time), first_pair (same user, item: the earliest) or none.
+        events: user, item, timestamp, row; complete for each user.
+        rule: exact (same user, item and time), first_pair (same user and item; the earliest is kept) or none.
     """
     if rule == "none":
         return events
@@ -52,7 +51,7 @@ def size(frame: Frame) -> int:
 
 
 def sample_users(user_ids: NDArray[np.object_], number: int, seed: int) -> IntArray:
-    """Return the places in `user_ids` of `number` random users, a draw that depends on the seed and the set of ids."""
+    """Return the indices in `user_ids` of `number` random users; depends on the seed and the set of ids only."""
     drawn = np.random.default_rng(seed).choice(len(user_ids), size=number, replace=False)
     return np.argsort(user_ids)[drawn]
 
@@ -73,35 +72,35 @@ def number(events: Frame, column: str, name: str, known: Frame | None = None, fi
 
 
 def keyed(events: Frame, first: int) -> Frame:
-    """Return (key, item, row): sorted by `key` and `row`, events are in the order of user, time and source row.
+    """Return (key, item, row), where sorting by `key` and `row` sorts by user, time and source row.
 
-    One number for user and time sorts several times faster than two. `times_of` gives the times back.
+    Sorting one number for user and time is several times as fast as sorting two. `times_of` recovers the times.
 
     Args:
         events: user, item, timestamp, row.
-        first: the lowest user of them; the highest is less than 2^26 above it.
+        first: the lowest user number; the highest is less than 2^26 above it.
     """
     key = (nw.col("user") - first).cast(nw.Int64) * TIMES + nw.col("timestamp")
     return events.select(key.alias("key"), "item", "row")
 
 
 def times_of(key: IntArray) -> IntArray:
-    """Return the timestamps that `keyed` put into keys."""
+    """Return the timestamps in the keys of `keyed`."""
     return key & (TIMES - 1)
 
 
 def draw_negatives(item: IntArray, events: IntArray, num_items: int, number: int, seed: int) -> IntArray:
-    """Return (U, number): distinct items that a user never interacted with, uniformly drawn.
+    """Return (U, number): for each user, distinct items without interactions, drawn uniformly.
 
     Args:
-        item: (E,) of every event, users one after the other.
+        item: (E,) item of every event, grouped by user.
         events: (U,) number of events of each user.
-        num_items: items are 1 to this.
+        num_items: items are numbered from 1 to `num_items`.
         number: items per user.
-        seed: of the draw.
+        seed: seed of the draw.
 
     Raises:
-        ValueError: a user has fewer unseen items than that.
+        ValueError: a user has fewer than `number` unseen items.
     """
     user = np.repeat(np.arange(len(events)), events)
     seen = np.unique(user * (num_items + 1) + item)
@@ -129,17 +128,17 @@ def draw_negatives(item: IntArray, events: IntArray, num_items: int, number: int
 def ends(
     events: Frame, number: IntArray, config: PrepareConfig, cuts: tuple[int, int] | None = None
 ) -> tuple[Ends, dict[str, Any]]:
-    """Return where train, validation and test of each user end, and the facts of the split for its card.
+    """Return where each user's training, validation and test events end, and the entries of the split card.
 
-    Positions 0 to train_end are training, to valid_end validation, the rest test; each validation or test event is a
-    case whose input is everything before it. LOO-101 is LOO-full with negatives drawn besides. Both, and RATIO-full,
-    leak the future of other users into training, as in the papers; temporal does not.
+    Events before train_end are training, events from there to valid_end validation, the rest test. Each validation or
+    test event is a case whose input is all earlier events of the user. LOO-101 is LOO-full plus sampled negatives.
+    Both, and RATIO-full, leak the future of other users into training, as in the papers; temporal does not.
 
     Args:
-        events: numbered from 1.
-        number: (U,) events of user 1, 2, ...
+        events: events with users and items numbered from 1.
+        number: (U,) number of events of users 1, 2, ...
         config: section `prepare`.
-        cuts: protocol temporal: where validation and test begin; None finds them among `events`.
+        cuts: for protocol temporal, the start times of validation and test; None: computed from `events`.
     """
     if config.protocol in ("LOO-full", "LOO-101"):
         return _leave_one_out(number, config)
@@ -149,9 +148,9 @@ def ends(
 
 
 def _leave_one_out(number: IntArray, config: PrepareConfig) -> tuple[Ends, dict[str, Any]]:
-    """The last event is test and the one before it validation; users with fewer than three events only train.
+    """Each user's last event is test, the one before it validation; users with fewer than three events only train.
 
-    With `val_users`, the other users train on the event before the last.
+    With `val_users`, users without validation train on the event before the last.
     """
     enough = number >= 3
     validated = np.ones(len(number), dtype=bool)
@@ -166,22 +165,22 @@ def _leave_one_out(number: IntArray, config: PrepareConfig) -> tuple[Ends, dict[
 
 
 def _ratio(number: IntArray, config: PrepareConfig) -> tuple[Ends, dict[str, Any]]:
-    """The last `test_share` of each user's events is test, the `valid_share` before it validation, rounded down."""
+    """The last `test_share` of each user's events is test, the `valid_share` before it validation; rounded down."""
     test = np.floor(number * config.test_share + 1e-9).astype(np.int64)
     valid = np.floor(number * config.valid_share + 1e-9).astype(np.int64)
     return Ends(number, number - test - valid, number - test), {"rule": "the last shares of each user's events"}
 
 
 def temporal_cuts(events: Frame, config: PrepareConfig) -> tuple[int, int]:
-    """Return the moments at which validation and test begin, such that each has its share of `events`.
+    """Return the start times of validation and test that give each its share of `events`.
 
     Raises:
-        ValueError: the timestamps do not divide into three periods.
+        ValueError: the timestamps cannot be divided into three periods.
     """
     share = 1 - config.test_share - config.valid_share
     total = size(events)
-    places = (0, int(total * share), int(total * (1 - config.test_share)))
-    earliest, valid_cut, test_cut = _times_at(events, places) if total else (0, 0, 0)
+    ranks = (0, int(total * share), int(total * (1 - config.test_share)))
+    earliest, valid_cut, test_cut = _times_at(events, ranks) if total else (0, 0, 0)
     if not earliest < valid_cut < test_cut:
         raise ValueError(
             "prepare.protocol temporal: the timestamps do not divide into three periods; "
@@ -193,7 +192,7 @@ def temporal_cuts(events: Frame, config: PrepareConfig) -> tuple[int, int]:
 def _temporal(
     events: Frame, number: IntArray, cuts: tuple[int, int], config: PrepareConfig
 ) -> tuple[Ends, dict[str, Any]]:
-    """Two moments divide everybody's events; no training event is at or after the first one."""
+    """Two points in time split the events of all users; training events lie before the first one."""
     valid_cut, test_cut = cuts
     time = nw.col("timestamp")
     before = events.select(
@@ -214,31 +213,31 @@ def _temporal(
     return Ends(number, train_end, valid_end), facts
 
 
-def _times_at(events: Frame, places: tuple[int, ...]) -> list[int]:
-    """Return the timestamps at some places of their sorted order; only the days they fall on are sorted."""
+def _times_at(events: Frame, ranks: tuple[int, ...]) -> list[int]:
+    """Return the timestamps at some ranks of their sorted order; only the days that contain them are sorted."""
     days = events.select("timestamp", (nw.col("timestamp") // DAY).alias("day"))
     counted = days.group_by("day").agg(nw.len().alias("events")).collect().sort("day")
     stop = np.cumsum(counted["events"].to_numpy())
     found = []
-    for place in places:
-        at = int(np.searchsorted(stop, place, side="right"))
-        times = days.filter(nw.col("day") == int(counted["day"][at])).collect()["timestamp"].to_numpy()
-        found.append(int(np.sort(times)[place - (stop[at - 1] if at else 0)]))
+    for rank in ranks:
+        day = int(np.searchsorted(stop, rank, side="right"))
+        times = days.filter(nw.col("day") == int(counted["day"][day])).collect()["timestamp"].to_numpy()
+        found.append(int(np.sort(times)[rank - (stop[day - 1] if day else 0)]))
     return found
 
 
 def corrupt(item: IntArray, ends: Ends, num_items: int, share: float, seed: int) -> IntArray:
-    """Give `share` of the training events a uniformly drawn item that is not among the user's later events.
+    """Replace the item of `share` of the training events by a random one that is not among the user's later events.
 
     Args:
-        item: (E,) of every event, ordered by user and time.
-        ends: of the users.
-        num_items: items are 1 to this.
-        share: of the training events.
-        seed: of the draws.
+        item: (E,) item of every event, ordered by user and time.
+        ends: ends of the users' splits.
+        num_items: items are numbered from 1 to `num_items`.
+        share: share of the training events.
+        seed: seed of the draws.
 
     Raises:
-        ValueError: a user's validation and test events hold every item there is.
+        ValueError: a user's validation and test events contain all items.
     """
     if share == 0:
         return item
@@ -250,9 +249,9 @@ def corrupt(item: IntArray, ends: Ends, num_items: int, share: float, seed: int)
     later = np.unique((user * (num_items + 1) + item)[~in_train])
     if len(later) and np.bincount(later // (num_items + 1)).max() >= num_items:
         raise ValueError("prepare.noise_share: a user's later events hold every item, there is none to draw")
-    places = np.flatnonzero(in_train)
-    wanted = generator.choice(places, size=round(share * len(places)), replace=False)
-    while len(wanted):
-        item[wanted] = generator.integers(1, num_items + 1, size=len(wanted))
-        wanted = wanted[np.isin(user[wanted] * (num_items + 1) + item[wanted], later)]
+    candidates = np.flatnonzero(in_train)
+    chosen = generator.choice(candidates, size=round(share * len(candidates)), replace=False)
+    while len(chosen):
+        item[chosen] = generator.integers(1, num_items + 1, size=len(chosen))
+        chosen = chosen[np.isin(user[chosen] * (num_items + 1) + item[chosen], later)]
     return item

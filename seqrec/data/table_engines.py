@@ -1,7 +1,7 @@
-"""Where prepare's table logic runs: polars on this machine, or a Spark cluster.
+"""The engines that run the table logic of `prepare`: polars on one machine, or a Spark cluster.
 
-The logic itself is written once, on lazy Narwhals frames. An engine says how such a frame is read, kept, divided and
-collected, which is all that differs.
+The logic is written once, on lazy Narwhals frames. An engine defines how a frame is read, materialised, divided and
+collected; nothing else differs.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ ENGINES = ("polars", "spark")
 
 
 class Engine(Protocol):
-    """What a table engine must be able to do."""
+    """The interface of a table engine."""
 
     def read(self, path: Path) -> Frame:
-        """Return the Parquet file `path`."""
+        """Return the Parquet file `path` as a frame."""
 
     def table(self, frame: Frame) -> Table:
         """Return the rows of `frame` in memory."""
 
     def ordered(self, frame: Frame, *by: str) -> Table:
-        """Return the rows of `frame` in memory, sorted by the columns `by`, of which no two rows have the same."""
+        """Return the rows of `frame` in memory, sorted by the columns `by`, which are unique for each row."""
 
     def keep(self, frame: Frame) -> Frame:
-        """Return `frame`, computed now: a table of users or items that later steps join again and again."""
+        """Materialise `frame`, a table of users or items that later steps join repeatedly."""
 
     def store(self, frame: Frame) -> Frame:
-        """Return `frame`, computed now, wherever the engine has room for a table of events."""
+        """Materialise `frame`, a table of events, where the engine has room for it."""
 
     def divide(self, frame: Frame, column: str, number: int) -> list[Frame]:
-        """Return the events with 0, 1, ... `number` - 1 in the integer `column`, without it; no event, no frame."""
+        """Return a frame of the events for each value 0 to `number` - 1 of `column`, without empty frames."""
 
     def union(self, frames: Sequence[Frame]) -> Frame:
         """Return the rows of all `frames`."""
 
 
 class Polars:
-    """The streaming engine of polars; tables of events live in Parquet files of a scratch folder."""
+    """The streaming engine of polars; tables of events are Parquet files in a scratch folder."""
 
     def __init__(self, scratch: Path) -> None:
         self.scratch = scratch
@@ -66,21 +66,21 @@ class Polars:
         return frame.collect()
 
     def ordered(self, frame: Frame, *by: str) -> Table:
-        """Return the rows of `frame` in memory, sorted there: streaming, polars takes three times as long."""
+        """Return the rows of `frame` in memory, sorted there; the streaming engine would take three times as long."""
         return frame.collect().sort(*by)
 
     def keep(self, frame: Frame) -> Frame:
-        """Return `frame`, computed now and held in memory."""
+        """Materialise `frame` in memory."""
         return frame.collect().lazy()
 
     def store(self, frame: Frame) -> Frame:
-        """Return `frame`, computed now and written to the scratch folder."""
+        """Materialise `frame` in the scratch folder."""
         path = self._path()
         self._sink(frame, path)
         return self.read(path)
 
     def divide(self, frame: Frame, column: str, number: int) -> list[Frame]:
-        """Return the events with 0, 1, ... `number` - 1 in `column`, without it: a scratch folder each."""
+        """Return a frame of the events for each value of `column`, each in a scratch folder of its own."""
         if number == 1:
             return [frame.drop(column)]
         folder = self._path()
@@ -102,7 +102,7 @@ class Polars:
 
 
 class Spark:
-    """Spark: the running session, or a new one configured by Spark's own means (SPARK_CONF_DIR, spark-submit)."""
+    """Spark: the active session, or a new one, configured by Spark's own means (SPARK_CONF_DIR, spark-submit)."""
 
     def __init__(self) -> None:
         try:
@@ -125,16 +125,16 @@ class Spark:
         return self.table(frame.sort(*by))
 
     def keep(self, frame: Frame) -> Frame:
-        """Return `frame`, computed now."""
+        """Materialise `frame`."""
         kept: Frame = nw.from_native(frame.to_native().localCheckpoint())
         return kept
 
     def store(self, frame: Frame) -> Frame:
-        """Return `frame`, computed now."""
+        """Materialise `frame`."""
         return self.keep(frame)
 
     def divide(self, frame: Frame, column: str, number: int) -> list[Frame]:
-        """Return the events with 0, 1, ... `number` - 1 in `column`, without it."""
+        """Return a frame of the events for each value of `column`."""
         stored = self.keep(frame)
         return [stored.filter(nw.col(column) == part).drop(column) for part in range(number)]
 
@@ -145,17 +145,17 @@ class Spark:
 
 @contextmanager
 def opened(name: str, output: Path) -> Iterator[Engine]:
-    """Yield the engine `name`; its scratch files lie in `output` until it is closed."""
+    """Yield the engine `name`; its scratch files are in `output` and are deleted at the end."""
     if name == "spark":
         logging.getLogger("py4j").setLevel(logging.WARNING)
         yield Spark()
         return
     scratch = output / ".scratch"
-    shutil.rmtree(scratch, ignore_errors=True)  # what a killed run has left
+    shutil.rmtree(scratch, ignore_errors=True)  # left by a killed run
     scratch.mkdir(parents=True)
     try:
         with pl.Config():
-            pl.Config.set_engine_affinity("streaming")  # of every collect, also of those in splits
+            pl.Config.set_engine_affinity("streaming")  # for every collect, including those in splits.py
             yield Polars(scratch)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

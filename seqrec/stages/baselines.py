@@ -1,4 +1,4 @@
-"""The baselines stage: rows that need no training by gradient, and that any model must beat."""
+"""The baselines stage: methods without gradient training, which any model must beat."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ from seqrec.evaluation import results
 from seqrec.evaluation.ranking import ITEMS_PER_BLOCK, Blocks, Scorer
 
 logger = logging.getLogger(__name__)
-VOTES = 5  # past items that vote
-REACH = 10  # events after an item that count as following it
-RIDGE = 100.0  # L2 of EASE: the best on ML-100K's validation cases, 2 % under the best, 250, on ML-1M's
-EASE_ITEMS = 20_000  # its matrices of items x items then take 10 GB, and minutes
+VOTES = 5  # number of past items that vote
+REACH = 10  # maximum distance of two counted events
+RIDGE = 100.0  # L2 of EASE: best on validation of ML-100K, 2 % below the best value, 250, on ML-1M
+EASE_ITEMS = 20_000  # its item x item matrices then take 10 GB, and minutes
 
 
 def baselines(
     *, sequences: Path, reports: Path, config: EvaluateConfig, ease_items: int = EASE_ITEMS
 ) -> dict[str, float]:
-    """Evaluate `popularity`, `markov`, `ease`, `pctm` and `seqrules` as if they were models, into folders of `reports`.
+    """Evaluate the baselines `popularity`, `markov`, `ease`, `pctm` and `seqrules` as models are evaluated.
 
-    Popularity ranks by the number of events in train. Markov counts, over train, how often an item follows another
-    within ten events, weighted by 1 / distance and tempered by the square root of the first item's total; the user's
-    last five items vote, weighted by 1 / age. EASE is the best linear map from the items a user has to themselves,
-    none of them being explained by itself; it is left out where the catalogue is large. PCTM and Sequential Rules are
-    those of seqrec/counts/baselines.py, their few values chosen on validation.
+    Popularity ranks by the number of training events. Markov counts how often an item follows another within ten
+    training events, weighted by 1 / distance and divided by the square root of the first item's total; the user's last
+    five items vote, weighted by 1 / age. EASE is the best linear map from a user's items to these items, where no item
+    explains itself; it is left out for large catalogues. PCTM and Sequential Rules are those of
+    seqrec/counts/baselines.py, with settings chosen on validation.
 
     Args:
         sequences: folder of the prepared dataset.
-        reports: folder that receives a folder each.
+        reports: output folder, with a folder for each baseline.
         config: section `evaluate`.
-        ease_items: EASE is left out of larger catalogues.
+        ease_items: largest catalogue for which EASE is computed.
     """
     prepared = load_sequences(sequences)
     fitted = prepared if config.refit == "none" else trained_until(prepared, prepared.valid_stop)
     scorers = {"popularity": popularity_scorer, "markov": markov_scorer, "ease": ease_scorer}
     values = {}
     for name in (*scorers, *counting.ROWS):
-        shutil.rmtree(reports / name, ignore_errors=True)  # of other data
-        (reports / name).mkdir(parents=True)  # DVC tracks the folder, also of one that is left out
+        shutil.rmtree(reports / name, ignore_errors=True)  # may be of other data
+        (reports / name).mkdir(parents=True)  # DVC tracks the folder even if the baseline is left out
         if name == "ease" and prepared.num_items > ease_items:
             logger.warning("ease is left out: %d items are over %d", prepared.num_items, ease_items)
             continue
@@ -67,7 +67,7 @@ def baselines(
 
 
 def popularity_scorer(prepared: Sequences) -> Scorer:
-    """Return a scorer that ranks by train events, the same for everybody."""
+    """Return a scorer that ranks by training events, the same for all users."""
     count = prepared.count.float()
 
     def scorer(_: Sequences, user: Tensor, __: Tensor) -> Blocks:
@@ -81,7 +81,7 @@ def popularity_scorer(prepared: Sequences) -> Scorer:
 
 
 def markov_scorer(prepared: Sequences) -> Scorer:
-    """Return a scorer by decayed co-occurrence with the last items."""
+    """Return a scorer by decayed co-occurrence with the user's last items."""
     follows = _follow_counts(prepared)
     decay = 1 / torch.arange(VOTES, 0, -1)
 
@@ -102,7 +102,7 @@ def markov_scorer(prepared: Sequences) -> Scorer:
 
 
 def _follow_counts(prepared: Sequences) -> sparse.csr_array:
-    """Return (V, V): decayed counts of the column's item after the row's in train, rows tempered."""
+    """Return (V, V): decayed training counts of the column's item after the row's item, with scaled rows."""
     size = len(prepared.count)
     user, items = (x.numpy() for x in train_events(prepared))
     total = sparse.csr_array((size, size), dtype=np.float64)
@@ -116,7 +116,7 @@ def _follow_counts(prepared: Sequences) -> sparse.csr_array:
 
 
 def ease_scorer(prepared: Sequences) -> Scorer:
-    """Return a scorer by the items in the user's past, in whatever order (Steck, WWW 2019, arXiv:1905.03375)."""
+    """Return the EASE scorer, which ignores the order of the past items (Steck, WWW 2019, arXiv:1905.03375)."""
     weights = _ease_weights(_user_items(prepared), RIDGE)
 
     def scorer(source: Sequences, user: Tensor, stop: Tensor) -> Blocks:
@@ -132,14 +132,14 @@ def ease_scorer(prepared: Sequences) -> Scorer:
 
 
 def _user_items(prepared: Sequences) -> sparse.csr_array:
-    """Return (users, V): 1 where the user has the item in train."""
+    """Return (users, V): 1 where the item is among the user's training events."""
     user, item = train_events(prepared)
     return _binary(user, item, (prepared.num_users, len(prepared.count)))
 
 
 def _binary(row: Tensor, column: Tensor, shape: tuple[int, int]) -> sparse.csr_array:
     matrix = sparse.csr_array((np.ones(len(row), dtype=np.float32), (row.numpy(), column.numpy())), shape=shape)
-    matrix.data[:] = 1  # the constructor has added up what is named twice
+    matrix.data[:] = 1  # the constructor has summed repeated entries
     return matrix
 
 

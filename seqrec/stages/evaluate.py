@@ -1,4 +1,4 @@
-"""The evaluate stage: rank every test case among the whole catalogue."""
+"""The evaluate stage: ranks each validation and test case among the whole catalogue."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def evaluate(
     """Rank the validation and test cases with the trained `model`, and write metrics, cases and recommendations.
 
     Args:
-        model: its key in `models`.
+        model: key in `models`.
         sequences: folder of the prepared dataset.
         checkpoint: folder of the trained weights.
-        report: folder that receives the results.
+        report: output folder.
         config: section `evaluate`.
         without_counts: leave out what counts add to the scores.
 
     Raises:
-        ValueError: the checkpoint belongs to another catalogue, or has seen the cases.
+        ValueError: the checkpoint belongs to another catalogue, or was trained on the cases.
     """
     net, card = load_model(checkpoint)
     if REFIT in card:

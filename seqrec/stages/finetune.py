@@ -1,4 +1,4 @@
-"""The finetune stage: train a model for the next item."""
+"""The finetune stage: trains a model to predict the next item."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from seqrec.training.progress import LogEpoch
 from seqrec.training.refit import retrain
 
 logger = logging.getLogger(__name__)
-COUNTED = 20_000_000  # events up to which repeats are looked for
+COUNTED = 20_000_000  # largest number of events for which repeats are counted
 _said: set[str] = set()
 
 
@@ -39,22 +39,22 @@ def finetune(
     log: LogEpoch | None = None,
     experiment: str = EXPERIMENT,
 ) -> dict[str, float]:
-    """Train `model` for the next item; continue from the resume state whose fingerprint matches, if there is one.
+    """Train `model` to predict the next item; resume if there is a state with the same fingerprint.
 
     Args:
-        model: its key in `models`.
+        model: key in `models`.
         sequences: folder of the prepared dataset.
-        initial: folder of the weights to start from.
-        checkpoint: folder that receives the best weights, their card and the history.
+        initial: folder of the initial weights.
+        checkpoint: output folder for the best weights, their card and the history.
         state: folder of resume states.
         filter_seen: whether validation leaves out seen items.
-        config: section `finetune`; with `refit`, the folder `checkpoint` gets a folder of the refitted weights, too.
-        resume: refuse to start afresh.
-        log: for callers in Python: gets each epoch's record in place of MLflow, and may end the training by raising.
-        experiment: where MLflow gets it, if MLFLOW_TRACKING_URI is set; `register.experiment`.
+        config: section `finetune`; with `refit`, the refitted weights are written to a folder inside `checkpoint`.
+        resume: fail instead of starting afresh.
+        log: for callers in Python: called with each epoch's record instead of MLflow; may end the training by raising.
+        experiment: name of the MLflow experiment, used if MLFLOW_TRACKING_URI is set; `register.experiment`.
 
     Raises:
-        ValueError: the weights to start from belong to another catalogue.
+        ValueError: the initial weights belong to another catalogue.
     """
     net, card = load_model(initial)
     cards.check_catalogue(initial, card, sequences, users=True)
@@ -92,7 +92,7 @@ def finetune(
 
 
 def _warn(net: SequenceModel, prepared: Sequences, config: FinetuneConfig, filter_seen: bool) -> None:
-    """Log what speaks against this dataset, each sentence once a process."""
+    """Log the warnings about this dataset, each one once per process."""
     if not net.phases("finetune"):
         return
     windows = batches.windows(prepared, net.options, config, torch.Generator())

@@ -1,4 +1,4 @@
-"""Stage 1: from a published dataset to the canonical tables, with every malformed row accounted for."""
+"""The ingest stage: converts a published dataset to the canonical tables, and counts all malformed rows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @dataclass
 class Tally:
-    """Rows of one table: how many were good, how many not, and the first of those."""
+    """The rows of a table: the numbers of good and bad ones, and the first bad ones."""
 
     good: int = 0
     bad: int = 0
@@ -38,20 +38,20 @@ class Tally:
 
 
 class Distinct:
-    """The different ids of a column, in order of first appearance; takes the memory of those and of some blocks."""
+    """The distinct ids of a column, in order of appearance; its memory is that of these ids and of a few blocks."""
 
     def __init__(self) -> None:
         self.found = pl.Series(dtype=pl.String)
         self.fresh: list[pl.Series] = []
 
     def add(self, ids: pl.Series) -> None:
-        """Count in the ids of a block."""
+        """Add the ids of a block."""
         self.fresh.append(ids.unique(maintain_order=True))
         if sum(map(len, self.fresh)) > len(self.found):
             self.ids()
 
     def ids(self) -> pl.Series:
-        """Return all of them."""
+        """Return all distinct ids."""
         self.found = pl.concat([self.found, *self.fresh]).unique(maintain_order=True)
         self.fresh = []
         return self.found
@@ -60,14 +60,14 @@ class Distinct:
 def ingest(*, dataset: str, output: Path, downloads: Path, config: IngestConfig) -> dict[str, float]:
     """Fetch and read the source of `config` into `output`.
 
-    Writes `raw/<source>/` (the files as published), `interactions.parquet`, `items.parquet`, `quarantine.parquet` and,
-    last of all, `source.json`. Killed at any moment, it gives the same result when run again: a download continues
-    below `downloads`, and is removed when the stage has succeeded.
+    Writes `raw/<source>/` (the published files), `interactions.parquet`, `items.parquet`, `quarantine.parquet` and,
+    last, `source.json`. If it is killed at any moment, running it again gives the same result: downloads are resumed in
+    `downloads`, and deleted once the stage has succeeded.
 
     Args:
-        dataset: the key below `datasets`, for messages.
-        output: a folder that belongs to this stage; what an earlier run left there is replaced.
-        downloads: where downloads live until they are complete and read.
+        dataset: key in `datasets`, for messages.
+        output: output folder, which belongs to this stage; results of earlier runs are replaced.
+        downloads: folder of downloads until they are complete and read.
         config: section `ingest` of the dataset.
 
     Returns:
@@ -75,8 +75,8 @@ def ingest(*, dataset: str, output: Path, downloads: Path, config: IngestConfig)
 
     Raises:
         ConfigError: a setting of `datasets.<dataset>.ingest` is wrong.
-        ValueError: the files cannot be had, are damaged or empty, or too many of their rows are malformed.
-        OSError: there is no room for the output.
+        ValueError: the files are not available, damaged or empty, or have too many malformed rows.
+        OSError: the output cannot be written.
     """
     try:
         return _ingest(output, downloads, config)
@@ -119,7 +119,7 @@ def _ingest(output: Path, downloads: Path, config: IngestConfig) -> dict[str, fl
 def _read(
     output: Path, publications: tuple[sources.Publication, ...], downloads: Path, config: IngestConfig
 ) -> tuple[dict[str, Found], dict[str, int]]:
-    """Return the files and the counts of the tables; a damaged download is set aside and fetched again, once."""
+    """Return the files and the counts of the tables; a damaged download is set aside and repeated once."""
     publication, found = obtain(publications, config, downloads)
     try:
         return found, _write_tables(output, publication, found, config)
@@ -135,13 +135,13 @@ def _read(
 
 
 def _clear(output: Path, publications: tuple[sources.Publication, ...], mirror: str) -> None:
-    """Remove what an earlier run left, but never a file that is to be read."""
+    """Delete results of an earlier run, but never a file that is to be read."""
     own = [file for publication in publications if publication.local for file in publication.files]
     for setting, place in [("mirror", mirror), *((file.role, file.paths[0]) for file in own)]:
         if place and Path(place).resolve().is_relative_to(output.resolve()):
             raise ConfigError(f"ingest.{setting}: {place} lies in {output}, which this stage overwrites")
     output.mkdir(parents=True, exist_ok=True)
-    (output / artifacts.SOURCE_CARD).unlink(missing_ok=True)  # first: it says that the rest is complete
+    (output / artifacts.SOURCE_CARD).unlink(missing_ok=True)  # first, because it marks the rest as complete
     for name in (artifacts.INTERACTIONS, artifacts.ITEMS, artifacts.QUARANTINE):
         (output / name).unlink(missing_ok=True)
     shutil.rmtree(output / "raw", ignore_errors=True)
@@ -169,7 +169,7 @@ def _write_tables(
 @contextmanager
 def _writer(path: Path, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
     partial = path.with_name(path.name + ".partial")
-    # Dictionaries of what repeats, differences of what grows: a third of the size, and of the time, of plain pages.
+    # Dictionary and delta encodings take a third of the size and time of plain pages.
     growing = [name for name in ("timestamp", "row", "line") if name in schema.names]
     encoding = dict.fromkeys(growing, "DELTA_BINARY_PACKED")
     repeating = [name for name in schema.names if name not in growing]
@@ -182,7 +182,7 @@ def _writer(path: Path, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
 def _write_interactions(
     output: Path, blocks: Iterator[Block], bad_rows: pq.ParquetWriter
 ) -> tuple[Tally, pl.Series, pl.Series]:
-    """Write the events; return, besides their tally, the users and the items that occur."""
+    """Write the events; return their tally and the users and items that occur."""
     tally, users, items = Tally(), Distinct(), Distinct()
     with _writer(output / artifacts.INTERACTIONS, artifacts.INTERACTIONS_SCHEMA) as writer:
         for block in _read_ahead(blocks):
@@ -194,7 +194,7 @@ def _write_interactions(
 
 
 def _read_ahead(blocks: Iterator[Block]) -> Iterator[Block]:
-    """Yield the blocks, each read in a second thread while the one before it is written."""
+    """Yield the blocks; a second thread reads the next one while the current one is written."""
     with ThreadPoolExecutor(max_workers=1) as pool:
         coming = pool.submit(next, blocks, None)
         while (block := coming.result()) is not None:
@@ -205,7 +205,7 @@ def _read_ahead(blocks: Iterator[Block]) -> Iterator[Block]:
 def _write_items(
     output: Path, blocks: Iterator[Block] | None, occurring: pl.Series, bad_rows: pq.ParquetWriter
 ) -> Tally:
-    """Write each item once, as its first row has it; without an items file, the ids that occur."""
+    """Write each item once, from its first row; without an items file, the ids that occur."""
     tally, frames = Tally(), []
     if blocks is None:
         frames = [pl.DataFrame({"item_id": occurring}).with_columns(pl.lit(None, pl.String).alias("title"))]

@@ -1,7 +1,7 @@
-"""The prepare stage: interactions become numbered, ordered, split sequences.
+"""The prepare stage: turns interactions into numbered, ordered and split sequences.
 
-Events stay in lazy frames of the engine until they are in order; what is known of each user and each item are arrays.
-Only the events of one shard are in memory at a time, whatever the size of the log.
+Events stay in lazy frames of the engine until they are ordered; values per user and per item are arrays. Only the
+events of one shard are in memory at a time, whatever the size of the log.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Numbers:
-    """The users or items of the prepared dataset, in order of their number 1, 2, ..."""
+    """The users or items of the prepared dataset, in order of their numbers 1, 2, ..."""
 
-    frame: Frame  # (number, code): code is what the frames of events call it
+    frame: Frame  # (number, code): the code is used in frames of events
     ids: pa.Array  # (N,) string
     events: IntArray  # (N,)
 
@@ -44,7 +44,7 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Coded:
-    """Users or items of the raw log; those of a dataset to extend have the codes 1 to `known`, their numbers there."""
+    """Users or items of the raw log; those of a dataset to extend have their old numbers, 1 to `known`, as codes."""
 
     frame: Frame  # (code, id)
     column: str  # user | item
@@ -67,10 +67,10 @@ def prepare(*, dataset: str, data: Path, validation: Path, sequences: Path, conf
     """Filter, number, order and split the interactions in `data`, and write the prepared dataset.
 
     Args:
-        dataset: its key in `datasets`.
+        dataset: key in `datasets`.
         data: folder of the ingested tables.
-        validation: verdict of the validate stage on them.
-        sequences: folder that receives sequences, vocabulary, users and split card.
+        validation: verdict of the validate stage on these tables.
+        sequences: output folder for sequences, vocabulary, users and split card.
         config: section `prepare`.
 
     Returns:
@@ -121,11 +121,11 @@ def prepare(*, dataset: str, data: Path, validation: Path, sequences: Path, conf
 _FILES = (artifacts.SEQUENCES, artifacts.VOCABULARY, artifacts.USERS)
 
 
-Cuts = tuple[int, int] | None  # where validation and test begin, if that was found before the k-core
+Cuts = tuple[int, int] | None  # start times of validation and test, if computed before the k-core
 
 
 def _filter(engine: Engine, data: Path, config: PrepareConfig) -> tuple[Frame, Numbers, Numbers, dict[str, int], Cuts]:
-    """Apply the filters in their order; return the events left, their users and items, what each one dropped, cuts."""
+    """Apply the filters in order; return remaining events, users and items, what each filter dropped, and the cuts."""
     dropped = {}
     events = engine.read(data / artifacts.INTERACTIONS)
     rows = total = splits.size(events)
@@ -167,10 +167,10 @@ def _filters_on_train(config: PrepareConfig) -> bool:
 
 
 def _core(engine: Engine, events: Frame, cuts: Cuts, config: PrepareConfig) -> list[Frame]:
-    """Return the k-core of `events`; with `cuts`, that of the events before the first, and the later ones of its items.
+    """Return the k-core of `events`; with `cuts`, that of events before the first cut, plus later events of its items.
 
-    What comes after the cut decides neither which items there are nor who is trained on. Users outside the core keep
-    their later events: they are new to the model.
+    Events after the cut decide neither the catalogue nor the users to train on. Users outside the core keep their later
+    events; to the model, they are new users.
     """
     before = events if cuts is None else events.filter(nw.col("timestamp") < cuts[0])
     core = engine.store(k_core(before, config.min_user_events, config.min_item_events, engine.keep))
@@ -243,8 +243,8 @@ def _write(
 def _write_sequences(
     engine: Engine, sequences: Path, events: Frame, ends: Ends, num_items: int, config: PrepareConfig
 ) -> tuple[IntArray, int]:
-    """Write the sequences shard by shard; return the train events (V,) of each item, and the number of tied events."""
-    # Noise is drawn over all events at once.
+    """Write the sequences by shard; return the training events (V,) of each item, and the number of tied events."""
+    # Noise is drawn for all events at once.
     bounds = _shard_bounds(ends.events, config.shard_events if config.noise_share == 0 else int(ends.events.sum()))
     parts = _divided(engine, events, bounds)
     count, tied = np.zeros(num_items + 1, dtype=np.int64), 0
@@ -271,7 +271,7 @@ def _divided(engine: Engine, events: Frame, bounds: NDArray[np.int64]) -> Sequen
 
 
 def _shard_bounds(events: IntArray, most: int) -> NDArray[np.int64]:
-    """Return 0, ..., U: shard i holds the users from bound i to bound i + 1, about `most` events."""
+    """Return the bounds 0, ..., U: shard i holds the users from bound i to bound i + 1, with about `most` events."""
     before = np.minimum(np.cumsum(events) - events, events.sum() - 1)  # the last users may have none
     first = np.flatnonzero(np.diff(before // most, prepend=-1))
     return np.append(first, len(events)).astype(np.int64)
@@ -289,21 +289,21 @@ def _shard_table(first: int, offsets: NDArray[np.int32], item: IntArray, time: I
 
 
 def _train_counts(item: IntArray, offsets: NDArray[np.int32], ends: Ends, size: int) -> IntArray:
-    """Return the train events of item 0, 1, ... `size` - 1."""
+    """Return the training events of items 0, 1, ... `size` - 1."""
     stop = np.repeat(offsets[:-1] + ends.train_end.astype(np.int32), ends.events)
     return np.bincount(item[np.arange(len(item), dtype=np.int32) < stop], minlength=size)
 
 
 def _tied(time: IntArray, offsets: NDArray[np.int32]) -> int:
-    """Return how many events share user and time with the event before them: their order is the source's."""
+    """Return the number of events with the user and time of the previous event, which stay in source order."""
     equal = time[1:] == time[:-1]
     inner = offsets[1:-1]
-    equal[inner[(inner > 0) & (inner < len(time))] - 1] = False  # an event and the next user's first one
+    equal[inner[(inner > 0) & (inner < len(time))] - 1] = False  # pairs across two users
     return int(equal.sum())
 
 
 def _write_negatives(sequences: Path, ends: Ends, num_items: int, config: PrepareConfig) -> None:
-    """Write the rivals of each user's targets, drawn once with the split; no row for the other protocols."""
+    """Write the sampled negatives of each user, drawn once with the split; no rows for other protocols."""
     drawn: IntArray = np.zeros((0, splits.NEGATIVES), dtype=np.int64)
     if config.protocol == "LOO-101":
         item = np.concatenate([chunk.values.to_numpy() for chunk in _lists(sequences)])
@@ -313,14 +313,14 @@ def _write_negatives(sequences: Path, ends: Ends, num_items: int, config: Prepar
 
 
 def _lists(sequences: Path) -> list[pa.Array]:
-    """Return the items of each user, shard by shard; mapped, not read."""
+    """Return the memory-mapped items of each user, by shard."""
     table = pa.ipc.open_file(pa.memory_map(str(sequences / artifacts.SEQUENCES))).read_all()
     chunks: list[pa.Array] = table["items"].chunks
     return chunks
 
 
 def _growth(sequences: Path, config: PrepareConfig) -> dict[str, Any]:
-    """Return what the card says of the dataset that this one extends, if it does."""
+    """Return the entries of the card about the dataset that this one extends, if any."""
     if not config.extend:
         return {}
     old = Path(config.extend)

@@ -1,4 +1,4 @@
-"""The pretrain stage: build a model, and run its pre-training phases if it has any."""
+"""The pretrain stage: builds a model, and runs its pre-training phases if it has any."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ def pretrain(
     resume: bool = False,
     experiment: str = EXPERIMENT,
 ) -> dict[str, float]:
-    """Build `model` from its seed and write it to `initial`, pre-trained where its architecture has such a phase.
+    """Initialise `model`, pre-train it if its architecture has pre-training phases, and write it to `initial`.
 
     Args:
-        model: its key in `models`.
+        model: key in `models`.
         sequences: folder of the prepared dataset.
-        initial: folder that receives weights, card, vocabulary, users and history.
+        initial: output folder for weights, card, vocabulary, users and history.
         state: folder of resume states.
-        architecture: what to build.
+        architecture: architecture and options.
         filter_seen: whether validation leaves out seen items.
         config: section `pretrain`.
-        data: folder of the ingested tables: the items' titles, which the model's vocabulary gets, and text.
-        sources: folders of other datasets, each with items table and sequences: text models pre-train on them alone.
-        champion: folder with weights, card, vocabulary and users of a champion: a model of the same architecture and
-            options takes what it can from there, in place of pre-training.
-        resume: refuse to start afresh.
-        experiment: where MLflow gets it, if MLFLOW_TRACKING_URI is set; `register.experiment`.
+        data: folder of the ingested tables, for titles in the model's vocabulary and for text.
+        sources: folders of other datasets with items table and sequences; text models pre-train only on them.
+        champion: folder with weights, card, vocabulary and users of a champion; a model of the same architecture and
+            options starts from its weights instead of pre-training.
+        resume: fail instead of starting afresh.
+        experiment: name of the MLflow experiment, used if MLFLOW_TRACKING_URI is set; `register.experiment`.
     """
     job = Job(
         name=model,
@@ -92,18 +92,18 @@ def pretrain(
 def _pretrain_on_tokens(
     architecture: ModelConfig, options: Any, folders: Sequence[tuple[Path, Path]], config: PretrainConfig, job: Job
 ) -> dict[str, float]:
-    """Pre-train on the datasets after the first of `folders` (tables, sequences), or on that if it is alone."""
+    """Pre-train on all but the first of `folders` (tables, sequences), or on that one if there are no others."""
     from seqrec.data import item_tokens
     from seqrec.training import pretrained
 
     start = pretrained.locate(options.start, job.state / "downloads") if options.start else ""
     texts = [_texts(folder, options.attributes) for folder in folders]
-    read = slice(1, None) if len(folders) > 1 else slice(None)  # nothing is learnt from a dataset with sources
+    read = slice(1, None) if len(folders) > 1 else slice(None)  # with sources, the dataset itself is not used
     tokenizer = (
         pretrained.load_tokenizer(start) if start else item_tokens.train_tokenizer(texts[read], options.vocabulary)
     )
     tokens = [item_tokens.tokenise(text, tokenizer, options.attribute_tokens) for text in texts]
-    # the model keeps the names in their order, in which the text of later items has to be read
+    # the model stores the attributes in order, because text of new items must be read in the same order
     architecture = replace(architecture, options=architecture.options | {"attributes": [*texts[0]]})
     parts = [load_sequences(sequences) for _, sequences in folders]
     served = Catalogue(parts[0].num_items, parts[0].num_users, 0, tokens[0])
@@ -132,7 +132,7 @@ def _texts(folder: tuple[Path, Path], attributes: Sequence[str]) -> Any:
 def _embed_text(
     architecture: ModelConfig, options: Any, folders: Sequence[tuple[Path, Path]], config: PretrainConfig, job: Job
 ) -> dict[str, float]:
-    """Build a model over frozen text vectors; pre-train one with such a phase as `_pretrain_on_tokens` does."""
+    """Build a model of frozen text vectors; if it has a pre-training phase, pre-train as `_pretrain_on_tokens`."""
     from seqrec.data import item_tokens
     from seqrec.training import pretrained
 
@@ -161,7 +161,7 @@ def _embed_text(
 def _with_attributes(
     architecture: ModelConfig, options: Any, folder: tuple[Path, Path], config: PretrainConfig, job: Job
 ) -> dict[str, float]:
-    """Build a model that reads the items' attributes; pre-train one with such a phase on the train part."""
+    """Build a model that reads item attributes; if it has a pre-training phase, pre-train on the training split."""
     from seqrec.data import item_tokens
 
     values = item_tokens.attribute_values(_texts(folder, options.attributes), options.attribute_values)
@@ -173,9 +173,10 @@ def _with_attributes(
 
 
 def train_parts(parts: Sequence[Sequences], config: PretrainConfig) -> Sequences:
-    """Return one dataset of the train parts of several, items and users numbered on: nothing else is in it.
+    """Return the training splits of several datasets as one dataset, with items and users renumbered.
 
-    A seeded share of the users is held out: none of their events is trained on, their last is the validation case.
+    A random share of the users, drawn by the seed, is held out: they are not trained on, and their last event is a
+    validation case.
     """
     length = torch.cat([part.train_stop - part.start for part in parts])
     stop = length.cumsum(0)

@@ -1,7 +1,7 @@
-"""Validate: check the tables that ingest wrote, before anything is learnt from them.
+"""The validate stage: checks the tables that `ingest` wrote before any training.
 
-Severities: a `critical` rule stops the run; `warning` and `info` are reported and logged.
-Drift compares how many events users and items have with a baseline that someone accepted as good.
+A failed `critical` rule stops the run; failed `warning` and `info` rules are reported and logged. Drift compares the
+distributions of events per user and per item with an accepted baseline.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ EXAMPLES = 5
 
 
 class ValidationFailed(ValueError):  # noqa: N818 - says what happened to the stage
-    """A critical rule failed; the message names each with offending values and the setting to change."""
+    """Critical rules failed; the message names them with offending values and the setting to change."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Counted:
-    """Numbers of the whole log."""
+    """Counts over the whole log."""
 
     rows: int
     distinct_times: int
     first: int | None
     last: int | None
-    events: Mapping[str, np.ndarray]  # of user_id and item_id: the events of each, ascending
-    repeats: int  # rows that repeat user, item and time of another
+    events: Mapping[str, np.ndarray]  # events per user_id and per item_id, ascending
+    repeats: int  # number of rows that repeat user, item and time
     examples: Sequence[str]
 
 
 def validate(*, dataset: str, data: Path, report: Path, baseline: Path, config: ValidateConfig) -> dict[str, float]:
-    """Check the tables in `data`; write the verdict to `report` (JSON) and, beside it, the same as HTML.
+    """Check the tables in `data`; write the verdict to `report` (JSON) and to an HTML file beside it.
 
     Args:
-        dataset: the name under which `baseline` knows the data.
+        dataset: name of the dataset in `baseline`.
         data: folder with interactions.parquet, items.parquet and source.json, as ingest writes them.
         report: the JSON file to write.
         baseline: JSON file of accepted histograms; without an entry for `dataset`, drift is not measured.
@@ -60,9 +60,9 @@ def validate(*, dataset: str, data: Path, report: Path, baseline: Path, config: 
         Counts and shares of the log, and the number of rules that failed without stopping.
 
     Raises:
-        ValidationFailed: a critical rule failed; both reports are written nevertheless.
+        ValidationFailed: a critical rule failed; both reports are still written.
     """
-    from seqrec.data import expectations  # here: Great Expectations takes seconds to import
+    from seqrec.data import expectations  # imported here, because Great Expectations takes seconds
 
     paths = data / artifacts.INTERACTIONS, data / artifacts.ITEMS
     results = expectations.run(expectations.schema_suites(*(pq.read_schema(path) for path in paths)))
@@ -96,12 +96,12 @@ def validate(*, dataset: str, data: Path, report: Path, baseline: Path, config: 
 
 
 def accept_baseline(*, dataset: str, data: Path, baseline: Path) -> None:
-    """Make the interactions in `data` what later ones of `dataset` are compared with: an entry of `baseline`.
+    """Accept the interactions in `data` as the baseline of `dataset`, with which later ones are compared.
 
     Args:
-        dataset: the name of the entry.
+        dataset: name of the entry.
         data: folder with interactions.parquet.
-        baseline: JSON file of accepted histograms; the entries of other datasets stay.
+        baseline: JSON file of accepted histograms; entries of other datasets are kept.
 
     Raises:
         ValueError: there are no interactions.
@@ -115,7 +115,7 @@ def accept_baseline(*, dataset: str, data: Path, baseline: Path) -> None:
 
 
 def histogram(counts: np.ndarray) -> dict[str, list[float]]:
-    """Return `edges` 1, 2, 4, ... and the `shares` of `counts` (positive) between them; the last bin is open."""
+    """Return `edges` 1, 2, 4, ... and the `shares` of the positive `counts` in these bins; the last one is open."""
     edges = [2**power for power in range(int(counts.max()).bit_length())]
     return {"edges": edges, "shares": [round(share, 6) for share in _shares(counts, edges).tolist()]}
 
@@ -130,7 +130,7 @@ def _shares(counts: np.ndarray, edges: Sequence[float]) -> np.ndarray:
 
 
 def _read_events(path: Path) -> pl.DataFrame:
-    # Ids as categories take 4 bytes a row, whatever their length.
+    # Categorical ids take 4 bytes per row, whatever their length.
     ids = pl.col("user_id", "item_id").cast(pl.Categorical)
     return pl.scan_parquet(path).with_columns(ids).collect(engine="streaming")
 
@@ -157,7 +157,7 @@ def _in_memory(path: Path) -> tuple[Log, Counted]:
 
     events = _read_events(path)
     repeated = _repeated(events)
-    times = events["timestamp"].drop_nulls().sort().to_numpy()  # counting the different ones in a set takes more memory
+    times = events["timestamp"].drop_nulls().sort().to_numpy()  # a set of distinct times would take more memory
     counted = Counted(
         rows=events.height,
         distinct_times=int(np.count_nonzero(np.diff(times))) + bool(len(times)),
@@ -239,7 +239,7 @@ def _totals(
 
 def _repeated(events: pl.DataFrame) -> pl.DataFrame:
     key = ["user_id", "item_id", "timestamp"]
-    # Equal hashes single out the few rows worth comparing; comparing all takes several times the time and memory.
+    # Only rows with equal hashes are compared; comparing all rows takes several times the time and memory.
     hashes = events.select(pl.col(key).to_physical()).hash_rows()
     ascending = np.sort(hashes.to_numpy())
     again = pl.Series(ascending[1:][ascending[1:] == ascending[:-1]]).unique()

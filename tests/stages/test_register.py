@@ -35,6 +35,7 @@ from seqrec.evaluation.ranking import model_scorer
 from seqrec.stages.baselines import baselines
 from seqrec.stages.register import register
 from seqrec.tracking import runs, view
+from seqrec.tracking.relocate import relocate
 from seqrec.tracking.runs import TrackingError
 from seqrec.training.cards import catalogue_files
 from seqrec.training.checkpoint import build, save_model
@@ -125,15 +126,36 @@ def template(tmp_path_factory):
 
 
 @pytest.fixture
-def project(template, tmp_path, monkeypatch):
-    root = tmp_path / "project"
-    shutil.copytree(template, root)
-    monkeypatch.chdir(root)
+def _surroundings(monkeypatch):
     for name in ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID"):
         monkeypatch.delenv(name, raising=False)
     runs.injected_run.cache_clear()
-    yield root
+    yield
     runs.injected_run.cache_clear()
+
+
+@pytest.fixture
+def project(template, tmp_path, monkeypatch, _surroundings):
+    monkeypatch.chdir(shutil.copytree(template, tmp_path / "project"))
+    return tmp_path / "project"
+
+
+@pytest.fixture(scope="module")
+def registered_template(template, tmp_path_factory):
+    root = shutil.copytree(template, tmp_path_factory.mktemp("registered") / "project")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        run()
+    return root
+
+
+@pytest.fixture
+def registered(registered_template, tmp_path, monkeypatch, _surroundings):
+    """A project after `run()`, copied to a place of its own."""
+    monkeypatch.chdir(shutil.copytree(registered_template, tmp_path / "project"))
+    relocate(RegisterConfig())
+    return tmp_path / "project"
 
 
 def run(root=Path(), models=MODELS, params=PARAMS, **changes):
@@ -159,8 +181,7 @@ def aliases():
     return {key: int(value) for key, value in client().get_registered_model("seqrec-toy").aliases.items()}
 
 
-def test_one_parent_run_holds_a_run_for_every_row(project):
-    run()
+def test_one_parent_run_holds_a_run_for_every_row(registered):
     runs = all_runs()
     (parent,) = [run for name, run in runs.items() if name.startswith("toy-")]
 
@@ -182,12 +203,11 @@ def test_one_parent_run_holds_a_run_for_every_row(project):
     }
     stored = {file.path for file in client().list_artifacts(parent.info.run_id)}
     assert stored == {"leaderboard.json", "index.html", "params.yaml"}
-    written = project / "mlartifacts" / parent.info.run_id / "artifacts" / "params.yaml"
+    written = registered / "mlartifacts" / parent.info.run_id / "artifacts" / "params.yaml"
     assert yaml.safe_load(written.read_text()) == PARAMS
 
 
-def test_a_run_shows_at_most_20_numbers_its_best_epoch_among_them(project):
-    run()
+def test_a_run_shows_at_most_20_numbers_its_best_epoch_among_them(registered):
     found = all_runs()
     (parent,) = [run for name, run in found.items() if name.startswith("toy-")]
 
@@ -201,8 +221,7 @@ def test_a_run_shows_at_most_20_numbers_its_best_epoch_among_them(project):
     assert "| **sasrec** | 0.5000 |" in parent.data.tags["mlflow.note.content"]
 
 
-def test_the_experiment_holds_the_view_that_the_printed_link_names(project):
-    run()
+def test_the_experiment_holds_the_view_that_the_printed_link_names(registered):
     place = client().get_experiment_by_name("seqrec")
     (parent,) = [run for name, run in all_runs().items() if name.startswith("toy-")]
     page = view.link("http://127.0.0.1:5000", place.experiment_id)
@@ -216,8 +235,7 @@ def test_the_experiment_holds_the_view_that_the_printed_link_names(project):
         assert shown <= found.data.metrics.keys()
 
 
-def test_a_logged_model_names_its_dataset_and_the_registered_model_is_described(project):
-    run()
+def test_a_logged_model_names_its_dataset_and_the_registered_model_is_described(registered):
     (model,) = [
         model
         for model in client().search_logged_models([all_runs()["sasrec"].info.experiment_id])
@@ -229,10 +247,9 @@ def test_a_logged_model_names_its_dataset_and_the_registered_model_is_described(
     assert "toy" in client().get_registered_model("seqrec-toy").description
 
 
-def test_a_copied_project_does_not_write_into_the_original(project, tmp_path, monkeypatch):
-    run()
+def test_a_copied_project_does_not_write_into_the_original(registered, tmp_path, monkeypatch):
     copy = tmp_path / "copy"
-    shutil.copytree(project, copy)
+    shutil.copytree(registered, copy)
     monkeypatch.chdir(copy)
     set_validation_ranks(copy, "wide", 1.0)
 
@@ -277,8 +294,7 @@ def test_the_page_is_written_and_logged_with_the_verdict_and_some_users(project)
         assert f"<h1>{name}</h1>" in figures.read_text(encoding="utf-8")
 
 
-def test_a_model_run_holds_settings_curves_final_values_and_reports(project):
-    run()
+def test_a_model_run_holds_settings_curves_final_values_and_reports(registered):
     model = all_runs()["sasrec"]
     curve = client().get_metric_history(model.info.run_id, "curve/valid/ndcg_at_10")
 
@@ -355,9 +371,8 @@ def written():
         (2.9, 0.0, True),  # hardly better, but for every user
     ],
 )
-def test_champion_changes_only_above_the_gate(project, rank, min_gain, promoted):
-    run()
-    set_validation_ranks(project, "wide", rank)
+def test_champion_changes_only_above_the_gate(registered, rank, min_gain, promoted):
+    set_validation_ranks(registered, "wide", rank)
     values = run(min_gain=min_gain, max_loss=1.0)
 
     assert aliases() == {"candidate": 2, "champion": 2 if promoted else 1}
@@ -370,8 +385,7 @@ def test_champion_changes_only_above_the_gate(project, rank, min_gain, promoted)
     assert run(min_gain=min_gain, max_loss=1.0) == values
 
 
-def test_a_worse_candidate_leaves_the_champion(project):
-    run()
+def test_a_worse_candidate_leaves_the_champion(registered):
     values = run(models=["wide"])
 
     assert aliases() == {"candidate": 2, "champion": 1}
@@ -382,9 +396,8 @@ def test_a_worse_candidate_leaves_the_champion(project):
     ("change", "reason"),
     [({"split_sha256": "c" * 64}, "another split"), ({"filter_seen": 0}, "another evaluate.filter_seen")],
 )
-def test_what_cannot_be_compared_replaces_the_champion_and_says_so(project, change, reason):
-    run()
-    card, report = project / "data/sequences/split.json", project / "reports/wide/metrics.json"
+def test_what_cannot_be_compared_replaces_the_champion_and_says_so(registered, change, reason):
+    card, report = registered / "data/sequences/split.json", registered / "reports/wide/metrics.json"
     write_json(card, read_json(card) | {key: change[key] for key in change if key == "split_sha256"})
     write_json(report, read_json(report) | {key: change[key] for key in change if key == "filter_seen"})
     run(models=["wide"])
@@ -394,8 +407,7 @@ def test_what_cannot_be_compared_replaces_the_champion_and_says_so(project, chan
     assert reason in outcome()["reason"]
 
 
-def test_a_champion_whose_cases_are_gone_is_an_error_that_says_what_to_do(project):
-    run()
+def test_a_champion_whose_cases_are_gone_is_an_error_that_says_what_to_do(registered):
     (path,) = Path("mlartifacts").glob(f"{all_runs()['sasrec'].info.run_id}/**/cases.parquet")
     path.unlink()
 
@@ -403,9 +415,8 @@ def test_a_champion_whose_cases_are_gone_is_an_error_that_says_what_to_do(projec
         run(models=["wide"])
 
 
-def test_a_new_evaluation_of_the_same_training_updates_its_run(project):
-    run()
-    set_validation_ranks(project, "wide", 4.0)
+def test_a_new_evaluation_of_the_same_training_updates_its_run(registered):
+    set_validation_ranks(registered, "wide", 4.0)
     run()
     runs = all_runs()
 
@@ -413,7 +424,8 @@ def test_a_new_evaluation_of_the_same_training_updates_its_run(project):
     assert runs["wide"].data.metrics["valid/ndcg_at_10"] == pytest.approx(0.4306765581)
 
 
-def test_a_live_run_is_joined_and_its_curve_is_not_repeated(project):
+def test_a_live_run_is_joined_and_its_curve_is_not_repeated(project, monkeypatch):
+    monkeypatch.setattr(runs, "CLOSE_SECONDS", 60.0)  # a busy machine
     with runs.live_run("wide-8", "wide finetune", RegisterConfig()) as log:
         for number, record in enumerate(HISTORY[:2], start=1):
             log(record, number)

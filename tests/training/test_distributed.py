@@ -1,6 +1,5 @@
 """Two processes (gloo) give the losses and metrics of one with the same global batch."""
 
-import json
 import os
 import subprocess
 import sys
@@ -9,81 +8,81 @@ from pathlib import Path
 import pytest
 from support import CONFIG, OPTIONS, losses_of
 
-from seqrec.config import FinetuneConfig, ModelConfig, PretrainConfig
-from seqrec.stages.finetune import finetune
+from seqrec.artifacts import write_json
+from seqrec.cluster.launch import execute
+from seqrec.config import ModelConfig, PretrainConfig
 from seqrec.stages.pretrain import pretrain
 
 PLAIN = {"dropout": 0.0, "topk_dropout": 0.0, "jitter": 0.0, "balance": 0.0}  # processes draw different numbers
+CONTRAST = {
+    "architecture": {
+        "architecture": "recformer",
+        "options": {"length": 4, "d_model": 16, "d_inner": 32, "max_tokens": 64, "dropout": 0.0, "mlm_weight": 0.0},
+    },
+    "config": {"epochs": 2, "batch_size": 32, "warmup_steps": 2, "learning_rate": 1e-2, "seed": 1},
+}
 SCRIPT = """
 import sys
 from pathlib import Path
-from seqrec.config import FinetuneConfig, parse
-from seqrec.stages.finetune import finetune
-import json
-model, prepared, out, config = sys.argv[1:]
-out = Path(out)
-finetune(model=model, sequences=Path(prepared), initial=out / "initial", checkpoint=out / "finetuned",
-         state=out / "state", filter_seen=True, config=parse(FinetuneConfig, json.loads(config), "finetune"))
-"""
-
-CONTRAST = """
-import sys
-from pathlib import Path
-from seqrec.config import ModelConfig, PretrainConfig
-from seqrec.stages.pretrain import pretrain
-import json
-options, prepared, out, config = sys.argv[1:]
-prepared, out = Path(prepared), Path(out)
-pretrain(model="recformer", sequences=prepared, initial=out / "finetuned", state=out / "state", filter_seen=True,
-         architecture=ModelConfig(architecture="recformer", options=json.loads(options)),
-         config=PretrainConfig(**json.loads(config)), data=prepared.parent)
+from seqrec.cluster.launch import execute
+for order in sys.argv[1:]:
+    execute(Path(order))
 """
 
 
-def run_in_two(script, *arguments):
-    """Run `script` in two processes."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+def order_contrast(prepared: Path, folder: Path) -> Path:
+    """Write the order of a contrastive pre-training, as `execute` reads it; return its path."""
+    paths = {"sequences": prepared, "data": prepared.parent, "initial": folder / "finetuned", "state": folder / "state"}
+    return write_order(folder, "pretrain", paths, model="recformer", **CONTRAST)
+
+
+def order_training(prepared: Path, folder: Path, model: str) -> Path:
+    """Initialise `model` and write the order of its training; return its path."""
+    options = OPTIONS[model] | {key: value for key, value in PLAIN.items() if key == "dropout" or model == "flash4rec"}
+    paths = {"sequences": prepared, "initial": folder / "initial", "state": folder / "state"}
+    architecture = ModelConfig(architecture=model, options=options)
+    pretrain(model=model, filter_seen=True, architecture=architecture, config=PretrainConfig(seed=1), **paths)
+    return write_order(folder, "finetune", paths | {"checkpoint": folder / "finetuned"}, model=model, config=CONFIG)
+
+
+def write_order(folder: Path, stage: str, paths: dict[str, Path], **arguments) -> Path:
+    arguments |= {name: str(path) for name, path in paths.items()} | {"filter_seen": True}
+    write_json(folder / "order.json", {"stage": stage, "arguments": arguments})
+    return folder / "order.json"
+
+
+@pytest.fixture(scope="module")
+def trained(prepared, tmp_path_factory):
+    """Every training by one process, below `one`, and by two, below `two`; the two are started once for all."""
+    root = tmp_path_factory.mktemp("trained")
+    orders = {
+        number: [order_contrast(prepared, root / number / "recformer")]
+        + [order_training(prepared, root / number / model, model) for model in OPTIONS]
+        for number in ("one", "two")
+    }
+    for order in orders["one"]:
+        execute(order)
+    script = root / "script.py"
+    script.write_text(SCRIPT)
     subprocess.run(
-        [*launch, str(script), *arguments],
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script, *orders["two"]],
         check=True,
         capture_output=True,
         timeout=400,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent.parent.parent)},
     )
+    return root
 
 
-def test_two_processes_contrast_with_the_whole_batch(prepared, tmp_path):
-    options = {"length": 4, "d_model": 16, "d_inner": 32, "max_tokens": 64, "dropout": 0.0, "mlm_weight": 0.0}
-    config = {"epochs": 2, "batch_size": 32, "warmup_steps": 2, "learning_rate": 1e-2, "seed": 1}
-    one, two, script = tmp_path / "one", tmp_path / "two", tmp_path / "script.py"
-    script.write_text(CONTRAST)
-    architecture = ModelConfig(architecture="recformer", options=options)
-    paths = {"sequences": prepared, "initial": one / "finetuned", "state": one / "state", "data": prepared.parent}
-    pretrain(model="recformer", **paths, filter_seen=True, architecture=architecture, config=PretrainConfig(**config))
-    run_in_two(script, json.dumps(options), str(prepared), str(two), json.dumps(config))
-
-    for got, expected in zip(losses_of(two), losses_of(one), strict=True):
+def test_two_processes_contrast_with_the_whole_batch(trained):
+    for got, expected in zip(losses_of(trained / "two/recformer"), losses_of(trained / "one/recformer"), strict=True):
         assert got.pop("phase") == expected.pop("phase") == "contrastive"
         assert got == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("model", sorted(OPTIONS))
-def test_two_processes_equal_one(prepared, tmp_path, model):
-    known = OPTIONS[model] | {key: value for key, value in PLAIN.items() if key in ("dropout",) or model == "flash4rec"}
-    shared = {"model": model, "sequences": prepared, "filter_seen": True}
-    one, two = tmp_path / "one", tmp_path / "two"
-    for folder in (one, two):
-        architecture = ModelConfig(architecture=model, options=known)
-        config = PretrainConfig(seed=1)
-        pretrain(**shared, initial=folder / "initial", state=folder / "state", architecture=architecture, config=config)
-
-    paths = {"initial": one / "initial", "checkpoint": one / "finetuned", "state": one / "state"}
-    finetune(**shared, **paths, config=FinetuneConfig(**CONFIG))
-    script = tmp_path / "two.py"
-    script.write_text(SCRIPT)
-    run_in_two(script, model, str(prepared), str(two), json.dumps(CONFIG))
-
-    for got, expected in zip(losses_of(two), losses_of(one), strict=True):
+def test_two_processes_equal_one(trained, model):
+    for got, expected in zip(losses_of(trained / "two" / model), losses_of(trained / "one" / model), strict=True):
         assert got.pop("phase") == expected.pop("phase")
         exact = [name for name in expected if not name.startswith("figure/")]  # means of each process's own tokens
         assert {name: got[name] for name in exact} == pytest.approx({name: expected[name] for name in exact}, rel=1e-5)

@@ -1,7 +1,7 @@
-"""The formats of the sources, each read into the two canonical tables block by block.
+"""Readers of the sources' formats; each reads its files, block by block, into the two canonical tables.
 
-A reader takes the files by role (`interactions`, `items`) and returns `Tables` of `Block`s: the good rows under our
-column names, the bad ones with file, line and reason. Memory is bounded by the block, except for items.
+A reader gets files by role (`interactions`, `items`) and returns `Tables` of `Block`s: good rows with canonical column
+names, and bad rows with file, line and reason. Memory is bounded by the size of a block, except for items.
 """
 
 from seqrec.data.readers.amazon import amazon_2014, amazon_2018, amazon_2018_ratings, amazon_2023

@@ -63,12 +63,12 @@ def _reviews(files: Mapping[str, Path], *, literals: bool = False) -> Frames:
 def _products(
     files: Mapping[str, Path], fields: Mapping[str, tuple[str, Any]], category: pl.Expr, *, literals: bool = False
 ) -> Frames | None:
-    """Return the metadata, if there is any; `fields` maps its keys to our names and polars types."""
+    """Return the metadata, if any; `fields` maps its keys to our names and polars types."""
     if "items" not in files:
         return None
     types = {key: kind for key, (_, kind) in fields.items()}
     names = {key: name for key, (name, _) in fields.items()}
-    # The 2018 crawl has the page's script in place of some titles.
+    # Some titles of the 2018 crawl are scripts of the page.
     title = pl.when(~pl.col("title").str.contains("getTime", literal=True)).then(pl.col("title"))
     return (
         frame.rename(names).select(

@@ -1,7 +1,7 @@
-"""Text files, plain or gzip, read as blocks of whole lines, so that memory is bounded by a block.
+"""Reads text files, plain or gzip, as blocks of whole lines, so that memory is bounded by the size of a block.
 
-A frame of lines has the columns `MARKS`: `_line` (1-based), `_text` (the record as published) and `_problem` (null
-where nothing is wrong so far). Readers carry them along; `row_checks` turns them into the quarantine.
+A frame of lines has the columns `MARKS`: `_line` (1-based), `_text` (the original record) and `_problem` (null if none
+was found so far). Readers pass them on, and `row_checks` makes the quarantine from them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import polars as pl
 
 BLOCK_BYTES = 1 << 24
 HEADER_BYTES = 1 << 16
-LONGEST_LINE = 1 << 26  # a file with more bytes than this before a line end is no text file, and must not fill memory
+LONGEST_LINE = 1 << 26  # bytes; a longer line means that the file is no text, and must not fill memory
 MARKS = ("_line", "_text", "_problem")
 WEB_PAGE = (b"<!doctype html", b"<html")
 
@@ -26,7 +26,7 @@ Frames = Iterator[pl.DataFrame]
 
 
 class DamagedFileError(ValueError):
-    """A file is cut short or corrupt: fetching it again may help. `path` is that file."""
+    """The file `path` is truncated or corrupt; fetching it again may help."""
 
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(f"{path.name} {reason}; fetch it again")
@@ -34,22 +34,22 @@ class DamagedFileError(ValueError):
 
 
 def read_lines(path: Path, *, encoding: str = "utf-8", size: int = 0) -> Frames:
-    """Yield the lines of a text file, plain or gzip, that are not blank.
+    """Yield the non-blank lines of a text file, plain or gzip.
 
-    Bytes that are not `encoding` become U+FFFD. `size` is the size of a block in bytes; 0: BLOCK_BYTES.
+    Bytes that are invalid in `encoding` become U+FFFD. `size` is the size of a block in bytes; 0: BLOCK_BYTES.
 
     Raises:
-        DamagedFileError: the gzip stream is cut short or corrupt, or the file is a web page.
-        ValueError: this is no text file.
+        DamagedFileError: the gzip stream is truncated or corrupt, or the file is a web page.
+        ValueError: the file is not a text file.
     """
     for number, data in chunks(path, size):
         yield as_lines(data.decode(encoding, "replace"), number)
 
 
 def chunks(path: Path, size: int = 0) -> Iterator[tuple[int, bytes]]:
-    """Yield blocks of whole lines, each with the number of its first line; every line end is a line feed."""
+    """Yield blocks of whole lines, each with the number of its first line; line ends become line feeds."""
     mac = _line_ends_are_carriage_returns(path)
-    pending: list[bytes] = []  # the beginning of a line whose end has not been read; joined once
+    pending: list[bytes] = []  # parts of a line whose end has not been read; joined once
     number = 1
     with opened(path) as stream:
         while chunk := _read(stream, path, size or BLOCK_BYTES):
@@ -75,10 +75,10 @@ def _without_marker(data: bytes, number: int) -> bytes:
 
 
 def _line_ends_are_carriage_returns(path: Path) -> bool:
-    """Return whether the file's first bytes have carriage returns and no line feed, as old Macintosh programs write it.
+    """Return whether the file's first bytes have carriage returns but no line feed, as in old Macintosh files.
 
     Raises:
-        DamagedFileError: the file is a web page, which servers send in place of a file.
+        DamagedFileError: the file is a web page, which servers may send instead of a file.
         ValueError: the file is UTF-16.
     """
     with opened(path) as stream:
@@ -91,7 +91,7 @@ def _line_ends_are_carriage_returns(path: Path) -> bool:
 
 
 def opened(path: Path) -> gzip.GzipFile | io.BufferedReader:
-    """Open a file, plain or gzip, for reading its content."""
+    """Open a file, plain or gzip, for reading its decompressed content."""
     with path.open("rb") as file:
         zipped = file.read(2) == b"\x1f\x8b"
     return gzip.open(path, "rb") if zipped else path.open("rb")
@@ -105,7 +105,7 @@ def _read(stream: gzip.GzipFile | io.BufferedReader, path: Path, size: int) -> b
 
 
 def as_lines(text: str, number: int) -> pl.DataFrame:
-    """Return the lines of `text` that are not blank, the first of which has `number`."""
+    """Return the non-blank lines of `text`, whose first line has `number`."""
     lines = pl.Series("_text", [text]).str.split("\n").explode().str.strip_suffix("\r")
     frame = pl.DataFrame([lines]).with_row_index("_line", offset=number)
     return frame.with_columns(pl.col("_line").cast(pl.Int64), pl.lit(None, pl.String).alias("_problem")).filter(
@@ -114,9 +114,9 @@ def as_lines(text: str, number: int) -> pl.DataFrame:
 
 
 def count(data: bytes, text: str) -> int:
-    """Return how often `text` occurs; for one character several times faster than bytes.count."""
+    """Return the number of occurrences of `text`; for one character, several times faster than bytes.count."""
     if len(text) > 1:
         return data.count(text.encode())
     found = np.frombuffer(data, dtype=np.uint8)
-    step = 1 << 16  # stays in the cache
+    step = 1 << 16  # small enough for the cache
     return sum(int(np.count_nonzero(found[at : at + step] == ord(text))) for at in range(0, len(found), step))

@@ -14,18 +14,19 @@ from seqrec.data.readers.blocks import HEADER_BYTES, MARKS, Frames, read_lines
 from seqrec.data.readers.delimited import delimited, parse
 from seqrec.data.readers.row_checks import Tables, interactions, items
 
-TYPED = re.compile(r":(token|float|token_seq|float_seq)$")  # RecBole's atomic files type their headers
+TYPED = re.compile(r":(token|float|token_seq|float_seq)$")  # types in the headers of RecBole's atomic files
 MOST_COLUMNS = 4096
-RESERVED = (*MARKS, "_by", "_excess", "_seconds", "_rating")  # names that frames carry on their way
+RESERVED = (*MARKS, "_by", "_excess", "_seconds", "_rating")  # column names used internally
 
 
 def own_files(files: Mapping[str, Path], config: IngestConfig) -> Tables:
     """Read a user's tables, CSV (also TSV, RecBole's atomic files, gzip) or Parquet.
 
-    `ingest.columns` maps our column names to the files'; `items.item_id` and the like hold for the items file alone.
+    `ingest.columns` maps our column names to those of the files; keys such as `items.item_id` are for the items file
+    only.
 
     Raises:
-        ValueError: a column is missing, or an entry of `ingest.columns` names a column of no file.
+        ValueError: a column is missing, or `ingest.columns` refers to a column that no file has.
     """
     shared = {name: column for name, column in config.columns.items() if "." not in name}
     of_items = {**shared, **{name[6:]: col for name, col in config.columns.items() if name.startswith("items.")}}
@@ -47,7 +48,7 @@ def events(path: Path, columns: Mapping[str, str]) -> Frames:
 
 
 def catalogue(path: Path, columns: Mapping[str, str], required: Sequence[str] = ("item_id",)) -> Frames:
-    """Yield all columns of an items file, those that we know under our names."""
+    """Yield all columns of an items file, known columns under our names."""
     known = header(path)
     chosen = chosen_columns(path, required, ("title",), columns)
     ours = {column: name for name, column in columns.items() if name != "user_id"}
@@ -60,7 +61,7 @@ def catalogue(path: Path, columns: Mapping[str, str], required: Sequence[str] = 
 def chosen_columns(
     path: Path, required: Sequence[str], optional: Sequence[str], columns: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return our name -> the file's, for every column of ours that the file has.
+    """Return our name -> the file's for each of our columns that the file has.
 
     Raises:
         ValueError: a required column is missing.
@@ -82,7 +83,7 @@ def header(path: Path) -> list[str]:
     """Return the column names of a CSV or Parquet file, without RecBole's types.
 
     Raises:
-        ValueError: the file is empty or damaged, or its columns have names that cannot be used.
+        ValueError: the file is empty or damaged, or column names are duplicate or reserved.
     """
     names = parquet_files.names(path) if parquet_files.is_parquet(path) else _csv_header(path)[0]
     if len(names) > MOST_COLUMNS:
@@ -95,13 +96,13 @@ def header(path: Path) -> list[str]:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Return the first of the names, each shortened, for a message."""
+    """Return the first names, shortened, for an error message."""
     shown = ", ".join(f"{name!r:.60}" for name in names[:20])
     return f"[{shown}, ... {len(names) - 20:,} more]" if len(names) > 20 else f"[{shown}]"
 
 
 def _csv_header(path: Path) -> tuple[list[str], str, bool, int]:
-    """Return names, delimiter, whether fields may be quoted, and the header's line number."""
+    """Return column names, delimiter, whether fields may be quoted, and the line number of the header."""
     for lines in read_lines(path, size=HEADER_BYTES):
         if lines.is_empty():  # a block of blank lines
             continue

@@ -1,4 +1,4 @@
-"""Delimited text: a whole block at once where every line is regular, line by line and in linear time where not."""
+"""Delimited text: regular blocks are parsed at once, others line by line in linear time."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import polars as pl
 
 from seqrec.data.readers.blocks import LONGEST_LINE, MARKS, Frames, as_lines, chunks, count
 
-LONGEST_RECORD = 1000  # lines: a stray quote must not swallow more than these
-# A field in quotes, without its opening quote; `[^"]*+` never gives back what it took, so time is linear.
+LONGEST_RECORD = 1000  # lines; limits the damage of a stray quote
+# A quoted field after its opening quote; possessive quantifiers do not backtrack, so time is linear.
 QUOTED = re.compile(r'([^"]*+(?:""[^"]*+)*+)"')
 
 
@@ -21,7 +21,7 @@ def delimited(
     path: Path, names: Sequence[str], delimiter: str, *, encoding: str = "utf-8", quoted: bool = False, skip: int = 0
 ) -> Frames:
     """Yield the records of a delimited file with one string column for each of `names`, after `skip` lines."""
-    carry = as_lines("", 1)  # lines of a record whose end lies in a later block
+    carry = as_lines("", 1)  # lines of a record that continues in the next block
     for number, data in chunks(path):
         regular = encoding == "utf-8" and carry.is_empty()
         frame = _regular(data, number, names, delimiter, skip) if regular else None
@@ -37,9 +37,9 @@ def delimited(
 
 
 def _regular(data: bytes, number: int, names: Sequence[str], delimiter: str, skip: int) -> pl.DataFrame | None:
-    """Return the records of a block in which every line has all fields and none is quoted, several times faster.
+    """Return the records of a regular block, in which no field is quoted and every line has all fields, else None.
 
-    `_text` is a struct of the fields here, which costs nothing until it is asked for. None: the block is not like that.
+    This is several times faster than splitting lines. `_text` is a struct of the fields, free until it is used.
     """
     if number <= skip:  # cut off what is above the records
         for _ in range(skip - number + 1):
@@ -56,7 +56,7 @@ def _regular(data: bytes, number: int, names: Sequence[str], delimiter: str, ski
         data = data.replace(delimiter.encode(), b"\t")
     if b"\r" in data:
         data = data.replace(b"\r\n", b"\n")
-    try:  # raises where a line has too many fields; as the total is right, no line has too few then
+    try:  # raises if a line has too many fields; with the right total, no line can have too few
         frame = pl.read_csv(
             data,
             has_header=False,
@@ -87,36 +87,36 @@ def _split(lines: pl.DataFrame, names: Sequence[str], delimiter: str) -> pl.Data
 
 
 class Parsed(NamedTuple):
-    """The fields of a line, and how it ends; a doubled quote inside quotes is one."""
+    """The fields of a line, and the state at its end; a doubled quote inside quotes is a quote."""
 
     fields: list[str]
     end: Literal["closed", "open", "broken"]  # open: inside quotes; broken: text after a closing quote
 
 
 class Closing(NamedTuple):
-    """Where a record ends that enters a line inside quotes."""
+    """The end of a record that begins a line inside quotes."""
 
-    delimiters: int  # from there to its end
+    delimiters: int  # number of delimiters up to the end
     line: int
 
 
 def _split_quoted(
     lines: pl.DataFrame, names: Sequence[str], delimiter: str, *, last: bool
 ) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Split lines without a quote at once and the others record by record; a stray quote costs its own line only.
+    """Split lines without quotes at once and the others record by record; a stray quote affects only its own line.
 
-    A record spans lines only if that gives it the right number of columns.
+    A record spans several lines only if it then has the right number of columns.
 
     Returns:
-        The records, and the lines at the end that may belong to a record of the next block; none if this is the `last`.
+        The records, and the last lines that may belong to a record of the next block, none if this is the `last` one.
     """
     marked = lines["_text"].str.contains('"', literal=True).arg_true().to_list()
     texts, numbers = lines["_text"].to_list() if marked else [], lines["_line"]
-    closings: list[Closing | None] = []  # found out when a record first goes on after its line
+    closings: list[Closing | None] = []  # computed when a record first spans several lines
     plain = np.ones(len(lines), dtype=bool)
     records: list[tuple[Any, ...]] = []
     rest = len(lines)
-    done = -1  # the last line of the record before
+    done = -1  # last line of the previous record
     for position, first in enumerate(marked):
         if first <= done:
             continue
@@ -142,14 +142,14 @@ def _split_quoted(
     return frame, lines[rest:]
 
 
-ENDLESS = Closing(0, -1)  # no more lines, and the quotes are still open
+ENDLESS = Closing(0, -1)  # the quotes are still open after the last line
 
 
 def _closings(texts: list[str], marked: list[int], delimiter: str) -> list[Closing | None]:
-    """Return the closing for each line with a quote; None where the quotes do not match.
+    """Return the closing for each line with a quote; None if the quotes do not match.
 
-    What a line does inside quotes does not depend on where they were opened. So each line is looked at once, from the
-    last to the first, and time is linear.
+    The parse of a line that begins inside quotes does not depend on where they were opened. Each line is therefore
+    parsed once, from last to first, in linear time.
     """
     closings: list[Closing | None] = [None] * len(marked) + [ENDLESS]
     for position in reversed(range(len(marked))):
@@ -173,7 +173,7 @@ def _fits(closing: Closing | None, first: int, missing: int) -> TypeGuard[Closin
 
 
 def parse(text: str, delimiter: str, *, inside: bool = False) -> Parsed:
-    """Split a record, or a line of one that begins `inside` quotes, in linear time."""
+    """Split a record, or a line of a record that begins `inside` quotes, in linear time."""
     fields: list[str] = []
     at = 0
     while True:

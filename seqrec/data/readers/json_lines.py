@@ -1,4 +1,4 @@
-"""Files with one JSON object, or one Python literal, a line."""
+"""Files with a JSON object or a Python literal per line."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def json_lines(path: Path, fields: Mapping[str, Any], *, literals: bool = False) -> Frames:
-    """Yield the objects of a file with one JSON object a line; `fields` maps the keys to read to their polars types.
+    """Yield the objects of a file with a JSON object per line; `fields` maps the keys to read to polars types.
 
-    A missing key is null. With `literals`, a line may be a Python literal instead.
+    Missing keys are null. With `literals`, lines may also be Python literals.
     """
     for lines in read_lines(path):
         values = _decoded(lines["_text"], fields)
         if values is not None:
             yield lines.with_columns(values.struct.unnest())
-        else:  # at least one line is no JSON object of these types: find out which
+        else:  # at least one line is not a JSON object of these types; find it
             rows = [_parsed(text, fields, literals) for text in lines["_text"]]
             schema = {"_problem": pl.String, **fields}
             yield lines.drop("_problem").hstack(pl.DataFrame(rows, schema=schema, orient="row", strict=False))
@@ -36,7 +36,7 @@ def _decoded(texts: pl.Series, fields: Mapping[str, Any]) -> pl.Series | None:
         values = texts.str.json_decode(pl.Struct(dict(fields)))
     except pl.exceptions.PolarsError:
         return None
-    # polars reads half of a surrogate pair as NUL
+    # polars reads a lone surrogate as NUL
     unclear = any(
         values.struct.field(name).str.contains("\x00", literal=True).any()
         for name, kind in fields.items()
@@ -68,5 +68,5 @@ def _as_strings(value: Any, kind: Any) -> Any:
         return [_as_strings(part, kind.inner) for part in value] if isinstance(value, list) else None
     if value is None or isinstance(value, bool):
         return None if value is None else str(value).lower()
-    # A lone surrogate is legal JSON and no text; U+FFFD in an id is a problem that `row_checks` reports.
+    # A lone surrogate is valid JSON but not valid text; `row_checks` reports U+FFFD in an id.
     return SURROGATE.sub("\ufffd", str(value))

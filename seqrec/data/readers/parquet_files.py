@@ -1,4 +1,4 @@
-"""Parquet files of any types, read in batches."""
+"""Reads Parquet files with columns of any type, in batches."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import pyarrow.parquet as pq
 from seqrec.data.readers.blocks import DamagedFileError, Frames
 
 BATCH_ROWS = 1 << 20
-YEARS_1_TO_9999 = (-62_135_596_800, 253_402_300_799)  # seconds since 1970: outside them polars panics on a date's text
-SECONDS = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}  # of a timestamp's unit: how many make a second
+YEARS_1_TO_9999 = (-62_135_596_800, 253_402_300_799)  # seconds since 1970; outside, polars panics when formatting dates
+SECONDS = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}  # unit of a timestamp -> units per second
 DAY = 86_400
-OURS = ("user_id", "item_id", "timestamp", "rating")  # these hold one value, never a list or a struct
+OURS = ("user_id", "item_id", "timestamp", "rating")  # columns that must hold single values, not lists or structs
 
 
 def is_parquet(path: Path) -> bool:
-    """Return whether the file begins as Parquet does."""
+    """Return whether the file begins with the magic bytes of Parquet."""
     with path.open("rb") as file:
         return file.read(4) == b"PAR1"
 
@@ -37,11 +37,11 @@ def names(path: Path) -> list[str]:
 
 
 def frames(path: Path, chosen: Mapping[str, str]) -> Frames:
-    """Yield the chosen columns (our name -> the file's) as text, numbers, dates, or (attributes only) lists of text.
+    """Yield the chosen columns (our name -> the file's) as text, numbers, dates or, for attributes, lists of text.
 
     Raises:
         DamagedFileError: the file is truncated or damaged.
-        ValueError: a column that must hold one value holds lists, structs or maps.
+        ValueError: a column that must hold single values holds lists, structs or maps.
     """
     file, number = _opened(path), 1
     for name, column in chosen.items():
@@ -68,7 +68,7 @@ def _frame(batch: pa.RecordBatch, chosen: Mapping[str, str], number: int) -> pl.
 
 
 def _series(values: pa.Array) -> pl.Series:
-    """Return a column; types that are neither text, number, date nor list become text."""
+    """Return a column; types other than text, number, date and list become text."""
     kind = values.type
     if pa.types.is_dictionary(kind):
         values, kind = values.dictionary_decode(), kind.value_type
@@ -84,7 +84,7 @@ def _series(values: pa.Array) -> pl.Series:
 
 
 def _dates(values: pa.Array) -> pl.Series:
-    """Return dates, and times in UTC; nothing where the year is not of four digits."""
+    """Return dates, and times in UTC; null for years without four digits."""
     kind = values.type
     if pa.types.is_timestamp(kind):
         values = values.cast(pa.timestamp(kind.unit))
@@ -106,7 +106,7 @@ def _polars(values: pa.Array) -> pl.Series:
 
 
 def _from_bytes(values: pa.Array) -> pl.Series:
-    """Return text; what a careless program wrote that is not UTF-8 becomes U+FFFD."""
+    """Return text; bytes that are not valid UTF-8 become U+FFFD."""
     try:
         values.validate(full=True)
     except pa.ArrowInvalid:

@@ -1,4 +1,4 @@
-"""What every row must satisfy, whatever its format: good rows get our columns and types, bad ones a reason."""
+"""Checks for the rows of all formats; good rows get canonical columns and types, bad rows a reason."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ NO_EVENTS = pl.DataFrame(
 
 
 class Block(NamedTuple):
-    """Rows read together: `good` has our columns, `bad` those of the quarantine."""
+    """A block of rows: `good` has canonical columns, `bad` those of the quarantine."""
 
     good: pl.DataFrame
     bad: pl.DataFrame
 
 
 class Tables(NamedTuple):
-    """What a reader returns; `items` is None where the source has no items file."""
+    """The result of a reader; `items` is None if the source has no items file."""
 
     interactions: Iterator[Block]
     items: Iterator[Block] | None
@@ -38,7 +38,7 @@ Reader = Callable[[Mapping[str, Path], IngestConfig], Tables]
 
 
 def interactions(frames: Iterable[pl.DataFrame], path: Path, time_format: str = "") -> Iterator[Block]:
-    """Check and type events: columns `user_id`, `item_id`, `timestamp`, perhaps `rating`, of any type."""
+    """Check and convert events with columns `user_id`, `item_id`, `timestamp` and optionally `rating`, of any type."""
     wrong_time = "timestamp is neither a number nor an ISO time"
     wrong_time = f"timestamp does not have the form {time_format}" if time_format else wrong_time
     for frame in frames:
@@ -68,11 +68,11 @@ def _ratings(frame: pl.DataFrame) -> pl.Series:
     if "rating" not in frame.columns:
         return pl.repeat(None, len(frame), dtype=pl.String, eager=True)
     rating = frame["rating"]
-    return rating.cast(pl.String) if rating.dtype.is_temporal() else rating  # a date is no rating
+    return rating.cast(pl.String) if rating.dtype.is_temporal() else rating  # dates are not valid ratings
 
 
 def _clean(frame: pl.DataFrame) -> bool:
-    """Return whether nothing can be wrong with any row, which is cheaper to see than what is wrong with each."""
+    """Return whether no row can have a problem; this is cheaper than finding the problem of each row."""
     times, ratings = frame["_seconds"], frame["_rating"]
     return (
         frame["_problem"].null_count() == len(frame) > 0
@@ -80,7 +80,7 @@ def _clean(frame: pl.DataFrame) -> bool:
         and int(times.min()) >= 0  # type: ignore[arg-type]
         and bool(ratings.is_finite().all())
         and all(frame[name].str.len_bytes().min() for name in ("user_id", "item_id"))
-        and (  # `_regular` has looked
+        and (  # checked by `_regular`
             isinstance(frame.schema["_text"], pl.Struct)
             or not any(frame[name].str.contains("\ufffd", literal=True).any() for name in ("user_id", "item_id"))
         )
@@ -88,7 +88,7 @@ def _clean(frame: pl.DataFrame) -> bool:
 
 
 def _with_problems(frame: pl.DataFrame, rating: pl.Series, wrong_time: str) -> pl.DataFrame:
-    # A column of dates or numbers has no text that could be blank.
+    # Columns of dates or numbers cannot hold blank text.
     blanks = {"_no_time": _blank(frame["timestamp"]), "_rated": ~_blank(rating)}
     problem = (
         pl.when(pl.col("_no_time"))
@@ -106,7 +106,7 @@ def _with_problems(frame: pl.DataFrame, rating: pl.Series, wrong_time: str) -> p
 
 
 def items(frames: Iterable[pl.DataFrame], path: Path) -> Iterator[Block]:
-    """Check items: column `item_id`, perhaps `title`, any attributes; all become stripped text, blanks become null."""
+    """Check items with column `item_id`, optionally `title`, and attributes; values become stripped text or null."""
     for frame in frames:
         texts = [name for name in frame.columns if name not in (*MARKS, "item_id", "title")]
         title = frame["title"] if "title" in frame.columns else pl.Series([None] * len(frame), dtype=pl.String)
@@ -124,7 +124,7 @@ def items(frames: Iterable[pl.DataFrame], path: Path) -> Iterator[Block]:
 
 
 def unescaped(column: str | pl.Expr) -> pl.Expr:
-    """Replace HTML entities that end in `;`, so that a bare `&` stays what it is."""
+    """Replace HTML entities that end in `;`, but no bare `&`."""
     expression = pl.col(column) if isinstance(column, str) else column
     replaced = expression.map_elements(_unescape, return_dtype=pl.String, skip_nulls=True)
     return pl.when(expression.str.contains(ENTITY)).then(replaced).otherwise(expression)
@@ -135,7 +135,7 @@ def _unescape(text: str) -> str:
 
 
 def _identifier(ids: pl.Series) -> pl.Series:
-    if ids.dtype.is_float():  # whole numbers that pandas made floats because one is missing
+    if ids.dtype.is_float():  # pandas stores integers as floats if one is missing
         ids = pl.select(pl.when(ids == ids.floor()).then(ids)).to_series().cast(pl.Int64, strict=False).alias(ids.name)
     return ids.cast(pl.String).str.strip_chars()
 
@@ -162,7 +162,7 @@ def _cleaned(values: pl.Series) -> pl.Series:
 
 
 def quarantined(bad: pl.DataFrame, name: str) -> pl.DataFrame:
-    """Return the rows of a frame of marks as those of the quarantine; `name` is the file's."""
+    """Return the rows of a frame with `MARKS` as rows of the quarantine; `name` is that of the file."""
     return bad.select(
         pl.lit(name).alias("file"),
         pl.col("_line").alias("line"),
@@ -172,7 +172,7 @@ def quarantined(bad: pl.DataFrame, name: str) -> pl.DataFrame:
 
 
 def record_text(frame: pl.DataFrame) -> pl.Expr:
-    """Return the text of each record, put together again where only its fields are there."""
+    """Return the text of each record, joined from its fields if only those are left."""
     kind, text = frame.schema["_text"], pl.col("_text")
     if not isinstance(kind, pl.Struct) or frame.is_empty():
         return text.cast(pl.String)

@@ -1,6 +1,6 @@
-"""Files in which a sequence is the order of its items: growing prefixes, and the lines of papers' repositories.
+"""Files with item sequences but without times: growing prefixes, and lines of items as in repositories of papers.
 
-Positions (0, 1, ...) take the place of times.
+Positions (0, 1, ...) are used as times.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ BLANKS = r"[ \t]+"
 
 
 def growing_prefixes(files: Mapping[str, Path], config: IngestConfig) -> Tables:
-    """Read `.inter` files whose rows are `user, history, next item`: the user's longest row is the sequence.
+    """Read `.inter` files with rows `user, history, next item`; a user's longest row is the sequence.
 
-    A row that is no prefix of that sequence is bad: the histories were cut at a maximum length, and events are lost.
-    Where files `item2index` and `user2index` (id, number) lie beside them, the rows hold numbers, which become ids
-    again.
+    Rows that are not prefixes of that sequence are bad: histories were cut at a maximum length, so events are lost. If
+    files `item2index` and `user2index` (id, number) lie beside them, the numbers in the rows are mapped back to ids.
     """
     indices = {f"{kind}_id": files[f"{kind}2index"] for kind in ("item", "user") if f"{kind}2index" in files}
     return Tables(
@@ -66,7 +65,7 @@ def _with_longest(rows: pl.DataFrame) -> pl.DataFrame:
 
 
 def _exploded(sequences: pl.DataFrame, first: int) -> pl.DataFrame:
-    """Return one event for each item of the lists in `item_id`; `_line` counts the events from `first`."""
+    """Return an event for each item of the lists in `item_id`; `_line` numbers the events from `first`."""
     found = sequences.with_columns(pl.int_ranges(pl.col("item_id").list.len()).alias("timestamp"))
     return (
         found.explode("item_id", "timestamp")
@@ -90,7 +89,7 @@ def _index(path: Path, column: str) -> pl.DataFrame:
     """Return `_id` and number of an index file.
 
     Raises:
-        ValueError: a line is malformed, or repeats an id or a number, which would merge or double events.
+        ValueError: a line is malformed, or repeats an id or a number, which would merge or duplicate events.
     """
     index = pl.concat(list(delimited(path, ("_id", column), "\t")) or [pl.DataFrame(schema=["_id", column])])
     stripped = index.with_columns(pl.col("_id", column).str.strip_chars())
@@ -109,12 +108,12 @@ def _index(path: Path, column: str) -> pl.DataFrame:
 
 
 def lines_of_items(files: Mapping[str, Path], config: IngestConfig) -> Tables:
-    """Read lines without a header: `user item item ...`, one line a user, or `user item`, one line an event in order.
+    """Read lines without a header: `user item item ...`, a line per user, or `user item`, a line per event, in order.
 
-    `ingest.lines` says which (`sequences` or `pairs`); if it is empty, the first block decides.
+    `ingest.lines` is `sequences` or `pairs`; if it is empty, the format is detected from the first block.
 
     Raises:
-        ValueError: the first block may be either.
+        ValueError: the first block fits both formats.
     """
     path = files["interactions"]
     kind = config.lines or _kind(path)

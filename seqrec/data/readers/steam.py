@@ -12,11 +12,11 @@ from seqrec.data.readers.blocks import MARKS
 from seqrec.data.readers.json_lines import json_lines
 from seqrec.data.readers.row_checks import Tables, interactions, items
 
-UNPRINTABLE = "\\p{Cc}|^[\u200b\ufeff]|[\u200b\ufeff]$"  # what people put into the names they choose
+UNPRINTABLE = "\\p{Cc}|^[\u200b\ufeff]|[\u200b\ufeff]$"  # found in user names
 
 
 def steam(files: Mapping[str, Path], config: IngestConfig) -> Tables:
-    """Read Python-literal lines of reviews (dated by the day, users by the name they chose) and of games."""
+    """Read Python-literal lines of reviews (with days as times and names as user ids) and of games."""
     names = {"username": "user_id", "product_id": "item_id", "date": "timestamp"}
     unprintable = pl.col("user_id").str.strip_chars().str.contains(UNPRINTABLE)
     problem = pl.coalesce("_problem", pl.when(unprintable).then(pl.lit("user_id has control characters")))

@@ -1,4 +1,4 @@
-"""Times of any published form as seconds since 1970, UTC."""
+"""Converts times in any published format to seconds since 1970, UTC."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ DAY_S = 86_400
 
 
 def seconds(times: pl.Series, time_format: str = "") -> pl.Series:
-    """Return int64 seconds since 1970, UTC; null where a value is no time.
+    """Return int64 seconds since 1970, UTC; null for invalid times.
 
-    Numbers are epoch seconds, milliseconds, microseconds or nanoseconds by their size (1e11 s is the year 5138). Text
-    is such a number or an ISO 8601 time; one without an offset is UTC. With `time_format` (the directives of strptime)
-    numbers and text are in that form and in no other.
+    Numbers are seconds, milliseconds, microseconds or nanoseconds since 1970, depending on their size (1e11 s is the
+    year 5138). Text is such a number or an ISO 8601 time, in UTC if it has no offset. With `time_format`, a format of
+    strptime, numbers and text must have that format.
     """
     if times.dtype == pl.Date:
         return times.cast(pl.Int64) * DAY_S
@@ -56,5 +56,5 @@ def _parsed(text: pl.Series, pattern: str) -> pl.Series:
     if not any(directive in pattern for directive in ("%H", "%I", "%c", "%X")):
         return text.str.to_date(pattern, strict=False).cast(pl.Int64) * DAY_S
     zone = "UTC" if "z" in pattern else None
-    pattern = pattern.replace(".%f", "%.f")  # polars' own spelling of a fraction
+    pattern = pattern.replace(".%f", "%.f")  # the directive of polars for fractions
     return text.str.to_datetime(pattern, strict=False, time_unit="us", time_zone=zone).dt.epoch("s")

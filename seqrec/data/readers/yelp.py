@@ -14,7 +14,7 @@ from seqrec.data.readers.row_checks import Tables, interactions, items
 
 
 def yelp(files: Mapping[str, Path], config: IngestConfig) -> Tables:
-    """Read JSON lines of reviews (free text is skipped) and of businesses."""
+    """Read JSON lines of reviews, without their text, and of businesses."""
     names = {"user_id": "user_id", "business_id": "item_id", "stars": "rating", "date": "timestamp"}
     lines = json_lines(files["interactions"], dict.fromkeys(names, pl.String))
     reviews = (frame.rename(names) for frame in lines)
