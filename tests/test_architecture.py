@@ -39,7 +39,7 @@ CORE_LACKS = (
 OWNERS = {  # package -> the only files that may import it, even inside a function
     "kfp": ("components/", "pipelines/"),
     "kubernetes": ("seqrec/cluster/jobs.py",),
-    "dvc": ("seqrec/data/dvc_revisions.py",),
+    "dvc": ("seqrec/data/dvc_revisions.py", "seqrec/commands/repro.py"),
     "mlflow": (
         "seqrec/tracking/runs.py",
         "seqrec/tracking/gate.py",
