@@ -25,7 +25,8 @@ from typing import Any
 
 import yaml
 from mlflow import MlflowClient
-from test_end_to_end import SECONDS, call, make_project, settings
+from support import MEASURED
+from test_end_to_end import call, make_project, settings
 
 from seqrec.artifacts import read_json
 from seqrec.tracking.registry import WEIGHTS_TAG
@@ -180,7 +181,7 @@ def result(project: Path) -> dict[str, Any]:
     }
     for path in sorted(project.glob("reports/*/metrics.json")):
         values = read_json(path)
-        found[f"figures of {path.parent.name}"] = {key: value for key, value in values.items() if key != SECONDS}
+        found[f"figures of {path.parent.name}"] = {key: value for key, value in values.items() if key not in MEASURED}
     leftovers = [str(path.relative_to(project)) for path in project.rglob("*.partial") if ".dvc" not in path.parts]
     found["left over"] = leftovers + [str(path.relative_to(project)) for path in project.glob("state/*/*")]
     return found | _registered(project)

@@ -36,6 +36,9 @@ ITEMS = {"encoder": "items", "pooling": "mean", "layers": 0, "d_history": 16, "h
 MEMORY = {"fpmc": 1, "mfbpr": 0}  # most recent events that a query depends on, where that is not all of them
 
 
+MEASURED = ("train_seconds", "evaluate_seconds", "train_peak_mb")  # metrics that differ from run to run
+
+
 def trained(*objectives: str) -> list[tuple[str, str]]:
     """Every (architecture, objective) that can be trained, of these `objectives`."""
     return [(name, o) for name in sorted(REGISTRY) for o in objectives if o in REGISTRY[name].objectives]
