@@ -305,7 +305,7 @@ class Recommender:
             return best
         values, items = best
         found = self._selected(request, values[: request.candidates], items[: request.candidates])
-        if request.quota and len(found[1]) < request.k and request.candidates < len(self.item_ids):
+        if request.quota and len(found[1]) < request.k and len(items) < len(self.item_ids):
             found = self._selected(request, *self._ranked(request, positions, hidden, len(self.item_ids)))
         return found
 
