@@ -303,8 +303,9 @@ class Recommender:
         """Return the items of the list in its order, and their scores: of all items where the best are too few."""
         if not request.chosen:
             return best
-        found = self._selected(request, *(part[: request.candidates] for part in best))
-        if request.quota and len(found[1]) < request.k and request.candidates < len(self.item_ids):
+        values, items = best
+        found = self._selected(request, values[: request.candidates], items[: request.candidates])
+        if request.quota and len(found[1]) < request.k and len(items) < len(self.item_ids):
             found = self._selected(request, *self._ranked(request, positions, hidden, len(self.item_ids)))
         return found
 
@@ -343,7 +344,7 @@ class Recommender:
 
     def _scores(self, batch: Batch) -> Tensor:
         query_BD = self.model(batch, last=True)[:, 0].float()
-        score_BV = query_BD @ self.item_vectors.T
+        score_BV: Tensor = query_BD @ self.item_vectors.T
         if self.term is not None:
             self.term.adder(self._events(batch))(score_BV, 0)
         return score_BV

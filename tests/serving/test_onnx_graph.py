@@ -33,6 +33,7 @@ def compare(saved, tmp_path):
     batches = [
         [Request(history=["i1"], k=5, allow=allowed, diversity=0.5), Request(history=["i2"], filter={"kind": ["odd"]})],
         [Request(history=["i1"], k=3)],
+        [Request(history=["i1"], k=12, quota={"kind": {"odd": 2}})],  # more than the graph's 15 best items
         [Request(history=["i1"], k=7, boost={"kind": {"odd": 3.0}}, quota={"kind": {"odd": 2}})],
         [Request(history=["i5", "i6", "i7"], user="u3", exclude=["i8"]), Request(history=["i9"], user="nobody")],
         [Request(history=[f"i{n % 40}" for n in range(size)], k=15, user=f"u{size}") for size in range(1, 30)],
