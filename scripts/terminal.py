@@ -62,10 +62,10 @@ def screen(written: str) -> list[str]:
     for match in PIECE.finditer(written):
         piece, (count, letter) = match[0], match.groups()
         if piece == "\n":
-            row, restart = row + 1, False
+            row += 1
             lines += [""] * (row + 1 - len(lines))
         elif piece == "\r":
-            restart = True  # what comes next replaces the line; a line break alone does not
+            restart = True  # what comes next replaces the line
         elif letter == "A":
             row = max(0, row - int(count or 1))
         elif letter == "B":

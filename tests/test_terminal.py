@@ -20,6 +20,7 @@ SPECIFICATION.loader.exec_module(terminal)
         ("one\r\ntwo\r\n", ["one", "two"]),
         ("10 %\r100 %\r\ndone\r\n", ["100 %", "done"]),
         ("bar\r\x1b[2Kabove the bar\r\nbar\r\x1b[2K", ["above the bar"]),
+        ("bar\r\n    \x1b[1A\rone\r\ntwo", ["one", "two"]),
         ("a\r\nb\r\n\x1b[1A\x1b[2Kc\r\n", ["a", "c"]),
         ("\x1b[?25l\x1b[31mred\x1b[0m\r\n\x1b[?25h", ["\x1b[31mred\x1b[0m"]),
     ],

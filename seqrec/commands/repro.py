@@ -21,6 +21,8 @@ HIDDEN = (
     "Updating lock file",
     "Generating lock file",
     "Use `dvc push`",
+    "To track the changes with git",
+    "\tgit add",
     "To enable auto staging",
     "\tdvc config",
 )

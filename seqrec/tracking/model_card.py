@@ -37,7 +37,8 @@ def model_card(
     """
     kind, counts = REGISTRY[card["architecture"]], split["counts"]
     sizes, sha256 = card["catalogue"], split["input_sha256"]
-    origin = " ".join(str(source[key]) for key in ("source", "category", "homepage") if source.get(key))
+    origin = " ".join(str(source[key]) for key in ("source", "category") if source.get(key))
+    origin += f" <{source['homepage']}>" if source.get("homepage") else ""  # or a page takes the colon for its end
     settings = {**card["options"], **card["config"]}
     parts = [
         f"# {card['model']} on {split['dataset']}",

@@ -191,7 +191,7 @@ def read_titles(directory: Path) -> dict[str, str]:
     """Return the titles of a model's items by item id; items without a title are left out."""
     if not (directory / VOCABULARY).is_file():
         return {}
-    table = pq.read_table(directory / VOCABULARY, columns=["item_id", "title"])
+    table = pq.ParquetFile(directory / VOCABULARY).read(["item_id", "title"])  # read_table would import pandas
     table = table.filter(pc.greater(pc.utf8_length(table["title"]), 0))
     return dict(zip(*table.to_pydict().values(), strict=True))
 

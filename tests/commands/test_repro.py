@@ -20,6 +20,9 @@ Running stage 'register':
 > python -m seqrec register
 what the stage itself prints
 Updating lock file 'dvc.lock'
+To track the changes with git, run:
+
+\tgit add dvc.lock
 Use `dvc push` to send your updates to remote storage.
 """
 
@@ -30,7 +33,10 @@ def test_a_stage_is_one_line_at_its_start_and_one_with_seconds_and_housekeeping_
 
     assert [name for name, _ in times] == ["prepare", "register"]
     lines = console.file.getvalue().splitlines()
-    assert lines == ["prepare ...", "prepare done in 0.0 s", "register ...", "what the stage itself prints"]
+    assert lines == [
+        *("prepare ...", "prepare done in 0.0 s", "register ...", "what the stage itself prints"),
+        "register done in 0.0 s",
+    ]
 
 
 def test_the_table_has_the_seconds_of_each_and_of_all():

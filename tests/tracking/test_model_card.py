@@ -44,7 +44,7 @@ def test_a_card_says_what_it_is_its_data_licence_split_metrics_settings_and_hash
         "TiSASRec",
         "events of a history, and times",
         f"{card['parameters']:,} parameters",
-        "shop https://example.org/: 1,234 users, 30 items, 56,789 events, 54,321 train",
+        "shop <https://example.org/>: 1,234 users, 30 items, 56,789 events, 54,321 train",
         "licence: CC BY 4.0",
         "LOO-full: last event test",
         "| NDCG@10 | 0.2500 [0.2000, 0.3000] | 0.1250 [0.1000, 0.1500] |",
