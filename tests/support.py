@@ -147,7 +147,7 @@ OPTIONS = {
 }
 
 
-CONFIG = {"epochs": 4, "batch_size": 16, "warmup_steps": 5, "learning_rate": 5e-3, "save_steps": 1, "patience": 9}
+CONFIG = {"epochs": 4, "batch_size": 16, "warmup_steps": 5, "learning_rate": 5e-3, "patience": 9}
 
 
 def run(prepared, out, model="sasrec", resume=False, options=None, log=None, **config):

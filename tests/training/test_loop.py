@@ -41,7 +41,7 @@ def best_of(target, prepared, out, *arguments, **settings) -> float:
             raise Reached
 
     with contextlib.suppress(Reached):
-        run(prepared, out, *arguments, log=log, save_steps=1000, **settings)
+        run(prepared, out, *arguments, log=log, **settings)
     return max(metrics)
 
 
@@ -117,7 +117,7 @@ def uninterrupted(prepared, tmp_path_factory):
     def train(case: str) -> Path:
         model, config = RESUMED[case]
         folder = tmp_path_factory.mktemp(case)
-        run(prepared, folder, model, **config)
+        run(prepared, folder, model, save_steps=1, **config)
         return folder
 
     return train
@@ -133,10 +133,10 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
     with monkeypatch.context() as patch:
         interrupt(patch, step)
         with pytest.raises(KeyboardInterrupt):
-            run(prepared, tmp_path, model, **config)
+            run(prepared, tmp_path, model, save_steps=1, **config)
     assert list((tmp_path / "state").glob(f"*/step-{step}"))
 
-    run(prepared, tmp_path, model, resume=True, **config)
+    run(prepared, tmp_path, model, resume=True, save_steps=1, **config)
 
     whole, parts = weights(expected), weights(tmp_path)
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
@@ -149,7 +149,7 @@ def test_a_killed_process_resumes_and_gives_the_same_weights(prepared, tmp_path)
     script = (
         "import sys; sys.path[:0] = sys.argv[3:]\n"
         "from pathlib import Path; from support import run\n"
-        "run(Path(sys.argv[1]), Path(sys.argv[2]), epochs=9)"
+        "run(Path(sys.argv[1]), Path(sys.argv[2]), epochs=9, save_steps=1)"
     )
     folders = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent.parent)]
     command = [sys.executable, "-c", script, str(prepared), str(tmp_path / "killed"), *folders]
@@ -162,8 +162,8 @@ def test_a_killed_process_resumes_and_gives_the_same_weights(prepared, tmp_path)
     assert not (tmp_path / "killed" / "finetuned" / "best.safetensors").exists()
     assert list((tmp_path / "killed" / "state").glob("*/step-*"))
 
-    run(prepared, tmp_path / "killed", epochs=9)
-    run(prepared, tmp_path / "whole", epochs=9)
+    run(prepared, tmp_path / "killed", epochs=9, save_steps=1)
+    run(prepared, tmp_path / "whole", epochs=9, save_steps=1)
 
     killed, expected = weights(tmp_path / "killed"), weights(tmp_path / "whole")
     assert all(torch.equal(killed[name], expected[name]) for name in expected)
@@ -214,7 +214,7 @@ def test_a_loss_that_is_not_finite_stops_with_the_step_and_the_settings(prepared
 
 
 def test_early_stopping_keeps_the_best_epoch(prepared, tmp_path):
-    values = run(prepared, tmp_path, epochs=60, patience=2, learning_rate=2e-2, save_steps=1000)
+    values = run(prepared, tmp_path, epochs=60, patience=2, learning_rate=2e-2)
 
     history = losses_of(tmp_path)
     metrics = [record["valid/ndcg@10"] for record in history]
