@@ -14,7 +14,7 @@ from plotly.offline import get_plotlyjs
 
 from seqrec.analysis import plots
 from seqrec.analysis.examples import FOUND, Example, Examples, Opinion
-from seqrec.evaluation.leaderboard import SELECTION, best_model
+from seqrec.evaluation.leaderboard import SELECTION
 
 LISTED = 10  # items of a list
 EVENTS = 100  # of a history, the last ones
@@ -121,12 +121,10 @@ def page(
     """
     rows, outcome = board["rows"], board["registry"]
     title = f"{board['dataset']}, {board['protocol']}"
-    parts = [f"<h1>{html.escape(title)}</h1>", f'<p class="verdict">{html.escape(verdict(rows))}</p>']
+    parts = [f"<h1>{html.escape(title)}</h1>", f'<p class="verdict">{html.escape(board["verdict"]["sentence"])}</p>']
     if facts:
         text = ", ".join(f"{name} {value}" for name, value in facts.items())
         parts.append(f'<p class="facts">{html.escape(text)}</p>')
-    if "verdict" in board:
-        parts.append(f"<p>{html.escape(board['verdict']['sentence'])}</p>")
     parts += [f"<p>The data: {html.escape(text)}.</p>" for text in board.get("warnings", ())]
     parts.append(_leaderboard(rows))
     if outcome:
@@ -149,23 +147,6 @@ def page(
     words = "".join(f"<dt>{name}</dt><dd>{html.escape(text)}</dd>" for name, text in GLOSSARY.items())
     parts.append(_section("Words", [f"<dl>{words}</dl>"]))
     return _document(title, parts)
-
-
-def verdict(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return in a sentence which model is best on validation, and how it does on test against the best baseline."""
-    best = best_model(rows)
-    sentence = f"{best['model']} is the best model on validation (NDCG@10 {best[SELECTION]:.4f})"
-    baseline = max((row for row in rows if row["baseline"]), key=lambda row: row[plots.METRIC], default=None)
-    if baseline is None:
-        return f"{sentence}."
-    name, value = baseline["model"], baseline[plots.METRIC]
-    if best[f"{plots.METRIC}/low"] > value:
-        standing = f"above the best baseline, {name} ({value:.4f})"
-    elif best[f"{plots.METRIC}/high"] < value:
-        standing = f"below the best baseline, {name} ({value:.4f})"
-    else:
-        standing = f"not told apart from the best baseline, {name} ({value:.4f})"
-    return f"{sentence}; on test ({best[plots.METRIC]:.4f}) it is {standing}."
 
 
 def _section(title: str, parts: Iterable[str], *, folded: bool = False) -> str:

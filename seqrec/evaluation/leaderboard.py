@@ -94,7 +94,7 @@ def below_baseline(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 def verdict(
     reports: Path, rows: Sequence[Mapping[str, Any]], *, confidence: float = 0.95, seed: int = 42
 ) -> dict[str, Any]:
-    """Return the best model, its paired validation gain over the best baseline, and a sentence about both.
+    """Return the model that is best on validation, its paired gains over the best baseline, and sentences about them.
 
     Args:
         reports: folder with the cases of every row.
@@ -105,20 +105,35 @@ def verdict(
     best, baseline = next((row for row in rows if not row["baseline"]), None), best_baseline(rows)
     if best is None:
         sentence = "No model beats counting here: none was trained."
-        return {"model": None, "baseline": baseline and baseline["model"], "gain": None, "sentence": sentence}
+        return {
+            "model": None,
+            "baseline": baseline and baseline["model"],
+            "gain": None,
+            "test_gain": None,
+            "sentence": sentence,
+        }
     model = best["model"]
     if baseline is None:
-        return {"model": model, "baseline": None, "gain": None, "sentence": f"{model} is the best model."}
+        sentence = f"{model} is the best model."
+        return {"model": model, "baseline": None, "gain": None, "test_gain": None, "sentence": sentence}
     ours, theirs = (pq.read_table(reports / row["model"] / CASES) for row in (best, baseline))
-    gain = intervals.paired_gain(ours, theirs, confidence=confidence, seed=seed)
-    interval = f"{gain.mean:+.4f} [{gain.low:+.4f}, {gain.high:+.4f}]"
+    gain, test = (
+        intervals.paired_gain(ours, theirs, split=split, confidence=confidence, seed=seed)
+        for split in ("valid", "test")
+    )
     against = f"{SELECTION} over the best baseline, {baseline['model']}"
     sentence = (
-        f"{model} is the best model: its gain of {against}, is {interval}."
+        f"{model} is the best model: its gain of {against}, is {_interval(gain)}."
         if gain.low > 0
-        else f"No model beats counting here: the best, {model}, has a gain of {against}, of {interval}."
+        else f"No model beats counting here: the best, {model}, has a gain of {against}, of {_interval(gain)}."
     )
-    return {"model": model, "baseline": baseline["model"], "gain": gain._asdict(), "sentence": sentence}
+    sentence += f" On test, the gain is {_interval(test)}."
+    gains = {"gain": gain._asdict(), "test_gain": test._asdict()}
+    return {"model": model, "baseline": baseline["model"], **gains, "sentence": sentence}
+
+
+def _interval(gain: intervals.Interval) -> str:
+    return f"{gain.mean:+.4f} [{gain.low:+.4f}, {gain.high:+.4f}]"
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:

@@ -165,9 +165,11 @@ def test_the_summaries_fit_into_100_columns_and_replace_those_of_other_models(re
 
 
 def write_cases(reports, name, rank):
-    users = range(1, len(rank) + 1)
-    columns = {"split": ["valid"] * len(rank), "user": users, "position": [5] * len(rank), "target": [1] * len(rank)}
-    table = pa.table({**columns, "rank": rank, "ties": [0] * len(rank)}, schema=CASES_SCHEMA)
+    """The same ranks on validation, and 1 in every test case."""
+    users, number = range(1, len(rank) + 1), 2 * len(rank)
+    columns = {"split": ["valid"] * len(rank) + ["test"] * len(rank), "user": [*users, *users]}
+    columns |= {"position": [5] * number, "target": [1] * number, "ties": [0] * number}
+    table = pa.table({**columns, "rank": [*rank, *([1.0] * len(rank))]}, schema=CASES_SCHEMA)
     write_table(reports / name / "cases.parquet", table)
 
 
@@ -188,6 +190,7 @@ def test_the_verdict_says_whether_a_model_beats_counting(reports, ranks, sentenc
     found = leaderboard.verdict(reports, rows)
 
     assert found["sentence"].startswith(sentence)
+    assert found["sentence"].endswith(" On test, the gain is +0.0000 [+0.0000, +0.0000].")
     assert (found["model"], found["baseline"]) == ("rec_denoiser", "markov")
 
 
