@@ -418,7 +418,7 @@ def test_a_source_is_pinned_by_digests_or_by_a_commit():
 def test_retraining_starts_from_the_champion():
     tasks = tasks_of(compiled("retraining", "plain")[0])
 
-    given = tasks["pretrain"]["inputs"]["artifacts"]["champion"]["componentInputArtifact"]
+    given = tasks["warm-start"]["inputs"]["artifacts"]["champion"]["componentInputArtifact"]
     assert tasks["models"]["inputs"]["artifacts"][given]["taskOutputArtifact"]["producerTask"] == "champion"
 
 
