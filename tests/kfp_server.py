@@ -11,6 +11,7 @@ import email
 import email.policy
 import inspect
 import json
+import os
 import re
 import subprocess
 import sys
@@ -29,17 +30,17 @@ import yaml
 from google.protobuf import json_format
 from kfp.pipeline_spec.pipeline_spec_pb2 import PipelineSpec, PlatformSpec
 
+ROOT = Path(__file__).parent.parent
 TOKEN = "the right one"
 FORBIDDEN = "somebody-elses"
 SERVICES = ("Healthz", "Experiment", "Pipeline", "PipelineUpload", "Run", "RecurringRun")
 PLAIN = {"str": str, "int": int, "bool": bool, "float": (int, float), "object": object}
 RUNNER = """
 import json, sys
-from kfp import local
-from kfp.components import load_component_from_file
+from kfp.local import SubprocessRunner
+from pipelines.local import run_package
 file, root, given = sys.argv[1:]
-local.init(local.SubprocessRunner(use_venv=False), pipeline_root=root)
-load_component_from_file(file)(**json.loads(given))
+run_package(file, root, json.loads(given), SubprocessRunner(use_venv=False))
 """
 
 
@@ -227,7 +228,8 @@ class Server:
         file.write_text(yaml.safe_dump_all(documents(run["pipeline_spec"])))
         given = {"state": str(root / "state"), **run.get("runtime_config", {}).get("parameters", {})}
         command = [sys.executable, "-c", RUNNER, str(file), str(root), json.dumps(given)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         (root / "log").write_text(done.stdout + done.stderr)
         if done.returncode:
             run["error"] = {"code": 1, "message": done.stderr.strip().splitlines()[-1]}
