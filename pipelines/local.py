@@ -51,18 +51,25 @@ def run_local(
     out = out.resolve()
     file = out / f"{pipeline}.yaml"
     compile_pipeline(models, file, params, pipeline, str(out / "state"))
-    if docker:
-        _use_docker(out, network, data)
-    else:
-        local.init(local.SubprocessRunner(use_venv=False), pipeline_root=str(out))
+    runner = _docker_runner(out, network, data) if docker else local.SubprocessRunner(use_venv=False)
     overrides = {}
     uri = load(params).section("register").tracking_uri
     if "MLFLOW_TRACKING_URI" not in os.environ and uri == f"sqlite:///{DATABASE}":
         overrides["register.tracking_uri"] = f"sqlite:///{out / DATABASE}"
-    load_component_from_file(str(file))(overrides=overrides)
+    run_package(file, out, {"overrides": overrides}, runner)
 
 
-def _use_docker(out: Path, network: str, data: Path | None) -> None:
+def run_package(file: Path, out: Path, arguments: Mapping[str, Any], runner: Any) -> None:
+    """Run the compiled pipeline `file` with one of KFP's local runners; each task writes to a folder of its own.
+
+    Raises:
+        RuntimeError: a step failed.
+    """
+    local.init(runner, pipeline_root=str(out))
+    load_component_from_file(str(file))(**arguments)
+
+
+def _docker_runner(out: Path, network: str, data: Path | None) -> local.DockerRunner:
     from docker.types import Mount
 
     if os.getuid() == 0:  # files below `out` are written by the image's user
@@ -75,8 +82,7 @@ def _use_docker(out: Path, network: str, data: Path | None) -> None:
     names = ("MLFLOW_TRACKING_URI", "SEQREC_DATA_MIRROR")
     environment = {name: os.environ[name] for name in names if name in os.environ}
     docker_task_handler.run_docker_container = functools.partial(_run_container, environment)
-    runner = local.DockerRunner(**HARDENED, **user, network_mode=network, mounts=mounts)
-    local.init(runner, pipeline_root=str(out))
+    return local.DockerRunner(**HARDENED, **user, network_mode=network, mounts=mounts)
 
 
 def _run_container(

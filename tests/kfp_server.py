@@ -30,6 +30,7 @@ import yaml
 from google.protobuf import json_format
 from kfp.pipeline_spec.pipeline_spec_pb2 import PipelineSpec, PlatformSpec
 
+ROOT = Path(__file__).parent.parent
 TOKEN = "the right one"
 FORBIDDEN = "somebody-elses"
 SERVICES = ("Healthz", "Experiment", "Pipeline", "PipelineUpload", "Run", "RecurringRun")
@@ -37,11 +38,10 @@ STATE = "/tmp/seqrec/state"  # a folder of pods
 PLAIN = {"str": str, "int": int, "bool": bool, "float": (int, float), "object": object}
 RUNNER = """
 import json, sys
-from kfp import local
-from kfp.components import load_component_from_file
+from kfp.local import SubprocessRunner
+from pipelines.local import run_package
 file, root, given = sys.argv[1:]
-local.init(local.SubprocessRunner(use_venv=False), pipeline_root=root)
-load_component_from_file(file)(**json.loads(given))
+run_package(file, root, json.loads(given), SubprocessRunner(use_venv=False))
 """
 
 
@@ -230,7 +230,8 @@ class Server:
         file.write_text(text.replace(STATE, str(root / "state")))
         given = run.get("runtime_config", {}).get("parameters", {})
         command = [sys.executable, "-c", RUNNER, str(file), str(root), json.dumps(given)]
-        environment = {**os.environ, "MLFLOW_TRACKING_URI": f"sqlite:///{root}/mlflow.db"}  # in place of its server
+        database = f"sqlite:///{self.folder}/mlflow.db"  # in place of the tracking server
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "MLFLOW_TRACKING_URI": database}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         (root / "log").write_text(done.stdout + done.stderr)
         if done.returncode:

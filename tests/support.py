@@ -222,6 +222,15 @@ HISTORY = [
 ]
 
 
+def write_cluster_settings(folder, *, start=YEAR_2001):
+    """Write the settings of a tiny log for a cluster, whose steps have a tracking server."""
+    settings = write_settings(folder, start=start)
+    content = yaml.safe_load(settings.read_text())
+    content["kubernetes"]["environment"] = {"MLFLOW_TRACKING_URI": "http://mlflow.example.org"}
+    settings.write_text(yaml.safe_dump(content))
+    return settings
+
+
 def row(model, *, baseline=False):
     return {
         "model": model,

@@ -37,7 +37,7 @@ def requests_of(data, folder):
 @pytest.mark.parametrize("architecture", ["sasrec", "bert4rec"])  # bert4rec's histories end in MASK
 def test_ranking_service_graph_search_and_batch_agree(prepared, tmp_path, monkeypatch, architecture, dense):
     monkeypatch.setattr(term, "DENSE", dense)
-    saved, data = save(architecture, prepared, tmp_path / "saved", CONFIG), sequences.load(prepared)
+    saved, data = save(architecture, prepared, tmp_path / "saved", CONFIG, {"layers": 1}), sequences.load(prepared)
     requests, users = requests_of(data, prepared), torch.arange(data.num_users)
     model, card = load_model(saved)
     scorer = term.with_counts(ranking.model_scorer(model), load_counts(saved, card))

@@ -3,9 +3,14 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import os
+import re
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
+import kfp_server
 import pyarrow.parquet as pq
 import pytest
 import yaml
@@ -13,7 +18,7 @@ from google.protobuf import json_format
 from kfp.kubernetes.kubernetes_executor_config_pb2 import KubernetesExecutorConfig
 from kfp.pipeline_spec.pipeline_spec_pb2 import PipelineDeploymentConfig, PipelineSpec, PlatformSpec
 from mlflow import MlflowClient
-from support import MEASURED, YEAR_2001, write_settings
+from support import MEASURED, write_cluster_settings, write_settings
 
 from pipelines.__main__ import main
 from pipelines.compile import compile_pipeline
@@ -49,16 +54,11 @@ from seqrec.tracking.runs import FAILURE, OUTCOME
 
 MODELS = ("sasrec", "flash4rec")
 RESULTS = (*MODELS, *leaderboard.BASELINES)
+IMAGE = "registry.example.org/seqrec@sha256:" + "0" * 64
 PARAMS = Path(__file__).parent.parent.parent / "params.yaml"
 GOLDEN = Path(__file__).parent.parent / "golden" / "pipeline.yaml"
 # The local runner says so of every task: no container, no display names.
 pytestmark = pytest.mark.filterwarnings("ignore:You may be attemping:RuntimeWarning", "ignore:Task:UserWarning")
-
-
-def run_on_this_machine(settings: Path, root: Path) -> Path:
-    """Run the compiled pipeline with the subprocess runner; return the folder with one folder a task."""
-    run_local([], root, settings)
-    return next(root.glob("seqrec-training-*"))
 
 
 def call_the_stages(settings: Path, out: Path) -> Path:
@@ -93,11 +93,36 @@ def _offline():
 
 
 @pytest.fixture(scope="module")
-def outcome(tmp_path_factory, _offline):
-    """The tasks of one pipeline run, and the reports of the same stages called as functions."""
+def submitted(tmp_path_factory, _offline):
+    """A run that was submitted through the shell, as a user does: what the command said, and what the server knows."""
     folder = tmp_path_factory.mktemp("pipeline")
-    settings = write_settings(folder, start=YEAR_2001)
-    return run_on_this_machine(settings, folder / "root"), call_the_stages(settings, folder / "direct")
+    settings = write_cluster_settings(folder)
+    with kfp_server.serving(folder) as (host, server):
+        flags = ["--host", host, "--params", str(settings), "--wait", "--poll", "0.5"]
+        own = {"SEQREC_IMAGE": IMAGE, "KFP_TOKEN": kfp_server.TOKEN, "OMP_NUM_THREADS": "1", "no_proxy": "127.0.0.1"}
+        command = [sys.executable, "-m", "pipelines", "submit", *flags]
+        done = subprocess.run(command, env={**os.environ, **own}, capture_output=True, text=True, check=False)
+    return folder, done, server
+
+
+@pytest.fixture(scope="module")
+def outcome(submitted):
+    """The tasks of one pipeline run, one folder each, and the reports of the same stages called as functions."""
+    folder, _, _ = submitted
+    return next(folder.glob("*/seqrec-training-*")), call_the_stages(folder / "settings.yaml", folder / "direct")
+
+
+def test_a_submitted_run_is_executed_and_awaited(submitted):
+    folder, done, server = submitted
+
+    (run,) = server.runs.values()
+    assert done.returncode == 0, done.stderr + (folder / run["run_id"] / "log").read_text()
+    assert f"run {run['run_id']}" in done.stdout
+    assert re.search(rf"http://[^ ]+/#/runs/details/{run['run_id']}", done.stdout)
+    assert run["state"] == "SUCCEEDED"
+    spec = run["pipeline_spec"]["pipeline_spec"]
+    images = {executor["container"]["image"] for executor in spec["deploymentSpec"]["executors"].values()}
+    assert images == {IMAGE}
 
 
 def without_seconds(metrics):
@@ -217,7 +242,7 @@ def test_a_failed_validation_stops_the_run_before_any_training(tmp_path):
     settings = write_settings(tmp_path, start=0)  # 1970, before validate.min_date
 
     with pytest.raises(RuntimeError, match="validate"):
-        run_on_this_machine(settings, tmp_path / "root")
+        run_local([], tmp_path / "root", settings)
 
     tasks = next((tmp_path / "root").glob("seqrec-training-*"))
     assert {folder.name for folder in tasks.iterdir()} == {"settings", "ingest", "validate", "record"}
