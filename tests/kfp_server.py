@@ -35,6 +35,7 @@ TOKEN = "the right one"
 FORBIDDEN = "somebody-elses"
 SERVICES = ("Healthz", "Experiment", "Pipeline", "PipelineUpload", "Run", "RecurringRun")
 STATE = "/tmp/seqrec/state"  # a folder of pods
+TRACKING = "http://mlflow.example.org"  # of the pods
 PLAIN = {"str": str, "int": int, "bool": bool, "float": (int, float), "object": object}
 RUNNER = """
 import json, sys
@@ -227,10 +228,10 @@ class Server:
         root.mkdir()
         file = root / "received.yaml"
         text = yaml.safe_dump_all(documents(run["pipeline_spec"]))
-        file.write_text(text.replace(STATE, str(root / "state")))
+        database = f"sqlite:///{self.folder}/mlflow.db"  # in place of the tracking server
+        file.write_text(text.replace(STATE, str(root / "state")).replace(TRACKING, database))
         given = run.get("runtime_config", {}).get("parameters", {})
         command = [sys.executable, "-c", RUNNER, str(file), str(root), json.dumps(given)]
-        database = f"sqlite:///{self.folder}/mlflow.db"  # in place of the tracking server
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "MLFLOW_TRACKING_URI": database}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         (root / "log").write_text(done.stdout + done.stderr)
