@@ -104,7 +104,7 @@ def _count(params: Params, data: Sequences, reports: Path, share: float) -> str:
     """Evaluate PCTM on the events of the users in `data`; return the name of its report."""
     name = f"pctm_{100 * share:03.0f}"
     (reports / name).mkdir(parents=True, exist_ok=True)
-    counting.report("pctm", data, reports / name, params.section("evaluate"))
+    counting.report("pctm", data, data, reports / name, params.section("evaluate"))
     return name
 
 

@@ -258,10 +258,13 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write `tensors` to a safetensors file atomically; raise OSError if that fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
+    partial.touch()
+    mode = partial.stat().st_mode  # safetensors writes a file that only its owner may read
     try:
         save_file({name: value.contiguous() for name, value in tensors.items()}, partial)
     except SafetensorError as error:
         raise OSError(f"{path} cannot be written: {error}") from error
+    partial.chmod(mode)
     partial.replace(path)
 
 

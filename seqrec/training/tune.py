@@ -317,6 +317,7 @@ def _write(output: Path, search: Search, study: optuna.Study, budget: dict[str, 
     stages = [stage for stage in SECTIONS if stage != "tune"]
     content: dict[str, Any] = {"dataset": params.dataset, "sources": params.sources, "leaderboard": [search.model]}
     content |= {stage: asdict(params.section(stage, model=search.model)) for stage in stages}
+    del content["finetune"]["refit"]  # that of evaluate
     content["datasets"] = {name: params.dataset_entry(name) for name in params.sources}
     entry = {"architecture": params.model(search.model).architecture, "options": search.options(params)}
     content["models"] = {search.model: entry}

@@ -5,10 +5,11 @@ import shutil
 import sys
 
 import pytest
+import torch
 from support import run
 
 from seqrec.artifacts import replaced
-from seqrec.training.checkpoint import load_model
+from seqrec.training.checkpoint import load_model, save_tensors
 
 WRITES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "shutil.copyfile")
 
@@ -102,3 +103,11 @@ def test_without_an_exchange_of_names_the_folder_is_replaced_all_the_same(tmp_pa
             (new / text).write_text(text)
 
     assert [path.name for path in tmp_path.rglob("*")] == ["folder", "new"]
+
+
+def test_whoever_may_read_the_card_may_read_the_weights(tmp_path):
+    save_tensors(tmp_path / "best.safetensors", {"weight": torch.zeros(2)})
+    (tmp_path / "config.json").write_text("{}")
+
+    modes = {(tmp_path / name).stat().st_mode for name in ("best.safetensors", "config.json")}
+    assert len(modes) == 1

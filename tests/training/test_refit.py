@@ -34,7 +34,7 @@ def trained(prepared, tmp_path_factory):
     """A SASRec whose second epoch of four was the best, as its history has it."""
     folder = tmp_path_factory.mktemp("trained") / "sasrec"
     torch.manual_seed(0)
-    run(prepared, folder)
+    run(prepared, folder, save_steps=1)
     lines = [json.loads(line) for line in (folder / "finetuned" / "history.jsonl").read_text().splitlines()]
     for line, value in zip(lines, (0.1, 0.3, 0.2, 0.3), strict=True):
         line[METRIC] = value
