@@ -160,6 +160,7 @@ def _round(
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             printed = process.communicate()[0]
+        _await_group(process.pid)
         if process.returncode == 0:
             return kills, ""
         if process.returncode != -signal.SIGKILL:
@@ -169,6 +170,16 @@ def _round(
         where = printed.rpartition("killed before ")[2].strip().replace(str(project), ".") if last else ""
         moment = f"before operation {last}, {where}" if last else f"after {seconds:.1f} s"
         _say(f"kill {before + kills}: in {stages[-1] if stages else 'no stage'}, {moment}")
+
+
+def _await_group(group: int) -> None:
+    """Wait until no process of the group is left: to DVC, a killed one that init has not yet collected holds its locks."""
+    while True:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.05)
 
 
 def result(project: Path) -> dict[str, Any]:

@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
+
+if TYPE_CHECKING:  # torch takes seconds to import, and `leaderboard` needs none of it
+    from torch import Tensor
 
 CUTOFFS = (1, 5, 10, 20)
 SHARES = re.compile(r"(^|/)(ndcg|recall|mrr|coverage|gini|tail_share|accuracy)(@\d+)?($|/)")  # metrics in [0, 1]
@@ -39,6 +41,8 @@ def require_possible(values: Mapping[str, float], name: str) -> None:
 
 def histogram(rank: Tensor, num_items: int) -> Tensor:
     """Return the histogram (2 * num_items + 1,) of 2 * rank; those of blocks and processes can be summed."""
+    import torch
+
     return torch.bincount((2 * rank).round().long(), minlength=2 * num_items + 1)
 
 
@@ -48,6 +52,8 @@ def from_histogram(count_R: Tensor) -> dict[str, float]:
     Each case has one relevant item. With its rank r: Recall@K = [r <= K], NDCG@K = [r <= K] / log2(r + 1),
     MRR@K = [r <= K] / r. Recall@K is also called the hit rate.
     """
+    import torch
+
     count = count_R.double().cpu()
     rank = torch.arange(len(count), dtype=torch.float64) / 2
     total = count.sum().clamp(min=1)
@@ -81,6 +87,8 @@ def list_metrics(items_UK: Tensor, count_V: Tensor) -> dict[str, float]:
         tail_share: share of recommendations outside the most popular fifth of the catalogue;
         novelty: mean self-information -log2 p(item) in bits, with p from training counts plus one.
     """
+    import torch
+
     shown = items_UK[items_UK > 0].cpu()
     count = count_V.cpu().double()
     num_items = len(count) - 1
@@ -100,6 +108,8 @@ def list_metrics(items_UK: Tensor, count_V: Tensor) -> dict[str, float]:
 
 def head_items(count_V: Tensor) -> Tensor:
     """Return bool (V,): the most popular fifth of the catalogue; ties are broken by vocabulary order."""
+    import torch
+
     num_items = len(count_V) - 1
     head = torch.zeros(len(count_V), dtype=torch.bool, device=count_V.device)
     best = count_V[1:].argsort(descending=True, stable=True)[: max(1, round(0.2 * num_items))]
