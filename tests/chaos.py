@@ -173,7 +173,7 @@ def _round(
 
 
 def _await_group(group: int) -> None:
-    """Wait until no process of the group is left: to DVC, a killed one that init has not yet collected holds its locks."""
+    """Wait until no process of the group is left: to DVC, a dead one not yet collected by init still holds locks."""
     while True:
         try:
             os.killpg(group, 0)

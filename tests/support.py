@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import subprocess
+import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -259,3 +261,11 @@ def contrast(first, second):
     """The ratio of light of two colours, from 1 to 21, as WCAG 2 computes it."""
     bright, dark = sorted((linear_rgb(colour) @ [0.2126, 0.7152, 0.0722] for colour in (first, second)), reverse=True)
     return (bright + 0.05) / (dark + 0.05)
+
+
+def imported(*arguments: str) -> set[str]:
+    """Return the packages and modules that `python -m seqrec ARGUMENTS` imports."""
+    script = "import sys; from seqrec.__main__ import main\ntry: main(sys.argv[1:])\nfinally: print(*sys.modules)"
+    command = [sys.executable, "-c", script, *arguments]
+    done = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=False)
+    return set(done.stdout.split())

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support import imported
 
 from seqrec import __version__
 from seqrec.__main__ import COMMANDS, FROM_PARAMS, TerminalHandler, main
@@ -144,17 +145,9 @@ def test_as_a_program_errors_go_to_stderr_and_the_status_is_1(params):
     assert "Traceback" not in done.stderr
 
 
-def imported(*arguments, folder=ROOT):
-    """Return the packages that a call of the program imports."""
-    script = "import sys; from seqrec.__main__ import main\ntry: main(sys.argv[1:])\nfinally: print(*sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", script, *arguments], cwd=folder, capture_output=True, text=True, check=False
-    )
-    return set(done.stdout.split())
-
-
 def test_help_imports_nothing_that_takes_time():
     assert imported("--help").isdisjoint({"torch", "mlflow", "numpy", "pyarrow", "pydantic", "yaml"})
+    assert imported("leaderboard", "--help").isdisjoint({"torch", "mlflow", "pandas"})
 
 
 def test_a_line_of_the_log_goes_to_what_stderr_is_at_the_moment(monkeypatch):

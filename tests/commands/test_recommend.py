@@ -3,7 +3,7 @@ import shutil
 import pyarrow.parquet as pq
 import pytest
 import torch
-from support import save
+from support import imported, save
 
 from seqrec.__main__ import main
 from seqrec.commands import recommend
@@ -71,6 +71,15 @@ def test_recommendations_are_printed_with_titles(prepared, tmp_path, capsys):
     assert "no such   (unknown, skipped)" in printed
     assert "Title of i1" in printed
     assert "sasrec recommends" in printed
+
+
+def test_recommendations_import_nothing_that_takes_time_but_torch(prepared, tmp_path):
+    saved = save("sasrec", prepared, tmp_path / "model", model="sasrec")
+
+    packages = imported("recommend", "--history", "i1", "--saved", str(saved))
+
+    assert "torch" in packages
+    assert packages.isdisjoint({"pandas", "mlflow", "transformers", "polars", "great_expectations"})
 
 
 def test_an_explanation_stands_beside_the_events(prepared, tmp_path, capsys):
