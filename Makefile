@@ -8,7 +8,7 @@ export GX_ANALYTICS_ENABLED := false
 export MLFLOW_DISABLE_TELEMETRY := true
 export OMP_WAIT_POLICY ?= passive
 UV := $(shell command -v uv)
-INSTALL := $(if $(UV),uv pip install --quiet --python $(BIN)/python,$(BIN)/python -m pip install --quiet)
+INSTALL := $(if $(UV),uv pip install --quiet --python $(BIN)/python,$(BIN)/python -m pip install --quiet --no-compile)
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 KILLS ?= 100
 SEED ?= 0
@@ -26,7 +26,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt requirements.lock
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) --constraint constraints.txt torch
 	$(INSTALL) --require-hashes --no-deps --requirement requirements.lock
-	$(INSTALL) --constraint constraints.txt --editable '.[pipeline,text,serve,dev]'
+	$(INSTALL) --no-deps --editable .
 	@touch $@
 
 lock:  ## write requirements.lock anew, after a change of constraints.txt or pyproject.toml; needs uv
