@@ -13,7 +13,7 @@ export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 KILLS ?= 100
 SEED ?= 0
 
-.PHONY: help setup lock first repro auto experiments text-demo benchmark bench docs test test-containers test-services
+.PHONY: help setup lock first repro auto experiments text-demo benchmark bench docs test suite test-containers test-services
 .PHONY: test-spark chaos fuzz lint audit format ui pipeline image clean
 
 help:  ## show the targets
@@ -62,7 +62,10 @@ docs: setup  ## the site of these pages, into build/site; a link that leads nowh
 	python scripts/reference.py
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet
 
-test: setup lint  ## linters, types, tests
+test: setup  ## linters and types beside the tests
+	@$(MAKE) --no-print-directory --jobs 2 lint suite
+
+suite: setup
 	OMP_NUM_THREADS=1 pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
 
 test-containers: setup  ## build the image, run the pipeline in it; needs Docker, or root on Debian

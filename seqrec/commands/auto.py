@@ -115,7 +115,7 @@ def auto(
     """Make the best model of a log within a time budget: columns, split and settings are found out and shown.
 
     Args:
-        data: CSV or Parquet file with a header, or lines of `user item item ...`.
+        data: CSV with or without a header, JSON lines, Parquet, or lines of `user item item ...`.
         out: folder that receives everything.
         minutes: budget; one model is trained whatever it is.
         user: column of the users, where the guess is wrong.

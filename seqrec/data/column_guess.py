@@ -57,25 +57,20 @@ def is_lines(path: Path) -> bool:
 
 
 def guess(path: Path, chosen: Mapping[str, str], time_format: str = "") -> tuple[list[Guess], str]:
-    """Return the columns of a CSV or Parquet file to read, and the format of its times, empty if not needed.
+    """Return the columns of a file to read, and the format of its times, empty if not needed.
 
     Args:
-        path: the file, with a header.
+        path: a CSV file, with or without a header, JSON lines, or Parquet.
         chosen: known columns: our column -> the file's.
         time_format: format for strptime; empty: guess.
 
     Raises:
-        ValueError: a chosen column is missing, the file has no header, or a required column cannot be guessed.
+        ValueError: a chosen column is missing, or a required column cannot be guessed.
     """
     names = csv_files.header(path)
     for name, column in chosen.items():
         if column not in names:
             raise ValueError(f"{path.name} has no column {column!r} for {name}; there are {', '.join(names):.300}")
-    if not parquet_files.is_parquet(path) and all(re.fullmatch(r"[-+.\d]+", name) for name in names):
-        raise ValueError(
-            f"{path.name} begins with values, {', '.join(names):.80}: give it a header line such as "
-            "user_id,item_id,timestamp"
-        )
     rows = _sample(path, names)
     found = [Guess(name, column, "as you said") for name, column in chosen.items()]
     for role in WORDS:
@@ -141,6 +136,8 @@ def _by_content(role: str, rows: pl.DataFrame, taken: set[str]) -> str | None:
     free = [column for column in rows.columns if column not in taken]
     if role == "timestamp":
         return next((column for column in free if _is_time(rows[column])), None)
+    if role == "user_id":  # Amazon's own ratings have the items first
+        free.sort(key=lambda column: _share_of_amazon_items(rows[column]) >= FIT)
     return next((column for column in free if _is_id(rows[column])), None)
 
 
@@ -155,6 +152,11 @@ def _share_of_times(values: pl.Series, time_format: str) -> float:
         return 0.0
     found = seconds(values, time_format)
     return int(found.is_between(EARLIEST, LATEST).fill_null(False).sum()) / len(values)
+
+
+def _share_of_amazon_items(values: pl.Series) -> float:
+    text = values.cast(pl.String, strict=False).drop_nulls()
+    return float(text.str.contains(r"^(B[0-9A-Z]{9}|\d{9}[\dX])$").mean() or 0.0)  # type: ignore[arg-type]
 
 
 def _is_id(values: pl.Series) -> bool:

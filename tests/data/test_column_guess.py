@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from datetime import datetime, timedelta
+import gzip
+import json
+from datetime import UTC, datetime, timedelta
 
 import polars as pl
 import pytest
 
-from seqrec.data.column_guess import guess, is_lines
+from seqrec.config import IngestConfig
+from seqrec.data.column_guess import REQUIRED, guess, is_lines
+from seqrec.data.readers import own_files
 
 ROWS = 60
 
@@ -86,7 +90,6 @@ def test_what_the_caller_names_is_taken(tmp_path):
         ({"user": "user", "item": "item"}, {}, "no column looks like timestamp among user, item; name it: --time"),
         ({"user": "user", "item": "item", "time": "words"}, {}, "have no known format: say --time-format"),
         ({"user": "user"}, {"item_id": "sku"}, "log.csv has no column 'sku' for item_id; there are user"),
-        ({"1": "user", "17": "item", "4.5": "stars"}, {}, "begins with values, 1, 17, 4.5: give it a header"),
     ],
 )
 def test_what_cannot_be_told_names_the_flag(tmp_path, columns, chosen, message):
@@ -94,6 +97,49 @@ def test_what_cannot_be_told_names_the_flag(tmp_path, columns, chosen, message):
 
     with pytest.raises(ValueError, match=message):
         guess(tmp_path / "log.csv", chosen)
+
+
+LOG = [(f"u{n % 12}", f"i{n % 17}", n % 5 + 1, 1_300_000_000 + n * 1000) for n in range(90)]
+FILES = {  # name -> how it writes a record, and its columns of users, items and times
+    "comma.csv": (lambda u, i, r, t: f"{u},{i},{r}.0,{t}", "column_1 column_2 column_4"),
+    "u.data": (lambda u, i, r, t: f"{u[1:]}\t{i[1:]}\t{r}\t{t}", "column_1 column_2 column_4"),
+    "ratings.dat": (lambda u, i, r, t: f"{u[1:]}::{i[1:]}::{r}::{t}", "column_1 column_2 column_4"),
+    "dated.csv": (
+        lambda u, i, r, t: f"{datetime.fromtimestamp(t, UTC):%Y-%m-%d %H:%M:%S UTC};{u};{i}",
+        "column_2 column_3 column_1",
+    ),
+    "amazon.csv": (lambda u, i, r, t: f"B00{i[1:]:0>7},A{u},{r}.0,{t}", "column_2 column_1 column_4"),
+    "reviews.json": (
+        lambda u, i, r, t: json.dumps({"asin": i, "reviewerID": u, "overall": r, "votes": [1], "unixReviewTime": t}),
+        "reviewerID asin unixReviewTime",
+    ),
+}
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+@pytest.mark.parametrize("name", FILES)
+def test_files_without_a_header_and_json_lines_lose_no_row(tmp_path, name, zipped):
+    write, columns = FILES[name]
+    content = "".join(write(*event) + "\n" for event in LOG).encode()
+    path = tmp_path / (name + ".gz" * zipped)
+    path.write_bytes(gzip.compress(content) if zipped else content)
+
+    found, time_format = guess(path, {})
+
+    chosen = {one.name: one.column for one in found if one.name in REQUIRED}
+    assert list(chosen.items()) == list(zip(REQUIRED, columns.split(), strict=True))
+    config = IngestConfig(source="csv", interactions=str(path), columns=chosen, time_format=time_format)
+    blocks = list(own_files({"interactions": path}, config).interactions)
+    assert [len(block.bad) for block in blocks] == [0]
+    assert blocks[0].good["timestamp"].to_list() == [event[3] for event in LOG]
+    assert blocks[0].good["item_id"].n_unique() == len({event[1] for event in LOG})
+
+
+def test_a_json_array_is_refused(tmp_path):
+    (tmp_path / "log.json").write_text(json.dumps([{"user": 1, "item": 2, "time": 3}]))
+
+    with pytest.raises(ValueError, match="is one JSON array: write an object per line"):
+        guess(tmp_path / "log.json", {})
 
 
 def test_lines_of_items_are_told_from_tables(tmp_path):

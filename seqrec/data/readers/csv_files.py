@@ -1,10 +1,11 @@
-"""A user's own tables: CSV (also TSV and RecBole's atomic files) and Parquet."""
+"""A user's own tables: CSV (also TSV, RecBole's atomic files and files without a header), JSON lines and Parquet."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import polars as pl
 
@@ -12,15 +13,19 @@ from seqrec.config import IngestConfig
 from seqrec.data.readers import parquet_files
 from seqrec.data.readers.blocks import HEADER_BYTES, MARKS, Frames, read_lines
 from seqrec.data.readers.delimited import delimited, parse
+from seqrec.data.readers.json_lines import json_lines, keys
 from seqrec.data.readers.row_checks import Tables, interactions, items
 
 TYPED = re.compile(r":(token|float|token_seq|float_seq)$")  # types in the headers of RecBole's atomic files
+DELIMITERS = (",", "\t", ";", "|", "::")
+NUMBER = re.compile(r"[-+]?\d+(\.\d+)?")
+TIME = re.compile(r"[12]\d{8,18}(\.\d+)?|[12]\d{3}-\d\d-\d\d([T ].*)?")  # since 1970, or ISO 8601
 MOST_COLUMNS = 4096
 RESERVED = (*MARKS, "_by", "_excess", "_seconds", "_rating")  # column names used internally
 
 
 def own_files(files: Mapping[str, Path], config: IngestConfig) -> Tables:
-    """Read a user's tables, CSV (also TSV, RecBole's atomic files, gzip) or Parquet.
+    """Read a user's tables: CSV (also TSV, RecBole's atomic files), JSON lines, either of them gzip, or Parquet.
 
     `ingest.columns` maps our column names to those of the files; keys such as `items.item_id` are for the items file
     only.
@@ -80,12 +85,14 @@ def chosen_columns(
 
 
 def header(path: Path) -> list[str]:
-    """Return the column names of a CSV or Parquet file, without RecBole's types.
+    """Return the column names of a file, without RecBole's types; of JSON lines, the keys.
+
+    The columns of a file without a header are column_1, column_2 and so on.
 
     Raises:
         ValueError: the file is empty or damaged, or column names are duplicate or reserved.
     """
-    names = parquet_files.names(path) if parquet_files.is_parquet(path) else _csv_header(path)[0]
+    names = parquet_files.names(path) if parquet_files.is_parquet(path) else keys(path) or _csv_header(path).names
     if len(names) > MOST_COLUMNS:
         raise ValueError(f"{path.name} has {len(names):,} columns, more than {MOST_COLUMNS:,}: is this a table?")
     if len(set(names)) < len(names):
@@ -101,26 +108,56 @@ def _listed(names: Sequence[str]) -> str:
     return f"[{shown}, ... {len(names) - 20:,} more]" if len(names) > 20 else f"[{shown}]"
 
 
-def _csv_header(path: Path) -> tuple[list[str], str, bool, int]:
-    """Return column names, delimiter, whether fields may be quoted, and the line number of the header."""
+class _Header(NamedTuple):
+    names: list[str]
+    delimiter: str
+    quoted: bool  # whether fields may be quoted
+    lines: int  # above the first record
+
+
+def _csv_header(path: Path) -> _Header:
     for lines in read_lines(path, size=HEADER_BYTES):
         if lines.is_empty():  # a block of blank lines
             continue
         number, text = lines.row(0)[:2]
-        delimiter = max(",\t;|", key=text.count)
-        names, end = parse(text, delimiter)
+        delimiter = max(DELIMITERS, key=text.count)
+        fields, end = parse(text, delimiter)
         if end != "closed":
             raise ValueError(f"{path.name}: the quotes of the header do not match: {text:.80}")
-        typed = all(TYPED.search(name) for name in names)
-        return [TYPED.sub("", name.strip()) if typed else name.strip() for name in names], delimiter, not typed, number
+        if is_record(fields):
+            return _Header([f"column_{place}" for place in range(1, len(fields) + 1)], delimiter, True, number - 1)
+        typed = all(TYPED.search(name) for name in fields)
+        names = [TYPED.sub("", name.strip()) if typed else name.strip() for name in fields]
+        return _Header(names, delimiter, not typed, number)
     raise ValueError(f"{path.name} is empty")
+
+
+def is_record(fields: Sequence[str]) -> bool:
+    """Return whether the first line of a file is a record: a field is a time, or all are numbers, but not 0, 1, 2, ...
+
+    >>> is_record(["A1", "B2", "5.0", "1307056020"]), is_record(["17", "4", "3"])
+    (True, True)
+    >>> is_record(["user", "item", "2024"]), is_record(["", "0", "1"]), is_record(["user"])
+    (False, False, False)
+    """
+    found = [field.strip() for field in fields]
+    if len(found) < 2:
+        return False
+    unnamed = [str(place) for place in range(len(found))]  # what pandas writes above columns without names
+    if found == unnamed or found == ["", *unnamed[:-1]]:
+        return False
+    return any(map(TIME.fullmatch, found)) or all(map(NUMBER.fullmatch, found))
 
 
 def columns_of(path: Path, chosen: Mapping[str, str]) -> Frames:
     """Yield the chosen columns (our name -> the file's)."""
+    wanted = {name: pl.col(column) for name, column in chosen.items()}
     if parquet_files.is_parquet(path):
         yield from parquet_files.frames(path, chosen)
-        return
-    names, delimiter, quoted, number = _csv_header(path)
-    for frame in delimited(path, names, delimiter, quoted=quoted, skip=number):
-        yield frame.select(*MARKS, **{name: pl.col(column) for name, column in chosen.items()})
+    elif keys(path):
+        for frame in json_lines(path, dict.fromkeys(chosen.values(), pl.String)):
+            yield frame.select(*MARKS, **wanted)
+    else:
+        names, delimiter, quoted, above = _csv_header(path)
+        for frame in delimited(path, names, delimiter, quoted=quoted, skip=above):
+            yield frame.select(*MARKS, **wanted)

@@ -11,9 +11,37 @@ from typing import Any
 
 import polars as pl
 
-from seqrec.data.readers.blocks import Frames, read_lines
+from seqrec.data.readers.blocks import HEADER_BYTES, Frames, read_lines
 
 SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def keys(path: Path) -> list[str]:
+    """Return the keys of the first objects of a file with a JSON object per line; none if the file is no such file.
+
+    Keys whose values are lists or objects are left out.
+
+    Raises:
+        ValueError: the file is one JSON array.
+    """
+    lines = next((lines for lines in read_lines(path, size=HEADER_BYTES) if not lines.is_empty()), None)
+    first = "" if lines is None else lines["_text"][0].strip()
+    if first == "[" or first.startswith("[{"):
+        raise ValueError(
+            f"{path.name} is one JSON array: write an object per line instead, without brackets around them"
+        )
+    if lines is None or not first.startswith("{"):
+        return []
+    objects = [value for text in lines["_text"] if isinstance(value := _object_or_none(text), dict)]
+    nested = {key for value in objects for key in value if isinstance(value[key], (list, dict))}
+    return [key for key in dict.fromkeys(key for value in objects for key in value) if key not in nested]
+
+
+def _object_or_none(text: str) -> Any:
+    try:
+        return _object(text, literals=False)
+    except (ValueError, RecursionError, MemoryError):
+        return None
 
 
 def json_lines(path: Path, fields: Mapping[str, Any], *, literals: bool = False) -> Frames:

@@ -45,7 +45,7 @@ def _whole_numbers(times: pl.Series) -> pl.Series:
 
 
 def _iso_seconds(times: pl.Series) -> pl.Series:
-    text = times.str.replace(r"^(\d{4}-\d\d-\d\d) ", "${1}T").str.replace("[zZ]$", "+00:00")
+    text = times.str.replace(r"^(\d{4}-\d\d-\d\d) ", "${1}T").str.replace(r"\s*([zZ]|UTC|GMT)$", "+00:00")
     parsed = _parsed(text, "%Y-%m-%dT%H:%M:%S%.f%:z")
     for pattern in ("%Y-%m-%dT%H:%M:%S%.f", "%Y-%m-%dT%H:%M", "%Y-%m-%d"):
         parsed = parsed.fill_null(_parsed(text, pattern))
