@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 LENGTHS = (8, 200)  # shortest and longest window
 BATCHES = (16, 256)
 STEPS_AN_EPOCH = 40  # target
+TARGETS = 5_000  # in a step: more of them in fewer steps learn less in the same time
 STEPS = 2_000  # target for a whole training
 SCORES = 150_000_000_000  # maximum for a training, which scores every item for each target: 20 minutes of one core
 LAYERS = 5_000  # the layers of a model cost about as much as the scores of so many items
@@ -73,9 +74,10 @@ def number_of_windows(shape: Shape, of: str = "") -> int:
 
 
 def batch_size(shape: Shape, of: str = "") -> int:
-    """Return the power of two that gives about `STEPS_AN_EPOCH` steps."""
-    wanted = 2 ** round(math.log2(max(1.0, number_of_windows(shape, of) / STEPS_AN_EPOCH)))
-    return int(min(max(wanted, BATCHES[0]), BATCHES[1]))
+    """Return the power of two that gives about `STEPS_AN_EPOCH` steps, or more steps of about `TARGETS` targets."""
+    number = number_of_windows(shape, of)
+    wanted = min(number / STEPS_AN_EPOCH, TARGETS * number / max(1, targets_an_epoch(shape, of)))
+    return int(min(max(2 ** round(math.log2(max(1.0, wanted))), BATCHES[0]), BATCHES[1]))
 
 
 def steps_an_epoch(shape: Shape, of: str = "", batch: int = 0) -> int:

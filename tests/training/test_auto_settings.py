@@ -48,6 +48,13 @@ def test_more_users_never_mean_smaller_batches_or_models_nor_more_epochs_or_drop
         assert [rule(one) for one in grown] == sorted((rule(one) for one in grown), reverse=True), rule
 
 
+def test_long_histories_make_small_batches():
+    long, short = shape(6_000, median=100), shape(6_000, median=6)
+
+    assert auto.batch_size(long) * 150 < 1.5 * auto.TARGETS < auto.batch_size(short) * 150
+    assert auto.batch_size(shape(10**6, median=6)) == auto.BATCHES[1]
+
+
 def test_a_training_is_bounded_by_its_steps_and_by_its_scores():
     dense, sparse, large = shape(6_000, median=100), shape(6_000, median=6), shape(6_000, median=6, items=10**6)
 
