@@ -80,7 +80,7 @@ class RecDenoiserOptions(Options):
         check(min(self.l0, self.jacobian) >= 0, "l0 and jacobian must be at least 0")
         check(self.attention == "masked" or self.l0 == 0, f"l0 must be 0: attention {self.attention} has no masks")
         scored = self.estimator in ("ar", "reinforce")
-        check(self.baseline == "none" or scored, f"baseline: estimator {self.estimator} has none")
+        check(self.baseline == "none" or scored, f"baseline must be none with estimator {self.estimator}")
         loo_by_batch = self.baseline == "loo" and self.draws == "batch"
         check(not loo_by_batch, "baseline: with draws batch, loo would depend on the draw it judges")
         check(0 < self.keep < 1, "keep must be between 0 and 1")

@@ -96,7 +96,7 @@ class RecformerOptions(Options):
         layers = self.layers if self.encoder == "text" else 1
         sizes = (self.d_model, self.d_inner, layers, self.heads, self.vocabulary)
         check(min(sizes) >= 1, "d_model, d_inner, layers, heads and vocabulary must be at least 1")
-        check(self.d_model % self.heads == 0, "heads: d_model must be a multiple of it")
+        check(self.d_model % self.heads == 0, "d_model must be a multiple of heads")
         check(self.window >= 2 and self.window % 2 == 0 and self.window <= 2 * BLOCK, "window must be even, 2 to 128")
         check(self.attribute_tokens >= 2, "attribute_tokens must be at least 2: a name and a value")
         check(self.max_tokens > self.attribute_tokens, "max_tokens must be more than attribute_tokens")
@@ -104,16 +104,16 @@ class RecformerOptions(Options):
         check(self.norm_eps > 0 and self.temperature > 0, "norm_eps and temperature must be positive")
         check(self.mlm_weight >= 0, "mlm_weight must be at least 0")
         check(0 < self.mlm_probability < 1, "mlm_probability must be between 0 and 1")
-        check(set(self.frozen_words) <= {"pretrain", "finetune"}, "frozen_words: a list of pretrain and finetune")
+        check(set(self.frozen_words) <= {"pretrain", "finetune"}, "frozen_words may list only pretrain and finetune")
         check(self.piece_tokens >= self.max_tokens, "piece_tokens must be at least max_tokens")
         if self.encoder == "text":
-            check(self.objective == "last", "objective: encoder text is trained with last; causal is for encoder items")
+            check(self.objective == "last", "objective must be last with encoder text; causal needs encoder items")
             self.check_unused("encoder is text", "d_history", "history_layers", "history_heads", "history_dropout")
         else:
-            check(self.pooling == "mean", "pooling: encoder items takes mean")
+            check(self.pooling == "mean", "pooling must be mean with encoder items")
             check(self.layers >= 0, "layers must be at least 0")
             check(min(self.d_history, self.history_layers) >= 1, "d_history and history_layers must be at least 1")
-            check(self.d_history % self.history_heads == 0, "history_heads: d_history must be a multiple of it")
+            check(self.d_history % self.history_heads == 0, "d_history must be a multiple of history_heads")
             check(0 <= self.history_dropout < 1, "history_dropout must be at least 0 and under 1")
             self.check_unused("encoder is items", "mlm_weight", "mlm_probability")
 

@@ -98,15 +98,21 @@ class STRecOptions(Options):
             self.check_unused("sampling is random", "transform", "activation", "hash_bins")
         if self.attention == "full":
             self.check_unused("attention is full", "attention_size")
-        check(not sampled or self.attention == "full", "attention: a drop-in needs sampling: none")
-        check(not sampled or self.layers >= 2, "layers: sampling needs at least 2, the first reads every event")
-        check(self.sampling != "random" or self.noise != "none", "noise: random sampling needs some")
+        check(not sampled or self.attention == "full", "attention other than full needs sampling: none")
+        check(
+            not sampled or self.layers >= 2,
+            "layers: sampling needs at least 2, because the first layer reads every event",
+        )
+        check(self.sampling != "random" or self.noise != "none", "noise must not be none with sampling: random")
         check(not self.k or self.sparsity is None, "k and sparsity exclude each other")
         check(not self.k or len(self.k) == self.layers, f"k needs one entry for each of the {self.layers} layers")
         check(all(1 <= k <= self.length for k in self.k), "k must lie between 1 and length")
         check(list(self.k) == sorted(self.k, reverse=True), "k must not increase from layer to layer")
         check(self.sparsity is None or 0 <= self.sparsity < 1, "sparsity must be at least 0 and under 1")
-        check(self.alpha == "calibrated" or self.layers == len(OFFICIAL_ALPHA), "alpha: the official one has 8 layers")
+        check(
+            self.alpha == "calibrated" or self.layers == len(OFFICIAL_ALPHA),
+            "alpha: official has values for 8 layers only",
+        )
 
     @property
     def rows(self) -> tuple[int, ...]:

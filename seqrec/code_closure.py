@@ -48,7 +48,7 @@ def closure(module: str, *, exempt: Collection[str] = (), lazy: bool = True, roo
         ValueError: there is no such module.
     """
     if _file(module, root) is None:
-        raise ValueError(f"{module} is no module below {root}")
+        raise ValueError(f"{module} is not a module below {root}")
     found: dict[str, Path] = {}
     waiting = [module]
     while waiting:

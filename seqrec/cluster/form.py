@@ -164,5 +164,6 @@ def check_pretraining(params: Params) -> None:
         reads_items = params.model(model).options.get("encoder") == "items"
         if kind is None or kind.text != "tokens" or reads_items:
             raise ConfigError(
-                f"models.{model}: pretraining is for text models (architecture recformer, encoder text); --models ..."
+                f"models.{model}: pipeline `pretraining` needs text models (architecture "
+                "recformer, encoder text); choose one with --models"
             )

@@ -218,7 +218,7 @@ class _Jobs:
                 config.load_kube_config()
                 namespace = config.list_kube_config_contexts()[1]["context"].get("namespace", "default")
             except ConfigException as error:
-                raise ConfigError("kubernetes.launch: launcher job, but there is no cluster to reach") from error
+                raise ConfigError("kubernetes.launch: launcher job needs a cluster, but none can be reached") from error
         self.manifest, self.kind, self.name = manifest, manifest["kind"], manifest["metadata"]["name"]
         self.title = f"{self.kind} {namespace}/{self.name}"
         self.api, self.failure = client.CustomObjectsApi(), client.ApiException

@@ -192,7 +192,7 @@ def _source(plan: Plan, out: Path) -> tuple[dict[str, Any], bool]:
     path, request = Path(plan.request["data"]), plan.request
     items = {"items": str(Path(request["items"]).resolve())} if request["items"] else {}
     if column_guess.is_lines(path):
-        Console().print(f"{path.name}: lines of a user and items in their order, without times", highlight=False)
+        Console().print(f"{path.name}: lines of `user item item ...`, without times", highlight=False)
         return {"source": "lines", "interactions": str(path)} | items, False
     found, time_format = column_guess.guess(path, request["columns"], request["time_format"])
     _show(path, found, time_format)
@@ -242,10 +242,10 @@ def _split(params: Params, out: Path, timed: bool) -> tuple[dict[str, Any], str]
             reason = str(error)
         else:
             if not (reason := _too_little(sequences.load(out / "data" / "sequences"))):
-                return settings, "temporal: what comes after a moment is predicted from what was before it"
+                return settings, "temporal: events after a point in time are predicted from the events before it"
     settings = {"protocol": "LOO-full"}
     settings |= _core(params, out, settings)
-    return settings, f"LOO-full, each user's last event, since by time it cannot be: {reason}"
+    return settings, f"LOO-full (each user's last event), because a split by time is not possible: {reason}"
 
 
 def _core(params: Params, out: Path, settings: Mapping[str, Any]) -> dict[str, int]:
@@ -273,7 +273,7 @@ def _too_little(prepared: sequences.Sequences) -> str:
         if len(cases) < CASES:
             return f"only {len(cases)} {part} cases"
         if (known := float(prepared.trained(cases.user).double().mean())) < KNOWN:
-            return f"only {known:.0%} of the {part} cases are of users with a past before the first cut"
+            return f"only {known:.0%} of the {part} cases belong to users with events before the first cut"
     if card["test_cut"] - card["valid_cut"] < DAY:
         return "validation spans less than a day"
     return ""
@@ -285,7 +285,7 @@ def _say_data(plan: Plan, prepared: sequences.Sequences) -> None:
     logger.info("split: %s", plan.split)
     logger.info("data: %s", counts)
     if not plan.params["evaluate"].get("filter_seen", True):
-        logger.info("people come back to items here: those of the past stay candidates")
+        logger.info("many events repeat an item, so past items stay candidates")
     for sentence in data_warnings.warnings(card):
         logger.warning("the data: %s", sentence)
 
@@ -338,7 +338,7 @@ def _epochs(plan: Plan, name: str, shape: Shape, folder: Path, out: Path, share:
     usable = (share - (time.monotonic() - began)) * (1 - RESERVE) - 4 * cost.validation_s
     fitting = int(usable / cost.epoch_s)
     if fitting < 1 and not first:
-        logger.warning("%s is left out: an epoch takes %.0f s of the %.0f s that are left", name, cost.epoch_s, usable)
+        logger.warning("%s is left out: an epoch takes %.0f s of the remaining %.0f s", name, cost.epoch_s, usable)
         return 0
     epochs = max(1, min(fitting, config.epochs))
     logger.info(

@@ -48,7 +48,7 @@ def refit(
         (sequences, registry.SPLIT_TAG, read_json(sequences / SPLIT_CARD)["split_sha256"]),
     ):
         if evaluated.tags.get(key) != found:
-            raise ConfigError(f"{path} is not what version {evaluated.version} of {name} was made of ({key} differs)")
+            raise ConfigError(f"version {evaluated.version} of {name} does not come from {path} ({key} differs)")
     values = retrain(
         model=model,
         sequences=sequences,

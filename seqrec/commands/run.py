@@ -60,7 +60,7 @@ def _run(params: Params, out: Path, data: Path | None, resume: bool, from_champi
         values |= train_model(params, model, source / "sequences", out, resume, champion)
     write_leaderboard(out / "reports", source / "sequences", params.leaderboard)
     leaderboard.show(reports=out / "reports")
-    logger.info("not registered: `seqrec import --run %s` does it", out)
+    logger.info("not registered yet: `seqrec import --run %s` registers the models", out)
     return values
 
 
@@ -69,7 +69,7 @@ def _fetch_champion(params: Params, folder: Path) -> Path:
 
     shutil.rmtree(folder, ignore_errors=True)  # of an earlier run, whose champion may have had more files
     version = fetch_champion(dataset=params.dataset, folder=folder, config=params.section("register"))
-    logger.info("the champion is version %s", version or "none: nothing to start from")
+    logger.info("champion to start from: %s", f"version {version}" if version else "none")
     return folder
 
 

@@ -49,7 +49,7 @@ def check(params: Params, *, ingests: bool = True) -> None:
         config = params.section("ingest", dataset=dataset)
         if dataset in sources.SOURCES and config.source != dataset:
             raise ConfigError(
-                f"datasets.{dataset}.ingest.source: {config.source} under the name of the source {dataset}; "
+                f"datasets.{dataset}.ingest.source: {config.source}, but {dataset} is the name of another source; "
                 "give the dataset another name, or leave ingest.source out"
             )
         try:

@@ -244,8 +244,9 @@ def _check(tally: Tally, name: str, config: IngestConfig, quarantine: Path) -> N
         )
         raise ValueError(
             f"{tally.bad:,} of {total:,} rows of {name} are malformed ({tally.bad / total:.1%}), more than "
-            f"ingest.max_bad_share = {config.max_bad_share:g} allows; the first of them:{first}\n"
-            f"All are in {quarantine}. Does ingest.source fit the file? If they may go, raise ingest.max_bad_share."
+            f"ingest.max_bad_share = {config.max_bad_share:g} allows. The first ones:{first}\n"
+            f"All are in {quarantine}. Does ingest.source fit the file? "
+            "To go on without these rows, raise ingest.max_bad_share."
         )
     if not tally.good:
         raise ValueError(f"the {name} file has no well-formed row")

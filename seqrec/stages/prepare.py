@@ -82,9 +82,9 @@ def prepare(*, dataset: str, data: Path, validation: Path, sequences: Path, conf
     input_sha256 = sha256(data / artifacts.INTERACTIONS)
     verdict = read_json(validation)
     if not verdict["success"] or verdict["input_sha256"] != input_sha256:
-        raise ValueError(f"{validation} is no successful validation of {data / artifacts.INTERACTIONS}")
+        raise ValueError(f"{validation} is not a successful validation of {data / artifacts.INTERACTIONS}")
     if config.extend and Path(config.extend).resolve() == sequences.resolve():
-        raise ConfigError(f"prepare.extend: {config.extend} is what this stage writes; keep the earlier dump elsewhere")
+        raise ConfigError(f"prepare.extend: this stage overwrites {config.extend}; keep the earlier dump elsewhere")
     with table_engines.opened(config.engine, sequences) as engine:
         events, users, items, dropped, cuts = _filter(engine, data, config)
         table = events.join(users.frame, on="user").join(items.frame.rename({"number": "item_number"}), on="item")

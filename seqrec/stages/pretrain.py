@@ -74,7 +74,7 @@ def pretrain(
     known = REGISTRY.get(architecture.architecture)
     if known is not None and known.text:
         if data is None:
-            raise ConfigError(f"models.{model}: {known.__name__} reads the items' text: give --data")
+            raise ConfigError(f"models.{model}: {known.__name__} reads the items' text: name its folder with --data")
         folders = [(data, sequences), *((source, source / "sequences") for source in sources)]
         options = parse(known.Options, architecture.options, f"models.{model}.options")
         if known.text == "tokens":

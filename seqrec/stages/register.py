@@ -319,10 +319,12 @@ def _check_artifacts(client: MlflowClient, run: Run, path: Path) -> None:
     except (MlflowException, OSError) as error:
         raise TrackingError(
             f"register.tracking_uri: artifacts cannot be stored under {run.info.artifact_uri} ({error}); start the "
-            "server with --serve-artifacts, or give this machine access to that place"
+            "server with --serve-artifacts, or give this machine access to that location"
         ) from error
     if not same:
-        raise TrackingError(f"register.tracking_uri: {run.info.artifact_uri} gave back another {path.name}")
+        raise TrackingError(
+            f"register.tracking_uri: {run.info.artifact_uri} returned a {path.name} that differs from the stored one"
+        )
 
 
 def _log_entry(tracker: Tracker, entry: Entry, parent: Run, shown: Examples) -> Run:

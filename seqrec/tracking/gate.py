@@ -68,7 +68,7 @@ def promote(client: MlflowClient, version: ModelVersion, cases: pa.Table, config
                 registry.crown(client, version, champion, decision.reason)
             if still_ours():
                 return decision
-    raise TrackingError(f"{version.name}: other promotions came between {ATTEMPTS} times; register again")
+    raise TrackingError(f"{version.name}: other promotions came first {ATTEMPTS} times in a row; run register again")
 
 
 def _recorded(version: ModelVersion) -> Decision:

@@ -244,7 +244,7 @@ def register_refit(
     with claim(client, name) as still_ours:
         champion, now = find_champion(client, name), find_evaluated(client, name)
         if now is None or str(now.version) != str(evaluated.version) or not still_ours():
-            raise TrackingError(f"{name} has another champion than version {evaluated.version} meanwhile: refit that")
+            raise TrackingError(f"version {evaluated.version} of {name} is no longer the champion: refit the new one")
         if champion is not None and str(champion.version) != str(version.version):
             crown(client, version, champion, reason)
     return version
@@ -298,7 +298,7 @@ def fetch(uri: str, folder: Path, config: RegisterConfig) -> None:
                 f"register.tracking_uri: {uri} cannot be fetched from {place} ({first_line(error)})"
             ) from error
         if not (model / ARTIFACTS / MODEL_CARD).is_file():
-            raise TrackingError(f"{uri} holds no {MODEL_CARD}: it is no model that `register` has logged")
+            raise TrackingError(f"{uri} holds no {MODEL_CARD}, so `register` has not logged it")
         for file in (WEIGHTS, MODEL_CARD, TOKENS, COUNTS, *cards.FILES):
             if (model / ARTIFACTS / file).is_file():
                 shutil.copyfile(model / ARTIFACTS / file, folder / file)

@@ -34,13 +34,13 @@ def relocate(config: RegisterConfig) -> None:
     """
     path = sqlite_path(tracking_uri(config))
     if path is None or not path.is_file():
-        raise ConfigError(f"register.tracking_uri: {tracking_uri(config)} is no SQLite file: nothing to relocate")
+        raise ConfigError(f"register.tracking_uri: {tracking_uri(config)} is not a SQLite file: nothing to relocate")
     new = path.parent.resolve()
     try:
         with contextlib.closing(sqlite3.connect(path)) as database:
             old = _before(database, config.experiment)
             if old.resolve() == new:
-                logger.info("%s: the artifacts lie beside it already", path)
+                logger.info("%s: the artifacts are already beside it", path)
                 return
             if not (new / "mlartifacts").is_dir():
                 raise ConfigError(f"registry relocate: {new} has no mlartifacts: move or copy that folder there first")
@@ -52,9 +52,7 @@ def relocate(config: RegisterConfig) -> None:
                 )
     except sqlite3.Error as error:
         raise ConfigError(f"registry relocate: {path}: {error}") from error
-    logger.info(
-        "%s: %d places changed from %s to %s; before that, it was copied to %s", path, changed, old, new, backup
-    )
+    logger.info("%s: %d paths changed from %s to %s; the backup is %s", path, changed, old, new, backup)
 
 
 def _before(database: sqlite3.Connection, experiment: str) -> Path:

@@ -139,7 +139,7 @@ def _check_place(uri: str, location: str) -> None:
         return
     raise TrackingError(
         f"register.tracking_uri: {path} keeps its artifacts in {place}, not beside itself: the project was moved or "
-        "copied. `python -m seqrec registry relocate` writes the new place into it, after a backup"
+        "copied. `python -m seqrec registry relocate` makes a backup and corrects the paths"
     )
 
 
