@@ -66,7 +66,7 @@ class Server:
     @contextmanager
     def explained(self) -> Iterator[None]:
         """Turn what the client raises into one line."""
-        place = redacted(self.host) or "the server of this cluster"
+        server = redacted(self.host) or "the server of this cluster"
         try:
             yield
         except kfp_server_api.ApiException as error:
@@ -77,10 +77,10 @@ class Server:
             }
             body = redacted(str(error.body), self.token, self.cookies)[:500]
             text = causes.get(error.status, f"HTTP status {error.status}: {body}")
-            raise SubmissionError(f"{place}: {text}") from error
+            raise SubmissionError(f"{server}: {text}") from error
         except (urllib3.exceptions.HTTPError, OSError) as error:
             raise SubmissionError(
-                f"--host: {place} does not answer ({redacted(str(error), self.token, self.cookies)[:200]})"
+                f"--host: {server} does not answer ({redacted(str(error), self.token, self.cookies)[:200]})"
             ) from error
 
 

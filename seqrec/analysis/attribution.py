@@ -84,8 +84,8 @@ def masked_attention(model: SequenceModel, batch: Batch) -> tuple[Tensor, Tensor
 
 def _all_but_one(width: int, device: torch.device) -> Tensor:
     """Return (width, width - 1): row j counts up to `width` without j."""
-    place = torch.arange(width - 1, device=device)
-    return place + (place >= torch.arange(width, device=device).unsqueeze(1))
+    column = torch.arange(width - 1, device=device)
+    return column + (column >= torch.arange(width, device=device).unsqueeze(1))
 
 
 def _queries(model: SequenceModel, batch: Batch) -> Tensor:

@@ -103,12 +103,12 @@ def choose(
     user_ids = read_users(sequences)
     users = [
         Example(
-            user_id=user_ids[one - 1],
+            user_id=user_ids[number - 1],
             history=[item for item in batch.items[row].tolist() if item != PAD],
             target=int(target[row]),
             opinions={name: rows[row] for name, rows in opinions.items()},
         )
-        for row, one in enumerate(user.tolist())
+        for row, number in enumerate(user.tolist())
     ]
     return Examples(users=users, names=_names(users, sequences, checkpoints[leader]), masked=masked, sparse=sparse)
 
@@ -140,7 +140,7 @@ def _lists(report: Path, user: NDArray[Any]) -> list[list[int]]:
     wanted = user.tolist()
     table = pq.read_table(report / RECOMMENDATIONS, filters=[("user", "in", wanted)]).sort_by("rank")
     rows = list(zip(table["user"].to_pylist(), table["item"].to_pylist(), strict=True))
-    return [[item for owner, item in rows if owner == one] for one in wanted]
+    return [[item for owner, item in rows if owner == number] for number in wanted]
 
 
 def _opinions(

@@ -34,13 +34,46 @@ class Place:
 
 def train_job(name: str, place: Place, state: Path, order: Path) -> dict[str, Any]:
     """Return the TrainJob (trainer.kubeflow.org/v1alpha1) that runs `order` with torchrun on every node."""
-    launch, cluster = place.launch, place.cluster
+    labels = place.cluster.labels
+    node = {
+        "name": "node",
+        "template": {"spec": {"template": {"metadata": {"labels": labels}, "spec": _pod(place, state)}}},
+    }
+    patch = {"template": {"spec": {"replicatedJobs": [node]}}}
+    spec = {
+        "runtimeRef": {"name": place.launch.runtime},
+        "trainer": _trainer(place, order),
+        "runtimePatches": [{"manager": "seqrec.org/launch", "trainingRuntimeSpec": patch}],
+    }
+    if place.resources.timeout_s:
+        spec["activeDeadlineSeconds"] = place.resources.timeout_s
+    metadata = {"name": name, "labels": labels}
+    return {"apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob", "metadata": metadata, "spec": spec}
+
+
+def _trainer(place: Place, order: Path) -> dict[str, Any]:
+    launch = place.launch
+    return {
+        "image": launch.image or place.image,
+        # the variables PET_* tell torchrun where the nodes are and how many processes to start
+        "command": ["python", "-m", "torch.distributed.run", "-m", "seqrec.cluster.launch"],
+        "args": [str(order)],
+        "numNodes": launch.nodes,
+        "numProcPerNode": launch.processes,
+        "resourcesPerNode": _quantities(place.resources),
+        "env": _variables(place.cluster),
+    }
+
+
+def _pod(place: Place, state: Path) -> dict[str, Any]:
+    """Return the pod of one node of a TrainJob."""
+    cluster = place.cluster
     container = {
         "name": "node",
         "securityContext": _container_security(),
         "volumeMounts": _mounts(place, state),
     }
-    pod = {
+    return {
         "containers": [container],
         "volumes": list(_volumes(place, state).values()),
         "securityContext": _pod_security(cluster),
@@ -48,35 +81,6 @@ def train_job(name: str, place: Place, state: Path, order: Path) -> dict[str, An
         **({"serviceAccountName": cluster.service_account} if cluster.service_account else {}),
         **_pull_secrets(cluster),
     }
-    node = {"name": "node", "template": {"spec": {"template": {"metadata": {"labels": cluster.labels}, "spec": pod}}}}
-    spec = {
-        "runtimeRef": {"name": launch.runtime},
-        "trainer": {
-            "image": launch.image or place.image,
-            "command": [
-                "python",
-                "-m",
-                "torch.distributed.run",
-                "-m",
-                "seqrec.cluster.launch",
-            ],  # PET_* say where and how many
-            "args": [str(order)],
-            "numNodes": launch.nodes,
-            "numProcPerNode": launch.processes,
-            "resourcesPerNode": _quantities(place.resources),
-            "env": _variables(cluster),
-        },
-        "runtimePatches": [
-            {
-                "manager": "seqrec.org/launch",
-                "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [node]}}},
-            }
-        ],
-    }
-    if place.resources.timeout_s:
-        spec["activeDeadlineSeconds"] = place.resources.timeout_s
-    metadata = {"name": name, "labels": cluster.labels}
-    return {"apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob", "metadata": metadata, "spec": spec}
 
 
 def spark_application(name: str, place: Place, state: Path, order: Path, config: Any) -> dict[str, Any]:
@@ -243,13 +247,13 @@ class _Jobs:
         if self.kind == "SparkApplication":
             state = status.get("applicationState", {}).get("state", "")
             return {"COMPLETED": "Complete", "FAILED": "Failed", "SUBMISSION_FAILED": "Failed"}.get(state, "Running")
-        true = {one["type"] for one in status.get("conditions", ()) if one["status"] == "True"}
+        true = {condition["type"] for condition in status.get("conditions", ()) if condition["status"] == "True"}
         return next((name for name in ("Complete", "Failed") if name in true), "Running")
 
     def reason(self) -> str:
         status = self._status() or {}
         spark = status.get("applicationState", {}).get("errorMessage", "")
-        return spark or "; ".join(one.get("message", "") for one in status.get("conditions", ()))
+        return spark or "; ".join(condition.get("message", "") for condition in status.get("conditions", ()))
 
     def _status(self) -> dict[str, Any] | None:
         try:

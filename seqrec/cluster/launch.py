@@ -98,7 +98,7 @@ def _typed(hint: Any, value: Any, name: str) -> Any:
     if dataclasses.is_dataclass(hint):
         return parse(hint, value, name)  # type: ignore[arg-type]
     if Path in (hint, *typing.get_args(hint)) and value is not None:
-        return [Path(one) for one in value] if isinstance(value, list) else Path(value)
+        return [Path(path) for path in value] if isinstance(value, list) else Path(value)
     return value
 
 
@@ -164,7 +164,7 @@ def _hand_over(source: Path, target: Path) -> Path:
 def _moved(value: Any, arguments: Mapping[str, Any], handed: Mapping[str, Path]) -> Any:
     """Return `value` with every path in or below an input replaced by where that was handed over."""
     if isinstance(value, list | tuple):
-        return [_moved(one, arguments, handed) for one in value]
+        return [_moved(item, arguments, handed) for item in value]
     for key, target in handed.items():
         if isinstance(value, Path) and value.is_relative_to(arguments[key]):
             return target / value.relative_to(arguments[key])

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from rich.console import Console
@@ -37,6 +37,9 @@ from seqrec.evaluation import leaderboard
 from seqrec.locks import locked
 from seqrec.training import auto_settings
 from seqrec.training.auto_settings import Shape
+
+if TYPE_CHECKING:
+    from seqrec.training.loop import Cost
 
 logger = logging.getLogger(__name__)
 PLAN = "auto.json"
@@ -155,9 +158,9 @@ def _auto(plan: Plan, out: Path) -> dict[str, float]:
         budget = 60 * float(plan.request["minutes"])
         run.count_rows(from_dict(plan.params), folder, out, ease_items=int((budget * EASE_FLOPS) ** (1 / 3)))
         plan.save("counts")
-    for place, name in enumerate(MODELS):
+    for number, name in enumerate(MODELS):
         if name not in plan.done:
-            _train(plan, name, shape, folder, out, share=plan.left() / (len(MODELS) - place))
+            _train(plan, name, shape, folder, out, share=plan.left() / (len(MODELS) - number))
     params = from_dict(plan.params)
     write_text(out / run.SETTINGS, yaml.safe_dump(json.loads(json.dumps(params.as_dict())), sort_keys=False))
     board = run.write_leaderboard(out / "reports", folder, params.leaderboard)
@@ -196,7 +199,7 @@ def _source(plan: Plan, out: Path) -> tuple[dict[str, Any], bool]:
         return {"source": "lines", "interactions": str(path)} | items, False
     found, time_format = column_guess.guess(path, request["columns"], request["time_format"])
     _show(path, found, time_format)
-    columns = {one.name: one.column for one in found}
+    columns = {guess.name: guess.column for guess in found}
     title = columns.pop("title", "")
     if title and not items:
         items = {"items": str(_titles(path, columns["item_id"], title, out))}
@@ -207,8 +210,8 @@ def _source(plan: Plan, out: Path) -> tuple[dict[str, Any], bool]:
 def _show(path: Path, found: Any, time_format: str) -> None:
     flags = {"user_id": "--user", "item_id": "--item", "timestamp": "--time", "title": "--title"}
     table = Table("ours", "column", "by", "another", title=escape(path.name), box=None, pad_edge=False)
-    for one in found:
-        table.add_row(one.name, escape(one.column), one.why, flags.get(one.name, ""))
+    for guess in found:
+        table.add_row(guess.name, escape(guess.column), guess.why, flags.get(guess.name, ""))
     if time_format:
         table.add_row("", escape(time_format), "its values", "--time-format")
     Console().print(table)
@@ -309,12 +312,6 @@ def _settings(name: str, shape: Shape, epochs: int | None) -> dict[str, Any]:
 
 def _epochs(plan: Plan, name: str, shape: Shape, folder: Path, out: Path, share: float) -> int:
     """Return how many epochs fit into `share` seconds, measured with some steps; 0 leaves the model out."""
-    import torch
-    from accelerate import Accelerator
-
-    from seqrec.training import loop
-    from seqrec.training.checkpoint import ResumeState, load_model
-
     first = not plan.params["models"]
     if share <= 0 and not first:
         logger.warning("%s is left out: the budget is spent", name)
@@ -322,25 +319,14 @@ def _epochs(plan: Plan, name: str, shape: Shape, folder: Path, out: Path, share:
     settings = {"models": {name: _settings(name, shape, None)}, "leaderboard": [name]}
     params = from_dict(plan.params | settings)
     run.build_model(params, name, folder, out)
-    config = params.section("finetune", model=name)
     began = time.monotonic()
-    net, _ = load_model(out / "artifacts" / name / "initial")
-    probe = loop.Fit(
-        model=net,
-        data=sequences.load(folder),
-        stage="finetune",
-        config=config,
-        filter_seen=params.section("evaluate").filter_seen,
-        state=ResumeState(out / "state" / "probe", "probe"),
-        accelerator=Accelerator(cpu=not torch.cuda.is_available()),
-    )
-    cost = loop.measure(probe)
+    cost = _cost(params, name, folder, out)
     usable = (share - (time.monotonic() - began)) * (1 - RESERVE) - 4 * cost.validation_s
     fitting = int(usable / cost.epoch_s)
     if fitting < 1 and not first:
         logger.warning("%s is left out: an epoch takes %.0f s of the remaining %.0f s", name, cost.epoch_s, usable)
         return 0
-    epochs = max(1, min(fitting, config.epochs))
+    epochs = max(1, min(fitting, params.section("finetune", model=name).epochs))
     logger.info(
         "%s: %d epochs of %d steps, about %.0f s at most; %.1f GB of memory so far",
         name,
@@ -350,6 +336,28 @@ def _epochs(plan: Plan, name: str, shape: Shape, folder: Path, out: Path, share:
         cost.memory / 1e9,
     )
     return int(epochs)
+
+
+def _cost(params: Params, name: str, folder: Path, out: Path) -> Cost:
+    """Return what an epoch of a model costs, measured with some steps on a copy of its initial weights."""
+    import torch
+    from accelerate import Accelerator
+
+    from seqrec.training import loop
+    from seqrec.training.checkpoint import ResumeState, load_model
+
+    net, _ = load_model(out / "artifacts" / name / "initial")
+    return loop.measure(
+        loop.Fit(
+            model=net,
+            data=sequences.load(folder),
+            stage="finetune",
+            config=params.section("finetune", model=name),
+            filter_seen=params.section("evaluate").filter_seen,
+            state=ResumeState(out / "state" / "probe", "probe"),
+            accelerator=Accelerator(cpu=not torch.cuda.is_available()),
+        )
+    )
 
 
 def _write_pages(out: Path, board: Mapping[str, Any], best: str, params: Params) -> None:

@@ -68,8 +68,8 @@ def recommend(
         known = drop if item_id in recommender.items else " (unknown, skipped)"
         console.print(f"after   {escape(item_id)}  {escape(titles.get(item_id, ''))}{known}", highlight=False)
     table = Table("", "item", "title", "score", title=f"{answer.source} recommends")
-    for place, (item_id, score) in enumerate(zip(answer.items, answer.scores, strict=True), start=1):
-        table.add_row(str(place), escape(item_id), escape(titles.get(item_id, "")), f"{score:.3f}")
+    for rank, (item_id, score) in enumerate(zip(answer.items, answer.scores, strict=True), start=1):
+        table.add_row(str(rank), escape(item_id), escape(titles.get(item_id, "")), f"{score:.3f}")
     console.print(table)
     for note in (*answer.notes, *([BESIDE] if any(drops) else [])):
         console.print(note, highlight=False)

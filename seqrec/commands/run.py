@@ -115,7 +115,7 @@ def prepare_data(params: Params, out: Path) -> Path:
     return split_data(params, out)
 
 
-def _places(params: Params) -> dict[str, Path]:
+def _folders(params: Params) -> dict[str, Path]:
     return {params.dataset: Path()} | {name: Path("sources") / name for name in params.sources}
 
 
@@ -125,8 +125,8 @@ def read_data(params: Params, out: Path) -> None:
     from seqrec.stages.validate import validate
 
     downloads, baseline = out / "state" / "downloads", Path("configs/baseline.json")
-    for name, place in _places(params).items():
-        data, verdict = out / "data" / place, out / "reports" / place / "validation.json"
+    for name, folder in _folders(params).items():
+        data, verdict = out / "data" / folder, out / "reports" / folder / "validation.json"
         ingest(dataset=name, output=data, downloads=downloads, config=params.section("ingest", dataset=name))
         config = params.section("validate", dataset=name)
         validate(dataset=name, data=data, report=verdict, baseline=baseline, config=config)
@@ -136,8 +136,8 @@ def split_data(params: Params, out: Path) -> Path:
     """Prepare what `read_data` has read; return the folder of the tables."""
     from seqrec.stages.prepare import prepare
 
-    for name, place in _places(params).items():
-        data, verdict = out / "data" / place, out / "reports" / place / "validation.json"
+    for name, folder in _folders(params).items():
+        data, verdict = out / "data" / folder, out / "reports" / folder / "validation.json"
         config = params.section("prepare", dataset=name)
         prepare(dataset=name, data=data, validation=verdict, sequences=data / "sequences", config=config)
     return out / "data"

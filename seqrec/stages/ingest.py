@@ -137,9 +137,9 @@ def _read(
 def _clear(output: Path, publications: tuple[sources.Publication, ...], mirror: str) -> None:
     """Delete results of an earlier run, but never a file that is to be read."""
     own = [file for publication in publications if publication.local for file in publication.files]
-    for setting, place in [("mirror", mirror), *((file.role, file.paths[0]) for file in own)]:
-        if place and Path(place).resolve().is_relative_to(output.resolve()):
-            raise ConfigError(f"ingest.{setting}: {place} lies in {output}, which this stage overwrites")
+    for setting, path in [("mirror", mirror), *((file.role, file.paths[0]) for file in own)]:
+        if path and Path(path).resolve().is_relative_to(output.resolve()):
+            raise ConfigError(f"ingest.{setting}: {path} lies in {output}, which this stage overwrites")
     output.mkdir(parents=True, exist_ok=True)
     (output / artifacts.SOURCE_CARD).unlink(missing_ok=True)  # first, because it marks the rest as complete
     for name in (artifacts.INTERACTIONS, artifacts.ITEMS, artifacts.QUARANTINE):

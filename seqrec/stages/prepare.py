@@ -151,8 +151,8 @@ def _filter(engine: Engine, data: Path, config: PrepareConfig) -> tuple[Frame, N
     cuts = splits.temporal_cuts(events, config) if unique and _filters_on_train(config) else None
     parts = _core(engine, events, cuts, config)
     left, in_core = _extent(events), _extent(engine.union(parts))
-    for place, name in enumerate(("events", "users", "items")):
-        dropped[f"{name} outside the k-core"] = left[place] - in_core[place]
+    for number, name in enumerate(("events", "users", "items")):
+        dropped[f"{name} outside the k-core"] = left[number] - in_core[number]
     if in_core[0] == 0:
         raise ValueError(
             f"no event is left of {total}: lower prepare.min_user_events ({config.min_user_events}), "

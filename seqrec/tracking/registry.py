@@ -227,8 +227,8 @@ def register_refit(
     """
     card, name, origin = read_json(checkpoint / MODEL_CARD), evaluated.name, client.get_run(evaluated.run_id)
     title, parent = f"{origin.info.run_name}-refit", origin.data.tags.get(PARENT)
-    place = experiment(client, config)
-    run = open_run(client, place, card["fingerprint"], title, parent=parent, seconds=card["seconds"])
+    experiment_id = experiment(client, config)
+    run = open_run(client, experiment_id, card["fingerprint"], title, parent=parent, seconds=card["seconds"])
     log_params(client, run, {key: card[key] for key in ("options", "config", REFIT)})
     log_history(client, run, history)
     model = log_model(client, run, checkpoint=checkpoint)
@@ -293,9 +293,9 @@ def fetch(uri: str, folder: Path, config: RegisterConfig) -> None:
         try:
             model = Path(mlflow.artifacts.download_artifacts(uri, dst_path=directory))
         except (MlflowException, OSError) as error:
-            place = redacted(tracking_uri(config))
+            server = redacted(tracking_uri(config))
             raise TrackingError(
-                f"register.tracking_uri: {uri} cannot be fetched from {place} ({first_line(error)})"
+                f"register.tracking_uri: {uri} cannot be fetched from {server} ({first_line(error)})"
             ) from error
         if not (model / ARTIFACTS / MODEL_CARD).is_file():
             raise TrackingError(f"{uri} holds no {MODEL_CARD}, so `register` has not logged it")

@@ -58,10 +58,10 @@ def relocate(config: RegisterConfig) -> None:
 def _before(database: sqlite3.Connection, experiment: str) -> Path:
     """Return the folder that the database was in when `experiment` was made."""
     row = database.execute("SELECT artifact_location FROM experiments WHERE name = ?", [experiment]).fetchone()
-    place = None if row is None else local_path(row[0])
-    if place is None:
+    folder = None if row is None else local_path(row[0])
+    if folder is None:
         raise ConfigError(f"registry relocate: experiment {experiment!r} keeps no artifacts in a local folder")
-    return place.parent
+    return folder.parent
 
 
 def _back_up(database: sqlite3.Connection, path: Path) -> Path:

@@ -134,11 +134,11 @@ def connect(config: RegisterConfig) -> MlflowClient:
 
 def _check_place(uri: str, location: str) -> None:
     """Raise TrackingError where the artifacts of a local database lie elsewhere than beside it."""
-    path, place = sqlite_path(uri), local_path(location)
-    if path is None or place is None or place.resolve().is_relative_to(path.parent.resolve()):
+    path, folder = sqlite_path(uri), local_path(location)
+    if path is None or folder is None or folder.resolve().is_relative_to(path.parent.resolve()):
         return
     raise TrackingError(
-        f"register.tracking_uri: {path} keeps its artifacts in {place}, not beside itself: the project was moved or "
+        f"register.tracking_uri: {path} keeps its artifacts in {folder}, not beside itself: the project was moved or "
         "copied. `python -m seqrec registry relocate` makes a backup and corrects the paths"
     )
 
@@ -315,12 +315,12 @@ def record_outcome(*, pipeline_run: str, name: str, state: str, failure: str | N
         TrackingError: the server does not answer.
     """
     client = connect(config)
-    place, run_id = experiment(client, config), injected_run()
+    experiment_id, run_id = experiment(client, config), injected_run()
     given = run_id is not None
     if run_id is None:
         text = f"tags.`{PIPELINE_RUN}` = '{pipeline_run}'"
-        found = client.search_runs([place], filter_string=text, max_results=1)
-        run_id = (found[0] if found else open_run(client, place, pipeline_run, name)).info.run_id
+        found = client.search_runs([experiment_id], filter_string=text, max_results=1)
+        run_id = (found[0] if found else open_run(client, experiment_id, pipeline_run, name)).info.run_id
     for key, value in ((PIPELINE_RUN, pipeline_run), (OUTCOME, state), (FAILURE, failure or "")):
         client.set_tag(run_id, key, redacted(value)[:5000])
     if not given:  # whoever made the run ends it
