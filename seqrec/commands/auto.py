@@ -1,4 +1,4 @@
-"""`seqrec auto`: from a log to the best model of it, within some minutes; the same command continues."""
+"""`seqrec auto`: finds the best model for a log within a time budget; the same command continues an interrupted run."""
 
 from __future__ import annotations
 
@@ -44,29 +44,29 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 PLAN = "auto.json"
 CARD = "model-card.md"
-MODELS = ("flash4rec", "sasrec", "gru4rec")  # in this order, as the first one is sure to be trained
+MODELS = ("flash4rec", "sasrec", "gru4rec")  # the order of training; the first model is always trained
 RATES = {"flash4rec": 3e-3, "sasrec": 1e-3, "gru4rec": 2e-3}
 OPTIONS: dict[str, dict[str, Any]] = {
     "flash4rec": {"prediction_head": False, "topk_dropout_k": 3},
     "sasrec": {"heads": 2},
     "gru4rec": {},
 }
-CORES = (5, 3, 2)  # events of a user and of an item, from the strictest on
+CORES = (5, 3, 2)  # minimum events per user and item, strictest first
 KEPT = 0.5  # share of the events that a k-core must leave
-CASES, KNOWN = 100, 0.2  # temporal: least cases of validation and of test, least share of them of trained users
-RESERVE = 0.15  # of a share of the budget, for counts and evaluation
-EASE_FLOPS = 1e9  # items cubed a second, of a tenth of the budget
+CASES, KNOWN = 100, 0.2  # temporal split: minimum cases per part, and minimum share of trained users
+RESERVE = 0.15  # share of a model's budget that counts and evaluation need
+EASE_FLOPS = 1e9  # items cubed per second of the whole budget, so that EASE takes a tenth of it
 
 
 @dataclass
 class Plan:
-    """What was decided, and the seconds spent; it outlives the process."""
+    """The decisions so far and the seconds spent, kept in a file."""
 
     path: Path
     request: dict[str, Any]
     params: dict[str, Any] = field(default_factory=dict)
-    split: str = ""  # which, and why
-    done: list[str] = field(default_factory=list)  # data, counts, and models
+    split: str = ""  # the protocol, and why
+    done: list[str] = field(default_factory=list)  # completed steps: data, counts, models
     spent: float = 0.0
     began: float = field(default_factory=time.monotonic)
 
@@ -75,7 +75,7 @@ class Plan:
         """Return the plan at `path`, a new one if there is none.
 
         Raises:
-            ValueError: it was made for another request.
+            ValueError: the plan was made for another request.
         """
         if not path.is_file():
             return cls(path, request)
@@ -93,11 +93,11 @@ class Plan:
         write_json(self.path, {name: getattr(self, name) for name in names})
 
     def left(self) -> float:
-        """Return the seconds that are left of the budget; may be negative."""
+        """Return the remaining seconds of the budget; may be negative."""
         return 60 * float(self.request["minutes"]) - self.spent - (time.monotonic() - self.began)
 
     def set_model(self, name: str, settings: dict[str, Any]) -> None:
-        """Take a model up into the settings."""
+        """Add a model to the settings."""
         self.params["models"][name] = settings
         self.params["leaderboard"] = list(self.params["models"])
         self.save()
@@ -115,13 +115,13 @@ def auto(
     time_format: str = "",
     items: str = "",
 ) -> dict[str, float]:
-    """Make the best model of a log within a time budget: columns, split and settings are found out and shown.
+    """Find the best model for a log within a time budget; columns, split and settings are chosen and shown.
 
     Args:
         data: CSV or Parquet file with a header, or lines of `user item item ...`.
         out: folder that receives everything.
-        minutes: budget; one model is trained whatever it is.
-        user: column of the users, where the guess is wrong.
+        minutes: budget; one model is always trained.
+        user: column of the users, if the guess is wrong.
         item: column of the items.
         time: column of the times.
         title: column of the items' titles.
@@ -132,7 +132,7 @@ def auto(
         The NDCG@10 of each model on validation and test.
 
     Raises:
-        ValueError: the file cannot be read so, or nothing is left of it to learn from.
+        ValueError: the file cannot be read, or no events are left to learn from.
         LockedError: another process runs in `out`.
     """
     if not data.is_file():
@@ -189,7 +189,7 @@ def _prepare(plan: Plan, out: Path) -> None:
 
 
 def _source(plan: Plan, out: Path) -> tuple[dict[str, Any], bool]:
-    """Return section `ingest` of the file, and whether it has times; the columns are shown."""
+    """Return section `ingest` for the file, and whether the file has times; print the columns."""
     from seqrec.data import column_guess
 
     path, request = Path(plan.request["data"]), plan.request
@@ -235,7 +235,7 @@ def _titles(path: Path, item: str, title: str, out: Path) -> Path:
 
 
 def _split(params: Params, out: Path, timed: bool) -> tuple[dict[str, Any], str]:
-    """Prepare the data, by time if there is enough on either side of the cuts; return section `prepare`, and why."""
+    """Split by time if both sides of the cuts have enough events; return section `prepare`, and the reason."""
     reason = "the file has no times"
     if timed:
         settings: dict[str, Any] = {"protocol": "temporal"}
@@ -252,7 +252,7 @@ def _split(params: Params, out: Path, timed: bool) -> tuple[dict[str, Any], str]
 
 
 def _core(params: Params, out: Path, settings: Mapping[str, Any]) -> dict[str, int]:
-    """Prepare with the strictest k-core that leaves half of the events, else with the laxest."""
+    """Prepare with the strictest k-core that keeps half of the events, or else with the least strict one."""
     for least in CORES:
         core = {"min_user_events": least, "min_item_events": least}
         try:
@@ -269,7 +269,7 @@ def _core(params: Params, out: Path, settings: Mapping[str, Any]) -> dict[str, i
 
 
 def _too_little(prepared: sequences.Sequences) -> str:
-    """Return why a temporal split cannot train or measure, or nothing."""
+    """Return why a temporal split has too few events or cases; empty if it has enough."""
     card = prepared.card
     for part in ("valid", "test"):
         cases = sequences.cases(prepared, part)
@@ -294,7 +294,7 @@ def _say_data(plan: Plan, prepared: sequences.Sequences) -> None:
 
 
 def _train(plan: Plan, name: str, shape: Shape, folder: Path, out: Path, *, share: float) -> None:
-    """Train and evaluate one model in `share` seconds; it is left out if an epoch does not fit, unless the first."""
+    """Train and evaluate one model in `share` seconds; leave it out if no epoch fits, unless it is the first."""
     if name not in plan.params["models"]:
         epochs = _epochs(plan, name, shape, folder, out, share)
         if epochs == 0:
@@ -311,7 +311,7 @@ def _settings(name: str, shape: Shape, epochs: int | None) -> dict[str, Any]:
 
 
 def _epochs(plan: Plan, name: str, shape: Shape, folder: Path, out: Path, share: float) -> int:
-    """Return how many epochs fit into `share` seconds, measured with some steps; 0 leaves the model out."""
+    """Return how many epochs fit into `share` seconds, estimated from a few steps; 0 leaves the model out."""
     first = not plan.params["models"]
     if share <= 0 and not first:
         logger.warning("%s is left out: the budget is spent", name)
@@ -339,7 +339,7 @@ def _epochs(plan: Plan, name: str, shape: Shape, folder: Path, out: Path, share:
 
 
 def _cost(params: Params, name: str, folder: Path, out: Path) -> Cost:
-    """Return what an epoch of a model costs, measured with some steps on a copy of its initial weights."""
+    """Return the cost of an epoch of a model, estimated from a few steps on its initial weights."""
     import torch
     from accelerate import Accelerator
 
