@@ -13,7 +13,7 @@ from seqrec.analysis.strec_sparsity import Point
 from seqrec.evaluation.leaderboard import BASELINES, SELECTION
 
 METRIC = "test/ndcg@10"
-TERMS = ("loss/", "figure/")  # prefixes, in a record of the history, of what a model reports of its own
+TERMS = ("loss/", "figure/")  # prefixes of a model's own figures in a record of the history
 SLICES = {"popularity": "popularity of the item", "length": "length of the history"}
 COLUMNS = 3
 PANEL = 300  # pixels, height
@@ -32,9 +32,9 @@ Record = Mapping[str, Any]
 
 
 def learning_curves(histories: Mapping[str, Sequence[Record]]) -> Figure:
-    """Return loss and validation metric by epoch, a line a model; `histories` are the records of history.jsonl.
+    """Return loss and validation metric by epoch, one line per model; `histories` are the records of history.jsonl.
 
-    A baseline has none. A model's colour and dash are those of its place among the names: give every figure the same.
+    A baseline has no history. The order of the names decides colour and dash: use the same order for every figure.
     """
     return _curves(histories, ("loss", SELECTION), columns=2)
 
@@ -70,7 +70,7 @@ def _phase_starts(history: Sequence[Record]) -> list[int]:
 
 
 def metric_by_slice(metrics: Mapping[str, Mapping[str, float]]) -> Figure:
-    """Return test NDCG@10 by item popularity and history length, a bar a model.
+    """Return test NDCG@10 by item popularity and history length, one bar per model.
 
     Args:
         metrics: of each model, with keys such as `test/ndcg@10/popularity=head`.
@@ -109,7 +109,7 @@ def _slice_label(key: str, metrics: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def coverage_against_accuracy(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    """Return test NDCG@10 with its interval against catalogue coverage, a point a row of the leaderboard."""
+    """Return test NDCG@10 with its interval against catalogue coverage, one point per row of the leaderboard."""
     figure = _panels([f"{WORDS[METRIC]} with its 95 % interval, against coverage"], 1)
     looks = _looks(row["model"] for row in rows)
     for row in rows:
@@ -125,7 +125,7 @@ def coverage_against_accuracy(rows: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def masked_attention(before_LL: Sequence[Sequence[float]], after_LL: Sequence[Sequence[float]]) -> Figure:
-    """Return two heat maps, a row an event that reads and a column an event that is read, counted back from the last.
+    """Return two heat maps: rows are events that read, columns events that are read, counted back from the last.
 
     Args:
         before_LL: weights of the attention without masks.
@@ -143,7 +143,7 @@ def masked_attention(before_LL: Sequence[Sequence[float]], after_LL: Sequence[Se
 
 
 def sparsity(points: Sequence[Point]) -> Figure:
-    """Return accuracy and time of a model against the share of rows that it does not compute; a star: as trained."""
+    """Return accuracy and time of a model against the share of rows left out; a star marks the trained sparsity."""
     figure = _panels((f"{WORDS[SELECTION]}, served with fewer rows", "time a history, µs"), 2)
     shares = [point.sparsity for point in points]
     marks = {"symbol": ["star" if point.trained else "circle" for point in points], "size": 9, "color": COLOURS[0]}
@@ -169,7 +169,7 @@ def _name_axes(figure: Figure, words: Sequence[str]) -> None:
 
 
 def _looks(names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Return colour and dash of each: no two models share both, and baselines are grey."""
+    """Return colour and dash of each name: no two models share both, and baselines are grey."""
     looks, models, baselines = {}, 0, 0
     for name in names:
         if name in BASELINES:
@@ -183,7 +183,7 @@ def _looks(names: Iterable[str]) -> dict[str, dict[str, str]]:
 
 
 def _style(name: str, look: Mapping[str, str], panel: int) -> dict[str, Any]:
-    """Return what makes a model look the same in every panel, and appear in the legend once."""
+    """Return the style of a model: the same in every panel, and in the legend only once."""
     marker = {"color": look["color"]}
     return {"name": name, "legendgroup": name, "showlegend": bool(name) and panel == 0, "marker": marker}
 

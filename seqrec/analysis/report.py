@@ -27,7 +27,7 @@ HEADS = {  # of the leaderboard
     "parameters": "parameters",
     "train_seconds": "training, s",
 }
-TRAINED = ("parameters", "train_seconds")  # what a baseline has not
+TRAINED = ("parameters", "train_seconds")  # a baseline has no such figures
 GLOSSARY = {
     "NDCG@10": "1 / log2(1 + rank) of the next item where it is among the ten best, else 0; the mean over all cases.",
     "recall@10": "The share of cases whose next item is among the ten best.",
@@ -155,7 +155,7 @@ def _section(title: str, parts: Iterable[str], *, folded: bool = False) -> str:
 
 
 def model_figures(name: str, history: Sequence[Mapping[str, Any]], examples: Examples) -> list[Figure]:
-    """Return what there is to see of one model alone: terms of its loss, masks, sparsity."""
+    """Return the figures that only one model has: terms of its loss, masks, sparsity."""
     figures = [plots.terms(history)]
     if name in examples.masked:
         figures.append(plots.masked_attention(*examples.masked[name]))
@@ -184,7 +184,7 @@ def _plotly() -> str:
 
 
 def _figure(figure: Figure) -> str:
-    content = figure.to_json().replace("<", "\\u003c")  # nothing in it may end the script
+    content = figure.to_json().replace("<", "\\u003c")  # its text must not end the script element
     hint = "A figure: it needs JavaScript, and a browser of 2023 or later."
     words = html.escape("; ".join(note.text for note in figure.layout.annotations if note.text))
     drawing = f'<div class="figure"><script type="application/json">{content}</script>{hint}</div>'
@@ -257,7 +257,7 @@ def _why(opinion: Opinion, position: int) -> str:
     red, green, blue = (33, 102, 172) if drop > 0 else (178, 24, 43)
     shade = 0.6 * abs(drop) / most if most else 0.0
     weight = None if opinion.attention is None else opinion.attention[position]
-    if not drop and not weight:  # the model does not see it
+    if not drop and not weight:  # outside the model's window
         return _cell("")
     read = "" if weight is None else f" ({weight:.0%})"
     style = f' style="background: rgba({red}, {green}, {blue}, {shade:.2f})"'

@@ -22,7 +22,7 @@ NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a stage runs; the fields after the first matter to jobs alone."""
+    """Where a stage runs; all fields but the first are for jobs only."""
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
@@ -112,7 +112,7 @@ def spark_application(name: str, place: Place, state: Path, order: Path, config:
         "imagePullSecrets": cluster.image_pull_secrets,
         "mainApplicationFile": f"local://{MAIN}",
         "arguments": [str(order)],
-        "restartPolicy": {"type": "Never"},  # the step is repeated, and finds what is done
+        "restartPolicy": {"type": "Never"},  # KFP repeats the step, which finds the finished job
         "volumes": list(_volumes(place, state).values()),
         "driver": {**pod, **account},
         "executor": {**pod, "instances": launch.nodes},
@@ -234,7 +234,7 @@ class _Jobs:
         logger.info("%s: created", self.title)
 
     def delete(self) -> None:
-        """Remove what is left of a failed attempt, and wait until its name is free."""
+        """Delete the job of a failed attempt, and wait until its name is free."""
         self._call(self.api.delete_namespaced_custom_object, name=self.name)
         while self.phase():
             time.sleep(0.5)

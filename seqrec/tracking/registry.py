@@ -134,12 +134,12 @@ def requirements() -> list[str]:
 
 def _example(vocabulary: Path) -> pd.DataFrame:
     items = pq.read_table(vocabulary, columns=["item_id"])["item_id"][:3].to_pylist()
-    times = list(range(0, 60 * len(items), 60))  # some models need them, the others take no notice
+    times = list(range(0, 60 * len(items), 60))  # only some models read them
     return pd.DataFrame({"history": [items, items[:1]], "times": [times, times[:1]], "k": [5, 5]})
 
 
 def describe_model(client: MlflowClient, name: str, description: str) -> None:
-    """Create the registered model `name` if it is missing, and say what it is."""
+    """Create the registered model `name` if it is missing, and describe it."""
     if not client.search_registered_models(f"name = '{name}'"):
         client.create_registered_model(name, description=description)
     elif client.get_registered_model(name).description != description:
@@ -223,7 +223,7 @@ def register_refit(
     """Log what `checkpoint` holds as a version linked to `evaluated`, and make it the champion in its place.
 
     Raises:
-        TrackingError: there is another champion meanwhile.
+        TrackingError: the champion has changed in the meantime.
     """
     card, name, origin = read_json(checkpoint / MODEL_CARD), evaluated.name, client.get_run(evaluated.run_id)
     title, parent = f"{origin.info.run_name}-refit", origin.data.tags.get(PARENT)
@@ -264,7 +264,7 @@ def champion_version(*, dataset: str, config: RegisterConfig) -> str:
 def fetch_champion(*, dataset: str, folder: Path, config: RegisterConfig) -> str:
     """Write weights, card, vocabulary and users of the champion of `dataset` to `folder`, empty where there is none.
 
-    What a retraining starts from: of a champion that was refitted, the weights before it, which know no test event.
+    A retraining starts from them. For a refitted champion they are the evaluated weights, which saw no test event.
 
     Returns:
         The version, or nothing.
@@ -286,7 +286,8 @@ def fetch(uri: str, folder: Path, config: RegisterConfig) -> None:
     """Write weights, card, vocabulary and users, and of a text model its tokens, of `uri` to `folder`.
 
     Raises:
-        TrackingError: the server does not answer, has no such model or has lost its files, or it is none of ours.
+        TrackingError: the server does not answer, has no such model or has lost its files, or `register` did not log
+            the model.
     """
     connect(config)
     with tempfile.TemporaryDirectory() as directory:

@@ -1,6 +1,6 @@
-"""A project that was moved or copied: MLflow keeps absolute paths, and this writes the new ones into its database.
+"""Corrects the absolute paths in MLflow's database after a project was moved or copied.
 
-A server finds its artifacts by its own settings; this is for a SQLite file with `mlartifacts/` beside it.
+This is for a SQLite file with `mlartifacts/` beside it; a server finds its artifacts by its own settings.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ COLUMNS = {  # of the tables of MLflow that hold where artifacts are
 
 
 def relocate(config: RegisterConfig) -> None:
-    """Write the folder of a local database into it, in place of the one that it was in before; keep a backup.
+    """Replace the old folder of a local database by its present one in all paths; keep a backup.
 
     Args:
         config: section `register`.
@@ -72,7 +72,7 @@ def _back_up(database: sqlite3.Connection, path: Path) -> Path:
 
 
 def _rewrite(database: sqlite3.Connection, table: str, column: str, old: Path, new: Path) -> int:
-    """Return how many places below `old` are now below `new`."""
+    """Return how many paths were moved from `old` to `new`."""
     count = 0
     for before, after in ((f"{old}/", f"{new}/"), (f"file://{old}/", f"file://{new}/")):
         done = database.execute(  # names of COLUMNS alone are put into the text
