@@ -40,7 +40,7 @@ def train_job(name: str, place: Place, state: Path, order: Path) -> dict[str, An
         "template": {"spec": {"template": {"metadata": {"labels": labels}, "spec": _pod(place, state)}}},
     }
     patch = {"template": {"spec": {"replicatedJobs": [node]}}}
-    spec = {
+    spec: dict[str, Any] = {
         "runtimeRef": {"name": place.launch.runtime},
         "trainer": _trainer(place, order),
         "runtimePatches": [{"manager": "seqrec.org/launch", "trainingRuntimeSpec": patch}],
