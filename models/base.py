@@ -48,9 +48,9 @@ class Options:
     objective: Objective = "causal"
 
     def __post_init__(self) -> None:
-        check(self.length >= 1, "length must be at least 1")
+        require(self.length >= 1, "length must be at least 1")
         for name, allowed in _choices(type(self)).items():
-            check(getattr(self, name) in allowed, f"{name} must be one of {', '.join(allowed)}")
+            require(getattr(self, name) in allowed, f"{name} must be one of {', '.join(allowed)}")
 
     @property
     def masked(self) -> bool:
@@ -65,7 +65,7 @@ class Options:
     def check_unused(self, why: str, *names: str) -> None:
         """Raise ValueError if an option in `names` differs from its default."""
         changed = [f.name for f in fields(self) if f.name in names and getattr(self, f.name) != f.default]
-        check(not changed, f"{', '.join(changed)}: no effect, as {why}")
+        require(not changed, f"{', '.join(changed)}: no effect, as {why}")
 
 
 def _choices(options: type[Options]) -> dict[str, tuple[str, ...]]:
@@ -80,7 +80,7 @@ def with_mask(batch: Batch, mask: int) -> Batch:
     return batch._replace(items=items, times=F.pad(batch.times, (0, 1)))
 
 
-def check(condition: bool, message: str) -> None:
+def require(condition: bool, message: str) -> None:
     """Raise `ValueError(message)` unless `condition` holds."""
     if not condition:
         raise ValueError(message)
@@ -107,7 +107,7 @@ class SequenceModel(nn.Module):
     def __init__(self, options: Any, catalogue: Catalogue) -> None:
         super().__init__()
         name = type(self).__name__
-        check(
+        require(
             options.objective in self.objectives,
             f"objective: {name} is trained with {', '.join(sorted(self.objectives))}, not {options.objective}",
         )
@@ -118,6 +118,13 @@ class SequenceModel(nn.Module):
     def needs_of(cls, options: Any) -> frozenset[str]:
         """Return which of times, user, text and attributes a model with `options` reads besides items."""
         return frozenset({"attributes" if cls.text == "attributes" else "text"} if cls.text else ())
+
+    def tokens(self) -> dict[str, Tensor]:
+        """Return what the model reads of the items' text; raise ValueError if the dataset has none."""
+        if self.catalogue.tokens is None:
+            kind = "attributes" if self.text == "attributes" else "text"
+            raise ValueError(f"{type(self).__name__} reads the items' {kind}: the dataset has none")
+        return self.catalogue.tokens
 
     @property
     def needs(self) -> frozenset[str]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.base import PAD, Batch, Catalogue, Objective, Options, SequenceModel, check
+from models.base import PAD, Batch, Catalogue, Objective, Options, SequenceModel, require
 from models.layers import Dropout, MultiHeadAttention, attention_bias, initialise
 
 
@@ -36,10 +36,10 @@ class BERT4RecOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(min(self.d_model, self.layers, self.heads) >= 1, "d_model, layers and heads must be at least 1")
-        check(self.d_inner >= 0, "d_inner must be at least 0")
-        check(0 <= self.dropout < 1, "dropout must be at least 0 and under 1")
-        check(0 <= self.attention_dropout < 1, "attention_dropout must be at least 0 and under 1")
+        require(min(self.d_model, self.layers, self.heads) >= 1, "d_model, layers and heads must be at least 1")
+        require(self.d_inner >= 0, "d_inner must be at least 0")
+        require(0 <= self.dropout < 1, "dropout must be at least 0 and under 1")
+        require(0 <= self.attention_dropout < 1, "attention_dropout must be at least 0 and under 1")
 
 
 class Block(nn.Module):

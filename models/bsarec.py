@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.base import PAD, Batch, Catalogue, Objective, Options, SequenceModel, TaskLoss, check
+from models.base import PAD, Batch, Catalogue, Objective, Options, SequenceModel, TaskLoss, require
 from models.layers import INIT_STD, Dropout, MultiHeadAttention, attention_bias, initialise
 
 NORM_EPS = 1e-12  # as in the paper's code; initial embeddings are small
@@ -44,11 +44,11 @@ class BSARecOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(min(self.d_model, self.layers, self.heads) >= 1, "d_model, layers and heads must be at least 1")
-        check(0 <= self.dropout < 1, "dropout must be at least 0 and under 1")
-        check(0 <= self.attention_dropout < 1, "attention_dropout must be at least 0 and under 1")
-        check(0 <= self.alpha <= 1, "alpha must be from 0 to 1")
-        check(1 <= self.cut <= self.length, "cut must be from 1 to length")
+        require(min(self.d_model, self.layers, self.heads) >= 1, "d_model, layers and heads must be at least 1")
+        require(0 <= self.dropout < 1, "dropout must be at least 0 and under 1")
+        require(0 <= self.attention_dropout < 1, "attention_dropout must be at least 0 and under 1")
+        require(0 <= self.alpha <= 1, "alpha must be from 0 to 1")
+        require(1 <= self.cut <= self.length, "cut must be from 1 to length")
 
 
 def low_pass(length: int, cut: int) -> Tensor:

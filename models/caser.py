@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.base import PAD, Batch, Catalogue, Options, SequenceModel, check
+from models.base import PAD, Batch, Catalogue, Options, SequenceModel, require
 from models.layers import Dropout, initialise
 
 
@@ -35,9 +35,9 @@ class CaserOptions(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         for key in ("d_model", "window", "horizontal", "vertical"):
-            check(getattr(self, key) >= 1, f"{key} must be at least 1")
-        check(self.window <= self.length, f"window: a query reads {self.window} items, but length is {self.length}")
-        check(0 <= self.dropout < 1, "dropout must be at least 0 and under 1")
+            require(getattr(self, key) >= 1, f"{key} must be at least 1")
+        require(self.window <= self.length, f"window: a query reads {self.window} items, but length is {self.length}")
+        require(0 <= self.dropout < 1, "dropout must be at least 0 and under 1")
 
 
 class Caser(SequenceModel):

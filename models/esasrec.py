@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.base import Catalogue, check
+from models.base import Catalogue, require
 from models.layers import Dropout, MultiHeadAttention, initialise
 from models.sasrec import SASRec, SASRecOptions
 
@@ -33,7 +33,7 @@ class ESASRecOptions(SASRecOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(self.expansion >= 1, "expansion must be at least 1")
+        require(self.expansion >= 1, "expansion must be at least 1")
 
 
 class LiGRBlock(nn.Module):

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from models.base import PAD, Batch, Catalogue, Options, SequenceModel, check
+from models.base import PAD, Batch, Catalogue, Options, SequenceModel, require
 from models.bert4rec import BERT4RecOptions, Block
 from models.layers import Dropout, attention_bias, initialise
 
@@ -37,10 +37,10 @@ class FDSAOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(min(self.d_model, self.layers, self.heads) >= 1, "d_model, layers and heads must be at least 1")
-        check(self.d_inner >= 0, "d_inner must be at least 0")
-        check(self.attribute_values >= 1, "attribute_values must be at least 1")
-        check(0 <= self.dropout < 1, "dropout must be at least 0 and under 1")
+        require(min(self.d_model, self.layers, self.heads) >= 1, "d_model, layers and heads must be at least 1")
+        require(self.d_inner >= 0, "d_inner must be at least 0")
+        require(self.attribute_values >= 1, "attribute_values must be at least 1")
+        require(0 <= self.dropout < 1, "dropout must be at least 0 and under 1")
 
 
 class Attributes(nn.Module):
@@ -99,9 +99,7 @@ class FDSA(SequenceModel):
 
     def __init__(self, options: FDSAOptions, catalogue: Catalogue) -> None:
         super().__init__(options, catalogue)
-        check(catalogue.tokens is not None, "FDSA reads the items' attributes: the dataset has none")
-        assert catalogue.tokens is not None
-        value_VM = catalogue.tokens["values"]
+        value_VM = self.tokens()["values"]
         self.register_buffer("value_VM", value_VM, persistent=False)
         self.items = nn.Embedding(catalogue.num_items + 1, options.d_model, padding_idx=PAD)
         self.attributes = Attributes(int(value_VM.max()) + 1, options.d_model)

@@ -19,7 +19,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from models.base import PAD, Batch, Catalogue, Options, SequenceModel, check
+from models.base import PAD, Batch, Catalogue, Options, SequenceModel, require
 from models.layers import Dropout, initialise
 
 
@@ -35,8 +35,8 @@ class GRU4RecOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(min(self.d_model, self.d_state, self.layers) >= 1, "d_model, d_state and layers must be at least 1")
-        check(0 <= self.dropout < 1, "dropout must be at least 0 and under 1")
+        require(min(self.d_model, self.d_state, self.layers) >= 1, "d_model, d_state and layers must be at least 1")
+        require(0 <= self.dropout < 1, "dropout must be at least 0 and under 1")
 
 
 def roll(x_BLD: Tensor, shift_B: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.base import PAD, Batch, Catalogue, Options, SequenceModel, check
+from models.base import PAD, Batch, Catalogue, Options, SequenceModel, require
 from models.layers import INIT_STD, Dropout, attention_bias, initialise
 
 NORM_EPS = 1e-6  # as in the paper's code; keeps the small outputs for short histories small
@@ -45,9 +45,9 @@ class HSTUOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(min(self.d_model, self.layers, self.heads) >= 1, "d_model, layers and heads must be at least 1")
-        check(self.d_model % self.heads == 0, f"heads: d_model {self.d_model} cannot be divided into {self.heads}")
-        check(0 <= self.dropout < 1, "dropout must be at least 0 and under 1")
+        require(min(self.d_model, self.layers, self.heads) >= 1, "d_model, layers and heads must be at least 1")
+        require(self.d_model % self.heads == 0, f"heads: d_model {self.d_model} cannot be divided into {self.heads}")
+        require(0 <= self.dropout < 1, "dropout must be at least 0 and under 1")
 
 
 def time_buckets(times_BL: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.base import PAD, Batch, Catalogue, Options, SequenceModel, check
+from models.base import PAD, Batch, Catalogue, Options, SequenceModel, require
 from models.layers import Dropout, initialise
 
 RING = (0.8, 0.99)  # range of the initial absolute value of lambda
@@ -39,8 +39,8 @@ class LRURecOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(min(self.d_model, self.layers) >= 1, "d_model and layers must be at least 1")
-        check(0 <= self.dropout < 1, "dropout must be at least 0 and under 1")
+        require(min(self.d_model, self.layers) >= 1, "d_model and layers must be at least 1")
+        require(0 <= self.dropout < 1, "dropout must be at least 0 and under 1")
 
 
 class LinearRecurrentUnit(nn.Module):

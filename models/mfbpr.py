@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.base import PAD, Batch, Catalogue, Options, SequenceModel, check
+from models.base import PAD, Batch, Catalogue, Options, SequenceModel, require
 from models.layers import initialise
 
 
@@ -28,7 +28,7 @@ class MFBPROptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(self.d_model >= 1, "d_model must be at least 1")
+        require(self.d_model >= 1, "d_model must be at least 1")
 
 
 class MFBPR(SequenceModel):

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from models.base import PAD, Batch, Catalogue, Options, SequenceModel, TaskLoss, check
+from models.base import PAD, Batch, Catalogue, Options, SequenceModel, TaskLoss, require
 from models.bert4rec import BERT4Rec
 from models.layers import attention_bias
 from models.sasrec import SASRec
@@ -76,17 +76,17 @@ class RecDenoiserOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(self.stride >= 1, "stride must be at least 1")
-        check(min(self.l0, self.jacobian) >= 0, "l0 and jacobian must be at least 0")
-        check(self.attention == "masked" or self.l0 == 0, f"l0 must be 0: attention {self.attention} has no masks")
+        require(self.stride >= 1, "stride must be at least 1")
+        require(min(self.l0, self.jacobian) >= 0, "l0 and jacobian must be at least 0")
+        require(self.attention == "masked" or self.l0 == 0, f"l0 must be 0: attention {self.attention} has no masks")
         scored = self.estimator in ("ar", "reinforce")
-        check(self.baseline == "none" or scored, f"baseline: estimator {self.estimator} has none")
+        require(self.baseline == "none" or scored, f"baseline must be none with estimator {self.estimator}")
         loo_by_batch = self.baseline == "loo" and self.draws == "batch"
-        check(not loo_by_batch, "baseline: with draws batch, loo would depend on the draw it judges")
-        check(0 < self.keep < 1, "keep must be between 0 and 1")
-        check(self.mask_rate > 0, "mask_rate must be positive")
-        check(0 < self.jacobian_share <= 1, "jacobian_share must be over 0 and at most 1")
-        check(self.jacobian_projections >= 1, "jacobian_projections must be at least 1")
+        require(not loo_by_batch, "baseline: with draws batch, loo would depend on the draw it judges")
+        require(0 < self.keep < 1, "keep must be between 0 and 1")
+        require(self.mask_rate > 0, "mask_rate must be positive")
+        require(0 < self.jacobian_share <= 1, "jacobian_share must be over 0 and at most 1")
+        require(self.jacobian_projections >= 1, "jacobian_projections must be at least 1")
         self._check_switches()
         self.of_backbone()
 
@@ -112,7 +112,7 @@ class RecDenoiserOptions(Options):
         own = {name for name in ("length", "objective", "d_model", "layers", "heads", "dropout") if name in kinds}
         for name in self.backbone_options:
             known = ", ".join(sorted(kinds.keys() - own))
-            check(name in kinds and name not in own, f"backbone_options.{name}: not one of {known}")
+            require(name in kinds and name not in own, f"backbone_options.{name}: not one of {known}")
         whole = {name for name in self.backbone_options if kinds[name] == "int"}  # JSON may turn 256 into 256.0
         given = {name: int(value) if name in whole else value for name, value in self.backbone_options.items()}
         values: dict[str, Any] = {name: getattr(self, name) for name in own} | given
@@ -289,7 +289,7 @@ class RecDenoiser(SequenceModel):
     @torch.no_grad()
     def sparsity(self, items_BL: Tensor) -> float:
         """Return the share of valid entries of the windows `items_BL` that the mask of inference sets to zero."""
-        check(bool(self.masks), f"sparsity: attention {self.options.attention} has no masks")
+        require(bool(self.masks), f"sparsity: attention {self.options.attention} has no masks")
         count_LL = self.valid(items_BL).sum(0)
         dropped_YLL = torch.cat([mask.at_test(items_BL.shape[1]) == 0 for mask in self.masks])
         return float((dropped_YLL * count_LL).sum() / (len(dropped_YLL) * count_LL.sum()).clamp(min=1))

@@ -43,7 +43,7 @@ from torch.distributed.nn.functional import all_gather
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from models.base import Batch, Catalogue, Objective, Options, SequenceModel, TaskLoss, check
+from models.base import Batch, Catalogue, Objective, Options, SequenceModel, TaskLoss, require
 from models.layers import INIT_STD, Dropout, attend, attention_bias, initialise
 from models.sasrec import Block as HistoryBlock
 from models.sasrec import SASRecOptions
@@ -95,26 +95,26 @@ class RecformerOptions(Options):
         super().__post_init__()
         layers = self.layers if self.encoder == "text" else 1
         sizes = (self.d_model, self.d_inner, layers, self.heads, self.vocabulary)
-        check(min(sizes) >= 1, "d_model, d_inner, layers, heads and vocabulary must be at least 1")
-        check(self.d_model % self.heads == 0, "heads: d_model must be a multiple of it")
-        check(self.window >= 2 and self.window % 2 == 0 and self.window <= 2 * BLOCK, "window must be even, 2 to 128")
-        check(self.attribute_tokens >= 2, "attribute_tokens must be at least 2: a name and a value")
-        check(self.max_tokens > self.attribute_tokens, "max_tokens must be more than attribute_tokens")
-        check(0 <= self.dropout < 1, "dropout must be at least 0 and under 1")
-        check(self.norm_eps > 0 and self.temperature > 0, "norm_eps and temperature must be positive")
-        check(self.mlm_weight >= 0, "mlm_weight must be at least 0")
-        check(0 < self.mlm_probability < 1, "mlm_probability must be between 0 and 1")
-        check(set(self.frozen_words) <= {"pretrain", "finetune"}, "frozen_words: a list of pretrain and finetune")
-        check(self.piece_tokens >= self.max_tokens, "piece_tokens must be at least max_tokens")
+        require(min(sizes) >= 1, "d_model, d_inner, layers, heads and vocabulary must be at least 1")
+        require(self.d_model % self.heads == 0, "d_model must be a multiple of heads")
+        require(self.window >= 2 and self.window % 2 == 0 and self.window <= 2 * BLOCK, "window must be even, 2 to 128")
+        require(self.attribute_tokens >= 2, "attribute_tokens must be at least 2: a name and a value")
+        require(self.max_tokens > self.attribute_tokens, "max_tokens must be more than attribute_tokens")
+        require(0 <= self.dropout < 1, "dropout must be at least 0 and under 1")
+        require(self.norm_eps > 0 and self.temperature > 0, "norm_eps and temperature must be positive")
+        require(self.mlm_weight >= 0, "mlm_weight must be at least 0")
+        require(0 < self.mlm_probability < 1, "mlm_probability must be between 0 and 1")
+        require(set(self.frozen_words) <= {"pretrain", "finetune"}, "frozen_words may list only pretrain and finetune")
+        require(self.piece_tokens >= self.max_tokens, "piece_tokens must be at least max_tokens")
         if self.encoder == "text":
-            check(self.objective == "last", "objective: encoder text is trained with last; causal is for encoder items")
+            require(self.objective == "last", "objective must be last with encoder text; causal needs encoder items")
             self.check_unused("encoder is text", "d_history", "history_layers", "history_heads", "history_dropout")
         else:
-            check(self.pooling == "mean", "pooling: encoder items takes mean")
-            check(self.layers >= 0, "layers must be at least 0")
-            check(min(self.d_history, self.history_layers) >= 1, "d_history and history_layers must be at least 1")
-            check(self.d_history % self.history_heads == 0, "history_heads: d_history must be a multiple of it")
-            check(0 <= self.history_dropout < 1, "history_dropout must be at least 0 and under 1")
+            require(self.pooling == "mean", "pooling must be mean with encoder items")
+            require(self.layers >= 0, "layers must be at least 0")
+            require(min(self.d_history, self.history_layers) >= 1, "d_history and history_layers must be at least 1")
+            require(self.d_history % self.history_heads == 0, "d_history must be a multiple of history_heads")
+            require(0 <= self.history_dropout < 1, "history_dropout must be at least 0 and under 1")
             self.check_unused("encoder is items", "mlm_weight", "mlm_probability")
 
 
@@ -381,9 +381,7 @@ class Recformer(SequenceModel):
 
     def __init__(self, options: RecformerOptions, catalogue: Catalogue) -> None:
         super().__init__(options, catalogue)
-        check(catalogue.tokens is not None, "Recformer reads the items' text: the dataset has none")
-        assert catalogue.tokens is not None
-        self.pad, self.cls, self.mask, words = catalogue.tokens["special"].tolist()
+        self.pad, self.cls, self.mask, words = self.tokens()["special"].tolist()
         self.encoder = Encoder(options, words)
         self.head = WordHead(options, words) if options.encoder == "text" else None
         initialise(self)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.base import PAD, Batch, Catalogue, SequenceModel, TaskLoss, check
+from models.base import PAD, Batch, Catalogue, SequenceModel, TaskLoss, require
 from models.fdsa import FDSAOptions, Stream
 from models.layers import attention_bias, initialise
 
@@ -38,9 +38,11 @@ class S3RecOptions(FDSAOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(0 < self.mask_probability < 1, "mask_probability must be between 0 and 1")
+        require(0 < self.mask_probability < 1, "mask_probability must be between 0 and 1")
         weights = (self.item_attribute_weight, self.item_weight, self.attribute_weight, self.segment_weight)
-        check(min(weights) >= 0 and max(weights) > 0, "item_attribute_weight and the other weights must be at least 0")
+        require(
+            min(weights) >= 0 and max(weights) > 0, "item_attribute_weight and the other weights must be at least 0"
+        )
 
 
 class S3Rec(SequenceModel):
@@ -56,9 +58,7 @@ class S3Rec(SequenceModel):
 
     def __init__(self, options: S3RecOptions, catalogue: Catalogue) -> None:
         super().__init__(options, catalogue)
-        check(catalogue.tokens is not None, "S3Rec reads the items' attributes: the dataset has none")
-        assert catalogue.tokens is not None
-        d_model, value_VM = options.d_model, catalogue.tokens["values"]
+        d_model, value_VM = options.d_model, self.tokens()["values"]
         self.register_buffer("value_VM", value_VM, persistent=False)
         self.mask = catalogue.num_items + 1
         self.items = nn.Embedding(self.mask + 1, d_model, padding_idx=PAD)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from models.base import PAD, Batch, Catalogue, Options, SequenceModel, check
+from models.base import PAD, Batch, Catalogue, Options, SequenceModel, require
 from models.layers import Dropout, MultiHeadAttention, attention_bias, initialise
 
 
@@ -30,9 +30,9 @@ class SASRecOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(min(self.d_model, self.layers, self.heads) >= 1, "d_model, layers and heads must be at least 1")
-        check(0 <= self.dropout < 1, "dropout must be at least 0 and under 1")
-        check(0 <= self.attention_dropout < 1, "attention_dropout must be at least 0 and under 1")
+        require(min(self.d_model, self.layers, self.heads) >= 1, "d_model, layers and heads must be at least 1")
+        require(0 <= self.dropout < 1, "dropout must be at least 0 and under 1")
+        require(0 <= self.attention_dropout < 1, "attention_dropout must be at least 0 and under 1")
 
 
 class Block(nn.Module):

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.base import PAD, Batch, Catalogue, SequenceModel, check
+from models.base import PAD, Batch, Catalogue, SequenceModel, require
 from models.layers import INIT_STD, Dropout, attention_bias, initialise
 from models.sasrec import Block, SASRecOptions
 
@@ -32,9 +32,9 @@ class SSEPTOptions(SASRecOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(self.d_user >= 1, "d_user must be at least 1")
-        check(0 <= self.keep_item <= 1, "keep_item must be between 0 and 1")
-        check(0 <= self.keep_user <= 1, "keep_user must be between 0 and 1")
+        require(self.d_user >= 1, "d_user must be at least 1")
+        require(0 <= self.keep_item <= 1, "keep_item must be between 0 and 1")
+        require(0 <= self.keep_user <= 1, "keep_user must be between 0 and 1")
 
 
 def shared(index: Tensor, number: int, keep: float, first: int = 1) -> Tensor:

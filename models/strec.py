@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.base import PAD, Batch, Catalogue, Objective, Options, SequenceModel, TaskLoss, check
+from models.base import PAD, Batch, Catalogue, Objective, Options, SequenceModel, TaskLoss, require
 from models.efficient_attention import EFFICIENT
 from models.layers import Dropout, attend, initialise
 
@@ -81,13 +81,13 @@ class STRecOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(min(self.d_model, self.layers, self.heads) >= 1, "d_model, layers and heads must be at least 1")
-        check(self.d_model % self.heads == 0, f"heads: d_model {self.d_model} cannot be divided into {self.heads}")
-        check(0 <= self.dropout < 1, "dropout must be at least 0 and under 1")
-        check(0 <= self.attention_dropout < 1, "attention_dropout must be at least 0 and under 1")
-        check(self.attention_size >= 1, "attention_size must be at least 1")
-        check(self.temperature > 0, "temperature must be positive")
-        check(self.hash_bins == 0 or 2 <= self.hash_bins < GRID, f"hash_bins must be 0 or from 2 to {GRID - 1}")
+        require(min(self.d_model, self.layers, self.heads) >= 1, "d_model, layers and heads must be at least 1")
+        require(self.d_model % self.heads == 0, f"heads: d_model {self.d_model} cannot be divided into {self.heads}")
+        require(0 <= self.dropout < 1, "dropout must be at least 0 and under 1")
+        require(0 <= self.attention_dropout < 1, "attention_dropout must be at least 0 and under 1")
+        require(self.attention_size >= 1, "attention_size must be at least 1")
+        require(self.temperature > 0, "temperature must be positive")
+        require(self.hash_bins == 0 or 2 <= self.hash_bins < GRID, f"hash_bins must be 0 or from 2 to {GRID - 1}")
         self._check_sampling()
 
     def _check_sampling(self) -> None:
@@ -98,15 +98,21 @@ class STRecOptions(Options):
             self.check_unused("sampling is random", "transform", "activation", "hash_bins")
         if self.attention == "full":
             self.check_unused("attention is full", "attention_size")
-        check(not sampled or self.attention == "full", "attention: a drop-in needs sampling: none")
-        check(not sampled or self.layers >= 2, "layers: sampling needs at least 2, the first reads every event")
-        check(self.sampling != "random" or self.noise != "none", "noise: random sampling needs some")
-        check(not self.k or self.sparsity is None, "k and sparsity exclude each other")
-        check(not self.k or len(self.k) == self.layers, f"k needs one entry for each of the {self.layers} layers")
-        check(all(1 <= k <= self.length for k in self.k), "k must lie between 1 and length")
-        check(list(self.k) == sorted(self.k, reverse=True), "k must not increase from layer to layer")
-        check(self.sparsity is None or 0 <= self.sparsity < 1, "sparsity must be at least 0 and under 1")
-        check(self.alpha == "calibrated" or self.layers == len(OFFICIAL_ALPHA), "alpha: the official one has 8 layers")
+        require(not sampled or self.attention == "full", "attention other than full needs sampling: none")
+        require(
+            not sampled or self.layers >= 2,
+            "layers: sampling needs at least 2, because the first layer reads every event",
+        )
+        require(self.sampling != "random" or self.noise != "none", "noise must not be none with sampling: random")
+        require(not self.k or self.sparsity is None, "k and sparsity exclude each other")
+        require(not self.k or len(self.k) == self.layers, f"k needs one entry for each of the {self.layers} layers")
+        require(all(1 <= k <= self.length for k in self.k), "k must lie between 1 and length")
+        require(list(self.k) == sorted(self.k, reverse=True), "k must not increase from layer to layer")
+        require(self.sparsity is None or 0 <= self.sparsity < 1, "sparsity must be at least 0 and under 1")
+        require(
+            self.alpha == "calibrated" or self.layers == len(OFFICIAL_ALPHA),
+            "alpha: official has values for 8 layers only",
+        )
 
     @property
     def rows(self) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.base import PAD, Batch, Catalogue, SequenceModel, check
+from models.base import PAD, Batch, Catalogue, SequenceModel, require
 from models.layers import INIT_STD, Dropout, MultiHeadAttention, attention_bias, initialise
 from models.sasrec import Block, SASRecOptions
 
@@ -35,7 +35,7 @@ class TiSASRecOptions(SASRecOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(self.max_interval >= 1, "max_interval must be at least 1")
+        require(self.max_interval >= 1, "max_interval must be at least 1")
 
 
 def intervals(batch: Batch, longest: int) -> Tensor:

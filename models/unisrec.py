@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.base import PAD, Batch, Catalogue, Options, SequenceModel, TaskLoss, check
+from models.base import PAD, Batch, Catalogue, Options, SequenceModel, TaskLoss, require
 from models.bert4rec import BERT4RecOptions, Block
 from models.layers import Dropout, attention_bias, initialise
 
@@ -52,15 +52,15 @@ class UniSRecOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(bool(self.start), "start must name a text encoder")
-        check(self.attribute_tokens >= 2, "attribute_tokens must be at least 2: a name and a value")
+        require(bool(self.start), "start must name a text encoder")
+        require(self.attribute_tokens >= 2, "attribute_tokens must be at least 2: a name and a value")
         sizes = (self.d_model, self.layers, self.heads, self.experts)
-        check(min(sizes) >= 1, "d_model, layers, heads and experts must be at least 1")
-        check(self.d_inner >= 0, "d_inner must be at least 0")
+        require(min(sizes) >= 1, "d_model, layers, heads and experts must be at least 1")
+        require(self.d_inner >= 0, "d_inner must be at least 0")
         for name in ("dropout", "adaptor_dropout", "item_drop"):
-            check(0 <= getattr(self, name) < 1, f"{name} must be at least 0 and under 1")
-        check(self.temperature > 0, "temperature must be positive")
-        check(self.sequence_weight >= 0, "sequence_weight must be at least 0")
+            require(0 <= getattr(self, name) < 1, f"{name} must be at least 0 and under 1")
+        require(self.temperature > 0, "temperature must be positive")
+        require(self.sequence_weight >= 0, "sequence_weight must be at least 0")
 
 
 class Adaptor(nn.Module):
@@ -99,9 +99,7 @@ class UniSRec(SequenceModel):
 
     def __init__(self, options: UniSRecOptions, catalogue: Catalogue) -> None:
         super().__init__(options, catalogue)
-        check(catalogue.tokens is not None, "UniSRec reads the items' text: the dataset has none")
-        assert catalogue.tokens is not None
-        self.register_buffer("text_VX", catalogue.tokens["vectors"], persistent=False)
+        self.register_buffer("text_VX", self.tokens()["vectors"], persistent=False)
         d_model = options.d_model
         sizes = BERT4RecOptions(
             d_model=d_model,

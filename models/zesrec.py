@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from models.base import Batch, Catalogue, SequenceModel, check
+from models.base import Batch, Catalogue, SequenceModel, require
 from models.layers import Dropout, attention_bias, initialise
 from models.sasrec import Block, SASRecOptions
 
@@ -29,8 +29,8 @@ class ZESRecOptions(SASRecOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(bool(self.start), "start must name a text encoder")
-        check(self.attribute_tokens >= 2, "attribute_tokens must be at least 2: a name and a value")
+        require(bool(self.start), "start must name a text encoder")
+        require(self.attribute_tokens >= 2, "attribute_tokens must be at least 2: a name and a value")
 
 
 class ZESRec(SequenceModel):
@@ -45,9 +45,7 @@ class ZESRec(SequenceModel):
 
     def __init__(self, options: ZESRecOptions, catalogue: Catalogue) -> None:
         super().__init__(options, catalogue)
-        check(catalogue.tokens is not None, "ZESRec reads the items' text: the dataset has none")
-        assert catalogue.tokens is not None
-        self.register_buffer("text_VE", catalogue.tokens["vectors"], persistent=False)
+        self.register_buffer("text_VE", self.tokens()["vectors"], persistent=False)
         self.to_item = nn.Linear(self.text_VE.shape[1], options.d_model)
         self.positions = nn.Parameter(torch.empty(options.length, options.d_model).normal_(std=0.02))
         self.dropout = Dropout(options.dropout)

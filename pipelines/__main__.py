@@ -30,34 +30,38 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, dest="command")
     server = argparse.ArgumentParser(add_help=False)
     server.add_argument("--host", default=os.environ.get("KFP_HOST", ""), help="URL (default: KFP_HOST, or in-cluster)")
-    server.add_argument("--namespace", default="", help="of the user, on a server for several")
+    server.add_argument("--namespace", default="", help="namespace of the user, on a server with several users")
     server.add_argument("--token", default=os.environ.get("KFP_TOKEN", ""), help="bearer token (default: KFP_TOKEN)")
-    server.add_argument("--cookies", default=os.environ.get("KFP_COOKIES", ""), help="session (default: KFP_COOKIES)")
+    server.add_argument(
+        "--cookies", default=os.environ.get("KFP_COOKIES", ""), help="session cookies (default: KFP_COOKIES)"
+    )
     server.add_argument("--ca-file", default="", help="certificates to trust, PEM")
     server.add_argument("--insecure", action="store_true", help="do not verify the server's certificate")
     root = argparse.ArgumentParser(add_help=False)
-    root.add_argument("--root", default="", help="where artifacts go, such as s3://bucket/path")
+    root.add_argument("--root", default="", help="where to store artifacts, such as s3://bucket/path")
 
     made = commands.add_parser("compile", parents=[_package()], help="write a pipeline as YAML")
     made.add_argument("--output", type=Path, required=True, help="the .yaml file to write")
 
     here = commands.add_parser("run-local", parents=[_package()], help="run a pipeline on this machine")
     here.add_argument("--out", type=Path, default=Path("build/local"), help="folder of results (default: %(default)s)")
-    here.add_argument("--docker", action="store_true", help="each step in a container of the image SEQREC_IMAGE")
-    here.add_argument("--network", default="none", help="of the containers: none (default), host, ...")
-    here.add_argument("--data", type=Path, help="folder of files to ingest that the containers are to see")
+    here.add_argument("--docker", action="store_true", help="run each step in a container of the image SEQREC_IMAGE")
+    here.add_argument("--network", default="none", help="network of the containers: none (default), host, ...")
+    here.add_argument("--data", type=Path, help="folder with files to ingest, mounted into the containers")
 
     sent = commands.add_parser("submit", parents=[_package(), server, root], help="start a run on a server")
     sent.add_argument("--no-cache", action="store_true", help="run every step again")
-    sent.add_argument("--wait", action="store_true", help="until it has ended; fail if it failed")
+    sent.add_argument("--wait", action="store_true", help="wait until the run ends; fail if it fails")
     sent.add_argument("--timeout", type=float, default=86_400, help="seconds to wait (default: %(default)s)")
-    sent.add_argument("--poll", type=float, default=10, help="seconds between looks (default: %(default)s)")
+    sent.add_argument("--poll", type=float, default=10, help="seconds between status checks (default: %(default)s)")
 
     parents = [_package("retraining"), server, root]
-    often = commands.add_parser("schedule", parents=parents, help="have a server run it regularly")
-    often.add_argument("--cron", required=True, help="six fields, the first of them seconds: '0 0 3 * * 0'")
+    often = commands.add_parser("schedule", parents=parents, help="run a pipeline on a server at regular times")
+    often.add_argument("--cron", required=True, help="six fields, starting with seconds: '0 0 3 * * 0'")
 
-    commands.add_parser("upload", parents=[_package(), server], help="put a pipeline, or its next version, on a server")
+    commands.add_parser(
+        "upload", parents=[_package(), server], help="upload a pipeline, or a new version of it, to a server"
+    )
     return parser
 
 

@@ -66,7 +66,7 @@ class Server:
     @contextmanager
     def explained(self) -> Iterator[None]:
         """Turn what the client raises into one line."""
-        place = redacted(self.host) or "the server of this cluster"
+        server = redacted(self.host) or "the server of this cluster"
         try:
             yield
         except kfp_server_api.ApiException as error:
@@ -77,10 +77,10 @@ class Server:
             }
             body = redacted(str(error.body), self.token, self.cookies)[:500]
             text = causes.get(error.status, f"HTTP status {error.status}: {body}")
-            raise SubmissionError(f"{place}: {text}") from error
+            raise SubmissionError(f"{server}: {text}") from error
         except (urllib3.exceptions.HTTPError, OSError) as error:
             raise SubmissionError(
-                f"--host: {place} does not answer ({redacted(str(error), self.token, self.cookies)[:200]})"
+                f"--host: {server} does not answer ({redacted(str(error), self.token, self.cookies)[:200]})"
             ) from error
 
 
@@ -107,7 +107,7 @@ class Package:
         """
         if not re.fullmatch(r".+@sha256:[0-9a-f]{64}", IMAGE):
             raise SubmissionError(
-                f"SEQREC_IMAGE: {IMAGE} is no digest; KFP caches on this text, so a tag would run old code: set it to "
+                f"SEQREC_IMAGE: {IMAGE} has no digest; KFP caches on this text, so a tag would run old code: set it to "
                 "repository@sha256:..., as `docker push` prints it"
             )
         self._check_tracking()
@@ -165,7 +165,7 @@ def wait(server: Server, run_id: str, *, timeout_s: float, poll_s: float) -> Non
         if run.state in ENDED:
             break
         if time.monotonic() > end:
-            raise SubmissionError(f"--timeout: run {run_id} is still {run.state}; it goes on")
+            raise SubmissionError(f"--timeout: run {run_id} is still {run.state}; it continues on the server")
         time.sleep(poll_s)
     if run.state != "SUCCEEDED":
         reason = run.error.message if run.error else "see its steps in the user interface"
@@ -201,7 +201,7 @@ def schedule(server: Server, package: Package, *, cron: str, root: str = "") -> 
         SubmissionError: `cron` has not six fields.
     """
     if len(cron.split()) != 6 and not cron.startswith("@"):
-        raise SubmissionError(f"--cron: {cron!r} must have six fields, the first of them seconds: '0 0 3 * * 0'")
+        raise SubmissionError(f"--cron: {cron!r} must have six fields, starting with seconds: '0 0 3 * * 0'")
     pipeline, version = upload(server, package)
     client = server.connect()
     with server.explained():

@@ -174,33 +174,34 @@ def table(out: Path, config: str) -> str:
         return "not run"
     head = "| model | NDCG@10 | HR@10 | NDCG@10 of 101 | HR@10 of 101 | gain of NDCG@10 [95 %] | masked | training |"
     lines = [head, "|" + "---|" * 8]
-    for one in found:
-        values = [f"{one.value(name):.4f}" for name in ("ndcg@10", "recall@10", "101/ndcg@10", "101/recall@10")]
-        seconds = read_json(one.report / METRICS)["train_seconds"]
-        lines.append(f"| {one.model} | {' | '.join(values)} | {gain(one)} | {sparsity(one)} | {seconds:.0f} s |")
+    for experiment in found:
+        values = [f"{experiment.value(name):.4f}" for name in ("ndcg@10", "recall@10", "101/ndcg@10", "101/recall@10")]
+        seconds = read_json(experiment.report / METRICS)["train_seconds"]
+        values += [gain(experiment), sparsity(experiment), f"{seconds:.0f} s"]
+        lines.append(f"| {experiment.model} | {' | '.join(values)} |")
     return "\n".join(lines)
 
 
-def gain(one: Experiment) -> str:
+def gain(experiment: Experiment) -> str:
     """Return the paired gain over the backbone, relative and in points with its interval over users."""
-    base = one.backbone
-    if base == one or not base.finished:
+    base = experiment.backbone
+    if base == experiment or not base.finished:
         return "-"
-    cases, other = (pq.read_table(each.report / CASES) for each in (one, base))
+    cases, other = (pq.read_table(each.report / CASES) for each in (experiment, base))
     interval = intervals.paired_gain(cases, other, split="test", seed=42)
     relative = interval.mean / base.value("ndcg@10")
     return f"{relative:+.1%}: {interval.mean:+.4f} [{interval.low:+.4f}, {interval.high:+.4f}]"
 
 
-def sparsity(one: Experiment) -> str:
+def sparsity(experiment: Experiment) -> str:
     """Return the share of valid mask entries of a full window that are zero at test."""
-    model = masked(one)
+    model = masked(experiment)
     return f"{model.sparsity(torch.ones(1, model.options.length, dtype=torch.int64)):.1%}" if model else "-"
 
 
-def masked(one: Experiment) -> RecDenoiser | None:
+def masked(experiment: Experiment) -> RecDenoiser | None:
     """Return the trained model, if it has masks."""
-    model, _ = load_model(one.checkpoint)
+    model, _ = load_model(experiment.checkpoint)
     return model if isinstance(model, RecDenoiser) and model.masks else None
 
 
@@ -216,8 +217,8 @@ def mask_table(out: Path) -> str:
     head = ["model, layer", "standard deviation", "masked", *(f"distance {label}" for label in labels)]
     lines = [head, ["---"] * len(head)]
     for config in ("ml-100k", "ml-100k-estimators", "ml-1m"):
-        for one in experiments(out, config):
-            model = masked(one)
+        for experiment in experiments(out, config):
+            model = masked(experiment)
             if model is None or model.options.backbone != "sasrec":
                 continue
             place = torch.arange(model.options.length)
@@ -230,7 +231,7 @@ def mask_table(out: Path) -> str:
                 cells = [f"{band.mean():+.2f} ({error:+.0f})" for band, error in zip(bands, errors, strict=True)]
                 valid = distance_LL >= 0
                 spread, share = moved_XLL[:, valid].std(), zero_XLL[:, valid].float().mean()
-                lines.append([f"{config}: {one.model}, {layer}", f"{spread:.2f}", f"{share:.1%}", *cells])
+                lines.append([f"{config}: {experiment.model}, {layer}", f"{spread:.2f}", f"{share:.1%}", *cells])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) if len(lines) > 2 else "not run"
 
 
@@ -238,20 +239,20 @@ def noise_figure(out: Path) -> None:
     """NDCG@10 against the share of noise, a line a kind of attention (the paper's Fig. 3)."""
     lines: dict[str, list[tuple[int, float]]] = {}
     for share, config in [(0, "ml-100k")] + [(n, f"ml-100k-noise-{n:02}") for n in (5, 10, 15, 20, 25)]:
-        for one in experiments(out, config):
-            if one.model in ("sasrec", "sasrec-both", "sasrec-strided", "sasrec-entmax"):
-                lines.setdefault(one.model, []).append((share, one.value("ndcg@10")))
+        for experiment in experiments(out, config):
+            if experiment.model in ("sasrec", "sasrec-both", "sasrec-strided", "sasrec-entmax"):
+                lines.setdefault(experiment.model, []).append((share, experiment.value("ndcg@10")))
     _draw_lines("rec-denoiser-noise", lines, "training items replaced, %", log=False)
 
 
 def grid_figure(out: Path) -> None:
     """NDCG@10 against the weight of each penalty, the other at its default (the paper's Fig. 5)."""
     lines: dict[str, list[tuple[float, float]]] = {}
-    for one in experiments(out, "ml-100k-grid"):
-        name, _, weight = one.model.partition("-")
-        lines.setdefault(name, []).append((float(weight), one.value("ndcg@10")))
-        if one.model == "beta-0.01":  # the default of both
-            lines.setdefault("gamma", []).append((0.0001, one.value("ndcg@10")))
+    for experiment in experiments(out, "ml-100k-grid"):
+        name, _, weight = experiment.model.partition("-")
+        lines.setdefault(name, []).append((float(weight), experiment.value("ndcg@10")))
+        if experiment.model == "beta-0.01":  # the default of both
+            lines.setdefault("gamma", []).append((0.0001, experiment.value("ndcg@10")))
     _draw_lines("rec-denoiser-grid", {name: sorted(points) for name, points in lines.items()}, "weight", log=True)
 
 
@@ -283,9 +284,9 @@ class Averaged(nn.Module):
 
 
 @torch.no_grad()
-def attention_of(one: Experiment, data: sequences.Sequences) -> list[np.ndarray]:
+def attention_of(experiment: Experiment, data: sequences.Sequences) -> list[np.ndarray]:
     """Return each layer's mean weights (L, L) over users with a full window."""
-    model, _ = load_model(one.checkpoint)
+    model, _ = load_model(experiment.checkpoint)
     for block in model.blocks:  # type: ignore[union-attr]
         block.attention.weigh = Averaged(block.attention.weigh or nn.Softmax(-1))
     length = model.options.length
@@ -297,10 +298,10 @@ def attention_of(one: Experiment, data: sequences.Sequences) -> list[np.ndarray]
 def attention_figure(out: Path) -> None:
     """Mean attention of the plain backbone and with masks (the paper's Fig. 2)."""
     pair = [Experiment(out, "ml-100k", name) for name in ("sasrec", "sasrec-both")]
-    if not all(one.finished for one in pair):
+    if not all(experiment.finished for experiment in pair):
         return
     data = sequences.load(data_of(load(CONFIGS / "ml-100k.yaml"), out) / "sequences")
-    weights = {one.model: attention_of(one, data) for one in pair}
+    weights = {experiment.model: attention_of(experiment, data) for experiment in pair}
     figure = Figure(figsize=(8.0, 7.5), layout="constrained")
     panels = figure.subplots(2, len(weights["sasrec"]), squeeze=False)
     for row, (name, layers) in zip(panels, weights.items(), strict=True):

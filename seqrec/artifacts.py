@@ -188,7 +188,7 @@ def replaced(folder: Path) -> Iterator[Path]:
     A killed process leaves either the old or the new folder; the next call deletes its temporary files.
     """
     if folder.exists() and not folder.is_dir():
-        raise NotADirectoryError(f"{folder} is a file: a folder must be made there")
+        raise NotADirectoryError(f"{folder} is a file, but a folder is needed there")
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

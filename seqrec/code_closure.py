@@ -48,7 +48,7 @@ def closure(module: str, *, exempt: Collection[str] = (), lazy: bool = True, roo
         ValueError: there is no such module.
     """
     if _file(module, root) is None:
-        raise ValueError(f"{module} is no module below {root}")
+        raise ValueError(f"{module} is not a module below {root}")
     found: dict[str, Path] = {}
     waiting = [module]
     while waiting:
@@ -65,14 +65,14 @@ def closure(module: str, *, exempt: Collection[str] = (), lazy: bool = True, roo
 def _is_exempt(name: str, exempt: Collection[str]) -> bool:
     if name in PACKAGES:  # for a top-level package, only its __init__.py
         return name in exempt
-    return any(name == one or name.startswith(f"{one}.") for one in exempt if one not in PACKAGES)
+    return any(name == prefix or name.startswith(f"{prefix}.") for prefix in exempt if prefix not in PACKAGES)
 
 
 def _file(module: str, root: Path) -> Path | None:
-    place = root / module.replace(".", "/")
+    base = root / module.replace(".", "/")
     if module.partition(".")[0] not in PACKAGES:
         return None
-    return next((path for path in (place / "__init__.py", place.with_suffix(".py")) if path.is_file()), None)
+    return next((path for path in (base / "__init__.py", base.with_suffix(".py")) if path.is_file()), None)
 
 
 def _text(path: Path) -> str:

@@ -69,11 +69,11 @@ def secret_settings(values: Any, path: str) -> Iterator[str]:
     elif isinstance(values, Mapping):
         variables = path.rpartition(".")[2] == "environment"
         for key, value in values.items():
-            place = f"{path}.{key}" if path else str(key)
+            name = f"{path}.{key}" if path else str(key)
             if variables and value and is_secret_name(str(key)):
-                yield place
+                yield name
             else:
-                yield from secret_settings(value, place)
+                yield from secret_settings(value, name)
     elif isinstance(values, Sequence):
         for number, value in enumerate(values):
             yield from secret_settings(value, f"{path}[{number}]")

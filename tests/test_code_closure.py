@@ -64,7 +64,7 @@ def test_an_added_import_is_followed(root):
 
 
 def test_a_misspelt_module_is_an_error(root):
-    with pytest.raises(ValueError, match=r"seqrec\.stages\.fit is no module"):
+    with pytest.raises(ValueError, match=r"seqrec\.stages\.fit is not a module"):
         closure("seqrec.stages.fit", root=root)
 
 

@@ -316,5 +316,5 @@ def test_a_failed_critical_rule_stops_before_prepare(stage):
     assert "validate.min_date" in said
     status, said = stage("prepare")
     assert status == 1
-    assert "verdict.json is no successful validation" in said
+    assert "verdict.json is not a successful validation" in said
     assert not Path("sequences").exists()

@@ -17,11 +17,11 @@ from seqrec.evaluation.ranking import POSITIONS_PER_PASS
 
 @torch.no_grad()
 def leave_one_out(model: SequenceModel, batch: Batch, item_B: Tensor, term: CountTerm | None = None) -> Tensor:
-    """Return (B, L): by how much the score of an item drops when one event had never been.
+    """Return (B, L): by how much the score of an item drops without each event.
 
-    The other events keep their times, and the ones before move up: where the history is longer than what the model
-    sees, so does one that it had not seen. Padding, and events that the model does not see, have 0. All variants are
-    rows of one pass, of several where one would take much memory.
+    The other events keep their times, and earlier events move up. If the history is longer than the model's window, an
+    event that the model had not seen moves into it. Padding, and events that the model does not see, have 0. All
+    variants are rows of one pass, or of several passes if one would take too much memory.
 
     Args:
         model: in eval mode.
@@ -45,10 +45,10 @@ def leave_one_out(model: SequenceModel, batch: Batch, item_B: Tensor, term: Coun
 
 @torch.no_grad()
 def attention(model: SequenceModel, batch: Batch) -> Tensor | None:
-    """Return (B, L): how much the query for the next item reads each event in the last layer, the mean of its heads.
+    """Return (B, L): attention of the query for the next item to each event in the last layer, averaged over heads.
 
-    A row need not sum to 1: masks take from it, and so does the MASK of a model trained with one. None for a model
-    whose attention, if it has any, is not over the events one by one.
+    A row need not sum to 1: masks remove some of the attention, and the MASK item takes some. None for a model without
+    attention over single events.
 
     Args:
         model: in eval mode.
@@ -65,7 +65,7 @@ def attention(model: SequenceModel, batch: Batch) -> Tensor | None:
 
 @torch.no_grad()
 def masked_attention(model: SequenceModel, batch: Batch) -> tuple[Tensor, Tensor] | None:
-    """Return the weights (B, L, L) of the last layer without its mask and with it, the mean of its heads.
+    """Return the attention weights (B, L, L) of the last layer without and with its mask, averaged over heads.
 
     None for a model without learnt masks. A row is an event that reads.
 
@@ -84,8 +84,8 @@ def masked_attention(model: SequenceModel, batch: Batch) -> tuple[Tensor, Tensor
 
 def _all_but_one(width: int, device: torch.device) -> Tensor:
     """Return (width, width - 1): row j counts up to `width` without j."""
-    place = torch.arange(width - 1, device=device)
-    return place + (place >= torch.arange(width, device=device).unsqueeze(1))
+    column = torch.arange(width - 1, device=device)
+    return column + (column >= torch.arange(width, device=device).unsqueeze(1))
 
 
 def _queries(model: SequenceModel, batch: Batch) -> Tensor:

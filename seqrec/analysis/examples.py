@@ -1,4 +1,4 @@
-"""Some users, what each model recommends to them, and which of their events drove it: for people to look at."""
+"""Example users for the report: what each model recommends to them, and which of their events drove it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from seqrec.data.sequences import Sequences, read_users, read_vocabulary, window
 from seqrec.data.sequences import load as load_sequences
 from seqrec.training import cards, checkpoint
 
-FOUND = 10  # the target's rank, at most, where a model found it
+FOUND = 10  # a model has found a target with at most this rank
 
 Columns = dict[str, NDArray[Any]]
 Maps = tuple[list[list[float]], list[list[float]]]
@@ -30,7 +30,7 @@ Maps = tuple[list[list[float]], list[list[float]]]
 
 @dataclass(frozen=True, kw_only=True)
 class Opinion:
-    """What a model says to one user; `drop` and `attention` hold a number for each event of the history."""
+    """A model's recommendations for one user; `drop` and `attention` hold a number for each event of the history."""
 
     best: list[int]  # items, best first
     rank: float  # of the target
@@ -50,10 +50,10 @@ class Example:
 
 @dataclass(frozen=True, kw_only=True)
 class Examples:
-    """Users to show, and what their items are called."""
+    """Users to show, and the titles of their items."""
 
     users: list[Example] = field(default_factory=list)
-    names: dict[int, str] = field(default_factory=dict)  # item -> its title, or its id where it has none
+    names: dict[int, str] = field(default_factory=dict)  # item -> its title, or its id if it has none
     # Of models with masks: attention (L, L) between the first user's events, without the masks and with them.
     masked: dict[str, Maps] = field(default_factory=dict)
     sparse: dict[str, list[Point]] = field(
@@ -70,15 +70,15 @@ def choose(
     number: int,
     seed: int,
 ) -> Examples:
-    """Draw users, half of them with a target that `leader` found, and ask every model.
+    """Draw users, half of them with a target that `leader` found, and collect every model's recommendations.
 
     Args:
         leader: key of a model.
         checkpoints: of each model, the leader's with the titles that are shown; None for a baseline.
         reports: holds `<model>/` with cases and recommendations.
         sequences: the prepared dataset.
-        number: of users; there are fewer where fewer have a history and a test case.
-        seed: of the draw.
+        number: number of users; fewer if fewer have a history and a test case.
+        seed: seed of the draw.
     """
     cases = _first_cases(reports / leader)
     chosen = _draw(cases["rank"], cases["position"], number, seed)
@@ -103,12 +103,12 @@ def choose(
     user_ids = read_users(sequences)
     users = [
         Example(
-            user_id=user_ids[one - 1],
+            user_id=user_ids[number - 1],
             history=[item for item in batch.items[row].tolist() if item != PAD],
             target=int(target[row]),
             opinions={name: rows[row] for name, rows in opinions.items()},
         )
-        for row, one in enumerate(user.tolist())
+        for row, number in enumerate(user.tolist())
     ]
     return Examples(users=users, names=_names(users, sequences, checkpoints[leader]), masked=masked, sparse=sparse)
 
@@ -123,7 +123,7 @@ def _first_cases(report: Path) -> Columns:
 
 
 def _draw(rank: NDArray[Any], position: NDArray[Any], number: int, seed: int) -> NDArray[Any]:
-    """Return the indices of `number` cases that have a history, the found ones first."""
+    """Return the indices of `number` cases with a history; cases with a found target come first."""
     order = np.random.default_rng(seed).permutation(np.flatnonzero(position > 0))
     found, missed = order[rank[order] <= FOUND], order[rank[order] > FOUND]
     half = min(len(found), max(number // 2, number - len(missed)))
@@ -140,7 +140,7 @@ def _lists(report: Path, user: NDArray[Any]) -> list[list[int]]:
     wanted = user.tolist()
     table = pq.read_table(report / RECOMMENDATIONS, filters=[("user", "in", wanted)]).sort_by("rank")
     rows = list(zip(table["user"].to_pylist(), table["item"].to_pylist(), strict=True))
-    return [[item for owner, item in rows if owner == one] for one in wanted]
+    return [[item for owner, item in rows if owner == number] for number in wanted]
 
 
 def _opinions(

@@ -13,7 +13,7 @@ from seqrec.analysis.strec_sparsity import Point
 from seqrec.evaluation.leaderboard import BASELINES, SELECTION
 
 METRIC = "test/ndcg@10"
-TERMS = ("loss/", "figure/")  # prefixes, in a record of the history, of what a model reports of its own
+TERMS = ("loss/", "figure/")  # prefixes of a model's own figures in a record of the history
 SLICES = {"popularity": "popularity of the item", "length": "length of the history"}
 COLUMNS = 3
 PANEL = 300  # pixels, height
@@ -32,9 +32,9 @@ Record = Mapping[str, Any]
 
 
 def learning_curves(histories: Mapping[str, Sequence[Record]]) -> Figure:
-    """Return loss and validation metric by epoch, a line a model; `histories` are the records of history.jsonl.
+    """Return loss and validation metric by epoch, one line per model; `histories` are the records of history.jsonl.
 
-    A baseline has none. A model's colour and dash are those of its place among the names: give every figure the same.
+    A baseline has no history. The order of the names decides colour and dash: use the same order for every figure.
     """
     return _curves(histories, ("loss", SELECTION), columns=2)
 
@@ -47,15 +47,15 @@ def terms(history: Sequence[Record]) -> Figure | None:
 
 def _curves(histories: Mapping[str, Sequence[Record]], keys: Sequence[str], *, columns: int) -> Figure:
     figure, looks = _panels([WORDS.get(key, key) for key in keys], columns), _looks(histories)
-    for place, key in enumerate(keys):
+    for panel, key in enumerate(keys):
         for name, history in histories.items():
             points = [(epoch, record[key]) for epoch, record in enumerate(history, start=1) if key in record]
             if points:
                 epochs, values = zip(*points, strict=True)
                 look = looks[name]
                 line = {"color": look["color"], "dash": look["dash"]}
-                style = {**_style(name, look, place), "line": line}
-                _add(figure, place, columns, Scatter(x=epochs, y=values, mode="lines+markers", **style))
+                style = {**_style(name, look, panel), "line": line}
+                _add(figure, panel, columns, Scatter(x=epochs, y=values, mode="lines+markers", **style))
     for epoch in sorted({epoch for history in histories.values() for epoch in _phase_starts(history)}):
         figure.add_vline(epoch - 0.5, line={"dash": "dot", "color": "grey"})
     figure.update_xaxes(title="epoch")
@@ -70,7 +70,7 @@ def _phase_starts(history: Sequence[Record]) -> list[int]:
 
 
 def metric_by_slice(metrics: Mapping[str, Mapping[str, float]]) -> Figure:
-    """Return test NDCG@10 by item popularity and history length, a bar a model.
+    """Return test NDCG@10 by item popularity and history length, one bar per model.
 
     Args:
         metrics: of each model, with keys such as `test/ndcg@10/popularity=head`.
@@ -82,12 +82,12 @@ def metric_by_slice(metrics: Mapping[str, Mapping[str, float]]) -> Figure:
             by_kind.setdefault(kind, []).append(key)
     words = [f"{WORDS[METRIC]} by {SLICES.get(kind, kind)}" for kind in by_kind]
     figure, looks = _panels(words, max(1, len(by_kind))), _looks(metrics)
-    for place, keys in enumerate(by_kind.values()):
+    for panel, keys in enumerate(by_kind.values()):
         labels = [_slice_label(key, metrics) for key in keys]
         for name, values in metrics.items():
             heights = [values.get(key) for key in keys]
-            style = _style(name, looks[name], place)
-            _add(figure, place, len(by_kind), Bar(x=labels, y=heights, error_y=_error(keys, values), **style))
+            style = _style(name, looks[name], panel)
+            _add(figure, panel, len(by_kind), Bar(x=labels, y=heights, error_y=_error(keys, values), **style))
     _name_axes(figure, [WORDS[METRIC]] * len(by_kind))
     return figure
 
@@ -109,7 +109,7 @@ def _slice_label(key: str, metrics: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def coverage_against_accuracy(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    """Return test NDCG@10 with its interval against catalogue coverage, a point a row of the leaderboard."""
+    """Return test NDCG@10 with its interval against catalogue coverage, one point per row of the leaderboard."""
     figure = _panels([f"{WORDS[METRIC]} with its 95 % interval, against coverage"], 1)
     looks = _looks(row["model"] for row in rows)
     for row in rows:
@@ -125,7 +125,7 @@ def coverage_against_accuracy(rows: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def masked_attention(before_LL: Sequence[Sequence[float]], after_LL: Sequence[Sequence[float]]) -> Figure:
-    """Return two heat maps, a row an event that reads and a column an event that is read, counted back from the last.
+    """Return two heat maps: rows are events that read, columns events that are read, counted back from the last.
 
     Args:
         before_LL: weights of the attention without masks.
@@ -134,21 +134,21 @@ def masked_attention(before_LL: Sequence[Sequence[float]], after_LL: Sequence[Se
     figure = _panels(("attention of the last layer without masks", "with masks"), 2)
     back = list(range(1 - len(before_LL), 1))
     top = max(max(row) for row in before_LL)
-    for place, weights in enumerate((before_LL, after_LL)):
-        heat = Heatmap(z=weights, x=back, y=back, zmin=0, zmax=top, colorscale="Blues", showscale=place == 1)
-        _add(figure, place, 2, heat)
+    for panel, weights in enumerate((before_LL, after_LL)):
+        heat = Heatmap(z=weights, x=back, y=back, zmin=0, zmax=top, colorscale="Blues", showscale=panel == 1)
+        _add(figure, panel, 2, heat)
     figure.update_xaxes(title="event read")
     figure.update_yaxes(title="event that reads", autorange="reversed")
     return figure
 
 
 def sparsity(points: Sequence[Point]) -> Figure:
-    """Return accuracy and time of a model against the share of rows that it does not compute; a star: as trained."""
+    """Return accuracy and time of a model against the share of rows left out; a star marks the trained sparsity."""
     figure = _panels((f"{WORDS[SELECTION]}, served with fewer rows", "time a history, µs"), 2)
     shares = [point.sparsity for point in points]
     marks = {"symbol": ["star" if point.trained else "circle" for point in points], "size": 9, "color": COLOURS[0]}
-    for place, values in enumerate(([point.ndcg for point in points], [point.microseconds for point in points])):
-        _add(figure, place, 2, Scatter(x=shares, y=values, mode="lines+markers", marker=marks, showlegend=False))
+    for panel, values in enumerate(([point.ndcg for point in points], [point.microseconds for point in points])):
+        _add(figure, panel, 2, Scatter(x=shares, y=values, mode="lines+markers", marker=marks, showlegend=False))
     figure.update_xaxes(title="share of rows not computed, mean of the layers", tickformat=".0%")
     figure.update_yaxes(rangemode="tozero")
     return figure
@@ -169,24 +169,24 @@ def _name_axes(figure: Figure, words: Sequence[str]) -> None:
 
 
 def _looks(names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Return colour and dash of each: no two models share both, and baselines are grey."""
+    """Return colour and dash of each name: no two models share both, and baselines are grey."""
     looks, models, baselines = {}, 0, 0
     for name in names:
         if name in BASELINES:
             looks[name] = {"color": GREYS[baselines % len(GREYS)], "dash": DASHES[baselines % len(DASHES)]}
             baselines += 1
         else:
-            turn, place = divmod(models, len(COLOURS))
-            looks[name] = {"color": COLOURS[place], "dash": DASHES[(place + turn) % len(DASHES)]}
+            turn, colour = divmod(models, len(COLOURS))
+            looks[name] = {"color": COLOURS[colour], "dash": DASHES[(colour + turn) % len(DASHES)]}
             models += 1
     return looks
 
 
-def _style(name: str, look: Mapping[str, str], place: int) -> dict[str, Any]:
-    """Return what makes a model look the same in every panel, and appear in the legend once."""
+def _style(name: str, look: Mapping[str, str], panel: int) -> dict[str, Any]:
+    """Return the style of a model: the same in every panel, and in the legend only once."""
     marker = {"color": look["color"]}
-    return {"name": name, "legendgroup": name, "showlegend": bool(name) and place == 0, "marker": marker}
+    return {"name": name, "legendgroup": name, "showlegend": bool(name) and panel == 0, "marker": marker}
 
 
-def _add(figure: Figure, place: int, columns: int, trace: Any) -> None:
-    figure.add_trace(trace, row=place // columns + 1, col=place % columns + 1)
+def _add(figure: Figure, panel: int, columns: int, trace: Any) -> None:
+    figure.add_trace(trace, row=panel // columns + 1, col=panel % columns + 1)

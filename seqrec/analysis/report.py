@@ -27,7 +27,7 @@ HEADS = {  # of the leaderboard
     "parameters": "parameters",
     "train_seconds": "training, s",
 }
-TRAINED = ("parameters", "train_seconds")  # what a baseline has not
+TRAINED = ("parameters", "train_seconds")  # a baseline has no such figures
 GLOSSARY = {
     "NDCG@10": "1 / log2(1 + rank) of the next item where it is among the ten best, else 0; the mean over all cases.",
     "recall@10": "The share of cases whose next item is among the ten best.",
@@ -155,7 +155,7 @@ def _section(title: str, parts: Iterable[str], *, folded: bool = False) -> str:
 
 
 def model_figures(name: str, history: Sequence[Mapping[str, Any]], examples: Examples) -> list[Figure]:
-    """Return what there is to see of one model alone: terms of its loss, masks, sparsity."""
+    """Return the figures that only one model has: terms of its loss, masks, sparsity."""
     figures = [plots.terms(history)]
     if name in examples.masked:
         figures.append(plots.masked_attention(*examples.masked[name]))
@@ -184,7 +184,7 @@ def _plotly() -> str:
 
 
 def _figure(figure: Figure) -> str:
-    content = figure.to_json().replace("<", "\\u003c")  # nothing in it may end the script
+    content = figure.to_json().replace("<", "\\u003c")  # its text must not end the script element
     hint = "A figure: it needs JavaScript, and a browser of 2023 or later."
     words = html.escape("; ".join(note.text for note in figure.layout.annotations if note.text))
     drawing = f'<div class="figure"><script type="application/json">{content}</script>{hint}</div>'
@@ -224,10 +224,10 @@ def _example(user: Example, names: Mapping[int, str]) -> str:
 
 def _lists(user: Example, names: Mapping[int, str]) -> str:
     body = []
-    for place in range(LISTED):
-        items = [next(iter(opinion.best[place : place + 1]), None) for opinion in user.opinions.values()]
+    for index in range(LISTED):
+        items = [next(iter(opinion.best[index : index + 1]), None) for opinion in user.opinions.values()]
         cells = [_cell("") if item is None else _item(item, user.target, names) for item in items]
-        body.append(f"<tr>{_head(str(place + 1))}{''.join(cells)}</tr>")
+        body.append(f"<tr>{_head(str(index + 1))}{''.join(cells)}</tr>")
     ranks = "".join(_cell(f"{opinion.rank:g}") for opinion in user.opinions.values())
     body.append(f'<tr class="note">{_head("rank of the next item")}{ranks}</tr>')
     return _table(("recommended", *user.opinions), body, "What each model recommends, best first.")
@@ -242,22 +242,22 @@ def _drivers(user: Example, names: Mapping[int, str]) -> str:
     driven = {name: opinion for name, opinion in user.opinions.items() if opinion.drop is not None and opinion.best}
     heads = [f"{name}: why {names[opinion.best[0]]}" for name, opinion in driven.items()]
     body = []
-    for place in range(len(user.history) - 1, max(-1, len(user.history) - 1 - EVENTS), -1):
-        cells = "".join(_why(opinion, place) for opinion in driven.values())
-        body.append(f"<tr>{_head(html.escape(names[user.history[place]]))}{cells}</tr>")
+    for position in range(len(user.history) - 1, max(-1, len(user.history) - 1 - EVENTS), -1):
+        cells = "".join(_why(opinion, position) for opinion in driven.values())
+        body.append(f"<tr>{_head(html.escape(names[user.history[position]]))}{cells}</tr>")
     earlier = max(0, len(user.history) - EVENTS)
     note = f'<p class="note">{earlier:,} earlier events are not shown.</p>' if earlier else ""
     table = _table(("event, newest first", *heads), body, "What each event of the history does to the first item.")
     return f'<div class="events">{table}</div>{note}'
 
 
-def _why(opinion: Opinion, place: int) -> str:
+def _why(opinion: Opinion, position: int) -> str:
     assert opinion.drop is not None
-    drop, most = opinion.drop[place], max(map(abs, opinion.drop))
+    drop, most = opinion.drop[position], max(map(abs, opinion.drop))
     red, green, blue = (33, 102, 172) if drop > 0 else (178, 24, 43)
     shade = 0.6 * abs(drop) / most if most else 0.0
-    weight = None if opinion.attention is None else opinion.attention[place]
-    if not drop and not weight:  # the model does not see it
+    weight = None if opinion.attention is None else opinion.attention[position]
+    if not drop and not weight:  # outside the model's window
         return _cell("")
     read = "" if weight is None else f" ({weight:.0%})"
     style = f' style="background: rgba({red}, {green}, {blue}, {shade:.2f})"'

@@ -1,4 +1,4 @@
-"""What a trained STRec finds and costs when it is served with more or fewer rows than it was trained with."""
+"""Accuracy and cost of a trained STRec when it is served with more or fewer rows than it was trained with."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROUNDS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """A model served with some number of rows a layer."""
+    """A model served with a given number of rows per layer."""
 
     sparsity: float  # share of rows that are not computed, the mean of the layers
     ndcg: float  # NDCG@10 on validation
@@ -29,7 +29,7 @@ class Point:
 
 @torch.no_grad()
 def sweep(model: SequenceModel, data: Sequences, *, filter_seen: bool, seed: int) -> list[Point]:
-    """Return the points of `model` by sparsity, without training it again; none for one that computes every row.
+    """Return the points of `model` by sparsity, without new training; empty for a model that computes every row.
 
     Args:
         model: in eval mode, on the CPU.
@@ -60,7 +60,7 @@ def _draw(cases: Cases, seed: int) -> Cases:
 
 
 def _microseconds(model: SequenceModel, data: Sequences, cases: Cases) -> float:
-    """Return the least time, over rounds, of a pass over the longest histories."""
+    """Return the minimum time, over several rounds, of a pass over the longest histories."""
     longest = (cases.position - data.start[cases.user]).argsort(descending=True)[:TIMED]
     batch = sequences.window(data, cases.user[longest], cases.position[longest], model.options.length)
     seconds = []

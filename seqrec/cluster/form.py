@@ -1,4 +1,4 @@
-"""The form of a Kubeflow run: what somebody fills in there becomes the settings of every step."""
+"""The form of a Kubeflow run: its inputs become the settings of every step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ INPUTS = {  # of every pipeline; what the form says beside each of them
         '"models.sasrec.options.layers": 3}. `section.key` holds for the dataset and for every model.'
     ),
 }
-FIXED = ("kubernetes", "tune", "dataset", "sources", "leaderboard", "seed")  # inputs of their own, or not of a run
+FIXED = ("kubernetes", "tune", "dataset", "sources", "leaderboard", "seed")  # have inputs, or are fixed
 ORIGIN = ("source", "interactions", "repository")  # settings of `ingest` that say what is read
 DATA = ("ingest", "validate", "prepare")
 SHARED = (*DATA, "evaluate", "register")
@@ -36,7 +36,7 @@ def filled_in(
     seed: int,
     overrides: Mapping[str, Any],
 ) -> Params:
-    """Return `params`, shaped as params.yaml, with the inputs of the form in their places.
+    """Return `params`, in the form of params.yaml, with the inputs of the form applied.
 
     Raises:
         ConfigError: an input is wrong, or the shared settings would read one dataset under the name of another.
@@ -71,7 +71,7 @@ def _check_origin(content: Mapping[str, Any], dataset: str) -> None:
 
 
 def _set(content: dict[str, Any], path: str, value: Any) -> None:
-    """Put `value` at the dotted `path`; a shared setting also wins over those of datasets and models."""
+    """Set the dotted `path` to `value`; a shared setting also overrides those of datasets and models."""
     section, *keys = path.split(".")
     if section in FIXED:
         raise ConfigError(f"overrides.{path}: {section} is an input of its own, or fixed when a pipeline is compiled")
@@ -88,13 +88,13 @@ def _set(content: dict[str, Any], path: str, value: Any) -> None:
 
 
 def overridden(section: str, values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `values` of a section with what `overrides` say of it: for a step that must not need the others."""
+    """Return `values` of a section with its `overrides`, for a step that reads no other section."""
     prefix = f"{section}."
     return {**values, **{key.removeprefix(prefix): overrides[key] for key in overrides if key.startswith(prefix)}}
 
 
 def _drop(content: Mapping[str, Any], section: str, key: str) -> None:
-    """Remove what datasets and models say of a shared setting."""
+    """Remove a shared setting from the entries of datasets and models."""
     for entry in (*content["datasets"].values(), *content["models"].values()):
         entry.get(section, {}).pop(key, None)
 
@@ -102,7 +102,7 @@ def _drop(content: Mapping[str, Any], section: str, key: str) -> None:
 def settings_of_run(
     params: Mapping[str, Any], pipeline: str, source: str, run: str, form: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return what the step `settings` hands to the others.
+    """Return the outputs of the step `settings`.
 
     Args:
         params: as compiled.
@@ -138,7 +138,7 @@ def settings_of_run(
 
 
 def settings_of_model(params: Mapping[str, Any], model: str, form: Mapping[str, Any]) -> dict[str, Any]:
-    """Return architecture, pretrain, finetune, evaluate and filter_seen as the steps of `model` read them."""
+    """Return architecture, pretrain, finetune, evaluate and filter_seen for the steps of `model`."""
     read = filled_in(params, **form)
     values = {stage: dataclasses.asdict(read.section(stage, model=model)) for stage in ("pretrain", "finetune")}
     values |= {
@@ -149,7 +149,7 @@ def settings_of_model(params: Mapping[str, Any], model: str, form: Mapping[str, 
 
 
 def without_cluster(params: Params) -> dict[str, Any]:
-    """Return what a run may change, shaped as params.yaml."""
+    """Return the settings that a run may change, in the form of params.yaml."""
     return {key: value for key, value in params.as_dict().items() if key not in ("kubernetes", "tune")}
 
 
@@ -157,12 +157,13 @@ def check_pretraining(params: Params) -> None:
     """Raise ConfigError unless all models of `leaderboard` learn from text, and there is something to learn from."""
     if not params.sources:
         raise ConfigError("sources: name the datasets to pre-train on")
-    from models import REGISTRY  # takes torch, which compiling the other pipelines does without
+    from models import REGISTRY  # needs torch, which the other pipelines do not need to compile
 
     for model in params.leaderboard:
         kind = REGISTRY.get(params.model(model).architecture)
         reads_items = params.model(model).options.get("encoder") == "items"
         if kind is None or kind.text != "tokens" or reads_items:
             raise ConfigError(
-                f"models.{model}: pretraining is for text models (architecture recformer, encoder text); --models ..."
+                f"models.{model}: pipeline `pretraining` needs text models (architecture "
+                "recformer, encoder text); choose one with --models"
             )

@@ -22,7 +22,7 @@ NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a stage runs; the fields after the first matter to jobs alone."""
+    """Where a stage runs; all fields but the first are for jobs only."""
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
@@ -34,13 +34,46 @@ class Place:
 
 def train_job(name: str, place: Place, state: Path, order: Path) -> dict[str, Any]:
     """Return the TrainJob (trainer.kubeflow.org/v1alpha1) that runs `order` with torchrun on every node."""
-    launch, cluster = place.launch, place.cluster
+    labels = place.cluster.labels
+    node = {
+        "name": "node",
+        "template": {"spec": {"template": {"metadata": {"labels": labels}, "spec": _pod(place, state)}}},
+    }
+    patch = {"template": {"spec": {"replicatedJobs": [node]}}}
+    spec: dict[str, Any] = {
+        "runtimeRef": {"name": place.launch.runtime},
+        "trainer": _trainer(place, order),
+        "runtimePatches": [{"manager": "seqrec.org/launch", "trainingRuntimeSpec": patch}],
+    }
+    if place.resources.timeout_s:
+        spec["activeDeadlineSeconds"] = place.resources.timeout_s
+    metadata = {"name": name, "labels": labels}
+    return {"apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob", "metadata": metadata, "spec": spec}
+
+
+def _trainer(place: Place, order: Path) -> dict[str, Any]:
+    launch = place.launch
+    return {
+        "image": launch.image or place.image,
+        # the variables PET_* tell torchrun where the nodes are and how many processes to start
+        "command": ["python", "-m", "torch.distributed.run", "-m", "seqrec.cluster.launch"],
+        "args": [str(order)],
+        "numNodes": launch.nodes,
+        "numProcPerNode": launch.processes,
+        "resourcesPerNode": _quantities(place.resources),
+        "env": _variables(place.cluster),
+    }
+
+
+def _pod(place: Place, state: Path) -> dict[str, Any]:
+    """Return the pod of one node of a TrainJob."""
+    cluster = place.cluster
     container = {
         "name": "node",
         "securityContext": _container_security(),
         "volumeMounts": _mounts(place, state),
     }
-    pod = {
+    return {
         "containers": [container],
         "volumes": list(_volumes(place, state).values()),
         "securityContext": _pod_security(cluster),
@@ -48,35 +81,6 @@ def train_job(name: str, place: Place, state: Path, order: Path) -> dict[str, An
         **({"serviceAccountName": cluster.service_account} if cluster.service_account else {}),
         **_pull_secrets(cluster),
     }
-    node = {"name": "node", "template": {"spec": {"template": {"metadata": {"labels": cluster.labels}, "spec": pod}}}}
-    spec = {
-        "runtimeRef": {"name": launch.runtime},
-        "trainer": {
-            "image": launch.image or place.image,
-            "command": [
-                "python",
-                "-m",
-                "torch.distributed.run",
-                "-m",
-                "seqrec.cluster.launch",
-            ],  # PET_* say where and how many
-            "args": [str(order)],
-            "numNodes": launch.nodes,
-            "numProcPerNode": launch.processes,
-            "resourcesPerNode": _quantities(place.resources),
-            "env": _variables(cluster),
-        },
-        "runtimePatches": [
-            {
-                "manager": "seqrec.org/launch",
-                "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [node]}}},
-            }
-        ],
-    }
-    if place.resources.timeout_s:
-        spec["activeDeadlineSeconds"] = place.resources.timeout_s
-    metadata = {"name": name, "labels": cluster.labels}
-    return {"apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob", "metadata": metadata, "spec": spec}
 
 
 def spark_application(name: str, place: Place, state: Path, order: Path, config: Any) -> dict[str, Any]:
@@ -108,7 +112,7 @@ def spark_application(name: str, place: Place, state: Path, order: Path, config:
         "imagePullSecrets": cluster.image_pull_secrets,
         "mainApplicationFile": f"local://{MAIN}",
         "arguments": [str(order)],
-        "restartPolicy": {"type": "Never"},  # the step is repeated, and finds what is done
+        "restartPolicy": {"type": "Never"},  # KFP repeats the step, which finds the finished job
         "volumes": list(_volumes(place, state).values()),
         "driver": {**pod, **account},
         "executor": {**pod, "instances": launch.nodes},
@@ -218,7 +222,7 @@ class _Jobs:
                 config.load_kube_config()
                 namespace = config.list_kube_config_contexts()[1]["context"].get("namespace", "default")
             except ConfigException as error:
-                raise ConfigError("kubernetes.launch: launcher job, but there is no cluster to reach") from error
+                raise ConfigError("kubernetes.launch: launcher job needs a cluster, but none can be reached") from error
         self.manifest, self.kind, self.name = manifest, manifest["kind"], manifest["metadata"]["name"]
         self.title = f"{self.kind} {namespace}/{self.name}"
         self.api, self.failure = client.CustomObjectsApi(), client.ApiException
@@ -230,7 +234,7 @@ class _Jobs:
         logger.info("%s: created", self.title)
 
     def delete(self) -> None:
-        """Remove what is left of a failed attempt, and wait until its name is free."""
+        """Delete the job of a failed attempt, and wait until its name is free."""
         self._call(self.api.delete_namespaced_custom_object, name=self.name)
         while self.phase():
             time.sleep(0.5)
@@ -243,13 +247,13 @@ class _Jobs:
         if self.kind == "SparkApplication":
             state = status.get("applicationState", {}).get("state", "")
             return {"COMPLETED": "Complete", "FAILED": "Failed", "SUBMISSION_FAILED": "Failed"}.get(state, "Running")
-        true = {one["type"] for one in status.get("conditions", ()) if one["status"] == "True"}
+        true = {condition["type"] for condition in status.get("conditions", ()) if condition["status"] == "True"}
         return next((name for name in ("Complete", "Failed") if name in true), "Running")
 
     def reason(self) -> str:
         status = self._status() or {}
         spark = status.get("applicationState", {}).get("errorMessage", "")
-        return spark or "; ".join(one.get("message", "") for one in status.get("conditions", ()))
+        return spark or "; ".join(condition.get("message", "") for condition in status.get("conditions", ()))
 
     def _status(self) -> dict[str, Any] | None:
         try:

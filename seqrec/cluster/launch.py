@@ -27,7 +27,7 @@ from seqrec.artifacts import read_json, replaced, sha256, write_json, write_text
 from seqrec.cluster.jobs import Place, finish, spark_application, train_job
 from seqrec.config import parse
 
-HANDED = {  # stage -> what a job must be handed, and what it hands back
+HANDED = {  # stage -> inputs and outputs of its job
     "prepare": (("data", "validation"), "sequences"),
     "pretrain": (("data", "sequences", "champion"), "initial"),
     "finetune": (("sequences", "initial"), "checkpoint"),
@@ -98,12 +98,12 @@ def _typed(hint: Any, value: Any, name: str) -> Any:
     if dataclasses.is_dataclass(hint):
         return parse(hint, value, name)  # type: ignore[arg-type]
     if Path in (hint, *typing.get_args(hint)) and value is not None:
-        return [Path(one) for one in value] if isinstance(value, list) else Path(value)
+        return [Path(path) for path in value] if isinstance(value, list) else Path(value)
     return value
 
 
 def _run_job(stage: str, place: Place, state: Path, arguments: Mapping[str, Any]) -> dict[str, float]:
-    """Hand the inputs over, await the job, and fetch what it left; a repeated call finds the job by its name."""
+    """Copy the inputs to the volume, await the job, and fetch its output; a repeated call finds the job by its name."""
     inputs, output = _handed(stage, arguments)
     name = job_name(stage, arguments)
     folder = state / "jobs" / name
@@ -125,7 +125,7 @@ def _run_job(stage: str, place: Place, state: Path, arguments: Mapping[str, Any]
 
 
 def job_name(stage: str, arguments: Mapping[str, Any]) -> str:
-    """Return a name that a repeated attempt at the same work has again, and no other work has."""
+    """Return a name that is the same for every attempt at this work, and different for any other work."""
     inputs, output = _handed(stage, arguments)
     settings = {key: value for key, value in arguments.items() if key not in (*inputs, output, "state", "sources")}
     content = hashlib.sha256(json.dumps(settings, default=_plain, sort_keys=True).encode())
@@ -142,7 +142,7 @@ def _handed(stage: str, arguments: Mapping[str, Any]) -> tuple[list[str], str]:
 
 
 def _files(path: Path) -> list[Path]:
-    """Return the files at `path` but those as published, which only ingest reads."""
+    """Return the files at `path`, except the published ones, which only ingest reads."""
     inside = sorted(path.rglob("*")) if path.is_dir() else [path]
     return [file for file in inside if file.is_file() and "raw" not in file.relative_to(path).parts]
 
@@ -164,7 +164,7 @@ def _hand_over(source: Path, target: Path) -> Path:
 def _moved(value: Any, arguments: Mapping[str, Any], handed: Mapping[str, Path]) -> Any:
     """Return `value` with every path in or below an input replaced by where that was handed over."""
     if isinstance(value, list | tuple):
-        return [_moved(one, arguments, handed) for one in value]
+        return [_moved(item, arguments, handed) for item in value]
     for key, target in handed.items():
         if isinstance(value, Path) and value.is_relative_to(arguments[key]):
             return target / value.relative_to(arguments[key])

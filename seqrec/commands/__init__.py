@@ -1,1 +1,1 @@
-"""Commands of `python -m seqrec` that are no stage of the pipeline."""
+"""Commands of `python -m seqrec` that are not stages of the pipeline."""

@@ -1,4 +1,4 @@
-"""`seqrec auto`: from a log to the best model of it, within some minutes; the same command continues."""
+"""`seqrec auto`: finds the best model for a log within a time budget; the same command continues an interrupted run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from rich.console import Console
@@ -38,32 +38,35 @@ from seqrec.locks import locked
 from seqrec.training import auto_settings
 from seqrec.training.auto_settings import Shape
 
+if TYPE_CHECKING:
+    from seqrec.training.loop import Cost
+
 logger = logging.getLogger(__name__)
 PLAN = "auto.json"
 CARD = "model-card.md"
-MODELS = ("flash4rec", "sasrec", "gru4rec")  # in this order, as the first one is sure to be trained
+MODELS = ("flash4rec", "sasrec", "gru4rec")  # the order of training; the first model is always trained
 RATES = {"flash4rec": 3e-3, "sasrec": 1e-3, "gru4rec": 2e-3}
 OPTIONS: dict[str, dict[str, Any]] = {
     "flash4rec": {"prediction_head": False, "topk_dropout_k": 3},
     "sasrec": {"heads": 2},
     "gru4rec": {},
 }
-CORES = (5, 3, 2)  # events of a user and of an item, from the strictest on
+CORES = (5, 3, 2)  # minimum events per user and item, strictest first
 KEPT = 0.5  # share of the events that a k-core must leave
-CASES, KNOWN = 100, 0.2  # temporal: least cases of validation and of test, least share of them of trained users
-RESERVE = 0.15  # of a share of the budget, for counts and evaluation
-EASE_FLOPS = 1e9  # items cubed a second, of a tenth of the budget
+CASES, KNOWN = 100, 0.2  # temporal split: minimum cases per part, and minimum share of trained users
+RESERVE = 0.15  # share of a model's budget that counts and evaluation need
+EASE_FLOPS = 1e9  # items cubed per second of the whole budget, so that EASE takes a tenth of it
 
 
 @dataclass
 class Plan:
-    """What was decided, and the seconds spent; it outlives the process."""
+    """The decisions so far and the seconds spent, kept in a file."""
 
     path: Path
     request: dict[str, Any]
     params: dict[str, Any] = field(default_factory=dict)
-    split: str = ""  # which, and why
-    done: list[str] = field(default_factory=list)  # data, counts, and models
+    split: str = ""  # the protocol, and why
+    done: list[str] = field(default_factory=list)  # completed steps: data, counts, models
     spent: float = 0.0
     began: float = field(default_factory=time.monotonic)
 
@@ -72,7 +75,7 @@ class Plan:
         """Return the plan at `path`, a new one if there is none.
 
         Raises:
-            ValueError: it was made for another request.
+            ValueError: the plan was made for another request.
         """
         if not path.is_file():
             return cls(path, request)
@@ -90,11 +93,11 @@ class Plan:
         write_json(self.path, {name: getattr(self, name) for name in names})
 
     def left(self) -> float:
-        """Return the seconds that are left of the budget; may be negative."""
+        """Return the remaining seconds of the budget; may be negative."""
         return 60 * float(self.request["minutes"]) - self.spent - (time.monotonic() - self.began)
 
     def set_model(self, name: str, settings: dict[str, Any]) -> None:
-        """Take a model up into the settings."""
+        """Add a model to the settings."""
         self.params["models"][name] = settings
         self.params["leaderboard"] = list(self.params["models"])
         self.save()
@@ -112,13 +115,13 @@ def auto(
     time_format: str = "",
     items: str = "",
 ) -> dict[str, float]:
-    """Make the best model of a log within a time budget: columns, split and settings are found out and shown.
+    """Find the best model for a log within a time budget; columns, split and settings are chosen and shown.
 
     Args:
         data: CSV with or without a header, JSON lines, Parquet, or lines of `user item item ...`.
         out: folder that receives everything.
-        minutes: budget; one model is trained whatever it is.
-        user: column of the users, where the guess is wrong.
+        minutes: budget; one model is always trained.
+        user: column of the users, if the guess is wrong.
         item: column of the items.
         time: column of the times.
         title: column of the items' titles.
@@ -129,7 +132,7 @@ def auto(
         The NDCG@10 of each model on validation and test.
 
     Raises:
-        ValueError: the file cannot be read so, or nothing is left of it to learn from.
+        ValueError: the file cannot be read, or no events are left to learn from.
         LockedError: another process runs in `out`.
     """
     if not data.is_file():
@@ -155,9 +158,9 @@ def _auto(plan: Plan, out: Path) -> dict[str, float]:
         budget = 60 * float(plan.request["minutes"])
         run.count_rows(from_dict(plan.params), folder, out, ease_items=int((budget * EASE_FLOPS) ** (1 / 3)))
         plan.save("counts")
-    for place, name in enumerate(MODELS):
+    for number, name in enumerate(MODELS):
         if name not in plan.done:
-            _train(plan, name, shape, folder, out, share=plan.left() / (len(MODELS) - place))
+            _train(plan, name, shape, folder, out, share=plan.left() / (len(MODELS) - number))
     params = from_dict(plan.params)
     write_text(out / run.SETTINGS, yaml.safe_dump(json.loads(json.dumps(params.as_dict())), sort_keys=False))
     board = run.write_leaderboard(out / "reports", folder, params.leaderboard)
@@ -186,17 +189,17 @@ def _prepare(plan: Plan, out: Path) -> None:
 
 
 def _source(plan: Plan, out: Path) -> tuple[dict[str, Any], bool]:
-    """Return section `ingest` of the file, and whether it has times; the columns are shown."""
+    """Return section `ingest` for the file, and whether the file has times; print the columns."""
     from seqrec.data import column_guess
 
     path, request = Path(plan.request["data"]), plan.request
     items = {"items": str(Path(request["items"]).resolve())} if request["items"] else {}
     if column_guess.is_lines(path):
-        Console().print(f"{path.name}: lines of a user and items in their order, without times", highlight=False)
+        Console().print(f"{path.name}: lines of `user item item ...`, without times", highlight=False)
         return {"source": "lines", "interactions": str(path)} | items, False
     found, time_format = column_guess.guess(path, request["columns"], request["time_format"])
     _show(path, found, time_format)
-    columns = {one.name: one.column for one in found}
+    columns = {guess.name: guess.column for guess in found}
     title = columns.pop("title", "")
     if title and not items:
         items = {"items": str(_titles(path, columns["item_id"], title, out))}
@@ -207,8 +210,8 @@ def _source(plan: Plan, out: Path) -> tuple[dict[str, Any], bool]:
 def _show(path: Path, found: Any, time_format: str) -> None:
     flags = {"user_id": "--user", "item_id": "--item", "timestamp": "--time", "title": "--title"}
     table = Table("ours", "column", "by", "another", title=escape(path.name), box=None, pad_edge=False)
-    for one in found:
-        table.add_row(one.name, escape(one.column), one.why, flags.get(one.name, ""))
+    for guess in found:
+        table.add_row(guess.name, escape(guess.column), guess.why, flags.get(guess.name, ""))
     if time_format:
         table.add_row("", escape(time_format), "its values", "--time-format")
     Console().print(table)
@@ -232,7 +235,7 @@ def _titles(path: Path, item: str, title: str, out: Path) -> Path:
 
 
 def _split(params: Params, out: Path, timed: bool) -> tuple[dict[str, Any], str]:
-    """Prepare the data, by time if there is enough on either side of the cuts; return section `prepare`, and why."""
+    """Split by time if both sides of the cuts have enough events; return section `prepare`, and the reason."""
     reason = "the file has no times"
     if timed:
         settings: dict[str, Any] = {"protocol": "temporal"}
@@ -242,14 +245,14 @@ def _split(params: Params, out: Path, timed: bool) -> tuple[dict[str, Any], str]
             reason = str(error)
         else:
             if not (reason := _too_little(sequences.load(out / "data" / "sequences"))):
-                return settings, "temporal: what comes after a moment is predicted from what was before it"
+                return settings, "temporal: events after a point in time are predicted from the events before it"
     settings = {"protocol": "LOO-full"}
     settings |= _core(params, out, settings)
-    return settings, f"LOO-full, each user's last event, since by time it cannot be: {reason}"
+    return settings, f"LOO-full (each user's last event), because a split by time is not possible: {reason}"
 
 
 def _core(params: Params, out: Path, settings: Mapping[str, Any]) -> dict[str, int]:
-    """Prepare with the strictest k-core that leaves half of the events, else with the laxest."""
+    """Prepare with the strictest k-core that keeps half of the events, or else with the least strict one."""
     for least in CORES:
         core = {"min_user_events": least, "min_item_events": least}
         try:
@@ -266,14 +269,14 @@ def _core(params: Params, out: Path, settings: Mapping[str, Any]) -> dict[str, i
 
 
 def _too_little(prepared: sequences.Sequences) -> str:
-    """Return why a temporal split cannot train or measure, or nothing."""
+    """Return why a temporal split has too few events or cases; empty if it has enough."""
     card = prepared.card
     for part in ("valid", "test"):
         cases = sequences.cases(prepared, part)
         if len(cases) < CASES:
             return f"only {len(cases)} {part} cases"
         if (known := float(prepared.trained(cases.user).double().mean())) < KNOWN:
-            return f"only {known:.0%} of the {part} cases are of users with a past before the first cut"
+            return f"only {known:.0%} of the {part} cases belong to users with events before the first cut"
     if card["test_cut"] - card["valid_cut"] < DAY:
         return "validation spans less than a day"
     return ""
@@ -285,13 +288,13 @@ def _say_data(plan: Plan, prepared: sequences.Sequences) -> None:
     logger.info("split: %s", plan.split)
     logger.info("data: %s", counts)
     if not plan.params["evaluate"].get("filter_seen", True):
-        logger.info("people come back to items here: those of the past stay candidates")
+        logger.info("many events repeat an item, so past items stay candidates")
     for sentence in data_warnings.warnings(card):
         logger.warning("the data: %s", sentence)
 
 
 def _train(plan: Plan, name: str, shape: Shape, folder: Path, out: Path, *, share: float) -> None:
-    """Train and evaluate one model in `share` seconds; it is left out if an epoch does not fit, unless the first."""
+    """Train and evaluate one model in `share` seconds; leave it out if no epoch fits, unless it is the first."""
     if name not in plan.params["models"]:
         epochs = _epochs(plan, name, shape, folder, out, share)
         if epochs == 0:
@@ -308,13 +311,7 @@ def _settings(name: str, shape: Shape, epochs: int | None) -> dict[str, Any]:
 
 
 def _epochs(plan: Plan, name: str, shape: Shape, folder: Path, out: Path, share: float) -> int:
-    """Return how many epochs fit into `share` seconds, measured with some steps; 0 leaves the model out."""
-    import torch
-    from accelerate import Accelerator
-
-    from seqrec.training import loop
-    from seqrec.training.checkpoint import ResumeState, load_model
-
+    """Return how many epochs fit into `share` seconds, estimated from a few steps; 0 leaves the model out."""
     first = not plan.params["models"]
     if share <= 0 and not first:
         logger.warning("%s is left out: the budget is spent", name)
@@ -322,25 +319,14 @@ def _epochs(plan: Plan, name: str, shape: Shape, folder: Path, out: Path, share:
     settings = {"models": {name: _settings(name, shape, None)}, "leaderboard": [name]}
     params = from_dict(plan.params | settings)
     run.build_model(params, name, folder, out)
-    config = params.section("finetune", model=name)
     began = time.monotonic()
-    net, _ = load_model(out / "artifacts" / name / "initial")
-    probe = loop.Fit(
-        model=net,
-        data=sequences.load(folder),
-        stage="finetune",
-        config=config,
-        filter_seen=params.section("evaluate").filter_seen,
-        state=ResumeState(out / "state" / "probe", "probe"),
-        accelerator=Accelerator(cpu=not torch.cuda.is_available()),
-    )
-    cost = loop.measure(probe)
+    cost = _cost(params, name, folder, out)
     usable = (share - (time.monotonic() - began)) * (1 - RESERVE) - 4 * cost.validation_s
     fitting = int(usable / cost.epoch_s)
     if fitting < 1 and not first:
-        logger.warning("%s is left out: an epoch takes %.0f s of the %.0f s that are left", name, cost.epoch_s, usable)
+        logger.warning("%s is left out: an epoch takes %.0f s of the remaining %.0f s", name, cost.epoch_s, usable)
         return 0
-    epochs = max(1, min(fitting, config.epochs))
+    epochs = max(1, min(fitting, params.section("finetune", model=name).epochs))
     logger.info(
         "%s: %d epochs of %d steps, about %.0f s at most; %.1f GB of memory so far",
         name,
@@ -350,6 +336,28 @@ def _epochs(plan: Plan, name: str, shape: Shape, folder: Path, out: Path, share:
         cost.memory / 1e9,
     )
     return int(epochs)
+
+
+def _cost(params: Params, name: str, folder: Path, out: Path) -> Cost:
+    """Return the cost of an epoch of a model, estimated from a few steps on its initial weights."""
+    import torch
+    from accelerate import Accelerator
+
+    from seqrec.training import loop
+    from seqrec.training.checkpoint import ResumeState, load_model
+
+    net, _ = load_model(out / "artifacts" / name / "initial")
+    return loop.measure(
+        loop.Fit(
+            model=net,
+            data=sequences.load(folder),
+            stage="finetune",
+            config=params.section("finetune", model=name),
+            filter_seen=params.section("evaluate").filter_seen,
+            state=ResumeState(out / "state" / "probe", "probe"),
+            accelerator=Accelerator(cpu=not torch.cuda.is_available()),
+        )
+    )
 
 
 def _write_pages(out: Path, board: Mapping[str, Any], best: str, params: Params) -> None:

@@ -1,7 +1,7 @@
-"""Every model of a config under several seeds on one split, and one page that compares them.
+"""Trains every model of a config under several seeds on one split, and writes one page that compares them.
 
-Two uncertainties stand in columns of their own: the spread over seeds (would it hold if trained again?) and the paired
-interval over users (would it hold for other users?), for which a user's NDCG is the mean over the seeds.
+The page has two columns for uncertainty: the spread over seeds (would the result hold for another training?) and the
+paired interval over users (would it hold for other users?). For the interval, a user's NDCG is the mean over the seeds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from seqrec.stages.evaluate import evaluate
 
 logger = logging.getLogger(__name__)
 ALONE = "alone"  # folder of the reports of models without their count term
-FINISHED = "benchmark.json"  # the settings that a report is of
+FINISHED = "benchmark.json"  # the settings that a report was made with
 PAGE = "benchmark.md"
 HEADINGS = (
     "model",
@@ -59,32 +59,32 @@ class Row:
     spread: float | None  # sample standard deviation of the test NDCG@10 over seeds
     recall: float
     alone: float | None  # test NDCG@10 without the count term
-    gain: intervals.Interval | None  # over the base, paired, on test
+    gain: intervals.Interval | None  # paired gain over the base, on test
     p_value: float | None  # of the gain, corrected for the number of rows (Holm 1979)
     parameters: float
     query_flops: float
     train_seconds: float
-    train_peak_mb: float  # of the process, all trainings before it included
+    train_peak_mb: float  # peak of the process, including all earlier trainings
 
 
 def benchmark(
     *, config_file: Path, out: Path, dataset: str = "", data: Path | None = None, seeds: str = "42", only: str = ""
 ) -> dict[str, float]:
-    """Train and evaluate what is missing of a benchmark, and write its page, benchmark.md, and benchmark.json.
+    """Train and evaluate the missing models of a benchmark, and write benchmark.md and benchmark.json.
 
     Args:
         config_file: shaped as params.yaml; `leaderboard` names the rows.
-        out: folder of the data, the trainings, a folder a seed, and the page.
-        dataset: a key of `datasets`; that of the config if left out.
+        out: folder that receives the data, a folder per seed, and the page.
+        dataset: a key of `datasets`; default: the one of the config.
         data: folder with `sequences/` already prepared.
         seeds: of initialisation, order and dropout, separated by commas.
-        only: models to train, separated by commas; all if left out. The page shows whatever is finished.
+        only: models to train, separated by commas; default: all. The page shows all finished models.
 
     Returns:
         The mean test NDCG@10 of each row.
 
     Raises:
-        ConfigError: a model or seed that does not exist.
+        ConfigError: a model or seed does not exist.
         LockedError: another process runs in `out`.
     """
     params = load(config_file)
@@ -115,7 +115,7 @@ def _seed(text: str) -> int:
 
 
 def _prepared(params: Params, out: Path) -> Path:
-    """Return the folder of the prepared data, which is prepared once."""
+    """Return the folder of the prepared data; prepare it if needed."""
     folder = out / "data"
     return folder if (folder / "sequences" / SPLIT_CARD).is_file() else run.prepare_data(params, out)
 
@@ -126,7 +126,7 @@ def _count_rows(params: Params, folder: Path, out: Path) -> None:
 
 
 def _train(params: Params, model: str, folder: Path, out: Path) -> None:
-    """Train and evaluate a model, with its counts and without, unless that was done with the same settings."""
+    """Train and evaluate a model, with its counts and without, unless a report with the same settings exists."""
     sections = {name: asdict(params.section(name, model=model)) for name in ("pretrain", "finetune", "evaluate")}
     settings = {
         "model": asdict(params.model(model)),
@@ -149,7 +149,7 @@ def _train(params: Params, model: str, folder: Path, out: Path) -> None:
 
 
 def write_page(params: Params, folder: Path, out: Path) -> dict[str, float]:
-    """Write the page of what is finished below `out`; return the mean test NDCG@10 of each row."""
+    """Write the page of all finished models below `out`; return the mean test NDCG@10 of each row."""
     reports = {name: [out / "reports" / name] for name in BASELINES if (out / "reports" / name / METRICS).is_file()}
     base = max(reports, key=lambda name: _mean(reports[name], SELECTION)) if reports else None
     for model in params.leaderboard:
@@ -171,7 +171,7 @@ def _mean(reports: Sequence[Path], name: str) -> float:
 
 
 def _row(name: str, reports: Sequence[Path], base: Sequence[Path] | None) -> Row:
-    """Return the row of `name`, whose seeds have a report each."""
+    """Return the row of `name`, which has a report for each seed."""
     ndcg = [read_json(report / METRICS)["test/ndcg@10"] for report in reports]
     alone = [report.parents[1] / ALONE / name for report in reports]
     gain, p_value = None, None

@@ -1,4 +1,4 @@
-"""The service's store of events: training data into it, its events out to training."""
+"""The service's store of events: imports training data into it, and exports its events for training."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ def events(
     kinds: str = ",".join(POSITIVE),
     versions: str = "",
 ) -> dict[str, float]:
-    """Fill the store with what training has seen, or write its events as a file that `ingest` reads.
+    """Import training data into the store of events, dump its events for `ingest`, or compare two versions.
 
     Args:
-        actions: import (--interactions into the store; again, it adds only what is new) or dump (the store into
-            --output, for `ingest.source: csv`) or compare (click-through of two --versions, with an interval).
+        actions: import (add --interactions to the store; known events are skipped), dump (write the events to --output,
+            for `ingest.source: csv`) or compare (click-through of two --versions, with an interval).
         store: SQLAlchemy URL, sqlite:///FILE or postgresql+psycopg://...; default: the variable SEQREC_STORE.
         interactions: the table that `ingest` wrote.
         output: CSV file with the columns user_id, item_id and timestamp.
-        kinds: of events that the dump has, with commas between them.
-        versions: that are compared: the champion's, then the candidate's, with a comma between them.
+        kinds: kinds of events to dump, separated by commas.
+        versions: versions to compare: CHAMPION,CANDIDATE.
 
     Returns:
-        How many events were imported or dumped; or the difference of the rates, and its interval.
+        The number of events imported or dumped, or the difference of the rates with its interval.
 
     Raises:
-        ConfigError: no such action, or no store.
+        ConfigError: the action does not exist, or no store is named.
     """
     if len(actions) != 1 or actions[0] not in ACTIONS:
         raise ConfigError(f"events: one of {', '.join(ACTIONS)} expected, not {' '.join(actions)}")

@@ -1,4 +1,4 @@
-"""API keys of the service: add, exchange, revoke."""
+"""API keys of the service: add, rotate, revoke."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ def keys(
     admin: bool = False,
     days: float = 0.0,
 ) -> None:
-    """Show the keys of a file, or change them; a running service notices.
+    """Show or change the keys in a file; a running service reads the file again.
 
     Args:
-        actions: show, add (print a new key, this once), rotate (add one, and let the old ones of the name end in
-            --days) or revoke (all keys of the name end now).
-        keys_file: the file; it holds hashes, no keys.
-        name: of who uses the key.
+        actions: show, add (print a new key, this once), rotate (add a key and let the old keys of the name expire in
+            --days) or revoke (disable all keys of the name at once).
+        keys_file: the file; it holds hashes of the keys, not the keys.
+        name: who uses the key.
         admin: the new key may also delete users and change an experiment.
-        days: until a key that is added expires, 0 = never; or until the old ones do, with rotate.
+        days: days until an added key expires, 0 = never; with rotate, days until the old keys expire.
 
     Raises:
-        ConfigError: no such action, or no name.
-        ValueError: nobody has this name.
+        ConfigError: the action does not exist, or the name is missing.
+        ValueError: no key has this name.
     """
     if len(actions) != 1 or actions[0] not in ACTIONS:
         raise ConfigError(f"keys: one of {', '.join(ACTIONS)} expected, not {' '.join(actions)}")

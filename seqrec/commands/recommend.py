@@ -1,4 +1,4 @@
-"""A trained model on the command line: recommendations for one history, or for every user."""
+"""Recommendations on the command line, for one history or for every user."""
 
 from __future__ import annotations
 
@@ -44,14 +44,15 @@ def recommend(
     """Print the best items after a history.
 
     Args:
-        history: item ids, oldest first, with commas between them.
-        dataset: whose champion answers.
+        history: item ids, oldest first, separated by commas.
+        dataset: dataset whose champion answers.
         config: section `register`.
         k: number of items.
         user: user id.
-        exclude: item ids not to show, with commas between them.
-        saved: asked in the champion's place: a folder with weights, card, vocabulary and users, or models:/NAME/N.
-        explain: say by how much the first item's score drops when an event of the history is left out.
+        exclude: item ids not to show, separated by commas.
+        saved: model to use instead of the champion: a folder with weights, card, vocabulary and users, or
+            models:/NAME/N.
+        explain: show by how much the first item's score drops without each event of the history.
 
     Raises:
         TrackingError: the registry does not answer, or has no such model.
@@ -68,8 +69,8 @@ def recommend(
         known = drop if item_id in recommender.items else " (unknown, skipped)"
         console.print(f"after   {escape(item_id)}  {escape(titles.get(item_id, ''))}{known}", highlight=False)
     table = Table("", "item", "title", "score", title=f"{answer.source} recommends")
-    for place, (item_id, score) in enumerate(zip(answer.items, answer.scores, strict=True), start=1):
-        table.add_row(str(place), escape(item_id), escape(titles.get(item_id, "")), f"{score:.3f}")
+    for rank, (item_id, score) in enumerate(zip(answer.items, answer.scores, strict=True), start=1):
+        table.add_row(str(rank), escape(item_id), escape(titles.get(item_id, "")), f"{score:.3f}")
     console.print(table)
     for note in (*answer.notes, *([BESIDE] if any(drops) else [])):
         console.print(note, highlight=False)
@@ -85,17 +86,17 @@ def score(
 ) -> dict[str, float]:
     """Write the best items of every user, after all of the user's events, to a Parquet file.
 
-    Memory is that of the data and a block of users, whatever their number.
+    Memory holds the data and one block of users, however many users there are.
 
     Args:
         sequences: the prepared dataset.
         saved: folder with weights and card, or models:/NAME@champion.
-        output: the file, one row a user: user_id, items, scores.
-        k: number of items; those of the user's past are left out if the model was evaluated so.
+        output: Parquet file with one row per user: user_id, items, scores.
+        k: number of items; items of the user's past are left out if the model was evaluated that way.
         config: section `register`.
 
     Returns:
-        How many users there are.
+        The number of users.
 
     Raises:
         TrackingError: the registry does not answer, or has no such model.

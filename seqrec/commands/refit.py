@@ -1,4 +1,4 @@
-"""Refit: trains the champion again on all events, including the held-out ones, and serves the result in its place.
+"""Refit: trains the champion again on all events, including the held-out ones, and makes the result the champion.
 
 No events are left to evaluate the refit on, so the metrics of the evaluated version stand for both, and the gate uses
 them. A retraining starts from the evaluated version, whose weights have not seen test events.
@@ -23,7 +23,7 @@ def refit(
     """Train the champion again on all events, and make the result the champion.
 
     Args:
-        dataset: whose champion.
+        dataset: dataset whose champion to refit.
         artifacts: holds `<model>/initial/` and `<model>/finetuned/` of the champion; gets `<model>/refitted/`.
         sequences: the prepared dataset.
         state: folder of resume states.
@@ -34,8 +34,8 @@ def refit(
         Epochs and seconds of the training, and the version.
 
     Raises:
-        ConfigError: there is no champion, or the folders are not those that it was made of.
-        TrackingError: the server does not answer, or there is another champion by the end.
+        ConfigError: there is no champion, or it was not made from these folders.
+        TrackingError: the server does not answer, or the champion has changed in the meantime.
     """
     client, name = runs.connect(config), f"seqrec-{dataset}"
     evaluated = registry.find_evaluated(client, name)
@@ -48,7 +48,7 @@ def refit(
         (sequences, registry.SPLIT_TAG, read_json(sequences / SPLIT_CARD)["split_sha256"]),
     ):
         if evaluated.tags.get(key) != found:
-            raise ConfigError(f"{path} is not what version {evaluated.version} of {name} was made of ({key} differs)")
+            raise ConfigError(f"version {evaluated.version} of {name} does not come from {path} ({key} differs)")
     values = retrain(
         model=model,
         sequences=sequences,

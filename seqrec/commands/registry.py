@@ -1,4 +1,4 @@
-"""The registry by hand: which versions there are, another champion, and back to the one before."""
+"""The registry on the command line: show versions, promote one, or roll back."""
 
 from __future__ import annotations
 
@@ -36,16 +36,17 @@ def registry(
     """Show the versions of a dataset's model, or change its champion.
 
     Args:
-        actions: show, promote (--version is the champion from now on), rollback (to the champion before) or relocate
-            (write the folder's new place into a local database, once the project was moved or copied).
+        actions: show, promote (make --version the champion), rollback (to the previous champion) or relocate (correct
+            the paths in a local database after the project was moved or copied).
         dataset: its model is seqrec-DATASET.
         config: section `register`.
-        version: to promote.
-        reason: for the audit trail.
-        store: of the service's events: `promote` shows both versions' click-through; default: SEQREC_STORE.
+        version: version to promote.
+        reason: reason for the audit trail.
+        store: store of the service's events; `promote` then shows the click-through of both versions; default:
+            SEQREC_STORE.
 
     Raises:
-        ConfigError: no such action, version or model; nothing to roll back to.
+        ConfigError: the action, version or model does not exist, or there is no earlier champion.
         TrackingError: the server does not answer.
     """
     if len(actions) != 1 or actions[0] not in ACTIONS:
@@ -78,7 +79,7 @@ def _act(
 
 
 def _click_through(url: str, champion: str, candidate: str) -> list[str]:
-    """Print what users chose of both versions' answers; return that in words, or nothing if the store does not know."""
+    """Print the click-through of both versions; return it in words, or nothing if the store has no data."""
     try:
         found = show_clicks(Store(url), champion, candidate)
     except StoreError as error:

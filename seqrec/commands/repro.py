@@ -1,4 +1,4 @@
-"""The pipeline under DVC with a line a stage and its seconds, and a table of them at the end."""
+"""Runs the pipeline under DVC: one line per stage, and a table of seconds at the end."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ RUNNING, SKIPPED = "Running stage '", "' didn't change, skipping"
 
 
 def repro(*, changes: str = "") -> None:
-    """Run what is out of date.
+    """Run the stages that are out of date.
 
     Args:
-        changes: settings to try without editing params.yaml, with blanks between them: finetune.epochs=3.
+        changes: settings to try without editing params.yaml, separated by blanks, such as finetune.epochs=3.
 
     Raises:
         ValueError: a stage failed.
@@ -66,7 +66,7 @@ def remove_torn_lock(folder: Path = DVC_FILES) -> None:
     from dvc.lock import LockError, make_lock
 
     try:
-        with make_lock(str(folder / "rwlock.lock"), tmp_dir=str(folder)):  # held while a living DVC writes the list
+        with make_lock(str(folder / "rwlock.lock"), tmp_dir=str(folder)):  # held while a running DVC writes the list
             if not _is_whole(locks):
                 locks.unlink()
                 logger.warning("removed %s, which an interrupted run left half written", locks)

@@ -1,4 +1,4 @@
-"""All stages of one config but register, in one process, without DVC."""
+"""Runs every stage except register in one process, without DVC."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ SETTINGS = "params.yaml"
 def run(
     *, config_file: Path, out: Path, data: Path | None = None, resume: bool = False, from_champion: bool = False
 ) -> dict[str, float]:
-    """Run every stage of a config but the last; a model whose training is complete there is not trained again.
+    """Run every stage except register; a model whose training is already complete is not trained again.
 
-    It registers nothing: `seqrec import` does, where MLflow is installed.
+    `seqrec import` registers the models afterwards; it needs MLflow.
 
     Args:
-        config_file: shaped as params.yaml, where a section or entry left out keeps its defaults.
+        config_file: config in the form of params.yaml; missing sections and entries keep their defaults.
         out: folder that receives data, artifacts, reports and resume states.
         data: folder with `sequences/` already prepared: ingest, validate and prepare are skipped.
-        resume: refuse to start a training afresh.
-        from_champion: a model of the registry's champion's architecture and options starts from its weights.
+        resume: fail instead of starting a training from the beginning.
+        from_champion: start models from the champion's weights if they have its architecture and options.
 
     Returns:
         The test NDCG@10 of each model and baseline.
@@ -60,7 +60,7 @@ def _run(params: Params, out: Path, data: Path | None, resume: bool, from_champi
         values |= train_model(params, model, source / "sequences", out, resume, champion)
     write_leaderboard(out / "reports", source / "sequences", params.leaderboard)
     leaderboard.show(reports=out / "reports")
-    logger.info("not registered: `seqrec import --run %s` does it", out)
+    logger.info("not registered yet: `seqrec import --run %s` registers the models", out)
     return values
 
 
@@ -69,12 +69,12 @@ def _fetch_champion(params: Params, folder: Path) -> Path:
 
     shutil.rmtree(folder, ignore_errors=True)  # of an earlier run, whose champion may have had more files
     version = fetch_champion(dataset=params.dataset, folder=folder, config=params.section("register"))
-    logger.info("the champion is version %s", version or "none: nothing to start from")
+    logger.info("champion to start from: %s", f"version {version}" if version else "none")
     return folder
 
 
 def write_leaderboard(reports: Path, sequences: Path, models: Sequence[str]) -> dict[str, Any]:
-    """Write leaderboard.json, with its verdict and what is to be said of the data; return its content."""
+    """Write leaderboard.json with the verdict and the warnings about the data; return its content."""
     split = read_json(sequences / SPLIT_CARD)
     rows = leaderboard.build(reports=reports, models=models)
     board = {key: split[key] for key in ("dataset", "protocol", "split_sha256")} | {
@@ -92,7 +92,7 @@ def import_run(*, run: Path, data: Path | None = None) -> dict[str, float]:
 
     Args:
         run: the folder that `seqrec run` wrote to.
-        data: the prepared data it was given, if it did not prepare its own.
+        data: the folder that the run was given as --data, if any.
     """
     from seqrec.stages.register import register
 
@@ -115,7 +115,7 @@ def prepare_data(params: Params, out: Path) -> Path:
     return split_data(params, out)
 
 
-def _places(params: Params) -> dict[str, Path]:
+def _folders(params: Params) -> dict[str, Path]:
     return {params.dataset: Path()} | {name: Path("sources") / name for name in params.sources}
 
 
@@ -125,8 +125,8 @@ def read_data(params: Params, out: Path) -> None:
     from seqrec.stages.validate import validate
 
     downloads, baseline = out / "state" / "downloads", Path("configs/baseline.json")
-    for name, place in _places(params).items():
-        data, verdict = out / "data" / place, out / "reports" / place / "validation.json"
+    for name, folder in _folders(params).items():
+        data, verdict = out / "data" / folder, out / "reports" / folder / "validation.json"
         ingest(dataset=name, output=data, downloads=downloads, config=params.section("ingest", dataset=name))
         config = params.section("validate", dataset=name)
         validate(dataset=name, data=data, report=verdict, baseline=baseline, config=config)
@@ -136,8 +136,8 @@ def split_data(params: Params, out: Path) -> Path:
     """Prepare what `read_data` has read; return the folder of the tables."""
     from seqrec.stages.prepare import prepare
 
-    for name, place in _places(params).items():
-        data, verdict = out / "data" / place, out / "reports" / place / "validation.json"
+    for name, folder in _folders(params).items():
+        data, verdict = out / "data" / folder, out / "reports" / folder / "validation.json"
         config = params.section("prepare", dataset=name)
         prepare(dataset=name, data=data, validation=verdict, sequences=data / "sequences", config=config)
     return out / "data"

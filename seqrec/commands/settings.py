@@ -20,10 +20,10 @@ Resolved = dict[str, dict[str, Any]]
 
 
 def settings(*, output: Path, params: Mapping[str, Any]) -> None:
-    """Check the settings of every stage; write those of each, and the hashes of its code, into a file of its own.
+    """Check the settings of every stage; write the settings of each stage and the hashes of its code to a file.
 
     Args:
-        output: folder of the files.
+        output: folder to write the files to.
         params: all settings, shaped as params.yaml.
 
     Raises:
@@ -36,7 +36,7 @@ def settings(*, output: Path, params: Mapping[str, Any]) -> None:
 
 
 def check(params: Params, *, ingests: bool = True) -> None:
-    """Check what `from_dict` leaves to the stages, as it takes their packages: model options, and sources to fetch.
+    """Check what `from_dict` cannot, because it needs the packages of the stages: model options, and sources to fetch.
 
     Raises:
         ConfigError: naming the key.
@@ -49,7 +49,7 @@ def check(params: Params, *, ingests: bool = True) -> None:
         config = params.section("ingest", dataset=dataset)
         if dataset in sources.SOURCES and config.source != dataset:
             raise ConfigError(
-                f"datasets.{dataset}.ingest.source: {config.source} under the name of the source {dataset}; "
+                f"datasets.{dataset}.ingest.source: {config.source}, but {dataset} is the name of another source; "
                 "give the dataset another name, or leave ingest.source out"
             )
         try:
@@ -72,7 +72,7 @@ def _check_model(params: Params, name: str) -> None:
 
 
 def resolve(params: Params, root: Path = ROOT) -> Resolved:
-    """Return what decides each stage, its settings and the hashes of its code below `root`, by the name of the file."""
+    """Return for each file, by name, the settings of a stage and the hashes of its code below `root`."""
     files = _of_data(params, params.dataset, "")
     for source in params.sources:
         files |= _of_data(params, source, f"sources/{source}/")

@@ -1,4 +1,4 @@
-"""MLflow's pages on the runs of this project, opened where the models are compared."""
+"""Opens MLflow at the page that compares the models of the last run."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ START_SECONDS = 60.0
 
 
 def ui(*, config: RegisterConfig, port: int = 5000, no_browser: bool = False) -> None:
-    """Print and open the page that compares the models; serve it until interrupted where no server runs already.
+    """Print and open the page that compares the models; start MLflow, until interrupted, if no server is running.
 
     Args:
         config: section `register`.
-        port: of the server on this machine.
+        port: port of the server on this machine.
         no_browser: only print the address.
 
     Raises:

@@ -52,7 +52,9 @@ class Params:
             values, path = values | dict(own), f"models.{model}.{stage}"
         if stage == "finetune":
             if "refit" in values:
-                raise ConfigError(f"{path}.refit: evaluate.refit sets it, for all rows of a leaderboard alike")
+                raise ConfigError(
+                    f"{path}.refit: set evaluate.refit instead, which applies to all rows of a leaderboard"
+                )
             values["refit"] = self.section("evaluate", dataset=dataset).refit
         return parse(SECTIONS[stage], values, path)
 
@@ -77,7 +79,7 @@ class Params:
             if not name or name not in fields.get(section, [name] if section == "options" else []):
                 raise ConfigError(f"{path}.{key}: no such setting; expected pretrain.*, finetune.* or options.*")
         if self.section("tune").epochs and "finetune.epochs" in spaces[model]:
-            raise ConfigError(f"{path}.finetune.epochs: tune.epochs sets it as well; drop one of them")
+            raise ConfigError(f"{path}.finetune.epochs: tune.epochs sets it as well; remove one of them")
         return {key: parse(Range, values, f"{path}.{key}") for key, values in spaces[model].items()}
 
     def as_dict(self) -> dict[str, Any]:

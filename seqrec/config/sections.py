@@ -56,7 +56,7 @@ class IngestConfig(Section):
         super().__post_init__()
         require(bool(self.repository) == bool(self.revision), "repository and revision go together")
         require(not (self.repository and self.mirror), "mirror has no effect with repository")
-        require(_is_time_format(self.time_format), f"time_format: {self.time_format!r} is no format of a date")
+        require(_is_time_format(self.time_format), f"time_format: {self.time_format!r} is not a date format")
 
 
 def _is_time_format(text: str) -> bool:
@@ -188,7 +188,7 @@ class PretrainConfig(TrainConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, value in vars(self).items():
-            require(value != AUTO, f"{name} cannot be auto: the rules are those of finetune")
+            require(value != AUTO, f"{name} cannot be auto: only finetune has rules")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +208,8 @@ class CountsConfig(Section):
         super().__post_init__()
         named = self.kernel in ("inverse", "root", "square")
         require(
-            named or self.kernel.replace(".", "", 1).isdigit(), "kernel: inverse, root, square, or a number like 0.7"
+            named or self.kernel.replace(".", "", 1).isdigit(),
+            "kernel must be inverse, root, square or a number like 0.7",
         )
 
 
@@ -283,7 +284,10 @@ class Range:
     def __post_init__(self) -> None:
         if self.choices is not None:
             require(len(self.choices) > 0, "choices must not be empty")
-            require((self.low, self.high, self.log, self.step) == (None, None, False, None), "choices stand alone")
+            require(
+                (self.low, self.high, self.log, self.step) == (None, None, False, None),
+                "choices exclude low, high, log and step",
+            )
             return
         if self.low is None or self.high is None:
             raise ValueError("needs low and high, or choices")
@@ -352,7 +356,10 @@ class KubernetesConfig(Section):
             for step in set(getattr(self, name)) - set(known):
                 raise ValueError(f"{name}.{step}: unknown step; known are {', '.join(known)}")
         jobs = [stage for stage, launch in self.launch.items() if _launcher(launch) == "job"]
-        require(not jobs or bool(self.state_claim), f"state_claim: where jobs of {', '.join(jobs)} find their data")
+        require(
+            not jobs or bool(self.state_claim),
+            f"state_claim is missing: jobs of {', '.join(jobs)} find their data there",
+        )
         for step in self.resources:
             self.step(step)
 

@@ -207,7 +207,7 @@ def for_model(
     tables, scorer = Tables(data), ranking.model_scorer(model.eval())
     choice = choose(scorer, tables, data_on_device, filter_seen=filter_seen, events=seen)
     logger.info(
-        "counts: alpha %g; valid/ndcg@10 %.4f on the half of the users that did not choose it",
+        "counts: alpha %g; valid/ndcg@10 %.4f (cross-fitted)",
         choice.values.alpha,
         choice.honest,
     )

@@ -176,5 +176,7 @@ def _time_format(values: pl.Series, column: str) -> str:
     fitting = [text for text in FORMATS if _share_of_times(known, text) >= FIT]
     if not fitting:
         example = "" if known.is_empty() else f" such as {known[0]!r:.40}"
-        raise ValueError(f"the times of {column}{example} have no known format: say --time-format, or another --time")
+        raise ValueError(
+            f"the times of {column}{example} have no known format: set --time-format, or another column with --time"
+        )
     return fitting[0]

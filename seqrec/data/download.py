@@ -97,7 +97,7 @@ def obtain(
     wanted = [place for file in publications[0].files if file.required for place in file.paths[:1]]
     archives = [publication.archive.name for publication in publications if publication.archive]
     raise DownloadError(
-        "the files cannot be had\n  "
+        "the files cannot be fetched\n  "
         + "\n  ".join(failures)
         + f"\nWithout network, set {MIRROR_VARIABLE} or ingest.mirror to a folder or URL that holds "
         + " and ".join(wanted)
@@ -326,13 +326,13 @@ def _transfer(url: str, part: Path, timeout_s: float) -> None:
                 file.write(chunk)
                 advance(len(chunk))
     if total is not None and _size(part) != total:
-        raise requests.ConnectionError(f"{_size(part):,} of {total:,} bytes came")
+        raise requests.ConnectionError(f"received only {_size(part):,} of {total:,} bytes")
 
 
 def _check_status(response: requests.Response) -> None:
     code, address = response.status_code, shown(response.url)
     if code in (404, 410):
-        raise NotThereError(f"{address}: not there (HTTP {code})")
+        raise NotThereError(f"{address}: not found (HTTP {code})")
     if code in TRANSIENT:
         raise requests.HTTPError(f"HTTP {code} {response.reason}")
     if not 200 <= code < 300:
@@ -460,7 +460,7 @@ def set_aside(path: Path, downloads: Path, reason: Exception) -> bool:
     folder = downloads / path.relative_to(downloads).parts[0]
     shutil.rmtree(_aside(folder), ignore_errors=True)
     folder.replace(_aside(folder))
-    logger.warning("%s: set aside in %s", reason, _aside(folder))
+    logger.warning("%s: moved to %s", reason, _aside(folder))
     return True
 
 

@@ -111,9 +111,9 @@ def is_pinned(config: IngestConfig) -> bool:
     if config.repository:
         return re.fullmatch(r"[0-9a-f]{40}", config.revision) is not None
     return all(
-        (one.archive is not None and bool(one.archive.sha256))
-        or all(file.sha256 for file in one.files if file.required)
-        for one in find(config).publications(config)
+        (publication.archive is not None and bool(publication.archive.sha256))
+        or all(file.sha256 for file in publication.files if file.required)
+        for publication in find(config).publications(config)
     )
 
 
@@ -297,25 +297,25 @@ def _lines(config: IngestConfig) -> tuple[Publication, ...]:
     return (Publication(files=_named(named, config), read=readers.lines_of_items, local=True),)
 
 
-def _named(places: Mapping[str, str], config: IngestConfig) -> tuple[File, ...]:
-    unknown = set(config.sha256) - {role for role, place in places.items() if place}
+def _named(locations: Mapping[str, str], config: IngestConfig) -> tuple[File, ...]:
+    unknown = set(config.sha256) - {role for role, place in locations.items() if place}
     if unknown:
-        raise ConfigError(f"ingest.sha256.{min(unknown)}: no such file; there are {', '.join(places)}")
+        raise ConfigError(f"ingest.sha256.{min(unknown)}: no such file; there are {', '.join(locations)}")
     return tuple(
         File(
             role=role,
-            paths=(place,),
-            urls=(place,) if "://" in place else (),
+            paths=(location,),
+            urls=(location,) if "://" in location else (),
             sha256=(config.sha256[role],) if role in config.sha256 else (),
         )
-        for role, place in places.items()
-        if place
+        for role, location in locations.items()
+        if location
     )
 
 
-def file_name(place: str) -> str:
+def file_name(location: str) -> str:
     """Return the last part of a path or URL."""
-    return PurePosixPath(place.partition("?")[0].replace("\\", "/")).name
+    return PurePosixPath(location.partition("?")[0].replace("\\", "/")).name
 
 
 # Digests of the official files: of the gzip file or of its content.

@@ -248,7 +248,7 @@ def corrupt(item: IntArray, ends: Ends, num_items: int, share: float, seed: int)
     item = item.astype(np.int64)
     later = np.unique((user * (num_items + 1) + item)[~in_train])
     if len(later) and np.bincount(later // (num_items + 1)).max() >= num_items:
-        raise ValueError("prepare.noise_share: a user's later events hold every item, there is none to draw")
+        raise ValueError("prepare.noise_share: a user's later events hold every item, so no other item can be drawn")
     candidates = np.flatnonzero(in_train)
     chosen = generator.choice(candidates, size=round(share * len(candidates)), replace=False)
     while len(chosen):

@@ -252,7 +252,9 @@ def _spread(runs: Sequence[Finished]) -> dict[str, Any]:
     cards = []
     for run in runs:
         if run.card is None:
-            raise FileNotFoundError(f"--seeds: no artifacts/MODEL/finetuned/{MODEL_CARD} of {run.name} tells its seed")
+            raise FileNotFoundError(
+                f"--seeds: {run.name} has no artifacts/MODEL/finetuned/{MODEL_CARD}, which holds the seed"
+            )
         cards.append(run.card)
     trained = [card["config"]["seed"] for card in cards]
     if len(set(trained)) < len(trained):

@@ -123,7 +123,7 @@ class Store:
         try:
             self.engine = sa.create_engine(url)
         except (sa.exc.ArgumentError, ModuleNotFoundError) as error:
-            raise ConfigError(f"store: {error}; wanted is sqlite:///FILE or postgresql+psycopg://...") from error
+            raise ConfigError(f"store: {error}; expected sqlite:///FILE or postgresql+psycopg://...") from error
         kinds = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
         if self.engine.dialect.name not in kinds:
             raise ConfigError(f"store: {self.engine.dialect.name} is not supported, SQLite and PostgreSQL are")

@@ -229,7 +229,7 @@ def _add_experiment(api: FastAPI, service: Service) -> None:
     async def share(wanted: Share) -> Share:
         """Set the share of the users whom the candidate answers, until the service ends."""
         service.share = wanted.share
-        logger.info("the candidate answers %g of the users", wanted.share)
+        logger.info("the candidate answers a share of %g of the users", wanted.share)
         return wanted
 
 
@@ -320,7 +320,7 @@ def serve(
     if located(store):
         shared |= {"store": Store(located(store)), "keep_days": keep_days}
     if not 0 <= share <= 1:
-        raise ValueError(f"share: {share:g} given, 0 to 1 wanted")
+        raise ValueError(f"share must be from 0 to 1, not {share:g}")
     if candidate:
         other = described(loaded(candidate, ann, config), items)
         shared |= {"candidate": Served(other, Path(candidate).name), "share": share}

@@ -39,7 +39,7 @@ def read(path: Path) -> list[Key]:
     try:
         return [Key(**entry) for entry in read_json(path)["keys"]]
     except (TypeError, KeyError, ValueError) as error:
-        raise ValueError(f"keys: {path} is no file of `seqrec keys`: {error}") from error
+        raise ValueError(f"keys: {path} was not written by `seqrec keys`: {error}") from error
 
 
 def _write(path: Path, keys: list[Key]) -> None:
@@ -64,7 +64,7 @@ def expire(path: Path, name: str, *, days: float = 0.0) -> list[Key]:
     own = [key for key in keys if key.name == name]
     if not own:
         known = ", ".join(sorted({key.name for key in keys})) or "none"
-        raise ValueError(f"keys: nobody is called {name!r} in {path}; known: {known}")
+        raise ValueError(f"keys: {path} has no key named {name!r}; known: {known}")
     _write(path, [replace(k, expires=min(end, k.expires or end)) if k.name == name else k for k in keys])
     return own
 
@@ -98,5 +98,5 @@ class Keys:
                 logger.info("keys: %s was read again, %d keys", self.path, len(self.keys))
         except (OSError, ValueError) as error:
             if self.changed:
-                logger.error("the keys known before stay: %s", error)
+                logger.error("the previous keys remain valid: %s", error)
             self.changed = 0  # say it once; the file is read again when it is back

@@ -167,7 +167,7 @@ class GraphRecommender(Recommender):
         self.card = read_json(folder / CARD)
         wanted = {**_identity(model), "files": model["files"], "graph_sha256": sha256(folder / GRAPH)}
         if any(self.card.get(name) != value for name, value in wanted.items()):
-            raise ValueError(f"{folder / GRAPH} was not made of the model in {saved}: export it again")
+            raise ValueError(f"{folder / GRAPH} was not exported from the model in {saved}: export it again")
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
         self.session = onnxruntime.InferenceSession(folder / GRAPH, options)
@@ -176,9 +176,7 @@ class GraphRecommender(Recommender):
     def check(self, request: Request) -> None:
         """See `Recommender.check`; a graph holds its catalogue."""
         if request.items_text:
-            raise ValueError(
-                "items_text: an exported graph knows the items it was made with; serve the weights instead"
-            )
+            raise ValueError("items_text: an exported graph cannot rank new items; serve the weights instead")
         super().check(request)
 
     def _top(self, batch: Batch, hidden: Sequence[Tensor], k: int) -> list[Best]:

@@ -52,18 +52,18 @@ class Request:
 
     def __post_init__(self) -> None:
         if self.k < 1:
-            raise ValueError(f"k: {self.k} given, at least 1 wanted")
+            raise ValueError(f"k must be at least 1, not {self.k}")
         if not 0 <= self.diversity <= 1:
-            raise ValueError(f"diversity: {self.diversity} given, 0 to 1 wanted")
+            raise ValueError(f"diversity must be from 0 to 1, not {self.diversity}")
         if self.chosen and self.k > LONGEST:
-            raise ValueError(f"k: {self.k} given, at most {LONGEST} wanted with diversity or quota")
+            raise ValueError(f"k must be at most {LONGEST} with diversity or quota, not {self.k}")
         if any(not 0 < factor < math.inf for values in self.boost.values() for factor in values.values()):
-            raise ValueError("boost: a factor is not above 0")
+            raise ValueError("boost: every factor must be above 0")
         if self.times is not None and len(self.times) != len(self.history):
-            raise ValueError(f"times: {len(self.times)} given for a history of {len(self.history)}")
+            raise ValueError(f"times: {len(self.times)} times for a history of {len(self.history)} events")
         for item_id, attributes in self.items_text.items():
             if not any(value.strip() for value in attributes.values()):
-                raise ValueError(f"items_text: nothing is said of {item_id!r}")
+                raise ValueError(f"items_text: {item_id!r} has no text")
 
     @property
     def chosen(self) -> bool:

@@ -70,7 +70,7 @@ class Query(BaseModel):
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.history is None and (self.user is None or self.times is not None):
-            raise ValueError("history: missing; without it a user is wanted, and no times")
+            raise ValueError("history: missing; give a history, or a user without times")
         self.request(Past())
         return self
 

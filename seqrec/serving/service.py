@@ -143,7 +143,7 @@ class Service:
             except Exception as error:  # whatever a registry or a version in it may do; the next look may go well
                 problem = f"{type(error).__name__}: {error}"[:500]
                 if problem != self.served.problem:  # once, not at every look
-                    logger.exception("the registry gave no new champion; version %s stays", self.served.current[1])
+                    logger.exception("no new champion can be loaded; version %s stays", self.served.current[1])
                 self.served.problem = problem
 
     def state(self) -> State:

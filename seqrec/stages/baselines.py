@@ -53,7 +53,7 @@ def baselines(
         shutil.rmtree(reports / name, ignore_errors=True)  # may be of other data
         (reports / name).mkdir(parents=True)  # DVC tracks the folder even if the baseline is left out
         if name == "ease" and prepared.num_items > ease_items:
-            logger.warning("ease is left out: %d items are over %d", prepared.num_items, ease_items)
+            logger.warning("ease is left out: %d items are more than %d", prepared.num_items, ease_items)
             continue
         if name in scorers:
             facts = {"parameters": 0, "train_seconds": 0.0}

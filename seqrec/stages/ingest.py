@@ -137,9 +137,9 @@ def _read(
 def _clear(output: Path, publications: tuple[sources.Publication, ...], mirror: str) -> None:
     """Delete results of an earlier run, but never a file that is to be read."""
     own = [file for publication in publications if publication.local for file in publication.files]
-    for setting, place in [("mirror", mirror), *((file.role, file.paths[0]) for file in own)]:
-        if place and Path(place).resolve().is_relative_to(output.resolve()):
-            raise ConfigError(f"ingest.{setting}: {place} lies in {output}, which this stage overwrites")
+    for setting, path in [("mirror", mirror), *((file.role, file.paths[0]) for file in own)]:
+        if path and Path(path).resolve().is_relative_to(output.resolve()):
+            raise ConfigError(f"ingest.{setting}: {path} lies in {output}, which this stage overwrites")
     output.mkdir(parents=True, exist_ok=True)
     (output / artifacts.SOURCE_CARD).unlink(missing_ok=True)  # first, because it marks the rest as complete
     for name in (artifacts.INTERACTIONS, artifacts.ITEMS, artifacts.QUARANTINE):
@@ -244,8 +244,9 @@ def _check(tally: Tally, name: str, config: IngestConfig, quarantine: Path) -> N
         )
         raise ValueError(
             f"{tally.bad:,} of {total:,} rows of {name} are malformed ({tally.bad / total:.1%}), more than "
-            f"ingest.max_bad_share = {config.max_bad_share:g} allows; the first of them:{first}\n"
-            f"All are in {quarantine}. Does ingest.source fit the file? If they may go, raise ingest.max_bad_share."
+            f"ingest.max_bad_share = {config.max_bad_share:g} allows. The first ones:{first}\n"
+            f"All are in {quarantine}. Does ingest.source fit the file? "
+            "To go on without these rows, raise ingest.max_bad_share."
         )
     if not tally.good:
         raise ValueError(f"the {name} file has no well-formed row")

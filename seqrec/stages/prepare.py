@@ -82,9 +82,9 @@ def prepare(*, dataset: str, data: Path, validation: Path, sequences: Path, conf
     input_sha256 = sha256(data / artifacts.INTERACTIONS)
     verdict = read_json(validation)
     if not verdict["success"] or verdict["input_sha256"] != input_sha256:
-        raise ValueError(f"{validation} is no successful validation of {data / artifacts.INTERACTIONS}")
+        raise ValueError(f"{validation} is not a successful validation of {data / artifacts.INTERACTIONS}")
     if config.extend and Path(config.extend).resolve() == sequences.resolve():
-        raise ConfigError(f"prepare.extend: {config.extend} is what this stage writes; keep the earlier dump elsewhere")
+        raise ConfigError(f"prepare.extend: this stage overwrites {config.extend}; keep the earlier dump elsewhere")
     with table_engines.opened(config.engine, sequences) as engine:
         events, users, items, dropped, cuts = _filter(engine, data, config)
         table = events.join(users.frame, on="user").join(items.frame.rename({"number": "item_number"}), on="item")
@@ -151,8 +151,8 @@ def _filter(engine: Engine, data: Path, config: PrepareConfig) -> tuple[Frame, N
     cuts = splits.temporal_cuts(events, config) if unique and _filters_on_train(config) else None
     parts = _core(engine, events, cuts, config)
     left, in_core = _extent(events), _extent(engine.union(parts))
-    for place, name in enumerate(("events", "users", "items")):
-        dropped[f"{name} outside the k-core"] = left[place] - in_core[place]
+    for number, name in enumerate(("events", "users", "items")):
+        dropped[f"{name} outside the k-core"] = left[number] - in_core[number]
     if in_core[0] == 0:
         raise ValueError(
             f"no event is left of {total}: lower prepare.min_user_events ({config.min_user_events}), "

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from models import REGISTRY
-from models.base import Catalogue
+from models.base import Catalogue, SequenceModel
 from seqrec.artifacts import ITEMS, TOKENIZER
 from seqrec.config import AUTO, EXPERIMENT, ConfigError, ModelConfig, PretrainConfig, parse
 from seqrec.data.sequences import Sequences, read_vocabulary
@@ -74,19 +74,30 @@ def pretrain(
     known = REGISTRY.get(architecture.architecture)
     if known is not None and known.text:
         if data is None:
-            raise ConfigError(f"models.{model}: {known.__name__} reads the items' text: give --data")
+            raise ConfigError(f"models.{model}: {known.__name__} reads the items' text: name its folder with --data")
         folders = [(data, sequences), *((source, source / "sequences") for source in sources)]
-        options = parse(known.Options, architecture.options, f"models.{model}.options")
-        if known.text == "tokens":
-            return _pretrain_on_tokens(architecture, options, folders, config, job)
-        if known.text == "attributes":
-            return _with_attributes(architecture, options, folders[0], config, job)
-        return _embed_text(architecture, options, folders if known.contrastive else folders[:1], config, job)
+        return _with_text(known, architecture, folders, config, job)
     torch.manual_seed(config.seed)
     net = build(architecture, Catalogue(num_items=target.num_items, num_users=target.num_users, length=0))
     if champion is not None and warm_start(net, sequences, champion):
         job = replace(job, config=replace(config, epochs=0), content=[digest(net.state_dict())])
     return train(net, target, job)
+
+
+def _with_text(
+    known: type[SequenceModel],
+    architecture: ModelConfig,
+    folders: Sequence[tuple[Path, Path]],
+    config: PretrainConfig,
+    job: Job,
+) -> dict[str, float]:
+    """Build and pre-train a model that reads text; `folders` are (tables, sequences) of the dataset and its sources."""
+    options = parse(known.Options, architecture.options, f"models.{job.name}.options")
+    if known.text == "tokens":
+        return _pretrain_on_tokens(architecture, options, folders, config, job)
+    if known.text == "attributes":
+        return _with_attributes(architecture, options, folders[0], config, job)
+    return _embed_text(architecture, options, folders if known.contrastive else folders[:1], config, job)
 
 
 def _pretrain_on_tokens(
@@ -147,12 +158,12 @@ def _embed_text(
         return train(build(architecture, target), parts[0], replace(job, content=[digest({"vectors": vectors[0]})]))
     read = slice(1, None) if len(folders) > 1 else slice(None)
     learnt = train_parts(parts[read], config)
-    joined = torch.cat([vectors[0][:1], *(one[1:] for one in vectors[read])])
+    joined = torch.cat([vectors[0][:1], *(of_dataset[1:] for of_dataset in vectors[read])])
     net = build(architecture, Catalogue(learnt.num_items, learnt.num_users, 0, {"vectors": joined}))
     job = replace(
         job,
         inputs=[sequences for _, sequences in folders],
-        content=[digest(net.state_dict()), *(digest({"vectors": one}) for one in vectors)],
+        content=[digest(net.state_dict()), *(digest({"vectors": of_dataset}) for of_dataset in vectors)],
         finish=lambda trained: trained.serve(target),
     )
     return train(net, learnt, job)

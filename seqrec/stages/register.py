@@ -74,7 +74,7 @@ SETTINGS = ("model", "architecture", "stage", "options", "catalogue", "config") 
 
 @dataclass(frozen=True)
 class Entry:
-    """A model or baseline as the stages before have left it."""
+    """A model or baseline, as the earlier stages wrote it."""
 
     row: Row
     report: Path
@@ -93,7 +93,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Tracker:
-    """What every run of this call has in common."""
+    """What all runs of this call share."""
 
     client: MlflowClient
     experiment: str
@@ -114,7 +114,7 @@ def register(
     config: RegisterConfig,
     pipeline_run: str = "",
 ) -> dict[str, float]:
-    """Write the leaderboard, log one MLflow run a model and baseline under a parent run, and run the gate.
+    """Write the leaderboard, log one MLflow run per model and baseline under a parent run, and run the gate.
 
     Args:
         leaderboard: keys of the models.
@@ -202,7 +202,7 @@ def _write_leaderboard(
 
 
 def _say_doubts(reports: Path) -> None:
-    """Log what speaks against a new champion: no gain over counts, or data that says little."""
+    """Log doubts about a new champion: no gain over counts, or data that proves little."""
     board = read_json(reports / LEADERBOARD)
     gain = board["verdict"]["gain"]
     doubts = [board["verdict"]["sentence"]] if gain and gain["low"] <= 0 else []
@@ -231,7 +231,7 @@ def _page(reports: Path, entries: Sequence[Entry], shown: Examples, split: Mappi
 
 
 def _facts(entries: Sequence[Entry], split: Mapping[str, Any]) -> dict[str, str]:
-    """Return what the page says of its origin: when the last model was evaluated, of which commit, and on what."""
+    """Return what the page says about its origin: the date of the last evaluation, the commit and the data."""
     evaluated = max((entry.report / METRICS).stat().st_mtime for entry in entries)
     facts = {"evaluated": datetime.fromtimestamp(evaluated, UTC).strftime("%Y-%m-%d")}
     if commit := git_commit():
@@ -242,7 +242,7 @@ def _facts(entries: Sequence[Entry], split: Mapping[str, Any]) -> dict[str, str]
 
 @contextmanager
 def _explained(reports: Path, config: RegisterConfig) -> Iterator[None]:
-    """Turn MLflow's failures into one error that says what is done already and what to do next."""
+    """Turn MLflow's failures into one error that says what is already done and what to do next."""
     try:
         with explained(config):
             yield
@@ -275,7 +275,7 @@ def _connect(split: Mapping[str, Any], data: Path, config: RegisterConfig) -> Tr
 
 
 def _origin_tags() -> dict[str, str]:
-    """Return who ran what, under the names that MLflow shows, the git commit and the hash of dvc.lock, if any."""
+    """Return user, source, git commit and the hash of dvc.lock, if any, under the names that MLflow shows."""
     lock = Path("dvc.lock")
     tags = {"mlflow.source.name": "seqrec register", "mlflow.source.type": "LOCAL", "mlflow.user": _user()}
     tags |= {"seqrec.dvc_lock": sha256(lock)} if lock.is_file() else {}
@@ -293,7 +293,7 @@ def _user() -> str:
 
 
 def _open_parent(tracker: Tracker, entries: Sequence[Entry], params: Mapping[str, Any]) -> Run:
-    """Return the run of this pipeline: the orchestrator's if it made one, else one found or made by content."""
+    """Return the run of this pipeline: the orchestrator's if there is one, else one found or made by fingerprint."""
     content = _hash([tracker.split["split_sha256"], params, [(entry.fingerprint, entry.content) for entry in entries]])
     injected = runs.injected_run()
     if injected is None:
@@ -311,7 +311,7 @@ def _elapsed(tracker: Tracker, entries: Sequence[Entry]) -> float:
 
 
 def _check_artifacts(client: MlflowClient, run: Run, path: Path) -> None:
-    """Store a file and fetch it again: a server with a misplaced artifact store fails here, not a month later."""
+    """Store a file and fetch it again, so that a server with a wrong artifact store fails here and not later."""
     try:
         client.log_artifact(run.info.run_id, str(path))
         with tempfile.TemporaryDirectory() as directory:
@@ -319,10 +319,12 @@ def _check_artifacts(client: MlflowClient, run: Run, path: Path) -> None:
     except (MlflowException, OSError) as error:
         raise TrackingError(
             f"register.tracking_uri: artifacts cannot be stored under {run.info.artifact_uri} ({error}); start the "
-            "server with --serve-artifacts, or give this machine access to that place"
+            "server with --serve-artifacts, or give this machine access to that location"
         ) from error
     if not same:
-        raise TrackingError(f"register.tracking_uri: {run.info.artifact_uri} gave back another {path.name}")
+        raise TrackingError(
+            f"register.tracking_uri: {run.info.artifact_uri} returned a {path.name} that differs from the stored one"
+        )
 
 
 def _log_entry(tracker: Tracker, entry: Entry, parent: Run, shown: Examples) -> Run:
@@ -364,7 +366,7 @@ def _describe(tracker: Tracker, run: Run, tags: Mapping[str, str]) -> None:
 
 
 def _gate(tracker: Tracker, best: Entry, rows: Sequence[Row], run: Run, config: RegisterConfig) -> dict[str, Any]:
-    """Register `best` as the candidate and return what became of it, as leaderboard.json says it."""
+    """Register `best` as the candidate, and return the gate's decision in the form of leaderboard.json."""
     assert best.checkpoint is not None
     name = f"seqrec-{tracker.split['dataset']}"
     tags = {

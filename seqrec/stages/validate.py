@@ -139,7 +139,7 @@ def _read_baseline(path: Path) -> dict[str, Any]:
     try:
         return artifacts.read_json(path) if path.is_file() else {}
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not valid JSON ({error}): restore it, or accept the baselines anew") from error
+        raise ValueError(f"{path} is not valid JSON ({error}): restore it, or accept the baselines again") from error
 
 
 def _reference(data: Path) -> dict[str, int]:

@@ -21,14 +21,14 @@ from seqrec.tracking import registry
 from seqrec.tracking.runs import TrackingError, metric_name
 
 ATTEMPTS = 10
-GUARDED = ("valid/coverage@10", "valid/ndcg@10/popularity=tail")  # what a gain must not be paid with
+GUARDED = ("valid/coverage@10", "valid/ndcg@10/popularity=tail")  # metrics that a gain must not reduce
 COMPARABLE = {registry.SPLIT_TAG: "split", registry.FILTER_TAG: "evaluate.filter_seen"}
 VALUE_TAG = f"seqrec.{metric_name(SELECTION)}"
 BASELINE_TAG, BASELINE_VALUE_TAG = "seqrec.baseline", f"seqrec.baseline.{metric_name(SELECTION)}"
 
 
 class Decision(NamedTuple):
-    """What became of a candidate at the gate."""
+    """The gate's decision on a candidate."""
 
     promoted: bool
     reason: str
@@ -38,10 +38,10 @@ class Decision(NamedTuple):
 def promote(client: MlflowClient, version: ModelVersion, cases: pa.Table, config: RegisterConfig) -> Decision:
     """Give `version` the alias `champion` if it passes the gate, and record decision, interval and reason as tags.
 
-    A champion steps down when the paired interval of the gain on validation lies above `register.min_gain` and none of
-    `GUARDED` loses more than `register.max_loss`, or when the two were not measured on the same cases, so that they
-    cannot be compared. Of promotions at the same time each is decided again after the other, so the better one stays.
-    A model below the best baseline is never promoted, unless `register.allow_below_baseline`.
+    The champion is replaced if the paired interval of the gain on validation lies above `register.min_gain` and no
+    metric of `GUARDED` loses more than `register.max_loss`. It is also replaced if the two were not measured on the
+    same cases and cannot be compared. If two promotions happen at the same time, each is decided again after the other,
+    so the better one stays. A model below the best baseline is never promoted, unless `register.allow_below_baseline`.
 
     Raises:
         TrackingError: the champion's validation cases cannot be fetched, or others promote without end.
@@ -68,7 +68,7 @@ def promote(client: MlflowClient, version: ModelVersion, cases: pa.Table, config
                 registry.crown(client, version, champion, decision.reason)
             if still_ours():
                 return decision
-    raise TrackingError(f"{version.name}: other promotions came between {ATTEMPTS} times; register again")
+    raise TrackingError(f"{version.name}: other promotions came first {ATTEMPTS} times in a row; run register again")
 
 
 def _recorded(version: ModelVersion) -> Decision:
@@ -119,7 +119,7 @@ def baseline_tags(name: str, value: float) -> dict[str, str]:
 
 
 def _below_baseline(version: ModelVersion) -> str:
-    """Return why `version` is not worth serving, or nothing; without both tags there is nothing to say."""
+    """Return why `version` is not worth serving; empty if it is, or if a tag is missing."""
     ours, baseline = version.tags.get(VALUE_TAG), version.tags.get(BASELINE_VALUE_TAG)
     if ours is None or baseline is None or float(ours) >= float(baseline):
         return ""
@@ -130,7 +130,7 @@ def _below_baseline(version: ModelVersion) -> str:
 
 
 def _lost(version: ModelVersion, champion: ModelVersion, most: float) -> list[str]:
-    """Return what of `GUARDED` the champion had clearly more of, in words."""
+    """Return in words which `GUARDED` metrics of the champion were clearly better."""
     lost = []
     for name in GUARDED:
         ours, theirs = (v.tags.get(f"seqrec.{metric_name(name)}") for v in (version, champion))

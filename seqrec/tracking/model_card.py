@@ -1,4 +1,4 @@
-"""The card of a registered version: what it is, what it was trained and measured on, what it is for and is not."""
+"""The model card of a registered version: description, data, metrics, intended use and limits."""
 
 from __future__ import annotations
 

@@ -134,12 +134,12 @@ def requirements() -> list[str]:
 
 def _example(vocabulary: Path) -> pd.DataFrame:
     items = pq.read_table(vocabulary, columns=["item_id"])["item_id"][:3].to_pylist()
-    times = list(range(0, 60 * len(items), 60))  # some models need them, the others take no notice
+    times = list(range(0, 60 * len(items), 60))  # only some models read them
     return pd.DataFrame({"history": [items, items[:1]], "times": [times, times[:1]], "k": [5, 5]})
 
 
 def describe_model(client: MlflowClient, name: str, description: str) -> None:
-    """Create the registered model `name` if it is missing, and say what it is."""
+    """Create the registered model `name` if it is missing, and describe it."""
     if not client.search_registered_models(f"name = '{name}'"):
         client.create_registered_model(name, description=description)
     elif client.get_registered_model(name).description != description:
@@ -223,12 +223,12 @@ def register_refit(
     """Log what `checkpoint` holds as a version linked to `evaluated`, and make it the champion in its place.
 
     Raises:
-        TrackingError: there is another champion meanwhile.
+        TrackingError: the champion has changed in the meantime.
     """
     card, name, origin = read_json(checkpoint / MODEL_CARD), evaluated.name, client.get_run(evaluated.run_id)
     title, parent = f"{origin.info.run_name}-refit", origin.data.tags.get(PARENT)
-    place = experiment(client, config)
-    run = open_run(client, place, card["fingerprint"], title, parent=parent, seconds=card["seconds"])
+    experiment_id = experiment(client, config)
+    run = open_run(client, experiment_id, card["fingerprint"], title, parent=parent, seconds=card["seconds"])
     log_params(client, run, {key: card[key] for key in ("options", "config", REFIT)})
     log_history(client, run, history)
     model = log_model(client, run, checkpoint=checkpoint)
@@ -244,7 +244,7 @@ def register_refit(
     with claim(client, name) as still_ours:
         champion, now = find_champion(client, name), find_evaluated(client, name)
         if now is None or str(now.version) != str(evaluated.version) or not still_ours():
-            raise TrackingError(f"{name} has another champion than version {evaluated.version} meanwhile: refit that")
+            raise TrackingError(f"version {evaluated.version} of {name} is no longer the champion: refit the new one")
         if champion is not None and str(champion.version) != str(version.version):
             crown(client, version, champion, reason)
     return version
@@ -264,7 +264,7 @@ def champion_version(*, dataset: str, config: RegisterConfig) -> str:
 def fetch_champion(*, dataset: str, folder: Path, config: RegisterConfig) -> str:
     """Write weights, card, vocabulary and users of the champion of `dataset` to `folder`, empty where there is none.
 
-    What a retraining starts from: of a champion that was refitted, the weights before it, which know no test event.
+    A retraining starts from them. For a refitted champion they are the evaluated weights, which saw no test event.
 
     Returns:
         The version, or nothing.
@@ -286,19 +286,20 @@ def fetch(uri: str, folder: Path, config: RegisterConfig) -> None:
     """Write weights, card, vocabulary and users, and of a text model its tokens, of `uri` to `folder`.
 
     Raises:
-        TrackingError: the server does not answer, has no such model or has lost its files, or it is none of ours.
+        TrackingError: the server does not answer, has no such model or has lost its files, or `register` did not log
+            the model.
     """
     connect(config)
     with tempfile.TemporaryDirectory() as directory:
         try:
             model = Path(mlflow.artifacts.download_artifacts(uri, dst_path=directory))
         except (MlflowException, OSError) as error:
-            place = redacted(tracking_uri(config))
+            server = redacted(tracking_uri(config))
             raise TrackingError(
-                f"register.tracking_uri: {uri} cannot be fetched from {place} ({first_line(error)})"
+                f"register.tracking_uri: {uri} cannot be fetched from {server} ({first_line(error)})"
             ) from error
         if not (model / ARTIFACTS / MODEL_CARD).is_file():
-            raise TrackingError(f"{uri} holds no {MODEL_CARD}: it is no model that `register` has logged")
+            raise TrackingError(f"{uri} holds no {MODEL_CARD}, so `register` has not logged it")
         for file in (WEIGHTS, MODEL_CARD, TOKENS, COUNTS, *cards.FILES):
             if (model / ARTIFACTS / file).is_file():
                 shutil.copyfile(model / ARTIFACTS / file, folder / file)

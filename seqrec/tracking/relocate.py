@@ -1,6 +1,6 @@
-"""A project that was moved or copied: MLflow keeps absolute paths, and this writes the new ones into its database.
+"""Corrects the absolute paths in MLflow's database after a project was moved or copied.
 
-A server finds its artifacts by its own settings; this is for a SQLite file with `mlartifacts/` beside it.
+This is for a SQLite file with `mlartifacts/` beside it; a server finds its artifacts by its own settings.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ COLUMNS = {  # of the tables of MLflow that hold where artifacts are
 
 
 def relocate(config: RegisterConfig) -> None:
-    """Write the folder of a local database into it, in place of the one that it was in before; keep a backup.
+    """Replace the old folder of a local database by its present one in all paths; keep a backup.
 
     Args:
         config: section `register`.
@@ -34,13 +34,13 @@ def relocate(config: RegisterConfig) -> None:
     """
     path = sqlite_path(tracking_uri(config))
     if path is None or not path.is_file():
-        raise ConfigError(f"register.tracking_uri: {tracking_uri(config)} is no SQLite file: nothing to relocate")
+        raise ConfigError(f"register.tracking_uri: {tracking_uri(config)} is not a SQLite file: nothing to relocate")
     new = path.parent.resolve()
     try:
         with contextlib.closing(sqlite3.connect(path)) as database:
             old = _before(database, config.experiment)
             if old.resolve() == new:
-                logger.info("%s: the artifacts lie beside it already", path)
+                logger.info("%s: the artifacts are already beside it", path)
                 return
             if not (new / "mlartifacts").is_dir():
                 raise ConfigError(f"registry relocate: {new} has no mlartifacts: move or copy that folder there first")
@@ -52,18 +52,16 @@ def relocate(config: RegisterConfig) -> None:
                 )
     except sqlite3.Error as error:
         raise ConfigError(f"registry relocate: {path}: {error}") from error
-    logger.info(
-        "%s: %d places changed from %s to %s; before that, it was copied to %s", path, changed, old, new, backup
-    )
+    logger.info("%s: %d paths changed from %s to %s; the backup is %s", path, changed, old, new, backup)
 
 
 def _before(database: sqlite3.Connection, experiment: str) -> Path:
     """Return the folder that the database was in when `experiment` was made."""
     row = database.execute("SELECT artifact_location FROM experiments WHERE name = ?", [experiment]).fetchone()
-    place = None if row is None else local_path(row[0])
-    if place is None:
+    folder = None if row is None else local_path(row[0])
+    if folder is None:
         raise ConfigError(f"registry relocate: experiment {experiment!r} keeps no artifacts in a local folder")
-    return place.parent
+    return folder.parent
 
 
 def _back_up(database: sqlite3.Connection, path: Path) -> Path:
@@ -74,7 +72,7 @@ def _back_up(database: sqlite3.Connection, path: Path) -> Path:
 
 
 def _rewrite(database: sqlite3.Connection, table: str, column: str, old: Path, new: Path) -> int:
-    """Return how many places below `old` are now below `new`."""
+    """Return how many paths were moved from `old` to `new`."""
     count = 0
     for before, after in ((f"{old}/", f"{new}/"), (f"file://{old}/", f"file://{new}/")):
         done = database.execute(  # names of COLUMNS alone are put into the text

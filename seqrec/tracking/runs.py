@@ -47,14 +47,14 @@ UNLOGGED = (
 )
 PIPELINE_RUN, OUTCOME, FAILURE = "seqrec.pipeline_run", "seqrec.outcome", "seqrec.failure"
 SQLITE = "sqlite:///"
-ENVIRONMENT = {  # what holds unless the user says otherwise
+ENVIRONMENT = {  # defaults, unless the user sets them
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "8",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
 }
-CLOSE_SECONDS = 2.0  # the longest that a live run may keep a finished training waiting
+CLOSE_SECONDS = 2.0  # maximum time that a live run delays a finished training
 ADVICE = {  # words of a database's errors -> what to do
     "database is locked": "the database is locked by another process; wait until that has ended, and try again",
     "disk is full": "the disk is full; free some space, and try again",
@@ -70,7 +70,7 @@ Dated = tuple[Record, int, float]  # with its step, and the time in seconds sinc
 
 
 class TrackingError(ValueError):
-    """The tracking server does not do what is asked; the message names the setting that says where it is."""
+    """A request to the tracking server failed; the message names the setting of its address."""
 
 
 def tracking_uri(config: RegisterConfig) -> str:
@@ -134,12 +134,12 @@ def connect(config: RegisterConfig) -> MlflowClient:
 
 def _check_place(uri: str, location: str) -> None:
     """Raise TrackingError where the artifacts of a local database lie elsewhere than beside it."""
-    path, place = sqlite_path(uri), local_path(location)
-    if path is None or place is None or place.resolve().is_relative_to(path.parent.resolve()):
+    path, folder = sqlite_path(uri), local_path(location)
+    if path is None or folder is None or folder.resolve().is_relative_to(path.parent.resolve()):
         return
     raise TrackingError(
-        f"register.tracking_uri: {path} keeps its artifacts in {place}, not beside itself: the project was moved or "
-        "copied. `python -m seqrec registry relocate` writes the new place into it, after a backup"
+        f"register.tracking_uri: {path} keeps its artifacts in {folder}, not beside itself: the project was moved or "
+        "copied. `python -m seqrec registry relocate` makes a backup and corrects the paths"
     )
 
 
@@ -152,7 +152,7 @@ def local_path(location: str) -> Path | None:
 
 @contextlib.contextmanager
 def explained(config: RegisterConfig) -> Iterator[None]:
-    """Turn what MLflow and its database raise in the block into a TrackingError of a line that says what to do."""
+    """Turn errors of MLflow and its database in the block into a TrackingError of one line that says what to do."""
     from mlflow.exceptions import MlflowException
     from sqlalchemy.exc import SQLAlchemyError
 
@@ -164,7 +164,7 @@ def explained(config: RegisterConfig) -> Iterator[None]:
 
 
 def _advice(error: Exception) -> str:
-    """Return what to do about a failure of the database that is known by its words, nothing for any other."""
+    """Return what to do about a known failure of the database, recognised by its text; empty for any other."""
     return next((advice for words, advice in ADVICE.items() if words in str(error).lower()), "")
 
 
@@ -204,7 +204,7 @@ def _set_default(uri: str) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of the message without secrets, cut to what fits into another one."""
+    """Return the first line of the message without secrets, truncated to fit into another message."""
     return redacted((str(error).splitlines() or [type(error).__name__])[0])[:300]
 
 
@@ -222,7 +222,7 @@ def _create_database(uri: str) -> None:
     name = f"{path.name}.{os.getpid()}.{uuid.uuid4().hex}.partial"  # a live log may make it at the same time
     partial = path.with_name(name)
     MlflowClient(f"{SQLITE}{partial}").search_experiments(max_results=1)
-    with contextlib.suppress(FileExistsError):  # another process was faster: its database is as good
+    with contextlib.suppress(FileExistsError):  # another process was faster; use its database
         path.hardlink_to(partial)
     partial.unlink(missing_ok=True)
 
@@ -240,7 +240,7 @@ def _is_running(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # somebody else's
+    except PermissionError:  # belongs to another process
         pass
     return True
 
@@ -307,7 +307,7 @@ def record_outcome(*, pipeline_run: str, name: str, state: str, failure: str | N
     Args:
         pipeline_run: the orchestrator's id of its run.
         name: of a new run.
-        state: SUCCEEDED, or what it was instead.
+        state: SUCCEEDED, or any other state.
         failure: what went wrong, if anything.
         config: section `register`.
 
@@ -315,12 +315,12 @@ def record_outcome(*, pipeline_run: str, name: str, state: str, failure: str | N
         TrackingError: the server does not answer.
     """
     client = connect(config)
-    place, run_id = experiment(client, config), injected_run()
+    experiment_id, run_id = experiment(client, config), injected_run()
     given = run_id is not None
     if run_id is None:
         text = f"tags.`{PIPELINE_RUN}` = '{pipeline_run}'"
-        found = client.search_runs([place], filter_string=text, max_results=1)
-        run_id = (found[0] if found else open_run(client, place, pipeline_run, name)).info.run_id
+        found = client.search_runs([experiment_id], filter_string=text, max_results=1)
+        run_id = (found[0] if found else open_run(client, experiment_id, pipeline_run, name)).info.run_id
     for key, value in ((PIPELINE_RUN, pipeline_run), (OUTCOME, state), (FAILURE, failure or "")):
         client.set_tag(run_id, key, redacted(value)[:5000])
     if not given:  # whoever made the run ends it
@@ -393,7 +393,7 @@ class Curves:
         self.known: dict[str, set[tuple[int, float]]] = {}  # by metric: step, value
 
     def write(self, records: Iterable[Dated]) -> None:
-        """Log the numbers of the records, but those of `UNLOGGED`, which history.jsonl alone keeps."""
+        """Log the numbers of the records, except those of `UNLOGGED`, which only history.jsonl keeps."""
         from mlflow.entities import Metric
 
         points = []
@@ -447,12 +447,12 @@ def live_run(fingerprint: str, name: str, config: RegisterConfig) -> Iterator[Ca
 
 
 class _LiveWriter:
-    """A thread that owns all talk with the server; what queues up during one request goes into the next."""
+    """A thread that sends everything to the server; records queued during one request go into the next."""
 
     def __init__(self, fingerprint: str, name: str, config: RegisterConfig) -> None:
         self.records: queue.SimpleQueue[Dated | str] = queue.SimpleQueue()  # a text ends the run
         self.abandoned = threading.Event()
-        with contextlib.suppress(ImportError):  # the thread says so
+        with contextlib.suppress(ImportError):  # the thread logs the failure
             import mlflow  # noqa: F401  # here: its import hooks can deadlock with another thread's imports
         self.thread = threading.Thread(target=self._work, args=(fingerprint, name, config), daemon=True)
         self.thread.start()

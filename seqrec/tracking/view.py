@@ -1,4 +1,4 @@
-"""What MLflow's pages show first: the few numbers of a run, the shared view of the run table, and the link to it."""
+"""The first view in MLflow: the main numbers of a run, the shared view of the run table, and the link to it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LEADERS = 14  # rows of a leaderboard that the parent run carries
 
 
 def scalars(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return those of `metrics` that a run shows."""
+    """Return the part of `metrics` that a run shows."""
     return {name: metrics[name] for name in SCALARS if name in metrics}
 
 

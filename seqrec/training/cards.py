@@ -70,9 +70,9 @@ def read(directory: Path) -> dict[str, Any]:
     try:
         card = json.loads(content) if len(content) <= LARGEST else None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(card, dict):
-        raise ValueError(f"{path} is no card of a model: a JSON object of at most {LARGEST} bytes is wanted")
+        raise ValueError(f"{path} is not a model card: expected a JSON object of at most {LARGEST} bytes")
     if "weights_sha256" in card and "files" not in card:
         raise ValueError(
             f"{path} was written by an older version and does not say which vocabulary and users belong to the "
@@ -83,7 +83,7 @@ def read(directory: Path) -> dict[str, Any]:
     for key, least in SIZES.items():
         size = card["catalogue"].get(key)
         if type(size) is not int or not least <= size <= MOST:
-            raise ValueError(f"{path}: catalogue.{key} is {size!r:.80}, wanted is an integer from {least} to {MOST}")
+            raise ValueError(f"{path}: catalogue.{key} is {size!r:.80}, expected an integer from {least} to {MOST}")
     if set(card["catalogue"]) != set(SIZES) or not set(card["files"]) <= set(FILES):
         raise ValueError(f"{path}: unknown entries in catalogue or files")
     counts = card.get("counts", {})
@@ -92,7 +92,7 @@ def read(directory: Path) -> dict[str, Any]:
     digests["counts.sha256"] = counts.get("sha256", "0" * 64)
     for key, value in {**digests, **card["files"]}.items():
         if not isinstance(value, str) or not DIGEST.fullmatch(value):
-            raise ValueError(f"{path}: {key} is {value!r:.80}, wanted is a SHA-256")
+            raise ValueError(f"{path}: {key} is {value!r:.80}, expected a SHA-256")
     return card
 
 
@@ -105,7 +105,7 @@ def _check(path: Path, key: str, value: Any, kind: type) -> None:
     else:
         good = isinstance(value, kind)
     if not good:
-        raise ValueError(f"{path}: {key} is {value!r:.80}, wanted is a {kind.__name__}")
+        raise ValueError(f"{path}: {key} is {value!r:.80}, expected a {kind.__name__}")
 
 
 def verify(directory: Path, card: Mapping[str, Any]) -> None:
@@ -126,7 +126,7 @@ def verify(directory: Path, card: Mapping[str, Any]) -> None:
             try:
                 file = pq.ParquetFile(directory / name)
             except (pa.ArrowException, OSError) as error:
-                raise ValueError(f"{directory / name} is no table: {error}") from error
+                raise ValueError(f"{directory / name} is not a table: {error}") from error
             if not file.schema_arrow.equals(schema) or file.metadata.num_rows != card["catalogue"][size]:
                 raise ValueError(f"{directory / name} does not hold the catalogue of {MODEL_CARD}: {size} differs")
 
@@ -136,7 +136,7 @@ def check_file(path: Path, digest: str) -> None:
     if not path.is_file():
         raise ValueError(f"{path} is missing: {MODEL_CARD} beside it names it")
     if sha256(path) != digest:
-        raise ValueError(f"{path} differs from what {MODEL_CARD} was written for: refusing to load it")
+        raise ValueError(f"{path} differs from the file that {MODEL_CARD} describes: refusing to load it")
 
 
 def tensors(path: Path) -> Tensors:
@@ -214,7 +214,7 @@ def check_complete(directory: Path, card: Mapping[str, Any]) -> None:
     """Raise ValueError if the model in `directory` was saved without its vocabulary or users."""
     missing = [name for name in (VOCABULARY, USERS) if name not in card["files"]]
     if missing:
-        raise ValueError(f"{directory} has no {' and no '.join(missing)} of its own: train the model again")
+        raise ValueError(f"{directory} was saved without {' and '.join(missing)}: train the model again")
 
 
 def check_catalogue(directory: Path, card: Mapping[str, Any], sequences: Path, *, users: bool) -> None:

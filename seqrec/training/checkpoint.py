@@ -202,18 +202,20 @@ def _check_sizes(
     except ConfigError as error:
         raise ValueError(f"{path.parent / MODEL_CARD}: {error}") from error
     except Exception as error:  # unchecked options can fail in any way
-        raise ValueError(f"{path.parent / MODEL_CARD}: no {config.architecture} can be built of it: {error}") from error
+        raise ValueError(
+            f"{path.parent / MODEL_CARD}: no {config.architecture} can be built from it: {error}"
+        ) from error
     wanted = {name: (DTYPES.get(value.dtype, ""), tuple(value.shape)) for name, value in model.state_dict().items()}
     different = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
     if different:
         name = different[0]
         raise ValueError(
             f"{path} does not fit {config.architecture} as this version builds it: train it again, or use the version "
-            f"it was made with ({len(different)} tensors differ: {name} is {found.get(name, 'missing')}, wanted is "
+            f"it was made with ({len(different)} tensors differ: {name} is {found.get(name, 'missing')}, expected "
             f"{wanted.get(name, 'none')})"
         )
     if card["parameters"] != sum(p.numel() for p in model.parameters()):
-        raise ValueError(f"{path.parent / MODEL_CARD}: parameters is not the number that {path} holds")
+        raise ValueError(f"{path.parent / MODEL_CARD}: parameters differs from the number in {path}")
 
 
 def save_counts(directory: Path, counts: CountTerm | None, chosen: Mapping[str, Any]) -> dict[str, Any]:
@@ -242,10 +244,10 @@ def load_counts(directory: Path, card: Mapping[str, Any]) -> CountTerm | None:
         return None
     path = directory / COUNTS
     if not path.is_file() or sha256(path) != chosen["sha256"]:
-        raise ValueError(f"{path} is not what {MODEL_CARD} was written for: refusing to load it")
+        raise ValueError(f"{path} differs from the file that {MODEL_CARD} describes: refusing to load it")
     found = term.stored(load_file(path), counts_config(chosen))
     if len(found.log_popularity) != card["catalogue"]["num_items"] + 1:
-        raise ValueError(f"{path} counts another number of items than {MODEL_CARD} names")
+        raise ValueError(f"{path} has counts for another number of items than {MODEL_CARD}")
     return found
 
 

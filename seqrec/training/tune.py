@@ -365,7 +365,9 @@ class _Tracker:
         except Exception as error:  # no failure here may stop the search
             self.silent = True
             reason = str(error)[:200].partition("\n")[0] or type(error).__name__
-            logger.warning("the trials are not in MLflow (%s); the same call brings in what is missing", reason)
+            logger.warning(
+                "the trials are not in MLflow (%s); run the same command again to upload what is missing", reason
+            )
 
     def _write(self, study: optuna.Study, budget: Mapping[str, Any] | None) -> None:
         client = runs.connect(self.config)

@@ -48,11 +48,11 @@ def warm_start(net: SequenceModel, sequences: Path, champion: Path) -> bool:
     options = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(net.options).items()}
     same = REGISTRY.get(card["architecture"]) is type(net) and card["options"] == options
     if net.text or not same:
-        logger.info("the champion, a %s, has another architecture or other options: not used", card["architecture"])
+        logger.info("the champion (%s) is not used: its architecture or options differ", card["architecture"])
         return False
     if REFIT in card:
         raise ValueError(
-            f"{champion} was refitted on every event, those of a later test too: start from what it was before"
+            f"{champion} was refitted on every event, including test events: start from the evaluated version"
         )
     cards.verify(champion, card)
     items = _common(champion / VOCABULARY, sequences / VOCABULARY, "item", "item_id")

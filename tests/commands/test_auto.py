@@ -73,7 +73,7 @@ def test_a_log_that_time_cannot_divide_is_split_by_user(tmp_path):
     auto._prepare(plan, tmp_path / "out")
 
     assert sequences.load(tmp_path / "out" / "data" / "sequences").card["protocol"] == "LOO-full"
-    assert "of the valid cases are of users with a past" in plan.split
+    assert "of the valid cases belong to users with events before" in plan.split
 
 
 def test_lines_without_times_are_split_by_user(tmp_path):

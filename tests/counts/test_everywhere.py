@@ -169,7 +169,7 @@ def test_a_refit_keeps_the_values_and_counts_every_event(prepared, trained, tmp_
     [
         ("all", "counts must be none, auto"),
         ({"alfa": 1}, "counts.alfa: unknown key"),
-        ({"kernel": "square root"}, "kernel: inverse, root, square, or a number"),
+        ({"kernel": "square root"}, "kernel must be inverse, root, square or a number"),
         ({"smoothing": 0}, "smoothing must be more than 0"),
     ],
 )

@@ -223,7 +223,7 @@ def test_a_wrong_download_is_set_aside_and_fetched_again_once(server, tmp_path, 
             fetch(f"{server.url}/a.dat", tmp_path, **expected)
     assert len(server.log) == 4
     assert [path.name for path in tmp_path.glob("*.damaged/*.dat")] == ["a.dat"]
-    assert "set aside in" in caplog.text
+    assert ": moved to " in caplog.text
 
 
 def test_messages_hide_what_may_be_secret(tmp_path):

@@ -62,12 +62,12 @@ def test_named_attributes_come_in_their_order(tmp_path):
 
 
 def test_an_unknown_attribute_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"options.attributes: .*no column 'tags' but title, brand"):
+    with pytest.raises(ConfigError, match=r"options.attributes: .*no column 'tags'; there are title, brand"):
         item_tokens.read_texts(write(tmp_path, ITEMS), IDS, ["tags"])
 
 
 def test_a_catalogue_without_text_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="holds no text of the 5 items"):
+    with pytest.raises(ConfigError, match="holds no text for the 5 items"):
         item_tokens.read_texts(write(tmp_path, {"item_id": ["a"], "title": [""]}), IDS)
 
 

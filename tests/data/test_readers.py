@@ -479,7 +479,7 @@ def test_rows_of_a_parquet_file_are_counted_across_batches(tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("text", "columns", "message"),
     [
-        ("user,item_id,timestamp\n", {}, r"no column 'user_id' .*'user', .*ingest\.columns\.user_id"),
+        ("user,item_id,timestamp\n", {}, r"no column 'user_id'; .*'user', .*ingest\.columns\.user_id"),
         ("user_id,item_id,timestamp\n", {"rating": "stars"}, r"ingest\.columns\.rating: no file has a column 'stars'"),
         ("user_id,item_id,timestamp,item_id\n", {}, "appears twice"),
         ("", {}, "events.csv is empty"),

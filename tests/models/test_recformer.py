@@ -294,9 +294,9 @@ def test_a_block_reads_cls_and_its_neighbours_and_their_gradients_add_up(size, b
         ({"mlm_probability": 1.0}, "mlm_probability"),
         ({"piece_tokens": 10}, "piece_tokens"),
         ({"attribute_tokens": 1}, "attribute_tokens"),
-        ({"objective": "causal", "encoder": "text", "layers": 2}, "causal is for encoder items"),
+        ({"objective": "causal", "encoder": "text", "layers": 2}, "causal needs encoder items"),
         ({"history_layers": 3}, "history_layers: no effect, as encoder is text"),
-        ({"encoder": "items"}, "pooling: encoder items takes mean"),
+        ({"encoder": "items"}, "pooling must be mean with encoder items"),
         ({"encoder": "items", "pooling": "mean", "mlm_weight": 0.2}, "mlm_weight: no effect"),
         ({"encoder": "items", "pooling": "mean", "history_heads": 3}, "history_heads"),
         ({"encoder": "items", "pooling": "mean", "layers": -1}, "layers"),
@@ -707,7 +707,7 @@ def test_other_text_is_another_pre_training(target, tmp_path):
 
 
 def test_text_is_asked_for(target, tmp_path):
-    with pytest.raises(ConfigError, match="reads the items' text: give --data"):
+    with pytest.raises(ConfigError, match="reads the items' text: name its folder with --data"):
         pretrain(
             model="recformer",
             sequences=target / "sequences",

@@ -88,7 +88,7 @@ def test_an_image_without_digest_is_refused_before_anything_is_sent(tmp_path, co
         status, said = command("submit", "--host", host)
 
     assert (status, server.seen) == (1, [])
-    assert "SEQREC_IMAGE: seqrec:latest is no digest" in said
+    assert "SEQREC_IMAGE: seqrec:latest has no digest" in said
 
 
 @pytest.mark.usefixtures("_digest")

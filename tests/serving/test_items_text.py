@@ -107,7 +107,7 @@ def test_what_cannot_be_read_is_refused_with_the_reason(recommenders, prepared, 
     lacking = recommenders[1]
     with pytest.raises(ValueError, match="knows 'i1' already"):
         lacking.recommend(["i2"], items_text={"i1": {"title": "once more"}})
-    with pytest.raises(ValueError, match="nothing is said of 'new'"):
+    with pytest.raises(ValueError, match="items_text: 'new' has no text"):
         lacking.recommend(["i2"], items_text={"new": {"title": " "}})
     other = Recommender.load(save("sasrec", prepared, tmp_path, model="sasrec"))
     with pytest.raises(ValueError, match="sasrec cannot read text"):

@@ -119,7 +119,9 @@ def test_times_further_apart_than_numbers_reach_are_answered(prepared, tmp_path,
     assert all(map(math.isfinite, best.scores))
 
 
-@pytest.mark.parametrize(("request_", "message"), [({"times": [1]}, "times"), ({"k": 0}, "k: 0")])
+@pytest.mark.parametrize(
+    ("request_", "message"), [({"times": [1]}, "times"), ({"k": 0}, "k must be at least 1, not 0")]
+)
 def test_requests_that_make_no_sense_are_refused(request_, message):
     with pytest.raises(ValueError, match=message):
         Request(history=["i1", "i2"], **request_)

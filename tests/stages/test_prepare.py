@@ -142,7 +142,7 @@ def test_data_that_was_not_validated_is_refused(tmp_path, verdict):
     write_interactions(tmp_path, synthetic_rows())
     write_json(tmp_path / "validation.json", {"input_sha256": "", **verdict})
 
-    with pytest.raises(ValueError, match="no successful validation"):
+    with pytest.raises(ValueError, match="not a successful validation"):
         prepare(
             dataset="x",
             data=tmp_path,

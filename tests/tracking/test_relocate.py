@@ -80,9 +80,9 @@ def test_a_copy_is_refused_until_it_is_relocated_and_then_leaves_the_original_al
 
 def test_relocate_wants_a_local_database_with_its_artifacts(copied, tmp_path):
     _, copy = copied
-    with pytest.raises(ConfigError, match="is no SQLite file"):
+    with pytest.raises(ConfigError, match="is not a SQLite file"):
         relocate(RegisterConfig(tracking_uri="http://127.0.0.1:9"))
-    with pytest.raises(ConfigError, match="is no SQLite file"):
+    with pytest.raises(ConfigError, match="is not a SQLite file"):
         relocate(settings(tmp_path / "nowhere"))
     shutil.rmtree(copy / "mlartifacts")
     with pytest.raises(ConfigError, match="has no mlartifacts"):

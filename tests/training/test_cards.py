@@ -192,7 +192,7 @@ def test_a_file_that_is_another_or_gone_is_refused(copy, name):
     content = bytearray((folder / name).read_bytes())
     content[-5] ^= 1
     (folder / name).write_bytes(content)
-    with pytest.raises(ValueError, match=f"{name} differs from what config.json was written for"):
+    with pytest.raises(ValueError, match=f"{name} differs from the file that config.json describes"):
         Recommender.load(folder)
 
     (folder / name).unlink()

@@ -372,7 +372,7 @@ RATE = "finetune.learning_rate"
         ({"sasrec": {RATE: {"low": 0.1}}}, "learning_rate: needs low and high, or choices"),
         ({"sasrec": {RATE: {"low": 0.1, "high": 0.2, "lag": True}}}, r"learning_rate\.lag: unknown key"),
         ({"sasrec": {RATE: {"choices": []}}}, "learning_rate: choices must not be empty"),
-        ({"sasrec": {RATE: {"choices": [0.1], "low": 0.1}}}, "learning_rate: choices stand alone"),
+        ({"sasrec": {RATE: {"choices": [0.1], "low": 0.1}}}, "learning_rate: choices exclude low"),
         ({"sasrec": {RATE: {"low": "x", "high": 1}}}, r"learning_rate\.low"),
         ({"sasrec": {"finetune.rate": {"choices": [1]}}}, r"sasrec\.finetune\.rate: no such setting"),
         ({"sasrec": {"dropout": {"choices": [1]}}}, r"sasrec\.dropout: no such setting; expected pretrain"),

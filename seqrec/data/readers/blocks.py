@@ -64,7 +64,7 @@ def chunks(path: Path, size: int = 0) -> Iterator[tuple[int, bytes]]:
                 pending.append(chunk)
                 if sum(map(len, pending)) > LONGEST_LINE:
                     length = sum(map(len, pending))
-                    raise ValueError(f"{path.name}: no line end in {length:,} bytes; this is no text file")
+                    raise ValueError(f"{path.name}: no line end in {length:,} bytes; this is not a text file")
     rest = _without_marker(b"".join(pending), number)
     if rest:
         yield number, rest

@@ -79,7 +79,8 @@ def chosen_columns(
             chosen[name] = column
         elif name in required:
             raise ValueError(
-                f"{path.name} has no column {columns.get(name, name)!r} but {_listed(known)}: set ingest.columns.{name}"
+                f"{path.name} has no column {columns.get(name, name)!r}; "
+                f"there are {_listed(known)}: set ingest.columns.{name}"
             )
     return chosen
 
