@@ -56,7 +56,9 @@ from seqrec.serving.service import Load, Service
 logger = logging.getLogger(__name__)
 PAGE = Path(__file__).parent / "page"
 POLICY = "default-src 'self'; img-src 'self' data:"  # of the page: nothing from elsewhere, no script in the HTML
+VALUES = 100  # of an attribute that the page offers
 MOST = 1_000  # items of a list that is nobody's in particular
+NO_CANDIDATE: dict[int | str, dict[str, Any]] = {404: {"description": "there is no candidate"}}
 Text = Annotated[str, Query(max_length=200)]
 Days = Annotated[float, Query(gt=0, le=3_650, description="of the window, and of the one before it")]
 Number = Annotated[int, Query(ge=1, le=MOST, description="items wanted")]
@@ -141,10 +143,10 @@ def _add_recommending(api: FastAPI, service: Service) -> None:
         # without the input, which may hold what JSON cannot: NaN, half a surrogate pair
         return JSONResponse({"detail": [{key: e[key] for key in ("type", "loc", "msg")} for e in error.errors()]}, 422)
 
-    @api.post("/recommend")
-    async def recommend(query: schemas.Query) -> Recommendation:
-        """Recommend for one user."""
-        return (await service.answer([query]))[0]
+    @api.post("/recommend", responses=NO_CANDIDATE)
+    async def recommend(query: schemas.Query, by: schemas.By | None = None) -> Recommendation:
+        """Recommend for one user; `by` names the model, for a look at both: such answers are not logged."""
+        return (await service.answer([query], by))[0]
 
     @api.post("/recommend/batch")
     async def recommend_batch(queries: Queries) -> Recommendations:
@@ -174,14 +176,20 @@ def _add_listing(api: FastAPI, service: Service) -> None:
         return Found(items=[Titled(item=item, title=recommender.titles.get(item, "")) for item in found])
 
     @api.post("/explain", responses={404: {"description": "the item is unknown"}})
-    async def explain(question: schemas.Question) -> schemas.Explanation:
+    async def explain(question: schemas.Question, by: schemas.By = "champion") -> schemas.Explanation:
         """Say by how much the score of an item drops when an event of the history is left out."""
-        request = Request(history=question.history, user=question.user)
+        request, batcher = Request(history=question.history, user=question.user), service.asked(by)
         try:
-            drops = await service.batcher.apart(lambda r: r.explain(request, question.item), service.served.current[0])
+            drops = await batcher.apart(lambda r: r.explain(request, question.item), batcher.served.current[0])
         except ValueError as error:
             raise HTTPException(404, str(error)) from error
         return schemas.Explanation(drops=drops)
+
+    @api.get("/attributes")
+    async def attributes() -> dict[str, list[str]]:
+        """Return the attributes of items that rules may name, each with its commonest values."""
+        known = service.served.current[0].attributes
+        return {name: await asyncio.to_thread(known[name].commonest, VALUES) for name in known}
 
     @api.get("/popular")
     async def popular(k: Number = 10) -> Listing:
