@@ -31,12 +31,13 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from seqrec import __version__
 from seqrec.config import RegisterConfig
-from seqrec.serving import rules, schemas
+from seqrec.serving import request_log, rules, schemas, traces
 from seqrec.serving.batcher import Served
 from seqrec.serving.events import Event, Store, StoreError, located
 from seqrec.serving.guards import Guards, Limits
 from seqrec.serving.onnx_graph import GraphRecommender
 from seqrec.serving.recommender import CHAMPION_URI, Answer, Recommender, Request
+from seqrec.serving.request_log import RequestLog
 from seqrec.serving.schemas import (
     Experiment,
     Forgotten,
@@ -56,6 +57,7 @@ from seqrec.serving.service import Load, Service
 logger = logging.getLogger(__name__)
 PAGE = Path(__file__).parent / "page"
 POLICY = "default-src 'self'; img-src 'self' data:"  # of the page: nothing from elsewhere, no script in the HTML
+LOG_FORMATS = ("text", "json")
 VALUES = 100  # of an attribute that the page offers
 MOST = 1_000  # items of a list that is nobody's in particular
 NO_CANDIDATE: dict[int | str, dict[str, Any]] = {404: {"description": "there is no candidate"}}
@@ -76,6 +78,7 @@ def app(
     keep_days: float = 0.0,
     candidate: Served | None = None,
     share: float = 0.0,
+    log_requests: bool = False,
 ) -> FastAPI:
     """Return the service.
 
@@ -90,6 +93,10 @@ def app(
         keep_days: after which what the store received is deleted; 0 = never.
         candidate: a second model, which answers the `share` of the users.
         share: of the users, 0 to 1.
+        log_requests: write a line for each request, see `request_log`.
+
+    Raises:
+        ConfigError: see `traces.trace`.
     """
     named = version()
     service = Service(Served(load(), named), largest, store, candidate, share)
@@ -127,6 +134,8 @@ def app(
     )
     if origins:
         api.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+    if log_requests:
+        api.add_middleware(RequestLog)
     _add_recommending(api, service)
     _add_listing(api, service)
     if store is not None:
@@ -134,6 +143,8 @@ def app(
     if candidate is not None:
         _add_experiment(api, service)
     _add_watching(api, service)
+    if traces.wanted():
+        traces.trace(api)
     return api
 
 
@@ -144,9 +155,11 @@ def _add_recommending(api: FastAPI, service: Service) -> None:
         return JSONResponse({"detail": [{key: e[key] for key in ("type", "loc", "msg")} for e in error.errors()]}, 422)
 
     @api.post("/recommend", responses=NO_CANDIDATE)
-    async def recommend(query: schemas.Query, by: schemas.By | None = None) -> Recommendation:
+    async def recommend(request: HTTPRequest, query: schemas.Query, by: schemas.By | None = None) -> Recommendation:
         """Recommend for one user; `by` names the model, for a look at both: such answers are not logged."""
-        return (await service.answer([query], by))[0]
+        answer = (await service.answer([query], by))[0]
+        request.state.version = answer.version
+        return answer
 
     @api.post("/recommend/batch")
     async def recommend_batch(queries: Queries) -> Recommendations:
@@ -289,6 +302,7 @@ def serve(
     keep_days: float = 0.0,
     candidate: str = "",
     share: float = 0.1,
+    log_format: str = "text",
 ) -> None:
     """Serve the champion of `dataset` until interrupted.
 
@@ -315,16 +329,22 @@ def serve(
         keep_days: after which what the store received is deleted; 0 = never.
         candidate: a second model beside the champion, for some of the users: a folder or models:/NAME/N.
         share: of the users whom the candidate answers, 0 to 1.
+        log_format: text; or json: a line of JSON for each message and each request.
 
     Raises:
         TrackingError: the server does not answer.
         ValueError: there is no such model, or the graph is of other weights.
     """
+    if log_format not in LOG_FORMATS:
+        raise ValueError(f"log_format: {log_format!r} given, one of {', '.join(LOG_FORMATS)} wanted")
+    if log_format == "json":
+        request_log.write_json()
     torch.set_num_threads(threads)
     if ann and graph is not None:
         raise ValueError("ann: an exported graph scores all items; leave out --graph")
     limits = Limits(keys=keys, rate=rate, body=max_body, queue=max_queue, timeout_s=timeout_s)
     shared: dict[str, Any] = {"largest": batch, "limits": limits, "origins": origins.split(",") if origins else ()}
+    shared["log_requests"] = log_format == "json"
     if located(store):
         shared |= {"store": Store(located(store)), "keep_days": keep_days}
     if not 0 <= share <= 1:
