@@ -10,7 +10,7 @@ ARG TORCH=cpu
 ARG TORCH_INDEX=https://download.pytorch.org/whl/${TORCH}
 ARG PIP_INDEX_URL=
 ARG PIP_FIND_LINKS=
-ARG EXTRAS="pipeline text serve cluster"
+ARG EXTRAS="pipeline text serve otel cluster"
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 SHELL ["/bin/sh", "-eu", "-c"]
 WORKDIR /build

@@ -2,33 +2,46 @@
 
     python -m benchmarks.serving --saved artifacts/sasrec/finetuned --sequences data/sequences
 
-Histories are those of the dataset's users, whole, in random order. `--graph` serves the ONNX graph. wrk comes with
-Debian: `apt-get install wrk`.
+Histories are those of the dataset's users, whole, in random order. They come with the request, or from the store of
+events (SQLite) by user alone; the store also takes what was shown. Once more the model is replaced in the middle of the
+time. No request may fail. `--graph` serves the ONNX graph. wrk comes with Debian: `apt-get install wrk`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import random
 import re
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
+import threading
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+import psutil
 import requests
+import torch
+import uvicorn
 
 from benchmarks import meter
+from seqrec.config import RegisterConfig
 from seqrec.data import sequences
+from seqrec.serving import http
+from seqrec.serving.events import Event, Store
+from seqrec.serving.onnx_graph import GraphRecommender
+from seqrec.serving.recommender import Recommender
 
 BODIES = 500
-CONNECTIONS = (1, 16, 32, 64)
+CONNECTIONS = (1, 16, 64)
+KINDS = ("history", "history, a switch", "user, store")  # what a request holds, and what happens meanwhile
 UNITS = {"us": 1e-3, "ms": 1.0, "s": 1e3}
+POLL_S = 0.2
 SCRIPT = """
 local bodies = {}
 for line in io.lines("%s") do bodies[#bodies + 1] = line end
@@ -41,15 +54,61 @@ end
 """
 
 
-def bodies(folder: Path) -> str:
-    """Return requests, one a line."""
+def histories(folder: Path) -> list[list[str]]:
+    """Return the histories of some users."""
     data, item_ids = sequences.load(folder), sequences.read_vocabulary(folder)[0]
     users = random.Random(0).sample(range(data.num_users), min(BODIES, data.num_users))
-    lines = []
-    for user in users:
-        items = data.items[data.start[user] : data.stop[user]].tolist()
-        lines.append(json.dumps({"history": [item_ids[item - 1] for item in items], "k": 10}))
-    return "\n".join(lines) + "\n"
+    return [[item_ids[item - 1] for item in data.items[data.start[u] : data.stop[u]].tolist()] for u in users]
+
+
+def write_script(folder: Path, name: str, requests: list[dict[str, object]]) -> Path:
+    """Write what wrk sends."""
+    bodies = folder / f"{name}.jsonl"
+    bodies.write_text("".join(json.dumps({**request, "k": 10}) + "\n" for request in requests), encoding="utf-8")
+    script = folder / f"{name}.lua"
+    script.write_text(SCRIPT % bodies, encoding="utf-8")
+    return script
+
+
+def fill(url: str, past: list[list[str]]) -> None:
+    """Write histories into a store: user `u3` has the fourth one."""
+    store = Store(url)
+    for user, items in enumerate(past):
+        store.add(
+            [
+                Event(event_id=f"{user}-{n}", user=f"u{user}", item=item, kind="view", at=1e9 + n)
+                for n, item in enumerate(items)
+            ]
+        )
+
+
+def serve(saved: Path, graph: Path | None, version: Path, url: str, port: int) -> None:
+    """Serve until killed, as `seqrec serve` does; when the content of `version` changes, the model is loaded anew."""
+    torch.set_num_threads(1)
+
+    def load() -> Recommender:
+        return GraphRecommender.of(str(saved), graph, 1, RegisterConfig()) if graph else Recommender.load(saved)
+
+    service = http.app(load, version.read_text, poll_s=POLL_S, store=Store(url) if url else None)
+    uvicorn.run(service, host="127.0.0.1", port=port, log_level="warning", access_log=False)
+
+
+def started(saved: Path, graph: Path | None, version: Path, url: str) -> tuple[BaseProcess, str]:
+    """Start the service in a process of its own; return it and its address once it answers."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = multiprocessing.get_context("spawn").Process(target=serve, args=(saved, graph, version, url, port))
+    process.start()
+    address = f"http://127.0.0.1:{port}"
+    while process.is_alive():
+        try:
+            requests.get(f"{address}/health", timeout=1)
+        except requests.RequestException:
+            time.sleep(0.1)
+        else:
+            return process, address
+    raise SystemExit("the service has ended")
 
 
 def milliseconds(text: str, percentile: str) -> float:
@@ -59,28 +118,52 @@ def milliseconds(text: str, percentile: str) -> float:
     return float(found[1]) * UNITS[found[2]]
 
 
-def measure(address: str, script: Path, connections: int, seconds: int) -> list[str]:
-    """Return a row of the table."""
-    command = ["wrk", "-t1", f"-c{connections}", f"-d{seconds}s", "--latency", "-s", str(script), address]
+def processor_seconds(process: BaseProcess) -> float:
+    """Return for how long the service has worked."""
+    times = psutil.Process(process.pid).cpu_times()
+    return float(times.user + times.system)
+
+
+def measure(process: BaseProcess, address: str, script: Path, connections: int, seconds: int) -> list[str]:
+    """Return cells of the table: connections, requests/s, two percentiles, processor milliseconds of the service."""
+    command = ["wrk", "-t1", f"-c{connections}", f"-d{seconds}s", "--timeout", "60s", "--latency"]
+    command += ["-s", str(script), address]
+    before = processor_seconds(process)
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    worked = processor_seconds(process) - before
     assert "Non-2xx" not in text, text
-    rate = re.search(r"Requests/sec:\s+([\d.]+)", text)
+    assert "Socket errors" not in text, text
+    rate, number = re.search(r"Requests/sec:\s+([\d.]+)", text), re.search(r"(\d+) requests in", text)
     assert rate, text
-    return [str(connections), f"{float(rate[1]):.0f}", *(f"{milliseconds(text, p):.1f}" for p in ("50", "99"))]
+    assert number, text
+    cost = 1000 * worked / max(1, int(number[1]))
+    return [
+        str(connections),
+        f"{float(rate[1]):.0f}",
+        *(f"{milliseconds(text, p):.1f}" for p in ("50", "99")),
+        f"{cost:.2f}",
+    ]
 
 
-def serve(saved: Path, graph: Path | None, port: int) -> subprocess.Popen[bytes]:
-    """Start the service and wait until it answers."""
-    command = [sys.executable, "-m", "seqrec", "serve", "--saved", str(saved), "--port", str(port)]
-    process = subprocess.Popen(command + (["--graph", str(graph)] if graph else []), env=os.environ)
-    while process.poll() is None:
-        try:
-            requests.get(f"http://127.0.0.1:{port}/health", timeout=1)
-        except requests.ConnectionError:
-            time.sleep(0.1)
-        else:
-            return process
-    raise SystemExit("the service has ended")
+def rows_of(kind: str, folder: Path, saved: Path, graph: Path | None, script: Path, seconds: int) -> list[list[str]]:
+    """Return the rows of one kind of requests."""
+    version = folder / "version"
+    version.write_text("1")
+    url = f"sqlite:///{folder}/events.db" if "store" in kind else ""
+    process, address = started(saved, graph, version, url)
+    rows = []
+    try:
+        measure(process, address, script, 8, 2)  # warm-up
+        for turn, connections in enumerate(CONNECTIONS, start=2):
+            if "switch" in kind:
+                threading.Timer(seconds / 2, version.write_text, [str(turn)]).start()
+            rows.append([kind, *measure(process, address, script, connections, seconds)])
+        while "switch" in kind and requests.get(f"{address}/health", timeout=5).json()["version"] != str(turn):
+            time.sleep(POLL_S)  # a run without its switch never ends
+    finally:
+        process.terminate()
+        process.join()
+    return rows
 
 
 def main() -> None:
@@ -93,25 +176,18 @@ def main() -> None:
     arguments = parser.parse_args()
     if shutil.which("wrk") is None:
         raise SystemExit("wrk is not installed: apt-get install wrk")
-    with tempfile.TemporaryDirectory() as directory, socket.socket() as free:
-        folder = Path(directory)
-        saved = Path(shutil.copytree(arguments.saved, folder / "model"))
-        (folder / "bodies").write_text(bodies(arguments.sequences), encoding="utf-8")
-        script = folder / "script.lua"
-        script.write_text(SCRIPT % (folder / "bodies"), encoding="utf-8")
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-        free.close()
-        service = serve(saved, arguments.graph, port)
-        try:
-            address = f"http://127.0.0.1:{port}"
-            measure(address, script, 8, 2)  # warm-up
-            rows = [measure(address, script, number, arguments.seconds) for number in CONNECTIONS]
-        finally:
-            service.terminate()
-            service.wait()
+    rows = []
+    with tempfile.TemporaryDirectory() as directory:
+        folder, past = Path(directory), histories(arguments.sequences)
+        fill(f"sqlite:///{folder}/events.db", past)
+        given = write_script(folder, "given", [{"history": items} for items in past])
+        known = write_script(folder, "known", [{"user": f"u{user}"} for user in range(len(past))])
+        for kind in KINDS:
+            script = known if "user" in kind else given
+            rows += rows_of(kind, folder, arguments.saved, arguments.graph, script, arguments.seconds)
     print(meter.machine(os.cpu_count() or 1), "\n")
-    print(meter.markdown(["connections", "requests/s", "p50 ms", "p99 ms"], rows))
+    headings = ["request", "connections", "requests/s", "p50 ms", "p99 ms", "processor ms a request"]
+    print(meter.markdown(headings, rows))
 
 
 if __name__ == "__main__":

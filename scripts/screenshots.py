@@ -3,7 +3,8 @@
 Needs params.yaml, reports/ and mlflow.db, which `make repro` leaves, and a browser and what drives it, which the
 project does not install: Chromium with chromedriver (Debian: `apt-get install chromium chromium-driver`) and `pip
 install selenium vl-convert-python`. The pages are those that `make ui` and `make repro` name, as they are: MLflow
-serves the run's own database. scripts/terminal.py draws `make repro` itself.
+serves the run's own database. scripts/terminal.py draws `make repro` itself. `--only service` needs no run: the page
+of `seqrec serve` shows films of demo_service.py, since the titles of a dataset are not ours to publish.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 
+import demo_service
 import vl_convert
 from mlflow import MlflowClient
+from PIL import Image
 from rich.console import Console
 from selenium import webdriver
 from selenium.webdriver.common.by import By
@@ -42,11 +45,13 @@ ROOT = Path(__file__).resolve().parent.parent
 WIDTH = 1400  # pixels of the window
 PHONE = 390
 SCHEMES = ("light", "dark")
-HEIGHTS = {"mlflow": 760, "compare": 1000, "model": 760, "report": 1500}  # of each picture
+HEIGHTS = {"mlflow": 760, "compare": 1000, "model": 760, "report": 1500, "service": 680}  # of each picture
 START_SECONDS = 120.0
 PAGE_SECONDS = 120.0
 SETTLE_SECONDS = 3.0  # pages move when the hints go, and figures are drawn
 LARGEST = 300_000  # bytes of a picture
+COLOURS = 64  # of a picture of the service: flat colours and grey edges of letters
+WATCHED = ("f6", "f7", "f36", "f37")  # films of the history that the service's page shows
 CHROMIUM_FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run", "--disable-sync"),
     *("--disable-quic", "--disable-background-networking", "--disable-component-update", "--disable-extensions"),
@@ -60,15 +65,19 @@ def main() -> None:
     parser.add_argument("--chromium", default=found, help="the browser (default: %(default)s)")
     parser.add_argument("--run", type=Path, default=ROOT, help="folder of the run to show (default: the project)")
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "images", help="folder (default: docs/images)")
+    parser.add_argument("--only", choices=("run", "service"), help="pictures of the run, or of the service's page")
     flags = parser.parse_args()
     if not flags.chromium:
         parser.error("no Chromium found: install it, or name it with --chromium")
     flags.output.mkdir(parents=True, exist_ok=True)
-    draw_leaderboard(flags.run, flags.output / "leaderboard.svg")
-    draw_plots(flags.run, flags.output)
     with tempfile.TemporaryDirectory() as folder, browser(flags.chromium, Path(folder, "profile")) as driver:
-        draw_report(driver, flags.run / "reports" / REPORT_PAGE, flags.output)
-        draw_mlflow(driver, flags.run, flags.output)
+        if flags.only != "service":
+            draw_leaderboard(flags.run, flags.output / "leaderboard.svg")
+            draw_plots(flags.run, flags.output)
+            draw_report(driver, flags.run / "reports" / REPORT_PAGE, flags.output)
+            draw_mlflow(driver, flags.run, flags.output)
+        if flags.only != "run":
+            draw_service(driver, Path(folder), flags.output)
     for path in sorted(flags.output.iterdir()):
         if path.stat().st_size > LARGEST:
             sys.exit(f"{path} has {path.stat().st_size:,} bytes, more than {LARGEST:,}")
@@ -123,6 +132,29 @@ def draw_mlflow(driver: WebDriver, run: Path, output: Path) -> None:
                 wait = WebDriverWait(driver, PAGE_SECONDS)
                 wait.until(expected_conditions.text_to_be_present_in_element((By.TAG_NAME, "body"), text))
             save(driver, output / f"{name}.png")
+
+
+def draw_service(driver: WebDriver, folder: Path, output: Path) -> None:
+    """Write the page of a service with two versions, wide and on a phone, with one recommendation explained."""
+    with demo_service.served(folder) as (address, process):
+        wait_for(f"{address}/health", process)
+        for width, end in ((WIDTH, ""), (PHONE, "-phone")):
+            for scheme in SCHEMES:
+                show_as(driver, width, HEIGHTS["service"], scheme)
+                driver.get(f"{address}/?{'&'.join(f'history={film}' for film in WATCHED)}")
+                wait = WebDriverWait(driver, PAGE_SECONDS)
+                wait.until(expected_conditions.element_to_be_clickable((By.CSS_SELECTOR, ".champion button"))).click()
+                driver.find_element(By.ID, "search").send_keys("glass")
+                wait.until(expected_conditions.presence_of_element_located((By.CSS_SELECTOR, "#found button")))
+                path = output / f"service{end}{'-dark' if scheme == 'dark' else ''}.png"
+                fit(driver, width, scheme)
+                save(driver, path)
+                Image.open(path).convert("RGB").quantize(COLOURS).save(path, optimize=True)
+
+
+def fit(driver: WebDriver, width: int, scheme: str) -> None:
+    """Make the window as high as its page."""
+    show_as(driver, width, driver.execute_script("return document.documentElement.scrollHeight"), scheme)
 
 
 def models(uri: str, experiment: str) -> tuple[Mapping[str, str], str]:

@@ -27,7 +27,7 @@ import yaml
 from mlflow import MlflowClient
 from support import YEAR_2001, write_interactions, write_settings
 
-from seqrec.serving.events import Event, Shown, Store
+from seqrec.serving.events import DAY, Event, Shown, Store
 
 ROOT = Path(__file__).parent.parent
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yaml").read_text())["services"]
@@ -215,6 +215,10 @@ def test_the_store_of_events_is_the_same_on_postgresql(tmp_path):
             [("u", "view", "r0"), ("u", "buy", None), ("ü\U0001f600" * 250, "view", None), ("v", "hide", "r1")]
         )
     ]
+    now = 2e6 + 100 * DAY
+    events += [
+        Event(event_id=f"t{n}", user="t", item=f"t{n % 3}", kind="view", at=now - n * n * DAY / 20) for n in range(40)
+    ]
     shown = [
         Shown(recommendation_id=f"r{n}", user=user, version=version, items=["i0", "i3"], at=10.0)
         for n, (user, version) in enumerate([("u", "1"), ("v", "2"), (None, "2")])
@@ -225,6 +229,7 @@ def test_the_store_of_events_is_the_same_on_postgresql(tmp_path):
         found = [store.add(events), store.add([events[0], events[0]]), store.pasts({"u", "v", "\0"})]
         store.show(shown)
         found += [store.seed(tmp_path / "interactions.parquet") for _ in range(2)]
+        found += [store.trending(days, 2, now) for days in (1.0, 3.5, 40.0)]
         found += [sorted(map(vars_of, store.clicks("1", "2"))), list(store.interactions(["view", "buy"]))]
         found += [store.forget("u"), store.forget("\0"), store.expire(1), store.clicks("1", "2")]
         return found
@@ -244,4 +249,5 @@ def test_the_store_of_events_is_the_same_on_postgresql(tmp_path):
     here = outcome(Store(f"sqlite:///{tmp_path}/events.db"))
 
     assert there == here
-    assert there[:2] == [4, 0]
+    assert there[:2] == [44, 0]
+    assert all(gains[0][1] > 1 for gains in there[5:8])

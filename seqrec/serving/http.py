@@ -31,12 +31,13 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from seqrec import __version__
 from seqrec.config import RegisterConfig
-from seqrec.serving import rules, schemas
+from seqrec.serving import request_log, rules, schemas, traces
 from seqrec.serving.batcher import Served
 from seqrec.serving.events import Event, Store, StoreError, located
 from seqrec.serving.guards import Guards, Limits
 from seqrec.serving.onnx_graph import GraphRecommender
 from seqrec.serving.recommender import CHAMPION_URI, Answer, Recommender, Request
+from seqrec.serving.request_log import RequestLog
 from seqrec.serving.schemas import (
     Experiment,
     Forgotten,
@@ -56,7 +57,10 @@ from seqrec.serving.service import Load, Service
 logger = logging.getLogger(__name__)
 PAGE = Path(__file__).parent / "page"
 POLICY = "default-src 'self'; img-src 'self' data:"  # of the page: nothing from elsewhere, no script in the HTML
+LOG_FORMATS = ("text", "json")
+VALUES = 100  # of an attribute that the page offers
 MOST = 1_000  # items of a list that is nobody's in particular
+NO_CANDIDATE: dict[int | str, dict[str, Any]] = {404: {"description": "there is no candidate"}}
 Text = Annotated[str, Query(max_length=200)]
 Days = Annotated[float, Query(gt=0, le=3_650, description="of the window, and of the one before it")]
 Number = Annotated[int, Query(ge=1, le=MOST, description="items wanted")]
@@ -74,6 +78,7 @@ def app(
     keep_days: float = 0.0,
     candidate: Served | None = None,
     share: float = 0.0,
+    log_requests: bool = False,
 ) -> FastAPI:
     """Return the service.
 
@@ -88,6 +93,10 @@ def app(
         keep_days: after which what the store received is deleted; 0 = never.
         candidate: a second model, which answers the `share` of the users.
         share: of the users, 0 to 1.
+        log_requests: write a line for each request, see `request_log`.
+
+    Raises:
+        ConfigError: see `traces.trace`.
     """
     named = version()
     service = Service(Served(load(), named), largest, store, candidate, share)
@@ -125,6 +134,8 @@ def app(
     )
     if origins:
         api.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+    if log_requests:
+        api.add_middleware(RequestLog)
     _add_recommending(api, service)
     _add_listing(api, service)
     if store is not None:
@@ -132,6 +143,8 @@ def app(
     if candidate is not None:
         _add_experiment(api, service)
     _add_watching(api, service)
+    if traces.wanted():
+        traces.trace(api)
     return api
 
 
@@ -141,10 +154,12 @@ def _add_recommending(api: FastAPI, service: Service) -> None:
         # without the input, which may hold what JSON cannot: NaN, half a surrogate pair
         return JSONResponse({"detail": [{key: e[key] for key in ("type", "loc", "msg")} for e in error.errors()]}, 422)
 
-    @api.post("/recommend")
-    async def recommend(query: schemas.Query) -> Recommendation:
-        """Recommend for one user."""
-        return (await service.answer([query]))[0]
+    @api.post("/recommend", responses=NO_CANDIDATE)
+    async def recommend(request: HTTPRequest, query: schemas.Query, by: schemas.By | None = None) -> Recommendation:
+        """Recommend for one user; `by` names the model, for a look at both: such answers are not logged."""
+        answer = (await service.answer([query], by))[0]
+        request.state.version = answer.version
+        return answer
 
     @api.post("/recommend/batch")
     async def recommend_batch(queries: Queries) -> Recommendations:
@@ -174,14 +189,20 @@ def _add_listing(api: FastAPI, service: Service) -> None:
         return Found(items=[Titled(item=item, title=recommender.titles.get(item, "")) for item in found])
 
     @api.post("/explain", responses={404: {"description": "the item is unknown"}})
-    async def explain(question: schemas.Question) -> schemas.Explanation:
+    async def explain(question: schemas.Question, by: schemas.By = "champion") -> schemas.Explanation:
         """Say by how much the score of an item drops when an event of the history is left out."""
-        request = Request(history=question.history, user=question.user)
+        request, batcher = Request(history=question.history, user=question.user), service.asked(by)
         try:
-            drops = await service.batcher.apart(lambda r: r.explain(request, question.item), service.served.current[0])
+            drops = await batcher.apart(lambda r: r.explain(request, question.item), batcher.served.current[0])
         except ValueError as error:
             raise HTTPException(404, str(error)) from error
         return schemas.Explanation(drops=drops)
+
+    @api.get("/attributes")
+    async def attributes() -> dict[str, list[str]]:
+        """Return the attributes of items that rules may name, each with its commonest values."""
+        known = service.served.current[0].attributes
+        return {name: await asyncio.to_thread(known[name].commonest, VALUES) for name in known}
 
     @api.get("/popular")
     async def popular(k: Number = 10) -> Listing:
@@ -281,6 +302,7 @@ def serve(
     keep_days: float = 0.0,
     candidate: str = "",
     share: float = 0.1,
+    log_format: str = "text",
 ) -> None:
     """Serve the champion of `dataset` until interrupted.
 
@@ -307,16 +329,22 @@ def serve(
         keep_days: after which what the store received is deleted; 0 = never.
         candidate: a second model beside the champion, for some of the users: a folder or models:/NAME/N.
         share: of the users whom the candidate answers, 0 to 1.
+        log_format: text; or json: a line of JSON for each message and each request.
 
     Raises:
         TrackingError: the server does not answer.
         ValueError: there is no such model, or the graph is of other weights.
     """
+    if log_format not in LOG_FORMATS:
+        raise ValueError(f"log_format: {log_format!r} given, one of {', '.join(LOG_FORMATS)} wanted")
+    if log_format == "json":
+        request_log.write_json()
     torch.set_num_threads(threads)
     if ann and graph is not None:
         raise ValueError("ann: an exported graph scores all items; leave out --graph")
     limits = Limits(keys=keys, rate=rate, body=max_body, queue=max_queue, timeout_s=timeout_s)
     shared: dict[str, Any] = {"largest": batch, "limits": limits, "origins": origins.split(",") if origins else ()}
+    shared["log_requests"] = log_format == "json"
     if located(store):
         shared |= {"store": Store(located(store)), "keep_days": keep_days}
     if not 0 <= share <= 1:

@@ -6,6 +6,7 @@ Shape suffixes: V items, padding included; N candidates of one list; D width of 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -54,6 +55,13 @@ class Attribute:
                 found.setdefault(value.strip(), []).append(item)
         found.pop("", None)
         return found
+
+    def commonest(self, number: int) -> list[str]:
+        """Return the values that most items have, the commonest first."""
+        texts = [text for text in self.values if text]
+        count = Counter(value for text in texts for value in {value.strip() for value in SEPARATORS.split(text)})
+        count.pop("", None)
+        return [value for value, _ in sorted(count.items(), key=lambda one: (-one[1], one[0]))[:number]]
 
     @cached_property
     def _numbers(self) -> Tensor:

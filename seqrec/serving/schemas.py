@@ -17,6 +17,7 @@ NEW_ITEMS, ATTRIBUTES = 100, 20  # described in a request, and of each
 
 VALUES = 50  # of an attribute that are boosted, or have a quota
 
+By = Literal["champion", "candidate"]  # the model that is to answer
 Factor = Annotated[float, Field(gt=0, le=1e6)]
 Id = Annotated[str, Field(max_length=1_000)]
 Text = Annotated[str, Field(max_length=4_000)]
@@ -224,4 +225,5 @@ class State(BaseModel):
     version: str
     items: int
     users: int
+    candidate: str = Field("", description="version of the second model; empty where there is none")
     problem: str = Field(description="why a newer champion is not served; empty where nothing is wrong")

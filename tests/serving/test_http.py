@@ -16,6 +16,7 @@ from seqrec.serving import http, schemas
 from seqrec.serving.batcher import Served
 from seqrec.serving.metrics import Metrics
 from seqrec.serving.recommender import Recommender, Request
+from seqrec.serving.rules import Attribute, Attributes
 
 
 @pytest.fixture(scope="module")
@@ -228,8 +229,10 @@ def test_health_and_metrics_tell_what_was_served(recommender):
         health = requests.get(f"{address}/health", timeout=10).json()
         lines = requests.get(f"{address}/metrics", timeout=10).text.splitlines()
 
-    expected = {"status": "ok", "model": "sasrec", "version": "7", "items": 40, "users": 60, "problem": ""}
-    assert health == expected
+    assert health == {
+        **{"status": "ok", "model": "sasrec", "version": "7", "candidate": "", "items": 40, "users": 60},
+        "problem": "",
+    }
     assert 'seqrec_requests_total{source="sasrec"} 1.0' in lines
     assert 'seqrec_requests_total{source="popularity"} 1.0' in lines
     assert "seqrec_unknown_events_total 2.0" in lines
@@ -282,14 +285,19 @@ def test_what_the_page_asks_is_answered(recommender):
 CHROMIUM = shutil.which("chromium")
 
 
+def dom(address, profile):
+    """Return the page as the browser has it after its scripts."""
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}", "--dump-dom"]
+    command = [CHROMIUM, *flags, "--virtual-time-budget=3000", address]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 def test_the_page_shows_titles_and_scores_in_a_browser(recommender, tmp_path):
     titled = copy.copy(recommender)
     titled.titles = {item_id: f"<b>{item_id}</b>" for item_id in recommender.item_ids}
     with running(http.app(lambda: titled, lambda: "7", poll_s=0)) as address:
-        flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}", "--dump-dom"]
-        command = [CHROMIUM, *flags, "--virtual-time-budget=3000", f"{address}/?history=i1&history=i2"]
-        page = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+        page = dom(f"{address}/?history=i1&history=i2", tmp_path)
 
     answer = titled.recommend(["i1", "i2"], 10)
     shown = re.findall(r"<li><span[^>]*>([^<]*)</span><span[^>]*>([^<]*)</span><button[^>]*>why", page)
@@ -297,6 +305,20 @@ def test_the_page_shows_titles_and_scores_in_a_browser(recommender, tmp_path):
         (f"<b>{item}</b>", f"{score:.3f}") for item, score in zip(answer.items, answer.scores, strict=True)
     ]
     assert "sasrec, version 7, 40 items" in page
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+def test_the_page_shows_two_versions_and_the_filters_in_a_browser(recommender, prepared, tmp_path):
+    first, second = copy.copy(recommender), Recommender.load(save("fpmc", prepared, tmp_path, model="fpmc"))
+    first.attributes = Attributes({"genre": Attribute(["Drama, Comedy", "Drama", None])})
+    with running(http.app(lambda: first, lambda: "7", poll_s=0, candidate=Served(second, "8"))) as address:
+        page = dom(f"{address}/?history=i1&history=i2", tmp_path / "profile")
+
+    champion, candidate = page.split('class="candidate"')
+    for part, own in ((champion, first), (candidate, second)):
+        shown = re.findall(r'<li><span title="([^"]*)"[^>]*>[^<]*</span><span[^>]*>[^<]*</span><button[^>]*>why', part)
+        assert shown == own.recommend(["i1", "i2"], 10).items
+    assert re.findall(r"<option[^>]*>([^<]*)", champion) == ["any", "Comedy", "Drama"]
 
 
 def test_titles_come_to_who_asks_for_them(recommender):

@@ -87,6 +87,12 @@ def test_rules_hold_inside_the_top_k(request, engine, wanted):
     assert answers[-1].items == recommender.recommend(["i2"], 9).items
 
 
+def test_the_commonest_values_come_first_each_item_counted_once():
+    found = Attribute(["Drama|Comedy", "comedy, Comedy", "War", None, " ,", "Drama"]).commonest(3)
+
+    assert found == ["Comedy", "Drama", "War"]  # with as many items: by name
+
+
 def test_attributes_come_from_the_items_table(tmp_path):
     columns = {"item_id": ["b", "a"], "title": ["B", "A"], "genres": ["x, Y", None], "year": ["1999", "unknown"]}
     write_table(tmp_path / "items.parquet", pa.table(columns))

@@ -1,4 +1,4 @@
-// The demonstration: search titles, build a history, see what the model recommends, and which past event drove it.
+// The demonstration: search titles, build a history, see what one or two models recommend, and which past event drove it.
 "use strict";
 
 const SHOWN = 10;
@@ -6,6 +6,7 @@ const element = (id) => document.getElementById(id);
 let key = "";
 let titles = new Map(); // of the items that the page has seen
 let history_ = []; // item ids, oldest first
+let sides = ["champion"]; // the models that answer
 let asked = 0; // answers to older questions are dropped
 
 async function call(path, body) {
@@ -77,36 +78,63 @@ function show() {
     return row(item, " ", make("button", "×", { type: "button", title: "remove", onclick: drop }));
   });
   element("history").replaceChildren(...lines);
+  element("empty").hidden = lines.length > 0;
+  element("clear").hidden = lines.length === 0;
   attempt(recommend);
 }
 
 async function recommend() {
   const question = ++asked;
-  const items = history_;
+  const filter = {};
+  for (const one of element("rules").querySelectorAll("select")) if (one.value) filter[one.name] = [one.value];
   const diversity = Number(element("diversity").value);
-  const answer = await call("/recommend", { history: items, k: SHOWN, titles: true, diversity });
+  const body = { history: history_, k: SHOWN, titles: true, diversity, filter };
+  const answers = await Promise.all(sides.map((by) => call(`/recommend?by=${by}`, body)));
   if (question !== asked) return;
+  element("sides").replaceChildren(...answers.map((answer, side) => list(sides[side], answer, body.history)));
+}
+
+function list(by, answer, items) {
   answer.items.forEach((item, position) => titles.set(item, answer.titles[position]));
-  element("notes").textContent = [`by ${answer.source}, version ${answer.version}`, ...answer.notes].join(" · ");
   const lines = answer.items.map((item, position) => {
     const why = make("span", "", { className: "why" });
-    const explain = () => attempt(async () => (why.textContent = await reason(items, item)));
+    const explain = () => attempt(async () => (why.textContent = await reason(by, items, item)));
     const score = make("span", answer.scores[position].toFixed(3), { className: "score" });
     const button = make("button", "why?", { type: "button", onclick: explain });
     return row(item, score, ...(answer.source === "popularity" ? [] : [button, why]));
   });
-  element("recommended").replaceChildren(...lines);
+  const side = make("div", "", { className: by });
+  const ordered = make("ol", "");
+  ordered.append(...lines);
+  const notes = [`by ${answer.source}, version ${answer.version}`, ...answer.notes].join(" · ");
+  if (sides.length > 1) side.append(make("h3", by === "champion" ? "Champion" : "Candidate"));
+  side.append(make("p", notes, { className: "notes" }), ordered);
+  return side;
 }
 
-async function reason(items, item) {
-  const { drops } = await call("/explain", { history: items, item });
+async function reason(by, items, item) {
+  const { drops } = await call(`/explain?by=${by}`, { history: items, item });
   const best = drops.indexOf(Math.max(...drops));
   if (!(drops[best] > 0)) return "no single event raises its score";
   return `most of all because of ${named(items[best])}: without it the score is ${drops[best].toFixed(3)} lower`;
 }
 
+async function offer() {
+  const fields = Object.entries(await call("/attributes")).map(([name, values]) => {
+    const choice = make("select", "", { name, onchange: () => attempt(recommend) });
+    choice.append(make("option", "any", { value: "" }), ...values.sort().map((value) => make("option", value, { value })));
+    const label = make("label", name);
+    label.append(choice);
+    return label;
+  });
+  for (const old of element("rules").querySelectorAll("select")) old.parentElement.remove();
+  element("rules").append(...fields);
+}
+
 async function start() {
   const state = await call("/health");
+  sides = state.candidate ? ["champion", "candidate"] : ["champion"];
+  await offer();
   element("model").textContent = `${state.model}, version ${state.version}, ${state.items.toLocaleString()} items`;
   const given = new URL(location.href).searchParams.getAll("history");
   const known = await Promise.all(given.map((item) => call(`/items?search=${encodeURIComponent(item)}&k=1`)));

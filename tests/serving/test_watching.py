@@ -1,0 +1,144 @@
+"""What the service tells those who run it, line by line and span by span, and that no history is in it."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+
+import pytest
+import requests
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from support import running, save
+
+from seqrec.serving import http, keys, request_log, traces
+from seqrec.serving.batcher import Served
+from seqrec.serving.events import Store
+from seqrec.serving.guards import Limits
+from seqrec.serving.recommender import Recommender
+
+PRIVATE = ("i1", "i2", "somebody", "some title", "some%20title")  # of the requests below
+
+
+@pytest.fixture(scope="module")
+def recommender(prepared, tmp_path_factory):
+    return Recommender.load(save("sasrec", prepared, tmp_path_factory.mktemp("served"), model="sasrec"))
+
+
+@pytest.fixture
+def lines():
+    """The stream that JSON lines go to."""
+    root, stream = logging.getLogger(), io.StringIO()
+    handler, level = logging.StreamHandler(stream), root.level
+    others, root.handlers = root.handlers, [handler]
+    root.setLevel(logging.INFO)
+    request_log.write_json()
+    yield stream
+    root.handlers = others
+    root.setLevel(level)
+
+
+def call(address, key=""):
+    """Send requests that hold a history, a user, a title or a key; return the answers."""
+    headers = {"Authorization": f"Bearer {key}"}
+    body = {"history": ["i1", "i2"], "user": "somebody"}
+    return [
+        requests.post(
+            f"{address}/recommend", json=body, headers={**headers, "X-Request-ID": "from-a-gateway"}, timeout=9
+        ),
+        requests.post(f"{address}/recommend?by=candidate", json=body, headers=headers, timeout=9),
+        requests.post(f"{address}/recommend", json={"history": "i1"}, headers=headers, timeout=9),
+        requests.get(f"{address}/items?search=some title", headers=headers, timeout=9),
+        requests.get(f"{address}/?history=i1&history=i2", timeout=9),
+        requests.delete(f"{address}/users/somebody", headers=headers, timeout=9),
+        requests.post(f"{address}/recommend", json=body, headers={"X-Request-ID": "i1 i2"}, timeout=9),
+        requests.get(f"{address}/nowhere/somebody", headers=headers, timeout=9),
+    ]
+
+
+def test_a_request_is_a_line_of_json_without_history_user_and_key(recommender, tmp_path, lines):
+    key = keys.add(tmp_path / "keys.json", "app", admin=True)
+    api = http.app(
+        lambda: recommender,
+        lambda: "7",
+        poll_s=0,
+        limits=Limits(keys=tmp_path / "keys.json"),
+        store=Store(f"sqlite:///{tmp_path}/events.db"),
+        candidate=Served(recommender, "8"),
+        log_requests=True,
+    )
+    with running(api) as address:
+        answers = call(address, key)
+    found = [json.loads(line) for line in lines.getvalue().splitlines()]
+    found = [line for line in found if line["message"] == "request"]
+
+    assert [(line["method"], line["route"], line["status"], line["version"]) for line in found] == [
+        ("POST", "/recommend", 200, "7"),
+        ("POST", "/recommend", 200, "8"),
+        ("POST", "/recommend", 422, ""),
+        ("GET", "/items", 200, ""),
+        ("GET", "/", 200, ""),
+        ("DELETE", "/users/{user:path}", 200, ""),
+        ("POST", "", 401, ""),
+        ("GET", "", 404, ""),
+    ]
+    assert [line["request_id"] for line in found] == [answer.headers["X-Request-ID"] for answer in answers]
+    assert found[0]["request_id"] == "from-a-gateway"
+    assert all(line["milliseconds"] > 0 and line["time"].endswith("Z") for line in found)
+    for private in (*PRIVATE, key):
+        assert private not in lines.getvalue()
+
+
+def test_messages_and_tracebacks_are_json_without_secrets(lines):
+    try:
+        raise OSError("postgresql://me:hidden-word@host/db")
+    except OSError:
+        logging.getLogger("seqrec").exception("two\nlines of https://me:hidden-word@host")
+
+    (line,) = lines.getvalue().splitlines()
+    found = json.loads(line)
+    assert (found["level"], found["logger"], found["message"]) == ("error", "seqrec", "two\nlines of https://***@host")
+    assert "OSError" in found["exception"]
+    assert "hidden-word" not in line
+
+
+def test_an_unknown_format_is_refused(caplog):
+    from seqrec.__main__ import main
+
+    assert main(["serve", "--log-format", "xml"]) == 1
+    assert "log_format: 'xml' given" in caplog.text
+
+
+def test_a_request_is_a_span_without_history_user_and_key(recommender, tmp_path):
+    exporter, caller = InMemorySpanExporter(), "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    store = Store(f"sqlite:///{tmp_path}/events.db")
+    api = http.app(lambda: recommender, lambda: "7", poll_s=0, store=store, candidate=Served(recommender, "8"))
+    traces.trace(api, SimpleSpanProcessor(exporter))
+    with running(api) as address:
+        call(address)
+        requests.get(f"{address}/popular", headers={"traceparent": caller}, timeout=9)
+        requests.get(f"{address}/health", timeout=9)
+    spans = exporter.get_finished_spans()
+
+    assert [span.name for span in spans][:4] == ["POST /recommend"] * 3 + ["GET /items"]
+    assert spans[-1].name == "GET /popular"  # none of /health
+    assert f"{spans[-1].context.trace_id:032x}" == caller.split("-")[1]
+    assert spans[-1].resource.attributes["service.name"] == "seqrec"
+    text = " ".join(span.to_json() for span in spans)
+    assert "DELETE /users/{user:path}" in text
+    for private in PRIVATE:
+        assert private not in text
+
+
+@pytest.mark.parametrize("variable", traces.VARIABLES)
+def test_traces_are_sent_only_where_the_environment_names_a_collector(recommender, monkeypatch, variable):
+    for name in traces.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+    def traced():
+        return getattr(http.app(lambda: recommender, lambda: "7", poll_s=0), "_is_instrumented_by_opentelemetry", False)
+
+    assert not traced()
+    monkeypatch.setenv(variable, "http://127.0.0.1:9")
+    assert traced()
