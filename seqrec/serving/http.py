@@ -155,13 +155,13 @@ def _add_recommending(api: FastAPI, service: Service) -> None:
         return JSONResponse({"detail": [{key: e[key] for key in ("type", "loc", "msg")} for e in error.errors()]}, 422)
 
     @api.post("/recommend", responses=NO_CANDIDATE)
-    async def recommend(request: HTTPRequest, query: schemas.Query, by: schemas.By | None = None) -> Recommendation:
-        """Recommend for one user; `by` names the model, for a look at both: such answers are not logged."""
-        answer = (await service.answer([query], by))[0]
+    async def recommend(request: HTTPRequest, query: schemas.Query) -> Recommendation:
+        """Recommend for one user."""
+        answer = (await service.answer([query]))[0]
         request.state.version = answer.version
         return answer
 
-    @api.post("/recommend/batch")
+    @api.post("/recommend/batch", responses=NO_CANDIDATE)
     async def recommend_batch(queries: Queries) -> Recommendations:
         """Recommend for several users."""
         return Recommendations(answers=await service.answer(queries.requests))
@@ -189,9 +189,9 @@ def _add_listing(api: FastAPI, service: Service) -> None:
         return Found(items=[Titled(item=item, title=recommender.titles.get(item, "")) for item in found])
 
     @api.post("/explain", responses={404: {"description": "the item is unknown"}})
-    async def explain(question: schemas.Question, by: schemas.By = "champion") -> schemas.Explanation:
+    async def explain(question: schemas.Question) -> schemas.Explanation:
         """Say by how much the score of an item drops when an event of the history is left out."""
-        request, batcher = Request(history=question.history, user=question.user), service.asked(by)
+        request, batcher = Request(history=question.history, user=question.user), service.asked(question.by)
         try:
             drops = await batcher.apart(lambda r: r.explain(request, question.item), batcher.served.current[0])
         except ValueError as error:

@@ -7,6 +7,7 @@ import logging
 import re
 import time
 import uuid
+from datetime import UTC, datetime
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -25,7 +26,7 @@ class JSONFormatter(redaction.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Return the line of `record`."""
         line: dict[str, Any] = {
-            "time": f"{self.formatTime(record, '%Y-%m-%dT%H:%M:%S')}.{int(record.msecs):03d}Z",
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": redaction.redacted(record.getMessage()),
@@ -33,8 +34,6 @@ class JSONFormatter(redaction.Formatter):
         if record.exc_info:
             line["exception"] = redaction.redacted(self.formatException(record.exc_info))
         return json.dumps(line | getattr(record, "fields", {}), ensure_ascii=False)
-
-    converter = time.gmtime
 
 
 class RequestLog:

@@ -67,6 +67,7 @@ class Query(BaseModel):
     )
 
     titles: bool = Field(False, description="answer with the titles of the items too")
+    by: By | None = Field(None, description="version that is to answer, whoever the user is; the store does not see it")
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -77,7 +78,7 @@ class Query(BaseModel):
 
     def request(self, past: Past) -> Request:
         """Return what the recommender understands; `past` stands in for a history that is missing."""
-        fields = {name: value for name, value in vars(self).items() if name != "titles"}
+        fields = {name: value for name, value in vars(self).items() if name not in ("titles", "by")}
         if self.history is None:
             fields |= {"history": past.items, "times": past.times, "exclude": [*self.exclude, *past.hidden]}
         return Request(**fields)
@@ -140,6 +141,7 @@ class Question(BaseModel):
     history: list[Id] = Field(max_length=EVENTS, description="item ids, oldest first")
     item: Id
     user: Id | None = None
+    by: By = "champion"
 
 
 class Explanation(BaseModel):

@@ -47,12 +47,8 @@ class Service:
             self.batchers.append(Batcher(candidate, largest, self.metrics.batch.observe))
         self.impressions = Impressions(store, self.metrics.lost) if store else None
 
-    async def answer(self, queries: Sequence[schemas.Query], by: schemas.By | None = None) -> list[Recommendation]:
-        """Return the recommendations for `queries`.
-
-        Args:
-            queries: who asks for what.
-            by: which model answers all of them, for nobody's experience: nothing is written to the store.
+    async def answer(self, queries: Sequence[schemas.Query]) -> list[Recommendation]:
+        """Return the recommendations for `queries`; the store does not see answers to those that name a version.
 
         Raises:
             RequestValidationError: see `Recommender.check`; or a history is missing, and there is no store.
@@ -61,7 +57,7 @@ class Service:
         began = time.perf_counter()
         try:
             requests = await self._requests(queries)
-            batchers = [self.asked(by) if by else self._batcher(request.user) for request in requests]
+            batchers = [self.asked(query.by) if query.by else self._batcher(query.user) for query in queries]
             pairs = zip(batchers, requests, strict=True)
             answers = await asyncio.gather(*(batcher.answer(request) for batcher, request in pairs))
         except ValueError as error:
@@ -72,9 +68,9 @@ class Service:
         seconds = time.perf_counter() - began
         for batcher, request, (answer, _) in zip(batchers, requests, answers, strict=True):
             self.metrics.count(batcher.served.current[0], request, answer, seconds)
-        return [self._told(query, *answer, logged=by is None) for query, answer in zip(queries, answers, strict=True)]
+        return [self._told(query, *answer) for query, answer in zip(queries, answers, strict=True)]
 
-    def asked(self, by: schemas.By | None) -> Batcher:
+    def asked(self, by: schemas.By) -> Batcher:
         """Return the batches of the model that is asked for.
 
         Raises:
@@ -96,10 +92,10 @@ class Service:
             return self.batcher
         return self.batchers[1]
 
-    def _told(self, query: schemas.Query, answer: Answer, version: str, logged: bool) -> Recommendation:
+    def _told(self, query: schemas.Query, answer: Answer, version: str) -> Recommendation:
         """Return an answer as it is sent, and have it written to the store if there is one."""
         name = uuid.uuid4().hex
-        if self.impressions is not None and logged:
+        if self.impressions is not None and query.by is None:
             user = query.user if query.user and "\0" not in query.user else None
             self.impressions.add(
                 Shown(recommendation_id=name, user=user, version=version, items=answer.items, at=time.time())
@@ -165,11 +161,15 @@ class Service:
     def state(self) -> State:
         """Return what is being served."""
         recommender, number = self.served.current
-        sizes = {"items": len(recommender.item_ids), "users": len(recommender.users)}
-        status = "behind" if self.served.problem else "ok"
-        candidate = self.candidate.current[1] if self.candidate else ""
-        names = {"model": recommender.name, "version": number, "candidate": candidate}
-        return State(status=status, problem=self.served.problem, **names, **sizes)
+        return State(
+            status="behind" if self.served.problem else "ok",
+            problem=self.served.problem,
+            model=recommender.name,
+            version=number,
+            candidate=self.candidate.current[1] if self.candidate else "",
+            items=len(recommender.item_ids),
+            users=len(recommender.users),
+        )
 
 
 def _known(number: float) -> float | None:

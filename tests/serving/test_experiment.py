@@ -154,15 +154,15 @@ def test_both_versions_can_be_asked_and_such_answers_are_not_logged(models, stor
     with running(api) as address:
         assert requests.get(f"{address}/health", timeout=10).json()["candidate"] == "2"
         for by, version, model in (("champion", "1", champion), ("candidate", "2", candidate)):
-            answer = requests.post(f"{address}/recommend?by={by}", json=body, timeout=10).json()
+            answer = requests.post(f"{address}/recommend", json={**body, "by": by}, timeout=10).json()
             expected = model.recommend(["i1", "i2"], 3, user="u")
             assert (answer["version"], answer["items"]) == (version, expected.items)
             question = {"history": ["i1", "i2"], "item": "i5", "user": "u"}
-            drops = requests.post(f"{address}/explain?by={by}", json=question, timeout=10).json()["drops"]
+            drops = requests.post(f"{address}/explain", json={**question, "by": by}, timeout=10).json()["drops"]
             assert drops == pytest.approx(model.explain(Request(history=["i1", "i2"], user="u"), "i5"))
         assert requests.get(f"{address}/experiment", timeout=10).json()["candidate"]["answers"] == 0
     with running(http.app(lambda: champion, lambda: "1", poll_s=0)) as address:
-        assert requests.post(f"{address}/recommend?by=candidate", json=body, timeout=10).status_code == 404
+        assert requests.post(f"{address}/recommend", json={**body, "by": "candidate"}, timeout=10).status_code == 404
 
 
 def test_answers_in_the_queue_are_written_at_the_end_and_what_is_too_much_is_counted(models, store, monkeypatch):

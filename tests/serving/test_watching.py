@@ -47,7 +47,7 @@ def call(address, key=""):
         requests.post(
             f"{address}/recommend", json=body, headers={**headers, "X-Request-ID": "from-a-gateway"}, timeout=9
         ),
-        requests.post(f"{address}/recommend?by=candidate", json=body, headers=headers, timeout=9),
+        requests.post(f"{address}/recommend", json={**body, "by": "candidate"}, headers=headers, timeout=9),
         requests.post(f"{address}/recommend", json={"history": "i1"}, headers=headers, timeout=9),
         requests.get(f"{address}/items?search=some title", headers=headers, timeout=9),
         requests.get(f"{address}/?history=i1&history=i2", timeout=9),

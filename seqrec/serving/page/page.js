@@ -89,7 +89,7 @@ async function recommend() {
   for (const one of element("rules").querySelectorAll("select")) if (one.value) filter[one.name] = [one.value];
   const diversity = Number(element("diversity").value);
   const body = { history: history_, k: SHOWN, titles: true, diversity, filter };
-  const answers = await Promise.all(sides.map((by) => call(`/recommend?by=${by}`, body)));
+  const answers = await Promise.all(sides.map((by) => call("/recommend", { ...body, by })));
   if (question !== asked) return;
   element("sides").replaceChildren(...answers.map((answer, side) => list(sides[side], answer, body.history)));
 }
@@ -113,7 +113,7 @@ function list(by, answer, items) {
 }
 
 async function reason(by, items, item) {
-  const { drops } = await call(`/explain?by=${by}`, { history: items, item });
+  const { drops } = await call("/explain", { history: items, item, by });
   const best = drops.indexOf(Math.max(...drops));
   if (!(drops[best] > 0)) return "no single event raises its score";
   return `most of all because of ${named(items[best])}: without it the score is ${drops[best].toFixed(3)} lower`;
