@@ -85,7 +85,7 @@ def test_a_request_is_a_line_of_json_without_history_user_and_key(recommender, t
     ]
     assert [line["request_id"] for line in found] == [answer.headers["X-Request-ID"] for answer in answers]
     assert found[0]["request_id"] == "from-a-gateway"
-    assert all(line["milliseconds"] > 0 and line["time"].endswith("Z") for line in found)
+    assert all(line["milliseconds"] > 0 and line["time"].endswith("+00:00") for line in found)
     for private in (*PRIVATE, key):
         assert private not in lines.getvalue()
 
