@@ -6,7 +6,9 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export DVC_NO_ANALYTICS := 1
 export GX_ANALYTICS_ENABLED := false
 export MLFLOW_DISABLE_TELEMETRY := true
-export OMP_WAIT_POLICY ?= passive
+# a thread that waits spins for some 50 us before it sleeps: without spinning, small models train at half the speed;
+# with the default of 30 times as long, they stand still beside other work
+export GOMP_SPINCOUNT ?= 10000
 UV := $(shell command -v uv)
 INSTALL := $(if $(UV),uv pip install --quiet --python $(BIN)/python,$(BIN)/python -m pip install --quiet --no-compile)
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
@@ -32,7 +34,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt requirements.lock
 lock:  ## write requirements.lock anew, after a change of constraints.txt or pyproject.toml; needs uv
 	$(PYTHON) scripts/lock.py
 
-first: setup  ## one model on MovieLens-100K in about two minutes, without DVC and MLflow; into runs/first
+first: setup  ## one model on MovieLens-100K in about 80 seconds, without DVC and MLflow; into runs/first
 	@python -m seqrec run --config-file configs/first.yaml --out runs/first
 
 repro: setup  ## the whole pipeline, then the leaderboard; SET="finetune.epochs=3" tries other settings

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import random
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -46,6 +47,7 @@ class Request:
     boost: rules.Boost = field(default_factory=dict)  # attribute -> value -> how many times as likely
     quota: rules.Quota = field(default_factory=dict)  # attribute -> value -> items of the list that may have it
     diversity: float = 0.0  # 0 = the best items, up to 1 = items that differ, see `rules`
+    explore: float = 0.0  # probability that a position shows a random candidate
     user: str | None = None
     times: Sequence[float] | None = None  # seconds UTC, one an event of `history`
     items_text: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # attributes of items never seen
@@ -55,8 +57,12 @@ class Request:
             raise ValueError(f"k must be at least 1, not {self.k}")
         if not 0 <= self.diversity <= 1:
             raise ValueError(f"diversity must be from 0 to 1, not {self.diversity}")
+        if not 0 <= self.explore <= 1:
+            raise ValueError(f"explore must be from 0 to 1, not {self.explore}")
+        if self.explore and self.quota:
+            raise ValueError("explore: a random item could break the quota; use one of the two")
         if self.chosen and self.k > LONGEST:
-            raise ValueError(f"k must be at most {LONGEST} with diversity or quota, not {self.k}")
+            raise ValueError(f"k must be at most {LONGEST} with diversity, quota or explore, not {self.k}")
         if any(not 0 < factor < math.inf for values in self.boost.values() for factor in values.values()):
             raise ValueError("boost: every factor must be above 0")
         if self.times is not None and len(self.times) != len(self.history):
@@ -68,7 +74,7 @@ class Request:
     @property
     def chosen(self) -> bool:
         """Whether the list is more than the best items."""
-        return bool(self.diversity or self.quota)
+        return bool(self.diversity or self.quota or self.explore)
 
     @property
     def candidates(self) -> int:
@@ -317,6 +323,7 @@ class Recommender:
         limits = self.attributes.limits(request.quota, item_N)
         vector_ND = self.item_vectors[item_N]
         chosen = rules.most_relevant_and_diverse(score_N, vector_ND, request.k, request.diversity, limits)
+        chosen = rules.explored(chosen, len(shown), request.explore, random.Random())
         return score_N[chosen].tolist(), item_N[chosen].tolist()
 
     def explain(self, request: Request, item_id: str) -> list[float]:

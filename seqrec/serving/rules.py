@@ -5,6 +5,7 @@ Shape suffixes: V items, padding included; N candidates of one list; D width of 
 
 from __future__ import annotations
 
+import random
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -169,3 +170,17 @@ def most_relevant_and_diverse(
         cosine_N = unit_ND @ unit_ND[chosen[-1]]
         similarity_N = cosine_N if len(chosen) == 1 else torch.maximum(similarity_N, cosine_N)
     return chosen
+
+
+def explored(chosen: Sequence[int], number: int, share: float, draw: random.Random) -> list[int]:
+    """Return a list in which each position, with probability `share`, holds a random candidate (epsilon-greedy).
+
+    Args:
+        chosen: candidates of the list, in its order.
+        number: of candidates, 0 to number - 1; those outside the list are drawn, each at most once.
+        share: probability that a position is given away.
+        draw: source of chance.
+    """
+    others = sorted(set(range(number)) - set(chosen))
+    draw.shuffle(others)
+    return [others.pop() if others and draw.random() < share else candidate for candidate in chosen]

@@ -57,6 +57,7 @@ class Query(BaseModel):
         examples=[{"genres": {"Comedy": 3}}],
     )
     diversity: float = Field(0.0, ge=0, le=1, description="0 = the best items, up to 1 = items that differ most")
+    explore: float = Field(0.0, ge=0, le=1, description="probability that a position shows a random candidate")
     user: Id | None = Field(None, description="user id; an unknown one is fine")
     times: list[FiniteFloat] | None = Field(None, description="seconds UTC, one an event of the history")
     items_text: dict[Id, Annotated[dict[Id, Text], Field(max_length=ATTRIBUTES)]] = Field(

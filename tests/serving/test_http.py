@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import requests
@@ -140,25 +141,36 @@ def test_simultaneous_requests_share_passes_and_get_their_own_answers(recommende
     assert got == {number: recommender.recommend([f"i{number}"], 3).items for number in range(9)}
 
 
-def test_a_new_champion_is_served_without_a_failed_request(prepared, tmp_path, recommender):
+def test_twenty_new_champions_are_served_under_load_without_a_failed_request(prepared, tmp_path, recommender):
     other = Recommender.load(save("gru4rec", prepared, tmp_path, model="gru4rec"))
-    champions = {"1": recommender, "2": other}
-    now = ["1"]
-    answers = []
-    with running(http.app(lambda: champions[now[0]], lambda: now[0], poll_s=0.05)) as address:
-        deadline = time.monotonic() + 20
-        while time.monotonic() < deadline and sum(a.json()["version"] == "2" for a in answers) < 5:
-            if len(answers) == 5:
-                now[0] = "2"
+    champions = [other, recommender]  # even versions, odd versions
+    newest, answers, done = [1], [], threading.Event()
+
+    def keep_asking(address):
+        while not done.is_set():
             answers.append(ask(address, history=["i1", "i2"], k=3))
+
+    app = http.app(lambda: champions[newest[0] % 2], lambda: str(newest[0]), poll_s=0.01)
+    with running(app) as address, ThreadPoolExecutor(4) as askers:
+        asking = [askers.submit(keep_asking, address) for _ in range(4)]
+        try:
+            for number in range(1, 22):
+                asked, newest[0], deadline = len(answers), number, time.monotonic() + 20
+                while sum(answer.json()["version"] == str(number) for answer in answers[asked:]) < 4:
+                    assert time.monotonic() < deadline
+                    time.sleep(0.01)
+        finally:
+            done.set()
+        assert [future.result() for future in asking] == [None] * 4
         text = requests.get(f"{address}/metrics", timeout=10).text
 
-    assert {a.status_code for a in answers} == {200}
-    for answer in (a.json() for a in answers):
-        assert answer["items"] == champions[answer["version"]].recommend(["i1", "i2"], 3).items
-    assert answers[-1].json()["version"] == "2"
-    assert 'seqrec_model{name="gru4rec",version="2"} 1.0' in text
-    assert 'version="1"' not in text
+    assert {answer.status_code for answer in answers} == {200}
+    best = [champion.recommend(["i1", "i2"], 3).items for champion in champions]
+    assert best[0] != best[1]
+    assert all(answer.json()["items"] == best[int(answer.json()["version"]) % 2] for answer in answers)
+    assert {answer.json()["version"] for answer in answers} == {str(number) for number in range(1, 22)}
+    assert 'seqrec_model{name="sasrec",version="21"} 1.0' in text
+    assert 'version="20"' not in text
 
 
 def test_a_registry_that_fails_leaves_the_old_champion(recommender):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+import random
+from collections import Counter
 
 import pyarrow as pa
 import pytest
@@ -198,6 +200,33 @@ def test_diversity_trades_score_for_difference_and_keeps_the_rules(exact, histor
     assert exact.recommend(history, 6, diversity=0.5, allow=[]).items == []
 
 
+def test_each_position_is_explored_with_its_probability():
+    draw = random.Random(1)
+    lists = [rules.explored(range(10), 100, 0.3, draw) for _ in range(2_000)]
+
+    given_away = [sum(found[n] != n for found in lists) / len(lists) for n in range(10)]
+    assert given_away == pytest.approx([0.3] * 10, abs=0.05)  # five standard errors
+    assert all(len(set(found)) == 10 for found in lists)
+    drawn = Counter(item for found in lists for item in found if item >= 10)
+    assert set(drawn) == set(range(10, 100))
+    assert max(drawn.values()) < 2 * min(drawn.values())
+    assert rules.explored(range(3), 4, 1.0, draw).count(3) == 1  # no more than there are others
+
+
+@pytest.mark.parametrize("history", HISTORIES)
+def test_exploration_keeps_the_rules_and_the_scores(exact, history):
+    wanted = {"exclude": ["i3"], "filter": {"genres": ["comedy"]}}
+    everything = exact.recommend(history, 40, **wanted)
+    score = dict(zip(everything.items, everything.scores, strict=True))
+
+    explored = exact.recommend(history, 5, explore=1.0, **wanted)
+
+    assert len(explored.items) == 5
+    assert explored.scores == pytest.approx([score[item] for item in explored.items])
+    assert not set(explored.items) & set(everything.items[:5])
+    assert exact.recommend(history, 5, explore=0.0, **wanted).items == everything.items[:5]
+
+
 def test_items_of_a_request_are_filtered_by_their_own_attributes():
     known = Attributes({"genres": Attribute(["a"])}).grown([{"genres": "b, a"}, {"title": "c"}])
 
@@ -226,6 +255,8 @@ def test_rules_over_http(exact):
             {"filter": {"year": {"least": 1}}},
             {"diversity": 1.5},
             {"diversity": 0.5, "k": 1_001},
+            {"explore": -0.1},
+            {"explore": 0.1, "quota": {"genres": {"Drama": 2}}},
             {"allow": "i1"},
             *wrong_rules,
         ):
