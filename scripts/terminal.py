@@ -1,4 +1,6 @@
-"""Draw what a command leaves on a terminal: `python scripts/terminal.py --output docs/images/repro.svg make repro`.
+"""Draw what a command leaves on a terminal.
+
+    python scripts/terminal.py --last 54 --output docs/images/repro.svg make repro
 
 The command runs in a pseudo-terminal, so that it shows its progress bars and colours; what it has erased at the end is
 not drawn.
@@ -28,10 +30,11 @@ def main() -> int:
     """Run the command, write the drawing, and return the command's status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True, help="the .svg file to write")
+    parser.add_argument("--last", type=int, default=0, help="how many lines to draw, from the end; 0: all of them")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="the command and its arguments")
     flags = parser.parse_args()
     text, status = run(flags.command)
-    draw(screen(text), " ".join(flags.command), flags.output)
+    draw(screen(text)[-flags.last :], " ".join(flags.command), flags.output)
     return status
 
 
