@@ -29,12 +29,11 @@ RULES: tuple[dict[str, Any], ...] = (
 )
 
 
-def lists(recommender: Recommender, histories: list[list[str]], rule: dict[str, Any]) -> Tensor:
-    """Return the numbers of the items shown after each history, (cases, K)."""
+def lists(recommender: Recommender, asked: list[dict[str, Any]], rule: dict[str, Any]) -> Tensor:
+    """Return the numbers of the items shown to each of those who asked, (cases, K)."""
     found = []
-    for first in range(0, len(histories), 256):
-        part = histories[first : first + 256]
-        answers = recommender.answer([Request(history=history, k=K, **rule) for history in part])
+    for first in range(0, len(asked), 256):
+        answers = recommender.answer([Request(**who, k=K, **rule) for who in asked[first : first + 256]])
         found += [[recommender.items[item] for item in answer.items] for answer in answers]
     return torch.tensor(found)
 
@@ -49,12 +48,16 @@ def main() -> None:
     data, item_ids = sequences.load(flags.sequences), sequences.read_vocabulary(flags.sequences)[0]
     recommender, cases = Recommender.load(flags.saved), sequences.cases(data, "test")
     bounds = zip(data.start[cases.user].tolist(), cases.position.tolist(), strict=True)
-    histories = [[item_ids[item - 1] for item in data.items[first:stop].tolist()] for first, stop in bounds]
+    users = sequences.read_users(flags.sequences)
+    asked = [
+        {"user": users[user], "history": [item_ids[item - 1] for item in data.items[first:stop].tolist()]}
+        for user, (first, stop) in zip(cases.user.tolist(), bounds, strict=True)
+    ]
     target_C = data.items[cases.position]
     unit_VD = F.normalize(recommender.item_vectors, dim=1)
     rows = []
     for rule in RULES:
-        items_CK = lists(recommender, histories, rule)
+        items_CK = lists(recommender, asked, rule)
         hit_CK = items_CK == target_C.unsqueeze(1)
         gain_K = 1 / torch.log2(torch.arange(2.0, K + 2))
         beyond = metrics.list_metrics(items_CK, data.count)
