@@ -56,8 +56,8 @@ def test_another_dataset_brings_its_own_source_and_settings(params):
         ({"overrides": {"dataset": "ml-1m"}}, "overrides.dataset: dataset is an input of its own"),
         ({"overrides": {"kubernetes.user": 1}}, "kubernetes is an input of its own, or fixed"),
         ({"overrides": {"models.sasrec.options.layers.deep": 1, "models.sasrec.options.layers": 2}}, "options"),
-        ({"overrides": {"ingest.source": "ml-1m"}}, "ml-1m under the name of the source ml-100k"),
-        ({"overrides": {"datasets.ml-100k.ingest.source": "ml-1m"}}, "ml-1m under the name of the source ml-100k"),
+        ({"overrides": {"ingest.source": "ml-1m"}}, "ml-100k is the name of another source"),
+        ({"overrides": {"datasets.ml-100k.ingest.source": "ml-1m"}}, "ml-100k is the name of another source"),
     ],
     ids=str,
 )

@@ -195,7 +195,7 @@ def test_refit_is_a_setting_of_evaluate_alone():
     content = {"dataset": "toy", "models": {"sasrec": {}}, "evaluate": {"refit": "valid"}}
 
     assert from_dict(content).section("finetune", model="sasrec").refit == "valid"
-    with pytest.raises(ConfigError, match=r"^finetune.refit: evaluate.refit"):
+    with pytest.raises(ConfigError, match=r"^finetune.refit: set evaluate.refit"):
         from_dict(content | {"finetune": {"refit": "valid"}})
     with pytest.raises(ConfigError, match=r"^evaluate: refit must be one of none, valid"):
         from_dict(content | {"evaluate": {"refit": "test"}})
