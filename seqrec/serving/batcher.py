@@ -12,6 +12,7 @@ from seqrec.serving.recommender import Answer, Recommender, Request
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+Count = Callable[[Sequence[Request], Sequence[Answer]], None]  # told of every pass
 Waiting = tuple[Request, asyncio.Future[tuple[Answer, str]]]
 
 
@@ -26,21 +27,21 @@ class Served:
 class Batcher:
     """Hands all waiting requests to the model as one batch; the next one gathers while it works."""
 
-    def __init__(self, served: Served, largest: int, seen: Callable[[int], None]) -> None:
-        self.served, self.largest, self.seen = served, largest, seen
+    def __init__(self, served: Served, largest: int, count: Count) -> None:
+        self.served, self.largest, self.count = served, largest, count
         self.queue: asyncio.Queue[Waiting] = asyncio.Queue()
         self.worker = ThreadPoolExecutor(1, "model")
 
-    async def answer(self, request: Request) -> tuple[Answer, str]:
-        """Return the answer, and the version of the model that gave it.
+    def answer(self, request: Request) -> asyncio.Future[tuple[Answer, str]]:
+        """Return what will be the answer, and the version of the model that gave it.
 
-        Raises:
+        Raises, where it is awaited:
             ValueError: see `Recommender.check`.
             RuntimeError: the model failed.
         """
         future: asyncio.Future[tuple[Answer, str]] = asyncio.get_running_loop().create_future()
         self.queue.put_nowait((request, future))
-        return await future
+        return future
 
     async def apart(self, answer: Callable[[Recommender], T], recommender: Recommender) -> T:
         """Return what `answer` gives of a recommender, between two batches."""
@@ -57,10 +58,9 @@ class Batcher:
             waiting = self._able(recommender, waiting)
             if not waiting:
                 continue
-            self.seen(len(waiting))
             requests = [request for request, _ in waiting]
             try:
-                answers = await loop.run_in_executor(self.worker, recommender.answer, requests)
+                answers = await loop.run_in_executor(self.worker, self._answers, recommender, requests)
             except Exception as error:  # one batch fails, the service goes on
                 logger.exception("a batch of %d failed", len(waiting))
                 for _, future in waiting:
@@ -70,6 +70,11 @@ class Batcher:
             for (_, future), answer in zip(waiting, answers, strict=True):
                 if not future.done():  # the caller may have gone
                     future.set_result((answer, version))
+
+    def _answers(self, recommender: Recommender, requests: Sequence[Request]) -> list[Answer]:
+        answers = recommender.answer(requests)
+        self.count(requests, answers)
+        return answers
 
     @staticmethod
     def _able(recommender: Recommender, waiting: Sequence[Waiting]) -> list[Waiting]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import torch
+from collections import Counter as Counting
+from collections.abc import Sequence
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 
+from models.base import PAD
 from seqrec.serving.batcher import Served
 from seqrec.serving.recommender import Answer, Recommender, Request
 
@@ -36,9 +39,10 @@ class Metrics:
             "seqrec_history_events", "events given", buckets=(0, 1, 2, 5, 10, 50, 200), registry=own
         )
         self.unknown = Counter("seqrec_unknown_events", "events that the model does not know", registry=own)
-        self.decile = Counter(
+        popularity = Counter(
             "seqrec_history_popularity", "known events by decile, 0 the most popular", ["decile"], registry=own
         )
+        self.deciles = [popularity.labels(str(number)) for number in range(DECILES)]
         self.expected = Gauge("seqrec_training_events_per_user", "mean train events of a user", registry=own)
         self.lost = Counter("seqrec_impressions_lost", "answers that the store did not get", registry=own)
         self.version = Gauge("seqrec_model", "1 for the version that is served", ["name", "version"], registry=own)
@@ -55,15 +59,19 @@ class Metrics:
         order = recommender.counts.argsort(descending=True, stable=True)
         before = recommender.counts[order].cumsum(0) - recommender.counts[order]
         share = before / recommender.counts.sum().clamp(min=1)
-        self.deciles = torch.empty_like(order)
-        self.deciles[order] = (share * DECILES).long().clamp(max=DECILES - 1)
+        decile = (share * DECILES).long().clamp(max=DECILES - 1)
+        ranked = zip(order.tolist(), decile.tolist(), strict=True)
+        self.decile_of = {recommender.item_ids[item - 1]: number for item, number in ranked if item != PAD}
 
-    def count(self, recommender: Recommender, request: Request, answer: Answer, seconds: float) -> None:
-        """Account for one answer."""
-        self.requests.labels(answer.source).inc()
-        self.latency.observe(seconds)
-        self.length.observe(len(request.history))
-        self.unknown.inc(answer.unknown)
-        known = [recommender.items[item_id] for item_id in request.history if item_id in recommender.items]
-        for decile, number in enumerate(torch.bincount(self.deciles[known], minlength=DECILES).tolist()):
-            self.decile.labels(str(decile)).inc(number)
+    def count(self, requests: Sequence[Request], answers: Sequence[Answer]) -> None:
+        """Account for the answers of one pass."""
+        self.batch.observe(len(requests))
+        for source, number in Counting(answer.source for answer in answers).items():
+            self.requests.labels(source).inc(number)
+        for request in requests:
+            self.length.observe(len(request.history))
+        self.unknown.inc(sum(answer.unknown for answer in answers))
+        known = (self.decile_of.get(item_id) for request in requests for item_id in request.history)
+        for decile, number in Counting(known).items():
+            if decile is not None:
+                self.deciles[decile].inc(number)

@@ -36,22 +36,22 @@ class Query(BaseModel):
         examples=[["50", "181"]],
     )
     k: int = Field(10, ge=1, description="items wanted; there are fewer where the catalogue has no more")
-    exclude: list[Id] = Field([], max_length=EVENTS, description="item ids not to show")
+    exclude: list[Id] = Field(default_factory=list, max_length=EVENTS, description="item ids not to show")
     allow: list[Id] | None = Field(None, max_length=ALLOWED, description="the only item ids to show; absent = all")
     filter: dict[Id, Annotated[list[Id], Field(max_length=ROWS)] | Range] = Field(
-        {},
+        default_factory=dict,
         max_length=ATTRIBUTES,
         description="attribute -> values, of which an item needs one, or a range of numbers; all attributes must fit",
         examples=[{"genres": ["Comedy", "Drama"], "year": {"min": 1990}}],
     )
     boost: dict[Id, Annotated[dict[Id, Factor], Field(max_length=VALUES)]] = Field(
-        {},
+        default_factory=dict,
         max_length=ATTRIBUTES,
         description="attribute -> value -> how many times as likely the model is to hold its items",
         examples=[{"genres": {"Drama": 2, "Horror": 0.5}}],
     )
     quota: dict[Id, Annotated[dict[Id, Annotated[int, Field(ge=0)]], Field(max_length=VALUES)]] = Field(
-        {},
+        default_factory=dict,
         max_length=ATTRIBUTES,
         description="attribute -> value -> items of the list that may have it",
         examples=[{"genres": {"Comedy": 3}}],
@@ -61,7 +61,7 @@ class Query(BaseModel):
     user: Id | None = Field(None, description="user id; an unknown one is fine")
     times: list[FiniteFloat] | None = Field(None, description="seconds UTC, one an event of the history")
     items_text: dict[Id, Annotated[dict[Id, Text], Field(max_length=ATTRIBUTES)]] = Field(
-        {},
+        default_factory=dict,
         max_length=NEW_ITEMS,
         description="items that the model never saw: id -> attributes; candidates, also in the history; Recformer only",
         examples=[{"new": {"title": "A film of tomorrow"}}],

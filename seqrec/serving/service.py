@@ -41,10 +41,10 @@ class Service:
         self.served, self.store, self.candidate, self.share = served, store, candidate, share
         self.draining = False  # about to end: still answers, but wants no more requests
         self.metrics = Metrics(served)
-        self.batcher = Batcher(served, largest, self.metrics.batch.observe)
+        self.batcher = Batcher(served, largest, self.metrics.count)
         self.batchers = [self.batcher]
         if candidate is not None:
-            self.batchers.append(Batcher(candidate, largest, self.metrics.batch.observe))
+            self.batchers.append(Batcher(candidate, largest, self.metrics.count))
         self.impressions = Impressions(store, self.metrics.lost) if store else None
 
     async def answer(self, queries: Sequence[schemas.Query]) -> list[Recommendation]:
@@ -66,8 +66,8 @@ class Service:
         except RuntimeError as error:
             raise HTTPException(503, "the model failed; the log of the service says why") from error
         seconds = time.perf_counter() - began
-        for batcher, request, (answer, _) in zip(batchers, requests, answers, strict=True):
-            self.metrics.count(batcher.served.current[0], request, answer, seconds)
+        for _ in answers:
+            self.metrics.latency.observe(seconds)
         return [self._told(query, *answer) for query, answer in zip(queries, answers, strict=True)]
 
     def asked(self, by: schemas.By) -> Batcher:

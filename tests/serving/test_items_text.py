@@ -136,7 +136,7 @@ def test_who_cannot_be_answered_spoils_nobodys_batch(recommenders):
     lacking, sizes = recommenders[1], []
 
     async def ask():
-        batcher = Batcher(Served(lacking, "1"), 8, sizes.append)
+        batcher = Batcher(Served(lacking, "1"), 8, lambda requests, _: sizes.append(len(requests)))
         bad = batcher.answer(Request(history=["i2"], items_text={"i1": {"title": "once more"}}))
         working = asyncio.create_task(batcher.run())
         answers = await asyncio.gather(bad, batcher.answer(Request(history=["i2"], k=3)), return_exceptions=True)
