@@ -4,7 +4,8 @@ An encoder turns a history into a GUR, from which a decoder reconstructs the his
 from a GUR which of two domains its user is from, and the encoder learns to prevent that. Fine-tuning adds a recommender
 that reads a history of the target domain together with its GUR. The first domain is the dataset; the second one is the
 datasets in `sources`, whose items follow those of the dataset. Without `sources` there is no discriminator, as in the
-paper's model for a single domain.
+paper's model for a single domain. Pre-training runs for all of `pretrain.epochs`: no metric says when the two domains
+are alike and the histories still well reconstructed.
 
 Differs from the paper's code in these places:
 - no user is known to be in both domains; the code also pulls the two GURs of such users together;
