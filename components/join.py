@@ -13,7 +13,7 @@ def join(
     sequences: dsl.Input[dsl.Dataset],
     joined: dsl.Output[dsl.Dataset],
 ):
-    """Add a dataset that text models pre-train on to the dataset itself and the sources before it."""
+    """Add a dataset that models pre-train on to the dataset itself and the sources before it."""
     import shutil
 
     unread = shutil.ignore_patterns("raw", "interactions.parquet", "quarantine.parquet")

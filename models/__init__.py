@@ -14,6 +14,7 @@ from models.lrurec import LRURec
 from models.mfbpr import MFBPR
 from models.rec_denoiser import RecDenoiser
 from models.recformer import Recformer
+from models.recguru import RecGURU
 from models.s3rec import S3Rec
 from models.sasrec import SASRec
 from models.ssept import SSEPT
@@ -43,6 +44,7 @@ REGISTRY: dict[str, type[SequenceModel]] = {
     "unisrec": UniSRec,
     "fdsa": FDSA,
     "s3rec": S3Rec,
+    "recguru": RecGURU,
 }
 
 __all__ = ["REGISTRY", "Batch", "Catalogue", "SequenceModel"]

@@ -98,6 +98,7 @@ class SequenceModel(nn.Module):
     objectives: ClassVar[frozenset[str]] = frozenset({"causal"})
     # the text of the items that it reads from `Catalogue.tokens`
     text: ClassVar[Literal["", "tokens", "vectors", "attributes"]] = ""
+    domains: ClassVar[bool] = False  # whether it pre-trains on the dataset together with `sources`; see `add_domain`
     reads_events: ClassVar[bool] = False  # whether the keys of its last attention are the events, in order
     clipped_apart: ClassVar[tuple[str, ...]] = ()  # name suffixes of parameters whose gradients are clipped separately
     undecayed: ClassVar[tuple[str, ...]] = ()  # name suffixes of matrices without weight decay; vectors never have any
@@ -165,6 +166,14 @@ class SequenceModel(nn.Module):
 
     def grown(self, catalogue: Catalogue) -> SequenceModel:
         """Return this model with additional items, described by text; only for models of tokens."""
+        raise NotImplementedError
+
+    def add_domain(self, num_items: int) -> None:
+        """Add a second domain for pre-training, whose items follow those of the catalogue; only with `domains`."""
+        raise NotImplementedError
+
+    def drop_domain(self) -> None:
+        """Remove what `add_domain` added, if anything."""
         raise NotImplementedError
 
     def user_tables(self) -> list[nn.Embedding]:

@@ -33,7 +33,7 @@ TOP_LEVEL = """\
 | `seed` | int | `42` | seed of `pretrain` and `finetune`, unless they set their own |
 | `dataset` | str | required | a key of `datasets` |
 | `datasets` | mapping | `{}` | per dataset: values for other sections, and `options` of all models |
-| `sources` | list | `[]` | datasets that text models pre-train on |
+| `sources` | list | `[]` | datasets that models of text or of two domains pre-train on |
 | `leaderboard` | list | all models | keys of `models` that are trained, evaluated and compared |
 | `models` | mapping | required | per model: `architecture` (default: its key), `options`, `pretrain`, `finetune` |
 """

@@ -184,6 +184,7 @@ class PretrainConfig(TrainConfig):
     """Section `pretrain`; models without a pre-training phase use only its seed."""
 
     held_out: Fraction = 0.05  # text models: share of users held out for selecting the weights
+    use_sources: bool = True  # read the datasets in `sources`, if there are any; false: only the dataset itself
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -50,7 +50,8 @@ def pretrain(
         filter_seen: whether validation leaves out seen items.
         config: section `pretrain`.
         data: folder of the ingested tables, for titles in the model's vocabulary and for text.
-        sources: folders of other datasets with items table and sequences; text models pre-train only on them.
+        sources: folders of other datasets with items table and sequences; text models pre-train only on them, models
+            of two domains on them and the dataset.
         champion: folder with weights, card, vocabulary and users of a champion; a model of the same architecture and
             options starts from its weights instead of pre-training.
         resume: fail instead of starting afresh.
@@ -68,6 +69,7 @@ def pretrain(
         experiment=experiment,
         files=catalogue_files(sequences, data and data / ITEMS),
     )
+    sources = sources if config.use_sources else ()
     target = load_sequences(sequences)
     if AUTO in architecture.options.values():
         architecture = auto_settings.resolved_options(architecture, Shape.of(target), f"models.{model}.options")
@@ -81,7 +83,26 @@ def pretrain(
     net = build(architecture, Catalogue(num_items=target.num_items, num_users=target.num_users, length=0))
     if champion is not None and warm_start(net, sequences, champion):
         job = replace(job, config=replace(config, epochs=0), content=[digest(net.state_dict())])
+    elif net.domains:
+        return _with_domains(net, [sequences, *(source / "sequences" for source in sources)], config, job)
     return train(net, target, job)
+
+
+def _with_domains(net: SequenceModel, folders: Sequence[Path], config: PretrainConfig, job: Job) -> dict[str, float]:
+    """Pre-train on the dataset and its sources; adversarial training has no metric to stop on, so every epoch is run.
+
+    Args:
+        net: model of the dataset.
+        folders: sequences of the dataset, and of the sources, which make up the second domain.
+        config: section `pretrain`.
+        job: the job, with the dataset alone.
+    """
+    parts = [load_sequences(folder) for folder in folders]
+    learnt = train_parts(parts, config, validated=False)
+    if len(parts) > 1:
+        net.add_domain(learnt.num_items - parts[0].num_items)
+    epochs = dict.fromkeys(net.phases("pretrain"), config.epochs)
+    return train(net, learnt, replace(job, inputs=folders, epochs=epochs, finish=lambda trained: trained.drop_domain()))
 
 
 def _with_text(
@@ -183,18 +204,18 @@ def _with_attributes(
     return train(net, learnt, replace(job, content=[digest(tokens)]))
 
 
-def train_parts(parts: Sequence[Sequences], config: PretrainConfig) -> Sequences:
+def train_parts(parts: Sequence[Sequences], config: PretrainConfig, *, validated: bool = True) -> Sequences:
     """Return the training splits of several datasets as one dataset, with items and users renumbered.
 
-    A random share of the users, drawn by the seed, is held out: they are not trained on, and their last event is a
-    validation case.
+    If `validated`, a random share of the users, drawn by the seed, is held out: they are not trained on, and their last
+    event is a validation case.
     """
     length = torch.cat([part.train_stop - part.start for part in parts])
     stop = length.cumsum(0)
     start = stop - length
     able = (length >= 2).nonzero().squeeze(1)
     generator = torch.Generator().manual_seed(config.seed)
-    number = max(1, round(len(able) * config.held_out))
+    number = max(1, round(len(able) * config.held_out)) if validated else 0
     held = torch.zeros(len(length), dtype=torch.bool)
     held[able[torch.randperm(len(able), generator=generator)[:number]]] = True
     shift = torch.tensor([0, *(part.num_items for part in parts)]).cumsum(0).tolist()

@@ -81,7 +81,7 @@ def test_all_variants_are_one_pass_of_the_model():
 
 
 EXPOSED = {"sasrec", "esasrec", "flash4rec", "bert4rec", "tisasrec", "ssept", "rec_denoiser", "zesrec", "unisrec"}
-EXPOSED |= {"recformer", "s3rec"}
+EXPOSED |= {"recformer", "s3rec", "recguru"}
 
 
 @torch.no_grad()

@@ -1,0 +1,309 @@
+"""RecGURU against NumPy: representations, reconstruction, the two sides of the adversarial loss, and both stages."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from support import make_batch, make_model, prepare_rows, synthetic_rows
+
+from models.recguru import domain_loss, reverse_gradient
+from seqrec.config import FinetuneConfig, ModelConfig, PretrainConfig
+from seqrec.data import sequences
+from seqrec.stages.finetune import finetune
+from seqrec.stages.pretrain import pretrain
+from seqrec.training import loop
+from seqrec.training.checkpoint import load_model
+
+HEADS, OWN, OTHERS = 2, 30, 10
+ROWS = [[3, 7, 2, 9, 4], [5, 1], [8]]
+erf = np.vectorize(math.erf)
+
+
+def build(**options):
+    torch.manual_seed(0)
+    model = make_model("recguru", dropout=0.0, heads=HEADS, **options)
+    model.add_domain(OTHERS)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.2)
+        model.items.weight[0] = 0
+    return model.eval()
+
+
+def value(parameter):
+    return parameter.detach().double().numpy()
+
+
+def linear(part, x):
+    return x @ value(part.weight).T + value(part.bias)
+
+
+def normed(part, x):
+    centred = x - x.mean(-1, keepdims=True)
+    return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * value(part.weight) + value(part.bias)
+
+
+def softmax(x):
+    x = np.exp(x - x.max(-1, keepdims=True))
+    return x / x.sum(-1, keepdims=True)
+
+
+def attended(part, x):
+    """Causal attention, a head after the other."""
+    width = x.shape[1] // HEADS
+    query, key, content = (linear(one, x) for one in (part.to_query, part.to_key, part.to_value))
+    heads = []
+    for head in range(HEADS):
+        mine = slice(head * width, (head + 1) * width)
+        score = query[:, mine] @ key[:, mine].T / math.sqrt(width)
+        score[np.triu_indices(len(x), 1)] = -np.inf
+        heads.append(softmax(score) @ content[:, mine])
+    return linear(part.to_out, np.concatenate(heads, 1))
+
+
+def fed_forward(block, x):
+    inner = linear(block.inner, x)
+    return normed(block.norm, x + linear(block.outer, inner * (1 + erf(inner / math.sqrt(2))) / 2))
+
+
+def embedded(model, row):
+    return normed(model.norm, value(model.items.weight)[row] + value(model.positions)[-len(row) :])
+
+
+def represented(model, row):
+    """The GURs of the prefixes of a history, the last one that of the history itself: outputs of the encoder."""
+    x = embedded(model, row)
+    for block in model.encoder:
+        x = fed_forward(block, normed(block.norm_attention, x + attended(block.attention, x)))
+    return x
+
+
+def decoded(model, decoder, row, gurs):
+    """Outputs of a decoder that attends at each position to five copies of a GUR."""
+    x, gurs = embedded(model, row), np.broadcast_to(gurs, (len(row), 16))
+    for block in decoder.blocks:
+        x = normed(block.norm_attention, x + attended(block.attention, x))
+        guided = []
+        for gur in gurs:
+            copies = np.repeat(gur[None], 5, 0)
+            guided.append(softmax(np.arange(5.0)) @ linear(block.from_gur, copies))
+        x = fed_forward(block, normed(block.norm_gur, x + np.array(guided)))
+    return x
+
+
+def losses(model, queries, targets):
+    """Full softmax of each position over padding and the items of both domains."""
+    scores = queries @ value(model.items.weight).T
+    return np.array([-np.log(softmax(row)[target]) for row, target in zip(scores, targets, strict=True)])
+
+
+def softmax_task(model, targets):
+    """The loss of every position against `targets` (1, P)."""
+
+    def task(query):
+        scores = (query @ model.item_vectors().T).transpose(1, 2)
+        return torch.nn.functional.cross_entropy(scores, torch.tensor(targets), reduction="none")
+
+    return task
+
+
+@torch.no_grad()
+def test_a_query_reads_the_history_and_the_gur_of_each_prefix():
+    model = build()
+    for row in ROWS:
+        expected = decoded(model, model.recommender, row, represented(model, row))
+
+        np.testing.assert_allclose(model(make_batch([row]))[0].numpy(), expected, atol=1e-4)
+
+
+@torch.no_grad()
+def test_pre_training_reconstructs_a_history_from_its_own_gur():
+    model = build()
+    model.enter("autoencoder")
+    row = [3, 7, 2, 9, 4]
+    expected = losses(model, decoded(model, model.decoder, row[:-1], represented(model, row)[-1]), row[1:])
+
+    terms = model.training_loss(make_batch([row]), softmax_task(model, [row[1:]]))
+
+    assert set(terms) == {"reconstruction", "domain"}
+    assert terms["reconstruction"].item() == pytest.approx(expected.sum(), rel=1e-5)
+
+
+@torch.no_grad()
+def test_a_history_longer_than_the_model_is_reconstructed_from_its_newest_events():
+    model = build(length=4)
+    model.enter("autoencoder")
+    row = [3, 7, 2, 9, 4]
+    expected = losses(model, decoded(model, model.decoder, row[:-1], represented(model, row[1:])[-1]), row[1:])
+
+    terms = model.training_loss(make_batch([row]), softmax_task(model, [row[1:]]))
+
+    assert terms["reconstruction"].item() == pytest.approx(expected.sum(), rel=1e-5)
+
+
+@torch.no_grad()
+def test_fine_tuning_reconstructs_only_what_the_encoder_has_read():
+    model = build()
+    row, targets = [3, 7, 2, 9], [7, 2, 9, 4]
+    guided = decoded(model, model.decoder, row, represented(model, row)[-1])
+    following = losses(model, model(make_batch([row]))[0].double().numpy(), targets)
+
+    terms = model.training_loss(make_batch([row]), softmax_task(model, [targets]))
+
+    assert terms["reconstruction"].item() == pytest.approx(losses(model, guided, targets)[:-1].sum(), rel=1e-5)
+    assert terms["task"].item() == pytest.approx(following.sum(), rel=1e-5)
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+def test_the_next_item_trains_the_encoder_only_if_it_is_not_fixed(fixed):
+    model = build(fixed_encoder=fixed)
+
+    model(make_batch(ROWS)).sum().backward()
+
+    assert all((parameter.grad is None) == fixed for parameter in model.encoder.parameters())
+    assert all(parameter.grad is not None for parameter in model.recommender.parameters())
+
+
+@torch.no_grad()
+def test_the_discriminator_tells_the_domain_of_the_last_item():
+    model = build()
+    model.enter("autoencoder")
+    rows = [[3, 7, 2], [31, 40, 33], [5, 1, 30]]
+    logits = []
+    for row in rows:
+        x = represented(model, row)[-1]
+        for number in (0, 3, 6):
+            x = np.maximum(linear(model.discriminator[number], x), 0)
+        logits.append(linear(model.discriminator[9], x).item())
+    first, third = (math.log1p(math.exp(-logits[row])) for row in (0, 2))
+    expected = (first + third) / 2 + math.log1p(math.exp(logits[1]))
+
+    terms = model.training_loss(make_batch(rows), lambda query: query.sum(-1))
+
+    assert [part.out_features for part in model.discriminator if hasattr(part, "out_features")] == [80, 160, 80, 1]
+    assert terms["domain"].item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_encoder_climbs_the_loss_that_the_discriminator_descends():
+    """By finite differences in double precision, for every row and a weight of the discriminator."""
+    torch.manual_seed(0)
+    gur, weight = torch.randn(5, 3).double(), torch.randn(3).double()
+    own = torch.tensor([True, False, True, True, False])
+
+    def loss(gur, weight):
+        value = np.logaddexp(0, np.where(own.numpy(), -1, 1) * (gur @ weight))
+        return value[own.numpy()].mean() + value[~own.numpy()].mean()
+
+    def slopes(function, x):
+        steps = 1e-6 * np.eye(x.size).reshape(-1, *x.shape)
+        return np.array([(function(x + s) - function(x - s)) / 2e-6 for s in steps]).reshape(x.shape)
+
+    gur.requires_grad_()
+    weight.requires_grad_()
+    got = domain_loss(reverse_gradient(gur, 0.3) @ weight, own)
+    got.backward()
+
+    x, w = gur.detach().numpy(), weight.detach().numpy()
+    assert got.item() == pytest.approx(loss(x, w))
+    np.testing.assert_allclose(weight.grad, slopes(lambda v: loss(x, v), w), atol=1e-8)
+    np.testing.assert_allclose(gur.grad, -0.3 * slopes(lambda v: loss(v, w), x), atol=1e-8)
+
+
+def test_a_batch_of_one_domain_has_a_finite_loss():
+    logit = torch.tensor([2.0, -1.0])
+    expected = (math.log1p(math.exp(-2)) + math.log1p(math.exp(1))) / 2
+
+    assert domain_loss(logit, torch.tensor([True, True])).item() == pytest.approx(expected)
+
+
+def test_the_second_domain_leaves_no_trace():
+    model, plain = build(), make_model("recguru")
+    before = model.items.weight[: OWN + 1].clone()
+    assert (len(model.items.weight), model.catalogue.num_items) == (OWN + 1 + OTHERS, OWN + OTHERS)
+
+    model.drop_domain()
+
+    assert torch.equal(model.items.weight, before)
+    assert model.items.weight.requires_grad
+    assert model.catalogue == plain.catalogue
+    assert model.state_dict().keys() == plain.state_dict().keys()
+
+
+OPTIONS = {"length": 6, "d_model": 16, "layers": 1, "heads": 1, "dropout": 0.2}
+SETTINGS = {"batch_size": 16, "warmup_steps": 2, "learning_rate": 5e-3, "seed": 1}
+
+
+@pytest.fixture(scope="module")
+def domains(tmp_path_factory):
+    """The folders of a dataset and of a source."""
+    folders = [tmp_path_factory.mktemp(name) for name in ("target", "source")]
+    for seed, (folder, items) in enumerate(zip(folders, (40, 25), strict=True)):
+        prepare_rows(folder, synthetic_rows(users=50, items=items, seed=seed))
+    return folders
+
+
+def run_pretrain(domains, out, **config):
+    target, source = domains
+    return pretrain(
+        model="recguru",
+        sequences=target / "sequences",
+        initial=out / "initial",
+        state=out / "state",
+        architecture=ModelConfig(architecture="recguru", options=OPTIONS),
+        filter_seen=True,
+        config=PretrainConfig(**(SETTINGS | {"epochs": 3} | config)),
+        sources=[source],
+    )
+
+
+def initial(out):
+    return load_model(out / "initial")[0]
+
+
+def history(out):
+    return (out / "initial" / "history.jsonl").read_text()
+
+
+def test_both_domains_are_pre_trained_on_and_the_target_is_fine_tuned(domains, tmp_path):
+    values = run_pretrain(domains, tmp_path, patience=1)
+    config = FinetuneConfig(**(SETTINGS | {"epochs": 1}))
+    paths = {"initial": tmp_path / "initial", "checkpoint": tmp_path / "finetuned", "state": tmp_path / "state"}
+    finetune(model="recguru", sequences=domains[0] / "sequences", **paths, filter_seen=True, config=config)
+
+    target = sequences.load(domains[0] / "sequences")
+    assert values["epochs"] == 3  # all of them: nothing is validated
+    assert "loss/domain" in history(tmp_path)
+    first, last = initial(tmp_path), load_model(tmp_path / "finetuned")[0]
+    assert first.catalogue == last.catalogue == (target.num_items, target.num_users, 6, None)
+    assert first.discriminator is None
+    assert not torch.equal(first.recommender.blocks[0].inner.weight, last.recommender.blocks[0].inner.weight)
+
+
+def test_without_sources_there_is_one_domain(domains, tmp_path):
+    run_pretrain(domains, tmp_path / "two", epochs=1)
+    run_pretrain(domains, tmp_path / "one", epochs=1, use_sources=False)
+
+    assert "loss/domain" not in history(tmp_path / "one")
+    assert not torch.equal(initial(tmp_path / "one").positions, initial(tmp_path / "two").positions)
+
+
+def test_an_interrupted_pre_training_ends_the_same(domains, tmp_path, monkeypatch):
+    run_pretrain(domains, tmp_path / "whole")
+    save = loop.ResumeState.save
+
+    def interrupted(self, step, tensors, facts):
+        save(self, step, tensors, facts)
+        if step == 8:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop.ResumeState, "save", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_pretrain(domains, tmp_path / "parts", save_steps=2)
+    monkeypatch.undo()
+    run_pretrain(domains, tmp_path / "parts", save_steps=2)
+
+    whole, parts = (initial(tmp_path / name).state_dict() for name in ("whole", "parts"))
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
