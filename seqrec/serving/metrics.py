@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 
 from models.base import PAD
 from seqrec.serving.batcher import Served
-from seqrec.serving.recommender import Answer, Recommender, Request
+from seqrec.serving.recommender import Answer, Request
 
 DECILES = 10
 

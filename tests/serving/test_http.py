@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import requests
+from prometheus_client import generate_latest
 from support import running, save
 
 from seqrec.serving import http, schemas
@@ -254,13 +255,24 @@ def test_health_and_metrics_tell_what_was_served(recommender):
     assert expected == pytest.approx(recommender.counts.sum().item() / 60)
 
 
-def test_each_decile_of_popularity_had_a_tenth_of_the_training(recommender):
-    deciles = Metrics(Served(recommender, "1")).deciles
+def test_items_that_only_the_candidate_knows_have_no_popularity(recommender):
+    metrics = Metrics(Served(recommender, "7"))
+    larger = recommender.recommend(["i1", "i1"])  # of a candidate whose catalogue has a newer item
 
-    share = recommender.counts / recommender.counts.sum()
-    for decile in range(10):
-        assert share[deciles == decile].sum().item() == pytest.approx(0.1, abs=share.max().item())
-    assert recommender.counts[deciles == 0].min() >= recommender.counts[deciles == 9].max()
+    metrics.count([Request(history=["i1", "newer", "i1"])], [larger])
+
+    lines = generate_latest(metrics.registry).decode().splitlines()
+    assert sum(float(line.split()[-1]) for line in lines if line.startswith("seqrec_history_popularity_total")) == 2
+
+
+def test_each_decile_of_popularity_had_a_tenth_of_the_training(recommender):
+    decile_of = Metrics(Served(recommender, "1")).decile_of
+
+    counts = dict(zip(recommender.item_ids, recommender.counts[1:].tolist(), strict=True))
+    events = [[counts[item_id] for item_id, its in decile_of.items() if its == decile] for decile in range(10)]
+    largest = max(counts.values()) / sum(counts.values())
+    assert [sum(some) / sum(counts.values()) for some in events] == pytest.approx([0.1] * 10, abs=largest)
+    assert min(events[0]) >= max(events[9])
 
 
 def test_the_pages_for_people_need_no_other_server(address):
