@@ -4,7 +4,8 @@
 
 Histories are those of the dataset's users, whole, in random order. They come with the request, or from the store of
 events (SQLite) by user alone; the store also takes what was shown. Once more the model is replaced in the middle of the
-time. No request may fail. `--graph` serves the ONNX graph. wrk comes with Debian: `apt-get install wrk`.
+time. No request may fail. An ONNX graph beside the weights is used, as by `serve`. wrk comes with Debian: `apt-get
+install wrk`.
 """
 
 from __future__ import annotations
@@ -34,11 +35,10 @@ from seqrec.config import RegisterConfig
 from seqrec.data import sequences
 from seqrec.serving import http
 from seqrec.serving.events import Event, Store
-from seqrec.serving.onnx_graph import GraphRecommender
 from seqrec.serving.recommender import Recommender
 
 BODIES = 500
-CONNECTIONS = (1, 16, 64)
+CONNECTIONS = (1, 16, 32, 64)
 KINDS = ("history", "history, a switch", "user, store")  # what a request holds, and what happens meanwhile
 UNITS = {"us": 1e-3, "ms": 1.0, "s": 1e3}
 POLL_S = 0.2
@@ -82,23 +82,23 @@ def fill(url: str, past: list[list[str]]) -> None:
         )
 
 
-def serve(saved: Path, graph: Path | None, version: Path, url: str, port: int) -> None:
+def serve(saved: Path, version: Path, url: str, port: int) -> None:
     """Serve until killed, as `seqrec serve` does; when the content of `version` changes, the model is loaded anew."""
     torch.set_num_threads(1)
 
     def load() -> Recommender:
-        return GraphRecommender.of(str(saved), graph, 1, RegisterConfig()) if graph else Recommender.load(saved)
+        return http.loaded(str(saved), 0, RegisterConfig())
 
     service = http.app(load, version.read_text, poll_s=POLL_S, store=Store(url) if url else None)
     uvicorn.run(service, host="127.0.0.1", port=port, log_level="warning", access_log=False)
 
 
-def started(saved: Path, graph: Path | None, version: Path, url: str) -> tuple[BaseProcess, str]:
+def started(saved: Path, version: Path, url: str) -> tuple[BaseProcess, str]:
     """Start the service in a process of its own; return it and its address once it answers."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    process = multiprocessing.get_context("spawn").Process(target=serve, args=(saved, graph, version, url, port))
+    process = multiprocessing.get_context("spawn").Process(target=serve, args=(saved, version, url, port))
     process.start()
     address = f"http://127.0.0.1:{port}"
     while process.is_alive():
@@ -145,12 +145,12 @@ def measure(process: BaseProcess, address: str, script: Path, connections: int, 
     ]
 
 
-def rows_of(kind: str, folder: Path, saved: Path, graph: Path | None, script: Path, seconds: int) -> list[list[str]]:
+def rows_of(kind: str, folder: Path, saved: Path, script: Path, seconds: int) -> list[list[str]]:
     """Return the rows of one kind of requests."""
     version = folder / "version"
     version.write_text("1")
     url = f"sqlite:///{folder}/events.db" if "store" in kind else ""
-    process, address = started(saved, graph, version, url)
+    process, address = started(saved, version, url)
     rows = []
     try:
         measure(process, address, script, 8, 2)  # warm-up
@@ -171,7 +171,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--saved", type=Path, required=True, help="folder of a trained model")
     parser.add_argument("--sequences", type=Path, required=True, help="the prepared dataset it was trained on")
-    parser.add_argument("--graph", type=Path, help="what `seqrec export` wrote of it")
     parser.add_argument("--seconds", type=int, default=10, help="of each row")
     arguments = parser.parse_args()
     if shutil.which("wrk") is None:
@@ -184,7 +183,7 @@ def main() -> None:
         known = write_script(folder, "known", [{"user": f"u{user}"} for user in range(len(past))])
         for kind in KINDS:
             script = known if "user" in kind else given
-            rows += rows_of(kind, folder, arguments.saved, arguments.graph, script, arguments.seconds)
+            rows += rows_of(kind, folder, arguments.saved, script, arguments.seconds)
     print(meter.machine(os.cpu_count() or 1), "\n")
     headings = ["request", "connections", "requests/s", "p50 ms", "p99 ms", "processor ms a request"]
     print(meter.markdown(headings, rows))

@@ -34,6 +34,8 @@ HISTORY = "history.jsonl"
 COUNTS = "counts.safetensors"  # count term of the scores, if any
 TOKENS = "tokens.safetensors"  # text models: tokens of the items
 TOKENIZER = "tokenizer.json"  # text models: the tokeniser
+GRAPH = "model.onnx"  # beside the weights, if the model was exported; `serve` runs it
+GRAPH_CARD = "model.onnx.json"
 REFITTED = "refitted"  # folder of the weights of a refit, in the folder of the training it repeats
 REFIT = "refit"  # key in the card of a refit: the evaluated training and its epochs
 # evaluate -> register

@@ -203,7 +203,7 @@ def write_settings(folder: Path, *, start: int) -> Path:
         "ingest": {"source": "csv", "interactions": str(log)},
         "finetune": {"epochs": 1, "batch_size": 16, "warmup_steps": 1},
         "evaluate": {"bootstrap": 100},
-        "register": {"tracking_uri": f"sqlite:///{folder}/mlflow.db", "allow_below_baseline": True},
+        "register": {"tracking_uri": f"sqlite:///{folder}/mlflow.db", "allow_below_baseline": True, "graph": False},
         "kubernetes": {"resources": {"default": {"retries": 0}}},
         "models": {
             "sasrec": {"options": {"d_model": 16, "layers": 1, "heads": 2, "length": 12}},

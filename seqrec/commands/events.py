@@ -12,7 +12,7 @@ from rich.table import Table
 
 from seqrec.config import ConfigError
 from seqrec.serving import experiment
-from seqrec.serving.events import POSITIVE, VARIABLE, Store, dump, located
+from seqrec.serving.events import POSITIVE, VARIABLE, Store, dump, store_url
 
 logger = logging.getLogger(__name__)
 ACTIONS = ("import", "dump", "compare")
@@ -46,9 +46,9 @@ def events(
     """
     if len(actions) != 1 or actions[0] not in ACTIONS:
         raise ConfigError(f"events: one of {', '.join(ACTIONS)} expected, not {' '.join(actions)}")
-    if not located(store):
+    if not store_url(store):
         raise ConfigError(f"events: name the store, --store or {VARIABLE}")
-    opened = Store(located(store))
+    opened = Store(store_url(store))
     if actions[0] == "compare":
         return _compare(opened, versions.split(","))
     if actions[0] == "import":

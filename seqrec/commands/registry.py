@@ -15,7 +15,7 @@ from rich.table import Table
 from seqrec.commands.events import show_clicks
 from seqrec.config import ConfigError, RegisterConfig
 from seqrec.evaluation.leaderboard import SELECTION
-from seqrec.serving.events import Store, StoreError, located
+from seqrec.serving.events import Store, StoreError, store_url
 from seqrec.tracking import registry as models
 from seqrec.tracking.relocate import relocate
 from seqrec.tracking.runs import connect, explained, first_line, metric_name, registering
@@ -55,7 +55,7 @@ def registry(
         relocate(config)
         return
     with explained(config):
-        _act(actions[0], connect(config), f"seqrec-{dataset}", config, version, reason, located(store))
+        _act(actions[0], connect(config), f"seqrec-{dataset}", config, version, reason, store_url(store))
 
 
 def _act(

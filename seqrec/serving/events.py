@@ -46,6 +46,13 @@ EVENTS = sa.Table(
     sa.Index("events_by_time", "at"),
 )
 
+NEWEST = (  # of one user: a statement for several is slower, and `limit` would leave out whoever did little
+    sa.select(EVENTS.c.item, EVENTS.c.kind, EVENTS.c.at)
+    .where(EVENTS.c.user == sa.bindparam("user"))
+    .order_by(EVENTS.c.at.desc(), EVENTS.c.number.desc())
+    .limit(sa.bindparam("most"))
+)
+
 ANSWERS = sa.Table(
     "answers",
     TABLES,
@@ -105,7 +112,7 @@ class Past:
     hidden: list[str] = field(default_factory=list)  # items that the user wants to see no more
 
 
-def located(url: str) -> str:
+def store_url(url: str) -> str:
     """Return the URL of the store: as given, or as the environment has it; empty where there is none."""
     return url or os.environ.get(VARIABLE, "")
 
@@ -155,25 +162,8 @@ class Store:
 
     def pasts(self, users: Collection[str]) -> dict[str, Past]:
         """Return the past of each user, of whom nothing may be known."""
-        found = {user: Past() for user in users}
-        if not found:
-            return found
-        chosen = sa.select(EVENTS.c.user, EVENTS.c.item, EVENTS.c.kind, EVENTS.c.at).where(
-            EVENTS.c.user.in_([user for user in found if "\0" not in user])  # which PostgreSQL's text cannot hold
-        )
-        newest = chosen.order_by(EVENTS.c.at.desc(), EVENTS.c.number.desc()).limit(MOST * len(found))
         with self.engine.connect() as connection:
-            rows = connection.execute(newest).all()
-        seen = set()
-        for user, item, kind, at in reversed(rows):
-            past, event = found[user], (user, item, int(at))
-            if kind == HIDE:
-                past.hidden.append(item)
-            elif event not in seen:
-                seen.add(event)
-                past.items.append(item)
-                past.times.append(at)
-        return found
+            return {user: _past(connection, user) for user in users}
 
     def forget(self, user: str) -> dict[str, int]:
         """Delete what is known of a user; return how many rows that were, by table."""
@@ -272,6 +262,21 @@ class Store:
         with self.engine.connect().execution_options(yield_per=BLOCK) as connection:
             for user, item, at in connection.execute(chosen.order_by(EVENTS.c.at, EVENTS.c.number)):
                 yield user, item, int(at)
+
+
+def _past(connection: sa.Connection, user: str) -> Past:
+    past, seen = Past(), set()
+    if "\0" in user:  # which PostgreSQL's text cannot hold
+        return past
+    for item, kind, at in reversed(connection.execute(NEWEST, {"user": user, "most": MOST}).all()):
+        event = item, int(at)
+        if kind == HIDE:
+            past.hidden.append(item)
+        elif event not in seen:
+            seen.add(event)
+            past.items.append(item)
+            past.times.append(at)
+    return past
 
 
 def _set_up_sqlite(connection: Any, _: Any) -> None:

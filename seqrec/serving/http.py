@@ -31,13 +31,14 @@ from fastapi_offline import FastAPIOffline
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from seqrec import __version__
+from seqrec.artifacts import GRAPH
 from seqrec.config import RegisterConfig
 from seqrec.serving import request_log, rules, schemas, traces
 from seqrec.serving.batcher import Served
-from seqrec.serving.events import Event, Store, StoreError, located
+from seqrec.serving.events import Event, Store, StoreError, store_url
 from seqrec.serving.guards import Guards, Limits
 from seqrec.serving.onnx_graph import GraphRecommender
-from seqrec.serving.recommender import CHAMPION_URI, Answer, Recommender, Request
+from seqrec.serving.recommender import CHAMPION_URI, Answer, Recommender, Request, located
 from seqrec.serving.request_log import RequestLog
 from seqrec.serving.schemas import (
     Experiment,
@@ -285,7 +286,6 @@ def serve(
     dataset: str,
     config: RegisterConfig,
     saved: str = "",
-    graph: Path | None = None,
     ann: int = 0,
     items: Path | None = None,
     host: str = "127.0.0.1",
@@ -312,14 +312,13 @@ def serve(
         dataset: whose champion.
         config: section `register`.
         saved: served in the champion's place: a folder with weights, card, vocabulary and users, or models:/NAME/N.
-        graph: folder that `export` wrote for the model in `saved`; onnxruntime then computes the answers.
         ann: candidates of an approximate search of the items, for large catalogues; 0 = all items are scored.
         items: the items table of `ingest`, data/items.parquet; requests may then filter by its attributes.
         host: address to listen on; 0.0.0.0 for all.
         port: to listen on.
         poll_s: seconds between looks for a new champion; 0 = never.
         batch: requests answered in one pass at most.
-        threads: of torch.
+        threads: that compute a pass.
         keys: file of `seqrec keys`: whoever asks must then send a key.
         rate: requests a second of one key, or of one address without keys; above it 429. 0 = any.
         max_body: bytes of a request's body; above it 413.
@@ -335,32 +334,27 @@ def serve(
 
     Raises:
         TrackingError: the server does not answer.
-        ValueError: there is no such model, or the graph is of other weights.
+        ValueError: there is no such model, or its graph is of other weights.
     """
     if log_format not in LOG_FORMATS:
         raise ValueError(f"log_format: {log_format!r} given, one of {', '.join(LOG_FORMATS)} wanted")
     if log_format == "json":
         request_log.write_json()
     torch.set_num_threads(threads)
-    if ann and graph is not None:
-        raise ValueError("ann: an exported graph scores all items; leave out --graph")
     limits = Limits(keys=keys, rate=rate, body=max_body, queue=max_queue, timeout_s=timeout_s)
     shared: dict[str, Any] = {"largest": batch, "limits": limits, "origins": origins.split(",") if origins else ()}
     shared["log_requests"] = log_format == "json"
-    if located(store):
-        shared |= {"store": Store(located(store)), "keep_days": keep_days}
+    if store_url(store):
+        shared |= {"store": Store(store_url(store)), "keep_days": keep_days}
     if not 0 <= share <= 1:
         raise ValueError(f"share must be from 0 to 1, not {share:g}")
     if candidate:
         other = described(loaded(candidate, ann, config), items)
         shared |= {"candidate": Served(other, Path(candidate).name), "share": share}
     if saved:
-        found = GraphRecommender.of(saved, graph, threads, config) if graph else loaded(saved, ann, config)
-        found = described(found, items)
+        found = described(loaded(saved, ann, config), items)
         name = Path(saved).name
         service = app(lambda: found, lambda: name, poll_s=0, **shared)
-    elif graph is not None:
-        raise ValueError("graph: name the folder of the model as well, --saved")
     else:
         service = app(*champion(dataset, config, ann, items), poll_s=poll_s, **shared)
     logger.info("http://%s:%d answers; open it in a browser to try the model", host, port)
@@ -391,12 +385,15 @@ class Server(uvicorn.Server):
 
 
 def loaded(place: str, ann: int, config: RegisterConfig) -> Recommender:
-    """Return the model at `place`; `ann`: see `serve`."""
-    if not ann:
-        return Recommender.load(place, config)
-    from seqrec.serving.approximate_search import ApproximateRecommender
+    """Return the model at `place`, which runs its ONNX graph if it has one; `ann`: see `serve`."""
+    if ann:
+        from seqrec.serving.approximate_search import ApproximateRecommender
 
-    return ApproximateRecommender.of(place, ann, config)
+        return ApproximateRecommender.of(place, ann, config)
+    with located(place, config) as folder:
+        if (folder / GRAPH).is_file():
+            return GraphRecommender.of(folder, torch.get_num_threads())
+        return Recommender.load(folder)
 
 
 def described(recommender: Recommender, items: Path | None) -> Recommender:

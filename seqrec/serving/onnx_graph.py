@@ -7,6 +7,7 @@ them; `hidden` (B, H) int64, items not to show, filled up with 0. Outputs: `scor
 from __future__ import annotations
 
 import logging
+import random
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,14 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from models.base import PAD, Batch, SequenceModel
-from seqrec.artifacts import read_json, sha256, write_json
+from seqrec.artifacts import GRAPH, GRAPH_CARD, read_json, sha256, write_json
 from seqrec.config import RegisterConfig
 from seqrec.counts.term import CountTerm
 from seqrec.serving.recommender import Best, Recommender, Request, located
-from seqrec.training import cards, checkpoint
+from seqrec.training import cards
 
-GRAPH = "model.onnx"
-CARD = "model.onnx.json"
+TOLERANCE = 1e-3  # of a score, relative and absolute
+CHECKED = 64  # histories that weights and graph must answer alike
+YEAR = 365 * 86_400.0  # of their times
 
 
 class _Top(nn.Module):
@@ -86,26 +88,54 @@ def export(*, saved: str | Path, output: Path, k: int = 100, config: RegisterCon
 
     Args:
         saved: folder with weights and card, or models:/NAME@champion.
-        output: folder that receives model.onnx, model.onnx.json, and the files that belong to the model.
+        output: folder that receives model.onnx, model.onnx.json, and the files that belong to the model; where it is
+            `saved`, `serve --saved` runs the graph.
         k: items that the graph returns; the catalogue's number, where that is smaller.
         config: section `register`.
 
     Returns:
         How many items it returns.
+
+    Raises:
+        ValueError: the graph gives other scores than the weights.
     """
     with located(saved, config) as folder:
-        model, card = checkpoint.load_model(folder)
-        cards.check_complete(folder, card)
+        recommender, card = Recommender.load(folder), cards.read(folder)
         files = cards.read_files(folder, card)
-        term = checkpoint.load_counts(folder, card)
+    model = recommender.model
     k = min(k, model.catalogue.num_items)
-    program, given = graph(model, k, term)
+    program, given = graph(model, k, recommender.term)
     output.mkdir(parents=True, exist_ok=True)
     program.save(output / GRAPH)
     facts = {"k": k, "inputs": given, "shortest": model.shortest, **_identity(card)}
+    session = _session(output / GRAPH)
+    _check_equal(recommender, GraphRecommender.copied(recommender, facts, session))
     facts |= {"files": cards.write_files(output, files), "graph_sha256": sha256(output / GRAPH)}
-    write_json(output / CARD, facts)
+    write_json(output / GRAPH_CARD, facts)
     return {"k": k}
+
+
+def _session(path: Path, threads: int = 1) -> onnxruntime.InferenceSession:
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    return onnxruntime.InferenceSession(path, options)
+
+
+def _check_equal(weights: Recommender, graph: GraphRecommender) -> None:
+    """Raise ValueError if the two score the best items of random users, histories and times differently."""
+    chance, longest, users = random.Random(0), weights.model.options.history, [None, *weights.users]
+    for number in range(CHECKED):
+        length = 1 + number * (longest - 1) // (CHECKED - 1)
+        request = Request(
+            history=chance.choices(weights.item_ids, k=length),
+            times=sorted(chance.uniform(0, YEAR) for _ in range(length)),
+            user=chance.choice(users),
+            k=graph.card["k"],
+        )
+        theirs, ours = (torch.tensor(each.answer([request])[0].scores) for each in (weights, graph))
+        if not torch.allclose(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE):
+            apart = (ours - theirs).abs().max()
+            raise ValueError(f"the graph's scores differ from the weights' by {apart:.2g}, history of {length} items")
 
 
 def _identity(card: Mapping[str, Any]) -> dict[str, Any]:
@@ -147,39 +177,43 @@ def graph(model: SequenceModel, k: int, term: CountTerm | None = None) -> tuple[
 
 
 class GraphRecommender(Recommender):
-    """A recommender whose answers come from the ONNX graph."""
+    """A recommender whose answers come from the ONNX graph; from the weights, where the graph holds too few items."""
 
     card: dict[str, Any]
-    session: onnxruntime.InferenceSession
+    session: onnxruntime.InferenceSession | None
 
     @classmethod
-    def of(
-        cls, saved: str | Path, folder: Path, threads: int = 1, config: RegisterConfig | None = None
-    ) -> GraphRecommender:
-        """Load what `Recommender.load` does from `saved`, and the graph made of it from `folder`.
+    def of(cls, saved: str | Path, threads: int = 1, config: RegisterConfig | None = None) -> GraphRecommender:
+        """Load what `Recommender.load` does, and the graph beside it.
 
         Raises:
             ValueError: the graph was made of other weights.
         """
-        with located(saved, config) as place:
-            self, model = cls.load(place), cards.read(place)
-        assert isinstance(self, cls)
-        self.card = read_json(folder / CARD)
-        wanted = {**_identity(model), "files": model["files"], "graph_sha256": sha256(folder / GRAPH)}
-        if any(self.card.get(name) != value for name, value in wanted.items()):
-            raise ValueError(f"{folder / GRAPH} was not exported from the model in {saved}: export it again")
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = threads
-        self.session = onnxruntime.InferenceSession(folder / GRAPH, options)
+        with located(saved, config) as folder:
+            recommender, model, card = Recommender.load(folder), cards.read(folder), read_json(folder / GRAPH_CARD)
+            wanted = {**_identity(model), "files": model["files"], "graph_sha256": sha256(folder / GRAPH)}
+            if any(card.get(name) != value for name, value in wanted.items()):
+                raise ValueError(f"{folder / GRAPH} was not exported from the weights beside it: export it again")
+            return cls.copied(recommender, card, _session(folder / GRAPH, threads))
+
+    @classmethod
+    def copied(
+        cls, recommender: Recommender, card: dict[str, Any], session: onnxruntime.InferenceSession
+    ) -> GraphRecommender:
+        """Return a recommender like another one, which runs `session`."""
+        self = object.__new__(cls)
+        vars(self).update(vars(recommender), card=card, session=session)
         return self
 
-    def check(self, request: Request) -> None:
-        """See `Recommender.check`; a graph holds its catalogue."""
-        if request.items_text:
-            raise ValueError("items_text: an exported graph cannot rank new items; serve the weights instead")
-        super().check(request)
+    def _grown(self, items_text: Mapping[str, Mapping[str, str]]) -> Recommender:
+        other = super()._grown(items_text)
+        assert isinstance(other, GraphRecommender)
+        other.session = None  # a graph holds its catalogue
+        return other
 
     def _top(self, batch: Batch, hidden: Sequence[Tensor], k: int) -> list[Best]:
+        if self.session is None or k > self.card["k"]:
+            return super()._top(batch, hidden, k)
         if self.model.options.masked:
             batch = Batch(batch.items[:, :-1], batch.times[:, :-1], batch.user)  # the graph adds MASK itself
         missing = max(0, self.card["shortest"] - batch.items.shape[1])

@@ -16,6 +16,7 @@ from seqrec.serving import schemas
 from seqrec.serving.batcher import Batcher, Served
 from seqrec.serving.events import Past, Shown, Store, StoreError
 from seqrec.serving.experiment import compare, in_candidate
+from seqrec.serving.histories import Histories
 from seqrec.serving.impressions import Impressions
 from seqrec.serving.metrics import Metrics
 from seqrec.serving.recommender import Answer, Recommender, Request
@@ -46,6 +47,7 @@ class Service:
         if candidate is not None:
             self.batchers.append(Batcher(candidate, largest, self.metrics.count))
         self.impressions = Impressions(store, self.metrics.lost) if store else None
+        self.histories = Histories(store) if store else None
 
     async def answer(self, queries: Sequence[schemas.Query]) -> list[Recommendation]:
         """Return the recommendations for `queries`; the store does not see answers to those that name a version.
@@ -126,9 +128,9 @@ class Service:
         users = {query.user for query in queries if query.history is None and query.user is not None}
         if not users:
             return [query.request(NOBODY) for query in queries]
-        if self.store is None:
+        if self.histories is None:
             raise ValueError("history: missing, and this service has no store of events: start it with --store")
-        pasts = await asyncio.to_thread(self.store.pasts, users)
+        pasts = await self.histories.pasts(users)
         return [query.request(pasts.get(query.user or "", NOBODY)) for query in queries]
 
     async def expire(self, store: Store, days: float) -> None:

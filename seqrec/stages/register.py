@@ -379,6 +379,8 @@ def _gate(tracker: Tracker, best: Entry, rows: Sequence[Row], run: Run, config: 
     if (baseline := best_baseline(rows)) is not None:
         tags |= gate.baseline_tags(baseline["model"], baseline[SELECTION])
     model = registry.log_model(tracker.client, run, checkpoint=best.checkpoint)
+    if config.graph:
+        registry.log_graph(tracker.client, model, checkpoint=best.checkpoint)
     about = (
         f"Next-item recommenders for {tracker.split['dataset']} ({tracker.split['protocol']}), a version a training. "
         f"`{registry.CHAMPION}` is the one to serve, `{registry.CANDIDATE}` the best of the last run."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import logging
 import shutil
 import tempfile
 import uuid
@@ -26,7 +27,7 @@ from mlflow.types import ColSpec, DataType, Schema
 from mlflow.types.schema import Array
 
 from seqrec import ROOT
-from seqrec.artifacts import COUNTS, MODEL_CARD, REFIT, TOKENS, VOCABULARY, WEIGHTS, read_json
+from seqrec.artifacts import COUNTS, GRAPH, GRAPH_CARD, MODEL_CARD, REFIT, TOKENS, VOCABULARY, WEIGHTS, read_json
 from seqrec.config import RegisterConfig
 from seqrec.redaction import redacted
 from seqrec.tracking.runs import (
@@ -43,6 +44,8 @@ from seqrec.tracking.runs import (
     tracking_uri,
 )
 from seqrec.training import cards
+
+logger = logging.getLogger(__name__)
 
 CANDIDATE, CHAMPION = "candidate", "champion"
 REPORT = "report"  # artifact folder of a run
@@ -125,6 +128,25 @@ def log_model(client: MlflowClient, run: Run, *, checkpoint: Path) -> LoggedMode
         input_example=_example(checkpoint / VOCABULARY),
     )
     return client.get_logged_model(model.model_id)
+
+
+def log_graph(client: MlflowClient, model: LoggedModel, *, checkpoint: Path) -> None:
+    """Add the ONNX graph of the weights in `checkpoint` to their logged model, if it has none; `serve` runs it.
+
+    A model that cannot be exported goes without one, and a warning says why.
+    """
+    if any(Path(file.path).name == GRAPH for file in client.list_logged_model_artifacts(model.model_id, ARTIFACTS)):
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            from seqrec.serving import onnx_graph  # of the extra `serve`
+
+            onnx_graph.export(saved=checkpoint, output=Path(folder) / ARTIFACTS)
+        except Exception as error:  # whatever a converter may raise; the weights answer as well
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            logger.warning("%s has no ONNX graph and is served by torch (%s)", model.name, reason)
+            return
+        client.log_model_artifacts(model.model_id, folder)
 
 
 def requirements() -> list[str]:
@@ -233,6 +255,8 @@ def register_refit(
     log_history(client, run, history)
     model = log_model(client, run, checkpoint=checkpoint)
     reason = f"refit of version {evaluated.version} on every event"
+    if config.graph:
+        log_graph(client, model, checkpoint=checkpoint)
     tags = {key: value for key, value in evaluated.tags.items() if key not in OWN_TAGS}
     tags |= {REFIT_TAG: str(evaluated.version), REASON_TAG: reason}
     notice = (
@@ -300,6 +324,6 @@ def fetch(uri: str, folder: Path, config: RegisterConfig) -> None:
             ) from error
         if not (model / ARTIFACTS / MODEL_CARD).is_file():
             raise TrackingError(f"{uri} holds no {MODEL_CARD}, so `register` has not logged it")
-        for file in (WEIGHTS, MODEL_CARD, TOKENS, COUNTS, *cards.FILES):
+        for file in (WEIGHTS, MODEL_CARD, TOKENS, COUNTS, GRAPH, GRAPH_CARD, *cards.FILES):
             if (model / ARTIFACTS / file).is_file():
                 shutil.copyfile(model / ARTIFACTS / file, folder / file)

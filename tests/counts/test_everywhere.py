@@ -49,8 +49,8 @@ def test_ranking_service_graph_search_and_batch_agree(prepared, tmp_path, monkey
     assert table["items"].to_pylist() == [[item_ids[i - 1] for i in row] for row in item_BK.tolist()]
     recommenders = [Recommender.load(saved), ApproximateRecommender.of(saved, 64)]
     if dense:
-        onnx_graph.export(saved=saved, output=tmp_path / "graph", k=15)
-        recommenders.append(GraphRecommender.of(saved, tmp_path / "graph"))
+        onnx_graph.export(saved=saved, output=saved, k=15)
+        recommenders.append(GraphRecommender.of(saved))
     for recommender in recommenders:
         for answer, items, scores in zip(recommender.answer(requests), item_BK, score_BK, strict=True):
             assert answer.scores == pytest.approx(scores.tolist(), abs=1e-4)
@@ -95,13 +95,13 @@ def test_counts_of_another_catalogue_are_refused(prepared, tmp_path):
 
 def test_a_graph_of_other_counts_is_refused(prepared, tmp_path):
     saved = save("mfbpr", prepared, tmp_path / "saved", CONFIG)
-    onnx_graph.export(saved=saved, output=tmp_path / "graph")
+    onnx_graph.export(saved=saved, output=saved)
     card = read_json(saved / MODEL_CARD)
     card["counts"].pop("sha256")
     write_json(saved / MODEL_CARD, card)
 
     with pytest.raises(ValueError, match="export it again"):
-        GraphRecommender.of(saved, tmp_path / "graph")
+        GraphRecommender.of(saved)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from support import make_model, save
 
 from seqrec.config import RegisterConfig
 from seqrec.serving.approximate_search import ApproximateRecommender
-from seqrec.serving.http import loaded, serve
+from seqrec.serving.http import loaded
 from seqrec.serving.recommender import Recommender, Request
 
 ITEMS = 2_000
@@ -101,5 +100,3 @@ def test_serving_builds_it_and_says_its_recall(prepared, tmp_path, caplog):
     assert isinstance(found, ApproximateRecommender)
     assert "recall@10 against exact search, expansion 64: " in caplog.text
     assert found.recommend(["i1"]).items == loaded(folder, 0, RegisterConfig()).recommend(["i1"]).items
-    with pytest.raises(ValueError, match="ann: an exported graph"):
-        serve(dataset="toy", config=RegisterConfig(), saved=folder, graph=Path("graph"), ann=64)

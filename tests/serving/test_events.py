@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 
@@ -13,7 +14,8 @@ from seqrec.__main__ import main
 from seqrec.config import ConfigError
 from seqrec.serving import events as module
 from seqrec.serving import http
-from seqrec.serving.events import DAY, Event, Store, dump
+from seqrec.serving.events import DAY, Event, Past, Store, StoreError, dump
+from seqrec.serving.histories import Histories
 from seqrec.serving.recommender import Recommender
 
 
@@ -44,8 +46,49 @@ def test_a_past_is_in_the_order_of_its_times_whatever_came_first(store):
 def test_the_newest_events_are_kept_where_there_are_too_many(store, monkeypatch):
     monkeypatch.setattr(module, "MOST", 3)
     store.add([event(number, item=f"i{number}") for number in range(9)])
+    store.add([event("old", user="v", item="j", at=0)])
 
-    assert store.pasts(["u"])["u"].items == ["i6", "i7", "i8"]
+    past = store.pasts(["u", "v"])
+    assert (past["u"].items, past["v"].items) == (["i6", "i7", "i8"], ["j"])
+
+
+class Slow:
+    """A store whose lookups take a moment, and are noted."""
+
+    def __init__(self):
+        self.calls, self.fails = [], False
+
+    def pasts(self, users):
+        self.calls.append(set(users))
+        time.sleep(0.05)
+        if self.fails:
+            raise StoreError("down")
+        return {user: Past(items=[user, str(len(self.calls))]) for user in users}
+
+
+def test_users_who_ask_during_a_lookup_are_looked_up_together_after_it():
+    store = Slow()
+
+    async def ask():
+        histories = Histories(store)
+        first = asyncio.create_task(histories.pasts({"a"}))
+        while not store.calls:
+            await asyncio.sleep(0.001)
+        later = [asyncio.create_task(histories.pasts({user})) for user in "abcd"]
+        await asyncio.sleep(0.001)
+        later[1].cancel()  # whoever has gone leaves the others their answer
+        found = await asyncio.gather(first, *later, return_exceptions=True)
+        store.fails = True
+        failed = await asyncio.gather(*(histories.pasts({user}) for user in "ef"), return_exceptions=True)
+        return found, failed
+
+    (first, again, gone, *others), failed = asyncio.run(ask())
+
+    assert store.calls == [{"a"}, {"a", "b", "c", "d"}, {"e", "f"}]
+    assert (first["a"].items, again["a"].items) == (["a", "1"], ["a", "2"])  # never what was read before it asked
+    assert isinstance(gone, asyncio.CancelledError)
+    assert [found[user].items for found, user in zip(others, "cd", strict=True)] == [["c", "2"], ["d", "2"]]
+    assert all(isinstance(error, StoreError) for error in failed)
 
 
 def test_training_data_seeds_histories_once(store, tmp_path):

@@ -112,9 +112,13 @@ def test_what_cannot_be_read_is_refused_with_the_reason(recommenders, prepared, 
     other = Recommender.load(save("sasrec", prepared, tmp_path, model="sasrec"))
     with pytest.raises(ValueError, match="sasrec cannot read text"):
         other.recommend(["i1"], items_text=NEW)
-    graph = object.__new__(GraphRecommender)
-    with pytest.raises(ValueError, match="an exported graph"):
-        graph.check(Request(history=["i1"], items_text=NEW))
+
+
+def test_a_graph_leaves_described_items_to_the_weights(recommenders):
+    whole, lacking = recommenders
+    graph = GraphRecommender.copied(lacking, {"k": 30}, object())  # a session that cannot run
+
+    assert graph.recommend(["i1", "i21"], 30, items_text=NEW).items == whole.recommend(["i1", "i21"], 30).items
 
 
 def test_a_described_item_is_recommended_over_http(recommenders):

@@ -1,9 +1,14 @@
 """Every model as an ONNX graph: the same items and scores as torch, whatever the batch and the lengths."""
 
+import copy
+
 import pytest
 from support import has_option, save
 
-from seqrec.serving import onnx_graph
+from seqrec.artifacts import GRAPH, GRAPH_CARD
+from seqrec.config import RegisterConfig
+from seqrec.serving import http, onnx_graph
+from seqrec.serving.approximate_search import ApproximateRecommender
 from seqrec.serving.onnx_graph import GraphRecommender
 from seqrec.serving.recommender import Recommender, Request
 from seqrec.serving.rules import Attribute, Attributes
@@ -17,19 +22,19 @@ def test_the_graph_answers_as_torch_does(prepared, tmp_path, architecture):
     name, _ = architecture
     # An export takes seconds per layer, and all layers are traced alike: two models prove more than one, STRec has to.
     options = {"layers": 1} if has_option(name, "layers") and name not in ("sasrec", "strec") else {}
-    compare(save(name, prepared, tmp_path / "saved", options=options, median_gap=1000.0), tmp_path)
+    compare(save(name, prepared, tmp_path / "saved", options=options, median_gap=1000.0))
 
 
 def test_the_graph_of_a_history_of_item_vectors_answers_as_torch_does(prepared, tmp_path):
     options = {"objective": "causal", "history_layers": 1}
-    compare(save("recformer", prepared, tmp_path / "saved", options=options, median_gap=1000.0), tmp_path)
+    compare(save("recformer", prepared, tmp_path / "saved", options=options, median_gap=1000.0))
 
 
-def compare(saved, tmp_path):
-    values = onnx_graph.export(saved=saved, output=tmp_path / "graph", k=15)
+def compare(saved):
+    values = onnx_graph.export(saved=saved, output=saved, k=15)
 
     assert values == {"k": 15}
-    torch_, graph = Recommender.load(saved), GraphRecommender.of(saved, tmp_path / "graph")
+    torch_, graph = Recommender.load(saved), GraphRecommender.of(saved)
     kinds = Attributes({"kind": Attribute([("even", "odd")[item % 2] for item in range(40)])})
     torch_.attributes = graph.attributes = kinds
     allowed = [f"i{item}" for item in range(20, 30)]
@@ -52,27 +57,51 @@ def compare(saved, tmp_path):
 
 
 def test_a_graph_of_other_weights_is_refused(prepared, tmp_path):
-    saved = save("mfbpr", prepared, tmp_path / "saved")
-    onnx_graph.export(saved=saved, output=tmp_path / "graph")
+    saved = save("mfbpr", prepared, tmp_path)
+    onnx_graph.export(saved=saved, output=saved)
     model = Recommender.load(saved).model
     model.items.weight.data += 1
     save_model(saved, model, {"filter_seen": True}, catalogue_files(prepared))
 
     with pytest.raises(ValueError, match="export it again"):
-        GraphRecommender.of(saved, tmp_path / "graph")
+        GraphRecommender.of(saved)
 
 
 def test_a_graph_of_another_vocabulary_or_a_damaged_one_is_refused(prepared, tmp_path):
     saved, graph = save("mfbpr", prepared, tmp_path / "saved"), tmp_path / "graph"
     onnx_graph.export(saved=saved, output=graph)
-    GraphRecommender.of(saved, graph)
     assert (graph / "vocabulary.parquet").read_bytes() == (saved / "vocabulary.parquet").read_bytes()
+    onnx_graph.export(saved=saved, output=saved)
+    GraphRecommender.of(saved)
 
-    content = (graph / onnx_graph.GRAPH).read_bytes()
-    (graph / onnx_graph.GRAPH).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    content = (saved / GRAPH).read_bytes()
+    (saved / GRAPH).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with pytest.raises(ValueError, match="export it again"):
-        GraphRecommender.of(saved, graph)
-    (graph / onnx_graph.GRAPH).write_bytes(content)
+        GraphRecommender.of(saved)
+    (saved / GRAPH).write_bytes(content)
     save_model(saved, Recommender.load(saved).model, {"filter_seen": True}, catalogue_files(prepared))  # no titles
     with pytest.raises(ValueError, match="export it again"):
-        GraphRecommender.of(saved, graph)
+        GraphRecommender.of(saved)
+
+
+def test_a_graph_with_other_scores_is_not_written(prepared, tmp_path, monkeypatch):
+    saved, right = save("mfbpr", prepared, tmp_path / "saved"), onnx_graph.graph
+
+    def wrong(model, k, term):
+        twisted = copy.deepcopy(model)
+        twisted.items.weight.data[3] += 1
+        return right(twisted, k, term)
+
+    monkeypatch.setattr(onnx_graph, "graph", wrong)
+    with pytest.raises(ValueError, match="scores differ from the weights'"):
+        onnx_graph.export(saved=saved, output=tmp_path / "graph")
+    assert not (tmp_path / "graph" / GRAPH_CARD).exists()
+
+
+def test_the_service_runs_the_graph_beside_the_weights(prepared, tmp_path):
+    saved = save("mfbpr", prepared, tmp_path)
+    assert type(http.loaded(saved, 0, RegisterConfig())) is Recommender
+    onnx_graph.export(saved=saved, output=saved)
+
+    assert isinstance(http.loaded(saved, 0, RegisterConfig()), GraphRecommender)
+    assert isinstance(http.loaded(saved, 50, RegisterConfig()), ApproximateRecommender)

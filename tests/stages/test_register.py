@@ -160,7 +160,7 @@ def registered(registered_template, tmp_path, monkeypatch, _surroundings):
 
 def run(root=Path(), models=MODELS, params=PARAMS, **changes):
     folders = {"artifacts": root / "artifacts", "reports": root / "reports", "data": root / "data"}
-    config = RegisterConfig(**{"allow_below_baseline": True, **changes})  # nothing here was ever trained
+    config = RegisterConfig(**{"allow_below_baseline": True, "graph": False, **changes})  # nothing is trained
     return register(leaderboard=models, sequences=root / "data" / "sequences", params=params, config=config, **folders)
 
 

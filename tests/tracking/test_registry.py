@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -18,8 +19,10 @@ from seqrec.artifacts import CASES_SCHEMA, USERS_SCHEMA, VOCABULARY_SCHEMA
 from seqrec.commands import registry as registry_command
 from seqrec.config import ConfigError, CountsConfig, ModelConfig, RegisterConfig
 from seqrec.counts.term import CountTerm
-from seqrec.serving import http
+from seqrec.serving import http, onnx_graph
 from seqrec.serving.events import Event, Shown, Store
+from seqrec.serving.http import loaded
+from seqrec.serving.onnx_graph import GraphRecommender
 from seqrec.serving.recommender import Recommender
 from seqrec.tracking import gate, local, registry, runs
 from seqrec.tracking.runs import TrackingError
@@ -84,6 +87,31 @@ def test_a_half_written_model_is_replaced_and_a_complete_one_is_kept(client, run
 
     assert found.model_id == model.model_id
     assert registry.log_model(client, run, checkpoint=folder).model_id == model.model_id
+
+
+def test_a_model_gets_its_graph_once_and_is_served_with_it(client, config, run, folder, monkeypatch, caplog):
+    spare = client.create_logged_model(run.info.experiment_id, "spare", run.info.run_id)  # not the one of other tests
+    shutil.copytree(folder, Path(spare.artifact_location.removeprefix("file://")) / registry.ARTIFACTS)
+    export = onnx_graph.export
+
+    def broken(**_):
+        raise RuntimeError("no such operator\nand a long trace")
+
+    monkeypatch.setattr(onnx_graph, "export", broken)
+    registry.log_graph(client, spare, checkpoint=folder)
+    assert "spare has no ONNX graph and is served by torch (RuntimeError: no such operator)" in caplog.text
+    assert not isinstance(loaded(f"models:/{spare.model_id}", 0, config), GraphRecommender)
+
+    monkeypatch.setattr(onnx_graph, "export", export)
+    registry.log_graph(client, spare, checkpoint=folder)
+    monkeypatch.setattr(onnx_graph, "export", broken)
+    caplog.clear()
+    registry.log_graph(client, spare, checkpoint=folder)
+    assert not caplog.text
+    served = loaded(f"models:/{spare.model_id}", 0, config)
+    assert isinstance(served, GraphRecommender)
+    assert served.recommend(["i1"]).items == Recommender.load(folder).recommend(["i1"]).items
+    client.delete_logged_model(spare.model_id)
 
 
 def test_nothing_in_the_model_is_a_pickle(model):

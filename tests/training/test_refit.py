@@ -207,7 +207,7 @@ def registered(prepared, trained, tmp_path, monkeypatch):
     for name in ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID"):
         monkeypatch.delenv(name, raising=False)
     shutil.copytree(trained, tmp_path / "artifacts" / "sasrec")
-    config = RegisterConfig(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db", experiment="mine")
+    config = RegisterConfig(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db", experiment="mine", graph=False)
     client = runs.connect(config)
     version = register(client, config, tmp_path / "artifacts" / "sasrec" / "finetuned", prepared, 2.0)
     assert gate.promote(client, version, cases(2.0), config).promoted
