@@ -25,6 +25,7 @@ import pytest
 import requests
 import yaml
 from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
 from support import YEAR_2001, write_interactions, write_settings
 
 from seqrec.serving.events import DAY, Event, Shown, Store
@@ -32,8 +33,12 @@ from seqrec.serving.events import DAY, Event, Shown, Store
 ROOT = Path(__file__).parent.parent
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yaml").read_text())["services"]
 BIN = Path(sys.executable).parent
-SECRETS = {"POSTGRES_PASSWORD": "p0stgres", "S3_ACCESS_KEY": "acc3ss", "S3_SECRET_KEY": "s3cret"}
+SECRETS = {
+    **{"POSTGRES_PASSWORD": "p0stgres", "S3_ACCESS_KEY": "acc3ss", "S3_SECRET_KEY": "s3cret"},
+    **{"MLFLOW_PASSWORD": "twelve letters", "MLFLOW_SECRET_KEY": "k3y"},
+}
 NAME = "seqrec-own"
+PASSWORD = "MLFLOW_TRACKING_PASSWORD"
 
 
 def find_postgres() -> Path | None:
@@ -138,8 +143,12 @@ def server() -> Iterator[str]:
         command, variables = started(COMPOSE["mlflow"], hosts, ["--host=127.0.0.1", f"--port={port}"])
         log = stack.enter_context(tempfile.TemporaryFile("w+"))
         environment = {**os.environ, **variables, "MLFLOW_DISABLE_TELEMETRY": "true"}
+        access = {name: COMPOSE["serve"]["environment"][name] for name in ("MLFLOW_TRACKING_USERNAME", PASSWORD)}
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        for name, value in access.items():
+            patch.setenv(name, value.replace("${MLFLOW_PASSWORD}", SECRETS["MLFLOW_PASSWORD"]))
         process = subprocess.Popen(
-            [str(BIN / command[0]), *command[1:]],
+            [str(BIN / command[0]), *command[1:]], cwd=stack.enter_context(tempfile.TemporaryDirectory()),
             env=environment, stdout=log, stderr=log, text=True, start_new_session=True,
         )  # fmt: skip
         stack.callback(lambda: (os.killpg(process.pid, 15), process.wait(30)))
@@ -185,6 +194,21 @@ def test_a_run_of_the_pipeline_ends_with_a_champion_in_postgresql_and_its_files_
     assert {"sasrec", "popularity", "markov", "ease"} <= {run.info.run_name.partition(" ")[0] for run in runs}
 
 
+def test_nobody_without_the_password_reads_or_writes(registered, monkeypatch):
+    server, settings = registered
+    assert requests.get(f"{server}/api/2.0/mlflow/experiments/search?max_results=1", timeout=9).status_code == 401
+
+    monkeypatch.setenv(PASSWORD, "something else")
+    with pytest.raises(MlflowException, match="401"):
+        MlflowClient(server).search_experiments()
+    command = [sys.executable, "-m", "seqrec", "import", "--run", str(settings.parent)]
+    environment = {**os.environ, "MLFLOW_TRACKING_URI": server}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "MLFLOW_TRACKING_USERNAME" in done.stderr
+
+
 def test_importing_it_again_makes_nothing_twice(registered):
     server, settings = registered
     client = MlflowClient(server)
@@ -198,7 +222,7 @@ def test_importing_it_again_makes_nothing_twice(registered):
 def test_recommend_and_mlflow_load_the_champion_from_there(registered, monkeypatch):
     server, settings = registered
     seqrec = [sys.executable, "-m", "seqrec", "recommend", "--params", str(settings)]
-    said = call([*seqrec, "--history", "i1,i2,i3", "--data", str(settings.parent / "data")], MLFLOW_TRACKING_URI=server)
+    said = call([*seqrec, "--history", "i1,i2,i3"], MLFLOW_TRACKING_URI=server)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server)
     mlflow.set_tracking_uri(server)
     loaded = mlflow.pyfunc.load_model(f"models:/{NAME}@champion")

@@ -63,6 +63,8 @@ ADVICE = {  # words of a database's errors -> what to do
     "unable to open database file": "the database cannot be opened; make its folder exist and writable",
     "file is not a database": "the file is no SQLite database; name another one, or restore it from a backup",
     "malformed": "the database is damaged; restore it from a backup",
+    "failed with error code 401": "the server wants another user or password; set MLFLOW_TRACKING_USERNAME and "
+    "MLFLOW_TRACKING_PASSWORD",
 }
 METRICS_PER_BATCH, PARAMS_PER_BATCH = 1000, 100  # MLflow's limits
 Record = Mapping[str, Any]
