@@ -42,7 +42,7 @@ def models() -> dict[str, dict]:
         entry["options"] |= dict.fromkeys(SMALL & entry["options"].keys(), 16) | {"length": 12}
         entry["options"] |= {"vocabulary": 300} if "vocabulary" in entry["options"] else {}
         for stage in ("pretrain", "finetune"):
-            entry[stage] |= {"epochs": 1, "batch_size": 16}
+            entry[stage] = entry.get(stage, {}) | {"epochs": 1, "batch_size": 16}
             entry[stage] |= {"prefixes_per_user": 2} if "prefixes_per_user" in entry[stage] else {}
     return entries
 
