@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 ALONE = "alone"  # folder of the reports of models without their count term
 FINISHED = "benchmark.json"  # the settings that a report was made with
 PAGE = "benchmark.md"
+NEW = "test/ndcg@10/popularity=cold"
 HEADINGS = (
     "model",
     "seeds",
@@ -38,6 +39,7 @@ HEADINGS = (
     "test NDCG@10",
     "test recall@10",
     "test NDCG@10, no counts",
+    "test NDCG@10, new items",
     "gain over {base} on test [95 %]",
     "p, Holm",
     "parameters",
@@ -59,6 +61,7 @@ class Row:
     spread: float | None  # sample standard deviation of the test NDCG@10 over seeds
     recall: float
     alone: float | None  # test NDCG@10 without the count term
+    new: float | None  # test NDCG@10 of the cases whose target has no training event; None: there are none
     gain: intervals.Interval | None  # paired gain over the base, on test
     p_value: float | None  # of the gain, corrected for the number of rows (Holm 1979)
     parameters: float
@@ -189,6 +192,7 @@ def _row(name: str, reports: Sequence[Path], base: Sequence[Path] | None) -> Row
         spread=float(np.std(ndcg, ddof=1)) if len(ndcg) > 1 else None,
         recall=_mean(reports, "test/recall@10"),
         alone=_mean(alone, "test/ndcg@10") if all((path / METRICS).is_file() for path in alone) else None,
+        new=_mean(reports, NEW) if NEW in read_json(reports[0] / METRICS) else None,
         gain=gain,
         p_value=p_value,
         parameters=_mean(reports, "parameters"),
@@ -236,8 +240,9 @@ def page(content: dict[str, Any], rows: Sequence[Row]) -> str:
         f"# Benchmark on {content['dataset']}",
         "",
         f"{content['protocol']}, whole catalogue. A user's NDCG is the mean over the seeds, and ± their standard "
-        "deviation. Gains are paired over users; p-values, of sign flips, are corrected for "
-        f"{sum(row.p_value is not None for row in rows)} comparisons. No row had a search of its settings."
+        "deviation. New items have no training event. Gains are paired over users; p-values, of sign flips, are "
+        f"corrected for {sum(row.p_value is not None for row in rows)} comparisons. No row had a search of its "
+        "settings."
         + (" Test cases are ranked after a refit on the validation events." if content["refit"] == "valid" else ""),
         "",
         f"Commit `{content['commit'][:7] or 'unknown'}` · split `{content['split_sha256'][:12]}`",
@@ -259,6 +264,7 @@ def _cells(row: Row) -> list[str]:
         f"{row.ndcg:.4f}{spread}",
         f"{row.recall:.4f}",
         "-" if row.alone is None else f"{row.alone:.4f}",
+        "-" if row.new is None else f"{row.new:.4f}",
         "-" if row.gain is None else f"{row.gain.mean:+.4f} [{row.gain.low:+.4f}, {row.gain.high:+.4f}]",
         "-" if row.p_value is None else f"{row.p_value:.3f}",
         f"{row.parameters:,.0f}",

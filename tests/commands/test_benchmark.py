@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from seqrec.artifacts import CASES, METRICS, read_json
+from seqrec.artifacts import CASES, METRICS, read_json, write_json
 from seqrec.commands import benchmark as bench
 from seqrec.config import ConfigError
 from seqrec.stages.evaluate import evaluate
@@ -63,6 +63,7 @@ def test_figures_are_means_over_the_seeds(out):
         assert found[0]["test/ndcg@10"] != found[1]["test/ndcg@10"]  # the seed reaches the training
         assert row["ndcg"] == pytest.approx(np.mean([values["test/ndcg@10"] for values in found]))
         assert row["spread"] == pytest.approx(abs(found[0]["test/ndcg@10"] - found[1]["test/ndcg@10"]) / np.sqrt(2))
+        assert row["new"] is None  # no target is new
         assert 50 < row["train_peak_mb"] < 100_000
         assert row["valid"] == pytest.approx(np.mean([values["valid/ndcg@10"] for values in found]))
 
@@ -96,6 +97,16 @@ def test_the_page_has_a_line_for_every_row(out):
     assert [line.split(" | ")[0].lstrip("| ") for line in page.splitlines() if line.startswith("| ")][2:] == [
         row["model"] for row in read_json(out / "benchmark.json")["rows"]
     ]
+
+
+def test_the_page_shows_how_new_items_are_ranked(out, prepared):
+    for seed, value in ((1, 0.25), (2, 0.5)):
+        path = out / f"seed-{seed}/reports/sasrec" / METRICS
+        write_json(path, read_json(path) | {bench.NEW: value})
+    bench.write_page(bench.load(out.parent / "config.yaml"), prepared, out)
+
+    assert rows_of(out)["sasrec"]["new"] == 0.375
+    assert "| 0.3750 |" in (out / bench.PAGE).read_text()
 
 
 def test_only_what_is_missing_or_changed_is_trained(out, prepared):
