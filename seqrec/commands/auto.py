@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import shlex
 import time
 from collections.abc import Mapping
@@ -55,6 +56,7 @@ CORES = (5, 3, 2)  # minimum events per user and item, strictest first
 KEPT = 0.5  # share of the events that a k-core must leave
 CASES, KNOWN = 100, 0.2  # temporal split: minimum cases per part, and minimum share of trained users
 RESERVE = 0.15  # share of a model's budget that counts and evaluation need
+ENOUGH = 0.5  # share of a model's epochs that it gets before the next model gets any: one sound model beats three poor
 EASE_FLOPS = 1e9  # items cubed per second of the whole budget, so that EASE takes a tenth of it
 
 
@@ -311,7 +313,10 @@ def _settings(name: str, shape: Shape, epochs: int | None) -> dict[str, Any]:
 
 
 def _epochs(plan: Plan, name: str, shape: Shape, folder: Path, out: Path, share: float) -> int:
-    """Return how many epochs fit into `share` seconds, estimated from a few steps; 0 leaves the model out."""
+    """Return how many epochs a model gets, estimated from a few steps; 0 leaves it out.
+
+    As many as fit into `share` seconds; more at the cost of the models after it, until it has ENOUGH of them.
+    """
     first = not plan.params["models"]
     if share <= 0 and not first:
         logger.warning("%s is left out: the budget is spent", name)
@@ -321,12 +326,14 @@ def _epochs(plan: Plan, name: str, shape: Shape, folder: Path, out: Path, share:
     run.build_model(params, name, folder, out)
     began = time.monotonic()
     cost = _cost(params, name, folder, out)
-    usable = (share - (time.monotonic() - began)) * (1 - RESERVE) - 4 * cost.validation_s
-    fitting = int(usable / cost.epoch_s)
+    wanted = params.section("finetune", model=name).epochs
+    probe = time.monotonic() - began
+    fitting, most = (_fitting(seconds, cost) for seconds in (share - probe, plan.left()))
+    fitting = max(fitting, min(most, math.ceil(ENOUGH * wanted)))
     if fitting < 1 and not first:
-        logger.warning("%s is left out: an epoch takes %.0f s of the remaining %.0f s", name, cost.epoch_s, usable)
+        logger.warning("%s is left out: an epoch takes %.0f s, and %.0f s are left", name, cost.epoch_s, plan.left())
         return 0
-    epochs = max(1, min(fitting, params.section("finetune", model=name).epochs))
+    epochs = max(1, min(fitting, wanted))
     logger.info(
         "%s: %d epochs of %d steps, about %.0f s at most; %.1f GB of memory so far",
         name,
@@ -336,6 +343,11 @@ def _epochs(plan: Plan, name: str, shape: Shape, folder: Path, out: Path, share:
         cost.memory / 1e9,
     )
     return int(epochs)
+
+
+def _fitting(seconds: float, cost: Cost) -> int:
+    """Return how many epochs fit into `seconds`, beside counts and evaluation."""
+    return max(0, int((seconds * (1 - RESERVE) - 4 * cost.validation_s) / cost.epoch_s))
 
 
 def _cost(params: Params, name: str, folder: Path, out: Path) -> Cost:

@@ -33,6 +33,7 @@ PAIRS = 1 << 24  # maximum number of table entries that the cases read in total,
 ROUNDS = 2  # rounds over all axes
 Values = TypeVar("Values")
 Axis = Sequence[Mapping[str, Any]]  # alternatives, each a change of one or more settings
+AnyAxis = Axis | Callable[[Any], Axis]  # or what gives them for the settings found so far
 
 SMOOTHING = (0.03, 0.1, 0.3, 1.0)  # tau / |I|
 POPULARITY = (-0.4, -0.2, -0.1, -0.05, 0.0)  # lambda; more weight on popularity rarely helps
@@ -48,14 +49,21 @@ ALONE: Sequence[Axis] = (  # smoothing and popularity vary together, since smoot
     RHO,
     KERNELS,
 )
-ALPHA: Axis = [{"alpha": alpha} for alpha in (0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 8.0)]
-ADDED: Sequence[Axis] = (
-    ALPHA,
-    [{"smoothing": tau} for tau in SMOOTHING],
-    RHO,
-    KERNELS,
-    [{"popularity": weight} for weight in POPULARITY],
-)
+ALPHA = (0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 8.0, 13.0, 20.0, 50.0)  # with the last, counts decide alone
+
+
+def alphas(found: CountsConfig) -> Axis:
+    """Return the alternatives of alpha; the weight of popularity keeps its ratio to counts that outweigh the model."""
+    weight = found.popularity / max(1.0, found.alpha)
+    return [{"alpha": alpha, "popularity": weight * max(1.0, alpha)} for alpha in ALPHA]
+
+
+def popularities(found: CountsConfig) -> Axis:
+    """Return the alternatives of the weight of popularity, larger beside counts that outweigh the model."""
+    return [{"popularity": weight * max(1.0, found.alpha)} for weight in POPULARITY]
+
+
+ADDED: Sequence[AnyAxis] = (alphas, [{"smoothing": tau} for tau in SMOOTHING], RHO, KERNELS, popularities)
 
 
 @dataclass(frozen=True)
@@ -75,7 +83,7 @@ class Choice(Generic[Values]):
 
 
 def search(
-    ndcg_of: Callable[[Values], NDArray[np.float64]], user: Tensor, start: Values, axes: Sequence[Axis]
+    ndcg_of: Callable[[Values], NDArray[np.float64]], user: Tensor, start: Values, axes: Sequence[AnyAxis]
 ) -> Choice[Values]:
     """Return the settings with the best mean NDCG@10 on all users, and on each half of the users.
 
@@ -118,7 +126,7 @@ def drawn_cases(data: Sequences, tables: Tables, pairs: int = PAIRS) -> Cases:
 
 
 def _descend(
-    ndcg: Callable[[Values], NDArray[np.float64]], start: Values, axes: Sequence[Axis], chosen: NDArray[np.bool_]
+    ndcg: Callable[[Values], NDArray[np.float64]], start: Values, axes: Sequence[AnyAxis], chosen: NDArray[np.bool_]
 ) -> Values:
     """Return the best settings on the `chosen` cases; of equally good ones, the first."""
 
@@ -129,7 +137,8 @@ def _descend(
     for _ in range(ROUNDS):
         before = best
         for axis in axes:
-            rivals = [replace(best, **change) for change in axis]  # type: ignore[type-var]
+            changes = axis(best) if callable(axis) else axis
+            rivals = [replace(best, **change) for change in changes]  # type: ignore[type-var]
             best = max([best, *rivals], key=value)
         if best == before:
             break

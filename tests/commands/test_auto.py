@@ -13,6 +13,8 @@ from seqrec.commands import auto
 from seqrec.config import load
 from seqrec.data import sequences
 from seqrec.serving.recommender import Recommender, Request
+from seqrec.training import auto_settings
+from seqrec.training.loop import Cost
 
 COLUMNS = ("Customer ID", "SKU", "bought_at", "product_name")
 SHARE = 0.005  # minutes: one epoch of one model
@@ -64,6 +66,33 @@ def test_the_same_command_continues_and_another_one_is_refused(made, caplog):
     assert weights.stat().st_mtime_ns == before
     assert main([*command, "5"]) == 1
     assert "was made for other data or flags" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("epoch_s", "spent", "share", "expected"),
+    [
+        (10.0, 0, 2000, "wanted"),  # all epochs fit
+        (20.0, 0, 2010, 85),  # as many as the share holds
+        (40.0, 0, 2000, "half"),  # which takes more than the share
+        (600.0, 0, 2000, 8),  # all that is left
+        (7000.0, 0, 2000, 1),  # the first model gets one in any case
+        (40.0, 5860, 30, 2),
+    ],
+)
+def test_a_model_gets_half_of_its_epochs_before_the_next_one_gets_any(
+    made, tmp_path, monkeypatch, epoch_s, spent, share, expected
+):
+    monkeypatch.setattr(auto, "_cost", lambda *_: Cost(step_s=epoch_s, steps=1, validation_s=0.0, memory=0))
+    folder = made / "out" / "data" / "sequences"
+    params = auto.Plan.load(made / "out" / "auto.json", json.loads((made / "out" / "auto.json").read_text())["request"])
+    plan = auto.Plan(tmp_path / "auto.json", {"minutes": 100.0}, params.params | {"models": {}}, spent=spent)
+    shape = auto.Shape.of(sequences.load(folder))
+    wanted = auto_settings.finetune(shape, {})["epochs"]
+
+    found = auto._epochs(plan, "sasrec", shape, folder, tmp_path, share)
+
+    assert 86 < wanted <= 170
+    assert found == {"wanted": wanted, "half": -(-wanted // 2)}.get(expected, expected)
 
 
 def test_a_log_that_time_cannot_divide_is_split_by_user(tmp_path):

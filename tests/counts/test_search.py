@@ -116,6 +116,27 @@ def test_alpha_is_zero_for_a_model_that_counts_cannot_help(prepared, base, helps
     assert Tables(data).scorer(base, CountsConfig(alpha=0.0), data.device) is base
 
 
+def test_beside_scores_that_say_nothing_the_counts_decide(prepared):
+    """The sum with loud noise finds what counts alone find, weight of popularity included."""
+    data = sequences.load(prepared)
+
+    def noise(data, user, stop):
+        score = 4 * torch.randn(len(user), data.num_items, generator=torch.Generator().manual_seed(int(stop.sum())))
+        return lambda: iter([(1, score.clone())])
+
+    alone = search.choose(nothing, Tables(data), data, filter_seen=True, events=12)
+    choice = search.choose(noise, Tables(data), data, filter_seen=True, events=12)
+
+    assert choice.values.alpha > 8
+    assert choice.flattered > 0.95 * alone.flattered
+
+
+def test_an_alternative_may_follow_from_what_was_found():
+    axes = [[{"both": 2.0}], lambda found: [{"both": found.both + 1}]]
+
+    assert search.search(leveled, USER, Level(), axes).values.both == 4.0  # twice from the one to the other
+
+
 def test_the_term_sees_no_more_events_than_the_model(prepared):
     data = sequences.load(prepared)
 
