@@ -17,6 +17,7 @@ import pyarrow as pa
 import torch
 import uvicorn
 import yaml
+from tokenizers import Tokenizer
 
 from models import REGISTRY
 from models.base import Batch, Catalogue, Options
@@ -24,7 +25,7 @@ from seqrec import artifacts
 from seqrec.artifacts import sha256, write_json, write_table
 from seqrec.config import FinetuneConfig, ModelConfig, PrepareConfig, PretrainConfig
 from seqrec.counts import term
-from seqrec.data import sequences
+from seqrec.data import item_tokens, sequences
 from seqrec.stages.finetune import finetune
 from seqrec.stages.prepare import prepare
 from seqrec.stages.pretrain import pretrain
@@ -150,6 +151,18 @@ OPTIONS = {
 
 
 CONFIG = {"epochs": 4, "batch_size": 16, "warmup_steps": 5, "learning_rate": 5e-3, "patience": 9}
+
+
+def save_bert(texts: item_tokens.Texts, folder: Path) -> tuple[str, Tokenizer]:
+    """Write a tiny BERT of random weights that reads `texts`; return its place and its tokeniser."""
+    import transformers  # takes seconds, and few tests need it
+
+    tokenizer = item_tokens.train_tokenizer([texts], 200)
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    bert = transformers.BertModel(transformers.BertConfig(vocab_size=tokenizer.get_vocab_size(), **sizes))
+    bert.save_pretrained(folder)
+    tokenizer.save(str(folder / artifacts.TOKENIZER))
+    return str(folder), tokenizer
 
 
 def run(prepared, out, model="sasrec", resume=False, options=None, log=None, **config):

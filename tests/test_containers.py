@@ -18,10 +18,11 @@ import pytest
 import requests
 import yaml
 from mlflow import MlflowClient
-from support import save, synthetic_rows
+from support import save, save_bert, synthetic_rows
 
 from pipelines.local import HARDENED
 from seqrec.config import RegisterConfig
+from seqrec.data import item_tokens
 from seqrec.serving.recommender import Recommender
 from seqrec.tracking import registry, runs
 from seqrec.tracking.runs import FAILURE, OUTCOME
@@ -57,11 +58,15 @@ def write_settings(
         writer = csv.writer(file)
         writer.writerow(["user_id", "item_id", "timestamp"])
         writer.writerows((user, item, start + moment) for user, item, moment in rows)
+    described = [(item, f"Title of {item}", f"kind {item[-1]}") for item in sorted({row[1] for row in rows})]
     with (folder / "items.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["item_id", "title", "kind"])
-        writer.writerows((item, f"Title of {item}", f"kind {item[-1]}") for item in sorted({row[1] for row in rows}))
+        writer.writerows(described)
     entries = models()
+    texts = item_tokens.as_texts([{"title": title, "kind": kind} for _, title, kind in described])
+    entries["unisrec"]["options"]["start"] = save_bert(texts, folder / "bert")[0]  # the containers are offline
+    (folder / "bert" / "model.safetensors").chmod(0o644)  # and have a user of their own
     chosen = chosen or tuple(entries)
     for name in chosen:
         entries[name]["finetune"]["epochs"] = epochs

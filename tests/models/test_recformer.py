@@ -8,8 +8,7 @@ import math
 import pyarrow as pa
 import pytest
 import torch
-import transformers
-from support import make_batch, make_model, make_tokens, prepare_rows, synthetic_rows
+from support import make_batch, make_model, make_tokens, prepare_rows, save_bert, synthetic_rows
 from torch.nn import functional as F
 
 from models.base import Catalogue
@@ -719,16 +718,8 @@ def test_text_is_asked_for(target, tmp_path):
         )
 
 
-def tiny_bert(target, folder):
-    """Write a BERT of random weights; return its place, its tokeniser and the texts of the target."""
-    names = sequences.read_vocabulary(target / "sequences")[0]
-    texts = item_tokens.read_texts(target / artifacts.ITEMS, names)
-    tokenizer = item_tokens.train_tokenizer([texts], 200)
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    bert = transformers.BertModel(transformers.BertConfig(vocab_size=tokenizer.get_vocab_size(), **sizes))
-    bert.save_pretrained(folder)
-    tokenizer.save(str(folder / artifacts.TOKENIZER))
-    return str(folder), tokenizer, texts
+def texts_of(target):
+    return item_tokens.read_texts(target / artifacts.ITEMS, sequences.read_vocabulary(target / "sequences")[0])
 
 
 def run_on_vectors(architecture, target, out, start, sources=(), **options):
@@ -747,7 +738,8 @@ def run_on_vectors(architecture, target, out, start, sources=(), **options):
 
 
 def test_unisrec_learns_from_the_sources_and_serves_the_target(target, source, tmp_path):
-    start, tokenizer, texts = tiny_bert(target, tmp_path / "bert")
+    texts = texts_of(target)
+    start, tokenizer = save_bert(texts, tmp_path / "bert")
     options = {"ids": True, "fixed_encoder": True, "experts": 2}
 
     values = run_on_vectors("unisrec", target, tmp_path, start, sources=[source], **options)
@@ -784,7 +776,8 @@ def test_attributes_are_the_words_that_titles_share(target, tmp_path, architectu
 
 
 def test_zesrec_trains_on_frozen_text_vectors(target, tmp_path):
-    start, tokenizer, texts = tiny_bert(target, tmp_path / "bert")
+    texts = texts_of(target)
+    start, tokenizer = save_bert(texts, tmp_path / "bert")
 
     run_on_vectors("zesrec", target, tmp_path, start)
     run_finetune(target, tmp_path, epochs=1)
