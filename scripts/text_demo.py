@@ -42,17 +42,21 @@ NEW, NONSENSE = "described in the request", "qqqq zzz"
 Row = dict[str, Any]
 
 
-def demo(*, config_file: Path, out: Path, data: Path | None = None, requests: int = 100) -> dict[str, Any]:
+def demo(
+    *, config_file: Path, out: Path, dataset: str = "", data: Path | None = None, requests: int = 100
+) -> dict[str, Any]:
     """Run the config, and return and write what its models make of few users, new items and described ones.
 
     Args:
         config_file: its models differ in architecture and in `finetune.user_share`; no epoch is no user.
         out: as for `seqrec run`.
+        dataset: as for `seqrec run`.
         data: as for `seqrec run`.
         requests: test cases whose item is described.
     """
     began, params = time.monotonic(), load(config_file)
-    run(config_file=config_file, out=out, data=data)
+    params = replace(params, dataset=dataset or params.dataset)
+    run(config_file=config_file, out=out, dataset=dataset, data=data)
     folder = (data or out / "data") / "sequences"
     prepared = sequences.load(folder)
     rows = curve(params, prepared, out / "reports")
@@ -228,6 +232,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config-file", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--dataset", default="")
     parser.add_argument("--data", type=Path)
     parser.add_argument("--requests", type=int, default=100)
     logging.basicConfig(level=logging.INFO, format="%(message)s")

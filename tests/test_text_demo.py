@@ -9,6 +9,7 @@ import torch
 import yaml
 from test_site import load
 
+from seqrec.config import load as load_config
 from seqrec.data import sequences
 
 SMALL = {"d_model": 16, "d_inner": 32, "layers": 1, "heads": 2, "length": 8, "max_tokens": 64, "pooling": "mean"}
@@ -28,11 +29,12 @@ def test_few_users_new_items_and_described_ones_are_told_apart(prepared, tmp_pat
     }
     pretrain = {"epochs": 1, "prefixes_per_user": 1}
     evaluate = {"filter_seen": False, "bootstrap": 100}
-    sections = {"dataset": "synthetic", "pretrain": pretrain, "evaluate": evaluate, "models": models}
-    config_file.write_text(yaml.safe_dump({"datasets": {"synthetic": {}}, **sections}))
+    sections = {"dataset": "another", "pretrain": pretrain, "evaluate": evaluate, "models": models}
+    config_file.write_text(yaml.safe_dump({"datasets": {"synthetic": {}, "another": {}}, **sections}))
 
-    result = demo.demo(config_file=config_file, out=out, data=prepared.parent, requests=5)
+    result = demo.demo(config_file=config_file, out=out, dataset="synthetic", data=prepared.parent, requests=5)
 
+    assert result["dataset"] == load_config(out / "params.yaml").dataset == "synthetic"
     rows = {row["model"]: row for row in result["rows"]}
     assert [row["share"] for row in result["rows"]] == [0, 0.05, 0.05, 0.05]
     assert rows.keys() == {*models, "pctm_005"}

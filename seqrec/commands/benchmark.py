@@ -87,7 +87,7 @@ def benchmark(
         The mean test NDCG@10 of each row.
 
     Raises:
-        ConfigError: a model or seed does not exist.
+        ConfigError: a model or seed does not exist, or models train on a share of the users (counting rows would not).
         LockedError: another process runs in `out`.
     """
     params = load(config_file)
@@ -95,6 +95,8 @@ def benchmark(
     models = _names(only, params.leaderboard) or list(params.leaderboard)
     check(params, ingests=data is None)
     numbers = [_seed(text) for text in seeds.split(",")]
+    if any(params.section("finetune", model=model).user_share < 1 for model in models):
+        raise ConfigError("finetune.user_share: counting rows count every user; use scripts/text_demo.py instead")
     with locked(out / locks.NAME, f"--out {out}"):
         folder = (data or _prepared(params, out)) / "sequences"
         _count_rows(params, folder, out)

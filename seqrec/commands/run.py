@@ -7,6 +7,7 @@ import json
 import logging
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,13 @@ SETTINGS = "params.yaml"
 
 
 def run(
-    *, config_file: Path, out: Path, data: Path | None = None, resume: bool = False, from_champion: bool = False
+    *,
+    config_file: Path,
+    out: Path,
+    dataset: str = "",
+    data: Path | None = None,
+    resume: bool = False,
+    from_champion: bool = False,
 ) -> dict[str, float]:
     """Run every stage except register; a model whose training is already complete is not trained again.
 
@@ -34,6 +41,7 @@ def run(
     Args:
         config_file: config in the form of params.yaml; missing sections and entries keep their defaults.
         out: folder that receives data, artifacts, reports and resume states.
+        dataset: a key of `datasets`; default: the one of the config.
         data: folder with `sequences/` already prepared: ingest, validate and prepare are skipped.
         resume: fail instead of starting a training from the beginning.
         from_champion: start models from the champion's weights if they have its architecture and options.
@@ -46,6 +54,7 @@ def run(
         TrackingError: --from-champion, and MLflow does not answer.
     """
     params = load(config_file)
+    params = replace(params, dataset=dataset or params.dataset)
     check(params, ingests=data is None)
     with locked(out / locks.NAME, f"--out {out}"):
         return _run(params, out, data, resume, from_champion)

@@ -224,6 +224,7 @@ class FinetuneConfig(TrainConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.refit in REFITS, f"refit must be one of {', '.join(REFITS)}")
+        require(self.user_share == 1 or self.counts == "none", "user_share: counts read every user; set counts: none")
         if isinstance(self.counts, str):
             require(self.counts in ("none", "auto"), "counts must be none, auto, or a mapping of values")
         else:

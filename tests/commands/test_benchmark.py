@@ -16,7 +16,7 @@ from seqrec.stages.evaluate import evaluate
 
 CONFIG = {
     "dataset": "tiny",
-    "datasets": {"tiny": {}, "other": {}},
+    "datasets": {"tiny": {}, "other": {}, "few": {"finetune": {"user_share": 0.5, "counts": "none"}}},
     "leaderboard": ["sasrec", "gru4rec"],
     "finetune": {"epochs": 2, "batch_size": 16, "learning_rate": 0.01, "warmup_steps": 2, "counts": {"alpha": 0.5}},
     "evaluate": {"bootstrap": 100},
@@ -129,6 +129,7 @@ def test_only_what_is_missing_or_changed_is_trained(out, prepared):
         ({"seeds": "1,two"}, "--seeds: 'two'"),
         ({"only": "sasrec,nobody"}, "--only: nobody"),
         ({"dataset": "nothing"}, "nothing"),
+        ({"dataset": "few"}, "finetune.user_share: counting rows count every user"),
     ],
 )
 def test_wrong_flags_are_named(flags, wrong, prepared, tmp_path):

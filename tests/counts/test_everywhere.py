@@ -165,17 +165,18 @@ def test_a_refit_keeps_the_values_and_counts_every_event(prepared, trained, tmp_
 
 
 @pytest.mark.parametrize(
-    ("counts", "message"),
+    ("values", "message"),
     [
-        ("all", "counts must be none, auto"),
-        ({"alfa": 1}, "counts.alfa: unknown key"),
-        ({"kernel": "square root"}, "kernel must be inverse, root, square or a number"),
-        ({"smoothing": 0}, "smoothing must be more than 0"),
+        ({"counts": "all"}, "counts must be none, auto"),
+        ({"counts": {"alfa": 1}}, "counts.alfa: unknown key"),
+        ({"counts": {"kernel": "square root"}}, "kernel must be inverse, root, square or a number"),
+        ({"counts": {"smoothing": 0}}, "smoothing must be more than 0"),
+        ({"counts": "auto", "user_share": 0.5}, "user_share: counts read every user; set counts: none"),
     ],
 )
-def test_wrong_values_are_named(counts, message):
+def test_wrong_values_are_named(values, message):
     with pytest.raises(ConfigError, match=message):
-        parse(FinetuneConfig, {"counts": counts}, "finetune")
+        parse(FinetuneConfig, values, "finetune")
 
 
 def test_more_events_than_the_model_sees_are_refused(prepared, tmp_path):
