@@ -76,6 +76,7 @@ def write_settings(
         "ingest": {"source": "csv", "interactions": str(folder / "log.csv"), "items": str(folder / "items.csv")},
         "finetune": {"warmup_steps": 1, "save_steps": 5, "patience": 10_000},
         "evaluate": {"bootstrap": 100},
+        "register": {"allow_below_baseline": True},  # an epoch teaches little
         "kubernetes": {
             "resources": {"default": {"retries": 0}, "finetune": {"retries": 1, "backoff_s": 1}},
             "environment": {"OMP_NUM_THREADS": "1"},  # threads wait for each other longer than such models compute
@@ -224,7 +225,7 @@ def test_a_retraining_starts_from_the_champion_on_a_catalogue_that_has_grown(tmp
 def test_a_text_model_learns_from_other_datasets_alone(tmp_path):
     out = tmp_path / "out"
     out.mkdir()
-    params = write_settings(tmp_path / "data", chosen=("recformer",))
+    params = write_settings(tmp_path / "data", chosen=("recformer_text",))
     content = yaml.safe_load(params.read_text())
     content |= {"sources": ["other"], "datasets": {"other": {"ingest": content["ingest"]}}}
     params.write_text(yaml.safe_dump(content))
