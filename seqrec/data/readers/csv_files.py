@@ -19,7 +19,10 @@ from seqrec.data.readers.row_checks import Tables, interactions, items
 TYPED = re.compile(r":(token|float|token_seq|float_seq)$")  # types in the headers of RecBole's atomic files
 DELIMITERS = (",", "\t", ";", "|", "::")
 NUMBER = re.compile(r"[-+]?\d+(\.\d+)?")
-TIME = re.compile(r"[12]\d{8,18}(\.\d+)?|[12]\d{3}-\d\d-\d\d([T ].*)?")  # since 1970, or ISO 8601
+TIME = re.compile(  # since 1970, ISO 8601, 3.4.2021 or 3/4/2021, or Sat Apr 03
+    r"[12]\d{8,18}(\.\d+)?|[12]\d{3}[-/]\d\d[-/]\d\d([T ].*)?"
+    r"|\d\d?([./-])\d\d?\3\d{4}( .*)?|[A-Z][a-z]{2},? ([A-Z][a-z]{2} \d\d|\d\d [A-Z][a-z]{2}) .*"
+)
 MOST_COLUMNS = 4096
 RESERVED = (*MARKS, "_by", "_excess", "_seconds", "_rating")  # column names used internally
 
@@ -136,8 +139,8 @@ def _csv_header(path: Path) -> _Header:
 def is_record(fields: Sequence[str]) -> bool:
     """Return whether the first line of a file is a record: a field is a time, or all are numbers, but not 0, 1, 2, ...
 
-    >>> is_record(["A1", "B2", "5.0", "1307056020"]), is_record(["17", "4", "3"])
-    (True, True)
+    >>> is_record(["A1", "B2", "5.0", "1307056020"]), is_record(["17", "4", "3"]), is_record(["A1", "03.04.2021"])
+    (True, True, True)
     >>> is_record(["user", "item", "2024"]), is_record(["", "0", "1"]), is_record(["user"])
     (False, False, False)
     """
