@@ -511,6 +511,7 @@ HEAD = "user_id,item_id,timestamp,rating\n"
         ("u,i,1e300,1", "timestamp is neither a number nor an ISO time"),
         ("u,i,2020-13-01,1", "timestamp is neither a number nor an ISO time"),
         ("u,i,-1,1", "timestamp is negative"),
+        ("u,i,9999-12-31,1", "timestamp is after the year 5138"),  # often means `never`
         ("u,i,5,good", "rating is not a number"),
         ("u,i,5,nan", "rating is not a number"),
         ('u,"i,5,1', "quotes do not match"),
