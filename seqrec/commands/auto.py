@@ -297,7 +297,7 @@ def _core(params: Params, out: Path, settings: Mapping[str, Any]) -> dict[str, i
             continue
         card = read_json(out / "data" / "sequences" / SPLIT_CARD)
         kept = card["counts"]["events"]
-        if least == CORES[-1] or kept >= KEPT * (kept + sum(n for k, n in card["dropped"].items() if "events" in k)):
+        if least == CORES[-1] or kept >= KEPT * (kept + card["dropped"]["events outside the k-core"]):
             break
     return core
 
@@ -378,6 +378,8 @@ def _epochs(plan: Plan, name: str, shape: Shape, folder: Path, out: Path, share:
     if fitting < 1 and not first:
         logger.warning("%s is left out: an epoch takes %.0f s, and %.0f s are left", name, cost.epoch_s, plan.left())
         return 0
+    if most < 1:
+        logger.warning("the budget is too short for an epoch: %s gets one nevertheless, so this takes longer", name)
     epochs = max(1, min(fitting, wanted))
     logger.info(
         "%s: %d epochs of %d steps, about %.0f s at most; %.1f GB of memory so far",

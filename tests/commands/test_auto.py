@@ -120,7 +120,7 @@ def test_imperfect_rows_are_left_out_with_a_sentence(tmp_path, caplog):
     number = pl.int_range(pl.len())
     missing = rows.with_columns(pl.when(number % 5 > 0).then("Customer ID").alias("Customer ID"))
     odd = rows.head(60).with_columns(pl.when(number % 30 > 0).then("bought_at").otherwise(0).alias("bought_at"))
-    pl.concat([rows, rows.head(100), missing, odd]).write_csv(tmp_path / "log.csv")
+    pl.concat([rows, rows, missing, odd]).write_csv(tmp_path / "log.csv")
 
     _, card = prepared(tmp_path, tmp_path / "log.csv")
 
@@ -128,7 +128,8 @@ def test_imperfect_rows_are_left_out_with_a_sentence(tmp_path, caplog):
     assert f"{bad} malformed rows are left out, most because: no user_id" in caplog.text
     assert "2 of " in caplog.text
     assert "times are not between 1990 and 2035, such as 1970-01-01" in caplog.text
-    assert card["dropped"]["duplicate events"] == len(rows) - bad + 100 + 58
+    assert card["dropped"]["duplicate events"] == 2 * len(rows) - bad + 58
+    assert card["k_core"]["user"] == 5
     assert "of the events repeat user, item and time of another" in caplog.text
 
 
