@@ -281,7 +281,13 @@ def _split(params: Params, out: Path, timed: bool) -> tuple[dict[str, Any], str]
             if not (reason := _too_little(sequences.load(out / "data" / "sequences"))):
                 return settings, "temporal: events after a point in time are predicted from the events before it"
     settings = {"protocol": "LOO-full"}
-    settings |= _core(params, out, settings)
+    try:
+        settings |= _core(params, out, settings)
+        few = not len(sequences.cases(sequences.load(out / "data" / "sequences"), "valid"))
+    except ValueError:
+        few = True
+    if few:
+        raise ValueError("no user has three events of items with two events or more: name another column with --user")
     return settings, f"LOO-full (each user's last event), because a split by time is not possible: {reason}"
 
 

@@ -149,6 +149,15 @@ def test_a_wrong_column_names_the_flags(tmp_path, time, message):
         prepared(tmp_path, tmp_path / "log.csv")
 
 
+@pytest.mark.parametrize("events", [1, 2])
+def test_users_with_too_few_events_name_the_flag(tmp_path, events):
+    rows = [(f"u{n // events}", f"i{n % 8}", 1_600_000_000 + 3600 * n) for n in range(200)]
+    pl.DataFrame(rows, schema=["user", "item", "time"], orient="row").write_csv(tmp_path / "log.csv")
+
+    with pytest.raises(ValueError, match=r"no user has three events .* --user"):
+        prepared(tmp_path, tmp_path / "log.csv")
+
+
 def test_days_since_the_first_one_are_an_order(tmp_path):
     rows = [(f"u{n % 30}", f"i{n % 12}", n // 30) for n in range(600)]
     pl.DataFrame(rows, schema=["user", "item", "day"], orient="row").write_csv(tmp_path / "log.csv")

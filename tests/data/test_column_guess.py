@@ -185,6 +185,7 @@ FILES = {  # name -> how it writes a record, and its columns of users, items and
         lambda u, i, r, t: f"{u}\t{i}\t{datetime.fromtimestamp(t, UTC):%a %b %d %H:%M:%S +0000 %Y}",
         "column_1 column_2 column_3",
     ),
+    "blanks.txt": (lambda u, i, r, t: f"{u} {i} {r} {t}", "column_1 column_2 column_4"),
     "amazon.csv": (lambda u, i, r, t: f"B00{i[1:]:0>7},A{u},{r}.0,{t}", "column_2 column_1 column_4"),
     "reviews.json": (
         lambda u, i, r, t: json.dumps({"asin": i, "reviewerID": u, "overall": r, "votes": [1], "unixReviewTime": t}),
@@ -245,7 +246,10 @@ def test_a_json_array_is_refused(tmp_path):
 
 def test_lines_of_items_are_told_from_tables(tmp_path):
     (tmp_path / "lines.txt").write_text("1 5 7 9\n2 4 4\n")
+    (tmp_path / "equal.txt").write_text("1 5 7 9\n2 4 4 8\n")
     (tmp_path / "log.csv").write_text("user_id,item_id,timestamp\n1,2,3\n")
+    (tmp_path / "log.txt").write_text("user item time\n1 2 2021-04-03\n3 4 2021-04-05\n")
 
-    assert is_lines(tmp_path / "lines.txt")
+    assert [is_lines(tmp_path / f"{name}.txt") for name in ("lines", "equal")] == [True, True]
     assert not is_lines(tmp_path / "log.csv")
+    assert not is_lines(tmp_path / "log.txt")

@@ -503,6 +503,8 @@ HEAD = "user_id,item_id,timestamp,rating\n"
         ("\x00\x01garbage", "not 4 columns"),
         (",i,5,1", "no user_id"),
         ("u, ,5,1", "no item_id"),
+        ("nan,i,5,1", "no user_id"),  # what pandas makes of a missing value that becomes text
+        ("u,NULL,5,1", "no item_id"),
         (b"u,caf\xe9,5,1", "item_id is not UTF-8"),
         ("u,i,,1", "no timestamp"),
         ("u,i,soon,1", "timestamp is neither a number nor an ISO time"),
