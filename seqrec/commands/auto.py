@@ -143,6 +143,8 @@ def auto(
     """
     if not data.is_file():
         raise ValueError(f"--data: {data} not found")
+    if items and not Path(items).is_file():
+        raise ValueError(f"--items: {items} not found")
     if minutes <= 0:
         raise ValueError("--minutes must be above 0")
     named = {"user_id": user, "item_id": item, "timestamp": time, "title": title}
@@ -229,20 +231,26 @@ def _source(plan: Plan, out: Path) -> tuple[dict[str, Any], bool]:
     if column_guess.is_lines(path):
         Console().print(f"{path.name}: lines of `user item item ...`, without times", highlight=False)
         return {"source": "lines", "interactions": str(path)} | items, False
-    found, time_format = column_guess.guess(path, request["columns"], request["time_format"])
+    chosen = dict(request["columns"])
+    title = chosen.pop("title", "") if items else ""
+    found, time_format = column_guess.guess(path, chosen, request["time_format"])
+    if items:
+        item = next(guess.column for guess in found if guess.name == "item_id")
+        found = [guess for guess in found if guess.name != "title"]
+        found += column_guess.guess_items(Path(items["items"]), item, title)
     timed = all(guess.why != column_guess.ORDER for guess in found)
     _show(path, found, time_format)
     columns = {guess.name: guess.column for guess in found}
     title = columns.pop("title", "")
     if title and not items:
         items = {"items": str(_titles(path, columns["item_id"], title, out))}
-    section = {"source": "csv", "interactions": str(path), "columns": columns}
-    section |= {"time_format": time_format, "max_bad_share": MALFORMED}
-    return section | items, timed
+    section = {"source": "csv", "interactions": str(path), "columns": columns, "time_format": time_format}
+    return section | items | {"max_bad_share": MALFORMED}, timed
 
 
 def _show(path: Path, found: Any, time_format: str) -> None:
     flags = {"user_id": "--user", "item_id": "--item", "timestamp": "--time", "title": "--title"}
+    flags["items.title"] = flags["title"]
     table = Table("ours", "column", "by", "another", title=escape(path.name), box=None, pad_edge=False)
     for guess in found:
         table.add_row(guess.name, escape(guess.column), guess.why, flags.get(guess.name, ""))

@@ -86,8 +86,8 @@ def guess(path: Path, chosen: Mapping[str, str], time_format: str = "") -> tuple
     for by, why in ((_by_name, NAMED), (_by_content, FITTING)):
         for role in ("user_id", "item_id", "timestamp", "rating"):
             roles = {name: one.column for name, one in found.items()}
-            if role not in found and (column := by(role, rows, roles, time_format)):
-                found[role] = Guess(role, column, why)
+            if role not in found and (fitting := by(role, rows, roles, time_format)):
+                found[role] = Guess(role, fitting, why)
     roles = {name: one.column for name, one in found.items()}
     for role, flag in zip(REQUIRED, ("--user", "--item", "--time"), strict=True):
         if role not in roles:
@@ -95,13 +95,37 @@ def guess(path: Path, chosen: Mapping[str, str], time_format: str = "") -> tuple
                 f"{path.name}: no column looks like {role} among {', '.join(names):.300}; name it: {flag}"
                 + NO_TIMES * (role == "timestamp")
             )
-    if "title" not in found and (column := _title(rows, roles)):
-        found["title"] = Guess("title", column, NAMED)
+    if "title" not in found and (title := _title(rows, roles)):
+        found["title"] = Guess("title", title, NAMED)
     if "timestamp" in chosen and not time_format and _is_order(rows[roles["timestamp"]]):
         found["timestamp"] = Guess("timestamp", roles["timestamp"], ORDER)
     else:
         time_format = time_format or _time_format(rows[roles["timestamp"]], roles["timestamp"])
     return sorted(found.values(), key=lambda one: list(WORDS).index(one.name)), time_format
+
+
+def guess_items(path: Path, item: str, title: str = "") -> list[Guess]:
+    """Return the columns of ids and, if there is one, of titles in a file of items.
+
+    Args:
+        path: a table, as for `guess`.
+        item: column of the items in the log, which the file may have too.
+        title: known column of the titles; empty: guess.
+
+    Raises:
+        ValueError: the column of the titles is missing, or no column can hold the ids.
+    """
+    names = csv_files.header(path)
+    if title and title not in names:
+        raise ValueError(f"{path.name} has no column {title!r} for title; there are {', '.join(names):.300}")
+    rows = _sample(path, names)
+    distinct = [name for name in names if name != title and rows[name].n_unique() == len(rows)]
+    ids = [item] if item in names else [*_named("item_id", rows, {"title": title}), *distinct]
+    if not ids:
+        raise ValueError(f"{path.name}: no column looks like item_id among {', '.join(names):.300}; rename it {item}")
+    title = title or _title(rows, {"item_id": ids[0]}) or ""
+    found = [Guess("items.item_id", ids[0], FITTING if ids == distinct else NAMED)]
+    return found + ([Guess("items.title", title, NAMED)] if title else [])
 
 
 def words_of(name: str) -> list[str]:

@@ -105,9 +105,9 @@ def test_a_log_that_time_cannot_divide_is_split_by_user(tmp_path):
     assert "of the valid cases belong to users with events before" in plan.split
 
 
-def prepared(folder, log, **columns):
+def prepared(folder, log, items="", **columns):
     """The plan and the split card of `log`."""
-    request = {"data": str(log), "columns": columns, "time_format": "", "items": "", "minutes": 1.0}
+    request = {"data": str(log), "columns": columns, "time_format": "", "items": str(items), "minutes": 1.0}
     plan = auto.Plan.load(folder / "auto.json", request)
     auto._prepare(plan, folder / "out")
     data = sequences.load(folder / "out" / "data" / "sequences")
@@ -156,6 +156,17 @@ def test_users_with_too_few_events_name_the_flag(tmp_path, events):
 
     with pytest.raises(ValueError, match=r"no user has three events .* --user"):
         prepared(tmp_path, tmp_path / "log.csv")
+
+
+def test_an_items_file_may_have_columns_of_its_own(tmp_path):
+    log = write_log(tmp_path / "log.csv", spread=0)
+    pl.DataFrame({"code": [f"i{n}" for n in range(40)], "label": [f"Label {n}" for n in range(40)]}).write_csv(
+        tmp_path / "items.csv"
+    )
+
+    prepared(tmp_path, log, items=tmp_path / "items.csv", title="label")
+
+    assert pl.read_parquet(tmp_path / "out" / "data" / "items.parquet").row(3)[:2] == ("i3", "Label 3")
 
 
 def test_days_since_the_first_one_are_an_order(tmp_path):

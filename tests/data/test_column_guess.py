@@ -10,7 +10,7 @@ import polars as pl
 import pytest
 
 from seqrec.config import IngestConfig
-from seqrec.data.column_guess import ORDER, REQUIRED, guess, is_lines
+from seqrec.data.column_guess import ORDER, REQUIRED, guess, guess_items, is_lines
 from seqrec.data.readers import own_files
 
 ROWS = 60
@@ -235,6 +235,25 @@ def test_a_file_that_is_no_table_says_what_it_is(tmp_path, content, message):
 
     with pytest.raises(ValueError, match=message):
         guess(tmp_path / "log.csv", {})
+
+
+@pytest.mark.parametrize(
+    ("names", "title", "wanted"),
+    [
+        ("id item name", "", "item name"),  # the log's column
+        ("sku product_name category", "", "sku product_name"),
+        ("code words", "", "code"),
+        ("code words", "words", "code words"),
+    ],
+)
+def test_columns_of_an_items_file(tmp_path, names, title, wanted):
+    rows = [[f"{name[0]}{row}" for name in names.split()] for row in range(20)]
+    pl.DataFrame(rows, schema=names.split(), orient="row").write_csv(tmp_path / "items.csv")
+
+    found = guess_items(tmp_path / "items.csv", "item", title)
+
+    assert [one.column for one in found] == wanted.split()
+    assert [one.name for one in found] == ["items.item_id", "items.title"][: len(found)]
 
 
 def test_a_json_array_is_refused(tmp_path):
