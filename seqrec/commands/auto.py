@@ -9,6 +9,7 @@ import shlex
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +21,10 @@ from rich.table import Table
 from seqrec import locks
 from seqrec.artifacts import (
     HISTORY,
+    INTERACTIONS,
     METRICS,
     MODEL_CARD,
+    QUARANTINE,
     REPORT_PAGE,
     SOURCE_CARD,
     SPLIT_CARD,
@@ -57,6 +60,7 @@ KEPT = 0.5  # share of the events that a k-core must leave
 CASES, KNOWN = 100, 0.2  # temporal split: minimum cases per part, and minimum share of trained users
 RESERVE = 0.15  # share of a model's budget that counts and evaluation need
 ENOUGH = 0.5  # share of a model's epochs that it gets before the next model gets any: one sound model beats three poor
+MALFORMED, ODD_TIMES = 0.3, 0.05  # maximum share of rows that are malformed, and of times outside 1990 to 2035
 EASE_FLOPS = 1e9  # items cubed per second of the whole budget, so that EASE takes a tenth of it
 
 
@@ -139,6 +143,8 @@ def auto(
     """
     if not data.is_file():
         raise ValueError(f"--data: {data} not found")
+    if items and not Path(items).is_file():
+        raise ValueError(f"--items: {items} not found")
     if minutes <= 0:
         raise ValueError("--minutes must be above 0")
     named = {"user_id": user, "item_id": item, "timestamp": time, "title": title}
@@ -155,7 +161,7 @@ def _auto(plan: Plan, out: Path) -> dict[str, float]:
     folder = out / "data" / "sequences"
     prepared = sequences.load(folder)
     shape = Shape.of(prepared)
-    _say_data(plan, prepared)
+    _say_data(plan, prepared, out)
     if "counts" not in plan.done:
         budget = 60 * float(plan.request["minutes"])
         run.count_rows(from_dict(plan.params), folder, out, ease_items=int((budget * EASE_FLOPS) ** (1 / 3)))
@@ -180,14 +186,40 @@ def _prepare(plan: Plan, out: Path) -> None:
     ingest, timed = _source(plan, out)
     content: dict[str, Any] = {"dataset": "auto", "leaderboard": [], "models": {}, "ingest": ingest}
     content |= {"evaluate": {}, "register": {"tracking_uri": f"sqlite:///{out.resolve()}/mlflow.db"}}
-    content |= {"datasets": {"auto": {} if timed else {"validate": {"min_date": "1970-01-01"}}}}
-    run.read_data(from_dict(content), out)
+    limits = {"min_date": "1970-01-01", "max_date": "5000-01-01", "max_duplicate_share": 1.0}
+    content |= {"datasets": {"auto": {"validate": limits}}}
+    try:
+        run.read_data(from_dict(content), out)
+    except ValueError as error:
+        raise ValueError(f"{error}\nOther columns can be named with --user, --item, --time, --time-format") from error
+    if timed:
+        _check_times(out)
     content["prepare"], plan.split = _split(from_dict(content), out, timed)
     prepared = sequences.load(out / "data" / "sequences")
     if data_warnings.repeats(prepared) > data_warnings.REPEATS:
         content["evaluate"] = {"filter_seen": False}
     plan.params = content
     plan.save("data")
+
+
+def _check_times(out: Path) -> None:
+    """Warn about times long ago or in the future; refuse them if they are many."""
+    import polars as pl
+
+    from seqrec.data.column_guess import EARLIEST, LATEST
+
+    times = pl.read_parquet(out / "data" / INTERACTIONS, columns=["timestamp"])["timestamp"]
+    odd = times.filter(~times.is_between(EARLIEST, LATEST))
+    if odd.is_empty():
+        return
+    found = f"{len(odd):,} of {len(times):,} times are not between 1990 and 2035, such as {_date(odd[0])}"
+    if len(odd) > ODD_TIMES * len(times):
+        raise ValueError(f"{found}: name another column with --time, or their format with --time-format")
+    logger.warning("%s: these events come first or last in their histories", found)
+
+
+def _date(seconds: int) -> str:
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d}"
 
 
 def _source(plan: Plan, out: Path) -> tuple[dict[str, Any], bool]:
@@ -199,18 +231,26 @@ def _source(plan: Plan, out: Path) -> tuple[dict[str, Any], bool]:
     if column_guess.is_lines(path):
         Console().print(f"{path.name}: lines of `user item item ...`, without times", highlight=False)
         return {"source": "lines", "interactions": str(path)} | items, False
-    found, time_format = column_guess.guess(path, request["columns"], request["time_format"])
+    chosen = dict(request["columns"])
+    title = chosen.pop("title", "") if items else ""
+    found, time_format = column_guess.guess(path, chosen, request["time_format"])
+    if items:
+        item = next(guess.column for guess in found if guess.name == "item_id")
+        found = [guess for guess in found if guess.name != "title"]
+        found += column_guess.guess_items(Path(items["items"]), item, title)
+    timed = all(guess.why != column_guess.ORDER for guess in found)
     _show(path, found, time_format)
     columns = {guess.name: guess.column for guess in found}
     title = columns.pop("title", "")
     if title and not items:
         items = {"items": str(_titles(path, columns["item_id"], title, out))}
     section = {"source": "csv", "interactions": str(path), "columns": columns, "time_format": time_format}
-    return section | items, True
+    return section | items | {"max_bad_share": MALFORMED}, timed
 
 
 def _show(path: Path, found: Any, time_format: str) -> None:
     flags = {"user_id": "--user", "item_id": "--item", "timestamp": "--time", "title": "--title"}
+    flags["items.title"] = flags["title"]
     table = Table("ours", "column", "by", "another", title=escape(path.name), box=None, pad_edge=False)
     for guess in found:
         table.add_row(guess.name, escape(guess.column), guess.why, flags.get(guess.name, ""))
@@ -249,7 +289,13 @@ def _split(params: Params, out: Path, timed: bool) -> tuple[dict[str, Any], str]
             if not (reason := _too_little(sequences.load(out / "data" / "sequences"))):
                 return settings, "temporal: events after a point in time are predicted from the events before it"
     settings = {"protocol": "LOO-full"}
-    settings |= _core(params, out, settings)
+    try:
+        settings |= _core(params, out, settings)
+        few = not len(sequences.cases(sequences.load(out / "data" / "sequences"), "valid"))
+    except ValueError:
+        few = True
+    if few:
+        raise ValueError("no user has three events of items with two events or more: name another column with --user")
     return settings, f"LOO-full (each user's last event), because a split by time is not possible: {reason}"
 
 
@@ -265,7 +311,7 @@ def _core(params: Params, out: Path, settings: Mapping[str, Any]) -> dict[str, i
             continue
         card = read_json(out / "data" / "sequences" / SPLIT_CARD)
         kept = card["counts"]["events"]
-        if least == CORES[-1] or kept >= KEPT * (kept + sum(n for k, n in card["dropped"].items() if "events" in k)):
+        if least == CORES[-1] or kept >= KEPT * (kept + card["dropped"]["events outside the k-core"]):
             break
     return core
 
@@ -284,11 +330,24 @@ def _too_little(prepared: sequences.Sequences) -> str:
     return ""
 
 
-def _say_data(plan: Plan, prepared: sequences.Sequences) -> None:
+def _say_malformed(out: Path) -> None:
+    import polars as pl
+
+    if number := read_json(out / "data" / SOURCE_CARD)["counts"]["quarantined"]:
+        bad = pl.read_parquet(out / "data" / QUARANTINE)
+        reason = bad["reason"].value_counts(sort=True)["reason"][0]
+        where = out / "data" / QUARANTINE
+        logger.warning("%s malformed rows are left out, most because: %s; all are in %s", f"{number:,}", reason, where)
+
+
+def _say_data(plan: Plan, prepared: sequences.Sequences, out: Path) -> None:
     card = prepared.card
+    _say_malformed(out)
     counts = ", ".join(f"{card['counts'][name]:,} {name}" for name in ("users", "items", "events", "valid", "test"))
     logger.info("split: %s", plan.split)
     logger.info("data: %s", counts)
+    if left_out := ", ".join(f"{number:,} {rule}" for rule, number in card["dropped"].items() if number):
+        logger.info("left out: %s (k-core %d)", left_out, card["k_core"]["user"])
     if not plan.params["evaluate"].get("filter_seen", True):
         logger.info("many events repeat an item, so past items stay candidates")
     for sentence in data_warnings.warnings(card):
@@ -333,6 +392,8 @@ def _epochs(plan: Plan, name: str, shape: Shape, folder: Path, out: Path, share:
     if fitting < 1 and not first:
         logger.warning("%s is left out: an epoch takes %.0f s, and %.0f s are left", name, cost.epoch_s, plan.left())
         return 0
+    if most < 1:
+        logger.warning("the budget is too short for an epoch: %s gets one nevertheless, so this takes longer", name)
     epochs = max(1, min(fitting, wanted))
     logger.info(
         "%s: %d epochs of %d steps, about %.0f s at most; %.1f GB of memory so far",

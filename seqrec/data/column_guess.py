@@ -16,11 +16,12 @@ ROWS = 5_000  # rows to inspect
 WORDS = {  # role -> words in names of its columns, most reliable first
     "user_id": (
         *("user", "uid", "customer", "client", "member", "visitor", "reviewer", "buyer", "shopper", "person"),
-        *("account", "session", "subscriber", "listener", "player", "student"),
+        *("account", "session", "subscriber", "listener", "player", "student", "household"),
     ),
     "item_id": (
         *("item", "iid", "sku", "product", "movie", "asin", "article", "book", "isbn", "track", "song", "video"),
         *("film", "game", "business", "venue", "location", "course", "artist", "content", "page", "url"),
+        *("app", "news", "anime", "recipe", "hotel", "restaurant", "podcast", "episode", "offer"),
     ),
     "timestamp": (
         *("timestamp", "time", "datetime", "date", "ts", "unix", "when", "bought", "purchased", "ordered", "created"),
@@ -30,14 +31,21 @@ WORDS = {  # role -> words in names of its columns, most reliable first
     "title": ("title", "name"),
 }
 ID_WORDS = {"id", "code", "no", "nr", "number", "key", "sk"}  # words that mark a column of ids
+GROUP_WORDS = {"order", "invoice", "basket", "cart", "transaction", "receipt", "impression", "category"}  # rarely ids
 REQUIRED = ("user_id", "item_id", "timestamp")
 FORMATS = (  # tried for times that are neither numbers nor ISO 8601
     *("%d/%m/%Y %H:%M:%S", "%m/%d/%Y %H:%M:%S", "%d/%m/%Y %H:%M", "%m/%d/%Y %H:%M", "%d/%m/%Y", "%m/%d/%Y"),
     *("%d.%m.%Y %H:%M:%S", "%d.%m.%Y %H:%M", "%d.%m.%Y", "%d-%m-%Y %H:%M:%S", "%d-%m-%Y"),
     *("%Y/%m/%d %H:%M:%S", "%Y/%m/%d %H:%M", "%Y/%m/%d", "%Y%m%d%H%M%S", "%m %d, %Y", "%d %b %Y", "%b %d, %Y"),
+    *("%d/%m/%Y %I:%M:%S %p", "%m/%d/%Y %I:%M:%S %p", "%d/%m/%Y %I:%M %p", "%m/%d/%Y %I:%M %p", "%Y%m%d"),
+    *("%d/%m/%y %H:%M", "%m/%d/%y %H:%M", "%d/%m/%y", "%m/%d/%y", "%d.%m.%y", "%d/%b/%Y:%H:%M:%S %z"),
+    *("%a %b %d %H:%M:%S %z %Y", "%a, %d %b %Y %H:%M:%S %z", "%a, %d %b %Y %H:%M:%S GMT"),
 )
 EARLIEST, LATEST = 631_152_000, 2_051_222_400  # 1990 and 2035; excludes ratings
 FIT = 0.95  # minimum share of values that are valid times
+NO_TIMES = "; a log without times can be lines of `user item item ...` in order"
+GIVEN, NAMED, FITTING = "as you said", "its name", "its values"  # reasons for a guess
+ORDER = "as you said; numbers that are no dates give the order"
 
 
 class Guess(NamedTuple):
@@ -72,21 +80,52 @@ def guess(path: Path, chosen: Mapping[str, str], time_format: str = "") -> tuple
         if column not in names:
             raise ValueError(f"{path.name} has no column {column!r} for {name}; there are {', '.join(names):.300}")
     rows = _sample(path, names)
-    found = [Guess(name, column, "as you said") for name, column in chosen.items()]
-    for role in WORDS:
-        if role not in chosen and (named := _by_name(role, names, {guess.column for guess in found})):
-            found.append(Guess(role, named, "its name"))
-    for role in ("timestamp", "user_id", "item_id"):
-        taken = {guess.column for guess in found}
-        if all(guess.name != role for guess in found) and (fitting := _by_content(role, rows, taken)):
-            found.append(Guess(role, fitting, "its values"))
-    roles = {guess.name: guess.column for guess in found}
+    if rows.is_empty():
+        raise ValueError(f"{path.name} has no rows")
+    found = {name: Guess(name, column, GIVEN) for name, column in chosen.items()}
+    for by, why in ((_by_name, NAMED), (_by_content, FITTING)):
+        for role in ("user_id", "item_id", "timestamp", "rating"):
+            roles = {name: one.column for name, one in found.items()}
+            if role not in found and (fitting := by(role, rows, roles, time_format)):
+                found[role] = Guess(role, fitting, why)
+    roles = {name: one.column for name, one in found.items()}
     for role, flag in zip(REQUIRED, ("--user", "--item", "--time"), strict=True):
         if role not in roles:
-            raise ValueError(f"{path.name}: no column looks like {role} among {', '.join(names):.300}; name it: {flag}")
-    return sorted(found, key=lambda guess: list(WORDS).index(guess.name)), time_format or _time_format(
-        rows[roles["timestamp"]], roles["timestamp"]
-    )
+            raise ValueError(
+                f"{path.name}: no column looks like {role} among {', '.join(names):.300}; name it: {flag}"
+                + NO_TIMES * (role == "timestamp")
+            )
+    if "title" not in found and (title := _title(rows, roles)):
+        found["title"] = Guess("title", title, NAMED)
+    if "timestamp" in chosen and not time_format and _is_order(rows[roles["timestamp"]]):
+        found["timestamp"] = Guess("timestamp", roles["timestamp"], ORDER)
+    else:
+        time_format = time_format or _time_format(rows[roles["timestamp"]], roles["timestamp"])
+    return sorted(found.values(), key=lambda one: list(WORDS).index(one.name)), time_format
+
+
+def guess_items(path: Path, item: str, title: str = "") -> list[Guess]:
+    """Return the columns of ids and, if there is one, of titles in a file of items.
+
+    Args:
+        path: a table, as for `guess`.
+        item: column of the items in the log, which the file may have too.
+        title: known column of the titles; empty: guess.
+
+    Raises:
+        ValueError: the column of the titles is missing, or no column can hold the ids.
+    """
+    names = csv_files.header(path)
+    if title and title not in names:
+        raise ValueError(f"{path.name} has no column {title!r} for title; there are {', '.join(names):.300}")
+    rows = _sample(path, names)
+    distinct = [name for name in names if name != title and rows[name].n_unique() == len(rows)]
+    ids = [item] if item in names else [*_named("item_id", rows, {"title": title}), *distinct]
+    if not ids:
+        raise ValueError(f"{path.name}: no column looks like item_id among {', '.join(names):.300}; rename it {item}")
+    title = title or _title(rows, {"item_id": ids[0]}) or ""
+    found = [Guess("items.item_id", ids[0], FITTING if ids == distinct else NAMED)]
+    return found + ([Guess("items.title", title, NAMED)] if title else [])
 
 
 def words_of(name: str) -> list[str]:
@@ -100,18 +139,48 @@ def _sample(path: Path, names: Sequence[str]) -> pl.DataFrame:
     return next(iter(frames)).select(names).head(ROWS)
 
 
-def _by_name(role: str, names: Sequence[str], taken: set[str]) -> str | None:
-    scored = [(_score(role, name), -index, name) for index, name in enumerate(names) if name not in taken]
-    score, _, best = max(scored, default=(0.0, 0, ""))
-    return best if score > 0 else None
+def _by_name(role: str, rows: pl.DataFrame, roles: Mapping[str, str], time_format: str) -> str | None:
+    named = _named(role, rows, roles)
+    if role == "timestamp":
+        return _time_of_events(named, rows, roles, time_format) or next(iter(named), None)
+    return next(iter(named), None)
+
+
+def _named(role: str, rows: pl.DataFrame, roles: Mapping[str, str]) -> list[str]:
+    """Return the free columns whose names fit the role, best first."""
+    scored = [(_score(role, name), -index, name) for index, name in enumerate(rows.columns)]
+    return [name for score, _, name in sorted(scored, reverse=True) if score > 0 and name not in roles.values()]
+
+
+def _time_of_events(
+    columns: Sequence[str], rows: pl.DataFrame, roles: Mapping[str, str], time_format: str
+) -> str | None:
+    """Return the first column of times, if possible one that varies within users and items: a birthday does not."""
+    times = [column for column in columns if _is_time(rows[column], time_format)]
+    ids = [roles[role] for role in ("user_id", "item_id") if role in roles]
+    varying = (column for column in times if all(_pairs(rows, name, column) > rows[name].n_unique() for name in ids))
+    return next(varying, next(iter(times), None))
+
+
+def _pairs(rows: pl.DataFrame, *columns: str) -> int:
+    return int(rows.select(pl.struct(columns).n_unique()).item())
+
+
+def _title(rows: pl.DataFrame, roles: Mapping[str, str]) -> str | None:
+    """Return the column of the items' titles: one title for an item, and not one for many items, as of a brand."""
+    item = roles["item_id"]
+    items, words = rows[item].n_unique(), set(words_of(item)) - ID_WORDS
+    for column in sorted(_named("title", rows, roles), key=lambda name: not words & set(words_of(name))):
+        same = bool(words & set(words_of(column)))
+        if _pairs(rows, item, column) <= 1.2 * items and (same or 2 * rows[column].n_unique() >= items):
+            return column
+    return None
 
 
 def _score(role: str, name: str) -> float:
     """Return a score of how well a column name fits a role; 0 means not at all."""
     words = words_of(name)
-    joined = "".join(words)
-    stem = next((joined[: -len(end)] for end in ("id", "ids") if joined.endswith(end) and len(joined) > 4), joined)
-    index = {other: _index(other, [*words, stem]) for other in WORDS}
+    index = {other: _index(other, _stems(name)) for other in WORDS}
     found = index[role]
     if found is None:
         return 0.0
@@ -127,28 +196,41 @@ def _score(role: str, name: str) -> float:
     return exact + 1 / (2 + found)
 
 
+def _stems(name: str) -> list[str]:
+    """Return the words of a column name, and all of it without `id` at the end: `itemid` gives `item`."""
+    words = words_of(name)
+    joined = "".join(words)
+    stem = next((joined[: -len(end)] for end in ("id", "ids") if joined.endswith(end) and len(joined) > 4), joined)
+    return [*words, stem]
+
+
 def _index(role: str, words: Sequence[str]) -> int | None:
     return next((index for index, word in enumerate(WORDS[role]) if word in words), None)
 
 
-def _by_content(role: str, rows: pl.DataFrame, taken: set[str]) -> str | None:
+def _by_content(role: str, rows: pl.DataFrame, roles: Mapping[str, str], time_format: str) -> str | None:
     """Return the first free column whose values fit the role: dates for times, repeated non-fractions for ids."""
-    free = [column for column in rows.columns if column not in taken]
+    free = [column for column in rows.columns if column not in roles.values()]
     if role == "timestamp":
-        return next((column for column in free if _is_time(rows[column])), None)
+        return _time_of_events(free, rows, roles, time_format)
+    if role == "rating":
+        return None
+    free = [column for column in free if "timestamp" in roles or not _is_time(rows[column], time_format)]
+    free.sort(key=lambda column: bool(GROUP_WORDS & set(_stems(column))))
     if role == "user_id":  # Amazon's own ratings have the items first
         free.sort(key=lambda column: _share_of_amazon_items(rows[column]) >= FIT)
     return next((column for column in free if _is_id(rows[column])), None)
 
 
-def _is_time(values: pl.Series) -> bool:
-    if _share_of_times(values, "") >= FIT:
-        return True
-    return values.dtype == pl.String and any(_share_of_times(values, text) >= FIT for text in FORMATS)
+def _is_time(values: pl.Series, time_format: str = "") -> bool:
+    formats = [time_format] if time_format else ["", *FORMATS]
+    return any(_share_of_times(values, text) >= FIT for text in formats)
 
 
 def _share_of_times(values: pl.Series, time_format: str) -> float:
     if values.dtype == pl.Boolean or not len(values):
+        return 0.0
+    if time_format and (values.dtype.is_temporal() or values.dtype.is_float()):
         return 0.0
     found = seconds(values, time_format)
     return int(found.is_between(EARLIEST, LATEST).fill_null(False).sum()) / len(values)
@@ -168,15 +250,23 @@ def _is_id(values: pl.Series) -> bool:
     return distinct > 10 and distinct < len(text)
 
 
+def _is_order(values: pl.Series) -> bool:
+    """Return whether the values are numbers that are no times, such as days since the first one."""
+    numbers = values.cast(pl.Float64, strict=False).fill_null(-1) if values.dtype != pl.Boolean else pl.Series([-1.0])
+    return not _is_time(values) and bool((numbers >= 0).mean() >= FIT)  # type: ignore[operator]
+
+
 def _time_format(values: pl.Series, column: str) -> str:
     """Return the first of `FORMATS` that fits the values; empty if they need none."""
-    if values.dtype != pl.String or _share_of_times(values, "") > 0:
+    if values.dtype.is_temporal() or _share_of_times(values, "") > 0:
         return ""
-    known = values.filter(values.str.strip_chars() != "")
+    known = values.filter(values.cast(pl.String).str.strip_chars() != "")
     fitting = [text for text in FORMATS if _share_of_times(known, text) >= FIT]
     if not fitting:
-        example = "" if known.is_empty() else f" such as {known[0]!r:.40}"
+        example = "" if known.is_empty() else f" such as {str(known[0])!r:.40}"
+        order = f"; if they number days or steps, say so with --time {column}" if _is_order(values) else ""
         raise ValueError(
-            f"the times of {column}{example} have no known format: set --time-format, or another column with --time"
+            f"the times of {column}{example} have no known format, or lie outside 1990 to 2035: "
+            f"set --time-format, or another column with --time{order}"
         )
     return fitting[0]

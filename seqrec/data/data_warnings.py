@@ -11,6 +11,7 @@ from seqrec.data.sequences import Sequences
 
 USERS, ITEMS, STEPS = 1_000, 50, 20  # warn about fewer users, items or steps per epoch
 TIES, REPEATS = 0.5, 0.1  # warn about larger shares of events
+DUPLICATES, OUTSIDE = 0.05, 0.5  # warn about larger shares of events that are left out
 
 
 def repeats(data: Sequences) -> float:
@@ -37,11 +38,18 @@ def warnings(
     counts = card["counts"]
     users, items = (counts.get(name) for name in ("users", "items"))
     tied = counts.get("tied_events", 0) / max(1, counts.get("events", 0))
+    dropped = card.get("dropped", {})
+    total = counts.get("events", 0) + sum(number for rule, number in dropped.items() if "events" in rule)
+    double, outside = (dropped.get(rule, 0) for rule in ("duplicate events", "events outside the k-core"))
     found = []
     if users is not None and users < USERS:
         found.append(f"only {users:,} users: intervals are wide, and counts may be all there is to learn")
     if items is not None and items < ITEMS:
         found.append(f"only {items:,} items: ten recommendations are much of them, and metrics say little")
+    if double > DUPLICATES * total:
+        found.append(f"{double / total:.0%} of the events repeat user, item and time of another, and are left out")
+    if outside > OUTSIDE * total:
+        found.append(f"{outside / total:.0%} of the events are outside the k-core: metrics say nothing about them")
     if tied > TIES:
         found.append(f"{tied:.0%} of the events share their time with the one before: their order is the file's")
     if steps is not None and steps < STEPS:

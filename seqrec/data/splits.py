@@ -18,7 +18,7 @@ Frame = nw.LazyFrame[Any]
 IntArray = NDArray[np.integer]
 NEGATIVES = 100  # sampled negatives per user under LOO-101
 DAY = 86_400
-TIMES = 1 << 37  # larger than any timestamp in seconds: ingest reads 1e11 and more as milliseconds
+TIMES = 1 << 37  # larger than any timestamp in seconds: ingest accepts less than 1e11
 
 
 class Ends(NamedTuple):

@@ -193,7 +193,7 @@ def show(*, reports: Path = Path("reports")) -> None:
         verb = "is the champion" if outcome["promoted"] else "is the candidate, not the champion"
         name = f"{outcome['registered_model']} version {outcome['version']} ({outcome['model']})"
         console.print(f"{name} {verb}: {outcome['reason']}", markup=False, highlight=False)
-    lines = [*_distances(report["rows"]), *FURTHER]
+    lines = [*_distances(report["rows"]), *(FURTHER if outcome else ())]
     if (reports / REPORT_PAGE).is_file():
         lines.append(f"{reports / REPORT_PAGE} has slices, curves, and what each model recommends to whom, and why")
     console.print("\n".join(lines), markup=False, highlight=False)
@@ -206,7 +206,8 @@ def _distances(rows: Sequence[Row]) -> list[str]:
     for row in rows:
         if not row["baseline"]:
             ratios = [f"{score[row['model']] / score[name]:.2f} x {name}" for name in BASELINES if score.get(name)]
-            lines.append(f"{row['model']}: {', '.join(ratios)} (test NDCG@10)")
+            if ratios:
+                lines.append(f"{row['model']}: {', '.join(ratios)} (test NDCG@10)")
     return lines
 
 

@@ -105,6 +105,80 @@ def test_a_log_that_time_cannot_divide_is_split_by_user(tmp_path):
     assert "of the valid cases belong to users with events before" in plan.split
 
 
+def prepared(folder, log, items="", **columns):
+    """The plan and the split card of `log`."""
+    request = {"data": str(log), "columns": columns, "time_format": "", "items": str(items), "minutes": 1.0}
+    plan = auto.Plan.load(folder / "auto.json", request)
+    auto._prepare(plan, folder / "out")
+    data = sequences.load(folder / "out" / "data" / "sequences")
+    auto._say_data(plan, data, folder / "out")
+    return plan, data.card
+
+
+def test_imperfect_rows_are_left_out_with_a_sentence(tmp_path, caplog):
+    rows = pl.read_csv(write_log(tmp_path / "log.csv", spread=0))
+    number = pl.int_range(pl.len())
+    missing = rows.with_columns(pl.when(number % 5 > 0).then("Customer ID").alias("Customer ID"))
+    odd = rows.head(60).with_columns(pl.when(number % 30 > 0).then("bought_at").otherwise(0).alias("bought_at"))
+    pl.concat([rows, rows, missing, odd]).write_csv(tmp_path / "log.csv")
+
+    _, card = prepared(tmp_path, tmp_path / "log.csv")
+
+    bad = -(-len(rows) // 5)
+    assert f"{bad} malformed rows are left out, most because: no user_id" in caplog.text
+    assert "2 of " in caplog.text
+    assert "times are not between 1990 and 2035, such as 1970-01-01" in caplog.text
+    assert card["dropped"]["duplicate events"] == 2 * len(rows) - bad + 58
+    assert card["k_core"]["user"] == 5
+    assert "of the events repeat user, item and time of another" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("time", "message"),
+    [
+        ("0", "10 of 100 times are not between 1990 and 2035, such as 1970-01-01: name another column with --time"),
+        ("", "malformed.*\n.*--user, --item, --time, --time-format"),
+    ],
+)
+def test_a_wrong_column_names_the_flags(tmp_path, time, message):
+    share = 10 if time else 2
+    rows = [(f"u{n % 9}", f"i{n % 8}", time if n % share == 0 else f"{1_600_000_000 + n}") for n in range(100)]
+    pl.DataFrame(rows, schema=["user", "item", "time"], orient="row").write_csv(tmp_path / "log.csv")
+
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        prepared(tmp_path, tmp_path / "log.csv")
+
+
+@pytest.mark.parametrize("events", [1, 2])
+def test_users_with_too_few_events_name_the_flag(tmp_path, events):
+    rows = [(f"u{n // events}", f"i{n % 8}", 1_600_000_000 + 3600 * n) for n in range(200)]
+    pl.DataFrame(rows, schema=["user", "item", "time"], orient="row").write_csv(tmp_path / "log.csv")
+
+    with pytest.raises(ValueError, match=r"no user has three events .* --user"):
+        prepared(tmp_path, tmp_path / "log.csv")
+
+
+def test_an_items_file_may_have_columns_of_its_own(tmp_path):
+    log = write_log(tmp_path / "log.csv", spread=0)
+    pl.DataFrame({"code": [f"i{n}" for n in range(40)], "label": [f"Label {n}" for n in range(40)]}).write_csv(
+        tmp_path / "items.csv"
+    )
+
+    prepared(tmp_path, log, items=tmp_path / "items.csv", title="label")
+
+    assert pl.read_parquet(tmp_path / "out" / "data" / "items.parquet").row(3)[:2] == ("i3", "Label 3")
+
+
+def test_days_since_the_first_one_are_an_order(tmp_path):
+    rows = [(f"u{n % 30}", f"i{n % 12}", n // 30) for n in range(600)]
+    pl.DataFrame(rows, schema=["user", "item", "day"], orient="row").write_csv(tmp_path / "log.csv")
+
+    plan, card = prepared(tmp_path, tmp_path / "log.csv", timestamp="day")
+
+    assert plan.split.endswith("the file has no times")
+    assert card["protocol"] == "LOO-full"
+
+
 def test_lines_without_times_are_split_by_user(tmp_path):
     log = tmp_path / "lines.txt"
     log.write_text("".join(f"{user} {' '.join(str((user + k) % 12) for k in range(8))}\n" for user in range(40)))

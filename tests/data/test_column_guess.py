@@ -10,10 +10,20 @@ import polars as pl
 import pytest
 
 from seqrec.config import IngestConfig
-from seqrec.data.column_guess import REQUIRED, guess, is_lines
+from seqrec.data.column_guess import ORDER, REQUIRED, guess, guess_items, is_lines
 from seqrec.data.readers import own_files
 
 ROWS = 60
+
+
+FORMS = {
+    "12 hour": "%m/%d/%Y %I:%M:%S %p",
+    "two-digit year": "%m/%d/%y %H:%M",
+    "compact": "%Y%m%d",
+    "ctime": "%a %b %d %H:%M:%S +0000 %Y",
+    "mail": "%a, %d %b %Y %H:%M:%S GMT",
+    "server": "%d/%b/%Y:%H:%M:%S +0000",
+}
 
 
 def table(**columns):
@@ -28,6 +38,15 @@ def table(**columns):
         "price": [f"{row}.99" for row in range(ROWS)],
         "number": list(range(ROWS)),
         "words": [f"Thing {row % 15}" for row in range(ROWS)],
+        "group": [f"c{row % 12}" for row in range(ROWS)],
+        "brand": [f"Brand {row % 3}" for row in range(ROWS)],
+        "person": [f"Ann {row % 20}" for row in range(ROWS)],
+        "released": [f"20{row % 15 + 10}-01-01" for row in range(ROWS)],
+        "clock": [f"{row % 24:02}:30:00" for row in range(ROWS)],
+    }
+    values |= {
+        f"{kind} time": [f"{datetime(2020, 1, 1, 15) + timedelta(days=row):{form}}" for row in range(ROWS)]
+        for kind, form in FORMS.items()
     }
     return pl.DataFrame({name: values[kind] for name, kind in columns.items()})
 
@@ -53,6 +72,55 @@ STYLES = {
     "times without a name": ({"visitorid": "user", "itemid": "item", "x": "epoch"}, "visitorid itemid x"),
     "a German date": ({"uid": "user", "article": "item", "Date": "german"}, "uid article Date"),
 }
+
+
+CHOICES = {  # columns, and those of users, items, times and titles
+    "a release is no event": (
+        {"user_id": "user", "movie_id": "item", "release_date": "released", "watched_at": "iso"},
+        "user_id movie_id watched_at",
+    ),
+    "a clock is no date": (
+        {"user": "user", "item": "item", "time": "clock", "date": "iso"},
+        "user item date",
+    ),
+    "an invoice is no item": (
+        {"InvoiceNo": "group", "StockCode": "item", "InvoiceDate": "iso", "CustomerID": "user"},
+        "CustomerID StockCode InvoiceDate",
+    ),
+    "a product's name": (
+        {"user_id": "user", "item_id": "item", "time": "epoch", "brand_name": "brand", "item_name": "words"},
+        "user_id item_id time item_name",
+    ),
+    "a brand is no title": (
+        {"user_id": "user", "item_id": "item", "time": "epoch", "brand_name": "brand"},
+        "user_id item_id time",
+    ),
+    "a person's name is no title": (
+        {"user_id": "user", "name": "person", "item_id": "item", "time": "epoch"},
+        "user_id item_id time",
+    ),
+}
+
+
+@pytest.mark.parametrize("style", CHOICES)
+def test_the_column_whose_values_fit_is_preferred(tmp_path, style):
+    columns, wanted = CHOICES[style]
+    table(**columns).write_csv(tmp_path / "log.csv")
+
+    found, _ = guess(tmp_path / "log.csv", {})
+
+    assert [one.column for one in found] == wanted.split()
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [*((kind, pl.String) for kind in FORMS), ("compact", pl.Int64)])
+def test_formats_of_times(tmp_path, kind, dtype):
+    rows = table(user="user", item="item", time=f"{kind} time")
+    rows.with_columns(pl.col("time").cast(dtype)).write_parquet(tmp_path / "log.parquet")
+
+    found, time_format = guess(tmp_path / "log.parquet", {})
+
+    assert [one.column for one in found] == ["user", "item", "time"]
+    assert time_format == FORMS[kind].replace("+0000", "%z")
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
@@ -88,7 +156,8 @@ def test_what_the_caller_names_is_taken(tmp_path):
     ("columns", "chosen", "message"),
     [
         ({"user": "user", "item": "item"}, {}, "no column looks like timestamp among user, item; name it: --time"),
-        ({"user": "user", "item": "item", "time": "words"}, {}, "have no known format: set --time-format"),
+        ({"user": "user", "item": "item", "time": "words"}, {}, "have no known format.* set --time-format"),
+        ({"user": "user", "item": "item", "day": "number"}, {}, "have no known format.* say so with --time day"),
         ({"user": "user"}, {"item_id": "sku"}, "log.csv has no column 'sku' for item_id; there are user"),
     ],
 )
@@ -108,6 +177,15 @@ FILES = {  # name -> how it writes a record, and its columns of users, items and
         lambda u, i, r, t: f"{datetime.fromtimestamp(t, UTC):%Y-%m-%d %H:%M:%S UTC};{u};{i}",
         "column_2 column_3 column_1",
     ),
+    "german.csv": (
+        lambda u, i, r, t: f"{u};{i};{datetime.fromtimestamp(t // 86400 * 86400, UTC):%d.%m.%Y}",
+        "column_1 column_2 column_3",
+    ),
+    "checkins.tsv": (
+        lambda u, i, r, t: f"{u}\t{i}\t{datetime.fromtimestamp(t, UTC):%a %b %d %H:%M:%S +0000 %Y}",
+        "column_1 column_2 column_3",
+    ),
+    "blanks.txt": (lambda u, i, r, t: f"{u} {i} {r} {t}", "column_1 column_2 column_4"),
     "amazon.csv": (lambda u, i, r, t: f"B00{i[1:]:0>7},A{u},{r}.0,{t}", "column_2 column_1 column_4"),
     "reviews.json": (
         lambda u, i, r, t: json.dumps({"asin": i, "reviewerID": u, "overall": r, "votes": [1], "unixReviewTime": t}),
@@ -131,8 +209,51 @@ def test_files_without_a_header_and_json_lines_lose_no_row(tmp_path, name, zippe
     config = IngestConfig(source="csv", interactions=str(path), columns=chosen, time_format=time_format)
     blocks = list(own_files({"interactions": path}, config).interactions)
     assert [len(block.bad) for block in blocks] == [0]
-    assert blocks[0].good["timestamp"].to_list() == [event[3] for event in LOG]
+    precision = 86_400 if name == "german.csv" else 1
+    assert blocks[0].good["timestamp"].to_list() == [event[3] // precision * precision for event in LOG]
     assert blocks[0].good["item_id"].n_unique() == len({event[1] for event in LOG})
+
+
+def test_numbers_that_are_no_dates_are_an_order_if_the_caller_says_so(tmp_path):
+    table(user="user", item="item", day="number").write_csv(tmp_path / "log.csv")
+
+    found, time_format = guess(tmp_path / "log.csv", {"timestamp": "day"})
+
+    assert (found[2].column, found[2].why, time_format) == ("day", ORDER, "")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"user,item,time\n", "log.csv has no rows"),
+        (b"PK\x03\x04\x14\x00", "log.csv is a zip archive or an Excel file"),
+        (b"BZh91AY&SY", "log.csv is compressed with bzip2"),
+    ],
+)
+def test_a_file_that_is_no_table_says_what_it_is(tmp_path, content, message):
+    (tmp_path / "log.csv").write_bytes(content)
+
+    with pytest.raises(ValueError, match=message):
+        guess(tmp_path / "log.csv", {})
+
+
+@pytest.mark.parametrize(
+    ("names", "title", "wanted"),
+    [
+        ("id item name", "", "item name"),  # the log's column
+        ("sku product_name category", "", "sku product_name"),
+        ("code words", "", "code"),
+        ("code words", "words", "code words"),
+    ],
+)
+def test_columns_of_an_items_file(tmp_path, names, title, wanted):
+    rows = [[f"{name[0]}{row}" for name in names.split()] for row in range(20)]
+    pl.DataFrame(rows, schema=names.split(), orient="row").write_csv(tmp_path / "items.csv")
+
+    found = guess_items(tmp_path / "items.csv", "item", title)
+
+    assert [one.column for one in found] == wanted.split()
+    assert [one.name for one in found] == ["items.item_id", "items.title"][: len(found)]
 
 
 def test_a_json_array_is_refused(tmp_path):
@@ -144,7 +265,10 @@ def test_a_json_array_is_refused(tmp_path):
 
 def test_lines_of_items_are_told_from_tables(tmp_path):
     (tmp_path / "lines.txt").write_text("1 5 7 9\n2 4 4\n")
+    (tmp_path / "equal.txt").write_text("1 5 7 9\n2 4 4 8\n")
     (tmp_path / "log.csv").write_text("user_id,item_id,timestamp\n1,2,3\n")
+    (tmp_path / "log.txt").write_text("user item time\n1 2 2021-04-03\n3 4 2021-04-05\n")
 
-    assert is_lines(tmp_path / "lines.txt")
+    assert [is_lines(tmp_path / f"{name}.txt") for name in ("lines", "equal")] == [True, True]
     assert not is_lines(tmp_path / "log.csv")
+    assert not is_lines(tmp_path / "log.txt")

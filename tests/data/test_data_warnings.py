@@ -30,6 +30,21 @@ def test_each_reason_has_its_sentence(counts, facts, message):
     assert message in "".join(found)
 
 
+@pytest.mark.parametrize(
+    ("dropped", "message"),
+    [
+        ({"duplicate events": 5_000, "users outside the k-core": 400_000}, ""),
+        ({"duplicate events": 25_000}, "20% of the events repeat user, item and time of another, and are left out"),
+        ({"events outside the k-core": 150_000}, "60% of the events are outside the k-core"),
+    ],
+)
+def test_events_left_out_are_named(dropped, message):
+    found = warnings({"counts": SOUND, "dropped": dropped})
+
+    assert len(found) == bool(message)
+    assert message in "".join(found)
+
+
 def test_repeats_are_those_of_a_user_in_training(tmp_path):
     rows = [(f"u{user}", f"i{event % 3}", 1_000_000 + event) for user in range(6) for event in range(8)]
     data = sequences.load(prepare_rows(tmp_path, rows, deduplicate="none"))

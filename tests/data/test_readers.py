@@ -503,6 +503,8 @@ HEAD = "user_id,item_id,timestamp,rating\n"
         ("\x00\x01garbage", "not 4 columns"),
         (",i,5,1", "no user_id"),
         ("u, ,5,1", "no item_id"),
+        ("nan,i,5,1", "no user_id"),  # what pandas makes of a missing value that becomes text
+        ("u,NULL,5,1", "no item_id"),
         (b"u,caf\xe9,5,1", "item_id is not UTF-8"),
         ("u,i,,1", "no timestamp"),
         ("u,i,soon,1", "timestamp is neither a number nor an ISO time"),
@@ -511,6 +513,7 @@ HEAD = "user_id,item_id,timestamp,rating\n"
         ("u,i,1e300,1", "timestamp is neither a number nor an ISO time"),
         ("u,i,2020-13-01,1", "timestamp is neither a number nor an ISO time"),
         ("u,i,-1,1", "timestamp is negative"),
+        ("u,i,9999-12-31,1", "timestamp is after the year 5138"),  # often means `never`
         ("u,i,5,good", "rating is not a number"),
         ("u,i,5,nan", "rating is not a number"),
         ('u,"i,5,1', "quotes do not match"),

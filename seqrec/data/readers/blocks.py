@@ -20,6 +20,12 @@ BLOCK_BYTES = 1 << 24
 HEADER_BYTES = 1 << 16
 LONGEST_LINE = 1 << 26  # bytes; a longer line means that the file is no text, and must not fill memory
 MARKS = ("_line", "_text", "_problem")
+PACKED = {  # first bytes -> what such a file is
+    b"PK\x03\x04": "is a zip archive or an Excel file",
+    b"BZh": "is compressed with bzip2",
+    b"\xfd7zXZ": "is compressed with xz",
+    b"(\xb5/\xfd": "is compressed with zstd",
+}
 WEB_PAGE = (b"<!doctype html", b"<html")
 
 Frames = Iterator[pl.DataFrame]
@@ -79,10 +85,13 @@ def _line_ends_are_carriage_returns(path: Path) -> bool:
 
     Raises:
         DamagedFileError: the file is a web page, which servers may send instead of a file.
-        ValueError: the file is UTF-16.
+        ValueError: the file is UTF-16, or packed in another way than gzip.
     """
     with opened(path) as stream:
         head = _read(stream, path, HEADER_BYTES)
+    for magic, what in PACKED.items():
+        if head.startswith(magic):
+            raise ValueError(f"{path.name} {what}: unpack or save it as text, gzip or Parquet")
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise ValueError(f"{path.name} is UTF-16: save it as UTF-8")
     if head.removeprefix(codecs.BOM_UTF8).lstrip()[:20].lower().startswith(WEB_PAGE):

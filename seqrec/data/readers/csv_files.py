@@ -19,7 +19,11 @@ from seqrec.data.readers.row_checks import Tables, interactions, items
 TYPED = re.compile(r":(token|float|token_seq|float_seq)$")  # types in the headers of RecBole's atomic files
 DELIMITERS = (",", "\t", ";", "|", "::")
 NUMBER = re.compile(r"[-+]?\d+(\.\d+)?")
-TIME = re.compile(r"[12]\d{8,18}(\.\d+)?|[12]\d{3}-\d\d-\d\d([T ].*)?")  # since 1970, or ISO 8601
+TIME = re.compile(  # since 1970, ISO 8601, 3.4.2021 or 3/4/2021, or Sat Apr 03
+    r"[12]\d{8,18}(\.\d+)?|[12]\d{3}[-/]\d\d[-/]\d\d([T ].*)?"
+    r"|\d\d?([./-])\d\d?\3\d{4}( .*)?|[A-Z][a-z]{2},? ([A-Z][a-z]{2} \d\d|\d\d [A-Z][a-z]{2}) .*"
+)
+MISSING = ("nan", "NaN", "NA", "N/A", "NULL", "null", "None", "<NA>")  # what programs write for a missing id
 MOST_COLUMNS = 4096
 RESERVED = (*MARKS, "_by", "_excess", "_seconds", "_rating")  # column names used internally
 
@@ -49,7 +53,13 @@ def own_files(files: Mapping[str, Path], config: IngestConfig) -> Tables:
 def events(path: Path, columns: Mapping[str, str]) -> Frames:
     """Yield the columns of an events file under our names; `columns` maps ours to the file's."""
     chosen = chosen_columns(path, ("user_id", "item_id", "timestamp"), ("rating",), columns)
-    return columns_of(path, chosen)
+    return _without_missing(columns_of(path, chosen))
+
+
+def _without_missing(frames: Frames) -> Frames:
+    for frame in frames:
+        ids = [pl.col(name) for name in ("user_id", "item_id") if frame.schema[name] == pl.String]
+        yield frame.with_columns(pl.when(~column.is_in(MISSING)).then(column) for column in ids)
 
 
 def catalogue(path: Path, columns: Mapping[str, str], required: Sequence[str] = ("item_id",)) -> Frames:
@@ -121,7 +131,7 @@ def _csv_header(path: Path) -> _Header:
         if lines.is_empty():  # a block of blank lines
             continue
         number, text = lines.row(0)[:2]
-        delimiter = max(DELIMITERS, key=text.count)
+        delimiter = _delimiter(lines["_text"].to_list())
         fields, end = parse(text, delimiter)
         if end != "closed":
             raise ValueError(f"{path.name}: the quotes of the header do not match: {text:.80}")
@@ -133,11 +143,19 @@ def _csv_header(path: Path) -> _Header:
     raise ValueError(f"{path.name} is empty")
 
 
+def _delimiter(texts: Sequence[str]) -> str:
+    """Return the delimiter; a blank if each line has the same number of words, and one of three or more is a time."""
+    delimiter = max(DELIMITERS, key=texts[0].count)
+    words = [text.split(" ") for text in texts]
+    even = delimiter not in texts[0] and len(set(map(len, words))) == 1
+    return " " if even and len(words[0]) > 2 and any(map(TIME.fullmatch, words[-1])) else delimiter
+
+
 def is_record(fields: Sequence[str]) -> bool:
     """Return whether the first line of a file is a record: a field is a time, or all are numbers, but not 0, 1, 2, ...
 
-    >>> is_record(["A1", "B2", "5.0", "1307056020"]), is_record(["17", "4", "3"])
-    (True, True)
+    >>> is_record(["A1", "B2", "5.0", "1307056020"]), is_record(["17", "4", "3"]), is_record(["A1", "03.04.2021"])
+    (True, True, True)
     >>> is_record(["user", "item", "2024"]), is_record(["", "0", "1"]), is_record(["user"])
     (False, False, False)
     """

@@ -12,7 +12,7 @@ import polars as pl
 
 from seqrec.config import IngestConfig
 from seqrec.data.readers.blocks import MARKS
-from seqrec.data.readers.times import seconds
+from seqrec.data.readers.times import LARGEST_SECONDS, seconds
 
 ENTITY = r"&(#\d{1,7}|#[xX][0-9a-fA-F]{1,6}|[A-Za-z][A-Za-z0-9]*);"
 NO_EVENTS = pl.DataFrame(
@@ -78,6 +78,7 @@ def _clean(frame: pl.DataFrame) -> bool:
         frame["_problem"].null_count() == len(frame) > 0
         and not any(frame[name].null_count() for name in ("user_id", "item_id", "_seconds", "_rating"))
         and int(times.min()) >= 0  # type: ignore[arg-type]
+        and int(times.max()) < LARGEST_SECONDS  # type: ignore[arg-type]
         and bool(ratings.is_finite().all())
         and all(frame[name].str.len_bytes().min() for name in ("user_id", "item_id"))
         and (  # checked by `_regular`
@@ -97,6 +98,8 @@ def _with_problems(frame: pl.DataFrame, rating: pl.Series, wrong_time: str) -> p
         .then(pl.lit(wrong_time))
         .when(pl.col("_seconds") < 0)
         .then(pl.lit("timestamp is negative"))
+        .when(pl.col("_seconds") >= LARGEST_SECONDS)
+        .then(pl.lit("timestamp is after the year 5138"))
         .when(pl.col("_rated") & ~pl.col("_rating").is_finite().fill_null(False))
         .then(pl.lit("rating is not a number"))
     )

@@ -6,14 +6,15 @@ import polars as pl
 
 PER_SECOND = {"ms": 10**3, "us": 10**6, "ns": 10**9}
 DAY_S = 86_400
+LARGEST_SECONDS = 10**11  # in the year 5138; larger numbers are milliseconds or finer
 
 
 def seconds(times: pl.Series, time_format: str = "") -> pl.Series:
     """Return int64 seconds since 1970, UTC; null for invalid times.
 
-    Numbers are seconds, milliseconds, microseconds or nanoseconds since 1970, depending on their size (1e11 s is the
-    year 5138). Text is such a number or an ISO 8601 time, in UTC if it has no offset. With `time_format`, a format of
-    strptime, numbers and text must have that format.
+    Numbers are seconds, milliseconds, microseconds or nanoseconds since 1970, depending on their size
+    (LARGEST_SECONDS). Text is such a number or an ISO 8601 time, in UTC if it has no offset. With `time_format`, a
+    format of strptime, numbers and text must have that format.
     """
     if times.dtype == pl.Date:
         return times.cast(pl.Int64) * DAY_S
@@ -27,7 +28,7 @@ def seconds(times: pl.Series, time_format: str = "") -> pl.Series:
     whole = _whole_numbers(times)
     t = pl.col("t")
     micro_or_nano = pl.when(t >= 10**17).then(t // 10**9).otherwise(t // 10**6)
-    scaled = pl.when(t >= 10**14).then(micro_or_nano).when(t >= 10**11).then(t // 10**3).otherwise(t)
+    scaled = pl.when(t >= 10**14).then(micro_or_nano).when(t >= LARGEST_SECONDS).then(t // 10**3).otherwise(t)
     whole = pl.DataFrame({"t": whole}).select(scaled).to_series()
     return whole.fill_null(_iso_seconds(times)) if times.dtype == pl.String and whole.null_count() else whole
 
