@@ -35,15 +35,16 @@ Values = TypeVar("Values")
 Axis = Sequence[Mapping[str, Any]]  # alternatives, each a change of one or more settings
 AnyAxis = Axis | Callable[[Any], Axis]  # or what gives them for the settings found so far
 
-SMOOTHING = (0.03, 0.1, 0.3, 1.0)  # tau / |I|
+SMOOTHING = (0.03, 0.1, 0.3, 1.0, 3.0)  # tau / |I|
 POPULARITY = (-0.4, -0.2, -0.1, -0.05, 0.0)  # lambda; more weight on popularity rarely helps
 KERNELS: Axis = (
     {"kernel": "inverse", "window": 10},
     {"kernel": "inverse", "window": 20},
     {"kernel": "root", "window": 10},
     {"kernel": "0.7", "window": 10},
+    {"kernel": "square", "window": 10},
 )
-RHO: Axis = [{"rho": rho} for rho in (0.5, 0.65, 0.8)]
+RHO: Axis = [{"rho": rho} for rho in (0.2, 0.35, 0.5, 0.65, 0.8)]  # small ones where the last event decides alone
 ALONE: Sequence[Axis] = (  # smoothing and popularity vary together, since smoothing sets the scale of the term
     [{"smoothing": tau, "popularity": weight} for tau in SMOOTHING for weight in POPULARITY],
     RHO,

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from support import prepare_rows
 
 from seqrec.config import CountsConfig
 from seqrec.counts import search, term
@@ -141,3 +142,15 @@ def test_the_term_sees_no_more_events_than_the_model(prepared):
     data = sequences.load(prepared)
 
     assert search.choose(nothing, Tables(data), data, filter_seen=True, events=2).values.events == 2
+
+
+def test_where_the_last_event_decides_older_ones_hardly_vote(tmp_path):
+    follower, draw, rows = np.random.default_rng(1).permutation(30), np.random.default_rng(2), []
+    for user in range(150):
+        item = 0
+        for time in range(15):
+            item = follower[item] if draw.random() < 0.5 else draw.integers(30)
+            rows.append((f"u{user}", f"i{item}", time))
+    data = sequences.load(prepare_rows(tmp_path, rows))
+
+    assert search.choose(nothing, Tables(data), data, filter_seen=False, events=12).values.rho < 0.5
