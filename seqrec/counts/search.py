@@ -35,7 +35,7 @@ Values = TypeVar("Values")
 Axis = Sequence[Mapping[str, Any]]  # alternatives, each a change of one or more settings
 AnyAxis = Axis | Callable[[Any], Axis]  # or what gives them for the settings found so far
 
-SMOOTHING = (0.03, 0.1, 0.3, 1.0, 3.0)  # tau / |I|
+SMOOTHING = (0.03, 0.1, 0.3, 1.0)  # tau / |I|
 POPULARITY = (-0.4, -0.2, -0.1, -0.05, 0.0)  # lambda; more weight on popularity rarely helps
 KERNELS: Axis = (
     {"kernel": "inverse", "window": 10},
