@@ -130,7 +130,7 @@ def command_parser(command: str, summary: str, function: Callable[..., Any]) -> 
             parser.add_argument(name, nargs="+", help=text, metavar=name.removesuffix("s").upper())
         elif hint is bool:
             parser.add_argument(flag, action="store_true", help=text)
-        elif name == "dataset":
+        elif _is_dataset_of_params(parameter):
             parser.add_argument(flag, help="its key in `datasets`; default: the key `dataset` of params.yaml")
         else:
             required = parameter.default is inspect.Parameter.empty
@@ -143,20 +143,24 @@ def command_parser(command: str, summary: str, function: Callable[..., Any]) -> 
     return parser
 
 
+def _is_dataset_of_params(parameter: inspect.Parameter) -> bool:
+    """Return whether a parameter is the dataset of params.yaml; a command with a config of its own has a default."""
+    return parameter.name == "dataset" and parameter.default is inspect.Parameter.empty
+
+
 def bind(function: Callable[..., Any], command: str, flags: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of `function`: flags as given, settings from params.yaml."""
     names = inspect.signature(function).parameters
-    wanted = [name for name in names if name in FROM_PARAMS or name == "dataset"]
     params = None
-    if wanted:
+    if any(name in FROM_PARAMS or _is_dataset_of_params(parameter) for name, parameter in names.items()):
         from seqrec.config import load
 
         params = load(flags.params)
     values = {}
-    for name in names:
+    for name, parameter in names.items():
         if params is not None and name in FROM_PARAMS:
             values[name] = FROM_PARAMS[name](params, command, flags)
-        elif params is not None and name == "dataset":
+        elif params is not None and _is_dataset_of_params(parameter):
             values[name] = flags.dataset or params.dataset
         else:
             values[name] = getattr(flags, name)

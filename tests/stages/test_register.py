@@ -199,7 +199,7 @@ def test_one_parent_run_holds_a_run_for_every_row(registered):
     assert parent.data.params == {
         "dataset": "toy",
         "protocol": "LOO-full",
-        "leaderboard": "seqrules, ease, markov, pctm, popularity, sasrec, wide",
+        "leaderboard": "seqrules, ease, pctm, markov, popularity, sasrec, wide",
     }
     stored = {file.path for file in client().list_artifacts(parent.info.run_id)}
     assert stored == {"leaderboard.json", "index.html", "params.yaml"}

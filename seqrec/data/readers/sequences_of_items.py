@@ -92,7 +92,7 @@ def _index(path: Path, column: str) -> pl.DataFrame:
         ValueError: a line is malformed, or repeats an id or a number, which would merge or duplicate events.
     """
     index = pl.concat(list(delimited(path, ("_id", column), "\t")) or [pl.DataFrame(schema=["_id", column])])
-    stripped = index.with_columns(pl.col("_id", column).str.strip_chars())
+    stripped = index.with_columns(pl.col("_id", column).cast(pl.String).str.strip_chars())
     empty = pl.any_horizontal((pl.col(name).fill_null("") == "") for name in ("_id", column))
     repeated = pl.any_horizontal(pl.col(name).is_duplicated() for name in ("_id", column))
     problem = pl.coalesce(
