@@ -707,6 +707,7 @@ def test_the_size_of_a_block_of_lines_changes_nothing(tmp_path, monkeypatch, kin
         ("B9\t0\nB7\t0\n", "line 1: this id or this number appears twice"),
         ("B9\t0\nB9\t1\n", "line 1: this id or this number appears twice"),
         ("B9\t\n", "line 1: no id or no number"),
+        ("", "x.item2index is empty"),
     ],
 )
 def test_an_index_that_is_wrong_is_an_error(tmp_path, index, message):

@@ -89,10 +89,13 @@ def _index(path: Path, column: str) -> pl.DataFrame:
     """Return `_id` and number of an index file.
 
     Raises:
-        ValueError: a line is malformed, or repeats an id or a number, which would merge or duplicate events.
+        ValueError: a line is malformed, or repeats an id or a number, which would merge or duplicate events; or there
+            is no line.
     """
-    index = pl.concat(list(delimited(path, ("_id", column), "\t")) or [pl.DataFrame(schema=["_id", column])])
-    stripped = index.with_columns(pl.col("_id", column).cast(pl.String).str.strip_chars())
+    frames = list(delimited(path, ("_id", column), "\t"))
+    if not frames:
+        raise ValueError(f"{path.name} is empty")
+    stripped = pl.concat(frames).with_columns(pl.col("_id", column).str.strip_chars())
     empty = pl.any_horizontal((pl.col(name).fill_null("") == "") for name in ("_id", column))
     repeated = pl.any_horizontal(pl.col(name).is_duplicated() for name in ("_id", column))
     problem = pl.coalesce(
@@ -103,7 +106,7 @@ def _index(path: Path, column: str) -> pl.DataFrame:
     bad = stripped.with_columns(problem.alias("_problem")).filter(pl.col("_problem").is_not_null())
     if not bad.is_empty():
         line, reason = bad.sort("_line").row(0, named=True)["_line"], bad.sort("_line")["_problem"][0]
-        raise ValueError(f"{path.name}: {len(bad):,} of {len(index):,} lines are wrong; line {line}: {reason}")
+        raise ValueError(f"{path.name}: {len(bad):,} of {len(stripped):,} lines are wrong; line {line}: {reason}")
     return stripped.select("_id", column)
 
 
