@@ -81,7 +81,8 @@ def benchmark(
         dataset: a key of `datasets`; default: the one of the config.
         data: folder with `sequences/` already prepared.
         seeds: of initialisation, order and dropout, separated by commas.
-        only: models to train, separated by commas; default: all. The page shows all finished models.
+        only: models to train, separated by commas; default: all. The page shows every model that is finished with
+            the settings of `config_file`.
 
     Returns:
         The mean test NDCG@10 of each row.
@@ -98,7 +99,7 @@ def benchmark(
     if any(params.section("finetune", model=model).user_share < 1 for model in models):
         raise ConfigError("finetune.user_share: counting rows count every user; use scripts/text_demo.py instead")
     with locked(out / locks.NAME, f"--out {out}"):
-        folder = (data or _prepared(params, out)) / "sequences"
+        folder = (data or run.prepare_data(params, out)) / "sequences"
         _count_rows(params, folder, out)
         for seed in numbers:
             for model in models:
@@ -119,26 +120,33 @@ def _seed(text: str) -> int:
     return int(text)
 
 
-def _prepared(params: Params, out: Path) -> Path:
-    """Return the folder of the prepared data; prepare it if needed."""
-    folder = out / "data"
-    return folder if (folder / "sequences" / SPLIT_CARD).is_file() else run.prepare_data(params, out)
+def _is(path: Path, settings: dict[str, Any]) -> bool:
+    return path.is_file() and read_json(path) == settings
+
+
+def _count_settings(params: Params, folder: Path) -> dict[str, Any]:
+    """Return what the figures of the counting rows depend on."""
+    split = read_json(folder / SPLIT_CARD)["split_sha256"]
+    return {"split": split, "evaluate": asdict(params.section("evaluate"))}
+
+
+def _model_settings(params: Params, model: str, folder: Path) -> dict[str, Any]:
+    """Return what the figures of a model depend on."""
+    sections = {name: asdict(params.section(name, model=model)) for name in ("pretrain", "finetune")}
+    return _count_settings(params, folder) | sections | {"model": asdict(params.model(model))}
 
 
 def _count_rows(params: Params, folder: Path, out: Path) -> None:
-    if not all((out / "reports" / name / METRICS).is_file() for name in BASELINES):
+    settings, done = _count_settings(params, folder), out / "reports" / FINISHED
+    if not _is(done, settings):
         run.count_rows(params, folder, out)
+        write_json(done, settings)
 
 
 def _train(params: Params, model: str, folder: Path, out: Path) -> None:
     """Train and evaluate a model, with its counts and without, unless a report with the same settings exists."""
-    sections = {name: asdict(params.section(name, model=model)) for name in ("pretrain", "finetune", "evaluate")}
-    settings = {
-        "model": asdict(params.model(model)),
-        "split": read_json(folder / SPLIT_CARD)["split_sha256"],
-    } | sections
-    done = out / "reports" / model / FINISHED
-    if done.is_file() and read_json(done) == settings:
+    settings, done = _model_settings(params, model, folder), out / "reports" / model / FINISHED
+    if _is(done, settings):
         return
     logger.info("%s, seed %d", model, params.seed)
     run.train_model(params, model, folder, out, resume=False)
@@ -154,11 +162,17 @@ def _train(params: Params, model: str, folder: Path, out: Path) -> None:
 
 
 def write_page(params: Params, folder: Path, out: Path) -> dict[str, float]:
-    """Write the page of all finished models below `out`; return the mean test NDCG@10 of each row."""
+    """Write the page of the models that are finished with these settings; return the mean test NDCG@10 of each row."""
     reports = {name: [out / "reports" / name] for name in BASELINES if (out / "reports" / name / METRICS).is_file()}
     base = max(reports, key=lambda name: _mean(reports[name], SELECTION)) if reports else None
+    seeds = sorted(int(path.name.removeprefix("seed-")) for path in out.glob("seed-*[0-9]"))
     for model in params.leaderboard:
-        found = sorted(path.parent for path in out.glob(f"seed-*/reports/{model}/{FINISHED}"))
+        of_seed = {seed: out / f"seed-{seed}/reports" / model for seed in seeds}
+        found = [
+            report
+            for seed, report in of_seed.items()
+            if _is(report / FINISHED, _model_settings(replace(params, seed=seed), model, folder))
+        ]
         reports |= {model: found} if found else {}
     rows = [_row(name, paths, reports[base] if base else None) for name, paths in reports.items()]
     rows = _corrected(sorted(rows, key=lambda row: -row.valid))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from support import synthetic_rows
 
 from seqrec.artifacts import CASES, METRICS, read_json, write_json
 from seqrec.commands import benchmark as bench
@@ -121,6 +123,28 @@ def test_only_what_is_missing_or_changed_is_trained(out, prepared):
         f"seed-1/artifacts/gru4rec/{phase}/best.safetensors" for phase in ("initial", "finetuned")
     }
     assert {path.split("/")[1:3] == ["artifacts", "gru4rec"] for path in after.keys() - before.keys()} == {True}
+
+
+def test_the_page_compares_rows_of_the_same_data_and_settings(out, prepared, tmp_path):
+    shutil.copytree(out, tmp_path / "out")
+    run(tmp_path, prepared, CONFIG | {"evaluate": {"bootstrap": 100, "filter_seen": False}}, seeds="1", only="sasrec")
+
+    assert rows_of(tmp_path / "out")["sasrec"]["seeds"] == [1]
+    assert "gru4rec" not in rows_of(tmp_path / "out")  # its reports are those of filter_seen: true
+    assert rows_of(tmp_path / "out")["pctm"]["ndcg"] < rows_of(out)["pctm"]["ndcg"]  # more candidates
+
+
+def test_data_are_prepared_anew_when_their_settings_change(tmp_path):
+    rows = synthetic_rows()
+    (tmp_path / "log.csv").write_text("user_id,item_id,timestamp\n" + "".join(f"{u},{i},{t}\n" for u, i, t in rows))
+    source = {"source": "csv", "interactions": str(tmp_path / "log.csv")}
+    for users in (60, 30):
+        dataset = {"ingest": source, "validate": {"min_date": "1970-01-01"}, "prepare": {"sample_users": users}}
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(CONFIG | {"datasets": {"tiny": dataset}}))
+        bench.benchmark(config_file=tmp_path / "config.yaml", out=tmp_path / "out", only="gru4rec")
+
+        for report in ("reports/pctm", "seed-42/reports/gru4rec"):
+            assert len(ndcg(tmp_path / "out" / report)) == users
 
 
 @pytest.mark.parametrize(
