@@ -29,6 +29,7 @@ from seqrec.artifacts import (
     SOURCE_CARD,
     SPLIT_CARD,
     read_json,
+    sha256,
     write_json,
     write_table,
     write_text,
@@ -149,7 +150,8 @@ def auto(
         raise ValueError("--minutes must be above 0")
     named = {"user_id": user, "item_id": item, "timestamp": time, "title": title}
     columns = {name: column for name, column in named.items() if column}
-    about = {"data": str(data.resolve()), "bytes": data.stat().st_size, "minutes": minutes}
+    about = {"data": str(data.resolve()), "minutes": minutes}
+    about["sha256"] = [sha256(path) for path in (data, Path(items)) if path.is_file()]
     with locked(out / locks.NAME, f"--out {out}"):
         plan = Plan.load(out / PLAN, about | {"columns": columns, "time_format": time_format, "items": items})
         return _auto(plan, out)
@@ -263,10 +265,12 @@ def _titles(path: Path, item: str, title: str, out: Path) -> Path:
     """Write the first title of each item of a log to a file of items."""
     import polars as pl
 
-    from seqrec.data.readers import csv_files
+    from seqrec.data.readers import csv_files, row_checks
 
     parts = [
-        frame.select(pl.col("item_id", "title").cast(pl.String)).unique("item_id", keep="first", maintain_order=True)
+        frame.select(row_checks.identifier(frame["item_id"]), pl.col("title").cast(pl.String)).unique(
+            "item_id", keep="first", maintain_order=True
+        )
         for frame in csv_files.columns_of(path, {"item_id": item, "title": title})
     ]
     target = out / "state" / "items.parquet"

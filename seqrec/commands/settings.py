@@ -1,7 +1,8 @@
 """`seqrec settings`: check everything that a run will read, and write what each stage of dvc.yaml depends on.
 
-DVC compares these files, not params.yaml or code: they hold every setting of a stage, defaults included, and the hashes
-of the code that it imports. A stage runs again exactly when one of them changes, wherever a setting is written.
+DVC compares these files, not params.yaml or code: they hold every setting of a stage, defaults included, the hashes of
+the code that it imports, and for ingest those of the user's own files. A stage runs again exactly when one of them
+changes, wherever a setting is written.
 """
 
 from __future__ import annotations
@@ -90,8 +91,15 @@ def _code(stage: str, root: Path) -> dict[str, str]:
 
 
 def _of_data(params: Params, dataset: str, folder: str) -> Resolved:
+    from seqrec.data import download, sources
+
     stages = ("ingest", "validate", "prepare")
-    return {folder + stage: {"dataset": dataset, **asdict(params.section(stage, dataset=dataset))} for stage in stages}
+    files = {folder + stage: {"dataset": dataset, **asdict(params.section(stage, dataset=dataset))} for stage in stages}
+    config = params.section("ingest", dataset=dataset)
+    if not config.repository:
+        publications = sources.find(config).publications(config)
+        files[f"{folder}ingest"]["digests"] = download.digests_of_own_files(publications, config)
+    return files
 
 
 def _of_model(params: Params, model: str) -> Resolved:

@@ -57,6 +57,7 @@ class IngestConfig(Section):
         require(bool(self.repository) == bool(self.revision), "repository and revision go together")
         require(not (self.repository and self.mirror), "mirror has no effect with repository")
         require(_is_time_format(self.time_format), f"time_format: {self.time_format!r} is not a date format")
+        require("%Z" not in self.time_format, "time_format: names of time zones (%Z) are ambiguous; use offsets (%z)")
 
 
 def _is_time_format(text: str) -> bool:

@@ -68,7 +68,7 @@ def report(name: str, data: Sequences, fitted: Sequences, directory: Path, confi
     facts = {"parameters": stored, "train_seconds": time.monotonic() - began}
     write_json(directory / CHOSEN, {"chosen": choice.card(), "grid": [list(axis) for axis in axes], "pairs": stored})
     test = _scorer(tables if fitted is data else Tables(fitted), choice.values)
-    return results.report(test, data, directory, config, facts, valid=by_halves(even, odd))
+    return results.report(test, data, directory, config, facts, valid=by_halves(even, odd), count=fitted.count)
 
 
 def _term(tables: Tables, values: Any) -> CountTerm:

@@ -58,6 +58,7 @@ class CaseNdcg:
         self.base, self.data, self.filter_seen = _remembered(base), data, filter_seen
         self.target_C = data.items[self.position.cpu()].long()
         self.goal_C = torch.empty(len(self.user))
+        self.blocks = ranking.case_blocks(self.position - data.start[self.user], ROWS)
         self.known: dict[int, tuple[Tensor, _Cells]] = {}
 
     def __call__(self, term: CountTerm) -> NDArray[np.float64]:
@@ -106,15 +107,15 @@ class CaseNdcg:
         items_CJ, _ = term.newest(self._items(term))
         size, width, parts = len(term.log_popularity), items_CJ.shape[1], []
         cells = 0
-        for first in range(0, len(items_CJ), ROWS):
-            items = items_CJ[first : first + ROWS]
+        for rows in self.blocks:
+            items, first = items_CJ[rows], rows.start
             start = term.offsets[items].flatten()
             number = (term.offsets[items + 1].flatten() - start) * (items > 0).flatten()
             weight_P = torch.repeat_interleave(torch.arange(len(start)), number)
             pair_P = torch.arange(len(weight_P)) + (start - number.cumsum(0) + number)[weight_P]
             key_P = (weight_P // width) * size + term.targets[pair_P]
             key_E, cell_P = map(torch.from_numpy, np.unique(key_P.numpy(), return_inverse=True))
-            score_E, target_B = self._base(first, key_E, size)
+            score_E, target_B = self._base(rows, key_E, size)
             target_B[target_B >= 0] += cells
             weight_P += first * width
             indices = (pair_P, weight_P, cell_P + cells, key_E // size + first, key_E % size)
@@ -122,9 +123,8 @@ class CaseNdcg:
             cells += len(key_E)
         return _Cells(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
-    def _base(self, first: int, key_E: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    def _base(self, rows: slice, key_E: Tensor, size: int) -> tuple[Tensor, Tensor]:
         """Return the base scores of the cells of some cases, and the cells of their targets, -1 for none."""
-        rows = slice(first, first + ROWS)
         target_B = self.target_C[rows]
         item_E, row_E = key_E % size, key_E // size
         score_E, goal_B = torch.empty(len(key_E)), torch.empty(len(target_B))
@@ -142,14 +142,13 @@ class CaseNdcg:
         """Return the scores (C, BEST) of the best items of each case that are neither its target nor in `cells`."""
         if term.popularity not in cells.best:
             popularity, parts = term.popularity * term.log_popularity, []
-            for first in range(0, len(self.user), ROWS):
-                low, high = torch.searchsorted(
-                    cells.case_E, torch.tensor([first, first + ROWS], dtype=torch.int32)
-                ).tolist()
-                row_E, item_E = cells.case_E[low:high] - first, cells.item_E[low:high]
-                target_B, best = self.target_C[first : first + ROWS], torch.empty(0)
+            for rows in self.blocks:
+                bounds = torch.tensor([rows.start, rows.stop], dtype=torch.int32)
+                low, high = torch.searchsorted(cells.case_E, bounds).tolist()
+                row_E, item_E = cells.case_E[low:high] - rows.start, cells.item_E[low:high]
+                target_B, best = self.target_C[rows], torch.empty(0)
                 row_B = torch.arange(len(target_B))
-                for at, score in self._blocks(slice(first, first + ROWS)):
+                for at, score in self._blocks(rows):
                     score += popularity[at : at + score.shape[1]]
                     for row, item in ((row_E, item_E), (row_B, target_B)):
                         inside = (item >= at) & (item < at + score.shape[1])

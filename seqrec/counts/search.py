@@ -97,6 +97,8 @@ def search(
     ndcg, odd = functools.cache(ndcg_of), (user % 2 == 1).cpu().numpy()
     found = _descend(ndcg, start, axes, np.ones(len(odd), dtype=bool))
     folds = (_descend(ndcg, start, axes, odd), _descend(ndcg, start, axes, ~odd))
+    if not len(user):  # no validation case has a history
+        return Choice(found, folds, 0.0, 0.0)
     honest = np.where(odd, ndcg(folds[1]), ndcg(folds[0])).mean()
     logger.debug("counts: %d settings tried on %d validation cases", ndcg.cache_info().currsize, len(user))
     return Choice(found, folds, float(ndcg(found).mean()), float(honest))

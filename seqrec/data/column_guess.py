@@ -257,16 +257,17 @@ def _is_order(values: pl.Series) -> bool:
 
 
 def _time_format(values: pl.Series, column: str) -> str:
-    """Return the first of `FORMATS` that fits the values; empty if they need none."""
+    """Return the one of `FORMATS` that fits most of the values, the first of equals; empty if they need none."""
     if values.dtype.is_temporal() or _share_of_times(values, "") > 0:
         return ""
     known = values.filter(values.cast(pl.String).str.strip_chars() != "")
-    fitting = [text for text in FORMATS if _share_of_times(known, text) >= FIT]
-    if not fitting:
+    shares = {text: _share_of_times(known, text) for text in FORMATS}
+    fitting = max(FORMATS, key=lambda text: shares[text])
+    if shares[fitting] < FIT:
         example = "" if known.is_empty() else f" such as {str(known[0])!r:.40}"
         order = f"; if they number days or steps, say so with --time {column}" if _is_order(values) else ""
         raise ValueError(
             f"the times of {column}{example} have no known format, or lie outside 1990 to 2035: "
             f"set --time-format, or another column with --time{order}"
         )
-    return fitting[0]
+    return fitting

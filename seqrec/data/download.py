@@ -32,6 +32,7 @@ import urllib3
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from seqrec import artifacts
 from seqrec.config import ConfigError, IngestConfig
 from seqrec.data.readers.blocks import opened
 from seqrec.data.sources import File, Publication, file_name
@@ -123,6 +124,23 @@ def _origins(
             yield label, publication, partial(_officially, publication, config, downloads)
 
 
+def digests_of_own_files(publications: Sequence[Publication], config: IngestConfig) -> dict[str, str]:
+    """Return by role the SHA-256 of the user's own files, which may change between two runs.
+
+    Files on the web are left out, and all files if one that is required is missing.
+
+    Raises:
+        ConfigError: the mirror is a folder that does not exist.
+    """
+    mirror = mirror_of(config)
+    folders = ["", *([mirror] if mirror and not _is_url(mirror) else [])]
+    for publication, folder in ((one, folder) for one in publications if one.local for folder in folders):
+        found = {file.role: _in_folder(folder, file) for file in publication.files}
+        if all(found[file.role] for file in publication.files if file.required):
+            return {role: artifacts.sha256(path) for role, path in found.items() if path}
+    return {}
+
+
 def mirror_of(config: IngestConfig) -> str:
     """Return the folder or URL of the mirror, which is tried first; empty without a mirror.
 
@@ -150,10 +168,13 @@ def _gather(files: Sequence[File], lookup: Callable[[File], Found | None]) -> li
 
 
 def _locally(file: File) -> Found | None:
-    for name in (name for place in file.paths for name in (place, f"{place}.gz")):
-        if Path(name).is_file():
-            return Found(file.role, Path(name), f"local:{file_name(name)}")
-    return None
+    path = _in_folder("", file)
+    return Found(file.role, path, f"local:{path.name}") if path else None
+
+
+def _in_folder(folder: str, file: File) -> Path | None:
+    paths = (Path(folder, name) for place in file.paths for name in (place, f"{place}.gz"))
+    return next((path for path in paths if path.is_file()), None)
 
 
 def _from_mirror(publication: Publication, mirror: str, config: IngestConfig, downloads: Path) -> list[Found]:

@@ -24,6 +24,7 @@ from seqrec.evaluation.seen_items import SeenItems
 
 SCORES_IN_MEMORY = 16_000_000  # floats per block
 ITEMS_PER_BLOCK = 65_536
+EVENTS_IN_MEMORY = 4_000_000  # of the histories in a block
 POSITIONS_PER_PASS = 8_192  # on a CPU, so that the activations of a forward pass stay in its caches
 
 Blocks = Callable[[], Iterator[tuple[int, Tensor]]]  # (first item, scores (B, block)), covering items 1..V-1 in order
@@ -101,13 +102,12 @@ def rank(
     Raises:
         ValueError: a score is not finite.
     """
-    rows = rows or _rows(data)
     # sorted by length, so that short histories are not padded to long ones
-    order = (cases.position - data.start[cases.user]).argsort(stable=True)
+    length, order = (cases.position - data.start[cases.user]).sort(stable=True)
     user, position = cases.user[order], cases.position[order]
     parts = [
-        _rank_block(scorer, data, user[i : i + rows], position[i : i + rows], filter_seen, top_k, name)
-        for i in range(0, len(cases), rows)
+        _rank_block(scorer, data, user[block], position[block], filter_seen, top_k, name)
+        for block in case_blocks(length, rows or _rows(data))
     ]
     if not parts:
         empty = torch.zeros(0, dtype=torch.float64)
@@ -126,8 +126,9 @@ def best(
     Raises:
         ValueError: a score is not finite.
     """
-    order, rows = (stop - data.start[user]).argsort(stable=True), _rows(data)
-    parts = [_best_block(scorer, data, user[chosen], stop[chosen], filter_seen, top_k) for chosen in order.split(rows)]
+    length, order = (stop - data.start[user]).sort(stable=True)
+    chosen = (order[block] for block in case_blocks(length, _rows(data)))
+    parts = [_best_block(scorer, data, user[some], stop[some], filter_seen, top_k) for some in chosen]
     score_BK, item_BK = (torch.cat(column)[order.argsort()] for column in zip(*parts, strict=True))
     return torch.where(score_BK == float("-inf"), PAD, item_BK), score_BK
 
@@ -176,6 +177,22 @@ def _kept(blocks: Blocks) -> Blocks:
 
 def _rows(data: Sequences) -> int:
     return max(1, min(1024, SCORES_IN_MEMORY // min(data.num_items, ITEMS_PER_BLOCK)))
+
+
+def case_blocks(length: Tensor, rows: int) -> list[slice]:
+    """Return consecutive blocks of at most `rows` cases, whose histories have EVENTS_IN_MEMORY events at most in total.
+
+    Args:
+        length: events in the history of each case; a longer history than EVENTS_IN_MEMORY is a block of its own.
+        rows: maximum number of cases.
+    """
+    blocks: list[slice] = []
+    total = length.cpu().cumsum(0)
+    while (first := blocks[-1].stop if blocks else 0) < len(total):
+        before = total[first - 1] if first else 0
+        fitting = int((total[first : first + rows] - before <= EVENTS_IN_MEMORY).sum())
+        blocks.append(slice(first, first + max(1, fitting)))
+    return blocks
 
 
 def _rank_block(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -28,10 +29,13 @@ def report(
     facts: dict[str, float],
     *,
     valid: Scorer | None = None,
+    count: Tensor | None = None,
 ) -> dict[str, float]:
     """Rank every validation and test case, and write metrics, cases and recommendations to `directory`.
 
-    `valid` ranks the validation cases if `scorer` was trained on them or has settings that were chosen on them.
+    `valid` ranks the validation cases if `scorer` was trained on them or has settings that were chosen on them. `count`
+    (1 + V,) are the events of each item that `scorer` was trained on, if those are more than the training events: they
+    rank the test cases without a history.
 
     Names of metrics: `test/ndcg@10`, with its interval `/low` and `/high`; its slices `/popularity=head|tail|cold` (of
     the target) and `/length=1-10|11-50|51+` (of the history), each with an interval; `test/unfiltered/...` and
@@ -46,8 +50,9 @@ def report(
     for split in ("valid", "test"):
         chosen = sequences.cases(data, split)
         chosen_scorer = valid if split == "valid" and valid is not None else scorer
+        known = data if split == "valid" or count is None else replace(data, count=count)
         ranked = ranking.rank(
-            chosen_scorer, data, chosen, filter_seen=config.filter_seen, top_k=config.top_k, name=directory.name
+            chosen_scorer, known, chosen, filter_seen=config.filter_seen, top_k=config.top_k, name=directory.name
         )
         rank = ranked.rank if config.filter_seen else ranked.rank_unfiltered
         values |= {f"{split}/{name}": value for name, value in _accuracy(rank, data.num_items).items()}

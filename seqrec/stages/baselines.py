@@ -16,7 +16,7 @@ from torch import Tensor
 from seqrec.config import EvaluateConfig
 from seqrec.counts import baselines as counting
 from seqrec.counts.table import train_events
-from seqrec.data.sequences import Sequences, seen, trained_until, window
+from seqrec.data.sequences import Sequences, cases, seen, trained_until, window
 from seqrec.data.sequences import load as load_sequences
 from seqrec.evaluation import results
 from seqrec.evaluation.ranking import ITEMS_PER_BLOCK, Blocks, Scorer
@@ -44,8 +44,14 @@ def baselines(
         reports: output folder, with a folder for each baseline.
         config: section `evaluate`.
         ease_items: largest catalogue for which EASE is computed.
+
+    Raises:
+        ValueError: the split has no validation or no test cases.
     """
     prepared = load_sequences(sequences)
+    for split in ("valid", "test"):
+        if not len(cases(prepared, split)):
+            raise ValueError(f"no {split} cases: check prepare.protocol, prepare.{split}_share and the k-core")
     fitted = prepared if config.refit == "none" else trained_until(prepared, prepared.valid_stop)
     scorers = {"popularity": popularity_scorer, "markov": markov_scorer, "ease": ease_scorer}
     values = {}
@@ -59,7 +65,7 @@ def baselines(
             facts = {"parameters": 0, "train_seconds": 0.0}
             valid = scorers[name](prepared)
             test = valid if fitted is prepared else scorers[name](fitted)
-            metrics = results.report(test, prepared, reports / name, config, facts, valid=valid)
+            metrics = results.report(test, prepared, reports / name, config, facts, valid=valid, count=fitted.count)
         else:
             metrics = counting.report(name, prepared, fitted, reports / name, config)
         values[f"{name}/test/ndcg@10"] = metrics["test/ndcg@10"]

@@ -12,6 +12,7 @@ from seqrec.config import EvaluateConfig
 from seqrec.counts.search import Tables, fold_scorer
 from seqrec.counts.term import with_counts
 from seqrec.data.sequences import load as load_sequences
+from seqrec.data.sequences import trained_until
 from seqrec.evaluation import cost, ranking, results
 from seqrec.evaluation.ranking import Scorer
 from seqrec.training import cards
@@ -59,9 +60,11 @@ def evaluate(
     test = valid = with_counts(scorer, term and term.to(device))
     if "folds" in chosen:
         valid = fold_scorer(scorer, Tables(loaded), [counts_config(fold) for fold in chosen["folds"]], device)
+    count = None
     if config.refit != "none":
         test = _refitted(checkpoint, device, without_counts=without_counts)
-    values = results.report(test, prepared, report, config, facts, valid=valid)
+        count = trained_until(loaded, loaded.valid_stop).count.to(device)
+    values = results.report(test, prepared, report, config, facts, valid=valid, count=count)
     return values | {"evaluate_seconds": time.monotonic() - began}
 
 

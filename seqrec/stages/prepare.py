@@ -93,7 +93,8 @@ def prepare(*, dataset: str, data: Path, validation: Path, sequences: Path, conf
         counts = _write(engine, sequences, table, ends, users, items, config)
     _write_negatives(sequences, ends, len(items), config)
     files = sorted(_FILES) + [artifacts.NEGATIVES] * (config.protocol == "LOO-101")
-    split = hashlib.sha256("".join(sha256(sequences / name) for name in files).encode()).hexdigest()
+    parts = [sha256(sequences / name) for name in files] + [config.cases] * (config.cases != "all")
+    split = hashlib.sha256("".join(parts).encode()).hexdigest()
     card = {
         "dataset": dataset,
         "protocol": config.protocol,
@@ -272,7 +273,8 @@ def _divided(engine: Engine, events: Frame, bounds: NDArray[np.int64]) -> Sequen
 
 def _shard_bounds(events: IntArray, most: int) -> NDArray[np.int64]:
     """Return the bounds 0, ..., U: shard i holds the users from bound i to bound i + 1, with about `most` events."""
-    before = np.minimum(np.cumsum(events) - events, events.sum() - 1)  # the last users may have none
+    before = np.cumsum(events) - events
+    before = np.minimum(before, before[events > 0].max())  # the last users may have none
     first = np.flatnonzero(np.diff(before // most, prepend=-1))
     return np.append(first, len(events)).astype(np.int64)
 

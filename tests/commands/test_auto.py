@@ -66,6 +66,12 @@ def test_the_same_command_continues_and_another_one_is_refused(made, caplog):
     assert weights.stat().st_mtime_ns == before
     assert main([*command, "5"]) == 1
     assert "was made for other data or flags" in caplog.text
+    log = (made / "log.csv").read_bytes()
+    (made / "log.csv").write_bytes(log.replace(b"i3", b"i4", 1))
+    caplog.clear()
+    assert main([*command, str(SHARE)]) == 1
+    assert "was made for other data or flags" in caplog.text
+    (made / "log.csv").write_bytes(log)
 
 
 @pytest.mark.parametrize(
@@ -167,6 +173,15 @@ def test_an_items_file_may_have_columns_of_its_own(tmp_path):
     prepared(tmp_path, log, items=tmp_path / "items.csv", title="label")
 
     assert pl.read_parquet(tmp_path / "out" / "data" / "items.parquet").row(3)[:2] == ("i3", "Label 3")
+
+
+def test_titles_are_found_by_ids_that_a_program_has_written_as_fractions(tmp_path):
+    rows = [(float(n % 30), float(n % 12), 1_600_000_000 + 3600 * n, f"Thing {n % 12}") for n in range(600)]
+    pl.DataFrame(rows, schema=["user", "item", "time", "title"], orient="row").write_parquet(tmp_path / "log.parquet")
+
+    prepared(tmp_path, tmp_path / "log.parquet")
+
+    assert pl.read_parquet(tmp_path / "out" / "data" / "items.parquet").row(3)[:2] == ("3", "Thing 3")
 
 
 def test_days_since_the_first_one_are_an_order(tmp_path):

@@ -96,6 +96,23 @@ def test_a_changed_setting_reruns_what_reads_it(project, changes, expected, monk
     assert stale(project) == expected
 
 
+def test_an_edited_file_of_the_user_reruns_its_ingest(project, tmp_path, monkeypatch):
+    monkeypatch.chdir(project)
+    monkeypatch.setenv("SEQREC_DATA_MIRROR", str(tmp_path))
+    (tmp_path / "other.csv.gz").write_bytes(b"one")
+    settle(project, SETTINGS)
+    assert stale(project) == ["ingest_source@other"]
+
+    first = read_json(project / "settings/sources/other/ingest.json")
+    (tmp_path / "other.csv.gz").write_bytes(b"two")  # of the same length
+    settle(project, SETTINGS)
+    assert read_json(project / "settings/sources/other/ingest.json") != first
+    Path("other.csv").write_bytes(b"one")  # a file here comes before one in the mirror
+    settle(project, SETTINGS)
+    assert read_json(project / "settings/sources/other/ingest.json") == first
+    Path("other.csv").unlink()
+
+
 @pytest.mark.parametrize(
     ("file", "line", "expected"),
     [

@@ -123,6 +123,16 @@ def test_formats_of_times(tmp_path, kind, dtype):
     assert time_format == FORMS[kind].replace("+0000", "%z")
 
 
+def test_the_format_that_fits_most_times_is_chosen(tmp_path):
+    """The first days of a month with the month first: few of them are above 12."""
+    days = [f"01/{1 + n * 62 // 2000:02}/2021 10:{n % 60:02}" for n in range(400)]
+    rows = {"user": [f"u{n % 30}" for n in range(400)], "item": [f"i{n % 20}" for n in range(400)], "time": days}
+    pl.DataFrame(rows).write_csv(tmp_path / "log.csv")
+    assert 0.95 < sum(int(day[3:5]) <= 12 for day in days) / len(days) < 1
+
+    assert guess(tmp_path / "log.csv", {})[1] == "%m/%d/%Y %H:%M"
+
+
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
 @pytest.mark.parametrize("style", STYLES)
 def test_columns_are_found_in_headers_of_many_styles(tmp_path, style, kind):

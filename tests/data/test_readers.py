@@ -10,7 +10,7 @@ import pytest
 
 from seqrec.config import IngestConfig
 from seqrec.data import readers
-from seqrec.data.readers import DamagedFileError, blocks, delimited, parquet_files
+from seqrec.data.readers import DamagedFileError, blocks, delimited, json_lines, parquet_files
 from seqrec.data.readers.blocks import read_lines
 from seqrec.data.readers.movielens import ML_100K_GENRES
 from seqrec.data.readers.times import seconds
@@ -515,7 +515,7 @@ HEAD = "user_id,item_id,timestamp,rating\n"
         ("u,i,-1,1", "timestamp is negative"),
         ("u,i,9999-12-31,1", "timestamp is after the year 5138"),  # often means `never`
         ("u,i,5,good", "rating is not a number"),
-        ("u,i,5,nan", "rating is not a number"),
+        ("u,i,5,inf", "rating is not a number"),
         ('u,"i,5,1', "quotes do not match"),
         ('u,"i" x,5,1', "quotes do not match"),
         ('u,"i,5",1', "not 4 columns"),
@@ -592,6 +592,45 @@ def test_json_blocks_are_the_same_whichever_way_they_are_read(tmp_path, monkeypa
     assert len(parts) > len(whole)
     assert table(parts).equals(table(whole))
     assert bad(parts) == bad(whole) == [(51, "not a JSON object"), (52, "not a JSON object")]
+
+
+def test_an_id_in_json_is_the_same_whichever_way_its_line_is_read(monkeypatch):
+    """A malformed line sends its whole block the slow way."""
+    ids = [
+        "1.0",
+        "1e5",
+        "1E2",
+        "1e22",
+        "-0.0",
+        "1.5",
+        "1e-7",
+        "12345678.9",
+        "7",
+        "123456789012345678901",
+        '"1.0"',
+        "true",
+    ]
+    texts = pl.Series([f'{{"id": {text}}}' for text in ids])
+    fields = {"id": pl.String}
+
+    fast = json_lines._decoded(texts, fields).struct.field("id").to_list()
+
+    assert [json_lines._parsed(text, fields, literals=False)[1] for text in texts] == fast
+    assert fast[:2] == ["1", "100000"]
+
+
+def test_a_missing_rating_is_no_malformed_row(tmp_path):
+    missing = ["", "NA", "NULL", "nan", "None", " "]
+    text = "".join(f"u{n},i,1580515200,{value}\n" for n, value in enumerate([*missing, "5", "bad"]))
+    paths = written(tmp_path, interactions=("e.csv", "user_id,item_id,timestamp,rating\n" + text))
+    blocks = list(readers.own_files(paths, IngestConfig(source="csv")).interactions)
+    assert [row[3] for row in rows(blocks)] == [*[None] * len(missing), 5]
+    assert bad(blocks) == [(9, "rating is not a number")]
+
+    frame = pl.DataFrame({"user_id": "u", "item_id": "i", "timestamp": 1580515200, "rating": [float("nan"), None, 4.5]})
+    frame.write_parquet(tmp_path / "e.parquet")
+    (block,) = readers.own_files({"interactions": tmp_path / "e.parquet"}, IngestConfig(source="csv")).interactions
+    assert block.good["rating"].to_list() == [None, None, 4.5]
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[:-20], lambda data: data[:30] + b"\xff" * 20 + data[50:]])
@@ -730,6 +769,8 @@ def test_an_index_that_is_wrong_is_an_error(tmp_path, index, message):
         ("%Y-%m-%dT%H:%M:%S%z", "2020-02-01T02:00:01+0200", 1580515201),
         ("%Y-%m-%dT%H:%M:%S%z", "2020-02-01T00:00:01Z", 1580515201),
         ("%b %d %Y, %I:%M %p", "Feb 01 2020, 12:01 AM", 1580515260),
+        ("%Y-%m-%d %H:%M:%S%z", "2020-02-01 02:00:01+02", 1580515201),
+        ("%Y-%m-%d %H", "2020-02-01 02", 1580522400),
     ],
 )
 def test_times_in_a_form_of_ones_own(tmp_path, time_format, value, expected):
@@ -744,7 +785,7 @@ def test_dates_as_numbers_take_a_form_too():
     assert seconds(pl.Series([20200201, 1]), "%Y%m%d").to_list() == [1580515200, None]
 
 
-@pytest.mark.parametrize("time_format", ["soon", "%H:%M", "%q", "%Y-%m-%d %"])
+@pytest.mark.parametrize("time_format", ["soon", "%H:%M", "%q", "%Y-%m-%d %", "%Y-%m-%d %H:%M %Z"])
 def test_a_form_that_is_no_date_is_refused(time_format):
     with pytest.raises(ValueError, match="time_format"):
         IngestConfig(source="csv", time_format=time_format)

@@ -92,6 +92,29 @@ def test_blocks_change_nothing(prepared, monkeypatch, rows, items):
     assert torch.equal(whole.score, parts.score)
 
 
+def test_blocks_are_small_where_histories_are_long(prepared, monkeypatch):
+    data = sequences.load(prepared)
+    cases = sequences.cases(data, "test")
+    whole = ranking.rank(fixed_scorer(torch.randn(data.num_items + 1)), data, cases, filter_seen=True, top_k=4)
+    read, before = [], ranking.SeenItems.before
+    counted = staticmethod(
+        lambda data, user, stop: read.append(int((stop - data.start[user]).sum())) or before(data, user, stop)
+    )
+    monkeypatch.setattr(ranking, "EVENTS_IN_MEMORY", 50)
+    monkeypatch.setattr(ranking.SeenItems, "before", counted)
+    torch.manual_seed(0)
+    parts = ranking.rank(fixed_scorer(torch.randn(data.num_items + 1)), data, cases, filter_seen=True, top_k=4)
+    assert torch.equal(whole.rank, parts.rank)
+    assert torch.equal(whole.top, parts.top)
+    ranking.best(
+        fixed_scorer(torch.zeros(data.num_items + 1)), data, cases.user, cases.position, filter_seen=True, top_k=4
+    )
+    assert len(read) > 20
+    assert max(read) <= 50
+
+    assert ranking.case_blocks(torch.tensor([60, 10, 40, 1]), 2) == [slice(0, 1), slice(1, 3), slice(3, 4)]
+
+
 def test_ranks_equal_a_full_sort(prepared):
     """Against sorting all scores of the model, seen items removed, one case at a time."""
     data = sequences.load(prepared)

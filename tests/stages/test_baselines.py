@@ -34,6 +34,27 @@ def data(tmp_path):
     return sequences.load(prepare_rows(tmp_path, rows, min_user_events=1, min_item_events=1))
 
 
+def test_a_refit_also_ranks_cases_without_a_history(tmp_path):
+    """Validation makes i9 the most popular item, and everybody in the test part is new."""
+    rows = [(f"u{n % 20}", f"i{n % 10}", n) for n in range(200)]
+    rows += [(f"v{n}", "i9", 200 + n) for n in range(60)] + [(f"w{n}", "i9", 260 + n) for n in range(60)]
+    shares = {"valid_share": 60 / 320, "test_share": 60 / 320, "min_user_events": 1}
+    folder = prepare_rows(tmp_path, rows, protocol="temporal", **shares)
+
+    for refit, expected in (("none", 1 / 5.5), ("valid", 1.0)):  # ten items are equally popular at first
+        baselines(sequences=folder, reports=tmp_path / refit, config=EvaluateConfig(bootstrap=100, refit=refit))
+        for name in BASELINES:
+            values = read_json(tmp_path / refit / name / METRICS)
+            assert values["test/mrr"] == pytest.approx(expected), name
+
+
+def test_a_split_without_cases_names_the_settings(tmp_path):
+    rows = [(f"u{user}", f"i{(user + n) % 12}", 100 * user + n) for user in range(20) for n in range(8)]
+    folder = prepare_rows(tmp_path, rows, protocol="RATIO-full")
+    with pytest.raises(ValueError, match=r"no valid cases: check prepare\.protocol, prepare\.valid_share"):
+        baselines(sequences=folder, reports=tmp_path, config=CONFIG)
+
+
 def user_items(data):
     """The binary user-item matrix of train, with loops."""
     matrix = np.zeros((data.num_users, data.num_items + 1))

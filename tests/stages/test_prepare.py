@@ -115,6 +115,31 @@ def test_a_dump_that_extends_another_keeps_its_numbers(tmp_path):
     assert len(sequences.cases(data, "test")) == data.num_users - 1
 
 
+def test_shards_of_a_dump_whose_last_users_have_left_hold_all_events(tmp_path):
+    first = prepare_rows(tmp_path / "first", synthetic_rows(users=20))
+    rows = [row for row in synthetic_rows(users=20) if row[0] not in ("u17", "u18", "u19")]
+    tables = [
+        ipc.open_file(
+            prepare_rows(tmp_path / f"of {size}", rows, extend=str(first), shard_events=size) / "sequences.arrow"
+        )
+        .read_all()
+        .combine_chunks()
+        for size in (10_000, *range(20, 60, 3))
+    ]
+    assert tables[0].num_rows == 20
+    assert all(table.equals(tables[0]) for table in tables)
+
+
+def test_other_cases_are_another_split(tmp_path):
+    splits = {
+        read_json(prepare_rows(tmp_path / cases, synthetic_rows(), protocol="temporal", cases=cases) / "split.json")[
+            "split_sha256"
+        ]
+        for cases in ("all", "first")
+    }
+    assert len(splits) == 2
+
+
 def test_new_ids_are_numbered_in_order_of_appearance(tmp_path):
     old = [("a", item, time) for time, item in enumerate("xy")]
     new = [("c", "w", 1), ("a", "v", 2), ("b", "x", 3)]

@@ -14,7 +14,7 @@ from seqrec.data.readers import parquet_files
 from seqrec.data.readers.blocks import HEADER_BYTES, MARKS, Frames, read_lines
 from seqrec.data.readers.delimited import delimited, parse
 from seqrec.data.readers.json_lines import json_lines, keys
-from seqrec.data.readers.row_checks import Tables, interactions, items
+from seqrec.data.readers.row_checks import MISSING, Tables, interactions, items
 
 TYPED = re.compile(r":(token|float|token_seq|float_seq)$")  # types in the headers of RecBole's atomic files
 DELIMITERS = (",", "\t", ";", "|", "::")
@@ -23,7 +23,6 @@ TIME = re.compile(  # since 1970, ISO 8601, 3.4.2021 or 3/4/2021, or Sat Apr 03
     r"[12]\d{8,18}(\.\d+)?|[12]\d{3}[-/]\d\d[-/]\d\d([T ].*)?"
     r"|\d\d?([./-])\d\d?\3\d{4}( .*)?|[A-Z][a-z]{2},? ([A-Z][a-z]{2} \d\d|\d\d [A-Z][a-z]{2}) .*"
 )
-MISSING = ("nan", "NaN", "NA", "N/A", "NULL", "null", "None", "<NA>")  # what programs write for a missing id
 MOST_COLUMNS = 4096
 RESERVED = (*MARKS, "_by", "_excess", "_seconds", "_rating")  # column names used internally
 

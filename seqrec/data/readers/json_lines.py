@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import re
 from collections.abc import Mapping
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -96,5 +98,7 @@ def _as_strings(value: Any, kind: Any) -> Any:
         return [_as_strings(part, kind.inner) for part in value] if isinstance(value, list) else None
     if value is None or isinstance(value, bool):
         return None if value is None else str(value).lower()
+    if isinstance(value, float) and math.isfinite(value):  # as `_decoded` writes numbers: 1 for 1.0, no exponents
+        return format(Decimal(repr(value)), "f").removesuffix(".0")
     # A lone surrogate is valid JSON but not valid text; `row_checks` reports U+FFFD in an id.
     return SURROGATE.sub("\ufffd", str(value))

@@ -14,6 +14,7 @@ from seqrec.config import IngestConfig
 from seqrec.data.readers.blocks import MARKS
 from seqrec.data.readers.times import LARGEST_SECONDS, seconds
 
+MISSING = ("nan", "NaN", "NA", "N/A", "NULL", "null", "None", "<NA>")  # what programs write for a missing value
 ENTITY = r"&(#\d{1,7}|#[xX][0-9a-fA-F]{1,6}|[A-Za-z][A-Za-z0-9]*);"
 NO_EVENTS = pl.DataFrame(
     schema={"user_id": pl.String, "item_id": pl.String, "timestamp": pl.Int64, "row": pl.Int64, "rating": pl.Float32}
@@ -44,8 +45,8 @@ def interactions(frames: Iterable[pl.DataFrame], path: Path, time_format: str = 
     for frame in frames:
         rating = _ratings(frame)
         frame = frame.with_columns(
-            _identifier(frame["user_id"]),
-            _identifier(frame["item_id"]),
+            identifier(frame["user_id"]),
+            identifier(frame["item_id"]),
             seconds(frame["timestamp"], time_format).alias("_seconds"),
             rating.cast(pl.Float32, strict=False).alias("_rating"),
         )
@@ -68,7 +69,10 @@ def _ratings(frame: pl.DataFrame) -> pl.Series:
     if "rating" not in frame.columns:
         return pl.repeat(None, len(frame), dtype=pl.String, eager=True)
     rating = frame["rating"]
-    return rating.cast(pl.String) if rating.dtype.is_temporal() else rating  # dates are not valid ratings
+    if rating.dtype.is_float():
+        return rating.fill_nan(None)
+    rating = rating.cast(pl.String) if rating.dtype.is_temporal() else rating  # dates are not valid ratings
+    return rating.set(rating.str.strip_chars().is_in(MISSING), None) if rating.dtype == pl.String else rating
 
 
 def _clean(frame: pl.DataFrame) -> bool:
@@ -115,7 +119,7 @@ def items(frames: Iterable[pl.DataFrame], path: Path) -> Iterator[Block]:
         title = frame["title"] if "title" in frame.columns else pl.Series([None] * len(frame), dtype=pl.String)
         frame = frame.select(
             *MARKS,
-            _identifier(frame["item_id"]),
+            identifier(frame["item_id"]),
             _cleaned(title.alias("title")),
             *(_cleaned(frame[name]) for name in texts),
         ).with_columns(unescaped("title"))
@@ -137,7 +141,8 @@ def _unescape(text: str) -> str:
     return re.sub(ENTITY, lambda match: html.unescape(match[0]), text)
 
 
-def _identifier(ids: pl.Series) -> pl.Series:
+def identifier(ids: pl.Series) -> pl.Series:
+    """Return ids as text, whole numbers without a fraction; null for numbers that are not whole."""
     if ids.dtype.is_float():  # pandas stores integers as floats if one is missing
         ids = pl.select(pl.when(ids == ids.floor()).then(ids)).to_series().cast(pl.Int64, strict=False).alias(ids.name)
     return ids.cast(pl.String).str.strip_chars()

@@ -47,7 +47,7 @@ def _whole_numbers(times: pl.Series) -> pl.Series:
 
 def _iso_seconds(times: pl.Series) -> pl.Series:
     text = times.str.replace(r"^(\d{4}-\d\d-\d\d) ", "${1}T").str.replace(r"\s*([zZ]|UTC|GMT)$", "+00:00")
-    parsed = _parsed(text, "%Y-%m-%dT%H:%M:%S%.f%:z")
+    parsed = _parsed(text, "%Y-%m-%dT%H:%M:%S%.f%#z")
     for pattern in ("%Y-%m-%dT%H:%M:%S%.f", "%Y-%m-%dT%H:%M", "%Y-%m-%d"):
         parsed = parsed.fill_null(_parsed(text, pattern))
     return parsed
@@ -57,5 +57,7 @@ def _parsed(text: pl.Series, pattern: str) -> pl.Series:
     if not any(directive in pattern for directive in ("%H", "%I", "%c", "%X")):
         return text.str.to_date(pattern, strict=False).cast(pl.Int64) * DAY_S
     zone = "UTC" if "z" in pattern else None
-    pattern = pattern.replace(".%f", "%.f")  # the directive of polars for fractions
+    pattern = pattern.replace(".%f", "%.f").replace("%z", "%#z")  # in polars: fractions, and offsets without minutes
+    if not any(directive in pattern for directive in ("%M", "%c", "%X")):  # which polars demands
+        text, pattern = text + " 00", pattern + " %M"
     return text.str.to_datetime(pattern, strict=False, time_unit="us", time_zone=zone).dt.epoch("s")
