@@ -6,9 +6,8 @@ Shape suffixes, in every file of this package:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, get_args, get_origin, get_type_hints
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -37,7 +36,16 @@ class Catalogue(NamedTuple):
     tokens: dict[str, Tensor] | None = None  # for models that read text: ids, types, offsets; vectors; values
 
 
-TaskLoss = Callable[[Tensor], Tensor]  # queries (B, P, D) -> (B, P); their sum is the mean loss per target
+class TaskLoss(Protocol):
+    """The loss of the training task."""
+
+    def __call__(self, query_BPD: Tensor, /, *, skip_last: bool = False) -> Tensor:
+        """Return the losses (B, P) of the queries of the last P positions; their sum is the mean loss per target.
+
+        Args:
+            query_BPD: the queries.
+            skip_last: they are those of the P positions before the last one.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +151,11 @@ class SequenceModel(nn.Module):
     def item_vectors(self) -> Tensor:
         """Return item vectors (V, D); row 0 is padding, which is never a candidate."""
         raise NotImplementedError
+
+    @property
+    def biased(self) -> bool:
+        """Whether the last column of the item vectors is a bias, or a constant that a user's bias is multiplied by."""
+        return False
 
     def attention_maps(self, batch: Batch, last: bool = False) -> Tensor | None:
         """Return the weights (B, H, Q, L) of the last attention, in eval mode; None if its keys are not the events."""

@@ -98,3 +98,8 @@ class BERT4Rec(SequenceModel):
     def item_vectors(self) -> Tensor:
         """See `SequenceModel.item_vectors`."""
         return torch.cat([self.items.weight[:-1], self.bias.unsqueeze(1)], 1)
+
+    @property
+    def biased(self) -> bool:
+        """See `SequenceModel.biased`."""
+        return True

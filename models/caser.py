@@ -89,3 +89,8 @@ class Caser(SequenceModel):
     def item_vectors(self) -> Tensor:
         """See `SequenceModel.item_vectors`."""
         return torch.cat([self.output.weight, self.bias.unsqueeze(1)], 1)
+
+    @property
+    def biased(self) -> bool:
+        """See `SequenceModel.biased`."""
+        return True

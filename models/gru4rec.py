@@ -84,3 +84,8 @@ class GRU4Rec(SequenceModel):
         if self.bias is None:
             return self.items.weight
         return torch.cat([self.items.weight, self.bias.unsqueeze(1)], 1)
+
+    @property
+    def biased(self) -> bool:
+        """See `SequenceModel.biased`."""
+        return self.bias is not None

@@ -58,3 +58,8 @@ class MFBPR(SequenceModel):
     def item_vectors(self) -> Tensor:
         """See `SequenceModel.item_vectors`."""
         return torch.cat([self.items.weight, self.bias.unsqueeze(1)], 1)
+
+    @property
+    def biased(self) -> bool:
+        """See `SequenceModel.biased`."""
+        return True

@@ -135,8 +135,11 @@ class MaskedSoftmax(nn.Module):
         return start + self.options.mask_rate * self.raw_XLL[:, -length:, -length:]
 
     def at_test(self, length: int) -> Tensor:
-        """Return the deterministic mask (X, L, L): the probabilities, with those up to one half set to zero."""
-        keep_XLL = self.logits(length).sigmoid()
+        """Return the deterministic mask (X, L, L): the probabilities, with those up to one half set to zero.
+
+        It has no gradient: only drawn masks are trained, and a contrastive view may be computed with this one.
+        """
+        keep_XLL = self.logits(length).detach().sigmoid()
         mask_XLL = (keep_XLL > 0.5).to(keep_XLL.dtype)
         if not self.options.binary:
             mask_XLL = mask_XLL * keep_XLL
@@ -277,6 +280,11 @@ class RecDenoiser(SequenceModel):
     def item_vectors(self) -> Tensor:
         """See `SequenceModel.item_vectors`."""
         return self.backbone.item_vectors()
+
+    @property
+    def biased(self) -> bool:
+        """See `SequenceModel.biased`."""
+        return self.backbone.biased
 
     def valid(self, items_BL: Tensor) -> Tensor:
         """Return bool (B, L, L): the valid mask entries, where an event may read an event."""

@@ -192,8 +192,9 @@ class RecGURU(SequenceModel):
         x_BLD, bias_BLL = self._embed(batch.items)
         gur_BLD = self._encode(x_BLD, bias_BLL)
         following_BL = task(self._recommend(x_BLD, gur_BLD, bias_BLL))
-        known_BL = task(self.decoder(x_BLD, gur_BLD[:, -1:], bias_BLL))[:, :-1]  # the last target is not in the GUR
-        return {"task": following_BL.sum(), "reconstruction": known_BL.sum()}
+        decoded_BLD = self.decoder(x_BLD, gur_BLD[:, -1:], bias_BLL)
+        known_BP = task(decoded_BLD[:, :-1], skip_last=True)  # the last target is not in the GUR
+        return {"task": following_BL.sum(), "reconstruction": known_BP.sum()}
 
     def _autoencoder_loss(self, items_BL: Tensor, task: TaskLoss) -> dict[str, Tensor]:
         """Return the terms of pre-training; here, histories end with the last target."""

@@ -94,3 +94,8 @@ class SSEPT(SequenceModel):
     def item_vectors(self) -> Tensor:
         """See `SequenceModel.item_vectors`."""
         return torch.cat([self.items.weight, self.items.weight.new_ones(len(self.items.weight), 1)], 1)
+
+    @property
+    def biased(self) -> bool:
+        """See `SequenceModel.biased`."""
+        return True

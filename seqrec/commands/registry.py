@@ -74,7 +74,8 @@ def _act(
     if action == "promote" and store and champion is not None:
         reasons += _click_through(store, str(champion.version), str(chosen.version))
     with registering(config, name.removeprefix("seqrec-")):
-        models.crown(client, chosen, champion, f"{action} by hand{': ' if reasons else ''}{'; '.join(reasons)}")
+        why = f"{action} by hand{': ' if reasons else ''}{'; '.join(reasons)}"
+        models.crown(client, chosen, champion, why, back=action == "rollback")
     logger.info("version %s of %s is the champion", chosen.version, name)
 
 

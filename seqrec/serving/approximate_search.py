@@ -10,6 +10,7 @@ Shape suffixes, besides those of models/base.py: C candidates.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -32,6 +33,7 @@ class ApproximateRecommender(Recommender):
     """A recommender that searches a graph of items instead of scoring all of them."""
 
     index: Index
+    expansion: int
 
     @classmethod
     def of(cls, place: str | Path, expansion: int, config: RegisterConfig | None = None) -> ApproximateRecommender:
@@ -56,6 +58,7 @@ class ApproximateRecommender(Recommender):
         """
         if expansion < 1:
             raise ValueError(f"ann: {expansion} candidates are too few, 64 to 512 are usual")
+        self.expansion = expansion
         item_VD = self.item_vectors[1:]
         square_V = item_VD.square().sum(1)
         rest_V = (square_V.max() - square_V).sqrt()
@@ -74,16 +77,31 @@ class ApproximateRecommender(Recommender):
         batch = self._batch(requests, [range(EVENTS)] * DRAWN)
         nothing = [torch.zeros(0, dtype=torch.int64)] * len(requests)
         k = min(TOP, len(self.item_ids))
-        pairs = zip(self._top(batch, nothing, k), super()._top(batch, nothing, k), strict=True)
+        wanted = [k] * DRAWN
+        pairs = zip(self._top(batch, nothing, wanted), super()._top(batch, nothing, wanted), strict=True)
         return sum(len({*found} & {*exact}) for (_, found), (_, exact) in pairs) / (k * DRAWN)
 
-    def _top(self, batch: Batch, hidden: Sequence[Tensor], k: int) -> list[Best]:
-        wanted = k + max(map(len, hidden), default=0)
+    def _top(self, batch: Batch, hidden: Sequence[Tensor], wanted: Sequence[int]) -> list[Best]:
+        """Search as many candidates for a row as its own request needs: no answer depends on another request."""
+        numbers = [self._candidates(k + len(items)) for k, items in zip(wanted, hidden, strict=True)]
         grown = len(self.item_vectors) > 1 + len(self.index)  # by items of a request
-        if grown or 2 * wanted > len(self.index):
-            return super()._top(batch, hidden, k)
+        best: dict[int, Best] = {}
+        for number in set(numbers):
+            rows = [row for row, own in enumerate(numbers) if own == number]
+            part = Batch(*(values[rows] for values in batch))
+            few = [hidden[row] for row in rows], [wanted[row] for row in rows]
+            exact = grown or 2 * number > len(self.index)
+            best |= zip(rows, super()._top(part, *few) if exact else self._found(part, *few, number), strict=True)
+        return [best[row] for row in range(len(numbers))]
+
+    def _candidates(self, number: int) -> int:
+        """Return `number`, rounded up to what a search keeps at least, or to 2, 4, 8, ... times that."""
+        return self.expansion << max(0, math.ceil(math.log2(number / self.expansion)))
+
+    def _found(self, batch: Batch, hidden: Sequence[Tensor], wanted: Sequence[int], number: int) -> list[Best]:
+        """Return the best of `number` candidates of each row."""
         query_BD = self.model(batch, last=True)[:, 0].float()
-        item_BC, none_BC = self._search(query_BD, wanted)
+        item_BC, none_BC = self._search(query_BD, number)
         if self.term is not None:
             item_BC, none_BC = self._with_followers(item_BC.masked_fill(none_BC, PAD), self._events(batch))
         score_BC = (self.item_vectors[item_BC] @ query_BD.unsqueeze(2)).squeeze(2)
@@ -92,7 +110,7 @@ class ApproximateRecommender(Recommender):
         row_B1, size = torch.arange(len(hidden)).unsqueeze(1), len(self.item_vectors)
         hidden_N = torch.cat([row * size + items for row, items in enumerate(hidden)])
         score_BC.masked_fill_(none_BC | torch.isin(row_B1 * size + item_BC, hidden_N), float("-inf"))
-        value_BK, place_BK = score_BC.topk(k)
+        value_BK, place_BK = score_BC.topk(min(max(wanted), score_BC.shape[1]))
         return list(zip(value_BK.tolist(), item_BC.gather(1, place_BK).tolist(), strict=True))
 
     def _with_followers(self, item_BC: Tensor, items_BL: Tensor) -> tuple[Tensor, Tensor]:

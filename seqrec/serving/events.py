@@ -233,14 +233,16 @@ class Store:
         That is (n + CAUTION) / (m + CAUTION), of n events in the `days` before `now`, and m in as many before these.
         """
         began = now - days * DAY
-        recent = sa.func.sum(sa.case((EVENTS.c.at > began, 1), else_=0))
+        within = EVENTS.c.kind.in_(POSITIVE), EVENTS.c.at > began - days * DAY, EVENTS.c.at <= now
+        latest = sa.func.max(EVENTS.c.at).label("at")
+        events = sa.select(EVENTS.c.item, latest).where(*within).group_by(*self._once()).subquery()
+        recent = sa.func.sum(sa.case((events.c.at > began, 1), else_=0))
         gain = (recent + float(CAUTION)) / (sa.func.count() - recent + CAUTION)
         chosen = (
-            sa.select(EVENTS.c.item, gain)
-            .where(EVENTS.c.kind.in_(POSITIVE), EVENTS.c.at > began - days * DAY, EVENTS.c.at <= now)
-            .group_by(EVENTS.c.item)
+            sa.select(events.c.item, gain)
+            .group_by(events.c.item)
             .having(recent > 0)
-            .order_by(gain.desc(), recent.desc(), EVENTS.c.item)
+            .order_by(gain.desc(), recent.desc(), events.c.item)
             .limit(k)
         )
         with self.engine.connect() as connection:
@@ -257,11 +259,18 @@ class Store:
             return int(connection.execute(sa.select(sa.func.count()).select_from(EVENTS)).scalar_one() - before)
 
     def interactions(self, kinds: Collection[str]) -> Iterator[tuple[str, str, int]]:
-        """Yield user, item and second of the events of these kinds, oldest first."""
-        chosen = sa.select(EVENTS.c.user, EVENTS.c.item, EVENTS.c.at).where(EVENTS.c.kind.in_(kinds))
+        """Yield user, item and second of the events of these kinds, oldest first, each once."""
+        at = sa.func.min(EVENTS.c.at)
+        chosen = sa.select(EVENTS.c.user, EVENTS.c.item, at).where(EVENTS.c.kind.in_(kinds)).group_by(*self._once())
         with self.engine.connect().execution_options(yield_per=BLOCK) as connection:
-            for user, item, at in connection.execute(chosen.order_by(EVENTS.c.at, EVENTS.c.number)):
-                yield user, item, int(at)
+            for user, item, moment in connection.execute(chosen.order_by(at, sa.func.min(EVENTS.c.number))):
+                yield user, item, int(moment)
+
+    def _once(self) -> tuple[sa.ColumnElement[Any], ...]:
+        """Return what to group by, so that an event that was received and later imported counts once."""
+        sqlite = self.engine.dialect.name == "sqlite"  # which may lack floor; its cast cuts off, PostgreSQL's rounds
+        second = sa.cast(EVENTS.c.at, sa.BigInteger) if sqlite else sa.func.floor(EVENTS.c.at)
+        return EVENTS.c.user, EVENTS.c.item, second
 
 
 def _past(connection: sa.Connection, user: str) -> Past:

@@ -31,14 +31,14 @@ from fastapi_offline import FastAPIOffline
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from seqrec import __version__
-from seqrec.artifacts import GRAPH
-from seqrec.config import RegisterConfig
+from seqrec.artifacts import GRAPH, MODEL_CARD, read_json
+from seqrec.config import ConfigError, RegisterConfig
 from seqrec.serving import request_log, rules, schemas, traces
 from seqrec.serving.batcher import Served
 from seqrec.serving.events import Event, Store, StoreError, store_url
 from seqrec.serving.guards import Guards, Limits
 from seqrec.serving.onnx_graph import GraphRecommender
-from seqrec.serving.recommender import CHAMPION_URI, Answer, Recommender, Request, located
+from seqrec.serving.recommender import CHAMPION_URI, REGISTERED, Answer, Recommender, Request, located
 from seqrec.serving.request_log import RequestLog
 from seqrec.serving.schemas import (
     Experiment,
@@ -348,15 +348,19 @@ def serve(
         shared |= {"store": Store(store_url(store)), "keep_days": keep_days}
     if not 0 <= share <= 1:
         raise ValueError(f"share must be from 0 to 1, not {share:g}")
-    if candidate:
-        other = described(loaded(candidate, ann, config), items)
-        shared |= {"candidate": Served(other, Path(candidate).name), "share": share}
+    load: Load
+    version: Callable[[], str]
     if saved:
-        found = described(loaded(saved, ann, config), items)
-        name = Path(saved).name
-        service = app(lambda: found, lambda: name, poll_s=0, **shared)
+        found, name = described(loaded(saved, ann, config), items), version_of(saved, config)
+        load, version, poll_s = lambda: found, lambda: name, 0
     else:
-        service = app(*champion(dataset, config, ann, items), poll_s=poll_s, **shared)
+        load, version = champion(dataset, config, ann, items)
+    if candidate:
+        other = version_of(candidate, config)
+        if other == version():
+            raise ConfigError(f"candidate: {candidate} is the model that it would be compared with")
+        shared |= {"candidate": Served(described(loaded(candidate, ann, config), items), other), "share": share}
+    service = app(load, version, poll_s=poll_s, **shared)
     logger.info("http://%s:%d answers; open it in a browser to try the model", host, port)
     options: dict[str, Any] = {
         "log_level": "warning",
@@ -394,6 +398,15 @@ def loaded(place: str, ann: int, config: RegisterConfig) -> Recommender:
         if (folder / GRAPH).is_file():
             return GraphRecommender.of(folder, torch.get_num_threads())
         return Recommender.load(folder)
+
+
+def version_of(place: str, config: RegisterConfig) -> str:
+    """Return the version of the model at `place`: its number in the registry, or a name with a hash of its weights."""
+    name = Path(place).name
+    if place.startswith(REGISTERED) and name.isdecimal():
+        return name
+    with located(place, config) as folder:
+        return f"{name}-{read_json(folder / MODEL_CARD)['weights_sha256'][:8]}"
 
 
 def described(recommender: Recommender, items: Path | None) -> Recommender:

@@ -211,9 +211,10 @@ class GraphRecommender(Recommender):
         other.session = None  # a graph holds its catalogue
         return other
 
-    def _top(self, batch: Batch, hidden: Sequence[Tensor], k: int) -> list[Best]:
+    def _top(self, batch: Batch, hidden: Sequence[Tensor], wanted: Sequence[int]) -> list[Best]:
+        k = max(wanted)
         if self.session is None or k > self.card["k"]:
-            return super()._top(batch, hidden, k)
+            return super()._top(batch, hidden, wanted)
         if self.model.options.masked:
             batch = Batch(batch.items[:, :-1], batch.times[:, :-1], batch.user)  # the graph adds MASK itself
         missing = max(0, self.card["shortest"] - batch.items.shape[1])

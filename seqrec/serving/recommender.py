@@ -202,8 +202,12 @@ class Recommender:
             KeyError: the item is unknown.
         """
         item = self.items[item_id]
-        vector_VD = torch.nn.functional.normalize(self.item_vectors, dim=1)
+        vector_VD = torch.nn.functional.normalize(self._unbiased(self.item_vectors), dim=1)
         return self._listed(vector_VD @ vector_VD[item], [item], k, self.name)
+
+    def _unbiased(self, item_ND: Tensor) -> Tensor:
+        """Return item vectors without their bias, which says how popular an item is and not what it is like."""
+        return item_ND[:, :-1] if self.model.biased else item_ND
 
     def popular(self, k: int = 10) -> Answer:
         """Return the `k` items with the most events in training, and how many."""
@@ -285,14 +289,14 @@ class Recommender:
             return []
         positions = [[p for p, item_id in enumerate(r.history) if item_id in self.items] for r in requests]
         hidden = [self._hidden(request) for request in requests]
-        largest = min(max(request.candidates for request in requests), len(self.item_ids))
+        wanted = [min(request.candidates, len(self.item_ids)) for request in requests]
         best: dict[int, Best] = {}
         plain = [n for n, own in enumerate(positions) if own and not requests[n].boost]
         if plain:
             batch = self._batch([requests[n] for n in plain], [positions[n] for n in plain])
-            best |= zip(plain, self._top(batch, [hidden[n] for n in plain], largest), strict=True)
+            best |= zip(plain, self._top(batch, [hidden[n] for n in plain], [wanted[n] for n in plain]), strict=True)
         for n in set(range(len(requests))) - set(plain):
-            best[n] = self._ranked(requests[n], positions[n], hidden[n], largest)
+            best[n] = self._ranked(requests[n], positions[n], hidden[n], wanted[n])
         rows = zip(requests, positions, hidden, strict=True)
         return [self._described(row[0], row[1], *self._chosen(*row, best[n])) for n, row in enumerate(rows)]
 
@@ -321,7 +325,7 @@ class Recommender:
             return [], []
         score_N, item_N = torch.tensor(values)[shown], torch.tensor(items)[shown]
         limits = self.attributes.limits(request.quota, item_N)
-        vector_ND = self.item_vectors[item_N]
+        vector_ND = self._unbiased(self.item_vectors[item_N])
         chosen = rules.most_relevant_and_diverse(score_N, vector_ND, request.k, request.diversity, limits)
         chosen = rules.explored(chosen, len(shown), request.explore, random.Random())
         return score_N[chosen].tolist(), item_N[chosen].tolist()
@@ -346,8 +350,9 @@ class Recommender:
                 drops[p] = drop
         return drops
 
-    def _top(self, batch: Batch, hidden: Sequence[Tensor], k: int) -> list[Best]:
-        return _best(self._scores(batch), hidden, k)
+    def _top(self, batch: Batch, hidden: Sequence[Tensor], wanted: Sequence[int]) -> list[Best]:
+        """Return the best items but `hidden` of each row, at least as many as the row's `wanted`."""
+        return _best(self._scores(batch), hidden, max(wanted))
 
     def _scores(self, batch: Batch) -> Tensor:
         query_BD = self.model(batch, last=True)[:, 0].float()

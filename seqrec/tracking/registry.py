@@ -209,10 +209,21 @@ def claim(client: MlflowClient, name: str) -> Iterator[Callable[[], bool]]:
     yield lambda: client.get_registered_model(name).tags.get(CLAIM_TAG) == ours
 
 
-def crown(client: MlflowClient, version: ModelVersion, champion: ModelVersion | None, reason: str) -> None:
-    """Make `version` the champion in place of `champion`, and write it into the audit trail."""
+def crown(
+    client: MlflowClient, version: ModelVersion, champion: ModelVersion | None, reason: str, *, back: bool = False
+) -> None:
+    """Make `version` the champion in place of `champion`, and write it into the audit trail.
+
+    Args:
+        client: of the registry.
+        version: the new champion.
+        champion: the old one.
+        reason: for the audit trail.
+        back: this is a rollback: a further one leads to the champion before `version`, not to `champion` again.
+    """
     name, before = version.name, "none" if champion is None else str(champion.version)
-    client.set_model_version_tag(name, version.version, PREVIOUS_TAG, before)
+    if not back:
+        client.set_model_version_tag(name, version.version, PREVIOUS_TAG, before)
     client.set_registered_model_alias(name, CHAMPION, version.version)
     moment = datetime.now(UTC).strftime("%Y-%m-%dT%H%M%S.%f")
     client.set_registered_model_tag(name, f"{AUDIT_TAG}{moment}", f"{before} -> {version.version}: {reason}"[:4000])

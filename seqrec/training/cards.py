@@ -45,6 +45,7 @@ FACTS: dict[str, Any] = {  # entries of every card, with the defaults of `save_m
     "filter_seen": False,
     "median_gap": DAY,
 }
+SPLIT = ("protocol", "val_users", "valid_cut", "split_sha256")  # of a split card: where training events end
 KINDS: dict[str, type] = {name: type(value) for name, value in FACTS.items()} | {
     "architecture": str,
     "options": dict,
@@ -55,6 +56,15 @@ KINDS: dict[str, type] = {name: type(value) for name, value in FACTS.items()} | 
 }
 SIZES = {"num_items": 1, "num_users": 0, "length": 0}  # sizes of a catalogue and their minimum
 Tensors = dict[str, tuple[str, tuple[int, ...]]]  # name -> type and shape
+
+
+def split_of(card: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the card of a model says of the split that it was trained on.
+
+    Args:
+        card: the split card of the prepared dataset.
+    """
+    return {name: card[name] for name in SPLIT if name in card}
 
 
 def read(directory: Path) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from seqrec.config import EXPERIMENT, ConfigError, FinetuneConfig, RegisterConfi
 from seqrec.counts import search
 from seqrec.data import sequences
 from seqrec.data.sequences import Sequences
-from seqrec.training import batches, loop
+from seqrec.training import batches, cards, loop
 from seqrec.training.checkpoint import ResumeState, fingerprint, load_model, save_counts, save_model
 from seqrec.training.progress import LogEpoch
 from seqrec.training.validation import ACCURACY, METRIC
@@ -121,6 +121,7 @@ def _write(model: SequenceModel, data: Sequences, job: Job, identity: str, histo
         "seconds": job.earlier_seconds + _figures(history)["seconds"],
         "filter_seen": job.filter_seen,
         "median_gap": sequences.median_gap(data),
+        "split": cards.split_of(data.card),
         "peak_bytes": loop.peak_memory(next(model.parameters()).device),
         **job.facts,
     }

@@ -124,14 +124,18 @@ class _Step(nn.Module):
         device = example.target_BL.device.type
         views: list[Tensor] = []
 
-        def task(query_BPD: Tensor) -> Tensor:
-            views.append(query_BPD[:, -1])
-            width = query_BPD.shape[1]
-            target_BP = example.target_BL[:, -width:]
-            index = torch.nonzero_static(target_BP.flatten(), size=example.number).squeeze(1)
+        def task(query_BPD: Tensor, /, *, skip_last: bool = False) -> Tensor:
+            if torch.is_grad_enabled():
+                views.append(query_BPD[:, -1])
+            width, stop = query_BPD.shape[1], example.target_BL.shape[1] - skip_last
+            target_BP = example.target_BL[:, stop - width : stop]
+            number = example.number - skip_last * len(target_BP)  # every row has a last target
+            index = torch.nonzero_static(target_BP.flatten(), size=number).squeeze(1)
             with torch.autocast(device, enabled=False):
                 query_ND = query_BPD.flatten(0, 1).index_select(0, index).float()
-                past = objectives.past(example, self.model.options, index, width) if self.exclude_past else None
+                past = (
+                    objectives.past(example, self.model.options, index, width, skip_last) if self.exclude_past else None
+                )
                 value_N = self.loss(query_ND, self.model.item_vectors().float(), target_BP.flatten()[index], past)
             value_BP = value_N.new_zeros(target_BP.numel()).index_copy(0, index, value_N).view(target_BP.shape)
             return value_BP * example.weight

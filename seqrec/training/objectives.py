@@ -88,7 +88,7 @@ def with_target(example: Example) -> Example:
     return example._replace(batch=batch._replace(items=items, times=times))
 
 
-def past(example: Example, options: Options, query_N: Tensor, positions: int) -> losses.Past:
+def past(example: Example, options: Options, query_N: Tensor, positions: int, skip_last: bool = False) -> losses.Past:
     """Return the past events of each query: those up to its position; with cloze, all events that are not masked.
 
     Args:
@@ -96,9 +96,10 @@ def past(example: Example, options: Options, query_N: Tensor, positions: int) ->
         options: options of the model.
         query_N: indices of the queries among the last `positions` positions of each row, rows concatenated.
         positions: number of positions in a row.
+        skip_last: the last `positions` before the last one are meant.
     """
     length = example.batch.items.shape[1]
-    column_N = query_N % positions + length - positions
+    column_N = query_N % positions + (length - skip_last - positions)
     stop_N = torch.full_like(column_N, length) if options.masked else column_N + 1
     return losses.Past(example.batch.items, query_N // positions, stop_N)
 

@@ -2,10 +2,13 @@
 
 import pytest
 import torch
-from support import MEMORY, has_option, make_batch, make_model, trained
+from support import MEMORY, draw_windows, has_option, make_batch, make_model, trained
 
 from models import REGISTRY
 from models.base import OBJECTIVES, PAD, Batch
+from seqrec.config import FinetuneConfig
+from seqrec.data import sequences
+from seqrec.training import loop, losses, objectives
 
 ROWS = [[3, 7, 2, 9, 4], [5, 1, 8], [6]]
 MASK = 31  # make_model has 30 items
@@ -115,9 +118,10 @@ def test_one_batch_is_overfitted(architecture):
     batch, target = examples(objective)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
 
-    def task(query_BPD):
+    def task(query_BPD, *, skip_last=False):
         scores = query_BPD @ model.item_vectors().T
-        goal = target[:, -query_BPD.shape[1] :].flatten()
+        stop = target.shape[1] - skip_last
+        goal = target[:, stop - query_BPD.shape[1] : stop].flatten()
         value = torch.nn.functional.cross_entropy(scores.flatten(0, 1), goal, ignore_index=PAD, reduction="none")
         return value.view(query_BPD.shape[:2]) / (goal != PAD).sum()
 
@@ -148,7 +152,7 @@ def test_every_parameter_is_trained_in_some_phase(model):
         with torch.no_grad():
             model.on_epoch()
         model.train().zero_grad(set_to_none=True)
-        terms = model.training_loss(batch, lambda query: (query @ model.item_vectors().T).logsumexp(-1))
+        terms = model.training_loss(batch, lambda query, **_: (query @ model.item_vectors().T).logsumexp(-1))
         torch.stack(list(terms.values())).sum().backward()
         trainable = {name for name, p in model.named_parameters() if p.requires_grad}
         assert {name for name, p in model.named_parameters() if p.grad is not None} == trainable, phase
@@ -171,3 +175,22 @@ def test_an_objective_it_cannot_be_trained_with_is_refused(architecture, objecti
 def test_options_out_of_range_are_refused(architecture, option):
     with pytest.raises(ValueError, match=option):
         make_model(architecture, **{option: IMPOSSIBLE[option]})
+
+
+@pytest.mark.parametrize(("architecture", "objective"), trained("causal", "last", "cloze"))
+def test_every_target_has_the_same_weight(prepared, architecture, objective, monkeypatch):
+    """The cross-entropy's gradient is computed in its forward pass, and on a GPU other weights are an error."""
+    data = sequences.load(prepared)
+    model = make_model(architecture, num_items=data.num_items, num_users=data.num_users, length=12, objective=objective)
+    _, windows = draw_windows(data, length=12, objective=objective)
+    blocks, weights = losses._blocks, []
+    monkeypatch.setattr(losses, "_blocks", lambda *given: weights.append(given[6:]) or blocks(*given))
+    step = loop._Step(model.train(), objectives.Loss(FinetuneConfig(), data.count), FinetuneConfig())
+    for phase in model.phases("finetune"):
+        model.enter(phase)
+        with torch.no_grad():
+            model.on_epoch()
+        terms = step(objectives.example(data, model.options, FinetuneConfig(), windows, seed=0))
+        sum(value for name, value in terms.items() if not name.startswith("figure/")).backward()
+
+    assert set(weights) == {()}

@@ -103,9 +103,10 @@ def losses(model, queries, targets):
 def softmax_task(model, targets):
     """The loss of every position against `targets` (1, P)."""
 
-    def task(query):
+    def task(query, *, skip_last=False):
         scores = (query @ model.item_vectors().T).transpose(1, 2)
-        return torch.nn.functional.cross_entropy(scores, torch.tensor(targets), reduction="none")
+        wanted = torch.tensor(targets)[:, : len(targets[0]) - skip_last]
+        return torch.nn.functional.cross_entropy(scores, wanted, reduction="none")
 
     return task
 

@@ -54,6 +54,22 @@ def test_a_wide_search_answers_as_the_exact_one(pair, filter_seen):
     assert 0.95 < approximate.recall() <= 1
 
 
+def test_no_answer_depends_on_the_other_requests(pair):
+    """A search that keeps more candidates finds more; only the request that needs them gets them."""
+    approximate = ApproximateRecommender.__new__(ApproximateRecommender)
+    vars(approximate).update(vars(pair[1]))
+    approximate.build(16)
+    generator = torch.Generator().manual_seed(1)
+    histories = [[f"i{n}" for n in torch.randint(1, ITEMS, (5,), generator=generator).tolist()] for _ in range(100)]
+    requests = [Request(history=history, k=10) for history in histories]
+    beside = [Request(history=HISTORY, k=10, exclude=[f"i{n}" for n in range(1, 300)]), Request(history=HISTORY, k=90)]
+
+    alone = [approximate.answer([request])[0].items for request in requests]
+
+    assert [answer.items for answer in approximate.answer([*beside, *requests])[2:]] == alone
+    assert alone != [answer.items for answer in pair[0].answer(requests)]  # the search is narrow enough to miss some
+
+
 def test_more_than_half_of_the_catalogue_is_ranked_exactly(pair, monkeypatch):
     exact, approximate = pair
     monkeypatch.setattr(approximate, "_search", None)

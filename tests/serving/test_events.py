@@ -99,6 +99,8 @@ def test_training_data_seeds_histories_once(store, tmp_path):
     assert store.seed(tmp_path / "interactions.parquet") == 4
     assert store.seed(tmp_path / "interactions.parquet") == 0
     assert store.pasts(["u"])["u"].items == ["i1", "i2", "i3", "i2"]  # the last one once, though two sources have it
+    assert [*store.interactions(["view"])] == [*rows[:1], ("v", "i9", 150), rows[1], ("u", "i3", 250), rows[2]]
+    assert store.trending(1, 9, 400.0) == [("i2", 1.2), ("i1", 1.1), ("i3", 1.1), ("i9", 1.1)]
 
 
 def test_what_is_old_or_of_a_user_is_deleted(store, monkeypatch):

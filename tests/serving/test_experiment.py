@@ -10,6 +10,8 @@ import requests
 from support import running, save
 
 from seqrec.__main__ import main
+from seqrec.artifacts import MODEL_CARD, read_json
+from seqrec.config import ConfigError, RegisterConfig
 from seqrec.serving import http
 from seqrec.serving.batcher import Served
 from seqrec.serving.events import Clicks, Event, Shown, Store
@@ -30,6 +32,19 @@ def models(prepared, tmp_path_factory):
     return [
         Recommender.load(save(name, prepared, tmp_path_factory.mktemp(name), model=name)) for name in ("sasrec", "fpmc")
     ]
+
+
+def test_a_version_of_a_folder_changes_with_its_weights(prepared, tmp_path):
+    """Every training writes a folder of the same name."""
+    first, second = (save("sasrec", prepared, tmp_path / name / "finetuned") for name in "ab")
+    weights = {read_json(folder / MODEL_CARD)["weights_sha256"] for folder in (first, second)}
+    names = {http.version_of(str(folder), RegisterConfig()) for folder in (first, second)}
+
+    assert names == {f"finetuned-{digest[:8]}" for digest in weights}
+    assert len(names) == 2
+    assert http.version_of("models:/seqrec-ml-100k/4", RegisterConfig()) == "4"
+    with pytest.raises(ConfigError, match=r"candidate: .* is the model that it would be compared with"):
+        http.serve(dataset="tiny", config=RegisterConfig(), saved=str(first), candidate=str(first), share=0.5)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0])

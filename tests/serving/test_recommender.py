@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from support import save
@@ -133,6 +134,22 @@ def test_scores_use_the_vectors_of_items_alone(prepared, tmp_path):
 
     assert len(recommender.item_vectors) == len(recommender.item_ids) + 1
     assert torch.equal(recommender.item_vectors, recommender.model.item_vectors()[: len(recommender.item_ids) + 1])
+
+
+@pytest.mark.parametrize("architecture", ["sasrec", "bert4rec", "caser", "mfbpr", "ssept"])
+def test_similar_items_have_the_largest_cosine_whatever_their_bias(prepared, tmp_path, architecture):
+    recommender = Recommender.load(save(architecture, prepared, tmp_path))
+    vectors = recommender.item_vectors.double().numpy()
+    vectors = vectors if architecture == "sasrec" else vectors[:, :-1]
+    item = recommender.items["i3"]
+    lengths = np.linalg.norm(vectors, axis=1) * np.linalg.norm(vectors[item])
+    cosine = np.divide(vectors @ vectors[item], lengths, out=np.full(len(vectors), -1.0), where=lengths > 0)
+
+    found = recommender.similar("i3", 5)
+
+    order = [number for number in np.argsort(-cosine, kind="stable") if number not in (0, item)][:5]
+    assert found.items == [recommender.item_ids[number - 1] for number in order]
+    assert found.scores == pytest.approx(cosine[order], abs=1e-5)
 
 
 def test_weights_that_were_changed_are_refused(prepared, tmp_path):

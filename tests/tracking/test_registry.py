@@ -361,6 +361,15 @@ def test_promotions_by_hand_are_audited_and_rolled_back(client, run, model, tmp_
     registry_command.registry(["rollback"], **settings)
     assert registry.find_champion(client, name).version == first.version
 
+    registry_command.registry(["promote"], **settings, version=int(second.version))
+    third = register(client, run, model, tmp_path, name, [2, 2], **{registry.WEIGHTS_TAG: "third"})
+    registry_command.registry(["promote"], **settings, version=int(third.version))
+    for expected in (second, first):  # each one leads further back
+        registry_command.registry(["rollback"], **settings)
+        assert registry.find_champion(client, name).version == expected.version
+    with pytest.raises(ConfigError, match="no champion before"):
+        registry_command.registry(["rollback"], **settings)
+
     registry_command.registry(["show"], **settings)
     printed = " ".join(capsys.readouterr().out.split())
     assert "promote by hand: a test; click-through 0.7500 against 0.2500" in printed

@@ -73,6 +73,21 @@ def test_a_partner_is_the_window_before_its_target(data):
         assert batch.items[row][batch.items[row] > 0].tolist() == events
 
 
+@pytest.mark.parametrize("estimator", ["arm", "ar"])
+def test_a_model_with_masks_has_views_with_a_gradient_that_does_not_reach_them(data, estimator):
+    _, windows = draw_windows(data, length=12)
+    config = FinetuneConfig(contrast={"weight": 0.3})
+    model = make_model("rec_denoiser", num_items=data.num_items, dropout=0.2, estimator=estimator).train()
+
+    step = loop._Step(model, objectives.Loss(config, data.count), config)
+    step(objectives.example(data, model.options, config, windows, seed=0))["contrast"].backward()
+
+    for name, weight in model.named_parameters():
+        if "raw_XLL" in name:  # only the task trains masks
+            assert weight.grad is None, name
+    assert sum(bool(weight.grad.any()) for weight in model.parameters() if weight.grad is not None) > 10
+
+
 def test_terms_of_a_step(data):
     """Without dropout the first two views are equal, and all can be computed again."""
     torch.manual_seed(0)

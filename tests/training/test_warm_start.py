@@ -7,11 +7,11 @@ import pytest
 import torch
 from support import make_batch, make_model, prepare_rows, synthetic_rows
 
-from seqrec.artifacts import USERS, VOCABULARY, WEIGHTS, facts
+from seqrec.artifacts import SPLIT_CARD, USERS, VOCABULARY, WEIGHTS, facts, read_json
 from seqrec.config import ModelConfig, PretrainConfig
 from seqrec.data import sequences as prepared_data
 from seqrec.stages.pretrain import pretrain
-from seqrec.training.cards import catalogue_files
+from seqrec.training.cards import catalogue_files, split_of
 from seqrec.training.checkpoint import load_model, save_model
 from seqrec.training.warm_start import warm_start
 
@@ -35,7 +35,8 @@ def write_champion(folder, sequences, architecture="flash4rec", **options):
     """Write a champion with random weights, as the registry gives it; return the model."""
     data = prepared_data.load(sequences)
     model = make_model(architecture, num_items=data.num_items, num_users=data.num_users, **options)
-    save_model(folder, model, {"model": architecture}, catalogue_files(sequences))
+    facts = {"model": architecture, "split": split_of(read_json(sequences / SPLIT_CARD))}
+    save_model(folder, model, facts, catalogue_files(sequences))
     return model.eval()
 
 
@@ -109,6 +110,55 @@ def test_a_champion_of_another_architecture_with_the_same_options_is_not_used(fo
     assert not warm_start(net, new, tmp_path)
 
     torch.testing.assert_close(net.state_dict(), before)
+
+
+LATER = [*OLD, *((f"u{user}", f"i{user % 20}", 3_000_000 + user) for user in range(30))]  # an event more for each user
+NEWCOMERS = [*OLD, *((f"new{user}", f"i{(user + n) % 20}", 2_000_000 + n) for user in range(6) for n in range(8))]
+RATIO = {"protocol": "RATIO-full", "test_share": 0.2, "valid_share": 0.1}
+
+
+def events(folder, first, stop):
+    """The events of the users from their `first` to before their `stop`."""
+    data = prepared_data.load(folder)
+    users, items = (numbers(folder, *names) for names in ((USERS, "user", "user_id"), (VOCABULARY, "item", "item_id")))
+    names = [dict(map(reversed, table.items())) for table in (users, items)]
+    return {
+        (names[0][user + 1], names[1][int(data.items[event])], int(data.times[event]))
+        for user in range(data.num_users)
+        for event in range(int(getattr(data, first)[user]), int(getattr(data, stop)[user]))
+    }
+
+
+@pytest.mark.parametrize(
+    ("rows", "before", "now", "used"),
+    [
+        (LATER, {}, {}, True),
+        (NEWCOMERS, {}, {"protocol": "LOO-101"}, True),
+        (NEWCOMERS, {"protocol": "temporal"}, {"protocol": "temporal"}, True),
+        (OLD, {"val_users": 8}, {"val_users": 8}, True),
+        (NEWCOMERS, {}, {"val_users": 8}, True),
+        (NEWCOMERS, {"val_users": 8}, {"val_users": 8}, False),
+        (LATER, RATIO, RATIO, False),
+        (OLD, {}, {"protocol": "temporal"}, False),
+        (OLD, {"protocol": "temporal"}, {"protocol": "temporal", "valid_share": 0.3}, False),
+    ],
+)
+def test_a_champion_that_was_trained_on_what_is_held_out_now_is_not_used(tmp_path, caplog, rows, before, now, used):
+    if now.get("protocol") == "LOO-101":
+        rows = [*rows, *((f"c{n % 20}", f"j{n}", n) for n in range(200))]
+    folders = [
+        prepare_rows(tmp_path / name, log, min_item_events=1, **config)
+        for name, log, config in (("old", OLD, before), ("new", rows, now))
+    ]
+    write_champion(tmp_path / "champion", folders[0], "sasrec")
+    data = prepared_data.load(folders[1])
+    net = make_model("sasrec", num_items=data.num_items, num_users=data.num_users)
+
+    assert warm_start(net, folders[1], tmp_path / "champion") == used
+
+    leaked = events(folders[0], "start", "train_stop") & events(folders[1], "train_stop", "stop")
+    assert bool(leaked) != used
+    assert ("the champion is not used" in caplog.text) != used
 
 
 def test_damaged_weights_are_refused(folders, tmp_path):
