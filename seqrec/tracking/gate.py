@@ -41,7 +41,8 @@ def promote(client: MlflowClient, version: ModelVersion, cases: pa.Table, config
     The champion is replaced if the paired interval of the gain on validation lies above `register.min_gain` and no
     metric of `GUARDED` loses more than `register.max_loss`. It is also replaced if the two were not measured on the
     same cases and cannot be compared. If two promotions happen at the same time, each is decided again after the other,
-    so the better one stays. A model below the best baseline is never promoted, unless `register.allow_below_baseline`.
+    so the better one stays. A model below the best baseline is never promoted, unless `register.allow_below_baseline`;
+    nor is one that was rolled back.
 
     Raises:
         TrackingError: the champion's validation cases cannot be fetched, or others promote without end.
@@ -86,6 +87,10 @@ def _decide(
     cases: pa.Table,
     config: RegisterConfig,
 ) -> Decision:
+    if by := version.tags.get(registry.WITHDRAWN_TAG):
+        return Decision(
+            False, f"it was rolled back to version {by}; promote it by hand if it shall be served again", None
+        )
     if not config.allow_below_baseline and (below := _below_baseline(version)):
         return Decision(False, below, None)
     if champion is None:

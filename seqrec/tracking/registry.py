@@ -53,10 +53,19 @@ ARTIFACTS = "artifacts"  # folder of a logged model, where MLflow lays what a py
 WEIGHTS_TAG, SPLIT_TAG, FILTER_TAG = "seqrec.weights_sha256", "seqrec.split_sha256", "seqrec.filter_seen"
 PROMOTED_TAG, REASON_TAG, GAIN_TAG = "seqrec.promoted", "seqrec.reason", "seqrec.gain"
 PREVIOUS_TAG = "seqrec.previous"  # of a champion: the version before it
+WITHDRAWN_TAG = "seqrec.withdrawn"  # of a champion that was rolled back: by which version
 REFIT_TAG = (
     "seqrec.refit_of"  # the version whose training was repeated on every event, and whose figures stand for both
 )
-OWN_TAGS = (PROMOTED_TAG, REASON_TAG, GAIN_TAG, PREVIOUS_TAG, WEIGHTS_TAG, FINGERPRINT)  # not shared with a refit
+OWN_TAGS = (
+    PROMOTED_TAG,
+    REASON_TAG,
+    GAIN_TAG,
+    PREVIOUS_TAG,
+    WITHDRAWN_TAG,
+    WEIGHTS_TAG,
+    FINGERPRINT,
+)  # not shared with a refit
 CLAIM_TAG = "seqrec.claim"  # of a registered model: who began a promotion last
 AUDIT_TAG = "seqrec.audit."  # of a registered model, one a change of champion; the time follows
 VERSIONS_TAG = "mlflow.modelVersions"  # of a logged model: MLflow's pages link it to these
@@ -219,11 +228,16 @@ def crown(
         version: the new champion.
         champion: the old one.
         reason: for the audit trail.
-        back: this is a rollback: a further one leads to the champion before `version`, not to `champion` again.
+        back: this is a rollback: a further one leads to the champion before `version`, not to `champion` again, which
+            the gate no longer promotes.
     """
     name, before = version.name, "none" if champion is None else str(champion.version)
-    if not back:
+    if back and champion is not None:
+        client.set_model_version_tag(name, champion.version, WITHDRAWN_TAG, str(version.version))
+    else:
         client.set_model_version_tag(name, version.version, PREVIOUS_TAG, before)
+        if WITHDRAWN_TAG in version.tags:
+            client.delete_model_version_tag(name, version.version, WITHDRAWN_TAG)
     client.set_registered_model_alias(name, CHAMPION, version.version)
     moment = datetime.now(UTC).strftime("%Y-%m-%dT%H%M%S.%f")
     client.set_registered_model_tag(name, f"{AUDIT_TAG}{moment}", f"{before} -> {version.version}: {reason}"[:4000])

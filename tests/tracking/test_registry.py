@@ -360,10 +360,14 @@ def test_promotions_by_hand_are_audited_and_rolled_back(client, run, model, tmp_
     assert registry.find_champion(client, name).version == second.version
     registry_command.registry(["rollback"], **settings)
     assert registry.find_champion(client, name).version == first.version
+    withdrawn = client.get_model_version(name, second.version)
+    decision = gate.promote(client, withdrawn, cases(1, 1), config)  # by far better, and measured once more
+    assert (decision.promoted, decision.reason.split(";")[0]) == (False, "it was rolled back to version 1")
 
     registry_command.registry(["promote"], **settings, version=int(second.version))
     third = register(client, run, model, tmp_path, name, [2, 2], **{registry.WEIGHTS_TAG: "third"})
     registry_command.registry(["promote"], **settings, version=int(third.version))
+    assert gate.promote(client, client.get_model_version(name, third.version), cases(1, 1), config).promoted
     for expected in (second, first):  # each one leads further back
         registry_command.registry(["rollback"], **settings)
         assert registry.find_champion(client, name).version == expected.version
