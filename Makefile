@@ -107,8 +107,8 @@ ui: setup  ## MLflow on the runs, at port 5000: prints and opens the page that c
 	@python -m seqrec ui
 
 pipeline: setup  ## compile the Kubeflow pipelines into build/
-	python -m pipelines compile --output build/pipeline.yaml
-	python -m pipelines compile --pipeline retraining --output build/retraining.yaml
+	python -m seqrec.pipelines compile --output build/pipeline.yaml
+	python -m seqrec.pipelines compile --pipeline retraining --output build/retraining.yaml
 
 image:  ## build the image; PYTHON_IMAGE=python@sha256:... takes that very base, as a release should
 	docker build --tag seqrec:latest $(if $(PYTHON_IMAGE),--build-arg PYTHON_IMAGE=$(PYTHON_IMAGE)) .

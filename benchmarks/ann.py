@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from benchmarks import meter
-from models.base import Batch, Catalogue
-from models.sasrec import SASRec, SASRecOptions
+from seqrec.models.base import Batch, Catalogue
+from seqrec.models.sasrec import SASRec, SASRecOptions
 from seqrec.serving.approximate_search import ApproximateRecommender
 from seqrec.serving.recommender import Recommender
 

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from benchmarks import meter
 from benchmarks.meter import Cost
-from models import Batch, Catalogue
-from models.layers import Dropout
-from models.sasrec import SASRec
+from seqrec.models import Batch, Catalogue
+from seqrec.models.layers import Dropout
+from seqrec.models.sasrec import SASRec
 from seqrec.training import loop
 
 SHAPES = ((660, 24), (260, 56), (130, 104), (70, 200))  # (users, length): batches of like work, as the engine's

@@ -24,9 +24,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import meter
-from models import bert4rec, flash4rec
-from models.base import Batch, Catalogue, SequenceModel
-from models.layers import attention_bias
+from seqrec.models import bert4rec, flash4rec
+from seqrec.models.base import Batch, Catalogue, SequenceModel
+from seqrec.models.layers import attention_bias
 from seqrec.training.loop import keep_freed_memory
 
 ITEMS, USERS = 3416, 6040  # MovieLens-1M

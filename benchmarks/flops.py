@@ -9,8 +9,8 @@ import torch
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from models import Batch, Catalogue
-from models.sasrec import SASRec
+from seqrec.models import Batch, Catalogue
+from seqrec.models.sasrec import SASRec
 
 Work = Callable[[SASRec, Batch], object]
 

@@ -23,8 +23,8 @@ from torch import Tensor
 from transformers import LongformerConfig, LongformerForMaskedLM
 from transformers.utils.logging import disable_progress_bar
 
-from models.base import Catalogue
-from models.recformer import Recformer, RecformerOptions, Text
+from seqrec.models.base import Catalogue
+from seqrec.models.recformer import Recformer, RecformerOptions, Text
 from seqrec.training import loop, pretrained
 
 WORDS = 30_522

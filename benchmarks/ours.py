@@ -15,12 +15,12 @@ import torch
 
 from benchmarks import meter, peer_data
 from benchmarks.meter import Cost
-from models import Catalogue
-from models.sasrec import SASRec
 from seqrec.config import FinetuneConfig
 from seqrec.data import sequences
 from seqrec.data.sequences import Sequences
 from seqrec.evaluation import ranking
+from seqrec.models import Catalogue
+from seqrec.models.sasrec import SASRec
 from seqrec.training.job import Job
 from seqrec.training.job import train as train_job
 from seqrec.training.validation import validate

@@ -21,9 +21,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from benchmarks import longformer
 from benchmarks.meter import machine, markdown
-from models.recformer import Recformer
 from seqrec.artifacts import ITEMS
 from seqrec.data import item_tokens, sequences
+from seqrec.models.recformer import Recformer
 from seqrec.training import loop
 
 LENGTH = 50  # events of a history

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from benchmarks import flops, meter, peer_data
-from models.sasrec import SASRec
+from seqrec.models.sasrec import SASRec
 
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENTS = ROOT / "build" / "peers"

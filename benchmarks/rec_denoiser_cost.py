@@ -23,9 +23,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from models.base import Batch, Catalogue, SequenceModel
-from models.layers import MultiHeadAttention
-from models.rec_denoiser import BACKBONES, RecDenoiser, RecDenoiserOptions
+from seqrec.models.base import Batch, Catalogue, SequenceModel
+from seqrec.models.layers import MultiHeadAttention
+from seqrec.models.rec_denoiser import BACKBONES, RecDenoiser, RecDenoiserOptions
 from seqrec.training import losses
 from seqrec.training.loop import keep_freed_memory
 

@@ -26,8 +26,8 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import meter  # noqa: E402 - found through the path above
-from models.base import Batch, Catalogue  # noqa: E402 - found through the path above
-from models.strec import STRec, STRecOptions  # noqa: E402
+from seqrec.models.base import Batch, Catalogue  # noqa: E402 - found through the path above
+from seqrec.models.strec import STRec, STRecOptions  # noqa: E402
 from seqrec.serving.onnx_graph import GRAPH, graph  # noqa: E402
 
 SPARSITIES = (0.0, 0.42, 0.58, 0.69, 0.72, 0.77, 0.9, 0.98)

@@ -17,10 +17,10 @@ from torch import Tensor
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from models.strec import STRec  # noqa: E402 - found through the path above
 from seqrec.data import sequences  # noqa: E402
 from seqrec.data.sequences import Sequences  # noqa: E402
 from seqrec.evaluation import metrics, ranking  # noqa: E402
+from seqrec.models.strec import STRec  # noqa: E402 - found through the path above
 from seqrec.training.checkpoint import load_model  # noqa: E402
 
 AGES = {

@@ -1,27 +1,27 @@
 """Architectures in pure torch: this package imports torch and itself."""
 
-from models.base import Batch, Catalogue, SequenceModel
-from models.bert4rec import BERT4Rec
-from models.bsarec import BSARec
-from models.caser import Caser
-from models.esasrec import ESASRec
-from models.fdsa import FDSA
-from models.flash4rec import FLASH4Rec
-from models.fpmc import FPMC
-from models.gru4rec import GRU4Rec
-from models.hstu import HSTU
-from models.lrurec import LRURec
-from models.mfbpr import MFBPR
-from models.rec_denoiser import RecDenoiser
-from models.recformer import Recformer
-from models.recguru import RecGURU
-from models.s3rec import S3Rec
-from models.sasrec import SASRec
-from models.ssept import SSEPT
-from models.strec import STRec
-from models.tisasrec import TiSASRec
-from models.unisrec import UniSRec
-from models.zesrec import ZESRec
+from seqrec.models.base import Batch, Catalogue, SequenceModel
+from seqrec.models.bert4rec import BERT4Rec
+from seqrec.models.bsarec import BSARec
+from seqrec.models.caser import Caser
+from seqrec.models.esasrec import ESASRec
+from seqrec.models.fdsa import FDSA
+from seqrec.models.flash4rec import FLASH4Rec
+from seqrec.models.fpmc import FPMC
+from seqrec.models.gru4rec import GRU4Rec
+from seqrec.models.hstu import HSTU
+from seqrec.models.lrurec import LRURec
+from seqrec.models.mfbpr import MFBPR
+from seqrec.models.rec_denoiser import RecDenoiser
+from seqrec.models.recformer import Recformer
+from seqrec.models.recguru import RecGURU
+from seqrec.models.s3rec import S3Rec
+from seqrec.models.sasrec import SASRec
+from seqrec.models.ssept import SSEPT
+from seqrec.models.strec import STRec
+from seqrec.models.tisasrec import TiSASRec
+from seqrec.models.unisrec import UniSRec
+from seqrec.models.zesrec import ZESRec
 
 REGISTRY: dict[str, type[SequenceModel]] = {
     "sasrec": SASRec,

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol, get_args, get_o
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models import attention_weights
+from seqrec.models import attention_weights
 
 PAD = 0
 Objective = Literal["causal", "last", "cloze"]  # see seqrec/training/objectives.py

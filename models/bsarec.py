@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.base import PAD, Batch, Catalogue, Objective, Options, SequenceModel, TaskLoss, require
-from models.layers import INIT_STD, Dropout, MultiHeadAttention, attention_bias, initialise
+from seqrec.models.base import PAD, Batch, Catalogue, Objective, Options, SequenceModel, TaskLoss, require
+from seqrec.models.layers import INIT_STD, Dropout, MultiHeadAttention, attention_bias, initialise
 
 NORM_EPS = 1e-12  # as in the paper's code; initial embeddings are small
 

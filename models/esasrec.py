@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.base import Catalogue, require
-from models.layers import Dropout, MultiHeadAttention, initialise
-from models.sasrec import SASRec, SASRecOptions
+from seqrec.models.base import Catalogue, require
+from seqrec.models.layers import Dropout, MultiHeadAttention, initialise
+from seqrec.models.sasrec import SASRec, SASRecOptions
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from models.base import PAD, Batch, Catalogue, Options, SequenceModel, require
-from models.bert4rec import BERT4RecOptions, Block
-from models.layers import Dropout, attention_bias, initialise
+from seqrec.models.base import PAD, Batch, Catalogue, Options, SequenceModel, require
+from seqrec.models.bert4rec import BERT4RecOptions, Block
+from seqrec.models.layers import Dropout, attention_bias, initialise
 
 
 @dataclass(frozen=True, kw_only=True)

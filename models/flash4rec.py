@@ -33,9 +33,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.base import PAD, Batch, Catalogue, Options, SequenceModel, TaskLoss, require
-from models.layers import Dropout, attend, attention_bias, draws, initialise
-from models.topk_dropout import topk_dropout
+from seqrec.models.base import PAD, Batch, Catalogue, Options, SequenceModel, TaskLoss, require
+from seqrec.models.layers import Dropout, attend, attention_bias, draws, initialise
+from seqrec.models.topk_dropout import topk_dropout
 
 ROUTING = ("balance", "busiest_expert", "idlest_expert", "router_entropy")  # eq. 11 without lambda, shares, nats
 Activation = Literal["silu", "sigmoid"]

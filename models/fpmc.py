@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.base import PAD, Batch, Catalogue, Options, SequenceModel, require
-from models.layers import initialise
+from seqrec.models.base import PAD, Batch, Catalogue, Options, SequenceModel, require
+from seqrec.models.layers import initialise
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,8 +19,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from models.base import PAD, Batch, Catalogue, Options, SequenceModel, require
-from models.layers import Dropout, initialise
+from seqrec.models.base import PAD, Batch, Catalogue, Options, SequenceModel, require
+from seqrec.models.layers import Dropout, initialise
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.base import PAD, Batch, Catalogue, Options, SequenceModel, require
-from models.layers import INIT_STD, Dropout, attention_bias, initialise
+from seqrec.models.base import PAD, Batch, Catalogue, Options, SequenceModel, require
+from seqrec.models.layers import INIT_STD, Dropout, attention_bias, initialise
 
 NORM_EPS = 1e-6  # as in the paper's code; keeps the small outputs for short histories small
 BUCKETS = 128  # number of the last, open-ended bucket of time differences; the first is 0

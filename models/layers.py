@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.attention_weights import keep
-from models.base import PAD
+from seqrec.models.attention_weights import keep
+from seqrec.models.base import PAD
 
 INIT_STD = 0.02  # with N(0, 1) embeddings, a softmax over thousands of items would start saturated
 

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.base import PAD, Batch, Catalogue, Options, SequenceModel, require
-from models.layers import Dropout, initialise
+from seqrec.models.base import PAD, Batch, Catalogue, Options, SequenceModel, require
+from seqrec.models.layers import Dropout, initialise
 
 RING = (0.8, 0.99)  # range of the initial absolute value of lambda
 

@@ -31,12 +31,12 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from models.base import PAD, Batch, Catalogue, Options, SequenceModel, TaskLoss, require
-from models.bert4rec import BERT4Rec
-from models.layers import attention_bias
-from models.sasrec import SASRec
-from models.ssept import SSEPT
-from models.tisasrec import TiSASRec
+from seqrec.models.base import PAD, Batch, Catalogue, Options, SequenceModel, TaskLoss, require
+from seqrec.models.bert4rec import BERT4Rec
+from seqrec.models.layers import attention_bias
+from seqrec.models.sasrec import SASRec
+from seqrec.models.ssept import SSEPT
+from seqrec.models.tisasrec import TiSASRec
 
 BACKBONES: dict[str, type[SequenceModel]] = {
     "sasrec": SASRec,

@@ -43,10 +43,10 @@ from torch.distributed.nn.functional import all_gather
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from models.base import Batch, Catalogue, Objective, Options, SequenceModel, TaskLoss, require
-from models.layers import INIT_STD, Dropout, attend, attention_bias, initialise
-from models.sasrec import Block as HistoryBlock
-from models.sasrec import SASRecOptions
+from seqrec.models.base import Batch, Catalogue, Objective, Options, SequenceModel, TaskLoss, require
+from seqrec.models.layers import INIT_STD, Dropout, attend, attention_bias, initialise
+from seqrec.models.sasrec import Block as HistoryBlock
+from seqrec.models.sasrec import SASRecOptions
 
 CLS, KEY, VALUE, PADDING = range(4)  # token types
 BLOCK = 64  # tokens that share their keys; sequences shorter than two blocks are a single block

@@ -32,9 +32,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.base import PAD, Batch, Catalogue, Options, SequenceModel, TaskLoss, require
-from models.bert4rec import BERT4RecOptions, Block
-from models.layers import Dropout, MultiHeadAttention, attention_bias, initialise
+from seqrec.models.base import PAD, Batch, Catalogue, Options, SequenceModel, TaskLoss, require
+from seqrec.models.bert4rec import BERT4RecOptions, Block
+from seqrec.models.layers import Dropout, MultiHeadAttention, attention_bias, initialise
 
 
 @dataclass(frozen=True, kw_only=True)

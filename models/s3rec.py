@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.base import PAD, Batch, Catalogue, SequenceModel, TaskLoss, require
-from models.fdsa import FDSAOptions, Stream
-from models.layers import attention_bias, initialise
+from seqrec.models.base import PAD, Batch, Catalogue, SequenceModel, TaskLoss, require
+from seqrec.models.fdsa import FDSAOptions, Stream
+from seqrec.models.layers import attention_bias, initialise
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from models.base import PAD, Batch, Catalogue, Options, SequenceModel, require
-from models.layers import Dropout, MultiHeadAttention, attention_bias, initialise
+from seqrec.models.base import PAD, Batch, Catalogue, Options, SequenceModel, require
+from seqrec.models.layers import Dropout, MultiHeadAttention, attention_bias, initialise
 
 
 @dataclass(frozen=True, kw_only=True)

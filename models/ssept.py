@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.base import PAD, Batch, Catalogue, SequenceModel, require
-from models.layers import INIT_STD, Dropout, attention_bias, initialise
-from models.sasrec import Block, SASRecOptions
+from seqrec.models.base import PAD, Batch, Catalogue, SequenceModel, require
+from seqrec.models.layers import INIT_STD, Dropout, attention_bias, initialise
+from seqrec.models.sasrec import Block, SASRecOptions
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,9 +32,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.base import PAD, Batch, Catalogue, Objective, Options, SequenceModel, TaskLoss, require
-from models.efficient_attention import EFFICIENT
-from models.layers import Dropout, attend, initialise
+from seqrec.models.base import PAD, Batch, Catalogue, Objective, Options, SequenceModel, TaskLoss, require
+from seqrec.models.efficient_attention import EFFICIENT
+from seqrec.models.layers import Dropout, attend, initialise
 
 SPARSITY = 0.69  # the best in the paper
 SPARSITIES = (0.0, 0.42, 0.58, 0.69, 0.77, 0.9, 0.98)  # at which a trained model can be evaluated

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.base import PAD, Batch, Catalogue, SequenceModel, require
-from models.layers import INIT_STD, Dropout, MultiHeadAttention, attention_bias, initialise
-from models.sasrec import Block, SASRecOptions
+from seqrec.models.base import PAD, Batch, Catalogue, SequenceModel, require
+from seqrec.models.layers import INIT_STD, Dropout, MultiHeadAttention, attention_bias, initialise
+from seqrec.models.sasrec import Block, SASRecOptions
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.base import PAD, Batch, Catalogue, Options, SequenceModel, TaskLoss, require
-from models.bert4rec import BERT4RecOptions, Block
-from models.layers import Dropout, attention_bias, initialise
+from seqrec.models.base import PAD, Batch, Catalogue, Options, SequenceModel, TaskLoss, require
+from seqrec.models.bert4rec import BERT4RecOptions, Block
+from seqrec.models.layers import Dropout, attention_bias, initialise
 
 NOISE = 0.01  # minimum standard deviation of the gate's noise (Shazeer et al. 2017)
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from models.base import Batch, Catalogue, SequenceModel, require
-from models.layers import Dropout, attention_bias, initialise
-from models.sasrec import Block, SASRecOptions
+from seqrec.models.base import Batch, Catalogue, SequenceModel, require
+from seqrec.models.layers import Dropout, attention_bias, initialise
+from seqrec.models.sasrec import Block, SASRecOptions
 
 
 @dataclass(frozen=True, kw_only=True)

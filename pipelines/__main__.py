@@ -1,4 +1,4 @@
-"""The command line: `python -m pipelines compile | run-local | submit | schedule | upload`."""
+"""The command line: `python -m seqrec.pipelines compile | run-local | submit | schedule | upload`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from pipelines.training import PIPELINES
+from seqrec.pipelines.training import PIPELINES
 from seqrec.redaction import excepthook, redacted
+
+if TYPE_CHECKING:
+    from seqrec.pipelines.client import Package, Server
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -75,13 +79,13 @@ def _package(pipeline: str = "training") -> argparse.ArgumentParser:
 
 
 def _compile(flags: argparse.Namespace) -> None:
-    from pipelines.compile import compile_pipeline
+    from seqrec.pipelines.compile import compile_pipeline
 
     compile_pipeline(flags.models, flags.output, flags.params, flags.pipeline)
 
 
 def _run_local(flags: argparse.Namespace) -> None:
-    from pipelines.local import run_local
+    from seqrec.pipelines.local import run_local
 
     run_local(
         flags.models,
@@ -95,7 +99,7 @@ def _run_local(flags: argparse.Namespace) -> None:
 
 
 def _submit(flags: argparse.Namespace) -> None:
-    from pipelines import client
+    from seqrec.pipelines import client
 
     server, package = _sent(flags)
     run_id = client.submit(server, package, root=flags.root, cache=not flags.no_cache)
@@ -105,21 +109,21 @@ def _submit(flags: argparse.Namespace) -> None:
 
 
 def _schedule(flags: argparse.Namespace) -> None:
-    from pipelines import client
+    from seqrec.pipelines import client
 
     recurring = client.schedule(*_sent(flags), cron=flags.cron, root=flags.root)
     sys.stdout.write(f"recurring run {recurring}\n")
 
 
 def _upload(flags: argparse.Namespace) -> None:
-    from pipelines import client
+    from seqrec.pipelines import client
 
     pipeline, version = client.upload(*_sent(flags))
     sys.stdout.write(f"pipeline {pipeline} version {version}\n")
 
 
-def _sent(flags: argparse.Namespace):  # noqa: ANN202
-    from pipelines.client import Package, Server
+def _sent(flags: argparse.Namespace) -> tuple[Server, Package]:
+    from seqrec.pipelines.client import Package, Server
 
     names = ("host", "namespace", "token", "cookies", "ca_file", "insecure")
     server = Server(**{name: getattr(flags, name) for name in names})

@@ -16,9 +16,9 @@ import kfp_server_api
 import urllib3
 from kfp.client import ServiceAccountTokenVolumeCredentials
 
-from components.image import IMAGE
-from pipelines.compile import compile_pipeline
+from seqrec.components.image import IMAGE
 from seqrec.config import KubernetesConfig, load
+from seqrec.pipelines.compile import compile_pipeline
 from seqrec.redaction import redacted
 
 EXPERIMENT = "seqrec"

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from kfp.compiler import Compiler
 
-from pipelines.resources import STATE
-from pipelines.training import build
 from seqrec.commands.settings import check
 from seqrec.config import ConfigError, load
+from seqrec.pipelines.resources import STATE
+from seqrec.pipelines.training import build
 
 
 def compile_pipeline(

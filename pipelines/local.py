@@ -12,8 +12,8 @@ from kfp import local
 from kfp.components import load_component_from_file
 from kfp.local import docker_task_handler
 
-from pipelines.compile import compile_pipeline
 from seqrec.config import load
+from seqrec.pipelines.compile import compile_pipeline
 
 DATABASE = "mlflow.db"  # of the default register.tracking_uri
 HARDENED = {

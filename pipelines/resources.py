@@ -8,7 +8,7 @@ from typing import Any
 from kfp import kubernetes
 from kfp.dsl import PipelineTask
 
-from components.image import IMAGE
+from seqrec.components.image import IMAGE
 from seqrec.config import KubernetesConfig, LaunchConfig
 
 STATE = "/tmp/seqrec/state"  # downloads and resume states: lost with the pod, unless kubernetes.state_claim is mounted

@@ -21,23 +21,23 @@ from kfp import dsl
 from kfp.dsl import PipelineTask
 from kfp.dsl.graph_component import GraphComponent
 
-from components.baselines import baselines
-from components.champion import champion
-from components.evaluate import evaluate
-from components.finetune import finetune
-from components.ingest import ingest
-from components.join import join
-from components.model_settings import model_settings
-from components.prepare import prepare
-from components.pretrain import pretrain
-from components.record import record
-from components.register import register
-from components.settings import settings
-from components.validate import validate
-from components.warm_start import warm_start
-from pipelines.resources import STATE, apply, place
 from seqrec.cluster.form import INPUTS, check_pretraining, filled_in, without_cluster
+from seqrec.components.baselines import baselines
+from seqrec.components.champion import champion
+from seqrec.components.evaluate import evaluate
+from seqrec.components.finetune import finetune
+from seqrec.components.ingest import ingest
+from seqrec.components.join import join
+from seqrec.components.model_settings import model_settings
+from seqrec.components.prepare import prepare
+from seqrec.components.pretrain import pretrain
+from seqrec.components.record import record
+from seqrec.components.register import register
+from seqrec.components.settings import settings
+from seqrec.components.validate import validate
+from seqrec.components.warm_start import warm_start
 from seqrec.config import KubernetesConfig, Params
+from seqrec.pipelines.resources import STATE, apply, place
 
 PIPELINES = ("training", "retraining", "pretraining")
 BASELINE = "configs/baseline.json"  # a file of the image

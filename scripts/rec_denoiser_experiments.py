@@ -23,12 +23,12 @@ import yaml
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from models.rec_denoiser import BACKBONES, RecDenoiser
 from seqrec.artifacts import CASES, METRICS, SPLIT_CARD, read_json, write_text
 from seqrec.commands.run import run
 from seqrec.config import Params, load
 from seqrec.data import sequences
 from seqrec.evaluation import intervals
+from seqrec.models.rec_denoiser import BACKBONES, RecDenoiser
 from seqrec.stages.evaluate import evaluate
 from seqrec.stages.ingest import ingest
 from seqrec.stages.prepare import prepare

@@ -20,10 +20,10 @@ from typing import Annotated, Any, Literal
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from models import REGISTRY
-from models.base import Options
 from seqrec import config
 from seqrec.__main__ import COMMANDS, command_parser
+from seqrec.models import REGISTRY
+from seqrec.models.base import Options
 
 FOLDER = Path(__file__).parent.parent / "docs" / "reference"
 HEADER = "<!-- Written by scripts/reference.py from the code. -->\n"

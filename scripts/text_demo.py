@@ -26,7 +26,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from models import REGISTRY
 from seqrec.artifacts import CASES, ITEMS, METRICS, read_json, write_json, write_text
 from seqrec.commands.run import run
 from seqrec.config import Params, load
@@ -35,6 +34,7 @@ from seqrec.data import sequences
 from seqrec.data.item_tokens import read_texts
 from seqrec.data.sequences import Sequences
 from seqrec.evaluation import intervals, metrics
+from seqrec.models import REGISTRY
 from seqrec.serving.recommender import Recommender
 from seqrec.training.batches import trained_users
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from seqrec import ROOT
 
-PACKAGES = ("models", "seqrec")
+PACKAGES = ("seqrec",)
 UNDECIDING = (  # modules and packages that cannot change results; editing them repeats no stage
     "seqrec",  # the file __init__.py: version and root
     "seqrec.__main__",

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support import prepare_rows, synthetic_rows
 
-from models import REGISTRY
+from seqrec.models import REGISTRY
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # a process without a main module, which pyspark's import would end
     sys.modules["pyspark.sql.connect"] = None  # type: ignore[assignment]

@@ -40,7 +40,7 @@ PLAIN = {"str": str, "int": int, "bool": bool, "float": (int, float), "object": 
 RUNNER = """
 import json, sys
 from kfp.local import SubprocessRunner
-from pipelines.local import run_package
+from seqrec.pipelines.local import run_package
 file, root, given = sys.argv[1:]
 run_package(file, root, json.loads(given), SubprocessRunner(use_venv=False))
 """

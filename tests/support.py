@@ -19,13 +19,13 @@ import uvicorn
 import yaml
 from tokenizers import Tokenizer
 
-from models import REGISTRY
-from models.base import Batch, Catalogue, Options
 from seqrec import artifacts
 from seqrec.artifacts import sha256, write_json, write_table
 from seqrec.config import FinetuneConfig, ModelConfig, PrepareConfig, PretrainConfig
 from seqrec.counts import term
 from seqrec.data import item_tokens, sequences
+from seqrec.models import REGISTRY
+from seqrec.models.base import Batch, Catalogue, Options
 from seqrec.stages.finetune import finetune
 from seqrec.stages.prepare import prepare
 from seqrec.stages.pretrain import pretrain

@@ -13,8 +13,9 @@ import pytest
 from seqrec.code_closure import closure
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("models", "seqrec", "components", "pipelines")
-FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+FOLDERS = ("models", "components", "pipelines")  # of the repository's top level; seqrec links to each
+PACKAGES = ("seqrec", *(f"seqrec/{name}" for name in FOLDERS))
+FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))  # rglob follows no links
 STDLIB = sys.stdlib_module_names
 
 # what trains and evaluates on a machine without the orchestration packages
@@ -30,14 +31,14 @@ EXTERNAL = {
     "torch",
     "yaml",
 }  # torch needs filelock
-CORE_MAY_IMPORT = EXTERNAL | {"models", "seqrec"}
+CORE_MAY_IMPORT = EXTERNAL | {"seqrec.models", "seqrec"}
 CORE_LACKS = (
     *("dvc", "great_expectations", "kfp", "matplotlib", "mlflow", "narwhals", "optuna", "pandas", "plotly"),
     *("polars", "pydantic", "requests", "scipy", "transformers"),
 )
 
 OWNERS = {  # package -> the only files that may import it, even inside a function
-    "kfp": ("components/", "pipelines/"),
+    "kfp": ("seqrec/components/", "seqrec/pipelines/"),
     "kubernetes": ("seqrec/cluster/jobs.py",),
     "dvc": ("seqrec/data/dvc_revisions.py", "seqrec/commands/repro.py"),
     "mlflow": (
@@ -57,8 +58,8 @@ OWNERS = {  # package -> the only files that may import it, even inside a functi
     "fastapi": ("seqrec/serving/",),
     "sqlalchemy": ("seqrec/serving/events.py", "seqrec/tracking/runs.py"),
     "transformers": ("seqrec/training/pretrained.py",),
-    "components": ("components/", "pipelines/"),
-    "pipelines": ("pipelines/",),
+    "seqrec.components": ("seqrec/components/", "seqrec/pipelines/"),
+    "seqrec.pipelines": ("seqrec/pipelines/",),
 }
 
 
@@ -74,10 +75,16 @@ def imported(nodes: Iterator[ast.AST] | list[ast.stmt]) -> set[str]:
     return names
 
 
+def package(name: str) -> str:
+    """Return the package of a dotted name: its first part, and the second if it names one of our folders."""
+    first, *rest = name.split(".")
+    return f"{first}.{rest[0]}" if first == "seqrec" and rest and rest[0] in FOLDERS else first
+
+
 def anywhere(path: Path) -> set[str]:
-    """Return the top-level packages that a file imports, wherever in it."""
+    """Return the packages that a file imports, wherever in it."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    return {name.partition(".")[0] for name in imported(ast.walk(tree))}
+    return {package(name) for name in imported(ast.walk(tree))}
 
 
 def at_module_level(path: Path) -> set[str]:
@@ -93,32 +100,38 @@ def relative(path: Path) -> str:
 def test_there_is_something_to_check():
     core = {relative(path) for path in CORE}
     assert core <= {relative(path) for path in FILES}
-    assert {"models/sasrec.py", "seqrec/training/losses.py", "seqrec/config/loading.py"} <= core
+    assert {"seqrec/models/sasrec.py", "seqrec/training/losses.py", "seqrec/config/loading.py"} <= core
     assert len(FILES) > 30
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if relative(path).startswith("models/")], ids=relative)
+@pytest.mark.parametrize("path", [path for path in FILES if relative(path).startswith("seqrec/models/")], ids=relative)
 def test_models_import_torch_and_themselves_only(path):
-    assert anywhere(path) - STDLIB <= {"torch", "models"}
+    assert anywhere(path) - STDLIB <= {"torch", "seqrec.models"}
 
 
-@pytest.mark.parametrize("package", OWNERS)
-def test_a_package_is_imported_by_its_owners_only(package):
-    users = {relative(path) for path in FILES if package in anywhere(path)}
+@pytest.mark.parametrize("owned", OWNERS)
+def test_a_package_is_imported_by_its_owners_only(owned):
+    users = {relative(path) for path in FILES if owned in anywhere(path)}
 
-    assert {user for user in users if not user.startswith(OWNERS[package])} == set()
+    assert {user for user in users if not user.startswith(OWNERS[owned])} == set()
+
+
+def test_the_folders_are_imported_through_seqrec_only():
+    assert {relative(path) for path in FILES if anywhere(path) & set(FOLDERS)} == set()
 
 
 @pytest.mark.parametrize("path", CORE, ids=relative)
 def test_the_training_core_imports_little(path):
     names = at_module_level(path)
 
-    assert {name.partition(".")[0] for name in names} - STDLIB <= CORE_MAY_IMPORT
+    assert {package(name) for name in names} - STDLIB <= CORE_MAY_IMPORT
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if relative(path).startswith("components/")], ids=relative)
+@pytest.mark.parametrize(
+    "path", [path for path in FILES if relative(path).startswith("seqrec/components/")], ids=relative
+)
 def test_steps_import_no_stage_code_before_they_run(path):
-    assert {name.partition(".")[0] for name in at_module_level(path)} - STDLIB <= {"kfp", "components"}
+    assert {package(name) for name in at_module_level(path)} - STDLIB <= {"kfp", "seqrec.components"}
 
 
 def test_the_training_core_can_be_imported_without_the_other_packages():

@@ -7,8 +7,8 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks import flops, losses, meter, ours, pctm_public, peer_data, peers
-from models.sasrec import SASRec
 from seqrec.data import sequences
+from seqrec.models.sasrec import SASRec
 
 SETTINGS = {**peers.SETTINGS, "length": 8, "d_model": 8, "batch_size": 4}
 OPTIONS = {name: SETTINGS[name] for name in peers.MODEL}

@@ -20,9 +20,9 @@ import yaml
 from mlflow import MlflowClient
 from support import save, save_bert, synthetic_rows
 
-from pipelines.local import HARDENED
 from seqrec.config import RegisterConfig
 from seqrec.data import item_tokens
+from seqrec.pipelines.local import HARDENED
 from seqrec.serving.recommender import Recommender
 from seqrec.tracking import registry, runs
 from seqrec.tracking.runs import FAILURE, OUTCOME
@@ -90,7 +90,7 @@ def write_settings(
 
 def run(params: Path, out: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     """Run the pipeline with the Docker runner: offline, read-only, without capabilities, as the image's user."""
-    command = [sys.executable, "-m", "pipelines", "run-local", "--docker", "--data", str(params.parent)]
+    command = [sys.executable, "-m", "seqrec.pipelines", "run-local", "--docker", "--data", str(params.parent)]
     command += ["--params", str(params), "--out", str(out), *flags]
     environment = {**os.environ, "SEQREC_IMAGE": IMAGE}
     for name in ("MLFLOW_TRACKING_URI", "SEQREC_DATA_MIRROR"):

@@ -22,7 +22,7 @@ from seqrec.__main__ import main
 from seqrec.evaluation.leaderboard import BASELINES
 
 ROOT = Path(__file__).parent.parent
-CODE = ("seqrec", "models", "configs", "dvc.yaml", ".dvcignore", ".gitignore")
+CODE = ("seqrec", "configs", "dvc.yaml", ".dvcignore", ".gitignore")
 MODELS = ("sasrec", "flash4rec")
 ROWS = (*BASELINES, *MODELS)
 # Python imports this module at its start: the chosen stage kills itself and DVC the moment it would finish that file.

@@ -20,10 +20,10 @@ import yaml
 from dvc.repo import Repo
 from support import YEAR_2001, write_settings
 
-from pipelines.__main__ import main as pipelines
 from seqrec import redaction
 from seqrec.__main__ import main
 from seqrec.config import SECTIONS, ConfigError, IngestConfig, from_dict, load, parse
+from seqrec.pipelines.__main__ import main as pipelines
 from seqrec.redaction import holds_secret, is_secret_name, redacted, secret_settings, split_credentials
 
 ROOT = Path(__file__).parent.parent
@@ -195,7 +195,7 @@ def test_a_password_in_every_variable_is_in_no_file_and_no_message(tmp_path, mon
             assert main(ingest) == 1
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"{login}{refusing}")
         assert main(load_run) == 1
-        monkeypatch.setattr("pipelines.client.IMAGE", f"seqrec@sha256:{'0' * 64}")
+        monkeypatch.setattr("seqrec.pipelines.client.IMAGE", f"seqrec@sha256:{'0' * 64}")
         assert pipelines(["submit", *settings, "--host", f"{login}{refusing}"]) == 1
 
     leaks = [path for path in tmp_path.rglob("*") if path.is_file() and PASSWORD.encode() in path.read_bytes()]

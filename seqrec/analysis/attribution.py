@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from models.base import PAD, Batch, SequenceModel
 from seqrec.counts.term import CountTerm
 from seqrec.evaluation.ranking import POSITIONS_PER_PASS
+from seqrec.models.base import PAD, Batch, SequenceModel
 
 
 @torch.no_grad()

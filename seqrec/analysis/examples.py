@@ -13,13 +13,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from models.base import PAD, Batch, SequenceModel
 from seqrec.analysis import attribution, strec_sparsity
 from seqrec.analysis.strec_sparsity import Point
 from seqrec.artifacts import CASES, RECOMMENDATIONS
 from seqrec.counts.term import CountTerm
 from seqrec.data.sequences import Sequences, read_users, read_vocabulary, window
 from seqrec.data.sequences import load as load_sequences
+from seqrec.models.base import PAD, Batch, SequenceModel
 from seqrec.training import cards, checkpoint
 
 FOUND = 10  # a model has found a target with at most this rank

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from models.base import SequenceModel
 from seqrec.data import sequences
 from seqrec.data.sequences import Cases, Sequences
 from seqrec.evaluation import metrics, ranking
+from seqrec.models.base import SequenceModel
 
 CASES = 2_000
 TIMED = 64  # histories

@@ -157,7 +157,7 @@ def check_pretraining(params: Params) -> None:
     """Raise ConfigError unless all models of `leaderboard` learn from text, and there is something to learn from."""
     if not params.sources:
         raise ConfigError("sources: name the datasets to pre-train on")
-    from models import REGISTRY  # needs torch, which the other pipelines do not need to compile
+    from seqrec.models import REGISTRY  # needs torch, which the other pipelines do not need to compile
 
     for model in params.leaderboard:
         kind = REGISTRY.get(params.model(model).architecture)

@@ -60,7 +60,7 @@ def check(params: Params, *, ingests: bool = True) -> None:
 
 
 def _check_model(params: Params, name: str) -> None:
-    from models import REGISTRY
+    from seqrec.models import REGISTRY
 
     config = params.model(name)
     if config.architecture not in REGISTRY:

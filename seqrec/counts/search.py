@@ -17,7 +17,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from models.base import SequenceModel
 from seqrec.config import ConfigError, CountsConfig, FinetuneConfig, parse
 from seqrec.counts.case_ndcg import CaseNdcg
 from seqrec.counts.table import CountTable, count
@@ -26,6 +25,7 @@ from seqrec.data import sequences
 from seqrec.data.sequences import Cases, Sequences
 from seqrec.evaluation import ranking
 from seqrec.evaluation.ranking import Scorer
+from seqrec.models.base import SequenceModel
 
 logger = logging.getLogger(__name__)
 CASES = 4_000  # maximum number of validation cases to rank

@@ -22,8 +22,8 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from torch import Tensor
 from torch.nn import functional as F
 
-from models.recformer import KEY, VALUE
 from seqrec.config import ConfigError
+from seqrec.models.recformer import KEY, VALUE
 
 MOST_ATTRIBUTES = 3  # attributes used if the options name none
 CHARACTERS = 4_000  # read per value; more than an attribute's tokens can hold

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.dlpack import from_dlpack
 
-from models.base import PAD, Batch
 from seqrec.artifacts import NEGATIVES, SEQUENCES, SEQUENCES_SCHEMA, SPLIT_CARD, USERS, VOCABULARY, read_json
+from seqrec.models.base import PAD, Batch
 
 WIDTH_STEP = 8  # widths of batches are rounded up to a multiple, so that there are few shapes
 

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from models.base import Batch, SequenceModel
+from seqrec.models.base import Batch, SequenceModel
 
 
 def table_parameters(model: SequenceModel) -> int:

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.base import PAD, SequenceModel
 from seqrec.data import sequences
 from seqrec.data.sequences import Cases, Sequences
 from seqrec.evaluation.seen_items import SeenItems
+from seqrec.models.base import PAD, SequenceModel
 
 SCORES_IN_MEMORY = 16_000_000  # floats per block
 ITEMS_PER_BLOCK = 65_536

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from usearch.index import Index
 
-from models.base import PAD, Batch
 from seqrec.config import RegisterConfig
+from seqrec.models.base import PAD, Batch
 from seqrec.serving.recommender import Best, Recommender, Request
 
 logger = logging.getLogger(__name__)

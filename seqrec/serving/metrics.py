@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 
-from models.base import PAD
+from seqrec.models.base import PAD
 from seqrec.serving.batcher import Served
 from seqrec.serving.recommender import Answer, Request
 

@@ -17,10 +17,10 @@ import onnxruntime
 import torch
 from torch import Tensor, nn
 
-from models.base import PAD, Batch, SequenceModel
 from seqrec.artifacts import GRAPH, GRAPH_CARD, read_json, sha256, write_json
 from seqrec.config import RegisterConfig
 from seqrec.counts.term import CountTerm
+from seqrec.models.base import PAD, Batch, SequenceModel
 from seqrec.serving.recommender import Best, Recommender, Request, located
 from seqrec.training import cards
 

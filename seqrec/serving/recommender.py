@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.base import PAD, Batch, SequenceModel
 from seqrec.analysis import attribution
 from seqrec.artifacts import TOKENIZER
 from seqrec.config import RegisterConfig
 from seqrec.counts.term import CountTerm
 from seqrec.data import sequences
+from seqrec.models.base import PAD, Batch, SequenceModel
 from seqrec.serving import rules
 from seqrec.tracking import local
 from seqrec.training import cards, checkpoint

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 
-from models.base import SequenceModel
 from seqrec.artifacts import REFITTED
 from seqrec.config import EXPERIMENT, FinetuneConfig
 from seqrec.data import data_warnings
 from seqrec.data.sequences import Sequences
 from seqrec.data.sequences import load as load_sequences
+from seqrec.models.base import SequenceModel
 from seqrec.training import auto_settings, batches, cards
 from seqrec.training.auto_settings import Shape
 from seqrec.training.checkpoint import load_model

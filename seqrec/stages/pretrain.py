@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models import REGISTRY
-from models.base import Catalogue, SequenceModel
 from seqrec.artifacts import ITEMS, TOKENIZER
 from seqrec.config import AUTO, EXPERIMENT, ConfigError, ModelConfig, PretrainConfig, parse
 from seqrec.data.sequences import Sequences, read_vocabulary
 from seqrec.data.sequences import load as load_sequences
+from seqrec.models import REGISTRY
+from seqrec.models.base import Catalogue, SequenceModel
 from seqrec.training import auto_settings
 from seqrec.training.auto_settings import Shape
 from seqrec.training.cards import catalogue_files

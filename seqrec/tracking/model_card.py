@@ -6,9 +6,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from models import REGISTRY
-from models.base import SequenceModel
 from seqrec.config import parse
+from seqrec.models import REGISTRY
+from seqrec.models.base import SequenceModel
 
 TABLE = {  # metric -> what it is
     "ndcg@10": "NDCG@10",

@@ -71,7 +71,6 @@ AUDIT_TAG = "seqrec.audit."  # of a registered model, one a change of champion; 
 VERSIONS_TAG = "mlflow.modelVersions"  # of a logged model: MLflow's pages link it to these
 LONGEST = 5_000  # characters of a description that MLflow keeps
 PACKAGES = ("mlflow", "numpy", "pandas", "pyarrow", "pyyaml", "safetensors", "torch")
-CODE = ("seqrec", "models")
 PYFUNC = ROOT / "seqrec" / "tracking" / "pyfunc_model.py"
 SIGNATURE = ModelSignature(
     inputs=Schema(
@@ -131,7 +130,7 @@ def log_model(client: MlflowClient, run: Run, *, checkpoint: Path) -> LoggedMode
             **({"tokens": str(checkpoint / TOKENS)} if "tokens_sha256" in card else {}),
             **({"counts": str(checkpoint / COUNTS)} if "sha256" in card.get("counts", {}) else {}),
         },
-        code_paths=[str(ROOT / package) for package in CODE],
+        code_paths=[str(ROOT / "seqrec")],
         pip_requirements=requirements(),
         signature=SIGNATURE,
         input_example=_example(checkpoint / VOCABULARY),

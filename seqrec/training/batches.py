@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from models.base import Options
 from seqrec.config import TrainConfig
 from seqrec.data.sequences import WIDTH_STEP, Sequences
+from seqrec.models.base import Options
 
 
 class Windows(NamedTuple):

@@ -17,14 +17,13 @@ from torch import Tensor, nn
 from torch.nn.modules import module as registration
 from torch.overrides import TorchFunctionMode
 
-import models
-from models.base import Catalogue, SequenceModel
-from seqrec import ROOT
+from seqrec import ROOT, models
 from seqrec.artifacts import COUNTS, MODEL_CARD, TOKENS, WEIGHTS, read_json, sha256, write_json
 from seqrec.code_closure import deciding
 from seqrec.config import ConfigError, CountsConfig, ModelConfig, parse
 from seqrec.counts import term
 from seqrec.counts.term import CountTerm
+from seqrec.models.base import Catalogue, SequenceModel
 from seqrec.training import cards
 
 DTYPES = {  # torch's types under their names in safetensors

@@ -11,10 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from models.base import Batch, SequenceModel
 from seqrec.config import ConfigError, ContrastConfig, TrainConfig, parse
 from seqrec.data import sequences
 from seqrec.data.sequences import Sequences, Shards
+from seqrec.models.base import Batch, SequenceModel
 from seqrec.training import losses
 from seqrec.training.batches import trained_users
 

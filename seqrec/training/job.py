@@ -19,12 +19,12 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from models.base import SequenceModel
 from seqrec.artifacts import HISTORY, MODEL_CARD, SPLIT_CARD, TOKENS, WEIGHTS, read_json, replaced, write_text
 from seqrec.config import EXPERIMENT, ConfigError, FinetuneConfig, RegisterConfig, TrainConfig
 from seqrec.counts import search
 from seqrec.data import sequences
 from seqrec.data.sequences import Sequences
+from seqrec.models.base import SequenceModel
 from seqrec.training import batches, cards, loop
 from seqrec.training.checkpoint import ResumeState, fingerprint, load_model, save_counts, save_model
 from seqrec.training.progress import LogEpoch

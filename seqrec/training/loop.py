@@ -20,11 +20,11 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from models.base import SequenceModel
 from seqrec.config import TrainConfig
 from seqrec.data import sequences
 from seqrec.data.sequences import Cases, Sequences
 from seqrec.evaluation import metrics, ranking
+from seqrec.models.base import SequenceModel
 from seqrec.training import batches, contrast, objectives, optimizer, validation
 from seqrec.training.batches import Windows
 from seqrec.training.checkpoint import ResumeState, below, not_finite

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from models.base import PAD, Batch, Options
 from seqrec.config import TrainConfig
 from seqrec.data import sequences
 from seqrec.data.sequences import Sequences
+from seqrec.models.base import PAD, Batch, Options
 from seqrec.training import losses
 from seqrec.training.batches import Windows
 from seqrec.training.contrast import SameTarget

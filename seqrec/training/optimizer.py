@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from models.base import SequenceModel
 from seqrec.config import ConfigError, TrainConfig
+from seqrec.models.base import SequenceModel
 from seqrec.training.checkpoint import below
 
 

@@ -20,11 +20,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from models.base import SequenceModel
-from models.layers import INIT_STD
-from models.recformer import Recformer
 from seqrec.artifacts import MODEL_CARD, TOKENIZER, WEIGHTS, read_json
 from seqrec.config import ConfigError
+from seqrec.models.base import SequenceModel
+from seqrec.models.layers import INIT_STD
+from seqrec.models.recformer import Recformer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -25,7 +25,7 @@ import yaml
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-import models
+from seqrec import models
 from seqrec.artifacts import SPLIT_CARD, read_json, write_json, write_text
 from seqrec.config import SECTIONS, ConfigError, Params, Range, TuneConfig, from_dict, parse
 from seqrec.stages.finetune import finetune

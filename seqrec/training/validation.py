@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from accelerate import Accelerator
 
-from models.base import SequenceModel
 from seqrec.data import sequences
 from seqrec.data.sequences import Cases, Sequences
 from seqrec.evaluation import metrics, ranking
+from seqrec.models.base import SequenceModel
 
 METRIC = "valid/ndcg@10"
 ACCURACY = "valid/accuracy"  # in contrastive phases

@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from models import REGISTRY
-from models.base import Catalogue, SequenceModel
 from seqrec.artifacts import MODEL_CARD, REFIT, SPLIT_CARD, USERS, VOCABULARY, WEIGHTS, read_json
+from seqrec.models import REGISTRY
+from seqrec.models.base import Catalogue, SequenceModel
 from seqrec.training import cards
 
 logger = logging.getLogger(__name__)

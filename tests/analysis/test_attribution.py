@@ -6,8 +6,8 @@ import pytest
 import torch
 from support import make_model, trained
 
-from models.base import PAD, Batch
 from seqrec.analysis import attribution
+from seqrec.models.base import PAD, Batch
 
 LENGTH = 6
 HISTORIES = [[3], [5, 6, 5, 7], [2, 9, 4, 8, 1, 3], [7, 2, 9, 4, 8, 1, 3, 6, 5]]  # the last ones fill the window

@@ -6,12 +6,12 @@ import pytest
 import torch
 from support import make_model
 
-from models.base import Batch
 from seqrec.analysis import strec_sparsity
 from seqrec.config import EvaluateConfig
 from seqrec.data import sequences
 from seqrec.evaluation import results
 from seqrec.evaluation.ranking import model_scorer
+from seqrec.models.base import Batch
 
 LENGTH = 10
 

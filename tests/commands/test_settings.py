@@ -49,8 +49,7 @@ CHANGES = {  # what is set -> which stages have changed themselves; DVC adds tho
 def project(tmp_path_factory) -> Path:
     """A project whose every stage has run, as far as DVC can tell: the outputs are made up."""
     folder = tmp_path_factory.mktemp("project")
-    for name in ("seqrec", "models"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "seqrec", folder / "seqrec", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "dvc.yaml", folder)
     (folder / "configs").mkdir()
     (folder / "configs/baseline.json").write_text("{}")
@@ -141,12 +140,12 @@ def test_every_stage_depends_on_its_own_file():
     stages = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"]
     assert set(STAGES) < set(stages)
     for name, stage in stages.items():
-        found = [dep for dep in stage["deps"] if dep.startswith(("settings/", "models", "seqrec"))]
+        found = [dep for dep in stage["deps"] if dep.startswith(("settings/", "seqrec"))]
         folder = "sources/${item.source}/" if name.endswith("_source") else ""
         folder = "${item.model}/" if name in ("pretrain", "finetune") else folder
         own = [f"settings/{folder}{name.removesuffix('_source')}.json"]
         own = [] if name == "summarise" else own  # it copies numbers
-        assert found == (["models", "seqrec"] if name == "settings" else own)
+        assert found == (["seqrec"] if name == "settings" else own)
 
 
 def test_the_command_refuses_a_misspelt_option_before_any_stage(tmp_path, monkeypatch, caplog):

@@ -40,7 +40,7 @@ def test_a_step_module_is_one_declaration(step):
 
     assert isinstance(docstring, ast.Expr)
     assert ast.unparse(kfp) == "from kfp import dsl"
-    assert ast.unparse(components) == "from components.image import IMAGE"
+    assert ast.unparse(components) == "from seqrec.components.image import IMAGE"
     assert isinstance(function, ast.FunctionDef)
     assert function.name == step
     assert [ast.unparse(decorator) for decorator in function.decorator_list] == [
@@ -80,7 +80,7 @@ def test_a_step_gives_its_stage_what_it_asks_for(stage):
 )
 def test_the_image_comes_from_the_environment(environment, image):
     code = (
-        "from components.ingest import ingest\n"
+        "from seqrec.components.ingest import ingest\n"
         "container = ingest.component_spec.implementation.container\n"
         "print(container.image, 'pip install' in str(container.command))\n"
     )

@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from models.recformer import KEY, VALUE
 from seqrec.config import ConfigError
 from seqrec.data import item_tokens
+from seqrec.models.recformer import KEY, VALUE
 
 IDS = ["b", "a", "d", "c", "nowhere"]  # items 1, 2, ...
 ITEMS = {

@@ -7,9 +7,9 @@ import pytest
 import torch
 from support import draw_windows, make_batch, make_model
 
-from models.bsarec import low_pass
 from seqrec.config import FinetuneConfig
 from seqrec.data import sequences
+from seqrec.models.bsarec import low_pass
 from seqrec.training import objectives
 from seqrec.training.batches import Windows
 

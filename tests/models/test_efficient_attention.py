@@ -7,7 +7,7 @@ import torch
 from support import make_batch, make_model
 from torch.nn import functional as F
 
-from models.efficient_attention import EFFICIENT
+from seqrec.models.efficient_attention import EFFICIENT
 
 B, L, D, H = 3, 13, 16, 2
 SIZES = {"linformer": 4, "informer": 1, "longformer": 6}

@@ -4,10 +4,10 @@ import pytest
 import torch
 from support import MEMORY, draw_windows, has_option, make_batch, make_model, trained
 
-from models import REGISTRY
-from models.base import OBJECTIVES, PAD, Batch
 from seqrec.config import FinetuneConfig
 from seqrec.data import sequences
+from seqrec.models import REGISTRY
+from seqrec.models.base import OBJECTIVES, PAD, Batch
 from seqrec.training import loop, losses, objectives
 
 ROWS = [[3, 7, 2, 9, 4], [5, 1, 8], [6]]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support import make_batch, make_model
 
-from models.flash4rec import (
+from seqrec.models.flash4rec import (
     Block,
     Experts,
     FLASH4RecOptions,
@@ -16,8 +16,8 @@ from models.flash4rec import (
     mix,
     rotate,
 )
-from models.layers import attention_bias
-from models.topk_dropout import topk_dropout
+from seqrec.models.layers import attention_bias
+from seqrec.models.topk_dropout import topk_dropout
 
 
 def sigmoid(x):

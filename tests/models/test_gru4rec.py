@@ -5,7 +5,7 @@ import pytest
 import torch
 from support import make_batch, make_model
 
-from models.gru4rec import roll
+from seqrec.models.gru4rec import roll
 
 
 def sigmoid(x):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support import make_batch, make_model
 
-from models.hstu import time_buckets
+from seqrec.models.hstu import time_buckets
 
 YEAR = 31_536_000.0
 TIMES = [[-YEAR, -90_000.0, -90_000.0, -1.0, 0.0], [0.0, 0.0, -7200.0, -60.0, 0.0]]

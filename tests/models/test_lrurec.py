@@ -7,7 +7,7 @@ import pytest
 import torch
 from support import make_batch, make_model
 
-from models.lrurec import LinearRecurrentUnit
+from seqrec.models.lrurec import LinearRecurrentUnit
 
 
 def coefficients(weights, name):

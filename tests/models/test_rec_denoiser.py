@@ -13,9 +13,9 @@ import pytest
 import torch
 from support import make_batch, make_model
 
-from models import rec_denoiser
-from models.layers import MultiHeadAttention, attention_bias
-from models.rec_denoiser import BACKBONES, Entmax15, RecDenoiserOptions, StridedSoftmax, recorded
+from seqrec.models import rec_denoiser
+from seqrec.models.layers import MultiHeadAttention, attention_bias
+from seqrec.models.rec_denoiser import BACKBONES, Entmax15, RecDenoiserOptions, StridedSoftmax, recorded
 from seqrec.training.optimizer import clip_gradients
 
 ROW = [3, 7, 2]

@@ -11,12 +11,12 @@ import torch
 from support import make_batch, make_model, make_tokens, prepare_rows, save_bert, synthetic_rows
 from torch.nn import functional as F
 
-from models.base import Catalogue
-from models.recformer import Neighbours, Text, mask_words
 from seqrec import artifacts
 from seqrec.artifacts import write_table
 from seqrec.config import ConfigError, FinetuneConfig, ModelConfig, PretrainConfig
 from seqrec.data import item_tokens, sequences
+from seqrec.models.base import Catalogue
+from seqrec.models.recformer import Neighbours, Text, mask_words
 from seqrec.serving.recommender import Recommender
 from seqrec.stages.evaluate import evaluate
 from seqrec.stages.finetune import finetune

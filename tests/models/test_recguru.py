@@ -9,9 +9,9 @@ import pytest
 import torch
 from support import make_batch, make_model, prepare_rows, synthetic_rows
 
-from models.recguru import domain_loss, reverse_gradient
 from seqrec.config import FinetuneConfig, ModelConfig, PretrainConfig
 from seqrec.data import sequences
+from seqrec.models.recguru import domain_loss, reverse_gradient
 from seqrec.stages.finetune import finetune
 from seqrec.stages.pretrain import pretrain
 from seqrec.training import loop

@@ -6,7 +6,7 @@ import torch
 from support import make_batch, make_model
 from test_fdsa import stream
 
-from models.s3rec import draw_segments
+from seqrec.models.s3rec import draw_segments
 
 MASK = 31
 HISTORY = [3, 7, 2, 9, 4]

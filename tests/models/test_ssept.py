@@ -2,7 +2,7 @@ import pytest
 import torch
 from support import make_batch, make_model
 
-from models.ssept import shared
+from seqrec.models.ssept import shared
 
 
 def test_a_score_is_the_inner_product_of_state_and_joined_vectors():

@@ -15,10 +15,10 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.meter import peak_bytes
-from models.base import Batch
-from models.strec import FORCED, GRID, Sampler, STRecOptions, _standardised
 from seqrec.config import TrainConfig
 from seqrec.data import sequences
+from seqrec.models.base import Batch
+from seqrec.models.strec import FORCED, GRID, Sampler, STRecOptions, _standardised
 from seqrec.training import loop
 from seqrec.training.checkpoint import ResumeState
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from support import make_batch, make_model, prepare_rows
 
-from models.layers import attention_bias
-from models.tisasrec import IntervalAttention, TiSASRecOptions, intervals
 from seqrec.data import sequences
+from seqrec.models.layers import attention_bias
+from seqrec.models.tisasrec import IntervalAttention, TiSASRecOptions, intervals
 from seqrec.serving.recommender import Recommender, Request
 
 

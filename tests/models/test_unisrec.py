@@ -8,8 +8,8 @@ from support import make_batch, make_model
 from torch import nn
 from torch.nn import functional as F
 
-from models.base import Catalogue
-from models.unisrec import contrast, drop_items
+from seqrec.models.base import Catalogue
+from seqrec.models.unisrec import contrast, drop_items
 
 ROWS = [[3, 7, 2, 9, 4], [5, 1], [8]]
 

@@ -20,11 +20,6 @@ from kfp.pipeline_spec.pipeline_spec_pb2 import PipelineDeploymentConfig, Pipeli
 from mlflow import MlflowClient
 from support import MEASURED, write_cluster_settings, write_settings
 
-from pipelines.__main__ import main
-from pipelines.compile import compile_pipeline
-from pipelines.local import run_local
-from pipelines.resources import STATE
-from pipelines.training import build
 from seqrec.artifacts import (
     CASES,
     INTERACTIONS,
@@ -42,6 +37,11 @@ from seqrec.cluster.form import INPUTS
 from seqrec.config import ConfigError, IngestConfig, load
 from seqrec.data.sources import is_pinned
 from seqrec.evaluation import leaderboard
+from seqrec.pipelines.__main__ import main
+from seqrec.pipelines.compile import compile_pipeline
+from seqrec.pipelines.local import run_local
+from seqrec.pipelines.resources import STATE
+from seqrec.pipelines.training import build
 from seqrec.stages.baselines import baselines
 from seqrec.stages.evaluate import evaluate
 from seqrec.stages.finetune import finetune
@@ -100,7 +100,7 @@ def submitted(tmp_path_factory, _offline):
     with kfp_server.serving(folder) as (host, server):
         flags = ["--host", host, "--params", str(settings), "--wait", "--poll", "0.5"]
         own = {"SEQREC_IMAGE": IMAGE, "KFP_TOKEN": kfp_server.TOKEN, "OMP_NUM_THREADS": "1", "no_proxy": "127.0.0.1"}
-        command = [sys.executable, "-m", "pipelines", "submit", *flags]
+        command = [sys.executable, "-m", "seqrec.pipelines", "submit", *flags]
         done = subprocess.run(command, env={**os.environ, **own}, capture_output=True, text=True, check=False)
     return folder, done, server
 

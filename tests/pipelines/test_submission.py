@@ -1,4 +1,4 @@
-"""`python -m pipelines submit, schedule, upload` over HTTP, against a server that checks every request."""
+"""`python -m seqrec.pipelines submit, schedule, upload` over HTTP, against a server that checks every request."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 import yaml
 from support import YEAR_2001, write_cluster_settings, write_settings
 
-from pipelines.__main__ import main
-from pipelines.client import Package, Server, SubmissionError, submit, wait
+from seqrec.pipelines.__main__ import main
+from seqrec.pipelines.client import Package, Server, SubmissionError, submit, wait
 
 IMAGE = "registry.example.org/seqrec@sha256:" + "0" * 64
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 @pytest.fixture
 def _digest(monkeypatch):
-    monkeypatch.setattr("pipelines.client.IMAGE", IMAGE)
+    monkeypatch.setattr("seqrec.pipelines.client.IMAGE", IMAGE)
 
 
 @pytest.fixture
@@ -174,6 +174,6 @@ def test_a_real_server_runs_the_pipeline(tmp_path):
     if "KFP_NAMESPACE" in os.environ:
         flags += ["--namespace", os.environ["KFP_NAMESPACE"]]
 
-    done = subprocess.run([sys.executable, "-m", "pipelines", "submit", *flags], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "seqrec.pipelines", "submit", *flags], capture_output=True, text=True)
 
     assert done.returncode == 0, done.stdout + done.stderr

@@ -7,9 +7,9 @@ import requests
 import torch
 from support import running, save
 
-from models.base import Catalogue
-from models.recformer import Recformer, RecformerOptions
 from seqrec.data import item_tokens
+from seqrec.models.base import Catalogue
+from seqrec.models.recformer import Recformer, RecformerOptions
 from seqrec.serving import http
 from seqrec.serving.approximate_search import ApproximateRecommender
 from seqrec.serving.batcher import Batcher, Served

@@ -16,7 +16,6 @@ import torch
 import yaml
 from mlflow import MlflowClient
 
-from models.base import Catalogue
 from seqrec.artifacts import (
     CASES_SCHEMA,
     ITEMS_SCHEMA,
@@ -32,6 +31,7 @@ from seqrec.data import sequences as data
 from seqrec.evaluation import results
 from seqrec.evaluation.leaderboard import BASELINES
 from seqrec.evaluation.ranking import model_scorer
+from seqrec.models.base import Catalogue
 from seqrec.stages.baselines import baselines
 from seqrec.stages.register import register
 from seqrec.tracking import runs, view

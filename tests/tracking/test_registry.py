@@ -13,12 +13,12 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from models.base import Catalogue
 from seqrec.__main__ import main
 from seqrec.artifacts import CASES_SCHEMA, USERS_SCHEMA, VOCABULARY_SCHEMA
 from seqrec.commands import registry as registry_command
 from seqrec.config import ConfigError, CountsConfig, ModelConfig, RegisterConfig
 from seqrec.counts.term import CountTerm
+from seqrec.models.base import Catalogue
 from seqrec.serving import http, onnx_graph
 from seqrec.serving.events import Event, Shown, Store
 from seqrec.serving.http import loaded

@@ -6,11 +6,11 @@ import pytest
 import torch
 from support import prepare_rows, run, synthetic_rows
 
-from models import REGISTRY
 from seqrec.artifacts import MODEL_CARD, read_json
 from seqrec.commands.settings import check
 from seqrec.config import ConfigError, FinetuneConfig, ModelConfig, PretrainConfig, from_dict, parse
 from seqrec.data import sequences
+from seqrec.models import REGISTRY
 from seqrec.training import auto_settings as auto
 from seqrec.training.auto_settings import Shape
 

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import draw_windows
 
-from models.base import Options
 from seqrec.config import FinetuneConfig
 from seqrec.data import sequences
 from seqrec.data.sequences import Sequences
+from seqrec.models.base import Options
 from seqrec.training import batches
 from seqrec.training.batches import Windows
 

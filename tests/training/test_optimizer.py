@@ -4,8 +4,8 @@ import pytest
 import torch
 from support import make_batch, make_model
 
-from models import REGISTRY
 from seqrec.config import FinetuneConfig
+from seqrec.models import REGISTRY
 from seqrec.training import optimizer
 from seqrec.training.objectives import Loss
 

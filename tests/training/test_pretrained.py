@@ -11,12 +11,12 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch.nn import functional as F
 
-from models.base import Catalogue
-from models.recformer import Recformer, RecformerOptions, Text
 from seqrec.artifacts import MODEL_CARD, sha256
 from seqrec.config import ConfigError
 from seqrec.data import item_tokens
 from seqrec.data.download import DownloadError
+from seqrec.models.base import Catalogue
+from seqrec.models.recformer import Recformer, RecformerOptions, Text
 from seqrec.training import pretrained
 from seqrec.training.checkpoint import load_model, save_model
 

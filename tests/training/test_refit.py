@@ -88,7 +88,7 @@ def test_the_held_out_events_are_trained_on(prepared):
 
 
 def _catalogue(data):
-    from models.base import Catalogue
+    from seqrec.models.base import Catalogue
 
     return Catalogue(data.num_items, data.num_users, 12)
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from support import make_model, prepare_rows, run, synthetic_rows
 
-from models import REGISTRY
 from seqrec.data import sequences
 from seqrec.evaluation import ranking
+from seqrec.models import REGISTRY
 from seqrec.serving.recommender import Recommender
 from seqrec.training.checkpoint import load_model
 
