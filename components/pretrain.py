@@ -38,7 +38,7 @@ def pretrain(
         filter_seen=filter_seen,
         config=parse(PretrainConfig, config, "pretrain"),
         data=Path(data.path),
-        sources=[Path(data.path) / "sources" / name for name in sources],
+        sources=sources,
     )
     initial.metadata.update(facts(Path(sequences.path), Path(initial.path)))
     log_metrics(metrics, values)

@@ -40,7 +40,7 @@ def warm_start(
         config=parse(PretrainConfig, config, "pretrain"),
         data=Path(data.path),
         champion=Path(champion.path),
-        sources=[Path(data.path) / "sources" / name for name in sources],
+        sources=sources,
     )
     initial.metadata.update(facts(Path(sequences.path), Path(initial.path)))
     log_metrics(metrics, values)

@@ -20,6 +20,7 @@ from seqrec import __version__
 
 if TYPE_CHECKING:  # at run time each command imports what it needs: `--help` answers at once
     from seqrec.config import ModelConfig, Params
+    from seqrec.pipeline import Stage
 
 COMMANDS = {  # name -> (module, function, what it does); modules are imported when called, some take seconds
     "settings": ("seqrec.commands.settings", "settings", "check params.yaml; write what each stage of dvc.yaml reads"),
@@ -121,6 +122,7 @@ def command_parser(command: str, summary: str, function: Callable[..., Any]) -> 
     """Return the parser of one command, its flags read off the signature of `function`."""
     parser = argparse.ArgumentParser(prog=f"seqrec {command}", description=f"{summary.capitalize()}.")
     texts = _argument_texts(function)
+    stage = _stage(command)
     for name, parameter in inspect.signature(function).parameters.items():
         hint = typing.get_type_hints(function)[name]
         flag, text = f"--{name.replace('_', '-')}", texts.get(name, "")
@@ -132,15 +134,28 @@ def command_parser(command: str, summary: str, function: Callable[..., Any]) -> 
             parser.add_argument(flag, action="store_true", help=text)
         elif _is_dataset_of_params(parameter):
             parser.add_argument(flag, help="its key in `datasets`; default: the key `dataset` of params.yaml")
+        elif stage is not None and name in stage.places:
+            text = f"{text} (default: {stage.places[name]})"
+            parser.add_argument(flag, type=Path, help=text, metavar=name.upper())
         else:
             required = parameter.default is inspect.Parameter.empty
             default = None if required else parameter.default
             kind = next((t for t in (int, float, Path) if t in (hint, *typing.get_args(hint))), str)
             parser.add_argument(flag, required=required, default=default, type=kind, help=text, metavar=name.upper())
     parser.add_argument("--params", type=Path, default=Path("params.yaml"), help="settings (default: %(default)s)")
-    parser.add_argument("--metrics", type=Path, help="write the returned figures to this JSON file")
+    text = f" (default: {stage.metrics})" if stage is not None and stage.metrics else ""
+    parser.add_argument("--metrics", type=Path, help=f"write the returned figures to this JSON file{text}")
     parser.add_argument("-v", "--verbose", action="store_true", help="log more, and show tracebacks")
     return parser
+
+
+def _stage(command: str) -> Stage | None:
+    """Return the stage of the pipeline that a command runs, if it runs one."""
+    if not COMMANDS[command][0].startswith("seqrec.stages."):
+        return None
+    from seqrec.pipeline import BY_NAME
+
+    return BY_NAME.get(command)
 
 
 def _is_dataset_of_params(parameter: inspect.Parameter) -> bool:
@@ -164,6 +179,12 @@ def bind(function: Callable[..., Any], command: str, flags: argparse.Namespace) 
             values[name] = flags.dataset or params.dataset
         else:
             values[name] = getattr(flags, name)
+    stage = _stage(command)
+    if stage is not None and params is not None:
+        names = stage.names(params, values.get("model") or values.get("dataset") or "")
+        values |= {name: Path(path.format(**names)) for name, path in stage.places.items() if values[name] is None}
+        if stage.metrics and flags.metrics is None:
+            flags.metrics = Path(stage.metrics.format(**names))
     return values
 
 
@@ -184,7 +205,7 @@ FROM_PARAMS: dict[str, Callable[[Params, str, argparse.Namespace], Any]] = {
     "filter_seen": lambda params, _, __: params.section("evaluate").filter_seen,
     "leaderboard": lambda params, _, __: list(params.leaderboard),
     "params": lambda params, _, __: params.as_dict(),
-    "sources": lambda params, _, flags: [flags.data / "sources" / name for name in params.sources if flags.data],
+    "sources": lambda params, _, __: params.sources,
     "log": lambda *_: None,
     "experiment": lambda params, _, __: params.section("register").experiment,
 }

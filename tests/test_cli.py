@@ -66,8 +66,8 @@ def test_version(capsys):
     [
         ([], "the following arguments are required: COMMAND"),
         (["cook"], "invalid choice: 'cook'"),
-        (["prepare", "--data", "data"], "the following arguments are required: --validation, --sequences"),
-        (["prepare", "--speed", "9"], "required"),
+        (["run", "--dataset", "ml-1m"], "the following arguments are required: --config-file, --out"),
+        (["prepare", "--speed", "9"], "unrecognized arguments: --speed 9"),
     ],
 )
 def test_wrong_usage_exits_with_2(arguments, message, capsys):

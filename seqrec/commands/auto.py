@@ -166,7 +166,7 @@ def _auto(plan: Plan, out: Path) -> dict[str, float]:
     _say_data(plan, prepared, out)
     if "counts" not in plan.done:
         budget = 60 * float(plan.request["minutes"])
-        run.count_rows(from_dict(plan.params), folder, out, ease_items=int((budget * EASE_FLOPS) ** (1 / 3)))
+        run.evaluate_baselines(from_dict(plan.params), folder, out, ease_items=int((budget * EASE_FLOPS) ** (1 / 3)))
         plan.save("counts")
     for number, name in enumerate(MODELS):
         if name not in plan.done:

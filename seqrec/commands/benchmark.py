@@ -139,7 +139,7 @@ def _model_settings(params: Params, model: str, folder: Path) -> dict[str, Any]:
 def _count_rows(params: Params, folder: Path, out: Path) -> None:
     settings, done = _count_settings(params, folder), out / "reports" / FINISHED
     if not _is(done, settings):
-        run.count_rows(params, folder, out)
+        run.evaluate_baselines(params, folder, out)
         write_json(done, settings)
 
 

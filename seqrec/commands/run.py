@@ -20,6 +20,7 @@ from seqrec.config import Params, load
 from seqrec.data import data_warnings
 from seqrec.evaluation import leaderboard
 from seqrec.locks import locked
+from seqrec.pipeline import BY_NAME
 
 logger = logging.getLogger(__name__)
 SETTINGS = "params.yaml"
@@ -63,7 +64,7 @@ def run(
 def _run(params: Params, out: Path, data: Path | None, resume: bool, from_champion: bool) -> dict[str, float]:
     write_text(out / SETTINGS, yaml.safe_dump(json.loads(json.dumps(params.as_dict())), sort_keys=False))
     source = data or prepare_data(params, out)
-    values = count_rows(params, source / "sequences", out)
+    values = evaluate_baselines(params, source / "sequences", out)
     champion = _fetch_champion(params, out / "champion") if from_champion else None
     for model in params.leaderboard:
         values |= train_model(params, model, source / "sequences", out, resume, champion)
@@ -103,19 +104,9 @@ def import_run(*, run: Path, data: Path | None = None) -> dict[str, float]:
         run: the folder that `seqrec run` wrote to.
         data: the folder that the run was given as --data, if any.
     """
-    from seqrec.stages.register import register
-
     params = load(run / SETTINGS)
     folder = data or run / "data"
-    return register(
-        leaderboard=params.leaderboard,
-        artifacts=run / "artifacts",
-        reports=run / "reports",
-        sequences=folder / "sequences",
-        data=folder,
-        params=params.as_dict(),
-        config=params.section("register"),
-    )
+    return BY_NAME["register"](params, run, sequences=folder / "sequences", data=folder)
 
 
 def prepare_data(params: Params, out: Path) -> Path:
@@ -124,79 +115,38 @@ def prepare_data(params: Params, out: Path) -> Path:
     return split_data(params, out)
 
 
-def _folders(params: Params) -> dict[str, Path]:
-    return {params.dataset: Path()} | {name: Path("sources") / name for name in params.sources}
-
-
 def read_data(params: Params, out: Path) -> None:
     """Ingest and validate the dataset and the sources."""
-    from seqrec.stages.ingest import ingest
-    from seqrec.stages.validate import validate
-
-    downloads, baseline = out / "state" / "downloads", Path("configs/baseline.json")
-    for name, folder in _folders(params).items():
-        data, verdict = out / "data" / folder, out / "reports" / folder / "validation.json"
-        ingest(dataset=name, output=data, downloads=downloads, config=params.section("ingest", dataset=name))
-        config = params.section("validate", dataset=name)
-        validate(dataset=name, data=data, report=verdict, baseline=baseline, config=config)
+    for dataset in (params.dataset, *params.sources):
+        for stage in ("ingest", "validate"):
+            BY_NAME[stage](params, out, dataset)
 
 
 def split_data(params: Params, out: Path) -> Path:
     """Prepare what `read_data` has read; return the folder of the tables."""
-    from seqrec.stages.prepare import prepare
-
-    for name, folder in _folders(params).items():
-        data, verdict = out / "data" / folder, out / "reports" / folder / "validation.json"
-        config = params.section("prepare", dataset=name)
-        prepare(dataset=name, data=data, validation=verdict, sequences=data / "sequences", config=config)
+    for dataset in (params.dataset, *params.sources):
+        BY_NAME["prepare"](params, out, dataset)
     return out / "data"
 
 
-def count_rows(params: Params, sequences: Path, out: Path, **limits: int) -> dict[str, float]:
+def evaluate_baselines(params: Params, sequences: Path, out: Path, **limits: int) -> dict[str, float]:
     """Evaluate the rows that need no training; `limits` are those of the stage."""
     if importlib.util.find_spec("scipy") is None:
         logger.warning("baselines are left out: scipy is not installed")
         return {}
-    from seqrec.stages.baselines import baselines
-
-    return baselines(sequences=sequences, reports=out / "reports", config=params.section("evaluate"), **limits)
+    return BY_NAME["baselines"](params, out, sequences=sequences, **limits)
 
 
-def build_model(params: Params, model: str, sequences: Path, out: Path, champion: Path | None = None) -> dict[str, Any]:
-    """Write the weights that `model` starts from; return what the stages of a model share."""
-    from seqrec.stages.pretrain import pretrain
-
-    shared: dict[str, Any] = {
-        "model": model,
-        "sequences": sequences,
-        "initial": out / "artifacts" / model / "initial",
-        "state": out / "state",
-        "filter_seen": params.section("evaluate").filter_seen,
-        "experiment": params.section("register").experiment,
-    }
-    pretrain(
-        **shared,
-        architecture=params.model(model),
-        config=params.section("pretrain", model=model),
-        data=sequences.parent,
-        sources=[sequences.parent / "sources" / name for name in params.sources],
-        champion=champion,
-    )
-    return shared
+def build_model(params: Params, model: str, sequences: Path, out: Path, champion: Path | None = None) -> None:
+    """Write the weights that `model` starts from."""
+    BY_NAME["pretrain"](params, out, model, sequences=sequences, data=sequences.parent, champion=champion)
 
 
 def train_model(
     params: Params, model: str, sequences: Path, out: Path, resume: bool, champion: Path | None = None
 ) -> dict[str, float]:
     """Build, train and evaluate a model."""
-    from seqrec.stages.evaluate import evaluate
-    from seqrec.stages.finetune import finetune
-
-    shared = build_model(params, model, sequences, out, champion)
-    checkpoint, report = out / "artifacts" / model / "finetuned", out / "reports" / model
-    config = params.section("finetune", model=model)
-    values = finetune(**shared, checkpoint=checkpoint, config=config, resume=resume)
-    write_json(report / "finetune.json", values)
-    config = params.section("evaluate")
-    metrics = evaluate(model=model, sequences=sequences, checkpoint=checkpoint, report=report, config=config)
+    build_model(params, model, sequences, out, champion)
+    BY_NAME["finetune"](params, out, model, sequences=sequences, resume=resume)
+    metrics = BY_NAME["evaluate"](params, out, model, sequences=sequences)
     return {f"{model}/{name}": metrics[name] for name in ("valid/ndcg@10", "test/ndcg@10", "test/recall@10")}

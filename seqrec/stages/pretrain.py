@@ -34,7 +34,7 @@ def pretrain(
     filter_seen: bool,
     config: PretrainConfig,
     data: Path | None = None,
-    sources: Sequence[Path] = (),
+    sources: Sequence[str | Path] = (),
     champion: Path | None = None,
     resume: bool = False,
     experiment: str = EXPERIMENT,
@@ -50,8 +50,8 @@ def pretrain(
         filter_seen: whether validation leaves out seen items.
         config: section `pretrain`.
         data: folder of the ingested tables, for titles in the model's vocabulary and for text.
-        sources: folders of other datasets with items table and sequences; text models pre-train only on them, models
-            of two domains on them and the dataset.
+        sources: names of other datasets, whose tables and sequences lie in `data`/sources; text models pre-train only
+            on them, models of two domains on them and the dataset.
         champion: folder with weights, card, vocabulary and users of a champion; a model of the same architecture and
             options starts from its weights instead of pre-training.
         resume: fail instead of starting afresh.
@@ -69,7 +69,7 @@ def pretrain(
         experiment=experiment,
         files=catalogue_files(sequences, data and data / ITEMS),
     )
-    sources = sources if config.use_sources else ()
+    others = [(data or Path()) / "sources" / name for name in sources] if config.use_sources else []
     target = load_sequences(sequences)
     if AUTO in architecture.options.values():
         architecture = auto_settings.resolved_options(architecture, Shape.of(target), f"models.{model}.options")
@@ -77,14 +77,14 @@ def pretrain(
     if known is not None and known.text:
         if data is None:
             raise ConfigError(f"models.{model}: {known.__name__} reads the items' text: name its folder with --data")
-        folders = [(data, sequences), *((source, source / "sequences") for source in sources)]
+        folders = [(data, sequences), *((source, source / "sequences") for source in others)]
         return _with_text(known, architecture, folders, config, job)
     torch.manual_seed(config.seed)
     net = build(architecture, Catalogue(num_items=target.num_items, num_users=target.num_users, length=0))
     if champion is not None and warm_start(net, sequences, champion):
         job = replace(job, config=replace(config, epochs=0), content=[digest(net.state_dict())])
     elif net.domains:
-        return _with_domains(net, [sequences, *(source / "sequences" for source in sources)], config, job)
+        return _with_domains(net, [sequences, *(source / "sequences" for source in others)], config, job)
     return train(net, target, job)
 
 

@@ -37,6 +37,7 @@ from seqrec.cluster.form import INPUTS
 from seqrec.config import ConfigError, IngestConfig, load
 from seqrec.data.sources import is_pinned
 from seqrec.evaluation import leaderboard
+from seqrec.pipeline import STAGES
 from seqrec.pipelines.__main__ import main
 from seqrec.pipelines.compile import compile_pipeline
 from seqrec.pipelines.local import run_local
@@ -408,6 +409,46 @@ def test_nothing_runs_before_validation_and_models_run_side_by_side():
     assert tasks["models"]["dependentTasks"] == ["ingest", "prepare"]
     assert tasks["models"]["parameterIterator"]["items"] == {"inputParameter": "pipelinechannel--models"}
     assert tasks["finetune"]["dependentTasks"] == ["model-settings", "pretrain"]
+
+
+def upstream(edges: dict[str, set[str]], stage: str) -> set[str]:
+    """Return all stages that `stage` depends on, directly or not."""
+    return edges[stage] | {far for near in edges[stage] for far in upstream(edges, near)}
+
+
+def edges_of_the_table() -> dict[str, set[str]]:
+    def files(paths) -> set[str]:
+        return {path.replace("{source}", "") for path in paths}
+
+    written = {stage.name: files((*stage.writes, stage.metrics)) for stage in STAGES}
+    found = {name: paths | {path.rpartition("/")[0] for path in paths} for name, paths in written.items()}
+    return {
+        stage.name: {name for name, paths in found.items() if paths & files(stage.reads)} - {stage.name}
+        for stage in STAGES
+    }
+
+
+def edges_of_kubeflow() -> dict[str, set[str]]:
+    tasks = tasks_of(compiled("training", "plain")[0])
+    into_the_loop = tasks["models"]["inputs"]["artifacts"]
+
+    def producer(artifact: dict) -> str:
+        name = artifact.get("componentInputArtifact")
+        return (into_the_loop[name] if name else artifact)["taskOutputArtifact"]["producerTask"]
+
+    found = {}
+    for stage in STAGES:
+        given = tasks[stage.name]["inputs"].get("artifacts", {}).values()
+        near = {producer(artifact) for artifact in given}
+        loops = {name for name in near if name.startswith("for-loop")}  # the results of all models together
+        found[stage.name] = (near - loops) | ({"finetune", "evaluate"} if loops else set())
+    return found
+
+
+def test_the_stages_run_in_the_order_of_the_table():
+    table, kubeflow = edges_of_the_table(), edges_of_kubeflow()
+    for stage in STAGES:
+        assert upstream(kubeflow, stage.name) == upstream(table, stage.name)
 
 
 def test_the_outcome_is_recorded_whatever_happened():

@@ -1,0 +1,205 @@
+"""The stages of the pipeline, declared once: their paths, what they read and write, and their settings.
+
+`run` and the stages' commands follow this table. tests/test_pipeline.py compares dvc.yaml and the Kubeflow pipelines
+with it, so that a stage, an artifact or a setting that is missing in one of them fails there.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from seqrec.config import Params
+
+Each = Literal["run", "dataset", "model"]
+Settings = Callable[[Params, str], dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One stage. Its function is seqrec.stages.NAME.NAME.
+
+    Paths are relative to the folder of a run; under DVC that is the project. {item} stands for the dataset or the model
+    that the stage runs for, {source} for `sources/NAME/` if that is one of `sources` and for nothing otherwise.
+    """
+
+    name: str
+    each: Each  # how often it runs: once, for every dataset, or for every model of the leaderboard
+    paths: Mapping[str, str]  # arguments of the function that are paths of the run
+    settings: Settings  # arguments of the function that come from params.yaml, for a dataset or a model
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    project: Mapping[str, str] = field(default_factory=dict)  # arguments that are files of the project
+    metrics: str = ""  # file of the figures that the function returns
+    shares_settings: bool = False  # whether its settings are the same for every model
+
+    def __call__(self, params: Params, folder: Path, item: str = "", **more: Any) -> dict[str, float]:
+        """Run the stage in `folder` for `item`, a dataset or a model; return its figures.
+
+        Args:
+            params: the settings.
+            folder: folder of the run.
+            item: key of the dataset or model that the stage runs for.
+            more: further arguments of the function; they replace those of the table.
+        """
+        from seqrec.artifacts import write_json
+
+        function = getattr(importlib.import_module(f"seqrec.stages.{self.name}"), self.name)
+        names = self.names(params, item)
+        paths = {name: folder / path.format(**names) for name, path in self.paths.items()}
+        files = {name: Path(path) for name, path in self.project.items()}
+        figures: dict[str, float] = function(**{**self.settings(params, item), **paths, **files, **more})
+        if self.metrics:
+            write_json(folder / self.metrics.format(**names), dict(figures))
+        return figures
+
+    @property
+    def places(self) -> dict[str, str]:
+        """All arguments of the function that are paths."""
+        return {**self.paths, **self.project}
+
+    def items(self, params: Params) -> tuple[str, ...]:
+        """Return the datasets or models that the stage runs for."""
+        runs = {"run": ("",), "dataset": (params.dataset, *params.sources), "model": params.leaderboard}
+        return runs[self.each]
+
+    def names(self, params: Params, item: str) -> dict[str, str]:
+        """Return what the names in braces stand for."""
+        return {"source": f"sources/{item}/" if item in params.sources else "", "item": item}
+
+    def settings_file(self, params: Params, item: str) -> str:
+        """Return the name of the file below settings/ that holds the settings of the stage, without its ending."""
+        if self.each == "model" and not self.shares_settings:
+            return f"{item}/{self.name}"
+        return f"{self.names(params, item)['source']}{self.name}"
+
+
+def _of_dataset(stage: str) -> Settings:
+    return lambda params, dataset: {"dataset": dataset, "config": params.section(stage, dataset=dataset)}
+
+
+def _of_pretrain(params: Params, model: str) -> dict[str, Any]:
+    shared = {"architecture": params.model(model), "sources": params.sources}
+    return shared | _of_training("pretrain", params, model)
+
+
+def _of_training(stage: str, params: Params, model: str) -> dict[str, Any]:
+    config = params.section(stage, model=model)
+    shared = {"filter_seen": params.section("evaluate").filter_seen}
+    return {"model": model, "config": config, "experiment": params.section("register").experiment} | shared
+
+
+SEQUENCES = "data/sequences/sequences.arrow"
+VOCABULARY = "data/sequences/vocabulary.parquet"
+USERS = "data/sequences/users.parquet"
+NEGATIVES = "data/sequences/negatives.arrow"
+SPLIT = "data/sequences/split.json"
+BASELINES = ("popularity", "markov", "ease", "pctm", "seqrules")
+TABLES = ("data/{source}interactions.parquet", "data/{source}items.parquet", "data/{source}source.json")
+
+STAGES = (
+    Stage(
+        name="ingest",
+        each="dataset",
+        paths={"output": "data/{source}", "downloads": "state/downloads"},
+        settings=_of_dataset("ingest"),
+        reads=(),
+        writes=("data/{source}raw", "data/{source}quarantine.parquet", *TABLES),
+    ),
+    Stage(
+        name="validate",
+        each="dataset",
+        paths={"data": "data/{source}", "report": "reports/{source}validation.json"},
+        project={"baseline": "configs/baseline.json"},
+        settings=_of_dataset("validate"),
+        reads=TABLES,
+        writes=("reports/{source}validation.json", "reports/{source}validation.html"),
+    ),
+    Stage(
+        name="prepare",
+        each="dataset",
+        paths={
+            "data": "data/{source}",
+            "validation": "reports/{source}validation.json",
+            "sequences": "data/{source}sequences",
+        },
+        settings=_of_dataset("prepare"),
+        reads=(*TABLES[:2], "reports/{source}validation.json"),
+        metrics="data/sources/{item}.json",  # with it, the folder of the sources exists even where there are none
+        writes=tuple(
+            path.replace("data/", "data/{source}") for path in (SEQUENCES, VOCABULARY, USERS, NEGATIVES, SPLIT)
+        ),
+    ),
+    Stage(
+        name="baselines",
+        each="run",
+        paths={"sequences": "data/sequences", "reports": "reports"},
+        settings=lambda params, _: {"config": params.section("evaluate")},
+        reads=(SEQUENCES, VOCABULARY, NEGATIVES, SPLIT),
+        writes=tuple(f"reports/{name}" for name in BASELINES),
+    ),
+    Stage(
+        name="pretrain",
+        each="model",
+        paths={
+            "data": "data",
+            "sequences": "data/sequences",
+            "initial": "artifacts/{item}/initial",
+            "state": "state",
+        },
+        settings=_of_pretrain,
+        reads=(SEQUENCES, VOCABULARY, USERS, SPLIT, "data/items.parquet", "data/sources"),
+        writes=("artifacts/{item}/initial",),
+    ),
+    Stage(
+        name="finetune",
+        each="model",
+        paths={
+            "sequences": "data/sequences",
+            "initial": "artifacts/{item}/initial",
+            "checkpoint": "artifacts/{item}/finetuned",
+            "state": "state",
+        },
+        settings=lambda params, model: _of_training("finetune", params, model),
+        reads=(SEQUENCES, VOCABULARY, USERS, SPLIT, "artifacts/{item}/initial"),
+        writes=("artifacts/{item}/finetuned",),
+        metrics="reports/{item}/finetune.json",
+    ),
+    Stage(
+        name="evaluate",
+        each="model",
+        paths={
+            "sequences": "data/sequences",
+            "checkpoint": "artifacts/{item}/finetuned",
+            "report": "reports/{item}",
+        },
+        settings=lambda params, model: {"model": model, "config": params.section("evaluate")},
+        reads=(SEQUENCES, VOCABULARY, USERS, NEGATIVES, SPLIT, "artifacts/{item}/finetuned"),
+        writes=tuple(
+            f"reports/{{item}}/{name}" for name in ("cases.parquet", "recommendations.parquet", "metrics.json")
+        ),
+        metrics="reports/evaluated/{item}.json",
+        shares_settings=True,
+    ),
+    Stage(
+        name="register",
+        each="run",
+        paths={"artifacts": "artifacts", "reports": "reports", "sequences": "data/sequences", "data": "data"},
+        settings=lambda params, _: {
+            "leaderboard": params.leaderboard,
+            "params": params.as_dict(),
+            "config": params.section("register"),
+        },
+        reads=(
+            "reports/evaluated",
+            *(f"reports/{name}" for name in BASELINES),
+            *(SEQUENCES, SPLIT, USERS, VOCABULARY, "data/source.json"),
+        ),
+        writes=tuple(f"reports/{name}" for name in ("leaderboard.json", "leaderboard.csv", "curves.csv", "index.html")),
+        metrics="reports/register.json",
+    ),
+)
+BY_NAME = {stage.name: stage for stage in STAGES}
