@@ -66,7 +66,10 @@ def test_another_dataset_brings_its_own_source_and_settings(params):
         ({"seed": None}, "seed: Input should be a valid integer"),
         ({"overrides": None}, "overrides: Input should be a valid dictionary"),
         ({"epochs": 3.0, "overrides": {"models.sasrec": None}}, r"models\.sasrec: expected a mapping"),
-        ({"overrides": {"datasets.ml-1m.finetune": [3], "finetune.epochs": 3.0}}, r"ml-1m\.finetune: expected a mapping"),
+        (
+            {"overrides": {"datasets.ml-1m.finetune": [3], "finetune.epochs": 3.0}},
+            r"ml-1m\.finetune: expected a mapping",
+        ),
         ({"overrides": {"ingest.source": "ml-1m"}}, "ml-100k is the name of another source"),
         ({"overrides": {"datasets.ml-100k.ingest.source": "ml-1m"}}, "ml-100k is the name of another source"),
     ],
