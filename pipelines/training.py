@@ -57,7 +57,7 @@ def build(kind: str, params: Params, models: Sequence[str], state: str = STATE) 
         ConfigError: an unknown model, a repeated one, none, or one that this kind of pipeline cannot use.
     """
     defaults = inputs(params, models)
-    read = filled_in(params.as_dict(), **defaults)
+    read = filled_in(params.as_dict(), defaults)
     if kind == "pretraining":
         check_pretraining(read)
 

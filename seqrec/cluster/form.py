@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from seqrec.config import SECTIONS, ConfigError, Params, from_dict
+from seqrec.config import SECTIONS, ConfigError, Params, Section, from_dict, parse
+from seqrec.config.ranges import Count, Seed
 
 INPUTS = {  # of every pipeline; what the form says beside each of them
     "dataset": "Key of `datasets` in params.yaml. It brings its own source and its own settings.",
@@ -26,31 +28,34 @@ DATA = ("ingest", "validate", "prepare")
 SHARED = (*DATA, "evaluate", "register")
 
 
-def filled_in(
-    params: Mapping[str, Any],
-    *,
-    dataset: str,
-    models: Sequence[str],
-    protocol: str,
-    epochs: int,
-    seed: int,
-    overrides: Mapping[str, Any],
-) -> Params:
+@dataclass(frozen=True, kw_only=True)
+class Form(Section):
+    """The inputs of a run, as a person or KFP has filled them in; `INPUTS` says what they mean."""
+
+    dataset: str
+    models: list[str]
+    protocol: str
+    epochs: Count
+    seed: Seed
+    overrides: dict[str, Any]
+
+
+def filled_in(params: Mapping[str, Any], form: Mapping[str, Any]) -> Params:
     """Return `params`, in the form of params.yaml, with the inputs of the form applied.
 
     Raises:
         ConfigError: an input is wrong, or the shared settings would read one dataset under the name of another.
     """
-    content = copy.deepcopy(dict(params))
-    if not models or len(set(models)) < len(models):
-        raise ConfigError(f"models: name each model once, and at least one; got {list(models)}")
-    _check_origin(content, dataset)
-    if seed != content["seed"]:
+    content, given = copy.deepcopy(dict(params)), parse(Form, form, "")
+    if not given.models or len(set(given.models)) < len(given.models):
+        raise ConfigError(f"models: name each model once, and at least one; got {given.models!r:.80}")
+    _check_origin(content, given.dataset)
+    if given.seed != content["seed"]:
         for section in ("pretrain", "finetune"):
             _drop(content, section, "seed")
-    content |= {"dataset": dataset, "leaderboard": list(models), "seed": seed}
-    common = {"prepare.protocol": protocol, "finetune.epochs": int(epochs)}
-    for path, value in {**{path: value for path, value in common.items() if value}, **overrides}.items():
+    content |= {"dataset": given.dataset, "leaderboard": given.models, "seed": given.seed}
+    common = {"prepare.protocol": given.protocol, "finetune.epochs": given.epochs}
+    for path, value in {**{path: value for path, value in common.items() if value}, **given.overrides}.items():
         _set(content, path, value)
     return from_dict(content)
 
@@ -88,7 +93,13 @@ def _set(content: dict[str, Any], path: str, value: Any) -> None:
 
 
 def overridden(section: str, values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `values` of a section with its `overrides`, for a step that reads no other section."""
+    """Return `values` of a section with its `overrides`, for a step that reads no other section.
+
+    Raises:
+        ConfigError: the input `overrides` is not a mapping.
+    """
+    if not isinstance(overrides, Mapping):
+        raise ConfigError(f"overrides: expected a mapping of settings, got {overrides!r:.80}")
     prefix = f"{section}."
     return {**values, **{key.removeprefix(prefix): overrides[key] for key in overrides if key.startswith(prefix)}}
 
@@ -96,7 +107,8 @@ def overridden(section: str, values: Mapping[str, Any], overrides: Mapping[str, 
 def _drop(content: Mapping[str, Any], section: str, key: str) -> None:
     """Remove a shared setting from the entries of datasets and models."""
     for entry in (*content["datasets"].values(), *content["models"].values()):
-        entry.get(section, {}).pop(key, None)
+        if isinstance(entry, dict) and isinstance(settings := entry.get(section), dict):  # overrides are checked later
+            settings.pop(key, None)
 
 
 def settings_of_run(
@@ -122,7 +134,7 @@ def settings_of_run(
     from seqrec.commands.settings import check
     from seqrec.data import sources
 
-    read = filled_in(params, **form)
+    read = filled_in(params, form)
     check(read)
     if pipeline == "pretraining":
         check_pretraining(read)
@@ -139,7 +151,7 @@ def settings_of_run(
 
 def settings_of_model(params: Mapping[str, Any], model: str, form: Mapping[str, Any]) -> dict[str, Any]:
     """Return architecture, pretrain, finetune, evaluate and filter_seen for the steps of `model`."""
-    read = filled_in(params, **form)
+    read = filled_in(params, form)
     values = {stage: dataclasses.asdict(read.section(stage, model=model)) for stage in ("pretrain", "finetune")}
     values |= {
         "architecture": dataclasses.asdict(read.model(model)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from rich.table import Table
 
 from seqrec.config import ConfigError
 from seqrec.serving import experiment
-from seqrec.serving.events import POSITIVE, VARIABLE, Store, dump, store_url
+from seqrec.serving.events import KINDS, POSITIVE, VARIABLE, Store, dump, store_url
 
 logger = logging.getLogger(__name__)
 ACTIONS = ("import", "dump", "compare")
@@ -35,17 +36,19 @@ def events(
         store: SQLAlchemy URL, sqlite:///FILE or postgresql+psycopg://...; default: the variable SEQREC_STORE.
         interactions: the table that `ingest` wrote.
         output: CSV file with the columns user_id, item_id and timestamp.
-        kinds: kinds of events to dump, separated by commas.
+        kinds: kinds of events to dump, separated by commas: view, buy, hide.
         versions: versions to compare: CHAMPION,CANDIDATE.
 
     Returns:
         The number of events imported or dumped, or the difference of the rates with its interval.
 
     Raises:
-        ConfigError: the action does not exist, or no store is named.
+        ConfigError: the action or a kind does not exist, or no store is named.
+        ValueError: the store has no such events.
     """
     if len(actions) != 1 or actions[0] not in ACTIONS:
         raise ConfigError(f"events: one of {', '.join(ACTIONS)} expected, not {' '.join(actions)}")
+    chosen = _kinds(kinds)
     if not store_url(store):
         raise ConfigError(f"events: name the store, --store or {VARIABLE}")
     opened = Store(store_url(store))
@@ -55,9 +58,24 @@ def events(
         number = opened.seed(interactions)
         logger.info("%d events of %s are new in the store", number, interactions)
     else:
-        number = dump(opened, output, kinds.split(","))
+        number = dump(opened, output, chosen)
         logger.info("%s: %d events", output, number)
     return {"events": float(number)}
+
+
+def _kinds(text: str) -> list[str]:
+    """Return the kinds that are named in `text`.
+
+    Raises:
+        ConfigError: one does not exist, or none is named.
+    """
+    chosen = [kind.strip() for kind in text.split(",")]
+    for kind in chosen:
+        if kind not in KINDS:
+            close = difflib.get_close_matches(kind, KINDS, 1)
+            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(KINDS)}"
+            raise ConfigError(f"events: --kinds: no events are of the kind {kind!r:.80}; {hint}")
+    return chosen
 
 
 def _compare(store: Store, versions: Sequence[str]) -> dict[str, float]:

@@ -197,22 +197,22 @@ class PretrainConfig(TrainConfig):
 class CountsConfig(Section):
     """The count term of a score; docs/counts.md has the formula."""
 
-    alpha: NotNegative = 1.0  # weight of the term; 0: none
-    kernel: str = "inverse"  # weight by distance: inverse, root, square, or a number b for b^(distance - 1)
+    alpha: Annotated[float, Bounds(ge=0, le=1e6)] = 1.0  # weight of the term; 0: none
+    kernel: str = "inverse"  # weight by distance: inverse, root, square, or b up to 1 for b^(distance - 1)
     window: Annotated[int, Bounds(ge=1, le=1000)] = 10  # maximum distance between two counted events
-    smoothing: PositiveReal = 0.3  # tau / |I|: initial count of every pair
+    smoothing: Annotated[float, Bounds(ge=1e-9)] = 0.3  # tau / |I|: initial count of every pair
     rho: Annotated[float, Bounds(gt=0, le=1)] = 0.65  # weight of an event relative to the next newer one
     events: Annotated[int, Bounds(ge=1, le=1000)] = 10  # number of newest events that are used
-    popularity: float = 0.0  # lambda: weight of the log of an item's share of training events
+    popularity: Annotated[float, Bounds(ge=-1e6, le=1e6)] = (
+        0.0  # lambda: weight of the log of an item's share of training events
+    )
     targets: Count = 0  # targets kept per item, largest counts first; 0: set by the size of the catalogue
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        named = self.kernel in ("inverse", "root", "square")
-        require(
-            named or self.kernel.replace(".", "", 1).isdigit(),
-            "kernel must be inverse, root, square or a number like 0.7",
-        )
+        number = self.kernel.replace(".", "", 1)
+        fits = self.kernel in ("inverse", "root", "square") or (number.isdecimal() and float(self.kernel) <= 1)
+        require(fits, "kernel must be inverse, root, square or a number up to 1 like 0.7")
 
 
 @dataclass(frozen=True, kw_only=True)

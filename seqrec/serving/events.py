@@ -23,6 +23,7 @@ from seqrec.config import ConfigError
 
 VARIABLE = "SEQREC_STORE"  # of the environment: the URL, which may hold a password
 HIDE, POSITIVE = "hide", ("view", "buy")  # kinds of events
+KINDS = (*POSITIVE, HIDE)
 DAY = 86_400.0
 MOST = 10_000  # newest events of a user that are looked up
 BLOCK = 10_000  # rows of an import
@@ -300,7 +301,11 @@ def _imported(user: str, item: str, second: int) -> Mapping[str, Any]:
 
 
 def dump(store: Store, output: Path, kinds: Collection[str] = POSITIVE) -> int:
-    """Write the events of these kinds as a CSV file that `ingest` reads; return how many there are."""
+    """Write the events of these kinds as a CSV file that `ingest` reads; return how many there are.
+
+    Raises:
+        ValueError: there are none; an earlier file is kept.
+    """
     output.parent.mkdir(parents=True, exist_ok=True)
     partial, rows = output.with_name(output.name + ".partial"), 0
     with partial.open("w", newline="", encoding="utf-8") as file:
@@ -309,5 +314,8 @@ def dump(store: Store, output: Path, kinds: Collection[str] = POSITIVE) -> int:
         for row in store.interactions(kinds):
             writer.writerow(row)
             rows += 1
+    if not rows:
+        partial.unlink()
+        raise ValueError(f"the store has no events of the kinds {', '.join(kinds)}: {output} was not written")
     partial.replace(output)
     return rows

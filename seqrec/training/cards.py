@@ -98,6 +98,10 @@ def read(directory: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: unknown entries in catalogue or files")
     counts = card.get("counts", {})
     _check(path, "counts", counts, dict)
+    _check(path, "counts.alpha", counts.get("alpha", 0.0), float)
+    _check(path, "counts.folds", counts.get("folds", []), list)
+    for fold in counts.get("folds", []):
+        _check(path, "counts.folds", fold, dict)
     digests = {"weights_sha256": card["weights_sha256"], "tokens_sha256": card.get("tokens_sha256", "0" * 64)}
     digests["counts.sha256"] = counts.get("sha256", "0" * 64)
     for key, value in {**digests, **card["files"]}.items():

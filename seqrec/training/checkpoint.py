@@ -39,6 +39,7 @@ DTYPES = {  # torch's types under their names in safetensors
 }
 TOKEN_TYPES = {"ids": "I32", "types": "I8", "starts": "BOOL", "offsets": "I64", "special": "I64"}
 TOKEN_TYPES |= {"vectors": "F32", "values": "I32"}
+COUNT_TYPES = {"offsets": "I64", "targets": "I32", "values": "F32", "weights": "F32", "log_popularity": "F32"}
 
 
 def build(config: ModelConfig, catalogue: Catalogue) -> SequenceModel:
@@ -236,7 +237,7 @@ def load_counts(directory: Path, card: Mapping[str, Any]) -> CountTerm | None:
     """Return the count term of the model in `directory`, or None if its card lists none.
 
     Raises:
-        ValueError: the file is missing, or not the one that the card lists.
+        ValueError: the file is missing, not the one that the card lists, or does not hold a count term of its items.
     """
     chosen = card.get("counts", {})
     if "sha256" not in chosen:
@@ -244,15 +245,26 @@ def load_counts(directory: Path, card: Mapping[str, Any]) -> CountTerm | None:
     path = directory / COUNTS
     if not path.is_file() or sha256(path) != chosen["sha256"]:
         raise ValueError(f"{path} differs from the file that {MODEL_CARD} describes: refusing to load it")
-    found = term.stored(load_file(path), counts_config(chosen))
-    if len(found.log_popularity) != card["catalogue"]["num_items"] + 1:
-        raise ValueError(f"{path} has counts for another number of items than {MODEL_CARD}")
-    return found
+    types = {name: kind for name, (kind, _) in cards.tensors(path).items()}
+    if types != COUNT_TYPES:
+        raise ValueError(f"{path} does not hold a count term: its tensors are {types!s:.200}, expected {COUNT_TYPES}")
+    try:
+        config = counts_config(chosen)
+    except ValueError as error:
+        raise ValueError(f"{directory / MODEL_CARD}: {error}") from error
+    try:
+        return term.stored(load_file(path), config, card["catalogue"]["num_items"])
+    except ValueError as error:
+        raise ValueError(f"{path} does not hold the count term of {MODEL_CARD}: {error}") from error
 
 
 def counts_config(chosen: Mapping[str, Any]) -> CountsConfig:
-    """Return the settings of a count term from the entry `counts` of a card."""
-    return CountsConfig(**{field.name: chosen[field.name] for field in fields(CountsConfig)})
+    """Return the settings of a count term from the entry `counts` of a card.
+
+    Raises:
+        ConfigError: a value is missing or wrong; the message names it.
+    """
+    return parse(CountsConfig, {field.name: chosen.get(field.name) for field in fields(CountsConfig)}, "counts")
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:

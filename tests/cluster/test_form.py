@@ -56,6 +56,20 @@ def test_another_dataset_brings_its_own_source_and_settings(params):
         ({"overrides": {"dataset": "ml-1m"}}, "overrides.dataset: dataset is an input of its own"),
         ({"overrides": {"kubernetes.user": 1}}, "kubernetes is an input of its own, or fixed"),
         ({"overrides": {"models.sasrec.options.layers.deep": 1, "models.sasrec.options.layers": 2}}, "options"),
+        ({"dataset": [["ml-100k"]]}, "dataset: Input should be a valid string"),
+        ({"models": None}, "models: Input should be a valid list"),
+        ({"models": [["sasrec"]]}, "models.0: Input should be a valid string"),
+        ({"protocol": None}, "protocol: Input should be a valid string"),
+        ({"epochs": float("inf")}, "epochs: Input should be a finite number"),
+        ({"epochs": 2.5}, "epochs: Input should be a valid integer"),
+        ({"epochs": -1.0}, "epochs must be at least 0"),
+        ({"seed": None}, "seed: Input should be a valid integer"),
+        ({"overrides": None}, "overrides: Input should be a valid dictionary"),
+        ({"epochs": 3.0, "overrides": {"models.sasrec": None}}, r"models\.sasrec: expected a mapping"),
+        (
+            {"overrides": {"datasets.ml-1m.finetune": [3], "finetune.epochs": 3.0}},
+            r"ml-1m\.finetune: expected a mapping",
+        ),
         ({"overrides": {"ingest.source": "ml-1m"}}, "ml-100k is the name of another source"),
         ({"overrides": {"datasets.ml-100k.ingest.source": "ml-1m"}}, "ml-100k is the name of another source"),
     ],
@@ -87,10 +101,10 @@ def test_inputs_win_over_what_datasets_and_models_say(params):
     content["datasets"] = {**params["datasets"], "ml-100k": {"finetune": {"epochs": 30.0, "patience": 5.0}}}
     form = {key: value for key, value in FORM.items() if key != "overrides"}
     for given in (form | {"epochs": 3, "overrides": {}}, form | {"overrides": {"finetune.epochs": 3.0}}):
-        config = filled_in(content, **given).section("finetune", model="sasrec")
+        config = filled_in(content, given).section("finetune", model="sasrec")
         assert (config.epochs, config.patience) == (3, 5)
 
-    read = filled_in(content, **FORM | {"seed": 7, "overrides": {"models.sasrec.options.layers": 3.0}})
+    read = filled_in(content, FORM | {"seed": 7, "overrides": {"models.sasrec.options.layers": 3.0}})
     assert read.section("finetune", model="sasrec").seed == 7
     assert read.model("sasrec").options["layers"] == 3
     assert content["models"]["sasrec"] == {"finetune": {"epochs": 9.0}}
@@ -118,3 +132,5 @@ def test_overrides_of_a_section_are_found_by_themselves():
     values = overridden("register", {"tracking_uri": "a", "min_gain": 0.0}, {"register.tracking_uri": "b", "seed": 1})
 
     assert values == {"tracking_uri": "b", "min_gain": 0.0}
+    with pytest.raises(ConfigError, match="overrides: expected a mapping"):
+        overridden("register", {}, None)

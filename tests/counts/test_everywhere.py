@@ -6,9 +6,10 @@ from dataclasses import asdict, replace
 import pyarrow.parquet as pq
 import pytest
 import torch
+from safetensors.torch import load_file
 from support import run, save, weights
 
-from seqrec.artifacts import COUNTS, MODEL_CARD, read_json, write_json
+from seqrec.artifacts import COUNTS, MODEL_CARD, read_json, sha256, write_json
 from seqrec.commands import recommend
 from seqrec.config import ConfigError, CountsConfig, EvaluateConfig, FinetuneConfig, parse
 from seqrec.counts import term
@@ -20,7 +21,7 @@ from seqrec.serving.approximate_search import ApproximateRecommender
 from seqrec.serving.onnx_graph import GraphRecommender
 from seqrec.serving.recommender import Recommender, Request
 from seqrec.stages.evaluate import evaluate
-from seqrec.training.checkpoint import load_counts, load_model
+from seqrec.training.checkpoint import load_counts, load_model, save_tensors
 from seqrec.training.refit import retrain
 
 CONFIG = CountsConfig(alpha=2.0, events=6, popularity=0.3)
@@ -84,12 +85,43 @@ def test_another_file_of_counts_is_refused(prepared, tmp_path):
         Recommender.load(saved)
 
 
-def test_counts_of_another_catalogue_are_refused(prepared, tmp_path):
-    saved = save("sasrec", prepared, tmp_path, CONFIG)
-    card = read_json(saved / MODEL_CARD)
-    card["catalogue"]["num_items"] += 1
+def changed(name, place, value):
+    """Return a function that sets values of a tensor."""
 
-    with pytest.raises(ValueError, match="another number of items"):
+    def change(tensors, entry):
+        tensors[name][place] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors, entry: tensors.pop("weights"), "counts.safetensors does not hold a count term"),
+        (lambda tensors, entry: tensors.update(values=tensors["values"].half()), "does not hold a count term"),
+        (lambda tensors, entry: tensors.update(log_popularity=tensors["log_popularity"][1:]), "log_popularity has"),
+        (lambda tensors, entry: tensors.update(values=tensors["values"][None]), "values has the shape"),
+        (lambda tensors, entry: tensors.update(targets=tensors["targets"][1:]), "targets has the shape"),
+        (changed("targets", 3, 10**6), "targets must be from 1 to"),
+        (changed("targets", 3, 0), "targets must be from 1 to"),
+        (changed("values", 3, float("nan")), "values must be from"),
+        (changed("weights", 0, float("inf")), "weights must be from"),
+        (changed("offsets", 1, -(2**63)), "offsets must be from 0"),
+        (changed("offsets", -1, 3), "offsets must rise from 0 to the number of values"),
+        (changed("offsets", slice(1, None), 10**3), "offsets must"),
+        (lambda tensors, entry: entry.pop("rho"), "config.json: counts.rho: Input should be a valid number"),
+        (lambda tensors, entry: entry.update(alpha=[1]), "config.json: counts.alpha"),
+        (lambda tensors, entry: entry.update(events=7), "weights has the shape"),
+    ],
+)
+def test_counts_whose_digests_were_repaired_are_checked(prepared, tmp_path, change, message):
+    saved = save("sasrec", prepared, tmp_path, CONFIG)
+    card, tensors = read_json(saved / MODEL_CARD), load_file(saved / COUNTS)
+    change(tensors, card["counts"])
+    save_tensors(saved / COUNTS, tensors)
+    card["counts"]["sha256"] = sha256(saved / COUNTS)
+
+    with pytest.raises(ValueError, match=message):
         load_counts(saved, card)
 
 
@@ -170,7 +202,9 @@ def test_a_refit_keeps_the_values_and_counts_every_event(prepared, trained, tmp_
         ({"counts": "all"}, "counts must be none, auto"),
         ({"counts": {"alfa": 1}}, "counts.alfa: unknown key"),
         ({"counts": {"kernel": "square root"}}, "kernel must be inverse, root, square or a number"),
-        ({"counts": {"smoothing": 0}}, "smoothing must be more than 0"),
+        ({"counts": {"kernel": "\u00b2"}}, "kernel must be inverse, root, square or a number"),
+        ({"counts": {"kernel": "9" * 400}}, "kernel must be inverse, root, square or a number up to 1"),
+        ({"counts": {"smoothing": 0}}, "smoothing must be at least 1e-09"),
         ({"counts": "auto", "user_share": 0.5}, "user_share: counts read every user; set counts: none"),
     ],
 )

@@ -203,4 +203,17 @@ def test_the_command_names_what_is_wrong(tmp_path, caplog, monkeypatch):
     store = Store(f"sqlite:///{tmp_path}/events.db")
     store.add([event(1, kind="buy"), event(2)])
     assert dump(store, tmp_path / "out.csv", ["buy"]) == 1
-    assert (tmp_path / "out.csv").read_text() == "user_id,item_id,timestamp\nu,i1,1\n"
+    dumped = "user_id,item_id,timestamp\nu,i1,1\n"
+    assert (tmp_path / "out.csv").read_text() == dumped
+    again = ["events", "dump", "--store", f"sqlite:///{tmp_path}/events.db", "--output", str(tmp_path / "out.csv")]
+    for kinds, message in (
+        ("veiw", "--kinds: no events are of the kind 'veiw'; did you mean view?"),
+        ("", "there are view, buy, hide"),
+        ("buy,", "there are view, buy, hide"),
+        ("hide", "the store has no events of the kinds hide"),
+    ):
+        assert main([*again, "--kinds", kinds]) == 1
+        assert message in caplog.text
+        caplog.clear()
+    assert not (tmp_path / "out.csv.partial").exists()
+    assert (tmp_path / "out.csv").read_text() == dumped
