@@ -1,50 +1,92 @@
 """Architectures in pure torch: this package imports torch and itself."""
 
-from seqrec.models.base import Batch, Catalogue, SequenceModel
-from seqrec.models.bert4rec import BERT4Rec
-from seqrec.models.bsarec import BSARec
-from seqrec.models.caser import Caser
-from seqrec.models.esasrec import ESASRec
-from seqrec.models.fdsa import FDSA
-from seqrec.models.flash4rec import FLASH4Rec
-from seqrec.models.fpmc import FPMC
-from seqrec.models.gru4rec import GRU4Rec
-from seqrec.models.hstu import HSTU
-from seqrec.models.lrurec import LRURec
-from seqrec.models.mfbpr import MFBPR
-from seqrec.models.rec_denoiser import RecDenoiser
-from seqrec.models.recformer import Recformer
-from seqrec.models.recguru import RecGURU
-from seqrec.models.s3rec import S3Rec
-from seqrec.models.sasrec import SASRec
-from seqrec.models.ssept import SSEPT
-from seqrec.models.strec import STRec
-from seqrec.models.tisasrec import TiSASRec
-from seqrec.models.unisrec import UniSRec
-from seqrec.models.zesrec import ZESRec
+from __future__ import annotations
 
-REGISTRY: dict[str, type[SequenceModel]] = {
-    "sasrec": SASRec,
-    "esasrec": ESASRec,
-    "flash4rec": FLASH4Rec,
-    "hstu": HSTU,
-    "bsarec": BSARec,
-    "lrurec": LRURec,
-    "strec": STRec,
-    "gru4rec": GRU4Rec,
-    "bert4rec": BERT4Rec,
-    "caser": Caser,
-    "fpmc": FPMC,
-    "mfbpr": MFBPR,
-    "tisasrec": TiSASRec,
-    "ssept": SSEPT,
-    "rec_denoiser": RecDenoiser,
-    "recformer": Recformer,
-    "zesrec": ZESRec,
-    "unisrec": UniSRec,
-    "fdsa": FDSA,
-    "s3rec": S3Rec,
-    "recguru": RecGURU,
+import importlib
+from collections.abc import Iterator, Mapping, MutableMapping
+
+from seqrec.models.base import Batch, Catalogue, SequenceModel
+
+
+class Registry(MutableMapping[str, type[SequenceModel]]):
+    """The architectures by name. The module of an architecture is imported when its class is first read.
+
+    `REGISTRY["mine"] = Mine` adds a subclass of `SequenceModel` from any module.
+    """
+
+    def __init__(self, places: Mapping[str, str]) -> None:
+        self._entries: dict[str, str | type[SequenceModel]] = dict(places)
+
+    def __getitem__(self, name: str) -> type[SequenceModel]:
+        entry = self._entries[name]
+        if isinstance(entry, str):
+            module, _, cls = entry.partition(":")
+            entry = self._entries[name] = getattr(importlib.import_module(module), cls)
+        return entry
+
+    def __setitem__(self, name: str, architecture: type[SequenceModel]) -> None:
+        self._entries[name] = architecture
+
+    def __delitem__(self, name: str) -> None:
+        del self._entries[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def place(self, name: str) -> str:
+        """Return module and class of an architecture as `module:Class`, without importing the module."""
+        entry = self._entries[name]
+        return entry if isinstance(entry, str) else _place(entry)
+
+    def module(self, name: str) -> str:
+        """Return the module of an architecture, without importing it."""
+        return self.place(name).partition(":")[0]
+
+    def name_of(self, architecture: type[SequenceModel]) -> str:
+        """Return the name of an architecture.
+
+        Raises:
+            ValueError: it is not registered.
+        """
+        for name in self:
+            if self.place(name) == _place(architecture):
+                return name
+        raise ValueError(f"{_place(architecture)} has no name: add it by seqrec.models.REGISTRY[NAME] = CLASS")
+
+
+def _place(architecture: type[SequenceModel]) -> str:
+    return f"{architecture.__module__}:{architecture.__name__}"
+
+
+CLASSES = {  # by module of this package, which is also the name of the architecture
+    "sasrec": "SASRec",
+    "esasrec": "ESASRec",
+    "flash4rec": "FLASH4Rec",
+    "hstu": "HSTU",
+    "bsarec": "BSARec",
+    "lrurec": "LRURec",
+    "strec": "STRec",
+    "gru4rec": "GRU4Rec",
+    "bert4rec": "BERT4Rec",
+    "caser": "Caser",
+    "fpmc": "FPMC",
+    "mfbpr": "MFBPR",
+    "tisasrec": "TiSASRec",
+    "ssept": "SSEPT",
+    "rec_denoiser": "RecDenoiser",
+    "recformer": "Recformer",
+    "zesrec": "ZESRec",
+    "unisrec": "UniSRec",
+    "fdsa": "FDSA",
+    "s3rec": "S3Rec",
+    "recguru": "RecGURU",
 }
+REGISTRY = Registry({name: f"{__name__}.{name}:{cls}" for name, cls in CLASSES.items()})
 
 __all__ = ["REGISTRY", "Batch", "Catalogue", "SequenceModel"]

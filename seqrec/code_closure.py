@@ -9,19 +9,21 @@ from __future__ import annotations
 import ast
 import functools
 import subprocess
+import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from seqrec import ROOT
 
 PACKAGES = ("seqrec",)
+MODELS = "seqrec.models"
 UNDECIDING = (  # modules and packages that cannot change results; editing them repeats no stage
-    "seqrec",  # the file __init__.py: version and root
+    "seqrec.__init__",  # version and root
     "seqrec.__main__",
-    "seqrec.artifacts",  # names and schemas of files; a change also changes the modules that use them
     "seqrec.code_closure",
     "seqrec.config",  # the settings are compared, including defaults
     "seqrec.data.download",  # the downloaded data is compared
+    "seqrec.models.__init__",  # names of architectures; module and class of the one in use are compared
     "seqrec.tracking",  # logging to MLflow
 )
 DECIDING = {  # module -> modules of UNDECIDING that decide its results
@@ -30,42 +32,66 @@ DECIDING = {  # module -> modules of UNDECIDING that decide its results
 }
 
 
-def deciding(module: str, root: Path = ROOT) -> tuple[Path, ...]:
-    """Return the files that decide what `module` computes: its closure without modules that cannot change results."""
-    return closure(module, exempt=[name for name in UNDECIDING if name != DECIDING.get(module)], root=root)
+def deciding(module: str, *models: str, root: Path = ROOT) -> tuple[Path, ...]:
+    """Return the files that decide what `module` computes: its closure without modules that cannot change results.
+
+    Args:
+        module: dotted name.
+        models: the modules of the models that it computes with. The files of other models are left out, although the
+            functions of a stage import some of them.
+        root: folder of the packages.
+    """
+    exempt = [name for name in UNDECIDING if name != DECIDING.get(module)]
+    found = closure(module, exempt=exempt, root=root)
+    folder, shared = Path(*MODELS.split(".")), closure(MODELS, root=root)  # what the package itself imports
+    files = {path for path in found if path.parent != folder or path in shared}
+    for model in models:
+        files.update(closure(model, exempt=exempt, root=root))
+    return tuple(sorted(files))
 
 
 def closure(module: str, *, exempt: Collection[str] = (), lazy: bool = True, root: Path = ROOT) -> tuple[Path, ...]:
     """Return the files, relative to `root` and sorted, of `module` and of its direct and indirect imports.
 
+    The module itself may lie outside `root` if it has been imported, as a user's own model has.
+
     Args:
         module: dotted name.
-        exempt: modules and packages to leave out, with all that only they import; never `module` itself.
+        exempt: modules and packages to leave out, with all that only they import; `NAME.__init__` is the file
+            __init__.py of a package alone. A module that is named as `module` is never left out.
         lazy: whether imports inside functions count; imports for type checking only never count.
         root: folder of the packages.
 
     Raises:
         ValueError: there is no such module.
     """
-    if _file(module, root) is None:
-        raise ValueError(f"{module} is not a module below {root}")
+    start = _file(module, root) or _imported_file(module)
+    if start is None:
+        raise ValueError(f"{module} is not a module below {root}, and was not imported from a file")
     found: dict[str, Path] = {}
     waiting = [module]
     while waiting:
         name = waiting.pop()
-        path = _file(name, root)
-        if path is None or name in found or (name != module and _is_exempt(name, exempt)):
+        path = start if name == module else _file(name, root)
+        if path is None or name in found or _is_exempt(name, exempt, module):
             continue
         found[name] = path
         waiting += _imports(_text(path), lazy)
         waiting += [name.rsplit(".", depth)[0] for depth in range(1, name.count(".") + 1)]  # packages run as well
-    return tuple(sorted(path.relative_to(root) for path in found.values() if not _is_empty(_text(path))))
+    files = (path for path in found.values() if not _is_empty(_text(path)))
+    return tuple(sorted(path.relative_to(root) if path.is_relative_to(root) else path for path in files))
 
 
-def _is_exempt(name: str, exempt: Collection[str]) -> bool:
-    if name in PACKAGES:  # for a top-level package, only its __init__.py
-        return name in exempt
-    return any(name == prefix or name.startswith(f"{prefix}.") for prefix in exempt if prefix not in PACKAGES)
+def _is_exempt(name: str, exempt: Collection[str], start: str) -> bool:
+    if f"{name}.__init__" in exempt:
+        return True
+    return name != start and any(name == prefix or name.startswith(f"{prefix}.") for prefix in exempt)
+
+
+def _imported_file(module: str) -> Path | None:
+    """Return the file of a module that this process has imported, if it has one."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return Path(file) if file and file.endswith(".py") else None
 
 
 def _file(module: str, root: Path) -> Path | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from seqrec.code_closure import closure
+from seqrec.models import REGISTRY
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("models", "components", "pipelines")  # of the repository's top level; seqrec links to each
@@ -20,6 +21,7 @@ STDLIB = sys.stdlib_module_names
 
 # what trains and evaluates on a machine without the orchestration packages
 STARTS = ("seqrec.commands.run", "seqrec.stages.pretrain", "seqrec.stages.finetune", "seqrec.stages.evaluate")
+STARTS += tuple(REGISTRY.module(name) for name in REGISTRY)  # imported when a model is built
 CORE = sorted({ROOT / path for module in STARTS for path in closure(module, lazy=False)})
 EXTERNAL = {
     "accelerate",

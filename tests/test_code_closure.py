@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 import pytest
 
 from seqrec.code_closure import closure, deciding
 from seqrec.config import FinetuneConfig
+from seqrec.models import REGISTRY, SequenceModel
 from seqrec.training import checkpoint
 
 FILES = {
     "seqrec/__init__.py": "VERSION = 1",
     "seqrec/stages/__init__.py": '"""The stages."""',
-    "seqrec/stages/train.py": "import numpy\nfrom seqrec import losses\nfrom seqrec.models import REGISTRY",
-    "seqrec/losses.py": "def loss():\n    from seqrec.data.draws import draw\n    return draw()",
+    "seqrec/artifacts.py": "WEIGHTS = 'best'",
+    "seqrec/stages/train.py": "import numpy\nfrom seqrec import artifacts, losses\nfrom seqrec.models import base",
+    "seqrec/losses.py": "def loss():\n    from seqrec.data.draws import draw\n    from seqrec.models import other",
     "seqrec/data/__init__.py": "SEED = 3",
     "seqrec/data/draws.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import seqrec.unread",
     "seqrec/unread.py": "import seqrec.config",
     "seqrec/config/__init__.py": "from seqrec.config.sections import Section",
     "seqrec/config/sections.py": "class Section: pass",
-    "seqrec/models/__init__.py": "from seqrec.models.wide import Wide\nREGISTRY = [Wide]",
-    "seqrec/models/wide.py": "import torch",
+    "seqrec/models/__init__.py": "from seqrec.models.base import Model",
+    "seqrec/models/base.py": "class Model: pass",
+    "seqrec/models/block.py": "import torch",
+    "seqrec/models/wide.py": "from seqrec.models import base, block",
+    "seqrec/models/other.py": "from seqrec.models.base import Model",
 }
 
 
@@ -37,30 +43,40 @@ def names(paths) -> list[str]:
     return [path.as_posix() for path in paths]
 
 
-MODELS = ["seqrec/models/__init__.py", "seqrec/models/wide.py"]
+STAGE = ["seqrec/artifacts.py", "seqrec/losses.py", "seqrec/stages/train.py"]
+BASE = ["seqrec/models/base.py"]
 DATA = ["seqrec/data/__init__.py", "seqrec/data/draws.py"]
+PACKAGES = ["seqrec/__init__.py", "seqrec/models/__init__.py"]
 
 
 def test_a_closure_follows_imports_in_functions_too_but_none_for_type_checking(root):
     found = closure("seqrec.stages.train", root=root)
-    assert names(found) == sorted([*MODELS, "seqrec/__init__.py", *DATA, "seqrec/losses.py", "seqrec/stages/train.py"])
+    assert names(found) == sorted([*STAGE, *BASE, *DATA, *PACKAGES, "seqrec/models/other.py"])
 
 
 def test_imports_in_functions_can_be_left_out(root):
     found = names(closure("seqrec.stages.train", lazy=False, root=root))
-    assert found == sorted([*MODELS, "seqrec/__init__.py", "seqrec/losses.py", "seqrec/stages/train.py"])
+    assert found == sorted([*STAGE, *BASE, *PACKAGES])
 
 
 def test_exempt_packages_are_left_out_with_what_only_they_import(root):
     (root / "seqrec/losses.py").write_text("import seqrec.config.sections")
-    found = closure("seqrec.stages.train", exempt=("seqrec", "seqrec.config"), root=root)
-    assert names(found) == sorted([*MODELS, "seqrec/losses.py", "seqrec/stages/train.py"])
+    found = closure("seqrec.stages.train", exempt=("seqrec.__init__", "seqrec.config"), root=root)
+    assert names(found) == sorted([*STAGE, *BASE, "seqrec/models/__init__.py"])
+
+
+def test_of_all_models_only_the_own_one_and_its_imports_decide(root):
+    assert names(deciding("seqrec.stages.train", root=root)) == sorted([*STAGE, *BASE, *DATA])
+    own = ["seqrec/models/block.py", "seqrec/models/wide.py"]
+    assert names(deciding("seqrec.stages.train", "seqrec.models.wide", root=root)) == sorted(
+        [*STAGE, *BASE, *DATA, *own]
+    )
 
 
 def test_an_added_import_is_followed(root):
-    before = names(deciding("seqrec.stages.train", root))
+    before = names(deciding("seqrec.stages.train", root=root))
     (root / "seqrec/losses.py").write_text(FILES["seqrec/losses.py"] + "\n\nimport seqrec.unread")
-    assert names(deciding("seqrec.stages.train", root)) == sorted([*before, "seqrec/unread.py"])
+    assert names(deciding("seqrec.stages.train", root=root)) == sorted([*before, "seqrec/unread.py"])
 
 
 def test_a_misspelt_module_is_an_error(root):
@@ -72,22 +88,63 @@ def test_a_misspelt_module_is_an_error(root):
     ("stage", "decides", "does_not"),
     [
         ("pretrain", ["seqrec/stages/pretrain.py", "seqrec/training/prefetch.py"], ["seqrec/stages/finetune.py"]),
-        ("finetune", ["seqrec/training/objectives.py", "seqrec/models/layers.py"], ["seqrec/tracking/runs.py"]),
-        ("ingest", ["seqrec/data/dvc_revisions.py", "seqrec/data/download.py"], ["seqrec/artifacts.py"]),
+        ("finetune", ["seqrec/training/objectives.py", "seqrec/models/base.py"], ["seqrec/tracking/runs.py"]),
+        ("ingest", ["seqrec/data/dvc_revisions.py", "seqrec/data/download.py"], ["seqrec/models/base.py"]),
         ("validate", ["seqrec/data/drift.py"], ["seqrec/config/sections.py"]),
         ("register", ["seqrec/tracking/registry.py", "seqrec/analysis/report.py"], ["seqrec/__main__.py"]),
     ],
 )
 def test_what_decides_a_stage(stage, decides, does_not):
     found = names(deciding(f"seqrec.stages.{stage}"))
-    assert set(decides) <= set(found)
+    assert {*decides, "seqrec/artifacts.py"} <= set(found)  # names and schemas of files: every stage uses them
     assert not set(does_not) & set(found)
 
 
-def test_an_edit_of_what_picks_the_training_rows_changes_the_fingerprint(root, monkeypatch):
-    (root / "seqrec/stages/pretrain.py").write_text("def train_parts(): return 1")
+@pytest.mark.parametrize(
+    ("file", "models"),
+    [
+        ("caser", {"caser"}),
+        ("recformer", {"recformer"}),  # the stage pretrain imports it, for text models only
+        ("sasrec", {"sasrec", "esasrec", "tisasrec", "ssept", "zesrec", "rec_denoiser", "recformer"}),
+        ("base", set(REGISTRY)),
+        ("__init__", set()),  # module and class of each architecture are compared instead
+    ],
+)
+@pytest.mark.parametrize("stage", ["pretrain", "finetune", "evaluate"])
+def test_an_edit_of_a_model_concerns_those_that_import_it(stage, file, models):
+    edited = Path(f"seqrec/models/{file}.py")
+    assert {n for n in REGISTRY if edited in deciding(f"seqrec.stages.{stage}", REGISTRY.module(n))} == models
+
+
+def test_a_model_of_ones_own_decides_with_what_it_imports(tmp_path, monkeypatch):
+    (tmp_path / "own_model.py").write_text("from seqrec.models.caser import Caser\n\n\nclass Mine(Caser): pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(REGISTRY, "mine", importlib.import_module("own_model").Mine)
+
+    assert (REGISTRY.place("mine"), REGISTRY.name_of(REGISTRY["mine"])) == ("own_model:Mine", "mine")
+    found = deciding("seqrec.stages.finetune", REGISTRY.module("mine"))
+    assert {tmp_path / "own_model.py", Path("seqrec/models/caser.py")} <= set(found)
+
+
+def test_every_architecture_is_where_its_place_says():
+    for name in REGISTRY:
+        place = REGISTRY.place(name)
+        assert f"{REGISTRY[name].__module__}:{REGISTRY[name].__name__}" == place
+        assert REGISTRY.name_of(REGISTRY[name]) == name
+    with pytest.raises(ValueError, match="SequenceModel has no name"):
+        REGISTRY.name_of(SequenceModel)
+
+
+def test_an_edit_of_what_picks_the_training_rows_or_of_the_model_changes_the_fingerprint(root, monkeypatch):
     monkeypatch.setattr(checkpoint, "ROOT", root)
-    before = checkpoint.fingerprint("seqrec.stages.pretrain", FinetuneConfig())
-    assert checkpoint.fingerprint("seqrec.stages.pretrain", FinetuneConfig()) == before
-    (root / "seqrec/stages/pretrain.py").write_text("def train_parts(): return 2")
-    assert checkpoint.fingerprint("seqrec.stages.pretrain", FinetuneConfig()) != before
+
+    def identity():
+        return checkpoint.fingerprint("seqrec.stages.train", "seqrec.models.wide", FinetuneConfig())
+
+    before = identity()
+    (root / "seqrec/models/other.py").write_text("# edited")
+    assert identity() == before
+    for file in ("seqrec/data/draws.py", "seqrec/models/wide.py", "seqrec/artifacts.py"):
+        (root / file).write_text("X = 2")
+        assert identity() != before
+        before = identity()

@@ -74,20 +74,27 @@ def _check_model(params: Params, name: str) -> None:
 
 def resolve(params: Params, root: Path = ROOT) -> Resolved:
     """Return for each file, by name, the settings of a stage and the hashes of its code below `root`."""
+    from seqrec.models import REGISTRY
+
     files = _of_data(params, params.dataset, "")
     for source in params.sources:
         files |= _of_data(params, source, f"sources/{source}/")
-    for model in params.leaderboard:
-        files |= _of_model(params, model)
-    evaluation = asdict(params.section("evaluate"))
-    files |= {"baselines": evaluation, "evaluate": evaluation}
+    modules = {model: REGISTRY.module(params.model(model).architecture) for model in params.leaderboard}
+    used = {"register": tuple(modules.values())}  # file -> the modules of the models that the stage computes with
+    for model, module in modules.items():
+        own = _of_model(params, model)
+        files |= own
+        used |= dict.fromkeys(own, (module,))
+    files["baselines"] = asdict(params.section("evaluate"))
     files["register"] = {"leaderboard": list(params.leaderboard), **asdict(params.section("register"))}
-    code = {stage: _code(stage, root) for stage in {PurePath(name).name for name in files}}
-    return {name: {"settings": values, "code": code[PurePath(name).name]} for name, values in files.items()}
+    return {
+        name: {"settings": values, "code": _code(PurePath(name).name, used.get(name, ()), root)}
+        for name, values in files.items()
+    }
 
 
-def _code(stage: str, root: Path) -> dict[str, str]:
-    return {path.as_posix(): sha256(root / path) for path in deciding(f"seqrec.stages.{stage}", root)}
+def _code(stage: str, models: tuple[str, ...], root: Path) -> dict[str, str]:
+    return {path.as_posix(): sha256(root / path) for path in deciding(f"seqrec.stages.{stage}", *models, root=root)}
 
 
 def _of_data(params: Params, dataset: str, folder: str) -> Resolved:
@@ -103,14 +110,19 @@ def _of_data(params: Params, dataset: str, folder: str) -> Resolved:
 
 
 def _of_model(params: Params, model: str) -> Resolved:
-    filter_seen = {"filter_seen": params.section("evaluate").filter_seen}  # validation reads it, not the others
+    from seqrec.models import REGISTRY
+
+    evaluation = params.section("evaluate")
+    filter_seen = {"filter_seen": evaluation.filter_seen}  # validation reads it, not the others
     built = params.model(model)
     building = {
         "sources": list(params.sources),
         "architecture": built.architecture,
+        "class": REGISTRY.place(built.architecture),
         "options": dict(sorted(built.options.items())),
     }
     return {
         f"{model}/pretrain": building | filter_seen | asdict(params.section("pretrain", model=model)),
         f"{model}/finetune": filter_seen | asdict(params.section("finetune", model=model)),
+        f"{model}/evaluate": asdict(evaluation),
     }

@@ -76,7 +76,7 @@ def save_model(
     _require_finite(model, directory / WEIGHTS)
     directory.mkdir(parents=True, exist_ok=True)
     card = {**cards.FACTS, **facts} | {
-        "architecture": next(name for name, cls in models.REGISTRY.items() if cls is type(model)),
+        "architecture": models.REGISTRY.name_of(type(model)),
         "options": asdict(model.options),
         "catalogue": {key: value for key, value in model.catalogue._asdict().items() if key != "tokens"},
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -290,10 +290,17 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
     return content.hexdigest()
 
 
-def fingerprint(module: str, config: Any, *files: Path) -> str:
-    """Return the hash of everything a training depends on: config, inputs, and the code that `module` imports."""
+def fingerprint(module: str, model: str, config: Any, *files: Path) -> str:
+    """Return the hash of everything a training depends on: config, inputs, and the code of stage and model.
+
+    Args:
+        module: dotted name of the stage.
+        model: dotted name of the model's module.
+        config: settings, and anything else whose text says what the result depends on.
+        files: the inputs.
+    """
     digest = hashlib.sha256(f"{module} {config!r} torch {torch.__version__}".encode())
-    for path in deciding(module, ROOT):
+    for path in deciding(module, model, root=ROOT):
         digest.update(f"{path.as_posix()} {sha256(ROOT / path)}".encode())
     for path in files:
         digest.update(f"{path.name} {sha256(path)}".encode())

@@ -108,7 +108,8 @@ def _identity(model: SequenceModel, job: Job) -> str:
     belongings = [f"{name} {hashlib.sha256(file).hexdigest()}" for name, file in job.files.items()]
     # different options can give the same initial weights (dropout has none), so the options are hashed as well
     named = (job.name, type(model).__name__, model.options, job.filter_seen, job.config)
-    return fingerprint(f"seqrec.stages.{job.stage}", (*named, *job.content, *belongings), *hashed)
+    content = (*named, *job.content, *belongings)
+    return fingerprint(f"seqrec.stages.{job.stage}", type(model).__module__, content, *hashed)
 
 
 def _write(model: SequenceModel, data: Sequences, job: Job, identity: str, history: History) -> None:

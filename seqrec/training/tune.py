@@ -120,7 +120,8 @@ def tune(
         raise ConfigError("a search runs in one process: call tune without torchrun")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     search = _search(model, dataset, params, sequences)
-    identity = fingerprint(__name__, _deciding(search), sequences / SPLIT_CARD)
+    architecture = models.REGISTRY.module(search.params({}).model(model).architecture)
+    identity = fingerprint(__name__, architecture, _deciding(search), sequences / SPLIT_CARD)
     path = (study or state / "tune" / f"{identity}.db").absolute()
     work = path.with_name(f"{path.name}.work")
     with _locked(path):

@@ -24,6 +24,13 @@ SETTINGS = {
     "datasets": {name: {"ingest": {"source": "csv", "interactions": f"{name}.csv"}} for name in ("tiny", "other")},
     "models": {"sasrec": {}, "gru4rec": {"options": {"dropout": 0.1}}},
 }
+EVERY_STAGE = sorted(
+    [
+        *("baselines", "register", "ingest", "validate", "prepare"),
+        *(f"{stage}_source@other" for stage in ("ingest", "validate", "prepare")),
+        *(f"{stage}@{model}" for stage in ("pretrain", "finetune", "evaluate") for model in ("sasrec", "gru4rec")),
+    ]
+)
 CHANGES = {  # what is set -> which stages have changed themselves; DVC adds those after them
     "nothing": ({}, []),
     "a default written out": ({"finetune.batch_size": 128, "models.sasrec.architecture": "sasrec"}, []),
@@ -119,6 +126,13 @@ def test_an_edited_file_of_the_user_reruns_its_ingest(project, tmp_path, monkeyp
         ("seqrec/data/splits.py", "", ["prepare", "prepare_source@other"]),
         ("seqrec/training/tune.py", "", []),
         ("seqrec/config/sections.py", "", []),
+        (
+            "seqrec/models/gru4rec.py",
+            "",
+            ["evaluate@gru4rec", "finetune@gru4rec", "pretrain@gru4rec", "register"],
+        ),
+        ("seqrec/models/caser.py", "", []),  # not on the leaderboard
+        ("seqrec/artifacts.py", "", EVERY_STAGE),
         ("seqrec/stages/validate.py", "from seqrec.data import item_tokens", ["validate", "validate_source@other"]),
     ],
 )
@@ -142,7 +156,7 @@ def test_every_stage_depends_on_its_own_file():
     for name, stage in stages.items():
         found = [dep for dep in stage["deps"] if dep.startswith(("settings/", "seqrec"))]
         folder = "sources/${item.source}/" if name.endswith("_source") else ""
-        folder = "${item.model}/" if name in ("pretrain", "finetune") else folder
+        folder = "${item.model}/" if name in ("pretrain", "finetune", "evaluate") else folder
         own = [f"settings/{folder}{name.removesuffix('_source')}.json"]
         own = [] if name == "summarise" else own  # it copies numbers
         assert found == (["seqrec"] if name == "settings" else own)
