@@ -63,6 +63,7 @@ ADVICE = {  # words of a database's errors -> what to do
     "unable to open database file": "the database cannot be opened; make its folder exist and writable",
     "file is not a database": "the file is no SQLite database; name another one, or restore it from a backup",
     "malformed": "the database is damaged; restore it from a backup",
+    "no such table": "the database lacks a table; restore it from a backup",
     "failed with error code 401": "the server wants another user or password; set MLFLOW_TRACKING_USERNAME and "
     "MLFLOW_TRACKING_PASSWORD",
 }
@@ -123,7 +124,7 @@ def connect(config: RegisterConfig) -> MlflowClient:
         client = mlflow.MlflowClient(uri)
         found = client.get_experiment_by_name(config.experiment)
     except (MlflowException, SQLAlchemyError, OSError) as error:
-        if advice := _advice(error):
+        if advice := advice_on(error):
             raise TrackingError(f"register.tracking_uri: {redacted(uri)}: {advice}") from error
         raise TrackingError(
             f"register.tracking_uri: {redacted(uri)} does not answer ({first_line(error)}); start the server, or set "
@@ -161,11 +162,11 @@ def explained(config: RegisterConfig) -> Iterator[None]:
     try:
         yield
     except (MlflowException, SQLAlchemyError) as error:
-        reason = _advice(error) or f"failed: {first_line(error)}"
+        reason = advice_on(error) or f"failed: {first_line(error)}"
         raise TrackingError(redacted(f"register.tracking_uri: {tracking_uri(config)}: {reason}")) from error
 
 
-def _advice(error: Exception) -> str:
+def advice_on(error: Exception) -> str:
     """Return what to do about a known failure of the database, recognised by its text; empty for any other."""
     return next((advice for words, advice in ADVICE.items() if words in str(error).lower()), "")
 
