@@ -1,8 +1,8 @@
 """MkDocs hooks: the site also shows README.md, CONTRIBUTING.md, and every file outside docs/ that a page links to.
 
-README.md becomes the first page. Another file `PATH` becomes `repository/PATH`, a folder the list of its files. A link to
-the code of the settings or of the commands leads to the page that reference.py writes from it. Links are rewritten to
-these pages; a link to a file that does not exist is a warning, which `mkdocs build --strict` refuses.
+README.md becomes the first page. Another file `PATH` becomes `repository/PATH`, a folder the list of its files. A link
+to the code of the settings or of the commands leads to the page that reference.py writes from it. Links are rewritten
+to these pages; a link to a file that does not exist is a warning, which `mkdocs build --strict` refuses.
 """
 
 from __future__ import annotations
