@@ -22,8 +22,6 @@ from seqrec.config import ConfigError
 Frame = nw.LazyFrame[Any]
 Table = nw.DataFrame[Any]
 
-ENGINES = ("polars", "spark")
-
 
 class Engine(Protocol):
     """The interface of a table engine."""
