@@ -61,7 +61,6 @@ bench: setup  ## speed and memory against RePlay and RecTools; SEQUENCES=folder 
 
 docs: setup  ## the site of these pages, into build/site; a link that leads nowhere is an error
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt 'mkdocs-material>=9.6'
-	python scripts/reference.py
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet
 
 test: setup  ## linters and types beside the tests

@@ -9,14 +9,11 @@ import platform
 import re
 import resource
 import time
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 MEMORY = Path("/proc/self/status")
 
@@ -57,45 +54,6 @@ def peak_memory() -> float:
         assert found
         return int(found[1]) / 2**10
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-
-
-def peak_bytes(call: Callable[[], object]) -> int:
-    """Return the largest sum of bytes that `call` has allocated and not yet freed."""
-    call()
-    if torch.cuda.is_available():
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        call()
-        return torch.cuda.max_memory_allocated() - before
-    with warnings.catch_warnings(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        warnings.simplefilter("ignore")
-        call()
-    assert profiler.profiler is not None
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
-
-
-def best_seconds(calls: Mapping[str, Callable[[], object]], budget: float, rounds: int = 3) -> dict[str, float]:
-    """Return the best time of each call; they take turns until each has had `budget` seconds and so many `rounds`."""
-    best, spent, done = dict.fromkeys(calls, float("inf")), dict.fromkeys(calls, 0.0), 0
-    while waiting := [name for name in calls if done < rounds or spent[name] < budget]:
-        for name in waiting:
-            value = _timed(calls[name])
-            best[name], spent[name] = min(best[name], value), spent[name] + value
-        done += 1
-    return best
-
-
-def _timed(call: Callable[[], object]) -> float:
-    if not torch.cuda.is_available():
-        began = time.process_time()
-        call()
-        return time.process_time() - began
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    call()
-    torch.cuda.synchronize()
-    return time.perf_counter() - began
 
 
 def matmul_peak(repeats: int = 12) -> float:

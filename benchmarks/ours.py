@@ -42,9 +42,7 @@ def model_of(data: Sequences, settings: dict[str, Any]) -> SASRec:
     return SASRec(options, Catalogue(data.num_items, data.num_users, options.length))
 
 
-def train(
-    model: SASRec, data: Sequences, settings: dict[str, Any], precision: str, *, resident: bool = True
-) -> dict[str, float]:
+def train(model: SASRec, data: Sequences, settings: dict[str, Any], precision: str) -> dict[str, float]:
     """Train for three epochs; time the second from its start to the start of the third, resume state included."""
     config = FinetuneConfig(
         epochs=3,
@@ -54,7 +52,6 @@ def train(
         warmup_steps=0,
         clip_norm=0.0,
         precision=precision,
-        resident=resident,
     )
     started: list[Cost] = []
     model.on_epoch = lambda: started.append(meter.now())  # the engine calls it at the start of each epoch

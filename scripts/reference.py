@@ -1,7 +1,7 @@
-"""Writes docs/reference/settings.md and commands.md from the code: `python scripts/reference.py`.
+"""The site's pages of settings and commands, written from the code: `make docs` calls this through site_hooks.py.
 
 A setting's type, default and range come from its dataclass, its meaning from the comment on its line; a command's flags
-come from its parser. tests/test_site.py fails while a page is out of date.
+come from its parser.
 """
 
 from __future__ import annotations
@@ -15,18 +15,13 @@ import sys
 import textwrap
 import tokenize
 import typing
-from pathlib import Path
 from typing import Annotated, Any, Literal
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from seqrec import config
 from seqrec.__main__ import COMMANDS, command_parser
 from seqrec.models import REGISTRY
 from seqrec.models.base import Options
 
-FOLDER = Path(__file__).parent.parent / "docs" / "reference"
-HEADER = "<!-- Written by scripts/reference.py from the code. -->\n"
 TOP_LEVEL = """\
 | key | type | default | meaning |
 |---|---|---|---|
@@ -58,7 +53,7 @@ PARTS = [  # key in params.yaml, its dataclass, whether inherited fields are lis
 
 def settings() -> str:
     """Return the page of all keys of params.yaml and of all options of the models."""
-    text = f"{HEADER}# Settings\n\n" + textwrap.dedent(
+    text = "# Settings\n\n" + textwrap.dedent(
         """\
         All keys of params.yaml. Keys that are left out have the default below. A value in a model's entry takes
         precedence over one in the dataset's entry, and that one over the section. Unknown keys, wrong types and values
@@ -81,7 +76,7 @@ def settings() -> str:
 
 def commands() -> str:
     """Return the page of all commands with their flags."""
-    text = f"{HEADER}# Commands\n\n`python -m seqrec COMMAND`. Exit status: 0 success, 1 failure, 2 wrong usage.\n\n"
+    text = "# Commands\n\n`python -m seqrec COMMAND`. Exit status: 0 success, 1 failure, 2 wrong usage.\n\n"
     text += "".join(f"- [{name}](#{name}): {summary}\n" for name, (_, _, summary) in COMMANDS.items())
     text += "\nEvery command also takes `--params FILE` (settings, default params.yaml), `--metrics FILE` (write the\n"
     text += "returned figures to this JSON file) and `--verbose` (log more, show tracebacks).\n"
@@ -159,13 +154,3 @@ def comments(cls: type) -> dict[str, str]:
 
 def _alone(source: str, line: int) -> bool:
     return source.splitlines()[line - 1].lstrip().startswith("#")
-
-
-def pages() -> dict[Path, str]:
-    """Return the text of each page by its file."""
-    return {FOLDER / "settings.md": settings(), FOLDER / "commands.md": commands()}
-
-
-if __name__ == "__main__":
-    for path, text in pages().items():
-        path.write_text(text, encoding="utf-8")

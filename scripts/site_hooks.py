@@ -1,7 +1,8 @@
 """MkDocs hooks: the site also shows README.md, CONTRIBUTING.md, and every file outside docs/ that a page links to.
 
-README.md becomes the first page. Another file `PATH` becomes `repository/PATH`, a folder the list of its files. Links
-are rewritten to these pages; a link to a file that does not exist is a warning, which `mkdocs build --strict` refuses.
+README.md becomes the first page. Another file `PATH` becomes `repository/PATH`, a folder the list of its files. A link
+to the code of the settings or of the commands leads to the page that reference.py writes from it. Links are rewritten
+to these pages; a link to a file that does not exist is a warning, which `mkdocs build --strict` refuses.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import logging
 import os
 import posixpath
 import re
+import sys
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
@@ -20,6 +22,7 @@ if TYPE_CHECKING:  # the links are also checked where MkDocs is not installed
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")  # shown as text, not as source
+FROM_CODE = {"seqrec/config/sections.py": "reference/settings.md", "seqrec/__main__.py": "reference/commands.md"}
 FENCE = re.compile(r"(^ *(`{3,}|~{3,}).*?^ *\2 *$)", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(!?\[(?:[^\[\]]|!?\[[^\]]*\]\([^)]*\))*\]\()([^)\s]+)(\))")
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".toml": "toml", ".sh": "bash"}
@@ -49,6 +52,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def page(path: str) -> tuple[str, list[str]]:
     """Return the Markdown of the page for `path`, relative to the repository, and the paths of the pages it needs."""
     file = ROOT / path
+    if path in FROM_CODE:
+        return from_code(path), []
     if file.is_dir():
         names = sorted(entry.name + "/" * entry.is_dir() for entry in file.iterdir() if entry.name[0] not in "._")
         text = f"# {path}\n\n" + "".join(f"- [{name}]({posixpath.basename(path)}/{name})\n" for name in names)
@@ -62,8 +67,18 @@ def page(path: str) -> tuple[str, list[str]]:
     )
 
 
+def from_code(path: str) -> str:
+    """Return the Markdown that reference.py writes from the file at `path`."""
+    sys.path.insert(0, str(ROOT))
+    from scripts import reference
+
+    return reference.settings() if path.endswith("sections.py") else reference.commands()
+
+
 def uri(path: str) -> str:
     """Return where the site has the page for `path`."""
+    if path in FROM_CODE:
+        return FROM_CODE[path]
     if path == "README.md":
         return "index.md"
     if (ROOT / path).is_dir():

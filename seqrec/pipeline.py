@@ -34,7 +34,6 @@ class Stage:
     writes: tuple[str, ...]
     project: Mapping[str, str] = field(default_factory=dict)  # arguments that are files of the project
     metrics: str = ""  # file of the figures that the function returns
-    shares_settings: bool = False  # whether its settings are the same for every model
 
     def __call__(self, params: Params, folder: Path, item: str = "", **more: Any) -> dict[str, float]:
         """Run the stage in `folder` for `item`, a dataset or a model; return its figures.
@@ -72,7 +71,7 @@ class Stage:
 
     def settings_file(self, params: Params, item: str) -> str:
         """Return the name of the file below settings/ that holds the settings of the stage, without its ending."""
-        if self.each == "model" and not self.shares_settings:
+        if self.each == "model":
             return f"{item}/{self.name}"
         return f"{self.names(params, item)['source']}{self.name}"
 
@@ -182,7 +181,6 @@ STAGES = (
             f"reports/{{item}}/{name}" for name in ("cases.parquet", "recommendations.parquet", "metrics.json")
         ),
         metrics="reports/evaluated/{item}.json",
-        shares_settings=True,
     ),
     Stage(
         name="register",

@@ -174,6 +174,33 @@ def run(prepared, out, model="sasrec", resume=False, options=None, log=None, **c
     return finetune(**shared, config=settings, resume=resume, log=log)
 
 
+def run_pretrain(model, dataset, out, options, sources=(), **config):
+    """Pre-train on the dataset in the folder `dataset`, with its items' text."""
+    return pretrain(
+        model=model,
+        sequences=dataset / "sequences",
+        initial=out / "initial",
+        state=out / "state",
+        architecture=ModelConfig(architecture=model, options=options),
+        filter_seen=True,
+        config=PretrainConfig(**config),
+        data=dataset,
+        sources=sources,
+    )
+
+
+def run_finetune(model, dataset, out, **config):
+    return finetune(
+        model=model,
+        sequences=dataset / "sequences",
+        initial=out / "initial",
+        checkpoint=out / "finetuned",
+        state=out / "state",
+        filter_seen=True,
+        config=FinetuneConfig(**config),
+    )
+
+
 def weights(out):
     return load_model(out / "finetuned")[0].state_dict()
 

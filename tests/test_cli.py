@@ -101,15 +101,6 @@ def test_a_mistake_is_one_message_and_exits_with_1(params, caplog, arguments, me
     assert "Traceback" not in caplog.text
 
 
-def test_a_wrong_setting_is_named_before_anything_runs(params, caplog):
-    content = yaml.safe_load(params.read_text())
-    content["finetune"]["epoch"] = 3
-    params.write_text(yaml.safe_dump(content))
-    assert main(["ingest", "--output", "data", "--downloads", "state"]) == 1
-    assert "finetune.epoch: unknown key" in caplog.text
-    assert not Path("data").exists()
-
-
 def test_verbose_shows_the_traceback(params):
     with pytest.raises(ValueError, match=r"no entry models\.bert5rec"):
         main(["finetune", "--model", "bert5rec", *FINETUNE, "--verbose"])

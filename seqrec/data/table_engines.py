@@ -23,8 +23,6 @@ from seqrec.config import ConfigError
 Frame = nw.LazyFrame[Any]
 Table = nw.DataFrame[Any]
 
-ENGINES = ("polars", "spark")
-
 
 class Engine(Protocol):
     """The interface of a table engine."""

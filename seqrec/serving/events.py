@@ -354,5 +354,6 @@ def dump(store: Store, output: Path, kinds: Collection[str] = POSITIVE) -> int:
             writer.writerow(row)
             rows += 1
         if not rows:
+            partial.unlink()
             raise ValueError(f"the store has no events of the kinds {', '.join(kinds)}: {output} was not written")
     return rows

@@ -21,7 +21,7 @@ from mlflow import MlflowClient
 from support import MEASURED, running, synthetic_rows
 
 from seqrec.__main__ import main
-from seqrec.config import ConfigError, RegisterConfig, load
+from seqrec.config import RegisterConfig, load
 from seqrec.evaluation import leaderboard
 from seqrec.locks import locked
 from seqrec.serving import http
@@ -209,27 +209,3 @@ def test_the_loop_closes(tmp_path, caplog):
     assert (answer["version"], answer["unknown"]) == ("2", 0)
     expected = retrained.recommend(past.items, 3, times=past.times, user="u1", exclude=past.hidden)
     assert answer["items"] == expected.items
-
-
-def test_a_config_needs_only_dataset_and_models():
-    params = load(Path("config.yaml"))
-    assert params.leaderboard == ("sasrec",)
-    assert params.model("sasrec").architecture == "sasrec"
-    assert params.section("finetune", model="sasrec").batch_size == 16
-    assert params.section("prepare").min_user_events == 5
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "expected a mapping of settings, got None"),
-        ("dataset: ml-100k", "models: missing key"),
-        ("{dataset: ml-100k, models: {sasrec: {options: {}, epochs: 3}}}", r"models\.sasrec\.epochs: unknown key"),
-        ("{dataset: ml-100k, models: {sasrec: {}}, finetune: {epoch: 3}}", r"finetune\.epoch: unknown key"),
-        ("{dataset: ml-100k, models: {sasrec: {}}, leaderboard: [gru]}", r"no entry models\.gru"),
-    ],
-)
-def test_a_mistake_in_a_config_is_named_by_its_key(tmp_path, text, message):
-    (tmp_path / "config.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=message):
-        load(tmp_path / "config.yaml")

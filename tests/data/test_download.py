@@ -132,47 +132,29 @@ def test_a_finished_download_is_not_fetched_again(server, tmp_path):
     assert len(server.log) == 1
 
 
-def test_a_partial_download_continues_by_range(server, tmp_path):
+@pytest.mark.parametrize(
+    ("partial", "version", "served", "asked"),
+    [
+        (b"0123", '"1"', '"1"', ["bytes=4-"]),
+        (b"0123456789", '"1"', '"1"', ["bytes=10-"]),  # killed before its renaming
+        (b"abcd", '"1"', '"2"', ["bytes=4-"]),  # of another version: sent from the beginning
+        (b"abcd", "", "", [""]),  # of no version
+        (b"0123456789ab", '"1"', '"1"', ["bytes=12-", ""]),  # longer than the file
+    ],
+)
+def test_a_partial_download_continues_by_range_where_that_is_safe(server, tmp_path, partial, version, served, asked):
+    server.files["a.dat"], server.version = b"0123456789", served
+    started(f"{server.url}/a.dat", tmp_path, partial, version)
+    assert fetch(f"{server.url}/a.dat", tmp_path, retries=1).read_bytes() == b"0123456789"
+    assert [request for _, request in server.log] == asked
+
+
+def test_a_busy_server_is_asked_again_and_costs_no_bytes(server, tmp_path):
     server.files["a.dat"] = b"0123456789"
+    server.statuses = [503, 429]
     started(f"{server.url}/a.dat", tmp_path, b"0123")
-    assert fetch(f"{server.url}/a.dat", tmp_path).read_bytes() == b"0123456789"
-    assert server.log == [("a.dat", "bytes=4-")]
-
-
-def test_a_partial_download_of_another_version_starts_afresh(server, tmp_path):
-    server.files["a.dat"] = b"abcdefghij"
-    server.version = '"2"'
-    started(f"{server.url}/a.dat", tmp_path, b"0123", version='"1"')
-    assert fetch(f"{server.url}/a.dat", tmp_path).read_bytes() == b"abcdefghij"
-
-
-def test_without_a_version_a_partial_download_starts_afresh(server, tmp_path):
-    server.files["a.dat"] = b"0123456789"
-    server.version = ""
-    started(f"{server.url}/a.dat", tmp_path, b"xxxx", version="")
-    assert fetch(f"{server.url}/a.dat", tmp_path).read_bytes() == b"0123456789"
-    assert server.log == [("a.dat", "")]
-
-
-def test_a_download_killed_before_its_renaming_is_complete(server, tmp_path):
-    server.files["a.dat"] = b"0123456789"
-    started(f"{server.url}/a.dat", tmp_path, b"0123456789")
-    assert fetch(f"{server.url}/a.dat", tmp_path).read_bytes() == b"0123456789"
-    assert server.log == [("a.dat", "bytes=10-")]
-
-
-def test_a_partial_download_longer_than_the_file_starts_afresh(server, tmp_path):
-    server.files["a.dat"] = b"0123"
-    started(f"{server.url}/a.dat", tmp_path, b"0123456789")
-    assert fetch(f"{server.url}/a.dat", tmp_path, retries=1).read_bytes() == b"0123"
-
-
-def test_a_busy_server_costs_no_bytes(server, tmp_path):
-    server.files["a.dat"] = b"0123456789"
-    server.statuses = [503]
-    started(f"{server.url}/a.dat", tmp_path, b"0123")
-    assert fetch(f"{server.url}/a.dat", tmp_path).read_bytes() == b"0123456789"
-    assert [asked for _, asked in server.log] == ["bytes=4-", "bytes=4-"]
+    assert fetch(f"{server.url}/a.dat", tmp_path, retries=2).read_bytes() == b"0123456789"
+    assert [asked for _, asked in server.log] == ["bytes=4-"] * 3
 
 
 def test_a_connection_that_keeps_dropping_gets_there_bit_by_bit(server, tmp_path):
@@ -180,12 +162,6 @@ def test_a_connection_that_keeps_dropping_gets_there_bit_by_bit(server, tmp_path
     server.drop_after = 30
     assert fetch(f"{server.url}/a.dat", tmp_path, retries=0).read_bytes() == bytes(range(100))
     assert [asked for _, asked in server.log] == ["", "bytes=30-", "bytes=60-", "bytes=90-"]
-
-
-def test_a_busy_server_is_asked_again(server, tmp_path):
-    server.files["a.dat"] = b"0123"
-    server.statuses = [503, 429]
-    assert fetch(f"{server.url}/a.dat", tmp_path, retries=2).read_bytes() == b"0123"
 
 
 def test_the_attempts_end(server, tmp_path):

@@ -7,19 +7,19 @@ import math
 
 import pyarrow as pa
 import pytest
+import support
 import torch
 from support import make_batch, make_model, make_tokens, prepare_rows, save_bert, synthetic_rows
 from torch.nn import functional as F
 
 from seqrec import artifacts
 from seqrec.artifacts import write_table
-from seqrec.config import ConfigError, FinetuneConfig, ModelConfig, PretrainConfig
+from seqrec.config import ConfigError, ModelConfig, PretrainConfig
 from seqrec.data import item_tokens, sequences
 from seqrec.models.base import Catalogue
 from seqrec.models.recformer import Neighbours, Text, mask_words
 from seqrec.serving.recommender import Recommender
 from seqrec.stages.evaluate import evaluate
-from seqrec.stages.finetune import finetune
 from seqrec.stages.pretrain import pretrain, train_parts
 from seqrec.training import loop, pretrained, validation
 from seqrec.training.checkpoint import load_model
@@ -435,29 +435,13 @@ def source(tmp_path_factory):
 
 
 def run_pretrain(target, out, sources=(), options=None, **config):
-    return pretrain(
-        model="recformer",
-        sequences=target / "sequences",
-        initial=out / "initial",
-        state=out / "state",
-        architecture=ModelConfig(architecture="recformer", options=OPTIONS | (options or {})),
-        filter_seen=True,
-        config=PretrainConfig(**(SETTINGS | PRETRAIN | config)),
-        data=target,
-        sources=sources,
+    return support.run_pretrain(
+        "recformer", target, out, OPTIONS | (options or {}), sources, **(SETTINGS | PRETRAIN | config)
     )
 
 
-def run_finetune(target, out, **config):
-    return finetune(
-        model="recformer",
-        sequences=target / "sequences",
-        initial=out / "initial",
-        checkpoint=out / "finetuned",
-        state=out / "state",
-        filter_seen=True,
-        config=FinetuneConfig(**(SETTINGS | config)),
-    )
+def run_finetune(target, out, model="recformer", **config):
+    return support.run_finetune(model, target, out, **(SETTINGS | config))
 
 
 def vectors(folder):
@@ -724,17 +708,7 @@ def texts_of(target):
 
 def run_on_vectors(architecture, target, out, start, sources=(), **options):
     options = {"length": 6, "d_model": 16, "layers": 1, "heads": 1, "start": start} | options
-    return pretrain(
-        model=architecture,
-        sequences=target / "sequences",
-        initial=out / "initial",
-        state=out / "state",
-        architecture=ModelConfig(architecture=architecture, options=options),
-        filter_seen=True,
-        config=PretrainConfig(**(SETTINGS | PRETRAIN)),
-        data=target,
-        sources=sources,
-    )
+    return support.run_pretrain(architecture, target, out, options, sources, **(SETTINGS | PRETRAIN))
 
 
 def test_unisrec_learns_from_the_sources_and_serves_the_target(target, source, tmp_path):
@@ -758,13 +732,8 @@ def test_unisrec_learns_from_the_sources_and_serves_the_target(target, source, t
 
 @pytest.mark.parametrize("architecture", ["fdsa", "s3rec"])
 def test_attributes_are_the_words_that_titles_share(target, tmp_path, architecture):
-    shape = {"length": 6, "d_model": 16, "layers": 1, "heads": 1}
-    settings = ModelConfig(architecture=architecture, options=shape | {"attribute_values": 2})
-    folders = {"sequences": target / "sequences", "initial": tmp_path / "initial", "state": tmp_path / "state"}
-    config = PretrainConfig(**(SETTINGS | PRETRAIN))
-    values = pretrain(
-        model=architecture, **folders, architecture=settings, filter_seen=True, config=config, data=target
-    )
+    options = {"length": 6, "d_model": 16, "layers": 1, "heads": 1, "attribute_values": 2}
+    values = support.run_pretrain(architecture, target, tmp_path, options, **(SETTINGS | PRETRAIN))
     run_finetune(target, tmp_path, epochs=1)
 
     assert ("valid/accuracy" in values) == (architecture == "s3rec")

@@ -6,14 +6,12 @@ import math
 
 import numpy as np
 import pytest
+import support
 import torch
 from support import make_batch, make_model, prepare_rows, synthetic_rows
 
-from seqrec.config import FinetuneConfig, ModelConfig, PretrainConfig
 from seqrec.data import sequences
 from seqrec.models.recguru import domain_loss, reverse_gradient
-from seqrec.stages.finetune import finetune
-from seqrec.stages.pretrain import pretrain
 from seqrec.training import loop
 from seqrec.training.checkpoint import load_model
 
@@ -248,16 +246,7 @@ def domains(tmp_path_factory):
 
 def run_pretrain(domains, out, **config):
     target, source = domains
-    return pretrain(
-        model="recguru",
-        sequences=target / "sequences",
-        initial=out / "initial",
-        state=out / "state",
-        architecture=ModelConfig(architecture="recguru", options=OPTIONS),
-        filter_seen=True,
-        config=PretrainConfig(**(SETTINGS | {"epochs": 3} | config)),
-        sources=[source],
-    )
+    return support.run_pretrain("recguru", target, out, OPTIONS, [source], **(SETTINGS | {"epochs": 3} | config))
 
 
 def initial(out):
@@ -270,9 +259,7 @@ def history(out):
 
 def test_both_domains_are_pre_trained_on_and_the_target_is_fine_tuned(domains, tmp_path):
     values = run_pretrain(domains, tmp_path, patience=1)
-    config = FinetuneConfig(**(SETTINGS | {"epochs": 1}))
-    paths = {"initial": tmp_path / "initial", "checkpoint": tmp_path / "finetuned", "state": tmp_path / "state"}
-    finetune(model="recguru", sequences=domains[0] / "sequences", **paths, filter_seen=True, config=config)
+    support.run_finetune("recguru", domains[0], tmp_path, **SETTINGS, epochs=1)
 
     target = sequences.load(domains[0] / "sequences")
     assert values["epochs"] == 3  # all of them: nothing is validated

@@ -2,11 +2,8 @@
 
 import contextlib
 import functools
-import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -142,31 +139,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
     assert losses_of(expected) == losses_of(tmp_path)
     assert list((tmp_path / "state").glob("*/step-*")) == []
-
-
-def test_a_killed_process_resumes_and_gives_the_same_weights(prepared, tmp_path):
-    """SIGKILL while the process trains; the same command then finishes the work."""
-    script = (
-        "import sys; sys.path[:0] = sys.argv[3:]\n"
-        "from pathlib import Path; from support import run\n"
-        "run(Path(sys.argv[1]), Path(sys.argv[2]), epochs=9, save_steps=1)"
-    )
-    folders = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent.parent)]
-    command = [sys.executable, "-c", script, str(prepared), str(tmp_path / "killed"), *folders]
-    process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    deadline = time.monotonic() + 300  # a busy machine
-    while not list((tmp_path / "killed" / "state").glob("*/step-*")) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    assert not (tmp_path / "killed" / "finetuned" / "best.safetensors").exists()
-    assert list((tmp_path / "killed" / "state").glob("*/step-*"))
-
-    run(prepared, tmp_path / "killed", epochs=9, save_steps=1)
-    run(prepared, tmp_path / "whole", epochs=9, save_steps=1)
-
-    killed, expected = weights(tmp_path / "killed"), weights(tmp_path / "whole")
-    assert all(torch.equal(killed[name], expected[name]) for name in expected)
 
 
 def test_the_same_seed_gives_the_same_weights_and_another_does_not(prepared, tmp_path):
