@@ -112,6 +112,7 @@ class SequenceModel(nn.Module):
     undecayed: ClassVar[tuple[str, ...]] = ()  # name suffixes of matrices without weight decay; vectors never have any
     shortest = 1  # minimum number of positions in an exported graph; shorter inputs are padded
     contrastive: ClassVar[frozenset[str]] = frozenset()  # phases whose batches include the target; validated by `hits`
+    by_prefix: ClassVar[frozenset[str]] = frozenset()  # phases whose rows are prefixes, whatever the objective
 
     def __init__(self, options: Any, catalogue: Catalogue) -> None:
         super().__init__()

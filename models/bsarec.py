@@ -5,11 +5,13 @@ into low and high frequencies of its Fourier transform along the positions, and 
 
 Because of the Fourier transform, every output depends on every event of the window, so an event can only be predicted
 from a window that ends before it. Training examples are therefore prefixes (objective `last`), and only their last row
-is used.
+is used. Positions before the first event read all positions of the window alike, as in the paper's code: there, a
+softmax over keys that are all masked by -10,000 ignores the mask. The filter carries them on to the last position.
 
 Differs from the paper's code in these places:
 - the filter is a constant matrix, since all windows are padded to one length;
 - positions count back from the most recent event, which is a mere renaming for windows of one length;
+- the vector of padding is 0 at the start; in the code it is random, and never trained;
 - by default, attention weights have no dropout (`attention_dropout`), so that a fused kernel can be used.
 
 Shape suffixes, besides those of base.py: N positions of the padded window, Q queries.
@@ -110,7 +112,7 @@ class BSARec(SequenceModel):
         """See `SequenceModel.forward`; rows other than the last depend on later events."""
         length = batch.items.shape[1]
         items_BN = F.pad(batch.items, (self.options.length - length, 0), value=PAD)
-        bias_BNN = attention_bias(items_BN, causal=True)
+        bias_BNN = attention_bias(items_BN, causal=True).masked_fill((items_BN == PAD).unsqueeze(2), 0.0)
         x_BND: Tensor = self.dropout(self.norm(self.items(items_BN) + self.positions))
         for number, block in enumerate(self.blocks, start=1):
             only_last = last and number == self.options.layers  # earlier layers compute its window

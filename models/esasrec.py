@@ -2,7 +2,7 @@
 
 The blocks are those of LiGR (Borisyuk et al. 2025, arXiv:2502.03417): each branch reads the normalised input and is
 added through a sigmoid gate, computed from the unnormalised input. The feed-forward network is a SwiGLU (Shazeer 2020,
-arXiv:2002.05202).
+arXiv:2002.05202). Item vectors are read as they are, as in the public code, without SASRec's factor sqrt(d_model).
 
 Differs from the public code in these places:
 - the last block's output is normalised, as in SASRec; the code uses it without normalisation;
@@ -72,4 +72,5 @@ class ESASRec(SASRec):
     def __init__(self, options: ESASRecOptions, catalogue: Catalogue) -> None:
         super().__init__(options, catalogue)
         self.blocks = nn.ModuleList(LiGRBlock(options) for _ in range(options.layers))
+        self.scale = 1.0
         initialise(self)

@@ -372,7 +372,7 @@ class Recformer(SequenceModel):
     options: RecformerOptions
     objectives = frozenset({"causal", "last"})
     text = "tokens"
-    contrastive = frozenset({"contrastive"})
+    contrastive = by_prefix = frozenset({"contrastive"})
     vectors: Tensor
     ids: Tensor
     types: Tensor

@@ -1,11 +1,16 @@
 """S3-Rec: self-supervised learning with four mutual-information losses (Zhou et al., CIKM 2020, arXiv:2008.07873).
 
-Pre-training uses bidirectional attention and relates items, attributes, masked histories and segments. Fine-tuning
-is that of SASRec, with causal attention, and starts from the pre-trained weights.
+Pre-training uses bidirectional attention and relates items, attributes, masked histories and segments. It reads every
+prefix of a history, and the last item of each is always masked. Fine-tuning is that of SASRec, with causal attention,
+and starts from the pre-trained weights.
 
 Differs from the paper's code in these places:
 - each loss term is a sum over the batch divided by its rows, so that its weight does not depend on the batch size;
 - negative items that occur in their own row are ignored; the code draws others;
+- a prefix has at least two events, and prefixes of long histories begin with later events; the code also reads the
+  first event alone, and only prefixes that begin with the oldest of the last `length` events;
+- the segment to tell apart is drawn from the histories of the batch; the code draws it from all histories, whose
+  validation and test events are among them;
 - positions count back from the most recent event;
 - early stopping of pre-training uses the in-batch accuracy for the masked last item of held-out histories;
 - the loss of fine-tuning is that of the training settings, by default full softmax.
@@ -30,7 +35,7 @@ from seqrec.models.layers import attention_bias, initialise
 class S3RecOptions(FDSAOptions):
     """Options of S3-Rec; the weights are those of the paper's code."""
 
-    mask_probability: float = 0.2  # pre-training: probability of masking an item
+    mask_probability: float = 0.2  # pre-training: probability of masking an item before the last, always masked one
     item_attribute_weight: float = 0.2  # weight of predicting an item's attributes from the item
     item_weight: float = 1.0  # weight of predicting masked items
     attribute_weight: float = 1.0  # weight of predicting a masked item's attributes from its context
@@ -53,7 +58,7 @@ class S3Rec(SequenceModel):
     objectives = frozenset({"causal", "last"})
     reads_events = True
     text = "attributes"
-    contrastive = frozenset({"mutual"})
+    contrastive = by_prefix = frozenset({"mutual"})
     value_VM: Tensor
 
     def __init__(self, options: S3RecOptions, catalogue: Catalogue) -> None:
@@ -98,6 +103,7 @@ class S3Rec(SequenceModel):
         items_BL = batch.items[:, -self.options.length :]
         draw_BL = torch.rand(items_BL.shape, device=items_BL.device)
         masked_BL = (items_BL != PAD) & (draw_BL < self.options.mask_probability)
+        masked_BL[:, -1] = True
         other_BL = torch.randint_like(items_BL, 1, self.mask)
         terms = self.item_terms(items_BL, masked_BL, other_BL)
         if self.options.segment_weight > 0:

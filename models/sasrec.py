@@ -73,13 +73,14 @@ class SASRec(SequenceModel):
         self.dropout = Dropout(options.dropout)
         self.blocks = nn.ModuleList(Block(options) for _ in range(options.layers))
         self.norm = nn.LayerNorm(options.d_model)
+        self.scale = options.d_model**0.5  # of item vectors in a history
         initialise(self)
 
     def forward(self, batch: Batch, last: bool = False) -> Tensor:
         """See `SequenceModel.forward`."""
         length = batch.items.shape[1]
         bias_BLL = attention_bias(batch.items, causal=True)
-        x_BLD = self.items(batch.items) * self.options.d_model**0.5 + self.positions[-length:]
+        x_BLD = self.items(batch.items) * self.scale + self.positions[-length:]
         x_BLD = self.dropout(x_BLD)
         for number, block in enumerate(self.blocks, start=1):
             only_last = last and number == self.options.layers  # earlier layers feed its keys and values

@@ -10,7 +10,8 @@ Differs from the paper and its code in these places:
   with a logit of 0;
 - the experts share one dropout mask, so that a single matrix product computes all of them;
 - positions count back from the most recent event;
-- all positions of a history are trained at once (objective causal); the code makes a row of each prefix.
+- fine-tuning trains all positions of a history at once (objective causal); the code makes a row of each prefix, as
+  pre-training does here, too.
 
 Shape suffixes, besides those of layers.py: X width of a text vector   G experts   N vectors
 """
@@ -94,7 +95,7 @@ class UniSRec(SequenceModel):
     objectives = frozenset({"causal", "last"})
     reads_events = True
     text = "vectors"
-    contrastive = frozenset({"contrastive"})
+    contrastive = by_prefix = frozenset({"contrastive"})
     text_VX: Tensor
 
     def __init__(self, options: UniSRecOptions, catalogue: Catalogue) -> None:

@@ -152,7 +152,7 @@ class TrainConfig(Section):
     sparse_tables: bool = False  # sampled losses: a step updates only the rows it uses, for huge catalogues
     gbce_t: Share = 0.75  # gbce: 0: equals bce, 1: calibrated for the whole catalogue
     windows: Annotated[Literal["last", "all"], OrAuto()] = "last"  # causal, cloze: a user's last window | all windows
-    prefixes_per_user: Count = 0  # last: random prefixes per user and epoch; 0: all
+    prefixes_per_user: Count = 0  # last; pretrain of unisrec, s3rec, recformer: random prefixes per user, epoch; 0: all
     earliest_target: Annotated[float, Bounds(ge=0, lt=1)] = 0.0  # last: share of a history without targets
     user_share: Annotated[float, Bounds(gt=0, le=1)] = 1.0  # share of users to train on, for learning curves
     mask_probability: Fraction = 0.2  # cloze: probability of masking an event

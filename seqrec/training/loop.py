@@ -24,7 +24,7 @@ from seqrec.config import TrainConfig
 from seqrec.data import sequences
 from seqrec.data.sequences import Cases, Sequences
 from seqrec.evaluation import metrics, ranking
-from seqrec.models.base import SequenceModel
+from seqrec.models.base import Options, SequenceModel
 from seqrec.training import batches, contrast, objectives, optimizer, validation
 from seqrec.training.batches import Windows
 from seqrec.training.checkpoint import ResumeState, below, not_finite
@@ -151,6 +151,7 @@ class _Step(nn.Module):
 @dataclass(frozen=True)
 class _Phase:
     name: str
+    options: Options  # those of the model, with the objective of the phase
     contrastive: bool  # whether validation measures in-batch accuracy
     optimizers: list[Optimizer]
     step: nn.Module  # _Step, as DDP wraps it
@@ -212,8 +213,10 @@ class _Run:
     def _enter(self, name: str) -> None:
         config = self.job.config
         self.model.enter(name)
+        options: Options = self.model.options
         self.phase = _Phase(
             name=name,
+            options=replace(options, objective="last") if name in self.model.by_prefix else options,
             contrastive=name in self.model.contrastive,
             optimizers=optimizer.build(self.model, config),
             step=self.job.accelerator.prepare(_Step(self.model, Loss(config, self.data.count), config)),
@@ -237,7 +240,7 @@ class _Run:
         """Train on the rest of the current epoch."""
         position, config = self.position, self.job.config
         self.order.set_state(self.epoch_order)
-        windows = batches.windows(self.data, self.model.options, config, self.order)
+        windows = batches.windows(self.data, self.phase.options, config, self.order)
         plan = self._plan(windows)
         total = config.epochs * len(plan)
         bar.start(total, position.step)
@@ -279,7 +282,7 @@ class _Run:
         with torch.no_grad():
             self.model.on_epoch()
         self.model.train()
-        windows = batches.windows(self.data, self.model.options, self.job.config, self.order)
+        windows = batches.windows(self.data, self.phase.options, self.job.config, self.order)
         plan = self._plan(windows)
         optimizer.set_learning_rate(self.phase.optimizers, 0.0)
         seconds = []
@@ -344,7 +347,7 @@ class _Run:
         config, accelerator = self.job.config, self.job.accelerator
         example = objectives.example(
             self.data,
-            self.model.options,
+            self.phase.options,
             config,
             chosen,
             seed=config.seed * 1_000_003 + step,

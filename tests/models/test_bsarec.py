@@ -35,11 +35,11 @@ def linear(x, weights, name):
 
 
 def attention(x, weights, name, first):
-    """One head; padding, the rows before `first`, is no key but its own."""
+    """One head; padding, the rows before `first`, is a key of its own rows alone, and these read every row."""
     query, key, value = (linear(x, weights, f"{name}.to_{part}") for part in ("query", "key", "value"))
     mixed = np.zeros_like(x)
     for i in range(len(x)):
-        seen = [j for j in range(i + 1) if j >= first or j == i]
+        seen = slice(first, i + 1) if i >= first else slice(None)
         scores = np.exp(key[seen] @ query[i] / np.sqrt(x.shape[1]))
         mixed[i] = scores / scores.sum() @ value[seen]
     return linear(mixed, weights, f"{name}.to_out")

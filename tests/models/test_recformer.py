@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 
 import pyarrow as pa
 import pytest
@@ -16,6 +17,7 @@ from seqrec import artifacts
 from seqrec.artifacts import write_table
 from seqrec.config import ConfigError, ModelConfig, PretrainConfig
 from seqrec.data import item_tokens, sequences
+from seqrec.models import REGISTRY
 from seqrec.models.base import Catalogue
 from seqrec.models.recformer import Neighbours, Text, mask_words
 from seqrec.serving.recommender import Recommender
@@ -706,9 +708,35 @@ def texts_of(target):
     return item_tokens.read_texts(target / artifacts.ITEMS, sequences.read_vocabulary(target / "sequences")[0])
 
 
-def run_on_vectors(architecture, target, out, start, sources=(), **options):
-    options = {"length": 6, "d_model": 16, "layers": 1, "heads": 1, "start": start} | options
-    return support.run_pretrain(architecture, target, out, options, sources, **(SETTINGS | PRETRAIN))
+def run_another(architecture, target, out, sources=(), settings=None, **options):
+    options = {"length": 6, "d_model": 16, "layers": 1, "heads": 1} | options
+    return support.run_pretrain(architecture, target, out, options, sources, **(SETTINGS | PRETRAIN | (settings or {})))
+
+
+@pytest.mark.parametrize("number", [0, 2])
+@pytest.mark.parametrize("architecture", ["unisrec", "s3rec", "recformer"])
+def test_pre_training_reads_every_prefix_or_so_many_a_user(target, tmp_path, monkeypatch, architecture, number):
+    """Also with objective causal, where fine-tuning makes one row of a history."""
+    known, seen = REGISTRY[architecture], []
+    loss = known.training_loss
+    monkeypatch.setattr(known, "training_loss", lambda *given: seen.extend(given[1].items.tolist()) or loss(*given))
+    settings = {"batch_size": 8, "prefixes_per_user": number, "earliest_target": 0.0}
+    options = {
+        "unisrec": {"start": save_bert(texts_of(target), tmp_path / "bert")[0]},
+        "s3rec": {},
+        "recformer": ITEMS | {"refresh": False, "vocabulary": 300},
+    }[architecture]
+
+    run_another(architecture, target, tmp_path, settings=settings, **options)
+
+    data = train_parts([sequences.load(target / "sequences")], PretrainConfig(**(SETTINGS | PRETRAIN)))
+    histories = [data.items[first:stop].tolist() for first, stop in zip(data.start, data.train_stop, strict=True)]
+    users = [[tuple(row[:stop][-7:]) for stop in range(2, len(row) + 1)] for row in histories]
+    read = Counter(tuple(item for item in row if item) for row in seen)
+    every = Counter(prefix for prefixes in users for prefix in prefixes)
+    rows = sum(min(number or len(prefixes), len(prefixes)) for prefixes in users)
+    assert read <= every
+    assert read.total() == rows - rows % 8  # the rest fills no batch
 
 
 def test_unisrec_learns_from_the_sources_and_serves_the_target(target, source, tmp_path):
@@ -716,7 +744,7 @@ def test_unisrec_learns_from_the_sources_and_serves_the_target(target, source, t
     start, tokenizer = save_bert(texts, tmp_path / "bert")
     options = {"ids": True, "fixed_encoder": True, "experts": 2}
 
-    values = run_on_vectors("unisrec", target, tmp_path, start, sources=[source], **options)
+    values = run_another("unisrec", target, tmp_path, start=start, sources=[source], **options)
     run_finetune(target, tmp_path, epochs=1)
 
     assert "valid/accuracy" in values
@@ -732,8 +760,7 @@ def test_unisrec_learns_from_the_sources_and_serves_the_target(target, source, t
 
 @pytest.mark.parametrize("architecture", ["fdsa", "s3rec"])
 def test_attributes_are_the_words_that_titles_share(target, tmp_path, architecture):
-    options = {"length": 6, "d_model": 16, "layers": 1, "heads": 1, "attribute_values": 2}
-    values = support.run_pretrain(architecture, target, tmp_path, options, **(SETTINGS | PRETRAIN))
+    values = run_another(architecture, target, tmp_path, attribute_values=2)
     run_finetune(target, tmp_path, epochs=1)
 
     assert ("valid/accuracy" in values) == (architecture == "s3rec")
@@ -748,7 +775,7 @@ def test_zesrec_trains_on_frozen_text_vectors(target, tmp_path):
     texts = texts_of(target)
     start, tokenizer = save_bert(texts, tmp_path / "bert")
 
-    run_on_vectors("zesrec", target, tmp_path, start)
+    run_another("zesrec", target, tmp_path, start=start)
     run_finetune(target, tmp_path, epochs=1)
 
     first, last = (vectors(tmp_path / name)[0] for name in ("initial", "finetuned"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from support import make_batch, make_model
 from test_fdsa import stream
@@ -102,6 +103,19 @@ def test_pre_training_has_four_terms_and_fine_tuning_one():
     model.enter("train")
     assert model.training_loss(batch, lambda _: one["task"]) == one
     assert not any(parameter.requires_grad for parameter in model.heads.parameters())
+
+
+def test_the_last_item_of_a_row_is_always_masked_and_of_the_others_a_share(monkeypatch):
+    model, masks = build(mask_probability=0.2), []
+    monkeypatch.setattr(model, "item_terms", lambda items, masked, other: masks.append(masked) or {})
+    rows = make_batch([[3, 7, 2, 9, 4], [5, 1], [8, 4]] * 1000)
+
+    model.training_loss(rows, lambda _: None)
+
+    real, masked = rows.items != 0, masks[0]
+    assert masked[:, -1].all()
+    assert not masked[~real].any()
+    assert masked[:, :-1].sum() / real[:, :-1].sum() == pytest.approx(0.2, abs=0.02)
 
 
 def test_hits_are_masked_targets_nearer_than_those_of_other_rows():
