@@ -78,10 +78,10 @@ def test_another_file_of_counts_is_refused(prepared, tmp_path):
     content = (saved / COUNTS).read_bytes()
     (saved / COUNTS).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
 
-    with pytest.raises(ValueError, match="run the training again|refusing to load"):
+    with pytest.raises(ValueError, match=r"run the training again|refusing to load"):
         Recommender.load(saved)
     (saved / COUNTS).unlink()
-    with pytest.raises(ValueError, match="run the training again|refusing to load"):
+    with pytest.raises(ValueError, match=r"run the training again|refusing to load"):
         Recommender.load(saved)
 
 
