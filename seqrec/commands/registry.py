@@ -18,7 +18,7 @@ from seqrec.evaluation.leaderboard import SELECTION
 from seqrec.serving.events import Store, StoreError, store_url
 from seqrec.tracking import registry as models
 from seqrec.tracking.relocate import relocate
-from seqrec.tracking.runs import connect, explained, first_line, metric_name, registering
+from seqrec.tracking.runs import TrackingError, connect, explained, first_line, metric_name, registering
 
 logger = logging.getLogger(__name__)
 ACTIONS = ("show", "promote", "rollback", "relocate")
@@ -36,8 +36,9 @@ def registry(
     """Show the versions of a dataset's model, or change its champion.
 
     Args:
-        actions: show, promote (make --version the champion), rollback (to the previous champion) or relocate (correct
-            the paths in a local database after the project was moved or copied).
+        actions: show, promote (make --version the champion), rollback (to the last champion before this one that was
+            not rolled back itself) or relocate (correct the paths in a local database after the project was moved or
+            copied).
         dataset: its model is seqrec-DATASET.
         config: section `register`.
         version: version to promote.
@@ -47,7 +48,7 @@ def registry(
 
     Raises:
         ConfigError: the action, version or model does not exist, or there is no earlier champion.
-        TrackingError: the server does not answer.
+        TrackingError: the server does not answer, or another promotion is under way.
     """
     if len(actions) != 1 or actions[0] not in ACTIONS:
         raise ConfigError(f"registry: one of {', '.join(ACTIONS)} expected, not {' '.join(actions)}")
@@ -68,14 +69,20 @@ def _act(
     if action == "show":
         _show(client, model)
         return
-    champion = models.find_champion(client, name)
-    chosen = _version(client, name, str(version)) if action == "promote" else _before(client, champion)
-    reasons = [reason] if reason else []
-    if action == "promote" and store and champion is not None:
-        reasons += _click_through(store, str(champion.version), str(chosen.version))
     with registering(config, name.removeprefix("seqrec-")):
+        champion = models.find_champion(client, name)
+        chosen = _version(client, name, str(version)) if action == "promote" else _before(client, champion)
+        if models.is_same(chosen, champion):
+            logger.info("version %s of %s is the champion already: nothing to do", chosen.version, name)
+            return
+        reasons = [reason] if reason else []
+        if action == "promote" and store and champion is not None:
+            reasons += _click_through(store, str(champion.version), str(chosen.version))
         why = f"{action} by hand{': ' if reasons else ''}{'; '.join(reasons)}"
-        models.crown(client, chosen, champion, why, back=action == "rollback")
+        with models.claim(client, name) as still_ours:
+            if not (models.is_same(models.find_champion(client, name), champion) and still_ours()):
+                raise TrackingError(f"{action}: the champion of {name} is changing right now; look at it and try again")
+            models.crown(client, chosen, champion, why, back=action == "rollback")
     logger.info("version %s of %s is the champion", chosen.version, name)
 
 
@@ -98,10 +105,20 @@ def _version(client: MlflowClient, name: str, number: str) -> ModelVersion:
 
 
 def _before(client: MlflowClient, champion: ModelVersion | None) -> ModelVersion:
-    previous = None if champion is None else champion.tags.get(models.PREVIOUS_TAG)
-    if champion is None or previous in (None, "none"):
-        raise ConfigError("rollback: there was no champion before this one; promote a version instead")
-    return _version(client, champion.name, str(previous))
+    """Return the last champion before this one that was not rolled back itself."""
+    version, passed = champion, set[str]()
+    while version is not None:
+        passed.add(str(version.version))
+        previous = str(version.tags.get(models.PREVIOUS_TAG, "none"))
+        if previous == "none" or previous in passed:
+            break
+        try:
+            version = client.get_model_version(version.name, previous)
+        except MlflowException as error:
+            raise ConfigError(f"rollback: version {previous} was deleted; promote another version instead") from error
+        if models.WITHDRAWN_TAG not in version.tags:
+            return version
+    raise ConfigError("rollback: there was no champion before this one; promote a version instead")
 
 
 def _show(client: MlflowClient, model: RegisteredModel) -> None:

@@ -53,7 +53,7 @@ def promote(client: MlflowClient, version: ModelVersion, cases: pa.Table, config
                 registry.find_champion(client, version.name),
                 registry.find_evaluated(client, version.name),
             )
-            if evaluated is not None and str(evaluated.version) == str(version.version):
+            if registry.is_same(evaluated, version):
                 return _recorded(version)
             decision = _decide(client, version, champion, cases, config)
             if not still_ours():

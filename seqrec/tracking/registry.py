@@ -260,6 +260,12 @@ def find_champion(client: MlflowClient, name: str) -> ModelVersion | None:
     return None if number is None else client.get_model_version(name, number)
 
 
+def is_same(version: ModelVersion | None, other: ModelVersion | None) -> bool:
+    """Return whether both are the same version, or both None; stores name versions by numbers or by texts."""
+    numbers = [None if one is None else str(one.version) for one in (version, other)]
+    return numbers[0] == numbers[1]
+
+
 def find_evaluated(client: MlflowClient, name: str) -> ModelVersion | None:
     """Return the version whose evaluation is the champion's: itself, or what it was refitted from."""
     champion = find_champion(client, name)
@@ -301,9 +307,9 @@ def register_refit(
     client.set_terminated(run.info.run_id)
     with claim(client, name) as still_ours:
         champion, now = find_champion(client, name), find_evaluated(client, name)
-        if now is None or str(now.version) != str(evaluated.version) or not still_ours():
+        if not is_same(now, evaluated) or not still_ours():
             raise TrackingError(f"version {evaluated.version} of {name} is no longer the champion: refit the new one")
-        if champion is not None and str(champion.version) != str(version.version):
+        if not is_same(champion, version):
             crown(client, version, champion, reason)
     return version
 

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -381,6 +382,104 @@ def test_promotions_by_hand_are_audited_and_rolled_back(client, run, model, tmp_
         assert entry in printed
 
 
+def versions_of(client, run, model, tmp_path, name, number):
+    """Register so many versions, the first of them the champion; they differ in their weights alone."""
+    found = [
+        register(client, run, model, tmp_path, name, [2, 2, 2, 2], **{registry.WEIGHTS_TAG: f"weights {n}"})
+        for n in range(number)
+    ]
+    registry.crown(client, found[0], None, "a test")
+    return found
+
+
+def champion_of(client, name):
+    return int(registry.find_champion(client, name).version)
+
+
+def stored(client, name):
+    """Return all that the registry holds of a model."""
+    versions = client.search_model_versions(f"name = '{name}'")
+    found = client.get_registered_model(name)
+    return found.tags, found.aliases, {version.version: version.tags for version in versions}
+
+
+def test_to_promote_the_champion_is_nothing_to_do_and_keeps_the_way_back(client, run, model, tmp_path, config, caplog):
+    name, settings = "seqrec-twice", {"dataset": "twice", "config": config}
+    versions_of(client, run, model, tmp_path, name, 2)
+    registry_command.registry(["promote"], **settings, version=2)
+    before = stored(client, name)
+
+    with caplog.at_level("INFO"):
+        registry_command.registry(["promote"], **settings, version=2)
+    assert "version 2 of seqrec-twice is the champion already: nothing to do" in caplog.text
+    assert stored(client, name) == before
+    registry_command.registry(["rollback"], **settings)
+    assert champion_of(client, name) == 1
+
+
+def test_a_rollback_leads_to_no_version_that_was_rolled_back_nor_round_in_a_circle(
+    client, run, model, tmp_path, config
+):
+    name, settings = "seqrec-circle", {"dataset": "circle", "config": config}
+    versions_of(client, run, model, tmp_path, name, 3)
+    for version in (2, 3, 1):  # the first one again
+        registry_command.registry(["promote"], **settings, version=version)
+
+    for expected in (3, 2):
+        registry_command.registry(["rollback"], **settings)
+        assert champion_of(client, name) == expected
+    with pytest.raises(ConfigError, match="no champion before"):
+        registry_command.registry(["rollback"], **settings)
+    registry_command.registry(["promote"], **settings, version=3)  # whoever promotes it wants it
+    client.delete_model_version(name, "2")
+    with pytest.raises(ConfigError, match="rollback: version 2 was deleted"):
+        registry_command.registry(["rollback"], **settings)
+
+
+def test_of_two_promotions_by_hand_the_second_starts_from_the_first(client, run, model, tmp_path, config, monkeypatch):
+    """While one waits for its turn, the other passes."""
+    name, settings = "seqrec-hands", {"dataset": "hands", "config": config}
+    versions_of(client, run, model, tmp_path, name, 3)
+    registering = runs.registering
+
+    @contextmanager
+    def late(*arguments):
+        monkeypatch.setattr(registry_command, "registering", registering)
+        registry_command.registry(["promote"], **settings, version=2)
+        with registering(*arguments):
+            yield
+
+    monkeypatch.setattr(registry_command, "registering", late)
+    registry_command.registry(["promote"], **settings, version=3)
+
+    assert champion_of(client, name) == 3
+    assert client.get_model_version(name, "3").tags[registry.PREVIOUS_TAG] == "2"
+
+
+@pytest.mark.parametrize("ranks", [[1, 1, 1, 1], [2, 2, 2, 2]])
+def test_a_promotion_by_hand_is_seen_by_the_gate_that_is_deciding(
+    client, run, model, tmp_path, config, monkeypatch, ranks
+):
+    name = f"seqrec-between-{ranks[0]}"
+    _, second, _ = versions_of(client, run, model, tmp_path, name, 3)
+    decide, entered = gate._decide, []
+
+    def deciding(*arguments):
+        decision = decide(*arguments)
+        if not entered:
+            entered.append(True)
+            settings = {"dataset": name.removeprefix("seqrec-"), "config": config}
+            registry_command.registry(["promote"], **settings, version=3)
+        return decision
+
+    monkeypatch.setattr(gate, "_decide", deciding)
+    decision = gate.promote(client, second, cases(*ranks), config)
+
+    assert "over version 3" in decision.reason
+    assert champion_of(client, name) == (2 if decision.promoted else 3)
+    assert client.get_model_version(name, "3").tags[registry.PREVIOUS_TAG] == "1"
+
+
 def log_clicks(store, versions):
     """Log one answer to each of so many users of a version, and a click of so many of them."""
     for version, (users, clicked) in versions.items():
@@ -400,7 +499,8 @@ def test_a_store_that_knows_nothing_keeps_nobody_from_promoting(client, run, mod
     first = register(client, run, model, tmp_path, "seqrec-blind", [2, 2])
     gate.promote(client, first, cases(2, 2), config)
 
-    registry_command.registry(["promote"], dataset="blind", config=config, version=int(first.version))
+    second = register(client, run, model, tmp_path, "seqrec-blind", [2, 2], **{registry.WEIGHTS_TAG: "other"})
+    registry_command.registry(["promote"], dataset="blind", config=config, version=int(second.version))
 
     audit = client.get_registered_model("seqrec-blind").tags.values()
     assert any(entry.endswith("promote by hand") for entry in audit)
