@@ -296,12 +296,6 @@ def test_topk_dropout_of_nothing_is_the_same_tensor():
     assert topk_dropout(weight, torch.ones(1, 4).bool(), k=2, p=0.0, scope="matrix") is weight
 
 
-def test_serving_is_deterministic():
-    model, batch = make_model("flash4rec", topk_dropout=0.5, jitter=0.1).eval(), make_batch([[1, 2, 3, 4]])
-
-    assert torch.equal(model(batch), model(batch))
-
-
 def test_the_user_matters_and_an_unknown_one_is_user_zero():
     model = make_model("flash4rec").eval()
     with torch.no_grad():

@@ -75,16 +75,19 @@ def test_every_objective_learns_the_pattern(prepared, tmp_path, objective):
     assert best > target
 
 
-@pytest.mark.parametrize("loss", ["sampled_ce", "bce", "gbce", "bpr"])
-def test_every_loss_learns_the_pattern(prepared, tmp_path, loss):
-    settings = {"loss": loss, "negatives": 8, "sampler": "popularity" if loss == "sampled_ce" else "uniform"}
+@pytest.mark.parametrize(
+    ("loss", "options"),
+    [
+        ("sampled_ce", {"sampler": "popularity"}),
+        ("sampled_ce", {"sampler": "in_batch", "negatives": 16}),
+        ("sampled_ce", {"sparse_tables": True, "negatives": 16}),
+        *((loss, {}) for loss in ("bce", "gbce", "bpr")),
+    ],
+)
+def test_every_loss_and_way_to_sample_learns_the_pattern(prepared, tmp_path, loss, options):
+    settings = {"loss": loss, "negatives": 8, "learning_rate": 1e-2} | options
 
-    assert best_of(0.4, prepared, tmp_path, epochs=25, learning_rate=1e-2, **settings) > 0.4
-
-
-@pytest.mark.parametrize("config", [{"sampler": "in_batch"}, {"sampler": "popularity"}, {"sparse_tables": True}])
-def test_every_way_to_sample_learns_the_pattern(prepared, tmp_path, config):
-    assert best_of(0.35, prepared, tmp_path, epochs=20, loss="sampled_ce", negatives=16, **config) > 0.35
+    assert best_of(0.35, prepared, tmp_path, epochs=25, **settings) > 0.35
 
 
 def interrupt(monkeypatch, step):

@@ -39,17 +39,17 @@ class DamagedFileError(ValueError):
         self.path = path
 
 
-def read_lines(path: Path, *, encoding: str = "utf-8", size: int = 0) -> Frames:
+def read_lines(path: Path, *, size: int = 0) -> Frames:
     """Yield the non-blank lines of a text file, plain or gzip.
 
-    Bytes that are invalid in `encoding` become U+FFFD. `size` is the size of a block in bytes; 0: BLOCK_BYTES.
+    Bytes that are not UTF-8 become U+FFFD. `size` is the size of a block in bytes; 0: BLOCK_BYTES.
 
     Raises:
         DamagedFileError: the gzip stream is truncated or corrupt, or the file is a web page.
         ValueError: the file is not a text file.
     """
     for number, data in chunks(path, size):
-        yield as_lines(data.decode(encoding, "replace"), number)
+        yield as_lines(data.decode("utf-8", "replace"), number)
 
 
 def chunks(path: Path, size: int = 0) -> Iterator[tuple[int, bytes]]:
