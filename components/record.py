@@ -15,6 +15,7 @@ def record(status: dsl.PipelineTaskFinalStatus, pipeline: str, pipeline_run: str
     record_outcome(
         pipeline_run=pipeline_run,
         name=f"{pipeline}-{pipeline_run[:8]}",
+        registers=pipeline != "pretraining",
         state=status.state,
         failure=status.error_message,
         config=parse(RegisterConfig, overridden("register", config, overrides), "register"),

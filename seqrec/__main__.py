@@ -181,10 +181,10 @@ def bind(function: Callable[..., Any], command: str, flags: argparse.Namespace) 
             values[name] = getattr(flags, name)
     stage = _stage(command)
     if stage is not None and params is not None:
-        names = stage.names(params, values.get("model") or values.get("dataset") or "")
-        values |= {name: Path(path.format(**names)) for name, path in stage.places.items() if values[name] is None}
+        item = stage.names(params, values.get("model") or values.get("dataset") or "")
+        values |= {name: Path(path.format(**item)) for name, path in stage.places.items() if values[name] is None}
         if stage.metrics and flags.metrics is None:
-            flags.metrics = Path(stage.metrics.format(**names))
+            flags.metrics = Path(stage.metrics.format(**item))
     return values
 
 

@@ -17,11 +17,10 @@ from seqrec.config import ConfigError, RegisterConfig
 from seqrec.evaluation.leaderboard import SELECTION
 from seqrec.serving.events import Store, StoreError, store_url
 from seqrec.tracking import registry as models
-from seqrec.tracking.relocate import relocate
 from seqrec.tracking.runs import TrackingError, connect, explained, first_line, metric_name, registering
 
 logger = logging.getLogger(__name__)
-ACTIONS = ("show", "promote", "rollback", "relocate")
+ACTIONS = ("show", "promote", "rollback")
 
 
 def registry(
@@ -36,9 +35,8 @@ def registry(
     """Show the versions of a dataset's model, or change its champion.
 
     Args:
-        actions: show, promote (make --version the champion), rollback (to the last champion before this one that was
-            not rolled back itself) or relocate (correct the paths in a local database after the project was moved or
-            copied).
+        actions: show, promote (make --version the champion) or rollback (to the last champion before this one that was
+            not rolled back itself).
         dataset: its model is seqrec-DATASET.
         config: section `register`.
         version: version to promote.
@@ -52,9 +50,6 @@ def registry(
     """
     if len(actions) != 1 or actions[0] not in ACTIONS:
         raise ConfigError(f"registry: one of {', '.join(ACTIONS)} expected, not {' '.join(actions)}")
-    if actions[0] == "relocate":
-        relocate(config)
-        return
     with explained(config):
         _act(actions[0], connect(config), f"seqrec-{dataset}", config, version, reason, store_url(store))
 

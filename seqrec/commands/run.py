@@ -129,7 +129,7 @@ def split_data(params: Params, out: Path) -> Path:
     return out / "data"
 
 
-def evaluate_baselines(params: Params, sequences: Path, out: Path, **limits: int) -> dict[str, float]:
+def evaluate_baselines(params: Params, sequences: Path, out: Path, **limits: Any) -> dict[str, float]:
     """Evaluate the rows that need no training; `limits` are those of the stage."""
     if importlib.util.find_spec("scipy") is None:
         logger.warning("baselines are left out: scipy is not installed")

@@ -210,7 +210,11 @@ def stored(tensors: Mapping[str, Tensor], config: CountsConfig, num_items: int) 
     for name, size in (sizes | {"targets": found.values.numel(), "values": found.values.numel()}).items():
         shape = tuple(tensors[name].shape)
         require(shape == (size,), f"{name} has the shape {shape}, expected {(size,)}, for {num_items} items")
-    limits = {"offsets": (0, len(found.values)), "targets": (1, num_items), "weights": (0, 1)}
+    limits: dict[str, tuple[float, float]] = {
+        "offsets": (0, len(found.values)),
+        "targets": (1, num_items),
+        "weights": (0, 1),
+    }
     limits |= {"values": (-LARGEST, LARGEST), "log_popularity": (-LARGEST, LARGEST)}
     for name, (low, high) in limits.items():
         inside = bool(((tensors[name] >= low) & (tensors[name] <= high)).all())  # false for NaN

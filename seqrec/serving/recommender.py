@@ -23,7 +23,6 @@ from seqrec.counts.term import CountTerm
 from seqrec.data import sequences
 from seqrec.models.base import PAD, Batch, SequenceModel
 from seqrec.serving import rules
-from seqrec.tracking import local
 from seqrec.training import cards, checkpoint
 
 Best = tuple[list[float], list[int]]  # scores and numbers of items, best first
@@ -97,9 +96,6 @@ def located(place: str | Path, config: RegisterConfig | None = None) -> Iterator
     """
     if not str(place).startswith(REGISTERED):
         yield Path(place)
-        return
-    if (found := local.find(str(place), config or RegisterConfig())) is not None:
-        yield found
         return
     try:
         from seqrec.tracking import registry  # takes seconds

@@ -21,7 +21,7 @@ from typing import Any
 
 import yaml
 from mlflow import MlflowClient
-from mlflow.entities import Dataset, DatasetInput, InputTag, Run, RunTag
+from mlflow.entities import Dataset, DatasetInput, InputTag, Run
 from mlflow.exceptions import MlflowException
 
 from seqrec.analysis import examples, report
@@ -57,7 +57,7 @@ from seqrec.evaluation.leaderboard import (
 )
 from seqrec.tracking import gate, registry, runs, view
 from seqrec.tracking.model_card import model_card
-from seqrec.tracking.runs import FINGERPRINT, PIPELINE_RUN, TrackingError, explained, registering
+from seqrec.tracking.runs import COMPLETE, FINGERPRINT, PIPELINE_RUN, TrackingError, explained, registering
 from seqrec.training import cards
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,6 @@ FIGURES = "figures.html"  # of a model's run
 PARAMS = "params.yaml"  # of the parent run, beside the resolved settings of each model
 TEST = "test/ndcg@10"
 REPORT_FILES = (METRICS, CASES, RECOMMENDATIONS)
-COMPLETE = "seqrec.complete"  # tag, set last: the hash of what the run holds
 SETTINGS = ("model", "architecture", "stage", "options", "catalogue", "config")  # of a model card; the rest is outcome
 
 
@@ -159,7 +158,7 @@ def register(
         write_text(reports / REPORT_PAGE, _page(reports, entries, shown, split))
         if outcome["promoted"]:
             _say_doubts(reports)
-        _finish_parent(tracker, parent, entries, params, reports, outcome)
+        _finish_parent(tracker, parent, entries, params, reports, outcome, pipeline_run)
     gain = {f"gain/{SELECTION}/{name}": value for name, value in (outcome["gain"] or {}).items()}
     chosen = {f"candidate/{key}": best.row[key] for key in (SELECTION, TEST)}
     return {**chosen, "promoted": float(outcome["promoted"]), **gain}
@@ -336,11 +335,11 @@ def _log_entry(tracker: Tracker, entry: Entry, parent: Run, shown: Examples) -> 
     if run.data.tags.get(COMPLETE) == entry.content:
         return run
     run_id = run.info.run_id
-    runs.log_params(client, run, {key: entry.card[key] for key in SETTINGS if key in entry.card})
     versions = {f"versions.{name}": version for name, version in entry.card.get("versions", {}).items()}
     architecture = entry.card.get("architecture", entry.name)
     about = f"{entry.name} on {tracker.split['dataset']}, {TEST} {entry.row[TEST]:.4f}"
-    _describe(tracker, run, {**versions, "seqrec.architecture": architecture, view.NOTE: about})
+    settings = {key: entry.card[key] for key in SETTINGS if key in entry.card}
+    _describe(tracker, run, settings, {**versions, "seqrec.architecture": architecture, view.NOTE: about})
     for file in REPORT_FILES:
         client.log_artifact(run_id, str(entry.report / file), registry.REPORT)
     if entry.history:
@@ -350,18 +349,16 @@ def _log_entry(tracker: Tracker, entry: Entry, parent: Run, shown: Examples) -> 
     if entry.checkpoint is not None:
         model_id = registry.log_model(client, run, checkpoint=entry.checkpoint).model_id
     values = view.scalars(entry.metrics) | view.best_epoch(entry.history)
-    runs.log_metrics(client, run, values, model_id, tracker.dataset)
-    runs.log_history(client, run, entry.history)  # last: pages that compare runs open on the metric that came first
+    runs.log_metrics(client, run, values, entry.history, model_id=model_id, dataset=tracker.dataset)
     client.set_terminated(run_id)
     client.set_tag(run_id, COMPLETE, entry.content)
     return run
 
 
-def _describe(tracker: Tracker, run: Run, tags: Mapping[str, str]) -> None:
+def _describe(tracker: Tracker, run: Run, settings: Mapping[str, Any], tags: Mapping[str, str]) -> None:
     inputs = [DatasetInput(tracker.dataset, [InputTag("mlflow.data.context", "training")])]
     tracker.client.log_inputs(run.info.run_id, inputs)
-    entities = [RunTag(key, value) for key, value in {**tracker.tags, **tags}.items()]
-    tracker.client.log_batch(run.info.run_id, tags=entities)
+    runs.log_params(tracker.client, run, settings, {**tracker.tags, **tags})
 
 
 def _gate(tracker: Tracker, best: Entry, rows: Sequence[Row], run: Run, config: RegisterConfig) -> dict[str, Any]:
@@ -408,6 +405,7 @@ def _finish_parent(
     params: Mapping[str, Any],
     reports: Path,
     outcome: Mapping[str, Any],
+    pipeline_run: str,
 ) -> None:
     client, run_id = tracker.client, run.info.run_id
     rows = [entry.row for entry in entries]
@@ -416,13 +414,12 @@ def _finish_parent(
     verdict = f"{outcome['model']} is {'' if outcome['promoted'] else 'not '}the champion: {outcome['reason']}"
     client.set_tag(run_id, view.NOTE, view.note(rows, verdict))
     view.share(client, tracker.experiment, run_id)
-    if run.data.tags.get(COMPLETE):
-        return
-    settings = {"dataset": tracker.split["dataset"], "protocol": tracker.split["protocol"]}
-    runs.log_params(client, run, {**settings, "leaderboard": ", ".join(entry.name for entry in entries)})
-    client.log_text(run_id, yaml.safe_dump(dict(params), sort_keys=False), PARAMS)
-    _describe(tracker, run, {})
-    runs.log_metrics(client, run, view.leaders(rows, best_model(rows)))
-    if runs.injected_run() is None:  # whoever made the run ends it
+    if not run.data.tags.get(COMPLETE):
+        settings = {"dataset": tracker.split["dataset"], "protocol": tracker.split["protocol"]}
+        settings["leaderboard"] = ", ".join(entry.name for entry in entries)
+        _describe(tracker, run, settings, {})
+        client.log_text(run_id, yaml.safe_dump(dict(params), sort_keys=False), PARAMS)
+        runs.log_metrics(client, run, view.leaders(rows, best_model(rows)))
+    if runs.injected_run() is None and run.info.status != "FINISHED":  # whoever made the run ends it
         client.set_terminated(run_id)
-    client.set_tag(run_id, COMPLETE, "true")
+    client.set_tag(run_id, COMPLETE, pipeline_run or "true")

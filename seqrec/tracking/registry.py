@@ -17,7 +17,7 @@ from typing import Any
 import mlflow
 import pandas as pd
 from mlflow import MlflowClient
-from mlflow.entities import LoggedModel, Run
+from mlflow.entities import LoggedModel, LoggedModelOutput, Run
 from mlflow.entities.logged_model_status import LoggedModelStatus
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
@@ -48,7 +48,7 @@ from seqrec.tracking.runs import (
     experiment,
     explained,
     first_line,
-    log_history,
+    log_metrics,
     log_params,
     open_run,
     tracking_uri,
@@ -127,25 +127,27 @@ def log_model(client: MlflowClient, run: Run, *, checkpoint: Path) -> LoggedMode
     tags = {WEIGHTS_TAG: weights, FINGERPRINT: run.data.tags[FINGERPRINT]}
     params = client.get_run(run_id).data.params
     model = client.create_logged_model(experiment, run.info.run_name, run_id, tags=tags, params=params)
-    Model.log(
-        artifact_path=None,
-        flavor=mlflow.pyfunc,
-        run_id=run_id,
-        model_id=model.model_id,
-        python_model=str(PYFUNC),
-        artifacts={
-            "weights": str(checkpoint / WEIGHTS),
-            "card": str(checkpoint / MODEL_CARD),
-            **{Path(name).stem: str(checkpoint / name) for name in card["files"]},
-            **({"tokens": str(checkpoint / TOKENS)} if "tokens_sha256" in card else {}),
-            **({"counts": str(checkpoint / COUNTS)} if "sha256" in card.get("counts", {}) else {}),
-        },
-        code_paths=[str(ROOT / "seqrec")],
-        pip_requirements=requirements(),
-        signature=SIGNATURE,
-        input_example=_example(checkpoint / VOCABULARY),
-    )
-    return client.get_logged_model(model.model_id)
+    client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step=0)])
+    with tempfile.TemporaryDirectory() as directory:
+        folder = Path(directory) / "model"
+        mlflow.pyfunc.save_model(
+            folder,
+            mlflow_model=Model(run_id=run_id, model_id=model.model_id),
+            python_model=str(PYFUNC),
+            artifacts={
+                "weights": str(checkpoint / WEIGHTS),
+                "card": str(checkpoint / MODEL_CARD),
+                **{Path(name).stem: str(checkpoint / name) for name in card["files"]},
+                **({"tokens": str(checkpoint / TOKENS)} if "tokens_sha256" in card else {}),
+                **({"counts": str(checkpoint / COUNTS)} if "sha256" in card.get("counts", {}) else {}),
+            },
+            code_paths=[str(ROOT / "seqrec")],
+            pip_requirements=requirements(),
+            signature=SIGNATURE,
+            input_example=_example(checkpoint / VOCABULARY),
+        )
+        client.log_model_artifacts(model.model_id, str(folder))
+    return client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
 
 
 def log_graph(client: MlflowClient, model: LoggedModel, *, checkpoint: Path) -> None:
@@ -292,7 +294,7 @@ def register_refit(
     experiment_id = experiment(client, config)
     run = open_run(client, experiment_id, card["fingerprint"], title, parent=parent, seconds=card["seconds"])
     log_params(client, run, {key: card[key] for key in ("options", "config", REFIT)})
-    log_history(client, run, history)
+    log_metrics(client, run, {}, history)
     model = log_model(client, run, checkpoint=checkpoint)
     reason = f"refit of version {evaluated.version} on every event"
     if config.graph:

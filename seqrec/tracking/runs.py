@@ -11,17 +11,15 @@ import itertools
 import logging
 import math
 import os
-import queue
 import re
 import tempfile
-import threading
 import time
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from filelock import FileLock
 
 from seqrec.config import RegisterConfig
 from seqrec.locks import locked
@@ -29,7 +27,7 @@ from seqrec.redaction import redacted, split_credentials
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-    from mlflow.entities import Dataset, Run
+    from mlflow.entities import Dataset, Metric, Run
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +44,8 @@ UNLOGGED = (
     "valid/mrr",
 )
 PIPELINE_RUN, OUTCOME, FAILURE = "seqrec.pipeline_run", "seqrec.outcome", "seqrec.failure"
+COMPLETE = "seqrec.complete"  # tag that `register` sets last: what a run holds, or which pipeline run has ended
+FAILED_STATES = ("FAILED", "CANCELED")  # of an orchestrator
 SQLITE = "sqlite:///"
 ENVIRONMENT = {  # defaults, unless the user sets them
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -54,7 +54,6 @@ ENVIRONMENT = {  # defaults, unless the user sets them
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "8",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
 }
-CLOSE_SECONDS = 2.0  # maximum time that a live run delays a finished training
 ADVICE = {  # words of a database's errors -> what to do
     "database is locked": "the database is locked by another process; wait until that has ended, and try again",
     "disk is full": "the disk is full; free some space, and try again",
@@ -67,7 +66,6 @@ ADVICE = {  # words of a database's errors -> what to do
     "failed with error code 401": "the server wants another user or password; set MLFLOW_TRACKING_USERNAME and "
     "MLFLOW_TRACKING_PASSWORD",
 }
-METRICS_PER_BATCH, PARAMS_PER_BATCH = 1000, 100  # MLflow's limits
 Record = Mapping[str, Any]
 Dated = tuple[Record, int, float]  # with its step, and the time in seconds since 1970
 
@@ -137,16 +135,17 @@ def connect(config: RegisterConfig) -> MlflowClient:
 
 def _check_place(uri: str, location: str) -> None:
     """Raise TrackingError where the artifacts of a local database lie elsewhere than beside it."""
-    path, folder = sqlite_path(uri), local_path(location)
+    path, folder = sqlite_path(uri), _local_path(location)
     if path is None or folder is None or folder.resolve().is_relative_to(path.parent.resolve()):
         return
     raise TrackingError(
         f"register.tracking_uri: {path} keeps its artifacts in {folder}, not beside itself: the project was moved or "
-        "copied. `python -m seqrec registry relocate` makes a backup and corrects the paths"
+        f"copied. After a move, `ln -s {path.parent} {folder.parent}` makes them found; in a copy, remove {path.name} "
+        "and mlartifacts/ and run `seqrec register`, which makes both anew from artifacts/ and reports/"
     )
 
 
-def local_path(location: str) -> Path | None:
+def _local_path(location: str) -> Path | None:
     """Return the folder that an artifact location of MLflow names, or None where it is no local one."""
     if location.startswith("file://"):
         return Path(location.removeprefix("file://"))
@@ -214,38 +213,19 @@ def first_line(error: Exception) -> str:
 def _create_database(uri: str) -> None:
     """Create a missing SQLite database in one step: MLflow cannot open one that it was killed in making."""
     path = sqlite_path(uri)
-    if path is None:
-        return
-    _remove_left_behind(path)
-    if path.exists():
+    if path is None or path.exists():
         return
     from mlflow import MlflowClient
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    name = f"{path.name}.{os.getpid()}.{uuid.uuid4().hex}.partial"  # a live log may make it at the same time
-    partial = path.with_name(name)
-    MlflowClient(f"{SQLITE}{partial}").search_experiments(max_results=1)
-    with contextlib.suppress(FileExistsError):  # another process was faster; use its database
-        path.hardlink_to(partial)
-    partial.unlink(missing_ok=True)
-
-
-def _remove_left_behind(path: Path) -> None:
-    """Remove the beginnings of the database at `path` whose process was killed."""
-    for partial in path.parent.glob(f"{path.name}.*.*.partial*"):
-        pid = partial.name.removeprefix(f"{path.name}.").partition(".")[0]
-        if pid.isdigit() and not _is_running(int(pid)):
-            partial.unlink(missing_ok=True)
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # belongs to another process
-        pass
-    return True
+    partial = path.with_name(f"{path.name}.partial")
+    with FileLock(path.with_name(f"{path.name}.lock")):  # waits for another process that creates it
+        if path.exists():
+            return
+        for left in path.parent.glob(f"{partial.name}*"):  # by a process that was killed
+            left.unlink()
+        MlflowClient(f"{SQLITE}{partial}").search_experiments(max_results=1)
+        partial.rename(path)
 
 
 def experiment(client: MlflowClient, config: RegisterConfig) -> str:
@@ -304,30 +284,42 @@ def open_run(
     return run
 
 
-def record_outcome(*, pipeline_run: str, name: str, state: str, failure: str | None, config: RegisterConfig) -> None:
+def record_outcome(
+    *, pipeline_run: str, name: str, registers: bool, state: str, failure: str | None, config: RegisterConfig
+) -> None:
     """Write how a run of an orchestrator ended: into the MLflow run that `register` made for it, or a new one.
+
+    A run has succeeded if `register` has left its mark, which is the last thing that it writes. The state from Kubeflow
+    is not certain (`COMPLETE`, `CACHED` or `RUNNING` after a success, and never an error): it decides only for a
+    pipeline without `register`.
 
     Args:
         pipeline_run: the orchestrator's id of its run.
         name: of a new run.
-        state: SUCCEEDED, or any other state.
-        failure: what went wrong, if anything.
+        registers: whether `register` is a step of the pipeline.
+        state: what the orchestrator says.
+        failure: what went wrong, if the orchestrator says it.
         config: section `register`.
 
     Raises:
         TrackingError: the server does not answer.
     """
     client = connect(config)
-    experiment_id, run_id = experiment(client, config), injected_run()
-    given = run_id is not None
-    if run_id is None:
+    from mlflow.entities import RunTag
+
+    experiment_id, given = experiment(client, config), injected_run()
+    if given is None:
         text = f"tags.`{PIPELINE_RUN}` = '{pipeline_run}'"
         found = client.search_runs([experiment_id], filter_string=text, max_results=1)
-        run_id = (found[0] if found else open_run(client, experiment_id, pipeline_run, name)).info.run_id
-    for key, value in ((PIPELINE_RUN, pipeline_run), (OUTCOME, state), (FAILURE, failure or "")):
-        client.set_tag(run_id, key, redacted(value)[:5000])
-    if not given:  # whoever made the run ends it
-        client.set_terminated(run_id, status="FINISHED" if state == "SUCCEEDED" else "FAILED")
+        run = found[0] if found else open_run(client, experiment_id, pipeline_run, name)
+    else:
+        run = client.get_run(given)
+    succeeded = run.data.tags.get(COMPLETE) == pipeline_run if registers else state not in FAILED_STATES
+    reason = failure or ("" if succeeded else "the orchestrator gives no reason; its page shows the failed step")
+    tags = {PIPELINE_RUN: pipeline_run, OUTCOME: "SUCCEEDED" if succeeded else "FAILED", FAILURE: reason}
+    client.log_batch(run.info.run_id, tags=[RunTag(key, redacted(value)[:5000]) for key, value in tags.items()])
+    if given is None:  # whoever made the run ends it
+        client.set_terminated(run.info.run_id, status="FINISHED" if succeeded else "FAILED")
 
 
 def metric_name(name: str) -> str:
@@ -346,26 +338,30 @@ def flatten(content: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     return flat
 
 
-def log_params(client: MlflowClient, run: Run, content: Mapping[str, Any]) -> None:
-    """Log those of the flattened settings that the run does not hold yet: MLflow never changes one."""
-    from mlflow.entities import Param
+def log_params(
+    client: MlflowClient, run: Run, content: Mapping[str, Any], tags: Mapping[str, str] | None = None
+) -> None:
+    """Log tags, and those of the flattened settings that the run does not hold yet: MLflow never changes one."""
+    from mlflow.entities import Param, RunTag
 
     params = [Param(key, value) for key, value in flatten(content).items() if key not in run.data.params]
-    for start in range(0, len(params), PARAMS_PER_BATCH):
-        client.log_batch(run.info.run_id, params=params[start : start + PARAMS_PER_BATCH])
+    client.log_batch(run.info.run_id, params=params, tags=[RunTag(key, value) for key, value in (tags or {}).items()])
 
 
 def log_metrics(
     client: MlflowClient,
     run: Run,
     metrics: Mapping[str, float],
+    history: Sequence[Record] = (),
+    *,
     model_id: str | None = None,
     dataset: Dataset | None = None,
 ) -> None:
-    """Log final values; with `model_id` they also rank the logged model, on `dataset`.
+    """Log final values and the curves of a finished training; with `model_id` the values also rank the logged model.
 
     A value is dated from the run's start, so that the store drops it as a duplicate when it is logged again; one
-    that replaces another value is dated now, which makes it the latest.
+    that replaces another value is dated now, which makes it the latest. A curve has a point per epoch (1, 2, ... over
+    all phases). The values come first: pages that compare runs open on the first metric.
     """
     from mlflow.entities import Metric
 
@@ -376,133 +372,67 @@ def log_metrics(
         key = metric_name(name)
         replaces = run.data.metrics.get(key, value) != value
         points.append(Metric(key, float(value), now if replaces else start, 0, model_id=model_id, **used))
-    _log_points(client, run.info.run_id, points)
+    ends = itertools.accumulate(record["seconds"] for record in history)
+    epochs = zip(history, itertools.count(1), (start / 1000 + end for end in ends), strict=False)
+    client.log_batch(run.info.run_id, metrics=points + curves(client, run, epochs))
 
 
-def _log_points(client: MlflowClient, run_id: str, points: Sequence[Any]) -> None:
-    for start in range(0, len(points), METRICS_PER_BATCH):
-        client.log_batch(run_id, metrics=points[start : start + METRICS_PER_BATCH])
+def curves(client: MlflowClient, run: Run, records: Iterable[Dated]) -> list[Metric]:
+    """Return the numbers of the records as metrics `curve/...`, without the points that the run already holds.
 
-
-class Curves:
-    """Writes the records of `history.jsonl` into a run as metrics `curve/...`, each point once.
-
-    The prefix keeps them apart from the final values, which come from the best epoch, not from the last.
+    The prefix keeps them apart from the final values, which come from the best epoch, not from the last. Only
+    history.jsonl keeps those of `UNLOGGED`.
     """
+    from mlflow.entities import Metric
 
-    def __init__(self, client: MlflowClient, run: Run) -> None:
-        self.client = client
-        self.run = run
-        self.known: dict[str, set[tuple[int, float]]] = {}  # by metric: step, value
-
-    def write(self, records: Iterable[Dated]) -> None:
-        """Log the numbers of the records, except those of `UNLOGGED`, which only history.jsonl keeps."""
-        from mlflow.entities import Metric
-
-        points = []
-        for record, step, seconds in records:
-            for key, value in record.items():
-                name = f"curve/{metric_name(key)}"
-                if key not in UNLOGGED and _is_number(value) and (step, value) not in self._logged(name):
-                    self.known[name].add((step, value))
-                    points.append(Metric(name, float(value), int(1000 * seconds), step))
-        _log_points(self.client, self.run.info.run_id, points)
-
-    def _logged(self, name: str) -> set[tuple[int, float]]:
-        if name not in self.known:
-            begun = name in self.run.data.metrics
-            history = self.client.get_metric_history(self.run.info.run_id, name) if begun else ()
-            self.known[name] = {(point.step, point.value) for point in history}
-        return self.known[name]
+    points = [
+        Metric(f"curve/{metric_name(key)}", float(value), int(1000 * seconds), step)
+        for record, step, seconds in records
+        for key, value in record.items()
+        if key not in UNLOGGED and _is_number(value)
+    ]
+    begun = {point.key for point in points} & run.data.metrics.keys()
+    held = {(key, p.step, p.value) for key in begun for p in client.get_metric_history(run.info.run_id, key)}
+    return [point for point in points if (point.key, point.step, point.value) not in held]
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def log_history(client: MlflowClient, run: Run, history: Sequence[Record]) -> None:
-    """Log the curves of a finished training by epoch (1, 2, ... over all phases), dated from the run's start."""
-    ends = itertools.accumulate(record["seconds"] for record in history)
-    start = run.info.start_time / 1000
-    Curves(client, run).write(
-        (record, epoch, start + end) for epoch, (record, end) in enumerate(zip(history, ends, strict=True), 1)
-    )
-
-
-@contextmanager
+@contextlib.contextmanager
 def live_run(fingerprint: str, name: str, config: RegisterConfig) -> Iterator[Callable[[Record, int], None]]:
-    """Yield `log(record, step)`, which sends a record of numbers to MLflow in the background.
+    """Yield `log(record, epoch)`, which logs a record of numbers to MLflow; `epoch` counts over all phases.
 
-    `step` is the number of the epoch over all phases. Training never depends on this: `log` only queues, nothing
-    here raises, and a server that is dead or slow costs `CLOSE_SECONDS` at the end and one warning; `register`
-    imports what is missing. Only rank 0 logs.
+    Training never depends on this: the first failure costs one warning and at most the time that MLflow waits for an
+    answer, nothing is logged after it, and `register` imports what is missing. Only rank 0 logs.
     """
-    if int(os.environ.get("RANK", "0")) != 0:
-        yield lambda record, step: None
-        return
-    writer = _LiveWriter(fingerprint, name, config)
-    status = "FAILED"
-    try:
-        yield writer.log
-        status = "FINISHED"
-    finally:
-        writer.close(status)
+    on = int(os.environ.get("RANK", "0")) == 0
 
-
-class _LiveWriter:
-    """A thread that sends everything to the server; records queued during one request go into the next."""
-
-    def __init__(self, fingerprint: str, name: str, config: RegisterConfig) -> None:
-        self.records: queue.SimpleQueue[Dated | str] = queue.SimpleQueue()  # a text ends the run
-        self.abandoned = threading.Event()
-        with contextlib.suppress(ImportError):  # the thread logs the failure
-            import mlflow  # noqa: F401  # here: its import hooks can deadlock with another thread's imports
-        self.thread = threading.Thread(target=self._work, args=(fingerprint, name, config), daemon=True)
-        self.thread.start()
-
-    def log(self, record: Record, step: int) -> None:
-        if self.thread.is_alive():
-            self.records.put((dict(record), step, time.time()))
-
-    def close(self, status: str) -> None:
-        if not self.thread.is_alive():
-            return
-        self.records.put(status)
-        self.thread.join(CLOSE_SECONDS)
-        if self.thread.is_alive():
-            self.abandoned.set()
-            _warn_off(f"no answer within {CLOSE_SECONDS:g} s of the end of training")
-
-    def _work(self, fingerprint: str, name: str, config: RegisterConfig) -> None:
+    @contextlib.contextmanager
+    def attempt() -> Iterator[None]:
+        nonlocal on
         try:
+            yield
+        except Exception as error:  # whatever goes wrong here must not stop the training
+            on = False
+            logger.warning("live logging to MLflow is off (%s); `register` will import this run", first_line(error))
+
+    def log(record: Record, epoch: int) -> None:
+        if on:
+            with attempt():
+                client.log_batch(run.info.run_id, metrics=curves(client, run, [(record, epoch, time.time())]))
+
+    if on:
+        with attempt():
             client = connect(config)
             run = open_run(client, experiment(client, config), fingerprint, name, parent=injected_run())
             client.update_run(run.info.run_id, status="RUNNING")
-            curves = Curves(client, run)
-            while True:
-                batch, status = self._next_batch()
-                if self.abandoned.is_set():
-                    return
-                curves.write(batch)
-                if status:
-                    client.set_terminated(run.info.run_id, status=status)
-                    return
-        except Exception as error:  # whatever goes wrong here must not stop the training
-            if not self.abandoned.is_set():
-                _warn_off(first_line(error))
-
-    def _next_batch(self) -> tuple[list[Dated], str | None]:
-        """Return all that has queued up, at least one record or the status that ends the run."""
-        batch: list[Dated] = []
-        item = self.records.get()
-        while not isinstance(item, str):
-            batch.append(item)
-            try:
-                item = self.records.get_nowait()
-            except queue.Empty:
-                return batch, None
-        return batch, item
-
-
-def _warn_off(reason: str) -> None:
-    logger.warning("live logging to MLflow is off (%s); `register` will import this run", reason)
+    status = "FAILED"
+    try:
+        yield log
+        status = "FINISHED"
+    finally:
+        if on:
+            with attempt():
+                client.set_terminated(run.info.run_id, status=status)

@@ -414,7 +414,8 @@ class _Tracker:
             return
         runs.log_params(client, run, trial.params)
         scores = trial.intermediate_values
-        runs.Curves(client, run).write(({METRIC: score}, epoch, ended) for epoch, score in scores.items())
+        points = [({METRIC: score}, epoch, ended) for epoch, score in scores.items()]
+        client.log_batch(run.info.run_id, metrics=runs.curves(client, run, points))
         figures = {"epochs": trial.last_step or 0, "seconds": trial.user_attrs[SECONDS]}
         runs.log_metrics(client, run, figures | ({METRIC: max(scores.values())} if scores else {}))
         outcome = "failed" if FAILURE in trial.user_attrs else trial.state.name.lower()

@@ -25,7 +25,7 @@ from seqrec.serving.events import Event, Shown, Store
 from seqrec.serving.http import loaded
 from seqrec.serving.onnx_graph import GraphRecommender
 from seqrec.serving.recommender import Recommender
-from seqrec.tracking import gate, local, registry, runs
+from seqrec.tracking import gate, registry, runs
 from seqrec.tracking.runs import TrackingError
 from seqrec.training.cards import catalogue_files
 from seqrec.training.checkpoint import build, save_counts, save_model
@@ -220,19 +220,6 @@ def test_a_version_is_found_again_by_fingerprint_and_weights(client, run, model)
 
     assert again.version == first.version
     assert (again.tags[registry.SPLIT_TAG], again.description) == ("t", "as it is")
-
-
-def test_a_model_in_a_database_file_is_found_without_mlflow(client, run, model, tmp_path, config):
-    version = register(client, run, model, tmp_path, "found", [1, 2])
-    registry.crown(client, version, None, "a test")
-    place = Path(client.get_model_version("found", "1").source.removeprefix("models:/"))
-    folder = Path(client.get_logged_model(str(place)).artifact_location) / "artifacts"
-    folder.mkdir(parents=True)
-
-    assert local.find("models:/found@champion", config) == local.find("models:/found/1", config) == folder
-    for missing in ("models:/found@other", "models:/found/9", "models:/never/1", "runs:/1/model", "folder"):
-        assert local.find(missing, config) is None
-    assert local.find("models:/found/1", replace(config, tracking_uri="http://127.0.0.1:9")) is None
 
 
 def test_an_alias_set_by_hand_is_respected_and_named(client, run, model, tmp_path, config):
@@ -530,7 +517,7 @@ def test_show_marks_candidate_and_champion(client, run, model, tmp_path, config,
     [
         (["promote"], "bad", "no version 0"),
         (["rollback"], "bad", "no champion before"),
-        (["delete"], "bad", "one of show, promote, rollback, relocate"),
+        (["delete"], "bad", "one of show, promote, rollback expected"),
         (["show"], "unheard-of", "seqrec-unheard-of is not registered"),
     ],
 )
