@@ -86,7 +86,7 @@ def trained_on_the_sum(data: Sequences, alpha: float) -> Iterator[None]:
     term, scorer, validate = build(data, prior.config), ranking.model_scorer, validation.validate
 
     def validate_sum(*arguments: Any, **settings: Any) -> dict[str, float]:
-        with patch.object(ranking, "model_scorer", lambda model: with_counts(scorer(model), term)):
+        with patch.object(ranking, "model_scorer", lambda *given: with_counts(scorer(*given), term)):
             return validate(*arguments, **settings)
 
     with (
