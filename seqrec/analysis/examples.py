@@ -16,7 +16,7 @@ from torch import Tensor
 
 from seqrec.analysis import attribution, strec_sparsity
 from seqrec.analysis.strec_sparsity import Point
-from seqrec.artifacts import CASES, RECOMMENDATIONS, read_table
+from seqrec.artifacts import CASES, METRICS, RECOMMENDATIONS, REFITTED, read_json, read_table
 from seqrec.counts.term import CountTerm
 from seqrec.data.sequences import Sequences, read_users, read_vocabulary, window
 from seqrec.data.sequences import load as load_sequences
@@ -96,11 +96,14 @@ def choose(
             opinions[name] = [Opinion(best=items, rank=rank) for items, rank in zip(best, ranks, strict=True)]
             continue
         model, card = checkpoint.load_model(saved)
+        if points := strec_sparsity.sweep(model, loaded, filter_seen=card["filter_seen"], seed=seed):
+            sparse[name] = points
+        if read_json(reports / name / METRICS).get("refit"):  # it ranked the test cases
+            saved = saved / REFITTED
+            model, card = checkpoint.load_model(saved)
         opinions[name] = _opinions(model, batch, best, ranks, checkpoint.load_counts(saved, card))
         if (maps := _first_maps(model, batch)) is not None:
             masked[name] = maps
-        if points := strec_sparsity.sweep(model, loaded, filter_seen=card["filter_seen"], seed=seed):
-            sparse[name] = points
     user_ids = read_users(sequences)
     users = [
         Example(

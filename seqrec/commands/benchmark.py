@@ -263,10 +263,14 @@ def page(content: dict[str, Any], rows: Sequence[Row]) -> str:
         f"# Benchmark on {content['dataset']}",
         "",
         f"{content['protocol']}, whole catalogue. A user's NDCG is the mean over the seeds, and ± their standard "
-        "deviation. New items have no training event. Gains are paired over users; p-values, of sign flips, are "
+        "deviation. New items have no event in training. Gains are paired over users; p-values, of sign flips, are "
         f"corrected for {sum(row.p_value is not None for row in rows)} comparisons. No row had a search of its "
         "settings."
-        + (" Test cases are ranked after a refit on the validation events." if content["refit"] == "valid" else ""),
+        + (
+            " Test cases are ranked after a refit, for which the validation events count as training."
+            if content["refit"] == "valid"
+            else ""
+        ),
         "",
         f"Commit `{content['commit'][:7] or 'unknown'}` · split `{content['split_sha256'][:12]}`",
         "",

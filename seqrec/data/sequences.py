@@ -208,7 +208,8 @@ def padded_width(longest: int, most: int) -> int:
 def window(data: Sequences, user: Tensor, stop: Tensor, length: int) -> Batch:
     """Return the `length` events before the flat index `stop` (B,) of each `user` (B,), left-padded.
 
-    Users without a training target become user 0, the unknown user, since no model has learnt anything about them.
+    Every user keeps their number, because the weights decide whom they know: a finished training has given all others
+    the vector of user 0 (`forget_users` of training/job.py).
     """
     index_BL = stop.unsqueeze(1) + torch.arange(-length, 0, device=stop.device)
     real_BL = index_BL >= data.start[user].unsqueeze(1)
@@ -216,8 +217,7 @@ def window(data: Sequences, user: Tensor, stop: Tensor, length: int) -> Batch:
     last_B = (stop - 1).clamp(min=0)
     times_BL = (data.times[index_BL] - data.times[last_B].unsqueeze(1)).double()
     items_BL = torch.where(real_BL, data.items[index_BL].long(), PAD)
-    user_B = torch.where(data.trained(user), user + 1, 0)
-    return Batch(*map(data.sent, (items_BL, times_BL.masked_fill(~real_BL, 0.0), user_B)))
+    return Batch(*map(data.sent, (items_BL, times_BL.masked_fill(~real_BL, 0.0), user + 1)))
 
 
 def seen(data: Sequences, user: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from seqrec.artifacts import CASES, METRICS, MODEL_CARD, SPLIT_CARD, read_json, read_table
-from seqrec.data.sequences import Sequences
+from seqrec.data.sequences import Sequences, trained_until
 from seqrec.data.sequences import cases as cases_of
 from seqrec.data.sequences import load as load_sequences
 from seqrec.evaluation import intervals, metrics
@@ -219,6 +219,8 @@ def _gains(
         counts = {"users_better": total_U > 0, "users_equal": total_U == 0, "users_worse": total_U < 0}
         result[name] = gain(name, everything) | {key: int(found.sum()) for key, found in counts.items()}
         result[name]["p_value"] = sign_flip_p_value(total_U, seed=seed)
+    if prepared is not None and split == "test" and first.metrics.get("refit"):
+        prepared = trained_until(prepared, prepared.valid_stop)
     slices = {name: mask for name, mask in _slices(ours, prepared) if mask.any()}
     result["slices"] = {name: {"cases": int(mask.sum())} | gain(SLICED, mask) for name, mask in slices.items()}
     return result

@@ -52,13 +52,21 @@ def mid_rank(above: Tensor, equal: Tensor) -> Tensor:
     return 1 + above.double() + (equal.double() - 1) / 2
 
 
-def model_scorer(model: SequenceModel) -> Scorer:
-    """Return the scorer of `model`: one forward pass, then inner products with blocks of item vectors."""
+def model_scorer(model: SequenceModel, known_U: Tensor | None = None) -> Scorer:
+    """Return the scorer of `model`: one forward pass, then inner products with blocks of item vectors.
+
+    Args:
+        model: in eval mode.
+        known_U: whom the weights of an unfinished training know; all others are user 0. Finished weights need none,
+            since in them the others have the vector of user 0.
+    """
     item_VD = model.item_vectors().detach().float()
 
     def encode(data: Sequences, user: Tensor, stop: Tensor, longest: int) -> Tensor:
         width = sequences.padded_width(longest, model.options.history)
         batch = sequences.window(data, user, stop, width)
+        if known_U is not None:
+            batch = batch._replace(user=torch.where(data.sent(known_U[user]), batch.user, 0))
         query_BD: Tensor = model(model.asked(batch), last=True)[:, 0].float()
         return query_BD
 

@@ -34,8 +34,8 @@ def report(
     """Rank every validation and test case, and write metrics, cases and recommendations to `directory`.
 
     `valid` ranks the validation cases if `scorer` was trained on them or has settings that were chosen on them. `count`
-    (1 + V,) are the events of each item that `scorer` was trained on, if those are more than the training events: they
-    rank the test cases without a history.
+    (1 + V,) are the events of each item that `scorer` was trained on, if those are more than the training events: on
+    test, they say which items are new or popular, and rank the cases without a history.
 
     Names of metrics: `test/ndcg@10`, with its interval `/low` and `/high`; its slices `/popularity=head|tail|cold` (of
     the target) and `/length=1-10|11-50|51+` (of the history), each with an interval; `test/unfiltered/...` and
@@ -57,14 +57,14 @@ def report(
         rank = ranked.rank if config.filter_seen else ranked.rank_unfiltered
         values |= {f"{split}/{name}": value for name, value in _accuracy(rank, data.num_items).items()}
         values |= {f"{split}/{name}": value for name, value in _uncertainty(rank, chosen, config).items()}
-        values |= {f"{split}/{name}": value for name, value in _slices(rank, data, chosen, config).items()}
+        values |= {f"{split}/{name}": value for name, value in _slices(rank, known, chosen, config).items()}
         others = {"filtered": ranked.rank, "unfiltered": ranked.rank_unfiltered}
         if data.negatives is not None:
             others["101"] = ranked.rank_sampled
         for name, other in others.items():
             means = _accuracy(other, data.num_items)
             values |= {f"{split}/{name}/{key}": means[key] for key in ("ndcg@10", "recall@10", "mrr")}
-        lists = metrics.list_metrics(ranked.top[:, :10], data.count)
+        lists = metrics.list_metrics(ranked.top[:, :10], known.count)
         values |= {f"{split}/{name}@10": value for name, value in lists.items()}
         values[f"{split}/cases"] = len(chosen)
         values[f"{split}/tied_cases"] = int((ranked.ties > 0).sum())

@@ -12,7 +12,7 @@ from seqrec.config import EvaluateConfig
 from seqrec.counts.search import Tables, fold_scorer
 from seqrec.counts.term import with_counts
 from seqrec.data.sequences import load as load_sequences
-from seqrec.data.sequences import trained_until
+from seqrec.data.sequences import read_vocabulary
 from seqrec.evaluation import cost, ranking, results
 from seqrec.evaluation.ranking import Scorer
 from seqrec.training import cards
@@ -63,7 +63,7 @@ def evaluate(
     count = None
     if config.refit != "none":
         test = _refitted(checkpoint, device, without_counts=without_counts)
-        count = trained_until(loaded, loaded.valid_stop).count.to(device)
+        count = read_vocabulary(checkpoint / REFITTED)[1].to(device)
     values = results.report(test, prepared, report, config, facts, valid=valid, count=count)
     return values | {"evaluate_seconds": time.monotonic() - began}
 

@@ -41,7 +41,7 @@ def windows(data: Sequences, options: Options, config: TrainConfig, generator: t
 
 
 def trained_users(data: Sequences, config: TrainConfig) -> Tensor:
-    """Return bool (U,), on the CPU: the users with training windows."""
+    """Return bool (U,), on the CPU: the users with training windows, who are the users that the weights get to know."""
     trained = data.trained().cpu()
     if config.user_share < 1:
         order = torch.randperm(len(trained), generator=torch.Generator().manual_seed(config.seed))

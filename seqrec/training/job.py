@@ -138,7 +138,10 @@ def _write(model: SequenceModel, data: Sequences, job: Job, identity: str, histo
 
 @torch.no_grad()
 def forget_users(model: SequenceModel, unknown_U: Tensor) -> None:
-    """Give every user without a training target the vector of user 0, the unknown user."""
+    """Give every user without a training window the vector of user 0, the unknown user.
+
+    The saved weights thereby say who is known: whoever reads them may pass any user's number on.
+    """
     for table in model.user_tables():
         table.weight[1:][unknown_U.to(table.weight.device)] = table.weight[0]
 

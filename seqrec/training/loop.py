@@ -402,7 +402,11 @@ class _Run:
             values = validation.in_batch_accuracy(self.model, self.data, job.config.batch_size, job.accelerator)
         else:
             values = validation.validate(
-                self.model, self.data, filter_seen=job.filter_seen, accelerator=job.accelerator
+                self.model,
+                self.data,
+                filter_seen=job.filter_seen,
+                known_U=batches.trained_users(self.data, job.config).to(self.data.start.device),
+                accelerator=job.accelerator,
             )
         metrics.require_possible(values, type(self.model).__name__)
         value = values[self._metric()]

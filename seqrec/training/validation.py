@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from accelerate import Accelerator
+from torch import Tensor
 
 from seqrec.data import sequences
 from seqrec.data.sequences import Cases, Sequences
@@ -15,9 +16,17 @@ ACCURACY = "valid/accuracy"  # in contrastive phases
 
 
 def validate(
-    model: SequenceModel, data: Sequences, *, filter_seen: bool, accelerator: Accelerator | None = None
+    model: SequenceModel,
+    data: Sequences,
+    *,
+    filter_seen: bool,
+    known_U: Tensor | None = None,
+    accelerator: Accelerator | None = None,
 ) -> dict[str, float]:
-    """Return the metrics on the validation cases; several processes share the work and return the same values."""
+    """Return the metrics on the validation cases; several processes share the work and return the same values.
+
+    `known_U` is passed on to `ranking.model_scorer`.
+    """
     chosen = sequences.cases(data, "valid")
     if accelerator is not None:
         mine = slice(accelerator.process_index, None, accelerator.num_processes)
@@ -25,7 +34,8 @@ def validate(
     was_training = model.training
     model.eval()
     name = type(model).__name__
-    ranked = ranking.rank(ranking.model_scorer(model), data, chosen, filter_seen=filter_seen, name=name)
+    scorer = ranking.model_scorer(model, known_U)
+    ranked = ranking.rank(scorer, data, chosen, filter_seen=filter_seen, name=name)
     model.train(was_training)
     counts = metrics.histogram(ranked.rank if filter_seen else ranked.rank_unfiltered, data.num_items)
     if accelerator is not None:

@@ -28,7 +28,7 @@ def test_windows_are_left_padded_and_end_before_the_stop(data):
 
     assert batch.items.tolist() == [[0, 1, 2, 3], [0, 0, 2, 1]]
     assert batch.times.tolist() == [[0, -2, -1, 0], [0, 0, -1, 0]]
-    assert batch.user.tolist() == [1, 0]  # training sees one event of the second user, hence no target
+    assert batch.user.tolist() == [1, 2]  # also of the second user, of whom training has one event and no target
 
 
 def test_a_window_never_reaches_into_another_user(data):

@@ -20,6 +20,7 @@ from seqrec.data import sequences
 from seqrec.evaluation import compare as module
 from seqrec.evaluation import intervals, metrics
 from seqrec.evaluation.compare import compare, sign_flip_p_value
+from seqrec.stages.baselines import baselines
 from seqrec.stages.evaluate import evaluate
 from seqrec.stages.pretrain import pretrain
 
@@ -271,11 +272,21 @@ def evaluated(prepared, tmp_path_factory) -> list[str]:
     return [str(folder / "r1"), str(folder / "r2")]
 
 
-def test_slices_are_those_of_the_evaluation(prepared, evaluated):
-    result = compare(evaluated, sequences=prepared)
+@pytest.fixture(scope="module")
+def refitted(prepared, tmp_path_factory) -> list[str]:
+    """Two baselines whose test cases are ranked with the validation events counted too."""
+    folder = tmp_path_factory.mktemp("refitted")
+    baselines(sequences=prepared, reports=folder, config=EvaluateConfig(bootstrap=100, refit="valid"))
+    return [str(folder / "markov"), str(folder / "popularity")]
 
-    reports = [json.loads((Path(run) / "metrics.json").read_text()) for run in evaluated]
-    gains = result["others"][evaluated[1]]
+
+@pytest.mark.parametrize("kind", ["evaluated", "refitted"])
+def test_slices_are_those_of_the_evaluation(prepared, kind, request):
+    runs = request.getfixturevalue(kind)
+    result = compare(runs, sequences=prepared)
+
+    reports = [json.loads((Path(run) / "metrics.json").read_text()) for run in runs]
+    gains = result["others"][runs[1]]
     for split in ("valid", "test"):
         slices = {key for key in reports[0] if key.startswith(f"{split}/ndcg@10/") and "=" in key}
         known = {key for key in slices if not key.endswith(("/low", "/high"))}

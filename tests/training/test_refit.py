@@ -170,7 +170,9 @@ def test_test_cases_are_ranked_by_the_refit_and_validation_cases_are_not(
     scorer = ranking.model_scorer(net)
     if not without_counts:
         scorer = with_counts(scorer, load_counts(refitted_too / REFITTED, card))
-    expected = results.report(scorer, sequences.load(prepared), tmp_path / "alone", EvaluateConfig(), {})
+    data = sequences.load(prepared)
+    count = sequences.trained_until(data, data.valid_stop).count
+    expected = results.report(scorer, data, tmp_path / "alone", EvaluateConfig(), {}, count=count)
     for name, value in both.items():
         if name.startswith("test/"):
             assert value == expected[name], name
