@@ -1,8 +1,8 @@
 """S3-Rec: self-supervised learning with four mutual-information losses (Zhou et al., CIKM 2020, arXiv:2008.07873).
 
 Pre-training uses bidirectional attention and relates items, attributes, masked histories and segments. It reads every
-prefix of a history, and the last item of each is always masked. Fine-tuning is that of SASRec, with causal attention,
-and starts from the pre-trained weights.
+prefix of a history, always masks its last item, and runs for all of `pretrain.epochs`, as in the paper's code.
+Fine-tuning is that of SASRec, with causal attention, and starts from the pre-trained weights.
 
 Differs from the paper's code in these places:
 - each loss term is a sum over the batch divided by its rows, so that its weight does not depend on the batch size;
@@ -12,7 +12,6 @@ Differs from the paper's code in these places:
 - the segment to tell apart is drawn from the histories of the batch; the code draws it from all histories, whose
   validation and test events are among them;
 - positions count back from the most recent event;
-- early stopping of pre-training uses the in-batch accuracy for the masked last item of held-out histories;
 - the loss of fine-tuning is that of the training settings, by default full softmax.
 
 Shape suffixes, besides those of layers.py: M values of an item   K values of the catalogue + 1   N positions
@@ -158,15 +157,6 @@ class S3Rec(SequenceModel):
         context_BD = self.heads["segment"](context_BD)
         value_B = closer((context_BD * own_BD).sum(-1), (context_BD * foreign_BD).sum(-1))
         return (value_B * inside_BL.any(1)).sum() / len(items_BL)
-
-    def hits(self, batch: Batch) -> Tensor:
-        """See `SequenceModel.hits`; the target is masked."""
-        target_B = batch.items[:, -1]
-        items_BL = torch.cat([batch.items[:, :-1], torch.full_like(batch.items[:, -1:], self.mask)], 1)
-        out_BD = self.heads["item"](self._read(items_BL[:, -self.options.length :], causal=False, last=True)[:, 0])
-        score_BB: Tensor = out_BD @ self.items(target_B).T
-        other_BB = target_B.unsqueeze(1) != target_B
-        return ((score_BB >= score_BB.diagonal().unsqueeze(1)) & other_BB).sum(1) == 0
 
 
 def closer(own: Tensor, other: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ def test_every_setting_has_a_meaning():
     }
 
     assert silent == set()
-    assert reference.comments(reference.config.PretrainConfig)["held_out"].startswith("text models")
+    assert reference.comments(reference.config.PretrainConfig)["held_out"].startswith("unisrec")
 
 
 def test_the_site_builds_strictly(tmp_path):

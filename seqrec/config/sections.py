@@ -184,7 +184,7 @@ class TrainConfig(Section):
 class PretrainConfig(TrainConfig):
     """Section `pretrain`; models without a pre-training phase use only its seed."""
 
-    held_out: Fraction = 0.05  # text models: share of users held out for selecting the weights
+    held_out: Fraction = 0.05  # unisrec, recformer: share of users held out for selecting the weights
     use_sources: bool = True  # read the datasets in `sources`, if there are any; false: only the dataset itself
 
     def __post_init__(self) -> None:

@@ -193,15 +193,16 @@ def _embed_text(
 def _with_attributes(
     architecture: ModelConfig, options: Any, folder: tuple[Path, Path], config: PretrainConfig, job: Job
 ) -> dict[str, float]:
-    """Build a model that reads item attributes; if it has a pre-training phase, pre-train on the training split."""
+    """Build a model that reads item attributes; a pre-training phase runs every epoch on the whole training split."""
     from seqrec.data import item_tokens
 
     values = item_tokens.attribute_values(_texts(folder, options.attributes), options.attribute_values)
     tokens, target = {"values": values}, load_sequences(folder[1])
     torch.manual_seed(config.seed)
     net = build(architecture, Catalogue(target.num_items, target.num_users, 0, tokens))
-    learnt = train_parts([target], config) if net.contrastive else target
-    return train(net, learnt, replace(job, content=[digest(tokens)]))
+    learnt = train_parts([target], config, validated=False) if net.contrastive else target
+    epochs = dict.fromkeys(net.phases("pretrain"), config.epochs)
+    return train(net, learnt, replace(job, content=[digest(tokens)], epochs=epochs))
 
 
 def train_parts(parts: Sequence[Sequences], config: PretrainConfig, *, validated: bool = True) -> Sequences:

@@ -116,14 +116,3 @@ def test_the_last_item_of_a_row_is_always_masked_and_of_the_others_a_share(monke
     assert masked[:, -1].all()
     assert not masked[~real].any()
     assert masked[:, :-1].sum() / real[:, :-1].sum() == pytest.approx(0.2, abs=0.02)
-
-
-def test_hits_are_masked_targets_nearer_than_those_of_other_rows():
-    model = build()
-    rows = [[3, 7, 2], [5, 1, 4], [8, 9, 2]]
-    out = torch.stack([read(model, [*row[:-1], MASK])[-1] for row in rows])
-    score = model.heads["item"](out) @ model.items.weight[[2, 4, 2]].T
-
-    others = [[1], [0, 2], [1]]  # rows 0 and 2 ask for the same item
-    expected = [bool(score[row, row] > score[row, others[row]].max()) for row in range(3)]
-    assert model.hits(make_batch(rows)).tolist() == expected
