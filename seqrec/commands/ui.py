@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
+import json
+import logging
 import os
+import socket
 import subprocess
 import sys
-import threading
 import time
-import urllib.error
 import urllib.request
 import webbrowser
 
+from mlflow.entities import Experiment
 from rich.console import Console
 
-from seqrec.config import RegisterConfig
+from seqrec.config import ConfigError, RegisterConfig
 from seqrec.tracking import runs, view
 
+logger = logging.getLogger(__name__)
 SERVER = ("-m", "mlflow", "ui", "--workers", "1")
 QUIET = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
+STDERR = 2  # MLflow's log goes there: stdout has the page alone
 START_SECONDS = 60.0
+PORTS = 20  # ports that are tried, from the one that was asked for
+LAST_PORT = 65_535
 
 
 def ui(*, config: RegisterConfig, port: int = 5000, no_browser: bool = False) -> None:
@@ -27,35 +34,93 @@ def ui(*, config: RegisterConfig, port: int = 5000, no_browser: bool = False) ->
 
     Args:
         config: section `register`.
-        port: port of the server on this machine.
+        port: first port to look for this project's server on; if other programs have it, the next free one is taken.
         no_browser: only print the address.
 
     Raises:
+        ConfigError: the port does not exist, or all ports that were tried belong to other programs.
         TrackingError: the tracking server does not answer.
+        ValueError: MLflow did not start.
     """
+    if not 1 <= port <= LAST_PORT:
+        raise ConfigError(f"ui: --port must be from 1 to {LAST_PORT}, not {port}")
     client, uri = runs.connect(config), runs.tracking_uri(config)
-    experiment = runs.experiment(client, config)
-    remote = uri.startswith(("http://", "https://"))
-    address = uri.rstrip("/") if remote else f"http://127.0.0.1:{port}"
-    page = view.link(address, experiment)
+    experiment = client.get_experiment(runs.experiment(client, config))
+    if uri.startswith(("http://", "https://")):
+        _show(uri.rstrip("/"), experiment, no_browser)
+        return
+    chosen, running = find_port(port, experiment)
+    address = f"http://127.0.0.1:{chosen}"
+    if running:
+        _show(address, experiment, no_browser)
+        return
+    if chosen != port:
+        logger.info("another program has port %d: MLflow starts at port %d", port, chosen)
+    command = [sys.executable, *SERVER, "--backend-store-uri", uri, "--port", str(chosen)]
+    environment = {**os.environ, **QUIET}
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        subprocess.Popen(command, env=environment, stdout=STDERR) as server,
+    ):
+        try:
+            _wait(server, address, experiment)
+            _show(address, experiment, no_browser)
+            if server.wait():
+                raise ValueError(f"MLflow ended with status {server.returncode}, see above")
+        finally:
+            server.terminate()
+
+
+def find_port(first: int, experiment: Experiment) -> tuple[int, bool]:
+    """Return the first port at which this project's server answers or could be started, and whether it answers.
+
+    Raises:
+        ConfigError: other programs have all ports that were tried.
+    """
+    ports = range(first, min(first + PORTS, LAST_PORT + 1))
+    for port in ports:
+        if serves(f"http://127.0.0.1:{port}", experiment):
+            return port, True
+        if _is_free(port):
+            return port, False
+    raise ConfigError(f"ui: other programs have the ports {first} to {ports[-1]}: name another one with --port")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as a server does
+        try:
+            listener.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def serves(address: str, experiment: Experiment) -> bool:
+    """Return whether MLflow answers at `address`, and from the store that holds this very experiment."""
+    url = f"{address}/api/2.0/mlflow/experiments/get?experiment_id={experiment.experiment_id}"
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            found = json.load(answer)["experiment"]
+            place = found["name"], found["artifact_location"], int(found["creation_time"])
+    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):  # no server, or another kind of one
+        return False
+    return bool(place == (experiment.name, experiment.artifact_location, experiment.creation_time))
+
+
+def _wait(server: subprocess.Popen[bytes], address: str, experiment: Experiment) -> None:
+    """Return as soon as the server answers; raise ValueError if it ends before, or takes too long."""
+    deadline = time.monotonic() + START_SECONDS
+    while not serves(address, experiment):
+        if server.poll() is not None:
+            raise ValueError(f"MLflow did not start at {address}, see above; another port can be named with --port")
+        if time.monotonic() > deadline:
+            raise ValueError(f"MLflow did not answer at {address} within {START_SECONDS:g} s")
+        time.sleep(0.5)
+
+
+def _show(address: str, experiment: Experiment, no_browser: bool) -> None:
+    page = view.link(address, experiment.experiment_id)
     Console().print(page, soft_wrap=True, highlight=False, markup=False)
     if not no_browser:
-        threading.Thread(target=_open, args=(address, page), daemon=True).start()
-    if remote:
-        return
-    command = [sys.executable, *SERVER, "--backend-store-uri", uri, "--port", str(port)]
-    with contextlib.suppress(KeyboardInterrupt):
-        subprocess.run(command, env={**os.environ, **QUIET}, check=True)
-
-
-def _open(address: str, page: str) -> None:
-    """Open `page` in a browser as soon as the server answers."""
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline:
-        try:
-            urllib.request.urlopen(f"{address}/health", timeout=2).close()
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.5)
-        else:
-            webbrowser.open(page)
-            return
+        webbrowser.open(page)
