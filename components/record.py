@@ -13,9 +13,8 @@ def record(status: dsl.PipelineTaskFinalStatus, pipeline: str, pipeline_run: str
     from seqrec.tracking.runs import record_outcome
 
     record_outcome(
+        pipeline=pipeline,
         pipeline_run=pipeline_run,
-        name=f"{pipeline}-{pipeline_run[:8]}",
-        registers=pipeline != "pretraining",
         state=status.state,
         failure=status.error_message,
         config=parse(RegisterConfig, overridden("register", config, overrides), "register"),

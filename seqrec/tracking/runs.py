@@ -285,7 +285,7 @@ def open_run(
 
 
 def record_outcome(
-    *, pipeline_run: str, name: str, registers: bool, state: str, failure: str | None, config: RegisterConfig
+    *, pipeline: str, pipeline_run: str, state: str, failure: str | None, config: RegisterConfig
 ) -> None:
     """Write how a run of an orchestrator ended: into the MLflow run that `register` made for it, or a new one.
 
@@ -294,9 +294,8 @@ def record_outcome(
     pipeline without `register`.
 
     Args:
+        pipeline: training, retraining, or pretraining, which has no step `register`.
         pipeline_run: the orchestrator's id of its run.
-        name: of a new run.
-        registers: whether `register` is a step of the pipeline.
         state: what the orchestrator says.
         failure: what went wrong, if the orchestrator says it.
         config: section `register`.
@@ -311,10 +310,11 @@ def record_outcome(
     if given is None:
         text = f"tags.`{PIPELINE_RUN}` = '{pipeline_run}'"
         found = client.search_runs([experiment_id], filter_string=text, max_results=1)
-        run = found[0] if found else open_run(client, experiment_id, pipeline_run, name)
+        run = found[0] if found else open_run(client, experiment_id, pipeline_run, f"{pipeline}-{pipeline_run[:8]}")
     else:
         run = client.get_run(given)
-    succeeded = run.data.tags.get(COMPLETE) == pipeline_run if registers else state not in FAILED_STATES
+    marked = run.data.tags.get(COMPLETE) == pipeline_run
+    succeeded = state not in FAILED_STATES if pipeline == "pretraining" else marked
     reason = failure or ("" if succeeded else "the orchestrator gives no reason; its page shows the failed step")
     tags = {PIPELINE_RUN: pipeline_run, OUTCOME: "SUCCEEDED" if succeeded else "FAILED", FAILURE: reason}
     client.log_batch(run.info.run_id, tags=[RunTag(key, redacted(value)[:5000]) for key, value in tags.items()])

@@ -15,6 +15,7 @@ import pytest
 import torch
 import yaml
 from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
 
 from seqrec.artifacts import (
     CASES_SCHEMA,
@@ -160,10 +161,11 @@ def registered(registered_template, tmp_path, monkeypatch, _surroundings):
     return tmp_path / "project"
 
 
-def run(root=Path(), models=MODELS, params=PARAMS, **changes):
+def run(root=Path(), models=MODELS, params=PARAMS, pipeline_run="", **changes):
     folders = {"artifacts": root / "artifacts", "reports": root / "reports", "data": root / "data"}
+    folders |= {"sequences": root / "data" / "sequences"}
     config = RegisterConfig(**{"allow_below_baseline": True, "graph": False, **changes})  # nothing is trained
-    return register(leaderboard=models, sequences=root / "data" / "sequences", params=params, config=config, **folders)
+    return register(leaderboard=models, params=params, config=config, pipeline_run=pipeline_run, **folders)
 
 
 def outcome():
@@ -484,6 +486,25 @@ def test_misplaced_artifacts_are_found_before_anything_is_logged(project):
     with pytest.raises(TrackingError, match="artifacts cannot be stored under"):
         run()
     assert len(all_runs()) == 1
+
+
+def test_a_pipeline_run_is_marked_as_complete_by_the_last_thing_that_register_writes(registered, monkeypatch):
+    def marks():
+        (parent,) = [run for name, run in all_runs().items() if name.startswith("toy-")]
+        return parent.data.tags["seqrec.pipeline_run"], parent.data.tags["seqrec.complete"]
+
+    def refuse(*_):
+        raise MlflowException("the server went away")
+
+    run(pipeline_run="one")
+    assert marks() == ("one", "one")
+    with monkeypatch.context() as patch:
+        patch.setattr(MlflowClient, "set_experiment_tag", refuse)
+        with pytest.raises(TrackingError, match="the server went away"):
+            run(pipeline_run="two")
+    assert marks() == ("two", "one")
+    run(pipeline_run="two")
+    assert marks() == ("two", "two")
 
 
 KILLED = """

@@ -296,9 +296,7 @@ def test_a_pipeline_has_succeeded_if_register_has_left_its_mark(client, config, 
     if mark:
         client.set_tag(run.info.run_id, runs.COMPLETE, pipeline_run if mark == "this run" else mark)
 
-    runs.record_outcome(
-        pipeline_run=pipeline_run, name="training-1", registers=True, state=state, failure="", config=config
-    )
+    runs.record_outcome(pipeline="training", pipeline_run=pipeline_run, state=state, failure="", config=config)
 
     ended = client.get_run(run.info.run_id)
     assert ended.info.status == ("FINISHED" if mark == "this run" else "FAILED")
@@ -308,9 +306,11 @@ def test_a_pipeline_has_succeeded_if_register_has_left_its_mark(client, config, 
 
 @pytest.mark.parametrize(("state", "status"), [("COMPLETE", "FINISHED"), ("RUNNING", "FINISHED"), ("FAILED", "FAILED")])
 def test_a_pipeline_that_does_not_register_is_judged_by_its_state(client, config, state, status):
-    runs.record_outcome(
-        pipeline_run=state, name="pretraining-1", registers=False, state=state, failure="why", config=config
-    )
+    runs.record_outcome(pipeline="pretraining", pipeline_run=state, state=state, failure="why", config=config)
 
     (run,) = client.search_runs([runs.experiment(client, config)], f"tags.`{runs.PIPELINE_RUN}` = '{state}'")
-    assert (run.info.run_name, run.info.status, run.data.tags[runs.FAILURE]) == ("pretraining-1", status, "why")
+    assert (run.info.run_name, run.info.status, run.data.tags[runs.FAILURE]) == (
+        f"pretraining-{state}"[:20],
+        status,
+        "why",
+    )
