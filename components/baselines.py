@@ -24,7 +24,8 @@ def baselines(
     values = baselines(
         sequences=Path(sequences.path),
         reports=Path(results.path) / "reports",
-        config=parse(EvaluateConfig, dict(filter_seen=filter_seen, **config), "evaluate"),
+        config=parse(EvaluateConfig, config, "evaluate"),
+        filter_seen=filter_seen,
     )
     results.metadata.update(facts(Path(sequences.path)))
     log_metrics(metrics, values)

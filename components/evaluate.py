@@ -28,7 +28,8 @@ def evaluate(
         sequences=Path(sequences.path),
         checkpoint=Path(checkpoint.path),
         report=Path(report.path),
-        config=parse(EvaluateConfig, dict(filter_seen=filter_seen, **config), "evaluate"),
+        config=parse(EvaluateConfig, config, "evaluate"),
+        filter_seen=filter_seen,
     )
     report.metadata.update(facts(Path(sequences.path), Path(checkpoint.path)))
     log_metrics(metrics, values)

@@ -11,6 +11,7 @@ def finetune(
     state: str,
     place: dict,
     filter_seen: bool,
+    refit: str,
     config: dict,
     sequences: dsl.Input[dsl.Dataset],
     initial: dsl.Input[dsl.Model],
@@ -34,6 +35,7 @@ def finetune(
         initial=Path(initial.path),
         checkpoint=Path(checkpoint.path),
         filter_seen=filter_seen,
+        refit=refit,
         config=parse(FinetuneConfig, config, "finetune"),
     )
     checkpoint.metadata.update(facts(Path(sequences.path), Path(checkpoint.path)))

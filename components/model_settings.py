@@ -19,6 +19,7 @@ def model_settings(
     pretrain: dsl.OutputPath(dict),
     finetune: dsl.OutputPath(dict),
     evaluate: dsl.OutputPath(dict),
+    refit: dsl.OutputPath(str),
     filter_seen: dsl.OutputPath(bool),
 ):
     """Look up the settings of a model."""
@@ -28,4 +29,4 @@ def model_settings(
     form = {"dataset": dataset, "models": models, "protocol": protocol, "epochs": epochs, "seed": seed}
     values = settings_of_model(params, model, {**form, "overrides": overrides})
     places = {"architecture": architecture, "pretrain": pretrain, "finetune": finetune}
-    write_parameters(values, {**places, "evaluate": evaluate, "filter_seen": filter_seen})
+    write_parameters(values, {**places, "refit": refit, "evaluate": evaluate, "filter_seen": filter_seen})

@@ -36,7 +36,6 @@ def register(
     from seqrec.config import SECTIONS, parse
     from seqrec.stages.register import register
 
-    evaluate = dict(filter_seen=filter_seen, **evaluate)
     given = {"ingest": ingest, "validate": validate, "prepare": prepare, "evaluate": evaluate, "register": config}
     sections = {name: parse(SECTIONS[name], section, name) for name, section in given.items()}
     settings = {name: asdict(section) for name, section in sections.items()}
@@ -54,7 +53,7 @@ def register(
         reports=Path(reports.path),
         sequences=Path(sequences.path),
         data=Path(data.path),
-        params={"dataset": dataset, "leaderboard": leaderboard, **settings},
+        params={"dataset": dataset, "leaderboard": leaderboard, "filter_seen": filter_seen, **settings},
         config=sections["register"],
         pipeline_run=pipeline_run,
     )

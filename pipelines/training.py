@@ -119,6 +119,7 @@ class _Dag:
                 state=self.state,
                 place=place("finetune", self.cluster),
                 filter_seen=own["filter_seen"],
+                refit=own["refit"],
                 config=own["finetune"],
                 sequences=sequences,
                 initial=initial,

@@ -202,7 +202,8 @@ def _architecture(params: Params, _: str, flags: argparse.Namespace) -> ModelCon
 FROM_PARAMS: dict[str, Callable[[Params, str, argparse.Namespace], Any]] = {
     "config": _config,
     "architecture": _architecture,
-    "filter_seen": lambda params, _, __: params.section("evaluate").filter_seen,
+    "refit": lambda params, _, __: params.section("evaluate").refit,
+    "filter_seen": lambda params, _, __: params.filters_seen(),
     "leaderboard": lambda params, _, __: list(params.leaderboard),
     "params": lambda params, _, __: params.as_dict(),
     "sources": lambda params, _, __: params.sources,

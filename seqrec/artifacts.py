@@ -46,6 +46,7 @@ CASES = "cases.parquet"
 RECOMMENDATIONS = "recommendations.parquet"
 CHOSEN = "counts.json"  # counting baselines: settings chosen on validation, and the grid
 # register
+CHANGES = "SEQREC_CHANGES"  # environment variable: settings changed for one run, as JSON
 REPORT_PAGE = "index.html"
 
 FACTS = (  # keys of cards that identify the content of a folder

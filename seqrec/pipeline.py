@@ -87,8 +87,16 @@ def _of_pretrain(params: Params, model: str) -> dict[str, Any]:
 
 def _of_training(stage: str, params: Params, model: str) -> dict[str, Any]:
     config = params.section(stage, model=model)
-    shared = {"filter_seen": params.section("evaluate").filter_seen}
+    shared = {"filter_seen": params.filters_seen()}
     return {"model": model, "config": config, "experiment": params.section("register").experiment} | shared
+
+
+def _of_finetune(params: Params, model: str) -> dict[str, Any]:
+    return _of_training("finetune", params, model) | {"refit": params.section("evaluate").refit}
+
+
+def _of_evaluate(params: Params, model: str) -> dict[str, Any]:
+    return {"model": model, "filter_seen": params.filters_seen(), "config": params.section("evaluate")}
 
 
 SEQUENCES = "data/sequences/sequences.arrow"
@@ -136,7 +144,7 @@ STAGES = (
         name="baselines",
         each="run",
         paths={"sequences": "data/sequences", "reports": "reports"},
-        settings=lambda params, _: {"config": params.section("evaluate")},
+        settings=lambda params, _: {"filter_seen": params.filters_seen(), "config": params.section("evaluate")},
         reads=(SEQUENCES, VOCABULARY, NEGATIVES, SPLIT),
         writes=tuple(f"reports/{name}" for name in BASELINES),
     ),
@@ -162,7 +170,7 @@ STAGES = (
             "checkpoint": "artifacts/{item}/finetuned",
             "state": "state",
         },
-        settings=lambda params, model: _of_training("finetune", params, model),
+        settings=_of_finetune,
         reads=(SEQUENCES, VOCABULARY, USERS, SPLIT, "artifacts/{item}/initial"),
         writes=("artifacts/{item}/finetuned",),
         metrics="reports/{item}/finetune.json",
@@ -175,7 +183,7 @@ STAGES = (
             "checkpoint": "artifacts/{item}/finetuned",
             "report": "reports/{item}",
         },
-        settings=lambda params, model: {"model": model, "config": params.section("evaluate")},
+        settings=_of_evaluate,
         reads=(SEQUENCES, VOCABULARY, USERS, NEGATIVES, SPLIT, "artifacts/{item}/finetuned"),
         writes=tuple(
             f"reports/{{item}}/{name}" for name in ("cases.parquet", "recommendations.parquet", "metrics.json")

@@ -28,7 +28,7 @@ def test_few_users_new_items_and_described_ones_are_told_apart(prepared, tmp_pat
         "sasrec_005": {"architecture": "sasrec", "options": IDS, "finetune": few},
     }
     pretrain = {"epochs": 1, "prefixes_per_user": 1}
-    evaluate = {"filter_seen": False, "bootstrap": 100}
+    evaluate = {"bootstrap": 100}
     sections = {"dataset": "another", "pretrain": pretrain, "evaluate": evaluate, "models": models}
     config_file.write_text(yaml.safe_dump({"datasets": {"synthetic": {}, "another": {}}, **sections}))
 

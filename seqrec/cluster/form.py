@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from seqrec.config import SECTIONS, ConfigError, Params, Section, from_dict, parse
+from seqrec.config import ConfigError, Params, Section, from_dict, parse
 from seqrec.config.ranges import Count, Seed
 
 INPUTS = {  # of every pipeline; what the form says beside each of them
@@ -46,18 +45,18 @@ def filled_in(params: Mapping[str, Any], form: Mapping[str, Any]) -> Params:
     Raises:
         ConfigError: an input is wrong, or the shared settings would read one dataset under the name of another.
     """
-    content, given = copy.deepcopy(dict(params)), parse(Form, form, "")
+    read, given = from_dict(params), parse(Form, form, "")
     if not given.models or len(set(given.models)) < len(given.models):
         raise ConfigError(f"models: name each model once, and at least one; got {given.models!r:.80}")
-    _check_origin(content, given.dataset)
-    if given.seed != content["seed"]:
-        for section in ("pretrain", "finetune"):
-            _drop(content, section, "seed")
-    content |= {"dataset": given.dataset, "leaderboard": given.models, "seed": given.seed}
+    _check_origin(read.as_dict(), given.dataset)
+    for path in given.overrides:
+        if path.partition(".")[0] in FIXED:
+            raise ConfigError(f"overrides.{path}: an input of its own, or fixed when a pipeline is compiled")
+    inputs = {"dataset": given.dataset, "leaderboard": given.models, "seed": given.seed}
+    same = {"dataset": read.dataset, "leaderboard": [*read.leaderboard], "seed": read.seed}
+    changed = {key: value for key, value in inputs.items() if value != same[key]}
     common = {"prepare.protocol": given.protocol, "finetune.epochs": given.epochs}
-    for path, value in {**{path: value for path, value in common.items() if value}, **given.overrides}.items():
-        _set(content, path, value)
-    return from_dict(content)
+    return read.with_overrides(changed | {path: value for path, value in common.items() if value} | given.overrides)
 
 
 def _check_origin(content: Mapping[str, Any], dataset: str) -> None:
@@ -75,23 +74,6 @@ def _check_origin(content: Mapping[str, Any], dataset: str) -> None:
             )
 
 
-def _set(content: dict[str, Any], path: str, value: Any) -> None:
-    """Set the dotted `path` to `value`; a shared setting also overrides those of datasets and models."""
-    section, *keys = path.split(".")
-    if section in FIXED:
-        raise ConfigError(f"overrides.{path}: {section} is an input of its own, or fixed when a pipeline is compiled")
-    if not keys:
-        raise ConfigError(f"overrides.{path}: name a setting, such as finetune.learning_rate")
-    if section in SECTIONS and len(keys) == 1:
-        _drop(content, section, keys[0])
-    place: Any = content
-    for key in (section, *keys[:-1]):
-        place = place.setdefault(key, {})
-        if not isinstance(place, dict):
-            raise ConfigError(f"overrides.{path}: {key} is no section")
-    place[keys[-1]] = value
-
-
 def overridden(section: str, values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return `values` of a section with its `overrides`, for a step that reads no other section.
 
@@ -102,13 +84,6 @@ def overridden(section: str, values: Mapping[str, Any], overrides: Mapping[str, 
         raise ConfigError(f"overrides: expected a mapping of settings, got {overrides!r:.80}")
     prefix = f"{section}."
     return {**values, **{key.removeprefix(prefix): overrides[key] for key in overrides if key.startswith(prefix)}}
-
-
-def _drop(content: Mapping[str, Any], section: str, key: str) -> None:
-    """Remove a shared setting from the entries of datasets and models."""
-    for entry in (*content["datasets"].values(), *content["models"].values()):
-        if isinstance(entry, dict) and isinstance(settings := entry.get(section), dict):  # overrides are checked later
-            settings.pop(key, None)
 
 
 def settings_of_run(
@@ -124,8 +99,7 @@ def settings_of_run(
         form: the inputs, by name.
 
     Returns:
-        The sections in `SHARED`; filter_seen, by itself, since training reads it as well and must not be repeated when
-        another setting of `evaluate` changes; dataset, the key that the data is for; fresh, which is another text in
+        The sections in `SHARED`; filter_seen; dataset, the key that the data is for; fresh, which is another text in
         every run whose source may have changed, so that KFP's cache does not answer.
 
     Raises:
@@ -143,21 +117,21 @@ def settings_of_run(
     pinned = pipeline != "retraining" and sources.is_pinned(sections["ingest"])
     values = {name: dataclasses.asdict(section) for name, section in sections.items()}
     return values | {
-        "filter_seen": values["evaluate"].pop("filter_seen"),
+        "filter_seen": read.filters_seen(),
         "dataset": dataset,
         "fresh": "" if pinned else run,
     }
 
 
 def settings_of_model(params: Mapping[str, Any], model: str, form: Mapping[str, Any]) -> dict[str, Any]:
-    """Return architecture, pretrain, finetune, evaluate and filter_seen for the steps of `model`."""
+    """Return architecture, pretrain, finetune, refit, evaluate and filter_seen for the steps of `model`."""
     read = filled_in(params, form)
     values = {stage: dataclasses.asdict(read.section(stage, model=model)) for stage in ("pretrain", "finetune")}
     values |= {
         "architecture": dataclasses.asdict(read.model(model)),
         "evaluate": dataclasses.asdict(read.section("evaluate")),
     }
-    return values | {"filter_seen": values["evaluate"].pop("filter_seen")}
+    return values | {"refit": values["evaluate"]["refit"], "filter_seen": read.filters_seen()}
 
 
 def without_cluster(params: Params) -> dict[str, Any]:

@@ -203,7 +203,7 @@ def _prepare(plan: Plan, out: Path) -> None:
     content["prepare"], plan.split = _split(from_dict(content), out, timed)
     prepared = sequences.load(out / "data" / "sequences")
     if data_warnings.repeats(prepared) > data_warnings.REPEATS:
-        content["evaluate"] = {"filter_seen": False}
+        content["filter_seen"] = False
     plan.params = content
     plan.save("data")
 
@@ -356,7 +356,7 @@ def _say_data(plan: Plan, prepared: sequences.Sequences, out: Path) -> None:
     logger.info("data: %s", counts)
     if left_out := ", ".join(f"{number:,} {rule}" for rule, number in card["dropped"].items() if number):
         logger.info("left out: %s (k-core %d)", left_out, card["k_core"]["user"])
-    if not plan.params["evaluate"].get("filter_seen", True):
+    if not plan.params.get("filter_seen", True):
         logger.info("many events repeat an item, so past items stay candidates")
     for sentence in data_warnings.warnings(card):
         logger.warning("the data: %s", sentence)
@@ -434,7 +434,7 @@ def _cost(params: Params, name: str, folder: Path, out: Path) -> Cost:
             data=sequences.load(folder),
             stage="finetune",
             config=params.section("finetune", model=name),
-            filter_seen=params.section("evaluate").filter_seen,
+            filter_seen=params.filters_seen(),
             state=ResumeState(out / "state" / "probe", "probe"),
             accelerator=Accelerator(cpu=not torch.cuda.is_available()),
         )

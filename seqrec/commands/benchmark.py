@@ -133,7 +133,7 @@ def _is(path: Path, settings: dict[str, Any]) -> bool:
 def _count_settings(params: Params, folder: Path) -> dict[str, Any]:
     """Return what the figures of the counting rows depend on."""
     split = read_json(folder / SPLIT_CARD)["split_sha256"]
-    return {"split": split, "evaluate": asdict(params.section("evaluate"))}
+    return {"split": split, "filter_seen": params.filters_seen(), "evaluate": asdict(params.section("evaluate"))}
 
 
 def _model_settings(params: Params, model: str, folder: Path) -> dict[str, Any]:
@@ -163,6 +163,7 @@ def _train(params: Params, model: str, folder: Path, out: Path) -> None:
         checkpoint=out / "artifacts" / model / "finetuned",
         report=out / ALONE / model,
         config=params.section("evaluate"),
+        filter_seen=params.filters_seen(),
         without_counts=True,
     )
     write_json(done, settings)

@@ -5,17 +5,26 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import yaml
 from rich.console import Console
 from rich.table import Table
 
+from seqrec.artifacts import CHANGES, write_text
+from seqrec.commands.settings import check
+from seqrec.config import load, read_changes
+
 logger = logging.getLogger(__name__)
 DVC_FILES = Path(".dvc/tmp")
+BEFORE = DVC_FILES / "params.yaml"  # params.yaml as it was before a run with changes
 HIDDEN = (
     "> ",
     "Updating lock file",
@@ -33,25 +42,58 @@ def repro(*, changes: str = "") -> None:
     """Run the stages that are out of date.
 
     Args:
-        changes: settings to try without editing params.yaml, separated by blanks, such as finetune.epochs=3.
+        changes: settings for this run alone, such as "finetune.epochs=3 leaderboard=[sasrec]".
 
     Raises:
+        ConfigError: a setting does not exist, or its value is wrong; nothing has run.
         ValueError: a stage failed.
     """
     remove_torn_lock()
-    command = [sys.executable, "-m", "dvc", *(["exp", "run"] if changes else ["repro"])]
-    for change in changes.split():
-        command += ["--set-param", change]
     console = Console()
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     began = time.monotonic()
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        assert process.stdout is not None
-        times = list(stages(process.stdout, console))
+    with changed(read_changes(changes)) as environment:
+        command, environment = [sys.executable, "-m", "dvc", "repro"], {**os.environ, **environment}
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+            assert process.stdout is not None
+            times = list(stages(process.stdout, console))
     if process.returncode:
         raise ValueError(f"{times[-1][0] if times else 'dvc'} failed, see above")
     if times:
         console.print(summary(times, time.monotonic() - began))
+
+
+@contextmanager
+def changed(changes: Mapping[str, Any], params: Path = Path("params.yaml")) -> Iterator[dict[str, str]]:
+    """Put `changes` into params.yaml, where DVC reads the models and datasets of its stages, until the block ends.
+
+    The original lies in `BEFORE` meanwhile; if this process is killed, the next call puts it back first.
+
+    Yields:
+        The environment of the run, with the changes for MLflow.
+    """
+    _restore(params)
+    environment = {"PYTHONUNBUFFERED": "1"}
+    if not changes:
+        yield environment
+        return
+    read = load(params).with_overrides(changes)
+    check(read)
+    write_text(BEFORE, params.read_text(encoding="utf-8"))
+    text = yaml.safe_dump(json.loads(json.dumps(read.as_dict())), sort_keys=False)
+    write_text(params, text)
+    try:
+        yield environment | {CHANGES: json.dumps(changes)}
+    finally:
+        if params.read_text(encoding="utf-8") != text:
+            edited = params.with_suffix(".edited.yaml")
+            shutil.copyfile(params, edited)
+            logger.warning("%s was edited during the run: the edited file is %s", params, edited)
+        _restore(params)
+
+
+def _restore(params: Path) -> None:
+    if BEFORE.is_file():
+        BEFORE.replace(params)
 
 
 def remove_torn_lock(folder: Path = DVC_FILES) -> None:

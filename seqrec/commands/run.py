@@ -16,7 +16,7 @@ import yaml
 from seqrec import locks
 from seqrec.artifacts import SPLIT_CARD, read_json, write_json, write_text
 from seqrec.commands.settings import check
-from seqrec.config import Params, load
+from seqrec.config import Params, load, read_changes
 from seqrec.data import data_warnings
 from seqrec.evaluation import leaderboard
 from seqrec.locks import locked
@@ -31,6 +31,7 @@ def run(
     config_file: Path,
     out: Path,
     dataset: str = "",
+    changes: str = "",
     data: Path | None = None,
     resume: bool = False,
     from_champion: bool = False,
@@ -43,6 +44,7 @@ def run(
         config_file: config in the form of params.yaml; missing sections and entries keep their defaults.
         out: folder that receives data, artifacts, reports and resume states.
         dataset: a key of `datasets`; default: the one of the config.
+        changes: settings for this run alone, such as "finetune.epochs=3".
         data: folder with `sequences/` already prepared: ingest, validate and prepare are skipped.
         resume: fail instead of starting a training from the beginning.
         from_champion: start models from the champion's weights if they have its architecture and options.
@@ -55,7 +57,7 @@ def run(
         TrackingError: --from-champion, and MLflow does not answer.
     """
     params = load(config_file)
-    params = replace(params, dataset=dataset or params.dataset)
+    params = replace(params, dataset=dataset or params.dataset).with_overrides(read_changes(changes))
     check(params, ingests=data is None)
     with locked(out / locks.NAME, f"--out {out}"):
         return _run(params, out, data, resume, from_champion)

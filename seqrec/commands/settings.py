@@ -7,16 +7,18 @@ changes, wherever a setting is written.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict
-from pathlib import Path, PurePath
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
 from typing import Any
 
 from seqrec import ROOT
 from seqrec.artifacts import sha256, write_json
 from seqrec.code_closure import deciding
 from seqrec.config import ConfigError, Params, from_dict, parse
+from seqrec.pipeline import STAGES
 
+UNREAD = ("params", "experiment")  # arguments of stages that do not decide their results
 Resolved = dict[str, dict[str, Any]]
 
 
@@ -76,53 +78,34 @@ def resolve(params: Params, root: Path = ROOT) -> Resolved:
     """Return for each file, by name, the settings of a stage and the hashes of its code below `root`."""
     from seqrec.models import REGISTRY
 
-    files = _of_data(params, params.dataset, "")
-    for source in params.sources:
-        files |= _of_data(params, source, f"sources/{source}/")
     modules = {model: REGISTRY.module(params.model(model).architecture) for model in params.leaderboard}
-    used = {"register": tuple(modules.values())}  # file -> the modules of the models that the stage computes with
-    for model, module in modules.items():
-        own = _of_model(params, model)
-        files |= own
-        used |= dict.fromkeys(own, (module,))
-    files["baselines"] = asdict(params.section("evaluate"))
-    files["register"] = {"leaderboard": list(params.leaderboard), **asdict(params.section("register"))}
-    return {
-        name: {"settings": values, "code": _code(PurePath(name).name, used.get(name, ()), root)}
-        for name, values in files.items()
-    }
-
-
-def _code(stage: str, models: tuple[str, ...], root: Path) -> dict[str, str]:
-    return {path.as_posix(): sha256(root / path) for path in deciding(f"seqrec.stages.{stage}", *models, root=root)}
-
-
-def _of_data(params: Params, dataset: str, folder: str) -> Resolved:
-    from seqrec.data import download, sources
-
-    stages = ("ingest", "validate", "prepare")
-    files = {folder + stage: {"dataset": dataset, **asdict(params.section(stage, dataset=dataset))} for stage in stages}
-    config = params.section("ingest", dataset=dataset)
-    if not config.repository:
-        publications = sources.find(config).publications(config)
-        files[f"{folder}ingest"]["digests"] = download.digests_of_own_files(publications, config)
+    files = {}
+    for stage in STAGES:
+        for item in stage.items(params):
+            settings = {key: _plain(value) for key, value in stage.settings(params, item).items() if key not in UNREAD}
+            if stage.name == "ingest":
+                settings["digests"] = _digests(params, item)
+            if stage.name == "pretrain":
+                settings["class"] = REGISTRY.place(params.model(item).architecture)
+            used = {"model": [modules.get(item, "")], "run": [*modules.values()] if stage.name == "register" else []}
+            code = _code(stage.name, used.get(stage.each, []), root)
+            files[stage.settings_file(params, item)] = {"settings": settings, "code": code}
     return files
 
 
-def _of_model(params: Params, model: str) -> Resolved:
-    from seqrec.models import REGISTRY
+def _plain(value: Any) -> Any:
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
-    evaluation = params.section("evaluate")
-    filter_seen = {"filter_seen": evaluation.filter_seen}  # validation reads it, not the others
-    built = params.model(model)
-    building = {
-        "sources": list(params.sources),
-        "architecture": built.architecture,
-        "class": REGISTRY.place(built.architecture),
-        "options": dict(sorted(built.options.items())),
-    }
-    return {
-        f"{model}/pretrain": building | filter_seen | asdict(params.section("pretrain", model=model)),
-        f"{model}/finetune": filter_seen | asdict(params.section("finetune", model=model)),
-        f"{model}/evaluate": asdict(evaluation),
-    }
+
+def _code(stage: str, models: Sequence[str], root: Path) -> dict[str, str]:
+    return {path.as_posix(): sha256(root / path) for path in deciding(f"seqrec.stages.{stage}", *models, root=root)}
+
+
+def _digests(params: Params, dataset: str) -> dict[str, str]:
+    """Return the hashes of the user's own files that `ingest` reads."""
+    from seqrec.data import download, sources
+
+    config = params.section("ingest", dataset=dataset)
+    if config.repository:
+        return {}
+    return download.digests_of_own_files(sources.find(config).publications(config), config)

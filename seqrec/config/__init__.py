@@ -1,7 +1,7 @@
 """Settings: `sections` defines them, `loading` reads and completes params.yaml, `checks` validates it."""
 
 from seqrec.config.checks import CASTS, ConfigError, Section, parse, require
-from seqrec.config.loading import Params, from_dict, load
+from seqrec.config.loading import Params, from_dict, load, read_changes
 from seqrec.config.ranges import AUTO, Bounds
 from seqrec.config.sections import (
     DATASET_KEYS,
@@ -56,5 +56,6 @@ __all__ = [
     "from_dict",
     "load",
     "parse",
+    "read_changes",
     "require",
 ]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import importlib.util
 import math
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, cast
 
@@ -20,6 +21,10 @@ if CASTS:
     import pydantic
 
 T = TypeVar("T")
+MOVED = {  # key -> where the setting is, if it was written in a section that does not have it
+    "filter_seen": "it is a key of the top level, or of a dataset's entry",
+    "refit": "set evaluate.refit, which applies to all rows of a leaderboard",
+}
 REPLACEMENTS = {  # setting -> where to put its credentials
     "mirror": "SEQREC_DATA_MIRROR",
     "interactions": "SEQREC_DATA_MIRROR",
@@ -133,4 +138,13 @@ def check_keys(values: Any, known: Any, path: str) -> None:
     for key in values:
         if key not in known:
             where = f"{path}.{key}" if path else f"{key}"
-            raise ConfigError(f"{where:.200}: unknown key; known are {', '.join(map(str, known))}")
+            names = [*map(str, known)]
+            moved = f"; {MOVED[key]}" if key in MOVED and where != key else ""
+            hint = moved or suggestion(str(key), names)
+            raise ConfigError(f"{where:.200}: unknown key{hint}")
+
+
+def suggestion(name: str, known: Sequence[str]) -> str:
+    """Return the end of a message about an unknown name: the closest known name, or all of them where none is close."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(known)}"

@@ -7,27 +7,33 @@ dataset's. Only `dataset` and `models` are required. By default, sections have t
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import re
+import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
 import yaml
 
-from seqrec.config.checks import ConfigError, Section, check_keys, parse, refuse_secrets
+from seqrec.config.checks import ConfigError, Section, check_keys, parse, refuse_secrets, suggestion
 from seqrec.config.ranges import AUTO, Seed
 from seqrec.config.sections import DATASET_KEYS, MODEL_KEYS, SECTIONS, ModelConfig, Range
 
-TOP = ("seed", "dataset", "sources", "leaderboard", *SECTIONS, "datasets", "models")
+TOP = ("seed", "filter_seen", "dataset", "sources", "leaderboard", *SECTIONS, "datasets", "models")
 SEEDED = ("pretrain", "finetune")  # share a seed, so that another seed also means other initial weights
+EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")  # YAML reads 1e-3 as text
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")  # names of datasets and models are also names of folders
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Seed(Section):
-    seed: Seed
+class _Top(Section):
+    """The values at the top level that belong to no section."""
+
+    seed: Seed = 42
+    filter_seen: bool = True
 
 
 @dataclass(frozen=True)
@@ -38,9 +44,34 @@ class Params:
     sources: tuple[str, ...]
     leaderboard: tuple[str, ...]
     sections: Mapping[str, Mapping[str, Any]]
-    datasets: Mapping[str, Mapping[str, Mapping[str, Any]]]
+    datasets: Mapping[str, Mapping[str, Any]]
     models: Mapping[str, Mapping[str, Any]]
     seed: int = 42  # default of `seed` in the sections SEEDED; split and intervals have seeds of their own
+    filter_seen: bool = True  # whether a user's past items, but never the target, are removed from the candidates
+    changes: Mapping[str, Any] = field(default_factory=dict)  # settings changed for this run, by path
+
+    def with_override(self, path: str, value: Any) -> Params:
+        """Return these settings with one of them changed for this run; see `with_overrides`."""
+        return self.with_overrides({path: value})
+
+    def with_overrides(self, changes: Mapping[str, Any]) -> Params:
+        """Return these settings with `changes`, which win over every place where the same setting is written.
+
+        Args:
+            changes: values by path. A shared path such as finetune.epochs holds for every dataset and model, a path
+                below `datasets` or `models` for that entry alone.
+
+        Raises:
+            ConfigError: there is no such setting, or its value is wrong.
+        """
+        content = copy.deepcopy(self.as_dict())
+        for path, value in changes.items():
+            _change(content, path, value)
+        return replace(from_dict(content), changes={**self.changes, **changes})
+
+    def filters_seen(self, dataset: str | None = None) -> bool:
+        """Return whether past items are removed from the candidates of `dataset`, by default the run's own."""
+        return bool(self.dataset_entry(dataset or self.dataset).get("filter_seen", self.filter_seen))
 
     def section(self, stage: str, *, model: str | None = None, dataset: str | None = None) -> Any:
         """Return the parsed section of `stage`; precedence is model, dataset, shared section."""
@@ -50,12 +81,6 @@ class Params:
             values, path = values | dict(own), f"datasets.{dataset}.{stage}"
         if model is not None and (own := self.model_entry(model).get(stage)):
             values, path = values | dict(own), f"models.{model}.{stage}"
-        if stage == "finetune":
-            if "refit" in values:
-                raise ConfigError(
-                    f"{path}.refit: set evaluate.refit instead, which applies to all rows of a leaderboard"
-                )
-            values["refit"] = self.section("evaluate", dataset=dataset).refit
         return parse(SECTIONS[stage], values, path)
 
     def model(self, name: str) -> ModelConfig:
@@ -85,9 +110,14 @@ class Params:
     def as_dict(self) -> dict[str, Any]:
         """Return the content in the form of params.yaml."""
         names = {"dataset": self.dataset, "sources": list(self.sources), "leaderboard": list(self.leaderboard)}
-        return {"seed": self.seed} | names | dict(self.sections) | {"datasets": self.datasets, "models": self.models}
+        return (
+            {"seed": self.seed, "filter_seen": self.filter_seen}
+            | names
+            | dict(self.sections)
+            | {"datasets": self.datasets, "models": self.models}
+        )
 
-    def dataset_entry(self, name: str, key: str = "dataset") -> Mapping[str, Mapping[str, Any]]:
+    def dataset_entry(self, name: str, key: str = "dataset") -> Mapping[str, Any]:
         """Return `datasets.<name>`; error messages start with `key`, the setting that refers to it."""
         if name not in self.datasets:
             raise ConfigError(f"{key}: no entry datasets.{name}; there are {', '.join(self.datasets)}")
@@ -142,6 +172,60 @@ def from_dict(content: Mapping[str, Any]) -> Params:
     return params
 
 
+def read_changes(text: str) -> dict[str, Any]:
+    """Return the changes in a text such as `finetune.epochs=3 leaderboard=[sasrec]`, whose values are YAML.
+
+    Raises:
+        ConfigError: a part of the text is not of the form KEY=VALUE.
+    """
+    changes = {}
+    for part in shlex.split(text):
+        path, equals, value = part.partition("=")
+        if not equals or not path:
+            raise ConfigError(f"{part}: expected KEY=VALUE, such as finetune.epochs=3")
+        try:
+            changes[path] = float(value) if EXPONENT.fullmatch(value) else yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{path}: {value!r} is not valid YAML") from error
+    return changes
+
+
+def _change(content: dict[str, Any], path: str, value: Any) -> None:
+    """Set `path` in `content`, and remove or change what entries of datasets and models say about the same setting."""
+    section, *keys = path.split(".")
+    if section not in TOP:
+        raise ConfigError(f"{path}: unknown key{suggestion(section, TOP)}")
+    if section in (*SECTIONS, "datasets", "models") and not keys:
+        raise ConfigError(f"{path}: name one setting of it, such as finetune.epochs or models.sasrec.options.layers")
+    if section in ("datasets", "models") and keys[0] not in content[section]:
+        raise ConfigError(f"{path}: no entry {section}.{keys[0]}{suggestion(keys[0], list(content[section]))}")
+    entries = [e for e in (*content["datasets"].values(), *content["models"].values()) if isinstance(e, dict)]
+    if section == "seed":
+        for settings in (place.get(seeded) for place in (content, *entries) for seeded in SEEDED):
+            if isinstance(settings, dict):
+                settings.pop("seed", None)
+    elif section == "filter_seen":
+        for entry in entries:
+            entry.pop("filter_seen", None)
+    elif section in SECTIONS:
+        for settings in (entry.get(section) for entry in entries):
+            if not isinstance(settings, dict) or keys[0] not in settings:
+                continue
+            if len(keys) > 1 and isinstance(settings[keys[0]], dict):
+                _set(settings, keys, value, path)
+            else:
+                del settings[keys[0]]
+    _set(content, [section, *keys], value, path)
+
+
+def _set(place: Any, keys: Sequence[str], value: Any, path: str) -> None:
+    for key in keys[:-1]:
+        place = place.setdefault(key, {}) if isinstance(place, dict) else place
+        if not isinstance(place, dict):
+            raise ConfigError(f"{path}: {key} holds no further settings")
+    place[keys[-1]] = value
+
+
 def _defaults(stage: str, dataset: str, seed: int) -> dict[str, Any]:
     """Return the defaults of a section that depend on the dataset or the top-level seed."""
     if stage == "ingest":
@@ -170,7 +254,7 @@ def _complete(content: Any) -> Params:
         sections=sections,
         datasets=datasets,
         models=models,
-        seed=parse(_Seed, {"seed": content.get("seed", 42)}, "").seed,
+        **vars(parse(_Top, {key: content[key] for key in ("seed", "filter_seen") if key in content}, "")),
     )
 
 
@@ -184,11 +268,18 @@ def _entries(entries: Any, group: str, keys: Sequence[str]) -> dict[str, dict[st
 def _entry(entry: Any, name: str, group: str, keys: Sequence[str]) -> dict[str, Any]:
     path = f"{group}.{name}"
     check_keys(entry, keys, path)
-    full: dict[str, Any] = {key: name if key == "architecture" else {} for key in keys} | dict(entry)
-    return {
-        key: _name(value, f"{path}.{key}") if key == "architecture" else _settings(value, key, f"{path}.{key}")
-        for key, value in full.items()
-    }
+    sections = {key: {} for key in keys if key not in ("architecture", "filter_seen")}
+    full: dict[str, Any] = sections | ({"architecture": name} if "architecture" in keys else {}) | dict(entry)
+    return {key: _value(key, value, f"{path}.{key}") for key, value in full.items()}
+
+
+def _value(key: str, value: Any, path: str) -> Any:
+    """Return the checked value of a key in an entry of `datasets` or `models`."""
+    if key == "architecture":
+        return _name(value, path)
+    if key == "filter_seen":
+        return parse(_Top, {key: value}, path.removesuffix(f".{key}")).filter_seen
+    return _settings(value, key, path)
 
 
 def _settings(values: Any, stage: str, path: str) -> Mapping[str, Any]:

@@ -220,11 +220,9 @@ class FinetuneConfig(TrainConfig):
     """Section `finetune`."""
 
     counts: str | dict[str, Any] = "none"  # count term: none | auto: chosen on validation | see CountsConfig
-    refit: str = "none"  # copied from evaluate.refit; do not set it here
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.refit in REFITS, f"refit must be one of {', '.join(REFITS)}")
         require(self.user_share == 1 or self.counts == "none", "user_share: counts read every user; set counts: none")
         if isinstance(self.counts, str):
             require(self.counts in ("none", "auto"), "counts must be none, auto, or a mapping of values")
@@ -236,7 +234,6 @@ class FinetuneConfig(TrainConfig):
 class EvaluateConfig(Section):
     """Section `evaluate`."""
 
-    filter_seen: bool = True  # remove the user's past items, but never the target, from the candidates
     refit: str = "none"  # valid: rank the test cases with a model that is also trained on the validation events
     top_k: Annotated[int, Bounds(ge=10, le=100_000)] = 20  # recommendations written per user; metrics need ten
     bootstrap: Annotated[int, Bounds(ge=100, le=100_000)] = 1000  # resamples of the users for intervals
@@ -389,7 +386,7 @@ SECTIONS: dict[str, type] = {
     "tune": TuneConfig,
     "kubernetes": KubernetesConfig,
 }
-DATASET_KEYS = ("ingest", "validate", "prepare", "pretrain", "finetune", "evaluate", "options")
+DATASET_KEYS = ("ingest", "validate", "prepare", "pretrain", "finetune", "evaluate", "options", "filter_seen")
 AUTO_WIDTHS = ("d_model", "d_state", "d_shared", "d_value", "d_expert")
 AUTO_OPTIONS = frozenset(("length", "layers", "dropout", "user_gate", "user_dropout", *AUTO_WIDTHS))  # auto_settings.py
 MODEL_KEYS = ("architecture", "options", "pretrain", "finetune")

@@ -48,7 +48,9 @@ RULES: tuple[Axis, ...] = (
 )
 
 
-def report(name: str, data: Sequences, fitted: Sequences, directory: Path, config: EvaluateConfig) -> dict[str, float]:
+def report(
+    name: str, data: Sequences, fitted: Sequences, directory: Path, config: EvaluateConfig, *, filter_seen: bool = True
+) -> dict[str, float]:
     """Choose the settings of baseline `name` on validation, write them, and report it like any model.
 
     Args:
@@ -57,18 +59,20 @@ def report(name: str, data: Sequences, fitted: Sequences, directory: Path, confi
         fitted: the same dataset; its training events are counted for the test cases.
         directory: receives the results.
         config: section `evaluate`.
+        filter_seen: whether past items are removed from the candidates.
     """
     began, tables = time.monotonic(), Tables(data)
     start, axes = (CountsConfig(), ALONE) if name == "pctm" else (RulesConfig(), RULES)
     cases = search.drawn_cases(data, tables)
-    ndcg = CaseNdcg(nothing, data, cases, filter_seen=config.filter_seen)
+    ndcg = CaseNdcg(nothing, data, cases, filter_seen=filter_seen)
     choice: Choice[Any] = search.search(lambda values: ndcg(_term(tables, values)), cases.user, start, axes)
     even, odd = (_scorer(tables, fold) for fold in choice.folds)
     stored = len(_table(tables, choice.values).targets)
     facts = {"parameters": stored, "train_seconds": time.monotonic() - began}
     write_json(directory / CHOSEN, {"chosen": choice.card(), "grid": [list(axis) for axis in axes], "pairs": stored})
     test = _scorer(tables if fitted is data else Tables(fitted), choice.values)
-    return results.report(test, data, directory, config, facts, valid=by_halves(even, odd), count=fitted.count)
+    shown: dict[str, Any] = {"filter_seen": filter_seen, "valid": by_halves(even, odd), "count": fitted.count}
+    return results.report(test, data, directory, config, facts, **shown)
 
 
 def _term(tables: Tables, values: Any) -> CountTerm:

@@ -55,5 +55,5 @@ def warnings(
     if steps is not None and steps < STEPS:
         found.append(f"{steps} steps an epoch: lower finetune.batch_size, or train more epochs")
     if repeated is not None and repeated > REPEATS and filter_seen:
-        found.append(f"{repeated:.0%} of the events repeat an item: evaluate.filter_seen: false lets it be recommended")
+        found.append(f"{repeated:.0%} of the events repeat an item: filter_seen: false lets it be recommended")
     return found

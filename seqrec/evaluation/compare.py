@@ -170,7 +170,7 @@ def _check_same_evaluation(first: Finished, other: Finished) -> None:
             "compare runs of one split only"
         )
     if first.metrics["filter_seen"] != other.metrics["filter_seen"]:
-        raise ValueError(f"{first.name} and {other.name} differ in evaluate.filter_seen: evaluate one of them again")
+        raise ValueError(f"{first.name} and {other.name} differ in filter_seen: evaluate one of them again")
     if first.metrics.get("refit", 0) != other.metrics.get("refit", 0):
         raise ValueError(f"{first.name} and {other.name} differ in evaluate.refit: finetune and evaluate one again")
     for split in SPLITS:

@@ -28,6 +28,7 @@ def report(
     config: EvaluateConfig,
     facts: dict[str, float],
     *,
+    filter_seen: bool = True,
     valid: Scorer | None = None,
     count: Tensor | None = None,
 ) -> dict[str, float]:
@@ -45,16 +46,16 @@ def report(
     Raises:
         ValueError: a score is not finite, or a metric is impossible.
     """
-    values: dict[str, float] = {"filter_seen": int(config.filter_seen), "refit": int(config.refit != "none")}
+    values: dict[str, float] = {"filter_seen": int(filter_seen), "refit": int(config.refit != "none")}
     tables = []
     for split in ("valid", "test"):
         chosen = sequences.cases(data, split)
         chosen_scorer = valid if split == "valid" and valid is not None else scorer
         known = data if split == "valid" or count is None else replace(data, count=count)
         ranked = ranking.rank(
-            chosen_scorer, known, chosen, filter_seen=config.filter_seen, top_k=config.top_k, name=directory.name
+            chosen_scorer, known, chosen, filter_seen=filter_seen, top_k=config.top_k, name=directory.name
         )
-        rank = ranked.rank if config.filter_seen else ranked.rank_unfiltered
+        rank = ranked.rank if filter_seen else ranked.rank_unfiltered
         values |= {f"{split}/{name}": value for name, value in _accuracy(rank, data.num_items).items()}
         values |= {f"{split}/{name}": value for name, value in _uncertainty(rank, chosen, config).items()}
         values |= {f"{split}/{name}": value for name, value in _slices(rank, known, chosen, config).items()}

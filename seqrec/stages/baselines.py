@@ -6,6 +6,7 @@ import logging
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +30,12 @@ EASE_ITEMS = 20_000  # its item x item matrices then take 10 GB, and minutes
 
 
 def baselines(
-    *, sequences: Path, reports: Path, config: EvaluateConfig, ease_items: int = EASE_ITEMS
+    *,
+    sequences: Path,
+    reports: Path,
+    config: EvaluateConfig,
+    filter_seen: bool = True,
+    ease_items: int = EASE_ITEMS,
 ) -> dict[str, float]:
     """Evaluate the baselines `popularity`, `markov`, `ease`, `pctm` and `seqrules` as models are evaluated.
 
@@ -43,6 +49,7 @@ def baselines(
         sequences: folder of the prepared dataset.
         reports: output folder, with a folder for each baseline.
         config: section `evaluate`.
+        filter_seen: whether past items are removed from the candidates.
         ease_items: largest catalogue for which EASE is computed.
 
     Raises:
@@ -65,9 +72,10 @@ def baselines(
             facts = {"parameters": 0, "train_seconds": 0.0}
             valid = scorers[name](prepared)
             test = valid if fitted is prepared else scorers[name](fitted)
-            metrics = results.report(test, prepared, reports / name, config, facts, valid=valid, count=fitted.count)
+            shown: dict[str, Any] = {"filter_seen": filter_seen, "valid": valid, "count": fitted.count}
+            metrics = results.report(test, prepared, reports / name, config, facts, **shown)
         else:
-            metrics = counting.report(name, prepared, fitted, reports / name, config)
+            metrics = counting.report(name, prepared, fitted, reports / name, config, filter_seen=filter_seen)
         values[f"{name}/test/ndcg@10"] = metrics["test/ndcg@10"]
     return values
 

@@ -26,6 +26,7 @@ def evaluate(
     checkpoint: Path,
     report: Path,
     config: EvaluateConfig,
+    filter_seen: bool = True,
     without_counts: bool = False,
 ) -> dict[str, float]:
     """Rank the validation and test cases with the trained `model`, and write metrics, cases and recommendations.
@@ -36,6 +37,7 @@ def evaluate(
         checkpoint: folder of the trained weights.
         report: output folder.
         config: section `evaluate`.
+        filter_seen: whether past items are removed from the candidates.
         without_counts: leave out what counts add to the scores.
 
     Raises:
@@ -64,7 +66,7 @@ def evaluate(
     if config.refit != "none":
         test = _refitted(checkpoint, device, without_counts=without_counts)
         count = read_vocabulary(checkpoint / REFITTED)[1].to(device)
-    values = results.report(test, prepared, report, config, facts, valid=valid, count=count)
+    values = results.report(test, prepared, report, config, facts, filter_seen=filter_seen, valid=valid, count=count)
     return values | {"evaluate_seconds": time.monotonic() - began}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -35,6 +34,7 @@ def finetune(
     state: Path,
     filter_seen: bool,
     config: FinetuneConfig,
+    refit: str = "none",
     resume: bool = False,
     log: LogEpoch | None = None,
     experiment: str = EXPERIMENT,
@@ -48,7 +48,9 @@ def finetune(
         checkpoint: output folder for the best weights, their card and the history.
         state: folder of resume states.
         filter_seen: whether validation leaves out seen items.
-        config: section `finetune`; with `refit`, the refitted weights are written to a folder inside `checkpoint`.
+        config: section `finetune`.
+        refit: `evaluate.refit`; with `valid`, weights that have also seen the validation events are written to a folder
+            inside `checkpoint`.
         resume: fail instead of starting afresh.
         log: for callers in Python: called with each epoch's record instead of MLflow; may end the training by raising.
         experiment: name of the MLflow experiment, used if MLFLOW_TRACKING_URI is set; `register.experiment`.
@@ -65,7 +67,7 @@ def finetune(
     job = Job(
         name=model,
         stage="finetune",
-        config=replace(config, refit="none"),
+        config=config,
         inputs=[sequences, initial],
         output=checkpoint,
         state=state,
@@ -77,7 +79,7 @@ def finetune(
         files=cards.read_files(initial, card),
     )
     values = train(net, prepared, job)
-    if config.refit != "none":
+    if refit != "none":
         retrain(
             model=model,
             sequences=sequences,
@@ -86,7 +88,7 @@ def finetune(
             refitted=checkpoint / REFITTED,
             state=state,
             experiment=experiment,
-            until=config.refit,
+            until=refit,
         )
     return values
 

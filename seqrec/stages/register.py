@@ -28,6 +28,7 @@ from seqrec.analysis import examples, report
 from seqrec.analysis.examples import Examples
 from seqrec.artifacts import (
     CASES,
+    CHANGES,
     METRICS,
     MODEL_CARD,
     RECOMMENDATIONS,
@@ -57,7 +58,7 @@ from seqrec.evaluation.leaderboard import (
 )
 from seqrec.tracking import gate, registry, runs, view
 from seqrec.tracking.model_card import model_card
-from seqrec.tracking.runs import COMPLETE, FINGERPRINT, PIPELINE_RUN, TrackingError, explained, registering
+from seqrec.tracking.runs import CHANGES_TAG, COMPLETE, FINGERPRINT, PIPELINE_RUN, TrackingError, explained, registering
 from seqrec.training import cards
 
 logger = logging.getLogger(__name__)
@@ -146,6 +147,8 @@ def register(
     with registering(config, split["dataset"]), _explained(reports, config):
         tracker = _connect(split, data, config)
         parent = _open_parent(tracker, entries, params)
+        if changes := os.environ.get(CHANGES):
+            tracker.client.set_tag(parent.info.run_id, CHANGES_TAG, changes)
         if pipeline_run:
             tracker.client.set_tag(parent.info.run_id, PIPELINE_RUN, pipeline_run)
         _check_artifacts(tracker.client, parent, reports / LEADERBOARD)

@@ -22,7 +22,7 @@ from seqrec.tracking.runs import TrackingError, metric_name
 
 ATTEMPTS = 10
 GUARDED = ("valid/coverage@10", "valid/ndcg@10/popularity=tail")  # metrics that a gain must not reduce
-COMPARABLE = {registry.SPLIT_TAG: "split", registry.FILTER_TAG: "evaluate.filter_seen"}
+COMPARABLE = {registry.SPLIT_TAG: "split", registry.FILTER_TAG: "filter_seen"}
 VALUE_TAG = f"seqrec.{metric_name(SELECTION)}"
 BASELINE_TAG, BASELINE_VALUE_TAG = "seqrec.baseline", f"seqrec.baseline.{metric_name(SELECTION)}"
 

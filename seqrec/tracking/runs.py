@@ -44,6 +44,7 @@ UNLOGGED = (
     "valid/mrr",
 )
 PIPELINE_RUN, OUTCOME, FAILURE = "seqrec.pipeline_run", "seqrec.outcome", "seqrec.failure"
+CHANGES_TAG = "seqrec.changes"  # settings changed for one run, as JSON
 COMPLETE = "seqrec.complete"  # tag that `register` sets last: what a run holds, or which pipeline run has ended
 FAILED_STATES = ("FAILED", "CANCELED")  # of an orchestrator
 SQLITE = "sqlite:///"

@@ -166,7 +166,7 @@ def _deciding(search: Search) -> tuple[Any, ...]:
     params, config = search.params({}), search.config
     stages = [params.section(stage, model=search.model) for stage in ("pretrain", "finetune")]
     rules = (config.seed, config.startup_trials, config.warmup_epochs)
-    seen = params.section("evaluate").filter_seen
+    seen = params.filters_seen()
     return search.model, params.model(search.model), stages, seen, rules, list(search.space.items())
 
 
@@ -288,7 +288,7 @@ def _train(search: Search, values: Values, sequences: Path, work: Path, folder: 
         "model": search.model,
         "sequences": sequences,
         "initial": initial,
-        "filter_seen": params.section("evaluate").filter_seen,
+        "filter_seen": params.filters_seen(),
         "experiment": params.section("register").experiment,
     }
     pretrain(**shared, state=work / "state", architecture=architecture, config=first)

@@ -30,7 +30,7 @@ def model(data):
 
 @pytest.mark.parametrize("filter_seen", [True, False])
 def test_the_point_of_the_training_is_what_the_evaluation_reports(model, data, tmp_path, filter_seen):
-    config = EvaluateConfig(top_k=10, bootstrap=100, filter_seen=filter_seen)
+    config = EvaluateConfig(top_k=10, bootstrap=100)
     with torch.no_grad():
         reported = results.report(model_scorer(model), data, tmp_path, config, {})
     (own,) = [point for point in strec_sparsity.sweep(model, data, filter_seen=filter_seen, seed=0) if point.trained]

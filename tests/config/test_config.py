@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from seqrec import config
-from seqrec.config import ConfigError, FinetuneConfig, PrepareConfig, from_dict, load, parse
+from seqrec.config import ConfigError, FinetuneConfig, PrepareConfig, from_dict, load, parse, read_changes
 
 ROOT = Path(__file__).parent.parent.parent
 PARAMS = {
@@ -62,7 +62,7 @@ def changed(path: str, value: object) -> dict:
     ("path", "value", "message"),
     [
         ("finetuning", {}, "finetuning: unknown key"),
-        ("finetune.epoch", 3, "finetune.epoch: unknown key; known are seed, epochs"),
+        ("finetune.epoch", 3, "finetune.epoch: unknown key; did you mean epochs?"),
         ("datasets.large.finetune.epoch", 3, "datasets.large.finetune.epoch: unknown key"),
         ("datasets.large.training", {}, "datasets.large.training: unknown key"),
         ("models.wide.finetune.epoch", 3, "models.wide.finetune.epoch: unknown key"),
@@ -82,7 +82,8 @@ def changed(path: str, value: object) -> dict:
         ("finetune.epochs", 2.5, "finetune.epochs: Input should be a valid integer"),
         ("datasets.large.finetune.epochs", "x", "datasets.large.finetune.epochs: Input should be a valid integer"),
         ("models.wide.finetune.epochs", [3], "models.wide.finetune.epochs: Input should be a valid integer"),
-        ("evaluate.filter_seen", "perhaps", "evaluate.filter_seen: Input should be a valid boolean"),
+        ("filter_seen", "perhaps", "filter_seen: Input should be a valid boolean"),
+        ("evaluate.filter_seen", True, "evaluate.filter_seen: unknown key; it is a key of the top level"),
         ("ingest", {"source": 3}, "ingest.source: Input should be a valid string"),
         ("finetune.learning_rate", 0, "finetune: learning_rate must be more than 0, not 0"),
         ("finetune.clip_norm", float("nan"), "finetune: clip_norm must be a finite number, not nan"),
@@ -226,3 +227,63 @@ def test_without_pydantic_keys_and_ranges_are_still_checked(values, printed):
 def test_sections_are_frozen():
     with pytest.raises(AttributeError):
         parse(PrepareConfig, {}, "prepare").seed = 1
+
+
+LAYERS = {
+    "dataset": "ml-1m",
+    "finetune": {"epochs": 5, "counts": {"alpha": 1.0}},
+    "datasets": {"ml-1m": {"finetune": {"epochs": 7}, "filter_seen": False}, "ml-100k": {}},
+    "models": {"sasrec": {"finetune": {"epochs": 9, "seed": 1, "counts": {"alpha": 2.0}}}, "gru4rec": {}},
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "stage", "expected"),
+    [
+        ("finetune.epochs", 3, "epochs", {"sasrec": 3, "gru4rec": 3}),
+        ("models.sasrec.finetune.epochs", 3, "epochs", {"sasrec": 3, "gru4rec": 7}),
+        ("datasets.ml-1m.finetune.epochs", 3, "epochs", {"sasrec": 9, "gru4rec": 3}),
+        ("seed", 5, "seed", {"sasrec": 5, "gru4rec": 5}),
+        ("finetune.counts.alpha", 0.5, "counts", {"sasrec": {"alpha": 0.5}, "gru4rec": {"alpha": 0.5}}),
+        ("finetune.counts", "none", "counts", {"sasrec": "none", "gru4rec": "none"}),
+    ],
+)
+def test_a_change_for_one_run_is_the_strongest_layer(path, value, stage, expected):
+    before = from_dict(LAYERS)
+    after = before.with_override(path, value)
+
+    assert {model: getattr(after.section("finetune", model=model), stage) for model in after.models} == expected
+    assert after.changes == {path: value}
+    assert before == from_dict(LAYERS)
+
+
+def test_whether_seen_items_are_removed_is_said_by_the_run_then_by_the_dataset_then_by_the_top_level():
+    params = from_dict(LAYERS)
+
+    assert (params.filters_seen(), params.filters_seen("ml-100k")) == (False, True)
+    assert params.with_override("filter_seen", True).filters_seen() is True
+    assert params.with_override("dataset", "ml-100k").filters_seen() is True
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("finetune.epoch=3", r"finetune\.epoch: unknown key; did you mean epochs\?"),
+        ("finetun.epochs=3", r"finetun\.epochs: unknown key; did you mean finetune\?"),
+        ("models.sasrek.options.layers=3", r"models\.sasrek"),
+        ("finetune.refit=valid", "set evaluate.refit"),
+        ("finetune.epochs", "expected KEY=VALUE"),
+        ("finetune=3", "finetune: name one setting of it"),
+        ("finetune.epochs=[", "not valid YAML"),
+    ],
+)
+def test_a_wrong_change_is_refused_with_the_closest_key(text, message):
+    with pytest.raises(ConfigError, match=message):
+        from_dict(LAYERS).with_overrides(read_changes(text))
+
+
+def test_changes_are_read_as_yaml():
+    assert read_changes("a.b=1e-3 c=[x,y] d=true 'e=two words' f=1.5") == {
+        **{"a.b": 1e-3, "c": ["x", "y"], "d": True, "e": "two words"},
+        "f": 1.5,
+    }

@@ -21,7 +21,8 @@ CONFIG: dict[str, Any] = {
     "prepare": {"min_user_events": 3, "protocol": "temporal", "test_share": 0.1, "seed": 1},
     "pretrain": {"seed": 1},
     "finetune": {"epochs": 3, "learning_rate": 0.01, "clip_norm": 1.0, "weight_decay": 0.0, "loss": "ce"},
-    "evaluate": {"filter_seen": True, "bootstrap": 100, "top_k": 10},
+    "filter_seen": True,
+    "evaluate": {"bootstrap": 100, "top_k": 10},
     "register": {"min_gain": 0.0, "max_loss": 0.1, "tracking_uri": "sqlite:///m.db"},
     "tune": {"trials": 2, "spaces": {"sasrec": {"options.dropout": {"low": 0.1, "high": 0.5, "step": 0.1}}}},
     "kubernetes": {

@@ -192,7 +192,7 @@ def test_different_splits_are_refused_though_their_cases_are_the_same(tmp_path):
 def test_seen_items_left_out_of_one_run_alone_are_refused(tmp_path, pair):
     changed(tmp_path / "other", filter_seen=0)
 
-    with pytest.raises(ValueError, match=r"differ in evaluate\.filter_seen"):
+    with pytest.raises(ValueError, match=r"differ in filter_seen"):
         compare(pair)
 
 

@@ -74,7 +74,7 @@ def call_the_stages(settings: Path, out: Path) -> Path:
     baselines(sequences=sequences, reports=reports, config=evaluation)
     for model in MODELS:
         initial, checkpoint = out / model / "initial", out / model / "finetuned"
-        shared = {"sequences": sequences, "state": out / "state", "filter_seen": evaluation.filter_seen}
+        shared = {"sequences": sequences, "state": out / "state", "filter_seen": params.filters_seen()}
         architecture, config = params.model(model), params.section("pretrain", model=model)
         pretrain(model=model, initial=initial, architecture=architecture, config=config, **shared)
         config = params.section("finetune", model=model)

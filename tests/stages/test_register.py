@@ -405,7 +405,7 @@ def test_a_worse_candidate_leaves_the_champion(registered):
 
 @pytest.mark.parametrize(
     ("change", "reason"),
-    [({"split_sha256": "c" * 64}, "another split"), ({"filter_seen": 0}, "another evaluate.filter_seen")],
+    [({"split_sha256": "c" * 64}, "another split"), ({"filter_seen": 0}, "another filter_seen")],
 )
 def test_what_cannot_be_compared_replaces_the_champion_and_says_so(registered, change, reason):
     card, report = registered / "data/sequences/split.json", registered / "reports/wide/metrics.json"

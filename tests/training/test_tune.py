@@ -146,7 +146,7 @@ def test_only_study_config_and_budget_are_left(whole):
 def test_the_config_written_gives_the_best_metric_again(prepared, whole, tmp_path):
     params = load(whole / "best.yaml")
     shared = {"model": "sasrec", "sequences": prepared, "initial": tmp_path / "i", "state": tmp_path / "s"}
-    shared["filter_seen"] = params.section("evaluate").filter_seen
+    shared["filter_seen"] = params.filters_seen()
     config = params.section("pretrain", model="sasrec")
     pretrain(**shared, architecture=params.model("sasrec"), config=config)
     config = params.section("finetune", model="sasrec")

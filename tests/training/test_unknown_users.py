@@ -85,7 +85,7 @@ def test_a_refit_knows_the_same_users_wherever_it_ranks(temporal, tmp_path, mode
         request = Request(history=history, times=data.times[events].tolist(), user=user_ids[user], k=5)
         return request, served.answer([request])[0]
 
-    config = EvaluateConfig(refit="valid", filter_seen=True, top_k=10)
+    config = EvaluateConfig(refit="valid", top_k=10)
     shared = {"model": model, "sequences": temporal, "checkpoint": checkpoint}
     values = evaluate(**shared, report=reports / model, config=config)
     first = evaluate(**shared, report=tmp_path / "first", config=EvaluateConfig())
