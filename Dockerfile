@@ -14,25 +14,25 @@ ARG EXTRAS="pipeline text serve otel cluster"
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 SHELL ["/bin/sh", "-eu", "-c"]
 WORKDIR /build
-COPY pyproject.toml constraints.txt ./
-# torch by its full version: another index can never give the other build
+COPY constraints.txt requirements.lock ./
+COPY scripts/lock.py scripts/
+# dependencies before source: a change of code does not install them again; every file must have a digest of the lock
 RUN --mount=type=secret,id=ca \
     if [ -f /run/secrets/ca ]; then export PIP_CERT=/run/secrets/ca; fi; \
     for name in PIP_INDEX_URL PIP_FIND_LINKS; do if [ -z "$(printenv "$name")" ]; then unset "$name"; fi; done; \
     python3 -m venv /opt/venv; \
-    version="$(sed -n 's/^torch==//p' constraints.txt)"; \
-    /opt/venv/bin/pip install --constraint constraints.txt \
-        ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "torch==$version+$TORCH"
-# dependencies before source: a change of code does not install them again
+    python3 scripts/lock.py core "$EXTRAS" > packages.lock; \
+    /opt/venv/bin/pip install --require-hashes --no-deps --requirement packages.lock; \
+    python3 -m venv /opt/sbom; \
+    python3 scripts/lock.py sbom > sbom.lock; \
+    /opt/sbom/bin/pip install --require-hashes --no-deps --requirement sbom.lock
+# torch by its full version: another index can never give the other build; its dependencies are installed already
 RUN --mount=type=secret,id=ca \
     if [ -f /run/secrets/ca ]; then export PIP_CERT=/run/secrets/ca; fi; \
     for name in PIP_INDEX_URL PIP_FIND_LINKS; do if [ -z "$(printenv "$name")" ]; then unset "$name"; fi; done; \
-    python3 -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-    print(*p['dependencies'], *sum((p['optional-dependencies'][e] for e in '$EXTRAS'.split()), []), sep='\n')" \
-        > requirements.txt; \
-    /opt/venv/bin/pip install --constraint constraints.txt --requirement requirements.txt; \
-    python3 -m venv /opt/sbom; \
-    /opt/sbom/bin/pip install --constraint constraints.txt cyclonedx-bom; \
+    version="$(sed -n 's/^torch==//p' constraints.txt)"; \
+    /opt/venv/bin/pip install --constraint constraints.txt \
+        ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "torch==$version+$TORCH"; \
     /opt/sbom/bin/cyclonedx-py environment --output-file /opt/venv/sbom.cdx.json /opt/venv/bin/python
 
 FROM ${PYTHON_IMAGE}

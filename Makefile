@@ -23,11 +23,12 @@ help:  ## show the targets
 
 setup: $(VENV)/.installed  ## make .venv with the pinned packages
 
-# torch first, and without digests: those of its CPU and CUDA builds differ, and so do those of a wheel made at home
+# torch last, and without digests: those of its CPU and CUDA builds differ, and so do those of a wheel made at home
 $(VENV)/.installed: pyproject.toml constraints.txt requirements.lock
 	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) scripts/lock.py core pipeline text serve dev > $(VENV)/requirements.lock
+	$(INSTALL) --require-hashes --no-deps --requirement $(VENV)/requirements.lock
 	$(INSTALL) --constraint constraints.txt torch
-	$(INSTALL) --require-hashes --no-deps --requirement requirements.lock
 	$(INSTALL) --no-deps --editable .
 	@touch $@
 

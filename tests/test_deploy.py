@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import kubernetes_validate
@@ -231,9 +232,38 @@ def test_the_lock_has_the_pins_of_the_constraints_with_digests_and_no_address():
     pins = dict(
         re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "constraints.txt").read_text().lower().replace("_", "-"), re.M)
     )
-    entries = re.findall(r"^(\S+)==(\S+).*((?:\n +--hash=sha256:[0-9a-f]{64}(?: \\)?)+)$", text, re.MULTILINE)
+    entries = re.findall(
+        r"^(\S+)==(\S+).*((?:\n +--hash=sha256:[0-9a-f]{64}(?: \\)?)+)\n +# [a-z, ]+$", text, re.MULTILINE
+    )
 
     assert len(entries) == len(re.findall(r"^\w", text, re.MULTILINE)) > 200
     assert {name: version for name, version, _ in entries if pins.get(name, version) != version} == {}
     assert "torch" not in {name for name, _, _ in entries}
     assert not re.search(r"://|/\w+/|index", text.partition("\n")[2])
+
+
+def locked(groups):
+    command = [sys.executable, str(ROOT / "scripts" / "lock.py"), groups]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.returncode, set(re.findall(r"^(\S+)==", done.stdout, re.MULTILINE)), done.stderr
+
+
+def test_the_extras_choose_what_is_installed_and_nothing_is_installed_without_a_digest():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = {"core": project["dependencies"], **project["optional-dependencies"]}
+    named = {group: {re.match(r"[\w-]+", one)[0].lower() for one in extras[group]} - {"torch"} for group in extras}
+    status, packages, _ = locked("core serve")
+    assert status == 0
+    assert named["core"] | named["serve"] | {"starlette", "pydantic-core"} <= packages
+    assert packages.isdisjoint({"mlflow", "kfp", "pytest", "boto3", "cyclonedx-bom", "torch"})
+    assert named["sbom"] <= locked("sbom")[1]
+    assert locked("core serv") == (1, set(), locked("core serv")[2])
+    assert "serv; there are core, pipeline" in locked("core serv")[2]
+
+    text = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
+    default = re.search(r'^ARG EXTRAS="(.*)"$', text, re.MULTILINE)[1]
+    assert locked(f"core {default}")[1] >= set.union(*(named[name] for name in ("core", *default.split())))
+    installs = re.findall(r"pip install ([^;\n]*)", text)
+    assert len(installs) == 3
+    for flags in installs:
+        assert "--require-hashes --no-deps" in flags or flags.endswith('"torch==$version+$TORCH"')
