@@ -29,11 +29,11 @@ def test_every_setting_has_a_meaning():
         f"{key}.{field.name}"
         for key, section, _ in reference.PARTS
         for field in reference.dataclasses.fields(section)
-        if not reference.comments(section).get(field.name)
+        if not reference.meanings(section).get(field.name)
     }
 
     assert silent == set()
-    assert reference.comments(reference.config.PretrainConfig)["held_out"].startswith("text models")
+    assert reference.meanings(reference.config.PretrainConfig)["held_out"].startswith("text models")
 
 
 def test_the_site_builds_strictly(tmp_path):

@@ -24,7 +24,7 @@ from seqrec.config import ConfigError
 VARIABLE = "SEQREC_STORE"  # of the environment: the URL, which may hold a password
 HIDE, POSITIVE = "hide", ("view", "buy")  # kinds of events
 DAY = 86_400.0
-MOST = 10_000  # newest events of a user that are looked up
+MOST = 1_000  # newest events of a user that are looked up, and newest items that the user hides
 BLOCK = 10_000  # rows of an import
 CAUTION = 10  # events added to both counts of a trend, so that few events are none
 StoreError = sa.exc.SQLAlchemyError
@@ -43,8 +43,10 @@ EVENTS = sa.Table(
     sa.Column("recommendation_id", sa.Text, index=True),  # the answer that led to it
     sa.Column("received", sa.Double, nullable=False, index=True),  # seconds UTC
     sa.Index("events_of_user", "user", "at"),
-    sa.Index("events_by_time", "at"),
+    sa.Index("events_by_time", "at", "kind", "item", "user"),  # with all that a trend reads
 )
+HIDDEN = EVENTS.c.kind == sa.literal_column(f"'{HIDE}'")  # a parameter would not find the index
+HIDDEN_OF_USER = sa.Index("hidden_of_user", EVENTS.c.user, EVENTS.c.at, sqlite_where=HIDDEN, postgresql_where=HIDDEN)
 
 NEWEST = (  # of one user: a statement for several is slower, and `limit` would leave out whoever did little
     sa.select(EVENTS.c.item, EVENTS.c.kind, EVENTS.c.at)
@@ -52,6 +54,7 @@ NEWEST = (  # of one user: a statement for several is slower, and `limit` would 
     .order_by(EVENTS.c.at.desc(), EVENTS.c.number.desc())
     .limit(sa.bindparam("most"))
 )
+NEWEST_HIDDEN = NEWEST.where(HIDDEN)
 
 ANSWERS = sa.Table(
     "answers",
@@ -144,6 +147,7 @@ class Store:
         for attempt in range(1, attempts + 1):
             try:
                 TABLES.create_all(self.engine)
+                HIDDEN_OF_USER.create(self.engine, checkfirst=True)  # stores made before it was added lack it
                 return
             except StoreError:
                 if attempt == attempts:
@@ -160,10 +164,15 @@ class Store:
         with self.engine.begin() as connection:
             return len(connection.execute(insert).all())
 
-    def pasts(self, users: Collection[str]) -> dict[str, Past]:
-        """Return the past of each user, of whom nothing may be known."""
+    def pasts(self, users: Collection[str], longest: int = 0) -> dict[str, Past]:
+        """Return the past of each user, of whom nothing may be known.
+
+        Args:
+            users: to look up.
+            longest: newest events to read at least; `MOST` are read in any case.
+        """
         with self.engine.connect() as connection:
-            return {user: _past(connection, user) for user in users}
+            return {user: _past(connection, user, max(MOST, longest)) for user in users}
 
     def forget(self, user: str) -> dict[str, int]:
         """Delete what is known of a user; return how many rows that were, by table."""
@@ -273,15 +282,15 @@ class Store:
         return EVENTS.c.user, EVENTS.c.item, second
 
 
-def _past(connection: sa.Connection, user: str) -> Past:
+def _past(connection: sa.Connection, user: str, most: int) -> Past:
     past, seen = Past(), set()
     if "\0" in user:  # which PostgreSQL's text cannot hold
         return past
-    for item, kind, at in reversed(connection.execute(NEWEST, {"user": user, "most": MOST}).all()):
+    wanted = {"user": user, "most": most}
+    past.hidden = [item for item, _, _ in reversed(connection.execute(NEWEST_HIDDEN, wanted).all())]
+    for item, kind, at in reversed(connection.execute(NEWEST, wanted).all()):
         event = item, int(at)
-        if kind == HIDE:
-            past.hidden.append(item)
-        elif event not in seen:
+        if kind != HIDE and event not in seen:
             seen.add(event)
             past.items.append(item)
             past.times.append(at)

@@ -58,7 +58,7 @@ class Slow:
     def __init__(self):
         self.calls, self.fails = [], False
 
-    def pasts(self, users):
+    def pasts(self, users, longest):
         self.calls.append(set(users))
         time.sleep(0.05)
         if self.fails:
@@ -70,7 +70,7 @@ def test_users_who_ask_during_a_lookup_are_looked_up_together_after_it():
     store = Slow()
 
     async def ask():
-        histories = Histories(store)
+        histories = Histories(store, lambda: 0)
         first = asyncio.create_task(histories.pasts({"a"}))
         while not store.calls:
             await asyncio.sleep(0.001)
@@ -127,7 +127,7 @@ def test_a_trend_is_the_gain_over_as_many_days_before(store, recommender, days):
     gains = {f"i{n}": (count(f"i{n}", 0, days) + 10) / (count(f"i{n}", days, 2 * days) + 10) for n in range(5)}
     expected = sorted(gains.items(), key=lambda one: -one[1])
     assert store.trending(days, 3, now) == [(item, pytest.approx(gain)) for item, gain in expected[:3]]
-    with running(http.app(lambda: recommender, lambda: "7", poll_s=0, store=store)) as address:
+    with running(http.app(lambda: recommender, lambda: "7", store=store)) as address:
         answer = requests.get(f"{address}/trending?k=2&days={days}", timeout=10).json()
         assert requests.get(f"{address}/trending?days=0", timeout=10).status_code == 422
     assert answer["items"] == [item for item, _ in expected[:2]]
@@ -142,7 +142,7 @@ def test_a_store_of_another_kind_is_refused():
 
 def test_answers_by_user_are_those_of_the_history_and_follow_events(recommender, store):
     now = time.time()
-    with running(http.app(lambda: recommender, lambda: "7", poll_s=0, store=store)) as address:
+    with running(http.app(lambda: recommender, lambda: "7", store=store)) as address:
 
         def ask(**body):
             return requests.post(f"{address}/recommend", json=body, timeout=10)
@@ -180,7 +180,7 @@ def test_answers_by_user_are_those_of_the_history_and_follow_events(recommender,
 
 
 def test_without_a_store_a_user_alone_is_refused(recommender):
-    with running(http.app(lambda: recommender, lambda: "7", poll_s=0)) as address:
+    with running(http.app(lambda: recommender, lambda: "7")) as address:
         answer = requests.post(f"{address}/recommend", json={"user": "u1"}, timeout=10)
         assert requests.post(f"{address}/events", json={"events": []}, timeout=10).status_code == 404
     assert answer.status_code == 422
@@ -188,7 +188,7 @@ def test_without_a_store_a_user_alone_is_refused(recommender):
 
 
 def test_a_store_that_fails_is_a_503_and_given_histories_are_answered(recommender, store):
-    with running(http.app(lambda: recommender, lambda: "7", poll_s=0, store=store)) as address:
+    with running(http.app(lambda: recommender, lambda: "7", store=store)) as address:
         module.TABLES.drop_all(store.engine)
         failed = requests.post(f"{address}/recommend", json={"user": "u1"}, timeout=10)
         given = requests.post(f"{address}/recommend", json={"user": "u1", "history": ["i1"]}, timeout=10)

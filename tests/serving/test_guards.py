@@ -9,12 +9,12 @@ import time
 
 import pytest
 import requests
-import uvicorn
 from support import running, save
 
 from seqrec.__main__ import main
 from seqrec.serving import guards, http, keys
-from seqrec.serving.guards import Limits, Rates
+from seqrec.serving.config import ServeConfig
+from seqrec.serving.guards import Rates
 from seqrec.serving.recommender import Recommender
 
 
@@ -24,7 +24,7 @@ def recommender(prepared, tmp_path_factory):
 
 
 def service(recommender, **limits):
-    return running(http.app(lambda: recommender, lambda: "1", poll_s=0, limits=Limits(**limits)))
+    return running(http.app(lambda: recommender, lambda: "1", ServeConfig(**limits)))
 
 
 def ask(address, key=None, path="/recommend", **options):
@@ -71,6 +71,48 @@ def test_only_valid_keys_are_answered_and_the_file_is_followed(recommender, tmp_
         file.write_text("{")
         assert ask(address, fresh).status_code == 200  # what was known stays
     assert app not in file.read_text()
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "reason"),
+    [
+        ("--keep-days", "-1", "keep_days must be at least 0"),
+        ("--keep-days", "9", "keep_days has no effect without a store"),
+        ("--rate", "nan", "rate must be a finite number"),
+        ("--rate", "1e-9", "rate must be 0 or at least 0.001"),
+        ("--timeout-s", "inf", "timeout_s must be a finite number"),
+        ("--timeout-s", "0", "timeout_s must be more than 0"),
+        ("--threads", "0", "threads must be at least 1"),
+        ("--port", "99999", "port must be at least 0 and at most 65535"),
+        ("--host", "", "host must not be empty"),
+        ("--host", "256.0.0.1", "cannot listen on host 256.0.0.1, port 8000"),
+        ("--poll-s", "-1", "poll_s must be"),
+        ("--batch", "0", "batch must be"),
+        ("--max-cost", "0", "max_cost must be"),
+        ("--max-body", "-1", "max_body must be"),
+        ("--max-queue", "0", "max_queue must be"),
+        ("--drain-s", "1e9", "drain_s must be"),
+        ("--share", "nan", "share must be"),
+        ("--ann", "-1", "ann must be"),
+        ("--log-format", "xml", "log_format must be one of text, json"),
+    ],
+)
+def test_an_odd_option_is_refused_by_its_name_before_anything_is_touched(flag, value, reason, caplog, monkeypatch):
+    monkeypatch.delenv("SEQREC_STORE", raising=False)
+
+    assert main(["serve", flag, value]) == 1
+
+    assert reason in caplog.text
+
+
+def test_a_taken_port_is_an_error_and_nothing_is_announced(prepared, tmp_path, caplog):
+    folder = save("sasrec", prepared, tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["serve", "--saved", str(folder), "--port", port]) == 1
+
+    assert f"port {port}: Address already in use" in caplog.text
+    assert "answers" not in caplog.text
 
 
 def test_keys_on_the_command_line(tmp_path, capsys, caplog):
@@ -123,7 +165,7 @@ def test_above_the_rate_it_is_429(recommender, tmp_path):
 
 
 def test_a_large_body_is_refused_before_it_is_read(recommender):
-    with service(recommender, body=1000) as address:
+    with service(recommender, max_body=1000) as address:
         host, port = address.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), 10) as connection:
             connection.sendall(b"POST /recommend HTTP/1.1\r\nhost: x\r\ncontent-length: 1001\r\n\r\n")
@@ -137,14 +179,14 @@ def test_a_large_body_is_refused_before_it_is_read(recommender):
 
 def test_above_the_queue_it_is_503_and_says_when_to_come_back(recommender):
     held, statuses = Held(recommender), []
-    api = http.app(lambda: held, lambda: "1", poll_s=0, limits=Limits(queue=2))
+    api = http.app(lambda: held, lambda: "1", ServeConfig(max_queue=2))
     with running(api) as address:
         threads = [threading.Thread(target=lambda: statuses.append(ask(address).status_code)) for _ in range(3)]
         threads[0].start()
         assert held.asked.wait(10)
         for thread in threads[1:]:
             thread.start()
-        while api.state.service.batcher.queue.qsize() < 2:
+        while api.state.service.waiting() < 2:
             time.sleep(0.01)
         answer = ask(address)
         assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
@@ -171,8 +213,8 @@ def test_what_takes_too_long_is_504_and_the_next_is_answered(recommender):
 
 def test_pages_of_other_origins_may_ask_only_if_named(recommender):
     headers = {"Origin": "https://shop.example", "Access-Control-Request-Method": "POST"}
-    for origins, allowed in (((), None), (["https://shop.example"], "https://shop.example")):
-        with running(http.app(lambda: recommender, lambda: "1", poll_s=0, origins=origins)) as address:
+    for origins, allowed in (("", None), ("https://shop.example", "https://shop.example")):
+        with running(http.app(lambda: recommender, lambda: "1", ServeConfig(origins=origins))) as address:
             answer = requests.options(f"{address}/recommend", headers=headers, timeout=10)
         assert answer.headers.get("access-control-allow-origin") == allowed
 
@@ -180,8 +222,8 @@ def test_pages_of_other_origins_may_ask_only_if_named(recommender):
 def test_it_answers_on_while_it_drains(recommender):
     """After SIGTERM /ready says no and the rest goes on; a request that was under way at the end gets its answer."""
     held, answers = Held(recommender), []
-    api = http.app(lambda: held, lambda: "1", poll_s=0)
-    server = http.Server(uvicorn.Config(api, port=0, log_level="warning"), api.state.service, drain_s=0.5)
+    api = http.app(lambda: held, lambda: "1")
+    server = http.Server(api.state.service, ServeConfig(drain_s=0.5), app=api, port=0)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:

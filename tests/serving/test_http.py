@@ -16,6 +16,7 @@ from support import running, save
 
 from seqrec.serving import http, schemas
 from seqrec.serving.batcher import Served
+from seqrec.serving.config import ServeConfig
 from seqrec.serving.metrics import Metrics
 from seqrec.serving.recommender import Recommender, Request
 from seqrec.serving.rules import Attribute, Attributes
@@ -28,7 +29,7 @@ def recommender(prepared, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def address(recommender):
-    with running(http.app(lambda: recommender, lambda: "7", poll_s=0)) as address:
+    with running(http.app(lambda: recommender, lambda: "7")) as address:
         yield address
 
 
@@ -52,6 +53,7 @@ def test_an_answer_is_the_recommenders(address, recommender):
         {"history": "i1"},
         {"history": [1, None]},
         {"history": ["i1"], "k": 0},
+        {"history": ["i1"], "k": schemas.ITEMS + 1},
         {"history": ["i1"], "k": "many"},
         {"history": ["i1"], "times": [1, 2]},
         {"history": ["i1"], "times": ["yesterday"]},
@@ -83,7 +85,7 @@ def test_what_is_no_json_is_refused(address, text):
         {"history": []},
         {"history": ["unheard of"]},
         {"history": ["i1"] * 3000},
-        {"history": ["i1", "i2"], "k": 10**30},
+        {"history": ["i1", "i2"], "k": schemas.ITEMS},
         {"history": ["i1"], "times": [1e300]},
         {"history": ["i1"], "exclude": [f"i{n}" for n in range(100)]},
         {"history": ["", "\u0000", "ß" * 900]},
@@ -121,7 +123,7 @@ def test_simultaneous_requests_share_passes_and_get_their_own_answers(recommende
             return recommender.answer(requests)
 
     got = {}
-    service = http.app(Slow, lambda: "1", poll_s=0)
+    service = http.app(Slow, lambda: "1")
     with running(service) as address:
 
         def call(number):
@@ -151,7 +153,7 @@ def test_twenty_new_champions_are_served_under_load_without_a_failed_request(pre
         while not done.is_set():
             answers.append(ask(address, history=["i1", "i2"], k=3))
 
-    app = http.app(lambda: champions[newest[0] % 2], lambda: str(newest[0]), poll_s=0.01)
+    app = http.app(lambda: champions[newest[0] % 2], lambda: str(newest[0]), ServeConfig(poll_s=0.01))
     with running(app) as address, ThreadPoolExecutor(4) as askers:
         asking = [askers.submit(keep_asking, address) for _ in range(4)]
         try:
@@ -183,7 +185,7 @@ def test_a_registry_that_fails_leaves_the_old_champion(recommender):
             raise OSError("down")
         return "1"
 
-    with running(http.app(lambda: recommender, version, poll_s=0.01)) as address:
+    with running(http.app(lambda: recommender, version, ServeConfig(poll_s=0.01))) as address:
         while len(calls) < 4:
             time.sleep(0.01)
         assert ask(address, history=["i1"]).json()["version"] == "1"
@@ -205,7 +207,7 @@ def test_a_version_that_cannot_be_loaded_is_told_and_tried_again(recommender, ca
             time.sleep(0.01)
         raise AssertionError(state)
 
-    with running(http.app(load, lambda: newest[0], poll_s=0.01)) as address:
+    with running(http.app(load, lambda: newest[0], ServeConfig(poll_s=0.01))) as address:
         assert health(address, "ok", "1")["problem"] == ""
         newest[0] = "2"
         assert health(address, "behind", "1")["problem"] == "KeyError: 'filter_seen'"
@@ -230,13 +232,13 @@ def test_a_pass_that_fails_is_a_503_and_the_next_one_works(recommender):
                 raise RuntimeError("out of memory")
             return recommender.answer(requests)
 
-    with running(http.app(Once, lambda: "1", poll_s=0)) as address:
+    with running(http.app(Once, lambda: "1")) as address:
         assert ask(address, history=["i1"]).status_code == 503
         assert ask(address, history=["i1"]).status_code == 200
 
 
 def test_health_and_metrics_tell_what_was_served(recommender):
-    with running(http.app(lambda: recommender, lambda: "7", poll_s=0)) as address:
+    with running(http.app(lambda: recommender, lambda: "7")) as address:
         ask(address, history=["i1", "what", "ever"])
         ask(address, history=[])
         health = requests.get(f"{address}/health", timeout=10).json()
@@ -290,7 +292,7 @@ def test_the_pages_for_people_need_no_other_server(address):
 def test_what_the_page_asks_is_answered(recommender):
     titled = copy.copy(recommender)
     titled.titles = {"i3": "The Third", "i30": "Thirty"}
-    with running(http.app(lambda: titled, lambda: "7", poll_s=0)) as address:
+    with running(http.app(lambda: titled, lambda: "7")) as address:
 
         def found(text, k=10):
             got = requests.get(f"{address}/items", params={"search": text, "k": k}, timeout=10).json()
@@ -320,7 +322,7 @@ def dom(address, profile):
 def test_the_page_shows_titles_and_scores_in_a_browser(recommender, tmp_path):
     titled = copy.copy(recommender)
     titled.titles = {item_id: f"<b>{item_id}</b>" for item_id in recommender.item_ids}
-    with running(http.app(lambda: titled, lambda: "7", poll_s=0)) as address:
+    with running(http.app(lambda: titled, lambda: "7")) as address:
         page = dom(f"{address}/?history=i1&history=i2", tmp_path)
 
     answer = titled.recommend(["i1", "i2"], 10)
@@ -335,7 +337,7 @@ def test_the_page_shows_titles_and_scores_in_a_browser(recommender, tmp_path):
 def test_the_page_shows_two_versions_and_the_filters_in_a_browser(recommender, prepared, tmp_path):
     first, second = copy.copy(recommender), Recommender.load(save("fpmc", prepared, tmp_path, model="fpmc"))
     first.attributes = Attributes({"genre": Attribute(["Drama, Comedy", "Drama", None])})
-    with running(http.app(lambda: first, lambda: "7", poll_s=0, candidate=Served(second, "8"))) as address:
+    with running(http.app(lambda: first, lambda: "7", candidate=Served(second, "8"))) as address:
         page = dom(f"{address}/?history=i1&history=i2", tmp_path / "profile")
 
     champion, candidate = page.split('class="candidate"')
@@ -348,7 +350,7 @@ def test_the_page_shows_two_versions_and_the_filters_in_a_browser(recommender, p
 def test_titles_come_to_who_asks_for_them(recommender):
     titled = copy.copy(recommender)
     titled.titles = {"i3": "Third"}
-    with running(http.app(lambda: titled, lambda: "7", poll_s=0)) as address:
+    with running(http.app(lambda: titled, lambda: "7")) as address:
         named = ask(address, history=["i1", "i2"], k=40, titles=True).json()
         plain = ask(address, history=["i1"]).json()
 
