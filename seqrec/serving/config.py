@@ -28,9 +28,7 @@ class ServeConfig(Section):
     rate: Annotated[float, Bounds(ge=0, le=1e6)] = (
         0.0  # requests a second of a key or address, by cost; 429 above; 0: any
     )
-    max_cost: Annotated[float, Bounds(gt=0, le=1e6)] = (
-        200.0  # cost of a request, docs/using.md; 413 above
-    )
+    max_cost: Annotated[float, Bounds(gt=0, le=1e6)] = 200.0  # cost of a request, docs/using.md; 413 above
     max_body: Annotated[int, Bounds(ge=1, le=1 << 30)] = 8 << 20  # bytes of a request's body; 413 above
     max_queue: Annotated[int, Bounds(ge=1, le=1_000_000)] = 1_000  # requests that wait for the model; 503 above
     timeout_s: Annotated[float, Bounds(gt=0, le=3_600)] = 30.0  # seconds until a request without an answer gets 504

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import signal
 import socket
 import threading
@@ -15,7 +16,8 @@ from seqrec.__main__ import main
 from seqrec.serving import guards, http, keys
 from seqrec.serving.config import ServeConfig
 from seqrec.serving.guards import Rates
-from seqrec.serving.recommender import Recommender
+from seqrec.serving.recommender import Recommender, Request
+from seqrec.serving.rules import Attribute, Attributes
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +154,58 @@ def test_a_caller_has_a_rate_of_its_own(monkeypatch):
     rates.wait("c")
     assert rates.wait("a") == 0  # forgotten: at most so many are known
     assert Rates(0.1).wait("slow") == 0
+
+
+def test_a_dear_request_is_granted_whole_and_made_up_for_by_waiting():
+    clock = [0.0]
+    rates = Rates(1.0, lambda: clock[0])
+
+    assert (rates.wait("a"), rates.charge("a", 0.3)) == (0, 0)  # a burst of two, of which one is left
+    assert (rates.wait("a"), rates.charge("a", 9)) == (0, 0)
+    assert (rates.wait("a"), rates.charge("a", 9)) == (9, 8)  # neither the next one, nor what was let in beside it
+    assert rates.wait("b") == 0
+    clock[0] = 9.0
+    assert rates.wait("a") == 0
+
+
+@pytest.mark.parametrize(
+    ("query", "number"),
+    [
+        ({"k": 1_000, "diversity": 1}, 64),
+        ({"k": 1_000, "titles": True}, 1_000),
+        ({"history": ["i1"] * 10_000}, 100),
+        ({"allow": ["i1"] * 100_000}, 10),
+        ({"filter": {"genres": ["a"] * 1_000}}, 100),
+        ({"boost": {"genres": {"a": 2}}}, 1_000),
+        ({"k": 1_000, "quota": {"genres": {"a": 2}}}, 64),
+        ({"items_text": {f"new {n}": {"title": "x"} for n in range(100)}}, 2),
+    ],
+)
+def test_what_costs_too_much_is_413_and_less_of_it_is_not(recommender, query, number):
+    known = copy.copy(recommender)
+    known.attributes = Attributes({"genres": Attribute(["a"] * len(recommender.item_ids))})
+    with service(known) as address:
+
+        def ask(times):
+            body = {"requests": [{"history": ["i1"], **query}] * times}
+            return requests.post(f"{address}/recommend/batch", json=body, timeout=60)
+
+        refused = ask(number)
+        assert refused.status_code == 413
+        assert "the service allows 200 (max_cost)" in refused.json()["detail"]
+        assert ask(1).status_code == (422 if "items_text" in query else 200)
+
+
+def test_a_thousand_lists_of_ten_are_admitted_and_count_by_their_cost(recommender):
+    body = {"requests": [{"history": ["i1", "i2"] * 15}] * 1_000}
+    cost = sum(Request(history=query["history"]).cost for query in body["requests"])
+    with service(recommender, rate=50) as address:
+        answers = [requests.post(f"{address}/recommend/batch", json=body, timeout=60) for _ in range(3)]
+
+    assert 100 < cost < 200
+    assert answers[0].status_code == 200
+    assert answers[-1].status_code == 429
+    assert int(answers[-1].headers["Retry-After"]) <= 2 * cost / 50
 
 
 def test_above_the_rate_it_is_429(recommender, tmp_path):

@@ -1,6 +1,9 @@
 """The service over real HTTP: answers, odd requests, batches, metrics, and a champion that changes meanwhile."""
 
+import asyncio
+import base64
 import copy
+import hashlib
 import html
 import re
 import shutil
@@ -15,7 +18,7 @@ from prometheus_client import generate_latest
 from support import running, save
 
 from seqrec.serving import http, schemas
-from seqrec.serving.batcher import Served
+from seqrec.serving.batcher import Batcher, Served
 from seqrec.serving.config import ServeConfig
 from seqrec.serving.metrics import Metrics
 from seqrec.serving.recommender import Recommender, Request
@@ -142,6 +145,29 @@ def test_simultaneous_requests_share_passes_and_get_their_own_answers(recommende
 
     assert sizes == [1, 8]
     assert got == {number: recommender.recommend([f"i{number}"], 3).items for number in range(9)}
+
+
+def test_passes_take_a_list_of_each_request_in_turn_up_to_a_cost(recommender):
+    """Whoever asks for one list does not wait for somebody's hundred, nor for lists that take long."""
+    passes = []
+
+    async def ask():
+        batcher = Batcher(Served(recommender, "1"), 8, lambda requests, _: passes.append([r.k for r in requests]))
+        many = batcher.answer([Request(history=["i1"], k=1)] * 30)
+        dear = batcher.answer([Request(history=["i1"], k=999, diversity=1)] * 3)
+        gone = batcher.answer([Request(history=["i1"], k=2)] * 30)
+        one = batcher.answer([Request(history=["i1"], k=3)])
+        for future in gone:
+            future.cancel()
+        working = asyncio.create_task(batcher.run())
+        await asyncio.gather(*many, *dear, *one)
+        working.cancel()
+
+    asyncio.run(ask())
+
+    assert passes[:2] == [[1, 999, 3, 1, 999], [1, 999, *[1] * 6]]  # each 999 costs more than half of a pass
+    assert max(map(len, passes)) == 8
+    assert sum(map(len, passes)) == 34
 
 
 def test_twenty_new_champions_are_served_under_load_without_a_failed_request(prepared, tmp_path, recommender):
@@ -287,6 +313,20 @@ def test_the_pages_for_people_need_no_other_server(address):
             assert requests.get(f"{address}{asset}", timeout=10).status_code == 200
     for file in http.PAGE.iterdir():
         assert "//" not in re.sub(r"^//.*|; //.*", "", file.read_text(), flags=re.M)  # but comments: no address
+
+
+def test_browsers_take_answers_for_what_they_are_called_and_load_nothing_from_elsewhere(address):
+    for path in ("/", "/docs", "/redoc", "/docs/oauth2-redirect", "/popular", "/page/page.js", "/nothing"):
+        answer = requests.get(f"{address}{path}", timeout=10)
+        policy = dict(part.strip().split(" ", 1) for part in answer.headers["Content-Security-Policy"].split(";"))
+        assert answer.headers["X-Content-Type-Options"] == "nosniff"
+        assert policy["frame-ancestors"] == "'none'"
+        assert "http" not in "".join(policy.values())
+        scripts = policy.get("script-src", policy["default-src"]).split()
+        for script in re.findall(r"<script(?: type=.*?)?>(.+?)</script>", answer.text, re.DOTALL):
+            assert f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" in scripts
+        assert "'unsafe-inline'" not in scripts
+        assert ("'self'" in scripts) == (path in ("/", "/docs", "/redoc", "/docs/oauth2-redirect"))
 
 
 def test_what_the_page_asks_is_answered(recommender):
