@@ -34,6 +34,7 @@ from benchmarks import meter
 from seqrec.config import RegisterConfig
 from seqrec.data import sequences
 from seqrec.serving import http
+from seqrec.serving.config import ServeConfig
 from seqrec.serving.events import Event, Store
 from seqrec.serving.recommender import Recommender
 
@@ -89,7 +90,7 @@ def serve(saved: Path, version: Path, url: str, port: int) -> None:
     def load() -> Recommender:
         return http.loaded(str(saved), 0, RegisterConfig())
 
-    service = http.app(load, version.read_text, poll_s=POLL_S, store=Store(url) if url else None)
+    service = http.app(load, version.read_text, ServeConfig(poll_s=POLL_S), store=Store(url) if url else None)
     uvicorn.run(service, host="127.0.0.1", port=port, log_level="warning", access_log=False)
 
 

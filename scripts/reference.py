@@ -6,19 +6,17 @@ come from its parser.
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import importlib
 import inspect
-import io
 import sys
 import textwrap
-import tokenize
 import typing
 from typing import Annotated, Any, Literal
 
 from seqrec import config
 from seqrec.__main__ import COMMANDS, command_parser
+from seqrec.config.meanings import meanings
 from seqrec.models import REGISTRY
 from seqrec.models.base import Options
 
@@ -106,13 +104,13 @@ def _summary(section: type) -> str:
 def _table(cls: type, inherited: bool, ranges: bool) -> str:
     """Return the rows of a dataclass; without `inherited`, those of the fields that its parent lacks or changes."""
     parent = {} if inherited else {f.name: f.default for f in dataclasses.fields(cls.__mro__[1])}
-    hints, meanings, rows = typing.get_type_hints(cls, include_extras=True), comments(cls), ""
+    hints, texts, rows = typing.get_type_hints(cls, include_extras=True), meanings(cls), ""
     for field in dataclasses.fields(cls):
         if field.name in parent and parent[field.name] == field.default:
             continue
         kind, limit = _type(hints[field.name])
         limit = f"{limit} | " if ranges else ""
-        rows += f"| `{field.name}` | {kind} | {_default(field)} | {limit}{_cell(meanings.get(field.name, ''))} |\n"
+        rows += f"| `{field.name}` | {kind} | {_default(field)} | {limit}{_cell(texts.get(field.name, ''))} |\n"
     head = "| key | type | default | range | meaning |\n|---|---|---|---|---|\n"
     return (head if ranges else head.replace("range | ", "").replace("|---", "", 1)) + rows if rows else "None.\n"
 
@@ -133,24 +131,3 @@ def _default(field: dataclasses.Field[Any]) -> str:
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;")
-
-
-def comments(cls: type) -> dict[str, str]:
-    """Return the comment on the lines of each field of a dataclass and of its parents."""
-    found: dict[str, str] = {}
-    for owner in reversed(cls.__mro__[:-1]):
-        source = textwrap.dedent(inspect.getsource(owner))
-        tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-        by_line = {token.start[0]: token.string[1:].strip() for token in tokens if token.type == tokenize.COMMENT}
-        body = typing.cast(ast.ClassDef, ast.parse(source).body[0]).body
-        for node in body:
-            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
-                above = by_line.get(node.lineno - 1, "") if _alone(source, node.lineno - 1) else ""
-                texts = [above, *(by_line.get(line, "") for line in lines)]
-                found[node.target.id] = "; ".join(text for text in texts if text)
-    return found
-
-
-def _alone(source: str, line: int) -> bool:
-    return source.splitlines()[line - 1].lstrip().startswith("#")

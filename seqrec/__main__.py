@@ -1,12 +1,14 @@
 """The command line: `python -m seqrec STAGE ...`.
 
 A command is a plain function; its keyword-only parameters are the flags, a list before them is what is named without
-a flag. `config` and its like come from params.yaml.
+a flag. A parameter whose type is a section, such as `ServeConfig`, has a flag for each of its fields. `config` and its
+like come from params.yaml.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import inspect
 import logging
@@ -130,18 +132,15 @@ def command_parser(command: str, summary: str, function: Callable[..., Any]) -> 
             continue
         if parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
             parser.add_argument(name, nargs="+", help=text, metavar=name.removesuffix("s").upper())
-        elif hint is bool:
-            parser.add_argument(flag, action="store_true", help=text)
+        elif dataclasses.is_dataclass(hint):
+            _add_section(parser, hint)
         elif _is_dataset_of_params(parameter):
             parser.add_argument(flag, help="its key in `datasets`; default: the key `dataset` of params.yaml")
         elif stage is not None and name in stage.places:
             text = f"{text} (default: {stage.places[name]})"
             parser.add_argument(flag, type=Path, help=text, metavar=name.upper())
         else:
-            required = parameter.default is inspect.Parameter.empty
-            default = None if required else parameter.default
-            kind = next((t for t in (int, float, Path) if t in (hint, *typing.get_args(hint))), str)
-            parser.add_argument(flag, required=required, default=default, type=kind, help=text, metavar=name.upper())
+            _add_flag(parser, name, hint, parameter.default, text)
     parser.add_argument("--params", type=Path, default=Path("params.yaml"), help="settings (default: %(default)s)")
     text = f" (default: {stage.metrics})" if stage is not None and stage.metrics else ""
     parser.add_argument("--metrics", type=Path, help=f"write the returned figures to this JSON file{text}")
@@ -158,6 +157,26 @@ def _stage(command: str) -> Stage | None:
     return BY_NAME.get(command)
 
 
+def _add_section(parser: argparse.ArgumentParser, section: Any) -> None:
+    """Add a flag for each field of a section."""
+    from seqrec.config.meanings import meanings
+
+    hints, texts = typing.get_type_hints(section), meanings(section)
+    for field in dataclasses.fields(section):
+        _add_flag(parser, field.name, hints[field.name], field.default, texts[field.name].replace("%", "%%"))
+
+
+def _add_flag(parser: argparse.ArgumentParser, name: str, hint: Any, default: Any, text: str) -> None:
+    flag = f"--{name.replace('_', '-')}"
+    if hint is bool:
+        parser.add_argument(flag, action="store_true", help=text)
+        return
+    required = default in (inspect.Parameter.empty, dataclasses.MISSING)
+    kind = next((t for t in (int, float, Path) if t in (hint, *typing.get_args(hint))), str)
+    value = None if required else default
+    parser.add_argument(flag, required=required, default=value, type=kind, help=text, metavar=name.upper())
+
+
 def _is_dataset_of_params(parameter: inspect.Parameter) -> bool:
     """Return whether a parameter is the dataset of params.yaml; a command with a config of its own has a default."""
     return parameter.name == "dataset" and parameter.default is inspect.Parameter.empty
@@ -165,7 +184,7 @@ def _is_dataset_of_params(parameter: inspect.Parameter) -> bool:
 
 def bind(function: Callable[..., Any], command: str, flags: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of `function`: flags as given, settings from params.yaml."""
-    names = inspect.signature(function).parameters
+    names, hints = inspect.signature(function).parameters, typing.get_type_hints(function)
     params = None
     if any(name in FROM_PARAMS or _is_dataset_of_params(parameter) for name, parameter in names.items()):
         from seqrec.config import load
@@ -177,6 +196,8 @@ def bind(function: Callable[..., Any], command: str, flags: argparse.Namespace) 
             values[name] = FROM_PARAMS[name](params, command, flags)
         elif params is not None and _is_dataset_of_params(parameter):
             values[name] = flags.dataset or params.dataset
+        elif dataclasses.is_dataclass(hint := hints[name]):
+            values[name] = hint(**{field.name: getattr(flags, field.name) for field in dataclasses.fields(hint)})
         else:
             values[name] = getattr(flags, name)
     stage = _stage(command)

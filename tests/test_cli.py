@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 import io
@@ -18,6 +19,7 @@ from support import imported
 
 from seqrec import __version__
 from seqrec.__main__ import COMMANDS, FROM_PARAMS, TerminalHandler, main
+from seqrec.serving.config import ServeConfig
 
 ROOT = Path(__file__).parent.parent
 
@@ -38,8 +40,10 @@ def test_help_shows_every_flag_with_a_text(command, capsys):
     assert exit_.value.code == 0
     shown = capsys.readouterr().out
     module, name, _ = COMMANDS[command]
-    names = inspect.signature(getattr(importlib.import_module(module), name)).parameters
-    positional = {name for name, parameter in names.items() if parameter.kind is parameter.POSITIONAL_OR_KEYWORD}
+    parameters = inspect.signature(getattr(importlib.import_module(module), name)).parameters
+    positional = {name for name, parameter in parameters.items() if parameter.kind is parameter.POSITIONAL_OR_KEYWORD}
+    options = [field.name for field in dataclasses.fields(ServeConfig)] if command == "serve" else []
+    names = [*(name for name in parameters if name != "options"), *options]
     assert all(f"{name.removesuffix('s').upper()} [" in shown for name in positional)
     for flag in (f"--{name.replace('_', '-')}" for name in names if name not in {*FROM_PARAMS, *positional}):
         usage, _, options = shown.partition("options:")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
+import dataclasses
 import re
 import shutil
 import subprocess
@@ -17,8 +17,9 @@ from support import save
 
 from seqrec.config import load
 from seqrec.config.sections import STEPS
-from seqrec.serving import guards, http
+from seqrec.serving import guards
 from seqrec.serving.batcher import Served
+from seqrec.serving.config import ServeConfig
 from seqrec.serving.metrics import Metrics
 from seqrec.serving.recommender import Recommender, Request
 
@@ -177,7 +178,7 @@ def test_the_service_is_started_with_flags_that_it_has_and_probed_where_it_answe
     deployment = only(documents, "Deployment")
     container = deployment["spec"]["template"]["spec"]["containers"][0]
     compose = yaml.safe_load((ROOT / "docker-compose.yaml").read_text())["services"]["serve"]["command"]
-    flags = inspect.signature(http.serve).parameters
+    flags = [field.name for field in dataclasses.fields(ServeConfig)]
     for command, *arguments in (container["args"], compose):
         assert command == "serve"
         assert {one.partition("=")[0].removeprefix("--").replace("-", "_") for one in arguments} <= set(flags)

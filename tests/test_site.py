@@ -24,11 +24,11 @@ def test_every_setting_has_a_meaning():
         f"{key}.{field.name}"
         for key, section, _ in reference.PARTS
         for field in reference.dataclasses.fields(section)
-        if not reference.comments(section).get(field.name)
+        if not reference.meanings(section).get(field.name)
     }
 
     assert silent == set()
-    assert reference.comments(reference.config.PretrainConfig)["held_out"].startswith("unisrec")
+    assert reference.meanings(reference.config.PretrainConfig)["held_out"].startswith("unisrec")
 
 
 def test_the_site_builds_strictly(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -11,6 +12,7 @@ from typing import TypeVar
 from seqrec.serving.recommender import Answer, Recommender, Request
 
 logger = logging.getLogger(__name__)
+PASS = 20.0  # cost of a pass, see `Request.cost`; its last list may exceed it
 T = TypeVar("T")
 Count = Callable[[Sequence[Request], Sequence[Answer]], None]  # told of every pass
 Waiting = tuple[Request, asyncio.Future[tuple[Answer, str]]]
@@ -25,37 +27,45 @@ class Served:
 
 
 class Batcher:
-    """Hands all waiting requests to the model as one batch; the next one gathers while it works."""
+    """Computes the lists of waiting requests in passes; the next pass gathers while the model works.
+
+    A pass takes one list of each request in turn, up to a number and a cost. So a request for many lists, or for dear
+    ones, makes nobody else wait for more than a pass or two.
+    """
 
     def __init__(self, served: Served, largest: int, count: Count) -> None:
         self.served, self.largest, self.count = served, largest, count
-        self.queue: asyncio.Queue[Waiting] = asyncio.Queue()
+        self.waiting: deque[deque[Waiting]] = deque()  # the lists of each request that are not computed yet
+        self.some = asyncio.Event()  # set where a request waits
         self.worker = ThreadPoolExecutor(1, "model")
+        self.turn = asyncio.Lock()  # of what is answered apart, so that passes come between
 
-    def answer(self, request: Request) -> asyncio.Future[tuple[Answer, str]]:
-        """Return what will be the answer, and the version of the model that gave it.
+    def answer(self, requests: Sequence[Request]) -> list[asyncio.Future[tuple[Answer, str]]]:
+        """Return what will be the answers, each with the version of the model that gave it.
 
-        Raises, where it is awaited:
+        Raises, where they are awaited:
             ValueError: see `Recommender.check`.
             RuntimeError: the model failed.
         """
-        future: asyncio.Future[tuple[Answer, str]] = asyncio.get_running_loop().create_future()
-        self.queue.put_nowait((request, future))
-        return future
+        loop = asyncio.get_running_loop()
+        group = deque((request, loop.create_future()) for request in requests)
+        if group:
+            self.waiting.append(group)
+            self.some.set()
+        return [future for _, future in group]
 
     async def apart(self, answer: Callable[[Recommender], T], recommender: Recommender) -> T:
         """Return what `answer` gives of a recommender, between two batches."""
-        return await asyncio.get_running_loop().run_in_executor(self.worker, answer, recommender)
+        async with self.turn:
+            return await asyncio.get_running_loop().run_in_executor(self.worker, answer, recommender)
 
     async def run(self) -> None:
         """Serve until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
-            waiting = [await self.queue.get()]
-            while len(waiting) < self.largest and not self.queue.empty():
-                waiting.append(self.queue.get_nowait())
+            await self.some.wait()
             recommender, version = self.served.current
-            waiting = self._able(recommender, waiting)
+            waiting = self._able(recommender, self._next())
             if not waiting:
                 continue
             requests = [request for request, _ in waiting]
@@ -71,6 +81,22 @@ class Batcher:
                 if not future.done():  # the caller may have gone
                     future.set_result((answer, version))
 
+    def _next(self) -> list[Waiting]:
+        """Return the lists of the next pass: one of each request in turn."""
+        chosen: list[Waiting] = []
+        cost = 0.0
+        while self.waiting and len(chosen) < self.largest and cost < PASS:
+            group = self.waiting.popleft()
+            request, future = group.popleft()
+            if group:
+                self.waiting.append(group)
+            if not future.done():  # the caller is still there
+                chosen.append((request, future))
+                cost += request.cost
+        if not self.waiting:
+            self.some.clear()
+        return chosen
+
     def _answers(self, recommender: Recommender, requests: Sequence[Request]) -> list[Answer]:
         answers = recommender.answer(requests)
         self.count(requests, answers)
@@ -81,8 +107,6 @@ class Batcher:
         """Return who can be answered; the others get the ValueError, and spoil nobody's batch."""
         able = []
         for request, future in waiting:
-            if future.done():  # the caller has gone
-                continue
             try:
                 recommender.check(request)
             except ValueError as error:

@@ -29,7 +29,7 @@ EXPECTED = f"expected sqlite:///FILE or postgresql+psycopg://... as --store or {
 HIDE, POSITIVE = "hide", ("view", "buy")  # kinds of events
 KINDS = (*POSITIVE, HIDE)
 DAY = 86_400.0
-MOST = 10_000  # newest events of a user that are looked up
+MOST = 1_000  # newest events of a user that are looked up, and newest items that the user hides
 BLOCK = 10_000  # rows of an import
 CAUTION = 10  # events added to both counts of a trend, so that few events are none
 PATIENCE_S = 5.0  # in which tables are tried to be made
@@ -49,8 +49,10 @@ EVENTS = sa.Table(
     sa.Column("recommendation_id", sa.Text, index=True),  # the answer that led to it
     sa.Column("received", sa.Double, nullable=False, index=True),  # seconds UTC
     sa.Index("events_of_user", "user", "at"),
-    sa.Index("events_by_time", "at"),
+    sa.Index("events_by_time", "at", "kind", "item", "user"),  # with all that a trend reads
 )
+HIDDEN = EVENTS.c.kind == sa.literal_column(f"'{HIDE}'")  # a parameter would not find the index
+HIDDEN_OF_USER = sa.Index("hidden_of_user", EVENTS.c.user, EVENTS.c.at, sqlite_where=HIDDEN, postgresql_where=HIDDEN)
 
 NEWEST = (  # of one user: a statement for several is slower, and `limit` would leave out whoever did little
     sa.select(EVENTS.c.item, EVENTS.c.kind, EVENTS.c.at)
@@ -58,6 +60,7 @@ NEWEST = (  # of one user: a statement for several is slower, and `limit` would 
     .order_by(EVENTS.c.at.desc(), EVENTS.c.number.desc())
     .limit(sa.bindparam("most"))
 )
+NEWEST_HIDDEN = NEWEST.where(HIDDEN)
 
 ANSWERS = sa.Table(
     "answers",
@@ -156,6 +159,7 @@ class Store:
             try:
                 with self._connection() as connection:
                     TABLES.create_all(connection)
+                    HIDDEN_OF_USER.create(connection, checkfirst=True)  # stores made before it was added lack it
                 return
             except TypeError as error:  # an option of the URL that the driver does not know
                 raise ConfigError(f"store: {redacted(str(error))}; {EXPECTED}") from error
@@ -197,10 +201,15 @@ class Store:
         with self._connection() as connection:
             return len(connection.execute(insert).all())
 
-    def pasts(self, users: Collection[str]) -> dict[str, Past]:
-        """Return the past of each user, of whom nothing may be known."""
+    def pasts(self, users: Collection[str], longest: int = 0) -> dict[str, Past]:
+        """Return the past of each user, of whom nothing may be known.
+
+        Args:
+            users: to look up.
+            longest: newest events to read at least; `MOST` are read in any case.
+        """
         with self._connection() as connection:
-            return {user: _past(connection, user) for user in users}
+            return {user: _past(connection, user, max(MOST, longest)) for user in users}
 
     def forget(self, user: str) -> dict[str, int]:
         """Delete what is known of a user; return how many rows that were, by table."""
@@ -314,15 +323,15 @@ class Store:
         return EVENTS.c.user, EVENTS.c.item, second
 
 
-def _past(connection: sa.Connection, user: str) -> Past:
+def _past(connection: sa.Connection, user: str, most: int) -> Past:
     past, seen = Past(), set()
     if "\0" in user:  # which PostgreSQL's text cannot hold
         return past
-    for item, kind, at in reversed(connection.execute(NEWEST, {"user": user, "most": MOST}).all()):
+    wanted = {"user": user, "most": most}
+    past.hidden = [item for item, _, _ in reversed(connection.execute(NEWEST_HIDDEN, wanted).all())]
+    for item, kind, at in reversed(connection.execute(NEWEST, wanted).all()):
         event = item, int(at)
-        if kind == HIDE:
-            past.hidden.append(item)
-        elif event not in seen:
+        if kind != HIDE and event not in seen:
             seen.add(event)
             past.items.append(item)
             past.times.append(at)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from seqrec.serving.events import Past, Store
 
@@ -11,8 +11,9 @@ from seqrec.serving.events import Past, Store
 class Histories:
     """The store, one lookup at a time: a thread per request costs more than the lookup."""
 
-    def __init__(self, store: Store) -> None:
-        self.store = store
+    def __init__(self, store: Store, longest: Callable[[], int]) -> None:
+        """Take the store, and what says how many events of a user the models read."""
+        self.store, self.longest = store, longest
         self.working = asyncio.Lock()
         self.users: set[str] = set()  # of the next lookup
         self.next: asyncio.Task[dict[str, Past]] | None = None
@@ -31,4 +32,4 @@ class Histories:
     async def _look(self) -> dict[str, Past]:
         async with self.working:
             users, self.users, self.next = self.users, set(), None
-            return await asyncio.to_thread(self.store.pasts, users)
+            return await asyncio.to_thread(self.store.pasts, users, self.longest())

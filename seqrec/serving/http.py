@@ -9,18 +9,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import math
-import signal
-import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any
 
 import torch
-import uvicorn
 from fastapi import FastAPI, HTTPException, Query, Response
 from fastapi import Request as HTTPRequest
 from fastapi.exceptions import RequestValidationError
@@ -32,13 +27,14 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from seqrec import __version__
 from seqrec.artifacts import GRAPH, MODEL_CARD, read_json
-from seqrec.config import ConfigError, RegisterConfig
+from seqrec.config import ConfigError, RegisterConfig, require
 from seqrec.serving import request_log, rules, schemas, traces
 from seqrec.serving.batcher import Served
-from seqrec.serving.events import Event, Store, StoreError, store_url
-from seqrec.serving.guards import Guards, Limits
+from seqrec.serving.config import ServeConfig
+from seqrec.serving.events import VARIABLE, Event, Store, StoreError, store_url
+from seqrec.serving.guards import Guards, SafeHeaders
 from seqrec.serving.onnx_graph import GraphRecommender
-from seqrec.serving.recommender import CHAMPION_URI, REGISTERED, Answer, Recommender, Request, located
+from seqrec.serving.recommender import CHAMPION_URI, REGISTERED, Answer, Recommender, located
 from seqrec.serving.request_log import RequestLog
 from seqrec.serving.schemas import (
     Experiment,
@@ -54,63 +50,53 @@ from seqrec.serving.schemas import (
     Taken,
     Titled,
 )
+from seqrec.serving.server import Server, bound
 from seqrec.serving.service import Load, Service
 
 logger = logging.getLogger(__name__)
 PAGE = Path(__file__).parent / "page"
-POLICY = "default-src 'self'; img-src 'self' data:"  # of the page: nothing from elsewhere, no script in the HTML
-LOG_FORMATS = ("text", "json")
 VALUES = 100  # of an attribute that the page offers
-MOST = 1_000  # items of a list that is nobody's in particular
-NO_CANDIDATE: dict[int | str, dict[str, Any]] = {404: {"description": "there is no candidate"}}
+REFUSED: dict[int | str, dict[str, Any]] = {
+    404: {"description": "there is no candidate"},
+    413: {"description": "the lists cost too much together"},
+}
 Text = Annotated[str, Query(max_length=200)]
 Days = Annotated[float, Query(gt=0, le=3_650, description="of the window, and of the one before it")]
-Number = Annotated[int, Query(ge=1, le=MOST, description="items wanted")]
+Number = Annotated[int, Query(ge=1, le=schemas.ITEMS, description="items wanted")]
 
 
 def app(
     load: Load,
     version: Callable[[], str],
+    options: ServeConfig | None = None,
     *,
-    poll_s: float = 30.0,
-    largest: int = 64,
-    limits: Limits | None = None,
-    origins: Sequence[str] = (),
     store: Store | None = None,
-    keep_days: float = 0.0,
     candidate: Served | None = None,
-    share: float = 0.0,
-    log_requests: bool = False,
 ) -> FastAPI:
     """Return the service.
 
     Args:
         load: returns the recommender to serve.
         version: names what `load` would return now; called every `poll_s` seconds, and a change is loaded.
-        poll_s: seconds between looks; 0 = never.
-        largest: requests answered in one pass.
-        limits: how much it takes, and from whom.
-        origins: of web pages that may ask it from a browser, besides its own.
+        options: how much it takes, and from whom.
         store: of events: takes them, and knows histories; without one the service keeps nothing.
-        keep_days: after which what the store received is deleted; 0 = never.
-        candidate: a second model, which answers the `share` of the users.
-        share: of the users, 0 to 1.
-        log_requests: write a line for each request, see `request_log`.
+        candidate: a second model, which answers a share of the users.
 
     Raises:
         ConfigError: see `traces.trace`.
     """
+    options = options or ServeConfig()
     named = version()
-    service = Service(Served(load(), named), largest, store, candidate, share)
+    service = Service(Served(load(), named), options, store, candidate)
     gc.freeze()  # what lives as long as the service: looking through it for garbage took a tenth of a second
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         tasks = [asyncio.create_task(batcher.run()) for batcher in service.batchers]
-        if poll_s:
-            tasks.append(asyncio.create_task(service.follow(load, version, poll_s)))
-        if store is not None and keep_days:
-            tasks.append(asyncio.create_task(service.expire(store, keep_days)))
+        if options.poll_s:
+            tasks.append(asyncio.create_task(service.follow(load, version, options.poll_s)))
+        if store is not None and options.keep_days:
+            tasks.append(asyncio.create_task(service.expire(store, options.keep_days)))
         if service.impressions is not None:
             tasks.append(asyncio.create_task(service.impressions.run()))
         yield
@@ -119,25 +105,27 @@ def app(
         for task in tasks:
             task.cancel()
 
-    limits = limits or Limits()
     api = FastAPIOffline(
         title="seqrec",
         version=__version__,
         summary="What will this user want next?",
         lifespan=lifespan,
-        max_body_size=limits.body,
+        max_body_size=options.max_body,
     )
     api.state.service = service
     responses = service.metrics.responses
     api.add_middleware(
         Guards,
-        limits=limits,
+        options=options,
+        rates=service.rates,
         waiting=service.waiting,
         answered=lambda status: responses.labels(str(status)).inc(),
     )
-    if origins:
+    if options.origins:
+        origins = options.origins.split(",")
         api.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
-    if log_requests:
+    api.add_middleware(SafeHeaders)
+    if options.log_format == "json":
         api.add_middleware(RequestLog)
     _add_recommending(api, service)
     _add_listing(api, service)
@@ -157,17 +145,17 @@ def _add_recommending(api: FastAPI, service: Service) -> None:
         # without the input, which may hold what JSON cannot: NaN, half a surrogate pair
         return JSONResponse({"detail": [{key: e[key] for key in ("type", "loc", "msg")} for e in error.errors()]}, 422)
 
-    @api.post("/recommend", responses=NO_CANDIDATE)
+    @api.post("/recommend", responses=REFUSED)
     async def recommend(request: HTTPRequest, query: schemas.Query) -> Recommendation:
         """Recommend for one user."""
-        answer = (await service.answer([query]))[0]
+        answer = (await service.answer([query], request.state.caller))[0]
         request.state.version = answer.version
         return answer
 
-    @api.post("/recommend/batch", responses=NO_CANDIDATE)
-    async def recommend_batch(queries: Queries) -> Recommendations:
+    @api.post("/recommend/batch", responses=REFUSED)
+    async def recommend_batch(request: HTTPRequest, queries: Queries) -> Recommendations:
         """Recommend for several users."""
-        return Recommendations(answers=await service.answer(queries.requests))
+        return Recommendations(answers=await service.answer(queries.requests, request.state.caller))
 
 
 def _add_listing(api: FastAPI, service: Service) -> None:
@@ -192,14 +180,9 @@ def _add_listing(api: FastAPI, service: Service) -> None:
         return Found(items=[Titled(item=item, title=recommender.titles.get(item, "")) for item in found])
 
     @api.post("/explain", responses={404: {"description": "the item is unknown"}})
-    async def explain(question: schemas.Question) -> schemas.Explanation:
+    async def explain(request: HTTPRequest, question: schemas.Question) -> schemas.Explanation:
         """Say by how much the score of an item drops when an event of the history is left out."""
-        request, batcher = Request(history=question.history, user=question.user), service.asked(question.by)
-        try:
-            drops = await batcher.apart(lambda r: r.explain(request, question.item), batcher.served.current[0])
-        except ValueError as error:
-            raise HTTPException(404, str(error)) from error
-        return schemas.Explanation(drops=drops)
+        return schemas.Explanation(drops=await service.explain(question, request.state.caller))
 
     @api.get("/attributes")
     async def attributes() -> dict[str, list[str]]:
@@ -229,9 +212,12 @@ def _add_events(api: FastAPI, service: Service, store: Store) -> None:
 
     @api.get("/trending")
     async def trending(k: Number = 10, days: Days = 7.0) -> Listing:
-        """Return the items with the largest gain in views and buys; scores are ratios to as many days before."""
+        """Return the items with the largest gain in views and buys; scores are ratios to as many days before.
+
+        Counting is repeated after a minute at the earliest.
+        """
         recommender, version = service.served.current
-        found = await asyncio.to_thread(store.trending, days, k, time.time())
+        found = (await service.trending(days))[:k]
         titles = [recommender.titles.get(item, "") for item, _ in found]
         return Listing(items=[i for i, _ in found], titles=titles, scores=[s for _, s in found], version=version)
 
@@ -260,7 +246,7 @@ def _add_experiment(api: FastAPI, service: Service) -> None:
 def _add_watching(api: FastAPI, service: Service) -> None:
     @api.get("/", include_in_schema=False)
     async def root() -> FileResponse:
-        return FileResponse(PAGE / "index.html", headers={"Content-Security-Policy": POLICY})
+        return FileResponse(PAGE / "index.html")
 
     api.mount("/page", StaticFiles(directory=PAGE))
 
@@ -281,111 +267,45 @@ def _add_watching(api: FastAPI, service: Service) -> None:
         return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
-def serve(
-    *,
-    dataset: str,
-    config: RegisterConfig,
-    saved: str = "",
-    ann: int = 0,
-    items: Path | None = None,
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    poll_s: float = 30.0,
-    batch: int = 64,
-    threads: int = 1,
-    keys: Path | None = None,
-    rate: float = Limits.rate,
-    max_body: int = Limits.body,
-    max_queue: int = Limits.queue,
-    timeout_s: float = Limits.timeout_s,
-    drain_s: float = 5.0,
-    origins: str = "",
-    store: str = "",
-    keep_days: float = 0.0,
-    candidate: str = "",
-    share: float = 0.1,
-    log_format: str = "text",
-) -> None:
+def serve(*, dataset: str, config: RegisterConfig, options: ServeConfig) -> None:
     """Serve the champion of `dataset` until interrupted.
 
     Args:
         dataset: whose champion.
         config: section `register`.
-        saved: served in the champion's place: a folder with weights, card, vocabulary and users, or models:/NAME/N.
-        ann: candidates of an approximate search of the items, for large catalogues; 0 = all items are scored.
-        items: the items table of `ingest`, data/items.parquet; requests may then filter by its attributes.
-        host: address to listen on; 0.0.0.0 for all.
-        port: to listen on.
-        poll_s: seconds between looks for a new champion; 0 = never.
-        batch: requests answered in one pass at most.
-        threads: that compute a pass.
-        keys: file of `seqrec keys`: whoever asks must then send a key.
-        rate: requests a second of one key, or of one address without keys; above it 429. 0 = any.
-        max_body: bytes of a request's body; above it 413.
-        max_queue: requests waiting for the model; above it 503 with Retry-After.
-        timeout_s: seconds until a request without an answer gets 504.
-        drain_s: seconds after SIGTERM in which it answers on, while /ready is 503.
-        origins: of web pages that may ask it from a browser, with commas between them; none by default.
-        store: SQLAlchemy URL of a store of events, such as sqlite:///events.db; default: the variable SEQREC_STORE.
-        keep_days: after which what the store received is deleted; 0 = never.
-        candidate: a second model beside the champion, for some of the users: a folder or models:/NAME/N.
-        share: of the users whom the candidate answers, 0 to 1.
-        log_format: text; or json: a line of JSON for each message and each request.
+        options: what is served, where, and how much of it.
 
     Raises:
         TrackingError: the server does not answer.
-        ValueError: there is no such model, or its graph is of other weights.
+        ValueError: there is no such model, its graph is of other weights, the port is taken, or an option has no
+            effect.
     """
-    if log_format not in LOG_FORMATS:
-        raise ValueError(f"log_format: {log_format!r} given, one of {', '.join(LOG_FORMATS)} wanted")
-    if log_format == "json":
+    if options.log_format == "json":
         request_log.write_json()
-    torch.set_num_threads(threads)
-    limits = Limits(keys=keys, rate=rate, body=max_body, queue=max_queue, timeout_s=timeout_s)
-    shared: dict[str, Any] = {"largest": batch, "limits": limits, "origins": origins.split(",") if origins else ()}
-    shared["log_requests"] = log_format == "json"
-    if store_url(store):
-        shared |= {"store": Store(store_url(store)), "keep_days": keep_days}
-    if not 0 <= share <= 1:
-        raise ValueError(f"share must be from 0 to 1, not {share:g}")
-    load: Load
-    version: Callable[[], str]
-    if saved:
-        found, name = described(loaded(saved, ann, config), items), version_of(saved, config)
-        load, version, poll_s = lambda: found, lambda: name, 0
-    else:
-        load, version = champion(dataset, config, ann, items)
-    if candidate:
-        other = version_of(candidate, config)
-        if other == version():
-            raise ConfigError(f"candidate: {candidate} is the model that it would be compared with")
-        shared |= {"candidate": Served(described(loaded(candidate, ann, config), items), other), "share": share}
-    service = app(load, version, poll_s=poll_s, **shared)
-    logger.info("http://%s:%d answers; open it in a browser to try the model", host, port)
-    options: dict[str, Any] = {
-        "log_level": "warning",
-        "access_log": False,
-        "timeout_graceful_shutdown": math.ceil(timeout_s),
-    }
-    Server(uvicorn.Config(service, host=host, port=port, **options), service.state.service, drain_s).run()
+    torch.set_num_threads(options.threads)
+    url = store_url(options.store)
+    require(bool(url) or not options.keep_days, f"keep_days has no effect without a store: set --store or {VARIABLE}")
+    with bound(options.host, options.port) as listener:
+        load, version = _served(dataset, config, options)
+        candidate = _candidate(config, options, version()) if options.candidate else None
+        service = app(load, version, options, store=Store(url) if url else None, candidate=candidate)
+        Server(service.state.service, options, app=service).run([listener])
 
 
-class Server(uvicorn.Server):
-    """A server that answers on for some seconds after SIGTERM, until balancers have read /ready and send no more."""
+def _served(dataset: str, config: RegisterConfig, options: ServeConfig) -> tuple[Load, Callable[[], str]]:
+    """Return what loads the model to serve, and what names its version."""
+    if not options.saved:
+        return champion(dataset, config, options.ann, options.items)
+    found = described(loaded(options.saved, options.ann, config), options.items)
+    name = version_of(options.saved, config)
+    return lambda: found, lambda: name
 
-    def __init__(self, config: uvicorn.Config, service: Service, drain_s: float) -> None:
-        super().__init__(config)
-        self.service, self.drain_s = service, drain_s
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """End: after the time to drain on the first SIGTERM, at once on a second one or on Ctrl-C."""
-        if sig != signal.SIGTERM or self.service.draining or not self.drain_s:
-            super().handle_exit(sig, frame)
-            return
-        self.service.draining = True
-        timer = threading.Timer(self.drain_s, super().handle_exit, (sig, frame))
-        timer.daemon = True
-        timer.start()
+def _candidate(config: RegisterConfig, options: ServeConfig, champion_version: str) -> Served:
+    version = version_of(options.candidate, config)
+    if version == champion_version:
+        raise ConfigError(f"candidate: {options.candidate} is the model that it would be compared with")
+    return Served(described(loaded(options.candidate, options.ann, config), options.items), version)
 
 
 def loaded(place: str, ann: int, config: RegisterConfig) -> Recommender:

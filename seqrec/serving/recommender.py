@@ -9,7 +9,7 @@ import random
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,8 @@ POPULARITY = "popularity"  # `source` of an answer that no model gave
 CENTURY = 36_525 * 86_400.0  # times further apart count as this: differences of infinite ones are no numbers
 REGISTERED = ("models:/", "runs:/")  # how MLflow's names of a model begin
 CHAMPION_URI = "models:/seqrec-{dataset}@champion"
-CANDIDATES = 100  # and 10 k at least: the best items, among which a list of other rules is chosen
+CANDIDATES = 100  # or 10 k, where that is more: the best items, among which a list of other rules is chosen
+MOST_CANDIDATES = 2_000
 LONGEST = 1_000  # list that is chosen item by item
 
 
@@ -78,7 +79,27 @@ class Request:
     @property
     def candidates(self) -> int:
         """How many of the best items the list is chosen from."""
-        return max(CANDIDATES, 10 * self.k) if self.chosen else self.k
+        return min(max(CANDIDATES, 10 * self.k), MOST_CANDIDATES) if self.chosen else self.k
+
+    @property
+    def cost(self) -> float:
+        """How long this takes: 1 is about 5 ms of one core, for SASRec with 1,700 items; docs/using.md has a table."""
+        ids = len(self.history) + len(self.exclude) + len(self.allow or ())
+        cost = 0.05 + min(len(self.history), 200) / 400 + ids / 5_000 + self.k / 2_000
+        cost += (_size(self.filter) + _size(self.boost) + _size(self.quota)) / 200
+        if self.boost or self.quota:  # the model works for this list alone
+            cost += 0.3
+        if self.chosen:
+            cost += 0.1 + self.k * (1 / 200 + self.candidates / 300_000 + _size(self.quota) / 100_000)
+        if self.items_text:  # the model reads the texts
+            characters = sum(len(text) for attributes in self.items_text.values() for text in attributes.values())
+            cost += 3 + len(self.items_text) + characters / 20_000
+        return cost
+
+
+def _size(rule: Mapping[str, Any]) -> int:
+    """Return how many values a rule names; an attribute counts as five more."""
+    return sum(5 if isinstance(values, rules.Range) else 5 + len(values) for values in rule.values())
 
 
 @contextmanager
@@ -293,8 +314,8 @@ class Recommender:
             best |= zip(plain, self._top(batch, [hidden[n] for n in plain], [wanted[n] for n in plain]), strict=True)
         for n in set(range(len(requests))) - set(plain):
             best[n] = self._ranked(requests[n], positions[n], hidden[n], wanted[n])
-        rows = zip(requests, positions, hidden, strict=True)
-        return [self._described(row[0], row[1], *self._chosen(*row, best[n])) for n, row in enumerate(rows)]
+        self._choose(requests, positions, hidden, best)
+        return [self._described(*row, *best[n]) for n, row in enumerate(zip(requests, positions, strict=True))]
 
     def _ranked(self, request: Request, positions: Sequence[int], hidden: Tensor, k: int) -> Best:
         """Return the best `k` items of one request, boosted, whatever engine answers the others."""
@@ -305,26 +326,39 @@ class Recommender:
             score_1V = self.counts[None] * factor_V
         return _best(score_1V.float(), [hidden], k)[0]
 
-    def _chosen(self, request: Request, positions: Sequence[int], hidden: Tensor, best: Best) -> Best:
-        """Return the items of the list in its order, and their scores: of all items where the best are too few."""
-        if not request.chosen:
-            return best
-        values, items = best
-        found = self._selected(request, values[: request.candidates], items[: request.candidates])
-        if request.quota and len(found[1]) < request.k and len(items) < len(self.item_ids):
-            found = self._selected(request, *self._ranked(request, positions, hidden, len(self.item_ids)))
-        return found
+    def _choose(
+        self,
+        requests: Sequence[Request],
+        positions: Sequence[Sequence[int]],
+        hidden: Sequence[Tensor],
+        best: dict[int, Best],
+    ) -> None:
+        """Choose the lists that are more than the best items; a quota that leaves too few chooses among all items."""
+        for k in {request.k for request in requests if request.chosen}:
+            places = [n for n, request in enumerate(requests) if request.chosen and request.k == k]
+            for n, own in zip(places, self._selected([(requests[n], best[n]) for n in places], k), strict=True):
+                request, found = requests[n], own
+                if request.quota and len(own[1]) < k and len(best[n][1]) < len(self.item_ids):
+                    ranked = self._ranked(request, positions[n], hidden[n], len(self.item_ids))
+                    (found,) = self._selected([(replace(request, diversity=0.0), ranked)], k, len(self.item_ids))
+                best[n] = found
 
-    def _selected(self, request: Request, values: list[float], items: list[int]) -> Best:
-        shown = [n for n, value in enumerate(values) if value > float("-inf")]
-        if not shown:
-            return [], []
-        score_N, item_N = torch.tensor(values)[shown], torch.tensor(items)[shown]
-        limits = self.attributes.limits(request.quota, item_N)
-        vector_ND = self._unbiased(self.item_vectors[item_N])
-        chosen = rules.most_relevant_and_diverse(score_N, vector_ND, request.k, request.diversity, limits)
-        chosen = rules.explored(chosen, len(shown), request.explore, random.Random())
-        return score_N[chosen].tolist(), item_N[chosen].tolist()
+    def _selected(self, lists: Sequence[tuple[Request, Best]], k: int, candidates: int | None = None) -> list[Best]:
+        """Return the `k` items that each request chooses among its best ones, and their scores."""
+        scores, items, given = [], [], []
+        for request, best in lists:
+            score_N, item_N = (torch.tensor(part[: candidates or request.candidates]) for part in best)
+            shown_N = score_N > float("-inf")
+            scores.append(score_N[shown_N])
+            items.append(item_N[shown_N])
+            limits = self.attributes.limits(request.quota, items[-1])
+            vector_ND = self._unbiased(self.item_vectors[items[-1]])
+            given.append(rules.Candidates(scores[-1], vector_ND, request.diversity, *limits))
+        found: list[Best] = []
+        for row, chosen in enumerate(rules.most_relevant_and_diverse(given, k)):
+            drawn = rules.explored(chosen, len(items[row]), lists[row][0].explore, random.Random())
+            found.append((scores[row][drawn].tolist(), items[row][drawn].tolist()))
+        return found
 
     def explain(self, request: Request, item_id: str) -> list[float]:
         """Return, for each event of the history, what it adds to the score of an item.

@@ -1,6 +1,7 @@
 """Rules of what may be shown: filters, boosts and quotas by the attributes of items, and diverse lists.
 
-Shape suffixes: V items, padding included; N candidates of one list; D width of an item vector.
+Shape suffixes: V items, padding included; B lists; N candidates of one list; M limits of one list; D width of an item
+vector.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from seqrec.artifacts import read_table
 
@@ -38,7 +42,7 @@ Condition = Sequence[str] | Range  # one of these values; or a number within the
 Filter = Mapping[str, Condition]  # attribute -> condition; an item must meet all of them
 Boost = Mapping[str, Mapping[str, float]]  # attribute -> value -> how many times as likely its items are to be
 Quota = Mapping[str, Mapping[str, int]]  # attribute -> value -> items of a list that may have it
-Limit = tuple[Tensor, int]  # which candidates (N,), and how many of them may be chosen
+NONE = torch.zeros(0, dtype=torch.int64)  # no items
 
 
 class Attribute:
@@ -48,7 +52,7 @@ class Attribute:
         self.values = values
 
     @cached_property
-    def _items(self) -> dict[str, list[int]]:
+    def _items(self) -> dict[str, Tensor]:
         """The numbers of the items that have a value, by the value in lower case."""
         found: dict[str, list[int]] = {}
         for item, text in enumerate(self.values, start=1):
@@ -56,7 +60,11 @@ class Attribute:
             for value in {whole, *SEPARATORS.split(whole)}:
                 found.setdefault(value.strip(), []).append(item)
         found.pop("", None)
-        return found
+        return {value: torch.tensor(items) for value, items in found.items()}
+
+    def having(self, value: str) -> Tensor:
+        """Return the numbers of the items that have a value."""
+        return self._items.get(value.strip().casefold(), NONE)
 
     def commonest(self, number: int) -> list[str]:
         """Return the values that most items have, the commonest first."""
@@ -74,8 +82,8 @@ class Attribute:
         """Return which items (V,) meet a condition; one without a value meets none."""
         if not isinstance(condition, Range):
             meets_V = torch.zeros(1 + len(self.values), dtype=torch.bool)
-            for value in condition:
-                meets_V[self._items.get(value.strip().casefold(), [])] = True
+            for value in set(condition):
+                meets_V[self.having(value)] = True
             return meets_V
         meets_V = ~self._numbers.isnan()
         if condition.min is not None:
@@ -122,55 +130,84 @@ class Attributes(dict[str, Attribute]):
 
     def factors(self, boost: Boost) -> Tensor | float:
         """Return the product of the factors (V,) of each item; 1 where there are none at all."""
-        factor_V: Tensor | float = 1.0
+        if not boost:
+            return 1.0
+        factor_V = torch.ones(1 + max((len(known.values) for known in self.values()), default=0))
         for name, values in boost.items():
             for value, factor in values.items():
-                factor_V = factor_V * torch.where(self[name].meets([value]), factor, 1.0)
+                factor_V[self[name].having(value)] *= factor
         return factor_V
 
-    def limits(self, quota: Quota, item_N: Tensor) -> list[Limit]:
-        """Return, for each value of a quota, which of the items have it, and how many may be chosen."""
-        return [
-            (self[name].meets([value])[item_N], most)
-            for name, values in quota.items()
-            for value, most in values.items()
-        ]
+    def limits(self, quota: Quota, item_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Return which of the items have each value of a quota (M, N), and how many of them may be chosen (M,)."""
+        size = 1 + max((len(known.values) for known in self.values()), default=0)
+        most = [most for values in quota.values() for most in values.values()]
+        member_MN = torch.zeros(len(most), len(item_N), dtype=torch.bool)
+        pairs = ((name, value) for name, values in quota.items() for value in values)
+        for row, (name, value) in enumerate(pairs):
+            has_V = torch.zeros(size, dtype=torch.bool)
+            has_V[self[name].having(value)] = True
+            member_MN[row] = has_V[item_N]
+        return member_MN, torch.tensor(most, dtype=torch.int64)
 
 
-def most_relevant_and_diverse(
-    score_N: Tensor, vector_ND: Tensor, k: int, diversity: float, limits: Sequence[Limit] = ()
-) -> list[int]:
-    """Return `k` positions by maximal marginal relevance (Carbonell and Goldstein, SIGIR 1998).
+class Candidates(NamedTuple):
+    """The items of which a list is chosen, and how."""
+
+    score_N: Tensor  # finite
+    vector_ND: Tensor  # item vectors
+    diversity: float = 0.0  # 0 = by score alone, 1 = by similarity alone after the first
+    member_MN: Tensor = NONE.view(0, 1)  # which of them count for each limit; an item may be under several limits
+    most_M: Tensor = NONE  # how many of these may be chosen
+
+
+def most_relevant_and_diverse(lists: Sequence[Candidates], k: int) -> list[list[int]]:
+    """Return `k` positions for each list by maximal marginal relevance (Carbonell and Goldstein, SIGIR 1998).
 
     The next one is always that of the largest (1 - diversity) * relevance - diversity * similarity. Relevance is the
-    score between 0 and 1; similarity is the largest cosine between the item and those chosen before.
-
-    Args:
-        score_N: finite scores of the candidates.
-        vector_ND: their item vectors.
-        k: positions wanted; fewer come where there are fewer candidates, or the limits allow no more.
-        diversity: 0 = by score alone, 1 = by similarity alone after the first.
-        limits: candidates of which at most so many are chosen; one may be under several limits.
+    score between 0 and 1; similarity is the largest cosine between the item and those chosen before. All lists are
+    chosen in one pass. A list has fewer than `k` where it has fewer candidates, or its limits allow no more.
     """
-    unit_ND = F.normalize(vector_ND, dim=1)
-    relevance_N = (score_N - score_N.min()) / (score_N.max() - score_N.min()).clamp(min=1e-12)
-    similarity_N = torch.zeros_like(relevance_N)  # to nothing yet
-    chosen: list[int] = []
-    left = [most for _, most in limits]
-    free_N = torch.ones_like(score_N, dtype=torch.bool)
-    while len(chosen) < k:
-        for (member_N, _), number in zip(limits, left, strict=True):
-            if number <= 0:
-                free_N &= ~member_N
-        if not free_N.any():
+    row_B, most = np.arange(len(lists)), max(len(one.score_N) for one in lists)
+    diversity_B1 = np.array([[one.diversity] for one in lists], np.float32)
+    member_BMN = np.zeros((len(lists), max(len(one.most_M) for one in lists), most), bool)
+    left_BM = np.ones(member_BMN.shape[:2], np.int64)
+    open_BN, gain_BN = np.zeros((len(lists), most), bool), np.zeros((len(lists), most), np.float32)
+    for row, one in enumerate(lists):
+        open_BN[row, : len(one.score_N)] = True
+        gain_BN[row, : len(one.score_N)] = _between_0_and_1(one.score_N)
+        member_BMN[row, : len(one.most_M), : len(one.score_N)] = one.member_MN
+        left_BM[row, : len(one.most_M)] = one.most_M
+    relevance_BN, chosen = (1 - diversity_B1) * gain_BN, []
+    diverse = diversity_B1.any()
+    if diverse:
+        unit_BND = pad_sequence([F.normalize(one.vector_ND, dim=1) for one in lists], batch_first=True).numpy()
+        unit_BDN = np.ascontiguousarray(unit_BND.transpose(0, 2, 1))
+        similarity_BN = np.full_like(gain_BN, -1)
+    full_BM = left_BM <= 0
+    for _ in range(k):
+        if full_BM.any():
+            open_BN &= ~(member_BMN & full_BM[:, :, None]).any(1)
+        found_B = open_BN.any(1)
+        if not found_B.any():
             break
-        gain_N = (1 - diversity) * relevance_N - diversity * similarity_N if chosen else relevance_N
-        chosen.append(int(gain_N.masked_fill(~free_N, float("-inf")).argmax()))
-        free_N[chosen[-1]] = False
-        left = [number - int(member_N[chosen[-1]]) for (member_N, _), number in zip(limits, left, strict=True)]
-        cosine_N = unit_ND @ unit_ND[chosen[-1]]
-        similarity_N = cosine_N if len(chosen) == 1 else torch.maximum(similarity_N, cosine_N)
-    return chosen
+        best_B = np.where(open_BN, gain_BN, -np.inf).argmax(1)
+        chosen.append(np.where(found_B, best_B, -1))
+        open_BN[row_B, best_B] = False
+        hit_BM = member_BMN[row_B, :, best_B] & found_B[:, None]
+        left_BM -= hit_BM
+        full_BM = hit_BM & (left_BM <= 0)
+        if diverse:
+            cosine_BN = (unit_BND[row_B, best_B][:, None] @ unit_BDN)[:, 0]
+            similarity_BN = np.maximum(similarity_BN, cosine_BN)
+            gain_BN = relevance_BN - diversity_B1 * similarity_BN
+    return [[place for place in own if place >= 0] for own in np.array(chosen, int).reshape(-1, len(lists)).T.tolist()]
+
+
+def _between_0_and_1(score_N: Tensor) -> Tensor:
+    if not len(score_N):
+        return score_N
+    return (score_N - score_N.min()) / (score_N.max() - score_N.min()).clamp(min=1e-12)
 
 
 def explored(chosen: Sequence[int], number: int, share: float, draw: random.Random) -> list[int]:

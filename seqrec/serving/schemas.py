@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
 from seqrec.serving.events import Past
 from seqrec.serving.recommender import Request
@@ -13,6 +14,8 @@ from seqrec.serving.rules import Range
 EVENTS = 10_000  # of a history; a body is held in memory
 ALLOWED = 100_000  # ids of a list of what is available
 ROWS = 1_000  # requests of a batch; values of a filter
+ITEMS = 1_000  # of a list
+AHEAD_S = 86_400.0  # seconds by which the clock of a sender may be ahead
 NEW_ITEMS, ATTRIBUTES = 100, 20  # described in a request, and of each
 
 VALUES = 50  # of an attribute that are boosted, or have a quota
@@ -35,7 +38,7 @@ class Query(BaseModel):
         description="item ids, oldest first; absent = what the store of events knows of the user",
         examples=[["50", "181"]],
     )
-    k: int = Field(10, ge=1, description="items wanted; there are fewer where the catalogue has no more")
+    k: int = Field(10, ge=1, le=ITEMS, description="items wanted; there are fewer where the catalogue has no more")
     exclude: list[Id] = Field(default_factory=list, max_length=EVENTS, description="item ids not to show")
     allow: list[Id] | None = Field(None, max_length=ALLOWED, description="the only item ids to show; absent = all")
     filter: dict[Id, Annotated[list[Id], Field(max_length=ROWS)] | Range] = Field(
@@ -151,6 +154,12 @@ class Explanation(BaseModel):
     drops: list[float]
 
 
+def _has_happened(at: float) -> float:
+    if at > time.time() + AHEAD_S:
+        raise ValueError("more than a day in the future; seconds since 1970, UTC, expected, not milliseconds")
+    return at
+
+
 class UserEvent(BaseModel):
     """Something that a user did with an item."""
 
@@ -160,7 +169,9 @@ class UserEvent(BaseModel):
     user: Stored = Field(min_length=1)
     item: Stored = Field(min_length=1)
     kind: Literal["view", "buy", "hide"] = Field("view", description="hide: not to be recommended any more")
-    at: float | None = Field(None, ge=0, lt=1e11, description="seconds UTC; absent = now")
+    at: Annotated[FiniteFloat, Field(ge=0), AfterValidator(_has_happened)] | None = Field(
+        None, description="seconds UTC, since 1970 and at most a day ahead; absent = now"
+    )
     recommendation_id: Stored | None = Field(None, description="of the answer that showed the item")
 
 

@@ -14,10 +14,13 @@ from fastapi.exceptions import RequestValidationError
 
 from seqrec.serving import schemas
 from seqrec.serving.batcher import Batcher, Served
-from seqrec.serving.events import Past, Shown, Store, StoreError
+from seqrec.serving.config import ServeConfig
+from seqrec.serving.events import Clicks, Past, Shown, Store, StoreError
 from seqrec.serving.experiment import compare, in_candidate
+from seqrec.serving.guards import Rates, after
 from seqrec.serving.histories import Histories
 from seqrec.serving.impressions import Impressions
+from seqrec.serving.kept import Kept
 from seqrec.serving.metrics import Metrics
 from seqrec.serving.recommender import Answer, Recommender, Request
 from seqrec.serving.schemas import Recommendation, State
@@ -25,6 +28,8 @@ from seqrec.serving.schemas import Recommendation, State
 logger = logging.getLogger(__name__)
 NOBODY = Past()  # of whom nothing is known
 HOUR = 3_600.0
+LOOKED_UP = 32  # users that are looked up at once: others wait for no more
+TREND_S, CLICKS_S = 60.0, 5.0  # for which a trend, and the state of an experiment, are kept
 Load = Callable[[], Recommender]
 
 
@@ -34,34 +39,38 @@ class Service:
     def __init__(
         self,
         served: Served,
-        largest: int,
+        options: ServeConfig,
         store: Store | None = None,
         candidate: Served | None = None,
-        share: float = 0.0,
     ) -> None:
-        self.served, self.store, self.candidate, self.share = served, store, candidate, share
+        self.served, self.options, self.store, self.candidate = served, options, store, candidate
+        self.share = options.share  # of the users, whom the candidate answers
+        self.rates = Rates(options.rate) if options.rate else None
         self.draining = False  # about to end: still answers, but wants no more requests
         self.metrics = Metrics(served)
-        self.batcher = Batcher(served, largest, self.metrics.count)
+        self.batcher = Batcher(served, options.batch, self.metrics.count)
         self.batchers = [self.batcher]
         if candidate is not None:
-            self.batchers.append(Batcher(candidate, largest, self.metrics.count))
+            self.batchers.append(Batcher(candidate, options.batch, self.metrics.count))
         self.impressions = Impressions(store, self.metrics.lost) if store else None
-        self.histories = Histories(store) if store else None
+        self.histories = Histories(store, self._longest) if store else None
+        self.trends, self.clicks = (
+            Kept[float, list[tuple[str, float]]](TREND_S),
+            Kept[tuple[str, str], list[Clicks]](CLICKS_S),
+        )
 
-    async def answer(self, queries: Sequence[schemas.Query]) -> list[Recommendation]:
+    async def answer(self, queries: Sequence[schemas.Query], caller: str) -> list[Recommendation]:
         """Return the recommendations for `queries`; the store does not see answers to those that name a version.
 
         Raises:
             RequestValidationError: see `Recommender.check`; or a history is missing, and there is no store.
-            HTTPException: 503, the model failed; 404, see `asked`.
+            HTTPException: 503, the model failed; 404, see `asked`; 413 and 429, see `_check_cost` and `_charge`.
         """
         began = time.perf_counter()
         try:
-            requests = await self._requests(queries)
+            requests = await self._requests(queries, caller)
             batchers = [self.asked(query.by) if query.by else self._batcher(query.user) for query in queries]
-            pairs = zip(batchers, requests, strict=True)
-            answers = await asyncio.gather(*(batcher.answer(request) for batcher, request in pairs))
+            answers = await asyncio.gather(*self._handed(batchers, requests))
         except ValueError as error:
             reason = {"type": "value_error", "loc": ("body",), "msg": str(error)}
             raise RequestValidationError([reason]) from error
@@ -71,6 +80,15 @@ class Service:
         for _ in answers:
             self.metrics.latency.observe(seconds)
         return [self._told(query, *answer) for query, answer in zip(queries, answers, strict=True)]
+
+    @staticmethod
+    def _handed(batchers: Sequence[Batcher], requests: Sequence[Request]) -> list[asyncio.Future[tuple[Answer, str]]]:
+        """Hand each request to its batcher, those of one batcher together; return the answers in their order."""
+        answers: dict[int, asyncio.Future[tuple[Answer, str]]] = {}
+        for batcher in set(batchers):
+            places = [place for place, own in enumerate(batchers) if own is batcher]
+            answers |= zip(places, batcher.answer([requests[place] for place in places]), strict=True)
+        return [answers[place] for place in range(len(requests))]
 
     def asked(self, by: schemas.By) -> Batcher:
         """Return the batches of the model that is asked for.
@@ -84,9 +102,23 @@ class Service:
             raise HTTPException(404, "there is no candidate: start the service with --candidate")
         return self.batchers[1]
 
+    def _longest(self) -> int:
+        """Return how many events of a user the models read."""
+        return max(batcher.served.current[0].model.options.history for batcher in self.batchers)
+
+    async def trending(self, days: float) -> list[tuple[str, float]]:
+        """Return the items that gained most, see `Store.trending`.
+
+        Raises:
+            HTTPException: 503, another window is being counted.
+        """
+        store = self.store
+        assert store is not None
+        return await self.trends.get(days, lambda: store.trending(days, schemas.ITEMS, time.time()))
+
     def waiting(self) -> int:
         """Return how many requests wait for a model."""
-        return sum(batcher.queue.qsize() for batcher in self.batchers)
+        return sum(len(batcher.waiting) for batcher in self.batchers)
 
     def _batcher(self, user: str | None) -> Batcher:
         """Return what answers a user: the candidate for its share of them, the champion for all others."""
@@ -115,7 +147,8 @@ class Service:
             raise HTTPException(404, "there is no experiment: start the service with --candidate and --store")
         await self.impressions.flush()
         versions = self.served.current[1], self.candidate.current[1]
-        found = compare(await asyncio.to_thread(self.store.clicks, *versions), *versions)
+        store = self.store
+        found = compare(await self.clicks.get(versions, lambda: store.clicks(*versions)), *versions)
         champion, candidate = (
             schemas.ClickThrough(version=r.version, users=r.users, answers=r.answers, rate=_known(r.rate))
             for r in (found.champion, found.candidate)
@@ -123,15 +156,48 @@ class Service:
         numbers = {name: _known(getattr(found, name)) for name in ("difference", "low", "high")}
         return schemas.Experiment(share=self.share, champion=champion, candidate=candidate, **numbers)
 
-    async def _requests(self, queries: Sequence[schemas.Query]) -> list[Request]:
-        """Return the requests; histories that are missing are looked up."""
-        users = {query.user for query in queries if query.history is None and query.user is not None}
-        if not users:
-            return [query.request(NOBODY) for query in queries]
-        if self.histories is None:
-            raise ValueError("history: missing, and this service has no store of events: start it with --store")
-        pasts = await self.histories.pasts(users)
-        return [query.request(pasts.get(query.user or "", NOBODY)) for query in queries]
+    async def _requests(self, queries: Sequence[schemas.Query], caller: str) -> list[Request]:
+        """Return the requests; histories that are missing are looked up, some users at a time."""
+        requests = [query.request(NOBODY) for query in queries]
+        missing = [place for place, query in enumerate(queries) if query.history is None]
+        self._check_cost(requests)
+        for first in range(0, len(missing), LOOKED_UP):
+            if self.histories is None:
+                raise ValueError("history: missing, and this service has no store of events: start it with --store")
+            users = {place: queries[place].user or "" for place in missing[first : first + LOOKED_UP]}
+            pasts = await self.histories.pasts(set(users.values()))
+            for place, user in users.items():
+                requests[place] = queries[place].request(pasts[user])
+            self._check_cost(requests)
+        self._charge(caller, sum(request.cost for request in requests))
+        return requests
+
+    def _check_cost(self, requests: Sequence[Request]) -> None:
+        """Refuse requests that cost too much together: 413."""
+        cost, most = sum(request.cost for request in requests), self.options.max_cost
+        if cost > most:
+            reason = f"this request costs {cost:.4g}, and the service allows {most:g} (max_cost)"
+            raise HTTPException(413, f"{reason}: ask for fewer or shorter lists at once, or with fewer rules")
+
+    def _charge(self, caller: str, cost: float) -> None:
+        """Count the cost of a request; refuse it where the caller has to make up for earlier ones: 429."""
+        if self.rates is not None and (seconds := self.rates.charge(caller, cost)):
+            raise HTTPException(
+                429, f"more than {self.options.rate:g} requests a second, by their cost", after(seconds)
+            )
+
+    async def explain(self, question: schemas.Question, caller: str) -> list[float]:
+        """Return what each event of a history adds to the score of an item.
+
+        Raises:
+            HTTPException: 404, the item is unknown, or see `asked`; 429, see `_charge`.
+        """
+        request, batcher = Request(history=question.history, user=question.user), self.asked(question.by)
+        self._charge(caller, request.cost * min(len(request.history), 200) / 2)
+        try:
+            return await batcher.apart(lambda r: r.explain(request, question.item), batcher.served.current[0])
+        except ValueError as error:
+            raise HTTPException(404, str(error)) from error
 
     async def expire(self, store: Store, days: float) -> None:
         """Delete what is too old, every hour; until cancelled."""

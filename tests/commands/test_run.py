@@ -25,6 +25,7 @@ from seqrec.config import RegisterConfig, load
 from seqrec.evaluation import leaderboard
 from seqrec.locks import locked
 from seqrec.serving import http
+from seqrec.serving.config import ServeConfig
 from seqrec.serving.events import Store
 from seqrec.serving.recommender import Recommender
 from seqrec.tracking import runs
@@ -176,7 +177,7 @@ def test_the_loop_closes(tmp_path, caplog):
     command("import", "--run", first)
     promote(1)
     command("events", "import", "--store", url, "--interactions", first / "data" / "interactions.parquet")
-    with running(http.app(*http.champion("log", register), poll_s=0.2, store=Store(url))) as address:
+    with running(http.app(*http.champion("log", register), ServeConfig(poll_s=0.2), store=Store(url))) as address:
 
         def ask(user):
             return requests.post(f"{address}/recommend", json={"user": user, "k": 3}, timeout=30).json()

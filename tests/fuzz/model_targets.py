@@ -148,7 +148,7 @@ def address() -> str:
     """Return where a service of a small model listens, until the process ends."""
     folder = Path(tempfile.mkdtemp())
     recommender = Recommender.load(save("sasrec", prepared(), folder / "model"))
-    context = running(http.app(lambda: recommender, lambda: "1", poll_s=0))
+    context = running(http.app(lambda: recommender, lambda: "1"))
     KEPT.append(context)
     return context.__enter__()
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 import time
 
 import pytest
 import requests
+from fastapi import HTTPException
 from support import running, save, write_interactions
 
 from seqrec.__main__ import main
@@ -16,6 +18,7 @@ from seqrec.serving import events as module
 from seqrec.serving import http
 from seqrec.serving.events import DAY, Event, Past, Store, StoreError, dump
 from seqrec.serving.histories import Histories
+from seqrec.serving.kept import Kept
 from seqrec.serving.recommender import Recommender
 
 
@@ -46,10 +49,13 @@ def test_a_past_is_in_the_order_of_its_times_whatever_came_first(store):
 def test_the_newest_events_are_kept_where_there_are_too_many(store, monkeypatch):
     monkeypatch.setattr(module, "MOST", 3)
     store.add([event(number, item=f"i{number}") for number in range(9)])
+    store.add([event(f"h{number}", item=f"h{number}", kind="hide", at=number) for number in range(4)])
     store.add([event("old", user="v", item="j", at=0)])
 
     past = store.pasts(["u", "v"])
     assert (past["u"].items, past["v"].items) == (["i6", "i7", "i8"], ["j"])
+    assert past["u"].hidden == ["h1", "h2", "h3"]  # however many events came after them
+    assert store.pasts(["u"], longest=4)["u"].items == ["i5", "i6", "i7", "i8"]  # for a model that reads more
 
 
 class Slow:
@@ -58,7 +64,7 @@ class Slow:
     def __init__(self):
         self.calls, self.fails = [], False
 
-    def pasts(self, users):
+    def pasts(self, users, longest):
         self.calls.append(set(users))
         time.sleep(0.05)
         if self.fails:
@@ -70,7 +76,7 @@ def test_users_who_ask_during_a_lookup_are_looked_up_together_after_it():
     store = Slow()
 
     async def ask():
-        histories = Histories(store)
+        histories = Histories(store, lambda: 0)
         first = asyncio.create_task(histories.pasts({"a"}))
         while not store.calls:
             await asyncio.sleep(0.001)
@@ -127,11 +133,45 @@ def test_a_trend_is_the_gain_over_as_many_days_before(store, recommender, days):
     gains = {f"i{n}": (count(f"i{n}", 0, days) + 10) / (count(f"i{n}", days, 2 * days) + 10) for n in range(5)}
     expected = sorted(gains.items(), key=lambda one: -one[1])
     assert store.trending(days, 3, now) == [(item, pytest.approx(gain)) for item, gain in expected[:3]]
-    with running(http.app(lambda: recommender, lambda: "7", poll_s=0, store=store)) as address:
+    with running(http.app(lambda: recommender, lambda: "7", store=store)) as address:
         answer = requests.get(f"{address}/trending?k=2&days={days}", timeout=10).json()
         assert requests.get(f"{address}/trending?days=0", timeout=10).status_code == 422
     assert answer["items"] == [item for item, _ in expected[:2]]
     assert (len(answer["titles"]), answer["version"]) == (2, "7")
+
+
+def test_trends_are_counted_one_at_a_time_and_kept():
+    """Whoever asks for what is being counted waits for it; a window that is not known yet is refused meanwhile."""
+    counted, go = [], threading.Event()
+
+    def count(days):
+        counted.append(days)
+        go.wait(10)
+        return days, len(counted)
+
+    async def ask():
+        kept = Kept(1.0)
+        first = [asyncio.create_task(kept.get(7, lambda: count(7))) for _ in range(9)]
+        while not counted:
+            await asyncio.sleep(0.001)
+        first[0].cancel()  # whoever has gone leaves the others their answer
+        with pytest.raises(HTTPException) as busy:
+            await kept.get(8, lambda: count(8))
+        go.set()
+        found = set((await asyncio.gather(*first, return_exceptions=True))[1:])
+        again = await kept.get(7, lambda: count(7))
+        kept.known[7] = kept.known[7][0] - 2, kept.known[7][1]  # two seconds later
+        go.clear()
+        while_counted = [await kept.get(7, lambda: count(7)) for _ in range(3)]  # too old, and yet at once
+        go.set()
+        while kept.working:
+            await asyncio.sleep(0.001)
+        return busy.value.status_code, found, again, while_counted, await kept.get(7, lambda: count(7))
+
+    busy, found, again, while_counted, newest = asyncio.run(ask())
+
+    assert (busy, found, again, while_counted, newest) == (503, {(7, 1)}, (7, 1), [(7, 1)] * 3, (7, 2))
+    assert counted == [7, 7]
 
 
 def test_a_store_of_another_kind_is_refused():
@@ -142,7 +182,7 @@ def test_a_store_of_another_kind_is_refused():
 
 def test_answers_by_user_are_those_of_the_history_and_follow_events(recommender, store):
     now = time.time()
-    with running(http.app(lambda: recommender, lambda: "7", poll_s=0, store=store)) as address:
+    with running(http.app(lambda: recommender, lambda: "7", store=store)) as address:
 
         def ask(**body):
             return requests.post(f"{address}/recommend", json=body, timeout=10)
@@ -173,14 +213,22 @@ def test_answers_by_user_are_those_of_the_history_and_follow_events(recommender,
 
         assert requests.delete(f"{address}/users/anna", timeout=10).json() == {"events": 3, "answers": 5}
         assert ask(user="anna").json()["source"] == "popularity"
-        for wrong in ({"item": ""}, {"kind": "sell"}, {"at": -1}, {"at": 1e12}, {"user": "\0"}, {"more": 1}):
+        for wrong in (
+            {"item": ""},
+            {"kind": "sell"},
+            {"at": -1},
+            {"at": 99e9},
+            {"at": now + 2 * DAY},
+            {"user": "\0"},
+            {"more": 1},
+        ):
             assert send({**first, **wrong}).status_code == 422
         for wrong in ({}, {"k": 3}, {"user": "anna", "times": [1]}):
             assert ask(**wrong).status_code == 422
 
 
 def test_without_a_store_a_user_alone_is_refused(recommender):
-    with running(http.app(lambda: recommender, lambda: "7", poll_s=0)) as address:
+    with running(http.app(lambda: recommender, lambda: "7")) as address:
         answer = requests.post(f"{address}/recommend", json={"user": "u1"}, timeout=10)
         assert requests.post(f"{address}/events", json={"events": []}, timeout=10).status_code == 404
     assert answer.status_code == 422
@@ -188,7 +236,7 @@ def test_without_a_store_a_user_alone_is_refused(recommender):
 
 
 def test_a_store_that_fails_is_a_503_and_given_histories_are_answered(recommender, store):
-    with running(http.app(lambda: recommender, lambda: "7", poll_s=0, store=store)) as address:
+    with running(http.app(lambda: recommender, lambda: "7", store=store)) as address:
         module.TABLES.drop_all(store.engine)
         failed = requests.post(f"{address}/recommend", json={"user": "u1"}, timeout=10)
         given = requests.post(f"{address}/recommend", json={"user": "u1", "history": ["i1"]}, timeout=10)

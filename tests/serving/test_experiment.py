@@ -14,6 +14,7 @@ from seqrec.artifacts import MODEL_CARD, read_json
 from seqrec.config import ConfigError, RegisterConfig
 from seqrec.serving import http
 from seqrec.serving.batcher import Served
+from seqrec.serving.config import ServeConfig
 from seqrec.serving.events import Clicks, Event, Shown, Store
 from seqrec.serving.experiment import compare, in_candidate
 from seqrec.serving.impressions import Impressions
@@ -43,8 +44,9 @@ def test_a_version_of_a_folder_changes_with_its_weights(prepared, tmp_path):
     assert names == {f"finetuned-{digest[:8]}" for digest in weights}
     assert len(names) == 2
     assert http.version_of("models:/seqrec-ml-100k/4", RegisterConfig()) == "4"
+    options = ServeConfig(port=0, saved=str(first), candidate=str(first), share=0.5)
     with pytest.raises(ConfigError, match=r"candidate: .* is the model that it would be compared with"):
-        http.serve(dataset="tiny", config=RegisterConfig(), saved=str(first), candidate=str(first), share=0.5)
+        http.serve(dataset="tiny", config=RegisterConfig(), options=options)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0])
@@ -121,7 +123,7 @@ def test_clicks_are_joined_by_answer_item_and_user(store, capsys):
 
 def test_two_versions_behind_one_service(models, store):
     champion, candidate = models
-    api = http.app(lambda: champion, lambda: "1", poll_s=0, store=store, candidate=Served(candidate, "2"), share=0.5)
+    api = http.app(lambda: champion, lambda: "1", ServeConfig(share=0.5), store=store, candidate=Served(candidate, "2"))
     users = USERS[:20]
     own = {user: candidate if in_candidate(user, "2", 0.5) else champion for user in users}
     with running(api) as address:
@@ -164,7 +166,7 @@ def test_two_versions_behind_one_service(models, store):
 
 def test_both_versions_can_be_asked_and_such_answers_are_not_logged(models, store):
     champion, candidate = models
-    api = http.app(lambda: champion, lambda: "1", poll_s=0, store=store, candidate=Served(candidate, "2"), share=1.0)
+    api = http.app(lambda: champion, lambda: "1", ServeConfig(share=1.0), store=store, candidate=Served(candidate, "2"))
     body = {"history": ["i1", "i2"], "user": "u", "k": 3}
     with running(api) as address:
         assert requests.get(f"{address}/health", timeout=10).json()["candidate"] == "2"
@@ -176,14 +178,14 @@ def test_both_versions_can_be_asked_and_such_answers_are_not_logged(models, stor
             drops = requests.post(f"{address}/explain", json={**question, "by": by}, timeout=10).json()["drops"]
             assert drops == pytest.approx(model.explain(Request(history=["i1", "i2"], user="u"), "i5"))
         assert requests.get(f"{address}/experiment", timeout=10).json()["candidate"]["answers"] == 0
-    with running(http.app(lambda: champion, lambda: "1", poll_s=0)) as address:
+    with running(http.app(lambda: champion, lambda: "1")) as address:
         assert requests.post(f"{address}/recommend", json={**body, "by": "candidate"}, timeout=10).status_code == 404
 
 
 def test_answers_in_the_queue_are_written_at_the_end_and_what_is_too_much_is_counted(models, store, monkeypatch):
     monkeypatch.setattr("seqrec.serving.impressions.EVERY_S", 100)
     monkeypatch.setattr("seqrec.serving.impressions.MOST", 1)
-    api = http.app(lambda: models[0], lambda: "1", poll_s=0, store=store)
+    api = http.app(lambda: models[0], lambda: "1", store=store)
     with running(api) as address:
         for _ in range(3):
             requests.post(f"{address}/recommend", json={"history": ["i1"], "user": "u"}, timeout=10)

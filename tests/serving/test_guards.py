@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import signal
 import socket
 import threading
@@ -9,13 +10,14 @@ import time
 
 import pytest
 import requests
-import uvicorn
 from support import running, save
 
 from seqrec.__main__ import main
 from seqrec.serving import guards, http, keys
-from seqrec.serving.guards import Limits, Rates
-from seqrec.serving.recommender import Recommender
+from seqrec.serving.config import ServeConfig
+from seqrec.serving.guards import Rates
+from seqrec.serving.recommender import Recommender, Request
+from seqrec.serving.rules import Attribute, Attributes
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +26,7 @@ def recommender(prepared, tmp_path_factory):
 
 
 def service(recommender, **limits):
-    return running(http.app(lambda: recommender, lambda: "1", poll_s=0, limits=Limits(**limits)))
+    return running(http.app(lambda: recommender, lambda: "1", ServeConfig(**limits)))
 
 
 def ask(address, key=None, path="/recommend", **options):
@@ -73,6 +75,48 @@ def test_only_valid_keys_are_answered_and_the_file_is_followed(recommender, tmp_
     assert app not in file.read_text()
 
 
+@pytest.mark.parametrize(
+    ("flag", "value", "reason"),
+    [
+        ("--keep-days", "-1", "keep_days must be at least 0"),
+        ("--keep-days", "9", "keep_days has no effect without a store"),
+        ("--rate", "nan", "rate must be a finite number"),
+        ("--rate", "1e-9", "rate must be 0 or at least 0.001"),
+        ("--timeout-s", "inf", "timeout_s must be a finite number"),
+        ("--timeout-s", "0", "timeout_s must be more than 0"),
+        ("--threads", "0", "threads must be at least 1"),
+        ("--port", "99999", "port must be at least 0 and at most 65535"),
+        ("--host", "", "host must not be empty"),
+        ("--host", "256.0.0.1", "cannot listen on host 256.0.0.1, port 8000"),
+        ("--poll-s", "-1", "poll_s must be"),
+        ("--batch", "0", "batch must be"),
+        ("--max-cost", "0", "max_cost must be"),
+        ("--max-body", "-1", "max_body must be"),
+        ("--max-queue", "0", "max_queue must be"),
+        ("--drain-s", "1e9", "drain_s must be"),
+        ("--share", "nan", "share must be"),
+        ("--ann", "-1", "ann must be"),
+        ("--log-format", "xml", "log_format must be one of text, json"),
+    ],
+)
+def test_an_odd_option_is_refused_by_its_name_before_anything_is_touched(flag, value, reason, caplog, monkeypatch):
+    monkeypatch.delenv("SEQREC_STORE", raising=False)
+
+    assert main(["serve", flag, value]) == 1
+
+    assert reason in caplog.text
+
+
+def test_a_taken_port_is_an_error_and_nothing_is_announced(prepared, tmp_path, caplog):
+    folder = save("sasrec", prepared, tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["serve", "--saved", str(folder), "--port", port]) == 1
+
+    assert f"port {port}: Address already in use" in caplog.text
+    assert "answers" not in caplog.text
+
+
 def test_keys_on_the_command_line(tmp_path, capsys, caplog):
     file = tmp_path / "keys.json"
     flags = ["--keys-file", str(file), "--name", "app"]
@@ -112,6 +156,58 @@ def test_a_caller_has_a_rate_of_its_own(monkeypatch):
     assert Rates(0.1).wait("slow") == 0
 
 
+def test_a_dear_request_is_granted_whole_and_made_up_for_by_waiting():
+    clock = [0.0]
+    rates = Rates(1.0, lambda: clock[0])
+
+    assert (rates.wait("a"), rates.charge("a", 0.3)) == (0, 0)  # a burst of two, of which one is left
+    assert (rates.wait("a"), rates.charge("a", 9)) == (0, 0)
+    assert (rates.wait("a"), rates.charge("a", 9)) == (9, 8)  # neither the next one, nor what was let in beside it
+    assert rates.wait("b") == 0
+    clock[0] = 9.0
+    assert rates.wait("a") == 0
+
+
+@pytest.mark.parametrize(
+    ("query", "number"),
+    [
+        ({"k": 1_000, "diversity": 1}, 64),
+        ({"k": 1_000, "titles": True}, 1_000),
+        ({"history": ["i1"] * 10_000}, 100),
+        ({"allow": ["i1"] * 100_000}, 10),
+        ({"filter": {"genres": ["a"] * 1_000}}, 100),
+        ({"boost": {"genres": {"a": 2}}}, 1_000),
+        ({"k": 1_000, "quota": {"genres": {"a": 2}}}, 64),
+        ({"items_text": {f"new {n}": {"title": "x"} for n in range(100)}}, 2),
+    ],
+)
+def test_what_costs_too_much_is_413_and_less_of_it_is_not(recommender, query, number):
+    known = copy.copy(recommender)
+    known.attributes = Attributes({"genres": Attribute(["a"] * len(recommender.item_ids))})
+    with service(known) as address:
+
+        def ask(times):
+            body = {"requests": [{"history": ["i1"], **query}] * times}
+            return requests.post(f"{address}/recommend/batch", json=body, timeout=60)
+
+        refused = ask(number)
+        assert refused.status_code == 413
+        assert "the service allows 200 (max_cost)" in refused.json()["detail"]
+        assert ask(1).status_code == (422 if "items_text" in query else 200)
+
+
+def test_a_thousand_lists_of_ten_are_admitted_and_count_by_their_cost(recommender):
+    body = {"requests": [{"history": ["i1", "i2"] * 15}] * 1_000}
+    cost = sum(Request(history=query["history"]).cost for query in body["requests"])
+    with service(recommender, rate=50) as address:
+        answers = [requests.post(f"{address}/recommend/batch", json=body, timeout=60) for _ in range(3)]
+
+    assert 100 < cost < 200
+    assert answers[0].status_code == 200
+    assert answers[-1].status_code == 429
+    assert int(answers[-1].headers["Retry-After"]) <= 2 * cost / 50
+
+
 def test_above_the_rate_it_is_429(recommender, tmp_path):
     file = tmp_path / "keys.json"
     one, other = keys.add(file, "one"), keys.add(file, "other")
@@ -123,7 +219,7 @@ def test_above_the_rate_it_is_429(recommender, tmp_path):
 
 
 def test_a_large_body_is_refused_before_it_is_read(recommender):
-    with service(recommender, body=1000) as address:
+    with service(recommender, max_body=1000) as address:
         host, port = address.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), 10) as connection:
             connection.sendall(b"POST /recommend HTTP/1.1\r\nhost: x\r\ncontent-length: 1001\r\n\r\n")
@@ -137,14 +233,14 @@ def test_a_large_body_is_refused_before_it_is_read(recommender):
 
 def test_above_the_queue_it_is_503_and_says_when_to_come_back(recommender):
     held, statuses = Held(recommender), []
-    api = http.app(lambda: held, lambda: "1", poll_s=0, limits=Limits(queue=2))
+    api = http.app(lambda: held, lambda: "1", ServeConfig(max_queue=2))
     with running(api) as address:
         threads = [threading.Thread(target=lambda: statuses.append(ask(address).status_code)) for _ in range(3)]
         threads[0].start()
         assert held.asked.wait(10)
         for thread in threads[1:]:
             thread.start()
-        while api.state.service.batcher.queue.qsize() < 2:
+        while api.state.service.waiting() < 2:
             time.sleep(0.01)
         answer = ask(address)
         assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
@@ -171,8 +267,8 @@ def test_what_takes_too_long_is_504_and_the_next_is_answered(recommender):
 
 def test_pages_of_other_origins_may_ask_only_if_named(recommender):
     headers = {"Origin": "https://shop.example", "Access-Control-Request-Method": "POST"}
-    for origins, allowed in (((), None), (["https://shop.example"], "https://shop.example")):
-        with running(http.app(lambda: recommender, lambda: "1", poll_s=0, origins=origins)) as address:
+    for origins, allowed in (("", None), ("https://shop.example", "https://shop.example")):
+        with running(http.app(lambda: recommender, lambda: "1", ServeConfig(origins=origins))) as address:
             answer = requests.options(f"{address}/recommend", headers=headers, timeout=10)
         assert answer.headers.get("access-control-allow-origin") == allowed
 
@@ -180,8 +276,8 @@ def test_pages_of_other_origins_may_ask_only_if_named(recommender):
 def test_it_answers_on_while_it_drains(recommender):
     """After SIGTERM /ready says no and the rest goes on; a request that was under way at the end gets its answer."""
     held, answers = Held(recommender), []
-    api = http.app(lambda: held, lambda: "1", poll_s=0)
-    server = http.Server(uvicorn.Config(api, port=0, log_level="warning"), api.state.service, drain_s=0.5)
+    api = http.app(lambda: held, lambda: "1")
+    server = http.Server(api.state.service, ServeConfig(drain_s=0.5), app=api, port=0)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:

@@ -1,6 +1,9 @@
 """The service over real HTTP: answers, odd requests, batches, metrics, and a champion that changes meanwhile."""
 
+import asyncio
+import base64
 import copy
+import hashlib
 import html
 import re
 import shutil
@@ -15,7 +18,8 @@ from prometheus_client import generate_latest
 from support import running, save
 
 from seqrec.serving import http, schemas
-from seqrec.serving.batcher import Served
+from seqrec.serving.batcher import Batcher, Served
+from seqrec.serving.config import ServeConfig
 from seqrec.serving.metrics import Metrics
 from seqrec.serving.recommender import Recommender, Request
 from seqrec.serving.rules import Attribute, Attributes
@@ -28,7 +32,7 @@ def recommender(prepared, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def address(recommender):
-    with running(http.app(lambda: recommender, lambda: "7", poll_s=0)) as address:
+    with running(http.app(lambda: recommender, lambda: "7")) as address:
         yield address
 
 
@@ -52,6 +56,7 @@ def test_an_answer_is_the_recommenders(address, recommender):
         {"history": "i1"},
         {"history": [1, None]},
         {"history": ["i1"], "k": 0},
+        {"history": ["i1"], "k": schemas.ITEMS + 1},
         {"history": ["i1"], "k": "many"},
         {"history": ["i1"], "times": [1, 2]},
         {"history": ["i1"], "times": ["yesterday"]},
@@ -83,7 +88,7 @@ def test_what_is_no_json_is_refused(address, text):
         {"history": []},
         {"history": ["unheard of"]},
         {"history": ["i1"] * 3000},
-        {"history": ["i1", "i2"], "k": 10**30},
+        {"history": ["i1", "i2"], "k": schemas.ITEMS},
         {"history": ["i1"], "times": [1e300]},
         {"history": ["i1"], "exclude": [f"i{n}" for n in range(100)]},
         {"history": ["", "\u0000", "ß" * 900]},
@@ -121,7 +126,7 @@ def test_simultaneous_requests_share_passes_and_get_their_own_answers(recommende
             return recommender.answer(requests)
 
     got = {}
-    service = http.app(Slow, lambda: "1", poll_s=0)
+    service = http.app(Slow, lambda: "1")
     with running(service) as address:
 
         def call(number):
@@ -142,6 +147,29 @@ def test_simultaneous_requests_share_passes_and_get_their_own_answers(recommende
     assert got == {number: recommender.recommend([f"i{number}"], 3).items for number in range(9)}
 
 
+def test_passes_take_a_list_of_each_request_in_turn_up_to_a_cost(recommender):
+    """Whoever asks for one list does not wait for somebody's hundred, nor for lists that take long."""
+    passes = []
+
+    async def ask():
+        batcher = Batcher(Served(recommender, "1"), 8, lambda requests, _: passes.append([r.k for r in requests]))
+        many = batcher.answer([Request(history=["i1"], k=1)] * 30)
+        dear = batcher.answer([Request(history=["i1"], k=999, diversity=1)] * 3)
+        gone = batcher.answer([Request(history=["i1"], k=2)] * 30)
+        one = batcher.answer([Request(history=["i1"], k=3)])
+        for future in gone:
+            future.cancel()
+        working = asyncio.create_task(batcher.run())
+        await asyncio.gather(*many, *dear, *one)
+        working.cancel()
+
+    asyncio.run(ask())
+
+    assert passes[:2] == [[1, 999, 3, 1, 999], [1, 999, *[1] * 6]]  # each 999 costs more than half of a pass
+    assert max(map(len, passes)) == 8
+    assert sum(map(len, passes)) == 34
+
+
 def test_twenty_new_champions_are_served_under_load_without_a_failed_request(prepared, tmp_path, recommender):
     other = Recommender.load(save("gru4rec", prepared, tmp_path, model="gru4rec"))
     champions = [other, recommender]  # even versions, odd versions
@@ -151,7 +179,7 @@ def test_twenty_new_champions_are_served_under_load_without_a_failed_request(pre
         while not done.is_set():
             answers.append(ask(address, history=["i1", "i2"], k=3))
 
-    app = http.app(lambda: champions[newest[0] % 2], lambda: str(newest[0]), poll_s=0.01)
+    app = http.app(lambda: champions[newest[0] % 2], lambda: str(newest[0]), ServeConfig(poll_s=0.01))
     with running(app) as address, ThreadPoolExecutor(4) as askers:
         asking = [askers.submit(keep_asking, address) for _ in range(4)]
         try:
@@ -183,7 +211,7 @@ def test_a_registry_that_fails_leaves_the_old_champion(recommender):
             raise OSError("down")
         return "1"
 
-    with running(http.app(lambda: recommender, version, poll_s=0.01)) as address:
+    with running(http.app(lambda: recommender, version, ServeConfig(poll_s=0.01))) as address:
         while len(calls) < 4:
             time.sleep(0.01)
         assert ask(address, history=["i1"]).json()["version"] == "1"
@@ -205,7 +233,7 @@ def test_a_version_that_cannot_be_loaded_is_told_and_tried_again(recommender, ca
             time.sleep(0.01)
         raise AssertionError(state)
 
-    with running(http.app(load, lambda: newest[0], poll_s=0.01)) as address:
+    with running(http.app(load, lambda: newest[0], ServeConfig(poll_s=0.01))) as address:
         assert health(address, "ok", "1")["problem"] == ""
         newest[0] = "2"
         assert health(address, "behind", "1")["problem"] == "KeyError: 'filter_seen'"
@@ -230,13 +258,13 @@ def test_a_pass_that_fails_is_a_503_and_the_next_one_works(recommender):
                 raise RuntimeError("out of memory")
             return recommender.answer(requests)
 
-    with running(http.app(Once, lambda: "1", poll_s=0)) as address:
+    with running(http.app(Once, lambda: "1")) as address:
         assert ask(address, history=["i1"]).status_code == 503
         assert ask(address, history=["i1"]).status_code == 200
 
 
 def test_health_and_metrics_tell_what_was_served(recommender):
-    with running(http.app(lambda: recommender, lambda: "7", poll_s=0)) as address:
+    with running(http.app(lambda: recommender, lambda: "7")) as address:
         ask(address, history=["i1", "what", "ever"])
         ask(address, history=[])
         health = requests.get(f"{address}/health", timeout=10).json()
@@ -287,10 +315,24 @@ def test_the_pages_for_people_need_no_other_server(address):
         assert "//" not in re.sub(r"^//.*|; //.*", "", file.read_text(), flags=re.M)  # but comments: no address
 
 
+def test_browsers_take_answers_for_what_they_are_called_and_load_nothing_from_elsewhere(address):
+    for path in ("/", "/docs", "/redoc", "/docs/oauth2-redirect", "/popular", "/page/page.js", "/nothing"):
+        answer = requests.get(f"{address}{path}", timeout=10)
+        policy = dict(part.strip().split(" ", 1) for part in answer.headers["Content-Security-Policy"].split(";"))
+        assert answer.headers["X-Content-Type-Options"] == "nosniff"
+        assert policy["frame-ancestors"] == "'none'"
+        assert "http" not in "".join(policy.values())
+        scripts = policy.get("script-src", policy["default-src"]).split()
+        for script in re.findall(r"<script(?: type=.*?)?>(.+?)</script>", answer.text, re.DOTALL):
+            assert f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" in scripts
+        assert "'unsafe-inline'" not in scripts
+        assert ("'self'" in scripts) == (path in ("/", "/docs", "/redoc", "/docs/oauth2-redirect"))
+
+
 def test_what_the_page_asks_is_answered(recommender):
     titled = copy.copy(recommender)
     titled.titles = {"i3": "The Third", "i30": "Thirty"}
-    with running(http.app(lambda: titled, lambda: "7", poll_s=0)) as address:
+    with running(http.app(lambda: titled, lambda: "7")) as address:
 
         def found(text, k=10):
             got = requests.get(f"{address}/items", params={"search": text, "k": k}, timeout=10).json()
@@ -320,7 +362,7 @@ def dom(address, profile):
 def test_the_page_shows_titles_and_scores_in_a_browser(recommender, tmp_path):
     titled = copy.copy(recommender)
     titled.titles = {item_id: f"<b>{item_id}</b>" for item_id in recommender.item_ids}
-    with running(http.app(lambda: titled, lambda: "7", poll_s=0)) as address:
+    with running(http.app(lambda: titled, lambda: "7")) as address:
         page = dom(f"{address}/?history=i1&history=i2", tmp_path)
 
     answer = titled.recommend(["i1", "i2"], 10)
@@ -335,7 +377,7 @@ def test_the_page_shows_titles_and_scores_in_a_browser(recommender, tmp_path):
 def test_the_page_shows_two_versions_and_the_filters_in_a_browser(recommender, prepared, tmp_path):
     first, second = copy.copy(recommender), Recommender.load(save("fpmc", prepared, tmp_path, model="fpmc"))
     first.attributes = Attributes({"genre": Attribute(["Drama, Comedy", "Drama", None])})
-    with running(http.app(lambda: first, lambda: "7", poll_s=0, candidate=Served(second, "8"))) as address:
+    with running(http.app(lambda: first, lambda: "7", candidate=Served(second, "8"))) as address:
         page = dom(f"{address}/?history=i1&history=i2", tmp_path / "profile")
 
     champion, candidate = page.split('class="candidate"')
@@ -348,7 +390,7 @@ def test_the_page_shows_two_versions_and_the_filters_in_a_browser(recommender, p
 def test_titles_come_to_who_asks_for_them(recommender):
     titled = copy.copy(recommender)
     titled.titles = {"i3": "Third"}
-    with running(http.app(lambda: titled, lambda: "7", poll_s=0)) as address:
+    with running(http.app(lambda: titled, lambda: "7")) as address:
         named = ask(address, history=["i1", "i2"], k=40, titles=True).json()
         plain = ask(address, history=["i1"]).json()
 

@@ -123,7 +123,7 @@ def test_a_graph_leaves_described_items_to_the_weights(recommenders):
 
 def test_a_described_item_is_recommended_over_http(recommenders):
     whole, lacking = recommenders
-    with running(http.app(lambda: lacking, lambda: "1", poll_s=0)) as address:
+    with running(http.app(lambda: lacking, lambda: "1")) as address:
 
         def ask(**body):
             return requests.post(f"{address}/recommend", json={"history": ["i1", "i21"], "k": 30, **body}, timeout=30)
@@ -141,9 +141,9 @@ def test_who_cannot_be_answered_spoils_nobodys_batch(recommenders):
 
     async def ask():
         batcher = Batcher(Served(lacking, "1"), 8, lambda requests, _: sizes.append(len(requests)))
-        bad = batcher.answer(Request(history=["i2"], items_text={"i1": {"title": "once more"}}))
+        (bad,) = batcher.answer([Request(history=["i2"], items_text={"i1": {"title": "once more"}})])
         working = asyncio.create_task(batcher.run())
-        answers = await asyncio.gather(bad, batcher.answer(Request(history=["i2"], k=3)), return_exceptions=True)
+        answers = await asyncio.gather(bad, *batcher.answer([Request(history=["i2"], k=3)]), return_exceptions=True)
         working.cancel()
         return answers
 

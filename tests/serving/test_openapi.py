@@ -33,7 +33,7 @@ def api(prepared, tmp_path_factory):
     store = Store(f"sqlite:///{tmp_path_factory.mktemp('store')}/events.db")
     store.add([Event(event_id=user, user=user, item="1", kind="view", at=1.0) for user in ("", "0")])
     second = Served(recommender, "2")
-    with running(http.app(lambda: recommender, lambda: "1", poll_s=0, store=store, candidate=second)) as address:
+    with running(http.app(lambda: recommender, lambda: "1", store=store, candidate=second)) as address:
         yield schemathesis.openapi.from_url(f"{address}/openapi.json")
 
 

@@ -123,8 +123,10 @@ def test_a_diverse_list_is_that_of_brute_force(diversity):
         gains = [(1 - diversity) * scaled[n] - diversity * max(cosine[n][c] for c in expected) for n in rest]
         expected.append(rest[gains.index(max(gains))])
 
-    assert rules.most_relevant_and_diverse(score, vector, 6, diversity) == expected
-    assert len(set(rules.most_relevant_and_diverse(score, vector, 99, diversity))) == 15
+    other = rules.Candidates(torch.randn(9), torch.randn(9, 4), 1 - diversity)  # chosen beside it
+    lists = [other, rules.Candidates(score, vector, diversity)]
+    assert rules.most_relevant_and_diverse(lists, 6)[1] == expected
+    assert [len(set(found)) for found in rules.most_relevant_and_diverse(lists, 99)] == [9, 15]
 
 
 def has(recommender, item_id, value):
@@ -236,7 +238,7 @@ def test_items_of_a_request_are_filtered_by_their_own_attributes():
 def test_rules_over_http(exact):
     popular = copy.copy(exact)
     popular.counts = torch.arange(41.0)
-    with running(http.app(lambda: popular, lambda: "7", poll_s=0)) as address:
+    with running(http.app(lambda: popular, lambda: "7")) as address:
 
         def post(**body):
             return requests.post(f"{address}/recommend", json={"history": ["i1"], **body}, timeout=10)

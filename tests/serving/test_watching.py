@@ -14,8 +14,8 @@ from support import running, save
 
 from seqrec.serving import http, keys, request_log, traces
 from seqrec.serving.batcher import Served
+from seqrec.serving.config import ServeConfig
 from seqrec.serving.events import Store
-from seqrec.serving.guards import Limits
 from seqrec.serving.recommender import Recommender
 
 PRIVATE = ("i1", "i2", "somebody", "some title", "some%20title")  # of the requests below
@@ -62,11 +62,9 @@ def test_a_request_is_a_line_of_json_without_history_user_and_key(recommender, t
     api = http.app(
         lambda: recommender,
         lambda: "7",
-        poll_s=0,
-        limits=Limits(keys=tmp_path / "keys.json"),
+        ServeConfig(keys=tmp_path / "keys.json", log_format="json"),
         store=Store(f"sqlite:///{tmp_path}/events.db"),
         candidate=Served(recommender, "8"),
-        log_requests=True,
     )
     with running(api) as address:
         answers = call(address, key)
@@ -103,17 +101,10 @@ def test_messages_and_tracebacks_are_json_without_secrets(lines):
     assert "hidden-word" not in line
 
 
-def test_an_unknown_format_is_refused(caplog):
-    from seqrec.__main__ import main
-
-    assert main(["serve", "--log-format", "xml"]) == 1
-    assert "log_format: 'xml' given" in caplog.text
-
-
 def test_a_request_is_a_span_without_history_user_and_key(recommender, tmp_path):
     exporter, caller = InMemorySpanExporter(), "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     store = Store(f"sqlite:///{tmp_path}/events.db")
-    api = http.app(lambda: recommender, lambda: "7", poll_s=0, store=store, candidate=Served(recommender, "8"))
+    api = http.app(lambda: recommender, lambda: "7", store=store, candidate=Served(recommender, "8"))
     traces.trace(api, SimpleSpanProcessor(exporter))
     with running(api) as address:
         call(address)
@@ -137,7 +128,7 @@ def test_traces_are_sent_only_where_the_environment_names_a_collector(recommende
         monkeypatch.delenv(name, raising=False)
 
     def traced():
-        return getattr(http.app(lambda: recommender, lambda: "7", poll_s=0), "_is_instrumented_by_opentelemetry", False)
+        return getattr(http.app(lambda: recommender, lambda: "7"), "_is_instrumented_by_opentelemetry", False)
 
     assert not traced()
     monkeypatch.setenv(variable, "http://127.0.0.1:9")

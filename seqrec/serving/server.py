@@ -1,0 +1,109 @@
+"""How the service listens: binds before it announces, closes idle connections, and answers on while it drains."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import signal
+import socket
+import threading
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+from seqrec.serving.config import ServeConfig
+from seqrec.serving.service import Service
+
+if TYPE_CHECKING:
+    from uvicorn.protocols.http.h11_impl import H11Protocol as AutoHTTPProtocol
+
+logger = logging.getLogger(__name__)
+HEAD_S = 10.0  # seconds for the head of a request
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """Return a socket that is bound to an address, and does not listen yet.
+
+    Raises:
+        ValueError: the port is taken, or the address is not one of this machine.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ValueError(f"cannot listen on host {host}, port {port}: {error.strerror or error}") from error
+    return listener
+
+
+class HeadTimeout(AutoHTTPProtocol):
+    """Closes a connection that does not send the head of a request in time, from the start or after an answer.
+
+    uvicorn itself only closes connections that are silent after an answer. Guards limit the time from the head on.
+    """
+
+    timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Start the time of the first head."""
+        super().connection_made(transport)
+        self._restart()
+
+    def on_response_complete(self) -> None:
+        """Start the time of the next head."""
+        super().on_response_complete()
+        self._restart()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the time."""
+        super().connection_lost(exc)
+        if self.timer is not None:
+            self.timer.cancel()
+
+    def _restart(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+        self.timer = self.loop.call_later(HEAD_S, self._close_unless_answering)
+
+    def _close_unless_answering(self) -> None:
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.close()
+
+
+class Server(uvicorn.Server):
+    """A server that answers on for some seconds after SIGTERM, until balancers have read /ready and send no more."""
+
+    def __init__(self, service: Service, options: ServeConfig, **settings: Any) -> None:
+        """Take the application of a service.
+
+        Args:
+            service: to be served.
+            options: of the service.
+            settings: further settings of uvicorn.
+        """
+        limit = math.ceil(options.timeout_s)
+        settings = {"log_level": "warning", "access_log": False, "timeout_graceful_shutdown": limit, **settings}
+        super().__init__(uvicorn.Config(http=HeadTimeout, ws="none", **settings))
+        self.service, self.drain_s = service, options.drain_s
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and say where."""
+        await super().startup(sockets)
+        host, port, *_ = self.servers[0].sockets[0].getsockname()
+        shown = f"[{host}]" if ":" in host else host
+        logger.info("http://%s:%d answers; open it in a browser to try the model", shown, port)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """End: after the time to drain on the first SIGTERM, at once on a second one or on Ctrl-C."""
+        if sig != signal.SIGTERM or self.service.draining or not self.drain_s:
+            super().handle_exit(sig, frame)
+            return
+        self.service.draining = True
+        timer = threading.Timer(self.drain_s, super().handle_exit, (sig, frame))
+        timer.daemon = True
+        timer.start()

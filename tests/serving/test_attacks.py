@@ -1,0 +1,210 @@
+"""The service under attack: no request may cost more than it should, and no other client may wait for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import socket
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import requests
+from support import prepare_rows, save, synthetic_rows
+
+from seqrec.artifacts import write_table
+from seqrec.serving import schemas, server
+from seqrec.serving.events import DAY, MOST, Store
+
+ROOT = Path(__file__).parent.parent.parent
+ITEMS, USERS, EVENTS, HEAVY = 1_500, 64, 60_000, 20_000
+PAUSE_S, PATIENCE_S = 0.05, 1.0
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory):
+    """Where the command `serve` answers, in a process of its own: 1,500 items, a store with users of many events."""
+    folder = tmp_path_factory.mktemp("attacked")
+    prepared = prepare_rows(folder, synthetic_rows(600, ITEMS, 20), min_item_events=1)
+    saved = save("sasrec", prepared, folder / "model", options={"d_model": 64, "length": 200})
+    columns = {
+        "item_id": [f"i{n}" for n in range(ITEMS)],
+        "genres": ["v1, v2, v3" if n % 2 else "v4" for n in range(ITEMS)],
+    }
+    write_table(folder / "genres.parquet", pa.table(columns))
+    url = f"sqlite:///{folder}/events.db"
+    Store(url)
+    fill(folder / "events.db")
+    command = [sys.executable, "-m", "seqrec", "serve", "--saved", str(saved), "--port", "0", "--store", url]
+    command += ["--items", str(folder / "genres.parquet"), "--drain-s", "0"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+    lines: list[str] = []
+    found = threading.Event()
+
+    def read() -> None:
+        for line in process.stderr:
+            lines.append(line)
+            found.set() if "answers" in line else None
+        found.set()
+
+    threading.Thread(target=read, daemon=True).start()
+    assert found.wait(120)
+    yield re.search(r"http://\S+", "".join(lines))[0]
+    process.terminate()
+    assert process.wait(60) == -15
+    assert "Traceback" not in "".join(lines)
+
+
+def fill(file):
+    """Write many events of this fortnight, and users with far more of them than a model reads."""
+    now, draw = time.time(), random.Random(0)
+    rows = [
+        (f"u{draw.randrange(5_000)}", f"i{draw.randrange(ITEMS)}", draw.uniform(0, 14 * DAY)) for _ in range(EVENTS)
+    ]
+    rows += [("heavy", f"i{number % ITEMS}", 60.0 * number) for number in range(HEAVY)]
+    rows += [(f"heavy{user}", f"i{number % ITEMS}", 60.0 * number) for user in range(USERS) for number in range(MOST)]
+    with sqlite3.connect(file) as connection:
+        connection.executemany(
+            'insert into events (event_id, "user", item, kind, at, received) values (?, ?, ?, ?, ?, ?)',
+            ((str(n), user, item, "view", now - age, now) for n, (user, item, age) in enumerate(rows)),
+        )
+
+
+def post(address, path, body, times=1):
+    """Send the same body some times at once; return the statuses."""
+    text, statuses = json.dumps(body).encode(), []
+
+    def send():
+        headers = {"content-type": "application/json"}
+        statuses.append(requests.post(address + path, data=text, headers=headers, timeout=60).status_code)
+
+    threads = [threading.Thread(target=send) for _ in range(times)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return set(statuses)
+
+
+def batch(address, number, **query):
+    """Ask for the same list a number of times in one request."""
+    return post(address, "/recommend/batch", {"requests": [{"history": ["i1", "i2"], **query}] * number})
+
+
+@contextmanager
+def another_client(address):
+    """Ask for a list every 50 ms; yield how long each answer took."""
+    done, waits = threading.Event(), []
+
+    def ask():
+        with requests.Session() as session:
+            while not done.wait(PAUSE_S):
+                began = time.perf_counter()
+                answer = session.post(f"{address}/recommend", json={"history": ["i3", "i4"]}, timeout=60)
+                assert answer.status_code == 200
+                waits.append(time.perf_counter() - began)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    yield waits
+    done.set()
+    thread.join()
+
+
+@pytest.fixture(scope="module")
+def patience(address):
+    """For how long the other client may wait: a second, and more where the machine is busy with other things."""
+    with another_client(address) as waits:
+        time.sleep(2)
+    return PATIENCE_S + 10 * max(waits[2:])
+
+
+HEADS = {  # what a connection sends at first, and again and again
+    "never ends": (b"GET / HTTP/1.1\r\nx: ", b"x"),
+    "never begins": (b"", b""),
+    "never ends after an answer": (b"GET /health HTTP/1.1\r\nhost: x\r\n\r\nGET / HTTP/1.1\r\nx: ", b"x"),
+}
+
+
+def drip(address, count=20):
+    """Open connections whose heads never end; return those that the service leaves open for too long."""
+    host, port = address.removeprefix("http://").split(":")
+    deadline = time.monotonic() + 2 * server.HEAD_S
+    with ExitStack() as stack:
+        opened = []
+        for name in [*HEADS] * count:
+            connection = stack.enter_context(socket.create_connection((host, int(port))))
+            connection.sendall(HEADS[name][0])
+            connection.settimeout(0)
+            opened.append((name, connection))
+        while opened and time.monotonic() < deadline:
+            time.sleep(0.2)
+            opened = [(name, connection) for name, connection in opened if is_open(connection, HEADS[name][1])]
+        return {name for name, _ in opened}
+
+
+def is_open(connection, more):
+    try:
+        connection.send(more)
+        return connection.recv(10_000) != b""
+    except BlockingIOError:
+        return True
+    except ConnectionError:
+        return False
+
+
+LONG = [f"i{n % ITEMS}" for n in range(schemas.EVENTS)]
+VALUES = [f"v{n}" for n in range(schemas.ROWS)]
+QUOTA = dict.fromkeys(VALUES[:50], 1_000)
+ATTACKS = {
+    "lists of 1,000 that differ": (lambda a: batch(a, 64, k=1_000, diversity=1), {413}),
+    "as many as are admitted": (lambda a: batch(a, 15, k=1_000, diversity=1), {200}),
+    "a billion items with titles": (lambda a: batch(a, 1_000, k=10**9, titles=True), {422}),
+    "long lists with titles": (lambda a: batch(a, 1_000, k=1_000, titles=True), {413}),
+    "as many lists as are admitted": (lambda a: batch(a, 1_000, k=100), {200}),
+    "long histories": (lambda a: batch(a, 70, history=LONG), {200}),
+    "filters": (lambda a: batch(a, 300, filter={"genres": VALUES}), {413}),
+    "as many filters as are admitted": (lambda a: batch(a, 35, filter={"genres": VALUES}), {200}),
+    "quotas": (lambda a: batch(a, 20, k=1_000, diversity=1, quota={"genres": QUOTA}), {413}),
+    "as many quotas as are admitted": (lambda a: batch(a, 11, k=1_000, diversity=1, quota={"genres": QUOTA}), {200}),
+    "explanations": (
+        lambda a: post(a, "/explain", {"history": LONG[:200], "item": "i9"}, times=8),
+        {200},
+    ),
+    "dear requests at once": (
+        lambda a: post(a, "/recommend/batch", {"requests": [{"history": LONG[:200], "k": 10}] * 300}, times=4),
+        {200},
+    ),
+    "a user of many events": (lambda a: post(a, "/recommend", {"user": "heavy"}, times=30), {200}),
+    "users of many events": (
+        lambda a: post(a, "/recommend/batch", {"requests": [{"user": f"heavy{n}"} for n in range(USERS)]}, times=4),
+        {200},
+    ),
+    "trends": (
+        lambda a: {requests.get(f"{a}/trending?days={7 + n / 100}", timeout=60).status_code for n in range(5)},
+        {200},
+    ),
+    "a large body": (lambda a: post(a, "/recommend", {"history": [], "allow": LONG * 10}, times=4), {200}),
+    "slow heads": (drip, set()),
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_no_other_client_waits(address, patience, attack):
+    act, statuses = ATTACKS[attack]
+
+    with another_client(address) as waits:
+        seen = act(address)
+
+    assert seen <= statuses
+    assert max(waits, default=0.0) < patience, f"{np.round(sorted(waits)[-3:], 2)} s"
