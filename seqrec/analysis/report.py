@@ -34,7 +34,7 @@ GLOSSARY = {
     "MRR": "The mean of 1 / rank of the next item.",
     "coverage@10": "The share of the catalogue that is among anybody's ten best.",
     "validation, test": "The last event but one of a history, and its last. Validation chooses; test is only reported.",
-    "interval": "95 % of the means that other users drawn at random, as many, would have given.",
+    "interval": "A 95 % confidence interval of the mean over users: other users would give other means.",
 }
 STYLE = """
 :root { color-scheme: light dark; --text: #1b1b1b; --back: #ffffff; --soft: #595959; --line: #c8c8c8; --hit: #c8e6c9 }

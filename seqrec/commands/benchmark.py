@@ -205,7 +205,7 @@ def _row(name: str, reports: Sequence[Path], base: Sequence[Path] | None) -> Row
     if base is not None and reports != base:
         user, value = ndcg_of_cases(reports)
         difference = value - ndcg_of_cases(base)[1]
-        gain = intervals.bootstrap(difference, user, resamples=1000, seed=42)
+        gain = intervals.bootstrap(difference, user, resamples=1000, seed=42, difference=True)
         p_value = sign_flip_p_value(np.bincount(user, weights=difference).astype(float), seed=42)
     return Row(
         model=name,

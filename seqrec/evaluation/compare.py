@@ -1,7 +1,7 @@
 """Comparison of evaluated runs: the paired gain on the same cases, or the spread over seeds.
 
 These are two kinds of uncertainty, which are reported separately. Over users: would the gain hold for other, similar
-users? The bootstrap interval and the sign-flip test answer this for the given weights. Over seeds: would it hold after
+users? The interval and the sign-flip test answer this for the given weights. Over seeds: would it hold after
 another training?
 """
 
@@ -208,7 +208,12 @@ def _gains(
     def gain(name: str, mask: NDArray[np.bool_]) -> dict[str, float]:
         value, base = (VALUES[name](columns["rank"][mask]) for columns in (ours, theirs))
         interval = intervals.bootstrap(
-            value - base, ours["user"][mask], confidence=confidence, resamples=RESAMPLES, seed=seed
+            value - base,
+            ours["user"][mask],
+            confidence=confidence,
+            resamples=RESAMPLES,
+            seed=seed,
+            difference=True,
         )
         figures = {"first": _mean(value), "other": _mean(base), "gain": interval.mean}
         return figures | {"low": interval.low, "high": interval.high}
@@ -284,7 +289,7 @@ def _gain_table(result: Mapping[str, Any], other: str, gains: Mapping[str, Any])
     table = Table(
         title=f"{result['first']} against {other}",
         caption=(
-            f"{gains['test']['users']} users{f', split {split:.12}' if split else ''}; intervals from resampling users,"
+            f"{gains['test']['users']} users{f', split {split:.12}' if split else ''}; intervals over users,"
             " p from sign flips over users: of these weights, not of other seeds"
         ),
         box=None,

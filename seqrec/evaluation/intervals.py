@@ -1,7 +1,10 @@
-"""Bootstrap intervals of a metric, and of the difference between two models on the same cases."""
+"""Confidence intervals of a metric, and of the difference between two models on the same cases."""
 
 from __future__ import annotations
 
+import math
+from functools import lru_cache
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,16 +23,52 @@ class Interval(NamedTuple):
 
 
 def bootstrap(
-    value: FloatArray, user: NDArray[np.integer], *, confidence: float = 0.95, resamples: int, seed: int
+    value: FloatArray,
+    user: NDArray[np.integer],
+    *,
+    confidence: float = 0.95,
+    resamples: int,
+    seed: int,
+    difference: bool = False,
 ) -> Interval:
-    """Return the mean of `value` over cases, with a percentile interval from resampling users.
+    """Return the mean of `value` over cases, with an interval that also holds for few users and many zeros.
+
+    Each end is the outer one of two. The BCa interval corrects the percentiles of resampled means for bias and skewness
+    (Efron 1987); its level is widened for small samples (Hesterberg 2015). Student's t interval is the safer one for
+    differences of which few are not 0. For shares it counts one more user with the lowest or highest value, because a
+    few users may all happen to have 0. With many users the two are the same.
 
     Users are resampled rather than cases, because the cases of one user are not independent.
+
+    Args:
+        value: of each case, usually a share.
+        user: of each case.
+        confidence: level of the interval.
+        resamples: number of resamples.
+        seed: seed of the resampling.
+        difference: the values are differences of shares, as they are if one is negative.
     """
     if len(value) == 0:
         return Interval(0.0, 0.0, 0.0)
+    difference = difference or bool((value < 0).any())
+    least, most = min(-1.0 if difference else 0.0, float(value.min())), max(1.0, float(value.max()))
     _, index = np.unique(user, return_inverse=True)
-    sums, cases = np.bincount(index, weights=value), np.bincount(index)
+    sums, cases = np.bincount(index, weights=value).astype(np.float64), np.bincount(index)
+    mean, users = float(value.mean()), len(sums)
+    if users == 1:
+        return Interval(mean, least, most)
+    reach = student((1 + confidence) / 2, users - 1) * math.sqrt(users / (users - 1))
+    residuals = sums - sums.sum() / cases.sum() * cases
+    error = math.sqrt(float((residuals**2).sum())) / float(cases.sum())  # of a ratio of sums
+    low, high = _bca(_resampled(sums, cases, resamples, seed), sums, cases, reach)
+    one_more = 0.0 if difference else 1 / users
+    low = min(low, mean - reach * math.hypot(error, one_more * (mean - least)))
+    high = max(high, mean + reach * math.hypot(error, one_more * (most - mean)))
+    return Interval(mean, max(low, least), min(high, most))
+
+
+def _resampled(sums: FloatArray, cases: NDArray[np.integer], resamples: int, seed: int) -> FloatArray:
+    """Return the means of random draws of as many users, given each user's sum of values and number of cases."""
     users = len(sums)
     generator = np.random.default_rng(seed)
     means = np.empty(resamples)
@@ -37,9 +76,40 @@ def bootstrap(
     for start in range(0, resamples, step):
         drawn = generator.integers(0, users, size=(min(step, resamples - start), users))
         means[start : start + step] = sums[drawn].sum(1) / cases[drawn].sum(1)
-    tail = (1 - confidence) / 2
-    low, high = np.quantile(means, [tail, 1 - tail])
-    return Interval(float(value.mean()), float(low), float(high))
+    return means
+
+
+def _bca(means: FloatArray, sums: FloatArray, cases: NDArray[np.integer], reach: float) -> tuple[float, float]:
+    """Return the ends of the BCa interval, `reach` standard deviations to each side on the normal scale."""
+    normal = NormalDist()
+    mean = sums.sum() / cases.sum()
+    apart = np.where(np.abs(means - mean) < 1e-12, 0.0, means - mean)  # rounding must not decide
+    below = float((1 - np.sign(apart)).sum()) / 2
+    bias = normal.inv_cdf((below + 0.5) / (len(means) + 1))
+    without = (sums.sum() - sums) / (cases.sum() - cases)  # the jackknife: each user left out once
+    influence = without.mean() - without
+    spread = float((influence**2).sum()) ** 1.5
+    acceleration = float((influence**3).sum()) / (6 * spread) if spread else 0.0
+    levels = []
+    for end in (bias - reach, bias + reach):
+        scale = 1 - acceleration * end
+        levels.append(normal.cdf(bias + end / scale) if scale > 0 else float(end > 0))
+    low, high = np.quantile(means, levels)
+    return float(low), float(high)
+
+
+@lru_cache
+def student(level: float, freedom: float) -> float:
+    """Return the quantile of Student's t distribution, integrated over the angle whose tangent is t / sqrt(freedom).
+
+    >>> round(student(0.975, 1), 2), round(student(0.975, 29), 3), round(student(0.975, 10**9), 3)
+    (12.71, 2.045, 1.96)
+    """
+    freedom = min(freedom, 10_000.0)  # more are as good as normal
+    angle = math.pi * ((np.arange(20_000) + 0.5) / 20_000 - 0.5)
+    density = np.cos(angle) ** (freedom - 1)
+    below = (density.cumsum() - density / 2) / density.sum()
+    return math.sqrt(freedom) * math.tan(float(np.interp(level, below, angle)))
 
 
 def paired_gain(
@@ -59,7 +129,7 @@ def paired_gain(
     """
     ours, theirs = aligned(cases, other, split)
     difference = ndcg(ours["rank"], k) - ndcg(theirs["rank"], k)
-    return bootstrap(difference, ours["user"], confidence=confidence, resamples=resamples, seed=seed)
+    return bootstrap(difference, ours["user"], confidence=confidence, resamples=resamples, seed=seed, difference=True)
 
 
 def aligned(cases: pa.Table, other: pa.Table, split: str) -> tuple[dict[str, NDArray[Any]], dict[str, NDArray[Any]]]:

@@ -6,8 +6,8 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
 
+from seqrec.evaluation.intervals import student
 from seqrec.serving.events import Clicks
 
 CONFIDENCE = 0.95
@@ -63,9 +63,11 @@ class Comparison:
 
 
 def compare(clicks: Sequence[Clicks], champion: str, candidate: str) -> Comparison:
-    """Compare the click-through of two versions by a two-sample interval."""
+    """Compare the click-through of two versions by Welch's two-sample t interval."""
     first, second = Rate.of(champion, clicks), Rate.of(candidate, clicks)
-    margin = NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * math.hypot(first.error, second.error)
+    error = math.hypot(first.error, second.error)
+    parts = sum(rate.error**4 / (rate.users - 1) for rate in (first, second) if rate.error > 0)
+    margin = student((1 + CONFIDENCE) / 2, error**4 / parts) * error if parts else error
     difference = second.rate - first.rate
     return Comparison(
         champion=first, candidate=second, difference=difference, low=difference - margin, high=difference + margin

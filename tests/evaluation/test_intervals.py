@@ -5,18 +5,56 @@ import pyarrow as pa
 import pytest
 
 from seqrec.artifacts import CASES_SCHEMA
-from seqrec.evaluation import intervals
+from seqrec.evaluation import intervals, metrics
 
 
-def test_bootstrap_interval_covers_as_often_as_it_says():
-    """Of 200 samples from a known distribution, the 90 % intervals contain its mean about 180 times."""
-    generator, hits = np.random.default_rng(0), 0
-    for seed in range(200):
-        value = generator.exponential(size=60)
-        interval = intervals.bootstrap(value, np.arange(60), confidence=0.9, resamples=400, seed=seed)
-        hits += interval.low <= 1.0 <= interval.high
+def ndcg_of_cases(generator, users, hit_rate):
+    """NDCG@10 of users, most of them 0: a hit has rank r with a probability proportional to 1 / r."""
+    rank = np.arange(1, 11)
+    drawn = generator.choice(rank, size=users, p=1 / rank / (1 / rank).sum())
+    return np.where(generator.random(users) < hit_rate, metrics.ndcg(drawn.astype(float), 10), 0.0)
 
-    assert 165 <= hits <= 195
+
+def sample(kind, generator, users):
+    """Return values of cases and the user of each."""
+    user = np.arange(users)
+    if kind == "several cases":  # few of some users and many of others, whose chances differ
+        user = user.repeat(1 + generator.geometric(0.3, users))
+        return ndcg_of_cases(generator, len(user), generator.beta(0.6, 5.4, users)[user]), user
+    if kind == "gain":
+        ours, theirs = (ndcg_of_cases(generator, users, rate) for rate in (0.3, 0.18))
+        return np.where(generator.random(users) < 0.4, 0.0, ours - theirs), user
+    return ndcg_of_cases(generator, users, {"usual": 0.25, "rare": 0.1}[kind]), user
+
+
+@pytest.mark.parametrize("users", [30, 60, 150])
+@pytest.mark.parametrize("kind", ["usual", "rare", "several cases", "gain"])
+def test_95_percent_intervals_of_few_users_hold_the_true_mean(kind, users):
+    generator, draws = np.random.default_rng(7), 500
+    truth = sample(kind, generator, 1_000_000)[0].mean()
+    hits = 0
+    for seed in range(draws):
+        interval = intervals.bootstrap(
+            *sample(kind, generator, users), resamples=200, seed=seed, difference=kind == "gain"
+        )
+        hits += interval.low <= truth <= interval.high
+
+    assert hits / draws >= 0.935
+
+
+def test_with_many_users_the_interval_is_that_of_the_normal_distribution():
+    value = ndcg_of_cases(np.random.default_rng(0), 20_000, 0.25)
+    interval = intervals.bootstrap(value, np.arange(20_000), resamples=1000, seed=0)
+    assert interval.high - interval.low == pytest.approx(2 * 1.96 * value.std() / 20_000**0.5, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("value", "difference", "expected"),
+    [([], False, (0, 0, 0)), ([0.5], False, (0.5, 0, 1)), ([0.5], True, (0.5, -1, 1)), ([0.5] * 9, True, (0.5,) * 3)],
+)
+def test_the_interval_of_one_user_is_all_that_is_possible(value, difference, expected):
+    user = np.arange(len(value))
+    assert intervals.bootstrap(np.array(value), user, resamples=100, seed=0, difference=difference) == expected
 
 
 def test_bootstrap_draws_users_not_cases():

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import requests
+from scipy import stats
 from support import running, save
 
 from seqrec.__main__ import main
@@ -80,6 +81,14 @@ def test_the_interval_holds_the_true_difference_as_often_as_it_says(gain):
         held += found.low <= gain <= found.high
     assert found.champion.rate == pytest.approx(0.2, abs=0.05)
     assert held / 400 == pytest.approx(0.95, abs=0.03)  # 0.58 if answers counted as independent
+
+
+def test_with_few_users_the_interval_is_welchs():
+    clicked = {"1": [1, 0, 0, 0, 0], "2": [0, 1, 1]}
+    found = compare([Clicks(v, str(n), 1, c) for v, own in clicked.items() for n, c in enumerate(own)], "1", "2")
+
+    welch = stats.ttest_ind(clicked["2"], clicked["1"], equal_var=False).confidence_interval(0.95)
+    assert (found.low, found.high) == pytest.approx((welch.low, welch.high))
 
 
 def test_without_enough_users_nothing_is_said():
