@@ -52,11 +52,13 @@ def write() -> None:
     requirements = {"core": project["dependencies"], **project["optional-dependencies"]}
     needed = {group: {_name(entry) for entry in _compiled(requirements[group])} for group in GROUPS}
     lines = []
-    for entry in _compiled(sum((requirements[group] for group in GROUPS), []), "--generate-hashes"):
+    together = [requirement for group in GROUPS for requirement in requirements[group]]
+    for entry in _compiled(together, "--generate-hashes"):
         groups = [group for group in GROUPS if _name(entry) in needed[group]]
         assert groups, entry
         if not LEFT_OUT.match(entry):
-            assert "--hash=sha256:" in entry and "://" not in entry, entry  # no address belongs in here
+            assert "--hash=sha256:" in entry, entry
+            assert "://" not in entry, entry  # no address belongs in here
             lines.append(f"{entry}    # {', '.join(groups)}\n")
     LOCK.write_text(HEADER + "".join(lines), encoding="utf-8")
 

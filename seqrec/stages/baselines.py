@@ -14,6 +14,7 @@ from scipy import linalg, sparse
 from torch import Tensor
 
 from seqrec.config import EvaluateConfig
+from seqrec.config.ranges import Count
 from seqrec.counts import baselines as counting
 from seqrec.counts.table import train_events
 from seqrec.data.sequences import Sequences, cases, seen, trained_until, window
@@ -29,7 +30,7 @@ EASE_ITEMS = 20_000  # its item x item matrices then take 10 GB, and minutes
 
 
 def baselines(
-    *, sequences: Path, reports: Path, config: EvaluateConfig, ease_items: int = EASE_ITEMS
+    *, sequences: Path, reports: Path, config: EvaluateConfig, ease_items: Count = EASE_ITEMS
 ) -> dict[str, float]:
     """Evaluate the baselines `popularity`, `markov`, `ease`, `pctm` and `seqrules` as models are evaluated.
 
