@@ -36,6 +36,7 @@ from seqrec.artifacts import (
 )
 from seqrec.commands import run
 from seqrec.config import Params, from_dict
+from seqrec.config.ranges import Minutes
 from seqrec.data import data_warnings, sequences
 from seqrec.data.splits import DAY
 from seqrec.evaluation import leaderboard
@@ -114,7 +115,7 @@ def auto(
     *,
     data: Path,
     out: Path,
-    minutes: float = 10.0,
+    minutes: Minutes = 10.0,
     user: str = "",
     item: str = "",
     time: str = "",
@@ -146,8 +147,6 @@ def auto(
         raise ValueError(f"--data: {data} not found")
     if items and not Path(items).is_file():
         raise ValueError(f"--items: {items} not found")
-    if minutes <= 0:
-        raise ValueError("--minutes must be above 0")
     named = {"user_id": user, "item_id": item, "timestamp": time, "title": title}
     columns = {name: column for name, column in named.items() if column}
     about = {"data": str(data.resolve()), "minutes": minutes}
