@@ -81,8 +81,8 @@ def prepare(*, dataset: str, data: Path, validation: Path, sequences: Path, conf
     input_sha256 = sha256(data / artifacts.INTERACTIONS)
     verdict = read_json(validation)
     if not verdict["success"] or verdict["input_sha256"] != input_sha256:
-        table = data / artifacts.INTERACTIONS
-        raise ValueError(f"{validation} is not a successful validation of {table}: run ingest and validate again")
+        read = data / artifacts.INTERACTIONS
+        raise ValueError(f"{validation} is not a successful validation of {read}: run ingest and validate again")
     if config.extend and Path(config.extend).resolve() == sequences.resolve():
         raise ConfigError(f"prepare.extend: this stage overwrites {config.extend}; keep the earlier dump elsewhere")
     with table_engines.opened(config.engine, sequences) as engine:
