@@ -254,8 +254,8 @@ def _explained(reports: Path, config: RegisterConfig) -> Iterator[None]:
 
 
 def _connect(split: Mapping[str, Any], data: Path, config: RegisterConfig) -> Tracker:
-    client = runs.connect(config)
     source = read_json(data / SOURCE_CARD)
+    client = runs.connect(config)
     origin = {key: str(source.get(key, "")) for key in ("source", "licence")}
     tags = {f"seqrec.{key}": str(split[key]) for key in ("dataset", "protocol", "input_sha256", "split_sha256")}
     dataset = Dataset(
