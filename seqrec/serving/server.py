@@ -41,7 +41,7 @@ def bound(host: str, port: int) -> socket.socket:
     return listener
 
 
-class HeadTimeout(AutoHTTPProtocol):
+class HeadTimeout(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
     """Closes a connection that does not send the head of a request in time, from the start or after an answer.
 
     uvicorn itself only closes connections that are silent after an answer. Guards limit the time from the head on.
@@ -49,7 +49,7 @@ class HeadTimeout(AutoHTTPProtocol):
 
     timer: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:
         """Start the time of the first head."""
         super().connection_made(transport)
         self._restart()
