@@ -20,7 +20,7 @@ class LockedError(ValueError):
 
 
 @contextmanager
-def locked(path: Path, what: str) -> Iterator[None]:
+def locked(path: Path, what: str, wait_s: float = 0.0) -> Iterator[None]:
     """Hold the lock file `path` while the block runs; the operating system releases it when the process ends.
 
     The lock is not reentrant.
@@ -28,6 +28,7 @@ def locked(path: Path, what: str) -> Iterator[None]:
     Args:
         path: path of the lock file, which is not deleted.
         what: what is in use, and how to avoid the conflict, for the error message.
+        wait_s: seconds to wait for another process that holds the lock.
 
     Raises:
         LockedError: another process holds it.
@@ -35,7 +36,7 @@ def locked(path: Path, what: str) -> Iterator[None]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     owner = path.with_name(f"{path.name}.owner")  # a separate file, because others may not be able to read a locked one
-    lock = FileLock(path, blocking=False)
+    lock = FileLock(path, timeout=wait_s)
     try:
         lock.acquire()
     except Timeout as error:

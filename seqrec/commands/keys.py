@@ -13,6 +13,7 @@ from rich.table import Table
 from seqrec.config import ConfigError
 from seqrec.serving import keys as file
 
+LONGEST = 36_500  # days
 ACTIONS = ("show", "add", "rotate", "revoke")
 
 
@@ -45,11 +46,13 @@ def keys(
         return
     if not name:
         raise ConfigError(f"keys: {actions[0]} needs --name")
-    if actions[0] in ("rotate", "revoke"):
-        old = file.expire(keys_file, name, days=days if actions[0] == "rotate" else 0.0)
-        admin = admin or any(key.admin for key in old)
-    if actions[0] in ("add", "rotate"):
-        print(file.add(keys_file, name, admin=admin, days=days if actions[0] == "add" else 0.0))
+    if not 0 <= days <= LONGEST:
+        raise ConfigError(f"keys: --days must be from 0 to {LONGEST}, not {days}")
+    if actions[0] == "revoke":
+        file.expire(keys_file, name)
+    else:
+        change = file.add if actions[0] == "add" else file.rotate
+        print(change(keys_file, name, admin=admin, days=days))
 
 
 def _show(path: Path) -> None:

@@ -8,15 +8,23 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
+import re
 import secrets
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from seqrec.artifacts import read_json, write_json
+from seqrec.config import parse
+from seqrec.locks import locked
 
 logger = logging.getLogger(__name__)
 DAY = 86_400.0
+LATEST = 253_402_214_400.0  # seconds UTC: the last day of the year 9999
+DIGEST = re.compile("[0-9a-f]{64}")
+WAIT_S = 10.0  # for another process that changes the file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +36,12 @@ class Key:
     admin: bool = False  # may also delete users and change an experiment
     expires: float | None = None  # seconds UTC
 
+    def __post_init__(self) -> None:
+        if not DIGEST.fullmatch(self.sha256):
+            raise ValueError(f"sha256: {self.sha256!r:.80} is no digest")
+        if self.expires is not None and not 0 <= self.expires < LATEST:
+            raise ValueError(f"expires: {self.expires} is no time")
+
 
 def read(path: Path) -> list[Key]:
     """Return the keys of a file.
@@ -36,37 +50,67 @@ def read(path: Path) -> list[Key]:
         ValueError: it is no such file.
         OSError: it cannot be read.
     """
+    content = read_json(path).get("keys")
     try:
-        return [Key(**entry) for entry in read_json(path)["keys"]]
-    except (TypeError, KeyError, ValueError) as error:
+        if not isinstance(content, list):
+            raise ValueError("it holds no list of keys")
+        return [parse(Key, entry, f"key {number}") for number, entry in enumerate(content, start=1)]
+    except (TypeError, ValueError) as error:
         raise ValueError(f"keys: {path} was not written by `seqrec keys`: {error}") from error
-
-
-def _write(path: Path, keys: list[Key]) -> None:
-    write_json(path, {"keys": [asdict(key) for key in keys]})
 
 
 def add(path: Path, name: str, *, admin: bool = False, days: float = 0.0) -> str:
     """Add a key for `name` and return it; 0 `days` = it does not expire."""
-    secret = secrets.token_urlsafe(32)
-    key = Key(name=name, sha256=_digest(secret), admin=admin, expires=time.time() + days * DAY if days else None)
-    _write(path, [*(read(path) if path.exists() else []), key])
-    return secret
+    with _changed(path) as keys:
+        return _add(keys, name, admin, days)
 
 
-def expire(path: Path, name: str, *, days: float = 0.0) -> list[Key]:
-    """Let the keys of `name` end in `days`, or earlier where they do already; return them as they were.
+def expire(path: Path, name: str) -> None:
+    """Let the keys of `name` end now.
 
     Raises:
         ValueError: there is none.
     """
-    end, keys = time.time() + days * DAY, read(path)
-    own = [key for key in keys if key.name == name]
-    if not own:
+    with _changed(path) as keys:
+        _expire(keys, name, 0.0)
+
+
+def rotate(path: Path, name: str, *, admin: bool = False, days: float = 0.0) -> str:
+    """Add a key for `name` that may do what the old ones may, and let these end in `days`; return the new key.
+
+    Raises:
+        ValueError: there is no old one.
+    """
+    with _changed(path) as keys:
+        old = _expire(keys, name, days)
+        return _add(keys, name, admin or any(key.admin for key in old), 0.0)
+
+
+@contextmanager
+def _changed(path: Path) -> Iterator[list[Key]]:
+    """Yield the keys of a file and write what the block makes of them; other processes wait until that is done."""
+    with locked(path.with_name(f"{path.name}.lock"), f"keys: {path}", WAIT_S):
+        keys = read(path) if path.exists() else []
+        yield keys
+        write_json(path, {"keys": [asdict(key) for key in keys]})
+
+
+def _add(keys: list[Key], name: str, admin: bool, days: float) -> str:
+    secret = secrets.token_urlsafe(32)
+    expires = time.time() + days * DAY if days else None
+    keys.append(Key(name=name, sha256=_digest(secret), admin=admin, expires=expires))
+    return secret
+
+
+def _expire(keys: list[Key], name: str, days: float) -> list[Key]:
+    """Let the keys of `name` end in `days`, or earlier where they do already; return them as they were."""
+    old = [key for key in keys if key.name == name]
+    if not old:
         known = ", ".join(sorted({key.name for key in keys})) or "none"
-        raise ValueError(f"keys: {path} has no key named {name!r}; known: {known}")
-    _write(path, [replace(k, expires=min(end, k.expires or end)) if k.name == name else k for k in keys])
-    return own
+        raise ValueError(f"keys: no key is named {name!r}; known: {known}")
+    end = time.time() + days * DAY
+    keys[:] = [replace(k, expires=min(end, k.expires or end)) if k.name == name else k for k in keys]
+    return old
 
 
 def _digest(secret: str) -> str:
@@ -77,8 +121,8 @@ class Keys:
     """The keys of a file, as it is now."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.keys, self.changed = read(path), path.stat().st_mtime_ns
+        self.path, self.version = path, _version(path)  # before it is read: a change in between is noticed later
+        self.keys = read(path)
 
     def find(self, secret: str) -> Key | None:
         """Return what is known of a key that is valid now; all entries are compared, each in constant time."""
@@ -91,12 +135,18 @@ class Keys:
 
     def _refresh(self) -> None:
         try:
-            changed = self.path.stat().st_mtime_ns
-            if changed != self.changed:
-                self.changed = changed
+            version = _version(self.path)
+            if version != self.version:
+                self.version = version
                 self.keys = read(self.path)
                 logger.info("keys: %s was read again, %d keys", self.path, len(self.keys))
         except (OSError, ValueError) as error:
-            if self.changed:
+            if self.version:
                 logger.error("the previous keys remain valid: %s", error)
-            self.changed = 0  # say it once; the file is read again when it is back
+            self.version = ()  # say it once; the file is read again when it is back
+
+
+def _version(path: Path) -> tuple[int, ...]:
+    """Return what differs between two contents of a file: its time alone is the same for two changes at once."""
+    found = path.stat()
+    return found.st_mtime_ns, found.st_ino, found.st_size
