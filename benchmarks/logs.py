@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 
+from seqrec.artifacts import written
+
 BLOCK = 2_000_000
 FIRST, LAST = 1_400_000_000, 1_700_000_000  # times, seconds UTC
 ROWS_PER_USER, ROWS_PER_ITEM = 145, 200  # about those of MovieLens-20M and of Amazon's large categories
@@ -25,9 +27,7 @@ def write(path: Path, rows: int, seed: int = 0) -> None:
     users, items = max(2, rows // ROWS_PER_USER), max(2, rows // ROWS_PER_ITEM)
     user_share, item_share = _cumulative(users, 0.6), _cumulative(items, 0.9)
     first_half = generator.random((EPOCHS, items)) < 0.5
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
+    with written(path) as partial, partial.open("wb") as file:
         file.write(b"user_id,item_id,rating,timestamp\n")
         for start in range(0, rows, BLOCK):
             number = min(BLOCK, rows - start)
@@ -42,7 +42,6 @@ def write(path: Path, rows: int, seed: int = 0) -> None:
                 values[repeated] = values[repeated - 1]
             rating = generator.integers(1, 11, size=number) / 2
             _block(**columns, rating=rating, users=users, items=items).write_csv(file, include_header=False)
-    partial.replace(path)
 
 
 def _cumulative(number: int, exponent: float) -> np.ndarray:

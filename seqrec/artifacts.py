@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import hashlib
 import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from safetensors import SafetensorError
 
 # ingest -> validate, prepare
 INTERACTIONS = "interactions.parquet"
@@ -49,6 +51,16 @@ REPORT_PAGE = "index.html"
 FACTS = (  # keys of cards that identify the content of a folder
     *("source", "licence", "dataset", "protocol", "input_sha256", "split_sha256"),
     *("model", "architecture", "stage", "parameters", "fingerprint", "weights_sha256"),
+)
+
+STAGE = (  # the stage that writes a file, for the message about a damaged one
+    dict.fromkeys((INTERACTIONS, ITEMS, QUARANTINE, SOURCE_CARD), "ingest")
+    | dict.fromkeys((SEQUENCES, NEGATIVES, SPLIT_CARD), "prepare")
+    | dict.fromkeys((VOCABULARY, USERS), "prepare, or the training that wrote it,")
+    | dict.fromkeys((WEIGHTS, MODEL_CARD, HISTORY, COUNTS, TOKENS, TOKENIZER), "the training")
+    | dict.fromkeys((GRAPH, GRAPH_CARD), "export")
+    | dict.fromkeys((METRICS, CASES, RECOMMENDATIONS), "evaluate, or baselines,")
+    | {"validation.json": "validate"}
 )
 
 INTERACTIONS_SCHEMA = pa.schema(
@@ -120,10 +132,73 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+class DamagedError(ValueError):
+    """A file is cut short or altered; the message says which one, and what writes it again."""
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[None]:
+    """Turn the error of a reader that finds `path` cut short or altered into a `DamagedError`."""
+    try:
+        yield
+    except (ValueError, KeyError, OSError, RecursionError, pa.ArrowException, SafetensorError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # the file system's error, which names the path
+            raise
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DamagedError(f"{path} is damaged ({reason:.200}): {remedy(path)}") from error
+
+
+def remedy(path: Path) -> str:
+    """Return what to do about a damaged file."""
+    stage = STAGE.get(path.name)
+    return f"run {stage} again" if stage else "restore it, or remove it and run the command again that wrote it"
+
+
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in `path`."""
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    """Return the JSON object in `path`.
+
+    Raises:
+        DamagedError: it holds none.
+    """
+    with whole(path):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("it holds no JSON object")
     return content
+
+
+def open_table(path: Path) -> pq.ParquetFile:
+    """Return the Parquet file `path`, of which only the metadata is read.
+
+    Raises:
+        DamagedError: it is not complete.
+    """
+    with whole(path):
+        return pq.ParquetFile(path)
+
+
+def read_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
+    """Return the table in the Parquet file `path`, or some of its columns; unlike pyarrow's, it imports no pandas.
+
+    Raises:
+        DamagedError: the file is not complete, or lacks a column.
+    """
+    with whole(path), pq.ParquetFile(path) as file:
+        if missing := set(columns or ()) - set(file.schema_arrow.names):
+            raise ValueError(f"it has no column {', '.join(sorted(missing))}")
+        return file.read(columns=columns)
+
+
+def map_ipc(path: Path) -> pa.Table:
+    """Return the table in the Arrow IPC file `path`, mapped into memory.
+
+    Raises:
+        DamagedError: it is not complete.
+    """
+    with whole(path):
+        if not path.stat().st_size:
+            raise ValueError("it is empty")
+        return pa.ipc.open_file(pa.memory_map(str(path))).read_all()
 
 
 def facts(*folders: Path) -> dict[str, str | float]:
@@ -141,27 +216,57 @@ def facts(*folders: Path) -> dict[str, str | float]:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write `content` to `path` atomically: a killed process leaves either the old or the new file."""
+    """Write `content` to `path` atomically."""
     write_text(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
+
+
+@contextmanager
+def written(path: Path) -> Iterator[Path]:
+    """Yield the name to write a file under; when the block ends without an error, the file is complete and gets `path`.
+
+    A killed process, and a power cut, leave the old file or the new one, whole.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.partial")
+    yield partial
+    rename(partial, path)
+
+
+def rename(partial: Path, path: Path) -> None:
+    """Give a file or folder its name, after its content is on the disk; the name is there too when this returns."""
+    sync(partial)
+    partial.replace(path)
+    _sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or a folder with everything in it, is on the disk."""
+    for inner in path.rglob("*") if path.is_dir() else ():
+        _sync(inner)
+    _sync(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file system without this operation, as some have for folders
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def write_text(path: Path, content: str) -> None:
     """Write `content` to `path` atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    with written(path) as partial:
+        partial.write_text(content, encoding="utf-8")
 
 
 def write_table(path: Path, table: pa.Table) -> None:
     """Write `table` as Parquet to `path` atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    pq.write_table(table, partial, compression="zstd")
-    partial.replace(path)
+    with written(path) as partial:
+        pq.write_table(table, partial, compression="zstd")
 
 
 def write_ipc(path: Path, table: pa.Table) -> None:
@@ -176,18 +281,16 @@ def shard_writer(path: Path, schema: pa.Schema) -> Iterator[Callable[[pa.Table],
 
     The file appears atomically when the block ends without an error.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    with pa.OSFile(str(partial), "wb") as file, pa.ipc.new_file(file, schema) as writer:
+    with written(path) as partial, pa.OSFile(str(partial), "wb") as file, pa.ipc.new_file(file, schema) as writer:
         yield writer.write_table
-    partial.replace(path)
 
 
 @contextmanager
 def replaced(folder: Path) -> Iterator[Path]:
     """Yield an empty folder that atomically replaces `folder` when the block ends without an error.
 
-    A killed process leaves either the old or the new folder; the next call deletes its temporary files.
+    A killed process, and a power cut, leave either the old or the new folder; the next call deletes its temporary
+    files.
     """
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"{folder} is a file, but a folder is needed there")
@@ -196,10 +299,12 @@ def replaced(folder: Path) -> Iterator[Path]:
     partial.mkdir(parents=True)
     yield partial
     if folder.exists():
+        sync(partial)
         _exchange(partial, folder)
+        _sync(folder.parent)
         shutil.rmtree(partial, ignore_errors=True)
     else:
-        partial.replace(folder)
+        rename(partial, folder)
 
 
 def _exchange(new: Path, old: Path) -> None:

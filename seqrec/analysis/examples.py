@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from seqrec.analysis import attribution, strec_sparsity
 from seqrec.analysis.strec_sparsity import Point
-from seqrec.artifacts import CASES, RECOMMENDATIONS
+from seqrec.artifacts import CASES, RECOMMENDATIONS, read_table
 from seqrec.counts.term import CountTerm
 from seqrec.data.sequences import Sequences, read_users, read_vocabulary, window
 from seqrec.data.sequences import load as load_sequences
@@ -116,7 +117,8 @@ def choose(
 def _first_cases(report: Path) -> Columns:
     """Return user, position, target and rank of each user's first test case, the one with a recorded list."""
     names = ["user", "position", "target", "rank"]
-    table = pq.read_table(report / CASES, columns=names, filters=[("split", "=", "test")])
+    table = read_table(report / CASES, [*names, "split"])
+    table = table.filter(pc.equal(table["split"], "test"))
     columns = {name: table[name].to_numpy() for name in names}
     first = np.unique(columns["user"], return_index=True)[1]
     return {name: column[first] for name, column in columns.items()}
@@ -138,7 +140,8 @@ def _histories(data: Sequences, user: NDArray[Any], position: NDArray[Any]) -> B
 
 def _lists(report: Path, user: NDArray[Any]) -> list[list[int]]:
     wanted = user.tolist()
-    table = pq.read_table(report / RECOMMENDATIONS, filters=[("user", "in", wanted)]).sort_by("rank")
+    table = read_table(report / RECOMMENDATIONS)
+    table = table.filter(pc.is_in(table["user"], pa.array(wanted, table["user"].type))).sort_by("rank")
     rows = list(zip(table["user"].to_pylist(), table["item"].to_pylist(), strict=True))
     return [[item for owner, item in rows if owner == number] for number in wanted]
 

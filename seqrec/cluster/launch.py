@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from seqrec import redaction
-from seqrec.artifacts import read_json, replaced, sha256, write_json, write_text
+from seqrec.artifacts import read_json, rename, replaced, sha256, write_json, write_text
 from seqrec.cluster.jobs import Place, finish, spark_application, train_job
 from seqrec.config import parse
 
@@ -157,7 +157,7 @@ def _hand_over(source: Path, target: Path) -> Path:
             shutil.copytree(source, partial, ignore=shutil.ignore_patterns("raw"))
         else:
             shutil.copyfile(source, partial)
-        partial.replace(target)
+        rename(partial, target)
     return target
 
 

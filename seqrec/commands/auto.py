@@ -20,7 +20,6 @@ from rich.table import Table
 
 from seqrec import locks
 from seqrec.artifacts import (
-    HISTORY,
     INTERACTIONS,
     METRICS,
     MODEL_CARD,
@@ -28,6 +27,7 @@ from seqrec.artifacts import (
     REPORT_PAGE,
     SOURCE_CARD,
     SPLIT_CARD,
+    DamagedError,
     read_json,
     sha256,
     write_json,
@@ -154,7 +154,11 @@ def auto(
     about["sha256"] = [sha256(path) for path in (data, Path(items)) if path.is_file()]
     with locked(out / locks.NAME, f"--out {out}"):
         plan = Plan.load(out / PLAN, about | {"columns": columns, "time_format": time_format, "items": items})
-        return _auto(plan, out)
+        try:
+            return _auto(plan, out)
+        except DamagedError as error:
+            message = f"{error}; or remove {plan.path} and run again, which repeats what is not a finished training"
+            raise ValueError(message) from error
 
 
 def _auto(plan: Plan, out: Path) -> dict[str, float]:
@@ -441,6 +445,7 @@ def _write_pages(out: Path, board: Mapping[str, Any], best: str, params: Params)
     """Write the report, and the card of the best model."""
     from seqrec.analysis import examples, report
     from seqrec.tracking.model_card import model_card
+    from seqrec.training import cards
 
     reports, folder = out / "reports", out / "data" / "sequences"
     rows = [row["model"] for row in board["rows"]]
@@ -454,12 +459,12 @@ def _write_pages(out: Path, board: Mapping[str, Any], best: str, params: Params)
         number=register.examples,
         seed=register.seed,
     )
-    lines = {name: (at / HISTORY).read_text(encoding="utf-8").splitlines() for name, at in trained.items()}
-    histories = {name: [json.loads(line) for line in lines.get(name, ())] for name in rows}
+    records = {name: cards.history(at, read_json(at / MODEL_CARD)) for name, at in trained.items()}
+    histories = {name: records.get(name, []) for name in rows}
     metrics = {name: read_json(reports / name / METRICS) for name in rows}
     write_text(reports / REPORT_PAGE, report.page(board, metrics, histories, shown))
-    cards = (trained[best] / MODEL_CARD, reports / best / METRICS, folder / SPLIT_CARD, out / "data" / SOURCE_CARD)
-    write_text(out / CARD, model_card(*map(read_json, cards)))
+    facts = (trained[best] / MODEL_CARD, reports / best / METRICS, folder / SPLIT_CARD, out / "data" / SOURCE_CARD)
+    write_text(out / CARD, model_card(*map(read_json, facts)))
 
 
 def _say_next(out: Path, best: str) -> None:

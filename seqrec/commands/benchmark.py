@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 
 from seqrec import locks
-from seqrec.artifacts import CASES, METRICS, SPLIT_CARD, read_json, write_json, write_text
+from seqrec.artifacts import CASES, METRICS, SPLIT_CARD, DamagedError, read_json, read_table, write_json, write_text
 from seqrec.code_closure import git_commit
 from seqrec.commands import run
 from seqrec.commands.settings import check
@@ -104,7 +103,10 @@ def benchmark(
         for seed in numbers:
             for model in models:
                 _train(replace(params, seed=seed), model, folder, out / f"seed-{seed}")
-        return write_page(params, folder, out)
+        try:
+            return write_page(params, folder, out)
+        except DamagedError as error:
+            raise ValueError(f"{error}: remove its folder, then run the benchmark again") from error
 
 
 def _names(only: str, known: Sequence[str]) -> list[str]:
@@ -121,7 +123,11 @@ def _seed(text: str) -> int:
 
 
 def _is(path: Path, settings: dict[str, Any]) -> bool:
-    return path.is_file() and read_json(path) == settings
+    try:
+        return path.is_file() and read_json(path) == settings
+    except DamagedError as error:
+        logger.warning("%s; its report is made again", error)
+        return False
 
 
 def _count_settings(params: Params, folder: Path) -> dict[str, Any]:
@@ -225,7 +231,7 @@ def ndcg_of_cases(reports: Sequence[Path]) -> tuple[Any, Any]:
     Raises:
         ValueError: the reports do not hold the same cases.
     """
-    tables = [pq.read_table(report / CASES) for report in reports]
+    tables = [read_table(report / CASES) for report in reports]
     first = intervals.aligned(tables[0], tables[0], "test")[0]
     values = [metrics.ndcg(intervals.aligned(table, tables[0], "test")[0]["rank"], 10) for table in tables]
     return first["user"], np.mean(values, axis=0)

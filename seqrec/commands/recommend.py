@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from seqrec.artifacts import written
 from seqrec.config import RegisterConfig
 from seqrec.counts.term import with_counts
 from seqrec.data.sequences import load as load_sequences
@@ -110,14 +111,11 @@ def score(
     item_ids = pa.array([None, *read_vocabulary(sequences)[0]], pa.string())
     user_ids = read_users(sequences)
     scorer = with_counts(ranking.model_scorer(model), term)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    partial = output.with_name(output.name + ".partial")
-    with pq.ParquetWriter(partial, SCORES_SCHEMA) as writer:
+    with written(output) as partial, pq.ParquetWriter(partial, SCORES_SCHEMA) as writer:
         for first in range(0, data.num_users, ROWS):
             user = torch.arange(first, min(first + ROWS, data.num_users))
             best = ranking.best(scorer, data, user, data.stop[user], filter_seen=card["filter_seen"], top_k=k)
             writer.write_table(_rows(user_ids[first : first + len(user)], item_ids, *best))
-    partial.replace(output)
     return {"users": float(data.num_users)}
 
 

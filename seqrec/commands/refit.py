@@ -12,7 +12,8 @@ from pathlib import Path
 from seqrec.artifacts import REFITTED, SPLIT_CARD, WEIGHTS, read_json, sha256
 from seqrec.config import ConfigError, RegisterConfig
 from seqrec.tracking import registry, runs
-from seqrec.training.refit import history, retrain
+from seqrec.training import cards
+from seqrec.training.refit import retrain
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ def refit(
         experiment=config.experiment,
     )
     with runs.registering(config, dataset), runs.explained(config):
-        records = history(refitted)
+        records = cards.history(refitted, cards.read(refitted))
         version = registry.register_refit(client, evaluated, checkpoint=refitted, history=records, config=config)
     logger.info("version %s of %s, a refit of version %s, is the champion", version.version, name, evaluated.version)
     return {**values, "version": float(version.version)}

@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 REQUIREMENT = re.compile(r"[A-Za-z0-9](?:[\w.-]*[A-Za-z0-9])?==[\w.!+-]+")  # of pip
 MIRROR_VARIABLE = "SEQREC_DATA_MIRROR"
 CHUNK_BYTES = 1 << 16
+SIZE = "size"  # file beside a download: how many bytes it has
 CONNECT_TIMEOUT_S = 10.0
 PAUSE_S, LONGEST_PAUSE_S = 0.25, 60.0
 TRANSIENT = (408, 416, 425, 429, 500, 502, 503, 504)
@@ -294,8 +295,11 @@ def fetch(
         folder.mkdir(parents=True, exist_ok=True)
         if not target.is_file():
             _persist(url, part, retries, timeout_s)
-            part.replace(target)
+            artifacts.write_text(folder / SIZE, str(_size(part)))
+            artifacts.rename(part, target)
         try:
+            if not _is_whole(target):
+                raise DownloadError(f"{shown(url)}: {target} is cut short; fetch it again")
             verify(target, sha256, shown(url), size=size)
             break
         except DownloadError as error:
@@ -399,7 +403,8 @@ def pip_download(requirement: str, downloads: Path, *, retries: int = 4, timeout
     if result.returncode or not wheels:
         last = (result.stderr.strip().splitlines() or ["no wheel"])[-1]
         raise DownloadError(f"pip download {requirement}: {redacted(last)}")
-    return wheels[0].replace(folder / wheels[0].name)
+    artifacts.rename(wheels[0], folder / wheels[0].name)
+    return folder / wheels[0].name
 
 
 def extract(archive: Path, folder: Path, members: Sequence[str]) -> None:
@@ -503,6 +508,12 @@ def _is_url(address: str) -> bool:
 
 def _folder(address: str, downloads: Path) -> Path:
     return downloads / hashlib.sha256(address.encode()).hexdigest()
+
+
+def _is_whole(target: Path) -> bool:
+    """Return whether a download has the size that it had when it was complete."""
+    size = target.with_name(SIZE)
+    return size.is_file() and size.read_text(encoding="utf-8") == str(_size(target))
 
 
 def _size(path: Path) -> int:

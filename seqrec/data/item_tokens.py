@@ -15,13 +15,13 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 import torch
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from torch import Tensor
 from torch.nn import functional as F
 
+from seqrec.artifacts import read_table
 from seqrec.config import ConfigError
 from seqrec.models.recformer import KEY, VALUE
 
@@ -43,7 +43,7 @@ def read_texts(items: Path, item_ids: Sequence[str], attributes: Sequence[str] =
     Raises:
         ConfigError: a column does not exist, or there is no text at all.
     """
-    table = pq.read_table(items)
+    table = read_table(items)
     names = [name for name in table.column_names if name != "item_id"]
     unknown = [name for name in attributes if name not in names]
     if unknown:

@@ -13,13 +13,22 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.dlpack import from_dlpack
 
-from seqrec.artifacts import NEGATIVES, SEQUENCES, SEQUENCES_SCHEMA, SPLIT_CARD, USERS, VOCABULARY, read_json
+from seqrec.artifacts import (
+    NEGATIVES,
+    SEQUENCES,
+    SEQUENCES_SCHEMA,
+    SPLIT_CARD,
+    USERS,
+    VOCABULARY,
+    map_ipc,
+    read_json,
+    read_table,
+)
 from seqrec.models.base import PAD, Batch
 
 WIDTH_STEP = 8  # widths of batches are rounded up to a multiple, so that there are few shapes
@@ -123,13 +132,13 @@ def load(directory: Path) -> Sequences:
     Raises:
         ValueError: the file is not a prepared dataset of this version.
     """
-    table = pa.ipc.open_file(pa.memory_map(str(directory / SEQUENCES))).read_all()
+    table = map_ipc(directory / SEQUENCES)
     if not table.schema.equals(SEQUENCES_SCHEMA):
         raise ValueError(f"{directory / SEQUENCES} has another schema: run the prepare stage again")
     length = torch.cat([from_dlpack(chunk.offsets).diff() for chunk in table["items"].chunks]).long()
     stop = length.cumsum(0)
     start = stop - length
-    vocabulary = pq.ParquetFile(directory / VOCABULARY).read(columns=["count"])
+    vocabulary = read_table(directory / VOCABULARY, ["count"])
     card = read_json(directory / SPLIT_CARD)
     return Sequences(
         items=_flat(table["items"]),
@@ -150,14 +159,14 @@ def _flat(lists: pa.ChunkedArray) -> Flat:
 
 
 def _negatives(directory: Path) -> Tensor:
-    table = pa.ipc.open_file(pa.memory_map(str(directory / NEGATIVES))).read_all()
+    table = map_ipc(directory / NEGATIVES)
     column = table["negatives"].combine_chunks()
     return from_dlpack(column.values).view(len(column), -1)
 
 
 def read_vocabulary(directory: Path) -> tuple[list[str], Tensor]:
     """Return the item_id of items 1, 2, ... and the training events (V,) of each item; entry 0 is padding."""
-    table = pq.ParquetFile(directory / VOCABULARY).read()  # read_table would import pandas
+    table = read_table(directory / VOCABULARY)
     return table["item_id"].to_pylist(), _counts(table)
 
 
@@ -167,7 +176,7 @@ def _counts(vocabulary: pa.Table) -> Tensor:
 
 def read_users(directory: Path) -> list[str]:
     """Return the user_id of users 1, 2, ... of the prepared dataset."""
-    return pq.ParquetFile(directory / USERS).read(columns=["user_id"])["user_id"].to_pylist()  # type: ignore[no-any-return]
+    return read_table(directory / USERS, ["user_id"])["user_id"].to_pylist()  # type: ignore[no-any-return]
 
 
 def cases(data: Sequences, split: str) -> Cases:

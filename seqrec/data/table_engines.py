@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import narwhals as nw
 import polars as pl
 
+from seqrec.artifacts import open_table
 from seqrec.config import ConfigError
 
 Frame = nw.LazyFrame[Any]
@@ -59,6 +60,7 @@ class Polars:
 
     def read(self, path: Path) -> Frame:
         """Return the Parquet file `path`."""
+        open_table(path)  # polars' own error is no ValueError
         return nw.from_native(pl.scan_parquet(path))
 
     def table(self, frame: Frame) -> Table:
@@ -113,6 +115,7 @@ class Spark:
 
     def read(self, path: Path) -> Frame:
         """Return the Parquet file `path`."""
+        open_table(path)  # Spark's own error is no ValueError
         frame: Frame = nw.from_native(self.session.read.parquet(str(path)))
         return frame
 

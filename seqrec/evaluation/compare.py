@@ -14,13 +14,12 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from seqrec.artifacts import CASES, METRICS, MODEL_CARD, SPLIT_CARD, read_json
+from seqrec.artifacts import CASES, METRICS, MODEL_CARD, SPLIT_CARD, read_json, read_table
 from seqrec.data.sequences import Sequences
 from seqrec.data.sequences import cases as cases_of
 from seqrec.data.sequences import load as load_sequences
@@ -139,7 +138,7 @@ def _read(run: str) -> Finished:
     return Finished(
         name=run,
         metrics=read_json(report / METRICS),
-        cases=pq.read_table(report / CASES),
+        cases=read_table(report / CASES),
         card=read_json(card) if card.is_file() else None,
         split=read_json(split)["split_sha256"] if split.is_file() else None,
     )

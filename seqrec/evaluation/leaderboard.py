@@ -9,11 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 from rich.console import Console
 from rich.table import Table
 
-from seqrec.artifacts import CASES, METRICS, REPORT_PAGE, read_json, write_json, write_text
+from seqrec.artifacts import CASES, METRICS, REPORT_PAGE, read_json, read_table, write_json, write_text
 from seqrec.evaluation import intervals
 
 LEADERBOARD = "leaderboard.json"
@@ -116,7 +115,7 @@ def verdict(
     if baseline is None:
         sentence = f"{model} is the best model."
         return {"model": model, "baseline": None, "gain": None, "test_gain": None, "sentence": sentence}
-    ours, theirs = (pq.read_table(reports / row["model"] / CASES) for row in (best, baseline))
+    ours, theirs = (read_table(reports / row["model"] / CASES) for row in (best, baseline))
     gain, test = (
         intervals.paired_gain(ours, theirs, split=split, confidence=confidence, seed=seed)
         for split in ("valid", "test")

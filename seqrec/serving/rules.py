@@ -15,10 +15,11 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from seqrec.artifacts import read_table
 
 SEPARATORS = re.compile(r"[,|]")  # between the values of one attribute, as in "Comedy, Drama"
 
@@ -102,7 +103,7 @@ class Attributes(dict[str, Attribute]):
             items: the table: `item_id`, `title`, and any attributes.
             item_ids: of item 1, 2, ...; those that the table lacks have no values.
         """
-        table = pq.read_table(items)
+        table = read_table(items)
         row = pc.index_in(pa.array(item_ids, pa.string()), table["item_id"].combine_chunks())
         names = [name for name in table.column_names if name not in ("item_id", "title")]
         return cls({name: Attribute(table[name].combine_chunks().take(row).to_pylist()) for name in names})

@@ -161,22 +161,20 @@ def _write_tables(
         "rows": events.good,
         "users": len(users),
         "items": len(items),
-        "catalogue": pq.read_metadata(output / artifacts.ITEMS).num_rows,
+        "catalogue": artifacts.open_table(output / artifacts.ITEMS).metadata.num_rows,
         "quarantined": events.bad + products.bad,
     }
 
 
 @contextmanager
 def _writer(path: Path, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
-    partial = path.with_name(path.name + ".partial")
     # Dictionary and delta encodings take a third of the size and time of plain pages.
     growing = [name for name in ("timestamp", "row", "line") if name in schema.names]
     encoding = dict.fromkeys(growing, "DELTA_BINARY_PACKED")
     repeating = [name for name in schema.names if name not in growing]
     options = {"use_dictionary": repeating, "column_encoding": encoding, "compression": "zstd"}
-    with pq.ParquetWriter(partial, schema, **options) as writer:
+    with artifacts.written(path) as partial, pq.ParquetWriter(partial, schema, **options) as writer:
         yield writer
-    partial.replace(path)
 
 
 def _write_interactions(
@@ -253,11 +251,9 @@ def _check(tally: Tally, name: str, config: IngestConfig, quarantine: Path) -> N
 
 
 def _keep_raw(folder: Path, found: dict[str, Found]) -> None:
-    folder.mkdir(parents=True)
     for role, file in found.items():
-        partial = folder / f"{role}.partial"
-        shutil.copyfile(file.path, partial)
-        partial.replace(folder / _raw_name(role, found))
+        with artifacts.written(folder / _raw_name(role, found)) as partial:
+            shutil.copyfile(file.path, partial)
 
 
 def _raw_name(role: str, found: dict[str, Found]) -> str:

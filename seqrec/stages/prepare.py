@@ -16,7 +16,6 @@ from typing import Any
 import narwhals as nw
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from seqrec import artifacts
@@ -82,7 +81,8 @@ def prepare(*, dataset: str, data: Path, validation: Path, sequences: Path, conf
     input_sha256 = sha256(data / artifacts.INTERACTIONS)
     verdict = read_json(validation)
     if not verdict["success"] or verdict["input_sha256"] != input_sha256:
-        raise ValueError(f"{validation} is not a successful validation of {data / artifacts.INTERACTIONS}")
+        read = data / artifacts.INTERACTIONS
+        raise ValueError(f"{validation} is not a successful validation of {read}: run ingest and validate again")
     if config.extend and Path(config.extend).resolve() == sequences.resolve():
         raise ConfigError(f"prepare.extend: this stage overwrites {config.extend}; keep the earlier dump elsewhere")
     with table_engines.opened(config.engine, sequences) as engine:
@@ -188,7 +188,7 @@ def _code(engine: Engine, events: Frame, column: str, config: PrepareConfig) -> 
         path = Path(config.extend) / {"user": artifacts.USERS, "item": artifacts.VOCABULARY}[column]
         if not path.is_file():
             raise ConfigError(f"prepare.extend: {path} not found; name the folder of the sequences of the earlier dump")
-        known, size = engine.keep(engine.read(path).select(column, name)), pq.read_metadata(path).num_rows
+        known, size = engine.keep(engine.read(path).select(column, name)), artifacts.open_table(path).metadata.num_rows
     frame = splits.number(events, name, column, known, size + 1).select(column, name)
     return Coded(engine.keep(frame), column, size)
 
@@ -223,6 +223,7 @@ def _write(
     config: PrepareConfig,
 ) -> dict[str, int]:
     """Write sequences, vocabulary and users; return the counts."""
+    (sequences / artifacts.SPLIT_CARD).unlink(missing_ok=True)  # first, because it marks the rest as complete
     count, tied = _write_sequences(engine, sequences, events, ends, len(items), config)
     vocabulary = [np.arange(1, len(items) + 1, dtype=np.int32), items.ids, count[1:]]
     write_table(sequences / artifacts.VOCABULARY, pa.table(vocabulary, schema=artifacts.VOCABULARY_SCHEMA))
@@ -316,8 +317,7 @@ def _write_negatives(sequences: Path, ends: Ends, num_items: int, config: Prepar
 
 def _lists(sequences: Path) -> list[pa.Array]:
     """Return the memory-mapped items of each user, by shard."""
-    table = pa.ipc.open_file(pa.memory_map(str(sequences / artifacts.SEQUENCES))).read_all()
-    chunks: list[pa.Array] = table["items"].chunks
+    chunks: list[pa.Array] = artifacts.map_ipc(sequences / artifacts.SEQUENCES)["items"].chunks
     return chunks
 
 
@@ -335,7 +335,7 @@ def _growth(sequences: Path, config: PrepareConfig) -> dict[str, Any]:
 
 
 def _item_events(sequences: Path) -> IntArray:
-    size = pq.read_metadata(sequences / artifacts.VOCABULARY).num_rows + 1
+    size = artifacts.open_table(sequences / artifacts.VOCABULARY).metadata.num_rows + 1
     counts = [np.bincount(chunk.values.to_numpy(), minlength=size) for chunk in _lists(sequences)]
     total: IntArray = np.sum(counts, axis=0)[1:]
     return total

@@ -19,7 +19,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import yaml
 from mlflow import MlflowClient
 from mlflow.entities import Dataset, DatasetInput, InputTag, Run, RunTag
@@ -29,7 +28,6 @@ from seqrec.analysis import examples, report
 from seqrec.analysis.examples import Examples
 from seqrec.artifacts import (
     CASES,
-    HISTORY,
     METRICS,
     MODEL_CARD,
     RECOMMENDATIONS,
@@ -38,6 +36,7 @@ from seqrec.artifacts import (
     SPLIT_CARD,
     WEIGHTS,
     read_json,
+    read_table,
     sha256,
     write_json,
     write_text,
@@ -59,6 +58,7 @@ from seqrec.evaluation.leaderboard import (
 from seqrec.tracking import gate, registry, runs, view
 from seqrec.tracking.model_card import model_card
 from seqrec.tracking.runs import FINGERPRINT, PIPELINE_RUN, TrackingError, explained, registering
+from seqrec.training import cards
 
 logger = logging.getLogger(__name__)
 
@@ -173,8 +173,7 @@ def _entry(row: Row, artifacts: Path, reports: Path, split: Mapping[str, Any]) -
         checkpoint = artifacts / name / "finetuned"
         files.append(checkpoint / WEIGHTS)
         card = read_json(checkpoint / MODEL_CARD)
-        lines = (checkpoint / HISTORY).read_text(encoding="utf-8").splitlines()
-        history = [json.loads(line) for line in lines]
+        history = cards.history(checkpoint, card)
     content = _hash([sha256(path) for path in files])
     return Entry(
         row=row,
@@ -253,8 +252,8 @@ def _explained(reports: Path, config: RegisterConfig) -> Iterator[None]:
 
 
 def _connect(split: Mapping[str, Any], data: Path, config: RegisterConfig) -> Tracker:
-    client = runs.connect(config)
     source = read_json(data / SOURCE_CARD)
+    client = runs.connect(config)
     origin = {key: str(source.get(key, "")) for key in ("source", "licence")}
     tags = {f"seqrec.{key}": str(split[key]) for key in ("dataset", "protocol", "input_sha256", "split_sha256")}
     dataset = Dataset(
@@ -389,7 +388,7 @@ def _gate(tracker: Tracker, best: Entry, rows: Sequence[Row], run: Run, config: 
     description = model_card(best.card, best.metrics, tracker.split, tracker.source)
     version = registry.create_version(tracker.client, name, model, tags, description)
     tracker.client.set_registered_model_alias(name, registry.CANDIDATE, version.version)
-    decision = gate.promote(tracker.client, version, pq.read_table(best.report / CASES), config)
+    decision = gate.promote(tracker.client, version, read_table(best.report / CASES), config)
     champion = registry.find_evaluated(tracker.client, name)
     return {
         "registered_model": name,

@@ -7,7 +7,6 @@ distributions of events per user and per item with an accepted baseline.
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import polars as pl
-import pyarrow.parquet as pq
 
 from seqrec import artifacts
 from seqrec.config import ValidateConfig
@@ -65,7 +63,7 @@ def validate(*, dataset: str, data: Path, report: Path, baseline: Path, config: 
     from seqrec.data import expectations  # imported here, because Great Expectations takes seconds
 
     paths = data / artifacts.INTERACTIONS, data / artifacts.ITEMS
-    results = expectations.run(expectations.schema_suites(*(pq.read_schema(path) for path in paths)))
+    results = expectations.run(expectations.schema_suites(*(artifacts.open_table(path).schema_arrow for path in paths)))
     statistics: dict[str, float] = {}
     if all(result.success for result in results):
         catalogue = pl.read_parquet(paths[1], columns=["item_id", "title"])
@@ -130,16 +128,14 @@ def _shares(counts: np.ndarray, edges: Sequence[float]) -> np.ndarray:
 
 
 def _read_events(path: Path) -> pl.DataFrame:
+    artifacts.open_table(path)  # polars' own error is no ValueError
     # Categorical ids take 4 bytes per row, whatever their length.
     ids = pl.col("user_id", "item_id").cast(pl.Categorical)
     return pl.scan_parquet(path).with_columns(ids).collect(engine="streaming")
 
 
 def _read_baseline(path: Path) -> dict[str, Any]:
-    try:
-        return artifacts.read_json(path) if path.is_file() else {}
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not valid JSON ({error}): restore it, or accept the baselines again") from error
+    return artifacts.read_json(path) if path.is_file() else {}
 
 
 def _reference(data: Path) -> dict[str, int]:

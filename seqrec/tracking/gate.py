@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
-from seqrec.artifacts import CASES
+from seqrec.artifacts import CASES, read_table
 from seqrec.config import RegisterConfig
 from seqrec.evaluation import intervals
 from seqrec.evaluation.leaderboard import SELECTION
@@ -154,4 +154,4 @@ def _fetch_cases(client: MlflowClient, champion: ModelVersion) -> pa.Table:
                 f"cannot be fetched ({error}); restore its run, or remove the alias {registry.CHAMPION} to choose "
                 "a new one"
             ) from error
-        return pq.read_table(path)
+        return read_table(Path(path))

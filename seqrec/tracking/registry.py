@@ -16,7 +16,6 @@ from typing import Any
 
 import mlflow
 import pandas as pd
-import pyarrow.parquet as pq
 from mlflow import MlflowClient
 from mlflow.entities import LoggedModel, Run
 from mlflow.entities.logged_model_status import LoggedModelStatus
@@ -27,7 +26,18 @@ from mlflow.types import ColSpec, DataType, Schema
 from mlflow.types.schema import Array
 
 from seqrec import ROOT
-from seqrec.artifacts import COUNTS, GRAPH, GRAPH_CARD, MODEL_CARD, REFIT, TOKENS, VOCABULARY, WEIGHTS, read_json
+from seqrec.artifacts import (
+    COUNTS,
+    GRAPH,
+    GRAPH_CARD,
+    MODEL_CARD,
+    REFIT,
+    TOKENS,
+    VOCABULARY,
+    WEIGHTS,
+    read_json,
+    read_table,
+)
 from seqrec.config import RegisterConfig
 from seqrec.redaction import redacted
 from seqrec.tracking.runs import (
@@ -163,7 +173,7 @@ def requirements() -> list[str]:
 
 
 def _example(vocabulary: Path) -> pd.DataFrame:
-    items = pq.read_table(vocabulary, columns=["item_id"])["item_id"][:3].to_pylist()
+    items = read_table(vocabulary, ["item_id"])["item_id"][:3].to_pylist()
     times = list(range(0, 60 * len(items), 60))  # only some models read them
     return pd.DataFrame({"history": [items, items[:1]], "times": [times, times[:1]], "k": [5, 5]})
 

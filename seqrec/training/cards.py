@@ -16,9 +16,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from seqrec.artifacts import (
+    HISTORY,
     MODEL_CARD,
     MODEL_VOCABULARY_SCHEMA,
     TOKENIZER,
@@ -27,7 +28,13 @@ from seqrec.artifacts import (
     USERS_SCHEMA,
     VOCABULARY,
     WEIGHTS,
+    DamagedError,
+    open_table,
+    read_table,
+    remedy,
     sha256,
+    whole,
+    written,
 )
 
 LARGEST = 1 << 20  # bytes: the largest card
@@ -77,10 +84,8 @@ def read(directory: Path) -> dict[str, Any]:
     path = directory / MODEL_CARD
     with path.open("rb") as file:
         content = file.read(LARGEST + 1)
-    try:
+    with whole(path):
         card = json.loads(content) if len(content) <= LARGEST else None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(card, dict):
         raise ValueError(f"{path} is not a model card: expected a JSON object of at most {LARGEST} bytes")
     if "weights_sha256" in card and "files" not in card:
@@ -99,7 +104,7 @@ def read(directory: Path) -> dict[str, Any]:
     counts = card.get("counts", {})
     _check(path, "counts", counts, dict)
     digests = {"weights_sha256": card["weights_sha256"], "tokens_sha256": card.get("tokens_sha256", "0" * 64)}
-    digests["counts.sha256"] = counts.get("sha256", "0" * 64)
+    digests |= {"counts.sha256": counts.get("sha256", "0" * 64), "history_sha256": card.get("history_sha256", "0" * 64)}
     for key, value in {**digests, **card["files"]}.items():
         if not isinstance(value, str) or not DIGEST.fullmatch(value):
             raise ValueError(f"{path}: {key} is {value!r:.80}, expected a SHA-256")
@@ -133,10 +138,7 @@ def verify(directory: Path, card: Mapping[str, Any]) -> None:
         (USERS, USERS_SCHEMA, "num_users"),
     ):
         if name in card["files"]:
-            try:
-                file = pq.ParquetFile(directory / name)
-            except (pa.ArrowException, OSError) as error:
-                raise ValueError(f"{directory / name} is not a table: {error}") from error
+            file = open_table(directory / name)
             if not file.schema_arrow.equals(schema) or file.metadata.num_rows != card["catalogue"][size]:
                 raise ValueError(f"{directory / name} does not hold the catalogue of {MODEL_CARD}: {size} differs")
 
@@ -144,9 +146,11 @@ def verify(directory: Path, card: Mapping[str, Any]) -> None:
 def check_file(path: Path, digest: str) -> None:
     """Raise ValueError if a file is missing or its SHA-256 is not the one in the card."""
     if not path.is_file():
-        raise ValueError(f"{path} is missing: {MODEL_CARD} beside it names it")
+        raise DamagedError(f"{path} is missing: {MODEL_CARD} beside it names it; {remedy(path)}")
     if sha256(path) != digest:
-        raise ValueError(f"{path} differs from the file that {MODEL_CARD} describes: refusing to load it")
+        raise DamagedError(
+            f"{path} differs from the file that {MODEL_CARD} describes: refusing to load it; {remedy(path)}"
+        )
 
 
 def tensors(path: Path) -> Tensors:
@@ -156,12 +160,9 @@ def tensors(path: Path) -> Tensors:
         FileNotFoundError: there is no such file.
         ValueError: it is not a safetensors file, or it is truncated.
     """
-    try:
-        with safe_open(path, framework="pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (it has no __iter__)
-            return {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
-    except SafetensorError as error:
-        raise ValueError(f"{path} holds no tensors: {error}") from error
+    with whole(path), safe_open(path, framework="pt") as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (it has no __iter__)
+        return {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
 
 
 def catalogue_files(sequences: Path, items: Path | None = None) -> dict[str, bytes]:
@@ -171,10 +172,10 @@ def catalogue_files(sequences: Path, items: Path | None = None) -> dict[str, byt
         sequences: folder with vocabulary and users.
         items: the items table, source of the titles in the vocabulary; titles it does not have are null.
     """
-    vocabulary = pq.read_table(sequences / VOCABULARY)
+    vocabulary = read_table(sequences / VOCABULARY)
     titles = pa.nulls(len(vocabulary), pa.string())
     if items is not None and items.is_file():
-        known = pq.read_table(items, columns=["item_id", "title"])
+        known = read_table(items, ["item_id", "title"])
         row = pc.index_in(vocabulary["item_id"], value_set=known["item_id"].combine_chunks())
         titles = known["title"].take(row)
     return {
@@ -201,8 +202,7 @@ def read_titles(directory: Path) -> dict[str, str]:
     """Return the titles of a model's items by item id; items without a title are left out."""
     if not (directory / VOCABULARY).is_file():
         return {}
-    # pq.read_table and a filter by pyarrow.compute would import pandas
-    columns = pq.ParquetFile(directory / VOCABULARY).read(["item_id", "title"]).to_pydict()
+    columns = read_table(directory / VOCABULARY, ["item_id", "title"]).to_pydict()
     return {item_id: title for item_id, title in zip(columns["item_id"], columns["title"], strict=True) if title}
 
 
@@ -214,10 +214,22 @@ def read_files(directory: Path, card: Mapping[str, Any]) -> dict[str, bytes]:
 def write_files(directory: Path, files: Mapping[str, bytes]) -> dict[str, str]:
     """Write the files of a model, each of them atomically; return their hashes."""
     for name, content in files.items():
-        partial = directory / f"{name}.partial"
-        partial.write_bytes(content)
-        partial.replace(directory / name)
+        with written(directory / name) as partial:
+            partial.write_bytes(content)
     return {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+
+
+def history(directory: Path, card: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the record of each epoch of the training that led to `directory`.
+
+    Raises:
+        DamagedError: the file is missing, or not the one that the card lists.
+    """
+    path = directory / HISTORY
+    if "history_sha256" in card:  # older cards have none
+        check_file(path, card["history_sha256"])
+    with whole(path):
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def check_complete(directory: Path, card: Mapping[str, Any]) -> None:
@@ -235,7 +247,7 @@ def check_catalogue(directory: Path, card: Mapping[str, Any], sequences: Path, *
     """
     check_complete(directory, card)
     for name, column in ((VOCABULARY, "item_id"), (USERS, "user_id"))[: 1 + users]:
-        ours, theirs = (pq.read_table(folder / name, columns=[column])[column] for folder in (directory, sequences))
+        ours, theirs = (read_table(folder / name, [column])[column] for folder in (directory, sequences))
         if not ours.equals(theirs):
             what = f"{len(ours)} against {len(theirs)} {column}s"
             if len(ours) == len(theirs):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import logging
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +20,19 @@ from torch.nn.modules import module as registration
 from torch.overrides import TorchFunctionMode
 
 from seqrec import ROOT, models
-from seqrec.artifacts import COUNTS, MODEL_CARD, TOKENS, WEIGHTS, read_json, sha256, write_json
+from seqrec.artifacts import (
+    COUNTS,
+    MODEL_CARD,
+    TOKENS,
+    WEIGHTS,
+    DamagedError,
+    read_json,
+    replaced,
+    sha256,
+    whole,
+    write_json,
+    written,
+)
 from seqrec.code_closure import deciding
 from seqrec.config import ConfigError, CountsConfig, ModelConfig, parse
 from seqrec.counts import term
@@ -26,6 +40,7 @@ from seqrec.counts.term import CountTerm
 from seqrec.models.base import Catalogue, SequenceModel
 from seqrec.training import cards
 
+logger = logging.getLogger(__name__)
 DTYPES = {  # torch's types under their names in safetensors
     torch.float32: "F32",
     torch.float16: "F16",
@@ -111,7 +126,7 @@ def load_model(directory: Path) -> tuple[SequenceModel, dict[str, Any]]:
     cards.verify(directory, card)
     with torch.random.fork_rng(devices=[]):  # the initial values are overwritten; keep the caller's random state
         model = build(config, catalogue)
-    model.load_state_dict(load_file(directory / WEIGHTS))
+    model.load_state_dict(load_tensors(directory / WEIGHTS))
     _require_finite(model, directory / WEIGHTS)
     return model.eval(), card
 
@@ -139,7 +154,7 @@ def _load_tokens(directory: Path, card: Mapping[str, Any]) -> dict[str, Tensor]:
     good &= sizes.get("offsets", ("", (rows + 1,)))[1] == (rows + 1,) and sizes.get("special", ("", (4,)))[1] == (4,)
     if not good:
         raise ValueError(f"{path} does not hold the text of {rows - 1} items")
-    tokens: dict[str, Tensor] = load_file(path)
+    tokens = load_tensors(path)
     if "offsets" in tokens and not _well_formed(tokens):
         raise ValueError(f"{path} does not hold the text of {rows - 1} items: its offsets or ids are out of range")
     if "values" in tokens and (tokens["values"].ndim != 2 or bool((tokens["values"] < 0).any())):
@@ -242,9 +257,8 @@ def load_counts(directory: Path, card: Mapping[str, Any]) -> CountTerm | None:
     if "sha256" not in chosen:
         return None
     path = directory / COUNTS
-    if not path.is_file() or sha256(path) != chosen["sha256"]:
-        raise ValueError(f"{path} differs from the file that {MODEL_CARD} describes: refusing to load it")
-    found = term.stored(load_file(path), counts_config(chosen))
+    cards.check_file(path, chosen["sha256"])
+    found = term.stored(load_tensors(path), counts_config(chosen))
     if len(found.log_popularity) != card["catalogue"]["num_items"] + 1:
         raise ValueError(f"{path} has counts for another number of items than {MODEL_CARD}")
     return found
@@ -257,16 +271,29 @@ def counts_config(chosen: Mapping[str, Any]) -> CountsConfig:
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write `tensors` to a safetensors file atomically; raise OSError if that fails."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.touch()
-    mode = partial.stat().st_mode  # safetensors writes a file that only its owner may read
+    with written(path) as partial:
+        _write_tensors(partial, tensors)
+
+
+def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    path.touch()
+    mode = path.stat().st_mode  # safetensors writes a file that only its owner may read
     try:
-        save_file({name: value.contiguous() for name, value in tensors.items()}, partial)
+        save_file({name: value.contiguous() for name, value in tensors.items()}, path)
     except SafetensorError as error:
         raise OSError(f"{path} cannot be written: {error}") from error
-    partial.chmod(mode)
-    partial.replace(path)
+    path.chmod(mode)
+
+
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    """Return the tensors in a safetensors file.
+
+    Raises:
+        DamagedError: it is no such file, or not complete.
+    """
+    with whole(path):
+        tensors: dict[str, Tensor] = load_file(path)
+        return tensors
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
@@ -289,7 +316,7 @@ def fingerprint(module: str, config: Any, *files: Path) -> str:
 
 
 class ResumeState:
-    """States of an unfinished training in `state/<fingerprint>/step-N/`; the newest complete one is resumed.
+    """States of an unfinished training in `state/<fingerprint>/step-N/`; the newest undamaged one is resumed.
 
     They are neither DVC outputs nor MLflow artifacts, and are deleted once the training has succeeded.
     """
@@ -298,27 +325,28 @@ class ResumeState:
         self.directory = root / fingerprint
 
     def save(self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Write a state and, once it is complete, delete the earlier ones.
+        """Write a state and, once it is complete and on the disk, delete the earlier ones.
 
         Raises:
             OSError: writing failed, for example on a full disk; the previous state is kept.
         """
-        partial, final = self.directory / f"partial-{step}", self.directory / f"step-{step}"
-        shutil.rmtree(partial, ignore_errors=True)
-        save_tensors(partial / "state.safetensors", tensors)
-        write_json(partial / "state.json", dict(facts))
-        shutil.rmtree(final, ignore_errors=True)
-        partial.replace(final)
+        final = self.directory / f"step-{step}"
+        with replaced(final) as partial:  # waits for the disk once, for all of it
+            _write_tensors(partial / "state.safetensors", tensors)
+            (partial / "state.json").write_text(json.dumps(facts, allow_nan=False), encoding="utf-8")
         for old in self.directory.iterdir():
             if old != final:
                 shutil.rmtree(old, ignore_errors=True)
 
     def load(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """Return the newest complete state, or None."""
-        steps = sorted(self.directory.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
-        if not steps:
-            return None
-        return load_file(steps[-1] / "state.safetensors"), read_json(steps[-1] / "state.json")
+        """Return the newest state that can be read, or None; a damaged one is skipped with a warning."""
+        steps = sorted(self.directory.glob("step-*[0-9]"), key=lambda path: int(path.name.removeprefix("step-")))
+        for folder in reversed(steps):
+            try:
+                return load_tensors(folder / "state.safetensors"), read_json(folder / "state.json")
+            except (DamagedError, FileNotFoundError) as error:
+                logger.warning("a resume state is not used, an earlier one is tried: %s", error)
+        return None
 
     def delete(self) -> None:
         """Delete every state of this training."""

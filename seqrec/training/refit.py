@@ -14,7 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from seqrec.artifacts import HISTORY, REFIT, VOCABULARY
+from seqrec.artifacts import REFIT, VOCABULARY
 from seqrec.config import FinetuneConfig, parse
 from seqrec.data import sequences as prepared_data
 from seqrec.data.sequences import trained_until
@@ -59,7 +59,7 @@ def retrain(
     config = parse(FinetuneConfig, card["config"], "finetune")
     if "counts" in card:  # keep the settings that validation chose, but count again
         config = replace(config, counts=asdict(counts_config(card["counts"])))
-    epochs = chosen_epochs(history(finetuned))
+    epochs = chosen_epochs(cards.history(finetuned, card))
     data = prepared_data.load(sequences)
     data = trained_until(data, data.valid_stop if until == "valid" else data.stop)
     files = cards.read_files(finetuned, card)
@@ -81,11 +81,6 @@ def retrain(
         facts={REFIT: {"fingerprint": card["fingerprint"], "epochs": epochs, "until": until}},
     )
     return train(load_model(initial)[0], data, job)
-
-
-def history(checkpoint: Path) -> list[dict[str, Any]]:
-    """Return the record of each epoch of the training that led to `checkpoint`."""
-    return [json.loads(line) for line in (checkpoint / HISTORY).read_text(encoding="utf-8").splitlines()]
 
 
 def chosen_epochs(history: Sequence[Mapping[str, Any]]) -> dict[str, int]:

@@ -6,15 +6,16 @@ killed trial continues from its resume state, so an interrupted search ends with
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
 import logging
 import os
 import shutil
+import sqlite3
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from seqrec import models
-from seqrec.artifacts import SPLIT_CARD, read_json, write_json, write_text
+from seqrec.artifacts import SPLIT_CARD, read_json, rename, write_json, write_text
 from seqrec.config import SECTIONS, ConfigError, Params, Range, TuneConfig, from_dict, parse
 from seqrec.stages.finetune import finetune
 from seqrec.stages.pretrain import pretrain
@@ -168,7 +169,7 @@ def _deciding(search: Search) -> tuple[Any, ...]:
     return search.model, params.model(search.model), stages, seen, rules, list(search.space.items())
 
 
-@contextmanager
+@contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Keep other processes out of the study; the lock ends with its process, even a killed one."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -191,7 +192,8 @@ def _open(path: Path, identity: str, config: TuneConfig, resume: bool) -> optuna
         optuna.create_study(storage=storage, study_name="tune", direction="maximize").set_user_attr("search", identity)
         storage.remove_session()
         storage.engine.dispose()
-        partial.replace(path)
+        rename(partial, path)
+    _check_study(path)
     first = config.warmup_epochs + 1  # epochs count from 1
     pruner = optuna.pruners.MedianPruner(n_startup_trials=config.startup_trials, n_warmup_steps=first)
     study = optuna.load_study(study_name="tune", storage=f"sqlite:///{path}", pruner=pruner)
@@ -199,6 +201,19 @@ def _open(path: Path, identity: str, config: TuneConfig, resume: bool) -> optuna
         raise ConfigError(f"--study: {path} belongs to another search (settings, ranges, data or code differ)")
     logger.info("study %s: %d trials so far", path, len(study.get_trials(deepcopy=False, states=FINISHED)))
     return study
+
+
+def _check_study(path: Path) -> None:
+    """Raise ConfigError if the database of a study is damaged."""
+    try:
+        with contextlib.closing(sqlite3.connect(path)) as database:
+            (verdict,) = database.execute("PRAGMA quick_check(1)").fetchone()
+            known = database.execute("SELECT count(*) FROM studies").fetchone()[0]
+    except sqlite3.Error as error:
+        verdict, known = str(error), 0
+    if verdict != "ok" or not known:
+        reason = "it holds no study" if verdict == "ok" else verdict
+        raise ConfigError(f"--study: {path} is damaged ({reason}): remove it, and the search begins anew")
 
 
 def _next(study: optuna.Study, search: Search, number: int) -> Trial:

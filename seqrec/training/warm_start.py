@@ -10,15 +10,14 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
-from seqrec.artifacts import MODEL_CARD, REFIT, SPLIT_CARD, USERS, VOCABULARY, WEIGHTS, read_json
+from seqrec.artifacts import MODEL_CARD, REFIT, SPLIT_CARD, USERS, VOCABULARY, WEIGHTS, read_json, read_table
 from seqrec.models import REGISTRY
 from seqrec.models.base import Catalogue, SequenceModel
 from seqrec.training import cards
+from seqrec.training.checkpoint import load_tensors
 
 logger = logging.getLogger(__name__)
 Rows = tuple[Tensor, Tensor]  # row numbers in the new table, and those of the same items or users in the old one
@@ -63,7 +62,7 @@ def warm_start(net: SequenceModel, sequences: Path, champion: Path) -> bool:
         return False
     items = _common(champion / VOCABULARY, sequences / VOCABULARY, "item", "item_id")
     users = _common(champion / USERS, sequences / USERS, "user", "user_id")
-    old, new = load_file(champion / WEIGHTS), net.state_dict()
+    old, new = load_tensors(champion / WEIGHTS), net.state_dict()
     number = {"items": (net.catalogue.num_items, card["catalogue"]["num_items"], items)}
     number["users"] = (net.catalogue.num_users, card["catalogue"]["num_users"], users)
     for name, kind in _kinds(net).items():
@@ -100,7 +99,7 @@ def _held_out_now(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 def _common(old: Path, new: Path, number: str, key: str) -> Rows:
     """Return the row numbers of the entries that both tables have, in the new and in the old table."""
-    before, now = (pq.read_table(path, columns=[number, key]) for path in (old, new))
+    before, now = (read_table(path, [number, key]) for path in (old, new))
     row_before = pc.index_in(now[key], value_set=before[key].combine_chunks())
     common = pc.is_valid(row_before)
     rows = (now[number].filter(common), before[number].take(row_before.filter(common)))

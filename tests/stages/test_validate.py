@@ -230,7 +230,7 @@ def test_a_broken_baseline_file_is_named(tmp_path):
     write(tmp_path, log())
     (tmp_path / "baseline.json").write_text("<<<<<<< HEAD", encoding="utf-8")
 
-    with pytest.raises(ValueError, match=r"baseline\.json is not valid JSON"):
+    with pytest.raises(ValueError, match=r"baseline\.json is damaged"):
         run(tmp_path)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support import run, weights
 
-from seqrec.artifacts import CASES_SCHEMA, REFITTED, read_json, write_json
+from seqrec.artifacts import CASES_SCHEMA, REFITTED, read_json, sha256, write_json
 from seqrec.commands import refit as command
 from seqrec.config import ConfigError, EvaluateConfig, FinetuneConfig, ModelConfig, RegisterConfig, from_dict
 from seqrec.counts.term import with_counts
@@ -39,6 +39,8 @@ def trained(prepared, tmp_path_factory):
     for line, value in zip(lines, (0.1, 0.3, 0.2, 0.3), strict=True):
         line[METRIC] = value
     (folder / "finetuned" / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    card, digest = folder / "finetuned" / "config.json", sha256(folder / "finetuned" / "history.jsonl")
+    write_json(card, read_json(card) | {"history_sha256": digest})
     return folder
 
 
