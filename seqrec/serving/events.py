@@ -11,23 +11,29 @@ import hashlib
 import os
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
+from seqrec.artifacts import open_table, written
 from seqrec.config import ConfigError
+from seqrec.redaction import redacted
+from seqrec.tracking.runs import advice_on, first_line, is_cut_short
 
 VARIABLE = "SEQREC_STORE"  # of the environment: the URL, which may hold a password
+EXPECTED = f"expected sqlite:///FILE or postgresql+psycopg://... as --store or {VARIABLE}"
 HIDE, POSITIVE = "hide", ("view", "buy")  # kinds of events
 DAY = 86_400.0
 MOST = 10_000  # newest events of a user that are looked up
 BLOCK = 10_000  # rows of an import
 CAUTION = 10  # events added to both counts of a trend, so that few events are none
-StoreError = sa.exc.SQLAlchemyError
+PATIENCE_S = 5.0  # in which tables are tried to be made
+MISSING = ("no such table", 'relation "')  # words of errors about a table that is not there
+DAMAGE = ("not a database", "malformed")  # words of SQLite's errors about a file that is cut short or altered
 
 TABLES = sa.MetaData()
 NUMBER = sa.BigInteger().with_variant(sa.Integer, "sqlite")  # SQLite counts up in this type alone
@@ -68,6 +74,10 @@ IMPRESSIONS = sa.Table(
     sa.Column("position", sa.Integer, primary_key=True),  # 1 = first
     sa.Column("item", sa.Text, nullable=False),
 )
+
+
+class StoreError(OSError):
+    """The store cannot do what it was asked; the message names it and the next step, and nothing of the request."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,9 +138,9 @@ class Store:
             StoreError: the database does not answer.
         """
         try:
-            self.engine = sa.create_engine(url)
-        except (sa.exc.ArgumentError, ModuleNotFoundError) as error:
-            raise ConfigError(f"store: {error}; expected sqlite:///FILE or postgresql+psycopg://...") from error
+            self.engine = sa.create_engine(url, hide_parameters=True)
+        except (sa.exc.ArgumentError, ModuleNotFoundError, ValueError) as error:
+            raise ConfigError(f"store: {redacted(str(error))}; {EXPECTED}") from error
         kinds = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
         if self.engine.dialect.name not in kinds:
             raise ConfigError(f"store: {self.engine.dialect.name} is not supported, SQLite and PostgreSQL are")
@@ -141,14 +151,52 @@ class Store:
 
     def _make_tables(self, attempts: int = 5) -> None:
         """Make the tables that are missing; a replica that starts at the same moment may be faster, so look again."""
+        began = time.monotonic()
         for attempt in range(1, attempts + 1):
             try:
-                TABLES.create_all(self.engine)
+                with self._connection() as connection:
+                    TABLES.create_all(connection)
                 return
+            except (TypeError, ValueError) as error:  # an option of the URL that the driver does not take
+                raise ConfigError(f"store: {redacted(str(error))}; {EXPECTED}") from error
             except StoreError:
-                if attempt == attempts:
+                if attempt == attempts or time.monotonic() - began > PATIENCE_S:
                     raise
                 time.sleep(0.1 * attempt)
+
+    @contextmanager
+    def _connection(self) -> Iterator[sa.Connection]:
+        """Yield a connection in a transaction.
+
+        Raises:
+            StoreError: the database does not answer, or refuses.
+        """
+        if self.engine.dialect.name == "sqlite" and is_cut_short(Path(self.engine.url.database or "")):
+            raise StoreError(self._damaged())
+        try:
+            with self.engine.begin() as connection:
+                yield connection
+        except sa.exc.SQLAlchemyError as error:
+            raise StoreError(self._explained(error)) from None  # its text may hold users and items
+
+    @property
+    def _shown(self) -> str:
+        """The URL without its password."""
+        return redacted(self.engine.url.render_as_string(hide_password=True))
+
+    def _damaged(self) -> str:
+        return f"store: {self._shown} is damaged: restore it from a backup, or remove it with all its events"
+
+    def _explained(self, error: sa.exc.SQLAlchemyError) -> str:
+        cause = getattr(error, "orig", None) or error
+        if any(words in str(cause) for words in DAMAGE):
+            return self._damaged()
+        if any(words in str(cause) for words in MISSING):
+            return f"store: {self._shown} lacks a table: start the service again, which makes it"
+        if isinstance(error, sa.exc.DataError | sa.exc.IntegrityError):  # the database quotes the value
+            return f"store: {self._shown} refused a value ({type(cause).__name__})"
+        advice = advice_on(cause) or f"{first_line(cause)}; check --store or {VARIABLE}, and that the database runs"
+        return f"store: {self._shown}: {advice}"
 
     def add(self, events: Sequence[Event]) -> int:
         """Store the events that are new, in their order; return how many are."""
@@ -157,12 +205,12 @@ class Store:
         if not rows:
             return 0
         insert = self._insert(EVENTS).values(rows).on_conflict_do_nothing().returning(EVENTS.c.number)
-        with self.engine.begin() as connection:
+        with self._connection() as connection:
             return len(connection.execute(insert).all())
 
     def pasts(self, users: Collection[str]) -> dict[str, Past]:
         """Return the past of each user, of whom nothing may be known."""
-        with self.engine.connect() as connection:
+        with self._connection() as connection:
             return {user: _past(connection, user) for user in users}
 
     def forget(self, user: str) -> dict[str, int]:
@@ -178,7 +226,7 @@ class Store:
 
     def _delete(self, events: sa.ColumnElement[bool], answers: sa.ColumnElement[bool]) -> dict[str, int]:
         own = sa.select(ANSWERS.c.recommendation_id).where(answers)
-        with self.engine.begin() as connection:
+        with self._connection() as connection:
             connection.execute(sa.delete(IMPRESSIONS).where(IMPRESSIONS.c.recommendation_id.in_(own)))
             return {
                 "events": connection.execute(sa.delete(EVENTS).where(events)).rowcount,
@@ -193,7 +241,7 @@ class Store:
             for shown in lists
             for position, item in enumerate(shown.items, start=1)
         ]
-        with self.engine.begin() as connection:
+        with self._connection() as connection:
             for table, rows in ((ANSWERS, answers), (IMPRESSIONS, impressions)):
                 if rows:
                     connection.execute(sa.insert(table), rows)
@@ -224,7 +272,7 @@ class Store:
             .where(ANSWERS.c.at >= began.scalar_subquery())
             .group_by(ANSWERS.c.version, ANSWERS.c.user)
         )
-        with self.engine.connect() as connection:
+        with self._connection() as connection:
             return [Clicks(*row) for row in connection.execute(chosen)]
 
     def trending(self, days: float, k: int, now: float) -> list[tuple[str, float]]:
@@ -245,15 +293,18 @@ class Store:
             .order_by(gain.desc(), recent.desc(), events.c.item)
             .limit(k)
         )
-        with self.engine.connect() as connection:
+        with self._connection() as connection:
             return [(item, float(value)) for item, value in connection.execute(chosen)]
 
     def seed(self, interactions: Path) -> int:
         """Add the events of a table that `ingest` wrote; those added before are left out. Return how many are new."""
         insert, received = self._insert(EVENTS).on_conflict_do_nothing(), time.time()
-        with self.engine.begin() as connection:
+        columns, table = ["user_id", "item_id", "timestamp"], open_table(interactions)
+        if not set(columns) <= set(table.schema_arrow.names):
+            raise ValueError(f"--interactions: {interactions} lacks one of the columns {', '.join(columns)}")
+        with self._connection() as connection:
             before = connection.execute(sa.select(sa.func.count()).select_from(EVENTS)).scalar_one()
-            for batch in pq.ParquetFile(interactions).iter_batches(BLOCK, columns=["user_id", "item_id", "timestamp"]):
+            for batch in table.iter_batches(BLOCK, columns=columns):
                 rows = zip(*batch.to_pydict().values(), strict=True)
                 connection.execute(insert, [{**_imported(*row), "received": received} for row in rows])
             return int(connection.execute(sa.select(sa.func.count()).select_from(EVENTS)).scalar_one() - before)
@@ -262,7 +313,8 @@ class Store:
         """Yield user, item and second of the events of these kinds, oldest first, each once."""
         at = sa.func.min(EVENTS.c.at)
         chosen = sa.select(EVENTS.c.user, EVENTS.c.item, at).where(EVENTS.c.kind.in_(kinds)).group_by(*self._once())
-        with self.engine.connect().execution_options(yield_per=BLOCK) as connection:
+        with self._connection() as connection:
+            connection.execution_options(yield_per=BLOCK)
             for user, item, moment in connection.execute(chosen.order_by(at, sa.func.min(EVENTS.c.number))):
                 yield user, item, int(moment)
 
@@ -301,13 +353,11 @@ def _imported(user: str, item: str, second: int) -> Mapping[str, Any]:
 
 def dump(store: Store, output: Path, kinds: Collection[str] = POSITIVE) -> int:
     """Write the events of these kinds as a CSV file that `ingest` reads; return how many there are."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    partial, rows = output.with_name(output.name + ".partial"), 0
-    with partial.open("w", newline="", encoding="utf-8") as file:
+    rows = 0
+    with written(output) as partial, partial.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["user_id", "item_id", "timestamp"])
         for row in store.interactions(kinds):
             writer.writerow(row)
             rows += 1
-    partial.replace(output)
     return rows

@@ -216,7 +216,7 @@ def _add_listing(api: FastAPI, service: Service) -> None:
 def _add_events(api: FastAPI, service: Service, store: Store) -> None:
     @api.exception_handler(StoreError)
     async def down(_: HTTPRequest, error: Exception) -> JSONResponse:
-        logger.error("the store failed: %s", error)
+        logger.error("%s", error)
         return JSONResponse({"detail": "the store of events does not answer"}, 503, {"Retry-After": "1"})
 
     @api.post("/events")

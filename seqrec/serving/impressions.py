@@ -43,6 +43,6 @@ class Impressions:
                 return
             try:
                 await asyncio.to_thread(self.store.show, lists)
-            except StoreError:
+            except StoreError as error:
                 self.lost.inc(len(lists))
-                logger.exception("%d answers could not be written to the store", len(lists))
+                logger.error("%d answers could not be written: %s", len(lists), error)

@@ -139,8 +139,8 @@ class Service:
             try:
                 if number := await asyncio.to_thread(store.expire, days):
                     logger.info("%d events were deleted after %g days", number, days)
-            except StoreError:  # the next time may go well
-                logger.exception("old events could not be deleted")
+            except StoreError as error:  # the next time may go well
+                logger.error("old events could not be deleted: %s", error)
             await asyncio.sleep(HOUR)
 
     async def follow(self, load: Load, version: Callable[[], str], poll_s: float) -> None:

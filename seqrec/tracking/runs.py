@@ -47,6 +47,7 @@ UNLOGGED = (
 )
 PIPELINE_RUN, OUTCOME, FAILURE = "seqrec.pipeline_run", "seqrec.outcome", "seqrec.failure"
 SQLITE = "sqlite:///"
+SMALLEST_PAGE = 512  # bytes of a SQLite file
 ENVIRONMENT = {  # defaults, unless the user sets them
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
@@ -61,7 +62,7 @@ ADVICE = {  # words of a database's errors -> what to do
     "disk i/o error": "the disk failed, or is full; look at it, and try again",
     "readonly database": "the database may not be written to; make the file and its folder writable",
     "unable to open database file": "the database cannot be opened; make its folder exist and writable",
-    "file is not a database": "the file is no SQLite database; name another one, or restore it from a backup",
+    "file is not a database": "the file is no SQLite database, or cut short; name another, or restore it from a backup",
     "malformed": "the database is damaged; restore it from a backup",
     "failed with error code 401": "the server wants another user or password; set MLFLOW_TRACKING_USERNAME and "
     "MLFLOW_TRACKING_PASSWORD",
@@ -123,7 +124,7 @@ def connect(config: RegisterConfig) -> MlflowClient:
         client = mlflow.MlflowClient(uri)
         found = client.get_experiment_by_name(config.experiment)
     except (MlflowException, SQLAlchemyError, OSError) as error:
-        if advice := _advice(error):
+        if advice := advice_on(error):
             raise TrackingError(f"register.tracking_uri: {redacted(uri)}: {advice}") from error
         raise TrackingError(
             f"register.tracking_uri: {redacted(uri)} does not answer ({first_line(error)}); start the server, or set "
@@ -161,11 +162,11 @@ def explained(config: RegisterConfig) -> Iterator[None]:
     try:
         yield
     except (MlflowException, SQLAlchemyError) as error:
-        reason = _advice(error) or f"failed: {first_line(error)}"
+        reason = advice_on(error) or f"failed: {first_line(error)}"
         raise TrackingError(redacted(f"register.tracking_uri: {tracking_uri(config)}: {reason}")) from error
 
 
-def _advice(error: Exception) -> str:
+def advice_on(error: Exception) -> str:
     """Return what to do about a known failure of the database, recognised by its text; empty for any other."""
     return next((advice for words, advice in ADVICE.items() if words in str(error).lower()), "")
 
@@ -210,12 +211,19 @@ def first_line(error: Exception) -> str:
     return redacted((str(error).splitlines() or [type(error).__name__])[0])[:300]
 
 
+def is_cut_short(database: Path) -> bool:
+    """Return whether a SQLite file is so short that SQLite would take it for a new one."""
+    return database.is_file() and database.stat().st_size < SMALLEST_PAGE
+
+
 def _create_database(uri: str) -> None:
     """Create a missing SQLite database in one step: MLflow cannot open one that it was killed in making."""
     path = sqlite_path(uri)
     if path is None:
         return
     _remove_left_behind(path)
+    if is_cut_short(path):
+        raise OSError("file is not a database")
     if path.exists():
         return
     from mlflow import MlflowClient
