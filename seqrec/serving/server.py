@@ -50,7 +50,7 @@ class HeadTimeout(Protocol):
 
     timer: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the time of the first head."""
         super().connection_made(transport)
         self._restart()
