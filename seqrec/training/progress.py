@@ -51,7 +51,7 @@ class EpochMeter:
 
 
 class ProgressBar:
-    """Shows the steps of a phase and a line of text on a terminal; does nothing elsewhere."""
+    """Shows the steps of a phase and a line of text on a terminal or in a notebook; does nothing elsewhere."""
 
     def __init__(self, shown: bool) -> None:
         columns = (
@@ -61,8 +61,11 @@ class ProgressBar:
             TimeElapsedColumn(),
             TimeRemainingColumn(),
         )
-        shown = shown and sys.stderr.isatty()
-        self.bar = Progress(*columns, console=Console(stderr=True), transient=True, disable=not shown)
+        notebook = Console().is_jupyter
+        shown = shown and (notebook or sys.stderr.isatty())
+        # a notebook understands the carriage returns of a terminal; rich's own way needs ipywidgets there
+        console = Console(stderr=True, force_jupyter=False, force_terminal=notebook or None)
+        self.bar = Progress(*columns, console=console, transient=True, disable=not shown)
         self.task = self.bar.add_task("", total=None)
 
     def __enter__(self) -> ProgressBar:
