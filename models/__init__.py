@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Iterator, Mapping, MutableMapping
 
-from seqrec.models.base import Batch, Catalogue, SequenceModel
+from seqrec.models.base import Batch, Catalogue, Options, SequenceModel
 
 
 class Registry(MutableMapping[str, type[SequenceModel]]):
     """The architectures by name. The module of an architecture is imported when its class is first read.
 
-    `REGISTRY["mine"] = Mine` adds a subclass of `SequenceModel` from any module.
+    `register` adds a subclass of `SequenceModel` from any module.
     """
 
     def __init__(self, places: Mapping[str, str]) -> None:
@@ -57,7 +58,7 @@ class Registry(MutableMapping[str, type[SequenceModel]]):
         for name in self:
             if self.place(name) == _place(architecture):
                 return name
-        raise ValueError(f"{_place(architecture)} has no name: add it by seqrec.models.REGISTRY[NAME] = CLASS")
+        raise ValueError(f"{_place(architecture)} has no name: add it by seqrec.models.register(NAME, CLASS)")
 
 
 def _place(architecture: type[SequenceModel]) -> str:
@@ -89,4 +90,23 @@ CLASSES = {  # by module of this package, which is also the name of the architec
 }
 REGISTRY = Registry({name: f"{__name__}.{name}:{cls}" for name, cls in CLASSES.items()})
 
-__all__ = ["REGISTRY", "Batch", "Catalogue", "SequenceModel"]
+
+def register(name: str, architecture: type[SequenceModel]) -> None:
+    """Give an architecture of your own a name, under which settings, `seqrec.fit` and `seqrec.load` know it.
+
+    Raises:
+        ValueError: the name belongs to another architecture, or the class is no `SequenceModel` from a file.
+    """
+    if not (isinstance(architecture, type) and issubclass(architecture, SequenceModel)):
+        raise ValueError(f"{architecture!r:.80} is not a subclass of seqrec.models.SequenceModel")
+    if not getattr(sys.modules.get(architecture.__module__), "__file__", None):
+        raise ValueError(
+            f"{architecture.__name__} comes from no file: write it to one, such as mine.py, and import it from there; "
+            "its code identifies what was trained with it"
+        )
+    if name in REGISTRY and REGISTRY.place(name) != _place(architecture):
+        raise ValueError(f"{name!r} is the name of {REGISTRY.place(name)}: choose another one")
+    REGISTRY[name] = architecture
+
+
+__all__ = ["REGISTRY", "Batch", "Catalogue", "Options", "SequenceModel", "register"]

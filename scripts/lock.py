@@ -5,7 +5,8 @@ index. Versions are those of constraints.txt. torch and the CUDA packages that o
 the CPU build, the CUDA build and a wheel made at home have the same version and other digests.
 
 With arguments, it prints the entries that these groups need: `core` stands for the dependencies of the project, and
-every other name for an extra. `make setup` and the Dockerfile install what it prints.
+every other name for an extra. The parts of `pipeline` have no group. `make setup` and the Dockerfile install what it
+prints.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 LOCK = ROOT / "requirements.lock"
-GROUPS = ("core", "pipeline", "text", "serve", "otel", "cluster", "services", "dev", "sbom")  # not docs and spark
+# docs, spark and the parts of pipeline are left out
+GROUPS = ("core", "pipeline", "text", "serve", "otel", "cluster", "services", "dev", "sbom")
 LEFT_OUT = re.compile(r"(torch|triton|nvidia-.*|cuda-.*)==")
 HEADER = (
     "# Written by `make lock`: pins of constraints.txt with digests, and below each the groups that need it; torch is "

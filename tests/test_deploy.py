@@ -253,6 +253,7 @@ def test_the_extras_choose_what_is_installed_and_nothing_is_installed_without_a_
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = {"core": project["dependencies"], **project["optional-dependencies"]}
     named = {group: {re.match(r"[\w-]+", one)[0].lower() for one in extras[group]} - {"torch"} for group in extras}
+    assert {*extras["pipeline"]} == {one for part in ("kfp", "mlflow", "dvc", "validation") for one in extras[part]}
     status, packages, _ = locked("core serve")
     assert status == 0
     assert named["core"] | named["serve"] | {"starlette", "pydantic-core"} <= packages

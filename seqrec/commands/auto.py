@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import math
 import shlex
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,7 @@ from seqrec.data import data_warnings, sequences
 from seqrec.data.splits import DAY
 from seqrec.evaluation import leaderboard
 from seqrec.locks import locked
+from seqrec.models import REGISTRY
 from seqrec.training import auto_settings
 from seqrec.training.auto_settings import Shape
 
@@ -63,6 +65,7 @@ CASES, KNOWN = 100, 0.2  # temporal split: minimum cases per part, and minimum s
 RESERVE = 0.15  # share of a model's budget that counts and evaluation need
 ENOUGH = 0.5  # share of a model's epochs that it gets before the next model gets any: one sound model beats three poor
 MALFORMED, ODD_TIMES = 0.3, 0.05  # maximum share of rows that are malformed, and of times outside 1990 to 2035
+ModelSettings = Callable[[int | None], dict[str, Any]]  # entry of a model in `models`, from its number of epochs
 EASE_FLOPS = 1e9  # items cubed per second of the whole budget, so that EASE takes a tenth of it
 
 
@@ -162,18 +165,19 @@ def auto(
 
 def _auto(plan: Plan, out: Path) -> dict[str, float]:
     if "data" not in plan.done:
-        _prepare(plan, out)
+        prepare(plan, out, Console())
     folder = out / "data" / "sequences"
     prepared = sequences.load(folder)
     shape = Shape.of(prepared)
-    _say_data(plan, prepared, out)
+    say_data(plan, prepared, out)
     if "counts" not in plan.done:
         budget = 60 * float(plan.request["minutes"])
         run.evaluate_baselines(from_dict(plan.params), folder, out, ease_items=int((budget * EASE_FLOPS) ** (1 / 3)))
         plan.save("counts")
     for number, name in enumerate(MODELS):
         if name not in plan.done:
-            _train(plan, name, shape, folder, out, share=plan.left() / (len(MODELS) - number))
+            share = plan.left() / (len(MODELS) - number)
+            train(plan, name, functools.partial(model_settings, name, shape), folder, out, share=share)
     params = from_dict(plan.params)
     write_text(out / run.SETTINGS, yaml.safe_dump(json.loads(json.dumps(params.as_dict())), sort_keys=False))
     board = run.write_leaderboard(out / "reports", folder, params.leaderboard)
@@ -186,9 +190,13 @@ def _auto(plan: Plan, out: Path) -> dict[str, float]:
     return {f"{name}/{key}": metrics[name][key] for name in metrics for key in ("valid/ndcg@10", "test/ndcg@10")}
 
 
-def _prepare(plan: Plan, out: Path) -> None:
-    """Read, check and split the data, and put its settings into the plan."""
-    ingest, timed = _source(plan, out)
+def prepare(plan: Plan, out: Path, console: Console) -> None:
+    """Read, check and split the data, and put its settings into the plan; show the columns on `console`.
+
+    Raises:
+        ValueError: the data cannot be read or split; the message names the flag to set.
+    """
+    ingest, timed = _source(plan, out, console)
     content: dict[str, Any] = {"dataset": "auto", "leaderboard": [], "models": {}, "ingest": ingest}
     content |= {"evaluate": {}, "register": {"tracking_uri": f"sqlite:///{out.resolve()}/mlflow.db"}}
     limits = {"min_date": "1970-01-01", "max_date": "5000-01-01", "max_duplicate_share": 1.0}
@@ -227,14 +235,14 @@ def _date(seconds: int) -> str:
     return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d}"
 
 
-def _source(plan: Plan, out: Path) -> tuple[dict[str, Any], bool]:
-    """Return section `ingest` for the file, and whether the file has times; print the columns."""
+def _source(plan: Plan, out: Path, console: Console) -> tuple[dict[str, Any], bool]:
+    """Return section `ingest` for the file, and whether the file has times; show the columns on `console`."""
     from seqrec.data import column_guess
 
     path, request = Path(plan.request["data"]), plan.request
     items = {"items": str(Path(request["items"]).resolve())} if request["items"] else {}
     if column_guess.is_lines(path):
-        Console().print(f"{path.name}: lines of `user item item ...`, without times", highlight=False)
+        console.print(f"{path.name}: lines of `user item item ...`, without times", highlight=False)
         return {"source": "lines", "interactions": str(path)} | items, False
     chosen = dict(request["columns"])
     title = chosen.pop("title", "") if items else ""
@@ -244,7 +252,7 @@ def _source(plan: Plan, out: Path) -> tuple[dict[str, Any], bool]:
         found = [guess for guess in found if guess.name != "title"]
         found += column_guess.guess_items(Path(items["items"]), item, title)
     timed = all(guess.why != column_guess.ORDER for guess in found)
-    _show(path, found, time_format)
+    _show(path, found, time_format, console)
     columns = {guess.name: guess.column for guess in found}
     title = columns.pop("title", "")
     if title and not items:
@@ -253,7 +261,7 @@ def _source(plan: Plan, out: Path) -> tuple[dict[str, Any], bool]:
     return section | items | {"max_bad_share": MALFORMED}, timed
 
 
-def _show(path: Path, found: Any, time_format: str) -> None:
+def _show(path: Path, found: Any, time_format: str, console: Console) -> None:
     flags = {"user_id": "--user", "item_id": "--item", "timestamp": "--time", "title": "--title"}
     flags["items.title"] = flags["title"]
     table = Table("ours", "column", "by", "another", title=escape(path.name), box=None, pad_edge=False)
@@ -261,7 +269,7 @@ def _show(path: Path, found: Any, time_format: str) -> None:
         table.add_row(guess.name, escape(guess.column), guess.why, flags.get(guess.name, ""))
     if time_format:
         table.add_row("", escape(time_format), "its values", "--time-format")
-    Console().print(table)
+    console.print(table)
 
 
 def _titles(path: Path, item: str, title: str, out: Path) -> Path:
@@ -347,7 +355,8 @@ def _say_malformed(out: Path) -> None:
         logger.warning("%s malformed rows are left out, most because: %s; all are in %s", f"{number:,}", reason, where)
 
 
-def _say_data(plan: Plan, prepared: sequences.Sequences, out: Path) -> None:
+def say_data(plan: Plan, prepared: sequences.Sequences, out: Path) -> None:
+    """Log the split, the numbers of users, items and events, and the warnings about the data."""
     card = prepared.card
     _say_malformed(out)
     counts = ", ".join(f"{card['counts'][name]:,} {name}" for name in ("users", "items", "events", "valid", "test"))
@@ -361,24 +370,48 @@ def _say_data(plan: Plan, prepared: sequences.Sequences, out: Path) -> None:
         logger.warning("the data: %s", sentence)
 
 
-def _train(plan: Plan, name: str, shape: Shape, folder: Path, out: Path, *, share: float) -> None:
-    """Train and evaluate one model in `share` seconds; leave it out if no epoch fits, unless it is the first."""
+def train(
+    plan: Plan, name: str, settings: ModelSettings, folder: Path, out: Path, *, share: float | None = None
+) -> None:
+    """Train and evaluate one model in `share` seconds; leave it out if no epoch fits, unless it is the first.
+
+    Args:
+        plan: receives the settings of the model.
+        name: key of the model.
+        settings: gives the settings of the model from its number of epochs; None stands for the number without a limit.
+        folder: folder of the prepared dataset.
+        out: folder that receives the model and its reports.
+        share: seconds that the model may take; None sets no limit.
+    """
     if name not in plan.params["models"]:
-        epochs = _epochs(plan, name, shape, folder, out, share)
+        epochs = None if share is None else _epochs(plan, name, settings(None), folder, out, share)
         if epochs == 0:
             return
-        plan.set_model(name, _settings(name, shape, epochs))
+        plan.set_model(name, settings(epochs))
     run.train_model(from_dict(plan.params), name, folder, out, resume=False)
     plan.save(name)
 
 
-def _settings(name: str, shape: Shape, epochs: int | None) -> dict[str, Any]:
-    given = {} if epochs is None else {"epochs": epochs}
-    finetune = auto_settings.finetune(shape, given) | {"counts": "auto", "learning_rate": RATES[name]}
-    return {"options": OPTIONS[name] | auto_settings.options(name, shape), "finetune": finetune}
+def model_settings(
+    name: str,
+    shape: Shape,
+    epochs: int | None = None,
+    *,
+    options: Mapping[str, Any] | None = None,
+    finetune: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return the entry of a model in `models`: what `options` and `finetune` say, and the rules for everything else."""
+    known = {field.name for field in fields(REGISTRY[name].Options)}
+    rules = {key: value for key, value in auto_settings.options(name, shape).items() if key in known}
+    given = dict(finetune or {}) | ({} if epochs is None else {"epochs": epochs})
+    fixed = {"counts": "auto"} | ({"learning_rate": RATES[name]} if name in RATES else {})
+    return {
+        "options": OPTIONS.get(name, {}) | rules | dict(options or {}),
+        "finetune": fixed | auto_settings.finetune(shape, given),
+    }
 
 
-def _epochs(plan: Plan, name: str, shape: Shape, folder: Path, out: Path, share: float) -> int:
+def _epochs(plan: Plan, name: str, entry: Mapping[str, Any], folder: Path, out: Path, share: float) -> int:
     """Return how many epochs a model gets, estimated from a few steps; 0 leaves it out.
 
     As many as fit into `share` seconds; more at the cost of the models after it, until it has ENOUGH of them.
@@ -387,7 +420,7 @@ def _epochs(plan: Plan, name: str, shape: Shape, folder: Path, out: Path, share:
     if share <= 0 and not first:
         logger.warning("%s is left out: the budget is spent", name)
         return 0
-    settings = {"models": {name: _settings(name, shape, None)}, "leaderboard": [name]}
+    settings = {"models": {name: entry}, "leaderboard": [name]}
     params = from_dict(plan.params | settings)
     run.build_model(params, name, folder, out)
     began = time.monotonic()

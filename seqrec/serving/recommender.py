@@ -121,7 +121,7 @@ def located(place: str | Path, config: RegisterConfig | None = None) -> Iterator
     try:
         from seqrec.tracking import registry  # takes seconds
     except ModuleNotFoundError as error:
-        raise ValueError(f"{place}: {error.name} is not installed; name a folder, or install .[pipeline]") from error
+        raise ValueError(f"{place}: {error.name} is not installed; name a folder, or install .[mlflow]") from error
     with tempfile.TemporaryDirectory() as folder:
         registry.fetch(str(place), Path(folder), config or RegisterConfig())
         yield Path(folder)

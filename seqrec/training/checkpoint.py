@@ -65,7 +65,10 @@ def build(config: ModelConfig, catalogue: Catalogue) -> SequenceModel:
     """
     if config.architecture not in models.REGISTRY:
         known = ", ".join(models.REGISTRY)
-        raise ConfigError(f"models.*.architecture: {config.architecture!r} is not one of {known}")
+        raise ConfigError(
+            f"models.*.architecture: {config.architecture!r} is not one of {known}; "
+            "seqrec.models.register(NAME, CLASS) adds your own"
+        )
     architecture = models.REGISTRY[config.architecture]
     options = parse(architecture.Options, config.options, f"models.{config.architecture}.options")
     try:

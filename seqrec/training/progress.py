@@ -104,7 +104,7 @@ class EpochMeter:
 
 
 class ProgressBar(Progress):
-    """Shows the steps of a phase, and its loss and speed, on a terminal; does nothing elsewhere."""
+    """Shows the steps of a phase, and its loss and speed, on a terminal or in a notebook; does nothing elsewhere."""
 
     def __init__(self, title: str, epochs: int, *, shown: bool) -> None:
         columns = (
@@ -114,8 +114,11 @@ class ProgressBar(Progress):
             TimeElapsedColumn(),
             TimeRemainingColumn(),
         )
-        hidden = not (shown and sys.stderr.isatty())
-        super().__init__(*columns, console=Console(stderr=True), transient=True, disable=hidden)
+        notebook = Console().is_jupyter
+        hidden = not (shown and (notebook or sys.stderr.isatty()))
+        # a notebook understands the carriage returns of a terminal; rich's own way needs ipywidgets there
+        console = Console(stderr=True, force_jupyter=False, force_terminal=notebook or None)
+        super().__init__(*columns, console=console, transient=True, disable=hidden)
         self.title, self.epochs = title, epochs
         self.steps = self.add_task("", total=None)
 

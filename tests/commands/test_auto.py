@@ -6,6 +6,7 @@ import json
 
 import polars as pl
 import pytest
+from rich.console import Console
 from support import synthetic_rows
 
 from seqrec.__main__ import main
@@ -95,7 +96,7 @@ def test_a_model_gets_half_of_its_epochs_before_the_next_one_gets_any(
     shape = auto.Shape.of(sequences.load(folder))
     wanted = auto_settings.finetune(shape, {})["epochs"]
 
-    found = auto._epochs(plan, "sasrec", shape, folder, tmp_path, share)
+    found = auto._epochs(plan, "sasrec", auto.model_settings("sasrec", shape), folder, tmp_path, share)
 
     assert 86 < wanted <= 170
     assert found == {"wanted": wanted, "half": -(-wanted // 2)}.get(expected, expected)
@@ -105,7 +106,7 @@ def test_a_log_that_time_cannot_divide_is_split_by_user(tmp_path):
     log = write_log(tmp_path / "log.csv", spread=8_000_000)  # one user after the other
     plan = auto.Plan.load(tmp_path / "auto.json", {"data": str(log), "columns": {}, "time_format": "", "items": ""})
 
-    auto._prepare(plan, tmp_path / "out")
+    auto.prepare(plan, tmp_path / "out", Console(quiet=True))
 
     assert sequences.load(tmp_path / "out" / "data" / "sequences").card["protocol"] == "LOO-full"
     assert "of the valid cases belong to users with events before" in plan.split
@@ -115,9 +116,9 @@ def prepared(folder, log, items="", **columns):
     """The plan and the split card of `log`."""
     request = {"data": str(log), "columns": columns, "time_format": "", "items": str(items), "minutes": 1.0}
     plan = auto.Plan.load(folder / "auto.json", request)
-    auto._prepare(plan, folder / "out")
+    auto.prepare(plan, folder / "out", Console(quiet=True))
     data = sequences.load(folder / "out" / "data" / "sequences")
-    auto._say_data(plan, data, folder / "out")
+    auto.say_data(plan, data, folder / "out")
     return plan, data.card
 
 
@@ -199,7 +200,7 @@ def test_lines_without_times_are_split_by_user(tmp_path):
     log.write_text("".join(f"{user} {' '.join(str((user + k) % 12) for k in range(8))}\n" for user in range(40)))
     plan = auto.Plan.load(tmp_path / "auto.json", {"data": str(log), "columns": {}, "time_format": "", "items": ""})
 
-    auto._prepare(plan, tmp_path / "out")
+    auto.prepare(plan, tmp_path / "out", Console(quiet=True))
 
     assert plan.split.endswith("the file has no times")
     assert plan.params["prepare"]["protocol"] == "LOO-full"

@@ -120,6 +120,12 @@ def test_nothing_in_the_model_is_a_pickle(model):
     assert "best.safetensors" in {path.name for path in files(model)}
 
 
+def test_its_code_is_the_package_seqrec_alone(model):
+    code = {path.relative_to(root).parts[0] for root in model_code(model) for path in root.rglob("*.py")}
+
+    assert code == {"seqrec"}
+
+
 def test_requirements_are_pinned_by_public_versions(model):
     (path,) = [path for path in files(model) if path.name == "requirements.txt"]
     pins = dict(line.split("==") for line in path.read_text().splitlines())

@@ -1,0 +1,380 @@
+"""The library: a data set from a frame, a trained model, its figures and its recommendations.
+
+It calls the stages of the pipeline, which keep their tables and weights in folders, so that every figure is that of
+`seqrec run` with the same settings.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from rich.console import Console
+
+from seqrec import config, locks
+from seqrec.artifacts import METRICS, SPLIT_CARD, read_json, sha256, write_text
+from seqrec.commands import auto, run
+from seqrec.commands.recommend import score
+from seqrec.commands.settings import check
+from seqrec.config import Params
+from seqrec.data import sequences
+from seqrec.locks import locked
+from seqrec.models import REGISTRY
+from seqrec.pipeline import BY_NAME
+from seqrec.serving.recommender import POPULARITY, Recommender, Request, located
+from seqrec.training import cards
+from seqrec.training.auto_settings import Shape
+
+if TYPE_CHECKING:  # taken from the extra `validation`
+    import polars as pl
+
+EVENTS, ITEMS, PLAN = "events.parquet", "items.parquet", "fit.json"
+ARGUMENTS = {  # flag of `seqrec auto` -> argument here
+    **{f"--{name}": f"{name}=" for name in ("user", "item", "title", "items", "time")},
+    "--time-format": "time_format=",
+    "--out": "folder=",
+}
+
+
+class Dataset:
+    """A log that was read, checked and split: `from_frame`, or `from_params` for settings as in params.yaml.
+
+    Its tables lie in `folder`. A temporary folder lives as long as the object, or a model that was trained on it.
+    """
+
+    def __init__(self, folder: Path, params: Params, split: str = "", keep: Any = None) -> None:
+        self.folder, self.params, self.split, self._keep = folder, params, split, keep
+
+    @classmethod
+    def from_frame(
+        cls,
+        frame: Any,
+        *,
+        user: str = "",
+        item: str = "",
+        time: str = "",
+        title: str = "",
+        time_format: str = "",
+        items: Any = None,
+        folder: str | Path | None = None,
+    ) -> Dataset:
+        """Read, check and split a log of events, one a row; columns and split are chosen as by `seqrec auto`.
+
+        Args:
+            frame: a frame of polars, pandas or Arrow.
+            user: column of the users, if the guess is wrong.
+            item: column of the items.
+            time: column of the times.
+            title: column of the items' titles.
+            time_format: of strptime, such as %d/%m/%Y.
+            items: frame of items with their titles.
+            folder: folder that receives the tables; by default a temporary one.
+
+        Raises:
+            ValueError: the log cannot be read or split, or `folder` holds another one.
+        """
+        place, keep = _working(folder)
+        columns = {"user_id": user, "item_id": item, "timestamp": time, "title": title}
+        about: dict[str, Any] = {"columns": {name: column for name, column in columns.items() if column}}
+        with _arguments_named(), locked(place / locks.NAME, f"--out {place}"):
+            files = {EVENTS: frame} | ({} if items is None else {ITEMS: items})
+            written = {name: _write(content, place / f"{name}.new") for name, content in files.items()}
+            about |= {"sha256": [sha256(path) for path in written.values()], "time_format": time_format}
+            about |= {"data": str(place / EVENTS), "items": "" if items is None else str(place / ITEMS)}
+            plan = auto.Plan.load(place / auto.PLAN, about | {"minutes": 0.0})
+            for name, path in written.items():
+                path.replace(place / name)
+            if "data" not in plan.done:
+                auto.prepare(plan, place, Console(quiet=True))
+            made = cls(place, config.from_dict(plan.params), plan.split, keep)
+            auto.say_data(plan, made.sequences, place)
+        return made
+
+    @classmethod
+    def from_params(cls, params: Mapping[str, Any] | str | Path, *, folder: str | Path | None = None) -> Dataset:
+        """Read, check and split the dataset of settings such as params.yaml, as the stages of the pipeline do.
+
+        Args:
+            params: the settings, or the file that holds them. `fit` trains a model that they describe as they say.
+            folder: folder that receives the tables; by default a temporary one.
+
+        Raises:
+            ValueError: a setting is wrong, or the data cannot be read.
+        """
+        read = config.from_dict(params) if isinstance(params, Mapping) else config.load(Path(params))
+        check(read)
+        place, keep = _working(folder)
+        with _arguments_named(), locked(place / locks.NAME, f"--out {place}"):
+            run.prepare_data(read, place)
+        made = cls(place, read, keep=keep)
+        made.split = str(made.card["protocol"])
+        return made
+
+    @property
+    def tables(self) -> Path:
+        """The folder of the split tables: `sequences` of the stages."""
+        return self.folder / "data" / "sequences"
+
+    @property
+    def card(self) -> dict[str, Any]:
+        """Protocol, counts and digest of the split."""
+        return read_json(self.tables / SPLIT_CARD)
+
+    @property
+    def sequences(self) -> sequences.Sequences:
+        """The histories as tensors."""
+        return sequences.load(self.tables)
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """The columns of the log by our names of them; empty where these are the names."""
+        return dict(self.params.section("ingest").columns)
+
+    def __repr__(self) -> str:
+        """Return the counts, the columns and the split."""
+        counts = ", ".join(f"{self.card['counts'][name]:,} {name}" for name in ("users", "items", "events"))
+        columns = "".join(f"; {name}: {column}" for name, column in self.columns.items())
+        return f"<seqrec.Dataset: {counts}{columns}; split {self.split}>"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The figures of a model, named as in metrics.json."""
+
+    model: str
+    metrics: Mapping[str, float]
+
+    def table(self, split: str = "test") -> pl.DataFrame:
+        """Return a row for each metric of `split`, test or valid: its value, and the 95 % interval if it has one."""
+        import polars as pl
+
+        names = [name for name in self.metrics if name.startswith(f"{split}/")]
+        names = [name for name in names if not name.endswith(("/low", "/high"))]
+        rows = [[self.metrics.get(f"{name}{end}") for end in ("", "/low", "/high")] for name in names]
+        schema = {"metric": pl.String, "value": pl.Float64, "low": pl.Float64, "high": pl.Float64}
+        found = [(name.removeprefix(f"{split}/"), *row) for name, row in zip(names, rows, strict=True)]
+        return pl.DataFrame(found, schema=schema, orient="row")
+
+    def __repr__(self) -> str:
+        """Return the main metric with its interval."""
+        value, low, high = (self.metrics[f"test/ndcg@10{end}"] for end in ("", "/low", "/high"))
+        return f"<seqrec.Evaluation of {self.model}: test NDCG@10 {value:.4f} [{low:.4f}, {high:.4f}]>"
+
+
+class Model:
+    """A trained model: its figures, its recommendations, and the folder of its weights."""
+
+    def __init__(
+        self, folder: Path, data: Dataset | None = None, reports: Path | None = None, keep: Any = None
+    ) -> None:
+        self.folder, self.data, self._reports, self._keep = folder, data, reports, keep
+        self.card = cards.read(folder)
+        self.name = str(self.card["model"])
+
+    @cached_property
+    def recommender(self) -> Recommender:
+        """The model as the service answers with it: rules, similar items, several requests at once."""
+        return Recommender.load(self.folder)
+
+    def evaluate(self, data: Dataset | None = None) -> Evaluation:
+        """Return the figures of the stage evaluate.
+
+        Args:
+            data: the data set that the model was trained on; needed after `load` alone.
+
+        Raises:
+            ValueError: no data set is known, or the model was trained on another one.
+        """
+        if self._reports is not None and data in (None, self.data):
+            return Evaluation(self.name, read_json(self._reports / METRICS))
+        data = self._dataset(data)
+        with tempfile.TemporaryDirectory(prefix="seqrec-") as folder:
+            places = {"sequences": data.tables, "checkpoint": self.folder, "report": Path(folder) / "report"}
+            BY_NAME["evaluate"](data.params, Path(folder), self.name, **places)
+            return Evaluation(self.name, read_json(Path(folder) / "report" / METRICS))
+
+    def recommend(self, history: Sequence[Any], k: int = 10, *, explain: bool = False, **wanted: Any) -> pl.DataFrame:
+        """Return the best items after a history: item, title, score, best first.
+
+        Args:
+            history: item ids, oldest first; unknown ones are skipped.
+            k: number of items.
+            explain: add the column `because`: each event, and by how much the score drops when it is left out.
+            wanted: other fields of `seqrec.serving.recommender.Request`, such as user, exclude or diversity.
+
+        Raises:
+            ValueError: a field is wrong.
+        """
+        import polars as pl
+
+        request = Request(history=[str(event) for event in history], k=k, **wanted)
+        answer = self.recommender.answer([request])[0]
+        columns = {"item": answer.items, "title": answer.titles, "score": answer.scores}
+        table = pl.DataFrame(columns, schema={"item": pl.String, "title": pl.String, "score": pl.Float64})
+        if not explain:
+            return table
+        because = []
+        for item in answer.items:
+            no_model = answer.source == POPULARITY
+            drops = [0.0] * len(request.history) if no_model else self.recommender.explain(request, item)
+            because.append([{"event": e, "drop": d} for e, d in zip(request.history, drops, strict=True)])
+        kind = pl.List(pl.Struct({"event": pl.String, "drop": pl.Float64}))
+        return table.with_columns(pl.Series("because", because, dtype=kind))
+
+    def recommend_all(self, data: Dataset | None = None, k: int = 10) -> pl.DataFrame:
+        """Return the best items of every user after all of the user's events: user_id, items, scores.
+
+        Args:
+            data: the data set that the model was trained on; needed after `load` alone.
+            k: number of items.
+
+        Raises:
+            ValueError: no data set is known, or it has another catalogue.
+        """
+        import polars as pl
+
+        with tempfile.TemporaryDirectory(prefix="seqrec-") as folder:
+            output = Path(folder) / "best.parquet"
+            score(sequences=self._dataset(data).tables, saved=self.folder, output=output, k=k)
+            return pl.read_parquet(output, memory_map=False)
+
+    def save(self, folder: str | Path) -> Path:
+        """Copy everything that `load` and `seqrec serve --saved` need to a new folder; return it.
+
+        Raises:
+            ValueError: the folder holds something else.
+        """
+        target = Path(folder)
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            raise ValueError(f"folder: {target} is not empty: name another one, or remove it")
+        shutil.copytree(self.folder, target, dirs_exist_ok=True)
+        return target
+
+    def _dataset(self, data: Dataset | None) -> Dataset:
+        if (found := data or self.data) is None:
+            raise ValueError(f"data: {self.name} was loaded without its data set: name one, such as evaluate(data)")
+        return found
+
+    def __repr__(self) -> str:
+        """Return name, size and place."""
+        return f"<seqrec.Model {self.name}: {self.card['parameters']:,} parameters, in {self.folder}>"
+
+
+def fit(
+    data: Dataset,
+    model: str = "flash4rec",
+    *,
+    minutes: float | None = None,
+    options: Mapping[str, Any] | None = None,
+    finetune: Mapping[str, Any] | None = None,
+    seed: int | None = None,
+    folder: str | Path | None = None,
+) -> Model:
+    """Train a model, and evaluate it. A terminal or a notebook shows the progress.
+
+    Settings that neither `options` nor `finetune` names follow from the shape of the data, as in `seqrec auto`, unless
+    the data set was made with `from_params` and its settings describe the model.
+
+    Args:
+        data: the data set.
+        model: name of an architecture in `seqrec.models.REGISTRY`, or key of `models` in the data set's settings.
+        minutes: budget, from which the number of epochs follows; there is always one.
+        options: options of the model, such as {"d_model": 64}.
+        finetune: settings of the training, such as {"epochs": 20}.
+        seed: seed of weights and training; by default the one of the settings, 42.
+        folder: folder that receives weights and reports; by default a temporary one, which lives as long as the model.
+            The same call with the same folder continues an interrupted training.
+
+    Raises:
+        ValueError: a name or setting is wrong, or `folder` holds another training.
+    """
+    described = model in data.params.models
+    if not described and model not in REGISTRY:
+        known = ", ".join(REGISTRY)
+        raise ValueError(f"model: {model!r} is not one of {known}; seqrec.models.register(NAME, CLASS) adds your own")
+    if minutes is not None and ("epochs" in (finetune or {}) or described):
+        raise ValueError("minutes: the settings give the number of epochs already: leave minutes or that out")
+    if minutes is not None and not minutes > 0:
+        raise ValueError(f"minutes: must be above 0, not {minutes}")
+    place, keep = _working(folder)
+    content = data.params.as_dict() | {"models": {}, "leaderboard": []}
+    content["seed"] = data.params.seed if seed is None else seed
+    request = {"minutes": minutes, "model": model, "options": options, "finetune": finetune, "seed": content["seed"]}
+    request |= {"split": data.card["split_sha256"]}
+    with _arguments_named(), locked(place / locks.NAME, f"--out {place}"):
+        plan = auto.Plan.load(place / PLAN, json.loads(json.dumps(request)))
+        plan.params = plan.params or content
+        shape = Shape.of(data.sequences)
+        settings = partial(auto.model_settings, model, shape, options=options, finetune=finetune)
+        if described:
+            entry = dict(data.params.models[model])
+            given = {"options": dict(options or {}), "finetune": dict(finetune or {})}
+            entry |= {name: {**entry[name], **values} for name, values in given.items()}
+            plan.set_model(model, entry)
+        else:
+            check(
+                config.from_dict(content | {"models": {model: settings(None)}, "leaderboard": [model]}), ingests=False
+            )
+        auto.train(plan, model, settings, data.tables, place, share=None if minutes is None else plan.left())
+        written = yaml.safe_dump(json.loads(json.dumps(config.from_dict(plan.params).as_dict())), sort_keys=False)
+        write_text(place / run.SETTINGS, written)
+    return Model(place / "artifacts" / model / "finetuned", data, place / "reports" / model, keep)
+
+
+def load(place: str | Path) -> Model:
+    """Open a model that `Model.save` or the pipeline has written.
+
+    Args:
+        place: its folder, such as artifacts/NAME/finetuned, or its name in MLflow: models:/NAME@ALIAS.
+
+    Raises:
+        ValueError: the folder holds no model, or a damaged one.
+        TrackingError: MLflow does not answer, or has no such model.
+    """
+    with ExitStack() as stack:
+        folder = stack.enter_context(located(place))
+        return Model(folder, keep=stack.pop_all())
+
+
+def _working(folder: str | Path | None) -> tuple[Path, Any]:
+    """Return a folder to work in, and what keeps it if it is temporary."""
+    if folder is not None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        return Path(folder).resolve(), None
+    temporary = tempfile.TemporaryDirectory(prefix="seqrec-")
+    return Path(temporary.name).resolve(), temporary
+
+
+def _write(frame: Any, path: Path) -> Path:
+    """Write a frame of any of the known packages to a Parquet file; return its path."""
+    import narwhals as nw
+
+    try:
+        native = nw.from_native(frame)
+    except TypeError as error:
+        kind = type(frame).__name__
+        raise ValueError(f"frame: expected a frame of polars, pandas or Arrow, not {kind}") from error
+    table = native.lazy().collect("polars").to_native()
+    table.write_parquet(path)
+    return path
+
+
+@contextmanager
+def _arguments_named() -> Iterator[None]:
+    """Name the arguments of this module in messages about the flags of the command line."""
+    try:
+        yield
+    except ValueError as error:
+        text = re.sub(r"--[a-z-]+", lambda match: ARGUMENTS.get(match[0], match[0]), str(error))
+        if text == str(error):
+            raise
+        raise ValueError(text) from error

@@ -1,0 +1,221 @@
+"""The library: figures equal to the pipeline's, frames of any kind, own models, and the page that shows it."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import polars as pl
+import pytest
+import yaml
+from support import MEASURED, synthetic_rows
+
+import seqrec
+from seqrec.__main__ import main
+from seqrec.models import REGISTRY
+from seqrec.models.gru4rec import GRU4Rec
+from seqrec.training.progress import ProgressBar
+
+ROOT = Path(__file__).parent.parent
+NAMES = ["Customer ID", "SKU", "bought_at", "product_name"]
+OPTIONS = {"d_model": 16, "heads": 2}
+FINETUNE = {"epochs": 2, "batch_size": 32}
+
+
+def frame(users=60):
+    rows = [(user, item, 1_500_000_000 + time, f"Thing {item}") for user, item, time in synthetic_rows(users=users)]
+    return pl.DataFrame(rows, schema=NAMES, orient="row")
+
+
+def figures(metrics):
+    return {name: value for name, value in metrics.items() if name not in MEASURED}
+
+
+@pytest.fixture(scope="module")
+def data():
+    return seqrec.Dataset.from_frame(frame())
+
+
+@pytest.fixture(scope="module")
+def model(data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fit")
+    return seqrec.fit(data, "sasrec", options=OPTIONS, finetune=FINETUNE, seed=7, folder=folder)
+
+
+def test_figures_are_those_of_the_pipeline(data, model, tmp_path):
+    settings = model.folder.parents[2] / "params.yaml"
+
+    assert main(["run", "--config-file", str(settings), "--out", str(tmp_path / "run")]) == 0
+    same = seqrec.fit(seqrec.Dataset.from_params(settings, folder=tmp_path / "again"), "sasrec")
+
+    ran = figures(json.loads((tmp_path / "run" / "reports" / "sasrec" / "metrics.json").read_text()))
+    content = yaml.safe_load(settings.read_text())
+    assert content["seed"] == 7
+    assert content["models"]["sasrec"]["finetune"] | FINETUNE == content["models"]["sasrec"]["finetune"]
+    assert figures(model.evaluate().metrics) == ran
+    assert figures(same.evaluate().metrics) == ran
+    assert figures(model.evaluate(data).metrics) == ran
+
+
+def test_the_table_has_values_and_intervals(model):
+    table = model.evaluate().table()
+    metrics = model.evaluate().metrics
+
+    row = dict(zip(table.columns, table.row(by_predicate=pl.col("metric") == "ndcg@10"), strict=True))
+    low, high = (metrics[f"test/ndcg@10/{end}"] for end in ("low", "high"))
+    assert row == {"metric": "ndcg@10", "value": metrics["test/ndcg@10"], "low": low, "high": high}
+    assert table["value"].null_count() == 0
+    assert model.evaluate().table("valid").height > 20
+    assert f"{metrics['test/ndcg@10']:.4f}" in repr(model.evaluate())
+
+
+def test_recommendations_are_frames(data, model):
+    events = frame().filter(pl.col("Customer ID") == "u3").sort("bought_at")
+    history = events["SKU"].to_list()
+
+    one = model.recommend(history, k=5, explain=True, user="u3", times=events["bought_at"].to_list())
+    best = model.recommend_all(data, k=5).filter(pl.col("user_id") == "u3")
+
+    assert best["items"][0].to_list() == one["item"].to_list()
+    assert best["scores"][0].to_list() == pytest.approx(one["score"].to_list(), abs=1e-5)
+    assert one["title"][0] == f"Thing {one['item'][0]}"
+    assert [because["event"] for because in one["because"][0]] == history
+    assert any(because["drop"] for because in one["because"][0])
+    assert model.recommend(["new"], k=2, explain=True)["because"][0].to_list() == [{"event": "new", "drop": 0.0}]
+    assert "i3" not in model.recommend(["i2"], exclude=["i3"])["item"].to_list()
+
+
+def test_a_saved_model_is_complete(data, model, tmp_path):
+    model.save(tmp_path / "my-model")
+    again = seqrec.load(tmp_path / "my-model")
+
+    assert again.recommend(["i1", "i2"]).equals(model.recommend(["i1", "i2"]))
+    assert figures(again.evaluate(data).metrics) == figures(model.evaluate().metrics)
+    assert again.recommend_all(data).equals(model.recommend_all())
+    with pytest.raises(ValueError, match=r"data: sasrec was loaded without its data set: name one"):
+        again.evaluate()
+    with pytest.raises(ValueError, match=r"folder: .*my-model is not empty: name another one"):
+        model.save(tmp_path / "my-model")
+
+
+@pytest.mark.parametrize("convert", [pl.DataFrame.to_pandas, pl.DataFrame.to_arrow, pl.DataFrame.lazy])
+def test_every_kind_of_frame_gives_the_same_split(data, convert):
+    other = seqrec.Dataset.from_frame(convert(frame()))
+
+    assert other.card["split_sha256"] == data.card["split_sha256"]
+    assert other.columns == {"user_id": "Customer ID", "item_id": "SKU", "timestamp": "bought_at"}
+    assert "60 users" in repr(other)
+
+
+def test_columns_and_items_can_be_named(tmp_path):
+    log = frame().select(pl.col("Customer ID").alias("a"), pl.col("SKU").alias("b"), pl.col("bought_at").alias("c"))
+    items = pl.DataFrame({"b": [f"i{n}" for n in range(40)], "title": [f"Label {n}" for n in range(40)]})
+
+    made = seqrec.Dataset.from_frame(log, user="a", item="b", time="c", items=items, folder=tmp_path)
+
+    assert pl.read_parquet(tmp_path / "data" / "items.parquet").row(3)[:2] == ("i3", "Label 3")
+    with pytest.raises(ValueError, match=r"folder=: .* was made for other data or flags: name another folder"):
+        seqrec.Dataset.from_frame(log.head(100), user="a", item="b", time="c", folder=tmp_path)
+    again = seqrec.Dataset.from_frame(log, user="a", item="b", time="c", items=items, folder=tmp_path)
+    assert again.card == made.card
+
+
+def test_a_budget_gives_the_epochs_and_a_folder_continues(data, tmp_path):
+    call = {"minutes": 0.01, "options": OPTIONS, "folder": tmp_path}
+    first = seqrec.fit(data, "sasrec", **call)
+    weights = first.folder / "best.safetensors"
+    before = weights.stat().st_mtime_ns
+
+    assert seqrec.fit(data, "sasrec", **call).evaluate().metrics == first.evaluate().metrics
+    assert weights.stat().st_mtime_ns == before
+    with pytest.raises(ValueError, match=r"folder=: .* was made for other data or flags"):
+        seqrec.fit(data, "sasrec", **(call | {"minutes": 2}))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda data: seqrec.fit(data, "sasrek"), r"model: 'sasrek' is not one of sasrec, .*seqrec\.models\.register"),
+        (lambda data: seqrec.fit(data, "sasrec", options={"widht": 3}), r"models\.sasrec\.options.*widht"),
+        (lambda data: seqrec.fit(data, "sasrec", finetune={"epoch": 3}), r"finetune\.epoch: unknown key.*epochs"),
+        (lambda data: seqrec.fit(data, "sasrec", minutes=1, finetune={"epochs": 3}), "minutes: .* leave minutes or"),
+        (lambda data: seqrec.fit(data, "sasrec", minutes=0), "minutes: must be above 0, not 0"),
+        (lambda _: seqrec.Dataset.from_frame([1, 2]), "frame: expected a frame of polars, pandas or Arrow, not list"),
+        (lambda _: seqrec.Dataset.from_frame(frame().select("SKU", "bought_at")), "user_id .*name it: user="),
+        (lambda _: seqrec.Dataset.from_frame(frame(), time="SKU"), "another column with time="),
+        (lambda _: seqrec.models.register("sasrec", GRU4Rec), "'sasrec' is the name of .*SASRec: choose another one"),
+        (lambda _: seqrec.models.register("mine", dict), "is not a subclass of seqrec.models.SequenceModel"),
+    ],
+)
+def test_errors_name_what_to_change(data, call, message):
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        call(data)
+
+
+def test_a_class_of_a_notebook_cell_needs_a_file():
+    cell = type("Cell", (GRU4Rec,), {"__module__": "no_such_module"})
+
+    with pytest.raises(ValueError, match=r"Cell comes from no file: write it to one, such as mine\.py"):
+        seqrec.models.register("cell", cell)
+
+
+def test_a_notebook_shows_the_progress_as_a_terminal_does(monkeypatch, capsys):
+    assert ProgressBar(True).hidden
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    bar = ProgressBar(True)
+    with bar:
+        bar.start(10, 0)
+        bar.show(3, "epoch 1")
+        bar.bar.refresh()
+
+    assert "epoch 1" in capsys.readouterr().err
+
+
+def test_importing_the_package_alone_imports_little():
+    code = (
+        "import seqrec, sys; print(*(n for n in ('torch', 'polars', 'rich', 'yaml') if n in sys.modules)); seqrec.fit"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+
+    assert done.stdout.strip() == ""
+    assert set(seqrec.__all__) <= {name for name in seqrec.__all__ if getattr(seqrec, name)}
+    with pytest.raises(AttributeError, match="'nothing'"):
+        _ = seqrec.nothing
+
+
+def value_of(cell, names):
+    """Run a cell; return the value of its last line if that is an expression."""
+    body = ast.parse(cell).body
+    last = body.pop() if isinstance(body[-1], ast.Expr) else None
+    exec(compile(ast.Module(body, []), "cell", "exec"), names)
+    return eval(compile(ast.Expression(last.value), "cell", "eval"), names) if last else None
+
+
+def test_the_notebook_has_the_code_of_the_page_and_runs(tmp_path, monkeypatch):
+    page = (ROOT / "docs" / "library.md").read_text()
+    notebook = json.loads((ROOT / "docs" / "notebooks" / "library.ipynb").read_text())
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(REGISTRY, "_entries", dict(REGISTRY._entries))  # the page's own model leaves with the test
+    names: dict = {}
+
+    assert cells == [block.rstrip("\n") for block in re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)]
+    values = []
+    for cell in cells:
+        if cell.startswith("%%writefile "):
+            first, _, text = cell.partition("\n")
+            Path(first.split()[1]).write_text(text)
+        else:
+            values.append(value_of(cell, names))
+
+    shown = dict(zip(("events", "data", "table", "best", "again", "mean", "metric", "ends"), values, strict=True))
+    assert "150 users" in repr(shown["data"])
+    assert shown["best"].columns == ["item", "title", "score", "because"]
+    assert shown["metric"] == pytest.approx((1 + 0.5) / 3)
+    assert [part.tolist() for part in shown["ends"]] == [[2, 1], [3, 2]]
+    assert pl.read_parquet("top10.parquet").height == 150
