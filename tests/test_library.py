@@ -164,13 +164,11 @@ def test_a_class_of_a_notebook_cell_needs_a_file():
 
 
 def test_a_notebook_shows_the_progress_as_a_terminal_does(monkeypatch, capsys):
-    assert ProgressBar(True).hidden
+    assert ProgressBar("epoch", 2, shown=True).disable
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
-    bar = ProgressBar(True)
-    with bar:
-        bar.start(10, 0)
-        bar.show(3, "epoch 1")
-        bar.bar.refresh()
+    with ProgressBar("epoch", 2, shown=True) as bar:
+        bar.update(bar.steps, completed=3, total=10, description="epoch 1")
+        bar.refresh()
 
     assert "epoch 1" in capsys.readouterr().err
 
