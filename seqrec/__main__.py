@@ -197,8 +197,9 @@ def bind(function: Callable[..., Any], command: str, flags: argparse.Namespace) 
             values[name] = FROM_PARAMS[name](params, command, flags)
         elif params is not None and _is_dataset_of_params(parameter):
             values[name] = flags.dataset or params.dataset
-        elif dataclasses.is_dataclass(hint := hints[name]) and isinstance(hint, type):
-            values[name] = hint(**{field.name: getattr(flags, field.name) for field in dataclasses.fields(hint)})
+        elif dataclasses.is_dataclass(hints[name]):
+            section: Any = hints[name]
+            values[name] = section(**{field.name: getattr(flags, field.name) for field in dataclasses.fields(section)})
         else:
             values[name] = getattr(flags, name)
     stage = _stage(command)

@@ -47,7 +47,7 @@ from seqrec.training import auto_settings
 from seqrec.training.auto_settings import Shape
 
 if TYPE_CHECKING:
-    from seqrec.training.loop import Cost
+    from seqrec.training.cost import Cost
 
 logger = logging.getLogger(__name__)
 PLAN = "auto.json"
@@ -456,20 +456,17 @@ def _cost(params: Params, name: str, folder: Path, out: Path) -> Cost:
     import torch
     from accelerate import Accelerator
 
-    from seqrec.training import loop
-    from seqrec.training.checkpoint import ResumeState, load_model
+    from seqrec.training import cost
+    from seqrec.training.checkpoint import load_model
 
     net, _ = load_model(out / "artifacts" / name / "initial")
-    return loop.measure(
-        loop.Fit(
-            model=net,
-            data=sequences.load(folder),
-            stage="finetune",
-            config=params.section("finetune", model=name),
-            filter_seen=params.filters_seen(),
-            state=ResumeState(out / "state" / "probe", "probe"),
-            accelerator=Accelerator(cpu=not torch.cuda.is_available()),
-        )
+    return cost.measure(
+        net,
+        sequences.load(folder),
+        stage="finetune",
+        config=params.section("finetune", model=name),
+        filter_seen=params.filters_seen(),
+        accelerator=Accelerator(cpu=not torch.cuda.is_available()),
     )
 
 

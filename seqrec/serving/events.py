@@ -33,6 +33,7 @@ MOST = 1_000  # newest events of a user that are looked up, and newest items tha
 BLOCK = 10_000  # rows of an import
 CAUTION = 10  # events added to both counts of a trend, so that few events are none
 PATIENCE_S = 5.0  # in which tables are tried to be made
+MISSING = ("no such table", 'relation "')  # words of errors about a table that is not there
 DAMAGE = ("not a database", "malformed")  # words of SQLite's errors about a file that is cut short or altered
 
 TABLES = sa.MetaData()
@@ -195,6 +196,8 @@ class Store:
         cause = getattr(error, "orig", None) or error
         if any(words in str(cause) for words in DAMAGE):
             return self._damaged()
+        if any(words in str(cause) for words in MISSING):
+            return f"store: {self._shown} lacks a table: start the service again, which makes it"
         if isinstance(error, sa.exc.DataError | sa.exc.IntegrityError):  # the database quotes the value
             return f"store: {self._shown} refused a value ({type(cause).__name__})"
         advice = advice_on(cause) or f"{first_line(cause)}; check --store or {VARIABLE}, and that the database runs"

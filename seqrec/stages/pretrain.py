@@ -20,7 +20,7 @@ from seqrec.training import auto_settings
 from seqrec.training.auto_settings import Shape
 from seqrec.training.cards import catalogue_files
 from seqrec.training.checkpoint import build, digest
-from seqrec.training.job import Job, train
+from seqrec.training.train import Training, train
 from seqrec.training.warm_start import warm_start
 
 
@@ -57,7 +57,7 @@ def pretrain(
         resume: fail instead of starting afresh.
         experiment: name of the MLflow experiment, used if MLFLOW_TRACKING_URI is set; `register.experiment`.
     """
-    job = Job(
+    training = Training(
         name=model,
         stage="pretrain",
         config=config,
@@ -78,31 +78,35 @@ def pretrain(
         if data is None:
             raise ConfigError(f"models.{model}: {known.__name__} reads the items' text: name its folder with --data")
         folders = [(data, sequences), *((source, source / "sequences") for source in others)]
-        return _with_text(known, architecture, folders, config, job)
+        return _with_text(known, architecture, folders, config, training)
     torch.manual_seed(config.seed)
     net = build(architecture, Catalogue(num_items=target.num_items, num_users=target.num_users, length=0))
     if champion is not None and warm_start(net, sequences, champion):
-        job = replace(job, config=replace(config, epochs=0), content=[digest(net.state_dict())])
+        training = replace(training, config=replace(config, epochs=0), content=[digest(net.state_dict())])
     elif net.domains:
-        return _with_domains(net, [sequences, *(source / "sequences" for source in others)], config, job)
-    return train(net, target, job)
+        return _with_domains(net, [sequences, *(source / "sequences" for source in others)], config, training)
+    return train(net, target, training)
 
 
-def _with_domains(net: SequenceModel, folders: Sequence[Path], config: PretrainConfig, job: Job) -> dict[str, float]:
+def _with_domains(
+    net: SequenceModel, folders: Sequence[Path], config: PretrainConfig, training: Training
+) -> dict[str, float]:
     """Pre-train on the dataset and its sources; adversarial training has no metric to stop on, so every epoch is run.
 
     Args:
         net: model of the dataset.
         folders: sequences of the dataset, and of the sources, which make up the second domain.
         config: section `pretrain`.
-        job: the job, with the dataset alone.
+        training: the training, with the dataset alone.
     """
     parts = [load_sequences(folder) for folder in folders]
     learnt = train_parts(parts, config, validated=False)
     if len(parts) > 1:
         net.add_domain(learnt.num_items - parts[0].num_items)
     epochs = dict.fromkeys(net.phases("pretrain"), config.epochs)
-    return train(net, learnt, replace(job, inputs=folders, epochs=epochs, finish=lambda trained: trained.drop_domain()))
+    return train(
+        net, learnt, replace(training, inputs=folders, epochs=epochs, finish=lambda trained: trained.drop_domain())
+    )
 
 
 def _with_text(
@@ -110,25 +114,29 @@ def _with_text(
     architecture: ModelConfig,
     folders: Sequence[tuple[Path, Path]],
     config: PretrainConfig,
-    job: Job,
+    training: Training,
 ) -> dict[str, float]:
     """Build and pre-train a model that reads text; `folders` are (tables, sequences) of the dataset and its sources."""
-    options = parse(known.Options, architecture.options, f"models.{job.name}.options")
+    options = parse(known.Options, architecture.options, f"models.{training.name}.options")
     if known.text == "tokens":
-        return _pretrain_on_tokens(architecture, options, folders, config, job)
+        return _pretrain_on_tokens(architecture, options, folders, config, training)
     if known.text == "attributes":
-        return _with_attributes(architecture, options, folders[0], config, job)
-    return _embed_text(architecture, options, folders if known.contrastive else folders[:1], config, job)
+        return _with_attributes(architecture, options, folders[0], config, training)
+    return _embed_text(architecture, options, folders if known.contrastive else folders[:1], config, training)
 
 
 def _pretrain_on_tokens(
-    architecture: ModelConfig, options: Any, folders: Sequence[tuple[Path, Path]], config: PretrainConfig, job: Job
+    architecture: ModelConfig,
+    options: Any,
+    folders: Sequence[tuple[Path, Path]],
+    config: PretrainConfig,
+    training: Training,
 ) -> dict[str, float]:
     """Pre-train on all but the first of `folders` (tables, sequences), or on that one if there are no others."""
     from seqrec.data import item_tokens
     from seqrec.training import pretrained
 
-    start = pretrained.locate(options.start, job.state / "downloads") if options.start else ""
+    start = pretrained.locate(options.start, training.state / "downloads") if options.start else ""
     texts = [_texts(folder, options.attributes) for folder in folders]
     read = slice(1, None) if len(folders) > 1 else slice(None)  # with sources, the dataset itself is not used
     tokenizer = (
@@ -144,14 +152,14 @@ def _pretrain_on_tokens(
     net = build(architecture, Catalogue(learnt.num_items, learnt.num_users, 0, item_tokens.concatenate(tokens[read])))
     if start:
         pretrained.load_weights(net, start)
-    job = replace(
-        job,
+    training = replace(
+        training,
         inputs=[sequences for _, sequences in folders],
-        files={**job.files, TOKENIZER: tokenizer.to_str(pretty=True).encode()},
+        files={**training.files, TOKENIZER: tokenizer.to_str(pretty=True).encode()},
         content=[digest(net.state_dict()), *(digest(of_dataset) for of_dataset in tokens)],
         finish=lambda trained: trained.serve(served),
     )
-    return train(net, learnt, job)
+    return train(net, learnt, training)
 
 
 def _texts(folder: tuple[Path, Path], attributes: Sequence[str]) -> Any:
@@ -162,13 +170,17 @@ def _texts(folder: tuple[Path, Path], attributes: Sequence[str]) -> Any:
 
 
 def _embed_text(
-    architecture: ModelConfig, options: Any, folders: Sequence[tuple[Path, Path]], config: PretrainConfig, job: Job
+    architecture: ModelConfig,
+    options: Any,
+    folders: Sequence[tuple[Path, Path]],
+    config: PretrainConfig,
+    training: Training,
 ) -> dict[str, float]:
     """Build a model of frozen text vectors; if it has a pre-training phase, pre-train as `_pretrain_on_tokens`."""
     from seqrec.data import item_tokens
     from seqrec.training import pretrained
 
-    start = pretrained.locate(options.start, job.state / "downloads")
+    start = pretrained.locate(options.start, training.state / "downloads")
     tokenizer, limit = pretrained.load_tokenizer(start), options.attribute_tokens
     texts = [_texts(folder, options.attributes) for folder in folders]
     vectors = [pretrained.text_vectors(item_tokens.tokenise(text, tokenizer, limit), start) for text in texts]
@@ -176,22 +188,24 @@ def _embed_text(
     target = Catalogue(parts[0].num_items, parts[0].num_users, 0, {"vectors": vectors[0]})
     torch.manual_seed(config.seed)
     if not REGISTRY[architecture.architecture].contrastive:
-        return train(build(architecture, target), parts[0], replace(job, content=[digest({"vectors": vectors[0]})]))
+        return train(
+            build(architecture, target), parts[0], replace(training, content=[digest({"vectors": vectors[0]})])
+        )
     read = slice(1, None) if len(folders) > 1 else slice(None)
     learnt = train_parts(parts[read], config)
     joined = torch.cat([vectors[0][:1], *(of_dataset[1:] for of_dataset in vectors[read])])
     net = build(architecture, Catalogue(learnt.num_items, learnt.num_users, 0, {"vectors": joined}))
-    job = replace(
-        job,
+    training = replace(
+        training,
         inputs=[sequences for _, sequences in folders],
         content=[digest(net.state_dict()), *(digest({"vectors": of_dataset}) for of_dataset in vectors)],
         finish=lambda trained: trained.serve(target),
     )
-    return train(net, learnt, job)
+    return train(net, learnt, training)
 
 
 def _with_attributes(
-    architecture: ModelConfig, options: Any, folder: tuple[Path, Path], config: PretrainConfig, job: Job
+    architecture: ModelConfig, options: Any, folder: tuple[Path, Path], config: PretrainConfig, training: Training
 ) -> dict[str, float]:
     """Build a model that reads item attributes; a pre-training phase runs every epoch on the whole training split."""
     from seqrec.data import item_tokens
@@ -202,7 +216,7 @@ def _with_attributes(
     net = build(architecture, Catalogue(target.num_items, target.num_users, 0, tokens))
     learnt = train_parts([target], config, validated=False) if net.contrastive else target
     epochs = dict.fromkeys(net.phases("pretrain"), config.epochs)
-    return train(net, learnt, replace(job, content=[digest(tokens)], epochs=epochs))
+    return train(net, learnt, replace(training, content=[digest(tokens)], epochs=epochs))
 
 
 def train_parts(parts: Sequence[Sequences], config: PretrainConfig, *, validated: bool = True) -> Sequences:

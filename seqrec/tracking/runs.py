@@ -64,7 +64,6 @@ ADVICE = {  # words of a database's errors -> what to do
     "unable to open database file": "the database cannot be opened; make its folder exist and writable",
     "file is not a database": "the file is no SQLite database, or cut short; name another, or restore it from a backup",
     "malformed": "the database is damaged; restore it from a backup",
-    "no such table": "the database lacks a table; restore it from a backup",
     "failed with error code 401": "the server wants another user or password; set MLFLOW_TRACKING_USERNAME and "
     "MLFLOW_TRACKING_PASSWORD",
 }

@@ -54,11 +54,7 @@ class Search:
 
     def params(self, values: Values) -> Params:
         """Return all settings of a trial with `values`."""
-        entry = dict(self.content["models"][self.model])
-        for key, value in values.items():
-            section, _, name = key.partition(".")
-            entry[section] = {**entry[section], name: value}
-        return from_dict({**self.content, "models": {self.model: entry}})
+        return from_dict(self.content).with_overrides({f"models.{self.model}.{key}": values[key] for key in values})
 
     def options(self, params: Params) -> dict[str, Any]:
         """Return every option of the model, including defaults; options that are `auto` stay `auto`."""
@@ -333,7 +329,7 @@ def _write(output: Path, search: Search, study: optuna.Study, budget: dict[str, 
     stages = [stage for stage in SECTIONS if stage != "tune"]
     content: dict[str, Any] = {"dataset": params.dataset, "sources": params.sources, "leaderboard": [search.model]}
     content |= {stage: asdict(params.section(stage, model=search.model)) for stage in stages}
-    del content["finetune"]["refit"]  # that of evaluate
+    content["filter_seen"] = params.filters_seen()
     content["datasets"] = {name: params.dataset_entry(name) for name in params.sources}
     entry = {"architecture": params.model(search.model).architecture, "options": search.options(params)}
     content["models"] = {search.model: entry}

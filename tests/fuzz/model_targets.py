@@ -1,8 +1,9 @@
-"""The card, weights and counts of a saved model, the keys of the service, and requests to it."""
+"""The card, weights and counts of a saved model, and the requests of the service."""
 
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import math
 import shutil
@@ -43,7 +44,6 @@ def folders(draw: st.DrawFn) -> tuple[bytes, bytes]:
     """Return card and weights, changed in one or two places."""
     card = json.loads((saved() / MODEL_CARD).read_text())
     weights = (saved() / WEIGHTS).read_bytes()
-    card.pop("weights_sha256", None)  # whoever tampers can write the right digest
     for _ in range(draw(st.integers(0, 2))):
         *above, key = draw(st.sampled_from(paths(card) or [("unheard of",)]))
         inner = card
@@ -53,11 +53,12 @@ def folders(draw: st.DrawFn) -> tuple[bytes, bytes]:
             inner.pop(key, None)
         else:
             inner[key] = copy.deepcopy(draw(st.sampled_from([*NASTY, *NUMBERS])))
+    if draw(st.integers(0, 4)) == 0:
+        weights = draw(damaged(weights))
+    card["weights_sha256"] = hashlib.sha256(weights).hexdigest()  # whoever tampers can write the right digest
     text = json.dumps({str(key): value for key, value in card.items()}, default=str).encode()
     if draw(st.integers(0, 4)) == 0:
         text = draw(damaged(text))
-    if draw(st.integers(0, 4)) == 0:
-        weights = draw(damaged(weights))
     return text, weights
 
 

@@ -249,7 +249,7 @@ def test_a_store_that_fails_is_a_503_and_given_histories_are_answered(recommende
         refused = requests.post(f"{address}/events", json={"events": [sent]}, timeout=10)
         time.sleep(0.5)  # until what was shown has been written, in vain
     assert refused.status_code == 503
-    assert "events.db: the database lacks a table" in caplog.text
+    assert "events.db lacks a table: start the service again" in caplog.text
     assert "could not be written" in caplog.text
     assert not {"private", "secret", "u1", "INSERT", "Traceback"} & set(re.findall(r"\w+", caplog.text))
     assert (failed.status_code, failed.headers["Retry-After"], given.status_code) == (503, "1", 200)

@@ -417,7 +417,7 @@ def test_a_champion_of_another_filter_is_measured_again_with_the_candidates_own(
 
     assert aliases() == {"candidate": 2, "champion": 1}
     reason = outcome()["reason"]
-    assert "(measured with another evaluate.filter_seen), measured again on these cases (0 items and 0 users" in reason
+    assert "(measured with another filter_seen), measured again on these cases (0 items and 0 users" in reason
     prepared, model = data.load(Path("data/sequences")), load_model(Path("artifacts/sasrec/finetuned"))[0]
     chosen = data.cases(prepared, "valid")
     rank = ranking.rank(model_scorer(model), prepared, chosen, filter_seen=False).rank_unfiltered.numpy()
