@@ -25,6 +25,7 @@ from seqrec.data import sequences
 from seqrec.data.sequences import Cases, Sequences
 from seqrec.evaluation import metrics, ranking
 from seqrec.models.base import Options, SequenceModel
+from seqrec.models.optional import SelfSupervised
 from seqrec.training import batches, contrast, objectives, optimizer, validation
 from seqrec.training.batches import Windows
 from seqrec.training.checkpoint import ResumeState, below, not_finite
@@ -152,7 +153,7 @@ class _Step(nn.Module):
 class _Phase:
     name: str
     options: Options  # those of the model, with the objective of the phase
-    contrastive: bool  # whether validation measures in-batch accuracy
+    contrastive: bool  # whether batches include the target, as in the pre-training of `SelfSupervised`
     optimizers: list[Optimizer]
     step: nn.Module  # _Step, as DDP wraps it
 
@@ -214,10 +215,13 @@ class _Run:
         config = self.job.config
         self.model.enter(name)
         options: Options = self.model.options
+        contrastive = isinstance(self.model, SelfSupervised) and name == self.model.pretraining
+        if contrastive and self.model.by_prefix:
+            options = replace(options, objective="last")
         self.phase = _Phase(
             name=name,
-            options=replace(options, objective="last") if name in self.model.by_prefix else options,
-            contrastive=name in self.model.contrastive,
+            options=options,
+            contrastive=contrastive,
             optimizers=optimizer.build(self.model, config),
             step=self.job.accelerator.prepare(_Step(self.model, Loss(config, self.data.count), config)),
         )
@@ -399,6 +403,7 @@ class _Run:
     def _validate(self) -> dict[str, float]:
         job, position = self.job, self.position
         if self.phase.contrastive:
+            assert isinstance(self.model, SelfSupervised)
             values = validation.in_batch_accuracy(self.model, self.data, job.config.batch_size, job.accelerator)
         else:
             values = validation.validate(

@@ -10,6 +10,7 @@ from seqrec.data import sequences
 from seqrec.data.sequences import Cases, Sequences
 from seqrec.evaluation import metrics, ranking
 from seqrec.models.base import SequenceModel
+from seqrec.models.optional import SelfSupervised
 
 METRIC = "valid/ndcg@10"
 ACCURACY = "valid/accuracy"  # in contrastive phases
@@ -46,7 +47,7 @@ def validate(
 
 @torch.no_grad()
 def in_batch_accuracy(
-    model: SequenceModel, data: Sequences, rows: int, accelerator: Accelerator | None = None
+    model: SelfSupervised, data: Sequences, rows: int, accelerator: Accelerator | None = None
 ) -> dict[str, float]:
     """Return the share of validation cases whose target scores highest among the targets of its block of `rows`."""
     chosen = sequences.cases(data, "valid")
