@@ -38,7 +38,7 @@ lock:  ## write requirements.lock anew, after a change of constraints.txt or pyp
 first: setup  ## one model on MovieLens-100K in about 80 seconds, without DVC and MLflow; into runs/first
 	@python -m seqrec run --config-file configs/first.yaml --out runs/first
 
-repro: setup  ## the whole pipeline, then the leaderboard; SET="finetune.epochs=3" tries other settings
+repro: setup  ## the whole pipeline, then the leaderboard; SET="finetune.epochs=3" changes settings for this run
 	@python -m seqrec repro $(if $(SET),--changes "$(SET)")
 	@python -m seqrec leaderboard --reports reports
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks import meter
-from seqrec.training import loop, losses
+from seqrec.training import cost, losses
 
 NEGATIVES = 256  # of sampled_ce, for all targets together
 SECONDS = 4.0  # a measurement repeats its step for about so long
@@ -84,7 +84,7 @@ def needed_bytes(name: str, items: int, targets: int, dim: int) -> int:
 
 def measure(name: str, items: int, targets: int, dim: int) -> dict[str, float]:
     """Return peak MiB above the inputs, and milliseconds of a step by the clock and of the cores."""
-    loop.keep_freed_memory()
+    cost.keep_freed_memory()
     torch.manual_seed(0)
     item_VD = torch.randn(items + 1, dim).mul_(0.02).requires_grad_()
     query_ND = torch.randn(targets, dim).requires_grad_()

@@ -1,4 +1,4 @@
-"""Our SASRec through the real engine: `job.train`, then `ranking.rank`.
+"""Our SASRec through the real engine: `train.train`, then `ranking.rank`.
 
 Run by peers.py in this project's environment, like every contestant in a process of its own.
 """
@@ -21,8 +21,8 @@ from seqrec.data.sequences import Sequences
 from seqrec.evaluation import ranking
 from seqrec.models import Catalogue
 from seqrec.models.sasrec import SASRec
-from seqrec.training.job import Job
-from seqrec.training.job import train as train_job
+from seqrec.training.train import Training
+from seqrec.training.train import train as run_training
 from seqrec.training.validation import validate
 
 TIMED_EPOCH = 1  # counted from 0: the one before warms up, the one after ends with an evaluation
@@ -56,7 +56,7 @@ def train(model: SASRec, data: Sequences, settings: dict[str, Any], precision: s
     started: list[Cost] = []
     model.on_epoch = lambda: started.append(meter.now())  # the engine calls it at the start of each epoch
     with tempfile.TemporaryDirectory() as folder:
-        job = Job(
+        training = Training(
             name="sasrec",
             stage="finetune",
             config=config,
@@ -65,7 +65,7 @@ def train(model: SASRec, data: Sequences, settings: dict[str, Any], precision: s
             state=Path(folder) / "state",
             filter_seen=True,
         )
-        train_job(model, data, job)
+        run_training(model, data, training)
         history = (Path(folder) / "output" / "history.jsonl").read_text().splitlines()
     spent = started[TIMED_EPOCH + 1] - started[TIMED_EPOCH]
     targets = int((data.train_stop - data.start - 1).clamp(0, settings["length"]).sum())

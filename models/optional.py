@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeGuard
 
 from torch import Tensor
 
@@ -52,6 +52,11 @@ class SelfSupervised(SequenceModel):
         score_BB = self.pair_scores(batch)
         other_BB = target_B.unsqueeze(1) != target_B
         return ((score_BB >= score_BB.diagonal().unsqueeze(1)) & other_BB).sum(1) == 0
+
+
+def self_supervised(model: SequenceModel, phase: str) -> TypeGuard[SelfSupervised]:
+    """Return whether `phase` is the one of a `SelfSupervised` model in which rows end with their target."""
+    return isinstance(model, SelfSupervised) and phase == model.pretraining
 
 
 class Transferable(SelfSupervised, DescribedItems):

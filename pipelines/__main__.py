@@ -15,6 +15,8 @@ from seqrec.redaction import excepthook, redacted
 if TYPE_CHECKING:
     from seqrec.pipelines.client import Package, Server
 
+LONGEST = 1e9  # seconds
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return the exit status: 0 success, 1 a failure that the message explains, 2 wrong usage."""
@@ -56,8 +58,8 @@ def _parser() -> argparse.ArgumentParser:
     sent = commands.add_parser("submit", parents=[_package(), server, root], help="start a run on a server")
     sent.add_argument("--no-cache", action="store_true", help="run every step again")
     sent.add_argument("--wait", action="store_true", help="wait until the run ends; fail if it fails")
-    sent.add_argument("--timeout", type=float, default=86_400, help="seconds to wait (default: %(default)s)")
-    sent.add_argument("--poll", type=float, default=10, help="seconds between status checks (default: %(default)s)")
+    sent.add_argument("--timeout", type=_seconds, default=86_400, help="seconds to wait (default: %(default)s)")
+    sent.add_argument("--poll", type=_seconds, default=10, help="seconds between status checks (default: %(default)s)")
 
     parents = [_package("retraining"), server, root]
     often = commands.add_parser("schedule", parents=parents, help="run a pipeline on a server at regular times")
@@ -67,6 +69,14 @@ def _parser() -> argparse.ArgumentParser:
         "upload", parents=[_package(), server], help="upload a pipeline, or a new version of it, to a server"
     )
     return parser
+
+
+def _seconds(text: str) -> float:
+    """Return a duration; argparse turns the error into wrong usage."""
+    seconds = float(text)
+    if not 0 < seconds < LONGEST:
+        raise argparse.ArgumentTypeError(f"must be above 0 and below {LONGEST:g} seconds, not {text}")
+    return seconds
 
 
 def _package(pipeline: str = "training") -> argparse.ArgumentParser:

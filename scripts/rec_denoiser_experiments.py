@@ -55,7 +55,12 @@ def main() -> None:
     parser.add_argument("--tables", action="store_true", help="write tables and figures; run nothing")
     flags = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    for path in sorted(CONFIGS.glob("*.yaml")):
+    paths = sorted(CONFIGS.glob("*.yaml"))
+    if unknown := set(flags.only) - {path.stem for path in paths}:
+        parser.error(
+            f"--only: no {', '.join(sorted(unknown))} in {CONFIGS}; there are {', '.join(p.stem for p in paths)}"
+        )
+    for path in paths:
         if flags.tables or (flags.only and path.stem not in flags.only):
             continue
         params = load(path)

@@ -185,6 +185,7 @@ def _is_dataset_of_params(parameter: inspect.Parameter) -> bool:
 def bind(function: Callable[..., Any], command: str, flags: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of `function`: flags as given, settings from params.yaml."""
     names, hints = inspect.signature(function).parameters, typing.get_type_hints(function)
+    _check_numbers(function, flags)
     params = None
     if any(name in FROM_PARAMS or _is_dataset_of_params(parameter) for name, parameter in names.items()):
         from seqrec.config import load
@@ -196,8 +197,9 @@ def bind(function: Callable[..., Any], command: str, flags: argparse.Namespace) 
             values[name] = FROM_PARAMS[name](params, command, flags)
         elif params is not None and _is_dataset_of_params(parameter):
             values[name] = flags.dataset or params.dataset
-        elif dataclasses.is_dataclass(hint := hints[name]):
-            values[name] = hint(**{field.name: getattr(flags, field.name) for field in dataclasses.fields(hint)})
+        elif dataclasses.is_dataclass(hints[name]):
+            section: Any = hints[name]
+            values[name] = section(**{field.name: getattr(flags, field.name) for field in dataclasses.fields(section)})
         else:
             values[name] = getattr(flags, name)
     stage = _stage(command)
@@ -207,6 +209,16 @@ def bind(function: Callable[..., Any], command: str, flags: argparse.Namespace) 
         if stage.metrics and flags.metrics is None:
             flags.metrics = Path(stage.metrics.format(**item))
     return values
+
+
+def _check_numbers(function: Callable[..., Any], flags: argparse.Namespace) -> None:
+    """Raise ValueError if a number is not finite, or outside of the `Bounds` of its parameter."""
+    hints = typing.get_type_hints(function, include_extras=True)
+    kinds = typing.get_type_hints(function)
+    for name in (name for name in hints if kinds[name] in (int, float) and name in flags):
+        from seqrec.config.checks import check_value  # some commands have no numbers, and start without this
+
+        check_value(f"--{name.replace('_', '-')}", hints[name], getattr(flags, name))
 
 
 def _config(params: Params, command: str, flags: argparse.Namespace) -> Any:

@@ -81,6 +81,7 @@ def test_wrong_usage_exits_with_2(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+WRONG = ("inf", "nan", "0", "-1")
 FINETUNE = ["--sequences", "sequences", "--initial", "initial", "--checkpoint", "finetuned", "--state", "state"]
 
 
@@ -103,6 +104,28 @@ def test_a_mistake_is_one_message_and_exits_with_1(params, caplog, arguments, me
     assert message in caplog.text
     assert caplog.messages[0].startswith(f"{arguments[0]}: ")
     assert "Traceback" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        *((["auto", "--data", "log.csv", "--out", "out", "--minutes", value], "--minutes must be") for value in WRONG),
+        (["auto", "--data", "log.csv", "--out", "out", "--minutes", "1e300"], "--minutes must be more than 0 and at"),
+        *((["compare", "one", "other", "--confidence", value], "--confidence must be") for value in [*WRONG, "1"]),
+        (["compare", "one", "other", "--seed", "-1"], "--seed must be at least 0"),
+        (["recommend", "--history", "1", "--k", "0"], "--k must be at least 1 and at most 100000"),
+        (["recommend", "--history", "1", "--k", "9" * 30], "--k must be a finite number"),
+        (["score", "--sequences", "s", "--saved", "m", "--output", "o", "--k", "-1"], "--k must be at least 1"),
+        (["export", "--saved", "m", "--output", "o", "--k", "0"], "--k must be at least 1"),
+        (["baselines", "--sequences", "s", "--reports", "r", "--ease-items", "-1"], "--ease-items must be at least 0"),
+        (["registry", "promote", "--version", "-1"], "--version must be at least 0"),
+        (["ui", "--port", "0"], "--port must be at least 1"),
+    ],
+)
+def test_a_number_out_of_range_is_named_before_anything_runs(params, caplog, arguments, message):
+    assert main(arguments) == 1
+    assert caplog.messages[0].startswith(f"{arguments[0]}: {message}")
+    assert sorted(path.name for path in Path().iterdir()) == ["params.yaml"]
 
 
 def test_verbose_shows_the_traceback(params):

@@ -36,6 +36,7 @@ from seqrec.artifacts import (
 )
 from seqrec.commands import run
 from seqrec.config import Params, from_dict
+from seqrec.config.ranges import Minutes
 from seqrec.data import data_warnings, sequences
 from seqrec.data.splits import DAY
 from seqrec.evaluation import leaderboard
@@ -44,7 +45,7 @@ from seqrec.training import auto_settings
 from seqrec.training.auto_settings import Shape
 
 if TYPE_CHECKING:
-    from seqrec.training.loop import Cost
+    from seqrec.training.cost import Cost
 
 logger = logging.getLogger(__name__)
 PLAN = "auto.json"
@@ -114,7 +115,7 @@ def auto(
     *,
     data: Path,
     out: Path,
-    minutes: float = 10.0,
+    minutes: Minutes = 10.0,
     user: str = "",
     item: str = "",
     time: str = "",
@@ -146,8 +147,6 @@ def auto(
         raise ValueError(f"--data: {data} not found")
     if items and not Path(items).is_file():
         raise ValueError(f"--items: {items} not found")
-    if minutes <= 0:
-        raise ValueError("--minutes must be above 0")
     named = {"user_id": user, "item_id": item, "timestamp": time, "title": title}
     columns = {name: column for name, column in named.items() if column}
     about = {"data": str(data.resolve()), "minutes": minutes}
@@ -424,20 +423,17 @@ def _cost(params: Params, name: str, folder: Path, out: Path) -> Cost:
     import torch
     from accelerate import Accelerator
 
-    from seqrec.training import loop
-    from seqrec.training.checkpoint import ResumeState, load_model
+    from seqrec.training import cost
+    from seqrec.training.checkpoint import load_model
 
     net, _ = load_model(out / "artifacts" / name / "initial")
-    return loop.measure(
-        loop.Fit(
-            model=net,
-            data=sequences.load(folder),
-            stage="finetune",
-            config=params.section("finetune", model=name),
-            filter_seen=params.filters_seen(),
-            state=ResumeState(out / "state" / "probe", "probe"),
-            accelerator=Accelerator(cpu=not torch.cuda.is_available()),
-        )
+    return cost.measure(
+        net,
+        sequences.load(folder),
+        stage="finetune",
+        config=params.section("finetune", model=name),
+        filter_seen=params.filters_seen(),
+        accelerator=Accelerator(cpu=not torch.cuda.is_available()),
     )
 
 

@@ -44,7 +44,7 @@ def events(
 
     Raises:
         ConfigError: the action or a kind does not exist, or no store is named.
-        ValueError: the store has no such events.
+        ValueError: the store has no such events, or no answers of a version.
     """
     if len(actions) != 1 or actions[0] not in ACTIONS:
         raise ConfigError(f"events: one of {', '.join(ACTIONS)} expected, not {' '.join(actions)}")
@@ -53,7 +53,7 @@ def events(
         raise ConfigError(f"events: name the store, --store or {VARIABLE}")
     opened = Store(store_url(store))
     if actions[0] == "compare":
-        return _compare(opened, versions.split(","))
+        return _compare(opened, [version.strip() for version in versions.split(",")])
     if actions[0] == "import":
         number = opened.seed(interactions)
         logger.info("%d events of %s are new in the store", number, interactions)
@@ -79,9 +79,12 @@ def _kinds(text: str) -> list[str]:
 
 
 def _compare(store: Store, versions: Sequence[str]) -> dict[str, float]:
-    if len(versions) != 2:
+    if len(set(versions)) != 2 or len(versions) != 2:
         raise ConfigError(f"events: --versions CHAMPION,CANDIDATE expected, not {','.join(versions)!r}")
     found = show_clicks(store, *versions)
+    for rate in (found.champion, found.candidate):
+        if not rate.answers:
+            raise ValueError(f"--versions: no user was shown a list of version {rate.version} while both were served")
     return {"difference": found.difference, "low": found.low, "high": found.high}
 
 

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from seqrec.artifacts import written
 from seqrec.config import RegisterConfig
+from seqrec.config.ranges import ListLength
 from seqrec.counts.term import with_counts
 from seqrec.data.sequences import load as load_sequences
 from seqrec.data.sequences import read_users, read_vocabulary
@@ -36,7 +37,7 @@ def recommend(
     history: str,
     dataset: str,
     config: RegisterConfig,
-    k: int = 10,
+    k: ListLength = 10,
     user: str = "",
     exclude: str = "",
     saved: str = "",
@@ -83,7 +84,7 @@ def _ids(text: str) -> list[str]:
 
 @torch.no_grad()
 def score(
-    *, sequences: Path, saved: str | Path, output: Path, k: int = 10, config: RegisterConfig | None = None
+    *, sequences: Path, saved: str | Path, output: Path, k: ListLength = 10, config: RegisterConfig | None = None
 ) -> dict[str, float]:
     """Write the best items of every user, after all of the user's events, to a Parquet file.
 

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from seqrec.commands.events import show_clicks
 from seqrec.config import ConfigError, RegisterConfig
+from seqrec.config.ranges import Count
 from seqrec.evaluation.leaderboard import SELECTION
 from seqrec.serving.events import Store, StoreError, store_url
 from seqrec.tracking import registry as models
@@ -28,7 +29,7 @@ def registry(
     *,
     dataset: str,
     config: RegisterConfig,
-    version: int = 0,
+    version: Count = 0,
     reason: str = "",
     store: str = "",
 ) -> None:

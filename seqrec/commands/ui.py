@@ -18,6 +18,7 @@ from mlflow.entities import Experiment
 from rich.console import Console
 
 from seqrec.config import ConfigError, RegisterConfig
+from seqrec.config.ranges import Port
 from seqrec.tracking import runs, view
 
 logger = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ PORTS = 20  # ports that are tried, from the one that was asked for
 LAST_PORT = 65_535
 
 
-def ui(*, config: RegisterConfig, port: int = 5000, no_browser: bool = False) -> None:
+def ui(*, config: RegisterConfig, port: Port = 5000, no_browser: bool = False) -> None:
     """Print and open the page that compares the models; start MLflow, until interrupted, if no server is running.
 
     Args:
@@ -38,12 +39,10 @@ def ui(*, config: RegisterConfig, port: int = 5000, no_browser: bool = False) ->
         no_browser: only print the address.
 
     Raises:
-        ConfigError: the port does not exist, or all ports that were tried belong to other programs.
+        ConfigError: all ports that were tried belong to other programs.
         TrackingError: the tracking server does not answer.
         ValueError: MLflow did not start.
     """
-    if not 1 <= port <= LAST_PORT:
-        raise ConfigError(f"ui: --port must be from 1 to {LAST_PORT}, not {port}")
     client, uri = runs.connect(config), runs.tracking_uri(config)
     experiment = client.get_experiment(runs.experiment(client, config))
     if uri.startswith(("http://", "https://")):

@@ -59,22 +59,30 @@ def check_fields(section: Any) -> None:
         ValueError: the message names the field.
     """
     for name, hint in _hints(section.__class__).items():
-        value = getattr(section, name)
-        kind, *limits = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint,)
-        if isinstance(value, str) and value == AUTO and may_be_auto(hint):
-            continue
-        if typing.get_origin(kind) is Literal:
-            choices = typing.get_args(kind)
-            require(value in choices, f"{name} must be one of {', '.join(map(str, choices))}, not {value!r:.80}")
-        elif kind in (bool, int, float, str):
-            fits = isinstance(value, bool) if kind is bool else not isinstance(value, bool)
-            fits = fits and isinstance(value, (int, float) if kind is float else kind)
-            require(fits, f"{name} must be of type {kind.__name__}, not {value!r:.80}")
-        if kind in (int, float):
-            fits = math.isfinite(value) and (kind is float or abs(value) < 2**63)
-            require(fits, f"{name} must be a finite number, not {value!r:.80}")
-        for limit in (limit for limit in limits if isinstance(limit, Bounds)):
-            require(value in limit, f"{name} must be {limit}, not {value!r:.80}")
+        check_value(name, hint, getattr(section, name))
+
+
+def check_value(name: str, hint: Any, value: Any) -> None:
+    """Check a number, string or choice against its type and `Bounds`.
+
+    Raises:
+        ValueError: the message starts with `name`.
+    """
+    kind, *limits = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint,)
+    if isinstance(value, str) and value == AUTO and may_be_auto(hint):
+        return
+    if typing.get_origin(kind) is Literal:
+        choices = typing.get_args(kind)
+        require(value in choices, f"{name} must be one of {', '.join(map(str, choices))}, not {value!r:.80}")
+    elif kind in (bool, int, float, str):
+        fits = isinstance(value, bool) if kind is bool else not isinstance(value, bool)
+        fits = fits and isinstance(value, (int, float) if kind is float else kind)
+        require(fits, f"{name} must be of type {kind.__name__}, not {value!r:.80}")
+    if kind in (int, float):
+        fits = math.isfinite(value) and (kind is float or abs(value) < 2**63)
+        require(fits, f"{name} must be a finite number, not {value!r:.80}")
+    for limit in (limit for limit in limits if isinstance(limit, Bounds)):
+        require(value in limit, f"{name} must be {limit}, not {value!r:.80}")
 
 
 @functools.cache

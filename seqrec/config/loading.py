@@ -268,7 +268,7 @@ def _entries(entries: Any, group: str, keys: Sequence[str]) -> dict[str, dict[st
 def _entry(entry: Any, name: str, group: str, keys: Sequence[str]) -> dict[str, Any]:
     path = f"{group}.{name}"
     check_keys(entry, keys, path)
-    sections = {key: {} for key in keys if key not in ("architecture", "filter_seen")}
+    sections: dict[str, Any] = {key: {} for key in keys if key not in ("architecture", "filter_seen")}
     full: dict[str, Any] = sections | ({"architecture": name} if "architecture" in keys else {}) | dict(entry)
     return {key: _value(key, value, f"{path}.{key}") for key, value in full.items()}
 

@@ -53,6 +53,9 @@ Share = Annotated[float, Bounds(ge=0, le=1)]
 Fraction = Annotated[float, Bounds(gt=0, lt=1)]
 NotNegative = Annotated[float, Bounds(ge=0)]
 PositiveReal = Annotated[float, Bounds(gt=0)]
+ListLength = Annotated[int, Bounds(ge=1, le=100_000)]  # of recommendations
+Minutes = Annotated[float, Bounds(gt=0, le=525_600)]  # a year at most
+Port = Annotated[int, Bounds(ge=1, le=65_535)]
 Seed = Annotated[int, Bounds(ge=0, lt=2**32)]  # accepted by numpy and torch
 
 

@@ -20,6 +20,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from seqrec.artifacts import CASES, METRICS, MODEL_CARD, SPLIT_CARD, read_json, read_table
+from seqrec.config.ranges import Fraction, Seed
 from seqrec.data.sequences import Sequences, trained_until
 from seqrec.data.sequences import cases as cases_of
 from seqrec.data.sequences import load as load_sequences
@@ -57,8 +58,8 @@ def compare(
     *,
     seeds: bool = False,
     sequences: Path | None = None,
-    confidence: float = 0.95,
-    seed: int = 42,
+    confidence: Fraction = 0.95,
+    seed: Seed = 42,
 ) -> dict[str, Any]:
     """Print and return the paired gain of the first run over each other run, or with `seeds` the spread of all runs.
 

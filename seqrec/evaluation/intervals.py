@@ -35,8 +35,8 @@ def bootstrap(
 
     Each end is the outer one of two. The BCa interval corrects the percentiles of resampled means for bias and skewness
     (Efron 1987); its level is widened for small samples (Hesterberg 2015). Student's t interval is the safer one for
-    differences of which few are not 0. For shares it counts one more user with the lowest or highest value, because a
-    few users may all happen to have 0. With many users the two are the same.
+    differences of which few are not 0. For shares it counts one more case with the lowest or highest value, because a
+    few cases may all happen to have 0. With many users the two are the same.
 
     Users are resampled rather than cases, because the cases of one user are not independent.
 
@@ -61,7 +61,7 @@ def bootstrap(
     residuals = sums - sums.sum() / cases.sum() * cases
     error = math.sqrt(float((residuals**2).sum())) / float(cases.sum())  # of a ratio of sums
     low, high = _bca(_resampled(sums, cases, resamples, seed), sums, cases, reach)
-    one_more = 0.0 if difference else 1 / users
+    one_more = 0.0 if difference else 1 / len(value)
     low = min(low, mean - reach * math.hypot(error, one_more * (mean - least)))
     high = max(high, mean + reach * math.hypot(error, one_more * (most - mean)))
     return Interval(mean, max(low, least), min(high, most))

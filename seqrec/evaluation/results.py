@@ -69,7 +69,7 @@ def report(
         values |= {f"{split}/{name}@10": value for name, value in lists.items()}
         values[f"{split}/cases"] = len(chosen)
         values[f"{split}/tied_cases"] = int((ranked.ties > 0).sum())
-        tables.append(_case_table(split, data, chosen, rank, ranked.ties))
+        tables.append(case_table(split, data, chosen, rank, ranked.ties))
         if split == "test":
             write_table(directory / artifacts.RECOMMENDATIONS, _recommendations(chosen, ranked))
     metrics.require_possible(values | facts, directory.name)
@@ -113,7 +113,8 @@ def _slices(rank: Tensor, data: Sequences, chosen: Cases, config: EvaluateConfig
     return values
 
 
-def _case_table(split: str, data: Sequences, chosen: Cases, rank: Tensor, ties: Tensor) -> pa.Table:
+def case_table(split: str, data: Sequences, chosen: Cases, rank: Tensor, ties: Tensor) -> pa.Table:
+    """Return the ranks and ties of some cases in the form of cases.parquet."""
     columns = {
         "split": np.full(len(chosen), split),
         "user": (chosen.user + 1).int().cpu().numpy(),

@@ -22,7 +22,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from seqrec.artifacts import open_table, written
 from seqrec.config import ConfigError
 from seqrec.redaction import redacted
-from seqrec.tracking.runs import advice_on, first_line
+from seqrec.tracking.runs import advice_on, first_line, is_cut_short
 
 VARIABLE = "SEQREC_STORE"  # of the environment: the URL, which may hold a password
 EXPECTED = f"expected sqlite:///FILE or postgresql+psycopg://... as --store or {VARIABLE}"
@@ -33,6 +33,7 @@ MOST = 1_000  # newest events of a user that are looked up, and newest items tha
 BLOCK = 10_000  # rows of an import
 CAUTION = 10  # events added to both counts of a trend, so that few events are none
 PATIENCE_S = 5.0  # in which tables are tried to be made
+MISSING = ("no such table", 'relation "')  # words of errors about a table that is not there
 DAMAGE = ("not a database", "malformed")  # words of SQLite's errors about a file that is cut short or altered
 
 TABLES = sa.MetaData()
@@ -161,7 +162,7 @@ class Store:
                     TABLES.create_all(connection)
                     HIDDEN_OF_USER.create(connection, checkfirst=True)  # stores made before it was added lack it
                 return
-            except TypeError as error:  # an option of the URL that the driver does not know
+            except (TypeError, ValueError) as error:  # an option of the URL that the driver does not take
                 raise ConfigError(f"store: {redacted(str(error))}; {EXPECTED}") from error
             except StoreError:
                 if attempt == attempts or time.monotonic() - began > PATIENCE_S:
@@ -175,21 +176,32 @@ class Store:
         Raises:
             StoreError: the database does not answer, or refuses.
         """
+        if self.engine.dialect.name == "sqlite" and is_cut_short(Path(self.engine.url.database or "")):
+            raise StoreError(self._damaged())
         try:
             with self.engine.begin() as connection:
                 yield connection
         except sa.exc.SQLAlchemyError as error:
             raise StoreError(self._explained(error)) from None  # its text may hold users and items
 
+    @property
+    def _shown(self) -> str:
+        """The URL without its password."""
+        return redacted(self.engine.url.render_as_string(hide_password=True))
+
+    def _damaged(self) -> str:
+        return f"store: {self._shown} is damaged: restore it from a backup, or remove it with all its events"
+
     def _explained(self, error: sa.exc.SQLAlchemyError) -> str:
-        url = redacted(self.engine.url.render_as_string(hide_password=True))
         cause = getattr(error, "orig", None) or error
         if any(words in str(cause) for words in DAMAGE):
-            return f"store: {url} is damaged: restore it from a backup, or remove it with all its events"
+            return self._damaged()
+        if any(words in str(cause) for words in MISSING):
+            return f"store: {self._shown} lacks a table: start the service again, which makes it"
         if isinstance(error, sa.exc.DataError | sa.exc.IntegrityError):  # the database quotes the value
-            return f"store: {url} refused a value ({type(cause).__name__})"
+            return f"store: {self._shown} refused a value ({type(cause).__name__})"
         advice = advice_on(cause) or f"{first_line(cause)}; check --store or {VARIABLE}, and that the database runs"
-        return f"store: {url}: {advice}"
+        return f"store: {self._shown}: {advice}"
 
     def add(self, events: Sequence[Event]) -> int:
         """Store the events that are new, in their order; return how many are."""

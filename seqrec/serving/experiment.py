@@ -59,7 +59,10 @@ class Comparison:
     high: float
 
     def __str__(self) -> str:
-        return f"difference {self.difference:+.4f}, {CONFIDENCE:.0%} interval {self.low:+.4f} to {self.high:+.4f}"
+        interval = f"{CONFIDENCE:.0%} interval {self.low:+.4f} to {self.high:+.4f}"
+        if math.isnan(self.low):
+            interval = "no interval: each version needs answers to two users or more"
+        return f"difference {self.difference:+.4f}, {interval}"
 
 
 def compare(clicks: Sequence[Clicks], champion: str, candidate: str) -> Comparison:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from seqrec.artifacts import GRAPH, GRAPH_CARD, read_json, sha256, write_json
 from seqrec.config import RegisterConfig
+from seqrec.config.ranges import ListLength
 from seqrec.counts.term import CountTerm
 from seqrec.models.base import PAD, Batch, SequenceModel
 from seqrec.serving.recommender import Best, Recommender, Request, located
@@ -83,7 +84,9 @@ class _Counts(nn.Module):
         return score_BV.scatter_add(1, targets_BJK.flatten(1), votes_BJK.flatten(1)) + self.popularity
 
 
-def export(*, saved: str | Path, output: Path, k: int = 100, config: RegisterConfig | None = None) -> dict[str, float]:
+def export(
+    *, saved: str | Path, output: Path, k: ListLength = 100, config: RegisterConfig | None = None
+) -> dict[str, float]:
     """Write the model in `saved` as an ONNX graph, with a card, the vocabulary and the users beside it.
 
     Args:

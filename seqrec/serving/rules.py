@@ -188,7 +188,7 @@ def most_relevant_and_diverse(lists: Sequence[Candidates], k: int) -> list[list[
     for _ in range(k):
         if full_BM.any():
             open_BN &= ~(member_BMN & full_BM[:, :, None]).any(1)
-        found_B = open_BN.any(1)
+        found_B = np.asarray(open_BN.any(1))
         if not found_B.any():
             break
         best_B = np.where(open_BN, gain_BN, -np.inf).argmax(1)

@@ -12,13 +12,14 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from seqrec.serving.config import ServeConfig
 from seqrec.serving.service import Service
 
 if TYPE_CHECKING:
-    from uvicorn.protocols.http.h11_impl import H11Protocol as AutoHTTPProtocol
+    from uvicorn.protocols.http.h11_impl import H11Protocol as Protocol
+else:  # the faster one, where httptools is installed
+    from uvicorn.protocols.http.auto import AutoHTTPProtocol as Protocol
 
 logger = logging.getLogger(__name__)
 HEAD_S = 10.0  # seconds for the head of a request
@@ -41,7 +42,7 @@ def bound(host: str, port: int) -> socket.socket:
     return listener
 
 
-class HeadTimeout(AutoHTTPProtocol):
+class HeadTimeout(Protocol):
     """Closes a connection that does not send the head of a request in time, from the start or after an answer.
 
     uvicorn itself only closes connections that are silent after an answer. Guards limit the time from the head on.

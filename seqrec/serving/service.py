@@ -104,7 +104,7 @@ class Service:
 
     def _longest(self) -> int:
         """Return how many events of a user the models read."""
-        return max(batcher.served.current[0].model.options.history for batcher in self.batchers)
+        return max(int(batcher.served.current[0].model.options.history) for batcher in self.batchers)
 
     async def trending(self, days: float) -> list[tuple[str, float]]:
         """Return the items that gained most, see `Store.trending`.

@@ -15,6 +15,7 @@ from scipy import linalg, sparse
 from torch import Tensor
 
 from seqrec.config import EvaluateConfig
+from seqrec.config.ranges import Count
 from seqrec.counts import baselines as counting
 from seqrec.counts.table import train_events
 from seqrec.data.sequences import Sequences, cases, seen, trained_until, window
@@ -35,7 +36,7 @@ def baselines(
     reports: Path,
     config: EvaluateConfig,
     filter_seen: bool = True,
-    ease_items: int = EASE_ITEMS,
+    ease_items: Count = EASE_ITEMS,
 ) -> dict[str, float]:
     """Evaluate the baselines `popularity`, `markov`, `ease`, `pctm` and `seqrules` as models are evaluated.
 

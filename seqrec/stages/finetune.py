@@ -16,9 +16,9 @@ from seqrec.models.base import SequenceModel
 from seqrec.training import auto_settings, batches, cards
 from seqrec.training.auto_settings import Shape
 from seqrec.training.checkpoint import load_model
-from seqrec.training.job import Job, train
 from seqrec.training.progress import LogEpoch
 from seqrec.training.refit import retrain
+from seqrec.training.train import Training, train
 
 logger = logging.getLogger(__name__)
 COUNTED = 20_000_000  # largest number of events for which repeats are counted
@@ -64,7 +64,7 @@ def finetune(
     if net.phases("finetune"):
         config = auto_settings.resolved(config, Shape.of(prepared))
     _warn(net, prepared, config, filter_seen)
-    job = Job(
+    training = Training(
         name=model,
         stage="finetune",
         config=config,
@@ -78,7 +78,7 @@ def finetune(
         experiment=experiment,
         files=cards.read_files(initial, card),
     )
-    values = train(net, prepared, job)
+    values = train(net, prepared, training)
     if refit != "none":
         retrain(
             model=model,

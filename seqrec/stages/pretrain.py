@@ -13,7 +13,7 @@ from seqrec.models.optional import DescribedItems
 from seqrec.training import auto_settings, families
 from seqrec.training.auto_settings import Shape
 from seqrec.training.cards import catalogue_files
-from seqrec.training.job import Job, train
+from seqrec.training.train import Training, train
 
 
 def pretrain(
@@ -49,7 +49,7 @@ def pretrain(
         resume: fail instead of starting afresh.
         experiment: name of the MLflow experiment, used if MLFLOW_TRACKING_URI is set; `register.experiment`.
     """
-    job = Job(
+    training = Training(
         name=model,
         stage="pretrain",
         config=config,
@@ -71,7 +71,7 @@ def pretrain(
     others = [tables / "sources" / name for name in sources] if config.use_sources else []
     start = families.Start(
         architecture=architecture,
-        job=job,
+        training=training,
         sequences=[sequences, *(source / "sequences" for source in others)],
         tables=[tables, *others],
         champion=champion,

@@ -153,7 +153,7 @@ def register(
             tracker.client.set_tag(parent.info.run_id, PIPELINE_RUN, pipeline_run)
         _check_artifacts(tracker.client, parent, reports / LEADERBOARD)
         logged = {entry.name: _log_entry(tracker, entry, parent, shown) for entry in entries}
-        outcome = _gate(tracker, best, rows, logged[best.name], config)
+        outcome = _gate(tracker, best, rows, logged[best.name], sequences, config)
         for entry in entries:
             entry.row["candidate"] = entry is best
             entry.row["champion"] = entry.fingerprint == outcome["champion"]
@@ -254,8 +254,8 @@ def _explained(reports: Path, config: RegisterConfig) -> Iterator[None]:
 
 
 def _connect(split: Mapping[str, Any], data: Path, config: RegisterConfig) -> Tracker:
-    client = runs.connect(config)
     source = read_json(data / SOURCE_CARD)
+    client = runs.connect(config)
     origin = {key: str(source.get(key, "")) for key in ("source", "licence")}
     tags = {f"seqrec.{key}": str(split[key]) for key in ("dataset", "protocol", "input_sha256", "split_sha256")}
     dataset = Dataset(
@@ -364,7 +364,9 @@ def _describe(tracker: Tracker, run: Run, settings: Mapping[str, Any], tags: Map
     runs.log_params(tracker.client, run, settings, {**tracker.tags, **tags})
 
 
-def _gate(tracker: Tracker, best: Entry, rows: Sequence[Row], run: Run, config: RegisterConfig) -> dict[str, Any]:
+def _gate(
+    tracker: Tracker, best: Entry, rows: Sequence[Row], run: Run, sequences: Path, config: RegisterConfig
+) -> dict[str, Any]:
     """Register `best` as the candidate, and return the gate's decision in the form of leaderboard.json."""
     assert best.checkpoint is not None
     name = f"seqrec-{tracker.split['dataset']}"
@@ -388,7 +390,7 @@ def _gate(tracker: Tracker, best: Entry, rows: Sequence[Row], run: Run, config: 
     description = model_card(best.card, best.metrics, tracker.split, tracker.source)
     version = registry.create_version(tracker.client, name, model, tags, description)
     tracker.client.set_registered_model_alias(name, registry.CANDIDATE, version.version)
-    decision = gate.promote(tracker.client, version, read_table(best.report / CASES), config)
+    decision = gate.promote(tracker.client, version, read_table(best.report / CASES), sequences, config)
     champion = registry.find_evaluated(tracker.client, name)
     return {
         "registered_model": name,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,13 +14,16 @@ from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
-from seqrec.artifacts import CASES, read_table
+from seqrec.artifacts import CASES, REFIT, read_table
 from seqrec.config import RegisterConfig
-from seqrec.evaluation import intervals
+from seqrec.evaluation import intervals, other_catalogue
 from seqrec.evaluation.leaderboard import SELECTION
+from seqrec.evaluation.other_catalogue import Measured
 from seqrec.tracking import registry
 from seqrec.tracking.runs import TrackingError, metric_name
+from seqrec.training import cards
 
+logger = logging.getLogger(__name__)
 ATTEMPTS = 10
 GUARDED = ("valid/coverage@10", "valid/ndcg@10/popularity=tail")  # metrics that a gain must not reduce
 COMPARABLE = {registry.SPLIT_TAG: "split", registry.FILTER_TAG: "filter_seen"}
@@ -35,14 +39,23 @@ class Decision(NamedTuple):
     gain: intervals.Interval | None  # of valid/ndcg@10 over the champion; None where there was nothing to compare
 
 
-def promote(client: MlflowClient, version: ModelVersion, cases: pa.Table, config: RegisterConfig) -> Decision:
+def promote(
+    client: MlflowClient, version: ModelVersion, cases: pa.Table, sequences: Path, config: RegisterConfig
+) -> Decision:
     """Give `version` the alias `champion` if it passes the gate, and record decision, interval and reason as tags.
 
     The champion is replaced if the paired interval of the gain on validation lies above `register.min_gain` and no
-    metric of `GUARDED` loses more than `register.max_loss`. It is also replaced if the two were not measured on the
-    same cases and cannot be compared. If two promotions happen at the same time, each is decided again after the other,
-    so the better one stays. A model below the best baseline is never promoted, unless `register.allow_below_baseline`;
-    nor is one that was rolled back.
+    metric of `GUARDED` loses more than `register.max_loss`. A champion of another split or `evaluate.filter_seen` is
+    first measured on the cases of `version`; where that is impossible or unfair, it stays until a person decides. If
+    two promotions happen at the same time, each is decided again after the other, so the better one stays. A model
+    below the best baseline is never promoted, unless `register.allow_below_baseline`; nor is one that was rolled back.
+
+    Args:
+        client: of the registry.
+        version: the candidate.
+        cases: its ranks, see artifacts.CASES_SCHEMA.
+        sequences: the prepared dataset that they belong to.
+        config: section `register`.
 
     Raises:
         TrackingError: the champion's validation cases cannot be fetched, or others promote without end.
@@ -55,7 +68,7 @@ def promote(client: MlflowClient, version: ModelVersion, cases: pa.Table, config
             )
             if registry.is_same(evaluated, version):
                 return _recorded(version)
-            decision = _decide(client, version, champion, cases, config)
+            decision = _decide(client, version, champion, cases, sequences, config)
             if not still_ours():
                 continue
             tags = {
@@ -85,6 +98,7 @@ def _decide(
     version: ModelVersion,
     champion: ModelVersion | None,
     cases: pa.Table,
+    sequences: Path,
     config: RegisterConfig,
 ) -> Decision:
     if by := version.tags.get(registry.WITHDRAWN_TAG):
@@ -95,22 +109,54 @@ def _decide(
         return Decision(False, below, None)
     if champion is None:
         return Decision(True, "the first champion", None)
-    changed = [what for tag, what in COMPARABLE.items() if champion.tags.get(tag) != version.tags.get(tag)]
-    if changed:
-        reason = f"version {champion.version} was measured with another {' and '.join(changed)}: not comparable"
-        return Decision(True, reason, None)
-    other = _fetch_cases(client, registry.find_evaluated(client, version.name) or champion)
+    evaluated = registry.find_evaluated(client, version.name) or champion
+    changed = [what for tag, what in COMPARABLE.items() if evaluated.tags.get(tag) != version.tags.get(tag)]
+    found = None if changed else _stored(client, evaluated)
+    another = f" (measured with another {' and '.join(changed)})" if changed else ""
     try:
-        gain = intervals.paired_gain(cases, other, confidence=config.confidence, seed=config.seed)
+        found = found or _measured_again(evaluated, version, sequences, config)
+        gain = intervals.paired_gain(cases, found.cases, confidence=config.confidence, seed=config.seed)
     except ValueError as error:
-        return Decision(True, f"not comparable with version {champion.version}: {error}", None)
+        reason = f"not comparable with version {champion.version}{another}: {error}"
+        return Decision(False, f"{reason}; a person decides: registry promote --version {version.version}", None)
     promoted = gain.low > config.min_gain
-    lost = _lost(version, champion, config.max_loss)
+    lost = _lost(_guards(version), found.values, config.max_loss)
+    how = ""
+    if changed:
+        new = f"{found.new_items} items and {found.new_users} users are new to it"
+        how = f"{another}, measured again on these cases ({new})"
     reason = (
-        f"gain of valid/ndcg@10 over version {champion.version}: {gain.mean:+.4f} [{gain.low:+.4f}, {gain.high:+.4f}], "
-        f"{'above' if promoted else 'not clearly above'} register.min_gain = {config.min_gain:g}"
+        f"gain of valid/ndcg@10 over version {champion.version}{how}: {gain.mean:+.4f} [{gain.low:+.4f}, "
+        f"{gain.high:+.4f}], {'above' if promoted else 'not clearly above'} register.min_gain = {config.min_gain:g}"
     )
     return Decision(promoted and not lost, "; ".join([reason, *lost]), gain)
+
+
+def _measured_again(champion: ModelVersion, version: ModelVersion, sequences: Path, config: RegisterConfig) -> Measured:
+    """Return what the champion's weights reach on the validation cases of `version`.
+
+    Raises:
+        ValueError: the weights cannot be had, do not fit, or may have been trained on these cases.
+    """
+    logger.info("ranking the validation cases with version %s of %s", champion.version, champion.name)
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            return _measured_from(Path(directory), champion, version, sequences, config)
+        except (ValueError, OSError) as error:
+            raise ValueError(str(error).replace(f"{directory}/", "")) from error
+
+
+def _measured_from(
+    folder: Path, champion: ModelVersion, version: ModelVersion, sequences: Path, config: RegisterConfig
+) -> Measured:
+    registry.fetch(f"models:/{champion.name}/{champion.version}", folder, config)
+    card = cards.read(folder)
+    cards.check_complete(folder, card)
+    if REFIT in card:
+        raise ValueError("its weights were refitted on events that may be held out now")
+    if why := cards.held_out_now(folder, card, sequences):
+        raise ValueError(why)
+    return other_catalogue.measured(folder, sequences, filter_seen=version.tags[registry.FILTER_TAG] == "1")
 
 
 def guard_tags(values: Mapping[str, float]) -> dict[str, str]:
@@ -134,17 +180,23 @@ def _below_baseline(version: ModelVersion) -> str:
     )
 
 
-def _lost(version: ModelVersion, champion: ModelVersion, most: float) -> list[str]:
-    """Return in words which `GUARDED` metrics of the champion were clearly better."""
-    lost = []
-    for name in GUARDED:
-        ours, theirs = (v.tags.get(f"seqrec.{metric_name(name)}") for v in (version, champion))
-        if ours is not None and theirs is not None and float(ours) < float(theirs) * (1 - most):
-            lost.append(f"but {name} falls from {float(theirs):.4f} to {float(ours):.4f}, register.max_loss = {most:g}")
-    return lost
+def _guards(version: ModelVersion) -> dict[str, float]:
+    """Return the `GUARDED` metrics in the tags of a version."""
+    tags = {name: version.tags.get(f"seqrec.{metric_name(name)}") for name in GUARDED}
+    return {name: float(value) for name, value in tags.items() if value is not None}
 
 
-def _fetch_cases(client: MlflowClient, champion: ModelVersion) -> pa.Table:
+def _lost(ours: Mapping[str, float], theirs: Mapping[str, float], most: float) -> list[str]:
+    """Return in words which `GUARDED` metrics of the champion, `theirs`, were clearly better."""
+    return [
+        f"but {name} falls from {theirs[name]:.4f} to {ours[name]:.4f}, register.max_loss = {most:g}"
+        for name in GUARDED
+        if name in ours and name in theirs and ours[name] < theirs[name] * (1 - most)
+    ]
+
+
+def _stored(client: MlflowClient, champion: ModelVersion) -> Measured:
+    """Return what the champion's run says of the validation cases."""
     with tempfile.TemporaryDirectory() as directory:
         try:
             path = client.download_artifacts(champion.run_id, f"{registry.REPORT}/{CASES}", directory)
@@ -154,4 +206,4 @@ def _fetch_cases(client: MlflowClient, champion: ModelVersion) -> pa.Table:
                 f"cannot be fetched ({error}); restore its run, or remove the alias {registry.CHAMPION} to choose "
                 "a new one"
             ) from error
-        return read_table(Path(path))
+        return Measured(cases=read_table(path), values=_guards(champion))

@@ -48,6 +48,7 @@ CHANGES_TAG = "seqrec.changes"  # settings changed for one run, as JSON
 COMPLETE = "seqrec.complete"  # tag that `register` sets last: what a run holds, or which pipeline run has ended
 FAILED_STATES = ("FAILED", "CANCELED")  # of an orchestrator
 SQLITE = "sqlite:///"
+SMALLEST_PAGE = 512  # bytes of a SQLite file
 ENVIRONMENT = {  # defaults, unless the user sets them
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
@@ -61,9 +62,8 @@ ADVICE = {  # words of a database's errors -> what to do
     "disk i/o error": "the disk failed, or is full; look at it, and try again",
     "readonly database": "the database may not be written to; make the file and its folder writable",
     "unable to open database file": "the database cannot be opened; make its folder exist and writable",
-    "file is not a database": "the file is no SQLite database; name another one, or restore it from a backup",
+    "file is not a database": "the file is no SQLite database, or cut short; name another, or restore it from a backup",
     "malformed": "the database is damaged; restore it from a backup",
-    "no such table": "the database lacks a table; restore it from a backup",
     "failed with error code 401": "the server wants another user or password; set MLFLOW_TRACKING_USERNAME and "
     "MLFLOW_TRACKING_PASSWORD",
 }
@@ -211,10 +211,19 @@ def first_line(error: Exception) -> str:
     return redacted((str(error).splitlines() or [type(error).__name__])[0])[:300]
 
 
+def is_cut_short(database: Path) -> bool:
+    """Return whether a SQLite file is so short that SQLite would take it for a new one."""
+    return database.is_file() and database.stat().st_size < SMALLEST_PAGE
+
+
 def _create_database(uri: str) -> None:
     """Create a missing SQLite database in one step: MLflow cannot open one that it was killed in making."""
     path = sqlite_path(uri)
-    if path is None or path.exists():
+    if path is None:
+        return
+    if is_cut_short(path):
+        raise OSError("file is not a database")
+    if path.exists():
         return
     from mlflow import MlflowClient
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import shutil
 from collections.abc import Iterator, Mapping
@@ -26,7 +27,7 @@ from seqrec.artifacts import (
     WEIGHTS,
     DamagedError,
     read_json,
-    rename,
+    replaced,
     sha256,
     whole,
     write_json,
@@ -283,13 +284,17 @@ def counts_config(chosen: Mapping[str, Any]) -> CountsConfig:
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write `tensors` to a safetensors file atomically; raise OSError if that fails."""
     with written(path) as partial:
-        partial.touch()
-        mode = partial.stat().st_mode  # safetensors writes a file that only its owner may read
-        try:
-            save_file({name: value.contiguous() for name, value in tensors.items()}, partial)
-        except SafetensorError as error:
-            raise OSError(f"{path} cannot be written: {error}") from error
-        partial.chmod(mode)
+        _write_tensors(partial, tensors)
+
+
+def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    path.touch()
+    mode = path.stat().st_mode  # safetensors writes a file that only its owner may read
+    try:
+        save_file({name: value.contiguous() for name, value in tensors.items()}, path)
+    except SafetensorError as error:
+        raise OSError(f"{path} cannot be written: {error}") from error
+    path.chmod(mode)
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
@@ -344,19 +349,17 @@ class ResumeState:
         Raises:
             OSError: writing failed, for example on a full disk; the previous state is kept.
         """
-        partial, final = self.directory / f"partial-{step}", self.directory / f"step-{step}"
-        shutil.rmtree(partial, ignore_errors=True)
-        save_tensors(partial / "state.safetensors", tensors)
-        write_json(partial / "state.json", dict(facts))
-        shutil.rmtree(final, ignore_errors=True)
-        rename(partial, final)
+        final = self.directory / f"step-{step}"
+        with replaced(final) as partial:  # waits for the disk once, for all of it
+            _write_tensors(partial / "state.safetensors", tensors)
+            (partial / "state.json").write_text(json.dumps(facts, allow_nan=False), encoding="utf-8")
         for old in self.directory.iterdir():
             if old != final:
                 shutil.rmtree(old, ignore_errors=True)
 
     def load(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """Return the newest state that can be read, or None; a damaged one is skipped with a warning."""
-        steps = sorted(self.directory.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
+        steps = sorted(self.directory.glob("step-*[0-9]"), key=lambda path: int(path.name.removeprefix("step-")))
         for folder in reversed(steps):
             try:
                 return load_tensors(folder / "state.safetensors"), read_json(folder / "state.json")

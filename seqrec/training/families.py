@@ -1,7 +1,7 @@
 """The families of models: how each of them is built for a dataset, and what it is pre-trained on.
 
-A family is a function from a `Start` to the new model, the data of its pre-training, and the job. `FAMILIES` says which
-models belong to it, by their base classes in models/optional.py.
+A family is a function from a `Start` to what `train` takes: the new model, its data, and a `Training`. `FAMILIES` says
+which models belong to it, by their base classes in models/optional.py.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from seqrec.models.optional import (
     TwoDomains,
 )
 from seqrec.training.checkpoint import build, digest
-from seqrec.training.job import Job
+from seqrec.training.train import Training
 from seqrec.training.warm_start import warm_start
 
 if TYPE_CHECKING:
     from seqrec.data.item_tokens import Texts
 
-Ready = tuple[SequenceModel, Sequences, Job]
+Ready = tuple[SequenceModel, Sequences, Training]
 Tokens = dict[str, Tensor]  # `Catalogue.tokens`
 
 
@@ -44,7 +44,7 @@ class Start:
     """What a new model is made from."""
 
     architecture: ModelConfig
-    job: Job  # its config is the section `pretrain`
+    training: Training  # its config is the section `pretrain`
     sequences: Sequence[Path]  # folders of the dataset, and of its sources
     tables: Sequence[Path]  # folders of their tables
     champion: Path | None  # folder of a model whose weights are used instead of pre-training
@@ -52,8 +52,8 @@ class Start:
     @property
     def config(self) -> PretrainConfig:
         """The section `pretrain`."""
-        assert isinstance(self.job.config, PretrainConfig)
-        return self.job.config
+        assert isinstance(self.training.config, PretrainConfig)
+        return self.training.config
 
     @property
     def known(self) -> type[SequenceModel]:
@@ -63,7 +63,7 @@ class Start:
     @property
     def options(self) -> Any:
         """The options of the architecture."""
-        return parse(self.known.Options, self.architecture.options, f"models.{self.job.name}.options")
+        return parse(self.known.Options, self.architecture.options, f"models.{self.training.name}.options")
 
     @property
     def learnt(self) -> slice:
@@ -86,10 +86,10 @@ class Start:
 def of_items(start: Start) -> Ready:
     """Build a model that knows items by their numbers; it takes the champion's weights if they fit."""
     target = load(start.sequences[0])
-    net, job = start.build(target), start.job
+    net, training = start.build(target), start.training
     if start.champion is not None and warm_start(net, start.sequences[0], start.champion):
-        job = replace(job, config=replace(start.config, epochs=0), content=[digest(net.state_dict())])
-    return net, target, job
+        training = replace(training, config=replace(start.config, epochs=0), content=[digest(net.state_dict())])
+    return net, target, training
 
 
 def of_two_domains(start: Start) -> Ready:
@@ -97,16 +97,16 @@ def of_two_domains(start: Start) -> Ready:
 
     Adversarial training has no metric to stop on, so every epoch is run.
     """
-    net, target, job = of_items(start)
-    if job is not start.job:  # it starts from the champion
-        return net, target, job
+    net, target, training = of_items(start)
+    if training is not start.training:  # it starts from the champion
+        return net, target, training
     assert isinstance(net, TwoDomains)
     parts = [load(folder) for folder in start.sequences]
     learnt = train_parts(parts, start.config, validated=False)
     if len(parts) > 1:
         net.add_domain(learnt.num_items - parts[0].num_items)
     epochs = dict.fromkeys(net.phases("pretrain"), start.config.epochs)
-    return net, learnt, replace(job, inputs=start.sequences, epochs=epochs, finish=net.drop_domain)
+    return net, learnt, replace(training, inputs=start.sequences, epochs=epochs, finish=net.drop_domain)
 
 
 def of_attributes(start: Start) -> Ready:
@@ -120,7 +120,7 @@ def of_attributes(start: Start) -> Ready:
     if isinstance(net, SelfSupervised):
         data = train_parts([data], start.config, validated=False)
     epochs = dict.fromkeys(net.phases("pretrain"), start.config.epochs)
-    return net, data, replace(start.job, content=[digest(tokens)], epochs=epochs)
+    return net, data, replace(start.training, content=[digest(tokens)], epochs=epochs)
 
 
 def of_vectors(start: Start) -> Ready:
@@ -131,13 +131,13 @@ def of_vectors(start: Start) -> Ready:
     transferable = issubclass(start.known, Transferable)
     if not transferable:
         start = replace(start, sequences=start.sequences[:1], tables=start.tables[:1])
-    place = pretrained.locate(start.options.start, start.job.state / "downloads")
+    place = pretrained.locate(start.options.start, start.training.state / "downloads")
     tokenizer, limit = pretrained.load_tokenizer(place), start.options.attribute_tokens
     vectors = [pretrained.text_vectors(tokenise(text, tokenizer, limit), place) for text in start.texts()]
     tokens = [{"vectors": of_dataset} for of_dataset in vectors]
     if not transferable:
         data = load(start.sequences[0])
-        return start.build(data, tokens[0]), data, replace(start.job, content=[digest(tokens[0])])
+        return start.build(data, tokens[0]), data, replace(start.training, content=[digest(tokens[0])])
     joined = torch.cat([vectors[0][:1], *(of_dataset[1:] for of_dataset in vectors[start.learnt])])
     return _transferable(start, tokens, {"vectors": joined})
 
@@ -148,7 +148,7 @@ def of_tokens(start: Start) -> Ready:
     from seqrec.training import pretrained
 
     options, texts = start.options, start.texts()
-    place = pretrained.locate(options.start, start.job.state / "downloads") if options.start else ""
+    place = pretrained.locate(options.start, start.training.state / "downloads") if options.start else ""
     tokenizer = (
         pretrained.load_tokenizer(place)
         if place
@@ -157,10 +157,11 @@ def of_tokens(start: Start) -> Ready:
     tokens = [item_tokens.tokenise(text, tokenizer, options.attribute_tokens) for text in texts]
     # the model stores the attributes in order, because text of new items must be read in the same order
     stored = start.architecture.options | {"attributes": [*texts[0]]}
+    files = {**start.training.files, TOKENIZER: tokenizer.to_str(pretty=True).encode()}
     start = replace(
         start,
         architecture=replace(start.architecture, options=stored),
-        job=replace(start.job, files={**start.job.files, TOKENIZER: tokenizer.to_str(pretty=True).encode()}),
+        training=replace(start.training, files=files),
     )
     return _transferable(start, tokens, item_tokens.concatenate(tokens[start.learnt]), place)
 
@@ -183,13 +184,13 @@ def _transferable(start: Start, tokens: Sequence[Tokens], joined: Tokens, checkp
         from seqrec.training.pretrained import load_weights
 
         load_weights(net, checkpoint)
-    job = replace(
-        start.job,
+    training = replace(
+        start.training,
         inputs=start.sequences,
         content=[digest(net.state_dict()), *(digest(of_dataset) for of_dataset in tokens)],
         finish=partial(net.serve, served),
     )
-    return net, learnt, job
+    return net, learnt, training
 
 
 FAMILIES: Sequence[tuple[type[SequenceModel], Callable[[Start], Ready]]] = (
@@ -202,7 +203,7 @@ FAMILIES: Sequence[tuple[type[SequenceModel], Callable[[Start], Ready]]] = (
 
 
 def prepared(start: Start) -> Ready:
-    """Return the new model, what it is pre-trained on, and the job, as its family makes them."""
+    """Return the new model, its data and its `Training`, as its family makes them."""
     return next(family(start) for kind, family in FAMILIES if issubclass(start.known, kind))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,56 +25,72 @@ def learning_rate(step: int, total: int, config: TrainConfig) -> float:
     return low + (config.learning_rate - low) * 0.5 * (1 + math.cos(math.pi * min(1.0, share)))
 
 
-def build(model: SequenceModel, config: TrainConfig) -> list[Optimizer]:
-    """Return AdamW for the trainable parameters; with `sparse_tables`, a sparse Adam for the embedding tables.
+class Optimizers:
+    """AdamW for the trainable parameters; with `sparse_tables`, a sparse Adam for the embedding tables.
 
     Raises:
         ConfigError: `sparse_tables` is set, but the model's item vectors are not the rows of one table.
     """
-    tables: list[Tensor] = []
-    if config.sparse_tables:
-        embeddings = [part for part in model.modules() if isinstance(part, nn.Embedding)]
-        tables = [part.weight for part in embeddings if part.weight.requires_grad]
-        if not any(model.item_vectors() is table for table in tables):
-            raise ConfigError(f"sparse_tables: {type(model).__name__} has no plain table of items; set it to false")
-        for part in embeddings:
-            part.sparse = True
-    dense = {n: p for n, p in model.named_parameters() if p.requires_grad and not any(p is table for table in tables)}
-    spared = {n for n, p in dense.items() if p.ndim < 2 or n.endswith(model.undecayed)}  # biases, gains, normalisations
-    groups = [
-        {"params": [p for n, p in dense.items() if n not in spared], "weight_decay": config.weight_decay},
-        {"params": [p for n, p in dense.items() if n in spared], "weight_decay": 0.0},
-    ]
-    chosen: list[Optimizer] = [torch.optim.AdamW(groups, lr=config.learning_rate, fused=True)]
-    return chosen + ([torch.optim.SparseAdam(tables, lr=config.learning_rate)] if tables else [])
+
+    def __init__(self, model: SequenceModel, config: TrainConfig) -> None:
+        tables = _sparse_tables(model) if config.sparse_tables else []
+        trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        dense = {name: p for name, p in trainable.items() if not any(p is table for table in tables)}
+        spared = {n for n, p in dense.items() if p.ndim < 2 or n.endswith(model.undecayed)}  # biases, gains
+        groups = [
+            {"params": [p for n, p in dense.items() if n not in spared], "weight_decay": config.weight_decay},
+            {"params": [p for n, p in dense.items() if n in spared], "weight_decay": 0.0},
+        ]
+        self.parts: list[Optimizer] = [torch.optim.AdamW(groups, lr=config.learning_rate, fused=True)]
+        if tables:
+            self.parts.append(torch.optim.SparseAdam(tables, lr=config.learning_rate))
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of every parameter group."""
+        rate: float = self.parts[0].param_groups[0]["lr"]
+        return rate
+
+    @rate.setter
+    def rate(self, rate: float) -> None:
+        for part in self.parts:
+            for group in part.param_groups:
+                group["lr"] = rate
+
+    def step(self) -> None:
+        """Update the parameters."""
+        for part in self.parts:
+            part.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of the parameters, named `<number of the optimiser>.<number of the parameter>.<name>`."""
+        return {
+            f"{number}.{index}.{name}": torch.as_tensor(value)
+            for number, part in enumerate(self.parts)
+            for index, values in part.state_dict()["state"].items()
+            for name, value in values.items()
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from what `state_dict` returned."""
+        for number, part in enumerate(self.parts):
+            saved = part.state_dict()
+            for name, value in below(f"{number}.", state_dict).items():
+                index, key = name.split(".", 1)
+                is_count = key == "step" and isinstance(part, torch.optim.SparseAdam)  # a Python number there
+                saved["state"].setdefault(int(index), {})[key] = value.item() if is_count else value
+            part.load_state_dict(saved)
 
 
-def set_learning_rate(optimizers: Sequence[Optimizer], rate: float) -> None:
-    """Set the learning rate of every parameter group."""
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-
-
-def tensors_of(optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
-    """Return the state of the optimisers, named `optimizer.<number>.<parameter>.<name>`."""
-    tensors: dict[str, Tensor] = {}
-    for number, optimizer in enumerate(optimizers):
-        for index, values in optimizer.state_dict()["state"].items():
-            prefix = f"optimizer.{number}.{index}."
-            tensors |= {prefix + name: torch.as_tensor(value) for name, value in values.items()}
-    return tensors
-
-
-def restore(optimizers: Sequence[Optimizer], tensors: dict[str, Tensor]) -> None:
-    """Load the state that `tensors_of` returned into new optimisers of the same parameters; ignore other tensors."""
-    for number, optimizer in enumerate(optimizers):
-        saved = optimizer.state_dict()
-        for name, value in below(f"optimizer.{number}.", tensors).items():
-            index, key = name.split(".", 1)
-            is_count = key == "step" and isinstance(optimizer, torch.optim.SparseAdam)  # a Python number there
-            saved["state"].setdefault(int(index), {})[key] = value.item() if is_count else value
-        optimizer.load_state_dict(saved)
+def _sparse_tables(model: SequenceModel) -> list[Tensor]:
+    """Return the trainable embedding tables, whose gradients become sparse."""
+    embeddings = [part for part in model.modules() if isinstance(part, nn.Embedding)]
+    tables: list[Tensor] = [part.weight for part in embeddings if part.weight.requires_grad]
+    if not any(model.item_vectors() is table for table in tables):
+        raise ConfigError(f"sparse_tables: {type(model).__name__} has no plain table of items; set it to false")
+    for part in embeddings:
+        part.sparse = True
+    return tables
 
 
 def clip_gradients(model: SequenceModel, limit: float) -> Tensor:

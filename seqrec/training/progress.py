@@ -1,4 +1,4 @@
-"""Progress of an epoch: running sums, the progress bar on a terminal, and the log line."""
+"""Progress of a training: its position, the sums of an epoch, the progress bar on a terminal, and the log line."""
 
 from __future__ import annotations
 
@@ -6,19 +6,54 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Mapping
-from types import TracebackType
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
 
-from seqrec.training.validation import ACCURACY, METRIC
+from seqrec.training.validation import ACCURACY, METRIC, EarlyStopping
 
 logger = logging.getLogger(__name__)
 FIGURE = "figure/"  # prefix of values that a model reports besides its loss terms
 LogEpoch = Callable[[dict[str, Any], int], None]  # called with an epoch's record and the number of epochs so far
+
+
+@dataclass
+class Position:
+    """How far a training has got."""
+
+    phase: int = 0
+    epoch: int = 0  # complete epochs of the phase
+    batch: int = 0  # complete batches of the current epoch
+    step: int = 0  # optimiser steps of the phase
+    total_steps: int = 0  # of all phases
+    records: list[dict[str, Any]] = field(default_factory=list)  # one per epoch, of all phases
+
+    def advance(self) -> None:
+        """Count a step."""
+        self.batch += 1
+        self.step += 1
+        self.total_steps += 1
+
+    def end_epoch(self) -> None:
+        """Count an epoch."""
+        self.epoch, self.batch = self.epoch + 1, 0
+
+    def end_phase(self) -> None:
+        """Go to the start of the next phase."""
+        self.phase, self.epoch, self.batch, self.step = self.phase + 1, 0, 0, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all fields."""
+        return asdict(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from what `state_dict` returned."""
+        vars(self).update(state_dict)
 
 
 class EpochMeter:
@@ -26,34 +61,52 @@ class EpochMeter:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.sums = torch.zeros(0, device=device)  # sums over the steps: of the loss and of each term
         self.names: list[str] = []  # names of the sums
-        self.targets = 0  # since `start`, over all processes
-        self.began = time.monotonic()
+        self.clear()
+        self.start()
+
+    def clear(self) -> None:
+        """Reset the sums for the next epoch."""
+        self.sums = torch.zeros(0, device=self.device)  # sums over the steps: of the loss and of each term
 
     def start(self) -> None:
         """Start measuring speed; a resumed epoch keeps its sums."""
         self.began, self.targets = time.monotonic(), 0
 
-    def add(self, loss: Tensor, terms: Mapping[str, Tensor]) -> None:
-        """Add a step, without waiting for the device."""
+    def add(self, loss: Tensor, terms: Mapping[str, Tensor], targets: int) -> None:
+        """Add a step, without waiting for the device; `targets` counts those of all processes."""
         values = torch.stack([loss, *terms.values()]).detach().float()
         self.names = ["loss", *(name if name.startswith(FIGURE) else f"loss/{name}" for name in terms)]
         self.sums = values if len(self.sums) == 0 else self.sums + values
+        self.targets += targets
 
-    def clear(self) -> None:
-        """Reset the sums for the next epoch."""
-        self.sums = torch.zeros(0, device=self.device)
+    def means(self, batches: int, accelerator: Accelerator) -> dict[str, float]:
+        """Return the means over the `batches` of the epoch and over all processes, by name."""
+        means = accelerator.reduce(self.sums, reduction="mean") / batches
+        return dict(zip(self.names, means.tolist(), strict=True))
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since `start`."""
+        return time.monotonic() - self.began
 
     def targets_per_second(self, seconds: float) -> float:
         """Return the speed, `seconds` after `start`."""
         return self.targets / max(seconds, 1e-9)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sums; the next step names them again."""
+        return {"sums": self.sums}
 
-class ProgressBar:
-    """Shows the steps of a phase and a line of text on a terminal; does nothing elsewhere."""
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from what `state_dict` returned."""
+        self.sums = state_dict["sums"].to(self.device)
 
-    def __init__(self, shown: bool) -> None:
+
+class ProgressBar(Progress):
+    """Shows the steps of a phase, and its loss and speed, on a terminal; does nothing elsewhere."""
+
+    def __init__(self, title: str, epochs: int, *, shown: bool) -> None:
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -61,44 +114,25 @@ class ProgressBar:
             TimeElapsedColumn(),
             TimeRemainingColumn(),
         )
-        shown = shown and sys.stderr.isatty()
-        self.bar = Progress(*columns, console=Console(stderr=True), transient=True, disable=not shown)
-        self.task = self.bar.add_task("", total=None)
+        hidden = not (shown and sys.stderr.isatty())
+        super().__init__(*columns, console=Console(stderr=True), transient=True, disable=hidden)
+        self.title, self.epochs = title, epochs
+        self.steps = self.add_task("", total=None)
 
-    def __enter__(self) -> ProgressBar:
-        self.bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.bar.stop()
-
-    @property
-    def hidden(self) -> bool:
-        """Whether the bar is not shown, as without a terminal."""
-        return bool(self.bar.disable)
-
-    def start(self, total: int, completed: int) -> None:
-        """Set the number of steps of the phase, in all and completed."""
-        self.bar.update(self.task, total=total, completed=completed)
-
-    def show(self, completed: int, text: str) -> None:
-        """Show the number of completed steps and a text."""
-        self.bar.update(self.task, completed=completed, description=text)
+    def show(self, position: Position, meter: EpochMeter, stopping: EarlyStopping) -> None:
+        """Show position, mean loss of the epoch, best validation and speed; waits for the device."""
+        if self.disable:
+            return
+        best = "" if stopping.best < 0 else f"  best {stopping.metric} {stopping.best:.4f}"
+        loss, speed = float(meter.sums[0]) / position.batch, meter.targets_per_second(meter.seconds)
+        text = f"{self.title} epoch {position.epoch + 1}/{self.epochs}  loss {loss:.4f}{best}  {speed:,.0f} targets/s"
+        self.update(self.steps, completed=position.step, description=text)
 
 
 def report_epoch(stage: str, record: Mapping[str, Any], epochs: int) -> None:
     """Log an epoch's record; `epochs` is the maximum number of epochs of the phase."""
     metric = "".join(f"  {name} {record[name]:.4f}" for name in (METRIC, ACCURACY) if name in record)
     logger.info(
-        "%s %s epoch %d/%d  loss %.4f%s  %.0f targets/s  %.1f s",
-        stage,
-        record["phase"],
-        record["epoch"],
-        epochs,
-        record["loss"],
-        metric,
-        record["targets_per_second"],
-        record["seconds"],
+        f"{stage} {record['phase']} epoch {record['epoch']}/{epochs}  loss {record['loss']:.4f}{metric}  "
+        f"{record['targets_per_second']:.0f} targets/s  {record['seconds']:.1f} s"
     )

@@ -20,8 +20,8 @@ from seqrec.data import sequences as prepared_data
 from seqrec.data.sequences import trained_until
 from seqrec.training import cards
 from seqrec.training.checkpoint import counts_config, load_model
-from seqrec.training.job import Job, train
 from seqrec.training.progress import LogEpoch
+from seqrec.training.train import Training, train
 from seqrec.training.validation import METRIC
 
 UNTIL = ("valid", "test")  # the last part of the split that a refit trains on
@@ -64,7 +64,7 @@ def retrain(
     data = trained_until(data, data.valid_stop if until == "valid" else data.stop)
     files = cards.read_files(finetuned, card)
     files[VOCABULARY] = cards.with_counts(files[VOCABULARY], pa.array(data.count[1:].numpy()))
-    job = Job(
+    training = Training(
         name=model,
         stage="finetune",
         config=config,
@@ -80,7 +80,7 @@ def retrain(
         files=files,
         facts={REFIT: {"fingerprint": card["fingerprint"], "epochs": epochs, "until": until}},
     )
-    return train(load_model(initial)[0], data, job)
+    return train(load_model(initial)[0], data, training)
 
 
 def chosen_epochs(history: Sequence[Mapping[str, Any]]) -> dict[str, int]:

@@ -1,19 +1,81 @@
-"""The metric of early stopping: NDCG on the validation cases, or in-batch accuracy in a contrastive phase."""
+"""Validation and early stopping: on NDCG@10, or on in-batch accuracy in a contrastive phase."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from seqrec.config import TrainConfig
 from seqrec.data import sequences
 from seqrec.data.sequences import Cases, Sequences
 from seqrec.evaluation import metrics, ranking
 from seqrec.models.base import SequenceModel
-from seqrec.models.optional import SelfSupervised
+from seqrec.models.optional import SelfSupervised, self_supervised
+from seqrec.training.batches import trained_users
+from seqrec.training.checkpoint import below
 
 METRIC = "valid/ndcg@10"
 ACCURACY = "valid/accuracy"  # in contrastive phases
+
+
+class EarlyStopping:
+    """Keeps the weights that were best in a phase; stops after `patience` validations without better ones."""
+
+    def __init__(self, model: SequenceModel, phase: str, patience: int) -> None:
+        self.model, self.patience = model, patience
+        self.metric = ACCURACY if self_supervised(model, phase) else METRIC
+        self.best = -1.0  # best value of the metric; -1: none yet
+        self.waited = 0  # validations since the best one
+        self.weights: dict[str, Tensor] = {}  # best weights; empty before the first validation
+
+    @property
+    def over(self) -> bool:
+        """Whether to stop."""
+        return self.waited >= self.patience
+
+    def update(self, values: Mapping[str, float]) -> None:
+        """Take the results of a validation of the current weights."""
+        self.waited += 1
+        if values[self.metric] > self.best:
+            self.best, self.waited = values[self.metric], 0
+            self.weights = {name: weight.detach().clone() for name, weight in self.model.state_dict().items()}
+
+    def restore_best(self) -> None:
+        """Give the model its best weights; without a validation it keeps those it has."""
+        self.model.load_state_dict(self.weights or self.model.state_dict())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best weights, their value, and the validations since."""
+        weights = {f"weights.{name}": value for name, value in self.weights.items()}
+        return {"best": self.best, "waited": self.waited, **weights}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from what `state_dict` returned."""
+        self.best, self.waited = state_dict["best"], state_dict["waited"]
+        self.weights = below("weights.", state_dict)
+
+
+def of_phase(
+    model: SequenceModel,
+    data: Sequences,
+    phase: str,
+    config: TrainConfig,
+    *,
+    filter_seen: bool,
+    accelerator: Accelerator,
+) -> dict[str, float]:
+    """Return the metrics of `in_batch_accuracy` in a contrastive phase, of `validate` in others."""
+    if self_supervised(model, phase):
+        values = in_batch_accuracy(model, data, config.batch_size, accelerator)
+    else:
+        known_U = trained_users(data, config).to(data.start.device)
+        values = validate(model, data, filter_seen=filter_seen, known_U=known_U, accelerator=accelerator)
+    metrics.require_possible(values, type(model).__name__)
+    return values
 
 
 def validate(

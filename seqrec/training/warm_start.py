@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
-from seqrec.artifacts import MODEL_CARD, REFIT, SPLIT_CARD, USERS, VOCABULARY, WEIGHTS, read_json, read_table
+from seqrec.artifacts import MODEL_CARD, REFIT, USERS, VOCABULARY, WEIGHTS, read_table
 from seqrec.models import REGISTRY
 from seqrec.models.base import Catalogue, SequenceModel
 from seqrec.models.optional import DescribedItems
@@ -58,7 +56,7 @@ def warm_start(net: SequenceModel, sequences: Path, champion: Path) -> bool:
             f"{champion} was refitted on every event, including test events: start from the evaluated version"
         )
     cards.verify(champion, card)
-    if reason := _held_out_now(card.get("split", {}), read_json(sequences / SPLIT_CARD)):
+    if reason := cards.held_out_now(champion, card, sequences):
         logger.warning("the champion is not used: %s", reason)
         return False
     items = _common(champion / VOCABULARY, sequences / VOCABULARY, "item", "item_id")
@@ -73,29 +71,6 @@ def warm_start(net: SequenceModel, sequences: Path, champion: Path) -> bool:
             new[name].copy_(old[name])
     logger.info("warm start: %d of %d items known to the champion", len(items[0]), net.catalogue.num_items)
     return True
-
-
-def _held_out_now(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return why an event that trained the champion may be a validation or test event now; empty if none can be.
-
-    The log may have grown since, but no event may be missing.
-
-    Args:
-        before: `split` in the champion's model card.
-        now: the split card of the new dataset.
-    """
-    if not before:
-        return "its model card does not name the split that it was trained on"
-    if before["split_sha256"] == now["split_sha256"]:
-        return ""
-    protocols = [card["protocol"].replace("LOO-101", "LOO-full") for card in (before, now)]
-    if protocols[0] != protocols[1]:
-        return f"it was trained under prepare.protocol {before['protocol']}, and the dataset has {now['protocol']}"
-    if protocols[0] == "RATIO-full" or before["val_users"]:
-        return "under RATIO-full or prepare.val_users, training events may become validation events when a log grows"
-    if now.get("valid_cut", 0) < before.get("valid_cut", 0):
-        return "its training events end after the validation events of the dataset begin"
-    return ""
 
 
 def _common(old: Path, new: Path, number: str, key: str) -> Rows:

@@ -14,7 +14,7 @@ from seqrec.config import load
 from seqrec.data import sequences
 from seqrec.serving.recommender import Recommender, Request
 from seqrec.training import auto_settings
-from seqrec.training.loop import Cost
+from seqrec.training.cost import Cost
 
 COLUMNS = ("Customer ID", "SKU", "bought_at", "product_name")
 SHARE = 0.005  # minutes: one epoch of one model

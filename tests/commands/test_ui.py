@@ -81,7 +81,7 @@ def test_the_page_is_of_this_project_and_is_announced_when_its_server_answers(pr
 
 def test_a_port_that_cannot_be_used_is_named(project, caplog, monkeypatch):
     assert main(["ui", "--no-browser", "--port", "99999"]) == 1
-    assert "--port must be from 1 to 65535" in caplog.text
+    assert "--port must be at least 1 and at most 65535, not 99999" in caplog.text
     monkeypatch.setattr(ui, "PORTS", 1)
     with another_program() as taken:
         assert main(["ui", "--no-browser", "--port", str(taken)]) == 1

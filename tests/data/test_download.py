@@ -504,6 +504,7 @@ def test_a_damaged_download_is_fetched_again_when_reading_it_fails(server, tmp_p
     folder = tmp_path / "downloads" / hashlib.sha256(url.encode()).hexdigest()
     folder.mkdir(parents=True)
     (folder / "events.csv.gz").write_bytes(good[:-9])
+    (folder / "size").write_text(str(len(good) - 9))
     own = IngestConfig(source="csv", interactions=url, max_bad_share=1.0)
 
     counts = ingest(dataset="mine", output=tmp_path / "out", downloads=tmp_path / "downloads", config=own)

@@ -26,6 +26,8 @@ def main() -> int:
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     names = arguments.child or [name for name in TARGETS if name.startswith(arguments.only)]
+    if not names:
+        parser.error(f"--only: no target begins with {arguments.only!r}; there are {', '.join(TARGETS)}")
     share = arguments.minutes / len(names)
     if arguments.child:
         for name in names:

@@ -1,4 +1,4 @@
-"""The card, weights and counts of a saved model, the keys of the service, and requests to it."""
+"""The card, weights and counts of a saved model, and the requests of the service."""
 
 from __future__ import annotations
 

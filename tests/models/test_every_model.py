@@ -8,7 +8,8 @@ from seqrec.config import FinetuneConfig
 from seqrec.data import sequences
 from seqrec.models import REGISTRY
 from seqrec.models.base import OBJECTIVES, PAD, Batch
-from seqrec.training import loop, losses, objectives
+from seqrec.training import losses, objectives
+from seqrec.training.step import LossTerms
 
 ROWS = [[3, 7, 2, 9, 4], [5, 1, 8], [6]]
 MASK = 31  # make_model has 30 items
@@ -185,7 +186,7 @@ def test_every_target_has_the_same_weight(prepared, architecture, objective, mon
     _, windows = draw_windows(data, length=12, objective=objective)
     blocks, weights = losses._blocks, []
     monkeypatch.setattr(losses, "_blocks", lambda *given: weights.append(given[6:]) or blocks(*given))
-    step = loop._Step(model.train(), objectives.Loss(FinetuneConfig(), data.count), FinetuneConfig())
+    step = LossTerms(model.train(), objectives.Loss(FinetuneConfig(), data.count), FinetuneConfig())
     for phase in model.phases("finetune"):
         model.enter(phase)
         with torch.no_grad():

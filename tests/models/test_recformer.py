@@ -23,9 +23,10 @@ from seqrec.models.text_encoder import Neighbours, Text, mask_words
 from seqrec.serving.recommender import Recommender
 from seqrec.stages.evaluate import evaluate
 from seqrec.stages.pretrain import pretrain
-from seqrec.training import loop, pretrained, validation
+from seqrec.training import pretrained, validation
 from seqrec.training.checkpoint import load_model
 from seqrec.training.families import train_parts
+from seqrec.training.progress import EpochMeter
 
 CLS, PAD = 2, 0  # of make_tokens
 
@@ -557,14 +558,14 @@ def test_an_interrupted_run_ends_like_one_that_was_not(target, tmp_path, monkeyp
         run_pretrain(target, tmp_path / name, options=options)
     train(tmp_path / "whole")
     batches = iter(range(steps))
-    account = loop._Run._account
+    add = EpochMeter.add
 
     def fail(self, *arguments):
         if next(batches, None) is None:
             raise KeyboardInterrupt
-        account(self, *arguments)
+        add(self, *arguments)
 
-    monkeypatch.setattr(loop._Run, "_account", fail)
+    monkeypatch.setattr(EpochMeter, "add", fail)
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path / "cut")
     monkeypatch.undo()

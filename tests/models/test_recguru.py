@@ -12,8 +12,7 @@ from support import make_batch, make_model, prepare_rows, synthetic_rows
 
 from seqrec.data import sequences
 from seqrec.models.recguru import domain_loss, reverse_gradient
-from seqrec.training import loop
-from seqrec.training.checkpoint import load_model
+from seqrec.training.checkpoint import ResumeState, load_model
 
 HEADS, OWN, OTHERS = 2, 30, 10
 ROWS = [[3, 7, 2, 9, 4], [5, 1], [8]]
@@ -280,14 +279,14 @@ def test_without_sources_there_is_one_domain(domains, tmp_path):
 
 def test_an_interrupted_pre_training_ends_the_same(domains, tmp_path, monkeypatch):
     run_pretrain(domains, tmp_path / "whole")
-    save = loop.ResumeState.save
+    save = ResumeState.save
 
     def interrupted(self, step, tensors, facts):
         save(self, step, tensors, facts)
         if step == 8:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(loop.ResumeState, "save", interrupted)
+    monkeypatch.setattr(ResumeState, "save", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run_pretrain(domains, tmp_path / "parts", save_steps=2)
     monkeypatch.undo()

@@ -538,15 +538,13 @@ def fit(model, prepared, stage, state, **config):
     settings_ = TrainConfig(**(CONFIG | config))
     data = sequences.load(prepared)
     return loop.fit(
-        loop.Fit(
-            model=model,
-            data=data,
-            stage=stage,
-            config=settings_,
-            filter_seen=True,
-            state=ResumeState(state, "x"),
-            accelerator=Accelerator(),
-        )
+        model,
+        data,
+        stage=stage,
+        config=settings_,
+        filter_seen=True,
+        state=ResumeState(state, "x"),
+        accelerator=Accelerator(),
     )
 
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
+import re
+import sqlite3
 import threading
 import time
+import traceback
 
 import pytest
 import requests
+import sqlalchemy as sa
 from fastapi import HTTPException
 from support import running, save, write_interactions
 
@@ -235,11 +240,18 @@ def test_without_a_store_a_user_alone_is_refused(recommender):
     assert "--store" in answer.json()["detail"][0]["msg"]
 
 
-def test_a_store_that_fails_is_a_503_and_given_histories_are_answered(recommender, store):
+def test_a_store_that_fails_is_a_503_and_given_histories_are_answered(recommender, store, caplog):
     with running(http.app(lambda: recommender, lambda: "7", store=store)) as address:
         module.TABLES.drop_all(store.engine)
         failed = requests.post(f"{address}/recommend", json={"user": "u1"}, timeout=10)
         given = requests.post(f"{address}/recommend", json={"user": "u1", "history": ["i1"]}, timeout=10)
+        sent = {"event_id": "1", "user": "private", "item": "secret", "kind": "view"}
+        refused = requests.post(f"{address}/events", json={"events": [sent]}, timeout=10)
+        time.sleep(0.5)  # until what was shown has been written, in vain
+    assert refused.status_code == 503
+    assert "events.db lacks a table: start the service again" in caplog.text
+    assert "could not be written" in caplog.text
+    assert not {"private", "secret", "u1", "INSERT", "Traceback"} & set(re.findall(r"\w+", caplog.text))
     assert (failed.status_code, failed.headers["Retry-After"], given.status_code) == (503, "1", 200)
 
 
@@ -265,3 +277,56 @@ def test_the_command_names_what_is_wrong(tmp_path, caplog, monkeypatch):
         caplog.clear()
     assert not (tmp_path / "out.csv.partial").exists()
     assert (tmp_path / "out.csv").read_text() == dumped
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("nonsense", "expected sqlite:///FILE or postgresql"),
+        ("oracle://u:passw0rd@host/db", "expected sqlite:///FILE or postgresql"),
+        ("postgresql+pg8000://u:passw0rd@host/db", "pg8000.*expected sqlite:///FILE or postgresql"),
+        ("postgresql+psycopg://u:passw0rd@127.0.0.1:port/db", "expected sqlite:///FILE or postgresql"),
+        (
+            "postgresql+psycopg://u:passw0rd@127.0.0.1:1/db",
+            r"\*@127.0.0.1:1/db: .*check --store or SEQREC_STORE|'psycopg'",
+        ),
+        ("sqlite:///{0}/events.db?timeout=soon", "expected sqlite:///FILE or postgresql"),
+        ("sqlite:///{0}/no/folder/events.db", "make its folder exist"),
+        ("sqlite:///{0}", "make its folder exist"),
+        ("sqlite:///file:{0}/events.db?mode=ro&uri=true", "make the file and its folder writable"),
+        ("sqlite:///{0}/locked.db?timeout=0.01", "locked by another process"),
+        ("sqlite:///{0}/no-database.db", "restore it from a backup"),
+    ],
+)
+def test_an_error_of_the_store_is_one_line_that_says_what_to_do(tmp_path, caplog, monkeypatch, url, message):
+    monkeypatch.setattr(module, "PATIENCE_S", 0.0)
+    write_interactions(tmp_path, [("private", "secret", 1)])
+    for name in ("events", "locked"):
+        Store(f"sqlite:///{tmp_path}/{name}.db").engine.dispose()
+    (tmp_path / "no-database.db").write_text("x" * 5_000)
+    with contextlib.closing(sqlite3.connect(tmp_path / "locked.db")) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        table = str(tmp_path / "interactions.parquet")
+        assert main(["events", "import", "--store", url.format(tmp_path), "--interactions", table]) == 1
+    said = caplog.records[-1].getMessage()
+    assert re.search(message, said), said
+    assert len(said.splitlines()) == 1
+    assert not re.search("passw0rd|private|secret|INSERT", caplog.text)
+
+
+def test_a_full_disk_is_an_error_without_what_was_sent(store):
+    limit = lambda connection, _: connection.execute("PRAGMA max_page_count=20")  # noqa: E731
+    sa.event.listen(store.engine, "connect", limit)
+    store.engine.dispose()
+    many = [event(number, user="private" * 20) for number in range(1_000)]
+    with pytest.raises(StoreError, match="the disk is full") as error:
+        store.add(many)
+    assert "private" not in "".join(traceback.format_exception(error.value))
+    assert store.pasts({"nobody"})
+
+
+def test_a_table_without_the_columns_of_events_is_refused(store, tmp_path, caplog):
+    write_interactions(tmp_path, [("u", "i", 1)])
+    url = str(store.engine.url)
+    assert main(["events", "import", "--store", url, "--interactions", str(tmp_path / "items.parquet")]) == 1
+    assert "lacks one of the columns user_id" in caplog.text

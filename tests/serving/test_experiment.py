@@ -98,7 +98,7 @@ def test_without_enough_users_nothing_is_said():
     assert all(math.isnan(number) for number in (found.candidate.rate, found.difference, found.low))
 
 
-def test_clicks_are_joined_by_answer_item_and_user(store, capsys):
+def test_clicks_are_joined_by_answer_item_and_user(store, capsys, caplog):
     def shown(number, user, version, at=10.0):
         return Shown(recommendation_id=f"r{number}", user=user, version=version, items=["a", "b"], at=at)
 
@@ -126,8 +126,16 @@ def test_clicks_are_joined_by_answer_item_and_user(store, capsys):
         Clicks("2", "w", 1, 1),
     ]
     assert main(["events", "compare", "--store", str(store.engine.url), "--versions", "1,2"]) == 0
-    assert "0.2500" in capsys.readouterr().out
-    assert main(["events", "compare", "--store", str(store.engine.url), "--versions", "1"]) == 1
+    said = capsys.readouterr().out
+    assert "0.2500" in said
+    assert "difference +0.7500, no interval" in said
+    for versions, message in (
+        ("1", "--versions CHAMPION,CANDIDATE expected"),
+        ("1,1", "--versions CHAMPION,CANDIDATE expected"),
+        ("1, 9", "no user was shown a list of version 9"),
+    ):
+        assert main(["events", "compare", "--store", str(store.engine.url), "--versions", versions]) == 1
+        assert message in caplog.text
 
 
 def test_two_versions_behind_one_service(models, store):

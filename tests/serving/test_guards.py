@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import copy
+import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import requests
@@ -138,6 +142,55 @@ def test_keys_on_the_command_line(tmp_path, capsys, caplog):
     assert main(["keys", "revoke", "--keys-file", str(file), "--name", "nobody"]) == 1
     assert main(["keys", "add", "--keys-file", str(file)]) == 1
     assert main(["keys", "cook", "--keys-file", str(file)]) == 1
+    for days in ("nan", "inf", "-1", "1e300"):
+        assert main(["keys", "add", *flags, "--days", days]) == 1
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from seqrec.serving import keys
+for number in range(25):
+    keys.add(Path(sys.argv[1]), f"{sys.argv[2]}-{number}")
+"""
+
+
+def test_two_processes_lose_no_key_and_a_revoked_key_stays_so(tmp_path):
+    file = tmp_path / "keys.json"
+    revoked = keys.add(file, "gone")
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", WRITER, str(file)]
+    writers = [subprocess.Popen([*command, name], env=environment) for name in ("a", "b")]
+    while len(keys.read(file)) < 3:
+        assert any(writer.poll() is None for writer in writers)
+        time.sleep(0.001)
+    keys.expire(file, "gone")
+    assert [writer.wait(60) for writer in writers] == [0, 0]
+
+    names = {f"{name}-{number}" for name in "ab" for number in range(25)}
+    assert {key.name for key in keys.read(file)} == names | {"gone"}
+    assert keys.Keys(file).find(revoked) is None
+
+
+def test_two_changes_in_one_moment_are_both_noticed(tmp_path):
+    """The clock of a file system has ticks of milliseconds."""
+    file = tmp_path / "keys.json"
+    secret = keys.add(file, "app")
+    found = keys.Keys(file)
+    then = file.stat().st_mtime_ns
+    keys.expire(file, "app")
+    os.utime(file, ns=(then, then))
+    assert found.find(secret) is None
+
+
+@pytest.mark.parametrize(
+    "content", ["[]", '{"keys": 5}', '{"keys": [5]}', '{"keys": [{"name": "a", "sha256": "\u00fc"}]}']
+)
+def test_a_file_of_something_else_is_no_key_file(tmp_path, caplog, content):
+    (tmp_path / "keys.json").write_text(content)
+    for action in ("show", "add"):
+        assert main(["keys", action, "--keys-file", str(tmp_path / "keys.json"), "--name", "a"]) == 1
+    assert (tmp_path / "keys.json").read_text() == content
 
 
 def test_a_caller_has_a_rate_of_its_own(monkeypatch):

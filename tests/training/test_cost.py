@@ -10,8 +10,8 @@ from support import prepare_rows, run, synthetic_rows, weights
 
 from seqrec.config import FinetuneConfig
 from seqrec.data import sequences
-from seqrec.training import loop
-from seqrec.training.checkpoint import ResumeState, load_model
+from seqrec.training import cost
+from seqrec.training.checkpoint import load_model
 
 
 def test_measuring_changes_neither_the_model_nor_the_random_numbers(tmp_path):
@@ -21,22 +21,14 @@ def test_measuring_changes_neither_the_model_nor_the_random_numbers(tmp_path):
     before, state = weights(tmp_path), torch.get_rng_state()
 
     config = FinetuneConfig(batch_size=16, warmup_steps=1)
-    probe = loop.Fit(
-        model=model,
-        data=sequences.load(prepared),
-        stage="finetune",
-        config=config,
-        filter_seen=True,
-        state=ResumeState(tmp_path / "state", "probe"),
-        accelerator=Accelerator(cpu=True),
-    )
-    cost = loop.measure(probe)
+    data, accelerator = sequences.load(prepared), Accelerator(cpu=True)
+    found = cost.measure(model, data, stage="finetune", config=config, filter_seen=True, accelerator=accelerator)
 
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), state)
-    assert cost.steps == 4  # 60 users
-    assert cost.epoch_s > cost.step_s > 0
-    assert cost.memory > 1e6
+    assert found.steps == 4  # 60 users
+    assert found.epoch_s > found.step_s > 0
+    assert found.memory > 1e6
 
 
 def test_a_long_training_is_announced_after_its_first_steps_and_not_changed(tmp_path, monkeypatch, caplog):
@@ -45,7 +37,7 @@ def test_a_long_training_is_announced_after_its_first_steps_and_not_changed(tmp_
     run(prepared, tmp_path / "quiet", epochs=2, batch_size=4)
     assert "about" not in caplog.text
 
-    monkeypatch.setattr(loop, "LONG_S", 0.0)
+    monkeypatch.setattr(cost, "LONG_S", 0.0)
     run(prepared, tmp_path / "loud", epochs=2, batch_size=4)
 
     assert "minutes for all 2 epochs" in caplog.text

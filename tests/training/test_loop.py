@@ -14,7 +14,7 @@ from support import OPTIONS, losses_of, make_model, run, weights
 from seqrec.artifacts import sha256, write_json
 from seqrec.config import ConfigError, FinetuneConfig
 from seqrec.data import sequences
-from seqrec.training import loop
+from seqrec.training import loop, step
 from seqrec.training.checkpoint import ResumeState, load_model, save_model, save_tensors
 from seqrec.training.validation import METRIC, validate
 
@@ -157,7 +157,7 @@ def test_a_finished_training_is_not_repeated_and_a_changed_one_is(prepared, tmp_
     run(prepared, tmp_path)
     card = (tmp_path / "finetuned" / "config.json").read_bytes()
     calls = []
-    monkeypatch.setattr(loop, "fit", lambda job: calls.append(1) or [])
+    monkeypatch.setattr(loop, "fit", lambda *_, **__: calls.append(1) or [])
 
     run(prepared, tmp_path)
     assert calls == []
@@ -229,15 +229,13 @@ def test_a_log_without_validation_cases_is_refused(data, tmp_path):
     model = make_model("sasrec", num_items=data.num_items)
     with pytest.raises(ValueError, match="no validation cases"):
         loop.fit(
-            loop.Fit(
-                model=model,
-                data=blind,
-                stage="finetune",
-                config=FinetuneConfig(),
-                filter_seen=True,
-                state=state,
-                accelerator=Accelerator(),
-            )
+            model,
+            blind,
+            stage="finetune",
+            config=FinetuneConfig(),
+            filter_seen=True,
+            state=state,
+            accelerator=Accelerator(),
         )
 
 
@@ -247,16 +245,16 @@ def test_a_log_without_validation_cases_is_refused(data, tmp_path):
 )
 def test_nothing_is_kept_of_an_epoch_that_ends_badly(prepared, tmp_path, monkeypatch, where, clip_norm, message):
     """The last step of the first epoch, of four: its loss is finite, its gradient or the weights after it are not."""
-    step, calls = torch.optim.AdamW.step, []
+    take, calls = torch.optim.AdamW.step, []
 
     def diverging(self, *arguments):
         calls.append(1)
-        step(self, *arguments)
+        take(self, *arguments)
         if where == "weight" and len(calls) == 4:
             with torch.no_grad():
                 self.param_groups[0]["params"][0][1, 0] = float("nan")
 
-    clip = loop.clip_gradients
+    clip = step.clip_gradients
 
     def poisoned(model, limit):
         if len(calls) == 3:
@@ -265,7 +263,7 @@ def test_nothing_is_kept_of_an_epoch_that_ends_badly(prepared, tmp_path, monkeyp
 
     monkeypatch.setattr(torch.optim.AdamW, "step", diverging)
     if where == "gradient":
-        monkeypatch.setattr(loop, "clip_gradients", poisoned)
+        monkeypatch.setattr(step, "clip_gradients", poisoned)
 
     with pytest.raises(FloatingPointError, match=f"{message}.*finetune.learning_rate"):
         run(prepared, tmp_path, clip_norm=clip_norm, save_steps=100)

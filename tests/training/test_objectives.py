@@ -8,6 +8,7 @@ from seqrec.config import FinetuneConfig
 from seqrec.data import sequences
 from seqrec.training import batches, objectives
 from seqrec.training.batches import Windows
+from seqrec.training.step import LossTerms
 
 
 @pytest.fixture
@@ -94,15 +95,13 @@ def test_processes_share_a_step(data, objective):
 
 
 def test_the_loss_of_a_step_is_the_mean_over_its_targets(data):
-    from seqrec.training import loop
-
     model = make_model("sasrec", num_items=data.num_items, dropout=0.0)
     _, every = draw_windows(data, length=12)
     chosen = Windows(*(x[:5] for x in every))
     example = objectives.example(data, model.options, FinetuneConfig(), chosen, seed=0)
     loss = objectives.Loss(FinetuneConfig(), data.count)
 
-    terms = loop._Step(model, loss, FinetuneConfig())(example)
+    terms = LossTerms(model, loss, FinetuneConfig())(example)
 
     target = example.target_BL
     scores = (model(example.batch) @ model.item_vectors().T)[..., 1:]

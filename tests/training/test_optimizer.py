@@ -26,7 +26,7 @@ def test_learning_rate_warms_up_and_falls_as_a_cosine(step, rate):
 @pytest.mark.parametrize("architecture", sorted(REGISTRY))
 def test_weight_decay_spares_biases_gains_and_masks(architecture):
     model = make_model(architecture)
-    decayed, spared = optimizer.build(model, FinetuneConfig(weight_decay=0.1))[0].param_groups
+    decayed, spared = optimizer.Optimizers(model, FinetuneConfig(weight_decay=0.1)).parts[0].param_groups
     names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     gains = [names[id(p)] for p in spared["params"] if p.ndim > 1]
 
@@ -47,14 +47,13 @@ def test_the_first_sparse_step_is_the_dense_one_and_touches_no_other_row():
         model.load_state_dict(after[0] if after else model.state_dict())
         after = after or [{name: value.clone() for name, value in model.state_dict().items()}]
         settings = FinetuneConfig(loss="sampled_ce", sparse_tables=sparse, learning_rate=1e-2)
-        chosen = optimizer.build(model, settings)
+        optimizers = optimizer.Optimizers(model, settings)
         query = model(make_batch([[3, 7, 2, 9], [5, 1, 8]]))[:, -1]
         loss = Loss(settings, torch.ones(41))
         loss.draw = lambda *_: torch.tensor([3, 20, 21])
         loss(query, model.item_vectors(), torch.tensor([4, 6])).sum().mul(1e6).backward()
         optimizer.clip_gradients(model, 1e5)
-        for part in chosen:
-            part.step()
+        optimizers.step()
         after.append({name: value.clone() for name, value in model.state_dict().items()})
 
     before, dense, thin = after

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support import run, weights
 
-from seqrec.artifacts import CASES_SCHEMA, REFITTED, read_json, write_json
+from seqrec.artifacts import CASES_SCHEMA, REFITTED, read_json, sha256, write_json
 from seqrec.commands import refit as command
 from seqrec.config import ConfigError, EvaluateConfig, FinetuneConfig, ModelConfig, RegisterConfig, from_dict
 from seqrec.counts.term import with_counts
@@ -39,6 +39,8 @@ def trained(prepared, tmp_path_factory):
     for line, value in zip(lines, (0.1, 0.3, 0.2, 0.3), strict=True):
         line[METRIC] = value
     (folder / "finetuned" / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    card, digest = folder / "finetuned" / "config.json", sha256(folder / "finetuned" / "history.jsonl")
+    write_json(card, read_json(card) | {"history_sha256": digest})
     return folder
 
 
@@ -212,7 +214,7 @@ def registered(prepared, trained, tmp_path, monkeypatch):
     config = RegisterConfig(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db", experiment="mine", graph=False)
     client = runs.connect(config)
     version = register(client, config, tmp_path / "artifacts" / "sasrec" / "finetuned", prepared, 2.0)
-    assert gate.promote(client, version, cases(2.0), config).promoted
+    assert gate.promote(client, version, cases(2.0), tmp_path, config).promoted
     return client, config, version
 
 
@@ -258,11 +260,11 @@ def test_the_refit_is_served_and_the_evaluated_version_stands_for_it(prepared, r
     assert read_fingerprint(tmp_path / "start") == read_fingerprint(tmp_path / "artifacts" / "sasrec" / "finetuned")
 
     evaluated = client.get_model_version("seqrec-toy", "1")
-    again = gate.promote(client, evaluated, cases(2.0), config)
+    again = gate.promote(client, evaluated, cases(2.0), tmp_path, config)
     assert again == gate.Decision(True, "the first champion", None)
     assert int(registry.find_champion(client, "seqrec-toy").version) == 2
     better = another(client, config, tmp_path, prepared)
-    decision = gate.promote(client, better, cases(1.0), config)
+    decision = gate.promote(client, better, cases(1.0), tmp_path, config)
     assert decision.promoted
     assert "over version 2: +0.3691" in decision.reason  # 1 - 1 / log2(3): with the cases of the evaluated one
 

@@ -16,7 +16,7 @@ from seqrec.serving.recommender import Recommender, Request
 from seqrec.stages.evaluate import evaluate
 from seqrec.training import batches
 from seqrec.training.checkpoint import load_model
-from seqrec.training.job import user_tables
+from seqrec.training.train import user_tables
 from seqrec.training.validation import METRIC
 
 EARLY, LATE, MIDDLE = "u0", "late", "middle"

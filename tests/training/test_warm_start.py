@@ -15,7 +15,7 @@ from seqrec.training.cards import catalogue_files, split_of
 from seqrec.training.checkpoint import load_model, save_model
 from seqrec.training.warm_start import warm_start
 
-OLD = synthetic_rows(users=30, items=20)
+OLD = [*synthetic_rows(users=30, items=20), ("short", "i1", 7), ("short", "i2", 8)]
 # A user and an item come before all others, so that every number is another one.
 NEW = [
     *(("a-new-user", "a-new-item", moment) for moment in range(9)),
@@ -141,13 +141,16 @@ def events(folder, first, stop):
         (LATER, RATIO, RATIO, False),
         (OLD, {}, {"protocol": "temporal"}, False),
         (OLD, {"protocol": "temporal"}, {"protocol": "temporal", "valid_share": 0.3}, False),
+        (OLD, {}, {"min_item_events": 25}, False),
+        ([row for row in OLD if row[1] != "i3"], {}, {}, False),
+        ([*OLD, ("short", "i3", 9)], {"min_user_events": 2}, {"min_user_events": 2}, False),
     ],
 )
 def test_a_champion_that_was_trained_on_what_is_held_out_now_is_not_used(tmp_path, caplog, rows, before, now, used):
     if now.get("protocol") == "LOO-101":
         rows = [*rows, *((f"c{n % 20}", f"j{n}", n) for n in range(200))]
     folders = [
-        prepare_rows(tmp_path / name, log, min_item_events=1, **config)
+        prepare_rows(tmp_path / name, log, **{"min_item_events": 1, **config})
         for name, log, config in (("old", OLD, before), ("new", rows, now))
     ]
     write_champion(tmp_path / "champion", folders[0], "sasrec")

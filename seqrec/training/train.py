@@ -25,7 +25,7 @@ from seqrec.counts import search
 from seqrec.data import sequences
 from seqrec.data.sequences import Sequences
 from seqrec.models.base import SequenceModel
-from seqrec.training import batches, cards, loop
+from seqrec.training import batches, cards, cost, loop
 from seqrec.training.checkpoint import ResumeState, fingerprint, load_counts, load_model, save_counts, save_model
 from seqrec.training.progress import LogEpoch
 from seqrec.training.validation import ACCURACY, METRIC
@@ -35,7 +35,7 @@ History = Sequence[Mapping[str, Any]]  # a record per epoch
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class Training:
     """How and where a model is trained."""
 
     name: str  # key in `models`
@@ -48,7 +48,7 @@ class Job:
     resume: bool = False  # fail instead of starting afresh
     experiment: str = EXPERIMENT  # name of the MLflow experiment
     log: LogEpoch | None = None  # used instead of MLflow; an exception it raises ends the training but keeps the state
-    epochs: Mapping[str, int] | None = None  # see `loop.Fit`
+    epochs: Mapping[str, int] | None = None  # see `loop.fit`
     finish: Callable[[], None] | None = None  # called once the model is trained, before it is saved
     content: Sequence[str] = ()  # anything else that the result depends on
     files: Mapping[str, bytes] = field(default_factory=dict)  # files saved with the model, see `save_model`
@@ -56,83 +56,79 @@ class Job:
     earlier_seconds: float = 0.0  # spent on the initial weights; the card adds them to the training time
 
 
-def train(model: SequenceModel, data: Sequences, job: Job) -> dict[str, float]:
-    """Run the phases of the job's stage, write weights, card and history, and return the figures of the run.
+def train(model: SequenceModel, data: Sequences, training: Training) -> dict[str, float]:
+    """Run the phases of the training's stage, write weights, card and history, and return the figures of the run.
 
     The output folder is replaced as a whole, in one step.
 
     Raises:
         ConfigError: `resume` is set, but no saved state matches.
     """
-    identity = _identity(model, job)
-    state = ResumeState(job.state, identity)
-    if (finished := _finished(job.output, identity)) is not None:
-        logger.info("%s of %s: %s already holds the result of exactly this training", job.stage, job.name, job.output)
+    identity = _identity(model, training)
+    state, title = ResumeState(training.state, identity), f"{training.stage} of {training.name}"
+    if (finished := _finished(training.output, identity)) is not None:
+        logger.info("%s: %s already holds the result of exactly this training", title, training.output)
         state.delete()
         return finished
-    if job.resume and state.load() is None:
-        raise ConfigError(
-            f"--resume: no state in {job.state} belongs to this {job.stage} of {job.name} (config, data or code differ)"
-        )
+    if training.resume and state.load() is None:
+        raise ConfigError(f"--resume: no state in {training.state} belongs to {title} (config, data or code differ)")
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     history: History = []
-    if model.phases(job.stage):
-        loop.keep_freed_memory()
-        with nullcontext(job.log) if job.log else live_log(job, identity) as log:
+    if model.phases(training.stage):
+        cost.keep_freed_memory()
+        with nullcontext(training.log) if training.log else live_log(training, identity) as log:
             history = loop.fit(
-                loop.Fit(
-                    model=model,
-                    data=data,
-                    stage=job.stage,
-                    config=job.config,
-                    filter_seen=job.filter_seen,
-                    state=state,
-                    accelerator=accelerator,
-                    log=log,
-                    epochs=job.epochs,
-                )
+                model,
+                data,
+                stage=training.stage,
+                config=training.config,
+                filter_seen=training.filter_seen,
+                state=state,
+                accelerator=accelerator,
+                log=log,
+                epochs=training.epochs,
             )
-        forget_users(model, ~batches.trained_users(data, job.config))
-    if job.finish is not None:
-        job.finish()
+        forget_users(model, ~batches.trained_users(data, training.config))
+    if training.finish is not None:
+        training.finish()
     if accelerator.is_main_process:
-        _write(model, data, job, identity, history)
+        _write(model, data, training, identity, history)
         state.delete()
     return _figures(history)
 
 
-def _identity(model: SequenceModel, job: Job) -> str:
-    """Return the hash of everything that the job's result depends on."""
+def _identity(model: SequenceModel, training: Training) -> str:
+    """Return the hash of everything that the training's result depends on."""
     read = (SPLIT_CARD, WEIGHTS, TOKENS)
-    hashed = [folder / file for folder in job.inputs for file in read if (folder / file).exists()]
-    belongings = [f"{name} {hashlib.sha256(file).hexdigest()}" for name, file in job.files.items()]
+    hashed = [folder / file for folder in training.inputs for file in read if (folder / file).exists()]
+    belongings = [f"{name} {hashlib.sha256(file).hexdigest()}" for name, file in training.files.items()]
     # different options can give the same initial weights (dropout has none), so the options are hashed as well
-    named = (job.name, type(model).__name__, model.options, job.filter_seen, job.config)
-    content = (*named, *job.content, *belongings)
-    return fingerprint(f"seqrec.stages.{job.stage}", type(model).__module__, content, *hashed)
+    named = (training.name, type(model).__name__, model.options, training.filter_seen, training.config)
+    content = (*named, *training.content, *belongings)
+    return fingerprint(f"seqrec.stages.{training.stage}", type(model).__module__, content, *hashed)
 
 
-def _write(model: SequenceModel, data: Sequences, job: Job, identity: str, history: History) -> None:
-    """Write the trained model, its card, counts and history as the job's new output folder."""
+def _write(model: SequenceModel, data: Sequences, training: Training, identity: str, history: History) -> None:
+    """Write the trained model, its card, counts and history as the training's new output folder."""
     card = {
-        "model": job.name,
-        "stage": job.stage,
+        "model": training.name,
+        "stage": training.stage,
         "fingerprint": identity,
-        "config": asdict(job.config),
-        "seconds": job.earlier_seconds + _figures(history)["seconds"],
-        "filter_seen": job.filter_seen,
+        "config": asdict(training.config),
+        "seconds": training.earlier_seconds + _figures(history)["seconds"],
+        "filter_seen": training.filter_seen,
         "median_gap": sequences.median_gap(data),
         "split": cards.split_of(data.card),
-        "peak_bytes": loop.peak_memory(next(model.parameters()).device),
-        **job.facts,
+        "peak_bytes": cost.peak_memory(next(model.parameters()).device),
+        **training.facts,
     }
     lines = "".join(json.dumps(record) + "\n" for record in history)
     card["history_sha256"] = hashlib.sha256(lines.encode()).hexdigest()
-    with replaced(job.output) as folder:
-        if isinstance(job.config, FinetuneConfig) and job.config.counts != "none":
-            term, chosen = search.for_model(model, data, job.config, filter_seen=job.filter_seen)
+    with replaced(training.output) as folder:
+        if isinstance(training.config, FinetuneConfig) and training.config.counts != "none":
+            term, chosen = search.for_model(model, data, training.config, filter_seen=training.filter_seen)
             card["counts"] = save_counts(folder, term, chosen)
-        save_model(folder, model, card, job.files)
+        save_model(folder, model, card, training.files)
         write_text(folder / HISTORY, lines)
 
 
@@ -177,12 +173,12 @@ def _finished(output: Path, identity: str) -> dict[str, float] | None:
 
 
 @contextmanager
-def live_log(job: Job, identity: str) -> Iterator[LogEpoch | None]:
+def live_log(training: Training, identity: str) -> Iterator[LogEpoch | None]:
     """Log each epoch to MLflow as it ends if MLFLOW_TRACKING_URI is set; otherwise the stage `register` logs them."""
     if "MLFLOW_TRACKING_URI" not in os.environ:
         yield None
         return
     from seqrec.tracking.runs import live_run
 
-    with live_run(identity, f"{job.name} {job.stage}", RegisterConfig(experiment=job.experiment)) as log:
+    with live_run(identity, f"{training.name} {training.stage}", RegisterConfig(experiment=training.experiment)) as log:
         yield log

@@ -1,0 +1,162 @@
+"""Ranks validation cases with a model that was trained on an earlier dump of the dataset.
+
+Items and users are matched by their external ids. The model does not know the new ones: a new item gets the lowest
+score and is skipped in a history, and a new user is user 0, as in serving/recommender.py.
+
+Shape suffixes: B rows   L events   V items of the dataset with padding (0)   M items of the model with padding (0)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+
+from seqrec.artifacts import USERS, VOCABULARY
+from seqrec.counts.term import CountTerm
+from seqrec.data import sequences
+from seqrec.data.sequences import Sequences
+from seqrec.evaluation import metrics, ranking, results
+from seqrec.evaluation.ranking import ITEMS_PER_BLOCK, POSITIONS_PER_PASS, SCORES_IN_MEMORY, Blocks, Scorer
+from seqrec.models.base import Batch, SequenceModel
+from seqrec.training import cards, checkpoint
+
+LOWEST = torch.finfo(torch.float32).min  # finite: a score that is not finite is an error
+TOP = 10  # length of the lists of which the coverage is taken
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """The numbers of the dataset's items and users in the model; 0 where the model does not know them."""
+
+    item: Tensor  # (V,) int64
+    user: Tensor  # (U,) int64
+
+    @classmethod
+    def matched(cls, model: Path, data: Path) -> Numbers:
+        """Match the items and users of the prepared dataset in `data` with those of the folder `model`."""
+        item = _matched(model / VOCABULARY, data / VOCABULARY, "item_id")
+        return cls(torch.nn.functional.pad(item, (1, 0)), _matched(model / USERS, data / USERS, "user_id"))
+
+    def to(self, device: torch.device) -> Numbers:
+        """Return the numbers on `device`."""
+        return Numbers(self.item.to(device), self.user.to(device))
+
+
+def _matched(model: Path, data: Path, key: str) -> Tensor:
+    theirs, ours = (pq.read_table(path, columns=[key])[key].combine_chunks() for path in (model, data))
+    number = pc.add(pc.fill_null(pc.index_in(ours, value_set=theirs), -1), 1)
+    return torch.tensor(number.to_numpy(zero_copy_only=False), dtype=torch.int64)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a model reaches on the validation cases of a dataset."""
+
+    cases: pa.Table  # artifacts.CASES_SCHEMA
+    values: dict[str, float]  # coverage, and NDCG on rare items
+    new_items: int = 0  # which the model does not know
+    new_users: int = 0
+
+
+def measured(folder: Path, data: Path, *, filter_seen: bool) -> Measured:
+    """Rank the validation cases of the prepared dataset in `data` with the model in `folder`.
+
+    Raises:
+        ValueError: the model is damaged or not complete, or knows no item of the dataset.
+    """
+    model, card = checkpoint.load_model(folder)
+    cards.check_complete(folder, card)
+    numbers = Numbers.matched(folder, data)
+    if not numbers.item.any():
+        raise ValueError("it knows none of the items")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    term, prepared = checkpoint.load_counts(folder, card), sequences.load(data).to(device)
+    count = sequences.read_vocabulary(folder)[1].to(device)
+    found, chosen = numbers.to(device), sequences.cases(prepared, "valid")
+    ranked = ranking.rank(
+        scorer(model.to(device), term and term.to(device), found, count),
+        replace(prepared, count=count[found.item].masked_fill(found.item == 0, -1)),  # ranks empty histories
+        chosen,
+        filter_seen=filter_seen,
+        top_k=TOP,
+        rows=max(1, min(1024, SCORES_IN_MEMORY // max(len(count), len(found.item)))),
+        name=card["model"],
+    )
+    rank = ranked.rank if filter_seen else ranked.rank_unfiltered
+    shown = ranked.top.masked_fill(found.item[ranked.top] == 0, 0)
+    values = {"valid/coverage@10": metrics.list_metrics(shown, prepared.count)["coverage"]}
+    target = prepared.items[chosen.position].long()
+    tail = (prepared.count[target] > 0) & ~metrics.head_items(prepared.count)[target]
+    if tail.any():
+        values["valid/ndcg@10/popularity=tail"] = float(metrics.ndcg(rank[tail].cpu().numpy(), 10).mean())
+    return Measured(
+        cases=results.case_table("valid", prepared, chosen, rank, ranked.ties),
+        values=values,
+        new_items=int((numbers.item[1:] == 0).sum()),
+        new_users=int((numbers.user == 0).sum()),
+    )
+
+
+def scorer(model: SequenceModel, term: CountTerm | None, numbers: Numbers, count_M: Tensor) -> Scorer:
+    """Return the scorer of a model of another catalogue; all its scores of a block of rows are in memory.
+
+    Args:
+        model: in eval mode.
+        term: count term of the model.
+        numbers: the dataset's items and users in the model.
+        count_M: the model's training events of each item, which rank histories without a known item.
+    """
+    item_MD = model.item_vectors().detach().float()[: len(count_M)]
+
+    def score(history: Batch) -> Tensor:
+        query_BD = model(model.asked(history), last=True)[:, 0].float()
+        score_BM: Tensor = query_BD @ item_MD.T
+        return score_BM if term is None else term.adder(history.items)(score_BM, 0)
+
+    def scored(data: Sequences, user: Tensor, stop: Tensor) -> Blocks:
+        history = known_history(data, user, stop, numbers, model.options.history)
+        rows = max(1, POSITIONS_PER_PASS // history.items.shape[1])
+        parts = zip(*(tensor.split(rows) for tensor in history), strict=True)
+        score_BM = torch.cat([score(Batch(*part)) for part in parts])
+        score_BM[(history.items == 0).all(1)] = count_M.to(score_BM)
+        score_BM[:, 0] = LOWEST
+
+        def blocks() -> Iterator[tuple[int, Tensor]]:
+            for first in range(1, len(numbers.item), ITEMS_PER_BLOCK):
+                yield first, score_BM[:, numbers.item[first : first + ITEMS_PER_BLOCK]]
+
+        return blocks
+
+    return scored
+
+
+def known_history(data: Sequences, user: Tensor, stop: Tensor, numbers: Numbers, length: int) -> Batch:
+    """Return the last `length` events with known items before `stop` (B,) of each `user` (B,), in the model's numbers.
+
+    Times are relative to the last of these events, and histories are padded on the left.
+    """
+    number = stop - data.start[user]
+    row = torch.repeat_interleave(torch.arange(len(user), device=user.device), number)
+    event = torch.arange(len(row), device=user.device) + (stop - number.cumsum(0))[row]
+    item = numbers.item[data.items[event].long()]
+    known = item > 0
+    row, event, item = row[known], event[known], item[known]
+    kept = torch.bincount(row, minlength=len(user))
+    end = kept.cumsum(0)
+    width = sequences.padded_width(int(kept.max()), length)
+    column = torch.arange(len(row), device=user.device) - end[row] + width
+    inside = column >= 0
+    cell = (row[inside], column[inside])
+    items_BL = torch.zeros(len(user), width, dtype=torch.int64, device=user.device)
+    times_BL = torch.zeros(len(user), width, dtype=torch.float64, device=user.device)
+    items_BL[cell] = item[inside]
+    times = data.times[event]
+    times_BL[cell] = (times - times[end[row] - 1]).double()[inside]
+    return Batch(items_BL, times_BL, numbers.user[user])

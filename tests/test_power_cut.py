@@ -1,0 +1,255 @@
+"""Files that a power cut, or a copy that ended early, has cut short: a clear error, or the same result as without it.
+
+Each case cuts one file of a small project at several lengths, and then runs a command that reads it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from support import run as train
+from support import synthetic_rows, weights
+
+from seqrec.__main__ import main
+from seqrec.artifacts import sha256
+from seqrec.config import RegisterConfig
+from seqrec.serving import keys
+from seqrec.serving.events import Event, Store
+from seqrec.tracking import runs
+from seqrec.training.checkpoint import ResumeState
+
+NEXT = re.compile(r"\b(run|remove|restore|train|evaluate|export)\b")  # what the message says to do
+SETTINGS = {
+    "dataset": "own",
+    "leaderboard": ["sasrec"],
+    "prepare": {"require_title": True},
+    "finetune": {"epochs": 1, "batch_size": 16, "warmup_steps": 1, "counts": "auto"},
+    "evaluate": {"bootstrap": 100},
+    "models": {"sasrec": {"options": {"d_model": 16, "layers": 1, "heads": 2, "length": 12}}},
+    "tune": {"trials": 1, "epochs": 1, "spaces": {"sasrec": {"finetune.learning_rate": {"low": 1e-3, "high": 1e-2}}}},
+}
+MODEL = "--model sasrec --sequences out/data/sequences"
+INITIAL, FINETUNED = "out/artifacts/sasrec/initial", "out/artifacts/sasrec/finetuned"
+COMMANDS = {  # name -> the command line, and the files that it writes and that are the same each time
+    "validate": ("--data out/data --report out/reports/validation.json --baseline none.json", []),
+    "accept-baseline": ("--data out/data --baseline new.json", ["new.json"]),
+    "prepare": (
+        "--data out/data --validation out/reports/validation.json --sequences out/data/sequences",
+        ["out/data/sequences/split.json", "out/data/sequences/sequences.arrow"],
+    ),
+    "pretrain": (f"{MODEL} --initial {INITIAL} --state state", [f"{INITIAL}/best.safetensors"]),
+    "finetune": (
+        f"{MODEL} --initial {INITIAL} --checkpoint {FINETUNED} --state state",
+        [f"{FINETUNED}/best.safetensors", f"{FINETUNED}/counts.safetensors"],
+    ),
+    "baselines": ("--sequences out/data/sequences --reports out/reports", ["out/reports/popularity/cases.parquet"]),
+    "evaluate": (
+        f"{MODEL} --checkpoint {FINETUNED} --report out/reports/sasrec",
+        ["out/reports/sasrec/cases.parquet", "out/reports/sasrec/recommendations.parquet"],
+    ),
+    "score": (f"--sequences out/data/sequences --saved {FINETUNED} --output scores.parquet", ["scores.parquet"]),
+    "recommend": (f"--history i1,i2 --saved {FINETUNED}", []),
+    "leaderboard": ("--reports out/reports", []),
+    "compare": ("out/reports/sasrec out/reports/popularity", []),
+    "import": ("--run out", []),
+    "events": ("dump --store sqlite:///events.db --output events.csv", ["events.csv"]),
+    "keys": ("show", []),
+    "tune": (f"{MODEL} --dataset own --study study.db --output tuned.yaml --state state", ["tuned.yaml"]),
+}
+READ = {  # file -> the commands that read it
+    "out/data/interactions.parquet": "validate accept-baseline prepare",
+    "out/data/items.parquet": "validate prepare",
+    "out/data/source.json": "validate import",
+    "out/reports/validation.json": "prepare",
+    "out/data/sequences/sequences.arrow": "pretrain finetune baselines evaluate score prepare",
+    "out/data/sequences/vocabulary.parquet": "pretrain finetune evaluate score prepare",
+    "out/data/sequences/users.parquet": "pretrain finetune score",
+    "out/data/sequences/split.json": "pretrain finetune evaluate prepare import",
+    f"{INITIAL}/best.safetensors": "pretrain finetune",
+    f"{INITIAL}/config.json": "pretrain finetune",
+    f"{INITIAL}/vocabulary.parquet": "pretrain finetune",
+    f"{FINETUNED}/best.safetensors": "finetune evaluate score recommend",
+    f"{FINETUNED}/config.json": "finetune evaluate recommend import",
+    f"{FINETUNED}/history.jsonl": "finetune import",
+    f"{FINETUNED}/counts.safetensors": "finetune evaluate recommend",
+    f"{FINETUNED}/vocabulary.parquet": "finetune recommend",
+    f"{FINETUNED}/users.parquet": "finetune recommend",
+    "out/reports/sasrec/metrics.json": "compare import",
+    "out/reports/sasrec/cases.parquet": "compare import",
+    "out/reports/sasrec/recommendations.parquet": "import",
+    "out/reports/leaderboard.json": "leaderboard",
+    "events.db": "events",
+    "keys.json": "keys",
+    "study.db": "tune",
+}
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory) -> Path:
+    """A finished run with everything that is kept beside it."""
+    folder = tmp_path_factory.mktemp("project")
+    rows = [f"{user},{item},{time + 978_307_200}\n" for user, item, time in synthetic_rows(users=40)]
+    (folder / "log.csv").write_text("user_id,item_id,timestamp\n" + "".join(rows))
+    (folder / "items.csv").write_text("item_id,title\n" + "".join(f"i{n},Title {n}\n" for n in range(40)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        ingest = {"source": "csv", "interactions": str(folder / "log.csv"), "items": str(folder / "items.csv")}
+        tracking = {"tracking_uri": f"sqlite:///{folder}/mlflow.db"}
+        Path("settings.yaml").write_text(yaml.safe_dump({**SETTINGS, "ingest": ingest, "register": tracking}))
+        assert main(["run", "--config-file", "settings.yaml", "--out", "out"]) == 0
+        store = Store("sqlite:///events.db")
+        names = [f"user-{n % 50}" for n in range(1_000)]
+        store.add([Event(event_id=str(n), user=user, item=f"i{n}", kind="view", at=n) for n, user in enumerate(names)])
+        store.engine.dispose()
+        keys.add(Path("keys.json"), "app")
+        assert call("tune") == 0
+    return folder
+
+
+def call(command: str) -> int:
+    return main([command, *shlex.split(COMMANDS[command][0]), "--params", "settings.yaml"])
+
+
+def written(command: str) -> list[str]:
+    return [sha256(Path(name)) for name in COMMANDS[command][1]]
+
+
+@pytest.fixture(scope="module")
+def right(project, tmp_path_factory):
+    """Return a function: the hashes of what a command writes where no file is cut."""
+
+    @cache
+    def of(command: str) -> list[str]:
+        folder = tmp_path_factory.mktemp("right") / "project"
+        shutil.copytree(project, folder)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(folder)
+            assert call(command) == 0
+            return written(command)
+
+    return of
+
+
+def lengths(size: int) -> list[int]:
+    """Where a file is cut: nothing left, a part of its first bytes, whole pages, all but the end of its content."""
+    return sorted({0, 1, min(100, size - 1), size // 2, size // 2 // 4096 * 4096, size - 2})
+
+
+def cut(path: Path, length: int) -> None:
+    with path.open("r+b") as file:
+        file.truncate(length)
+
+
+@pytest.mark.parametrize(("file", "command"), [(f, c) for f, some in READ.items() for c in some.split()])
+def test_a_file_cut_short_is_named_or_made_again(project, right, tmp_path, monkeypatch, caplog, file, command):
+    monkeypatch.chdir(tmp_path)
+    expected = right(command) if COMMANDS[command][1] else []
+    for length in lengths((project / file).stat().st_size):
+        folder = tmp_path / str(length)
+        shutil.copytree(project, folder)
+        monkeypatch.chdir(folder)
+        cut(Path(file), length)
+        caplog.clear()
+
+        status = call(command)
+
+        if status == 0:
+            assert written(command) == expected, (length, caplog.text)
+            assert expected, f"{length}: {command} reads {file} and finds nothing wrong"
+        else:
+            message = caplog.records[-1].getMessage()
+            assert Path(file).name in message, message
+            assert NEXT.search(message), message
+
+
+def test_the_registry_is_damaged_with_a_clear_error(tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    database = tmp_path / "mlflow.db"
+    uri = f"sqlite:///{database}"
+    runs.connect(RegisterConfig(tracking_uri=uri)).create_registered_model("seqrec-own")
+    Path("settings.yaml").write_text(yaml.safe_dump({**SETTINGS, "register": {"tracking_uri": uri}}))
+    whole = database.read_bytes()
+    for length in (0, 1, len(whole) // 2):
+        copy = tmp_path / f"{length}.db"
+        copy.write_bytes(whole[:length])
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{copy}")
+        caplog.clear()
+
+        assert main(["registry", "show", "--params", "settings.yaml"]) == 1
+
+        assert NEXT.search(caplog.records[-1].getMessage())
+
+
+@pytest.fixture(scope="module")
+def interrupted(prepared, tmp_path_factory) -> tuple[Path, Path]:
+    """A training killed in its second epoch that has kept two states, and the same training without a kill."""
+    folder, whole = tmp_path_factory.mktemp("killed"), tmp_path_factory.mktemp("whole")
+    train(prepared, whole, save_steps=1)
+    save = ResumeState.save
+
+    def dying(self, step, tensors, facts):
+        kept = {path.name: shutil.copytree(path, folder / path.name) for path in self.directory.glob("step-*")}
+        save(self, step, tensors, facts)
+        if step == 7:
+            for name, path in kept.items():
+                shutil.move(path, self.directory / name)
+            raise KeyboardInterrupt
+        for path in kept.values():
+            shutil.rmtree(path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ResumeState, "save", dying)
+        with pytest.raises(KeyboardInterrupt):
+            train(prepared, folder, save_steps=1)
+    return folder, whole
+
+
+@pytest.mark.parametrize("damaged", [["step-7"], ["step-6", "step-7"]])
+@pytest.mark.parametrize("name", ["state.safetensors", "state.json"])
+def test_a_damaged_resume_state_is_dropped_and_the_one_before_is_used(
+    prepared, interrupted, tmp_path, caplog, damaged, name
+):
+    killed, whole = interrupted
+    caplog.set_level("INFO")
+    for share in (0.0, 0.01, 0.5, 0.99):
+        out = tmp_path / str(share)
+        shutil.copytree(killed, out)
+        for step in damaged:
+            (state,) = (out / "state").glob(f"*/{step}/{name}")
+            cut(state, int(share * state.stat().st_size))
+        caplog.clear()
+
+        train(prepared, out, save_steps=1)
+
+        assert caplog.text.count("a resume state is not used") == len(damaged)
+        assert ("resuming finetune" in caplog.text) == (len(damaged) == 1)
+        ours, theirs = weights(out), weights(whole)
+        assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+        assert not any((out / "state").iterdir())
+
+
+@pytest.mark.parametrize("length", [0, 1, 40])
+def test_the_plan_of_auto_and_the_mark_of_a_benchmark(tmp_path, monkeypatch, caplog, length):
+    from seqrec.commands.auto import Plan
+    from seqrec.commands.benchmark import _is
+
+    plan = Plan(tmp_path / "auto.json", {"data": "log.csv"})
+    plan.save()
+    cut(plan.path, length)
+    with pytest.raises(ValueError, match=r"auto\.json is damaged .* remove it and run"):
+        Plan.load(plan.path, plan.request)
+
+    mark = tmp_path / "benchmark.json"
+    mark.write_text(json.dumps({"split": "a" * 60}))
+    assert _is(mark, {"split": "a" * 60})
+    cut(mark, length)
+    assert not _is(mark, {"split": "a" * 60})
+    assert "its report is made again" in caplog.text
