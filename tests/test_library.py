@@ -164,15 +164,13 @@ def test_a_class_of_a_notebook_cell_needs_a_file():
 
 
 def test_a_notebook_shows_the_progress_as_a_terminal_does(monkeypatch, capsys):
-    assert ProgressBar(True).hidden
+    assert ProgressBar("sasrec", 3, shown=True).disable
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
-    bar = ProgressBar(True)
-    with bar:
-        bar.start(10, 0)
-        bar.show(3, "epoch 1")
-        bar.bar.refresh()
+    with ProgressBar("sasrec", 3, shown=True) as bar:
+        bar.update(bar.steps, total=10, completed=3, description="sasrec epoch 1/3")
+        bar.refresh()
 
-    assert "epoch 1" in capsys.readouterr().err
+    assert "sasrec epoch 1/3" in capsys.readouterr().err
 
 
 def test_importing_the_package_alone_imports_little():
