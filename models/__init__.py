@@ -55,8 +55,9 @@ class Registry(MutableMapping[str, type[SequenceModel]]):
         Raises:
             ValueError: it is not registered.
         """
+        place = VARIANTS.get(_place(architecture), _place(architecture))
         for name in self:
-            if self.place(name) == _place(architecture):
+            if self.place(name) == place:
                 return name
         raise ValueError(f"{_place(architecture)} has no name: add it by seqrec.models.register(NAME, CLASS)")
 
@@ -87,6 +88,10 @@ CLASSES = {  # by module of this package, which is also the name of the architec
     "fdsa": "FDSA",
     "s3rec": "S3Rec",
     "recguru": "RecGURU",
+}
+VARIANTS = {  # a class that an option of another class chooses, and the latter
+    f"{__name__}.recformer:{variant}": f"{__name__}.recformer:Recformer"
+    for variant in ("RecformerText", "RecformerItems")
 }
 REGISTRY = Registry({name: f"{__name__}.{name}:{cls}" for name, cls in CLASSES.items()})
 

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
+from seqrec.models.base import Batch, SequenceModel
+
 _kept: list[Tensor] | None = None  # None: not recording
 
 
@@ -25,3 +27,12 @@ def keep(weight: Callable[[], Tensor]) -> None:
     """Record `weight`, which is computed only on request, because fused kernels do not return weights."""
     if _kept is not None:
         _kept[:] = [weight()]
+
+
+def maps(model: SequenceModel, batch: Batch, last: bool = False) -> Tensor | None:
+    """Return the weights (B, H, Q, L) of the last attention, in eval mode; None if its keys are not the events."""
+    if not model.reads_events:
+        return None
+    with kept() as weights:
+        model(batch, last)
+    return weights[0].reshape(len(batch.items), -1, *weights[0].shape[-2:])

@@ -12,8 +12,6 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol, get_args, get_o
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from seqrec.models import attention_weights
-
 PAD = 0
 Objective = Literal["causal", "last", "cloze"]  # see seqrec/training/objectives.py
 OBJECTIVES: tuple[str, ...] = get_args(Objective)
@@ -104,15 +102,9 @@ class SequenceModel(nn.Module):
     Options: ClassVar[type[Options]]
     options: Any
     objectives: ClassVar[frozenset[str]] = frozenset({"causal"})
-    # the text of the items that it reads from `Catalogue.tokens`
-    text: ClassVar[Literal["", "tokens", "vectors", "attributes"]] = ""
-    domains: ClassVar[bool] = False  # whether it pre-trains on the dataset together with `sources`; see `add_domain`
     reads_events: ClassVar[bool] = False  # whether the keys of its last attention are the events, in order
-    clipped_apart: ClassVar[tuple[str, ...]] = ()  # name suffixes of parameters whose gradients are clipped separately
     undecayed: ClassVar[tuple[str, ...]] = ()  # name suffixes of matrices without weight decay; vectors never have any
     shortest = 1  # minimum number of positions in an exported graph; shorter inputs are padded
-    contrastive: ClassVar[frozenset[str]] = frozenset()  # phases whose batches include the target; validated by `hits`
-    by_prefix: ClassVar[frozenset[str]] = frozenset()  # phases whose rows are prefixes, whatever the objective
 
     def __init__(self, options: Any, catalogue: Catalogue) -> None:
         super().__init__()
@@ -127,14 +119,7 @@ class SequenceModel(nn.Module):
     @classmethod
     def needs_of(cls, options: Any) -> frozenset[str]:
         """Return which of times, user, text and attributes a model with `options` reads besides items."""
-        return frozenset({"attributes" if cls.text == "attributes" else "text"} if cls.text else ())
-
-    def tokens(self) -> dict[str, Tensor]:
-        """Return what the model reads of the items' text; raise ValueError if the dataset has none."""
-        if self.catalogue.tokens is None:
-            kind = "attributes" if self.text == "attributes" else "text"
-            raise ValueError(f"{type(self).__name__} reads the items' {kind}: the dataset has none")
-        return self.catalogue.tokens
+        return frozenset()
 
     @property
     def needs(self) -> frozenset[str]:
@@ -158,43 +143,6 @@ class SequenceModel(nn.Module):
         """Whether the last column of the item vectors is a bias, or a constant that a user's bias is multiplied by."""
         return False
 
-    def attention_maps(self, batch: Batch, last: bool = False) -> Tensor | None:
-        """Return the weights (B, H, Q, L) of the last attention, in eval mode; None if its keys are not the events."""
-        if not self.reads_events:
-            return None
-        with attention_weights.kept() as weights:
-            self(batch, last)
-        return weights[0].reshape(len(batch.items), -1, *weights[0].shape[-2:])
-
-    def masked_maps(self, batch: Batch) -> tuple[Tensor, Tensor] | None:
-        """Return `attention_maps` without and with the last layer's learnt masks; None for models without masks."""
-        return None
-
-    def serving_variants(self) -> dict[float, Any]:
-        """Return options with which the same weights can be served, by the share of rows that they skip."""
-        return {}
-
-    def serve(self, catalogue: Catalogue) -> None:
-        """Replace the catalogue of training by another one; only for models that represent items by tokens."""
-        raise NotImplementedError
-
-    def grown(self, catalogue: Catalogue) -> SequenceModel:
-        """Return this model with additional items, described by text; only for models of tokens."""
-        raise NotImplementedError
-
-    def add_domain(self, num_items: int) -> None:
-        """Add a second domain for pre-training, whose items follow those of the catalogue; only with `domains`."""
-        raise NotImplementedError
-
-    def drop_domain(self) -> None:
-        """Remove what `add_domain` added, if anything."""
-        raise NotImplementedError
-
-    def user_tables(self) -> list[nn.Embedding]:
-        """Return the embedding tables named `users`; row u is user u, and row 0 the unknown user."""
-        named = ((name.rpartition(".")[2], part) for name, part in self.named_modules())
-        return [part for name, part in named if name == "users" and isinstance(part, nn.Embedding)]
-
     def phases(self, stage: str) -> tuple[str, ...]:
         """Return the phases of `stage`, pretrain or finetune; after each phase, its best weights are restored."""
         return () if stage == "pretrain" else ("train",)
@@ -204,10 +152,6 @@ class SequenceModel(nn.Module):
 
     def on_epoch(self) -> None:
         """Run before each epoch, in eval mode and without gradients."""
-
-    def hits(self, batch: Batch) -> Tensor:
-        """Return bool (B,): whether each row's target, its last event, scores highest among the targets of all rows."""
-        raise NotImplementedError
 
     def training_loss(self, batch: Batch, task: TaskLoss) -> dict[str, Tensor]:
         """Return the named terms whose sum is minimised; those named `figure/...` are only logged."""

@@ -18,9 +18,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from seqrec.models.base import PAD, Batch, Catalogue, Options, SequenceModel, require
+from seqrec.models.base import PAD, Batch, Catalogue, Options, require
 from seqrec.models.bert4rec import BERT4RecOptions, Block
 from seqrec.models.layers import Dropout, attention_bias, initialise
+from seqrec.models.optional import ReadsAttributes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,13 +89,12 @@ class Stream(nn.Module):
         return x_BLD
 
 
-class FDSA(SequenceModel):
+class FDSA(ReadsAttributes):
     """Self-attention over items, and over their attributes."""
 
     Options = FDSAOptions
     options: FDSAOptions
     objectives = frozenset({"causal", "last"})
-    text = "attributes"
     value_VM: Tensor
 
     def __init__(self, options: FDSAOptions, catalogue: Catalogue) -> None:

@@ -31,9 +31,11 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from seqrec.models import attention_weights
 from seqrec.models.base import PAD, Batch, Catalogue, Options, SequenceModel, TaskLoss, require
 from seqrec.models.bert4rec import BERT4Rec
 from seqrec.models.layers import attention_bias
+from seqrec.models.optional import NoisyGradients
 from seqrec.models.sasrec import SASRec
 from seqrec.models.ssept import SSEPT
 from seqrec.models.tisasrec import TiSASRec
@@ -214,14 +216,14 @@ def recorded(blocks: Sequence[nn.Module]) -> Iterator[list[tuple[Any, ...]]]:
             hook.remove()
 
 
-class RecDenoiser(SequenceModel):
+class RecDenoiser(NoisyGradients):
     """A backbone with masked attention; without masks and penalties, it equals the backbone."""
 
     Options = RecDenoiserOptions
     options: RecDenoiserOptions
     objectives = SASRec.objectives  # those of the default backbone; instances have their own
     reads_events = True
-    clipped_apart = ("raw_XLL",)  # the noise of estimates must not scale down the backbone's gradients
+    clipped_apart = ("raw_XLL",)
     undecayed = ("raw_XLL",)  # eq. 4 decays Theta only; the penalty of Phi is `l0`
 
     def __init__(self, options: RecDenoiserOptions, catalogue: Catalogue) -> None:
@@ -241,16 +243,16 @@ class RecDenoiser(SequenceModel):
         return BACKBONES[options.backbone].needs_of(options.of_backbone())
 
     def masked_maps(self, batch: Batch) -> tuple[Tensor, Tensor] | None:
-        """See `SequenceModel.masked_maps`; the layers before the last keep their masks."""
+        """Return `attention_weights.maps` without and with the masks of the last layer; None if it has no masks."""
         if not self.masks:
             return None
         layer = self.blocks[-1].attention
         mask, layer.weigh = layer.weigh, None
         try:
-            before = self.attention_maps(batch)
+            before = attention_weights.maps(self, batch)
         finally:
             layer.weigh = mask
-        after = self.attention_maps(batch)
+        after = attention_weights.maps(self, batch)
         assert before is not None
         assert after is not None
         return before, after

@@ -32,9 +32,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from seqrec.models.base import PAD, Batch, Catalogue, Options, SequenceModel, TaskLoss, require
+from seqrec.models.base import PAD, Batch, Catalogue, Options, TaskLoss, require
 from seqrec.models.bert4rec import BERT4RecOptions, Block
 from seqrec.models.layers import Dropout, MultiHeadAttention, attention_bias, initialise
+from seqrec.models.optional import TwoDomains
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,14 +104,13 @@ class Decoder(nn.Module):
         return x_BLD
 
 
-class RecGURU(SequenceModel):
+class RecGURU(TwoDomains):
     """A recommender beside an autoencoder of histories, whose representations are alike in two domains."""
 
     Options = RecGURUOptions
     options: RecGURUOptions
     reads_events = True
-    domains = True
-    contrastive = frozenset({"autoencoder"})
+    pretraining = "autoencoder"
     discriminator: nn.Sequential | None
 
     def __init__(self, options: RecGURUOptions, catalogue: Catalogue) -> None:
@@ -135,7 +135,7 @@ class RecGURU(SequenceModel):
         self.enter("train")
 
     def add_domain(self, num_items: int) -> None:
-        """See `SequenceModel.add_domain`."""
+        """See `TwoDomains.add_domain`."""
         others = nn.Embedding(num_items, self.options.d_model)
         initialise(others)
         table = torch.cat([self.items.weight, others.weight]).detach()
@@ -144,7 +144,7 @@ class RecGURU(SequenceModel):
         self.discriminator = discriminator(self.options.d_model)
 
     def drop_domain(self) -> None:
-        """See `SequenceModel.drop_domain`."""
+        """See `TwoDomains.drop_domain`."""
         table = self.items.weight[: self.own_items + 1].detach().clone()
         self.items = nn.Embedding.from_pretrained(table, freeze=False, padding_idx=PAD)
         self.catalogue = self.catalogue._replace(num_items=self.own_items)

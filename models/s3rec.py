@@ -25,9 +25,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from seqrec.models.base import PAD, Batch, Catalogue, SequenceModel, TaskLoss, require
+from seqrec.models.base import PAD, Batch, Catalogue, TaskLoss, require
 from seqrec.models.fdsa import FDSAOptions, Stream
 from seqrec.models.layers import attention_bias, initialise
+from seqrec.models.optional import ReadsAttributes, SelfSupervised
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,15 +50,14 @@ class S3RecOptions(FDSAOptions):
         )
 
 
-class S3Rec(SequenceModel):
+class S3Rec(ReadsAttributes, SelfSupervised):
     """Self-attention over items, pre-trained on items, attributes and segments."""
 
     Options = S3RecOptions
     options: S3RecOptions
     objectives = frozenset({"causal", "last"})
     reads_events = True
-    text = "attributes"
-    contrastive = by_prefix = frozenset({"mutual"})
+    pretraining = "mutual"
     value_VM: Tensor
 
     def __init__(self, options: S3RecOptions, catalogue: Catalogue) -> None:

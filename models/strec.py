@@ -346,7 +346,7 @@ class STRec(SequenceModel):
         return frozenset({"times"} if options.sampling == "time" else ())
 
     def serving_variants(self) -> dict[float, Any]:
-        """See `SequenceModel.serving_variants`: other numbers of rows, and those of the training."""
+        """Return options with which the same weights can be served, by the share of rows that they skip."""
         if self.sampler is None:
             return {}
         others = (replace(self.options, k=(), sparsity=sparsity) for sparsity in SPARSITIES)

@@ -24,9 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from seqrec.models.base import PAD, Batch, Catalogue, Options, SequenceModel, TaskLoss, require
+from seqrec.models.base import PAD, Batch, Catalogue, Options, TaskLoss, require
 from seqrec.models.bert4rec import BERT4RecOptions, Block
 from seqrec.models.layers import Dropout, attention_bias, initialise
+from seqrec.models.optional import ReadsVectors, Transferable
 
 NOISE = 0.01  # minimum standard deviation of the gate's noise (Shazeer et al. 2017)
 
@@ -87,15 +88,14 @@ class Adaptor(nn.Module):
         return out_ND
 
 
-class UniSRec(SequenceModel):
+class UniSRec(ReadsVectors, Transferable):
     """Causal self-attention over adapted text vectors."""
 
     Options = UniSRecOptions
     options: UniSRecOptions
     objectives = frozenset({"causal", "last"})
     reads_events = True
-    text = "vectors"
-    contrastive = by_prefix = frozenset({"contrastive"})
+    pretraining = "contrastive"
     text_VX: Tensor
 
     def __init__(self, options: UniSRecOptions, catalogue: Catalogue) -> None:
@@ -134,7 +134,7 @@ class UniSRec(SequenceModel):
             self.items.requires_grad_(phase == "train")
 
     def serve(self, catalogue: Catalogue) -> None:
-        """See `SequenceModel.serve`; vectors of ids begin anew."""
+        """See `Transferable.serve`; vectors of ids begin anew."""
         assert catalogue.tokens is not None
         device = self.text_VX.device
         self.catalogue = catalogue._replace(length=self.options.length)
@@ -177,13 +177,10 @@ class UniSRec(SequenceModel):
             terms["sequences"] = self.options.sequence_weight * contrast(query_BD, other_BD, target_B)
         return terms
 
-    def hits(self, batch: Batch) -> Tensor:
-        """See `SequenceModel.hits`."""
-        target_B = batch.items[:, -1]
+    def pair_scores(self, batch: Batch) -> Tensor:
+        """See `SelfSupervised.pair_scores`."""
         query_BD, target_BD = self._pairs(batch)
-        score_BB = query_BD @ target_BD.T
-        other_BB = target_B.unsqueeze(1) != target_B
-        return ((score_BB >= score_BB.diagonal().unsqueeze(1)) & other_BB).sum(1) == 0
+        return query_BD @ target_BD.T
 
     def _pairs(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return each row's query, over the temperature, and the vector of its target, of length 1 (B, D)."""

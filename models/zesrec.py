@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from seqrec.models.base import Batch, Catalogue, SequenceModel, require
+from seqrec.models.base import Batch, Catalogue, require
 from seqrec.models.layers import Dropout, attention_bias, initialise
+from seqrec.models.optional import ReadsVectors
 from seqrec.models.sasrec import Block, SASRecOptions
 
 
@@ -33,14 +34,13 @@ class ZESRecOptions(SASRecOptions):
         require(self.attribute_tokens >= 2, "attribute_tokens must be at least 2: a name and a value")
 
 
-class ZESRec(SequenceModel):
+class ZESRec(ReadsVectors):
     """Causal self-attention over linearly mapped text vectors."""
 
     Options = ZESRecOptions
     options: ZESRecOptions
     objectives = frozenset({"causal", "last"})
     reads_events = True
-    text = "vectors"
     text_VE: Tensor
 
     def __init__(self, options: ZESRecOptions, catalogue: Catalogue) -> None:

@@ -35,6 +35,7 @@ from seqrec.data.item_tokens import read_texts
 from seqrec.data.sequences import Sequences
 from seqrec.evaluation import intervals, metrics
 from seqrec.models import REGISTRY
+from seqrec.models.optional import ReadsTokens
 from seqrec.serving.recommender import Recommender
 from seqrec.training.batches import trained_users
 
@@ -60,7 +61,8 @@ def demo(
     folder = (data or out / "data") / "sequences"
     prepared = sequences.load(folder)
     rows = curve(params, prepared, out / "reports")
-    readers = [name for name in params.leaderboard if REGISTRY[params.model(name).architecture].text == "tokens"]
+    kinds = {name: REGISTRY[params.model(name).architecture] for name in params.leaderboard}
+    readers = [name for name, kind in kinds.items() if issubclass(kind, ReadsTokens)]
     result = {
         "dataset": params.dataset,
         "split_sha256": prepared.card["split_sha256"],

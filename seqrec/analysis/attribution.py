@@ -12,7 +12,9 @@ from torch.nn import functional as F
 
 from seqrec.counts.term import CountTerm
 from seqrec.evaluation.ranking import POSITIONS_PER_PASS
+from seqrec.models import attention_weights
 from seqrec.models.base import PAD, Batch, SequenceModel
+from seqrec.models.rec_denoiser import RecDenoiser
 
 
 @torch.no_grad()
@@ -56,7 +58,7 @@ def attention(model: SequenceModel, batch: Batch) -> Tensor | None:
     """
     seen, length = model.options.history, batch.items.shape[1]
     window = Batch(batch.items[:, -seen:], batch.times[:, -seen:], batch.user)
-    weight_BHQL = model.attention_maps(model.asked(window), last=True)
+    weight_BHQL = attention_weights.maps(model, model.asked(window), last=True)
     if weight_BHQL is None:
         return None
     weight_BL = weight_BHQL[:, :, -1].mean(1)[:, : window.items.shape[1]]  # without MASK
@@ -75,9 +77,10 @@ def masked_attention(model: SequenceModel, batch: Batch) -> tuple[Tensor, Tensor
     """
     seen = model.options.history
     window = Batch(batch.items[:, -seen:], batch.times[:, -seen:], batch.user)
-    maps, length = model.masked_maps(model.asked(window)), window.items.shape[1]
+    maps = model.masked_maps(model.asked(window)) if isinstance(model, RecDenoiser) else None
     if maps is None:
         return None
+    length = window.items.shape[1]
     before_BLL, after_BLL = (weight_BHLL.mean(1)[:, :length, :length] for weight_BHLL in maps)
     return before_BLL, after_BLL
 

@@ -11,6 +11,7 @@ from seqrec.data import sequences
 from seqrec.data.sequences import Cases, Sequences
 from seqrec.evaluation import metrics, ranking
 from seqrec.models.base import SequenceModel
+from seqrec.models.strec import STRec
 
 CASES = 2_000
 TIMED = 64  # histories
@@ -37,11 +38,11 @@ def sweep(model: SequenceModel, data: Sequences, *, filter_seen: bool, seed: int
         filter_seen: whether past items are no candidates.
         seed: of the draw of cases.
     """
-    trained, variants = model.options, model.serving_variants()
+    variants = model.serving_variants() if isinstance(model, STRec) else {}
     if not variants:
         return []
     cases = _draw(sequences.cases(data, "valid"), seed)
-    points = []
+    trained, points = model.options, []
     for sparsity, options in sorted(variants.items(), key=lambda pair: pair[0]):
         model.options = options
         ranked = ranking.rank(ranking.model_scorer(model), data, cases, filter_seen=filter_seen)

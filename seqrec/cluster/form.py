@@ -143,12 +143,13 @@ def check_pretraining(params: Params) -> None:
     """Raise ConfigError unless all models of `leaderboard` learn from text, and there is something to learn from."""
     if not params.sources:
         raise ConfigError("sources: name the datasets to pre-train on")
-    from seqrec.models import REGISTRY  # needs torch, which the other pipelines do not need to compile
+    from seqrec.models import REGISTRY, SequenceModel  # need torch, which the other pipelines do not need to compile
+    from seqrec.models.optional import ReadsTokens
 
     for model in params.leaderboard:
-        kind = REGISTRY.get(params.model(model).architecture)
+        kind = REGISTRY.get(params.model(model).architecture, SequenceModel)
         reads_items = params.model(model).options.get("encoder") == "items"
-        if kind is None or kind.text != "tokens" or reads_items:
+        if not issubclass(kind, ReadsTokens) or reads_items:
             raise ConfigError(
                 f"models.{model}: pipeline `pretraining` needs text models (architecture "
                 "recformer, encoder text); choose one with --models"

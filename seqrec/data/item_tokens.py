@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from seqrec.artifacts import read_table
 from seqrec.config import ConfigError
-from seqrec.models.recformer import KEY, VALUE
+from seqrec.models.text_encoder import KEY, VALUE
 
 MOST_ATTRIBUTES = 3  # attributes used if the options name none
 CHARACTERS = 4_000  # read per value; more than an attribute's tokens can hold

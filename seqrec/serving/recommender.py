@@ -22,6 +22,7 @@ from seqrec.config import RegisterConfig
 from seqrec.counts.term import CountTerm
 from seqrec.data import sequences
 from seqrec.models.base import PAD, Batch, SequenceModel
+from seqrec.models.optional import ReadsTokens
 from seqrec.serving import rules
 from seqrec.training import cards, checkpoint
 
@@ -249,7 +250,7 @@ class Recommender:
             self.attributes.check(rule, getattr(request, rule))
         if not request.items_text:
             return
-        if self.model.text != "tokens" or not self.tokenizer:
+        if not isinstance(self.model, ReadsTokens) or not self.tokenizer:
             raise ValueError(f"items_text: {self.name} cannot read text; a trained Recformer with its {TOKENIZER} can")
         if known := request.items_text.keys() & self.items.keys():
             raise ValueError(f"items_text: the model knows {min(known)!r} already")
@@ -281,6 +282,7 @@ class Recommender:
         from seqrec.data import item_tokens
 
         catalogue, options = self.model.catalogue, self.model.options
+        assert isinstance(self.model, ReadsTokens)
         assert catalogue.tokens is not None
         texts = item_tokens.as_texts(list(items_text.values()), options.attributes)
         new = item_tokens.tokenise(texts, Tokenizer.from_str(self.tokenizer), options.attribute_tokens)

@@ -15,6 +15,7 @@ from seqrec.config import ConfigError, ContrastConfig, TrainConfig, parse
 from seqrec.data import sequences
 from seqrec.data.sequences import Sequences, Shards
 from seqrec.models.base import Batch, SequenceModel
+from seqrec.models.optional import self_supervised
 from seqrec.training import losses
 from seqrec.training.batches import trained_users
 
@@ -29,7 +30,7 @@ def check(config: TrainConfig, model: SequenceModel, stage: str) -> None:
     wanted = term(config)
     if wanted is None:
         return
-    if model.options.masked or model.contrastive & set(model.phases(stage)):
+    if model.options.masked or any(self_supervised(model, phase) for phase in model.phases(stage)):
         raise ConfigError(f"{stage}.contrast: needs a model that predicts what follows its window")
     if wanted.same_target and not config.resident:
         raise ConfigError(f"{stage}.contrast.same_target: needs {stage}.resident: true")

@@ -13,6 +13,7 @@ from torch import Tensor
 from seqrec.config import TrainConfig
 from seqrec.data.sequences import Sequences
 from seqrec.models.base import SequenceModel
+from seqrec.models.optional import self_supervised
 from seqrec.training import batches, contrast, objectives
 from seqrec.training.batches import Windows
 from seqrec.training.objectives import Example
@@ -35,8 +36,8 @@ class Examples:
 
     def draw(self, model: SequenceModel, phase: str) -> int:
         """Draw the batches of an epoch of the model's phase `phase`; return their number."""
-        config, self.options, self.contrastive = self.config, model.options, phase in model.contrastive
-        if phase in model.by_prefix:
+        config, self.options, self.contrastive = self.config, model.options, self_supervised(model, phase)
+        if self_supervised(model, phase) and model.by_prefix:
             self.options = replace(model.options, objective="last")
         self.generator.set_state(self.before_epoch)
         self.windows = batches.windows(self.data, self.options, config, self.generator)

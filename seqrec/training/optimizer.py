@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from seqrec.config import ConfigError, TrainConfig
 from seqrec.models.base import SequenceModel
+from seqrec.models.optional import NoisyGradients
 from seqrec.training.checkpoint import below
 
 
@@ -93,13 +94,14 @@ def _sparse_tables(model: SequenceModel) -> list[Tensor]:
 
 
 def clip_gradients(model: SequenceModel, limit: float) -> Tensor:
-    """Clip the joint norm of the gradients to `limit`; the model's `clipped_apart` parameters are clipped separately.
+    """Clip the joint norm of the gradients to `limit`; the noisy ones of `NoisyGradients` are clipped separately.
 
     Returns:
         The sum of both norms before clipping: a scalar, not finite if a gradient is not.
     """
+    noisy = model.clipped_apart if isinstance(model, NoisyGradients) else ()
     together, apart = (
-        _clip([p for name, p in model.named_parameters() if name.endswith(model.clipped_apart) is chosen], limit)
+        _clip([p for name, p in model.named_parameters() if name.endswith(noisy) is chosen], limit)
         for chosen in (False, True)
     )
     return together + apart

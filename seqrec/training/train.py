@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
 
 from seqrec.artifacts import HISTORY, MODEL_CARD, SPLIT_CARD, TOKENS, WEIGHTS, read_json, replaced, write_text
 from seqrec.config import EXPERIMENT, ConfigError, FinetuneConfig, RegisterConfig, TrainConfig
@@ -49,7 +49,7 @@ class Training:
     experiment: str = EXPERIMENT  # name of the MLflow experiment
     log: LogEpoch | None = None  # used instead of MLflow; an exception it raises ends the training but keeps the state
     epochs: Mapping[str, int] | None = None  # see `loop.fit`
-    finish: Callable[[SequenceModel], None] | None = None  # called on the trained model before it is saved
+    finish: Callable[[], None] | None = None  # called once the model is trained, before it is saved
     content: Sequence[str] = ()  # anything else that the result depends on
     files: Mapping[str, bytes] = field(default_factory=dict)  # files saved with the model, see `save_model`
     facts: Mapping[str, Any] = field(default_factory=dict)  # further entries of the model card
@@ -90,7 +90,7 @@ def train(model: SequenceModel, data: Sequences, training: Training) -> dict[str
             )
         forget_users(model, ~batches.trained_users(data, training.config))
     if training.finish is not None:
-        training.finish(model)
+        training.finish()
     if accelerator.is_main_process:
         _write(model, data, training, identity, history)
         state.delete()
@@ -138,8 +138,14 @@ def forget_users(model: SequenceModel, unknown_U: Tensor) -> None:
 
     The saved weights thereby say who is known: whoever reads them may pass any user's number on.
     """
-    for table in model.user_tables():
+    for table in user_tables(model):
         table.weight[1:][unknown_U.to(table.weight.device)] = table.weight[0]
+
+
+def user_tables(model: SequenceModel) -> list[nn.Embedding]:
+    """Return the embedding tables named `users`; row u is user u, and row 0 the unknown user."""
+    named = ((name.rpartition(".")[2], part) for name, part in model.named_modules())
+    return [part for name, part in named if name == "users" and isinstance(part, nn.Embedding)]
 
 
 def _figures(history: History) -> dict[str, float]:

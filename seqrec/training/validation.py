@@ -14,6 +14,7 @@ from seqrec.data import sequences
 from seqrec.data.sequences import Cases, Sequences
 from seqrec.evaluation import metrics, ranking
 from seqrec.models.base import SequenceModel
+from seqrec.models.optional import SelfSupervised, self_supervised
 from seqrec.training.batches import trained_users
 from seqrec.training.checkpoint import below
 
@@ -26,7 +27,7 @@ class EarlyStopping:
 
     def __init__(self, model: SequenceModel, phase: str, patience: int) -> None:
         self.model, self.patience = model, patience
-        self.metric = ACCURACY if phase in model.contrastive else METRIC
+        self.metric = ACCURACY if self_supervised(model, phase) else METRIC
         self.best = -1.0  # best value of the metric; -1: none yet
         self.waited = 0  # validations since the best one
         self.weights: dict[str, Tensor] = {}  # best weights; empty before the first validation
@@ -68,7 +69,7 @@ def of_phase(
     accelerator: Accelerator,
 ) -> dict[str, float]:
     """Return the metrics of `in_batch_accuracy` in a contrastive phase, of `validate` in others."""
-    if phase in model.contrastive:
+    if self_supervised(model, phase):
         values = in_batch_accuracy(model, data, config.batch_size, accelerator)
     else:
         known_U = trained_users(data, config).to(data.start.device)
@@ -108,7 +109,7 @@ def validate(
 
 @torch.no_grad()
 def in_batch_accuracy(
-    model: SequenceModel, data: Sequences, rows: int, accelerator: Accelerator | None = None
+    model: SelfSupervised, data: Sequences, rows: int, accelerator: Accelerator | None = None
 ) -> dict[str, float]:
     """Return the share of validation cases whose target scores highest among the targets of its block of `rows`."""
     chosen = sequences.cases(data, "valid")

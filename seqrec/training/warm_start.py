@@ -14,6 +14,7 @@ from torch import Tensor
 from seqrec.artifacts import MODEL_CARD, REFIT, USERS, VOCABULARY, WEIGHTS, read_table
 from seqrec.models import REGISTRY
 from seqrec.models.base import Catalogue, SequenceModel
+from seqrec.models.optional import DescribedItems
 from seqrec.training import cards
 from seqrec.training.checkpoint import load_tensors
 
@@ -47,7 +48,7 @@ def warm_start(net: SequenceModel, sequences: Path, champion: Path) -> bool:
         return False
     options = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(net.options).items()}
     same = REGISTRY.get(card["architecture"]) is type(net) and card["options"] == options
-    if net.text or not same:
+    if isinstance(net, DescribedItems) or not same:
         logger.info("the champion (%s) is not used: its architecture or options differ", card["architecture"])
         return False
     if REFIT in card:

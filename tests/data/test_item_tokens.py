@@ -12,7 +12,7 @@ import torch
 
 from seqrec.config import ConfigError
 from seqrec.data import item_tokens
-from seqrec.models.recformer import KEY, VALUE
+from seqrec.models.text_encoder import KEY, VALUE
 
 IDS = ["b", "a", "d", "c", "nowhere"]  # items 1, 2, ...
 ITEMS = {

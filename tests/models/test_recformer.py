@@ -19,12 +19,13 @@ from seqrec.config import ConfigError, ModelConfig, PretrainConfig
 from seqrec.data import item_tokens, sequences
 from seqrec.models import REGISTRY
 from seqrec.models.base import Catalogue
-from seqrec.models.recformer import Neighbours, Text, mask_words
+from seqrec.models.text_encoder import Neighbours, Text, mask_words
 from seqrec.serving.recommender import Recommender
 from seqrec.stages.evaluate import evaluate
-from seqrec.stages.pretrain import pretrain, train_parts
+from seqrec.stages.pretrain import pretrain
 from seqrec.training import pretrained, validation
 from seqrec.training.checkpoint import load_model
+from seqrec.training.families import train_parts
 from seqrec.training.progress import EpochMeter
 
 CLS, PAD = 2, 0  # of make_tokens
@@ -35,13 +36,13 @@ def build(**options):
 
 
 def tokens_of(model, item: int) -> list[int]:
-    first, stop = model.offsets[item : item + 2].tolist()
-    return model.ids[first:stop].tolist()
+    first, stop = model.texts.offsets[item : item + 2].tolist()
+    return model.texts.ids[first:stop].tolist()
 
 
 def test_a_history_is_cls_and_the_items_from_the_most_recent_one():
     rows, model = ((3, 7, 2, 9), (5,), ()), build()
-    text = model.flatten(make_batch([list(row) for row in rows]).items, 16)
+    text = model.texts.flatten(make_batch([list(row) for row in rows]).items, 16)
 
     for row, history in enumerate(rows):
         ids, types, places = [CLS], [0], [0]
@@ -106,7 +107,7 @@ def test_the_vector_of_a_text_may_be_the_mean_over_its_tokens():
     for row, history in zip(got, rows, strict=True):
         items = torch.tensor([history or [0]])
         size = min(40, 1 + sum(len(tokens_of(model, item)) for item in history))
-        text = model.flatten(items, size)
+        text = model.texts.flatten(items, size)
         assert text.real_BT.all()
         torch.testing.assert_close(row, model.encoder(text, only_first=False)[0].mean(0))
     got.square().sum().backward()
@@ -128,7 +129,7 @@ def test_pieces_do_not_change_the_result():
     state = whole.encoder.state_dict()
     pieces.encoder.load_state_dict(state | {"positions.weight": state["positions.weight"][:40]})
     batch = make_batch(random_rows())
-    assert len(pieces._pieces(batch.items)[0]) > 2
+    assert len(pieces.encoder.in_pieces(lambda rows, width: rows, pieces.texts, batch.items)[0]) > 2
 
     torch.testing.assert_close(pieces(batch), whole(batch), atol=1e-5, rtol=1e-5)
 
@@ -222,10 +223,10 @@ def test_the_word_loss_is_the_mean_over_hidden_tokens_of_both_texts():
     means = []
     for part in ([row[:-1] for row in rows], [row[-1:] for row in rows]):
         items = make_batch(part).items
-        order = (model.offsets[items + 1] - model.offsets[items]).sum(1).argsort(stable=True)
-        width = 1 + int((model.offsets[items + 1] - model.offsets[items]).sum(1).max())
-        text = model.flatten(items[order], width)
-        masked, chosen = mask_words(text, 0.5, model.mask, model.encoder.words.num_embeddings)
+        order = model.texts.sizes(items).sum(1).argsort(stable=True)
+        width = 1 + int(model.texts.sizes(items).sum(1).max())
+        text = model.texts.flatten(items[order], width)
+        masked, chosen = mask_words(text, 0.5, model.texts.mask, model.encoder.words.num_embeddings)
         x = model.encoder(masked, only_first=False)
         x = F.layer_norm(F.gelu(model.head.dense(x)), (16,), model.head.norm.weight, model.head.norm.bias, 1e-12)
         log_p = (x @ model.encoder.words.weight.T + model.head.bias).log_softmax(-1)

@@ -16,7 +16,8 @@ from seqrec.config import ConfigError
 from seqrec.data import item_tokens
 from seqrec.data.download import DownloadError
 from seqrec.models.base import Catalogue
-from seqrec.models.recformer import Recformer, RecformerOptions, Text
+from seqrec.models.recformer import Recformer, RecformerOptions
+from seqrec.models.text_encoder import Text
 from seqrec.training import pretrained
 from seqrec.training.checkpoint import load_model, save_model
 
@@ -316,8 +317,8 @@ def test_the_papers_starts_are_loaded(tmp_path, authors, caplog):
     start = str(tmp_path / "start")
     tokenizer = pretrained.load_tokenizer(start)
     model = roberta_build(tokenizer, length=50)
-    assert model.ids.tolist() == tokenizer.encode("titleab", add_special_tokens=False).ids
-    assert (model.pad, model.cls, model.mask) == (1, 0, tokenizer.token_to_id("<mask>"))
+    assert model.texts.ids.tolist() == tokenizer.encode("titleab", add_special_tokens=False).ids
+    assert (model.texts.pad, model.texts.cls, model.texts.mask) == (1, 0, tokenizer.token_to_id("<mask>"))
     table = model.encoder.places.weight.clone()
 
     pretrained.load_weights(model, start)

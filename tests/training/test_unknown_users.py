@@ -11,10 +11,12 @@ from seqrec.commands.recommend import score
 from seqrec.config import EvaluateConfig, FinetuneConfig
 from seqrec.data import sequences
 from seqrec.models import REGISTRY
+from seqrec.models.optional import DescribedItems
 from seqrec.serving.recommender import Recommender, Request
 from seqrec.stages.evaluate import evaluate
 from seqrec.training import batches
 from seqrec.training.checkpoint import load_model
+from seqrec.training.train import user_tables
 from seqrec.training.validation import METRIC
 
 EARLY, LATE, MIDDLE = "u0", "late", "middle"
@@ -23,7 +25,7 @@ SPECIAL = {"rec_denoiser": {"backbone": "ssept", "backbone_options": {"d_user": 
 USER_MODELS = [
     name
     for name, cls in sorted(REGISTRY.items())
-    if not cls.text and "user" in make_model(name, **SPECIAL.get(name, {})).needs
+    if not issubclass(cls, DescribedItems) and "user" in make_model(name, **SPECIAL.get(name, {})).needs
 ]
 
 
@@ -52,7 +54,7 @@ def test_who_training_did_not_know_has_the_vector_of_user_zero(temporal, tmp_pat
     assert not any(known_U[user_ids.index(user_id)] for user_id in (LATE, MIDDLE, "once"))
     figures = run(temporal, tmp_path, model, options=OPTIONS | SPECIAL.get(model, {}), **config)
 
-    for table in load_model(tmp_path / "finetuned")[0].user_tables():
+    for table in user_tables(load_model(tmp_path / "finetuned")[0]):
         rows = table.weight.detach()
         assert len(rows) == data.num_users + 1
         assert torch.equal(rows[1:][~known_U], rows[0].expand(int((~known_U).sum()), -1))

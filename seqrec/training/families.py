@@ -1,0 +1,243 @@
+"""The families of models: how each of them is built for a dataset, and what it is pre-trained on.
+
+A family is a function from a `Start` to what `train` takes: the new model, its data, and a `Training`. `FAMILIES` says
+which models belong to it, by their base classes in models/optional.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from seqrec.artifacts import ITEMS, TOKENIZER
+from seqrec.config import ModelConfig, PretrainConfig, parse
+from seqrec.data.sequences import Sequences, load, read_vocabulary
+from seqrec.models import REGISTRY
+from seqrec.models.base import Catalogue, SequenceModel
+from seqrec.models.optional import (
+    ReadsAttributes,
+    ReadsTokens,
+    ReadsVectors,
+    SelfSupervised,
+    Transferable,
+    TwoDomains,
+)
+from seqrec.training.checkpoint import build, digest
+from seqrec.training.train import Training
+from seqrec.training.warm_start import warm_start
+
+if TYPE_CHECKING:
+    from seqrec.data.item_tokens import Texts
+
+Ready = tuple[SequenceModel, Sequences, Training]
+Tokens = dict[str, Tensor]  # `Catalogue.tokens`
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """What a new model is made from."""
+
+    architecture: ModelConfig
+    training: Training  # its config is the section `pretrain`
+    sequences: Sequence[Path]  # folders of the dataset, and of its sources
+    tables: Sequence[Path]  # folders of their tables
+    champion: Path | None  # folder of a model whose weights are used instead of pre-training
+
+    @property
+    def config(self) -> PretrainConfig:
+        """The section `pretrain`."""
+        assert isinstance(self.training.config, PretrainConfig)
+        return self.training.config
+
+    @property
+    def known(self) -> type[SequenceModel]:
+        """The class of the architecture."""
+        return REGISTRY.get(self.architecture.architecture, SequenceModel)  # `build` names the known ones
+
+    @property
+    def options(self) -> Any:
+        """The options of the architecture."""
+        return parse(self.known.Options, self.architecture.options, f"models.{self.training.name}.options")
+
+    @property
+    def learnt(self) -> slice:
+        """The datasets that a `Transferable` model learns from: the sources, or the dataset if it has none."""
+        return slice(1, None) if len(self.sequences) > 1 else slice(None)
+
+    def texts(self) -> list[Texts]:
+        """Return the text of the items of each dataset."""
+        from seqrec.data.item_tokens import read_texts
+
+        pairs = zip(self.tables, self.sequences, strict=True)
+        return [read_texts(t / ITEMS, read_vocabulary(s)[0], self.options.attributes) for t, s in pairs]
+
+    def build(self, data: Sequences, tokens: Tokens | None = None) -> SequenceModel:
+        """Return a new model for `data`; its initial values are drawn by the seed."""
+        torch.manual_seed(self.config.seed)
+        return build(self.architecture, Catalogue(data.num_items, data.num_users, 0, tokens))
+
+
+def of_items(start: Start) -> Ready:
+    """Build a model that knows items by their numbers; it takes the champion's weights if they fit."""
+    target = load(start.sequences[0])
+    net, training = start.build(target), start.training
+    if start.champion is not None and warm_start(net, start.sequences[0], start.champion):
+        training = replace(training, config=replace(start.config, epochs=0), content=[digest(net.state_dict())])
+    return net, target, training
+
+
+def of_two_domains(start: Start) -> Ready:
+    """Build a model as `of_items`; without a champion, it is pre-trained on the dataset and its sources.
+
+    Adversarial training has no metric to stop on, so every epoch is run.
+    """
+    net, target, training = of_items(start)
+    if training is not start.training:  # it starts from the champion
+        return net, target, training
+    assert isinstance(net, TwoDomains)
+    parts = [load(folder) for folder in start.sequences]
+    learnt = train_parts(parts, start.config, validated=False)
+    if len(parts) > 1:
+        net.add_domain(learnt.num_items - parts[0].num_items)
+    epochs = dict.fromkeys(net.phases("pretrain"), start.config.epochs)
+    return net, learnt, replace(training, inputs=start.sequences, epochs=epochs, finish=net.drop_domain)
+
+
+def of_attributes(start: Start) -> Ready:
+    """Build a model that reads item attributes; a pre-training phase runs every epoch on the whole training split."""
+    from seqrec.data.item_tokens import attribute_values
+
+    start = replace(start, sequences=start.sequences[:1], tables=start.tables[:1])
+    tokens = {"values": attribute_values(start.texts()[0], start.options.attribute_values)}
+    data = load(start.sequences[0])
+    net = start.build(data, tokens)
+    if isinstance(net, SelfSupervised):
+        data = train_parts([data], start.config, validated=False)
+    epochs = dict.fromkeys(net.phases("pretrain"), start.config.epochs)
+    return net, data, replace(start.training, content=[digest(tokens)], epochs=epochs)
+
+
+def of_vectors(start: Start) -> Ready:
+    """Build a model of frozen text vectors."""
+    from seqrec.data.item_tokens import tokenise
+    from seqrec.training import pretrained
+
+    transferable = issubclass(start.known, Transferable)
+    if not transferable:
+        start = replace(start, sequences=start.sequences[:1], tables=start.tables[:1])
+    place = pretrained.locate(start.options.start, start.training.state / "downloads")
+    tokenizer, limit = pretrained.load_tokenizer(place), start.options.attribute_tokens
+    vectors = [pretrained.text_vectors(tokenise(text, tokenizer, limit), place) for text in start.texts()]
+    tokens = [{"vectors": of_dataset} for of_dataset in vectors]
+    if not transferable:
+        data = load(start.sequences[0])
+        return start.build(data, tokens[0]), data, replace(start.training, content=[digest(tokens[0])])
+    joined = torch.cat([vectors[0][:1], *(of_dataset[1:] for of_dataset in vectors[start.learnt])])
+    return _transferable(start, tokens, {"vectors": joined})
+
+
+def of_tokens(start: Start) -> Ready:
+    """Build a model that reads the text of items as tokens; its tokeniser is a checkpoint's or newly trained."""
+    from seqrec.data import item_tokens
+    from seqrec.training import pretrained
+
+    options, texts = start.options, start.texts()
+    place = pretrained.locate(options.start, start.training.state / "downloads") if options.start else ""
+    tokenizer = (
+        pretrained.load_tokenizer(place)
+        if place
+        else item_tokens.train_tokenizer(texts[start.learnt], options.vocabulary)
+    )
+    tokens = [item_tokens.tokenise(text, tokenizer, options.attribute_tokens) for text in texts]
+    # the model stores the attributes in order, because text of new items must be read in the same order
+    stored = start.architecture.options | {"attributes": [*texts[0]]}
+    files = {**start.training.files, TOKENIZER: tokenizer.to_str(pretty=True).encode()}
+    start = replace(
+        start,
+        architecture=replace(start.architecture, options=stored),
+        training=replace(start.training, files=files),
+    )
+    return _transferable(start, tokens, item_tokens.concatenate(tokens[start.learnt]), place)
+
+
+def _transferable(start: Start, tokens: Sequence[Tokens], joined: Tokens, checkpoint: str = "") -> Ready:
+    """Build a model that learns from the datasets `start.learnt` and afterwards serves the first one.
+
+    Args:
+        start: what the model is made from.
+        tokens: description of the items of each dataset.
+        joined: that of all items to learn from.
+        checkpoint: pre-trained weights, if not empty.
+    """
+    parts = [load(folder) for folder in start.sequences]
+    served = Catalogue(parts[0].num_items, parts[0].num_users, 0, tokens[0])
+    learnt = train_parts(parts[start.learnt], start.config)
+    net = start.build(learnt, joined)
+    assert isinstance(net, Transferable)
+    if checkpoint:
+        from seqrec.training.pretrained import load_weights
+
+        load_weights(net, checkpoint)
+    training = replace(
+        start.training,
+        inputs=start.sequences,
+        content=[digest(net.state_dict()), *(digest(of_dataset) for of_dataset in tokens)],
+        finish=partial(net.serve, served),
+    )
+    return net, learnt, training
+
+
+FAMILIES: Sequence[tuple[type[SequenceModel], Callable[[Start], Ready]]] = (
+    (ReadsTokens, of_tokens),
+    (ReadsVectors, of_vectors),
+    (ReadsAttributes, of_attributes),
+    (TwoDomains, of_two_domains),
+    (SequenceModel, of_items),
+)
+
+
+def prepared(start: Start) -> Ready:
+    """Return the new model, its data and its `Training`, as its family makes them."""
+    return next(family(start) for kind, family in FAMILIES if issubclass(start.known, kind))
+
+
+def train_parts(parts: Sequence[Sequences], config: PretrainConfig, *, validated: bool = True) -> Sequences:
+    """Return the training splits of several datasets as one dataset, with items and users renumbered.
+
+    If `validated`, a random share of the users, drawn by the seed, is held out: they are not trained on, and their last
+    event is a validation case.
+    """
+    length = torch.cat([part.train_stop - part.start for part in parts])
+    stop = length.cumsum(0)
+    start = stop - length
+    able = (length >= 2).nonzero().squeeze(1)
+    generator = torch.Generator().manual_seed(config.seed)
+    number = max(1, round(len(able) * config.held_out)) if validated else 0
+    held = torch.zeros(len(length), dtype=torch.bool)
+    held[able[torch.randperm(len(able), generator=generator)[:number]]] = True
+    shift = torch.tensor([0, *(part.num_items for part in parts)]).cumsum(0).tolist()
+    chosen = [_train_events(part) for part in parts]
+    items = torch.cat([part.items[c] + s for part, c, s in zip(parts, chosen, shift, strict=False)])
+    learnt = items[~torch.repeat_interleave(held, length)].long()
+    return Sequences(
+        items=items,
+        times=torch.cat([part.times[c] for part, c in zip(parts, chosen, strict=True)]),
+        start=start,
+        train_stop=torch.where(held, start, stop),
+        valid_stop=stop,
+        stop=stop,
+        count=torch.bincount(learnt, minlength=shift[-1] + 1),
+        card={"cases": "last"},
+    )
+
+
+def _train_events(part: Sequences) -> Tensor:
+    """Return the flat indices of the training events."""
+    user = torch.repeat_interleave(torch.arange(part.num_users), part.stop - part.start)
+    return (torch.arange(len(part.items)) < part.train_stop[user]).nonzero().squeeze(1)
