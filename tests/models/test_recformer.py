@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections import Counter
@@ -19,12 +20,12 @@ from seqrec.config import ConfigError, ModelConfig, PretrainConfig
 from seqrec.data import item_tokens, sequences
 from seqrec.models import REGISTRY
 from seqrec.models.base import Catalogue
+from seqrec.models.recformer import RecformerItems, RecformerText
 from seqrec.models.text_encoder import Neighbours, Text, mask_words
 from seqrec.serving.recommender import Recommender
-from seqrec.stages.evaluate import evaluate
 from seqrec.stages.pretrain import pretrain
 from seqrec.training import pretrained, validation
-from seqrec.training.checkpoint import load_model
+from seqrec.training.checkpoint import below, load_model, load_tensors
 from seqrec.training.families import train_parts
 from seqrec.training.progress import EpochMeter
 
@@ -152,24 +153,32 @@ def test_recomputed_pieces_give_the_gradients_of_the_whole_batch():
         torch.testing.assert_close(gradients[1][name], value, atol=1e-6, rtol=1e-5)
 
 
+ROWS = [[3, 7, 2], [5, 1], [6, 8, 4, 2], [9, 10, 11]]  # two rows have target 2
+
+
+def contrast(score) -> float:
+    """The mean over ROWS of -log softmax at the target; `score` is that of a history and an item."""
+    losses = []
+    for number, row in enumerate(ROWS):
+        rivals = [other[-1] for place, other in enumerate(ROWS) if place == number or other[-1] != row[-1]]
+        scores = [float(score(row[:-1], item)) for item in rivals]
+        losses.append(math.log(sum(map(math.exp, scores))) - scores[rivals.index(row[-1])])
+    return sum(losses) / len(ROWS)
+
+
 def test_the_contrast_is_a_softmax_over_the_targets_of_other_items():
     model = build(mlm_weight=0.0)
     model.enter("contrastive")
-    rows = [[3, 7, 2], [5, 1], [6, 8, 4, 2], [9, 10, 11]]  # two rows have target 2
 
-    got = model.training_loss(make_batch(rows), None)
+    got = model.training_loss(make_batch(ROWS), None)
 
     def vector(items):
         out = model.encode(torch.tensor([items])).detach()[0].double()
         return out / out.norm()
 
-    losses = []
-    for number, row in enumerate(rows):
-        rivals = [other[-1] for place, other in enumerate(rows) if place == number or other[-1] != row[-1]]
-        scores = [float(vector(row[:-1]) @ vector([item])) / 0.05 for item in rivals]
-        losses.append(math.log(sum(map(math.exp, scores))) - scores[rivals.index(row[-1])])
+    expected = contrast(lambda history, item: vector(history) @ vector([item]) / 0.05)
     assert got.keys() == {"contrast"}
-    assert got["contrast"].item() == pytest.approx(sum(losses) / 4, rel=1e-4)
+    assert got["contrast"].item() == pytest.approx(expected, rel=1e-4)
 
 
 def test_hits_are_targets_nearer_than_every_other_one():
@@ -254,11 +263,6 @@ def test_item_vectors_move_in_the_refresh_phase_alone():
         assert torch.equal(model.item_vectors(), before) != moves, phase
 
 
-def test_fine_tuning_has_one_stage_without_refresh():
-    assert build().phases("finetune") == ("refresh", "frozen")
-    assert build(refresh=False).phases("finetune") == ("frozen",)
-
-
 @pytest.mark.parametrize(("size", "block", "reach"), [(192, 64, 5), (192, 64, 64), (70, 70, 0)])
 def test_a_block_reads_cls_and_its_neighbours_and_their_gradients_add_up(size, block, reach):
     local = torch.randn(2, size, 3 * 8, requires_grad=True)
@@ -314,6 +318,12 @@ def items_model(**options):
     return make_model("recformer", objective="causal", **options).eval()
 
 
+def test_the_option_encoder_chooses_the_model():
+    for model, kind in ((build(), RecformerText), (items_model(), RecformerItems)):
+        assert type(model) is type(copy.deepcopy(model)) is kind
+        assert REGISTRY.name_of(kind) == "recformer"
+
+
 def test_without_layers_an_item_is_the_mean_of_its_embedded_words():
     model = items_model()
     encoder = model.encoder
@@ -362,7 +372,7 @@ def test_words_learn_from_histories_and_from_candidates():
 
 def test_vectors_that_are_not_refreshed_are_constants():
     model = items_model(refresh=False)
-    assert model.phases("finetune") == ("frozen",)
+    assert model.phases("finetune") == build(refresh=False).phases("finetune") == ("frozen",)
     model.enter("frozen")
     before = model.vectors.clone()
 
@@ -390,20 +400,14 @@ def test_histories_of_items_are_pre_trained_by_the_contrast_over_fixed_vectors()
     assert model.phases("pretrain") == ("contrastive",)
     assert items_model().phases("pretrain") == ()
     model.enter("contrastive")
-    rows = [[3, 7, 2], [5, 1], [6, 8, 4, 2], [9, 10, 11]]  # two rows have target 2
-    table = model.item_vectors().detach().double()
+    table = model.item_vectors().detach()
 
-    got = model.training_loss(make_batch(rows), None)
+    got = model.training_loss(make_batch(ROWS), None)
     got["contrast"].backward()
 
-    losses = []
-    for number, row in enumerate(rows):
-        query = model(make_batch([row[:-1]]), last=True)[0, 0].detach().double()  # over the temperature
-        rivals = [other[-1] for place, other in enumerate(rows) if place == number or other[-1] != row[-1]]
-        scores = [float(query @ table[item]) for item in rivals]
-        losses.append(math.log(sum(map(math.exp, scores))) - scores[rivals.index(row[-1])])
+    expected = contrast(lambda history, item: model(make_batch([history]), last=True)[0, 0] @ table[item])
     assert got.keys() == {"contrast"}
-    assert got["contrast"].item() == pytest.approx(sum(losses) / 4, rel=1e-4)
+    assert got["contrast"].item() == pytest.approx(expected, rel=1e-4)
     trained = {name for name, p in model.named_parameters() if p.grad is not None}
     assert trained == {name for name, _ in model.named_parameters() if name.startswith("history.")}
 
@@ -503,11 +507,7 @@ def test_the_second_stage_keeps_what_the_first_left_unless_it_is_better(target, 
     with pytest.raises(StopIteration):  # the same first stage, cut short within the second
         run_finetune(target, other, epochs=2)
     state = next((other / "state").glob("*/step-*"))
-    restored = {
-        name.removeprefix("best."): value
-        for name, value in load_safetensors(state / "state.safetensors").items()
-        if name.startswith("best.")
-    }
+    restored = below("stopping.weights.", load_tensors(state / "state.safetensors"))
     for name, value in best.items():
         torch.testing.assert_close(restored[name], value)
 
@@ -536,12 +536,6 @@ def test_a_described_item_is_read_by_the_encoder_that_made_the_others(target, tm
         assert abs(answer.index("twin") - plain.index(twin)) <= 1
         winners.append(recommender.recommend(history, 1, items_text=nonsense).items[0])
     assert winners.count("nonsense") < 15
-
-
-def load_safetensors(path):
-    from safetensors.torch import load_file
-
-    return load_file(path)
 
 
 @pytest.mark.parametrize(
@@ -634,22 +628,6 @@ def test_histories_of_items_learn_from_the_sources_and_serve_the_target(target, 
     assert max(json.loads(line)["valid/accuracy"] for line in history) > 0.2
 
 
-def test_zero_shot_is_an_evaluation_of_the_initial_weights(target, source, tmp_path):
-    from seqrec.config import EvaluateConfig
-
-    run_pretrain(target, tmp_path, sources=[source])
-
-    values = evaluate(
-        model="recformer",
-        sequences=target / "sequences",
-        checkpoint=tmp_path / "initial",
-        report=tmp_path / "report",
-        config=EvaluateConfig(bootstrap=100),
-    )
-
-    assert values["test/cases"] == 50
-
-
 def test_a_pre_trained_model_starts_on_another_dataset(target, source, tmp_path):
     run_pretrain(source, tmp_path / "first")
     start = str(tmp_path / "first" / "initial")
@@ -670,17 +648,6 @@ def test_fine_tuning_of_no_epoch_leaves_the_zero_shot_model(target, source, tmp_
     for name, value in before.items():
         assert torch.equal(after[name], value), name
     assert before["vectors"].abs().sum() > 0
-
-
-def test_tokens_belong_to_the_checkpoint(target, tmp_path):
-    run_pretrain(target, tmp_path, epochs=0)
-    path = tmp_path / "initial" / artifacts.TOKENS
-    assert (tmp_path / "initial" / artifacts.TOKENIZER).is_file()
-
-    path.write_bytes(path.read_bytes()[:-1] + b"x")
-
-    with pytest.raises(ValueError, match=r"tokens\.safetensors differs"):
-        load_model(tmp_path / "initial")
 
 
 def test_other_text_is_another_pre_training(target, tmp_path):
