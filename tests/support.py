@@ -166,13 +166,13 @@ def save_bert(texts: item_tokens.Texts, folder: Path) -> tuple[str, Tokenizer]:
     return str(folder), tokenizer
 
 
-def run(prepared, out, model="sasrec", resume=False, options=None, log=None, **config):
+def run(prepared, out, model="sasrec", resume=False, options=None, log=None, refit="none", **config):
     shared = {"model": model, "sequences": prepared, "initial": out / "initial", "state": out / "state"}
     architecture = ModelConfig(architecture=model, options=OPTIONS.get(model, {}) | (options or {}))
     pretrain(**shared, architecture=architecture, filter_seen=True, config=PretrainConfig(seed=1))
     settings = FinetuneConfig(**(CONFIG | config))
     shared |= {"checkpoint": out / "finetuned", "filter_seen": True}
-    return finetune(**shared, config=settings, resume=resume, log=log)
+    return finetune(**shared, config=settings, refit=refit, resume=resume, log=log)
 
 
 def run_pretrain(model, dataset, out, options, sources=(), **config):

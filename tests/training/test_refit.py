@@ -15,6 +15,7 @@ from seqrec.config import ConfigError, EvaluateConfig, FinetuneConfig, ModelConf
 from seqrec.counts.term import with_counts
 from seqrec.data import sequences
 from seqrec.evaluation import ranking, results
+from seqrec.pipeline import BY_NAME
 from seqrec.serving.recommender import Recommender
 from seqrec.stages.evaluate import evaluate
 from seqrec.tracking import gate, registry, runs
@@ -198,8 +199,8 @@ def test_a_refit_that_is_missing_or_of_other_weights_is_refused(prepared, traine
 def test_refit_is_a_setting_of_evaluate_alone():
     content = {"dataset": "toy", "models": {"sasrec": {}}, "evaluate": {"refit": "valid"}}
 
-    assert from_dict(content).section("finetune", model="sasrec").refit == "valid"
-    with pytest.raises(ConfigError, match=r"^finetune.refit: set evaluate.refit"):
+    assert BY_NAME["finetune"].settings(from_dict(content), "sasrec")["refit"] == "valid"
+    with pytest.raises(ConfigError, match=r"^finetune.refit: unknown key; set evaluate.refit"):
         from_dict(content | {"finetune": {"refit": "valid"}})
     with pytest.raises(ConfigError, match=r"^evaluate: refit must be one of none, valid"):
         from_dict(content | {"evaluate": {"refit": "test"}})
