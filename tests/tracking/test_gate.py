@@ -92,8 +92,8 @@ def test_a_champion_ranks_the_new_cases_as_it_would_serve_them(grown, tmp_path, 
 def test_on_its_own_dataset_a_model_is_measured_as_evaluate_does(grown, tmp_path, filter_seen):
     new = grown[1]
     model, _ = load_model(save("sasrec", new, tmp_path / "model"))
-    config = EvaluateConfig(top_k=10, bootstrap=100, filter_seen=filter_seen)
-    values = results.report(model_scorer(model), prepared_data.load(new), tmp_path, config, {})
+    config = EvaluateConfig(top_k=10, bootstrap=100)
+    values = results.report(model_scorer(model), prepared_data.load(new), tmp_path, config, {}, filter_seen=filter_seen)
 
     found = other_catalogue.measured(tmp_path / "model", new, filter_seen=filter_seen)
 
