@@ -185,8 +185,8 @@ def test_the_loop_closes(tmp_path, caplog):
         sent = []
         for user in ("u1", "u2", "u3", "u4", "u5", 'new "user", with all'):
             for item in ("i1", "brand new", *ask(user)["items"]):
-                sent.append({"event_id": f"e{len(sent)}", "user": user, "item": item, "at": 2e9 + len(sent)})
-        hide = {"event_id": "hide", "user": "u1", "item": "i9", "kind": "hide", "at": 2e9}
+                sent.append({"event_id": f"e{len(sent)}", "user": user, "item": item, "at": 1.5e9 + len(sent)})
+        hide = {"event_id": "hide", "user": "u1", "item": "i9", "kind": "hide", "at": 1.5e9}
         requests.post(f"{address}/events", json={"events": [*sent, hide]}, timeout=30).raise_for_status()
         assert (ask("u1")["version"], ask("u1")["unknown"]) == ("1", 1)
 
