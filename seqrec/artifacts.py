@@ -32,7 +32,7 @@ NEGATIVES = "negatives.arrow"
 # pretrain -> finetune -> evaluate
 WEIGHTS = "best.safetensors"
 MODEL_CARD = "config.json"
-HISTORY = "history.jsonl"
+EPOCH_RECORDS = "history.jsonl"
 COUNTS = "counts.safetensors"  # count term of the scores, if any
 TOKENS = "tokens.safetensors"  # text models: tokens of the items
 TOKENIZER = "tokenizer.json"  # text models: the tokeniser
@@ -58,7 +58,7 @@ STAGE = (  # the stage that writes a file, for the message about a damaged one
     dict.fromkeys((INTERACTIONS, ITEMS, QUARANTINE, SOURCE_CARD), "ingest")
     | dict.fromkeys((SEQUENCES, NEGATIVES, SPLIT_CARD), "prepare")
     | dict.fromkeys((VOCABULARY, USERS), "prepare, or the training that wrote it,")
-    | dict.fromkeys((WEIGHTS, MODEL_CARD, HISTORY, COUNTS, TOKENS, TOKENIZER), "the training")
+    | dict.fromkeys((WEIGHTS, MODEL_CARD, EPOCH_RECORDS, COUNTS, TOKENS, TOKENIZER), "the training")
     | dict.fromkeys((GRAPH, GRAPH_CARD), "export")
     | dict.fromkeys((METRICS, CASES, RECOMMENDATIONS), "evaluate, or baselines,")
     | {"validation.json": "validate"}

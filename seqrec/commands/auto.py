@@ -488,7 +488,7 @@ def _write_pages(out: Path, board: Mapping[str, Any], best: str, params: Params)
         number=register.examples,
         seed=register.seed,
     )
-    records = {name: cards.history(at, read_json(at / MODEL_CARD)) for name, at in trained.items()}
+    records = {name: cards.epoch_records(at, read_json(at / MODEL_CARD)) for name, at in trained.items()}
     histories = {name: records.get(name, []) for name in rows}
     metrics = {name: read_json(reports / name / METRICS) for name in rows}
     write_text(reports / REPORT_PAGE, report.page(board, metrics, histories, shown))

@@ -61,7 +61,7 @@ def refit(
         experiment=config.experiment,
     )
     with runs.registering(config, dataset), runs.explained(config):
-        records = cards.history(refitted, cards.read(refitted))
+        records = cards.epoch_records(refitted, cards.read(refitted))
         version = registry.register_refit(client, evaluated, checkpoint=refitted, history=records, config=config)
     logger.info("version %s of %s, a refit of version %s, is the champion", version.version, name, evaluated.version)
     return {**values, "version": float(version.version)}

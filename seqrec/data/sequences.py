@@ -209,7 +209,7 @@ def window(data: Sequences, user: Tensor, stop: Tensor, length: int) -> Batch:
     """Return the `length` events before the flat index `stop` (B,) of each `user` (B,), left-padded.
 
     Every user keeps their number, because the weights decide whom they know: a finished training has given all others
-    the vector of user 0 (`forget_users` of training/job.py).
+    the vector of user 0 (`forget_users` of training/train.py).
     """
     index_BL = stop.unsqueeze(1) + torch.arange(-length, 0, device=stop.device)
     real_BL = index_BL >= data.start[user].unsqueeze(1)

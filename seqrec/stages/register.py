@@ -175,7 +175,7 @@ def _entry(row: Row, artifacts: Path, reports: Path, split: Mapping[str, Any]) -
         checkpoint = artifacts / name / "finetuned"
         files.append(checkpoint / WEIGHTS)
         card = read_json(checkpoint / MODEL_CARD)
-        history = cards.history(checkpoint, card)
+        history = cards.epoch_records(checkpoint, card)
     content = _hash([sha256(path) for path in files])
     return Entry(
         row=row,

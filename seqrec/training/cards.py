@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from safetensors import safe_open
 
 from seqrec.artifacts import (
-    HISTORY,
+    EPOCH_RECORDS,
     MODEL_CARD,
     MODEL_VOCABULARY_SCHEMA,
     SPLIT_CARD,
@@ -263,13 +263,13 @@ def write_files(directory: Path, files: Mapping[str, bytes]) -> dict[str, str]:
     return {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
 
 
-def history(directory: Path, card: Mapping[str, Any]) -> list[dict[str, Any]]:
+def epoch_records(directory: Path, card: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the record of each epoch of the training that led to `directory`.
 
     Raises:
         DamagedError: the file is missing, or not the one that the card lists.
     """
-    path = directory / HISTORY
+    path = directory / EPOCH_RECORDS
     if "history_sha256" in card:  # older cards have none
         check_file(path, card["history_sha256"])
     with whole(path):

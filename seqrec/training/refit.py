@@ -59,7 +59,7 @@ def retrain(
     config = parse(FinetuneConfig, card["config"], "finetune")
     if "counts" in card:  # keep the settings that validation chose, but count again
         config = replace(config, counts=asdict(counts_config(card["counts"])))
-    epochs = chosen_epochs(cards.history(finetuned, card))
+    epochs = chosen_epochs(cards.epoch_records(finetuned, card))
     data = prepared_data.load(sequences)
     data = trained_until(data, data.valid_stop if until == "valid" else data.stop)
     files = cards.read_files(finetuned, card)
@@ -83,14 +83,14 @@ def retrain(
     return train(load_model(initial)[0], data, training)
 
 
-def chosen_epochs(history: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+def chosen_epochs(records: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """Return the best epoch of each phase; 0 if the phase did not improve on the one before.
 
     >>> chosen_epochs([{"phase": "a", "epoch": 1, METRIC: 0.2}, {"phase": "a", "epoch": 2, METRIC: 0.1}])
     {'a': 1}
     """
     best, chosen = -1.0, dict[str, int]()
-    for record in history:
+    for record in records:
         chosen.setdefault(record["phase"], 0)
         if record.get(METRIC, -1.0) > best:
             best, chosen[record["phase"]] = record[METRIC], record["epoch"]

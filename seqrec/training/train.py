@@ -19,7 +19,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from seqrec.artifacts import HISTORY, MODEL_CARD, SPLIT_CARD, TOKENS, WEIGHTS, read_json, replaced, write_text
+from seqrec.artifacts import EPOCH_RECORDS, MODEL_CARD, SPLIT_CARD, TOKENS, WEIGHTS, read_json, replaced, write_text
 from seqrec.config import EXPERIMENT, ConfigError, FinetuneConfig, RegisterConfig, TrainConfig
 from seqrec.counts import search
 from seqrec.data import sequences
@@ -31,7 +31,7 @@ from seqrec.training.progress import LogEpoch
 from seqrec.training.validation import ACCURACY, METRIC
 
 logger = logging.getLogger(__name__)
-History = Sequence[Mapping[str, Any]]  # a record per epoch
+Records = Sequence[Mapping[str, Any]]  # a record per epoch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class Training:
 
 
 def train(model: SequenceModel, data: Sequences, training: Training) -> dict[str, float]:
-    """Run the phases of the training's stage, write weights, card and history, and return the figures of the run.
+    """Run the phases of the training's stage, write weights, card and records, and return the figures of the run.
 
     The output folder is replaced as a whole, in one step.
 
@@ -73,11 +73,11 @@ def train(model: SequenceModel, data: Sequences, training: Training) -> dict[str
     if training.resume and state.load() is None:
         raise ConfigError(f"--resume: no state in {training.state} belongs to {title} (config, data or code differ)")
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
-    history: History = []
+    records: Records = []
     if model.phases(training.stage):
         cost.keep_freed_memory()
         with nullcontext(training.log) if training.log else live_log(training, identity) as log:
-            history = loop.fit(
+            records = loop.fit(
                 model,
                 data,
                 stage=training.stage,
@@ -92,9 +92,9 @@ def train(model: SequenceModel, data: Sequences, training: Training) -> dict[str
     if training.finish is not None:
         training.finish()
     if accelerator.is_main_process:
-        _write(model, data, training, identity, history)
+        _write(model, data, training, identity, records)
         state.delete()
-    return _figures(history)
+    return _figures(records)
 
 
 def _identity(model: SequenceModel, training: Training) -> str:
@@ -108,28 +108,28 @@ def _identity(model: SequenceModel, training: Training) -> str:
     return fingerprint(f"seqrec.stages.{training.stage}", type(model).__module__, content, *hashed)
 
 
-def _write(model: SequenceModel, data: Sequences, training: Training, identity: str, history: History) -> None:
-    """Write the trained model, its card, counts and history as the training's new output folder."""
+def _write(model: SequenceModel, data: Sequences, training: Training, identity: str, records: Records) -> None:
+    """Write the trained model, its card, counts and epochs as the training's new output folder."""
     card = {
         "model": training.name,
         "stage": training.stage,
         "fingerprint": identity,
         "config": asdict(training.config),
-        "seconds": training.earlier_seconds + _figures(history)["seconds"],
+        "seconds": training.earlier_seconds + _figures(records)["seconds"],
         "filter_seen": training.filter_seen,
         "median_gap": sequences.median_gap(data),
         "split": cards.split_of(data.card),
         "peak_bytes": cost.peak_memory(next(model.parameters()).device),
         **training.facts,
     }
-    lines = "".join(json.dumps(record) + "\n" for record in history)
+    lines = "".join(json.dumps(record) + "\n" for record in records)
     card["history_sha256"] = hashlib.sha256(lines.encode()).hexdigest()
     with replaced(training.output) as folder:
         if isinstance(training.config, FinetuneConfig) and training.config.counts != "none":
             term, chosen = search.for_model(model, data, training.config, filter_seen=training.filter_seen)
             card["counts"] = save_counts(folder, term, chosen)
         save_model(folder, model, card, training.files)
-        write_text(folder / HISTORY, lines)
+        write_text(folder / EPOCH_RECORDS, lines)
 
 
 @torch.no_grad()
@@ -148,10 +148,10 @@ def user_tables(model: SequenceModel) -> list[nn.Embedding]:
     return [part for name, part in named if name == "users" and isinstance(part, nn.Embedding)]
 
 
-def _figures(history: History) -> dict[str, float]:
-    values = {"epochs": len(history), "seconds": sum(record["seconds"] for record in history)}
+def _figures(records: Records) -> dict[str, float]:
+    values = {"epochs": len(records), "seconds": sum(record["seconds"] for record in records)}
     for name in (METRIC, ACCURACY):
-        best = [record[name] for record in history if name in record]
+        best = [record[name] for record in records if name in record]
         values |= {name: max(best)} if best else {}
     return values
 
@@ -166,7 +166,7 @@ def _finished(output: Path, identity: str) -> dict[str, float] | None:
             return None
         load_model(output)  # verifies the files
         load_counts(output, card)
-        return _figures(cards.history(output, card))
+        return _figures(cards.epoch_records(output, card))
     except ValueError as error:
         logger.warning("the training is repeated: %s", error)
         return None

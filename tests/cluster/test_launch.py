@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from seqrec.artifacts import HISTORY, WEIGHTS
+from seqrec.artifacts import EPOCH_RECORDS, WEIGHTS
 from seqrec.cluster import jobs, launch
 from seqrec.config import (
     ConfigError,
@@ -86,7 +86,7 @@ def finetuned(prepared, initial, tmp_path):
             filter_seen=True,
             config=CONFIG,
         )
-        records = [json.loads(line) for line in (tmp_path / name / HISTORY).read_text().splitlines()]
+        records = [json.loads(line) for line in (tmp_path / name / EPOCH_RECORDS).read_text().splitlines()]
         return values, load_file(tmp_path / name / WEIGHTS), [record["loss"] for record in records]
 
     return run

@@ -465,7 +465,7 @@ def test_both_stages_learn_the_pattern(target, tmp_path):
     tuned = run_finetune(target, tmp_path, epochs=3, save_steps=500)
 
     assert tuned["valid/ndcg@10"] > 0.2  # chance: 0.11
-    history = (tmp_path / "finetuned" / artifacts.HISTORY).read_text()
+    history = (tmp_path / "finetuned" / artifacts.EPOCH_RECORDS).read_text()
     assert '"refresh"' in history
     assert '"frozen"' in history
 
