@@ -29,7 +29,13 @@ def test_few_users_new_items_and_described_ones_are_told_apart(prepared, tmp_pat
     }
     pretrain = {"epochs": 1, "prefixes_per_user": 1}
     evaluate = {"bootstrap": 100}
-    sections = {"dataset": "another", "pretrain": pretrain, "evaluate": evaluate, "models": models}
+    sections = {
+        "dataset": "another",
+        "filter_seen": False,
+        "pretrain": pretrain,
+        "evaluate": evaluate,
+        "models": models,
+    }
     config_file.write_text(yaml.safe_dump({"datasets": {"synthetic": {}, "another": {}}, **sections}))
 
     result = demo.demo(config_file=config_file, out=out, dataset="synthetic", data=prepared.parent, requests=5)

@@ -32,7 +32,7 @@ def model(data):
 def test_the_point_of_the_training_is_what_the_evaluation_reports(model, data, tmp_path, filter_seen):
     config = EvaluateConfig(top_k=10, bootstrap=100)
     with torch.no_grad():
-        reported = results.report(model_scorer(model), data, tmp_path, config, {})
+        reported = results.report(model_scorer(model), data, tmp_path, config, {}, filter_seen=filter_seen)
     (own,) = [point for point in strec_sparsity.sweep(model, data, filter_seen=filter_seen, seed=0) if point.trained]
 
     assert own.ndcg == pytest.approx(reported["valid/ndcg@10"], abs=1e-12)
