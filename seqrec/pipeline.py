@@ -1,7 +1,7 @@
 """The stages of the pipeline, declared once: their paths, what they read and write, and their settings.
 
-`run` and the stages' commands follow this table. tests/test_pipeline.py compares dvc.yaml and the Kubeflow pipelines
-with it, so that a stage, an artifact or a setting that is missing in one of them fails there.
+`run` and the commands follow this table. tests/test_pipeline.py compares dvc.yaml with it, and test_pipelines.py
+Kubeflow, so that a stage, an artifact or a setting that is missing in one of them fails there.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def promote(
     """Give `version` the alias `champion` if it passes the gate, and record decision, interval and reason as tags.
 
     The champion is replaced if the paired interval of the gain on validation lies above `register.min_gain` and no
-    metric of `GUARDED` loses more than `register.max_loss`. A champion of another split or `evaluate.filter_seen` is
+    metric of `GUARDED` loses more than `register.max_loss`. A champion of another split or `filter_seen` is
     first measured on the cases of `version`; where that is impossible or unfair, it stays until a person decides. If
     two promotions happen at the same time, each is decided again after the other, so the better one stays. A model
     below the best baseline is never promoted, unless `register.allow_below_baseline`; nor is one that was rolled back.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
 
 from seqrec.evaluation.leaderboard import SELECTION
 from seqrec.tracking.runs import metric_name
@@ -83,9 +82,3 @@ def share(client: MlflowClient, experiment: str, newest: str) -> None:
 def link(address: str, experiment: str) -> str:
     """Return the page of the experiment at `address` that shows its models side by side."""
     return f"{address}/#/experiments/{experiment}/runs?workflowType=machine_learning&viewStateShareKey={KEY}"
-
-
-def compare_link(address: str, experiment: str, runs: Sequence[str]) -> str:
-    """Return the page that compares `runs`."""
-    chosen, places = quote(json.dumps(list(runs))), quote(json.dumps([experiment]))
-    return f"{address}/#/compare-runs?runs={chosen}&experiments={places}"
