@@ -33,7 +33,7 @@ from seqrec.stages.evaluate import evaluate
 from seqrec.stages.ingest import ingest
 from seqrec.stages.prepare import prepare
 from seqrec.stages.validate import validate
-from seqrec.training.checkpoint import load_model
+from seqrec.training.checkpoint import load_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs" / "rec-denoiser"
@@ -206,7 +206,7 @@ def sparsity(experiment: Experiment) -> str:
 
 def masked(experiment: Experiment) -> RecDenoiser | None:
     """Return the trained model, if it has masks."""
-    model, _ = load_model(experiment.checkpoint)
+    model = load_checkpoint(experiment.checkpoint).model
     return model if isinstance(model, RecDenoiser) and model.masks else None
 
 
@@ -291,7 +291,7 @@ class Averaged(nn.Module):
 @torch.no_grad()
 def attention_of(experiment: Experiment, data: sequences.Sequences) -> list[np.ndarray]:
     """Return each layer's mean weights (L, L) over users with a full window."""
-    model, _ = load_model(experiment.checkpoint)
+    model = load_checkpoint(experiment.checkpoint).model
     for block in model.blocks:  # type: ignore[union-attr]
         block.attention.weigh = Averaged(block.attention.weigh or nn.Softmax(-1))
     length = model.options.length

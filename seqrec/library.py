@@ -23,7 +23,7 @@ from rich.console import Console
 from seqrec import config, locks
 from seqrec.artifacts import METRICS, SPLIT_CARD, read_json, sha256, write_text
 from seqrec.commands import auto, run
-from seqrec.commands.recommend import score
+from seqrec.commands.recommend import score_with
 from seqrec.commands.settings import check
 from seqrec.config import Params
 from seqrec.data import sequences
@@ -31,8 +31,8 @@ from seqrec.locks import locked
 from seqrec.models import REGISTRY
 from seqrec.pipeline import BY_NAME
 from seqrec.serving.recommender import POPULARITY, Recommender, Request, located
-from seqrec.training import cards
 from seqrec.training.auto_settings import Shape
+from seqrec.training.checkpoint import load_checkpoint
 
 if TYPE_CHECKING:  # taken from the extra `validation`
     import polars as pl
@@ -177,13 +177,14 @@ class Model:
         self, folder: Path, data: Dataset | None = None, reports: Path | None = None, keep: Any = None
     ) -> None:
         self.folder, self.data, self._reports, self._keep = folder, data, reports, keep
-        self.card = cards.read(folder)
+        self.checkpoint = load_checkpoint(folder)
+        self.card = self.checkpoint.card
         self.name = str(self.card["model"])
 
     @cached_property
     def recommender(self) -> Recommender:
         """The model as the service answers with it: rules, similar items, several requests at once."""
-        return Recommender.load(self.folder)
+        return Recommender.from_checkpoint(self.checkpoint)
 
     def evaluate(self, data: Dataset | None = None) -> Evaluation:
         """Return the figures of the stage evaluate.
@@ -244,7 +245,7 @@ class Model:
 
         with tempfile.TemporaryDirectory(prefix="seqrec-") as folder:
             output = Path(folder) / "best.parquet"
-            score(sequences=self._dataset(data).tables, saved=self.folder, output=output, k=k)
+            score_with(self.checkpoint, self._dataset(data).tables, output, k)
             return pl.read_parquet(output, memory_map=False)
 
     def save(self, folder: str | Path) -> Path:

@@ -24,7 +24,7 @@ from seqrec.config import RegisterConfig
 from seqrec.serving import keys
 from seqrec.serving.events import Event, Store
 from seqrec.tracking import runs
-from seqrec.training.checkpoint import ResumeState
+from seqrec.training.resume import ResumeState
 
 NEXT = re.compile(r"\b(run|remove|restore|train|evaluate|export)\b")  # what the message says to do
 SETTINGS = {

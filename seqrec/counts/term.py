@@ -10,7 +10,7 @@ Shape suffixes: B rows   L events   J newest events   V items with padding (0)  
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from seqrec.config import CountsConfig, require
+from seqrec.config import CountsConfig
 from seqrec.counts.table import CountTable, count
 from seqrec.data import sequences
 from seqrec.data.sequences import Sequences
@@ -197,33 +197,6 @@ def build(data: Sequences, config: CountsConfig, table: CountTable | None = None
         alpha=config.alpha,
         popularity=config.popularity,
     )
-
-
-def stored(tensors: Mapping[str, Tensor], config: CountsConfig, num_items: int) -> CountTerm:
-    """Return the term of `num_items` items whose `CountTerm.tensors`, of the right types, were stored.
-
-    Raises:
-        ValueError: a tensor has another size, or a value is out of range; the message names the tensor.
-    """
-    found = CountTerm(**tensors, alpha=config.alpha, popularity=config.popularity)
-    sizes = {"offsets": num_items + 2, "log_popularity": num_items + 1, "weights": config.events}
-    for name, size in (sizes | {"targets": found.values.numel(), "values": found.values.numel()}).items():
-        shape = tuple(tensors[name].shape)
-        require(shape == (size,), f"{name} has the shape {shape}, expected {(size,)}, for {num_items} items")
-    limits: dict[str, tuple[float, float]] = {
-        "offsets": (0, len(found.values)),
-        "targets": (1, num_items),
-        "weights": (0, 1),
-    }
-    limits |= {"values": (-LARGEST, LARGEST), "log_popularity": (-LARGEST, LARGEST)}
-    for name, (low, high) in limits.items():
-        inside = bool(((tensors[name] >= low) & (tensors[name] <= high)).all())  # false for NaN
-        require(inside, f"{name} must be from {low:g} to {high:g}")
-    steps = found.offsets.diff()
-    whole = int(found.offsets[0]) == 0 and int(found.offsets[-1]) == len(found.values)
-    require(whole and bool((steps >= 0).all()), "offsets must rise from 0 to the number of values")
-    require(bool((steps <= num_items).all()), "offsets must leave at most one value for each pair of items")
-    return found
 
 
 def with_counts(scorer: Scorer, term: CountTerm | None) -> Scorer:

@@ -30,7 +30,6 @@ from seqrec.artifacts import (
     CASES,
     CHANGES,
     METRICS,
-    MODEL_CARD,
     RECOMMENDATIONS,
     REPORT_PAGE,
     SOURCE_CARD,
@@ -59,7 +58,7 @@ from seqrec.evaluation.leaderboard import (
 from seqrec.tracking import gate, registry, runs, view
 from seqrec.tracking.model_card import model_card
 from seqrec.tracking.runs import CHANGES_TAG, COMPLETE, FINGERPRINT, PIPELINE_RUN, TrackingError, explained, registering
-from seqrec.training import cards
+from seqrec.training.checkpoint import Checkpoint, load_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +77,7 @@ class Entry:
 
     row: Row
     report: Path
-    checkpoint: Path | None  # None for a baseline
+    checkpoint: Checkpoint | None  # None for a baseline
     card: Mapping[str, Any]
     metrics: Mapping[str, float]
     history: Sequence[Mapping[str, Any]]
@@ -172,10 +171,9 @@ def _entry(row: Row, artifacts: Path, reports: Path, split: Mapping[str, Any]) -
     files = [report / file for file in REPORT_FILES]
     checkpoint, card, history = None, {}, []
     if not row["baseline"]:
-        checkpoint = artifacts / name / "finetuned"
-        files.append(checkpoint / WEIGHTS)
-        card = read_json(checkpoint / MODEL_CARD)
-        history = cards.epoch_records(checkpoint, card)
+        checkpoint = load_checkpoint(artifacts / name / "finetuned")
+        files.append(checkpoint.folder / WEIGHTS)
+        card, history = checkpoint.card, checkpoint.epoch_records()
     content = _hash([sha256(path) for path in files])
     return Entry(
         row=row,

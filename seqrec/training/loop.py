@@ -17,10 +17,10 @@ from seqrec.config import TrainConfig
 from seqrec.data.sequences import Sequences
 from seqrec.models.base import SequenceModel
 from seqrec.training import contrast, cost, resume, validation
-from seqrec.training.checkpoint import ResumeState
 from seqrec.training.examples import Examples
 from seqrec.training.optimizer import learning_rate
 from seqrec.training.progress import EpochMeter, LogEpoch, Position, ProgressBar, report_epoch
+from seqrec.training.resume import ResumeState
 from seqrec.training.step import Divergence, TrainingStep
 from seqrec.training.validation import EarlyStopping
 

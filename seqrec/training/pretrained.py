@@ -26,7 +26,7 @@ from seqrec.config import ConfigError
 from seqrec.models.base import SequenceModel
 from seqrec.models.layers import INIT_STD
 from seqrec.models.recformer import Recformer
-from seqrec.training.checkpoint import load_tensors
+from seqrec.training.tensors import load_tensors
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

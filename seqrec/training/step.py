@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from seqrec.config import TrainConfig
 from seqrec.models.base import SequenceModel
 from seqrec.training import contrast, objectives
-from seqrec.training.checkpoint import not_finite
 from seqrec.training.objectives import Example, Loss
 from seqrec.training.optimizer import Optimizers, clip_gradients
 from seqrec.training.progress import FIGURE
+from seqrec.training.tensors import not_finite
 
 
 class LossTerms(nn.Module):

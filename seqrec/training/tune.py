@@ -32,8 +32,8 @@ from seqrec.config import SECTIONS, ConfigError, Params, Range, TuneConfig, from
 from seqrec.stages.finetune import finetune
 from seqrec.stages.pretrain import pretrain
 from seqrec.tracking import runs
-from seqrec.training.checkpoint import fingerprint
 from seqrec.training.progress import LogEpoch
+from seqrec.training.resume import fingerprint
 from seqrec.training.validation import METRIC
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from seqrec.evaluation import metrics, ranking
 from seqrec.models.base import SequenceModel
 from seqrec.models.optional import SelfSupervised, self_supervised
 from seqrec.training.batches import trained_users
-from seqrec.training.checkpoint import below
+from seqrec.training.tensors import below
 
 METRIC = "valid/ndcg@10"
 ACCURACY = "valid/accuracy"  # in contrastive phases

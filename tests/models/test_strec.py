@@ -22,7 +22,7 @@ from seqrec.data import sequences
 from seqrec.models.base import Batch
 from seqrec.models.strec import FORCED, GRID, Sampler, STRecOptions, _standardised
 from seqrec.training import loop
-from seqrec.training.checkpoint import ResumeState
+from seqrec.training.resume import ResumeState
 
 LENGTH = 12
 
@@ -593,12 +593,12 @@ def test_the_backbone_has_one_stage_and_no_sampler():
     assert not any(name.startswith("sampler") for name in model.state_dict())
 
 
-def test_options_survive_a_checkpoint(tmp_path):
-    from seqrec.training.checkpoint import load_model, save_model
+def test_options_survive_a_checkpoint(prepared, tmp_path):
+    from seqrec.training.checkpoint import catalogue_files, load_checkpoint, save_model
 
     model = make_strec(k=(5, 3), noise_seed=3)
-    save_model(tmp_path, model, {})
-    loaded, _ = load_model(tmp_path)
+    save_model(tmp_path, model, {}, catalogue_files(prepared))
+    loaded = load_checkpoint(tmp_path).model
     batch = histories([12, 5], 12)
 
     assert dataclasses.asdict(loaded.options) == dataclasses.asdict(model.options)
