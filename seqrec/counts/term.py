@@ -23,7 +23,7 @@ from seqrec.config import CountsConfig
 from seqrec.counts.table import CountTable, count
 from seqrec.data import sequences
 from seqrec.data.sequences import Sequences
-from seqrec.evaluation.ranking import ITEMS_PER_BLOCK, Blocks, Scorer
+from seqrec.evaluation.ranking import ITEMS_PER_BLOCK, ScoreBlocks, Scorer
 
 Vote = tuple[Tensor, Tensor, Tensor]  # row of the batch, item, value; each item at most once per row and event
 Adder = Callable[[Tensor, int], Tensor]  # scores (B, C), first item -> the same scores
@@ -204,7 +204,7 @@ def with_counts(scorer: Scorer, term: CountTerm | None) -> Scorer:
     if term is None:
         return scorer
 
-    def added(data: Sequences, user: Tensor, stop: Tensor) -> Blocks:
+    def added(data: Sequences, user: Tensor, stop: Tensor) -> ScoreBlocks:
         blocks = scorer(data, user, stop)
         add = term.adder(sequences.window(data, user, stop, len(term.weights)).items)
 
@@ -217,7 +217,7 @@ def with_counts(scorer: Scorer, term: CountTerm | None) -> Scorer:
     return added
 
 
-def nothing(data: Sequences, user: Tensor, _: Tensor) -> Blocks:
+def nothing(data: Sequences, user: Tensor, _: Tensor) -> ScoreBlocks:
     """Score every item 0: the base scorer of baselines that only count."""
 
     def blocks() -> Iterator[tuple[int, Tensor]]:
@@ -231,7 +231,7 @@ def nothing(data: Sequences, user: Tensor, _: Tensor) -> Blocks:
 def by_halves(even: Scorer, odd: Scorer) -> Scorer:
     """Return a scorer that uses `even` for users of even index and `odd` for the others."""
 
-    def scorer(data: Sequences, user: Tensor, stop: Tensor) -> Blocks:
+    def scorer(data: Sequences, user: Tensor, stop: Tensor) -> ScoreBlocks:
         rows = [(user % 2 == parity).nonzero().squeeze(1) for parity in (0, 1)]
         asked = [(row, half) for row, half in zip(rows, (even, odd), strict=True) if len(row)]
         parts = [(row, half(data, user[row], stop[row])) for row, half in asked]

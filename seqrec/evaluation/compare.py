@@ -76,8 +76,6 @@ def compare(
     """
     if len(runs) < 2:
         raise ValueError("name at least two runs")
-    if not 0 < confidence < 1:
-        raise ValueError("--confidence must be between 0 and 1")
     finished = [_read(run) for run in runs]
     for other in finished[1:]:
         _check_same_evaluation(finished[0], other)

@@ -22,7 +22,7 @@ from seqrec.counts.term import CountTerm
 from seqrec.data import sequences
 from seqrec.data.sequences import Sequences
 from seqrec.evaluation import metrics, ranking, results
-from seqrec.evaluation.ranking import ITEMS_PER_BLOCK, POSITIONS_PER_PASS, SCORES_IN_MEMORY, Blocks, Scorer
+from seqrec.evaluation.ranking import ITEMS_PER_BLOCK, POSITIONS_PER_PASS, SCORES_IN_MEMORY, ScoreBlocks, Scorer
 from seqrec.models.base import Batch, SequenceModel
 from seqrec.training.checkpoint import Checkpoint
 
@@ -117,7 +117,7 @@ def scorer(model: SequenceModel, term: CountTerm | None, numbers: Numbers, count
         score_BM: Tensor = query_BD @ item_MD.T
         return score_BM if term is None else term.adder(history.items)(score_BM, 0)
 
-    def scored(data: Sequences, user: Tensor, stop: Tensor) -> Blocks:
+    def scored(data: Sequences, user: Tensor, stop: Tensor) -> ScoreBlocks:
         history = known_history(data, user, stop, numbers, model.options.history)
         rows = max(1, POSITIONS_PER_PASS // history.items.shape[1])
         parts = zip(*(tensor.split(rows) for tensor in history), strict=True)

@@ -144,15 +144,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
     assert list((tmp_path / "state").glob("*/step-*")) == []
 
 
-def test_the_same_seed_gives_the_same_weights_and_another_does_not(prepared, tmp_path):
-    for name, seed in (("one", 1), ("two", 1), ("three", 2)):
-        run(prepared, tmp_path / name, seed=seed, epochs=1)
-
-    one, two, three = (weights(tmp_path / name) for name in ("one", "two", "three"))
-    assert all(torch.equal(one[name], two[name]) for name in one)
-    assert not torch.equal(one["items.weight"], three["items.weight"])
-
-
 def test_a_finished_training_is_not_repeated_and_a_changed_one_is(prepared, tmp_path, monkeypatch):
     run(prepared, tmp_path)
     card = (tmp_path / "finetuned" / "config.json").read_bytes()
@@ -164,11 +155,6 @@ def test_a_finished_training_is_not_repeated_and_a_changed_one_is(prepared, tmp_
     assert (tmp_path / "finetuned" / "config.json").read_bytes() == card
     run(prepared, tmp_path, learning_rate=1e-4)
     assert calls == [1]
-
-
-def test_resume_is_refused_where_nothing_matches(prepared, tmp_path):
-    with pytest.raises(ConfigError, match="--resume"):
-        run(prepared, tmp_path, resume=True)
 
 
 @pytest.mark.parametrize("changed", [{"options": {"dropout": 0.5}}, {"seed": 7}, {"learning_rate": 1e-4}])

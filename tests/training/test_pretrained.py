@@ -362,13 +362,6 @@ def test_a_start_on_the_hub_is_pinned_to_a_revision(tmp_path, monkeypatch):
         pretrained.load_weights(model, f"hub:{name}")
 
 
-def test_a_recformer_of_another_size_is_refused(tmp_path):
-    save_model(tmp_path, build(), {}, {})
-
-    with pytest.raises(ConfigError, match="other options: encoder"):
-        pretrained.load_weights(build(d_inner=16), str(tmp_path))
-
-
 def test_another_kind_of_model_is_refused(tmp_path):
     config = transformers.RobertaConfig(**SIZES, max_position_embeddings=64)
     transformers.RobertaForMaskedLM(config).save_pretrained(tmp_path)
