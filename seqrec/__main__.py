@@ -47,7 +47,6 @@ COMMANDS = {  # name -> (module, function, what it does); modules are imported w
     "import": ("seqrec.commands.run", "import_run", "register a finished `run` in MLflow"),
     "repro": ("seqrec.commands.repro", "repro", "run the stages that are out of date, with DVC"),
     "ui": ("seqrec.commands.ui", "ui", "open MLflow where the models of the last run are compared"),
-    "summarise": ("seqrec.evaluation.leaderboard", "summarise", "write the few numbers that `dvc metrics` shows"),
     "leaderboard": ("seqrec.evaluation.leaderboard", "show", "print the leaderboard of the last run"),
     "recommend": ("seqrec.commands.recommend", "recommend", "print the champion's recommendations for a history"),
     "score": ("seqrec.commands.recommend", "score", "write recommendations for every user to a Parquet file"),
