@@ -218,4 +218,4 @@ def test_sources_make_stages_and_an_empty_list_makes_none(killed):
     finally:
         (project / "params.yaml").write_text(original)
     assert [name for name in names if "source" in name] == []
-    assert len(names) == 7 + 3 * len(MODELS)
+    assert len(names) == 6 + 3 * len(MODELS)
