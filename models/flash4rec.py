@@ -71,25 +71,19 @@ class FLASH4RecOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        widths = (self.d_model, self.d_value, self.d_expert, self.d_router)
-        require(min(*widths, self.layers) >= 1, "widths and layers: at least 1")
+        self.at_least(1, "d_value", "d_expert", "d_router", "layers", "topk_dropout_k")
+        self.at_least(0, "heads", "jitter", "balance")
         require(
             self.d_shared >= 2 and self.d_shared % 2 == 0, "d_shared must be even: rotary positions pair dimensions"
         )
-        require(0 <= self.dropout < 1 and 0 <= self.topk_dropout < 1, "dropout, topk_dropout: at least 0 and under 1")
         require(1 <= self.experts_per_token <= self.experts, "experts_per_token must be between 1 and experts")
-        require(0 <= self.attention_dropout < 1, "attention_dropout must be at least 0 and under 1")
         require(
             not (self.attention_dropout and self.topk_dropout),
             "attention_dropout takes the place of Top-K dropout: set topk_dropout to 0",
         )
-        require(0 <= self.user_dropout < 1, "user_dropout must be at least 0 and under 1")
         require(self.user_gate or not self.user_dropout, "user_dropout: no effect without user_gate; set it to 0")
         require(self.heads == 0 or not self.user_gate, "heads: plain attention has no gate; set user_gate to false")
-        require(self.heads >= 0, "heads must be at least 0")
         require(self.heads == 0 or self.d_model % (2 * self.heads) == 0, "heads: each needs an even share of d_model")
-        require(self.topk_dropout_k >= 1, "topk_dropout_k must be at least 1")
-        require(self.jitter >= 0 and self.balance >= 0, "jitter and balance must be at least 0")
         if self.heads:
             self.check_unused("heads puts plain attention there", "d_shared", "d_value", "activation")
         if self.experts == 1:

@@ -77,6 +77,19 @@ class Dropout(nn.Module):
         return x * kept.to(x.dtype).mul_(65536 / (65536 - dropped))
 
 
+def run_blocks(blocks: nn.ModuleList, x_BLD: Tensor, *others: Tensor | None, last: bool = False) -> Tensor:
+    """Return the output (B, L, D) of the last block, or with `last` only its last position (B, 1, D).
+
+    The other blocks compute all positions, because the last block reads them. `others` are the further arguments of
+    each block, which follow the positions to compute.
+    """
+    *earlier, final = blocks
+    for block in earlier:
+        x_BLD = block(x_BLD, slice(None), *others)
+    out: Tensor = final(x_BLD, slice(-1, None) if last else slice(None), *others)
+    return out
+
+
 class MultiHeadAttention(nn.Module):
     """Scaled dot-product attention with `heads` heads (Vaswani et al. 2017)."""
 

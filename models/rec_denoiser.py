@@ -78,8 +78,8 @@ class RecDenoiserOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.stride >= 1, "stride must be at least 1")
-        require(min(self.l0, self.jacobian) >= 0, "l0 and jacobian must be at least 0")
+        self.at_least(1, "stride", "jacobian_projections")
+        self.at_least(0, "l0", "jacobian")
         require(self.attention == "masked" or self.l0 == 0, f"l0 must be 0: attention {self.attention} has no masks")
         scored = self.estimator in ("ar", "reinforce")
         require(self.baseline == "none" or scored, f"baseline must be none with estimator {self.estimator}")
@@ -88,7 +88,6 @@ class RecDenoiserOptions(Options):
         require(0 < self.keep < 1, "keep must be between 0 and 1")
         require(self.mask_rate > 0, "mask_rate must be positive")
         require(0 < self.jacobian_share <= 1, "jacobian_share must be over 0 and at most 1")
-        require(self.jacobian_projections >= 1, "jacobian_projections must be at least 1")
         self._check_switches()
         self.of_backbone()
 
@@ -231,6 +230,7 @@ class RecDenoiser(NoisyGradients):
         self.objectives = backbone.objectives  # type: ignore[misc]
         super().__init__(options, catalogue)
         self.backbone = backbone(options.of_backbone(), catalogue)
+        self.biased = self.backbone.biased
         for block in self.blocks:
             block.attention.weigh = self._weigh()
         self.mean_loss: Tensor
@@ -282,11 +282,6 @@ class RecDenoiser(NoisyGradients):
     def item_vectors(self) -> Tensor:
         """See `SequenceModel.item_vectors`."""
         return self.backbone.item_vectors()
-
-    @property
-    def biased(self) -> bool:
-        """See `SequenceModel.biased`."""
-        return self.backbone.biased
 
     def valid(self, items_BL: Tensor) -> Tensor:
         """Return bool (B, L, L): the valid mask entries, where an event may read an event."""
