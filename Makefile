@@ -15,7 +15,7 @@ export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 KILLS ?= 100
 SEED ?= 0
 
-.PHONY: help setup lock first repro auto experiments text-demo benchmark bench docs test suite test-containers test-services
+.PHONY: help setup lock first repro auto text-demo benchmark bench docs test suite test-containers test-services
 .PHONY: test-spark chaos fuzz lint audit format ui pipeline image clean
 
 help:  ## show the targets
@@ -45,9 +45,6 @@ repro: setup  ## the whole pipeline, then the leaderboard; SET="finetune.epochs=
 auto: setup  ## the best model of DATA=my.csv within MINUTES=10, into OUT=runs/auto; docs/auto.md
 	@test -n "$(DATA)" || { echo "name the file: make auto DATA=my.csv" >&2; exit 1; }
 	@python -m seqrec auto --data "$(DATA)" --minutes $(or $(MINUTES),10) --out "$(or $(OUT),runs/auto)"
-
-experiments: setup  ## what is missing of configs/rec-denoiser, hours; ONLY="ml-100k ml-100k-grid" for some
-	python scripts/rec_denoiser_experiments.py $(if $(ONLY),--only $(ONLY))
 
 benchmark: setup  ## the rows of configs/benchmark.yaml on DATASET under SEEDS=42,43,44; ONLY="a,b" for some; resumes
 	python -m seqrec benchmark --config-file configs/benchmark.yaml --dataset $(or $(DATASET),ml-100k) \

@@ -19,12 +19,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from seqrec.models.base import PAD, Batch, Catalogue, Objective, SequenceModel
-from seqrec.models.layers import Dropout, MultiHeadAttention, attention_bias, initialise, run_blocks
-from seqrec.models.sasrec import SASRecOptions
+from seqrec.models.layers import AttentionOptions, Dropout, MultiHeadAttention, attention_bias, initialise, run_blocks
 
 
 @dataclass(frozen=True, kw_only=True)
-class BERT4RecOptions(SASRecOptions):
+class BERT4RecOptions(AttentionOptions):
     """Options of BERT4Rec."""
 
     objective: Objective = "cloze"

@@ -26,14 +26,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from seqrec.models.base import PAD, Batch, Catalogue, Objective, SequenceModel, TaskLoss, require
-from seqrec.models.layers import INIT_STD, Dropout, MultiHeadAttention, attention_bias, initialise, run_blocks
-from seqrec.models.sasrec import SASRecOptions
+from seqrec.models.layers import (
+    INIT_STD,
+    AttentionOptions,
+    Dropout,
+    MultiHeadAttention,
+    attention_bias,
+    initialise,
+    run_blocks,
+)
 
 NORM_EPS = 1e-12  # as in the paper's code; initial embeddings are small
 
 
 @dataclass(frozen=True, kw_only=True)
-class BSARecOptions(SASRecOptions):
+class BSARecOptions(AttentionOptions):
     """Options of BSARec."""
 
     objective: Objective = "last"

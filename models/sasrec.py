@@ -14,23 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from seqrec.models.base import PAD, Batch, Catalogue, Options, SequenceModel
-from seqrec.models.layers import Dropout, MultiHeadAttention, attention_bias, initialise, run_blocks
+from seqrec.models.base import PAD, Batch, Catalogue, SequenceModel
+from seqrec.models.layers import AttentionOptions, Dropout, MultiHeadAttention, attention_bias, initialise, run_blocks
 
 
 @dataclass(frozen=True, kw_only=True)
-class SASRecOptions(Options):
+class SASRecOptions(AttentionOptions):
     """Options of SASRec."""
-
-    d_model: int = 64
-    layers: int = 2
-    heads: int = 2
-    dropout: float = 0.2  # dropout of embeddings and point-wise networks
-    attention_dropout: float = 0.0  # dropout of attention weights; above 0, the fused kernel is not used
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.at_least(1, "layers", "heads")
 
 
 class Block(nn.Module):

@@ -34,8 +34,7 @@ from torch.nn import functional as F
 
 from seqrec.models.base import PAD, Batch, Catalogue, Objective, SequenceModel, TaskLoss, require
 from seqrec.models.efficient_attention import EFFICIENT
-from seqrec.models.layers import Dropout, attend, initialise
-from seqrec.models.sasrec import SASRecOptions
+from seqrec.models.layers import AttentionOptions, Dropout, attend, initialise
 
 SPARSITY = 0.69  # the best in the paper
 SPARSITIES = (0.0, 0.42, 0.58, 0.69, 0.77, 0.9, 0.98)  # at which a trained model can be evaluated
@@ -57,7 +56,7 @@ SAMPLER_OPTIONS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class STRecOptions(SASRecOptions):
+class STRecOptions(AttentionOptions):
     """Options of STRec."""
 
     objective: Objective = "last"
