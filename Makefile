@@ -54,7 +54,6 @@ text-demo: setup  ## what text is worth on Scientific: few users, new items, des
 	@python scripts/text_demo.py --config-file configs/recformer/text-demo.yaml --out runs/text-demo
 
 bench: setup  ## speed and memory against RePlay and RecTools; SEQUENCES=folder of a prepared ML-1M
-	python -m benchmarks.losses
 	python -m benchmarks.peers --sequences $(or $(SEQUENCES),data/sequences)
 
 docs: setup  ## the site of these pages, into build/site; a link that leads nowhere is an error
