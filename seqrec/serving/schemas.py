@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, 
 
 from seqrec.serving.events import Past
 from seqrec.serving.recommender import Request
-from seqrec.serving.rules import Range
+from seqrec.serving.rules import NumberRange
 
 EVENTS = 10_000  # of a history; a body is held in memory
 ALLOWED = 100_000  # ids of a list of what is available
@@ -41,7 +41,7 @@ class Query(BaseModel):
     k: int = Field(10, ge=1, le=ITEMS, description="items wanted; there are fewer where the catalogue has no more")
     exclude: list[Id] = Field(default_factory=list, max_length=EVENTS, description="item ids not to show")
     allow: list[Id] | None = Field(None, max_length=ALLOWED, description="the only item ids to show; absent = all")
-    filter: dict[Id, Annotated[list[Id], Field(max_length=ROWS)] | Range] = Field(
+    filter: dict[Id, Annotated[list[Id], Field(max_length=ROWS)] | NumberRange] = Field(
         default_factory=dict,
         max_length=ATTRIBUTES,
         description="attribute -> values, of which an item needs one, or a range of numbers; all attributes must fit",
