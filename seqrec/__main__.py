@@ -131,6 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.DEBUG if flags.verbose else logging.WARNING, handlers=[handler])
     sys.excepthook = redaction.excepthook
     logging.getLogger("seqrec").setLevel(logging.DEBUG if flags.verbose else logging.INFO)
+    logging.getLogger("mlflow").setLevel(logging.WARNING)  # it sets a level of its own
     try:
         _call(chosen.command, flags)
     except (ValueError, OSError, FloatingPointError) as error:
