@@ -211,7 +211,7 @@ def test_the_loop_closes(tmp_path, caplog):
     assert got == sorted([*known, *((event["user"], event["item"], int(event["at"])) for event in sent)])
     assert "warm start: 40 of 41 items known to the champion" in caplog.text
     retrained = Recommender.load(second / "artifacts" / "sasrec" / "finetuned")
-    past = Store(url).pasts(["u1"])["u1"]
+    past = Store(url).histories(["u1"])["u1"]
     assert (answer["version"], answer["unknown"]) == ("2", 0)
     expected = retrained.recommend(past.items, 3, times=past.times, user="u1", exclude=past.hidden)
     assert answer["items"] == expected.items
