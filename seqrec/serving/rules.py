@@ -149,7 +149,7 @@ def most_relevant_and_diverse(
     diversity: float = 0.0,
     limits: tuple[Tensor, Tensor] | None = None,
 ) -> list[int]:
-    """Choose `k` candidates by maximal marginal relevance (Carbonell and Goldstein, SIGIR 1998); return their positions.
+    """Choose `k` candidates by maximal marginal relevance (Carbonell and Goldstein, SIGIR 1998).
 
     The next one is always that of the largest (1 - diversity) * relevance - diversity * similarity. Relevance is the
     score between 0 and 1; similarity is the largest cosine between the item and those chosen before. There are fewer
