@@ -206,7 +206,7 @@ class Recommender:
         item = self.items[item_id]
         vector_VD = torch.nn.functional.normalize(self._unbiased(self.item_vectors), dim=1)
         k = min(k, len(self.item_ids) - 1)
-        return self._named(*_best(vector_VD @ vector_VD[item], torch.tensor([item]), k), source=self.name)
+        return self._named(*best_of(vector_VD @ vector_VD[item], torch.tensor([item]), k), source=self.name)
 
     def _unbiased(self, item_ND: Tensor) -> Tensor:
         """Return item vectors without their bias, which says how popular an item is and not what it is like."""
@@ -214,7 +214,7 @@ class Recommender:
 
     def popular(self, k: int = 10) -> Answer:
         """Return the `k` items with the most events in training, and how many."""
-        best = _best(self.counts.clone(), rules.NONE, min(k, len(self.item_ids)))
+        best = best_of(self.counts.clone(), rules.NONE, min(k, len(self.item_ids)))
         return self._named(*best, source=POPULARITY)
 
     def search(self, text: str, k: int = 10) -> list[str]:
@@ -312,10 +312,10 @@ class Recommender:
         """Return the best `k` items of one request, boosted, whatever engine answers the others."""
         factor_V = self.attributes.factors(request.boost, 1 + len(self.item_ids))
         if positions:  # scores are logarithms of what is proportional to a probability
-            score_V = self._scores(self._batch([request], [positions]))[0] + factor_V.log()
+            score_V = self._scores(*self._queries(self._batch([request], [positions])))[0] + factor_V.log()
         else:
             score_V = self.counts * factor_V
-        return _best(score_V.float(), hidden, k)
+        return best_of(score_V.float(), hidden, k)
 
     def _answered(self, request: Request, positions: Sequence[int], hidden: Tensor, best: Best) -> Answer:
         """Return the answer: the best items, or the list that the request chooses among them."""
@@ -372,18 +372,18 @@ class Recommender:
 
     def _top(self, batch: Batch, hidden: Sequence[Tensor], wanted: Sequence[int]) -> list[Best]:
         """Return the best items but `hidden` of each row, at least as many as the row's `wanted`."""
-        return [_best(*row) for row in zip(self._scores(batch), hidden, wanted, strict=True)]
+        scores_BV = self._scores(*self._queries(batch))
+        return [best_of(*row) for row in zip(scores_BV, hidden, wanted, strict=True)]
 
-    def _scores(self, batch: Batch) -> Tensor:
-        query_BD = self.model(batch, last=True)[:, 0].float()
+    def _queries(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the queries of the histories (B, D), and their items (B, L) without MASK."""
+        items_BL = batch.items[:, :-1] if self.model.options.masked else batch.items
+        return self.model(batch, last=True)[:, 0].float(), items_BL
+
+    def _scores(self, query_BD: Tensor, items_BL: Tensor) -> Tensor:
+        """Return the scores of all items, counts included."""
         score_BV: Tensor = query_BD @ self.item_vectors.T
-        if self.term is not None:
-            self.term.adder(self._events(batch))(score_BV, 0)
-        return score_BV
-
-    def _events(self, batch: Batch) -> Tensor:
-        """Return the items of the histories, without MASK."""
-        return batch.items[:, :-1] if self.model.options.masked else batch.items
+        return score_BV if self.term is None else self.term.adder(items_BL)(score_BV, 0)
 
     def _batch(self, requests: Sequence[Request], positions: Sequence[Sequence[int]]) -> Batch:
         length = self.model.options.history
@@ -423,7 +423,7 @@ class Recommender:
         return hidden_V.nonzero()[:, 0]
 
 
-def _best(score_V: Tensor, hidden: Tensor, k: int) -> Best:
+def best_of(score_V: Tensor, hidden: Tensor, k: int) -> Best:
     """Return the best items but `hidden`; `score_V` is written to."""
     score_V[PAD] = float("-inf")
     score_V[hidden] = float("-inf")
