@@ -51,6 +51,7 @@ from seqrec.evaluation.leaderboard import (
     build,
     write_csv,
     write_curves,
+    write_summaries,
 )
 from seqrec.evaluation.leaderboard import write as write_leaderboard
 from seqrec.tracking import gate, registry, runs, view
@@ -140,6 +141,7 @@ def register(
     best = next(entry for entry in entries if entry.row is best_model(rows))
     board = write_leaderboard(reports, split, rows)
     write_csv(reports / LEADERBOARD_CSV, rows)
+    write_summaries(reports / "summary", rows)
     write_curves(reports / CURVES_CSV, {entry.name: entry.history for entry in entries if entry.history})
     shown = _examples(entries, best, reports, sequences, config)
     with registering(config, split["dataset"]), _explained(reports, config):
