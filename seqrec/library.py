@@ -85,7 +85,7 @@ class Dataset:
         place, keep = _working(folder)
         columns = {"user_id": user, "item_id": item, "timestamp": time, "title": title}
         about: dict[str, Any] = {"columns": {name: column for name, column in columns.items() if column}}
-        with _arguments_named(), locked(place / locks.NAME, f"--out {place}"):
+        with _held(place):
             files = {EVENTS: frame} | ({} if items is None else {ITEMS: items})
             written = {name: _write(content, place / f"{name}.new") for name, content in files.items()}
             about |= {"sha256": [sha256(path) for path in written.values()], "time_format": time_format}
@@ -113,7 +113,7 @@ class Dataset:
         read = config.from_dict(params) if isinstance(params, Mapping) else config.load(Path(params))
         check(read)
         place, keep = _working(folder)
-        with _arguments_named(), locked(place / locks.NAME, f"--out {place}"):
+        with _held(place):
             run.prepare_data(read, place)
         made = cls(place, read, keep=keep)
         made.split = str(made.card["protocol"])
@@ -311,7 +311,7 @@ def fit(
     content["seed"] = data.params.seed if seed is None else seed
     request = {"minutes": minutes, "model": model, "options": options, "finetune": finetune, "seed": content["seed"]}
     request |= {"split": data.card["split_sha256"]}
-    with _arguments_named(), locked(place / locks.NAME, f"--out {place}"):
+    with _held(place):
         plan = auto.Plan.load(place / PLAN, json.loads(json.dumps(request)))
         plan.params = plan.params or content
         shape = Shape.of(data.sequences)
@@ -370,10 +370,11 @@ def _write(frame: Any, path: Path) -> Path:
 
 
 @contextmanager
-def _arguments_named() -> Iterator[None]:
-    """Name the arguments of this module in messages about the flags of the command line."""
+def _held(place: Path) -> Iterator[None]:
+    """Lock a folder, and name the arguments of this module in messages about the flags of the command line."""
     try:
-        yield
+        with locked(place / locks.NAME, f"--out {place}"):
+            yield
     except ValueError as error:
         text = re.sub(r"--[a-z-]+", lambda match: ARGUMENTS.get(match[0], match[0]), str(error))
         if text == str(error):

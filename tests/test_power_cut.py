@@ -192,9 +192,9 @@ def interrupted(prepared, tmp_path_factory) -> tuple[Path, Path]:
     train(prepared, whole, save_steps=1)
     save = ResumeState.save
 
-    def dying(self, step, tensors, facts):
+    def dying(self, step, values):
         kept = {path.name: shutil.copytree(path, folder / path.name) for path in self.directory.glob("step-*")}
-        save(self, step, tensors, facts)
+        save(self, step, values)
         if step == 7:
             for name, path in kept.items():
                 shutil.move(path, self.directory / name)

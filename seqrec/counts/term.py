@@ -29,7 +29,6 @@ Vote = tuple[Tensor, Tensor, Tensor]  # row of the batch, item, value; each item
 Adder = Callable[[Tensor, int], Tensor]  # scores (B, C), first item -> the same scores
 Sums = Callable[[int, int], Tensor]  # first item, C -> the sum (B, C) of the votes for these items
 DENSE = 1 << 24  # largest dense table in cells, 64 MB: up to 4,095 items
-LARGEST = 1e9  # limit of stored values: with any weights, their sum stays finite
 ALL = torch.iinfo(torch.int64).max
 KERNELS = {"inverse": 1.0, "root": 0.5, "square": 2.0}  # name -> p of d^-p
 

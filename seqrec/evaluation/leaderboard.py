@@ -204,22 +204,10 @@ def show(*, reports: Path = Path("reports")) -> None:
         verb = "is the champion" if outcome["promoted"] else "is the candidate, not the champion"
         name = f"{outcome['registered_model']} version {outcome['version']} ({outcome['model']})"
         console.print(f"{name} {verb}: {outcome['reason']}", markup=False, highlight=False)
-    lines = [*_distances(report["rows"]), *(FURTHER if outcome else ())]
+    lines = [*FURTHER] if outcome else []
     if (reports / REPORT_PAGE).is_file():
         lines.append(f"{reports / REPORT_PAGE} has slices, curves, and what each model recommends to whom, and why")
     console.print("\n".join(lines), markup=False, highlight=False)
-
-
-def _distances(rows: Sequence[Row]) -> list[str]:
-    """Return a line per model: its test NDCG@10 as multiples of the baselines'."""
-    score = {row["model"]: row["test/ndcg@10"] for row in rows}
-    lines = []
-    for row in rows:
-        if not row["baseline"]:
-            ratios = [f"{score[row['model']] / score[name]:.2f} x {name}" for name in BASELINES if score.get(name)]
-            if ratios:
-                lines.append(f"{row['model']}: {', '.join(ratios)} (test NDCG@10)")
-    return lines
 
 
 def render(rows: Sequence[Mapping[str, Any]]) -> Table:

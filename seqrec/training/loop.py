@@ -67,7 +67,7 @@ def fit(
     model, data = model.to(device), data.to(device, resident=config.resident)
     position, meter = Position(), EpochMeter(device)
     examples, divergence = Examples(data, config, accelerator), Divergence(model, stage)
-    saved = resume.load(state)
+    saved = state.load()
     if saved is not None:
         resume.restore({"position": position}, saved)
 

@@ -41,17 +41,8 @@ def retrain(
 ) -> dict[str, float]:
     """Repeat the training that led to `finetuned` on all parts of the split up to `until`.
 
-    Args:
-        model: key of the model in params.yaml.
-        sequences: the prepared dataset.
-        initial: folder of the weights that the training started from.
-        finetuned: the checkpoint that it ended with.
-        refitted: folder that receives the new weights.
-        state: folder of resume states.
-        experiment: of MLflow.
-        until: one of UNTIL.
-        resume: fail instead of starting afresh.
-        log: for callers in Python: gets each epoch's record in place of MLflow.
+    The training started from the weights in `initial`; `until` is one of UNTIL. The other arguments are those of the
+    stage finetune, and `refitted` is the output folder.
     """
     card = finetuned.card
     finetuned.check_catalogue(sequences, users=True)

@@ -55,12 +55,14 @@ class ResumeState:
     def __init__(self, root: Path, fingerprint: str) -> None:
         self.directory = root / fingerprint
 
-    def save(self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Write a state and, once it is complete and on the disk, delete the earlier ones.
+    def save(self, step: int, values: Mapping[str, Any]) -> None:
+        """Write tensors and JSON values as a state; once it is on the disk, delete the earlier ones.
 
         Raises:
             OSError: writing failed, for example on a full disk; the previous state is kept.
         """
+        tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        facts = {name: value for name, value in values.items() if name not in tensors}
         final = self.directory / f"step-{step}"
         with replaced(final) as partial:  # waits for the disk once, for all of it
             write_tensors(partial / "state.safetensors", tensors)
@@ -69,12 +71,12 @@ class ResumeState:
             if old != final:
                 shutil.rmtree(old, ignore_errors=True)
 
-    def load(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    def load(self) -> dict[str, Any] | None:
         """Return the newest state that can be read, or None; a damaged one is skipped with a warning."""
         steps = sorted(self.directory.glob("step-*[0-9]"), key=lambda path: int(path.name.removeprefix("step-")))
         for folder in reversed(steps):
             try:
-                return load_tensors(folder / "state.safetensors"), read_json(folder / "state.json")
+                return load_tensors(folder / "state.safetensors") | read_json(folder / "state.json")
             except (DamagedError, FileNotFoundError) as error:
                 logger.warning("a resume state is not used, an earlier one is tried: %s", error)
         return None
@@ -114,15 +116,8 @@ def save(state: ResumeState, step: int, components: Mapping[str, Stateful], acce
         for name, component in components.items()
         for key, value in component.state_dict().items()
     }
-    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
     if accelerator.is_main_process:
-        state.save(step, tensors, {name: value for name, value in values.items() if name not in tensors})
-
-
-def load(state: ResumeState) -> dict[str, Any] | None:
-    """Return the newest resume state, or None."""
-    found = state.load()
-    return None if found is None else {**found[0], **found[1]}
+        state.save(step, values)
 
 
 def restore(components: Mapping[str, Stateful], saved: Mapping[str, Any]) -> None:

@@ -248,8 +248,8 @@ def test_an_interrupted_pre_training_ends_the_same(domains, tmp_path, monkeypatc
     run_pretrain(domains, tmp_path / "whole")
     save = ResumeState.save
 
-    def interrupted(self, step, tensors, facts):
-        save(self, step, tensors, facts)
+    def interrupted(self, step, values):
+        save(self, step, values)
         if step == 8:
             raise KeyboardInterrupt
 

@@ -94,8 +94,8 @@ def interrupt(monkeypatch, step):
     """Die right after the resume state of `step` was written."""
     save = ResumeState.save
 
-    def dying(self, number, tensors, facts):
-        save(self, number, tensors, facts)
+    def dying(self, number, values):
+        save(self, number, values)
         if number == step:
             raise KeyboardInterrupt
 
@@ -194,13 +194,13 @@ import resource, signal, sys, torch
 from pathlib import Path
 from seqrec.training.resume import ResumeState
 state = ResumeState(Path(sys.argv[1]), "f")
-state.save(1, {"x": torch.ones(10)}, {"n": 1})
+state.save(1, {"x": torch.ones(10), "n": 1})
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 try:
-    state.save(2, {"x": torch.ones(10_000)}, {"n": 2})
+    state.save(2, {"x": torch.ones(10_000), "n": 2})
 except OSError:
-    print("refused", state.load()[1]["n"])
+    print("refused", state.load()["n"])
 """
     done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True)
 
