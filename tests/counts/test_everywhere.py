@@ -73,18 +73,6 @@ def test_explanations_add_the_events_own_shares(prepared, tmp_path):
     assert last > 0
 
 
-def test_another_file_of_counts_is_refused(prepared, tmp_path):
-    saved = save("sasrec", prepared, tmp_path, CONFIG)
-    content = (saved / COUNTS).read_bytes()
-    (saved / COUNTS).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-
-    with pytest.raises(ValueError, match=r"run the training again|refusing to load"):
-        Recommender.load(saved)
-    (saved / COUNTS).unlink()
-    with pytest.raises(ValueError, match=r"counts\.safetensors is missing"):
-        Recommender.load(saved)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
