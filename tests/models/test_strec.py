@@ -21,7 +21,7 @@ from seqrec.data import sequences
 from seqrec.models.base import Batch
 from seqrec.models.strec import FORCED, GRID, Sampler, STRecOptions, _standardised
 from seqrec.training import loop
-from seqrec.training.checkpoint import ResumeState
+from seqrec.training.resume import ResumeState
 
 LENGTH = 12
 
