@@ -128,19 +128,6 @@ def test_as_many_rows_as_events_give_exactly_the_backbone(lengths):
     assert torch.equal(model(batch, last=True), backbone(batch, last=True))
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_sampled_sets_are_nested_full_and_keep_the_last_item(seed):
-    model = make_strec(layers=4, k=(9, 6, 6, 2), noise_seed=seed)
-    lengths = [12, 7, 6, 1]
-    batch = histories(lengths, 12, seed)
-    sampled = rows_of(model, batch).bool() & ((batch.items != 0) | (torch.arange(12) == 11))
-
-    assert (sampled[1:] <= sampled[:-1]).all()
-    assert sampled[:, :, -1].all()
-    for rows, k in zip(sampled.sum(-1), (9, 6, 6, 2), strict=True):
-        assert rows.tolist() == [min(k, length) for length in lengths]
-
-
 class Recorder(TorchDispatchMode):
     """Notes every operation of a pass: its name, the shapes of its results, and whether it was given a mask."""
 
@@ -229,20 +216,6 @@ def test_soft_masks_follow_the_equations(mask):
     got = model._masked(batch, soft=True, last=False)[:, -1]
 
     torch.testing.assert_close(got, soft_reference(model, batch, mask == "literal")[:, -1], atol=1e-4, rtol=1e-4)
-
-
-def test_gradient_reaches_the_sampler_in_stage_one_alone():
-    model, batch = make_strec(layers=3, k=(8, 5, 1)).train(), histories([12, 12, 9], 12)
-
-    model.enter("soft")
-    model.training_loss(batch, lambda query: query.square().sum(2))["task"].backward()
-    assert all(p.grad.abs().sum() > 0 for name, p in model.sampler.named_parameters() if name != "outer.bias")
-    model.zero_grad(set_to_none=True)
-
-    model.enter("hard")
-    model.training_loss(batch, lambda query: query.square().sum(2))["task"].backward()
-    assert all(p.grad is None and not p.requires_grad for p in model.sampler.parameters())
-    assert model.items.weight.grad.abs().sum() > 0
 
 
 def test_the_samplers_gradient_is_that_of_finite_differences():
