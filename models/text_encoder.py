@@ -312,7 +312,7 @@ class Encoder(nn.Module):
     def in_pieces(
         self, function: Callable[[Tensor, int], Tensor], texts: ItemTexts, items_BL: Tensor
     ) -> tuple[list[Tensor], Tensor]:
-        """Return `function(rows, width)` of groups of rows of similar length, and the indices that restore their order."""
+        """Return `function(rows, width)` of groups of similarly long rows, and the indices that restore their order."""
         size_B = (1 + texts.sizes(items_BL).sum(1)).clamp(max=self.options.max_tokens).cpu()
         order = size_B.argsort(stable=True)
         piece = (size_B[order].cumsum(0) - 1) // self.options.piece_tokens

@@ -199,20 +199,6 @@ def test_credit_to_positions_and_arm_vary_less(tiny, less, more, ratio):
     assert spread[0] < ratio * spread[1]
 
 
-@pytest.mark.parametrize("draws", ["example", "batch"])
-def test_arm_is_the_mean_of_ar_at_u_and_one_minus_u(tiny, draws):
-    uniform = torch.rand(5 if draws == "example" else 1, 1, 3, 3).double()
-    gradients = []
-    for estimator, drawn in (("arm", uniform), ("ar", uniform), ("ar", 1 - uniform)):
-        model = with_settings(tiny, estimator=estimator, draws=draws)
-        model.zero_grad()
-        model._uniform = lambda *_, drawn=drawn: [drawn]
-        total(model.training_loss(make_batch([ROW] * 5), example_loss(model))).backward()
-        gradients.append(model.masks[0].raw_XLL.grad.clone())
-
-    torch.testing.assert_close(gradients[0], (gradients[1] + gradients[2]) / 2)
-
-
 def test_a_leave_one_out_baseline_leaves_the_expectation():
     """Two examples of two events: all 8 x 8 pairs of masks, drawn independently."""
     model = build(layers=1, heads=1, d_model=4, length=2, l0=0.0, jacobian=0.0, dropout=0.0).double()
