@@ -7,7 +7,6 @@ come from its parser.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import inspect
 import sys
 import textwrap
@@ -75,12 +74,12 @@ def settings() -> str:
 def commands() -> str:
     """Return the page of all commands with their flags."""
     text = "# Commands\n\n`python -m seqrec COMMAND`. Exit status: 0 success, 1 failure, 2 wrong usage.\n\n"
-    text += "".join(f"- [{name}](#{name}): {summary}\n" for name, (_, _, summary) in COMMANDS.items())
+    text += "".join(f"- [{name}](#{name}): {command.summary}\n" for name, command in COMMANDS.items())
     text += "\nEvery command also takes `--params FILE` (settings, default params.yaml), `--metrics FILE` (write the\n"
     text += "returned figures to this JSON file) and `--verbose` (log more, show tracebacks).\n"
-    for name, (module, function, summary) in COMMANDS.items():
-        parser = command_parser(name, summary, getattr(importlib.import_module(module), function))
-        text += f"\n## {name}\n\n{_sentence(summary)}\n\n"
+    for name in COMMANDS:
+        parser = command_parser(name)
+        text += f"\n## {name}\n\n{parser.description}\n\n"
         actions = [a for a in parser._actions if not {"-h", "--params", "--metrics", "-v"} & set(a.option_strings)]
         if actions:
             text += "| flag | default | meaning |\n|---|---|---|\n" + "".join(map(_flag, actions))
@@ -91,10 +90,6 @@ def _flag(action: Any) -> str:
     name = f"`{action.option_strings[0]}`" if action.option_strings else f"`{action.metavar} ...`"
     default = "required" if action.required else "" if action.default in (None, False) else f"`{action.default}`"
     return f"| {name} | {default} | {_cell((action.help or '').replace('%%', '%'))} |\n"
-
-
-def _sentence(text: str) -> str:
-    return text[0].upper() + text[1:] + "."
 
 
 def _summary(section: type) -> str:
