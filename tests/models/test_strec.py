@@ -8,7 +8,6 @@ from itertools import accumulate
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import make_batch, make_model
@@ -16,12 +15,8 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from seqrec.config import TrainConfig
-from seqrec.data import sequences
 from seqrec.models.base import Batch
 from seqrec.models.strec import FORCED, GRID, Sampler, STRecOptions, _standardised
-from seqrec.training import loop
-from seqrec.training.checkpoint import ResumeState
 
 LENGTH = 12
 
@@ -419,38 +414,13 @@ def test_rows_of_each_layer(options, rows):
     assert STRecOptions(length=50, **options).rows == rows
 
 
-CONFIG = {
-    "epochs": 2,
-    "batch_size": 64,
-    "prefixes_per_user": 3,
-    "learning_rate": 5e-3,
-    "warmup_steps": 5,
-    "save_steps": 1,
-}
+def test_the_second_stage_leaves_the_sampler_alone():
+    model, batch = make_strec(k=(8, 1)).train(), histories([12, 9], 12)
+    for phase, trained in (("soft", True), ("hard", False)):
+        model.enter(phase)
+        quantiles = model.sampler.scores.clone()
 
+        model.training_loss(batch, lambda query: query.square().sum(2))
 
-def fit(model, prepared, stage, state, **config):
-    settings_ = TrainConfig(**(CONFIG | config))
-    data = sequences.load(prepared)
-    return loop.fit(
-        model,
-        data,
-        stage=stage,
-        config=settings_,
-        filter_seen=True,
-        state=ResumeState(state, "x"),
-        accelerator=Accelerator(),
-    )
-
-
-def test_two_stages_train_the_sampler_and_then_leave_it(prepared, tmp_path):
-    model = make_model("strec", num_items=40, num_users=60)
-    start = {name: value.clone() for name, value in model.sampler.state_dict().items()}
-
-    fit(model, prepared, "pretrain", tmp_path / "a", epochs=1)
-    trained = {name: value.clone() for name, value in model.sampler.state_dict().items()}
-    history = fit(model, prepared, "finetune", tmp_path / "b", epochs=8, learning_rate=1e-2, save_steps=500)
-
-    assert not any(torch.equal(start[name], trained[name]) for name in start if name != "outer.bias")
-    assert all(torch.equal(value, trained[name]) for name, value in model.sampler.state_dict().items())
-    assert max(record["valid/ndcg@10"] for record in history) > 0.4  # four of five next items follow from the last
+        assert torch.equal(model.sampler.scores, quantiles) is not trained
+        assert all(parameter.requires_grad is trained for parameter in model.sampler.parameters())
