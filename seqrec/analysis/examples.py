@@ -23,7 +23,7 @@ from seqrec.data.sequences import load as load_sequences
 from seqrec.models.base import PAD, Batch, SequenceModel
 from seqrec.training.checkpoint import Checkpoint, load_checkpoint
 
-FOUND = 10  # a model has found a target with at most this rank
+HIT_RANK = 10  # the lowest rank that counts as a hit
 
 Columns = dict[str, NDArray[Any]]
 Maps = tuple[list[list[float]], list[list[float]]]
@@ -128,7 +128,7 @@ def _first_cases(report: Path) -> Columns:
 def _draw(rank: NDArray[Any], position: NDArray[Any], number: int, seed: int) -> NDArray[Any]:
     """Return the indices of `number` cases with a history; cases with a found target come first."""
     order = np.random.default_rng(seed).permutation(np.flatnonzero(position > 0))
-    found, missed = order[rank[order] <= FOUND], order[rank[order] > FOUND]
+    found, missed = order[rank[order] <= HIT_RANK], order[rank[order] > HIT_RANK]
     half = min(len(found), max(number // 2, number - len(missed)))
     return np.concatenate([found[:half], missed[: number - half]])
 

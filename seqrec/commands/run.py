@@ -15,7 +15,7 @@ import yaml
 
 from seqrec import locks
 from seqrec.artifacts import SPLIT_CARD, read_json, write_text
-from seqrec.commands.settings import check
+from seqrec.commands.settings import check, without_unfed
 from seqrec.config import Params, load, read_changes
 from seqrec.evaluation import leaderboard
 from seqrec.locks import locked
@@ -60,6 +60,7 @@ def run(
     params = load(config_file)
     params = replace(params, dataset=dataset or params.dataset).with_overrides(read_changes(changes))
     check(params, ingests=data is None)
+    params = params if data else without_unfed(params)
     with locked(out / locks.NAME, f"--out {out}"):
         values = _run(params, out, data, resume, from_champion)
     if register:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support import make_model
 
-from seqrec.analysis import attribution, examples, strec_sparsity
+from seqrec.analysis import attribution, examples
 from seqrec.artifacts import CASES_SCHEMA
 from seqrec.config import EvaluateConfig
 from seqrec.data import sequences
@@ -113,11 +113,11 @@ def test_drivers_are_those_of_the_first_item(folders):
         assert user.opinions["popularity"].attention is None
 
 
-def test_heat_maps_are_those_of_models_with_masks_and_of_the_first_user(folders):
+def test_only_models_with_masks_or_fewer_rows_have_heat_maps_or_sparsities(folders):
     shown = choose(folders)
     seen = min(8, len(shown.users[0].history))
 
-    assert list(shown.masked) == ["rec_denoiser"]
+    assert (list(shown.masked), list(shown.sparse)) == (["rec_denoiser"], ["strec"])
     before, after = (torch.tensor(weights) for weights in shown.masked["rec_denoiser"])
     assert before.shape == after.shape == (seen, seen)
     torch.testing.assert_close(before.sum(1), torch.ones(seen))
@@ -128,16 +128,6 @@ def test_heat_maps_are_those_of_models_with_masks_and_of_the_first_user(folders)
     batch = sequences.window(data, first, data.stop[first] - 1, seen)
     expected = attribution.masked_attention(folders["checkpoints"]["rec_denoiser"].model, batch)
     torch.testing.assert_close(before, expected[0][0])
-
-
-def test_sparsity_is_swept_where_rows_are_left_out(folders):
-    shown = choose(folders)
-    model, data = folders["checkpoints"]["strec"].model, sequences.load(folders["sequences"])
-    expected = strec_sparsity.sweep(model, data, filter_seen=True, seed=3)
-
-    assert list(shown.sparse) == ["strec"]
-    found, again = ([(p.sparsity, p.ndcg, p.trained) for p in some] for some in (shown.sparse["strec"], expected))
-    assert found == again
 
 
 def test_items_without_a_title_go_by_their_id(folders, prepared, tmp_path):
