@@ -23,8 +23,6 @@ from seqrec.training.progress import LogEpoch
 from seqrec.training.train import Training, train
 from seqrec.training.validation import METRIC
 
-UNTIL = ("valid", "test")  # the last part of the split that a refit trains on
-
 
 def retrain(
     *,
@@ -41,7 +39,7 @@ def retrain(
 ) -> dict[str, float]:
     """Repeat the training that led to `finetuned` on all parts of the split up to `until`.
 
-    The training started from the weights in `initial`; `until` is one of UNTIL. The other arguments are those of the
+    The training started from the weights in `initial`; `until` is valid or test. The other arguments are those of the
     stage finetune, and `refitted` is the output folder.
     """
     card = finetuned.card
