@@ -23,9 +23,10 @@ from seqrec.models.text_encoder import Neighbours, Text, mask_words
 from seqrec.serving.recommender import Recommender
 from seqrec.stages.pretrain import pretrain
 from seqrec.training import pretrained, validation
-from seqrec.training.checkpoint import below, load_model, load_tensors
+from seqrec.training.checkpoint import load_checkpoint
 from seqrec.training.families import train_parts
 from seqrec.training.progress import EpochMeter
+from seqrec.training.tensors import below, load_tensors
 
 CLS, PAD = 2, 0  # of make_tokens
 
@@ -421,7 +422,7 @@ def run_finetune(target, out, model="recformer", **config):
 
 
 def vectors(folder):
-    model, _ = load_model(folder)
+    model = load_checkpoint(folder).model
     return model, model.item_vectors()
 
 
@@ -478,8 +479,9 @@ def test_the_second_stage_keeps_what_the_first_left_unless_it_is_better(target, 
 def test_a_described_item_is_read_by_the_encoder_that_made_the_others(target, tmp_path, options):
     run_pretrain(target, tmp_path, options=options, save_steps=500)
     run_finetune(target, tmp_path, epochs=2, learning_rate=2e-2, save_steps=500)
-    model, card = load_model(tmp_path / "finetuned")
-    assert card["parameters"] == sum(p.numel() for p in model.parameters())
+    checkpoint = load_checkpoint(tmp_path / "finetuned")
+    model = checkpoint.model
+    assert checkpoint.card["parameters"] == sum(p.numel() for p in model.parameters())
     assert not any(name.startswith("table_encoder.") for name, _ in model.named_parameters())
     assert model.options.attributes == ("title",)  # nobody named them
     recommender = Recommender.load(tmp_path / "finetuned")
