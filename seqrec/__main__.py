@@ -72,9 +72,6 @@ COMMANDS = {
     "import": Command("seqrec.commands.run", "import_run", "register a finished `run` in MLflow"),
     "repro": Command("seqrec.commands.repro", "repro", "run the stages that are out of date, with DVC"),
     "ui": Command("seqrec.commands.ui", "ui", "open MLflow where the models of the last run are compared", "register"),
-    "summarise": Command(
-        "seqrec.evaluation.leaderboard", "summarise", "write the few numbers that `dvc metrics` shows"
-    ),
     "leaderboard": Command("seqrec.evaluation.leaderboard", "show", "print the leaderboard of the last run"),
     "recommend": Command(
         "seqrec.commands.recommend", "recommend", "print the champion's recommendations for a history", "register"
@@ -131,11 +128,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     handler = TerminalHandler()
     handler.setFormatter(redaction.Formatter("%(message)s"))
-    logging.basicConfig(level=logging.DEBUG if flags.verbose else logging.INFO, handlers=[handler])
+    logging.basicConfig(level=logging.DEBUG if flags.verbose else logging.WARNING, handlers=[handler])
     sys.excepthook = redaction.excepthook
     logging.getLogger("seqrec").setLevel(logging.DEBUG if flags.verbose else logging.INFO)
-    for noisy in ("urllib3", "filelock", "matplotlib", "alembic", "great_expectations", "mlflow"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+    logging.getLogger("mlflow").setLevel(logging.WARNING)  # it sets a level of its own
     try:
         _call(chosen.command, flags)
     except (ValueError, OSError, FloatingPointError) as error:

@@ -209,7 +209,9 @@ STAGES = (
             *(f"reports/{name}" for name in BASELINES),
             *(SEQUENCES, SPLIT, USERS, VOCABULARY, "data/source.json"),
         ),
-        writes=tuple(f"reports/{name}" for name in ("leaderboard.json", "leaderboard.csv", "curves.csv", "index.html")),
+        writes=tuple(
+            f"reports/{name}" for name in ("leaderboard.json", "leaderboard.csv", "curves.csv", "index.html", "summary")
+        ),
         metrics="reports/register.json",
     ),
 )

@@ -116,7 +116,9 @@ class ApproximateRecommender(Recommender):
     def _with_followers(self, item_BC: Tensor, items_BL: Tensor) -> tuple[Tensor, Tensor]:
         """Return the candidates and what followed the newest events most often, and which of them are none."""
         assert self.term is not None
-        item_BC = torch.cat([item_BC, self.term.strongest(items_BL, FOLLOWERS)], 1).sort(dim=1).values
+        items_BJ, _ = self.term.newest(items_BL)
+        targets, _ = self.term.padded(items_BJ.flatten(), FOLLOWERS)
+        item_BC = torch.cat([item_BC, targets.view(len(item_BC), -1)], 1).sort(dim=1).values
         again_BC = F.pad(item_BC[:, 1:] == item_BC[:, :-1], (1, 0))
         return item_BC, again_BC | (item_BC == PAD)
 

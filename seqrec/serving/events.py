@@ -29,8 +29,8 @@ EXPECTED = f"expected sqlite:///FILE or postgresql+psycopg://... as --store or {
 HIDE, POSITIVE = "hide", ("view", "buy")  # kinds of events
 KINDS = (*POSITIVE, HIDE)
 DAY = 86_400.0
-MOST = 1_000  # newest events of a user that are looked up, and newest items that the user hides
-BLOCK = 10_000  # rows of an import
+NEWEST_EVENTS = 1_000  # events of a user that are looked up, and items that the user hides
+ROWS_AT_ONCE = 10_000  # of an import or a dump
 CAUTION = 10  # events added to both counts of a trend, so that few events are none
 PATIENCE_S = 5.0  # in which tables are tried to be made
 MISSING = ("no such table", 'relation "')  # words of errors about a table that is not there
@@ -118,7 +118,7 @@ class Event:
 
 
 @dataclass
-class Past:
+class UserHistory:
     """What is known of a user."""
 
     items: list[str] = field(default_factory=list)  # oldest first
@@ -213,15 +213,15 @@ class Store:
         with self._connection() as connection:
             return len(connection.execute(insert).all())
 
-    def pasts(self, users: Collection[str], longest: int = 0) -> dict[str, Past]:
-        """Return the past of each user, of whom nothing may be known.
+    def histories(self, users: Collection[str], longest: int = 0) -> dict[str, UserHistory]:
+        """Return the history of each user, of whom nothing may be known.
 
         Args:
             users: to look up.
-            longest: newest events to read at least; `MOST` are read in any case.
+            longest: newest events to read at least; `NEWEST_EVENTS` are read in any case.
         """
         with self._connection() as connection:
-            return {user: _past(connection, user, max(MOST, longest)) for user in users}
+            return {user: _history(connection, user, max(NEWEST_EVENTS, longest)) for user in users}
 
     def forget(self, user: str) -> dict[str, int]:
         """Delete what is known of a user; return how many rows that were, by table."""
@@ -314,7 +314,7 @@ class Store:
             raise ValueError(f"--interactions: {interactions} lacks one of the columns {', '.join(columns)}")
         with self._connection() as connection:
             before = connection.execute(sa.select(sa.func.count()).select_from(EVENTS)).scalar_one()
-            for batch in table.iter_batches(BLOCK, columns=columns):
+            for batch in table.iter_batches(ROWS_AT_ONCE, columns=columns):
                 rows = zip(*batch.to_pydict().values(), strict=True)
                 connection.execute(insert, [{**_imported(*row), "received": received} for row in rows])
             return int(connection.execute(sa.select(sa.func.count()).select_from(EVENTS)).scalar_one() - before)
@@ -324,7 +324,7 @@ class Store:
         at = sa.func.min(EVENTS.c.at)
         chosen = sa.select(EVENTS.c.user, EVENTS.c.item, at).where(EVENTS.c.kind.in_(kinds)).group_by(*self._once())
         with self._connection() as connection:
-            connection.execution_options(yield_per=BLOCK)
+            connection.execution_options(yield_per=ROWS_AT_ONCE)
             for user, item, moment in connection.execute(chosen.order_by(at, sa.func.min(EVENTS.c.number))):
                 yield user, item, int(moment)
 
@@ -335,8 +335,8 @@ class Store:
         return EVENTS.c.user, EVENTS.c.item, second
 
 
-def _past(connection: sa.Connection, user: str, most: int) -> Past:
-    past, seen = Past(), set()
+def _history(connection: sa.Connection, user: str, most: int) -> UserHistory:
+    past, seen = UserHistory(), set()
     if "\0" in user:  # which PostgreSQL's text cannot hold
         return past
     wanted = {"user": user, "most": most}

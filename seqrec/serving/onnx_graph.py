@@ -66,7 +66,7 @@ class _Counts(nn.Module):
         self.values: Tensor
         self.weights: Tensor
         self.popularity: Tensor
-        targets, values = term.padded()
+        targets, values = term.padded(torch.arange(len(term.log_popularity)))
         self.register_buffer("targets", targets)  # (V, K)
         self.register_buffer("values", values)
         self.register_buffer("weights", term.weights.flip(0))  # the newest event last, as in `items`

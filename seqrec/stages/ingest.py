@@ -95,7 +95,7 @@ def _ingest(output: Path, downloads: Path, config: IngestConfig) -> dict[str, fl
     source = sources.find(config)
     if config.repository:
         return dvc_revisions.fetch(output, config)
-    publications = source.publications(config)
+    publications = source.publications
     _clear(output, publications, mirror_of(config))
     found, counts = _read(output, publications, downloads, config)
     _keep_raw(output / "raw" / config.source, found)
@@ -108,7 +108,7 @@ def _ingest(output: Path, downloads: Path, config: IngestConfig) -> dict[str, fl
             "homepage": source.homepage,
             "files": _cards(output / "raw" / config.source, found),
             "counts": counts,
-            "reference": source.known(config),
+            "reference": dict(source.reference),
         },
     )
     forget(list(found.values()), downloads)

@@ -55,6 +55,7 @@ from seqrec.evaluation.leaderboard import (
     verdict,
     write_csv,
     write_curves,
+    write_summaries,
 )
 from seqrec.tracking import gate, registry, runs, view
 from seqrec.tracking.model_card import model_card
@@ -142,6 +143,7 @@ def register(
     entries = [_entry(row, artifacts, reports, split) for row in rows]
     best = next(entry for entry in entries if entry.row is best_model(rows))
     _write_leaderboard(reports, split, rows)
+    write_summaries(reports / "summary", rows)
     write_curves(reports / CURVES_CSV, {entry.name: entry.history for entry in entries if entry.history})
     shown = _examples(entries, best, reports, sequences, config)
     with registering(config, split["dataset"]), _explained(reports, config):

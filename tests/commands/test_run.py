@@ -173,13 +173,19 @@ def test_the_loop_closes(tmp_path, caplog):
     def promote(version):
         command("registry", "promote", "--version", version, "--params", first / "params.yaml")
 
-    command("import", "--run", first)
-    promote(1)
     command("events", "import", "--store", url, "--interactions", first / "data" / "interactions.parquet")
     with running(http.app(*http.champion("log", register), ServeConfig(poll_s=0.2), store=Store(url))) as address:
 
         def ask(user):
             return requests.post(f"{address}/recommend", json={"user": user, "k": 3}, timeout=30).json()
+
+        assert requests.get(f"{address}/ready", timeout=30).status_code == 503
+        assert ask("u1") == {"detail": "no champion yet"}
+        command("import", "--run", first)
+        promote(1)
+        deadline = time.monotonic() + 60
+        while requests.get(f"{address}/ready", timeout=30).status_code != 200 and time.monotonic() < deadline:
+            time.sleep(0.05)
 
         sent = []
         for user in ("u1", "u2", "u3", "u4", "u5", 'new "user", with all'):

@@ -68,7 +68,7 @@ def test_explanations_add_the_events_own_shares(prepared, tmp_path):
     more = [a - b for a, b in zip(with_counts.explain(request, "i3"), pure.explain(request, "i3"), strict=True)]
 
     items_BL, item_B = torch.tensor([[pure.items["i1"], pure.items["i2"]]]), torch.tensor([pure.items["i3"]])
-    first, last = with_counts.term.shares(items_BL, item_B)[0].tolist()
+    first, last = with_counts.term.shares(items_BL, item_B[:, None])[0, 0].tolist()
     assert more == pytest.approx([first, 0, last], abs=1e-5)
     assert last > 0
 

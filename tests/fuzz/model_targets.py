@@ -141,7 +141,7 @@ def recommend(files: tuple[dict[str, Any], bytes]) -> None:
             raise
         answer = found.recommend(["i1", "i2", "i1"], k=5)
         found.explain(Request(history=["i1", "i2"]), answer.items[0])
-        found.term.padded()
+        found.term.padded(torch.arange(len(found.term.log_popularity)))
         assert all(map(math.isfinite, answer.scores)), answer.scores
 
 
