@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from seqrec.artifacts import CASES, METRICS, REPORT_PAGE, read_json, read_table, write_json, write_text
+from seqrec.data import data_warnings
 from seqrec.evaluation import intervals
 
 LEADERBOARD = "leaderboard.json"
@@ -133,6 +134,19 @@ def verdict(
 
 def _interval(gain: intervals.Interval) -> str:
     return f"{gain.mean:+.4f} [{gain.low:+.4f}, {gain.high:+.4f}]"
+
+
+def write_board(reports: Path, split: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, Any]:
+    """Write leaderboard.json with the verdict and the warnings about the data; return its content."""
+    board = {key: split[key] for key in ("dataset", "protocol", "split_sha256")} | {
+        "selection": SELECTION,
+        "rows": list(rows),
+        "verdict": verdict(reports, rows),
+        "warnings": data_warnings.warnings(split),
+        "registry": None,  # `register` writes the gate's decision here
+    }
+    write_json(reports / LEADERBOARD, board)
+    return board
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:

@@ -44,7 +44,6 @@ from seqrec.artifacts import (
 )
 from seqrec.code_closure import git_commit
 from seqrec.config import ConfigError, RegisterConfig
-from seqrec.data import data_warnings
 from seqrec.evaluation.leaderboard import (
     LEADERBOARD,
     SELECTION,
@@ -52,7 +51,7 @@ from seqrec.evaluation.leaderboard import (
     best_baseline,
     best_model,
     build,
-    verdict,
+    write_board,
     write_csv,
     write_curves,
     write_summaries,
@@ -142,10 +141,18 @@ def register(
     rows = build(reports=reports, models=leaderboard)
     entries = [_entry(row, artifacts, reports, split) for row in rows]
     best = next(entry for entry in entries if entry.row is best_model(rows))
-    _write_leaderboard(reports, split, rows)
+    board = write_board(reports, split, rows)
+    write_csv(reports / LEADERBOARD_CSV, rows)
     write_summaries(reports / "summary", rows)
     write_curves(reports / CURVES_CSV, {entry.name: entry.history for entry in entries if entry.history})
-    shown = _examples(entries, best, reports, sequences, config)
+    shown = examples.choose(
+        leader=best.name,
+        checkpoints={entry.name: entry.checkpoint for entry in entries},
+        reports=reports,
+        sequences=sequences,
+        number=config.examples,
+        seed=config.seed,
+    )
     with registering(config, split["dataset"]), _explained(reports, config):
         tracker = _connect(split, data, config)
         parent = _open_parent(tracker, entries, params)
@@ -159,10 +166,12 @@ def register(
         for entry in entries:
             entry.row["candidate"] = entry is best
             entry.row["champion"] = entry.fingerprint == outcome["champion"]
-        _write_leaderboard(reports, split, rows, outcome)
-        write_text(reports / REPORT_PAGE, _page(reports, entries, shown, split))
+        board["registry"] = outcome
+        write_json(reports / LEADERBOARD, board)
+        write_csv(reports / LEADERBOARD_CSV, rows)
+        write_text(reports / REPORT_PAGE, _page(board, entries, shown, split))
         if outcome["promoted"]:
-            _say_doubts(reports)
+            _say_doubts(board)
         _finish_parent(tracker, parent, entries, params, reports, outcome, pipeline_run)
     gain = {f"gain/{SELECTION}/{name}": value for name, value in (outcome["gain"] or {}).items()}
     chosen = {f"candidate/{key}": best.row[key] for key in (SELECTION, TEST)}
@@ -195,42 +204,18 @@ def _hash(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
-def _write_leaderboard(
-    reports: Path, split: Mapping[str, Any], rows: Sequence[Row], outcome: Mapping[str, Any] | None = None
-) -> None:
-    facts = {key: split[key] for key in ("dataset", "protocol", "split_sha256")}
-    facts |= {"verdict": verdict(reports, rows), "warnings": data_warnings.warnings(split)}
-    write_json(reports / LEADERBOARD, {**facts, "selection": SELECTION, "rows": list(rows), "registry": outcome})
-    write_csv(reports / LEADERBOARD_CSV, rows)
-
-
-def _say_doubts(reports: Path) -> None:
+def _say_doubts(board: Mapping[str, Any]) -> None:
     """Log doubts about a new champion: no gain over counts, or data that proves little."""
-    board = read_json(reports / LEADERBOARD)
     gain = board["verdict"]["gain"]
     doubts = [board["verdict"]["sentence"]] if gain and gain["low"] <= 0 else []
     for sentence in doubts + [f"the data: {text}" for text in board["warnings"]]:
         logger.warning("the champion: %s", sentence)
 
 
-def _examples(
-    entries: Sequence[Entry], best: Entry, reports: Path, sequences: Path, config: RegisterConfig
-) -> Examples:
-    checkpoints = {entry.name: entry.checkpoint for entry in entries}
-    return examples.choose(
-        leader=best.name,
-        checkpoints=checkpoints,
-        reports=reports,
-        sequences=sequences,
-        number=config.examples,
-        seed=config.seed,
-    )
-
-
-def _page(reports: Path, entries: Sequence[Entry], shown: Examples, split: Mapping[str, Any]) -> str:
+def _page(board: Mapping[str, Any], entries: Sequence[Entry], shown: Examples, split: Mapping[str, Any]) -> str:
     metrics = {entry.name: entry.metrics for entry in entries}
     histories = {entry.name: entry.history for entry in entries}
-    return report.page(read_json(reports / LEADERBOARD), metrics, histories, shown, _facts(entries, split))
+    return report.page(board, metrics, histories, shown, _facts(entries, split))
 
 
 def _facts(entries: Sequence[Entry], split: Mapping[str, Any]) -> dict[str, str]:
