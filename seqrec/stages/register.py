@@ -373,9 +373,9 @@ def _gate(
         f"Next-item recommenders for {tracker.split['dataset']} ({tracker.split['protocol']}), a version a training. "
         f"`{registry.CHAMPION}` is the one to serve, `{registry.CANDIDATE}` the best of the last run."
     )
-    registry.describe_model(tracker.client, name, about)
     description = model_card(best.card, best.metrics, tracker.split, tracker.source)
     version = registry.create_version(tracker.client, name, model, tags, description)
+    tracker.client.update_registered_model(name, about)
     tracker.client.set_registered_model_alias(name, registry.CANDIDATE, version.version)
     decision = gate.promote(tracker.client, version, read_table(best.report / CASES), sequences, config)
     champion = registry.find_evaluated(tracker.client, name)
