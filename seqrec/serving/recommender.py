@@ -24,7 +24,7 @@ from seqrec.data import sequences
 from seqrec.models.base import PAD, Batch, SequenceModel
 from seqrec.models.optional import ReadsTokens
 from seqrec.serving import rules
-from seqrec.training import cards, checkpoint
+from seqrec.training.checkpoint import DAY, Checkpoint, load_checkpoint
 
 Best = tuple[list[float], list[int]]  # scores and numbers of items, best first
 POPULARITY = "popularity"  # `source` of an answer that no model gave
@@ -152,7 +152,7 @@ class Recommender:
         *,
         filter_seen: bool,
         name: str = "model",
-        gap: float = cards.DAY,
+        gap: float = DAY,
         tokenizer: str = "",
         titles: Mapping[str, str] | None = None,
         term: CountTerm | None = None,
@@ -178,20 +178,23 @@ class Recommender:
             ValueError: a file is not the one that the card was written for.
         """
         with located(place, config) as folder:
-            model, card = checkpoint.load_model(folder)
-            cards.check_complete(folder, card)
-            term = checkpoint.load_counts(folder, card)
-            item_ids, counts = sequences.read_vocabulary(folder)
-            users, titles = sequences.read_users(folder), cards.read_titles(folder)
-            tokenizer = (folder / TOKENIZER).read_text(encoding="utf-8") if TOKENIZER in card["files"] else ""
-        facts = {
-            "name": card["model"],
-            "gap": card["median_gap"],
-            "tokenizer": tokenizer,
-            "titles": titles,
-            "term": term,
-        }
-        return cls(model, item_ids, counts, users, filter_seen=card["filter_seen"], **facts)
+            return cls.from_checkpoint(load_checkpoint(folder))
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Checkpoint) -> Recommender:
+        """Return the recommender of a checkpoint."""
+        return cls(
+            checkpoint.model,
+            checkpoint.item_ids,
+            checkpoint.item_counts,
+            checkpoint.users["user_id"].to_pylist(),
+            filter_seen=checkpoint.card["filter_seen"],
+            name=checkpoint.card["model"],
+            gap=checkpoint.card["median_gap"],
+            tokenizer=checkpoint.files.get(TOKENIZER, b"").decode(),
+            titles=checkpoint.titles,
+            term=checkpoint.count_term,
+        )
 
     def recommend(self, history: Sequence[str], k: int = 10, **wanted: Any) -> Answer:
         """Return the answer to a `Request`, whose other fields are `wanted`; see `answer`."""
@@ -206,7 +209,7 @@ class Recommender:
         item = self.items[item_id]
         vector_VD = torch.nn.functional.normalize(self._unbiased(self.item_vectors), dim=1)
         k = min(k, len(self.item_ids) - 1)
-        return self._named(*_best(vector_VD @ vector_VD[item], torch.tensor([item]), k), source=self.name)
+        return self._named(*best_of(vector_VD @ vector_VD[item], torch.tensor([item]), k), source=self.name)
 
     def _unbiased(self, item_ND: Tensor) -> Tensor:
         """Return item vectors without their bias, which says how popular an item is and not what it is like."""
@@ -214,7 +217,7 @@ class Recommender:
 
     def popular(self, k: int = 10) -> Answer:
         """Return the `k` items with the most events in training, and how many."""
-        best = _best(self.counts.clone(), rules.NONE, min(k, len(self.item_ids)))
+        best = best_of(self.counts.clone(), rules.NONE, min(k, len(self.item_ids)))
         return self._named(*best, source=POPULARITY)
 
     def search(self, text: str, k: int = 10) -> list[str]:
@@ -312,10 +315,10 @@ class Recommender:
         """Return the best `k` items of one request, boosted, whatever engine answers the others."""
         factor_V = self.attributes.factors(request.boost, 1 + len(self.item_ids))
         if positions:  # scores are logarithms of what is proportional to a probability
-            score_V = self._scores(self._batch([request], [positions]))[0] + factor_V.log()
+            score_V = self._scores(*self._queries(self._batch([request], [positions])))[0] + factor_V.log()
         else:
             score_V = self.counts * factor_V
-        return _best(score_V.float(), hidden, k)
+        return best_of(score_V.float(), hidden, k)
 
     def _answered(self, request: Request, positions: Sequence[int], hidden: Tensor, best: Best) -> Answer:
         """Return the answer: the best items, or the list that the request chooses among them."""
@@ -372,18 +375,18 @@ class Recommender:
 
     def _top(self, batch: Batch, hidden: Sequence[Tensor], wanted: Sequence[int]) -> list[Best]:
         """Return the best items but `hidden` of each row, at least as many as the row's `wanted`."""
-        return [_best(*row) for row in zip(self._scores(batch), hidden, wanted, strict=True)]
+        scores_BV = self._scores(*self._queries(batch))
+        return [best_of(*row) for row in zip(scores_BV, hidden, wanted, strict=True)]
 
-    def _scores(self, batch: Batch) -> Tensor:
-        query_BD = self.model(batch, last=True)[:, 0].float()
+    def _queries(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the queries of the histories (B, D), and their items (B, L) without MASK."""
+        items_BL = batch.items[:, :-1] if self.model.options.masked else batch.items
+        return self.model(batch, last=True)[:, 0].float(), items_BL
+
+    def _scores(self, query_BD: Tensor, items_BL: Tensor) -> Tensor:
+        """Return the scores of all items, counts included."""
         score_BV: Tensor = query_BD @ self.item_vectors.T
-        if self.term is not None:
-            self.term.adder(self._events(batch))(score_BV, 0)
-        return score_BV
-
-    def _events(self, batch: Batch) -> Tensor:
-        """Return the items of the histories, without MASK."""
-        return batch.items[:, :-1] if self.model.options.masked else batch.items
+        return score_BV if self.term is None else self.term.adder(items_BL)(score_BV, 0)
 
     def _batch(self, requests: Sequence[Request], positions: Sequence[Sequence[int]]) -> Batch:
         length = self.model.options.history
@@ -423,7 +426,7 @@ class Recommender:
         return hidden_V.nonzero()[:, 0]
 
 
-def _best(score_V: Tensor, hidden: Tensor, k: int) -> Best:
+def best_of(score_V: Tensor, hidden: Tensor, k: int) -> Best:
     """Return the best items but `hidden`; `score_V` is written to."""
     score_V[PAD] = float("-inf")
     score_V[hidden] = float("-inf")

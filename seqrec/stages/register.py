@@ -30,7 +30,6 @@ from seqrec.artifacts import (
     CASES,
     CHANGES,
     METRICS,
-    MODEL_CARD,
     RECOMMENDATIONS,
     REPORT_PAGE,
     SOURCE_CARD,
@@ -51,15 +50,15 @@ from seqrec.evaluation.leaderboard import (
     best_baseline,
     best_model,
     build,
-    write_board,
     write_csv,
     write_curves,
     write_summaries,
 )
+from seqrec.evaluation.leaderboard import write as write_leaderboard
 from seqrec.tracking import gate, registry, runs, view
 from seqrec.tracking.model_card import model_card
 from seqrec.tracking.runs import CHANGES_TAG, COMPLETE, FINGERPRINT, PIPELINE_RUN, TrackingError, explained, registering
-from seqrec.training import cards
+from seqrec.training.checkpoint import Checkpoint, load_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +77,7 @@ class Entry:
 
     row: Row
     report: Path
-    checkpoint: Path | None  # None for a baseline
+    checkpoint: Checkpoint | None  # None for a baseline
     card: Mapping[str, Any]
     metrics: Mapping[str, float]
     history: Sequence[Mapping[str, Any]]
@@ -141,7 +140,7 @@ def register(
     rows = build(reports=reports, models=leaderboard)
     entries = [_entry(row, artifacts, reports, split) for row in rows]
     best = next(entry for entry in entries if entry.row is best_model(rows))
-    board = write_board(reports, split, rows)
+    board = write_leaderboard(reports, split, rows)
     write_csv(reports / LEADERBOARD_CSV, rows)
     write_summaries(reports / "summary", rows)
     write_curves(reports / CURVES_CSV, {entry.name: entry.history for entry in entries if entry.history})
@@ -168,7 +167,6 @@ def register(
             entry.row["champion"] = entry.fingerprint == outcome["champion"]
         board["registry"] = outcome
         write_json(reports / LEADERBOARD, board)
-        write_csv(reports / LEADERBOARD_CSV, rows)
         write_text(reports / REPORT_PAGE, _page(board, entries, shown, split))
         if outcome["promoted"]:
             _say_doubts(board)
@@ -183,10 +181,9 @@ def _entry(row: Row, artifacts: Path, reports: Path, split: Mapping[str, Any]) -
     files = [report / file for file in REPORT_FILES]
     checkpoint, card, history = None, {}, []
     if not row["baseline"]:
-        checkpoint = artifacts / name / "finetuned"
-        files.append(checkpoint / WEIGHTS)
-        card = read_json(checkpoint / MODEL_CARD)
-        history = cards.epoch_records(checkpoint, card)
+        checkpoint = load_checkpoint(artifacts / name / "finetuned")
+        files.append(checkpoint.folder / WEIGHTS)
+        card, history = checkpoint.card, checkpoint.epoch_records()
     content = _hash([sha256(path) for path in files])
     return Entry(
         row=row,
