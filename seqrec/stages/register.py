@@ -38,6 +38,7 @@ from seqrec.artifacts import (
     read_json,
     read_table,
     sha256,
+    write_json,
     write_text,
 )
 from seqrec.code_closure import git_commit
@@ -143,7 +144,14 @@ def register(
     write_csv(reports / LEADERBOARD_CSV, rows)
     write_summaries(reports / "summary", rows)
     write_curves(reports / CURVES_CSV, {entry.name: entry.history for entry in entries if entry.history})
-    shown = _examples(entries, best, reports, sequences, config)
+    shown = examples.choose(
+        leader=best.name,
+        checkpoints={entry.name: entry.checkpoint for entry in entries},
+        reports=reports,
+        sequences=sequences,
+        number=config.examples,
+        seed=config.seed,
+    )
     with registering(config, split["dataset"]), _explained(reports, config):
         tracker = _connect(split, data, config)
         parent = _open_parent(tracker, entries, params)
@@ -157,7 +165,8 @@ def register(
         for entry in entries:
             entry.row["candidate"] = entry is best
             entry.row["champion"] = entry.fingerprint == outcome["champion"]
-        board = write_leaderboard(reports, split, rows, outcome)
+        board["registry"] = outcome
+        write_json(reports / LEADERBOARD, board)
         write_text(reports / REPORT_PAGE, _page(board, entries, shown, split))
         if outcome["promoted"]:
             _say_doubts(board)
@@ -198,20 +207,6 @@ def _say_doubts(board: Mapping[str, Any]) -> None:
     doubts = [board["verdict"]["sentence"]] if gain and gain["low"] <= 0 else []
     for sentence in doubts + [f"the data: {text}" for text in board["warnings"]]:
         logger.warning("the champion: %s", sentence)
-
-
-def _examples(
-    entries: Sequence[Entry], best: Entry, reports: Path, sequences: Path, config: RegisterConfig
-) -> Examples:
-    checkpoints = {entry.name: entry.checkpoint for entry in entries}
-    return examples.choose(
-        leader=best.name,
-        checkpoints=checkpoints,
-        reports=reports,
-        sequences=sequences,
-        number=config.examples,
-        seed=config.seed,
-    )
 
 
 def _page(board: Mapping[str, Any], entries: Sequence[Entry], shown: Examples, split: Mapping[str, Any]) -> str:
@@ -375,9 +370,9 @@ def _gate(
         f"Next-item recommenders for {tracker.split['dataset']} ({tracker.split['protocol']}), a version a training. "
         f"`{registry.CHAMPION}` is the one to serve, `{registry.CANDIDATE}` the best of the last run."
     )
-    registry.describe_model(tracker.client, name, about)
     description = model_card(best.card, best.metrics, tracker.split, tracker.source)
     version = registry.create_version(tracker.client, name, model, tags, description)
+    tracker.client.update_registered_model(name, about)
     tracker.client.set_registered_model_alias(name, registry.CANDIDATE, version.version)
     decision = gate.promote(tracker.client, version, read_table(best.report / CASES), sequences, config)
     champion = registry.find_evaluated(tracker.client, name)

@@ -54,8 +54,8 @@ def promote(
     Args:
         client: of the registry.
         version: the candidate.
-        cases: its ranks, see artifacts.CASES_SCHEMA.
-        sequences: the prepared dataset that they belong to.
+        cases: its ranks, as artifacts.CASES_SCHEMA has them.
+        sequences: folder of the prepared dataset of these cases.
         config: section `register`.
 
     Raises:
@@ -63,10 +63,8 @@ def promote(
     """
     for _ in range(ATTEMPTS):
         with registry.claim(client, version.name) as still_ours:
-            champion, evaluated = (
-                registry.find_champion(client, version.name),
-                registry.find_evaluated(client, version.name),
-            )
+            champion = registry.find_champion(client, version.name)
+            evaluated = registry.find_evaluated(client, version.name)
             if registry.is_same(evaluated, version):
                 return _recorded(version)
             decision = _decide(client, version, champion, cases, sequences, config)
@@ -103,9 +101,8 @@ def _decide(
     config: RegisterConfig,
 ) -> Decision:
     if by := version.tags.get(registry.WITHDRAWN_TAG):
-        return Decision(
-            False, f"it was rolled back to version {by}; promote it by hand if it shall be served again", None
-        )
+        reason = f"it was rolled back to version {by}; promote it by hand if it shall be served again"
+        return Decision(False, reason, None)
     if not config.allow_below_baseline and (below := _below_baseline(version)):
         return Decision(False, below, None)
     if champion is None:

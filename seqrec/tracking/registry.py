@@ -60,18 +60,10 @@ WEIGHTS_TAG, SPLIT_TAG, FILTER_TAG = "seqrec.weights_sha256", "seqrec.split_sha2
 PROMOTED_TAG, REASON_TAG, GAIN_TAG = "seqrec.promoted", "seqrec.reason", "seqrec.gain"
 PREVIOUS_TAG = "seqrec.previous"  # of a champion: the version before it
 WITHDRAWN_TAG = "seqrec.withdrawn"  # of a champion that was rolled back: by which version
-REFIT_TAG = (
-    "seqrec.refit_of"  # the version whose training was repeated on every event, and whose figures stand for both
+REFIT_TAG = "seqrec.refit_of"  # the version whose training was repeated on every event; its figures stand for both
+OWN_TAGS = (  # a refit does not share them
+    *(PROMOTED_TAG, REASON_TAG, GAIN_TAG, PREVIOUS_TAG, WITHDRAWN_TAG, WEIGHTS_TAG, FINGERPRINT),
 )
-OWN_TAGS = (
-    PROMOTED_TAG,
-    REASON_TAG,
-    GAIN_TAG,
-    PREVIOUS_TAG,
-    WITHDRAWN_TAG,
-    WEIGHTS_TAG,
-    FINGERPRINT,
-)  # not shared with a refit
 CLAIM_TAG = "seqrec.claim"  # of a registered model: who began a promotion last
 AUDIT_TAG = "seqrec.audit."  # of a registered model, one a change of champion; the time follows
 VERSIONS_TAG = "mlflow.modelVersions"  # of a logged model: MLflow's pages link it to these
@@ -100,13 +92,7 @@ SIGNATURE = ModelSignature(
 
 
 def log_model(client: MlflowClient, run: Run, *, checkpoint: Checkpoint) -> LoggedModel:
-    """Return the run's loadable model of these weights; a half-written one is replaced.
-
-    Args:
-        client: of the tracking server.
-        run: the run that trained the model.
-        checkpoint: the weights, and all that belongs to them.
-    """
+    """Return the run's loadable model of the weights of `checkpoint`; a half-written one is replaced."""
     card, saved = checkpoint.card, checkpoint.folder
     weights = card["weights_sha256"]
     experiment, run_id = run.info.experiment_id, run.info.run_id
@@ -171,14 +157,6 @@ def _example(item_ids: list[str]) -> pd.DataFrame:
     return pd.DataFrame({"history": [items, items[:1]], "times": [times, times[:1]], "k": [5, 5]})
 
 
-def describe_model(client: MlflowClient, name: str, description: str) -> None:
-    """Create the registered model `name` if it is missing, and describe it."""
-    if not client.search_registered_models(f"name = '{name}'"):
-        client.create_registered_model(name, description=description)
-    elif client.get_registered_model(name).description != description:
-        client.update_registered_model(name, description)
-
-
 def create_version(
     client: MlflowClient, name: str, model: LoggedModel, tags: Mapping[str, str], description: str = ""
 ) -> ModelVersion:
@@ -223,15 +201,10 @@ def claim(client: MlflowClient, name: str) -> Iterator[Callable[[], bool]]:
 def crown(
     client: MlflowClient, version: ModelVersion, champion: ModelVersion | None, reason: str, *, back: bool = False
 ) -> None:
-    """Make `version` the champion in place of `champion`, and write it into the audit trail.
+    """Make `version` the champion in place of `champion`, and write it with the reason into the audit trail.
 
-    Args:
-        client: of the registry.
-        version: the new champion.
-        champion: the old one.
-        reason: for the audit trail.
-        back: this is a rollback: a further one leads to the champion before `version`, not to `champion` again, which
-            the gate no longer promotes.
+    With `back` this is a rollback: a further one leads to the champion before `version`, and the gate no longer
+    promotes `champion`.
     """
     name, before = version.name, "none" if champion is None else str(champion.version)
     if back and champion is not None:

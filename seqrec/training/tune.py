@@ -27,7 +27,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 
 from seqrec import models
 from seqrec.artifacts import SPLIT_CARD, read_json, rename, write_json, write_text
-from seqrec.config import SECTIONS, ConfigError, Params, Range, TuneConfig, from_dict, parse
+from seqrec.config import SECTIONS, ConfigError, Params, SearchRange, TuneConfig, from_dict, parse
 from seqrec.locks import locked
 from seqrec.stages.finetune import finetune
 from seqrec.stages.pretrain import pretrain
@@ -48,7 +48,7 @@ class Search:
 
     model: str
     content: Mapping[str, Any]
-    space: Mapping[str, Range]
+    space: Mapping[str, SearchRange]
     config: TuneConfig
     split: str
 
@@ -216,7 +216,7 @@ def _next(study: optuna.Study, search: Search, number: int) -> Trial:
     return trial
 
 
-def _distribution(span: Range) -> BaseDistribution:
+def _distribution(span: SearchRange) -> BaseDistribution:
     if span.choices is not None:
         return CategoricalDistribution(span.choices)
     low, high, step = span.low, span.high, span.step
@@ -335,7 +335,7 @@ def _write(output: Path, search: Search, study: optuna.Study, budget: dict[str, 
     logger.info("written to %s", output)
 
 
-def _span(span: Range) -> str:
+def _span(span: SearchRange) -> str:
     if span.choices is not None:
         return f"of {span.choices}"
     return f"{span.low} to {span.high}{' log' if span.log else ''}{f' step {span.step}' if span.step else ''}"

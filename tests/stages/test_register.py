@@ -403,13 +403,6 @@ def test_champion_changes_only_above_the_gate(registered, rank, min_gain, promot
     assert run(min_gain=min_gain, max_loss=1.0) == values
 
 
-def test_a_worse_candidate_leaves_the_champion(registered):
-    values = run(models=["wide"])
-
-    assert aliases() == {"candidate": 2, "champion": 1}
-    assert values["gain/valid/ndcg@10/high"] < 0
-
-
 def test_a_champion_of_another_filter_is_measured_again_with_the_candidates_own(registered):
     report = registered / "reports/wide"
     write_json(report / "metrics.json", read_json(report / "metrics.json") | {"filter_seen": 0})
