@@ -94,6 +94,7 @@ VARIANTS = {  # a class that an option of another class chooses, and the latter
     for variant in ("RecformerText", "RecformerItems")
 }
 REGISTRY = Registry({name: f"{__name__}.{name}:{cls}" for name, cls in CLASSES.items()})
+UNTRAINED = Registry({"constant": f"{__name__}.baselines:Constant", "ease": f"{__name__}.baselines:EASE"})
 
 
 def register(name: str, architecture: type[SequenceModel]) -> None:
@@ -114,4 +115,10 @@ def register(name: str, architecture: type[SequenceModel]) -> None:
     REGISTRY[name] = architecture
 
 
-__all__ = ["REGISTRY", "Batch", "Catalogue", "Options", "SequenceModel", "register"]
+def name_of(architecture: type[SequenceModel]) -> str:
+    """Return the name of an architecture of `REGISTRY` or `UNTRAINED`; raise ValueError if it has none."""
+    registry = UNTRAINED if _place(architecture) in map(UNTRAINED.place, UNTRAINED) else REGISTRY
+    return registry.name_of(architecture)
+
+
+__all__ = ["REGISTRY", "UNTRAINED", "Batch", "Catalogue", "Options", "SequenceModel", "register"]

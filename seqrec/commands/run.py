@@ -132,11 +132,11 @@ def split_data(params: Params, out: Path) -> Path:
 
 
 def evaluate_baselines(params: Params, sequences: Path, out: Path, **limits: Any) -> dict[str, float]:
-    """Evaluate the rows that need no training; `limits` are those of the stage."""
+    """Compute and evaluate the baselines; `limits` are those of the stage."""
     if importlib.util.find_spec("scipy") is None:
         logger.warning("baselines are left out: scipy is not installed")
         return {}
-    return BY_NAME["baselines"](params, out, sequences=sequences, **limits)
+    return BY_NAME["baselines"](params, out, sequences=sequences, data=sequences.parent, **limits)
 
 
 def build_model(params: Params, model: str, sequences: Path, out: Path, champion: Path | None = None) -> None:

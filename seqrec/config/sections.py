@@ -207,12 +207,15 @@ class CountsConfig(Section):
         0.0  # lambda: weight of the log of an item's share of training events
     )
     targets: Count = 0  # targets kept per item, largest counts first; 0: set by the size of the catalogue
+    values: Literal["log", "sum", "rare", "tempered"] = "log"  # log(1 + count / tau), or what a baseline sums
+    decay: str = ""  # weight of an event by its place from the end, as `kernel`; empty: rho
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        number = self.kernel.replace(".", "", 1)
-        fits = self.kernel in ("inverse", "root", "square") or (number.isdecimal() and float(self.kernel) <= 1)
-        require(fits, "kernel must be inverse, root, square or a number up to 1 like 0.7")
+        for name, value in (("kernel", self.kernel), ("decay", self.decay or self.kernel)):
+            number = value.replace(".", "", 1)
+            fits = value in ("inverse", "root", "square") or (number.isdecimal() and float(value) <= 1)
+            require(fits, f"{name} must be inverse, root, square or a number up to 1 like 0.7")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,9 +14,9 @@ from rich.table import Table
 
 from seqrec.artifacts import CASES, METRICS, REPORT_PAGE, read_json, read_table, write_json, write_text
 from seqrec.evaluation import intervals
+from seqrec.pipeline import BASELINES
 
 LEADERBOARD = "leaderboard.json"
-BASELINES = ("popularity", "markov", "ease", "pctm", "seqrules")
 SELECTION = "valid/ndcg@10"  # test metrics are reported but select nothing
 REQUIRED = (
     SELECTION,
