@@ -10,10 +10,11 @@ def baselines(
     filter_seen: bool,
     config: dict,
     sequences: dsl.Input[dsl.Dataset],
+    data: dsl.Input[dsl.Dataset],
     results: dsl.Output[dsl.Artifact],
     metrics: dsl.Output[dsl.Metrics],
 ):
-    """Evaluate popularity, a Markov chain, EASE, PCTM and Sequential Rules."""
+    """Compute and evaluate popularity, a Markov chain, EASE, PCTM and Sequential Rules."""
     from pathlib import Path
 
     from seqrec.artifacts import facts
@@ -23,6 +24,8 @@ def baselines(
 
     values = baselines(
         sequences=Path(sequences.path),
+        data=Path(data.path),
+        artifacts=Path(results.path) / "artifacts",
         reports=Path(results.path) / "reports",
         config=parse(EvaluateConfig, config, "evaluate"),
         filter_seen=filter_seen,

@@ -47,6 +47,8 @@ def register(
         folder = artifacts / checkpoint.metadata["model"]
         folder.mkdir()
         (folder / "finetuned").symlink_to(checkpoint.path)
+    for folder in Path(results.path, "artifacts").iterdir():
+        (artifacts / folder.name).symlink_to(folder)
     values = register(
         leaderboard=leaderboard,
         artifacts=artifacts,

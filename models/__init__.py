@@ -94,6 +94,7 @@ VARIANTS = {  # a class that an option of another class chooses, and the latter
     for variant in ("RecformerText", "RecformerItems")
 }
 REGISTRY = Registry({name: f"{__name__}.{name}:{cls}" for name, cls in CLASSES.items()})
+# Networks of the baselines: no setting names them, and nothing trains them.
 UNTRAINED = Registry({"constant": f"{__name__}.baselines:Constant", "ease": f"{__name__}.baselines:EASE"})
 
 
@@ -115,10 +116,15 @@ def register(name: str, architecture: type[SequenceModel]) -> None:
     REGISTRY[name] = architecture
 
 
+def architecture_of(name: str) -> type[SequenceModel]:
+    """Return an architecture of `REGISTRY` or `UNTRAINED`; raise KeyError if there is none of this name."""
+    return (UNTRAINED if name in UNTRAINED else REGISTRY)[name]
+
+
 def name_of(architecture: type[SequenceModel]) -> str:
     """Return the name of an architecture of `REGISTRY` or `UNTRAINED`; raise ValueError if it has none."""
     registry = UNTRAINED if _place(architecture) in map(UNTRAINED.place, UNTRAINED) else REGISTRY
     return registry.name_of(architecture)
 
 
-__all__ = ["REGISTRY", "UNTRAINED", "Batch", "Catalogue", "Options", "SequenceModel", "register"]
+__all__ = ["REGISTRY", "Batch", "Catalogue", "Options", "SequenceModel", "register"]

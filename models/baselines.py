@@ -72,7 +72,7 @@ class EASE(Baseline):
     def forward(self, batch: Batch, last: bool = False) -> Tensor:
         """See `SequenceModel.forward`."""
         if last:
-            held_BV = torch.zeros_like(self.weight_VV[:1]).repeat(len(batch.items), 1)
+            held_BV = self.weight_VV.new_zeros(batch.items.shape[0], self.weight_VV.shape[0])
             return held_BV.scatter(1, batch.items, 1.0).unsqueeze(1)
         held_BLV: Any = F.one_hot(batch.items, len(self.weight_VV)).to(self.weight_VV)
         return held_BLV.cummax(1).values

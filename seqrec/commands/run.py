@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+import shlex
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -71,8 +72,8 @@ def _run(params: Params, out: Path, data: Path | None, resume: bool, from_champi
     for model in params.leaderboard:
         values |= train_model(params, model, source / "sequences", out, resume, champion)
     write_leaderboard(out / "reports", source / "sequences", params.leaderboard)
-    leaderboard.show(reports=out / "reports")
-    logger.info("not registered yet: `seqrec import --run %s` registers the models", out)
+    line = f"not registered yet: python -m seqrec import --run {shlex.quote(str(out))} registers the models"
+    leaderboard.say(out / "reports", [line])
     return values
 
 

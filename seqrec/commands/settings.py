@@ -16,7 +16,7 @@ from seqrec import ROOT
 from seqrec.artifacts import sha256, write_json
 from seqrec.code_closure import deciding
 from seqrec.config import ConfigError, Params, from_dict, parse
-from seqrec.pipeline import STAGES
+from seqrec.pipeline import BASELINES, STAGES
 
 UNREAD = ("params", "experiment")  # arguments of stages that do not decide their results
 Resolved = dict[str, dict[str, Any]]
@@ -64,6 +64,8 @@ def check(params: Params, *, ingests: bool = True) -> None:
 def _check_model(params: Params, name: str) -> None:
     from seqrec.models import REGISTRY
 
+    if name in BASELINES:
+        raise ConfigError(f"models.{name}: {name} is a baseline, which every run computes: give the model another name")
     config = params.model(name)
     if config.architecture not in REGISTRY:
         raise ConfigError(f"models.{name}.architecture: {config.architecture!r} is not one of {', '.join(REGISTRY)}")
@@ -76,7 +78,7 @@ def _check_model(params: Params, name: str) -> None:
 
 def resolve(params: Params, root: Path = ROOT) -> Resolved:
     """Return for each file, by name, the settings of a stage and the hashes of its code below `root`."""
-    from seqrec.models import REGISTRY
+    from seqrec.models import REGISTRY, UNTRAINED
 
     modules = {model: REGISTRY.module(params.model(model).architecture) for model in params.leaderboard}
     files = {}
@@ -87,8 +89,10 @@ def resolve(params: Params, root: Path = ROOT) -> Resolved:
                 settings["digests"] = _digests(params, item)
             if stage.name == "pretrain":
                 settings["class"] = REGISTRY.place(params.model(item).architecture)
-            used = {"model": [modules.get(item, "")], "run": [*modules.values()] if stage.name == "register" else []}
-            code = _code(stage.name, used.get(stage.each, []), root)
+            used = [UNTRAINED.module(name) for name in UNTRAINED] if stage.name in ("baselines", "register") else []
+            used += [modules[item]] if stage.each == "model" else []
+            used += modules.values() if stage.name == "register" else ()
+            code = _code(stage.name, used, root)
             files[stage.settings_file(params, item)] = {"settings": settings, "code": code}
     return files
 

@@ -256,7 +256,7 @@ class RegisterConfig(Section):
     min_gain: float = 0.0  # minimum absolute gain of valid/ndcg@10 over the champion
     confidence: Fraction = 0.95  # level of the paired interval of the gain, which must lie above min_gain
     max_loss: NotNegative = 0.1  # maximum relative loss of coverage, and of NDCG on tail items, against the champion
-    allow_below_baseline: bool = False  # allow a champion that is below the best baseline on validation
+    allow_below_baseline: bool = False  # baselines are no candidates, even if one is the best on validation
     graph: bool = True  # add the model's ONNX graph to a version, for faster serving
     examples: Annotated[int, Bounds(ge=0, le=1000)] = 4  # number of users whose recommendations the report shows
     seed: Seed = 42  # seed of choosing these users, and of the gate's resampling

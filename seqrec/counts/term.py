@@ -41,7 +41,7 @@ class CountTerm:
     offsets: Tensor  # (V + 1,) int64: row b of targets and values is offsets[b] to offsets[b + 1]
     targets: Tensor  # (N,) int32
     values: Tensor  # (N,) float32: log(1 + C_ba |I| / tau), or other values to be summed
-    weights: Tensor # (J,) float32: weights of the events, newest first
+    weights: Tensor  # (J,) float32: weights of the events, newest first
     log_popularity: Tensor  # (V,) float32
     alpha: float = 1.0
     popularity: float = 0.0  # lambda

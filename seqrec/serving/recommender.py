@@ -216,11 +216,16 @@ class Recommender:
     def similar(self, item_id: str, k: int = 10) -> Answer:
         """Return the `k` items whose vectors have the largest cosine with an item's, and the cosines.
 
+        A baseline that only counts has no vectors: its answer is what it recommends after the item alone.
+
         Raises:
             KeyError: the item is unknown.
         """
         item = self.items[item_id]
         vector_VD = torch.nn.functional.normalize(self._unbiased(self.item_vectors), dim=1)
+        if vector_VD.shape[1] == 0:
+            alone = self._batch([Request(history=[item_id])], [[0]])
+            return self._listed(self._scores(alone)[0], [item], k, self.name)
         return self._listed(vector_VD @ vector_VD[item], [item], k, self.name)
 
     def _unbiased(self, item_ND: Tensor) -> Tensor:

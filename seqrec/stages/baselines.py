@@ -162,7 +162,7 @@ def write(
     """
     began = time.monotonic()
     tables, start = Tables(data), start_of(name, data)
-    net = network(name, data, start)
+    net = network(name, data)
     settings, entry = start, asdict(start) if start else {}
     if chosen:
         settings, entry = counts_config(chosen), dict(chosen)
@@ -197,10 +197,9 @@ def start_of(name: str, data: Sequences) -> CountsConfig | None:
     return STARTS.get(name)
 
 
-def network(name: str, data: Sequences, counts: CountsConfig | None) -> Baseline:
-    """Return the network of a baseline, with its values."""
-    longest = int((data.stop - data.start).max())
-    length = counts.events if counts else longest if name == "ease" else 1
+def network(name: str, data: Sequences) -> Baseline:
+    """Return the network of a baseline, with its values; EASE reads whole histories."""
+    length = int((data.stop - data.start).max()) if name == "ease" else CountsConfig().events
     catalogue, options = Catalogue(data.num_items, data.num_users, length), BaselineOptions(length=length)
     if name == "ease":
         ease = EASE(options, catalogue)

@@ -49,10 +49,9 @@ from seqrec.evaluation.leaderboard import (
     LEADERBOARD,
     SELECTION,
     Row,
-    best_baseline,
-    best_model,
     build,
     verdict,
+    winner,
     write_csv,
     write_curves,
 )
@@ -78,7 +77,7 @@ class Entry:
 
     row: Row
     report: Path
-    checkpoint: Path | None  # None for a baseline
+    checkpoint: Path
     card: Mapping[str, Any]
     metrics: Mapping[str, float]
     history: Sequence[Mapping[str, Any]]
@@ -140,7 +139,7 @@ def register(
         raise ConfigError(f"dataset: {params['dataset']}, but {sequences} holds {split['dataset']}")
     rows = build(reports=reports, models=leaderboard)
     entries = [_entry(row, artifacts, reports, split) for row in rows]
-    best = next(entry for entry in entries if entry.row is best_model(rows))
+    best = next(e for e in entries if e.row is winner(rows, trained=config.allow_below_baseline))
     _write_leaderboard(reports, split, rows)
     write_curves(reports / CURVES_CSV, {entry.name: entry.history for entry in entries if entry.history})
     shown = _examples(entries, best, reports, sequences, config)
@@ -153,7 +152,7 @@ def register(
             tracker.client.set_tag(parent.info.run_id, PIPELINE_RUN, pipeline_run)
         _check_artifacts(tracker.client, parent, reports / LEADERBOARD)
         logged = {entry.name: _log_entry(tracker, entry, parent, shown) for entry in entries}
-        outcome = _gate(tracker, best, rows, logged[best.name], sequences, config)
+        outcome = _gate(tracker, best, logged[best.name], sequences, config)
         for entry in entries:
             entry.row["candidate"] = entry is best
             entry.row["champion"] = entry.fingerprint == outcome["champion"]
@@ -169,21 +168,16 @@ def register(
 
 def _entry(row: Row, artifacts: Path, reports: Path, split: Mapping[str, Any]) -> Entry:
     name, report = row["model"], reports / row["model"]
-    files = [report / file for file in REPORT_FILES]
-    checkpoint, card, history = None, {}, []
-    if not row["baseline"]:
-        checkpoint = artifacts / name / "finetuned"
-        files.append(checkpoint / WEIGHTS)
-        card = read_json(checkpoint / MODEL_CARD)
-        history = cards.epoch_records(checkpoint, card)
-    content = _hash([sha256(path) for path in files])
+    checkpoint = artifacts / name / "finetuned"
+    card = read_json(checkpoint / MODEL_CARD)
+    content = _hash([sha256(path) for path in (*(report / file for file in REPORT_FILES), checkpoint / WEIGHTS)])
     return Entry(
         row=row,
         report=report,
         checkpoint=checkpoint,
         card=card,
         metrics=read_json(report / METRICS),
-        history=history,
+        history=cards.epoch_records(checkpoint, card),
         fingerprint=card.get("fingerprint") or _hash([name, split["split_sha256"], content]),
         content=content,
     )
@@ -348,9 +342,7 @@ def _log_entry(tracker: Tracker, entry: Entry, parent: Run, shown: Examples) -> 
     if entry.history:
         page = report.model_page(entry.name, entry.history, shown)
         client.log_text(run_id, page, FIGURES)
-    model_id = None
-    if entry.checkpoint is not None:
-        model_id = registry.log_model(client, run, checkpoint=entry.checkpoint).model_id
+    model_id = registry.log_model(client, run, checkpoint=entry.checkpoint).model_id
     values = view.scalars(entry.metrics) | view.best_epoch(entry.history)
     runs.log_metrics(client, run, values, entry.history, model_id=model_id, dataset=tracker.dataset)
     client.set_terminated(run_id)
@@ -364,11 +356,8 @@ def _describe(tracker: Tracker, run: Run, settings: Mapping[str, Any], tags: Map
     runs.log_params(tracker.client, run, settings, {**tracker.tags, **tags})
 
 
-def _gate(
-    tracker: Tracker, best: Entry, rows: Sequence[Row], run: Run, sequences: Path, config: RegisterConfig
-) -> dict[str, Any]:
+def _gate(tracker: Tracker, best: Entry, run: Run, sequences: Path, config: RegisterConfig) -> dict[str, Any]:
     """Register `best` as the candidate, and return the gate's decision in the form of leaderboard.json."""
-    assert best.checkpoint is not None
     name = f"seqrec-{tracker.split['dataset']}"
     tags = {
         **tracker.tags,
@@ -377,8 +366,6 @@ def _gate(
         gate.VALUE_TAG: str(best.row[SELECTION]),
         **gate.guard_tags(best.metrics),
     }
-    if (baseline := best_baseline(rows)) is not None:
-        tags |= gate.baseline_tags(baseline["model"], baseline[SELECTION])
     model = registry.log_model(tracker.client, run, checkpoint=best.checkpoint)
     if config.graph:
         registry.log_graph(tracker.client, model, checkpoint=best.checkpoint)
@@ -424,7 +411,7 @@ def _finish_parent(
         settings["leaderboard"] = ", ".join(entry.name for entry in entries)
         _describe(tracker, run, settings, {})
         client.log_text(run_id, yaml.safe_dump(dict(params), sort_keys=False), PARAMS)
-        runs.log_metrics(client, run, view.leaders(rows, best_model(rows)))
+        runs.log_metrics(client, run, view.leaders(rows))
     if runs.injected_run() is None and run.info.status != "FINISHED":  # whoever made the run ends it
         client.set_terminated(run_id)
     client.set_tag(run_id, COMPLETE, pipeline_run or "true")

@@ -63,13 +63,13 @@ def build(config: ModelConfig, catalogue: Catalogue) -> SequenceModel:
     Raises:
         ConfigError: unknown architecture or option, or a value out of range.
     """
-    architecture = models.UNTRAINED.get(config.architecture) or models.REGISTRY.get(config.architecture)
-    if architecture is None:
+    if config.architecture not in models.REGISTRY and config.architecture not in models.UNTRAINED:
         known = ", ".join(models.REGISTRY)
         raise ConfigError(
             f"models.*.architecture: {config.architecture!r} is not one of {known}; "
             "seqrec.models.register(NAME, CLASS) adds your own"
         )
+    architecture = models.architecture_of(config.architecture)
     options = parse(architecture.Options, config.options, f"models.{config.architecture}.options")
     try:
         return architecture(options, catalogue._replace(length=options.length))
