@@ -42,6 +42,10 @@ class SelfSupervised(SequenceModel):
     pretraining: ClassVar[str]  # name of the phase
     by_prefix: ClassVar[bool] = True  # whether every prefix of a history is a row in this phase, whatever the objective
 
+    def phases(self, stage: str) -> tuple[str, ...]:
+        """See `SequenceModel.phases`."""
+        return (self.pretraining,) if stage == "pretrain" else ("train",)
+
     def pair_scores(self, batch: Batch) -> Tensor:
         """Return (B, B): the score of each row's history with the target of each row."""
         raise NotImplementedError

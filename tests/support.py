@@ -232,6 +232,15 @@ def running(service):
     thread.join(10)
 
 
+def service(recommender, *, version="7", store=None, candidate=None, **options):
+    """Run a service of `recommender` with these options of `serve`; yield its address."""
+    from seqrec.serving import http  # few tests need it
+    from seqrec.serving.config import ServeConfig
+
+    config = ServeConfig(**options)
+    return running(http.app(lambda: recommender, lambda: version, config, store=store, candidate=candidate))
+
+
 YEAR_2001 = 978_307_200
 
 

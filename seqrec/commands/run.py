@@ -1,4 +1,4 @@
-"""Runs every stage except register in one process, without DVC."""
+"""Runs the stages in one process, without DVC."""
 
 from __future__ import annotations
 
@@ -36,10 +36,11 @@ def run(
     data: Path | None = None,
     resume: bool = False,
     from_champion: bool = False,
+    register: bool = False,
 ) -> dict[str, float]:
-    """Run every stage except register; a model whose training is already complete is not trained again.
+    """Run every stage; a model whose training is already complete is not trained again.
 
-    `seqrec import` registers the models afterwards; it needs MLflow.
+    Without --register, MLflow is not needed, and `seqrec import` registers the models later.
 
     Args:
         config_file: config in the form of params.yaml; missing sections and entries keep their defaults.
@@ -49,19 +50,25 @@ def run(
         data: folder with `sequences/` already prepared: ingest, validate and prepare are skipped.
         resume: fail instead of starting a training from the beginning.
         from_champion: start models from the champion's weights if they have its architecture and options.
+        register: bring the run into MLflow at its end: leaderboard, runs, candidate and champion.
 
     Returns:
         The test NDCG@10 of each model and baseline.
 
     Raises:
         LockedError: another process runs in `out`.
-        TrackingError: --from-champion, and MLflow does not answer.
+        TrackingError: --from-champion or --register, and MLflow does not answer.
     """
     params = load(config_file)
     params = replace(params, dataset=dataset or params.dataset).with_overrides(read_changes(changes))
     check(params, ingests=data is None)
     with locked(out / locks.NAME, f"--out {out}"):
-        return _run(params, out, data, resume, from_champion)
+        values = _run(params, out, data, resume, from_champion)
+    if register:
+        import_run(run=out, data=data)
+    later = f"not registered yet: python -m seqrec import --run {shlex.quote(str(out))} registers the models"
+    leaderboard.say(out / "reports", [] if register else [later])
+    return values
 
 
 def _run(params: Params, out: Path, data: Path | None, resume: bool, from_champion: bool) -> dict[str, float]:
@@ -72,8 +79,6 @@ def _run(params: Params, out: Path, data: Path | None, resume: bool, from_champi
     for model in params.leaderboard:
         values |= train_model(params, model, source / "sequences", out, resume, champion)
     write_leaderboard(out / "reports", source / "sequences", params.leaderboard)
-    line = f"not registered yet: python -m seqrec import --run {shlex.quote(str(out))} registers the models"
-    leaderboard.say(out / "reports", [line])
     return values
 
 

@@ -86,7 +86,7 @@ def resolve(params: Params, root: Path = ROOT) -> Resolved:
         for item in stage.items(params):
             settings = {key: _plain(value) for key, value in stage.settings(params, item).items() if key not in UNREAD}
             if stage.name == "ingest":
-                settings["digests"] = _digests(params, item)
+                settings |= {"digests": _digests(params, item), "published": _published(params, item)}
             if stage.name == "pretrain":
                 settings["class"] = REGISTRY.place(params.model(item).architecture)
             used = [UNTRAINED.module(name) for name in UNTRAINED] if stage.name in ("baselines", "register") else []
@@ -105,6 +105,13 @@ def _code(stage: str, models: Sequence[str], root: Path) -> dict[str, str]:
     return {path.as_posix(): sha256(root / path) for path in deciding(f"seqrec.stages.{stage}", *models, root=root)}
 
 
+def _published(params: Params, dataset: str) -> Any:
+    """Return the entry of the catalogue that `ingest` follows; none for the user's own files."""
+    from seqrec.data import sources
+
+    return sources.PUBLISHED.get(params.section("ingest", dataset=dataset).source)
+
+
 def _digests(params: Params, dataset: str) -> dict[str, str]:
     """Return the hashes of the user's own files that `ingest` reads."""
     from seqrec.data import download, sources
@@ -112,4 +119,4 @@ def _digests(params: Params, dataset: str) -> dict[str, str]:
     config = params.section("ingest", dataset=dataset)
     if config.repository:
         return {}
-    return download.digests_of_own_files(sources.find(config).publications(config), config)
+    return download.digests_of_own_files(sources.find(config).publications, config)

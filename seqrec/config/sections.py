@@ -37,7 +37,7 @@ STEPS = (  # steps of the Kubeflow pipelines; `default` holds for all of them
 class IngestConfig(Section):
     """Section `ingest`: the source to read, and how strictly."""
 
-    source: str  # a name in seqrec.data.sources.SOURCES; default: the name of the dataset
+    source: str  # a dataset of docs/data.md, csv, lines or prefixes; default: the name of the dataset
     category: str = ""  # Amazon: the category, spelt as in the file names, e.g. Gift_Cards
     interactions: str = ""  # csv, lines: path or URL of the events; prefixes: path without `.train.inter`
     items: str = ""  # csv, prefixes, lines: path or URL of the items file; empty: none

@@ -159,15 +159,10 @@ def write_curves(path: Path, histories: Mapping[str, Sequence[Mapping[str, Any]]
     write_text(path, text.getvalue())
 
 
-def summarise(*, reports: Path = Path("reports")) -> None:
-    """Write the values that `dvc metrics` shows and git keeps to summary/<model>.json.
-
-    Args:
-        reports: folder with leaderboard.json.
-    """
-    folder = reports / "summary"
-    shutil.rmtree(folder, ignore_errors=True)
-    for row in read_json(reports / LEADERBOARD)["rows"]:
+def write_summaries(folder: Path, rows: Sequence[Row]) -> None:
+    """Write the figures that `dvc metrics` shows to <folder>/<model>.json."""
+    shutil.rmtree(folder, ignore_errors=True)  # it may hold the models of another leaderboard
+    for row in rows:
         write_json(folder / f"{row['model']}.json", {key: row[key] for key in SUMMARY})
 
 

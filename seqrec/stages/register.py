@@ -54,6 +54,7 @@ from seqrec.evaluation.leaderboard import (
     winner,
     write_csv,
     write_curves,
+    write_summaries,
 )
 from seqrec.tracking import gate, registry, runs, view
 from seqrec.tracking.model_card import model_card
@@ -141,6 +142,7 @@ def register(
     entries = [_entry(row, artifacts, reports, split) for row in rows]
     best = next(e for e in entries if e.row is winner(rows, trained=config.allow_below_baseline))
     _write_leaderboard(reports, split, rows)
+    write_summaries(reports / "summary", rows)
     write_curves(reports / CURVES_CSV, {entry.name: entry.history for entry in entries if entry.history})
     shown = _examples(entries, best, reports, sequences, config)
     with registering(config, split["dataset"]), _explained(reports, config):

@@ -154,9 +154,7 @@ def test_the_summaries_fit_into_100_columns_and_replace_those_of_other_models(re
     folder = reports / "summary"
     folder.mkdir()
     (folder / "gone.json").touch()
-    rows = leaderboard.build(reports=reports, models=["sasrec", "rec_denoiser"])
-    (reports / "leaderboard.json").write_text(json.dumps({"rows": rows}))
-    leaderboard.summarise(reports=reports)
+    leaderboard.write_summaries(folder, leaderboard.build(reports=reports, models=["sasrec", "rec_denoiser"]))
 
     assert sorted(path.stem for path in folder.iterdir()) == ["markov", "popularity", "rec_denoiser", "sasrec"]
     values = json.loads((folder / "rec_denoiser.json").read_text())

@@ -290,30 +290,6 @@ def test_a_block_reads_cls_and_its_neighbours_and_their_gradients_add_up(size, b
     torch.testing.assert_close(*gradients)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"window": 33}, "window"),
-        ({"heads": 3}, "heads"),
-        ({"max_tokens": 32}, "max_tokens"),
-        ({"frozen_words": ("evaluate",)}, "frozen_words"),
-        ({"temperature": 0.0}, "temperature"),
-        ({"mlm_probability": 1.0}, "mlm_probability"),
-        ({"piece_tokens": 10}, "piece_tokens"),
-        ({"attribute_tokens": 1}, "attribute_tokens"),
-        ({"objective": "causal", "encoder": "text", "layers": 2}, "causal needs encoder items"),
-        ({"history_layers": 3}, "history_layers: no effect, as encoder is text"),
-        ({"encoder": "items"}, "pooling must be mean with encoder items"),
-        ({"encoder": "items", "pooling": "mean", "mlm_weight": 0.2}, "mlm_weight: no effect"),
-        ({"encoder": "items", "pooling": "mean", "history_heads": 3}, "history_heads"),
-        ({"encoder": "items", "pooling": "mean", "layers": -1}, "layers"),
-    ],
-)
-def test_options_out_of_range_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        build(**options)
-
-
 def items_model(**options):
     return make_model("recformer", objective="causal", **options).eval()
 

@@ -14,7 +14,6 @@ import pytest
 import seqrec
 from seqrec import artifacts
 from seqrec.config import ConfigError, IngestConfig
-from seqrec.data import sources
 from seqrec.data.readers import blocks
 from seqrec.stages.ingest import ingest
 
@@ -24,11 +23,8 @@ EVENTS = "user_id,item_id,timestamp,rating\n"
 @pytest.fixture(autouse=True)
 def _offline(request, monkeypatch):
     """Official addresses refuse the connection at once; only tests of the real mirror see SEQREC_DATA_MIRROR."""
-    monkeypatch.setattr(sources, "GROUPLENS", "http://127.0.0.1:9")
-    monkeypatch.setattr(sources, "AMAZON_2014", "http://127.0.0.1:9")
-    monkeypatch.setattr(sources, "AMAZON_2018", ("http://127.0.0.1:9",))
-    for name in ("AMAZON_2023", "STEAM", "SNAP"):
-        monkeypatch.setattr(sources, name, "http://127.0.0.1:9")
+    for variable in ("http_proxy", "https_proxy"):
+        monkeypatch.setenv(variable, "http://127.0.0.1:9")
     if "mirror" not in request.keywords:
         monkeypatch.delenv("SEQREC_DATA_MIRROR", raising=False)
 
