@@ -49,7 +49,8 @@ def test_rows_are_ordered_by_validation_and_test_chooses_nothing(reports):
 
     assert [row["model"] for row in rows] == ["markov", "rec_denoiser", "sasrec", "popularity"]
     assert [row["baseline"] for row in rows] == [True, False, False, True]
-    assert leaderboard.best_model(rows)["model"] == "rec_denoiser"
+    assert leaderboard.winner(rows)["model"] == "markov"
+    assert leaderboard.winner(rows, trained=True)["model"] == "rec_denoiser"
 
 
 def test_equal_models_keep_one_order(tmp_path):

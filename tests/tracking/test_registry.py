@@ -290,23 +290,6 @@ def test_a_gain_is_not_paid_with_coverage_or_the_tail(client, run, model, tmp_pa
     assert gate.promote(client, second, cases(1, 1, 1, 1), tmp_path, lenient).promoted
 
 
-@pytest.mark.parametrize(("value", "allowed", "promoted"), [(0.2, False, False), (0.2, True, True), (0.3, False, True)])
-def test_a_model_below_the_best_baseline_is_champion_only_if_that_is_allowed(
-    client, run, model, tmp_path, config, value, allowed, promoted
-):
-    name = f"below-{10 * value:.0f}-{allowed}"
-    tags = {gate.VALUE_TAG: str(value), **gate.baseline_tags("ease", 0.3)}
-    version = register(client, run, model, tmp_path, name, [2, 2])
-    for key, text in tags.items():
-        client.set_model_version_tag(name, version.version, key, text)
-    version = client.get_model_version(name, version.version)
-
-    decision = gate.promote(client, version, cases(2, 2), tmp_path, replace(config, allow_below_baseline=allowed))
-    assert decision.promoted == promoted
-    assert (registry.find_champion(client, name) is not None) == promoted
-    assert ("below the best baseline, ease (0.3000); register.allow_below_baseline" in decision.reason) != promoted
-
-
 @pytest.mark.parametrize("first", ["better", "worse"])
 def test_of_two_promotions_at_once_the_better_stays(client, run, model, tmp_path, config, monkeypatch, first):
     """While one is being decided, the whole promotion of the other passes."""
