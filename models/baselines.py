@@ -35,6 +35,7 @@ class Baseline(SequenceModel):
 class Constant(Baseline):
     """A score for each item, the same for every history: the popularity of the items, or 0 beside a count term."""
 
+    biased = True
     score_V: Tensor
 
     def __init__(self, options: BaselineOptions, catalogue: Catalogue) -> None:
@@ -49,11 +50,6 @@ class Constant(Baseline):
     def item_vectors(self) -> Tensor:
         """See `SequenceModel.item_vectors`."""
         return self.score_V.unsqueeze(1)
-
-    @property
-    def biased(self) -> bool:
-        """See `SequenceModel.biased`."""
-        return True
 
 
 class EASE(Baseline):
@@ -75,7 +71,8 @@ class EASE(Baseline):
             held_BV = self.weight_VV.new_zeros(batch.items.shape[0], self.weight_VV.shape[0])
             return held_BV.scatter(1, batch.items, 1.0).unsqueeze(1)
         held_BLV: Any = F.one_hot(batch.items, len(self.weight_VV)).to(self.weight_VV)
-        return held_BLV.cummax(1).values
+        seen_BLV: Tensor = held_BLV.cummax(1).values
+        return seen_BLV
 
     def item_vectors(self) -> Tensor:
         """See `SequenceModel.item_vectors`."""

@@ -208,7 +208,7 @@ class Recommender:
         item = self.items[item_id]
         vector_VD = torch.nn.functional.normalize(self._unbiased(self.item_vectors), dim=1)
         if vector_VD.shape[1] == 0:
-            score_V = self._scores(self._batch([Request(history=[item_id])], [[0]]))[0]
+            score_V = self._scores(*self._queries(self._batch([Request(history=[item_id])], [[0]])))[0]
         else:
             score_V = vector_VD @ vector_VD[item]
         k = min(k, len(self.item_ids) - 1)

@@ -27,6 +27,7 @@ from seqrec.artifacts import (
     sha256,
     write_json,
 )
+from seqrec.commands.refit import refit
 from seqrec.config import EvaluateConfig, FinetuneConfig, ModelConfig, RegisterConfig
 from seqrec.data import sequences as data
 from seqrec.evaluation import leaderboard, metrics, ranking, results
@@ -294,6 +295,20 @@ def test_the_best_row_is_the_champion_and_answers_whatever_it_is(project, capsys
     said = capsys.readouterr().out.splitlines()
     assert said[-2].startswith(f"Use {winner}")
     assert said[-1] == f"python -m seqrec serve --saved artifacts/{winner}/finetuned"
+
+
+def test_a_baseline_is_refitted_with_the_settings_that_validation_chose(project):
+    set_validation_ranks(project, "pctm", 1.0)
+    run(allow_below_baseline=False)
+    folders = {"artifacts": Path("artifacts"), "sequences": Path("data/sequences"), "state": Path("state")}
+
+    assert refit(dataset="toy", **folders, config=RegisterConfig(graph=False))["version"] == 2
+
+    served = Recommender.load("models:/seqrec-toy@champion", RegisterConfig())
+    before, after = (read_json(Path("artifacts/pctm", name, "config.json")) for name in ("finetuned", "refitted"))
+    assert served.counts.sum() == USERS * EVENTS
+    assert (before["counts"]["rho"], before["filter_seen"]) == (after["counts"]["rho"], after["filter_seen"])
+    assert before["counts"]["pairs"] < after["counts"]["pairs"]
 
 
 def test_a_champion_of_a_degenerate_dataset_is_announced_with_what_speaks_against_it(project, caplog):
