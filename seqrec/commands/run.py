@@ -15,10 +15,9 @@ from typing import Any
 import yaml
 
 from seqrec import locks
-from seqrec.artifacts import SPLIT_CARD, read_json, write_json, write_text
-from seqrec.commands.settings import check
+from seqrec.artifacts import SPLIT_CARD, read_json, write_text
+from seqrec.commands.settings import check, without_unfed
 from seqrec.config import Params, load, read_changes
-from seqrec.data import data_warnings
 from seqrec.evaluation import leaderboard
 from seqrec.locks import locked
 from seqrec.pipeline import BY_NAME
@@ -62,6 +61,7 @@ def run(
     params = load(config_file)
     params = replace(params, dataset=dataset or params.dataset).with_overrides(read_changes(changes))
     check(params, ingests=data is None)
+    params = params if data else without_unfed(params)
     with locked(out / locks.NAME, f"--out {out}"):
         values = _run(params, out, data, resume, from_champion)
     if register:
@@ -92,17 +92,9 @@ def _fetch_champion(params: Params, folder: Path) -> Path:
 
 
 def write_leaderboard(reports: Path, sequences: Path, models: Sequence[str]) -> dict[str, Any]:
-    """Write leaderboard.json with the verdict and the warnings about the data; return its content."""
+    """Write leaderboard.json for the `models` that were evaluated; return its content."""
     split = read_json(sequences / SPLIT_CARD)
-    rows = leaderboard.build(reports=reports, models=models)
-    board = {key: split[key] for key in ("dataset", "protocol", "split_sha256")} | {
-        "rows": rows,
-        "verdict": leaderboard.verdict(reports, rows),
-        "warnings": data_warnings.warnings(split),
-        "registry": None,
-    }
-    write_json(reports / leaderboard.LEADERBOARD, board)
-    return board
+    return leaderboard.write(reports, split, leaderboard.build(reports=reports, models=models))
 
 
 def import_run(*, run: Path, data: Path | None = None) -> dict[str, float]:

@@ -30,8 +30,17 @@ from seqrec.models.base import Catalogue
 from seqrec.models.baselines import EASE, Baseline, BaselineOptions, Constant
 from seqrec.pipeline import BASELINES
 from seqrec.stages.evaluate import evaluate
-from seqrec.training import cards
-from seqrec.training.checkpoint import counts_config, fingerprint, save_counts, save_model
+from seqrec.training.checkpoint import (
+    Checkpoint,
+    catalogue_files,
+    counts_config,
+    load_checkpoint,
+    save_counts,
+    save_model,
+    with_counts,
+)
+from seqrec.training.held_out import split_of
+from seqrec.training.resume import fingerprint
 
 logger = logging.getLogger(__name__)
 RIDGE = 100.0  # L2 of EASE: best on validation of ML-100K, 2 % below the best value, 250, on ML-1M
@@ -89,10 +98,10 @@ def baselines(
         if name == "ease" and prepared.num_items > ease_items:
             logger.warning("ease is left out: %d items are more than %d", prepared.num_items, ease_items)
             continue
-        files = cards.catalogue_files(sequences, data / ITEMS)
+        files = catalogue_files(sequences, data / ITEMS)
         write(name, prepared, sequences, folder, files, filter_seen=filter_seen)
         if config.refit != "none":
-            rewrite(sequences, folder, folder / REFITTED, until=config.refit)
+            rewrite(sequences, load_checkpoint(folder), folder / REFITTED, until=config.refit)
         metrics = evaluate(
             model=name,
             sequences=sequences,
@@ -105,31 +114,30 @@ def baselines(
     return values
 
 
-def rewrite(sequences: Path, finetuned: Path, refitted: Path, *, until: str = "test") -> dict[str, float]:
+def rewrite(sequences: Path, finetuned: Checkpoint, refitted: Path, *, until: str = "test") -> dict[str, float]:
     """Compute a baseline again on all parts of the split up to `until`, with the settings of its card.
 
     Args:
         sequences: the prepared dataset.
-        finetuned: folder of the baseline.
+        finetuned: the baseline.
         refitted: folder that receives the new one.
         until: the last part, valid or test.
 
     Returns:
         The seconds that it took.
     """
-    card, prepared = cards.read(finetuned), load_sequences(sequences)
-    cards.check_catalogue(finetuned, card, sequences, users=False)
-    files = cards.read_files(finetuned, card)
+    card, prepared = finetuned.card, load_sequences(sequences)
+    finetuned.check_catalogue(sequences, users=False)
     fitted = trained_until(prepared, prepared.valid_stop if until == "valid" else prepared.stop)
-    files[VOCABULARY] = cards.with_counts(files[VOCABULARY], pa.array(fitted.count[1:].numpy()))
+    vocabulary = with_counts(finetuned.vocabulary, pa.array(fitted.count[1:].numpy()))
     return write(
         card["model"],
         fitted,
         sequences,
         refitted,
-        files,
+        {**finetuned.files, VOCABULARY: vocabulary},
         filter_seen=card["filter_seen"],
-        chosen=card.get("counts", {}),
+        chosen=card["counts"],
         facts={REFIT: {"fingerprint": card["fingerprint"], "epochs": {}, "until": until}},
     )
 
@@ -178,7 +186,7 @@ def write(
         "seconds": time.monotonic() - began,
         "filter_seen": filter_seen,
         "median_gap": median_gap(data),
-        "split": cards.split_of(data.card),
+        "split": split_of(data.card),
         "history_sha256": hashlib.sha256(b"").hexdigest(),
         **(facts or {}),
     }

@@ -199,45 +199,6 @@ def test_credit_to_positions_and_arm_vary_less(tiny, less, more, ratio):
     assert spread[0] < ratio * spread[1]
 
 
-@pytest.mark.parametrize("draws", ["example", "batch"])
-def test_arm_is_the_mean_of_ar_at_u_and_one_minus_u(tiny, draws):
-    uniform = torch.rand(5 if draws == "example" else 1, 1, 3, 3).double()
-    gradients = []
-    for estimator, drawn in (("arm", uniform), ("ar", uniform), ("ar", 1 - uniform)):
-        model = with_settings(tiny, estimator=estimator, draws=draws)
-        model.zero_grad()
-        model._uniform = lambda *_, drawn=drawn: [drawn]
-        total(model.training_loss(make_batch([ROW] * 5), example_loss(model))).backward()
-        gradients.append(model.masks[0].raw_XLL.grad.clone())
-
-    torch.testing.assert_close(gradients[0], (gradients[1] + gradients[2]) / 2)
-
-
-def test_a_leave_one_out_baseline_leaves_the_expectation():
-    """Two examples of two events: all 8 x 8 pairs of masks, drawn independently."""
-    model = build(layers=1, heads=1, d_model=4, length=2, l0=0.0, jacobian=0.0, dropout=0.0).double()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter)
-    torch.nn.init.normal_(model.masks[0].raw_XLL, mean=-0.2, std=0.1)
-    keep = model.masks[0].logits(2).sigmoid().detach()
-    place = torch.tril_indices(2, 2)
-    batch, expected = make_batch([[3, 7], [5, 9]]), {}
-    for baseline in ("none", "loo"):
-        with_settings(model, estimator="ar", baseline=baseline)
-        model.zero_grad()
-        for bits in itertools.product((0, 1), repeat=6):
-            z = torch.zeros(2, 1, 2, 2).double()
-            z[:, 0, place[0], place[1]] = torch.tensor(bits).double().view(2, 3)
-            uniform = torch.where(z > 0, keep / 2, (1 + keep) / 2)
-            probability = torch.where(z > 0, keep, 1 - keep)[:, 0, place[0], place[1]].prod()
-            model._uniform = lambda *_, u=uniform: [u]
-            (probability * total(model.training_loss(batch, example_loss(model)))).backward()
-        expected[baseline] = model.masks[0].raw_XLL.grad.clone()
-
-    assert expected["none"].abs().max() > 1e-2
-    torch.testing.assert_close(expected["loo"], expected["none"])
-
-
 def test_a_baseline_is_the_mean_loss_of_the_others():
     events, loss = torch.tensor([2, 3, 5]), torch.tensor([0.2, 0.6, 1.0])
     real = torch.arange(5) >= 5 - events.unsqueeze(1)

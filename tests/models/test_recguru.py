@@ -13,7 +13,8 @@ from support import make_batch, make_model, prepare_rows, synthetic_rows
 
 from seqrec.data import sequences
 from seqrec.models.recguru import domain_loss, reverse_gradient
-from seqrec.training.checkpoint import ResumeState, load_model
+from seqrec.training.checkpoint import load_checkpoint
+from seqrec.training.resume import ResumeState
 
 HEADS, OWN, OTHERS = 2, 30, 10
 ROWS = [[3, 7, 2, 9, 4], [5, 1], [8]]
@@ -217,7 +218,7 @@ def run_pretrain(domains, out, **config):
 
 
 def initial(out):
-    return load_model(out / "initial")[0]
+    return load_checkpoint(out / "initial").model
 
 
 def history(out):
@@ -231,7 +232,7 @@ def test_both_domains_are_pre_trained_on_and_the_target_is_fine_tuned(domains, t
     target = sequences.load(domains[0] / "sequences")
     assert values["epochs"] == 3  # all of them: nothing is validated
     assert "loss/domain" in history(tmp_path)
-    first, last = initial(tmp_path), load_model(tmp_path / "finetuned")[0]
+    first, last = initial(tmp_path), load_checkpoint(tmp_path / "finetuned").model
     assert first.catalogue == last.catalogue == (target.num_items, target.num_users, 6, None)
     assert first.discriminator is None
     assert not torch.equal(first.recommender.blocks[0].inner.weight, last.recommender.blocks[0].inner.weight)
@@ -247,8 +248,8 @@ def test_an_interrupted_pre_training_ends_the_same(domains, tmp_path, monkeypatc
     run_pretrain(domains, tmp_path / "whole")
     save = ResumeState.save
 
-    def interrupted(self, step, tensors, facts):
-        save(self, step, tensors, facts)
+    def interrupted(self, step, values):
+        save(self, step, values)
         if step == 8:
             raise KeyboardInterrupt
 

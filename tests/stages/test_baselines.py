@@ -20,7 +20,7 @@ from seqrec.serving.recommender import Recommender, Request
 from seqrec.stages import baselines as stage
 from seqrec.stages.baselines import ease_weights, write
 from seqrec.stages.evaluate import evaluate
-from seqrec.training import cards
+from seqrec.training.checkpoint import catalogue_files, load_checkpoint
 
 CONFIG = EvaluateConfig(bootstrap=100)
 
@@ -85,7 +85,7 @@ def user_items(data):
 def scores_of(name, tables, folder, history):
     """The scores of items 1, 2, ... after a history of item numbers, as the service gives them."""
     data = sequences.load(tables)
-    write(name, data, tables, folder, cards.catalogue_files(tables), filter_seen=False)
+    write(name, data, tables, folder, catalogue_files(tables), filter_seen=False)
     recommender = Recommender.load(folder)
     answer = recommender.recommend([recommender.item_ids[item - 1] for item in history], k=data.num_items)
     assert answer.source == name
@@ -192,7 +192,7 @@ def test_a_refit_adds_the_validation_events_to_the_counts_of_the_test_cases(prep
         assert none["valid/mrr"] == valid["valid/mrr"], name
         assert none["test/mrr"] != valid["test/mrr"], name
         before, after = (
-            cards.read(tmp_path / "artifacts" / name / "finetuned" / place).get("counts", {})
+            load_checkpoint(tmp_path / "artifacts" / name / "finetuned" / place).card["counts"]
             for place in ("", REFITTED)
         )
         outcome = {"pairs", "sha256"}
