@@ -80,16 +80,19 @@ def baselines(
     filter_seen: bool,
     config: dict,
     sequences: dsl.Input[dsl.Dataset],
+    data: dsl.Input[dsl.Dataset],
     results: dsl.Output[dsl.Artifact],
     metrics: dsl.Output[dsl.Metrics],
 ):
-    """Evaluate popularity, a Markov chain, EASE, PCTM and Sequential Rules."""
+    """Compute and evaluate popularity, a Markov chain, EASE, PCTM and Sequential Rules."""
     from seqrec.artifacts import facts
     from seqrec.cluster.launch import run
 
     values = run(
         "baselines",
         sequences=sequences.path,
+        data=data.path,
+        artifacts=f"{results.path}/artifacts",
         reports=f"{results.path}/reports",
         config=config,
         filter_seen=filter_seen,
@@ -270,6 +273,8 @@ def register(
         folder = artifacts / checkpoint.metadata["model"]
         folder.mkdir()
         (folder / "finetuned").symlink_to(checkpoint.path)
+    for baseline in Path(results.path, "artifacts").iterdir():
+        (artifacts / baseline.name).symlink_to(baseline)
     values = run(
         "register",
         leaderboard=leaderboard,

@@ -81,6 +81,8 @@ VARIANTS = {  # a class that an option of another class chooses, and the latter
 }
 REGISTRY = Registry()
 REGISTRY.data = {name: f"{__name__}.{name}:{cls}" for name, cls in CLASSES.items()}
+UNTRAINED = Registry()  # networks of the baselines: no setting names them, and nothing trains them
+UNTRAINED.data = {"constant": f"{__name__}.baselines:Constant", "ease": f"{__name__}.baselines:EASE"}
 
 
 def register(name: str, architecture: type[SequenceModel]) -> None:
@@ -99,6 +101,17 @@ def register(name: str, architecture: type[SequenceModel]) -> None:
     if name in REGISTRY and REGISTRY.place(name) != _place(architecture):
         raise ValueError(f"{name!r} is the name of {REGISTRY.place(name)}: choose another one")
     REGISTRY[name] = architecture
+
+
+def architecture_of(name: str) -> type[SequenceModel]:
+    """Return an architecture of `REGISTRY` or `UNTRAINED`; raise KeyError if there is none of this name."""
+    return (UNTRAINED if name in UNTRAINED else REGISTRY)[name]
+
+
+def name_of(architecture: type[SequenceModel]) -> str:
+    """Return the name of an architecture of `REGISTRY` or `UNTRAINED`; raise ValueError if it has none."""
+    registry = UNTRAINED if _place(architecture) in map(UNTRAINED.place, UNTRAINED) else REGISTRY
+    return registry.name_of(architecture)
 
 
 __all__ = ["REGISTRY", "Batch", "Catalogue", "Options", "SequenceModel", "register"]

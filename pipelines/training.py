@@ -105,7 +105,7 @@ class _Dag:
         data, sequences = self._prepared(given)
         joined = self._joined(data)
         shared = {"filter_seen": given["filter_seen"], "sequences": sequences}
-        results = self._task("baselines", baselines, config=given["evaluate"], **shared).outputs["results"]
+        baseline = self._task("baselines", baselines, config=given["evaluate"], data=data, **shared)
         start = self._start(given)
         with dsl.ParallelFor(items=self.form["models"], name="models") as model:
             own = self._own(model)
@@ -132,7 +132,7 @@ class _Dag:
             filter_seen=given["filter_seen"],
             **{name: given[name] for name in ("ingest", "validate", "prepare", "evaluate")},
             config=given["register"],
-            results=results,
+            results=baseline.outputs["results"],
             checkpoints=dsl.Collected(tuned),
             evaluations=dsl.Collected(report),
             sequences=sequences,

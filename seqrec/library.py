@@ -29,7 +29,7 @@ from seqrec.config import Params
 from seqrec.data import sequences
 from seqrec.locks import locked
 from seqrec.models import REGISTRY
-from seqrec.pipeline import BY_NAME
+from seqrec.pipeline import BASELINES, BY_NAME
 from seqrec.serving.recommender import POPULARITY, Recommender, Request, located
 from seqrec.training.auto_settings import Shape
 from seqrec.training.checkpoint import load_checkpoint
@@ -287,7 +287,8 @@ def fit(
 
     Args:
         data: the data set.
-        model: name of an architecture in `seqrec.models.REGISTRY`, or key of `models` in the data set's settings.
+        model: name of an architecture in `seqrec.models.REGISTRY`, key of `models` in the data set's settings, or a
+            baseline: popularity, markov, ease, pctm or seqrules. A baseline has no settings.
         minutes: budget, from which the number of epochs follows; there is always one.
         options: options of the model, such as {"d_model": 64}.
         finetune: settings of the training, such as {"epochs": 20}.
@@ -298,9 +299,12 @@ def fit(
     Raises:
         ValueError: a name or setting is wrong, or `folder` holds another training.
     """
+    if model in BASELINES:
+        changed = {"minutes": minutes, "options": options, "finetune": finetune, "seed": seed}
+        return _baseline(data, model, [name for name, value in changed.items() if value is not None], folder)
     described = model in data.params.models
     if not described and model not in REGISTRY:
-        known = ", ".join(REGISTRY)
+        known = ", ".join((*REGISTRY, *BASELINES))
         raise ValueError(f"model: {model!r} is not one of {known}; seqrec.models.register(NAME, CLASS) adds your own")
     if minutes is not None and ("epochs" in (finetune or {}) or described):
         raise ValueError("minutes: the settings give the number of epochs already: leave minutes or that out")
@@ -329,6 +333,18 @@ def fit(
         written = yaml.safe_dump(json.loads(json.dumps(config.from_dict(plan.params).as_dict())), sort_keys=False)
         write_text(place / run.SETTINGS, written)
     return Model(place / "artifacts" / model / "finetuned", data, place / "reports" / model, keep)
+
+
+def _baseline(data: Dataset, name: str, changed: Sequence[str], folder: str | Path | None) -> Model:
+    if changed:
+        raise ValueError(f"{changed[0]}: {name} is a baseline, which has no such setting: leave it out")
+    place, keep = _working(folder)
+    with _held(place):
+        items = data.card["counts"]["items"]
+        run.evaluate_baselines(data.params, data.tables, place, names=(name,), ease_items=items)
+        written = yaml.safe_dump(json.loads(json.dumps(data.params.as_dict())), sort_keys=False)
+        write_text(place / run.SETTINGS, written)
+    return Model(place / "artifacts" / name / "finetuned", data, place / "reports" / name, keep)
 
 
 def load(place: str | Path) -> Model:

@@ -148,10 +148,10 @@ STAGES = (
     Stage(
         name="baselines",
         each="run",
-        paths={"sequences": "data/sequences", "reports": "reports"},
+        paths={"sequences": "data/sequences", "data": "data", "artifacts": "artifacts", "reports": "reports"},
         settings=lambda params, _: {"filter_seen": params.filters_seen(), "config": params.section("evaluate")},
-        reads=(SEQUENCES, VOCABULARY, NEGATIVES, SPLIT),
-        writes=tuple(f"reports/{name}" for name in BASELINES),
+        reads=(SEQUENCES, VOCABULARY, USERS, NEGATIVES, SPLIT, "data/items.parquet"),
+        writes=tuple(path for name in BASELINES for path in (f"reports/{name}", f"artifacts/{name}/finetuned")),
     ),
     Stage(
         name="pretrain",
@@ -206,7 +206,7 @@ STAGES = (
         },
         reads=(
             "reports/evaluated",
-            *(f"reports/{name}" for name in BASELINES),
+            *(path for name in BASELINES for path in (f"reports/{name}", f"artifacts/{name}/finetuned")),
             *(SEQUENCES, SPLIT, USERS, VOCABULARY, "data/source.json"),
         ),
         writes=tuple(

@@ -42,6 +42,11 @@ MEMORY = {"fpmc": 1, "mfbpr": 0}  # most recent events that a query depends on, 
 MEASURED = ("train_seconds", "evaluate_seconds", "train_peak_mb")  # metrics that differ from run to run
 
 
+def nothing(data, user, _):
+    """A scorer that gives every item 0."""
+    return lambda: iter([(1, torch.zeros(len(user), data.num_items))])
+
+
 def trained(*objectives: str) -> list[tuple[str, str]]:
     """Every (architecture, objective) that can be trained, of these `objectives`."""
     return [(name, o) for name in sorted(REGISTRY) for o in objectives if o in REGISTRY[name].objectives]

@@ -16,7 +16,7 @@ from dvc.repo import Repo
 from mlflow import MlflowClient
 from support import MEASURED, synthetic_rows
 
-from seqrec.evaluation.leaderboard import BASELINES
+from seqrec.pipeline import BASELINES
 
 ROOT = Path(__file__).parent.parent
 CODE = ("seqrec", "configs", "dvc.yaml", ".dvcignore", ".gitignore")

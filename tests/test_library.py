@@ -61,6 +61,22 @@ def test_figures_are_those_of_the_pipeline(data, model, tmp_path):
     assert figures(model.evaluate(data).metrics) == ran
 
 
+@pytest.mark.parametrize("name", ["pctm", "ease"])
+def test_a_baseline_is_fitted_like_a_model(data, name, tmp_path):
+    model = seqrec.fit(data, name)
+
+    assert model.evaluate().metrics["test/ndcg@10"] == model.evaluate(data).metrics["test/ndcg@10"] > 0
+    model.save(tmp_path / "saved")
+    ours, theirs = (
+        m.recommend(history=["i3", "i4"], k=5, explain=True) for m in (model, seqrec.load(tmp_path / "saved"))
+    )
+    assert ours.equals(theirs)
+    assert [event["event"] for event in ours["because"][0]] == ["i3", "i4"]
+    assert any(event["drop"] for event in ours["because"][0])
+    with pytest.raises(ValueError, match="minutes: pctm is a baseline"):
+        seqrec.fit(data, "pctm", minutes=1)
+
+
 def test_the_table_has_values_and_intervals(model):
     table = model.evaluate().table()
     metrics = model.evaluate().metrics

@@ -35,7 +35,7 @@ class Opinion:
 
     best: list[int]  # items, best first
     rank: float  # of the target
-    drop: list[float] | None = None  # how much the first item's score drops without the event; None for a baseline
+    drop: list[float] | None = None  # how much the first item's score drops without the event
     attention: list[float] | None = None  # None for a model without attention over events
 
 
@@ -65,7 +65,7 @@ class Examples:
 def choose(
     *,
     leader: str,
-    checkpoints: Mapping[str, Checkpoint | None],
+    checkpoints: Mapping[str, Checkpoint],
     reports: Path,
     sequences: Path,
     number: int,
@@ -75,7 +75,7 @@ def choose(
 
     Args:
         leader: key of a model.
-        checkpoints: of each model, the leader's with the titles that are shown; None for a baseline.
+        checkpoints: of each model, the leader's with the titles that are shown.
         reports: holds `<model>/` with cases and recommendations.
         sequences: the prepared dataset.
         number: number of users; fewer if fewer have a history and a test case.
@@ -92,9 +92,6 @@ def choose(
     for name, saved in checkpoints.items():
         best = _lists(reports / name, user)
         ranks = _first_cases(reports / name)["rank"][chosen].tolist()
-        if saved is None:
-            opinions[name] = [Opinion(best=items, rank=rank) for items, rank in zip(best, ranks, strict=True)]
-            continue
         if points := strec_sparsity.sweep(saved.model, loaded, filter_seen=saved.card["filter_seen"], seed=seed):
             sparse[name] = points
         if read_json(reports / name / METRICS).get("refit"):  # it ranked the test cases
@@ -169,9 +166,9 @@ def _first_maps(model: SequenceModel, batch: Batch) -> Maps | None:
     return None if maps is None else (maps[0][0].tolist(), maps[1][0].tolist())
 
 
-def _names(users: Sequence[Example], sequences: Path, saved: Checkpoint | None) -> dict[int, str]:
+def _names(users: Sequence[Example], sequences: Path, saved: Checkpoint) -> dict[int, str]:
     lists = (opinion.best for user in users for opinion in user.opinions.values())
     wanted = sorted({user.target for user in users}.union(*lists, *(user.history for user in users)))
     item_ids = read_vocabulary(sequences)[0]
-    titles = {} if saved is None else saved.titles
+    titles = saved.titles
     return {item: titles.get(item_ids[item - 1], item_ids[item - 1]) for item in wanted}

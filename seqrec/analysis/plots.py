@@ -10,7 +10,8 @@ from plotly.graph_objects import Bar, Figure, Heatmap, Scatter
 from plotly.subplots import make_subplots
 
 from seqrec.analysis.strec_sparsity import Point
-from seqrec.evaluation.leaderboard import BASELINES, SELECTION
+from seqrec.evaluation.leaderboard import SELECTION
+from seqrec.pipeline import BASELINES
 
 METRIC = "test/ndcg@10"
 TERMS = ("loss/", "figure/")  # prefixes of a model's own figures in a record of the history

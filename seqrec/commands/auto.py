@@ -180,10 +180,10 @@ def _auto(plan: Plan, out: Path) -> dict[str, float]:
     params = from_dict(plan.params)
     write_text(out / run.SETTINGS, yaml.safe_dump(json.loads(json.dumps(params.as_dict())), sort_keys=False))
     board = run.write_leaderboard(out / "reports", folder, params.leaderboard)
-    best = str(board["verdict"]["model"])
-    leaderboard.show(reports=out / "reports")
-    _write_pages(out, board, best, params)
-    _say_next(out, best)
+    _write_pages(out, board, params)
+    lines = [f"report      {out / 'reports' / REPORT_PAGE}", f"card        {out / CARD}"]
+    lines.append(f"register    python -m seqrec import --run {shlex.quote(str(out))}")
+    leaderboard.say(out / "reports", lines)
     plan.save()
     metrics = {name: read_json(out / "reports" / name / METRICS) for name in params.leaderboard}
     return {f"{name}/{key}": metrics[name][key] for name in metrics for key in ("valid/ndcg@10", "test/ndcg@10")}
@@ -456,37 +456,27 @@ def _cost(params: Params, name: str, folder: Path, out: Path) -> Cost:
     )
 
 
-def _write_pages(out: Path, board: Mapping[str, Any], best: str, params: Params) -> None:
+def _write_pages(out: Path, board: Mapping[str, Any], params: Params) -> None:
     """Write the report, and the card of the best model."""
     from seqrec.analysis import examples, report
     from seqrec.tracking.model_card import model_card
     from seqrec.training.checkpoint import load_checkpoint
 
     reports, folder = out / "reports", out / "data" / "sequences"
-    rows = [row["model"] for row in board["rows"]]
-    trained = {name: load_checkpoint(out / "artifacts" / name / "finetuned") for name in params.leaderboard}
+    names = [row["model"] for row in board["rows"]]
+    saved = {name: load_checkpoint(out / "artifacts" / name / "finetuned") for name in names}
+    best = names[0]
     register = params.section("register")
     shown = examples.choose(
         leader=best,
-        checkpoints={name: trained.get(name) for name in rows},
+        checkpoints=saved,
         reports=reports,
         sequences=folder,
         number=register.examples,
         seed=register.seed,
     )
-    histories = {name: trained[name].epoch_records() if name in trained else [] for name in rows}
-    metrics = {name: read_json(reports / name / METRICS) for name in rows}
+    histories = {name: saved[name].epoch_records() for name in names}
+    metrics = {name: read_json(reports / name / METRICS) for name in names}
     write_text(reports / REPORT_PAGE, report.page(board, metrics, histories, shown))
     facts = map(read_json, (reports / best / METRICS, folder / SPLIT_CARD, out / "data" / SOURCE_CARD))
-    write_text(out / CARD, model_card(trained[best].card, *facts))
-
-
-def _say_next(out: Path, best: str) -> None:
-    saved, params = (shlex.quote(str(path)) for path in (out / "artifacts" / best / "finetuned", out / run.SETTINGS))
-    lines = [
-        f"report      {out / 'reports' / REPORT_PAGE}",
-        f"card        {out / CARD}",
-        f"serve it    python -m seqrec serve --params {params} --saved {saved}",
-        f"register    python -m seqrec import --run {shlex.quote(str(out))}",
-    ]
-    Console().print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+    write_text(out / CARD, model_card(saved[best].card, *facts))

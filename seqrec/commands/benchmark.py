@@ -22,8 +22,9 @@ from seqrec.commands.settings import check
 from seqrec.config import ConfigError, Params, load
 from seqrec.evaluation import intervals, metrics
 from seqrec.evaluation.compare import sign_flip_p_value
-from seqrec.evaluation.leaderboard import BASELINES, SELECTION
+from seqrec.evaluation.leaderboard import SELECTION
 from seqrec.locks import locked
+from seqrec.pipeline import BASELINES
 from seqrec.stages.evaluate import evaluate
 
 logger = logging.getLogger(__name__)

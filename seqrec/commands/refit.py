@@ -11,6 +11,7 @@ from pathlib import Path
 
 from seqrec.artifacts import REFITTED, SPLIT_CARD, read_json
 from seqrec.config import ConfigError, RegisterConfig
+from seqrec.pipeline import BASELINES
 from seqrec.tracking import registry, runs
 from seqrec.training.checkpoint import load_checkpoint
 from seqrec.training.refit import retrain
@@ -32,7 +33,7 @@ def refit(
         resume: fail instead of starting afresh.
 
     Returns:
-        Epochs and seconds of the training, and the version.
+        Seconds and, unless it is a baseline, epochs of the training, and the version.
 
     Raises:
         ConfigError: there is no champion, or it was not made from these folders.
@@ -50,16 +51,21 @@ def refit(
     ):
         if evaluated.tags.get(key) != found:
             raise ConfigError(f"version {evaluated.version} of {name} does not come from {path} ({key} differs)")
-    values = retrain(
-        model=model,
-        sequences=sequences,
-        initial=artifacts / model / "initial",
-        finetuned=finetuned,
-        refitted=refitted,
-        state=state,
-        resume=resume,
-        experiment=config.experiment,
-    )
+    if model in BASELINES:
+        from seqrec.stages.baselines import rewrite  # reads scipy
+
+        values = rewrite(sequences, finetuned, refitted)
+    else:
+        values = retrain(
+            model=model,
+            sequences=sequences,
+            initial=artifacts / model / "initial",
+            finetuned=finetuned,
+            refitted=refitted,
+            state=state,
+            resume=resume,
+            experiment=config.experiment,
+        )
     with runs.registering(config, dataset), runs.explained(config):
         version = registry.register_refit(client, evaluated, checkpoint=load_checkpoint(refitted), config=config)
     logger.info("version %s of %s, a refit of version %s, is the champion", version.version, name, evaluated.version)

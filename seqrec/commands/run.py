@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+import shlex
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -65,9 +66,8 @@ def run(
         values = _run(params, out, data, resume, from_champion)
     if register:
         import_run(run=out, data=data)
-    leaderboard.show(reports=out / "reports")
-    if not register:
-        logger.info("not registered yet: `seqrec import --run %s` registers the models", out)
+    later = f"not registered yet: python -m seqrec import --run {shlex.quote(str(out))} registers the models"
+    leaderboard.say(out / "reports", [] if register else [later])
     return values
 
 
@@ -130,11 +130,11 @@ def split_data(params: Params, out: Path) -> Path:
 
 
 def evaluate_baselines(params: Params, sequences: Path, out: Path, **limits: Any) -> dict[str, float]:
-    """Evaluate the rows that need no training; `limits` are those of the stage."""
+    """Compute and evaluate the baselines; `limits` are those of the stage."""
     if importlib.util.find_spec("scipy") is None:
         logger.warning("baselines are left out: scipy is not installed")
         return {}
-    return BY_NAME["baselines"](params, out, sequences=sequences, **limits)
+    return BY_NAME["baselines"](params, out, sequences=sequences, data=sequences.parent, **limits)
 
 
 def build_model(params: Params, model: str, sequences: Path, out: Path, champion: Path | None = None) -> None:

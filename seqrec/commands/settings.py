@@ -17,7 +17,7 @@ from seqrec import ROOT
 from seqrec.artifacts import sha256, write_json
 from seqrec.code_closure import deciding
 from seqrec.config import ConfigError, Params, from_dict, parse
-from seqrec.pipeline import STAGES
+from seqrec.pipeline import BASELINES, STAGES
 
 UNREAD = ("params", "experiment")  # arguments of stages that do not decide their results
 Resolved = dict[str, dict[str, Any]]
@@ -105,6 +105,8 @@ def without_unfed(params: Params) -> Params:
 def _check_model(params: Params, name: str) -> None:
     from seqrec.models import REGISTRY
 
+    if name in BASELINES:
+        raise ConfigError(f"models.{name}: {name} is a baseline, which every run computes: give the model another name")
     config = params.model(name)
     if config.architecture not in REGISTRY:
         raise ConfigError(f"models.{name}.architecture: {config.architecture!r} is not one of {', '.join(REGISTRY)}")
@@ -117,7 +119,7 @@ def _check_model(params: Params, name: str) -> None:
 
 def resolve(params: Params, root: Path = ROOT) -> Resolved:
     """Return for each file, by name, the settings of a stage and the hashes of its code below `root`."""
-    from seqrec.models import REGISTRY
+    from seqrec.models import REGISTRY, UNTRAINED
 
     modules = {model: REGISTRY.module(params.model(model).architecture) for model in params.leaderboard}
     files = {}
@@ -128,8 +130,10 @@ def resolve(params: Params, root: Path = ROOT) -> Resolved:
                 settings |= {"digests": _digests(params, item), "published": _published(params, item)}
             if stage.name == "pretrain":
                 settings["class"] = REGISTRY.place(params.model(item).architecture)
-            used = {"model": [modules.get(item, "")], "run": [*modules.values()] if stage.name == "register" else []}
-            code = _code(stage.name, used.get(stage.each, []), root)
+            used = [UNTRAINED.module(name) for name in UNTRAINED] if stage.name in ("baselines", "register") else []
+            used += [modules[item]] if stage.each == "model" else []
+            used += modules.values() if stage.name == "register" else ()
+            code = _code(stage.name, used, root)
             files[stage.settings_file(params, item)] = {"settings": settings, "code": code}
     return files
 

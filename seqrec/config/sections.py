@@ -207,12 +207,15 @@ class CountsConfig(Section):
         0.0  # lambda: weight of the log of an item's share of training events
     )
     targets: Count = 0  # targets kept per item, largest counts first; 0: set by the size of the catalogue
+    values: Literal["log", "sum", "rare", "tempered"] = "log"  # log(1 + count / tau), or what a baseline sums
+    decay: str = ""  # weight of an event by its place from the end, as `kernel`; empty: rho
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        number = self.kernel.replace(".", "", 1)
-        fits = self.kernel in ("inverse", "root", "square") or (number.isdecimal() and float(self.kernel) <= 1)
-        require(fits, "kernel must be inverse, root, square or a number up to 1 like 0.7")
+        for name, value in (("kernel", self.kernel), ("decay", self.decay or self.kernel)):
+            number = value.replace(".", "", 1)
+            fits = value in ("inverse", "root", "square") or (number.isdecimal() and float(value) <= 1)
+            require(fits, f"{name} must be inverse, root, square or a number up to 1 like 0.7")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,7 +256,7 @@ class RegisterConfig(Section):
     min_gain: float = 0.0  # minimum absolute gain of valid/ndcg@10 over the champion
     confidence: Fraction = 0.95  # level of the paired interval of the gain, which must lie above min_gain
     max_loss: NotNegative = 0.1  # maximum relative loss of coverage, and of NDCG on tail items, against the champion
-    allow_below_baseline: bool = False  # allow a champion that is below the best baseline on validation
+    allow_below_baseline: bool = False  # baselines are no candidates, even if one is the best on validation
     graph: bool = True  # add the model's ONNX graph to a version, for faster serving
     examples: Annotated[int, Bounds(ge=0, le=1000)] = 4  # number of users whose recommendations the report shows
     seed: Seed = 42  # seed of choosing these users, and of the gate's resampling

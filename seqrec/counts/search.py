@@ -50,6 +50,11 @@ ALONE: Sequence[Axis] = (  # smoothing and popularity vary together, since smoot
     RHO,
     KERNELS,
 )
+RULES: Sequence[Axis] = (  # of Sequential Rules
+    [{"kernel": kernel, "window": window} for kernel in ("inverse", "root", "square") for window in (10, 20)],
+    [{"decay": decay} for decay in ("inverse", "root", "square", "0.65")],
+    [{"values": values} for values in ("sum", "rare")],
+)
 ALPHA = (0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 8.0, 13.0, 20.0, 50.0)  # with the last, counts decide alone
 
 
@@ -176,19 +181,28 @@ class Tables:
         return base if term is None else with_counts(base, term.to(device))
 
 
-def choose(base: Scorer, tables: Tables, data: Sequences, *, filter_seen: bool, events: int) -> Choice[CountsConfig]:
-    """Return the settings of the count term that improves `base` most; alpha is 0 if none does.
+def choose(
+    base: Scorer,
+    tables: Tables,
+    data: Sequences,
+    *,
+    filter_seen: bool,
+    start: CountsConfig,
+    axes: Sequence[AnyAxis] = ADDED,
+) -> Choice[CountsConfig]:
+    """Return the settings of the count term that improves `base` most.
 
     Args:
-        base: scorer of a trained model.
+        base: scorer of a model.
         tables: count tables of the training events, on the host.
         data: the prepared dataset, on the device of the model.
         filter_seen: whether seen items are left out.
-        events: number of events that the model sees; the term may not use more.
+        start: initial settings, which are kept unless others are better.
+        axes: alternatives, tried axis by axis.
     """
-    cases, start = drawn_cases(data, tables), CountsConfig(alpha=0.0, events=min(CountsConfig().events, events))
+    cases = drawn_cases(data, tables)
     ndcg = CaseNdcg(base, data, cases, filter_seen=filter_seen)
-    return search(lambda config: ndcg(tables.built(config)), cases.user, start, ADDED)
+    return search(lambda config: ndcg(tables.built(config)), cases.user, start, axes)
 
 
 def fold_scorer(base: Scorer, tables: Tables, folds: Sequence[CountsConfig], device: torch.device) -> Scorer:
@@ -217,7 +231,8 @@ def for_model(
     device = next(model.parameters()).device
     data_on_device = data.to(device, resident=config.resident)
     tables, scorer = Tables(data), ranking.model_scorer(model.eval())
-    choice = choose(scorer, tables, data_on_device, filter_seen=filter_seen, events=seen)
+    start = CountsConfig(alpha=0.0, events=min(CountsConfig().events, seen))
+    choice = choose(scorer, tables, data_on_device, filter_seen=filter_seen, start=start)
     logger.info(
         "counts: alpha %g; valid/ndcg@10 %.4f (cross-fitted)",
         choice.values.alpha,

@@ -23,7 +23,7 @@ from seqrec.config import CountsConfig
 from seqrec.counts.table import CountTable, count
 from seqrec.data import sequences
 from seqrec.data.sequences import Sequences
-from seqrec.evaluation.ranking import ITEMS_PER_BLOCK, ScoreBlocks, Scorer
+from seqrec.evaluation.ranking import ScoreBlocks, Scorer
 
 Vote = tuple[Tensor, Tensor, Tensor]  # row of the batch, item, value; each item at most once per row and event
 Adder = Callable[[Tensor, int], Tensor]  # scores (B, C), first item -> the same scores
@@ -189,12 +189,37 @@ def build(data: Sequences, config: CountsConfig, table: CountTable | None = None
     return CountTerm(
         offsets=table.offsets,
         targets=table.targets,
-        values=torch.log1p(table.values / config.smoothing),
-        weights=kernel(str(config.rho), config.events).float(),
+        values=_values(data, config, table),
+        weights=kernel(config.decay or str(config.rho), config.events).float(),
         log_popularity=log_popularity(data),
         alpha=config.alpha,
         popularity=config.popularity,
     )
+
+
+def _values(data: Sequences, config: CountsConfig, table: CountTable) -> Tensor:
+    """Return the values (N,) of the pairs that `config.values` names.
+
+    They are log(1 + C_ba / tau); C_ba itself; C_ba times the rarity of b; or C_ba over the root of the sum of row b.
+    """
+    if config.values == "log":
+        return torch.log1p(table.values / config.smoothing)
+    if config.values == "sum":
+        return table.values
+    number = table.offsets.diff()
+    if config.values == "rare":
+        return table.values * torch.repeat_interleave(_rarity(data), number)
+    row = torch.repeat_interleave(torch.arange(len(number)), number)
+    values = table.values.double()
+    total_V = values.new_zeros(len(number)).index_add_(0, row, values)
+    return (values / total_V.clamp(min=1e-12).sqrt()[row]).float()
+
+
+def _rarity(data: Sequences) -> Tensor:
+    """Return (V,): -log of each item's training events, scaled to 0 for the most frequent and 1 for the rarest item."""
+    rare = -data.count.clamp(min=1).log()
+    low, high = rare[1:].min(), rare[1:].max()
+    return torch.ones_like(rare) if high == low else (rare - low) / (high - low)
 
 
 def with_counts(scorer: Scorer, term: CountTerm | None) -> Scorer:
@@ -213,17 +238,6 @@ def with_counts(scorer: Scorer, term: CountTerm | None) -> Scorer:
         return both
 
     return added
-
-
-def nothing(data: Sequences, user: Tensor, _: Tensor) -> ScoreBlocks:
-    """Score every item 0: the base scorer of baselines that only count."""
-
-    def blocks() -> Iterator[tuple[int, Tensor]]:
-        for first in range(1, len(data.count), ITEMS_PER_BLOCK):
-            width = min(ITEMS_PER_BLOCK, len(data.count) - first)
-            yield first, torch.zeros(len(user), width, device=data.device)
-
-    return blocks
 
 
 def by_halves(even: Scorer, odd: Scorer) -> Scorer:

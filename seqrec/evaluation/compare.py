@@ -26,8 +26,8 @@ from seqrec.data.sequences import Sequences, trained_until
 from seqrec.data.sequences import cases as cases_of
 from seqrec.data.sequences import load as load_sequences
 from seqrec.evaluation import intervals, metrics, results
-from seqrec.evaluation.leaderboard import BASELINES
 from seqrec.evaluation.metrics import FloatArray
+from seqrec.pipeline import BASELINES
 
 SPLITS = ("valid", "test")
 AT = 10

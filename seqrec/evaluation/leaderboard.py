@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,9 +15,9 @@ from rich.table import Table
 
 from seqrec.artifacts import CASES, METRICS, REPORT_PAGE, read_json, read_table, write_json, write_text
 from seqrec.evaluation import intervals
+from seqrec.pipeline import BASELINES
 
 LEADERBOARD = "leaderboard.json"
-BASELINES = ("popularity", "markov", "ease", "pctm", "seqrules")
 SELECTION = "valid/ndcg@10"  # test metrics are reported but select nothing
 REQUIRED = (
     SELECTION,
@@ -72,9 +73,9 @@ def _row(reports: Path, name: str, *, baseline: bool) -> Row:
     return {"model": name, **flags, **{key: metrics[key] for key in REQUIRED}}
 
 
-def best_model(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return the row of the best model, baselines excluded."""
-    return next(row for row in rows if not row["baseline"])
+def winner(rows: Sequence[Row], *, trained: bool = False) -> Row:
+    """Return the best row on validation; with `trained`, of the models that are no baselines."""
+    return next(row for row in rows if not (trained and row["baseline"]))
 
 
 def best_baseline(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
@@ -184,6 +185,16 @@ def show(*, reports: Path = Path("reports")) -> None:
     Args:
         reports: folder with leaderboard.json.
     """
+    say(reports)
+
+
+def say(reports: Path, more: Sequence[str] = ()) -> None:
+    """Print the leaderboard and what follows from it; the last lines say what to use.
+
+    Args:
+        reports: folder with leaderboard.json, beside the folder `artifacts` of the models.
+        more: lines to print before the last ones.
+    """
     report = read(reports)
     console = Console()
     console.print(render(report["rows"]))
@@ -202,7 +213,37 @@ def show(*, reports: Path = Path("reports")) -> None:
     lines = [*FURTHER] if outcome else []
     if (reports / REPORT_PAGE).is_file():
         lines.append(f"{reports / REPORT_PAGE} has slices, curves, and what each model recommends to whom, and why")
-    console.print("\n".join(lines), markup=False, highlight=False)
+    lines += [*more, *advice(report, reports.parent)]
+    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+
+
+def advice(report: Mapping[str, Any], folder: Path) -> list[str]:
+    """Return which model to use, by how much it differs from the best baseline, and the command that serves it.
+
+    Args:
+        report: content of leaderboard.json.
+        folder: folder of the run; it holds `artifacts` and, unless it is the project, params.yaml.
+    """
+    command = "python -m seqrec serve"
+    if folder != Path():
+        command += f" --params {shlex.quote(str(folder / 'params.yaml'))}"
+    outcome = report["registry"]
+    if outcome and outcome["champion"] and not outcome["promoted"]:
+        return [f"Use the champion of {outcome['registered_model']}, which this run did not replace:", command]
+    model = outcome["model"] if outcome else report["rows"][0]["model"]
+    saved = shlex.quote(str(folder / "artifacts" / model / "finetuned"))
+    return [_reason(model, report.get("verdict", {})), f"{command} --saved {saved}"]
+
+
+def _reason(model: str, verdict: Mapping[str, Any]) -> str:
+    gain, baseline = verdict.get("gain"), verdict.get("baseline")
+    if not gain:
+        return f"Use {model}, the best on validation:"
+    more = f"{abs(gain['mean']):.4f} NDCG@10 {'better' if gain['mean'] > 0 else 'worse'}"
+    chance = ", which may be chance" if gain["low"] <= 0 <= gain["high"] else ""
+    if model == baseline:
+        return f"Use {model}, a baseline; {verdict['model']}, the best trained model, is {more} on validation{chance}:"
+    return f"Use {model}; it is {more} than {baseline}, the best baseline, on validation{chance}:"
 
 
 def render(rows: Sequence[Mapping[str, Any]]) -> Table:

@@ -203,13 +203,19 @@ class Recommender:
     def similar(self, item_id: str, k: int = 10) -> Answer:
         """Return the `k` items whose vectors have the largest cosine with an item's, and the cosines.
 
+        A baseline that only counts has no vectors: its answer is what it recommends after the item alone.
+
         Raises:
             KeyError: the item is unknown.
         """
         item = self.items[item_id]
         vector_VD = torch.nn.functional.normalize(self._unbiased(self.item_vectors), dim=1)
+        if vector_VD.shape[1] == 0:
+            score_V = self._scores(*self._queries(self._batch([Request(history=[item_id])], [[0]])))[0]
+        else:
+            score_V = vector_VD @ vector_VD[item]
         k = min(k, len(self.item_ids) - 1)
-        return self._named(*best_of(vector_VD @ vector_VD[item], torch.tensor([item]), k), source=self.name)
+        return self._named(*best_of(score_V, torch.tensor([item]), k), source=self.name)
 
     def _unbiased(self, item_ND: Tensor) -> Tensor:
         """Return item vectors without their bias, which says how popular an item is and not what it is like."""

@@ -1,57 +1,86 @@
-"""The baselines stage: methods without gradient training, which any model must beat."""
+"""The baselines stage: models without gradient training, which any other model must beat."""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 from scipy import linalg, sparse
-from torch import Tensor
 
-from seqrec.config import EvaluateConfig
+from seqrec.artifacts import EPOCH_RECORDS, ITEMS, REFIT, REFITTED, SPLIT_CARD, VOCABULARY, replaced, write_text
+from seqrec.config import CountsConfig, EvaluateConfig
 from seqrec.config.ranges import Count
-from seqrec.counts import baselines as counting
+from seqrec.counts import search, term
+from seqrec.counts.search import Tables
 from seqrec.counts.table import train_events
-from seqrec.data.sequences import Sequences, cases, seen, trained_until, window
+from seqrec.data.sequences import Sequences, cases, median_gap, trained_until
 from seqrec.data.sequences import load as load_sequences
-from seqrec.evaluation import results
-from seqrec.evaluation.ranking import ITEMS_PER_BLOCK, ScoreBlocks, Scorer
+from seqrec.evaluation import ranking
+from seqrec.models.base import Catalogue
+from seqrec.models.baselines import EASE, Baseline, BaselineOptions, Constant
+from seqrec.pipeline import BASELINES
+from seqrec.stages.evaluate import evaluate
+from seqrec.training.checkpoint import (
+    Checkpoint,
+    catalogue_files,
+    counts_config,
+    load_checkpoint,
+    save_counts,
+    save_model,
+    with_counts,
+)
+from seqrec.training.held_out import split_of
+from seqrec.training.resume import fingerprint
 
 logger = logging.getLogger(__name__)
-VOTES = 5  # number of past items that vote
-REACH = 10  # maximum distance of two counted events
 RIDGE = 100.0  # L2 of EASE: best on validation of ML-100K, 2 % below the best value, 250, on ML-1M
 EASE_ITEMS = 20_000  # its item x item matrices then take 10 GB, and minutes
+MARKOV = CountsConfig(values="tempered", decay="inverse", events=5)
+STARTS = {"markov": MARKOV, "pctm": CountsConfig(), "seqrules": CountsConfig(values="sum", decay="inverse")}
+AXES = {"pctm": search.ALONE, "seqrules": search.RULES}
 
 
 def baselines(
     *,
     sequences: Path,
+    data: Path,
+    artifacts: Path,
     reports: Path,
     config: EvaluateConfig,
     filter_seen: bool = True,
     ease_items: Count = EASE_ITEMS,
+    names: Sequence[str] = BASELINES,
 ) -> dict[str, float]:
-    """Evaluate the baselines `popularity`, `markov`, `ease`, `pctm` and `seqrules` as models are evaluated.
+    """Compute the baselines `popularity`, `markov`, `ease`, `pctm` and `seqrules`, and evaluate them like any model.
 
     Popularity ranks by the number of training events. Markov counts how often an item follows another within ten
     training events, weighted by 1 / distance and divided by the square root of the first item's total; the user's last
     five items vote, weighted by 1 / age. EASE is the best linear map from a user's items to these items, where no item
-    explains itself; it is left out for large catalogues. PCTM and Sequential Rules are those of
-    seqrec/counts/baselines.py, with settings chosen on validation.
+    explains itself; it is left out for large catalogues. PCTM (Petrov et al., RecSys 2026) is the count term with
+    alpha 1. Deviations: the values are chosen on validation from one grid, the history has ten events, and events have
+    weights rho^j; the paper uses a grid per dataset and two kinds of weights. Sequential Rules (Ludewig and Jannach,
+    UMUAI 2018) sum distance weights without smoothing, and the newest events vote with decaying weights. As in Petrov
+    et al., rules can be scaled by the rarity of their source. Their settings are chosen on validation.
 
     Args:
         sequences: folder of the prepared dataset.
+        data: folder of the ingested tables, for the titles of the items.
+        artifacts: output folder; `NAME/finetuned` holds each baseline as a model.
         reports: output folder, with a folder for each baseline.
         config: section `evaluate`.
         filter_seen: whether past items are removed from the candidates.
         ease_items: largest catalogue for which EASE is computed.
+        names: baselines to compute.
 
     Raises:
         ValueError: the split has no validation or no test cases.
@@ -60,106 +89,139 @@ def baselines(
     for split in ("valid", "test"):
         if not len(cases(prepared, split)):
             raise ValueError(f"no {split} cases: check prepare.protocol, prepare.{split}_share and the k-core")
-    fitted = prepared if config.refit == "none" else trained_until(prepared, prepared.valid_stop)
-    scorers = {"popularity": popularity_scorer, "markov": markov_scorer, "ease": ease_scorer}
     values = {}
-    for name in (*scorers, *counting.ROWS):
-        shutil.rmtree(reports / name, ignore_errors=True)  # may be of other data
-        (reports / name).mkdir(parents=True)  # DVC tracks the folder even if the baseline is left out
+    for name in names:
+        folder = artifacts / name / "finetuned"
+        for place in (folder, reports / name):
+            shutil.rmtree(place, ignore_errors=True)  # may be of other data
+            place.mkdir(parents=True)  # DVC tracks the folder even if the baseline is left out
         if name == "ease" and prepared.num_items > ease_items:
             logger.warning("ease is left out: %d items are more than %d", prepared.num_items, ease_items)
             continue
-        if name in scorers:
-            facts = {"parameters": 0, "train_seconds": 0.0}
-            valid = scorers[name](prepared)
-            test = valid if fitted is prepared else scorers[name](fitted)
-            shown: dict[str, Any] = {"filter_seen": filter_seen, "valid": valid, "count": fitted.count}
-            metrics = results.report(test, prepared, reports / name, config, facts, **shown)
-        else:
-            metrics = counting.report(name, prepared, fitted, reports / name, config, filter_seen=filter_seen)
+        files = catalogue_files(sequences, data / ITEMS)
+        write(name, prepared, sequences, folder, files, filter_seen=filter_seen)
+        if config.refit != "none":
+            rewrite(sequences, load_checkpoint(folder), folder / REFITTED, until=config.refit)
+        metrics = evaluate(
+            model=name,
+            sequences=sequences,
+            checkpoint=folder,
+            report=reports / name,
+            config=config,
+            filter_seen=filter_seen,
+        )
         values[f"{name}/test/ndcg@10"] = metrics["test/ndcg@10"]
     return values
 
 
-def popularity_scorer(prepared: Sequences) -> Scorer:
-    """Return a scorer that ranks by training events, the same for all users."""
-    count = prepared.count.float()
+def rewrite(sequences: Path, finetuned: Checkpoint, refitted: Path, *, until: str = "test") -> dict[str, float]:
+    """Compute a baseline again on all parts of the split up to `until`, with the settings of its card.
 
-    def scorer(_: Sequences, user: Tensor, __: Tensor) -> ScoreBlocks:
-        def blocks() -> Iterator[tuple[int, Tensor]]:
-            for first in range(1, len(count), ITEMS_PER_BLOCK):
-                yield first, count[first : first + ITEMS_PER_BLOCK].repeat(len(user), 1)
+    Args:
+        sequences: the prepared dataset.
+        finetuned: the baseline.
+        refitted: folder that receives the new one.
+        until: the last part, valid or test.
 
-        return blocks
-
-    return scorer
-
-
-def markov_scorer(prepared: Sequences) -> Scorer:
-    """Return a scorer by decayed co-occurrence with the user's last items."""
-    follows = _follow_counts(prepared)
-    decay = 1 / torch.arange(VOTES, 0, -1)
-
-    def scorer(source: Sequences, user: Tensor, stop: Tensor) -> ScoreBlocks:
-        items = window(source, user, stop, VOTES).items
-        weight = (decay * (items > 0)).flatten().numpy()
-        rows = np.repeat(np.arange(len(user)), VOTES)
-        votes = sparse.csr_array((weight, (rows, items.flatten().numpy())), shape=(len(user), len(source.count)))
-        scores = votes @ follows
-
-        def blocks() -> Iterator[tuple[int, Tensor]]:
-            for first in range(1, len(source.count), ITEMS_PER_BLOCK):
-                yield first, torch.from_numpy(scores[:, first : first + ITEMS_PER_BLOCK].toarray().astype(np.float32))
-
-        return blocks
-
-    return scorer
+    Returns:
+        The seconds that it took.
+    """
+    card, prepared = finetuned.card, load_sequences(sequences)
+    finetuned.check_catalogue(sequences, users=False)
+    fitted = trained_until(prepared, prepared.valid_stop if until == "valid" else prepared.stop)
+    vocabulary = with_counts(finetuned.vocabulary, pa.array(fitted.count[1:].numpy()))
+    return write(
+        card["model"],
+        fitted,
+        sequences,
+        refitted,
+        {**finetuned.files, VOCABULARY: vocabulary},
+        filter_seen=card["filter_seen"],
+        chosen=card["counts"],
+        facts={REFIT: {"fingerprint": card["fingerprint"], "epochs": {}, "until": until}},
+    )
 
 
-def _follow_counts(prepared: Sequences) -> sparse.csr_array:
-    """Return (V, V): decayed training counts of the column's item after the row's item, with scaled rows."""
-    size = len(prepared.count)
-    user, items = (x.numpy() for x in train_events(prepared))
-    total = sparse.csr_array((size, size), dtype=np.float64)
-    for step in range(1, REACH + 1):
-        same = user[step:] == user[:-step]
-        pair = (items[:-step][same], items[step:][same])
-        weight = np.full(len(pair[0]), 1 / step)
-        total = total + sparse.csr_array((weight, pair), shape=(size, size))
-    tempered = 1 / np.sqrt(np.maximum(total.sum(axis=1), 1e-12))
-    return sparse.csr_array(sparse.diags_array(tempered) @ total)
+def write(
+    name: str,
+    data: Sequences,
+    sequences: Path,
+    output: Path,
+    files: Mapping[str, bytes],
+    *,
+    filter_seen: bool,
+    chosen: Mapping[str, Any] | None = None,
+    facts: Mapping[str, Any] | None = None,
+) -> dict[str, float]:
+    """Compute a baseline on the training events of `data`, and write it in the form of any trained model.
+
+    Args:
+        name: one of BASELINES.
+        data: the prepared dataset.
+        sequences: its folder.
+        output: folder that receives the model.
+        files: vocabulary and users.
+        filter_seen: whether seen items are left out.
+        chosen: entry `counts` of a card, whose settings are taken; None: they are chosen on validation.
+        facts: further entries of the card.
+
+    Returns:
+        The seconds that it took.
+    """
+    began = time.monotonic()
+    tables, start = Tables(data), start_of(name, data)
+    net = network(name, data)
+    settings, entry = start, asdict(start) if start else {}
+    if chosen:
+        settings, entry = counts_config(chosen), dict(chosen)
+    elif start and name in AXES:
+        scorer = ranking.model_scorer(net.eval())
+        choice = search.choose(scorer, tables, data, filter_seen=filter_seen, start=start, axes=AXES[name])
+        settings, entry = choice.values, choice.card()
+    counts = term.build(data, settings, tables.table(settings)) if settings else None
+    content = (name, filter_seen, entry, facts)
+    card = {
+        "model": name,
+        "fingerprint": fingerprint(__name__, Baseline.__module__, content, sequences / SPLIT_CARD),
+        "seconds": time.monotonic() - began,
+        "filter_seen": filter_seen,
+        "median_gap": median_gap(data),
+        "split": split_of(data.card),
+        "history_sha256": hashlib.sha256(b"").hexdigest(),
+        **(facts or {}),
+    }
+    with replaced(output) as folder:
+        if counts is not None:
+            card["counts"] = save_counts(folder, counts, entry)
+        save_model(folder, net, card, files)
+        write_text(folder / EPOCH_RECORDS, "")
+    return {"seconds": card["seconds"]}
 
 
-def ease_scorer(prepared: Sequences) -> Scorer:
-    """Return the EASE scorer, which ignores the order of the past items (Steck, WWW 2019, arXiv:1905.03375)."""
-    weights = _ease_weights(_user_items(prepared), RIDGE)
-
-    def scorer(source: Sequences, user: Tensor, stop: Tensor) -> ScoreBlocks:
-        row, item = seen(source, user, stop)
-        scores = _binary(row, item, (len(user), len(source.count))) @ weights
-
-        def blocks() -> Iterator[tuple[int, Tensor]]:
-            yield 1, torch.from_numpy(scores[:, 1:])
-
-        return blocks
-
-    return scorer
+def start_of(name: str, data: Sequences) -> CountsConfig | None:
+    """Return the settings of a baseline's count term before any are chosen; None for a baseline without one."""
+    if name == "markov" and data.num_items <= EASE_ITEMS:  # so that its table keeps every pair
+        return CountsConfig(**{**asdict(MARKOV), "targets": data.num_items})
+    return STARTS.get(name)
 
 
-def _user_items(prepared: Sequences) -> sparse.csr_array:
-    """Return (users, V): 1 where the item is among the user's training events."""
-    user, item = train_events(prepared)
-    return _binary(user, item, (prepared.num_users, len(prepared.count)))
+def network(name: str, data: Sequences) -> Baseline:
+    """Return the network of a baseline, with its values; EASE reads whole histories."""
+    length = int((data.stop - data.start).max()) if name == "ease" else CountsConfig().events
+    catalogue, options = Catalogue(data.num_items, data.num_users, length), BaselineOptions(length=length)
+    if name == "ease":
+        ease = EASE(options, catalogue)
+        ease.weight_VV.copy_(torch.from_numpy(ease_weights(data, RIDGE)).T)
+        return ease
+    constant = Constant(options, catalogue)
+    if name == "popularity":
+        constant.score_V.copy_(data.count)
+    return constant
 
 
-def _binary(row: Tensor, column: Tensor, shape: tuple[int, int]) -> sparse.csr_array:
-    matrix = sparse.csr_array((np.ones(len(row), dtype=np.float32), (row.numpy(), column.numpy())), shape=shape)
-    matrix.data[:] = 1  # the constructor has summed repeated entries
-    return matrix
-
-
-def _ease_weights(user_items: sparse.csr_array, ridge: float) -> NDArray[np.float32]:
-    """Return (V, V): P = (X'X + ridge I)^-1, B_ij = -P_ij / P_jj, B_jj = 0 (equation 8)."""
+def ease_weights(data: Sequences, ridge: float) -> NDArray[np.float32]:
+    """Return B (V, V) of EASE: P = (X'X + ridge I)^-1, B_ij = -P_ij / P_jj, B_jj = 0 (equation 8)."""
+    user_items = _user_items(data)
     # in float64, since the eigenvalues of X'X are powers of ten apart
     gram = (user_items.T @ user_items).astype(np.float64).toarray()
     gram[np.diag_indices_from(gram)] += ridge
@@ -168,3 +230,12 @@ def _ease_weights(user_items: sparse.csr_array, ridge: float) -> NDArray[np.floa
     np.fill_diagonal(inverse, 0)
     weights: NDArray[np.float32] = inverse.astype(np.float32)
     return weights
+
+
+def _user_items(data: Sequences) -> sparse.csr_array:
+    """Return X (users, V): 1 where the item is among the user's training events."""
+    user, item = (x.numpy() for x in train_events(data))
+    shape = (data.num_users, len(data.count))
+    matrix = sparse.csr_array((np.ones(len(user), dtype=np.float32), (user, item)), shape=shape)
+    matrix.data[:] = 1  # the constructor has summed repeated entries
+    return matrix

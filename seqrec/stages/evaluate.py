@@ -50,11 +50,11 @@ def evaluate(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     loaded = load_sequences(sequences)
     prepared = loaded.to(device)
-    facts = {"parameters": card["parameters"], "train_seconds": card["seconds"]}
-    facts["train_peak_mb"] = card.get("peak_bytes", 0) / 1e6
+    facts = {"train_peak_mb": card.get("peak_bytes", 0) / 1e6}
     facts |= {"parameters/tables": cost.table_parameters(net), "query_flops": cost.query_flops(net)}
     chosen, term = ({}, None) if without_counts else (card["counts"], trained.count_term)
     facts["counts/alpha"] = chosen.get("alpha", 0.0)
+    facts |= {"parameters": card["parameters"] or chosen.get("pairs", 0), "train_seconds": card["seconds"]}
     began = time.monotonic()
     scorer = ranking.model_scorer(net.to(device))
     test = valid = with_counts(scorer, term and term.to(device))

@@ -47,9 +47,8 @@ from seqrec.evaluation.leaderboard import (
     LEADERBOARD,
     SELECTION,
     Row,
-    best_baseline,
-    best_model,
     build,
+    winner,
     write_csv,
     write_curves,
     write_summaries,
@@ -77,7 +76,7 @@ class Entry:
 
     row: Row
     report: Path
-    checkpoint: Checkpoint | None  # None for a baseline
+    checkpoint: Checkpoint
     card: Mapping[str, Any]
     metrics: Mapping[str, float]
     history: Sequence[Mapping[str, Any]]
@@ -139,7 +138,7 @@ def register(
         raise ConfigError(f"dataset: {params['dataset']}, but {sequences} holds {split['dataset']}")
     rows = build(reports=reports, models=leaderboard)
     entries = [_entry(row, artifacts, reports, split) for row in rows]
-    best = next(entry for entry in entries if entry.row is best_model(rows))
+    best = next(e for e in entries if e.row is winner(rows, trained=config.allow_below_baseline))
     board = write_leaderboard(reports, split, rows)
     write_csv(reports / LEADERBOARD_CSV, rows)
     write_summaries(reports / "summary", rows)
@@ -161,7 +160,7 @@ def register(
             tracker.client.set_tag(parent.info.run_id, PIPELINE_RUN, pipeline_run)
         _check_artifacts(tracker.client, parent, reports / LEADERBOARD)
         logged = {entry.name: _log_entry(tracker, entry, parent, shown) for entry in entries}
-        outcome = _gate(tracker, best, rows, logged[best.name], sequences, config)
+        outcome = _gate(tracker, best, logged[best.name], sequences, config)
         for entry in entries:
             entry.row["candidate"] = entry is best
             entry.row["champion"] = entry.fingerprint == outcome["champion"]
@@ -178,20 +177,16 @@ def register(
 
 def _entry(row: Row, artifacts: Path, reports: Path, split: Mapping[str, Any]) -> Entry:
     name, report = row["model"], reports / row["model"]
-    files = [report / file for file in REPORT_FILES]
-    checkpoint, card, history = None, {}, []
-    if not row["baseline"]:
-        checkpoint = load_checkpoint(artifacts / name / "finetuned")
-        files.append(checkpoint.folder / WEIGHTS)
-        card, history = checkpoint.card, checkpoint.epoch_records()
-    content = _hash([sha256(path) for path in files])
+    checkpoint = load_checkpoint(artifacts / name / "finetuned")
+    files = (*(report / file for file in REPORT_FILES), checkpoint.folder / WEIGHTS)
+    card, content = checkpoint.card, _hash([sha256(path) for path in files])
     return Entry(
         row=row,
         report=report,
         checkpoint=checkpoint,
         card=card,
         metrics=read_json(report / METRICS),
-        history=history,
+        history=checkpoint.epoch_records(),
         fingerprint=card.get("fingerprint") or _hash([name, split["split_sha256"], content]),
         content=content,
     )
@@ -333,7 +328,7 @@ def _log_entry(tracker: Tracker, entry: Entry, parent: Run, shown: Examples) -> 
         page = report.model_page(entry.name, entry.history, shown)
         client.log_text(run_id, page, FIGURES)
     model_id = None
-    if entry.checkpoint is not None:
+    if not entry.row["baseline"]:  # the model of a baseline is logged if it is the candidate, since EASE is large
         model_id = registry.log_model(client, run, checkpoint=entry.checkpoint).model_id
     values = view.scalars(entry.metrics) | view.best_epoch(entry.history)
     runs.log_metrics(client, run, values, entry.history, model_id=model_id, dataset=tracker.dataset)
@@ -348,11 +343,8 @@ def _describe(tracker: Tracker, run: Run, settings: Mapping[str, Any], tags: Map
     runs.log_params(tracker.client, run, settings, {**tracker.tags, **tags})
 
 
-def _gate(
-    tracker: Tracker, best: Entry, rows: Sequence[Row], run: Run, sequences: Path, config: RegisterConfig
-) -> dict[str, Any]:
+def _gate(tracker: Tracker, best: Entry, run: Run, sequences: Path, config: RegisterConfig) -> dict[str, Any]:
     """Register `best` as the candidate, and return the gate's decision in the form of leaderboard.json."""
-    assert best.checkpoint is not None
     name = f"seqrec-{tracker.split['dataset']}"
     tags = {
         **tracker.tags,
@@ -361,8 +353,6 @@ def _gate(
         gate.VALUE_TAG: str(best.row[SELECTION]),
         **gate.guard_tags(best.metrics),
     }
-    if (baseline := best_baseline(rows)) is not None:
-        tags |= gate.baseline_tags(baseline["model"], baseline[SELECTION])
     model = registry.log_model(tracker.client, run, checkpoint=best.checkpoint)
     if config.graph:
         registry.log_graph(tracker.client, model, checkpoint=best.checkpoint)
@@ -408,7 +398,7 @@ def _finish_parent(
         settings["leaderboard"] = ", ".join(entry.name for entry in entries)
         _describe(tracker, run, settings, {})
         client.log_text(run_id, yaml.safe_dump(dict(params), sort_keys=False), PARAMS)
-        runs.log_metrics(client, run, view.leaders(rows, best_model(rows)))
+        runs.log_metrics(client, run, view.leaders(rows))
     if runs.injected_run() is None and run.info.status != "FINISHED":  # whoever made the run ends it
         client.set_terminated(run_id)
     client.set_tag(run_id, COMPLETE, pipeline_run or "true")

@@ -29,7 +29,6 @@ ATTEMPTS = 10
 GUARDED = ("valid/coverage@10", "valid/ndcg@10/popularity=tail")  # metrics that a gain must not reduce
 COMPARABLE = {registry.SPLIT_TAG: "split", registry.FILTER_TAG: "filter_seen"}
 VALUE_TAG = f"seqrec.{metric_name(SELECTION)}"
-BASELINE_TAG, BASELINE_VALUE_TAG = "seqrec.baseline", f"seqrec.baseline.{metric_name(SELECTION)}"
 
 
 class Decision(NamedTuple):
@@ -49,7 +48,7 @@ def promote(
     metric of `GUARDED` loses more than `register.max_loss`. A champion of another split or `filter_seen` is
     first measured on the cases of `version`; where that is impossible or unfair, it stays until a person decides. If
     two promotions happen at the same time, each is decided again after the other, so the better one stays. A model
-    below the best baseline is never promoted, unless `register.allow_below_baseline`; nor is one that was rolled back.
+    that was rolled back is never promoted.
 
     Args:
         client: of the registry.
@@ -103,8 +102,6 @@ def _decide(
     if by := version.tags.get(registry.WITHDRAWN_TAG):
         reason = f"it was rolled back to version {by}; promote it by hand if it shall be served again"
         return Decision(False, reason, None)
-    if not config.allow_below_baseline and (below := _below_baseline(version)):
-        return Decision(False, below, None)
     if champion is None:
         return Decision(True, "the first champion", None)
     evaluated = registry.find_evaluated(client, version.name) or champion
@@ -159,22 +156,6 @@ def _measured_from(
 def guard_tags(values: Mapping[str, float]) -> dict[str, str]:
     """Return the tags of a version that hold its `GUARDED` metrics."""
     return {f"seqrec.{metric_name(name)}": str(values[name]) for name in GUARDED if name in values}
-
-
-def baseline_tags(name: str, value: float) -> dict[str, str]:
-    """Return the tags of a version that hold the best baseline and its `SELECTION`."""
-    return {BASELINE_TAG: name, BASELINE_VALUE_TAG: str(value)}
-
-
-def _below_baseline(version: ModelVersion) -> str:
-    """Return why `version` is not worth serving; empty if it is, or if a tag is missing."""
-    ours, baseline = version.tags.get(VALUE_TAG), version.tags.get(BASELINE_VALUE_TAG)
-    if ours is None or baseline is None or float(ours) >= float(baseline):
-        return ""
-    return (
-        f"{SELECTION} {float(ours):.4f} is below the best baseline, {version.tags.get(BASELINE_TAG)} "
-        f"({float(baseline):.4f}); register.allow_below_baseline lets it through"
-    )
 
 
 def _guards(version: ModelVersion) -> dict[str, float]:

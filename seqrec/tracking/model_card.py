@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from seqrec.config import parse
-from seqrec.models import REGISTRY
+from seqrec.models import architecture_of
 from seqrec.models.base import SequenceModel
 
 TABLE = {  # metric -> what it is
@@ -17,6 +17,13 @@ TABLE = {  # metric -> what it is
     "ndcg@10/popularity=tail": "NDCG@10 where the next item is a rare one",
     "ndcg@10/popularity=cold": "NDCG@10 where training never saw it",
     "coverage@10": "share of the catalogue in anybody's first ten",
+}
+SUMMARIES = {  # of the baselines
+    "popularity": "Popularity: every item's number of training events.",
+    "markov": "A Markov chain: how often an item followed one of the user's last five items.",
+    "ease": "EASE: the best linear map from a user's items to these items (Steck, WWW 2019, arXiv:1905.03375).",
+    "pctm": "PCTM: smoothed counts of what followed the user's newest events (Petrov et al., RecSys 2026).",
+    "seqrules": "Sequential Rules: counts of what followed the user's newest events (Ludewig and Jannach, UMUAI 2018).",
 }
 REFIT_NOTE = " They are those of weights that were refitted on the validation events, which this version does not hold."
 
@@ -35,14 +42,15 @@ def model_card(
         split: the split card.
         source: the card of ingest, with the licence.
     """
-    kind, counts = REGISTRY[card["architecture"]], split["counts"]
+    kind, counts = architecture_of(card["architecture"]), split["counts"]
+    about = SUMMARIES.get(card["model"]) or _summary(kind)
     sizes, sha256 = card["catalogue"], split["input_sha256"]
     origin = " ".join(str(source[key]) for key in ("source", "category") if source.get(key))
     origin += f" <{source['homepage']}>" if source.get("homepage") else ""  # or a page takes the colon for its end
     settings = {**card["options"], **card["config"]}
     parts = [
         f"# {card['model']} on {split['dataset']}",
-        f"Orders the items of one catalogue by what a user is likely to want next. {_summary(kind)}",
+        f"Orders the items of one catalogue by what a user is likely to want next. {about}",
         f"- architecture `{card['architecture']}`, {card['parameters']:,} parameters; sees the last "
         f"{card['options']['length']} events of a history{_needs(kind, card['options'])}\n"
         f"- knows {sizes['num_items']:,} items and {sizes['num_users']:,} users",

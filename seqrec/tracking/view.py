@@ -48,9 +48,10 @@ def best_epoch(history: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {f"best/{SELECTION}": value, BEST_EPOCH: -epoch}
 
 
-def leaders(rows: Sequence[Mapping[str, Any]], best: Mapping[str, Any]) -> dict[str, float]:
-    """Return the parent's metrics: the best model's under their own names, and `leaderboard/<model>` of each row."""
-    values = {name: best[name] for name in COLUMNS}
+def leaders(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the parent's metrics: the candidate's under their own names, and `leaderboard/<model>` of each row."""
+    candidate = next(row for row in rows if row["candidate"])
+    values = {name: candidate[name] for name in COLUMNS}
     return values | {f"leaderboard/{row['model']}": row["test/ndcg@10"] for row in rows[:LEADERS]}
 
 

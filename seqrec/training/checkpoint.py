@@ -153,13 +153,13 @@ def build(config: ModelConfig, catalogue: Catalogue) -> SequenceModel:
     Raises:
         ConfigError: unknown architecture or option, or a value out of range.
     """
-    if config.architecture not in models.REGISTRY:
+    if config.architecture not in models.REGISTRY and config.architecture not in models.UNTRAINED:
         known = ", ".join(models.REGISTRY)
         raise ConfigError(
             f"models.*.architecture: {config.architecture!r} is not one of {known}; "
             "seqrec.models.register(NAME, CLASS) adds your own"
         )
-    architecture = models.REGISTRY[config.architecture]
+    architecture = models.architecture_of(config.architecture)
     options = parse(architecture.Options, config.options, f"models.{config.architecture}.options")
     try:
         return architecture(options, catalogue._replace(length=options.length))
@@ -185,7 +185,7 @@ def save_model(directory: Path, model: SequenceModel, facts: Mapping[str, Any], 
         )
     directory.mkdir(parents=True, exist_ok=True)
     card = {**facts} | {
-        "architecture": models.REGISTRY.name_of(type(model)),
+        "architecture": models.name_of(type(model)),
         "options": asdict(model.options),
         "catalogue": {key: value for key, value in model.catalogue._asdict().items() if key != "tokens"},
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -312,7 +312,9 @@ def counts_config(chosen: Mapping[str, Any]) -> CountsConfig:
     Raises:
         ConfigError: a value is missing or wrong; the message names it.
     """
-    return parse(CountsConfig, {field.name: chosen.get(field.name) for field in fields(CountsConfig)}, "counts")
+    older = {"values": "log", "decay": ""}  # cards without these entries
+    named = older | dict(chosen)
+    return parse(CountsConfig, {field.name: named.get(field.name) for field in fields(CountsConfig)}, "counts")
 
 
 def catalogue_files(sequences: Path, items: Path | None = None) -> dict[str, bytes]:

@@ -8,7 +8,7 @@ from support import EPOCH_RECORDS, contrast, linear_rgb, row
 
 from seqrec.analysis import plots
 from seqrec.analysis.strec_sparsity import Point
-from seqrec.evaluation.leaderboard import BASELINES
+from seqrec.pipeline import BASELINES
 
 
 def titles(figure):

@@ -40,7 +40,7 @@ def made(tmp_path_factory):
     return folder
 
 
-def test_a_log_becomes_a_leaderboard_a_report_and_a_model_that_answers(made):
+def test_a_log_becomes_a_leaderboard_a_report_and_a_model_that_answers(made, capsys):
     out = made / "out"
     board = json.loads((out / "reports" / "leaderboard.json").read_text())
     card = sequences.load(out / "data" / "sequences").card
@@ -52,8 +52,13 @@ def test_a_log_becomes_a_leaderboard_a_report_and_a_model_that_answers(made):
     assert board["verdict"]["model"] == "flash4rec"
     assert board["verdict"]["sentence"] in (out / "reports" / "index.html").read_text()
     assert any("only 300 users" in sentence for sentence in board["warnings"])
-    assert (out / "model-card.md").read_text().startswith("# flash4rec on auto")
-    answerer = Recommender.load(out / "artifacts" / "flash4rec" / "finetuned", params.section("register"))
+    winner = board["rows"][0]["model"]
+    assert winner != "flash4rec"  # a model that was trained for one epoch
+    assert (out / "model-card.md").read_text().startswith(f"# {winner} on auto")
+    assert main(["leaderboard", "--reports", str(out / "reports")]) == 0
+    place = out / "artifacts" / winner / "finetuned"
+    assert capsys.readouterr().out.splitlines()[-1].endswith(f"serve --params {out}/params.yaml --saved {place}")
+    answerer = Recommender.load(place, params.section("register"))
     assert len(answerer.answer([Request(history=["i3", "i4"], k=5)])[0].items) == 5
     assert answerer.titles["i3"] == "Thing i3"
 

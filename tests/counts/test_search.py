@@ -5,13 +5,13 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from support import prepare_rows
+from support import nothing, prepare_rows
 
 from seqrec.config import CountsConfig
 from seqrec.counts import search, term
 from seqrec.counts.case_ndcg import CaseNdcg
 from seqrec.counts.search import Tables
-from seqrec.counts.term import nothing, with_counts
+from seqrec.counts.term import with_counts
 from seqrec.data import sequences
 from seqrec.evaluation import metrics, ranking
 
@@ -26,6 +26,7 @@ class Level:
 
 
 USER = torch.arange(20)
+OFF = CountsConfig(alpha=0.0)
 
 
 def leveled(values):
@@ -111,7 +112,7 @@ def told(data, user, stop):
 def test_alpha_is_zero_for_a_model_that_counts_cannot_help(prepared, base, helps):
     data = sequences.load(prepared)
 
-    choice = search.choose(base, Tables(data), data, filter_seen=True, events=12)
+    choice = search.choose(base, Tables(data), data, filter_seen=True, start=OFF)
 
     assert (choice.values.alpha > 0) is helps
     assert Tables(data).scorer(base, CountsConfig(alpha=0.0), data.device) is base
@@ -125,8 +126,8 @@ def test_beside_scores_that_say_nothing_the_counts_decide(prepared):
         score = 4 * torch.randn(len(user), data.num_items, generator=torch.Generator().manual_seed(int(stop.sum())))
         return lambda: iter([(1, score.clone())])
 
-    alone = search.choose(nothing, Tables(data), data, filter_seen=True, events=12)
-    choice = search.choose(noise, Tables(data), data, filter_seen=True, events=12)
+    alone = search.choose(nothing, Tables(data), data, filter_seen=True, start=OFF)
+    choice = search.choose(noise, Tables(data), data, filter_seen=True, start=OFF)
 
     assert choice.values.alpha > 8
     assert choice.flattered > 0.95 * alone.flattered
@@ -138,12 +139,6 @@ def test_an_alternative_may_follow_from_what_was_found():
     assert search.search(leveled, USER, Level(), axes).values.both == 4.0  # twice from the one to the other
 
 
-def test_the_term_sees_no_more_events_than_the_model(prepared):
-    data = sequences.load(prepared)
-
-    assert search.choose(nothing, Tables(data), data, filter_seen=True, events=2).values.events == 2
-
-
 def test_where_the_last_event_decides_older_ones_hardly_vote(tmp_path):
     follower, draw, rows = np.random.default_rng(1).permutation(30), np.random.default_rng(2), []
     for user in range(150):
@@ -153,4 +148,4 @@ def test_where_the_last_event_decides_older_ones_hardly_vote(tmp_path):
             rows.append((f"u{user}", f"i{item}", time))
     data = sequences.load(prepare_rows(tmp_path, rows))
 
-    assert search.choose(nothing, Tables(data), data, filter_seen=False, events=12).values.rho < 0.5
+    assert search.choose(nothing, Tables(data), data, filter_seen=False, start=OFF).values.rho < 0.5

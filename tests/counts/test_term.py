@@ -4,7 +4,7 @@ from math import log
 
 import pytest
 import torch
-from support import prepare_rows
+from support import nothing, prepare_rows
 
 from seqrec.config import CountsConfig
 from seqrec.counts import term
@@ -91,12 +91,12 @@ def test_more_items_change_nothing_for_the_others(prepared):
 
 
 def test_without_a_term_the_scorer_is_the_same():
-    assert term.with_counts(term.nothing, None) is term.nothing
+    assert term.with_counts(nothing, None) is nothing
 
 
 def test_halves_of_the_users_get_their_own_scorer(prepared):
     data = sequences.load(prepared)
-    parts = [term.with_counts(term.nothing, term.build(data, CountsConfig(rho=rho))) for rho in (0.3, 0.9)]
+    parts = [term.with_counts(nothing, term.build(data, CountsConfig(rho=rho))) for rho in (0.3, 0.9)]
     cases = sequences.cases(data, "valid")
     even, odd = (ranking.rank(part, data, cases, filter_seen=True).rank for part in parts)
 

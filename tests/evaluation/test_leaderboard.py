@@ -3,6 +3,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
@@ -54,7 +55,8 @@ def test_rows_are_ordered_by_validation_and_test_chooses_nothing(reports):
 
     assert [row["model"] for row in rows] == ["markov", "rec_denoiser", "sasrec", "popularity"]
     assert [row["baseline"] for row in rows] == [True, False, False, True]
-    assert leaderboard.best_model(rows)["model"] == "rec_denoiser"
+    assert leaderboard.winner(rows)["model"] == "markov"
+    assert leaderboard.winner(rows, trained=True)["model"] == "rec_denoiser"
 
 
 def test_equal_models_keep_one_order(tmp_path):
@@ -104,7 +106,7 @@ def test_table_shows_every_number_and_marks_the_champion(reports):
 
 def test_show_prints_the_table_and_the_decision(reports, capsys):
     rows = leaderboard.build(reports=reports, models=["sasrec", "rec_denoiser"])
-    outcome = {"registered_model": "seqrec-toy", "version": 2, "model": "rec_denoiser"}
+    outcome = {"registered_model": "seqrec-toy", "version": 2, "model": "rec_denoiser", "champion": "f"}
     decision = {"promoted": False, "reason": "gain +0.01 [-0.01, +0.03]"}
     write_board(reports, rows, outcome | decision)
     leaderboard.show(reports=reports)
@@ -113,6 +115,8 @@ def test_show_prints_the_table_and_the_decision(reports, capsys):
     assert "rec_denoiser" in printed
     assert "seqrec-toy version 2 (rec_denoiser) is the candidate" in printed
     assert "[-0.01, +0.03]" in printed
+    assert printed.splitlines()[-2].startswith("Use the champion of seqrec-toy, which this run did not replace")
+    assert printed.splitlines()[-1] == f"python -m seqrec serve --params {reports.parent}/params.yaml"
     assert "index.html" not in printed
     (reports / "index.html").touch()
     leaderboard.show(reports=reports)
@@ -185,6 +189,32 @@ def test_the_verdict_says_whether_a_model_beats_counting(reports, ranks, sentenc
     assert found["sentence"].startswith(sentence)
     assert found["sentence"].endswith(" On test, the gain is +0.0000 [+0.0000, +0.0000].")
     assert (found["model"], found["baseline"]) == ("rec_denoiser", "markov")
+
+
+@pytest.mark.parametrize(
+    ("winner", "gain", "reason"),
+    [
+        ("sasrec", (0.02, 0.01, 0.03), "Use sasrec; it is 0.0200 NDCG@10 better than pctm, the best baseline,"),
+        ("sasrec", (0.02, -0.01, 0.05), "on validation, which may be chance:"),
+        (
+            "pctm",
+            (-0.02, -0.03, -0.01),
+            "Use pctm, a baseline; sasrec, the best trained model, is 0.0200 NDCG@10 worse",
+        ),
+        ("pctm", None, "Use pctm, the best on validation:"),
+    ],
+)
+def test_the_last_lines_say_what_to_use_why_and_how(winner, gain, reason):
+    verdict = {"model": "sasrec", "baseline": "pctm"}
+    verdict["gain"] = gain and dict(zip(("mean", "low", "high"), gain, strict=True))
+    report = {"rows": [{"model": winner}], "verdict": verdict, "registry": None}
+
+    said, command = leaderboard.advice(report, Path("my out"))
+
+    assert reason in said
+    assert (
+        command == f"python -m seqrec serve --params 'my out/params.yaml' --saved 'my out/artifacts/{winner}/finetuned'"
+    )
 
 
 def test_without_a_model_nothing_beats_counting(reports):

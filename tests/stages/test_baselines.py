@@ -1,4 +1,4 @@
-"""The baselines: what they score, against arithmetic and an independent solver."""
+"""The baselines: what they score, against arithmetic and an independent solver, and that they are models like any."""
 
 import json
 import logging
@@ -7,31 +7,49 @@ from dataclasses import replace
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-import torch
 from support import prepare_rows
 
-from seqrec.artifacts import CASES, METRICS, read_json
+from seqrec.artifacts import CASES, METRICS, RECOMMENDATIONS, REFITTED, read_json
 from seqrec.config import EvaluateConfig
 from seqrec.data import sequences
-from seqrec.evaluation.leaderboard import BASELINES
+from seqrec.pipeline import BASELINES
+from seqrec.serving import onnx_graph
+from seqrec.serving.approximate_search import ApproximateRecommender
+from seqrec.serving.onnx_graph import GraphRecommender
+from seqrec.serving.recommender import Recommender, Request
 from seqrec.stages import baselines as stage
-from seqrec.stages.baselines import baselines, ease_scorer, popularity_scorer
+from seqrec.stages.baselines import ease_weights, write
+from seqrec.stages.evaluate import evaluate
+from seqrec.training.checkpoint import catalogue_files, load_checkpoint
 
 CONFIG = EvaluateConfig(bootstrap=100)
 
 
-def scores(scorer, data, user, stop):
-    """The scores of every item for one user before the event `stop`, by item; entry 0 is padding."""
-    blocks = scorer(data, torch.tensor([user]), torch.tensor([stop]))()
-    return np.concatenate([[0.0], *(block[0].numpy() for _, block in blocks)])
+def baselines(folder, out, config=CONFIG, **more):
+    """Run the stage on the prepared dataset in `folder`."""
+    return stage.baselines(
+        sequences=folder,
+        data=folder.parent,
+        artifacts=out / "artifacts",
+        reports=out / "reports",
+        config=config,
+        **more,
+    )
+
+
+@pytest.fixture(scope="module")
+def written(prepared, tmp_path_factory):
+    """Where the stage has written its models and reports, and its figures."""
+    out = tmp_path_factory.mktemp("baselines")
+    return out, baselines(prepared, out)
 
 
 @pytest.fixture
-def data(tmp_path):
+def tables(tmp_path):
     """Four users whose train events are known: {a b c}, {a b a}, {b c d}, {a d c}; then an event each split."""
     histories = ["abcda", "abadc", "bcdab", "adcba"]
     rows = [(f"u{user}", item, 10 * n) for user, items in enumerate(histories) for n, item in enumerate(items)]
-    return sequences.load(prepare_rows(tmp_path, rows, min_user_events=1, min_item_events=1))
+    return prepare_rows(tmp_path, rows, min_user_events=1, min_item_events=1)
 
 
 def test_a_refit_also_ranks_cases_without_a_history(tmp_path):
@@ -42,9 +60,9 @@ def test_a_refit_also_ranks_cases_without_a_history(tmp_path):
     folder = prepare_rows(tmp_path, rows, protocol="temporal", **shares)
 
     for refit, expected in (("none", 1 / 5.5), ("valid", 1.0)):  # ten items are equally popular at first
-        baselines(sequences=folder, reports=tmp_path / refit, config=EvaluateConfig(bootstrap=100, refit=refit))
+        baselines(folder, tmp_path / refit, EvaluateConfig(bootstrap=100, refit=refit))
         for name in BASELINES:
-            values = read_json(tmp_path / refit / name / METRICS)
+            values = read_json(tmp_path / refit / "reports" / name / METRICS)
             assert values["test/mrr"] == pytest.approx(expected), name
 
 
@@ -52,7 +70,7 @@ def test_a_split_without_cases_names_the_settings(tmp_path):
     rows = [(f"u{user}", f"i{(user + n) % 12}", 100 * user + n) for user in range(20) for n in range(8)]
     folder = prepare_rows(tmp_path, rows, protocol="RATIO-full")
     with pytest.raises(ValueError, match=r"no valid cases: check prepare\.protocol, prepare\.valid_share"):
-        baselines(sequences=folder, reports=tmp_path, config=CONFIG)
+        baselines(folder, tmp_path)
 
 
 def user_items(data):
@@ -64,68 +82,127 @@ def user_items(data):
     return matrix
 
 
-def test_popularity_is_the_number_of_train_events(data):
-    known = [0, *(int((user_items(data)[:, item]).sum()) for item in range(1, 5))]
-    repeated = int(data.items[data.start[1]])  # the second user has her first item twice
-    known[repeated] += 1
+def scores_of(name, tables, folder, history):
+    """The scores of items 1, 2, ... after a history of item numbers, as the service gives them."""
+    data = sequences.load(tables)
+    write(name, data, tables, folder, catalogue_files(tables), filter_seen=False)
+    recommender = Recommender.load(folder)
+    answer = recommender.recommend([recommender.item_ids[item - 1] for item in history], k=data.num_items)
+    assert answer.source == name
+    score = dict(zip(answer.items, answer.scores, strict=True))
+    return [score[item_id] for item_id in recommender.item_ids]
 
-    assert scores(popularity_scorer(data), data, 0, int(data.stop[0]) - 1).tolist() == known
+
+def test_popularity_is_the_number_of_train_events(tables, tmp_path):
+    data = sequences.load(tables)
+    known = user_items(data)[:, 1:].sum(0)
+    known[int(data.items[data.start[1]]) - 1] += 1  # the second user has her first item twice
+
+    assert scores_of("popularity", tables, tmp_path / "saved", [1]) == known.tolist()
 
 
-def test_ease_solves_a_ridge_regression_of_each_item_on_the_others(data, monkeypatch):
+def test_ease_solves_a_ridge_regression_of_each_item_on_the_others(tables, tmp_path, monkeypatch):
     monkeypatch.setattr(stage, "RIDGE", 0.7)
-    matrix = user_items(data)
+    matrix = user_items(sequences.load(tables))
     weights = np.zeros((5, 5))
     for item in range(1, 5):
         others = [i for i in range(1, 5) if i != item]
         x = matrix[:, others]
         weights[others, item] = np.linalg.solve(x.T @ x + 0.7 * np.eye(3), x.T @ matrix[:, item])
 
-    scorer = ease_scorer(data)
-
-    for user in range(4):
-        for stop in (data.train_stop[user], data.valid_stop[user]):  # at test the past holds the validation item
-            past = np.zeros(5)
-            past[data.items[data.start[user] : stop].numpy()] = 1
-            np.testing.assert_allclose(scores(scorer, data, user, int(stop)), past @ weights, atol=1e-6)
+    np.testing.assert_allclose(ease_weights(sequences.load(tables), 0.7), weights, atol=1e-6)
+    for history in ([1], [2, 3], [4, 1, 4]):  # an item that comes twice counts once
+        found = scores_of("ease", tables, tmp_path / "saved", history)
+        np.testing.assert_allclose(found, weights[sorted({*history})].sum(0)[1:], atol=1e-6)
 
 
-def test_every_baseline_gets_its_report(prepared, tmp_path):
-    values = baselines(sequences=prepared, reports=tmp_path, config=CONFIG)
+def test_markov_adds_tempered_counts_by_age(tables, tmp_path):
+    """Against loops over the training events: weights 1 / distance, over the root of a row's sum, by 1 / age."""
+    data = sequences.load(tables)
+    follows = np.zeros((5, 5))
+    for user in range(data.num_users):
+        items = data.items[data.start[user] : data.train_stop[user]].tolist()
+        for place, item in enumerate(items):
+            for distance, later in enumerate(items[place + 1 :], start=1):
+                follows[item, later] += 1 / distance
+    tempered = follows / np.sqrt(np.maximum(follows.sum(1, keepdims=True), 1e-12))
+
+    found = scores_of("markov", tables, tmp_path / "saved", [3, 1, 2])
+
+    expected = (tempered[2] + tempered[1] / 2 + tempered[3] / 3) / (1 + 1 / 2 + 1 / 3)
+    np.testing.assert_allclose(found, expected[1:], atol=1e-6)
+
+
+def test_every_baseline_gets_its_report(written):
+    out, values = written
 
     for name in BASELINES:
-        metrics = json.loads((tmp_path / name / "metrics.json").read_text())
+        metrics = json.loads((out / "reports" / name / METRICS).read_text())
         assert metrics["test/ndcg@10"] == values[f"{name}/test/ndcg@10"]
     assert values["markov/test/ndcg@10"] > 0.5  # four of five next items follow from the last one
     assert values["ease/test/ndcg@10"] > 2 * values["popularity/test/ndcg@10"]
 
 
+@pytest.mark.parametrize("name", BASELINES)
+def test_service_graph_search_and_evaluation_of_a_baseline_agree(prepared, written, tmp_path, name):
+    out, _ = written
+    data, folder = sequences.load(prepared), out / "artifacts" / name / "finetuned"
+    onnx_graph.export(saved=folder, output=tmp_path, k=20)
+    evaluate(model=name, sequences=prepared, checkpoint=folder, report=tmp_path / "report", config=CONFIG)
+    lists = pq.read_table(tmp_path / "report" / RECOMMENDATIONS).to_pandas().groupby("user")
+    recommenders = [Recommender.load(folder), ApproximateRecommender.of(folder, 64)]
+    graph = GraphRecommender.copied(recommenders[0], read_json(tmp_path / "model.onnx.json"), None)
+    graph.session = onnx_graph._session(tmp_path / "model.onnx")
+
+    assert read_json(tmp_path / "report" / METRICS)["test/ndcg@10"] == written[1][f"{name}/test/ndcg@10"]
+    for recommender in (*recommenders, graph):
+        for user in range(0, data.num_users, 10):
+            *past, target = data.items[data.start[user] : data.stop[user]].tolist()
+            if target in past:  # evaluation never hides the target
+                continue
+            request = Request(history=[recommender.item_ids[item - 1] for item in past], k=10)
+            (answer,) = recommender.answer([request])
+            expected = lists.get_group(user + 1).head(10)
+            assert answer.scores == pytest.approx(expected["score"].tolist(), abs=1e-5)
+            assert answer.source == name
+            drops = recommender.explain(request, answer.items[0])
+            assert any(drops) == (name != "popularity")
+
+
 def test_ease_is_left_out_of_a_large_catalogue(prepared, tmp_path, caplog):
-    (tmp_path / "ease").mkdir()
-    (tmp_path / "ease" / "metrics.json").write_text("{}")  # of other data
+    for folder in (tmp_path / "reports/ease", tmp_path / "artifacts/ease/finetuned"):
+        folder.mkdir(parents=True)
+        (folder / "metrics.json").write_text("{}")  # of other data
 
     with caplog.at_level(logging.WARNING):
-        values = baselines(sequences=prepared, reports=tmp_path, config=CONFIG, ease_items=39)  # the log has 40
+        values = baselines(prepared, tmp_path, ease_items=39, names=("popularity", "ease"))  # the log has 40
 
     assert "ease is left out: 40 items" in caplog.text
-    assert set(values) == {f"{name}/test/ndcg@10" for name in BASELINES if name != "ease"}
-    assert list((tmp_path / "ease").iterdir()) == []
+    assert set(values) == {"popularity/test/ndcg@10"}
+    assert list((tmp_path / "reports/ease").iterdir()) == list((tmp_path / "artifacts/ease/finetuned").iterdir()) == []
 
 
-def test_a_refit_adds_the_validation_events_to_the_counts_of_the_test_cases(prepared, tmp_path):
+def test_a_refit_adds_the_validation_events_to_the_counts_of_the_test_cases(prepared, written, tmp_path):
     data = sequences.load(prepared)
 
-    baselines(sequences=prepared, reports=tmp_path / "none", config=CONFIG)
-    baselines(sequences=prepared, reports=tmp_path / "valid", config=replace(CONFIG, refit="valid"))
+    baselines(prepared, tmp_path, replace(CONFIG, refit="valid"))
 
-    for name in ("popularity", "markov", "ease", "pctm", "seqrules"):
-        none, valid = (read_json(tmp_path / kind / name / METRICS) for kind in ("none", "valid"))
+    for name in BASELINES:
+        none, valid = (read_json(out / "reports" / name / METRICS) for out in (written[0], tmp_path))
         assert none["valid/mrr"] == valid["valid/mrr"], name
         assert none["test/mrr"] != valid["test/mrr"], name
+        before, after = (
+            load_checkpoint(tmp_path / "artifacts" / name / "finetuned" / place).card["counts"]
+            for place in ("", REFITTED)
+        )
+        outcome = {"pairs", "sha256"}
+        assert {k: v for k, v in before.items() if k not in outcome} == {
+            k: v for k, v in after.items() if k not in outcome
+        }
     count = np.bincount(
         [int(data.items[i]) for u in range(data.num_users) for i in range(data.start[u], data.valid_stop[u])]
     )
-    cases = pq.read_table(tmp_path / "valid/popularity" / CASES).to_pandas().query("split == 'test'")
+    cases = pq.read_table(tmp_path / "reports/popularity" / CASES).to_pandas().query("split == 'test'")
     for user, target, rank in zip(cases["user"], cases["target"], cases["rank"], strict=True):
         past = set(data.items[data.start[user - 1] : data.valid_stop[user - 1]].tolist()) - {target}
         rivals = np.array([count[item] for item in range(1, len(count)) if item not in past and item != target])

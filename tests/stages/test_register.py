@@ -27,12 +27,14 @@ from seqrec.artifacts import (
     sha256,
     write_json,
 )
+from seqrec.commands.refit import refit
 from seqrec.config import EvaluateConfig, FinetuneConfig, ModelConfig, RegisterConfig
 from seqrec.data import sequences as data
-from seqrec.evaluation import metrics, ranking, results
-from seqrec.evaluation.leaderboard import BASELINES
+from seqrec.evaluation import leaderboard, metrics, ranking, results
 from seqrec.evaluation.ranking import model_scorer
 from seqrec.models.base import Catalogue
+from seqrec.pipeline import BASELINES
+from seqrec.serving.recommender import Recommender
 from seqrec.stages.baselines import baselines
 from seqrec.stages.register import register
 from seqrec.tracking import runs, view
@@ -116,7 +118,8 @@ def set_validation_ranks(root, name, rank):
 
 def write_pipeline(root):
     write_dataset(root)
-    baselines(sequences=root / "data" / "sequences", reports=root / "reports", config=EVALUATE)
+    folders = {name: root / name for name in ("data", "artifacts", "reports")}
+    baselines(sequences=root / "data" / "sequences", **folders, config=EVALUATE)
     for name, d_model in (("sasrec", 4), ("wide", 8)):
         train_model(root, name, d_model)
     set_validation_ranks(root, "sasrec", 3.0)
@@ -275,14 +278,37 @@ def test_a_copied_project_is_refused_until_its_runs_are_made_anew_and_leaves_the
     assert {path: path.read_bytes() for path in before} == before
 
 
-def test_a_model_below_the_best_baseline_is_candidate_alone(project):
-    set_validation_ranks(project, "markov", 1.0)
-    run(allow_below_baseline=False)
+@pytest.mark.parametrize(("allowed", "winner"), [(False, "pctm"), (True, "sasrec")])
+def test_the_best_row_is_the_champion_and_answers_whatever_it_is(project, capsys, allowed, winner):
+    set_validation_ranks(project, "pctm", 1.0)
+    run(allow_below_baseline=allowed)
 
-    assert aliases() == {"candidate": 1}
-    assert "below the best baseline, markov (1.0000)" in outcome()["reason"]
-    run(allow_below_baseline=True)
+    assert outcome()["model"] == winner
     assert aliases() == {"candidate": 1, "champion": 1}
+    served, ours = (
+        Recommender.load(place, RegisterConfig()).recommend(["i1", "i2"])
+        for place in ("models:/seqrec-toy@champion", f"artifacts/{winner}/finetuned")
+    )
+    assert served == ours
+    assert served.source == winner
+    leaderboard.show(reports=Path("reports"))
+    said = capsys.readouterr().out.splitlines()
+    assert said[-2].startswith(f"Use {winner}")
+    assert said[-1] == f"python -m seqrec serve --saved artifacts/{winner}/finetuned"
+
+
+def test_a_baseline_is_refitted_with_the_settings_that_validation_chose(project):
+    set_validation_ranks(project, "pctm", 1.0)
+    run(allow_below_baseline=False)
+    folders = {"artifacts": Path("artifacts"), "sequences": Path("data/sequences"), "state": Path("state")}
+
+    assert refit(dataset="toy", **folders, config=RegisterConfig(graph=False))["version"] == 2
+
+    served = Recommender.load("models:/seqrec-toy@champion", RegisterConfig())
+    before, after = (read_json(Path("artifacts/pctm", name, "config.json")) for name in ("finetuned", "refitted"))
+    assert served.counts.sum() == USERS * EVENTS
+    assert (before["counts"]["rho"], before["filter_seen"]) == (after["counts"]["rho"], after["filter_seen"])
+    assert before["counts"]["pairs"] < after["counts"]["pairs"]
 
 
 def test_a_champion_of_a_degenerate_dataset_is_announced_with_what_speaks_against_it(project, caplog):
@@ -356,13 +382,6 @@ def test_runs_and_version_name_the_code_and_the_lock_file(project):
     for tags in (*(run.data.tags for run in all_runs().values()), client().get_model_version("seqrec-toy", "1").tags):
         assert tags["mlflow.source.git.commit"] == commit
         assert tags["seqrec.dvc_lock"] == sha256(Path("dvc.lock"))
-
-
-def test_a_baseline_is_never_the_candidate(project):
-    set_validation_ranks(project, "markov", 1.0)
-    run()
-
-    assert outcome()["model"] == "sasrec"
 
 
 def test_registering_again_changes_nothing(project):

@@ -46,7 +46,7 @@ def grown(tmp_path_factory, request):
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tracking")
-    return RegisterConfig(tracking_uri=f"sqlite:///{folder}/mlflow.db", allow_below_baseline=True, graph=False)
+    return RegisterConfig(tracking_uri=f"sqlite:///{folder}/mlflow.db", graph=False)
 
 
 @pytest.fixture(scope="module")

@@ -315,16 +315,6 @@ def test_a_gain_is_not_paid_with_coverage_or_the_tail(own):
     assert own.promote(second, 1, 1, 1, 1, max_loss=0.25).promoted
 
 
-@pytest.mark.parametrize(("value", "allowed", "promoted"), [(0.2, False, False), (0.2, True, True), (0.3, False, True)])
-def test_a_model_below_the_best_baseline_is_champion_only_if_that_is_allowed(own, value, allowed, promoted):
-    version = own.version(2, 2, **{gate.VALUE_TAG: str(value), **gate.baseline_tags("ease", 0.3)})
-
-    decision = own.promote(version, 2, 2, allow_below_baseline=allowed)
-    assert decision.promoted == promoted
-    assert (own.champion() is not None) == promoted
-    assert ("below the best baseline, ease (0.3000); register.allow_below_baseline" in decision.reason) != promoted
-
-
 @pytest.mark.parametrize("first", ["better", "worse"])
 def test_of_two_promotions_at_once_the_better_stays(own, monkeypatch, first):
     """While one is being decided, the whole promotion of the other passes."""
