@@ -213,12 +213,8 @@ def test_what_costs_too_much_is_413_and_less_of_it_is_not(recommender, query, nu
     known = copy.copy(recommender)
     known.attributes = Attributes({"genres": Attribute(["a"] * len(recommender.item_ids))})
     with service(known) as address:
-        answers = [
-            requests.post(
-                f"{address}/recommend/batch", json={"requests": [{"history": ["i1"], **query}] * n}, timeout=60
-            )
-            for n in (number, 1)
-        ]
+        bodies = [{"requests": [{"history": ["i1"], **query}] * times} for times in (number, 1)]
+        answers = [requests.post(f"{address}/recommend/batch", json=body, timeout=60) for body in bodies]
 
     assert [answer.status_code for answer in answers] == [413, 422 if "items_text" in query else 200]
     assert "the service allows 200 (max_cost)" in answers[0].json()["detail"]
