@@ -31,7 +31,7 @@ class Catalogue(NamedTuple):
     num_items: int
     num_users: int
     length: int
-    tokens: dict[str, Tensor] | None = None  # for models that read text: ids, types, offsets; vectors; values
+    tokens: dict[str, Tensor] | None = None  # description of the items, for the models of optional.py
 
 
 class TaskLoss(Protocol):
@@ -42,13 +42,16 @@ class TaskLoss(Protocol):
 
         Args:
             query_BPD: the queries.
-            skip_last: they are those of the P positions before the last one.
+            skip_last: whether the queries belong to the P positions before the last one.
         """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options that all models share; each model adds its own."""
+    """Options that all models share; each model adds its own.
+
+    The widths and dropouts that a model adds under the usual names are checked here.
+    """
 
     length: int = 50  # positions that the model reads: the most recent events, and MASK with objective cloze
     objective: Objective = "causal"
@@ -105,7 +108,7 @@ class SequenceModel(nn.Module):
     Options: ClassVar[type[Options]]
     options: Any
     objectives: ClassVar[frozenset[str]] = frozenset({"causal"})
-    always_reads: ClassVar[frozenset[str]] = frozenset()  # see `needs_of`
+    always_reads: ClassVar[frozenset[str]] = frozenset()  # default of `needs_of`
     biased = False  # whether the last column of the item vectors is a bias, or a constant for the query's last column
     reads_events: ClassVar[bool] = False  # whether the keys of its last attention are the events, in order
     undecayed: ClassVar[tuple[str, ...]] = ()  # name suffixes of matrices without weight decay; vectors never have any

@@ -36,7 +36,7 @@ from torch.nn import functional as F
 from seqrec.models.base import PAD, Batch, Catalogue, Options, SequenceModel, TaskLoss, require
 from seqrec.models.layers import Dropout, attend, attention_bias, draws, initialise
 
-ROUTING = ("balance", "busiest_expert", "idlest_expert", "router_entropy")  # eq. 11 without lambda, shares, nats
+ROUTING = ("balance", "busiest_expert", "idlest_expert", "router_entropy")  # eq. 11 without lambda, two shares, nats
 Activation = Literal["silu", "sigmoid"]
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
 
@@ -50,7 +50,7 @@ class FLASH4RecOptions(Options):
     d_value: int = 128  # width of values and gate
     layers: int = 2
     dropout: float = 0.2  # dropout of embeddings and residual branches
-    activation: Activation = "silu"  # sigma in eqs. 1, 4 and 5, which the paper does not name
+    activation: Activation = "silu"  # sigma in eqs. 1, 4 and 5; the paper does not name it
     user_gate: bool = True  # false: without the user's half of eq. 5
     user_dropout: float = 0.0  # share of training sequences with the user replaced by the unknown user
     norm: Literal["pre", "post"] = "pre"

@@ -55,7 +55,7 @@ class LinearRecurrentUnit(nn.Module):
         self.log_angle = nn.Parameter(angle_S.log())
         self.log_gamma = nn.Parameter((1 - radius_S**2).sqrt().log())  # keeps the state as large as its input
         self.to_state = nn.Linear(d_model, 2 * self.channels)  # real parts, then imaginary ones
-        self.to_out = nn.Linear(2 * self.channels, d_model)  # real part of a complex product, its signs in the weights
+        self.to_out = nn.Linear(2 * self.channels, d_model)  # the real part of a complex product
 
     def forward(self, x_BLD: Tensor, queries: slice, real_BL: Tensor) -> Tensor:
         """Return (B, Q, D) at the positions `queries`; the state is zero where a history begins."""
@@ -68,8 +68,8 @@ class LinearRecurrentUnit(nn.Module):
     def scan(self, real_BLS: Tensor, imaginary_BLS: Tensor) -> tuple[Tensor, Tensor]:
         """Return h_t = lambda * h_(t-1) + input_t of all positions, as real and imaginary parts.
 
-        After k steps a position holds the sum over its last 2^k inputs; the next step adds that of 2^k positions
-        before, times lambda^(2^k).
+        After k steps, a position holds the sum over its last 2^k inputs. The next step adds the sum that the position
+        2^k places earlier holds, times lambda^(2^k).
         """
         length, reach = real_BLS.shape[1], 1
         while reach < self.length:  # the maximum length, since an exported graph cannot depend on that of its input

@@ -228,7 +228,7 @@ class RecformerText(Recformer):
         return ("refresh", "frozen") if self.options.refresh else ("frozen",)
 
     def enter(self, phase: str) -> None:
-        """See `SequenceModel.enter`; what the phase's loss does not reach is frozen as well."""
+        """See `SequenceModel.enter`; parameters that the loss of the phase does not reach are frozen as well."""
         super().enter(phase)
         masked = phase == "contrastive" and self.options.mlm_weight > 0
         self.head.requires_grad_(masked)
@@ -242,7 +242,7 @@ class RecformerText(Recformer):
         return query_BD.unsqueeze(1)
 
     def item_vectors(self) -> Tensor:
-        """See `SequenceModel.item_vectors`; a constant of training (Algorithm 1)."""
+        """See `SequenceModel.item_vectors`; they are constants in training (Algorithm 1)."""
         return self.vectors
 
     def pairs(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -312,7 +312,7 @@ class RecformerItems(Recformer):
             self.encoder.requires_grad_(False)
 
     def on_epoch(self) -> None:
-        """See `SequenceModel.on_epoch`; in pre-training, nobody has encoded the catalogue before."""
+        """See `SequenceModel.on_epoch`; the first epoch of pre-training encodes the catalogue too."""
         if self.phase == "refresh" or not self.vectors.any():
             self.refresh()
 

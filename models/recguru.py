@@ -181,7 +181,7 @@ class RecGURU(TwoDomains):
 
 
 def discriminator(d_model: int) -> nn.Sequential:
-    """Return a network that maps a GUR to the logit that its user is of the first domain; sizes are the code's."""
+    """Return a network that maps a GUR to the logit of the first domain; its sizes are those of the paper's code."""
     widths = (d_model, 5 * d_model, 10 * d_model, 5 * d_model)
     layers: list[nn.Module] = []
     for inner, outer in pairwise(widths):
@@ -195,11 +195,11 @@ def reverse_gradient(x: Tensor, weight: float) -> Tensor:
 
 
 def domain_loss(logit_B: Tensor, own_B: Tensor) -> Tensor:
-    """Return the binary cross-entropy of each domain, summed; a domain without a row counts for nothing.
+    """Return the sum of the mean binary cross-entropies of the two domains; a domain without rows adds nothing.
 
     Args:
         logit_B: logits that the rows are of the first domain.
-        own_B: whether they are.
+        own_B: whether the rows are of the first domain.
     """
     value_B = F.softplus(torch.where(own_B, -logit_B, logit_B))
     first, second = (value_B[rows].sum() / rows.sum().clamp(min=1) for rows in (own_B, ~own_B))

@@ -37,7 +37,7 @@ class Block(nn.Module):
         self.dropout = Dropout(options.dropout)
 
     def forward(self, x_BLD: Tensor, queries: slice, bias_BLL: Tensor, *pairs_BLL: Tensor) -> Tensor:
-        """Return the block's output at the positions `queries`; `pairs_BLL` is what its attention reads besides."""
+        """Return the block's output at the positions `queries`; `pairs_BLL` are further inputs of its attention."""
         query_BQD = self.norm_query(x_BLD[:, queries])
         pairs_BQL = (pair_BLL[:, queries] for pair_BLL in pairs_BLL)
         x_BQD = query_BQD + self.attention(query_BQD, x_BLD, bias_BLL[:, queries], *pairs_BQL)

@@ -3,10 +3,10 @@
 SASRec on item vectors that are concatenated with the user's vector. Differs from the paper in these places:
 - a score <[h_i; h_u], [e_i; u]> is computed as the inner product of [h_i, <h_u, u>] with [e_i, 1], so that item vectors
   are the same for all users. The last summand changes neither rankings nor softmax losses;
-- items are replaced at random only in the input; the code also replaces targets and negatives. As in the code, the
+- only items of the input are replaced at random; the code also replaces targets and negatives. As in the code, the
   options are probabilities of keeping an item or user;
 - user 0, the unknown user, is drawn as a replacement as often as any other, which trains the vector of new users;
-- all that differs in sasrec.py.
+- the differences that sasrec.py lists apply as well.
 """
 
 from __future__ import annotations

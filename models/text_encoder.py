@@ -5,7 +5,7 @@ A token reads a window around it, and [CLS], the first token of a text, reads al
 similar length.
 
 Shape suffixes, besides those of layers.py:
-  T tokens   C blocks   Q tokens of a block   S keys a block reads   X a token's query, key and value   W words
+  T tokens   C blocks   Q tokens of a block   S keys of a block   X a token's query, key and value   W words
 """
 
 from __future__ import annotations
@@ -312,7 +312,7 @@ class Encoder(nn.Module):
     def in_pieces(
         self, function: Callable[[Tensor, int], Tensor], texts: ItemTexts, items_BL: Tensor
     ) -> tuple[list[Tensor], Tensor]:
-        """Return `function(rows, width)` of groups of rows of similar length, and the order that restores theirs."""
+        """Return `function(rows, width)` of groups of similarly long rows, and the indices that restore their order."""
         size_B = (1 + texts.sizes(items_BL).sum(1)).clamp(max=self.options.max_tokens).cpu()
         order = size_B.argsort(stable=True)
         piece = (size_B[order].cumsum(0) - 1) // self.options.piece_tokens

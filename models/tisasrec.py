@@ -8,7 +8,7 @@ places:
 - there is no (L, L, D) tensor of interval embeddings: products of queries with all interval vectors are computed once
   and gathered, and weights are summed per interval before being multiplied with its value. The result is the same;
 - each layer has its own tables of positions and intervals; the code shares them;
-- all that differs in sasrec.py.
+- the differences that sasrec.py lists apply as well.
 
 Shape suffixes, besides those of base.py and layers.py: I interval, from 0 to max_interval.
 """

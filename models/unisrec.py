@@ -11,7 +11,7 @@ Differs from the paper and its code in these places:
 - the experts share one dropout mask, so that a single matrix product computes all of them;
 - positions count back from the most recent event;
 - fine-tuning trains all positions of a history at once (objective causal); the code makes a row of each prefix, as
-  pre-training does here, too.
+  pre-training does here too.
 
 Shape suffixes, besides those of layers.py: X width of a text vector   G experts   N vectors
 """
@@ -107,7 +107,7 @@ class UniSRec(ReadsVectors, Transferable):
         self.enter("train")
 
     def enter(self, phase: str) -> None:
-        """See `SequenceModel.enter`; pre-training has no vectors of ids, as other catalogues have others."""
+        """See `SequenceModel.enter`; pre-training uses no vectors of ids, because other catalogues have other items."""
         self.phase = phase
         fixed = phase == "train" and self.options.fixed_encoder
         self.positions.requires_grad_(not fixed)
@@ -126,7 +126,7 @@ class UniSRec(ReadsVectors, Transferable):
             initialise(self.items)
 
     def forward(self, batch: Batch, last: bool = False) -> Tensor:
-        """See `SequenceModel.forward`; queries are of length 1 over the temperature."""
+        """See `SequenceModel.forward`; queries are unit vectors divided by the temperature."""
         items_BL = batch.items
         x_BLD = self._vectors(items_BL) + self.positions[-items_BL.shape[1] :]
         x_BLD = self.dropout(self.norm(x_BLD))
@@ -135,12 +135,12 @@ class UniSRec(ReadsVectors, Transferable):
         return F.normalize(x_BLD.float(), dim=-1) / self.options.temperature
 
     def item_vectors(self) -> Tensor:
-        """See `SequenceModel.item_vectors`; of length 1."""
+        """See `SequenceModel.item_vectors`; they are unit vectors."""
         item_V = torch.arange(len(self.text_VX), device=self.text_VX.device)
         return F.normalize(self._vectors(item_V).float(), dim=-1)
 
     def _vectors(self, items: Tensor) -> Tensor:
-        """Return what stands for `items` (...,) in histories and, of length 1, among the candidates (..., D)."""
+        """Return the vectors (..., D) of `items` (...,) before they are scaled to length 1."""
         out: Tensor = self.adaptor(F.embedding(items, self.text_VX))
         return out if self.items is None or self.phase == "contrastive" else out + self.items(items)
 
@@ -163,13 +163,13 @@ class UniSRec(ReadsVectors, Transferable):
         return query_BD @ target_BD.T
 
     def _pairs(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return each row's query, over the temperature, and the vector of its target, of length 1 (B, D)."""
+        """Return the query of each row, divided by the temperature, and the unit vector of its target (B, D)."""
         query_BD = self(batch._replace(items=batch.items[:, :-1]), last=True)[:, 0]
         return query_BD, F.normalize(self._vectors(batch.items[:, -1]).float(), dim=-1)
 
 
 def contrast(query_BD: Tensor, key_BD: Tensor, target_B: Tensor) -> Tensor:
-    """Return the mean of -log softmax over the batch at a row's own key; rows of its target are no negatives."""
+    """Return the mean cross-entropy of each row's own key among all keys; rows with the same target are left out."""
     with torch.autocast(query_BD.device.type, enabled=False):
         score_BB = query_BD.float() @ key_BD.float().T
     own_B = torch.arange(len(target_B), device=target_B.device)
@@ -178,7 +178,7 @@ def contrast(query_BD: Tensor, key_BD: Tensor, target_B: Tensor) -> Tensor:
 
 
 def drop_items(items_BL: Tensor, share: float) -> Tensor:
-    """Return histories without a random `share` of their items, but with the oldest; padded on the left."""
+    """Drop a random `share` of the items of each history, but never the oldest; pad on the left."""
     real_BL = items_BL != PAD
     oldest_BL = real_BL & (real_BL.cumsum(1) == 1)
     kept_BL = real_BL & ((torch.rand(items_BL.shape, device=items_BL.device) >= share) | oldest_BL)

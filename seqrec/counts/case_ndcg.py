@@ -21,8 +21,7 @@ from seqrec.counts.term import CountTerm, with_counts
 from seqrec.data import sequences
 from seqrec.data.sequences import Cases, Sequences
 from seqrec.evaluation import metrics, ranking
-from seqrec.evaluation.ranking import Blocks, Scorer
-from seqrec.evaluation.seen_items import SeenItems
+from seqrec.evaluation.ranking import ScoreBlocks, Scorer, SeenItems
 
 CUTOFF = 10
 BEST = 2 * CUTOFF  # with this many rivals above or equal, the mid-rank is beyond the cut-off
@@ -171,9 +170,9 @@ class CaseNdcg:
 
 def _remembered(scorer: Scorer) -> Scorer:
     """Return `scorer` with a cache by cases; it holds queries rather than scores, which would need more memory."""
-    known: dict[tuple[int, ...], Blocks] = {}
+    known: dict[tuple[int, ...], ScoreBlocks] = {}
 
-    def again(data: Sequences, user: Tensor, stop: Tensor) -> Blocks:
+    def again(data: Sequences, user: Tensor, stop: Tensor) -> ScoreBlocks:
         key = tuple(stop.tolist())
         if key not in known:
             known[key] = scorer(data, user, stop)

@@ -10,7 +10,7 @@ Shape suffixes: B rows   L events   J newest events   V items with padding (0)  
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
@@ -19,17 +19,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from seqrec.config import CountsConfig, require
+from seqrec.config import CountsConfig
 from seqrec.counts.table import CountTable, count
 from seqrec.data import sequences
 from seqrec.data.sequences import Sequences
-from seqrec.evaluation.ranking import ITEMS_PER_BLOCK, Blocks, Scorer
+from seqrec.evaluation.ranking import ITEMS_PER_BLOCK, ScoreBlocks, Scorer
 
 Vote = tuple[Tensor, Tensor, Tensor]  # row of the batch, item, value; each item at most once per row and event
 Adder = Callable[[Tensor, int], Tensor]  # scores (B, C), first item -> the same scores
 Sums = Callable[[int, int], Tensor]  # first item, C -> the sum (B, C) of the votes for these items
 DENSE = 1 << 24  # largest dense table in cells, 64 MB: up to 4,095 items
-LARGEST = 1e9  # limit of stored values: with any weights, their sum stays finite
 ALL = torch.iinfo(torch.int64).max
 KERNELS = {"inverse": 1.0, "root": 0.5, "square": 2.0}  # name -> p of d^-p
 
@@ -198,39 +197,12 @@ def build(data: Sequences, config: CountsConfig, table: CountTable | None = None
     )
 
 
-def stored(tensors: Mapping[str, Tensor], config: CountsConfig, num_items: int) -> CountTerm:
-    """Return the term of `num_items` items whose `CountTerm.tensors`, of the right types, were stored.
-
-    Raises:
-        ValueError: a tensor has another size, or a value is out of range; the message names the tensor.
-    """
-    found = CountTerm(**tensors, alpha=config.alpha, popularity=config.popularity)
-    sizes = {"offsets": num_items + 2, "log_popularity": num_items + 1, "weights": config.events}
-    for name, size in (sizes | {"targets": found.values.numel(), "values": found.values.numel()}).items():
-        shape = tuple(tensors[name].shape)
-        require(shape == (size,), f"{name} has the shape {shape}, expected {(size,)}, for {num_items} items")
-    limits: dict[str, tuple[float, float]] = {
-        "offsets": (0, len(found.values)),
-        "targets": (1, num_items),
-        "weights": (0, 1),
-    }
-    limits |= {"values": (-LARGEST, LARGEST), "log_popularity": (-LARGEST, LARGEST)}
-    for name, (low, high) in limits.items():
-        inside = bool(((tensors[name] >= low) & (tensors[name] <= high)).all())  # false for NaN
-        require(inside, f"{name} must be from {low:g} to {high:g}")
-    steps = found.offsets.diff()
-    whole = int(found.offsets[0]) == 0 and int(found.offsets[-1]) == len(found.values)
-    require(whole and bool((steps >= 0).all()), "offsets must rise from 0 to the number of values")
-    require(bool((steps <= num_items).all()), "offsets must leave at most one value for each pair of items")
-    return found
-
-
 def with_counts(scorer: Scorer, term: CountTerm | None) -> Scorer:
     """Return `scorer` with the term added to its scores, or unchanged without a term."""
     if term is None:
         return scorer
 
-    def added(data: Sequences, user: Tensor, stop: Tensor) -> Blocks:
+    def added(data: Sequences, user: Tensor, stop: Tensor) -> ScoreBlocks:
         blocks = scorer(data, user, stop)
         add = term.adder(sequences.window(data, user, stop, len(term.weights)).items)
 
@@ -243,7 +215,7 @@ def with_counts(scorer: Scorer, term: CountTerm | None) -> Scorer:
     return added
 
 
-def nothing(data: Sequences, user: Tensor, _: Tensor) -> Blocks:
+def nothing(data: Sequences, user: Tensor, _: Tensor) -> ScoreBlocks:
     """Score every item 0: the base scorer of baselines that only count."""
 
     def blocks() -> Iterator[tuple[int, Tensor]]:
@@ -257,7 +229,7 @@ def nothing(data: Sequences, user: Tensor, _: Tensor) -> Blocks:
 def by_halves(even: Scorer, odd: Scorer) -> Scorer:
     """Return a scorer that uses `even` for users of even index and `odd` for the others."""
 
-    def scorer(data: Sequences, user: Tensor, stop: Tensor) -> Blocks:
+    def scorer(data: Sequences, user: Tensor, stop: Tensor) -> ScoreBlocks:
         rows = [(user % 2 == parity).nonzero().squeeze(1) for parity in (0, 1)]
         asked = [(row, half) for row, half in zip(rows, (even, odd), strict=True) if len(row)]
         parts = [(row, half(data, user[row], stop[row])) for row, half in asked]

@@ -13,24 +13,23 @@ import lzma
 import os
 import re
 import shutil
-import stat
 import struct
 import subprocess
 import sys
 import time
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import requests
 import urllib3
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
 
 from seqrec import artifacts
 from seqrec.config import ConfigError, IngestConfig
@@ -39,17 +38,15 @@ from seqrec.data.sources import File, Publication, file_name
 from seqrec.redaction import redacted
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 REQUIREMENT = re.compile(r"[A-Za-z0-9](?:[\w.-]*[A-Za-z0-9])?==[\w.!+-]+")  # of pip
 MIRROR_VARIABLE = "SEQREC_DATA_MIRROR"
 CHUNK_BYTES = 1 << 16
-SIZE = "size"  # file beside a download: how many bytes it has
 CONNECT_TIMEOUT_S = 10.0
 PAUSE_S, LONGEST_PAUSE_S = 0.25, 60.0
 TRANSIENT = (408, 416, 425, 429, 500, 502, 503, 504)
-MAX_MEMBERS = 10_000  # limits of an archive, far above any known dataset, against decompression bombs
-MAX_BYTES = 1 << 34
-MAX_RATIO = 200
+MAX_BYTES = 1 << 34  # unpacked, far above any known dataset, against decompression bombs
 # What zipfile raises for corrupt archives: unknown versions or methods, password flags, members that differ from the
 # directory. Decompressors raise errors of their own; bz2 raises a plain OSError.
 CORRUPT_ZIP = (
@@ -67,7 +64,7 @@ class NotThereError(DownloadError):
     """The server has no such file."""
 
 
-class Found(NamedTuple):
+class SourceFile(NamedTuple):
     """A local file of a source; `origin` describes where it came from, without paths of this machine."""
 
     role: str
@@ -77,7 +74,7 @@ class Found(NamedTuple):
 
 def obtain(
     publications: Sequence[Publication], config: IngestConfig, downloads: Path
-) -> tuple[Publication, dict[str, Found]]:
+) -> tuple[Publication, dict[str, SourceFile]]:
     """Return the first publication that is available, and its files by role.
 
     Raises:
@@ -109,12 +106,12 @@ def obtain(
 
 def _origins(
     publications: Sequence[Publication], config: IngestConfig, downloads: Path
-) -> Iterator[tuple[str, Publication, Callable[[], list[Found]]]]:
+) -> Iterator[tuple[str, Publication, Callable[[], list[SourceFile]]]]:
     """Yield label, publication and the call that gathers its files, in the order to try."""
     mirror = mirror_of(config)
     for publication in publications:
         if publication.local:
-            yield "here", publication, partial(_gather, publication.files, _locally)
+            yield "here", publication, partial(_here, publication, downloads)
         if mirror:
             gather = partial(_from_mirror, publication, mirror, config, downloads)
             yield f"mirror {shown(mirror)}", publication, gather
@@ -136,7 +133,8 @@ def digests_of_own_files(publications: Sequence[Publication], config: IngestConf
     mirror = mirror_of(config)
     folders = ["", *([mirror] if mirror and not _is_url(mirror) else [])]
     for publication, folder in ((one, folder) for one in publications if one.local for folder in folders):
-        found = {file.role: _in_folder(folder, file) for file in publication.files}
+        paths = {file.role: [Path(folder, name) for name in _names(file)] for file in publication.files}
+        found = {role: next(filter(Path.is_file, places), None) for role, places in paths.items()}
         if all(found[file.role] for file in publication.files if file.required):
             return {role: artifacts.sha256(path) for role, path in found.items() if path}
     return {}
@@ -154,111 +152,113 @@ def mirror_of(config: IngestConfig) -> str:
     return mirror
 
 
-def _gather(files: Sequence[File], lookup: Callable[[File], Found | None]) -> list[Found]:
+def _gather(files: Sequence[File], find: Callable[[File], SourceFile]) -> list[SourceFile]:
+    """Return what `find` finds; a file that is not required may be missing."""
     gathered = []
     for file in files:
-        found = lookup(file)
-        if found is not None:
-            verify(found.path, file.sha256, found.origin)
-            gathered.append(found)
-        elif file.required:
-            raise NotThereError(f"{file.role}: no {' or '.join(shown(path) for path in file.paths)} (nor with .gz)")
-        elif file.role == "items":
-            logger.warning("no %s: items will have no titles", file.paths[0])
+        try:
+            gathered.append(find(file))
+        except NotThereError:
+            if file.required:
+                raise
+            if file.role == "items":
+                logger.warning("no %s: items will have no titles", file.paths[0])
     return gathered
 
 
-def _locally(file: File) -> Found | None:
-    path = _in_folder("", file)
-    return Found(file.role, path, f"local:{path.name}") if path else None
-
-
-def _in_folder(folder: str, file: File) -> Path | None:
-    paths = (Path(folder, name) for place in file.paths for name in (place, f"{place}.gz"))
-    return next((path for path in paths if path.is_file()), None)
-
-
-def _from_mirror(publication: Publication, mirror: str, config: IngestConfig, downloads: Path) -> list[Found]:
-    def lookup(file: File) -> Found | None:
-        for place in file.paths:
-            for name in (place, f"{place}.gz"):
-                path = _in_mirror(mirror, name, config, downloads, sha256=file.sha256)
-                if path is not None:
-                    return Found(file.role, path, f"mirror:{name}")
-        return None
-
-    archive = publication.archive
-    try:
-        return _gather(publication.files, lookup)
-    except NotThereError as error:
-        for name in (archive.name, f"{PurePosixPath(archive.name).stem}/{archive.name}") if archive else ():
-            get = partial(_in_mirror, mirror, name, config, downloads)
-            found = _unpacked(publication, get, f"mirror:{name}", downloads)
-            if found is not None:
-                return found
-        raise error
-
-
-def _in_mirror(
-    mirror: str, name: str, config: IngestConfig, downloads: Path, *, sha256: Sequence[str] = ()
-) -> Path | None:
-    if _is_url(name):
-        return None
-    if not _is_url(mirror):
-        path = Path(mirror, name)
-        return path if path.is_file() else None
-    try:
-        return _fetched(f"{mirror.rstrip('/')}/{name}", config, downloads, sha256=sha256)
-    except NotThereError:
-        return None
-
-
-def _officially(publication: Publication, config: IngestConfig, downloads: Path) -> list[Found]:
-    archive = publication.archive
-    if archive and archive.requirement:
-        requirement, retries, timeout_s = archive.requirement, config.retries, config.timeout_s
-        get = partial(pip_download, requirement, downloads, retries=retries, timeout_s=timeout_s)
-        return _unpacked(publication, get, f"pypi:{archive.requirement}", downloads) or []
-    if archive:
-        get = partial(_fetched, archive.url, config, downloads, sha256=archive.sha256, size=archive.size)
-        return _unpacked(publication, get, archive.url, downloads) or []
-
-    def lookup(file: File) -> Found | None:
-        failure: DownloadError | None = None
-        for url in file.urls:
-            try:
-                return Found(file.role, _fetched(url, config, downloads, sha256=file.sha256), shown(url))
-            except NotThereError:
-                continue
-            except DownloadError as error:
-                failure = failure or error
-        if failure:
-            raise failure
-        return None
-
-    return _gather(publication.files, lookup)
-
-
-def _unpacked(
-    publication: Publication, get: Callable[[], Path | None], origin: str, downloads: Path
-) -> list[Found] | None:
-    """Return the files in the archive that `get` fetches; None if there is none.
-
-    A download that cannot be unpacked is set aside and repeated once.
-    """
-    for attempt in (1, 2):
-        path = get()
-        if path is None:
-            return None
+def _first(file: File, places: Iterable[tuple[str, Callable[[], Path]]], downloads: Path) -> SourceFile:
+    """Return the file from the first of `places` that has it; a place is an origin and the call that gets the file."""
+    failure = NotThereError(f"{file.role}: no {' or '.join(shown(path) for path in file.paths)} (nor with .gz)")
+    for origin, get in places:
         try:
-            return _unpack(publication, path, origin, downloads)
+            return _twice(get, partial(_verified, file, origin), downloads)
+        except NotThereError:
+            continue
         except DownloadError as error:
-            if not set_aside(path, downloads, error) or attempt == 2:
-                raise
-    raise AssertionError
+            failure = error if isinstance(failure, NotThereError) else failure  # type: ignore[assignment]
+    raise failure
 
 
-def _unpack(publication: Publication, path: Path, origin: str, downloads: Path) -> list[Found]:
+def _twice(get: Callable[[], Path], use: Callable[[Path], T], downloads: Path) -> T:
+    """Return what `use` makes of the file that `get` fetches; a download that it refuses is repeated once."""
+    path = get()
+    try:
+        return use(path)
+    except DownloadError as error:
+        if not set_aside(path, downloads, error):
+            raise
+    path = get()
+    try:
+        return use(path)
+    except DownloadError as error:
+        set_aside(path, downloads, error)
+        raise
+
+
+def _verified(file: File, origin: str, path: Path) -> SourceFile:
+    verify(path, file.sha256, origin)
+    return SourceFile(file.role, path, origin)
+
+
+def _names(file: File) -> list[str]:
+    return [name for place in file.paths for name in (place, f"{place}.gz")]
+
+
+def _existing(*parts: str | Path) -> Path:
+    path = Path(*parts)
+    if not path.is_file():
+        raise NotThereError(f"no {path}")
+    return path
+
+
+def _here(publication: Publication, downloads: Path) -> list[SourceFile]:
+    def find(file: File) -> SourceFile:
+        places = ((f"local:{Path(name).name}", partial(_existing, name)) for name in _names(file))
+        return _first(file, places, downloads)
+
+    return _gather(publication.files, find)
+
+
+def _from_mirror(publication: Publication, mirror: str, config: IngestConfig, downloads: Path) -> list[SourceFile]:
+    """Return the files of a mirror, which has them one by one or in their archive."""
+
+    def get(name: str) -> Path:
+        if _is_url(mirror) and not _is_url(name):
+            return _download(f"{mirror.rstrip('/')}/{name}", config, downloads)
+        return _existing(mirror, name)
+
+    def find(file: File) -> SourceFile:
+        return _first(file, ((f"mirror:{name}", partial(get, name)) for name in _names(file)), downloads)
+
+    archive = publication.archive
+    try:
+        return _gather(publication.files, find)
+    except NotThereError as error:
+        missing = error
+    for name in (archive.name, f"{PurePosixPath(archive.name).stem}/{archive.name}") if archive else ():
+        with suppress(NotThereError):
+            return _twice(partial(get, name), partial(_unpacked, publication, f"mirror:{name}", downloads), downloads)
+    raise missing
+
+
+def _officially(publication: Publication, config: IngestConfig, downloads: Path) -> list[SourceFile]:
+    def find(file: File) -> SourceFile:
+        places = ((shown(url), partial(_download, url, config, downloads)) for url in file.urls)
+        return _first(file, places, downloads)
+
+    archive = publication.archive
+    if archive is None:
+        return _gather(publication.files, find)
+    if archive.requirement:
+        origin = f"pypi:{archive.requirement}"
+        get = partial(pip_download, archive.requirement, downloads, retries=config.retries, timeout_s=config.timeout_s)
+    else:
+        origin, get = archive.url, partial(_download, archive.url, config, downloads)
+    return _twice(get, partial(_unpacked, publication, origin, downloads), downloads)
+
+
+def _unpacked(publication: Publication, origin: str, downloads: Path, path: Path) -> list[SourceFile]:
+    """Return the files of the archive `path`."""
     archive = publication.archive
     assert archive is not None
     ours = path.is_relative_to(downloads)
@@ -266,61 +266,41 @@ def _unpack(publication: Publication, path: Path, origin: str, downloads: Path) 
     verify(path, archive.sha256, origin, size=archive.size)
     extract(path, folder, [file.paths[0] for file in publication.files])
 
-    def lookup(file: File) -> Found | None:
-        member = folder / file.paths[0]
-        return Found(file.role, member, f"{origin}!{file.paths[0]}") if member.is_file() else None
+    def find(file: File) -> SourceFile:
+        return _verified(file, f"{origin}!{file.paths[0]}", _existing(folder, file.paths[0]))
 
-    return _gather(publication.files, lookup)
-
-
-def _fetched(url: str, config: IngestConfig, downloads: Path, *, sha256: Sequence[str] = (), size: int = 0) -> Path:
-    return fetch(url, downloads, sha256=sha256, size=size, retries=config.retries, timeout_s=config.timeout_s)
+    return _gather(publication.files, find)
 
 
-def fetch(
-    url: str, downloads: Path, *, sha256: Sequence[str] = (), size: int = 0, retries: int = 4, timeout_s: float = 30.0
-) -> Path:
-    """Download `url`, resuming a partial download, and return the verified file.
+def _download(url: str, config: IngestConfig, downloads: Path) -> Path:
+    return download(url, downloads, retries=config.retries, timeout_s=config.timeout_s)
 
-    Attempts that received data do not count as retries. Pauses between attempts start at half a second and double. A
-    file of the wrong size or digest is set aside and downloaded again once.
+
+def download(url: str, downloads: Path, *, retries: int = 4, timeout_s: float = 30.0) -> Path:
+    """Return the file at `url`, which is fetched unless an earlier run has it; a partial download is resumed.
+
+    Attempts that received data do not count as retries. Pauses between attempts start at half a second and double.
 
     Raises:
         NotThereError: the server has no such file.
-        DownloadError: all attempts failed, or size or digest was wrong twice.
+        DownloadError: all attempts failed.
     """
     folder = _folder(url, downloads)
     target, part = folder / (file_name(urlsplit(url).path) or "index"), folder / "partial"
-    for attempt in (1, 2):
-        folder.mkdir(parents=True, exist_ok=True)
-        if not target.is_file():
-            _persist(url, part, retries, timeout_s)
-            artifacts.write_text(folder / SIZE, str(_size(part)))
-            artifacts.rename(part, target)
-        try:
-            if not _is_whole(target):
-                raise DownloadError(f"{shown(url)}: {target} is cut short; fetch it again")
-            verify(target, sha256, shown(url), size=size)
-            break
-        except DownloadError as error:
-            set_aside(target, downloads, error)
-            if attempt == 2:
-                raise
-    return target
-
-
-def _persist(url: str, part: Path, retries: int, timeout_s: float) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
     failed = 0
-    while True:
+    while not target.is_file():
         before = _size(part)
         try:
-            return _transfer(url, part, timeout_s)
+            _transfer(url, part, timeout_s)
+            artifacts.rename(part, target)
         except TRANSPORT_ERRORS as error:
             failed = 0 if _size(part) > before else failed + 1
             if failed > retries:
                 raise DownloadError(f"{shown(url)}: {_reason(error)} ({failed} attempts)") from error
             logger.info("%s: %s; trying again", shown(url), _reason(error))
             time.sleep(min(PAUSE_S * 2**failed, LONGEST_PAUSE_S))
+    return target
 
 
 def _transfer(url: str, part: Path, timeout_s: float) -> None:
@@ -346,10 +326,11 @@ def _transfer(url: str, part: Path, timeout_s: float) -> None:
             stamp.write_text(_version(response), encoding="utf-8")
         length = response.headers.get("Content-Length")
         total = have + int(length) if length else None
-        with part.open("ab") as file, _progress(shown(url), total, have) as advance:
+        with part.open("ab") as file, _progress_bar() as bar:
+            task = bar.add_task(shown(url), total=total, completed=have)
             for chunk in response.raw.stream(CHUNK_BYTES, decode_content=False):
                 file.write(chunk)
-                advance(len(chunk))
+                bar.advance(task, len(chunk))
     if total is not None and _size(part) != total:
         raise requests.ConnectionError(f"received only {_size(part):,} of {total:,} bytes")
 
@@ -369,15 +350,11 @@ def _version(response: requests.Response) -> str:
     return tag if tag and not tag.startswith("W/") else response.headers.get("Last-Modified", "")
 
 
-@contextmanager
-def _progress(label: str, total: int | None, done: int) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar on a terminal; do nothing elsewhere."""
+def _progress_bar() -> Progress:
+    """Return a progress bar, which shows nothing unless there is a terminal."""
     console = Console(stderr=True)
-    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    text = TextColumn("{task.description}")
-    with Progress(text, *columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(label, total=total, completed=done)
-        yield lambda count: bar.advance(task, count)
+    columns = (*Progress.get_default_columns(), DownloadColumn(), TransferSpeedColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def pip_download(requirement: str, downloads: Path, *, retries: int = 4, timeout_s: float = 30.0) -> Path:
@@ -391,56 +368,39 @@ def pip_download(requirement: str, downloads: Path, *, retries: int = 4, timeout
     folder = _folder(f"pypi:{requirement}", downloads)
     for wheel in folder.glob("*.whl"):
         return wheel
-    scratch = folder / "scratch"
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(parents=True)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet"]
     command += ["--disable-pip-version-check", "--retries", str(retries), "--timeout", f"{timeout_s:.0f}"]
-    result = subprocess.run(
-        [*command, "--dest", str(scratch), "--", requirement], capture_output=True, text=True, check=False
-    )
-    wheels = list(scratch.glob("*.whl"))
-    if result.returncode or not wheels:
+    command += ["--dest", str(folder / "scratch"), "--", requirement]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
         last = (result.stderr.strip().splitlines() or ["no wheel"])[-1]
         raise DownloadError(f"pip download {requirement}: {redacted(last)}")
-    artifacts.rename(wheels[0], folder / wheels[0].name)
-    return folder / wheels[0].name
+    [wheel] = (folder / "scratch").glob("*.whl")
+    artifacts.rename(wheel, folder / wheel.name)
+    return folder / wheel.name
 
 
 def extract(archive: Path, folder: Path, members: Sequence[str]) -> None:
     """Extract those of `members` that the zip archive holds, replacing `folder`.
 
+    zipfile keeps every member inside the folder, makes no links, and unpacks no more than the size that it states.
+
     Raises:
-        DownloadError: the archive is damaged or encrypted, holds links or paths outside the folder, or exceeds the
-            limits of its size.
+        DownloadError: the archive is damaged or encrypted, or its members are too large.
     """
     shutil.rmtree(folder, ignore_errors=True)
     try:
         with zipfile.ZipFile(archive) as content:
-            _refuse_unsafe(content.infolist(), archive)
-            for name in set(members) & set(content.namelist()):
-                target = folder / name
-                target.parent.mkdir(parents=True, exist_ok=True)
-                with content.open(name) as source, target.open("wb") as file:
-                    shutil.copyfileobj(source, file)
+            wanted = [content.getinfo(name) for name in set(members) & set(content.namelist())]
+            size = sum(member.file_size for member in wanted)
+            if size > MAX_BYTES:
+                raise DownloadError(f"its members would unpack to {size:,} bytes")
+            for member in wanted:
+                content.extract(member, folder)
     except CORRUPT_ZIP as error:
         if isinstance(error, OSError) and error.errno is not None:  # the disk's error, not the archive's
             raise
         raise DownloadError(f"{archive.name} is truncated or damaged: {error}; fetch it again") from error
-
-
-def _refuse_unsafe(members: list[zipfile.ZipInfo], archive: Path) -> None:
-    size = sum(member.file_size for member in members)
-    if len(members) > MAX_MEMBERS or size > MAX_BYTES or size > MAX_RATIO * archive.stat().st_size:
-        raise DownloadError(f"{archive.name} is refused: {len(members):,} members that unpack to {size:,} bytes")
-    for member in members:
-        path = PurePosixPath(member.filename.replace("\\", "/"))
-        if path.is_absolute() or ".." in path.parts or ":" in (path.parts or ("",))[0]:
-            raise DownloadError(f"{archive.name} is refused: its member {member.filename!r} leaves the folder")
-        if stat.S_ISLNK(member.external_attr >> 16):
-            raise DownloadError(f"{archive.name} is refused: its member {member.filename!r} is a link")
-        if member.flag_bits & 1:
-            raise DownloadError(f"{archive.name} is refused: its member {member.filename!r} is encrypted")
 
 
 def verify(path: Path, sha256: Sequence[str], label: str, *, size: int = 0) -> None:
@@ -466,13 +426,12 @@ def _content_digest(path: Path) -> str:
         return ""
 
 
-def forget(found: Sequence[Found], downloads: Path) -> None:
-    """Delete the downloads that `found` came from; files elsewhere, such as those of a mirror folder, are kept."""
-    for file in found:
-        if file.path.is_relative_to(downloads):
-            folder = downloads / file.path.relative_to(downloads).parts[0]
-            for each in (folder, _aside(folder)):
-                shutil.rmtree(each, ignore_errors=True)
+def forget(files: Iterable[SourceFile], downloads: Path) -> None:
+    """Delete the downloads that `files` came from; files elsewhere, such as those of a mirror folder, are kept."""
+    for file in files:
+        if folder := _download_of(file.path, downloads):
+            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(_aside(folder), ignore_errors=True)
 
 
 def set_aside(path: Path, downloads: Path, reason: Exception) -> bool:
@@ -481,13 +440,17 @@ def set_aside(path: Path, downloads: Path, reason: Exception) -> bool:
     Returns:
         Whether the file was a download; files elsewhere belong to the user and are kept.
     """
-    if not path.is_relative_to(downloads):
+    folder = _download_of(path, downloads)
+    if folder is None:
         return False
-    folder = downloads / path.relative_to(downloads).parts[0]
     shutil.rmtree(_aside(folder), ignore_errors=True)
     folder.replace(_aside(folder))
     logger.warning("%s: moved to %s", reason, _aside(folder))
     return True
+
+
+def _download_of(path: Path, downloads: Path) -> Path | None:
+    return downloads / path.relative_to(downloads).parts[0] if path.is_relative_to(downloads) else None
 
 
 def _aside(folder: Path) -> Path:
@@ -508,12 +471,6 @@ def _is_url(address: str) -> bool:
 
 def _folder(address: str, downloads: Path) -> Path:
     return downloads / hashlib.sha256(address.encode()).hexdigest()
-
-
-def _is_whole(target: Path) -> bool:
-    """Return whether a download has the size that it had when it was complete."""
-    size = target.with_name(SIZE)
-    return size.is_file() and size.read_text(encoding="utf-8") == str(_size(target))
 
 
 def _size(path: Path) -> int:

@@ -14,7 +14,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ["GX_ANALYTICS_ENABLED"] = "false"  # read at import; private networks hang on the call home
 
@@ -27,19 +27,18 @@ from great_expectations.data_context.types.base import ProgressBarsConfig
 
 from seqrec.artifacts import INTERACTIONS_SCHEMA, ITEMS_SCHEMA
 from seqrec.config import ValidateConfig
+from seqrec.data.log_counts import EXAMPLES, LogCounts
 
 # Silences notes about folders and empty lists; the second logger sets its own level.
 for _name in ("great_expectations", "great_expectations.data_context.types.base"):
     logging.getLogger(_name).setLevel(logging.WARNING)
 
-EXAMPLES = 5  # offending values kept for each rule
 MAX_ID_LENGTH = 256
 RATINGS = tuple(str(half / 2) for half in range(1, 11))  # "0.5" ... "5.0"
 # Unicode blanks are listed, because \s of RE2, which pandas may use, matches only ASCII.
 _BLANK = "[\\s\u0085\u00a0\u1680\u2000-\u200b\u2028\u2029\u202f\u205f\u3000\ufeff]"
 UNCLEAN_ID = rf"[\x00-\x1f\x7f-\x9f]|^{_BLANK}|{_BLANK}$|^$"
-NO_TIME, NO_ID = "{:,} of {:,} events have none", "{:,} of {:,} ids are missing"
-REPEATED = "{:,} of {:,} are repeated"
+NO_TIME = "{:,} of {:,} events have none"
 TIME_ADVICE = "check that ingest.columns maps timestamp to the right column"
 ID_ADVICE = "clean the ids in the source, or check that ingest.columns maps the right column"
 
@@ -77,202 +76,182 @@ class Check:
     advice: str  # the setting to change
 
 
-@dataclass(frozen=True, kw_only=True)
-class Suite:
+class Suite(NamedTuple):
     """Expectations about columns `table.column`, and the frame with these columns; in Spark they are named `column`."""
 
     frame: Any  # a frame of pandas or Spark
-    expectations: list[gxe.Expectation]
+    rules: list[gxe.Expectation]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Log:
-    """The input of the rules: the distinct ids and ratings, and time and row of every event."""
+def _rule(
+    kind: type[gxe.Expectation],
+    text: str,
+    *,
+    severity: str = "critical",
+    advice: str = "run ingest again",
+    finding: str = "",
+    examples: Sequence[str] = (),
+    **limits: Any,
+) -> gxe.Expectation:
+    """Return an expectation with the texts of its rule.
 
-    users: pl.Series
-    items: pl.Series
-    ratings: pl.Series
-    times: Any  # columns timestamp and row; a frame of pandas or Spark
-
-    @classmethod
-    def of(cls, events: pl.DataFrame) -> Log:
-        """Return the log of an interactions table; ids may be categorical."""
-        users, items, ratings = (events[name].unique() for name in ("user_id", "item_id", "rating"))
-        times = pd.DataFrame({name: events[name].to_numpy() for name in ("timestamp", "row")}, copy=False)
-        return cls(users=users, items=items, ratings=ratings, times=times)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Totals:
-    """Totals over the whole log; None where there is nothing to compare with."""
-
-    rows: int
-    users: int
-    items: int
-    distinct_times: int
-    duplicate_share: float
-    duplicates: list[str]  # examples
-    unknown_items: int  # items with interactions that are not in the items table
-    unknown: list[str]  # examples
-    user_drift: float | None
-    item_drift: float | None
+    `finding` is shown on failure; it may have places for the numbers of offenders and of values. `examples` are shown
+    where the expectation itself has no offending values.
+    """
+    meta = {"advice": advice, "examples": list(examples), "finding": finding}
+    return kind(description=text, severity=severity, meta=meta, **limits)
 
 
 def schema_suites(interactions: pa.Schema, items: pa.Schema) -> list[Suite]:
     """Return the rules about columns and types; if one of them fails, the others cannot run."""
-    extra = [pa.field(name, pa.string()) for name in items.names if name not in ITEMS_SCHEMA.names]
+    attributes = [pa.field(name, pa.string()) for name in items.names if name not in ITEMS_SCHEMA.names]
     return [
         _schema_suite("interactions", interactions, list(INTERACTIONS_SCHEMA)),
-        _schema_suite("items", items, [*ITEMS_SCHEMA, *extra]),
+        _schema_suite("items", items, [*ITEMS_SCHEMA, *attributes]),
     ]
 
 
 def _schema_suite(table: str, schema: pa.Schema, expected: Sequence[pa.Field]) -> Suite:
     advice = "run ingest again: another version of it, or another program, wrote this file"
-    frame = pd.DataFrame({f"{table}.{field.name}": [str(field.type)] for field in schema})
+    text = f"has exactly the columns {', '.join(field.name for field in expected)}"
     names = [f"{table}.{field.name}" for field in expected]
-    rules = [
-        gxe.ExpectTableColumnsToMatchSet(
-            column_set=names,
-            **_options(f"has exactly the columns {', '.join(field.name for field in expected)}", advice=advice),
-        )
-    ]
-    for field in expected:
+    rules = [_rule(gxe.ExpectTableColumnsToMatchSet, text, column_set=names, advice=advice)]
+    for name, field in zip(names, expected, strict=True):
         if field.name in schema.names:
-            options = _options(f"the type is {field.type}", advice=advice)
-            rules.append(
-                gxe.ExpectColumnValuesToBeInSet(column=f"{table}.{field.name}", value_set=[str(field.type)], **options)
-            )
-    return Suite(frame=frame, expectations=rules)
+            kind, types = gxe.ExpectColumnValuesToBeInSet, [str(field.type)]
+            rules.append(_rule(kind, f"the type is {field.type}", column=name, value_set=types, advice=advice))
+    return Suite(pd.DataFrame({f"{table}.{field.name}": [str(field.type)] for field in schema}), rules)
 
 
 def content_suites(
-    log: Log, catalogue: pl.DataFrame, totals: Totals, reference: Mapping[str, int], config: ValidateConfig
+    log: LogCounts,
+    catalogue: pl.DataFrame,
+    unknown: pl.Series,
+    drift: Mapping[str, float],
+    reference: Mapping[str, int],
+    config: ValidateConfig,
+    *,
+    dated: bool = True,
 ) -> list[Suite]:
     """Return the rules about values.
 
     Args:
         log: the interactions.
         catalogue: `item_id` and `title` of the items table.
-        totals: totals over both tables.
+        unknown: items with events that are not in the items table.
+        drift: by `user_id` and `item_id`, the drift against the accepted baseline; empty without one.
         reference: known `rows`, `users` and `items` of the source; missing ones are not compared.
         config: the limits.
+        dated: whether timestamps are times; otherwise they are positions, which need not lie between two dates.
     """
     return [
-        _time_suite(log.times, config),
+        _time_suite(log.times, config, dated),
         _id_suite("interactions.user_id", log.users),
         _id_suite("interactions.item_id", log.items),
         _rating_suite(log.ratings),
         _catalogue_suite(catalogue),
-        _totals_suite(totals, reference, config),
+        _totals_suite(log, unknown, drift, reference, config),
     ]
 
 
-def _time_suite(times: Any, config: ValidateConfig) -> Suite:
-    frame = times.add_prefix("interactions.") if isinstance(times, pd.DataFrame) else times
-    first, last = (datetime.fromisoformat(day).replace(tzinfo=UTC) for day in (config.min_date, config.max_date))
-    range_advice = "widen validate.min_date and validate.max_date if these times (seconds since 1970, UTC) are right"
-    return Suite(
-        frame=frame,
-        expectations=[
-            gxe.ExpectColumnValuesToNotBeNull(
-                column="interactions.timestamp",
-                **_options("every event has a time", advice=TIME_ADVICE, finding=NO_TIME),
-            ),
-            gxe.ExpectColumnValuesToBeBetween(
-                column="interactions.timestamp",
-                min_value=int(first.timestamp()),
-                max_value=int(last.timestamp()),
-                **_options(f"every time lies between {config.min_date} and {config.max_date}", advice=range_advice),
-            ),
-            gxe.ExpectColumnValuesToNotBeNull(column="interactions.row", **_options("every event has a row number")),
-            gxe.ExpectColumnValuesToBeUnique(
-                column="interactions.row",
-                **_options("row numbers are unique: they order events of equal times", finding=REPEATED),
-            ),
-        ],
-    )
+def _time_suite(times: Any, config: ValidateConfig, dated: bool) -> Suite:
+    time, row = "interactions.timestamp", "interactions.row"
+    missing, unique = gxe.ExpectColumnValuesToNotBeNull, gxe.ExpectColumnValuesToBeUnique
+    order, repeated = "row numbers are unique: they order events of equal times", "{:,} of {:,} are repeated"
+    rules = [_rule(missing, "every event has a time", column=time, advice=TIME_ADVICE, finding=NO_TIME)]
+    if dated:
+        least, most = (_seconds(day) for day in (config.min_date, config.max_date))
+        advice = "widen validate.min_date and validate.max_date if these times (seconds since 1970, UTC) are right"
+        text = f"every time lies between {config.min_date} and {config.max_date}"
+        between = gxe.ExpectColumnValuesToBeBetween
+        rules.append(_rule(between, text, column=time, min_value=least, max_value=most, advice=advice))
+    rules.append(_rule(missing, "every event has a row number", column=row))
+    rules.append(_rule(unique, order, column=row, finding=repeated))
+    return Suite(times.add_prefix("interactions.") if isinstance(times, pd.DataFrame) else times, rules)
+
+
+def _seconds(day: str) -> int:
+    return int(datetime.fromisoformat(day).replace(tzinfo=UTC).timestamp())
+
+
+def _texts(values: Sequence[str | None]) -> pd.Series:
+    return pd.Series(values, dtype=object)
 
 
 def _id_suite(column: str, ids: pl.Series) -> Suite:
-    values = ids.cast(pl.String).sort().to_list()
-    return Suite(frame=pd.DataFrame({column: pd.Series(values, dtype=object)}), expectations=_id_rules(column))
+    return Suite(pd.DataFrame({column: _texts(ids.cast(pl.String).sort().to_list())}), _id_rules(column))
 
 
 def _id_rules(column: str) -> list[gxe.Expectation]:
+    clean = "ids have no control characters or blanks at the ends, and are not empty"
+    missing, length = gxe.ExpectColumnValuesToNotBeNull, gxe.ExpectColumnValueLengthsToBeBetween
+    texts = {"column": column, "advice": ID_ADVICE}
     return [
-        gxe.ExpectColumnValuesToNotBeNull(
-            column=column, **_options("every row has an id", advice=ID_ADVICE, finding=NO_ID)
-        ),
-        gxe.ExpectColumnValuesToNotMatchRegex(
-            column=column,
-            regex=UNCLEAN_ID,
-            **_options("ids have no control characters or blanks at the ends, and are not empty", advice=ID_ADVICE),
-        ),
-        gxe.ExpectColumnValueLengthsToBeBetween(
-            column=column,
-            max_value=MAX_ID_LENGTH,
-            **_options(f"ids have at most {MAX_ID_LENGTH} characters", advice=ID_ADVICE),
-        ),
+        _rule(missing, "every row has an id", finding="{:,} of {:,} ids are missing", **texts),
+        _rule(gxe.ExpectColumnValuesToNotMatchRegex, clean, regex=UNCLEAN_ID, **texts),
+        _rule(length, f"ids have at most {MAX_ID_LENGTH} characters", max_value=MAX_ID_LENGTH, **texts),
     ]
 
 
 def _rating_suite(ratings: pl.Series) -> Suite:
     # As text, because pandas and Great Expectations treat NaN as missing, although it is an invalid rating.
     values = ratings.drop_nulls().unique().sort().cast(pl.String).to_list()
-    advice = "nothing if prepare.min_rating is 0: ratings only matter to that setting"
-    options = _options("ratings are 0.5, 1, ... 5, or missing", "warning", advice)
-    return Suite(
-        frame=pd.DataFrame({"interactions.rating": pd.Series(values, dtype=object)}),
-        expectations=[
-            gxe.ExpectColumnValuesToBeInSet(column="interactions.rating", value_set=list(RATINGS), **options)
-        ],
+    rule = _rule(
+        gxe.ExpectColumnValuesToBeInSet,
+        "ratings are 0.5, 1, ... 5, or missing",
+        column="interactions.rating",
+        value_set=list(RATINGS),
+        severity="warning",
+        advice="nothing if prepare.min_rating is 0: ratings only matter to that setting",
     )
+    return Suite(pd.DataFrame({"interactions.rating": _texts(values)}), [rule])
 
 
 def _catalogue_suite(catalogue: pl.DataFrame) -> Suite:
-    columns = {f"items.{name}": pd.Series(catalogue[name].to_list(), dtype=object) for name in ("item_id", "title")}
-    unique = _options(
+    unique = _rule(
+        gxe.ExpectColumnValuesToBeUnique,
         "every item appears once",
+        column="items.item_id",
         advice="remove the repeated items from the source's items file",
         finding="{:,} of {:,} rows repeat an item",
     )
-    title = _options(
+    title = _rule(
+        gxe.ExpectColumnValuesToNotBeNull,
         "every item has a title",
-        "info",
-        "prepare.require_title drops items without a title",
+        column="items.title",
+        severity="info",
+        advice="prepare.require_title drops items without a title",
         finding="{:,} of {:,} items have no title",
     )
-    return Suite(
-        frame=pd.DataFrame(columns),
-        expectations=[
-            *_id_rules("items.item_id"),
-            gxe.ExpectColumnValuesToBeUnique(column="items.item_id", **unique),
-            gxe.ExpectColumnValuesToNotBeNull(column="items.title", **title),
-        ],
-    )
+    frame = pd.DataFrame({f"items.{name}": _texts(catalogue[name].to_list()) for name in ("item_id", "title")})
+    return Suite(frame, [*_id_rules("items.item_id"), unique, title])
 
 
-def _totals_suite(totals: Totals, reference: Mapping[str, int], config: ValidateConfig) -> Suite:
-    known = [_known_count(name, reference[name]) for name in ("rows", "users", "items") if name in reference]
-    rules = [*_volume_rules(totals, reference, config), *known, *_relation_rules(totals, config)]
-    values = {
-        "rows": totals.rows,
-        "users": totals.users,
-        "items": totals.items,
-        "timestamp (distinct)": totals.distinct_times,
-        "user_id, item_id, timestamp (share repeated)": totals.duplicate_share,
-        "item_id (not in items)": totals.unknown_items,
-        "user_id (drift)": totals.user_drift,
-        "item_id (drift)": totals.item_drift,
-        "baseline": int(totals.user_drift is not None),
+def _totals_suite(
+    log: LogCounts, unknown: pl.Series, drift: Mapping[str, float], reference: Mapping[str, int], config: ValidateConfig
+) -> Suite:
+    counts = {
+        "rows": log.rows,
+        "users": len(log.events["user_id"]),
+        "items": len(log.events["item_id"]),
     }
-    # Python numbers, because Data Docs prints those of numpy as np.float64(0.1).
+    values: dict[str, float | None] = {
+        **counts,
+        "timestamp (distinct)": log.distinct_times,
+        "user_id, item_id, timestamp (share repeated)": log.repeats / max(log.rows, 1),
+        "item_id (not in items)": len(unknown),
+        "user_id (drift)": drift.get("user_id"),
+        "item_id (drift)": drift.get("item_id"),
+        "baseline": len(drift),
+    }
+    # Python numbers, because Great Expectations prints those of numpy as np.float64(0.1).
     frame = pd.DataFrame({f"interactions.{name}": [value] for name, value in values.items()}, dtype=object)
-    return Suite(frame=frame, expectations=rules)
+    known = [_known_count(name, reference[name]) for name in counts if name in reference]
+    relations = _relation_rules(log.repeated, unknown.head(EXAMPLES).to_list(), config)
+    return Suite(frame, [*_volume_rules(reference, config), *known, *relations, *_drift_rules(drift, config)])
 
 
-def _volume_rules(totals: Totals, reference: Mapping[str, int], config: ValidateConfig) -> list[gxe.Expectation]:
+def _volume_rules(reference: Mapping[str, int], config: ValidateConfig) -> list[gxe.Expectation]:
     too_few = "use a larger source: nothing can be learnt or ranked from one"
     rules = [
         _total("rows", f"at least {config.min_rows}", least=config.min_rows, advice="lower validate.min_rows"),
@@ -294,8 +273,8 @@ def _known_count(name: str, count: int) -> gxe.Expectation:
     return _total(name, rule, least=count, most=count, severity="warning", advice=advice)
 
 
-def _relation_rules(totals: Totals, config: ValidateConfig) -> list[gxe.Expectation]:
-    rules = [
+def _relation_rules(repeated: Sequence[str], unknown: Sequence[str], config: ValidateConfig) -> list[gxe.Expectation]:
+    return [
         _total(
             "timestamp (distinct)",
             "at least 2 different times; with one, the order of a sequence is the order of the source's rows",
@@ -308,7 +287,7 @@ def _relation_rules(totals: Totals, config: ValidateConfig) -> list[gxe.Expectat
             f"at most {config.max_duplicate_share:g}",
             most=config.max_duplicate_share,
             advice="raise validate.max_duplicate_share if the repeats are real",
-            examples=totals.duplicates,
+            examples=repeated,
         ),
         _total(
             "item_id (not in items)",
@@ -316,45 +295,36 @@ def _relation_rules(totals: Totals, config: ValidateConfig) -> list[gxe.Expectat
             most=0,
             severity="warning",
             advice="expected where the source's metadata is partial; models that read text need it",
-            examples=totals.unknown,
+            examples=unknown,
         ),
     ]
-    if totals.user_drift is None:
+
+
+def _drift_rules(drift: Mapping[str, float], config: ValidateConfig) -> list[gxe.Expectation]:
+    if not drift:
         advice = "run `seqrec accept-baseline` once the data is known to be good"
         rule, finding = "drift is measured against a baseline", "no baseline accepted yet"
-        return [*rules, _total("baseline", rule, least=1, severity="info", advice=advice, finding=finding)]
-    for name in ("user_id", "item_id"):
-        rule = f"drift of the events per {name} (population stability index) is at most {config.max_drift:g}"
-        advice = "run `seqrec accept-baseline` if the change is wanted, or raise validate.max_drift"
-        rules.append(_total(f"{name} (drift)", rule, most=config.max_drift, severity="warning", advice=advice))
-    return rules
+        return [_total("baseline", rule, least=1, severity="info", advice=advice, finding=finding)]
+    advice = "run `seqrec accept-baseline` if the change is wanted, or raise validate.max_drift"
+    text = "drift of the events per {} (population stability index) is at most {:g}"
+    return [
+        _total(
+            f"{name} (drift)",
+            text.format(name, config.max_drift),
+            most=config.max_drift,
+            severity="warning",
+            advice=advice,
+        )
+        for name in ("user_id", "item_id")
+    ]
 
 
 def _total(
-    name: str,
-    rule: str,
-    *,
-    least: float | None = None,
-    most: float | None = None,
-    severity: str = "critical",
-    advice: str,
-    examples: Sequence[str] = (),
-    finding: str = "",
+    name: str, text: str, *, least: float | None = None, most: float | None = None, **texts: Any
 ) -> gxe.Expectation:
-    options = _options(rule, severity, advice, examples, finding)
-    return gxe.ExpectColumnMaxToBeBetween(column=f"interactions.{name}", min_value=least, max_value=most, **options)
-
-
-def _options(
-    rule: str,
-    severity: str = "critical",
-    advice: str = "run ingest again",
-    examples: Sequence[str] = (),
-    finding: str = "",
-) -> dict[str, Any]:
-    """Return the texts of a rule; `finding`, shown on failure, has slots for the numbers of offenders and of values."""
-    meta = {"advice": advice, "examples": list(examples), "finding": finding}
-    return {"description": rule, "severity": severity, "meta": meta}
+    """Return a rule about the one value of a column of the table of totals."""
+    column = f"interactions.{name}"
+    return _rule(gxe.ExpectColumnMaxToBeBetween, text, column=column, min_value=least, max_value=most, **texts)
 
 
 def run(suites: Sequence[Suite]) -> list[gx.core.ExpectationValidationResult]:
@@ -365,23 +335,22 @@ def run(suites: Sequence[Suite]) -> list[gx.core.ExpectationValidationResult]:
     """
     context = gx.get_context(mode="ephemeral")
     context.variables.progress_bars = ProgressBarsConfig(globally=False)
-    sources = context.data_sources
     results = []
     for number, suite in enumerate(suites):
         name, table = f"suite {number}", ""
         if isinstance(suite.frame, pd.DataFrame):
-            source = sources.add_pandas(name)
+            source = context.data_sources.add_pandas(name)
         else:  # Spark reads a dot in a column name as access to a field
-            source = sources.add_spark(name)
-            table = suite.expectations[0].column.partition(".")[0]
-            for rule in suite.expectations:
+            source = context.data_sources.add_spark(name)
+            table = suite.rules[0].column.partition(".")[0]
+            for rule in suite.rules:
                 rule.column = rule.column.removeprefix(f"{table}.")
         batch = (
             source.add_dataframe_asset(name)
             .add_batch_definition_whole_dataframe("all")
             .get_batch({"dataframe": suite.frame})
         )
-        rules = gx.ExpectationSuite(name=name, expectations=suite.expectations)
+        rules = gx.ExpectationSuite(name=name, expectations=suite.rules)
         shape = {"result_format": "SUMMARY", "partial_unexpected_count": 4 * EXAMPLES}
         found = batch.validate(rules, result_format=shape).results
         for result in found if table else ():

@@ -368,8 +368,9 @@ def dump(store: Store, output: Path, kinds: Collection[str] = POSITIVE) -> int:
     with written(output) as partial, partial.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(COLUMNS)
-        for rows, row in enumerate(store.interactions(kinds), start=1):
+        for row in store.interactions(kinds):
             writer.writerow(row)
+            rows += 1
         if not rows:
             partial.unlink()
             raise ValueError(f"the store has no events of the kinds {', '.join(kinds)}: {output} was not written")

@@ -24,7 +24,7 @@ from seqrec.data import sequences
 from seqrec.models.base import PAD, Batch, SequenceModel
 from seqrec.models.optional import ReadsTokens
 from seqrec.serving import rules
-from seqrec.training import cards, checkpoint
+from seqrec.training.checkpoint import DAY, Checkpoint, load_checkpoint
 
 Best = tuple[list[float], list[int]]  # scores and numbers of items, best first
 POPULARITY = "popularity"  # `source` of an answer that no model gave
@@ -152,7 +152,7 @@ class Recommender:
         *,
         filter_seen: bool,
         name: str = "model",
-        gap: float = cards.DAY,
+        gap: float = DAY,
         tokenizer: str = "",
         titles: Mapping[str, str] | None = None,
         term: CountTerm | None = None,
@@ -178,20 +178,23 @@ class Recommender:
             ValueError: a file is not the one that the card was written for.
         """
         with located(place, config) as folder:
-            model, card = checkpoint.load_model(folder)
-            cards.check_complete(folder, card)
-            term = checkpoint.load_counts(folder, card)
-            item_ids, counts = sequences.read_vocabulary(folder)
-            users, titles = sequences.read_users(folder), cards.read_titles(folder)
-            tokenizer = (folder / TOKENIZER).read_text(encoding="utf-8") if TOKENIZER in card["files"] else ""
-        facts = {
-            "name": card["model"],
-            "gap": card["median_gap"],
-            "tokenizer": tokenizer,
-            "titles": titles,
-            "term": term,
-        }
-        return cls(model, item_ids, counts, users, filter_seen=card["filter_seen"], **facts)
+            return cls.from_checkpoint(load_checkpoint(folder))
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Checkpoint) -> Recommender:
+        """Return the recommender of a checkpoint."""
+        return cls(
+            checkpoint.model,
+            checkpoint.item_ids,
+            checkpoint.item_counts,
+            checkpoint.users["user_id"].to_pylist(),
+            filter_seen=checkpoint.card["filter_seen"],
+            name=checkpoint.card["model"],
+            gap=checkpoint.card["median_gap"],
+            tokenizer=checkpoint.files.get(TOKENIZER, b"").decode(),
+            titles=checkpoint.titles,
+            term=checkpoint.count_term,
+        )
 
     def recommend(self, history: Sequence[str], k: int = 10, **wanted: Any) -> Answer:
         """Return the answer to a `Request`, whose other fields are `wanted`; see `answer`."""

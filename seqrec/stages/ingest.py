@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from seqrec import artifacts
 from seqrec.config import ConfigError, IngestConfig
 from seqrec.data import dvc_revisions, sources
-from seqrec.data.download import Found, forget, mirror_of, obtain, set_aside
+from seqrec.data.download import SourceFile, forget, mirror_of, obtain, set_aside
 from seqrec.data.readers import Block, DamagedFileError
 
 logger = logging.getLogger(__name__)
@@ -111,14 +111,14 @@ def _ingest(output: Path, downloads: Path, config: IngestConfig) -> dict[str, fl
             "reference": dict(source.reference),
         },
     )
-    forget(list(found.values()), downloads)
+    forget(found.values(), downloads)
     logger.info("%s: %s", config.source, ", ".join(f"{value:,} {name}" for name, value in counts.items()))
     return {name: float(value) for name, value in counts.items()}
 
 
 def _read(
     output: Path, publications: tuple[sources.Publication, ...], downloads: Path, config: IngestConfig
-) -> tuple[dict[str, Found], dict[str, int]]:
+) -> tuple[dict[str, SourceFile], dict[str, int]]:
     """Return the files and the counts of the tables; a damaged download is set aside and repeated once."""
     publication, found = obtain(publications, config, downloads)
     try:
@@ -148,7 +148,7 @@ def _clear(output: Path, publications: tuple[sources.Publication, ...], mirror: 
 
 
 def _write_tables(
-    output: Path, publication: sources.Publication, found: dict[str, Found], config: IngestConfig
+    output: Path, publication: sources.Publication, found: dict[str, SourceFile], config: IngestConfig
 ) -> dict[str, int]:
     tables = publication.read({role: file.path for role, file in found.items()}, config)
     quarantine = output / artifacts.QUARANTINE
@@ -250,18 +250,18 @@ def _check(tally: Tally, name: str, config: IngestConfig, quarantine: Path) -> N
         raise ValueError(f"the {name} file has no well-formed row")
 
 
-def _keep_raw(folder: Path, found: dict[str, Found]) -> None:
+def _keep_raw(folder: Path, found: dict[str, SourceFile]) -> None:
     for role, file in found.items():
         with artifacts.written(folder / _raw_name(role, found)) as partial:
             shutil.copyfile(file.path, partial)
 
 
-def _raw_name(role: str, found: dict[str, Found]) -> str:
+def _raw_name(role: str, found: dict[str, SourceFile]) -> str:
     name = found[role].path.name
     return name if sum(file.path.name == name for file in found.values()) == 1 else f"{role}-{name}"
 
 
-def _cards(folder: Path, found: dict[str, Found]) -> list[dict[str, Any]]:
+def _cards(folder: Path, found: dict[str, SourceFile]) -> list[dict[str, Any]]:
     cards = []
     for role, file in found.items():
         path = folder / _raw_name(role, found)

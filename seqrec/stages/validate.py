@@ -17,31 +17,20 @@ import polars as pl
 
 from seqrec import artifacts
 from seqrec.config import ValidateConfig
+from seqrec.data import log_counts
 from seqrec.data.drift import stability_index
 
 if TYPE_CHECKING:
-    from seqrec.data.expectations import Check, Log, Totals
+    from seqrec.data.expectations import Check
+    from seqrec.data.log_counts import LogCounts
 
 logger = logging.getLogger(__name__)
 
-EXAMPLES = 5
+POSITIONS = ("lines", "prefixes")  # sources whose timestamps are positions in a sequence, not dates
 
 
 class ValidationFailed(ValueError):  # noqa: N818 - says what happened to the stage
     """Critical rules failed; the message names them with offending values and the setting to change."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Counted:
-    """Counts over the whole log."""
-
-    rows: int
-    distinct_times: int
-    first: int | None
-    last: int | None
-    events: Mapping[str, np.ndarray]  # events per user_id and per item_id, ascending
-    repeats: int  # number of rows that repeat user, item and time
-    examples: Sequence[str]
 
 
 def validate(*, dataset: str, data: Path, report: Path, baseline: Path, config: ValidateConfig) -> dict[str, float]:
@@ -67,11 +56,18 @@ def validate(*, dataset: str, data: Path, report: Path, baseline: Path, config: 
     statistics: dict[str, float] = {}
     if all(result.success for result in results):
         catalogue = pl.read_parquet(paths[1], columns=["item_id", "title"])
-        log, counted = (_on_spark if config.engine == "spark" else _in_memory)(paths[0])
-        totals = _totals(counted, log.items, catalogue, _read_baseline(baseline).get(dataset))
-        suites = expectations.content_suites(log, catalogue, totals, _reference(data), config)
+        spark = config.engine == "spark"
+        log = log_counts.on_spark(paths[0]) if spark else log_counts.in_memory(log_counts.read_events(paths[0]))
+        ids = log.items.drop_nulls().cast(pl.String)
+        unknown = ids.filter(~ids.is_in(catalogue["item_id"].drop_nulls().implode())).sort()
+        accepted = _read_baseline(baseline).get(dataset, {}) if len(ids) else {}
+        drifts = {name: drift(entry, log.events[name]) for name, entry in accepted.items()}
+        source, reference = _source(data)
+        suites = expectations.content_suites(
+            log, catalogue, unknown, drifts, reference, config, dated=source not in POSITIONS
+        )
         results += expectations.run(suites)
-        statistics = _statistics(counted, totals)
+        statistics = _statistics(log, unknown, drifts)
     checks = expectations.to_checks(results)
     failed = [check for check in checks if not check.success]
     critical = [check for check in failed if check.severity == "critical"]
@@ -104,11 +100,11 @@ def accept_baseline(*, dataset: str, data: Path, baseline: Path) -> None:
     Raises:
         ValueError: there are no interactions.
     """
-    events = _read_events(data / artifacts.INTERACTIONS)
+    events = log_counts.read_events(data / artifacts.INTERACTIONS)
     if events.is_empty():
         raise ValueError(f"{data / artifacts.INTERACTIONS} has no rows: nothing to accept as baseline of {dataset}")
     entries = _read_baseline(baseline)
-    entries[dataset] = {column: histogram(_event_counts(events, column)) for column in ("item_id", "user_id")}
+    entries[dataset] = {column: histogram(log_counts.events_per(events, column)) for column in ("item_id", "user_id")}
     artifacts.write_json(baseline, dict(sorted(entries.items())))
 
 
@@ -127,136 +123,32 @@ def _shares(counts: np.ndarray, edges: Sequence[float]) -> np.ndarray:
     return np.histogram(counts, bins=[*edges, np.inf])[0] / len(counts)
 
 
-def _read_events(path: Path) -> pl.DataFrame:
-    artifacts.open_table(path)  # polars' own error is no ValueError
-    # Categorical ids take 4 bytes per row, whatever their length.
-    ids = pl.col("user_id", "item_id").cast(pl.Categorical)
-    return pl.scan_parquet(path).with_columns(ids).collect(engine="streaming")
-
-
 def _read_baseline(path: Path) -> dict[str, Any]:
     return artifacts.read_json(path) if path.is_file() else {}
 
 
-def _reference(data: Path) -> dict[str, int]:
+def _source(data: Path) -> tuple[str, dict[str, int]]:
+    """Return the name of the source and its known counts; none for tables that another program wrote."""
     card = data / artifacts.SOURCE_CARD
-    known = (artifacts.read_json(card) if card.is_file() else {}).get("reference") or {}
-    return {name: count for name, count in known.items() if count is not None}
+    content = artifacts.read_json(card) if card.is_file() else {}
+    known = content.get("reference") or {}
+    return content.get("source", ""), {name: count for name, count in known.items() if count is not None}
 
 
-def _event_counts(events: pl.DataFrame, column: str) -> np.ndarray:
-    return _ascending(events[column].drop_nulls().value_counts()["count"])
-
-
-def _in_memory(path: Path) -> tuple[Log, Counted]:
-    from seqrec.data.expectations import Log
-
-    events = _read_events(path)
-    repeated = _repeated(events)
-    times = events["timestamp"].drop_nulls().sort().to_numpy()  # a set of distinct times would take more memory
-    counted = Counted(
-        rows=events.height,
-        distinct_times=int(np.count_nonzero(np.diff(times))) + bool(len(times)),
-        first=int(times[0]) if len(times) else None,
-        last=int(times[-1]) if len(times) else None,
-        events={column: _event_counts(events, column) for column in ("user_id", "item_id")},
-        repeats=repeated.height - repeated.drop("row").n_unique() if repeated.height else 0,
-        examples=_shown(repeated.head(EXAMPLES)),
-    )
-    del times
-    return Log.of(events), counted
-
-
-def _on_spark(path: Path) -> tuple[Log, Counted]:
-    import narwhals as nw
-
-    from seqrec.data.expectations import Log
-    from seqrec.data.table_engines import Spark
-
-    engine = Spark()
-    events = engine.read(path)
-    key, time = ["user_id", "item_id", "timestamp"], nw.col("timestamp")
-    counts = {
-        column: engine.table(events.group_by(column).agg(nw.len().alias("events"))).to_native()
-        for column in ("user_id", "item_id")
-    }
-    ratings = engine.table(events.select("rating").unique()).to_native()["rating"]
-    log = Log(
-        users=counts["user_id"]["user_id"],
-        items=counts["item_id"]["item_id"],
-        ratings=ratings,
-        times=events.select("timestamp", "row").to_native(),
-    )
-    repeated = events.group_by(*key).agg(nw.len().alias("events")).filter(nw.col("events") > 1)
-    first = events.join(repeated, on=key, how="semi").select(*key, "row").sort("row").head(EXAMPLES)
-    facts = {"times": time.n_unique(), "first": time.min(), "last": time.max()}
-    row = engine.table(events.select(nw.len().alias("rows"), *(value.alias(name) for name, value in facts.items())))
-    repeats = engine.table(repeated.select((nw.col("events") - 1).sum().alias("repeats")))["repeats"].item()
-    return log, Counted(
-        rows=row["rows"].item(),
-        distinct_times=row["times"].item(),
-        first=row["first"].item(),
-        last=row["last"].item(),
-        events={name: _ascending(table.drop_nulls(name)["events"]) for name, table in counts.items()},
-        repeats=repeats or 0,
-        examples=_shown(engine.table(first).to_native()),
-    )
-
-
-def _shown(repeated: pl.DataFrame) -> list[str]:
-    return [f"{user}, {item}, {time} (row {row})" for user, item, time, row in repeated.iter_rows()]
-
-
-def _ascending(counts: pl.Series) -> np.ndarray:
-    return counts.sort().to_numpy()
-
-
-def _totals(
-    counted: Counted, items: pl.Series, catalogue: pl.DataFrame, histograms: Mapping[str, Any] | None
-) -> Totals:
-    from seqrec.data.expectations import Totals
-
-    seen = items.drop_nulls().cast(pl.String)
-    unknown = seen.filter(~seen.is_in(catalogue["item_id"].drop_nulls().implode())).sort()
-    measured = histograms if histograms and len(seen) else None
-    return Totals(
-        rows=counted.rows,
-        users=len(counted.events["user_id"]),
-        items=len(seen),
-        distinct_times=counted.distinct_times,
-        duplicate_share=counted.repeats / max(counted.rows, 1),
-        duplicates=list(counted.examples),
-        unknown_items=len(unknown),
-        unknown=unknown.head(EXAMPLES).to_list(),
-        user_drift=drift(measured["user_id"], counted.events["user_id"]) if measured else None,
-        item_drift=drift(measured["item_id"], counted.events["item_id"]) if measured else None,
-    )
-
-
-def _repeated(events: pl.DataFrame) -> pl.DataFrame:
-    key = ["user_id", "item_id", "timestamp"]
-    # Only rows with equal hashes are compared; comparing all rows takes several times the time and memory.
-    hashes = events.select(pl.col(key).to_physical()).hash_rows()
-    ascending = np.sort(hashes.to_numpy())
-    again = pl.Series(ascending[1:][ascending[1:] == ascending[:-1]]).unique()
-    suspects = events.select(*key, "row").filter(hashes.is_in(again.implode()))
-    return suspects.filter(suspects.select(key).is_duplicated()).sort("row")
-
-
-def _statistics(counted: Counted, totals: Totals) -> dict[str, float]:
+def _statistics(log: LogCounts, unknown: pl.Series, drifts: Mapping[str, float]) -> dict[str, float]:
     values: dict[str, Any] = {
-        "rows": totals.rows,
-        "users": totals.users,
-        "items": totals.items,
-        "distinct_times": totals.distinct_times,
-        "duplicate_share": totals.duplicate_share,
-        "unknown_items": totals.unknown_items,
-        "user_drift": totals.user_drift,
-        "item_drift": totals.item_drift,
-        "first_timestamp": counted.first,
-        "last_timestamp": counted.last,
+        "rows": log.rows,
+        "users": len(log.events["user_id"]),
+        "items": len(log.events["item_id"]),
+        "distinct_times": log.distinct_times,
+        "duplicate_share": log.repeats / max(log.rows, 1),
+        "unknown_items": len(unknown),
+        "user_drift": drifts.get("user_id"),
+        "item_drift": drifts.get("item_id"),
+        "first_timestamp": log.first,
+        "last_timestamp": log.last,
     }
-    for column, counts in counted.events.items():
+    for column, counts in log.events.items():
         if len(counts):
             name = f"events_per_{column.removesuffix('_id')}"
             values |= {f"{name}_median": float(np.median(counts)), f"{name}_max": int(counts[-1])}

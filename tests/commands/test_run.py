@@ -89,14 +89,14 @@ def test_run_goes_from_the_raw_log_to_the_leaderboard():
     assert not Path("mlflow.db").exists()
 
 
-def test_run_on_prepared_data_gives_the_same_figures_and_import_registers_them(caplog):
+def test_run_on_prepared_data_gives_the_same_figures_and_registers_them_if_asked(caplog):
     assert run("--out", "second", "--data", "out/data") == 0
     assert "not registered" in caplog.text
     assert not Path("second/data").exists()
     assert json.loads(Path("second/reports/leaderboard.json").read_text())["registry"] is None
     assert scores(Path("second")) == scores(Path("out"))
 
-    assert main(["import", "--run", "second", "--data", "out/data"]) == 0
+    assert run("--out", "second", "--data", "out/data", "--register") == 0
     assert json.loads(Path("second/reports/leaderboard.json").read_text())["registry"]["model"] == "sasrec"
     versions = MlflowClient(tracking_uri="sqlite:///mlflow.db").search_model_versions("name='seqrec-log'")
     assert [version.tags["seqrec.model"] for version in versions] == ["sasrec"]

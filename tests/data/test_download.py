@@ -11,16 +11,16 @@ import sys
 import threading
 import time
 import zipfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
 
 import seqrec
-from seqrec.config import ConfigError, IngestConfig
+from seqrec.config import IngestConfig
 from seqrec.data import download, readers
-from seqrec.data.download import DownloadError, NotThereError, extract, fetch, obtain, pip_download, verify
+from seqrec.data.download import DownloadError, NotThereError, extract, obtain, pip_download, verify
 from seqrec.data.sources import Archive, File, Publication
 from seqrec.stages.ingest import ingest
 
@@ -117,18 +117,12 @@ def started(url: str, downloads: Path, content: bytes, version: str = '"1"') -> 
     return folder
 
 
-def test_a_download_appears_whole_below_the_digest_of_its_address(server, tmp_path):
+def test_a_download_appears_whole_below_the_digest_of_its_address_and_is_fetched_once(server, tmp_path):
     server.files["a.dat"] = b"0123456789"
-    path = fetch(f"{server.url}/a.dat", tmp_path)
-    assert path == tmp_path / hashlib.sha256(f"{server.url}/a.dat".encode()).hexdigest() / "a.dat"
-    assert path.read_bytes() == b"0123456789"
-    assert not (path.parent / "partial").exists()
-
-
-def test_a_finished_download_is_not_fetched_again(server, tmp_path):
-    server.files["a.dat"] = b"0123456789"
-    fetch(f"{server.url}/a.dat", tmp_path)
-    fetch(f"{server.url}/a.dat", tmp_path)
+    paths = [download.download(f"{server.url}/a.dat", tmp_path) for _ in range(2)]
+    assert set(paths) == {tmp_path / hashlib.sha256(f"{server.url}/a.dat".encode()).hexdigest() / "a.dat"}
+    assert paths[0].read_bytes() == b"0123456789"
+    assert not (paths[0].parent / "partial").exists()
     assert len(server.log) == 1
 
 
@@ -145,7 +139,7 @@ def test_a_finished_download_is_not_fetched_again(server, tmp_path):
 def test_a_partial_download_continues_by_range_where_that_is_safe(server, tmp_path, partial, version, served, asked):
     server.files["a.dat"], server.version = b"0123456789", served
     started(f"{server.url}/a.dat", tmp_path, partial, version)
-    assert fetch(f"{server.url}/a.dat", tmp_path, retries=1).read_bytes() == b"0123456789"
+    assert download.download(f"{server.url}/a.dat", tmp_path, retries=1).read_bytes() == b"0123456789"
     assert [request for _, request in server.log] == asked
 
 
@@ -153,58 +147,37 @@ def test_a_busy_server_is_asked_again_and_costs_no_bytes(server, tmp_path):
     server.files["a.dat"] = b"0123456789"
     server.statuses = [503, 429]
     started(f"{server.url}/a.dat", tmp_path, b"0123")
-    assert fetch(f"{server.url}/a.dat", tmp_path, retries=2).read_bytes() == b"0123456789"
+    assert download.download(f"{server.url}/a.dat", tmp_path, retries=2).read_bytes() == b"0123456789"
     assert [asked for _, asked in server.log] == ["bytes=4-"] * 3
 
 
 def test_a_connection_that_keeps_dropping_gets_there_bit_by_bit(server, tmp_path):
     server.files["a.dat"] = bytes(range(100))
     server.drop_after = 30
-    assert fetch(f"{server.url}/a.dat", tmp_path, retries=0).read_bytes() == bytes(range(100))
+    assert download.download(f"{server.url}/a.dat", tmp_path, retries=0).read_bytes() == bytes(range(100))
     assert [asked for _, asked in server.log] == ["", "bytes=30-", "bytes=60-", "bytes=90-"]
 
 
-def test_the_attempts_end(server, tmp_path):
-    server.statuses = [503] * 10
-    with pytest.raises(DownloadError, match=r"HTTP 503 .*\(3 attempts\)"):
-        fetch(f"{server.url}/a.dat", tmp_path, retries=2)
-    assert len(server.log) == 3
-
-
-def test_pauses_double(server, tmp_path, monkeypatch):
+def test_the_attempts_end_and_their_pauses_double(server, tmp_path, monkeypatch):
     pauses = []
     monkeypatch.setattr(download.time, "sleep", pauses.append)
     server.statuses = [503] * 10
-    with pytest.raises(DownloadError):
-        fetch(f"{server.url}/a.dat", tmp_path, retries=4)
-    assert pauses == [0.002, 0.004, 0.008, 0.016]
+    with pytest.raises(DownloadError, match=r"HTTP 503 .*\(4 attempts\)"):
+        download.download(f"{server.url}/a.dat", tmp_path, retries=3)
+    assert pauses == [0.002, 0.004, 0.008]
 
 
 @pytest.mark.parametrize(("status", "error"), [(404, NotThereError), (410, NotThereError), (403, DownloadError)])
 def test_a_refusal_is_final(server, tmp_path, status, error):
     server.statuses = [status]
     with pytest.raises(error, match=f"HTTP {status}"):
-        fetch(f"{server.url}/a.dat", tmp_path, retries=5)
+        download.download(f"{server.url}/a.dat", tmp_path, retries=5)
     assert len(server.log) == 1
-
-
-@pytest.mark.parametrize(
-    ("expected", "message"),
-    [({"sha256": ("0" * 64,)}, "SHA-256 is .*expected 000"), ({"size": 5}, "4 bytes, expected 5")],
-)
-def test_a_wrong_download_is_set_aside_and_fetched_again_once(server, tmp_path, caplog, expected, message):
-    server.files["a.dat"] = b"0123"
-    for _ in range(2):
-        with pytest.raises(DownloadError, match=message):
-            fetch(f"{server.url}/a.dat", tmp_path, **expected)
-    assert len(server.log) == 4
-    assert [path.name for path in tmp_path.glob("*.damaged/*.dat")] == ["a.dat"]
-    assert ": moved to " in caplog.text
 
 
 def test_messages_hide_what_may_be_secret(tmp_path):
     with pytest.raises(DownloadError) as caught:
-        fetch("http://me:hunter2@127.0.0.1:9/a.dat?token=hunter3", tmp_path, retries=0)
+        download.download("http://me:hunter2@127.0.0.1:9/a.dat?token=hunter3", tmp_path, retries=0)
     assert "http://127.0.0.1:9/a.dat" in str(caught.value)
     assert "Connection refused" in str(caught.value)
     assert "hunter" not in str(caught.value)
@@ -232,33 +205,33 @@ def test_only_the_wanted_members_are_extracted(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "left over").touch()
     extract(archive, tmp_path / "out", ["a/x", "a/absent"])
-    assert [path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*")] == ["a", "a/x"]
+    assert contents(tmp_path / "out") == {"a/x": b"1"}
 
 
 @pytest.mark.parametrize("name", ["../evil", "a/../../evil", "/evil", "..\\evil", "C:\\evil"])
-def test_an_archive_that_leaves_its_folder_is_refused(tmp_path, name):
+def test_no_member_of_an_archive_leaves_its_folder(tmp_path, name):
     archive = zipped(tmp_path / "a.zip", {"a/x": b"1", name: b"2"})
-    with pytest.raises(DownloadError, match=r"refused.*leaves the folder"):
-        extract(archive, tmp_path / "deep" / "out", ["a/x", name])
-    assert not list(tmp_path.rglob("*evil"))
+    extract(archive, tmp_path / "deep" / "out", ["a/x", name])
+    assert not [path for path in tmp_path.rglob("*evil") if not path.is_relative_to(tmp_path / "deep" / "out")]
+    assert not Path("/evil").exists()
 
 
-def test_an_archive_with_a_link_is_refused(tmp_path):
+def test_a_link_in_an_archive_is_not_made(tmp_path):
     link = zipfile.ZipInfo("a/x")
     link.external_attr = (stat.S_IFLNK | 0o777) << 16
     with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
         archive.writestr(link, "/etc/passwd")
-    with pytest.raises(DownloadError, match=r"refused.*is a link"):
-        extract(tmp_path / "a.zip", tmp_path / "out", ["a/x"])
+    extract(tmp_path / "a.zip", tmp_path / "out", ["a/x"])
+    assert not (tmp_path / "out/a/x").is_symlink()
+    assert (tmp_path / "out/a/x").read_text() == "/etc/passwd"
 
 
-@pytest.mark.parametrize(("limit", "value"), [("MAX_MEMBERS", 1), ("MAX_BYTES", 1000), ("MAX_RATIO", 10)])
-def test_a_decompression_bomb_is_refused(tmp_path, monkeypatch, limit, value):
+def test_a_decompression_bomb_is_refused(tmp_path, monkeypatch):
     archive = zipped(tmp_path / "a.zip", {"a/x": bytes(20_000), "a/y": b"2"})
-    extract(archive, tmp_path / "out", ["a/x"])
-    monkeypatch.setattr(download, limit, value)
-    with pytest.raises(DownloadError, match="refused: 2 members that unpack to 20,001 bytes"):
+    monkeypatch.setattr(download, "MAX_BYTES", 1000)
+    with pytest.raises(DownloadError, match="its members would unpack to 20,000 bytes"):
         extract(archive, tmp_path / "out", ["a/x"])
+    assert not contents(tmp_path / "out")
 
 
 def with_bytes(data: bytes, at: int, new: bytes) -> bytes:
@@ -384,16 +357,6 @@ def test_a_mirror_with_a_wrong_file_is_passed_over_with_a_warning(server, tmp_pa
     assert "mirror:set/ratings: SHA-256 is" in caplog.text
 
 
-def test_a_wrong_archive_of_a_web_mirror_is_not_kept(server, tmp_path):
-    archive = zipped(tmp_path / "x", {"set/ratings": b"good"}).read_bytes()
-    publication = published(archive=Archive(name="set.zip", url=f"{CLOSED_PORT}/set.zip"))
-    server.files["set.zip"] = archive[:40]
-    with pytest.raises(DownloadError, match="truncated or damaged"):
-        origin_of([publication], tmp_path, mirror=server.url)
-    server.files["set.zip"] = archive
-    assert origin_of([publication], tmp_path, mirror=server.url) == "mirror:set.zip!set/ratings"
-
-
 def test_a_damaged_archive_of_an_earlier_run_is_fetched_again(server, tmp_path):
     good = zipped(tmp_path / "x", {"set/ratings": b"good" * 9}).read_bytes()
     url = f"{server.url}/set.zip"
@@ -405,11 +368,19 @@ def test_a_damaged_archive_of_an_earlier_run_is_fetched_again(server, tmp_path):
     assert (folder.with_name(folder.name + ".damaged") / "set.zip").read_bytes() == good[:20]
 
 
-def test_an_archive_that_is_damaged_twice_is_an_error(server, tmp_path):
-    server.files["set.zip"] = zipped(tmp_path / "x", {"set/ratings": b"good"}).read_bytes()[:40]
+def test_a_file_that_is_wrong_twice_is_set_aside_and_an_error(server, tmp_path, caplog):
+    server.files = {"ratings": b"0123", "set.zip": zipped(tmp_path / "x", {"set/ratings": b"good"}).read_bytes()[:40]}
+    pinned = published(urls=(f"{server.url}/ratings",), sha256=("0" * 64,))
+    with pytest.raises(DownloadError, match=f"SHA-256 is .*expected {'0' * 64}"):
+        origin_of([pinned], tmp_path)
+    assert {path.name for path in tmp_path.glob("downloads/*.damaged/*")} == {"version", "ratings"}
+    assert ": moved to " in caplog.text
+    archive = Archive(name="set.zip", url=f"{server.url}/set.zip")
     with pytest.raises(DownloadError, match="truncated or damaged"):
-        origin_of([published(archive=Archive(name="set.zip", url=f"{server.url}/set.zip"))], tmp_path)
-    assert len(server.log) == 2
+        origin_of([published(archive=archive)], tmp_path)
+    with pytest.raises(DownloadError, match="40 bytes, expected 50"):
+        origin_of([published(archive=replace(archive, size=50))], tmp_path)
+    assert len(server.log) == 6
 
 
 def test_the_package_index_comes_last(index, server, tmp_path):
@@ -445,11 +416,6 @@ def test_without_network_the_message_says_what_to_do(tmp_path):
         origin_of([publication], tmp_path, mirror=str(tmp_path))
     for part in ("Connection refused", "SEQREC_DATA_MIRROR or ingest.mirror", "set/ratings, or set.zip", str(tmp_path)):
         assert part in str(caught.value)
-
-
-def test_a_mirror_that_does_not_exist_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"ingest\.mirror \(or SEQREC_DATA_MIRROR\): .*nowhere"):
-        origin_of([published()], tmp_path, mirror=str(tmp_path / "nowhere"))
 
 
 STAGE = """
@@ -504,7 +470,6 @@ def test_a_damaged_download_is_fetched_again_when_reading_it_fails(server, tmp_p
     folder = tmp_path / "downloads" / hashlib.sha256(url.encode()).hexdigest()
     folder.mkdir(parents=True)
     (folder / "events.csv.gz").write_bytes(good[:-9])
-    (folder / "size").write_text(str(len(good) - 9))
     own = IngestConfig(source="csv", interactions=url, max_bad_share=1.0)
 
     counts = ingest(dataset="mine", output=tmp_path / "out", downloads=tmp_path / "downloads", config=own)

@@ -19,7 +19,7 @@ from fuzz.files import TOKENS, damaged, damaged_files
 from fuzz.harness import Target
 from seqrec.config import IngestConfig
 from seqrec.data import readers
-from seqrec.data.download import Found
+from seqrec.data.download import SourceFile
 from seqrec.data.sources import Publication
 from seqrec.stages.ingest import _write_tables
 
@@ -154,7 +154,7 @@ def read(name: str, files: Mapping[str, bytes]) -> dict[str, int]:
         for role, data in files.items():
             path = Path(folder, f"{role}.file")
             path.write_bytes(data)
-            found[role] = Found(role, path, role)
+            found[role] = SourceFile(role, path, role)
         config = IngestConfig(max_bad_share=1.0, **settings)
         return _write_tables(Path(folder), Publication(files=(), read=reader), found, config)
 

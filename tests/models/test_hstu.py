@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from equations import layer_norm, scrambled, silu
+from equations import layer_norm, linear, scrambled, silu
 from support import make_batch, make_model
 
 from seqrec.models.hstu import time_buckets
@@ -27,9 +27,7 @@ def unit(x, times, weights, name, heads, longest):
                     bucket = int(math.log(max(1.0, times[i] - times[j])) / 0.301)
                     score += weights[f"{name}.by_time"][bucket]
                 mixed[i, part] += silu(score) / longest * value[j, part]
-    return (
-        x + (gate * layer_norm(mixed, eps=1e-6)) @ weights[f"{name}.to_out.weight"].T + weights[f"{name}.to_out.bias"]
-    )
+    return x + linear(gate * layer_norm(mixed, eps=1e-6), weights, f"{name}.to_out")
 
 
 @pytest.mark.parametrize("relative_time", [False, True])

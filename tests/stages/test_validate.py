@@ -23,13 +23,13 @@ def log(users=3, events=4):
     ]
 
 
-def write(folder, rows, item_ids=("i0", "i1", "i2", "i3"), reference=None):
+def write(folder, rows, item_ids=("i0", "i1", "i2", "i3"), reference=None, source="csv"):
     columns = zip(*rows, strict=True) if rows else [[]] * 5
     table = pa.table([list(column) for column in columns], schema=artifacts.INTERACTIONS_SCHEMA)
     artifacts.write_table(folder / artifacts.INTERACTIONS, table)
     items = pa.table([list(item_ids), [f"Title {item}" for item in item_ids]], schema=artifacts.ITEMS_SCHEMA)
     artifacts.write_table(folder / artifacts.ITEMS, items)
-    artifacts.write_json(folder / artifacts.SOURCE_CARD, {"source": "tiny", "reference": reference})
+    artifacts.write_json(folder / artifacts.SOURCE_CARD, {"source": source, "reference": reference})
 
 
 def run(folder, **config):
@@ -121,6 +121,16 @@ def test_the_setting_that_the_message_names_lets_the_log_pass(tmp_path, rows, co
         run(tmp_path)
 
     run(tmp_path, **config)
+
+
+@pytest.mark.parametrize("source", ["lines", "prefixes"])
+def test_positions_need_not_be_dates(tmp_path, source):
+    """Sources without times number the events of each user from 0."""
+    write(tmp_path, [(user, item, row % 4, row, None) for user, item, _, row, _ in log()], source=source)
+
+    run(tmp_path)
+
+    assert not [check for check in verdict(tmp_path)["checks"] if "lies between" in check["rule"]]
 
 
 def test_warnings_are_logged_and_do_not_stop(tmp_path, caplog):
