@@ -323,10 +323,10 @@ def loaded(place: str, ann: int, config: RegisterConfig, items: Path | None = No
         recommender: Recommender = ApproximateRecommender.of(place, ann, config)
     else:
         with located(place, config) as folder:
-            has_graph = (folder / GRAPH).is_file()
-            recommender = (
-                GraphRecommender.of(folder, torch.get_num_threads()) if has_graph else Recommender.load(folder)
-            )
+            if (folder / GRAPH).is_file():
+                recommender = GraphRecommender.of(folder, torch.get_num_threads())
+            else:
+                recommender = Recommender.load(folder)
     if items is not None:
         recommender.attributes = rules.Attributes.read(items, recommender.item_ids)
     return recommender
