@@ -120,18 +120,14 @@ def _read(
     output: Path, publications: tuple[sources.Publication, ...], downloads: Path, config: IngestConfig
 ) -> tuple[dict[str, SourceFile], dict[str, int]]:
     """Return the files and the counts of the tables; a damaged download is set aside and repeated once."""
-    publication, found = obtain(publications, config, downloads)
-    try:
-        return found, _write_tables(output, publication, found, config)
-    except DamagedFileError as error:
-        if not set_aside(error.path, downloads, error):
-            raise
-    publication, found = obtain(publications, config, downloads)
-    try:
-        return found, _write_tables(output, publication, found, config)
-    except DamagedFileError as error:
-        set_aside(error.path, downloads, error)
-        raise
+    for last in (False, True):
+        publication, found = obtain(publications, config, downloads)
+        try:
+            return found, _write_tables(output, publication, found, config)
+        except DamagedFileError as error:
+            if not set_aside(error.path, downloads, error) or last:
+                raise
+    raise AssertionError
 
 
 def _clear(output: Path, publications: tuple[sources.Publication, ...], mirror: str) -> None:

@@ -7,12 +7,10 @@ names, and bad rows with file, line and reason. Memory is bounded by the size of
 from seqrec.data.readers.amazon import amazon_2014, amazon_2018, amazon_2018_ratings, amazon_2023
 from seqrec.data.readers.blocks import DamagedFileError
 from seqrec.data.readers.csv_files import own_files
-from seqrec.data.readers.gowalla import gowalla
 from seqrec.data.readers.movielens import movielens_1m, movielens_10m, movielens_100k, movielens_latest, recbole_100k
+from seqrec.data.readers.reviews import gowalla, steam, yelp
 from seqrec.data.readers.row_checks import Block, Reader, Tables
 from seqrec.data.readers.sequences_of_items import growing_prefixes, lines_of_items
-from seqrec.data.readers.steam import steam
-from seqrec.data.readers.yelp import yelp
 
 __all__ = [
     "Block",

@@ -65,6 +65,14 @@ def interactions(frames: Iterable[pl.DataFrame], path: Path, time_format: str = 
         yield Block(good, quarantined(bad, path.name))
 
 
+def tables(
+    files: Mapping[str, Path], events: Iterable[pl.DataFrame], products: Iterable[pl.DataFrame] | None = None
+) -> Tables:
+    """Return the checked rows of the files `interactions` and, if there are `products`, `items`."""
+    catalogue = None if products is None else items(products, files["items"])
+    return Tables(interactions(events, files["interactions"]), catalogue)
+
+
 def _ratings(frame: pl.DataFrame) -> pl.Series:
     if "rating" not in frame.columns:
         return pl.repeat(None, len(frame), dtype=pl.String, eager=True)
