@@ -20,7 +20,7 @@ from seqrec import artifacts
 from seqrec.config import ConfigError, IngestConfig
 from seqrec.data import dvc_revisions, sources
 from seqrec.data.download import SourceFile, forget, mirror_of, obtain, set_aside
-from seqrec.data.readers import Block, DamagedFileError
+from seqrec.data.readers import CheckedRows, DamagedFileError
 
 logger = logging.getLogger(__name__)
 
@@ -174,7 +174,7 @@ def _writer(path: Path, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
 
 
 def _write_interactions(
-    output: Path, blocks: Iterator[Block], bad_rows: pq.ParquetWriter
+    output: Path, blocks: Iterator[CheckedRows], bad_rows: pq.ParquetWriter
 ) -> tuple[Tally, pl.Series, pl.Series]:
     """Write the events; return their tally and the users and items that occur."""
     tally, users, items = Tally(), Distinct(), Distinct()
@@ -187,7 +187,7 @@ def _write_interactions(
     return tally, users.ids(), items.ids()
 
 
-def _read_ahead(blocks: Iterator[Block]) -> Iterator[Block]:
+def _read_ahead(blocks: Iterator[CheckedRows]) -> Iterator[CheckedRows]:
     """Yield the blocks; a second thread reads the next one while the current one is written."""
     with ThreadPoolExecutor(max_workers=1) as pool:
         coming = pool.submit(next, blocks, None)
@@ -197,7 +197,7 @@ def _read_ahead(blocks: Iterator[Block]) -> Iterator[Block]:
 
 
 def _write_items(
-    output: Path, blocks: Iterator[Block] | None, occurring: pl.Series, bad_rows: pq.ParquetWriter
+    output: Path, blocks: Iterator[CheckedRows] | None, occurring: pl.Series, bad_rows: pq.ParquetWriter
 ) -> Tally:
     """Write each item once, from its first row; without an items file, the ids that occur."""
     tally, frames = Tally(), []
@@ -216,7 +216,7 @@ def _write_items(
     return tally
 
 
-def _set_aside(block: Block, tally: Tally, bad_rows: pq.ParquetWriter) -> None:
+def _set_aside(block: CheckedRows, tally: Tally, bad_rows: pq.ParquetWriter) -> None:
     tally.good += len(block.good)
     tally.bad += len(block.bad)
     tally.examples += block.bad.head(EXAMPLES - len(tally.examples)).to_dicts()
