@@ -15,7 +15,7 @@ export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 KILLS ?= 100
 SEED ?= 0
 
-.PHONY: help setup lock first repro auto experiments text-demo benchmark bench docs test suite test-containers test-services
+.PHONY: help setup lock first repro auto text-demo benchmark bench docs test suite test-containers test-services
 .PHONY: test-spark chaos fuzz lint audit format ui pipeline image clean
 
 help:  ## show the targets
@@ -35,8 +35,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt requirements.lock
 lock:  ## write requirements.lock anew, after a change of constraints.txt or pyproject.toml; needs uv
 	$(PYTHON) scripts/lock.py
 
-first: setup  ## one model on MovieLens-100K in about 80 seconds, without DVC and MLflow; into runs/first
-	@python -m seqrec run --config-file configs/first.yaml --out runs/first
+first: setup  ## FLASH4Rec on MovieLens-100K in about two minutes, and its champion; without DVC; into runs/first
+	@python -m seqrec run --config-file configs/first.yaml --out runs/first --register
 
 repro: setup  ## the whole pipeline, then the leaderboard; SET="finetune.epochs=3" changes settings for this run
 	@python -m seqrec repro $(if $(SET),--changes "$(SET)")
@@ -46,9 +46,6 @@ auto: setup  ## the best model of DATA=my.csv within MINUTES=10, into OUT=runs/a
 	@test -n "$(DATA)" || { echo "name the file: make auto DATA=my.csv" >&2; exit 1; }
 	@python -m seqrec auto --data "$(DATA)" --minutes $(or $(MINUTES),10) --out "$(or $(OUT),runs/auto)"
 
-experiments: setup  ## what is missing of configs/rec-denoiser, hours; ONLY="ml-100k ml-100k-grid" for some
-	python scripts/rec_denoiser_experiments.py $(if $(ONLY),--only $(ONLY))
-
 benchmark: setup  ## the rows of configs/benchmark.yaml on DATASET under SEEDS=42,43,44; ONLY="a,b" for some; resumes
 	python -m seqrec benchmark --config-file configs/benchmark.yaml --dataset $(or $(DATASET),ml-100k) \
 		--out runs/benchmark/$(or $(DATASET),ml-100k) --seeds $(or $(SEEDS),42) --only "$(ONLY)"
@@ -57,7 +54,6 @@ text-demo: setup  ## what text is worth on Scientific: few users, new items, des
 	@python scripts/text_demo.py --config-file configs/recformer/text-demo.yaml --out runs/text-demo
 
 bench: setup  ## speed and memory against RePlay and RecTools; SEQUENCES=folder of a prepared ML-1M
-	python -m benchmarks.losses
 	python -m benchmarks.peers --sequences $(or $(SEQUENCES),data/sequences)
 
 docs: setup  ## the site of these pages, into build/site; a link that leads nowhere is an error

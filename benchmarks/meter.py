@@ -41,14 +41,8 @@ def cost_of(work: Callable[[], object]) -> Cost:
     return now() - began
 
 
-def reset_peak() -> None:
-    """Make `peak_memory` start from what is resident now (Linux)."""
-    if MEMORY.exists():
-        Path("/proc/self/clear_refs").write_text("5")
-
-
 def peak_memory() -> float:
-    """Return the largest resident size in MiB; since `reset_peak` on Linux, of the whole process elsewhere."""
+    """Return the largest resident size of the process so far in MiB."""
     if MEMORY.exists():
         found = re.search(r"VmHWM:\s+(\d+) kB", MEMORY.read_text())
         assert found

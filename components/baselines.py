@@ -14,18 +14,15 @@ def baselines(
     metrics: dsl.Output[dsl.Metrics],
 ):
     """Evaluate popularity, a Markov chain, EASE, PCTM and Sequential Rules."""
-    from pathlib import Path
-
     from seqrec.artifacts import facts
-    from seqrec.cluster.outputs import log_metrics
-    from seqrec.config import EvaluateConfig, parse
-    from seqrec.stages.baselines import baselines
+    from seqrec.cluster.launch import run
 
-    values = baselines(
-        sequences=Path(sequences.path),
-        reports=Path(results.path) / "reports",
-        config=parse(EvaluateConfig, config, "evaluate"),
+    values = run(
+        "baselines",
+        sequences=sequences.path,
+        reports=f"{results.path}/reports",
+        config=config,
         filter_seen=filter_seen,
     )
-    results.metadata.update(facts(Path(sequences.path)))
-    log_metrics(metrics, values)
+    results.metadata.update(facts(sequences.path))
+    metrics.metadata.update(values)

@@ -17,4 +17,4 @@ def champion(dataset: str, config: dict, weights: dsl.Output[dsl.Model]):
     version = fetch_champion(
         dataset=dataset, folder=Path(weights.path), config=parse(RegisterConfig, config, "register")
     )
-    weights.metadata.update(facts(Path(weights.path)), version=version)
+    weights.metadata.update(facts(weights.path), version=version)

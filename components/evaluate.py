@@ -16,20 +16,17 @@ def evaluate(
     metrics: dsl.Output[dsl.Metrics],
 ):
     """Rank every test case among the whole catalogue."""
-    from pathlib import Path
-
     from seqrec.artifacts import facts
-    from seqrec.cluster.outputs import log_metrics
-    from seqrec.config import EvaluateConfig, parse
-    from seqrec.stages.evaluate import evaluate
+    from seqrec.cluster.launch import run
 
-    values = evaluate(
+    values = run(
+        "evaluate",
         model=model,
-        sequences=Path(sequences.path),
-        checkpoint=Path(checkpoint.path),
-        report=Path(report.path),
-        config=parse(EvaluateConfig, config, "evaluate"),
+        sequences=sequences.path,
+        checkpoint=checkpoint.path,
+        report=report.path,
+        config=config,
         filter_seen=filter_seen,
     )
-    report.metadata.update(facts(Path(sequences.path), Path(checkpoint.path)))
-    log_metrics(metrics, values)
+    report.metadata.update(facts(sequences.path, checkpoint.path))
+    metrics.metadata.update(values)

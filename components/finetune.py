@@ -19,24 +19,20 @@ def finetune(
     metrics: dsl.Output[dsl.Metrics],
 ):
     """Train a model for the next item; resumes by itself."""
-    from pathlib import Path
-
     from seqrec.artifacts import facts
     from seqrec.cluster.launch import run
-    from seqrec.cluster.outputs import log_metrics
-    from seqrec.config import FinetuneConfig, parse
 
     values = run(
         "finetune",
         place=place,
-        state=Path(state),
+        state=state,
         model=model,
-        sequences=Path(sequences.path),
-        initial=Path(initial.path),
-        checkpoint=Path(checkpoint.path),
+        sequences=sequences.path,
+        initial=initial.path,
+        checkpoint=checkpoint.path,
         filter_seen=filter_seen,
         refit=refit,
-        config=parse(FinetuneConfig, config, "finetune"),
+        config=config,
     )
-    checkpoint.metadata.update(facts(Path(sequences.path), Path(checkpoint.path)))
-    log_metrics(metrics, values)
+    checkpoint.metadata.update(facts(sequences.path, checkpoint.path))
+    metrics.metadata.update(values)

@@ -15,18 +15,9 @@ def ingest(
     metrics: dsl.Output[dsl.Metrics],
 ):
     """Fetch a dataset and read it into the canonical tables; another text in `fresh` bypasses KFP's cache."""
-    from pathlib import Path
-
     from seqrec.artifacts import facts
-    from seqrec.cluster.outputs import log_metrics
-    from seqrec.config import IngestConfig, parse
-    from seqrec.stages.ingest import ingest
+    from seqrec.cluster.launch import run
 
-    values = ingest(
-        dataset=dataset,
-        output=Path(data.path),
-        downloads=Path(state) / "downloads",
-        config=parse(IngestConfig, config, "ingest"),
-    )
-    data.metadata.update(facts(Path(data.path)))
-    log_metrics(metrics, values)
+    values = run("ingest", dataset=dataset, output=data.path, downloads=f"{state}/downloads", config=config)
+    data.metadata.update(facts(data.path))
+    metrics.metadata.update(values)

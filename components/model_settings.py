@@ -23,8 +23,7 @@ def model_settings(
     filter_seen: dsl.OutputPath(bool),
 ):
     """Look up the settings of a model."""
-    from seqrec.cluster.form import settings_of_model
-    from seqrec.cluster.outputs import write_parameters
+    from seqrec.cluster.form import settings_of_model, write_parameters
 
     form = {"dataset": dataset, "models": models, "protocol": protocol, "epochs": epochs, "seed": seed}
     values = settings_of_model(params, model, {**form, "overrides": overrides})

@@ -17,22 +17,18 @@ def prepare(
     metrics: dsl.Output[dsl.Metrics],
 ):
     """Filter, number, order and split the interactions."""
-    from pathlib import Path
-
     from seqrec.artifacts import facts
     from seqrec.cluster.launch import run
-    from seqrec.cluster.outputs import log_metrics
-    from seqrec.config import PrepareConfig, parse
 
     values = run(
         "prepare",
         place=place,
-        state=Path(state),
+        state=state,
         dataset=dataset,
-        data=Path(data.path),
-        validation=Path(validation.path) / "validation.json",
-        sequences=Path(sequences.path),
-        config=parse(PrepareConfig, config, "prepare"),
+        data=data.path,
+        validation=f"{validation.path}/validation.json",
+        sequences=sequences.path,
+        config=config,
     )
-    sequences.metadata.update(facts(Path(sequences.path)))
-    log_metrics(metrics, values)
+    sequences.metadata.update(facts(sequences.path))
+    metrics.metadata.update(values)

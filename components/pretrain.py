@@ -20,25 +20,21 @@ def pretrain(
     metrics: dsl.Output[dsl.Metrics],
 ):
     """Build a model and run its pre-training, if it has any."""
-    from pathlib import Path
-
     from seqrec.artifacts import facts
     from seqrec.cluster.launch import run
-    from seqrec.cluster.outputs import log_metrics
-    from seqrec.config import ModelConfig, PretrainConfig, parse
 
     values = run(
         "pretrain",
         place=place,
-        state=Path(state),
+        state=state,
         model=model,
-        sequences=Path(sequences.path),
-        initial=Path(initial.path),
-        architecture=parse(ModelConfig, architecture, f"models.{model}"),
+        sequences=sequences.path,
+        initial=initial.path,
+        architecture=architecture,
         filter_seen=filter_seen,
-        config=parse(PretrainConfig, config, "pretrain"),
-        data=Path(data.path),
+        config=config,
+        data=data.path,
         sources=sources,
     )
-    initial.metadata.update(facts(Path(sequences.path), Path(initial.path)))
-    log_metrics(metrics, values)
+    initial.metadata.update(facts(sequences.path, initial.path))
+    metrics.metadata.update(values)

@@ -32,13 +32,11 @@ def register(
     from pathlib import Path
 
     from seqrec.artifacts import REPORT_PAGE, facts
-    from seqrec.cluster.outputs import log_metrics
+    from seqrec.cluster.launch import run
     from seqrec.config import SECTIONS, parse
-    from seqrec.stages.register import register
 
     given = {"ingest": ingest, "validate": validate, "prepare": prepare, "evaluate": evaluate, "register": config}
-    sections = {name: parse(SECTIONS[name], section, name) for name, section in given.items()}
-    settings = {name: asdict(section) for name, section in sections.items()}
+    settings = {name: asdict(parse(SECTIONS[name], section, name)) for name, section in given.items()}
     shutil.copytree(f"{results.path}/reports", reports.path, dirs_exist_ok=True)
     for report in evaluations:
         shutil.copytree(report.path, f"{reports.path}/{report.metadata['model']}")
@@ -47,16 +45,17 @@ def register(
         folder = artifacts / checkpoint.metadata["model"]
         folder.mkdir()
         (folder / "finetuned").symlink_to(checkpoint.path)
-    values = register(
+    values = run(
+        "register",
         leaderboard=leaderboard,
         artifacts=artifacts,
-        reports=Path(reports.path),
-        sequences=Path(sequences.path),
-        data=Path(data.path),
+        reports=reports.path,
+        sequences=sequences.path,
+        data=data.path,
         params={"dataset": dataset, "leaderboard": leaderboard, "filter_seen": filter_seen, **settings},
-        config=sections["register"],
+        config=config,
         pipeline_run=pipeline_run,
     )
     shutil.copyfile(f"{reports.path}/{REPORT_PAGE}", page.path)
-    reports.metadata.update(facts(Path(sequences.path)))
-    log_metrics(metrics, values)
+    reports.metadata.update(facts(sequences.path))
+    metrics.metadata.update(values)

@@ -27,8 +27,7 @@ def settings(
     register: dsl.OutputPath(dict),
 ):
     """Resolve and check the settings of a run before anything is fetched or trained."""
-    from seqrec.cluster.form import settings_of_run
-    from seqrec.cluster.outputs import write_parameters
+    from seqrec.cluster.form import settings_of_run, write_parameters
 
     form = {"dataset": dataset, "models": models, "protocol": protocol, "epochs": epochs, "seed": seed}
     values = settings_of_run(params, pipeline, source, pipeline_run, {**form, "overrides": overrides})

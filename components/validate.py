@@ -17,21 +17,12 @@ def validate(
 ):
     """Check the tables; stop the run if a critical rule fails."""
     import shutil
-    from pathlib import Path
 
     from seqrec.artifacts import facts
-    from seqrec.cluster.outputs import log_metrics
-    from seqrec.config import ValidateConfig, parse
-    from seqrec.stages.validate import validate
+    from seqrec.cluster.launch import run
 
-    report = Path(validation.path) / "validation.json"
-    values = validate(
-        dataset=dataset,
-        data=Path(data.path),
-        report=report,
-        baseline=Path(baseline),
-        config=parse(ValidateConfig, config, "validate"),
-    )
-    validation.metadata.update(facts(Path(data.path)))
-    shutil.copyfile(report.with_suffix(".html"), page.path)
-    log_metrics(metrics, values)
+    report = f"{validation.path}/validation"
+    values = run("validate", dataset=dataset, data=data.path, report=f"{report}.json", baseline=baseline, config=config)
+    validation.metadata.update(facts(data.path))
+    shutil.copyfile(f"{report}.html", page.path)
+    metrics.metadata.update(values)

@@ -4,45 +4,31 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections import UserDict
+from typing import Any
 
 from seqrec.models.base import Batch, Catalogue, Options, SequenceModel
 
 
-class Registry(MutableMapping[str, type[SequenceModel]]):
+class Registry(UserDict[str, type[SequenceModel]]):
     """The architectures by name. The module of an architecture is imported when its class is first read.
 
     `register` adds a subclass of `SequenceModel` from any module.
     """
 
-    def __init__(self, places: Mapping[str, str]) -> None:
-        self._entries: dict[str, str | type[SequenceModel]] = dict(places)
+    data: dict[str, Any]  # each architecture as `module:Class` until it is read, then its class
 
     def __getitem__(self, name: str) -> type[SequenceModel]:
-        entry = self._entries[name]
+        entry = self.data[name]
         if isinstance(entry, str):
             module, _, cls = entry.partition(":")
-            entry = self._entries[name] = getattr(importlib.import_module(module), cls)
-        return entry
-
-    def __setitem__(self, name: str, architecture: type[SequenceModel]) -> None:
-        self._entries[name] = architecture
-
-    def __delitem__(self, name: str) -> None:
-        del self._entries[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._entries
+            entry = self.data[name] = getattr(importlib.import_module(module), cls)
+        architecture: type[SequenceModel] = entry
+        return architecture
 
     def place(self, name: str) -> str:
         """Return module and class of an architecture as `module:Class`, without importing the module."""
-        entry = self._entries[name]
+        entry = self.data[name]
         return entry if isinstance(entry, str) else _place(entry)
 
     def module(self, name: str) -> str:
@@ -93,7 +79,8 @@ VARIANTS = {  # a class that an option of another class chooses, and the latter
     f"{__name__}.recformer:{variant}": f"{__name__}.recformer:Recformer"
     for variant in ("RecformerText", "RecformerItems")
 }
-REGISTRY = Registry({name: f"{__name__}.{name}:{cls}" for name, cls in CLASSES.items()})
+REGISTRY = Registry()
+REGISTRY.data = {name: f"{__name__}.{name}:{cls}" for name, cls in CLASSES.items()}
 
 
 def register(name: str, architecture: type[SequenceModel]) -> None:

@@ -31,7 +31,7 @@ class Catalogue(NamedTuple):
     num_items: int
     num_users: int
     length: int
-    tokens: dict[str, Tensor] | None = None  # for models that read text: ids, types, offsets; vectors; values
+    tokens: dict[str, Tensor] | None = None  # description of the items, for the models of optional.py
 
 
 class TaskLoss(Protocol):
@@ -42,19 +42,26 @@ class TaskLoss(Protocol):
 
         Args:
             query_BPD: the queries.
-            skip_last: they are those of the P positions before the last one.
+            skip_last: whether the queries belong to the P positions before the last one.
         """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options that all models share; each model adds its own."""
+    """Options that all models share; each model adds its own.
+
+    The widths and dropouts that a model adds under the usual names are checked here.
+    """
 
     length: int = 50  # positions that the model reads: the most recent events, and MASK with objective cloze
     objective: Objective = "causal"
 
     def __post_init__(self) -> None:
-        require(self.length >= 1, "length must be at least 1")
+        for name, value in vars(self).items():
+            if name in ("length", "d_model"):
+                self.at_least(1, name)
+            if name.endswith("dropout"):
+                require(0 <= value < 1, f"{name} must be at least 0 and under 1")
         for name, allowed in _choices(type(self)).items():
             require(getattr(self, name) in allowed, f"{name} must be one of {', '.join(allowed)}")
 
@@ -68,6 +75,11 @@ class Options:
         """Number of recent events that a query for the next item can see; MASK takes one position."""
         return self.length - self.masked
 
+    def at_least(self, least: int, *names: str) -> None:
+        """Raise ValueError if an option in `names` is smaller than `least`."""
+        for name in names:
+            require(getattr(self, name) >= least, f"{name} must be at least {least}")
+
     def check_unused(self, why: str, *names: str) -> None:
         """Raise ValueError if an option in `names` differs from its default."""
         changed = [f.name for f in fields(self) if f.name in names and getattr(self, f.name) != f.default]
@@ -78,12 +90,6 @@ def _choices(options: type[Options]) -> dict[str, tuple[str, ...]]:
     """Return the allowed values of each option of a Literal type."""
     hints = get_type_hints(options)
     return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
-
-
-def with_mask(batch: Batch, mask: int) -> Batch:
-    """Append MASK for the event to predict, with the time of the last event."""
-    items = F.pad(batch.items, (0, 1), value=mask)
-    return batch._replace(items=items, times=F.pad(batch.times, (0, 1)))
 
 
 def require(condition: bool, message: str) -> None:
@@ -102,6 +108,8 @@ class SequenceModel(nn.Module):
     Options: ClassVar[type[Options]]
     options: Any
     objectives: ClassVar[frozenset[str]] = frozenset({"causal"})
+    always_reads: ClassVar[frozenset[str]] = frozenset()  # default of `needs_of`
+    biased = False  # whether the last column of the item vectors is a bias, or a constant for the query's last column
     reads_events: ClassVar[bool] = False  # whether the keys of its last attention are the events, in order
     undecayed: ClassVar[tuple[str, ...]] = ()  # name suffixes of matrices without weight decay; vectors never have any
     shortest = 1  # minimum number of positions in an exported graph; shorter inputs are padded
@@ -119,7 +127,7 @@ class SequenceModel(nn.Module):
     @classmethod
     def needs_of(cls, options: Any) -> frozenset[str]:
         """Return which of times, user, text and attributes a model with `options` reads besides items."""
-        return frozenset()
+        return cls.always_reads
 
     @property
     def needs(self) -> frozenset[str]:
@@ -127,21 +135,22 @@ class SequenceModel(nn.Module):
         return self.needs_of(self.options)
 
     def asked(self, batch: Batch) -> Batch:
-        """Return the batch that queries the next item of each history; with objective cloze, MASK is appended."""
-        return with_mask(batch, self.catalogue.num_items + 1) if self.options.masked else batch
+        """Return the batch that queries the next item of each history.
+
+        With objective cloze, MASK is appended, with the time of the last event.
+        """
+        if not self.options.masked:
+            return batch
+        items = F.pad(batch.items, (0, 1), value=self.catalogue.num_items + 1)
+        return batch._replace(items=items, times=F.pad(batch.times, (0, 1)))
 
     def forward(self, batch: Batch, last: bool = False) -> Tensor:
         """Return queries (B, L, D); with `last`, only the last ones (B, 1, D), computed as in serving."""
         raise NotImplementedError
 
     def item_vectors(self) -> Tensor:
-        """Return item vectors (V, D); row 0 is padding, which is never a candidate."""
-        raise NotImplementedError
-
-    @property
-    def biased(self) -> bool:
-        """Whether the last column of the item vectors is a bias, or a constant that a user's bias is multiplied by."""
-        return False
+        """Return item vectors (V, D), by default the table `items`; row 0 is padding, which is never a candidate."""
+        return self.get_parameter("items.weight")
 
     def phases(self, stage: str) -> tuple[str, ...]:
         """Return the phases of `stage`, pretrain or finetune; after each phase, its best weights are restored."""

@@ -18,28 +18,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from seqrec.models.base import PAD, Batch, Catalogue, Objective, Options, SequenceModel, require
-from seqrec.models.layers import Dropout, MultiHeadAttention, attention_bias, initialise
+from seqrec.models.base import PAD, Batch, Catalogue, Objective, SequenceModel
+from seqrec.models.layers import AttentionOptions, Dropout, MultiHeadAttention, attention_bias, initialise, run_blocks
 
 
 @dataclass(frozen=True, kw_only=True)
-class BERT4RecOptions(Options):
+class BERT4RecOptions(AttentionOptions):
     """Options of BERT4Rec."""
 
     objective: Objective = "cloze"
-    d_model: int = 64
-    layers: int = 2
-    heads: int = 2
     d_inner: int = 0  # width of the feed-forward networks; 0: 4 * d_model
-    dropout: float = 0.2  # dropout of embeddings, attention outputs and feed-forward networks
-    attention_dropout: float = 0.0  # dropout of attention weights; above 0, the fused kernel is not used
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(min(self.d_model, self.layers, self.heads) >= 1, "d_model, layers and heads must be at least 1")
-        require(self.d_inner >= 0, "d_inner must be at least 0")
-        require(0 <= self.dropout < 1, "dropout must be at least 0 and under 1")
-        require(0 <= self.attention_dropout < 1, "attention_dropout must be at least 0 and under 1")
+        self.at_least(0, "d_inner")
 
 
 class Block(nn.Module):
@@ -55,7 +47,7 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(d_model)
         self.dropout = Dropout(options.dropout)
 
-    def forward(self, x_BLD: Tensor, bias_BLL: Tensor, queries: slice) -> Tensor:
+    def forward(self, x_BLD: Tensor, queries: slice, bias_BLL: Tensor) -> Tensor:
         """Return the block's output (B, Q, D) at the positions `queries`."""
         query_BQD = x_BLD[:, queries]
         mixed_BQD = self.attention(query_BQD, x_BLD, bias_BLL[:, queries])
@@ -70,6 +62,7 @@ class BERT4Rec(SequenceModel):
     Options = BERT4RecOptions
     options: BERT4RecOptions
     objectives = frozenset({"cloze"})
+    biased = True
     reads_events = True
 
     def __init__(self, options: BERT4RecOptions, catalogue: Catalogue) -> None:
@@ -89,17 +82,10 @@ class BERT4Rec(SequenceModel):
         length = batch.items.shape[1]
         bias_BLL = attention_bias(batch.items, causal=False)
         x_BLD = self.dropout(self.norm(self.items(batch.items) + self.positions[-length:]))
-        for number, block in enumerate(self.blocks, start=1):
-            only_last = last and number == self.options.layers  # earlier layers compute its keys and values
-            x_BLD = block(x_BLD, bias_BLL, slice(-1, None) if only_last else slice(None))
+        x_BLD = run_blocks(self.blocks, x_BLD, bias_BLL, last=last)
         query_BQD: Tensor = self.head(x_BLD)
         return torch.cat([query_BQD, torch.ones_like(query_BQD[..., :1])], -1)
 
     def item_vectors(self) -> Tensor:
         """See `SequenceModel.item_vectors`."""
         return torch.cat([self.items.weight[:-1], self.bias.unsqueeze(1)], 1)
-
-    @property
-    def biased(self) -> bool:
-        """See `SequenceModel.biased`."""
-        return True

@@ -25,30 +25,31 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from seqrec.models.base import PAD, Batch, Catalogue, Objective, Options, SequenceModel, TaskLoss, require
-from seqrec.models.layers import INIT_STD, Dropout, MultiHeadAttention, attention_bias, initialise
+from seqrec.models.base import PAD, Batch, Catalogue, Objective, SequenceModel, TaskLoss, require
+from seqrec.models.layers import (
+    INIT_STD,
+    AttentionOptions,
+    Dropout,
+    MultiHeadAttention,
+    attention_bias,
+    initialise,
+    run_blocks,
+)
 
 NORM_EPS = 1e-12  # as in the paper's code; initial embeddings are small
 
 
 @dataclass(frozen=True, kw_only=True)
-class BSARecOptions(Options):
+class BSARecOptions(AttentionOptions):
     """Options of BSARec."""
 
     objective: Objective = "last"
-    d_model: int = 64
-    layers: int = 2
-    heads: int = 2
     dropout: float = 0.5
-    attention_dropout: float = 0.0  # dropout of attention weights; above 0, the fused kernel is not used
     alpha: float = 0.7  # weight of the filter in a layer's output; attention has 1 - alpha
     cut: int = 5  # c of the paper: frequencies 0 to c // 2 count as low
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(min(self.d_model, self.layers, self.heads) >= 1, "d_model, layers and heads must be at least 1")
-        require(0 <= self.dropout < 1, "dropout must be at least 0 and under 1")
-        require(0 <= self.attention_dropout < 1, "attention_dropout must be at least 0 and under 1")
         require(0 <= self.alpha <= 1, "alpha must be from 0 to 1")
         require(1 <= self.cut <= self.length, "cut must be from 1 to length")
 
@@ -79,7 +80,7 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(d_model, NORM_EPS)
         self.dropout = Dropout(options.dropout)
 
-    def forward(self, x_BND: Tensor, bias_BNN: Tensor, queries: slice) -> Tensor:
+    def forward(self, x_BND: Tensor, queries: slice, bias_BNN: Tensor) -> Tensor:
         """Return the block's output (B, Q, D) at the positions `queries`."""
         x_BQD = x_BND[:, queries]
         slow_BQD = self.slow_NN[queries] @ x_BND
@@ -114,14 +115,8 @@ class BSARec(SequenceModel):
         items_BN = F.pad(batch.items, (self.options.length - length, 0), value=PAD)
         bias_BNN = attention_bias(items_BN, causal=True).masked_fill((items_BN == PAD).unsqueeze(2), 0.0)
         x_BND: Tensor = self.dropout(self.norm(self.items(items_BN) + self.positions))
-        for number, block in enumerate(self.blocks, start=1):
-            only_last = last and number == self.options.layers  # earlier layers compute its window
-            x_BND = block(x_BND, bias_BNN, slice(-1, None) if only_last else slice(None))
+        x_BND = run_blocks(self.blocks, x_BND, bias_BNN, last=last)
         return x_BND if last else x_BND[:, -length:]
-
-    def item_vectors(self) -> Tensor:
-        """See `SequenceModel.item_vectors`."""
-        return self.items.weight
 
     def training_loss(self, batch: Batch, task: TaskLoss) -> dict[str, Tensor]:
         """See `SequenceModel.training_loss`; only the last row has a target."""

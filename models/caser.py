@@ -12,7 +12,6 @@ Shape suffixes, besides those of base.py: C features of the convolutions, T = L 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,10 +33,8 @@ class CaserOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for key in ("d_model", "window", "horizontal", "vertical"):
-            require(getattr(self, key) >= 1, f"{key} must be at least 1")
+        self.at_least(1, "window", "horizontal", "vertical")
         require(self.window <= self.length, f"window: a query reads {self.window} items, but length is {self.length}")
-        require(0 <= self.dropout < 1, "dropout must be at least 0 and under 1")
 
 
 class Caser(SequenceModel):
@@ -46,6 +43,8 @@ class Caser(SequenceModel):
     Options = CaserOptions
     options: CaserOptions
     objectives = frozenset({"causal", "last"})
+    always_reads = frozenset({"user"})
+    biased = True
 
     def __init__(self, options: CaserOptions, catalogue: Catalogue) -> None:
         super().__init__(options, catalogue)
@@ -59,11 +58,6 @@ class Caser(SequenceModel):
         self.output = nn.Embedding(catalogue.num_items + 1, 2 * d_model, padding_idx=PAD)  # W' of equation 10
         self.bias = nn.Parameter(torch.zeros(catalogue.num_items + 1))
         initialise(self)
-
-    @classmethod
-    def needs_of(cls, options: Any) -> frozenset[str]:
-        """See `SequenceModel.needs_of`."""
-        return frozenset({"user"})
 
     def forward(self, batch: Batch, last: bool = False) -> Tensor:
         """See `SequenceModel.forward`."""
@@ -89,8 +83,3 @@ class Caser(SequenceModel):
     def item_vectors(self) -> Tensor:
         """See `SequenceModel.item_vectors`."""
         return torch.cat([self.output.weight, self.bias.unsqueeze(1)], 1)
-
-    @property
-    def biased(self) -> bool:
-        """See `SequenceModel.biased`."""
-        return True

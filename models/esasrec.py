@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from seqrec.models.base import Catalogue, require
+from seqrec.models.base import Catalogue
 from seqrec.models.layers import Dropout, MultiHeadAttention, initialise
 from seqrec.models.sasrec import SASRec, SASRecOptions
 
@@ -33,7 +33,7 @@ class ESASRecOptions(SASRecOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.expansion >= 1, "expansion must be at least 1")
+        self.at_least(1, "expansion")
 
 
 class LiGRBlock(nn.Module):
@@ -51,7 +51,7 @@ class LiGRBlock(nn.Module):
         self.gate = nn.Linear(d_model, d_model)
         self.dropout = Dropout(options.dropout)
 
-    def forward(self, x_BLD: Tensor, bias_BLL: Tensor, queries: slice) -> Tensor:
+    def forward(self, x_BLD: Tensor, queries: slice, bias_BLL: Tensor) -> Tensor:
         """Return the block's output (B, Q, D) at the positions `queries`."""
         normed_BLD = self.norm_attention(x_BLD)
         x_BQD = x_BLD[:, queries]

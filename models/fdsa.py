@@ -18,30 +18,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from seqrec.models.base import PAD, Batch, Catalogue, Options, require
+from seqrec.models.base import PAD, Batch, Catalogue, Objective
 from seqrec.models.bert4rec import BERT4RecOptions, Block
-from seqrec.models.layers import Dropout, attention_bias, initialise
+from seqrec.models.layers import Dropout, attention_bias, initialise, run_blocks
 from seqrec.models.optional import ReadsAttributes
 
 
 @dataclass(frozen=True, kw_only=True)
-class FDSAOptions(Options):
+class FDSAOptions(BERT4RecOptions):
     """Options of FDSA."""
 
+    objective: Objective = "causal"
     attributes: tuple[str, ...] = ()  # columns of the items table; default: the first three with text
     attribute_values: int = 16  # maximum per item: words of its columns that other items have, too
-    d_model: int = 64
-    d_inner: int = 0  # width of the feed-forward networks; 0: 4 * d_model
-    layers: int = 2
-    heads: int = 2
-    dropout: float = 0.2
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(min(self.d_model, self.layers, self.heads) >= 1, "d_model, layers and heads must be at least 1")
-        require(self.d_inner >= 0, "d_inner must be at least 0")
-        require(self.attribute_values >= 1, "attribute_values must be at least 1")
-        require(0 <= self.dropout < 1, "dropout must be at least 0 and under 1")
+        self.at_least(1, "attribute_values")
 
 
 class Attributes(nn.Module):
@@ -68,25 +61,15 @@ class Stream(nn.Module):
 
     def __init__(self, options: FDSAOptions) -> None:
         super().__init__()
-        sizes = BERT4RecOptions(
-            d_model=options.d_model,
-            d_inner=options.d_inner,
-            layers=options.layers,
-            heads=options.heads,
-            dropout=options.dropout,
-        )
         self.positions = nn.Parameter(torch.empty(options.length, options.d_model).normal_(std=0.02))
         self.norm = nn.LayerNorm(options.d_model)
         self.dropout = Dropout(options.dropout)
-        self.blocks = nn.ModuleList(Block(sizes) for _ in range(options.layers))
+        self.blocks = nn.ModuleList(Block(options) for _ in range(options.layers))
 
     def forward(self, x_BLD: Tensor, bias_BLL: Tensor, *, last: bool) -> Tensor:
         """Return (B, L, D), or (B, 1, D) with `last`."""
         x_BLD = self.dropout(self.norm(x_BLD + self.positions[-x_BLD.shape[1] :]))
-        for number, block in enumerate(self.blocks, start=1):
-            only_last = last and number == len(self.blocks)
-            x_BLD = block(x_BLD, bias_BLL, slice(-1, None) if only_last else slice(None))
-        return x_BLD
+        return run_blocks(self.blocks, x_BLD, bias_BLL, last=last)
 
 
 class FDSA(ReadsAttributes):
@@ -114,7 +97,3 @@ class FDSA(ReadsAttributes):
         attribute_BLD = self.of_attributes(self.attributes(self.value_VM[batch.items].long()), bias_BLL, last=last)
         out: Tensor = self.join(torch.cat([item_BLD, attribute_BLD], -1))
         return out
-
-    def item_vectors(self) -> Tensor:
-        """See `SequenceModel.item_vectors`."""
-        return self.items.weight

@@ -19,8 +19,8 @@ Equation numbers are those of the paper. This implementation differs from its te
   to itself; sparse logs do not suffice for that. Input items are then scaled by sqrt(d), as in SASRec, and residual
   branches start at a tenth.
 
-Shape suffixes, besides those of base.py: S shared query/key width, E value and gate width, N tokens, X experts,
-Y layers, R entries of ROUTING.
+Shape suffixes, besides those of base.py: S shared query/key width, E value and gate width, K candidates of a row or
+experts of a token, N tokens, M pairs of a token and its expert, X experts, Y layers.
 """
 
 from __future__ import annotations
@@ -35,9 +35,8 @@ from torch.nn import functional as F
 
 from seqrec.models.base import PAD, Batch, Catalogue, Options, SequenceModel, TaskLoss, require
 from seqrec.models.layers import Dropout, attend, attention_bias, draws, initialise
-from seqrec.models.topk_dropout import topk_dropout
 
-ROUTING = ("balance", "busiest_expert", "idlest_expert", "router_entropy")  # eq. 11 without lambda, shares, nats
+ROUTING = ("balance", "busiest_expert", "idlest_expert", "router_entropy")  # eq. 11 without lambda, two shares, nats
 Activation = Literal["silu", "sigmoid"]
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
 
@@ -51,7 +50,7 @@ class FLASH4RecOptions(Options):
     d_value: int = 128  # width of values and gate
     layers: int = 2
     dropout: float = 0.2  # dropout of embeddings and residual branches
-    activation: Activation = "silu"  # sigma in eqs. 1, 4 and 5, which the paper does not name
+    activation: Activation = "silu"  # sigma in eqs. 1, 4 and 5; the paper does not name it
     user_gate: bool = True  # false: without the user's half of eq. 5
     user_dropout: float = 0.0  # share of training sequences with the user replaced by the unknown user
     norm: Literal["pre", "post"] = "pre"
@@ -71,25 +70,19 @@ class FLASH4RecOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        widths = (self.d_model, self.d_value, self.d_expert, self.d_router)
-        require(min(*widths, self.layers) >= 1, "widths and layers: at least 1")
+        self.at_least(1, "d_value", "d_expert", "d_router", "layers", "topk_dropout_k")
+        self.at_least(0, "heads", "jitter", "balance")
         require(
             self.d_shared >= 2 and self.d_shared % 2 == 0, "d_shared must be even: rotary positions pair dimensions"
         )
-        require(0 <= self.dropout < 1 and 0 <= self.topk_dropout < 1, "dropout, topk_dropout: at least 0 and under 1")
         require(1 <= self.experts_per_token <= self.experts, "experts_per_token must be between 1 and experts")
-        require(0 <= self.attention_dropout < 1, "attention_dropout must be at least 0 and under 1")
         require(
             not (self.attention_dropout and self.topk_dropout),
             "attention_dropout takes the place of Top-K dropout: set topk_dropout to 0",
         )
-        require(0 <= self.user_dropout < 1, "user_dropout must be at least 0 and under 1")
         require(self.user_gate or not self.user_dropout, "user_dropout: no effect without user_gate; set it to 0")
         require(self.heads == 0 or not self.user_gate, "heads: plain attention has no gate; set user_gate to false")
-        require(self.heads >= 0, "heads must be at least 0")
         require(self.heads == 0 or self.d_model % (2 * self.heads) == 0, "heads: each needs an even share of d_model")
-        require(self.topk_dropout_k >= 1, "topk_dropout_k must be at least 1")
-        require(self.jitter >= 0 and self.balance >= 0, "jitter and balance must be at least 0")
         if self.heads:
             self.check_unused("heads puts plain attention there", "d_shared", "d_value", "activation")
         if self.experts == 1:
@@ -124,6 +117,32 @@ def rotate(x_BLS: Tensor) -> Tensor:
     cos, sin = angle.cos().to(x_BLS.dtype), angle.sin().to(x_BLS.dtype)
     first, second = x_BLS.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
+
+
+def topk_dropout(weight_BLL: Tensor, real_BL: Tensor, k: int, p: float, scope: str) -> Tensor:
+    """Drop each of a row's `k` largest weights with probability `p`, and rescale the others (eqs. 12-14).
+
+    Args:
+        weight_BLL: attention weights after the softmax.
+        real_BL: queries that are not padding; padded rows are left out of all sums.
+        k: number of candidates for dropping in each row.
+        p: probability of dropping a candidate.
+        scope: `matrix` rescales each example by one factor, `row` each row.
+    """
+    if p == 0:
+        return weight_BLL
+    with torch.no_grad():  # the mask is a constant (the paper's gradient block)
+        wide = torch.promote_types(weight_BLL.dtype, torch.float32)  # in bf16, the difference of sums has no digits
+        top_BLK, index_BLK = weight_BLL.topk(min(k, weight_BLL.shape[-1]), dim=-1)
+        kept_BLK = torch.rand_like(top_BLK, dtype=wide) >= p
+        mass_BL1 = weight_BLL.sum(-1, keepdim=True, dtype=wide) * real_BL.unsqueeze(-1)
+        dropped_BL1 = (top_BLK * ~kept_BLK).sum(-1, keepdim=True, dtype=wide) * real_BL.unsqueeze(-1)
+        if scope == "matrix":
+            mass_BL1, dropped_BL1 = mass_BL1.sum(1, keepdim=True), dropped_BL1.sum(1, keepdim=True)
+        factor_BL1 = (mass_BL1 / (mass_BL1 - dropped_BL1).clamp(min=1e-6)).to(weight_BLL.dtype)
+        mask_BLL = factor_BL1.expand_as(weight_BLL).clone()
+        mask_BLL.scatter_(-1, index_BLK, kept_BLK * factor_BL1)
+    return weight_BLL * mask_BLL
 
 
 def mix(

@@ -13,12 +13,11 @@ Differs from the paper in these places:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from seqrec.models.base import PAD, Batch, Catalogue, Options, SequenceModel, require
+from seqrec.models.base import PAD, Batch, Catalogue, Options, SequenceModel
 from seqrec.models.layers import initialise
 
 
@@ -28,16 +27,13 @@ class FPMCOptions(Options):
 
     d_model: int = 64  # number of factors of each term
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.d_model >= 1, "d_model must be at least 1")
-
 
 class FPMC(SequenceModel):
     """A factorised tensor over user, last item and next item."""
 
     Options = FPMCOptions
     options: FPMCOptions
+    always_reads = frozenset({"user"})
 
     def __init__(self, options: FPMCOptions, catalogue: Catalogue) -> None:
         super().__init__(options, catalogue)
@@ -45,11 +41,6 @@ class FPMC(SequenceModel):
         self.last_items = nn.Embedding(catalogue.num_items + 1, options.d_model, padding_idx=PAD)  # v^LI
         self.next_items = nn.Embedding(catalogue.num_items + 1, 2 * options.d_model, padding_idx=PAD)  # [v^IU, v^IL]
         initialise(self)
-
-    @classmethod
-    def needs_of(cls, options: Any) -> frozenset[str]:
-        """See `SequenceModel.needs_of`."""
-        return frozenset({"user"})
 
     def forward(self, batch: Batch, last: bool = False) -> Tensor:
         """See `SequenceModel.forward`."""

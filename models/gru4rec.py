@@ -19,7 +19,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from seqrec.models.base import PAD, Batch, Catalogue, Options, SequenceModel, require
+from seqrec.models.base import PAD, Batch, Catalogue, Options, SequenceModel
 from seqrec.models.layers import Dropout, initialise
 
 
@@ -35,8 +35,7 @@ class GRU4RecOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(min(self.d_model, self.d_state, self.layers) >= 1, "d_model, d_state and layers must be at least 1")
-        require(0 <= self.dropout < 1, "dropout must be at least 0 and under 1")
+        self.at_least(1, "d_state", "layers")
 
 
 def roll(x_BLD: Tensor, shift_B: Tensor) -> Tensor:
@@ -57,6 +56,7 @@ class GRU4Rec(SequenceModel):
     def __init__(self, options: GRU4RecOptions, catalogue: Catalogue) -> None:
         super().__init__(options, catalogue)
         self.items = nn.Embedding(catalogue.num_items + 1, options.d_model, padding_idx=PAD)
+        self.biased = options.item_bias
         self.bias = nn.Parameter(torch.zeros(catalogue.num_items + 1)) if options.item_bias else None
         widths = [options.d_model] + [options.d_state] * options.layers
         self.layers = nn.ModuleList(nn.GRU(before, after, batch_first=True) for before, after in pairwise(widths))
@@ -71,9 +71,7 @@ class GRU4Rec(SequenceModel):
         x_BLD = self.dropout(self.items(batch.items) * self.options.d_model**0.5)
         state_BLG = roll(x_BLD, padding_B)  # moves padding to the end, so that the state is zero where a history begins
         for layer in self.layers:
-            start_1BG = state_BLG.new_zeros(
-                1, state_BLG.shape[0], self.options.d_state
-            )  # exported graphs want it given
+            start_1BG = state_BLG.new_zeros(1, len(state_BLG), self.options.d_state)  # an exported graph needs it
             state_BLG = self.dropout(layer(state_BLG, start_1BG)[0])
         state_BLG = roll(state_BLG, -padding_B) * real_BL.unsqueeze(-1)
         query_BPD: Tensor = self.to_query(state_BLG[:, -1:] if last else state_BLG)
@@ -84,8 +82,3 @@ class GRU4Rec(SequenceModel):
         if self.bias is None:
             return self.items.weight
         return torch.cat([self.items.weight, self.bias.unsqueeze(1)], 1)
-
-    @property
-    def biased(self) -> bool:
-        """See `SequenceModel.biased`."""
-        return self.bias is not None

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from seqrec.models.base import PAD, Batch, Catalogue, Options, SequenceModel, require
-from seqrec.models.layers import INIT_STD, Dropout, attention_bias, initialise
+from seqrec.models.layers import INIT_STD, Dropout, attention_bias, initialise, run_blocks
 
 NORM_EPS = 1e-6  # as in the paper's code; keeps the small outputs for short histories small
 BUCKETS = 128  # number of the last, open-ended bucket of time differences; the first is 0
@@ -45,9 +45,8 @@ class HSTUOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(min(self.d_model, self.layers, self.heads) >= 1, "d_model, layers and heads must be at least 1")
+        self.at_least(1, "layers", "heads")
         require(self.d_model % self.heads == 0, f"heads: d_model {self.d_model} cannot be divided into {self.heads}")
-        require(0 <= self.dropout < 1, "dropout must be at least 0 and under 1")
 
 
 def time_buckets(times_BL: Tensor) -> Tensor:
@@ -72,7 +71,7 @@ class Unit(nn.Module):
         self.dropout = Dropout(options.dropout)
         self.to_out = nn.Linear(d_model, d_model)
 
-    def forward(self, x_BLD: Tensor, visible_BLL: Tensor, bucket_BLL: Tensor | None, queries: slice) -> Tensor:
+    def forward(self, x_BLD: Tensor, queries: slice, visible_BLL: Tensor, bucket_BLL: Tensor | None) -> Tensor:
         """Return the unit's output (B, Q, D) at the positions `queries`."""
         normed_BLD = self.norm(x_BLD)
         gate_BQD, q_BQD = F.silu(self.to_gate_and_query(normed_BLD[:, queries])).chunk(2, dim=-1)
@@ -124,12 +123,5 @@ class HSTU(SequenceModel):
         bucket_BLL = time_buckets(batch.times) if self.options.relative_time else None
         x_BLD = self.items(batch.items) * self.options.d_model**0.5 + self.positions[-length:]
         x_BLD = self.dropout(x_BLD)
-        for number, unit in enumerate(self.units, start=1):
-            only_last = last and number == self.options.layers  # earlier units compute its keys and values
-            x_BLD = unit(x_BLD, visible_BLL, bucket_BLL, slice(-1, None) if only_last else slice(None))
-        out: Tensor = self.norm(x_BLD)
+        out: Tensor = self.norm(run_blocks(self.units, x_BLD, visible_BLL, bucket_BLL, last=last))
         return out
-
-    def item_vectors(self) -> Tensor:
-        """See `SequenceModel.item_vectors`."""
-        return self.items.weight

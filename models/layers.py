@@ -5,14 +5,31 @@ Shape suffixes, besides those of base.py: H heads, K width of a head.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from seqrec.models.attention_weights import keep
-from seqrec.models.base import PAD
+from seqrec.models.base import PAD, Options
 
 INIT_STD = 0.02  # with N(0, 1) embeddings, a softmax over thousands of items would start saturated
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionOptions(Options):
+    """Options that the models with `MultiHeadAttention` share."""
+
+    d_model: int = 64
+    layers: int = 2
+    heads: int = 2
+    dropout: float = 0.2  # dropout of embeddings and point-wise networks
+    attention_dropout: float = 0.0  # dropout of attention weights; above 0, the fused kernel is not used
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.at_least(1, "layers", "heads")
 
 
 def initialise(module: nn.Module) -> None:
@@ -75,6 +92,19 @@ class Dropout(nn.Module):
         dropped = round(self.p * 65536)
         kept = draws(x) >= dropped - 32768
         return x * kept.to(x.dtype).mul_(65536 / (65536 - dropped))
+
+
+def run_blocks(blocks: nn.ModuleList, x_BLD: Tensor, *others: Tensor | None, last: bool = False) -> Tensor:
+    """Return the output (B, L, D) of the last block, or with `last` only its last position (B, 1, D).
+
+    The other blocks compute all positions, because the last block reads them. `others` are the further arguments of
+    each block, which follow the positions to compute.
+    """
+    *earlier, final = blocks
+    for block in earlier:
+        x_BLD = block(x_BLD, slice(None), *others)
+    out: Tensor = final(x_BLD, slice(-1, None) if last else slice(None), *others)
+    return out
 
 
 class MultiHeadAttention(nn.Module):

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from seqrec.models.base import PAD, Batch, Catalogue, Options, SequenceModel, require
-from seqrec.models.layers import Dropout, initialise
+from seqrec.models.base import PAD, Batch, Catalogue, Options, SequenceModel
+from seqrec.models.layers import Dropout, initialise, run_blocks
 
 RING = (0.8, 0.99)  # range of the initial absolute value of lambda
 
@@ -39,8 +39,7 @@ class LRURecOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(min(self.d_model, self.layers) >= 1, "d_model and layers must be at least 1")
-        require(0 <= self.dropout < 1, "dropout must be at least 0 and under 1")
+        self.at_least(1, "layers")
 
 
 class LinearRecurrentUnit(nn.Module):
@@ -56,9 +55,9 @@ class LinearRecurrentUnit(nn.Module):
         self.log_angle = nn.Parameter(angle_S.log())
         self.log_gamma = nn.Parameter((1 - radius_S**2).sqrt().log())  # keeps the state as large as its input
         self.to_state = nn.Linear(d_model, 2 * self.channels)  # real parts, then imaginary ones
-        self.to_out = nn.Linear(2 * self.channels, d_model)  # real part of a complex product, its signs in the weights
+        self.to_out = nn.Linear(2 * self.channels, d_model)  # the real part of a complex product
 
-    def forward(self, x_BLD: Tensor, real_BL: Tensor, queries: slice) -> Tensor:
+    def forward(self, x_BLD: Tensor, queries: slice, real_BL: Tensor) -> Tensor:
         """Return (B, Q, D) at the positions `queries`; the state is zero where a history begins."""
         scale_S = self.log_gamma.exp()
         input_BLS = self.to_state(x_BLD).to(scale_S.dtype) * real_BL.unsqueeze(-1)  # bf16 cannot add up a history
@@ -69,8 +68,8 @@ class LinearRecurrentUnit(nn.Module):
     def scan(self, real_BLS: Tensor, imaginary_BLS: Tensor) -> tuple[Tensor, Tensor]:
         """Return h_t = lambda * h_(t-1) + input_t of all positions, as real and imaginary parts.
 
-        After k steps a position holds the sum over its last 2^k inputs; the next step adds that of 2^k positions
-        before, times lambda^(2^k).
+        After k steps, a position holds the sum over its last 2^k inputs. The next step adds the sum that the position
+        2^k places earlier holds, times lambda^(2^k).
         """
         length, reach = real_BLS.shape[1], 1
         while reach < self.length:  # the maximum length, since an exported graph cannot depend on that of its input
@@ -97,9 +96,9 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(d_model)
         self.dropout = Dropout(options.dropout)
 
-    def forward(self, x_BLD: Tensor, real_BL: Tensor, queries: slice) -> Tensor:
+    def forward(self, x_BLD: Tensor, queries: slice, real_BL: Tensor) -> Tensor:
         """Return the block's output (B, Q, D) at the positions `queries`."""
-        x_BQD = self.norm_unit(x_BLD[:, queries] + self.dropout(self.unit(x_BLD, real_BL, queries)))
+        x_BQD = self.norm_unit(x_BLD[:, queries] + self.dropout(self.unit(x_BLD, queries, real_BL)))
         inner_BQD = self.dropout(F.gelu(self.inner(x_BQD)))
         out: Tensor = self.norm(x_BQD + self.dropout(self.outer(inner_BQD)))
         return out
@@ -124,11 +123,4 @@ class LRURec(SequenceModel):
         """See `SequenceModel.forward`."""
         real_BL = batch.items != PAD
         x_BLD: Tensor = self.norm(self.dropout(self.items(batch.items)))
-        for number, block in enumerate(self.blocks, start=1):
-            only_last = last and number == self.options.layers  # earlier layers compute its state
-            x_BLD = block(x_BLD, real_BL, slice(-1, None) if only_last else slice(None))
-        return x_BLD
-
-    def item_vectors(self) -> Tensor:
-        """See `SequenceModel.item_vectors`."""
-        return self.items.weight
+        return run_blocks(self.blocks, x_BLD, real_BL, last=last)

@@ -11,12 +11,11 @@ Differs from the paper in these places:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from seqrec.models.base import PAD, Batch, Catalogue, Options, SequenceModel, require
+from seqrec.models.base import PAD, Batch, Catalogue, Options, SequenceModel
 from seqrec.models.layers import initialise
 
 
@@ -26,16 +25,14 @@ class MFBPROptions(Options):
 
     d_model: int = 64
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.d_model >= 1, "d_model must be at least 1")
-
 
 class MFBPR(SequenceModel):
     """A vector per user and item."""
 
     Options = MFBPROptions
     options: MFBPROptions
+    always_reads = frozenset({"user"})
+    biased = True
 
     def __init__(self, options: MFBPROptions, catalogue: Catalogue) -> None:
         super().__init__(options, catalogue)
@@ -43,11 +40,6 @@ class MFBPR(SequenceModel):
         self.items = nn.Embedding(catalogue.num_items + 1, options.d_model, padding_idx=PAD)
         self.bias = nn.Parameter(torch.zeros(catalogue.num_items + 1))
         initialise(self)
-
-    @classmethod
-    def needs_of(cls, options: Any) -> frozenset[str]:
-        """See `SequenceModel.needs_of`."""
-        return frozenset({"user"})
 
     def forward(self, batch: Batch, last: bool = False) -> Tensor:
         """See `SequenceModel.forward`."""
@@ -58,8 +50,3 @@ class MFBPR(SequenceModel):
     def item_vectors(self) -> Tensor:
         """See `SequenceModel.item_vectors`."""
         return torch.cat([self.items.weight, self.bias.unsqueeze(1)], 1)
-
-    @property
-    def biased(self) -> bool:
-        """See `SequenceModel.biased`."""
-        return True

@@ -10,7 +10,7 @@ from seqrec.models.base import Batch, Catalogue, SequenceModel
 
 
 class DescribedItems(SequenceModel):
-    """Reads a description of the items in `Catalogue.tokens`, which training/families.py makes of their table."""
+    """Reads a description of the items, which training/families.py makes from their table into `Catalogue.tokens`."""
 
     described_by: ClassVar[Literal["text", "attributes"]] = "text"
 
@@ -40,7 +40,11 @@ class SelfSupervised(SequenceModel):
     """Has a phase of pre-training in which the last event of each row is its target."""
 
     pretraining: ClassVar[str]  # name of the phase
-    by_prefix: ClassVar[bool] = True  # whether every prefix of a history is a row in this phase, whatever the objective
+    by_prefix: ClassVar[bool] = True  # whether every prefix of a history is a row in this phase, for any objective
+
+    def phases(self, stage: str) -> tuple[str, ...]:
+        """See `SequenceModel.phases`."""
+        return (self.pretraining,) if stage == "pretrain" else ("train",)
 
     def pair_scores(self, batch: Batch) -> Tensor:
         """Return (B, B): the score of each row's history with the target of each row."""

@@ -46,7 +46,6 @@ BACKBONES: dict[str, type[SequenceModel]] = {
     "tisasrec": TiSASRec,
     "ssept": SSEPT,
 }
-EMA_DECAY = 0.95
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +63,7 @@ class RecDenoiserOptions(Options):
     l0: float = 0.01  # beta, weight of the expected share of kept entries; for masked only
     jacobian: float = 0.0001  # gamma, weight of eq. 12; 0.001 in the paper, which slows training with full softmax
     estimator: Literal["arm", "ar", "reinforce", "ste"] = "arm"  # gradient of the masks; ste: straight-through, biased
-    baseline: Literal["none", "loo", "ema"] = "none"  # ar, reinforce: mean loss of the other examples | past batches
+    baseline: Literal["none", "loo"] = "none"  # ar, reinforce: loo subtracts the mean loss of the other examples
     draws: Literal["example", "batch"] = "example"  # masks per example | per batch, as in Algorithm 1
     credit: Literal["position", "example"] = "position"  # losses used for a row: those it affects | all, as in eq. 10
     per_head: bool = False
@@ -78,8 +77,8 @@ class RecDenoiserOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.stride >= 1, "stride must be at least 1")
-        require(min(self.l0, self.jacobian) >= 0, "l0 and jacobian must be at least 0")
+        self.at_least(1, "stride", "jacobian_projections")
+        self.at_least(0, "l0", "jacobian")
         require(self.attention == "masked" or self.l0 == 0, f"l0 must be 0: attention {self.attention} has no masks")
         scored = self.estimator in ("ar", "reinforce")
         require(self.baseline == "none" or scored, f"baseline must be none with estimator {self.estimator}")
@@ -88,7 +87,6 @@ class RecDenoiserOptions(Options):
         require(0 < self.keep < 1, "keep must be between 0 and 1")
         require(self.mask_rate > 0, "mask_rate must be positive")
         require(0 < self.jacobian_share <= 1, "jacobian_share must be over 0 and at most 1")
-        require(self.jacobian_projections >= 1, "jacobian_projections must be at least 1")
         self._check_switches()
         self.of_backbone()
 
@@ -231,11 +229,9 @@ class RecDenoiser(NoisyGradients):
         self.objectives = backbone.objectives  # type: ignore[misc]
         super().__init__(options, catalogue)
         self.backbone = backbone(options.of_backbone(), catalogue)
+        self.biased = self.backbone.biased
         for block in self.blocks:
             block.attention.weigh = self._weigh()
-        self.mean_loss: Tensor
-        if options.baseline == "ema":
-            self.register_buffer("mean_loss", torch.zeros(()))
 
     @classmethod
     def needs_of(cls, options: RecDenoiserOptions) -> frozenset[str]:
@@ -282,11 +278,6 @@ class RecDenoiser(NoisyGradients):
     def item_vectors(self) -> Tensor:
         """See `SequenceModel.item_vectors`."""
         return self.backbone.item_vectors()
-
-    @property
-    def biased(self) -> bool:
-        """See `SequenceModel.biased`."""
-        return self.backbone.biased
 
     def valid(self, items_BL: Tensor) -> Tensor:
         """Return bool (B, L, L): the valid mask entries, where an event may read an event."""
@@ -409,12 +400,8 @@ class RecDenoiser(NoisyGradients):
         events_B = real_BL.sum(1)
         if self.options.baseline == "none":
             return torch.zeros_like(real_BL, dtype=loss_B.dtype)
-        if self.options.baseline == "loo":
-            rest_B = (loss_B.sum() - loss_B) / (events_B.sum() - events_B).clamp(min=1)
-            return rest_B.unsqueeze(1) * real_BL
-        expected_BL = self.mean_loss * real_BL / events_B.sum().clamp(min=1)
-        self.mean_loss.lerp_(loss_B.sum(), 1 - EMA_DECAY)
-        return expected_BL
+        rest_B = (loss_B.sum() - loss_B) / (events_B.sum() - events_B).clamp(min=1)
+        return rest_B.unsqueeze(1) * real_BL
 
     def _l0(self, keep: Sequence[Tensor], valid_BLL: Tensor) -> Tensor:
         """Return the expected share of kept entries, averaged over layers, heads, examples and valid entries."""

@@ -40,7 +40,7 @@ from torch.distributed.nn.functional import all_gather
 from torch.nn import functional as F
 
 from seqrec.models.base import Batch, Catalogue, Objective, TaskLoss, require
-from seqrec.models.layers import INIT_STD, Dropout, attention_bias, initialise
+from seqrec.models.layers import INIT_STD, Dropout, attention_bias, initialise, run_blocks
 from seqrec.models.optional import ReadsTokens
 from seqrec.models.sasrec import Block, SASRecOptions
 from seqrec.models.text_encoder import Block as TextBlock
@@ -72,18 +72,17 @@ class RecformerOptions(TextEncoderOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.temperature > 0, "temperature must be positive")
-        require(self.mlm_weight >= 0, "mlm_weight must be at least 0")
+        self.at_least(0, "mlm_weight")
         require(0 < self.mlm_probability < 1, "mlm_probability must be between 0 and 1")
         require(set(self.frozen_words) <= {"pretrain", "finetune"}, "frozen_words may list only pretrain and finetune")
         if self.encoder == "text":
-            require(self.layers >= 1, "layers must be at least 1 with encoder text")
+            self.at_least(1, "layers")  # without layers, only encoder items works
             require(self.objective == "last", "objective must be last with encoder text; causal needs encoder items")
             self.check_unused("encoder is text", "d_history", "history_layers", "history_heads", "history_dropout")
         else:
             require(self.pooling == "mean", "pooling must be mean with encoder items")
-            require(min(self.d_history, self.history_layers) >= 1, "d_history and history_layers must be at least 1")
+            self.at_least(1, "d_history", "history_layers", "history_heads")
             require(self.d_history % self.history_heads == 0, "d_history must be a multiple of history_heads")
-            require(0 <= self.history_dropout < 1, "history_dropout must be at least 0 and under 1")
             self.check_unused("encoder is items", "mlm_weight", "mlm_probability")
 
 
@@ -229,7 +228,7 @@ class RecformerText(Recformer):
         return ("refresh", "frozen") if self.options.refresh else ("frozen",)
 
     def enter(self, phase: str) -> None:
-        """See `SequenceModel.enter`; what the phase's loss does not reach is frozen as well."""
+        """See `SequenceModel.enter`; parameters that the loss of the phase does not reach are frozen as well."""
         super().enter(phase)
         masked = phase == "contrastive" and self.options.mlm_weight > 0
         self.head.requires_grad_(masked)
@@ -243,7 +242,7 @@ class RecformerText(Recformer):
         return query_BD.unsqueeze(1)
 
     def item_vectors(self) -> Tensor:
-        """See `SequenceModel.item_vectors`; a constant of training (Algorithm 1)."""
+        """See `SequenceModel.item_vectors`; they are constants in training (Algorithm 1)."""
         return self.vectors
 
     def pairs(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -283,10 +282,7 @@ class HistoryEncoder(nn.Module):
         bias_BLL = attention_bias(items_BL, causal=True)
         x_BLD = self.to_item(F.embedding(items_BL, text_VD))
         x_BLD = self.dropout(x_BLD * x_BLD.shape[2] ** 0.5 + self.positions[-items_BL.shape[1] :])
-        for number, block in enumerate(self.blocks, start=1):
-            only_last = last and number == len(self.blocks)
-            x_BLD = block(x_BLD, bias_BLL, slice(-1, None) if only_last else slice(None))
-        out: Tensor = self.norm(x_BLD)
+        out: Tensor = self.norm(run_blocks(self.blocks, x_BLD, bias_BLL, last=last))
         return out
 
 
@@ -316,7 +312,7 @@ class RecformerItems(Recformer):
             self.encoder.requires_grad_(False)
 
     def on_epoch(self) -> None:
-        """See `SequenceModel.on_epoch`; in pre-training, nobody has encoded the catalogue before."""
+        """See `SequenceModel.on_epoch`; the first epoch of pre-training encodes the catalogue too."""
         if self.phase == "refresh" or not self.vectors.any():
             self.refresh()
 

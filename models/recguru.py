@@ -32,30 +32,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from seqrec.models.base import PAD, Batch, Catalogue, Options, TaskLoss, require
+from seqrec.models.base import PAD, Batch, Catalogue, Objective, TaskLoss
 from seqrec.models.bert4rec import BERT4RecOptions, Block
-from seqrec.models.layers import Dropout, MultiHeadAttention, attention_bias, initialise
+from seqrec.models.layers import Dropout, MultiHeadAttention, attention_bias, initialise, run_blocks
 from seqrec.models.optional import TwoDomains
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecGURUOptions(Options):
-    """Options of RecGURU."""
+class RecGURUOptions(BERT4RecOptions):
+    """Options of RecGURU; encoder, decoder and recommender have `layers` layers each."""
 
-    d_model: int = 64
-    d_inner: int = 0  # width of the feed-forward networks; 0: 4 * d_model
-    layers: int = 2  # of each: encoder, decoder, recommender
-    heads: int = 2
-    dropout: float = 0.2
+    objective: Objective = "causal"
     alignment_weight: float = 1.0  # pre-training: weight of the discriminator's reversed gradient in the encoder
     fixed_encoder: bool = True  # fine-tuning: only the reconstruction, not the next item, trains the encoder
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(min(self.d_model, self.layers, self.heads) >= 1, "d_model, layers and heads must be at least 1")
-        require(self.d_inner >= 0, "d_inner must be at least 0")
-        require(0 <= self.dropout < 1, "dropout must be at least 0 and under 1")
-        require(self.alignment_weight >= 0, "alignment_weight must be at least 0")
+        self.at_least(0, "alignment_weight")
 
 
 class DecoderBlock(nn.Module):
@@ -64,7 +57,7 @@ class DecoderBlock(nn.Module):
     def __init__(self, options: RecGURUOptions) -> None:
         super().__init__()
         d_model, d_inner = options.d_model, options.d_inner or 4 * options.d_model
-        self.attention = MultiHeadAttention(d_model, options.heads, 0.0)
+        self.attention = MultiHeadAttention(d_model, options.heads, options.attention_dropout)
         self.norm_attention = nn.LayerNorm(d_model)
         self.from_gur = nn.Linear(d_model, d_model)
         self.norm_gur = nn.LayerNorm(d_model)
@@ -73,7 +66,7 @@ class DecoderBlock(nn.Module):
         self.norm = nn.LayerNorm(d_model)
         self.dropout = Dropout(options.dropout)
 
-    def forward(self, x_BLD: Tensor, gur_BLD: Tensor, bias_BLL: Tensor, queries: slice) -> Tensor:
+    def forward(self, x_BLD: Tensor, queries: slice, gur_BLD: Tensor, bias_BLL: Tensor) -> Tensor:
         """Return the block's output (B, Q, D) at the positions `queries`."""
         mixed_BQD = self.attention(x_BLD[:, queries], x_BLD, bias_BLL[:, queries])
         x_BQD = self.norm_attention(x_BLD[:, queries] + self.dropout(mixed_BQD))
@@ -98,10 +91,7 @@ class Decoder(nn.Module):
             bias_BLL: causal attention bias.
             last: compute only the last position.
         """
-        for number, block in enumerate(self.blocks, start=1):
-            only_last = last and number == len(self.blocks)
-            x_BLD = block(x_BLD, gur_BLD, bias_BLL, slice(-1, None) if only_last else slice(None))
-        return x_BLD
+        return run_blocks(self.blocks, x_BLD, gur_BLD, bias_BLL, last=last)
 
 
 class RecGURU(TwoDomains):
@@ -116,19 +106,12 @@ class RecGURU(TwoDomains):
     def __init__(self, options: RecGURUOptions, catalogue: Catalogue) -> None:
         super().__init__(options, catalogue)
         d_model = options.d_model
-        sizes = BERT4RecOptions(
-            d_model=d_model,
-            d_inner=options.d_inner,
-            layers=options.layers,
-            heads=options.heads,
-            dropout=options.dropout,
-        )
         self.own_items = catalogue.num_items  # items with higher numbers are of the second domain
         self.items = nn.Embedding(catalogue.num_items + 1, d_model, padding_idx=PAD)
         self.positions = nn.Parameter(torch.empty(options.length, d_model).normal_(std=0.02))
         self.norm = nn.LayerNorm(d_model)
         self.dropout = Dropout(options.dropout)
-        self.encoder = nn.ModuleList(Block(sizes) for _ in range(options.layers))
+        self.encoder = nn.ModuleList(Block(options) for _ in range(options.layers))
         self.decoder, self.recommender = Decoder(options), Decoder(options)
         initialise(self)
         self.discriminator = None
@@ -150,10 +133,6 @@ class RecGURU(TwoDomains):
         self.catalogue = self.catalogue._replace(num_items=self.own_items)
         self.discriminator = None
 
-    def phases(self, stage: str) -> tuple[str, ...]:
-        """See `SequenceModel.phases`."""
-        return ("autoencoder",) if stage == "pretrain" else ("train",)
-
     def enter(self, phase: str) -> None:
         """See `SequenceModel.enter`."""
         self.phase = phase
@@ -164,10 +143,6 @@ class RecGURU(TwoDomains):
         x_BLD, bias_BLL = self._embed(batch.items)
         return self._recommend(x_BLD, self._encode(x_BLD, bias_BLL), bias_BLL, last=last)
 
-    def item_vectors(self) -> Tensor:
-        """See `SequenceModel.item_vectors`."""
-        return self.items.weight
-
     def _embed(self, items_BL: Tensor) -> tuple[Tensor, Tensor]:
         """Return an embedded history (B, L, D) and its causal attention bias (B, L, L)."""
         x_BLD = self.items(items_BL) + self.positions[-items_BL.shape[1] :]
@@ -175,9 +150,7 @@ class RecGURU(TwoDomains):
 
     def _encode(self, x_BLD: Tensor, bias_BLL: Tensor) -> Tensor:
         """Return the GURs of all prefixes of an embedded history (B, L, D)."""
-        for block in self.encoder:
-            x_BLD = block(x_BLD, bias_BLL, slice(None))
-        return x_BLD
+        return run_blocks(self.encoder, x_BLD, bias_BLL)
 
     def _recommend(self, x_BLD: Tensor, gur_BLD: Tensor, bias_BLL: Tensor, *, last: bool = False) -> Tensor:
         """Return queries for the event after each position, or only after the last one."""
@@ -208,7 +181,7 @@ class RecGURU(TwoDomains):
 
 
 def discriminator(d_model: int) -> nn.Sequential:
-    """Return a network that maps a GUR to the logit that its user is of the first domain; sizes are the code's."""
+    """Return a network that maps a GUR to the logit of the first domain; its sizes are those of the paper's code."""
     widths = (d_model, 5 * d_model, 10 * d_model, 5 * d_model)
     layers: list[nn.Module] = []
     for inner, outer in pairwise(widths):
@@ -222,11 +195,11 @@ def reverse_gradient(x: Tensor, weight: float) -> Tensor:
 
 
 def domain_loss(logit_B: Tensor, own_B: Tensor) -> Tensor:
-    """Return the binary cross-entropy of each domain, summed; a domain without a row counts for nothing.
+    """Return the sum of the mean binary cross-entropies of the two domains; a domain without rows adds nothing.
 
     Args:
         logit_B: logits that the rows are of the first domain.
-        own_B: whether they are.
+        own_B: whether the rows are of the first domain.
     """
     value_B = F.softplus(torch.where(own_B, -logit_B, logit_B))
     first, second = (value_B[rows].sum() / rows.sum().clamp(min=1) for rows in (own_B, ~own_B))

@@ -9,8 +9,8 @@ Differs from the paper's code in these places:
 - negative items that occur in their own row are ignored; the code draws others;
 - a prefix has at least two events, and prefixes of long histories begin with later events; the code also reads the
   first event alone, and only prefixes that begin with the oldest of the last `length` events;
-- the segment to tell apart is drawn from the histories of the batch; the code draws it from all histories, whose
-  validation and test events are among them;
+- the other segment is drawn from the histories of the batch; the code draws it from all histories, including their
+  validation and test events;
 - positions count back from the most recent event;
 - the loss of fine-tuning is that of the training settings, by default full softmax.
 
@@ -44,10 +44,7 @@ class S3RecOptions(FDSAOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(0 < self.mask_probability < 1, "mask_probability must be between 0 and 1")
-        weights = (self.item_attribute_weight, self.item_weight, self.attribute_weight, self.segment_weight)
-        require(
-            min(weights) >= 0 and max(weights) > 0, "item_attribute_weight and the other weights must be at least 0"
-        )
+        self.at_least(0, "item_attribute_weight", "item_weight", "attribute_weight", "segment_weight")
 
 
 class S3Rec(ReadsAttributes, SelfSupervised):
@@ -72,10 +69,6 @@ class S3Rec(ReadsAttributes, SelfSupervised):
         self.heads = nn.ModuleDict({name: nn.Linear(d_model, d_model) for name in names})
         initialise(self)
         self.enter("train")
-
-    def phases(self, stage: str) -> tuple[str, ...]:
-        """See `SequenceModel.phases`."""
-        return ("mutual",) if stage == "pretrain" else ("train",)
 
     def enter(self, phase: str) -> None:
         """See `SequenceModel.enter`."""
@@ -114,8 +107,8 @@ class S3Rec(ReadsAttributes, SelfSupervised):
 
         Args:
             items_BL: histories.
-            masked_BL: which of their items are hidden.
-            other_BL: an item to tell each hidden one from.
+            masked_BL: whether an item is hidden.
+            other_BL: for each position, a negative item.
         """
         options, rows = self.options, len(items_BL)
         out_BLD = self._read(items_BL.masked_fill(masked_BL, self.mask), causal=False)
@@ -140,12 +133,12 @@ class S3Rec(ReadsAttributes, SelfSupervised):
         return loss
 
     def segment_term(self, items_BL: Tensor, inside_BL: Tensor, other_BL: Tensor) -> Tensor:
-        """Return how well a history without a segment tells that segment from another one (paper, eq. 8).
+        """Return the loss of telling the missing segment of a history from another segment (paper, eq. 8).
 
         Args:
             items_BL: histories.
-            inside_BL: which of their items are the segment; rows without any count for nothing.
-            other_BL: in the places of the segment, the items of the other one.
+            inside_BL: whether an item belongs to the segment; rows without a segment add nothing.
+            other_BL: the items of the other segment, at the positions of the segment.
         """
         outside_BL = (items_BL != PAD) & ~inside_BL
         sides = (
@@ -160,12 +153,17 @@ class S3Rec(ReadsAttributes, SelfSupervised):
 
 
 def closer(own: Tensor, other: Tensor) -> Tensor:
-    """Return -log sigmoid of the difference of two matches, each of them a probability, as the code has it."""
+    """Return -log sigmoid of the difference of two matches; as in the code, each match first becomes a probability."""
     return -F.logsigmoid(own.sigmoid() - other.sigmoid())
 
 
 def draw_segments(items_BL: Tensor) -> tuple[Tensor, Tensor]:
-    """Return where each history's segment lies, at most half of it, and items of the batch in a row for its places."""
+    """Draw a segment of each history, and a segment of equal length from the concatenated histories of the batch.
+
+    Returns:
+        Bool (B, L): the positions of the segment, which is at most half of its history; items (B, L): the other
+        segment, at these positions.
+    """
     device, real_BL = items_BL.device, items_BL != PAD
     size_B = real_BL.sum(1)
     length_B = (torch.rand(len(size_B), device=device) * (size_B // 2)).long() + (size_B >= 2)

@@ -14,25 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from seqrec.models.base import PAD, Batch, Catalogue, Options, SequenceModel, require
-from seqrec.models.layers import Dropout, MultiHeadAttention, attention_bias, initialise
+from seqrec.models.base import PAD, Batch, Catalogue, SequenceModel
+from seqrec.models.layers import AttentionOptions, Dropout, MultiHeadAttention, attention_bias, initialise, run_blocks
 
 
 @dataclass(frozen=True, kw_only=True)
-class SASRecOptions(Options):
+class SASRecOptions(AttentionOptions):
     """Options of SASRec."""
-
-    d_model: int = 64
-    layers: int = 2
-    heads: int = 2
-    dropout: float = 0.2  # dropout of embeddings and point-wise networks
-    attention_dropout: float = 0.0  # dropout of attention weights; above 0, the fused kernel is not used
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(min(self.d_model, self.layers, self.heads) >= 1, "d_model, layers and heads must be at least 1")
-        require(0 <= self.dropout < 1, "dropout must be at least 0 and under 1")
-        require(0 <= self.attention_dropout < 1, "attention_dropout must be at least 0 and under 1")
 
 
 class Block(nn.Module):
@@ -48,8 +36,8 @@ class Block(nn.Module):
         self.outer = nn.Linear(d_model, d_model)
         self.dropout = Dropout(options.dropout)
 
-    def forward(self, x_BLD: Tensor, bias_BLL: Tensor, queries: slice, *pairs_BLL: Tensor) -> Tensor:
-        """Return the block's output at the positions `queries`; `pairs_BLL` is what its attention reads besides."""
+    def forward(self, x_BLD: Tensor, queries: slice, bias_BLL: Tensor, *pairs_BLL: Tensor) -> Tensor:
+        """Return the block's output at the positions `queries`; `pairs_BLL` are further inputs of its attention."""
         query_BQD = self.norm_query(x_BLD[:, queries])
         pairs_BQL = (pair_BLL[:, queries] for pair_BLL in pairs_BLL)
         x_BQD = query_BQD + self.attention(query_BQD, x_BLD, bias_BLL[:, queries], *pairs_BQL)
@@ -82,12 +70,5 @@ class SASRec(SequenceModel):
         bias_BLL = attention_bias(batch.items, causal=True)
         x_BLD = self.items(batch.items) * self.scale + self.positions[-length:]
         x_BLD = self.dropout(x_BLD)
-        for number, block in enumerate(self.blocks, start=1):
-            only_last = last and number == self.options.layers  # earlier layers feed its keys and values
-            x_BLD = block(x_BLD, bias_BLL, slice(-1, None) if only_last else slice(None))
-        out: Tensor = self.norm(x_BLD)
+        out: Tensor = self.norm(run_blocks(self.blocks, x_BLD, bias_BLL, last=last))
         return out
-
-    def item_vectors(self) -> Tensor:
-        """See `SequenceModel.item_vectors`."""
-        return self.items.weight

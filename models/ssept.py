@@ -3,22 +3,21 @@
 SASRec on item vectors that are concatenated with the user's vector. Differs from the paper in these places:
 - a score <[h_i; h_u], [e_i; u]> is computed as the inner product of [h_i, <h_u, u>] with [e_i, 1], so that item vectors
   are the same for all users. The last summand changes neither rankings nor softmax losses;
-- items are replaced at random only in the input; the code also replaces targets and negatives. As in the code, the
+- only items of the input are replaced at random; the code also replaces targets and negatives. As in the code, the
   options are probabilities of keeping an item or user;
 - user 0, the unknown user, is drawn as a replacement as often as any other, which trains the vector of new users;
-- all that differs in sasrec.py.
+- the differences that sasrec.py lists apply as well.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from seqrec.models.base import PAD, Batch, Catalogue, SequenceModel, require
-from seqrec.models.layers import INIT_STD, Dropout, attention_bias, initialise
+from seqrec.models.layers import INIT_STD, Dropout, attention_bias, initialise, run_blocks
 from seqrec.models.sasrec import Block, SASRecOptions
 
 
@@ -32,7 +31,7 @@ class SSEPTOptions(SASRecOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.d_user >= 1, "d_user must be at least 1")
+        self.at_least(1, "d_user")
         require(0 <= self.keep_item <= 1, "keep_item must be between 0 and 1")
         require(0 <= self.keep_user <= 1, "keep_user must be between 0 and 1")
 
@@ -50,6 +49,8 @@ class SSEPT(SequenceModel):
     Options = SSEPTOptions
     options: SSEPTOptions
     objectives = frozenset({"causal", "last"})
+    always_reads = frozenset({"user"})
+    biased = True
     reads_events = True
 
     def __init__(self, options: SSEPTOptions, catalogue: Catalogue) -> None:
@@ -65,11 +66,6 @@ class SSEPT(SequenceModel):
         with torch.no_grad():
             self.users.weight[0] = 0
 
-    @classmethod
-    def needs_of(cls, options: Any) -> frozenset[str]:
-        """See `SequenceModel.needs_of`."""
-        return frozenset({"user"})
-
     def forward(self, batch: Batch, last: bool = False) -> Tensor:
         """See `SequenceModel.forward`."""
         length = batch.items.shape[1]
@@ -78,9 +74,7 @@ class SSEPT(SequenceModel):
         user_B1U = self.users(user_B).unsqueeze(1)
         joined_BLD = torch.cat([self.items(items_BL), user_B1U.expand(-1, length, -1)], -1)
         x_BLD = self.dropout(joined_BLD * joined_BLD.shape[-1] ** 0.5 + self.positions[-length:])
-        for number, block in enumerate(self.blocks, start=1):
-            only_last = last and number == self.options.layers  # earlier layers compute its keys and values
-            x_BLD = block(x_BLD, bias_BLL, slice(-1, None) if only_last else slice(None))
+        x_BLD = run_blocks(self.blocks, x_BLD, bias_BLL, last=last)
         of_item, of_user = self.norm(x_BLD).split([self.options.d_model, self.options.d_user], -1)
         return torch.cat([of_item, (of_user * user_B1U).sum(-1, keepdim=True)], -1)
 
@@ -94,8 +88,3 @@ class SSEPT(SequenceModel):
     def item_vectors(self) -> Tensor:
         """See `SequenceModel.item_vectors`."""
         return torch.cat([self.items.weight, self.items.weight.new_ones(len(self.items.weight), 1)], 1)
-
-    @property
-    def biased(self) -> bool:
-        """See `SequenceModel.biased`."""
-        return True

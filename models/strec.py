@@ -32,9 +32,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from seqrec.models.base import PAD, Batch, Catalogue, Objective, Options, SequenceModel, TaskLoss, require
+from seqrec.models.base import PAD, Batch, Catalogue, Objective, SequenceModel, TaskLoss, require
 from seqrec.models.efficient_attention import EFFICIENT
-from seqrec.models.layers import Dropout, attend, initialise
+from seqrec.models.layers import AttentionOptions, Dropout, attend, initialise
 
 SPARSITY = 0.69  # the best in the paper
 SPARSITIES = (0.0, 0.42, 0.58, 0.69, 0.77, 0.9, 0.98)  # at which a trained model can be evaluated
@@ -56,15 +56,10 @@ SAMPLER_OPTIONS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class STRecOptions(Options):
+class STRecOptions(AttentionOptions):
     """Options of STRec."""
 
     objective: Objective = "last"
-    d_model: int = 64
-    layers: int = 2
-    heads: int = 2
-    dropout: float = 0.2
-    attention_dropout: float = 0.0  # dropout of attention weights; above 0, the fused kernel is not used
     attention: Literal["full", "linformer", "informer", "longformer"] = "full"  # all but full: without sampling
     attention_size: int = 16  # linformer: projected length | informer: factor of log n | longformer: window
     sampling: Literal["time", "position", "random", "none"] = "time"  # time: since each event; none: all rows
@@ -81,11 +76,8 @@ class STRecOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(min(self.d_model, self.layers, self.heads) >= 1, "d_model, layers and heads must be at least 1")
         require(self.d_model % self.heads == 0, f"heads: d_model {self.d_model} cannot be divided into {self.heads}")
-        require(0 <= self.dropout < 1, "dropout must be at least 0 and under 1")
-        require(0 <= self.attention_dropout < 1, "attention_dropout must be at least 0 and under 1")
-        require(self.attention_size >= 1, "attention_size must be at least 1")
+        self.at_least(1, "attention_size")
         require(self.temperature > 0, "temperature must be positive")
         require(self.hash_bins == 0 or 2 <= self.hash_bins < GRID, f"hash_bins must be 0 or from 2 to {GRID - 1}")
         self._check_sampling()

@@ -5,7 +5,7 @@ A token reads a window around it, and [CLS], the first token of a text, reads al
 similar length.
 
 Shape suffixes, besides those of layers.py:
-  T tokens   C blocks   Q tokens of a block   S keys a block reads   X a token's query, key and value   W words
+  T tokens   C blocks   Q tokens of a block   S keys of a block   X a token's query, key and value   W words
 """
 
 from __future__ import annotations
@@ -52,14 +52,12 @@ class TextEncoderOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        sizes = (self.d_model, self.d_inner, self.heads, self.vocabulary)
-        require(min(sizes) >= 1, "d_model, d_inner, heads and vocabulary must be at least 1")
-        require(self.layers >= 0, "layers must be at least 0")
+        self.at_least(1, "d_inner", "heads", "vocabulary")
+        self.at_least(0, "layers")
         require(self.d_model % self.heads == 0, "d_model must be a multiple of heads")
         require(self.window >= 2 and self.window % 2 == 0 and self.window <= 2 * BLOCK, "window must be even, 2 to 128")
         require(self.attribute_tokens >= 2, "attribute_tokens must be at least 2: a name and a value")
         require(self.max_tokens > self.attribute_tokens, "max_tokens must be more than attribute_tokens")
-        require(0 <= self.dropout < 1, "dropout must be at least 0 and under 1")
         require(self.norm_eps > 0, "norm_eps must be positive")
         require(self.piece_tokens >= self.max_tokens, "piece_tokens must be at least max_tokens")
 
@@ -314,7 +312,7 @@ class Encoder(nn.Module):
     def in_pieces(
         self, function: Callable[[Tensor, int], Tensor], texts: ItemTexts, items_BL: Tensor
     ) -> tuple[list[Tensor], Tensor]:
-        """Return `function(rows, width)` of groups of rows of similar length, and the order that restores theirs."""
+        """Return `function(rows, width)` of groups of similarly long rows, and the indices that restore their order."""
         size_B = (1 + texts.sizes(items_BL).sum(1)).clamp(max=self.options.max_tokens).cpu()
         order = size_B.argsort(stable=True)
         piece = (size_B[order].cumsum(0) - 1) // self.options.piece_tokens

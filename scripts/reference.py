@@ -7,7 +7,6 @@ come from its parser.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import inspect
 import sys
 import textwrap
@@ -30,22 +29,22 @@ TOP_LEVEL = """\
 | `leaderboard` | list | all models | keys of `models` that are trained, evaluated and compared |
 | `models` | mapping | required | per model: `architecture` (default: its key), `options`, `pretrain`, `finetune` |
 """
-PARTS = [  # key in params.yaml, its dataclass, whether inherited fields are listed
-    ("ingest", config.IngestConfig, True),
-    ("validate", config.ValidateConfig, True),
-    ("prepare", config.PrepareConfig, True),
-    ("pretrain and finetune", config.TrainConfig, True),
-    ("pretrain alone", config.PretrainConfig, False),
-    ("finetune alone", config.FinetuneConfig, False),
-    ("pretrain.contrast and finetune.contrast", config.ContrastConfig, True),
-    ("finetune.counts", config.CountsConfig, True),
-    ("evaluate", config.EvaluateConfig, True),
-    ("register", config.RegisterConfig, True),
-    ("tune", config.TuneConfig, True),
-    ("tune.spaces.MODEL.SETTING", config.Range, True),
-    ("kubernetes", config.KubernetesConfig, True),
-    ("kubernetes.resources.STEP", config.StepResources, True),
-    ("kubernetes.launch.STEP", config.LaunchConfig, True),
+PARTS = [  # key in params.yaml, its dataclass, and the dataclass whose fields have a table of their own
+    ("ingest", config.IngestConfig, None),
+    ("validate", config.ValidateConfig, None),
+    ("prepare", config.PrepareConfig, None),
+    ("pretrain and finetune", config.TrainConfig, None),
+    ("pretrain alone", config.PretrainConfig, config.TrainConfig),
+    ("finetune alone", config.FinetuneConfig, config.TrainConfig),
+    ("pretrain.contrast and finetune.contrast", config.ContrastConfig, None),
+    ("finetune.counts", config.CountsConfig, None),
+    ("evaluate", config.EvaluateConfig, None),
+    ("register", config.RegisterConfig, None),
+    ("tune", config.TuneConfig, None),
+    ("tune.spaces.MODEL.SETTING", config.Range, None),
+    ("kubernetes", config.KubernetesConfig, None),
+    ("kubernetes.resources.STEP", config.StepResources, None),
+    ("kubernetes.launch.STEP", config.LaunchConfig, None),
 ]
 
 
@@ -62,25 +61,25 @@ def settings() -> str:
         """
     )
     text += TOP_LEVEL
-    for key, section, inherited in PARTS:
-        text += f"\n## {key}\n\n{_summary(section)}\n\n{_table(section, inherited, ranges=True)}"
-    text += f"\n## Options of every model\n\n`models.MODEL.options`.\n\n{_table(Options, True, ranges=False)}"
+    for key, section, listed in PARTS:
+        text += f"\n## {key}\n\n{_summary(section)}\n\n{_table(section, listed, ranges=True)}"
+    text += f"\n## Options of every model\n\n`models.MODEL.options`.\n\n{_table(Options, None, ranges=False)}"
     for name, model in REGISTRY.items():
         module = inspect.getdoc(sys.modules[model.__module__]) or ""
         text += f"\n### {name}\n\n{' '.join(module.split(chr(10) * 2)[0].split())}\n\n"
-        text += _table(model.Options, False, ranges=False)
+        text += _table(model.Options, Options, ranges=False)
     return text
 
 
 def commands() -> str:
     """Return the page of all commands with their flags."""
     text = "# Commands\n\n`python -m seqrec COMMAND`. Exit status: 0 success, 1 failure, 2 wrong usage.\n\n"
-    text += "".join(f"- [{name}](#{name}): {summary}\n" for name, (_, _, summary) in COMMANDS.items())
+    text += "".join(f"- [{name}](#{name}): {command.summary}\n" for name, command in COMMANDS.items())
     text += "\nEvery command also takes `--params FILE` (settings, default params.yaml), `--metrics FILE` (write the\n"
     text += "returned figures to this JSON file) and `--verbose` (log more, show tracebacks).\n"
-    for name, (module, function, summary) in COMMANDS.items():
-        parser = command_parser(name, summary, getattr(importlib.import_module(module), function))
-        text += f"\n## {name}\n\n{_sentence(summary)}\n\n"
+    for name in COMMANDS:
+        parser = command_parser(name)
+        text += f"\n## {name}\n\n{parser.description}\n\n"
         actions = [a for a in parser._actions if not {"-h", "--params", "--metrics", "-v"} & set(a.option_strings)]
         if actions:
             text += "| flag | default | meaning |\n|---|---|---|\n" + "".join(map(_flag, actions))
@@ -93,20 +92,16 @@ def _flag(action: Any) -> str:
     return f"| {name} | {default} | {_cell((action.help or '').replace('%%', '%'))} |\n"
 
 
-def _sentence(text: str) -> str:
-    return text[0].upper() + text[1:] + "."
-
-
 def _summary(section: type) -> str:
     return (inspect.getdoc(section) or "").split("\n\n")[0]
 
 
-def _table(cls: type, inherited: bool, ranges: bool) -> str:
-    """Return the rows of a dataclass; without `inherited`, those of the fields that its parent lacks or changes."""
-    parent = {} if inherited else {f.name: f.default for f in dataclasses.fields(cls.__mro__[1])}
+def _table(cls: type, listed: type | None, ranges: bool) -> str:
+    """Return a row for each field of a dataclass that `listed` lacks, or has with another default."""
+    known = {field.name: field.default for field in dataclasses.fields(listed)} if listed else {}
     hints, texts, rows = typing.get_type_hints(cls, include_extras=True), meanings(cls), ""
     for field in dataclasses.fields(cls):
-        if field.name in parent and parent[field.name] == field.default:
+        if field.name in known and known[field.name] == field.default:
             continue
         kind, limit = _type(hints[field.name])
         limit = f"{limit} | " if ranges else ""

@@ -1,8 +1,8 @@
-"""The command line: `python -m seqrec STAGE ...`.
+"""The command line: `python -m seqrec COMMAND ...`.
 
-A command is a plain function; its keyword-only parameters are the flags, a list before them is what is named without
-a flag. A parameter whose type is a section, such as `ServeConfig`, has a flag for each of its fields. `config` and its
-like come from params.yaml.
+A command is a plain function. Its keyword-only parameters are the flags, and a list before them is named without a
+flag. A parameter whose type is a section, such as `ServeConfig`, has a flag for each of its fields. The arguments in
+`FROM_PARAMS` come from params.yaml instead.
 """
 
 from __future__ import annotations
@@ -12,60 +12,89 @@ import dataclasses
 import importlib
 import inspect
 import logging
+import re
 import sys
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from seqrec import __version__
 
 if TYPE_CHECKING:  # at run time each command imports what it needs: `--help` answers at once
-    from seqrec.config import ModelConfig, Params
     from seqrec.pipeline import Stage
 
-COMMANDS = {  # name -> (module, function, what it does); modules are imported when called, some take seconds
-    "settings": ("seqrec.commands.settings", "settings", "check params.yaml; write what each stage of dvc.yaml reads"),
-    "ingest": ("seqrec.stages.ingest", "ingest", "fetch a dataset and read it into the canonical tables"),
-    "validate": ("seqrec.stages.validate", "validate", "check the tables; stop the run if a critical rule fails"),
-    "accept-baseline": ("seqrec.stages.validate", "accept_baseline", "accept this data as the baseline of drift"),
-    "prepare": ("seqrec.stages.prepare", "prepare", "filter, number, order and split the interactions"),
-    "pretrain": ("seqrec.stages.pretrain", "pretrain", "build a model and run its pre-training, if it has any"),
-    "finetune": ("seqrec.stages.finetune", "finetune", "train a model for the next item; resumes by itself"),
-    "baselines": ("seqrec.stages.baselines", "baselines", "evaluate popularity, a Markov chain, EASE, PCTM, rules"),
-    "evaluate": ("seqrec.stages.evaluate", "evaluate", "rank every test case among the whole catalogue"),
-    "register": ("seqrec.stages.register", "register", "leaderboard, MLflow runs, candidate and champion"),
-    "refit": (
-        "seqrec.commands.refit",
-        "refit",
-        "train the champion again on every event, and serve the result",
+
+class Command(NamedTuple):
+    """A command; its module is imported when it is called, because some take seconds."""
+
+    module: str
+    function: str
+    summary: str
+    section: str = ""  # section of params.yaml that is the argument `config`; a stage has settings of its own
+
+    def load(self) -> Callable[..., Any]:
+        """Import and return the function."""
+        function: Callable[..., Any] = getattr(importlib.import_module(self.module), self.function)
+        return function
+
+
+COMMANDS = {
+    "settings": Command(
+        "seqrec.commands.settings", "settings", "check params.yaml; write what each stage of dvc.yaml reads"
     ),
-    "registry": ("seqrec.commands.registry", "registry", "show the registered versions; promote one, or roll back"),
-    "run": ("seqrec.commands.run", "run", "run every stage except register, in one process, without DVC"),
-    "benchmark": ("seqrec.commands.benchmark", "benchmark", "compare the models of a config under several seeds"),
-    "auto": ("seqrec.commands.auto", "auto", "find the best model for a file within a time budget"),
-    "import": ("seqrec.commands.run", "import_run", "register a finished `run` in MLflow"),
-    "repro": ("seqrec.commands.repro", "repro", "run the stages that are out of date, with DVC"),
-    "ui": ("seqrec.commands.ui", "ui", "open MLflow where the models of the last run are compared"),
-    "summarise": ("seqrec.evaluation.leaderboard", "summarise", "write the few numbers that `dvc metrics` shows"),
-    "leaderboard": ("seqrec.evaluation.leaderboard", "show", "print the leaderboard of the last run"),
-    "recommend": ("seqrec.commands.recommend", "recommend", "print the champion's recommendations for a history"),
-    "score": ("seqrec.commands.recommend", "score", "write recommendations for every user to a Parquet file"),
-    "export": (
-        "seqrec.serving.onnx_graph",
-        "export",
-        "write a model as an ONNX graph from histories to items",
+    "ingest": Command("seqrec.stages.ingest", "ingest", "fetch a dataset and read it into the canonical tables"),
+    "validate": Command(
+        "seqrec.stages.validate", "validate", "check the tables; stop the run if a critical rule fails"
     ),
-    "serve": ("seqrec.serving.http", "serve", "serve the champion over HTTP; a new one takes over"),
-    "events": ("seqrec.commands.events", "events", "the service's store: import training data, dump for ingest"),
-    "keys": ("seqrec.commands.keys", "keys", "API keys of the service: add, rotate, revoke"),
-    "compare": (
-        "seqrec.evaluation.compare",
-        "compare",
-        "paired gain of a run over others on one split; or spread over seeds",
+    "accept-baseline": Command(
+        "seqrec.stages.validate", "accept_baseline", "accept this data as the baseline of drift"
     ),
-    "tune": ("seqrec.training.tune", "tune", "search the settings of a model on validation; continues by itself"),
+    "prepare": Command("seqrec.stages.prepare", "prepare", "filter, number, order and split the interactions"),
+    "pretrain": Command("seqrec.stages.pretrain", "pretrain", "build a model and run its pre-training, if it has any"),
+    "finetune": Command("seqrec.stages.finetune", "finetune", "train a model for the next item; resumes by itself"),
+    "baselines": Command(
+        "seqrec.stages.baselines", "baselines", "evaluate popularity, a Markov chain, EASE, PCTM, rules"
+    ),
+    "evaluate": Command("seqrec.stages.evaluate", "evaluate", "rank every test case among the whole catalogue"),
+    "register": Command("seqrec.stages.register", "register", "leaderboard, MLflow runs, candidate and champion"),
+    "refit": Command(
+        "seqrec.commands.refit", "refit", "train the champion again on every event, and serve the result", "register"
+    ),
+    "registry": Command(
+        "seqrec.commands.registry", "registry", "show the registered versions; promote one, or roll back", "register"
+    ),
+    "run": Command("seqrec.commands.run", "run", "run every stage in one process, without DVC"),
+    "benchmark": Command(
+        "seqrec.commands.benchmark", "benchmark", "compare the models of a config under several seeds"
+    ),
+    "auto": Command("seqrec.commands.auto", "auto", "find the best model for a file within a time budget"),
+    "import": Command("seqrec.commands.run", "import_run", "register a finished `run` in MLflow"),
+    "repro": Command("seqrec.commands.repro", "repro", "run the stages that are out of date, with DVC"),
+    "ui": Command("seqrec.commands.ui", "ui", "open MLflow where the models of the last run are compared", "register"),
+    "leaderboard": Command("seqrec.evaluation.leaderboard", "show", "print the leaderboard of the last run"),
+    "recommend": Command(
+        "seqrec.commands.recommend", "recommend", "print the champion's recommendations for a history", "register"
+    ),
+    "score": Command(
+        "seqrec.commands.recommend", "score", "write recommendations for every user to a Parquet file", "register"
+    ),
+    "export": Command(
+        "seqrec.serving.onnx_graph", "export", "write a model as an ONNX graph from histories to items", "register"
+    ),
+    "serve": Command("seqrec.serving.http", "serve", "serve the champion over HTTP; a new one takes over", "register"),
+    "events": Command("seqrec.commands.events", "events", "the service's store: import training data, dump for ingest"),
+    "keys": Command("seqrec.commands.keys", "keys", "API keys of the service: add, rotate, revoke"),
+    "compare": Command(
+        "seqrec.evaluation.compare", "compare", "paired gain of a run over others on one split; or spread over seeds"
+    ),
+    "tune": Command(
+        "seqrec.training.tune", "tune", "search the settings of a model on validation; continues by itself"
+    ),
 }
+FROM_PARAMS = (  # arguments that have no flag; `log` is for callers in Python
+    *("config", "architecture", "refit", "filter_seen", "leaderboard", "params", "sources", "experiment", "log"),
+)
 logger = logging.getLogger("seqrec")
 
 
@@ -84,7 +113,7 @@ class TerminalHandler(logging.StreamHandler):  # type: ignore[type-arg]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return the exit status: 0 success, 1 a failure that the message explains, 2 wrong usage."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    listing = "\n".join(f"  {name:16} {text}" for name, (_, _, text) in COMMANDS.items())
+    listing = "\n".join(f"  {name:16} {command.summary}" for name, command in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="seqrec",
         description=f"commands:\n{listing}\n\n`seqrec COMMAND --help` shows its flags.",
@@ -94,24 +123,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND")
     parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     chosen = parser.parse_args(arguments)
-    module, name, summary = COMMANDS[chosen.command]
-    function = getattr(importlib.import_module(module), name)
-    flags = command_parser(chosen.command, summary, function).parse_args(chosen.rest)
+    flags = command_parser(chosen.command).parse_args(chosen.rest)
     from seqrec import redaction
 
     handler = TerminalHandler()
     handler.setFormatter(redaction.Formatter("%(message)s"))
-    logging.basicConfig(level=logging.DEBUG if flags.verbose else logging.INFO, handlers=[handler])
+    logging.basicConfig(level=logging.DEBUG if flags.verbose else logging.WARNING, handlers=[handler])
     sys.excepthook = redaction.excepthook
     logging.getLogger("seqrec").setLevel(logging.DEBUG if flags.verbose else logging.INFO)
-    for noisy in ("urllib3", "filelock", "matplotlib", "alembic", "great_expectations", "mlflow"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+    logging.getLogger("mlflow").setLevel(logging.WARNING)  # it sets a level of its own
     try:
-        values = function(**bind(function, chosen.command, flags))
-        if flags.metrics is not None:
-            from seqrec.artifacts import write_json
-
-            write_json(flags.metrics, dict(values or {}))
+        _call(chosen.command, flags)
     except (ValueError, OSError, FloatingPointError) as error:
         if flags.verbose:
             raise
@@ -120,27 +142,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def command_parser(command: str, summary: str, function: Callable[..., Any]) -> argparse.ArgumentParser:
-    """Return the parser of one command, its flags read off the signature of `function`."""
-    parser = argparse.ArgumentParser(prog=f"seqrec {command}", description=f"{summary.capitalize()}.")
-    texts = _argument_texts(function)
-    stage = _stage(command)
-    for name, parameter in inspect.signature(function).parameters.items():
-        hint = typing.get_type_hints(function)[name]
-        flag, text = f"--{name.replace('_', '-')}", texts.get(name, "")
-        if name in FROM_PARAMS:
+def command_parser(name: str) -> argparse.ArgumentParser:
+    """Return the parser of a command, its flags read off the signature of its function."""
+    function, summary = COMMANDS[name].load(), COMMANDS[name].summary
+    parser = argparse.ArgumentParser(prog=f"seqrec {name}", description=f"{summary[0].upper()}{summary[1:]}.")
+    texts, hints = _argument_texts(function), typing.get_type_hints(function)
+    stage = _stage(name)
+    for parameter in inspect.signature(function).parameters.values():
+        hint, text = hints[parameter.name], texts.get(parameter.name, "")
+        if parameter.name in FROM_PARAMS:
             continue
         if parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
-            parser.add_argument(name, nargs="+", help=text, metavar=name.removesuffix("s").upper())
+            metavar = parameter.name.removesuffix("s").upper()
+            parser.add_argument(parameter.name, nargs="+", help=text, metavar=metavar)
         elif dataclasses.is_dataclass(hint):
             _add_section(parser, hint)
         elif _is_dataset_of_params(parameter):
-            parser.add_argument(flag, help="its key in `datasets`; default: the key `dataset` of params.yaml")
-        elif stage is not None and name in stage.places:
-            text = f"{text} (default: {stage.places[name]})"
-            parser.add_argument(flag, type=Path, help=text, metavar=name.upper())
+            parser.add_argument("--dataset", help="its key in `datasets`; default: the key `dataset` of params.yaml")
+        elif stage is not None and parameter.name in stage.places:
+            _add_flag(parser, parameter.name, Path, None, f"{text} (default: {stage.places[parameter.name]})")
         else:
-            _add_flag(parser, name, hint, parameter.default, text)
+            _add_flag(parser, parameter.name, hint, parameter.default, text)
     parser.add_argument("--params", type=Path, default=Path("params.yaml"), help="settings (default: %(default)s)")
     text = f" (default: {stage.metrics})" if stage is not None and stage.metrics else ""
     parser.add_argument("--metrics", type=Path, help=f"write the returned figures to this JSON file{text}")
@@ -148,13 +170,13 @@ def command_parser(command: str, summary: str, function: Callable[..., Any]) -> 
     return parser
 
 
-def _stage(command: str) -> Stage | None:
+def _stage(name: str) -> Stage | None:
     """Return the stage of the pipeline that a command runs, if it runs one."""
-    if not COMMANDS[command][0].startswith("seqrec.stages."):
+    if not COMMANDS[name].module.startswith("seqrec.stages."):
         return None
     from seqrec.pipeline import BY_NAME
 
-    return BY_NAME.get(command)
+    return BY_NAME.get(name)
 
 
 def _add_section(parser: argparse.ArgumentParser, section: Any) -> None:
@@ -182,32 +204,67 @@ def _is_dataset_of_params(parameter: inspect.Parameter) -> bool:
     return parameter.name == "dataset" and parameter.default is inspect.Parameter.empty
 
 
-def bind(function: Callable[..., Any], command: str, flags: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of `function`: flags as given, settings from params.yaml."""
-    names, hints = inspect.signature(function).parameters, typing.get_type_hints(function)
-    _check_numbers(function, flags)
-    params = None
-    if any(name in FROM_PARAMS or _is_dataset_of_params(parameter) for name, parameter in names.items()):
-        from seqrec.config import load
+def _argument_texts(function: Callable[..., Any]) -> dict[str, str]:
+    """Return the texts under `Args:` of a docstring, by name; further lines of a text are indented."""
+    listed = (inspect.getdoc(function) or "").partition("Args:\n")[2].partition("\n\n")[0]
+    texts = re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", listed, re.MULTILINE)
+    return {name: " ".join(text.split()).removesuffix(".").replace("%", "%%") for name, text in texts}
 
-        params = load(flags.params)
-    values = {}
-    for name, parameter in names.items():
-        if params is not None and name in FROM_PARAMS:
-            values[name] = FROM_PARAMS[name](params, command, flags)
-        elif params is not None and _is_dataset_of_params(parameter):
-            values[name] = flags.dataset or params.dataset
-        elif dataclasses.is_dataclass(hints[name]):
-            section: Any = hints[name]
-            values[name] = section(**{field.name: getattr(flags, field.name) for field in dataclasses.fields(section)})
-        else:
-            values[name] = getattr(flags, name)
-    stage = _stage(command)
-    if stage is not None and params is not None:
-        item = stage.names(params, values.get("model") or values.get("dataset") or "")
-        values |= {name: Path(path.format(**item)) for name, path in stage.places.items() if values[name] is None}
-        if stage.metrics and flags.metrics is None:
-            flags.metrics = Path(stage.metrics.format(**item))
+
+def _call(name: str, flags: argparse.Namespace) -> None:
+    """Run a command, and write its figures to the file that the flag or the stage names."""
+    values, stage = bind(name, flags), _stage(name)
+    if stage is not None:
+        _call_stage(stage, values, flags)
+        return
+    figures = COMMANDS[name].load()(**values)
+    if flags.metrics is not None:
+        from seqrec.artifacts import write_json
+
+        write_json(flags.metrics, dict(figures or {}))
+
+
+def _call_stage(stage: Stage, values: dict[str, Any], flags: argparse.Namespace) -> None:
+    from seqrec.config import load
+
+    params = load(flags.params)
+    dataset = params.dataset if stage.each == "dataset" else ""
+    item = values.pop("model", None) or values.pop("dataset", None) or dataset
+    given = {key: value for key, value in values.items() if value is not None}
+    stage(params, Path(), item, metrics=flags.metrics, **given)
+
+
+def bind(name: str, flags: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of a command from the flags; where it is no stage, also those from params.yaml."""
+    function = COMMANDS[name].load()
+    _check_numbers(function, flags)
+    hints, parameters = typing.get_type_hints(function), inspect.signature(function).parameters
+    values = {key: _value(key, hints[key], flags) for key in parameters if key not in FROM_PARAMS}
+    if _stage(name) is None:
+        values |= _from_params(name, parameters, flags)
+    return values
+
+
+def _value(name: str, hint: Any, flags: argparse.Namespace) -> Any:
+    """Return the value of a flag, or a section made of the flags of its fields."""
+    if not dataclasses.is_dataclass(hint):
+        return getattr(flags, name)
+    section: Any = hint
+    return section(**{field.name: getattr(flags, field.name) for field in dataclasses.fields(section)})
+
+
+def _from_params(name: str, parameters: Mapping[str, inspect.Parameter], flags: argparse.Namespace) -> dict[str, Any]:
+    dataset = "dataset" in parameters and _is_dataset_of_params(parameters["dataset"])
+    if not dataset and parameters.keys().isdisjoint(FROM_PARAMS):
+        return {}
+    from seqrec.config import load
+
+    params = load(flags.params)
+    values = {"dataset": flags.dataset or params.dataset} if dataset else {}
+    if "params" in parameters:
+        values["params"] = params.as_dict()
+    if "config" in parameters:
+        values["config"] = params.section(COMMANDS[name].section)
     return values
 
 
@@ -219,37 +276,6 @@ def _check_numbers(function: Callable[..., Any], flags: argparse.Namespace) -> N
         from seqrec.config.checks import check_value  # some commands have no numbers, and start without this
 
         check_value(f"--{name.replace('_', '-')}", hints[name], getattr(flags, name))
-
-
-def _config(params: Params, command: str, flags: argparse.Namespace) -> Any:
-    of_register = ("leaderboard", "ui", "refit", "registry", "recommend", "score", "export", "serve")
-    sections = {"baselines": "evaluate"} | dict.fromkeys(of_register, "register")
-    section = sections.get(command, command)
-    return params.section(section, model=getattr(flags, "model", None), dataset=getattr(flags, "dataset", None))
-
-
-def _architecture(params: Params, _: str, flags: argparse.Namespace) -> ModelConfig:
-    return params.model(flags.model)
-
-
-FROM_PARAMS: dict[str, Callable[[Params, str, argparse.Namespace], Any]] = {
-    "config": _config,
-    "architecture": _architecture,
-    "refit": lambda params, _, __: params.section("evaluate").refit,
-    "filter_seen": lambda params, _, __: params.filters_seen(),
-    "leaderboard": lambda params, _, __: list(params.leaderboard),
-    "params": lambda params, _, __: params.as_dict(),
-    "sources": lambda params, _, __: params.sources,
-    "log": lambda *_: None,
-    "experiment": lambda params, _, __: params.section("register").experiment,
-}
-
-
-def _argument_texts(function: Callable[..., Any]) -> dict[str, str]:
-    """Return the lines under `Args:` of the docstring by name."""
-    lines = inspect.getdoc(function).splitlines() if function.__doc__ else []  # type: ignore[union-attr]
-    found = (line.strip().partition(": ") for line in lines if line.startswith("    "))
-    return {name: text.replace("%", "%%") for name, colon, text in found if colon and name.isidentifier()}
 
 
 if __name__ == "__main__":

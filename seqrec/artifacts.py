@@ -202,10 +202,10 @@ def map_ipc(path: Path) -> pa.Table:
         return pa.ipc.open_file(pa.memory_map(str(path))).read_all()
 
 
-def facts(*folders: Path) -> dict[str, str | float]:
+def facts(*folders: str | Path) -> dict[str, str | float]:
     """Return hashes, counts and names in the cards of `folders` as a flat mapping; later folders take precedence."""
     found: dict[str, str | float] = {}
-    for folder in folders:
+    for folder in map(Path, folders):
         for card in (SOURCE_CARD, SPLIT_CARD, MODEL_CARD):
             if (folder / card).is_file():
                 content = read_json(folder / card)

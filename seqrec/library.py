@@ -23,7 +23,7 @@ from rich.console import Console
 from seqrec import config, locks
 from seqrec.artifacts import METRICS, SPLIT_CARD, read_json, sha256, write_text
 from seqrec.commands import auto, run
-from seqrec.commands.recommend import score
+from seqrec.commands.recommend import score_with
 from seqrec.commands.settings import check
 from seqrec.config import Params
 from seqrec.data import sequences
@@ -31,8 +31,8 @@ from seqrec.locks import locked
 from seqrec.models import REGISTRY
 from seqrec.pipeline import BY_NAME
 from seqrec.serving.recommender import POPULARITY, Recommender, Request, located
-from seqrec.training import cards
 from seqrec.training.auto_settings import Shape
+from seqrec.training.checkpoint import load_checkpoint
 
 if TYPE_CHECKING:  # taken from the extra `validation`
     import polars as pl
@@ -85,7 +85,7 @@ class Dataset:
         place, keep = _working(folder)
         columns = {"user_id": user, "item_id": item, "timestamp": time, "title": title}
         about: dict[str, Any] = {"columns": {name: column for name, column in columns.items() if column}}
-        with _arguments_named(), locked(place / locks.NAME, f"--out {place}"):
+        with _held(place):
             files = {EVENTS: frame} | ({} if items is None else {ITEMS: items})
             written = {name: _write(content, place / f"{name}.new") for name, content in files.items()}
             about |= {"sha256": [sha256(path) for path in written.values()], "time_format": time_format}
@@ -113,7 +113,7 @@ class Dataset:
         read = config.from_dict(params) if isinstance(params, Mapping) else config.load(Path(params))
         check(read)
         place, keep = _working(folder)
-        with _arguments_named(), locked(place / locks.NAME, f"--out {place}"):
+        with _held(place):
             run.prepare_data(read, place)
         made = cls(place, read, keep=keep)
         made.split = str(made.card["protocol"])
@@ -177,13 +177,14 @@ class Model:
         self, folder: Path, data: Dataset | None = None, reports: Path | None = None, keep: Any = None
     ) -> None:
         self.folder, self.data, self._reports, self._keep = folder, data, reports, keep
-        self.card = cards.read(folder)
+        self.checkpoint = load_checkpoint(folder)
+        self.card = self.checkpoint.card
         self.name = str(self.card["model"])
 
     @cached_property
     def recommender(self) -> Recommender:
         """The model as the service answers with it: rules, similar items, several requests at once."""
-        return Recommender.load(self.folder)
+        return Recommender.from_checkpoint(self.checkpoint)
 
     def evaluate(self, data: Dataset | None = None) -> Evaluation:
         """Return the figures of the stage evaluate.
@@ -244,7 +245,7 @@ class Model:
 
         with tempfile.TemporaryDirectory(prefix="seqrec-") as folder:
             output = Path(folder) / "best.parquet"
-            score(sequences=self._dataset(data).tables, saved=self.folder, output=output, k=k)
+            score_with(self.checkpoint, self._dataset(data).tables, output, k)
             return pl.read_parquet(output, memory_map=False)
 
     def save(self, folder: str | Path) -> Path:
@@ -310,7 +311,7 @@ def fit(
     content["seed"] = data.params.seed if seed is None else seed
     request = {"minutes": minutes, "model": model, "options": options, "finetune": finetune, "seed": content["seed"]}
     request |= {"split": data.card["split_sha256"]}
-    with _arguments_named(), locked(place / locks.NAME, f"--out {place}"):
+    with _held(place):
         plan = auto.Plan.load(place / PLAN, json.loads(json.dumps(request)))
         plan.params = plan.params or content
         shape = Shape.of(data.sequences)
@@ -369,10 +370,11 @@ def _write(frame: Any, path: Path) -> Path:
 
 
 @contextmanager
-def _arguments_named() -> Iterator[None]:
-    """Name the arguments of this module in messages about the flags of the command line."""
+def _held(place: Path) -> Iterator[None]:
+    """Lock a folder, and name the arguments of this module in messages about the flags of the command line."""
     try:
-        yield
+        with locked(place / locks.NAME, f"--out {place}"):
+            yield
     except ValueError as error:
         text = re.sub(r"--[a-z-]+", lambda match: ARGUMENTS.get(match[0], match[0]), str(error))
         if text == str(error):

@@ -35,13 +35,16 @@ class Stage:
     project: Mapping[str, str] = field(default_factory=dict)  # arguments that are files of the project
     metrics: str = ""  # file of the figures that the function returns
 
-    def __call__(self, params: Params, folder: Path, item: str = "", **more: Any) -> dict[str, float]:
+    def __call__(
+        self, params: Params, folder: Path, item: str = "", *, metrics: Path | None = None, **more: Any
+    ) -> dict[str, float]:
         """Run the stage in `folder` for `item`, a dataset or a model; return its figures.
 
         Args:
             params: the settings.
             folder: folder of the run.
             item: key of the dataset or model that the stage runs for.
+            metrics: file of the figures, in place of the one of the table.
             more: further arguments of the function; they replace those of the table.
         """
         from seqrec.artifacts import write_json
@@ -51,8 +54,10 @@ class Stage:
         paths = {name: folder / path.format(**names) for name, path in self.paths.items()}
         files = {name: Path(path) for name, path in self.project.items()}
         figures: dict[str, float] = function(**{**self.settings(params, item), **paths, **files, **more})
-        if self.metrics:
-            write_json(folder / self.metrics.format(**names), dict(figures))
+        if metrics is None and self.metrics:
+            metrics = folder / self.metrics.format(**names)
+        if metrics is not None:
+            write_json(metrics, dict(figures))
         return figures
 
     @property
@@ -204,7 +209,9 @@ STAGES = (
             *(f"reports/{name}" for name in BASELINES),
             *(SEQUENCES, SPLIT, USERS, VOCABULARY, "data/source.json"),
         ),
-        writes=tuple(f"reports/{name}" for name in ("leaderboard.json", "leaderboard.csv", "curves.csv", "index.html")),
+        writes=tuple(
+            f"reports/{name}" for name in ("leaderboard.json", "leaderboard.csv", "curves.csv", "index.html", "summary")
+        ),
         metrics="reports/register.json",
     ),
 )

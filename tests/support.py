@@ -31,8 +31,7 @@ from seqrec.stages.finetune import finetune
 from seqrec.stages.prepare import prepare
 from seqrec.stages.pretrain import pretrain
 from seqrec.training import batches
-from seqrec.training.cards import catalogue_files
-from seqrec.training.checkpoint import load_model, save_counts, save_model
+from seqrec.training.checkpoint import catalogue_files, load_checkpoint, save_counts, save_model
 
 # Facts about an architecture that its class does not tell; one that is not named has none.
 SMALL: dict[str, dict] = {"recformer": {"d_inner": 32}}  # options that a small model of it needs
@@ -203,7 +202,7 @@ def run_finetune(model, dataset, out, **config):
 
 
 def weights(out):
-    return load_model(out / "finetuned")[0].state_dict()
+    return load_checkpoint(out / "finetuned").model.state_dict()
 
 
 def losses_of(out):
@@ -225,6 +224,15 @@ def running(service):
     yield f"http://127.0.0.1:{port}"
     server.should_exit = True
     thread.join(10)
+
+
+def service(recommender, *, version="7", store=None, candidate=None, **options):
+    """Run a service of `recommender` with these options of `serve`; yield its address."""
+    from seqrec.serving import http  # few tests need it
+    from seqrec.serving.config import ServeConfig
+
+    config = ServeConfig(**options)
+    return running(http.app(lambda: recommender, lambda: version, config, store=store, candidate=candidate))
 
 
 YEAR_2001 = 978_307_200

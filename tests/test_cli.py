@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import inspect
 import io
 import json
@@ -39,8 +38,7 @@ def test_help_shows_every_flag_with_a_text(command, capsys):
         main([command, "--help"])
     assert exit_.value.code == 0
     shown = capsys.readouterr().out
-    module, name, _ = COMMANDS[command]
-    parameters = inspect.signature(getattr(importlib.import_module(module), name)).parameters
+    parameters = inspect.signature(COMMANDS[command].load()).parameters
     positional = {name for name, parameter in parameters.items() if parameter.kind is parameter.POSITIONAL_OR_KEYWORD}
     options = [field.name for field in dataclasses.fields(ServeConfig)] if command == "serve" else []
     names = [*(name for name in parameters if name != "options"), *options]
@@ -49,6 +47,21 @@ def test_help_shows_every_flag_with_a_text(command, capsys):
         usage, _, options = shown.partition("options:")
         assert flag in usage
         assert re.search(rf"^  {flag}\b.*(\n {{10,}})? {{2,}}\S", options, re.MULTILINE), f"{flag} has no text"
+
+
+@pytest.mark.parametrize(
+    ("command", "text"),
+    [
+        ("export", "ONNX graph"),
+        ("repro", "with DVC"),
+        ("recommend", "vocabulary and users, or models:/NAME/N --explain"),  # from several lines of the docstring
+        ("register", "to be a tag of the parent --params"),
+    ],
+)
+def test_a_help_text_is_whole_and_names_keep_their_case(command, text, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    assert text in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_listing_names_every_command(capsys):

@@ -26,6 +26,7 @@ from seqrec.pipelines.local import HARDENED
 from seqrec.serving.recommender import Recommender
 from seqrec.tracking import registry, runs
 from seqrec.tracking.runs import FAILURE, OUTCOME
+from seqrec.training.checkpoint import load_checkpoint
 
 ROOT = Path(__file__).parent.parent
 IMAGE = os.environ.get("SEQREC_IMAGE", "seqrec:test")
@@ -157,7 +158,7 @@ def test_the_image_serves_the_champion_of_a_mounted_registry(client, prepared, t
     mlflow_, config = connect_registry(tmp_path)
     folder = save("sasrec", prepared, tmp_path / "saved", model="sasrec", fingerprint="f")
     run_ = runs.open_run(mlflow_, runs.experiment(mlflow_, config), "f", "sasrec")
-    logged = registry.log_model(mlflow_, run_, checkpoint=folder)
+    logged = registry.log_model(mlflow_, run_, checkpoint=load_checkpoint(folder))
     registry.crown(mlflow_, registry.create_version(mlflow_, "seqrec-own", logged, {}), None, "a test")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -153,7 +153,7 @@ def test_kserve_runs_the_pod_of_the_deployment(rendered):
 def test_every_metric_of_a_rule_is_exposed_with_its_labels(prepared, tmp_path):
     recommender = Recommender.load(save("sasrec", prepared, tmp_path / "model"))
     metrics = Metrics(Served(recommender, "1"))
-    metrics.responses.labels("200").inc()
+    metrics.count_response(200)
     metrics.count([Request(history=["i1"])], [recommender.recommend(["i1"])])
     samples = {one.name: set(one.labels) for family in metrics.registry.collect() for one in family.samples}
     (rules,) = [one for _, one in MANIFESTS if one["kind"] == "PrometheusRule"]

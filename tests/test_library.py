@@ -199,7 +199,7 @@ def test_the_notebook_has_the_code_of_the_page_and_runs(tmp_path, monkeypatch):
     cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(REGISTRY, "_entries", dict(REGISTRY._entries))  # the page's own model leaves with the test
+    monkeypatch.setattr(REGISTRY, "data", dict(REGISTRY.data))  # the page's own model leaves with the test
     names: dict = {}
 
     assert cells == [block.rstrip("\n") for block in re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)]

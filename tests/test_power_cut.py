@@ -24,7 +24,7 @@ from seqrec.config import RegisterConfig
 from seqrec.serving import keys
 from seqrec.serving.events import Event, Store
 from seqrec.tracking import runs
-from seqrec.training.checkpoint import ResumeState
+from seqrec.training.resume import ResumeState
 
 NEXT = re.compile(r"\b(run|remove|restore|train|evaluate|export)\b")  # what the message says to do
 SETTINGS = {
@@ -74,14 +74,11 @@ READ = {  # file -> the commands that read it
     "out/data/sequences/users.parquet": "pretrain finetune score",
     "out/data/sequences/split.json": "pretrain finetune evaluate prepare import",
     f"{INITIAL}/best.safetensors": "pretrain finetune",
-    f"{INITIAL}/config.json": "pretrain finetune",
-    f"{INITIAL}/vocabulary.parquet": "pretrain finetune",
-    f"{FINETUNED}/best.safetensors": "finetune evaluate score recommend",
-    f"{FINETUNED}/config.json": "finetune evaluate recommend import",
+    f"{FINETUNED}/best.safetensors": "finetune evaluate score",
+    f"{FINETUNED}/config.json": "finetune recommend import",
     f"{FINETUNED}/history.jsonl": "finetune import",
-    f"{FINETUNED}/counts.safetensors": "finetune evaluate recommend",
-    f"{FINETUNED}/vocabulary.parquet": "finetune recommend",
-    f"{FINETUNED}/users.parquet": "finetune recommend",
+    f"{FINETUNED}/counts.safetensors": "recommend",
+    f"{FINETUNED}/users.parquet": "finetune",
     "out/reports/sasrec/metrics.json": "compare import",
     "out/reports/sasrec/cases.parquet": "compare import",
     "out/reports/sasrec/recommendations.parquet": "import",
@@ -195,9 +192,9 @@ def interrupted(prepared, tmp_path_factory) -> tuple[Path, Path]:
     train(prepared, whole, save_steps=1)
     save = ResumeState.save
 
-    def dying(self, step, tensors, facts):
+    def dying(self, step, values):
         kept = {path.name: shutil.copytree(path, folder / path.name) for path in self.directory.glob("step-*")}
-        save(self, step, tensors, facts)
+        save(self, step, values)
         if step == 7:
             for name, path in kept.items():
                 shutil.move(path, self.directory / name)

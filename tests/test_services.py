@@ -250,7 +250,7 @@ def test_the_store_of_events_is_the_same_on_postgresql(tmp_path):
     write_interactions(tmp_path, [("u", "old", 1000), ("w", "old", 1000)])
 
     def outcome(store):
-        found = [store.add(events), store.add([events[0], events[0]]), store.pasts({"u", "v", "\0"})]
+        found = [store.add(events), store.add([events[0], events[0]]), store.histories({"u", "v", "\0"})]
         store.show(shown)
         found += [store.seed(tmp_path / "interactions.parquet") for _ in range(2)]
         found += [store.trending(days, 2, now) for days in (1.0, 3.5, 40.0)]

@@ -1,4 +1,4 @@
-"""The site builds without a warning, and every setting has a meaning."""
+"""The site builds without a warning, every setting has a meaning, and every figure can be traced."""
 
 from __future__ import annotations
 
@@ -15,6 +15,14 @@ def load(name):
     module = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)
     return module
+
+
+check_sources = load("check_sources")
+
+
+@pytest.mark.parametrize("page", check_sources.pages(), ids=lambda page: page.name)
+def test_every_figure_of_a_page_has_a_source(page):
+    assert check_sources.problems(page, check_sources.history()) == []
 
 
 def test_every_setting_has_a_meaning():

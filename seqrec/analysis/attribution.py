@@ -42,7 +42,7 @@ def leave_one_out(model: SequenceModel, batch: Batch, item_B: Tensor, term: Coun
     score_BJ = (query_BJD * model.item_vectors()[item_B].float().unsqueeze(1)).sum(-1)
     drop_BJ = (score_BJ[:, :1] - score_BJ) * (items_BW != PAD)  # variant 0 is what the model saw
     drop_BL = F.pad(drop_BJ[:, 1:], (length - seen, 0)) if length > seen else drop_BJ[:, 1:]
-    return drop_BL if term is None else drop_BL + term.shares(batch.items, item_B)
+    return drop_BL if term is None else drop_BL + term.shares(batch.items, item_B.unsqueeze(1))[:, 0]
 
 
 @torch.no_grad()

@@ -21,9 +21,9 @@ from seqrec.counts.term import CountTerm
 from seqrec.data.sequences import Sequences, read_users, read_vocabulary, window
 from seqrec.data.sequences import load as load_sequences
 from seqrec.models.base import PAD, Batch, SequenceModel
-from seqrec.training import cards, checkpoint
+from seqrec.training.checkpoint import Checkpoint, load_checkpoint
 
-FOUND = 10  # a model has found a target with at most this rank
+HIT_RANK = 10  # the lowest rank that counts as a hit
 
 Columns = dict[str, NDArray[Any]]
 Maps = tuple[list[list[float]], list[list[float]]]
@@ -65,7 +65,7 @@ class Examples:
 def choose(
     *,
     leader: str,
-    checkpoints: Mapping[str, Path | None],
+    checkpoints: Mapping[str, Checkpoint | None],
     reports: Path,
     sequences: Path,
     number: int,
@@ -95,14 +95,12 @@ def choose(
         if saved is None:
             opinions[name] = [Opinion(best=items, rank=rank) for items, rank in zip(best, ranks, strict=True)]
             continue
-        model, card = checkpoint.load_model(saved)
-        if points := strec_sparsity.sweep(model, loaded, filter_seen=card["filter_seen"], seed=seed):
+        if points := strec_sparsity.sweep(saved.model, loaded, filter_seen=saved.card["filter_seen"], seed=seed):
             sparse[name] = points
         if read_json(reports / name / METRICS).get("refit"):  # it ranked the test cases
-            saved = saved / REFITTED
-            model, card = checkpoint.load_model(saved)
-        opinions[name] = _opinions(model, batch, best, ranks, checkpoint.load_counts(saved, card))
-        if (maps := _first_maps(model, batch)) is not None:
+            saved = load_checkpoint(saved.folder / REFITTED)
+        opinions[name] = _opinions(saved.model, batch, best, ranks, saved.count_term)
+        if (maps := _first_maps(saved.model, batch)) is not None:
             masked[name] = maps
     user_ids = read_users(sequences)
     users = [
@@ -130,7 +128,7 @@ def _first_cases(report: Path) -> Columns:
 def _draw(rank: NDArray[Any], position: NDArray[Any], number: int, seed: int) -> NDArray[Any]:
     """Return the indices of `number` cases with a history; cases with a found target come first."""
     order = np.random.default_rng(seed).permutation(np.flatnonzero(position > 0))
-    found, missed = order[rank[order] <= FOUND], order[rank[order] > FOUND]
+    found, missed = order[rank[order] <= HIT_RANK], order[rank[order] > HIT_RANK]
     half = min(len(found), max(number // 2, number - len(missed)))
     return np.concatenate([found[:half], missed[: number - half]])
 
@@ -171,9 +169,9 @@ def _first_maps(model: SequenceModel, batch: Batch) -> Maps | None:
     return None if maps is None else (maps[0][0].tolist(), maps[1][0].tolist())
 
 
-def _names(users: Sequence[Example], sequences: Path, saved: Path | None) -> dict[int, str]:
+def _names(users: Sequence[Example], sequences: Path, saved: Checkpoint | None) -> dict[int, str]:
     lists = (opinion.best for user in users for opinion in user.opinions.values())
     wanted = sorted({user.target for user in users}.union(*lists, *(user.history for user in users)))
     item_ids = read_vocabulary(sequences)[0]
-    titles = {} if saved is None else cards.read_titles(saved)
+    titles = {} if saved is None else saved.titles
     return {item: titles.get(item_ids[item - 1], item_ids[item - 1]) for item in wanted}

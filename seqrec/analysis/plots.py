@@ -40,7 +40,7 @@ def learning_curves(histories: Mapping[str, Sequence[Record]]) -> Figure:
 
 
 def terms(history: Sequence[Record]) -> Figure | None:
-    """Return a panel for each term of a model's loss and each figure it reports, by epoch; None if it is one term."""
+    """Return a panel for each term of a model's loss and each figure that it reports; None if there is one term."""
     keys = list(dict.fromkeys(key for record in history for key in record if key.startswith(TERMS)))
     return _curves({"": history}, keys, columns=COLUMNS) if len(keys) > 1 else None
 
@@ -144,7 +144,7 @@ def masked_attention(before_LL: Sequence[Sequence[float]], after_LL: Sequence[Se
 
 def sparsity(points: Sequence[Point]) -> Figure:
     """Return accuracy and time of a model against the share of rows left out; a star marks the trained sparsity."""
-    figure = _panels((f"{WORDS[SELECTION]}, served with fewer rows", "time a history, µs"), 2)
+    figure = _panels((f"{WORDS[SELECTION]}, served with fewer rows", "time per history, µs"), 2)
     shares = [point.sparsity for point in points]
     marks = {"symbol": ["star" if point.trained else "circle" for point in points], "size": 9, "color": COLOURS[0]}
     for panel, values in enumerate(([point.ndcg for point in points], [point.microseconds for point in points])):

@@ -13,7 +13,7 @@ from plotly.graph_objects import Figure
 from plotly.offline import get_plotlyjs
 
 from seqrec.analysis import plots
-from seqrec.analysis.examples import FOUND, Example, Examples, Opinion
+from seqrec.analysis.examples import HIT_RANK, Example, Examples, Opinion
 from seqrec.evaluation.leaderboard import SELECTION
 
 LISTED = 10  # items of a list
@@ -32,9 +32,9 @@ GLOSSARY = {
     "NDCG@10": "1 / log2(1 + rank) of the next item where it is among the ten best, else 0; the mean over all cases.",
     "recall@10": "The share of cases whose next item is among the ten best.",
     "MRR": "The mean of 1 / rank of the next item.",
-    "coverage@10": "The share of the catalogue that is among anybody's ten best.",
+    "coverage@10": "The share of the catalogue that is among the ten best of at least one user.",
     "validation, test": "The last event but one of a history, and its last. Validation chooses; test is only reported.",
-    "interval": "A 95 % confidence interval of the mean over users: other users would give other means.",
+    "interval": "The range that holds 95 % of the means when users are resampled.",
 }
 STYLE = """
 :root { color-scheme: light dark; --text: #1b1b1b; --back: #ffffff; --soft: #595959; --line: #c8c8c8; --hit: #c8e6c9 }
@@ -145,7 +145,7 @@ def page(
         shown = [EXPLANATION, *(_example(user, examples.names) for user in examples.users)]
         parts.append(_section("Examples", shown))
     words = "".join(f"<dt>{name}</dt><dd>{html.escape(text)}</dd>" for name, text in GLOSSARY.items())
-    parts.append(_section("Words", [f"<dl>{words}</dl>"]))
+    parts.append(_section("Glossary", [f"<dl>{words}</dl>"]))
     return _document(title, parts)
 
 
@@ -210,10 +210,10 @@ def _value(row: Mapping[str, Any], key: str) -> str:
 
 
 EXPLANATION = f"""
-<p>Users drawn at random: half of them with a next item that the best model has among its {FOUND} best, half without, as
-far as there are such. <b>Why</b> looks at a model's first item: by how much its score drops when one event is left out
-(darker: more; negative: the event speaks against it), and in brackets, where the model has attention over events, the
-share that its last layer pays to it. Scores of two models are on different scales.</p>
+<p>Users drawn at random. For half of them, if there are enough, the best model ranked the next item in its top
+{HIT_RANK}. <b>Why</b> shows how much the score of a model's first item drops when one event is left out (darker: more;
+negative: the event speaks against the item). The number in brackets is the event's share of the attention in the last
+layer, for models with attention over events. Scores of two models are on different scales.</p>
 """
 
 
@@ -247,7 +247,7 @@ def _drivers(user: Example, names: Mapping[int, str]) -> str:
         body.append(f"<tr>{_head(html.escape(names[user.history[position]]))}{cells}</tr>")
     earlier = max(0, len(user.history) - EVENTS)
     note = f'<p class="note">{earlier:,} earlier events are not shown.</p>' if earlier else ""
-    table = _table(("event, newest first", *heads), body, "What each event of the history does to the first item.")
+    table = _table(("event, newest first", *heads), body, "How each past event changes the first item's score.")
     return f'<div class="events">{table}</div>{note}'
 
 

@@ -24,7 +24,7 @@ class Point:
 
     sparsity: float  # share of rows that are not computed, the mean of the layers
     ndcg: float  # NDCG@10 on validation
-    microseconds: float  # from events to query, a history, on this machine
+    microseconds: float  # per history, from events to query, on this machine
     trained: bool  # whether these are the rows of its training
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from seqrec.config import ConfigError, Params, Section, from_dict, parse
@@ -132,6 +134,14 @@ def settings_of_model(params: Mapping[str, Any], model: str, form: Mapping[str, 
         "evaluate": dataclasses.asdict(read.section("evaluate")),
     }
     return values | {"refit": values["evaluate"]["refit"], "filter_seen": read.filters_seen()}
+
+
+def write_parameters(values: Mapping[str, Any], places: Mapping[str, str]) -> None:
+    """Write `values` as output parameters of a step, each to its file in `places`: texts as they are, or JSON."""
+    for name, place in places.items():
+        text = values[name] if isinstance(values[name], str) else json.dumps(values[name])
+        Path(place).parent.mkdir(parents=True, exist_ok=True)
+        Path(place).write_text(text, encoding="utf-8")
 
 
 def without_cluster(params: Params) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import importlib
-import inspect
 import json
 import logging
 import os
@@ -35,33 +34,43 @@ HANDED = {  # stage -> inputs and outputs of its job
 ORDER, VALUES, OUTPUT = "order.json", "values.json", "output"
 
 
-def run(stage: str, *, place: Mapping[str, Any], state: Path, **arguments: Any) -> dict[str, float]:
+def run(
+    stage: str, *, place: Mapping[str, Any] | None = None, state: str | Path = "", **arguments: Any
+) -> dict[str, float]:
     """Run `stage` with `arguments` and return its figures.
 
     Args:
-        stage: prepare, pretrain or finetune.
-        place: a `Place` as a mapping.
+        stage: the name of a stage; only prepare, pretrain and finetune run in several processes or as a job.
+        place: a `Place` as a mapping; default: this process.
         state: folder of resume states; for a job on a volume that its pods mount, too.
-        arguments: those of the stage function.
+        arguments: those of the stage function; paths may be texts and sections mappings.
 
     Raises:
-        ConfigError: a setting of kubernetes.launch is wrong, or the cluster refuses the job.
+        ConfigError: a setting is wrong, or the cluster refuses the job.
         ValueError: a process or the job failed.
     """
-    where = parse(Place, place, f"kubernetes.launch.{stage}")
-    if "state" in inspect.signature(_function(stage)).parameters:
+    where, function = parse(Place, place or {}, f"kubernetes.launch.{stage}"), _function(stage)
+    hints, keys = typing.get_type_hints(function), {"config": stage, "architecture": f"models.{arguments.get('model')}"}
+    if state and "state" in hints:
         arguments["state"] = state
+    arguments = {name: _typed(hints[name], value, keys.get(name, name)) for name, value in arguments.items()}
     if where.launch.launcher == "job":
-        return _run_job(stage, where, state, arguments)
+        return _run_job(stage, where, Path(state), arguments)
     if where.launch.processes > 1:
         return _run_processes(stage, where.launch.processes, arguments)
-    values: dict[str, float] = _function(stage)(**arguments)
-    return values
+    return function(**arguments)
 
 
 def _function(stage: str) -> Callable[..., dict[str, float]]:
     function: Callable[..., dict[str, float]] = getattr(importlib.import_module(f"seqrec.stages.{stage}"), stage)
     return function
+
+
+def _typed(hint: Any, value: Any, key: str) -> Any:
+    """Return `value` as the type that a stage function asks for."""
+    if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
+        return parse(hint, value, key)  # type: ignore[arg-type]
+    return Path(value) if Path in (hint, *typing.get_args(hint)) and value is not None else value
 
 
 def _run_processes(stage: str, processes: int, arguments: Mapping[str, Any]) -> dict[str, float]:
@@ -86,20 +95,9 @@ def _plain(value: Any) -> Any:
 def execute(order: Path) -> None:
     """Run the stage that the file `order` describes; rank 0 writes its figures beside the file."""
     content = read_json(order)
-    function = _function(content["stage"])
-    hints = typing.get_type_hints(function)
-    arguments = {name: _typed(hints[name], value, name) for name, value in content["arguments"].items()}
-    values = function(**arguments)
+    values = run(content["stage"], **content["arguments"])
     if os.environ.get("RANK", "0") == "0":
         write_json(order.with_name(VALUES), values)
-
-
-def _typed(hint: Any, value: Any, name: str) -> Any:
-    if dataclasses.is_dataclass(hint):
-        return parse(hint, value, name)  # type: ignore[arg-type]
-    if Path in (hint, *typing.get_args(hint)) and value is not None:
-        return [Path(path) for path in value] if isinstance(value, list) else Path(value)
-    return value
 
 
 def _run_job(stage: str, place: Place, state: Path, arguments: Mapping[str, Any]) -> dict[str, float]:
@@ -107,11 +105,8 @@ def _run_job(stage: str, place: Place, state: Path, arguments: Mapping[str, Any]
     inputs, output = _handed(stage, arguments)
     name = job_name(stage, arguments)
     folder = state / "jobs" / name
-    handed: dict[str, Path] = {}
-    for key in inputs:
-        handed[key] = _hand_over(arguments[key], folder / "inputs" / key)
-    changed = {key: _moved(value, arguments, handed) for key, value in arguments.items()}
-    order = _write_order(folder, stage, {**changed, output: folder / OUTPUT})
+    handed = {key: _hand_over(arguments[key], folder / "inputs" / key) for key in inputs}
+    order = _write_order(folder, stage, {**arguments, **handed, output: folder / OUTPUT})
     if stage == "prepare":
         manifest = spark_application(name, place, state, order, arguments["config"])
     else:
@@ -159,16 +154,6 @@ def _hand_over(source: Path, target: Path) -> Path:
             shutil.copyfile(source, partial)
         rename(partial, target)
     return target
-
-
-def _moved(value: Any, arguments: Mapping[str, Any], handed: Mapping[str, Path]) -> Any:
-    """Return `value` with every path in or below an input replaced by where that was handed over."""
-    if isinstance(value, list | tuple):
-        return [_moved(item, arguments, handed) for item in value]
-    for key, target in handed.items():
-        if isinstance(value, Path) and value.is_relative_to(arguments[key]):
-            return target / value.relative_to(arguments[key])
-    return value
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from seqrec import locks
 from seqrec.artifacts import (
     INTERACTIONS,
     METRICS,
-    MODEL_CARD,
     QUARANTINE,
     REPORT_PAGE,
     SOURCE_CARD,
@@ -457,11 +456,10 @@ def _cost(params: Params, name: str, folder: Path, out: Path) -> Cost:
     from accelerate import Accelerator
 
     from seqrec.training import cost
-    from seqrec.training.checkpoint import load_model
+    from seqrec.training.checkpoint import load_checkpoint
 
-    net, _ = load_model(out / "artifacts" / name / "initial")
     return cost.measure(
-        net,
+        load_checkpoint(out / "artifacts" / name / "initial").model,
         sequences.load(folder),
         stage="finetune",
         config=params.section("finetune", model=name),
@@ -474,11 +472,11 @@ def _write_pages(out: Path, board: Mapping[str, Any], best: str, params: Params)
     """Write the report, and the card of the best model."""
     from seqrec.analysis import examples, report
     from seqrec.tracking.model_card import model_card
-    from seqrec.training import cards
+    from seqrec.training.checkpoint import load_checkpoint
 
     reports, folder = out / "reports", out / "data" / "sequences"
     rows = [row["model"] for row in board["rows"]]
-    trained = {name: out / "artifacts" / name / "finetuned" for name in params.leaderboard}
+    trained = {name: load_checkpoint(out / "artifacts" / name / "finetuned") for name in params.leaderboard}
     register = params.section("register")
     shown = examples.choose(
         leader=best,
@@ -488,12 +486,11 @@ def _write_pages(out: Path, board: Mapping[str, Any], best: str, params: Params)
         number=register.examples,
         seed=register.seed,
     )
-    records = {name: cards.epoch_records(at, read_json(at / MODEL_CARD)) for name, at in trained.items()}
-    histories = {name: records.get(name, []) for name in rows}
+    histories = {name: trained[name].epoch_records() if name in trained else [] for name in rows}
     metrics = {name: read_json(reports / name / METRICS) for name in rows}
     write_text(reports / REPORT_PAGE, report.page(board, metrics, histories, shown))
-    facts = (trained[best] / MODEL_CARD, reports / best / METRICS, folder / SPLIT_CARD, out / "data" / SOURCE_CARD)
-    write_text(out / CARD, model_card(*map(read_json, facts)))
+    facts = map(read_json, (reports / best / METRICS, folder / SPLIT_CARD, out / "data" / SOURCE_CARD))
+    write_text(out / CARD, model_card(trained[best].card, *facts))
 
 
 def _say_next(out: Path, best: str) -> None:

@@ -19,7 +19,7 @@ from seqrec.data.sequences import load as load_sequences
 from seqrec.data.sequences import read_users, read_vocabulary
 from seqrec.evaluation import ranking
 from seqrec.serving.recommender import CHAMPION_URI, POPULARITY, Recommender, Request, located
-from seqrec.training import cards, checkpoint
+from seqrec.training.checkpoint import Checkpoint, load_checkpoint
 
 BESIDE = "beside an event: by how much the first item's score drops when it is left out"
 ROWS = 8_192  # users in memory at once
@@ -82,7 +82,6 @@ def _ids(text: str) -> list[str]:
     return [item_id.strip() for item_id in text.split(",") if item_id.strip()]
 
 
-@torch.no_grad()
 def score(
     *, sequences: Path, saved: str | Path, output: Path, k: ListLength = 10, config: RegisterConfig | None = None
 ) -> dict[str, float]:
@@ -105,17 +104,22 @@ def score(
         ValueError: the model was trained on another catalogue.
     """
     with located(saved, config) as folder:
-        model, card = checkpoint.load_model(folder)
-        cards.check_catalogue(folder, card, sequences, users="user" in model.needs)
-        term = checkpoint.load_counts(folder, card)
+        return score_with(load_checkpoint(folder), sequences, output, k)
+
+
+@torch.no_grad()
+def score_with(checkpoint: Checkpoint, sequences: Path, output: Path, k: int) -> dict[str, float]:
+    """Write the best `k` items of every user as `score` does, with a checkpoint."""
+    model = checkpoint.model
+    checkpoint.check_catalogue(sequences, users="user" in model.needs)
     data = load_sequences(sequences)
     item_ids = pa.array([None, *read_vocabulary(sequences)[0]], pa.string())
-    user_ids = read_users(sequences)
-    scorer = with_counts(ranking.model_scorer(model), term)
+    user_ids, filter_seen = read_users(sequences), checkpoint.card["filter_seen"]
+    scorer = with_counts(ranking.model_scorer(model), checkpoint.count_term)
     with written(output) as partial, pq.ParquetWriter(partial, SCORES_SCHEMA) as writer:
         for first in range(0, data.num_users, ROWS):
             user = torch.arange(first, min(first + ROWS, data.num_users))
-            best = ranking.best(scorer, data, user, data.stop[user], filter_seen=card["filter_seen"], top_k=k)
+            best = ranking.best(scorer, data, user, data.stop[user], filter_seen=filter_seen, top_k=k)
             writer.write_table(_rows(user_ids[first : first + len(user)], item_ids, *best))
     return {"users": float(data.num_users)}
 

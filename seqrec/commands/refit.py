@@ -9,10 +9,10 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from seqrec.artifacts import REFITTED, SPLIT_CARD, WEIGHTS, read_json, sha256
+from seqrec.artifacts import REFITTED, SPLIT_CARD, read_json
 from seqrec.config import ConfigError, RegisterConfig
 from seqrec.tracking import registry, runs
-from seqrec.training import cards
+from seqrec.training.checkpoint import load_checkpoint
 from seqrec.training.refit import retrain
 
 logger = logging.getLogger(__name__)
@@ -43,9 +43,9 @@ def refit(
     if evaluated is None:
         raise ConfigError(f"{name} has no champion: run the pipeline first")
     model = evaluated.tags["seqrec.model"]
-    finetuned, refitted = artifacts / model / "finetuned", artifacts / model / REFITTED
+    finetuned, refitted = load_checkpoint(artifacts / model / "finetuned"), artifacts / model / REFITTED
     for path, key, found in (
-        (finetuned, registry.WEIGHTS_TAG, sha256(finetuned / WEIGHTS)),
+        (finetuned.folder, registry.WEIGHTS_TAG, finetuned.card["weights_sha256"]),
         (sequences, registry.SPLIT_TAG, read_json(sequences / SPLIT_CARD)["split_sha256"]),
     ):
         if evaluated.tags.get(key) != found:
@@ -61,7 +61,6 @@ def refit(
         experiment=config.experiment,
     )
     with runs.registering(config, dataset), runs.explained(config):
-        records = cards.epoch_records(refitted, cards.read(refitted))
-        version = registry.register_refit(client, evaluated, checkpoint=refitted, history=records, config=config)
+        version = registry.register_refit(client, evaluated, checkpoint=load_checkpoint(refitted), config=config)
     logger.info("version %s of %s, a refit of version %s, is the champion", version.version, name, evaluated.version)
     return {**values, "version": float(version.version)}

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from seqrec.artifacts import CHANGES, write_text
-from seqrec.commands.settings import check
+from seqrec.commands.settings import check, without_unfed
 from seqrec.config import load, read_changes
 
 logger = logging.getLogger(__name__)
@@ -73,10 +73,11 @@ def changed(changes: Mapping[str, Any], params: Path = Path("params.yaml")) -> I
     """
     _restore(params)
     environment = {"PYTHONUNBUFFERED": "1"}
-    if not changes:
+    written = load(params)
+    read = without_unfed(written.with_overrides(changes))
+    if read == written:
         yield environment
         return
-    read = load(params).with_overrides(changes)
     check(read)
     write_text(BEFORE, params.read_text(encoding="utf-8"))
     text = yaml.safe_dump(json.loads(json.dumps(read.as_dict())), sort_keys=False)

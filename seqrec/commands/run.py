@@ -1,4 +1,4 @@
-"""Runs every stage except register in one process, without DVC."""
+"""Runs the stages in one process, without DVC."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from typing import Any
 import yaml
 
 from seqrec import locks
-from seqrec.artifacts import SPLIT_CARD, read_json, write_json, write_text
-from seqrec.commands.settings import check
+from seqrec.artifacts import SPLIT_CARD, read_json, write_text
+from seqrec.commands.settings import check, without_unfed
 from seqrec.config import Params, load, read_changes
-from seqrec.data import data_warnings
 from seqrec.evaluation import leaderboard
 from seqrec.locks import locked
 from seqrec.pipeline import BY_NAME
@@ -35,10 +34,11 @@ def run(
     data: Path | None = None,
     resume: bool = False,
     from_champion: bool = False,
+    register: bool = False,
 ) -> dict[str, float]:
-    """Run every stage except register; a model whose training is already complete is not trained again.
+    """Run every stage; a model whose training is already complete is not trained again.
 
-    `seqrec import` registers the models afterwards; it needs MLflow.
+    Without --register, MLflow is not needed, and `seqrec import` registers the models later.
 
     Args:
         config_file: config in the form of params.yaml; missing sections and entries keep their defaults.
@@ -48,19 +48,27 @@ def run(
         data: folder with `sequences/` already prepared: ingest, validate and prepare are skipped.
         resume: fail instead of starting a training from the beginning.
         from_champion: start models from the champion's weights if they have its architecture and options.
+        register: bring the run into MLflow at its end: leaderboard, runs, candidate and champion.
 
     Returns:
         The test NDCG@10 of each model and baseline.
 
     Raises:
         LockedError: another process runs in `out`.
-        TrackingError: --from-champion, and MLflow does not answer.
+        TrackingError: --from-champion or --register, and MLflow does not answer.
     """
     params = load(config_file)
     params = replace(params, dataset=dataset or params.dataset).with_overrides(read_changes(changes))
     check(params, ingests=data is None)
+    params = params if data else without_unfed(params)
     with locked(out / locks.NAME, f"--out {out}"):
-        return _run(params, out, data, resume, from_champion)
+        values = _run(params, out, data, resume, from_champion)
+    if register:
+        import_run(run=out, data=data)
+    leaderboard.show(reports=out / "reports")
+    if not register:
+        logger.info("not registered yet: `seqrec import --run %s` registers the models", out)
+    return values
 
 
 def _run(params: Params, out: Path, data: Path | None, resume: bool, from_champion: bool) -> dict[str, float]:
@@ -71,8 +79,6 @@ def _run(params: Params, out: Path, data: Path | None, resume: bool, from_champi
     for model in params.leaderboard:
         values |= train_model(params, model, source / "sequences", out, resume, champion)
     write_leaderboard(out / "reports", source / "sequences", params.leaderboard)
-    leaderboard.show(reports=out / "reports")
-    logger.info("not registered yet: `seqrec import --run %s` registers the models", out)
     return values
 
 
@@ -86,17 +92,9 @@ def _fetch_champion(params: Params, folder: Path) -> Path:
 
 
 def write_leaderboard(reports: Path, sequences: Path, models: Sequence[str]) -> dict[str, Any]:
-    """Write leaderboard.json with the verdict and the warnings about the data; return its content."""
+    """Write leaderboard.json for the `models` that were evaluated; return its content."""
     split = read_json(sequences / SPLIT_CARD)
-    rows = leaderboard.build(reports=reports, models=models)
-    board = {key: split[key] for key in ("dataset", "protocol", "split_sha256")} | {
-        "rows": rows,
-        "verdict": leaderboard.verdict(reports, rows),
-        "warnings": data_warnings.warnings(split),
-        "registry": None,
-    }
-    write_json(reports / leaderboard.LEADERBOARD, board)
-    return board
+    return leaderboard.write(reports, split, leaderboard.build(reports=reports, models=models))
 
 
 def import_run(*, run: Path, data: Path | None = None) -> dict[str, float]:

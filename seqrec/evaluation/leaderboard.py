@@ -44,9 +44,7 @@ FURTHER = (
     "make ui            the runs side by side in MLflow, at http://127.0.0.1:5000",
     "dvc metrics diff   what your last change did",
 )
-Row = dict[
-    str, Any
-]  # model: str, baseline: bool, candidate: bool, champion: bool, refit: bool and the numbers of REQUIRED
+Row = dict[str, Any]  # model: str; baseline, candidate, champion, refit: bool; and the numbers of REQUIRED
 
 
 def build(*, reports: Path, models: Sequence[str], baselines: Sequence[str] = BASELINES) -> list[Row]:
@@ -103,14 +101,9 @@ def verdict(
     """
     best, baseline = next((row for row in rows if not row["baseline"]), None), best_baseline(rows)
     if best is None:
+        names = {"model": None, "baseline": baseline and baseline["model"]}
         sentence = "No model beats counting here: none was trained."
-        return {
-            "model": None,
-            "baseline": baseline and baseline["model"],
-            "gain": None,
-            "test_gain": None,
-            "sentence": sentence,
-        }
+        return {**names, "gain": None, "test_gain": None, "sentence": sentence}
     model = best["model"]
     if baseline is None:
         sentence = f"{model} is the best model."
@@ -133,6 +126,31 @@ def verdict(
 
 def _interval(gain: intervals.Interval) -> str:
     return f"{gain.mean:+.4f} [{gain.low:+.4f}, {gain.high:+.4f}]"
+
+
+def write(
+    reports: Path, split: Mapping[str, Any], rows: Sequence[Row], outcome: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Write leaderboard.json; return its content.
+
+    Args:
+        reports: folder of the file, and of the rows' reports.
+        split: card of the prepared dataset.
+        rows: rows of `build`.
+        outcome: the registry's decision; None before the models are registered.
+    """
+    from seqrec.data import data_warnings  # takes seconds
+
+    facts = {key: split[key] for key in ("dataset", "protocol", "split_sha256")}
+    facts |= {"verdict": verdict(reports, rows), "warnings": data_warnings.warnings(split), "selection": SELECTION}
+    board = {**facts, "rows": list(rows), "registry": outcome}
+    write_json(reports / LEADERBOARD, board)
+    return board
+
+
+def read(reports: Path) -> dict[str, Any]:
+    """Return the content of leaderboard.json."""
+    return read_json(reports / LEADERBOARD)
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
@@ -158,15 +176,10 @@ def write_curves(path: Path, histories: Mapping[str, Sequence[Mapping[str, Any]]
     write_text(path, text.getvalue())
 
 
-def summarise(*, reports: Path = Path("reports")) -> None:
-    """Write the values that `dvc metrics` shows and git keeps to summary/<model>.json.
-
-    Args:
-        reports: folder with leaderboard.json.
-    """
-    folder = reports / "summary"
-    shutil.rmtree(folder, ignore_errors=True)
-    for row in read_json(reports / LEADERBOARD)["rows"]:
+def write_summaries(folder: Path, rows: Sequence[Row]) -> None:
+    """Write the figures that `dvc metrics` shows to <folder>/<model>.json."""
+    shutil.rmtree(folder, ignore_errors=True)  # it may hold the models of another leaderboard
+    for row in rows:
         write_json(folder / f"{row['model']}.json", {key: row[key] for key in SUMMARY})
 
 
@@ -176,38 +189,25 @@ def show(*, reports: Path = Path("reports")) -> None:
     Args:
         reports: folder with leaderboard.json.
     """
-    report = read_json(reports / LEADERBOARD)
+    report = read(reports)
     console = Console()
     console.print(render(report["rows"]))
     for name in below_baseline(report["rows"]):
         best = best_baseline(report["rows"])
         assert best is not None
         console.print(f"{name} is below the best baseline, {best['model']}, on validation", style="red")
-    for name in report.get("warnings", ()):
+    for name in report["warnings"]:
         console.print(f"the data: {name}", style="red", markup=False, highlight=False)
-    if "verdict" in report:
-        console.print(report["verdict"]["sentence"], markup=False, highlight=False)
+    console.print(report["verdict"]["sentence"], markup=False, highlight=False)
     outcome = report["registry"]
     if outcome:
         verb = "is the champion" if outcome["promoted"] else "is the candidate, not the champion"
         name = f"{outcome['registered_model']} version {outcome['version']} ({outcome['model']})"
         console.print(f"{name} {verb}: {outcome['reason']}", markup=False, highlight=False)
-    lines = [*_distances(report["rows"]), *(FURTHER if outcome else ())]
+    lines = [*FURTHER] if outcome else []
     if (reports / REPORT_PAGE).is_file():
         lines.append(f"{reports / REPORT_PAGE} has slices, curves, and what each model recommends to whom, and why")
     console.print("\n".join(lines), markup=False, highlight=False)
-
-
-def _distances(rows: Sequence[Row]) -> list[str]:
-    """Return a line per model: its test NDCG@10 as multiples of the baselines'."""
-    score = {row["model"]: row["test/ndcg@10"] for row in rows}
-    lines = []
-    for row in rows:
-        if not row["baseline"]:
-            ratios = [f"{score[row['model']] / score[name]:.2f} x {name}" for name in BASELINES if score.get(name)]
-            if ratios:
-                lines.append(f"{row['model']}: {', '.join(ratios)} (test NDCG@10)")
-    return lines
 
 
 def render(rows: Sequence[Mapping[str, Any]]) -> Table:

@@ -14,18 +14,17 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from seqrec.artifacts import USERS, VOCABULARY
+from seqrec.artifacts import USERS, VOCABULARY, read_table
 from seqrec.counts.term import CountTerm
 from seqrec.data import sequences
 from seqrec.data.sequences import Sequences
 from seqrec.evaluation import metrics, ranking, results
-from seqrec.evaluation.ranking import ITEMS_PER_BLOCK, POSITIONS_PER_PASS, SCORES_IN_MEMORY, Blocks, Scorer
+from seqrec.evaluation.ranking import ITEMS_PER_BLOCK, POSITIONS_PER_PASS, SCORES_IN_MEMORY, ScoreBlocks, Scorer
 from seqrec.models.base import Batch, SequenceModel
-from seqrec.training import cards, checkpoint
+from seqrec.training.checkpoint import Checkpoint
 
 LOWEST = torch.finfo(torch.float32).min  # finite: a score that is not finite is an error
 TOP = 10  # length of the lists of which the coverage is taken
@@ -39,19 +38,19 @@ class Numbers:
     user: Tensor  # (U,) int64
 
     @classmethod
-    def matched(cls, model: Path, data: Path) -> Numbers:
-        """Match the items and users of the prepared dataset in `data` with those of the folder `model`."""
-        item = _matched(model / VOCABULARY, data / VOCABULARY, "item_id")
-        return cls(torch.nn.functional.pad(item, (1, 0)), _matched(model / USERS, data / USERS, "user_id"))
+    def matched(cls, checkpoint: Checkpoint, data: Path) -> Numbers:
+        """Match the items and users of the prepared dataset in `data` with the model's."""
+        item = _matched(checkpoint.vocabulary["item_id"], read_table(data / VOCABULARY, ["item_id"])["item_id"])
+        user = _matched(checkpoint.users["user_id"], read_table(data / USERS, ["user_id"])["user_id"])
+        return cls(torch.nn.functional.pad(item, (1, 0)), user)
 
     def to(self, device: torch.device) -> Numbers:
         """Return the numbers on `device`."""
         return Numbers(self.item.to(device), self.user.to(device))
 
 
-def _matched(model: Path, data: Path, key: str) -> Tensor:
-    theirs, ours = (pq.read_table(path, columns=[key])[key].combine_chunks() for path in (model, data))
-    number = pc.add(pc.fill_null(pc.index_in(ours, value_set=theirs), -1), 1)
+def _matched(known: pa.ChunkedArray, ids: pa.ChunkedArray) -> Tensor:
+    number = pc.add(pc.fill_null(pc.index_in(ids, value_set=known.combine_chunks()), -1), 1)
     return torch.tensor(number.to_numpy(zero_copy_only=False), dtype=torch.int64)
 
 
@@ -65,29 +64,27 @@ class Measured:
     new_users: int = 0
 
 
-def measured(folder: Path, data: Path, *, filter_seen: bool) -> Measured:
-    """Rank the validation cases of the prepared dataset in `data` with the model in `folder`.
+def measured(checkpoint: Checkpoint, data: Path, *, filter_seen: bool) -> Measured:
+    """Rank the validation cases of the prepared dataset in `data` with a model.
 
     Raises:
-        ValueError: the model is damaged or not complete, or knows no item of the dataset.
+        ValueError: the model knows no item of the dataset.
     """
-    model, card = checkpoint.load_model(folder)
-    cards.check_complete(folder, card)
-    numbers = Numbers.matched(folder, data)
+    numbers = Numbers.matched(checkpoint, data)
     if not numbers.item.any():
         raise ValueError("it knows none of the items")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    term, prepared = checkpoint.load_counts(folder, card), sequences.load(data).to(device)
-    count = sequences.read_vocabulary(folder)[1].to(device)
+    term, prepared = checkpoint.count_term, sequences.load(data).to(device)
+    count = checkpoint.item_counts.to(device)
     found, chosen = numbers.to(device), sequences.cases(prepared, "valid")
     ranked = ranking.rank(
-        scorer(model.to(device), term and term.to(device), found, count),
+        scorer(checkpoint.model.to(device), term and term.to(device), found, count),
         replace(prepared, count=count[found.item].masked_fill(found.item == 0, -1)),  # ranks empty histories
         chosen,
         filter_seen=filter_seen,
         top_k=TOP,
         rows=max(1, min(1024, SCORES_IN_MEMORY // max(len(count), len(found.item)))),
-        name=card["model"],
+        name=checkpoint.card["model"],
     )
     rank = ranked.rank if filter_seen else ranked.rank_unfiltered
     shown = ranked.top.masked_fill(found.item[ranked.top] == 0, 0)
@@ -120,7 +117,7 @@ def scorer(model: SequenceModel, term: CountTerm | None, numbers: Numbers, count
         score_BM: Tensor = query_BD @ item_MD.T
         return score_BM if term is None else term.adder(history.items)(score_BM, 0)
 
-    def scored(data: Sequences, user: Tensor, stop: Tensor) -> Blocks:
+    def scored(data: Sequences, user: Tensor, stop: Tensor) -> ScoreBlocks:
         history = known_history(data, user, stop, numbers, model.options.history)
         rows = max(1, POSITIONS_PER_PASS // history.items.shape[1])
         parts = zip(*(tensor.split(rows) for tensor in history), strict=True)

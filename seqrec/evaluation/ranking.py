@@ -19,7 +19,6 @@ from torch import Tensor
 
 from seqrec.data import sequences
 from seqrec.data.sequences import Cases, Sequences
-from seqrec.evaluation.seen_items import SeenItems
 from seqrec.models.base import PAD, SequenceModel
 
 SCORES_IN_MEMORY = 16_000_000  # floats per block
@@ -27,8 +26,9 @@ ITEMS_PER_BLOCK = 65_536
 EVENTS_IN_MEMORY = 4_000_000  # of the histories in a block
 POSITIONS_PER_PASS = 8_192  # on a CPU, so that the activations of a forward pass stay in its caches
 
-Blocks = Callable[[], Iterator[tuple[int, Tensor]]]  # (first item, scores (B, block)), covering items 1..V-1 in order
-Scorer = Callable[[Sequences, Tensor, Tensor], Blocks]  # called with data, user (B,), stop (B,)
+# pairs of first item and scores (B, block), which cover items 1..V-1 in order
+ScoreBlocks = Callable[[], Iterator[tuple[int, Tensor]]]
+Scorer = Callable[[Sequences, Tensor, Tensor], ScoreBlocks]  # called with data, user (B,), stop (B,)
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,31 @@ class Ranking:
     ties: Tensor  # int64, number of other candidates with the target's score, under the configured filter
     top: Tensor  # (C, K) int64, best items under the configured filter, filled up with 0
     score: Tensor  # (C, K) float32
+
+
+@dataclass(frozen=True)
+class SeenItems:
+    """The filter of seen items: the distinct items in the history of each row of a block of cases."""
+
+    row: Tensor  # (S,) int64, 0..B-1
+    item: Tensor  # (S,) int64
+
+    @classmethod
+    def before(cls, data: Sequences, user: Tensor, stop: Tensor) -> SeenItems:
+        """Return the items before the flat index `stop` (B,) of each `user` (B,)."""
+        row, item = sequences.seen(data, user, stop)
+        distinct = torch.unique(row * (data.num_items + 1) + item)
+        return cls(distinct // (data.num_items + 1), distinct % (data.num_items + 1))
+
+    def without(self, target_B: Tensor) -> SeenItems:
+        """Return the seen items without each row's target, which remains a candidate."""
+        rival = self.item != target_B[self.row]
+        return SeenItems(self.row[rival], self.item[rival])
+
+    def within(self, first: int, score: Tensor) -> tuple[Tensor, Tensor]:
+        """Return row and column of the seen items in `score` (B, N), whose first column is item `first`."""
+        inside = (self.item >= first) & (self.item < first + score.shape[1])
+        return self.row[inside], self.item[inside] - first
 
 
 def mid_rank(above: Tensor, equal: Tensor) -> Tensor:
@@ -70,7 +95,7 @@ def model_scorer(model: SequenceModel, known_U: Tensor | None = None) -> Scorer:
         query_BD: Tensor = model(model.asked(batch), last=True)[:, 0].float()
         return query_BD
 
-    def scorer(data: Sequences, user: Tensor, stop: Tensor) -> Blocks:
+    def scorer(data: Sequences, user: Tensor, stop: Tensor) -> ScoreBlocks:
         length = (stop - data.start[user]).clamp(max=model.options.length)
         rows = len(user) if data.device.type != "cpu" else max(1, POSITIONS_PER_PASS // max(1, int(length.max())))
         parts = zip(user.split(rows), stop.split(rows), length.split(rows), strict=True)
@@ -155,7 +180,7 @@ def _best_block(
     return found
 
 
-def checked(scorer: Scorer, data: Sequences, user: Tensor, stop: Tensor, name: str) -> Blocks:
+def checked(scorer: Scorer, data: Sequences, user: Tensor, stop: Tensor, name: str) -> ScoreBlocks:
     """Return the scores of `scorer` for some cases, checked to be finite; with an empty history, popularity."""
     new = data.sent((stop == data.start[user]).nonzero().squeeze(1))
     blocks = scorer(data, user, stop)
@@ -178,7 +203,7 @@ def checked(scorer: Scorer, data: Sequences, user: Tensor, stop: Tensor, name: s
     return checked
 
 
-def _kept(blocks: Blocks) -> Blocks:
+def _kept(blocks: ScoreBlocks) -> ScoreBlocks:
     kept = list(blocks())
     return lambda: iter(kept)
 
@@ -241,7 +266,7 @@ def _per_row(true_BI: Tensor) -> Tensor:
     return torch.from_numpy(np.count_nonzero(true_BI.numpy(), axis=1))
 
 
-def _rank_among(rivals_BN: Tensor | None, blocks: Blocks, goal: Tensor) -> Tensor:
+def _rank_among(rivals_BN: Tensor | None, blocks: ScoreBlocks, goal: Tensor) -> Tensor:
     """Return the rank of each target, whose score is in `goal` (B, 1), among itself and its rivals."""
     if rivals_BN is None:
         return torch.full((len(goal),), float("nan"), dtype=torch.float64, device=goal.device)
@@ -249,7 +274,7 @@ def _rank_among(rivals_BN: Tensor | None, blocks: Blocks, goal: Tensor) -> Tenso
     return mid_rank((rival > goal).sum(1), 1 + (rival == goal).sum(1))
 
 
-def _scores_of(blocks: Blocks, item_BN: Tensor) -> Tensor:
+def _scores_of(blocks: ScoreBlocks, item_BN: Tensor) -> Tensor:
     """Return the scores (B, N) of the given items, collected from the blocks."""
     goal = torch.full(item_BN.shape, float("nan"), device=item_BN.device)
     for first, score in blocks():

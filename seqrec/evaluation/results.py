@@ -96,12 +96,8 @@ def _uncertainty(rank: Tensor, chosen: Cases, config: EvaluateConfig) -> dict[st
 
 
 def _slices(rank: Tensor, data: Sequences, chosen: Cases, config: EvaluateConfig) -> dict[str, float]:
-    target = data.items[chosen.position].long()
-    head, cold = metrics.head_items(data.count)[target], data.count[target] == 0
     length = chosen.position - data.start[chosen.user]
-    masks = {"popularity=head": head & ~cold, "popularity=tail": ~head & ~cold, "popularity=cold": cold}
-    for name, (low, high) in LENGTHS.items():
-        masks[f"length={name}"] = (length >= low) & (length <= (high or torch.iinfo(torch.int64).max))
+    masks = length_slices(length) | popularity_slices(data.items[chosen.position].long(), data.count)
     values = {}
     for name, mask in masks.items():
         if bool(mask.any()):
@@ -111,6 +107,18 @@ def _slices(rank: Tensor, data: Sequences, chosen: Cases, config: EvaluateConfig
             values |= {f"ndcg@10/{name}/low": interval.low, f"ndcg@10/{name}/high": interval.high}
             values[f"cases/{name}"] = int(mask.sum())
     return values
+
+
+def length_slices(length_C: Tensor) -> dict[str, Tensor]:
+    """Return bool (C,) by slice: the cases whose history has so many events."""
+    ends = {f"length={name}": (low, high or torch.inf) for name, (low, high) in LENGTHS.items()}
+    return {name: (length_C >= low) & (length_C <= high) for name, (low, high) in ends.items()}
+
+
+def popularity_slices(target_C: Tensor, count_V: Tensor) -> dict[str, Tensor]:
+    """Return bool (C,) by slice: the cases whose target is popular, rare, or new to the training part."""
+    head, cold = metrics.head_items(count_V)[target_C], count_V[target_C] == 0
+    return {"popularity=head": head & ~cold, "popularity=tail": ~head & ~cold, "popularity=cold": cold}
 
 
 def case_table(split: str, data: Sequences, chosen: Cases, rank: Tensor, ties: Tensor) -> pa.Table:

@@ -4,7 +4,7 @@ A graph of the items (HNSW, Malkov and Yashunin 2020; by usearch) leads to candi
 vectors get one more coordinate, which makes them equally long: the largest inner product is then the nearest neighbour
 (Bachrach et al., RecSys 2014).
 
-Shape suffixes, besides those of models/base.py: C candidates.
+Shape suffixes, besides those of models/base.py: C candidates; N hidden items.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from usearch.index import Index
 
 from seqrec.config import RegisterConfig
 from seqrec.models.base import PAD, Batch
-from seqrec.serving.recommender import Best, Recommender, Request
+from seqrec.serving.recommender import Best, Recommender, Request, best_of
 
 logger = logging.getLogger(__name__)
 FOLLOWERS = 64  # of each of the newest events that are candidates for their counts
@@ -83,47 +83,36 @@ class ApproximateRecommender(Recommender):
 
     def _top(self, batch: Batch, hidden: Sequence[Tensor], wanted: Sequence[int]) -> list[Best]:
         """Search as many candidates for a row as its own request needs: no answer depends on another request."""
-        numbers = [self._candidates(k + len(items)) for k, items in zip(wanted, hidden, strict=True)]
+        best = []
         grown = len(self.item_vectors) > 1 + len(self.index)  # by items of a request
-        best: dict[int, Best] = {}
-        for number in set(numbers):
-            rows = [row for row, own in enumerate(numbers) if own == number]
-            part = Batch(*(values[rows] for values in batch))
-            few = [hidden[row] for row in rows], [wanted[row] for row in rows]
-            exact = grown or 2 * number > len(self.index)
-            best |= zip(rows, super()._top(part, *few) if exact else self._found(part, *few, number), strict=True)
-        return [best[row] for row in range(len(numbers))]
+        rows = zip(*self._queries(batch), hidden, wanted, strict=True)
+        for query_D, items_L, hidden_N, k in rows:
+            number = self._candidates(k + len(hidden_N))
+            if grown or 2 * number > len(self.index):
+                best.append(best_of(self._scores(query_D[None], items_L[None])[0], hidden_N, k))
+            else:
+                best.append(self._found(query_D, items_L, hidden_N, k, number))
+        return best
 
     def _candidates(self, number: int) -> int:
         """Return `number`, rounded up to what a search keeps at least, or to 2, 4, 8, ... times that."""
         return self.expansion << max(0, math.ceil(math.log2(number / self.expansion)))
 
-    def _found(self, batch: Batch, hidden: Sequence[Tensor], wanted: Sequence[int], number: int) -> list[Best]:
-        """Return the best of `number` candidates of each row."""
-        query_BD = self.model(batch, last=True)[:, 0].float()
-        item_BC, none_BC = self._search(query_BD, number)
+    def _found(self, query_D: Tensor, items_L: Tensor, hidden_N: Tensor, k: int, number: int) -> Best:
+        """Return the best of `number` candidates, and of what followed the newest events most often."""
+        item_C = self._search(query_D, number)
         if self.term is not None:
-            item_BC, none_BC = self._with_followers(item_BC.masked_fill(none_BC, PAD), self._events(batch))
-        score_BC = (self.item_vectors[item_BC] @ query_BD.unsqueeze(2)).squeeze(2)
+            events_BJ, _ = self.term.newest(items_L[None])
+            follower_JK, _ = self.term.padded(events_BJ[0], FOLLOWERS)
+            item_C = torch.cat([item_C, follower_JK.flatten()]).unique()
+        score_C = self.item_vectors[item_C] @ query_D
         if self.term is not None:
-            score_BC += self.term.of(self._events(batch), item_BC)
-        row_B1, size = torch.arange(len(hidden)).unsqueeze(1), len(self.item_vectors)
-        hidden_N = torch.cat([row * size + items for row, items in enumerate(hidden)])
-        score_BC.masked_fill_(none_BC | torch.isin(row_B1 * size + item_BC, hidden_N), float("-inf"))
-        value_BK, place_BK = score_BC.topk(min(max(wanted), score_BC.shape[1]))
-        return list(zip(value_BK.tolist(), item_BC.gather(1, place_BK).tolist(), strict=True))
+            score_C += self.term.of(items_L[None], item_C[None])[0]
+        score_C[torch.isin(item_C, hidden_N) | (item_C == PAD)] = float("-inf")
+        values, places = score_C.topk(min(k, len(item_C)))
+        return values.tolist(), item_C[places].tolist()
 
-    def _with_followers(self, item_BC: Tensor, items_BL: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the candidates and what followed the newest events most often, and which of them are none."""
-        assert self.term is not None
-        item_BC = torch.cat([item_BC, self.term.strongest(items_BL, FOLLOWERS)], 1).sort(dim=1).values
-        again_BC = F.pad(item_BC[:, 1:] == item_BC[:, :-1], (1, 0))
-        return item_BC, again_BC | (item_BC == PAD)
-
-    def _search(self, query_BD: Tensor, number: int) -> tuple[Tensor, Tensor]:
-        """Return candidates (B, C), and which of them are none because the search found fewer."""
-        found = self.index.search(F.pad(query_BD, (0, 1)).numpy(), number, threads=torch.get_num_threads())
-        item_BC = torch.from_numpy(np.atleast_2d(found.keys).astype(np.int64))
-        counts = getattr(found, "counts", [item_BC.shape[1]])  # of one query there are none
-        none_BC = torch.arange(item_BC.shape[1]) >= torch.from_numpy(np.asarray(counts, np.int64)).unsqueeze(1)
-        return item_BC.masked_fill(none_BC, 0), none_BC
+    def _search(self, query_D: Tensor, number: int) -> Tensor:
+        """Return up to `number` candidates (C,)."""
+        found = self.index.search(F.pad(query_D, (0, 1)).numpy(), number)
+        return torch.from_numpy(found.keys.astype(np.int64))

@@ -13,17 +13,33 @@ from seqrec.serving.recommender import Answer, Recommender, Request
 
 logger = logging.getLogger(__name__)
 PASS = 20.0  # cost of a pass, see `Request.cost`; its last list may exceed it
+NO_CHAMPION = "no champion yet"
 T = TypeVar("T")
 Count = Callable[[Sequence[Request], Sequence[Answer]], None]  # told of every pass
 Waiting = tuple[Request, asyncio.Future[tuple[Answer, str]]]
 
 
 class Served:
-    """The recommender in use and its version; both change in one assignment."""
+    """The recommender in use and its version, none until there is a champion; both change in one assignment."""
 
-    def __init__(self, recommender: Recommender, version: str) -> None:
-        self.current = (recommender, version)
+    def __init__(self, recommender: Recommender | None = None, version: str = "") -> None:
+        self._current = None if recommender is None else (recommender, version)
         self.problem = ""  # why the registry's champion is not the one that is served, if anything is wrong
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is a recommender."""
+        return self._current is not None
+
+    @property
+    def current(self) -> tuple[Recommender, str]:
+        """The recommender and its version."""
+        assert self._current is not None  # the guards let no request pass before
+        return self._current
+
+    def switch(self, recommender: Recommender, version: str) -> None:
+        """Serve another version from the next pass on."""
+        self._current = (recommender, version)
 
 
 class Batcher:

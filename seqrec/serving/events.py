@@ -29,10 +29,11 @@ EXPECTED = f"expected sqlite:///FILE or postgresql+psycopg://... as --store or {
 HIDE, POSITIVE = "hide", ("view", "buy")  # kinds of events
 KINDS = (*POSITIVE, HIDE)
 DAY = 86_400.0
-MOST = 1_000  # newest events of a user that are looked up, and newest items that the user hides
-BLOCK = 10_000  # rows of an import
+NEWEST_EVENTS = 1_000  # events of a user that are looked up, and items that the user hides
+ROWS_AT_ONCE = 10_000  # of an import or a dump
+COLUMNS = ["user_id", "item_id", "timestamp"]  # of a table that `ingest` reads or writes
 CAUTION = 10  # events added to both counts of a trend, so that few events are none
-PATIENCE_S = 5.0  # in which tables are tried to be made
+PATIENCE_S = 2.0  # in which tables are tried to be made
 MISSING = ("no such table", 'relation "')  # words of errors about a table that is not there
 DAMAGE = ("not a database", "malformed")  # words of SQLite's errors about a file that is cut short or altered
 
@@ -53,7 +54,7 @@ EVENTS = sa.Table(
     sa.Index("events_by_time", "at", "kind", "item", "user"),  # with all that a trend reads
 )
 HIDDEN = EVENTS.c.kind == sa.literal_column(f"'{HIDE}'")  # a parameter would not find the index
-HIDDEN_OF_USER = sa.Index("hidden_of_user", EVENTS.c.user, EVENTS.c.at, sqlite_where=HIDDEN, postgresql_where=HIDDEN)
+sa.Index("hidden_of_user", EVENTS.c.user, EVENTS.c.at, sqlite_where=HIDDEN, postgresql_where=HIDDEN)
 
 NEWEST = (  # of one user: a statement for several is slower, and `limit` would leave out whoever did little
     sa.select(EVENTS.c.item, EVENTS.c.kind, EVENTS.c.at)
@@ -118,7 +119,7 @@ class Event:
 
 
 @dataclass
-class Past:
+class UserHistory:
     """What is known of a user."""
 
     items: list[str] = field(default_factory=list)  # oldest first
@@ -145,6 +146,7 @@ class Store:
             self.engine = sa.create_engine(url, hide_parameters=True)
         except (sa.exc.ArgumentError, ModuleNotFoundError, ValueError) as error:
             raise ConfigError(f"store: {redacted(str(error))}; {EXPECTED}") from error
+        self._url = redacted(self.engine.url.render_as_string(hide_password=True))
         kinds = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
         if self.engine.dialect.name not in kinds:
             raise ConfigError(f"store: {self.engine.dialect.name} is not supported, SQLite and PostgreSQL are")
@@ -153,21 +155,20 @@ class Store:
             sa.event.listen(self.engine, "connect", _set_up_sqlite)
         self._make_tables()
 
-    def _make_tables(self, attempts: int = 5) -> None:
+    def _make_tables(self) -> None:
         """Make the tables that are missing; a replica that starts at the same moment may be faster, so look again."""
-        began = time.monotonic()
-        for attempt in range(1, attempts + 1):
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
             try:
                 with self._connection() as connection:
                     TABLES.create_all(connection)
-                    HIDDEN_OF_USER.create(connection, checkfirst=True)  # stores made before it was added lack it
                 return
             except (TypeError, ValueError) as error:  # an option of the URL that the driver does not take
                 raise ConfigError(f"store: {redacted(str(error))}; {EXPECTED}") from error
             except StoreError:
-                if attempt == attempts or time.monotonic() - began > PATIENCE_S:
+                if time.monotonic() > deadline:
                     raise
-                time.sleep(0.1 * attempt)
+                time.sleep(0.1)
 
     @contextmanager
     def _connection(self) -> Iterator[sa.Connection]:
@@ -184,44 +185,39 @@ class Store:
         except sa.exc.SQLAlchemyError as error:
             raise StoreError(self._explained(error)) from None  # its text may hold users and items
 
-    @property
-    def _shown(self) -> str:
-        """The URL without its password."""
-        return redacted(self.engine.url.render_as_string(hide_password=True))
-
     def _damaged(self) -> str:
-        return f"store: {self._shown} is damaged: restore it from a backup, or remove it with all its events"
+        return f"store: {self._url} is damaged: restore it from a backup, or remove it with all its events"
 
     def _explained(self, error: sa.exc.SQLAlchemyError) -> str:
         cause = getattr(error, "orig", None) or error
         if any(words in str(cause) for words in DAMAGE):
             return self._damaged()
         if any(words in str(cause) for words in MISSING):
-            return f"store: {self._shown} lacks a table: start the service again, which makes it"
+            return f"store: {self._url} lacks a table: start the service again, which makes it"
         if isinstance(error, sa.exc.DataError | sa.exc.IntegrityError):  # the database quotes the value
-            return f"store: {self._shown} refused a value ({type(cause).__name__})"
+            return f"store: {self._url} refused a value ({type(cause).__name__})"
         advice = advice_on(cause) or f"{first_line(cause)}; check --store or {VARIABLE}, and that the database runs"
-        return f"store: {self._shown}: {advice}"
+        return f"store: {self._url}: {advice}"
 
     def add(self, events: Sequence[Event]) -> int:
         """Store the events that are new, in their order; return how many are."""
         received = time.time()
-        rows = [{**vars(event), "received": received} for event in events]
-        if not rows:
+        if not events:
             return 0
+        rows = [{**vars(event), "received": received} for event in events]
         insert = self._insert(EVENTS).values(rows).on_conflict_do_nothing().returning(EVENTS.c.number)
         with self._connection() as connection:
             return len(connection.execute(insert).all())
 
-    def pasts(self, users: Collection[str], longest: int = 0) -> dict[str, Past]:
-        """Return the past of each user, of whom nothing may be known.
+    def histories(self, users: Collection[str], longest: int = 0) -> dict[str, UserHistory]:
+        """Return the history of each user, of whom nothing may be known.
 
         Args:
             users: to look up.
-            longest: newest events to read at least; `MOST` are read in any case.
+            longest: newest events to read at least; `NEWEST_EVENTS` are read in any case.
         """
         with self._connection() as connection:
-            return {user: _past(connection, user, max(MOST, longest)) for user in users}
+            return {user: _history(connection, user, max(NEWEST_EVENTS, longest)) for user in users}
 
     def forget(self, user: str) -> dict[str, int]:
         """Delete what is known of a user; return how many rows that were, by table."""
@@ -309,22 +305,23 @@ class Store:
     def seed(self, interactions: Path) -> int:
         """Add the events of a table that `ingest` wrote; those added before are left out. Return how many are new."""
         insert, received = self._insert(EVENTS).on_conflict_do_nothing(), time.time()
-        columns, table = ["user_id", "item_id", "timestamp"], open_table(interactions)
-        if not set(columns) <= set(table.schema_arrow.names):
-            raise ValueError(f"--interactions: {interactions} lacks one of the columns {', '.join(columns)}")
+        table = open_table(interactions)
+        if not set(COLUMNS) <= set(table.schema_arrow.names):
+            raise ValueError(f"--interactions: {interactions} lacks one of the columns {', '.join(COLUMNS)}")
+        number = sa.select(sa.func.count()).select_from(EVENTS)
         with self._connection() as connection:
-            before = connection.execute(sa.select(sa.func.count()).select_from(EVENTS)).scalar_one()
-            for batch in table.iter_batches(BLOCK, columns=columns):
+            before = connection.execute(number).scalar_one()
+            for batch in table.iter_batches(ROWS_AT_ONCE, columns=COLUMNS):
                 rows = zip(*batch.to_pydict().values(), strict=True)
                 connection.execute(insert, [{**_imported(*row), "received": received} for row in rows])
-            return int(connection.execute(sa.select(sa.func.count()).select_from(EVENTS)).scalar_one() - before)
+            return int(connection.execute(number).scalar_one() - before)
 
     def interactions(self, kinds: Collection[str]) -> Iterator[tuple[str, str, int]]:
         """Yield user, item and second of the events of these kinds, oldest first, each once."""
         at = sa.func.min(EVENTS.c.at)
         chosen = sa.select(EVENTS.c.user, EVENTS.c.item, at).where(EVENTS.c.kind.in_(kinds)).group_by(*self._once())
         with self._connection() as connection:
-            connection.execution_options(yield_per=BLOCK)
+            connection.execution_options(yield_per=ROWS_AT_ONCE)
             for user, item, moment in connection.execute(chosen.order_by(at, sa.func.min(EVENTS.c.number))):
                 yield user, item, int(moment)
 
@@ -335,8 +332,8 @@ class Store:
         return EVENTS.c.user, EVENTS.c.item, second
 
 
-def _past(connection: sa.Connection, user: str, most: int) -> Past:
-    past, seen = Past(), set()
+def _history(connection: sa.Connection, user: str, most: int) -> UserHistory:
+    past, seen = UserHistory(), set()
     if "\0" in user:  # which PostgreSQL's text cannot hold
         return past
     wanted = {"user": user, "most": most}
@@ -370,7 +367,7 @@ def dump(store: Store, output: Path, kinds: Collection[str] = POSITIVE) -> int:
     rows = 0
     with written(output) as partial, partial.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["user_id", "item_id", "timestamp"])
+        writer.writerow(COLUMNS)
         for row in store.interactions(kinds):
             writer.writerow(row)
             rows += 1

@@ -7,7 +7,6 @@ for others and many share a matrix product. A new champion is loaded beside the 
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
@@ -29,27 +28,13 @@ from seqrec import __version__
 from seqrec.artifacts import GRAPH, MODEL_CARD, read_json
 from seqrec.config import ConfigError, RegisterConfig, require
 from seqrec.serving import request_log, rules, schemas, traces
-from seqrec.serving.batcher import Served
+from seqrec.serving.batcher import NO_CHAMPION, Served
 from seqrec.serving.config import ServeConfig
 from seqrec.serving.events import VARIABLE, Event, Store, StoreError, store_url
 from seqrec.serving.guards import Guards, SafeHeaders
 from seqrec.serving.onnx_graph import GraphRecommender
 from seqrec.serving.recommender import CHAMPION_URI, REGISTERED, Answer, Recommender, located
 from seqrec.serving.request_log import RequestLog
-from seqrec.serving.schemas import (
-    Experiment,
-    Forgotten,
-    Found,
-    Listing,
-    Queries,
-    Readiness,
-    Recommendation,
-    Recommendations,
-    Share,
-    State,
-    Taken,
-    Titled,
-)
 from seqrec.serving.server import Server, bound
 from seqrec.serving.service import Load, Service
 
@@ -62,7 +47,7 @@ REFUSED: dict[int | str, dict[str, Any]] = {
 }
 Text = Annotated[str, Query(max_length=200)]
 Days = Annotated[float, Query(gt=0, le=3_650, description="of the window, and of the one before it")]
-Number = Annotated[int, Query(ge=1, le=schemas.ITEMS, description="items wanted")]
+Number = Annotated[int, Query(ge=1, le=schemas.MAX_ITEMS, description="items wanted")]
 
 
 def app(
@@ -77,31 +62,36 @@ def app(
 
     Args:
         load: returns the recommender to serve.
-        version: names what `load` would return now; called every `poll_s` seconds, and a change is loaded.
+        version: names what `load` would return now, nothing if there is no champion yet; called every `poll_s`
+            seconds, and a change is loaded.
         options: how much it takes, and from whom.
         store: of events: takes them, and knows histories; without one the service keeps nothing.
         candidate: a second model, which answers a share of the users.
 
     Raises:
-        ConfigError: see `traces.trace`.
+        ConfigError: there is no champion, and the service is not to look for one; or see `traces.trace`.
     """
-    options = options or ServeConfig()
-    named = version()
-    service = Service(Served(load(), named), options, store, candidate)
-    gc.freeze()  # what lives as long as the service: looking through it for garbage took a tenth of a second
+    service = Service(options := options or ServeConfig(), store, candidate)
+    if named := version():
+        service.switch(load(), named)
+    elif options.poll_s:
+        logger.info("%s: the service waits for one, and looks every %g s", NO_CHAMPION, options.poll_s)
+    else:
+        raise ConfigError(f"{NO_CHAMPION}: run the pipeline first, or set poll_s, so that the service looks for one")
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        tasks = [asyncio.create_task(batcher.run()) for batcher in service.batchers]
+        work = [batcher.run() for batcher in service.batchers]
         if options.poll_s:
-            tasks.append(asyncio.create_task(service.follow(load, version, options.poll_s)))
-        if store is not None and options.keep_days:
-            tasks.append(asyncio.create_task(service.expire(store, options.keep_days)))
-        if service.impressions is not None:
-            tasks.append(asyncio.create_task(service.impressions.run()))
+            work.append(service.follow(load, version, options.poll_s))
+        if service.store is not None:
+            work.append(service.store.write())
+        if service.store is not None and options.keep_days:
+            work.append(service.store.expire(options.keep_days))
+        tasks = [asyncio.create_task(one) for one in work]
         yield
-        if service.impressions is not None:
-            await service.impressions.flush()
+        if service.store is not None:
+            await service.store.flush()
         for task in tasks:
             task.cancel()
 
@@ -113,14 +103,7 @@ def app(
         max_body_size=options.max_body,
     )
     api.state.service = service
-    responses = service.metrics.responses
-    api.add_middleware(
-        Guards,
-        options=options,
-        rates=service.rates,
-        waiting=service.waiting,
-        answered=lambda status: responses.labels(str(status)).inc(),
-    )
+    api.add_middleware(Guards, service=service)
     if options.origins:
         origins = options.origins.split(",")
         api.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
@@ -146,26 +129,26 @@ def _add_recommending(api: FastAPI, service: Service) -> None:
         return JSONResponse({"detail": [{key: e[key] for key in ("type", "loc", "msg")} for e in error.errors()]}, 422)
 
     @api.post("/recommend", responses=REFUSED)
-    async def recommend(request: HTTPRequest, query: schemas.Query) -> Recommendation:
+    async def recommend(request: HTTPRequest, query: schemas.Query) -> schemas.Recommendation:
         """Recommend for one user."""
         answer = (await service.answer([query], request.state.caller))[0]
         request.state.version = answer.version
         return answer
 
     @api.post("/recommend/batch", responses=REFUSED)
-    async def recommend_batch(request: HTTPRequest, queries: Queries) -> Recommendations:
+    async def recommend_batch(request: HTTPRequest, queries: schemas.Queries) -> schemas.Recommendations:
         """Recommend for several users."""
-        return Recommendations(answers=await service.answer(queries.requests, request.state.caller))
+        return schemas.Recommendations(answers=await service.answer(queries.requests, request.state.caller))
 
 
 def _add_listing(api: FastAPI, service: Service) -> None:
-    async def listing(answer: Callable[[Recommender], Answer]) -> Listing:
+    async def listing(answer: Callable[[Recommender], Answer]) -> schemas.Listing:
         recommender, version = service.served.current
-        found = await service.batcher.apart(answer, recommender)
-        return Listing(items=found.items, titles=found.titles, scores=found.scores, version=version)
+        found = await service.batchers[0].apart(answer, recommender)
+        return schemas.Listing(items=found.items, titles=found.titles, scores=found.scores, version=version)
 
     @api.get("/similar/{item:path}", responses={404: {"description": "the item is unknown"}})
-    async def similar(item: str, k: Number = 10) -> Listing:
+    async def similar(item: str, k: Number = 10) -> schemas.Listing:
         """Return the items that the model holds most similar to one; scores are cosines."""
         try:
             return await listing(lambda recommender: recommender.similar(item, k))
@@ -173,11 +156,13 @@ def _add_listing(api: FastAPI, service: Service) -> None:
             raise HTTPException(404, f"the model does not know the item {item!r:.100}") from error
 
     @api.get("/items")
-    async def items(search: Text, k: Number = 10) -> Found:
+    async def items(search: Text, k: Number = 10) -> schemas.SearchResult:
         """Return items by a part of their title, or by their id."""
         recommender = service.served.current[0]
         found = await asyncio.to_thread(recommender.search, search, k)
-        return Found(items=[Titled(item=item, title=recommender.titles.get(item, "")) for item in found])
+        return schemas.SearchResult(
+            items=[schemas.Titled(item=item, title=recommender.titles.get(item, "")) for item in found]
+        )
 
     @api.post("/explain", responses={404: {"description": "the item is unknown"}})
     async def explain(request: HTTPRequest, question: schemas.Question) -> schemas.Explanation:
@@ -191,7 +176,7 @@ def _add_listing(api: FastAPI, service: Service) -> None:
         return {name: await asyncio.to_thread(known[name].commonest, VALUES) for name in known}
 
     @api.get("/popular")
-    async def popular(k: Number = 10) -> Listing:
+    async def popular(k: Number = 10) -> schemas.Listing:
         """Return the items with the most events in training; scores are their numbers."""
         return await listing(lambda recommender: recommender.popular(k))
 
@@ -203,40 +188,41 @@ def _add_events(api: FastAPI, service: Service, store: Store) -> None:
         return JSONResponse({"detail": "the store of events does not answer"}, 503, {"Retry-After": "1"})
 
     @api.post("/events")
-    async def events(body: schemas.Events) -> Taken:
+    async def events(body: schemas.Events) -> schemas.Taken:
         """Take what users did; what was taken before is left out, so a request may be repeated."""
         now = time.time()
         rows = [Event(**{**vars(event), "at": now if event.at is None else event.at}) for event in body.events]
         stored = await asyncio.to_thread(store.add, rows)
-        return Taken(stored=stored, known=len(rows) - stored)
+        return schemas.Taken(stored=stored, known=len(rows) - stored)
 
     @api.get("/trending")
-    async def trending(k: Number = 10, days: Days = 7.0) -> Listing:
+    async def trending(k: Number = 10, days: Days = 7.0) -> schemas.Listing:
         """Return the items with the largest gain in views and buys; scores are ratios to as many days before.
 
         Counting is repeated after a minute at the earliest.
         """
         recommender, version = service.served.current
-        found = (await service.trending(days))[:k]
+        found = (await service.trending(store, days))[:k]
         titles = [recommender.titles.get(item, "") for item, _ in found]
-        return Listing(items=[i for i, _ in found], titles=titles, scores=[s for _, s in found], version=version)
+        items, scores = [item for item, _ in found], [score for _, score in found]
+        return schemas.Listing(items=items, titles=titles, scores=scores, version=version)
 
     @api.delete("/users/{user:path}")
-    async def forget(user: str) -> Forgotten:
+    async def forget(user: str) -> schemas.Forgotten:
         """Delete what the store knows of a user; the model forgets when it is trained again without these events."""
-        if service.impressions is not None:
-            await service.impressions.flush()
-        return Forgotten(**await asyncio.to_thread(store.forget, user))
+        if service.store is not None:
+            await service.store.flush()
+        return schemas.Forgotten(**await asyncio.to_thread(store.forget, user))
 
 
 def _add_experiment(api: FastAPI, service: Service) -> None:
     @api.get("/experiment", responses={404: {"description": "there is no store"}})
-    async def experiment() -> Experiment:
+    async def experiment() -> schemas.Experiment:
         """Compare the candidate with the champion, by the answers that led to a view or a purchase."""
         return await service.experiment()
 
     @api.put("/experiment")
-    async def share(wanted: Share) -> Share:
+    async def share(wanted: schemas.Share) -> schemas.Share:
         """Set the share of the users whom the candidate answers, until the service ends."""
         service.share = wanted.share
         logger.info("the candidate answers a share of %g of the users", wanted.share)
@@ -251,15 +237,16 @@ def _add_watching(api: FastAPI, service: Service) -> None:
     api.mount("/page", StaticFiles(directory=PAGE))
 
     @api.get("/health")
-    async def health() -> State:
+    async def health() -> schemas.State:
         """Say what is being served."""
         return service.state()
 
-    @api.get("/ready", responses={503: {"model": Readiness}})
-    async def ready(response: Response) -> Readiness:
-        """Say whether to send requests here: not while it waits for its end."""
-        response.status_code = 503 if service.draining else 200
-        return Readiness(ready=not service.draining)
+    @api.get("/ready", responses={503: {"model": schemas.Readiness}})
+    async def ready(response: Response) -> schemas.Readiness:
+        """Say whether to send requests here: not before there is a champion, nor while it waits for its end."""
+        is_ready = service.served.ready and not service.draining
+        response.status_code = 200 if is_ready else 503
+        return schemas.Readiness(ready=is_ready)
 
     @api.get("/metrics", response_class=Response)
     async def prometheus() -> Response:
@@ -289,35 +276,60 @@ def serve(*, dataset: str, config: RegisterConfig, options: ServeConfig) -> None
         load, version = _served(dataset, config, options)
         candidate = _candidate(config, options, version()) if options.candidate else None
         service = app(load, version, options, store=Store(url) if url else None, candidate=candidate)
-        Server(service.state.service, options, app=service).run([listener])
+        Server(service).run([listener])
 
 
 def _served(dataset: str, config: RegisterConfig, options: ServeConfig) -> tuple[Load, Callable[[], str]]:
     """Return what loads the model to serve, and what names its version."""
     if not options.saved:
         return champion(dataset, config, options.ann, options.items)
-    found = described(loaded(options.saved, options.ann, config), options.items)
-    name = version_of(options.saved, config)
-    return lambda: found, lambda: name
+    recommender = loaded(options.saved, options.ann, config, options.items)
+    version = version_of(options.saved, config)
+    return lambda: recommender, lambda: version
 
 
 def _candidate(config: RegisterConfig, options: ServeConfig, champion_version: str) -> Served:
     version = version_of(options.candidate, config)
     if version == champion_version:
         raise ConfigError(f"candidate: {options.candidate} is the model that it would be compared with")
-    return Served(described(loaded(options.candidate, options.ann, config), options.items), version)
+    return Served(loaded(options.candidate, options.ann, config, options.items), version)
 
 
-def loaded(place: str, ann: int, config: RegisterConfig) -> Recommender:
-    """Return the model at `place`, which runs its ONNX graph if it has one; `ann`: see `serve`."""
+def champion(
+    dataset: str, config: RegisterConfig, ann: int = 0, items: Path | None = None
+) -> tuple[Load, Callable[[], str]]:
+    """Return what loads the champion of `dataset`, and what names its version; `ann`, `items`: see `loaded`."""
+    from seqrec.tracking import registry  # MLflow takes seconds to import
+
+    place = CHAMPION_URI.format(dataset=dataset)
+    return (
+        lambda: loaded(place, ann, config, items),
+        lambda: registry.champion_version(dataset=dataset, config=config),
+    )
+
+
+def loaded(place: str, ann: int, config: RegisterConfig, items: Path | None = None) -> Recommender:
+    """Return the model at `place`, which runs its ONNX graph if it has one.
+
+    Args:
+        place: see `located`.
+        ann: candidates of an approximate search; 0 scores all items.
+        config: section `register`.
+        items: table with the attributes of the items.
+    """
     if ann:
         from seqrec.serving.approximate_search import ApproximateRecommender
 
-        return ApproximateRecommender.of(place, ann, config)
-    with located(place, config) as folder:
-        if (folder / GRAPH).is_file():
-            return GraphRecommender.of(folder, torch.get_num_threads())
-        return Recommender.load(folder)
+        recommender: Recommender = ApproximateRecommender.of(place, ann, config)
+    else:
+        with located(place, config) as folder:
+            has_graph = (folder / GRAPH).is_file()
+            recommender = (
+                GraphRecommender.of(folder, torch.get_num_threads()) if has_graph else Recommender.load(folder)
+            )
+    if items is not None:
+        recommender.attributes = rules.Attributes.read(items, recommender.item_ids)
+    return recommender
 
 
 def version_of(place: str, config: RegisterConfig) -> str:
@@ -327,22 +339,3 @@ def version_of(place: str, config: RegisterConfig) -> str:
         return name
     with located(place, config) as folder:
         return f"{name}-{read_json(folder / MODEL_CARD)['weights_sha256'][:8]}"
-
-
-def described(recommender: Recommender, items: Path | None) -> Recommender:
-    """Return the recommender, which knows the attributes in the table `items` from now on."""
-    if items is not None:
-        recommender.attributes = rules.Attributes.read(items, recommender.item_ids)
-    return recommender
-
-
-def champion(
-    dataset: str, config: RegisterConfig, ann: int = 0, items: Path | None = None
-) -> tuple[Load, Callable[[], str]]:
-    """Return what loads the champion of `dataset`, and what names its version; `ann`, `items`: see `serve`."""
-    from seqrec.tracking import registry  # MLflow takes seconds to import
-
-    def load() -> Recommender:
-        return described(loaded(CHAMPION_URI.format(dataset=dataset), ann, config), items)
-
-    return load, lambda: registry.champion_version(dataset=dataset, config=config)

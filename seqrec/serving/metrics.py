@@ -22,10 +22,9 @@ class Metrics:
 
     def __init__(self, served: Served) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series a counter, of no use
-        self.registry = CollectorRegistry()
-        own = self.registry
+        self.registry = own = CollectorRegistry()
         self.requests = Counter("seqrec_requests", "answers by what gave them", ["source"], registry=own)
-        self.responses = Counter("seqrec_responses", "answers and refusals by HTTP status", ["status"], registry=own)
+        self._responses = Counter("seqrec_responses", "answers and refusals by HTTP status", ["status"], registry=own)
         self.latency = Histogram(
             "seqrec_latency_seconds",
             "from request to answer",
@@ -43,12 +42,14 @@ class Metrics:
             "seqrec_history_popularity", "known events by decile, 0 the most popular", ["decile"], registry=own
         )
         self.deciles = [popularity.labels(str(number)) for number in range(DECILES)]
+        self.decile_of: dict[str, int] = {}
         self.expected = Gauge("seqrec_training_events_per_user", "mean train events of a user", registry=own)
         self.lost = Counter("seqrec_impressions_lost", "answers that the store did not get", registry=own)
         self.version = Gauge("seqrec_model", "1 for the version that is served", ["name", "version"], registry=own)
         behind = Gauge("seqrec_behind", "1 while the registry's champion cannot be served", registry=own)
         behind.set_function(lambda: float(bool(served.problem)))
-        self.switch(served)
+        if served.ready:
+            self.switch(served)
 
     def switch(self, served: Served) -> None:
         """Take the figures of the model that is served now."""
@@ -62,6 +63,10 @@ class Metrics:
         decile = (share * DECILES).long().clamp(max=DECILES - 1)
         ranked = zip(order.tolist(), decile.tolist(), strict=True)
         self.decile_of = {recommender.item_ids[item - 1]: number for item, number in ranked if item != PAD}
+
+    def count_response(self, status: int) -> None:
+        """Account for an answer or a refusal by its HTTP status."""
+        self._responses.labels(str(status)).inc()
 
     def count(self, requests: Sequence[Request], answers: Sequence[Answer]) -> None:
         """Account for the answers of one pass."""

@@ -23,7 +23,7 @@ from seqrec.config.ranges import ListLength
 from seqrec.counts.term import CountTerm
 from seqrec.models.base import PAD, Batch, SequenceModel
 from seqrec.serving.recommender import Best, Recommender, Request, located
-from seqrec.training import cards
+from seqrec.training.checkpoint import Checkpoint, load_checkpoint, write_files
 
 TOLERANCE = 1e-3  # of a score, relative and absolute
 CHECKED = 64  # histories that weights and graph must answer alike
@@ -66,7 +66,7 @@ class _Counts(nn.Module):
         self.values: Tensor
         self.weights: Tensor
         self.popularity: Tensor
-        targets, values = term.padded()
+        targets, values = term.padded(torch.arange(len(term.log_popularity)))
         self.register_buffer("targets", targets)  # (V, K)
         self.register_buffer("values", values)
         self.register_buffer("weights", term.weights.flip(0))  # the newest event last, as in `items`
@@ -103,17 +103,21 @@ def export(
         ValueError: the graph gives other scores than the weights.
     """
     with located(saved, config) as folder:
-        recommender, card = Recommender.load(folder), cards.read(folder)
-        files = cards.read_files(folder, card)
+        return export_checkpoint(load_checkpoint(folder), output, k)
+
+
+def export_checkpoint(checkpoint: Checkpoint, output: Path, k: int = 100) -> dict[str, float]:
+    """Write a checkpoint as an ONNX graph; see `export`."""
+    recommender = Recommender.from_checkpoint(checkpoint)
     model = recommender.model
     k = min(k, model.catalogue.num_items)
     program, given = graph(model, k, recommender.term)
     output.mkdir(parents=True, exist_ok=True)
     program.save(output / GRAPH)
-    facts = {"k": k, "inputs": given, "shortest": model.shortest, **_identity(card)}
+    facts = {"k": k, "inputs": given, "shortest": model.shortest, **_identity(checkpoint)}
     session = _session(output / GRAPH)
     _check_equal(recommender, GraphRecommender.copied(recommender, facts, session))
-    facts |= {"files": cards.write_files(output, files), "graph_sha256": sha256(output / GRAPH)}
+    facts |= {"files": write_files(output, checkpoint.files), "graph_sha256": sha256(output / GRAPH)}
     write_json(output / GRAPH_CARD, facts)
     return {"k": k}
 
@@ -141,9 +145,10 @@ def _check_equal(weights: Recommender, graph: GraphRecommender) -> None:
             raise ValueError(f"the graph's scores differ from the weights' by {apart:.2g}, history of {length} items")
 
 
-def _identity(card: Mapping[str, Any]) -> dict[str, Any]:
+def _identity(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the hashes of what a graph is made of."""
-    return {"weights_sha256": card["weights_sha256"], "counts_sha256": card.get("counts", {}).get("sha256")}
+    card = checkpoint.card
+    return {"weights_sha256": card["weights_sha256"], "counts_sha256": card["counts"].get("sha256")}
 
 
 def graph(model: SequenceModel, k: int, term: CountTerm | None = None) -> tuple[torch.onnx.ONNXProgram, list[str]]:
@@ -193,10 +198,12 @@ class GraphRecommender(Recommender):
             ValueError: the graph was made of other weights.
         """
         with located(saved, config) as folder:
-            recommender, model, card = Recommender.load(folder), cards.read(folder), read_json(folder / GRAPH_CARD)
-            wanted = {**_identity(model), "files": model["files"], "graph_sha256": sha256(folder / GRAPH)}
+            checkpoint, card = load_checkpoint(folder), read_json(folder / GRAPH_CARD)
+            files, graph_sha256 = checkpoint.card["files"], sha256(folder / GRAPH)
+            wanted = {**_identity(checkpoint), "files": files, "graph_sha256": graph_sha256}
             if any(card.get(name) != value for name, value in wanted.items()):
                 raise ValueError(f"{folder / GRAPH} was not exported from the weights beside it: export it again")
+            recommender = Recommender.from_checkpoint(checkpoint)
             return cls.copied(recommender, card, _session(folder / GRAPH, threads))
 
     @classmethod

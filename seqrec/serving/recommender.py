@@ -24,7 +24,7 @@ from seqrec.data import sequences
 from seqrec.models.base import PAD, Batch, SequenceModel
 from seqrec.models.optional import ReadsTokens
 from seqrec.serving import rules
-from seqrec.training import cards, checkpoint
+from seqrec.training.checkpoint import DAY, Checkpoint, load_checkpoint
 
 Best = tuple[list[float], list[int]]  # scores and numbers of items, best first
 POPULARITY = "popularity"  # `source` of an answer that no model gave
@@ -100,7 +100,7 @@ class Request:
 
 def _size(rule: Mapping[str, Any]) -> int:
     """Return how many values a rule names; an attribute counts as five more."""
-    return sum(5 if isinstance(values, rules.Range) else 5 + len(values) for values in rule.values())
+    return sum(5 if isinstance(values, rules.NumberRange) else 5 + len(values) for values in rule.values())
 
 
 @contextmanager
@@ -152,19 +152,14 @@ class Recommender:
         *,
         filter_seen: bool,
         name: str = "model",
-        gap: float = cards.DAY,
+        gap: float = DAY,
         tokenizer: str = "",
         titles: Mapping[str, str] | None = None,
         term: CountTerm | None = None,
     ) -> None:
-        self.tokenizer, self.titles, self.term = tokenizer, titles or {}, term
-        self.model, self.item_ids, self.filter_seen, self.name, self.gap = (
-            model.eval(),
-            item_ids,
-            filter_seen,
-            name,
-            gap,
-        )
+        self.model, self.item_ids, self.filter_seen = model.eval(), item_ids, filter_seen
+        self.name, self.gap, self.tokenizer = name, gap, tokenizer
+        self.titles, self.term = titles or {}, term
         self.items = {item_id: item for item, item_id in enumerate(item_ids, start=1)}
         self.users = {user_id: user for user, user_id in enumerate(user_ids, start=1)}
         self.counts = counts.float()
@@ -183,34 +178,26 @@ class Recommender:
             ValueError: a file is not the one that the card was written for.
         """
         with located(place, config) as folder:
-            model, card = checkpoint.load_model(folder)
-            cards.check_complete(folder, card)
-            term = checkpoint.load_counts(folder, card)
-            item_ids, counts = sequences.read_vocabulary(folder)
-            users, titles = sequences.read_users(folder), cards.read_titles(folder)
-            tokenizer = (folder / TOKENIZER).read_text(encoding="utf-8") if TOKENIZER in card["files"] else ""
-        facts = {
-            "name": card["model"],
-            "gap": card["median_gap"],
-            "tokenizer": tokenizer,
-            "titles": titles,
-            "term": term,
-        }
-        return cls(model, item_ids, counts, users, filter_seen=card["filter_seen"], **facts)
+            return cls.from_checkpoint(load_checkpoint(folder))
 
-    def recommend(
-        self,
-        history: Sequence[str],
-        k: int = 10,
-        **wanted: Any,
-    ) -> Answer:
-        """Return the best `k` items for somebody with this `history`, oldest first.
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Checkpoint) -> Recommender:
+        """Return the recommender of a checkpoint."""
+        return cls(
+            checkpoint.model,
+            checkpoint.item_ids,
+            checkpoint.item_counts,
+            checkpoint.users["user_id"].to_pylist(),
+            filter_seen=checkpoint.card["filter_seen"],
+            name=checkpoint.card["model"],
+            gap=checkpoint.card["median_gap"],
+            tokenizer=checkpoint.files.get(TOKENIZER, b"").decode(),
+            titles=checkpoint.titles,
+            term=checkpoint.count_term,
+        )
 
-        Args:
-            history: item ids.
-            k: items wanted.
-            wanted: the other fields of `Request`; see `answer`.
-        """
+    def recommend(self, history: Sequence[str], k: int = 10, **wanted: Any) -> Answer:
+        """Return the answer to a `Request`, whose other fields are `wanted`; see `answer`."""
         return self.answer([Request(history=history, k=k, **wanted)])[0]
 
     def similar(self, item_id: str, k: int = 10) -> Answer:
@@ -221,7 +208,8 @@ class Recommender:
         """
         item = self.items[item_id]
         vector_VD = torch.nn.functional.normalize(self._unbiased(self.item_vectors), dim=1)
-        return self._listed(vector_VD @ vector_VD[item], [item], k, self.name)
+        k = min(k, len(self.item_ids) - 1)
+        return self._named(*best_of(vector_VD @ vector_VD[item], torch.tensor([item]), k), source=self.name)
 
     def _unbiased(self, item_ND: Tensor) -> Tensor:
         """Return item vectors without their bias, which says how popular an item is and not what it is like."""
@@ -229,7 +217,8 @@ class Recommender:
 
     def popular(self, k: int = 10) -> Answer:
         """Return the `k` items with the most events in training, and how many."""
-        return self._listed(self.counts.clone(), [], k, POPULARITY)
+        best = best_of(self.counts.clone(), rules.NONE, min(k, len(self.item_ids)))
+        return self._named(*best, source=POPULARITY)
 
     def search(self, text: str, k: int = 10) -> list[str]:
         """Return `k` items at most: the one of this id, then those whose title or id holds `text`, in any case."""
@@ -237,12 +226,11 @@ class Recommender:
         holding = (i for i in self.item_ids if i != text and wanted in (self.titles.get(i) or i).casefold())
         return [*([text] if text in self.items else []), *itertools.islice(holding, k)][:k]
 
-    def _listed(self, score_V: Tensor, hidden: Sequence[int], k: int, source: str) -> Answer:
-        k = min(k, len(self.item_ids) - len(hidden))
-        values, items = _best(score_V[None], [torch.tensor(hidden, dtype=torch.int64)], k)[0]
+    def _named(self, scores: list[float], items: Sequence[int], source: str, **facts: Any) -> Answer:
+        """Return the answer that shows these items under their ids and titles."""
         item_ids = [self.item_ids[item - 1] for item in items]
         titles = [self.titles.get(item_id, "") for item_id in item_ids]
-        return Answer(items=item_ids, scores=values, source=source, titles=titles)
+        return Answer(items=item_ids, scores=scores, source=source, titles=titles, **facts)
 
     def check(self, request: Request) -> None:
         """Raise ValueError where this model cannot answer `request`."""
@@ -316,51 +304,54 @@ class Recommender:
             best |= zip(plain, self._top(batch, [hidden[n] for n in plain], [wanted[n] for n in plain]), strict=True)
         for n in set(range(len(requests))) - set(plain):
             best[n] = self._ranked(requests[n], positions[n], hidden[n], wanted[n])
-        self._choose(requests, positions, hidden, best)
-        return [self._described(*row, *best[n]) for n, row in enumerate(zip(requests, positions, strict=True))]
+        answers = []
+        for n, request in enumerate(requests):
+            scores, items = best[n]
+            candidates = scores[: wanted[n]], items[: wanted[n]]  # a neighbour may have wanted more
+            answers.append(self._answered(request, positions[n], hidden[n], candidates))
+        return answers
 
     def _ranked(self, request: Request, positions: Sequence[int], hidden: Tensor, k: int) -> Best:
         """Return the best `k` items of one request, boosted, whatever engine answers the others."""
-        factor_V = self.attributes.factors(request.boost)
+        factor_V = self.attributes.factors(request.boost, 1 + len(self.item_ids))
         if positions:  # scores are logarithms of what is proportional to a probability
-            score_1V = self._scores(self._batch([request], [positions])) + torch.as_tensor(factor_V).log()
+            score_V = self._scores(*self._queries(self._batch([request], [positions])))[0] + factor_V.log()
         else:
-            score_1V = self.counts[None] * factor_V
-        return _best(score_1V.float(), [hidden], k)[0]
+            score_V = self.counts * factor_V
+        return best_of(score_V.float(), hidden, k)
 
-    def _choose(
-        self,
-        requests: Sequence[Request],
-        positions: Sequence[Sequence[int]],
-        hidden: Sequence[Tensor],
-        best: dict[int, Best],
-    ) -> None:
-        """Choose the lists that are more than the best items; a quota that leaves too few chooses among all items."""
-        for k in {request.k for request in requests if request.chosen}:
-            places = [n for n, request in enumerate(requests) if request.chosen and request.k == k]
-            for n, own in zip(places, self._selected([(requests[n], best[n]) for n in places], k), strict=True):
-                request, found = requests[n], own
-                if request.quota and len(own[1]) < k and len(best[n][1]) < len(self.item_ids):
-                    ranked = self._ranked(request, positions[n], hidden[n], len(self.item_ids))
-                    (found,) = self._selected([(replace(request, diversity=0.0), ranked)], k, len(self.item_ids))
-                best[n] = found
+    def _answered(self, request: Request, positions: Sequence[int], hidden: Tensor, best: Best) -> Answer:
+        """Return the answer: the best items, or the list that the request chooses among them."""
+        if request.chosen:
+            chosen = self._chosen(request, best)
+            if request.quota and len(chosen[1]) < request.k and len(best[1]) < len(self.item_ids):
+                everything = self._ranked(request, positions, hidden, len(self.item_ids))
+                chosen = self._chosen(replace(request, diversity=0.0), everything)
+            best = chosen
+        shown = [(score, item) for score, item in zip(*best, strict=True) if score > float("-inf")][: request.k]
+        notes = []
+        if not positions:
+            notes.append("no known item in the history: these are the most popular ones")
+        elif "times" in self.model.needs and request.times is None:
+            notes.append(f"times not given: events taken to be {self.gap:g} s apart, the median of the training data")
+        return self._named(
+            [score for score, _ in shown],
+            [item for _, item in shown],
+            source=self.name if positions else POPULARITY,
+            unknown=len(request.history) - len(positions),
+            notes=notes,
+        )
 
-    def _selected(self, lists: Sequence[tuple[Request, Best]], k: int, candidates: int | None = None) -> list[Best]:
-        """Return the `k` items that each request chooses among its best ones, and their scores."""
-        scores, items, given = [], [], []
-        for request, best in lists:
-            score_N, item_N = (torch.tensor(part[: candidates or request.candidates]) for part in best)
-            shown_N = score_N > float("-inf")
-            scores.append(score_N[shown_N])
-            items.append(item_N[shown_N])
-            limits = self.attributes.limits(request.quota, items[-1])
-            vector_ND = self._unbiased(self.item_vectors[items[-1]])
-            given.append(rules.Candidates(scores[-1], vector_ND, request.diversity, *limits))
-        found: list[Best] = []
-        for row, chosen in enumerate(rules.most_relevant_and_diverse(given, k)):
-            drawn = rules.explored(chosen, len(items[row]), lists[row][0].explore, random.Random())
-            found.append((scores[row][drawn].tolist(), items[row][drawn].tolist()))
-        return found
+    def _chosen(self, request: Request, best: Best) -> Best:
+        """Return the items that a request's quota, diversity and exploration choose among candidates."""
+        score_N, item_N = (torch.tensor(part) for part in best)
+        shown_N = score_N > float("-inf")
+        score_N, item_N = score_N[shown_N], item_N[shown_N]
+        limits = self.attributes.limits(request.quota, item_N)
+        vector_ND = self._unbiased(self.item_vectors[item_N])
+        chosen = rules.most_relevant_and_diverse(score_N, vector_ND, request.k, request.diversity, limits)
+        places = rules.explored(chosen, len(item_N), request.explore, random.Random())
+        return score_N[places].tolist(), item_N[places].tolist()
 
     def explain(self, request: Request, item_id: str) -> list[float]:
         """Return, for each event of the history, what it adds to the score of an item.
@@ -384,18 +375,18 @@ class Recommender:
 
     def _top(self, batch: Batch, hidden: Sequence[Tensor], wanted: Sequence[int]) -> list[Best]:
         """Return the best items but `hidden` of each row, at least as many as the row's `wanted`."""
-        return _best(self._scores(batch), hidden, max(wanted))
+        scores_BV = self._scores(*self._queries(batch))
+        return [best_of(*row) for row in zip(scores_BV, hidden, wanted, strict=True)]
 
-    def _scores(self, batch: Batch) -> Tensor:
-        query_BD = self.model(batch, last=True)[:, 0].float()
+    def _queries(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the queries of the histories (B, D), and their items (B, L) without MASK."""
+        items_BL = batch.items[:, :-1] if self.model.options.masked else batch.items
+        return self.model(batch, last=True)[:, 0].float(), items_BL
+
+    def _scores(self, query_BD: Tensor, items_BL: Tensor) -> Tensor:
+        """Return the scores of all items, counts included."""
         score_BV: Tensor = query_BD @ self.item_vectors.T
-        if self.term is not None:
-            self.term.adder(self._events(batch))(score_BV, 0)
-        return score_BV
-
-    def _events(self, batch: Batch) -> Tensor:
-        """Return the items of the histories, without MASK."""
-        return batch.items[:, :-1] if self.model.options.masked else batch.items
+        return score_BV if self.term is None else self.term.adder(items_BL)(score_BV, 0)
 
     def _batch(self, requests: Sequence[Request], positions: Sequence[Sequence[int]]) -> Batch:
         length = self.model.options.history
@@ -434,30 +425,10 @@ class Recommender:
         hidden_V[hidden] = True
         return hidden_V.nonzero()[:, 0]
 
-    def _described(
-        self, request: Request, positions: Sequence[int], values: Sequence[float], items: Sequence[int]
-    ) -> Answer:
-        best = [(self.item_ids[item - 1], value) for item, value in zip(items, values, strict=True)]
-        best = [(item_id, value) for item_id, value in best[: request.k] if value > float("-inf")]
-        notes = []
-        if not positions:
-            notes.append("no known item in the history: these are the most popular ones")
-        elif "times" in self.model.needs and request.times is None:
-            notes.append(f"times not given: events taken to be {self.gap:g} s apart, the median of the training data")
-        return Answer(
-            items=[item_id for item_id, _ in best],
-            scores=[value for _, value in best],
-            source=self.name if positions else POPULARITY,
-            unknown=len(request.history) - len(positions),
-            notes=notes,
-            titles=[self.titles.get(item_id, "") for item_id, _ in best],
-        )
 
-
-def _best(score_BV: Tensor, hidden: Sequence[Tensor], k: int) -> list[Best]:
-    """Return the best items but `hidden` of each row; `score_BV` is written to."""
-    score_BV[:, PAD] = float("-inf")
-    row_N = torch.arange(len(hidden)).repeat_interleave(torch.tensor([len(items) for items in hidden]))
-    score_BV[row_N, torch.cat([*hidden])] = float("-inf")
-    value_BK, item_BK = score_BV.topk(k)
-    return list(zip(value_BK.tolist(), item_BK.tolist(), strict=True))
+def best_of(score_V: Tensor, hidden: Tensor, k: int) -> Best:
+    """Return the best items but `hidden`; `score_V` is written to."""
+    score_V[PAD] = float("-inf")
+    score_V[hidden] = float("-inf")
+    values, items = score_V.topk(k)
+    return values.tolist(), items.tolist()

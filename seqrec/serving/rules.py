@@ -1,7 +1,6 @@
 """Rules of what may be shown: filters, boosts and quotas by the attributes of items, and diverse lists.
 
-Shape suffixes: V items, padding included; B lists; N candidates of one list; M limits of one list; D width of an item
-vector.
+Shape suffixes: V items, padding included; N candidates of one list; M limits of one list; D width of an item vector.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -21,7 +19,6 @@ import pyarrow.compute as pc
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.utils.rnn import pad_sequence
 
 from seqrec.artifacts import read_table
 
@@ -29,7 +26,7 @@ SEPARATORS = re.compile(r"[,|]")  # between the values of one attribute, as in "
 
 
 @dataclass(frozen=True)
-class Range:
+class NumberRange:
     """A condition on a number: at least `min`, at most `max`."""
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 (pydantic reads this name)
@@ -38,7 +35,7 @@ class Range:
     max: float | None = None
 
 
-Condition = Sequence[str] | Range  # one of these values; or a number within the range
+Condition = Sequence[str] | NumberRange  # one of these values; or a number within the range
 Filter = Mapping[str, Condition]  # attribute -> condition; an item must meet all of them
 Boost = Mapping[str, Mapping[str, float]]  # attribute -> value -> how many times as likely its items are to be
 Quota = Mapping[str, Mapping[str, int]]  # attribute -> value -> items of a list that may have it
@@ -80,7 +77,7 @@ class Attribute:
 
     def meets(self, condition: Condition) -> Tensor:
         """Return which items (V,) meet a condition; one without a value meets none."""
-        if not isinstance(condition, Range):
+        if not isinstance(condition, NumberRange):
             meets_V = torch.zeros(1 + len(self.values), dtype=torch.bool)
             for value in set(condition):
                 meets_V[self.having(value)] = True
@@ -128,11 +125,9 @@ class Attributes(dict[str, Attribute]):
             known = ", ".join(sorted(self)) or "none: start the service with --items data/items.parquet"
             raise ValueError(f"{rule}: attribute {name!r} is unknown; known: {known}")
 
-    def factors(self, boost: Boost) -> Tensor | float:
-        """Return the product of the factors (V,) of each item; 1 where there are none at all."""
-        if not boost:
-            return 1.0
-        factor_V = torch.ones(1 + max((len(known.values) for known in self.values()), default=0))
+    def factors(self, boost: Boost, size: int) -> Tensor:
+        """Return the product of the factors (V,) of each of `size` items, padding included."""
+        factor_V = torch.ones(size)
         for name, values in boost.items():
             for value, factor in values.items():
                 factor_V[self[name].having(value)] *= factor
@@ -140,68 +135,53 @@ class Attributes(dict[str, Attribute]):
 
     def limits(self, quota: Quota, item_N: Tensor) -> tuple[Tensor, Tensor]:
         """Return which of the items have each value of a quota (M, N), and how many of them may be chosen (M,)."""
-        size = 1 + max((len(known.values) for known in self.values()), default=0)
-        most = [most for values in quota.values() for most in values.values()]
-        member_MN = torch.zeros(len(most), len(item_N), dtype=torch.bool)
-        pairs = ((name, value) for name, values in quota.items() for value in values)
-        for row, (name, value) in enumerate(pairs):
-            has_V = torch.zeros(size, dtype=torch.bool)
-            has_V[self[name].having(value)] = True
-            member_MN[row] = has_V[item_N]
-        return member_MN, torch.tensor(most, dtype=torch.int64)
+        values = [(name, value) for name, own in quota.items() for value in own]
+        member_MN = torch.zeros(len(values), len(item_N), dtype=torch.bool)
+        for row, (name, value) in enumerate(values):
+            member_MN[row] = self[name].meets([value])[item_N]
+        return member_MN, torch.tensor([quota[name][value] for name, value in values], dtype=torch.int64)
 
 
-class Candidates(NamedTuple):
-    """The items of which a list is chosen, and how."""
-
-    score_N: Tensor  # finite
-    vector_ND: Tensor  # item vectors
-    diversity: float = 0.0  # 0 = by score alone, 1 = by similarity alone after the first
-    member_MN: Tensor = NONE.view(0, 1)  # which of them count for each limit; an item may be under several limits
-    most_M: Tensor = NONE  # how many of these may be chosen
-
-
-def most_relevant_and_diverse(lists: Sequence[Candidates], k: int) -> list[list[int]]:
-    """Return `k` positions for each list by maximal marginal relevance (Carbonell and Goldstein, SIGIR 1998).
+def most_relevant_and_diverse(
+    score_N: Tensor,
+    vector_ND: Tensor,
+    k: int,
+    diversity: float = 0.0,
+    limits: tuple[Tensor, Tensor] | None = None,
+) -> list[int]:
+    """Choose `k` candidates by maximal marginal relevance (Carbonell and Goldstein, SIGIR 1998).
 
     The next one is always that of the largest (1 - diversity) * relevance - diversity * similarity. Relevance is the
-    score between 0 and 1; similarity is the largest cosine between the item and those chosen before. All lists are
-    chosen in one pass. A list has fewer than `k` where it has fewer candidates, or its limits allow no more.
+    score between 0 and 1; similarity is the largest cosine between the item and those chosen before. There are fewer
+    than `k` if there are fewer candidates, or if the limits allow no more.
+
+    Args:
+        score_N: finite scores.
+        vector_ND: item vectors.
+        k: items wanted.
+        diversity: 0 chooses by score alone, 1 by similarity alone after the first item.
+        limits: see `Attributes.limits`; an item may be under several limits.
     """
-    row_B, most = np.arange(len(lists)), max(len(one.score_N) for one in lists)
-    diversity_B1 = np.array([[one.diversity] for one in lists], np.float32)
-    member_BMN = np.zeros((len(lists), max(len(one.most_M) for one in lists), most), bool)
-    left_BM = np.ones(member_BMN.shape[:2], np.int64)
-    open_BN, gain_BN = np.zeros((len(lists), most), bool), np.zeros((len(lists), most), np.float32)
-    for row, one in enumerate(lists):
-        open_BN[row, : len(one.score_N)] = True
-        gain_BN[row, : len(one.score_N)] = _between_0_and_1(one.score_N)
-        member_BMN[row, : len(one.most_M), : len(one.score_N)] = one.member_MN
-        left_BM[row, : len(one.most_M)] = one.most_M
-    relevance_BN, chosen = (1 - diversity_B1) * gain_BN, []
-    diverse = diversity_B1.any()
-    if diverse:
-        unit_BND = pad_sequence([F.normalize(one.vector_ND, dim=1) for one in lists], batch_first=True).numpy()
-        unit_BDN = np.ascontiguousarray(unit_BND.transpose(0, 2, 1))
-        similarity_BN = np.full_like(gain_BN, -1)
-    full_BM = left_BM <= 0
-    for _ in range(k):
-        if full_BM.any():
-            open_BN &= ~(member_BMN & full_BM[:, :, None]).any(1)
-        found_B = np.asarray(open_BN.any(1))
-        if not found_B.any():
+    relevance_N = (1 - diversity) * _between_0_and_1(score_N).numpy()
+    unit_ND = F.normalize(vector_ND, dim=1).numpy()
+    gain_N, similarity_N = relevance_N, np.full_like(relevance_N, -1)
+    open_N = np.ones(len(score_N), bool)
+    member_MN, left_M = (part.numpy().copy() for part in limits or (NONE.view(0, len(score_N)).bool(), NONE))
+    full_M, chosen = left_M <= 0, list[int]()
+    while len(chosen) < k:
+        if full_M.any():
+            open_N &= ~member_MN[full_M].any(0)
+        if not open_N.any():
             break
-        best_B = np.where(open_BN, gain_BN, -np.inf).argmax(1)
-        chosen.append(np.where(found_B, best_B, -1))
-        open_BN[row_B, best_B] = False
-        hit_BM = member_BMN[row_B, :, best_B] & found_B[:, None]
-        left_BM -= hit_BM
-        full_BM = hit_BM & (left_BM <= 0)
-        if diverse:
-            cosine_BN = (unit_BND[row_B, best_B][:, None] @ unit_BDN)[:, 0]
-            similarity_BN = np.maximum(similarity_BN, cosine_BN)
-            gain_BN = relevance_BN - diversity_B1 * similarity_BN
-    return [[place for place in own if place >= 0] for own in np.array(chosen, int).reshape(-1, len(lists)).T.tolist()]
+        best = int(np.where(open_N, gain_N, -np.inf).argmax())
+        chosen.append(best)
+        open_N[best] = False
+        left_M -= member_MN[:, best]
+        full_M = member_MN[:, best] & (left_M <= 0)
+        if diversity:
+            similarity_N = np.maximum(similarity_N, unit_ND @ unit_ND[best])
+            gain_N = relevance_N - diversity * similarity_N
+    return chosen
 
 
 def _between_0_and_1(score_N: Tensor) -> Tensor:

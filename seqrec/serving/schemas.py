@@ -7,18 +7,18 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
-from seqrec.serving.events import Past
+from seqrec.serving.events import UserHistory
 from seqrec.serving.recommender import Request
-from seqrec.serving.rules import Range
+from seqrec.serving.rules import NumberRange
 
-EVENTS = 10_000  # of a history; a body is held in memory
-ALLOWED = 100_000  # ids of a list of what is available
-ROWS = 1_000  # requests of a batch; values of a filter
-ITEMS = 1_000  # of a list
+MAX_HISTORY = 10_000  # events of a history; a body is held in memory
+MAX_ALLOWED = 100_000  # ids of a list of what is available
+MAX_BATCH = 1_000  # requests, or events, that are sent together
+MAX_VALUES = 1_000  # values of an attribute in a filter
+MAX_FACTORS = 50  # values of an attribute that are boosted, or have a quota
+MAX_ITEMS = 1_000  # items of a list
+MAX_NEW_ITEMS, MAX_ATTRIBUTES = 100, 20  # items that a request describes, and attributes of each
 AHEAD_S = 86_400.0  # seconds by which the clock of a sender may be ahead
-NEW_ITEMS, ATTRIBUTES = 100, 20  # described in a request, and of each
-
-VALUES = 50  # of an attribute that are boosted, or have a quota
 
 By = Literal["champion", "candidate"]  # the model that is to answer
 Factor = Annotated[float, Field(gt=0, le=1e6)]
@@ -27,35 +27,39 @@ Text = Annotated[str, Field(max_length=4_000)]
 Stored = Annotated[str, Field(max_length=500, pattern=r"^[^\x00]*$")]  # PostgreSQL indexes 2,700 bytes, and no NUL
 
 
-class Query(BaseModel):
-    """Somebody's past, and what is wanted; every id is the data source's own."""
+class Body(BaseModel):
+    """What is sent to the service; a field that it does not know is an error."""
 
     model_config = ConfigDict(extra="forbid")
 
+
+class Query(Body):
+    """Somebody's history, and what is wanted; every id is the data source's own."""
+
     history: list[Id] | None = Field(
         None,
-        max_length=EVENTS,
+        max_length=MAX_HISTORY,
         description="item ids, oldest first; absent = what the store of events knows of the user",
         examples=[["50", "181"]],
     )
-    k: int = Field(10, ge=1, le=ITEMS, description="items wanted; there are fewer where the catalogue has no more")
-    exclude: list[Id] = Field(default_factory=list, max_length=EVENTS, description="item ids not to show")
-    allow: list[Id] | None = Field(None, max_length=ALLOWED, description="the only item ids to show; absent = all")
-    filter: dict[Id, Annotated[list[Id], Field(max_length=ROWS)] | Range] = Field(
+    k: int = Field(10, ge=1, le=MAX_ITEMS, description="items wanted; there are fewer where the catalogue has no more")
+    exclude: list[Id] = Field(default_factory=list, max_length=MAX_HISTORY, description="item ids not to show")
+    allow: list[Id] | None = Field(None, max_length=MAX_ALLOWED, description="the only item ids to show; absent = all")
+    filter: dict[Id, Annotated[list[Id], Field(max_length=MAX_VALUES)] | NumberRange] = Field(
         default_factory=dict,
-        max_length=ATTRIBUTES,
+        max_length=MAX_ATTRIBUTES,
         description="attribute -> values, of which an item needs one, or a range of numbers; all attributes must fit",
         examples=[{"genres": ["Comedy", "Drama"], "year": {"min": 1990}}],
     )
-    boost: dict[Id, Annotated[dict[Id, Factor], Field(max_length=VALUES)]] = Field(
+    boost: dict[Id, Annotated[dict[Id, Factor], Field(max_length=MAX_FACTORS)]] = Field(
         default_factory=dict,
-        max_length=ATTRIBUTES,
+        max_length=MAX_ATTRIBUTES,
         description="attribute -> value -> how many times as likely the model is to hold its items",
         examples=[{"genres": {"Drama": 2, "Horror": 0.5}}],
     )
-    quota: dict[Id, Annotated[dict[Id, Annotated[int, Field(ge=0)]], Field(max_length=VALUES)]] = Field(
+    quota: dict[Id, Annotated[dict[Id, Annotated[int, Field(ge=0)]], Field(max_length=MAX_FACTORS)]] = Field(
         default_factory=dict,
-        max_length=ATTRIBUTES,
+        max_length=MAX_ATTRIBUTES,
         description="attribute -> value -> items of the list that may have it",
         examples=[{"genres": {"Comedy": 3}}],
     )
@@ -63,9 +67,9 @@ class Query(BaseModel):
     explore: float = Field(0.0, ge=0, le=1, description="probability that a position shows a random candidate")
     user: Id | None = Field(None, description="user id; an unknown one is fine")
     times: list[FiniteFloat] | None = Field(None, description="seconds UTC, one an event of the history")
-    items_text: dict[Id, Annotated[dict[Id, Text], Field(max_length=ATTRIBUTES)]] = Field(
+    items_text: dict[Id, Annotated[dict[Id, Text], Field(max_length=MAX_ATTRIBUTES)]] = Field(
         default_factory=dict,
-        max_length=NEW_ITEMS,
+        max_length=MAX_NEW_ITEMS,
         description="items that the model never saw: id -> attributes; candidates, also in the history; Recformer only",
         examples=[{"new": {"title": "A film of tomorrow"}}],
     )
@@ -77,23 +81,21 @@ class Query(BaseModel):
     def _fits(self) -> Self:
         if self.history is None and (self.user is None or self.times is not None):
             raise ValueError("history: missing; give a history, or a user without times")
-        self.request(Past())
+        self.request(UserHistory())
         return self
 
-    def request(self, past: Past) -> Request:
-        """Return what the recommender understands; `past` stands in for a history that is missing."""
+    def request(self, known: UserHistory) -> Request:
+        """Return what the recommender understands; what is `known` stands in for a history that is missing."""
         fields = {name: value for name, value in vars(self).items() if name not in ("titles", "by")}
         if self.history is None:
-            fields |= {"history": past.items, "times": past.times, "exclude": [*self.exclude, *past.hidden]}
+            fields |= {"history": known.items, "times": known.times, "exclude": [*self.exclude, *known.hidden]}
         return Request(**fields)
 
 
-class Queries(BaseModel):
+class Queries(Body):
     """Several at once."""
 
-    model_config = ConfigDict(extra="forbid")
-
-    requests: list[Query] = Field(max_length=ROWS)
+    requests: list[Query] = Field(max_length=MAX_BATCH)
 
 
 class Recommendation(BaseModel):
@@ -131,18 +133,16 @@ class Titled(BaseModel):
     title: str
 
 
-class Found(BaseModel):
+class SearchResult(BaseModel):
     """Items that fit a search."""
 
     items: list[Titled]
 
 
-class Question(BaseModel):
+class Question(Body):
     """Why an item is recommended after a history."""
 
-    model_config = ConfigDict(extra="forbid")
-
-    history: list[Id] = Field(max_length=EVENTS, description="item ids, oldest first")
+    history: list[Id] = Field(max_length=MAX_HISTORY, description="item ids, oldest first")
     item: Id
     user: Id | None = None
     by: By = "champion"
@@ -160,10 +160,8 @@ def _has_happened(at: float) -> float:
     return at
 
 
-class UserEvent(BaseModel):
+class UserEvent(Body):
     """Something that a user did with an item."""
-
-    model_config = ConfigDict(extra="forbid")
 
     event_id: Stored = Field(min_length=1, description="yours; a second event with this id is ignored")
     user: Stored = Field(min_length=1)
@@ -175,12 +173,10 @@ class UserEvent(BaseModel):
     recommendation_id: Stored | None = Field(None, description="of the answer that showed the item")
 
 
-class Events(BaseModel):
+class Events(Body):
     """Several events, in the order in which they happened."""
 
-    model_config = ConfigDict(extra="forbid")
-
-    events: list[UserEvent] = Field(max_length=ROWS)
+    events: list[UserEvent] = Field(max_length=MAX_BATCH)
 
 
 class Taken(BaseModel):
@@ -197,10 +193,8 @@ class Forgotten(BaseModel):
     answers: int
 
 
-class Share(BaseModel):
+class Share(Body):
     """How many users the candidate answers."""
-
-    model_config = ConfigDict(extra="forbid")
 
     share: float = Field(ge=0, le=1, description="of the users; who has the candidate keeps it when the share grows")
 
@@ -234,10 +228,10 @@ class Readiness(BaseModel):
 class State(BaseModel):
     """What is being served."""
 
-    status: str = Field(description="ok, or behind: it answers, but cannot follow the registry")
-    model: str
-    version: str
-    items: int
-    users: int
+    status: str = Field(description="ok; waiting for a first champion; or behind: it cannot follow the registry")
+    model: str = ""
+    version: str = ""
+    items: int = 0
+    users: int = 0
     candidate: str = Field("", description="version of the second model; empty where there is none")
     problem: str = Field(description="why a newer champion is not served; empty where nothing is wrong")

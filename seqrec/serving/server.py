@@ -12,8 +12,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
+from fastapi import FastAPI
 
-from seqrec.serving.config import ServeConfig
 from seqrec.serving.service import Service
 
 if TYPE_CHECKING:
@@ -79,18 +79,12 @@ class HeadTimeout(Protocol):
 class Server(uvicorn.Server):
     """A server that answers on for some seconds after SIGTERM, until balancers have read /ready and send no more."""
 
-    def __init__(self, service: Service, options: ServeConfig, **settings: Any) -> None:
-        """Take the application of a service.
-
-        Args:
-            service: to be served.
-            options: of the service.
-            settings: further settings of uvicorn.
-        """
-        limit = math.ceil(options.timeout_s)
+    def __init__(self, api: FastAPI, **settings: Any) -> None:
+        """Take the application of `http.app`, and further settings of uvicorn."""
+        self.service: Service = api.state.service
+        limit = math.ceil(self.service.options.timeout_s)
         settings = {"log_level": "warning", "access_log": False, "timeout_graceful_shutdown": limit, **settings}
-        super().__init__(uvicorn.Config(http=HeadTimeout, ws="none", **settings))
-        self.service, self.drain_s = service, options.drain_s
+        super().__init__(uvicorn.Config(api, http=HeadTimeout, ws="none", **settings))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and say where."""
@@ -101,10 +95,10 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """End: after the time to drain on the first SIGTERM, at once on a second one or on Ctrl-C."""
-        if sig != signal.SIGTERM or self.service.draining or not self.drain_s:
+        if sig != signal.SIGTERM or self.service.draining or not self.service.options.drain_s:
             super().handle_exit(sig, frame)
             return
         self.service.draining = True
-        timer = threading.Timer(self.drain_s, super().handle_exit, (sig, frame))
+        timer = threading.Timer(self.service.options.drain_s, super().handle_exit, (sig, frame))
         timer.daemon = True
         timer.start()

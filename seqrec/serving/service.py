@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
-import math
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 
 from fastapi import HTTPException
 from fastapi.exceptions import RequestValidationError
 
 from seqrec.serving import schemas
-from seqrec.serving.batcher import Batcher, Served
+from seqrec.serving.async_store import AsyncStore, Kept
+from seqrec.serving.batcher import NO_CHAMPION, Batcher, Served
 from seqrec.serving.config import ServeConfig
-from seqrec.serving.events import Clicks, Past, Shown, Store, StoreError
+from seqrec.serving.events import Clicks, Shown, Store, UserHistory
 from seqrec.serving.experiment import compare, in_candidate
-from seqrec.serving.guards import Rates, after
-from seqrec.serving.histories import Histories
-from seqrec.serving.impressions import Impressions
-from seqrec.serving.kept import Kept
 from seqrec.serving.metrics import Metrics
+from seqrec.serving.rates import Rates, retry_after
 from seqrec.serving.recommender import Answer, Recommender, Request
-from seqrec.serving.schemas import Recommendation, State
 
 logger = logging.getLogger(__name__)
-NOBODY = Past()  # of whom nothing is known
-HOUR = 3_600.0
+UNKNOWN = UserHistory()
 LOOKED_UP = 32  # users that are looked up at once: others wait for no more
 TREND_S, CLICKS_S = 60.0, 5.0  # for which a trend, and the state of an experiment, are kept
 Load = Callable[[], Recommender]
@@ -36,106 +33,85 @@ Load = Callable[[], Recommender]
 class Service:
     """What answers: the champion, perhaps a candidate for some of the users, their batches and figures."""
 
-    def __init__(
-        self,
-        served: Served,
-        options: ServeConfig,
-        store: Store | None = None,
-        candidate: Served | None = None,
-    ) -> None:
-        self.served, self.options, self.store, self.candidate = served, options, store, candidate
+    def __init__(self, options: ServeConfig, store: Store | None = None, candidate: Served | None = None) -> None:
+        self.served, self.options, self.candidate = Served(), options, candidate
         self.share = options.share  # of the users, whom the candidate answers
         self.rates = Rates(options.rate) if options.rate else None
         self.draining = False  # about to end: still answers, but wants no more requests
-        self.metrics = Metrics(served)
-        self.batcher = Batcher(served, options.batch, self.metrics.count)
-        self.batchers = [self.batcher]
-        if candidate is not None:
-            self.batchers.append(Batcher(candidate, options.batch, self.metrics.count))
-        self.impressions = Impressions(store, self.metrics.lost) if store else None
-        self.histories = Histories(store, self._longest) if store else None
-        self.trends, self.clicks = (
-            Kept[float, list[tuple[str, float]]](TREND_S),
-            Kept[tuple[str, str], list[Clicks]](CLICKS_S),
-        )
+        self.metrics = Metrics(self.served)
+        models = [self.served] if candidate is None else [self.served, candidate]
+        self.batchers = [Batcher(served, options.batch, self.metrics.count) for served in models]
+        self.store = AsyncStore(store, self.metrics.lost) if store else None
+        self.trends = Kept[float, list[tuple[str, float]]](TREND_S)
+        self.clicks = Kept[tuple[str, str], list[Clicks]](CLICKS_S)
 
-    async def answer(self, queries: Sequence[schemas.Query], caller: str) -> list[Recommendation]:
+    def switch(self, recommender: Recommender, version: str) -> None:
+        """Serve another champion from the next pass on."""
+        first = not self.served.ready
+        self.served.switch(recommender, version)
+        self.metrics.switch(self.served)
+        if first:
+            gc.freeze()  # looking through all objects of torch for garbage took a tenth of a second
+
+    async def answer(self, queries: Sequence[schemas.Query], caller: str) -> list[schemas.Recommendation]:
         """Return the recommendations for `queries`; the store does not see answers to those that name a version.
 
         Raises:
             RequestValidationError: see `Recommender.check`; or a history is missing, and there is no store.
-            HTTPException: 503, the model failed; 404, see `asked`; 413 and 429, see `_check_cost` and `_charge`.
+            HTTPException: 503, the model failed; 404, there is no candidate; 413 and 429, it costs too much.
         """
         began = time.perf_counter()
         try:
             requests = await self._requests(queries, caller)
-            batchers = [self.asked(query.by) if query.by else self._batcher(query.user) for query in queries]
-            answers = await asyncio.gather(*self._handed(batchers, requests))
+            batchers = [self.batcher_of(query.by, query.user) for query in queries]
+            answers: dict[int, asyncio.Future[tuple[Answer, str]]] = {}
+            for batcher in self.batchers:
+                places = [place for place, own in enumerate(batchers) if own is batcher]
+                answers |= zip(places, batcher.answer([requests[place] for place in places]), strict=True)
+            found = await asyncio.gather(*(answers[place] for place in range(len(requests))))
         except ValueError as error:
             reason = {"type": "value_error", "loc": ("body",), "msg": str(error)}
             raise RequestValidationError([reason]) from error
         except RuntimeError as error:
             raise HTTPException(503, "the model failed; the log of the service says why") from error
         seconds = time.perf_counter() - began
-        for _ in answers:
+        for _ in found:
             self.metrics.latency.observe(seconds)
-        return [self._told(query, *answer) for query, answer in zip(queries, answers, strict=True)]
+        return [self._recommendation(query, *answer) for query, answer in zip(queries, found, strict=True)]
 
-    @staticmethod
-    def _handed(batchers: Sequence[Batcher], requests: Sequence[Request]) -> list[asyncio.Future[tuple[Answer, str]]]:
-        """Hand each request to its batcher, those of one batcher together; return the answers in their order."""
-        answers: dict[int, asyncio.Future[tuple[Answer, str]]] = {}
-        for batcher in set(batchers):
-            places = [place for place, own in enumerate(batchers) if own is batcher]
-            answers |= zip(places, batcher.answer([requests[place] for place in places]), strict=True)
-        return [answers[place] for place in range(len(requests))]
-
-    def asked(self, by: schemas.By) -> Batcher:
-        """Return the batches of the model that is asked for.
+    def batcher_of(self, by: schemas.By | None, user: str | None = None) -> Batcher:
+        """Return what answers: the model that is asked for, or the candidate for its share of the users.
 
         Raises:
             HTTPException: 404, there is no candidate.
         """
-        if by != "candidate":
-            return self.batcher
-        if self.candidate is None:
+        if by == "candidate" and self.candidate is None:
             raise HTTPException(404, "there is no candidate: start the service with --candidate")
-        return self.batchers[1]
-
-    def _longest(self) -> int:
-        """Return how many events of a user the models read."""
-        return max(int(batcher.served.current[0].model.options.history) for batcher in self.batchers)
-
-    async def trending(self, days: float) -> list[tuple[str, float]]:
-        """Return the items that gained most, see `Store.trending`.
-
-        Raises:
-            HTTPException: 503, another window is being counted.
-        """
-        store = self.store
-        assert store is not None
-        return await self.trends.get(days, lambda: store.trending(days, schemas.ITEMS, time.time()))
+        if by is None and user and self.candidate and in_candidate(user, self.candidate.current[1], self.share):
+            by = "candidate"
+        return self.batchers[-1] if by == "candidate" else self.batchers[0]
 
     def waiting(self) -> int:
         """Return how many requests wait for a model."""
         return sum(len(batcher.waiting) for batcher in self.batchers)
 
-    def _batcher(self, user: str | None) -> Batcher:
-        """Return what answers a user: the candidate for its share of them, the champion for all others."""
-        if self.candidate is None or not user or not in_candidate(user, self.candidate.current[1], self.share):
-            return self.batcher
-        return self.batchers[1]
-
-    def _told(self, query: schemas.Query, answer: Answer, version: str) -> Recommendation:
+    def _recommendation(self, query: schemas.Query, answer: Answer, version: str) -> schemas.Recommendation:
         """Return an answer as it is sent, and have it written to the store if there is one."""
         name = uuid.uuid4().hex
-        if self.impressions is not None and query.by is None:
+        if self.store is not None and query.by is None:
             user = query.user if query.user and "\0" not in query.user else None
-            self.impressions.add(
-                Shown(recommendation_id=name, user=user, version=version, items=answer.items, at=time.time())
-            )
+            shown = Shown(recommendation_id=name, user=user, version=version, items=answer.items, at=time.time())
+            self.store.show(shown)
         titles = answer.titles if query.titles else None
-        return Recommendation(**{**vars(answer), "titles": titles}, version=version, recommendation_id=name)
+        return schemas.Recommendation(**vars(answer) | {"titles": titles}, version=version, recommendation_id=name)
+
+    async def trending(self, store: Store, days: float) -> list[tuple[str, float]]:
+        """Return the items that gained most, see `Store.trending`.
+
+        Raises:
+            HTTPException: 503, another window is being counted.
+        """
+        return await self.trends.get(days, lambda: store.trending(days, schemas.MAX_ITEMS, time.time()))
 
     async def experiment(self) -> schemas.Experiment:
         """Return how the candidate does against the champion, by what the store knows.
@@ -143,31 +119,26 @@ class Service:
         Raises:
             HTTPException: 404, there is no candidate or no store.
         """
-        if self.candidate is None or self.store is None or self.impressions is None:
+        if self.candidate is None or self.store is None:
             raise HTTPException(404, "there is no experiment: start the service with --candidate and --store")
-        await self.impressions.flush()
-        versions = self.served.current[1], self.candidate.current[1]
-        store = self.store
-        found = compare(await self.clicks.get(versions, lambda: store.clicks(*versions)), *versions)
-        champion, candidate = (
-            schemas.ClickThrough(version=r.version, users=r.users, answers=r.answers, rate=_known(r.rate))
-            for r in (found.champion, found.candidate)
-        )
-        numbers = {name: _known(getattr(found, name)) for name in ("difference", "low", "high")}
-        return schemas.Experiment(share=self.share, champion=champion, candidate=candidate, **numbers)
+        await self.store.flush()
+        versions, store = (self.served.current[1], self.candidate.current[1]), self.store.store
+        clicks = await self.clicks.get(versions, lambda: store.clicks(*versions))
+        return schemas.Experiment(share=self.share, **asdict(compare(clicks, *versions)))
 
     async def _requests(self, queries: Sequence[schemas.Query], caller: str) -> list[Request]:
         """Return the requests; histories that are missing are looked up, some users at a time."""
-        requests = [query.request(NOBODY) for query in queries]
+        requests = [query.request(UNKNOWN) for query in queries]
         missing = [place for place, query in enumerate(queries) if query.history is None]
         self._check_cost(requests)
         for first in range(0, len(missing), LOOKED_UP):
-            if self.histories is None:
+            if self.store is None:
                 raise ValueError("history: missing, and this service has no store of events: start it with --store")
             users = {place: queries[place].user or "" for place in missing[first : first + LOOKED_UP]}
-            pasts = await self.histories.pasts(set(users.values()))
+            longest = max(batcher.served.current[0].model.options.history for batcher in self.batchers)
+            histories = await self.store.histories(set(users.values()), longest)
             for place, user in users.items():
-                requests[place] = queries[place].request(pasts[user])
+                requests[place] = queries[place].request(histories[user])
             self._check_cost(requests)
         self._charge(caller, sum(request.cost for request in requests))
         return requests
@@ -180,34 +151,23 @@ class Service:
             raise HTTPException(413, f"{reason}: ask for fewer or shorter lists at once, or with fewer rules")
 
     def _charge(self, caller: str, cost: float) -> None:
-        """Count the cost of a request; refuse it where the caller has to make up for earlier ones: 429."""
-        if self.rates is not None and (seconds := self.rates.charge(caller, cost)):
-            raise HTTPException(
-                429, f"more than {self.options.rate:g} requests a second, by their cost", after(seconds)
-            )
+        """Count what a request costs beyond 1; refuse it if the caller has to make up for earlier ones: 429."""
+        if self.rates is not None and (seconds := self.rates.take(caller, max(0.0, cost - 1), needed=0.0)):
+            reason = f"more than {self.options.rate:g} requests a second, by their cost"
+            raise HTTPException(429, reason, retry_after(seconds))
 
     async def explain(self, question: schemas.Question, caller: str) -> list[float]:
         """Return what each event of a history adds to the score of an item.
 
         Raises:
-            HTTPException: 404, the item is unknown, or see `asked`; 429, see `_charge`.
+            HTTPException: 404, the item or the candidate is unknown; 429, the caller asks for too much.
         """
-        request, batcher = Request(history=question.history, user=question.user), self.asked(question.by)
+        request, batcher = Request(history=question.history, user=question.user), self.batcher_of(question.by)
         self._charge(caller, request.cost * min(len(request.history), 200) / 2)
         try:
             return await batcher.apart(lambda r: r.explain(request, question.item), batcher.served.current[0])
         except ValueError as error:
             raise HTTPException(404, str(error)) from error
-
-    async def expire(self, store: Store, days: float) -> None:
-        """Delete what is too old, every hour; until cancelled."""
-        while True:
-            try:
-                if number := await asyncio.to_thread(store.expire, days):
-                    logger.info("%d events were deleted after %g days", number, days)
-            except StoreError as error:  # the next time may go well
-                logger.error("old events could not be deleted: %s", error)
-            await asyncio.sleep(HOUR)
 
     async def follow(self, load: Load, version: Callable[[], str], poll_s: float) -> None:
         """Serve what `load` returns whenever `version` has changed; until cancelled."""
@@ -215,30 +175,34 @@ class Service:
             await asyncio.sleep(poll_s)
             try:
                 newest = await asyncio.to_thread(version)
-                if newest and newest != self.served.current[1]:
-                    self.served.current = (await asyncio.to_thread(load), newest)
-                    self.metrics.switch(self.served)
+                if newest and newest != self.version:
+                    self.switch(await asyncio.to_thread(load), newest)
                     logger.info("serving version %s", newest)
                 self.served.problem = ""
             except Exception as error:  # whatever a registry or a version in it may do; the next look may go well
                 problem = f"{type(error).__name__}: {error}"[:500]
                 if problem != self.served.problem:  # once, not at every look
-                    logger.exception("no new champion can be loaded; version %s stays", self.served.current[1])
+                    logger.exception("no new champion can be loaded; version %s stays", self.version or "none")
                 self.served.problem = problem
 
-    def state(self) -> State:
+    @property
+    def version(self) -> str:
+        """The version of the champion that is served; empty if there is none yet."""
+        return self.served.current[1] if self.served.ready else ""
+
+    def state(self) -> schemas.State:
         """Return what is being served."""
-        recommender, number = self.served.current
-        return State(
+        candidate = self.candidate.current[1] if self.candidate else ""
+        if not self.served.ready:
+            problem = self.served.problem or NO_CHAMPION
+            return schemas.State(status="waiting", problem=problem, candidate=candidate)
+        recommender, version = self.served.current
+        return schemas.State(
             status="behind" if self.served.problem else "ok",
             problem=self.served.problem,
             model=recommender.name,
-            version=number,
-            candidate=self.candidate.current[1] if self.candidate else "",
+            version=version,
+            candidate=candidate,
             items=len(recommender.item_ids),
             users=len(recommender.users),
         )
-
-
-def _known(number: float) -> float | None:
-    return None if math.isnan(number) else number

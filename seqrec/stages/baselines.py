@@ -21,7 +21,7 @@ from seqrec.counts.table import train_events
 from seqrec.data.sequences import Sequences, cases, seen, trained_until, window
 from seqrec.data.sequences import load as load_sequences
 from seqrec.evaluation import results
-from seqrec.evaluation.ranking import ITEMS_PER_BLOCK, Blocks, Scorer
+from seqrec.evaluation.ranking import ITEMS_PER_BLOCK, ScoreBlocks, Scorer
 
 logger = logging.getLogger(__name__)
 VOTES = 5  # number of past items that vote
@@ -85,7 +85,7 @@ def popularity_scorer(prepared: Sequences) -> Scorer:
     """Return a scorer that ranks by training events, the same for all users."""
     count = prepared.count.float()
 
-    def scorer(_: Sequences, user: Tensor, __: Tensor) -> Blocks:
+    def scorer(_: Sequences, user: Tensor, __: Tensor) -> ScoreBlocks:
         def blocks() -> Iterator[tuple[int, Tensor]]:
             for first in range(1, len(count), ITEMS_PER_BLOCK):
                 yield first, count[first : first + ITEMS_PER_BLOCK].repeat(len(user), 1)
@@ -100,7 +100,7 @@ def markov_scorer(prepared: Sequences) -> Scorer:
     follows = _follow_counts(prepared)
     decay = 1 / torch.arange(VOTES, 0, -1)
 
-    def scorer(source: Sequences, user: Tensor, stop: Tensor) -> Blocks:
+    def scorer(source: Sequences, user: Tensor, stop: Tensor) -> ScoreBlocks:
         items = window(source, user, stop, VOTES).items
         weight = (decay * (items > 0)).flatten().numpy()
         rows = np.repeat(np.arange(len(user)), VOTES)
@@ -134,7 +134,7 @@ def ease_scorer(prepared: Sequences) -> Scorer:
     """Return the EASE scorer, which ignores the order of the past items (Steck, WWW 2019, arXiv:1905.03375)."""
     weights = _ease_weights(_user_items(prepared), RIDGE)
 
-    def scorer(source: Sequences, user: Tensor, stop: Tensor) -> Blocks:
+    def scorer(source: Sequences, user: Tensor, stop: Tensor) -> ScoreBlocks:
         row, item = seen(source, user, stop)
         scores = _binary(row, item, (len(user), len(source.count))) @ weights
 

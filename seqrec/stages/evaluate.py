@@ -7,16 +7,13 @@ from pathlib import Path
 
 import torch
 
-from seqrec.artifacts import MODEL_CARD, REFIT, REFITTED, read_json
+from seqrec.artifacts import REFIT, REFITTED
 from seqrec.config import EvaluateConfig
 from seqrec.counts.search import Tables, fold_scorer
 from seqrec.counts.term import with_counts
 from seqrec.data.sequences import load as load_sequences
-from seqrec.data.sequences import read_vocabulary
 from seqrec.evaluation import cost, ranking, results
-from seqrec.evaluation.ranking import Scorer
-from seqrec.training import cards
-from seqrec.training.checkpoint import counts_config, load_counts, load_model
+from seqrec.training.checkpoint import Checkpoint, counts_config, load_checkpoint
 
 
 def evaluate(
@@ -43,19 +40,20 @@ def evaluate(
     Raises:
         ValueError: the checkpoint belongs to another catalogue, or was trained on the cases.
     """
-    net, card = load_model(checkpoint)
+    trained = load_checkpoint(checkpoint)
+    net, card = trained.model, trained.card
     if REFIT in card:
         raise ValueError(
             f"{checkpoint} was refitted on every event: it has seen the cases that it would be measured on"
         )
-    cards.check_catalogue(checkpoint, card, sequences, users="user" in net.needs)
+    trained.check_catalogue(sequences, users="user" in net.needs)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     loaded = load_sequences(sequences)
     prepared = loaded.to(device)
     facts = {"parameters": card["parameters"], "train_seconds": card["seconds"]}
     facts["train_peak_mb"] = card.get("peak_bytes", 0) / 1e6
     facts |= {"parameters/tables": cost.table_parameters(net), "query_flops": cost.query_flops(net)}
-    chosen, term = ({}, None) if without_counts else (card.get("counts", {}), load_counts(checkpoint, card))
+    chosen, term = ({}, None) if without_counts else (card["counts"], trained.count_term)
     facts["counts/alpha"] = chosen.get("alpha", 0.0)
     began = time.monotonic()
     scorer = ranking.model_scorer(net.to(device))
@@ -64,22 +62,23 @@ def evaluate(
         valid = fold_scorer(scorer, Tables(loaded), [counts_config(fold) for fold in chosen["folds"]], device)
     count = None
     if config.refit != "none":
-        test = _refitted(checkpoint, device, without_counts=without_counts)
-        count = read_vocabulary(checkpoint / REFITTED)[1].to(device)
+        refitted = _refitted(trained)
+        term = None if without_counts else refitted.count_term
+        test = with_counts(ranking.model_scorer(refitted.model.to(device)), term and term.to(device))
+        count = refitted.item_counts.to(device)
     values = results.report(test, prepared, report, config, facts, filter_seen=filter_seen, valid=valid, count=count)
     return values | {"evaluate_seconds": time.monotonic() - began}
 
 
-def _refitted(checkpoint: Path, device: torch.device, *, without_counts: bool) -> Scorer:
-    """Return the scorer of the weights in `checkpoint` that have seen the validation events."""
-    folder = checkpoint / REFITTED
+def _refitted(trained: Checkpoint) -> Checkpoint:
+    """Return the refit of a training on the validation events too."""
+    folder = trained.folder / REFITTED
     if not folder.is_dir():
-        raise ValueError(f"evaluate.refit: {checkpoint} has no refitted weights: run finetune with this setting first")
-    net, card = load_model(folder)
-    if (
-        card[REFIT]["until"] != "valid"
-        or card[REFIT]["fingerprint"] != read_json(checkpoint / MODEL_CARD)["fingerprint"]
-    ):
-        raise ValueError(f"{folder} is no refit of {checkpoint} on the validation events: run finetune again")
-    term = None if without_counts else load_counts(folder, card)
-    return with_counts(ranking.model_scorer(net.to(device)), term and term.to(device))
+        raise ValueError(
+            f"evaluate.refit: {trained.folder} has no refitted weights: run finetune with this setting first"
+        )
+    refitted = load_checkpoint(folder)
+    origin = refitted.card[REFIT]
+    if origin["until"] != "valid" or origin["fingerprint"] != trained.card["fingerprint"]:
+        raise ValueError(f"{folder} is no refit of {trained.folder} on the validation events: run finetune again")
+    return refitted

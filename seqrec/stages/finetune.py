@@ -13,9 +13,9 @@ from seqrec.data import data_warnings
 from seqrec.data.sequences import Sequences
 from seqrec.data.sequences import load as load_sequences
 from seqrec.models.base import SequenceModel
-from seqrec.training import auto_settings, batches, cards
+from seqrec.training import auto_settings, batches
 from seqrec.training.auto_settings import Shape
-from seqrec.training.checkpoint import load_model
+from seqrec.training.checkpoint import load_checkpoint
 from seqrec.training.progress import LogEpoch
 from seqrec.training.refit import retrain
 from seqrec.training.train import Training, train
@@ -58,8 +58,9 @@ def finetune(
     Raises:
         ValueError: the initial weights belong to another catalogue.
     """
-    net, card = load_model(initial)
-    cards.check_catalogue(initial, card, sequences, users=True)
+    start = load_checkpoint(initial)
+    start.check_catalogue(sequences, users=True)
+    net = start.model
     prepared = load_sequences(sequences)
     if net.phases("finetune"):
         config = auto_settings.resolved(config, Shape.of(prepared))
@@ -74,9 +75,9 @@ def finetune(
         filter_seen=filter_seen,
         resume=resume,
         log=log,
-        earlier_seconds=card["seconds"],
+        earlier_seconds=start.card["seconds"],
         experiment=experiment,
-        files=cards.read_files(initial, card),
+        files=start.files,
     )
     values = train(net, prepared, training)
     if refit != "none":
@@ -84,7 +85,7 @@ def finetune(
             model=model,
             sequences=sequences,
             initial=initial,
-            finetuned=checkpoint,
+            finetuned=load_checkpoint(checkpoint),
             refitted=checkpoint / REFITTED,
             state=state,
             experiment=experiment,

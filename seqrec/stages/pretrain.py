@@ -12,7 +12,7 @@ from seqrec.models import REGISTRY, SequenceModel
 from seqrec.models.optional import DescribedItems
 from seqrec.training import auto_settings, families
 from seqrec.training.auto_settings import Shape
-from seqrec.training.cards import catalogue_files
+from seqrec.training.checkpoint import catalogue_files
 from seqrec.training.train import Training, train
 
 

@@ -30,7 +30,6 @@ from seqrec.artifacts import (
     CASES,
     CHANGES,
     METRICS,
-    MODEL_CARD,
     RECOMMENDATIONS,
     REPORT_PAGE,
     SOURCE_CARD,
@@ -39,12 +38,10 @@ from seqrec.artifacts import (
     read_json,
     read_table,
     sha256,
-    write_json,
     write_text,
 )
 from seqrec.code_closure import git_commit
 from seqrec.config import ConfigError, RegisterConfig
-from seqrec.data import data_warnings
 from seqrec.evaluation.leaderboard import (
     LEADERBOARD,
     SELECTION,
@@ -52,14 +49,15 @@ from seqrec.evaluation.leaderboard import (
     best_baseline,
     best_model,
     build,
-    verdict,
     write_csv,
     write_curves,
+    write_summaries,
 )
+from seqrec.evaluation.leaderboard import write as write_leaderboard
 from seqrec.tracking import gate, registry, runs, view
 from seqrec.tracking.model_card import model_card
 from seqrec.tracking.runs import CHANGES_TAG, COMPLETE, FINGERPRINT, PIPELINE_RUN, TrackingError, explained, registering
-from seqrec.training import cards
+from seqrec.training.checkpoint import Checkpoint, load_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +76,7 @@ class Entry:
 
     row: Row
     report: Path
-    checkpoint: Path | None  # None for a baseline
+    checkpoint: Checkpoint | None  # None for a baseline
     card: Mapping[str, Any]
     metrics: Mapping[str, float]
     history: Sequence[Mapping[str, Any]]
@@ -141,7 +139,9 @@ def register(
     rows = build(reports=reports, models=leaderboard)
     entries = [_entry(row, artifacts, reports, split) for row in rows]
     best = next(entry for entry in entries if entry.row is best_model(rows))
-    _write_leaderboard(reports, split, rows)
+    board = write_leaderboard(reports, split, rows)
+    write_csv(reports / LEADERBOARD_CSV, rows)
+    write_summaries(reports / "summary", rows)
     write_curves(reports / CURVES_CSV, {entry.name: entry.history for entry in entries if entry.history})
     shown = _examples(entries, best, reports, sequences, config)
     with registering(config, split["dataset"]), _explained(reports, config):
@@ -157,10 +157,10 @@ def register(
         for entry in entries:
             entry.row["candidate"] = entry is best
             entry.row["champion"] = entry.fingerprint == outcome["champion"]
-        _write_leaderboard(reports, split, rows, outcome)
-        write_text(reports / REPORT_PAGE, _page(reports, entries, shown, split))
+        board = write_leaderboard(reports, split, rows, outcome)
+        write_text(reports / REPORT_PAGE, _page(board, entries, shown, split))
         if outcome["promoted"]:
-            _say_doubts(reports)
+            _say_doubts(board)
         _finish_parent(tracker, parent, entries, params, reports, outcome, pipeline_run)
     gain = {f"gain/{SELECTION}/{name}": value for name, value in (outcome["gain"] or {}).items()}
     chosen = {f"candidate/{key}": best.row[key] for key in (SELECTION, TEST)}
@@ -172,10 +172,9 @@ def _entry(row: Row, artifacts: Path, reports: Path, split: Mapping[str, Any]) -
     files = [report / file for file in REPORT_FILES]
     checkpoint, card, history = None, {}, []
     if not row["baseline"]:
-        checkpoint = artifacts / name / "finetuned"
-        files.append(checkpoint / WEIGHTS)
-        card = read_json(checkpoint / MODEL_CARD)
-        history = cards.epoch_records(checkpoint, card)
+        checkpoint = load_checkpoint(artifacts / name / "finetuned")
+        files.append(checkpoint.folder / WEIGHTS)
+        card, history = checkpoint.card, checkpoint.epoch_records()
     content = _hash([sha256(path) for path in files])
     return Entry(
         row=row,
@@ -193,18 +192,8 @@ def _hash(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
-def _write_leaderboard(
-    reports: Path, split: Mapping[str, Any], rows: Sequence[Row], outcome: Mapping[str, Any] | None = None
-) -> None:
-    facts = {key: split[key] for key in ("dataset", "protocol", "split_sha256")}
-    facts |= {"verdict": verdict(reports, rows), "warnings": data_warnings.warnings(split)}
-    write_json(reports / LEADERBOARD, {**facts, "selection": SELECTION, "rows": list(rows), "registry": outcome})
-    write_csv(reports / LEADERBOARD_CSV, rows)
-
-
-def _say_doubts(reports: Path) -> None:
+def _say_doubts(board: Mapping[str, Any]) -> None:
     """Log doubts about a new champion: no gain over counts, or data that proves little."""
-    board = read_json(reports / LEADERBOARD)
     gain = board["verdict"]["gain"]
     doubts = [board["verdict"]["sentence"]] if gain and gain["low"] <= 0 else []
     for sentence in doubts + [f"the data: {text}" for text in board["warnings"]]:
@@ -225,10 +214,10 @@ def _examples(
     )
 
 
-def _page(reports: Path, entries: Sequence[Entry], shown: Examples, split: Mapping[str, Any]) -> str:
+def _page(board: Mapping[str, Any], entries: Sequence[Entry], shown: Examples, split: Mapping[str, Any]) -> str:
     metrics = {entry.name: entry.metrics for entry in entries}
     histories = {entry.name: entry.history for entry in entries}
-    return report.page(read_json(reports / LEADERBOARD), metrics, histories, shown, _facts(entries, split))
+    return report.page(board, metrics, histories, shown, _facts(entries, split))
 
 
 def _facts(entries: Sequence[Entry], split: Mapping[str, Any]) -> dict[str, str]:

@@ -21,7 +21,8 @@ from seqrec.evaluation.leaderboard import SELECTION
 from seqrec.evaluation.other_catalogue import Measured
 from seqrec.tracking import registry
 from seqrec.tracking.runs import TrackingError, metric_name
-from seqrec.training import cards
+from seqrec.training.checkpoint import load_checkpoint
+from seqrec.training.held_out import held_out_now
 
 logger = logging.getLogger(__name__)
 ATTEMPTS = 10
@@ -150,13 +151,12 @@ def _measured_from(
     folder: Path, champion: ModelVersion, version: ModelVersion, sequences: Path, config: RegisterConfig
 ) -> Measured:
     registry.fetch(f"models:/{champion.name}/{champion.version}", folder, config)
-    card = cards.read(folder)
-    cards.check_complete(folder, card)
-    if REFIT in card:
+    checkpoint = load_checkpoint(folder)
+    if REFIT in checkpoint.card:
         raise ValueError("its weights were refitted on events that may be held out now")
-    if why := cards.held_out_now(folder, card, sequences):
+    if why := held_out_now(checkpoint, sequences):
         raise ValueError(why)
-    return other_catalogue.measured(folder, sequences, filter_seen=version.tags[registry.FILTER_TAG] == "1")
+    return other_catalogue.measured(checkpoint, sequences, filter_seen=version.tags[registry.FILTER_TAG] == "1")
 
 
 def guard_tags(values: Mapping[str, float]) -> dict[str, str]:

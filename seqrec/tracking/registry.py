@@ -8,11 +8,10 @@ import logging
 import shutil
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import mlflow
 import pandas as pd
@@ -33,10 +32,7 @@ from seqrec.artifacts import (
     MODEL_CARD,
     REFIT,
     TOKENS,
-    VOCABULARY,
     WEIGHTS,
-    read_json,
-    read_table,
 )
 from seqrec.config import RegisterConfig
 from seqrec.redaction import redacted
@@ -53,7 +49,7 @@ from seqrec.tracking.runs import (
     open_run,
     tracking_uri,
 )
-from seqrec.training import cards
+from seqrec.training.checkpoint import FILES, Checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -103,20 +99,15 @@ SIGNATURE = ModelSignature(
 )
 
 
-def log_model(client: MlflowClient, run: Run, *, checkpoint: Path) -> LoggedModel:
+def log_model(client: MlflowClient, run: Run, *, checkpoint: Checkpoint) -> LoggedModel:
     """Return the run's loadable model of these weights; a half-written one is replaced.
 
     Args:
         client: of the tracking server.
         run: the run that trained the model.
-        checkpoint: directory with weights, card, and all that the card names.
-
-    Raises:
-        ValueError: a file is missing, or is not the one that the card was written for.
+        checkpoint: the weights, and all that belongs to them.
     """
-    card = cards.read(checkpoint)
-    cards.check_complete(checkpoint, card)
-    cards.verify(checkpoint, card)
+    card, saved = checkpoint.card, checkpoint.folder
     weights = card["weights_sha256"]
     experiment, run_id = run.info.experiment_id, run.info.run_id
     for model in client.search_logged_models([experiment], filter_string=f"source_run_id = '{run_id}'"):
@@ -135,23 +126,23 @@ def log_model(client: MlflowClient, run: Run, *, checkpoint: Path) -> LoggedMode
             mlflow_model=Model(run_id=run_id, model_id=model.model_id),
             python_model=str(PYFUNC),
             artifacts={
-                "weights": str(checkpoint / WEIGHTS),
-                "card": str(checkpoint / MODEL_CARD),
-                **{Path(name).stem: str(checkpoint / name) for name in card["files"]},
-                **({"tokens": str(checkpoint / TOKENS)} if "tokens_sha256" in card else {}),
-                **({"counts": str(checkpoint / COUNTS)} if "sha256" in card.get("counts", {}) else {}),
+                "weights": str(saved / WEIGHTS),
+                "card": str(saved / MODEL_CARD),
+                **{Path(name).stem: str(saved / name) for name in card["files"]},
+                **({"tokens": str(saved / TOKENS)} if "tokens_sha256" in card else {}),
+                **({"counts": str(saved / COUNTS)} if "sha256" in card["counts"] else {}),
             },
             code_paths=[str(ROOT / "seqrec")],
             pip_requirements=requirements(),
             signature=SIGNATURE,
-            input_example=_example(checkpoint / VOCABULARY),
+            input_example=_example(checkpoint.item_ids),
         )
         client.log_model_artifacts(model.model_id, str(folder))
     return client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
 
 
-def log_graph(client: MlflowClient, model: LoggedModel, *, checkpoint: Path) -> None:
-    """Add the ONNX graph of the weights in `checkpoint` to their logged model, if it has none; `serve` runs it.
+def log_graph(client: MlflowClient, model: LoggedModel, *, checkpoint: Checkpoint) -> None:
+    """Add the ONNX graph of `checkpoint` to their logged model, if it has none; `serve` runs it.
 
     A model that cannot be exported goes without one, and a warning says why.
     """
@@ -161,7 +152,7 @@ def log_graph(client: MlflowClient, model: LoggedModel, *, checkpoint: Path) -> 
         try:
             from seqrec.serving import onnx_graph  # of the extra `serve`
 
-            onnx_graph.export(saved=checkpoint, output=Path(folder) / ARTIFACTS)
+            onnx_graph.export_checkpoint(checkpoint, Path(folder) / ARTIFACTS)
         except Exception as error:  # whatever a converter may raise; the weights answer as well
             reason = f"{type(error).__name__}: {first_line(error)}"
             logger.warning("%s has no ONNX graph and is served by torch (%s)", model.name, reason)
@@ -174,8 +165,8 @@ def requirements() -> list[str]:
     return [f"{name}=={importlib.metadata.version(name).partition('+')[0]}" for name in PACKAGES]
 
 
-def _example(vocabulary: Path) -> pd.DataFrame:
-    items = read_table(vocabulary, ["item_id"])["item_id"][:3].to_pylist()
+def _example(item_ids: list[str]) -> pd.DataFrame:
+    items = item_ids[:3]
     times = list(range(0, 60 * len(items), 60))  # only some models read them
     return pd.DataFrame({"history": [items, items[:1]], "times": [times, times[:1]], "k": [5, 5]})
 
@@ -280,8 +271,7 @@ def register_refit(
     client: MlflowClient,
     evaluated: ModelVersion,
     *,
-    checkpoint: Path,
-    history: Sequence[Mapping[str, Any]],
+    checkpoint: Checkpoint,
     config: RegisterConfig,
 ) -> ModelVersion:
     """Log what `checkpoint` holds as a version linked to `evaluated`, and make it the champion in its place.
@@ -289,12 +279,12 @@ def register_refit(
     Raises:
         TrackingError: the champion has changed in the meantime.
     """
-    card, name, origin = read_json(checkpoint / MODEL_CARD), evaluated.name, client.get_run(evaluated.run_id)
+    card, name, origin = checkpoint.card, evaluated.name, client.get_run(evaluated.run_id)
     title, parent = f"{origin.info.run_name}-refit", origin.data.tags.get(PARENT)
     experiment_id = experiment(client, config)
     run = open_run(client, experiment_id, card["fingerprint"], title, parent=parent, seconds=card["seconds"])
     log_params(client, run, {key: card[key] for key in ("options", "config", REFIT)})
-    log_metrics(client, run, {}, history)
+    log_metrics(client, run, {}, checkpoint.epoch_records())
     model = log_model(client, run, checkpoint=checkpoint)
     reason = f"refit of version {evaluated.version} on every event"
     if config.graph:
@@ -366,6 +356,6 @@ def fetch(uri: str, folder: Path, config: RegisterConfig) -> None:
             ) from error
         if not (model / ARTIFACTS / MODEL_CARD).is_file():
             raise TrackingError(f"{uri} holds no {MODEL_CARD}, so `register` has not logged it")
-        for file in (WEIGHTS, MODEL_CARD, TOKENS, COUNTS, GRAPH, GRAPH_CARD, *cards.FILES):
+        for file in (WEIGHTS, MODEL_CARD, TOKENS, COUNTS, GRAPH, GRAPH_CARD, *FILES):
             if (model / ARTIFACTS / file).is_file():
                 shutil.copyfile(model / ARTIFACTS / file, folder / file)

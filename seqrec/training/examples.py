@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -17,7 +18,8 @@ from seqrec.models.optional import self_supervised
 from seqrec.training import batches, contrast, objectives
 from seqrec.training.batches import Windows
 from seqrec.training.objectives import Example
-from seqrec.training.prefetch import ahead
+
+T = TypeVar("T")
 
 
 class Examples:
@@ -84,3 +86,37 @@ class Examples:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from what `state_dict` returned."""
         self.before_epoch = state_dict["before_epoch"]
+
+
+def ahead(make: Callable[[int], T], number: int, device: torch.device) -> Iterator[T]:
+    """Yield make(0), ..., make(`number` - 1); a second thread builds the next while the caller uses the current one.
+
+    At most two batches exist at a time. On a GPU, copies run on a stream of their own, beside the caller's kernels; the
+    caller's stream waits for it before each batch.
+    """
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def build(index: int) -> T:
+        with torch.cuda.stream(stream):  # None: no effect
+            return make(index)
+
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        upcoming = pool.submit(build, 0) if number else None
+        for index in range(1, number + 1):
+            assert upcoming is not None
+            ready = upcoming.result()
+            if stream is not None:
+                torch.cuda.current_stream(device).wait_stream(stream)
+                _record_use(torch.cuda.current_stream(device), ready)
+            upcoming = pool.submit(build, index) if index < number else None
+            yield ready
+
+
+def _record_use(stream: torch.cuda.Stream, value: Any) -> None:
+    """Record for the allocator that `stream` uses the tensors in `value`."""
+    if isinstance(value, Tensor):
+        if value.is_cuda:
+            value.record_stream(stream)
+    elif isinstance(value, tuple):
+        for part in value:
+            _record_use(stream, part)

@@ -28,7 +28,8 @@ from seqrec.models.optional import (
     Transferable,
     TwoDomains,
 )
-from seqrec.training.checkpoint import build, digest
+from seqrec.training.checkpoint import build
+from seqrec.training.tensors import digest
 from seqrec.training.train import Training
 from seqrec.training.warm_start import warm_start
 

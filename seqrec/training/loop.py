@@ -17,10 +17,10 @@ from seqrec.config import TrainConfig
 from seqrec.data.sequences import Sequences
 from seqrec.models.base import SequenceModel
 from seqrec.training import contrast, cost, resume, validation
-from seqrec.training.checkpoint import ResumeState
 from seqrec.training.examples import Examples
 from seqrec.training.optimizer import learning_rate
 from seqrec.training.progress import EpochMeter, LogEpoch, Position, ProgressBar, report_epoch
+from seqrec.training.resume import ResumeState
 from seqrec.training.step import Divergence, TrainingStep
 from seqrec.training.validation import EarlyStopping
 
@@ -67,7 +67,7 @@ def fit(
     model, data = model.to(device), data.to(device, resident=config.resident)
     position, meter = Position(), EpochMeter(device)
     examples, divergence = Examples(data, config, accelerator), Divergence(model, stage)
-    saved = resume.load(state)
+    saved = state.load()
     if saved is not None:
         resume.restore({"position": position}, saved)
 

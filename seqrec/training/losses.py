@@ -12,7 +12,7 @@ from torch.nn import functional as F
 LOGITS_IN_MEMORY = 4_000_000  # floats in a block of logits: 16 MB, about the size of a cache
 
 
-class Past(NamedTuple):
+class PastItems(NamedTuple):
     """The past items of each query's user: those of one row, up to a column."""
 
     items_BL: Tensor  # (B, L) int64; padding and mask are ignored
@@ -21,7 +21,7 @@ class Past(NamedTuple):
 
 
 def cross_entropy(
-    query_ND: Tensor, item_VD: Tensor, target_N: Tensor, *, precision: str = "fp32", past: Past | None = None
+    query_ND: Tensor, item_VD: Tensor, target_N: Tensor, *, precision: str = "fp32", past: PastItems | None = None
 ) -> Tensor:
     """Return -log softmax over items 1..V-1 at the target (N,), with one block of logits in memory at a time.
 
@@ -137,7 +137,7 @@ def _scores(
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query_ND: Tensor, item_VD: Tensor, target_N: Tensor, past: Past | None) -> Tensor:
+    def forward(ctx: Any, query_ND: Tensor, item_VD: Tensor, target_N: Tensor, past: PastItems | None) -> Tensor:
         query_ND, item_VD = query_ND.float(), item_VD.float()
         wanted = any(ctx.needs_input_grad)
         query_gradient = torch.empty_like(query_ND) if wanted else None
@@ -170,7 +170,7 @@ def _blocks(
     target_N: Tensor,
     query_gradient: Tensor | None,
     item_gradient: Tensor | None,
-    past: Past | None,
+    past: PastItems | None,
     weight_N: Tensor | None = None,
 ) -> Tensor:
     """Fill the gradients (items': weighted by `weight_N`) and return the values (N,)."""

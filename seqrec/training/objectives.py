@@ -18,6 +18,7 @@ from seqrec.models.base import PAD, Batch, Options
 from seqrec.training import losses
 from seqrec.training.batches import Windows
 from seqrec.training.contrast import SameTarget
+from seqrec.training.losses import PastItems
 
 
 class Example(NamedTuple):
@@ -88,7 +89,9 @@ def with_target(example: Example) -> Example:
     return example._replace(batch=batch._replace(items=items, times=times))
 
 
-def past(example: Example, options: Options, query_N: Tensor, positions: int, skip_last: bool = False) -> losses.Past:
+def past_items(
+    example: Example, options: Options, query_N: Tensor, positions: int, skip_last: bool = False
+) -> PastItems:
     """Return the past events of each query: those up to its position; with cloze, all events that are not masked.
 
     Args:
@@ -101,7 +104,7 @@ def past(example: Example, options: Options, query_N: Tensor, positions: int, sk
     length = example.batch.items.shape[1]
     column_N = query_N % positions + (length - skip_last - positions)
     stop_N = torch.full_like(column_N, length) if options.masked else column_N + 1
-    return losses.Past(example.batch.items, query_N // positions, stop_N)
+    return PastItems(example.batch.items, query_N // positions, stop_N)
 
 
 def _targeted(objective: str, width_B: Tensor, width: int, config: TrainConfig, seed: int) -> Tensor:
@@ -130,7 +133,7 @@ class Loss:
         self.cumulative_V = weight_V.cumsum(0) / weight_V.sum()
         self.log_expected_V = (config.negatives * weight_V / weight_V.sum()).clamp(min=1e-12).log().float()
 
-    def __call__(self, query_ND: Tensor, item_VD: Tensor, target_N: Tensor, past: losses.Past | None = None) -> Tensor:
+    def __call__(self, query_ND: Tensor, item_VD: Tensor, target_N: Tensor, past: PastItems | None = None) -> Tensor:
         """Return the loss of each target (N,); with `exclude_past`, the items of `past` are no candidates."""
         config, sparse = self.config, self.config.sparse_tables
         if config.loss == "ce":

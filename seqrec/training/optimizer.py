@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from seqrec.config import ConfigError, TrainConfig
 from seqrec.models.base import SequenceModel
 from seqrec.models.optional import NoisyGradients
-from seqrec.training.checkpoint import below
+from seqrec.training.tensors import below
 
 
 def learning_rate(step: int, total: int, config: TrainConfig) -> float:

@@ -26,7 +26,7 @@ from seqrec.config import ConfigError
 from seqrec.models.base import SequenceModel
 from seqrec.models.layers import INIT_STD
 from seqrec.models.recformer import Recformer
-from seqrec.training.checkpoint import load_tensors
+from seqrec.training.tensors import load_tensors
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -44,7 +44,7 @@ WHEELS = {  # package -> SHA-256 of its wheel; settings need not repeat it
 OF_TABLE = ("vectors", "table_encoder.")  # tensors of a Recformer that depend on its catalogue
 ITEM_POSITIONS = "item_position_embeddings"
 NOISE_STD = INIT_STD / 10  # tells token types apart, which all start from the checkpoint's segment 0
-ROWS = 256  # texts encoded at once
+TEXTS_AT_ONCE = 256
 
 
 def locate(start: str, downloads: Path) -> str:
@@ -301,7 +301,7 @@ def text_vectors(tokens: Mapping[str, Tensor], checkpoint: str) -> Tensor:
     first_V, size_V = tokens["offsets"][:-1], tokens["offsets"].diff()
     cls = tokens["special"][1]
     vectors = torch.zeros(len(size_V), model.config.hidden_size)
-    for rows in torch.split(size_V.argsort(stable=True), ROWS):
+    for rows in torch.split(size_V.argsort(stable=True), TEXTS_AT_ONCE):
         position_T = torch.arange(int(size_V[rows].max()))
         real_BT = position_T < size_V[rows].unsqueeze(1)
         ids_BT = tokens["ids"][(first_V[rows].unsqueeze(1) + position_T).where(real_BT, 0)].long()

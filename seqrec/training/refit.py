@@ -18,8 +18,7 @@ from seqrec.artifacts import REFIT, VOCABULARY
 from seqrec.config import FinetuneConfig, parse
 from seqrec.data import sequences as prepared_data
 from seqrec.data.sequences import trained_until
-from seqrec.training import cards
-from seqrec.training.checkpoint import counts_config, load_model
+from seqrec.training.checkpoint import Checkpoint, counts_config, load_checkpoint, with_counts
 from seqrec.training.progress import LogEpoch
 from seqrec.training.train import Training, train
 from seqrec.training.validation import METRIC
@@ -32,7 +31,7 @@ def retrain(
     model: str,
     sequences: Path,
     initial: Path,
-    finetuned: Path,
+    finetuned: Checkpoint,
     refitted: Path,
     state: Path,
     experiment: str,
@@ -42,28 +41,18 @@ def retrain(
 ) -> dict[str, float]:
     """Repeat the training that led to `finetuned` on all parts of the split up to `until`.
 
-    Args:
-        model: key of the model in params.yaml.
-        sequences: the prepared dataset.
-        initial: folder of the weights that the training started from.
-        finetuned: folder of the weights that it ended with.
-        refitted: folder that receives the new weights.
-        state: folder of resume states.
-        experiment: of MLflow.
-        until: one of UNTIL.
-        resume: fail instead of starting afresh.
-        log: for callers in Python: gets each epoch's record in place of MLflow.
+    The training started from the weights in `initial`; `until` is one of UNTIL. The other arguments are those of the
+    stage finetune, and `refitted` is the output folder.
     """
-    _, card = load_model(finetuned)
-    cards.check_catalogue(finetuned, card, sequences, users=True)
+    card = finetuned.card
+    finetuned.check_catalogue(sequences, users=True)
     config = parse(FinetuneConfig, card["config"], "finetune")
-    if "counts" in card:  # keep the settings that validation chose, but count again
+    if card["counts"]:  # keep the settings that validation chose, but count again
         config = replace(config, counts=asdict(counts_config(card["counts"])))
-    epochs = chosen_epochs(cards.epoch_records(finetuned, card))
+    epochs = chosen_epochs(finetuned.epoch_records())
     data = prepared_data.load(sequences)
     data = trained_until(data, data.valid_stop if until == "valid" else data.stop)
-    files = cards.read_files(finetuned, card)
-    files[VOCABULARY] = cards.with_counts(files[VOCABULARY], pa.array(data.count[1:].numpy()))
+    vocabulary = with_counts(finetuned.vocabulary, pa.array(data.count[1:].numpy()))
     training = Training(
         name=model,
         stage="finetune",
@@ -77,10 +66,10 @@ def retrain(
         content=[f"events until {until}", json.dumps(epochs)],
         epochs=epochs,
         experiment=experiment,
-        files=files,
+        files={**finetuned.files, VOCABULARY: vocabulary},
         facts={REFIT: {"fingerprint": card["fingerprint"], "epochs": epochs, "until": until}},
     )
-    return train(load_model(initial)[0], data, training)
+    return train(load_checkpoint(initial).model, data, training)
 
 
 def chosen_epochs(records: Sequence[Mapping[str, Any]]) -> dict[str, int]:

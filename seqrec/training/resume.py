@@ -6,17 +6,84 @@ same time.
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
+import shutil
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from seqrec.training.checkpoint import ResumeState, below
+from seqrec import ROOT
+from seqrec.artifacts import DamagedError, read_json, replaced, sha256
+from seqrec.code_closure import deciding
+from seqrec.training.tensors import below, load_tensors, write_tensors
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
+
+logger = logging.getLogger(__name__)
+
+
+def fingerprint(module: str, model: str, config: Any, *files: Path) -> str:
+    """Return the hash of everything a training depends on: config, inputs, and the code of stage and model.
+
+    Args:
+        module: dotted name of the stage.
+        model: dotted name of the model's module.
+        config: settings, and anything else whose text says what the result depends on.
+        files: the inputs.
+    """
+    digest = hashlib.sha256(f"{module} {config!r} torch {torch.__version__}".encode())
+    for path in deciding(module, model, root=ROOT):
+        digest.update(f"{path.as_posix()} {sha256(ROOT / path)}".encode())
+    for path in files:
+        digest.update(f"{path.name} {sha256(path)}".encode())
+    return digest.hexdigest()[:32]
+
+
+class ResumeState:
+    """States of an unfinished training in `state/<fingerprint>/step-N/`; the newest undamaged one is resumed.
+
+    They are neither DVC outputs nor MLflow artifacts, and are deleted once the training has succeeded.
+    """
+
+    def __init__(self, root: Path, fingerprint: str) -> None:
+        self.directory = root / fingerprint
+
+    def save(self, step: int, values: Mapping[str, Any]) -> None:
+        """Write tensors and JSON values as a state; once it is on the disk, delete the earlier ones.
+
+        Raises:
+            OSError: writing failed, for example on a full disk; the previous state is kept.
+        """
+        tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        facts = {name: value for name, value in values.items() if name not in tensors}
+        final = self.directory / f"step-{step}"
+        with replaced(final) as partial:  # waits for the disk once, for all of it
+            write_tensors(partial / "state.safetensors", tensors)
+            (partial / "state.json").write_text(json.dumps(facts, allow_nan=False), encoding="utf-8")
+        for old in self.directory.iterdir():
+            if old != final:
+                shutil.rmtree(old, ignore_errors=True)
+
+    def load(self) -> dict[str, Any] | None:
+        """Return the newest state that can be read, or None; a damaged one is skipped with a warning."""
+        steps = sorted(self.directory.glob("step-*[0-9]"), key=lambda path: int(path.name.removeprefix("step-")))
+        for folder in reversed(steps):
+            try:
+                return load_tensors(folder / "state.safetensors") | read_json(folder / "state.json")
+            except (DamagedError, FileNotFoundError) as error:
+                logger.warning("a resume state is not used, an earlier one is tried: %s", error)
+        return None
+
+    def delete(self) -> None:
+        """Delete every state of this training."""
+        shutil.rmtree(self.directory, ignore_errors=True)
 
 
 class RandomState:
@@ -49,15 +116,8 @@ def save(state: ResumeState, step: int, components: Mapping[str, Stateful], acce
         for name, component in components.items()
         for key, value in component.state_dict().items()
     }
-    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
     if accelerator.is_main_process:
-        state.save(step, tensors, {name: value for name, value in values.items() if name not in tensors})
-
-
-def load(state: ResumeState) -> dict[str, Any] | None:
-    """Return the newest resume state, or None."""
-    found = state.load()
-    return None if found is None else {**found[0], **found[1]}
+        state.save(step, values)
 
 
 def restore(components: Mapping[str, Stateful], saved: Mapping[str, Any]) -> None:

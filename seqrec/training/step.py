@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from seqrec.config import TrainConfig
 from seqrec.models.base import SequenceModel
 from seqrec.training import contrast, objectives
-from seqrec.training.checkpoint import not_finite
 from seqrec.training.objectives import Example, Loss
 from seqrec.training.optimizer import Optimizers, clip_gradients
 from seqrec.training.progress import FIGURE
+from seqrec.training.tensors import not_finite
 
 
 class LossTerms(nn.Module):
@@ -38,9 +38,9 @@ class LossTerms(nn.Module):
             index = torch.nonzero_static(target_BP.flatten(), size=number).squeeze(1)
             with torch.autocast(device, enabled=False):
                 query_ND = query_BPD.flatten(0, 1).index_select(0, index).float()
-                past = (
-                    objectives.past(example, self.model.options, index, width, skip_last) if self.exclude_past else None
-                )
+                past = None
+                if self.exclude_past:
+                    past = objectives.past_items(example, self.model.options, index, width, skip_last)
                 value_N = self.loss(query_ND, self.model.item_vectors().float(), target_BP.flatten()[index], past)
             value_BP = value_N.new_zeros(target_BP.numel()).index_copy(0, index, value_N).view(target_BP.shape)
             return value_BP * example.weight

@@ -19,15 +19,17 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from seqrec.artifacts import EPOCH_RECORDS, MODEL_CARD, SPLIT_CARD, TOKENS, WEIGHTS, read_json, replaced, write_text
+from seqrec.artifacts import EPOCH_RECORDS, MODEL_CARD, SPLIT_CARD, TOKENS, WEIGHTS, replaced, write_text
 from seqrec.config import EXPERIMENT, ConfigError, FinetuneConfig, RegisterConfig, TrainConfig
 from seqrec.counts import search
 from seqrec.data import sequences
 from seqrec.data.sequences import Sequences
 from seqrec.models.base import SequenceModel
-from seqrec.training import batches, cards, cost, loop
-from seqrec.training.checkpoint import ResumeState, fingerprint, load_counts, load_model, save_counts, save_model
+from seqrec.training import batches, cost, loop
+from seqrec.training.checkpoint import load_checkpoint, save_counts, save_model
+from seqrec.training.held_out import split_of
 from seqrec.training.progress import LogEpoch
+from seqrec.training.resume import ResumeState, fingerprint
 from seqrec.training.validation import ACCURACY, METRIC
 
 logger = logging.getLogger(__name__)
@@ -118,7 +120,7 @@ def _write(model: SequenceModel, data: Sequences, training: Training, identity: 
         "seconds": training.earlier_seconds + _figures(records)["seconds"],
         "filter_seen": training.filter_seen,
         "median_gap": sequences.median_gap(data),
-        "split": cards.split_of(data.card),
+        "split": split_of(data.card),
         "peak_bytes": cost.peak_memory(next(model.parameters()).device),
         **training.facts,
     }
@@ -161,12 +163,8 @@ def _finished(output: Path, identity: str) -> dict[str, float] | None:
     if not (output / MODEL_CARD).exists():
         return None
     try:
-        card = read_json(output / MODEL_CARD)
-        if card.get("fingerprint") != identity:
-            return None
-        load_model(output)  # verifies the files
-        load_counts(output, card)
-        return _figures(cards.epoch_records(output, card))
+        checkpoint = load_checkpoint(output)
+        return _figures(checkpoint.epoch_records()) if checkpoint.card["fingerprint"] == identity else None
     except ValueError as error:
         logger.warning("the training is repeated: %s", error)
         return None

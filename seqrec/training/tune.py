@@ -7,7 +7,6 @@ killed trial continues from its resume state, so an interrupted search ends with
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import logging
@@ -15,7 +14,7 @@ import os
 import shutil
 import sqlite3
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,11 +28,12 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from seqrec import models
 from seqrec.artifacts import SPLIT_CARD, read_json, rename, write_json, write_text
 from seqrec.config import SECTIONS, ConfigError, Params, Range, TuneConfig, from_dict, parse
+from seqrec.locks import locked
 from seqrec.stages.finetune import finetune
 from seqrec.stages.pretrain import pretrain
 from seqrec.tracking import runs
-from seqrec.training.checkpoint import fingerprint
 from seqrec.training.progress import LogEpoch
+from seqrec.training.resume import fingerprint
 from seqrec.training.validation import METRIC
 
 logger = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ def tune(
     identity = fingerprint(__name__, architecture, _deciding(search), sequences / SPLIT_CARD)
     path = (study or state / "tune" / f"{identity}.db").absolute()
     work = path.with_name(f"{path.name}.work")
-    with _locked(path):
+    with locked(path.with_name(f"{path.name}.lock"), f"--study {path}"):
         found = _open(path, identity, search.config, resume)
         tracker = _Tracker(search, identity)
         while (number := len(found.get_trials(deepcopy=False, states=FINISHED))) < search.config.trials:
@@ -164,18 +164,6 @@ def _deciding(search: Search) -> tuple[Any, ...]:
     rules = (config.seed, config.startup_trials, config.warmup_epochs)
     seen = params.filters_seen()
     return search.model, params.model(search.model), stages, seen, rules, list(search.space.items())
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Keep other processes out of the study; the lock ends with its process, even a killed one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_name(f"{path.name}.lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ConfigError(f"--study: another process is searching in {path}") from error
-        yield
 
 
 def _open(path: Path, identity: str, config: TuneConfig, resume: bool) -> optuna.Study:

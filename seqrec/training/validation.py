@@ -16,7 +16,7 @@ from seqrec.evaluation import metrics, ranking
 from seqrec.models.base import SequenceModel
 from seqrec.models.optional import SelfSupervised, self_supervised
 from seqrec.training.batches import trained_users
-from seqrec.training.checkpoint import below
+from seqrec.training.tensors import below
 
 METRIC = "valid/ndcg@10"
 ACCURACY = "valid/accuracy"  # in contrastive phases
@@ -86,7 +86,9 @@ def validate(
     known_U: Tensor | None = None,
     accelerator: Accelerator | None = None,
 ) -> dict[str, float]:
-    """Return the metrics on the validation cases; several processes share the work and return the same values.
+    """Put the model into eval mode, and return its metrics on the validation cases.
+
+    Several processes share the work and return the same values.
 
     `known_U` is passed on to `ranking.model_scorer`.
     """
@@ -94,12 +96,8 @@ def validate(
     if accelerator is not None:
         mine = slice(accelerator.process_index, None, accelerator.num_processes)
         chosen = Cases(user=chosen.user[mine], position=chosen.position[mine])
-    was_training = model.training
-    model.eval()
-    name = type(model).__name__
-    scorer = ranking.model_scorer(model, known_U)
-    ranked = ranking.rank(scorer, data, chosen, filter_seen=filter_seen, name=name)
-    model.train(was_training)
+    scorer = ranking.model_scorer(model.eval(), known_U)
+    ranked = ranking.rank(scorer, data, chosen, filter_seen=filter_seen, name=type(model).__name__)
     counts = metrics.histogram(ranked.rank if filter_seen else ranked.rank_unfiltered, data.num_items)
     if accelerator is not None:
         counts = accelerator.reduce(counts)
@@ -115,7 +113,6 @@ def in_batch_accuracy(
     chosen = sequences.cases(data, "valid")
     known = chosen.position > data.start[chosen.user]
     chosen = Cases(user=chosen.user[known], position=chosen.position[known])
-    was_training = model.training
     model.eval()
     hits = torch.zeros(2, dtype=torch.int64, device=data.device)
     blocks = torch.arange(len(chosen), device=chosen.user.device).split(rows)
@@ -124,6 +121,5 @@ def in_batch_accuracy(
         user, position = chosen.user[block], chosen.position[block]
         batch = sequences.window(data, user, position + 1, model.options.length + 1)  # the target is its last event
         hits += torch.stack([model.hits(batch).sum(), torch.tensor(len(block), device=hits.device)])
-    model.train(was_training)
     found, number = (hits if accelerator is None else accelerator.reduce(hits)).tolist()
     return {ACCURACY: found / max(1, number)}

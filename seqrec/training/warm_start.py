@@ -11,24 +11,24 @@ import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
-from seqrec.artifacts import MODEL_CARD, REFIT, USERS, VOCABULARY, WEIGHTS, read_table
+from seqrec.artifacts import MODEL_CARD, REFIT, USERS, VOCABULARY, DamagedError, read_table
 from seqrec.models import REGISTRY
 from seqrec.models.base import Catalogue, SequenceModel
 from seqrec.models.optional import DescribedItems
-from seqrec.training import cards
-from seqrec.training.checkpoint import load_tensors
+from seqrec.training.checkpoint import load_checkpoint
+from seqrec.training.held_out import held_out_now
 
 logger = logging.getLogger(__name__)
 Rows = tuple[Tensor, Tensor]  # row numbers in the new table, and those of the same items or users in the old one
 
 
-def warm_start(net: SequenceModel, sequences: Path, champion: Path) -> bool:
+def warm_start(net: SequenceModel, sequences: Path, folder: Path) -> bool:
     """Copy the champion's weights into `net`; in tables of items or users, only the rows that both models have.
 
     Args:
         net: model newly built for the dataset in `sequences`.
         sequences: folder of the prepared dataset.
-        champion: folder with weights, card, vocabulary and users of the champion; empty if there is none.
+        folder: checkpoint of the champion; empty if there is none.
 
     Returns:
         Whether there is a champion of the same architecture and options that cannot have been trained on an event
@@ -37,31 +37,32 @@ def warm_start(net: SequenceModel, sequences: Path, champion: Path) -> bool:
     Raises:
         ValueError: a file is not the one that the card lists, or the champion was trained on held-out events.
     """
-    if not (champion / MODEL_CARD).is_file():
+    if not (folder / MODEL_CARD).is_file():
         logger.info("no champion to start from")
         return False
     try:
-        card = cards.read(champion)
-        cards.check_complete(champion, card)
+        champion = load_checkpoint(folder)
+    except DamagedError:
+        raise
     except ValueError as error:
         logger.warning("the champion is not used: %s", error)
         return False
     options = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(net.options).items()}
+    card = champion.card
     same = REGISTRY.get(card["architecture"]) is type(net) and card["options"] == options
     if isinstance(net, DescribedItems) or not same:
         logger.info("the champion (%s) is not used: its architecture or options differ", card["architecture"])
         return False
     if REFIT in card:
         raise ValueError(
-            f"{champion} was refitted on every event, including test events: start from the evaluated version"
+            f"{folder} was refitted on every event, including test events: start from the evaluated version"
         )
-    cards.verify(champion, card)
-    if reason := cards.held_out_now(champion, card, sequences):
+    if reason := held_out_now(champion, sequences):
         logger.warning("the champion is not used: %s", reason)
         return False
-    items = _common(champion / VOCABULARY, sequences / VOCABULARY, "item", "item_id")
-    users = _common(champion / USERS, sequences / USERS, "user", "user_id")
-    old, new = load_tensors(champion / WEIGHTS), net.state_dict()
+    items = _common(champion.vocabulary, sequences / VOCABULARY, "item", "item_id")
+    users = _common(champion.users, sequences / USERS, "user", "user_id")
+    old, new = champion.model.state_dict(), net.state_dict()
     number = {"items": (net.catalogue.num_items, card["catalogue"]["num_items"], items)}
     number["users"] = (net.catalogue.num_users, card["catalogue"]["num_users"], users)
     for name, kind in _kinds(net).items():
@@ -73,9 +74,9 @@ def warm_start(net: SequenceModel, sequences: Path, champion: Path) -> bool:
     return True
 
 
-def _common(old: Path, new: Path, number: str, key: str) -> Rows:
+def _common(before: pa.Table, path: Path, number: str, key: str) -> Rows:
     """Return the row numbers of the entries that both tables have, in the new and in the old table."""
-    before, now = (read_table(path, [number, key]) for path in (old, new))
+    now = read_table(path, [number, key])
     row_before = pc.index_in(now[key], value_set=before[key].combine_chunks())
     common = pc.is_valid(row_before)
     rows = (now[number].filter(common), before[number].take(row_before.filter(common)))

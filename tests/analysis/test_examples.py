@@ -9,15 +9,14 @@ import pytest
 import torch
 from support import make_model
 
-from seqrec.analysis import attribution, examples, strec_sparsity
+from seqrec.analysis import attribution, examples
 from seqrec.artifacts import CASES_SCHEMA
 from seqrec.config import EvaluateConfig
 from seqrec.data import sequences
 from seqrec.evaluation import results
 from seqrec.evaluation.ranking import model_scorer
 from seqrec.stages.baselines import baselines
-from seqrec.training.cards import catalogue_files
-from seqrec.training.checkpoint import load_model, save_model
+from seqrec.training.checkpoint import catalogue_files, load_checkpoint, save_model
 
 CONFIG = EvaluateConfig(top_k=10, bootstrap=100)
 MODELS = ("sasrec", "rec_denoiser", "gru4rec", "strec", "popularity")
@@ -33,9 +32,9 @@ def folders(prepared, tmp_path_factory):
     torch.manual_seed(1)
     for name in MODELS[:-1]:
         model = make_model(name, num_items=data.num_items, num_users=data.num_users, length=8).eval()
-        checkpoints[name] = root / name / "saved"
         files = catalogue_files(prepared, prepared.parent / "items.parquet")
-        save_model(checkpoints[name], model, {"filter_seen": True}, files)
+        save_model(root / name / "saved", model, {"filter_seen": True}, files)
+        checkpoints[name] = load_checkpoint(root / name / "saved")
         with torch.no_grad():
             results.report(model_scorer(model), data, root / name, CONFIG, {})
     return {"checkpoints": checkpoints, "reports": root, "sequences": prepared}
@@ -98,7 +97,7 @@ def test_drivers_are_those_of_the_first_item(folders):
     shown = choose(folders)
     data, user_ids = sequences.load(folders["sequences"]), sequences.read_users(folders["sequences"])
     for name in MODELS[:-1]:
-        model = load_model(folders["checkpoints"][name])[0]
+        model = folders["checkpoints"][name].model
         for user in shown.users:
             number = torch.tensor([user_ids.index(user.user_id)])
             batch = sequences.window(data, number, data.stop[number] - 1, len(user.history))
@@ -114,11 +113,11 @@ def test_drivers_are_those_of_the_first_item(folders):
         assert user.opinions["popularity"].attention is None
 
 
-def test_heat_maps_are_those_of_models_with_masks_and_of_the_first_user(folders):
+def test_only_models_with_masks_or_fewer_rows_have_heat_maps_or_sparsities(folders):
     shown = choose(folders)
     seen = min(8, len(shown.users[0].history))
 
-    assert list(shown.masked) == ["rec_denoiser"]
+    assert (list(shown.masked), list(shown.sparse)) == (["rec_denoiser"], ["strec"])
     before, after = (torch.tensor(weights) for weights in shown.masked["rec_denoiser"])
     assert before.shape == after.shape == (seen, seen)
     torch.testing.assert_close(before.sum(1), torch.ones(seen))
@@ -127,24 +126,14 @@ def test_heat_maps_are_those_of_models_with_masks_and_of_the_first_user(folders)
     data, user_ids = sequences.load(folders["sequences"]), sequences.read_users(folders["sequences"])
     first = torch.tensor([user_ids.index(shown.users[0].user_id)])
     batch = sequences.window(data, first, data.stop[first] - 1, seen)
-    expected = attribution.masked_attention(load_model(folders["checkpoints"]["rec_denoiser"])[0], batch)
+    expected = attribution.masked_attention(folders["checkpoints"]["rec_denoiser"].model, batch)
     torch.testing.assert_close(before, expected[0][0])
 
 
-def test_sparsity_is_swept_where_rows_are_left_out(folders):
-    shown = choose(folders)
-    model, data = load_model(folders["checkpoints"]["strec"])[0], sequences.load(folders["sequences"])
-    expected = strec_sparsity.sweep(model, data, filter_seen=True, seed=3)
-
-    assert list(shown.sparse) == ["strec"]
-    found, again = ([(p.sparsity, p.ndcg, p.trained) for p in some] for some in (shown.sparse["strec"], expected))
-    assert found == again
-
-
 def test_items_without_a_title_go_by_their_id(folders, prepared, tmp_path):
-    model, card = load_model(folders["checkpoints"]["sasrec"])
-    save_model(tmp_path, model, card, catalogue_files(prepared))
-    checkpoints = folders["checkpoints"] | {"sasrec": tmp_path}
+    saved = folders["checkpoints"]["sasrec"]
+    save_model(tmp_path, saved.model, saved.card, catalogue_files(prepared))
+    checkpoints = folders["checkpoints"] | {"sasrec": load_checkpoint(tmp_path)}
     titled, plain = choose(folders).names, choose(folders, checkpoints=checkpoints).names
     item_ids = sequences.read_vocabulary(prepared)[0]
 

@@ -56,10 +56,7 @@ def test_every_term_and_figure_of_a_model_is_a_curve():
         [(1, 5.5), (2, 4.5), (3, 4.0)],
         [(1, 1.25), (2, 1.0), (3, 0.75)],
     ]
-
-
-def test_one_term_is_the_loss_itself_and_not_drawn_again():
-    assert plots.terms([{"loss": 1.0, "loss/task": 1.0}]) is None
+    assert plots.terms([{"loss": 1.0, "loss/task": 1.0}]) is None  # one term is the loss itself
 
 
 def test_slices_get_one_panel_a_kind_and_one_bar_a_model():
@@ -100,13 +97,6 @@ def test_the_bars_of_slices_have_whiskers_where_there_is_an_interval():
     assert (ours.error_y.visible, theirs.error_y.visible) == (True, False)
     assert ours.error_y.color == plots.WHISKERS
     assert (ours.error_y.array, ours.error_y.arrayminus) == (pytest.approx((0.1,)), pytest.approx((0.05,)))
-
-
-def test_axes_are_named_in_words():
-    figure = plots.learning_curves({"sasrec": HISTORY})
-
-    assert [axis.title.text for axis in figure.select_yaxes()] == ["training loss", "NDCG@10 on validation"]
-    assert plots.coverage_against_accuracy([row("sasrec")]).layout.xaxis.title.text.startswith("coverage, share of")
 
 
 SEEN = {  # linear RGB as who lacks one kind of cone sees it: Vienot, Brettel and Mollon 1999

@@ -5,11 +5,13 @@ import json
 import re
 
 import pytest
+import yaml
 from dvc.lock import make_lock
 from rich.console import Console
 
 from seqrec.artifacts import CHANGES
 from seqrec.commands import repro
+from seqrec.commands.settings import settings
 from seqrec.config import ConfigError, load
 
 DVC = """\
@@ -91,6 +93,24 @@ def test_a_run_with_changes_leaves_params_as_they_were(params):
         assert json.loads(environment[CHANGES]) == {"finetune.epochs": 3}
 
     assert params.read_text() == PARAMS
+
+
+def test_models_that_the_data_cannot_feed_are_left_out(params, caplog):
+    text = PARAMS.replace("{sasrec: {}}", "{sasrec: {}, fdsa: {}, recformer: {}}")
+    params.write_text(text)
+    with repro.changed({}):
+        assert load(params).leaderboard == ("sasrec",)
+
+    assert params.read_text() == text
+    assert [record.message.split(":")[0] for record in caplog.records] == [
+        f"{name} is left out" for name in ("fdsa", "recformer")
+    ]
+    with pytest.raises(ConfigError, match=r"leaderboard: fdsa reads the items' columns.*set ingest.items"):
+        settings(output=params.parent / "settings", params=yaml.safe_load(text))
+    text = text.replace("interactions: a.csv", "interactions: a.csv, items: b.csv")
+    params.write_text(text)
+    with repro.changed({}):
+        assert params.read_text() == text
 
 
 def test_a_killed_run_is_made_good_by_the_next_one(params):

@@ -89,14 +89,14 @@ def test_run_goes_from_the_raw_log_to_the_leaderboard():
     assert not Path("mlflow.db").exists()
 
 
-def test_run_on_prepared_data_gives_the_same_figures_and_import_registers_them(caplog):
+def test_run_on_prepared_data_gives_the_same_figures_and_registers_them_if_asked(caplog):
     assert run("--out", "second", "--data", "out/data") == 0
     assert "not registered" in caplog.text
     assert not Path("second/data").exists()
     assert json.loads(Path("second/reports/leaderboard.json").read_text())["registry"] is None
     assert scores(Path("second")) == scores(Path("out"))
 
-    assert main(["import", "--run", "second", "--data", "out/data"]) == 0
+    assert run("--out", "second", "--data", "out/data", "--register") == 0
     assert json.loads(Path("second/reports/leaderboard.json").read_text())["registry"]["model"] == "sasrec"
     versions = MlflowClient(tracking_uri="sqlite:///mlflow.db").search_model_versions("name='seqrec-log'")
     assert [version.tags["seqrec.model"] for version in versions] == ["sasrec"]
@@ -173,13 +173,19 @@ def test_the_loop_closes(tmp_path, caplog):
     def promote(version):
         command("registry", "promote", "--version", version, "--params", first / "params.yaml")
 
-    command("import", "--run", first)
-    promote(1)
     command("events", "import", "--store", url, "--interactions", first / "data" / "interactions.parquet")
     with running(http.app(*http.champion("log", register), ServeConfig(poll_s=0.2), store=Store(url))) as address:
 
         def ask(user):
             return requests.post(f"{address}/recommend", json={"user": user, "k": 3}, timeout=30).json()
+
+        assert requests.get(f"{address}/ready", timeout=30).status_code == 503
+        assert ask("u1") == {"detail": "no champion yet"}
+        command("import", "--run", first)
+        promote(1)
+        deadline = time.monotonic() + 60
+        while requests.get(f"{address}/ready", timeout=30).status_code != 200 and time.monotonic() < deadline:
+            time.sleep(0.05)
 
         sent = []
         for user in ("u1", "u2", "u3", "u4", "u5", 'new "user", with all'):
@@ -205,7 +211,7 @@ def test_the_loop_closes(tmp_path, caplog):
     assert got == sorted([*known, *((event["user"], event["item"], int(event["at"])) for event in sent)])
     assert "warm start: 40 of 41 items known to the champion" in caplog.text
     retrained = Recommender.load(second / "artifacts" / "sasrec" / "finetuned")
-    past = Store(url).pasts(["u1"])["u1"]
+    past = Store(url).histories(["u1"])["u1"]
     assert (answer["version"], answer["unknown"]) == ("2", 0)
     expected = retrained.recommend(past.items, 3, times=past.times, user="u1", exclude=past.hidden)
     assert answer["items"] == expected.items

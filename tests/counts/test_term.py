@@ -63,11 +63,10 @@ def test_shares_of_events_and_scores_of_candidates_are_those_of_the_whole(prepar
     item_BC = torch.randint(1, len(data.count), (len(items_BL), 6))
 
     torch.testing.assert_close(found.of(items_BL, item_BC), score_BV.gather(1, item_BC))
-    for item_B in item_BC.unbind(1):
-        share_BL = found.shares(items_BL, item_B)
-        popular_B = CONFIG.popularity * found.log_popularity[item_B]
-        torch.testing.assert_close(share_BL.sum(1) + popular_B, score_BV.gather(1, item_B[:, None])[:, 0])
-        assert not share_BL[:, : -CONFIG.events].any()
+    share_BCL = found.shares(items_BL, item_BC)
+    popular_BC = CONFIG.popularity * found.log_popularity[item_BC]
+    torch.testing.assert_close(share_BCL.sum(2) + popular_BC, score_BV.gather(1, item_BC))
+    assert not share_BCL[:, :, : -CONFIG.events].any()
 
 
 def test_an_empty_history_gets_popularity_alone(prepared):

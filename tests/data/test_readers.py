@@ -428,6 +428,7 @@ def test_rows_of_a_parquet_file_are_counted_across_batches(tmp_path, monkeypatch
         ("user,item_id,timestamp\n", {}, r"no column 'user_id'; .*'user', .*ingest\.columns\.user_id"),
         ("user_id,item_id,timestamp\n", {"rating": "stars"}, r"ingest\.columns\.rating: no file has a column 'stars'"),
         ("user_id,item_id,timestamp,item_id\n", {}, "appears twice"),
+        ("user_id,item_id,timestamp,ta\x00gs\n", {}, "contains a NUL character"),
         ("", {}, "events.csv is empty"),
         ("\n\n", {}, "events.csv is empty"),
         ("PAR1 and no more", {}, "truncated or damaged"),
@@ -678,7 +679,8 @@ def test_lines_that_may_be_either_need_the_setting(tmp_path, text):
         ("", "x.item2index is empty"),
     ],
 )
-def test_an_index_that_is_wrong_is_an_error(tmp_path, index, message):
+def test_an_index_that_is_wrong_is_an_error(tmp_path, index, message, monkeypatch):
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 5)  # regular and irregular blocks
     paths = written(
         tmp_path,
         **{part: (f"x.{part}.inter", HEADER + "0\t0\t1\n") for part in ("train", "valid", "test")},

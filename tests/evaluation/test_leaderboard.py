@@ -38,6 +38,11 @@ def reports(tmp_path):
     return tmp_path
 
 
+def write_board(reports, rows, outcome=None):
+    board = {"rows": rows, "verdict": {"sentence": "A verdict."}, "warnings": [], "registry": outcome}
+    (reports / "leaderboard.json").write_text(json.dumps(board))
+
+
 def shown(rows):
     console = Console(width=80, file=io.StringIO())
     console.print(leaderboard.render(rows))
@@ -97,21 +102,11 @@ def test_table_shows_every_number_and_marks_the_champion(reports):
     assert "* champion" in text
 
 
-@pytest.mark.parametrize(("candidate", "caption"), [(True, "candidate, not the champion"), (False, "not registered")])
-def test_table_says_so_when_the_champion_is_not_among_the_rows(reports, candidate, caption):
-    rows = leaderboard.build(reports=reports, models=["sasrec", "rec_denoiser"])
-    rows[1]["candidate"] = candidate
-
-    assert caption in shown(rows)
-    assert ("rec_denoiser +" in shown(rows)) == candidate
-
-
 def test_show_prints_the_table_and_the_decision(reports, capsys):
     rows = leaderboard.build(reports=reports, models=["sasrec", "rec_denoiser"])
     outcome = {"registered_model": "seqrec-toy", "version": 2, "model": "rec_denoiser"}
     decision = {"promoted": False, "reason": "gain +0.01 [-0.01, +0.03]"}
-    report = {"rows": rows, "registry": outcome | decision}
-    (reports / "leaderboard.json").write_text(json.dumps(report))
+    write_board(reports, rows, outcome | decision)
     leaderboard.show(reports=reports)
 
     printed = capsys.readouterr().out
@@ -133,7 +128,7 @@ def test_a_model_below_the_best_baseline_is_a_red_line(reports, capsys):
     assert (best["model"], below) == ("markov", ["rec_denoiser", "sasrec"])
     styles = dict(zip((row["model"] for row in rows), (row.style for row in table.rows), strict=True))
     assert {name for name, style in styles.items() if style == "red"} == set(below)
-    (reports / "leaderboard.json").write_text(json.dumps({"rows": rows, "registry": None}))
+    write_board(reports, rows)
     leaderboard.show(reports=reports)
     assert "sasrec is below the best baseline, markov" in capsys.readouterr().out
 
@@ -154,9 +149,7 @@ def test_the_summaries_fit_into_100_columns_and_replace_those_of_other_models(re
     folder = reports / "summary"
     folder.mkdir()
     (folder / "gone.json").touch()
-    rows = leaderboard.build(reports=reports, models=["sasrec", "rec_denoiser"])
-    (reports / "leaderboard.json").write_text(json.dumps({"rows": rows}))
-    leaderboard.summarise(reports=reports)
+    leaderboard.write_summaries(folder, leaderboard.build(reports=reports, models=["sasrec", "rec_denoiser"]))
 
     assert sorted(path.stem for path in folder.iterdir()) == ["markov", "popularity", "rec_denoiser", "sasrec"]
     values = json.loads((folder / "rec_denoiser.json").read_text())

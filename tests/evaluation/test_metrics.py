@@ -79,15 +79,6 @@ def test_no_case_is_zero():
     assert set(metrics.from_histogram(metrics.histogram(torch.empty(0), 20)).values()) == {0.0}
 
 
-def test_histograms_of_blocks_add_up():
-    rank = torch.randint(2, 40, (100,)) / 2
-
-    whole = metrics.histogram(rank, 20)
-    parts = metrics.histogram(rank[:33], 20) + metrics.histogram(rank[33:], 20)
-
-    assert torch.equal(whole, parts)
-
-
 def test_list_metrics_by_hand():
     """Five items with train counts 5, 3, 1, 1, 0; two lists of two."""
     lists, count = torch.tensor([[1, 2], [1, 5]]), torch.tensor([0, 5, 3, 1, 1, 0])

@@ -3,10 +3,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support import make_model, prepare_rows, synthetic_rows, trained
+from support import make_model, prepare_rows, trained
 
 from seqrec.data import sequences
-from seqrec.evaluation import metrics, ranking
+from seqrec.evaluation import ranking
 
 
 def fixed_scorer(score_V):
@@ -32,10 +32,6 @@ def three(tmp_path_factory):
     ]
     folder = tmp_path_factory.mktemp("three")
     return sequences.load(prepare_rows(folder, rows, min_user_events=1, min_item_events=1))
-
-
-def test_item_numbers_of_the_example(three):
-    assert three.items.tolist() == [1, 2, 3, 2, 1, 4, 1, 5, 1, 5]  # in order of first appearance: a b c e d
 
 
 @pytest.mark.parametrize(
@@ -74,22 +70,6 @@ def test_lists_leave_out_seen_items_but_never_the_target(three):
     )
 
     assert ranked.top.tolist() == [[3, 4, 5, 0, 0], [3, 4, 5, 0, 0], [2, 3, 4, 5, 0]]
-
-
-@pytest.mark.parametrize("rows", [1, 7, 1000])
-@pytest.mark.parametrize("items", [3, 11, 65_536])
-def test_blocks_change_nothing(prepared, monkeypatch, rows, items):
-    data = sequences.load(prepared)
-    cases = sequences.cases(data, "test")
-    score = torch.randn(data.num_items + 1).round(decimals=1)  # with ties
-
-    whole = ranking.rank(fixed_scorer(score), data, cases, filter_seen=True, top_k=4)
-    monkeypatch.setattr(ranking, "ITEMS_PER_BLOCK", items)
-    parts = ranking.rank(fixed_scorer(score), data, cases, filter_seen=True, top_k=4, rows=rows)
-
-    assert torch.equal(whole.rank, parts.rank)
-    assert torch.equal(whole.rank_unfiltered, parts.rank_unfiltered)
-    assert torch.equal(whole.score, parts.score)
 
 
 def test_blocks_are_small_where_histories_are_long(prepared, monkeypatch):
@@ -149,19 +129,6 @@ def test_ranks_among_the_stored_negatives(tmp_path, monkeypatch):
         target, rivals = score[data.items[position]], score[data.negatives[user].long()]
         assert rank == 1 + int((rivals > target).sum()) + int((rivals == target).sum()) / 2
     assert (ranked.rank_sampled < ranked.rank).any()
-
-
-def test_renumbered_items_have_the_same_metrics(tmp_path):
-    """Item ids carry no information: reversing them reverses the numbers, and changes no metric."""
-    rows = synthetic_rows(users=30)
-    popularity = []
-    for name, rename in (("as is", lambda i: i), ("renamed", lambda i: f"x{997 - int(i[1:])}")):
-        folder = prepare_rows(tmp_path / name, [(u, rename(i), t) for u, i, t in rows])
-        data = sequences.load(folder)
-        ranked = ranking.rank(fixed_scorer(data.count.float()), data, sequences.cases(data, "test"), filter_seen=True)
-        popularity.append(metrics.from_histogram(metrics.histogram(ranked.rank, data.num_items)))
-
-    assert popularity[0] == popularity[1]
 
 
 def mid_rank_by_hand(scores, target, others):

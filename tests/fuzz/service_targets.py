@@ -16,12 +16,11 @@ from hypothesis import strategies as st
 from fuzz.files import damaged
 from fuzz.harness import Target
 from fuzz.setting_targets import NASTY, ROOT
-from seqrec.__main__ import COMMANDS, bind, command_parser
+from seqrec.__main__ import bind, command_parser
 from seqrec.commands.keys import keys as keys_command
 from seqrec.serving import keys
-from seqrec.serving.http import serve
 
-PARSER = command_parser("serve", COMMANDS["serve"][2], serve)
+PARSER = command_parser("serve")
 FLAGS = sorted(set(vars(PARSER.parse_args([]))) - {"params", "metrics", "verbose"})
 WORDS = [
     *("", " ", "x", "\x00", "nan", "inf", "-inf", "-1", "0", "-0.0", "0.5", "1", "1e3", "1e-320", "1e400", "1_000"),
@@ -59,7 +58,7 @@ def parse(arguments: list[str]) -> None:
             flags = PARSER.parse_args([*arguments, "--params", str(ROOT / "configs" / "first.yaml")])
     except SystemExit as error:
         raise ValueError(said.getvalue()) from error
-    accepted = vars(bind(serve, "serve", flags)["options"])
+    accepted = vars(bind("serve", flags)["options"])
     for name, value in accepted.items():
         if isinstance(value, int | float):
             assert math.isfinite(value), name

@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-import torch
+from equations import scrambled
 from support import make_batch, make_model
 
 
@@ -26,12 +26,8 @@ def reference(weights, rows, user, window, width):
 
 @pytest.mark.parametrize("last", [False, True])
 def test_scores_equal_numpy_with_loops(last):
-    model = make_model("caser", window=4, horizontal=3, vertical=2).double().eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.5)
-    with torch.no_grad():
-        model.items.weight[0] = 0
-    weights = {name: value.detach().numpy() for name, value in model.named_parameters()}
+    model, weights = scrambled(make_model("caser", window=4, horizontal=3, vertical=2))
+    weights["items.weight"][0] = 0
     row = [3, 7, 2, 9, 4, 11]
 
     scores = (model(make_batch([row], user=2), last=last) @ model.item_vectors().T).detach().numpy()[0]
@@ -42,14 +38,6 @@ def test_scores_equal_numpy_with_loops(last):
         np.testing.assert_allclose(scores[0 if last else position], expected, atol=1e-9)
 
 
-def test_a_short_history_is_served_as_a_padded_one():
-    model = make_model("caser").eval()
-
-    short = model(make_batch([[3, 7]]), last=True)
-
-    torch.testing.assert_close(short, model(make_batch([[3, 7], [5, 1, 8, 6, 2, 9, 4]]), last=True)[:1])
-
-
 def test_an_unknown_user_adds_nothing():
     model = make_model("caser").eval()
 
@@ -57,14 +45,3 @@ def test_an_unknown_user_adds_nothing():
 
     assert (query[16:32] == 0).all()
     assert (model(make_batch([[3, 7, 2]], user=1), last=True)[0, 0, 16:32] != 0).all()
-
-
-@pytest.mark.parametrize("option", ["window", "horizontal", "vertical"])
-def test_sizes_must_be_positive(option):
-    with pytest.raises(ValueError, match=option):
-        make_model("caser", **{option: 0})
-
-
-def test_a_window_longer_than_the_input_is_refused():
-    with pytest.raises(ValueError, match="window"):
-        make_model("caser", length=4, window=5)

@@ -64,13 +64,6 @@ def test_linformer_attends_to_projected_rows(mask):
     torch.testing.assert_close(attention(x, x, mask), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_linformer_with_an_identity_is_dense_attention():
-    attention, x = build("linformer", L), torch.randn(B, L, D)
-    attention.projection.data = torch.eye(L)
-
-    torch.testing.assert_close(attention(x, x, None), dense(attention, x, torch.ones(L, L).bool()))
-
-
 @pytest.mark.parametrize("mask", [None, padded(13, 7, 1)])
 def test_informer_with_every_query_is_dense_attention(mask):
     attention, x = build("informer", 50), torch.randn(B, L, D)

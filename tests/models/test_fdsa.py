@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
+from equations import torch_layer
 from support import make_batch, make_model
-from test_unisrec import torch_layer
 from torch import nn
 from torch.nn import functional as F
 
@@ -34,7 +34,7 @@ def stream(part, x, *, causal=True):
     x = F.layer_norm(x + part.positions[-len(x) :], x.shape[-1:], part.norm.weight, part.norm.bias)[None]
     mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1]) if causal else None
     for block in part.blocks:
-        x = torch_layer(block, 16, 2)(x, src_mask=mask)
+        x = torch_layer(block)(x, src_mask=mask)
     return x[0]
 
 

@@ -22,8 +22,3 @@ def test_an_unknown_user_is_ranked_by_the_last_item_alone():
     scores = model(make_batch([[3, 7, 2]], user=0), last=True)[0, 0] @ model.item_vectors().T
 
     torch.testing.assert_close(scores, model.next_items.weight[:, 16:] @ model.last_items.weight[2])
-
-
-def test_the_width_must_be_positive():
-    with pytest.raises(ValueError, match="d_model"):
-        make_model("fpmc", d_model=0)

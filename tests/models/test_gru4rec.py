@@ -3,13 +3,10 @@
 import numpy as np
 import pytest
 import torch
+from equations import scrambled, sigmoid
 from support import make_batch, make_model
 
 from seqrec.models.gru4rec import roll
-
-
-def sigmoid(x):
-    return 1 / (1 + np.exp(-x))
 
 
 def gru(weights, prefix, inputs):
@@ -29,11 +26,7 @@ def gru(weights, prefix, inputs):
 
 @pytest.mark.parametrize(("layers", "item_bias"), [(1, False), (2, True)])
 def test_scores_equal_numpy_for_a_padded_row(layers, item_bias):
-    model = make_model("gru4rec", d_state=10, layers=layers, item_bias=item_bias).double().eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.5)
-    weights = {name: value.detach().numpy() for name, value in model.named_parameters()}
-
+    model, weights = scrambled(make_model("gru4rec", d_state=10, layers=layers, item_bias=item_bias))
     batch = make_batch([[3, 7, 2, 9, 4], [5, 1, 8]])
     scores = (model(batch) @ model.item_vectors().T).detach().numpy()
 
@@ -51,9 +44,3 @@ def test_each_row_is_rolled_by_its_own_shift():
     expected = [torch.roll(row, -int(by), 0) for row, by in zip(x, shift, strict=True)]
 
     assert torch.equal(roll(x, shift), torch.stack(expected))
-
-
-@pytest.mark.parametrize("option", ["d_state", "layers"])
-def test_widths_must_be_positive(option):
-    with pytest.raises(ValueError, match=option):
-        make_model("gru4rec", **{option: 0})

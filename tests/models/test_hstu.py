@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from equations import layer_norm, linear, scrambled, silu
 from support import make_batch, make_model
 
 from seqrec.models.hstu import time_buckets
@@ -13,18 +14,9 @@ YEAR = 31_536_000.0
 TIMES = [[-YEAR, -90_000.0, -90_000.0, -1.0, 0.0], [0.0, 0.0, -7200.0, -60.0, 0.0]]
 
 
-def silu(x):
-    return x / (1 + np.exp(-x))
-
-
-def norm(x, eps=1e-6):
-    centred = x - x.mean(-1, keepdims=True)
-    return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + eps)
-
-
 def unit(x, times, weights, name, heads, longest):
-    gate, query = np.split(silu(norm(x) @ weights[f"{name}.to_gate_and_query.weight"].T), 2, axis=-1)
-    key, value = np.split(silu(norm(x) @ weights[f"{name}.to_key_and_value.weight"].T), 2, axis=-1)
+    gate, query = np.split(silu(layer_norm(x, eps=1e-6) @ weights[f"{name}.to_gate_and_query.weight"].T), 2, axis=-1)
+    key, value = np.split(silu(layer_norm(x, eps=1e-6) @ weights[f"{name}.to_key_and_value.weight"].T), 2, axis=-1)
     width, mixed = x.shape[1] // heads, np.zeros_like(x)
     for head in range(heads):
         part = slice(head * width, (head + 1) * width)
@@ -35,15 +27,12 @@ def unit(x, times, weights, name, heads, longest):
                     bucket = int(math.log(max(1.0, times[i] - times[j])) / 0.301)
                     score += weights[f"{name}.by_time"][bucket]
                 mixed[i, part] += silu(score) / longest * value[j, part]
-    return x + (gate * norm(mixed)) @ weights[f"{name}.to_out.weight"].T + weights[f"{name}.to_out.bias"]
+    return x + linear(gate * layer_norm(mixed, eps=1e-6), weights, f"{name}.to_out")
 
 
 @pytest.mark.parametrize("relative_time", [False, True])
 def test_queries_equal_numpy_for_a_padded_row(relative_time):
-    model = make_model("hstu", layers=2, heads=2, length=12, relative_time=relative_time).double().eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.5)
-    weights = {name: value.detach().numpy() for name, value in model.named_parameters()}
+    model, weights = scrambled(make_model("hstu", layers=2, heads=2, length=12, relative_time=relative_time))
     batch = make_batch([[3, 7, 2, 9, 4], [5, 1, 8]])._replace(times=torch.tensor(TIMES).double())
 
     got = model(batch)[1, 2:].detach().numpy()
@@ -51,7 +40,7 @@ def test_queries_equal_numpy_for_a_padded_row(relative_time):
     x = weights["items.weight"][[5, 1, 8]] * 4 + weights["positions"][-3:]  # 4 = sqrt(16)
     for layer in range(2):
         x = unit(x, TIMES[1][2:] if relative_time else None, weights, f"units.{layer}", heads=2, longest=12)
-    expected = norm(x, 1e-5) * weights["norm.weight"] + weights["norm.bias"]
+    expected = layer_norm(x) * weights["norm.weight"] + weights["norm.bias"]
     np.testing.assert_allclose(got, expected, atol=1e-9)
 
 

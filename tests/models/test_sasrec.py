@@ -1,4 +1,3 @@
-import pytest
 import torch
 from support import make_batch, make_model
 
@@ -22,8 +21,3 @@ def test_attention_equals_torch_multihead_attention():
     expected = model.norm(y + block.outer(block.inner(y).relu()))
 
     torch.testing.assert_close(model(batch), expected, atol=1e-6, rtol=1e-5)
-
-
-def test_heads_must_divide_the_width():
-    with pytest.raises(ValueError, match="heads"):
-        make_model("sasrec", heads=3)

@@ -30,13 +30,6 @@ def test_blocks_see_item_and_user_side_by_side():
     torch.testing.assert_close(inputs[0][0], expected + model.positions[-2:])
 
 
-def test_the_user_matters():
-    model = make_model("ssept").eval()
-    one, other = (model(make_batch([[3, 7, 2]], user=user), last=True) for user in (1, 2))
-
-    assert not torch.allclose(one, other)
-
-
 def test_embeddings_are_shared_with_the_given_probability():
     index = torch.full((100_000,), 7)
 
@@ -63,9 +56,3 @@ def test_replacement_is_for_training_alone():
     assert not torch.equal(model(batch), model(batch))
     model.eval()
     assert torch.equal(model(batch), model(batch))
-
-
-@pytest.mark.parametrize("options", [{"keep_item": 1.5}, {"keep_user": -0.1}, {"d_user": 0}])
-def test_options_out_of_range_are_refused(options):
-    with pytest.raises(ValueError, match=next(iter(options))):
-        make_model("ssept", **options)

@@ -2,7 +2,6 @@
 
 import math
 
-import pytest
 import torch
 from support import make_batch, make_model, prepare_rows
 
@@ -102,8 +101,3 @@ def test_times_matter_and_later_times_do_not():
     assert ((model(earlier) - reference)[0, 2:].abs().amax(-1) > 1e-4).all()  # from the second gap on, units differ
     torch.testing.assert_close(model(later)[:, :4], reference[:, :4])
     assert not torch.allclose(model(later)[:, 4], reference[:, 4])
-
-
-def test_no_interval_is_an_error():
-    with pytest.raises(ValueError, match="max_interval"):
-        make_model("tisasrec", max_interval=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from equations import torch_layer
 from support import make_batch, make_model
 from torch import nn
 from torch.nn import functional as F
@@ -35,28 +36,6 @@ def adapted(model, text):
     return sum(gates[..., g : g + 1] * expert for g, expert in enumerate(experts))
 
 
-def torch_layer(block, width, heads):
-    """A layer of torch with the weights of `block`, normalised after each residual."""
-    layer = nn.TransformerEncoderLayer(width, heads, 4 * width, dropout=0.0, activation="gelu", batch_first=True)
-    mine = block.attention
-    parts = (mine.to_query, mine.to_key, mine.to_value)
-    weights = {
-        "self_attn.in_proj_weight": torch.cat([part.weight for part in parts]),
-        "self_attn.in_proj_bias": torch.cat([part.bias for part in parts]),
-    }
-    pairs = {
-        "self_attn.out_proj": mine.to_out,
-        "linear1": block.inner,
-        "linear2": block.outer,
-        "norm1": block.norm_attention,
-        "norm2": block.norm,
-    }
-    for name, part in pairs.items():
-        weights |= {f"{name}.{kind}": value for kind, value in part.state_dict().items()}
-    layer.load_state_dict(weights)
-    return layer.train()  # in eval mode torch takes another path, with the same result
-
-
 @pytest.mark.parametrize("ids", [False, True])
 @torch.no_grad()
 def test_scores_are_those_of_the_papers_equations(ids):
@@ -70,7 +49,7 @@ def test_scores_are_those_of_the_papers_equations(ids):
         x = F.layer_norm(x, x.shape[-1:], model.norm.weight, model.norm.bias)[None]
         causal = nn.Transformer.generate_square_subsequent_mask(len(row))
         for block in model.blocks:
-            x = torch_layer(block, 16, 2)(x, src_mask=causal)
+            x = torch_layer(block)(x, src_mask=causal)
         expected = F.cosine_similarity(x[0, :, None], table[None], dim=-1) / 0.07
 
         batch = make_batch([row])

@@ -23,7 +23,7 @@ from support import prepare_rows, save, synthetic_rows
 
 from seqrec.artifacts import write_table
 from seqrec.serving import schemas, server
-from seqrec.serving.events import DAY, MOST, Store
+from seqrec.serving.events import DAY, NEWEST_EVENTS, Store
 
 ROOT = Path(__file__).parent.parent.parent
 ITEMS, USERS, EVENTS, HEAVY = 1_500, 64, 60_000, 20_000
@@ -72,7 +72,11 @@ def fill(file):
         (f"u{draw.randrange(5_000)}", f"i{draw.randrange(ITEMS)}", draw.uniform(0, 14 * DAY)) for _ in range(EVENTS)
     ]
     rows += [("heavy", f"i{number % ITEMS}", 60.0 * number) for number in range(HEAVY)]
-    rows += [(f"heavy{user}", f"i{number % ITEMS}", 60.0 * number) for user in range(USERS) for number in range(MOST)]
+    rows += [
+        (f"heavy{user}", f"i{number % ITEMS}", 60.0 * number)
+        for user in range(USERS)
+        for number in range(NEWEST_EVENTS)
+    ]
     with sqlite3.connect(file) as connection:
         connection.executemany(
             'insert into events (event_id, "user", item, kind, at, received) values (?, ?, ?, ?, ?, ?)',
@@ -163,8 +167,8 @@ def is_open(connection, more):
         return False
 
 
-LONG = [f"i{n % ITEMS}" for n in range(schemas.EVENTS)]
-VALUES = [f"v{n}" for n in range(schemas.ROWS)]
+LONG = [f"i{n % ITEMS}" for n in range(schemas.MAX_HISTORY)]
+VALUES = [f"v{n}" for n in range(schemas.MAX_VALUES)]
 QUOTA = dict.fromkeys(VALUES[:50], 1_000)
 ATTACKS = {
     "lists of 1,000 that differ": (lambda a: batch(a, 64, k=1_000, diversity=1), {413}),

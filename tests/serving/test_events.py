@@ -15,25 +15,19 @@ import pytest
 import requests
 import sqlalchemy as sa
 from fastapi import HTTPException
-from support import running, save, write_interactions
+from support import save, service, write_interactions
 
 from seqrec.__main__ import main
 from seqrec.config import ConfigError
 from seqrec.serving import events as module
-from seqrec.serving import http
-from seqrec.serving.events import DAY, Event, Past, Store, StoreError, dump
-from seqrec.serving.histories import Histories
-from seqrec.serving.kept import Kept
+from seqrec.serving.async_store import AsyncStore, Kept
+from seqrec.serving.events import DAY, Event, Store, StoreError, UserHistory, dump
 from seqrec.serving.recommender import Recommender
 
 
-@pytest.fixture
-def store(tmp_path):
-    return Store(f"sqlite:///{tmp_path}/events.db")
-
-
 @pytest.fixture(scope="module")
-def recommender(prepared, tmp_path_factory):
+def timed(prepared, tmp_path_factory):
+    """A model that reads times."""
     return Recommender.load(save("tisasrec", prepared, tmp_path_factory.mktemp("served"), model="tisasrec"))
 
 
@@ -46,21 +40,21 @@ def test_a_past_is_in_the_order_of_its_times_whatever_came_first(store):
     assert store.add([event(5, item="x", at=1)]) == 1  # as early as a, but sent later
     assert store.add([event(6, item="d", kind="hide"), event(3, item="other")]) == 1  # an id that is known
 
-    past = store.pasts({"u", "nobody", "\0"})
+    past = store.histories({"u", "nobody", "\0"})
     assert (past["u"].items, past["u"].times, past["u"].hidden) == (["a", "x", "b", "c"], [1, 1, 2, 3], ["d"])
     assert past["nobody"].items == past["\0"].items == []
 
 
 def test_the_newest_events_are_kept_where_there_are_too_many(store, monkeypatch):
-    monkeypatch.setattr(module, "MOST", 3)
+    monkeypatch.setattr(module, "NEWEST_EVENTS", 3)
     store.add([event(number, item=f"i{number}") for number in range(9)])
     store.add([event(f"h{number}", item=f"h{number}", kind="hide", at=number) for number in range(4)])
     store.add([event("old", user="v", item="j", at=0)])
 
-    past = store.pasts(["u", "v"])
+    past = store.histories(["u", "v"])
     assert (past["u"].items, past["v"].items) == (["i6", "i7", "i8"], ["j"])
     assert past["u"].hidden == ["h1", "h2", "h3"]  # however many events came after them
-    assert store.pasts(["u"], longest=4)["u"].items == ["i5", "i6", "i7", "i8"]  # for a model that reads more
+    assert store.histories(["u"], longest=4)["u"].items == ["i5", "i6", "i7", "i8"]  # for a model that reads more
 
 
 class Slow:
@@ -69,28 +63,28 @@ class Slow:
     def __init__(self):
         self.calls, self.fails = [], False
 
-    def pasts(self, users, longest):
+    def histories(self, users, longest):
         self.calls.append(set(users))
         time.sleep(0.05)
         if self.fails:
             raise StoreError("down")
-        return {user: Past(items=[user, str(len(self.calls))]) for user in users}
+        return {user: UserHistory(items=[user, str(len(self.calls))]) for user in users}
 
 
 def test_users_who_ask_during_a_lookup_are_looked_up_together_after_it():
     store = Slow()
 
     async def ask():
-        histories = Histories(store, lambda: 0)
-        first = asyncio.create_task(histories.pasts({"a"}))
+        histories = AsyncStore(store, None)
+        first = asyncio.create_task(histories.histories({"a"}, 0))
         while not store.calls:
             await asyncio.sleep(0.001)
-        later = [asyncio.create_task(histories.pasts({user})) for user in "abcd"]
+        later = [asyncio.create_task(histories.histories({user}, 0)) for user in "abcd"]
         await asyncio.sleep(0.001)
         later[1].cancel()  # whoever has gone leaves the others their answer
         found = await asyncio.gather(first, *later, return_exceptions=True)
         store.fails = True
-        failed = await asyncio.gather(*(histories.pasts({user}) for user in "ef"), return_exceptions=True)
+        failed = await asyncio.gather(*(histories.histories({user}, 0) for user in "ef"), return_exceptions=True)
         return found, failed
 
     (first, again, gone, *others), failed = asyncio.run(ask())
@@ -109,7 +103,12 @@ def test_training_data_seeds_histories_once(store, tmp_path):
 
     assert store.seed(tmp_path / "interactions.parquet") == 4
     assert store.seed(tmp_path / "interactions.parquet") == 0
-    assert store.pasts(["u"])["u"].items == ["i1", "i2", "i3", "i2"]  # the last one once, though two sources have it
+    assert store.histories(["u"])["u"].items == [
+        "i1",
+        "i2",
+        "i3",
+        "i2",
+    ]  # the last one once, though two sources have it
     assert [*store.interactions(["view"])] == [*rows[:1], ("v", "i9", 150), rows[1], ("u", "i3", 250), rows[2]]
     assert store.trending(1, 9, 400.0) == [("i2", 1.2), ("i1", 1.1), ("i3", 1.1), ("i9", 1.1)]
 
@@ -138,7 +137,7 @@ def test_a_trend_is_the_gain_over_as_many_days_before(store, recommender, days):
     gains = {f"i{n}": (count(f"i{n}", 0, days) + 10) / (count(f"i{n}", days, 2 * days) + 10) for n in range(5)}
     expected = sorted(gains.items(), key=lambda one: -one[1])
     assert store.trending(days, 3, now) == [(item, pytest.approx(gain)) for item, gain in expected[:3]]
-    with running(http.app(lambda: recommender, lambda: "7", store=store)) as address:
+    with service(recommender, store=store) as address:
         answer = requests.get(f"{address}/trending?k=2&days={days}", timeout=10).json()
         assert requests.get(f"{address}/trending?days=0", timeout=10).status_code == 422
     assert answer["items"] == [item for item, _ in expected[:2]]
@@ -185,9 +184,9 @@ def test_a_store_of_another_kind_is_refused():
             Store(url)
 
 
-def test_answers_by_user_are_those_of_the_history_and_follow_events(recommender, store):
-    now = time.time()
-    with running(http.app(lambda: recommender, lambda: "7", store=store)) as address:
+def test_answers_by_user_are_those_of_the_history_and_follow_events(timed, store):
+    recommender, now = timed, time.time()
+    with service(timed, store=store) as address:
 
         def ask(**body):
             return requests.post(f"{address}/recommend", json=body, timeout=10)
@@ -233,7 +232,7 @@ def test_answers_by_user_are_those_of_the_history_and_follow_events(recommender,
 
 
 def test_without_a_store_a_user_alone_is_refused(recommender):
-    with running(http.app(lambda: recommender, lambda: "7")) as address:
+    with service(recommender) as address:
         answer = requests.post(f"{address}/recommend", json={"user": "u1"}, timeout=10)
         assert requests.post(f"{address}/events", json={"events": []}, timeout=10).status_code == 404
     assert answer.status_code == 422
@@ -241,7 +240,7 @@ def test_without_a_store_a_user_alone_is_refused(recommender):
 
 
 def test_a_store_that_fails_is_a_503_and_given_histories_are_answered(recommender, store, caplog):
-    with running(http.app(lambda: recommender, lambda: "7", store=store)) as address:
+    with service(recommender, store=store) as address:
         module.TABLES.drop_all(store.engine)
         failed = requests.post(f"{address}/recommend", json={"user": "u1"}, timeout=10)
         given = requests.post(f"{address}/recommend", json={"user": "u1", "history": ["i1"]}, timeout=10)
@@ -322,7 +321,7 @@ def test_a_full_disk_is_an_error_without_what_was_sent(store):
     with pytest.raises(StoreError, match="the disk is full") as error:
         store.add(many)
     assert "private" not in "".join(traceback.format_exception(error.value))
-    assert store.pasts({"nobody"})
+    assert store.histories({"nobody"})
 
 
 def test_a_table_without_the_columns_of_events_is_refused(store, tmp_path, caplog):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import requests
 from scipy import stats
-from support import running, save
+from support import save, service
 
 from seqrec.__main__ import main
 from seqrec.artifacts import MODEL_CARD, read_json
@@ -16,17 +16,11 @@ from seqrec.config import ConfigError, RegisterConfig
 from seqrec.serving import http
 from seqrec.serving.batcher import Served
 from seqrec.serving.config import ServeConfig
-from seqrec.serving.events import Clicks, Event, Shown, Store
+from seqrec.serving.events import Clicks, Event, Shown
 from seqrec.serving.experiment import compare, in_candidate
-from seqrec.serving.impressions import Impressions
 from seqrec.serving.recommender import Recommender, Request
 
 USERS = [f"u{number}" for number in range(4000)]
-
-
-@pytest.fixture
-def store(tmp_path):
-    return Store(f"sqlite:///{tmp_path}/events.db")
 
 
 @pytest.fixture(scope="module")
@@ -140,10 +134,9 @@ def test_clicks_are_joined_by_answer_item_and_user(store, capsys, caplog):
 
 def test_two_versions_behind_one_service(models, store):
     champion, candidate = models
-    api = http.app(lambda: champion, lambda: "1", ServeConfig(share=0.5), store=store, candidate=Served(candidate, "2"))
     users = USERS[:20]
     own = {user: candidate if in_candidate(user, "2", 0.5) else champion for user in users}
-    with running(api) as address:
+    with service(champion, version="1", store=store, candidate=Served(candidate, "2"), share=0.5) as address:
 
         def ask(user, **body):
             body = {"history": ["i1", "i2"], "user": user, "k": 3, **body}
@@ -183,9 +176,8 @@ def test_two_versions_behind_one_service(models, store):
 
 def test_both_versions_can_be_asked_and_such_answers_are_not_logged(models, store):
     champion, candidate = models
-    api = http.app(lambda: champion, lambda: "1", ServeConfig(share=1.0), store=store, candidate=Served(candidate, "2"))
     body = {"history": ["i1", "i2"], "user": "u", "k": 3}
-    with running(api) as address:
+    with service(champion, version="1", store=store, candidate=Served(candidate, "2"), share=1.0) as address:
         assert requests.get(f"{address}/health", timeout=10).json()["candidate"] == "2"
         for by, version, model in (("champion", "1", champion), ("candidate", "2", candidate)):
             answer = requests.post(f"{address}/recommend", json={**body, "by": by}, timeout=10).json()
@@ -194,20 +186,19 @@ def test_both_versions_can_be_asked_and_such_answers_are_not_logged(models, stor
             question = {"history": ["i1", "i2"], "item": "i5", "user": "u"}
             drops = requests.post(f"{address}/explain", json={**question, "by": by}, timeout=10).json()["drops"]
             assert drops == pytest.approx(model.explain(Request(history=["i1", "i2"], user="u"), "i5"))
-        assert requests.get(f"{address}/experiment", timeout=10).json()["candidate"]["answers"] == 0
-    with running(http.app(lambda: champion, lambda: "1")) as address:
+        found = requests.get(f"{address}/experiment", timeout=10).json()
+        assert (found["candidate"]["answers"], found["candidate"]["rate"], found["low"]) == (0, None, None)
+    with service(champion) as address:
         assert requests.post(f"{address}/recommend", json={**body, "by": "candidate"}, timeout=10).status_code == 404
 
 
 def test_answers_in_the_queue_are_written_at_the_end_and_what_is_too_much_is_counted(models, store, monkeypatch):
-    monkeypatch.setattr("seqrec.serving.impressions.EVERY_S", 100)
-    monkeypatch.setattr("seqrec.serving.impressions.MOST", 1)
-    api = http.app(lambda: models[0], lambda: "1", store=store)
-    with running(api) as address:
+    monkeypatch.setattr("seqrec.serving.async_store.WRITE_EVERY_S", 100)
+    monkeypatch.setattr("seqrec.serving.async_store.MOST_WAITING", 1)
+    with service(models[0], version="1", store=store) as address:
         for _ in range(3):
             requests.post(f"{address}/recommend", json={"history": ["i1"], "user": "u"}, timeout=10)
         metrics = requests.get(f"{address}/metrics", timeout=10).text
 
-    assert isinstance(api.state.service.impressions, Impressions)
     assert "seqrec_impressions_lost_total 2.0" in metrics
     assert store.clicks("1", "2") == [Clicks("1", "u", 1, 0)]

@@ -14,23 +14,14 @@ from pathlib import Path
 
 import pytest
 import requests
-from support import running, save
+from support import running, save, service
 
 from seqrec.__main__ import main
-from seqrec.serving import guards, http, keys
+from seqrec.serving import http, keys, rates
 from seqrec.serving.config import ServeConfig
-from seqrec.serving.guards import Rates
-from seqrec.serving.recommender import Recommender, Request
+from seqrec.serving.rates import Rates
+from seqrec.serving.recommender import Request
 from seqrec.serving.rules import Attribute, Attributes
-
-
-@pytest.fixture(scope="module")
-def recommender(prepared, tmp_path_factory):
-    return Recommender.load(save("sasrec", prepared, tmp_path_factory.mktemp("served"), model="sasrec"))
-
-
-def service(recommender, **limits):
-    return running(http.app(lambda: recommender, lambda: "1", ServeConfig(**limits)))
 
 
 def ask(address, key=None, path="/recommend", **options):
@@ -195,30 +186,30 @@ def test_a_file_of_something_else_is_no_key_file(tmp_path, caplog, content):
 
 def test_a_caller_has_a_rate_of_its_own(monkeypatch):
     now = [0.0]
-    rates = Rates(2.0, lambda: now[0])
+    found = Rates(2.0, lambda: now[0])
 
-    assert [rates.wait("a") for _ in range(5)] == [0, 0, 0, 0, 0.5]  # two seconds' requests at once
-    assert rates.wait("b") == 0
+    assert [found.take("a") for _ in range(5)] == [0, 0, 0, 0, 0.5]  # two seconds' requests at once
+    assert found.take("b") == 0
     now[0] = 0.5
-    assert [rates.wait("a"), rates.wait("a")] == [0, 0.5]
+    assert [found.take("a"), found.take("a")] == [0, 0.5]
     now[0] = 100.0
-    assert [rates.wait("a") for _ in range(5)] == [0, 0, 0, 0, 0.5]  # no more than that, however long it waited
-    monkeypatch.setattr(guards, "CALLERS", 1)
-    rates.wait("c")
-    assert rates.wait("a") == 0  # forgotten: at most so many are known
-    assert Rates(0.1).wait("slow") == 0
+    assert [found.take("a") for _ in range(5)] == [0, 0, 0, 0, 0.5]  # no more than that, however long it waited
+    monkeypatch.setattr(rates, "CALLERS", 1)
+    found.take("c")
+    assert found.take("a") == 0  # forgotten: at most so many are known
+    assert Rates(0.1).take("slow") == 0
 
 
 def test_a_dear_request_is_granted_whole_and_made_up_for_by_waiting():
     clock = [0.0]
-    rates = Rates(1.0, lambda: clock[0])
+    found = Rates(1.0, lambda: clock[0])
 
-    assert (rates.wait("a"), rates.charge("a", 0.3)) == (0, 0)  # a burst of two, of which one is left
-    assert (rates.wait("a"), rates.charge("a", 9)) == (0, 0)
-    assert (rates.wait("a"), rates.charge("a", 9)) == (9, 8)  # neither the next one, nor what was let in beside it
-    assert rates.wait("b") == 0
+    assert (found.take("a"), found.take("a", 0.0, needed=0.0)) == (0, 0)  # a burst of two, of which one is left
+    assert (found.take("a"), found.take("a", 8.0, needed=0.0)) == (0, 0)
+    assert (found.take("a"), found.take("a", 8.0, needed=0.0)) == (9, 8)  # neither the next one, nor one beside it
+    assert found.take("b") == 0
     clock[0] = 9.0
-    assert rates.wait("a") == 0
+    assert found.take("a") == 0
 
 
 @pytest.mark.parametrize(
@@ -329,8 +320,7 @@ def test_pages_of_other_origins_may_ask_only_if_named(recommender):
 def test_it_answers_on_while_it_drains(recommender):
     """After SIGTERM /ready says no and the rest goes on; a request that was under way at the end gets its answer."""
     held, answers = Held(recommender), []
-    api = http.app(lambda: held, lambda: "1")
-    server = http.Server(api.state.service, ServeConfig(drain_s=0.5), app=api, port=0)
+    server = http.Server(http.app(lambda: held, lambda: "1", ServeConfig(drain_s=0.5)), port=0)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import requests
 from prometheus_client import generate_latest
-from support import running, save
+from support import running, save, service
 
 from seqrec.serving import http, schemas
 from seqrec.serving.batcher import Batcher, Served
@@ -26,13 +26,8 @@ from seqrec.serving.rules import Attribute, Attributes
 
 
 @pytest.fixture(scope="module")
-def recommender(prepared, tmp_path_factory):
-    return Recommender.load(save("sasrec", prepared, tmp_path_factory.mktemp("served"), model="sasrec"))
-
-
-@pytest.fixture(scope="module")
 def address(recommender):
-    with running(http.app(lambda: recommender, lambda: "7")) as address:
+    with service(recommender) as address:
         yield address
 
 
@@ -56,12 +51,12 @@ def test_an_answer_is_the_recommenders(address, recommender):
         {"history": "i1"},
         {"history": [1, None]},
         {"history": ["i1"], "k": 0},
-        {"history": ["i1"], "k": schemas.ITEMS + 1},
+        {"history": ["i1"], "k": schemas.MAX_ITEMS + 1},
         {"history": ["i1"], "k": "many"},
         {"history": ["i1"], "times": [1, 2]},
         {"history": ["i1"], "times": ["yesterday"]},
         {"history": ["i1"], "K": 5},
-        {"history": ["i"] * (schemas.EVENTS + 1)},
+        {"history": ["i"] * (schemas.MAX_HISTORY + 1)},
         [],
         "i1",
     ],
@@ -88,7 +83,7 @@ def test_what_is_no_json_is_refused(address, text):
         {"history": []},
         {"history": ["unheard of"]},
         {"history": ["i1"] * 3000},
-        {"history": ["i1", "i2"], "k": schemas.ITEMS},
+        {"history": ["i1", "i2"], "k": schemas.MAX_ITEMS},
         {"history": ["i1"], "times": [1e300]},
         {"history": ["i1"], "exclude": [f"i{n}" for n in range(100)]},
         {"history": ["", "\u0000", "ß" * 900]},
@@ -126,8 +121,7 @@ def test_simultaneous_requests_share_passes_and_get_their_own_answers(recommende
             return recommender.answer(requests)
 
     got = {}
-    service = http.app(Slow, lambda: "1")
-    with running(service) as address:
+    with service(Slow()) as address:
 
         def call(number):
             got[number] = ask(address, history=[f"i{number}"], k=3).json()["items"]
@@ -202,6 +196,32 @@ def test_twenty_new_champions_are_served_under_load_without_a_failed_request(pre
     assert 'version="20"' not in text
 
 
+def test_without_a_champion_it_is_alive_and_waits_for_one(recommender, store):
+    newest = [""]
+    app = http.app(lambda: recommender, lambda: newest[0], ServeConfig(poll_s=0.01), store=store)
+    with running(app) as address:
+
+        def get(path):
+            return requests.get(f"{address}{path}", timeout=10)
+
+        assert (get("/ready").status_code, get("/ready").json()) == (503, {"ready": False})
+        state = get("/health").json()
+        assert (state["status"], state["version"], state["problem"]) == ("waiting", "", "no champion yet")
+        assert {get(path).status_code for path in ("/", "/metrics", "/docs")} == {200}
+        answers = [get(path) for path in ("/popular", "/similar/i1", "/items?search=a", "/attributes", "/trending")]
+        for answer in [*answers, ask(address, history=["i1"]), ask(address, user="u1"), ask(address)]:
+            assert (answer.status_code, answer.json()) == (503, {"detail": "no champion yet"})
+            assert answer.headers["Retry-After"] == "1"
+        newest[0] = "1"
+        while get("/ready").status_code != 200:
+            time.sleep(0.01)
+        assert ask(address, history=["i1"]).json()["version"] == "1"
+        assert get("/health").json()["status"] == "ok"
+        assert 'seqrec_model{name="sasrec",version="1"} 1.0' in get("/metrics").text
+    with pytest.raises(ValueError, match="no champion yet: run the pipeline first, or set poll_s"):
+        http.app(lambda: recommender, lambda: "", ServeConfig(poll_s=0))
+
+
 def test_a_registry_that_fails_leaves_the_old_champion(recommender):
     calls = []
 
@@ -258,13 +278,13 @@ def test_a_pass_that_fails_is_a_503_and_the_next_one_works(recommender):
                 raise RuntimeError("out of memory")
             return recommender.answer(requests)
 
-    with running(http.app(Once, lambda: "1")) as address:
+    with service(Once()) as address:
         assert ask(address, history=["i1"]).status_code == 503
         assert ask(address, history=["i1"]).status_code == 200
 
 
 def test_health_and_metrics_tell_what_was_served(recommender):
-    with running(http.app(lambda: recommender, lambda: "7")) as address:
+    with service(recommender) as address:
         ask(address, history=["i1", "what", "ever"])
         ask(address, history=[])
         health = requests.get(f"{address}/health", timeout=10).json()
@@ -332,7 +352,7 @@ def test_browsers_take_answers_for_what_they_are_called_and_load_nothing_from_el
 def test_what_the_page_asks_is_answered(recommender):
     titled = copy.copy(recommender)
     titled.titles = {"i3": "The Third", "i30": "Thirty"}
-    with running(http.app(lambda: titled, lambda: "7")) as address:
+    with service(titled) as address:
 
         def found(text, k=10):
             got = requests.get(f"{address}/items", params={"search": text, "k": k}, timeout=10).json()
@@ -362,7 +382,7 @@ def dom(address, profile):
 def test_the_page_shows_titles_and_scores_in_a_browser(recommender, tmp_path):
     titled = copy.copy(recommender)
     titled.titles = {item_id: f"<b>{item_id}</b>" for item_id in recommender.item_ids}
-    with running(http.app(lambda: titled, lambda: "7")) as address:
+    with service(titled) as address:
         page = dom(f"{address}/?history=i1&history=i2", tmp_path)
 
     answer = titled.recommend(["i1", "i2"], 10)
@@ -377,7 +397,7 @@ def test_the_page_shows_titles_and_scores_in_a_browser(recommender, tmp_path):
 def test_the_page_shows_two_versions_and_the_filters_in_a_browser(recommender, prepared, tmp_path):
     first, second = copy.copy(recommender), Recommender.load(save("fpmc", prepared, tmp_path, model="fpmc"))
     first.attributes = Attributes({"genre": Attribute(["Drama, Comedy", "Drama", None])})
-    with running(http.app(lambda: first, lambda: "7", candidate=Served(second, "8"))) as address:
+    with service(first, candidate=Served(second, "8")) as address:
         page = dom(f"{address}/?history=i1&history=i2", tmp_path / "profile")
 
     champion, candidate = page.split('class="candidate"')
@@ -390,7 +410,7 @@ def test_the_page_shows_two_versions_and_the_filters_in_a_browser(recommender, p
 def test_titles_come_to_who_asks_for_them(recommender):
     titled = copy.copy(recommender)
     titled.titles = {"i3": "Third"}
-    with running(http.app(lambda: titled, lambda: "7")) as address:
+    with service(titled) as address:
         named = ask(address, history=["i1", "i2"], k=40, titles=True).json()
         plain = ask(address, history=["i1"]).json()
 

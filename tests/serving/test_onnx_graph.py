@@ -12,8 +12,7 @@ from seqrec.serving.approximate_search import ApproximateRecommender
 from seqrec.serving.onnx_graph import GraphRecommender
 from seqrec.serving.recommender import Recommender, Request
 from seqrec.serving.rules import Attribute, Attributes
-from seqrec.training.cards import catalogue_files
-from seqrec.training.checkpoint import save_model
+from seqrec.training.checkpoint import catalogue_files, save_model
 
 pytest.importorskip("onnxscript")
 

@@ -10,20 +10,13 @@ import pytest
 import requests
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from support import running, save
+from support import running
 
 from seqrec.serving import http, keys, request_log, traces
 from seqrec.serving.batcher import Served
 from seqrec.serving.config import ServeConfig
-from seqrec.serving.events import Store
-from seqrec.serving.recommender import Recommender
 
 PRIVATE = ("i1", "i2", "somebody", "some title", "some%20title")  # of the requests below
-
-
-@pytest.fixture(scope="module")
-def recommender(prepared, tmp_path_factory):
-    return Recommender.load(save("sasrec", prepared, tmp_path_factory.mktemp("served"), model="sasrec"))
 
 
 @pytest.fixture
@@ -57,13 +50,13 @@ def call(address, key=""):
     ]
 
 
-def test_a_request_is_a_line_of_json_without_history_user_and_key(recommender, tmp_path, lines):
+def test_a_request_is_a_line_of_json_without_history_user_and_key(recommender, store, tmp_path, lines):
     key = keys.add(tmp_path / "keys.json", "app", admin=True)
     api = http.app(
         lambda: recommender,
         lambda: "7",
         ServeConfig(keys=tmp_path / "keys.json", log_format="json"),
-        store=Store(f"sqlite:///{tmp_path}/events.db"),
+        store=store,
         candidate=Served(recommender, "8"),
     )
     with running(api) as address:
@@ -101,9 +94,8 @@ def test_messages_and_tracebacks_are_json_without_secrets(lines):
     assert "hidden-word" not in line
 
 
-def test_a_request_is_a_span_without_history_user_and_key(recommender, tmp_path):
+def test_a_request_is_a_span_without_history_user_and_key(recommender, store):
     exporter, caller = InMemorySpanExporter(), "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-    store = Store(f"sqlite:///{tmp_path}/events.db")
     api = http.app(lambda: recommender, lambda: "7", store=store, candidate=Served(recommender, "8"))
     traces.trace(api, SimpleSpanProcessor(exporter))
     with running(api) as address:

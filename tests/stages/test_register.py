@@ -37,8 +37,8 @@ from seqrec.stages.baselines import baselines
 from seqrec.stages.register import register
 from seqrec.tracking import runs, view
 from seqrec.tracking.runs import TrackingError
-from seqrec.training.cards import catalogue_files, split_of
-from seqrec.training.checkpoint import build, load_model, save_model
+from seqrec.training.checkpoint import build, catalogue_files, load_checkpoint, save_model
+from seqrec.training.held_out import split_of
 
 USERS, ITEMS, EVENTS = 20, 12, 8
 MODELS = ["sasrec", "wide"]
@@ -418,7 +418,7 @@ def test_a_champion_of_another_filter_is_measured_again_with_the_candidates_own(
     assert aliases() == {"candidate": 2, "champion": 1}
     reason = outcome()["reason"]
     assert "(measured with another filter_seen), measured again on these cases (0 items and 0 users" in reason
-    prepared, model = data.load(Path("data/sequences")), load_model(Path("artifacts/sasrec/finetuned"))[0]
+    prepared, model = data.load(Path("data/sequences")), load_checkpoint(Path("artifacts/sasrec/finetuned")).model
     chosen = data.cases(prepared, "valid")
     rank = ranking.rank(model_scorer(model), prepared, chosen, filter_seen=False).rank_unfiltered.numpy()
     ours = pq.read_table(report / "cases.parquet", filters=[("split", "==", "valid")])["rank"].to_numpy()

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from support import prepare_rows, run, save, synthetic_rows
 
-from seqrec.artifacts import CASES, MODEL_CARD, REFIT, SPLIT_CARD, VOCABULARY, WEIGHTS, read_json, write_json
+from seqrec.artifacts import CASES, MODEL_CARD, REFIT, SPLIT_CARD, VOCABULARY, WEIGHTS, read_json, sha256, write_json
 from seqrec.config import CountsConfig, EvaluateConfig, RegisterConfig
 from seqrec.data import sequences as prepared_data
 from seqrec.evaluation import other_catalogue, results
@@ -20,8 +20,8 @@ from seqrec.stages.baselines import baselines
 from seqrec.stages.evaluate import evaluate
 from seqrec.stages.register import register
 from seqrec.tracking import gate, registry, runs
-from seqrec.training.cards import split_of
-from seqrec.training.checkpoint import load_model
+from seqrec.training.checkpoint import load_checkpoint
+from seqrec.training.held_out import split_of
 
 EVALUATE = EvaluateConfig(top_k=10, bootstrap=100)
 LOG = synthetic_rows(users=60, items=40, events=20)
@@ -68,7 +68,7 @@ def test_a_champion_ranks_the_new_cases_as_it_would_serve_them(grown, tmp_path, 
     old, new = grown
     recommender = Recommender.load(save(architecture, old, tmp_path, filter_seen=False, **options))
 
-    found = other_catalogue.measured(tmp_path, new, filter_seen=False)
+    found = other_catalogue.measured(load_checkpoint(tmp_path), new, filter_seen=False)
 
     assert (found.new_items, found.new_users) == (1, 3)
     data, shown, hits = prepared_data.load(new), set(), 0
@@ -91,11 +91,12 @@ def test_a_champion_ranks_the_new_cases_as_it_would_serve_them(grown, tmp_path, 
 @pytest.mark.parametrize("filter_seen", [True, False])
 def test_on_its_own_dataset_a_model_is_measured_as_evaluate_does(grown, tmp_path, filter_seen):
     new = grown[1]
-    model, _ = load_model(save("sasrec", new, tmp_path / "model"))
+    checkpoint = load_checkpoint(save("sasrec", new, tmp_path / "model"))
+    scorer = model_scorer(checkpoint.model)
     config = EvaluateConfig(top_k=10, bootstrap=100)
-    values = results.report(model_scorer(model), prepared_data.load(new), tmp_path, config, {}, filter_seen=filter_seen)
+    values = results.report(scorer, prepared_data.load(new), tmp_path, config, {}, filter_seen=filter_seen)
 
-    found = other_catalogue.measured(tmp_path / "model", new, filter_seen=filter_seen)
+    found = other_catalogue.measured(checkpoint, new, filter_seen=filter_seen)
 
     assert found.cases == pq.read_table(tmp_path / CASES, filters=[("split", "==", "valid")])
     assert list(found.values) == list(gate.GUARDED)
@@ -154,10 +155,10 @@ def test_a_candidate_on_a_grown_log_is_compared_with_the_champion(
     assert expected in outcome["reason"]
 
 
-def registered(client, config, name, folder, split, cases):
-    """Register the model in `folder` as `register` does, with its cases; return the version."""
+def registered(client, config, name, checkpoint, split, cases):
+    """Register the checkpoint as `register` does, with its cases; return the version."""
     run = client.create_run(runs.experiment(client, config), tags={runs.FINGERPRINT: f"{name} {split}"})
-    model = registry.log_model(client, run, checkpoint=folder)
+    model = registry.log_model(client, run, checkpoint=checkpoint)
     client.log_artifact(run.info.run_id, str(cases), registry.REPORT)
     return registry.create_version(client, name, model, {registry.SPLIT_TAG: split, registry.FILTER_TAG: "1"})
 
@@ -172,7 +173,7 @@ def forget_items(folder):
     other = table.set_column(1, table.schema.field(1), [[f"other {n}" for n in range(len(table))]])
     pq.write_table(other, folder / VOCABULARY)
     files = read_json(folder / MODEL_CARD)["files"]
-    write_card(folder, files=files | {VOCABULARY: registry.cards.sha256(folder / VOCABULARY)})
+    write_card(folder, files=files | {VOCABULARY: sha256(folder / VOCABULARY)})
 
 
 REASONS = {
@@ -191,10 +192,11 @@ def test_a_champion_that_cannot_be_measured_again_stays_until_a_person_decides(g
     old, new = grown
     name = "seqrec-" + "".join(letter for letter in reason if letter.isalpha())
     card = {"split": split_of(read_json(old / SPLIT_CARD))}
-    champion, candidate = save("sasrec", old, tmp_path / "old", **card), save("sasrec", new, tmp_path / "new")
-    REASONS.get(reason, lambda _: None)(champion)
+    champion = load_checkpoint(save("sasrec", old, tmp_path / "old", **card))
+    candidate = load_checkpoint(save("sasrec", new, tmp_path / "new"))
+    REASONS.get(reason, lambda _: None)(champion.folder)
     if reason == "none of the items":
-        forget_items(champion)
+        forget_items(champion.folder)
     table = other_catalogue.measured(candidate, new, filter_seen=True).cases
     pq.write_table(table, tmp_path / CASES)
     first = registered(client, config, name, champion, "old", tmp_path / CASES)

@@ -29,7 +29,7 @@ METRICS = {
 
 def written(folder, architecture, config, **changes):
     save_model(
-        folder, make_model(architecture), {"model": "mine", "fingerprint": "f" * 32, "config": config, **changes}
+        folder, make_model(architecture), {"model": "mine", "fingerprint": "f" * 32, "config": config, **changes}, {}
     )
     return read_json(folder / "config.json")
 
@@ -76,7 +76,7 @@ def test_a_card_says_what_it_is_its_data_licence_split_metrics_settings_and_hash
     ],
 )
 def test_a_card_says_what_its_model_reads_besides_items(tmp_path, architecture, options, needs):
-    save_model(tmp_path, make_model(architecture, **options), {"model": "m", "fingerprint": "f", "config": {}})
+    save_model(tmp_path, make_model(architecture, **options), {"model": "m", "fingerprint": "f", "config": {}}, {})
 
     text = model_card(read_json(tmp_path / "config.json"), METRICS, SPLIT, SOURCE)
 

@@ -27,8 +27,7 @@ from seqrec.serving.onnx_graph import GraphRecommender
 from seqrec.serving.recommender import Recommender
 from seqrec.tracking import gate, registry, runs
 from seqrec.tracking.runs import TrackingError
-from seqrec.training.cards import catalogue_files
-from seqrec.training.checkpoint import build, save_counts, save_model
+from seqrec.training.checkpoint import build, catalogue_files, load_checkpoint, save_counts, save_model
 
 ITEMS = [f"i{number}" for number in range(1, 13)]
 
@@ -76,7 +75,7 @@ def run(client, config):
 def model(client, run, folder):
     experiment = run.info.experiment_id
     client.create_logged_model(experiment, "sasrec", run.info.run_id)  # what a killed call leaves
-    return registry.log_model(client, run, checkpoint=folder)
+    return registry.log_model(client, run, checkpoint=load_checkpoint(folder))
 
 
 def files(model):
@@ -87,27 +86,27 @@ def test_a_half_written_model_is_replaced_and_a_complete_one_is_kept(client, run
     (found,) = client.search_logged_models([run.info.experiment_id])
 
     assert found.model_id == model.model_id
-    assert registry.log_model(client, run, checkpoint=folder).model_id == model.model_id
+    assert registry.log_model(client, run, checkpoint=load_checkpoint(folder)).model_id == model.model_id
 
 
 def test_a_model_gets_its_graph_once_and_is_served_with_it(client, config, run, folder, monkeypatch, caplog):
     spare = client.create_logged_model(run.info.experiment_id, "spare", run.info.run_id)  # not the one of other tests
     shutil.copytree(folder, Path(spare.artifact_location.removeprefix("file://")) / registry.ARTIFACTS)
-    export = onnx_graph.export
+    export = onnx_graph.export_checkpoint
 
-    def broken(**_):
+    def broken(*_):
         raise RuntimeError("no such operator\nand a long trace")
 
-    monkeypatch.setattr(onnx_graph, "export", broken)
-    registry.log_graph(client, spare, checkpoint=folder)
+    monkeypatch.setattr(onnx_graph, "export_checkpoint", broken)
+    registry.log_graph(client, spare, checkpoint=load_checkpoint(folder))
     assert "spare has no ONNX graph and is served by torch (RuntimeError: no such operator)" in caplog.text
     assert not isinstance(loaded(f"models:/{spare.model_id}", 0, config), GraphRecommender)
 
-    monkeypatch.setattr(onnx_graph, "export", export)
-    registry.log_graph(client, spare, checkpoint=folder)
-    monkeypatch.setattr(onnx_graph, "export", broken)
+    monkeypatch.setattr(onnx_graph, "export_checkpoint", export)
+    registry.log_graph(client, spare, checkpoint=load_checkpoint(folder))
+    monkeypatch.setattr(onnx_graph, "export_checkpoint", broken)
     caplog.clear()
-    registry.log_graph(client, spare, checkpoint=folder)
+    registry.log_graph(client, spare, checkpoint=load_checkpoint(folder))
     assert not caplog.text
     served = loaded(f"models:/{spare.model_id}", 0, config)
     assert isinstance(served, GraphRecommender)

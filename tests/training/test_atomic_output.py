@@ -9,7 +9,8 @@ import torch
 from support import run
 
 from seqrec.artifacts import replaced
-from seqrec.training.checkpoint import load_model, save_tensors
+from seqrec.training.checkpoint import load_checkpoint
+from seqrec.training.tensors import save_tensors
 
 WRITES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "shutil.copyfile")
 
@@ -45,7 +46,7 @@ def killer():
 
 def epochs_of(folder):
     """Return the epochs that card and history agree on, after loading the weights, whose hash the card has."""
-    _, card = load_model(folder)
+    card = load_checkpoint(folder).card
     lines = (folder / "history.jsonl").read_text().splitlines()
     assert card["config"]["epochs"] == len(lines) == json.loads(lines[-1])["epoch"]
     return len(lines)

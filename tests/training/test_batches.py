@@ -92,14 +92,6 @@ def places(data: Sequences, chosen: Windows) -> set[tuple[int, int]]:
 HISTORIES = st.lists(st.integers(0, 20), min_size=1, max_size=12).filter(lambda lengths: max(lengths) >= 2)
 
 
-def test_no_target_comes_before_the_earliest():
-    data = made_of([7, 6, 2, 1])
-
-    _, chosen = draw_windows(data, objective="last", earliest_target=0.5)
-
-    assert places(data, chosen) == {(0, 3), (0, 4), (0, 5), (0, 6), (1, 2), (1, 3), (1, 4), (1, 5), (2, 1)}
-
-
 @settings(deadline=None, max_examples=40)
 @given(HISTORIES, st.sampled_from([0.0, 0.25, 0.5, 0.75]), st.integers(0, 3))
 def test_targets_are_drawn_from_all_of_the_later_share(lengths, share, number):

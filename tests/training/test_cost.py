@@ -11,13 +11,13 @@ from support import prepare_rows, run, synthetic_rows, weights
 from seqrec.config import FinetuneConfig
 from seqrec.data import sequences
 from seqrec.training import cost
-from seqrec.training.checkpoint import load_model
+from seqrec.training.checkpoint import load_checkpoint
 
 
 def test_measuring_changes_neither_the_model_nor_the_random_numbers(tmp_path):
     prepared = prepare_rows(tmp_path, synthetic_rows())
     run(prepared, tmp_path, epochs=1)
-    model, _ = load_model(tmp_path / "finetuned")
+    model = load_checkpoint(tmp_path / "finetuned").model
     before, state = weights(tmp_path), torch.get_rng_state()
 
     config = FinetuneConfig(batch_size=16, warmup_steps=1)

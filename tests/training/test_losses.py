@@ -46,7 +46,9 @@ def test_past_items_are_no_candidates_unless_they_are_the_target(block, weight):
     """Rows of 0 (padding), items and 21 (a mask, which is no item); query 3 repeats an item of its past."""
     query, items = torch.randn(4, 5, requires_grad=True), torch.randn(21, 5, requires_grad=True)
     target = torch.tensor([1, 7, 20, 8])
-    past = losses.Past(torch.tensor([[0, 5, 9], [8, 21, 8]]), torch.tensor([0, 0, 1, 1]), torch.tensor([2, 3, 1, 3]))
+    past = losses.PastItems(
+        torch.tensor([[0, 5, 9], [8, 21, 8]]), torch.tensor([0, 0, 1, 1]), torch.tensor([2, 3, 1, 3])
+    )
 
     value = losses.cross_entropy(query, items, target, past=past)
     scores = query @ items.T

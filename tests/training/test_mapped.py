@@ -1,20 +1,12 @@
 """Training from mapped shards is training from memory, bit for bit."""
 
-import json
-
 import pytest
 import torch
-from support import make_model, prepare_rows, run, synthetic_rows, weights
+from support import losses_of, make_model, prepare_rows, run, synthetic_rows, weights
 
 from seqrec.config import FinetuneConfig
 from seqrec.data import sequences
 from seqrec.training import batches, objectives
-
-
-def history(out):
-    lines = (out / "finetuned" / "history.jsonl").read_text().splitlines()
-    timed = ("seconds", "targets_per_second")
-    return [{key: value for key, value in json.loads(line).items() if key not in timed} for line in lines]
 
 
 @pytest.mark.parametrize(("model", "objective"), [("sasrec", "causal"), ("sasrec", "last"), ("bert4rec", "cloze")])
@@ -27,7 +19,7 @@ def test_mapped_equals_resident(tmp_path, model, objective):
     run(whole, tmp_path / "one", model, **settings)
     run(parts, tmp_path / "two", model, resident=False, **settings)
 
-    assert history(tmp_path / "one") == history(tmp_path / "two")
+    assert losses_of(tmp_path / "one") == losses_of(tmp_path / "two")
     one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
     assert all(torch.equal(one[name], two[name]) for name in one)
 

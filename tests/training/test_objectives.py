@@ -139,7 +139,7 @@ def test_the_past_of_a_target_is_the_users_events_before_it(data, objective):
     target_BP = example.target_BL[:, -positions:]
     query_N = target_BP.flatten().nonzero()[:, 0]
 
-    past = objectives.past(example, options, query_N, positions)
+    past = objectives.past_items(example, options, query_N, positions)
 
     for n, query in enumerate(query_N.tolist()):
         row, column = divmod(query, positions)

@@ -4,7 +4,7 @@ import time
 import pytest
 import torch
 
-from seqrec.training.prefetch import ahead
+from seqrec.training.examples import ahead
 
 CPU = torch.device("cpu")
 

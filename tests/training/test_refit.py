@@ -20,8 +20,7 @@ from seqrec.serving.recommender import Recommender
 from seqrec.stages.evaluate import evaluate
 from seqrec.tracking import gate, registry, runs
 from seqrec.training import batches, refit
-from seqrec.training.cards import read_files
-from seqrec.training.checkpoint import build, load_counts, load_model, save_model
+from seqrec.training.checkpoint import build, load_checkpoint, save_model
 from seqrec.training.validation import METRIC
 from seqrec.training.warm_start import warm_start
 
@@ -46,7 +45,7 @@ def trained(prepared, tmp_path_factory):
 
 
 def retrain(prepared, trained, out, **more):
-    folders = {name: trained / name for name in ("initial", "finetuned")}
+    folders = {"initial": trained / "initial", "finetuned": load_checkpoint(trained / "finetuned")}
     paths = {"refitted": out / "refitted", "state": out / "state"}
     return refit.retrain(model="sasrec", sequences=prepared, **folders, **paths, experiment="seqrec", **more)
 
@@ -123,7 +122,7 @@ def test_a_killed_refit_continues_and_gives_the_same_weights(prepared, trained, 
         retrain(prepared, trained, killed, log=kill)
     retrain(prepared, trained, killed, resume=True)
 
-    ours, theirs = (load_model(out / "refitted")[0].state_dict() for out in (whole, killed))
+    ours, theirs = (load_checkpoint(out / "refitted").model.state_dict() for out in (whole, killed))
     for name, value in ours.items():
         assert torch.equal(value, theirs[name]), name
     assert not torch.equal(ours["items.weight"], weights(trained)["items.weight"])
@@ -136,7 +135,7 @@ def test_what_has_seen_the_test_events_is_neither_evaluated_nor_started_from(pre
     with pytest.raises(ValueError, match="refitted on every event"):
         evaluate(model="sasrec", sequences=prepared, checkpoint=folder, report=tmp_path, config=EvaluateConfig())
     with pytest.raises(ValueError, match="refitted on every event"):
-        warm_start(load_model(trained / "initial")[0], prepared, folder)
+        warm_start(load_checkpoint(trained / "initial").model, prepared, folder)
 
 
 def test_a_refit_until_the_validation_events_sees_those_and_no_test_event(prepared, trained, tmp_path):
@@ -169,10 +168,10 @@ def test_test_cases_are_ranked_by_the_refit_and_validation_cases_are_not(
     plain = evaluate(**shared, report=tmp_path / "plain", config=EvaluateConfig())
     both = evaluate(**shared, report=tmp_path / "both", config=EvaluateConfig(refit="valid"))
 
-    net, card = load_model(refitted_too / REFITTED)
-    scorer = ranking.model_scorer(net)
+    refitted = load_checkpoint(refitted_too / REFITTED)
+    scorer = ranking.model_scorer(refitted.model)
     if not without_counts:
-        scorer = with_counts(scorer, load_counts(refitted_too / REFITTED, card))
+        scorer = with_counts(scorer, refitted.count_term)
     data = sequences.load(prepared)
     count = sequences.trained_until(data, data.valid_stop).count
     expected = results.report(scorer, data, tmp_path / "alone", EvaluateConfig(), {}, count=count)
@@ -229,7 +228,7 @@ def register(client, config, folder, prepared, rank):
     run_ = runs.open_run(client, runs.experiment(client, config), read_fingerprint(folder), "sasrec")
     pq.write_table(cases(rank), folder / "cases.parquet")
     client.log_artifact(run_.info.run_id, str(folder / "cases.parquet"), registry.REPORT)
-    model = registry.log_model(client, run_, checkpoint=folder)
+    model = registry.log_model(client, run_, checkpoint=load_checkpoint(folder))
     split = read_json(prepared / "split.json")["split_sha256"]
     tags = {registry.SPLIT_TAG: split, registry.FILTER_TAG: "1", "seqrec.model": "sasrec"}
     return registry.create_version(client, "seqrec-toy", model, tags, "# the card of the evaluated one")
@@ -271,15 +270,19 @@ def test_the_refit_is_served_and_the_evaluated_version_stands_for_it(prepared, r
 
 
 def weights_of(tmp_path):
-    return load_model(tmp_path / "artifacts" / "sasrec" / "refitted")[0].state_dict()
+    return load_checkpoint(tmp_path / "artifacts" / "sasrec" / "refitted").model.state_dict()
+
+
+def changed(folder, to):
+    """Save a checkpoint with other weights."""
+    trained = load_checkpoint(folder)
+    with torch.no_grad():
+        trained.model.items.weight.add_(1.0)
+    save_model(to, trained.model, {**trained.card, "fingerprint": "other"}, trained.files)
 
 
 def another(client, config, tmp_path, prepared):
-    model, card = load_model(tmp_path / "artifacts" / "sasrec" / "finetuned")
-    with torch.no_grad():
-        model.items.weight.add_(1.0)
-    files = read_files(tmp_path / "artifacts" / "sasrec" / "finetuned", card)
-    save_model(tmp_path / "other", model, {**card, "fingerprint": "other"}, files)
+    changed(tmp_path / "artifacts" / "sasrec" / "finetuned", tmp_path / "other")
     return register(client, config, tmp_path / "other", prepared, 1.0)
 
 
@@ -294,7 +297,6 @@ def test_only_the_champions_own_folders_are_refitted(prepared, registered, tmp_p
     write_json(split / "split.json", read_json(split / "split.json") | {"split_sha256": "another"})
     with pytest.raises(ConfigError, match="split_sha256 differs"):
         command.refit(dataset="toy", sequences=split, **given)
-    another_weights = tmp_path / "artifacts" / "sasrec" / "finetuned" / "best.safetensors"
-    another_weights.write_bytes(another_weights.read_bytes()[:-4] + b"abcd")
+    changed(tmp_path / "artifacts" / "sasrec" / "finetuned", tmp_path / "artifacts" / "sasrec" / "finetuned")
     with pytest.raises(ConfigError, match="weights_sha256 differs"):
         command.refit(dataset="toy", sequences=prepared, **given)

@@ -8,7 +8,7 @@ from support import losses_of, run
 
 from seqrec.config import load
 from seqrec.stages.pretrain import pretrain
-from seqrec.training.checkpoint import load_model
+from seqrec.training.checkpoint import load_checkpoint
 
 SEEDS = (1, 2, 3)
 ONE_BATCH = {"batch_size": 1000, "epochs": 1}
@@ -37,7 +37,7 @@ def test_seeds_differ_in_initialisation(prepared, tmp_path):
         params, out = seeded(tmp_path, seed), tmp_path / str(seed)
         shared = {"model": "sasrec", "sequences": prepared, "initial": out, "state": tmp_path, "filter_seen": True}
         pretrain(**shared, architecture=params.model("sasrec"), config=params.section("pretrain", model="sasrec"))
-        weights.append(load_model(out)[0].items.weight.detach())
+        weights.append(load_checkpoint(out).model.items.weight.detach())
 
     assert not any(torch.allclose(one, other) for one, other in pairwise(weights))
 

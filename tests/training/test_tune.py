@@ -22,10 +22,11 @@ from seqrec.__main__ import main
 from seqrec.artifacts import write_ipc
 from seqrec.config import ConfigError, from_dict, load
 from seqrec.data import sequences
+from seqrec.locks import LockedError, locked
 from seqrec.stages.finetune import finetune
 from seqrec.stages.pretrain import pretrain
 from seqrec.tracking import runs
-from seqrec.training import checkpoint
+from seqrec.training import resume
 from seqrec.training import tune as module
 from seqrec.training.tune import tune
 
@@ -155,20 +156,6 @@ def test_the_config_written_gives_the_best_metric_again(prepared, whole, tmp_pat
     assert values["valid/ndcg@10"] == budget(whole)["valid/ndcg@10"]
 
 
-def test_the_config_states_its_budget(prepared, whole):
-    header = [line for line in (whole / "best.yaml").read_text().splitlines() if line.startswith("#")]
-
-    found = budget(whole)
-    text = "\n".join(header)
-    counts = f"{found['complete']} complete, {found['pruned']} pruned, 0 failed"
-    assert f"4 trials ({counts}), {found['epochs']} epochs" in text
-    assert "study seed 2" in text
-    assert f"valid/ndcg@10 {found['valid/ndcg@10']:.6f}" in text
-    assert json.loads((prepared / "split.json").read_text())["split_sha256"] in text
-    assert "finetune.learning_rate of [0.0001, 0.01] -> 0.01" in text
-    assert "options.dropout 0.1 to 0.3 -> 0." in text
-
-
 def test_a_dead_tracking_server_costs_two_warnings(prepared, tmp_path, caplog):
     search(prepared, tmp_path, changed(tune__trials=2, tune__epochs=1))
 
@@ -224,7 +211,7 @@ def dying(function, call: int, *, after: bool):
 MOMENTS = [  # each call of the search dies at one of them, and the next goes on
     ("while the study is made", optuna.Study, "set_user_attr", 1, False),
     ("before the first trial is trained", module, "pretrain", 1, False),
-    ("in an epoch", checkpoint.ResumeState, "save", 3, True),
+    ("in an epoch", resume.ResumeState, "save", 3, True),
     ("between the report of an epoch and its state", optuna.trial.Trial, "report", 1, True),
     ("between the end of a training and the study", optuna.Study, "tell", 1, False),
     ("between the study and the deletion of files", optuna.Study, "tell", 1, True),
@@ -415,7 +402,10 @@ def test_resume_refuses_to_start_afresh(prepared, tmp_path):
 
 
 def test_two_processes_do_not_share_a_study(prepared, tmp_path):
-    with module._locked(tmp_path / "study.db"), pytest.raises(ConfigError, match="another process is searching"):
+    with (
+        locked(tmp_path / "study.db.lock", "a test"),
+        pytest.raises(LockedError, match=r"--study .*study\.db: in use by"),
+    ):
         search(prepared, tmp_path)
 
 

@@ -15,7 +15,7 @@ from seqrec.models.optional import DescribedItems
 from seqrec.serving.recommender import Recommender, Request
 from seqrec.stages.evaluate import evaluate
 from seqrec.training import batches
-from seqrec.training.checkpoint import load_model
+from seqrec.training.checkpoint import load_checkpoint
 from seqrec.training.train import user_tables
 from seqrec.training.validation import METRIC
 
@@ -54,7 +54,7 @@ def test_who_training_did_not_know_has_the_vector_of_user_zero(temporal, tmp_pat
     assert not any(known_U[user_ids.index(user_id)] for user_id in (LATE, MIDDLE, "once"))
     figures = run(temporal, tmp_path, model, options=OPTIONS | SPECIAL.get(model, {}), **config)
 
-    for table in user_tables(load_model(tmp_path / "finetuned")[0]):
+    for table in user_tables(load_checkpoint(tmp_path / "finetuned").model):
         rows = table.weight.detach()
         assert len(rows) == data.num_users + 1
         assert torch.equal(rows[1:][~known_U], rows[0].expand(int((~known_U).sum()), -1))
@@ -106,7 +106,7 @@ def test_a_refit_knows_the_same_users_wherever_it_ranks(temporal, tmp_path, mode
     for user, row in enumerate(pq.read_table(tmp_path / "best.parquet").to_pylist()):
         assert row["scores"] == pytest.approx(answer(user, data.stop[user])[1].scores, abs=1e-4)
 
-    folders = {"checkpoints": {model: checkpoint}, "reports": reports, "sequences": temporal}
+    folders = {"checkpoints": {model: load_checkpoint(checkpoint)}, "reports": reports, "sequences": temporal}
     for shown in examples.choose(leader=model, number=len(users), seed=0, **folders).users:
         user = user_ids.index(shown.user_id)
         request, opinion = answer(user, data.valid_stop[user])[0], shown.opinions[model]

@@ -11,8 +11,8 @@ from seqrec.artifacts import SPLIT_CARD, USERS, VOCABULARY, WEIGHTS, facts, read
 from seqrec.config import ModelConfig, PretrainConfig
 from seqrec.data import sequences as prepared_data
 from seqrec.stages.pretrain import pretrain
-from seqrec.training.cards import catalogue_files, split_of
-from seqrec.training.checkpoint import load_model, save_model
+from seqrec.training.checkpoint import catalogue_files, load_checkpoint, save_model
+from seqrec.training.held_out import split_of
 from seqrec.training.warm_start import warm_start
 
 OLD = [*synthetic_rows(users=30, items=20), ("short", "i1", 7), ("short", "i2", 8)]
@@ -188,7 +188,7 @@ def test_the_stage_takes_the_champion_in_place_of_pre_training(folders, tmp_path
     )
 
     assert values["epochs"] == 0
-    warm, _ = load_model(tmp_path / "warm")
+    warm = load_checkpoint(tmp_path / "warm").model
     items = [numbers(folder, VOCABULARY, "item", "item_id")["i3"] for folder in folders]
     torch.testing.assert_close(warm.items.weight[items[1]], champion.items.weight[items[0]])
     assert facts(new, tmp_path / "warm")["stage"] == "pretrain"

@@ -107,6 +107,9 @@ def header(path: Path) -> list[str]:
         raise ValueError(f"{path.name} has {len(names):,} columns, more than {MAX_COLUMNS:,}: is this a table?")
     if len(set(names)) < len(names):
         raise ValueError(f"{path.name}: a column name appears twice in {_listed(names)}")
+    for name in names:
+        if "\0" in name:
+            raise ValueError(f"{path.name}: the column name {name!r:.60} contains a NUL character")
     for name in set(names) & set(RESERVED):
         raise ValueError(f"{path.name}: rename the column {name!r}: this name is reserved")
     return list(names)

@@ -92,7 +92,8 @@ def _index(path: Path, column: str) -> pl.DataFrame:
         ValueError: a line is malformed, or repeats an id or a number, which would merge or duplicate events; or there
             is no line.
     """
-    frames = list(delimited(path, ("_id", column), "\t"))
+    names = ("_id", column)
+    frames = [frame.select("_line", "_problem", *names) for frame in delimited(path, names, "\t")]
     if not frames:
         raise ValueError(f"{path.name} is empty")
     parts = (frame.with_columns(record_text(frame).alias("_text")) for frame in frames)

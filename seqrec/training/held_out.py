@@ -1,0 +1,60 @@
+"""Whether a checkpoint may have been trained on what a prepared dataset holds out now."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow.compute as pc
+
+from seqrec.artifacts import SPLIT_CARD, VOCABULARY, read_json, read_table
+from seqrec.training.checkpoint import Checkpoint
+
+FILTERS = ("deduplicate", "k_core", "min_rating", "require_title")  # of a split card: what decides which events remain
+SPLIT = ("protocol", "val_users", "valid_cut", "split_sha256", *FILTERS)  # of a split card: where training events end
+
+
+def split_of(card: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the card of a model says of the split that it was trained on.
+
+    Args:
+        card: the split card of the prepared dataset.
+    """
+    return {name: card[name] for name in SPLIT if name in card}
+
+
+def held_out_now(checkpoint: Checkpoint, data: Path) -> str:
+    """Return why an event that trained a model may be a validation or test event now; empty if none can be.
+
+    The log may have grown since, but none of the users that remain may have lost an event.
+
+    Args:
+        checkpoint: the model.
+        data: folder of the prepared dataset of now.
+    """
+    before, now = checkpoint.card.get("split", {}), read_json(data / SPLIT_CARD)
+    if not {"protocol", "val_users", "split_sha256"} <= before.keys():
+        return "its model card does not name the split that it was trained on"
+    if before["split_sha256"] == now["split_sha256"]:
+        return ""
+    protocols = [split["protocol"].replace("LOO-101", "LOO-full") for split in (before, now)]
+    if protocols[0] != protocols[1]:
+        return f"it was trained under prepare.protocol {before['protocol']}, and the dataset has {now['protocol']}"
+    if protocols[0] == "temporal":
+        if now["valid_cut"] < before.get("valid_cut", math.inf):
+            return "its training events end after the validation events of the dataset begin"
+        return ""
+    if protocols[0] == "RATIO-full" or before["val_users"]:
+        return "under RATIO-full or prepare.val_users, training events may become validation events when a log grows"
+    changed = [name for name in FILTERS if before.get(name) != now.get(name)]
+    if changed:
+        return f"other filters than its card names ({', '.join(changed)}) may hold out what it was trained on"
+    if now["k_core"]["user"] < 3:
+        return f"under {now['protocol']}, the second event of a user trains until there is a third: min_user_events < 3"
+    items, still = checkpoint.vocabulary["item_id"], read_table(data / VOCABULARY, ["item_id"])["item_id"]
+    gone = len(items) - pc.sum(pc.is_in(items, value_set=still.combine_chunks())).as_py()
+    if gone:
+        return f"{gone} of its items are gone, and under {now['protocol']} events before theirs are held out instead"
+    return ""

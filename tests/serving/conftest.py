@@ -1,0 +1,19 @@
+"""A model and a store that the tests of the service share."""
+
+from __future__ import annotations
+
+import pytest
+from support import save
+
+from seqrec.serving.events import Store
+from seqrec.serving.recommender import Recommender
+
+
+@pytest.fixture(scope="session")
+def recommender(prepared, tmp_path_factory):
+    return Recommender.load(save("sasrec", prepared, tmp_path_factory.mktemp("served"), model="sasrec"))
+
+
+@pytest.fixture
+def store(tmp_path):
+    return Store(f"sqlite:///{tmp_path}/events.db")

@@ -1,0 +1,157 @@
+"""A checkpoint is complete, and no file of it that was altered, cut off or mixed up is loaded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support import make_model, run, save
+
+from seqrec.artifacts import read_json, sha256
+from seqrec.config import CountsConfig, EvaluateConfig, FinetuneConfig
+from seqrec.serving.recommender import Recommender
+from seqrec.stages.evaluate import evaluate
+from seqrec.stages.finetune import finetune
+from seqrec.training.checkpoint import catalogue_files, load_checkpoint, save_model
+
+CARD, WEIGHTS, TOKENS, VOCABULARY = "config.json", "best.safetensors", "tokens.safetensors", "vocabulary.parquet"
+
+
+@pytest.fixture(scope="module")
+def saved(prepared, tmp_path_factory):
+    """Small models as training leaves them, by architecture."""
+    root = tmp_path_factory.mktemp("saved")
+    return {name: save(name, prepared, root / name, CountsConfig()) for name in ("sasrec", "recformer")}
+
+
+@pytest.fixture
+def copy(saved, tmp_path):
+    """Return a copy of a saved model, to be altered."""
+
+    def copied(architecture: str = "sasrec"):
+        return shutil.copytree(saved[architecture], tmp_path / architecture)
+
+    return copied
+
+
+def rewrite(folder, **entries):
+    """Change entries of the card; None deletes one."""
+    card = read_json(folder / CARD) | entries
+    (folder / CARD).write_text(json.dumps({name: value for name, value in card.items() if value is not None}))
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"options": None}, "config.json: options"),
+        ({"options": {"d_model": 0}}, "config.json: .*d_model"),
+        ({"options": {"no_such": 1}}, "config.json: .*options.no_such"),
+        ({"options": {"heads": 3}}, "config.json: .*heads"),
+        ({"options": {"layers": 3}}, "best.safetensors does not fit sasrec as this version builds it"),
+        ({"architecture": "no_such"}, "config.json: .*'no_such' is not one of"),
+        ({"architecture": "fpmc", "options": {}}, "best.safetensors does not fit fpmc"),
+        ({"catalogue": {"num_items": 40, "num_users": 60}}, "config.json: catalogue.length"),
+        ({"catalogue": {"num_items": 0, "num_users": 60, "length": 12}}, "config.json: catalogue: num_items"),
+        ({"catalogue": {"num_items": 41, "num_users": 60, "length": 12}}, "best.safetensors does not fit sasrec"),
+        ({"seconds": float("nan")}, "config.json: seconds"),
+        ({"filter_seen": "perhaps"}, "config.json: filter_seen"),
+        ({"weights_sha256": None}, "config.json: weights_sha256"),
+        ({"files": None}, "older versions: train the model again, and register it again"),
+        ({"files": {"../users.parquet": "0" * 64}}, "config.json does not say"),
+    ],
+)
+def test_a_card_that_does_not_describe_the_weights_is_one_clear_error(copy, entries, message):
+    folder = copy()
+    rewrite(folder, **entries)
+
+    with pytest.raises(ValueError, match=message):
+        load_checkpoint(folder)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b"[" * 100_000], ids=len)
+def test_a_card_that_is_none_is_refused(copy, content):
+    folder = copy()
+    (folder / CARD).write_bytes(content)
+
+    with pytest.raises(ValueError, match=CARD):
+        load_checkpoint(folder)
+
+
+@pytest.mark.parametrize("change", [{"extra": torch.zeros(3)}, {"positions": None}, {"positions": torch.zeros(12, 17)}])
+def test_other_tensors_with_their_own_digest_are_refused(copy, change):
+    folder = copy()
+    tensors = load_file(folder / WEIGHTS) | change
+    save_file({name: value for name, value in tensors.items() if value is not None}, folder / WEIGHTS)
+    rewrite(folder, weights_sha256=sha256(folder / WEIGHTS))
+
+    with pytest.raises(ValueError, match="does not fit sasrec"):
+        load_checkpoint(folder)
+
+
+@pytest.mark.parametrize("name", [WEIGHTS, TOKENS, VOCABULARY, "users.parquet", "counts.safetensors"])
+def test_a_file_that_is_another_or_cut_or_gone_is_refused(copy, name):
+    folder = copy("recformer")
+    content = bytearray((folder / name).read_bytes())
+    content[-5] ^= 1
+    for wrong in (content, content[: len(content) // 2]):
+        (folder / name).write_bytes(wrong)
+        with pytest.raises(ValueError, match=f"{name} differs from the file that config.json describes"):
+            load_checkpoint(folder)
+
+    (folder / name).unlink()
+    with pytest.raises(ValueError, match=f"{name} is missing"):
+        load_checkpoint(folder)
+
+
+def test_every_architecture_is_built_as_it_was_saved(architecture, prepared, tmp_path):
+    model = make_model(architecture[0]).eval()
+    save_model(tmp_path, model, {}, catalogue_files(prepared))
+    before = torch.get_rng_state()
+
+    loaded = load_checkpoint(tmp_path).model
+
+    assert torch.equal(torch.get_rng_state(), before)
+    assert {name: value.shape for name, value in loaded.named_buffers()} == {
+        name: value.shape for name, value in model.named_buffers()
+    }
+    for name, value in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value), name
+
+
+def renamed(prepared, folder):
+    """Return a copy of a prepared dataset in which two items have changed places."""
+    shutil.copytree(prepared, folder)
+    table = pq.read_table(folder / VOCABULARY)
+    order = [1, 0, *range(2, len(table))]
+    pq.write_table(table.set_column(1, table.schema.field(1), table["item_id"].take(order)), folder / VOCABULARY)
+    return folder
+
+
+def test_training_hands_titles_and_users_on_and_keeps_to_its_catalogue(prepared, tmp_path):
+    other = renamed(prepared, tmp_path / "other")
+    run(prepared, tmp_path, epochs=1)
+
+    folders = [tmp_path / "initial", tmp_path / "finetuned"]
+    assert all(set(load_checkpoint(folder).files) == {VOCABULARY, "users.parquet"} for folder in folders)
+    shared = {"model": "sasrec", "checkpoint": tmp_path / "finetuned"}
+    with pytest.raises(ValueError, match=r"vocabulary\.parquet: the item_ids differ"):
+        evaluate(sequences=other, report=tmp_path, config=EvaluateConfig(bootstrap=100), **shared)
+    with pytest.raises(ValueError, match=r"vocabulary\.parquet: the item_ids differ"):
+        finetune(
+            sequences=other,
+            initial=tmp_path / "initial",
+            state=tmp_path / "state",
+            filter_seen=True,
+            config=FinetuneConfig(),
+            **shared,
+        )
+
+
+def test_titles_belong_to_the_model(saved):
+    answer = Recommender.load(saved["sasrec"]).recommend(["i1"], 3)
+
+    assert answer.titles == [f"Title of {item_id}" for item_id in answer.items]
