@@ -5,6 +5,7 @@ Every step finds what an earlier, perhaps killed, call has left by its fingerpri
 
 from __future__ import annotations
 
+import functools
 import getpass
 import hashlib
 import json
@@ -343,6 +344,13 @@ def _describe(tracker: Tracker, run: Run, settings: Mapping[str, Any], tags: Map
     runs.log_params(tracker.client, run, settings, {**tracker.tags, **tags})
 
 
+def export_graph(checkpoint: Checkpoint, folder: Path) -> None:
+    """Write the ONNX graph of `checkpoint`; this needs the packages of the extra `serve`."""
+    from seqrec.serving import onnx_graph
+
+    onnx_graph.export_checkpoint(checkpoint, folder)
+
+
 def _gate(tracker: Tracker, best: Entry, run: Run, sequences: Path, config: RegisterConfig) -> dict[str, Any]:
     """Register `best` as the candidate, and return the gate's decision in the form of leaderboard.json."""
     name = f"seqrec-{tracker.split['dataset']}"
@@ -355,7 +363,7 @@ def _gate(tracker: Tracker, best: Entry, run: Run, sequences: Path, config: Regi
     }
     model = registry.log_model(tracker.client, run, checkpoint=best.checkpoint)
     if config.graph:
-        registry.log_graph(tracker.client, model, checkpoint=best.checkpoint)
+        registry.log_graph(tracker.client, model, functools.partial(export_graph, best.checkpoint))
     about = (
         f"Next-item recommenders for {tracker.split['dataset']} ({tracker.split['protocol']}), a version a training. "
         f"`{registry.CHAMPION}` is the one to serve, `{registry.CANDIDATE}` the best of the last run."

@@ -16,10 +16,10 @@ from mlflow.exceptions import MlflowException
 
 from seqrec.artifacts import CASES, REFIT, read_table
 from seqrec.config import RegisterConfig
-from seqrec.evaluation import intervals, other_catalogue
+from seqrec.evaluation import intervals
 from seqrec.evaluation.leaderboard import SELECTION
-from seqrec.evaluation.other_catalogue import Measured
-from seqrec.tracking import registry
+from seqrec.tracking import other_catalogue, registry
+from seqrec.tracking.other_catalogue import Measured
 from seqrec.tracking.runs import TrackingError, metric_name
 from seqrec.training.checkpoint import load_checkpoint
 from seqrec.training.held_out import held_out_now

@@ -24,13 +24,13 @@ from mlflow.models import Model, ModelSignature
 from mlflow.types import ColSpec, DataType, Schema
 from mlflow.types.schema import Array
 
-from seqrec import ROOT
 from seqrec.artifacts import (
     COUNTS,
     GRAPH,
     GRAPH_CARD,
     MODEL_CARD,
     REFIT,
+    ROOT,
     TOKENS,
     WEIGHTS,
 )
@@ -69,7 +69,8 @@ AUDIT_TAG = "seqrec.audit."  # of a registered model, one a change of champion; 
 VERSIONS_TAG = "mlflow.modelVersions"  # of a logged model: MLflow's pages link it to these
 LONGEST = 5_000  # characters of a description that MLflow keeps
 PACKAGES = ("mlflow", "numpy", "pandas", "pyarrow", "pyyaml", "safetensors", "torch")
-PYFUNC = ROOT / "seqrec" / "tracking" / "pyfunc_model.py"
+PYFUNC = ROOT / "seqrec" / "serving" / "pyfunc_model.py"
+Export = Callable[[Path], object]
 SIGNATURE = ModelSignature(
     inputs=Schema(
         [
@@ -127,8 +128,8 @@ def log_model(client: MlflowClient, run: Run, *, checkpoint: Checkpoint) -> Logg
     return client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
 
 
-def log_graph(client: MlflowClient, model: LoggedModel, *, checkpoint: Checkpoint) -> None:
-    """Add the ONNX graph of `checkpoint` to their logged model, if it has none; `serve` runs it.
+def log_graph(client: MlflowClient, model: LoggedModel, export: Export) -> None:
+    """Add the ONNX graph that `export` writes into a folder to a logged model, if it has none; `serve` runs it.
 
     A model that cannot be exported goes without one, and a warning says why.
     """
@@ -136,9 +137,7 @@ def log_graph(client: MlflowClient, model: LoggedModel, *, checkpoint: Checkpoin
         return
     with tempfile.TemporaryDirectory() as folder:
         try:
-            from seqrec.serving import onnx_graph  # of the extra `serve`
-
-            onnx_graph.export_checkpoint(checkpoint, Path(folder) / ARTIFACTS)
+            export(Path(folder) / ARTIFACTS)
         except Exception as error:  # whatever a converter may raise; the weights answer as well
             reason = f"{type(error).__name__}: {first_line(error)}"
             logger.warning("%s has no ONNX graph and is served by torch (%s)", model.name, reason)
@@ -245,9 +244,12 @@ def register_refit(
     evaluated: ModelVersion,
     *,
     checkpoint: Checkpoint,
+    export: Export,
     config: RegisterConfig,
 ) -> ModelVersion:
     """Log what `checkpoint` holds as a version linked to `evaluated`, and make it the champion in its place.
+
+    `export` writes its ONNX graph, see `log_graph`.
 
     Raises:
         TrackingError: the champion has changed in the meantime.
@@ -261,7 +263,7 @@ def register_refit(
     model = log_model(client, run, checkpoint=checkpoint)
     reason = f"refit of version {evaluated.version} on every event"
     if config.graph:
-        log_graph(client, model, checkpoint=checkpoint)
+        log_graph(client, model, export)
     tags = {key: value for key, value in evaluated.tags.items() if key not in OWN_TAGS}
     tags |= {REFIT_TAG: str(evaluated.version), REASON_TAG: reason}
     notice = (

@@ -19,7 +19,7 @@ from seqrec.config import FinetuneConfig, parse
 from seqrec.data import sequences as prepared_data
 from seqrec.data.sequences import trained_until
 from seqrec.training.checkpoint import Checkpoint, counts_config, load_checkpoint, with_counts
-from seqrec.training.progress import LogEpoch
+from seqrec.training.progress import OpenLog, unlogged
 from seqrec.training.train import Training, train
 from seqrec.training.validation import METRIC
 
@@ -32,10 +32,9 @@ def retrain(
     finetuned: Checkpoint,
     refitted: Path,
     state: Path,
-    experiment: str,
     until: str = "test",
     resume: bool = False,
-    log: LogEpoch | None = None,
+    open_log: OpenLog = unlogged,
 ) -> dict[str, float]:
     """Repeat the training that led to `finetuned` on all parts of the split up to `until`.
 
@@ -60,10 +59,9 @@ def retrain(
         state=state,
         filter_seen=card["filter_seen"],
         resume=resume,
-        log=log,
+        open_log=open_log,
         content=[f"events until {until}", json.dumps(epochs)],
         epochs=epochs,
-        experiment=experiment,
         files={**finetuned.files, VOCABULARY: vocabulary},
         facts={REFIT: {"fingerprint": card["fingerprint"], "epochs": epochs, "until": until}},
     )

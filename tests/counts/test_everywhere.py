@@ -149,7 +149,7 @@ def test_validation_is_reported_with_what_the_other_half_chose(prepared, trained
 def test_a_refit_keeps_the_values_and_counts_every_event(prepared, trained, tmp_path):
     folder = trained / "auto"
     shared = {"sequences": prepared, "initial": folder / "initial", "finetuned": load_checkpoint(folder / "finetuned")}
-    retrain(model="sasrec", **shared, refitted=tmp_path / "refitted", state=tmp_path, experiment="seqrec")
+    retrain(model="sasrec", **shared, refitted=tmp_path / "refitted", state=tmp_path)
 
     before, after = (read_json(path / MODEL_CARD) for path in (folder / "finetuned", tmp_path / "refitted"))
     config = CountsConfig(**{name: after["counts"][name] for name in asdict(CONFIG)})
