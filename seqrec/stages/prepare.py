@@ -124,8 +124,8 @@ def _filter(engine: Engine, data: Path, config: PrepareConfig) -> tuple[Frame, N
         events = events.filter(nw.col("rating") >= config.min_rating)
         dropped["events under min_rating"] = rows - splits.size(events)
     if config.require_title:
-        items = engine.read(data / artifacts.ITEMS)
-        titled = engine.keep(items.filter(nw.col("title").fill_null("").str.len_chars() > 0).select("item_id"))
+        catalogue = engine.read(data / artifacts.ITEMS)
+        titled = engine.keep(catalogue.filter(nw.col("title").fill_null("").str.len_chars() > 0).select("item_id"))
         events = events.join(titled, on="item_id", how="semi")
         dropped["events of items without title"] = total - sum(dropped.values()) - splits.size(events)
     rows -= sum(dropped.values())
