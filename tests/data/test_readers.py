@@ -672,7 +672,6 @@ def test_lines_that_may_be_either_need_the_setting(tmp_path, text):
     ("index", "message"),
     [
         ("B9\t0\nB7\n", "x.item2index: 1 of 2 lines are wrong; line 2: not 2 columns"),
-        ("B9\t0\nB7", "line 2: not 2 columns"),  # in two blocks, of which only the first is regular
         ("B9\t0\nB7\t0\n", "line 1: this id or this number appears twice"),
         ("B9\t0\nB9\t1\n", "line 1: this id or this number appears twice"),
         ("B9\t\n", "line 1: no id or no number"),

@@ -96,8 +96,7 @@ def _index(path: Path, column: str) -> pl.DataFrame:
     frames = [frame.select("_line", "_problem", *names) for frame in delimited(path, names, "\t")]
     if not frames:
         raise ValueError(f"{path.name} is empty")
-    parts = (frame.with_columns(record_text(frame).alias("_text")) for frame in frames)
-    stripped = pl.concat(parts).with_columns(pl.col("_id", column).str.strip_chars())
+    stripped = pl.concat(frames).with_columns(pl.col("_id", column).str.strip_chars())
     empty = pl.any_horizontal((pl.col(name).fill_null("") == "") for name in ("_id", column))
     repeated = pl.any_horizontal(pl.col(name).is_duplicated() for name in ("_id", column))
     problem = pl.coalesce(
