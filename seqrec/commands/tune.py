@@ -25,10 +25,10 @@ import yaml
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from seqrec import models
 from seqrec.artifacts import SPLIT_CARD, read_json, rename, write_json, write_text
 from seqrec.config import SECTIONS, ConfigError, Params, SearchRange, TuneConfig, from_dict, parse
 from seqrec.locks import locked
+from seqrec.models import REGISTRY
 from seqrec.stages.finetune import finetune
 from seqrec.stages.pretrain import pretrain
 from seqrec.tracking import runs
@@ -59,9 +59,9 @@ class Search:
     def options(self, params: Params) -> dict[str, Any]:
         """Return every option of the model, including defaults; options that are `auto` stay `auto`."""
         config = params.model(self.model)
-        if config.architecture not in models.REGISTRY:
-            raise ConfigError(f"models.{self.model}.architecture: one of {', '.join(models.REGISTRY)}")
-        cls = models.REGISTRY[config.architecture].Options
+        if config.architecture not in REGISTRY:
+            raise ConfigError(f"models.{self.model}.architecture: one of {', '.join(REGISTRY)}")
+        cls = REGISTRY[config.architecture].Options
         return asdict(parse(cls, config.settled, f"models.{self.model}.options")) | config.options
 
     def check(self) -> None:
@@ -117,7 +117,7 @@ def tune(
         raise ConfigError("a search runs in one process: call tune without torchrun")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     search = _search(model, dataset, params, sequences)
-    architecture = models.REGISTRY.module(search.params({}).model(model).architecture)
+    architecture = REGISTRY.module(search.params({}).model(model).architecture)
     identity = fingerprint(__name__, architecture, _deciding(search), sequences / SPLIT_CARD)
     path = (study or state / "tune" / f"{identity}.db").absolute()
     work = path.with_name(f"{path.name}.work")
