@@ -167,7 +167,7 @@ def wait(server: Server, run_id: str, *, timeout_s: float, poll_s: float) -> Non
     """Return when the run has succeeded; every poll connects anew, with the token that is valid then.
 
     Raises:
-        SubmissionError: it failed, was cancelled, takes longer than `timeout_s`, or does not answer `FAILED_POLLS` times.
+        SubmissionError: it failed, was cancelled, takes longer than `timeout_s`, or `FAILED_POLLS` polls in a row fail.
     """
     end, failed, state = time.monotonic() + timeout_s, 0, "PENDING"
     while True:
