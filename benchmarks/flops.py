@@ -1,4 +1,4 @@
-"""The arithmetic that SASRec needs, counted by torch on unpadded histories: what a share of the peak is a share of."""
+"""The FLOPs that SASRec needs on unpadded histories, as torch counts them."""
 
 from __future__ import annotations
 

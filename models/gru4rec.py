@@ -71,7 +71,8 @@ class GRU4Rec(SequenceModel):
         x_BLD = self.dropout(self.items(batch.items) * self.options.d_model**0.5)
         state_BLG = roll(x_BLD, padding_B)  # moves padding to the end, so that the state is zero where a history begins
         for layer in self.layers:
-            start_1BG = state_BLG.new_zeros(1, len(state_BLG), self.options.d_state)  # an exported graph needs it
+            # an exported graph needs the start, with a size that it can trace
+            start_1BG = state_BLG.new_zeros(1, state_BLG.shape[0], self.options.d_state)
             state_BLG = self.dropout(layer(state_BLG, start_1BG)[0])
         state_BLG = roll(state_BLG, -padding_B) * real_BL.unsqueeze(-1)
         query_BPD: Tensor = self.to_query(state_BLG[:, -1:] if last else state_BLG)

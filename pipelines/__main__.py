@@ -21,12 +21,11 @@ LONGEST = 1e9  # seconds
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return the exit status: 0 success, 1 a failure that the message explains, 2 wrong usage."""
     flags = _parser().parse_args(arguments)
-    command = flags.command
     sys.excepthook = excepthook
     try:
-        _COMMANDS[command](flags)
+        flags.run(flags)
     except (ValueError, OSError, RuntimeError) as error:
-        sys.stderr.write(f"{command}: {redacted(str(error))}\n")
+        sys.stderr.write(f"{flags.command}: {redacted(str(error))}\n")
         return 1
     return 0
 
@@ -47,15 +46,18 @@ def _parser() -> argparse.ArgumentParser:
     root.add_argument("--root", default="", help="where to store artifacts, such as s3://bucket/path")
 
     made = commands.add_parser("compile", parents=[_package()], help="write a pipeline as YAML")
+    made.set_defaults(run=_compile)
     made.add_argument("--output", type=Path, required=True, help="the .yaml file to write")
 
     here = commands.add_parser("run-local", parents=[_package()], help="run a pipeline on this machine")
+    here.set_defaults(run=_run_local)
     here.add_argument("--out", type=Path, default=Path("build/local"), help="folder of results (default: %(default)s)")
     here.add_argument("--docker", action="store_true", help="run each step in a container of the image SEQREC_IMAGE")
     here.add_argument("--network", default="none", help="network of the containers: none (default), host, ...")
     here.add_argument("--data", type=Path, help="folder with files to ingest, mounted into the containers")
 
     sent = commands.add_parser("submit", parents=[_package(), server, root], help="start a run on a server")
+    sent.set_defaults(run=_submit)
     sent.add_argument("--no-cache", action="store_true", help="run every step again")
     sent.add_argument("--wait", action="store_true", help="wait until the run ends; fail if it fails")
     sent.add_argument("--timeout", type=_seconds, default=86_400, help="seconds to wait (default: %(default)s)")
@@ -63,11 +65,11 @@ def _parser() -> argparse.ArgumentParser:
 
     parents = [_package("retraining"), server, root]
     often = commands.add_parser("schedule", parents=parents, help="run a pipeline on a server at regular times")
+    often.set_defaults(run=_schedule)
     often.add_argument("--cron", required=True, help="six fields, starting with seconds: '0 0 3 * * 0'")
 
-    commands.add_parser(
-        "upload", parents=[_package(), server], help="upload a pipeline, or a new version of it, to a server"
-    )
+    put = commands.add_parser("upload", parents=[_package(), server], help="upload a pipeline, or a new version of it")
+    put.set_defaults(run=_upload)
     return parser
 
 
@@ -138,15 +140,6 @@ def _sent(flags: argparse.Namespace) -> tuple[Server, Package]:
     names = ("host", "namespace", "token", "cookies", "ca_file", "insecure")
     server = Server(**{name: getattr(flags, name) for name in names})
     return server, Package(models=flags.models, params=flags.params, pipeline=flags.pipeline)
-
-
-_COMMANDS = {
-    "compile": _compile,
-    "run-local": _run_local,
-    "submit": _submit,
-    "schedule": _schedule,
-    "upload": _upload,
-}
 
 
 if __name__ == "__main__":

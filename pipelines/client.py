@@ -131,11 +131,8 @@ class Package:
 def submit(server: Server, package: Package, *, root: str = "", cache: bool = True) -> str:
     """Start a run, print the address of its page, and return its id.
 
-    Args:
-        server: where.
-        package: what.
-        root: where artifacts go, such as s3://bucket/path; empty for the server's own place.
-        cache: whether steps may be skipped that have run before.
+    Artifacts go to `root`, such as s3://bucket/path; if it is empty, the server chooses. With `cache`, the server skips
+    steps that have run before.
     """
     with package.compiled() as file:
         client = server.connect()
@@ -190,12 +187,6 @@ def upload(server: Server, package: Package) -> tuple[str, str]:
 
 def schedule(server: Server, package: Package, *, cron: str, root: str = "") -> str:
     """Upload the pipeline and have the server run it again and again; return the id of the recurring run.
-
-    Args:
-        server: where.
-        package: what.
-        cron: six fields, the first of them seconds.
-        root: where artifacts go.
 
     Raises:
         SubmissionError: `cron` has not six fields.

@@ -9,7 +9,7 @@ from pathlib import Path
 from kfp.compiler import Compiler
 
 from seqrec.commands.settings import check
-from seqrec.config import ConfigError, load
+from seqrec.config import load
 from seqrec.pipelines.resources import STATE
 from seqrec.pipelines.training import build
 
@@ -29,10 +29,9 @@ def compile_pipeline(
     Raises:
         ConfigError: a wrong setting, or an unknown model.
     """
-    if not params.is_file():
-        raise ConfigError(f"--params: {params} not found")
     settings = load(params)
-    graph = build(pipeline, settings, models or settings.leaderboard, state)
-    check(replace(settings, leaderboard=tuple(models or settings.leaderboard)))
+    chosen = tuple(models or settings.leaderboard)
+    graph = build(pipeline, settings, chosen, state)
+    check(replace(settings, leaderboard=chosen))
     output.parent.mkdir(parents=True, exist_ok=True)
     Compiler().compile(graph, str(output))

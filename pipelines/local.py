@@ -34,16 +34,9 @@ def run_local(
     network: str = "none",
     data: Path | None = None,
 ) -> None:
-    """Run a pipeline here; everything it writes is below `out`: tasks, state, MLflow's database.
+    """Run a pipeline here, its steps in processes or in containers; the flags of `run-local` describe the arguments.
 
-    Args:
-        models: keys of `models`; empty for all of `leaderboard`.
-        out: a folder.
-        params: the settings.
-        pipeline: one of `PIPELINES`.
-        docker: each step in a container of the image, rather than in a process.
-        network: of the containers; none suffices for data that is here.
-        data: folder that the containers see, read-only, under its own path.
+    Everything it writes is below `out`: tasks, state, MLflow's database.
 
     Raises:
         RuntimeError: a step failed.

@@ -22,20 +22,18 @@ from kfp.dsl import PipelineTask
 from kfp.dsl.graph_component import GraphComponent
 
 from seqrec.cluster.form import INPUTS, check_pretraining, filled_in, without_cluster
-from seqrec.components.baselines import baselines
-from seqrec.components.champion import champion
-from seqrec.components.evaluate import evaluate
-from seqrec.components.finetune import finetune
-from seqrec.components.ingest import ingest
-from seqrec.components.join import join
-from seqrec.components.model_settings import model_settings
-from seqrec.components.prepare import prepare
-from seqrec.components.pretrain import pretrain
-from seqrec.components.record import record
-from seqrec.components.register import register
-from seqrec.components.settings import settings
-from seqrec.components.validate import validate
-from seqrec.components.warm_start import warm_start
+from seqrec.components.other_steps import champion, join, model_settings, record, settings
+from seqrec.components.stage_steps import (
+    baselines,
+    evaluate,
+    finetune,
+    ingest,
+    prepare,
+    pretrain,
+    register,
+    validate,
+    warm_start,
+)
 from seqrec.config import KubernetesConfig, Params
 from seqrec.pipelines.resources import STATE, apply, place
 

@@ -41,7 +41,7 @@ PARTS = [  # key in params.yaml, its dataclass, and the dataclass whose fields h
     ("evaluate", config.EvaluateConfig, None),
     ("register", config.RegisterConfig, None),
     ("tune", config.TuneConfig, None),
-    ("tune.spaces.MODEL.SETTING", config.Range, None),
+    ("tune.spaces.MODEL.SETTING", config.SearchRange, None),
     ("kubernetes", config.KubernetesConfig, None),
     ("kubernetes.resources.STEP", config.StepResources, None),
     ("kubernetes.launch.STEP", config.LaunchConfig, None),

@@ -1,4 +1,4 @@
-"""What text is worth: a model that reads it beside one of ids and PCTM, with none, some and all of the users.
+"""Compares a model that reads text with a model of ids and with PCTM, with none, some and all of the users.
 
     python scripts/text_demo.py --config-file configs/recformer/text-demo.yaml --out runs/text-demo
 
@@ -46,7 +46,7 @@ Row = dict[str, Any]
 def demo(
     *, config_file: Path, out: Path, dataset: str = "", data: Path | None = None, requests: int = 100
 ) -> dict[str, Any]:
-    """Run the config, and return and write what its models make of few users, new items and described ones.
+    """Run the config; return and write the figures for few users, for new items and for described items.
 
     Args:
         config_file: its models differ in architecture and in `finetune.user_share`; no epoch is no user.
@@ -115,7 +115,7 @@ def _count(params: Params, data: Sequences, reports: Path, share: float) -> str:
 
 
 def _row(report: Path, first: pa.Table, data: Sequences, seed: int) -> Row:
-    """Return the figures of a report, those on items without an event in `data`, and what `first` gains over it."""
+    """Return the figures of a report, on all items and on items without an event in `data`, and the gain of `first`."""
     values, cases = read_json(report / METRICS), pq.read_table(report / CASES)
     test = cases.filter(pa.compute.equal(cases["split"], "test"))
     row: Row = {"model": report.name, "seconds": values["train_seconds"]}
@@ -143,9 +143,9 @@ def _is_new(cases: pa.Table, data: Sequences) -> NDArray[np.bool_]:
 
 
 def described(name: str, artifacts: Path, folder: Path, prepared: Sequences, number: int) -> Row:
-    """Return where test items rank as rows of the table, and described in a request as items never seen.
+    """Return the ranks of test items as known items, and as unseen items that a request describes.
 
-    Nonsense in the place of the description shows that it is read: it should rank as any other item would.
+    A nonsense description shows that the description is read: such an item should rank like any other one.
     """
     recommender = Recommender.load(artifacts / "finetuned")
     attributes = recommender.model.options.attributes
@@ -171,7 +171,7 @@ def _drawn(prepared: Sequences, number: int) -> Sequence[tuple[int, int]]:
 def _ranks(
     recommender: Recommender, told: Sequence[Mapping[str, str]], cases: Sequence[tuple[int, int]], data: Sequences
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield the rank of each case's item: known, described anew, and with nonsense for a description."""
+    """Yield the ranks of each case's item: as a known item, described as a new one, and described by nonsense."""
     ids = recommender.item_ids
     for user, position in cases:
         past = data.items[torch.arange(int(data.start[user]), position)].tolist()

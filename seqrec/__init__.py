@@ -4,7 +4,6 @@ From Python: `Dataset`, `fit`, `Model` and `load`, which are imported when they 
 """
 
 import importlib
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,7 +12,6 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["Dataset", "Evaluation", "Model", "fit", "load", "models"]
-ROOT = Path(__file__).parent.parent  # where models, seqrec and params.yaml lie
 
 
 def __getattr__(name: str) -> Any:

@@ -89,7 +89,7 @@ COMMANDS = {
         "seqrec.evaluation.compare", "compare", "paired gain of a run over others on one split; or spread over seeds"
     ),
     "tune": Command(
-        "seqrec.training.tune", "tune", "search the settings of a model on validation; continues by itself"
+        "seqrec.commands.tune", "tune", "search the settings of a model on validation; continues by itself"
     ),
 }
 FROM_PARAMS = (  # arguments that have no flag; `log` is for callers in Python

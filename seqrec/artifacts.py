@@ -18,6 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from safetensors import SafetensorError
 
+ROOT = Path(__file__).parent.parent  # where models, seqrec and params.yaml lie
+
 # ingest -> validate, prepare
 INTERACTIONS = "interactions.parquet"
 ITEMS = "items.parquet"

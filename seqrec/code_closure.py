@@ -13,7 +13,7 @@ import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from seqrec import ROOT
+from seqrec.artifacts import ROOT
 
 PACKAGES = ("seqrec",)
 MODELS = "seqrec.models"

@@ -271,7 +271,7 @@ def write_settings(folder: Path, *, start: int) -> Path:
     return settings
 
 
-HISTORY = [
+EPOCH_RECORDS = [
     {"phase": "train", "epoch": 1, "loss": 6.0, "valid/ndcg@10": 0.1, "loss/task": 5.5, "figure/entropy": 1.25},
     {"phase": "train", "epoch": 2, "loss": 5.0, "loss/task": 4.5, "figure/entropy": 1.0},
     {"phase": "hard", "epoch": 1, "loss": 4.5, "valid/ndcg@10": 0.2, "loss/task": 4.0, "figure/entropy": 0.75},

@@ -64,18 +64,15 @@ def test_a_help_text_is_whole_and_names_keep_their_case(command, text, capsys):
     assert text in " ".join(capsys.readouterr().out.split())
 
 
-def test_the_listing_names_every_command(capsys):
+@pytest.mark.parametrize(
+    ("flag", "texts"), [("--version", [__version__]), ("--help", [f"  {name} " for name in COMMANDS])]
+)
+def test_the_version_and_the_listing_of_commands(flag, texts, capsys):
     with pytest.raises(SystemExit) as exit_:
-        main(["--help"])
-    assert exit_.value.code == 0
+        main([flag])
     shown = capsys.readouterr().out
-    assert all(f"  {name} " in shown for name in COMMANDS)
-
-
-def test_version(capsys):
-    with pytest.raises(SystemExit) as exit_:
-        main(["--version"])
-    assert (exit_.value.code, capsys.readouterr().out.strip()) == (0, __version__)
+    assert exit_.value.code == 0
+    assert all(text in shown for text in texts)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Which past events drove a recommendation: what leaving one out changes, and where attention looks.
+"""Which past events drove a recommendation: the effect of leaving one out, and the attention to each.
 
 Shape suffixes:
   B rows   L events   W events and one before them   J variants of a row   K events of a variant   H heads   Q queries
@@ -19,17 +19,17 @@ from seqrec.models.rec_denoiser import RecDenoiser
 
 @torch.no_grad()
 def leave_one_out(model: SequenceModel, batch: Batch, item_B: Tensor, term: CountTerm | None = None) -> Tensor:
-    """Return (B, L): by how much the score of an item drops without each event.
+    """Return (B, L): how much the score of an item drops when one event is left out.
 
     The other events keep their times, and earlier events move up. If the history is longer than the model's window, an
-    event that the model had not seen moves into it. Padding, and events that the model does not see, have 0. All
+    event from before the window moves into it. Padding, and events that the model does not see, have 0. All
     variants are rows of one pass, or of several passes if one would take too much memory.
 
     Args:
         model: in eval mode.
         batch: histories, left-padded and without MASK, of any width.
         item_B: the item of each row.
-        term: the counts added to the model's scores; each event's own share of them is added to what it explains.
+        term: the counts that are added to the model's scores; the share of each event is added to its drop.
     """
     seen, length = model.options.history, batch.items.shape[1]
     items_BW, times_BW = (F.pad(x, (1, 0))[:, -seen - 1 :] for x in (batch.items, batch.times))

@@ -35,8 +35,8 @@ class Opinion:
 
     best: list[int]  # items, best first
     rank: float  # of the target
-    drop: list[float] | None = None  # of the first item's score without the event
-    attention: list[float] | None = None  # None where the model has none over events
+    drop: list[float] | None = None  # how much the first item's score drops without the event
+    attention: list[float] | None = None  # None for a model without attention over events
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -91,18 +91,10 @@ def overridden(section: str, values: Mapping[str, Any], overrides: Mapping[str, 
 def settings_of_run(
     params: Mapping[str, Any], pipeline: str, source: str, run: str, form: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the outputs of the step `settings`.
+    """Return the outputs of the step `settings`, for the dataset or, if it is named, for a source to pre-train on.
 
-    Args:
-        params: as compiled.
-        pipeline: its kind.
-        source: key of a dataset to pre-train on; empty for the dataset itself.
-        run: the orchestrator's id of its run.
-        form: the inputs, by name.
-
-    Returns:
-        The sections in `SHARED`; filter_seen; dataset, the key that the data is for; fresh, which is another text in
-        every run whose source may have changed, so that KFP's cache does not answer.
+    They are the sections in `SHARED`, `filter_seen`, the key `dataset`, and `fresh`: a text that differs in each run
+    where the data may have changed, so that KFP's cache does not answer.
 
     Raises:
         ConfigError: a setting is wrong.
@@ -128,11 +120,9 @@ def settings_of_run(
 def settings_of_model(params: Mapping[str, Any], model: str, form: Mapping[str, Any]) -> dict[str, Any]:
     """Return architecture, pretrain, finetune, refit, evaluate and filter_seen for the steps of `model`."""
     read = filled_in(params, form)
-    values = {stage: dataclasses.asdict(read.section(stage, model=model)) for stage in ("pretrain", "finetune")}
-    values |= {
-        "architecture": dataclasses.asdict(read.model(model)),
-        "evaluate": dataclasses.asdict(read.section("evaluate")),
-    }
+    sections = {stage: read.section(stage, model=model) for stage in ("pretrain", "finetune", "evaluate")}
+    sections["architecture"] = read.model(model)
+    values = {name: dataclasses.asdict(section) for name, section in sections.items()}
     return values | {"refit": values["evaluate"]["refit"], "filter_seen": read.filters_seen()}
 
 

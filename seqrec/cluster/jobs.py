@@ -17,6 +17,11 @@ logger = logging.getLogger(__name__)
 MAIN = Path(__file__).with_name("launch.py")  # what the processes of a job run
 PLURALS = {"TrainJob": "trainjobs", "SparkApplication": "sparkapplications"}
 OPERATORS = {"TrainJob": "Kubeflow Trainer 2", "SparkApplication": "the Kubeflow Spark operator"}
+CONTAINER_SECURITY = {
+    "allowPrivilegeEscalation": False,
+    "readOnlyRootFilesystem": True,
+    "capabilities": {"drop": ["ALL"]},
+}
 NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
@@ -34,26 +39,11 @@ class Place:
 
 def train_job(name: str, place: Place, state: Path, order: Path) -> dict[str, Any]:
     """Return the TrainJob (trainer.kubeflow.org/v1alpha1) that runs `order` with torchrun on every node."""
-    labels = place.cluster.labels
-    node = {
-        "name": "node",
-        "template": {"spec": {"template": {"metadata": {"labels": labels}, "spec": _pod(place, state)}}},
-    }
+    launch, labels = place.launch, place.cluster.labels
+    pod = {"metadata": {"labels": labels}, "spec": _pod(place, state)}
+    node = {"name": "node", "template": {"spec": {"template": pod}}}
     patch = {"template": {"spec": {"replicatedJobs": [node]}}}
-    spec: dict[str, Any] = {
-        "runtimeRef": {"name": place.launch.runtime},
-        "trainer": _trainer(place, order),
-        "runtimePatches": [{"manager": "seqrec.org/launch", "trainingRuntimeSpec": patch}],
-    }
-    if place.resources.timeout_s:
-        spec["activeDeadlineSeconds"] = place.resources.timeout_s
-    metadata = {"name": name, "labels": labels}
-    return {"apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob", "metadata": metadata, "spec": spec}
-
-
-def _trainer(place: Place, order: Path) -> dict[str, Any]:
-    launch = place.launch
-    return {
+    trainer = {
         "image": launch.image or place.image,
         # the variables PET_* tell torchrun where the nodes are and how many processes to start
         "command": ["python", "-m", "torch.distributed.run", "-m", "seqrec.cluster.launch"],
@@ -63,24 +53,32 @@ def _trainer(place: Place, order: Path) -> dict[str, Any]:
         "resourcesPerNode": _quantities(place.resources),
         "env": _variables(place.cluster),
     }
+    spec: dict[str, Any] = {
+        "runtimeRef": {"name": launch.runtime},
+        "trainer": trainer,
+        "runtimePatches": [{"manager": "seqrec.org/launch", "trainingRuntimeSpec": patch}],
+    }
+    if place.resources.timeout_s:
+        spec["activeDeadlineSeconds"] = place.resources.timeout_s
+    return _manifest("trainer.kubeflow.org/v1alpha1", "TrainJob", name, labels, spec)
+
+
+def _manifest(version: str, kind: str, name: str, labels: dict[str, str], spec: dict[str, Any]) -> dict[str, Any]:
+    return {"apiVersion": version, "kind": kind, "metadata": {"name": name, "labels": labels}, "spec": spec}
 
 
 def _pod(place: Place, state: Path) -> dict[str, Any]:
     """Return the pod of one node of a TrainJob."""
     cluster = place.cluster
-    container = {
-        "name": "node",
-        "securityContext": _container_security(),
-        "volumeMounts": _mounts(place, state),
-    }
-    return {
-        "containers": [container],
+    pod = {
+        "containers": [{"name": "node", "securityContext": CONTAINER_SECURITY, "volumeMounts": _mounts(place, state)}],
         "volumes": list(_volumes(place, state).values()),
         "securityContext": _pod_security(cluster),
-        **_placement(place),
-        **({"serviceAccountName": cluster.service_account} if cluster.service_account else {}),
-        **_pull_secrets(cluster),
+        "serviceAccountName": cluster.service_account,
+        "imagePullSecrets": [{"name": name} for name in cluster.image_pull_secrets],
+        **_placement(place.resources),
     }
+    return {key: value for key, value in pod.items() if value}
 
 
 def spark_application(name: str, place: Place, state: Path, order: Path, config: Any) -> dict[str, Any]:
@@ -99,9 +97,9 @@ def spark_application(name: str, place: Place, state: Path, order: Path, config:
         "env": _variables(cluster),
         "labels": cluster.labels,
         "podSecurityContext": _pod_security(cluster),
-        "securityContext": _container_security(),
+        "securityContext": CONTAINER_SECURITY,
         "volumeMounts": _mounts(place, state),
-        **_placement(place),
+        **_placement(resources),
     }
     account = {"serviceAccount": cluster.service_account} if cluster.service_account else {}
     spec = {
@@ -117,13 +115,7 @@ def spark_application(name: str, place: Place, state: Path, order: Path, config:
         "driver": {**pod, **account},
         "executor": {**pod, "instances": launch.nodes},
     }
-    metadata = {"name": name, "labels": cluster.labels}
-    return {
-        "apiVersion": "sparkoperator.k8s.io/v1beta2",
-        "kind": "SparkApplication",
-        "metadata": metadata,
-        "spec": spec,
-    }
+    return _manifest("sparkoperator.k8s.io/v1beta2", "SparkApplication", name, cluster.labels, spec)
 
 
 def _volumes(place: Place, state: Path) -> dict[str, dict[str, Any]]:
@@ -142,14 +134,6 @@ def _mounts(place: Place, state: Path) -> list[dict[str, str]]:
     return [{"name": volume["name"], "mountPath": path} for path, volume in _volumes(place, state).items()]
 
 
-def _container_security() -> dict[str, Any]:
-    return {
-        "allowPrivilegeEscalation": False,
-        "readOnlyRootFilesystem": True,
-        "capabilities": {"drop": ["ALL"]},
-    }
-
-
 def _pod_security(cluster: KubernetesConfig) -> dict[str, Any]:
     return {
         "runAsNonRoot": True,
@@ -159,15 +143,9 @@ def _pod_security(cluster: KubernetesConfig) -> dict[str, Any]:
     }
 
 
-def _placement(place: Place) -> dict[str, Any]:
-    resources = place.resources
+def _placement(resources: StepResources) -> dict[str, Any]:
     found = {"nodeSelector": resources.node_selector, "tolerations": resources.tolerations}
     return {key: value for key, value in found.items() if value}
-
-
-def _pull_secrets(cluster: KubernetesConfig) -> dict[str, Any]:
-    names = [{"name": name} for name in cluster.image_pull_secrets]
-    return {"imagePullSecrets": names} if names else {}
 
 
 def _quantities(resources: StepResources) -> dict[str, dict[str, str]]:

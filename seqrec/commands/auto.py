@@ -374,13 +374,7 @@ def train(
 ) -> None:
     """Train and evaluate one model in `share` seconds; leave it out if no epoch fits, unless it is the first.
 
-    Args:
-        plan: receives the settings of the model.
-        name: key of the model.
-        settings: gives the settings of the model from its number of epochs; None stands for the number without a limit.
-        folder: folder of the prepared dataset.
-        out: folder that receives the model and its reports.
-        share: seconds that the model may take; None sets no limit.
+    The settings come from the number of epochs. Without a `share`, nothing limits that number.
     """
     if name not in plan.params["models"]:
         epochs = None if share is None else _epochs(plan, name, settings(None), folder, out, share)
@@ -434,14 +428,8 @@ def _epochs(plan: Plan, name: str, entry: Mapping[str, Any], folder: Path, out: 
     if most < 1:
         logger.warning("the budget is too short for an epoch: %s gets one nevertheless, so this takes longer", name)
     epochs = max(1, min(fitting, wanted))
-    logger.info(
-        "%s: %d epochs of %d steps, about %.0f s at most; %.1f GB of memory so far",
-        name,
-        epochs,
-        cost.steps,
-        epochs * cost.epoch_s,
-        cost.memory / 1e9,
-    )
+    estimate = f"about {epochs * cost.epoch_s:.0f} s at most; {cost.memory / 1e9:.1f} GB of memory so far"
+    logger.info("%s: %d epochs of %d steps, %s", name, epochs, cost.steps, estimate)
     return int(epochs)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,42 +32,16 @@ ALONE = "alone"  # folder of the reports of models without their count term
 FINISHED = "benchmark.json"  # the settings that a report was made with
 PAGE = "benchmark.md"
 NEW = "test/ndcg@10/popularity=cold"
-HEADINGS = (
-    "model",
-    "seeds",
-    "validation NDCG@10",
-    "test NDCG@10",
-    "test recall@10",
-    "test NDCG@10, no counts",
-    "test NDCG@10, new items",
-    "gain over {base} on test [95 %]",
-    "p, Holm",
-    "parameters",
-    "MFLOP a query",
-    "train s",
-    "peak MB",
-)
-
-
-@dataclass(frozen=True)
-class Row:
-    """A model or baseline on the page; the figures are means over its seeds."""
-
-    model: str
-    baseline: bool
-    seeds: list[int]
-    valid: float
-    ndcg: float
-    spread: float | None  # sample standard deviation of the test NDCG@10 over seeds
-    recall: float
-    alone: float | None  # test NDCG@10 without the count term
-    new: float | None  # test NDCG@10 of the cases whose target has no training event; None: there are none
-    gain: intervals.Interval | None  # paired gain over the base, on test
-    p_value: float | None  # of the gain, corrected for the number of rows (Holm 1979)
-    parameters: float
-    query_flops: float
-    train_seconds: float
-    train_peak_mb: float  # peak of the process, including all earlier trainings
+MEANS = {  # of a row, the mean over its seeds -> the metric of a report
+    "valid": SELECTION,
+    "ndcg": "test/ndcg@10",
+    "recall": "test/recall@10",
+    "parameters": "parameters",
+    "query_flops": "query_flops",
+    "train_seconds": "train_seconds",
+    "train_peak_mb": "train_peak_mb",  # peak of the process, including all earlier trainings
+}
+Row = dict[str, Any]
 
 
 def benchmark(
@@ -184,14 +158,17 @@ def write_page(params: Params, folder: Path, out: Path) -> dict[str, float]:
         ]
         reports |= {model: found} if found else {}
     rows = [_row(name, paths, reports[base] if base else None) for name, paths in reports.items()]
-    rows = _corrected(sorted(rows, key=lambda row: -row.valid))
+    rows.sort(key=lambda row: -row["valid"])
+    tested = [row for row in rows if row["p_value"] is not None]
+    for row, p_value in zip(tested, holm([row["p_value"] for row in tested]), strict=True):
+        row["p_value"] = p_value
     split = read_json(folder / SPLIT_CARD)
     content = {"dataset": split["dataset"], "protocol": split["protocol"], "split_sha256": split["split_sha256"]}
     content |= {"commit": git_commit(), "base": base, "refit": params.section("evaluate").refit}
-    write_json(out / "benchmark.json", content | {"rows": [asdict(row) for row in rows]})
+    write_json(out / "benchmark.json", content | {"rows": rows})
     write_text(out / PAGE, page(content, rows))
     logger.info("%s: %d rows", out / PAGE, len(rows))
-    return {row.model: row.ndcg for row in rows}
+    return {row["model"]: row["ndcg"] for row in rows}
 
 
 def _mean(reports: Sequence[Path], name: str) -> float:
@@ -199,32 +176,27 @@ def _mean(reports: Sequence[Path], name: str) -> float:
 
 
 def _row(name: str, reports: Sequence[Path], base: Sequence[Path] | None) -> Row:
-    """Return the row of `name`, which has a report for each seed."""
+    """Return the row of `name`, which has a report for each seed; what does not apply to it is None."""
     ndcg = [read_json(report / METRICS)["test/ndcg@10"] for report in reports]
     alone = [report.parents[1] / ALONE / name for report in reports]
-    gain, p_value = None, None
+    baseline = name in BASELINES
+    row: Row = {
+        "model": name,
+        "baseline": baseline,
+        "seeds": [] if baseline else [int(report.parents[1].name.removeprefix("seed-")) for report in reports],
+        **{key: _mean(reports, metric) for key, metric in MEANS.items()},
+        "spread": float(np.std(ndcg, ddof=1)) if len(ndcg) > 1 else None,
+        "alone": _mean(alone, "test/ndcg@10") if all((path / METRICS).is_file() for path in alone) else None,
+        "new": _mean(reports, NEW) if NEW in read_json(reports[0] / METRICS) else None,
+        "gain": None,
+        "p_value": None,
+    }
     if base is not None and reports != base:
         user, value = ndcg_of_cases(reports)
         difference = value - ndcg_of_cases(base)[1]
-        gain = intervals.bootstrap(difference, user, resamples=1000, seed=42, difference=True)
-        p_value = sign_flip_p_value(np.bincount(user, weights=difference).astype(float), seed=42)
-    return Row(
-        model=name,
-        baseline=name in BASELINES,
-        seeds=[int(report.parents[1].name.removeprefix("seed-")) for report in reports if name not in BASELINES],
-        valid=_mean(reports, SELECTION),
-        ndcg=float(np.mean(ndcg)),
-        spread=float(np.std(ndcg, ddof=1)) if len(ndcg) > 1 else None,
-        recall=_mean(reports, "test/recall@10"),
-        alone=_mean(alone, "test/ndcg@10") if all((path / METRICS).is_file() for path in alone) else None,
-        new=_mean(reports, NEW) if NEW in read_json(reports[0] / METRICS) else None,
-        gain=gain,
-        p_value=p_value,
-        parameters=_mean(reports, "parameters"),
-        query_flops=_mean(reports, "query_flops"),
-        train_seconds=_mean(reports, "train_seconds"),
-        train_peak_mb=_mean(reports, "train_peak_mb"),
-    )
+        row["gain"] = intervals.bootstrap(difference, user, resamples=1000, seed=42, difference=True)
+        row["p_value"] = sign_flip_p_value(np.bincount(user, weights=difference).astype(float), seed=42)
+    return row
 
 
 def ndcg_of_cases(reports: Sequence[Path]) -> tuple[Any, Any]:
@@ -252,25 +224,21 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return [float(value) for value in corrected]
 
 
-def _corrected(rows: Sequence[Row]) -> list[Row]:
-    tested = [row for row in rows if row.p_value is not None]
-    corrected = dict(zip([row.model for row in tested], holm([row.p_value or 0.0 for row in tested]), strict=True))
-    return [replace(row, p_value=corrected.get(row.model)) for row in rows]
-
-
 def page(content: dict[str, Any], rows: Sequence[Row]) -> str:
     """Return the page as Markdown."""
-    headings = [heading.format(base=content["base"]) for heading in HEADINGS]
+    table = [_cells(row, content["base"]) for row in rows]
+    headings = [*table[0]] if table else []
+    refitted = content["refit"] == "valid"
     lines = [
         f"# Benchmark on {content['dataset']}",
         "",
         f"{content['protocol']}, whole catalogue. A user's NDCG is the mean over the seeds, and ± their standard "
         "deviation. New items have no event in training. Gains are paired over users; p-values, of sign flips, are "
-        f"corrected for {sum(row.p_value is not None for row in rows)} comparisons. No row had a search of its "
+        f"corrected for {sum(row['p_value'] is not None for row in rows)} comparisons. No row had a search of its "
         "settings."
         + (
             " Test cases are ranked after a refit, for which the validation events count as training."
-            if content["refit"] == "valid"
+            if refitted
             else ""
         ),
         "",
@@ -278,26 +246,31 @@ def page(content: dict[str, Any], rows: Sequence[Row]) -> str:
         "",
         f"| {' | '.join(headings)} |",
         f"| --- |{' --: |' * (len(headings) - 1)}",
-        *(f"| {' | '.join(_cells(row))} |" for row in rows),
+        *(f"| {' | '.join(cells.values())} |" for cells in table),
         "",
     ]
     return "\n".join(lines)
 
 
-def _cells(row: Row) -> list[str]:
-    spread = "" if row.spread is None else f" ± {row.spread:.4f}"
-    return [
-        row.model,
-        ", ".join(map(str, row.seeds)) or "-",
-        f"{row.valid:.4f}",
-        f"{row.ndcg:.4f}{spread}",
-        f"{row.recall:.4f}",
-        "-" if row.alone is None else f"{row.alone:.4f}",
-        "-" if row.new is None else f"{row.new:.4f}",
-        "-" if row.gain is None else f"{row.gain.mean:+.4f} [{row.gain.low:+.4f}, {row.gain.high:+.4f}]",
-        "-" if row.p_value is None else f"{row.p_value:.3f}",
-        f"{row.parameters:,.0f}",
-        f"{row.query_flops / 1e6:.2f}" if row.query_flops else "-",
-        f"{row.train_seconds:.0f}",
-        f"{row.train_peak_mb:.0f}" if row.train_peak_mb else "-",
-    ]
+def _cells(row: Row, base: str) -> dict[str, str]:
+    """Return what the page shows of a row, by heading."""
+    gain = row["gain"]
+    return {
+        "model": row["model"],
+        "seeds": ", ".join(map(str, row["seeds"])) or "-",
+        "validation NDCG@10": f"{row['valid']:.4f}",
+        "test NDCG@10": f"{row['ndcg']:.4f}" + ("" if row["spread"] is None else f" ± {row['spread']:.4f}"),
+        "test recall@10": f"{row['recall']:.4f}",
+        "test NDCG@10, no counts": _shown(row["alone"], ".4f"),
+        "test NDCG@10, new items": _shown(row["new"], ".4f"),
+        f"gain over {base} on test [95 %]": f"{gain.mean:+.4f} [{gain.low:+.4f}, {gain.high:+.4f}]" if gain else "-",
+        "p, Holm": _shown(row["p_value"], ".3f"),
+        "parameters": f"{row['parameters']:,.0f}",
+        "MFLOP a query": _shown(row["query_flops"] / 1e6 or None, ".2f"),
+        "train s": f"{row['train_seconds']:.0f}",
+        "peak MB": _shown(row["train_peak_mb"] or None, ".0f"),
+    }
+
+
+def _shown(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)

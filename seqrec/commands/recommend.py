@@ -22,7 +22,7 @@ from seqrec.serving.recommender import CHAMPION_URI, POPULARITY, Recommender, Re
 from seqrec.training.checkpoint import Checkpoint, load_checkpoint
 
 BESIDE = "beside an event: by how much the first item's score drops when it is left out"
-ROWS = 8_192  # users in memory at once
+USERS_AT_ONCE = 8_192
 SCORES_SCHEMA = pa.schema(
     [
         pa.field("user_id", pa.string(), nullable=False),
@@ -87,7 +87,7 @@ def score(
 ) -> dict[str, float]:
     """Write the best items of every user, after all of the user's events, to a Parquet file.
 
-    Memory holds the data and one block of users, however many users there are.
+    Memory holds the data and `USERS_AT_ONCE` users, however many users there are.
 
     Args:
         sequences: the prepared dataset.
@@ -117,8 +117,8 @@ def score_with(checkpoint: Checkpoint, sequences: Path, output: Path, k: int) ->
     user_ids, filter_seen = read_users(sequences), checkpoint.card["filter_seen"]
     scorer = with_counts(ranking.model_scorer(model), checkpoint.count_term)
     with written(output) as partial, pq.ParquetWriter(partial, SCORES_SCHEMA) as writer:
-        for first in range(0, data.num_users, ROWS):
-            user = torch.arange(first, min(first + ROWS, data.num_users))
+        for first in range(0, data.num_users, USERS_AT_ONCE):
+            user = torch.arange(first, min(first + USERS_AT_ONCE, data.num_users))
             best = ranking.best(scorer, data, user, data.stop[user], filter_seen=filter_seen, top_k=k)
             writer.write_table(_rows(user_ids[first : first + len(user)], item_ids, *best))
     return {"users": float(data.num_users)}

@@ -6,13 +6,16 @@ them. A retraining starts from the evaluated version, whose weights have not see
 
 from __future__ import annotations
 
+import functools
 import logging
 from pathlib import Path
 
 from seqrec.artifacts import REFITTED, SPLIT_CARD, read_json
 from seqrec.config import ConfigError, RegisterConfig
 from seqrec.pipeline import BASELINES
+from seqrec.stages.register import export_graph
 from seqrec.tracking import registry, runs
+from seqrec.tracking.live import epoch_log
 from seqrec.training.checkpoint import load_checkpoint
 from seqrec.training.refit import retrain
 
@@ -64,9 +67,11 @@ def refit(
             refitted=refitted,
             state=state,
             resume=resume,
-            experiment=config.experiment,
+            open_log=epoch_log(config.experiment),
         )
     with runs.registering(config, dataset), runs.explained(config):
-        version = registry.register_refit(client, evaluated, checkpoint=load_checkpoint(refitted), config=config)
+        saved = load_checkpoint(refitted)
+        export = functools.partial(export_graph, saved)
+        version = registry.register_refit(client, evaluated, checkpoint=saved, export=export, config=config)
     logger.info("version %s of %s, a refit of version %s, is the champion", version.version, name, evaluated.version)
     return {**values, "version": float(version.version)}

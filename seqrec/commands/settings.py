@@ -13,8 +13,7 @@ from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from seqrec import ROOT
-from seqrec.artifacts import sha256, write_json
+from seqrec.artifacts import ROOT, sha256, write_json
 from seqrec.code_closure import deciding
 from seqrec.config import ConfigError, Params, from_dict, parse
 from seqrec.pipeline import BASELINES, STAGES

@@ -20,7 +20,7 @@ import yaml
 
 from seqrec.config.checks import ConfigError, Section, check_keys, parse, refuse_secrets, suggestion
 from seqrec.config.ranges import AUTO, Seed
-from seqrec.config.sections import DATASET_KEYS, MODEL_KEYS, SECTIONS, ModelConfig, Range
+from seqrec.config.sections import DATASET_KEYS, MODEL_KEYS, SECTIONS, ModelConfig, SearchRange
 
 TOP = ("seed", "filter_seen", "dataset", "sources", "leaderboard", *SECTIONS, "datasets", "models")
 SEEDED = ("pretrain", "finetune")  # share a seed, so that another seed also means other initial weights
@@ -89,7 +89,7 @@ class Params:
         own = {key: value for key, value in entry["options"].items() if value != AUTO or key not in shared}
         return ModelConfig(architecture=entry["architecture"], options={**shared, **own})
 
-    def space(self, model: str) -> dict[str, Range]:
+    def space(self, model: str) -> dict[str, SearchRange]:
         """Return the ranges in `tune.spaces.<model>` by setting.
 
         Raises:
@@ -105,7 +105,7 @@ class Params:
                 raise ConfigError(f"{path}.{key}: no such setting; expected pretrain.*, finetune.* or options.*")
         if self.section("tune").epochs and "finetune.epochs" in spaces[model]:
             raise ConfigError(f"{path}.finetune.epochs: tune.epochs sets it as well; remove one of them")
-        return {key: parse(Range, values, f"{path}.{key}") for key, values in spaces[model].items()}
+        return {key: parse(SearchRange, values, f"{path}.{key}") for key, values in spaces[model].items()}
 
     def as_dict(self) -> dict[str, Any]:
         """Return the content in the form of params.yaml."""

@@ -271,12 +271,12 @@ class TuneConfig(Section):
     startup_trials: Positive = 5  # random trials at the start; none is pruned until as many are complete
     warmup_epochs: Count = 5  # epochs in which no trial is pruned
     seed: Seed = 42  # seed of the search
-    # model -> setting (finetune.learning_rate, options.dropout, ...) -> its Range
+    # model -> setting (finetune.learning_rate, options.dropout, ...) -> its SearchRange
     spaces: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Range:
+class SearchRange:
     """The values of a searched setting: `choices`, or `low` to `high`, whole numbers if both are."""
 
     low: int | float | None = None  # smallest value

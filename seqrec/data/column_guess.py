@@ -12,7 +12,7 @@ import polars as pl
 from seqrec.data.readers import csv_files, parquet_files
 from seqrec.data.readers.times import seconds
 
-ROWS = 5_000  # rows to inspect
+INSPECTED_ROWS = 5_000  # rows to inspect
 WORDS = {  # role -> words in names of its columns, most reliable first
     "user_id": (
         *("user", "uid", "customer", "client", "member", "visitor", "reviewer", "buyer", "shopper", "person"),
@@ -136,7 +136,7 @@ def words_of(name: str) -> list[str]:
 
 def _sample(path: Path, names: Sequence[str]) -> pl.DataFrame:
     frames = csv_files.columns_of(path, {name: name for name in names})
-    return next(iter(frames)).select(names).head(ROWS)
+    return next(iter(frames)).select(names).head(INSPECTED_ROWS)
 
 
 def _by_name(role: str, rows: pl.DataFrame, roles: Mapping[str, str], time_format: str) -> str | None:

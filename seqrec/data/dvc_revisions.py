@@ -49,7 +49,10 @@ def fetch(output: Path, config: IngestConfig) -> dict[str, float]:
         for name in FILES:
             path, md5 = recorded[name]
             project.get_file(path, str(output / name))
-            _check(output / name, md5, config)
+            with (output / name).open("rb") as file:
+                found = hashlib.file_digest(file, "md5").hexdigest()
+            if found != md5:
+                raise ValueError(f"{name} of {config.repository} at {config.revision} differs from its dvc.lock")
     except (DvcException, SCMError, FileNotFoundError) as error:
         reason = redacted(str(error))
         raise ConfigError(
@@ -58,8 +61,8 @@ def fetch(output: Path, config: IngestConfig) -> dict[str, float]:
         ) from error
     card = read_json(output / artifacts.SOURCE_CARD)
     if (card["source"], card["category"]) != (config.source, config.category):
-        found = " ".join(filter(None, (card["source"], card["category"])))
-        raise ConfigError(f"ingest.source: revision {config.revision} of {config.repository} ingested {found}")
+        ingested = " ".join(filter(None, (card["source"], card["category"])))
+        raise ConfigError(f"ingest.source: revision {config.revision} of {config.repository} ingested {ingested}")
     logger.info("%s as of %s of %s", config.source, config.revision, config.repository)
     return {name: float(value) for name, value in card["counts"].items()}
 
@@ -71,10 +74,3 @@ def _recorded(project: DVCFileSystem) -> dict[str, tuple[str, str]]:
         raise ConfigError("ingest.repository: its dvc.lock has no stage `ingest`: run `dvc repro` there, and commit")
     outs = lock["stages"]["ingest"]["outs"]
     return {posixpath.basename(out["path"]): (out["path"], out["md5"]) for out in outs}
-
-
-def _check(path: Path, md5: str, config: IngestConfig) -> None:
-    with path.open("rb") as file:
-        found = hashlib.file_digest(file, "md5").hexdigest()
-    if found != md5:
-        raise ValueError(f"{path.name} of {config.repository} at {config.revision} differs from its dvc.lock")

@@ -25,7 +25,7 @@ from seqrec.artifacts import read_table
 from seqrec.config import ConfigError
 from seqrec.models.text_encoder import KEY, VALUE
 
-MOST_ATTRIBUTES = 3  # attributes used if the options name none
+MAX_ATTRIBUTES = 3  # attributes used if the options name none
 CHARACTERS = 4_000  # read per value; more than an attribute's tokens can hold
 PAD, UNKNOWN, CLS, MASK = SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[MASK]")
 ALPHABET = 500  # letters in a vocabulary trained here; rarer letters are unknown
@@ -53,7 +53,7 @@ def read_texts(items: Path, item_ids: Sequence[str], attributes: Sequence[str] =
     texts = {name: values for name, values in texts.items() if pc.any(pc.not_equal(values.dictionary, "")).as_py()}
     if not texts:
         raise ConfigError(f"{items} holds no text for the {len(item_ids)} items, so a text model has nothing to read")
-    return texts if attributes else dict(list(texts.items())[:MOST_ATTRIBUTES])
+    return texts if attributes else dict(list(texts.items())[:MAX_ATTRIBUTES])
 
 
 def as_texts(items: Sequence[Mapping[str, str]], attributes: Sequence[str] = ()) -> Texts:

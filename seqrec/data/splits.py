@@ -226,7 +226,7 @@ def _times_at(events: Frame, ranks: tuple[int, ...]) -> list[int]:
     return found
 
 
-def corrupt(item: IntArray, ends: Ends, num_items: int, share: float, seed: int) -> IntArray:
+def with_noise(item: IntArray, ends: Ends, num_items: int, share: float, seed: int) -> IntArray:
     """Replace the item of `share` of the training events by a random one that is not among the user's later events.
 
     Args:

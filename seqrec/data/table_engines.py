@@ -1,7 +1,7 @@
 """The engines that run the table logic of `prepare`: polars on one machine, or a Spark cluster.
 
 The logic is written once, on lazy Narwhals frames. An engine defines how a frame is read, materialised, divided and
-collected; nothing else differs.
+collected; nothing else differs. Both engines have the same methods.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import itertools
 import logging
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import narwhals as nw
 import polars as pl
@@ -22,31 +22,6 @@ from seqrec.config import ConfigError
 
 Frame = nw.LazyFrame[Any]
 Table = nw.DataFrame[Any]
-
-
-class Engine(Protocol):
-    """The interface of a table engine."""
-
-    def read(self, path: Path) -> Frame:
-        """Return the Parquet file `path` as a frame."""
-
-    def table(self, frame: Frame) -> Table:
-        """Return the rows of `frame` in memory."""
-
-    def ordered(self, frame: Frame, *by: str) -> Table:
-        """Return the rows of `frame` in memory, sorted by the columns `by`, which are unique for each row."""
-
-    def keep(self, frame: Frame) -> Frame:
-        """Materialise `frame`, a table of users or items that later steps join repeatedly."""
-
-    def store(self, frame: Frame) -> Frame:
-        """Materialise `frame`, a table of events, where the engine has room for it."""
-
-    def divide(self, frame: Frame, column: str, number: int) -> list[Frame]:
-        """Return a frame of the events for each value 0 to `number` - 1 of `column`, without empty frames."""
-
-    def union(self, frames: Sequence[Frame]) -> Frame:
-        """Return the rows of all `frames`."""
 
 
 class Polars:
@@ -66,21 +41,24 @@ class Polars:
         return frame.collect()
 
     def ordered(self, frame: Frame, *by: str) -> Table:
-        """Return the rows of `frame` in memory, sorted there; the streaming engine would take three times as long."""
+        """Return the rows of `frame` in memory, sorted by the columns `by`, which are unique for each row.
+
+        They are sorted in memory, because the streaming engine would take three times as long.
+        """
         return frame.collect().sort(*by)
 
     def keep(self, frame: Frame) -> Frame:
-        """Materialise `frame` in memory."""
+        """Materialise `frame`, a table of users or items that later steps join repeatedly."""
         return frame.collect().lazy()
 
     def store(self, frame: Frame) -> Frame:
-        """Materialise `frame` in the scratch folder."""
+        """Materialise `frame`, a table of events, in the scratch folder."""
         path = self._path()
         self._sink(frame, path)
         return self.read(path)
 
     def divide(self, frame: Frame, column: str, number: int) -> list[Frame]:
-        """Return a frame of the events for each value of `column`, each in a scratch folder of its own."""
+        """Return a frame of the events for each value 0 to `number` - 1 of `column`, without empty frames."""
         if number == 1:
             return [frame.drop(column)]
         folder = self._path()
@@ -88,10 +66,6 @@ class Polars:
         self._sink(frame, pl.PartitionBy(folder, key=column, include_key=False))
         parts = [folder / f"{column}={part}" for part in range(number)]
         return [nw.from_native(pl.scan_parquet(part / "*.parquet")) for part in parts if part.is_dir()]
-
-    def union(self, frames: Sequence[Frame]) -> Frame:
-        """Return the rows of all `frames`."""
-        return nw.concat(list(frames))
 
     def _sink(self, frame: Frame, target: Path | pl.PartitionBy) -> None:
         native: pl.LazyFrame = frame.to_native()
@@ -122,7 +96,7 @@ class Spark:
         return frame.collect(backend="polars")
 
     def ordered(self, frame: Frame, *by: str) -> Table:
-        """Return the rows of `frame` in the driver's memory, sorted by the cluster."""
+        """Return the rows of `frame` in the driver's memory, sorted by the cluster by the columns `by`."""
         return self.table(frame.sort(*by))
 
     def keep(self, frame: Frame) -> Frame:
@@ -136,12 +110,13 @@ class Spark:
 
     def divide(self, frame: Frame, column: str, number: int) -> list[Frame]:
         """Return a frame of the events for each value of `column`."""
+        if number == 1:
+            return [frame.drop(column)]
         stored = self.keep(frame)
         return [stored.filter(nw.col(column) == part).drop(column) for part in range(number)]
 
-    def union(self, frames: Sequence[Frame]) -> Frame:
-        """Return the rows of all `frames`."""
-        return nw.concat(list(frames))
+
+Engine = Polars | Spark
 
 
 @contextmanager

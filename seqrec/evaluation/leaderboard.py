@@ -129,22 +129,17 @@ def _interval(gain: intervals.Interval) -> str:
     return f"{gain.mean:+.4f} [{gain.low:+.4f}, {gain.high:+.4f}]"
 
 
-def write(
-    reports: Path, split: Mapping[str, Any], rows: Sequence[Row], outcome: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """Write leaderboard.json; return its content.
-
-    Args:
-        reports: folder of the file, and of the rows' reports.
-        split: card of the prepared dataset.
-        rows: rows of `build`.
-        outcome: the registry's decision; None before the models are registered.
-    """
+def write(reports: Path, split: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, Any]:
+    """Write leaderboard.json with the verdict and the warnings about the data; return its content."""
     from seqrec.data import data_warnings  # takes seconds
 
-    facts = {key: split[key] for key in ("dataset", "protocol", "split_sha256")}
-    facts |= {"verdict": verdict(reports, rows), "warnings": data_warnings.warnings(split), "selection": SELECTION}
-    board = {**facts, "rows": list(rows), "registry": outcome}
+    board = {key: split[key] for key in ("dataset", "protocol", "split_sha256")} | {
+        "selection": SELECTION,
+        "rows": list(rows),
+        "verdict": verdict(reports, rows),
+        "warnings": data_warnings.warnings(split),
+        "registry": None,  # `register` writes the gate's decision here
+    }
     write_json(reports / LEADERBOARD, board)
     return board
 

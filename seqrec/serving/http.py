@@ -7,6 +7,7 @@ for others and many share a matrix product. A new champion is loaded beside the 
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
@@ -24,7 +25,6 @@ from fastapi.staticfiles import StaticFiles
 from fastapi_offline import FastAPIOffline
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from seqrec import __version__
 from seqrec.artifacts import GRAPH, MODEL_CARD, read_json
 from seqrec.config import ConfigError, RegisterConfig, require
 from seqrec.serving import request_log, rules, schemas, traces
@@ -97,7 +97,7 @@ def app(
 
     api = FastAPIOffline(
         title="seqrec",
-        version=__version__,
+        version=importlib.metadata.version("seqrec"),
         summary="What will this user want next?",
         lifespan=lifespan,
         max_body_size=options.max_body,
@@ -323,10 +323,10 @@ def loaded(place: str, ann: int, config: RegisterConfig, items: Path | None = No
         recommender: Recommender = ApproximateRecommender.of(place, ann, config)
     else:
         with located(place, config) as folder:
-            has_graph = (folder / GRAPH).is_file()
-            recommender = (
-                GraphRecommender.of(folder, torch.get_num_threads()) if has_graph else Recommender.load(folder)
-            )
+            if (folder / GRAPH).is_file():
+                recommender = GraphRecommender.of(folder, torch.get_num_threads())
+            else:
+                recommender = Recommender.load(folder)
     if items is not None:
         recommender.attributes = rules.Attributes.read(items, recommender.item_ids)
     return recommender

@@ -13,6 +13,7 @@ from seqrec.data import data_warnings
 from seqrec.data.sequences import Sequences
 from seqrec.data.sequences import load as load_sequences
 from seqrec.models.base import SequenceModel
+from seqrec.tracking.live import epoch_log
 from seqrec.training import auto_settings, batches
 from seqrec.training.auto_settings import Shape
 from seqrec.training.checkpoint import load_checkpoint
@@ -74,9 +75,8 @@ def finetune(
         state=state,
         filter_seen=filter_seen,
         resume=resume,
-        log=log,
+        open_log=epoch_log(experiment, log),
         earlier_seconds=start.card["seconds"],
-        experiment=experiment,
         files=start.files,
     )
     values = train(net, prepared, training)
@@ -88,7 +88,7 @@ def finetune(
             finetuned=load_checkpoint(checkpoint),
             refitted=checkpoint / REFITTED,
             state=state,
-            experiment=experiment,
+            open_log=epoch_log(experiment),
             until=refit,
         )
     return values

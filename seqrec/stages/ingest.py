@@ -20,7 +20,7 @@ from seqrec import artifacts
 from seqrec.config import ConfigError, IngestConfig
 from seqrec.data import dvc_revisions, sources
 from seqrec.data.download import SourceFile, forget, mirror_of, obtain, set_aside
-from seqrec.data.readers import Block, DamagedFileError
+from seqrec.data.readers import CheckedRows, DamagedFileError
 
 logger = logging.getLogger(__name__)
 
@@ -120,18 +120,14 @@ def _read(
     output: Path, publications: tuple[sources.Publication, ...], downloads: Path, config: IngestConfig
 ) -> tuple[dict[str, SourceFile], dict[str, int]]:
     """Return the files and the counts of the tables; a damaged download is set aside and repeated once."""
-    publication, found = obtain(publications, config, downloads)
-    try:
-        return found, _write_tables(output, publication, found, config)
-    except DamagedFileError as error:
-        if not set_aside(error.path, downloads, error):
-            raise
-    publication, found = obtain(publications, config, downloads)
-    try:
-        return found, _write_tables(output, publication, found, config)
-    except DamagedFileError as error:
-        set_aside(error.path, downloads, error)
-        raise
+    for last in (False, True):
+        publication, found = obtain(publications, config, downloads)
+        try:
+            return found, _write_tables(output, publication, found, config)
+        except DamagedFileError as error:
+            if not set_aside(error.path, downloads, error) or last:
+                raise
+    raise AssertionError
 
 
 def _clear(output: Path, publications: tuple[sources.Publication, ...], mirror: str) -> None:
@@ -178,7 +174,7 @@ def _writer(path: Path, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
 
 
 def _write_interactions(
-    output: Path, blocks: Iterator[Block], bad_rows: pq.ParquetWriter
+    output: Path, blocks: Iterator[CheckedRows], bad_rows: pq.ParquetWriter
 ) -> tuple[Tally, pl.Series, pl.Series]:
     """Write the events; return their tally and the users and items that occur."""
     tally, users, items = Tally(), Distinct(), Distinct()
@@ -191,7 +187,7 @@ def _write_interactions(
     return tally, users.ids(), items.ids()
 
 
-def _read_ahead(blocks: Iterator[Block]) -> Iterator[Block]:
+def _read_ahead(blocks: Iterator[CheckedRows]) -> Iterator[CheckedRows]:
     """Yield the blocks; a second thread reads the next one while the current one is written."""
     with ThreadPoolExecutor(max_workers=1) as pool:
         coming = pool.submit(next, blocks, None)
@@ -201,7 +197,7 @@ def _read_ahead(blocks: Iterator[Block]) -> Iterator[Block]:
 
 
 def _write_items(
-    output: Path, blocks: Iterator[Block] | None, occurring: pl.Series, bad_rows: pq.ParquetWriter
+    output: Path, blocks: Iterator[CheckedRows] | None, occurring: pl.Series, bad_rows: pq.ParquetWriter
 ) -> Tally:
     """Write each item once, from its first row; without an items file, the ids that occur."""
     tally, frames = Tally(), []
@@ -220,7 +216,7 @@ def _write_items(
     return tally
 
 
-def _set_aside(block: Block, tally: Tally, bad_rows: pq.ParquetWriter) -> None:
+def _set_aside(block: CheckedRows, tally: Tally, bad_rows: pq.ParquetWriter) -> None:
     tally.good += len(block.good)
     tally.bad += len(block.bad)
     tally.examples += block.bad.head(EXAMPLES - len(tally.examples)).to_dicts()

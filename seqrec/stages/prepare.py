@@ -49,18 +49,6 @@ class Coded:
     column: str  # user | item
     known: int
 
-    def numbered(self, parts: Sequence[Frame], engine: Engine) -> Numbers:
-        """Return the final numbers: the known ones, then those in the first of `parts`, then those in the next."""
-        code, known, size = self.column, None, self.known
-        if size:
-            known = self.frame.filter(nw.col(code) <= size).select(nw.col(code).alias("number"), code)
-        for stop in range(1, len(parts) + 1):
-            frame = engine.keep(splits.number(engine.union(parts[:stop]), code, "number", known, size + 1))
-            known, size = frame.select("number", code), splits.size(frame)
-        named = engine.table(frame.join(self.frame, on=code)).sort("number")
-        ids = named[f"{code}_id"].to_arrow().cast(pa.string())
-        return Numbers(frame.select("number", code), ids, named["events"].to_numpy())
-
 
 def prepare(*, dataset: str, data: Path, validation: Path, sequences: Path, config: PrepareConfig) -> dict[str, float]:
     """Filter, number, order and split the interactions in `data`, and write the prepared dataset.
@@ -92,9 +80,6 @@ def prepare(*, dataset: str, data: Path, validation: Path, sequences: Path, conf
         ends, facts = splits.ends(table, users.events, config, cuts)
         counts = _write(engine, sequences, table, ends, users, items, config)
     _write_negatives(sequences, ends, len(items), config)
-    files = sorted(_FILES) + [artifacts.NEGATIVES] * (config.protocol == "LOO-101")
-    parts = [sha256(sequences / name) for name in files] + [config.cases] * (config.cases != "all")
-    split = hashlib.sha256("".join(parts).encode()).hexdigest()
     card = {
         "dataset": dataset,
         "protocol": config.protocol,
@@ -111,7 +96,7 @@ def prepare(*, dataset: str, data: Path, validation: Path, sequences: Path, conf
         "counts": counts,
         "dropped": dropped,
         "input_sha256": input_sha256,
-        "split_sha256": split,
+        "split_sha256": _split_hash(sequences, config),
         **_growth(sequences, config),
     }
     write_json(sequences / artifacts.SPLIT_CARD, card)
@@ -119,7 +104,12 @@ def prepare(*, dataset: str, data: Path, validation: Path, sequences: Path, conf
     return {name: float(value) for name, value in counts.items()}
 
 
-_FILES = (artifacts.SEQUENCES, artifacts.VOCABULARY, artifacts.USERS)
+def _split_hash(sequences: Path, config: PrepareConfig) -> str:
+    """Return a hash of the files that decide the cases."""
+    files = [artifacts.SEQUENCES, artifacts.USERS, artifacts.VOCABULARY]
+    files += [artifacts.NEGATIVES] * (config.protocol == "LOO-101")
+    parts = [sha256(sequences / name) for name in files] + [config.cases] * (config.cases != "all")
+    return hashlib.sha256("".join(parts).encode()).hexdigest()
 
 
 Cuts = tuple[int, int] | None  # start times of validation and test, if computed before the k-core
@@ -132,26 +122,26 @@ def _filter(engine: Engine, data: Path, config: PrepareConfig) -> tuple[Frame, N
     rows = total = splits.size(events)
     if config.min_rating > 0:
         events = events.filter(nw.col("rating") >= config.min_rating)
-        before, rows = rows, splits.size(events)
-        dropped["events under min_rating"] = before - rows
+        dropped["events under min_rating"] = rows - splits.size(events)
     if config.require_title:
-        items = engine.read(data / artifacts.ITEMS)
-        titled = engine.keep(items.filter(nw.col("title").fill_null("").str.len_chars() > 0).select("item_id"))
+        catalogue = engine.read(data / artifacts.ITEMS)
+        titled = engine.keep(catalogue.filter(nw.col("title").fill_null("").str.len_chars() > 0).select("item_id"))
         events = events.join(titled, on="item_id", how="semi")
-        before, rows = rows, splits.size(events)
-        dropped["events of items without title"] = before - rows
+        dropped["events of items without title"] = total - sum(dropped.values()) - splits.size(events)
+    rows -= sum(dropped.values())
     people, products = (_code(engine, events, column, config) for column in ("user", "item"))
     events = events.join(people.frame, on="user_id").join(products.frame, on="item_id")
     events = events.select("user", "item", "timestamp", "row")
     number = -(-rows // config.shard_events)
     by_user = events.with_columns((nw.col("user") % number).alias("part")) if rows else events
     divided = engine.divide(by_user, "part", number) if rows else []
-    events = engine.union([engine.store(splits.deduplicate(part, config.deduplicate)) for part in divided] or [events])
+    events = nw.concat([engine.store(splits.deduplicate(part, config.deduplicate)) for part in divided] or [events])
     unique = splits.size(events)
     dropped["duplicate events"] = rows - unique
-    cuts = splits.temporal_cuts(events, config) if unique and _filters_on_train(config) else None
+    on_train = config.protocol == "temporal" and config.filter_on == "train"
+    cuts = splits.temporal_cuts(events, config) if unique and on_train else None
     parts = _core(engine, events, cuts, config)
-    left, in_core = _extent(events), _extent(engine.union(parts))
+    left, in_core = _extent(events), _extent(nw.concat(parts))
     for number, name in enumerate(("events", "users", "items")):
         dropped[f"{name} outside the k-core"] = left[number] - in_core[number]
     if in_core[0] == 0:
@@ -160,11 +150,21 @@ def _filter(engine: Engine, data: Path, config: PrepareConfig) -> tuple[Frame, N
             f"prepare.min_item_events ({config.min_item_events}) or prepare.min_rating ({config.min_rating})"
         )
     parts = _sample(engine, parts, people, config)
-    return engine.union(parts), people.numbered(parts, engine), products.numbered(parts, engine), dropped, cuts
+    users, items = (_numbered(coded, parts, engine) for coded in (people, products))
+    return nw.concat(parts), users, items, dropped, cuts
 
 
-def _filters_on_train(config: PrepareConfig) -> bool:
-    return config.protocol == "temporal" and config.filter_on == "train"
+def _numbered(coded: Coded, parts: Sequence[Frame], engine: Engine) -> Numbers:
+    """Return the final numbers: the known ones, then those in the first of `parts`, then those in the next."""
+    code, known, size = coded.column, None, coded.known
+    if size:
+        known = coded.frame.filter(nw.col(code) <= size).select(nw.col(code).alias("number"), code)
+    for stop in range(1, len(parts) + 1):
+        frame = engine.keep(splits.number(nw.concat(parts[:stop]), code, "number", known, size + 1))
+        known, size = frame.select("number", code), splits.size(frame)
+    named = engine.table(frame.join(coded.frame, on=code)).sort("number")
+    ids = named[f"{code}_id"].to_arrow().cast(pa.string())
+    return Numbers(frame.select("number", code), ids, named["events"].to_numpy())
 
 
 def _core(engine: Engine, events: Frame, cuts: Cuts, config: PrepareConfig) -> list[Frame]:
@@ -204,7 +204,7 @@ def _extent(events: Frame) -> tuple[int, int, int]:
 def _sample(engine: Engine, parts: list[Frame], people: Coded, config: PrepareConfig) -> list[Frame]:
     if config.sample_users == 0:
         return parts
-    present = engine.union(parts).select("user").unique()
+    present = nw.concat(parts).select("user").unique()
     users = engine.table(people.frame.join(present, on="user", how="semi"))
     if config.sample_users >= len(users):
         return parts
@@ -248,7 +248,8 @@ def _write_sequences(
     """Write the sequences by shard; return the training events (V,) of each item, and the number of tied events."""
     # Noise is drawn for all events at once.
     bounds = _shard_bounds(ends.events, config.shard_events if config.noise_share == 0 else int(ends.events.sum()))
-    parts = _divided(engine, events, bounds)
+    shard = nw.sum_horizontal(nw.lit(0), *((nw.col("user") > int(user)).cast(nw.Int32) for user in bounds[1:-1]))
+    parts = engine.divide(events.with_columns(shard.alias("shard")), "shard", len(bounds) - 1)
     count, tied = np.zeros(num_items + 1, dtype=np.int64), 0
     with shard_writer(sequences / artifacts.SEQUENCES, artifacts.SEQUENCES_SCHEMA) as write:
         for part, first, stop in zip(parts, bounds[:-1], bounds[1:], strict=True):
@@ -256,20 +257,12 @@ def _write_sequences(
             ordered = engine.ordered(splits.keyed(part, int(first) + 1), "key", "row")
             item, time = ordered["item"].to_numpy(), splits.times_of(ordered["key"].to_numpy())
             del ordered
-            item = splits.corrupt(item, shard_ends, num_items, config.noise_share, config.seed)
+            item = splits.with_noise(item, shard_ends, num_items, config.noise_share, config.seed)
             offsets = np.concatenate([[0], np.cumsum(shard_ends.events)]).astype(np.int32)
             count += _train_counts(item, offsets, shard_ends, len(count))
             tied += _tied(time, offsets)
             write(_shard_table(first, offsets, item, time, shard_ends))
     return count, tied
-
-
-def _divided(engine: Engine, events: Frame, bounds: NDArray[np.int64]) -> Sequence[Frame]:
-    """Return the events of each shard."""
-    if len(bounds) <= 2:
-        return [events]
-    shard = nw.sum_horizontal(*((nw.col("user") > int(user)).cast(nw.Int32) for user in bounds[1:-1]))
-    return engine.divide(events.with_columns(shard.alias("shard")), "shard", len(bounds) - 1)
 
 
 def _shard_bounds(events: IntArray, most: int) -> NDArray[np.int64]:

@@ -10,6 +10,7 @@ from seqrec.config import AUTO, EXPERIMENT, ConfigError, ModelConfig, PretrainCo
 from seqrec.data.sequences import load as load_sequences
 from seqrec.models import REGISTRY, SequenceModel
 from seqrec.models.optional import DescribedItems
+from seqrec.tracking.live import epoch_log
 from seqrec.training import auto_settings, families
 from seqrec.training.auto_settings import Shape
 from seqrec.training.checkpoint import catalogue_files
@@ -58,7 +59,7 @@ def pretrain(
         state=state,
         filter_seen=filter_seen,
         resume=resume,
-        experiment=experiment,
+        open_log=epoch_log(experiment),
         files=catalogue_files(sequences, data and data / ITEMS),
     )
     known = REGISTRY.get(architecture.architecture, SequenceModel)

@@ -5,6 +5,7 @@ Every step finds what an earlier, perhaps killed, call has left by its fingerpri
 
 from __future__ import annotations
 
+import functools
 import getpass
 import hashlib
 import json
@@ -38,6 +39,7 @@ from seqrec.artifacts import (
     read_json,
     read_table,
     sha256,
+    write_json,
     write_text,
 )
 from seqrec.code_closure import git_commit
@@ -142,7 +144,14 @@ def register(
     write_csv(reports / LEADERBOARD_CSV, rows)
     write_summaries(reports / "summary", rows)
     write_curves(reports / CURVES_CSV, {entry.name: entry.history for entry in entries if entry.history})
-    shown = _examples(entries, best, reports, sequences, config)
+    shown = examples.choose(
+        leader=best.name,
+        checkpoints={entry.name: entry.checkpoint for entry in entries},
+        reports=reports,
+        sequences=sequences,
+        number=config.examples,
+        seed=config.seed,
+    )
     with registering(config, split["dataset"]), _explained(reports, config):
         tracker = _connect(split, data, config)
         parent = _open_parent(tracker, entries, params)
@@ -156,7 +165,8 @@ def register(
         for entry in entries:
             entry.row["candidate"] = entry is best
             entry.row["champion"] = entry.fingerprint == outcome["champion"]
-        board = write_leaderboard(reports, split, rows, outcome)
+        board["registry"] = outcome
+        write_json(reports / LEADERBOARD, board)
         write_text(reports / REPORT_PAGE, _page(board, entries, shown, split))
         if outcome["promoted"]:
             _say_doubts(board)
@@ -193,20 +203,6 @@ def _say_doubts(board: Mapping[str, Any]) -> None:
     doubts = [board["verdict"]["sentence"]] if gain and gain["low"] <= 0 else []
     for sentence in doubts + [f"the data: {text}" for text in board["warnings"]]:
         logger.warning("the champion: %s", sentence)
-
-
-def _examples(
-    entries: Sequence[Entry], best: Entry, reports: Path, sequences: Path, config: RegisterConfig
-) -> Examples:
-    checkpoints = {entry.name: entry.checkpoint for entry in entries}
-    return examples.choose(
-        leader=best.name,
-        checkpoints=checkpoints,
-        reports=reports,
-        sequences=sequences,
-        number=config.examples,
-        seed=config.seed,
-    )
 
 
 def _page(board: Mapping[str, Any], entries: Sequence[Entry], shown: Examples, split: Mapping[str, Any]) -> str:
@@ -348,6 +344,13 @@ def _describe(tracker: Tracker, run: Run, settings: Mapping[str, Any], tags: Map
     runs.log_params(tracker.client, run, settings, {**tracker.tags, **tags})
 
 
+def export_graph(checkpoint: Checkpoint, folder: Path) -> None:
+    """Write the ONNX graph of `checkpoint`; this needs the packages of the extra `serve`."""
+    from seqrec.serving import onnx_graph
+
+    onnx_graph.export_checkpoint(checkpoint, folder)
+
+
 def _gate(tracker: Tracker, best: Entry, run: Run, sequences: Path, config: RegisterConfig) -> dict[str, Any]:
     """Register `best` as the candidate, and return the gate's decision in the form of leaderboard.json."""
     name = f"seqrec-{tracker.split['dataset']}"
@@ -360,14 +363,14 @@ def _gate(tracker: Tracker, best: Entry, run: Run, sequences: Path, config: Regi
     }
     model = registry.log_model(tracker.client, run, checkpoint=best.checkpoint)
     if config.graph:
-        registry.log_graph(tracker.client, model, checkpoint=best.checkpoint)
+        registry.log_graph(tracker.client, model, functools.partial(export_graph, best.checkpoint))
     about = (
         f"Next-item recommenders for {tracker.split['dataset']} ({tracker.split['protocol']}), a version a training. "
         f"`{registry.CHAMPION}` is the one to serve, `{registry.CANDIDATE}` the best of the last run."
     )
-    registry.describe_model(tracker.client, name, about)
     description = model_card(best.card, best.metrics, tracker.split, tracker.source)
     version = registry.create_version(tracker.client, name, model, tags, description)
+    tracker.client.update_registered_model(name, about)
     tracker.client.set_registered_model_alias(name, registry.CANDIDATE, version.version)
     decision = gate.promote(tracker.client, version, read_table(best.report / CASES), sequences, config)
     champion = registry.find_evaluated(tracker.client, name)

@@ -16,10 +16,10 @@ from mlflow.exceptions import MlflowException
 
 from seqrec.artifacts import CASES, REFIT, read_table
 from seqrec.config import RegisterConfig
-from seqrec.evaluation import intervals, other_catalogue
+from seqrec.evaluation import intervals
 from seqrec.evaluation.leaderboard import SELECTION
-from seqrec.evaluation.other_catalogue import Measured
-from seqrec.tracking import registry
+from seqrec.tracking import other_catalogue, registry
+from seqrec.tracking.other_catalogue import Measured
 from seqrec.tracking.runs import TrackingError, metric_name
 from seqrec.training.checkpoint import load_checkpoint
 from seqrec.training.held_out import held_out_now
@@ -53,8 +53,8 @@ def promote(
     Args:
         client: of the registry.
         version: the candidate.
-        cases: its ranks, see artifacts.CASES_SCHEMA.
-        sequences: the prepared dataset that they belong to.
+        cases: its ranks, as artifacts.CASES_SCHEMA has them.
+        sequences: folder of the prepared dataset of these cases.
         config: section `register`.
 
     Raises:
@@ -62,10 +62,8 @@ def promote(
     """
     for _ in range(ATTEMPTS):
         with registry.claim(client, version.name) as still_ours:
-            champion, evaluated = (
-                registry.find_champion(client, version.name),
-                registry.find_evaluated(client, version.name),
-            )
+            champion = registry.find_champion(client, version.name)
+            evaluated = registry.find_evaluated(client, version.name)
             if registry.is_same(evaluated, version):
                 return _recorded(version)
             decision = _decide(client, version, champion, cases, sequences, config)
@@ -102,9 +100,8 @@ def _decide(
     config: RegisterConfig,
 ) -> Decision:
     if by := version.tags.get(registry.WITHDRAWN_TAG):
-        return Decision(
-            False, f"it was rolled back to version {by}; promote it by hand if it shall be served again", None
-        )
+        reason = f"it was rolled back to version {by}; promote it by hand if it shall be served again"
+        return Decision(False, reason, None)
     if champion is None:
         return Decision(True, "the first champion", None)
     evaluated = registry.find_evaluated(client, version.name) or champion

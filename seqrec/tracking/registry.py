@@ -24,13 +24,13 @@ from mlflow.models import Model, ModelSignature
 from mlflow.types import ColSpec, DataType, Schema
 from mlflow.types.schema import Array
 
-from seqrec import ROOT
 from seqrec.artifacts import (
     COUNTS,
     GRAPH,
     GRAPH_CARD,
     MODEL_CARD,
     REFIT,
+    ROOT,
     TOKENS,
     WEIGHTS,
 )
@@ -60,24 +60,17 @@ WEIGHTS_TAG, SPLIT_TAG, FILTER_TAG = "seqrec.weights_sha256", "seqrec.split_sha2
 PROMOTED_TAG, REASON_TAG, GAIN_TAG = "seqrec.promoted", "seqrec.reason", "seqrec.gain"
 PREVIOUS_TAG = "seqrec.previous"  # of a champion: the version before it
 WITHDRAWN_TAG = "seqrec.withdrawn"  # of a champion that was rolled back: by which version
-REFIT_TAG = (
-    "seqrec.refit_of"  # the version whose training was repeated on every event, and whose figures stand for both
+REFIT_TAG = "seqrec.refit_of"  # the version whose training was repeated on every event; its figures stand for both
+OWN_TAGS = (  # a refit does not share them
+    *(PROMOTED_TAG, REASON_TAG, GAIN_TAG, PREVIOUS_TAG, WITHDRAWN_TAG, WEIGHTS_TAG, FINGERPRINT),
 )
-OWN_TAGS = (
-    PROMOTED_TAG,
-    REASON_TAG,
-    GAIN_TAG,
-    PREVIOUS_TAG,
-    WITHDRAWN_TAG,
-    WEIGHTS_TAG,
-    FINGERPRINT,
-)  # not shared with a refit
 CLAIM_TAG = "seqrec.claim"  # of a registered model: who began a promotion last
 AUDIT_TAG = "seqrec.audit."  # of a registered model, one a change of champion; the time follows
 VERSIONS_TAG = "mlflow.modelVersions"  # of a logged model: MLflow's pages link it to these
 LONGEST = 5_000  # characters of a description that MLflow keeps
 PACKAGES = ("mlflow", "numpy", "pandas", "pyarrow", "pyyaml", "safetensors", "torch")
-PYFUNC = ROOT / "seqrec" / "tracking" / "pyfunc_model.py"
+PYFUNC = ROOT / "seqrec" / "serving" / "pyfunc_model.py"
+Export = Callable[[Path], object]
 SIGNATURE = ModelSignature(
     inputs=Schema(
         [
@@ -100,13 +93,7 @@ SIGNATURE = ModelSignature(
 
 
 def log_model(client: MlflowClient, run: Run, *, checkpoint: Checkpoint) -> LoggedModel:
-    """Return the run's loadable model of these weights; a half-written one is replaced.
-
-    Args:
-        client: of the tracking server.
-        run: the run that trained the model.
-        checkpoint: the weights, and all that belongs to them.
-    """
+    """Return the run's loadable model of the weights of `checkpoint`; a half-written one is replaced."""
     card, saved = checkpoint.card, checkpoint.folder
     weights = card["weights_sha256"]
     experiment, run_id = run.info.experiment_id, run.info.run_id
@@ -141,8 +128,8 @@ def log_model(client: MlflowClient, run: Run, *, checkpoint: Checkpoint) -> Logg
     return client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
 
 
-def log_graph(client: MlflowClient, model: LoggedModel, *, checkpoint: Checkpoint) -> None:
-    """Add the ONNX graph of `checkpoint` to their logged model, if it has none; `serve` runs it.
+def log_graph(client: MlflowClient, model: LoggedModel, export: Export) -> None:
+    """Add the ONNX graph that `export` writes into a folder to a logged model, if it has none; `serve` runs it.
 
     A model that cannot be exported goes without one, and a warning says why.
     """
@@ -150,9 +137,7 @@ def log_graph(client: MlflowClient, model: LoggedModel, *, checkpoint: Checkpoin
         return
     with tempfile.TemporaryDirectory() as folder:
         try:
-            from seqrec.serving import onnx_graph  # of the extra `serve`
-
-            onnx_graph.export_checkpoint(checkpoint, Path(folder) / ARTIFACTS)
+            export(Path(folder) / ARTIFACTS)
         except Exception as error:  # whatever a converter may raise; the weights answer as well
             reason = f"{type(error).__name__}: {first_line(error)}"
             logger.warning("%s has no ONNX graph and is served by torch (%s)", model.name, reason)
@@ -169,14 +154,6 @@ def _example(item_ids: list[str]) -> pd.DataFrame:
     items = item_ids[:3]
     times = list(range(0, 60 * len(items), 60))  # only some models read them
     return pd.DataFrame({"history": [items, items[:1]], "times": [times, times[:1]], "k": [5, 5]})
-
-
-def describe_model(client: MlflowClient, name: str, description: str) -> None:
-    """Create the registered model `name` if it is missing, and describe it."""
-    if not client.search_registered_models(f"name = '{name}'"):
-        client.create_registered_model(name, description=description)
-    elif client.get_registered_model(name).description != description:
-        client.update_registered_model(name, description)
 
 
 def create_version(
@@ -223,15 +200,10 @@ def claim(client: MlflowClient, name: str) -> Iterator[Callable[[], bool]]:
 def crown(
     client: MlflowClient, version: ModelVersion, champion: ModelVersion | None, reason: str, *, back: bool = False
 ) -> None:
-    """Make `version` the champion in place of `champion`, and write it into the audit trail.
+    """Make `version` the champion in place of `champion`, and write it with the reason into the audit trail.
 
-    Args:
-        client: of the registry.
-        version: the new champion.
-        champion: the old one.
-        reason: for the audit trail.
-        back: this is a rollback: a further one leads to the champion before `version`, not to `champion` again, which
-            the gate no longer promotes.
+    With `back` this is a rollback: a further one leads to the champion before `version`, and the gate no longer
+    promotes `champion`.
     """
     name, before = version.name, "none" if champion is None else str(champion.version)
     if back and champion is not None:
@@ -272,9 +244,12 @@ def register_refit(
     evaluated: ModelVersion,
     *,
     checkpoint: Checkpoint,
+    export: Export,
     config: RegisterConfig,
 ) -> ModelVersion:
     """Log what `checkpoint` holds as a version linked to `evaluated`, and make it the champion in its place.
+
+    `export` writes its ONNX graph, see `log_graph`.
 
     Raises:
         TrackingError: the champion has changed in the meantime.
@@ -288,7 +263,7 @@ def register_refit(
     model = log_model(client, run, checkpoint=checkpoint)
     reason = f"refit of version {evaluated.version} on every event"
     if config.graph:
-        log_graph(client, model, checkpoint=checkpoint)
+        log_graph(client, model, export)
     tags = {key: value for key, value in evaluated.tags.items() if key not in OWN_TAGS}
     tags |= {REFIT_TAG: str(evaluated.version), REASON_TAG: reason}
     notice = (

@@ -264,7 +264,7 @@ def experiment(client: MlflowClient, config: RegisterConfig) -> str:
 
 
 def find_run(client: MlflowClient, experiment_id: str, fingerprint: str) -> Run | None:
-    """Return the run of this training, evaluation or pipeline, if it was ever begun."""
+    """Return the run of this training, evaluation or pipeline, if there is one."""
     runs = client.search_runs(
         [experiment_id],
         filter_string=f"tags.`{FINGERPRINT}` = '{fingerprint}'",
@@ -302,13 +302,6 @@ def record_outcome(
     A run has succeeded if `register` has left its mark, which is the last thing that it writes. The state from Kubeflow
     is not certain (`COMPLETE`, `CACHED` or `RUNNING` after a success, and never an error): it decides only for a
     pipeline without `register`.
-
-    Args:
-        pipeline: training, retraining, or pretraining, which has no step `register`.
-        pipeline_run: the orchestrator's id of its run.
-        state: what the orchestrator says.
-        failure: what went wrong, if the orchestrator says it.
-        config: section `register`.
 
     Raises:
         TrackingError: the server does not answer.

@@ -19,7 +19,6 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from seqrec import models
 from seqrec.artifacts import (
     COUNTS,
     EPOCH_RECORDS,
@@ -43,6 +42,7 @@ from seqrec.config import ConfigError, CountsConfig, ModelConfig, Section, parse
 from seqrec.config.ranges import Bounds, Count, NotNegative
 from seqrec.counts.term import CountTerm
 from seqrec.data.sequences import counts_of
+from seqrec.models import REGISTRY, UNTRAINED, architecture_of, name_of
 from seqrec.models.base import Catalogue, SequenceModel
 from seqrec.training.tensors import load_tensors, not_finite, save_tensors
 
@@ -93,7 +93,7 @@ class Checkpoint:
     @cached_property
     def vocabulary(self) -> pa.Table:
         """The items, see MODEL_VOCABULARY_SCHEMA."""
-        return pq.read_table(pa.BufferReader(self.files[VOCABULARY]))
+        return pq.ParquetFile(pa.BufferReader(self.files[VOCABULARY])).read()
 
     @property
     def item_ids(self) -> list[str]:
@@ -114,7 +114,7 @@ class Checkpoint:
     @cached_property
     def users(self) -> pa.Table:
         """The users, see USERS_SCHEMA."""
-        return pq.read_table(pa.BufferReader(self.files[USERS]))
+        return pq.ParquetFile(pa.BufferReader(self.files[USERS])).read()
 
     def epoch_records(self) -> list[dict[str, Any]]:
         """Return the record of each epoch of the training that led to the checkpoint.
@@ -153,13 +153,13 @@ def build(config: ModelConfig, catalogue: Catalogue) -> SequenceModel:
     Raises:
         ConfigError: unknown architecture or option, or a value out of range.
     """
-    if config.architecture not in models.REGISTRY and config.architecture not in models.UNTRAINED:
-        known = ", ".join(models.REGISTRY)
+    if config.architecture not in REGISTRY and config.architecture not in UNTRAINED:
+        known = ", ".join(REGISTRY)
         raise ConfigError(
             f"models.*.architecture: {config.architecture!r} is not one of {known}; "
             "seqrec.models.register(NAME, CLASS) adds your own"
         )
-    architecture = models.architecture_of(config.architecture)
+    architecture = architecture_of(config.architecture)
     options = parse(architecture.Options, config.options, f"models.{config.architecture}.options")
     try:
         return architecture(options, catalogue._replace(length=options.length))
@@ -185,7 +185,7 @@ def save_model(directory: Path, model: SequenceModel, facts: Mapping[str, Any], 
         )
     directory.mkdir(parents=True, exist_ok=True)
     card = {**facts} | {
-        "architecture": models.name_of(type(model)),
+        "architecture": name_of(type(model)),
         "options": asdict(model.options),
         "catalogue": {key: value for key, value in model.catalogue._asdict().items() if key != "tokens"},
         "parameters": sum(p.numel() for p in model.parameters()),

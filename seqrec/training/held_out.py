@@ -17,22 +17,15 @@ SPLIT = ("protocol", "val_users", "valid_cut", "split_sha256", *FILTERS)  # of a
 
 
 def split_of(card: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the card of a model says of the split that it was trained on.
-
-    Args:
-        card: the split card of the prepared dataset.
-    """
+    """Return what the card of a model says of its split, from the card of the prepared dataset."""
     return {name: card[name] for name in SPLIT if name in card}
 
 
 def held_out_now(checkpoint: Checkpoint, data: Path) -> str:
     """Return why an event that trained a model may be a validation or test event now; empty if none can be.
 
-    The log may have grown since, but none of the users that remain may have lost an event.
-
-    Args:
-        checkpoint: the model.
-        data: folder of the prepared dataset of now.
+    The log, which is now prepared in the folder `data`, may have grown since; but none of the users that remain may
+    have lost an event.
     """
     before, now = checkpoint.card.get("split", {}), read_json(data / SPLIT_CARD)
     if not {"protocol", "val_users", "split_sha256"} <= before.keys():

@@ -6,6 +6,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -20,6 +21,12 @@ from seqrec.training.validation import ACCURACY, METRIC, EarlyStopping
 logger = logging.getLogger(__name__)
 FIGURE = "figure/"  # prefix of values that a model reports besides its loss terms
 LogEpoch = Callable[[dict[str, Any], int], None]  # called with an epoch's record and the number of epochs so far
+OpenLog = Callable[[str, str], AbstractContextManager[LogEpoch | None]]  # of a training's fingerprint and title
+
+
+def unlogged(fingerprint: str, title: str) -> AbstractContextManager[LogEpoch | None]:
+    """Open no log."""
+    return nullcontext()
 
 
 @dataclass

@@ -19,11 +19,9 @@ from seqrec.config import FinetuneConfig, parse
 from seqrec.data import sequences as prepared_data
 from seqrec.data.sequences import trained_until
 from seqrec.training.checkpoint import Checkpoint, counts_config, load_checkpoint, with_counts
-from seqrec.training.progress import LogEpoch
+from seqrec.training.progress import OpenLog, unlogged
 from seqrec.training.train import Training, train
 from seqrec.training.validation import METRIC
-
-UNTIL = ("valid", "test")  # the last part of the split that a refit trains on
 
 
 def retrain(
@@ -34,14 +32,13 @@ def retrain(
     finetuned: Checkpoint,
     refitted: Path,
     state: Path,
-    experiment: str,
     until: str = "test",
     resume: bool = False,
-    log: LogEpoch | None = None,
+    open_log: OpenLog = unlogged,
 ) -> dict[str, float]:
     """Repeat the training that led to `finetuned` on all parts of the split up to `until`.
 
-    The training started from the weights in `initial`; `until` is one of UNTIL. The other arguments are those of the
+    The training started from the weights in `initial`; `until` is valid or test. The other arguments are those of the
     stage finetune, and `refitted` is the output folder.
     """
     card = finetuned.card
@@ -62,10 +59,9 @@ def retrain(
         state=state,
         filter_seen=card["filter_seen"],
         resume=resume,
-        log=log,
+        open_log=open_log,
         content=[f"events until {until}", json.dumps(epochs)],
         epochs=epochs,
-        experiment=experiment,
         files={**finetuned.files, VOCABULARY: vocabulary},
         facts={REFIT: {"fingerprint": card["fingerprint"], "epochs": epochs, "until": until}},
     )

@@ -18,8 +18,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from seqrec import ROOT
-from seqrec.artifacts import DamagedError, read_json, replaced, sha256
+from seqrec.artifacts import ROOT, DamagedError, read_json, replaced, sha256
 from seqrec.code_closure import deciding
 from seqrec.training.tensors import below, load_tensors, write_tensors
 

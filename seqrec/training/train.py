@@ -8,9 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from seqrec.artifacts import EPOCH_RECORDS, MODEL_CARD, SPLIT_CARD, TOKENS, WEIGHTS, replaced, write_text
-from seqrec.config import EXPERIMENT, ConfigError, FinetuneConfig, RegisterConfig, TrainConfig
+from seqrec.config import ConfigError, FinetuneConfig, TrainConfig
 from seqrec.counts import search
 from seqrec.data import sequences
 from seqrec.data.sequences import Sequences
@@ -28,7 +26,7 @@ from seqrec.models.base import SequenceModel
 from seqrec.training import batches, cost, loop
 from seqrec.training.checkpoint import load_checkpoint, save_counts, save_model
 from seqrec.training.held_out import split_of
-from seqrec.training.progress import LogEpoch
+from seqrec.training.progress import OpenLog, unlogged
 from seqrec.training.resume import ResumeState, fingerprint
 from seqrec.training.validation import ACCURACY, METRIC
 
@@ -48,8 +46,7 @@ class Training:
     state: Path  # folder of resume states
     filter_seen: bool  # whether validation leaves out seen items
     resume: bool = False  # fail instead of starting afresh
-    experiment: str = EXPERIMENT  # name of the MLflow experiment
-    log: LogEpoch | None = None  # used instead of MLflow; an exception it raises ends the training but keeps the state
+    open_log: OpenLog = unlogged  # an exception that the log raises ends the training but keeps the state
     epochs: Mapping[str, int] | None = None  # see `loop.fit`
     finish: Callable[[], None] | None = None  # called once the model is trained, before it is saved
     content: Sequence[str] = ()  # anything else that the result depends on
@@ -78,7 +75,7 @@ def train(model: SequenceModel, data: Sequences, training: Training) -> dict[str
     records: Records = []
     if model.phases(training.stage):
         cost.keep_freed_memory()
-        with nullcontext(training.log) if training.log else live_log(training, identity) as log:
+        with training.open_log(identity, f"{training.name} {training.stage}") as log:
             records = loop.fit(
                 model,
                 data,
@@ -168,15 +165,3 @@ def _finished(output: Path, identity: str) -> dict[str, float] | None:
     except ValueError as error:
         logger.warning("the training is repeated: %s", error)
         return None
-
-
-@contextmanager
-def live_log(training: Training, identity: str) -> Iterator[LogEpoch | None]:
-    """Log each epoch to MLflow as it ends if MLFLOW_TRACKING_URI is set; otherwise the stage `register` logs them."""
-    if "MLFLOW_TRACKING_URI" not in os.environ:
-        yield None
-        return
-    from seqrec.tracking.runs import live_run
-
-    with live_run(identity, f"{training.name} {training.stage}", RegisterConfig(experiment=training.experiment)) as log:
-        yield log

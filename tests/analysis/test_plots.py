@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from support import HISTORY, contrast, linear_rgb, row
+from support import EPOCH_RECORDS, contrast, linear_rgb, row
 
 from seqrec.analysis import plots
 from seqrec.analysis.strec_sparsity import Point
@@ -20,7 +20,7 @@ def points(trace):
 
 
 def test_learning_curves_skip_the_epochs_without_validation():
-    figure = plots.learning_curves({"sasrec": HISTORY, "popularity": []})
+    figure = plots.learning_curves({"sasrec": EPOCH_RECORDS, "popularity": []})
     loss, metric = figure.data
 
     assert titles(figure) == ["training loss", "NDCG@10 on validation"]
@@ -32,7 +32,7 @@ def test_learning_curves_skip_the_epochs_without_validation():
 def test_a_model_has_one_colour_in_every_figure():
     names = ("markov", "sasrec", "gru4rec")
     figures = (
-        plots.learning_curves({name: HISTORY if name != "markov" else [] for name in names}),
+        plots.learning_curves({name: EPOCH_RECORDS if name != "markov" else [] for name in names}),
         plots.metric_by_slice({name: {"test/ndcg@10/length=1-10": 0.1} for name in names}),
         plots.coverage_against_accuracy([row(name) for name in names]),
     )
@@ -43,13 +43,13 @@ def test_a_model_has_one_colour_in_every_figure():
 
 
 def test_a_new_phase_is_marked():
-    figure = plots.learning_curves({"strec": HISTORY})
+    figure = plots.learning_curves({"strec": EPOCH_RECORDS})
 
     assert [(line.x0, line.x1) for line in figure.layout.shapes] == [(2.5, 2.5), (2.5, 2.5)]  # in either panel
 
 
 def test_every_term_and_figure_of_a_model_is_a_curve():
-    figure = plots.terms(HISTORY)
+    figure = plots.terms(EPOCH_RECORDS)
 
     assert titles(figure) == ["loss/task", "figure/entropy"]
     assert [points(trace) for trace in figure.data] == [
@@ -122,7 +122,7 @@ def test_lines_stand_out_from_the_page_light_and_dark(ground):
 
 def test_no_two_models_share_colour_and_dash_and_baselines_are_grey():
     names = [*(f"m{number}" for number in range(12)), *BASELINES]
-    figure = plots.learning_curves(dict.fromkeys(names, HISTORY))
+    figure = plots.learning_curves(dict.fromkeys(names, EPOCH_RECORDS))
     looks = {trace.name: (trace.line.color, trace.line.dash) for trace in figure.data}
 
     assert len(set(looks.values())) == len(names)

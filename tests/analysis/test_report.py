@@ -11,7 +11,7 @@ from html.parser import HTMLParser
 
 import pytest
 from plotly.offline import get_plotlyjs
-from support import HISTORY, contrast, row
+from support import EPOCH_RECORDS, contrast, row
 
 from seqrec.analysis import report
 from seqrec.analysis.examples import Example, Examples, Opinion
@@ -79,7 +79,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def text():
-    return report.page(BOARD, METRICS, {"sasrec": HISTORY, "gru4rec": HISTORY[:1]}, EXAMPLES)
+    return report.page(BOARD, METRICS, {"sasrec": EPOCH_RECORDS, "gru4rec": EPOCH_RECORDS[:1]}, EXAMPLES)
 
 
 def test_the_page_holds_all_that_it_needs(text):
@@ -180,7 +180,7 @@ def test_the_same_data_gives_the_same_bytes(text, monkeypatch):
     report._plotly.cache_clear()
     monkeypatch.setattr("time.time", lambda: 1.0)
 
-    assert report.page(BOARD, METRICS, {"sasrec": HISTORY, "gru4rec": HISTORY[:1]}, EXAMPLES) == text
+    assert report.page(BOARD, METRICS, {"sasrec": EPOCH_RECORDS, "gru4rec": EPOCH_RECORDS[:1]}, EXAMPLES) == text
 
 
 def test_long_histories_are_cut_and_it_is_said(monkeypatch):
@@ -206,5 +206,5 @@ def test_a_models_own_page_has_its_curves_and_terms():
         "gru4rec": ["training loss", "loss/task", "NDCG@10 on validation, served with fewer rows"],
     }
     for name, titles in expected.items():
-        figures = Page(report.model_page(name, HISTORY, EXAMPLES)).figures()
+        figures = Page(report.model_page(name, EPOCH_RECORDS, EXAMPLES)).figures()
         assert [figure["layout"]["annotations"][0]["text"] for figure in figures] == titles

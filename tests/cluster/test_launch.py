@@ -173,15 +173,6 @@ def test_a_train_job_asks_for_all_that_is_set():
     assert job["spec"]["activeDeadlineSeconds"] == 3600
 
 
-def test_a_manifest_with_a_misspelt_field_is_noticed():
-    where = parse(jobs.Place, place(launcher="job"), "place")
-    job = jobs.train_job("one", where, Path("/state"), Path("/state/order.json"))
-    job["spec"]["trainer"]["numNode"] = 2
-
-    with pytest.raises(AssertionError, match="a field was not understood"):
-        kubernetes_server.check(job)
-
-
 def test_a_spark_application_is_one(monkeypatch):
     monkeypatch.setattr("importlib.metadata.version", lambda name: {"pyspark": "4.0.1"}[name])
     where = parse(jobs.Place, place(launcher="job", nodes=3), "place")

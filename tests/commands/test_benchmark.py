@@ -93,14 +93,6 @@ def test_models_are_also_measured_without_their_counts(out, prepared, tmp_path):
     assert alone["test/ndcg@10"] != read_json(out / "seed-1/reports/sasrec" / METRICS)["test/ndcg@10"]
 
 
-def test_the_page_has_a_line_for_every_row(out):
-    page = (out / bench.PAGE).read_text()
-
-    assert [line.split(" | ")[0].lstrip("| ") for line in page.splitlines() if line.startswith("| ")][2:] == [
-        row["model"] for row in read_json(out / "benchmark.json")["rows"]
-    ]
-
-
 def test_the_page_shows_how_new_items_are_ranked(out, prepared):
     for seed, value in ((1, 0.25), (2, 0.5)):
         path = out / f"seed-{seed}/reports/sasrec" / METRICS

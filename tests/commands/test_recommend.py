@@ -11,9 +11,9 @@ from seqrec.data import sequences
 from seqrec.serving.recommender import Recommender, Request
 
 
-@pytest.mark.parametrize("rows", [7, 8192])
-def test_scores_of_every_user_are_the_recommenders(prepared, tmp_path, monkeypatch, rows):
-    monkeypatch.setattr(recommend, "ROWS", rows)
+@pytest.mark.parametrize("users", [7, 8192])
+def test_scores_of_every_user_are_the_recommenders(prepared, tmp_path, monkeypatch, users):
+    monkeypatch.setattr(recommend, "USERS_AT_ONCE", users)
     saved = save("gru4rec", prepared, tmp_path / "model")
 
     values = recommend.score(sequences=prepared, saved=saved, output=tmp_path / "out" / "best.parquet", k=4)

@@ -44,14 +44,6 @@ def test_a_stage_is_one_line_at_its_start_and_one_with_seconds_and_housekeeping_
     ]
 
 
-def test_the_table_has_the_seconds_of_each_and_of_all():
-    console = Console(file=io.StringIO(), width=80)
-    console.print(repro.summary([("prepare", 1.25), ("register", 20.0)], 22.0))
-
-    rows = [line.split() for line in console.file.getvalue().splitlines()]
-    assert rows == [["stage", "s"], ["prepare", "1.2"], ["register", "20.0"], ["together", "22.0"]]
-
-
 @pytest.mark.parametrize(("content", "stays"), [("", False), ('{"read": {', False), ('{"read": {}}', True)])
 def test_a_list_of_locks_that_a_killed_dvc_left_half_written_is_removed(tmp_path, content, stays):
     (tmp_path / "rwlock").write_text(content)

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from seqrec import config
-from seqrec.config import ConfigError, FinetuneConfig, PrepareConfig, from_dict, load, parse, read_changes
+from seqrec.config import ConfigError, FinetuneConfig, from_dict, load, parse, read_changes
 
 ROOT = Path(__file__).parent.parent.parent
 PARAMS = {
@@ -64,30 +64,23 @@ def changed(path: str, value: object) -> dict:
         ("finetuning", {}, "finetuning: unknown key"),
         ("finetune.epoch", 3, "finetune.epoch: unknown key; did you mean epochs?"),
         ("datasets.large.finetune.epoch", 3, "datasets.large.finetune.epoch: unknown key"),
-        ("datasets.large.training", {}, "datasets.large.training: unknown key"),
         ("models.wide.finetune.epoch", 3, "models.wide.finetune.epoch: unknown key"),
         ("models.wide.option", {}, "models.wide.option: unknown key"),
         ("models", MISSING, "models: missing key"),
         ("dataset", MISSING, "dataset: missing key"),
         ("finetune", 3, "finetune: expected a mapping of settings, got 3"),
         ("models.wide", None, "models.wide: expected a mapping of settings, got None"),
-        ("datasets.large.finetune", None, "datasets.large.finetune: expected a mapping of settings, got None"),
-        ("models.wide.options", None, "models.wide.options: expected a mapping of settings, got None"),
         ("datasets", None, "datasets: expected a mapping of settings, got None"),
-        ("seed", "x", "seed: Input should be a valid integer"),
         ("seed", -1, "seed must be at least 0"),
         ("sources", None, "sources: expected a list of names, got None"),
         ("leaderboard", "narrow", "leaderboard: expected a list of names, got 'narrow'"),
         ("finetune.epochs", "many", "finetune.epochs: Input should be a valid integer"),
-        ("finetune.epochs", 2.5, "finetune.epochs: Input should be a valid integer"),
         ("datasets.large.finetune.epochs", "x", "datasets.large.finetune.epochs: Input should be a valid integer"),
-        ("models.wide.finetune.epochs", [3], "models.wide.finetune.epochs: Input should be a valid integer"),
         ("filter_seen", "perhaps", "filter_seen: Input should be a valid boolean"),
         ("evaluate.filter_seen", True, "evaluate.filter_seen: unknown key; it is a key of the top level"),
         ("ingest", {"source": 3}, "ingest.source: Input should be a valid string"),
         ("finetune.learning_rate", 0, "finetune: learning_rate must be more than 0, not 0"),
         ("finetune.clip_norm", float("nan"), "finetune: clip_norm must be a finite number, not nan"),
-        ("finetune.seed", 10**30, "finetune: seed must be a finite number"),
         ("finetune.seed", 2**32, "finetune: seed must be at least 0 and less than 4294967296"),
         ("evaluate.bootstrap", 10**12, "evaluate: bootstrap must be at least 100 and at most 100000"),
         ("prepare.protocol", "random", "prepare.protocol: Input should be 'LOO-full', 'LOO-101', 'RATIO-full'"),
@@ -187,7 +180,6 @@ def test_the_projects_own_params_load_for_every_dataset_and_model():
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda path: path.stem)
 def test_every_config_loads(path):
-
     assert load(path).leaderboard
 
 
@@ -222,11 +214,6 @@ def test_without_pydantic_keys_and_ranges_are_still_checked(values, printed):
         [sys.executable, "-c", WITHOUT_PYDANTIC, repr(values)], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert done.stdout.startswith(printed)
-
-
-def test_sections_are_frozen():
-    with pytest.raises(AttributeError):
-        parse(PrepareConfig, {}, "prepare").seed = 1
 
 
 LAYERS = {

@@ -39,22 +39,20 @@ CONFIG: dict[str, Any] = {
         "sasrec": {"architecture": "sasrec", "options": {"d_model": 8, "dropout": 0.1}, "finetune": {"epochs": 2}}
     },
 }
-VALUES = (
-    *(None, "", "x", "../x", "1e-3", "tiny\n", True, -1, 0, 1, 0.5, 10**12, 10**30, -0.0, 1e308),
-    *(
-        float("nan"),
-        float("inf"),
-        -float("inf"),
-        datetime.date(2020, 1, 1),
-        b"bytes",
-        [],
-        [[]],
-        [None],
-        ["x", "x"],
-        [0.5],
-    ),
-    *({}, {"x": 1}, {"x": None}, {None: {}}, {1: {}}, {"source": {}}, {"sasrec": None}, {"options": {"layers": "x"}}),
+NUMBERS = (True, -1, 0, 1, 0.5, 10**12, 10**30, -0.0, 1e308, float("nan"), float("inf"), -float("inf"))
+TEXTS = ("", "x", "../x", "1e-3", "tiny\n", b"bytes", datetime.date(2020, 1, 1))
+LISTS = ([], [[]], [None], ["x", "x"], [0.5])
+MAPPINGS = (
+    {},
+    {"x": 1},
+    {"x": None},
+    {None: {}},
+    {1: {}},
+    {"source": {}},
+    {"sasrec": None},
+    {"options": {"layers": "x"}},
 )
+VALUES = (None, *NUMBERS, *TEXTS, *LISTS, *MAPPINGS)
 
 
 def paths(node: Any, path: tuple = ()) -> Iterator[tuple]:

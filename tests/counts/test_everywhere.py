@@ -73,18 +73,6 @@ def test_explanations_add_the_events_own_shares(prepared, tmp_path):
     assert last > 0
 
 
-def test_another_file_of_counts_is_refused(prepared, tmp_path):
-    saved = save("sasrec", prepared, tmp_path, CONFIG)
-    content = (saved / COUNTS).read_bytes()
-    (saved / COUNTS).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-
-    with pytest.raises(ValueError, match=r"run the training again|refusing to load"):
-        Recommender.load(saved)
-    (saved / COUNTS).unlink()
-    with pytest.raises(ValueError, match=r"counts\.safetensors is missing"):
-        Recommender.load(saved)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -161,7 +149,7 @@ def test_validation_is_reported_with_what_the_other_half_chose(prepared, trained
 def test_a_refit_keeps_the_values_and_counts_every_event(prepared, trained, tmp_path):
     folder = trained / "auto"
     shared = {"sequences": prepared, "initial": folder / "initial", "finetuned": load_checkpoint(folder / "finetuned")}
-    retrain(model="sasrec", **shared, refitted=tmp_path / "refitted", state=tmp_path, experiment="seqrec")
+    retrain(model="sasrec", **shared, refitted=tmp_path / "refitted", state=tmp_path)
 
     before, after = (read_json(path / MODEL_CARD) for path in (folder / "finetuned", tmp_path / "refitted"))
     config = CountsConfig(**{name: after["counts"][name] for name in asdict(CONFIG)})

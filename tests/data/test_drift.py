@@ -1,16 +1,6 @@
-import math
-
 import numpy as np
-import pytest
 
 from seqrec.data import drift
-
-
-def test_the_stability_index_of_two_bins():
-    expected, observed = np.array([0.5, 0.5]), np.array([0.75, 0.25])
-
-    assert drift.stability_index(expected, observed) == pytest.approx(0.25 * math.log(1.5) - 0.25 * math.log(0.5))
-    assert drift.stability_index(expected, expected) == 0
 
 
 def test_more_of_the_same_is_no_drift():

@@ -92,13 +92,12 @@ def test_a_lost_file_is_an_error(project, tmp_path):
     folder, revisions = project
     with Repo(str(folder)) as repo:
         remote = Path(repo.config["remote"]["store"]["url"])
-    moved = {path: path.rename(tmp_path / path.name) for path in list(remote.rglob("*")) if path.is_file()}
+    remote.rename(tmp_path / "lost")
     try:
         with pytest.raises(ValueError, match="cannot be read"):
             ingest(dataset="own", output=tmp_path / "d", downloads=tmp_path, config=settings(folder, revisions[0][0]))
     finally:
-        for path, place in moved.items():
-            place.rename(path)
+        (tmp_path / "lost").rename(remote)
 
 
 @pytest.mark.parametrize(

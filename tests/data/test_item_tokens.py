@@ -61,14 +61,16 @@ def test_named_attributes_come_in_their_order(tmp_path):
     assert list(item_tokens.read_texts(write(tmp_path, ITEMS), IDS, ["price", "title"])) == ["price", "title"]
 
 
-def test_an_unknown_attribute_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"options.attributes: .*no column 'tags'; there are title, brand"):
-        item_tokens.read_texts(write(tmp_path, ITEMS), IDS, ["tags"])
-
-
-def test_a_catalogue_without_text_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="holds no text for the 5 items"):
-        item_tokens.read_texts(write(tmp_path, {"item_id": ["a"], "title": [""]}), IDS)
+@pytest.mark.parametrize(
+    ("columns", "attributes", "message"),
+    [
+        (ITEMS, ["tags"], r"options.attributes: .*no column 'tags'; there are title, brand"),
+        ({"item_id": ["a"], "title": [""]}, [], "holds no text for the 5 items"),
+    ],
+)
+def test_a_catalogue_without_the_text_is_refused(tmp_path, columns, attributes, message):
+    with pytest.raises(ConfigError, match=message):
+        item_tokens.read_texts(write(tmp_path, columns), IDS, attributes)
 
 
 def test_an_item_is_names_and_values_without_what_is_missing(texts, tokenizer):

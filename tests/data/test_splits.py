@@ -199,7 +199,7 @@ def test_noise_changes_the_share_of_train_and_nothing_else(share):
     table, _ = ends_of(events, PrepareConfig())
 
     before = events["item"].to_numpy()
-    after = splits.corrupt(before, table, 40, share, seed=1)
+    after = splits.with_noise(before, table, 40, share, seed=1)
 
     number, train_end = table.events, table.train_end
     user = np.repeat(np.arange(len(number)), number)
@@ -212,9 +212,9 @@ def test_noise_changes_the_share_of_train_and_nothing_else(share):
     assert after.max() <= 40
     for place in np.flatnonzero(changed):
         assert after[place] not in before[(user == user[place]) & ~in_train]
-    assert splits.corrupt(before, table, 40, share, seed=1).tolist() == after.tolist()
-    assert splits.corrupt(before, table, 40, share, seed=2).tolist() != after.tolist()
-    assert splits.corrupt(before, table, 40, 0.0, seed=1) is before
+    assert splits.with_noise(before, table, 40, share, seed=1).tolist() == after.tolist()
+    assert splits.with_noise(before, table, 40, share, seed=2).tolist() != after.tolist()
+    assert splits.with_noise(before, table, 40, 0.0, seed=1) is before
 
 
 def test_noise_never_draws_what_the_user_does_later():
@@ -223,7 +223,7 @@ def test_noise_never_draws_what_the_user_does_later():
 
     items = events["item"].to_numpy()
 
-    assert splits.corrupt(items, table, 3, 0.99, seed=0).tolist() == items.tolist()  # of three items, two come later
+    assert splits.with_noise(items, table, 3, 0.99, seed=0).tolist() == items.tolist()  # of three items, two come later
 
 
 def test_noise_without_an_item_to_draw_is_refused():
@@ -231,4 +231,4 @@ def test_noise_without_an_item_to_draw_is_refused():
     table, _ = ends_of(events, PrepareConfig())
 
     with pytest.raises(ValueError, match="noise_share"):
-        splits.corrupt(events["item"].to_numpy(), table, 2, 0.5, seed=0)
+        splits.with_noise(events["item"].to_numpy(), table, 2, 0.5, seed=0)

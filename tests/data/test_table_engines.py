@@ -121,8 +121,7 @@ def test_without_pyspark_the_setting_is_refused(tmp_path, monkeypatch):
 
 
 def test_what_a_killed_run_left_is_removed(tmp_path):
-    stale = tmp_path / ".scratch" / "0.parquet"
-    stale.mkdir(parents=True)  # a folder of that name would be in the way
+    (tmp_path / ".scratch" / "0.parquet").mkdir(parents=True)  # a folder of that name would be in the way
 
     with table_engines.opened("polars", tmp_path):
         assert list((tmp_path / ".scratch").iterdir()) == []

@@ -34,6 +34,7 @@ from seqrec.artifacts import (
     sha256,
 )
 from seqrec.cluster.form import INPUTS
+from seqrec.commands.run import run
 from seqrec.config import ConfigError, IngestConfig, KubernetesConfig, load, parse
 from seqrec.data.sources import is_pinned
 from seqrec.evaluation import leaderboard
@@ -43,13 +44,6 @@ from seqrec.pipelines.compile import compile_pipeline
 from seqrec.pipelines.local import run_local
 from seqrec.pipelines.resources import STATE
 from seqrec.pipelines.training import build
-from seqrec.stages.baselines import baselines
-from seqrec.stages.evaluate import evaluate
-from seqrec.stages.finetune import finetune
-from seqrec.stages.ingest import ingest
-from seqrec.stages.prepare import prepare
-from seqrec.stages.pretrain import pretrain
-from seqrec.stages.validate import validate
 from seqrec.tracking.registry import fetch_champion
 from seqrec.tracking.runs import FAILURE, OUTCOME
 
@@ -60,27 +54,6 @@ PARAMS = Path(__file__).parent.parent.parent / "params.yaml"
 WIRING = Path(__file__).parent.parent / "golden" / "wiring.txt"
 # The local runner says so of every task: no container, no display names.
 pytestmark = pytest.mark.filterwarnings("ignore:You may be attemping:RuntimeWarning", "ignore:Task:UserWarning")
-
-
-def call_the_stages(settings: Path, out: Path) -> Path:
-    """Call the stage functions one after the other; return the folder of reports."""
-    params, data, sequences, reports = load(settings), out / "data", out / "sequences", out / "reports"
-    verdict = out / "validation.json"
-    ingest(dataset="own", output=data, downloads=out / "downloads", config=params.section("ingest"))
-    baseline = out / "no-baseline.json"
-    validate(dataset="own", data=data, report=verdict, baseline=baseline, config=params.section("validate"))
-    prepare(dataset="own", data=data, validation=verdict, sequences=sequences, config=params.section("prepare"))
-    evaluation = params.section("evaluate")
-    baselines(sequences=sequences, reports=reports, config=evaluation)
-    for model in MODELS:
-        initial, checkpoint = out / model / "initial", out / model / "finetuned"
-        shared = {"sequences": sequences, "state": out / "state", "filter_seen": params.filters_seen()}
-        architecture, config = params.model(model), params.section("pretrain", model=model)
-        pretrain(model=model, initial=initial, architecture=architecture, config=config, **shared)
-        config = params.section("finetune", model=model)
-        finetune(model=model, initial=initial, checkpoint=checkpoint, config=config, **shared)
-        evaluate(model=model, sequences=sequences, checkpoint=checkpoint, report=reports / model, config=evaluation)
-    return reports
 
 
 @pytest.fixture(scope="module")
@@ -108,9 +81,10 @@ def submitted(tmp_path_factory, _offline):
 
 @pytest.fixture(scope="module")
 def outcome(submitted):
-    """The tasks of one pipeline run, one folder each, and the reports of the same stages called as functions."""
+    """The tasks of one pipeline run, one folder each, and the reports of the same stages in one process."""
     folder, _, _ = submitted
-    return next(folder.glob("*/seqrec-training-*")), call_the_stages(folder / "settings.yaml", folder / "direct")
+    run(config_file=folder / "settings.yaml", out=folder / "direct")
+    return next(folder.glob("*/seqrec-training-*")), folder / "direct" / "reports"
 
 
 def test_a_submitted_run_is_executed_and_awaited(submitted):
@@ -140,40 +114,21 @@ def test_the_pipeline_gives_the_metrics_of_the_stage_functions(outcome, name):
         assert pq.read_table(tasks / "register/reports" / name / file) == pq.read_table(reports / name / file)
 
 
-def test_the_pipeline_gives_the_leaderboard_of_the_stage_functions(outcome):
-    tasks, reports = outcome
-
-    board = read_json(tasks / "register/reports" / leaderboard.LEADERBOARD)
-    expected = leaderboard.build(reports=reports, models=MODELS)
-    flags = ("candidate", "champion")
-    found = [{key: value for key, value in row.items() if key not in flags} for row in board["rows"]]
-    expected = [{key: value for key, value in row.items() if key not in flags} for row in expected]
-    assert [without_seconds(row) for row in found] == [without_seconds(row) for row in expected]
-    assert {row["model"] for row in found} == set(RESULTS)
-    assert board["registry"]["promoted"]
-    assert board["registry"]["version"] == 1
-
-
 def test_numbers_survive_the_way_through_kubeflow(outcome):
     tasks, reports = outcome
 
-    assert read_json(tasks / "prepare/sequences" / SPLIT_CARD) == read_json(reports.parent / "sequences" / SPLIT_CARD)
+    assert read_json(tasks / "prepare/sequences" / SPLIT_CARD) == read_json(
+        reports.parent / "data/sequences" / SPLIT_CARD
+    )
     for model in MODELS:
         found = read_json(of_model(tasks, "finetune", model) / "checkpoint/config.json")
-        expected = read_json(reports.parent / model / "finetuned/config.json")
+        expected = read_json(reports.parent / "artifacts" / model / "finetuned/config.json")
         assert json.dumps(found["options"]) == json.dumps(expected["options"])  # as text: 2.0 is not 2
         assert json.dumps(found["config"]) == json.dumps(expected["config"])
         assert found["fingerprint"] == expected["fingerprint"]
 
 
-def test_validation_is_kept_as_verdict_and_page(outcome):
-    tasks, _ = outcome
-
-    assert read_json(tasks / "validate/validation/validation.json")["success"]
-    assert "<html" in (tasks / "validate/page").read_text(encoding="utf-8").lower()
-
-
-def test_the_pages_of_the_user_interface_need_no_other_file(outcome):
+def test_the_pages_of_the_user_interface_say_how_it_ended_and_need_no_other_file(outcome):
     tasks, _ = outcome
     page = (tasks / "register/page").read_text(encoding="utf-8")
 
@@ -182,6 +137,9 @@ def test_the_pages_of_the_user_interface_need_no_other_file(outcome):
     assert page.count("<h3>User ") == 4
     assert 'src="' not in page
     assert "the first champion" in page
+    assert read_json(tasks / "register/reports" / leaderboard.LEADERBOARD)["registry"]["promoted"]
+    assert read_json(tasks / "validate/validation/validation.json")["success"]
+    assert "<html" in (tasks / "validate/page").read_text(encoding="utf-8").lower()
 
 
 def of_model(tasks: Path, task: str, model: str) -> Path:
@@ -426,17 +384,6 @@ def test_a_step_that_awaits_a_job_books_no_gpu_itself():
     assert given == {"launch": {"processes": 2}}
 
 
-def test_nothing_runs_before_validation_and_models_run_side_by_side():
-    tasks = tasks_of(compiled("training", "plain")[0])
-
-    assert tasks["ingest"]["dependentTasks"] == ["settings"]
-    assert tasks["validate"]["dependentTasks"] == ["ingest", "settings"]
-    assert tasks["prepare"]["dependentTasks"] == ["ingest", "settings", "validate"]
-    assert tasks["models"]["dependentTasks"] == ["ingest", "prepare"]
-    assert tasks["models"]["parameterIterator"]["items"] == {"inputParameter": "pipelinechannel--models"}
-    assert tasks["finetune"]["dependentTasks"] == ["model-settings", "pretrain"]
-
-
 def upstream(edges: dict[str, set[str]], stage: str) -> set[str]:
     """Return all stages that `stage` depends on, directly or not."""
     return edges[stage] | {far for near in edges[stage] for far in upstream(edges, near)}
@@ -549,19 +496,6 @@ def test_the_form_is_small_and_says_what_each_input_is(pipeline):
     values = [value for task in tasks for value in task.get("inputs", {}).get("parameters", {}).values()]
     read = {value.get("componentInputParameter", "").removeprefix("pipelinechannel--") for value in values}
     assert set(form) <= read
-
-
-@pytest.mark.parametrize(
-    ("models", "message"),
-    [
-        (["nothing"], "no entry models.nothing"),
-        (["sasrec", "sasrec"], "name each model once"),
-        ([], "at least one"),
-    ],
-)
-def test_wrong_models_are_refused(models, message):
-    with pytest.raises(ConfigError, match=message):
-        build("training", load(PARAMS), models)
 
 
 def test_the_command_compiles_the_chosen_models(tmp_path):

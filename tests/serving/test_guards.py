@@ -56,10 +56,8 @@ def test_only_valid_keys_are_answered_and_the_file_is_followed(recommender, tmp_
             assert requests.get(address + path, timeout=10).status_code == 200
         for path in ("/popular", "/similar/i1"):
             assert requests.get(address + path, timeout=10).status_code == 401
-        assert (
-            requests.put(f"{address}/experiment", headers={"Authorization": f"Bearer {app}"}, timeout=9).status_code
-            == 403
-        )
+        admins_alone = requests.put(f"{address}/experiment", headers={"Authorization": f"Bearer {app}"}, timeout=9)
+        assert admins_alone.status_code == 403
 
         keys.expire(file, "app")
         fresh = keys.add(file, "app", days=1)
@@ -77,20 +75,10 @@ def test_only_valid_keys_are_answered_and_the_file_is_followed(recommender, tmp_
         ("--keep-days", "9", "keep_days has no effect without a store"),
         ("--rate", "nan", "rate must be a finite number"),
         ("--rate", "1e-9", "rate must be 0 or at least 0.001"),
-        ("--timeout-s", "inf", "timeout_s must be a finite number"),
         ("--timeout-s", "0", "timeout_s must be more than 0"),
-        ("--threads", "0", "threads must be at least 1"),
         ("--port", "99999", "port must be at least 0 and at most 65535"),
         ("--host", "", "host must not be empty"),
         ("--host", "256.0.0.1", "cannot listen on host 256.0.0.1, port 8000"),
-        ("--poll-s", "-1", "poll_s must be"),
-        ("--batch", "0", "batch must be"),
-        ("--max-cost", "0", "max_cost must be"),
-        ("--max-body", "-1", "max_body must be"),
-        ("--max-queue", "0", "max_queue must be"),
-        ("--drain-s", "1e9", "drain_s must be"),
-        ("--share", "nan", "share must be"),
-        ("--ann", "-1", "ann must be"),
         ("--log-format", "xml", "log_format must be one of text, json"),
     ],
 )
@@ -212,16 +200,12 @@ def test_a_dear_request_is_granted_whole_and_made_up_for_by_waiting():
     assert found.take("a") == 0
 
 
-@pytest.mark.parametrize(
+@pytest.mark.parametrize(  # the other parts of the cost: test_attacks.py
     ("query", "number"),
     [
-        ({"k": 1_000, "diversity": 1}, 64),
-        ({"k": 1_000, "titles": True}, 1_000),
         ({"history": ["i1"] * 10_000}, 100),
         ({"allow": ["i1"] * 100_000}, 10),
-        ({"filter": {"genres": ["a"] * 1_000}}, 100),
         ({"boost": {"genres": {"a": 2}}}, 1_000),
-        ({"k": 1_000, "quota": {"genres": {"a": 2}}}, 64),
         ({"items_text": {f"new {n}": {"title": "x"} for n in range(100)}}, 2),
     ],
 )
@@ -229,15 +213,11 @@ def test_what_costs_too_much_is_413_and_less_of_it_is_not(recommender, query, nu
     known = copy.copy(recommender)
     known.attributes = Attributes({"genres": Attribute(["a"] * len(recommender.item_ids))})
     with service(known) as address:
+        bodies = [{"requests": [{"history": ["i1"], **query}] * times} for times in (number, 1)]
+        answers = [requests.post(f"{address}/recommend/batch", json=body, timeout=60) for body in bodies]
 
-        def ask(times):
-            body = {"requests": [{"history": ["i1"], **query}] * times}
-            return requests.post(f"{address}/recommend/batch", json=body, timeout=60)
-
-        refused = ask(number)
-        assert refused.status_code == 413
-        assert "the service allows 200 (max_cost)" in refused.json()["detail"]
-        assert ask(1).status_code == (422 if "items_text" in query else 200)
+    assert [answer.status_code for answer in answers] == [413, 422 if "items_text" in query else 200]
+    assert "the service allows 200 (max_cost)" in answers[0].json()["detail"]
 
 
 def test_a_thousand_lists_of_ten_are_admitted_and_count_by_their_cost(recommender):
@@ -312,7 +292,7 @@ def test_what_takes_too_long_is_504_and_the_next_is_answered(recommender):
 def test_pages_of_other_origins_may_ask_only_if_named(recommender):
     headers = {"Origin": "https://shop.example", "Access-Control-Request-Method": "POST"}
     for origins, allowed in (("", None), ("https://shop.example", "https://shop.example")):
-        with running(http.app(lambda: recommender, lambda: "1", ServeConfig(origins=origins))) as address:
+        with service(recommender, origins=origins) as address:
             answer = requests.options(f"{address}/recommend", headers=headers, timeout=10)
         assert answer.headers.get("access-control-allow-origin") == allowed
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 from support import has_option, save
 
-from seqrec.artifacts import GRAPH, GRAPH_CARD
+from seqrec.artifacts import GRAPH, GRAPH_CARD, ITEMS
 from seqrec.config import RegisterConfig
 from seqrec.serving import http, onnx_graph
 from seqrec.serving.approximate_search import ApproximateRecommender
@@ -55,32 +55,26 @@ def compare(saved):
                 assert ours.items == theirs.items
 
 
-def test_a_graph_of_other_weights_is_refused(prepared, tmp_path):
-    saved = save("mfbpr", prepared, tmp_path)
-    onnx_graph.export(saved=saved, output=saved)
-    model = Recommender.load(saved).model
-    model.items.weight.data += 1
-    save_model(saved, model, {"filter_seen": True}, catalogue_files(prepared))
-
-    with pytest.raises(ValueError, match="export it again"):
-        GraphRecommender.of(saved)
-
-
-def test_a_graph_of_another_vocabulary_or_a_damaged_one_is_refused(prepared, tmp_path):
+def test_a_graph_that_does_not_belong_to_the_files_beside_it_is_refused(prepared, tmp_path):
     saved, graph = save("mfbpr", prepared, tmp_path / "saved"), tmp_path / "graph"
     onnx_graph.export(saved=saved, output=graph)
     assert (graph / "vocabulary.parquet").read_bytes() == (saved / "vocabulary.parquet").read_bytes()
     onnx_graph.export(saved=saved, output=saved)
-    GraphRecommender.of(saved)
+    model = GraphRecommender.of(saved).model
+
+    def refused():
+        with pytest.raises(ValueError, match="export it again"):
+            GraphRecommender.of(saved)
 
     content = (saved / GRAPH).read_bytes()
     (saved / GRAPH).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    with pytest.raises(ValueError, match="export it again"):
-        GraphRecommender.of(saved)
+    refused()
     (saved / GRAPH).write_bytes(content)
-    save_model(saved, Recommender.load(saved).model, {"filter_seen": True}, catalogue_files(prepared))  # no titles
-    with pytest.raises(ValueError, match="export it again"):
-        GraphRecommender.of(saved)
+    save_model(saved, model, {"filter_seen": True}, catalogue_files(prepared))  # without titles
+    refused()
+    model.items.weight.data += 1
+    save_model(saved, model, {"filter_seen": True}, catalogue_files(prepared, prepared.parent / ITEMS))
+    refused()
 
 
 def test_a_graph_with_other_scores_is_not_written(prepared, tmp_path, monkeypatch):

@@ -11,10 +11,10 @@ import pyarrow as pa
 import pytest
 import requests
 import torch
-from support import make_model, running, save
+from support import make_model, save, service
 
 from seqrec.artifacts import write_table
-from seqrec.serving import http, rules
+from seqrec.serving import rules
 from seqrec.serving.approximate_search import ApproximateRecommender
 from seqrec.serving.recommender import Recommender, Request
 from seqrec.serving.rules import Attribute, Attributes, NumberRange
@@ -106,6 +106,8 @@ def test_attributes_come_from_the_items_table(tmp_path):
     assert found["genres"].meets([""]).sum() == 0
     assert found["year"].meets(NumberRange(max=2000)).tolist() == [False, False, True, False]
     assert found["year"].meets(NumberRange()).tolist() == [False, False, True, False]
+    grown = found.grown([{"genres": "y, z"}, {"title": "c"}])  # by the items of a request
+    assert grown["genres"].meets(["y"]).tolist() == [False, False, True, False, True, False]
     with pytest.raises(ValueError, match="quota: attribute 'colour' is unknown; known: genres, year"):
         found.check("quota", ["colour"])
     with pytest.raises(ValueError, match="none: start the service with --items"):
@@ -227,16 +229,10 @@ def test_exploration_keeps_the_rules_and_the_scores(exact, history):
     assert exact.recommend(history, 5, explore=0.0, **wanted).items == everything.items[:5]
 
 
-def test_items_of_a_request_are_filtered_by_their_own_attributes():
-    known = Attributes({"genres": Attribute(["a"])}).grown([{"genres": "b, a"}, {"title": "c"}])
-
-    assert known["genres"].meets(["a"]).tolist() == [False, True, True, False]
-
-
 def test_rules_over_http(exact):
     popular = copy.copy(exact)
     popular.counts = torch.arange(41.0)
-    with running(http.app(lambda: popular, lambda: "7")) as address:
+    with service(popular) as address:
 
         def post(**body):
             return requests.post(f"{address}/recommend", json={"history": ["i1"], **body}, timeout=10)
@@ -250,7 +246,6 @@ def test_rules_over_http(exact):
         assert "known: genres, year" in post(filter={"colour": ["red"]}).json()["detail"][0]["msg"]
         ruled = post(boost={"genres": {"Drama": 1e6}}, quota={"genres": {"Drama": 2}}, k=5).json()["items"]
         assert [has(popular, item_id, "Drama") for item_id in ruled] == [True, True, False, False, False]
-        wrong_rules = [{"boost": {"genres": {"Drama": 0}}}, {"quota": {"genres": {"Drama": -1}}}, {"quota": {"no": {}}}]
         for wrong in (
             {"filter": {"year": {"least": 1}}},
             {"diversity": 1.5},
@@ -258,7 +253,9 @@ def test_rules_over_http(exact):
             {"explore": -0.1},
             {"explore": 0.1, "quota": {"genres": {"Drama": 2}}},
             {"allow": "i1"},
-            *wrong_rules,
+            {"boost": {"genres": {"Drama": 0}}},
+            {"quota": {"genres": {"Drama": -1}}},
+            {"quota": {"no": {}}},
         ):
             assert post(**wrong).status_code == 422
         best = get("/popular?k=3").json()

@@ -1,6 +1,7 @@
 import json
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
@@ -10,6 +11,7 @@ from support import prepare_rows, synthetic_rows, write_interactions
 
 from seqrec.artifacts import read_json, write_json
 from seqrec.config import ConfigError, PrepareConfig
+from seqrec.data import sequences
 from seqrec.stages.prepare import prepare
 
 
@@ -49,8 +51,6 @@ def test_all_equal_times_keep_the_source_order(tmp_path):
     folder = prepare_rows(tmp_path, rows, min_user_events=1, min_item_events=1)
 
     assert read_json(folder / "split.json")["counts"]["tied_events"] == 8
-    from seqrec.data import sequences
-
     assert sequences.load(folder).items.tolist() == [1, 2, 3, 4, 5, 5, 4, 3, 2, 1]
 
 
@@ -107,8 +107,6 @@ def test_a_dump_that_extends_another_keeps_its_numbers(tmp_path):
     assert (growth["items"]["known"], growth["items"]["new"], growth["items"]["gone"]) == (30, 20, 1)
     assert growth["items"]["drift"] > 0.25
 
-    from seqrec.data import sequences
-
     data = sequences.load(second)
     place = names(second, "users.parquet", "user_id").index("u3")
     assert data.start[place] == data.stop[place]
@@ -140,16 +138,6 @@ def test_other_cases_are_another_split(tmp_path):
     assert len(splits) == 2
 
 
-def test_new_ids_are_numbered_in_order_of_appearance(tmp_path):
-    old = [("a", item, time) for time, item in enumerate("xy")]
-    new = [("c", "w", 1), ("a", "v", 2), ("b", "x", 3)]
-    first = prepare_rows(tmp_path / "first", old, min_user_events=1, min_item_events=1)
-    second = prepare_rows(tmp_path / "second", new, min_user_events=1, min_item_events=1, extend=str(first))
-
-    assert names(second, "users.parquet", "user_id") == ["a", "c", "b"]
-    assert names(second, "vocabulary.parquet", "item_id") == ["x", "y", "w", "v"]
-
-
 @pytest.mark.parametrize(("place", "message"), [("nowhere", "users.parquet not found"), ("sequences", "this stage")])
 def test_a_folder_that_cannot_be_extended_is_refused(tmp_path, place, message):
     prepare_rows(tmp_path, synthetic_rows())
@@ -178,23 +166,12 @@ def test_data_that_was_not_validated_is_refused(tmp_path, verdict):
 
 
 def test_items_without_a_title_can_be_dropped(tmp_path):
-    import pyarrow as pa
-
-    rows = [(u, i, t) for u in "ab" for t, i in enumerate("xyz")]
-    write_interactions(tmp_path, rows)
-    titles = pa.table({"item_id": ["x", "y", "z"], "title": ["X", "", None]})
-    pq.write_table(titles, tmp_path / "items.parquet")
+    write_interactions(tmp_path, [(u, i, t) for u in "ab" for t, i in enumerate("xyz")])
+    pq.write_table(pa.table({"item_id": ["x", "y", "z"], "title": ["X", "", None]}), tmp_path / "items.parquet")
     config = PrepareConfig(require_title=True, min_user_events=1, min_item_events=1)
+    paths = {"data": tmp_path, "validation": tmp_path / "validation.json", "sequences": tmp_path / "s"}
 
-    values = prepare(
-        dataset="x",
-        data=tmp_path,
-        validation=tmp_path / "validation.json",
-        sequences=tmp_path / "s",
-        config=config,
-    )
-
-    assert values["items"] == 1
+    assert prepare(dataset="x", config=config, **paths)["items"] == 1
     assert read_json(tmp_path / "s" / "split.json")["dropped"]["events of items without title"] == 4
 
 

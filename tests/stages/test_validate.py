@@ -98,15 +98,6 @@ def test_a_failed_critical_rule_stops_with_column_rule_examples_and_setting(tmp_
     assert (tmp_path / "reports" / "validation.html").is_file()
 
 
-def test_the_message_shows_at_most_five_examples(tmp_path):
-    write(tmp_path, [*log(), *((f"x{n} ", "i0", NOON + n, 50 + n, None) for n in range(9))])
-
-    with pytest.raises(ValidationFailed) as error:
-        run(tmp_path)
-
-    assert len(re.findall(r"'x\d '", str(error.value))) == 5
-
-
 @pytest.mark.parametrize(
     ("rows", "config"),
     [
@@ -165,12 +156,13 @@ def test_a_wrong_column_type_stops_before_the_rules_that_need_it(tmp_path):
     assert verdict(tmp_path)["statistics"] == {}
 
 
-def test_same_input_gives_the_same_bytes(tmp_path):
+def test_same_input_gives_the_same_bytes_and_at_most_five_examples(tmp_path):
     outputs = []
     for _ in range(2):
         write(tmp_path, [*log(), *((f"x{n} ", "elsewhere", NOON, 50, 4.7) for n in range(9))])
-        with pytest.raises(ValidationFailed):
+        with pytest.raises(ValidationFailed) as error:
             run(tmp_path)
+        assert len(re.findall(r"'x\d '", str(error.value))) == 5
         outputs.append([(tmp_path / "reports" / f"validation.{kind}").read_bytes() for kind in ("json", "html")])
 
     assert outputs[0] == outputs[1]
@@ -204,22 +196,24 @@ def test_an_accepted_baseline_shows_no_drift_and_a_changed_log_does(tmp_path):
     assert ("user_id (drift)", "warning") in failed(tmp_path)
 
 
-def test_accepting_keeps_the_other_datasets_and_is_deterministic(tmp_path):
+def test_accepting_keeps_the_other_datasets(tmp_path):
     baseline = tmp_path / "baseline.json"
-    other = {"zeta": {"item_id": histogram(np.array([1])), "user_id": histogram(np.array([1]))}}
-    artifacts.write_json(baseline, other)
+    other = {"item_id": histogram(np.array([1])), "user_id": histogram(np.array([1]))}
+    artifacts.write_json(baseline, {"zeta": other})
     write(tmp_path, log())
 
     accept_baseline(dataset="tiny", data=tmp_path, baseline=baseline)
-    first = baseline.read_bytes()
-    accept_baseline(dataset="tiny", data=tmp_path, baseline=baseline)
 
-    assert baseline.read_bytes() == first
-    content = json.loads(first)
-    assert list(content) == ["tiny", "zeta"]
-    assert content["zeta"] == other["zeta"]
-    assert content["tiny"]["user_id"] == {"edges": [1, 2, 4], "shares": [0.0, 0.0, 1.0]}  # 3 users of 4 events
-    assert content["tiny"]["item_id"] == {"edges": [1, 2], "shares": [0.0, 1.0]}  # 4 items of 3 events
+    assert list(json.loads(baseline.read_bytes()).items()) == [
+        (
+            "tiny",
+            {
+                "item_id": {"edges": [1, 2], "shares": [0.0, 1.0]},  # 4 items of 3 events
+                "user_id": {"edges": [1, 2, 4], "shares": [0.0, 0.0, 1.0]},  # 3 users of 4 events
+            },
+        ),
+        ("zeta", other),
+    ]
 
 
 def test_an_empty_log_cannot_be_a_baseline(tmp_path):

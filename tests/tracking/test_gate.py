@@ -13,13 +13,13 @@ from support import prepare_rows, run, save, synthetic_rows
 from seqrec.artifacts import CASES, MODEL_CARD, REFIT, SPLIT_CARD, VOCABULARY, WEIGHTS, read_json, sha256, write_json
 from seqrec.config import CountsConfig, EvaluateConfig, RegisterConfig
 from seqrec.data import sequences as prepared_data
-from seqrec.evaluation import other_catalogue, results
+from seqrec.evaluation import results
 from seqrec.evaluation.ranking import model_scorer
 from seqrec.serving.recommender import Recommender
 from seqrec.stages.baselines import baselines
 from seqrec.stages.evaluate import evaluate
 from seqrec.stages.register import register
-from seqrec.tracking import gate, registry, runs
+from seqrec.tracking import gate, other_catalogue, registry, runs
 from seqrec.training.checkpoint import load_checkpoint
 from seqrec.training.held_out import split_of
 

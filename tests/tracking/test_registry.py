@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,7 +16,6 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from seqrec.__main__ import main
 from seqrec.artifacts import CASES_SCHEMA, USERS_SCHEMA, VOCABULARY_SCHEMA
 from seqrec.commands import registry as registry_command
 from seqrec.config import ConfigError, CountsConfig, ModelConfig, RegisterConfig
@@ -25,6 +26,7 @@ from seqrec.serving.events import Event, Shown, Store
 from seqrec.serving.http import loaded
 from seqrec.serving.onnx_graph import GraphRecommender
 from seqrec.serving.recommender import Recommender
+from seqrec.stages.register import export_graph
 from seqrec.tracking import gate, registry, runs
 from seqrec.tracking.runs import TrackingError
 from seqrec.training.checkpoint import build, catalogue_files, load_checkpoint, save_counts, save_model
@@ -98,15 +100,15 @@ def test_a_model_gets_its_graph_once_and_is_served_with_it(client, config, run, 
         raise RuntimeError("no such operator\nand a long trace")
 
     monkeypatch.setattr(onnx_graph, "export_checkpoint", broken)
-    registry.log_graph(client, spare, checkpoint=load_checkpoint(folder))
+    registry.log_graph(client, spare, partial(export_graph, load_checkpoint(folder)))
     assert "spare has no ONNX graph and is served by torch (RuntimeError: no such operator)" in caplog.text
     assert not isinstance(loaded(f"models:/{spare.model_id}", 0, config), GraphRecommender)
 
     monkeypatch.setattr(onnx_graph, "export_checkpoint", export)
-    registry.log_graph(client, spare, checkpoint=load_checkpoint(folder))
+    registry.log_graph(client, spare, partial(export_graph, load_checkpoint(folder)))
     monkeypatch.setattr(onnx_graph, "export_checkpoint", broken)
     caplog.clear()
-    registry.log_graph(client, spare, checkpoint=load_checkpoint(folder))
+    registry.log_graph(client, spare, partial(export_graph, load_checkpoint(folder)))
     assert not caplog.text
     served = loaded(f"models:/{spare.model_id}", 0, config)
     assert isinstance(served, GraphRecommender)
@@ -211,14 +213,54 @@ def cases(*ranks):
     return pa.Table.from_pylist(rows, schema=CASES_SCHEMA)
 
 
-def register(client, run, model, tmp_path, name, ranks, **tags):
-    """Make another version as `create_version` does, from a copy of the model with weights of its own."""
-    copy = client.create_logged_model(run.info.experiment_id, name, run.info.run_id, tags=dict(model.tags) | tags)
-    path = tmp_path / "cases.parquet"
-    pq.write_table(cases(*ranks), path)
-    client.log_artifact(run.info.run_id, str(path), registry.REPORT)
-    shared = {registry.SPLIT_TAG: "s", registry.FILTER_TAG: "1"}
-    return registry.create_version(client, name, copy, shared)
+class Registered:
+    """A registered model of a test's own, whose versions differ in run, cases and weights."""
+
+    def __init__(self, client, run, model, config, folder, dataset):
+        self.client, self.config, self.folder = client, config, folder
+        self.dataset, self.name = dataset, f"seqrec-{dataset}"
+        self.experiment, self.model_tags = run.info.experiment_id, dict(model.tags)
+
+    def version(self, *ranks, **tags):
+        """Make another version as `register` does, with these validation ranks."""
+        run_id = self.client.create_run(self.experiment).info.run_id
+        own = self.model_tags | {registry.WEIGHTS_TAG: run_id}
+        copy = self.client.create_logged_model(self.experiment, self.dataset, run_id, tags=own)
+        pq.write_table(cases(*ranks), self.folder / "cases.parquet")
+        self.client.log_artifact(run_id, str(self.folder / "cases.parquet"), registry.REPORT)
+        shared = {registry.SPLIT_TAG: "s", registry.FILTER_TAG: "1"}
+        return registry.create_version(self.client, self.name, copy, shared | tags)
+
+    def versions(self, number):
+        """Make so many versions, the first of them the champion."""
+        found = [self.version(2, 2, 2, 2) for _ in range(number)]
+        registry.crown(self.client, found[0], None, "a test")
+        return found
+
+    def promote(self, version, *ranks, **changes):
+        version = self.client.get_model_version(self.name, version.version)
+        return gate.promote(self.client, version, cases(*ranks), self.folder, replace(self.config, **changes))
+
+    def by_hand(self, action, version=0, **more):
+        registry_command.registry([action], dataset=self.dataset, config=self.config, version=version, **more)
+
+    def champion(self):
+        found = registry.find_champion(self.client, self.name)
+        return found and int(found.version)
+
+    def tags(self, version):
+        return self.client.get_model_version(self.name, str(version)).tags
+
+    def stored(self):
+        """Return all that the registry holds of the model."""
+        versions = self.client.search_model_versions(f"name = '{self.name}'")
+        found = self.client.get_registered_model(self.name)
+        return found.tags, found.aliases, {version.version: version.tags for version in versions}
+
+
+@pytest.fixture
+def own(client, run, model, config, tmp_path, request):
+    return Registered(client, run, model, config, tmp_path, re.sub(r"\W+", "-", request.node.name))
 
 
 def test_a_version_is_found_again_by_fingerprint_and_weights(client, run, model):
@@ -229,20 +271,17 @@ def test_a_version_is_found_again_by_fingerprint_and_weights(client, run, model)
     assert (again.tags[registry.SPLIT_TAG], again.description) == ("t", "as it is")
 
 
-def test_an_alias_set_by_hand_is_respected_and_named(client, run, model, tmp_path, config):
-    version = register(client, run, model, tmp_path, "by-hand", [1, 2])
-    client.set_registered_model_alias("by-hand", registry.CHAMPION, version.version)
+def test_an_alias_set_by_hand_is_respected_and_named(own):
+    version = own.version(1, 2)
+    own.client.set_registered_model_alias(own.name, registry.CHAMPION, version.version)
 
-    decision = gate.promote(client, version, cases(1, 2), tmp_path, config)
-    assert decision == gate.Decision(True, "the alias was set by hand", None)
+    assert own.promote(version, 1, 2) == gate.Decision(True, "the alias was set by hand", None)
 
 
-def test_cases_that_differ_within_one_split_are_left_to_a_person(client, run, model, tmp_path, config):
-    first = register(client, run, model, tmp_path, "differ", [1, 2])
-    gate.promote(client, first, cases(1, 2), tmp_path, config)
-    second = register(client, run, model, tmp_path, "differ", [1, 2], **{registry.WEIGHTS_TAG: "other"})
+def test_cases_that_differ_within_one_split_are_left_to_a_person(own):
+    own.promote(own.version(1, 2), 1, 2)
 
-    decision = gate.promote(client, second, cases(1, 2, 3), tmp_path, config)
+    decision = own.promote(own.version(1, 2, 3), 1, 2, 3)
     assert not decision.promoted
     assert "not comparable with version 1: the two runs were evaluated on different cases" in decision.reason
     assert decision.reason.endswith("a person decides: registry promote --version 2")
@@ -256,56 +295,34 @@ def test_cases_that_differ_within_one_split_are_left_to_a_person(client, run, mo
         ([1, 4, 1, 4], False),  # better on average, but not for sure
     ],
 )
-def test_the_gate_asks_for_a_gain_beyond_doubt(client, run, model, tmp_path, config, ranks, promoted):
-    name = f"gate-{'-'.join(map(str, ranks))}"
-    first = register(client, run, model, tmp_path, name, [2, 2, 2, 2])
-    gate.promote(client, first, cases(2, 2, 2, 2), tmp_path, config)
-    second = register(client, run, model, tmp_path, name, [2, 2, 2, 2], **{registry.WEIGHTS_TAG: "other"})
+def test_the_gate_asks_for_a_gain_beyond_doubt(own, ranks, promoted):
+    own.promote(own.version(2, 2, 2, 2), 2, 2, 2, 2)
 
-    decision = gate.promote(client, second, cases(*ranks), tmp_path, config)
+    decision = own.promote(own.version(*ranks), *ranks)
     assert decision.promoted == promoted
-    assert int(registry.find_champion(client, name).version) == (2 if promoted else 1)
-    stored = client.get_model_version(name, second.version).tags
-    assert json.loads(stored[registry.GAIN_TAG]) == list(decision.gain)
-    assert stored[registry.REASON_TAG] == decision.reason
+    assert own.champion() == (2 if promoted else 1)
+    assert json.loads(own.tags(2)[registry.GAIN_TAG]) == list(decision.gain)
+    assert own.tags(2)[registry.REASON_TAG] == decision.reason
 
 
-def test_a_gain_is_not_paid_with_coverage_or_the_tail(client, run, model, tmp_path, config):
-    name = "guarded"
-    first = register(client, run, model, tmp_path, name, [2, 2, 2, 2])
-    gate.promote(client, first, cases(2, 2, 2, 2), tmp_path, config)
-    second = register(client, run, model, tmp_path, name, [2, 2, 2, 2], **{registry.WEIGHTS_TAG: "other"})
-    for version, coverage in ((first, 0.5), (second, 0.4)):
-        tags = gate.guard_tags({"valid/coverage@10": coverage, "valid/ndcg@10": 1.0})
-        assert list(tags) == ["seqrec.valid/coverage_at_10"]
-        client.set_model_version_tag(name, version.version, *next(iter(tags.items())))
-    second = client.get_model_version(name, second.version)
+def test_a_gain_is_not_paid_with_coverage_or_the_tail(own):
+    tags = [gate.guard_tags({"valid/coverage@10": coverage, "valid/ndcg@10": 1.0}) for coverage in (0.5, 0.4)]
+    assert list(tags[0]) == ["seqrec.valid/coverage_at_10"]
+    own.promote(own.version(2, 2, 2, 2, **tags[0]), 2, 2, 2, 2)
+    second = own.version(1, 1, 1, 1, **tags[1])
 
-    decision = gate.promote(client, second, cases(1, 1, 1, 1), tmp_path, config)
+    decision = own.promote(second, 1, 1, 1, 1)
     assert not decision.promoted
     assert "valid/coverage@10 falls from 0.5000 to 0.4000" in decision.reason
-
-    lenient = replace(config, max_loss=0.25)
-    assert gate.promote(client, second, cases(1, 1, 1, 1), tmp_path, lenient).promoted
+    assert own.promote(second, 1, 1, 1, 1, max_loss=0.25).promoted
 
 
 @pytest.mark.parametrize("first", ["better", "worse"])
-def test_of_two_promotions_at_once_the_better_stays(client, run, model, tmp_path, config, monkeypatch, first):
+def test_of_two_promotions_at_once_the_better_stays(own, monkeypatch, first):
     """While one is being decided, the whole promotion of the other passes."""
-    name = f"race-{first}"
-    old = register(client, run, model, tmp_path, name, [3, 3, 3, 3])
-    gate.promote(client, old, cases(3, 3, 3, 3), tmp_path, config)
-    versions = {}
-    for number, (kind, ranks) in enumerate({"better": [1] * 4, "worse": [2] * 4}.items()):
-        own = client.create_run(run.info.experiment_id)
-        copy = client.create_logged_model(
-            run.info.experiment_id, kind, own.info.run_id, tags={**model.tags, registry.WEIGHTS_TAG: str(number)}
-        )
-        path = tmp_path / "cases.parquet"
-        pq.write_table(cases(*ranks), path)
-        client.log_artifact(own.info.run_id, str(path), registry.REPORT)
-        shared = {registry.SPLIT_TAG: "s", registry.FILTER_TAG: "1"}
-        versions[kind] = (registry.create_version(client, name, copy, shared), cases(*ranks))
+    own.promote(own.version(3, 3, 3, 3), 3, 3, 3, 3)
+    ranks = {"better": [1] * 4, "worse": [2] * 4}
+    versions = {kind: own.version(*ranks[kind]) for kind in ranks}
     second = "worse" if first == "better" else "better"
     decide, entered = gate._decide, []
 
@@ -313,149 +330,113 @@ def test_of_two_promotions_at_once_the_better_stays(client, run, model, tmp_path
         decision = decide(*arguments)
         if not entered:
             entered.append(True)
-            gate.promote(client, *versions[second], tmp_path, config)
+            own.promote(versions[second], *ranks[second])
         return decision
 
     monkeypatch.setattr(gate, "_decide", deciding)
-    decision = gate.promote(client, *versions[first], tmp_path, config)
+    decision = own.promote(versions[first], *ranks[first])
 
     assert entered
-    assert registry.find_champion(client, name).version == versions["better"][0].version
+    assert own.champion() == int(versions["better"].version)
     assert decision.promoted == (first == "better")
 
 
-def test_promotions_by_hand_are_audited_and_rolled_back(client, run, model, tmp_path, config, capsys):
-    name = "seqrec-byhand"
-    first = register(client, run, model, tmp_path, name, [2, 2])
-    gate.promote(client, first, cases(2, 2), tmp_path, config)
-    second = register(client, run, model, tmp_path, name, [2, 2], **{registry.WEIGHTS_TAG: "other"})
-    settings = {"dataset": "byhand", "config": config}
+def test_promotions_by_hand_are_audited_and_rolled_back(own, tmp_path, capsys):
+    own.promote(own.version(2, 2), 2, 2)
+    second = own.version(1, 1)
 
     store = f"sqlite:///{tmp_path}/events.db"
     log_clicks(Store(store), {"1": (4, 1), "2": (4, 3)})
-    registry_command.registry(["promote"], **settings, version=int(second.version), reason="a test", store=store)
+    own.by_hand("promote", 2, reason="a test", store=store)
     shown = capsys.readouterr().out
     assert all(text in shown for text in ("0.2500", "0.7500", "difference +0.5000, 95% interval"))
-    assert registry.find_champion(client, name).version == second.version
-    registry_command.registry(["rollback"], **settings)
-    assert registry.find_champion(client, name).version == first.version
-    withdrawn = client.get_model_version(name, second.version)
-    decision = gate.promote(client, withdrawn, cases(1, 1), tmp_path, config)  # by far better, and measured once more
+    assert own.champion() == 2
+    own.by_hand("rollback")
+    assert own.champion() == 1
+    decision = own.promote(second, 1, 1)  # by far better, and measured once more
     assert (decision.promoted, decision.reason.split(";")[0]) == (False, "it was rolled back to version 1")
 
-    registry_command.registry(["promote"], **settings, version=int(second.version))
-    third = register(client, run, model, tmp_path, name, [2, 2], **{registry.WEIGHTS_TAG: "third"})
-    registry_command.registry(["promote"], **settings, version=int(third.version))
-    assert gate.promote(client, client.get_model_version(name, third.version), cases(1, 1), tmp_path, config).promoted
-    for expected in (second, first):  # each one leads further back
-        registry_command.registry(["rollback"], **settings)
-        assert registry.find_champion(client, name).version == expected.version
-    with pytest.raises(ConfigError, match="no champion before"):
-        registry_command.registry(["rollback"], **settings)
+    own.by_hand("promote", 2)
+    third = own.version(1, 1)
+    own.by_hand("promote", 3)
+    assert own.promote(third, 1, 1).promoted
+    for expected in (2, 1):  # each one leads further back
+        own.by_hand("rollback")
+        assert own.champion() == expected
 
-    registry_command.registry(["show"], **settings)
+    own.by_hand("show")
     printed = " ".join(capsys.readouterr().out.split())
     assert "promote by hand: a test; click-through 0.7500 against 0.2500" in printed
     for entry in ("none -> 1: the first champion", "1 -> 2:", "2 -> 1: rollback by hand"):
         assert entry in printed
 
 
-def versions_of(client, run, model, tmp_path, name, number):
-    """Register so many versions, the first of them the champion; they differ in their weights alone."""
-    found = [
-        register(client, run, model, tmp_path, name, [2, 2, 2, 2], **{registry.WEIGHTS_TAG: f"weights {n}"})
-        for n in range(number)
-    ]
-    registry.crown(client, found[0], None, "a test")
-    return found
-
-
-def champion_of(client, name):
-    return int(registry.find_champion(client, name).version)
-
-
-def stored(client, name):
-    """Return all that the registry holds of a model."""
-    versions = client.search_model_versions(f"name = '{name}'")
-    found = client.get_registered_model(name)
-    return found.tags, found.aliases, {version.version: version.tags for version in versions}
-
-
-def test_to_promote_the_champion_is_nothing_to_do_and_keeps_the_way_back(client, run, model, tmp_path, config, caplog):
-    name, settings = "seqrec-twice", {"dataset": "twice", "config": config}
-    versions_of(client, run, model, tmp_path, name, 2)
-    registry_command.registry(["promote"], **settings, version=2)
-    before = stored(client, name)
+def test_to_promote_the_champion_is_nothing_to_do_and_keeps_the_way_back(own, caplog):
+    own.versions(2)
+    own.by_hand("promote", 2)
+    before = own.stored()
 
     with caplog.at_level("INFO"):
-        registry_command.registry(["promote"], **settings, version=2)
-    assert "version 2 of seqrec-twice is the champion already: nothing to do" in caplog.text
-    assert stored(client, name) == before
-    registry_command.registry(["rollback"], **settings)
-    assert champion_of(client, name) == 1
+        own.by_hand("promote", 2)
+    assert f"version 2 of {own.name} is the champion already: nothing to do" in caplog.text
+    assert own.stored() == before
+    own.by_hand("rollback")
+    assert own.champion() == 1
 
 
-def test_a_rollback_leads_to_no_version_that_was_rolled_back_nor_round_in_a_circle(
-    client, run, model, tmp_path, config
-):
-    name, settings = "seqrec-circle", {"dataset": "circle", "config": config}
-    versions_of(client, run, model, tmp_path, name, 3)
+def test_a_rollback_leads_to_no_version_that_was_rolled_back_nor_round_in_a_circle(own):
+    own.versions(3)
     for version in (2, 3, 1):  # the first one again
-        registry_command.registry(["promote"], **settings, version=version)
+        own.by_hand("promote", version)
 
     for expected in (3, 2):
-        registry_command.registry(["rollback"], **settings)
-        assert champion_of(client, name) == expected
+        own.by_hand("rollback")
+        assert own.champion() == expected
     with pytest.raises(ConfigError, match="no champion before"):
-        registry_command.registry(["rollback"], **settings)
-    registry_command.registry(["promote"], **settings, version=3)  # whoever promotes it wants it
-    client.delete_model_version(name, "2")
+        own.by_hand("rollback")
+    own.by_hand("promote", 3)  # whoever promotes it wants it
+    own.client.delete_model_version(own.name, "2")
     with pytest.raises(ConfigError, match="rollback: version 2 was deleted"):
-        registry_command.registry(["rollback"], **settings)
+        own.by_hand("rollback")
 
 
-def test_of_two_promotions_by_hand_the_second_starts_from_the_first(client, run, model, tmp_path, config, monkeypatch):
+def test_of_two_promotions_by_hand_the_second_starts_from_the_first(own, monkeypatch):
     """While one waits for its turn, the other passes."""
-    name, settings = "seqrec-hands", {"dataset": "hands", "config": config}
-    versions_of(client, run, model, tmp_path, name, 3)
+    own.versions(3)
     registering = runs.registering
 
     @contextmanager
     def late(*arguments):
         monkeypatch.setattr(registry_command, "registering", registering)
-        registry_command.registry(["promote"], **settings, version=2)
+        own.by_hand("promote", 2)
         with registering(*arguments):
             yield
 
     monkeypatch.setattr(registry_command, "registering", late)
-    registry_command.registry(["promote"], **settings, version=3)
+    own.by_hand("promote", 3)
 
-    assert champion_of(client, name) == 3
-    assert client.get_model_version(name, "3").tags[registry.PREVIOUS_TAG] == "2"
+    assert own.champion() == 3
+    assert own.tags(3)[registry.PREVIOUS_TAG] == "2"
 
 
 @pytest.mark.parametrize("ranks", [[1, 1, 1, 1], [2, 2, 2, 2]])
-def test_a_promotion_by_hand_is_seen_by_the_gate_that_is_deciding(
-    client, run, model, tmp_path, config, monkeypatch, ranks
-):
-    name = f"seqrec-between-{ranks[0]}"
-    _, second, _ = versions_of(client, run, model, tmp_path, name, 3)
+def test_a_promotion_by_hand_is_seen_by_the_gate_that_is_deciding(own, monkeypatch, ranks):
+    _, second, _ = own.versions(3)
     decide, entered = gate._decide, []
 
     def deciding(*arguments):
         decision = decide(*arguments)
         if not entered:
             entered.append(True)
-            settings = {"dataset": name.removeprefix("seqrec-"), "config": config}
-            registry_command.registry(["promote"], **settings, version=3)
+            own.by_hand("promote", 3)
         return decision
 
     monkeypatch.setattr(gate, "_decide", deciding)
-    decision = gate.promote(client, second, cases(*ranks), tmp_path, config)
+    decision = own.promote(second, *ranks)
 
     assert "over version 3" in decision.reason
-    assert champion_of(client, name) == (2 if decision.promoted else 3)
-    assert client.get_model_version(name, "3").tags[registry.PREVIOUS_TAG] == "1"
+    assert own.champion() == (2 if decision.promoted else 3)
+    assert own.tags(3)[registry.PREVIOUS_TAG] == "1"
 
 
 def log_clicks(store, versions):
@@ -472,49 +453,39 @@ def log_clicks(store, versions):
 
 
 @pytest.mark.parametrize("url", ["sqlite:///no/such/folder/events.db", "sqlite://"])
-def test_a_store_that_knows_nothing_keeps_nobody_from_promoting(client, run, model, tmp_path, config, url, monkeypatch):
+def test_a_store_that_knows_nothing_keeps_nobody_from_promoting(own, url, monkeypatch):
     monkeypatch.setenv("SEQREC_STORE", url)
-    first = register(client, run, model, tmp_path, "seqrec-blind", [2, 2])
-    gate.promote(client, first, cases(2, 2), tmp_path, config)
+    own.versions(2)
+    own.by_hand("promote", 2)
 
-    second = register(client, run, model, tmp_path, "seqrec-blind", [2, 2], **{registry.WEIGHTS_TAG: "other"})
-    registry_command.registry(["promote"], dataset="blind", config=config, version=int(second.version))
-
-    audit = client.get_registered_model("seqrec-blind").tags.values()
-    assert any(entry.endswith("promote by hand") for entry in audit)
+    assert any(entry.endswith("promote by hand") for entry in own.stored()[0].values())
 
 
-def test_show_marks_candidate_and_champion(client, run, model, tmp_path, config, capsys, monkeypatch):
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", config.tracking_uri)
+def test_show_marks_candidate_and_champion(own, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    name = "seqrec-mine"
-    first = register(client, run, model, tmp_path, name, [2, 2])
-    second = register(client, run, model, tmp_path, name, [2, 2], **{registry.WEIGHTS_TAG: "other"})
-    gate.promote(client, first, cases(2, 2), tmp_path, config)
+    own.versions(2)
 
-    def shown():
-        assert main(["registry", "show", "--dataset", "mine"]) == 0
+    for candidate, expected in (
+        ("2", [("1", "champion"), ("2", "candidate")]),
+        ("1", [("1", "candidate, champion"), ("2", "")]),
+    ):
+        own.client.set_registered_model_alias(own.name, registry.CANDIDATE, candidate)
+        own.by_hand("show")
         lines = [line.split("│") for line in capsys.readouterr().out.splitlines() if "│" in line]
-        return [(cells[1].strip(), cells[4].strip()) for cells in lines]
-
-    client.set_registered_model_alias(name, registry.CANDIDATE, second.version)
-    assert shown() == [("1", "champion"), ("2", "candidate")]
-    client.set_registered_model_alias(name, registry.CANDIDATE, first.version)
-    assert shown() == [("1", "candidate, champion"), ("2", "")]
+        assert [(cells[1].strip(), cells[4].strip()) for cells in lines] == expected
 
 
 @pytest.mark.parametrize(
-    ("actions", "dataset", "message"),
+    ("action", "message"),
     [
-        (["promote"], "bad", "no version 0"),
-        (["rollback"], "bad", "no champion before"),
-        (["delete"], "bad", "one of show, promote, rollback expected"),
-        (["show"], "unheard-of", "seqrec-unheard-of is not registered"),
+        ("promote", "no version 0"),
+        ("rollback", "no champion before"),
+        ("delete", "one of show, promote, rollback expected"),
     ],
 )
-def test_what_cannot_be_done_by_hand_is_refused(client, run, model, tmp_path, config, actions, dataset, message):
-    version = register(client, run, model, tmp_path, "seqrec-bad", [2, 2])
-    gate.promote(client, version, cases(2, 2), tmp_path, config)
-
+def test_what_cannot_be_done_by_hand_is_refused(own, action, message):
+    with pytest.raises(ConfigError, match="is not registered"):
+        own.by_hand("show")
+    own.versions(1)
     with pytest.raises(ConfigError, match=message):
-        registry_command.registry(actions, dataset=dataset, config=config)
+        own.by_hand(action)

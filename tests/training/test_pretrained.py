@@ -231,16 +231,6 @@ def test_positions_beyond_the_table_repeat_it(bert):
     torch.testing.assert_close(model.encoder.positions.weight[256:], table[:44])
 
 
-def test_without_token_types_the_segment_stays_in_the_positions(bert):
-    folder, source = bert
-    model = build(token_types=False)
-    pretrained.load_weights(model, str(folder))
-
-    embeddings = source.bert.embeddings
-    expected = embeddings.position_embeddings.weight + embeddings.token_type_embeddings.weight[0]
-    torch.testing.assert_close(model.encoder.positions.weight[:64], expected)
-
-
 def test_a_recformer_starts_another_catalogue(tmp_path):
     source, model = build(), build()
     save_model(tmp_path, source, {}, {})

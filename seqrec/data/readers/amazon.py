@@ -12,8 +12,8 @@ from seqrec.config import IngestConfig
 from seqrec.data.readers.blocks import MARKS, Frames
 from seqrec.data.readers.csv_files import events
 from seqrec.data.readers.delimited import delimited
-from seqrec.data.readers.json_lines import json_lines
-from seqrec.data.readers.row_checks import Tables, interactions, items, unescaped
+from seqrec.data.readers.json_lines import json_lines, texts_of
+from seqrec.data.readers.row_checks import Tables, tables, unescaped
 
 AMAZON_ITEM = {"asin": ("item_id", pl.String), "title": ("title", pl.String), "brand": ("brand", pl.String)}
 
@@ -23,18 +23,18 @@ def amazon_2014(files: Mapping[str, Path], config: IngestConfig) -> Tables:
     categories = pl.List(pl.List(pl.String))
     flat = pl.col("category").list.eval(pl.element().explode())
     products = _products(files, {**AMAZON_ITEM, "categories": ("category", categories)}, flat, literals=True)
-    return _amazon(files, _reviews(files, literals=True), products)
+    return tables(files, _reviews(files, literals=True), products)
 
 
 def amazon_2018(files: Mapping[str, Path], config: IngestConfig) -> Tables:
     """Read JSON lines of reviews and of metadata."""
-    return _amazon(files, _reviews(files), _products_2018(files))
+    return tables(files, _reviews(files), _products_2018(files))
 
 
 def amazon_2018_ratings(files: Mapping[str, Path], config: IngestConfig) -> Tables:
     """Read a CSV of ratings without a header (item, user, rating, time) and JSON lines of metadata."""
     ratings = delimited(files["interactions"], ("item_id", "user_id", "rating", "timestamp"), ",")
-    return _amazon(files, ratings, _products_2018(files))
+    return tables(files, ratings, _products_2018(files))
 
 
 def amazon_2023(files: Mapping[str, Path], config: IngestConfig) -> Tables:
@@ -46,18 +46,12 @@ def amazon_2023(files: Mapping[str, Path], config: IngestConfig) -> Tables:
         "categories": ("category", pl.List(pl.String)),
     }
     products = _products(files, fields, pl.col("category"))
-    return _amazon(files, events(files["interactions"], {"item_id": "parent_asin"}), products)
-
-
-def _amazon(files: Mapping[str, Path], events: Frames, products: Frames | None) -> Tables:
-    found = items(products, files["items"]) if products is not None else None
-    return Tables(interactions(events, files["interactions"]), found)
+    return tables(files, events(files["interactions"], {"item_id": "parent_asin"}), products)
 
 
 def _reviews(files: Mapping[str, Path], *, literals: bool = False) -> Frames:
     names = {"reviewerID": "user_id", "asin": "item_id", "overall": "rating", "unixReviewTime": "timestamp"}
-    lines = json_lines(files["interactions"], dict.fromkeys(names, pl.String), literals=literals)
-    return (frame.rename(names) for frame in lines)
+    return texts_of(files["interactions"], names, literals=literals)
 
 
 def _products(

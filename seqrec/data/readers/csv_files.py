@@ -23,7 +23,7 @@ TIME = re.compile(  # since 1970, ISO 8601, 3.4.2021 or 3/4/2021, or Sat Apr 03
     r"[12]\d{8,18}(\.\d+)?|[12]\d{3}[-/]\d\d[-/]\d\d([T ].*)?"
     r"|\d\d?([./-])\d\d?\3\d{4}( .*)?|[A-Z][a-z]{2},? ([A-Z][a-z]{2} \d\d|\d\d [A-Z][a-z]{2}) .*"
 )
-MOST_COLUMNS = 4096
+MAX_COLUMNS = 4096
 RESERVED = (*MARKS, "_by", "_excess", "_seconds", "_rating")  # column names used internally
 
 
@@ -103,8 +103,8 @@ def header(path: Path) -> list[str]:
         ValueError: the file is empty or damaged, or column names are duplicate or reserved.
     """
     names = parquet_files.names(path) if parquet_files.is_parquet(path) else keys(path) or _csv_header(path).names
-    if len(names) > MOST_COLUMNS:
-        raise ValueError(f"{path.name} has {len(names):,} columns, more than {MOST_COLUMNS:,}: is this a table?")
+    if len(names) > MAX_COLUMNS:
+        raise ValueError(f"{path.name} has {len(names):,} columns, more than {MAX_COLUMNS:,}: is this a table?")
     if len(set(names)) < len(names):
         raise ValueError(f"{path.name}: a column name appears twice in {_listed(names)}")
     for name in names:

@@ -68,12 +68,12 @@ def _regular(data: bytes, number: int, names: Sequence[str], delimiter: str, ski
         return None
     if len(frame) != lines:
         return None
-    if any(column.null_count() for column in frame):
-        frame = frame.fill_null("")
-    return frame.with_row_index("_line", offset=number).with_columns(
+    frame = frame.fill_null("").with_row_index("_line", offset=number)
+    return frame.select(
         pl.col("_line").cast(pl.Int64),
         pl.struct(pl.lit(delimiter).alias("_by"), *names).alias("_text"),
         pl.lit(None, pl.String).alias("_problem"),
+        *names,
     )
 
 

@@ -61,6 +61,12 @@ def json_lines(path: Path, fields: Mapping[str, Any], *, literals: bool = False)
             yield lines.drop("_problem").hstack(pl.DataFrame(rows, schema=schema, orient="row", strict=False))
 
 
+def texts_of(path: Path, names: Mapping[str, str], *, literals: bool = False) -> Frames:
+    """Yield the objects of `json_lines` with text under our names; `names` maps the file's keys to them."""
+    for frame in json_lines(path, dict.fromkeys(names, pl.String), literals=literals):
+        yield frame.rename(names)
+
+
 def _decoded(texts: pl.Series, fields: Mapping[str, Any]) -> pl.Series | None:
     try:
         values = texts.str.json_decode(pl.Struct(dict(fields)))

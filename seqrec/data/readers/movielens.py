@@ -11,23 +11,13 @@ from seqrec.config import IngestConfig
 from seqrec.data.readers.blocks import MARKS, Frames
 from seqrec.data.readers.csv_files import catalogue, events
 from seqrec.data.readers.delimited import delimited
-from seqrec.data.readers.row_checks import Tables, interactions, items
+from seqrec.data.readers.row_checks import Tables, tables
 
 # At the end of a film's title; "(V)": straight to video; "(2007-2019)", "(2009– )": a series.
 YEAR = r"\((\d{4})(?:\s*[-\x{2013}]\s*(?:\d{4})?\s*)?\)(?:\s*\(V\))?\s*$"
 ML_100K_GENRES = (
-    *(
-        "unknown",
-        "Action",
-        "Adventure",
-        "Animation",
-        "Children's",
-        "Comedy",
-        "Crime",
-        "Documentary",
-        "Drama",
-        "Fantasy",
-    ),
+    *("unknown", "Action", "Adventure", "Animation", "Children's", "Comedy", "Crime", "Documentary", "Drama"),
+    "Fantasy",
     *("Film-Noir", "Horror", "Musical", "Mystery", "Romance", "Sci-Fi", "Thriller", "War", "Western"),
 )
 
@@ -74,8 +64,7 @@ def recbole_100k(files: Mapping[str, Path], config: IngestConfig) -> Tables:
         )
         for frame in catalogue(files["items"], columns, ("item_id", "title", "year", "genres"))
     )
-    rows = events(files["interactions"], columns)
-    return Tables(interactions(rows, files["interactions"]), items(films, files["items"]))
+    return tables(files, events(files["interactions"], columns), films)
 
 
 def _movielens(files: Mapping[str, Path], ratings: Frames, films: Frames) -> Tables:
@@ -92,7 +81,7 @@ def _movielens(files: Mapping[str, Path], ratings: Frames, films: Frames) -> Tab
         )
         for frame in films
     )
-    return Tables(interactions(ratings, files["interactions"]), items(films, files["items"]))
+    return tables(files, ratings, films)
 
 
 def _with_flagged_genres(frame: pl.DataFrame) -> pl.DataFrame:

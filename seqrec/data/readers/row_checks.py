@@ -21,7 +21,7 @@ NO_EVENTS = pl.DataFrame(
 )
 
 
-class Block(NamedTuple):
+class CheckedRows(NamedTuple):
     """A block of rows: `good` has canonical columns, `bad` those of the quarantine."""
 
     good: pl.DataFrame
@@ -31,14 +31,14 @@ class Block(NamedTuple):
 class Tables(NamedTuple):
     """The result of a reader; `items` is None if the source has no items file."""
 
-    interactions: Iterator[Block]
-    items: Iterator[Block] | None
+    interactions: Iterator[CheckedRows]
+    items: Iterator[CheckedRows] | None
 
 
 Reader = Callable[[Mapping[str, Path], IngestConfig], Tables]
 
 
-def interactions(frames: Iterable[pl.DataFrame], path: Path, time_format: str = "") -> Iterator[Block]:
+def interactions(frames: Iterable[pl.DataFrame], path: Path, time_format: str = "") -> Iterator[CheckedRows]:
     """Check and convert events with columns `user_id`, `item_id`, `timestamp` and optionally `rating`, of any type."""
     wrong_time = "timestamp is neither a number nor an ISO time"
     wrong_time = f"timestamp does not have the form {time_format}" if time_format else wrong_time
@@ -62,7 +62,15 @@ def interactions(frames: Iterable[pl.DataFrame], path: Path, time_format: str = 
             pl.col("_line").alias("row"),
             pl.col("_rating").alias("rating"),
         )
-        yield Block(good, quarantined(bad, path.name))
+        yield CheckedRows(good, quarantined(bad, path.name))
+
+
+def tables(
+    files: Mapping[str, Path], events: Iterable[pl.DataFrame], products: Iterable[pl.DataFrame] | None = None
+) -> Tables:
+    """Return the checked rows of the files `interactions` and, if there are `products`, `items`."""
+    catalogue = None if products is None else items(products, files["items"])
+    return Tables(interactions(events, files["interactions"]), catalogue)
 
 
 def _ratings(frame: pl.DataFrame) -> pl.Series:
@@ -112,7 +120,7 @@ def _with_problems(frame: pl.DataFrame, rating: pl.Series, wrong_time: str) -> p
     )
 
 
-def items(frames: Iterable[pl.DataFrame], path: Path) -> Iterator[Block]:
+def items(frames: Iterable[pl.DataFrame], path: Path) -> Iterator[CheckedRows]:
     """Check items with column `item_id`, optionally `title`, and attributes; values become stripped text or null."""
     for frame in frames:
         texts = [name for name in frame.columns if name not in (*MARKS, "item_id", "title")]
@@ -124,7 +132,7 @@ def items(frames: Iterable[pl.DataFrame], path: Path) -> Iterator[Block]:
             *(_cleaned(frame[name]) for name in texts),
         ).with_columns(unescaped("title"))
         frame = frame.with_columns(pl.coalesce("_problem", _id_problem("item_id")).alias("_problem"))
-        yield Block(
+        yield CheckedRows(
             frame.filter(pl.col("_problem").is_null()).drop(MARKS),
             quarantined(frame.filter(pl.col("_problem").is_not_null()), path.name),
         )

@@ -14,7 +14,7 @@ from seqrec.config import IngestConfig
 from seqrec.data.readers.blocks import MARKS, Frames, read_lines
 from seqrec.data.readers.csv_files import catalogue, chosen_columns, columns_of
 from seqrec.data.readers.delimited import delimited
-from seqrec.data.readers.row_checks import NO_EVENTS, Block, Tables, interactions, items, quarantined, record_text
+from seqrec.data.readers.row_checks import NO_EVENTS, CheckedRows, Tables, interactions, items, quarantined, record_text
 
 BLANKS = r"[ \t]+"
 
@@ -32,13 +32,13 @@ def growing_prefixes(files: Mapping[str, Path], config: IngestConfig) -> Tables:
     )
 
 
-def _prefix_blocks(paths: Sequence[Path], indices: Mapping[str, Path]) -> Iterator[Block]:
+def _prefix_blocks(paths: Sequence[Path], indices: Mapping[str, Path]) -> Iterator[CheckedRows]:
     rows = _with_longest(pl.concat([frame for path in paths for frame in _prefixes(path)]))
     cut = ~(pl.col("longest") + " ").str.starts_with(pl.col("sequence") + " ")
     problem = pl.when(cut).then(pl.lit("not a prefix of the user's longest sequence"))
     rows = rows.with_columns(pl.coalesce("_problem", problem).alias("_problem"))
     for (name,), bad in rows.filter(pl.col("_problem").is_not_null()).group_by("_file", maintain_order=True):
-        yield Block(NO_EVENTS, quarantined(bad, str(name)))
+        yield CheckedRows(NO_EVENTS, quarantined(bad, str(name)))
     sequences = rows.filter(pl.col("_problem").is_null()).unique("user_id", keep="first", maintain_order=True)
     found = _exploded(sequences.select("user_id", pl.col("longest").str.split(" ").alias("item_id")), first=1)
     for column, path in indices.items():
@@ -146,7 +146,7 @@ def _words(path: Path) -> Frames:
         yield lines.with_columns(words.alias("words"))
 
 
-def _sequence_blocks(path: Path) -> Iterator[Block]:
+def _sequence_blocks(path: Path) -> Iterator[CheckedRows]:
     seen: set[str] = set()
     events_so_far = 0
     for frame in _words(path):
@@ -165,7 +165,7 @@ def _sequence_blocks(path: Path) -> Iterator[Block]:
         good = frame.filter(pl.col("_problem").is_null())
         found = _exploded(good.select("user_id", pl.col("words").list.slice(1).alias("item_id")), events_so_far + 1)
         events_so_far += len(found)
-        yield Block(NO_EVENTS, quarantined(frame.filter(pl.col("_problem").is_not_null()), path.name))
+        yield CheckedRows(NO_EVENTS, quarantined(frame.filter(pl.col("_problem").is_not_null()), path.name))
         yield from interactions(iter([found]), path)
 
 

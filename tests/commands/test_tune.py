@@ -20,6 +20,8 @@ from mlflow import MlflowClient
 
 from seqrec.__main__ import main
 from seqrec.artifacts import write_ipc
+from seqrec.commands import tune as module
+from seqrec.commands.tune import tune
 from seqrec.config import ConfigError, from_dict, load
 from seqrec.data import sequences
 from seqrec.locks import LockedError, locked
@@ -27,8 +29,6 @@ from seqrec.stages.finetune import finetune
 from seqrec.stages.pretrain import pretrain
 from seqrec.tracking import runs
 from seqrec.training import resume
-from seqrec.training import tune as module
-from seqrec.training.tune import tune
 
 ROOT = Path(__file__).parent.parent.parent
 STAGES = ("ingest", "validate", "prepare", "pretrain", "finetune", "evaluate")

@@ -14,7 +14,7 @@ import pandas as pd
 from seqrec.serving.recommender import Recommender, Request
 
 DEFAULT_K = 10
-ROWS = 256  # answered together
+REQUESTS_AT_ONCE = 256
 
 
 class RecommenderModel(mlflow.pyfunc.PythonModel):  # type: ignore[misc]
@@ -38,7 +38,10 @@ class RecommenderModel(mlflow.pyfunc.PythonModel):  # type: ignore[misc]
             model, or `popularity` where no item of the history is known) and `unknown` (events that are not known).
         """
         requests = [_request(row) for row in model_input.to_dict("records")]
-        answers = [self.recommender.answer(requests[i : i + ROWS]) for i in range(0, len(requests), ROWS)]
+        answers = [
+            self.recommender.answer(requests[i : i + REQUESTS_AT_ONCE])
+            for i in range(0, len(requests), REQUESTS_AT_ONCE)
+        ]
         columns = ("items", "scores", "source", "unknown")
         return pd.DataFrame({name: [getattr(answer, name) for part in answers for answer in part] for name in columns})
 

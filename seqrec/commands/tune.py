@@ -25,10 +25,10 @@ import yaml
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from seqrec import models
 from seqrec.artifacts import SPLIT_CARD, read_json, rename, write_json, write_text
-from seqrec.config import SECTIONS, ConfigError, Params, Range, TuneConfig, from_dict, parse
+from seqrec.config import SECTIONS, ConfigError, Params, SearchRange, TuneConfig, from_dict, parse
 from seqrec.locks import locked
+from seqrec.models import REGISTRY
 from seqrec.stages.finetune import finetune
 from seqrec.stages.pretrain import pretrain
 from seqrec.tracking import runs
@@ -48,7 +48,7 @@ class Search:
 
     model: str
     content: Mapping[str, Any]
-    space: Mapping[str, Range]
+    space: Mapping[str, SearchRange]
     config: TuneConfig
     split: str
 
@@ -59,9 +59,9 @@ class Search:
     def options(self, params: Params) -> dict[str, Any]:
         """Return every option of the model, including defaults; options that are `auto` stay `auto`."""
         config = params.model(self.model)
-        if config.architecture not in models.REGISTRY:
-            raise ConfigError(f"models.{self.model}.architecture: one of {', '.join(models.REGISTRY)}")
-        cls = models.REGISTRY[config.architecture].Options
+        if config.architecture not in REGISTRY:
+            raise ConfigError(f"models.{self.model}.architecture: one of {', '.join(REGISTRY)}")
+        cls = REGISTRY[config.architecture].Options
         return asdict(parse(cls, config.settled, f"models.{self.model}.options")) | config.options
 
     def check(self) -> None:
@@ -117,7 +117,7 @@ def tune(
         raise ConfigError("a search runs in one process: call tune without torchrun")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     search = _search(model, dataset, params, sequences)
-    architecture = models.REGISTRY.module(search.params({}).model(model).architecture)
+    architecture = REGISTRY.module(search.params({}).model(model).architecture)
     identity = fingerprint(__name__, architecture, _deciding(search), sequences / SPLIT_CARD)
     path = (study or state / "tune" / f"{identity}.db").absolute()
     work = path.with_name(f"{path.name}.work")
@@ -216,7 +216,7 @@ def _next(study: optuna.Study, search: Search, number: int) -> Trial:
     return trial
 
 
-def _distribution(span: Range) -> BaseDistribution:
+def _distribution(span: SearchRange) -> BaseDistribution:
     if span.choices is not None:
         return CategoricalDistribution(span.choices)
     low, high, step = span.low, span.high, span.step
@@ -335,7 +335,7 @@ def _write(output: Path, search: Search, study: optuna.Study, budget: dict[str, 
     logger.info("written to %s", output)
 
 
-def _span(span: Range) -> str:
+def _span(span: SearchRange) -> str:
     if span.choices is not None:
         return f"of {span.choices}"
     return f"{span.low} to {span.high}{' log' if span.log else ''}{f' step {span.step}' if span.step else ''}"

@@ -1,0 +1,110 @@
+"""The steps that are no stages."""
+
+from kfp import dsl
+
+from seqrec.components.image import IMAGE
+
+
+@dsl.component(base_image=IMAGE, install_kfp_package=False)
+def settings(
+    params: dict,
+    pipeline: str,
+    pipeline_run: str,
+    source: str,
+    dataset: str,
+    models: list,
+    protocol: str,
+    epochs: int,
+    seed: int,
+    overrides: dict,
+    key: dsl.OutputPath(str),
+    fresh: dsl.OutputPath(str),
+    filter_seen: dsl.OutputPath(bool),
+    ingest: dsl.OutputPath(dict),
+    validate: dsl.OutputPath(dict),
+    prepare: dsl.OutputPath(dict),
+    evaluate: dsl.OutputPath(dict),
+    register: dsl.OutputPath(dict),
+):
+    """Resolve and check the settings of a run before anything is fetched or trained."""
+    from seqrec.cluster.form import settings_of_run, write_parameters
+
+    form = {"dataset": dataset, "models": models, "protocol": protocol, "epochs": epochs, "seed": seed}
+    values = settings_of_run(params, pipeline, source, pipeline_run, {**form, "overrides": overrides})
+    places = {"dataset": key, "fresh": fresh, "filter_seen": filter_seen}
+    sections = {"ingest": ingest, "validate": validate, "prepare": prepare, "evaluate": evaluate, "register": register}
+    write_parameters(values, {**places, **sections})
+
+
+@dsl.component(base_image=IMAGE, install_kfp_package=False)
+def model_settings(
+    params: dict,
+    model: str,
+    dataset: str,
+    models: list,
+    protocol: str,
+    epochs: int,
+    seed: int,
+    overrides: dict,
+    architecture: dsl.OutputPath(dict),
+    pretrain: dsl.OutputPath(dict),
+    finetune: dsl.OutputPath(dict),
+    evaluate: dsl.OutputPath(dict),
+    refit: dsl.OutputPath(str),
+    filter_seen: dsl.OutputPath(bool),
+):
+    """Look up the settings of one model, so that its steps depend on no other's."""
+    from seqrec.cluster.form import settings_of_model, write_parameters
+
+    form = {"dataset": dataset, "models": models, "protocol": protocol, "epochs": epochs, "seed": seed}
+    values = settings_of_model(params, model, {**form, "overrides": overrides})
+    places = {"architecture": architecture, "pretrain": pretrain, "finetune": finetune}
+    write_parameters(values, {**places, "refit": refit, "evaluate": evaluate, "filter_seen": filter_seen})
+
+
+@dsl.component(base_image=IMAGE, install_kfp_package=False)
+def champion(dataset: str, config: dict, weights: dsl.Output[dsl.Model]):
+    """Fetch the champion from the registry; without one the folder is empty."""
+    from pathlib import Path
+
+    from seqrec.artifacts import facts
+    from seqrec.config import RegisterConfig, parse
+    from seqrec.tracking.registry import fetch_champion
+
+    version = fetch_champion(
+        dataset=dataset, folder=Path(weights.path), config=parse(RegisterConfig, config, "register")
+    )
+    weights.metadata.update(facts(weights.path), version=version)
+
+
+@dsl.component(base_image=IMAGE, install_kfp_package=False)
+def join(
+    source: str,
+    others: dsl.Input[dsl.Dataset],
+    data: dsl.Input[dsl.Dataset],
+    sequences: dsl.Input[dsl.Dataset],
+    joined: dsl.Output[dsl.Dataset],
+):
+    """Add a source to the dataset and the sources before it: KFP has no input for the outputs of several tasks."""
+    import shutil
+
+    unread = shutil.ignore_patterns("raw", "interactions.parquet", "quarantine.parquet")
+    shutil.copytree(others.path, joined.path, ignore=unread, dirs_exist_ok=True)
+    shutil.copytree(data.path, f"{joined.path}/sources/{source}", ignore=unread)
+    shutil.copytree(sequences.path, f"{joined.path}/sources/{source}/sequences")
+
+
+@dsl.component(base_image=IMAGE, install_kfp_package=False)
+def record(status: dsl.PipelineTaskFinalStatus, pipeline: str, pipeline_run: str, config: dict, overrides: dict):
+    """Record in MLflow how the run ended."""
+    from seqrec.cluster.form import overridden
+    from seqrec.config import RegisterConfig, parse
+    from seqrec.tracking.runs import record_outcome
+
+    record_outcome(
+        pipeline=pipeline,
+        pipeline_run=pipeline_run,
+        state=status.state,
+        failure=status.error_message,
+        config=parse(RegisterConfig, overridden("register", config, overrides), "register"),
+    )

@@ -1,0 +1,291 @@
+"""The steps of the stages; `warm_start` is `pretrain` with a champion, as no input of KFP can be optional."""
+
+from kfp import dsl
+
+from seqrec.components.image import IMAGE
+
+
+@dsl.component(base_image=IMAGE, install_kfp_package=False)
+def ingest(
+    dataset: str,
+    state: str,
+    fresh: str,
+    config: dict,
+    data: dsl.Output[dsl.Dataset],
+    metrics: dsl.Output[dsl.Metrics],
+):
+    """Fetch a dataset and read it into the canonical tables; another text in `fresh` bypasses KFP's cache."""
+    from seqrec.artifacts import facts
+    from seqrec.cluster.launch import run
+
+    values = run("ingest", dataset=dataset, output=data.path, downloads=f"{state}/downloads", config=config)
+    data.metadata.update(facts(data.path))
+    metrics.metadata.update(values)
+
+
+@dsl.component(base_image=IMAGE, install_kfp_package=False)
+def validate(
+    dataset: str,
+    baseline: str,
+    config: dict,
+    data: dsl.Input[dsl.Dataset],
+    validation: dsl.Output[dsl.Artifact],
+    page: dsl.Output[dsl.HTML],
+    metrics: dsl.Output[dsl.Metrics],
+):
+    """Check the tables; stop the run if a critical rule fails."""
+    import shutil
+
+    from seqrec.artifacts import facts
+    from seqrec.cluster.launch import run
+
+    report = f"{validation.path}/validation"
+    values = run("validate", dataset=dataset, data=data.path, report=f"{report}.json", baseline=baseline, config=config)
+    validation.metadata.update(facts(data.path))
+    shutil.copyfile(f"{report}.html", page.path)
+    metrics.metadata.update(values)
+
+
+@dsl.component(base_image=IMAGE, install_kfp_package=False)
+def prepare(
+    dataset: str,
+    state: str,
+    place: dict,
+    config: dict,
+    data: dsl.Input[dsl.Dataset],
+    validation: dsl.Input[dsl.Artifact],
+    sequences: dsl.Output[dsl.Dataset],
+    metrics: dsl.Output[dsl.Metrics],
+):
+    """Filter, number, order and split the interactions."""
+    from seqrec.artifacts import facts
+    from seqrec.cluster.launch import run
+
+    values = run(
+        "prepare",
+        place=place,
+        state=state,
+        dataset=dataset,
+        data=data.path,
+        validation=f"{validation.path}/validation.json",
+        sequences=sequences.path,
+        config=config,
+    )
+    sequences.metadata.update(facts(sequences.path))
+    metrics.metadata.update(values)
+
+
+@dsl.component(base_image=IMAGE, install_kfp_package=False)
+def baselines(
+    filter_seen: bool,
+    config: dict,
+    sequences: dsl.Input[dsl.Dataset],
+    data: dsl.Input[dsl.Dataset],
+    results: dsl.Output[dsl.Artifact],
+    metrics: dsl.Output[dsl.Metrics],
+):
+    """Compute and evaluate popularity, a Markov chain, EASE, PCTM and Sequential Rules."""
+    from seqrec.artifacts import facts
+    from seqrec.cluster.launch import run
+
+    values = run(
+        "baselines",
+        sequences=sequences.path,
+        data=data.path,
+        artifacts=f"{results.path}/artifacts",
+        reports=f"{results.path}/reports",
+        config=config,
+        filter_seen=filter_seen,
+    )
+    results.metadata.update(facts(sequences.path))
+    metrics.metadata.update(values)
+
+
+@dsl.component(base_image=IMAGE, install_kfp_package=False)
+def pretrain(
+    model: str,
+    state: str,
+    place: dict,
+    filter_seen: bool,
+    sources: list,
+    architecture: dict,
+    config: dict,
+    data: dsl.Input[dsl.Dataset],
+    sequences: dsl.Input[dsl.Dataset],
+    initial: dsl.Output[dsl.Model],
+    metrics: dsl.Output[dsl.Metrics],
+):
+    """Build a model and run its pre-training, if it has any."""
+    from seqrec.artifacts import facts
+    from seqrec.cluster.launch import run
+
+    values = run(
+        "pretrain",
+        place=place,
+        state=state,
+        model=model,
+        sequences=sequences.path,
+        initial=initial.path,
+        architecture=architecture,
+        filter_seen=filter_seen,
+        config=config,
+        data=data.path,
+        sources=sources,
+    )
+    initial.metadata.update(facts(sequences.path, initial.path))
+    metrics.metadata.update(values)
+
+
+@dsl.component(base_image=IMAGE, install_kfp_package=False)
+def warm_start(
+    model: str,
+    state: str,
+    place: dict,
+    filter_seen: bool,
+    sources: list,
+    architecture: dict,
+    config: dict,
+    data: dsl.Input[dsl.Dataset],
+    sequences: dsl.Input[dsl.Dataset],
+    champion: dsl.Input[dsl.Model],
+    initial: dsl.Output[dsl.Model],
+    metrics: dsl.Output[dsl.Metrics],
+):
+    """Build a model that starts from the champion where it can, and from its pre-training otherwise."""
+    from seqrec.artifacts import facts
+    from seqrec.cluster.launch import run
+
+    values = run(
+        "pretrain",
+        place=place,
+        state=state,
+        model=model,
+        sequences=sequences.path,
+        initial=initial.path,
+        architecture=architecture,
+        filter_seen=filter_seen,
+        config=config,
+        data=data.path,
+        champion=champion.path,
+        sources=sources,
+    )
+    initial.metadata.update(facts(sequences.path, initial.path))
+    metrics.metadata.update(values)
+
+
+@dsl.component(base_image=IMAGE, install_kfp_package=False)
+def finetune(
+    model: str,
+    state: str,
+    place: dict,
+    filter_seen: bool,
+    refit: str,
+    config: dict,
+    sequences: dsl.Input[dsl.Dataset],
+    initial: dsl.Input[dsl.Model],
+    checkpoint: dsl.Output[dsl.Model],
+    metrics: dsl.Output[dsl.Metrics],
+):
+    """Train a model for the next item; resumes by itself."""
+    from seqrec.artifacts import facts
+    from seqrec.cluster.launch import run
+
+    values = run(
+        "finetune",
+        place=place,
+        state=state,
+        model=model,
+        sequences=sequences.path,
+        initial=initial.path,
+        checkpoint=checkpoint.path,
+        filter_seen=filter_seen,
+        refit=refit,
+        config=config,
+    )
+    checkpoint.metadata.update(facts(sequences.path, checkpoint.path))
+    metrics.metadata.update(values)
+
+
+@dsl.component(base_image=IMAGE, install_kfp_package=False)
+def evaluate(
+    model: str,
+    filter_seen: bool,
+    config: dict,
+    sequences: dsl.Input[dsl.Dataset],
+    checkpoint: dsl.Input[dsl.Model],
+    report: dsl.Output[dsl.Artifact],
+    metrics: dsl.Output[dsl.Metrics],
+):
+    """Rank every test case among the whole catalogue."""
+    from seqrec.artifacts import facts
+    from seqrec.cluster.launch import run
+
+    values = run(
+        "evaluate",
+        model=model,
+        sequences=sequences.path,
+        checkpoint=checkpoint.path,
+        report=report.path,
+        config=config,
+        filter_seen=filter_seen,
+    )
+    report.metadata.update(facts(sequences.path, checkpoint.path))
+    metrics.metadata.update(values)
+
+
+@dsl.component(base_image=IMAGE, install_kfp_package=False)
+def register(
+    dataset: str,
+    pipeline_run: str,
+    leaderboard: list,
+    filter_seen: bool,
+    ingest: dict,
+    validate: dict,
+    prepare: dict,
+    evaluate: dict,
+    config: dict,
+    results: dsl.Input[dsl.Artifact],
+    checkpoints: dsl.Input[list[dsl.Model]],
+    evaluations: dsl.Input[list[dsl.Artifact]],
+    sequences: dsl.Input[dsl.Dataset],
+    data: dsl.Input[dsl.Dataset],
+    reports: dsl.Output[dsl.Artifact],
+    page: dsl.Output[dsl.HTML],
+    metrics: dsl.Output[dsl.Metrics],
+):
+    """Write the leaderboard, log the runs to MLflow, and run the gate of the registry."""
+    import shutil
+    import tempfile
+    from dataclasses import asdict
+    from pathlib import Path
+
+    from seqrec.artifacts import REPORT_PAGE, facts
+    from seqrec.cluster.launch import run
+    from seqrec.config import SECTIONS, parse
+
+    given = {"ingest": ingest, "validate": validate, "prepare": prepare, "evaluate": evaluate, "register": config}
+    settings = {name: asdict(parse(SECTIONS[name], section, name)) for name, section in given.items()}
+    shutil.copytree(f"{results.path}/reports", reports.path, dirs_exist_ok=True)
+    for report in evaluations:
+        shutil.copytree(report.path, f"{reports.path}/{report.metadata['model']}")
+    artifacts = Path(tempfile.mkdtemp())
+    for checkpoint in checkpoints:
+        folder = artifacts / checkpoint.metadata["model"]
+        folder.mkdir()
+        (folder / "finetuned").symlink_to(checkpoint.path)
+    for baseline in Path(results.path, "artifacts").iterdir():
+        (artifacts / baseline.name).symlink_to(baseline)
+    values = run(
+        "register",
+        leaderboard=leaderboard,
+        artifacts=artifacts,
+        reports=reports.path,
+        sequences=sequences.path,
+        data=data.path,
+        params={"dataset": dataset, "leaderboard": leaderboard, "filter_seen": filter_seen, **settings},
+        config=config,
+        pipeline_run=pipeline_run,
+    )
+    shutil.copyfile(f"{reports.path}/{REPORT_PAGE}", page.path)
+    reports.metadata.update(facts(sequences.path))
+    metrics.metadata.update(values)
