@@ -125,7 +125,7 @@ def test_an_edited_file_of_the_user_reruns_its_ingest(project, tmp_path, monkeyp
         ("seqrec/stages/evaluate.py", "", ["baselines", "evaluate@gru4rec", "evaluate@sasrec"]),
         ("seqrec/models/baselines.py", "", ["baselines", "register"]),
         ("seqrec/data/splits.py", "", ["prepare", "prepare_source@other"]),
-        ("seqrec/training/tune.py", "", []),
+        ("seqrec/commands/tune.py", "", []),
         ("seqrec/config/sections.py", "", []),
         (
             "seqrec/models/gru4rec.py",
