@@ -31,7 +31,7 @@ def place(stage: str, cluster: KubernetesConfig) -> dict[str, Any]:
 
 
 def apply(task: PipelineTask, step: str, cluster: KubernetesConfig) -> PipelineTask:
-    """Give `task` what step `step` asks for; a step that awaits a job asks for no more than `default`."""
+    """Set what step `step` asks for; a step that only waits for a job gets the resources of `default`."""
     awaits = cluster.launch.get(step, LaunchConfig()).launcher == "job"
     wanted = cluster.step("default" if awaits else step)
     task.set_cpu_request(wanted.cpu).set_memory_request(wanted.memory).set_memory_limit(wanted.memory)

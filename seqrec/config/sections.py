@@ -112,7 +112,7 @@ class PrepareConfig(Section):
     valid_share: Fraction = 0.1  # RATIO-full: share of each user's events | temporal: of all, between the cuts
     test_share: Fraction = 0.1  # RATIO-full: share of each user's events | temporal: of all, after the second cut
     cases: Literal["all", "first"] = "all"  # temporal: cases are all events after the cut | each user's first
-    filter_on: Literal["train", "all"] = "train"  # temporal: events that the k-core counts, before the first cut | all
+    filter_on: Literal["train", "all"] = "train"  # temporal: the k-core counts events before the first cut | all
     noise_share: Annotated[float, Bounds(ge=0, lt=1)] = 0.0  # share of training events given a random item
     seed: Seed = 42  # seed of this stage
     extend: str = ""  # folder of sequences from an earlier dump, whose users and items keep their numbers
@@ -145,7 +145,7 @@ class TrainConfig(Section):
     seed: Seed = 42  # seed of initialisation (pretrain), order, dropout and negatives; default: top-level `seed`
     epochs: Annotated[Count, OrAuto()] = 50  # maximum, see patience; for auto, here and below, see docs/auto.md
     batch_size: Annotated[Positive, OrAuto()] = 128  # users of average length per step
-    loss: Literal["ce", "sampled_ce", "bce", "gbce", "bpr"] = "ce"  # see docs/architecture.md
+    loss: Literal["ce", "sampled_ce", "bce", "gbce", "bpr"] = "ce"  # see docs/results/reading.md
     negatives: Annotated[int, Bounds(ge=1, le=1 << 24)] = 256  # per step: sampled_ce | per target: bce, gbce, bpr
     sampler: Literal["uniform", "popularity", "in_batch"] = "uniform"  # of negatives; in_batch: the targets of the step
     contrast: dict[str, Any] = field(default_factory=dict)  # contrastive term, see ContrastConfig; empty: none
