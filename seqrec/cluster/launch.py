@@ -103,7 +103,7 @@ def execute(order: Path) -> None:
 def _run_job(stage: str, place: Place, state: Path, arguments: Mapping[str, Any]) -> dict[str, float]:
     """Copy the inputs to the volume, await the job, and fetch its output; a repeated call finds the job by its name."""
     inputs, output = _handed(stage, arguments)
-    name = job_name(stage, arguments)
+    name = job_name(stage, arguments, place.launch.image or place.image)
     folder = state / "jobs" / name
     handed = {key: _hand_over(arguments[key], folder / "inputs" / key) for key in inputs}
     order = _write_order(folder, stage, {**arguments, **handed, output: folder / OUTPUT})
@@ -119,11 +119,11 @@ def _run_job(stage: str, place: Place, state: Path, arguments: Mapping[str, Any]
     return values
 
 
-def job_name(stage: str, arguments: Mapping[str, Any]) -> str:
-    """Return a name that is the same for every attempt at this work, and different for any other work."""
+def job_name(stage: str, arguments: Mapping[str, Any], image: str) -> str:
+    """Return a name that is the same for every attempt at this work in this image, and different for any other."""
     inputs, output = _handed(stage, arguments)
     settings = {key: value for key, value in arguments.items() if key not in (*inputs, output, "state", "sources")}
-    content = hashlib.sha256(json.dumps(settings, default=_plain, sort_keys=True).encode())
+    content = hashlib.sha256(json.dumps([image, settings], default=_plain, sort_keys=True).encode())
     for key in inputs:
         for path in _files(arguments[key]):
             content.update(f"{path.name} {sha256(path)}".encode())

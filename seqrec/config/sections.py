@@ -350,12 +350,13 @@ class KubernetesConfig(Section):
     secrets: dict[str, dict[str, str]] = field(default_factory=dict)  # Secret -> its key -> environment variable
     image_pull_secrets: list[str] = field(default_factory=list)  # Secrets for a private registry
     service_account: str = ""  # service account of the run; empty: the cluster's default
-    user: Positive | None = 10001  # user ID of the pods, never root; null: the platform chooses, as OpenShift does
+    user: int | None = 10001  # user ID of the pods, never root; null: the platform chooses, as OpenShift does
     parallelism: Count = 0  # models that are trained at the same time; 0: all
     labels: dict[str, str] = field(default_factory=dict)  # labels of every pod
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require(self.user is None or self.user >= 1, f"user must be at least 1, or null, not {self.user!r:.80}")
         for name, known in (("launch", LAUNCHED), ("resources", STEPS)):
             for step in set(getattr(self, name)) - set(known):
                 raise ValueError(f"{name}.{step}: unknown step; known are {', '.join(known)}")

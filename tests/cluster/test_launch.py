@@ -206,6 +206,12 @@ def test_wrong_settings_are_refused(section, message):
         parse(KubernetesConfig, section, "kubernetes")
 
 
+def test_a_new_image_makes_a_new_job(tmp_path):
+    work = {"data": tmp_path, "validation": tmp_path, "sequences": tmp_path / "out", "dataset": "own"}
+    names = {launch.job_name("prepare", work, image) for image in ("seqrec@sha256:1", "seqrec@sha256:2")}
+    assert len(names) == 2
+
+
 def test_an_entry_is_laid_over_the_default():
     assert CLUSTER.step("finetune").cpu == "4"
     assert CLUSTER.step("evaluate") == StepResources(cpu="500m")
