@@ -33,8 +33,8 @@ GLOSSARY = {
     "NDCG@10": "1 / log2(1 + rank) of the next item where it is among the ten best, else 0; the mean over all cases.",
     "recall@10": "The share of cases whose next item is among the ten best.",
     "MRR": "The mean of 1 / rank of the next item.",
-    "rank": "The place of the next item among all candidates. Items with equal scores share the middle of their places, "
-    "so that two items with equal scores on the places 30 and 31 both have rank 30.5.",
+    "rank": "The place of the next item among all candidates. Items with equal scores share the middle of their "
+    "places, so that two items with equal scores on the places 30 and 31 both have rank 30.5.",
     "coverage@10": "The share of the catalogue that is among the ten best of at least one user.",
     "validation, test": "The last event but one of a history, and its last. Validation chooses; test is only reported.",
     "head, tail, cold": "Cases whose next item is in the most popular fifth of the catalogue, by events of training; "
@@ -55,19 +55,21 @@ th, td { padding: .2em .7em; text-align: left; vertical-align: top } tbody th { 
 thead th { border-bottom: 1px solid var(--line); font-weight: bold }
 table:has(td.number) thead th + th { text-align: right }
 td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap }
-tr.champion, tr.champion th { font-weight: bold } tr.baseline, .note, .facts { color: var(--soft) } td.target { background: var(--hit) }
+tr.champion, tr.champion th { font-weight: bold }
+tr.baseline, .note, .facts { color: var(--soft) } td.target { background: var(--hit) }
 .verdict { font-size: 1.15em } figure { margin: 1em 0 }
 summary { cursor: pointer } summary h2, summary h3 { display: inline-block; margin: .6em 0 }
 .events { max-height: 28em; overflow: auto; border: 1px solid var(--line) } .events table { margin: 0 }
 .events thead th { position: sticky; top: 0; background: var(--back) } dt { font-weight: bold }
 @media (max-width: 700px) {
   body { margin: .5em auto; padding: 0 .6em }
-  table { table-layout: fixed; width: 100% } th, td, td.number { padding: .2em .3em; overflow-wrap: anywhere; white-space: normal }
+  table { table-layout: fixed; width: 100% }
+  th, td, td.number { padding: .2em .3em; overflow-wrap: anywhere; white-space: normal }
   .scroll:not(.board) { font-size: .85em } .lists thead th:first-child { width: 3em }
   .board thead { display: none } .board table, .board tbody, .board caption { display: block }
   .board tr { display: grid; grid-template-columns: 1fr 1fr; padding: .5em 0; border-top: 1px solid var(--line) }
   .board tbody th { grid-column: 1 / -1; font-size: 1.1em } .board td.number { text-align: left }
-  .board td::before { content: attr(data-head); display: block; color: var(--soft); font-size: .8em; font-weight: normal }
+  .board td::before { content: attr(data-head); display: block; color: var(--soft); font: .8em system-ui, sans-serif }
 }
 """
 SCRIPT = """

@@ -18,7 +18,7 @@ from seqrec.serving.service import Service
 
 OPEN = ("/", "/health", "/ready", "/metrics", "/openapi.json")  # no key, no rate
 OPEN_BELOW = ("/docs", "/redoc", "/static", "/page")
-ADMIN = (("DELETE", "/users/"), ("PUT", "/experiment"))  # method and beginning of the path
+ADMIN = (("GET", "/users/"), ("DELETE", "/users/"), ("PUT", "/experiment"))  # method and beginning of the path
 POLICY = "default-src 'none'; frame-ancestors 'none'"  # answers are data
 PAGE = "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'"  # no script or style in the HTML
 DOCS = ("/docs", "/redoc", "/docs/oauth2-redirect")  # pages of FastAPI, with scripts and styles in the HTML

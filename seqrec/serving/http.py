@@ -207,6 +207,13 @@ def _add_events(api: FastAPI, service: Service, store: Store) -> None:
         items, scores = [item for item, _ in found], [score for _, score in found]
         return schemas.Listing(items=items, titles=titles, scores=scores, version=version)
 
+    @api.get("/users/{user:path}")
+    async def history(user: str) -> schemas.History:
+        """Return what the store knows of a user, oldest first."""
+        items = (await asyncio.to_thread(store.histories, [user]))[user].items
+        titles = service.served.current[0].titles
+        return schemas.History(items=items, titles=[titles.get(item, "") for item in items])
+
     @api.delete("/users/{user:path}")
     async def forget(user: str) -> schemas.Forgotten:
         """Delete what the store knows of a user; the model forgets when it is trained again without these events."""

@@ -38,6 +38,7 @@ from seqrec.config import RegisterConfig
 from seqrec.redaction import redacted
 from seqrec.tracking.runs import (
     FINGERPRINT,
+    HIDDEN,
     PARENT,
     TrackingError,
     connect,
@@ -56,7 +57,7 @@ logger = logging.getLogger(__name__)
 CANDIDATE, CHAMPION = "candidate", "champion"
 REPORT = "report"  # artifact folder of a run
 ARTIFACTS = "artifacts"  # folder of a logged model, where MLflow lays what a pyfunc model reads
-WEIGHTS_TAG, SPLIT_TAG, FILTER_TAG = "seqrec.weights_sha256", "seqrec.split_sha256", "seqrec.filter_seen"
+WEIGHTS_TAG, SPLIT_TAG, FILTER_TAG = f"{HIDDEN}weights_sha256", f"{HIDDEN}split_sha256", "seqrec.filter_seen"
 PROMOTED_TAG, REASON_TAG, GAIN_TAG = "seqrec.promoted", "seqrec.reason", "seqrec.gain"
 PREVIOUS_TAG = "seqrec.previous"  # of a champion: the version before it
 WITHDRAWN_TAG = "seqrec.withdrawn"  # of a champion that was rolled back: by which version
