@@ -1,7 +1,7 @@
 """Networks of the baselines, which need no training by gradient: scores that no history changes, and EASE.
 
-The baselines that count what follows what have no network of their own: the count term gives all of their scores. The
-stage `baselines` computes the values, see seqrec/counts/baselines.py.
+The baselines that count which item follows which have no network: the count term gives all of their scores. The stage
+`baselines` (seqrec/stages/baselines.py) computes the values.
 """
 
 from __future__ import annotations

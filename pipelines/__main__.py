@@ -1,14 +1,17 @@
-"""The command line: `python -m seqrec.pipelines compile | run-local | submit | schedule | upload`."""
+"""The command line: `python -m seqrec.pipelines compile | run-local | submit | upload | schedule | ...`."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from seqrec.config import read_changes
 from seqrec.pipelines.training import PIPELINES
 from seqrec.redaction import excepthook, redacted
 
@@ -49,14 +52,21 @@ def _parser() -> argparse.ArgumentParser:
     made.set_defaults(run=_compile)
     made.add_argument("--output", type=Path, required=True, help="the .yaml file to write")
 
-    here = commands.add_parser("run-local", parents=[_package()], help="run a pipeline on this machine")
+    form = argparse.ArgumentParser(add_help=False)
+    form.add_argument("--dataset", default="", help="key of `datasets` (default: that of --params)")
+    form.add_argument("--epochs", type=int, default=0, help="maximum epochs of every training")
+    form.add_argument(
+        "--override", action="append", default=[], metavar="PATH=VALUE", help="a setting for this run; may be repeated"
+    )
+
+    here = commands.add_parser("run-local", parents=[_package(), form], help="run a pipeline on this machine")
     here.set_defaults(run=_run_local)
     here.add_argument("--out", type=Path, default=Path("build/local"), help="folder of results (default: %(default)s)")
     here.add_argument("--docker", action="store_true", help="run each step in a container of the image SEQREC_IMAGE")
     here.add_argument("--network", default="none", help="network of the containers: none (default), host, ...")
     here.add_argument("--data", type=Path, help="folder with files to ingest, mounted into the containers")
 
-    sent = commands.add_parser("submit", parents=[_package(), server, root], help="start a run on a server")
+    sent = commands.add_parser("submit", parents=[_package(), form, server, root], help="start a run on a server")
     sent.set_defaults(run=_submit)
     sent.add_argument("--no-cache", action="store_true", help="run every step again")
     sent.add_argument("--wait", action="store_true", help="wait until the run ends; fail if it fails")
@@ -64,9 +74,16 @@ def _parser() -> argparse.ArgumentParser:
     sent.add_argument("--poll", type=_seconds, default=10, help="seconds between status checks (default: %(default)s)")
 
     parents = [_package("retraining"), server, root]
-    often = commands.add_parser("schedule", parents=parents, help="run a pipeline on a server at regular times")
+    often = commands.add_parser("schedule", parents=parents, help="set when a server runs a pipeline")
     often.set_defaults(run=_schedule)
     often.add_argument("--cron", required=True, help="six fields, starting with seconds: '0 0 3 * * 0'")
+
+    which = argparse.ArgumentParser(add_help=False)
+    which.add_argument("--pipeline", choices=PIPELINES, default="retraining", help="default: %(default)s")
+    never = commands.add_parser("unschedule", parents=[which, server], help="delete the schedule of a pipeline")
+    never.set_defaults(run=_unschedule)
+    listed = commands.add_parser("schedules", parents=[server], help="list the schedules of the pipelines")
+    listed.set_defaults(run=_schedules)
 
     put = commands.add_parser("upload", parents=[_package(), server], help="upload a pipeline, or a new version of it")
     put.set_defaults(run=_upload)
@@ -107,14 +124,22 @@ def _run_local(flags: argparse.Namespace) -> None:
         docker=flags.docker,
         network=flags.network,
         data=flags.data,
+        form=_form(flags),
     )
+
+
+def _form(flags: argparse.Namespace) -> dict[str, Any]:
+    """Return the inputs of a run that flags name."""
+    given = {"dataset": flags.dataset, "epochs": flags.epochs, "overrides": read_changes(shlex.join(flags.override))}
+    return {name: value for name, value in given.items() if value}
 
 
 def _submit(flags: argparse.Namespace) -> None:
     from seqrec.pipelines import client
 
     server, package = _sent(flags)
-    run_id = client.submit(server, package, root=flags.root, cache=not flags.no_cache)
+    package = replace(package, form=_form(flags), cache=not flags.no_cache)
+    run_id = client.submit(server, package, root=flags.root)
     sys.stdout.write(f"run {run_id}\n")
     if flags.wait:
         client.wait(server, run_id, timeout_s=flags.timeout, poll_s=flags.poll)
@@ -127,6 +152,21 @@ def _schedule(flags: argparse.Namespace) -> None:
     sys.stdout.write(f"recurring run {recurring}\n")
 
 
+def _unschedule(flags: argparse.Namespace) -> None:
+    from seqrec.pipelines import client
+
+    sys.stdout.write(f"deleted {client.unschedule(_server(flags), flags.pipeline)}\n")
+
+
+def _schedules(flags: argparse.Namespace) -> None:
+    from seqrec.pipelines import client
+
+    for pipeline in PIPELINES:
+        for one in client.schedules(_server(flags), pipeline):
+            cron = one.trigger.cron_schedule.cron
+            sys.stdout.write(f"{pipeline}  {cron}  {one.status}  {one.recurring_run_id}\n")
+
+
 def _upload(flags: argparse.Namespace) -> None:
     from seqrec.pipelines import client
 
@@ -135,11 +175,16 @@ def _upload(flags: argparse.Namespace) -> None:
 
 
 def _sent(flags: argparse.Namespace) -> tuple[Server, Package]:
-    from seqrec.pipelines.client import Package, Server
+    from seqrec.pipelines.client import Package
+
+    return _server(flags), Package(models=flags.models, params=flags.params, pipeline=flags.pipeline)
+
+
+def _server(flags: argparse.Namespace) -> Server:
+    from seqrec.pipelines.client import Server
 
     names = ("host", "namespace", "token", "cookies", "ca_file", "insecure")
-    server = Server(**{name: getattr(flags, name) for name in names})
-    return server, Package(models=flags.models, params=flags.params, pipeline=flags.pipeline)
+    return Server(**{name: getattr(flags, name) for name in names})
 
 
 if __name__ == "__main__":

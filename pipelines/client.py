@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import re
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +20,18 @@ import urllib3
 from kfp.client import ServiceAccountTokenVolumeCredentials
 
 from seqrec.components.image import IMAGE
-from seqrec.config import KubernetesConfig, load
+from seqrec.config import KubernetesConfig, Params, load
 from seqrec.pipelines.compile import compile_pipeline
 from seqrec.redaction import redacted
 
 EXPERIMENT = "seqrec"
+SCHEDULE = "seqrec {}"  # name of the schedule of a pipeline
 IN_CLUSTER = "http://ml-pipeline.kubeflow.svc.cluster.local:8888"
 ENDED = ("SUCCEEDED", "FAILED", "SKIPPED", "CANCELED")
+FAILED_POLLS = 30  # in a row, after which `wait` gives up
+EQUALS = 1  # an operation of KFP's filters
+
+logger = logging.getLogger(__name__)
 
 
 class SubmissionError(ValueError):
@@ -86,11 +94,18 @@ class Server:
 
 @dataclass(frozen=True, kw_only=True)
 class Package:
-    """What is sent: a pipeline compiled from the settings in `params`."""
+    """What is sent: a pipeline compiled from the settings in `params`, and the inputs of a run that differ."""
 
     models: Sequence[str] = ()
     params: Path = Path("params.yaml")
     pipeline: str = "training"
+    form: Mapping[str, Any] = field(default_factory=dict)
+    cache: bool = True  # whether the server may skip steps that have run before
+
+    @property
+    def settings(self) -> Params:
+        """The settings of the run, `overrides` included."""
+        return load(self.params).with_overrides(self.form.get("overrides", {}))
 
     @property
     def cluster(self) -> KubernetesConfig:
@@ -113,14 +128,14 @@ class Package:
         self._check_tracking()
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / f"seqrec-{self.pipeline}.yaml"
-            compile_pipeline(self.models, file, self.params, self.pipeline)
+            compile_pipeline(self.models, file, self.params, self.pipeline, form=self.form, cache=self.cache)
             yield str(file)
 
     def _check_tracking(self) -> None:
         name, cluster = "MLFLOW_TRACKING_URI", self.cluster
         if any(name in keys.values() for keys in cluster.secrets.values()):
             return
-        uri = cluster.environment.get(name) or load(self.params).section("register").tracking_uri
+        uri = cluster.environment.get(name) or self.settings.section("register").tracking_uri
         if uri.startswith("sqlite:"):
             raise SubmissionError(
                 f"register.tracking_uri: {uri} is a file, lost with the pod that writes it; name a server there, or in "
@@ -128,41 +143,48 @@ class Package:
             )
 
 
-def submit(server: Server, package: Package, *, root: str = "", cache: bool = True) -> str:
+def submit(server: Server, package: Package, *, root: str = "") -> str:
     """Start a run, print the address of its page, and return its id.
 
-    Artifacts go to `root`, such as s3://bucket/path; if it is empty, the server chooses. With `cache`, the server skips
-    steps that have run before.
+    Artifacts go to `root`, such as s3://bucket/path; if it is empty, the server chooses.
     """
     with package.compiled() as file:
         client = server.connect()
         with server.explained():
             run = client.create_run_from_pipeline_package(
                 file,
+                arguments=dict(package.form),
                 run_name=f"seqrec {package.pipeline} {time.strftime('%Y-%m-%d %H:%M:%S')}",
                 experiment_name=EXPERIMENT,
                 namespace=server.namespace or None,
                 pipeline_root=root or None,
-                enable_caching=None if cache else False,
                 service_account=package.cluster.service_account or None,
             )
     return str(run.run_id)
 
 
 def wait(server: Server, run_id: str, *, timeout_s: float, poll_s: float) -> None:
-    """Return when the run has succeeded.
+    """Return when the run has succeeded; every poll connects anew, with the token that is valid then.
 
     Raises:
-        SubmissionError: it failed, was cancelled, or takes longer than `timeout_s`.
+        SubmissionError: it failed, was cancelled, takes longer than `timeout_s`, or `FAILED_POLLS` polls in a row fail.
     """
-    client, end = server.connect(), time.monotonic() + timeout_s
+    end, failed, state = time.monotonic() + timeout_s, 0, "PENDING"
     while True:
-        with server.explained():
-            run = client.get_run(run_id)
-        if run.state in ENDED:
+        try:
+            client = server.connect()
+            with server.explained():
+                run = client.get_run(run_id)
+            failed, state = 0, run.state
+        except SubmissionError as error:
+            failed += 1
+            if failed == FAILED_POLLS:
+                raise SubmissionError(f"{error}; run {run_id} continues on the server") from error
+            logger.warning("%s; trying again", error)
+        if state in ENDED:
             break
         if time.monotonic() > end:
-            raise SubmissionError(f"--timeout: run {run_id} is still {run.state}; it continues on the server")
+            raise SubmissionError(f"--timeout: run {run_id} is still {state}; it continues on the server")
         time.sleep(poll_s)
     if run.state != "SUCCEEDED":
         reason = run.error.message if run.error else "see its steps in the user interface"
@@ -170,23 +192,33 @@ def wait(server: Server, run_id: str, *, timeout_s: float, poll_s: float) -> Non
 
 
 def upload(server: Server, package: Package) -> tuple[str, str]:
-    """Put the pipeline on the server, as a new version where it is known; return its id and the version's."""
-    name = f"seqrec-{package.pipeline}"
+    """Put the pipeline on the server, as a new version where it is known; return its id and the version's.
+
+    The names are DNS names, since a server that stores pipelines in Kubernetes takes no others.
+    """
+    name, namespace = f"seqrec-{package.pipeline}", server.namespace or None
     with package.compiled() as file:
         client = server.connect()
         with server.explained():
-            known = client.get_pipeline_id(name)
-            if known is None:
-                made = client.upload_pipeline(file, pipeline_name=name, namespace=server.namespace or None)
+            known = client.list_pipelines(filter=_named(name), namespace=namespace).pipelines
+            if not known:
+                made = client.upload_pipeline(file, pipeline_name=name, namespace=namespace)
                 version = client.list_pipeline_versions(made.pipeline_id, page_size=1).pipeline_versions[0]
                 return made.pipeline_id, version.pipeline_version_id
-            stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-            version = client.upload_pipeline_version(file, f"{name} {stamp}", pipeline_id=known)
-            return known, version.pipeline_version_id
+            stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S-%f")
+            version = client.upload_pipeline_version(file, f"{name}-{stamp}", pipeline_id=known[0].pipeline_id)
+            return version.pipeline_id, version.pipeline_version_id
+
+
+def _named(name: str) -> str:
+    """Return the server's filter for what has this name."""
+    return json.dumps({"predicates": [{"operation": EQUALS, "key": "display_name", "stringValue": name}]})
 
 
 def schedule(server: Server, package: Package, *, cron: str, root: str = "") -> str:
     """Upload the pipeline and have the server run it again and again; return the id of the recurring run.
+
+    It replaces the schedule that the pipeline has.
 
     Raises:
         SubmissionError: `cron` has not six fields.
@@ -194,12 +226,12 @@ def schedule(server: Server, package: Package, *, cron: str, root: str = "") -> 
     if len(cron.split()) != 6 and not cron.startswith("@"):
         raise SubmissionError(f"--cron: {cron!r} must have six fields, starting with seconds: '0 0 3 * * 0'")
     pipeline, version = upload(server, package)
-    client = server.connect()
+    client, old = server.connect(), schedules(server, package.pipeline)
     with server.explained():
         experiment = client.create_experiment(EXPERIMENT, namespace=server.namespace or None)
         recurring: Any = client.create_recurring_run(
             experiment.experiment_id,
-            f"seqrec {package.pipeline}",
+            SCHEDULE.format(package.pipeline),
             cron_expression=cron,
             pipeline_id=pipeline,
             version_id=version,
@@ -208,4 +240,27 @@ def schedule(server: Server, package: Package, *, cron: str, root: str = "") -> 
             max_concurrency="1",  # an int64 of the API, which is text in JSON
             service_account=package.cluster.service_account or None,
         )
+    _delete(server, old)
     return str(recurring.recurring_run_id)
+
+
+def schedules(server: Server, pipeline: str) -> list[Any]:
+    """Return the recurring runs of a pipeline in the user's namespace: one, unless somebody else has made more."""
+    client, name = server.connect(), SCHEDULE.format(pipeline)
+    with server.explained():
+        found = client.list_recurring_runs(filter=_named(name), namespace=server.namespace or None, page_size=100)
+    return list(found.recurring_runs or ())
+
+
+def unschedule(server: Server, pipeline: str) -> int:
+    """Delete the schedule of a pipeline, and return how many recurring runs that were."""
+    old = schedules(server, pipeline)
+    _delete(server, old)
+    return len(old)
+
+
+def _delete(server: Server, recurring: Sequence[Any]) -> None:
+    client = server.connect()
+    with server.explained():
+        for one in recurring:
+            client.delete_recurring_run(one.recurring_run_id)

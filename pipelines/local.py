@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from kfp import local
 from kfp.components import load_component_from_file
@@ -33,23 +36,46 @@ def run_local(
     docker: bool = False,
     network: str = "none",
     data: Path | None = None,
+    form: Mapping[str, Any] | None = None,
 ) -> None:
     """Run a pipeline here, its steps in processes or in containers; the flags of `run-local` describe the arguments.
 
-    Everything it writes is below `out`: tasks, state, MLflow's database.
+    Everything it writes is below `out`: tasks, state, MLflow's database, and `log.txt` with what the steps print.
 
     Raises:
+        ConfigError: an input of `form` is wrong.
         RuntimeError: a step failed.
     """
     out = out.resolve()
-    file = out / f"{pipeline}.yaml"
-    compile_pipeline(models, file, params, pipeline, str(out / "state"))
+    file, log = out / f"{pipeline}.yaml", out / "log.txt"
+    form = dict(form or {})
+    compile_pipeline(models, file, params, pipeline, str(out / "state"), form=form)
     runner = _docker_runner(out, network, data) if docker else local.SubprocessRunner(use_venv=False)
-    overrides = {}
+    overrides = dict(form.get("overrides", {}))
     uri = load(params).section("register").tracking_uri
     if "MLFLOW_TRACKING_URI" not in os.environ and uri == f"sqlite:///{DATABASE}":
-        overrides["register.tracking_uri"] = f"sqlite:///{out / DATABASE}"
-    run_package(file, out, {"overrides": overrides}, runner)
+        overrides.setdefault("register.tracking_uri", f"sqlite:///{out / DATABASE}")
+    try:
+        with log.open("w", encoding="utf-8") as written, contextlib.redirect_stdout(_Steps(written, sys.stdout)):
+            run_package(file, out, {**form, "overrides": overrides}, runner)
+    except RuntimeError as error:
+        raise RuntimeError(f"{error} See {log}") from error
+
+
+class _Steps(io.TextIOBase):
+    """Writes all that KFP prints to a file, and its line about the end of a step to the terminal too."""
+
+    def __init__(self, file: TextIO, terminal: TextIO) -> None:
+        self.file, self.terminal = file, terminal
+
+    def write(self, text: str) -> int:
+        if "finished with status" in text:
+            self.terminal.write(text)
+            self.terminal.flush()
+        return self.file.write(text)
+
+    def flush(self) -> None:
+        self.file.flush()
 
 
 def run_package(file: Path, out: Path, arguments: Mapping[str, Any], runner: Any) -> None:

@@ -9,11 +9,13 @@ from kfp import kubernetes
 from kfp.dsl import PipelineTask
 
 from seqrec.components.image import IMAGE
-from seqrec.config import KubernetesConfig, LaunchConfig
+from seqrec.config import KubernetesConfig, LaunchConfig, StepResources
 
 STATE = "/tmp/seqrec/state"  # downloads and resume states: lost with the pod, unless kubernetes.state_claim is mounted
 DATA = "/data"
 STATEFUL = ("ingest", "prepare", "pretrain", "finetune")  # steps with the parameter `state`
+DAY_S = 86_400
+LONGEST_S = 3650 * DAY_S  # of all attempts at a step that has no timeout
 
 
 def place(stage: str, cluster: KubernetesConfig) -> dict[str, Any]:
@@ -29,14 +31,15 @@ def place(stage: str, cluster: KubernetesConfig) -> dict[str, Any]:
 
 
 def apply(task: PipelineTask, step: str, cluster: KubernetesConfig) -> PipelineTask:
-    """Give `task` what step `step` asks for; a step that awaits a job asks for no more than `default`."""
+    """Set what step `step` asks for; a step that only waits for a job gets the resources of `default`."""
     awaits = cluster.launch.get(step, LaunchConfig()).launcher == "job"
     wanted = cluster.step("default" if awaits else step)
     task.set_cpu_request(wanted.cpu).set_memory_request(wanted.memory).set_memory_limit(wanted.memory)
     if wanted.gpus:
         task.set_accelerator_type(wanted.gpu_type).set_accelerator_limit(wanted.gpus)
     if wanted.retries:
-        task.set_retry(wanted.retries, backoff_duration=f"{wanted.backoff_s}s", backoff_factor=2.0)
+        backoff, window = f"{wanted.backoff_s}s", f"{retry_window(wanted)}s"
+        task.set_retry(wanted.retries, backoff_duration=backoff, backoff_factor=2.0, backoff_max_duration=window)
     if wanted.timeout_s:
         kubernetes.set_timeout(task, seconds=wanted.timeout_s)
     if wanted.shared_memory:
@@ -51,7 +54,19 @@ def apply(task: PipelineTask, step: str, cluster: KubernetesConfig) -> PipelineT
     return _surround(task, cluster)
 
 
+def retry_window(wanted: StepResources) -> int:
+    """Return the seconds from the first attempt's start after which Argo starts no attempt and kills a running one.
+
+    Each attempt may wait a day for a node, and then use its timeout.
+    """
+    if not wanted.timeout_s:
+        return LONGEST_S
+    pauses = wanted.backoff_s * (2**wanted.retries - 1)
+    return min(LONGEST_S, (wanted.retries + 1) * (DAY_S + wanted.timeout_s) + pauses)
+
+
 def _mount(task: PipelineTask, step: str, cluster: KubernetesConfig) -> None:
+    kubernetes.empty_dir_mount(task, volume_name="scratch", mount_path="/tmp")  # the root may be read-only
     if cluster.state_claim and step in STATEFUL:
         kubernetes.mount_pvc(task, pvc_name=cluster.state_claim, mount_path=STATE)
     if cluster.data_claim and step == "ingest":

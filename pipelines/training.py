@@ -42,7 +42,9 @@ BASELINE = "configs/baseline.json"  # a file of the image
 Outputs = Mapping[str, Any]
 
 
-def build(kind: str, params: Params, models: Sequence[str], state: str = STATE) -> GraphComponent:
+def build(
+    kind: str, params: Params, models: Sequence[str], state: str = STATE, *, cache: bool = True
+) -> GraphComponent:
     """Return pipeline `kind`, whose form is filled in with `params` and `models`, keys of `params.models`.
 
     Args:
@@ -50,6 +52,7 @@ def build(kind: str, params: Params, models: Sequence[str], state: str = STATE) 
         params: the settings.
         models: the form's default.
         state: folder of downloads and resume states.
+        cache: whether KFP may skip a step that it has run before.
 
     Raises:
         ConfigError: an unknown model, a repeated one, none, or one that this kind of pipeline cannot use.
@@ -60,7 +63,7 @@ def build(kind: str, params: Params, models: Sequence[str], state: str = STATE) 
         check_pretraining(read)
 
     def pipeline(*values: Any) -> None:
-        dag = _Dag(kind, params, state, dict(zip(defaults, values, strict=True)))
+        dag = _Dag(kind, params, state, dict(zip(defaults, values, strict=True)), cache=cache)
         with dsl.ExitHandler(dag.record(), name="run"):
             dag.pretraining() if kind == "pretraining" else dag.training()
 
@@ -90,8 +93,8 @@ def inputs(params: Params, models: Sequence[str]) -> dict[str, Any]:
 class _Dag:
     """The tasks of one pipeline while it is being compiled."""
 
-    def __init__(self, kind: str, params: Params, state: str, form: Mapping[str, Any]) -> None:
-        self.kind, self.params, self.state, self.form = kind, params, state, form
+    def __init__(self, kind: str, params: Params, state: str, form: Mapping[str, Any], *, cache: bool) -> None:
+        self.kind, self.params, self.state, self.form, self.cache = kind, params, state, form, cache
         self.cluster: KubernetesConfig = params.section("kubernetes")
         self.compiled = json.loads(json.dumps(without_cluster(params)))
 
@@ -107,7 +110,7 @@ class _Dag:
         shared = {"filter_seen": given["filter_seen"], "sequences": sequences}
         baseline = self._task("baselines", baselines, config=given["evaluate"], data=data, **shared)
         start = self._start(given)
-        with dsl.ParallelFor(items=self.form["models"], name="models") as model:
+        with self._each_model() as model:
             own = self._own(model)
             initial = start(model, own, data=joined, sequences=sequences)
             tuned = self._task(
@@ -143,7 +146,7 @@ class _Dag:
     def pretraining(self) -> None:
         data, sequences = self._prepared(self._settings())
         joined = self._joined(data)
-        with dsl.ParallelFor(items=self.form["models"], name="models") as model:
+        with self._each_model() as model:
             own = self._own(model)
             initial = self._pretrained(pretrain, model, own, data=joined, sequences=sequences)
             self._evaluated(model, own, initial, sequences)
@@ -162,6 +165,9 @@ class _Dag:
         )
         found: Outputs = task.set_caching_options(enable_caching=False).outputs
         return found
+
+    def _each_model(self) -> dsl.ParallelFor:
+        return dsl.ParallelFor(items=self.form["models"], name="models", parallelism=self.cluster.parallelism)
 
     def _own(self, model: Any) -> Outputs:
         """Return all settings that the steps of a model read: the local runner hands no output into a loop."""
@@ -230,5 +236,5 @@ class _Dag:
         self, step: str, component: Callable[..., PipelineTask], subject: str = "", **inputs: Any
     ) -> PipelineTask:
         """Return the task of `component` with the resources of `step`; `subject` is the source that it is for."""
-        task = apply(component(**inputs), step, self.cluster)
+        task = apply(component(**inputs), step, self.cluster).set_caching_options(enable_caching=self.cache)
         return task.set_display_name(f"{step} {subject}") if subject else task

@@ -46,7 +46,6 @@ REFIT = "refit"  # key in the card of a refit: the evaluated training and its ep
 METRICS = "metrics.json"
 CASES = "cases.parquet"
 RECOMMENDATIONS = "recommendations.parquet"
-CHOSEN = "counts.json"  # counting baselines: settings chosen on validation, and the grid
 # register
 CHANGES = "SEQREC_CHANGES"  # environment variable: settings changed for one run, as JSON
 REPORT_PAGE = "index.html"

@@ -23,7 +23,7 @@ class Stage:
     """One stage. Its function is seqrec.stages.NAME.NAME.
 
     Paths are relative to the folder of a run; under DVC that is the project. {item} stands for the dataset or the model
-    that the stage runs for, {source} for `sources/NAME/` if that is one of `sources` and for nothing otherwise.
+    that the stage runs for, {source} for `sources/NAME/` where NAME is one of `sources`, and for nothing elsewhere.
     """
 
     name: str
@@ -140,7 +140,7 @@ STAGES = (
         },
         settings=_of_dataset("prepare"),
         reads=(*TABLES[:2], "reports/{source}validation.json"),
-        metrics="data/sources/{item}.json",  # with it, the folder of the sources exists even where there are none
+        metrics="data/sources/{item}.json",  # so that data/sources exists without sources too
         writes=tuple(
             path.replace("data/", "data/{source}") for path in (SEQUENCES, VOCABULARY, USERS, NEGATIVES, SPLIT)
         ),

@@ -32,11 +32,14 @@ TRACKING = "http://mlflow.example.org"  # of the pods
 RUNNER = """
 import json, sys
 from kfp.local import SubprocessRunner
+from kfp.local.io import IOStore
 from seqrec.pipelines.local import run_package
+IOStore.get_task_status = lambda *_: "COMPLETE"  # what the backend tells an exit task, and never an error
 file, root, given = sys.argv[1:]
 run_package(file, root, json.loads(given), SubprocessRunner(use_venv=False))
 """
 API = "/apis/v2beta1"
+DNS_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
 ROUTES = {  # request -> method of the server
     f"GET {API}/healthz": "health",
     f"GET {API}/experiments": "experiments_named",
@@ -48,6 +51,8 @@ ROUTES = {  # request -> method of the server
     f"POST {API}/pipelines/upload": "upload",
     f"POST {API}/pipelines/upload_version": "upload_version",
     f"POST {API}/recurringruns": "create_recurring_run",
+    f"GET {API}/recurringruns": "recurring_runs_named",
+    f"DELETE {API}/recurringruns/(?P<recurring>[^/]+)": "delete_recurring_run",
 }
 
 
@@ -70,6 +75,7 @@ class Server:
         self.runs: dict[str, dict[str, Any]] = {}
         self.recurring: dict[str, dict[str, Any]] = {}
         self.seen: list[str] = []  # requests
+        self.fail_next: list[int] = []  # statuses of the next answers to questions about a run
 
     def answer(self, request: str, query: dict[str, str], body: Any) -> Any:
         self.seen.append(request)
@@ -96,6 +102,8 @@ class Server:
         return run
 
     def run(self, run_id: str, **_: Any) -> Any:
+        if self.fail_next:
+            raise Refused(self.fail_next.pop(0), "not now")
         return self.runs[run_id]
 
     def pipelines_named(self, query: dict[str, str], **_: Any) -> Any:
@@ -106,18 +114,31 @@ class Server:
         return {"pipeline_versions": [one for one in self.versions.values() if one["pipeline_id"] == pipeline]}
 
     def upload(self, query: dict[str, str], body: Any, **_: Any) -> Any:
-        made = _made(self.pipelines, "pipeline_id", {"display_name": query["name"]})
+        about = {"display_name": query["name"], "namespace": query.get("namespace", "")}
+        if any(about.items() <= one.items() for one in self.pipelines.values()):
+            raise Refused(409, "there is one of that name")
+        made = _made(self.pipelines, "pipeline_id", about)
         self.upload_version({"pipelineid": made["pipeline_id"], "name": query["name"]}, body)
         return made
 
     def upload_version(self, query: dict[str, str], body: Any, **_: Any) -> Any:
         assert len(list(yaml.safe_load_all(body))) == 2  # the pipeline, and what is for Kubernetes
+        if not DNS_NAME.fullmatch(query["name"]):
+            raise Refused(400, f"{query['name']}: not a DNS name")  # where pipelines are stored in Kubernetes
         about = {"pipeline_id": query["pipelineid"], "display_name": query["name"]}
         return _made(self.versions, "pipeline_version_id", about)
 
     def create_recurring_run(self, body: Any, **_: Any) -> Any:
         assert body["pipeline_version_reference"]["pipeline_version_id"] in self.versions
-        return _made(self.recurring, "recurring_run_id", {**body, "status": "ENABLED"})
+        about = {"status": "ENABLED", "namespace": self.experiments[body["experiment_id"]].get("namespace", "")}
+        return _made(self.recurring, "recurring_run_id", {**body, **about})
+
+    def recurring_runs_named(self, query: dict[str, str], **_: Any) -> Any:
+        return {"recurringRuns": _named(self.recurring, query)}
+
+    def delete_recurring_run(self, recurring: str, **_: Any) -> Any:
+        del self.recurring[recurring]
+        return {}
 
     def _execute(self, run: dict[str, Any]) -> None:
         root = self.folder / run["run_id"]
@@ -139,7 +160,8 @@ class Server:
 
 def _named(known: dict[str, dict[str, Any]], query: dict[str, str]) -> list[dict[str, Any]]:
     wanted = json.loads(query["filter"])["predicates"][0]["stringValue"] if "filter" in query else None
-    return [one for one in known.values() if wanted in (None, one["display_name"])]
+    found = [one for one in known.values() if wanted in (None, one["display_name"])]
+    return [one for one in found if one.get("namespace", "") == query.get("namespace", "")]
 
 
 def _made(known: dict[str, dict[str, Any]], key: str, content: dict[str, Any]) -> dict[str, Any]:
@@ -169,7 +191,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(text)
 
-    do_GET = do_POST = _serve
+    do_GET = do_POST = do_DELETE = _serve
 
     def _part(self, content: bytes) -> str:
         head = f"Content-Type: {self.headers['Content-Type']}\n\n".encode()

@@ -31,6 +31,7 @@ STEPS = (  # steps of the Kubeflow pipelines; `default` holds for all of them
     *("default", "ingest", "validate", "prepare", "baselines", *LAUNCHED[1:], "evaluate", "register"),
     *("champion", "join", "record", "settings"),
 )
+CERTAIN = ("settings", "ingest", "validate", "prepare")  # steps whose failures are wrong settings or data
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +114,7 @@ class PrepareConfig(Section):
     valid_share: Fraction = 0.1  # RATIO-full: share of each user's events | temporal: of all, between the cuts
     test_share: Fraction = 0.1  # RATIO-full: share of each user's events | temporal: of all, after the second cut
     cases: Literal["all", "first"] = "all"  # temporal: cases are all events after the cut | each user's first
-    filter_on: Literal["train", "all"] = "train"  # temporal: events that the k-core counts, before the first cut | all
+    filter_on: Literal["train", "all"] = "train"  # temporal: the k-core counts events before the first cut | all
     noise_share: Annotated[float, Bounds(ge=0, lt=1)] = 0.0  # share of training events given a random item
     seed: Seed = 42  # seed of this stage
     extend: str = ""  # folder of sequences from an earlier dump, whose users and items keep their numbers
@@ -149,7 +150,7 @@ class TrainConfig(Section):
     seed: Seed = 42  # seed of initialisation (pretrain), order, dropout and negatives; default: top-level `seed`
     epochs: Annotated[Count, OrAuto()] = 50  # maximum, see patience; docs/auto.md has the rules of auto
     batch_size: Annotated[Positive, OrAuto()] = 128  # users of average length per step
-    loss: Literal["ce", "sampled_ce", "bce", "gbce", "bpr"] = "ce"  # see docs/architecture.md
+    loss: Literal["ce", "sampled_ce", "bce", "gbce", "bpr"] = "ce"  # see docs/results/reading.md
     negatives: Annotated[int, Bounds(ge=1, le=1 << 24)] = 256  # per step: sampled_ce | per target: bce, gbce, bpr
     sampler: Literal["uniform", "popularity", "in_batch"] = "uniform"  # of negatives; in_batch: the targets of the step
     contrast: dict[str, Any] = field(default_factory=dict)  # contrastive term, see ContrastConfig; empty: none
@@ -355,9 +356,7 @@ class LaunchConfig(Section):
 class KubernetesConfig(Section):
     """Section `kubernetes`: resources and environment of the steps on a cluster."""
 
-    resources: dict[str, dict[str, Any]] = field(  # step, or default -> StepResources
-        default_factory=lambda: {"validate": {"retries": 0}}  # a retry would find the same data
-    )
+    resources: dict[str, dict[str, Any]] = field(default_factory=dict)  # step, or default -> StepResources
     launch: dict[str, LaunchConfig] = field(default_factory=dict)  # pretrain, finetune or prepare -> LaunchConfig
     state_claim: str = ""  # PersistentVolumeClaim for downloads and resume states; empty: lost with the pod
     data_claim: str = ""  # PersistentVolumeClaim with the files to ingest, mounted at /data
@@ -365,7 +364,8 @@ class KubernetesConfig(Section):
     secrets: dict[str, dict[str, str]] = field(default_factory=dict)  # Secret -> its key -> environment variable
     image_pull_secrets: list[str] = field(default_factory=list)  # Secrets for a private registry
     service_account: str = ""  # service account of the run; empty: the cluster's default
-    user: Positive = 10001  # user ID of the pods, never root
+    user: Positive | None = 10001  # user ID of the pods, never root; null: the platform chooses, as OpenShift does
+    parallelism: Count = 0  # models that are trained at the same time; 0: all
     labels: dict[str, str] = field(default_factory=dict)  # labels of every pod
 
     def __post_init__(self) -> None:
@@ -382,8 +382,12 @@ class KubernetesConfig(Section):
             self.step(step)
 
     def step(self, name: str) -> StepResources:
-        """Return the resources of step `name`: its own entry merged over `default`."""
-        values = {**self.resources.get("default", {}), **self.resources.get(name, {})}
+        """Return the resources of step `name`: its own entry merged over `default`.
+
+        `retries` of `default` is not for the steps in `CERTAIN`.
+        """
+        shared = {**self.resources.get("default", {}), **({"retries": 0} if name in CERTAIN else {})}
+        values = {**shared, **self.resources.get(name, {})}
         return parse(StepResources, values, f"kubernetes.resources.{name}")
 
 

@@ -110,7 +110,7 @@ def find(config: IngestConfig) -> Source:
 
 def describes_items(config: IngestConfig) -> bool:
     """Return whether the source has a file of items, whose columns are what text models read."""
-    if config.repository:  # what it holds is known once it is fetched
+    if config.repository:  # its content is unknown until it is fetched
         return True
     return any(file.role == "items" for publication in find(config).publications for file in publication.files)
 

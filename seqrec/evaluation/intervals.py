@@ -33,10 +33,10 @@ def bootstrap(
 ) -> Interval:
     """Return the mean of `value` over cases, with an interval that also holds for few users and many zeros.
 
-    Each end is the outer one of two. The BCa interval corrects the percentiles of resampled means for bias and skewness
-    (Efron 1987); its level is widened for small samples (Hesterberg 2015). Student's t interval is the safer one for
-    differences of which few are not 0. For shares it counts one more case with the lowest or highest value, because a
-    few cases may all happen to have 0. With many users the two are the same.
+    Two intervals are computed, and the wider end of both is returned. The BCa interval corrects the percentiles of
+    resampled means for bias and skewness (Efron 1987); its level is widened for small samples (Hesterberg 2015).
+    Student's t interval is safer for differences of which few are not 0. For shares it counts one more case with the
+    lowest or highest value, because a few cases may all happen to have 0. With many users both are the same.
 
     Users are resampled rather than cases, because the cases of one user are not independent.
 

@@ -240,20 +240,20 @@ def _rank_block(
     sampled = _rank_among(None if data.negatives is None else data.sent(data.negatives[user].long()), blocks, goal)
     none = torch.zeros(len(user), dtype=torch.int64, device=goal.device)
     all_above, all_equal = none.clone(), none.clone()  # number of candidates with a higher or the same score
-    above, equal = none.clone(), none.clone()  # the same for seen items only, negative; later for unseen items
+    seen_above, seen_equal = none.clone(), none.clone()  # the same for the items that are seen
     best = (goal.new_empty(len(user), 0), target.new_empty(len(user), 0))
     for first, score in blocks():
         all_above += _per_row(score > goal)
         all_equal += _per_row(score == goal)
         row, column = seen.within(first, score)
         past = score[row, column]
-        above -= torch.bincount(row[past > goal[row, 0]], minlength=len(user))
-        equal -= torch.bincount(row[past == goal[row, 0]], minlength=len(user))
+        seen_above += torch.bincount(row[past > goal[row, 0]], minlength=len(user))
+        seen_equal += torch.bincount(row[past == goal[row, 0]], minlength=len(user))
         if top_k:
             if filter_seen:
                 score[row, column] = float("-inf")
             best = _merge_top(best, score, first, top_k)
-    above, equal = above + all_above, equal + all_equal
+    above, equal = all_above - seen_above, all_equal - seen_equal
     ties = (equal if filter_seen else all_equal) - 1
     top = torch.where(best[0] == float("-inf"), PAD, best[1])
     return mid_rank(above, equal), mid_rank(all_above, all_equal), sampled, ties, top, best[0]

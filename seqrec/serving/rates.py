@@ -22,7 +22,8 @@ class Rates:
     def take(self, caller: str, cost: float = 1.0, needed: float = 1.0) -> float:
         """Count `cost` and return 0, or return the seconds until the caller has as many tokens as are needed.
 
-        A dear request needs less than it costs: it is granted whole, and the next ones wait until it is made up for.
+        An expensive request may be granted with fewer tokens than it costs. The next requests then wait until it is
+        paid for.
         """
         now = self.now()
         tokens, seen = self.buckets.pop(caller, (self.most, now))

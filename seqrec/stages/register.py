@@ -326,7 +326,7 @@ def _log_entry(tracker: Tracker, entry: Entry, parent: Run, shown: Examples) -> 
     for file in REPORT_FILES:
         client.log_artifact(run_id, str(entry.report / file), registry.REPORT)
     if entry.history:
-        page = report.model_page(entry.name, entry.history, shown)
+        page = report.model_page(entry.name, entry.history, shown, entry.row[SELECTION])
         client.log_text(run_id, page, FIGURES)
     model_id = None
     if not entry.row["baseline"]:  # the model of a baseline is logged if it is the candidate, since EASE is large

@@ -60,7 +60,7 @@ WEIGHTS_TAG, SPLIT_TAG, FILTER_TAG = "seqrec.weights_sha256", "seqrec.split_sha2
 PROMOTED_TAG, REASON_TAG, GAIN_TAG = "seqrec.promoted", "seqrec.reason", "seqrec.gain"
 PREVIOUS_TAG = "seqrec.previous"  # of a champion: the version before it
 WITHDRAWN_TAG = "seqrec.withdrawn"  # of a champion that was rolled back: by which version
-REFIT_TAG = "seqrec.refit_of"  # the version whose training was repeated on every event; its figures stand for both
+REFIT_TAG = "seqrec.refit_of"  # of a refit: the evaluated version whose training it repeats on every event
 OWN_TAGS = (  # a refit does not share them
     *(PROMOTED_TAG, REASON_TAG, GAIN_TAG, PREVIOUS_TAG, WITHDRAWN_TAG, WEIGHTS_TAG, FINGERPRINT),
 )

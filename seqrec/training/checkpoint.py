@@ -93,7 +93,7 @@ class Checkpoint:
     @cached_property
     def vocabulary(self) -> pa.Table:
         """The items, see MODEL_VOCABULARY_SCHEMA."""
-        return pq.read_table(pa.BufferReader(self.files[VOCABULARY]))
+        return pq.ParquetFile(pa.BufferReader(self.files[VOCABULARY])).read()
 
     @property
     def item_ids(self) -> list[str]:
@@ -114,7 +114,7 @@ class Checkpoint:
     @cached_property
     def users(self) -> pa.Table:
         """The users, see USERS_SCHEMA."""
-        return pq.read_table(pa.BufferReader(self.files[USERS]))
+        return pq.ParquetFile(pa.BufferReader(self.files[USERS])).read()
 
     def epoch_records(self) -> list[dict[str, Any]]:
         """Return the record of each epoch of the training that led to the checkpoint.

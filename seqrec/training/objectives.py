@@ -99,7 +99,7 @@ def past_items(
         options: options of the model.
         query_N: indices of the queries among the last `positions` positions of each row, rows concatenated.
         positions: number of positions in a row.
-        skip_last: the last `positions` before the last one are meant.
+        skip_last: leave out the last position; `positions` are then the ones before it.
     """
     length = example.batch.items.shape[1]
     column_N = query_N % positions + (length - skip_last - positions)

@@ -171,6 +171,7 @@ def test_a_train_job_asks_for_all_that_is_set():
     assert pod["serviceAccountName"] == "seqrec"
     assert {one["mountPath"] for one in pod["containers"][0]["volumeMounts"]} == {"/state", "/tmp", "/dev/shm"}
     assert job["spec"]["activeDeadlineSeconds"] == 3600
+    assert jobs._pod_security(KubernetesConfig(user=None)).keys() == {"runAsNonRoot", "seccompProfile"}
 
 
 def test_a_spark_application_is_one(monkeypatch):
@@ -208,3 +209,5 @@ def test_wrong_settings_are_refused(section, message):
 def test_an_entry_is_laid_over_the_default():
     assert CLUSTER.step("finetune").cpu == "4"
     assert CLUSTER.step("evaluate") == StepResources(cpu="500m")
+    assert CLUSTER.step("ingest") == StepResources(cpu="500m", retries=0)
+    assert KubernetesConfig(resources={"ingest": {"retries": 3}}).step("ingest").retries == 3

@@ -122,9 +122,10 @@ def test_an_edited_file_of_the_user_reruns_its_ingest(project, tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("file", "line", "expected"),
     [
-        ("seqrec/stages/evaluate.py", "", ["evaluate@gru4rec", "evaluate@sasrec"]),
+        ("seqrec/stages/evaluate.py", "", ["baselines", "evaluate@gru4rec", "evaluate@sasrec"]),
+        ("seqrec/models/baselines.py", "", ["baselines", "register"]),
         ("seqrec/data/splits.py", "", ["prepare", "prepare_source@other"]),
-        ("seqrec/training/tune.py", "", []),
+        ("seqrec/commands/tune.py", "", []),
         ("seqrec/config/sections.py", "", []),
         (
             "seqrec/models/gru4rec.py",
@@ -173,6 +174,7 @@ def test_the_command_refuses_a_misspelt_option_before_any_stage(tmp_path, monkey
     ("changes", "message"),
     [
         ({"models.gru4rec.architecture": "gru5rec"}, "models.gru4rec.architecture: 'gru5rec' is not one of sasrec"),
+        ({"models.pctm": {}, "leaderboard": ["pctm"]}, "models.pctm: pctm is a baseline, which every run computes"),
         ({"models.gru4rec.options.objective": "cloze"}, "models.gru4rec.options.objective: cloze is not one of causal"),
         ({"models.gru4rec.options.dropout": float("nan")}, "models.gru4rec.options: dropout must be"),
         ({"datasets.other.ingest.source": "cvs"}, "datasets.other.ingest.source: no source 'cvs'; there are"),

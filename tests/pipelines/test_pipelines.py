@@ -41,7 +41,6 @@ from seqrec.evaluation import leaderboard
 from seqrec.pipeline import STAGES
 from seqrec.pipelines.__main__ import main
 from seqrec.pipelines.compile import compile_pipeline
-from seqrec.pipelines.local import run_local
 from seqrec.pipelines.resources import STATE
 from seqrec.pipelines.training import build
 from seqrec.tracking.registry import fetch_champion
@@ -197,12 +196,18 @@ def test_the_champion_of_a_run_is_what_a_retraining_starts_from(outcome, tmp_pat
 
 
 @pytest.mark.usefixtures("_offline")
-def test_a_failed_validation_stops_the_run_before_any_training(tmp_path):
+def test_a_failed_validation_stops_the_run_before_any_training(tmp_path, capsys):
     settings = write_settings(tmp_path, start=0)  # 1970, before validate.min_date
 
-    with pytest.raises(RuntimeError, match="validate"):
-        run_local([], tmp_path / "root", settings)
+    assert main(["run-local", "--params", str(settings), "--out", str(tmp_path / "root")]) == 1
 
+    said = capsys.readouterr()
+    ended = re.findall(r"Task \S*'([\w-]+)'\S* finished with status \S*(SUCCESS|FAILURE)", said.out)
+    expected = [("settings", "SUCCESS"), ("ingest", "SUCCESS"), ("validate", "FAILURE"), ("record", "SUCCESS")]
+    assert [one for one in ended if one[0] != "exit-handler-1"] == expected
+    assert len(said.out.splitlines()) < 10
+    assert f"See {tmp_path}/root/log.txt" in said.err
+    assert "validate.min_date" in (tmp_path / "root/log.txt").read_text()
     tasks = next((tmp_path / "root").glob("seqrec-training-*"))
     assert {folder.name for folder in tasks.iterdir()} == {"settings", "ingest", "validate", "record"}
     (tags,) = recorded(settings)
@@ -216,7 +221,6 @@ CLUSTER = {
     "gpu": {
         "resources": {
             "default": {"cpu": "2", "memory": "8Gi", "retries": 3, "backoff_s": 60},
-            "validate": {"retries": 0},
             "finetune": {
                 "memory": "64Gi",
                 "gpus": 1,
@@ -239,7 +243,9 @@ CLUSTER["nodes"] = CLUSTER["gpu"] | {
     "launch": {
         "finetune": {"launcher": "job", "nodes": 2, "processes": 4},
         "pretrain": {"launcher": "step", "processes": 2},
-    }
+    },
+    "user": None,
+    "parallelism": 2,
 }
 COMPILED = [*(("training", name) for name in CLUSTER), ("retraining", "plain"), ("pretraining", "gpu")]
 
@@ -308,16 +314,22 @@ def test_every_step_of_a_compiled_pipeline_keeps_the_rules(pipeline, cluster):
         assert container["image"] == "seqrec:latest"
         assert "pip install" not in str(container["command"])
         assert {variable["name"] for variable in container.get("env", [])} == names  # a secret is named, not told
-        assert executor["securityContext"]["runAsNonRoot"]
+        user = {"runAsUser": "10001", "runAsGroup": "10001"} if section.user else {}
+        assert executor["securityContext"] == {**user, "runAsNonRoot": True}
+        assert "/tmp" in [mount["mountPath"] for mount in executor["emptyDirMounts"]]
         assert "cachingOptions" in task, f"{name} would be cached by the server's default"
         step = component_of(task).removeprefix("comp-").split("-")[0]
-        retries = section.step({"model": "settings", "warm": "pretrain"}.get(step, step)).retries
-        assert task.get("retryPolicy", {}).get("maxRetryCount", 0) == retries
-        if retries:
-            assert {"backoffDuration", "backoffFactor", "backoffMaxDuration"} <= set(task["retryPolicy"])
+        wanted = section.step({"model": "settings", "warm": "pretrain"}.get(step, step))
+        assert task.get("retryPolicy", {}).get("maxRetryCount", 0) == wanted.retries
+        if wanted.retries:
+            assert {"backoffDuration", "backoffFactor"} <= set(task["retryPolicy"])
+            window = int(task["retryPolicy"]["backoffMaxDuration"].removesuffix("s"))
+            assert window > (wanted.retries + 1) * (wanted.timeout_s or 30 * 86_400)
         given = [value for value in task["inputs"].get("parameters", {}).values() if "runtimeValue" in value]
         assert len(json.dumps(given)) < 2**17  # the longest argument of a process on Linux
     assert len(yaml.safe_dump_all(documents)) < 2**20  # etcd takes no larger object
+    limit = tasks_of(documents[0])["models"].get("iteratorPolicy", {}).get("parallelismLimit", 0)
+    assert limit == section.parallelism
 
 
 def wiring() -> str:
@@ -361,13 +373,12 @@ def test_a_step_asks_for_what_the_section_says():
     assert "accelerator" not in container["resources"]
     assert [one["mountPath"] for one in executor["pvcMount"]] == [STATE, "/data"]
     for executor in documents[1]["platforms"]["kubernetes"]["deploymentSpec"]["executors"].values():
-        assert executor["securityContext"] == {"runAsUser": "10001", "runAsGroup": "10001", "runAsNonRoot": True}
         assert executor["secretAsEnv"][0]["keyToEnv"][0]["envVar"] == "MLFLOW_TRACKING_PASSWORD"
         assert executor["podMetadata"]["labels"] == {"team": "search"}
     tasks = tasks_of(documents[0])
     assert tasks["finetune"]["retryPolicy"]["maxRetryCount"] == 3
     assert tasks["finetune"]["retryPolicy"]["backoffDuration"] == "60s"
-    assert "retryPolicy" not in tasks["validate"]
+    assert not [name for name in ("settings", "model-settings", "ingest", "validate") if "retryPolicy" in tasks[name]]
 
 
 def test_a_step_that_awaits_a_job_books_no_gpu_itself():

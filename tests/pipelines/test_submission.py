@@ -10,6 +10,7 @@ import sys
 import kfp_server
 import pytest
 import yaml
+from mlflow import MlflowClient
 from support import YEAR_2001, write_cluster_settings, write_settings
 
 from seqrec.pipelines.__main__ import main
@@ -50,6 +51,9 @@ def test_a_failed_run_fails_the_command(tmp_path, command):
     assert status == 1
     assert f"run {run['run_id']} failed" in said
     assert "ingest" in said
+    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    (recorded,) = client.search_runs([one.experiment_id for one in client.search_experiments()])
+    assert recorded.info.status == "FAILED"  # although the server tells the exit task COMPLETE
 
 
 @pytest.mark.usefixtures("_digest")
@@ -104,18 +108,25 @@ def test_results_in_a_file_of_a_pod_are_refused_before_anything_is_sent(tmp_path
 
 
 @pytest.mark.usefixtures("_digest")
-def test_an_upload_makes_a_pipeline_and_then_versions_of_it(tmp_path, command):
-    with kfp_server.serving(tmp_path) as (host, server):
-        for _ in range(2):
-            assert command("upload", "--host", host)[0] == 0
+def test_an_upload_makes_a_pipeline_of_the_namespace_and_then_versions_of_it(tmp_path, command):
+    with kfp_server.serving(tmp_path, multi_user=True) as (host, server):
+        for namespace in ("mine", "yours", "yours"):
+            status, said = command("upload", "--host", host, "--namespace", namespace)
+            assert status == 0, said
 
-    assert [one["display_name"] for one in server.pipelines.values()] == ["seqrec-training"]
-    assert len(server.versions) == 2
+    mine, yours = server.pipelines.values()
+    assert mine["display_name"] == yours["display_name"] == "seqrec-training"
+    assert [one["pipeline_id"] for one in server.versions.values()] == [
+        mine["pipeline_id"],
+        yours["pipeline_id"],
+        yours["pipeline_id"],
+    ]
 
 
 @pytest.mark.usefixtures("_digest")
-def test_a_schedule_repeats_the_retraining(tmp_path, command):
+def test_a_schedule_repeats_the_retraining_and_replaces_the_one_before(tmp_path, command, capsys):
     with kfp_server.serving(tmp_path) as (host, server):
+        assert command("schedule", "--host", host, "--cron", "0 0 1 * * *")[0] == 0
         status, said = command("schedule", "--host", host, "--cron", "0 0 3 * * 0", "--root", "s3://bucket/runs")
         refused, message = command("schedule", "--host", host, "--cron", "0 3 * * 0")
 
@@ -131,6 +142,13 @@ def test_a_schedule_repeats_the_retraining(tmp_path, command):
     assert recurring["max_concurrency"] == "1"
     assert (refused, "six fields" in message) == (1, True)
 
+    with kfp_server.serving(tmp_path) as (host, server):
+        assert command("schedule", "--host", host, "--cron", "0 0 3 * * 0")[0] == 0
+        for command_, expected in (("schedules", "retraining  0 0 3 * * 0  ENABLED"), ("unschedule", "deleted 1")):
+            assert main([command_, "--host", host, "--token", kfp_server.TOKEN]) == 0
+            assert expected in capsys.readouterr().out
+    assert not server.recurring
+
 
 @pytest.mark.usefixtures("_digest")
 def test_no_cache_and_service_account_reach_the_server(tmp_path, monkeypatch):
@@ -141,7 +159,7 @@ def test_no_cache_and_service_account_reach_the_server(tmp_path, monkeypatch):
     monkeypatch.setattr(kfp_server.Server, "_execute", lambda *_: None)
     with kfp_server.serving(tmp_path) as (host, server):
         place = Server(host=host, token=kfp_server.TOKEN)
-        run_id = submit(place, Package(models=["sasrec"], params=settings), root="s3://bucket/runs", cache=False)
+        run_id = submit(place, Package(models=["sasrec"], params=settings, cache=False), root="s3://bucket/runs")
         with pytest.raises(SubmissionError, match=f"run {run_id} is still RUNNING"):
             wait(place, run_id, timeout_s=0.1, poll_s=0.1)
         server.runs[run_id]["state"] = "CANCELED"
@@ -151,8 +169,37 @@ def test_no_cache_and_service_account_reach_the_server(tmp_path, monkeypatch):
     run = server.runs[run_id]
     assert run["service_account"] == "seqrec"
     assert run["runtime_config"]["pipeline_root"] == "s3://bucket/runs"
-    tasks = run["pipeline_spec"]["pipeline_spec"]["root"]["dag"]["tasks"]
-    assert not any(task["cachingOptions"].get("enableCache") for task in tasks.values())
+    spec = run["pipeline_spec"]["pipeline_spec"]
+    dags = [part["dag"] for part in (spec["root"], *spec["components"].values()) if "dag" in part]
+    tasks = [task for dag in dags for task in dag["tasks"].values()]
+    assert len(tasks) > 10
+    assert not any(task.get("cachingOptions", {}).get("enableCache") for task in tasks)
+
+
+@pytest.mark.usefixtures("_digest")
+def test_a_run_is_awaited_through_failed_polls_and_gets_the_inputs_of_the_command(tmp_path, command, monkeypatch):
+    def succeed(server, run):
+        server.fail_next = [503, 401]
+        run["state"] = "SUCCEEDED"
+
+    monkeypatch.setattr(kfp_server.Server, "_execute", succeed)
+    with kfp_server.serving(tmp_path) as (host, server):
+        inputs = ("--epochs", "3", "--override", "finetune.patience=2", "--dataset", "own")
+        status, said = command("submit", "--host", host, "--wait", "--poll", "0.1", *inputs)
+        wrong, why = command("submit", "--host", host, "--override", "finetune.patiense=2")
+
+    assert (status, server.fail_next) == (0, []), said
+    (run,) = server.runs.values()
+    given = run["runtime_config"]["parameters"]
+    assert (given["epochs"], given["overrides"]["finetune.patience"]) == (3, 2)
+    assert (wrong, "finetune.patiense: unknown key" in why) == (1, True)
+
+
+@pytest.mark.usefixtures("_digest")
+def test_waiting_ends_where_the_server_stays_away(tmp_path, monkeypatch):
+    monkeypatch.setattr("seqrec.pipelines.client.FAILED_POLLS", 2)
+    with pytest.raises(SubmissionError, match=r"does not answer .* run 1 continues on the server"):
+        wait(Server(host="http://127.0.0.1:9"), "1", timeout_s=60, poll_s=0.1)
 
 
 @pytest.mark.cluster
