@@ -75,9 +75,9 @@ def app(
     if named := version():
         service.switch(load(), named)
     elif options.poll_s:
-        logger.info("%s: the service waits for one, and looks every %g s", NO_CHAMPION, options.poll_s)
+        logger.info("%s: run `make repro`; the service checks for one every %g s", NO_CHAMPION, options.poll_s)
     else:
-        raise ConfigError(f"{NO_CHAMPION}: run the pipeline first, or set poll_s, so that the service looks for one")
+        raise ConfigError(f"{NO_CHAMPION}: run `make repro` first, or let the service wait for one by --poll-s 30")
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -298,7 +298,7 @@ def _served(dataset: str, config: RegisterConfig, options: ServeConfig) -> tuple
 def _candidate(config: RegisterConfig, options: ServeConfig, champion_version: str) -> Served:
     version = version_of(options.candidate, config)
     if version == champion_version:
-        raise ConfigError(f"candidate: {options.candidate} is the model that it would be compared with")
+        raise ConfigError(f"candidate: {options.candidate} is the champion itself; name another version")
     return Served(loaded(options.candidate, options.ann, config, options.items), version)
 
 

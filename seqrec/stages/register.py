@@ -247,7 +247,7 @@ def _explained(reports: Path, config: RegisterConfig) -> Iterator[None]:
             yield
     except TrackingError as error:
         raise TrackingError(
-            f"{error}. {reports / LEADERBOARD} is written; `seqrec register` will import everything else"
+            f"{error}. {reports / LEADERBOARD} is written; `seqrec register` will do the rest later"
         ) from error
 
 
@@ -392,8 +392,8 @@ def _gate(tracker: Tracker, best: Entry, run: Run, sequences: Path, config: Regi
     if config.graph:
         registry.log_graph(tracker.client, model, functools.partial(export_graph, best.checkpoint))
     about = (
-        f"Next-item recommenders for {tracker.split['dataset']} ({tracker.split['protocol']}), a version a training. "
-        f"`{registry.CHAMPION}` is the one to serve, `{registry.CANDIDATE}` the best of the last run."
+        f"Next-item recommenders for {tracker.split['dataset']} ({tracker.split['protocol']}), one version per training"
+        f". `{registry.CHAMPION}` is the version to serve, `{registry.CANDIDATE}` the best of the last run."
     )
     description = model_card(best.card, best.metrics, tracker.split, tracker.source)
     version = registry.create_version(tracker.client, name, model, tags, description)

@@ -268,8 +268,8 @@ def register_refit(
     tags = {key: value for key, value in evaluated.tags.items() if key not in OWN_TAGS}
     tags |= {REFIT_TAG: str(evaluated.version), REASON_TAG: reason}
     notice = (
-        f"**A {reason}, the test events too: epochs {card[REFIT]['epochs']}, weights `{card['weights_sha256']}`. What "
-        f"follows was said of version {evaluated.version}; these weights cannot be measured on that split.**\n\n"
+        f"**A {reason}, the test events too: epochs {card[REFIT]['epochs']}, weights `{card['weights_sha256']}`. The "
+        f"text below describes version {evaluated.version}; these weights cannot be measured on that split.**\n\n"
     )
     version = create_version(client, name, model, tags, notice + (evaluated.description or ""))
     client.set_terminated(run.info.run_id)
@@ -327,11 +327,14 @@ def fetch(uri: str, folder: Path, config: RegisterConfig) -> None:
             model = Path(mlflow.artifacts.download_artifacts(uri, dst_path=directory))
         except (MlflowException, OSError) as error:
             server = redacted(tracking_uri(config))
+            next_step = ""
+            if "not found" in str(error):
+                next_step = "; `make repro` registers models, and `seqrec registry show` lists their versions"
             raise TrackingError(
-                f"register.tracking_uri: {uri} cannot be fetched from {server} ({first_line(error)})"
+                f"register.tracking_uri: {uri} cannot be fetched from {server} ({first_line(error)}){next_step}"
             ) from error
         if not (model / ARTIFACTS / MODEL_CARD).is_file():
-            raise TrackingError(f"{uri} holds no {MODEL_CARD}, so `register` has not logged it")
+            raise TrackingError(f"{uri} holds no {MODEL_CARD}, so it was not logged by `register`")
         for file in (WEIGHTS, MODEL_CARD, TOKENS, COUNTS, GRAPH, GRAPH_CARD, *FILES):
             if (model / ARTIFACTS / file).is_file():
                 shutil.copyfile(model / ARTIFACTS / file, folder / file)

@@ -59,14 +59,14 @@ ENVIRONMENT = {  # defaults, unless the user sets them
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
 }
 ADVICE = {  # words of a database's errors -> what to do
-    "database is locked": "the database is locked by another process; wait until that has ended, and try again",
+    "database is locked": "another process has locked the database; wait until it has ended, and try again",
     "disk is full": "the disk is full; free some space, and try again",
-    "disk i/o error": "the disk failed, or is full; look at it, and try again",
-    "readonly database": "the database may not be written to; make the file and its folder writable",
-    "unable to open database file": "the database cannot be opened; make its folder exist and writable",
-    "file is not a database": "the file is no SQLite database, or cut short; name another, or restore it from a backup",
+    "disk i/o error": "the disk is full or has failed; check it, and try again",
+    "readonly database": "the database is read-only; make the file and its folder writable",
+    "unable to open database file": "the database cannot be opened; create its folder and make it writable",
+    "file is not a database": "the file is no SQLite database or truncated; name another, or restore it from a backup",
     "malformed": "the database is damaged; restore it from a backup",
-    "failed with error code 401": "the server wants another user or password; set MLFLOW_TRACKING_USERNAME and "
+    "failed with error code 401": "the server refuses the user or the password; set MLFLOW_TRACKING_USERNAME and "
     "MLFLOW_TRACKING_PASSWORD",
 }
 Record = Mapping[str, Any]

@@ -214,7 +214,7 @@ def test_without_a_champion_it_is_alive_and_waits_for_one(recommender, store):
         assert ask(address, history=["i1"]).json()["version"] == "1"
         assert get("/health").json()["status"] == "ok"
         assert 'seqrec_model{name="sasrec",version="1"} 1.0' in get("/metrics").text
-    with pytest.raises(ValueError, match="no champion yet: run the pipeline first, or set poll_s"):
+    with pytest.raises(ValueError, match="no champion yet: run `make repro` first"):
         http.app(lambda: recommender, lambda: "", ServeConfig(poll_s=0))
 
 
