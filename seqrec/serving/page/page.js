@@ -74,7 +74,7 @@ async function similar(item) {
   keep();
 }
 
-async function known() {
+async function take() {
   user = element("user").value.trim();
   element("unknown").textContent = "";
   if (!user) return change([]);
@@ -220,7 +220,7 @@ async function start() {
   alike = chosen.get("similar") || "";
   const known = await Promise.all(given.map((item) => call(`/items?search=${encodeURIComponent(item)}&k=1`)));
   for (const item of known.flatMap((one) => one.items)) titles.set(item.item, item.title);
-  if (user && !given.length) await known();
+  if (user && !given.length) await take();
   else change(given);
   if (alike) await similar(alike);
   await search();
@@ -238,7 +238,7 @@ element("diversity").addEventListener("input", () => attempt(recommend));
 element("clear").addEventListener("click", () => change([]));
 element("user-form").addEventListener("submit", (event) => {
   event.preventDefault();
-  attempt(known);
+  attempt(take);
 });
 element("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
