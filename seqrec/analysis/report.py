@@ -33,8 +33,8 @@ GLOSSARY = {
     "NDCG@10": "1 / log2(1 + rank) of the next item if it is in the top ten, else 0; the mean over all cases.",
     "recall@10": "The share of cases whose next item is in the top ten.",
     "MRR": "The mean of 1 / rank of the next item.",
-    "rank": "The place of the next item among all candidates. Items with equal scores share the middle of their places, "
-    "so that two items with equal scores on the places 30 and 31 both have rank 30.5.",
+    "rank": "The place of the next item among all candidates. Items with equal scores share the middle of their "
+    "places, so that two items with equal scores on the places 30 and 31 both have rank 30.5.",
     "coverage@10": "The share of the catalogue that is recommended to at least one user.",
     "validation, test": "The last two events of a history. Validation chooses the model; test is only reported.",
     "head, tail, cold": "Cases whose next item is in the most popular fifth of the catalogue, by events of training; "
