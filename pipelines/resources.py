@@ -61,7 +61,7 @@ def retry_window(wanted: StepResources) -> int:
     """
     if not wanted.timeout_s:
         return LONGEST_S
-    pauses = wanted.backoff_s * (2**wanted.retries - 1)
+    pauses = wanted.backoff_s * ((1 << wanted.retries) - 1)
     return min(LONGEST_S, (wanted.retries + 1) * (DAY_S + wanted.timeout_s) + pauses)
 
 
