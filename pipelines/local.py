@@ -62,10 +62,11 @@ def run_local(
         raise RuntimeError(f"{error} See {log}") from error
 
 
-class _Steps(io.TextIOBase):
+class _Steps(io.StringIO):
     """Writes all that KFP prints to a file, and its line about the end of a step to the terminal too."""
 
     def __init__(self, file: TextIO, terminal: TextIO) -> None:
+        super().__init__()
         self.file, self.terminal = file, terminal
 
     def write(self, text: str) -> int:
