@@ -218,7 +218,7 @@ async function start() {
   element("diversity").value = chosen.get("diversity") || "0";
   for (const one of element("rules").querySelectorAll("select")) one.value = chosen.get(`filter.${one.name}`) || "";
   alike = chosen.get("similar") || "";
-  const known = await Promise.all(given.map((item) => call(`/items?search=${encodeURIComponent(item)}&k=1`)));
+  const known = await Promise.all([...given, ...(alike ? [alike] : [])].map((item) => call(`/items?search=${encodeURIComponent(item)}&k=1`)));
   for (const item of known.flatMap((one) => one.items)) titles.set(item.item, item.title);
   if (user && !given.length) await take();
   else change(given);
