@@ -32,51 +32,51 @@ $(VENV)/.installed: pyproject.toml constraints.txt requirements.lock
 	$(INSTALL) --no-deps --editable .
 	@touch $@
 
-lock:  ## write requirements.lock anew, after a change of constraints.txt or pyproject.toml; needs uv
+lock:  ## write requirements.lock again after constraints.txt or pyproject.toml has changed; needs uv
 	$(PYTHON) scripts/lock.py
 
-first: setup  ## FLASH4Rec on MovieLens-100K in about two minutes, and its champion; without DVC; into runs/first
+first: setup  ## train and register FLASH4Rec on MovieLens-100K in a few minutes, without DVC; writes runs/first
 	@python -m seqrec run --config-file configs/first.yaml --out runs/first --register
 
-repro: setup  ## the whole pipeline, then the leaderboard; SET="finetune.epochs=3" changes settings for this run
+repro: setup  ## run the whole pipeline and print the leaderboard; SET="finetune.epochs=3" changes settings for this run
 	@python -m seqrec repro $(if $(SET),--changes "$(SET)")
 	@python -m seqrec leaderboard --reports reports
 
-auto: setup  ## the best model of DATA=my.csv within MINUTES=10, into OUT=runs/auto; docs/auto.md
+auto: setup  ## find the best model for DATA=my.csv within MINUTES=10; writes OUT=runs/auto; see docs/auto.md
 	@test -n "$(DATA)" || { echo "name the file: make auto DATA=my.csv" >&2; exit 1; }
 	@python -m seqrec auto --data "$(DATA)" --minutes $(or $(MINUTES),10) --out "$(or $(OUT),runs/auto)"
 
-benchmark: setup  ## the rows of configs/benchmark.yaml on DATASET under SEEDS=42,43,44; ONLY="a,b" for some; resumes
+benchmark: setup  ## compare the models of configs/benchmark.yaml on DATASET with SEEDS=42,43,44; ONLY="a,b" for some; resumes
 	python -m seqrec benchmark --config-file configs/benchmark.yaml --dataset $(or $(DATASET),ml-100k) \
 		--out runs/benchmark/$(or $(DATASET),ml-100k) --seeds $(or $(SEEDS),42) --only "$(ONLY)"
 
-text-demo: setup  ## what text is worth on Scientific: few users, new items, described ones; needs a mirror of its files
+text-demo: setup  ## show what text models gain on Scientific, with few users and new items; needs a mirror of its files
 	@python scripts/text_demo.py --config-file configs/recformer/text-demo.yaml --out runs/text-demo
 
-bench: setup  ## speed and memory against RePlay and RecTools; SEQUENCES=folder of a prepared ML-1M
+bench: setup  ## compare speed and memory with RePlay and RecTools; SEQUENCES=folder of a prepared ML-1M
 	python -m benchmarks.peers --sequences $(or $(SEQUENCES),data/sequences)
 
-docs: setup  ## the site of these pages, into build/site; a link that leads nowhere is an error
+docs: setup  ## build the documentation into build/site; a broken link is an error
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt 'mkdocs-material>=9.6'
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet
 
-test: setup  ## linters and types beside the tests
+test: setup  ## run linters, type checks and tests
 	@$(MAKE) --no-print-directory --jobs 2 lint suite
 
 suite: setup
 	OMP_NUM_THREADS=1 pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
 
-test-containers: setup  ## build the image, run the pipeline in it; needs Docker, or root on Debian
+test-containers: setup  ## build the image and run the pipeline in it; needs Docker, or root on Debian
 	scripts/with_docker.sh pytest -m containers tests/test_containers.py
 
-test-services: setup  ## MLflow on a real PostgreSQL and an S3-compatible store; needs `apt-get install postgresql`
+test-services: setup  ## test with MLflow on PostgreSQL and an S3-compatible store; needs `apt-get install postgresql`
 	@ls /usr/lib/postgresql/*/bin/initdb > /dev/null 2>&1 || command -v initdb > /dev/null || \
 		{ echo "PostgreSQL is not installed: apt-get install --no-install-recommends postgresql" >&2; exit 1; }
 	@$(BIN)/python -c "import moto, psycopg" || \
 		{ echo "run: $(BIN)/python -m pip install --constraint constraints.txt --editable '.[services]'" >&2; exit 1; }
 	OMP_NUM_THREADS=1 pytest -m services tests/test_services.py
 
-chaos: setup  ## kill `make repro` at KILLS random moments; every result must be that of an uninterrupted run
+chaos: setup  ## kill `make repro` at KILLS random moments; compare the results with an uninterrupted run
 	PYTHONPATH=.:tests python tests/chaos.py --kills $(KILLS) --seed $(SEED)
 
 test-spark: setup  ## install pyspark and compare Spark with polars; needs Java 17 or newer
@@ -86,27 +86,27 @@ test-spark: setup  ## install pyspark and compare Spark with polars; needs Java 
 fuzz: setup  ## search for inputs that end in a traceback or hang; MINUTES=20, ONLY=read for the readers
 	PYTHONPATH=.:tests OMP_NUM_THREADS=1 python -m fuzz --minutes $(or $(MINUTES),20) --only "$(ONLY)"
 
-lint: setup  ## ruff and mypy
+lint: setup  ## run ruff and mypy
 	ruff check .
 	ruff format --check .
 	mypy
 
-audit: setup  ## known vulnerabilities of the pinned packages; needs the advisories of pypi.org
+audit: setup  ## check the pinned packages for known vulnerabilities; asks pypi.org
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt 'pip-audit>=2.10'
 	pip-audit --strict --no-deps --disable-pip --requirement constraints.txt
 
-format: setup  ## let ruff rewrite the code
+format: setup  ## format the code with ruff
 	ruff format .
 	ruff check --fix .
 
-ui: setup  ## MLflow on the runs, at port 5000: prints and opens the page that compares them
+ui: setup  ## start MLflow at port 5000; print and open the page that compares the last runs
 	@python -m seqrec ui
 
 pipeline: setup  ## compile the Kubeflow pipelines into build/
 	python -m seqrec.pipelines compile --output build/pipeline.yaml
 	python -m seqrec.pipelines compile --pipeline retraining --output build/retraining.yaml
 
-image:  ## build the image; PYTHON_IMAGE=python@sha256:... takes that very base, as a release should
+image:  ## build the image; PYTHON_IMAGE=python@sha256:... pins its base, as a release should
 	docker build --tag seqrec:latest $(if $(PYTHON_IMAGE),--build-arg PYTHON_IMAGE=$(PYTHON_IMAGE)) .
 
 clean:  ## remove results; the DVC cache and downloads stay

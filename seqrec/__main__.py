@@ -41,37 +41,45 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "settings": Command(
-        "seqrec.commands.settings", "settings", "check params.yaml; write what each stage of dvc.yaml reads"
+        "seqrec.commands.settings", "settings", "check params.yaml; write the settings file of each DVC stage"
     ),
     "ingest": Command("seqrec.stages.ingest", "ingest", "fetch a dataset and read it into the canonical tables"),
     "validate": Command(
         "seqrec.stages.validate", "validate", "check the tables; stop the run if a critical rule fails"
     ),
     "accept-baseline": Command(
-        "seqrec.stages.validate", "accept_baseline", "accept this data as the baseline of drift"
+        "seqrec.stages.validate", "accept_baseline", "accept this data as the reference statistics for drift"
     ),
     "prepare": Command("seqrec.stages.prepare", "prepare", "filter, number, order and split the interactions"),
-    "pretrain": Command("seqrec.stages.pretrain", "pretrain", "build a model and run its pre-training, if it has any"),
-    "finetune": Command("seqrec.stages.finetune", "finetune", "train a model for the next item; resumes by itself"),
-    "baselines": Command(
-        "seqrec.stages.baselines", "baselines", "evaluate popularity, a Markov chain, EASE, PCTM, rules"
+    "pretrain": Command("seqrec.stages.pretrain", "pretrain", "build a model; pre-train it if it has such a phase"),
+    "finetune": Command(
+        "seqrec.stages.finetune", "finetune", "train a model to predict the next item; resumes by itself"
     ),
-    "evaluate": Command("seqrec.stages.evaluate", "evaluate", "rank every test case among the whole catalogue"),
-    "register": Command("seqrec.stages.register", "register", "leaderboard, MLflow runs, candidate and champion"),
+    "baselines": Command(
+        "seqrec.stages.baselines",
+        "baselines",
+        "compute and evaluate the baselines: popularity, Markov chain, EASE, PCTM, rules",
+    ),
+    "evaluate": Command(
+        "seqrec.stages.evaluate", "evaluate", "rank the whole catalogue for every validation and test case"
+    ),
+    "register": Command(
+        "seqrec.stages.register", "register", "write the leaderboard, log to MLflow, choose the champion"
+    ),
     "refit": Command(
-        "seqrec.commands.refit", "refit", "train the champion again on every event, and serve the result", "register"
+        "seqrec.commands.refit", "refit", "train the champion again on all events; make the result champion", "register"
     ),
     "registry": Command(
-        "seqrec.commands.registry", "registry", "show the registered versions; promote one, or roll back", "register"
+        "seqrec.commands.registry", "registry", "show the registered versions, promote one or roll back", "register"
     ),
     "run": Command("seqrec.commands.run", "run", "run every stage in one process, without DVC"),
     "benchmark": Command(
         "seqrec.commands.benchmark", "benchmark", "compare the models of a config under several seeds"
     ),
     "auto": Command("seqrec.commands.auto", "auto", "find the best model for a file within a time budget"),
-    "import": Command("seqrec.commands.run", "import_run", "register a finished `run` in MLflow"),
+    "import": Command("seqrec.commands.run", "import_run", "register the models of a finished `run` in MLflow"),
     "repro": Command("seqrec.commands.repro", "repro", "run the stages that are out of date, with DVC"),
-    "ui": Command("seqrec.commands.ui", "ui", "open MLflow where the models of the last run are compared", "register"),
+    "ui": Command("seqrec.commands.ui", "ui", "open the comparison of the last run in MLflow", "register"),
     "leaderboard": Command("seqrec.evaluation.leaderboard", "show", "print the leaderboard of the last run"),
     "recommend": Command(
         "seqrec.commands.recommend", "recommend", "print the champion's recommendations for a history", "register"
@@ -79,18 +87,18 @@ COMMANDS = {
     "score": Command(
         "seqrec.commands.recommend", "score", "write recommendations for every user to a Parquet file", "register"
     ),
-    "export": Command(
-        "seqrec.serving.onnx_graph", "export", "write a model as an ONNX graph from histories to items", "register"
+    "export": Command("seqrec.serving.onnx_graph", "export", "write a model as an ONNX graph", "register"),
+    "serve": Command(
+        "seqrec.serving.http", "serve", "serve the champion over HTTP; switches to a new one by itself", "register"
     ),
-    "serve": Command("seqrec.serving.http", "serve", "serve the champion over HTTP; a new one takes over", "register"),
-    "events": Command("seqrec.commands.events", "events", "the service's store: import training data, dump for ingest"),
-    "keys": Command("seqrec.commands.keys", "keys", "API keys of the service: add, rotate, revoke"),
+    "events": Command(
+        "seqrec.commands.events", "events", "import into, dump or compare the event store of the service"
+    ),
+    "keys": Command("seqrec.commands.keys", "keys", "show, add, rotate or revoke API keys of the service"),
     "compare": Command(
-        "seqrec.evaluation.compare", "compare", "paired gain of a run over others on one split; or spread over seeds"
+        "seqrec.evaluation.compare", "compare", "compare a run with others case by case, or show the spread over seeds"
     ),
-    "tune": Command(
-        "seqrec.commands.tune", "tune", "search the settings of a model on validation; continues by itself"
-    ),
+    "tune": Command("seqrec.commands.tune", "tune", "search the settings of a model on validation; resumes by itself"),
 }
 FROM_PARAMS = (  # arguments that have no flag; `log` is for callers in Python
     *("config", "architecture", "refit", "filter_seen", "leaderboard", "params", "sources", "experiment", "log"),
@@ -116,13 +124,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     listing = "\n".join(f"  {name:16} {command.summary}" for name, command in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="seqrec",
-        description=f"commands:\n{listing}\n\n`seqrec COMMAND --help` shows its flags.",
+        description=f"commands:\n{listing}\n\n`seqrec COMMAND --help` shows the flags of a command.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=__version__)
-    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND")
+    parser.add_argument("command", metavar="COMMAND")
     parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     chosen = parser.parse_args(arguments)
+    if chosen.command not in COMMANDS:
+        from seqrec.config.checks import suggestion
+
+        parser.error(f"unknown command {chosen.command}{suggestion(chosen.command, list(COMMANDS))}")
     flags = command_parser(chosen.command).parse_args(chosen.rest)
     from seqrec import redaction
 
@@ -158,7 +170,7 @@ def command_parser(name: str) -> argparse.ArgumentParser:
         elif dataclasses.is_dataclass(hint):
             _add_section(parser, hint)
         elif _is_dataset_of_params(parameter):
-            parser.add_argument("--dataset", help="its key in `datasets`; default: the key `dataset` of params.yaml")
+            parser.add_argument("--dataset", help="key in `datasets` (default: `dataset` in params.yaml)")
         elif stage is not None and parameter.name in stage.places:
             _add_flag(parser, parameter.name, Path, None, f"{text} (default: {stage.places[parameter.name]})")
         else:

@@ -55,11 +55,11 @@ FACTS = (  # keys of cards that identify the content of a folder
     *("model", "architecture", "stage", "parameters", "fingerprint", "weights_sha256"),
 )
 
-STAGE = (  # the stage that writes a file, for the message about a damaged one
+STAGE = (  # the stage that writes a file, for the message about a damaged or missing one
     dict.fromkeys((INTERACTIONS, ITEMS, QUARANTINE, SOURCE_CARD), "ingest")
     | dict.fromkeys((SEQUENCES, NEGATIVES, SPLIT_CARD), "prepare")
     | dict.fromkeys((VOCABULARY, USERS), "prepare, or the training that wrote it,")
-    | dict.fromkeys((WEIGHTS, MODEL_CARD, EPOCH_RECORDS, COUNTS, TOKENS, TOKENIZER), "the training")
+    | dict.fromkeys((WEIGHTS, MODEL_CARD, EPOCH_RECORDS, COUNTS, TOKENS, TOKENIZER), "pretrain, finetune or baselines")
     | dict.fromkeys((GRAPH, GRAPH_CARD), "export")
     | dict.fromkeys((METRICS, CASES, RECOMMENDATIONS), "evaluate, or baselines,")
     | {"validation.json": "validate"}
@@ -144,6 +144,9 @@ def whole(path: Path) -> Iterator[None]:
     try:
         yield
     except (ValueError, KeyError, OSError, RecursionError, pa.ArrowException, SafetensorError) as error:
+        if isinstance(error, FileNotFoundError):
+            stage = STAGE.get(path.name)
+            raise FileNotFoundError(f"{path} not found" + (f": run {stage} first" if stage else "")) from error
         if isinstance(error, OSError) and error.errno is not None:  # the file system's error, which names the path
             raise
         reason = (str(error).splitlines() or [type(error).__name__])[0]

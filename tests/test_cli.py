@@ -79,7 +79,7 @@ def test_the_version_and_the_listing_of_commands(flag, texts, capsys):
     ("arguments", "message"),
     [
         ([], "the following arguments are required: COMMAND"),
-        (["cook"], "invalid choice: 'cook'"),
+        (["leaderbord"], "unknown command leaderbord; did you mean leaderboard?"),
         (["run", "--dataset", "ml-1m"], "the following arguments are required: --config-file, --out"),
         (["prepare", "--speed", "9"], "unrecognized arguments: --speed 9"),
     ],
@@ -100,11 +100,13 @@ FINETUNE = ["--sequences", "sequences", "--initial", "initial", "--checkpoint", 
     [
         (
             ["ingest", "--dataset", "ml-9m", "--output", "d", "--downloads", "s"],
-            "no entry datasets.ml-9m; there are",
+            "no entry datasets.ml-9m; did you mean ml-",
         ),
-        (["finetune", "--model", "bert5rec", *FINETUNE], "no entry models.bert5rec; there are sasrec"),
+        (["finetune", "--model", "bert5rec", *FINETUNE], "no entry models.bert5rec; did you mean bert4rec?"),
         (["finetune", "--model", "sasrec", "--params", "none.yaml", *FINETUNE], "none.yaml not found"),
-        (["leaderboard", "--reports", "nowhere"], "nowhere/leaderboard.json"),
+        (["leaderboard", "--reports", "nowhere"], "leaderboard.json not found: run `make repro` first"),
+        (["import", "--run", "nowhere"], "nowhere is not the output folder of `seqrec run`"),
+        (["accept-baseline", "--data", "nowhere", "--baseline", "b.json"], "not found: run ingest first"),
         (["run", "--config-file", "none.yaml", "--out", "out"], "none.yaml not found"),
     ],
 )

@@ -134,7 +134,7 @@ def test_columns_and_items_can_be_named(tmp_path):
     made = seqrec.Dataset.from_frame(log, user="a", item="b", time="c", items=items, folder=tmp_path)
 
     assert pl.read_parquet(tmp_path / "data" / "items.parquet").row(3)[:2] == ("i3", "Label 3")
-    with pytest.raises(ValueError, match=r"folder=: .* was made for other data or flags: name another folder"):
+    with pytest.raises(ValueError, match=r"folder=: .* was made for other data or other flags: name another folder"):
         seqrec.Dataset.from_frame(log.head(100), user="a", item="b", time="c", folder=tmp_path)
     again = seqrec.Dataset.from_frame(log, user="a", item="b", time="c", items=items, folder=tmp_path)
     assert again.card == made.card
@@ -148,7 +148,7 @@ def test_a_budget_gives_the_epochs_and_a_folder_continues(data, tmp_path):
 
     assert seqrec.fit(data, "sasrec", **call).evaluate().metrics == first.evaluate().metrics
     assert weights.stat().st_mtime_ns == before
-    with pytest.raises(ValueError, match=r"folder=: .* was made for other data or flags"):
+    with pytest.raises(ValueError, match=r"folder=: .* was made for other data or other flags"):
         seqrec.fit(data, "sasrec", **(call | {"minutes": 2}))
 
 

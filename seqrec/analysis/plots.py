@@ -18,6 +18,7 @@ TERMS = ("loss/", "figure/")  # prefixes of a model's own figures in a record of
 SLICES = {"popularity": "popularity of the item", "length": "length of the history"}
 COLUMNS = 3
 PANEL = 300  # pixels, height
+SAME = 1e-4  # two values of a metric that round to the same figure differ by less
 # Okabe and Ito's colours for colour-blind readers, without yellow, which vanishes on white, and black, on dark
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
 GREYS = ("#767676", "#949494", "#5F5F5F", "#ABABAB", "#868686")  # of the baselines
@@ -32,12 +33,26 @@ WORDS = {  # axis titles
 Record = Mapping[str, Any]
 
 
-def learning_curves(histories: Mapping[str, Sequence[Record]]) -> Figure:
-    """Return loss and validation metric by epoch, one line per model; `histories` are the records of history.jsonl.
+def learning_curves(histories: Mapping[str, Sequence[Record]], finals: Mapping[str, float] | None = None) -> Figure:
+    """Return loss and validation metric by epoch, one line per model.
 
-    A baseline has no history. The order of the names decides colour and dash: use the same order for every figure.
+    Args:
+        histories: of each model, the records of history.jsonl; a baseline has none. The order of the names decides
+            colour and dash: use the same order for every figure.
+        finals: of each model, the validation metric of the leaderboard. A star marks it at the best epoch where the
+            curve ends elsewhere: the curve is drawn without the count term, which is fitted after training.
     """
-    return _curves(histories, ("loss", SELECTION), columns=2)
+    figure, looks = _curves(histories, ("loss", SELECTION), columns=2), _looks(histories)
+    for name, history in histories.items():
+        measured = [(record[SELECTION], epoch) for epoch, record in enumerate(history, start=1) if SELECTION in record]
+        final = (finals or {}).get(name)
+        if measured and final is not None and abs(final - max(measured)[0]) > SAME:
+            style = _style(name, looks[name], 1)
+            style["marker"] |= {"symbol": "star", "size": 13}
+            words = f"{name}, with the count term: {final:.4f}<extra></extra>"
+            point = {"x": [max(measured)[1]], "y": [final], "mode": "markers", "hovertemplate": words}
+            _add(figure, 1, 2, Scatter(**point, **style))
+    return figure
 
 
 def terms(history: Sequence[Record]) -> Figure | None:

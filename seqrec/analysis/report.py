@@ -17,6 +17,7 @@ from seqrec.analysis.examples import HIT_RANK, Example, Examples, Opinion
 from seqrec.evaluation.leaderboard import SELECTION
 
 LISTED = 10  # items of a list
+MODELS = 3  # of an example, the best of the leaderboard; the others are folded
 EVENTS = 100  # of a history, the last ones
 HEADS = {  # of the leaderboard
     SELECTION: "NDCG@10, validation",
@@ -29,11 +30,15 @@ HEADS = {  # of the leaderboard
 }
 TRAINED = ("parameters", "train_seconds")  # a baseline has no such figures
 GLOSSARY = {
-    "NDCG@10": "1 / log2(1 + rank) of the next item where it is among the ten best, else 0; the mean over all cases.",
-    "recall@10": "The share of cases whose next item is among the ten best.",
+    "NDCG@10": "1 / log2(1 + rank) of the next item if it is in the top ten, else 0; the mean over all cases.",
+    "recall@10": "The share of cases whose next item is in the top ten.",
     "MRR": "The mean of 1 / rank of the next item.",
-    "coverage@10": "The share of the catalogue that is among the ten best of at least one user.",
-    "validation, test": "The last event but one of a history, and its last. Validation chooses; test is only reported.",
+    "rank": "The place of the next item among all candidates. Items with equal scores share the middle of their "
+    "places, so that two items with equal scores on the places 30 and 31 both have rank 30.5.",
+    "coverage@10": "The share of the catalogue that is recommended to at least one user.",
+    "validation, test": "The last two events of a history. Validation chooses the model; test is only reported.",
+    "head, tail, cold": "Cases whose next item is in the most popular fifth of the catalogue, by events of training; "
+    "outside that fifth; or without an event of training.",
     "interval": "The range that holds 95 % of the means when users are resampled.",
 }
 STYLE = """
@@ -50,13 +55,22 @@ th, td { padding: .2em .7em; text-align: left; vertical-align: top } tbody th { 
 thead th { border-bottom: 1px solid var(--line); font-weight: bold }
 table:has(td.number) thead th + th { text-align: right }
 td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap }
-tr.champion { font-weight: bold } tr.baseline, .note, .facts { color: var(--soft) } td.target { background: var(--hit) }
+tr.champion, tr.champion th { font-weight: bold }
+tr.baseline, .note, .facts { color: var(--soft) } td.target { background: var(--hit) }
 .verdict { font-size: 1.15em } figure { margin: 1em 0 }
 summary { cursor: pointer } summary h2, summary h3 { display: inline-block; margin: .6em 0 }
 .events { max-height: 28em; overflow: auto; border: 1px solid var(--line) } .events table { margin: 0 }
 .events thead th { position: sticky; top: 0; background: var(--back) } dt { font-weight: bold }
-@media (max-width: 700px) { body { margin: .5em auto; padding: 0 .6em } th, td { padding: .2em .4em }
-  caption { max-width: calc(100vw - 2.5em) } }
+@media (max-width: 700px) {
+  body { margin: .5em auto; padding: 0 .6em }
+  table { table-layout: fixed; width: 100% }
+  th, td, td.number { padding: .2em .3em; overflow-wrap: anywhere; white-space: normal }
+  .scroll:not(.board) { font-size: .85em } .lists thead th:first-child { width: 3em }
+  .board thead { display: none } .board table, .board tbody, .board caption { display: block }
+  .board tr { display: grid; grid-template-columns: 1fr 1fr; padding: .5em 0; border-top: 1px solid var(--line) }
+  .board tbody th { grid-column: 1 / -1; font-size: 1.1em } .board td.number { text-align: left }
+  .board td::before { content: attr(data-head); display: block; color: var(--soft); font: .8em system-ui, sans-serif }
+}
 """
 SCRIPT = """
 const dark = matchMedia("(prefers-color-scheme: dark)"), narrow = matchMedia("(max-width: 700px)");
@@ -132,18 +146,18 @@ def page(
             f"{outcome['registered_model']} version {outcome['version']} ({outcome['model']}): {outcome['reason']}"
         )
         parts.append(f"<p>{html.escape(decision)}</p>")
+    finals = {row["model"]: row[SELECTION] for row in rows}
     parts += [
         _section("Accuracy and coverage", [_figure(plots.coverage_against_accuracy(rows))]),
         _section("Slices", [_figure(plots.metric_by_slice(metrics))]),
-        _section("Learning curves", [_figure(plots.learning_curves(histories))]),
+        _section("Learning curves", _learning_curves(histories, finals)),
     ]
     for name, history in histories.items():
         figures = model_figures(name, history, examples)
         if figures:
             parts.append(_section(name, map(_figure, figures), folded=True))
     if examples.users:
-        shown = [EXPLANATION, *(_example(user, examples.names) for user in examples.users)]
-        parts.append(_section("Examples", shown))
+        parts.append(_section("Examples", _examples(examples)))
     words = "".join(f"<dt>{name}</dt><dd>{html.escape(text)}</dd>" for name, text in GLOSSARY.items())
     parts.append(_section("Glossary", [f"<dl>{words}</dl>"]))
     return _document(title, parts)
@@ -164,17 +178,26 @@ def model_figures(name: str, history: Sequence[Mapping[str, Any]], examples: Exa
     return [figure for figure in figures if figure]
 
 
-def model_page(name: str, history: Sequence[Mapping[str, Any]], examples: Examples) -> str:
-    """Return the figures of one model: its curves, and `model_figures`."""
-    figures = [plots.learning_curves({name: history}), *model_figures(name, history, examples)]
-    return _document(name, [f"<h1>{html.escape(name)}</h1>", *map(_figure, figures)])
+def model_page(name: str, history: Sequence[Mapping[str, Any]], examples: Examples, final: float) -> str:
+    """Return the figures of one model: its curves, and `model_figures`; `final` is its figure on the leaderboard."""
+    figures = map(_figure, model_figures(name, history, examples))
+    return _document(
+        name, [f"<h1>{html.escape(name)}</h1>", *_learning_curves({name: history}, {name: final}), *figures]
+    )
+
+
+def _learning_curves(histories: Mapping[str, Sequence[Mapping[str, Any]]], finals: Mapping[str, float]) -> list[str]:
+    """Return the figure, and what a star in it means."""
+    figure = plots.learning_curves(histories, finals)
+    starred = [trace.name for trace in figure.data if trace.marker.symbol == "star"]
+    return [_figure(figure), *(STAR.format(models=html.escape(", ".join(starred))) for _ in starred[:1])]
 
 
 def _document(title: str, parts: Sequence[str]) -> str:
     head = '<!doctype html><html lang="en"><head><meta charset="utf-8">'
     head += f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{html.escape(title)}</title>'
     code = f'<script type="text/plain" id="plotly">{_plotly()}</script><script>{SCRIPT}</script>'
-    return f"{head}<style>{STYLE}</style></head><body>{''.join(parts)}{code}</body></html>\n"
+    return f"{head}<style>{STYLE}</style></head><body><main>{''.join(parts)}</main>{code}</body></html>\n"
 
 
 @cache
@@ -196,9 +219,13 @@ def _leaderboard(rows: Sequence[Mapping[str, Any]]) -> str:
     for row in rows:
         mark = " (champion)" if row["champion"] else " (candidate)" if row["candidate"] else ""
         style = "champion" if row["champion"] else "baseline" if row["baseline"] else ""
-        cells = [_head(html.escape(row["model"]) + mark), *(_number(_value(row, key)) for key in HEADS)]
+        cells = [
+            _head(html.escape(row["model"]) + mark),
+            *(_named(_value(row, key), head) for key, head in HEADS.items()),
+        ]
         body.append(f'<tr class="{style}">{"".join(cells)}</tr>')
-    return _table(("model", *HEADS.values()), body, "Leaderboard by NDCG@10 on validation; baselines are grey.")
+    caption = "Leaderboard by NDCG@10 on validation; baselines are grey."
+    return _table(("model", *HEADS.values()), body, caption, "board")
 
 
 def _value(row: Mapping[str, Any], key: str) -> str:
@@ -209,6 +236,10 @@ def _value(row: Mapping[str, Any], key: str) -> str:
     return f"{row[key]:.4f}" if "@" in key or key.endswith("mrr") else f"{row[key]:,.0f}"
 
 
+STAR = """
+<p class="note">A star is the figure of {models} on the leaderboard, which includes the count term. The count term is
+fitted after training, and the curve is that of the model alone.</p>
+"""
 EXPLANATION = f"""
 <p>Users drawn at random. For half of them, if there are enough, the best model ranked the next item in its top
 {HIT_RANK}. <b>Why</b> shows how much the score of a model's first item drops when one event is left out (darker: more;
@@ -217,29 +248,54 @@ layer, for models with attention over events. Scores of two models are on differ
 """
 
 
+def _examples(examples: Examples) -> list[str]:
+    """Return the first and the last user, who differ most in how well they were served, and the others folded."""
+    users, names = examples.users, examples.names
+    first, others = [*users[:1], *users[1:][-1:]], users[1:-1]
+    return [
+        EXPLANATION,
+        *(_example(user, names) for user in first),
+        *(_folded(f"User {user.user_id}", _example(user, names)) for user in others),
+    ]
+
+
+def _folded(title: str, content: str) -> str:
+    return f"<details><summary>{html.escape(title)}</summary>{content}</details>"
+
+
 def _example(user: Example, names: Mapping[int, str]) -> str:
+    best, others = dict(list(user.opinions.items())[:MODELS]), dict(list(user.opinions.items())[MODELS:])
     head = f"<h3>User {html.escape(user.user_id)}</h3><p>Next was <b>{html.escape(names[user.target])}</b>.</p>"
-    return head + _lists(user, names) + _drivers(user, names)
+    parts = [head, _opinions(user, best, names, "the best models")]
+    if others:
+        content = _opinions(user, others, names, "the other models")
+        parts.append(_folded(f"User {user.user_id}: {', '.join(others)}", content))
+    return "".join(parts)
 
 
-def _lists(user: Example, names: Mapping[int, str]) -> str:
+def _opinions(user: Example, opinions: Mapping[str, Opinion], names: Mapping[int, str], whose: str) -> str:
+    return _lists(user, opinions, names, whose) + _drivers(user, opinions, names, whose)
+
+
+def _lists(user: Example, opinions: Mapping[str, Opinion], names: Mapping[int, str], whose: str) -> str:
     body = []
     for index in range(LISTED):
-        items = [next(iter(opinion.best[index : index + 1]), None) for opinion in user.opinions.values()]
+        items = [next(iter(opinion.best[index : index + 1]), None) for opinion in opinions.values()]
         cells = [_cell("") if item is None else _item(item, user.target, names) for item in items]
         body.append(f"<tr>{_head(str(index + 1))}{''.join(cells)}</tr>")
-    ranks = "".join(_cell(f"{opinion.rank:g}") for opinion in user.opinions.values())
-    body.append(f'<tr class="note">{_head("rank of the next item")}{ranks}</tr>')
-    return _table(("recommended", *user.opinions), body, "What each model recommends, best first.")
+    ranks = "".join(_cell(f"{opinion.rank:g}") for opinion in opinions.values())
+    body.append(f'<tr class="note">{_head("next item")}{ranks}</tr>')
+    caption = f"What {whose} recommend to user {user.user_id}; below, the rank of the next item."
+    return _table(("rank", *opinions), body, caption, "lists")
 
 
 def _item(item: int, target: int, names: Mapping[int, str]) -> str:
     return _cell(html.escape(names[item]) + (" ✓" if item == target else ""), "target" if item == target else "")
 
 
-def _drivers(user: Example, names: Mapping[int, str]) -> str:
+def _drivers(user: Example, opinions: Mapping[str, Opinion], names: Mapping[int, str], whose: str) -> str:
     """Return the history, newest event first, with what each event does to every model's first item."""
-    driven = {name: opinion for name, opinion in user.opinions.items() if opinion.drop is not None and opinion.best}
+    driven = {name: opinion for name, opinion in opinions.items() if opinion.drop is not None and opinion.best}
     heads = [f"{name}: why {names[opinion.best[0]]}" for name, opinion in driven.items()]
     body = []
     for position in range(len(user.history) - 1, max(-1, len(user.history) - 1 - EVENTS), -1):
@@ -247,7 +303,8 @@ def _drivers(user: Example, names: Mapping[int, str]) -> str:
         body.append(f"<tr>{_head(html.escape(names[user.history[position]]))}{cells}</tr>")
     earlier = max(0, len(user.history) - EVENTS)
     note = f'<p class="note">{earlier:,} earlier events are not shown.</p>' if earlier else ""
-    table = _table(("event, newest first", *heads), body, "How each past event changes the first item's score.")
+    caption = f"How each past event of user {user.user_id} changes the score of the first item of {whose}."
+    table = _table(("event, newest first", *heads), body, caption)
     return f'<div class="events">{table}</div>{note}'
 
 
@@ -264,11 +321,12 @@ def _why(opinion: Opinion, position: int) -> str:
     return f'<td class="number"{style}>{drop:+.3f}{read}</td>'
 
 
-def _table(heads: Sequence[str], body: Sequence[str], caption: str) -> str:
+def _table(heads: Sequence[str], body: Sequence[str], caption: str, kind: str = "") -> str:
     head = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in heads)
     rows = f"<thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody>"
     table = f"<table><caption>{html.escape(caption)}</caption>{rows}</table>"
-    return f'<div class="scroll" tabindex="0" role="region" aria-label="{html.escape(caption)}">{table}</div>'
+    style = f"scroll {kind}".strip()
+    return f'<div class="{style}" tabindex="0" role="region" aria-label="{html.escape(caption)}">{table}</div>'
 
 
 def _head(content: str) -> str:
@@ -279,5 +337,6 @@ def _cell(content: str, kind: str = "") -> str:
     return f'<td class="{kind}">{content}</td>' if kind else f"<td>{content}</td>"
 
 
-def _number(content: str) -> str:
-    return _cell(content, "number")
+def _named(number: str, head: str) -> str:
+    """Return a cell that carries its column's head, which a phone shows above the number."""
+    return f'<td class="number" data-head="{html.escape(head)}">{number}</td>'

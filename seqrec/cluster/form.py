@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from seqrec.config import ConfigError, Params, Section, from_dict, parse
+from seqrec.config.checks import suggestion
 from seqrec.config.ranges import Count, Seed
 
 INPUTS = {  # of every pipeline; what the form says beside each of them
     "dataset": "Key of `datasets` in params.yaml. It brings its own source and its own settings.",
-    "models": "Keys of `models` in params.yaml, which are trained and compared.",
-    "protocol": "How the data is split: LOO-full, LOO-101, RATIO-full or temporal. Empty: as params.yaml says.",
-    "epochs": "Epochs of every training at most. 0: as params.yaml says.",
-    "seed": "Of initialisation, order, dropout and negatives. The split keeps prepare.seed.",
+    "models": "Keys of `models` in params.yaml: the models to train and compare.",
+    "protocol": "How the data is split: LOO-full, LOO-101, RATIO-full or temporal. Empty keeps params.yaml.",
+    "epochs": "Maximum epochs per training; 0 keeps params.yaml.",
+    "seed": "Seed of initialisation, order, dropout and negatives. The split keeps prepare.seed.",
     "overrides": (
         'Any other setting by its path in params.yaml: {"finetune.learning_rate": 0.002, '
         '"models.sasrec.options.layers": 3}. `section.key` holds for the dataset and for every model.'
@@ -66,7 +67,7 @@ def _check_origin(content: Mapping[str, Any], dataset: str) -> None:
     if dataset == content["dataset"]:
         return
     if dataset not in content["datasets"]:
-        raise ConfigError(f"dataset: no entry datasets.{dataset}; there are {', '.join(content['datasets'])}")
+        raise ConfigError(f"dataset: no entry datasets.{dataset}{suggestion(dataset, list(content['datasets']))}")
     own = content["datasets"][dataset]["ingest"]
     for key in ORIGIN:
         if content["ingest"].get(key) and key not in own:

@@ -91,7 +91,9 @@ class Plan:
             return cls(path, request)
         kept = read_json(path)
         if kept["request"] != request:
-            raise ValueError(f"--out: {path} was made for other data or flags: name another folder, or remove this one")
+            raise ValueError(
+                f"--out: {path} was made for other data or other flags: name another folder, or remove this one"
+            )
         return cls(path, **kept)
 
     def save(self, done: str = "") -> None:
@@ -158,7 +160,7 @@ def auto(
         try:
             return _auto(plan, out)
         except DamagedError as error:
-            message = f"{error}; or remove {plan.path} and run again, which repeats what is not a finished training"
+            message = f"{error}; or remove {plan.path} and run again, which repeats everything but finished trainings"
             raise ValueError(message) from error
 
 
@@ -351,7 +353,9 @@ def _say_malformed(out: Path) -> None:
         bad = pl.read_parquet(out / "data" / QUARANTINE)
         reason = bad["reason"].value_counts(sort=True)["reason"][0]
         where = out / "data" / QUARANTINE
-        logger.warning("%s malformed rows are left out, most because: %s; all are in %s", f"{number:,}", reason, where)
+        logger.warning(
+            "%s malformed rows are left out; the most common reason: %s; all are in %s", f"{number:,}", reason, where
+        )
 
 
 def say_data(plan: Plan, prepared: sequences.Sequences, out: Path) -> None:
@@ -423,10 +427,15 @@ def _epochs(plan: Plan, name: str, entry: Mapping[str, Any], folder: Path, out: 
     fitting, most = (_fitting(seconds, cost) for seconds in (share - probe, plan.left()))
     fitting = max(fitting, min(most, math.ceil(ENOUGH * wanted)))
     if fitting < 1 and not first:
-        logger.warning("%s is left out: an epoch takes %.0f s, and %.0f s are left", name, cost.epoch_s, plan.left())
+        logger.warning(
+            "%s is left out: an epoch takes %.0f s, but only %.0f s of the budget are left",
+            name,
+            cost.epoch_s,
+            plan.left(),
+        )
         return 0
     if most < 1:
-        logger.warning("the budget is too short for an epoch: %s gets one nevertheless, so this takes longer", name)
+        logger.warning("the budget is too short for one epoch; %s gets one nevertheless, so the run takes longer", name)
     epochs = max(1, min(fitting, wanted))
     estimate = f"about {epochs * cost.epoch_s:.0f} s at most; {cost.memory / 1e9:.1f} GB of memory so far"
     logger.info("%s: %d epochs of %d steps, %s", name, epochs, cost.steps, estimate)

@@ -50,11 +50,11 @@ def benchmark(
     """Train and evaluate the missing models of a benchmark, and write benchmark.md and benchmark.json.
 
     Args:
-        config_file: shaped as params.yaml; `leaderboard` names the rows.
-        out: folder that receives the data, a folder per seed, and the page.
+        config_file: config in the form of params.yaml; `leaderboard` names the models.
+        out: folder that receives the data, one folder per seed, and the page.
         dataset: a key of `datasets`; default: the one of the config.
         data: folder with `sequences/` already prepared.
-        seeds: of initialisation, order and dropout, separated by commas.
+        seeds: seeds of initialisation, order and dropout, separated by commas.
         only: models to train, separated by commas; default: all. The page shows every model that is finished with
             the settings of `config_file`.
 
@@ -62,7 +62,7 @@ def benchmark(
         The mean test NDCG@10 of each row.
 
     Raises:
-        ConfigError: a model or seed does not exist, or models train on a share of the users (counting rows would not).
+        ConfigError: a model or seed does not exist, or models train on a share of the users (baselines would not).
         LockedError: another process runs in `out`.
     """
     params = load(config_file)
@@ -71,7 +71,7 @@ def benchmark(
     check(params, ingests=data is None)
     numbers = [_seed(text) for text in seeds.split(",")]
     if any(params.section("finetune", model=model).user_share < 1 for model in models):
-        raise ConfigError("finetune.user_share: counting rows count every user; use scripts/text_demo.py instead")
+        raise ConfigError("finetune.user_share: the baselines read every user; use scripts/text_demo.py instead")
     with locked(out / locks.NAME, f"--out {out}"):
         folder = (data or run.prepare_data(params, out)) / "sequences"
         _count_rows(params, folder, out)
@@ -101,12 +101,12 @@ def _is(path: Path, settings: dict[str, Any]) -> bool:
     try:
         return path.is_file() and read_json(path) == settings
     except DamagedError as error:
-        logger.warning("%s; its report is made again", error)
+        logger.warning("%s; its report is written again", error)
         return False
 
 
 def _count_settings(params: Params, folder: Path) -> dict[str, Any]:
-    """Return what the figures of the counting rows depend on."""
+    """Return what the figures of the baselines depend on."""
     split = read_json(folder / SPLIT_CARD)["split_sha256"]
     return {"split": split, "filter_seen": params.filters_seen(), "evaluate": asdict(params.section("evaluate"))}
 
@@ -232,15 +232,11 @@ def page(content: dict[str, Any], rows: Sequence[Row]) -> str:
     lines = [
         f"# Benchmark on {content['dataset']}",
         "",
-        f"{content['protocol']}, whole catalogue. A user's NDCG is the mean over the seeds, and ± their standard "
-        "deviation. New items have no event in training. Gains are paired over users; p-values, of sign flips, are "
-        f"corrected for {sum(row['p_value'] is not None for row in rows)} comparisons. No row had a search of its "
-        "settings."
-        + (
-            " Test cases are ranked after a refit, for which the validation events count as training."
-            if refitted
-            else ""
-        ),
+        f"{content['protocol']}, whole catalogue. Each NDCG is the mean over the seeds, ± their standard "
+        "deviation. New items have no event in training. Gains are paired over users; p-values come from sign flips, "
+        f"corrected for {sum(row['p_value'] is not None for row in rows)} comparisons. No settings were "
+        "searched."
+        + (" Test cases are ranked after a refit that also trains on the validation events." if refitted else ""),
         "",
         f"Commit `{content['commit'][:7] or 'unknown'}` · split `{content['split_sha256'][:12]}`",
         "",
@@ -261,7 +257,7 @@ def _cells(row: Row, base: str) -> dict[str, str]:
         "validation NDCG@10": f"{row['valid']:.4f}",
         "test NDCG@10": f"{row['ndcg']:.4f}" + ("" if row["spread"] is None else f" ± {row['spread']:.4f}"),
         "test recall@10": f"{row['recall']:.4f}",
-        "test NDCG@10, no counts": _shown(row["alone"], ".4f"),
+        "test NDCG@10, no count term": _shown(row["alone"], ".4f"),
         "test NDCG@10, new items": _shown(row["new"], ".4f"),
         f"gain over {base} on test [95 %]": f"{gain.mean:+.4f} [{gain.low:+.4f}, {gain.high:+.4f}]" if gain else "-",
         "p, Holm": _shown(row["p_value"], ".3f"),

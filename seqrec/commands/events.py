@@ -74,7 +74,7 @@ def _kinds(text: str) -> list[str]:
         if kind not in KINDS:
             close = difflib.get_close_matches(kind, KINDS, 1)
             hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(KINDS)}"
-            raise ConfigError(f"events: --kinds: no events are of the kind {kind!r:.80}; {hint}")
+            raise ConfigError(f"events: --kinds: there are no events of the kind {kind!r:.80}; {hint}")
     return chosen
 
 
@@ -84,7 +84,9 @@ def _compare(store: Store, versions: Sequence[str]) -> dict[str, float]:
     found = show_clicks(store, *versions)
     for rate in (found.champion, found.candidate):
         if not rate.answers:
-            raise ValueError(f"--versions: no user was shown a list of version {rate.version} while both were served")
+            raise ValueError(
+                f"--versions: no user was shown a list of version {rate.version} while both versions were served"
+            )
     return {"difference": found.difference, "low": found.low, "high": found.high}
 
 

@@ -21,7 +21,7 @@ from seqrec.evaluation import ranking
 from seqrec.serving.recommender import CHAMPION_URI, POPULARITY, Recommender, Request, located
 from seqrec.training.checkpoint import Checkpoint, load_checkpoint
 
-BESIDE = "beside an event: by how much the first item's score drops when it is left out"
+BESIDE = "The number beside an event is the drop of the first item's score without this event."
 USERS_AT_ONCE = 8_192
 SCORES_SCHEMA = pa.schema(
     [
@@ -54,7 +54,7 @@ def recommend(
         exclude: item ids not to show, separated by commas.
         saved: model to use instead of the champion: a folder with weights, card, vocabulary and users, or
             models:/NAME/N.
-        explain: show by how much the first item's score drops without each event of the history.
+        explain: show how much the first item's score drops without each event of the history.
 
     Raises:
         TrackingError: the registry does not answer, or has no such model.
@@ -93,7 +93,7 @@ def score(
         sequences: the prepared dataset.
         saved: folder with weights and card, or models:/NAME@champion.
         output: Parquet file with one row per user: user_id, items, scores.
-        k: number of items; items of the user's past are left out if the model was evaluated that way.
+        k: number of items; past items are left out if the model was evaluated in this way.
         config: section `register`.
 
     Returns:

@@ -33,7 +33,7 @@ def refit(
         sequences: the prepared dataset.
         state: folder of resume states.
         config: section `register`.
-        resume: fail instead of starting afresh.
+        resume: continue a saved training; fail if there is none.
 
     Returns:
         Seconds and, unless it is a baseline, epochs of the training, and the version.
@@ -45,7 +45,7 @@ def refit(
     client, name = runs.connect(config), f"seqrec-{dataset}"
     evaluated = registry.find_evaluated(client, name)
     if evaluated is None:
-        raise ConfigError(f"{name} has no champion: run the pipeline first")
+        raise ConfigError(f"{name} has no champion: run `make repro` first")
     model = evaluated.tags["seqrec.model"]
     finetuned, refitted = load_checkpoint(artifacts / model / "finetuned"), artifacts / model / REFITTED
     for path, key, found in (

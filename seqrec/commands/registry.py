@@ -61,7 +61,7 @@ def _act(
     try:
         model = client.get_registered_model(name)
     except MlflowException as error:
-        raise ConfigError(f"{name} is not registered: run the pipeline first") from error
+        raise ConfigError(f"{name} is not registered: run `make repro` first") from error
     if action == "show":
         _show(client, model)
         return
@@ -69,7 +69,7 @@ def _act(
         champion = models.find_champion(client, name)
         chosen = _version(client, name, str(version)) if action == "promote" else _before(client, champion)
         if models.is_same(chosen, champion):
-            logger.info("version %s of %s is the champion already: nothing to do", chosen.version, name)
+            logger.info("version %s of %s is already the champion: nothing to do", chosen.version, name)
             return
         reasons = [reason] if reason else []
         if action == "promote" and store and champion is not None:
@@ -77,7 +77,9 @@ def _act(
         why = f"{action} by hand{': ' if reasons else ''}{'; '.join(reasons)}"
         with models.claim(client, name) as still_ours:
             if not (models.is_same(models.find_champion(client, name), champion) and still_ours()):
-                raise TrackingError(f"{action}: the champion of {name} is changing right now; look at it and try again")
+                raise TrackingError(
+                    f"{action}: the champion of {name} is being changed by another process; check it and try again"
+                )
             models.crown(client, chosen, champion, why, back=action == "rollback")
     logger.info("version %s of %s is the champion", chosen.version, name)
 
@@ -87,7 +89,7 @@ def _click_through(url: str, champion: str, candidate: str) -> list[str]:
     try:
         found = show_clicks(Store(url), champion, candidate)
     except StoreError as error:
-        logger.warning("--store: it does not answer, so the click-through is unknown (%s)", first_line(error))
+        logger.warning("--store: no answer, so the click-through is unknown (%s)", first_line(error))
         return []
     known = found.champion.answers and found.candidate.answers
     return [f"click-through {found.candidate.rate:.4f} against {found.champion.rate:.4f}, {found}"] if known else []

@@ -47,7 +47,7 @@ def run(
         dataset: a key of `datasets`; default: the one of the config.
         changes: settings for this run alone, such as "finetune.epochs=3".
         data: folder with `sequences/` already prepared: ingest, validate and prepare are skipped.
-        resume: fail instead of starting a training from the beginning.
+        resume: continue saved trainings; fail if there is none to continue.
         from_champion: start models from the champion's weights if they have its architecture and options.
         register: bring the run into MLflow at its end: leaderboard, runs, candidate and champion.
 
@@ -104,6 +104,8 @@ def import_run(*, run: Path, data: Path | None = None) -> dict[str, float]:
         run: the folder that `seqrec run` wrote to.
         data: the folder that the run was given as --data, if any.
     """
+    if not (run / SETTINGS).is_file():
+        raise FileNotFoundError(f"--run: {run} is not the output folder of `seqrec run`")
     params = load(run / SETTINGS)
     folder = data or run / "data"
     return BY_NAME["register"](params, run, sequences=folder / "sequences", data=folder)

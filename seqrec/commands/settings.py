@@ -56,7 +56,7 @@ def check(params: Params, *, ingests: bool = True) -> None:
         if dataset in sources.SOURCES and config.source != dataset:
             raise ConfigError(
                 f"datasets.{dataset}.ingest.source: {config.source}, but {dataset} is the name of another source; "
-                "give the dataset another name, or leave ingest.source out"
+                "rename the dataset, or leave ingest.source out"
             )
         try:
             sources.find(config)

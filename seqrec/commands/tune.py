@@ -77,7 +77,7 @@ class Search:
                     self.options(self.params({key: value}))
                 except ConfigError as error:
                     raise ConfigError(
-                        f"tune.spaces.{self.model}.{key}: {value!r} does not go with the other settings ({error})"
+                        f"tune.spaces.{self.model}.{key}: {value!r} contradicts the other settings ({error})"
                     ) from error
 
 
@@ -102,10 +102,10 @@ def tune(
         dataset: key in `datasets`.
         params: all settings, in the form of params.yaml.
         sequences: folder of the prepared dataset.
-        output: config to write, by default configs/tuned/MODEL.yaml; the budget is written beside it as JSON.
+        output: config to write (default: configs/tuned/MODEL.yaml); the budget is written beside it as JSON.
         state: folder of studies and resume states.
         study: SQLite file of the study, by default state/tune/FINGERPRINT.db.
-        resume: fail instead of starting afresh.
+        resume: continue a saved search; fail if there is none.
 
     Returns:
         The budget spent on the model, and its best validation metric.
@@ -151,7 +151,7 @@ def _search(model: str, dataset: str, params: Mapping[str, Any], sequences: Path
     }
     card = read_json(sequences / SPLIT_CARD)
     if card["dataset"] != dataset:
-        logger.warning("%s is of dataset %s; the settings are those of %s", sequences, card["dataset"], dataset)
+        logger.warning("%s holds dataset %s, but the settings are for %s", sequences, card["dataset"], dataset)
     search = Search(model=model, content=content, space=space, config=config, split=card["split_sha256"])
     search.check()
     return search
@@ -198,7 +198,7 @@ def _check_study(path: Path) -> None:
         verdict, known = str(error), 0
     if verdict != "ok" or not known:
         reason = "it holds no study" if verdict == "ok" else verdict
-        raise ConfigError(f"--study: {path} is damaged ({reason}): remove it, and the search begins anew")
+        raise ConfigError(f"--study: {path} is damaged ({reason}): remove it, and the search starts again")
 
 
 def _next(study: optuna.Study, search: Search, number: int) -> Trial:

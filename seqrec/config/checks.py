@@ -135,7 +135,7 @@ def refuse_secrets(values: Any, path: str) -> None:
         raise ConfigError(f"{path or 'top level'}: the settings contain themselves") from error
     for key in found:
         instead = REPLACEMENTS.get(key.rpartition(".")[2], "kubernetes.secrets" if "environment." in key else "")
-        hint = f"; here {instead} takes its place" if instead else ""
+        hint = f"; use {instead} instead" if instead else ""
         raise ConfigError(f"{key}: put credentials into the environment, not into the settings{hint}")
 
 

@@ -95,6 +95,7 @@ class Params:
         Raises:
             ConfigError: the model has no ranges, or a setting or range is wrong.
         """
+        self.model_entry(model)
         spaces, path = self.section("tune").spaces, f"tune.spaces.{model}"
         if not spaces.get(model):
             raise ConfigError(f"{path}: nothing to search; declare ranges such as finetune.learning_rate there")
@@ -120,13 +121,13 @@ class Params:
     def dataset_entry(self, name: str, key: str = "dataset") -> Mapping[str, Any]:
         """Return `datasets.<name>`; error messages start with `key`, the setting that refers to it."""
         if name not in self.datasets:
-            raise ConfigError(f"{key}: no entry datasets.{name}; there are {', '.join(self.datasets)}")
+            raise ConfigError(f"{key}: no entry datasets.{name}{suggestion(name, list(self.datasets))}")
         return self.datasets[name]
 
-    def model_entry(self, name: str) -> Mapping[str, Any]:
-        """Return `models.<name>`."""
+    def model_entry(self, name: str, key: str = "models") -> Mapping[str, Any]:
+        """Return `models.<name>`; error messages start with `key`, the setting that refers to it."""
         if name not in self.models:
-            raise ConfigError(f"leaderboard: no entry models.{name}; there are {', '.join(self.models)}")
+            raise ConfigError(f"{key}: no entry models.{name}{suggestion(name, list(self.models))}")
         return self.models[name]
 
 
@@ -164,10 +165,9 @@ def from_dict(content: Mapping[str, Any]) -> Params:
     for name in params.sources:
         params.dataset_entry(name, "sources")
     for name in params.leaderboard:
-        params.model_entry(name)
+        params.model_entry(name, "leaderboard")
     for name in params.section("tune").spaces:
-        if name not in params.models:
-            raise ConfigError(f"tune.spaces.{name}: no entry models.{name}; there are {', '.join(params.models)}")
+        params.model_entry(name, f"tune.spaces.{name}")
         params.space(name)
     return params
 

@@ -55,8 +55,10 @@ class IngestConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(bool(self.repository) == bool(self.revision), "repository and revision go together")
-        require(not (self.repository and self.mirror), "mirror has no effect with repository")
+        require(
+            bool(self.repository) == bool(self.revision), "repository needs revision, and revision needs repository"
+        )
+        require(not (self.repository and self.mirror), "mirror has no effect with repository; leave one of them out")
         require(_is_time_format(self.time_format), f"time_format: {self.time_format!r} is not a date format")
         require("%Z" not in self.time_format, "time_format: names of time zones (%Z) are ambiguous; use offsets (%z)")
 
@@ -79,7 +81,7 @@ class ValidateConfig(Section):
     max_date: str = "2035-01-01"  # latest date of an event, ISO, UTC
     max_duplicate_share: Share = 0.05  # maximum share of rows that repeat user, item and time
     max_volume_change: NotNegative = 0.1  # maximum relative difference from the known number of rows of the source
-    max_drift: PositiveReal = 0.25  # a higher population stability index against the baseline is a warning
+    max_drift: PositiveReal = 0.25  # a higher population stability index against the reference statistics is a warning
     engine: Literal["polars", "spark"] = "polars"  # polars: the table must fit into memory | spark: need not
 
     def __post_init__(self) -> None:
@@ -135,7 +137,10 @@ class ContrastConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.weight + self.same_target > 0, "weight and same_target are both 0: leave contrast out")
+        require(
+            self.weight + self.same_target > 0,
+            "weight and same_target are both 0, so the term has no effect: leave contrast out",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +148,7 @@ class TrainConfig(Section):
     """Settings of both training stages."""
 
     seed: Seed = 42  # seed of initialisation (pretrain), order, dropout and negatives; default: top-level `seed`
-    epochs: Annotated[Count, OrAuto()] = 50  # maximum, see patience; for auto, here and below, see docs/auto.md
+    epochs: Annotated[Count, OrAuto()] = 50  # maximum, see patience; docs/auto.md has the rules of auto
     batch_size: Annotated[Positive, OrAuto()] = 128  # users of average length per step
     loss: Literal["ce", "sampled_ce", "bce", "gbce", "bpr"] = "ce"  # see docs/results/reading.md
     negatives: Annotated[int, Bounds(ge=1, le=1 << 24)] = 256  # per step: sampled_ce | per target: bce, gbce, bpr
@@ -174,8 +179,11 @@ class TrainConfig(Section):
         super().__post_init__()
         require(self.min_learning_rate <= self.learning_rate, "min_learning_rate must be at most learning_rate")
         parse(ContrastConfig, self.contrast, "contrast")
-        require(not self.exclude_past or self.loss == "ce", "exclude_past: only loss ce has all items as candidates")
-        require(not (self.sparse_tables and self.loss == "ce"), "sparse_tables: loss ce reads all rows; use sampled_ce")
+        require(not self.exclude_past or self.loss == "ce", "exclude_past works with loss: ce only")
+        require(
+            not (self.sparse_tables and self.loss == "ce"),
+            "sparse_tables has no use with loss: ce, which reads all rows; set loss: sampled_ce",
+        )
         require(
             not (self.sparse_tables and self.weight_decay), "sparse_tables: weight_decay reads every row; set it to 0"
         )
@@ -191,7 +199,7 @@ class PretrainConfig(TrainConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, value in vars(self).items():
-            require(value != AUTO, f"{name} cannot be auto: only finetune has rules")
+            require(value != AUTO, f"{name} cannot be auto in pretrain: only finetune has rules for it")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,7 +235,10 @@ class FinetuneConfig(TrainConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.user_share == 1 or self.counts == "none", "user_share: counts read every user; set counts: none")
+        require(
+            self.user_share == 1 or self.counts == "none",
+            "user_share: the count term reads every user; set counts: none",
+        )
         if isinstance(self.counts, str):
             require(self.counts in ("none", "auto"), "counts must be none, auto, or a mapping of values")
         else:
@@ -257,7 +268,7 @@ class RegisterConfig(Section):
     min_gain: float = 0.0  # minimum absolute gain of valid/ndcg@10 over the champion
     confidence: Fraction = 0.95  # level of the paired interval of the gain, which must lie above min_gain
     max_loss: NotNegative = 0.1  # maximum relative loss of coverage, and of NDCG on tail items, against the champion
-    allow_below_baseline: bool = False  # baselines are no candidates, even if one is the best on validation
+    allow_below_baseline: bool = False  # never make a baseline the candidate, even if it is the best on validation
     graph: bool = True  # add the model's ONNX graph to a version, for faster serving
     examples: Annotated[int, Bounds(ge=0, le=1000)] = 4  # number of users whose recommendations the report shows
     seed: Seed = 42  # seed of choosing these users, and of the gate's resampling
@@ -291,7 +302,7 @@ class SearchRange:
             require(len(self.choices) > 0, "choices must not be empty")
             require(
                 (self.low, self.high, self.log, self.step) == (None, None, False, None),
-                "choices exclude low, high, log and step",
+                "choices cannot be combined with low, high, log or step",
             )
             return
         if self.low is None or self.high is None:
@@ -299,7 +310,10 @@ class SearchRange:
         require(math.isfinite(self.low) and math.isfinite(self.high), "low and high must be finite numbers")
         require(self.low < self.high, "low must be below high")
         require(not self.log or self.low > 0, "log needs a positive low")
-        require(self.step is None or (self.step > 0 and not self.log), "step must be positive, and log excludes it")
+        require(
+            self.step is None or (self.step > 0 and not self.log),
+            "step must be positive and cannot be combined with log",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,9 +43,9 @@ FORMATS = (  # tried for times that are neither numbers nor ISO 8601
 )
 EARLIEST, LATEST = 631_152_000, 2_051_222_400  # 1990 and 2035; excludes ratings
 FIT = 0.95  # minimum share of values that are valid times
-NO_TIMES = "; a log without times can be lines of `user item item ...` in order"
+NO_TIMES = "; a log without times can also be lines of `user item item ...`, oldest item first"
 GIVEN, NAMED, FITTING = "as you said", "its name", "its values"  # reasons for a guess
-ORDER = "as you said; numbers that are no dates give the order"
+ORDER = "as you said; the numbers are no dates, so they only give the order"
 
 
 class Guess(NamedTuple):
@@ -265,7 +265,9 @@ def _time_format(values: pl.Series, column: str) -> str:
     fitting = max(FORMATS, key=lambda text: shares[text])
     if shares[fitting] < FIT:
         example = "" if known.is_empty() else f" such as {str(known[0])!r:.40}"
-        order = f"; if they number days or steps, say so with --time {column}" if _is_order(values) else ""
+        order = (
+            f"; if they only number days or steps, pass the column with --time {column}" if _is_order(values) else ""
+        )
         raise ValueError(
             f"the times of {column}{example} have no known format, or lie outside 1990 to 2035: "
             f"set --time-format, or another column with --time{order}"

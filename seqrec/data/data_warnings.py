@@ -43,17 +43,19 @@ def warnings(
     double, outside = (dropped.get(rule, 0) for rule in ("duplicate events", "events outside the k-core"))
     found = []
     if users is not None and users < USERS:
-        found.append(f"only {users:,} users: intervals are wide, and counts may be all there is to learn")
+        found.append(f"only {users:,} users: intervals are wide, and simple counts may do as well as a model")
     if items is not None and items < ITEMS:
-        found.append(f"only {items:,} items: ten recommendations are much of them, and metrics say little")
+        found.append(f"only {items:,} items: ten recommendations are a large part of them, so the metrics say little")
     if double > DUPLICATES * total:
-        found.append(f"{double / total:.0%} of the events repeat user, item and time of another, and are left out")
+        found.append(
+            f"{double / total:.0%} of the events repeat the user, item and time of another event and are left out"
+        )
     if outside > OUTSIDE * total:
-        found.append(f"{outside / total:.0%} of the events are outside the k-core: metrics say nothing about them")
+        found.append(f"{outside / total:.0%} of the events are outside the k-core; the metrics do not cover them")
     if tied > TIES:
-        found.append(f"{tied:.0%} of the events share their time with the one before: their order is the file's")
+        found.append(f"{tied:.0%} of the events have the same time as the previous one; the file's order is kept")
     if steps is not None and steps < STEPS:
-        found.append(f"{steps} steps an epoch: lower finetune.batch_size, or train more epochs")
+        found.append(f"only {steps} steps per epoch: lower finetune.batch_size, or train more epochs")
     if repeated is not None and repeated > REPEATS and filter_seen:
-        found.append(f"{repeated:.0%} of the events repeat an item: filter_seen: false lets it be recommended")
+        found.append(f"{repeated:.0%} of the events repeat an item; to recommend such items, set filter_seen: false")
     return found

@@ -157,7 +157,7 @@ def content_suites(
 def _time_suite(times: Any, config: ValidateConfig, dated: bool) -> Suite:
     time, row = "interactions.timestamp", "interactions.row"
     missing, unique = gxe.ExpectColumnValuesToNotBeNull, gxe.ExpectColumnValuesToBeUnique
-    order, repeated = "row numbers are unique: they order events of equal times", "{:,} of {:,} are repeated"
+    order, repeated = "row numbers are unique (they order events with equal times)", "{:,} of {:,} are repeated"
     rules = [_rule(missing, "every event has a time", column=time, advice=TIME_ADVICE, finding=NO_TIME)]
     if dated:
         least, most = (_seconds(day) for day in (config.min_date, config.max_date))
@@ -202,7 +202,7 @@ def _rating_suite(ratings: pl.Series) -> Suite:
         column="interactions.rating",
         value_set=list(RATINGS),
         severity="warning",
-        advice="nothing if prepare.min_rating is 0: ratings only matter to that setting",
+        advice="nothing, unless prepare.min_rating is set: nothing else reads the ratings",
     )
     return Suite(pd.DataFrame({"interactions.rating": _texts(values)}), [rule])
 
@@ -252,7 +252,7 @@ def _totals_suite(
 
 
 def _volume_rules(reference: Mapping[str, int], config: ValidateConfig) -> list[gxe.Expectation]:
-    too_few = "use a larger source: nothing can be learnt or ranked from one"
+    too_few = "use a larger source: one user or one item is not enough to learn from"
     rules = [
         _total("rows", f"at least {config.min_rows}", least=config.min_rows, advice="lower validate.min_rows"),
         _total("users", "at least 2", least=2, advice=too_few),
@@ -268,7 +268,7 @@ def _volume_rules(reference: Mapping[str, int], config: ValidateConfig) -> list[
 
 
 def _known_count(name: str, count: int) -> gxe.Expectation:
-    advice = "compare results with other work only if the difference is understood"
+    advice = "find out why before you compare results with other work"
     rule = f"equals the {count:,} {name} the source is known for"
     return _total(name, rule, least=count, most=count, severity="warning", advice=advice)
 
@@ -302,8 +302,8 @@ def _relation_rules(repeated: Sequence[str], unknown: Sequence[str], config: Val
 
 def _drift_rules(drift: Mapping[str, float], config: ValidateConfig) -> list[gxe.Expectation]:
     if not drift:
-        advice = "run `seqrec accept-baseline` once the data is known to be good"
-        rule, finding = "drift is measured against a baseline", "no baseline accepted yet"
+        advice = "run `seqrec accept-baseline` once you know that the data is good"
+        rule, finding = "drift is measured against reference statistics", "no reference statistics accepted yet"
         return [_total("baseline", rule, least=1, severity="info", advice=advice, finding=finding)]
     advice = "run `seqrec accept-baseline` if the change is wanted, or raise validate.max_drift"
     text = "drift of the events per {} (population stability index) is at most {:g}"

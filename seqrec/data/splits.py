@@ -248,7 +248,9 @@ def with_noise(item: IntArray, ends: Ends, num_items: int, share: float, seed: i
     item = item.astype(np.int64)
     later = np.unique((user * (num_items + 1) + item)[~in_train])
     if len(later) and np.bincount(later // (num_items + 1)).max() >= num_items:
-        raise ValueError("prepare.noise_share: a user's later events hold every item, so no other item can be drawn")
+        raise ValueError(
+            "prepare.noise_share: a user's later events contain every item, so no other item can be drawn: lower it"
+        )
     candidates = np.flatnonzero(in_train)
     chosen = generator.choice(candidates, size=round(share * len(candidates)), replace=False)
     while len(chosen):

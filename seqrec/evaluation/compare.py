@@ -80,7 +80,7 @@ def compare(
         _check_same_evaluation(finished[0], other)
     if seeds:
         if sequences is not None:
-            raise ValueError("--sequences has no effect with --seeds: the spread has no slices")
+            raise ValueError("--sequences has no effect with --seeds; leave it out")
         result = _spread(finished)
         Console().print(_spread_table(result))
         return result
@@ -149,7 +149,9 @@ def _report(run: str) -> Path:
     folder, _, model = (run, "", "") if Path(run).is_dir() else run.rpartition(":")
     reports = Path(folder or run) / "reports"
     if not reports.is_dir():
-        raise FileNotFoundError(f"{run} is neither a folder with {METRICS} nor the output of `seqrec run`")
+        raise FileNotFoundError(
+            f"{run} holds no {METRICS} and is not the output of `seqrec run`: evaluate the model first"
+        )
     if model:
         return reports / model
     found = sorted(path.parent.name for path in reports.glob(f"*/{METRICS}"))
@@ -279,8 +281,8 @@ def _gain_table(result: Mapping[str, Any], other: str, gains: Mapping[str, Any])
     table = Table(
         title=f"{result['first']} against {other}",
         caption=(
-            f"{gains['test']['users']} users{f', split {split:.12}' if split else ''}; intervals over users,"
-            " p from sign flips over users: of these weights, not of other seeds"
+            f"{gains['test']['users']} users{f', split {split:.12}' if split else ''}; intervals"
+            " and p-values are over users, for these weights; other seeds would give other weights"
         ),
         box=None,
         pad_edge=False,
@@ -309,7 +311,7 @@ def _cells(figures: Mapping[str, float]) -> list[str]:
 def _spread_table(result: Mapping[str, Any]) -> Table:
     table = Table(
         title=f"{result['model']} over {len(result['seeds'])} seeds ({', '.join(map(str, result['seeds']))})",
-        caption="spread over trainings on the same users; it says nothing about other users",
+        caption="the spread over trainings on the same users; other users may differ more",
         box=None,
         pad_edge=False,
     )

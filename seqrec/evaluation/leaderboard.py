@@ -42,8 +42,8 @@ HEADINGS = (  # two short lines each, so that the table fits into 80 columns
 )
 FURTHER = (
     "",
-    "make ui            the runs side by side in MLflow, at http://127.0.0.1:5000",
-    "dvc metrics diff   what your last change did",
+    "make ui            compare the runs in MLflow, at http://127.0.0.1:5000",
+    "dvc metrics diff   show what your last change did",
 )
 Row = dict[str, Any]  # model: str; baseline, candidate, champion, refit: bool; and the numbers of REQUIRED
 
@@ -63,7 +63,9 @@ def build(*, reports: Path, models: Sequence[str], baselines: Sequence[str] = BA
 def _row(reports: Path, name: str, *, baseline: bool) -> Row:
     path = reports / name / METRICS
     if not path.is_file():
-        raise FileNotFoundError(f"leaderboard: {path} not found; evaluate {name} first, or take it off `leaderboard`")
+        raise FileNotFoundError(
+            f"leaderboard: {path} not found; evaluate {name} first, or remove it from `leaderboard`"
+        )
     metrics = read_json(path)
     missing = [key for key in REQUIRED if key not in metrics]
     if missing:
@@ -103,7 +105,7 @@ def verdict(
     best, baseline = next((row for row in rows if not row["baseline"]), None), best_baseline(rows)
     if best is None:
         names = {"model": None, "baseline": baseline and baseline["model"]}
-        sentence = "No model beats counting here: none was trained."
+        sentence = "This run has no trained model to compare with the baselines."
         return {**names, "gain": None, "test_gain": None, "sentence": sentence}
     model = best["model"]
     if baseline is None:
@@ -114,13 +116,13 @@ def verdict(
         intervals.paired_gain(ours, theirs, split=split, confidence=confidence, seed=seed)
         for split in ("valid", "test")
     )
-    against = f"{SELECTION} over the best baseline, {baseline['model']}"
+    against = f"the best baseline, {baseline['model']}, by {_interval(gain)} NDCG@10 on validation"
     sentence = (
-        f"{model} is the best model: its gain of {against}, is {_interval(gain)}."
+        f"{model} is reliably better than the baselines. It beats {against}."
         if gain.low > 0
-        else f"No model beats counting here: the best, {model}, has a gain of {against}, of {_interval(gain)}."
+        else f"No trained model is reliably better than the baselines. {model}, the best, differs from {against}."
     )
-    sentence += f" On test, the gain is {_interval(test)}."
+    sentence += f" On test, the difference is {_interval(test)}."
     gains = {"gain": gain._asdict(), "test_gain": test._asdict()}
     return {"model": model, "baseline": baseline["model"], **gains, "sentence": sentence}
 
@@ -184,7 +186,14 @@ def show(*, reports: Path = Path("reports")) -> None:
 
     Args:
         reports: folder with leaderboard.json.
+
+    Raises:
+        FileNotFoundError: no run has written it.
     """
+    if not (reports / LEADERBOARD).is_file():
+        raise FileNotFoundError(
+            f"{reports / LEADERBOARD} not found: run `make repro` first, or name other reports by --reports"
+        )
     say(reports)
 
 
@@ -201,9 +210,9 @@ def say(reports: Path, more: Sequence[str] = ()) -> None:
     for name in below_baseline(report["rows"]):
         best = best_baseline(report["rows"])
         assert best is not None
-        console.print(f"{name} is below the best baseline, {best['model']}, on validation", style="red")
+        console.print(f"{name} scores below the best baseline, {best['model']}, on validation", style="red")
     for name in report["warnings"]:
-        console.print(f"the data: {name}", style="red", markup=False, highlight=False)
+        console.print(f"warning about the data: {name}", style="red", markup=False, highlight=False)
     console.print(report["verdict"]["sentence"], markup=False, highlight=False)
     outcome = report["registry"]
     if outcome:
@@ -212,7 +221,7 @@ def say(reports: Path, more: Sequence[str] = ()) -> None:
         console.print(f"{name} {verb}: {outcome['reason']}", markup=False, highlight=False)
     lines = [*FURTHER] if outcome else []
     if (reports / REPORT_PAGE).is_file():
-        lines.append(f"{reports / REPORT_PAGE} has slices, curves, and what each model recommends to whom, and why")
+        lines.append(f"{reports / REPORT_PAGE} shows learning curves, slices, and example recommendations with reasons")
     lines += [*more, *advice(report, reports.parent)]
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
@@ -248,7 +257,7 @@ def _reason(model: str, verdict: Mapping[str, Any]) -> str:
 
 def render(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Return `rows` as a table for the terminal; `*` marks the champion, `+` a candidate that was not promoted."""
-    refit = "; test after a refit on the validation events" if any(row.get("refit") for row in rows) else ""
+    refit = "; test figures after a refit on the validation events" if any(row.get("refit") for row in rows) else ""
     title = f"Leaderboard at 10, ordered by validation NDCG{refit}"
     table = Table(title=title, box=None, pad_edge=False, collapse_padding=True)
     table.add_column("model", no_wrap=True)

@@ -57,7 +57,7 @@ class ApproximateRecommender(Recommender):
             ValueError: `expansion` is less than 1.
         """
         if expansion < 1:
-            raise ValueError(f"ann: {expansion} candidates are too few, 64 to 512 are usual")
+            raise ValueError(f"ann: {expansion} candidates are too few; 64 to 512 are usual")
         self.expansion = expansion
         item_VD = self.item_vectors[1:]
         square_V = item_VD.square().sum(1)

@@ -116,7 +116,7 @@ class Kept(Generic[K, V]):
         if found and age < OLDEST * self.seconds:
             return found[1]
         if key not in self.working:
-            raise HTTPException(503, "another question to the store takes its time", retry_after(5))
+            raise HTTPException(503, "another query to the store is still running; try again later", retry_after(5))
         return await asyncio.shield(self.working[key])  # who goes leaves the others their answer
 
     async def _compute(self, key: K, compute: Callable[[], V]) -> V:

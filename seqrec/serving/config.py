@@ -17,8 +17,8 @@ class ServeConfig(Section):
     """Options of `serve`: what is served, where, and how much of it."""
 
     saved: str = ""  # model to serve instead of the champion: a folder with its weights and card, or models:/NAME/N
-    ann: Annotated[int, Bounds(ge=0, le=100_000)] = 0  # candidates of an approximate search; 0: score all items
-    items: Path | None = None  # items table of `ingest`, data/items.parquet: requests may then name its attributes
+    ann: Annotated[int, Bounds(ge=0, le=100_000)] = 0  # candidates of the approximate search; 0: score all items
+    items: Path | None = None  # table of items, such as data/items.parquet; rules may then name its attributes
     host: str = "127.0.0.1"  # address to listen on; 0.0.0.0: all
     port: Annotated[int, Bounds(ge=0, le=65_535)] = 8000  # port to listen on; 0: any free one
     poll_s: Annotated[float, Bounds(ge=0, le=DAY_S)] = 30.0  # seconds between checks for a new champion; 0: never
@@ -26,15 +26,17 @@ class ServeConfig(Section):
     threads: Annotated[int, Bounds(ge=1, le=1_024)] = 1  # threads that compute a pass
     keys: Path | None = None  # file of `seqrec keys`; requests must then carry a key
     rate: Annotated[float, Bounds(ge=0, le=1e6)] = (
-        0.0  # requests a second of a key or address, by cost; 429 above; 0: any
+        0.0  # requests per second and key or address, weighted by cost; 429 above it; 0: no limit
     )
-    max_cost: Annotated[float, Bounds(gt=0, le=1e6)] = 200.0  # cost of a request, docs/using.md; 413 above
-    max_body: Annotated[int, Bounds(ge=1, le=1 << 30)] = 8 << 20  # bytes of a request's body; 413 above
-    max_queue: Annotated[int, Bounds(ge=1, le=1_000_000)] = 1_000  # requests that wait for the model; 503 above
-    timeout_s: Annotated[float, Bounds(gt=0, le=3_600)] = 30.0  # seconds until a request without an answer gets 504
+    max_cost: Annotated[float, Bounds(gt=0, le=1e6)] = 200.0  # maximum cost of a request (docs/using.md); 413 above it
+    max_body: Annotated[int, Bounds(ge=1, le=1 << 30)] = 8 << 20  # maximum bytes of a request's body; 413 above it
+    max_queue: Annotated[int, Bounds(ge=1, le=1_000_000)] = (
+        1_000  # maximum number of requests that wait for the model; 503 above it
+    )
+    timeout_s: Annotated[float, Bounds(gt=0, le=3_600)] = 30.0  # seconds until an unanswered request gets 504
     drain_s: Annotated[float, Bounds(ge=0, le=3_600)] = 5.0  # seconds to keep answering after SIGTERM; /ready is 503
     origins: str = ""  # web pages of other origins that may call the service, separated by commas
-    store: str = ""  # SQLAlchemy URL of a store of events, such as sqlite:///events.db; default: SEQREC_STORE
+    store: str = ""  # SQLAlchemy URL of the event store, such as sqlite:///events.db; default: SEQREC_STORE
     keep_days: Annotated[float, Bounds(ge=0, le=36_500)] = 0.0  # days until stored events are deleted; 0: never
     candidate: str = ""  # second model that answers some of the users: a folder or models:/NAME/N
     share: Annotated[float, Bounds(ge=0, le=1)] = 0.1  # share of the users whom the candidate answers

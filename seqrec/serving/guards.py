@@ -18,7 +18,7 @@ from seqrec.serving.service import Service
 
 OPEN = ("/", "/health", "/ready", "/metrics", "/openapi.json")  # no key, no rate
 OPEN_BELOW = ("/docs", "/redoc", "/static", "/page")
-ADMIN = (("DELETE", "/users/"), ("PUT", "/experiment"))  # method and beginning of the path
+ADMIN = (("GET", "/users/"), ("DELETE", "/users/"), ("PUT", "/experiment"))  # method and beginning of the path
 POLICY = "default-src 'none'; frame-ancestors 'none'"  # answers are data
 PAGE = "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'"  # no script or style in the HTML
 DOCS = ("/docs", "/redoc", "/docs/oauth2-redirect")  # pages of FastAPI, with scripts and styles in the HTML
@@ -103,11 +103,11 @@ class Guards:
             if key is None:
                 return _refused(401, "send a valid key: Authorization: Bearer KEY", {"WWW-Authenticate": "Bearer"})
             if not key.admin and any(scope["method"] == m and path.startswith(p) for m, p in ADMIN):
-                return _refused(403, "this key may not do that; an admin's may")
+                return _refused(403, "this key may not do that; use the key of an admin")
             caller = key.name
         scope.setdefault("state", {})["caller"] = caller
         if service.rates is not None and (seconds := service.rates.take(caller)):
-            return _refused(429, f"more than {service.options.rate:g} requests a second", retry_after(seconds))
+            return _refused(429, f"more than {service.options.rate:g} requests per second", retry_after(seconds))
         if not service.served.ready:
             return _refused(503, NO_CHAMPION, retry_after(service.options.poll_s))
         if path.startswith("/recommend") and service.waiting() >= service.options.max_queue:

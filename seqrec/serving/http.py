@@ -75,9 +75,9 @@ def app(
     if named := version():
         service.switch(load(), named)
     elif options.poll_s:
-        logger.info("%s: the service waits for one, and looks every %g s", NO_CHAMPION, options.poll_s)
+        logger.info("%s: run `make repro`; the service checks for one every %g s", NO_CHAMPION, options.poll_s)
     else:
-        raise ConfigError(f"{NO_CHAMPION}: run the pipeline first, or set poll_s, so that the service looks for one")
+        raise ConfigError(f"{NO_CHAMPION}: run `make repro` first, or let the service wait for one by --poll-s 30")
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -207,6 +207,13 @@ def _add_events(api: FastAPI, service: Service, store: Store) -> None:
         items, scores = [item for item, _ in found], [score for _, score in found]
         return schemas.Listing(items=items, titles=titles, scores=scores, version=version)
 
+    @api.get("/users/{user:path}")
+    async def history(user: str) -> schemas.History:
+        """Return what the store knows of a user, oldest first."""
+        items = (await asyncio.to_thread(store.histories, [user]))[user].items
+        titles = service.served.current[0].titles
+        return schemas.History(items=items, titles=[titles.get(item, "") for item in items])
+
     @api.delete("/users/{user:path}")
     async def forget(user: str) -> schemas.Forgotten:
         """Delete what the store knows of a user; the model forgets when it is trained again without these events."""
@@ -291,7 +298,7 @@ def _served(dataset: str, config: RegisterConfig, options: ServeConfig) -> tuple
 def _candidate(config: RegisterConfig, options: ServeConfig, champion_version: str) -> Served:
     version = version_of(options.candidate, config)
     if version == champion_version:
-        raise ConfigError(f"candidate: {options.candidate} is the model that it would be compared with")
+        raise ConfigError(f"candidate: {options.candidate} is the champion itself; name another version")
     return Served(loaded(options.candidate, options.ann, config, options.items), version)
 
 

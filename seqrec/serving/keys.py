@@ -33,7 +33,7 @@ class Key:
 
     name: str  # of who uses it; several keys may share one, while they are exchanged
     sha256: str
-    admin: bool = False  # may also delete users and change an experiment
+    admin: bool = False  # may also read and delete users, and change an experiment
     expires: float | None = None  # seconds UTC
 
     def __post_init__(self) -> None:

@@ -61,7 +61,7 @@ class Request:
         if not 0 <= self.explore <= 1:
             raise ValueError(f"explore must be from 0 to 1, not {self.explore}")
         if self.explore and self.quota:
-            raise ValueError("explore: a random item could break the quota; use one of the two")
+            raise ValueError("explore: a random item could break the quota; leave out explore or quota")
         if self.chosen and self.k > LONGEST:
             raise ValueError(f"k must be at most {LONGEST} with diversity, quota or explore, not {self.k}")
         if any(not 0 < factor < math.inf for values in self.boost.values() for factor in values.values()):
@@ -337,9 +337,11 @@ class Recommender:
         shown = [(score, item) for score, item in zip(*best, strict=True) if score > float("-inf")][: request.k]
         notes = []
         if not positions:
-            notes.append("no known item in the history: these are the most popular ones")
+            notes.append("the history has no known item: these are the most popular ones")
         elif "times" in self.model.needs and request.times is None:
-            notes.append(f"times not given: events taken to be {self.gap:g} s apart, the median of the training data")
+            notes.append(
+                f"times not given: events are assumed to be {self.gap:g} s apart, the median of the training data"
+            )
         return self._named(
             [score for score, _ in shown],
             [item for _, item in shown],

@@ -126,6 +126,13 @@ class Listing(BaseModel):
     version: str = Field(description="of the model in the registry")
 
 
+class History(BaseModel):
+    """What a user did, by the store of events."""
+
+    items: list[str] = Field(description="oldest first")
+    titles: list[str] = Field(description="empty where the model has none")
+
+
 class Titled(BaseModel):
     """An item, and its title as the model knows it."""
 

@@ -91,7 +91,7 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         host, port, *_ = self.servers[0].sockets[0].getsockname()
         shown = f"[{host}]" if ":" in host else host
-        logger.info("http://%s:%d answers; open it in a browser to try the model", shown, port)
+        logger.info("serving at http://%s:%d; open it in a browser to try the model", shown, port)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """End: after the time to drain on the first SIGTERM, at once on a second one or on Ctrl-C."""

@@ -73,7 +73,7 @@ class Service:
             reason = {"type": "value_error", "loc": ("body",), "msg": str(error)}
             raise RequestValidationError([reason]) from error
         except RuntimeError as error:
-            raise HTTPException(503, "the model failed; the log of the service says why") from error
+            raise HTTPException(503, "the model failed; the reason is in the log of the service") from error
         seconds = time.perf_counter() - began
         for _ in found:
             self.metrics.latency.observe(seconds)
@@ -153,7 +153,7 @@ class Service:
     def _charge(self, caller: str, cost: float) -> None:
         """Count what a request costs beyond 1; refuse it if the caller has to make up for earlier ones: 429."""
         if self.rates is not None and (seconds := self.rates.take(caller, max(0.0, cost - 1), needed=0.0)):
-            reason = f"more than {self.options.rate:g} requests a second, by their cost"
+            reason = f"more than {self.options.rate:g} requests per second, weighted by cost"
             raise HTTPException(429, reason, retry_after(seconds))
 
     async def explain(self, question: schemas.Question, caller: str) -> list[float]:
@@ -182,7 +182,7 @@ class Service:
             except Exception as error:  # whatever a registry or a version in it may do; the next look may go well
                 problem = f"{type(error).__name__}: {error}"[:500]
                 if problem != self.served.problem:  # once, not at every look
-                    logger.exception("no new champion can be loaded; version %s stays", self.version or "none")
+                    logger.exception("a new champion cannot be loaded; version %s stays in use", self.version or "none")
                 self.served.problem = problem
 
     @property

@@ -44,7 +44,7 @@ def evaluate(
     net, card = trained.model, trained.card
     if REFIT in card:
         raise ValueError(
-            f"{checkpoint} was refitted on every event: it has seen the cases that it would be measured on"
+            f"{checkpoint} was refitted on every event, so it has seen the test cases: evaluate `finetuned` instead"
         )
     trained.check_catalogue(sequences, users="user" in net.needs)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

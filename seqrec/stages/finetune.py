@@ -52,7 +52,7 @@ def finetune(
         config: section `finetune`.
         refit: `evaluate.refit`; with `valid`, weights that have also seen the validation events are written to a folder
             inside `checkpoint`.
-        resume: fail instead of starting afresh.
+        resume: continue a saved training; fail if there is none.
         log: for callers in Python: called with each epoch's record instead of MLflow; may end the training by raising.
         experiment: name of the MLflow experiment, used if MLFLOW_TRACKING_URI is set; `register.experiment`.
 

@@ -66,8 +66,8 @@ def ingest(*, dataset: str, output: Path, downloads: Path, config: IngestConfig)
 
     Args:
         dataset: key in `datasets`, for messages.
-        output: output folder, which belongs to this stage; results of earlier runs are replaced.
-        downloads: folder of downloads until they are complete and read.
+        output: output folder; results of earlier runs in it are replaced.
+        downloads: folder of unfinished downloads.
         config: section `ingest` of the dataset.
 
     Returns:
@@ -86,7 +86,7 @@ def ingest(*, dataset: str, output: Path, downloads: Path, config: IngestConfig)
         raise ValueError(f"datasets.{dataset}: {error}") from error
     except OSError as error:
         if error.errno in NO_ROOM:
-            message = f"no room for {output} and {downloads} ({error}): free some space and run again"
+            message = f"the disk has no room for {output} and {downloads} ({error}): free some space and run again"
             raise OSError(error.errno, message) from error
         raise
 

@@ -47,7 +47,7 @@ def pretrain(
             on them, models of two domains on them and the dataset.
         champion: folder with weights, card, vocabulary and users of a champion; a model of the same architecture and
             options starts from its weights instead of pre-training.
-        resume: fail instead of starting afresh.
+        resume: continue a saved training; fail if there is none.
         experiment: name of the MLflow experiment, used if MLFLOW_TRACKING_URI is set; `register.experiment`.
     """
     training = Training(

@@ -57,7 +57,17 @@ from seqrec.evaluation.leaderboard import (
 from seqrec.evaluation.leaderboard import write as write_leaderboard
 from seqrec.tracking import gate, registry, runs, view
 from seqrec.tracking.model_card import model_card
-from seqrec.tracking.runs import CHANGES_TAG, COMPLETE, FINGERPRINT, PIPELINE_RUN, TrackingError, explained, registering
+from seqrec.tracking.runs import (
+    CHANGES_TAG,
+    COMPLETE,
+    FINGERPRINT,
+    HIDDEN,
+    KIND,
+    PIPELINE_RUN,
+    TrackingError,
+    explained,
+    registering,
+)
 from seqrec.training.checkpoint import Checkpoint, load_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -68,7 +78,15 @@ FIGURES = "figures.html"  # of a model's run
 PARAMS = "params.yaml"  # of the parent run, beside the resolved settings of each model
 TEST = "test/ndcg@10"
 REPORT_FILES = (METRICS, CASES, RECOMMENDATIONS)
-SETTINGS = ("model", "architecture", "stage", "options", "catalogue", "config")  # of a model card; the rest is outcome
+SETTINGS = (
+    "model",
+    "architecture",
+    "stage",
+    "options",
+    "catalogue",
+    "config",
+    "versions",
+)  # of a model card; the rest is outcome
 
 
 @dataclass(frozen=True)
@@ -170,7 +188,7 @@ def register(
         write_text(reports / REPORT_PAGE, _page(board, entries, shown, split))
         if outcome["promoted"]:
             _say_doubts(board)
-        _finish_parent(tracker, parent, entries, params, reports, outcome, pipeline_run)
+        _finish_parent(tracker, parent, entries, params, reports, board, pipeline_run)
     gain = {f"gain/{SELECTION}/{name}": value for name, value in (outcome["gain"] or {}).items()}
     chosen = {f"candidate/{key}": best.row[key] for key in (SELECTION, TEST)}
     return {**chosen, "promoted": float(outcome["promoted"]), **gain}
@@ -229,7 +247,7 @@ def _explained(reports: Path, config: RegisterConfig) -> Iterator[None]:
             yield
     except TrackingError as error:
         raise TrackingError(
-            f"{error}. {reports / LEADERBOARD} is written; `seqrec register` will import everything else"
+            f"{error}. {reports / LEADERBOARD} is written; `seqrec register` will do the rest later"
         ) from error
 
 
@@ -237,7 +255,8 @@ def _connect(split: Mapping[str, Any], data: Path, config: RegisterConfig) -> Tr
     source = read_json(data / SOURCE_CARD)
     client = runs.connect(config)
     origin = {key: str(source.get(key, "")) for key in ("source", "licence")}
-    tags = {f"seqrec.{key}": str(split[key]) for key in ("dataset", "protocol", "input_sha256", "split_sha256")}
+    tags = {f"seqrec.{key}": str(split[key]) for key in ("dataset", "protocol")}
+    tags |= {f"{HIDDEN}{key}": str(split[key]) for key in ("input_sha256", "split_sha256")}
     dataset = Dataset(
         name=split["dataset"],
         digest=split["split_sha256"][:8],  # as MLflow's own; the tags hold the whole
@@ -259,7 +278,7 @@ def _origin_tags() -> dict[str, str]:
     """Return user, source, git commit and the hash of dvc.lock, if any, under the names that MLflow shows."""
     lock = Path("dvc.lock")
     tags = {"mlflow.source.name": "seqrec register", "mlflow.source.type": "LOCAL", "mlflow.user": _user()}
-    tags |= {"seqrec.dvc_lock": sha256(lock)} if lock.is_file() else {}
+    tags |= {f"{HIDDEN}dvc_lock": sha256(lock)} if lock.is_file() else {}
     if commit := git_commit():
         return {**tags, "mlflow.source.git.commit": commit}
     logger.warning("no git commit to record: not in a git repository")
@@ -318,15 +337,15 @@ def _log_entry(tracker: Tracker, entry: Entry, parent: Run, shown: Examples) -> 
     if run.data.tags.get(COMPLETE) == entry.content:
         return run
     run_id = run.info.run_id
-    versions = {f"versions.{name}": version for name, version in entry.card.get("versions", {}).items()}
-    architecture = entry.card.get("architecture", entry.name)
-    about = f"{entry.name} on {tracker.split['dataset']}, {TEST} {entry.row[TEST]:.4f}"
     settings = {key: entry.card[key] for key in SETTINGS if key in entry.card}
-    _describe(tracker, run, settings, {**versions, "seqrec.architecture": architecture, view.NOTE: about})
+    kind = "baseline" if entry.row["baseline"] else "model"
+    architecture = entry.card.get("architecture", entry.name)
+    tags = {KIND: kind, "seqrec.architecture": architecture, view.NOTE: _about(entry, tracker)}
+    _describe(tracker, run, settings, tags)
     for file in REPORT_FILES:
         client.log_artifact(run_id, str(entry.report / file), registry.REPORT)
     if entry.history:
-        page = report.model_page(entry.name, entry.history, shown)
+        page = report.model_page(entry.name, entry.history, shown, entry.row[SELECTION])
         client.log_text(run_id, page, FIGURES)
     model_id = None
     if not entry.row["baseline"]:  # the model of a baseline is logged if it is the candidate, since EASE is large
@@ -336,6 +355,14 @@ def _log_entry(tracker: Tracker, entry: Entry, parent: Run, shown: Examples) -> 
     client.set_terminated(run_id)
     client.set_tag(run_id, COMPLETE, entry.content)
     return run
+
+
+def _about(entry: Entry, tracker: Tracker) -> str:
+    value, low, high = (entry.row[f"{TEST}{end}"] for end in ("", "/low", "/high"))
+    return (
+        f"{entry.name} on {tracker.split['dataset']}: {TEST} {value:.4f} [{low:.4f}, {high:.4f}]. The report is "
+        f"`{REPORT_PAGE}` among the artifacts of the parent run, which compares all models."
+    )
 
 
 def _describe(tracker: Tracker, run: Run, settings: Mapping[str, Any], tags: Mapping[str, str]) -> None:
@@ -365,8 +392,8 @@ def _gate(tracker: Tracker, best: Entry, run: Run, sequences: Path, config: Regi
     if config.graph:
         registry.log_graph(tracker.client, model, functools.partial(export_graph, best.checkpoint))
     about = (
-        f"Next-item recommenders for {tracker.split['dataset']} ({tracker.split['protocol']}), a version a training. "
-        f"`{registry.CHAMPION}` is the one to serve, `{registry.CANDIDATE}` the best of the last run."
+        f"Next-item recommenders for {tracker.split['dataset']} ({tracker.split['protocol']}), one version per training"
+        f". `{registry.CHAMPION}` is the version to serve, `{registry.CANDIDATE}` the best of the last run."
     )
     description = model_card(best.card, best.metrics, tracker.split, tracker.source)
     version = registry.create_version(tracker.client, name, model, tags, description)
@@ -391,20 +418,21 @@ def _finish_parent(
     entries: Sequence[Entry],
     params: Mapping[str, Any],
     reports: Path,
-    outcome: Mapping[str, Any],
+    board: Mapping[str, Any],
     pipeline_run: str,
 ) -> None:
     client, run_id = tracker.client, run.info.run_id
-    rows = [entry.row for entry in entries]
+    rows, outcome = [entry.row for entry in entries], board["registry"]
     for file in (LEADERBOARD, REPORT_PAGE):
         client.log_artifact(run_id, str(reports / file))
     verdict = f"{outcome['model']} is {'' if outcome['promoted'] else 'not '}the champion: {outcome['reason']}"
-    client.set_tag(run_id, view.NOTE, view.note(rows, verdict))
+    verdict = f"{board['verdict']['sentence']}\n\n{verdict}"
+    client.set_tag(run_id, view.NOTE, view.note(rows, verdict, reports / REPORT_PAGE))
     view.share(client, tracker.experiment, run_id)
     if not run.data.tags.get(COMPLETE):
         settings = {"dataset": tracker.split["dataset"], "protocol": tracker.split["protocol"]}
         settings["leaderboard"] = ", ".join(entry.name for entry in entries)
-        _describe(tracker, run, settings, {})
+        _describe(tracker, run, settings, {KIND: "pipeline run"})
         client.log_text(run_id, yaml.safe_dump(dict(params), sort_keys=False), PARAMS)
         runs.log_metrics(client, run, view.leaders(rows))
     if runs.injected_run() is None and run.info.status != "FINISHED":  # whoever made the run ends it

@@ -90,19 +90,21 @@ def validate(*, dataset: str, data: Path, report: Path, baseline: Path, config: 
 
 
 def accept_baseline(*, dataset: str, data: Path, baseline: Path) -> None:
-    """Accept the interactions in `data` as the baseline of `dataset`, with which later ones are compared.
+    """Accept the interactions in `data` as the reference statistics of `dataset`, against which drift is measured.
 
     Args:
         dataset: name of the entry.
         data: folder with interactions.parquet.
-        baseline: JSON file of accepted histograms; entries of other datasets are kept.
+        baseline: JSON file of reference statistics (accepted histograms); entries of other datasets are kept.
 
     Raises:
         ValueError: there are no interactions.
     """
     events = log_counts.read_events(data / artifacts.INTERACTIONS)
     if events.is_empty():
-        raise ValueError(f"{data / artifacts.INTERACTIONS} has no rows: nothing to accept as baseline of {dataset}")
+        raise ValueError(
+            f"{data / artifacts.INTERACTIONS} has no rows: no reference statistics of {dataset} can be accepted"
+        )
     entries = _read_baseline(baseline)
     entries[dataset] = {column: histogram(log_counts.events_per(events, column)) for column in ("item_id", "user_id")}
     artifacts.write_json(baseline, dict(sorted(entries.items())))

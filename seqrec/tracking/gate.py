@@ -80,7 +80,7 @@ def promote(
                 registry.crown(client, version, champion, decision.reason)
             if still_ours():
                 return decision
-    raise TrackingError(f"{version.name}: other promotions came first {ATTEMPTS} times in a row; run register again")
+    raise TrackingError(f"{version.name}: another promotion came first, {ATTEMPTS} times in a row; run register again")
 
 
 def _recorded(version: ModelVersion) -> Decision:
@@ -100,7 +100,7 @@ def _decide(
     config: RegisterConfig,
 ) -> Decision:
     if by := version.tags.get(registry.WITHDRAWN_TAG):
-        reason = f"it was rolled back to version {by}; promote it by hand if it shall be served again"
+        reason = f"it was rolled back to version {by}; promote it by hand to serve it again"
         return Decision(False, reason, None)
     if champion is None:
         return Decision(True, "the first champion", None)
@@ -147,7 +147,7 @@ def _measured_from(
     registry.fetch(f"models:/{champion.name}/{champion.version}", folder, config)
     checkpoint = load_checkpoint(folder)
     if REFIT in checkpoint.card:
-        raise ValueError("its weights were refitted on events that may be held out now")
+        raise ValueError("its weights were refitted on events that may now be held out")
     if why := held_out_now(checkpoint, sequences):
         raise ValueError(why)
     return other_catalogue.measured(checkpoint, sequences, filter_seen=version.tags[registry.FILTER_TAG] == "1")

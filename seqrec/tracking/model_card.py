@@ -14,9 +14,9 @@ TABLE = {  # metric -> what it is
     "ndcg@10": "NDCG@10",
     "recall@10": "Recall@10",
     "mrr": "MRR",
-    "ndcg@10/popularity=tail": "NDCG@10 where the next item is a rare one",
-    "ndcg@10/popularity=cold": "NDCG@10 where training never saw it",
-    "coverage@10": "share of the catalogue in anybody's first ten",
+    "ndcg@10/popularity=tail": "NDCG@10 if the next item is rare",
+    "ndcg@10/popularity=cold": "NDCG@10 if the next item is not in the training data",
+    "coverage@10": "share of the catalogue that is recommended to at least one user",
 }
 SUMMARIES = {  # of the baselines
     "popularity": "Popularity: every item's number of training events.",
@@ -25,7 +25,9 @@ SUMMARIES = {  # of the baselines
     "pctm": "PCTM: smoothed counts of what followed the user's newest events (Petrov et al., RecSys 2026).",
     "seqrules": "Sequential Rules: counts of what followed the user's newest events (Ludewig and Jannach, UMUAI 2018).",
 }
-REFIT_NOTE = " They are those of weights that were refitted on the validation events, which this version does not hold."
+REFIT_NOTE = (
+    " The test figures belong to weights that were refitted on the validation events. This version does not hold them."
+)
 
 
 def model_card(
@@ -50,7 +52,7 @@ def model_card(
     settings = {**card["options"], **card["config"]}
     parts = [
         f"# {card['model']} on {split['dataset']}",
-        f"Orders the items of one catalogue by what a user is likely to want next. {about}",
+        f"Ranks the items of one catalogue by how likely a user is to want them next. {about}",
         f"- architecture `{card['architecture']}`, {card['parameters']:,} parameters; sees the last "
         f"{card['options']['length']} events of a history{_needs(kind, card['options'])}\n"
         f"- knows {sizes['num_items']:,} items and {sizes['num_users']:,} users",
@@ -62,8 +64,8 @@ def model_card(
         f"- {split['protocol']}{': ' + split['rule'] if 'rule' in split else ''}\n"
         f"- SHA-256 of the split `{split['split_sha256']}`",
         "## Metrics",
-        f"Among the whole catalogue, items of the past {'left out' if metrics['filter_seen'] else 'included'}; 95 % "
-        "intervals over users. The validation figure chose this model, the test figures chose nothing."
+        f"Among the whole catalogue, past items {'left out' if metrics['filter_seen'] else 'included'}; 95 % "
+        "intervals over users. This model was chosen by its validation figure; the test figures decided nothing."
         + (REFIT_NOTE if metrics.get("refit") else ""),
         _table(metrics),
         "## Settings",
@@ -113,11 +115,11 @@ def _value(metrics: Mapping[str, float], name: str) -> str:
 
 def _limits(split: Mapping[str, Any], items: int) -> str:
     lines = [
-        "For showing people items of this catalogue, and for comparison with other models on this split. Not for "
-        "decisions about people; not beyond what the licence of the data allows.",
-        f"It ranks these {items:,} items; a history without a known one gets the most popular. It repeats what the "
-        "users of this log did, popularity above all: see the rare items and the coverage in the table.",
+        "Use it to recommend items of this catalogue, and to compare models on this split. Do not use it for decisions "
+        "about people, or beyond what the licence of the data allows.",
+        f"It ranks these {items:,} items; a history without a known item gets the most popular ones. It repeats what "
+        "the users of this log did, and favours popular items: see the rare items and the coverage in the table.",
     ]
     if split["protocol"].startswith("LOO"):
-        lines.append("Leave-one-out lets training see later events of other users: online, expect less.")
+        lines.append("Under leave-one-out, training sees later events of other users: expect lower accuracy online.")
     return "\n".join(f"- {line}" for line in lines)

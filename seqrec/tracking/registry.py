@@ -38,6 +38,7 @@ from seqrec.config import RegisterConfig
 from seqrec.redaction import redacted
 from seqrec.tracking.runs import (
     FINGERPRINT,
+    HIDDEN,
     PARENT,
     TrackingError,
     connect,
@@ -56,7 +57,7 @@ logger = logging.getLogger(__name__)
 CANDIDATE, CHAMPION = "candidate", "champion"
 REPORT = "report"  # artifact folder of a run
 ARTIFACTS = "artifacts"  # folder of a logged model, where MLflow lays what a pyfunc model reads
-WEIGHTS_TAG, SPLIT_TAG, FILTER_TAG = "seqrec.weights_sha256", "seqrec.split_sha256", "seqrec.filter_seen"
+WEIGHTS_TAG, SPLIT_TAG, FILTER_TAG = f"{HIDDEN}weights_sha256", f"{HIDDEN}split_sha256", "seqrec.filter_seen"
 PROMOTED_TAG, REASON_TAG, GAIN_TAG = "seqrec.promoted", "seqrec.reason", "seqrec.gain"
 PREVIOUS_TAG = "seqrec.previous"  # of a champion: the version before it
 WITHDRAWN_TAG = "seqrec.withdrawn"  # of a champion that was rolled back: by which version
@@ -267,8 +268,8 @@ def register_refit(
     tags = {key: value for key, value in evaluated.tags.items() if key not in OWN_TAGS}
     tags |= {REFIT_TAG: str(evaluated.version), REASON_TAG: reason}
     notice = (
-        f"**A {reason}, the test events too: epochs {card[REFIT]['epochs']}, weights `{card['weights_sha256']}`. What "
-        f"follows was said of version {evaluated.version}; these weights cannot be measured on that split.**\n\n"
+        f"**A {reason}, the test events too: epochs {card[REFIT]['epochs']}, weights `{card['weights_sha256']}`. The "
+        f"text below describes version {evaluated.version}; these weights cannot be measured on that split.**\n\n"
     )
     version = create_version(client, name, model, tags, notice + (evaluated.description or ""))
     client.set_terminated(run.info.run_id)
@@ -326,11 +327,14 @@ def fetch(uri: str, folder: Path, config: RegisterConfig) -> None:
             model = Path(mlflow.artifacts.download_artifacts(uri, dst_path=directory))
         except (MlflowException, OSError) as error:
             server = redacted(tracking_uri(config))
+            next_step = ""
+            if "not found" in str(error):
+                next_step = "; `make repro` registers models, and `seqrec registry show` lists their versions"
             raise TrackingError(
-                f"register.tracking_uri: {uri} cannot be fetched from {server} ({first_line(error)})"
+                f"register.tracking_uri: {uri} cannot be fetched from {server} ({first_line(error)}){next_step}"
             ) from error
         if not (model / ARTIFACTS / MODEL_CARD).is_file():
-            raise TrackingError(f"{uri} holds no {MODEL_CARD}, so `register` has not logged it")
+            raise TrackingError(f"{uri} holds no {MODEL_CARD}, so it was not logged by `register`")
         for file in (WEIGHTS, MODEL_CARD, TOKENS, COUNTS, GRAPH, GRAPH_CARD, *FILES):
             if (model / ARTIFACTS / file).is_file():
                 shutil.copyfile(model / ARTIFACTS / file, folder / file)

@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FINGERPRINT = "seqrec.fingerprint"
+HIDDEN = "mlflow.seqrec."  # begins a tag that only we read: MLflow's pages show no tag that begins with "mlflow."
+FINGERPRINT = f"{HIDDEN}fingerprint"
+KIND = "seqrec.kind"  # tag: pipeline run, model or baseline
 PARENT = "mlflow.parentRunId"
 UNLOGGED = (
     "epoch",
@@ -45,7 +47,7 @@ UNLOGGED = (
 )
 PIPELINE_RUN, OUTCOME, FAILURE = "seqrec.pipeline_run", "seqrec.outcome", "seqrec.failure"
 CHANGES_TAG = "seqrec.changes"  # settings changed for one run, as JSON
-COMPLETE = "seqrec.complete"  # tag that `register` sets last: what a run holds, or which pipeline run has ended
+COMPLETE = f"{HIDDEN}complete"  # tag that `register` sets last: what a run holds, or which pipeline run has ended
 FAILED_STATES = ("FAILED", "CANCELED")  # of an orchestrator
 SQLITE = "sqlite:///"
 SMALLEST_PAGE = 512  # bytes of a SQLite file
@@ -57,14 +59,14 @@ ENVIRONMENT = {  # defaults, unless the user sets them
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
 }
 ADVICE = {  # words of a database's errors -> what to do
-    "database is locked": "the database is locked by another process; wait until that has ended, and try again",
+    "database is locked": "another process has locked the database; wait until it has ended, and try again",
     "disk is full": "the disk is full; free some space, and try again",
-    "disk i/o error": "the disk failed, or is full; look at it, and try again",
-    "readonly database": "the database may not be written to; make the file and its folder writable",
-    "unable to open database file": "the database cannot be opened; make its folder exist and writable",
-    "file is not a database": "the file is no SQLite database, or cut short; name another, or restore it from a backup",
+    "disk i/o error": "the disk is full or has failed; check it, and try again",
+    "readonly database": "the database is read-only; make the file and its folder writable",
+    "unable to open database file": "the database cannot be opened; create its folder and make it writable",
+    "file is not a database": "the file is no SQLite database or truncated; name another, or restore it from a backup",
     "malformed": "the database is damaged; restore it from a backup",
-    "failed with error code 401": "the server wants another user or password; set MLFLOW_TRACKING_USERNAME and "
+    "failed with error code 401": "the server refuses the user or the password; set MLFLOW_TRACKING_USERNAME and "
     "MLFLOW_TRACKING_PASSWORD",
 }
 Record = Mapping[str, Any]
@@ -330,6 +332,11 @@ def metric_name(name: str) -> str:
     return re.sub(r"[^\w.\- /]", "_", name.replace("@", "_at_").replace("=", "."))
 
 
+def rounded(value: float) -> float:
+    """Return a figure with four digits after the point, or four digits that count where it is less than 1."""
+    return round(value, 4) if abs(value) >= 1 else float(f"{value:.4g}")
+
+
 def flatten(content: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Return nested settings as MLflow parameters: `{"a": {"b": 1}}` -> `{"a.b": "1"}`."""
     flat: dict[str, str] = {}
@@ -364,7 +371,8 @@ def log_metrics(
 
     A value is dated from the run's start, so that the store drops it as a duplicate when it is logged again; one
     that replaces another value is dated now, which makes it the latest. A curve has a point per epoch (1, 2, ... over
-    all phases). The values come first: pages that compare runs open on the first metric.
+    all phases). The values come first: pages that compare runs open on the first metric. All are `rounded`:
+    metrics.json, among the artifacts, has every digit.
     """
     from mlflow.entities import Metric
 
@@ -373,8 +381,9 @@ def log_metrics(
     points = []
     for name, value in metrics.items():
         key = metric_name(name)
+        value = rounded(float(value))
         replaces = run.data.metrics.get(key, value) != value
-        points.append(Metric(key, float(value), now if replaces else start, 0, model_id=model_id, **used))
+        points.append(Metric(key, value, now if replaces else start, 0, model_id=model_id, **used))
     ends = itertools.accumulate(record["seconds"] for record in history)
     epochs = zip(history, itertools.count(1), (start / 1000 + end for end in ends), strict=False)
     client.log_batch(run.info.run_id, metrics=points + curves(client, run, epochs))
@@ -389,7 +398,7 @@ def curves(client: MlflowClient, run: Run, records: Iterable[Dated]) -> list[Met
     from mlflow.entities import Metric
 
     points = [
-        Metric(f"curve/{metric_name(key)}", float(value), int(1000 * seconds), step)
+        Metric(f"curve/{metric_name(key)}", rounded(float(value)), int(1000 * seconds), step)
         for record, step, seconds in records
         for key, value in record.items()
         if key not in UNLOGGED and _is_number(value)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from seqrec.evaluation.leaderboard import SELECTION
-from seqrec.tracking.runs import metric_name
+from seqrec.tracking.runs import KIND, metric_name
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 SHARED_VIEW = "mlflow.sharedViewState."  # the tag that MLflow's own page writes when somebody shares a view
-KIND = {"mlflow.experimentKind": "custom_model_development"}  # or the experiment opens on pages for language models
+EXPERIMENT = {
+    "mlflow.experimentKind": "custom_model_development"
+}  # or the experiment opens on pages for language models
 NOTE = "mlflow.note.content"
 KEY = "seqrec"  # of the view
 BEST_EPOCH = "best_epoch"
@@ -31,6 +34,16 @@ SCALARS = (  # of a model's run, with the best epoch and the curves at most 20; 
 )
 COLUMNS = (SELECTION, "test/ndcg@10", "test/recall@10", "test/coverage@10")
 COLUMN_PIXELS = 150
+SECTION = {"uuid": "models", "name": "What differs", "display": True, "isReordered": False}
+CHART = {"metricSectionId": SECTION["uuid"], "runsCountToCompare": 10, "deleted": False, "isGenerated": False}
+DIFFERENCES = CHART | {  # the first chart: settings in which the runs differ
+    "uuid": "differences",
+    "type": "DIFFERENCE",
+    "chartName": "Settings that differ",
+    "compareGroups": ["Parameters"],
+    "showDifferencesOnly": True,
+    "showChangeFromBaseline": False,
+}
 LEADERS = 14  # rows of a leaderboard that the parent run carries
 
 
@@ -55,9 +68,10 @@ def leaders(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return values | {f"leaderboard/{row['model']}": row["test/ndcg@10"] for row in rows[:LEADERS]}
 
 
-def note(rows: Sequence[Mapping[str, Any]], verdict: str) -> str:
-    """Return the description of the parent run: the verdict and the leaderboard, in Markdown."""
-    lines = [verdict, "", f"| model | {' | '.join(COLUMNS)} |", "| --- |" + " ---: |" * len(COLUMNS)]
+def note(rows: Sequence[Mapping[str, Any]], verdict: str, page: Path) -> str:
+    """Return the description of the parent run in Markdown: the verdict, where the report is, and the leaderboard."""
+    where = f"The report is `{page.name}` among the artifacts of this run, and {page} where it was run."
+    lines = [verdict, "", where, "", f"| model | {' | '.join(COLUMNS)} |", "| --- |" + " ---: |" * len(COLUMNS)]
     for row in rows:
         name = f"**{row['model']}**" if row.get("champion") else row["model"]
         lines.append(f"| {name} | " + " | ".join(f"{row[column]:.4f}" for column in COLUMNS) + " |")
@@ -70,14 +84,21 @@ def share(client: MlflowClient, experiment: str, newest: str) -> None:
     view = {
         "orderByKey": columns[0],
         "orderByAsc": False,
-        "selectedColumns": ["attributes.`Duration`", *columns],
+        "selectedColumns": [f"tags.`{KIND}`", "attributes.`Duration`", *columns],
         "columnOrder": columns,
         "columnWidths": dict.fromkeys(columns, COLUMN_PIXELS),
         "runsExpanded": {newest: True},
+        "compareRunSections": [SECTION],
+        "compareRunCharts": [DIFFERENCES, *map(_bars, COLUMNS)],
     }
     text = "Recommenders, one run a pipeline run and below it one run a model. The column to compare is the first."
-    for key, value in {**KIND, NOTE: text, f"{SHARED_VIEW}{KEY}": json.dumps(view)}.items():
+    for key, value in {**EXPERIMENT, NOTE: text, f"{SHARED_VIEW}{KEY}": json.dumps(view)}.items():
         client.set_experiment_tag(experiment, key, value)
+
+
+def _bars(name: str) -> dict[str, Any]:
+    """Return the chart of one metric of the runs that are compared."""
+    return CHART | {"uuid": name, "type": "BAR", "metricKey": metric_name(name)}
 
 
 def link(address: str, experiment: str) -> str:

@@ -252,7 +252,7 @@ def _read_card(folder: Path) -> dict[str, Any]:
     files = content.get("files")
     if not isinstance(files, dict) or not {VOCABULARY, USERS} <= files.keys() <= {*FILES}:
         raise ValueError(
-            f"{path} does not say which vocabulary and users belong to the weights, as cards of older versions: "
+            f"{path} was written by an older version, without the names of vocabulary and users: "
             "train the model again, and register it again"
         )
     try:

@@ -60,7 +60,9 @@ def fit(
     """
     contrast.check(config, model, stage)
     if epochs is None and bool((data.valid_stop == data.train_stop).all()):
-        raise ValueError("no validation cases to stop on: check prepare.protocol, prepare.valid_share and the k-core")
+        raise ValueError(
+            "early stopping has no validation cases: check prepare.protocol, prepare.valid_share and the k-core"
+        )
     torch.manual_seed(config.seed + accelerator.process_index)
     torch.use_deterministic_algorithms(config.deterministic)
     device, main = accelerator.device, accelerator.is_main_process

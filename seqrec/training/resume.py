@@ -77,7 +77,7 @@ class ResumeState:
             try:
                 return load_tensors(folder / "state.safetensors") | read_json(folder / "state.json")
             except (DamagedError, FileNotFoundError) as error:
-                logger.warning("a resume state is not used, an earlier one is tried: %s", error)
+                logger.warning("a resume state cannot be used; trying an earlier one: %s", error)
         return None
 
     def delete(self) -> None:

@@ -38,7 +38,7 @@ def warm_start(net: SequenceModel, sequences: Path, folder: Path) -> bool:
         ValueError: a file is not the one that the card lists, or the champion was trained on held-out events.
     """
     if not (folder / MODEL_CARD).is_file():
-        logger.info("no champion to start from")
+        logger.info("there is no champion to start from")
         return False
     try:
         champion = load_checkpoint(folder)

@@ -150,11 +150,11 @@ def test_text_is_legible_in_either_scheme(scheme):
 def test_lists_mark_the_held_out_item_and_end_where_a_list_ends(text):
     rows = Page(text).rows
 
-    assert rows[4] == ["recommended", "sasrec", "gru4rec", "markov"]
+    assert rows[4] == ["rank", "sasrec", "gru4rec", "markov"]
     assert rows[5] == ["1", EVIL, "Two & a half ✓", "Five"]
     assert rows[6] == ["2", "Two & a half ✓", EVIL, ""]
     assert rows[7] == ["3", "", "", ""]
-    assert rows[15] == ["rank of the next item", "2", "1", "30.5"]
+    assert rows[15] == ["next item", "2", "1", "30.5"]
 
 
 def test_the_history_says_what_drove_the_first_item_of_models_that_can_say_it(text):
@@ -192,6 +192,42 @@ def test_long_histories_are_cut_and_it_is_said(monkeypatch):
     assert "1 earlier events are not shown" in text
 
 
+def test_two_users_with_three_models_are_open_and_the_others_folded():
+    opinions = OPINIONS | {"ease": OPINIONS["sasrec"]}
+    users = [Example(user_id=f"u{number}", history=[1], target=2, opinions=opinions) for number in range(4)]
+
+    text = report.page(BOARD, METRICS, {}, Examples(users=users, names=NAMES))
+
+    examples = text[text.index("<h2>Examples") :]
+    folded = re.findall(r"<details><summary>([^<]*)", examples)
+    assert folded == ["User u0: ease", "User u3: ease", "User u1", "User u1: ease", "User u2", "User u2: ease"]
+    heads = [cells for cells in Page(text).rows if cells[0] == "rank"]
+    assert heads == [["rank", "sasrec", "gru4rec", "markov"], ["rank", "ease"]] * 4
+
+
+def test_a_curve_that_ends_elsewhere_than_its_leaderboard_figure_says_why(text):
+    (curves,) = [figure for figure in Page(text).figures() if len(figure["layout"]["annotations"]) == 2][:1]
+    stars = {trace["name"]: trace["y"] for trace in curves["data"] if trace["marker"].get("symbol") == "star"}
+
+    assert stars == {"sasrec": [0.3], "gru4rec": [0.3]}
+    assert "A star is the figure of sasrec, gru4rec on the leaderboard, which includes the count term" in text
+    assert "A star" not in report.model_page("sasrec", EPOCH_RECORDS, EXAMPLES, 0.2)  # its curve ends at 0.2
+
+
+def test_a_phone_and_a_screen_reader_get_the_whole_page(text):
+    """A phone shows the head of each column beside its number; axe asks for `main` and regions of different names."""
+    names = re.findall(r'role="region" aria-label="([^"]*)"', text)
+
+    assert text.count("<main>") == text.count("</main>") == 1
+    assert len(set(names)) == len(names) == 3
+    assert re.findall(r'data-head="([^"]*)">([^<]*)', text)[:2] == [
+        ("NDCG@10, validation", "0.3000"),
+        ("NDCG@10, test [95 % interval]", "0.2000 [0.1800, 0.2300]"),
+    ]
+    for word in ("30.5", "most popular fifth"):  # mid-ranks, head and tail
+        assert word in text[text.index("Glossary") :]
+
+
 def test_a_page_without_examples_or_verdict():
     text = report.page(BOARD | {"registry": None}, METRICS, {}, Examples())
 
@@ -206,5 +242,5 @@ def test_a_models_own_page_has_its_curves_and_terms():
         "gru4rec": ["training loss", "loss/task", "NDCG@10 on validation, served with fewer rows"],
     }
     for name, titles in expected.items():
-        figures = Page(report.model_page(name, EPOCH_RECORDS, EXAMPLES)).figures()
+        figures = Page(report.model_page(name, EPOCH_RECORDS, EXAMPLES, 0.2)).figures()
         assert [figure["layout"]["annotations"][0]["text"] for figure in figures] == titles

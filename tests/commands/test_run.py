@@ -114,7 +114,7 @@ def test_epochs_are_logged_live_into_the_experiment_of_register(tmp_path, monkey
     assert client.get_experiment_by_name("seqrec") is None
     (logged,) = client.search_runs([client.get_experiment_by_name("ours").experiment_id])
     card = json.loads(Path("live/artifacts/sasrec/finetuned/config.json").read_text())
-    assert logged.data.tags["seqrec.fingerprint"] == card["fingerprint"]
+    assert logged.data.tags["mlflow.seqrec.fingerprint"] == card["fingerprint"]
     assert "curve/loss" in logged.data.metrics
 
 

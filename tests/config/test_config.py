@@ -85,12 +85,12 @@ def changed(path: str, value: object) -> dict:
         ("evaluate.bootstrap", 10**12, "evaluate: bootstrap must be at least 100 and at most 100000"),
         ("prepare.protocol", "random", "prepare.protocol: Input should be 'LOO-full', 'LOO-101', 'RATIO-full'"),
         ("register.confidence", 95, "register: confidence must be more than 0 and less than 1, not 95"),
-        ("dataset", "huge", "dataset: no entry datasets.huge; there are small, large"),
-        ("sources", ["huge"], "sources: no entry datasets.huge; there are small, large"),
+        ("dataset", "huge", "dataset: no entry datasets.huge; known are small, large"),
+        ("sources", ["huge"], "sources: no entry datasets.huge; known are small, large"),
         ("sources", ["large", "large"], "sources: each name once, got large, large"),
         ("leaderboard", ["../narrow"], "leaderboard: expected a name of letters, digits, dots and dashes"),
         ("kubernetes", {"resources": {"fit": {}}}, "kubernetes: resources.fit: unknown step; known are default"),
-        ("leaderboard", ["narrow", "deep"], "leaderboard: no entry models.deep; there are narrow, wide"),
+        ("leaderboard", ["narrow", "deep"], "leaderboard: no entry models.deep; known are narrow, wide"),
     ],
 )
 def test_a_mistake_is_named_by_its_key(path, value, message):

@@ -145,7 +145,7 @@ def test_what_the_caller_names_is_taken(tmp_path):
     [
         ({"user": "user", "item": "item"}, {}, "no column looks like timestamp among user, item; name it: --time"),
         ({"user": "user", "item": "item", "time": "words"}, {}, "have no known format.* set --time-format"),
-        ({"user": "user", "item": "item", "day": "number"}, {}, "have no known format.* say so with --time day"),
+        ({"user": "user", "item": "item", "day": "number"}, {}, "have no known format.* with --time day"),
         ({"user": "user"}, {"item_id": "sku"}, "log.csv has no column 'sku' for item_id; there are user"),
     ],
 )

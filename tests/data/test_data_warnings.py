@@ -17,8 +17,8 @@ SOUND = {"users": 5_000, "items": 300, "events": 100_000, "tied_events": 100}
         ({}, {"steps": 20, "repeated": 0.1}, ""),
         ({"users": 999}, {}, "only 999 users"),
         ({"items": 10}, {}, "only 10 items"),
-        ({"tied_events": 87_000}, {}, "87% of the events share their time"),
-        ({}, {"steps": 19}, "19 steps an epoch"),
+        ({"tied_events": 87_000}, {}, "87% of the events have the same time"),
+        ({}, {"steps": 19}, "only 19 steps per epoch"),
         ({}, {"repeated": 0.5}, "50% of the events repeat an item"),
         ({}, {"repeated": 0.5, "filter_seen": False}, ""),
     ],
@@ -34,7 +34,7 @@ def test_each_reason_has_its_sentence(counts, facts, message):
     ("dropped", "message"),
     [
         ({"duplicate events": 5_000, "users outside the k-core": 400_000}, ""),
-        ({"duplicate events": 25_000}, "20% of the events repeat user, item and time of another, and are left out"),
+        ({"duplicate events": 25_000}, "20% of the events repeat the user, item and time"),
         ({"events outside the k-core": 150_000}, "60% of the events are outside the k-core"),
     ],
 )

@@ -201,7 +201,7 @@ def test_seen_items_left_out_of_one_run_alone_are_refused(tmp_path, pair):
     [
         (["one"], {}, "at least two"),
         (["one", "one"], {}, "one is named twice"),
-        (["one", "nowhere"], {}, "nowhere is neither a folder with metrics.json nor the output of `seqrec run`"),
+        (["one", "nowhere"], {}, "nowhere holds no metrics.json"),
         (["one", "other"], {"seeds": True}, "one has no artifacts/MODEL/finetuned/config.json"),
     ],
 )

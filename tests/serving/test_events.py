@@ -266,7 +266,7 @@ def test_the_command_names_what_is_wrong(tmp_path, caplog, monkeypatch):
     assert (tmp_path / "out.csv").read_text() == dumped
     again = ["events", "dump", "--store", f"sqlite:///{tmp_path}/events.db", "--output", str(tmp_path / "out.csv")]
     for kinds, message in (
-        ("veiw", "--kinds: no events are of the kind 'veiw'; did you mean view?"),
+        ("veiw", "--kinds: there are no events of the kind 'veiw'; did you mean view?"),
         ("", "there are view, buy, hide"),
         ("buy,", "there are view, buy, hide"),
         ("hide", "the store has no events of the kinds hide"),
@@ -290,10 +290,10 @@ def test_the_command_names_what_is_wrong(tmp_path, caplog, monkeypatch):
             r"\*@127.0.0.1:1/db: .*check --store or SEQREC_STORE|'psycopg'",
         ),
         ("sqlite:///{0}/events.db?timeout=soon", "expected sqlite:///FILE or postgresql"),
-        ("sqlite:///{0}/no/folder/events.db", "make its folder exist"),
-        ("sqlite:///{0}", "make its folder exist"),
+        ("sqlite:///{0}/no/folder/events.db", "create its folder"),
+        ("sqlite:///{0}", "create its folder"),
         ("sqlite:///file:{0}/events.db?mode=ro&uri=true", "make the file and its folder writable"),
-        ("sqlite:///{0}/locked.db?timeout=0.01", "locked by another process"),
+        ("sqlite:///{0}/locked.db?timeout=0.01", "another process has locked"),
         ("sqlite:///{0}/no-database.db", "restore it from a backup"),
     ],
 )

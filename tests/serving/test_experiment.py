@@ -40,7 +40,7 @@ def test_a_version_of_a_folder_changes_with_its_weights(prepared, tmp_path):
     assert len(names) == 2
     assert http.version_of("models:/seqrec-ml-100k/4", RegisterConfig()) == "4"
     options = ServeConfig(port=0, saved=str(first), candidate=str(first), share=0.5)
-    with pytest.raises(ConfigError, match=r"candidate: .* is the model that it would be compared with"):
+    with pytest.raises(ConfigError, match=r"candidate: .* is the champion itself"):
         http.serve(dataset="tiny", config=RegisterConfig(), options=options)
 
 

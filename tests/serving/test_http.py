@@ -214,7 +214,7 @@ def test_without_a_champion_it_is_alive_and_waits_for_one(recommender, store):
         assert ask(address, history=["i1"]).json()["version"] == "1"
         assert get("/health").json()["status"] == "ok"
         assert 'seqrec_model{name="sasrec",version="1"} 1.0' in get("/metrics").text
-    with pytest.raises(ValueError, match="no champion yet: run the pipeline first, or set poll_s"):
+    with pytest.raises(ValueError, match="no champion yet: run `make repro` first"):
         http.app(lambda: recommender, lambda: "", ServeConfig(poll_s=0))
 
 
@@ -374,9 +374,9 @@ def dom(address, profile):
 def test_the_page_shows_titles_scores_filters_and_two_versions_in_a_browser(recommender, prepared, tmp_path):
     first, second = copy.copy(recommender), Recommender.load(save("fpmc", prepared, tmp_path, model="fpmc"))
     first.attributes = Attributes({"genre": Attribute(["Drama, Comedy", "Drama", None])})
-    first.titles = {item_id: f"<b>{item_id}</b>" for item_id in recommender.item_ids}
+    first.titles = second.titles = {item_id: f"<b>{item_id}</b>" for item_id in recommender.item_ids}
     with service(first, candidate=Served(second, "8")) as address:
-        page = dom(f"{address}/?history=i1&history=i2", tmp_path / "profile")
+        page = dom(f"{address}/?history=i1&history=i2&similar=i3&search=nowhere", tmp_path / "profile")
 
     champion, candidate = page.split('class="candidate"')
     for part, own in ((champion, first), (candidate, second)):
@@ -389,6 +389,14 @@ def test_the_page_shows_titles_scores_filters_and_two_versions_in_a_browser(reco
         assert [html.unescape(title) for _, title, _ in shown] == [f"<b>{item}</b>" for item in answer.items]
     assert re.findall(r"<option[^>]*>([^<]*)", champion) == ["any", "Comedy", "Drama"]
     assert "sasrec, version 7, 40 items" in page
+    assert [name in page for name in ("Champion, version 7", "Candidate, version 8")] == [True, True]
+    assert re.search(r"\d+ of 10 items are in both lists", page)
+    assert "only here" in page or "there 1" in page
+    assert "No item fits “nowhere”." in page
+    assert "Similar to &lt;b&gt;i3&lt;/b&gt;" in page  # the address says what is shown
+    (popular,) = re.findall(r'<details id="popular">(.*?)</details>', page)
+    assert re.findall(r'title="(i\d+)"', popular) == recommender.popular(10).items
+    assert '<details id="trending" hidden' in page  # there is no store
 
 
 def test_titles_come_to_who_asks_for_them(recommender):

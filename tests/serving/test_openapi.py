@@ -42,6 +42,7 @@ def api(prepared, tmp_path_factory):
         ("/events", "POST", GenerationMode.POSITIVE),
         ("/events", "POST", GenerationMode.NEGATIVE),
         ("/explain", "POST", GenerationMode.POSITIVE),
+        ("/users/{user}", "GET", GenerationMode.POSITIVE),
         ("/users/{user}", "DELETE", GenerationMode.POSITIVE),
     ],
 )

@@ -202,12 +202,15 @@ def test_one_parent_run_holds_a_run_for_every_row(registered):
     assert sorted(runs) == sorted(["sasrec", "wide", *BASELINES, parent.info.run_name])
     for name, child in runs.items():
         assert child.info.status == "FINISHED"
-        assert child.data.tags["seqrec.split_sha256"] == "b" * 64
+        assert child.data.tags["mlflow.seqrec.split_sha256"] == "b" * 64
         assert child.data.tags.get("mlflow.parentRunId") == (None if name.startswith("toy-") else parent.info.run_id)
         (used,) = child.inputs.dataset_inputs
         assert (used.dataset.name, used.dataset.digest) == ("toy", "b" * 8)
         assert child.info.start_time >= parent.info.start_time
         assert child.info.end_time <= parent.info.end_time
+        assert child.data.tags["seqrec.kind"] == ("pipeline run" if child is parent else kind_of(name))
+        shown = {tag for tag in child.data.tags if not tag.startswith("mlflow.")}
+        assert shown <= {f"seqrec.{tag}" for tag in ("kind", "dataset", "protocol", "licence", "architecture")}
         for tag in ("mlflow.user", "mlflow.source.name", "mlflow.note.content"):
             assert child.data.tags[tag]
     assert parent.data.params == {
@@ -221,6 +224,10 @@ def test_one_parent_run_holds_a_run_for_every_row(registered):
     assert yaml.safe_load(written.read_text()) == PARAMS
 
 
+def kind_of(name):
+    return "baseline" if name in BASELINES else "model"
+
+
 def test_a_run_shows_at_most_20_numbers_its_best_epoch_among_them(registered):
     found = all_runs()
     (parent,) = [run for name, run in found.items() if name.startswith("toy-")]
@@ -232,7 +239,13 @@ def test_a_run_shows_at_most_20_numbers_its_best_epoch_among_them(registered):
     assert (values["best/valid/ndcg_at_10"], values["best_epoch"]) == (0.25, 2)
     assert parent.data.metrics["valid/ndcg_at_10"] == values["valid/ndcg_at_10"]
     assert parent.data.metrics["leaderboard/wide"] == found["wide"].data.metrics["test/ndcg_at_10"]
-    assert "| **sasrec** | 0.5000 |" in parent.data.tags["mlflow.note.content"]
+    note = parent.data.tags["mlflow.note.content"]
+    assert "| **sasrec** | 0.5000 |" in note
+    assert read_json(Path("reports/leaderboard.json"))["verdict"]["sentence"] in note  # with the gain and its interval
+    assert "`index.html` among the artifacts of this run, and reports/index.html" in note
+    assert "index.html" in found["wide"].data.tags["mlflow.note.content"]
+    for run in found.values():  # shares have four digits
+        assert all(value == float(f"{value:.4g}") for key, value in run.data.metrics.items() if "ndcg" in key)
 
 
 def test_the_experiment_holds_the_view_that_the_printed_link_names(registered):
@@ -244,6 +257,9 @@ def test_the_experiment_holds_the_view_that_the_printed_link_names(registered):
 
     assert "workflowType=machine_learning" in page
     assert shared["runsExpanded"] == {parent.info.run_id: True}
+    first, *_ = shared["compareRunCharts"]
+    assert (first["type"], first["showDifferencesOnly"]) == ("DIFFERENCE", True)
+    assert "tags.`seqrec.kind`" in shared["selectedColumns"]
     shown = {column.partition("`")[2].rstrip("`") for column in shared["columnOrder"]}
     for found in all_runs().values():
         assert shown <= found.data.metrics.keys()
@@ -319,7 +335,7 @@ def test_a_champion_of_a_degenerate_dataset_is_announced_with_what_speaks_agains
     run(min_gain=-1.0)
 
     said = [record.message for record in caplog.records if record.message.startswith("the champion: ")]
-    for reason in (f"only {USERS} users", f"only {ITEMS} items", "87% of the events share their time"):
+    for reason in (f"only {USERS} users", f"only {ITEMS} items", "87% of the events have the same time"):
         assert any(reason in message for message in said), reason
     assert len(read_json(Path("reports/leaderboard.json"))["warnings"]) == 3
 
@@ -362,7 +378,7 @@ def test_best_validation_becomes_candidate_and_first_champion(project):
     assert read_json(Path("artifacts/sasrec/finetuned/config.json"))["weights_sha256"] in card
     version = client().get_model_version("seqrec-toy", "1")
     assert version.tags["seqrec.model"] == "sasrec"
-    assert version.tags["seqrec.fingerprint"] == "sasrec-4"
+    assert version.tags["mlflow.seqrec.fingerprint"] == "sasrec-4"
     assert version.tags["seqrec.reason"] == "the first champion"
     assert values["promoted"] == 1.0
     assert values["candidate/valid/ndcg@10"] == pytest.approx(0.5)
@@ -381,7 +397,7 @@ def test_runs_and_version_name_the_code_and_the_lock_file(project):
 
     for tags in (*(run.data.tags for run in all_runs().values()), client().get_model_version("seqrec-toy", "1").tags):
         assert tags["mlflow.source.git.commit"] == commit
-        assert tags["seqrec.dvc_lock"] == sha256(Path("dvc.lock"))
+        assert tags["mlflow.seqrec.dvc_lock"] == sha256(Path("dvc.lock"))
 
 
 def test_registering_again_changes_nothing(project):
@@ -462,7 +478,7 @@ def test_a_live_run_is_joined_and_its_curve_is_not_repeated(project):
     (live,) = all_runs().values()
     assert live.info.status == "FINISHED"
     run()
-    found = [run for run in all_runs().values() if run.data.tags["seqrec.fingerprint"] == "wide-8"]
+    found = [run for run in all_runs().values() if run.data.tags["mlflow.seqrec.fingerprint"] == "wide-8"]
 
     assert [run.info.run_id for run in found] == [live.info.run_id]
     assert "mlflow.parentRunId" in found[0].data.tags
@@ -511,7 +527,7 @@ def test_misplaced_artifacts_are_found_before_anything_is_logged(project):
 def test_a_pipeline_run_is_marked_as_complete_by_the_last_thing_that_register_writes(registered, monkeypatch):
     def marks():
         (parent,) = [run for name, run in all_runs().items() if name.startswith("toy-")]
-        return parent.data.tags["seqrec.pipeline_run"], parent.data.tags["seqrec.complete"]
+        return parent.data.tags["seqrec.pipeline_run"], parent.data.tags["mlflow.seqrec.complete"]
 
     def refuse(*_):
         raise MlflowException("the server went away")

@@ -178,7 +178,7 @@ def forget_items(folder):
 
 REASONS = {
     "its model card does not name the split": lambda folder: write_card(folder, split={}),
-    "its weights were refitted on events that may be held out now": lambda folder: write_card(folder, **{REFIT: {}}),
+    "its weights were refitted on events that may now be held out": lambda folder: write_card(folder, **{REFIT: {}}),
     "it was trained under prepare.protocol RATIO-full": lambda folder: write_card(
         folder, split=read_json(folder / MODEL_CARD)["split"] | {"protocol": "RATIO-full"}
     ),

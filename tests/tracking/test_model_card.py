@@ -48,13 +48,13 @@ def test_a_card_says_what_it_is_its_data_licence_split_metrics_settings_and_hash
         "licence: CC BY 4.0",
         "LOO-full: last event test",
         "| NDCG@10 | 0.2500 [0.2000, 0.3000] | 0.1250 [0.1000, 0.1500] |",
-        "| share of the catalogue in anybody's first ten |  | 0.5000 |",
+        "| share of the catalogue that is recommended to at least one user |  | 0.5000 |",
         "`seed: 7`, `learning_rate: 0.003`",
         card["weights_sha256"],
         "f" * 32,
         "a" * 64,
         "b" * 64,
-        "Not for decisions about people",
+        "Do not use it for decisions about people",
         "Leave-one-out",
     ):
         assert fact in text

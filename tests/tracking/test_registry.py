@@ -378,7 +378,7 @@ def test_to_promote_the_champion_is_nothing_to_do_and_keeps_the_way_back(own, ca
 
     with caplog.at_level("INFO"):
         own.by_hand("promote", 2)
-    assert f"version 2 of {own.name} is the champion already: nothing to do" in caplog.text
+    assert f"version 2 of {own.name} is already the champion: nothing to do" in caplog.text
     assert own.stored() == before
     own.by_hand("rollback")
     assert own.champion() == 1

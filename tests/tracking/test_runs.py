@@ -173,9 +173,9 @@ def test_two_threads_make_one_database(tmp_path):
 @pytest.mark.parametrize(
     ("words", "advice"),
     [
-        ("database is locked", "locked by another process; wait"),
+        ("database is locked", "another process has locked the database; wait"),
         ("database or disk is full", "the disk is full; free some space"),
-        ("attempt to write a readonly database", "may not be written to"),
+        ("attempt to write a readonly database", "the database is read-only"),
         ("no such table: runs", r"failed: \(sqlite3.OperationalError\) no such table: runs$"),
     ],
 )

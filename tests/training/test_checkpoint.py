@@ -61,7 +61,7 @@ def rewrite(folder, **entries):
         ({"filter_seen": "perhaps"}, "config.json: filter_seen"),
         ({"weights_sha256": None}, "config.json: weights_sha256"),
         ({"files": None}, "older versions: train the model again, and register it again"),
-        ({"files": {"../users.parquet": "0" * 64}}, "config.json does not say"),
+        ({"files": {"../users.parquet": "0" * 64}}, "config.json was written by an older version"),
     ],
 )
 def test_a_card_that_does_not_describe_the_weights_is_one_clear_error(copy, entries, message):

@@ -1,4 +1,5 @@
-// The demonstration: search titles, build a history, see what one or two models recommend, and which past event drove it.
+// The demonstration: search titles or take a user, build a history, see what one or two models recommend, and why.
+// The address holds all that is chosen, so that a link shows the same again.
 "use strict";
 
 const SHOWN = 10;
@@ -6,6 +7,8 @@ const element = (id) => document.getElementById(id);
 let key = "";
 let titles = new Map(); // of the items that the page has seen
 let history_ = []; // item ids, oldest first
+let user = "";
+let alike = ""; // the item whose similar ones are shown
 let sides = ["champion"]; // the models that answer
 let asked = 0; // answers to older questions are dropped
 
@@ -49,33 +52,84 @@ function row(item, ...more) {
   return line;
 }
 
+function button(text, onclick, more = {}) {
+  return make("button", text, { type: "button", onclick, ...more });
+}
+
+const add = (item) => button("+", () => change([...history_, item]), { title: `add ${named(item)} to the history` });
+const likewise = (item) => button("similar", () => attempt(() => similar(item)), { title: `items like ${named(item)}` });
+
+async function listed(path) {
+  const { items, titles: own } = await call(path);
+  items.forEach((item, position) => titles.set(item, own[position]));
+  return items.map((item) => row(item, add(item)));
+}
+
+async function similar(item) {
+  alike = item;
+  const part = element("similar");
+  part.querySelector("ol").replaceChildren(...(await listed(`/similar/${encodeURIComponent(item)}?k=${SHOWN}`)));
+  part.querySelector("h2").textContent = `Similar to ${named(item)}`;
+  part.hidden = false;
+  keep();
+}
+
+async function take() {
+  user = element("user").value.trim();
+  element("unknown").textContent = "";
+  if (!user) return change([]);
+  const path = `/users/${encodeURIComponent(user)}`;
+  const found = await call(path).catch((error) => (element("unknown").textContent = absent(error)) && null);
+  if (!found) return change(history_);
+  found.items.forEach((item, position) => titles.set(item, found.titles[position]));
+  if (!found.items.length) element("unknown").textContent = `The service has no events of ${user}.`;
+  change(found.items);
+}
+
+function absent(error) {
+  const none = error.message === "Not Found";
+  return none ? "This service keeps no events (it has no --store): add them below." : error.message;
+}
+
 async function search() {
   const text = element("search").value.trim();
   const found = text ? (await call(`/items?search=${encodeURIComponent(text)}&k=${SHOWN}`)).items : [];
   if (text !== element("search").value.trim()) return; // typed on meanwhile
   for (const item of found) titles.set(item.item, item.title);
+  element("nothing").textContent = text && !found.length ? `No item fits “${text}”.` : "";
   element("found").replaceChildren(
     ...found.map((item) => {
       const line = make("li", "");
-      line.append(make("button", named(item.item), { type: "button", onclick: () => change([...history_, item.item]) }));
+      line.append(button(named(item.item), () => change([...history_, item.item])));
       return line;
     })
   );
+  keep();
 }
 
 function change(items) {
   history_ = items;
-  const place = new URL(location.href);
-  place.searchParams.delete("history");
-  for (const item of history_) place.searchParams.append("history", item);
-  window.history.replaceState(null, "", place);
   show();
+}
+
+function rules() {
+  return [...element("rules").querySelectorAll("select")].filter((one) => one.value);
+}
+
+function keep() {
+  const place = new URL(location.pathname, location.href);
+  for (const item of history_) place.searchParams.append("history", item);
+  const rest = { user, similar: alike, search: element("search").value.trim(), diversity: element("diversity").value };
+  for (const [name, value] of Object.entries(rest)) if (value && value !== "0") place.searchParams.set(name, value);
+  for (const one of rules()) place.searchParams.set(`filter.${one.name}`, one.value);
+  window.history.replaceState(null, "", place);
+  element("link").href = place;
 }
 
 function show() {
   const lines = history_.map((item, position) => {
     const drop = () => change(history_.filter((_, other) => other !== position));
-    return row(item, " ", make("button", "×", { type: "button", title: "remove", onclick: drop }));
+    return row(item, button("×", drop, { title: `remove ${named(item)}` }), likewise(item));
   });
   element("history").replaceChildren(...lines);
   element("empty").hidden = lines.length > 0;
@@ -85,35 +139,56 @@ function show() {
 
 async function recommend() {
   const question = ++asked;
-  const filter = {};
-  for (const one of element("rules").querySelectorAll("select")) if (one.value) filter[one.name] = [one.value];
+  keep();
+  const filter = Object.fromEntries(rules().map((one) => [one.name, [one.value]]));
   const diversity = Number(element("diversity").value);
-  const body = { history: history_, k: SHOWN, titles: true, diversity, filter };
+  const body = { history: history_, k: SHOWN, titles: true, diversity, filter, user: user || null };
   const answers = await Promise.all(sides.map((by) => call("/recommend", { ...body, by })));
   if (question !== asked) return;
-  element("sides").replaceChildren(...answers.map((answer, side) => list(sides[side], answer, body.history)));
+  const other = (side) => answers.length > 1 && answers[1 - side].items;
+  element("sides").replaceChildren(...answers.map((one, side) => list(sides[side], one, body.history, other(side))));
+  if (answers.length > 1) await compare(...answers.map((answer) => answer.items));
 }
 
-function list(by, answer, items) {
+async function compare(first, second) {
+  const shared = first.filter((item) => second.includes(item)).length;
+  const found = await call("/experiment").catch(() => null); // without a store there are no figures
+  element("compared").textContent = `${shared} of ${first.length} items are in both lists. ${found ? figures(found) : ""}`;
+}
+
+function figures({ champion, candidate, difference, low, high, share }) {
+  const percent = (number) => (number === null ? "-" : `${(100 * number).toFixed(1)} %`);
+  const one = (name, { rate, answers, users }) => `${name} ${percent(rate)} of ${answers} answers to ${users} users`;
+  const rates = `${one("champion", champion)}, ${one("candidate", candidate)}`;
+  const gain = low === null ? "no interval yet" : `difference ${percent(difference)} [${percent(low)}, ${percent(high)}]`;
+  return `Experiment: the candidate answers ${percent(share)} of the users; clicked: ${rates}; ${gain}.`;
+}
+
+function place(item, others) {
+  const found = others ? others.indexOf(item) : -1;
+  return make("span", !others ? "" : found < 0 ? "only here" : `there ${found + 1}`, { className: "other" });
+}
+
+function list(by, answer, items, others) {
   answer.items.forEach((item, position) => titles.set(item, answer.titles[position]));
   const lines = answer.items.map((item, position) => {
     const why = make("span", "", { className: "why" });
     const explain = () => attempt(async () => (why.textContent = await reason(by, items, item)));
     const score = make("span", answer.scores[position].toFixed(3), { className: "score" });
-    const button = make("button", "why?", { type: "button", onclick: explain });
-    return row(item, score, ...(answer.source === "popularity" ? [] : [button, why]));
+    const asking = answer.source === "popularity" ? [] : [button("why?", explain)];
+    return row(item, score, ...asking, likewise(item), add(item), place(item, others), why);
   });
   const side = make("div", "", { className: by });
   const ordered = make("ol", "");
   ordered.append(...lines);
   const notes = [`by ${answer.source}, version ${answer.version}`, ...answer.notes].join(" · ");
-  if (sides.length > 1) side.append(make("h3", by === "champion" ? "Champion" : "Candidate"));
+  if (sides.length > 1) side.append(make("h3", `${by === "champion" ? "Champion" : "Candidate"}, version ${answer.version}`));
   side.append(make("p", notes, { className: "notes" }), ordered);
   return side;
 }
 
 async function reason(by, items, item) {
-  const { drops } = await call("/explain", { history: items, item, by });
+  const { drops } = await call("/explain", { history: items, item, by, user: user || null });
   const best = drops.indexOf(Math.max(...drops));
   if (!(drops[best] > 0)) return "no single event raises its score";
   return `most of all because of ${named(items[best])}: without it the score is ${drops[best].toFixed(3)} lower`;
@@ -136,15 +211,35 @@ async function start() {
   sides = state.candidate ? ["champion", "candidate"] : ["champion"];
   await offer();
   element("model").textContent = `${state.model}, version ${state.version}, ${state.items.toLocaleString()} items`;
-  const given = new URL(location.href).searchParams.getAll("history");
+  const chosen = new URL(location.href).searchParams;
+  const given = chosen.getAll("history");
+  element("user").value = user = chosen.get("user") || "";
+  element("search").value = chosen.get("search") || "";
+  element("diversity").value = chosen.get("diversity") || "0";
+  for (const one of element("rules").querySelectorAll("select")) one.value = chosen.get(`filter.${one.name}`) || "";
+  alike = chosen.get("similar") || "";
   const known = await Promise.all(given.map((item) => call(`/items?search=${encodeURIComponent(item)}&k=1`)));
   for (const item of known.flatMap((one) => one.items)) titles.set(item.item, item.title);
-  change(given);
+  if (user && !given.length) await take();
+  else change(given);
+  if (alike) await similar(alike);
+  await search();
+  for (const name of ["popular", "trending"]) await everybody(name);
+}
+
+async function everybody(name) {
+  const rows = await listed(`/${name}?k=${SHOWN}`).catch(() => null); // only a service with a store knows a trend
+  element(name).hidden = !(rows && rows.length);
+  if (rows) element(name).querySelector("ol").replaceChildren(...rows);
 }
 
 element("search").addEventListener("input", () => attempt(search));
 element("diversity").addEventListener("input", () => attempt(recommend));
 element("clear").addEventListener("click", () => change([]));
+element("user-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  attempt(take);
+});
 element("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
   key = element("key").value.trim();
