@@ -135,8 +135,12 @@ def _mounts(place: Place, state: Path) -> list[dict[str, str]]:
 
 
 def _pod_security(cluster: KubernetesConfig) -> dict[str, Any]:
-    user = {"runAsUser": cluster.user, "fsGroup": cluster.user} if cluster.user else {}
-    return {"runAsNonRoot": True, **user, "seccompProfile": {"type": "RuntimeDefault"}}
+    return {
+        "runAsNonRoot": True,
+        "runAsUser": cluster.user,
+        "fsGroup": cluster.user,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
 
 
 def _placement(resources: StepResources) -> dict[str, Any]:

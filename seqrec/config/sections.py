@@ -379,6 +379,9 @@ class KubernetesConfig(Section):
             not jobs or bool(self.state_claim),
             f"state_claim is missing: jobs of {', '.join(jobs)} find their data there",
         )
+        require(
+            not jobs or self.user is not None, f"user: null is not for jobs, here of {', '.join(jobs)}; name a user"
+        )
         for step in self.resources:
             self.step(step)
 

@@ -171,7 +171,6 @@ def test_a_train_job_asks_for_all_that_is_set():
     assert pod["serviceAccountName"] == "seqrec"
     assert {one["mountPath"] for one in pod["containers"][0]["volumeMounts"]} == {"/state", "/tmp", "/dev/shm"}
     assert job["spec"]["activeDeadlineSeconds"] == 3600
-    assert jobs._pod_security(KubernetesConfig(user=None)).keys() == {"runAsNonRoot", "seccompProfile"}
 
 
 def test_a_spark_application_is_one(monkeypatch):
@@ -199,6 +198,7 @@ def test_a_spark_application_is_one(monkeypatch):
         ({"launch": {"finetune": {"node": 2}}}, "kubernetes.launch.finetune.node"),
         ({"resources": {"finetune": {"gpu": 1}}}, "kubernetes.resources.finetune.gpu: unknown key"),
         ({"user": 0}, "user must be at least 1"),
+        ({"user": None, "state_claim": "a", "launch": {"finetune": {"launcher": "job"}}}, "user: null is not for jobs"),
     ],
 )
 def test_wrong_settings_are_refused(section, message):

@@ -217,7 +217,7 @@ def test_a_failed_validation_stops_the_run_before_any_training(tmp_path, capsys)
 
 
 CLUSTER = {
-    "plain": {},
+    "plain": {"user": None},
     "gpu": {
         "resources": {
             "default": {"cpu": "2", "memory": "8Gi", "retries": 3, "backoff_s": 60},
@@ -244,7 +244,6 @@ CLUSTER["nodes"] = CLUSTER["gpu"] | {
         "finetune": {"launcher": "job", "nodes": 2, "processes": 4},
         "pretrain": {"launcher": "step", "processes": 2},
     },
-    "user": None,
     "parallelism": 2,
 }
 COMPILED = [*(("training", name) for name in CLUSTER), ("retraining", "plain"), ("pretraining", "gpu")]
