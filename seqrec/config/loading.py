@@ -13,6 +13,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import date
 from pathlib import Path
 from typing import Any, cast
 
@@ -184,9 +185,10 @@ def read_changes(text: str) -> dict[str, Any]:
         if not equals or not path:
             raise ConfigError(f"{part}: expected KEY=VALUE, such as finetune.epochs=3")
         try:
-            changes[path] = float(value) if EXPONENT.fullmatch(value) else yaml.safe_load(value)
-        except yaml.YAMLError as error:
+            read = float(value) if EXPONENT.fullmatch(value) else yaml.safe_load(value)
+        except (yaml.YAMLError, ValueError) as error:
             raise ConfigError(f"{path}: {value!r} is not valid YAML") from error
+        changes[path] = value if isinstance(read, date) else read  # settings hold dates as text
     return changes
 
 
