@@ -29,7 +29,6 @@ from torch import Tensor
 from seqrec.artifacts import CASES, ITEMS, METRICS, read_json, write_json, write_text
 from seqrec.commands.run import run
 from seqrec.config import Params, load
-from seqrec.counts import baselines as counting
 from seqrec.data import sequences
 from seqrec.data.item_tokens import read_texts
 from seqrec.data.sequences import Sequences
@@ -37,7 +36,10 @@ from seqrec.evaluation import intervals, metrics
 from seqrec.models import REGISTRY
 from seqrec.models.optional import ReadsTokens
 from seqrec.serving.recommender import Recommender
+from seqrec.stages.baselines import write
+from seqrec.stages.evaluate import evaluate
 from seqrec.training.batches import trained_users
+from seqrec.training.checkpoint import catalogue_files
 
 NEW, NONSENSE = "described in the request", "qqqq zzz"
 Row = dict[str, Any]
@@ -60,7 +62,7 @@ def demo(
     run(config_file=config_file, out=out, dataset=dataset, data=data)
     folder = (data or out / "data") / "sequences"
     prepared = sequences.load(folder)
-    rows = curve(params, prepared, out / "reports")
+    rows = curve(params, folder, out)
     kinds = {name: REGISTRY[params.model(name).architecture] for name in params.leaderboard}
     readers = [name for name, kind in kinds.items() if issubclass(kind, ReadsTokens)]
     result = {
@@ -78,8 +80,9 @@ def demo(
     return result
 
 
-def curve(params: Params, prepared: Sequences, reports: Path) -> list[Row]:
+def curve(params: Params, folder: Path, out: Path) -> list[Row]:
     """Return a row for each model, and for PCTM with the same users; a text model's comes first."""
+    prepared, reports = sequences.load(folder), out / "reports"
     shares: dict[float, list[str]] = {}
     known = {}
     for name in params.leaderboard:
@@ -91,7 +94,7 @@ def curve(params: Params, prepared: Sequences, reports: Path) -> list[Row]:
     for share, names in sorted(shares.items()):
         data = known[share]
         if share:
-            names = [*names, _count(params, data, reports, share)]
+            names = [*names, _count(params, data, folder, out, share)]
         first = pq.read_table(reports / names[0] / CASES)
         for name in names:
             rows.append({"share": share, **_row(reports / name, first, data, params.section("evaluate").seed)})
@@ -106,11 +109,19 @@ def restricted(data: Sequences, trained_U: Tensor) -> Sequences:
     return replace(data, train_stop=train_stop, count=count, card={**data.card, "cases": "last"})
 
 
-def _count(params: Params, data: Sequences, reports: Path, share: float) -> str:
-    """Evaluate PCTM on the events of the users in `data`; return the name of its report."""
+def _count(params: Params, data: Sequences, folder: Path, out: Path, share: float) -> str:
+    """Evaluate PCTM with the training events in `data` on the cases in `folder`; return the name of its report."""
     name = f"pctm_{100 * share:03.0f}"
-    (reports / name).mkdir(parents=True, exist_ok=True)
-    counting.report("pctm", data, data, reports / name, params.section("evaluate"))
+    saved, filter_seen = out / "artifacts" / name / "finetuned", params.filters_seen()
+    write("pctm", data, folder, saved, catalogue_files(folder, folder.parent / ITEMS), filter_seen=filter_seen)
+    evaluate(
+        model=name,
+        sequences=folder,
+        checkpoint=saved,
+        report=out / "reports" / name,
+        config=params.section("evaluate"),
+        filter_seen=filter_seen,
+    )
     return name
 
 

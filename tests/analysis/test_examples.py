@@ -27,7 +27,7 @@ def folders(prepared, tmp_path_factory):
     """Untrained models and the baselines, evaluated on the synthetic log."""
     root = tmp_path_factory.mktemp("evaluated")
     data = sequences.load(prepared)
-    baselines(sequences=prepared, reports=root, config=CONFIG)
+    baselines(sequences=prepared, data=prepared.parent, artifacts=root / "artifacts", reports=root, config=CONFIG)
     checkpoints = dict.fromkeys(MODELS)
     torch.manual_seed(1)
     for name in MODELS[:-1]:
@@ -37,6 +37,7 @@ def folders(prepared, tmp_path_factory):
         checkpoints[name] = load_checkpoint(root / name / "saved")
         with torch.no_grad():
             results.report(model_scorer(model), data, root / name, CONFIG, {})
+    checkpoints["popularity"] = load_checkpoint(root / "artifacts/popularity/finetuned")
     return {"checkpoints": checkpoints, "reports": root, "sequences": prepared}
 
 
@@ -109,7 +110,7 @@ def test_drivers_are_those_of_the_first_item(folders):
                 weight = attribution.attention(model, batch)
                 assert opinion.attention == pytest.approx(weight[0].tolist(), abs=1e-6)
     for user in shown.users:
-        assert user.opinions["popularity"].drop is None
+        assert user.opinions["popularity"].drop == [0] * len(user.history)
         assert user.opinions["popularity"].attention is None
 
 

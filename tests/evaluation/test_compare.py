@@ -275,7 +275,8 @@ def evaluated(prepared, tmp_path_factory) -> list[str]:
 def refitted(prepared, tmp_path_factory) -> list[str]:
     """Two baselines whose test cases are ranked with the validation events counted too."""
     folder = tmp_path_factory.mktemp("refitted")
-    baselines(sequences=prepared, reports=folder, config=EvaluateConfig(bootstrap=100, refit="valid"))
+    places = {"data": prepared.parent, "artifacts": folder / "artifacts", "reports": folder}
+    baselines(sequences=prepared, **places, config=EvaluateConfig(bootstrap=100, refit="valid"))
     return [str(folder / "markov"), str(folder / "popularity")]
 
 

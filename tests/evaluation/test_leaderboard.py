@@ -120,7 +120,7 @@ def test_show_prints_the_table_and_the_decision(reports, capsys):
     assert "index.html" not in printed
     (reports / "index.html").touch()
     leaderboard.show(reports=reports)
-    assert f"{reports}/index.html has" in capsys.readouterr().out.replace("\n", "")
+    assert f"{reports}/index.html shows" in capsys.readouterr().out.replace("\n", "")
 
 
 def test_a_model_below_the_best_baseline_is_a_red_line(reports, capsys):

@@ -54,7 +54,7 @@ def address(tmp_path_factory):
     def read() -> None:
         for line in process.stderr:
             lines.append(line)
-            found.set() if "answers" in line else None
+            found.set() if "serving at" in line else None
         found.set()
 
     threading.Thread(target=read, daemon=True).start()

@@ -112,7 +112,8 @@ def projects(grown, tmp_path_factory):
     folders = {}
     for name, prepared in zip(("old", "new"), grown, strict=True):
         reports = tmp_path_factory.mktemp(name) / "reports"
-        baselines(sequences=prepared, reports=reports, config=EVALUATE)
+        places = {"data": prepared.parent, "artifacts": reports.parent / "artifacts", "reports": reports}
+        baselines(sequences=prepared, **places, config=EVALUATE)
         for kind, settings in QUALITY.items():
             root = folders[name, kind] = tmp_path_factory.mktemp(f"{name}-{kind}")
             shutil.copytree(prepared.parent, root / "data")

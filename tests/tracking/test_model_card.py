@@ -55,7 +55,7 @@ def test_a_card_says_what_it_is_its_data_licence_split_metrics_settings_and_hash
         "a" * 64,
         "b" * 64,
         "Do not use it for decisions about people",
-        "Leave-one-out",
+        "Under leave-one-out",
     ):
         assert fact in text
     assert "rare one" not in text  # nothing was measured there
@@ -89,5 +89,5 @@ def test_every_architectures_card_fits_into_the_registry(tmp_path, architecture)
     text = model_card(card, METRICS, SPLIT, SOURCE)
 
     assert len(text) < LONGEST
-    assert text.endswith("expect less.")
+    assert text.endswith("expect lower accuracy online.")
     assert f"architecture `{architecture[0]}`" in text

@@ -60,7 +60,7 @@ def rewrite(folder, **entries):
         ({"seconds": float("nan")}, "config.json: seconds"),
         ({"filter_seen": "perhaps"}, "config.json: filter_seen"),
         ({"weights_sha256": None}, "config.json: weights_sha256"),
-        ({"files": None}, "older versions: train the model again, and register it again"),
+        ({"files": None}, "older version.*train the model again, and register it again"),
         ({"files": {"../users.parquet": "0" * 64}}, "config.json was written by an older version"),
     ],
 )
