@@ -59,7 +59,7 @@ def address(tmp_path_factory):
 
     threading.Thread(target=read, daemon=True).start()
     assert found.wait(120)
-    yield re.search(r"http://\S+", "".join(lines))[0]
+    yield re.search(r"http://[^\s;]+", "".join(lines))[0]
     process.terminate()
     assert process.wait(60) == -15
     assert "Traceback" not in "".join(lines)

@@ -117,7 +117,8 @@ def projects(grown, tmp_path_factory):
         for kind, settings in QUALITY.items():
             root = folders[name, kind] = tmp_path_factory.mktemp(f"{name}-{kind}")
             shutil.copytree(prepared.parent, root / "data")
-            shutil.copytree(reports, root / "reports")
+            for folder in ("reports", "artifacts"):
+                shutil.copytree(reports.parent / folder, root / folder)
             write_json(root / "data/source.json", {"source": "synthetic", "licence": "CC0"})
             out = root / "artifacts/sasrec"
             run(prepared, out, warmup_steps=1, **settings)
