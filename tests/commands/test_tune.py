@@ -185,7 +185,8 @@ def test_what_a_dead_server_missed_is_brought_in_as_nested_runs(prepared, whole,
         assert run.data.params["finetune.learning_rate"] == str(params["finetune.learning_rate"])
         assert run.data.metrics["valid/ndcg_at_10"] == round(max(scores.values()), 4)
         points = client.get_metric_history(run.info.run_id, "curve/valid/ndcg_at_10")
-        assert {point.step: point.value for point in points} == {epoch: round(score, 4) for epoch, score in scores.items()}
+        rounded = {epoch: round(score, 4) for epoch, score in scores.items()}
+        assert {point.step: point.value for point in points} == rounded
 
 
 class Killed(BaseException):
