@@ -48,7 +48,7 @@ def check(params: Params, *, ingests: bool = True) -> None:
         ConfigError: naming the key.
     """
     for model in params.leaderboard:
-        _check_model(params, model)
+        _needs(params, model)
     for dataset in (params.dataset, *params.sources) if ingests else ():
         from seqrec.data import sources
 
@@ -73,17 +73,7 @@ def unfed(params: Params) -> list[str]:
 
     if sources.describes_items(params.section("ingest", dataset=params.dataset)):
         return []
-    from seqrec.models import REGISTRY
-
-    check(params)
-    described = []
-    for name in params.leaderboard:
-        config = params.model(name)
-        architecture = REGISTRY[config.architecture]
-        options = parse(architecture.Options, config.settled, f"models.{name}.options")
-        if {"text", "attributes"} & architecture.needs_of(options):
-            described.append(name)
-    return described
+    return [name for name in params.leaderboard if {"text", "attributes"} & _needs(params, name)]
 
 
 def without_unfed(params: Params) -> Params:
@@ -101,7 +91,8 @@ def without_unfed(params: Params) -> Params:
     return replace(params, leaderboard=kept)
 
 
-def _check_model(params: Params, name: str) -> None:
+def _needs(params: Params, name: str) -> frozenset[str]:
+    """Check the entry of a model, and return what the model reads besides items; see `SequenceModel.needs_of`."""
     from seqrec.models import REGISTRY
 
     if name in BASELINES:
@@ -114,6 +105,8 @@ def _check_model(params: Params, name: str) -> None:
     if options.objective not in architecture.objectives:
         known = ", ".join(sorted(architecture.objectives))
         raise ConfigError(f"models.{name}.options.objective: {options.objective} is not one of {known}")
+    needs: frozenset[str] = architecture.needs_of(options)
+    return needs
 
 
 def resolve(params: Params, root: Path = ROOT) -> Resolved:
