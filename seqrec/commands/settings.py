@@ -1,8 +1,8 @@
 """`seqrec settings`: check everything that a run will read, and write what each stage of dvc.yaml depends on.
 
-DVC compares these files, not params.yaml or code: they hold every setting of a stage, defaults included, the hashes of
-the code that it imports, and for ingest those of the user's own files. A stage runs again exactly when one of them
-changes, wherever a setting is written.
+DVC compares these files, not params.yaml or code. A stage has two: its parameters, which are all its settings, defaults
+included, and for ingest the hashes of the user's own files; and the hashes of the code that it imports. A stage runs
+again exactly when one of them changes, wherever a setting is written.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def settings(*, output: Path, params: Mapping[str, Any]) -> None:
-    """Check the settings of every stage; write the settings of each stage and the hashes of its code to a file.
+    """Check the settings of every stage; write the parameters of each stage and the hashes of its code to files.
 
     Args:
         output: folder to write the files to.
@@ -110,7 +110,7 @@ def _needs(params: Params, name: str) -> frozenset[str]:
 
 
 def resolve(params: Params, root: Path = ROOT) -> Resolved:
-    """Return for each file, by name, the settings of a stage and the hashes of its code below `root`."""
+    """Return the content of each file, by name: the settings of a stage, or the hashes of its code below `root`."""
     from seqrec.models import REGISTRY, UNTRAINED
 
     modules = {model: REGISTRY.module(params.model(model).architecture) for model in params.leaderboard}
@@ -125,8 +125,8 @@ def resolve(params: Params, root: Path = ROOT) -> Resolved:
             used = [UNTRAINED.module(name) for name in UNTRAINED] if stage.name in ("baselines", "register") else []
             used += [modules[item]] if stage.each == "model" else []
             used += modules.values() if stage.name == "register" else ()
-            code = _code(stage.name, used, root)
-            files[stage.settings_file(params, item)] = {"settings": settings, "code": code}
+            name = stage.settings_file(params, item)
+            files |= {name: settings, f"{name}.code": _code(stage.name, used, root)}
     return files
 
 
