@@ -13,10 +13,10 @@ from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from seqrec.artifacts import ROOT, sha256, write_json
+from seqrec.artifacts import ROOT, read_json, sha256, write_json
 from seqrec.code_closure import deciding
 from seqrec.config import ConfigError, Params, from_dict, parse
-from seqrec.pipeline import BASELINES, STAGES
+from seqrec.pipeline import BASELINES, BY_NAME, STAGES
 
 UNREAD = ("params", "experiment")  # arguments of stages that do not decide their results
 Resolved = dict[str, dict[str, Any]]
@@ -39,6 +39,21 @@ def settings(*, output: Path, params: Mapping[str, Any]) -> None:
         raise ConfigError(f"leaderboard: {model}{UNFED} (`make repro` leaves it out by itself)")
     for name, content in resolve(read).items():
         write_json(output / f"{name}.json", content)
+
+
+def forget_edited_files(params: Params, folder: Path) -> None:
+    """Remove the parameters of `ingest` if the user's own files have changed since, so that `settings` runs again.
+
+    DVC itself notices only files that it knows of.
+
+    Args:
+        params: the settings of the coming run.
+        folder: folder of the files that `settings` wrote.
+    """
+    for dataset in (params.dataset, *params.sources):
+        path = folder / f"{BY_NAME['ingest'].settings_file(params, dataset)}.json"
+        if path.is_file() and read_json(path)["digests"] != _digests(params, dataset):
+            path.unlink()
 
 
 def check(params: Params, *, ingests: bool = True) -> None:
