@@ -47,8 +47,8 @@ COMMANDS = {
     "validate": Command(
         "seqrec.stages.validate", "validate", "check the tables; stop the run if a critical rule fails"
     ),
-    "accept-baseline": Command(
-        "seqrec.stages.validate", "accept_baseline", "accept this data as the reference statistics for drift"
+    "accept-reference": Command(
+        "seqrec.stages.validate", "accept_reference", "accept this data as the reference statistics for drift"
     ),
     "prepare": Command("seqrec.stages.prepare", "prepare", "filter, number, order and split the interactions"),
     "pretrain": Command("seqrec.stages.pretrain", "pretrain", "build a model; pre-train it if it has such a phase"),

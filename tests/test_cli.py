@@ -106,7 +106,7 @@ FINETUNE = ["--sequences", "sequences", "--initial", "initial", "--checkpoint", 
         (["finetune", "--model", "sasrec", "--params", "none.yaml", *FINETUNE], "none.yaml not found"),
         (["leaderboard", "--reports", "nowhere"], "leaderboard.json not found: run `make repro` first"),
         (["import", "--run", "nowhere"], "nowhere is not the output folder of `seqrec run`"),
-        (["accept-baseline", "--data", "nowhere", "--baseline", "b.json"], "not found: run ingest first"),
+        (["accept-reference", "--data", "nowhere", "--reference", "b.json"], "not found: run ingest first"),
         (["run", "--config-file", "none.yaml", "--out", "out"], "none.yaml not found"),
     ],
 )

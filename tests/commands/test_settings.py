@@ -59,7 +59,7 @@ def project(tmp_path_factory) -> Path:
     shutil.copy(ROOT / "dvc.yaml", folder)
     (folder / "my").mkdir()
     (folder / "configs").mkdir()
-    (folder / "configs/baseline.json").write_text("{}")
+    (folder / "configs/reference.json").write_text("{}")
     settle(folder, SETTINGS)
     with pytest.MonkeyPatch.context() as patch, Repo.init(str(folder), no_scm=True) as repo:
         patch.chdir(folder)
