@@ -129,7 +129,7 @@ def resolve(params: Params, root: Path = ROOT) -> Resolved:
     from seqrec.models import REGISTRY, UNTRAINED
 
     modules = {model: REGISTRY.module(params.model(model).architecture) for model in params.leaderboard}
-    files = {}
+    files: dict[str, dict[str, Any]] = {}
     for stage in STAGES:
         for item in stage.items(params):
             settings = {key: _plain(value) for key, value in stage.settings(params, item).items() if key not in UNREAD}
