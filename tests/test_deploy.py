@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import kubernetes_validate
@@ -203,6 +205,48 @@ def test_hadolint_finds_nothing():
     assert (done.returncode, done.stdout) == (0, "")
 
 
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory):
+    """A folder with torch's plain wheel and its build for an accelerator, without content or dependencies."""
+    folder = tmp_path_factory.mktemp("wheels")
+    version = re.search(r"^torch==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[1]
+    for build in (version, f"{version}+xpu"):
+        info = f"torch-{build}.dist-info"
+        with zipfile.ZipFile(folder / f"torch-{build}-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {build}\n")
+            wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            wheel.writestr(f"{info}/RECORD", "")
+    return folder, version
+
+
+@pytest.mark.parametrize(
+    ("argument", "offered", "installed"), [("", "", ""), ("xpu", "+xpu", "+xpu"), ("cpu", "+xpu", None)]
+)
+def test_the_image_takes_torch_from_where_it_is_told_or_says_which_argument_to_set(
+    wheels, tmp_path, argument, offered, installed
+):
+    """The line of the Dockerfile, with a pip that knows one wheel of torch and no index."""
+    folder, version = wheels
+    (tmp_path / "index").mkdir()
+    shutil.copy(folder / f"torch-{version}{offered}-py3-none-any.whl", tmp_path / "index")
+    (command,) = re.findall(r"^ +build=.*?exit 1; \}", (ROOT / "Dockerfile").read_text(), re.MULTILINE | re.DOTALL)
+    pip = f"{sys.executable} -m pip install --quiet --no-index --target {tmp_path}/site"
+    own = {"TORCH": argument, "TORCH_INDEX": "https://index.example.org", "PIP_FIND_LINKS": str(tmp_path / "index")}
+    done = subprocess.run(
+        ["sh", "-euc", command.replace("/opt/venv/bin/pip install", pip)],
+        **{"cwd": ROOT, "env": os.environ | own, "capture_output": True, "text": True},
+    )
+
+    found = {path.name for path in tmp_path.glob("site/*.dist-info")}
+    if installed is None:
+        assert (done.returncode, found) == (1, set())
+        assert f"torch {version}+cpu was not found" in done.stderr
+        assert "--build-arg TORCH_INDEX=URL" in done.stderr
+        assert "TORCH=," in done.stderr
+    else:
+        assert (done.returncode, found) == (0, {f"torch-{version}{installed}.dist-info"}), done.stderr
+
+
 def test_the_image_holds_all_packages_and_no_data():
     allowed = {line.removeprefix("!") for line in (ROOT / ".dockerignore").read_text().splitlines() if line[0] == "!"}
     copied = {
@@ -268,4 +312,4 @@ def test_the_extras_choose_what_is_installed_and_nothing_is_installed_without_a_
     installs = re.findall(r"pip install ([^;\n]*)", text)
     assert len(installs) == 3
     for flags in installs:
-        assert "--require-hashes --no-deps" in flags or flags.endswith('"torch==$version+$TORCH"')
+        assert "--require-hashes --no-deps" in flags or '"torch==$build"' in flags
