@@ -17,8 +17,8 @@ import yaml
 from support import imported
 
 from seqrec import __version__
-from seqrec.__main__ import COMMANDS, FROM_PARAMS, TerminalHandler, main
-from seqrec.serving.config import ServeConfig
+from seqrec.__main__ import COMMANDS, FROM_PARAMS, TerminalHandler, bind, command_parser, main
+from seqrec.config import ServeConfig
 
 ROOT = Path(__file__).parent.parent
 
@@ -89,6 +89,15 @@ def test_wrong_usage_exits_with_2(arguments, message, capsys):
         main(arguments)
     assert exit_.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_flags_of_the_service_win_over_its_section(params):
+    params.write_text(params.read_text() + "\nserve: {rate: 5.0, share: 0.3, items: s3://bucket/items.parquet}\n")
+    flags = command_parser("serve").parse_args(["--params", str(params), "--rate", "7"])
+
+    options = bind("serve", flags)["options"]
+
+    assert options == ServeConfig(rate=7.0, share=0.3, items="s3://bucket/items.parquet")
 
 
 WRONG = ("inf", "nan", "0", "-1")
