@@ -38,7 +38,7 @@ from seqrec.config import KubernetesConfig, Params
 from seqrec.pipelines.resources import STATE, apply, place
 
 PIPELINES = ("training", "retraining", "pretraining")
-BASELINE = "configs/baseline.json"  # a file of the image
+REFERENCE = "configs/reference.json"  # a file of the image
 Outputs = Mapping[str, Any]
 
 
@@ -182,7 +182,7 @@ class _Dag:
         )
         data = fetched.outputs["data"]
         config = given["validate"]
-        checked = self._task("validate", validate, subject, baseline=BASELINE, config=config, data=data, **shared)
+        checked = self._task("validate", validate, subject, reference=REFERENCE, config=config, data=data, **shared)
         prepared = self._task(
             "prepare",
             prepare,

@@ -50,10 +50,14 @@ def test_dvc_has_the_stages_of_the_table_and_one_of_its_own():
 @pytest.mark.parametrize(("name", "stage", "item", "named"), runs(), ids=[name for name, *_ in runs()])
 def test_a_stage_of_dvc_reads_and_writes_what_the_table_says(name, stage, item, named):
     found = dvc_stages()[name]
-    settings = f"settings/{stage.settings_file(PARAMS, item)}.json".replace(item, named)
+    settings = f"settings/{stage.settings_file(PARAMS, item)}".replace(item, named)
     metrics = [stage.metrics] if stage.metrics else []
 
-    assert set(found["deps"]) == paths(stage, item, named, stage.reads) | {settings, *stage.project.values()}
+    assert found["params"] == [{f"{settings}.json": None}]
+    assert set(found["deps"]) == paths(stage, item, named, stage.reads) | {
+        f"{settings}.code.json",
+        *stage.project.values(),
+    }
     assert {next(iter(out)) if isinstance(out, Mapping) else out for out in found["outs"]} == paths(
         stage, item, named, [*stage.writes, *metrics]
     )
