@@ -137,7 +137,7 @@ def auto(
         item: column of the items.
         time: column of the times.
         title: column of the items' titles.
-        time_format: of strptime, such as %d/%m/%Y.
+        time_format: format of the times, as in Python's strptime, such as %d/%m/%Y.
         items: file of items with their titles.
 
     Returns:
@@ -183,9 +183,8 @@ def _auto(plan: Plan, out: Path) -> dict[str, float]:
     write_text(out / run.SETTINGS, yaml.safe_dump(json.loads(json.dumps(params.as_dict())), sort_keys=False))
     board = run.write_leaderboard(out / "reports", folder, params.leaderboard)
     _write_pages(out, board, params)
-    lines = [f"report      {out / 'reports' / REPORT_PAGE}", f"card        {out / CARD}"]
-    lines.append(f"register    python -m seqrec import --run {shlex.quote(str(out))}")
-    leaderboard.say(out / "reports", lines)
+    register = f"python -m seqrec import --run {shlex.quote(str(out))}"
+    leaderboard.say(out / "reports", [f"{out / CARD} describes the model", f"{register} puts it into MLflow"])
     plan.save()
     metrics = {name: read_json(out / "reports" / name / METRICS) for name in params.leaderboard}
     return {f"{name}/{key}": metrics[name][key] for name in metrics for key in ("valid/ndcg@10", "test/ndcg@10")}
@@ -435,7 +434,10 @@ def _epochs(plan: Plan, name: str, entry: Mapping[str, Any], folder: Path, out: 
         )
         return 0
     if most < 1:
-        logger.warning("the budget is too short for one epoch; %s gets one nevertheless, so the run takes longer", name)
+        logger.warning(
+            "the budget is too short for one epoch of %s: it trains for one, and the run takes longer",
+            name,
+        )
     epochs = max(1, min(fitting, wanted))
     estimate = f"about {epochs * cost.epoch_s:.0f} s at most; {cost.memory / 1e9:.1f} GB of memory so far"
     logger.info("%s: %d epochs of %d steps, %s", name, epochs, cost.steps, estimate)

@@ -219,8 +219,8 @@ def _say_doubts(board: Mapping[str, Any]) -> None:
     """Log doubts about a new champion: no gain over counts, or data that proves little."""
     gain = board["verdict"]["gain"]
     doubts = [board["verdict"]["sentence"]] if gain and gain["low"] <= 0 else []
-    for sentence in doubts + [f"the data: {text}" for text in board["warnings"]]:
-        logger.warning("the champion: %s", sentence)
+    for sentence in doubts + [f"in the data, {text}" for text in board["warnings"]]:
+        logger.warning("caution about the new champion: %s", sentence)
 
 
 def _page(board: Mapping[str, Any], entries: Sequence[Entry], shown: Examples, split: Mapping[str, Any]) -> str:
