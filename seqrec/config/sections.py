@@ -348,6 +348,7 @@ class LaunchConfig(Section):
     processes: Positive = 1  # training processes per node
     runtime: str = "torch-distributed"  # ClusterTrainingRuntime of a TrainJob
     image: str = ""  # image of the job, if it cannot be that of the steps; Spark needs its own entry point
+    service_account: str = ""  # of the job's pods; empty: kubernetes.service_account
     poll_s: PositiveReal = 15.0  # seconds between two polls of the job's status
 
     def __post_init__(self) -> None:
