@@ -13,9 +13,9 @@ from seqrec.__main__ import main
 from seqrec.artifacts import read_json, write_json
 from seqrec.commands.settings import check, resolve
 from seqrec.config import ConfigError, from_dict, load
+from seqrec.pipeline import STAGES
 
 ROOT = Path(__file__).parent.parent.parent
-STAGES = sorted(path.stem for path in (ROOT / "seqrec/stages").glob("[!_]*.py"))
 SETTINGS = {
     "dataset": "tiny",
     "sources": ["other"],
@@ -25,11 +25,9 @@ SETTINGS = {
     "models": {"sasrec": {}, "gru4rec": {"options": {"dropout": 0.1}}},
 }
 EVERY_STAGE = sorted(
-    [
-        *("baselines", "register", "ingest", "validate", "prepare"),
-        *(f"{stage}_source@other" for stage in ("ingest", "validate", "prepare")),
-        *(f"{stage}@{model}" for stage in ("pretrain", "finetune", "evaluate") for model in ("sasrec", "gru4rec")),
-    ]
+    f"{stage.name}{suffix}"
+    for stage in STAGES
+    for suffix in {"run": [""], "dataset": ["", "_source@other"], "model": ["@sasrec", "@gru4rec"]}[stage.each]
 )
 CHANGES = {  # what is set -> which stages have changed themselves; DVC adds those after them
     "nothing": ({}, []),
@@ -149,17 +147,6 @@ def test_changed_code_reruns_what_imports_it(project, file, line, expected, monk
     finally:
         (project / file).write_text(original)
         settle(project, SETTINGS)
-
-
-def test_every_stage_depends_on_its_own_file():
-    stages = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"]
-    assert set(STAGES) < set(stages)
-    for name, stage in stages.items():
-        found = [dep for dep in stage["deps"] if dep.startswith(("settings/", "seqrec"))]
-        folder = "sources/${item.source}/" if name.endswith("_source") else ""
-        folder = "${item.model}/" if name in ("pretrain", "finetune", "evaluate") else folder
-        own = [f"settings/{folder}{name.removesuffix('_source')}.json"]
-        assert found == (["seqrec"] if name == "settings" else own)
 
 
 def test_the_command_refuses_a_misspelt_option_before_any_stage(tmp_path, monkeypatch, caplog):
