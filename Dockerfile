@@ -1,5 +1,6 @@
 # One image for every step, and for the MLflow server. Build: docker build --tag seqrec:latest .
-# CUDA: --build-arg TORCH=cu130 (a suffix of PyTorch's indices). Without that index: TORCH_INDEX= and PIP_FIND_LINKS=...
+# The build of torch: --build-arg TORCH=cu130, rocm7.2, xpu, ... (suffixes of PyTorch's indices; default: cpu).
+# Without those indices: TORCH= takes the wheel of the package index, TORCH_INDEX=URL another index that has the build.
 # Behind a proxy that re-signs: --secret id=ca,src=CERTIFICATES.pem
 # A tag can change under the same name. For a release give the digest that `docker buildx imagetools inspect` prints:
 # --build-arg PYTHON_IMAGE=python:3.11-slim@sha256:..., or `make image PYTHON_IMAGE=...`
@@ -30,9 +31,12 @@ RUN --mount=type=secret,id=ca \
 RUN --mount=type=secret,id=ca \
     if [ -f /run/secrets/ca ]; then export PIP_CERT=/run/secrets/ca; fi; \
     for name in PIP_INDEX_URL PIP_FIND_LINKS; do if [ -z "$(printenv "$name")" ]; then unset "$name"; fi; done; \
-    version="$(sed -n 's/^torch==//p' constraints.txt)"; \
+    build="$(sed -n 's/^torch==//p' constraints.txt)${TORCH:++$TORCH}"; \
     /opt/venv/bin/pip install --constraint constraints.txt \
-        ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "torch==$version+$TORCH"; \
+        ${TORCH:+${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"}} "torch==$build" || { \
+        echo "torch $build was not found: name an index that has it (--build-arg TORCH_INDEX=URL), another build" \
+            "(TORCH=cpu, cu130, ...), or the plain wheel of the package index (TORCH=, and PIP_INDEX_URL=URL)" >&2; \
+        exit 1; }; \
     /opt/sbom/bin/cyclonedx-py environment --output-file /opt/venv/sbom.cdx.json /opt/venv/bin/python
 
 FROM ${PYTHON_IMAGE}

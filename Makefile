@@ -74,7 +74,7 @@ test-services: setup  ## test with MLflow on PostgreSQL and an S3-compatible sto
 		{ echo "PostgreSQL is not installed: apt-get install --no-install-recommends postgresql" >&2; exit 1; }
 	@$(BIN)/python -c "import moto, psycopg" || \
 		{ echo "run: $(BIN)/python -m pip install --constraint constraints.txt --editable '.[services]'" >&2; exit 1; }
-	OMP_NUM_THREADS=1 pytest -m services tests/test_services.py
+	OMP_NUM_THREADS=1 pytest -m services tests/test_services.py tests/data/test_stores.py
 
 chaos: setup  ## kill `make repro` at KILLS random moments; compare the results with an uninterrupted run
 	PYTHONPATH=.:tests python tests/chaos.py --kills $(KILLS) --seed $(SEED)

@@ -31,10 +31,9 @@ import torch
 import uvicorn
 
 from benchmarks import meter
-from seqrec.config import RegisterConfig
+from seqrec.config import RegisterConfig, ServeConfig
 from seqrec.data import sequences
 from seqrec.serving import http
-from seqrec.serving.config import ServeConfig
 from seqrec.serving.events import Event, Store
 from seqrec.serving.recommender import Recommender
 

@@ -83,7 +83,7 @@ def ingest(
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
 def validate(
     dataset: str,
-    baseline: str,
+    reference: str,
     config: dict,
     data: dsl.Input[dsl.Dataset],
     validation: dsl.Output[dsl.Artifact],
@@ -97,7 +97,9 @@ def validate(
     from seqrec.cluster.launch import run
 
     report = f"{validation.path}/validation"
-    values = run("validate", dataset=dataset, data=data.path, report=f"{report}.json", baseline=baseline, config=config)
+    values = run(
+        "validate", dataset=dataset, data=data.path, report=f"{report}.json", reference=reference, config=config
+    )
     validation.metadata.update(facts(data.path))
     shutil.copyfile(f"{report}.html", page.path)
     metrics.metadata.update(values)

@@ -29,7 +29,7 @@ from seqrec.config import KubernetesConfig, Params
 from seqrec.pipelines.resources import STATE, apply, place
 
 PIPELINES = ("training", "retraining", "pretraining")
-BASELINE = "configs/baseline.json"  # a file of the image
+REFERENCE = "configs/reference.json"  # a file of the image
 Outputs = Mapping[str, Any]
 
 
@@ -167,7 +167,7 @@ class _Dag:
         fetched = self._task(steps.ingest, subject, dataset=key, fresh=given["fresh"], config=given["ingest"])
         data = fetched.outputs["data"]
         checked = self._task(
-            steps.validate, subject, dataset=key, baseline=BASELINE, config=given["validate"], data=data
+            steps.validate, subject, dataset=key, reference=REFERENCE, config=given["validate"], data=data
         )
         validation = checked.outputs["validation"]
         prepared = self._task(

@@ -40,6 +40,7 @@ PARTS = [  # key in params.yaml, its dataclass, and the dataclass whose fields h
     ("finetune.counts", config.CountsConfig, None),
     ("evaluate", config.EvaluateConfig, None),
     ("register", config.RegisterConfig, None),
+    ("serve", config.ServeConfig, None),
     ("tune", config.TuneConfig, None),
     ("tune.spaces.MODEL.SETTING", config.SearchRange, None),
     ("kubernetes", config.KubernetesConfig, None),

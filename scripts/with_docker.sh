@@ -5,6 +5,7 @@
 # with a socket and folder of its own below build/docker, without network bridge and firewall rules; it ends with us.
 # Where no registry answers, the base image is made from Debian's packages. Variables that matter to the build:
 #   PIP_FIND_LINKS, PIP_INDEX_URL, TORCH_INDEX   where packages come from; a folder is served on the loopback
+#   TORCH                                        the build of torch; empty: the plain wheel of the package index
 #   PIP_CERT                                     certificates to trust, for a proxy that re-signs
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -67,6 +68,7 @@ build() {
     elif [ -n "${PIP_FIND_LINKS:-}" ]; then
         arguments+=(--build-arg "PIP_FIND_LINKS=$PIP_FIND_LINKS")
     fi
+    [ -n "${TORCH+set}" ] && arguments+=(--build-arg "TORCH=$TORCH")
     [ -n "${TORCH_INDEX+set}" ] && arguments+=(--build-arg "TORCH_INDEX=$TORCH_INDEX")
     [ -n "${PIP_INDEX_URL:-}" ] && arguments+=(--build-arg "PIP_INDEX_URL=$PIP_INDEX_URL")
     [ -f "${PIP_CERT:-}" ] && arguments+=(--secret "id=ca,src=$PIP_CERT")

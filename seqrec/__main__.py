@@ -42,8 +42,8 @@ COMMANDS = {
         "seqrec.commands.settings", "settings", "check params.yaml; write the settings file of each DVC stage"
     ),
     **{stage.name: Command(f"seqrec.stages.{stage.name}", stage.name, stage.summary) for stage in STAGES},
-    "accept-baseline": Command(
-        "seqrec.stages.validate", "accept_baseline", "accept this data as the reference statistics for drift"
+    "accept-reference": Command(
+        "seqrec.stages.validate", "accept_reference", "accept this data as the reference statistics for drift"
     ),
     "refit": Command(
         "seqrec.commands.refit", "refit", "train the champion again on all events; make the result champion", "register"
@@ -167,7 +167,7 @@ def _add_section(parser: argparse.ArgumentParser, section: Any) -> None:
 
     hints, texts = typing.get_type_hints(section), meanings(section)
     for field in dataclasses.fields(section):
-        _add_flag(parser, field.name, hints[field.name], field.default, texts[field.name].replace("%", "%%"))
+        _add_flag(parser, field.name, hints[field.name], argparse.SUPPRESS, texts[field.name].replace("%", "%%"))
 
 
 def _add_flag(parser: argparse.ArgumentParser, name: str, hint: Any, default: Any, text: str) -> None:
@@ -176,7 +176,7 @@ def _add_flag(parser: argparse.ArgumentParser, name: str, hint: Any, default: An
         parser.add_argument(flag, action="store_true", help=text)
         return
     required = default in (inspect.Parameter.empty, dataclasses.MISSING)
-    kind = next((t for t in (int, float, Path) if t in (hint, *typing.get_args(hint))), str)
+    kind = next((t for t in (str, int, float, Path) if t in (hint, *typing.get_args(hint))), str)
     value = None if required else default
     parser.add_argument(flag, required=required, default=value, type=kind, help=text, metavar=name.upper())
 
@@ -228,11 +228,14 @@ def bind(name: str, flags: argparse.Namespace) -> dict[str, Any]:
 
 
 def _value(name: str, hint: Any, flags: argparse.Namespace) -> Any:
-    """Return the value of a flag, or a section made of the flags of its fields."""
+    """Return the value of a flag, or a section of params.yaml with the flags that are given."""
     if not dataclasses.is_dataclass(hint):
         return getattr(flags, name)
-    section: Any = hint
-    return section(**{field.name: getattr(flags, field.name) for field in dataclasses.fields(section)})
+    from seqrec.config import SECTIONS, load
+
+    (section,) = (key for key, cls in SECTIONS.items() if cls is hint)
+    given = {field.name: getattr(flags, field.name) for field in dataclasses.fields(hint) if field.name in flags}
+    return dataclasses.replace(load(flags.params).section(section), **given)
 
 
 def _from_params(name: str, parameters: Mapping[str, inspect.Parameter], flags: argparse.Namespace) -> dict[str, Any]:

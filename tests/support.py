@@ -233,8 +233,8 @@ def running(service):
 
 def service(recommender, *, version="7", store=None, candidate=None, **options):
     """Run a service of `recommender` with these options of `serve`; yield its address."""
+    from seqrec.config import ServeConfig
     from seqrec.serving import http  # few tests need it
-    from seqrec.serving.config import ServeConfig
 
     config = ServeConfig(**options)
     return running(http.app(lambda: recommender, lambda: version, config, store=store, candidate=candidate))

@@ -17,8 +17,8 @@ import yaml
 from support import imported
 
 from seqrec import __version__
-from seqrec.__main__ import COMMANDS, FROM_PARAMS, TerminalHandler, main
-from seqrec.serving.config import ServeConfig
+from seqrec.__main__ import COMMANDS, FROM_PARAMS, TerminalHandler, bind, command_parser, main
+from seqrec.config import ServeConfig
 
 ROOT = Path(__file__).parent.parent
 
@@ -91,6 +91,15 @@ def test_wrong_usage_exits_with_2(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_the_flags_of_the_service_win_over_its_section(params):
+    params.write_text(params.read_text() + "\nserve: {rate: 5.0, share: 0.3, items: s3://bucket/items.parquet}\n")
+    flags = command_parser("serve").parse_args(["--params", str(params), "--rate", "7"])
+
+    options = bind("serve", flags)["options"]
+
+    assert options == ServeConfig(rate=7.0, share=0.3, items="s3://bucket/items.parquet")
+
+
 WRONG = ("inf", "nan", "0", "-1")
 FINETUNE = ["--sequences", "sequences", "--initial", "initial", "--checkpoint", "finetuned", "--state", "state"]
 
@@ -106,7 +115,7 @@ FINETUNE = ["--sequences", "sequences", "--initial", "initial", "--checkpoint", 
         (["finetune", "--model", "sasrec", "--params", "none.yaml", *FINETUNE], "none.yaml not found"),
         (["leaderboard", "--reports", "nowhere"], "leaderboard.json not found: run `make repro` first"),
         (["import", "--run", "nowhere"], "nowhere is not the output folder of `seqrec run`"),
-        (["accept-baseline", "--data", "nowhere", "--baseline", "b.json"], "not found: run ingest first"),
+        (["accept-reference", "--data", "nowhere", "--reference", "b.json"], "not found: run ingest first"),
         (["run", "--config-file", "none.yaml", "--out", "out"], "none.yaml not found"),
     ],
 )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
+import os
 import re
 import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import kubernetes_validate
@@ -15,11 +16,11 @@ import pytest
 import yaml
 from support import save
 
+from seqrec.__main__ import bind, command_parser
 from seqrec.config import load
 from seqrec.config.sections import STEPS
 from seqrec.serving import guards
 from seqrec.serving.batcher import Served
-from seqrec.serving.config import ServeConfig
 from seqrec.serving.metrics import Metrics
 from seqrec.serving.recommender import Recommender, Request
 
@@ -32,6 +33,7 @@ CUSTOM = {
     "PrometheusRule",
     "InferenceService",
 }  # of operators: their schemas are no part of Kubernetes
+OWN = {"dataset": "mine", "serve": {"candidate": "models:/seqrec-mine@candidate", "share": 0.2}}  # of params.yaml
 SETTINGS = {"kustomization.yaml", "params.yaml"}  # what is no manifest
 FILES = sorted(path for path in DEPLOY.rglob("*.yaml") if path.name not in SETTINGS)
 MANIFESTS = [(path, document) for path in FILES for document in yaml.safe_load_all(path.read_text())]
@@ -67,6 +69,8 @@ def rendered(tmp_path_factory):
     (folder / "base" / "keys.json").write_text("{}")
     for name in ("secrets.env", "serve.env"):
         shutil.copy(DEPLOY / "base" / f"{name}.example", folder / "base" / name)
+    content = yaml.safe_load((ROOT / "params.yaml").read_text()) | OWN
+    (folder / "overlays" / "cluster" / "params.yaml").write_text(yaml.safe_dump(content))
 
     def render(name):
         command = [str(KUBECTL), "kustomize", str(folder / "overlays" / name)]
@@ -108,6 +112,8 @@ def test_an_overlay_is_complete(rendered, name):
         one for one in volumes if one["secret"]["items"][0]["key"] not in secrets[one["secret"]["secretName"]]
     ] == []
     kinds = {(one["kind"], one["metadata"]["name"]) for one in documents}
+    maps = [one["configMap"]["name"] for own in values(documents, "volumes") for one in own if "configMap" in one]
+    assert {("ConfigMap", one) for one in maps} <= kinds
     assert {("PersistentVolumeClaim", one) for one in values(documents, "claimName")} <= kinds
     assert {(one["kind"], one["name"]) for one in values(documents, "scaleTargetRef")} <= kinds
     images = set(values(documents, "image"))
@@ -150,6 +156,26 @@ def test_kserve_runs_the_pod_of_the_deployment(rendered):
     assert values(only(documents, "Ingress"), "service")[0]["name"] == "seqrec-serve-predictor"
 
 
+@pytest.mark.parametrize(("name", "dataset"), [("kind", "ml-100k"), ("cluster", "mine")])
+def test_the_service_takes_its_dataset_and_options_from_the_params_yaml_of_the_overlay(
+    rendered, tmp_path, name, dataset
+):
+    """The command line of the pod, parsed by the program, with what the ConfigMap holds."""
+    pod = only(rendered[name], "Deployment")["spec"]["template"]["spec"]
+    (volume,) = [one for one in pod["volumes"] if "configMap" in one]
+    (mount,) = [one for one in pod["containers"][0]["volumeMounts"] if one["name"] == volume["name"]]
+    for file, text in only(rendered[name], "ConfigMap", volume["configMap"]["name"])["data"].items():
+        (tmp_path / file).write_text(text)
+    arguments = [one.replace(mount["mountPath"], str(tmp_path)) for one in pod["containers"][0]["args"]]
+    bound = bind("serve", command_parser("serve").parse_args(arguments[1:]))
+
+    assert bound["dataset"] == dataset
+    assert (bound["options"].candidate, bound["options"].host) == (
+        OWN["serve"]["candidate"] if name == "cluster" else "",
+        "0.0.0.0",
+    )
+
+
 def test_every_metric_of_a_rule_is_exposed_with_its_labels(prepared, tmp_path):
     recommender = Recommender.load(save("sasrec", prepared, tmp_path / "model"))
     metrics = Metrics(Served(recommender, "1"))
@@ -178,10 +204,9 @@ def test_the_service_is_started_with_flags_that_it_has_and_probed_where_it_answe
     deployment = only(documents, "Deployment")
     container = deployment["spec"]["template"]["spec"]["containers"][0]
     compose = yaml.safe_load((ROOT / "docker-compose.yaml").read_text())["services"]["serve"]["command"]
-    flags = [field.name for field in dataclasses.fields(ServeConfig)]
     for command, *arguments in (container["args"], compose):
         assert command == "serve"
-        assert {one.partition("=")[0].removeprefix("--").replace("-", "_") for one in arguments} <= set(flags)
+        command_parser("serve").parse_args(arguments)  # exits where a flag is unknown
     probes = {container[f"{name}Probe"]["httpGet"]["path"] for name in ("startup", "readiness", "liveness")}
     assert {*probes, only(documents, "ServiceMonitor")["spec"]["endpoints"][0]["path"]} <= set(guards.OPEN)
     labels = deployment["spec"]["template"]["metadata"]["labels"]
@@ -201,6 +226,48 @@ def test_hadolint_finds_nothing():
     )
 
     assert (done.returncode, done.stdout) == (0, "")
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory):
+    """A folder with torch's plain wheel and its build for an accelerator, without content or dependencies."""
+    folder = tmp_path_factory.mktemp("wheels")
+    version = re.search(r"^torch==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[1]
+    for build in (version, f"{version}+xpu"):
+        info = f"torch-{build}.dist-info"
+        with zipfile.ZipFile(folder / f"torch-{build}-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {build}\n")
+            wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            wheel.writestr(f"{info}/RECORD", "")
+    return folder, version
+
+
+@pytest.mark.parametrize(
+    ("argument", "offered", "installed"), [("", "", ""), ("xpu", "+xpu", "+xpu"), ("cpu", "+xpu", None)]
+)
+def test_the_image_takes_torch_from_where_it_is_told_or_says_which_argument_to_set(
+    wheels, tmp_path, argument, offered, installed
+):
+    """The line of the Dockerfile, with a pip that knows one wheel of torch and no index."""
+    folder, version = wheels
+    (tmp_path / "index").mkdir()
+    shutil.copy(folder / f"torch-{version}{offered}-py3-none-any.whl", tmp_path / "index")
+    (command,) = re.findall(r"^ +build=.*?exit 1; \}", (ROOT / "Dockerfile").read_text(), re.MULTILINE | re.DOTALL)
+    pip = f"{sys.executable} -m pip install --quiet --no-index --target {tmp_path}/site"
+    own = {"TORCH": argument, "TORCH_INDEX": "https://index.example.org", "PIP_FIND_LINKS": str(tmp_path / "index")}
+    done = subprocess.run(
+        ["sh", "-euc", command.replace("/opt/venv/bin/pip install", pip)],
+        **{"cwd": ROOT, "env": os.environ | own, "capture_output": True, "text": True},
+    )
+
+    found = {path.name for path in tmp_path.glob("site/*.dist-info")}
+    if installed is None:
+        assert (done.returncode, found) == (1, set())
+        assert f"torch {version}+cpu was not found" in done.stderr
+        assert "--build-arg TORCH_INDEX=URL" in done.stderr
+        assert "TORCH=," in done.stderr
+    else:
+        assert (done.returncode, found) == (0, {f"torch-{version}{installed}.dist-info"}), done.stderr
 
 
 def test_the_image_holds_all_packages_and_no_data():
@@ -268,4 +335,4 @@ def test_the_extras_choose_what_is_installed_and_nothing_is_installed_without_a_
     installs = re.findall(r"pip install ([^;\n]*)", text)
     assert len(installs) == 3
     for flags in installs:
-        assert "--require-hashes --no-deps" in flags or flags.endswith('"torch==$version+$TORCH"')
+        assert "--require-hashes --no-deps" in flags or '"torch==$build"' in flags

@@ -46,7 +46,8 @@ def dvc_stage(stage: Stage, item: str, named: str, flag: str, matrix: dict[str, 
     reads, writes = (*stage.reads, *stage.project.values()), (*stage.writes, *metrics)
     return ({"matrix": matrix} if matrix else {}) | {
         "cmd": f"python -m seqrec {stage.name}{flag}{named if flag else ''}",
-        "deps": [*(path.format(**names) for path in reads), f"settings/{settings}.json"],
+        "params": [{f"settings/{settings}.json": None}],
+        "deps": [*(path.format(**names) for path in reads), f"settings/{settings}.code.json"],
         "outs": [path.format(**names) for path in writes],
     }
 

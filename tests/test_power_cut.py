@@ -39,8 +39,8 @@ SETTINGS = {
 MODEL = "--model sasrec --sequences out/data/sequences"
 INITIAL, FINETUNED = "out/artifacts/sasrec/initial", "out/artifacts/sasrec/finetuned"
 COMMANDS = {  # name -> the command line, and the files that it writes and that are the same each time
-    "validate": ("--data out/data --report out/reports/validation.json --baseline none.json", []),
-    "accept-baseline": ("--data out/data --baseline new.json", ["new.json"]),
+    "validate": ("--data out/data --report out/reports/validation.json --reference none.json", []),
+    "accept-reference": ("--data out/data --reference new.json", ["new.json"]),
     "prepare": (
         "--data out/data --validation out/reports/validation.json --sequences out/data/sequences",
         ["out/data/sequences/split.json", "out/data/sequences/sequences.arrow"],
@@ -65,7 +65,7 @@ COMMANDS = {  # name -> the command line, and the files that it writes and that 
     "tune": (f"{MODEL} --dataset own --study study.db --output tuned.yaml --state state", ["tuned.yaml"]),
 }
 READ = {  # file -> the commands that read it
-    "out/data/interactions.parquet": "validate accept-baseline prepare",
+    "out/data/interactions.parquet": "validate accept-reference prepare",
     "out/data/items.parquet": "validate prepare",
     "out/data/source.json": "validate import",
     "out/reports/validation.json": "prepare",

@@ -25,10 +25,10 @@ INPUTS = {  # of every pipeline; what the form says beside each of them
         '"models.sasrec.options.layers": 3}. `section.key` holds for the dataset and for every model.'
     ),
 }
-FIXED = ("kubernetes", "tune", "dataset", "sources", "leaderboard", "seed")  # have inputs, or are fixed
+APART = ("kubernetes", "serve", "tune")  # sections that no step of a run reads
+FIXED = (*APART, "dataset", "sources", "leaderboard", "seed")  # have inputs, or are fixed
 ORIGIN = ("source", "interactions", "repository")  # settings of `ingest` that say what is read
-UNCHANGED = ("kubernetes", "tune")  # sections that no run reads
-SHARED = [name for name in SECTIONS if name not in UNCHANGED]
+SHARED = [name for name in SECTIONS if name not in APART]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +138,7 @@ def write_parameters(values: Mapping[str, Any], places: Mapping[str, str]) -> No
 
 def without_cluster(params: Params) -> dict[str, Any]:
     """Return the settings that a run may change, in the form of params.yaml."""
-    return {key: value for key, value in params.as_dict().items() if key not in UNCHANGED}
+    return {key: value for key, value in params.as_dict().items() if key not in APART}
 
 
 def check_pretraining(params: Params) -> None:

@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from seqrec.artifacts import written
 from seqrec.config import RegisterConfig
 from seqrec.config.ranges import ListLength
 from seqrec.counts.term import with_counts
+from seqrec.data import stores
 from seqrec.data.sequences import load as load_sequences
 from seqrec.data.sequences import read_users, read_vocabulary
 from seqrec.evaluation import ranking
@@ -83,7 +83,7 @@ def _ids(text: str) -> list[str]:
 
 
 def score(
-    *, sequences: Path, saved: str | Path, output: Path, k: ListLength = 10, config: RegisterConfig | None = None
+    *, sequences: Path, saved: str | Path, output: str | Path, k: ListLength = 10, config: RegisterConfig | None = None
 ) -> dict[str, float]:
     """Write the best items of every user, after all of the user's events, to a Parquet file.
 
@@ -92,7 +92,8 @@ def score(
     Args:
         sequences: the prepared dataset.
         saved: folder with weights and card, or models:/NAME@champion.
-        output: Parquet file with one row per user: user_id, items, scores.
+        output: Parquet file with one row per user: user_id, items, scores; a path, or an address such as
+            s3://BUCKET/scores.parquet.
         k: number of items; past items are left out if the model was evaluated in this way.
         config: section `register`.
 
@@ -108,7 +109,7 @@ def score(
 
 
 @torch.no_grad()
-def score_with(checkpoint: Checkpoint, sequences: Path, output: Path, k: int) -> dict[str, float]:
+def score_with(checkpoint: Checkpoint, sequences: Path, output: str | Path, k: int) -> dict[str, float]:
     """Write the best `k` items of every user as `score` does, with a checkpoint."""
     model = checkpoint.model
     checkpoint.check_catalogue(sequences, users="user" in model.needs)
@@ -116,7 +117,7 @@ def score_with(checkpoint: Checkpoint, sequences: Path, output: Path, k: int) ->
     item_ids = pa.array([None, *read_vocabulary(sequences)[0]], pa.string())
     user_ids, filter_seen = read_users(sequences), checkpoint.card["filter_seen"]
     scorer = with_counts(ranking.model_scorer(model), checkpoint.count_term)
-    with written(output) as partial, pq.ParquetWriter(partial, SCORES_SCHEMA) as writer:
+    with stores.written(output) as partial, pq.ParquetWriter(partial, SCORES_SCHEMA) as writer:
         for first in range(0, data.num_users, USERS_AT_ONCE):
             user = torch.arange(first, min(first + USERS_AT_ONCE, data.num_users))
             best = ranking.best(scorer, data, user, data.stop[user], filter_seen=filter_seen, top_k=k)

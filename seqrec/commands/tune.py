@@ -314,7 +314,7 @@ def _summary(budget: Mapping[str, Any]) -> str:
 def _write(output: Path, search: Search, study: optuna.Study, budget: dict[str, Any]) -> None:
     """Write the best settings as a complete config for `seqrec run`, and the budget beside it."""
     params = search.params(study.best_params)
-    stages = [stage for stage in SECTIONS if stage != "tune"]
+    stages = [stage for stage in SECTIONS if stage not in ("serve", "tune")]
     content: dict[str, Any] = {"dataset": params.dataset, "sources": params.sources, "leaderboard": [search.model]}
     content |= {stage: asdict(params.section(stage, model=search.model)) for stage in stages}
     content["filter_seen"] = params.filters_seen()

@@ -25,6 +25,7 @@ from seqrec.config.sections import (
     TuneConfig,
     ValidateConfig,
 )
+from seqrec.config.serving import ServeConfig
 
 __all__ = [
     "AUTO",
@@ -49,6 +50,7 @@ __all__ = [
     "RegisterConfig",
     "SearchRange",
     "Section",
+    "ServeConfig",
     "StepResources",
     "TrainConfig",
     "TuneConfig",

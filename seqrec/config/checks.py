@@ -44,6 +44,16 @@ def require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
+STORES = ("s3", "gs", "az", "file")  # schemes of addresses in object stores; see seqrec/data/stores.py
+
+
+def check_address(key: str, place: str, schemes: Sequence[str] = STORES) -> None:
+    """Raise `ValueError` if `place` is an address, not a path, with a scheme that is none of `schemes`."""
+    scheme, separator, _ = place.partition("://")
+    known = ", ".join(f"{one}://" for one in schemes)
+    require(not separator or scheme in schemes, f"{key} must be a path or begin with one of {known}; not {scheme}://")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Section:
     """A section of params.yaml; its constructor checks each value against the type and `Bounds` of its field."""

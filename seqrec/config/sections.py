@@ -11,7 +11,7 @@ from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from seqrec.config.checks import Section, parse, require
+from seqrec.config.checks import STORES, Section, check_address, parse, require
 from seqrec.config.ranges import (
     AUTO,
     Bounds,
@@ -24,6 +24,7 @@ from seqrec.config.ranges import (
     Seed,
     Share,
 )
+from seqrec.config.serving import ServeConfig
 
 EXPERIMENT = "seqrec"  # default name of the MLflow experiment
 REFITS = ("none", "valid")  # whether the model that ranks the test cases is trained on the validation events too
@@ -41,8 +42,8 @@ class IngestConfig(Section):
 
     source: str  # a dataset of docs/data.md, csv, lines or prefixes; default: the name of the dataset
     category: str = ""  # Amazon: the category, spelt as in the file names, e.g. Gift_Cards
-    interactions: str = ""  # csv, lines: path or URL of the events; prefixes: path without `.train.inter`
-    items: str = ""  # csv, prefixes, lines: path or URL of the items file; empty: none
+    interactions: str = ""  # csv, lines: path or address of the events; prefixes: path without `.train.inter`
+    items: str = ""  # csv, prefixes, lines: path or address (https://, s3://, gs://, az://) of the items; empty: none
     columns: dict[str, str] = field(default_factory=dict)  # csv: our column -> the file's; items.NAME: items file only
     time_format: str = ""  # csv: format of times, e.g. "%d/%m/%Y %H:%M"; empty: ISO 8601 or a Unix time
     lines: Literal["", "sequences", "pairs"] = ""  # `user item item ...` | `user item` per line; empty: detect
@@ -60,6 +61,8 @@ class IngestConfig(Section):
             bool(self.repository) == bool(self.revision), "repository needs revision, and revision needs repository"
         )
         require(not (self.repository and self.mirror), "mirror has no effect with repository; leave one of them out")
+        for name in ("interactions", "items", "mirror"):
+            check_address(name, getattr(self, name), ("https", "http", *STORES))
         require(_is_time_format(self.time_format), f"time_format: {self.time_format!r} is not a date format")
         require("%Z" not in self.time_format, "time_format: names of time zones (%Z) are ambiguous; use offsets (%z)")
 
@@ -409,6 +412,7 @@ SECTIONS: dict[str, type] = {
     "finetune": FinetuneConfig,
     "evaluate": EvaluateConfig,
     "register": RegisterConfig,
+    "serve": ServeConfig,
     "tune": TuneConfig,
     "kubernetes": KubernetesConfig,
 }

@@ -33,6 +33,7 @@ from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
 
 from seqrec import artifacts
 from seqrec.config import ConfigError, IngestConfig
+from seqrec.data import stores
 from seqrec.data.readers.blocks import opened
 from seqrec.data.sources import File, Publication, file_name
 from seqrec.redaction import redacted
@@ -54,7 +55,7 @@ CORRUPT_ZIP = (
     *(zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, NotImplementedError, RuntimeError, struct.error),
     *(ValueError, KeyError, IndexError, OverflowError, OSError),
 )
-TRANSPORT_ERRORS = (requests.RequestException, urllib3.exceptions.HTTPError)
+TRANSPORT_ERRORS = (requests.RequestException, urllib3.exceptions.HTTPError, stores.TransferError)
 
 
 class DownloadError(ValueError):
@@ -299,8 +300,10 @@ def download(url: str, downloads: Path, *, retries: int = 4, timeout_s: float = 
     while not target.is_file():
         before = _size(part)
         try:
-            _transfer(url, part, timeout_s)
+            _transfer(url, part, timeout_s) if _is_web(url) else stores.fetch(url, part)
             artifacts.rename(part, target)
+        except FileNotFoundError as error:
+            raise NotThereError(f"{shown(url)}: not found") from error
         except TRANSPORT_ERRORS as error:
             failed = 0 if _size(part) > before else failed + 1
             if failed > retries:
@@ -473,6 +476,10 @@ def shown(address: str) -> str:
 
 
 def _is_url(address: str) -> bool:
+    return _is_web(address) or stores.is_address(address)
+
+
+def _is_web(address: str) -> bool:
     return address.startswith(("http://", "https://"))
 
 

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import hashlib
 import re
+from pathlib import Path
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
@@ -65,7 +66,7 @@ class Guards:
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self.app, self.service = app, service
-        self.keys = Keys(service.options.keys) if service.options.keys else None
+        self.keys = Keys(Path(service.options.keys)) if service.options.keys else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass one request on, or refuse it."""

@@ -26,10 +26,10 @@ from fastapi_offline import FastAPIOffline
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from seqrec.artifacts import GRAPH, MODEL_CARD, read_json
-from seqrec.config import ConfigError, RegisterConfig, require
+from seqrec.config import ConfigError, RegisterConfig, ServeConfig, require
+from seqrec.data import stores
 from seqrec.serving import request_log, rules, schemas, traces
 from seqrec.serving.batcher import NO_CHAMPION, Served
-from seqrec.serving.config import ServeConfig
 from seqrec.serving.events import VARIABLE, Event, Store, StoreError, store_url
 from seqrec.serving.guards import Guards, SafeHeaders
 from seqrec.serving.onnx_graph import GraphRecommender
@@ -302,9 +302,7 @@ def _candidate(config: RegisterConfig, options: ServeConfig, champion_version: s
     return Served(loaded(options.candidate, options.ann, config, options.items), version)
 
 
-def champion(
-    dataset: str, config: RegisterConfig, ann: int = 0, items: Path | None = None
-) -> tuple[Load, Callable[[], str]]:
+def champion(dataset: str, config: RegisterConfig, ann: int = 0, items: str = "") -> tuple[Load, Callable[[], str]]:
     """Return what loads the champion of `dataset`, and what names its version; `ann`, `items`: see `loaded`."""
     from seqrec.tracking import registry  # MLflow takes seconds to import
 
@@ -315,14 +313,14 @@ def champion(
     )
 
 
-def loaded(place: str, ann: int, config: RegisterConfig, items: Path | None = None) -> Recommender:
+def loaded(place: str, ann: int, config: RegisterConfig, items: str = "") -> Recommender:
     """Return the model at `place`, which runs its ONNX graph if it has one.
 
     Args:
         place: see `located`.
         ann: candidates of an approximate search; 0 scores all items.
         config: section `register`.
-        items: table with the attributes of the items.
+        items: path or address of the table with the attributes of the items.
     """
     if ann:
         from seqrec.serving.approximate_search import ApproximateRecommender
@@ -334,8 +332,9 @@ def loaded(place: str, ann: int, config: RegisterConfig, items: Path | None = No
                 recommender = GraphRecommender.of(folder, torch.get_num_threads())
             else:
                 recommender = Recommender.load(folder)
-    if items is not None:
-        recommender.attributes = rules.Attributes.read(items, recommender.item_ids)
+    if items:
+        with stores.local(items) as file:
+            recommender.attributes = rules.Attributes.read(file, recommender.item_ids)
     return recommender
 
 

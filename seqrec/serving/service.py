@@ -13,10 +13,10 @@ from dataclasses import asdict
 from fastapi import HTTPException
 from fastapi.exceptions import RequestValidationError
 
+from seqrec.config import ServeConfig
 from seqrec.serving import schemas
 from seqrec.serving.async_store import AsyncStore, Kept
 from seqrec.serving.batcher import NO_CHAMPION, Batcher, Served
-from seqrec.serving.config import ServeConfig
 from seqrec.serving.events import Clicks, Shown, Store, UserHistory
 from seqrec.serving.experiment import compare, in_candidate
 from seqrec.serving.metrics import Metrics

@@ -21,11 +21,10 @@ from mlflow import MlflowClient
 from support import MEASURED, running, synthetic_rows
 
 from seqrec.__main__ import main
-from seqrec.config import RegisterConfig, load
+from seqrec.config import RegisterConfig, ServeConfig, load
 from seqrec.evaluation import leaderboard
 from seqrec.locks import locked
 from seqrec.serving import http
-from seqrec.serving.config import ServeConfig
 from seqrec.serving.events import Store
 from seqrec.serving.recommender import Recommender
 from seqrec.tracking import runs

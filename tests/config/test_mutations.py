@@ -24,6 +24,7 @@ CONFIG: dict[str, Any] = {
     "filter_seen": True,
     "evaluate": {"bootstrap": 100, "top_k": 10},
     "register": {"min_gain": 0.0, "max_loss": 0.1, "tracking_uri": "sqlite:///m.db"},
+    "serve": {"share": 0.1, "candidate": "models:/x/1", "rate": 2.0, "items": "items.parquet"},
     "tune": {"trials": 2, "spaces": {"sasrec": {"options.dropout": {"low": 0.1, "high": 0.5, "step": 0.1}}}},
     "kubernetes": {
         "resources": {"default": {"cpu": "1", "retries": 2}},

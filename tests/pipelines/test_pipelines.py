@@ -135,7 +135,7 @@ def test_the_pages_of_the_user_interface_say_how_it_ended_and_need_no_other_file
     assert page == (tasks / "register/reports/index.html").read_text(encoding="utf-8")
     assert page.count("<h3>User ") == 4
     assert 'src="' not in page
-    assert "the first champion" in page
+    assert "there was no champion before" in page
     assert read_json(tasks / "register/reports" / leaderboard.LEADERBOARD)["registry"]["promoted"]
     assert read_json(tasks / "validate/validation/validation.json")["success"]
     assert "<html" in (tasks / "validate/page").read_text(encoding="utf-8").lower()

@@ -12,10 +12,9 @@ from support import save, service
 
 from seqrec.__main__ import main
 from seqrec.artifacts import MODEL_CARD, read_json
-from seqrec.config import ConfigError, RegisterConfig
+from seqrec.config import ConfigError, RegisterConfig, ServeConfig
 from seqrec.serving import http
 from seqrec.serving.batcher import Served
-from seqrec.serving.config import ServeConfig
 from seqrec.serving.events import Clicks, Event, Shown
 from seqrec.serving.experiment import compare, in_candidate
 from seqrec.serving.recommender import Recommender, Request

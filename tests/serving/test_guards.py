@@ -17,8 +17,8 @@ import requests
 from support import running, save, service
 
 from seqrec.__main__ import main
+from seqrec.config import ServeConfig
 from seqrec.serving import http, keys, rates
-from seqrec.serving.config import ServeConfig
 from seqrec.serving.rates import Rates
 from seqrec.serving.recommender import Request
 from seqrec.serving.rules import Attribute, Attributes
@@ -47,7 +47,7 @@ class Held:
 def test_only_valid_keys_are_answered_and_the_file_is_followed(recommender, tmp_path):
     file = tmp_path / "keys.json"
     app, admin = keys.add(file, "app"), keys.add(file, "boss", admin=True)
-    with service(recommender, keys=file) as address:
+    with service(recommender, keys=str(file)) as address:
         assert ask(address, app).status_code == ask(address, admin).status_code == 200
         for wrong in (None, "", "Bearer", app[:-1], f"{app} ", "ü"):
             answer = ask(address, wrong and wrong.encode().decode("latin-1"))
@@ -235,7 +235,7 @@ def test_a_thousand_lists_of_ten_are_admitted_and_count_by_their_cost(recommende
 def test_above_the_rate_it_is_429(recommender, tmp_path):
     file = tmp_path / "keys.json"
     one, other = keys.add(file, "one"), keys.add(file, "other")
-    with service(recommender, keys=file, rate=0.001) as address:
+    with service(recommender, keys=str(file), rate=0.001) as address:
         assert [ask(address, one).status_code for _ in range(2)] == [200, 429]
         assert int(ask(address, one).headers["Retry-After"]) > 900
         assert ask(address, other).status_code == 200

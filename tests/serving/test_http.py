@@ -17,9 +17,9 @@ import requests
 from prometheus_client import generate_latest
 from support import running, save, service
 
+from seqrec.config import ServeConfig
 from seqrec.serving import http, schemas
 from seqrec.serving.batcher import Batcher, Served
-from seqrec.serving.config import ServeConfig
 from seqrec.serving.metrics import Metrics
 from seqrec.serving.recommender import Recommender, Request
 from seqrec.serving.rules import Attribute, Attributes

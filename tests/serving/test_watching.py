@@ -12,9 +12,9 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from support import running
 
+from seqrec.config import ServeConfig
 from seqrec.serving import http, keys, request_log, traces
 from seqrec.serving.batcher import Served
-from seqrec.serving.config import ServeConfig
 
 PRIVATE = ("i1", "i2", "somebody", "some title", "some%20title")  # of the requests below
 
@@ -55,7 +55,7 @@ def test_a_request_is_a_line_of_json_without_history_user_and_key(recommender, s
     api = http.app(
         lambda: recommender,
         lambda: "7",
-        ServeConfig(keys=tmp_path / "keys.json", log_format="json"),
+        ServeConfig(keys=str(tmp_path / "keys.json"), log_format="json"),
         store=store,
         candidate=Served(recommender, "8"),
     )

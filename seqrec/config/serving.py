@@ -1,12 +1,12 @@
-"""The options of the service: a section like those of params.yaml, given as flags of `python -m seqrec serve`."""
+"""Section `serve`: the options of the service, which are also flags of `python -m seqrec serve`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Literal
 
-from seqrec.config import Bounds, Section, require
+from seqrec.config.checks import Section, require
+from seqrec.config.ranges import Bounds
 
 DAY_S = 86_400
 SLOWEST = 0.001  # requests a second: 1 in a quarter of an hour
@@ -14,21 +14,21 @@ SLOWEST = 0.001  # requests a second: 1 in a quarter of an hour
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig(Section):
-    """Options of `serve`: what is served, where, and how much of it."""
+    """Section `serve`: what is served, where, and how much of it; a flag of the same name takes precedence."""
 
     saved: str = ""  # model to serve instead of the champion: a folder with its weights and card, or models:/NAME/N
     ann: Annotated[int, Bounds(ge=0, le=100_000)] = 0  # candidates of the approximate search; 0: score all items
-    items: Path | None = None  # table of items, such as data/items.parquet; rules may then name its attributes
+    items: str = ""  # path or address (s3://, gs://, az://) of the table of items; rules may then name its attributes
     host: str = "127.0.0.1"  # address to listen on; 0.0.0.0: all
     port: Annotated[int, Bounds(ge=0, le=65_535)] = 8000  # port to listen on; 0: any free one
     poll_s: Annotated[float, Bounds(ge=0, le=DAY_S)] = 30.0  # seconds between checks for a new champion; 0: never
     batch: Annotated[int, Bounds(ge=1, le=1_000)] = 64  # maximum number of lists that are computed in one pass
     threads: Annotated[int, Bounds(ge=1, le=1_024)] = 1  # threads that compute a pass
-    keys: Path | None = None  # file of `seqrec keys`; requests must then carry a key
+    keys: str = ""  # file of `seqrec keys`; requests must then carry a key
     rate: Annotated[float, Bounds(ge=0, le=1e6)] = (
         0.0  # requests per second and key or address, weighted by cost; 429 above it; 0: no limit
     )
-    max_cost: Annotated[float, Bounds(gt=0, le=1e6)] = 200.0  # maximum cost of a request (docs/using.md); 413 above it
+    max_cost: Annotated[float, Bounds(gt=0, le=1e6)] = 200.0  # maximum cost of a request; 413 above it
     max_body: Annotated[int, Bounds(ge=1, le=1 << 30)] = 8 << 20  # maximum bytes of a request's body; 413 above it
     max_queue: Annotated[int, Bounds(ge=1, le=1_000_000)] = (
         1_000  # maximum number of requests that wait for the model; 503 above it
