@@ -29,7 +29,7 @@ class ServeConfig(Section):
     rate: Annotated[float, Bounds(ge=0, le=1e6)] = (
         0.0  # requests per second and key or address, weighted by cost; 429 above it; 0: no limit
     )
-    max_cost: Annotated[float, Bounds(gt=0, le=1e6)] = 200.0  # maximum cost of a request (docs/using.md); 413 above it
+    max_cost: Annotated[float, Bounds(gt=0, le=1e6)] = 200.0  # maximum cost of a request; 413 above it
     max_body: Annotated[int, Bounds(ge=1, le=1 << 30)] = 8 << 20  # maximum bytes of a request's body; 413 above it
     max_queue: Annotated[int, Bounds(ge=1, le=1_000_000)] = (
         1_000  # maximum number of requests that wait for the model; 503 above it
