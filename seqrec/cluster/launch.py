@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import importlib
 import json
 import logging
 import os
@@ -17,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from seqrec import redaction
 from seqrec.artifacts import read_json, rename, replaced, sha256, write_json, write_text
 from seqrec.cluster.jobs import Place, finish, spark_application, train_job
 from seqrec.config import parse
+from seqrec.pipeline import BY_NAME
 
 HANDED = {  # stage -> inputs and outputs of its job
     "prepare": (("data", "validation"), "sequences"),
@@ -49,7 +49,7 @@ def run(
         ConfigError: a setting is wrong, or the cluster refuses the job.
         ValueError: a process or the job failed.
     """
-    where, function = parse(Place, place or {}, f"kubernetes.launch.{stage}"), _function(stage)
+    where, function = parse(Place, place or {}, f"kubernetes.launch.{stage}"), BY_NAME[stage].function
     hints, keys = typing.get_type_hints(function), {"config": stage, "architecture": f"models.{arguments.get('model')}"}
     if state and "state" in hints:
         arguments["state"] = state
@@ -59,11 +59,6 @@ def run(
     if where.launch.processes > 1:
         return _run_processes(stage, where.launch.processes, arguments)
     return function(**arguments)
-
-
-def _function(stage: str) -> Callable[..., dict[str, float]]:
-    function: Callable[..., dict[str, float]] = getattr(importlib.import_module(f"seqrec.stages.{stage}"), stage)
-    return function
 
 
 def _typed(hint: Any, value: Any, key: str) -> Any:

@@ -42,6 +42,7 @@ from seqrec.data.splits import DAY
 from seqrec.evaluation import leaderboard
 from seqrec.locks import locked
 from seqrec.models import REGISTRY
+from seqrec.pipeline import BY_NAME
 from seqrec.training import auto_settings
 from seqrec.training.auto_settings import Shape
 
@@ -203,7 +204,8 @@ def prepare(plan: Plan, out: Path, console: Console) -> None:
     limits = {"min_date": "1970-01-01", "max_date": "5000-01-01", "max_duplicate_share": 1.0}
     content |= {"datasets": {"auto": {"validate": limits}}}
     try:
-        run.read_data(from_dict(content), out)
+        for stage in ("ingest", "validate"):
+            BY_NAME[stage](from_dict(content), out, "auto")
     except ValueError as error:
         raise ValueError(f"{error}\nOther columns can be named with --user, --item, --time, --time-format") from error
     if timed:
@@ -320,7 +322,7 @@ def _core(params: Params, out: Path, settings: Mapping[str, Any]) -> dict[str, i
     for least in CORES:
         core = {"min_user_events": least, "min_item_events": least}
         try:
-            run.split_data(from_dict(params.as_dict() | {"prepare": {**settings, **core}}), out)
+            BY_NAME["prepare"](from_dict(params.as_dict() | {"prepare": {**settings, **core}}), out, "auto")
         except ValueError:
             if least == CORES[-1]:
                 raise
@@ -385,7 +387,7 @@ def train(
         if epochs == 0:
             return
         plan.set_model(name, settings(epochs))
-    run.train_model(from_dict(plan.params), name, folder, out, resume=False)
+    run.train_model(from_dict(plan.params), name, folder, out)
     plan.save(name)
 
 
@@ -419,7 +421,7 @@ def _epochs(plan: Plan, name: str, entry: Mapping[str, Any], folder: Path, out: 
         return 0
     settings = {"models": {name: entry}, "leaderboard": [name]}
     params = from_dict(plan.params | settings)
-    run.build_model(params, name, folder, out)
+    BY_NAME["pretrain"](params, out, name, sequences=folder, data=folder.parent)
     began = time.monotonic()
     cost = _cost(params, name, folder, out)
     wanted = params.section("finetune", model=name).epochs
@@ -473,19 +475,19 @@ def _write_pages(out: Path, board: Mapping[str, Any], params: Params) -> None:
 
     reports, folder = out / "reports", out / "data" / "sequences"
     names = [row["model"] for row in board["rows"]]
-    saved = {name: load_checkpoint(out / "artifacts" / name / "finetuned") for name in names}
+    folders = {name: out / "artifacts" / name / "finetuned" for name in names}
     best = names[0]
     register = params.section("register")
     shown = examples.choose(
         leader=best,
-        checkpoints=saved,
+        folders=folders,
         reports=reports,
         sequences=folder,
         number=register.examples,
         seed=register.seed,
     )
-    histories = {name: saved[name].epoch_records() for name in names}
+    histories = {name: load_checkpoint(folder).epoch_records() for name, folder in folders.items()}
     metrics = {name: read_json(reports / name / METRICS) for name in names}
     write_text(reports / REPORT_PAGE, report.page(board, metrics, histories, shown))
     facts = map(read_json, (reports / best / METRICS, folder / SPLIT_CARD, out / "data" / SOURCE_CARD))
-    write_text(out / CARD, model_card(saved[best].card, *facts))
+    write_text(out / CARD, model_card(load_checkpoint(folders[best]).card, *facts))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from seqrec.config.checks import STORES, Section, check_address, parse, require
@@ -29,8 +30,8 @@ EXPERIMENT = "seqrec"  # default name of the MLflow experiment
 REFITS = ("none", "valid")  # whether the model that ranks the test cases is trained on the validation events too
 LAUNCHED = ("prepare", "pretrain", "finetune")  # steps that can run as a job of the cluster
 STEPS = (  # steps of the Kubeflow pipelines; `default` holds for all of them
-    *("default", "ingest", "validate", "prepare", "baselines", *LAUNCHED[1:], "evaluate", "register"),
-    *("champion", "join", "record", "settings"),
+    *("default", "champion", "join", "record", "settings"),
+    *sorted(path.stem for path in Path(__file__).parent.with_name("stages").glob("[!_]*.py")),
 )
 CERTAIN = ("settings", "ingest", "validate", "prepare")  # steps whose failures are wrong settings or data
 

@@ -41,8 +41,10 @@ def folders(prepared, tmp_path_factory):
     return {"checkpoints": checkpoints, "reports": root, "sequences": prepared}
 
 
-def choose(folders, number=4, seed=3, **changes):
-    return examples.choose(**{"leader": "sasrec", "number": number, "seed": seed, **folders, **changes})
+def choose(given, number=4, seed=3, **changes):
+    given = {"leader": "sasrec", "number": number, "seed": seed, **given, **changes}
+    folders = {name: saved.folder for name, saved in given.pop("checkpoints").items()}
+    return examples.choose(folders=folders, **given)
 
 
 def test_an_example_is_what_the_evaluation_found(folders):

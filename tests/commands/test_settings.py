@@ -13,6 +13,7 @@ from seqrec.__main__ import main
 from seqrec.artifacts import read_json, write_json
 from seqrec.commands.settings import check, forget_edited_files, resolve
 from seqrec.config import ConfigError, from_dict, load
+from seqrec.pipeline import STAGES
 
 ROOT = Path(__file__).parent.parent.parent
 SETTINGS = {
@@ -24,11 +25,9 @@ SETTINGS = {
     "models": {"sasrec": {}, "gru4rec": {"options": {"dropout": 0.1}}},
 }
 EVERY_STAGE = sorted(
-    [
-        *("baselines", "register", "ingest", "validate", "prepare"),
-        *(f"{stage}_source@other" for stage in ("ingest", "validate", "prepare")),
-        *(f"{stage}@{model}" for stage in ("pretrain", "finetune", "evaluate") for model in ("sasrec", "gru4rec")),
-    ]
+    f"{stage.name}{suffix}"
+    for stage in STAGES
+    for suffix in {"run": [""], "dataset": ["", "_source@other"], "model": ["@sasrec", "@gru4rec"]}[stage.each]
 )
 CHANGES = {  # what is set -> which stages have changed themselves; DVC adds those after them
     "nothing": ({}, []),
@@ -74,6 +73,7 @@ def project(tmp_path_factory) -> Path:
 def settle(folder: Path, content: dict) -> None:
     """Write params.yaml, and do what the stage `settings` does."""
     (folder / "params.yaml").write_text(yaml.safe_dump(content))
+    shutil.rmtree(folder / "settings", ignore_errors=True)  # DVC removes the outputs of a stage before it runs
     for name, values in resolve(load(folder / "params.yaml"), root=folder).items():
         write_json(folder / "settings" / f"{name}.json", values)
 
