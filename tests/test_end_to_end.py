@@ -54,7 +54,7 @@ def settings(**changes) -> dict:
     }
     params["models"] = {"sasrec": {"options": {"heads": 1, "dropout": 0.2}}}
     training = {"epochs": 3, "batch_size": 16, "learning_rate": 0.01, "warmup_steps": 2, "save_steps": 3}
-    params |= {"dataset": "tiny", "sources": [], "leaderboard": list(MODELS)}
+    params |= {"dataset": "tiny", "sources": [], "leaderboard": list(MODELS), "tune": {"spaces": {}}}
     params["finetune"] = training
     params["evaluate"] = {"bootstrap": 100}
     params["register"] |= {"allow_below_baseline": True, "graph": False}  # three epochs teach little
