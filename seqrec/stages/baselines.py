@@ -16,8 +16,8 @@ import pyarrow as pa
 from seqrec.artifacts import EPOCH_RECORDS, ITEMS, REFIT, REFITTED, SPLIT_CARD, VOCABULARY, replaced, write_text
 from seqrec.config import CountsConfig, EvaluateConfig
 from seqrec.config.ranges import Count
-from seqrec.counts import search
 from seqrec.config.sections import EASE_ITEMS
+from seqrec.counts import search
 from seqrec.counts.search import Tables
 from seqrec.data.sequences import Sequences, cases, median_gap, trained_until
 from seqrec.data.sequences import load as load_sequences

@@ -1,7 +1,7 @@
 """A model with a count term gives the same scores wherever it is asked; without one, nothing changes."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import pyarrow.parquet as pq
 import pytest
