@@ -64,7 +64,7 @@ test: setup  ## run linters, type checks and tests
 	@$(MAKE) --no-print-directory --jobs 2 lint suite
 
 suite: setup
-	OMP_NUM_THREADS=1 pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 pytest --numprocesses auto --dist loadfile --no-loadscope-reorder --durations 30
 
 test-containers: setup  ## build the image and run the pipeline in it; needs Docker, or root on Debian
 	scripts/with_docker.sh pytest -m containers tests/test_containers.py
@@ -84,7 +84,7 @@ test-spark: setup  ## install pyspark and compare Spark with polars; needs Java 
 	OMP_NUM_THREADS=1 pytest tests/data/test_table_engines.py -rs
 
 fuzz: setup  ## search for inputs that end in a traceback or hang; MINUTES=20, ONLY=read for the readers
-	PYTHONPATH=.:tests OMP_NUM_THREADS=1 python -m fuzz --minutes $(or $(MINUTES),20) --only "$(ONLY)"
+	FUZZ_MINUTES=$(or $(MINUTES),20) OMP_NUM_THREADS=1 pytest --numprocesses auto tests/fuzz -k "no_input $(if $(ONLY),and $(ONLY))"
 
 lint: setup  ## run ruff and mypy
 	ruff check .

@@ -1,65 +1,8 @@
-"""The steps that are no stages."""
+"""The steps that belong to no stage."""
 
 from kfp import dsl
 
 from seqrec.components.image import IMAGE
-
-
-@dsl.component(base_image=IMAGE, install_kfp_package=False)
-def settings(
-    params: dict,
-    pipeline: str,
-    pipeline_run: str,
-    source: str,
-    dataset: str,
-    models: list,
-    protocol: str,
-    epochs: int,
-    seed: int,
-    overrides: dict,
-    key: dsl.OutputPath(str),
-    fresh: dsl.OutputPath(str),
-    filter_seen: dsl.OutputPath(bool),
-    ingest: dsl.OutputPath(dict),
-    validate: dsl.OutputPath(dict),
-    prepare: dsl.OutputPath(dict),
-    evaluate: dsl.OutputPath(dict),
-    register: dsl.OutputPath(dict),
-):
-    """Resolve and check the settings of a run before anything is fetched or trained."""
-    from seqrec.cluster.form import settings_of_run, write_parameters
-
-    form = {"dataset": dataset, "models": models, "protocol": protocol, "epochs": epochs, "seed": seed}
-    values = settings_of_run(params, pipeline, source, pipeline_run, {**form, "overrides": overrides})
-    places = {"dataset": key, "fresh": fresh, "filter_seen": filter_seen}
-    sections = {"ingest": ingest, "validate": validate, "prepare": prepare, "evaluate": evaluate, "register": register}
-    write_parameters(values, {**places, **sections})
-
-
-@dsl.component(base_image=IMAGE, install_kfp_package=False)
-def model_settings(
-    params: dict,
-    model: str,
-    dataset: str,
-    models: list,
-    protocol: str,
-    epochs: int,
-    seed: int,
-    overrides: dict,
-    architecture: dsl.OutputPath(dict),
-    pretrain: dsl.OutputPath(dict),
-    finetune: dsl.OutputPath(dict),
-    evaluate: dsl.OutputPath(dict),
-    refit: dsl.OutputPath(str),
-    filter_seen: dsl.OutputPath(bool),
-):
-    """Look up the settings of one model, so that its steps depend on no other's."""
-    from seqrec.cluster.form import settings_of_model, write_parameters
-
-    form = {"dataset": dataset, "models": models, "protocol": protocol, "epochs": epochs, "seed": seed}
-    values = settings_of_model(params, model, {**form, "overrides": overrides})
-    places = {"architecture": architecture, "pretrain": pretrain, "finetune": finetune}
-    write_parameters(values, {**places, "refit": refit, "evaluate": evaluate, "filter_seen": filter_seen})
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)

@@ -1,8 +1,65 @@
-"""The steps of the stages; `warm_start` is `pretrain` with a champion, as no input of KFP can be optional."""
+"""The steps of the stages, and the two before them that look up their settings."""
 
 from kfp import dsl
 
 from seqrec.components.image import IMAGE
+
+
+@dsl.component(base_image=IMAGE, install_kfp_package=False)
+def settings(
+    params: dict,
+    pipeline: str,
+    pipeline_run: str,
+    source: str,
+    dataset: str,
+    models: list,
+    protocol: str,
+    epochs: int,
+    seed: int,
+    overrides: dict,
+    key: dsl.OutputPath(str),
+    fresh: dsl.OutputPath(str),
+    filter_seen: dsl.OutputPath(bool),
+    ingest: dsl.OutputPath(dict),
+    validate: dsl.OutputPath(dict),
+    prepare: dsl.OutputPath(dict),
+    evaluate: dsl.OutputPath(dict),
+    register: dsl.OutputPath(dict),
+):
+    """Resolve and check the settings of a run before anything is fetched or trained."""
+    from seqrec.cluster.form import settings_of_run, write_parameters
+
+    form = {"dataset": dataset, "models": models, "protocol": protocol, "epochs": epochs, "seed": seed}
+    values = settings_of_run(params, pipeline, source, pipeline_run, {**form, "overrides": overrides})
+    places = {"dataset": key, "fresh": fresh, "filter_seen": filter_seen}
+    sections = {"ingest": ingest, "validate": validate, "prepare": prepare, "evaluate": evaluate, "register": register}
+    write_parameters(values, {**places, **sections})
+
+
+@dsl.component(base_image=IMAGE, install_kfp_package=False)
+def model_settings(
+    params: dict,
+    model: str,
+    dataset: str,
+    models: list,
+    protocol: str,
+    epochs: int,
+    seed: int,
+    overrides: dict,
+    architecture: dsl.OutputPath(dict),
+    pretrain: dsl.OutputPath(dict),
+    finetune: dsl.OutputPath(dict),
+    evaluate: dsl.OutputPath(dict),
+    refit: dsl.OutputPath(str),
+    filter_seen: dsl.OutputPath(bool),
+):
+    """Look up the settings of one model, so that its steps depend on no other's."""
+    from seqrec.cluster.form import settings_of_model, write_parameters
+
+    form = {"dataset": dataset, "models": models, "protocol": protocol, "epochs": epochs, "seed": seed}
+    values = settings_of_model(params, model, {**form, "overrides": overrides})
+    places = {"architecture": architecture, "pretrain": pretrain, "finetune": finetune}
+    write_parameters(values, {**places, "refit": refit, "evaluate": evaluate, "filter_seen": filter_seen})
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
@@ -26,7 +83,7 @@ def ingest(
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
 def validate(
     dataset: str,
-    baseline: str,
+    reference: str,
     config: dict,
     data: dsl.Input[dsl.Dataset],
     validation: dsl.Output[dsl.Artifact],
@@ -40,7 +97,9 @@ def validate(
     from seqrec.cluster.launch import run
 
     report = f"{validation.path}/validation"
-    values = run("validate", dataset=dataset, data=data.path, report=f"{report}.json", baseline=baseline, config=config)
+    values = run(
+        "validate", dataset=dataset, data=data.path, report=f"{report}.json", reference=reference, config=config
+    )
     validation.metadata.update(facts(data.path))
     shutil.copyfile(f"{report}.html", page.path)
     metrics.metadata.update(values)
@@ -114,8 +173,9 @@ def pretrain(
     sequences: dsl.Input[dsl.Dataset],
     initial: dsl.Output[dsl.Model],
     metrics: dsl.Output[dsl.Metrics],
+    champion: dsl.Input[dsl.Model] | None = None,
 ):
-    """Build a model and run its pre-training, if it has any."""
+    """Build a model that starts from the champion, where it can, or from its own pre-training, if it has any."""
     from seqrec.artifacts import facts
     from seqrec.cluster.launch import run
 
@@ -130,43 +190,7 @@ def pretrain(
         filter_seen=filter_seen,
         config=config,
         data=data.path,
-        sources=sources,
-    )
-    initial.metadata.update(facts(sequences.path, initial.path))
-    metrics.metadata.update(values)
-
-
-@dsl.component(base_image=IMAGE, install_kfp_package=False)
-def warm_start(
-    model: str,
-    state: str,
-    place: dict,
-    filter_seen: bool,
-    sources: list,
-    architecture: dict,
-    config: dict,
-    data: dsl.Input[dsl.Dataset],
-    sequences: dsl.Input[dsl.Dataset],
-    champion: dsl.Input[dsl.Model],
-    initial: dsl.Output[dsl.Model],
-    metrics: dsl.Output[dsl.Metrics],
-):
-    """Build a model that starts from the champion where it can, and from its pre-training otherwise."""
-    from seqrec.artifacts import facts
-    from seqrec.cluster.launch import run
-
-    values = run(
-        "pretrain",
-        place=place,
-        state=state,
-        model=model,
-        sequences=sequences.path,
-        initial=initial.path,
-        architecture=architecture,
-        filter_seen=filter_seen,
-        config=config,
-        data=data.path,
-        champion=champion.path,
+        champion=getattr(champion, "path", None),
         sources=sources,
     )
     initial.metadata.update(facts(sequences.path, initial.path))

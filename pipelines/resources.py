@@ -13,7 +13,6 @@ from seqrec.config import KubernetesConfig, LaunchConfig, StepResources
 
 STATE = "/tmp/seqrec/state"  # downloads and resume states: lost with the pod, unless kubernetes.state_claim is mounted
 DATA = "/data"
-STATEFUL = ("ingest", "prepare", "pretrain", "finetune")  # steps with the parameter `state`
 DAY_S = 86_400
 LONGEST_S = 3650 * DAY_S  # of all attempts at a step that has no timeout
 
@@ -67,7 +66,7 @@ def retry_window(wanted: StepResources) -> int:
 
 def _mount(task: PipelineTask, step: str, cluster: KubernetesConfig) -> None:
     kubernetes.empty_dir_mount(task, volume_name="scratch", mount_path="/tmp")  # the root may be read-only
-    if cluster.state_claim and step in STATEFUL:
+    if cluster.state_claim and "state" in task.inputs:
         kubernetes.mount_pvc(task, pvc_name=cluster.state_claim, mount_path=STATE)
     if cluster.data_claim and step == "ingest":
         kubernetes.mount_pvc(task, pvc_name=cluster.data_claim, mount_path=DATA)

@@ -14,31 +14,22 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kfp import dsl
 from kfp.dsl import PipelineTask
+from kfp.dsl.base_component import BaseComponent
 from kfp.dsl.graph_component import GraphComponent
 
 from seqrec.cluster.form import INPUTS, check_pretraining, filled_in, without_cluster
-from seqrec.components.other_steps import champion, join, model_settings, record, settings
-from seqrec.components.stage_steps import (
-    baselines,
-    evaluate,
-    finetune,
-    ingest,
-    prepare,
-    pretrain,
-    register,
-    validate,
-    warm_start,
-)
+from seqrec.components import other_steps
+from seqrec.components import stage_steps as steps
 from seqrec.config import KubernetesConfig, Params
 from seqrec.pipelines.resources import STATE, apply, place
 
 PIPELINES = ("training", "retraining", "pretraining")
-BASELINE = "configs/baseline.json"  # a file of the image
+REFERENCE = "configs/reference.json"  # a file of the image
 Outputs = Mapping[str, Any]
 
 
@@ -101,41 +92,38 @@ class _Dag:
     def record(self) -> PipelineTask:
         config = dataclasses.asdict(self.params.section("register"))
         run, overrides = dsl.PIPELINE_JOB_ID_PLACEHOLDER, self.form["overrides"]
-        return self._task("record", record, pipeline=self.kind, pipeline_run=run, config=config, overrides=overrides)
+        return self._task(other_steps.record, pipeline=self.kind, pipeline_run=run, config=config, overrides=overrides)
 
     def training(self) -> None:
         given = self._settings()
         data, sequences = self._prepared(given)
         joined = self._joined(data)
-        shared = {"filter_seen": given["filter_seen"], "sequences": sequences}
-        baseline = self._task("baselines", baselines, config=given["evaluate"], data=data, **shared)
-        start = self._start(given)
+        seen = given["filter_seen"]
+        baselines = self._task(
+            steps.baselines, config=given["evaluate"], filter_seen=seen, data=data, sequences=sequences
+        )
+        champion = self._champion(given) if self.kind == "retraining" else {}
         with self._each_model() as model:
             own = self._own(model)
-            initial = start(model, own, data=joined, sequences=sequences)
             tuned = self._task(
-                "finetune",
-                finetune,
+                steps.finetune,
                 model=model,
-                state=self.state,
-                place=place("finetune", self.cluster),
                 filter_seen=own["filter_seen"],
                 refit=own["refit"],
                 config=own["finetune"],
                 sequences=sequences,
-                initial=initial,
+                initial=self._pretrained(model, own, data=joined, sequences=sequences, **champion),
             ).outputs["checkpoint"]
             report = self._evaluated(model, own, tuned, sequences)
         registered = self._task(
-            "register",
-            register,
+            steps.register,
             dataset=given["key"],
             pipeline_run=dsl.PIPELINE_JOB_ID_PLACEHOLDER,
             leaderboard=self.form["models"],
-            filter_seen=given["filter_seen"],
+            filter_seen=seen,
             **{name: given[name] for name in ("ingest", "validate", "prepare", "evaluate")},
             config=given["register"],
-            results=baseline.outputs["results"],
+            results=baselines.outputs["results"],
             checkpoints=dsl.Collected(tuned),
             evaluations=dsl.Collected(report),
             sequences=sequences,
@@ -148,14 +136,13 @@ class _Dag:
         joined = self._joined(data)
         with self._each_model() as model:
             own = self._own(model)
-            initial = self._pretrained(pretrain, model, own, data=joined, sequences=sequences)
+            initial = self._pretrained(model, own, data=joined, sequences=sequences)
             self._evaluated(model, own, initial, sequences)
 
     def _settings(self, source: str = "") -> Outputs:
         """Return the settings of the run, those of the data being for `source` where it is named."""
         task = self._task(
-            "settings",
-            settings,
+            steps.settings,
             source,
             params=self.compiled,
             pipeline=self.kind,
@@ -171,28 +158,20 @@ class _Dag:
 
     def _own(self, model: Any) -> Outputs:
         """Return all settings that the steps of a model read: the local runner hands no output into a loop."""
-        found: Outputs = self._task("settings", model_settings, params=self.compiled, model=model, **self.form).outputs
+        found: Outputs = self._task(steps.model_settings, params=self.compiled, model=model, **self.form).outputs
         return found
 
     def _prepared(self, given: Outputs, subject: str = "") -> tuple[Any, Any]:
         """Return ingested tables and sequences; a failed validation leaves the latter, and all after it, undone."""
-        shared = {"dataset": given["key"]}
-        fetched = self._task(
-            "ingest", ingest, subject, state=self.state, fresh=given["fresh"], config=given["ingest"], **shared
-        )
+        key = given["key"]
+        fetched = self._task(steps.ingest, subject, dataset=key, fresh=given["fresh"], config=given["ingest"])
         data = fetched.outputs["data"]
-        config = given["validate"]
-        checked = self._task("validate", validate, subject, baseline=BASELINE, config=config, data=data, **shared)
+        checked = self._task(
+            steps.validate, subject, dataset=key, reference=REFERENCE, config=given["validate"], data=data
+        )
+        validation = checked.outputs["validation"]
         prepared = self._task(
-            "prepare",
-            prepare,
-            subject,
-            state=self.state,
-            place=place("prepare", self.cluster),
-            config=given["prepare"],
-            data=data,
-            validation=checked.outputs["validation"],
-            **shared,
+            steps.prepare, subject, dataset=key, config=given["prepare"], data=data, validation=validation
         )
         return data, prepared.outputs["sequences"]
 
@@ -200,41 +179,35 @@ class _Dag:
         """Return `data` with the prepared `sources` added, for models that pre-train on them."""
         for name in self.params.sources:
             own, sequences = self._prepared(self._settings(name), name)
-            joined = self._task("join", join, name, source=name, others=data, data=own, sequences=sequences)
+            joined = self._task(other_steps.join, name, source=name, others=data, data=own, sequences=sequences)
             data = joined.outputs["joined"]
         return data
 
-    def _start(self, given: Outputs) -> Callable[..., Any]:
-        """Return what makes the weights that a model's fine-tuning starts from."""
-        if self.kind != "retraining":
-            return lambda model, own, **data: self._pretrained(pretrain, model, own, **data)
-        task = self._task("champion", champion, dataset=given["key"], config=given["register"])
+    def _champion(self, given: Outputs) -> dict[str, Any]:
+        """Return the weights of the champion, an input of `pretrain`."""
+        task = self._task(other_steps.champion, dataset=given["key"], config=given["register"])
         task.set_caching_options(enable_caching=False)  # it is another one after each promotion
-        weights = task.outputs["weights"]
-        return lambda model, own, **data: self._pretrained(warm_start, model, own, champion=weights, **data)
+        return {"champion": task.outputs["weights"]}
 
-    def _pretrained(self, component: Callable[..., PipelineTask], model: Any, own: Outputs, **data: Any) -> Any:
-        task = self._task(
-            "pretrain",
-            component,
+    def _pretrained(self, model: Any, own: Outputs, **data: Any) -> Any:
+        return self._task(
+            steps.pretrain,
             model=model,
-            state=self.state,
-            place=place("pretrain", self.cluster),
             sources=list(self.params.sources),
             filter_seen=own["filter_seen"],
             architecture=own["architecture"],
             config=own["pretrain"],
             **data,
-        )
-        return task.outputs["initial"]
+        ).outputs["initial"]
 
     def _evaluated(self, model: Any, own: Outputs, checkpoint: Any, sequences: Any) -> Any:
         shared = {"filter_seen": own["filter_seen"], "config": own["evaluate"], "sequences": sequences}
-        return self._task("evaluate", evaluate, model=model, checkpoint=checkpoint, **shared).outputs["report"]
+        return self._task(steps.evaluate, model=model, checkpoint=checkpoint, **shared).outputs["report"]
 
-    def _task(
-        self, step: str, component: Callable[..., PipelineTask], subject: str = "", **inputs: Any
-    ) -> PipelineTask:
-        """Return the task of `component` with the resources of `step`; `subject` is the source that it is for."""
+    def _task(self, component: BaseComponent, subject: str = "", **inputs: Any) -> PipelineTask:
+        """Return the task of `component` with its resources; `subject` is the source that it is for."""
+        step = component.name.removeprefix("model-")  # both steps that look up settings ask for the same
+        shared = {"state": self.state, "place": place(step, self.cluster)}
+        inputs |= {name: value for name, value in shared.items() if name in component.component_spec.inputs}
         task = apply(component(**inputs), step, self.cluster).set_caching_options(enable_caching=self.cache)
         return task.set_display_name(f"{step} {subject}") if subject else task

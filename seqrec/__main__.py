@@ -17,12 +17,10 @@ import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from seqrec import __version__
-
-if TYPE_CHECKING:  # at run time each command imports what it needs: `--help` answers at once
-    from seqrec.pipeline import Stage
+from seqrec.pipeline import BY_NAME, STAGES, Stage
 
 
 class Command(NamedTuple):
@@ -43,28 +41,9 @@ COMMANDS = {
     "settings": Command(
         "seqrec.commands.settings", "settings", "check params.yaml; write the settings file of each DVC stage"
     ),
-    "ingest": Command("seqrec.stages.ingest", "ingest", "fetch a dataset and read it into the canonical tables"),
-    "validate": Command(
-        "seqrec.stages.validate", "validate", "check the tables; stop the run if a critical rule fails"
-    ),
-    "accept-baseline": Command(
-        "seqrec.stages.validate", "accept_baseline", "accept this data as the reference statistics for drift"
-    ),
-    "prepare": Command("seqrec.stages.prepare", "prepare", "filter, number, order and split the interactions"),
-    "pretrain": Command("seqrec.stages.pretrain", "pretrain", "build a model; pre-train it if it has such a phase"),
-    "finetune": Command(
-        "seqrec.stages.finetune", "finetune", "train a model to predict the next item; resumes by itself"
-    ),
-    "baselines": Command(
-        "seqrec.stages.baselines",
-        "baselines",
-        "compute and evaluate the baselines: popularity, Markov chain, EASE, PCTM, rules",
-    ),
-    "evaluate": Command(
-        "seqrec.stages.evaluate", "evaluate", "rank the whole catalogue for every validation and test case"
-    ),
-    "register": Command(
-        "seqrec.stages.register", "register", "write the leaderboard, log to MLflow, choose the champion"
+    **{stage.name: Command(f"seqrec.stages.{stage.name}", stage.name, stage.summary) for stage in STAGES},
+    "accept-reference": Command(
+        "seqrec.stages.validate", "accept_reference", "accept this data as the reference statistics for drift"
     ),
     "refit": Command(
         "seqrec.commands.refit", "refit", "train the champion again on all events; make the result champion", "register"
@@ -159,7 +138,7 @@ def command_parser(name: str) -> argparse.ArgumentParser:
     function, summary = COMMANDS[name].load(), COMMANDS[name].summary
     parser = argparse.ArgumentParser(prog=f"seqrec {name}", description=f"{summary[0].upper()}{summary[1:]}.")
     texts, hints = _argument_texts(function), typing.get_type_hints(function)
-    stage = _stage(name)
+    stage = BY_NAME.get(name)
     for parameter in inspect.signature(function).parameters.values():
         hint, text = hints[parameter.name], texts.get(parameter.name, "")
         if parameter.name in FROM_PARAMS:
@@ -180,15 +159,6 @@ def command_parser(name: str) -> argparse.ArgumentParser:
     parser.add_argument("--metrics", type=Path, help=f"write the returned figures to this JSON file{text}")
     parser.add_argument("-v", "--verbose", action="store_true", help="log more, and show tracebacks")
     return parser
-
-
-def _stage(name: str) -> Stage | None:
-    """Return the stage of the pipeline that a command runs, if it runs one."""
-    if not COMMANDS[name].module.startswith("seqrec.stages."):
-        return None
-    from seqrec.pipeline import BY_NAME
-
-    return BY_NAME.get(name)
 
 
 def _add_section(parser: argparse.ArgumentParser, section: Any) -> None:
@@ -225,7 +195,7 @@ def _argument_texts(function: Callable[..., Any]) -> dict[str, str]:
 
 def _call(name: str, flags: argparse.Namespace) -> None:
     """Run a command, and write its figures to the file that the flag or the stage names."""
-    values, stage = bind(name, flags), _stage(name)
+    values, stage = bind(name, flags), BY_NAME.get(name)
     if stage is not None:
         _call_stage(stage, values, flags)
         return
@@ -252,7 +222,7 @@ def bind(name: str, flags: argparse.Namespace) -> dict[str, Any]:
     _check_numbers(function, flags)
     hints, parameters = typing.get_type_hints(function), inspect.signature(function).parameters
     values = {key: _value(key, hints[key], flags) for key in parameters if key not in FROM_PARAMS}
-    if _stage(name) is None:
+    if name not in BY_NAME:
         values |= _from_params(name, parameters, flags)
     return values
 

@@ -7,15 +7,17 @@ Kubeflow, so that a stage, an artifact or a setting that is missing in one of th
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from seqrec.config import Params
+if TYPE_CHECKING:  # the list of commands follows the table, and is printed at once
+    from seqrec.config import Params
 
 Each = Literal["run", "dataset", "model"]
-Settings = Callable[[Params, str], dict[str, Any]]
+Settings = Callable[["Params", str], dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +29,7 @@ class Stage:
     """
 
     name: str
+    summary: str  # what `seqrec --help` says of its command
     each: Each  # how often it runs: once, for every dataset, or for every model of the leaderboard
     paths: Mapping[str, str]  # arguments of the function that are paths of the run
     settings: Settings  # arguments of the function that come from params.yaml, for a dataset or a model
@@ -49,16 +52,27 @@ class Stage:
         """
         from seqrec.artifacts import write_json
 
-        function = getattr(importlib.import_module(f"seqrec.stages.{self.name}"), self.name)
         names = self.names(params, item)
         paths = {name: folder / path.format(**names) for name, path in self.paths.items()}
         files = {name: Path(path) for name, path in self.project.items()}
-        figures: dict[str, float] = function(**{**self.settings(params, item), **paths, **files, **more})
+        figures: dict[str, float] = self.function(**{**self.settings(params, item), **paths, **files, **more})
         if metrics is None and self.metrics:
             metrics = folder / self.metrics.format(**names)
         if metrics is not None:
             write_json(metrics, dict(figures))
         return figures
+
+    @property
+    def function(self) -> Callable[..., dict[str, float]]:
+        """The function; its module is imported here, because some take seconds."""
+        found: Callable[..., dict[str, float]] = getattr(
+            importlib.import_module(f"seqrec.stages.{self.name}"), self.name
+        )
+        return found
+
+    def taken(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what of `given` is an argument of the function."""
+        return {name: given[name] for name in inspect.signature(self.function).parameters if name in given}
 
     @property
     def places(self) -> dict[str, str]:
@@ -115,6 +129,7 @@ TABLES = ("data/{source}interactions.parquet", "data/{source}items.parquet", "da
 STAGES = (
     Stage(
         name="ingest",
+        summary="fetch a dataset and read it into the canonical tables",
         each="dataset",
         paths={"output": "data/{source}", "downloads": "state/downloads"},
         settings=_of_dataset("ingest"),
@@ -123,15 +138,17 @@ STAGES = (
     ),
     Stage(
         name="validate",
+        summary="check the tables; stop the run if a critical rule fails",
         each="dataset",
         paths={"data": "data/{source}", "report": "reports/{source}validation.json"},
-        project={"baseline": "configs/baseline.json"},
+        project={"reference": "configs/reference.json"},
         settings=_of_dataset("validate"),
         reads=TABLES,
         writes=("reports/{source}validation.json", "reports/{source}validation.html"),
     ),
     Stage(
         name="prepare",
+        summary="filter, number, order and split the interactions",
         each="dataset",
         paths={
             "data": "data/{source}",
@@ -147,6 +164,7 @@ STAGES = (
     ),
     Stage(
         name="baselines",
+        summary="compute and evaluate the baselines: popularity, Markov chain, EASE, PCTM, rules",
         each="run",
         paths={"sequences": "data/sequences", "data": "data", "artifacts": "artifacts", "reports": "reports"},
         settings=lambda params, _: {"filter_seen": params.filters_seen(), "config": params.section("evaluate")},
@@ -155,6 +173,7 @@ STAGES = (
     ),
     Stage(
         name="pretrain",
+        summary="build a model; pre-train it if it has such a phase",
         each="model",
         paths={
             "data": "data",
@@ -168,6 +187,7 @@ STAGES = (
     ),
     Stage(
         name="finetune",
+        summary="train a model to predict the next item; resumes by itself",
         each="model",
         paths={
             "sequences": "data/sequences",
@@ -182,6 +202,7 @@ STAGES = (
     ),
     Stage(
         name="evaluate",
+        summary="rank the whole catalogue for every validation and test case",
         each="model",
         paths={
             "sequences": "data/sequences",
@@ -197,6 +218,7 @@ STAGES = (
     ),
     Stage(
         name="register",
+        summary="write the leaderboard, log to MLflow, choose the champion",
         each="run",
         paths={"artifacts": "artifacts", "reports": "reports", "sequences": "data/sequences", "data": "data"},
         settings=lambda params, _: {

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import io
 import json
-import logging
 import re
 import subprocess
 import sys
@@ -17,7 +15,7 @@ import yaml
 from support import imported
 
 from seqrec import __version__
-from seqrec.__main__ import COMMANDS, FROM_PARAMS, TerminalHandler, bind, command_parser, main
+from seqrec.__main__ import COMMANDS, FROM_PARAMS, bind, command_parser, main
 from seqrec.config import ServeConfig
 
 ROOT = Path(__file__).parent.parent
@@ -115,7 +113,7 @@ FINETUNE = ["--sequences", "sequences", "--initial", "initial", "--checkpoint", 
         (["finetune", "--model", "sasrec", "--params", "none.yaml", *FINETUNE], "none.yaml not found"),
         (["leaderboard", "--reports", "nowhere"], "leaderboard.json not found: run `make repro` first"),
         (["import", "--run", "nowhere"], "nowhere is not the output folder of `seqrec run`"),
-        (["accept-baseline", "--data", "nowhere", "--baseline", "b.json"], "not found: run ingest first"),
+        (["accept-reference", "--data", "nowhere", "--reference", "b.json"], "not found: run ingest first"),
         (["run", "--config-file", "none.yaml", "--out", "out"], "none.yaml not found"),
     ],
 )
@@ -165,12 +163,6 @@ def test_metrics_writes_what_the_stage_returns(params):
     assert figures == {"rows": 2.0, "users": 1.0, "items": 2.0, "catalogue": 2.0, "quarantined": 0.0}
 
 
-def test_progress_of_other_packages_is_quiet(params):
-    main(["leaderboard", "--reports", "nowhere"])
-    assert logging.getLogger("mlflow").level == logging.WARNING
-    assert logging.getLogger("seqrec").level == logging.INFO
-
-
 def test_as_a_program_errors_go_to_stderr_and_the_status_is_1(params):
     done = subprocess.run(
         [sys.executable, "-m", "seqrec", "leaderboard", "--reports", "nowhere"],
@@ -187,11 +179,3 @@ def test_as_a_program_errors_go_to_stderr_and_the_status_is_1(params):
 def test_help_imports_nothing_that_takes_time():
     assert imported("--help").isdisjoint({"torch", "mlflow", "numpy", "pyarrow", "pydantic", "yaml"})
     assert imported("leaderboard", "--help").isdisjoint({"torch", "mlflow", "pandas"})
-
-
-def test_a_line_of_the_log_goes_to_what_stderr_is_at_the_moment(monkeypatch):
-    handler, shown = TerminalHandler(), io.StringIO()
-    monkeypatch.setattr(sys, "stderr", shown)
-    handler.emit(logging.makeLogRecord({"msg": "above the bar"}))
-
-    assert shown.getvalue() == "above the bar\n"

@@ -39,8 +39,8 @@ SETTINGS = {
 MODEL = "--model sasrec --sequences out/data/sequences"
 INITIAL, FINETUNED = "out/artifacts/sasrec/initial", "out/artifacts/sasrec/finetuned"
 COMMANDS = {  # name -> the command line, and the files that it writes and that are the same each time
-    "validate": ("--data out/data --report out/reports/validation.json --baseline none.json", []),
-    "accept-baseline": ("--data out/data --baseline new.json", ["new.json"]),
+    "validate": ("--data out/data --report out/reports/validation.json --reference none.json", []),
+    "accept-reference": ("--data out/data --reference new.json", ["new.json"]),
     "prepare": (
         "--data out/data --validation out/reports/validation.json --sequences out/data/sequences",
         ["out/data/sequences/split.json", "out/data/sequences/sequences.arrow"],
@@ -65,7 +65,7 @@ COMMANDS = {  # name -> the command line, and the files that it writes and that 
     "tune": (f"{MODEL} --dataset own --study study.db --output tuned.yaml --state state", ["tuned.yaml"]),
 }
 READ = {  # file -> the commands that read it
-    "out/data/interactions.parquet": "validate accept-baseline prepare",
+    "out/data/interactions.parquet": "validate accept-reference prepare",
     "out/data/items.parquet": "validate prepare",
     "out/data/source.json": "validate import",
     "out/reports/validation.json": "prepare",
@@ -136,8 +136,8 @@ def right(project, tmp_path_factory):
 
 
 def lengths(size: int) -> list[int]:
-    """Where a file is cut: nothing left, a part of its first bytes, whole pages, all but the end of its content."""
-    return sorted({0, 1, min(100, size - 1), size // 2, size // 2 // 4096 * 4096, size - 2})
+    """Where a file is cut: nothing left, a part of its first bytes, half, all but the end of its content."""
+    return sorted({0, min(100, size - 1), size // 2, size - 2})
 
 
 def cut(path: Path, length: int) -> None:
@@ -216,7 +216,7 @@ def test_a_damaged_resume_state_is_dropped_and_the_one_before_is_used(
 ):
     killed, whole = interrupted
     caplog.set_level("INFO")
-    for share in (0.0, 0.01, 0.5, 0.99):
+    for share in (0.0, 0.99):
         out = tmp_path / str(share)
         shutil.copytree(killed, out)
         for step in damaged:

@@ -21,7 +21,7 @@ from seqrec.counts.term import CountTerm
 from seqrec.data.sequences import Sequences, read_users, read_vocabulary, window
 from seqrec.data.sequences import load as load_sequences
 from seqrec.models.base import PAD, Batch, SequenceModel
-from seqrec.training.checkpoint import Checkpoint, load_checkpoint
+from seqrec.training.checkpoint import load_checkpoint
 
 HIT_RANK = 10  # the lowest rank that counts as a hit
 
@@ -65,7 +65,7 @@ class Examples:
 def choose(
     *,
     leader: str,
-    checkpoints: Mapping[str, Checkpoint],
+    folders: Mapping[str, Path],
     reports: Path,
     sequences: Path,
     number: int,
@@ -75,7 +75,7 @@ def choose(
 
     Args:
         leader: key of a model.
-        checkpoints: of each model, the leader's with the titles that are shown.
+        folders: of each model's checkpoint; one is in memory at a time. The titles are those of the leader's.
         reports: holds `<model>/` with cases and recommendations.
         sequences: the prepared dataset.
         number: number of users; fewer if fewer have a history and a test case.
@@ -89,13 +89,16 @@ def choose(
     loaded = load_sequences(sequences)
     batch = _histories(loaded, user, cases["position"][chosen])
     opinions, masked, sparse = {}, {}, {}
-    for name, saved in checkpoints.items():
+    for name, folder in folders.items():
+        saved = load_checkpoint(folder)
+        if name == leader:
+            titles = saved.titles
         best = _lists(reports / name, user)
         ranks = _first_cases(reports / name)["rank"][chosen].tolist()
         if points := strec_sparsity.sweep(saved.model, loaded, filter_seen=saved.card["filter_seen"], seed=seed):
             sparse[name] = points
         if read_json(reports / name / METRICS).get("refit"):  # it ranked the test cases
-            saved = load_checkpoint(saved.folder / REFITTED)
+            saved = load_checkpoint(folder / REFITTED)
         opinions[name] = _opinions(saved.model, batch, best, ranks, saved.count_term)
         if (maps := _first_maps(saved.model, batch)) is not None:
             masked[name] = maps
@@ -109,7 +112,7 @@ def choose(
         )
         for row, number in enumerate(user.tolist())
     ]
-    return Examples(users=users, names=_names(users, sequences, checkpoints[leader]), masked=masked, sparse=sparse)
+    return Examples(users=users, names=_names(users, sequences, titles), masked=masked, sparse=sparse)
 
 
 def _first_cases(report: Path) -> Columns:
@@ -166,9 +169,8 @@ def _first_maps(model: SequenceModel, batch: Batch) -> Maps | None:
     return None if maps is None else (maps[0][0].tolist(), maps[1][0].tolist())
 
 
-def _names(users: Sequence[Example], sequences: Path, saved: Checkpoint) -> dict[int, str]:
+def _names(users: Sequence[Example], sequences: Path, titles: Mapping[str, str]) -> dict[int, str]:
     lists = (opinion.best for user in users for opinion in user.opinions.values())
     wanted = sorted({user.target for user in users}.union(*lists, *(user.history for user in users)))
     item_ids = read_vocabulary(sequences)[0]
-    titles = saved.titles
     return {item: titles.get(item_ids[item - 1], item_ids[item - 1]) for item in wanted}

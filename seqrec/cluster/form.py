@@ -9,26 +9,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from seqrec.config import ConfigError, Params, Section, from_dict, parse
+from seqrec.config import SECTIONS, ConfigError, Params, Section, from_dict, parse
 from seqrec.config.checks import suggestion
 from seqrec.config.ranges import Count, Seed
+from seqrec.pipeline import STAGES
 
 INPUTS = {  # of every pipeline; what the form says beside each of them
-    "dataset": "Key of `datasets` in params.yaml. It brings its own source and its own settings.",
-    "models": "Keys of `models` in params.yaml: the models to train and compare.",
-    "protocol": "How the data is split: LOO-full, LOO-101, RATIO-full or temporal. Empty keeps params.yaml.",
-    "epochs": "Maximum epochs per training; 0 keeps params.yaml.",
-    "seed": "Seed of initialisation, order, dropout and negatives. The split keeps prepare.seed.",
+    "dataset": "Dataset to train on: a key of `datasets` in params.yaml, such as ml-1m.",
+    "models": 'Models to train and compare: keys of `models` in params.yaml, such as ["sasrec", "flash4rec"].',
+    "protocol": "How the data is split: LOO-full, LOO-101, RATIO-full or temporal. Leave it empty to use params.yaml.",
+    "epochs": "Maximum number of epochs of each training. Enter 0 to use params.yaml.",
+    "seed": "Random seed of the trainings. It does not change the split of the data.",
     "overrides": (
-        'Any other setting by its path in params.yaml: {"finetune.learning_rate": 0.002, '
-        '"models.sasrec.options.layers": 3}. `section.key` holds for the dataset and for every model.'
+        'Other settings, by their path in params.yaml: {"finetune.learning_rate": 0.002, '
+        '"models.sasrec.options.layers": 3}. They take precedence over the entries of the dataset and of the models.'
     ),
 }
 APART = ("kubernetes", "serve", "tune")  # sections that no step of a run reads
 FIXED = (*APART, "dataset", "sources", "leaderboard", "seed")  # have inputs, or are fixed
 ORIGIN = ("source", "interactions", "repository")  # settings of `ingest` that say what is read
-DATA = ("ingest", "validate", "prepare")
-SHARED = (*DATA, "evaluate", "register")
+SHARED = [name for name in SECTIONS if name not in APART]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,8 @@ def settings_of_run(
     if pipeline == "pretraining":
         check_pretraining(read)
     dataset = source or read.dataset
-    sections = {name: read.section(name, dataset=dataset if name in DATA else None) for name in SHARED}
+    of_dataset = [stage.name for stage in STAGES if stage.each == "dataset"]
+    sections = {name: read.section(name, dataset=dataset if name in of_dataset else None) for name in SHARED}
     pinned = pipeline != "retraining" and sources.is_pinned(sections["ingest"])
     values = {name: dataclasses.asdict(section) for name, section in sections.items()}
     return values | {
@@ -120,10 +121,9 @@ def settings_of_run(
 
 
 def settings_of_model(params: Mapping[str, Any], model: str, form: Mapping[str, Any]) -> dict[str, Any]:
-    """Return architecture, pretrain, finetune, refit, evaluate and filter_seen for the steps of `model`."""
+    """Return the sections, architecture, refit and filter_seen for the steps of `model`."""
     read = filled_in(params, form)
-    sections = {stage: read.section(stage, model=model) for stage in ("pretrain", "finetune", "evaluate")}
-    sections["architecture"] = read.model(model)
+    sections = {name: read.section(name, model=model) for name in SHARED} | {"architecture": read.model(model)}
     values = {name: dataclasses.asdict(section) for name, section in sections.items()}
     return values | {"refit": values["evaluate"]["refit"], "filter_seen": read.filters_seen()}
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import importlib
 import json
 import logging
 import os
@@ -17,14 +16,15 @@ import subprocess
 import sys
 import tempfile
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from seqrec import redaction
 from seqrec.artifacts import read_json, rename, replaced, sha256, write_json, write_text
-from seqrec.cluster.jobs import Place, finish, spark_application, train_job
+from seqrec.cluster.jobs import Place, finish, forget, spark_application, train_job
 from seqrec.config import parse
+from seqrec.pipeline import BY_NAME
 
 HANDED = {  # stage -> inputs and outputs of its job
     "prepare": (("data", "validation"), "sequences"),
@@ -49,7 +49,7 @@ def run(
         ConfigError: a setting is wrong, or the cluster refuses the job.
         ValueError: a process or the job failed.
     """
-    where, function = parse(Place, place or {}, f"kubernetes.launch.{stage}"), _function(stage)
+    where, function = parse(Place, place or {}, f"kubernetes.launch.{stage}"), BY_NAME[stage].function
     hints, keys = typing.get_type_hints(function), {"config": stage, "architecture": f"models.{arguments.get('model')}"}
     if state and "state" in hints:
         arguments["state"] = state
@@ -59,11 +59,6 @@ def run(
     if where.launch.processes > 1:
         return _run_processes(stage, where.launch.processes, arguments)
     return function(**arguments)
-
-
-def _function(stage: str) -> Callable[..., dict[str, float]]:
-    function: Callable[..., dict[str, float]] = getattr(importlib.import_module(f"seqrec.stages.{stage}"), stage)
-    return function
 
 
 def _typed(hint: Any, value: Any, key: str) -> Any:
@@ -101,22 +96,30 @@ def execute(order: Path) -> None:
 
 
 def _run_job(stage: str, place: Place, state: Path, arguments: Mapping[str, Any]) -> dict[str, float]:
-    """Copy the inputs to the volume, await the job, and fetch its output; a repeated call finds the job by its name."""
+    """Copy the inputs to the volume, await the job, fetch its output, and delete both.
+
+    A repeated call goes on where an earlier one was cut off.
+    """
     inputs, output = _handed(stage, arguments)
     name = job_name(stage, arguments, place.launch.image or place.image)
     folder = state / "jobs" / name
+    values = folder / VALUES  # written last
     handed = {key: _hand_over(arguments[key], folder / "inputs" / key) for key in inputs}
     order = _write_order(folder, stage, {**arguments, **handed, output: folder / OUTPUT})
     if stage == "prepare":
         manifest = spark_application(name, place, state, order, arguments["config"])
     else:
         manifest = train_job(name, place, state, order)
-    finish(manifest, place.launch.poll_s)
+    if not values.is_file():
+        finish(manifest, place.launch.poll_s, values.is_file)
     with replaced(arguments[output]) as fetched:
         shutil.copytree(folder / OUTPUT, fetched, dirs_exist_ok=True)
-    values = read_json(folder / VALUES)
-    shutil.rmtree(folder)
-    return values
+    figures: dict[str, float] = read_json(values)
+    forget(manifest)
+    gone = folder.with_suffix(".gone")  # renamed first: half of a folder must not be taken for the whole
+    shutil.rmtree(gone, ignore_errors=True)
+    shutil.rmtree(folder.rename(gone))
+    return figures
 
 
 def job_name(stage: str, arguments: Mapping[str, Any], image: str) -> str:

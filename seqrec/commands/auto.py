@@ -43,6 +43,7 @@ from seqrec.data.splits import DAY
 from seqrec.evaluation import leaderboard
 from seqrec.locks import locked
 from seqrec.models import REGISTRY
+from seqrec.pipeline import BY_NAME
 from seqrec.training import auto_settings
 from seqrec.training.auto_settings import Shape
 
@@ -138,7 +139,7 @@ def auto(
         item: column of the items.
         time: column of the times.
         title: column of the items' titles.
-        time_format: of strptime, such as %d/%m/%Y.
+        time_format: format of the times, as in Python's strptime, such as %d/%m/%Y.
         items: file of items with their titles.
 
     Returns:
@@ -183,9 +184,8 @@ def _auto(plan: Plan, out: Path) -> dict[str, float]:
     write_text(out / run.SETTINGS, yaml.safe_dump(json.loads(json.dumps(params.as_dict())), sort_keys=False))
     board = run.write_leaderboard(out / "reports", folder, params.leaderboard)
     _write_pages(out, board, params)
-    lines = [f"report      {out / 'reports' / REPORT_PAGE}", f"card        {out / CARD}"]
-    lines.append(f"register    python -m seqrec import --run {shlex.quote(str(out))}")
-    leaderboard.say(out / "reports", lines)
+    register = f"python -m seqrec import --run {shlex.quote(str(out))}"
+    leaderboard.say(out / "reports", [f"{out / CARD} describes the model", f"{register} puts it into MLflow"])
     plan.save()
     metrics = {name: read_json(out / "reports" / name / METRICS) for name in params.leaderboard}
     return {f"{name}/{key}": metrics[name][key] for name in metrics for key in ("valid/ndcg@10", "test/ndcg@10")}
@@ -203,7 +203,8 @@ def prepare(plan: Plan, out: Path, console: Console) -> None:
     limits = {"min_date": "1970-01-01", "max_date": "5000-01-01", "max_duplicate_share": 1.0}
     content |= {"datasets": {"auto": {"validate": limits}}}
     try:
-        run.read_data(from_dict(content), out)
+        for stage in ("ingest", "validate"):
+            BY_NAME[stage](from_dict(content), out, "auto")
     except ValueError as error:
         raise ValueError(f"{error}\nOther columns can be named with --user, --item, --time, --time-format") from error
     if timed:
@@ -320,7 +321,7 @@ def _core(params: Params, out: Path, settings: Mapping[str, Any]) -> dict[str, i
     for least in CORES:
         core = {"min_user_events": least, "min_item_events": least}
         try:
-            run.split_data(from_dict(params.as_dict() | {"prepare": {**settings, **core}}), out)
+            BY_NAME["prepare"](from_dict(params.as_dict() | {"prepare": {**settings, **core}}), out, "auto")
         except ValueError:
             if least == CORES[-1]:
                 raise
@@ -388,7 +389,7 @@ def train(
         if share is not None:
             entry["finetune"].setdefault("ease_items", _ease_items(plan))
         plan.set_model(name, entry)
-    run.train_model(from_dict(plan.params), name, folder, out, resume=False)
+    run.train_model(from_dict(plan.params), name, folder, out)
     plan.save(name)
 
 
@@ -427,7 +428,7 @@ def _epochs(plan: Plan, name: str, entry: Mapping[str, Any], folder: Path, out: 
         return 0
     settings = {"models": {name: entry}, "leaderboard": [name]}
     params = from_dict(plan.params | settings)
-    run.build_model(params, name, folder, out)
+    BY_NAME["pretrain"](params, out, name, sequences=folder, data=folder.parent)
     began = time.monotonic()
     cost = _cost(params, name, folder, out)
     wanted = params.section("finetune", model=name).epochs
@@ -443,7 +444,10 @@ def _epochs(plan: Plan, name: str, entry: Mapping[str, Any], folder: Path, out: 
         )
         return 0
     if most < 1:
-        logger.warning("the budget is too short for one epoch; %s gets one nevertheless, so the run takes longer", name)
+        logger.warning(
+            "the budget is too short for one epoch of %s: it trains for one, and the run takes longer",
+            name,
+        )
     epochs = max(1, min(fitting, wanted))
     estimate = f"about {epochs * cost.epoch_s:.0f} s at most; {cost.memory / 1e9:.1f} GB of memory so far"
     logger.info("%s: %d epochs of %d steps, %s", name, epochs, cost.steps, estimate)
@@ -481,19 +485,19 @@ def _write_pages(out: Path, board: Mapping[str, Any], params: Params) -> None:
 
     reports, folder = out / "reports", out / "data" / "sequences"
     names = [row["model"] for row in board["rows"]]
-    saved = {name: load_checkpoint(out / "artifacts" / name / "finetuned") for name in names}
+    folders = {name: out / "artifacts" / name / "finetuned" for name in names}
     best = names[0]
     register = params.section("register")
     shown = examples.choose(
         leader=best,
-        checkpoints=saved,
+        folders=folders,
         reports=reports,
         sequences=folder,
         number=register.examples,
         seed=register.seed,
     )
-    histories = {name: saved[name].epoch_records() for name in names}
+    histories = {name: load_checkpoint(folder).epoch_records() for name, folder in folders.items()}
     metrics = {name: read_json(reports / name / METRICS) for name in names}
     write_text(reports / REPORT_PAGE, report.page(board, metrics, histories, shown))
     facts = map(read_json, (reports / best / METRICS, folder / SPLIT_CARD, out / "data" / SOURCE_CARD))
-    write_text(out / CARD, model_card(saved[best].card, *facts))
+    write_text(out / CARD, model_card(load_checkpoint(folders[best]).card, *facts))

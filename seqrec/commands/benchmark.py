@@ -131,7 +131,7 @@ def _train(params: Params, model: str, folder: Path, out: Path) -> None:
         return
     logger.info("%s, seed %d", model, params.seed)
     done.unlink(missing_ok=True)  # an interruption must not leave it beside other figures
-    run.train_model(params, model, folder, out, resume=False)
+    run.train_model(params, model, folder, out)
     evaluate(
         model=model,
         sequences=folder,

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from seqrec.artifacts import CHANGES, write_text
-from seqrec.commands.settings import check, without_unfed
+from seqrec.commands.settings import check, forget_edited_files, without_unfed
 from seqrec.config import load, read_changes
 
 logger = logging.getLogger(__name__)
@@ -52,6 +52,7 @@ def repro(*, changes: str = "") -> None:
     console = Console()
     began = time.monotonic()
     with changed(read_changes(changes)) as environment:
+        forget_edited_files(load(Path("params.yaml")), Path("settings"))
         command, environment = [sys.executable, "-m", "dvc", "repro"], {**os.environ, **environment}
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
             assert process.stdout is not None

@@ -7,8 +7,9 @@ import json
 import logging
 import shlex
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,11 @@ from seqrec.commands.settings import check, without_unfed
 from seqrec.config import Params, load, read_changes
 from seqrec.evaluation import leaderboard
 from seqrec.locks import locked
-from seqrec.pipeline import BY_NAME
+from seqrec.pipeline import BY_NAME, STAGES, Stage
 
 logger = logging.getLogger(__name__)
 SETTINGS = "params.yaml"
+SHOWN = ("valid/ndcg@10", "test/ndcg@10", "test/recall@10")  # figures of a model
 
 
 def run(
@@ -74,12 +76,30 @@ def run(
 def _run(params: Params, out: Path, data: Path | None, resume: bool, from_champion: bool) -> dict[str, float]:
     write_text(out / SETTINGS, yaml.safe_dump(json.loads(json.dumps(params.as_dict())), sort_keys=False))
     source = data or prepare_data(params, out)
-    values = evaluate_baselines(params, source / "sequences", out)
-    champion = _fetch_champion(params, out / "champion") if from_champion else None
-    for model in params.leaderboard:
-        values |= train_model(params, model, source / "sequences", out, resume, champion)
+    given: dict[str, Any] = {"data": source, "sequences": source / "sequences", "resume": resume}
+    if from_champion:
+        given["champion"] = _fetch_champion(params, out / "champion")
+    values: dict[str, float] = {}
+    for each, group in groupby(STAGES[:-1], key=lambda stage: stage.each):  # the last one is `import_run`
+        stages = list(group)
+        for item in stages[0].items(params) if each != "dataset" else ():
+            figures = run_stages(stages, params, out, item, given)
+            values |= {f"{item}/{name}": figures[name] for name in SHOWN} if each == "model" else figures
     write_leaderboard(out / "reports", source / "sequences", params.leaderboard)
     return values
+
+
+def run_stages(
+    stages: Iterable[Stage], params: Params, out: Path, item: str, given: Mapping[str, Any]
+) -> dict[str, float]:
+    """Run `stages` for `item`, a dataset or a model, and return their figures; each stage takes its part of `given`."""
+    figures: dict[str, float] = {}
+    for stage in stages:
+        if stage.name == "baselines" and importlib.util.find_spec("scipy") is None:
+            logger.warning("baselines are left out: scipy is not installed")
+            continue
+        figures |= stage(params, out, item, **stage.taken(given))
+    return figures
 
 
 def _fetch_champion(params: Params, folder: Path) -> Path:
@@ -113,42 +133,18 @@ def import_run(*, run: Path, data: Path | None = None) -> dict[str, float]:
 
 def prepare_data(params: Params, out: Path) -> Path:
     """Ingest, validate and prepare the dataset and the sources of `params`; return the folder of the tables."""
-    read_data(params, out)
-    return split_data(params, out)
-
-
-def read_data(params: Params, out: Path) -> None:
-    """Ingest and validate the dataset and the sources."""
     for dataset in (params.dataset, *params.sources):
-        for stage in ("ingest", "validate"):
-            BY_NAME[stage](params, out, dataset)
-
-
-def split_data(params: Params, out: Path) -> Path:
-    """Prepare what `read_data` has read; return the folder of the tables."""
-    for dataset in (params.dataset, *params.sources):
-        BY_NAME["prepare"](params, out, dataset)
+        run_stages([stage for stage in STAGES if stage.each == "dataset"], params, out, dataset, {})
     return out / "data"
 
 
 def evaluate_baselines(params: Params, sequences: Path, out: Path, **limits: Any) -> dict[str, float]:
     """Compute and evaluate the baselines; `limits` are those of the stage."""
-    if importlib.util.find_spec("scipy") is None:
-        logger.warning("baselines are left out: scipy is not installed")
-        return {}
-    return BY_NAME["baselines"](params, out, sequences=sequences, data=sequences.parent, **limits)
+    given = {"sequences": sequences, "data": sequences.parent, **limits}
+    return run_stages([BY_NAME["baselines"]], params, out, "", given)
 
 
-def build_model(params: Params, model: str, sequences: Path, out: Path, champion: Path | None = None) -> None:
-    """Write the weights that `model` starts from."""
-    BY_NAME["pretrain"](params, out, model, sequences=sequences, data=sequences.parent, champion=champion)
-
-
-def train_model(
-    params: Params, model: str, sequences: Path, out: Path, resume: bool, champion: Path | None = None
-) -> dict[str, float]:
+def train_model(params: Params, model: str, sequences: Path, out: Path) -> None:
     """Build, train and evaluate a model."""
-    build_model(params, model, sequences, out, champion)
-    BY_NAME["finetune"](params, out, model, sequences=sequences, resume=resume)
-    metrics = BY_NAME["evaluate"](params, out, model, sequences=sequences)
-    return {f"{model}/{name}": metrics[name] for name in ("valid/ndcg@10", "test/ndcg@10", "test/recall@10")}
+    given = {"sequences": sequences, "data": sequences.parent}
+    run_stages([stage for stage in STAGES if stage.each == "model"], params, out, model, given)

@@ -1,8 +1,8 @@
 """`seqrec settings`: check everything that a run will read, and write what each stage of dvc.yaml depends on.
 
-DVC compares these files, not params.yaml or code: they hold every setting of a stage, defaults included, the hashes of
-the code that it imports, and for ingest those of the user's own files. A stage runs again exactly when one of them
-changes, wherever a setting is written.
+DVC compares these files, not params.yaml or code. A stage has two: its parameters, which are all its settings, defaults
+included, and for ingest the hashes of the user's own files; and the hashes of the code that it imports. A stage runs
+again exactly when one of them changes, wherever a setting is written.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from seqrec.artifacts import ROOT, sha256, write_json
+from seqrec.artifacts import ROOT, read_json, sha256, write_json
 from seqrec.code_closure import deciding
 from seqrec.config import ConfigError, Params, from_dict, parse
-from seqrec.pipeline import BASELINES, STAGES
+from seqrec.pipeline import BASELINES, BY_NAME, STAGES
 
 UNREAD = ("params", "experiment")  # arguments of stages that do not decide their results
 Resolved = dict[str, dict[str, Any]]
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def settings(*, output: Path, params: Mapping[str, Any]) -> None:
-    """Check the settings of every stage; write the settings of each stage and the hashes of its code to a file.
+    """Check the settings of every stage; write the parameters of each stage and the hashes of its code to files.
 
     Args:
         output: folder to write the files to.
@@ -39,6 +39,21 @@ def settings(*, output: Path, params: Mapping[str, Any]) -> None:
         raise ConfigError(f"leaderboard: {model}{UNFED} (`make repro` leaves it out by itself)")
     for name, content in resolve(read).items():
         write_json(output / f"{name}.json", content)
+
+
+def forget_edited_files(params: Params, folder: Path) -> None:
+    """Remove the parameters of `ingest` if the user's own files have changed since, so that `settings` runs again.
+
+    DVC itself notices only files that it knows of.
+
+    Args:
+        params: the settings of the coming run.
+        folder: folder of the files that `settings` wrote.
+    """
+    for dataset in (params.dataset, *params.sources):
+        path = folder / f"{BY_NAME['ingest'].settings_file(params, dataset)}.json"
+        if path.is_file() and read_json(path)["digests"] != _digests(params, dataset):
+            path.unlink()
 
 
 def check(params: Params, *, ingests: bool = True) -> None:
@@ -110,11 +125,11 @@ def _needs(params: Params, name: str) -> frozenset[str]:
 
 
 def resolve(params: Params, root: Path = ROOT) -> Resolved:
-    """Return for each file, by name, the settings of a stage and the hashes of its code below `root`."""
+    """Return the content of each file, by name: the settings of a stage, or the hashes of its code below `root`."""
     from seqrec.models import REGISTRY, UNTRAINED
 
     modules = {model: REGISTRY.module(params.model(model).architecture) for model in params.leaderboard}
-    files = {}
+    files: dict[str, dict[str, Any]] = {}
     for stage in STAGES:
         for item in stage.items(params):
             settings = {key: _plain(value) for key, value in stage.settings(params, item).items() if key not in UNREAD}
@@ -125,8 +140,8 @@ def resolve(params: Params, root: Path = ROOT) -> Resolved:
             used = [UNTRAINED.module(name) for name in UNTRAINED] if stage.name in ("baselines", "register") else []
             used += [modules[item]] if stage.each == "model" else []
             used += modules.values() if stage.name == "register" else ()
-            code = _code(stage.name, used, root)
-            files[stage.settings_file(params, item)] = {"settings": settings, "code": code}
+            name = stage.settings_file(params, item)
+            files |= {name: settings, f"{name}.code": _code(stage.name, used, root)}
     return files
 
 

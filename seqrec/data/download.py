@@ -20,7 +20,7 @@ import time
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple, TypeVar
@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 REQUIREMENT = re.compile(r"[A-Za-z0-9](?:[\w.-]*[A-Za-z0-9])?==[\w.!+-]+")  # of pip
+INDEX = "pypi:"  # before the requirement of a package
 MIRROR_VARIABLE = "SEQREC_DATA_MIRROR"
 CHUNK_BYTES = 1 << 16
 CONNECT_TIMEOUT_S = 10.0
@@ -73,6 +74,22 @@ class SourceFile(NamedTuple):
     origin: str
 
 
+class Place(NamedTuple):
+    """Where a file may be."""
+
+    origin: str  # as source.json names it
+    address: str  # URL, local path, or pypi:NAME==VERSION
+
+
+class Origin(NamedTuple):
+    """One way to get a publication: the places of its files one by one, and those of the archive that holds all."""
+
+    label: str
+    publication: Publication
+    files: list[list[Place]]  # of each file of the publication, in the order to try; empty: only the archive
+    archives: list[Place]
+
+
 def obtain(
     publications: Sequence[Publication], config: IngestConfig, downloads: Path
 ) -> tuple[Publication, dict[str, SourceFile]]:
@@ -84,16 +101,17 @@ def obtain(
     """
     failures: list[str] = []
     wrong: list[str] = []
-    for label, publication, gather in _origins(publications, config, downloads):
+    fetcher = Fetcher(downloads, config.retries, config.timeout_s)
+    for origin in _origins(publications, config):
         try:
-            found = gather()
+            found = _gather(origin, fetcher)
         except DownloadError as error:
-            failures.append(f"{label}: {error}")
+            failures.append(f"{origin.label}: {error}")
             wrong += [] if isinstance(error, NotThereError) else failures[-1:]
             continue
         for failure in wrong:  # an origin may lack a file, but a bad file is worth a warning
             logger.warning("%s", failure)
-        return publication, {file.role: file for file in found}
+        return origin.publication, {file.role: file for file in found}
     wanted = [place for file in publications[0].files if file.required for place in file.paths[:1]]
     archives = [publication.archive.name for publication in publications if publication.archive]
     raise DownloadError(
@@ -105,22 +123,135 @@ def obtain(
     )
 
 
-def _origins(
-    publications: Sequence[Publication], config: IngestConfig, downloads: Path
-) -> Iterator[tuple[str, Publication, Callable[[], list[SourceFile]]]]:
-    """Yield label, publication and the call that gathers its files, in the order to try."""
+def _origins(publications: Sequence[Publication], config: IngestConfig) -> Iterator[Origin]:
+    """Yield the ways to get the publications, in the order to try: here, from the mirror, officially."""
     mirror = mirror_of(config)
     for publication in publications:
+        names, archive = [_names(file) for file in publication.files], publication.archive
         if publication.local:
-            yield "here", publication, partial(_here, publication, downloads)
+            here = [[Place(f"local:{Path(name).name}", name) for name in of_file] for of_file in names]
+            yield Origin("here", publication, here, [])
         if mirror:
-            gather = partial(_from_mirror, publication, mirror, config, downloads)
-            yield f"mirror {shown(mirror)}", publication, gather
+            archives = [archive.name, f"{PurePosixPath(archive.name).stem}/{archive.name}"] if archive else []
+            held = [[_held(mirror, name) for name in of_file] for of_file in names]
+            yield Origin(f"mirror {shown(mirror)}", publication, held, [_held(mirror, name) for name in archives])
     for publication in publications:
         archive = publication.archive
-        if archive or any(file.urls for file in publication.files):
-            label = "package index" if archive and archive.requirement else "official"
-            yield label, publication, partial(_officially, publication, config, downloads)
+        if archive and archive.requirement:
+            place = INDEX + archive.requirement
+            yield Origin("package index", publication, [], [Place(place, place)])
+        elif archive:
+            yield Origin("official", publication, [], [Place(archive.url, archive.url)])
+        elif any(file.urls for file in publication.files):
+            urls = [[Place(shown(url), url) for url in file.urls] for file in publication.files]
+            yield Origin("official", publication, urls, [])
+
+
+def _held(mirror: str, name: str) -> Place:
+    address = f"{mirror.rstrip('/')}/{name}" if _is_url(mirror) else str(Path(mirror, name))
+    return Place(f"mirror:{name}", address)
+
+
+@dataclass(frozen=True)
+class Fetcher:
+    """Gets files, and keeps the downloads in `folder`."""
+
+    folder: Path
+    retries: int
+    timeout_s: float
+
+    def fetch(self, address: str) -> Path:
+        """Return the file at an address, downloaded if it is on the web.
+
+        Raises:
+            NotThereError: there is no such file.
+            DownloadError: it cannot be fetched.
+        """
+        if address.startswith(INDEX):
+            requirement = address.removeprefix(INDEX)
+            return pip_download(requirement, self.folder, retries=self.retries, timeout_s=self.timeout_s)
+        if _is_url(address):
+            return download(address, self.folder, retries=self.retries, timeout_s=self.timeout_s)
+        if not Path(address).is_file():
+            raise NotThereError(f"no {address}")
+        return Path(address)
+
+    def accepted(self, address: str, use: Callable[[Path], T], *, again: bool = True) -> T:
+        """Return what `use` makes of the file at an address; a download that it refuses is fetched once more."""
+        path = self.fetch(address)
+        try:
+            return use(path)
+        except DownloadError as error:
+            if not set_aside(path, self.folder, error) or not again:
+                raise
+        return self.accepted(address, use, again=False)
+
+
+def _gather(origin: Origin, fetcher: Fetcher) -> list[SourceFile]:
+    """Return the files of a publication from one origin, which has them one by one or in their archive."""
+    places = dict(zip(origin.publication.files, origin.files, strict=False))
+    missing: NotThereError | None = None
+    if places:
+        try:
+            return _each(origin.publication, lambda file: _first(file, places[file], fetcher))
+        except NotThereError as error:
+            missing = error
+    for place in origin.archives:
+        unpack = partial(_unpacked, origin.publication, place.origin, fetcher.folder)
+        try:
+            return fetcher.accepted(place.address, unpack)
+        except NotThereError as error:
+            missing = missing or error
+    assert missing is not None
+    raise missing
+
+
+def _each(publication: Publication, find: Callable[[File], SourceFile]) -> list[SourceFile]:
+    """Return what `find` finds; a file that is not required may be missing."""
+    gathered = []
+    for file in publication.files:
+        try:
+            gathered.append(find(file))
+        except NotThereError:
+            if file.required:
+                raise
+            if file.role == "items":
+                logger.warning("no %s: items will have no titles", file.paths[0])
+    return gathered
+
+
+def _first(file: File, places: Sequence[Place], fetcher: Fetcher) -> SourceFile:
+    """Return the file from the first of `places` that has it."""
+    failure: DownloadError | None = None
+    for place in places:
+        try:
+            return fetcher.accepted(place.address, partial(_verified, file, place.origin))
+        except NotThereError:
+            continue
+        except DownloadError as error:
+            failure = failure or error
+    raise failure or NotThereError(f"{file.role}: no {' or '.join(map(shown, file.paths))} (nor with .gz)")
+
+
+def _verified(file: File, origin: str, path: Path) -> SourceFile:
+    if not path.is_file():
+        raise NotThereError(f"no {path}")
+    verify(path, file.sha256, origin)
+    return SourceFile(file.role, path, origin)
+
+
+def _unpacked(publication: Publication, origin: str, downloads: Path, path: Path) -> list[SourceFile]:
+    """Return the files of the archive `path`."""
+    archive = publication.archive
+    assert archive is not None
+    folder = (path.parent if path.is_relative_to(downloads) else _folder(origin, downloads)) / "unpacked"
+    verify(path, archive.sha256, origin, size=archive.size)
+    extract(path, folder, [file.paths[0] for file in publication.files])
+    return _each(publication, lambda file: _verified(file, f"{origin}!{file.paths[0]}", folder / file.paths[0]))
+
+
+def _names(file: File) -> list[str]:
+    return [name for path in file.paths if not _is_url(path) for name in (path, f"{path}.gz")]
 
 
 def digests_of_own_files(publications: Sequence[Publication], config: IngestConfig) -> dict[str, str]:
@@ -151,130 +282,6 @@ def mirror_of(config: IngestConfig) -> str:
     if mirror and not _is_url(mirror) and not Path(mirror).is_dir():
         raise ConfigError(f"ingest.mirror (or {MIRROR_VARIABLE}): {redacted(mirror)} is neither a folder nor a URL")
     return mirror
-
-
-def _gather(files: Sequence[File], find: Callable[[File], SourceFile]) -> list[SourceFile]:
-    """Return what `find` finds; a file that is not required may be missing."""
-    gathered = []
-    for file in files:
-        try:
-            gathered.append(find(file))
-        except NotThereError:
-            if file.required:
-                raise
-            if file.role == "items":
-                logger.warning("no %s: items will have no titles", file.paths[0])
-    return gathered
-
-
-def _first(file: File, places: Iterable[tuple[str, Callable[[], Path]]], downloads: Path) -> SourceFile:
-    """Return the file from the first of `places` that has it; a place is an origin and the call that gets the file."""
-    failure = NotThereError(f"{file.role}: no {' or '.join(shown(path) for path in file.paths)} (nor with .gz)")
-    for origin, get in places:
-        try:
-            return _twice(get, partial(_verified, file, origin), downloads)
-        except NotThereError:
-            continue
-        except DownloadError as error:
-            failure = error if isinstance(failure, NotThereError) else failure  # type: ignore[assignment]
-    raise failure
-
-
-def _twice(get: Callable[[], Path], use: Callable[[Path], T], downloads: Path) -> T:
-    """Return what `use` makes of the file that `get` fetches; a download that it refuses is repeated once."""
-    path = get()
-    try:
-        return use(path)
-    except DownloadError as error:
-        if not set_aside(path, downloads, error):
-            raise
-    path = get()
-    try:
-        return use(path)
-    except DownloadError as error:
-        set_aside(path, downloads, error)
-        raise
-
-
-def _verified(file: File, origin: str, path: Path) -> SourceFile:
-    verify(path, file.sha256, origin)
-    return SourceFile(file.role, path, origin)
-
-
-def _names(file: File) -> list[str]:
-    return [name for place in file.paths for name in (place, f"{place}.gz")]
-
-
-def _existing(*parts: str | Path) -> Path:
-    path = Path(*parts)
-    if not path.is_file():
-        raise NotThereError(f"no {path}")
-    return path
-
-
-def _here(publication: Publication, downloads: Path) -> list[SourceFile]:
-    def find(file: File) -> SourceFile:
-        places = ((f"local:{Path(name).name}", partial(_existing, name)) for name in _names(file))
-        return _first(file, places, downloads)
-
-    return _gather(publication.files, find)
-
-
-def _from_mirror(publication: Publication, mirror: str, config: IngestConfig, downloads: Path) -> list[SourceFile]:
-    """Return the files of a mirror, which has them one by one or in their archive."""
-
-    def get(name: str) -> Path:
-        if _is_url(mirror) and not _is_url(name):
-            return _download(f"{mirror.rstrip('/')}/{name}", config, downloads)
-        return _existing(mirror, name)
-
-    def find(file: File) -> SourceFile:
-        return _first(file, ((f"mirror:{name}", partial(get, name)) for name in _names(file)), downloads)
-
-    archive = publication.archive
-    try:
-        return _gather(publication.files, find)
-    except NotThereError as error:
-        missing = error
-    for name in (archive.name, f"{PurePosixPath(archive.name).stem}/{archive.name}") if archive else ():
-        with suppress(NotThereError):
-            return _twice(partial(get, name), partial(_unpacked, publication, f"mirror:{name}", downloads), downloads)
-    raise missing
-
-
-def _officially(publication: Publication, config: IngestConfig, downloads: Path) -> list[SourceFile]:
-    def find(file: File) -> SourceFile:
-        places = ((shown(url), partial(_download, url, config, downloads)) for url in file.urls)
-        return _first(file, places, downloads)
-
-    archive = publication.archive
-    if archive is None:
-        return _gather(publication.files, find)
-    if archive.requirement:
-        origin = f"pypi:{archive.requirement}"
-        get = partial(pip_download, archive.requirement, downloads, retries=config.retries, timeout_s=config.timeout_s)
-    else:
-        origin, get = archive.url, partial(_download, archive.url, config, downloads)
-    return _twice(get, partial(_unpacked, publication, origin, downloads), downloads)
-
-
-def _unpacked(publication: Publication, origin: str, downloads: Path, path: Path) -> list[SourceFile]:
-    """Return the files of the archive `path`."""
-    archive = publication.archive
-    assert archive is not None
-    ours = path.is_relative_to(downloads)
-    folder = (path.parent if ours else _folder(origin, downloads)) / "unpacked"
-    verify(path, archive.sha256, origin, size=archive.size)
-    extract(path, folder, [file.paths[0] for file in publication.files])
-
-    def find(file: File) -> SourceFile:
-        return _verified(file, f"{origin}!{file.paths[0]}", _existing(folder, file.paths[0]))
-
-    return _gather(publication.files, find)
-
-
-def _download(url: str, config: IngestConfig, downloads: Path) -> Path:
-    return download(url, downloads, retries=config.retries, timeout_s=config.timeout_s)
 
 
 def download(url: str, downloads: Path, *, retries: int = 4, timeout_s: float = 30.0) -> Path:
@@ -368,7 +375,7 @@ def pip_download(requirement: str, downloads: Path, *, retries: int = 4, timeout
     """
     if not REQUIREMENT.fullmatch(requirement):  # options of pip, URLs or paths could run or fetch anything
         raise DownloadError(f"{redacted(requirement)!r}: a package must be given as NAME==VERSION")
-    folder = _folder(f"pypi:{requirement}", downloads)
+    folder = _folder(INDEX + requirement, downloads)
     for wheel in folder.glob("*.whl"):
         return wheel
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet"]

@@ -128,7 +128,7 @@ def content_suites(
     catalogue: pl.DataFrame,
     unknown: pl.Series,
     drift: Mapping[str, float],
-    reference: Mapping[str, int],
+    published: Mapping[str, int],
     config: ValidateConfig,
     *,
     dated: bool = True,
@@ -139,8 +139,8 @@ def content_suites(
         log: the interactions.
         catalogue: `item_id` and `title` of the items table.
         unknown: items with events that are not in the items table.
-        drift: by `user_id` and `item_id`, the drift against the accepted baseline; empty without one.
-        reference: known `rows`, `users` and `items` of the source; missing ones are not compared.
+        drift: by `user_id` and `item_id`, the drift against the accepted reference statistics; empty without one.
+        published: known `rows`, `users` and `items` of the source; missing ones are not compared.
         config: the limits.
         dated: whether timestamps are times; otherwise they are positions, which need not lie between two dates.
     """
@@ -150,7 +150,7 @@ def content_suites(
         _id_suite("interactions.item_id", log.items),
         _rating_suite(log.ratings),
         _catalogue_suite(catalogue),
-        _totals_suite(log, unknown, drift, reference, config),
+        _totals_suite(log, unknown, drift, published, config),
     ]
 
 
@@ -228,7 +228,7 @@ def _catalogue_suite(catalogue: pl.DataFrame) -> Suite:
 
 
 def _totals_suite(
-    log: LogCounts, unknown: pl.Series, drift: Mapping[str, float], reference: Mapping[str, int], config: ValidateConfig
+    log: LogCounts, unknown: pl.Series, drift: Mapping[str, float], published: Mapping[str, int], config: ValidateConfig
 ) -> Suite:
     counts = {
         "rows": log.rows,
@@ -242,26 +242,26 @@ def _totals_suite(
         "item_id (not in items)": len(unknown),
         "user_id (drift)": drift.get("user_id"),
         "item_id (drift)": drift.get("item_id"),
-        "baseline": len(drift),
+        "reference": len(drift),
     }
     # Python numbers, because Great Expectations prints those of numpy as np.float64(0.1).
     frame = pd.DataFrame({f"interactions.{name}": [value] for name, value in values.items()}, dtype=object)
-    known = [_known_count(name, reference[name]) for name in counts if name in reference]
+    known = [_known_count(name, published[name]) for name in counts if name in published]
     relations = _relation_rules(log.repeated, unknown.head(EXAMPLES).to_list(), config)
-    return Suite(frame, [*_volume_rules(reference, config), *known, *relations, *_drift_rules(drift, config)])
+    return Suite(frame, [*_volume_rules(published, config), *known, *relations, *_drift_rules(drift, config)])
 
 
-def _volume_rules(reference: Mapping[str, int], config: ValidateConfig) -> list[gxe.Expectation]:
+def _volume_rules(published: Mapping[str, int], config: ValidateConfig) -> list[gxe.Expectation]:
     too_few = "use a larger source: one user or one item is not enough to learn from"
     rules = [
         _total("rows", f"at least {config.min_rows}", least=config.min_rows, advice="lower validate.min_rows"),
         _total("users", "at least 2", least=2, advice=too_few),
         _total("items", "at least 2", least=2, advice=too_few),
     ]
-    if "rows" in reference:
+    if "rows" in published:
         change = config.max_volume_change
-        least, most = (round(reference["rows"] * (1 + sign * change), 6) for sign in (-1, 1))
-        rule = f"within {change:.0%} of the {reference['rows']:,} rows the source is known for"
+        least, most = (round(published["rows"] * (1 + sign * change), 6) for sign in (-1, 1))
+        rule = f"within {change:.0%} of the {published['rows']:,} rows the source is known for"
         advice = "ingest again, or raise validate.max_volume_change"
         rules.append(_total("rows", rule, least=least, most=most, advice=advice))
     return rules
@@ -302,10 +302,10 @@ def _relation_rules(repeated: Sequence[str], unknown: Sequence[str], config: Val
 
 def _drift_rules(drift: Mapping[str, float], config: ValidateConfig) -> list[gxe.Expectation]:
     if not drift:
-        advice = "run `seqrec accept-baseline` once you know that the data is good"
+        advice = "run `python -m seqrec accept-reference` once you know that the data is good"
         rule, finding = "drift is measured against reference statistics", "no reference statistics accepted yet"
-        return [_total("baseline", rule, least=1, severity="info", advice=advice, finding=finding)]
-    advice = "run `seqrec accept-baseline` if the change is wanted, or raise validate.max_drift"
+        return [_total("reference", rule, least=1, severity="info", advice=advice, finding=finding)]
+    advice = "run `python -m seqrec accept-reference` if the change is wanted, or raise validate.max_drift"
     text = "drift of the events per {} (population stability index) is at most {:g}"
     return [
         _total(
@@ -385,7 +385,7 @@ def _to_check(result: Mapping[str, Any]) -> Check:
     examples = config["meta"].get("examples") or outcome.get("partial_unexpected_list", [])
     finding = "" if result["success"] else config["meta"].get("finding", "")
     if "unexpected_count" in outcome:
-        finding = finding or "{:,} of {:,} values do not"
+        finding = finding or "{:,} of {:,} values break it"
         observed = finding.format(outcome["unexpected_count"], outcome["element_count"])
     elif finding:
         observed = finding

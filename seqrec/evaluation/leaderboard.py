@@ -40,11 +40,8 @@ HEADINGS = (  # two short lines each, so that the table fits into 80 columns
     "para-\nmeters",
     "train\ns",
 )
-FURTHER = (
-    "",
-    "make ui            compare the runs in MLflow, at http://127.0.0.1:5000",
-    "dvc metrics diff   show what your last change did",
-)
+REGISTERED = ("", "make ui            compare the runs in MLflow, at http://127.0.0.1:5000")
+UNDER_DVC = ("dvc params diff    show which settings differ from the last commit; dvc metrics diff, which figures",)
 Row = dict[str, Any]  # model: str; baseline, candidate, champion, refit: bool; and the numbers of REQUIRED
 
 
@@ -219,7 +216,8 @@ def say(reports: Path, more: Sequence[str] = ()) -> None:
         verb = "is the champion" if outcome["promoted"] else "is the candidate, not the champion"
         name = f"{outcome['registered_model']} version {outcome['version']} ({outcome['model']})"
         console.print(f"{name} {verb}: {outcome['reason']}", markup=False, highlight=False)
-    lines = [*FURTHER] if outcome else []
+    lines = [*REGISTERED] if outcome else []
+    lines += UNDER_DVC if reports == Path("reports") else ()
     if (reports / REPORT_PAGE).is_file():
         lines.append(f"{reports / REPORT_PAGE} shows learning curves, slices, and example recommendations with reasons")
     lines += [*more, *advice(report, reports.parent)]

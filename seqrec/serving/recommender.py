@@ -84,7 +84,7 @@ class Request:
 
     @property
     def cost(self) -> float:
-        """How long this takes: 1 is about 5 ms of one core, for SASRec with 1,700 items; docs/using.md has a table."""
+        """How long this takes: 1 is about 5 ms of one core, for SASRec with 1,700 items; see docs/operating.md."""
         ids = len(self.history) + len(self.exclude) + len(self.allow or ())
         cost = 0.05 + min(len(self.history), 200) / 400 + ids / 5_000 + self.k / 2_000
         cost += (_size(self.filter) + _size(self.boost) + _size(self.quota)) / 200

@@ -100,7 +100,7 @@ def prepare(*, dataset: str, data: Path, validation: Path, sequences: Path, conf
         **_growth(sequences, config),
     }
     write_json(sequences / artifacts.SPLIT_CARD, card)
-    logger.info("%s: %d users, %d items, %d events", dataset, counts["users"], counts["items"], counts["events"])
+    logger.info("%s: %s", dataset, ", ".join(f"{counts[key]:,} {key}" for key in ("users", "items", "events")))
     return {name: float(value) for name, value in counts.items()}
 
 
@@ -117,33 +117,32 @@ Cuts = tuple[int, int] | None  # start times of validation and test, if computed
 
 def _filter(engine: Engine, data: Path, config: PrepareConfig) -> tuple[Frame, Numbers, Numbers, dict[str, int], Cuts]:
     """Apply the filters in order; return remaining events, users and items, what each filter dropped, and the cuts."""
-    dropped = {}
+    dropped: dict[str, int] = {}
     events = engine.read(data / artifacts.INTERACTIONS)
-    rows = total = splits.size(events)
+    total = rows = splits.size(events)
+
+    def counted(name: str, rest: Frame) -> Frame:
+        nonlocal rows
+        before, rows = rows, splits.size(rest)
+        dropped[name] = before - rows
+        return rest
+
     if config.min_rating > 0:
-        events = events.filter(nw.col("rating") >= config.min_rating)
-        dropped["events under min_rating"] = rows - splits.size(events)
+        events = counted("events under min_rating", events.filter(nw.col("rating") >= config.min_rating))
     if config.require_title:
-        catalogue = engine.read(data / artifacts.ITEMS)
-        titled = engine.keep(catalogue.filter(nw.col("title").fill_null("").str.len_chars() > 0).select("item_id"))
-        events = events.join(titled, on="item_id", how="semi")
-        dropped["events of items without title"] = total - sum(dropped.values()) - splits.size(events)
-    rows -= sum(dropped.values())
+        titled = engine.read(data / artifacts.ITEMS).filter(nw.col("title").fill_null("").str.len_chars() > 0)
+        rest = events.join(engine.keep(titled.select("item_id")), on="item_id", how="semi")
+        events = counted("events of items without title", rest)
     people, products = (_code(engine, events, column, config) for column in ("user", "item"))
     events = events.join(people.frame, on="user_id").join(products.frame, on="item_id")
     events = events.select("user", "item", "timestamp", "row")
-    number = -(-rows // config.shard_events)
-    by_user = events.with_columns((nw.col("user") % number).alias("part")) if rows else events
-    divided = engine.divide(by_user, "part", number) if rows else []
-    events = nw.concat([engine.store(splits.deduplicate(part, config.deduplicate)) for part in divided] or [events])
-    unique = splits.size(events)
-    dropped["duplicate events"] = rows - unique
+    events = counted("duplicate events", _unique(engine, events, rows, config))
     on_train = config.protocol == "temporal" and config.filter_on == "train"
-    cuts = splits.temporal_cuts(events, config) if unique and on_train else None
+    cuts = splits.temporal_cuts(events, config) if rows and on_train else None
     parts = _core(engine, events, cuts, config)
-    left, in_core = _extent(events), _extent(nw.concat(parts))
-    for number, name in enumerate(("events", "users", "items")):
-        dropped[f"{name} outside the k-core"] = left[number] - in_core[number]
+    in_core = _extent(nw.concat(parts))
+    for name, before, after in zip(("events", "users", "items"), _extent(events), in_core, strict=True):
+        dropped[f"{name} outside the k-core"] = before - after
     if in_core[0] == 0:
         raise ValueError(
             f"no event is left of {total}: lower prepare.min_user_events ({config.min_user_events}), "
@@ -152,6 +151,16 @@ def _filter(engine: Engine, data: Path, config: PrepareConfig) -> tuple[Frame, N
     parts = _sample(engine, parts, people, config)
     users, items = (_numbered(coded, parts, engine) for coded in (people, products))
     return nw.concat(parts), users, items, dropped, cuts
+
+
+def _unique(engine: Engine, events: Frame, rows: int, config: PrepareConfig) -> Frame:
+    """Return the `rows` events without repeated ones; a user's events are in one part, and one part is in memory."""
+    if not rows:
+        return events
+    number = -(-rows // config.shard_events)
+    by_user = events.with_columns((nw.col("user") % number).alias("part"))
+    parts = engine.divide(by_user, "part", number)
+    return nw.concat([engine.store(splits.deduplicate(part, config.deduplicate)) for part in parts])
 
 
 def _numbered(coded: Coded, parts: Sequence[Frame], engine: Engine) -> Numbers:

@@ -95,7 +95,7 @@ class Entry:
 
     row: Row
     report: Path
-    checkpoint: Checkpoint
+    folder: Path  # of its checkpoint, which is read when it is needed: all together may be too large
     card: Mapping[str, Any]
     metrics: Mapping[str, float]
     history: Sequence[Mapping[str, Any]]
@@ -164,7 +164,7 @@ def register(
     write_curves(reports / CURVES_CSV, {entry.name: entry.history for entry in entries if entry.history})
     shown = examples.choose(
         leader=best.name,
-        checkpoints={entry.name: entry.checkpoint for entry in entries},
+        folders={entry.name: entry.folder for entry in entries},
         reports=reports,
         sequences=sequences,
         number=config.examples,
@@ -202,7 +202,7 @@ def _entry(row: Row, artifacts: Path, reports: Path, split: Mapping[str, Any]) -
     return Entry(
         row=row,
         report=report,
-        checkpoint=checkpoint,
+        folder=checkpoint.folder,
         card=card,
         metrics=read_json(report / METRICS),
         history=checkpoint.epoch_records(),
@@ -219,8 +219,8 @@ def _say_doubts(board: Mapping[str, Any]) -> None:
     """Log doubts about a new champion: no gain over counts, or data that proves little."""
     gain = board["verdict"]["gain"]
     doubts = [board["verdict"]["sentence"]] if gain and gain["low"] <= 0 else []
-    for sentence in doubts + [f"the data: {text}" for text in board["warnings"]]:
-        logger.warning("the champion: %s", sentence)
+    for sentence in doubts + [f"in the data, {text}" for text in board["warnings"]]:
+        logger.warning("caution about the new champion: %s", sentence)
 
 
 def _page(board: Mapping[str, Any], entries: Sequence[Entry], shown: Examples, split: Mapping[str, Any]) -> str:
@@ -348,8 +348,8 @@ def _log_entry(tracker: Tracker, entry: Entry, parent: Run, shown: Examples) -> 
         page = report.model_page(entry.name, entry.history, shown, entry.row[SELECTION])
         client.log_text(run_id, page, FIGURES)
     model_id = None
-    if not entry.row["baseline"]:  # a baseline's is logged if it is the candidate
-        model_id = registry.log_model(client, run, checkpoint=entry.checkpoint).model_id
+    if not entry.row["baseline"]:  # the model of a baseline is logged if it is the candidate
+        model_id = registry.log_model(client, run, checkpoint=load_checkpoint(entry.folder)).model_id
     values = view.scalars(entry.metrics) | view.best_epoch(entry.history)
     runs.log_metrics(client, run, values, entry.history, model_id=model_id, dataset=tracker.dataset)
     client.set_terminated(run_id)
@@ -388,9 +388,10 @@ def _gate(tracker: Tracker, best: Entry, run: Run, sequences: Path, config: Regi
         gate.VALUE_TAG: str(best.row[SELECTION]),
         **gate.guard_tags(best.metrics),
     }
-    model = registry.log_model(tracker.client, run, checkpoint=best.checkpoint)
+    checkpoint = load_checkpoint(best.folder)
+    model = registry.log_model(tracker.client, run, checkpoint=checkpoint)
     if config.graph:
-        registry.log_graph(tracker.client, model, functools.partial(export_graph, best.checkpoint))
+        registry.log_graph(tracker.client, model, functools.partial(export_graph, checkpoint))
     about = (
         f"Next-item recommenders for {tracker.split['dataset']} ({tracker.split['protocol']}), one version per training"
         f". `{registry.CHAMPION}` is the version to serve, `{registry.CANDIDATE}` the best of the last run."

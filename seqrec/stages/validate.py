@@ -1,7 +1,7 @@
 """The validate stage: checks the tables that `ingest` wrote before any training.
 
 A failed `critical` rule stops the run; failed `warning` and `info` rules are reported and logged. Drift compares the
-distributions of events per user and per item with an accepted baseline.
+distributions of events per user and per item with accepted reference statistics.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class ValidationFailed(ValueError):  # noqa: N818 - says what happened to the st
     """Critical rules failed; the message names them with offending values and the setting to change."""
 
 
-def validate(*, dataset: str, data: Path, report: Path, baseline: Path, config: ValidateConfig) -> dict[str, float]:
+def validate(*, dataset: str, data: Path, report: Path, reference: Path, config: ValidateConfig) -> dict[str, float]:
     """Check the tables in `data`; write the verdict to `report` (JSON) and to an HTML file beside it.
 
     Args:
-        dataset: name of the dataset in `baseline`.
+        dataset: name of the dataset in `reference`.
         data: folder with interactions.parquet, items.parquet and source.json, as ingest writes them.
         report: the JSON file to write.
-        baseline: JSON file of accepted histograms; without an entry for `dataset`, drift is not measured.
+        reference: JSON file of accepted histograms; without an entry for `dataset`, drift is not measured.
         config: the limits.
 
     Returns:
@@ -60,11 +60,11 @@ def validate(*, dataset: str, data: Path, report: Path, baseline: Path, config: 
         log = log_counts.on_spark(paths[0]) if spark else log_counts.in_memory(log_counts.read_events(paths[0]))
         ids = log.items.drop_nulls().cast(pl.String)
         unknown = ids.filter(~ids.is_in(catalogue["item_id"].drop_nulls().implode())).sort()
-        accepted = _read_baseline(baseline).get(dataset, {}) if len(ids) else {}
+        accepted = _read_reference(reference).get(dataset, {}) if len(ids) else {}
         drifts = {name: drift(entry, log.events[name]) for name, entry in accepted.items()}
-        source, reference = _source(data)
+        source, published = _source(data)
         suites = expectations.content_suites(
-            log, catalogue, unknown, drifts, reference, config, dated=source not in POSITIONS
+            log, catalogue, unknown, drifts, published, config, dated=source not in POSITIONS
         )
         results += expectations.run(suites)
         statistics = _statistics(log, unknown, drifts)
@@ -89,13 +89,13 @@ def validate(*, dataset: str, data: Path, report: Path, baseline: Path, config: 
     return {**statistics, "failed_rules": float(len(failed))}
 
 
-def accept_baseline(*, dataset: str, data: Path, baseline: Path) -> None:
+def accept_reference(*, dataset: str, data: Path, reference: Path) -> None:
     """Accept the interactions in `data` as the reference statistics of `dataset`, against which drift is measured.
 
     Args:
         dataset: name of the entry.
         data: folder with interactions.parquet.
-        baseline: JSON file of reference statistics (accepted histograms); entries of other datasets are kept.
+        reference: JSON file of reference statistics (accepted histograms); entries of other datasets are kept.
 
     Raises:
         ValueError: there are no interactions.
@@ -105,9 +105,9 @@ def accept_baseline(*, dataset: str, data: Path, baseline: Path) -> None:
         raise ValueError(
             f"{data / artifacts.INTERACTIONS} has no rows: no reference statistics of {dataset} can be accepted"
         )
-    entries = _read_baseline(baseline)
+    entries = _read_reference(reference)
     entries[dataset] = {column: histogram(log_counts.events_per(events, column)) for column in ("item_id", "user_id")}
-    artifacts.write_json(baseline, dict(sorted(entries.items())))
+    artifacts.write_json(reference, dict(sorted(entries.items())))
 
 
 def histogram(counts: np.ndarray) -> dict[str, list[float]]:
@@ -125,7 +125,7 @@ def _shares(counts: np.ndarray, edges: Sequence[float]) -> np.ndarray:
     return np.histogram(counts, bins=[*edges, np.inf])[0] / len(counts)
 
 
-def _read_baseline(path: Path) -> dict[str, Any]:
+def _read_reference(path: Path) -> dict[str, Any]:
     return artifacts.read_json(path) if path.is_file() else {}
 
 
@@ -161,4 +161,4 @@ def _describe(check: Check) -> str:
     where = f"{check.table}.{check.column}" if check.column else check.table
     examples = f", e.g. {', '.join(map(repr, check.examples))}" if check.examples else ""
     observed = check.observed if " " in check.observed else f"found {check.observed}"  # a sentence, or a number
-    return f"{where} ({check.severity}): {check.rule}; {observed}{examples}; {check.advice}"
+    return f"{where} ({check.severity}): the rule '{check.rule}' is not met: {observed}{examples}; {check.advice}"

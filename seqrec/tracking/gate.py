@@ -103,7 +103,7 @@ def _decide(
         reason = f"it was rolled back to version {by}; promote it by hand to serve it again"
         return Decision(False, reason, None)
     if champion is None:
-        return Decision(True, "the first champion", None)
+        return Decision(True, "there was no champion before", None)
     evaluated = registry.find_evaluated(client, version.name) or champion
     changed = [what for tag, what in COMPARABLE.items() if evaluated.tags.get(tag) != version.tags.get(tag)]
     found = None if changed else _stored(client, evaluated)

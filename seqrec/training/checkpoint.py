@@ -231,7 +231,7 @@ def load_checkpoint(folder: Path) -> Checkpoint:
         model.load_state_dict(weights)
     except RuntimeError as error:
         raise ValueError(
-            f"{folder / WEIGHTS} does not fit {config.architecture} as this version builds it: train it again, or use "
+            f"{folder / WEIGHTS} does not fit the {config.architecture} of this version: train it again, or use "
             f"the version it was made with ({error})"
         ) from error
     for name, digest in card["files"].items():

@@ -29,25 +29,6 @@ def test_learning_curves_skip_the_epochs_without_validation():
     assert [(trace.name, trace.showlegend) for trace in figure.data] == [("sasrec", True), ("sasrec", False)]
 
 
-def test_a_model_has_one_colour_in_every_figure():
-    names = ("markov", "sasrec", "gru4rec")
-    figures = (
-        plots.learning_curves({name: EPOCH_RECORDS if name != "markov" else [] for name in names}),
-        plots.metric_by_slice({name: {"test/ndcg@10/length=1-10": 0.1} for name in names}),
-        plots.coverage_against_accuracy([row(name) for name in names]),
-    )
-    colours = {(trace.name, trace.marker.color) for figure in figures for trace in figure.data}
-
-    assert sorted(name for name, _ in colours) == sorted(names)
-    assert len({colour for _, colour in colours}) == 3
-
-
-def test_a_new_phase_is_marked():
-    figure = plots.learning_curves({"strec": EPOCH_RECORDS})
-
-    assert [(line.x0, line.x1) for line in figure.layout.shapes] == [(2.5, 2.5), (2.5, 2.5)]  # in either panel
-
-
 def test_every_term_and_figure_of_a_model_is_a_curve():
     figure = plots.terms(EPOCH_RECORDS)
 
@@ -155,10 +136,3 @@ def test_sparsity_marks_the_rows_of_the_training():
     assert points(accuracy) == [(0.0, 0.3), (0.1, pytest.approx(0.2)), (0.2, pytest.approx(0.1))]
     assert cost.y == (9.0, 8.0, 7.0)
     assert accuracy.marker.symbol == cost.marker.symbol == ("circle", "star", "circle")
-
-
-@pytest.mark.parametrize(
-    "figure", [plots.learning_curves({}), plots.metric_by_slice({}), plots.coverage_against_accuracy([])]
-)
-def test_nothing_to_draw_is_an_empty_figure(figure):
-    assert figure.data == ()

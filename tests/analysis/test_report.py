@@ -176,22 +176,6 @@ def test_nothing_of_the_data_becomes_markup(text):
     assert "u<7>" not in text
 
 
-def test_the_same_data_gives_the_same_bytes(text, monkeypatch):
-    report._plotly.cache_clear()
-    monkeypatch.setattr("time.time", lambda: 1.0)
-
-    assert report.page(BOARD, METRICS, {"sasrec": EPOCH_RECORDS, "gru4rec": EPOCH_RECORDS[:1]}, EXAMPLES) == text
-
-
-def test_long_histories_are_cut_and_it_is_said(monkeypatch):
-    monkeypatch.setattr(report, "EVENTS", 2)
-
-    text = report.page(BOARD, METRICS, {}, EXAMPLES)
-
-    assert [cells[0] for cells in Page(text).rows[17:]] == ["Three", "Three"]
-    assert "1 earlier events are not shown" in text
-
-
 def test_two_users_with_three_models_are_open_and_the_others_folded():
     opinions = OPINIONS | {"ease": OPINIONS["sasrec"]}
     users = [Example(user_id=f"u{number}", history=[1], target=2, opinions=opinions) for number in range(4)]

@@ -11,11 +11,11 @@ from dvc.repo import Repo
 
 from seqrec.__main__ import main
 from seqrec.artifacts import read_json, write_json
-from seqrec.commands.settings import check, resolve
+from seqrec.commands.settings import check, forget_edited_files, resolve
 from seqrec.config import ConfigError, from_dict, load
+from seqrec.pipeline import STAGES
 
 ROOT = Path(__file__).parent.parent.parent
-STAGES = sorted(path.stem for path in (ROOT / "seqrec/stages").glob("[!_]*.py"))
 SETTINGS = {
     "dataset": "tiny",
     "sources": ["other"],
@@ -25,11 +25,9 @@ SETTINGS = {
     "models": {"sasrec": {}, "gru4rec": {"options": {"dropout": 0.1}}},
 }
 EVERY_STAGE = sorted(
-    [
-        *("baselines", "register", "ingest", "validate", "prepare"),
-        *(f"{stage}_source@other" for stage in ("ingest", "validate", "prepare")),
-        *(f"{stage}@{model}" for stage in ("pretrain", "finetune", "evaluate") for model in ("sasrec", "gru4rec")),
-    ]
+    f"{stage.name}{suffix}"
+    for stage in STAGES
+    for suffix in {"run": [""], "dataset": ["", "_source@other"], "model": ["@sasrec", "@gru4rec"]}[stage.each]
 )
 CHANGES = {  # what is set -> which stages have changed themselves; DVC adds those after them
     "nothing": ({}, []),
@@ -58,8 +56,9 @@ def project(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("project")
     shutil.copytree(ROOT / "seqrec", folder / "seqrec", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "dvc.yaml", folder)
+    (folder / "my").mkdir()
     (folder / "configs").mkdir()
-    (folder / "configs/baseline.json").write_text("{}")
+    (folder / "configs/reference.json").write_text("{}")
     settle(folder, SETTINGS)
     with pytest.MonkeyPatch.context() as patch, Repo.init(str(folder), no_scm=True) as repo:
         patch.chdir(folder)
@@ -74,14 +73,20 @@ def project(tmp_path_factory) -> Path:
 def settle(folder: Path, content: dict) -> None:
     """Write params.yaml, and do what the stage `settings` does."""
     (folder / "params.yaml").write_text(yaml.safe_dump(content))
+    shutil.rmtree(folder / "settings", ignore_errors=True)  # DVC removes the outputs of a stage before it runs
     for name, values in resolve(load(folder / "params.yaml"), root=folder).items():
         write_json(folder / "settings" / f"{name}.json", values)
 
 
+def changed(folder: Path) -> dict[str, list]:
+    """Return what `dvc status` says."""
+    with Repo(str(folder)) as repo:
+        return repo.status()
+
+
 def stale(folder: Path) -> list[str]:
     """Return the stages that DVC would run because of the settings and code themselves."""
-    with Repo(str(folder)) as repo:
-        return sorted(name for name in repo.status() if name != "settings")
+    return sorted(set(changed(folder)) - {"settings"})
 
 
 def with_values(changes: dict) -> dict:
@@ -116,7 +121,32 @@ def test_an_edited_file_of_the_user_reruns_its_ingest(project, tmp_path, monkeyp
     Path("other.csv").write_bytes(b"one")  # a file here comes before one in the mirror
     settle(project, SETTINGS)
     assert read_json(project / "settings/sources/other/ingest.json") == first
+
+    forget_edited_files(load(project / "params.yaml"), project / "settings")
+    assert Path("settings/sources/other/ingest.json").exists()
+    Path("other.csv").write_bytes(b"two")
+    forget_edited_files(load(project / "params.yaml"), project / "settings")
+    assert not Path("settings/sources/other/ingest.json").exists()
     Path("other.csv").unlink()
+    settle(project, SETTINGS)
+
+
+def test_dvc_sees_the_values_that_differ_and_files_in_the_folder_my(project, monkeypatch):
+    monkeypatch.chdir(project)
+    settle(project, SETTINGS)
+    assert stale(project) == []
+    (project / "my/events.csv").write_text("one")
+    assert {"changed deps": {"my": "modified"}} in changed(project)["settings"]
+    (project / "my/events.csv").unlink()
+
+    settle(project, with_values({"models.gru4rec.finetune.learning_rate": 0.01}))
+    assert changed(project)["finetune@gru4rec"] == [
+        {"changed deps": {"settings/gru4rec/finetune.json": {"config": "modified"}}}
+    ]
+    with Repo(str(project)) as repo:
+        shown = repo.params.show(stages=["finetune@gru4rec"], deps_only=True)[""]["data"]
+    assert shown["settings/gru4rec/finetune.json"]["data"]["config"]["learning_rate"] == 0.01
+    settle(project, SETTINGS)
 
 
 @pytest.mark.parametrize(
@@ -144,22 +174,11 @@ def test_changed_code_reruns_what_imports_it(project, file, line, expected, monk
         (project / file).write_text(f"{original}\n# changed\n{line}\n")
         settle(project, SETTINGS)
         assert stale(project) == expected
-        code = read_json(project / "settings/validate.json")["code"]
+        code = read_json(project / "settings/validate.code.json")
         assert ("seqrec/data/item_tokens.py" in code) == bool(line)
     finally:
         (project / file).write_text(original)
         settle(project, SETTINGS)
-
-
-def test_every_stage_depends_on_its_own_file():
-    stages = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"]
-    assert set(STAGES) < set(stages)
-    for name, stage in stages.items():
-        found = [dep for dep in stage["deps"] if dep.startswith(("settings/", "seqrec"))]
-        folder = "sources/${item.source}/" if name.endswith("_source") else ""
-        folder = "${item.model}/" if name in ("pretrain", "finetune", "evaluate") else folder
-        own = [f"settings/{folder}{name.removesuffix('_source')}.json"]
-        assert found == (["seqrec"] if name == "settings" else own)
 
 
 def test_the_command_refuses_a_misspelt_option_before_any_stage(tmp_path, monkeypatch, caplog):

@@ -5,20 +5,14 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import os
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import optuna
 import pyarrow as pa
 import pytest
-import yaml
 from mlflow import MlflowClient
 
-from seqrec.__main__ import main
 from seqrec.artifacts import write_ipc
 from seqrec.commands import tune as module
 from seqrec.commands.tune import tune
@@ -239,41 +233,6 @@ def test_a_search_interrupted_everywhere_is_the_search_that_was_not(prepared, wh
     assert not (tmp_path / "study.db.work").exists()
     epochs = [message for message in caplog.messages if message.startswith("finetune train epoch")]
     assert len(epochs) == known["epochs"] - 1  # that of the pruned trial is not shown, and none is shown twice
-
-
-# Python imports this module at its start: the process dies by SIGKILL when a state of its second trial is complete.
-KILLER = """
-import os, signal, sys
-
-def kill(event, args):
-    if event == "os.rename" and "trial-1" in os.fspath(args[1]) and os.fspath(args[1]).endswith("step-6"):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-sys.addaudithook(kill)
-"""
-
-
-def test_a_killed_process_loses_no_epoch_and_ends_the_same(prepared, whole, tmp_path, monkeypatch, caplog):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "sitecustomize.py").write_text(KILLER)
-    (tmp_path / "params.yaml").write_text(yaml.safe_dump(PARAMS))
-    command = ["tune", "--model", "sasrec", "--sequences", str(prepared), "--output", "best.yaml"]
-    paths = os.pathsep.join([str(tmp_path), str(ROOT)])
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    killed = subprocess.run([sys.executable, "-m", "seqrec", *command], env=environment, check=False)
-    assert killed.returncode == -signal.SIGKILL
-    assert not Path("best.yaml").exists()
-
-    caplog.set_level(logging.INFO)
-    assert main([*command, "--metrics", "figures.json"]) == 0
-
-    assert "continuing trial 1" in caplog.text
-    epochs = [message for message in caplog.messages if message.startswith("finetune train epoch")]
-    assert epochs[0].startswith("finetune train epoch 2/3")  # 4 steps an epoch: the kill was in the second
-    (study,) = (tmp_path / "state" / "tune").glob("*.db")
-    study.rename(tmp_path / "study.db")
-    assert rows(tmp_path) == rows(whole)
-    assert json.loads(Path("figures.json").read_text())["valid/ndcg@10"] == budget(whole)["valid/ndcg@10"]
 
 
 def test_more_trials_extend_a_search(prepared, whole, tmp_path):

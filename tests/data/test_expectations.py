@@ -134,7 +134,7 @@ SHARE = "user_id, item_id, timestamp (share repeated)"
         ({"unknown": ["b"]}, "item_id (not in items)", "warning", "1", ""),
         ({"drift": {"user_id": 0.26, "item_id": 0}}, "user_id (drift)", "warning", "0.26", "validate.max_drift"),
         ({"drift": {"user_id": 0, "item_id": 0.26}}, "item_id (drift)", "warning", "0.26", "validate.max_drift"),
-        ({"drift": {}}, "baseline", "info", "no reference statistics accepted yet", "accept-baseline"),
+        ({"drift": {}}, "reference", "info", "no reference statistics accepted yet", "accept-reference"),
     ],
 )
 def test_a_bad_total_fails_its_rule(change, column, severity, observed, setting):

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-from scipy.stats import binomtest
 from support import prepare_rows, synthetic_rows
 
 from seqrec.__main__ import main
@@ -71,18 +70,6 @@ def test_gains_by_hand(pair, split):
     assert (gains["cases"], gains["users"]) == (4, 4)
 
 
-def test_slices_by_hand(pair):
-    slices = compare(pair)["others"][pair[1]]["test"]["slices"]
-
-    assert {name: figures["cases"] for name, figures in slices.items()} == {
-        "length=1-10": 2,
-        "length=11-50": 1,
-        "length=51+": 1,
-    }
-    assert slices["length=1-10"]["gain"] == pytest.approx((1 / 2 - 1 / 3) / 2)
-    assert slices["length=51+"]["gain"] == pytest.approx(-1)
-
-
 def test_the_interval_is_that_of_the_gate(tmp_path):
     generator = np.random.default_rng(0)
     targets = [(user, 20, 1) for user in range(1, 81)]
@@ -135,12 +122,6 @@ def test_the_p_value_of_many_users_is_close_to_the_exact_one():
 
     assert sign_flip_p_value(total, seed=0) == pytest.approx(exact, abs=4 * np.sqrt(exact * (1 - exact) / module.FLIPS))
     assert sign_flip_p_value(total, seed=0) == sign_flip_p_value(total, seed=0)
-
-
-def test_equal_differences_give_the_sign_test():
-    total = np.array([1.0] * 40 + [-1.0] * 22 + [0.0] * 100)
-
-    assert sign_flip_p_value(total, seed=3, flips=200_000) == pytest.approx(binomtest(22, 62).pvalue, abs=2e-3)
 
 
 def test_no_p_value_is_zero_and_no_difference_has_p_value_one():

@@ -1,4 +1,4 @@
-"""The card and weights of a saved model, and the requests of the service."""
+"""The card and weights of a saved model. (Requests of the service: tests/serving/test_openapi.py.)"""
 
 from __future__ import annotations
 
@@ -8,25 +8,21 @@ import shutil
 import tempfile
 from functools import cache
 from pathlib import Path
-from typing import Any
 
-import requests
 from hypothesis import strategies as st
-from support import prepare_rows, running, save, synthetic_rows
+from support import prepare_rows, save, synthetic_rows
 
 from fuzz.files import damaged
 from fuzz.harness import Target
 from fuzz.setting_targets import NASTY, paths
 from seqrec.artifacts import MODEL_CARD, WEIGHTS
-from seqrec.serving import http
-from seqrec.serving.recommender import Recommender
 from seqrec.training.checkpoint import load_checkpoint
 
 
 @cache
 def saved() -> Path:
     """Return the folder of a small model."""
-    return save("sasrec", prepared(), Path(tempfile.mkdtemp()))
+    return save("sasrec", prepare_rows(Path(tempfile.mkdtemp()), synthetic_rows()), Path(tempfile.mkdtemp()))
 
 
 @st.composite
@@ -60,59 +56,4 @@ def load(files: tuple[bytes, bytes]) -> None:
         load_checkpoint(Path(folder))
 
 
-@cache
-def prepared() -> Path:
-    """Return the folder of a small prepared dataset."""
-    return prepare_rows(Path(tempfile.mkdtemp()), synthetic_rows())
-
-
-@cache
-def address() -> str:
-    """Return where a service of a small model listens, until the process ends."""
-    folder = Path(tempfile.mkdtemp())
-    recommender = Recommender.load(save("sasrec", prepared(), folder / "model"))
-    context = running(http.app(lambda: recommender, lambda: "1"))
-    KEPT.append(context)
-    return context.__enter__()
-
-
-KEPT: list[Any] = []
-IDS = st.sampled_from(["i1", "i2", "unheard of", ""]) | st.text(max_size=5)
-BODIES = st.fixed_dictionaries(
-    {"history": st.lists(IDS, max_size=4)},
-    optional={
-        "k": st.sampled_from([1, 0, -1, 10**30, 2.5, "3", None]),
-        "exclude": st.lists(IDS, max_size=3) | st.none(),
-        "user": IDS | st.none() | st.integers(),
-        "times": st.lists(st.floats() | st.none(), max_size=4),
-        "items_text": st.sampled_from([{}, None, {"new": {"title": "T"}}, {"": {}}, {"new": None}]),
-        "unheard of": st.none(),
-    },
-)
-
-
-@st.composite
-def bodies(draw: st.DrawFn) -> tuple[str, bytes]:
-    """Return a path and the bytes of a body."""
-    body = draw(BODIES | st.sampled_from(NASTY))
-    if draw(st.booleans()):
-        path, body = "/recommend/batch", {"requests": [body] * draw(st.integers(0, 3))}
-    else:
-        path = "/recommend"
-    text = json.dumps(body, skipkeys=True).encode("utf-8", "surrogatepass")
-    return path, draw(damaged(text)) if draw(st.integers(0, 3)) == 0 else text
-
-
-def ask(request: tuple[str, bytes]) -> None:
-    """Send the request; an answer that is not the service's own or the client's fault is a defect."""
-    path, body = request
-    answer = requests.post(address() + path, data=body, headers={"Content-Type": "application/json"}, timeout=8)
-    assert answer.status_code < 500, f"{answer.status_code}: {answer.text:.200}"
-    if answer.status_code >= 400:
-        raise ValueError(answer.text)
-
-
-MODELS = [
-    Target("card", folders(), load),
-    Target("requests", bodies(), ask),
-]
+MODELS = [Target("card", folders(), load)]

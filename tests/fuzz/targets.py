@@ -3,7 +3,6 @@
 from fuzz.harness import Target
 from fuzz.model_targets import MODELS
 from fuzz.reader_targets import READERS
-from fuzz.service_targets import SERVICE
 from fuzz.setting_targets import SETTINGS
 
-TARGETS: dict[str, Target] = {target.name: target for target in (*READERS, *SETTINGS, *MODELS, *SERVICE)}
+TARGETS: dict[str, Target] = {target.name: target for target in (*READERS, *SETTINGS, *MODELS)}

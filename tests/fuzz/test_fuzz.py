@@ -1,16 +1,18 @@
 """A few inputs for every target, files that were once too much, and what must hold for every damaged file."""
 
 import gzip
-from pathlib import Path
+import itertools
+import os
+import time
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from fuzz.files import TOKENS
-from fuzz.harness import HangError, Target, attempt, explore
+from fuzz.harness import Target, attempt
 from fuzz.reader_targets import FORMATS, read
 from fuzz.targets import TARGETS
 
@@ -18,14 +20,26 @@ FEW = settings(max_examples=12, deadline=None, derandomize=True, database=None, 
 EVENTS = b"user_id,item_id,timestamp\n"
 
 
-@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
-def test_no_input_ends_in_a_traceback(target):
-    @FEW
-    @given(target.inputs)
-    def search(value):
-        attempt(target, value)
+# of each target, here and in `make fuzz`; processes of pytest-xdist share the minutes
+MINUTES = float(os.environ.get("FUZZ_MINUTES", 0)) * int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)) / len(TARGETS)
 
-    search()
+
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+def test_no_input_ends_in_a_traceback(target, tmp_path):
+    """One round of inputs, and more of them until the minutes of `make fuzz` are over."""
+    end = time.monotonic() + 60 * MINUTES
+    for number in itertools.count():
+
+        @seed(number)
+        @settings(FEW, max_examples=200 if MINUTES else 12)
+        @given(target.inputs)
+        def search(value):
+            (tmp_path / "input").write_text(repr(value), errors="backslashreplace")  # if the process dies of it
+            attempt(target, value)
+
+        search()
+        if time.monotonic() >= end:
+            break
 
 
 WIDE = b'u1",5,"y' + b"z" * 200 + b"\n"
@@ -117,26 +131,3 @@ def test_a_bad_line_costs_no_other_line(name, data):
     assert counts["rows"] + counts["quarantined"] >= 8 * events + bool(
         nasty.strip(b" \t\x0b\x85\xa0\xc2\xe2\x80\xa8\x1a")
     )
-
-
-def test_the_search_finds_and_shrinks_a_defect(tmp_path):
-    def broken(number):
-        if number >= 1000:
-            raise KeyError(number)
-        if number < 0:
-            raise ValueError("negative")
-
-    tally = explore(Target("broken", st.integers(), broken), 1.0, tmp_path)
-
-    assert tally.tracebacks > 0 < tally.refused
-    [kept] = tally.failures.values()
-    assert "input = 1000" in Path(kept).read_text()
-
-
-def test_a_hang_is_stopped():
-    def hang(_):
-        while True:
-            pass
-
-    with pytest.raises(HangError):
-        attempt(Target("hang", st.none(), hang, seconds=0.05), None)

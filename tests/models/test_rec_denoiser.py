@@ -572,7 +572,7 @@ def work(rank, folder):
 
 
 def test_two_processes_have_the_gradient_of_one(tmp_path):
-    torch.multiprocessing.spawn(work, (tmp_path,), nprocs=2)
+    torch.multiprocessing.start_processes(work, (tmp_path,), nprocs=2, start_method="fork")
 
     for number, options in enumerate(SETTINGS):
         two = torch.load(tmp_path / f"{number}.pt")

@@ -22,12 +22,19 @@ import requests
 from support import prepare_rows, save, synthetic_rows
 
 from seqrec.artifacts import write_table
-from seqrec.serving import schemas, server
+from seqrec.serving import schemas
 from seqrec.serving.events import DAY, NEWEST_EVENTS, Store
 
 ROOT = Path(__file__).parent.parent.parent
-ITEMS, USERS, EVENTS, HEAVY = 1_500, 64, 60_000, 20_000
-PAUSE_S, PATIENCE_S = 0.05, 1.0
+ITEMS, USERS, EVENTS = 1_500, 64, 60_000
+PAUSE_S, PATIENCE_S, HEAD_S = 0.05, 1.0, 2.0
+SERVE = f"""
+import sys
+from seqrec.serving import server
+server.HEAD_S = {HEAD_S}  # not ten seconds, for which this test would wait
+from seqrec.__main__ import main
+main(sys.argv[1:])
+"""
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +51,7 @@ def address(tmp_path_factory):
     url = f"sqlite:///{folder}/events.db"
     Store(url)
     fill(folder / "events.db")
-    command = [sys.executable, "-m", "seqrec", "serve", "--saved", str(saved), "--port", "0", "--store", url]
+    command = [sys.executable, "-c", SERVE, "serve", "--saved", str(saved), "--port", "0", "--store", url]
     command += ["--items", str(folder / "genres.parquet"), "--drain-s", "0"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
@@ -71,7 +78,6 @@ def fill(file):
     rows = [
         (f"u{draw.randrange(5_000)}", f"i{draw.randrange(ITEMS)}", draw.uniform(0, 14 * DAY)) for _ in range(EVENTS)
     ]
-    rows += [("heavy", f"i{number % ITEMS}", 60.0 * number) for number in range(HEAVY)]
     rows += [
         (f"heavy{user}", f"i{number % ITEMS}", 60.0 * number)
         for user in range(USERS)
@@ -143,7 +149,7 @@ HEADS = {  # what a connection sends at first, and again and again
 def drip(address, count=20):
     """Open connections whose heads never end; return those that the service leaves open for too long."""
     host, port = address.removeprefix("http://").split(":")
-    deadline = time.monotonic() + 2 * server.HEAD_S
+    deadline = time.monotonic() + 2 * HEAD_S
     with ExitStack() as stack:
         opened = []
         for name in [*HEADS] * count:
@@ -173,20 +179,13 @@ QUOTA = dict.fromkeys(VALUES[:50], 1_000)
 ATTACKS = {
     "as many as are admitted": (lambda a: batch(a, 15, k=1_000, diversity=1), {200}),
     "long lists with titles": (lambda a: batch(a, 1_000, k=1_000, titles=True), {413}),
-    "as many lists as are admitted": (lambda a: batch(a, 1_000, k=100), {200}),
     "long histories": (lambda a: batch(a, 70, history=LONG), {200}),
     "as many filters as are admitted": (lambda a: batch(a, 35, filter={"genres": VALUES}), {200}),
-    "quotas": (lambda a: batch(a, 20, k=1_000, diversity=1, quota={"genres": QUOTA}), {413}),
     "as many quotas as are admitted": (lambda a: batch(a, 11, k=1_000, diversity=1, quota={"genres": QUOTA}), {200}),
     "explanations": (
         lambda a: post(a, "/explain", {"history": LONG[:200], "item": "i9"}, times=8),
         {200},
     ),
-    "dear requests at once": (
-        lambda a: post(a, "/recommend/batch", {"requests": [{"history": LONG[:200], "k": 10}] * 300}, times=4),
-        {200},
-    ),
-    "a user of many events": (lambda a: post(a, "/recommend", {"user": "heavy"}, times=30), {200}),
     "users of many events": (
         lambda a: post(a, "/recommend/batch", {"requests": [{"user": f"heavy{n}"} for n in range(USERS)]}, times=4),
         {200},

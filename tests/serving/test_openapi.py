@@ -12,7 +12,7 @@ from seqrec.serving.events import Event, Store
 from seqrec.serving.recommender import Recommender
 
 BOUNDED = settings(
-    max_examples=40, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=15, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
 )
 ANSWERABLE = {"history": ["1", "0"], "times": None, "filter": {}, "boost": {}, "quota": {}, "items_text": {}}
 

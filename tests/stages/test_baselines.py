@@ -149,7 +149,7 @@ def test_every_baseline_gets_its_report(written):
     assert values["ease/test/ndcg@10"] > 2 * values["popularity/test/ndcg@10"]
 
 
-@pytest.mark.parametrize("name", BASELINES)
+@pytest.mark.parametrize("name", ["popularity", "ease", "pctm"])  # markov and seqrules are pctm with other values
 def test_service_graph_search_and_evaluation_of_a_baseline_agree(prepared, written, tmp_path, name):
     out, _ = written
     data, folder = sequences.load(prepared), out / "artifacts" / name / "finetuned"

@@ -334,7 +334,9 @@ def test_a_champion_of_a_degenerate_dataset_is_announced_with_what_speaks_agains
 
     run(min_gain=-1.0)
 
-    said = [record.message for record in caplog.records if record.message.startswith("the champion: ")]
+    said = [
+        record.message for record in caplog.records if record.message.startswith("caution about the new champion: ")
+    ]
     for reason in (f"only {USERS} users", f"only {ITEMS} items", "87% of the events have the same time"):
         assert any(reason in message for message in said), reason
     assert len(read_json(Path("reports/leaderboard.json"))["warnings"]) == 3
@@ -346,7 +348,7 @@ def test_the_page_is_written_and_logged_with_the_verdict_and_some_users(project)
     page = Path("reports/index.html").read_text(encoding="utf-8")
 
     assert (project / "mlartifacts" / parent.info.run_id / "artifacts/index.html").read_text(encoding="utf-8") == page
-    assert "the first champion" in page
+    assert "there was no champion before" in page
     assert page.count("<h3>User u") == 3
     assert "sasrec: why The i" in page
     for name in ("sasrec", "wide"):
@@ -368,9 +370,7 @@ def test_a_model_run_holds_settings_curves_final_values_and_reports(registered):
     assert stored == {"report/metrics.json", "report/cases.parquet", "report/recommendations.parquet"}
 
 
-def test_best_validation_becomes_candidate_and_first_champion(project):
-    values = run()
-
+def test_best_validation_becomes_candidate_and_first_champion(registered):
     assert aliases() == {"candidate": 1, "champion": 1}
     card = client().get_model_version("seqrec-toy", "1").description
     assert "# sasrec on toy" in card
@@ -379,9 +379,8 @@ def test_best_validation_becomes_candidate_and_first_champion(project):
     version = client().get_model_version("seqrec-toy", "1")
     assert version.tags["seqrec.model"] == "sasrec"
     assert version.tags["mlflow.seqrec.fingerprint"] == "sasrec-4"
-    assert version.tags["seqrec.reason"] == "the first champion"
-    assert values["promoted"] == 1.0
-    assert values["candidate/valid/ndcg@10"] == pytest.approx(0.5)
+    assert version.tags["seqrec.reason"] == "there was no champion before"
+    assert outcome()["promoted"]
     rows = {row["model"]: row for row in read_json(Path("reports/leaderboard.json"))["rows"]}
     assert [name for name, row in rows.items() if row["champion"]] == ["sasrec"]
     assert [name for name, row in rows.items() if row["candidate"]] == ["sasrec"]
@@ -402,6 +401,7 @@ def test_runs_and_version_name_the_code_and_the_lock_file(project):
 
 def test_registering_again_changes_nothing(project):
     first, report = run(), written()
+    assert (first["promoted"], first["candidate/valid/ndcg@10"]) == (1.0, pytest.approx(0.5))
     before = {name: (run.data.to_dictionary(), run.info.end_time) for name, run in all_runs().items()}
     second = run()
 
@@ -419,8 +419,7 @@ def written():
 @pytest.mark.parametrize(
     ("rank", "min_gain", "promoted"),
     [
-        (1.0, 0.0, True),  # 1.0 against 0.5 for every user
-        (1.0, 0.5, False),  # the gain must exceed min_gain
+        (1.0, 0.5, False),  # 1.0 against 0.5 for every user: the gain must exceed min_gain
         (2.9, 0.0, True),  # hardly better, but for every user
     ],
 )
@@ -550,6 +549,7 @@ import sqlalchemy
 sys.path[:0] = {folders!r}
 import test_register
 import seqrec.tracking.registry
+import mlflow.store.model_registry.sqlalchemy_store, mlflow.store.tracking.sqlalchemy_store  # else each process does
 
 def killed_at(number):
     child = os.fork()
@@ -564,7 +564,7 @@ def killed_at(number):
     return status == signal.SIGKILL
 
 kills = 0
-while killed_at(3 + 17 * kills):
+while killed_at(3 + 40 * kills):
     kills += 1
 print(kills)
 """
@@ -575,7 +575,7 @@ def test_a_register_killed_again_and_again_ends_like_one_that_was_not(project, t
     script = KILLED.format(folders=[str(here.parent.parent), str(here.parent), str(here)])
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) >= 3
+    assert int(done.stdout) >= 2
     killed, report = facts(), read_json(Path("reports/leaderboard.json"))
 
     fresh = tmp_path / "fresh"

@@ -9,7 +9,7 @@ import pytest
 
 from seqrec import artifacts
 from seqrec.config import ConfigError, ValidateConfig, parse
-from seqrec.stages.validate import ValidationFailed, accept_baseline, drift, histogram, validate
+from seqrec.stages.validate import ValidationFailed, accept_reference, drift, histogram, validate
 
 NOON = 1_000_000_000
 
@@ -37,7 +37,7 @@ def run(folder, **config):
         dataset="tiny",
         data=folder,
         report=folder / "reports" / "validation.json",
-        baseline=folder / "baseline.json",
+        reference=folder / "reference.json",
         config=ValidateConfig(**config),
     )
 
@@ -57,12 +57,12 @@ def test_a_good_log_succeeds_and_is_described(tmp_path):
 
     assert (metrics["rows"], metrics["users"], metrics["items"]) == (12, 3, 4)
     assert (metrics["events_per_user_median"], metrics["events_per_item_max"]) == (4, 3)
-    assert metrics["failed_rules"] == 1  # no baseline
+    assert metrics["failed_rules"] == 1  # no reference statistics
     report = verdict(tmp_path)
     assert report["success"]
     assert report["input_sha256"] == artifacts.sha256(tmp_path / artifacts.INTERACTIONS)
     assert {check["table"] for check in report["checks"]} == {"interactions", "items"}
-    assert failed(tmp_path) == {("baseline", "info")}
+    assert failed(tmp_path) == {("reference", "info")}
     assert (tmp_path / "reports" / "validation.html").read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
 
 
@@ -137,7 +137,7 @@ def test_warnings_are_logged_and_do_not_stop(tmp_path, caplog):
         ("rows", "warning"),
         ("timestamp (distinct)", "warning"),
         ("item_id (not in items)", "warning"),
-        ("baseline", "info"),
+        ("reference", "info"),
     }
     assert metrics["failed_rules"] == len(caplog.messages) == 5
     assert "order of a sequence is the order of the source's rows" in caplog.text
@@ -150,7 +150,9 @@ def test_a_wrong_column_type_stops_before_the_rules_that_need_it(tmp_path):
     table = table.set_column(2, "timestamp", table["timestamp"].cast(pa.string()))
     artifacts.write_table(tmp_path / artifacts.INTERACTIONS, table)
 
-    with pytest.raises(ValidationFailed, match=r"timestamp \(critical\): the type is int64; .* e.g. 'string'"):
+    with pytest.raises(
+        ValidationFailed, match=r"timestamp \(critical\): the rule 'the type is int64' is not met: .* e.g. 'string'"
+    ):
         run(tmp_path)
 
     assert verdict(tmp_path)["statistics"] == {}
@@ -183,7 +185,7 @@ def test_drift_is_the_population_stability_index():
 
 def test_an_accepted_baseline_shows_no_drift_and_a_changed_log_does(tmp_path):
     write(tmp_path, log())
-    accept_baseline(dataset="tiny", data=tmp_path, baseline=tmp_path / "baseline.json")
+    accept_reference(dataset="tiny", data=tmp_path, reference=tmp_path / "reference.json")
     assert run(tmp_path)["user_drift"] == 0.0
     assert failed(tmp_path) == set()
 
@@ -197,14 +199,14 @@ def test_an_accepted_baseline_shows_no_drift_and_a_changed_log_does(tmp_path):
 
 
 def test_accepting_keeps_the_other_datasets(tmp_path):
-    baseline = tmp_path / "baseline.json"
+    reference = tmp_path / "reference.json"
     other = {"item_id": histogram(np.array([1])), "user_id": histogram(np.array([1]))}
-    artifacts.write_json(baseline, {"zeta": other})
+    artifacts.write_json(reference, {"zeta": other})
     write(tmp_path, log())
 
-    accept_baseline(dataset="tiny", data=tmp_path, baseline=baseline)
+    accept_reference(dataset="tiny", data=tmp_path, reference=reference)
 
-    assert list(json.loads(baseline.read_bytes()).items()) == [
+    assert list(json.loads(reference.read_bytes()).items()) == [
         (
             "tiny",
             {
@@ -220,14 +222,14 @@ def test_an_empty_log_cannot_be_a_baseline(tmp_path):
     write(tmp_path, [])
 
     with pytest.raises(ValueError, match="no rows"):
-        accept_baseline(dataset="tiny", data=tmp_path, baseline=tmp_path / "baseline.json")
+        accept_reference(dataset="tiny", data=tmp_path, reference=tmp_path / "reference.json")
 
 
 def test_a_broken_baseline_file_is_named(tmp_path):
     write(tmp_path, log())
-    (tmp_path / "baseline.json").write_text("<<<<<<< HEAD", encoding="utf-8")
+    (tmp_path / "reference.json").write_text("<<<<<<< HEAD", encoding="utf-8")
 
-    with pytest.raises(ValueError, match=r"baseline\.json is damaged"):
+    with pytest.raises(ValueError, match=r"reference\.json is damaged"):
         run(tmp_path)
 
 

@@ -367,7 +367,7 @@ def test_promotions_by_hand_are_audited_and_rolled_back(own, tmp_path, capsys):
     own.by_hand("show")
     printed = " ".join(capsys.readouterr().out.split())
     assert "promote by hand: a test; click-through 0.7500 against 0.2500" in printed
-    for entry in ("none -> 1: the first champion", "1 -> 2:", "2 -> 1: rollback by hand"):
+    for entry in ("none -> 1: there was no champion before", "1 -> 2:", "2 -> 1: rollback by hand"):
         assert entry in printed
 
 

@@ -7,7 +7,6 @@ import sqlite3
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -96,12 +95,6 @@ def test_a_run_is_found_by_its_fingerprint_and_gets_a_new_parent(client, config)
     assert runs.find_run(client, experiment, "never begun") is None
 
 
-def test_artifacts_lie_beside_the_database(client, config):
-    location = client.get_experiment(runs.experiment(client, config)).artifact_location
-
-    assert location == str(Path(config.tracking_uri.removeprefix("sqlite:///")).parent / "mlartifacts")
-
-
 def test_a_relative_database_is_meant_from_the_current_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert runs.tracking_uri(RegisterConfig()) == f"sqlite:///{tmp_path}/mlflow.db"
@@ -158,15 +151,6 @@ def test_killed_while_the_database_is_made_leaves_none_behind(tmp_path):
     assert not (tmp_path / "mlflow.db").exists()
     assert list(tmp_path.iterdir())  # it had begun
     assert runs.connect(RegisterConfig(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")).search_experiments()
-    assert {path.name for path in tmp_path.iterdir()} == {"mlflow.db", "mlflow.db.lock"}
-
-
-def test_two_threads_make_one_database(tmp_path):
-    config = RegisterConfig(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
-    with ThreadPoolExecutor(2) as pool:
-        made = list(pool.map(runs._create_database, [config.tracking_uri] * 2))
-
-    assert made == [None, None]
     assert {path.name for path in tmp_path.iterdir()} == {"mlflow.db", "mlflow.db.lock"}
 
 
@@ -264,7 +248,7 @@ def test_training_runs_where_mlflow_is_not_installed(monkeypatch, config, caplog
     assert "live logging to MLflow is off" in caplog.text
 
 
-@pytest.mark.parametrize("state", ["SUCCEEDED", "COMPLETE", "CACHED", "RUNNING", "FAILED"])
+@pytest.mark.parametrize("state", ["COMPLETE", "FAILED"])
 @pytest.mark.parametrize("mark", ["this run", "the run before", None])
 def test_a_pipeline_has_succeeded_if_register_has_left_its_mark(client, config, request, state, mark):
     pipeline_run = request.node.name.replace("[", " ").replace("]", "")

@@ -48,23 +48,6 @@ def test_more_users_never_mean_smaller_batches_or_models_nor_more_epochs_or_drop
         assert [rule(one) for one in grown] == sorted((rule(one) for one in grown), reverse=True), rule
 
 
-def test_long_histories_make_small_batches():
-    long, short = shape(6_000, median=100), shape(6_000, median=6)
-
-    assert auto.batch_size(long) * 150 < 1.5 * auto.TARGETS < auto.batch_size(short) * 150
-    assert auto.batch_size(shape(10**6, median=6)) == auto.BATCHES[1]
-
-
-def test_a_training_is_bounded_by_its_steps_and_by_its_scores():
-    dense, sparse, large = shape(6_000, median=100), shape(6_000, median=6), shape(6_000, median=6, items=10**6)
-
-    assert auto.epochs(dense) * auto.targets_an_epoch(dense) * dense.items < auto.SCORES
-    assert auto.epochs(dense) < auto.epochs(sparse) == -(-auto.STEPS // auto.steps_an_epoch(sparse))
-    assert auto.epochs(large) == auto.epochs(shape(users=10**6, median=100)) == 5  # whatever that takes
-    longest = shape(users=600, median=3_000)
-    assert auto.epochs(longest, of="last") > auto.epochs(longest, of="all")
-
-
 def test_longer_histories_never_mean_shorter_windows():
     lengths = [auto.length(shape(median=median)) for median in (1, 5, 20, 50, 500)]
 

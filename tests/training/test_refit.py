@@ -262,7 +262,7 @@ def test_the_refit_is_served_and_the_evaluated_version_stands_for_it(prepared, r
 
     evaluated = client.get_model_version("seqrec-toy", "1")
     again = gate.promote(client, evaluated, cases(2.0), tmp_path, config)
-    assert again == gate.Decision(True, "the first champion", None)
+    assert again == gate.Decision(True, "there was no champion before", None)
     assert int(registry.find_champion(client, "seqrec-toy").version) == 2
     better = another(client, config, tmp_path, prepared)
     decision = gate.promote(client, better, cases(1.0), tmp_path, config)

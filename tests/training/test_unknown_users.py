@@ -106,7 +106,7 @@ def test_a_refit_knows_the_same_users_wherever_it_ranks(temporal, tmp_path, mode
     for user, row in enumerate(pq.read_table(tmp_path / "best.parquet").to_pylist()):
         assert row["scores"] == pytest.approx(answer(user, data.stop[user])[1].scores, abs=1e-4)
 
-    folders = {"checkpoints": {model: load_checkpoint(checkpoint)}, "reports": reports, "sequences": temporal}
+    folders = {"folders": {model: checkpoint}, "reports": reports, "sequences": temporal}
     for shown in examples.choose(leader=model, number=len(users), seed=0, **folders).users:
         user = user_ids.index(shown.user_id)
         request, opinion = answer(user, data.valid_stop[user])[0], shown.opinions[model]
