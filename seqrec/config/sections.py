@@ -27,6 +27,7 @@ from seqrec.config.ranges import (
 from seqrec.config.serving import ServeConfig
 
 EXPERIMENT = "seqrec"  # default name of the MLflow experiment
+EASE_ITEMS = 20_000  # the item x item matrices of EASE then take 10 GB
 REFITS = ("none", "valid")  # whether the model that ranks the test cases is trained on the validation events too
 LAUNCHED = ("prepare", "pretrain", "finetune")  # steps that can run as a job of the cluster
 STEPS = (  # steps of the Kubeflow pipelines; `default` holds for all of them
@@ -220,10 +221,20 @@ class CountsConfig(Section):
         0.0  # lambda: weight of the log of an item's share of training events
     )
     targets: Count = 0  # targets kept per item, largest counts first; 0: set by the size of the catalogue
-    values: Literal["log", "sum", "rare", "tempered"] = (
+    values: Literal["log", "sum", "rare", "tempered", "ease"] = (
         "log"  # log: log(1 + count / tau); the others are those of the baselines
     )
     decay: str = ""  # weight of an event by its place from the end, as `kernel`; empty: rho
+    ease: NotNegative = 0.0  # weight of EASE, which is added to the term; 0: none
+    ease_decay: Annotated[float, Bounds(gt=0, le=1)] = (
+        1.0  # weight that EASE gives an event relative to the next newer one
+    )
+    ease_events: Annotated[int, Bounds(ge=1, le=1000)] = 200  # number of newest events that EASE reads
+
+    @property
+    def of_ease(self) -> CountsConfig:
+        """Settings of the term that is added."""
+        return CountsConfig(values="ease", alpha=self.ease, rho=self.ease_decay, events=self.ease_events)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -238,6 +249,7 @@ class FinetuneConfig(TrainConfig):
     """Section `finetune`."""
 
     counts: str | dict[str, Any] = "none"  # count term: none | auto: chosen on validation | see CountsConfig
+    ease_items: Count = EASE_ITEMS  # largest catalogue in which counts: auto tries EASE, which takes minutes there
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -137,7 +137,7 @@ class Service:
                     "history is missing, and the service has no event store to look it up: start it with --store"
                 )
             users = {place: queries[place].user or "" for place in missing[first : first + LOOKED_UP]}
-            longest = max(batcher.served.current[0].model.options.history for batcher in self.batchers)
+            longest = max(batcher.served.current[0].events for batcher in self.batchers)
             histories = await self.store.histories(set(users.values()), longest)
             for place, user in users.items():
                 requests[place] = queries[place].request(histories[user])
