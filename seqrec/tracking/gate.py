@@ -113,7 +113,8 @@ def _decide(
         gain = intervals.paired_gain(cases, found.cases, confidence=config.confidence, seed=config.seed)
     except ValueError as error:
         reason = f"not comparable with version {champion.version}{another}: {error}"
-        return Decision(False, f"{reason}; a person decides: registry promote --version {version.version}", None)
+        by_hand = f"python -m seqrec registry promote --version {version.version}"
+        return Decision(False, f"{reason}; to promote it all the same: {by_hand}", None)
     promoted = gain.low > config.min_gain
     lost = _lost(_guards(version), found.values, config.max_loss)
     how = ""

@@ -284,7 +284,7 @@ def test_cases_that_differ_within_one_split_are_left_to_a_person(own):
     decision = own.promote(own.version(1, 2, 3), 1, 2, 3)
     assert not decision.promoted
     assert "not comparable with version 1: the two runs were evaluated on different cases" in decision.reason
-    assert decision.reason.endswith("a person decides: registry promote --version 2")
+    assert decision.reason.endswith("to promote it all the same: python -m seqrec registry promote --version 2")
 
 
 @pytest.mark.parametrize(
