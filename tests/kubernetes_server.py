@@ -51,6 +51,8 @@ class Cluster:
         self.created: list[dict[str, Any]] = []
         self.logs: list[str] = []
         self.fail_next = 0  # so many jobs fail without running
+        self.lose_next = 0  # so many are complete without running, as if their output had been lost
+        self.hang = False  # jobs never end
 
     def create(self, job: dict[str, Any]) -> None:
         check(job)
@@ -61,8 +63,12 @@ class Cluster:
 
     def _run(self, job: dict[str, Any]) -> None:
         failed = self.fail_next > 0
+        if self.hang:
+            return
         if failed:
             self.fail_next -= 1
+        elif self.lose_next:
+            self.lose_next -= 1
         else:
             processes = _processes(job)
             outputs = [process.communicate()[0] for process in processes]
@@ -122,10 +128,13 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(201, json.loads(content))
         elif match["name"] not in jobs:
             self._answer(404, {"message": f'{match["plural"]} "{match["name"]}" not found'})
+        elif self.command == "PATCH":
+            jobs[match["name"]]["metadata"] |= json.loads(content)["metadata"]
+            self._answer(200, jobs[match["name"]])
         else:
             self._answer(200, jobs.pop(match["name"]) if self.command == "DELETE" else jobs[match["name"]])
 
-    do_GET = do_POST = do_DELETE = _serve
+    do_GET = do_POST = do_DELETE = do_PATCH = _serve
 
     def _answer(self, status: int, content: Any) -> None:
         text = json.dumps(content).encode()

@@ -29,7 +29,7 @@ DEPLOY = ROOT / "deploy"
 OVERLAYS = ("kind", "cluster", "kserve")
 KUBECTL = shutil.which("kubectl")
 CUSTOM = {
-    "ServiceMonitor",
+    "PodMonitor",
     "PrometheusRule",
     "InferenceService",
 }  # of operators: their schemas are no part of Kubernetes
@@ -59,9 +59,15 @@ def values(content, key):
     return own + [found for one in content.values() for found in values(one, key)]
 
 
+def render(folder):
+    done = subprocess.run([str(KUBECTL), "kustomize", str(folder)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return list(yaml.safe_load_all(done.stdout))
+
+
 @pytest.fixture(scope="module")
-def rendered(tmp_path_factory):
-    """The documents of each overlay, as kubectl would send them."""
+def deploy(tmp_path_factory):
+    """The folder deploy/ with the files that a user adds."""
     if KUBECTL is None:
         pytest.skip("needs kubectl")
     folder = tmp_path_factory.mktemp("deploy") / "deploy"
@@ -71,14 +77,13 @@ def rendered(tmp_path_factory):
         shutil.copy(DEPLOY / "base" / f"{name}.example", folder / "base" / name)
     content = yaml.safe_load((ROOT / "params.yaml").read_text()) | OWN
     (folder / "overlays" / "cluster" / "params.yaml").write_text(yaml.safe_dump(content))
+    return folder
 
-    def render(name):
-        command = [str(KUBECTL), "kustomize", str(folder / "overlays" / name)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        return list(yaml.safe_load_all(done.stdout))
 
-    return {name: render(name) for name in OVERLAYS}
+@pytest.fixture(scope="module")
+def rendered(deploy):
+    """The documents of each overlay, as kubectl would send them."""
+    return {name: render(deploy / "overlays" / name) for name in OVERLAYS}
 
 
 @pytest.mark.parametrize(
@@ -102,7 +107,8 @@ def test_an_overlay_is_complete(rendered, name):
     documents = rendered[name]
     for manifest in documents:
         valid(manifest)
-        assert manifest["metadata"]["namespace"] == ("kubeflow" if name == "kind" else "seqrec")
+        place = manifest["metadata"]["name" if manifest["kind"] == "Namespace" else "namespace"]
+        assert place == ("kubeflow" if name == "kind" else "seqrec")
     secrets = {one["metadata"]["name"]: set(one["data"]) for one in documents if one["kind"] == "Secret"}
     named = values(documents, "secretKeyRef")
     assert len(named) > 5
@@ -139,6 +145,23 @@ def test_kind_fits_on_one_small_node(rendered):
     steps = [config.step(step) for step in STEPS]
     assert {(step.cpu, step.memory, step.gpus) for step in steps} == {("1", "2Gi", 0)}
     assert only(documents, "PersistentVolumeClaim", config.state_claim)
+
+
+def test_the_namespace_that_the_user_sets_is_that_of_everything(rendered, deploy, tmp_path):
+    shutil.copytree(deploy, tmp_path / "deploy")
+    file = tmp_path / "deploy/overlays/kserve/kustomization.yaml"
+    file.write_text(file.read_text().replace("namespace: seqrec", "namespace: mine"))  # as `kustomize edit` does
+    documents = render(file.parent)
+
+    assert {one["metadata"].get("namespace", one["metadata"]["name"]) for one in documents} == {"mine"}
+    assert len(documents) == len(rendered["kserve"]) > 15
+
+
+def test_spark_alone_may_delete_pods():
+    roles = {one["metadata"]["name"]: one["rules"] for _, one in MANIFESTS if one["kind"] == "Role"}
+    assert {name for name, rules in roles.items() if any("pods" in rule["resources"] for rule in rules)} == {
+        "seqrec-spark"
+    }
 
 
 def test_kserve_runs_the_pod_of_the_deployment(rendered):
@@ -208,16 +231,17 @@ def test_the_service_is_started_with_flags_that_it_has_and_probed_where_it_answe
         assert command == "serve"
         command_parser("serve").parse_args(arguments)  # exits where a flag is unknown
     probes = {container[f"{name}Probe"]["httpGet"]["path"] for name in ("startup", "readiness", "liveness")}
-    assert {*probes, only(documents, "ServiceMonitor")["spec"]["endpoints"][0]["path"]} <= set(guards.OPEN)
+    assert probes <= set(guards.OPEN)
     labels = deployment["spec"]["template"]["metadata"]["labels"]
-    for kind in ("Service", "PodDisruptionBudget", "NetworkPolicy"):
+    for kind in ("Service", "PodDisruptionBudget", "NetworkPolicy", "PodMonitor"):
         spec = only(documents, kind)["spec"]
         chosen = spec.get("selector") or spec["podSelector"]
         assert chosen.get("matchLabels", chosen) == labels
-    service = only(documents, "Service")
-    monitor = only(documents, "ServiceMonitor")["spec"]
-    assert monitor["selector"]["matchLabels"] == service["metadata"]["labels"]
-    assert monitor["endpoints"][0]["port"] in {port["name"] for port in service["spec"]["ports"]}
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    options = bind("serve", command_parser("serve").parse_args(container["args"][2:]))["options"]
+    assert ports == {"http": options.port, "metrics": options.metrics_port}
+    assert only(documents, "PodMonitor")["spec"]["podMetricsEndpoints"][0]["port"] == "metrics"
+    assert [port["targetPort"] for port in only(documents, "Service")["spec"]["ports"]] == ["http"]
 
 
 def test_hadolint_finds_nothing():

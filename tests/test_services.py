@@ -279,3 +279,27 @@ def test_the_store_of_events_is_the_same_on_postgresql(tmp_path):
     assert there == here
     assert there[:2] == [44, 0]
     assert all(gains[0][1] > 1 for gains in there[5:8])
+
+
+def test_the_nightly_dump_has_the_tables_of_mlflow_and_of_the_events(tmp_path):
+    """The script of deploy/overlays/cluster/backup.yaml, with the databases of this machine."""
+    import psycopg
+
+    documents = yaml.safe_load_all((ROOT / "deploy/overlays/cluster/backup.yaml").read_text())
+    (job,) = [one for one in documents if one["kind"] == "CronJob"]
+    (container,) = job["spec"]["jobTemplate"]["spec"]["template"]["spec"]["containers"]
+    with postgres() as port:
+        place = f"mlflow:{SECRETS['POSTGRES_PASSWORD']}@127.0.0.1:{port}"
+        with psycopg.connect(f"postgresql://{place}/mlflow", autocommit=True) as connection:
+            connection.execute("CREATE DATABASE events")
+        names = {"mlflow": f"postgresql://{place}/mlflow", "events": f"postgresql+psycopg://{place}/events"}
+        for name in names:
+            with psycopg.connect(f"postgresql://{place}/{name}", autocommit=True) as connection:
+                connection.execute(f"CREATE TABLE of_{name} (number int)")
+        assert {one["name"] for one in container["env"]} == set(names)
+        script = container["args"][0].replace("/backup", str(tmp_path))
+        call([*container["command"], script], **names, PATH=f"{POSTGRES}:{os.environ['PATH']}")
+
+    for name in names:
+        (file,) = tmp_path.glob(f"{name}-*.dump")
+        assert f"TABLE public of_{name}" in call([str(POSTGRES / "pg_restore"), "--list", str(file)])

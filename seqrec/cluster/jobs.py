@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
+import os
+import signal
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +39,11 @@ class Place:
     image: str = ""
     resources: StepResources = field(default_factory=StepResources)
     cluster: KubernetesConfig = field(default_factory=KubernetesConfig)
+
+    @property
+    def account(self) -> str:
+        """Service account of the pods of the job."""
+        return self.launch.service_account or self.cluster.service_account
 
 
 def train_job(name: str, place: Place, state: Path, order: Path) -> dict[str, Any]:
@@ -74,7 +83,7 @@ def _pod(place: Place, state: Path) -> dict[str, Any]:
         "containers": [{"name": "node", "securityContext": CONTAINER_SECURITY, "volumeMounts": _mounts(place, state)}],
         "volumes": list(_volumes(place, state).values()),
         "securityContext": _pod_security(cluster),
-        "serviceAccountName": cluster.service_account,
+        "serviceAccountName": place.account,
         "imagePullSecrets": [{"name": name} for name in cluster.image_pull_secrets],
         **_placement(place.resources),
     }
@@ -101,7 +110,7 @@ def spark_application(name: str, place: Place, state: Path, order: Path, config:
         "volumeMounts": _mounts(place, state),
         **_placement(resources),
     }
-    account = {"serviceAccount": cluster.service_account} if cluster.service_account else {}
+    account = {"serviceAccount": place.account} if place.account else {}
     spec = {
         "type": "Python",
         "mode": "cluster",
@@ -166,23 +175,48 @@ def _variables(cluster: KubernetesConfig) -> list[dict[str, Any]]:
     return plain + secret
 
 
-def finish(manifest: Mapping[str, Any], poll_s: float) -> None:
+def finish(manifest: Mapping[str, Any], poll_s: float, is_done: Callable[[], bool]) -> None:
     """Create the job, or find the one of an earlier attempt, and return when it has succeeded.
 
+    A job that has failed, or whose output is gone, is made again. A job that this process awaits is deleted if the
+    process is told to end (SIGTERM), and belongs to its pod, so that it is deleted with it.
+
+    Args:
+        manifest: of the job.
+        poll_s: seconds between two looks.
+        is_done: whether the output of the job is there.
+
     Raises:
-        ConfigError: the cluster knows no such kind, or refuses it to this service account.
-        ValueError: the job failed.
+        ConfigError: no cluster can be reached, or it refuses.
+        ValueError: the job failed, or left no output.
     """
     jobs = _Jobs(manifest)
     phase = jobs.phase()
-    if phase == "Failed":
+    if phase in ("Failed", "Deleted") or (phase == "Complete" and not is_done()):
         jobs.delete()
-    if phase in ("", "Failed"):
-        jobs.create()
-    while (phase := jobs.phase()) != "Complete":
-        if phase == "Failed":
-            raise ValueError(f"{jobs.title} failed: {redacted(jobs.reason())}")
-        time.sleep(poll_s)
+        phase = ""
+    with jobs.deleted_on_sigterm():
+        jobs.adopt() if phase else jobs.create()
+        while (phase := jobs.phase()) != "Complete":
+            if phase == "Failed":
+                raise ValueError(f"{jobs.title} failed: {redacted(jobs.reason())}")
+            time.sleep(poll_s)
+    if not is_done():
+        raise ValueError(
+            f"{jobs.title} is complete, but its output is not there: does the claim kubernetes.state_claim "
+            "show the same files to all pods?"
+        )
+
+
+def forget(manifest: Mapping[str, Any]) -> None:
+    """Delete a job whose output has been fetched; one that is gone already is no error."""
+    _Jobs(manifest).delete()
+
+
+def _owner() -> list[dict[str, Any]]:
+    """Return the reference to the pod of this step, as Kubeflow Pipelines names it."""
+    name, uid = os.environ.get("KFP_POD_NAME"), os.environ.get("KFP_POD_UID")
+    return [{"apiVersion": "v1", "kind": "Pod", "name": name, "uid": uid}] if name and uid else []
 
 
 class _Jobs:
@@ -202,26 +236,53 @@ class _Jobs:
             except ConfigException as error:
                 raise ConfigError("kubernetes.launch: launcher job needs a cluster, but none can be reached") from error
         self.manifest, self.kind, self.name = manifest, manifest["kind"], manifest["metadata"]["name"]
+        self.owner = {"metadata": {"ownerReferences": _owner()}}
         self.title = f"{self.kind} {namespace}/{self.name}"
         self.api, self.failure = client.CustomObjectsApi(), client.ApiException
         group, version = manifest["apiVersion"].split("/")
         self.place = {"group": group, "version": version, "namespace": namespace, "plural": PLURALS[self.kind]}
 
     def create(self) -> None:
-        self._call(self.api.create_namespaced_custom_object, body=self.manifest)
+        body = {**self.manifest, "metadata": {**self.manifest["metadata"], **self.owner["metadata"]}}
+        self._call(self.api.create_namespaced_custom_object, body=body)
         logger.info("%s: created", self.title)
 
+    def adopt(self) -> None:
+        """Make the job of an earlier attempt that of this pod, with whose end it ends."""
+        if self.owner["metadata"]["ownerReferences"]:
+            self._call(self.api.patch_namespaced_custom_object, name=self.name, body=self.owner)
+
     def delete(self) -> None:
-        """Delete the job of a failed attempt, and wait until its name is free."""
-        self._call(self.api.delete_namespaced_custom_object, name=self.name)
+        """Delete the job, and wait until its name is free."""
+        self.delete_soon()
         while self.phase():
             time.sleep(0.5)
 
+    def delete_soon(self) -> None:
+        if self.phase() not in ("", "Deleted"):
+            self._call(self.api.delete_namespaced_custom_object, name=self.name)
+
+    @contextmanager
+    def deleted_on_sigterm(self) -> Iterator[None]:
+        """Delete the job if this process is told to end."""
+        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        try:
+            yield
+        except SystemExit:
+            self.delete_soon()
+            logger.info("%s: deleted, because the step is stopped", self.title)
+            raise
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
     def phase(self) -> str:
-        """Return Complete, Failed, Running, or nothing where there is no such job."""
-        status = self._status()
-        if status is None:
+        """Return Complete, Failed, Deleted, Running, or nothing where there is no such job."""
+        found = self._found()
+        if found is None:
             return ""
+        if "deletionTimestamp" in found["metadata"]:
+            return "Deleted"
+        status = found.get("status", {})
         if self.kind == "SparkApplication":
             state = status.get("applicationState", {}).get("state", "")
             return {"COMPLETED": "Complete", "FAILED": "Failed", "SUBMISSION_FAILED": "Failed"}.get(state, "Running")
@@ -229,19 +290,18 @@ class _Jobs:
         return next((name for name in ("Complete", "Failed") if name in true), "Running")
 
     def reason(self) -> str:
-        status = self._status() or {}
+        status = (self._found() or {}).get("status", {})
         spark = status.get("applicationState", {}).get("errorMessage", "")
         return spark or "; ".join(condition.get("message", "") for condition in status.get("conditions", ()))
 
-    def _status(self) -> dict[str, Any] | None:
+    def _found(self) -> dict[str, Any] | None:
         try:
-            found = self.api.get_namespaced_custom_object(**self.place, name=self.name)
+            found: dict[str, Any] = self.api.get_namespaced_custom_object(**self.place, name=self.name)
         except self.failure as error:
             if error.status == 404 and "not found" in str(error.body) and self.name in str(error.body):
                 return None
             raise self._explained(error) from error
-        status: dict[str, Any] = found.get("status", {})
-        return status
+        return found
 
     def _call(self, function: Callable[..., Any], **arguments: Any) -> None:
         try:

@@ -22,7 +22,7 @@ from typing import Any
 
 from seqrec import redaction
 from seqrec.artifacts import read_json, rename, replaced, sha256, write_json, write_text
-from seqrec.cluster.jobs import Place, finish, spark_application, train_job
+from seqrec.cluster.jobs import Place, finish, forget, spark_application, train_job
 from seqrec.config import parse
 from seqrec.pipeline import BY_NAME
 
@@ -96,22 +96,30 @@ def execute(order: Path) -> None:
 
 
 def _run_job(stage: str, place: Place, state: Path, arguments: Mapping[str, Any]) -> dict[str, float]:
-    """Copy the inputs to the volume, await the job, and fetch its output; a repeated call finds the job by its name."""
+    """Copy the inputs to the volume, await the job, fetch its output, and delete both.
+
+    A repeated call goes on where an earlier one was cut off.
+    """
     inputs, output = _handed(stage, arguments)
     name = job_name(stage, arguments, place.launch.image or place.image)
     folder = state / "jobs" / name
+    values = folder / VALUES  # written last
     handed = {key: _hand_over(arguments[key], folder / "inputs" / key) for key in inputs}
     order = _write_order(folder, stage, {**arguments, **handed, output: folder / OUTPUT})
     if stage == "prepare":
         manifest = spark_application(name, place, state, order, arguments["config"])
     else:
         manifest = train_job(name, place, state, order)
-    finish(manifest, place.launch.poll_s)
+    if not values.is_file():
+        finish(manifest, place.launch.poll_s, values.is_file)
     with replaced(arguments[output]) as fetched:
         shutil.copytree(folder / OUTPUT, fetched, dirs_exist_ok=True)
-    values = read_json(folder / VALUES)
-    shutil.rmtree(folder)
-    return values
+    figures: dict[str, float] = read_json(values)
+    forget(manifest)
+    gone = folder.with_suffix(".gone")  # renamed first: half of a folder must not be taken for the whole
+    shutil.rmtree(gone, ignore_errors=True)
+    shutil.rmtree(folder.rename(gone))
+    return figures
 
 
 def job_name(stage: str, arguments: Mapping[str, Any], image: str) -> str:

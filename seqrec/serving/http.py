@@ -7,6 +7,7 @@ for others and many share a matrix product. A new champion is loaded beside the 
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib.metadata
 import logging
 import time
@@ -23,7 +24,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import FileResponse, JSONResponse
 from fastapi.staticfiles import StaticFiles
 from fastapi_offline import FastAPIOffline
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest, start_http_server
 
 from seqrec.artifacts import GRAPH, MODEL_CARD, read_json
 from seqrec.config import ConfigError, RegisterConfig, ServeConfig, require
@@ -95,7 +96,8 @@ def app(
         for task in tasks:
             task.cancel()
 
-    api = FastAPIOffline(
+    documented = functools.partial(FastAPI, openapi_url=None) if options.metrics_port else FastAPIOffline
+    api = documented(
         title="seqrec",
         version=importlib.metadata.version("seqrec"),
         summary="What will this user want next?",
@@ -255,6 +257,9 @@ def _add_watching(api: FastAPI, service: Service) -> None:
         response.status_code = 200 if is_ready else 503
         return schemas.Readiness(ready=is_ready)
 
+    if service.options.metrics_port:
+        return
+
     @api.get("/metrics", response_class=Response)
     async def prometheus() -> Response:
         """Return figures for Prometheus."""
@@ -283,6 +288,8 @@ def serve(*, dataset: str, config: RegisterConfig, options: ServeConfig) -> None
         load, version = _served(dataset, config, options)
         candidate = _candidate(config, options, version()) if options.candidate else None
         service = app(load, version, options, store=Store(url) if url else None, candidate=candidate)
+        if options.metrics_port:
+            start_http_server(options.metrics_port, options.host, service.state.service.metrics.registry)
         Server(service).run([listener])
 
 

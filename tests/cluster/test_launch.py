@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import os
+import signal
+import threading
+import time
 from pathlib import Path
 
 import kubernetes_server
@@ -118,9 +123,54 @@ def test_two_processes_and_a_job_of_two_nodes_give_what_one_process_gives(finetu
         with pytest.raises(ValueError, match=r"TrainJob somebodys/finetune-sasrec-.* failed: so"):
             finetuned(attempt, place(launcher="job", nodes=2))
     assert list(cluster.jobs)  # a failed job is still there when the next attempt begins
+    (name,) = cluster.jobs
     assert_close(finetuned("job", place(launcher="job", nodes=2)), alone)
-    assert [job["metadata"]["name"] for job in cluster.created] == [*cluster.jobs] * 3
+    assert [job["metadata"]["name"] for job in cluster.created] == [name] * 3
+    assert cluster.jobs == {}
     assert not list((tmp_path / "state" / "jobs").iterdir())
+
+
+def test_a_complete_job_without_output_is_made_again_and_belongs_to_the_pod_that_awaits_it(
+    finetuned, cluster, monkeypatch
+):
+    cluster.lose_next = 1
+    for attempt in ("first", "second"):
+        monkeypatch.setenv("KFP_POD_NAME", f"pod-{attempt}")
+        monkeypatch.setenv("KFP_POD_UID", attempt)
+        with (
+            contextlib.nullcontext() if attempt == "second" else pytest.raises(ValueError, match="output is not there")
+        ):
+            finetuned("job", place(launcher="job"))
+
+    owners = [[one["uid"] for one in job["metadata"]["ownerReferences"]] for job in cluster.created]
+    assert owners == [["first"], ["second"]]
+
+
+def test_a_step_that_finds_the_job_of_an_earlier_pod_adopts_it_and_deletes_it_when_told_to_end(
+    finetuned, cluster, monkeypatch
+):
+    cluster.hang = True
+    owners = []
+
+    def end() -> None:
+        while not cluster.jobs:
+            time.sleep(0.05)
+        time.sleep(0.3)
+        owners.extend(job["metadata"]["ownerReferences"][0]["uid"] for job in cluster.jobs.values())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    for uid in ("first", "second"):
+        monkeypatch.setenv("KFP_POD_NAME", "pod")
+        monkeypatch.setenv("KFP_POD_UID", uid)
+        threading.Thread(target=end, daemon=True).start()
+        with pytest.raises(SystemExit):
+            finetuned("job", place(launcher="job"))
+        assert cluster.jobs == {}
+        if uid == "first":  # as after a kill that leaves no time
+            cluster.jobs |= {job["metadata"]["name"]: job for job in cluster.created}
+
+    assert owners == ["first", "second"]
+    assert len(cluster.created) == 1
 
 
 def test_a_process_that_fails_fails_the_step(finetuned, initial, tmp_path):

@@ -119,13 +119,6 @@ def test_what_is_left_out_has_a_default():
     assert params.section("finetune", model="wide") == FinetuneConfig()
 
 
-def test_a_new_dataset_takes_three_lines():
-    added = yaml.safe_load("mine:\n  ingest: {source: csv, interactions: my/events.csv}\n  options: {length: 50}\n")
-    params = from_dict({**PARAMS, "dataset": "mine", "datasets": {**PARAMS["datasets"], **added}})
-    assert params.section("ingest").interactions == "my/events.csv"
-    assert params.model("narrow").options == {"length": 50, "d_model": 8}
-
-
 def test_a_section_can_be_asked_for_another_dataset():
     params = from_dict(changed("datasets.large.prepare", {"min_user_events": 3}))
     assert params.section("prepare").min_user_events == 5

@@ -10,7 +10,7 @@ import pytest
 import requests
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from support import running
+from support import running, service
 
 from seqrec.config import ServeConfig
 from seqrec.serving import http, keys, request_log, traces
@@ -125,3 +125,14 @@ def test_traces_are_sent_only_where_the_environment_names_a_collector(recommende
     assert not traced()
     monkeypatch.setenv(variable, "http://127.0.0.1:9")
     assert traced()
+
+
+def test_metrics_and_documentation_leave_the_port_of_the_service_where_metrics_have_one_of_their_own(recommender):
+    def found(address):
+        paths = ("metrics", "docs", "openapi.json", "health")
+        return [requests.get(f"{address}/{path}", timeout=9).status_code for path in paths]
+
+    with service(recommender) as address:
+        assert found(address) == [200, 200, 200, 200]
+    with service(recommender, metrics_port=9100) as address:
+        assert found(address) == [404, 404, 404, 200]
