@@ -82,7 +82,7 @@ VARIANTS = {  # a class that an option of another class chooses, and the latter
 REGISTRY = Registry()
 REGISTRY.data = {name: f"{__name__}.{name}:{cls}" for name, cls in CLASSES.items()}
 UNTRAINED = Registry()  # networks of the baselines: no setting names them, and nothing trains them
-UNTRAINED.data = {"constant": f"{__name__}.baselines:Constant", "ease": f"{__name__}.baselines:EASE"}
+UNTRAINED.data = {"constant": f"{__name__}.baselines:Constant"}
 
 
 def register(name: str, architecture: type[SequenceModel]) -> None:

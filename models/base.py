@@ -134,6 +134,11 @@ class SequenceModel(nn.Module):
         """Which of times, user, text and attributes this model reads besides items."""
         return self.needs_of(self.options)
 
+    def seen(self, batch: Batch) -> Batch:
+        """Return the newest events of each history, as many as the model reads."""
+        length = self.options.history
+        return batch._replace(items=batch.items[:, -length:], times=batch.times[:, -length:])
+
     def asked(self, batch: Batch) -> Batch:
         """Return the batch that queries the next item of each history.
 

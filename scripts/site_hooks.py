@@ -19,6 +19,7 @@ from urllib.parse import unquote
 if TYPE_CHECKING:  # the links are also checked where MkDocs is not installed
     from mkdocs.config.defaults import MkDocsConfig
     from mkdocs.structure.files import Files
+    from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")  # shown as text, not as source
@@ -47,6 +48,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, place, content=text))
         waiting += linked
     return files
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Load the script that search needs in a folder from the site itself, not from another host."""
+    place = os.path.relpath("iframe-worker.js", posixpath.dirname(page.url) or ".")
+    return output.replace("https://unpkg.com/iframe-worker/shim", place)
 
 
 def page(path: str) -> tuple[str, list[str]]:

@@ -94,10 +94,7 @@ def _say(text: str) -> None:
 def _template(folder: Path) -> Path:
     """Return a project of one small model, with git and DVC, that has never run."""
     project = make_project(folder / "template")
-    content = settings()
-    content |= {"sources": [], "leaderboard": [MODEL], "models": {MODEL: content["models"][MODEL]}}
-    content["tune"] = {"spaces": {}}
-    content["finetune"] = {**content["finetune"], "save_steps": 1}
+    content = settings(finetune={"save_steps": 1})
     (project / "params.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
     (folder / "hook").mkdir()
     (folder / "hook" / "sitecustomize.py").write_text(KILLER)

@@ -19,8 +19,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # a process without a main module, whic
 LONGEST = (
     "test_end_to_end.py",
     "test_pipelines.py",
-    "test_register.py",
     "test_onnx_graph.py",
+    "test_register.py",
     "test_loop.py",
     "test_launch.py",
     "test_submission.py",

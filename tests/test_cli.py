@@ -48,21 +48,6 @@ def test_help_shows_every_flag_with_a_text(command, capsys):
 
 
 @pytest.mark.parametrize(
-    ("command", "text"),
-    [
-        ("export", "ONNX graph"),
-        ("repro", "with DVC"),
-        ("recommend", "vocabulary and users, or models:/NAME/N --explain"),  # from several lines of the docstring
-        ("register", "to be a tag of the parent --params"),
-    ],
-)
-def test_a_help_text_is_whole_and_names_keep_their_case(command, text, capsys):
-    with pytest.raises(SystemExit):
-        main([command, "--help"])
-    assert text in " ".join(capsys.readouterr().out.split())
-
-
-@pytest.mark.parametrize(
     ("flag", "texts"), [("--version", [__version__]), ("--help", [f"  {name} " for name in COMMANDS])]
 )
 def test_the_version_and_the_listing_of_commands(flag, texts, capsys):

@@ -51,6 +51,9 @@ def test_the_site_builds_strictly(tmp_path):
     first = (tmp_path / "index.html").read_text()
     assert 'href="reference/settings.html"' in first
     assert 'href="repository/params.yaml.html"' in first
+    assert 'src="iframe-worker.js"' in first  # search works from a folder, without a network
+    assert (tmp_path / "iframe-worker.js").is_file()
+    assert 'src="../iframe-worker.js"' in (tmp_path / "reference" / "settings.html").read_text()
     assert "<code>user_share</code>" in (tmp_path / "reference" / "settings.html").read_text()
     assert "<code>--config-file</code>" in (tmp_path / "reference" / "commands.html").read_text()
     assert (tmp_path / "repository" / "params.yaml.html").is_file()

@@ -56,8 +56,7 @@ def attention(model: SequenceModel, batch: Batch) -> Tensor | None:
         model: in eval mode.
         batch: histories, left-padded and without MASK, of any width.
     """
-    seen, length = model.options.history, batch.items.shape[1]
-    window = Batch(batch.items[:, -seen:], batch.times[:, -seen:], batch.user)
+    length, window = batch.items.shape[1], model.seen(batch)
     weight_BHQL = attention_weights.maps(model, model.asked(window), last=True)
     if weight_BHQL is None:
         return None
@@ -75,8 +74,7 @@ def masked_attention(model: SequenceModel, batch: Batch) -> tuple[Tensor, Tensor
         model: in eval mode.
         batch: histories, left-padded and without MASK; L is the part that the model sees.
     """
-    seen = model.options.history
-    window = Batch(batch.items[:, -seen:], batch.times[:, -seen:], batch.user)
+    window = model.seen(batch)
     maps = model.masked_maps(model.asked(window)) if isinstance(model, RecDenoiser) else None
     if maps is None:
         return None

@@ -15,14 +15,14 @@ from seqrec.config.ranges import Count, Seed
 from seqrec.pipeline import STAGES
 
 INPUTS = {  # of every pipeline; what the form says beside each of them
-    "dataset": "Key of `datasets` in params.yaml. It brings its own source and its own settings.",
-    "models": "Keys of `models` in params.yaml: the models to train and compare.",
-    "protocol": "How the data is split: LOO-full, LOO-101, RATIO-full or temporal. Empty keeps params.yaml.",
-    "epochs": "Maximum epochs per training; 0 keeps params.yaml.",
-    "seed": "Seed of initialisation, order, dropout and negatives. The split keeps prepare.seed.",
+    "dataset": "Dataset to train on: a key of `datasets` in params.yaml, such as ml-1m.",
+    "models": 'Models to train and compare: keys of `models` in params.yaml, such as ["sasrec", "flash4rec"].',
+    "protocol": "How the data is split: LOO-full, LOO-101, RATIO-full or temporal. Leave it empty to use params.yaml.",
+    "epochs": "Maximum number of epochs of each training. Enter 0 to use params.yaml.",
+    "seed": "Random seed of the trainings. It does not change the split of the data.",
     "overrides": (
-        'Any other setting by its path in params.yaml: {"finetune.learning_rate": 0.002, '
-        '"models.sasrec.options.layers": 3}. `section.key` holds for the dataset and for every model.'
+        'Other settings, by their path in params.yaml: {"finetune.learning_rate": 0.002, '
+        '"models.sasrec.options.layers": 3}. They take precedence over the entries of the dataset and of the models.'
     ),
 }
 APART = ("kubernetes", "serve", "tune")  # sections that no step of a run reads

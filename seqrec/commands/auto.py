@@ -37,6 +37,7 @@ from seqrec.artifacts import (
 from seqrec.commands import run
 from seqrec.config import Params, from_dict
 from seqrec.config.ranges import Minutes
+from seqrec.config.sections import EASE_ITEMS
 from seqrec.data import data_warnings, sequences
 from seqrec.data.splits import DAY
 from seqrec.evaluation import leaderboard
@@ -66,7 +67,7 @@ RESERVE = 0.15  # share of a model's budget that counts and evaluation need
 ENOUGH = 0.5  # share of a model's epochs that it gets before the next model gets any: one sound model beats three poor
 MALFORMED, ODD_TIMES = 0.3, 0.05  # maximum share of rows that are malformed, and of times outside 1990 to 2035
 ModelSettings = Callable[[int | None], dict[str, Any]]  # entry of a model in `models`, from its number of epochs
-EASE_FLOPS = 1e9  # items cubed per second of the whole budget, so that EASE takes a tenth of it
+EASE_FLOPS = 1e9  # items cubed per second of the whole budget, so that EASE takes a tenth of it each time
 
 
 @dataclass
@@ -138,7 +139,7 @@ def auto(
         item: column of the items.
         time: column of the times.
         title: column of the items' titles.
-        time_format: of strptime, such as %d/%m/%Y.
+        time_format: format of the times, as in Python's strptime, such as %d/%m/%Y.
         items: file of items with their titles.
 
     Returns:
@@ -173,8 +174,7 @@ def _auto(plan: Plan, out: Path) -> dict[str, float]:
     shape = Shape.of(prepared)
     say_data(plan, prepared, out)
     if "counts" not in plan.done:
-        budget = 60 * float(plan.request["minutes"])
-        run.evaluate_baselines(from_dict(plan.params), folder, out, ease_items=int((budget * EASE_FLOPS) ** (1 / 3)))
+        run.evaluate_baselines(from_dict(plan.params), folder, out, ease_items=_ease_items(plan))
         plan.save("counts")
     for number, name in enumerate(MODELS):
         if name not in plan.done:
@@ -184,9 +184,8 @@ def _auto(plan: Plan, out: Path) -> dict[str, float]:
     write_text(out / run.SETTINGS, yaml.safe_dump(json.loads(json.dumps(params.as_dict())), sort_keys=False))
     board = run.write_leaderboard(out / "reports", folder, params.leaderboard)
     _write_pages(out, board, params)
-    lines = [f"report      {out / 'reports' / REPORT_PAGE}", f"card        {out / CARD}"]
-    lines.append(f"register    python -m seqrec import --run {shlex.quote(str(out))}")
-    leaderboard.say(out / "reports", lines)
+    register = f"python -m seqrec import --run {shlex.quote(str(out))}"
+    leaderboard.say(out / "reports", [f"{out / CARD} describes the model", f"{register} puts it into MLflow"])
     plan.save()
     metrics = {name: read_json(out / "reports" / name / METRICS) for name in params.leaderboard}
     return {f"{name}/{key}": metrics[name][key] for name in metrics for key in ("valid/ndcg@10", "test/ndcg@10")}
@@ -386,9 +385,17 @@ def train(
         epochs = None if share is None else _epochs(plan, name, settings(None), folder, out, share)
         if epochs == 0:
             return
-        plan.set_model(name, settings(epochs))
+        entry = settings(epochs)
+        if share is not None:
+            entry["finetune"].setdefault("ease_items", _ease_items(plan))
+        plan.set_model(name, entry)
     run.train_model(from_dict(plan.params), name, folder, out)
     plan.save(name)
+
+
+def _ease_items(plan: Plan) -> int:
+    """Return the largest catalogue for which the budget allows EASE."""
+    return min(EASE_ITEMS, int((60 * float(plan.request["minutes"]) * EASE_FLOPS) ** (1 / 3)))
 
 
 def model_settings(
@@ -437,7 +444,10 @@ def _epochs(plan: Plan, name: str, entry: Mapping[str, Any], folder: Path, out: 
         )
         return 0
     if most < 1:
-        logger.warning("the budget is too short for one epoch; %s gets one nevertheless, so the run takes longer", name)
+        logger.warning(
+            "the budget is too short for one epoch of %s: it trains for one, and the run takes longer",
+            name,
+        )
     epochs = max(1, min(fitting, wanted))
     estimate = f"about {epochs * cost.epoch_s:.0f} s at most; {cost.memory / 1e9:.1f} GB of memory so far"
     logger.info("%s: %d epochs of %d steps, %s", name, epochs, cost.steps, estimate)

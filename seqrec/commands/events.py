@@ -57,7 +57,7 @@ def events(
         return _compare(opened, [version.strip() for version in versions.split(",")])
     if actions[0] == "import":
         number = opened.seed(interactions)
-        logger.info("%d events of %s are new in the store", number, interactions)
+        logger.info("added %d new events of %s to the store", number, interactions)
     else:
         number = dump(opened, output, chosen)
         logger.info("%s: %d events", output, number)

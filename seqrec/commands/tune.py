@@ -60,7 +60,7 @@ class Search:
         """Return every option of the model, including defaults; options that are `auto` stay `auto`."""
         config = params.model(self.model)
         if config.architecture not in REGISTRY:
-            raise ConfigError(f"models.{self.model}.architecture: one of {', '.join(REGISTRY)}")
+            raise ConfigError(f"models.{self.model}.architecture: must be one of {', '.join(REGISTRY)}")
         cls = REGISTRY[config.architecture].Options
         return asdict(parse(cls, config.settled, f"models.{self.model}.options")) | config.options
 

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 SERVER = ("-m", "mlflow", "ui", "--workers", "1")
 QUIET = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
 STDERR = 2  # MLflow's log goes there: stdout has the page alone
-START_SECONDS = 60.0
+START_SECONDS = 180.0
 PORTS = 20  # ports that are tried, from the one that was asked for
 LAST_PORT = 65_535
 

@@ -27,6 +27,7 @@ from seqrec.config.ranges import (
 from seqrec.config.serving import ServeConfig
 
 EXPERIMENT = "seqrec"  # default name of the MLflow experiment
+EASE_ITEMS = 20_000  # the item x item matrices of EASE then take 10 GB
 REFITS = ("none", "valid")  # whether the model that ranks the test cases is trained on the validation events too
 LAUNCHED = ("prepare", "pretrain", "finetune")  # steps that can run as a job of the cluster
 STEPS = (  # steps of the Kubeflow pipelines; `default` holds for all of them
@@ -115,8 +116,8 @@ class PrepareConfig(Section):
         "LOO-full"  # split and candidates; docs/data.md
     )
     val_users: Count = 0  # LOO: number of random users to validate on, others train on that event; 0: all
-    valid_share: Fraction = 0.1  # RATIO-full: share of each user's events | temporal: of all, between the cuts
-    test_share: Fraction = 0.1  # RATIO-full: share of each user's events | temporal: of all, after the second cut
+    valid_share: Fraction = 0.1  # share for validation: of each user's events (RATIO-full) or of all events (temporal)
+    test_share: Fraction = 0.1  # share for test: of each user's events (RATIO-full) or of all events (temporal)
     cases: Literal["all", "first"] = "all"  # temporal: cases are all events after the cut | each user's first
     filter_on: Literal["train", "all"] = "train"  # temporal: the k-core counts events before the first cut | all
     noise_share: Annotated[float, Bounds(ge=0, lt=1)] = 0.0  # share of training events given a random item
@@ -135,7 +136,7 @@ class ContrastConfig(Section):
     """A contrastive term added to the loss: it pulls two views of a window together, and views of other rows apart."""
 
     weight: NotNegative = 0.1  # weight of the term for two dropout views of one window; 0: off
-    same_target: NotNegative = 0.0  # weight of the term for two windows with the same target; 0: off
+    same_target: NotNegative = 0.0  # weight of the term between windows with the same target; 0: off
     temperature: PositiveReal = 1.0  # temperature of the softmax over the batch
     similarity: Literal["dot", "cosine"] = "dot"  # similarity of two views
 
@@ -220,8 +221,20 @@ class CountsConfig(Section):
         0.0  # lambda: weight of the log of an item's share of training events
     )
     targets: Count = 0  # targets kept per item, largest counts first; 0: set by the size of the catalogue
-    values: Literal["log", "sum", "rare", "tempered"] = "log"  # log(1 + count / tau), or what a baseline sums
+    values: Literal["log", "sum", "rare", "tempered", "ease"] = (
+        "log"  # log: log(1 + count / tau); the others are those of the baselines
+    )
     decay: str = ""  # weight of an event by its place from the end, as `kernel`; empty: rho
+    ease: NotNegative = 0.0  # weight of EASE, which is added to the term; 0: none
+    ease_decay: Annotated[float, Bounds(gt=0, le=1)] = (
+        1.0  # weight that EASE gives an event relative to the next newer one
+    )
+    ease_events: Annotated[int, Bounds(ge=1, le=1000)] = 200  # number of newest events that EASE reads
+
+    @property
+    def of_ease(self) -> CountsConfig:
+        """Settings of the term that is added."""
+        return CountsConfig(values="ease", alpha=self.ease, rho=self.ease_decay, events=self.ease_events)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -236,6 +249,7 @@ class FinetuneConfig(TrainConfig):
     """Section `finetune`."""
 
     counts: str | dict[str, Any] = "none"  # count term: none | auto: chosen on validation | see CountsConfig
+    ease_items: Count = EASE_ITEMS  # largest catalogue in which counts: auto tries EASE, which takes minutes there
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -9,6 +9,7 @@ Shape suffixes: C cases   J newest events   N pairs of a table   P pairs that a 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -63,7 +64,7 @@ class CaseNdcg:
 
     def __call__(self, term: CountTerm) -> NDArray[np.float64]:
         """Return NDCG@10 (C,) of the cases with `term`, which is on the host, added to the base scores."""
-        if term.is_small:
+        if term.is_small or not term.normalised:  # EASE reads long histories
             return self._ranked(term)
         cells = self._cells(term)
         _, weight_CJ = term.newest(self._items(term))
@@ -87,7 +88,7 @@ class CaseNdcg:
         return metrics.ndcg(ranking.mid_rank(above_C, equal_C + 1).numpy(), CUTOFF)
 
     def _ranked(self, term: CountTerm) -> NDArray[np.float64]:
-        """Return the same by a full ranking, which is faster for the dense table of a small catalogue."""
+        """Return the same by a full ranking, which is faster where the cases read most of the catalogue."""
         scorer = with_counts(self.base, term.to(self.data.device))
         cases = Cases(user=self.user, position=self.position)
         ranked = ranking.rank(scorer, self.data, cases, filter_seen=self.filter_seen)
@@ -179,3 +180,30 @@ def _remembered(scorer: Scorer) -> Scorer:
         return known[key]
 
     return again
+
+
+@torch.no_grad()
+def ndcg_of_weights(
+    base: Scorer, term: CountTerm, weights: Sequence[float], data: Sequences, cases: Cases, *, filter_seen: bool
+) -> NDArray[np.float64]:
+    """Return NDCG@10 (len(weights), C) of the cases, with the term added to the base scores with each weight.
+
+    The scores of a block are computed once for all weights.
+    """
+    target_C = data.items[cases.position.cpu()].long()
+    ndcg = np.empty((len(weights), len(target_C)))
+    for rows in ranking.case_blocks(cases.position - data.start[cases.user], CASES_AT_ONCE):
+        user, stop = cases.user[rows], cases.position[rows]
+        target_B1 = data.sent(target_C[rows]).unsqueeze(1)
+        seen = SeenItems.before(data, user, stop).without(target_B1.squeeze(1))
+        blocks = [scores for _, scores in ranking.checked(base, data, user, stop, "the model")()]
+        base_BV = F.pad(torch.cat(blocks, 1), (1, 0), value=float("-inf"))
+        if filter_seen:
+            base_BV[seen.within(0, base_BV)] = float("-inf")
+        vote_BV = term.adder(term.histories(data, user, stop))(torch.zeros_like(base_BV), 0)
+        for place, weight in enumerate(weights):
+            score_BV = torch.add(base_BV, vote_BV, alpha=weight)
+            goal_B1 = score_BV.gather(1, target_B1)
+            rank_B = ranking.mid_rank((score_BV > goal_B1).sum(1), (score_BV == goal_B1).sum(1))
+            ndcg[place, rows] = metrics.ndcg(rank_B.cpu().numpy(), CUTOFF)
+    return ndcg

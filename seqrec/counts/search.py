@@ -17,10 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from seqrec.config import ConfigError, CountsConfig, FinetuneConfig, parse
-from seqrec.counts.case_ndcg import CaseNdcg
-from seqrec.counts.table import CountTable, count
-from seqrec.counts.term import CountTerm, build, by_halves, kernel, with_counts
+from seqrec.config import CountsConfig, FinetuneConfig, parse
+from seqrec.counts.case_ndcg import CaseNdcg, ndcg_of_weights
+from seqrec.counts.table import CountTable
+from seqrec.counts.term import CountTerm, build, by_halves, counted, with_counts
 from seqrec.data import sequences
 from seqrec.data.sequences import Cases, Sequences
 from seqrec.evaluation import ranking
@@ -69,6 +69,9 @@ def popularities(found: CountsConfig) -> Axis:
     return [{"popularity": weight * max(1.0, found.alpha)} for weight in POPULARITY]
 
 
+DECAYS: Sequence[Axis] = ([{"rho": rho} for rho in (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)],)  # of EASE alone
+EASE_WEIGHTS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
+EASE: Axis = [{"ease": weight, "ease_decay": decay} for decay in (1.0, 0.9, 0.8) for weight in EASE_WEIGHTS]
 ADDED: Sequence[AnyAxis] = (alphas, [{"smoothing": tau} for tau in SMOOTHING], RHO, KERNELS, popularities)
 
 
@@ -89,19 +92,20 @@ class Choice(Generic[Values]):
 
 
 def search(
-    ndcg_of: Callable[[Values], NDArray[np.float64]], user: Tensor, start: Values, axes: Sequence[AnyAxis]
+    ndcg_of: Callable[[Values], NDArray[np.float64]], user: Tensor, starts: Sequence[Values], axes: Sequence[AnyAxis]
 ) -> Choice[Values]:
     """Return the settings with the best mean NDCG@10 on all users, and on each half of the users.
 
     Args:
         ndcg_of: function from settings, a frozen dataclass, to NDCG@10 of each case.
         user: user of each case.
-        start: initial settings, which are kept unless others are better.
+        starts: initial settings for all users, for those of even index and for the others; they are kept unless others
+            are better.
         axes: alternatives, tried axis by axis.
     """
     ndcg, odd = functools.cache(ndcg_of), (user % 2 == 1).cpu().numpy()
-    found = _descend(ndcg, start, axes, np.ones(len(odd), dtype=bool))
-    folds = (_descend(ndcg, start, axes, odd), _descend(ndcg, start, axes, ~odd))
+    found = _descend(ndcg, starts[0], axes, np.ones(len(odd), dtype=bool))
+    folds = (_descend(ndcg, starts[1], axes, odd), _descend(ndcg, starts[2], axes, ~odd))
     if not len(user):  # no validation case has a history
         return Choice(found, folds, 0.0, 0.0)
     honest = np.where(odd, ndcg(folds[1]), ndcg(folds[0])).mean()
@@ -158,22 +162,23 @@ class Tables:
 
     def __init__(self, data: Sequences) -> None:
         self.data = data
-        self.tables: dict[tuple[str, int, int], CountTable] = {}
+        self.tables: dict[tuple[str, str, int, int], CountTable] = {}
 
     def table(self, config: CountsConfig) -> CountTable:
         """Return the count table of `config`."""
-        key = (config.kernel, config.window, config.targets)
+        kind = "ease" if config.values == "ease" else "counts"
+        key = (kind, config.kernel, config.window, config.targets)
         if key not in self.tables:
-            self.tables[key] = count(self.data, kernel(config.kernel, config.window).tolist(), config.targets)
+            self.tables[key] = counted(self.data, config)
         return self.tables[key]
 
     def built(self, config: CountsConfig) -> CountTerm:
         """Return the count term of `config`; with alpha 0, it adds nothing."""
-        return build(self.data, config if config.alpha else replace(config, popularity=0.0), self.table(config))
+        return build(self.data, config if config.alpha else replace(config, popularity=0.0), self.table)
 
     def term(self, config: CountsConfig) -> CountTerm | None:
-        """Return the count term of `config`, or None if alpha is 0."""
-        return self.built(config) if config.alpha else None
+        """Return the count term of `config`, or None if it adds nothing."""
+        return self.built(config) if config.alpha or config.ease else None
 
     def scorer(self, base: Scorer, config: CountsConfig, device: torch.device) -> Scorer:
         """Return `base`, a scorer on `device`, with the count term of `config` added."""
@@ -189,6 +194,7 @@ def choose(
     filter_seen: bool,
     start: CountsConfig,
     axes: Sequence[AnyAxis] = ADDED,
+    ease: bool = False,
 ) -> Choice[CountsConfig]:
     """Return the settings of the count term that improves `base` most.
 
@@ -199,10 +205,26 @@ def choose(
         filter_seen: whether seen items are left out.
         start: initial settings, which are kept unless others are better.
         axes: alternatives, tried axis by axis.
+        ease: whether to add EASE to what was found, where that is better still.
     """
     cases = drawn_cases(data, tables)
     ndcg = CaseNdcg(base, data, cases, filter_seen=filter_seen)
-    return search(lambda config: ndcg(tables.built(config)), cases.user, start, axes)
+    found = search(lambda config: ndcg(tables.built(config)), cases.user, [start] * 3, axes)
+    if not ease:
+        return found
+
+    @functools.cache
+    def by_weight(counts: CountsConfig, decay: float) -> NDArray[np.float64]:
+        """Return NDCG@10 (len(EASE_WEIGHTS), C) of EASE added to the scores with `counts`."""
+        scorer = tables.scorer(ndcg.base, counts, data.device)
+        votes = tables.built(replace(counts, ease=1.0, ease_decay=decay).of_ease).to(data.device)
+        return ndcg_of_weights(scorer, votes, EASE_WEIGHTS, data, cases, filter_seen=filter_seen)
+
+    def with_ease(config: CountsConfig) -> NDArray[np.float64]:
+        counts = replace(config, ease=0.0, ease_decay=1.0)
+        return by_weight(counts, config.ease_decay)[EASE_WEIGHTS.index(config.ease)]  # type: ignore[no-any-return]
+
+    return search(with_ease, cases.user, [found.values, *found.folds], [EASE])
 
 
 def fold_scorer(base: Scorer, tables: Tables, folds: Sequence[CountsConfig], device: torch.device) -> Scorer:
@@ -222,20 +244,20 @@ def for_model(
         config: section `finetune`; `counts` is `auto` or a mapping of settings.
         filter_seen: whether validation leaves out seen items.
     """
-    seen = model.options.history
     if not isinstance(config.counts, str):
         values = parse(CountsConfig, config.counts, "finetune.counts")
-        if values.events > seen:
-            raise ConfigError(f"finetune.counts.events: {values.events} is more than the {seen} that the model sees")
-        return (build(data, values) if values.alpha else None), asdict(values)
+        return Tables(data).term(values), asdict(values)
     device = next(model.parameters()).device
     data_on_device = data.to(device, resident=config.resident)
     tables, scorer = Tables(data), ranking.model_scorer(model.eval())
-    start = CountsConfig(alpha=0.0, events=min(CountsConfig().events, seen))
-    choice = choose(scorer, tables, data_on_device, filter_seen=filter_seen, start=start)
+    ease = data.num_items <= config.ease_items
+    if not ease:
+        logger.info("counts: without EASE, since %d items are more than %d", data.num_items, config.ease_items)
+    choice = choose(scorer, tables, data_on_device, filter_seen=filter_seen, start=CountsConfig(alpha=0.0), ease=ease)
     logger.info(
-        "counts: alpha %g; valid/ndcg@10 %.4f (cross-fitted)",
+        "counts: alpha %g, ease %g; valid/ndcg@10 %.4f (cross-fitted)",
         choice.values.alpha,
+        choice.values.ease,
         choice.honest,
     )
     return tables.term(choice.values), choice.card()

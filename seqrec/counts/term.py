@@ -2,15 +2,16 @@
 
 C are the counts of table.py; h_j is the j-th event from the end of the history; w_j = rho^j, normalised to sum to 1
 over the events of the history. With alpha = 1 and no other scores, the term is PCTM (Petrov et al., RecSys 2026), whose
-further factors of P(a | h_j) are the same for all items. As a sum over events, the term is also its own explanation:
-each event contributes a known share.
+further factors of P(a | h_j) are the same for all items. A second sum of the same form can be added, `ease`: the
+weights of EASE in place of the logarithm, and event weights that do not sum to 1. As sums over events, both are their
+own explanation: each event contributes a known share.
 
 Shape suffixes: B rows   L events   J newest events   V items with padding (0)   C candidates   K targets of an item
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from seqrec.config import CountsConfig
+from seqrec.counts.ease import ease_table
 from seqrec.counts.table import CountTable, count
 from seqrec.data import sequences
 from seqrec.data.sequences import Sequences
@@ -44,16 +46,47 @@ class CountTerm:
     log_popularity: Tensor  # (V,) float32
     alpha: float = 1.0
     popularity: float = 0.0  # lambda
+    normalised: bool = True  # whether the weights are scaled to sum to 1 over the events of a history
+    ease: CountTerm | None = None  # a further term, to be added
+
+    @property
+    def events(self) -> int:
+        """Number of newest events that are read."""
+        return max(len(self.weights), self.ease.events if self.ease else 0)
 
     def to(self, device: torch.device) -> CountTerm:
         """Return the same term with every tensor on `device`."""
-        moved: dict[str, Any] = {name: value.to(device) for name, value in self.tensors().items()}
-        return replace(self, **moved)
+        own = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **own, ease=self.ease and self.ease.to(device))  # type: ignore[arg-type]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors to store; `alpha` and `popularity` are stored apart."""
-        found = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+        """Return the tensors to store, those of `ease` with this prefix; the settings are stored apart."""
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        further = {f"ease.{name}": value for name, value in (self.ease.tensors() if self.ease else {}).items()}
+        return {name: value for name, value in own.items() if isinstance(value, Tensor)} | further
+
+    @classmethod
+    def stored(cls, tensors: Mapping[str, Tensor], config: CountsConfig) -> CountTerm:
+        """Return the term of stored tensors and their settings.
+
+        Raises:
+            TypeError: a tensor is missing, or there is one too many.
+        """
+        prefix = "ease."
+        further = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+        own: dict[str, Any] = {name: value for name, value in tensors.items() if not name.startswith(prefix)}
+        return cls(
+            **own,
+            alpha=config.alpha,
+            popularity=config.popularity,
+            normalised=config.values != "ease",
+            ease=cls.stored(further, config.of_ease) if further else None,
+        )
+
+    def histories(self, data: Sequences, user: Tensor, stop: Tensor) -> Tensor:
+        """Return the items (B, L) that the term reads before the flat index `stop` (B,) of each `user` (B,)."""
+        longest = int((stop - data.start[user]).max())
+        return sequences.window(data, user, stop, sequences.padded_width(longest, self.events)).items
 
     def adder(self, items_BL: Tensor) -> Adder:
         """Return a function that adds the term in place to a block of scores (B, C), whose first item is `first`.
@@ -62,12 +95,13 @@ class CountTerm:
             items_BL: histories, left-padded with 0, without MASK.
         """
         sums = self._dense_sums(items_BL) if self.is_small else self._sparse_sums(items_BL)
+        further = self.ease.adder(items_BL) if self.ease else None
 
         def add(score_BC: Tensor, first: int = 0) -> Tensor:
             score_BC += sums(first, score_BC.shape[1])
             if self.popularity:
                 score_BC += self.popularity * self.log_popularity[first : first + score_BC.shape[1]]
-            return score_BC
+            return further(score_BC, first) if further else score_BC
 
         return add
 
@@ -107,7 +141,9 @@ class CountTerm:
         """Return the newest events (B, J), newest first, and their weights times alpha."""
         items_BJ = items_BL.flip(1)[:, : len(self.weights)]
         weight_BJ = self.weights[: items_BJ.shape[1]] * (items_BJ > 0)
-        return items_BJ, self.alpha * weight_BJ / weight_BJ.sum(1, keepdim=True).clamp(min=1e-9)
+        if self.normalised:
+            weight_BJ = weight_BJ / weight_BJ.sum(1, keepdim=True).clamp(min=1e-9)
+        return items_BJ, self.alpha * weight_BJ
 
     def pairs(self, items: Tensor, most: int = ALL) -> tuple[Tensor, Tensor]:
         """Return the pairs of some items (N,): for each pair the item's place in `items`, and its place in `targets`.
@@ -149,7 +185,7 @@ class CountTerm:
             found_BC = torch.searchsorted(key, wanted_BC)
             present_BC = F.pad(key, (0, 1), value=-1)[found_BC] == wanted_BC
             share_BCL[:, :, -j] = F.pad(value[order], (0, 1))[found_BC] * present_BC
-        return share_BCL
+        return share_BCL + self.ease.shares(items_BL, item_BC) if self.ease else share_BCL
 
     def of(self, items_BL: Tensor, item_BC: Tensor) -> Tensor:
         """Return the term (B, C) of the given candidates."""
@@ -162,6 +198,7 @@ class CountTerm:
             self,
             offsets=F.pad(self.offsets, (0, more), value=int(self.offsets[-1])),
             log_popularity=F.pad(self.log_popularity, (0, more), value=float(self.log_popularity[1:].min())),
+            ease=self.ease and self.ease.grown(size),
         )
 
 
@@ -183,9 +220,11 @@ def log_popularity(data: Sequences) -> Tensor:
     return share.float()
 
 
-def build(data: Sequences, config: CountsConfig, table: CountTable | None = None) -> CountTerm:
-    """Return the term with the counts of the training events of `data`, taken from `table` if given."""
-    table = table or count(data, kernel(config.kernel, config.window).tolist(), config.targets)
+def build(
+    data: Sequences, config: CountsConfig, table_of: Callable[[CountsConfig], CountTable] | None = None
+) -> CountTerm:
+    """Return the term with the counts of the training events of `data`; `table_of` may know them already."""
+    table = table_of(config) if table_of else counted(data, config)
     return CountTerm(
         offsets=table.offsets,
         targets=table.targets,
@@ -194,17 +233,27 @@ def build(data: Sequences, config: CountsConfig, table: CountTable | None = None
         log_popularity=log_popularity(data),
         alpha=config.alpha,
         popularity=config.popularity,
+        normalised=config.values != "ease",
+        ease=build(data, config.of_ease, table_of) if config.ease else None,
     )
+
+
+def counted(data: Sequences, config: CountsConfig) -> CountTable:
+    """Return the table of `config`: counts of pairs, or the weights of EASE."""
+    if config.values == "ease":
+        return ease_table(data)
+    return count(data, kernel(config.kernel, config.window).tolist(), config.targets)
 
 
 def _values(data: Sequences, config: CountsConfig, table: CountTable) -> Tensor:
     """Return the values (N,) of the pairs that `config.values` names.
 
-    They are log(1 + C_ba / tau); C_ba itself; C_ba times the rarity of b; or C_ba over the root of the sum of row b.
+    They are log(1 + C_ba / tau); C_ba itself, or the weight of EASE; C_ba times the rarity of b; or C_ba over the root
+    of the sum of row b.
     """
     if config.values == "log":
         return torch.log1p(table.values / config.smoothing)
-    if config.values == "sum":
+    if config.values in ("sum", "ease"):
         return table.values
     number = table.offsets.diff()
     if config.values == "rare":
@@ -229,7 +278,7 @@ def with_counts(scorer: Scorer, term: CountTerm | None) -> Scorer:
 
     def added(data: Sequences, user: Tensor, stop: Tensor) -> ScoreBlocks:
         blocks = scorer(data, user, stop)
-        add = term.adder(sequences.window(data, user, stop, len(term.weights)).items)
+        add = term.adder(term.histories(data, user, stop))
 
         def both() -> Iterator[tuple[int, Tensor]]:
             for first, score_BC in blocks():

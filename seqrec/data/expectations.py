@@ -385,7 +385,7 @@ def _to_check(result: Mapping[str, Any]) -> Check:
     examples = config["meta"].get("examples") or outcome.get("partial_unexpected_list", [])
     finding = "" if result["success"] else config["meta"].get("finding", "")
     if "unexpected_count" in outcome:
-        finding = finding or "{:,} of {:,} values do not"
+        finding = finding or "{:,} of {:,} values break it"
         observed = finding.format(outcome["unexpected_count"], outcome["element_count"])
     elif finding:
         observed = finding

@@ -102,9 +102,11 @@ class ApproximateRecommender(Recommender):
         """Return the best of `number` candidates, and of what followed the newest events most often."""
         item_C = self._search(query_D, number)
         if self.term is not None:
-            events_BJ, _ = self.term.newest(items_L[None])
-            follower_JK, _ = self.term.padded(events_BJ[0], FOLLOWERS)
-            item_C = torch.cat([item_C, follower_JK.flatten()]).unique()
+            for term in filter(None, (self.term, self.term.ease)):
+                events_BJ, _ = term.newest(items_L[None])
+                follower_JK, _ = term.padded(events_BJ[0], FOLLOWERS)
+                item_C = torch.cat([item_C, follower_JK.flatten()])
+            item_C = item_C.unique()
         score_C = self.item_vectors[item_C] @ query_D
         if self.term is not None:
             score_C += self.term.of(items_L[None], item_C[None])[0]

@@ -40,7 +40,7 @@ class Key:
         if not DIGEST.fullmatch(self.sha256):
             raise ValueError(f"sha256: {self.sha256!r:.80} is no digest")
         if self.expires is not None and not 0 <= self.expires < LATEST:
-            raise ValueError(f"expires: {self.expires} is no time")
+            raise ValueError(f"expires: {self.expires} is not a time")
 
 
 def read(path: Path) -> list[Key]:

@@ -1,7 +1,8 @@
 """A model as an ONNX graph, from a history to the best items, and a recommender that runs it.
 
 Inputs: `items` (B, L) int64, left-padded with 0; `times` (B, L) float64 and `user` (B,) int64 where the model needs
-them; `hidden` (B, H) int64, items not to show, filled up with 0. Outputs: `scores` (B, K), `best` (B, K) int64.
+them; `hidden` (B, H) int64, items not to show, filled up with 0; `earlier` (B, E) int64, the events before `items`,
+where the count term reads more of them than the model. Outputs: `scores` (B, K), `best` (B, K) int64.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class _Top(nn.Module):
         self.register_buffer("items", model.item_vectors().detach().float()[: model.catalogue.num_items + 1])
 
     def forward(
-        self, items: Tensor, times: Tensor | None, user: Tensor | None, hidden: Tensor
+        self, items: Tensor, times: Tensor | None, user: Tensor | None, hidden: Tensor, earlier: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Return scores and items, best first."""
         batch = Batch(
@@ -51,7 +52,7 @@ class _Top(nn.Module):
         )
         score_BV = self.model(self.model.asked(batch), last=True)[:, 0] @ self.items.T
         if self.counts is not None:
-            score_BV = self.counts(score_BV, items)
+            score_BV = self.counts(score_BV, items if earlier is None else torch.cat([earlier, items], 1))
         score_BV = score_BV.scatter(1, torch.nn.functional.pad(hidden, (1, 0)), float("-inf"))  # 0 is padding
         found: tuple[Tensor, Tensor] = score_BV.topk(self.k)
         return found
@@ -71,17 +72,20 @@ class _Counts(nn.Module):
         self.register_buffer("values", values)
         self.register_buffer("weights", term.weights.flip(0))  # the newest event last, as in `items`
         self.register_buffer("popularity", term.popularity * term.log_popularity)
-        self.alpha = term.alpha
+        self.alpha, self.normalised = term.alpha, term.normalised
+        self.further = _Counts(term.ease) if term.ease else None
 
     def forward(self, score_BV: Tensor, items_BL: Tensor) -> Tensor:
         """Return the scores with the term added."""
         events = len(self.weights)
         items_BJ = torch.nn.functional.pad(items_BL, (events, 0))[:, -events:]
         weight_BJ = self.weights * (items_BJ > 0)
-        weight_BJ = self.alpha * weight_BJ / weight_BJ.sum(1, keepdim=True).clamp(min=1e-9)
-        votes_BJK = weight_BJ.unsqueeze(2) * self.values[items_BJ]
+        if self.normalised:
+            weight_BJ = weight_BJ / weight_BJ.sum(1, keepdim=True).clamp(min=1e-9)
+        votes_BJK = (self.alpha * weight_BJ).unsqueeze(2) * self.values[items_BJ]
         targets_BJK = self.targets[items_BJ].long()
-        return score_BV.scatter_add(1, targets_BJK.flatten(1), votes_BJK.flatten(1)) + self.popularity
+        score_BV = score_BV.scatter_add(1, targets_BJK.flatten(1), votes_BJK.flatten(1)) + self.popularity
+        return score_BV if self.further is None else self.further(score_BV, items_BL)
 
 
 def export(
@@ -130,7 +134,7 @@ def _session(path: Path, threads: int = 1) -> onnxruntime.InferenceSession:
 
 def _check_equal(weights: Recommender, graph: GraphRecommender) -> None:
     """Raise ValueError if the two score the best items of random users, histories and times differently."""
-    chance, longest, users = random.Random(0), weights.model.options.history, [None, *weights.users]
+    chance, longest, users = random.Random(0), weights.events, [None, *weights.users]
     for number in range(CHECKED):
         length = 1 + number * (longest - 1) // (CHECKED - 1)
         request = Request(
@@ -159,6 +163,7 @@ def graph(model: SequenceModel, k: int, term: CountTerm | None = None) -> tuple[
         "times": torch.arange(1 - length, 1).double().repeat(rows, 1) if "times" in model.needs else None,
         "user": torch.ones(rows, dtype=torch.int64) if "user" in model.needs else None,
         "hidden": torch.ones(rows, 3, dtype=torch.int64),
+        "earlier": torch.ones(rows, 3, dtype=torch.int64) if term and term.events > model.options.history else None,
     }
     given = [name for name, value in example.items() if value is not None]
     batch, width = torch.export.Dim("batch"), torch.export.Dim("length", min=model.shortest, max=model.options.length)
@@ -167,6 +172,7 @@ def graph(model: SequenceModel, k: int, term: CountTerm | None = None) -> tuple[
         "times": {0: batch, 1: width},
         "user": {0: batch},
         "hidden": {0: batch, 1: torch.export.Dim("hidden")},
+        "earlier": {0: batch, 1: torch.export.Dim("earlier")},
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about the converter's own internals
@@ -225,11 +231,11 @@ class GraphRecommender(Recommender):
         k = max(wanted)
         if self.session is None or k > self.card["k"]:
             return super()._top(batch, hidden, wanted)
-        if self.model.options.masked:
-            batch = Batch(batch.items[:, :-1], batch.times[:, :-1], batch.user)  # the graph adds MASK itself
+        earlier = torch.nn.functional.pad(batch.items[:, : -self.model.options.history], (1, 0), value=PAD)
+        batch = self.model.seen(batch)
         missing = max(0, self.card["shortest"] - batch.items.shape[1])
         items, times = (torch.nn.functional.pad(x, (missing, 0), value=PAD) for x in (batch.items, batch.times))
         filled = torch.nn.utils.rnn.pad_sequence([*hidden], batch_first=True, padding_value=PAD)
-        inputs = {"items": items, "times": times, "user": batch.user, "hidden": filled}
+        inputs = {"items": items, "times": times, "user": batch.user, "hidden": filled, "earlier": earlier}
         score_BK, item_BK = self.session.run(None, {name: inputs[name].numpy() for name in self.card["inputs"]})
         return list(zip(score_BK[:, :k].tolist(), item_BK[:, :k].tolist(), strict=True))

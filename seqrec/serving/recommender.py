@@ -196,6 +196,12 @@ class Recommender:
             term=checkpoint.count_term,
         )
 
+    @property
+    def events(self) -> int:
+        """Number of newest events that a recommendation reads."""
+        seen: int = self.model.options.history
+        return max(seen, self.term.events) if self.term else seen
+
     def recommend(self, history: Sequence[str], k: int = 10, **wanted: Any) -> Answer:
         """Return the answer to a `Request`, whose other fields are `wanted`; see `answer`."""
         return self.answer([Request(history=history, k=k, **wanted)])[0]
@@ -387,9 +393,8 @@ class Recommender:
         return [best_of(*row) for row in zip(scores_BV, hidden, wanted, strict=True)]
 
     def _queries(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the queries of the histories (B, D), and their items (B, L) without MASK."""
-        items_BL = batch.items[:, :-1] if self.model.options.masked else batch.items
-        return self.model(batch, last=True)[:, 0].float(), items_BL
+        """Return the queries of the histories (B, D), and their items (B, L)."""
+        return self.model(self.model.asked(self.model.seen(batch)), last=True)[:, 0].float(), batch.items
 
     def _scores(self, query_BD: Tensor, items_BL: Tensor) -> Tensor:
         """Return the scores of all items, counts included."""
@@ -397,10 +402,10 @@ class Recommender:
         return score_BV if self.term is None else self.term.adder(items_BL)(score_BV, 0)
 
     def _batch(self, requests: Sequence[Request], positions: Sequence[Sequence[int]]) -> Batch:
-        length = self.model.options.history
+        length = self.events
         recent = [own[-length:] for own in positions]
         longest = max(len(own) for own in recent)
-        return self.model.asked(self._window(requests, recent, sequences.padded_width(longest, length)))
+        return self._window(requests, recent, sequences.padded_width(longest, length))
 
     def _window(self, requests: Sequence[Request], positions: Sequence[Sequence[int]], width: int) -> Batch:
         """Return the events at `positions` of each history, padded on the left to `width`."""

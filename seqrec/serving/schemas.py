@@ -28,59 +28,67 @@ Stored = Annotated[str, Field(max_length=500, pattern=r"^[^\x00]*$")]  # Postgre
 
 
 class Body(BaseModel):
-    """What is sent to the service; a field that it does not know is an error."""
+    """A request; an unknown field is an error."""
 
     model_config = ConfigDict(extra="forbid")
 
 
 class Query(Body):
-    """Somebody's history, and what is wanted; every id is the data source's own."""
+    """A user's history, and the items to recommend; all ids are those of the data source."""
 
     history: list[Id] | None = Field(
         None,
         max_length=MAX_HISTORY,
-        description="item ids, oldest first; absent = what the store of events knows of the user",
+        description="item ids, oldest first; if absent, the user's history in the event store",
         examples=[["50", "181"]],
     )
-    k: int = Field(10, ge=1, le=MAX_ITEMS, description="items wanted; there are fewer where the catalogue has no more")
+    k: int = Field(10, ge=1, le=MAX_ITEMS, description="number of items; a smaller catalogue gives fewer")
     exclude: list[Id] = Field(default_factory=list, max_length=MAX_HISTORY, description="item ids not to show")
-    allow: list[Id] | None = Field(None, max_length=MAX_ALLOWED, description="the only item ids to show; absent = all")
+    allow: list[Id] | None = Field(
+        None, max_length=MAX_ALLOWED, description="the only item ids that may be shown; if absent, all may"
+    )
     filter: dict[Id, Annotated[list[Id], Field(max_length=MAX_VALUES)] | NumberRange] = Field(
         default_factory=dict,
         max_length=MAX_ATTRIBUTES,
-        description="attribute -> values, of which an item needs one, or a range of numbers; all attributes must fit",
+        description="attribute -> values, or a range of numbers; items must match every attribute",
         examples=[{"genres": ["Comedy", "Drama"], "year": {"min": 1990}}],
     )
     boost: dict[Id, Annotated[dict[Id, Factor], Field(max_length=MAX_FACTORS)]] = Field(
         default_factory=dict,
         max_length=MAX_ATTRIBUTES,
-        description="attribute -> value -> how many times as likely the model is to hold its items",
+        description="attribute -> value -> factor that multiplies the likelihood of items with that value",
         examples=[{"genres": {"Drama": 2, "Horror": 0.5}}],
     )
     quota: dict[Id, Annotated[dict[Id, Annotated[int, Field(ge=0)]], Field(max_length=MAX_FACTORS)]] = Field(
         default_factory=dict,
         max_length=MAX_ATTRIBUTES,
-        description="attribute -> value -> items of the list that may have it",
+        description="attribute -> value -> maximum number of items in the list with that value",
         examples=[{"genres": {"Comedy": 3}}],
     )
-    diversity: float = Field(0.0, ge=0, le=1, description="0 = the best items, up to 1 = items that differ most")
-    explore: float = Field(0.0, ge=0, le=1, description="probability that a position shows a random candidate")
-    user: Id | None = Field(None, description="user id; an unknown one is fine")
-    times: list[FiniteFloat] | None = Field(None, description="seconds UTC, one an event of the history")
+    diversity: float = Field(0.0, ge=0, le=1, description="0: the best items; 1: the items that differ most")
+    explore: float = Field(
+        0.0, ge=0, le=1, description="probability that a position shows a random item of the best candidates"
+    )
+    user: Id | None = Field(None, description="user id; it may be unknown to the model")
+    times: list[FiniteFloat] | None = Field(
+        None, description="time of each event of the history, in seconds since 1970, UTC"
+    )
     items_text: dict[Id, Annotated[dict[Id, Text], Field(max_length=MAX_ATTRIBUTES)]] = Field(
         default_factory=dict,
         max_length=MAX_NEW_ITEMS,
-        description="items that the model never saw: id -> attributes; candidates, also in the history; Recformer only",
+        description="items that the model never saw: id -> attributes; to recommend, or in the history; Recformer only",
         examples=[{"new": {"title": "A film of tomorrow"}}],
     )
 
-    titles: bool = Field(False, description="answer with the titles of the items too")
-    by: By | None = Field(None, description="version that is to answer, whoever the user is; the store does not see it")
+    titles: bool = Field(False, description="also return the titles of the items")
+    by: By | None = Field(
+        None, description="version that must answer, for any user; the event store does not record the answer"
+    )
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.history is None and (self.user is None or self.times is not None):
-            raise ValueError("history: missing; give a history, or a user without times")
+            raise ValueError("history is missing: give a history, or a user and no times")
         self.request(UserHistory())
         return self
 
@@ -93,44 +101,44 @@ class Query(Body):
 
 
 class Queries(Body):
-    """Several at once."""
+    """Several requests in one."""
 
     requests: list[Query] = Field(max_length=MAX_BATCH)
 
 
 class Recommendation(BaseModel):
-    """The best items, and what was done to give any."""
+    """The best items, and how they were chosen."""
 
-    items: list[str] = Field(description="best first")
-    titles: list[str] | None = Field(None, description="of the items, if requested; empty where the model has none")
+    items: list[str] = Field(description="item ids, best first")
+    titles: list[str] | None = Field(None, description="titles of the items, if requested; empty if the model has none")
     scores: list[float]
-    source: str = Field(description="the model, or popularity where no item of the history is known")
-    unknown: int = Field(description="events of the history that the model does not know")
+    source: str = Field(description="name of the model, or `popularity` if the model knows no item of the history")
+    unknown: int = Field(description="number of events of the history whose item the model does not know")
     notes: list[str]
-    version: str = Field(description="of the model in the registry")
-    recommendation_id: str = Field(description="to be sent with the events that this answer leads to")
+    version: str = Field(description="version of the model in the registry")
+    recommendation_id: str = Field(description="id of this answer; send it with the events that the answer leads to")
 
 
 class Recommendations(BaseModel):
-    """Several at once, in the order of the requests."""
+    """The answers, in the order of the requests."""
 
     answers: list[Recommendation]
 
 
 class Listing(BaseModel):
-    """Items, best first, that are nobody's in particular."""
+    """Items for no user in particular, best first."""
 
     items: list[str]
-    titles: list[str] = Field(description="empty where the model has none")
+    titles: list[str] = Field(description="titles of the items; empty if the model has none")
     scores: list[float]
-    version: str = Field(description="of the model in the registry")
+    version: str = Field(description="version of the model in the registry")
 
 
 class History(BaseModel):
-    """What a user did, by the store of events."""
+    """A user's history in the event store."""
 
     items: list[str] = Field(description="oldest first")
-    titles: list[str] = Field(description="empty where the model has none")
+    titles: list[str] = Field(description="titles of the items; empty if the model has none")
 
 
 class Titled(BaseModel):
@@ -141,13 +149,13 @@ class Titled(BaseModel):
 
 
 class SearchResult(BaseModel):
-    """Items that fit a search."""
+    """Items that match a search."""
 
     items: list[Titled]
 
 
 class Question(Body):
-    """Why an item is recommended after a history."""
+    """A history and an item whose score is to be explained."""
 
     history: list[Id] = Field(max_length=MAX_HISTORY, description="item ids, oldest first")
     item: Id
@@ -156,7 +164,7 @@ class Question(Body):
 
 
 class Explanation(BaseModel):
-    """What each event of the history adds to the item's score: by how much it drops without the event."""
+    """How much the item's score drops without each event of the history."""
 
     drops: list[float]
 
@@ -170,14 +178,18 @@ def _has_happened(at: float) -> float:
 class UserEvent(Body):
     """Something that a user did with an item."""
 
-    event_id: Stored = Field(min_length=1, description="yours; a second event with this id is ignored")
+    event_id: Stored = Field(
+        min_length=1, description="an id of your choice; a second event with the same id is ignored"
+    )
     user: Stored = Field(min_length=1)
     item: Stored = Field(min_length=1)
-    kind: Literal["view", "buy", "hide"] = Field("view", description="hide: not to be recommended any more")
-    at: Annotated[FiniteFloat, Field(ge=0), AfterValidator(_has_happened)] | None = Field(
-        None, description="seconds UTC, since 1970 and at most a day ahead; absent = now"
+    kind: Literal["view", "buy", "hide"] = Field(
+        "view", description="`hide`: do not recommend this item to the user again"
     )
-    recommendation_id: Stored | None = Field(None, description="of the answer that showed the item")
+    at: Annotated[FiniteFloat, Field(ge=0), AfterValidator(_has_happened)] | None = Field(
+        None, description="seconds since 1970, UTC, at most a day in the future; if absent, now"
+    )
+    recommendation_id: Stored | None = Field(None, description="id of the answer that showed the item")
 
 
 class Events(Body):
@@ -187,10 +199,10 @@ class Events(Body):
 
 
 class Taken(BaseModel):
-    """What became of the events."""
+    """How many events were stored."""
 
     stored: int
-    known: int = Field(description="left out, because an event with this id is there already")
+    known: int = Field(description="number of events left out because their id was already stored")
 
 
 class Forgotten(BaseModel):
@@ -201,9 +213,11 @@ class Forgotten(BaseModel):
 
 
 class Share(Body):
-    """How many users the candidate answers."""
+    """The share of users whom the candidate answers."""
 
-    share: float = Field(ge=0, le=1, description="of the users; who has the candidate keeps it when the share grows")
+    share: float = Field(
+        ge=0, le=1, description="share of the users; those who have the candidate keep it when the share grows"
+    )
 
 
 class ClickThrough(BaseModel):
@@ -212,7 +226,7 @@ class ClickThrough(BaseModel):
     version: str
     users: int
     answers: int
-    rate: float | None = Field(description="of the answers; null where there are none")
+    rate: float | None = Field(description="share of the answers; null if there are none")
 
 
 class Experiment(BaseModel):
@@ -221,13 +235,15 @@ class Experiment(BaseModel):
     share: float
     champion: ClickThrough
     candidate: ClickThrough
-    difference: float | None = Field(description="candidate less champion; null where one has too few users")
+    difference: float | None = Field(
+        description="rate of the candidate minus rate of the champion; null if either has too few users"
+    )
     low: float | None = Field(description="lower end of the 95 % interval")
     high: float | None
 
 
 class Readiness(BaseModel):
-    """Whether to send requests here."""
+    """Whether the service can answer requests."""
 
     ready: bool
 
@@ -235,10 +251,12 @@ class Readiness(BaseModel):
 class State(BaseModel):
     """What is being served."""
 
-    status: str = Field(description="ok; waiting for a first champion; or behind: it cannot follow the registry")
+    status: str = Field(
+        description="ok; `waiting`: there is no champion yet; `behind`: a newer champion could not be loaded"
+    )
     model: str = ""
     version: str = ""
     items: int = 0
     users: int = 0
-    candidate: str = Field("", description="version of the second model; empty where there is none")
-    problem: str = Field(description="why a newer champion is not served; empty where nothing is wrong")
+    candidate: str = Field("", description="version of the candidate; empty if there is none")
+    problem: str = Field(description="why a newer champion is not served; empty if all is well")

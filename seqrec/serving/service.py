@@ -133,9 +133,11 @@ class Service:
         self._check_cost(requests)
         for first in range(0, len(missing), LOOKED_UP):
             if self.store is None:
-                raise ValueError("history: missing, and this service has no store of events: start it with --store")
+                raise ValueError(
+                    "history is missing, and the service has no event store to look it up: start it with --store"
+                )
             users = {place: queries[place].user or "" for place in missing[first : first + LOOKED_UP]}
-            longest = max(batcher.served.current[0].model.options.history for batcher in self.batchers)
+            longest = max(batcher.served.current[0].events for batcher in self.batchers)
             histories = await self.store.histories(set(users.values()), longest)
             for place, user in users.items():
                 requests[place] = queries[place].request(histories[user])

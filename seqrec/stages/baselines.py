@@ -11,23 +11,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
-import torch
-from numpy.typing import NDArray
-from scipy import linalg, sparse
 
 from seqrec.artifacts import EPOCH_RECORDS, ITEMS, REFIT, REFITTED, SPLIT_CARD, VOCABULARY, replaced, write_text
 from seqrec.config import CountsConfig, EvaluateConfig
 from seqrec.config.ranges import Count
-from seqrec.counts import search, term
+from seqrec.config.sections import EASE_ITEMS
+from seqrec.counts import search
 from seqrec.counts.search import Tables
-from seqrec.counts.table import train_events
 from seqrec.data.sequences import Sequences, cases, median_gap, trained_until
 from seqrec.data.sequences import load as load_sequences
 from seqrec.evaluation import ranking
 from seqrec.models.base import Catalogue
-from seqrec.models.baselines import EASE, Baseline, BaselineOptions, Constant
+from seqrec.models.baselines import Baseline, BaselineOptions, Constant
 from seqrec.pipeline import BASELINES
 from seqrec.stages.evaluate import evaluate
 from seqrec.training.checkpoint import (
@@ -43,11 +39,14 @@ from seqrec.training.held_out import split_of
 from seqrec.training.resume import fingerprint
 
 logger = logging.getLogger(__name__)
-RIDGE = 100.0  # L2 of EASE: best on validation of ML-100K, 2 % below the best value, 250, on ML-1M
-EASE_ITEMS = 20_000  # its item x item matrices then take 10 GB, and minutes
 MARKOV = CountsConfig(values="tempered", decay="inverse", events=5)
-STARTS = {"markov": MARKOV, "pctm": CountsConfig(), "seqrules": CountsConfig(values="sum", decay="inverse")}
-AXES = {"pctm": search.ALONE, "seqrules": search.RULES}
+STARTS = {
+    "markov": MARKOV,
+    "ease": CountsConfig(values="ease", rho=1.0, events=CountsConfig().ease_events),
+    "pctm": CountsConfig(),
+    "seqrules": CountsConfig(values="sum", decay="inverse"),
+}
+AXES = {"ease": search.DECAYS, "pctm": search.ALONE, "seqrules": search.RULES}
 
 
 def baselines(
@@ -66,11 +65,13 @@ def baselines(
     Popularity ranks by the number of training events. Markov counts how often an item follows another within ten
     training events, weighted by 1 / distance and divided by the square root of the first item's total; the user's last
     five items vote, weighted by 1 / age. EASE is the best linear map from a user's items to these items, where no item
-    explains itself; it is left out for large catalogues. PCTM (Petrov et al., RecSys 2026) is the count term with
-    alpha 1. Deviations: the values are chosen on validation from one grid, the history has ten events, and events have
-    weights rho^j; the paper uses a grid per dataset and two kinds of weights. Sequential Rules (Ludewig and Jannach,
-    UMUAI 2018) sum distance weights without smoothing, and the newest events vote with decaying weights. As in Petrov
-    et al., rules can be scaled by the rarity of their source. Their settings are chosen on validation.
+    explains itself. Deviations: of each item's weights the 256 largest are kept, the last 200 events vote, and the
+    weight of older ones is chosen on validation. EASE is left out for large catalogues. PCTM (Petrov et al., RecSys
+    2026) is the count term with alpha 1. Deviations: the values are chosen on validation from one grid, the history has
+    ten events, and events have weights rho^j; the paper uses a grid per dataset and two kinds of weights. Sequential
+    Rules (Ludewig and Jannach, UMUAI 2018) sum distance weights without smoothing, and the newest events vote with
+    decaying weights. As in Petrov et al., rules can be scaled by the rarity of their source. Their settings are chosen
+    on validation.
 
     Args:
         sequences: folder of the prepared dataset.
@@ -178,7 +179,7 @@ def write(
         scorer = ranking.model_scorer(net.eval())
         choice = search.choose(scorer, tables, data, filter_seen=filter_seen, start=start, axes=AXES[name])
         settings, entry = choice.values, choice.card()
-    counts = term.build(data, settings, tables.table(settings)) if settings else None
+    counts = tables.built(settings) if settings else None
     content = (name, filter_seen, entry, facts)
     card = {
         "model": name,
@@ -206,36 +207,9 @@ def start_of(name: str, data: Sequences) -> CountsConfig | None:
 
 
 def network(name: str, data: Sequences) -> Baseline:
-    """Return the network of a baseline, with its values; EASE reads whole histories."""
-    length = int((data.stop - data.start).max()) if name == "ease" else CountsConfig().events
-    catalogue, options = Catalogue(data.num_items, data.num_users, length), BaselineOptions(length=length)
-    if name == "ease":
-        ease = EASE(options, catalogue)
-        ease.weight_VV.copy_(torch.from_numpy(ease_weights(data, RIDGE)).T)
-        return ease
-    constant = Constant(options, catalogue)
+    """Return the network of a baseline: a score for each item, which is 0 where the count term gives all scores."""
+    length = (STARTS.get(name) or CountsConfig()).events
+    constant = Constant(BaselineOptions(length=length), Catalogue(data.num_items, data.num_users, length))
     if name == "popularity":
         constant.score_V.copy_(data.count)
     return constant
-
-
-def ease_weights(data: Sequences, ridge: float) -> NDArray[np.float32]:
-    """Return B (V, V) of EASE: P = (X'X + ridge I)^-1, B_ij = -P_ij / P_jj, B_jj = 0 (equation 8)."""
-    user_items = _user_items(data)
-    # in float64, since the eigenvalues of X'X are powers of ten apart
-    gram = (user_items.T @ user_items).astype(np.float64).toarray()
-    gram[np.diag_indices_from(gram)] += ridge
-    inverse = linalg.inv(gram, overwrite_a=True, check_finite=False)
-    inverse /= -np.diag(inverse)
-    np.fill_diagonal(inverse, 0)
-    weights: NDArray[np.float32] = inverse.astype(np.float32)
-    return weights
-
-
-def _user_items(data: Sequences) -> sparse.csr_array:
-    """Return X (users, V): 1 where the item is among the user's training events."""
-    user, item = (x.numpy() for x in train_events(data))
-    shape = (data.num_users, len(data.count))
-    matrix = sparse.csr_array((np.ones(len(user), dtype=np.float32), (user, item)), shape=shape)
-    matrix.data[:] = 1  # the constructor has summed repeated entries
-    return matrix

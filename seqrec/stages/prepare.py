@@ -100,7 +100,7 @@ def prepare(*, dataset: str, data: Path, validation: Path, sequences: Path, conf
         **_growth(sequences, config),
     }
     write_json(sequences / artifacts.SPLIT_CARD, card)
-    logger.info("%s: %d users, %d items, %d events", dataset, counts["users"], counts["items"], counts["events"])
+    logger.info("%s: %s", dataset, ", ".join(f"{counts[key]:,} {key}" for key in ("users", "items", "events")))
     return {name: float(value) for name, value in counts.items()}
 
 

@@ -219,8 +219,8 @@ def _say_doubts(board: Mapping[str, Any]) -> None:
     """Log doubts about a new champion: no gain over counts, or data that proves little."""
     gain = board["verdict"]["gain"]
     doubts = [board["verdict"]["sentence"]] if gain and gain["low"] <= 0 else []
-    for sentence in doubts + [f"the data: {text}" for text in board["warnings"]]:
-        logger.warning("the champion: %s", sentence)
+    for sentence in doubts + [f"in the data, {text}" for text in board["warnings"]]:
+        logger.warning("caution about the new champion: %s", sentence)
 
 
 def _page(board: Mapping[str, Any], entries: Sequence[Entry], shown: Examples, split: Mapping[str, Any]) -> str:
@@ -348,7 +348,7 @@ def _log_entry(tracker: Tracker, entry: Entry, parent: Run, shown: Examples) -> 
         page = report.model_page(entry.name, entry.history, shown, entry.row[SELECTION])
         client.log_text(run_id, page, FIGURES)
     model_id = None
-    if not entry.row["baseline"]:  # the model of a baseline is logged if it is the candidate, since EASE is large
+    if not entry.row["baseline"]:  # the model of a baseline is logged if it is the candidate
         model_id = registry.log_model(client, run, checkpoint=load_checkpoint(entry.folder)).model_id
     values = view.scalars(entry.metrics) | view.best_epoch(entry.history)
     runs.log_metrics(client, run, values, entry.history, model_id=model_id, dataset=tracker.dataset)

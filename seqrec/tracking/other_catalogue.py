@@ -72,7 +72,7 @@ def measured(checkpoint: Checkpoint, data: Path, *, filter_seen: bool) -> Measur
     """
     numbers = Numbers.matched(checkpoint, data)
     if not numbers.item.any():
-        raise ValueError("it knows none of the items")
+        raise ValueError("the champion knows none of the items")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     term, prepared = checkpoint.count_term, sequences.load(data).to(device)
     count = checkpoint.item_counts.to(device)
@@ -110,15 +110,16 @@ def scorer(model: SequenceModel, term: CountTerm | None, numbers: Numbers, count
         numbers: the dataset's items and users in the model.
         count_M: the model's training events of each item, which rank histories without a known item.
     """
+    events = max(model.options.history, term.events if term else 0)
     item_MD = model.item_vectors().detach().float()[: len(count_M)]
 
     def score(history: Batch) -> Tensor:
-        query_BD = model(model.asked(history), last=True)[:, 0].float()
+        query_BD = model(model.asked(model.seen(history)), last=True)[:, 0].float()
         score_BM: Tensor = query_BD @ item_MD.T
         return score_BM if term is None else term.adder(history.items)(score_BM, 0)
 
     def scored(data: Sequences, user: Tensor, stop: Tensor) -> ScoreBlocks:
-        history = known_history(data, user, stop, numbers, model.options.history)
+        history = known_history(data, user, stop, numbers, events)
         rows = max(1, POSITIONS_PER_PASS // history.items.shape[1])
         parts = zip(*(tensor.split(rows) for tensor in history), strict=True)
         score_BM = torch.cat([score(Batch(*part)) for part in parts])

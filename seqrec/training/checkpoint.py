@@ -231,7 +231,7 @@ def load_checkpoint(folder: Path) -> Checkpoint:
         model.load_state_dict(weights)
     except RuntimeError as error:
         raise ValueError(
-            f"{folder / WEIGHTS} does not fit {config.architecture} as this version builds it: train it again, or use "
+            f"{folder / WEIGHTS} does not fit the {config.architecture} of this version: train it again, or use "
             f"the version it was made with ({error})"
         ) from error
     for name, digest in card["files"].items():
@@ -300,8 +300,7 @@ def _load_counts(folder: Path, card: Mapping[str, Any]) -> CountTerm | None:
         return None
     tensors = _load_tensors(folder / COUNTS, chosen["sha256"])
     try:
-        config = counts_config(chosen)
-        return CountTerm(**tensors, alpha=config.alpha, popularity=config.popularity)
+        return CountTerm.stored(tensors, counts_config(chosen))
     except (ValueError, TypeError) as error:
         raise ValueError(f"{folder / MODEL_CARD}: {error}") from error
 
@@ -312,7 +311,7 @@ def counts_config(chosen: Mapping[str, Any]) -> CountsConfig:
     Raises:
         ConfigError: a value is missing or wrong; the message names it.
     """
-    older = {"values": "log", "decay": ""}  # cards without these entries
+    older = {"values": "log", "decay": "", "ease": 0.0, "ease_decay": 1.0, "ease_events": 200}  # cards without them
     named = older | dict(chosen)
     return parse(CountsConfig, {field.name: named.get(field.name) for field in fields(CountsConfig)}, "counts")
 

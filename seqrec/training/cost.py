@@ -95,7 +95,7 @@ def announce(stage: str, epochs: int, total: int, meter: EpochMeter) -> None:
     seconds = meter.seconds / FIRST_STEPS * total
     if seconds > LONG_S:
         logger.info(
-            f"{stage}: about {seconds / 60:.0f} minutes for all {epochs} epochs, without validation; early "
+            f"{stage}: at most {seconds / 60:.0f} min of training ({epochs} epochs), without validation; early "
             f"stopping may end it sooner. Memory so far: {peak_memory(meter.device) / 1e9:.1f} GB"
         )
 

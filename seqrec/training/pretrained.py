@@ -210,7 +210,7 @@ def _check_sizes(model: Recformer, config: Any) -> None:
     ours = model.options.window
     window = getattr(config, "attention_window", ours)
     if {ours} != (set(window) if isinstance(window, list) else {window}):
-        logger.info("window is %d as options.window says; the checkpoint was trained with %s", ours, window)
+        logger.info("using options.window = %d, although the checkpoint was trained with %s", ours, window)
 
 
 def convert(state: Mapping[str, Tensor], config: Any, model: Recformer, *, head: bool) -> dict[str, Tensor]:

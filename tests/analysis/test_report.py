@@ -176,19 +176,6 @@ def test_nothing_of_the_data_becomes_markup(text):
     assert "u<7>" not in text
 
 
-def test_two_users_with_three_models_are_open_and_the_others_folded():
-    opinions = OPINIONS | {"ease": OPINIONS["sasrec"]}
-    users = [Example(user_id=f"u{number}", history=[1], target=2, opinions=opinions) for number in range(4)]
-
-    text = report.page(BOARD, METRICS, {}, Examples(users=users, names=NAMES))
-
-    examples = text[text.index("<h2>Examples") :]
-    folded = re.findall(r"<details><summary>([^<]*)", examples)
-    assert folded == ["User u0: ease", "User u3: ease", "User u1", "User u1: ease", "User u2", "User u2: ease"]
-    heads = [cells for cells in Page(text).rows if cells[0] == "rank"]
-    assert heads == [["rank", "sasrec", "gru4rec", "markov"], ["rank", "ease"]] * 4
-
-
 def test_a_curve_that_ends_elsewhere_than_its_leaderboard_figure_says_why(text):
     (curves,) = [figure for figure in Page(text).figures() if len(figure["layout"]["annotations"]) == 2][:1]
     stars = {trace["name"]: trace["y"] for trace in curves["data"] if trace["marker"].get("symbol") == "star"}

@@ -134,9 +134,9 @@ def test_an_edited_file_of_the_user_reruns_its_ingest(project, tmp_path, monkeyp
 def test_dvc_sees_the_values_that_differ_and_files_in_the_folder_my(project, monkeypatch):
     monkeypatch.chdir(project)
     settle(project, SETTINGS)
-    assert changed(project) == {}
+    assert stale(project) == []
     (project / "my/events.csv").write_text("one")
-    assert changed(project) == {"settings": [{"changed deps": {"my": "modified"}}]}
+    assert {"changed deps": {"my": "modified"}} in changed(project)["settings"]
     (project / "my/events.csv").unlink()
 
     settle(project, with_values({"models.gru4rec.finetune.learning_rate": 0.01}))

@@ -9,7 +9,7 @@ from support import nothing, prepare_rows
 
 from seqrec.config import CountsConfig
 from seqrec.counts import search, term
-from seqrec.counts.case_ndcg import CaseNdcg
+from seqrec.counts.case_ndcg import CaseNdcg, ndcg_of_weights
 from seqrec.counts.search import Tables
 from seqrec.counts.term import with_counts
 from seqrec.data import sequences
@@ -36,7 +36,7 @@ def leveled(values):
 
 
 def test_each_half_is_scored_with_what_the_other_half_chose():
-    choice = search.search(leveled, USER, Level(both=0.1), [[{"even": 1.0}], [{"odd": 1.0}]])
+    choice = search.search(leveled, USER, [Level(both=0.1)] * 3, [[{"even": 1.0}], [{"odd": 1.0}]])
 
     assert (choice.folds[0].odd, choice.folds[0].even) == (1.0, 0.0)  # for even users, chosen by odd ones
     assert (choice.folds[1].odd, choice.folds[1].even) == (0.0, 1.0)
@@ -46,8 +46,8 @@ def test_each_half_is_scored_with_what_the_other_half_chose():
 def test_the_search_takes_the_best_and_stays_where_nothing_is_better():
     axes = [[{"both": level} for level in (0.5, 2.0, 1.9)]]
 
-    assert search.search(leveled, USER, Level(), axes).values.both == 2.0
-    assert search.search(leveled, USER, Level(both=3.0), axes).values.both == 3.0
+    assert search.search(leveled, USER, [Level()] * 3, axes).values.both == 2.0
+    assert search.search(leveled, USER, [Level(both=3.0)] * 3, axes).values.both == 3.0
 
 
 TERMS = [
@@ -77,6 +77,44 @@ def test_the_values_of_a_search_are_those_of_a_ranking(prepared, values, filter_
     rank = ranked.rank if filter_seen else ranked.rank_unfiltered
     assert 0 < found.mean() < 1
     assert found == pytest.approx(metrics.ndcg(rank.numpy(), 10))
+
+
+@pytest.mark.parametrize("square", [True, False], ids=["square", "pairs"])
+@pytest.mark.parametrize("filter_seen", [True, False])
+def test_ease_is_weighed_as_it_is_ranked(prepared, filter_seen, square, monkeypatch):
+    monkeypatch.setattr(term, "DENSE", 1 << 24 if square else 0)
+    data = sequences.load(prepared)
+    tables, cases = Tables(data), sequences.cases(data, "valid")
+    base = tables.scorer(nothing, CountsConfig(popularity=-0.2), data.device)
+    votes = tables.built(CountsConfig(values="ease", rho=0.9, events=20))
+
+    found = ndcg_of_weights(base, votes, (0.0, 30.0), data, cases, filter_seen=filter_seen)
+
+    for weight, ours in zip((0.0, 30.0), found, strict=True):
+        both = tables.built(CountsConfig(popularity=-0.2, ease=weight, ease_decay=0.9, ease_events=20))
+        ranked = ranking.rank(with_counts(nothing, both), data, cases, filter_seen=filter_seen)
+        rank = ranked.rank if filter_seen else ranked.rank_unfiltered
+        assert ours == pytest.approx(metrics.ndcg(rank.numpy(), 10))
+    assert found[0].mean() != found[1].mean()
+
+
+@pytest.mark.parametrize("helps", [True, False])
+def test_ease_is_added_where_whole_histories_say_more_than_the_last_events(tmp_path, helps):
+    """Each user has one of three tastes; with `helps`, ten events in a row hide it from the counts."""
+    draw = np.random.default_rng(0)
+    rows = []
+    for user in range(120):
+        taste, noise = draw.permutation(10)[:8] + 10 * (user % 3), 30 + draw.permutation(20)[:11]
+        *past, valid, test = taste if helps else noise
+        order = [*past, *(noise if helps else taste)[:11], valid, test]
+        rows += [(f"u{user}", f"i{item}", time) for time, item in enumerate(order)]
+    data = sequences.load(prepare_rows(tmp_path, rows, min_user_events=1, min_item_events=1))
+
+    choice = search.choose(nothing, Tables(data), data, filter_seen=True, start=OFF, ease=True)
+
+    assert (choice.values.ease > 0) is helps
+    without = search.choose(nothing, Tables(data), data, filter_seen=True, start=OFF)
+    assert (choice.flattered > without.flattered + 0.05) is helps
 
 
 def test_cases_whose_items_have_many_followers_are_fewer(prepared, monkeypatch):
@@ -136,7 +174,7 @@ def test_beside_scores_that_say_nothing_the_counts_decide(prepared):
 def test_an_alternative_may_follow_from_what_was_found():
     axes = [[{"both": 2.0}], lambda found: [{"both": found.both + 1}]]
 
-    assert search.search(leveled, USER, Level(), axes).values.both == 4.0  # twice from the one to the other
+    assert search.search(leveled, USER, [Level()] * 3, axes).values.both == 4.0  # twice from the one to the other
 
 
 def test_where_the_last_event_decides_older_ones_hardly_vote(tmp_path):

@@ -129,18 +129,6 @@ def test_curves_have_a_row_a_point_and_none_where_nothing_was_measured(tmp_path)
     ]
 
 
-def test_the_summaries_fit_into_100_columns_and_replace_those_of_other_models(reports):
-    folder = reports / "summary"
-    folder.mkdir()
-    (folder / "gone.json").touch()
-    leaderboard.write_summaries(folder, leaderboard.build(reports=reports, models=["sasrec", "rec_denoiser"]))
-
-    assert sorted(path.stem for path in folder.iterdir()) == ["markov", "popularity", "rec_denoiser", "sasrec"]
-    values = json.loads((folder / "rec_denoiser.json").read_text())
-    widths = [len("reports/summary/rec_denoiser.json"), *map(len, values)]
-    assert sum(widths) + 4 * len(values) <= 100  # DVC puts four spaces between columns
-
-
 def write_cases(reports, name, rank):
     """The same ranks on validation, and 1 in every test case."""
     users, number = range(1, len(rank) + 1), 2 * len(rank)

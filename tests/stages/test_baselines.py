@@ -7,10 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
 from support import prepare_rows
 
 from seqrec.artifacts import CASES, METRICS, RECOMMENDATIONS, REFITTED, read_json
 from seqrec.config import EvaluateConfig
+from seqrec.counts import ease
+from seqrec.counts.ease import ease_weights
 from seqrec.data import sequences
 from seqrec.pipeline import BASELINES
 from seqrec.serving import onnx_graph
@@ -18,7 +21,7 @@ from seqrec.serving.approximate_search import ApproximateRecommender
 from seqrec.serving.onnx_graph import GraphRecommender
 from seqrec.serving.recommender import Recommender, Request
 from seqrec.stages import baselines as stage
-from seqrec.stages.baselines import ease_weights, write
+from seqrec.stages.baselines import write
 from seqrec.stages.evaluate import evaluate
 from seqrec.training.checkpoint import catalogue_files, load_checkpoint
 
@@ -102,7 +105,6 @@ def test_popularity_is_the_number_of_train_events(tables, tmp_path):
 
 
 def test_ease_solves_a_ridge_regression_of_each_item_on_the_others(tables, tmp_path, monkeypatch):
-    monkeypatch.setattr(stage, "RIDGE", 0.7)
     matrix = user_items(sequences.load(tables))
     weights = np.zeros((5, 5))
     for item in range(1, 5):
@@ -111,9 +113,13 @@ def test_ease_solves_a_ridge_regression_of_each_item_on_the_others(tables, tmp_p
         weights[others, item] = np.linalg.solve(x.T @ x + 0.7 * np.eye(3), x.T @ matrix[:, item])
 
     np.testing.assert_allclose(ease_weights(sequences.load(tables), 0.7), weights, atol=1e-6)
-    for history in ([1], [2, 3], [4, 1, 4]):  # an item that comes twice counts once
+
+    monkeypatch.setattr(ease, "ease_weights", lambda data: torch.from_numpy(weights).float())
+    for history in ([1], [2, 3], [4, 1, 4]):
         found = scores_of("ease", tables, tmp_path / "saved", history)
-        np.testing.assert_allclose(found, weights[sorted({*history})].sum(0)[1:], atol=1e-6)
+        decay = load_checkpoint(tmp_path / "saved").card["counts"]["rho"]
+        votes = [decay**age * weights[item] for age, item in enumerate(reversed(history))]
+        np.testing.assert_allclose(found, sum(votes)[1:], atol=1e-6)
 
 
 def test_markov_adds_tempered_counts_by_age(tables, tmp_path):

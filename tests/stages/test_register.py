@@ -334,7 +334,9 @@ def test_a_champion_of_a_degenerate_dataset_is_announced_with_what_speaks_agains
 
     run(min_gain=-1.0)
 
-    said = [record.message for record in caplog.records if record.message.startswith("the champion: ")]
+    said = [
+        record.message for record in caplog.records if record.message.startswith("caution about the new champion: ")
+    ]
     for reason in (f"only {USERS} users", f"only {ITEMS} items", "87% of the events have the same time"):
         assert any(reason in message for message in said), reason
     assert len(read_json(Path("reports/leaderboard.json"))["warnings"]) == 3

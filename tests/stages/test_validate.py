@@ -150,7 +150,9 @@ def test_a_wrong_column_type_stops_before_the_rules_that_need_it(tmp_path):
     table = table.set_column(2, "timestamp", table["timestamp"].cast(pa.string()))
     artifacts.write_table(tmp_path / artifacts.INTERACTIONS, table)
 
-    with pytest.raises(ValidationFailed, match=r"timestamp \(critical\): the type is int64; .* e.g. 'string'"):
+    with pytest.raises(
+        ValidationFailed, match=r"timestamp \(critical\): the rule 'the type is int64' is not met: .* e.g. 'string'"
+    ):
         run(tmp_path)
 
     assert verdict(tmp_path)["statistics"] == {}

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import socket
 import sqlite3
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -136,18 +136,19 @@ def test_a_server_that_does_not_answer_names_the_setting(uri):
         runs.connect(RegisterConfig(tracking_uri=uri))
 
 
-def test_killed_while_the_database_is_made_leaves_none_behind(tmp_path):
-    script = (
-        "import os, signal, sqlalchemy\n"
-        "from seqrec import config\n"
-        "from seqrec.tracking import runs\n"
-        "die = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "sqlalchemy.event.listen(sqlalchemy.Table, 'after_create', die)\n"
-        "runs.connect(config.RegisterConfig())\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)})
+def connect_and_die(folder: Path) -> None:
+    """Connect to a database in `folder`; die when its first table is made."""
+    os.chdir(folder)
+    sqlalchemy.event.listen(sqlalchemy.Table, "after_create", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+    runs.connect(RegisterConfig())
 
-    assert done.returncode == -signal.SIGKILL
+
+def test_killed_while_the_database_is_made_leaves_none_behind(tmp_path):
+    process = multiprocessing.get_context("fork").Process(target=connect_and_die, args=(tmp_path,))
+    process.start()
+    process.join()
+
+    assert process.exitcode == -signal.SIGKILL
     assert not (tmp_path / "mlflow.db").exists()
     assert list(tmp_path.iterdir())  # it had begun
     assert runs.connect(RegisterConfig(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")).search_experiments()

@@ -51,7 +51,7 @@ def rewrite(folder, **entries):
         ({"options": {"d_model": 0}}, "config.json: .*d_model"),
         ({"options": {"no_such": 1}}, "config.json: .*options.no_such"),
         ({"options": {"heads": 3}}, "config.json: .*heads"),
-        ({"options": {"layers": 3}}, "best.safetensors does not fit sasrec as this version builds it"),
+        ({"options": {"layers": 3}}, "best.safetensors does not fit the sasrec of this version"),
         ({"architecture": "no_such"}, "config.json: .*'no_such' is not one of"),
         ({"architecture": "fpmc", "options": {}}, "best.safetensors does not fit fpmc"),
         ({"catalogue": {"num_items": 40, "num_users": 60}}, "config.json: catalogue.length"),

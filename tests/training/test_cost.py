@@ -40,6 +40,6 @@ def test_a_long_training_is_announced_after_its_first_steps_and_not_changed(tmp_
     monkeypatch.setattr(cost, "LONG_S", 0.0)
     run(prepared, tmp_path / "loud", epochs=2, batch_size=4)
 
-    assert "minutes for all 2 epochs" in caplog.text
+    assert "min of training (2 epochs)" in caplog.text
     for name, value in weights(tmp_path / "quiet").items():
         assert torch.equal(weights(tmp_path / "loud")[name], value)

@@ -1,11 +1,12 @@
 """Two processes (gloo) give the losses and metrics of one with the same global batch."""
 
 import os
-import subprocess
-import sys
+import socket
 from pathlib import Path
 
 import pytest
+import torch
+from accelerate.state import AcceleratorState, PartialState
 from support import CONFIG, OPTIONS, losses_of
 
 from seqrec.artifacts import write_json
@@ -21,13 +22,16 @@ CONTRAST = {
     },
     "config": {"epochs": 2, "batch_size": 32, "warmup_steps": 2, "learning_rate": 1e-2, "seed": 1},
 }
-SCRIPT = """
-import sys
-from pathlib import Path
-from seqrec.cluster.launch import execute
-for order in sys.argv[1:]:
-    execute(Path(order))
-"""
+
+
+def work(rank: int, port: int, orders: list[Path]) -> None:
+    """Be one of two processes, as torchrun starts them; tests/cluster starts them with it."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    AcceleratorState._reset_state(reset_partial_state=True)  # that of the process that this one is a copy of
+    for order in orders:
+        execute(order)
+    assert PartialState().num_processes == 2
 
 
 def order_contrast(prepared: Path, folder: Path) -> Path:
@@ -62,15 +66,9 @@ def trained(prepared, tmp_path_factory):
     }
     for order in orders["one"]:
         execute(order)
-    script = root / "script.py"
-    script.write_text(SCRIPT)
-    subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script, *orders["two"]],
-        check=True,
-        capture_output=True,
-        timeout=400,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent.parent.parent)},
-    )
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    torch.multiprocessing.start_processes(work, (port, orders["two"]), nprocs=2, start_method="fork")
     return root
 
 

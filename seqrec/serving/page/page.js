@@ -174,7 +174,8 @@ function list(by, answer, items, others) {
   const lines = answer.items.map((item, position) => {
     const why = make("span", "", { className: "why" });
     const explain = () => attempt(async () => (why.textContent = await reason(by, items, item)));
-    const score = make("span", answer.scores[position].toFixed(3), { className: "score" });
+    const value = answer.scores[position].toFixed(3);
+    const score = make("span", answer.source === "popularity" ? Number(value) : value, { className: "score" });
     const asking = answer.source === "popularity" ? [] : [button("why?", explain)];
     return row(item, score, ...asking, likewise(item), add(item), place(item, others), why);
   });
