@@ -7,7 +7,7 @@ from seqrec.components.image import IMAGE
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
 def champion(dataset: str, config: dict, weights: dsl.Output[dsl.Model]):
-    """Fetch the champion from the registry; without one the folder is empty."""
+    """Fetch the champion from the registry; without one the folder holds a note alone."""
     from pathlib import Path
 
     from seqrec.artifacts import facts

@@ -69,15 +69,24 @@ def ingest(
     fresh: str,
     config: dict,
     data: dsl.Output[dsl.Dataset],
+    raw: dsl.Output[dsl.Dataset],
     metrics: dsl.Output[dsl.Metrics],
 ):
-    """Fetch a dataset and read it into the canonical tables; another text in `fresh` bypasses KFP's cache."""
+    """Fetch a dataset and read it into the canonical tables; another text in `fresh` bypasses KFP's cache.
+
+    The published files are an artifact of their own: no step reads them, so none fetches them.
+    """
+    import shutil
+    from pathlib import Path
+
     from seqrec.artifacts import facts
-    from seqrec.cluster.launch import run
+    from seqrec.cluster.launch import named, run
 
     values = run("ingest", dataset=dataset, output=data.path, downloads=f"{state}/downloads", config=config)
+    Path(data.path, "raw").mkdir(exist_ok=True)  # the tables of a DVC project come without
+    shutil.move(f"{data.path}/raw", raw.path)
     data.metadata.update(facts(data.path))
-    metrics.metadata.update(values)
+    metrics.metadata.update(named(values))
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
@@ -94,7 +103,7 @@ def validate(
     import shutil
 
     from seqrec.artifacts import facts
-    from seqrec.cluster.launch import run
+    from seqrec.cluster.launch import named, run
 
     report = f"{validation.path}/validation"
     values = run(
@@ -102,7 +111,7 @@ def validate(
     )
     validation.metadata.update(facts(data.path))
     shutil.copyfile(f"{report}.html", page.path)
-    metrics.metadata.update(values)
+    metrics.metadata.update(named(values))
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
@@ -118,7 +127,7 @@ def prepare(
 ):
     """Filter, number, order and split the interactions."""
     from seqrec.artifacts import facts
-    from seqrec.cluster.launch import run
+    from seqrec.cluster.launch import named, run
 
     values = run(
         "prepare",
@@ -131,7 +140,7 @@ def prepare(
         config=config,
     )
     sequences.metadata.update(facts(sequences.path))
-    metrics.metadata.update(values)
+    metrics.metadata.update(named(values))
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
@@ -145,7 +154,7 @@ def baselines(
 ):
     """Compute and evaluate popularity, a Markov chain, EASE, PCTM and Sequential Rules."""
     from seqrec.artifacts import facts
-    from seqrec.cluster.launch import run
+    from seqrec.cluster.launch import named, run
 
     values = run(
         "baselines",
@@ -157,7 +166,7 @@ def baselines(
         filter_seen=filter_seen,
     )
     results.metadata.update(facts(sequences.path))
-    metrics.metadata.update(values)
+    metrics.metadata.update(named(values))
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
@@ -177,9 +186,9 @@ def pretrain(
 ):
     """Build a model that starts from the champion, where it can, or from its own pre-training, if it has any."""
     from seqrec.artifacts import facts
-    from seqrec.cluster.launch import run
+    from seqrec.cluster.launch import named, run_model
 
-    values = run(
+    values = run_model(
         "pretrain",
         place=place,
         state=state,
@@ -193,8 +202,8 @@ def pretrain(
         champion=getattr(champion, "path", None),
         sources=sources,
     )
-    initial.metadata.update(facts(sequences.path, initial.path))
-    metrics.metadata.update(values)
+    initial.metadata.update(facts(sequences.path, initial.path), model=model)
+    metrics.metadata.update(named(values))
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
@@ -212,9 +221,9 @@ def finetune(
 ):
     """Train a model for the next item; resumes by itself."""
     from seqrec.artifacts import facts
-    from seqrec.cluster.launch import run
+    from seqrec.cluster.launch import named, run_model
 
-    values = run(
+    values = run_model(
         "finetune",
         place=place,
         state=state,
@@ -226,8 +235,8 @@ def finetune(
         refit=refit,
         config=config,
     )
-    checkpoint.metadata.update(facts(sequences.path, checkpoint.path))
-    metrics.metadata.update(values)
+    checkpoint.metadata.update(facts(sequences.path, checkpoint.path), model=model)
+    metrics.metadata.update(named(values))
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
@@ -242,9 +251,9 @@ def evaluate(
 ):
     """Rank every test case among the whole catalogue."""
     from seqrec.artifacts import facts
-    from seqrec.cluster.launch import run
+    from seqrec.cluster.launch import named, run_model
 
-    values = run(
+    values = run_model(
         "evaluate",
         model=model,
         sequences=sequences.path,
@@ -253,8 +262,8 @@ def evaluate(
         config=config,
         filter_seen=filter_seen,
     )
-    report.metadata.update(facts(sequences.path, checkpoint.path))
-    metrics.metadata.update(values)
+    report.metadata.update(facts(sequences.path, checkpoint.path), model=model)
+    metrics.metadata.update(named(values))
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
@@ -284,7 +293,7 @@ def register(
     from pathlib import Path
 
     from seqrec.artifacts import REPORT_PAGE, facts
-    from seqrec.cluster.launch import run
+    from seqrec.cluster.launch import named, run, succeeded
     from seqrec.config import SECTIONS, parse
 
     given = {"ingest": ingest, "validate": validate, "prepare": prepare, "evaluate": evaluate, "register": config}
@@ -292,6 +301,7 @@ def register(
     shutil.copytree(f"{results.path}/reports", reports.path, dirs_exist_ok=True)
     for report in evaluations:
         shutil.copytree(report.path, f"{reports.path}/{report.metadata['model']}")
+    leaderboard = succeeded(leaderboard, Path(reports.path))
     artifacts = Path(tempfile.mkdtemp())
     for checkpoint in checkpoints:
         folder = artifacts / checkpoint.metadata["model"]
@@ -312,4 +322,4 @@ def register(
     )
     shutil.copyfile(f"{reports.path}/{REPORT_PAGE}", page.path)
     reports.metadata.update(facts(sequences.path))
-    metrics.metadata.update(values)
+    metrics.metadata.update(named(values))

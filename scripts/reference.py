@@ -29,23 +29,25 @@ TOP_LEVEL = """\
 | `leaderboard` | list | all models | keys of `models` that are trained, evaluated and compared |
 | `models` | mapping | required | per model: `architecture` (default: its key), `options`, `pretrain`, `finetune` |
 """
+NESTED = {  # sections that the page shows in several parts
+    "pretrain": [
+        ("pretrain and finetune", config.TrainConfig, None),
+        ("pretrain alone", config.PretrainConfig, config.TrainConfig),
+    ],
+    "finetune": [
+        ("finetune alone", config.FinetuneConfig, config.TrainConfig),
+        ("pretrain.contrast and finetune.contrast", config.ContrastConfig, None),
+        ("finetune.counts", config.CountsConfig, None),
+    ],
+    "tune": [("tune", config.TuneConfig, None), ("tune.spaces.MODEL.SETTING", config.SearchRange, None)],
+    "kubernetes": [
+        ("kubernetes", config.KubernetesConfig, None),
+        ("kubernetes.resources.STEP", config.StepResources, None),
+        ("kubernetes.launch.STEP", config.LaunchConfig, None),
+    ],
+}
 PARTS = [  # key in params.yaml, its dataclass, and the dataclass whose fields have a table of their own
-    ("ingest", config.IngestConfig, None),
-    ("validate", config.ValidateConfig, None),
-    ("prepare", config.PrepareConfig, None),
-    ("pretrain and finetune", config.TrainConfig, None),
-    ("pretrain alone", config.PretrainConfig, config.TrainConfig),
-    ("finetune alone", config.FinetuneConfig, config.TrainConfig),
-    ("pretrain.contrast and finetune.contrast", config.ContrastConfig, None),
-    ("finetune.counts", config.CountsConfig, None),
-    ("evaluate", config.EvaluateConfig, None),
-    ("register", config.RegisterConfig, None),
-    ("serve", config.ServeConfig, None),
-    ("tune", config.TuneConfig, None),
-    ("tune.spaces.MODEL.SETTING", config.SearchRange, None),
-    ("kubernetes", config.KubernetesConfig, None),
-    ("kubernetes.resources.STEP", config.StepResources, None),
-    ("kubernetes.launch.STEP", config.LaunchConfig, None),
+    part for name, section in config.SECTIONS.items() for part in NESTED.get(name, [(name, section, None)])
 ]
 
 

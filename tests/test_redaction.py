@@ -141,7 +141,7 @@ VARIABLES = ("AWS_SECRET_ACCESS_KEY", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKI
 def ingest_under_dvc() -> None:
     """Run the stage `ingest` of dvc.yaml, so that there is a dvc.lock."""
     stage = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"]["ingest"]
-    Path("dvc.yaml").write_text(yaml.safe_dump({"stages": {"ingest": {**stage, "deps": []}}}))
+    Path("dvc.yaml").write_text(yaml.safe_dump({"stages": {"ingest": {**stage, "deps": [], "params": []}}}))
     with Repo.init(no_scm=True) as repo:
         assert repo.reproduce()
 

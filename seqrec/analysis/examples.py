@@ -102,6 +102,7 @@ def choose(
         opinions[name] = _opinions(saved.model, batch, best, ranks, saved.count_term)
         if (maps := _first_maps(saved.model, batch)) is not None:
             masked[name] = maps
+        del saved  # before the next one is read
     user_ids = read_users(sequences)
     users = [
         Example(

@@ -11,12 +11,13 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,13 @@ HANDED = {  # stage -> inputs and outputs of its job
     "pretrain": (("data", "sequences", "champion"), "initial"),
     "finetune": (("sequences", "initial"), "checkpoint"),
 }
+OF_MODEL = {  # stage of one model -> inputs that an earlier one may have failed to write, and its output
+    "pretrain": ((), "initial"),
+    "finetune": (("initial",), "checkpoint"),
+    "evaluate": (("checkpoint",), "report"),
+}
+FAILED = "failed.json"
+logger = logging.getLogger(__name__)
 ORDER, VALUES, OUTPUT = "order.json", "values.json", "output"
 
 
@@ -59,6 +67,50 @@ def run(
     if where.launch.processes > 1:
         return _run_processes(stage, where.launch.processes, arguments)
     return function(**arguments)
+
+
+def run_model(stage: str, **arguments: Any) -> dict[str, float]:
+    """Run a stage of one model as `run` does, but let its failure cost this model alone.
+
+    What settings or data make fail in this process is not raised: the reason lies in the output as `FAILED`, and the
+    further steps of the model hand it on. Failures of jobs and of several processes are raised, to be retried.
+    """
+    inputs, output = OF_MODEL[stage]
+    for file in (Path(arguments[name], FAILED) for name in inputs):
+        if file.is_file():
+            write_json(Path(arguments[output], FAILED), read_json(file))
+            return {}
+    try:
+        return run(stage, **arguments)
+    except (ValueError, FloatingPointError) as error:
+        if arguments.get("place", {}).get("launch", {}) not in ({}, {"processes": 1}):
+            raise
+        reason = f"{stage}: {redaction.redacted(str(error))}"
+        logger.error("%s is left out of the leaderboard: %s", arguments["model"], reason)
+        shutil.rmtree(arguments[output], ignore_errors=True)
+        write_json(Path(arguments[output], FAILED), {"reason": reason})
+        return {}
+
+
+def succeeded(models: Sequence[str], reports: Path) -> list[str]:
+    """Return those of `models` whose steps did not fail.
+
+    Raises:
+        ValueError: all failed; the message has the reasons.
+    """
+    files = {model: reports / model / FAILED for model in models}
+    failed = {model: read_json(file)["reason"] for model, file in files.items() if file.is_file()}
+    reasons = "; ".join(f"{model}: {reason}" for model, reason in failed.items())
+    if len(failed) == len(files):
+        raise ValueError(f"every model failed: {reasons}")
+    if failed:
+        logger.warning("without a row, because they failed: %s", reasons)
+    return [model for model in models if model not in failed]
+
+
+def named(figures: Mapping[str, float]) -> dict[str, float]:
+    """Return figures under names that MLflow takes, whose plugin in Kubeflow Pipelines logs the metrics of steps."""
+    return {re.sub(r"[^\w/ .:-]", "_", name.replace("@", "_at_")): value for name, value in figures.items()}
 
 
 def _typed(hint: Any, value: Any, key: str) -> Any:

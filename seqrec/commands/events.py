@@ -24,7 +24,7 @@ def events(
     *,
     store: str = "",
     interactions: Path = Path("data/interactions.parquet"),
-    output: Path = Path("events.csv"),
+    output: str = "events.csv",
     kinds: str = ",".join(POSITIVE),
     versions: str = "",
 ) -> dict[str, float]:
@@ -35,7 +35,8 @@ def events(
             for `ingest.source: csv`) or compare (click-through of two --versions, with an interval).
         store: SQLAlchemy URL, sqlite:///FILE or postgresql+psycopg://...; default: the variable SEQREC_STORE.
         interactions: the table that `ingest` wrote.
-        output: CSV file with the columns user_id, item_id and timestamp.
+        output: CSV file with the columns user_id, item_id and timestamp; a path, or an address such as
+            s3://BUCKET/events.csv.
         kinds: kinds of events to dump, separated by commas: view, buy, hide.
         versions: versions to compare: CHAMPION,CANDIDATE.
 

@@ -51,10 +51,6 @@ class Params:
     filter_seen: bool = True  # whether a user's past items, but never the target, are removed from the candidates
     changes: Mapping[str, Any] = field(default_factory=dict)  # settings changed for this run, by path
 
-    def with_override(self, path: str, value: Any) -> Params:
-        """Return these settings with one of them changed for this run; see `with_overrides`."""
-        return self.with_overrides({path: value})
-
     def with_overrides(self, changes: Mapping[str, Any]) -> Params:
         """Return these settings with `changes`, which win over every place where the same setting is written.
 

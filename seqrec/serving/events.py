@@ -19,8 +19,9 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
-from seqrec.artifacts import open_table, written
+from seqrec.artifacts import open_table
 from seqrec.config import ConfigError
+from seqrec.data import stores
 from seqrec.redaction import redacted
 from seqrec.tracking.runs import advice_on, first_line, is_cut_short
 
@@ -358,14 +359,14 @@ def _imported(user: str, item: str, second: int) -> Mapping[str, Any]:
     return {"event_id": f"import:{content}", "user": user, "item": item, "kind": POSITIVE[0], "at": float(second)}
 
 
-def dump(store: Store, output: Path, kinds: Collection[str] = POSITIVE) -> int:
+def dump(store: Store, output: Path | str, kinds: Collection[str] = POSITIVE) -> int:
     """Write the events of these kinds as a CSV file that `ingest` reads; return how many there are.
 
     Raises:
         ValueError: there are none; an earlier file is kept.
     """
     rows = 0
-    with written(output) as partial, partial.open("w", newline="", encoding="utf-8") as file:
+    with stores.written(output) as partial, partial.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(COLUMNS)
         for row in store.interactions(kinds):

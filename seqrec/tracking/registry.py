@@ -33,6 +33,7 @@ from seqrec.artifacts import (
     ROOT,
     TOKENS,
     WEIGHTS,
+    write_text,
 )
 from seqrec.config import RegisterConfig
 from seqrec.redaction import redacted
@@ -294,7 +295,9 @@ def champion_version(*, dataset: str, config: RegisterConfig) -> str:
 
 
 def fetch_champion(*, dataset: str, folder: Path, config: RegisterConfig) -> str:
-    """Write weights, card, vocabulary and users of the champion of `dataset` to `folder`, empty where there is none.
+    """Write weights, card, vocabulary and users of the champion of `dataset` to `folder`, or a note if there is none.
+
+    The note is there because an object store keeps no empty folder.
 
     A retraining starts from them. For a refitted champion they are the evaluated weights, which saw no test event.
 
@@ -309,6 +312,7 @@ def fetch_champion(*, dataset: str, folder: Path, config: RegisterConfig) -> str
     with explained(config):
         evaluated = find_evaluated(client, name)
     if evaluated is None:
+        write_text(folder / "none.txt", f"{name} has no champion yet\n")
         return ""
     fetch(f"models:/{name}/{evaluated.version}", folder, config)
     return str(evaluated.version)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -45,6 +48,22 @@ def choose(given, number=4, seed=3, **changes):
     given = {"leader": "sasrec", "number": number, "seed": seed, **given, **changes}
     folders = {name: saved.folder for name, saved in given.pop("checkpoints").items()}
     return examples.choose(folders=folders, **given)
+
+
+def test_one_model_is_in_memory_at_a_time(folders, monkeypatch):
+    alive, most = weakref.WeakSet(), []
+
+    def counted(folder):
+        gc.collect()
+        saved = load_checkpoint(folder)
+        alive.add(saved.model)
+        most.append(len(alive))
+        return saved
+
+    monkeypatch.setattr(examples, "load_checkpoint", counted)
+    choose(folders)
+
+    assert most == [1] * len(MODELS)
 
 
 def test_an_example_is_what_the_evaluation_found(folders):

@@ -267,3 +267,25 @@ def test_an_entry_is_laid_over_the_default():
     assert CLUSTER.step("evaluate") == StepResources(cpu="500m")
     assert CLUSTER.step("ingest") == StepResources(cpu="500m", retries=0)
     assert KubernetesConfig(resources={"ingest": {"retries": 3}}).step("ingest").retries == 3
+
+
+def test_the_reason_of_a_failed_model_is_handed_on_to_the_register(tmp_path):
+    start = {"model": "sasrec", "sequences": tmp_path, "filter_seen": True, "data": tmp_path, "sources": []}
+    architecture = {"architecture": "none", "options": {}}
+    settings = {"architecture": architecture, "config": {"epochs": -1}, "state": tmp_path / "state"}
+    assert launch.run_model("pretrain", initial=tmp_path / "initial", **start, **settings) == {}
+    assert (
+        launch.run_model("finetune", model="sasrec", initial=tmp_path / "initial", checkpoint=tmp_path / "tuned") == {}
+    )
+    report = tmp_path / "reports" / "sasrec"
+    assert launch.run_model("evaluate", model="sasrec", checkpoint=tmp_path / "tuned", report=report) == {}
+
+    assert launch.succeeded(["gru4rec", "sasrec"], tmp_path / "reports") == ["gru4rec"]
+    with pytest.raises(ValueError, match=r"every model failed: sasrec: pretrain: "):
+        launch.succeeded(["sasrec"], tmp_path / "reports")
+    with pytest.raises(ValueError):  # noqa: PT011  # a job may be retried, so that its failure is raised
+        launch.run_model("pretrain", initial=tmp_path / "b", place={"launch": {"processes": 2}}, **start, **settings)
+
+
+def test_figures_have_names_that_mlflow_takes():
+    assert launch.named({"test/ndcg@10": 1.0, "gain=a": 2.0}) == {"test/ndcg_at_10": 1.0, "gain_a": 2.0}

@@ -33,7 +33,7 @@ def test_every_step_can_be_given_resources():
 @pytest.mark.parametrize("stage", [stage for stage in STAGES if stage.name in STEPS], ids=lambda stage: stage.name)
 def test_a_step_gives_its_stage_what_it_asks_for(stage):
     found = [node for node in ast.walk(STEPS[stage.name]) if isinstance(node, ast.Call)]
-    (call,) = [node for node in found if isinstance(node.func, ast.Name) and node.func.id == "run"]
+    (call,) = [node for node in found if isinstance(node.func, ast.Name) and node.func.id in ("run", "run_model")]
     parameters = inspect.signature(stage.function).parameters
     required = {name for name, parameter in parameters.items() if parameter.default is inspect.Parameter.empty}
 

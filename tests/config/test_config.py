@@ -227,7 +227,7 @@ LAYERS = {
 )
 def test_a_change_for_one_run_is_the_strongest_layer(path, value, stage, expected):
     before = from_dict(LAYERS)
-    after = before.with_override(path, value)
+    after = before.with_overrides({path: value})
 
     assert {model: getattr(after.section("finetune", model=model), stage) for model in after.models} == expected
     assert after.changes == {path: value}
@@ -238,8 +238,8 @@ def test_whether_seen_items_are_removed_is_said_by_the_run_then_by_the_dataset_t
     params = from_dict(LAYERS)
 
     assert (params.filters_seen(), params.filters_seen("ml-100k")) == (False, True)
-    assert params.with_override("filter_seen", True).filters_seen() is True
-    assert params.with_override("dataset", "ml-100k").filters_seen() is True
+    assert params.with_overrides({"filter_seen": True}).filters_seen() is True
+    assert params.with_overrides({"dataset": "ml-100k"}).filters_seen() is True
 
 
 @pytest.mark.parametrize(
