@@ -91,7 +91,7 @@ def share(client: MlflowClient, experiment: str, newest: str) -> None:
         "compareRunSections": [SECTION],
         "compareRunCharts": [DIFFERENCES, *map(_bars, COLUMNS)],
     }
-    text = "Recommenders, one run a pipeline run and below it one run a model. The column to compare is the first."
+    text = "Each pipeline run holds one run per model. Compare the runs by the first column."
     for key, value in {**EXPERIMENT, NOTE: text, f"{SHARED_VIEW}{KEY}": json.dumps(view)}.items():
         client.set_experiment_tag(experiment, key, value)
 
