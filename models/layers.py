@@ -60,7 +60,7 @@ def attention_bias(items_BL: Tensor, *, causal: bool) -> Tensor:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, dropout: float = 0.0) -> Tensor:
-    """Return scaled dot-product attention; on a CPU, in fp32, since its bf16 backward pass is three times as slow."""
+    """Return scaled dot-product attention; on a CPU in fp32, because bf16 triples the time of the backward pass."""
     keep(lambda: (query @ key.mT * query.shape[-1] ** -0.5 + (0 if bias is None else bias)).softmax(-1))
     if query.device.type != "cpu" or query.dtype != torch.bfloat16:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, dropout_p=dropout)
@@ -97,8 +97,8 @@ class Dropout(nn.Module):
 def run_blocks(blocks: nn.ModuleList, x_BLD: Tensor, *others: Tensor | None, last: bool = False) -> Tensor:
     """Return the output (B, L, D) of the last block, or with `last` only its last position (B, 1, D).
 
-    The other blocks compute all positions, because the last block reads them. `others` are the further arguments of
-    each block, which follow the positions to compute.
+    The other blocks compute all positions, because the last block reads them. Each block is called with its input, the
+    positions to compute, and `others`.
     """
     *earlier, final = blocks
     for block in earlier:

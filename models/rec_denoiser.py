@@ -83,7 +83,7 @@ class RecDenoiserOptions(Options):
         scored = self.estimator in ("ar", "reinforce")
         require(self.baseline == "none" or scored, f"baseline must be none with estimator {self.estimator}")
         loo_by_batch = self.baseline == "loo" and self.draws == "batch"
-        require(not loo_by_batch, "baseline: with draws batch, loo would depend on the draw it judges")
+        require(not loo_by_batch, "baseline must not be loo with draws: batch, whose examples all share one draw")
         require(0 < self.keep < 1, "keep must be between 0 and 1")
         require(self.mask_rate > 0, "mask_rate must be positive")
         require(0 < self.jacobian_share <= 1, "jacobian_share must be over 0 and at most 1")
@@ -148,7 +148,7 @@ class MaskedSoftmax(nn.Module):
         return mask_XLL
 
     def forward(self, score_BHQL: Tensor) -> Tensor:
-        """Return the masked weights of scores, whose queries are the last Q positions."""
+        """Return the masked attention weights (B, H, Q, L) of scores; the queries are the last Q positions."""
         queries, length = score_BHQL.shape[-2:]
         mask = self.at_test(length) if self.drawn_BXLL is None else self.drawn_BXLL
         return score_BHQL.softmax(-1) * mask[..., -queries:, :]

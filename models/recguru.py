@@ -198,8 +198,8 @@ def domain_loss(logit_B: Tensor, own_B: Tensor) -> Tensor:
     """Return the sum of the mean binary cross-entropies of the two domains; a domain without rows adds nothing.
 
     Args:
-        logit_B: logits that the rows are of the first domain.
-        own_B: whether the rows are of the first domain.
+        logit_B: for each row, the logit of its belonging to the first domain.
+        own_B: whether each row belongs to the first domain.
     """
     value_B = F.softplus(torch.where(own_B, -logit_B, logit_B))
     first, second = (value_B[rows].sum() / rows.sum().clamp(min=1) for rows in (own_B, ~own_B))

@@ -103,7 +103,7 @@ class STRecOptions(AttentionOptions):
         require(self.sparsity is None or 0 <= self.sparsity < 1, "sparsity must be at least 0 and under 1")
         require(
             self.alpha == "calibrated" or self.layers == len(OFFICIAL_ALPHA),
-            "alpha: official has values for 8 layers only",
+            "alpha: official needs 8 layers, because its values are published for 8 only",
         )
 
     @property

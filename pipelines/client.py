@@ -138,8 +138,8 @@ class Package:
         uri = cluster.environment.get(name) or self.settings.section("register").tracking_uri
         if uri.startswith("sqlite:"):
             raise SubmissionError(
-                f"register.tracking_uri: {uri} is a file, lost with the pod that writes it; name a server there, or in "
-                f"kubernetes.environment as {name}"
+                f"register.tracking_uri: {uri} is a file that would be lost with its pod; set it to the address of an "
+                f"MLflow server, or set {name} in kubernetes.environment"
             )
 
 

@@ -75,7 +75,7 @@ class Dataset:
             item: column of the items.
             time: column of the times.
             title: column of the items' titles.
-            time_format: of strptime, such as %d/%m/%Y.
+            time_format: format of the times for strptime, such as %d/%m/%Y.
             items: frame of items with their titles.
             folder: folder that receives the tables; by default a temporary one.
 

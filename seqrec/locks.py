@@ -27,7 +27,7 @@ def locked(path: Path, what: str, wait_s: float = 0.0) -> Iterator[None]:
 
     Args:
         path: path of the lock file, which is not deleted.
-        what: what is in use, and how to avoid the conflict, for the error message.
+        what: text of the error message: what is in use, and how to avoid the conflict.
         wait_s: seconds to wait for another process that holds the lock.
 
     Raises:

@@ -25,7 +25,7 @@ class Stage:
     """One stage. Its function is seqrec.stages.NAME.NAME.
 
     Paths are relative to the folder of a run; under DVC that is the project. {item} stands for the dataset or the model
-    that the stage runs for, {source} for `sources/NAME/` where NAME is one of `sources`, and for nothing elsewhere.
+    that the stage runs for. {source} stands for `sources/NAME/` if the dataset is one of `sources`, else for nothing.
     """
 
     name: str
@@ -47,8 +47,8 @@ class Stage:
             params: the settings.
             folder: folder of the run.
             item: key of the dataset or model that the stage runs for.
-            metrics: file of the figures, in place of the one of the table.
-            more: further arguments of the function; they replace those of the table.
+            metrics: file for the figures; default: the stage's own.
+            more: further arguments of the function; they replace the stage's own.
         """
         from seqrec.artifacts import write_json
 

@@ -75,7 +75,7 @@ def choose(
 
     Args:
         leader: key of a model.
-        folders: of each model's checkpoint; one is in memory at a time. The titles are those of the leader's.
+        folders: folder of each model's checkpoint, loaded one at a time; titles come from that of `leader`.
         reports: holds `<model>/` with cases and recommendations.
         sequences: the prepared dataset.
         number: number of users; fewer if fewer have a history and a test case.

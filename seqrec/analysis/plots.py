@@ -37,10 +37,10 @@ def learning_curves(histories: Mapping[str, Sequence[Record]], finals: Mapping[s
     """Return loss and validation metric by epoch, one line per model.
 
     Args:
-        histories: of each model, the records of history.jsonl; a baseline has none. The order of the names decides
+        histories: records of history.jsonl for each model; empty for a baseline. The order of the names decides
             colour and dash: use the same order for every figure.
-        finals: of each model, the validation metric of the leaderboard. A star marks it at the best epoch where the
-            curve ends elsewhere: the curve is drawn without the count term, which is fitted after training.
+        finals: validation metric of each model in the leaderboard. If it differs from the best of the curve, a star
+            marks it at the best epoch: the curve is drawn without the count term, which is fitted after training.
     """
     figure, looks = _curves(histories, ("loss", SELECTION), columns=2), _looks(histories)
     for name, history in histories.items():
@@ -89,7 +89,7 @@ def metric_by_slice(metrics: Mapping[str, Mapping[str, float]]) -> Figure:
     """Return test NDCG@10 by item popularity and history length, one bar per model.
 
     Args:
-        metrics: of each model, with keys such as `test/ndcg@10/popularity=head`.
+        metrics: metrics of each model, with keys such as `test/ndcg@10/popularity=head`.
     """
     by_kind: dict[str, list[str]] = {}
     for key in dict.fromkeys(key for values in metrics.values() for key in values):

@@ -127,9 +127,9 @@ def page(
     """Return the report of a pipeline run: verdict, leaderboard, figures, examples, glossary.
 
     Args:
-        board: what leaderboard.json holds.
-        metrics: of each model.
-        histories: of each row of the leaderboard, the records of history.jsonl; none of a baseline.
+        board: content of leaderboard.json.
+        metrics: metrics of each model.
+        histories: records of history.jsonl for each row of the leaderboard; empty for a baseline.
         examples: users to show.
         facts: shown below the title: date, commit, counts of the data.
     """

@@ -34,9 +34,9 @@ def sweep(model: SequenceModel, data: Sequences, *, filter_seen: bool, seed: int
 
     Args:
         model: in eval mode, on the CPU.
-        data: the prepared dataset, whose validation cases are ranked, at most 2,000 of them.
-        filter_seen: whether past items are no candidates.
-        seed: of the draw of cases.
+        data: the prepared dataset; at most 2,000 of its validation cases are ranked.
+        filter_seen: whether a user's past items are removed from the candidates.
+        seed: seed of the draw of cases.
     """
     variants = model.serving_variants() if isinstance(model, STRec) else {}
     if not variants:

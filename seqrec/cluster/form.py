@@ -64,7 +64,7 @@ def filled_in(params: Mapping[str, Any], form: Mapping[str, Any]) -> Params:
 
 
 def _check_origin(content: Mapping[str, Any], dataset: str) -> None:
-    """Raise ConfigError where `dataset` would be read from what the compiled one is read from."""
+    """Raise ConfigError if `dataset` would be read from the source of the dataset that was compiled."""
     if dataset == content["dataset"]:
         return
     if dataset not in content["datasets"]:
@@ -73,8 +73,8 @@ def _check_origin(content: Mapping[str, Any], dataset: str) -> None:
     for key in ORIGIN:
         if content["ingest"].get(key) and key not in own:
             raise ConfigError(
-                f"dataset: {dataset} would be read from ingest.{key} of {content['dataset']}; "
-                f"set datasets.{dataset}.ingest.{key}"
+                f"dataset: {dataset} has no ingest.{key} of its own and would be read from that of "
+                f"{content['dataset']}; set datasets.{dataset}.ingest.{key}"
             )
 
 

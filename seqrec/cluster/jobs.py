@@ -178,13 +178,13 @@ def _variables(cluster: KubernetesConfig) -> list[dict[str, Any]]:
 def finish(manifest: Mapping[str, Any], poll_s: float, is_done: Callable[[], bool]) -> None:
     """Create the job, or find the one of an earlier attempt, and return when it has succeeded.
 
-    A job that has failed, or whose output is gone, is made again. A job that this process awaits is deleted if the
-    process is told to end (SIGTERM), and belongs to its pod, so that it is deleted with it.
+    A job that has failed, or whose output is gone, is created again. The job is deleted if this process gets SIGTERM
+    while it waits, and also with the pod of this process, which owns the job.
 
     Args:
-        manifest: of the job.
-        poll_s: seconds between two looks.
-        is_done: whether the output of the job is there.
+        manifest: manifest of the job.
+        poll_s: seconds between two checks of the job.
+        is_done: returns whether the output of the job exists.
 
     Raises:
         ConfigError: no cluster can be reached, or it refuses.

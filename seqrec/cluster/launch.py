@@ -50,8 +50,8 @@ def run(
     Args:
         stage: the name of a stage; only prepare, pretrain and finetune run in several processes or as a job.
         place: a `Place` as a mapping; default: this process.
-        state: folder of resume states; for a job on a volume that its pods mount, too.
-        arguments: those of the stage function; paths may be texts and sections mappings.
+        state: folder of resume states; for a job, on a volume that its pods also mount.
+        arguments: arguments of the stage function; paths may be strings, and sections may be mappings.
 
     Raises:
         ConfigError: a setting is wrong, or the cluster refuses the job.

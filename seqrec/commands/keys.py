@@ -40,7 +40,7 @@ def keys(
         ValueError: no key has this name.
     """
     if len(actions) != 1 or actions[0] not in ACTIONS:
-        raise ConfigError(f"keys: one of {', '.join(ACTIONS)} expected, not {' '.join(actions)}")
+        raise ConfigError(f"keys: the action must be one of {', '.join(ACTIONS)}, not {' '.join(actions)}")
     if actions[0] == "show":
         _show(keys_file)
         return

@@ -187,10 +187,11 @@ class TrainConfig(Section):
         require(not self.exclude_past or self.loss == "ce", "exclude_past works with loss: ce only")
         require(
             not (self.sparse_tables and self.loss == "ce"),
-            "sparse_tables has no use with loss: ce, which reads all rows; set loss: sampled_ce",
+            "sparse_tables has no effect with loss: ce, which updates every row; set loss: sampled_ce",
         )
         require(
-            not (self.sparse_tables and self.weight_decay), "sparse_tables: weight_decay reads every row; set it to 0"
+            not (self.sparse_tables and self.weight_decay),
+            "sparse_tables needs weight_decay: 0, because weight decay updates every row",
         )
 
 
@@ -212,7 +213,7 @@ class CountsConfig(Section):
     """The count term of a score; docs/counts.md has the formula."""
 
     alpha: Annotated[float, Bounds(ge=0, le=1e6)] = 1.0  # weight of the term; 0: none
-    kernel: str = "inverse"  # weight by distance: inverse, root, square, or b up to 1 for b^(distance - 1)
+    kernel: str = "inverse"  # weight by distance: inverse, root, square, or a number b <= 1 for b^(distance - 1)
     window: Annotated[int, Bounds(ge=1, le=1000)] = 10  # maximum distance between two counted events
     smoothing: Annotated[float, Bounds(ge=1e-9)] = 0.3  # tau / |I|: initial count of every pair
     rho: Annotated[float, Bounds(gt=0, le=1)] = 0.65  # weight of an event relative to the next newer one
@@ -224,7 +225,7 @@ class CountsConfig(Section):
     values: Literal["log", "sum", "rare", "tempered", "ease"] = (
         "log"  # log: log(1 + count / tau); the others are those of the baselines
     )
-    decay: str = ""  # weight of an event by its place from the end, as `kernel`; empty: rho
+    decay: str = ""  # weight of an event by its distance from the end, in the form of `kernel`; empty: use rho
     ease: NotNegative = 0.0  # weight of EASE, which is added to the term; 0: none
     ease_decay: Annotated[float, Bounds(gt=0, le=1)] = (
         1.0  # weight that EASE gives an event relative to the next newer one
@@ -285,7 +286,7 @@ class RegisterConfig(Section):
     experiment: str = EXPERIMENT  # name of the MLflow experiment
     min_gain: float = 0.0  # minimum absolute gain of valid/ndcg@10 over the champion
     confidence: Fraction = 0.95  # level of the paired interval of the gain, which must lie above min_gain
-    max_loss: NotNegative = 0.1  # maximum relative loss of coverage, and of NDCG on tail items, against the champion
+    max_loss: NotNegative = 0.1  # share of the champion's coverage, and of its NDCG on tail items, that may be lost
     allow_below_baseline: bool = False  # never make a baseline the candidate, even if it is the best on validation
     graph: bool = True  # add the model's ONNX graph to a version, for faster serving
     examples: Annotated[int, Bounds(ge=0, le=1000)] = 4  # number of users whose recommendations the report shows
@@ -362,8 +363,8 @@ class LaunchConfig(Section):
     nodes: Positive = 1  # pods of the job, or executors of Spark
     processes: Positive = 1  # training processes per node
     runtime: str = "torch-distributed"  # ClusterTrainingRuntime of a TrainJob
-    image: str = ""  # image of the job, if it cannot be that of the steps; Spark needs its own entry point
-    service_account: str = ""  # of the job's pods; empty: kubernetes.service_account
+    image: str = ""  # image of the job; empty: that of the steps. Spark needs an image with Spark's entry point
+    service_account: str = ""  # service account of the job's pods; empty: kubernetes.service_account
     poll_s: PositiveReal = 15.0  # seconds between two polls of the job's status
 
     def __post_init__(self) -> None:

@@ -33,7 +33,7 @@ def ease_weights(data: Sequences, ridge: float = RIDGE) -> Tensor:
 
 
 def ease_table(data: Sequences) -> CountTable:
-    """Return the largest weights of each item's row of B, negative ones included, in place of counts."""
+    """Return EASE's weights as a count table: for each item, those with the largest absolute values in its row of B."""
     weight_VV = ease_weights(data)
     weight_VV[:, 0] = 0  # padding
     kept_VK = weight_VV.abs().topk(min(TARGETS, len(weight_VV) - 1)).indices

@@ -205,7 +205,7 @@ def choose(
         filter_seen: whether seen items are left out.
         start: initial settings, which are kept unless others are better.
         axes: alternatives, tried axis by axis.
-        ease: whether to add EASE to what was found, where that is better still.
+        ease: whether to also try EASE with the best settings, and keep it if it improves them.
     """
     cases = drawn_cases(data, tables)
     ndcg = CaseNdcg(base, data, cases, filter_seen=filter_seen)

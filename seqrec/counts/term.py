@@ -192,7 +192,7 @@ class CountTerm:
         return self.shares(items_BL, item_BC).sum(2) + self.popularity * self.log_popularity[item_BC]
 
     def grown(self, size: int) -> CountTerm:
-        """Return the term for a catalogue enlarged to `size` rows, with padding, by items without events."""
+        """Return the term for a catalogue that gained items without events; `size` is its rows, padding included."""
         more = size - len(self.log_popularity)
         return replace(
             self,

@@ -78,7 +78,9 @@ def guess(path: Path, chosen: Mapping[str, str], time_format: str = "") -> tuple
     names = csv_files.header(path)
     for name, column in chosen.items():
         if column not in names:
-            raise ValueError(f"{path.name} has no column {column!r} for {name}; there are {', '.join(names):.300}")
+            raise ValueError(
+                f"{path.name} has no column {column!r} for {name}; its columns are {', '.join(names):.300}"
+            )
     rows = _sample(path, names)
     if rows.is_empty():
         raise ValueError(f"{path.name} has no rows")
@@ -92,7 +94,7 @@ def guess(path: Path, chosen: Mapping[str, str], time_format: str = "") -> tuple
     for role, flag in zip(REQUIRED, ("--user", "--item", "--time"), strict=True):
         if role not in roles:
             raise ValueError(
-                f"{path.name}: no column looks like {role} among {', '.join(names):.300}; name it: {flag}"
+                f"{path.name}: no column looks like {role} among {', '.join(names):.300}; pass its name with {flag}"
                 + NO_TIMES * (role == "timestamp")
             )
     if "title" not in found and (title := _title(rows, roles)):
@@ -117,12 +119,15 @@ def guess_items(path: Path, item: str, title: str = "") -> list[Guess]:
     """
     names = csv_files.header(path)
     if title and title not in names:
-        raise ValueError(f"{path.name} has no column {title!r} for title; there are {', '.join(names):.300}")
+        raise ValueError(f"{path.name} has no column {title!r} for title; its columns are {', '.join(names):.300}")
     rows = _sample(path, names)
     distinct = [name for name in names if name != title and rows[name].n_unique() == len(rows)]
     ids = [item] if item in names else [*_named("item_id", rows, {"title": title}), *distinct]
     if not ids:
-        raise ValueError(f"{path.name}: no column looks like item_id among {', '.join(names):.300}; rename it {item}")
+        raise ValueError(
+            f"{path.name}: no column looks like item_id among {', '.join(names):.300}; "
+            f"rename the column of ids to {item}"
+        )
     title = title or _title(rows, {"item_id": ids[0]}) or ""
     found = [Guess("items.item_id", ids[0], FITTING if ids == distinct else NAMED)]
     return found + ([Guess("items.title", title, NAMED)] if title else [])

@@ -47,7 +47,9 @@ def read_texts(items: Path, item_ids: Sequence[str], attributes: Sequence[str] =
     names = [name for name in table.column_names if name != "item_id"]
     unknown = [name for name in attributes if name not in names]
     if unknown:
-        raise ConfigError(f"options.attributes: {items} has no column {unknown[0]!r}; there are {', '.join(names)}")
+        raise ConfigError(
+            f"options.attributes: {items} has no column {unknown[0]!r}; its columns are {', '.join(names)}"
+        )
     row = pc.index_in(pa.array(item_ids, pa.string()), table["item_id"].combine_chunks())
     texts = {name: _cleaned(table[name].combine_chunks().take(row)) for name in attributes or names}
     texts = {name: values for name, values in texts.items() if pc.any(pc.not_equal(values.dictionary, "")).as_py()}

@@ -84,7 +84,7 @@ def find(config: IngestConfig) -> Source:
         ConfigError: the source or category is unknown, a required setting is missing, or one has no effect here.
     """
     if config.source not in SOURCES:
-        raise ConfigError(f"ingest.source: no source {config.source!r}; there are {', '.join(SOURCES)}")
+        raise ConfigError(f"ingest.source: no source {config.source!r}; the sources are {', '.join(SOURCES)}")
     rows = KNOWN_ROWS.get(config.source, {})
     used = SETTINGS.get(config.source, ("category",) if rows else ())
     for name in ("category", "interactions", "items", "columns", "sha256", "time_format", "lines"):
@@ -95,7 +95,7 @@ def find(config: IngestConfig) -> Source:
             raise ConfigError(f"ingest.{name}: the source {config.source} needs it")
     if config.category and config.category not in rows:
         known = ", ".join(rows)
-        raise ConfigError(f"ingest.category: {config.source} has no {config.category!r}; there are {known}")
+        raise ConfigError(f"ingest.category: {config.source} has no {config.category!r}; its categories are {known}")
     if config.source in OWN:
         return Source(licence="the user's own", homepage="", reference={}, publications=(_own(config),))
     entry = PUBLISHED[config.source]
@@ -160,7 +160,7 @@ def _own(config: IngestConfig) -> Publication:
         places = parts | {"items": config.items} | indices
     unknown = set(config.sha256) - {role for role, place in places.items() if place}
     if unknown:
-        raise ConfigError(f"ingest.sha256.{min(unknown)}: no such file; there are {', '.join(places)}")
+        raise ConfigError(f"ingest.sha256.{min(unknown)}: no such file; the files are {', '.join(places)}")
     files = tuple(
         File(
             role=role,

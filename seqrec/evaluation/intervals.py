@@ -41,12 +41,12 @@ def bootstrap(
     Users are resampled rather than cases, because the cases of one user are not independent.
 
     Args:
-        value: of each case, usually a share.
-        user: of each case.
+        value: value of each case, usually a share.
+        user: user of each case.
         confidence: level of the interval.
         resamples: number of resamples.
         seed: seed of the resampling.
-        difference: the values are differences of shares, as they are if one is negative.
+        difference: whether the values are differences of shares; always true if one of them is negative.
     """
     if len(value) == 0:
         return Interval(0.0, 0.0, 0.0)

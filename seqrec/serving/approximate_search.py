@@ -41,13 +41,13 @@ class ApproximateRecommender(Recommender):
 
         Args:
             place: see `Recommender.load`.
-            expansion: candidates that a search keeps; more find more, and take longer.
+            expansion: candidates that a search keeps; more of them raise recall and latency.
             config: see `Recommender.load`.
         """
         self = cls.load(place, config)
         assert isinstance(self, cls)
         self.build(expansion)
-        logger.info("ann: recall@%d against exact search, expansion %d: %.4f", TOP, expansion, self.recall())
+        logger.info("ann: with expansion %d, recall@%d against exact search is %.4f", expansion, TOP, self.recall())
         return self
 
     def build(self, expansion: int) -> None:

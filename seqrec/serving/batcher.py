@@ -43,10 +43,10 @@ class Served:
 
 
 class Batcher:
-    """Computes the lists of waiting requests in passes; the next pass gathers while the model works.
+    """Computes the lists of waiting requests in passes of the model; requests that arrive meanwhile join the next pass.
 
-    A pass takes one list of each request in turn, up to a number and a cost. So a request for many lists, or for dear
-    ones, makes nobody else wait for more than a pass or two.
+    A pass takes one list of each request in turn, up to a number and a cost. A request for many or expensive lists
+    therefore delays others by a pass or two only.
     """
 
     def __init__(self, served: Served, largest: int, count: Count) -> None:

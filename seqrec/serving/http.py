@@ -65,8 +65,8 @@ def app(
         load: returns the recommender to serve.
         version: names what `load` would return now, nothing if there is no champion yet; called every `poll_s`
             seconds, and a change is loaded.
-        options: how much it takes, and from whom.
-        store: of events: takes them, and knows histories; without one the service keeps nothing.
+        options: limits, keys and other options of the service.
+        store: event store that records events and returns histories; without one the service keeps nothing.
         candidate: a second model, which answers a share of the users.
 
     Raises:
@@ -270,14 +270,14 @@ def serve(*, dataset: str, config: RegisterConfig, options: ServeConfig) -> None
     """Serve the champion of `dataset` until interrupted.
 
     Args:
-        dataset: whose champion.
+        dataset: dataset whose champion is served.
         config: section `register`.
         options: what is served, where, and how much of it.
 
     Raises:
         TrackingError: the server does not answer.
-        ValueError: there is no such model, its graph is of other weights, the port is taken, or an option has no
-            effect.
+        ValueError: there is no such model, its graph was written from other weights, the port is taken, or an option
+            has no effect.
     """
     if options.log_format == "json":
         request_log.write_json()

@@ -203,7 +203,7 @@ class Recommender:
         return max(seen, self.term.events) if self.term else seen
 
     def recommend(self, history: Sequence[str], k: int = 10, **wanted: Any) -> Answer:
-        """Return the answer to a `Request`, whose other fields are `wanted`; see `answer`."""
+        """Return the answer to one request; `wanted` are further fields of `Request`. See `answer`."""
         return self.answer([Request(history=history, k=k, **wanted)])[0]
 
     def similar(self, item_id: str, k: int = 10) -> Answer:

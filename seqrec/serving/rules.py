@@ -106,7 +106,7 @@ class Attributes(dict[str, Attribute]):
 
         Args:
             items: the table: `item_id`, `title`, and any attributes.
-            item_ids: of item 1, 2, ...; those that the table lacks have no values.
+            item_ids: ids of items 1, 2, ...; an item that the table lacks has no values.
         """
         table = read_table(items)
         row = pc.index_in(pa.array(item_ids, pa.string()), table["item_id"].combine_chunks())
@@ -195,9 +195,9 @@ def explored(chosen: Sequence[int], number: int, share: float, draw: random.Rand
 
     Args:
         chosen: candidates of the list, in its order.
-        number: of candidates, 0 to number - 1; those outside the list are drawn, each at most once.
-        share: probability that a position is given away.
-        draw: source of chance.
+        number: number of candidates, numbered from 0; those outside the list are drawn, each at most once.
+        share: probability that a position gets a random candidate.
+        draw: random number generator.
     """
     others = sorted(set(range(number)) - set(chosen))
     draw.shuffle(others)

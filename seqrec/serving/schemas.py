@@ -93,7 +93,7 @@ class Query(Body):
         return self
 
     def request(self, known: UserHistory) -> Request:
-        """Return what the recommender understands; what is `known` stands in for a history that is missing."""
+        """Return the request for the recommender; without a history, use the `known` history of the user."""
         fields = {name: value for name, value in vars(self).items() if name not in ("titles", "by")}
         if self.history is None:
             fields |= {"history": known.items, "times": known.times, "exclude": [*self.exclude, *known.hidden]}

@@ -26,12 +26,12 @@ def wanted() -> bool:
 def trace(api: FastAPI, processor: SpanProcessor | None = None) -> None:
     """Give each request a span, which carries on the caller's trace; no attribute holds a path, query or body.
 
-    The variables of OpenTelemetry say where spans go and how many: OTEL_EXPORTER_OTLP_ENDPOINT, OTEL_SERVICE_NAME,
+    OpenTelemetry's variables decide where spans are sent, and how many: OTEL_EXPORTER_OTLP_ENDPOINT, OTEL_SERVICE_NAME,
     OTEL_TRACES_SAMPLER and so on.
 
     Args:
         api: the service.
-        processor: what takes the spans; default: the collector that the environment names.
+        processor: receives the spans; default: an exporter to the collector named by the environment.
 
     Raises:
         ConfigError: the extra `otel` is not installed.

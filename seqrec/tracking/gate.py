@@ -51,9 +51,9 @@ def promote(
     that was rolled back is never promoted.
 
     Args:
-        client: of the registry.
+        client: client of the registry.
         version: the candidate.
-        cases: its ranks, as artifacts.CASES_SCHEMA has them.
+        cases: ranks of the candidate, with the columns of artifacts.CASES_SCHEMA.
         sequences: folder of the prepared dataset of these cases.
         config: section `register`.
 

@@ -36,13 +36,13 @@ def model_card(
     split: Mapping[str, Any],
     source: Mapping[str, Any],
 ) -> str:
-    """Return the card as Markdown, of fewer characters than the registry keeps.
+    """Return the card as Markdown, short enough for the registry.
 
     Args:
-        card: of the trained weights.
-        metrics: what evaluate wrote.
+        card: settings file of the trained weights.
+        metrics: metrics that `evaluate` wrote.
         split: the split card.
-        source: the card of ingest, with the licence.
+        source: the card that `ingest` wrote, with the licence.
     """
     kind, counts = architecture_of(card["architecture"]), split["counts"]
     about = SUMMARIES.get(card["model"]) or _summary(kind)

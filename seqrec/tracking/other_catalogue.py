@@ -32,7 +32,7 @@ TOP = 10  # length of the lists of which the coverage is taken
 
 @dataclass(frozen=True)
 class Numbers:
-    """The numbers of the dataset's items and users in the model; 0 where the model does not know them."""
+    """The model's numbers of the dataset's items and users; 0 where the model does not know them."""
 
     item: Tensor  # (V,) int64
     user: Tensor  # (U,) int64
@@ -102,13 +102,13 @@ def measured(checkpoint: Checkpoint, data: Path, *, filter_seen: bool) -> Measur
 
 
 def scorer(model: SequenceModel, term: CountTerm | None, numbers: Numbers, count_M: Tensor) -> Scorer:
-    """Return the scorer of a model of another catalogue; all its scores of a block of rows are in memory.
+    """Return the scorer of a model that was trained on another catalogue; it holds all scores of a block in memory.
 
     Args:
         model: in eval mode.
         term: count term of the model.
-        numbers: the dataset's items and users in the model.
-        count_M: the model's training events of each item, which rank histories without a known item.
+        numbers: the model's numbers of the dataset's items and users.
+        count_M: number of training events of each item; the scores where the model knows no item of the history.
     """
     events = max(model.options.history, term.events if term else 0)
     item_MD = model.item_vectors().detach().float()[: len(count_M)]

@@ -42,7 +42,7 @@ Tokens = dict[str, Tensor]  # `Catalogue.tokens`
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """What a new model is made from."""
+    """The settings and data that a new model is built from."""
 
     architecture: ModelConfig
     training: Training  # its config is the section `pretrain`
@@ -171,10 +171,10 @@ def _transferable(start: Start, tokens: Sequence[Tokens], joined: Tokens, checkp
     """Build a model that learns from the datasets `start.learnt` and afterwards serves the first one.
 
     Args:
-        start: what the model is made from.
+        start: settings and data that the model is built from.
         tokens: description of the items of each dataset.
-        joined: that of all items to learn from.
-        checkpoint: pre-trained weights, if not empty.
+        joined: description of all items to learn from.
+        checkpoint: pre-trained weights; empty: none.
     """
     parts = [load(folder) for folder in start.sequences]
     served = Catalogue(parts[0].num_items, parts[0].num_users, 0, tokens[0])

@@ -22,10 +22,10 @@ def split_of(card: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def held_out_now(checkpoint: Checkpoint, data: Path) -> str:
-    """Return why an event that trained a model may be a validation or test event now; empty if none can be.
+    """Return why training events of the model may now be validation or test events; empty if they cannot.
 
-    The log, which is now prepared in the folder `data`, may have grown since; but none of the users that remain may
-    have lost an event.
+    The log that is prepared in the folder `data` may have grown since the training. It is assumed that no remaining
+    user has lost an event.
     """
     before, now = checkpoint.card.get("split", {}), read_json(data / SPLIT_CARD)
     if not {"protocol", "val_users", "split_sha256"} <= before.keys():

@@ -48,7 +48,7 @@ def example(
         data: the dataset on the device.
         options: options of the model.
         config: settings of the stage.
-        chosen: windows of the step, over all processes.
+        chosen: windows of the whole step, those of all processes.
         seed: seed of this step, the same on every process.
         process: index of this process.
         processes: number of processes that share the step.

@@ -91,7 +91,7 @@ def test_a_dataset_is_never_read_from_what_another_one_is_read_from(key):
     assert resolved(kept, dataset="yours")["ingest"]["interactions"] == "yours.csv"
 
     del kept["datasets"]["yours"]["ingest"][key]
-    with pytest.raises(ConfigError, match=f"yours would be read from ingest.{key} of mine"):
+    with pytest.raises(ConfigError, match=f"yours has no ingest.{key} of its own and would be read from that of mine"):
         resolved(kept, dataset="yours")
 
 

@@ -143,10 +143,10 @@ def test_what_the_caller_names_is_taken(tmp_path):
 @pytest.mark.parametrize(
     ("columns", "chosen", "message"),
     [
-        ({"user": "user", "item": "item"}, {}, "no column looks like timestamp among user, item; name it: --time"),
+        ({"user": "user", "item": "item"}, {}, "looks like timestamp among user, item; pass its name with --time"),
         ({"user": "user", "item": "item", "time": "words"}, {}, "have no known format.* set --time-format"),
         ({"user": "user", "item": "item", "day": "number"}, {}, "have no known format.* with --time day"),
-        ({"user": "user"}, {"item_id": "sku"}, "log.csv has no column 'sku' for item_id; there are user"),
+        ({"user": "user"}, {"item_id": "sku"}, "log.csv has no column 'sku' for item_id; its columns are user"),
     ],
 )
 def test_what_cannot_be_told_names_the_flag(tmp_path, columns, chosen, message):

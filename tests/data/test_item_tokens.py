@@ -61,7 +61,7 @@ def test_named_attributes_come_in_their_order(tmp_path):
 @pytest.mark.parametrize(
     ("columns", "attributes", "message"),
     [
-        (ITEMS, ["tags"], r"options.attributes: .*no column 'tags'; there are title, brand"),
+        (ITEMS, ["tags"], r"options.attributes: .*no column 'tags'; its columns are title, brand"),
         ({"item_id": ["a"], "title": [""]}, [], "holds no text for the 5 items"),
     ],
 )

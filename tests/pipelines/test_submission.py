@@ -102,7 +102,7 @@ def test_results_in_a_file_of_a_pod_are_refused_before_anything_is_sent(tmp_path
 
     assert (status, server.seen) == (1, [])
     assert "register.tracking_uri: sqlite:///" in said
-    assert "lost with the pod that writes it" in said
+    assert "would be lost with its pod" in said
 
 
 @pytest.mark.usefixtures("_digest")

@@ -266,9 +266,9 @@ def test_the_command_names_what_is_wrong(tmp_path, caplog, monkeypatch):
     assert (tmp_path / "out.csv").read_text() == dumped
     again = ["events", "dump", "--store", f"sqlite:///{tmp_path}/events.db", "--output", str(tmp_path / "out.csv")]
     for kinds, message in (
-        ("veiw", "--kinds: there are no events of the kind 'veiw'; did you mean view?"),
-        ("", "there are view, buy, hide"),
-        ("buy,", "there are view, buy, hide"),
+        ("veiw", "--kinds: no kind 'veiw'; did you mean view?"),
+        ("", "the kinds are view, buy, hide"),
+        ("buy,", "the kinds are view, buy, hide"),
         ("hide", "the store has no events of the kinds hide"),
     ):
         assert main([*again, "--kinds", kinds]) == 1

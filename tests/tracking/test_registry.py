@@ -480,7 +480,7 @@ def test_show_marks_candidate_and_champion(own, capsys, monkeypatch):
     [
         ("promote", "no version 0"),
         ("rollback", "no champion before"),
-        ("delete", "one of show, promote, rollback expected"),
+        ("delete", "the action must be one of show, promote, rollback"),
     ],
 )
 def test_what_cannot_be_done_by_hand_is_refused(own, action, message):

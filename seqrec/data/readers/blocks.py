@@ -114,7 +114,7 @@ def _read(stream: gzip.GzipFile | io.BufferedReader, path: Path, size: int) -> b
 
 
 def as_lines(text: str, number: int) -> pl.DataFrame:
-    """Return the non-blank lines of `text`, whose first line has `number`."""
+    """Return the non-blank lines of `text` with their line numbers; the first line is line `number`."""
     lines = pl.Series("_text", [text]).str.split("\n").explode().str.strip_suffix("\r")
     frame = pl.DataFrame([lines]).with_row_index("_line", offset=number)
     return frame.with_columns(pl.col("_line").cast(pl.Int64), pl.lit(None, pl.String).alias("_problem")).filter(

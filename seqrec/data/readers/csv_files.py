@@ -42,7 +42,7 @@ def own_files(files: Mapping[str, Path], config: IngestConfig) -> Tables:
     for name, column in config.columns.items():
         if column not in known:
             raise ValueError(
-                f"ingest.columns.{name}: no file has a column {column!r}; there are {_listed(sorted(known))}"
+                f"ingest.columns.{name}: no file has a column {column!r}; the columns are {_listed(sorted(known))}"
             )
     found = items(catalogue(files["items"], of_items), files["items"]) if "items" in files else None
     rows = events(files["interactions"], shared)
@@ -89,7 +89,7 @@ def chosen_columns(
         elif name in required:
             raise ValueError(
                 f"{path.name} has no column {columns.get(name, name)!r}; "
-                f"there are {_listed(known)}: set ingest.columns.{name}"
+                f"its columns are {_listed(known)}; set ingest.columns.{name}"
             )
     return chosen
 
