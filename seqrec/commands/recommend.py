@@ -87,14 +87,14 @@ def score(
 ) -> dict[str, float]:
     """Write the best items of every user, after all of the user's events, to a Parquet file.
 
-    Memory holds the data and `USERS_AT_ONCE` users, however many users there are.
+    Users are scored `USERS_AT_ONCE` at a time, which limits the memory needed beyond the data itself.
 
     Args:
         sequences: the prepared dataset.
         saved: folder with weights and card, or models:/NAME@champion.
         output: Parquet file with one row per user: user_id, items, scores; a path, or an address such as
             s3://BUCKET/scores.parquet.
-        k: number of items; past items are left out if the model was evaluated in this way.
+        k: number of items per user; as in the evaluation, past items are left out if `filter_seen` is true.
         config: section `register`.
 
     Returns:

@@ -45,7 +45,7 @@ class IngestConfig(Section):
     category: str = ""  # Amazon: the category, spelt as in the file names, e.g. Gift_Cards
     interactions: str = ""  # csv, lines: path or address of the events; prefixes: path without `.train.inter`
     items: str = ""  # csv, prefixes, lines: path or address (https://, s3://, gs://, az://) of the items; empty: none
-    columns: dict[str, str] = field(default_factory=dict)  # csv: our column -> the file's; items.NAME: items file only
+    columns: dict[str, str] = field(default_factory=dict)  # csv: our column -> the file's; items.NAME: for items only
     time_format: str = ""  # csv: format of times, e.g. "%d/%m/%Y %H:%M"; empty: ISO 8601 or a Unix time
     lines: Literal["", "sequences", "pairs"] = ""  # `user item item ...` | `user item` per line; empty: detect
     sha256: dict[str, str] = field(default_factory=dict)  # role of a file (interactions, items) -> its expected digest
@@ -163,7 +163,7 @@ class TrainConfig(Section):
     sparse_tables: bool = False  # sampled losses: a step updates only the rows it uses, for huge catalogues
     gbce_t: Share = 0.75  # gbce: 0: equals bce, 1: calibrated for the whole catalogue
     windows: Annotated[Literal["last", "all"], OrAuto()] = "last"  # causal, cloze: a user's last window | all windows
-    prefixes_per_user: Count = 0  # last; pretrain of unisrec, s3rec, recformer: random prefixes per user, epoch; 0: all
+    prefixes_per_user: Count = 0  # last; pretrain of unisrec, s3rec, recformer: prefixes per user and epoch; 0: all
     earliest_target: Annotated[float, Bounds(ge=0, lt=1)] = 0.0  # last: share of a history without targets
     user_share: Annotated[float, Bounds(gt=0, le=1)] = 1.0  # share of users to train on, for learning curves
     mask_probability: Fraction = 0.2  # cloze: probability of masking an event

@@ -82,8 +82,8 @@ def model_scorer(model: SequenceModel, known_U: Tensor | None = None) -> Scorer:
 
     Args:
         model: in eval mode.
-        known_U: whether a user is trained on; the others are ranked as user 0. Needed only during a training, because
-            at its end the others get the vector of user 0.
+        known_U: whether each user has a training window; the others are ranked as user 0. Needed only during a
+            training, because at its end they get the vector of user 0.
     """
     item_VD = model.item_vectors().detach().float()
 

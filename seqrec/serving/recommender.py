@@ -108,8 +108,8 @@ def located(place: str | Path, config: RegisterConfig | None = None) -> Iterator
     """Yield the folder of a trained model.
 
     Args:
-        place: the folder, or the model's name in MLflow, fetched for the time being: `models:/NAME@ALIAS`,
-            `models:/NAME/VERSION`, `runs:/RUN_ID/NAME`.
+        place: the folder, or an address in MLflow (`models:/NAME@ALIAS`, `models:/NAME/VERSION`, `runs:/RUN_ID/NAME`),
+            which is downloaded to a temporary folder.
         config: section `register`, which says where MLflow is; MLFLOW_TRACKING_URI wins.
 
     Raises:

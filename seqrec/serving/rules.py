@@ -126,7 +126,7 @@ class Attributes(dict[str, Attribute]):
             raise ValueError(f"{rule}: attribute {name!r} is unknown; known: {known}")
 
     def factors(self, boost: Boost, size: int) -> Tensor:
-        """Return the product of the factors (V,) of each of `size` items, padding included."""
+        """Return (V,): for each of `size` items, padding included, the product of the factors that apply to it."""
         factor_V = torch.ones(size)
         for name, values in boost.items():
             for value, factor in values.items():

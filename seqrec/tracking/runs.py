@@ -137,14 +137,14 @@ def connect(config: RegisterConfig) -> MlflowClient:
 
 
 def _check_place(uri: str, location: str) -> None:
-    """Raise TrackingError where the artifacts of a local database lie elsewhere than beside it."""
+    """Raise TrackingError if the artifacts of a local database are not stored beside it."""
     path, folder = sqlite_path(uri), _local_path(location)
     if path is None or folder is None or folder.resolve().is_relative_to(path.parent.resolve()):
         return
     raise TrackingError(
         f"register.tracking_uri: {path} keeps its artifacts in {folder}, not beside itself: the project was moved or "
-        f"copied. After a move, `ln -s {path.parent} {folder.parent}` makes them found; in a copy, remove {path.name} "
-        "and mlartifacts/ and run `seqrec register`, which makes both anew from artifacts/ and reports/"
+        f"copied. After a move, run `ln -s {path.parent} {folder.parent}`. In a copy, remove {path.name} and "
+        "mlartifacts/, then run `seqrec register`, which creates them again from artifacts/ and reports/"
     )
 
 
