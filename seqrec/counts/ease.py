@@ -8,9 +8,9 @@ Shape suffixes: V items, padding (0) included   K kept per item
 
 from __future__ import annotations
 
-import numpy as np
+import warnings
+
 import torch
-from scipy import sparse
 from torch import Tensor
 
 from seqrec.counts.table import CountTable, train_events
@@ -22,9 +22,10 @@ TARGETS = 256  # weights kept per item; keeping all gained nothing on validation
 
 def ease_weights(data: Sequences, ridge: float = RIDGE) -> Tensor:
     """Return B (V, V) of EASE: P = (X'X + ridge I)^-1, B_ij = -P_ij / P_jj, B_jj = 0 (equation 8)."""
-    user_items = _user_items(data)
-    # in float64, since the eigenvalues of X'X are powers of ten apart
-    gram_VV = torch.from_numpy((user_items.T @ user_items).astype(np.float64).toarray())
+    user_item = _user_items(data)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that torch's sparse matrices are new
+        gram_VV = torch.sparse.mm(user_item.t().coalesce(), user_item).to_dense()
     gram_VV.diagonal().add_(ridge)
     inverse_VV = torch.cholesky_inverse(torch.linalg.cholesky(gram_VV))
     inverse_VV /= -inverse_VV.diagonal().clone()
@@ -43,10 +44,13 @@ def ease_table(data: Sequences) -> CountTable:
     return CountTable(offsets, kept_VK[voting_VK].int(), values_VK[voting_VK])
 
 
-def _user_items(data: Sequences) -> sparse.csr_array:
-    """Return X (users, V): 1 where the item is among the user's training events."""
-    user, item = (x.numpy() for x in train_events(data))
-    shape = (data.num_users, len(data.count))
-    matrix = sparse.csr_array((np.ones(len(user), dtype=np.float32), (user, item)), shape=shape)
-    matrix.data[:] = 1  # the constructor has summed repeated entries
-    return matrix
+def _user_items(data: Sequences) -> Tensor:
+    """Return X (users, V), sparse: 1 where the item is among the user's training events.
+
+    In float64, since the eigenvalues of X'X are powers of ten apart.
+    """
+    user, item = train_events(data)
+    size = len(data.count)
+    key = torch.unique(user * size + item)
+    shape = (data.num_users, size)
+    return torch.sparse_coo_tensor(torch.stack([key // size, key % size]), torch.ones(len(key)).double(), shape)

@@ -53,10 +53,13 @@ def rewrite(folder, **entries):
         ({"options": {"heads": 3}}, "config.json: .*heads"),
         ({"options": {"layers": 3}}, "best.safetensors does not fit the sasrec of this version"),
         ({"architecture": "no_such"}, "config.json: .*'no_such' is not one of"),
-        ({"architecture": "fpmc", "options": {}}, "best.safetensors does not fit fpmc"),
+        ({"architecture": "fpmc", "options": {}}, "best.safetensors does not fit the fpmc of this version"),
         ({"catalogue": {"num_items": 40, "num_users": 60}}, "config.json: catalogue.length"),
         ({"catalogue": {"num_items": 0, "num_users": 60, "length": 12}}, "config.json: catalogue: num_items"),
-        ({"catalogue": {"num_items": 41, "num_users": 60, "length": 12}}, "best.safetensors does not fit sasrec"),
+        (
+            {"catalogue": {"num_items": 41, "num_users": 60, "length": 12}},
+            "best.safetensors does not fit the sasrec of this version",
+        ),
         ({"seconds": float("nan")}, "config.json: seconds"),
         ({"filter_seen": "perhaps"}, "config.json: filter_seen"),
         ({"weights_sha256": None}, "config.json: weights_sha256"),
@@ -88,7 +91,7 @@ def test_other_tensors_with_their_own_digest_are_refused(copy, change):
     save_file({name: value for name, value in tensors.items() if value is not None}, folder / WEIGHTS)
     rewrite(folder, weights_sha256=sha256(folder / WEIGHTS))
 
-    with pytest.raises(ValueError, match="does not fit sasrec"):
+    with pytest.raises(ValueError, match="does not fit the sasrec of this version"):
         load_checkpoint(folder)
 
 

@@ -316,7 +316,7 @@ def test_the_papers_starts_are_loaded(prepared, tmp_path, authors, caplog):
     torch.testing.assert_close(model.encoder.places.weight, places if authors else table)
     positions = source.longformer.embeddings.position_embeddings.weight
     torch.testing.assert_close(model.encoder.positions.weight, positions[2:302])
-    told = "window is 64 as options.window says; the checkpoint was trained with [512, 512]"
+    told = "using options.window = 64, although the checkpoint was trained with [512, 512]"
     assert (told in caplog.text) is not authors
     save_model(tmp_path / "saved", model, {}, catalogue_files(prepared))
     model = without_places(load_checkpoint(tmp_path / "saved").model)
