@@ -53,4 +53,5 @@ def _user_items(data: Sequences) -> Tensor:
     size = len(data.count)
     key = torch.unique(user * size + item)
     shape = (data.num_users, size)
-    return torch.sparse_coo_tensor(torch.stack([key // size, key % size]), torch.ones(len(key)).double(), shape)
+    place = torch.stack([key // size, key % size])
+    return torch.sparse_coo_tensor(place, torch.ones(len(key)).double(), shape, check_invariants=True)
