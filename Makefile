@@ -6,6 +6,8 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export DVC_NO_ANALYTICS := 1
 export GX_ANALYTICS_ENABLED := false
 export MLFLOW_DISABLE_TELEMETRY := true
+# a process that finds no bytecode compiles every module that it imports, for seconds; containers often forbid to keep it
+unexport PYTHONDONTWRITEBYTECODE
 # a thread that waits spins for some 50 us before it sleeps: without spinning, small models train at half the speed;
 # with the default of 30 times as long, they stand still beside other work
 export GOMP_SPINCOUNT ?= 10000
