@@ -123,8 +123,8 @@ def test_clicks_are_joined_by_answer_item_and_user(store, capsys, caplog):
     assert "0.2500" in said
     assert "difference +0.7500, no interval" in said
     for versions, message in (
-        ("1", "--versions CHAMPION,CANDIDATE expected"),
-        ("1,1", "--versions CHAMPION,CANDIDATE expected"),
+        ("1", "--versions must be CHAMPION,CANDIDATE"),
+        ("1,1", "--versions must be CHAMPION,CANDIDATE"),
         ("1, 9", "no user was shown a list of version 9"),
     ):
         assert main(["events", "compare", "--store", str(store.engine.url), "--versions", versions]) == 1

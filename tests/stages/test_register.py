@@ -283,7 +283,7 @@ def test_a_copied_project_is_refused_until_its_runs_are_made_anew_and_leaves_the
     before = {path: path.read_bytes() for path in registered.rglob("*") if path.is_file()}
     copy = shutil.copytree(registered, tmp_path / "copy")
     monkeypatch.chdir(copy)
-    with pytest.raises(TrackingError, match=r"moved or copied.*ln -s.*in a copy, remove mlflow.db and mlartifacts/"):
+    with pytest.raises(TrackingError, match=r"moved or copied.*ln -s.*In a copy, remove mlflow.db and mlartifacts/"):
         run()
 
     ignore = shutil.ignore_patterns("mlflow.db", "mlartifacts")  # another folder: MLflow keeps an open database in mind
