@@ -70,6 +70,7 @@ def popularities(found: CountsConfig) -> Axis:
 
 
 DECAYS: Sequence[Axis] = ([{"rho": rho} for rho in (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)],)  # of EASE alone
+EASE_TABLE = "ease"  # the one table that no setting changes
 EASE_WEIGHTS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
 EASE: Axis = [{"ease": weight, "ease_decay": decay} for decay in (1.0, 0.9, 0.8) for weight in EASE_WEIGHTS]
 ADDED: Sequence[AnyAxis] = (alphas, [{"smoothing": tau} for tau in SMOOTHING], RHO, KERNELS, popularities)
@@ -160,14 +161,17 @@ def _descend(
 class Tables:
     """Count tables of one dataset by kernel, window and size, built on first use."""
 
-    def __init__(self, data: Sequences) -> None:
+    def __init__(self, data: Sequences, stored: CountTerm | None = None) -> None:
+        """Start with the weights of EASE that a `stored` term of this dataset holds: they take minutes to compute."""
         self.data = data
-        self.tables: dict[tuple[str, str, int, int], CountTable] = {}
+        self.tables: dict[Any, CountTable] = {}
+        for term in (stored, stored.ease) if stored else ():
+            if term is not None and not term.normalised:
+                self.tables[EASE_TABLE] = CountTable(term.offsets, term.targets, term.values)
 
     def table(self, config: CountsConfig) -> CountTable:
         """Return the count table of `config`."""
-        kind = "ease" if config.values == "ease" else "counts"
-        key = (kind, config.kernel, config.window, config.targets)
+        key = EASE_TABLE if config.values == "ease" else (config.kernel, config.window, config.targets)
         if key not in self.tables:
             self.tables[key] = counted(self.data, config)
         return self.tables[key]

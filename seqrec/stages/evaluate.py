@@ -59,7 +59,8 @@ def evaluate(
     scorer = ranking.model_scorer(net.to(device))
     test = valid = with_counts(scorer, term and term.to(device))
     if "folds" in chosen:
-        valid = fold_scorer(scorer, Tables(loaded), [counts_config(fold) for fold in chosen["folds"]], device)
+        folds = [counts_config(fold) for fold in chosen["folds"]]
+        valid = fold_scorer(scorer, Tables(loaded, term), folds, device)
     count = None
     if config.refit != "none":
         refitted = _refitted(trained)

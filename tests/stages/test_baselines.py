@@ -12,7 +12,7 @@ from support import prepare_rows
 
 from seqrec.artifacts import CASES, METRICS, RECOMMENDATIONS, REFITTED, read_json
 from seqrec.config import EvaluateConfig
-from seqrec.counts import ease
+from seqrec.counts import ease, term
 from seqrec.counts.ease import ease_weights
 from seqrec.data import sequences
 from seqrec.pipeline import BASELINES
@@ -173,6 +173,17 @@ def test_service_graph_search_and_evaluation_of_a_baseline_agree(prepared, writt
             assert answer.source == name
             drops = recommender.explain(request, answer.items[0])
             assert any(drops) == (name != "popularity")
+
+
+def test_evaluation_takes_the_stored_weights_of_ease(prepared, written, tmp_path, monkeypatch):
+    out, values = written
+    monkeypatch.setattr(term, "ease_table", None)  # computing them takes minutes for a large catalogue
+    folder = out / "artifacts/ease/finetuned"
+
+    again = evaluate(model="ease", sequences=prepared, checkpoint=folder, report=tmp_path, config=CONFIG)
+
+    assert again["test/ndcg@10"] == values["ease/test/ndcg@10"]
+    assert again["valid/ndcg@10"] == read_json(out / "reports/ease" / METRICS)["valid/ndcg@10"]
 
 
 def test_ease_is_left_out_of_a_large_catalogue(prepared, tmp_path, caplog):
