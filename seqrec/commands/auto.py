@@ -94,7 +94,7 @@ class Plan:
         kept = read_json(path)
         if kept["request"] != request:
             raise ValueError(
-                f"--out: {path} was made for other data or other flags: name another folder, or remove this one"
+                f"--out: {path} belongs to other data or other flags: name another folder, or remove this one"
             )
         return cls(path, **kept)
 
@@ -185,7 +185,7 @@ def _auto(plan: Plan, out: Path) -> dict[str, float]:
     board = run.write_leaderboard(out / "reports", folder, params.leaderboard)
     _write_pages(out, board, params)
     register = f"python -m seqrec import --run {shlex.quote(str(out))}"
-    leaderboard.say(out / "reports", [f"{out / CARD} describes the model", f"{register} puts it into MLflow"])
+    leaderboard.say(out / "reports", [f"{out / CARD} describes the model", f"{register} registers it in MLflow"])
     plan.save()
     metrics = {name: read_json(out / "reports" / name / METRICS) for name in params.leaderboard}
     return {f"{name}/{key}": metrics[name][key] for name in metrics for key in ("valid/ndcg@10", "test/ndcg@10")}
@@ -266,7 +266,7 @@ def _source(plan: Plan, out: Path, console: Console) -> tuple[dict[str, Any], bo
 def _show(path: Path, found: Any, time_format: str, console: Console) -> None:
     flags = {"user_id": "--user", "item_id": "--item", "timestamp": "--time", "title": "--title"}
     flags["items.title"] = flags["title"]
-    table = Table("ours", "column", "by", "another", title=escape(path.name), box=None, pad_edge=False)
+    table = Table("field", "column", "found by", "to change it", title=escape(path.name), box=None, pad_edge=False)
     for guess in found:
         table.add_row(guess.name, escape(guess.column), guess.why, flags.get(guess.name, ""))
     if time_format:
@@ -312,7 +312,7 @@ def _split(params: Params, out: Path, timed: bool) -> tuple[dict[str, Any], str]
     except ValueError:
         few = True
     if few:
-        raise ValueError("no user has three events of items with two events or more: name another column with --user")
+        raise ValueError("no user has three events of items that occur twice or more: name another column with --user")
     return settings, f"LOO-full (each user's last event), because a split by time is not possible: {reason}"
 
 

@@ -51,7 +51,7 @@ def events(
         raise ConfigError(f"events: the action must be one of {', '.join(ACTIONS)}, not {' '.join(actions)}")
     chosen = _kinds(kinds)
     if not store_url(store):
-        raise ConfigError(f"events: name the store, --store or {VARIABLE}")
+        raise ConfigError(f"events: name the store with --store or {VARIABLE}")
     opened = Store(store_url(store))
     if actions[0] == "compare":
         return _compare(opened, [version.strip() for version in versions.split(",")])

@@ -36,9 +36,9 @@ def registry(
     """Show the versions of a dataset's model, or change its champion.
 
     Args:
-        actions: show, promote (make --version the champion) or rollback (to the last champion before this one that was
-            not rolled back itself).
-        dataset: its model is seqrec-DATASET.
+        actions: show, promote (make --version the champion) or rollback (return to the previous champion, skipping
+            those that were themselves rolled back).
+        dataset: key in `datasets`; its model is seqrec-DATASET.
         config: section `register`.
         version: version to promote.
         reason: reason for the audit trail.
@@ -121,7 +121,7 @@ def _before(client: MlflowClient, champion: ModelVersion | None) -> ModelVersion
 
 def _show(client: MlflowClient, model: RegisteredModel) -> None:
     console = Console()
-    table = Table("version", "model", SELECTION, "is", "gate", title=model.name)
+    table = Table("version", "model", SELECTION, "alias", "gate", title=model.name)
     versions = client.search_model_versions(f"name = '{model.name}'")
     names: dict[str, list[str]] = {}
     for alias, number in sorted(model.aliases.items()):  # numbers or texts, as the store has it

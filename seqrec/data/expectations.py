@@ -202,7 +202,7 @@ def _rating_suite(ratings: pl.Series) -> Suite:
         column="interactions.rating",
         value_set=list(RATINGS),
         severity="warning",
-        advice="nothing, unless prepare.min_rating is set: nothing else reads the ratings",
+        advice="this matters only if prepare.min_rating is set: nothing else reads the ratings",
     )
     return Suite(pd.DataFrame({"interactions.rating": _texts(values)}), [rule])
 
@@ -294,7 +294,7 @@ def _relation_rules(repeated: Sequence[str], unknown: Sequence[str], config: Val
             "every item with interactions is in the items table",
             most=0,
             severity="warning",
-            advice="expected where the source's metadata is partial; models that read text need it",
+            advice="usual for sources with incomplete metadata; models that read text need an entry for each item",
             examples=unknown,
         ),
     ]
@@ -398,7 +398,9 @@ def _to_check(result: Mapping[str, Any]) -> Check:
         severity=config["severity"],
         success=result["success"],
         observed=observed,
-        examples=[] if result["success"] else list(dict.fromkeys(examples))[:EXAMPLES],
+        examples=[]
+        if result["success"]
+        else [value for value in dict.fromkeys(examples) if value is not None][:EXAMPLES],
         advice=config["meta"]["advice"],
     )
 

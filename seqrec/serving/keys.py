@@ -38,7 +38,7 @@ class Key:
 
     def __post_init__(self) -> None:
         if not DIGEST.fullmatch(self.sha256):
-            raise ValueError(f"sha256: {self.sha256!r:.80} is no digest")
+            raise ValueError(f"sha256: {self.sha256!r:.80} is not a SHA-256")
         if self.expires is not None and not 0 <= self.expires < LATEST:
             raise ValueError(f"expires: {self.expires} is not a time")
 

@@ -171,7 +171,7 @@ class Explanation(BaseModel):
 
 def _has_happened(at: float) -> float:
     if at > time.time() + AHEAD_S:
-        raise ValueError("more than a day in the future; seconds since 1970, UTC, expected, not milliseconds")
+        raise ValueError("more than a day in the future; give seconds since 1970, UTC, not milliseconds")
     return at
 
 

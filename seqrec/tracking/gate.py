@@ -114,7 +114,7 @@ def _decide(
     except ValueError as error:
         reason = f"not comparable with version {champion.version}{another}: {error}"
         by_hand = f"python -m seqrec registry promote --version {version.version}"
-        return Decision(False, f"{reason}; to promote it all the same: {by_hand}", None)
+        return Decision(False, f"{reason}; to promote it anyway: {by_hand}", None)
     promoted = gain.low > config.min_gain
     lost = _lost(_guards(version), found.values, config.max_loss)
     how = ""

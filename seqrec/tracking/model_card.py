@@ -64,7 +64,7 @@ def model_card(
         f"- {split['protocol']}{': ' + split['rule'] if 'rule' in split else ''}\n"
         f"- SHA-256 of the split `{split['split_sha256']}`",
         "## Metrics",
-        f"Among the whole catalogue, past items {'left out' if metrics['filter_seen'] else 'included'}; 95 % "
+        f"Ranked among the whole catalogue, past items {'left out' if metrics['filter_seen'] else 'included'}; 95 % "
         "intervals over users. This model was chosen by its validation figure; the test figures decided nothing."
         + (REFIT_NOTE if metrics.get("refit") else ""),
         _table(metrics),

@@ -269,7 +269,7 @@ def register_refit(
     tags = {key: value for key, value in evaluated.tags.items() if key not in OWN_TAGS}
     tags |= {REFIT_TAG: str(evaluated.version), REASON_TAG: reason}
     notice = (
-        f"**A {reason}, the test events too: epochs {card[REFIT]['epochs']}, weights `{card['weights_sha256']}`. The "
+        f"**A {reason}, test events included: epochs {card[REFIT]['epochs']}, weights `{card['weights_sha256']}`. The "
         f"text below describes version {evaluated.version}; these weights cannot be measured on that split.**\n\n"
     )
     version = create_version(client, name, model, tags, notice + (evaluated.description or ""))
@@ -331,11 +331,13 @@ def fetch(uri: str, folder: Path, config: RegisterConfig) -> None:
             model = Path(mlflow.artifacts.download_artifacts(uri, dst_path=directory))
         except (MlflowException, OSError) as error:
             server = redacted(tracking_uri(config))
-            next_step = ""
             if "not found" in str(error):
-                next_step = "; `make repro` registers models, and `seqrec registry show` lists their versions"
+                raise TrackingError(
+                    f"{uri} is not in {server}: `make repro` registers models, and `seqrec registry show` lists their "
+                    "versions; --saved also takes the folder of a model, such as artifacts/sasrec/finetuned"
+                ) from error
             raise TrackingError(
-                f"register.tracking_uri: {uri} cannot be fetched from {server} ({first_line(error)}){next_step}"
+                f"register.tracking_uri: {uri} cannot be fetched from {server} ({first_line(error)})"
             ) from error
         if not (model / ARTIFACTS / MODEL_CARD).is_file():
             raise TrackingError(f"{uri} holds no {MODEL_CARD}, so it was not logged by `register`")

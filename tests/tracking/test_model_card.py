@@ -9,7 +9,7 @@ from seqrec.training.checkpoint import save_model
 SPLIT = {
     "dataset": "toy",
     "protocol": "LOO-full",
-    "rule": "last event test, the one before validation",
+    "rule": "last event for test, the one before it for validation",
     "counts": {"users": 1234, "items": 30, "events": 56789, "train": 54321},
     "input_sha256": "a" * 64,
     "split_sha256": "b" * 64,
@@ -46,7 +46,7 @@ def test_a_card_says_what_it_is_its_data_licence_split_metrics_settings_and_hash
         f"{card['parameters']:,} parameters",
         "shop <https://example.org/>: 1,234 users, 30 items, 56,789 events, 54,321 train",
         "licence: CC BY 4.0",
-        "LOO-full: last event test",
+        "LOO-full: last event for test",
         "| NDCG@10 | 0.2500 [0.2000, 0.3000] | 0.1250 [0.1000, 0.1500] |",
         "| share of the catalogue that is recommended to at least one user |  | 0.5000 |",
         "`seed: 7`, `learning_rate: 0.003`",
