@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from datetime import datetime
 
 from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion, RegisteredModel
@@ -136,4 +137,5 @@ def _show(client: MlflowClient, model: RegisteredModel) -> None:
     console.print(table)
     for key, text in sorted(model.tags.items()):
         if key.startswith(models.AUDIT_TAG):
-            console.print(f"{key.removeprefix(models.AUDIT_TAG)}  {escape(text)}", highlight=False)
+            moment = datetime.strptime(key.removeprefix(models.AUDIT_TAG), models.AUDIT_TIME)
+            console.print(f"{moment:%Y-%m-%d %H:%M:%S} UTC  {escape(text)}", highlight=False)

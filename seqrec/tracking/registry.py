@@ -67,6 +67,7 @@ OWN_TAGS = (  # a refit does not share them
     *(PROMOTED_TAG, REASON_TAG, GAIN_TAG, PREVIOUS_TAG, WITHDRAWN_TAG, WEIGHTS_TAG, FINGERPRINT),
 )
 CLAIM_TAG = "seqrec.claim"  # of a registered model: who began a promotion last
+AUDIT_TIME = "%Y-%m-%dT%H%M%S.%f"  # UTC
 AUDIT_TAG = "seqrec.audit."  # of a registered model, one a change of champion; the time follows
 VERSIONS_TAG = "mlflow.modelVersions"  # of a logged model: MLflow's pages link it to these
 LONGEST = 5_000  # characters of a description that MLflow keeps
@@ -215,7 +216,7 @@ def crown(
         if WITHDRAWN_TAG in version.tags:
             client.delete_model_version_tag(name, version.version, WITHDRAWN_TAG)
     client.set_registered_model_alias(name, CHAMPION, version.version)
-    moment = datetime.now(UTC).strftime("%Y-%m-%dT%H%M%S.%f")
+    moment = datetime.now(UTC).strftime(AUDIT_TIME)
     client.set_registered_model_tag(name, f"{AUDIT_TAG}{moment}", f"{before} -> {version.version}: {reason}"[:4000])
 
 

@@ -257,6 +257,7 @@ def test_the_experiment_holds_the_view_that_the_printed_link_names(registered):
 
     assert "workflowType=machine_learning" in page
     assert shared["runsExpanded"] == {parent.info.run_id: True}
+    assert shared["isAccordionReordered"], "MLflow would put its own sections above ours"
     first, *_ = shared["compareRunCharts"]
     assert (first["type"], first["showDifferencesOnly"]) == ("DIFFERENCE", True)
     assert "tags.`seqrec.kind`" in shared["selectedColumns"]

@@ -42,9 +42,9 @@ def test_a_card_says_what_it_is_its_data_licence_split_metrics_settings_and_hash
     for fact in (
         "# mine on toy",
         "TiSASRec",
-        "events of a history, and times",
+        "events of a history; also reads the times of events",
         f"{card['parameters']:,} parameters",
-        "shop <https://example.org/>: 1,234 users, 30 items, 56,789 events, 54,321 train",
+        "shop <https://example.org/>: 1,234 users, 30 items, 56,789 events, 54,321 for training",
         "licence: CC BY 4.0",
         "LOO-full: last event for test",
         "| NDCG@10 | 0.2500 [0.2000, 0.3000] | 0.1250 [0.1000, 0.1500] |",
@@ -66,13 +66,13 @@ def test_a_card_says_what_it_is_its_data_licence_split_metrics_settings_and_hash
 @pytest.mark.parametrize(
     ("architecture", "options", "needs"),
     [
-        ("rec_denoiser", {"backbone": "tisasrec"}, ", and times"),
-        ("rec_denoiser", {"backbone": "ssept"}, ", and user"),
+        ("rec_denoiser", {"backbone": "tisasrec"}, "; also reads the times of events"),
+        ("rec_denoiser", {"backbone": "ssept"}, "; also reads the user"),
         ("rec_denoiser", {}, ""),
-        ("flash4rec", {}, ", and user"),
+        ("flash4rec", {}, "; also reads the user"),
         ("flash4rec", {"user_gate": False}, ""),
         ("strec", {"sampling": "none"}, ""),
-        ("zesrec", {}, ", and text"),
+        ("zesrec", {}, "; also reads the text of items"),
     ],
 )
 def test_a_card_says_what_its_model_reads_besides_items(tmp_path, architecture, options, needs):

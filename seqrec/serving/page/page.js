@@ -195,7 +195,7 @@ async function reason(by, items, item) {
   const { drops } = await call("/explain", { history: items, item, by, user: user || null });
   const best = drops.indexOf(Math.max(...drops));
   if (!(drops[best] > 0)) return "no single event raises its score";
-  return `most of all because of ${named(items[best])}: without it the score is ${drops[best].toFixed(3)} lower`;
+  return `mostly because of ${named(items[best])}: without it, the score is ${drops[best].toFixed(3)} lower`;
 }
 
 async function offer() {
