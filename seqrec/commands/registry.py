@@ -51,7 +51,7 @@ def registry(
         TrackingError: the server does not answer, or another promotion is under way.
     """
     if len(actions) != 1 or actions[0] not in ACTIONS:
-        raise ConfigError(f"registry: the action must be one of {', '.join(ACTIONS)}, not {' '.join(actions)}")
+        raise ConfigError(f"the action must be one of {', '.join(ACTIONS)}, not {' '.join(actions)}")
     with explained(config):
         _act(actions[0], connect(config), f"seqrec-{dataset}", config, version, reason, store_url(store))
 

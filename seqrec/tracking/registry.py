@@ -335,7 +335,7 @@ def fetch(uri: str, folder: Path, config: RegisterConfig) -> None:
             if "not found" in str(error):
                 raise TrackingError(
                     f"{uri} is not in {server}: `make repro` registers models, and `seqrec registry show` lists their "
-                    "versions; --saved also takes the folder of a model, such as artifacts/sasrec/finetuned"
+                    "versions; a folder such as artifacts/sasrec/finetuned can be named as well"
                 ) from error
             raise TrackingError(
                 f"register.tracking_uri: {uri} cannot be fetched from {server} ({first_line(error)})"
