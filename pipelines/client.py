@@ -80,8 +80,8 @@ class Server:
         except kfp_server_api.ApiException as error:
             causes = {
                 401: "the token or the cookies are refused, or there are none: --token, --cookies",
-                403: f"this user may not do that in namespace {self.namespace or '(none given)'}: --namespace, --token",
-                404: f"not found; check that the namespace {self.namespace or '(none given)'} exists: --namespace",
+                403: f"this user may not do that in namespace {self.namespace or '(none given)'}; --namespace, --token",
+                404: f"not found; check that the namespace {self.namespace or '(none given)'} exists (--namespace)",
             }
             body = redacted(str(error.body), self.token, self.cookies)[:500]
             text = causes.get(error.status, f"HTTP status {error.status}: {body}")

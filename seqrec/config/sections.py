@@ -161,7 +161,7 @@ class TrainConfig(Section):
         "uniform"  # source of negatives; in_batch: targets of the step
     )
     contrast: dict[str, Any] = field(default_factory=dict)  # contrastive term, see ContrastConfig; empty: none
-    exclude_past: bool = False  # ce: past items of the window are no candidates, as with `filter_seen` at test
+    exclude_past: bool = False  # ce: past items of the window are not candidates, as with `filter_seen` at test
     sparse_tables: bool = False  # sampled losses: a step updates only the rows it uses, for huge catalogues
     gbce_t: Share = 0.75  # gbce: 0: equals bce, 1: calibrated for the whole catalogue
     windows: Annotated[Literal["last", "all"], OrAuto()] = "last"  # causal, cloze: the last window | all of a user's
@@ -403,9 +403,7 @@ class KubernetesConfig(Section):
             not jobs or bool(self.state_claim),
             f"state_claim is missing: jobs of {', '.join(jobs)} find their data there",
         )
-        require(
-            not jobs or self.user is not None, f"user: null is not for jobs, here of {', '.join(jobs)}; name a user"
-        )
+        require(not jobs or self.user is not None, f"user: jobs ({', '.join(jobs)}) need a number, not null")
         for step in self.resources:
             self.step(step)
 

@@ -261,7 +261,7 @@ def _volume_rules(published: Mapping[str, int], config: ValidateConfig) -> list[
     if "rows" in published:
         change = config.max_volume_change
         least, most = (round(published["rows"] * (1 + sign * change), 6) for sign in (-1, 1))
-        rule = f"within {change:.0%} of the {published['rows']:,} rows the source is known for"
+        rule = f"within {change:.0%} of the {published['rows']:,} rows known for this source"
         advice = "ingest again, or raise validate.max_volume_change"
         rules.append(_total("rows", rule, least=least, most=most, advice=advice))
     return rules
@@ -269,7 +269,7 @@ def _volume_rules(published: Mapping[str, int], config: ValidateConfig) -> list[
 
 def _known_count(name: str, count: int) -> gxe.Expectation:
     advice = "find out why before you compare results with other work"
-    rule = f"equals the {count:,} {name} the source is known for"
+    rule = f"equals the {count:,} {name} known for this source"
     return _total(name, rule, least=count, most=count, severity="warning", advice=advice)
 
 
