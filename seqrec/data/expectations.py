@@ -75,6 +75,12 @@ class Check:
     examples: list[Any]
     advice: str  # the setting to change
 
+    @property
+    def shown(self) -> str:
+        """The examples in words, after what was observed; a missing value is not worth showing."""
+        values = [repr(value) for value in self.examples if value is not None]
+        return f", e.g. {', '.join(values)}" if values else ""
+
 
 class Suite(NamedTuple):
     """Expectations about columns `table.column`, and the frame with these columns; in Spark they are named `column`."""
@@ -398,9 +404,7 @@ def _to_check(result: Mapping[str, Any]) -> Check:
         severity=config["severity"],
         success=result["success"],
         observed=observed,
-        examples=[]
-        if result["success"]
-        else [value for value in dict.fromkeys(examples) if value is not None][:EXAMPLES],
+        examples=[] if result["success"] else list(dict.fromkeys(examples))[:EXAMPLES],
         advice=config["meta"]["advice"],
     )
 
@@ -434,7 +438,7 @@ def to_page(dataset: str, checks: Sequence[Check]) -> str:
 def _page_row(check: Check) -> str:
     where = f"{check.table}.{check.column}" if check.column else check.table
     outcome = "passed" if check.success else f"failed ({check.severity})"
-    found = check.observed + (f", e.g. {', '.join(map(repr, check.examples))}" if check.examples else "")
+    found = check.observed + check.shown
     cells = (f"{check.severity}: {check.rule}", outcome, found, "" if check.success else check.advice)
     kind = "good" if check.success else "bad"
     body = "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)

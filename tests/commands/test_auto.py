@@ -132,7 +132,7 @@ def test_a_log_that_time_cannot_divide_is_split_by_user(tmp_path):
     auto.prepare(plan, tmp_path / "out", Console(quiet=True))
 
     assert sequences.load(tmp_path / "out" / "data" / "sequences").card["protocol"] == "LOO-full"
-    assert "of the valid cases belong to users with events before" in plan.split
+    assert "of the validation cases belong to users with events before" in plan.split
 
 
 def prepared(folder, log, items="", **columns):
