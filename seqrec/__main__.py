@@ -268,5 +268,5 @@ def _check_numbers(function: Callable[..., Any], flags: argparse.Namespace) -> N
 if __name__ == "__main__":
     from seqrec import warm
 
-    status = warm.call(sys.argv[1:])
+    status = warm.call("seqrec", sys.argv[1:])
     sys.exit(main() if status is None else status)
