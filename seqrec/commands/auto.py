@@ -374,8 +374,6 @@ def say_data(plan: Plan, prepared: sequences.Sequences, out: Path) -> None:
         logger.info("left out: %s (k-core %d)", left_out, card["k_core"]["user"])
     if not plan.params.get("filter_seen", True):
         logger.info("many events repeat an item, so past items stay candidates")
-    for sentence in data_warnings.warnings(card):
-        logger.warning("the data: %s", sentence)
 
 
 def train(
