@@ -25,13 +25,18 @@ def settings(
     prepare: dsl.OutputPath(dict),
     evaluate: dsl.OutputPath(dict),
     register: dsl.OutputPath(dict),
+    reference: dsl.OutputPath(dict),
 ):
-    """Resolve and check the settings of a run before anything is fetched or trained."""
+    """Resolve and check the settings of a run before anything is fetched; look up what drift is measured against."""
     from seqrec.cluster.form import settings_of_run, write_parameters
+    from seqrec.config import RegisterConfig, parse
+    from seqrec.tracking.registry import reference_statistics
 
     form = {"dataset": dataset, "models": models, "protocol": protocol, "epochs": epochs, "seed": seed}
     values = settings_of_run(params, pipeline, source, pipeline_run, {**form, "overrides": overrides})
-    places = {"dataset": key, "fresh": fresh, "filter_seen": filter_seen}
+    tracking = parse(RegisterConfig, values["register"], "register")
+    values["reference"] = reference_statistics(dataset=values["dataset"], config=tracking)
+    places = {"dataset": key, "fresh": fresh, "filter_seen": filter_seen, "reference": reference}
     sections = {"ingest": ingest, "validate": validate, "prepare": prepare, "evaluate": evaluate, "register": register}
     write_parameters(values, {**places, **sections})
 
@@ -71,6 +76,7 @@ def ingest(
     data: dsl.Output[dsl.Dataset],
     raw: dsl.Output[dsl.Dataset],
     metrics: dsl.Output[dsl.Metrics],
+    events: dsl.Input[dsl.Dataset] | None = None,
 ):
     """Fetch a dataset and read it into the canonical tables; another text in `fresh` bypasses KFP's cache.
 
@@ -82,7 +88,14 @@ def ingest(
     from seqrec.artifacts import facts
     from seqrec.cluster.launch import named, run
 
-    values = run("ingest", dataset=dataset, output=data.path, downloads=f"{state}/downloads", config=config)
+    values = run(
+        "ingest",
+        dataset=dataset,
+        output=data.path,
+        downloads=f"{state}/downloads",
+        config=config,
+        events=getattr(events, "path", None),
+    )
     Path(data.path, "raw").mkdir(exist_ok=True)  # the tables of a DVC project come without
     shutil.move(f"{data.path}/raw", raw.path)
     data.metadata.update(facts(data.path))
@@ -92,22 +105,25 @@ def ingest(
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
 def validate(
     dataset: str,
-    reference: str,
+    reference: dict,
     config: dict,
     data: dsl.Input[dsl.Dataset],
     validation: dsl.Output[dsl.Artifact],
     page: dsl.Output[dsl.HTML],
     metrics: dsl.Output[dsl.Metrics],
 ):
-    """Check the tables; stop the run if a critical rule fails."""
+    """Check the tables; stop the run if a critical rule fails. `reference` has the registry's reference statistics."""
     import shutil
+    import tempfile
+    from pathlib import Path
 
-    from seqrec.artifacts import facts
+    from seqrec.artifacts import facts, write_json
     from seqrec.cluster.launch import named, run
 
-    report = f"{validation.path}/validation"
+    report, accepted = f"{validation.path}/validation", Path(tempfile.mkdtemp(), "reference.json")
+    write_json(accepted, {dataset: reference})
     values = run(
-        "validate", dataset=dataset, data=data.path, report=f"{report}.json", reference=reference, config=config
+        "validate", dataset=dataset, data=data.path, report=f"{report}.json", reference=accepted, config=config
     )
     validation.metadata.update(facts(data.path))
     shutil.copyfile(f"{report}.html", page.path)
@@ -277,6 +293,7 @@ def register(
     prepare: dict,
     evaluate: dict,
     config: dict,
+    validation: dsl.Input[dsl.Artifact],
     results: dsl.Input[dsl.Artifact],
     checkpoints: dsl.Input[list[dsl.Model]],
     evaluations: dsl.Input[list[dsl.Artifact]],
@@ -299,6 +316,7 @@ def register(
     given = {"ingest": ingest, "validate": validate, "prepare": prepare, "evaluate": evaluate, "register": config}
     settings = {name: asdict(parse(SECTIONS[name], section, name)) for name, section in given.items()}
     shutil.copytree(f"{results.path}/reports", reports.path, dirs_exist_ok=True)
+    shutil.copy(f"{validation.path}/validation.json", reports.path)
     for report in evaluations:
         shutil.copytree(report.path, f"{reports.path}/{report.metadata['model']}")
     leaderboard = succeeded(leaderboard, Path(reports.path))

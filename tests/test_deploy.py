@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -199,21 +200,28 @@ def test_the_service_takes_its_dataset_and_options_from_the_params_yaml_of_the_o
     )
 
 
-def test_every_metric_of_a_rule_is_exposed_with_its_labels(prepared, tmp_path):
+def test_every_metric_of_a_rule_and_of_the_dashboard_is_exposed_with_its_labels(prepared, tmp_path):
     recommender = Recommender.load(save("sasrec", prepared, tmp_path / "model"))
     metrics = Metrics(Served(recommender, "1"))
     metrics.count_response(200)
     metrics.count([Request(history=["i1"])], [recommender.recommend(["i1"])])
     samples = {one.name: set(one.labels) for family in metrics.registry.collect() for one in family.samples}
     (rules,) = [one for _, one in MANIFESTS if one["kind"] == "PrometheusRule"]
-    expressions = {rule["alert"]: rule["expr"] for group in rules["spec"]["groups"] for rule in group["rules"]}
-    assert len(expressions) > 5
-    for expression in expressions.values():
+    alerts = [rule["expr"] for group in rules["spec"]["groups"] for rule in group["rules"]]
+    board = json.loads((DEPLOY / "overlays/cluster/dashboard.json").read_text())
+    shown = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    assert len(alerts) > 5
+    assert len(shown) > 10
+    for expression in [*alerts, *shown]:
         names = re.findall(r"seqrec_\w+", expression)
         assert names
         assert set(names) <= samples.keys()
-        labels = set(re.findall(r"by \((\w+)\)|\{(\w+)=", expression))
-        assert {one or other for one, other in labels} <= set().union(*(samples[name] for name in names))
+        labels = {
+            label
+            for found in re.findall(r"by \(([\w, ]+)\)|\{(\w+)=", expression)
+            for label in ", ".join(found).split(", ")
+        }
+        assert labels - {""} <= set().union(*(samples[name] for name in names))
 
 
 def test_the_steps_of_kubeflow_may_read_the_key_of_its_store():

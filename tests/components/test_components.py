@@ -14,7 +14,7 @@ MODULES = [ast.parse((ROOT / f"components/{name}.py").read_text()) for name in (
 STEPS = {node.name: node for module in MODULES for node in module.body if isinstance(node, ast.FunctionDef)}
 
 
-OTHERS = {"champion", "join", "record", "settings", "model_settings"}
+OTHERS = {"champion", "collect", "join", "record", "settings", "model_settings"}
 
 
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
