@@ -134,7 +134,6 @@ def validate(
 def prepare(
     dataset: str,
     state: str,
-    place: dict,
     config: dict,
     data: dsl.Input[dsl.Dataset],
     validation: dsl.Input[dsl.Artifact],
@@ -147,7 +146,6 @@ def prepare(
 
     values = run(
         "prepare",
-        place=place,
         state=state,
         dataset=dataset,
         data=data.path,
@@ -189,7 +187,6 @@ def baselines(
 def pretrain(
     model: str,
     state: str,
-    place: dict,
     filter_seen: bool,
     sources: list,
     architecture: dict,
@@ -206,7 +203,6 @@ def pretrain(
 
     values = run_model(
         "pretrain",
-        place=place,
         state=state,
         model=model,
         sequences=sequences.path,
@@ -226,7 +222,6 @@ def pretrain(
 def finetune(
     model: str,
     state: str,
-    place: dict,
     filter_seen: bool,
     refit: str,
     config: dict,
@@ -241,7 +236,6 @@ def finetune(
 
     values = run_model(
         "finetune",
-        place=place,
         state=state,
         model=model,
         sequences=sequences.path,

@@ -26,7 +26,7 @@ from seqrec.cluster.form import INPUTS, check_pretraining, filled_in, without_cl
 from seqrec.components import other_steps
 from seqrec.components import stage_steps as steps
 from seqrec.config import KubernetesConfig, Params
-from seqrec.pipelines.resources import STATE, apply, place
+from seqrec.pipelines.resources import STATE, apply
 
 PIPELINES = ("training", "retraining", "pretraining")
 Outputs = Mapping[str, Any]
@@ -221,7 +221,7 @@ class _Dag:
     def _task(self, component: BaseComponent, subject: str = "", **inputs: Any) -> PipelineTask:
         """Return the task of `component` with its resources; `subject` is the source that it is for."""
         step = component.name.removeprefix("model-")  # both steps that look up settings ask for the same
-        shared = {"state": self.state, "place": place(step, self.cluster)}
-        inputs |= {name: value for name, value in shared.items() if name in component.component_spec.inputs}
+        if "state" in component.component_spec.inputs:
+            inputs["state"] = self.state
         task = apply(component(**inputs), step, self.cluster).set_caching_options(enable_caching=self.cache)
         return task.set_display_name(f"{step} {subject}") if subject else task

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import importlib.metadata
 from itertools import chain
-from typing import Annotated, Any, Literal
+from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request, Response
-from pydantic import BaseModel, Field
 
 from seqrec.serving import schemas
 from seqrec.serving.service import Service
@@ -30,70 +29,30 @@ OUTPUTS = [
     {"name": "recommendation_id", "datatype": "BYTES", "shape": [-1]},
 ]
 UNKNOWN: dict[int | str, dict[str, Any]] = {404: {"description": "there is no such model"}}
-Size = Annotated[int, Field(ge=0, le=schemas.MAX_HISTORY)]
 
 
-class Tensor(BaseModel):
-    """A tensor whose elements are nested by its shape, or in one list with the last dimension first."""
+def _queries(body: schemas.Inference) -> list[schemas.Query]:
+    """Return a request in the form of /recommend.
 
-    name: str
-    datatype: str
-    shape: Annotated[list[Size], Field(max_length=2)]
-    data: list[Any]
-
-
-class InputTensor(Tensor):
-    """A tensor of ids."""
-
-    datatype: Literal["BYTES"]
-    data: list[schemas.Id] | list[list[schemas.Id]]
-
-
-class Parameters(BaseModel):
-    """The options of a request; those of other servers are left aside."""
-
-    k: int = Field(10, ge=1, le=schemas.MAX_ITEMS, description="number of items")
-
-
-class Inference(BaseModel):
-    """A request for recommendations."""
-
-    id: str | None = None
-    parameters: Parameters = Parameters(k=10)
-    inputs: Annotated[list[InputTensor], Field(max_length=len(INPUTS))]
-
-    def queries(self) -> list[schemas.Query]:
-        """Return the request in the form of /recommend.
-
-        Raises:
-            ValueError: there is no tensor `history`, one is unknown, or sizes differ.
-        """
-        given = {tensor.name: tensor for tensor in self.inputs}
-        if unknown := set(given) - {one["name"] for one in INPUTS}:
-            raise ValueError(f"inputs: there is no {min(unknown)!r:.100}; there are history and user")
-        if "history" not in given:
-            raise ValueError("inputs: the tensor history is missing")
-        history_NL = _rows(given["history"])
-        user_N = [row[0] for row in _rows(given["user"])] if "user" in given else [""] * len(history_NL)
-        if len(user_N) != len(history_NL):
-            raise ValueError(f"inputs: {len(history_NL)} histories, but {len(user_N)} users")
-        rows = zip(history_NL, user_N, strict=True)
-        return [
-            schemas.Query(history=[item for item in history if item], k=self.parameters.k, user=user or None)  # type: ignore[call-arg]
-            for history, user in rows
-        ]
+    Raises:
+        ValueError: there is no tensor `history`, one is unknown, or sizes differ.
+    """
+    given = {tensor.name: tensor for tensor in body.inputs}
+    if unknown := set(given) - {one["name"] for one in INPUTS}:
+        raise ValueError(f"inputs: there is no {min(unknown)!r:.100}; there are history and user")
+    if "history" not in given:
+        raise ValueError("inputs: the tensor history is missing")
+    history_NL = _rows(given["history"])
+    user_N = [next(iter(row), "") for row in _rows(given["user"])] if "user" in given else [""] * len(history_NL)
+    if len(user_N) != len(history_NL):
+        raise ValueError(f"inputs: {len(history_NL)} histories, but {len(user_N)} users")
+    return [
+        schemas.Query(history=[item for item in history if item], k=body.parameters.k, user=user or None)  # type: ignore[call-arg]
+        for history, user in zip(history_NL, user_N, strict=True)
+    ]
 
 
-class Inferred(BaseModel):
-    """The recommendations as tensors."""
-
-    model_name: str
-    model_version: str
-    id: str | None
-    outputs: list[Tensor]
-
-
-def _rows(tensor: InputTensor) -> list[list[str]]:
+def _rows(tensor: schemas.TextTensor) -> list[list[str]]:
     """Return the elements of a tensor, a list per entry of the first dimension."""
     rows, width = (*tensor.shape, 1, 1)[:2]
     flat = [one for row in tensor.data for one in ([row] if isinstance(row, str) else row)]
@@ -104,15 +63,15 @@ def _rows(tensor: InputTensor) -> list[list[str]]:
     return [flat[start : start + width] for start in range(0, rows * width, width)] if width else [[]] * rows
 
 
-def _tensors(answers: list[schemas.Recommendation]) -> list[Tensor]:
+def _tensors(answers: list[schemas.Recommendation]) -> list[schemas.Tensor]:
     number, most = len(answers), max((len(answer.items) for answer in answers), default=0)
     item_NK = [[*answer.items, *[""] * (most - len(answer.items))] for answer in answers]
     score_NK = [[*answer.scores, *[0.0] * (most - len(answer.scores))] for answer in answers]
     ids = [answer.recommendation_id for answer in answers]
     return [
-        Tensor(name="items", datatype="BYTES", shape=[number, most], data=list(chain(*item_NK))),
-        Tensor(name="scores", datatype="FP64", shape=[number, most], data=list(chain(*score_NK))),
-        Tensor(name="recommendation_id", datatype="BYTES", shape=[number], data=ids),
+        schemas.Tensor(name="items", datatype="BYTES", shape=[number, most], data=list(chain(*item_NK))),
+        schemas.Tensor(name="scores", datatype="FP64", shape=[number, most], data=list(chain(*score_NK))),
+        schemas.Tensor(name="recommendation_id", datatype="BYTES", shape=[number], data=ids),
     ]
 
 
@@ -153,13 +112,13 @@ def add_routes(api: FastAPI, service: Service) -> None:
         return {"name": MODEL, "ready": service.ready}
 
     @api.post("/v2/models/{model}/infer", responses=UNKNOWN)
-    async def infer(model: str, request: Request, body: Inference) -> Inferred:
+    async def infer(model: str, request: Request, body: schemas.Inference) -> schemas.Inferred:
         """Recommend for several histories."""
         check(model)
         try:
-            queries = body.queries()
+            queries = _queries(body)
         except ValueError as error:
             raise HTTPException(422, str(error)) from error
         answers = await service.answer(queries, request.state.caller)
         version = answers[0].version if answers else service.served.current[1]
-        return Inferred(model_name=MODEL, model_version=version, id=body.id, outputs=_tensors(answers))
+        return schemas.Inferred(model_name=MODEL, model_version=version, id=body.id, outputs=_tensors(answers))

@@ -182,9 +182,8 @@ def _followed(blocks: Iterator[CheckedRows], events: Path) -> Iterator[CheckedRo
     for block in blocks:
         last = max(last, block.good.select(pl.col("row").max().fill_null(0)).item())
         yield block
-    if artifacts.open_table(events).metadata.num_rows:
-        for block in own_files({"interactions": events}, IngestConfig(source="csv")).interactions:
-            yield block._replace(good=block.good.with_columns(pl.col("row") + last + 1))
+    for block in own_files({"interactions": events}, IngestConfig(source="csv")).interactions:
+        yield block._replace(good=block.good.with_columns(pl.col("row") + last + 1))
 
 
 @contextmanager

@@ -40,4 +40,4 @@ def test_a_step_gives_its_stage_what_it_asks_for(stage):
     given = {keyword.arg for keyword in call.keywords}
     assert call.args[0].value == stage.name
     assert required <= given
-    assert given - set(parameters) <= {"place", "state"}
+    assert given - set(parameters) <= {"state"}

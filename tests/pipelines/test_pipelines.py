@@ -34,7 +34,9 @@ from seqrec.artifacts import (
     read_json,
     sha256,
 )
+from seqrec.cluster import launch
 from seqrec.cluster.form import INPUTS
+from seqrec.cluster.jobs import Place
 from seqrec.cluster.launch import FAILED
 from seqrec.commands.run import run
 from seqrec.config import SECTIONS, ConfigError, IngestConfig, KubernetesConfig, load, parse
@@ -279,8 +281,13 @@ COMPILED = [*(("training", name) for name in CLUSTER), ("retraining", "plain"), 
 
 @functools.cache
 def _compiled(pipeline: str, cluster: str) -> list[dict]:
+    return compile_with(pipeline, CLUSTER[cluster])
+
+
+def compile_with(pipeline: str, section: dict) -> list[dict]:
+    """Return the YAML documents of a pipeline on params.yaml with `section` as `kubernetes`."""
     content = yaml.safe_load(PARAMS.read_text(encoding="utf-8"))
-    content["kubernetes"] = CLUSTER[cluster]
+    content["kubernetes"] = section
     models = ["recformer_text"] if pipeline == "pretraining" else list(MODELS)
     content["sources"] = ["health"] if pipeline == "pretraining" else []
     with tempfile.TemporaryDirectory() as scratch:
@@ -427,12 +434,33 @@ def test_a_step_that_awaits_a_job_books_no_gpu_itself():
 
     assert "accelerator" not in container["resources"]
     assert "nodeSelector" not in executor
-    given = tasks_of(documents[0])["finetune"]["inputs"]["parameters"]["place"]["runtimeValue"]["constant"]
+    given = place_of(executor)
     assert given["launch"]["nodes"] == 2
     assert given["resources"]["gpus"] == 1
     assert given["cluster"]["state_claim"] == "seqrec-state"
-    given = tasks_of(documents[0])["pretrain"]["inputs"]["parameters"]["place"]["runtimeValue"]["constant"]
-    assert given == {"launch": {"processes": 2}}
+    assert place_of(executor_of(documents, "pretrain")[1]) == {"launch": {"processes": 2}}
+
+
+def place_of(executor: dict) -> dict:
+    """Return what the step reads of its pod, as the kubelet gives it to the step."""
+    (variable,) = executor["fieldPathAsEnv"]
+    assert variable["name"] == launch.PLACE
+    (name,) = re.fullmatch(r"metadata\.annotations\['(.+)'\]", variable["fieldPath"]).groups()
+    text = executor["podMetadata"]["annotations"][name]
+    assert "{{" not in text  # Argo would take it for a template
+    parse(Place, json.loads(text), "place")
+    return json.loads(text)
+
+
+def test_what_a_step_asks_of_the_cluster_is_no_input_of_it():
+    """Another toleration must not repeat a training that KFP has cached by image, command, inputs and claims."""
+    changed = copy.deepcopy(CLUSTER["nodes"])
+    changed["resources"]["finetune"]["tolerations"] = []
+    changed["labels"] = {"team": "ads"}
+    before, after = compiled("training", "nodes"), compile_with("training", changed)
+
+    assert after[0] == before[0]
+    assert place_of(executor_of(after, "finetune")[1]) != place_of(executor_of(before, "finetune")[1])
 
 
 def upstream(edges: dict[str, set[str]], stage: str) -> set[str]:

@@ -78,6 +78,10 @@ def test_a_shorter_list_is_filled_up(address, recommender):
             [history(["i1"], 1, 1), {"name": "user", "datatype": "BYTES", "shape": [2], "data": ["a", "b"]}],
             "1 histories",
         ),
+        (
+            [history(["i1"], 1, 1), {"name": "user", "datatype": "BYTES", "shape": [2, 0], "data": []}],
+            "1 histories, but 2 users",
+        ),
         ([history(["i1"] * 1001, 1001, 1)], "at most 1000 histories"),
         ([history(["i" * 1001], 1, 1)], "at most 1000 characters"),
         ([history(["i1"], 1, 1) | {"datatype": "FP32"}], "BYTES"),
