@@ -37,12 +37,13 @@ class Catalogue(NamedTuple):
 class TaskLoss(Protocol):
     """The loss of the training task."""
 
-    def __call__(self, query_BPD: Tensor, /, *, skip_last: bool = False) -> Tensor:
+    def __call__(self, query_BPD: Tensor, /, *, skip_last: bool = False, items_VD: Tensor | None = None) -> Tensor:
         """Return the losses (B, P) of the queries of the last P positions; their sum is the mean loss per target.
 
         Args:
             query_BPD: the queries.
             skip_last: whether the queries belong to the P positions before the last one.
+            items_VD: item vectors; default: those of the model.
         """
 
 
@@ -55,6 +56,7 @@ class Options:
 
     length: int = 50  # positions that the model reads: the most recent events, and MASK with objective cloze
     objective: Objective = "causal"
+    members: int = 1  # networks that are trained side by side; the scores are their mean
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -62,6 +64,7 @@ class Options:
                 self.at_least(1, name)
             if name.endswith("dropout"):
                 require(0 <= value < 1, f"{name} must be at least 0 and under 1")
+        self.at_least(1, "members")
         for name, allowed in _choices(type(self)).items():
             require(getattr(self, name) in allowed, f"{name} must be one of {', '.join(allowed)}")
 
@@ -123,6 +126,16 @@ class SequenceModel(nn.Module):
         )
         self.options = options
         self.catalogue = catalogue
+
+    @property
+    def architecture(self) -> type[SequenceModel]:
+        """The class of the model, or of the members of an ensemble."""
+        return type(self)
+
+    @property
+    def parts(self) -> list[SequenceModel]:
+        """The model, or the members of an ensemble."""
+        return [self]
 
     @classmethod
     def needs_of(cls, options: Any) -> frozenset[str]:

@@ -264,4 +264,7 @@ def _check_numbers(function: Callable[..., Any], flags: argparse.Namespace) -> N
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from seqrec import warm
+
+    status = warm.call(sys.argv[1:])
+    sys.exit(main() if status is None else status)

@@ -26,6 +26,7 @@ from seqrec.counts import term
 from seqrec.data import item_tokens, sequences
 from seqrec.models import REGISTRY
 from seqrec.models.base import Batch, Catalogue, Options
+from seqrec.models.ensemble import create
 from seqrec.models.optional import DescribedItems
 from seqrec.stages.finetune import finetune
 from seqrec.stages.prepare import prepare
@@ -64,7 +65,7 @@ def make_model(architecture: str, *, num_items: int = 30, num_users: int = 8, le
     if architecture == "recformer" and options.get("objective") == "causal":
         options = ITEMS | options
     tokens = make_tokens(num_items) if issubclass(cls, DescribedItems) else None
-    model = cls(cls.Options(**options), Catalogue(num_items, num_users, length, tokens))
+    model = create(cls, cls.Options(**options), Catalogue(num_items, num_users, length, tokens))
     if architecture == "recformer":  # untrained, all its items are all but the same
         with torch.no_grad():
             for parameter in model.parameters():

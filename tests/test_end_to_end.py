@@ -22,17 +22,19 @@ from seqrec.pipeline import BASELINES
 ROOT = Path(__file__).parent.parent
 CODE = ("seqrec", "configs", "my", "dvc.yaml", ".dvcignore", ".gitignore")
 MODELS = ("sasrec",)
+REPRO = (sys.executable, "-m", "seqrec", "repro")
 ROWS = (*BASELINES, *MODELS)
-# Python imports this module at its start: the chosen stage kills itself and DVC the moment it would finish that file.
+# Python imports this module at its start: the chosen stage kills itself, DVC and the warm process the moment it would
+# finish that file.
 KILLER = """
 import os, signal, sys
 
 def kill(event, args):
-    if event == "os.rename" and os.fspath(args[1]).endswith(os.environ["KILL_FILE"]):
+    chosen = event == "os.rename" and os.environ["KILL_STAGE"] in sys.argv
+    if chosen and os.fspath(args[1]).endswith(os.environ["KILL_FILE"]):
         os.killpg(0, signal.SIGKILL)
 
-if os.environ["KILL_STAGE"] in sys.orig_argv:
-    sys.addaudithook(kill)
+sys.addaudithook(kill)
 """
 
 
@@ -92,14 +94,17 @@ def call(folder: Path, *command: str, **variables: str) -> subprocess.CompletedP
 
 
 def repro(project: Path, **variables: str) -> str:
-    """Run `dvc repro` and return what it printed."""
-    done = call(project, "dvc", "repro", **variables)
+    """Run `make repro` and return what it printed."""
+    done = call(project, *REPRO, **variables)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
 def ran(output: str) -> list[str]:
-    return [line.split("'")[1] for line in output.splitlines() if line.startswith("Running stage")]
+    """Return the stages that `make repro` or DVC began."""
+    lines = output.splitlines()
+    ours = [line.removesuffix(" ...") for line in lines if line.endswith(" ...")]
+    return ours or [line.split("'")[1] for line in lines if line.startswith("Running stage")]
 
 
 def figures(reports: Path) -> dict[str, dict]:
@@ -130,7 +135,7 @@ def killed(tmp_path_factory) -> tuple[Path, list[str]]:
     printed = []
     # step 8 ends the second epoch; the state before it is from within that epoch
     for stage, file in (("ingest", "quarantine.parquet"), ("finetune", "step-8"), ("register", "vocabulary.parquet")):
-        done = call(project, "dvc", "repro", PYTHONPATH=str(folder), KILL_STAGE=stage, KILL_FILE=file)
+        done = call(project, *REPRO, PYTHONPATH=str(folder), KILL_STAGE=stage, KILL_FILE=file)
         assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
         printed.append(done.stdout + done.stderr)
     return project, [*printed, repro(project)]

@@ -64,6 +64,7 @@ CORES = (5, 3, 2)  # minimum events per user and item, strictest first
 KEPT = 0.5  # share of the events that a k-core must leave
 CASES, KNOWN = 100, 0.2  # temporal split: minimum cases per part, and minimum share of trained users
 RESERVE = 0.15  # share of a model's budget that counts and evaluation need
+MEMBERS = 5  # for few users, the most networks of one model whose scores are averaged
 ENOUGH = 0.5  # share of a model's epochs that it gets before the next model gets any: one sound model beats three poor
 MALFORMED, ODD_TIMES = 0.3, 0.05  # maximum share of rows that are malformed, and of times outside 1990 to 2035
 ModelSettings = Callable[[int | None], dict[str, Any]]  # entry of a model in `models`, from its number of epochs
@@ -179,7 +180,9 @@ def _auto(plan: Plan, out: Path) -> dict[str, float]:
     for number, name in enumerate(MODELS):
         if name not in plan.done:
             share = plan.left() / (len(MODELS) - number)
-            train(plan, name, functools.partial(model_settings, name, shape), folder, out, share=share)
+            settings = functools.partial(model_settings, name, shape)
+            members = MEMBERS if shape.users < data_warnings.USERS else 1
+            train(plan, name, settings, folder, out, share=share, members=members)
     params = from_dict(plan.params)
     write_text(out / run.SETTINGS, yaml.safe_dump(json.loads(json.dumps(params.as_dict())), sort_keys=False))
     board = run.write_leaderboard(out / "reports", folder, params.leaderboard)
@@ -375,19 +378,31 @@ def say_data(plan: Plan, prepared: sequences.Sequences, out: Path) -> None:
 
 
 def train(
-    plan: Plan, name: str, settings: ModelSettings, folder: Path, out: Path, *, share: float | None = None
+    plan: Plan,
+    name: str,
+    settings: ModelSettings,
+    folder: Path,
+    out: Path,
+    *,
+    share: float | None = None,
+    members: int = 1,
 ) -> None:
     """Train and evaluate one model in `share` seconds; leave it out if no epoch fits, unless it is the first.
 
-    The settings come from the number of epochs. Without a `share`, nothing limits that number.
+    The settings come from the number of epochs. Without a `share`, nothing limits that number. The model has up to
+    `members` networks, as many as can be trained for all epochs.
     """
     if name not in plan.params["models"]:
-        epochs = None if share is None else _epochs(plan, name, settings(None), folder, out, share)
-        if epochs == 0:
-            return
-        entry = settings(epochs)
+        entry = settings(None)
         if share is not None:
+            epochs, fitting = _epochs(plan, name, entry, folder, out, share)
+            if epochs == 0:
+                return
+            entry = settings(epochs)
             entry["finetune"].setdefault("ease_items", _ease_items(plan))
+            if (affordable := min(members, fitting // epochs)) > 1:
+                entry["options"]["members"] = affordable
+                logger.info("%s: the mean of %d networks, as there are few users", name, affordable)
         plan.set_model(name, entry)
     run.train_model(from_dict(plan.params), name, folder, out)
     plan.save(name)
@@ -417,15 +432,15 @@ def model_settings(
     }
 
 
-def _epochs(plan: Plan, name: str, entry: Mapping[str, Any], folder: Path, out: Path, share: float) -> int:
-    """Return how many epochs a model gets, estimated from a few steps; 0 leaves it out.
+def _epochs(plan: Plan, name: str, entry: Mapping[str, Any], folder: Path, out: Path, share: float) -> tuple[int, int]:
+    """Return how many epochs a model gets, and how many fit into `share` seconds, estimated from a few steps.
 
-    As many as fit into `share` seconds; more at the cost of the models after it, until it has ENOUGH of them.
+    It gets as many as fit; more at the cost of the models after it, until it has ENOUGH of them; 0 leaves it out.
     """
     first = not plan.params["models"]
     if share <= 0 and not first:
         logger.warning("%s is left out: the budget is spent", name)
-        return 0
+        return 0, 0
     settings = {"models": {name: entry}, "leaderboard": [name]}
     params = from_dict(plan.params | settings)
     BY_NAME["pretrain"](params, out, name, sequences=folder, data=folder.parent)
@@ -433,8 +448,8 @@ def _epochs(plan: Plan, name: str, entry: Mapping[str, Any], folder: Path, out: 
     cost = _cost(params, name, folder, out)
     wanted = params.section("finetune", model=name).epochs
     probe = time.monotonic() - began
-    fitting, most = (_fitting(seconds, cost) for seconds in (share - probe, plan.left()))
-    fitting = max(fitting, min(most, math.ceil(ENOUGH * wanted)))
+    of_share, most = (_fitting(seconds, cost) for seconds in (share - probe, plan.left()))
+    fitting = max(of_share, min(most, math.ceil(ENOUGH * wanted)))
     if fitting < 1 and not first:
         logger.warning(
             "%s is left out: an epoch takes %.0f s, but only %.0f s of the budget are left",
@@ -442,7 +457,7 @@ def _epochs(plan: Plan, name: str, entry: Mapping[str, Any], folder: Path, out: 
             cost.epoch_s,
             plan.left(),
         )
-        return 0
+        return 0, 0
     if most < 1:
         logger.warning(
             "the budget is too short for one epoch of %s: it trains for one, and the run takes longer",
@@ -451,7 +466,7 @@ def _epochs(plan: Plan, name: str, entry: Mapping[str, Any], folder: Path, out: 
     epochs = max(1, min(fitting, wanted))
     estimate = f"about {epochs * cost.epoch_s:.0f} s at most; {cost.memory / 1e9:.1f} GB of memory so far"
     logger.info("%s: %d epochs of %d steps, %s", name, epochs, cost.steps, estimate)
-    return int(epochs)
+    return int(epochs), of_share
 
 
 def _fitting(seconds: float, cost: Cost) -> int:

@@ -18,6 +18,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from seqrec import warm
 from seqrec.artifacts import CHANGES, write_text
 from seqrec.commands.settings import check, forget_edited_files, without_unfed
 from seqrec.config import load, read_changes
@@ -51,9 +52,9 @@ def repro(*, changes: str = "") -> None:
     remove_torn_lock()
     console = Console()
     began = time.monotonic()
-    with changed(read_changes(changes)) as environment:
+    with changed(read_changes(changes)) as environment, warm.process() as variables:
         forget_edited_files(load(Path("params.yaml")), Path("settings"))
-        command, environment = [sys.executable, "-m", "dvc", "repro"], {**os.environ, **environment}
+        command, environment = [sys.executable, "-m", "dvc", "repro"], {**os.environ, **environment, **variables}
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
             assert process.stdout is not None
             times = list(stages(process.stdout, console))

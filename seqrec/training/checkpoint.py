@@ -44,6 +44,7 @@ from seqrec.counts.term import CountTerm
 from seqrec.data.sequences import counts_of
 from seqrec.models import REGISTRY, UNTRAINED, architecture_of, name_of
 from seqrec.models.base import Catalogue, SequenceModel
+from seqrec.models.ensemble import create
 from seqrec.training.tensors import load_tensors, not_finite, save_tensors
 
 FILES = (VOCABULARY, USERS, TOKENIZER)  # files that a card may list besides weights and tokens
@@ -162,7 +163,7 @@ def build(config: ModelConfig, catalogue: Catalogue) -> SequenceModel:
     architecture = architecture_of(config.architecture)
     options = parse(architecture.Options, config.options, f"models.{config.architecture}.options")
     try:
-        return architecture(options, catalogue._replace(length=options.length))
+        return create(architecture, options, catalogue._replace(length=options.length))
     except ValueError as error:
         raise ConfigError(f"models.{config.architecture}.options: {error}") from error
 
@@ -185,7 +186,7 @@ def save_model(directory: Path, model: SequenceModel, facts: Mapping[str, Any], 
         )
     directory.mkdir(parents=True, exist_ok=True)
     card = {**facts} | {
-        "architecture": name_of(type(model)),
+        "architecture": name_of(model.architecture),
         "options": asdict(model.options),
         "catalogue": {key: value for key, value in model.catalogue._asdict().items() if key != "tokens"},
         "parameters": sum(p.numel() for p in model.parameters()),

@@ -96,15 +96,19 @@ def _sparse_tables(model: SequenceModel) -> list[Tensor]:
 def clip_gradients(model: SequenceModel, limit: float) -> Tensor:
     """Clip the joint norm of the gradients to `limit`; the noisy ones of `NoisyGradients` are clipped separately.
 
+    Each member of an ensemble is clipped as if it were alone; its loss, and with it its gradient, is divided by their
+    number.
+
     Returns:
-        The sum of both norms before clipping: a scalar, not finite if a gradient is not.
+        The sum of all norms before clipping: a scalar, not finite if a gradient is not.
     """
-    noisy = model.clipped_apart if isinstance(model, NoisyGradients) else ()
-    together, apart = (
-        _clip([p for name, p in model.named_parameters() if name.endswith(noisy) is chosen], limit)
-        for chosen in (False, True)
-    )
-    return together + apart
+    norms = []
+    for part in model.parts:
+        noisy = part.clipped_apart if isinstance(part, NoisyGradients) else ()
+        for chosen in (False, True):
+            parameters = [p for name, p in part.named_parameters() if name.endswith(noisy) is chosen]
+            norms.append(_clip(parameters, limit / len(model.parts)))
+    return torch.stack(norms).sum()
 
 
 def _clip(parameters: Sequence[nn.Parameter], limit: float) -> Tensor:

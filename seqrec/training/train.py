@@ -102,9 +102,9 @@ def _identity(model: SequenceModel, training: Training) -> str:
     hashed = [folder / file for folder in training.inputs for file in read if (folder / file).exists()]
     belongings = [f"{name} {hashlib.sha256(file).hexdigest()}" for name, file in training.files.items()]
     # different options can give the same initial weights (dropout has none), so the options are hashed as well
-    named = (training.name, type(model).__name__, model.options, training.filter_seen, training.config)
+    named = (training.name, model.architecture.__name__, model.options, training.filter_seen, training.config)
     content = (*named, *training.content, *belongings)
-    return fingerprint(f"seqrec.stages.{training.stage}", type(model).__module__, content, *hashed)
+    return fingerprint(f"seqrec.stages.{training.stage}", model.architecture.__module__, content, *hashed)
 
 
 def _write(model: SequenceModel, data: Sequences, training: Training, identity: str, records: Records) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from seqrec.artifacts import MODEL_CARD, REFIT, USERS, VOCABULARY, DamagedError, read_table
 from seqrec.models import REGISTRY
 from seqrec.models.base import Catalogue, SequenceModel
+from seqrec.models.ensemble import create
 from seqrec.models.optional import DescribedItems
 from seqrec.training.checkpoint import load_checkpoint
 from seqrec.training.held_out import held_out_now
@@ -49,7 +50,7 @@ def warm_start(net: SequenceModel, sequences: Path, folder: Path) -> bool:
         return False
     options = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(net.options).items()}
     card = champion.card
-    same = REGISTRY.get(card["architecture"]) is type(net) and card["options"] == options
+    same = REGISTRY.get(card["architecture"]) is net.architecture and card["options"] == options
     if isinstance(net, DescribedItems) or not same:
         logger.info("the champion (%s) is not used: its architecture or options differ", card["architecture"])
         return False
@@ -88,7 +89,7 @@ def _kinds(net: SequenceModel) -> dict[str, str]:
 
     def sizes(num_items: int, num_users: int) -> dict[str, torch.Size]:
         with torch.random.fork_rng(devices=[]):
-            model = type(net)(net.options, Catalogue(num_items, num_users, net.catalogue.length))
+            model = create(net.architecture, net.options, Catalogue(num_items, num_users, net.catalogue.length))
         return {name: value.shape for name, value in model.state_dict().items()}
 
     plain, more_items, more_users = sizes(7, 5), sizes(8, 5), sizes(7, 6)

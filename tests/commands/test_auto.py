@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import polars as pl
 import pytest
@@ -15,6 +16,7 @@ from seqrec.config import load
 from seqrec.data import sequences
 from seqrec.serving.recommender import Recommender, Request
 from seqrec.training import auto_settings
+from seqrec.training.checkpoint import load_checkpoint
 from seqrec.training.cost import Cost
 
 COLUMNS = ("Customer ID", "SKU", "bought_at", "product_name")
@@ -100,10 +102,26 @@ def test_a_model_gets_half_of_its_epochs_before_the_next_one_gets_any(
     shape = auto.Shape.of(sequences.load(folder))
     wanted = auto_settings.finetune(shape, {})["epochs"]
 
-    found = auto._epochs(plan, "sasrec", auto.model_settings("sasrec", shape), folder, tmp_path, share)
+    found, _ = auto._epochs(plan, "sasrec", auto.model_settings("sasrec", shape), folder, tmp_path, share)
 
     assert 86 < wanted <= 170
     assert found == {"wanted": wanted, "half": -(-wanted // 2)}.get(expected, expected)
+
+
+@pytest.mark.parametrize(("share", "most", "expected"), [(30.0, 5, 2), (1e6, 1, 1)])
+def test_few_users_get_the_mean_of_as_many_networks_as_the_share_holds(
+    made, tmp_path, monkeypatch, share, most, expected
+):
+    monkeypatch.setattr(auto, "_cost", lambda *_: Cost(step_s=10.0, steps=1, validation_s=0.0, memory=0))
+    folder = made / "out" / "data" / "sequences"
+    params = json.loads((made / "out" / "auto.json").read_text())["params"]
+    plan = auto.Plan(tmp_path / "auto.json", {"minutes": 100.0}, params | {"models": {}, "evaluate": {"bootstrap": 100}})
+    shape = auto.Shape.of(sequences.load(folder))
+    settings = partial(auto.model_settings, "sasrec", shape, options={"d_model": 8}, finetune={"epochs": 1})
+
+    auto.train(plan, "sasrec", settings, folder, tmp_path, share=share, members=most)
+
+    assert len(load_checkpoint(tmp_path / "artifacts" / "sasrec" / "finetuned").model.parts) == expected
 
 
 def test_a_log_that_time_cannot_divide_is_split_by_user(tmp_path):

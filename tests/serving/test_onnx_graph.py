@@ -13,7 +13,7 @@ from seqrec.serving.approximate_search import ApproximateRecommender
 from seqrec.serving.onnx_graph import GraphRecommender
 from seqrec.serving.recommender import Recommender, Request
 from seqrec.serving.rules import Attribute, Attributes
-from seqrec.training.checkpoint import catalogue_files, save_model
+from seqrec.training.checkpoint import catalogue_files, load_checkpoint, save_model
 
 pytest.importorskip("onnxscript")
 
@@ -32,6 +32,13 @@ def test_the_graph_answers_as_torch_does(prepared, tmp_path, name):
 def test_the_graph_of_a_history_of_item_vectors_answers_as_torch_does(prepared, tmp_path):
     options = {"objective": "causal", "history_layers": 1}
     compare(save("recformer", prepared, tmp_path / "saved", options=options, median_gap=1000.0))
+
+
+def test_the_graph_of_an_ensemble_answers_as_torch_does(prepared, tmp_path):
+    saved = save("flash4rec", prepared, tmp_path / "saved", options={"members": 2, "layers": 1})
+
+    assert len(load_checkpoint(saved).model.parts) == 2
+    compare(saved)
 
 
 def compare(saved):

@@ -45,13 +45,16 @@ def numbers(sequences, name, number, key):
     return dict(zip(table[key], table[number], strict=True))
 
 
-@pytest.mark.parametrize("architecture", ["flash4rec", "bert4rec", "ssept", "caser"])
-def test_old_items_and_users_score_as_before(folders, tmp_path, architecture):
+@pytest.mark.parametrize(
+    ("architecture", "members"), [("flash4rec", 1), ("flash4rec", 2), ("bert4rec", 1), ("ssept", 1), ("caser", 1)]
+)
+def test_old_items_and_users_score_as_before(folders, tmp_path, architecture, members):
     old, new = folders
     objective = {"objective": "cloze"} if architecture == "bert4rec" else {}
-    champion = write_champion(tmp_path, old, architecture, **objective)
+    options = objective | {"members": members}
+    champion = write_champion(tmp_path, old, architecture, **options)
     data = prepared_data.load(new)
-    net = make_model(architecture, num_items=data.num_items, num_users=data.num_users, **objective).eval()
+    net = make_model(architecture, num_items=data.num_items, num_users=data.num_users, **options).eval()
 
     assert warm_start(net, new, tmp_path)
 

@@ -1,0 +1,151 @@
+"""Warm starts: a process that has imported torch once runs each command in a fork of itself.
+
+While `seqrec repro` runs, `python -m seqrec STAGE` hands its arguments, folder, environment and terminal to that
+process, and waits for the fork. Each stage is still a process of its own; only its imports are not paid again. Without
+the variable `SOCKET`, or where the process is gone, a command runs as usual.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+SOCKET = "SEQREC_WARM"
+HEAVY = ("seqrec.stages.pretrain", "seqrec.stages.finetune", "seqrec.stages.evaluate")
+
+
+@contextlib.contextmanager
+def process() -> Iterator[dict[str, str]]:
+    """Keep a warm process while the block runs; yield the variables with which commands find it.
+
+    Where processes cannot be forked in this way, there is none, and the variables are empty.
+    """
+    if sys.platform != "linux":
+        yield {}
+        return
+    with tempfile.TemporaryDirectory() as folder:  # which only this user may enter
+        path = str(Path(folder, "socket"))
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(path)
+            listener.listen()
+            command, number = [sys.executable, "-m", "seqrec.warm", str(listener.fileno())], [listener.fileno()]
+            server = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=number)
+        try:
+            yield {SOCKET: path}
+        finally:
+            server.communicate()  # closes its input, at which it ends
+
+
+def call(arguments: Sequence[str]) -> int | None:
+    """Run a command in a fork of the warm process; return its exit status, or None if there is no such process."""
+    with contextlib.ExitStack() as stack:
+        try:
+            connection = stack.enter_context(socket.socket(socket.AF_UNIX))
+            connection.connect(os.environ[SOCKET])
+        except (KeyError, OSError, AttributeError):
+            return None
+        request = {"arguments": list(arguments), "folder": str(Path.cwd()), "environment": dict(os.environ)}
+        socket.send_fds(connection, [b"."], [0, 1, 2])
+        connection.sendall(json.dumps(request).encode() + b"\n")
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the fork as well
+        signal.signal(signal.SIGTERM, lambda number, _: connection.sendall(bytes([number])))
+        answer = connection.recv(4)
+    status = int.from_bytes(answer, "big", signed=True) if answer else -signal.SIGKILL
+    return status if status >= 0 else 128 - status  # as a shell reports a signal
+
+
+class Fork(NamedTuple):
+    """A running command: its process, and the connection of who waits for it."""
+
+    pid: int
+    connection: socket.socket
+
+
+def serve(listener: socket.socket) -> list[str]:
+    """Fork for each connection until the input of this process ends.
+
+    Returns:
+        In a fork, the arguments of its command. The process itself never returns.
+    """
+    with selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
+        selector.register(sys.stdin, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj is sys.stdin:
+                    sys.exit()
+                if key.fileobj is not listener:
+                    _attend(selector, key)
+                    continue
+                connection, _ = listener.accept()
+                files = socket.recv_fds(connection, 1, 3)[1]
+                request = json.loads(connection.makefile("rb").readline())
+                if pid := os.fork():
+                    for file in files:
+                        os.close(file)
+                    fork = Fork(pid, connection)
+                    selector.register(connection, selectors.EVENT_READ, fork)
+                    selector.register(os.pidfd_open(pid), selectors.EVENT_READ, fork)
+                    continue
+                for other in [*selector.get_map().values()]:
+                    if isinstance(other.data, Fork):
+                        os.close(other.fd)
+                listener.close()
+                connection.close()
+                return _become(request, files)
+
+
+def _attend(selector: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
+    """Pass on a signal to a fork, kill it if nobody waits for it any more, or report its end."""
+    fork: Fork = key.data
+    if key.fileobj is fork.connection:
+        number = fork.connection.recv(1)
+        os.kill(fork.pid, number[0] if number else signal.SIGKILL)
+        if not number:
+            selector.unregister(fork.connection)
+        return
+    _, status = os.waitpid(fork.pid, 0)
+    selector.unregister(key.fd)
+    os.close(key.fd)
+    with contextlib.suppress(KeyError):
+        selector.unregister(fork.connection)
+    with fork.connection, contextlib.suppress(OSError):
+        fork.connection.sendall(os.waitstatus_to_exitcode(status).to_bytes(4, "big", signed=True))
+
+
+def _become(request: dict[str, Any], files: Sequence[int]) -> list[str]:
+    """Take over the terminal, the folder and the environment of a command; return its arguments."""
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
+    sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w", buffering=1), open(2, "w", buffering=1)  # noqa: SIM115
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    arguments: list[str] = request["arguments"]
+    return arguments
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for module in HEAVY:
+        importlib.import_module(module)
+    gc.freeze()  # a fork that collects garbage would copy every page
+    given = serve(socket.socket(fileno=int(sys.argv[1])))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    from seqrec.__main__ import main
+
+    sys.argv = ["seqrec", *given]
+    sys.exit(main(given))

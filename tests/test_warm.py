@@ -1,0 +1,96 @@
+"""Warm starts: a command runs in a fork of the warm process, and is for its caller what it would be alone."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from seqrec import warm
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux only")
+
+
+@pytest.fixture(scope="module")
+def variables():
+    with warm.process() as found:
+        yield found
+
+
+def start(variables, *arguments, folder="."):
+    command, environment = [sys.executable, "-m", "seqrec", *arguments], {**os.environ, **variables}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=folder, env=environment, **pipes)
+
+
+def children(pid):
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def until(condition):
+    for _ in range(5000):
+        if found := condition():
+            return found
+        time.sleep(0.002)
+    raise AssertionError("it never came")
+
+
+@pytest.fixture
+def stopped(variables):
+    """A command that would take a moment, and its fork of the warm process, stopped at once."""
+    (server,) = (pid for pid in children(os.getpid()) if b"seqrec.warm" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    with start(variables, "prepare", "--help") as command:
+        (fork,) = until(lambda: children(server))
+        os.kill(fork, signal.SIGSTOP)
+        yield command, fork
+        command.kill()
+    until(lambda: not children(server))
+
+
+def test_output_status_folder_and_environment_are_those_of_the_command(variables, tmp_path):
+    answers = []
+    for found in ({}, variables):
+        for arguments in (("leaderboard", "--reports", "nowhere"), ("finetune", "--help"), ("no-command",)):
+            with start({**found, "COLUMNS": "60"}, *arguments, folder=tmp_path) as command:
+                answers.append((*command.communicate(), command.returncode))
+
+    assert answers[:3] == answers[3:]
+    assert [status for *_, status in answers[:3]] == [1, 0, 2]
+    assert max(map(len, answers[1][0].splitlines())) <= 60
+
+
+def test_a_terminated_command_ends_its_fork_and_says_so(stopped):
+    command, fork = stopped
+
+    command.terminate()
+    with suppress(subprocess.TimeoutExpired):  # a kernel may keep the signal until the fork goes on
+        command.wait(2)
+    with suppress(ProcessLookupError):
+        os.kill(fork, signal.SIGCONT)
+
+    assert command.wait(60) == 128 + signal.SIGTERM
+
+
+def test_nothing_is_left_of_a_killed_command(stopped):
+    command, fork = stopped
+
+    command.kill()
+
+    until(lambda: not Path(f"/proc/{fork}").exists())
+
+
+def test_without_a_warm_process_a_command_runs_alone(tmp_path):
+    with start({warm.SOCKET: str(tmp_path / "gone")}, "--version") as command:
+        assert command.stdout.read().strip()
+    assert command.returncode == 0
+
+
+def test_the_warm_process_ends_with_its_block():
+    before = set(children(os.getpid()))
+    with warm.process():
+        assert len(set(children(os.getpid())) - before) == 1
+    assert set(children(os.getpid())) == before
