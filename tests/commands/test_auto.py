@@ -115,7 +115,8 @@ def test_few_users_get_the_mean_of_as_many_networks_as_the_share_holds(
     monkeypatch.setattr(auto, "_cost", lambda *_: Cost(step_s=10.0, steps=1, validation_s=0.0, memory=0))
     folder = made / "out" / "data" / "sequences"
     params = json.loads((made / "out" / "auto.json").read_text())["params"]
-    plan = auto.Plan(tmp_path / "auto.json", {"minutes": 100.0}, params | {"models": {}, "evaluate": {"bootstrap": 100}})
+    params |= {"models": {}, "evaluate": {"bootstrap": 100}}
+    plan = auto.Plan(tmp_path / "auto.json", {"minutes": 100.0}, params)
     shape = auto.Shape.of(sequences.load(folder))
     settings = partial(auto.model_settings, "sasrec", shape, options={"d_model": 8}, finetune={"epochs": 1})
 
