@@ -146,6 +146,9 @@ def test_kind_fits_on_one_small_node(rendered):
     steps = [config.step(step) for step in STEPS]
     assert {(step.cpu, step.memory, step.gpus) for step in steps} == {("1", "2Gi", 0)}
     assert only(documents, "PersistentVolumeClaim", config.state_claim)
+    assert params.section("ingest", dataset="ml-100k").events
+    for name, keys in config.secrets.items():
+        assert set(keys) <= set(only(documents, "Secret", name)["data"])
 
 
 def test_the_namespace_that_the_user_sets_is_that_of_everything(rendered, deploy, tmp_path):
