@@ -45,7 +45,7 @@ class Registry(UserDict[str, type[SequenceModel]]):
         for name in self:
             if self.place(name) == place:
                 return name
-        raise ValueError(f"{_place(architecture)} has no name: add it by seqrec.models.register(NAME, CLASS)")
+        raise ValueError(f"{_place(architecture)} is not registered: call seqrec.models.register(NAME, CLASS)")
 
 
 def _place(architecture: type[SequenceModel]) -> str:
@@ -95,8 +95,8 @@ def register(name: str, architecture: type[SequenceModel]) -> None:
         raise ValueError(f"{architecture!r:.80} is not a subclass of seqrec.models.SequenceModel")
     if not getattr(sys.modules.get(architecture.__module__), "__file__", None):
         raise ValueError(
-            f"{architecture.__name__} comes from no file: write it to one, such as mine.py, and import it from there; "
-            "its code identifies what was trained with it"
+            f"{architecture.__name__} is not defined in a file: move it to one, such as mine.py, and import it from "
+            "there; a training is identified by the code of its model"
         )
     if name in REGISTRY and REGISTRY.place(name) != _place(architecture):
         raise ValueError(f"{name!r} is the name of {REGISTRY.place(name)}: choose another one")

@@ -30,7 +30,7 @@ class FDSAOptions(BERT4RecOptions):
 
     objective: Objective = "causal"
     attributes: tuple[str, ...] = ()  # columns of the items table; default: the first three with text
-    attribute_values: int = 16  # maximum per item: words of its columns that other items have, too
+    attribute_values: int = 16  # maximum number of words per item; words of one item alone do not count
 
     def __post_init__(self) -> None:
         super().__post_init__()

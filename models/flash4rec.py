@@ -84,7 +84,7 @@ class FLASH4RecOptions(Options):
         require(self.heads == 0 or not self.user_gate, "heads: plain attention has no gate; set user_gate to false")
         require(self.heads == 0 or self.d_model % (2 * self.heads) == 0, "heads: each needs an even share of d_model")
         if self.heads:
-            self.check_unused("heads puts plain attention there", "d_shared", "d_value", "activation")
+            self.check_unused("heads selects plain attention", "d_shared", "d_value", "activation")
         if self.experts == 1:
             self.check_unused("one expert has no router", "d_router", "gate", "jitter", "balance")
         if self.topk_dropout == 0:

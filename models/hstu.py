@@ -46,7 +46,9 @@ class HSTUOptions(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.at_least(1, "layers", "heads")
-        require(self.d_model % self.heads == 0, f"heads: d_model {self.d_model} cannot be divided into {self.heads}")
+        require(
+            self.d_model % self.heads == 0, f"heads: d_model {self.d_model} cannot be divided into {self.heads} heads"
+        )
 
 
 def time_buckets(times_BL: Tensor) -> Tensor:

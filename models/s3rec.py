@@ -35,7 +35,7 @@ from seqrec.models.optional import ReadsAttributes, SelfSupervised
 class S3RecOptions(FDSAOptions):
     """Options of S3-Rec; the weights are those of the paper's code."""
 
-    mask_probability: float = 0.2  # pre-training: probability of masking an item before the last, always masked one
+    mask_probability: float = 0.2  # pre-training: probability of masking an item; the last one is always masked
     item_attribute_weight: float = 0.2  # weight of predicting an item's attributes from the item
     item_weight: float = 1.0  # weight of predicting masked items
     attribute_weight: float = 1.0  # weight of predicting a masked item's attributes from its context

@@ -60,7 +60,7 @@ class STRecOptions(AttentionOptions):
     """Options of STRec."""
 
     objective: Objective = "last"
-    attention: Literal["full", "linformer", "informer", "longformer"] = "full"  # all but full: without sampling
+    attention: Literal["full", "linformer", "informer", "longformer"] = "full"  # only full works with sampling
     attention_size: int = 16  # linformer: projected length | informer: factor of log n | longformer: window
     sampling: Literal["time", "position", "random", "none"] = "time"  # time: since each event; none: all rows
     k: tuple[int, ...] = ()  # rows of each layer, not increasing; empty: constant by `sparsity`, 1 in the last
@@ -76,7 +76,9 @@ class STRecOptions(AttentionOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.d_model % self.heads == 0, f"heads: d_model {self.d_model} cannot be divided into {self.heads}")
+        require(
+            self.d_model % self.heads == 0, f"heads: d_model {self.d_model} cannot be divided into {self.heads} heads"
+        )
         self.at_least(1, "attention_size")
         require(self.temperature > 0, "temperature must be positive")
         require(self.hash_bins == 0 or 2 <= self.hash_bins < GRID, f"hash_bins must be 0 or from 2 to {GRID - 1}")

@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     sent.add_argument("--poll", type=_seconds, default=10, help="seconds between status checks (default: %(default)s)")
 
     parents = [_package("retraining"), server, root]
-    often = commands.add_parser("schedule", parents=parents, help="set when a server runs a pipeline")
+    often = commands.add_parser("schedule", parents=parents, help="schedule a pipeline on a server")
     often.set_defaults(run=_schedule)
     often.add_argument("--cron", required=True, help="six fields, starting with seconds: '0 0 3 * * 0'")
 

@@ -80,8 +80,8 @@ class Server:
         except kfp_server_api.ApiException as error:
             causes = {
                 401: "the token or the cookies are refused, or there are none: --token, --cookies",
-                403: f"this user may not do that in namespace {self.namespace or '(none given)'}: --namespace, --token",
-                404: f"there is no such thing, perhaps no namespace {self.namespace or '(none given)'}: --namespace",
+                403: f"this user may not do that in namespace {self.namespace or '(none given)'}; --namespace, --token",
+                404: f"not found; check that the namespace {self.namespace or '(none given)'} exists (--namespace)",
             }
             body = redacted(str(error.body), self.token, self.cookies)[:500]
             text = causes.get(error.status, f"HTTP status {error.status}: {body}")
@@ -122,8 +122,8 @@ class Package:
         """
         if not re.fullmatch(r".+@sha256:[0-9a-f]{64}", IMAGE):
             raise SubmissionError(
-                f"SEQREC_IMAGE: {IMAGE} has no digest; KFP caches on this text, so a tag would run old code: set it to "
-                "repository@sha256:..., as `docker push` prints it"
+                f"SEQREC_IMAGE: {IMAGE} has no digest; KFP caches by it, so a tag could run old code: set "
+                "it to repository@sha256:..., as `docker push` prints it"
             )
         self._check_tracking()
         with tempfile.TemporaryDirectory() as folder:

@@ -6,18 +6,22 @@ import contextlib
 import functools
 import io
 import os
+import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from kfp import local
 from kfp.components import load_component_from_file
-from kfp.local import docker_task_handler
+from kfp.local import docker_task_handler, subprocess_task_handler
 
+from seqrec import warm
+from seqrec.artifacts import write_text
 from seqrec.config import load
 from seqrec.pipelines.compile import compile_pipeline
 
+EXECUTOR = "kfp.dsl.executor_main"
 DATABASE = "mlflow.db"  # of the default register.tracking_uri
 HARDENED = {
     "read_only": True,
@@ -86,7 +90,21 @@ def run_package(file: Path, out: Path, arguments: Mapping[str, Any], runner: Any
         RuntimeError: a step failed.
     """
     local.init(runner, pipeline_root=str(out))
-    load_component_from_file(str(file))(**arguments)
+    with _warm(Path(out)) if isinstance(runner, local.SubprocessRunner) else contextlib.nullcontext():
+        load_component_from_file(str(file))(**arguments)
+
+
+@contextlib.contextmanager
+def _warm(out: Path) -> Iterator[None]:
+    """Let the steps import what they need only once: what KFP takes for Python asks a warm process."""
+    python = out / "python3"
+    with warm.process(EXECUTOR, _KFP_RUNTIME="true") as variables:
+        settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
+        write_text(python, f'#!/bin/sh\n{settings} exec {shlex.quote(sys.executable)} -m seqrec.warm "$@"\n')
+        python.chmod(0o700)
+        subprocess_task_handler.environment = lambda **_: contextlib.nullcontext(str(python))
+        yield
+    python.unlink()
 
 
 def _docker_runner(out: Path, network: str, data: Path | None) -> local.DockerRunner:

@@ -40,7 +40,7 @@ def problems(page: Path, commits: set[str] | None) -> list[str]:
     found, above = [], []  # the levels of open sections, and whether each has a source
     for level, title, lines in sections(page.read_text(encoding="utf-8")):
         above = [(upper, sourced) for upper, sourced in above if upper < level]
-        sources = [line for line in lines if line.startswith("Source:")]
+        sources = re.findall(r"^Source:.*(?:\n.+)*", "\n".join(lines), re.MULTILINE)
         above.append((level, bool(sources)))
         if any(FIGURE.search(line) for line in lines) and not any(sourced for _, sourced in above):
             found.append(f"{page.name}: {title or 'the beginning'}: figures without a `Source:` line")
@@ -52,7 +52,7 @@ def problems(page: Path, commits: set[str] | None) -> list[str]:
 def _source_problems(page: Path, source: str, commits: set[str] | None) -> Iterator[str]:
     for wanted, pattern in (("command or config", COMMAND), ("commit", COMMIT), ("split, nor `no dataset`,", SPLIT)):
         if not pattern.search(source):
-            yield f"no {wanted} in `{source[:80]}`"
+            yield f"no {wanted} in `{source.splitlines()[0][:80]}`"
     for link, path in CONFIG.findall(source):
         if not (page.parent / link if link else ROOT / path).is_file():
             yield f"{link or path} does not exist"

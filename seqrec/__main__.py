@@ -211,6 +211,8 @@ def _call_stage(stage: Stage, values: dict[str, Any], flags: argparse.Namespace)
 
     params = load(flags.params)
     dataset = params.dataset if stage.each == "dataset" else ""
+    if "model" in values:
+        params.model_entry(values["model"], "--model")  # an unknown name is an error that suggests one
     item = values.pop("model", None) or values.pop("dataset", None) or dataset
     given = {key: value for key, value in values.items() if value is not None}
     stage(params, Path(), item, metrics=flags.metrics, **given)
@@ -266,5 +268,5 @@ def _check_numbers(function: Callable[..., Any], flags: argparse.Namespace) -> N
 if __name__ == "__main__":
     from seqrec import warm
 
-    status = warm.call(sys.argv[1:])
+    status = warm.call("seqrec", sys.argv[1:])
     sys.exit(main() if status is None else status)

@@ -156,7 +156,7 @@ def whole(path: Path) -> Iterator[None]:
 def remedy(path: Path) -> str:
     """Return what to do about a damaged file."""
     stage = STAGE.get(path.name)
-    return f"run {stage} again" if stage else "restore it, or remove it and run the command again that wrote it"
+    return f"run {stage} again" if stage else "restore it, or remove it and repeat the command that wrote it"
 
 
 def read_json(path: Path) -> dict[str, Any]:

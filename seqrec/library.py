@@ -104,7 +104,7 @@ class Dataset:
         """Read, check and split the dataset of settings such as params.yaml, as the stages of the pipeline do.
 
         Args:
-            params: the settings, or the file that holds them. `fit` trains a model that they describe as they say.
+            params: the settings, or the file that holds them. `fit` follows them for the models that they name.
             folder: folder that receives the tables; by default a temporary one.
 
         Raises:
@@ -307,7 +307,7 @@ def fit(
         known = ", ".join((*REGISTRY, *BASELINES))
         raise ValueError(f"model: {model!r} is not one of {known}; seqrec.models.register(NAME, CLASS) adds your own")
     if minutes is not None and ("epochs" in (finetune or {}) or described):
-        raise ValueError("minutes: the settings give the number of epochs already: leave minutes or that out")
+        raise ValueError("minutes: the settings already give the number of epochs; leave out one of the two")
     if minutes is not None and not minutes > 0:
         raise ValueError(f"minutes: must be above 0, not {minutes}")
     place, keep = _working(folder)

@@ -2,7 +2,8 @@
 
 While `seqrec repro` runs, `python -m seqrec STAGE` hands its arguments, folder, environment and terminal to that
 process, and waits for the fork. Each stage is still a process of its own; only its imports are not paid again. Without
-the variable `SOCKET`, or where the process is gone, a command runs as usual.
+the variable `SOCKET`, or where the process is gone, a command runs as usual. `python -m seqrec.warm -m MODULE ...` does
+the same for any module, as KFP's local runner asks for one.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import gc
 import importlib
 import json
 import os
+import runpy
 import selectors
 import signal
 import socket
@@ -27,10 +29,14 @@ HEAVY = ("seqrec.stages.pretrain", "seqrec.stages.finetune", "seqrec.stages.eval
 
 
 @contextlib.contextmanager
-def process() -> Iterator[dict[str, str]]:
+def process(*modules: str, **variables: str) -> Iterator[dict[str, str]]:
     """Keep a warm process while the block runs; yield the variables with which commands find it.
 
     Where processes cannot be forked in this way, there is none, and the variables are empty.
+
+    Args:
+        modules: what it imports besides `HEAVY`.
+        variables: additions to its environment while it imports.
     """
     if sys.platform != "linux":
         yield {}
@@ -40,23 +46,24 @@ def process() -> Iterator[dict[str, str]]:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(path)
             listener.listen()
-            command, number = [sys.executable, "-m", "seqrec.warm", str(listener.fileno())], [listener.fileno()]
-            server = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=number)
+            command = [sys.executable, "-m", "seqrec.warm", str(listener.fileno()), *HEAVY, *modules]
+            files, environment = [listener.fileno()], {**os.environ, **variables}
+            server = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=files, env=environment)
         try:
             yield {SOCKET: path}
         finally:
             server.communicate()  # closes its input, at which it ends
 
 
-def call(arguments: Sequence[str]) -> int | None:
-    """Run a command in a fork of the warm process; return its exit status, or None if there is no such process."""
+def call(module: str, arguments: Sequence[str]) -> int | None:
+    """Run a module in a fork of the warm process; return its exit status, or None if there is no such process."""
     with contextlib.ExitStack() as stack:
         try:
             connection = stack.enter_context(socket.socket(socket.AF_UNIX))
             connection.connect(os.environ[SOCKET])
         except (KeyError, OSError, AttributeError):
             return None
-        request = {"arguments": list(arguments), "folder": str(Path.cwd()), "environment": dict(os.environ)}
+        request = {"argv": [module, *arguments], "folder": str(Path.cwd()), "environment": dict(os.environ)}
         socket.send_fds(connection, [b"."], [0, 1, 2])
         connection.sendall(json.dumps(request).encode() + b"\n")
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the fork as well
@@ -77,7 +84,7 @@ def serve(listener: socket.socket) -> list[str]:
     """Fork for each connection until the input of this process ends.
 
     Returns:
-        In a fork, the arguments of its command. The process itself never returns.
+        In a fork, its module and arguments. The process itself never returns.
     """
     with selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
@@ -126,7 +133,7 @@ def _attend(selector: selectors.BaseSelector, key: selectors.SelectorKey) -> Non
 
 
 def _become(request: dict[str, Any], files: Sequence[int]) -> list[str]:
-    """Take over the terminal, the folder and the environment of a command; return its arguments."""
+    """Take over the terminal, the folder and the environment of a command; return its module and arguments."""
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)
@@ -134,18 +141,27 @@ def _become(request: dict[str, Any], files: Sequence[int]) -> list[str]:
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environment"])
-    arguments: list[str] = request["arguments"]
-    return arguments
+    del os.environ[SOCKET]  # what it starts itself is no stage
+    argv: list[str] = request["argv"]
+    return argv
+
+
+def _fork(file: int, modules: Sequence[str]) -> list[str]:
+    """Be the warm process; return in a fork, with its module and arguments."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for module in modules:
+        importlib.import_module(module)
+    gc.freeze()  # a fork that collects garbage would copy every page
+    argv = serve(socket.socket(fileno=file))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    return argv
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for module in HEAVY:
-        importlib.import_module(module)
-    gc.freeze()  # a fork that collects garbage would copy every page
-    given = serve(socket.socket(fileno=int(sys.argv[1])))
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    from seqrec.__main__ import main
-
-    sys.argv = ["seqrec", *given]
-    sys.exit(main(given))
+    if sys.argv[1] == "-m":
+        sys.argv = sys.argv[2:]
+        if (status := call(sys.argv[0], sys.argv[1:])) is not None:
+            sys.exit(status)
+    else:
+        sys.argv = _fork(int(sys.argv[1]), sys.argv[2:])
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -134,7 +134,7 @@ def test_columns_and_items_can_be_named(tmp_path):
     made = seqrec.Dataset.from_frame(log, user="a", item="b", time="c", items=items, folder=tmp_path)
 
     assert pl.read_parquet(tmp_path / "data" / "items.parquet").row(3)[:2] == ("i3", "Label 3")
-    with pytest.raises(ValueError, match=r"folder=: .* was made for other data or other flags: name another folder"):
+    with pytest.raises(ValueError, match=r"folder=: .* belongs to other data or other flags: name another folder"):
         seqrec.Dataset.from_frame(log.head(100), user="a", item="b", time="c", folder=tmp_path)
     again = seqrec.Dataset.from_frame(log, user="a", item="b", time="c", items=items, folder=tmp_path)
     assert again.card == made.card
@@ -148,7 +148,7 @@ def test_a_budget_gives_the_epochs_and_a_folder_continues(data, tmp_path):
 
     assert seqrec.fit(data, "sasrec", **call).evaluate().metrics == first.evaluate().metrics
     assert weights.stat().st_mtime_ns == before
-    with pytest.raises(ValueError, match=r"folder=: .* was made for other data or other flags"):
+    with pytest.raises(ValueError, match=r"folder=: .* belongs to other data or other flags"):
         seqrec.fit(data, "sasrec", **(call | {"minutes": 2}))
 
 
@@ -158,7 +158,10 @@ def test_a_budget_gives_the_epochs_and_a_folder_continues(data, tmp_path):
         (lambda data: seqrec.fit(data, "sasrek"), r"model: 'sasrek' is not one of sasrec, .*seqrec\.models\.register"),
         (lambda data: seqrec.fit(data, "sasrec", options={"widht": 3}), r"models\.sasrec\.options.*widht"),
         (lambda data: seqrec.fit(data, "sasrec", finetune={"epoch": 3}), r"finetune\.epoch: unknown key.*epochs"),
-        (lambda data: seqrec.fit(data, "sasrec", minutes=1, finetune={"epochs": 3}), "minutes: .* leave minutes or"),
+        (
+            lambda data: seqrec.fit(data, "sasrec", minutes=1, finetune={"epochs": 3}),
+            "minutes: .* leave out one",
+        ),
         (lambda data: seqrec.fit(data, "sasrec", minutes=0), "minutes: must be above 0, not 0"),
         (lambda _: seqrec.Dataset.from_frame([1, 2]), "frame: expected a frame of polars, pandas or Arrow, not list"),
         (lambda _: seqrec.Dataset.from_frame(frame().select("SKU", "bought_at")), "user_id .*pass its name with user="),
@@ -175,7 +178,7 @@ def test_errors_name_what_to_change(data, call, message):
 def test_a_class_of_a_notebook_cell_needs_a_file():
     cell = type("Cell", (GRU4Rec,), {"__module__": "no_such_module"})
 
-    with pytest.raises(ValueError, match=r"Cell comes from no file: write it to one, such as mine\.py"):
+    with pytest.raises(ValueError, match=r"Cell is not defined in a file: move it to one, such as mine\.py"):
         seqrec.models.register("cell", cell)
 
 

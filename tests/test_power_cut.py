@@ -249,4 +249,4 @@ def test_the_plan_of_auto_and_the_mark_of_a_benchmark(tmp_path, monkeypatch, cap
     assert _is(mark, {"split": "a" * 60})
     cut(mark, length)
     assert not _is(mark, {"split": "a" * 60})
-    assert "its report is written again" in caplog.text
+    assert "the model is evaluated again" in caplog.text

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 from plotly.graph_objects import Bar, Figure, Heatmap, Scatter
@@ -21,6 +21,7 @@ PANEL = 300  # pixels, height
 SAME = 1e-4  # two values of a metric that round to the same figure differ by less
 # Okabe and Ito's colours for colour-blind readers, without yellow, which vanishes on white, and black, on dark
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
+SYMBOLS = ("square", "diamond", "cross", "triangle-up", "x")  # of the baselines, whose greys are hard to tell apart
 GREYS = ("#767676", "#949494", "#5F5F5F", "#ABABAB", "#868686")  # of the baselines
 WHISKERS = "#808080"  # of bars: plotly's own cannot be seen on a dark page
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
@@ -28,7 +29,7 @@ WORDS = {  # axis titles
     SELECTION: "NDCG@10 on validation",
     METRIC: "NDCG@10 on test",
     "loss": "training loss",
-    "test/coverage@10": "coverage, share of the catalogue recommended",
+    "test/coverage@10": "coverage: share of the catalogue",
 }
 Record = Mapping[str, Any]
 
@@ -81,7 +82,7 @@ def _curves(histories: Mapping[str, Sequence[Record]], keys: Sequence[str], *, c
 
 def _phase_starts(history: Sequence[Record]) -> list[int]:
     """Return the epochs (1, 2, ... over all phases) at which another phase begins."""
-    pairs = enumerate(pairwise(history), start=2)
+    pairs = enumerate(itertools.pairwise(history), start=2)
     return [epoch for epoch, (before, after) in pairs if before.get("phase") != after.get("phase")]
 
 
@@ -126,14 +127,15 @@ def _slice_label(key: str, metrics: Mapping[str, Mapping[str, float]]) -> str:
 
 def coverage_against_accuracy(rows: Sequence[Mapping[str, Any]]) -> Figure:
     """Return test NDCG@10 with its interval against catalogue coverage, one point per row of the leaderboard."""
-    figure = _panels([f"{WORDS[METRIC]} with its 95 % interval, against coverage"], 1)
+    figure = _panels([f"{WORDS[METRIC]} [95 %] against coverage"], 1)
     looks = _looks(row["model"] for row in rows)
+    symbols = itertools.cycle(SYMBOLS)
     for row in rows:
         value = row[METRIC]
         above, below = max(0.0, row[f"{METRIC}/high"] - value), max(0.0, value - row[f"{METRIC}/low"])
         error = {"type": "data", "array": [above], "arrayminus": [below]}
         style = _style(row["model"], looks[row["model"]], 0)
-        style["marker"] |= {"size": 10, "symbol": "square" if row["baseline"] else "circle"}
+        style["marker"] |= {"size": 10, "symbol": next(symbols) if row["baseline"] else "circle"}
         figure.add_trace(Scatter(x=[row["test/coverage@10"]], y=[value], error_y=error, mode="markers", **style))
     figure.update_xaxes(title=WORDS["test/coverage@10"], tickformat=".0%")
     _name_axes(figure, [WORDS[METRIC]])

@@ -14,7 +14,7 @@ from plotly.offline import get_plotlyjs
 
 from seqrec.analysis import plots
 from seqrec.analysis.examples import HIT_RANK, Example, Examples, Opinion
-from seqrec.evaluation.leaderboard import SELECTION
+from seqrec.evaluation.leaderboard import SELECTION, decision
 
 LISTED = 10  # items of a list
 MODELS = 3  # of an example, the best of the leaderboard; the others are folded
@@ -52,6 +52,7 @@ body { font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 1200p
 table { border-collapse: collapse; margin: 1em 0 }
 caption { text-align: left; color: var(--soft); padding: 0 .7em .4em }
 th, td { padding: .2em .7em; text-align: left; vertical-align: top } tbody th { font-weight: inherit }
+.board tbody th { white-space: nowrap }
 thead th { border-bottom: 1px solid var(--line); font-weight: bold }
 table:has(td.number) thead th + th { text-align: right }
 td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap }
@@ -66,8 +67,10 @@ summary { cursor: pointer } summary h2, summary h3 { display: inline-block; marg
   table { table-layout: fixed; width: 100% }
   th, td, td.number { padding: .2em .3em; overflow-wrap: anywhere; white-space: normal }
   .scroll:not(.board) { font-size: .85em } .lists thead th:first-child { width: 3em }
+  .events thead th:first-child { width: 34% }
   .board thead { display: none } .board table, .board tbody, .board caption { display: block }
   .board tr { display: grid; grid-template-columns: 1fr 1fr; padding: .5em 0; border-top: 1px solid var(--line) }
+  .board caption { padding-left: .3em }
   .board tbody th { grid-column: 1 / -1; font-size: 1.1em } .board td.number { text-align: left }
   .board td::before { content: attr(data-head); display: block; color: var(--soft); font: .8em system-ui, sans-serif }
 }
@@ -139,13 +142,10 @@ def page(
     if facts:
         text = ", ".join(f"{name} {value}" for name, value in facts.items())
         parts.append(f'<p class="facts">{html.escape(text)}</p>')
-    parts += [f"<p>The data: {html.escape(text)}.</p>" for text in board.get("warnings", ())]
+    parts += [f"<p>About the data: {html.escape(text)}.</p>" for text in board.get("warnings", ())]
     parts.append(_leaderboard(rows))
     if outcome:
-        decision = (
-            f"{outcome['registered_model']} version {outcome['version']} ({outcome['model']}): {outcome['reason']}"
-        )
-        parts.append(f"<p>{html.escape(decision)}</p>")
+        parts.append(f"<p>{html.escape(decision(outcome))}</p>")
     finals = {row["model"]: row[SELECTION] for row in rows}
     parts += [
         _section("Accuracy and coverage", [_figure(plots.coverage_against_accuracy(rows))]),
@@ -237,8 +237,8 @@ def _value(row: Mapping[str, Any], key: str) -> str:
 
 
 STAR = """
-<p class="note">A star is the figure of {models} on the leaderboard, which includes the count term. The count term is
-fitted after training, and the curve is that of the model alone.</p>
+<p class="note">A star marks the leaderboard figure of {models}, which includes the count term. The count term is fitted
+after training; the curve shows the model alone.</p>
 """
 EXPLANATION = f"""
 <p>Users drawn at random. For half of them, if there are enough, the best model ranked the next item in its top

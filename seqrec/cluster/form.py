@@ -55,7 +55,7 @@ def filled_in(params: Mapping[str, Any], form: Mapping[str, Any]) -> Params:
     _check_origin(read.as_dict(), given.dataset)
     for path in given.overrides:
         if path.partition(".")[0] in FIXED:
-            raise ConfigError(f"overrides.{path}: an input of its own, or fixed when a pipeline is compiled")
+            raise ConfigError(f"overrides.{path}: not allowed here; an input of its own, or fixed by `compile`")
     inputs = {"dataset": given.dataset, "leaderboard": given.models, "seed": given.seed}
     same = {"dataset": read.dataset, "leaderboard": [*read.leaderboard], "seed": read.seed}
     changed = {key: value for key, value in inputs.items() if value != same[key]}

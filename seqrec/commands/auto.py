@@ -95,7 +95,7 @@ class Plan:
         kept = read_json(path)
         if kept["request"] != request:
             raise ValueError(
-                f"--out: {path} was made for other data or other flags: name another folder, or remove this one"
+                f"--out: {path} belongs to other data or other flags: name another folder, or remove this one"
             )
         return cls(path, **kept)
 
@@ -188,7 +188,7 @@ def _auto(plan: Plan, out: Path) -> dict[str, float]:
     board = run.write_leaderboard(out / "reports", folder, params.leaderboard)
     _write_pages(out, board, params)
     register = f"python -m seqrec import --run {shlex.quote(str(out))}"
-    leaderboard.say(out / "reports", [f"{out / CARD} describes the model", f"{register} puts it into MLflow"])
+    leaderboard.say(out / "reports", [f"{out / CARD} describes the model", f"{register} registers it in MLflow"])
     plan.save()
     metrics = {name: read_json(out / "reports" / name / METRICS) for name in params.leaderboard}
     return {f"{name}/{key}": metrics[name][key] for name in metrics for key in ("valid/ndcg@10", "test/ndcg@10")}
@@ -269,7 +269,7 @@ def _source(plan: Plan, out: Path, console: Console) -> tuple[dict[str, Any], bo
 def _show(path: Path, found: Any, time_format: str, console: Console) -> None:
     flags = {"user_id": "--user", "item_id": "--item", "timestamp": "--time", "title": "--title"}
     flags["items.title"] = flags["title"]
-    table = Table("ours", "column", "by", "another", title=escape(path.name), box=None, pad_edge=False)
+    table = Table("field", "column", "found by", "to change it", title=escape(path.name), box=None, pad_edge=False)
     for guess in found:
         table.add_row(guess.name, escape(guess.column), guess.why, flags.get(guess.name, ""))
     if time_format:
@@ -315,7 +315,7 @@ def _split(params: Params, out: Path, timed: bool) -> tuple[dict[str, Any], str]
     except ValueError:
         few = True
     if few:
-        raise ValueError("no user has three events of items with two events or more: name another column with --user")
+        raise ValueError("no user has three events of items that occur twice or more: name another column with --user")
     return settings, f"LOO-full (each user's last event), because a split by time is not possible: {reason}"
 
 
@@ -339,12 +339,12 @@ def _core(params: Params, out: Path, settings: Mapping[str, Any]) -> dict[str, i
 def _too_little(prepared: sequences.Sequences) -> str:
     """Return why a temporal split has too few events or cases; empty if it has enough."""
     card = prepared.card
-    for part in ("valid", "test"):
+    for part, word in (("valid", "validation"), ("test", "test")):
         cases = sequences.cases(prepared, part)
         if len(cases) < CASES:
-            return f"only {len(cases)} {part} cases"
+            return f"only {len(cases)} {word} cases"
         if (known := float(prepared.trained(cases.user).double().mean())) < KNOWN:
-            return f"only {known:.0%} of the {part} cases belong to users with events before the first cut"
+            return f"only {known:.0%} of the {word} cases belong to users with events before the first cut"
     if card["test_cut"] - card["valid_cut"] < DAY:
         return "validation spans less than a day"
     return ""
@@ -366,7 +366,8 @@ def say_data(plan: Plan, prepared: sequences.Sequences, out: Path) -> None:
     """Log the split, the numbers of users, items and events, and the warnings about the data."""
     card = prepared.card
     _say_malformed(out)
-    counts = ", ".join(f"{card['counts'][name]:,} {name}" for name in ("users", "items", "events", "valid", "test"))
+    words = {"users": "users", "items": "items", "events": "events", "valid": "validation cases", "test": "test cases"}
+    counts = ", ".join(f"{card['counts'][name]:,} {word}" for name, word in words.items())
     logger.info("split: %s", plan.split)
     logger.info("data: %s", counts)
     if left_out := ", ".join(f"{number:,} {rule}" for rule, number in card["dropped"].items() if number):
@@ -465,7 +466,8 @@ def _epochs(plan: Plan, name: str, entry: Mapping[str, Any], folder: Path, out: 
         )
     epochs = max(1, min(fitting, wanted))
     estimate = f"about {epochs * cost.epoch_s:.0f} s at most; {cost.memory / 1e9:.1f} GB of memory so far"
-    logger.info("%s: %d epochs of %d steps, %s", name, epochs, cost.steps, estimate)
+    some = "1 epoch" if epochs == 1 else f"{epochs} epochs"
+    logger.info("%s: %s of %d steps, %s", name, some, cost.steps, estimate)
     return int(epochs), of_share
 
 

@@ -101,7 +101,7 @@ def _is(path: Path, settings: dict[str, Any]) -> bool:
     try:
         return path.is_file() and read_json(path) == settings
     except DamagedError as error:
-        logger.warning("%s; its report is written again", error)
+        logger.warning("%s; the model is evaluated again", error)
         return False
 
 

@@ -48,10 +48,10 @@ def events(
         ValueError: the store has no such events, or no answers of a version.
     """
     if len(actions) != 1 or actions[0] not in ACTIONS:
-        raise ConfigError(f"events: the action must be one of {', '.join(ACTIONS)}, not {' '.join(actions)}")
+        raise ConfigError(f"the action must be one of {', '.join(ACTIONS)}, not {' '.join(actions)}")
     chosen = _kinds(kinds)
     if not store_url(store):
-        raise ConfigError(f"events: name the store, --store or {VARIABLE}")
+        raise ConfigError(f"name the store with --store or {VARIABLE}")
     opened = Store(store_url(store))
     if actions[0] == "compare":
         return _compare(opened, [version.strip() for version in versions.split(",")])
@@ -75,13 +75,13 @@ def _kinds(text: str) -> list[str]:
         if kind not in KINDS:
             close = difflib.get_close_matches(kind, KINDS, 1)
             hint = f"did you mean {close[0]}?" if close else f"the kinds are {', '.join(KINDS)}"
-            raise ConfigError(f"events: --kinds: no kind {kind!r:.80}; {hint}")
+            raise ConfigError(f"--kinds: no kind {kind!r:.80}; {hint}")
     return chosen
 
 
 def _compare(store: Store, versions: Sequence[str]) -> dict[str, float]:
     if len(set(versions)) != 2 or len(versions) != 2:
-        raise ConfigError(f"events: --versions must be CHAMPION,CANDIDATE, not {','.join(versions)!r}")
+        raise ConfigError(f"--versions must be CHAMPION,CANDIDATE, not {','.join(versions)!r}")
     found = show_clicks(store, *versions)
     for rate in (found.champion, found.candidate):
         if not rate.answers:

@@ -40,14 +40,14 @@ def keys(
         ValueError: no key has this name.
     """
     if len(actions) != 1 or actions[0] not in ACTIONS:
-        raise ConfigError(f"keys: the action must be one of {', '.join(ACTIONS)}, not {' '.join(actions)}")
+        raise ConfigError(f"the action must be one of {', '.join(ACTIONS)}, not {' '.join(actions)}")
     if actions[0] == "show":
         _show(keys_file)
         return
     if not name:
-        raise ConfigError(f"keys: {actions[0]} needs --name")
+        raise ConfigError(f"{actions[0]} needs --name")
     if not 0 <= days <= LONGEST:
-        raise ConfigError(f"keys: --days must be from 0 to {LONGEST}, not {days}")
+        raise ConfigError(f"--days must be from 0 to {LONGEST}, not {days}")
     if actions[0] == "revoke":
         file.expire(keys_file, name)
     else:

@@ -21,7 +21,7 @@ from seqrec.evaluation import ranking
 from seqrec.serving.recommender import CHAMPION_URI, POPULARITY, Recommender, Request, located
 from seqrec.training.checkpoint import Checkpoint, load_checkpoint
 
-BESIDE = "The number beside an event is the drop of the first item's score without this event."
+BESIDE = "The number beside an event says how much the score of the first item drops without that event."
 USERS_AT_ONCE = 8_192
 SCORES_SCHEMA = pa.schema(
     [

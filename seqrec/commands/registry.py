@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from datetime import datetime
 
 from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion, RegisteredModel
@@ -36,9 +37,9 @@ def registry(
     """Show the versions of a dataset's model, or change its champion.
 
     Args:
-        actions: show, promote (make --version the champion) or rollback (to the last champion before this one that was
-            not rolled back itself).
-        dataset: its model is seqrec-DATASET.
+        actions: show, promote (make --version the champion) or rollback (return to the previous champion, skipping
+            those that were themselves rolled back).
+        dataset: key in `datasets`; its model is seqrec-DATASET.
         config: section `register`.
         version: version to promote.
         reason: reason for the audit trail.
@@ -50,7 +51,7 @@ def registry(
         TrackingError: the server does not answer, or another promotion is under way.
     """
     if len(actions) != 1 or actions[0] not in ACTIONS:
-        raise ConfigError(f"registry: the action must be one of {', '.join(ACTIONS)}, not {' '.join(actions)}")
+        raise ConfigError(f"the action must be one of {', '.join(ACTIONS)}, not {' '.join(actions)}")
     with explained(config):
         _act(actions[0], connect(config), f"seqrec-{dataset}", config, version, reason, store_url(store))
 
@@ -121,7 +122,7 @@ def _before(client: MlflowClient, champion: ModelVersion | None) -> ModelVersion
 
 def _show(client: MlflowClient, model: RegisteredModel) -> None:
     console = Console()
-    table = Table("version", "model", SELECTION, "is", "gate", title=model.name)
+    table = Table("version", "model", SELECTION, "alias", "gate", title=model.name)
     versions = client.search_model_versions(f"name = '{model.name}'")
     names: dict[str, list[str]] = {}
     for alias, number in sorted(model.aliases.items()):  # numbers or texts, as the store has it
@@ -136,4 +137,5 @@ def _show(client: MlflowClient, model: RegisteredModel) -> None:
     console.print(table)
     for key, text in sorted(model.tags.items()):
         if key.startswith(models.AUDIT_TAG):
-            console.print(f"{key.removeprefix(models.AUDIT_TAG)}  {escape(text)}", highlight=False)
+            moment = datetime.strptime(key.removeprefix(models.AUDIT_TAG), models.AUDIT_TIME)
+            console.print(f"{moment:%Y-%m-%d %H:%M:%S} UTC  {escape(text)}", highlight=False)

@@ -90,7 +90,9 @@ def changed(changes: Mapping[str, Any], params: Path = Path("params.yaml")) -> I
         if params.read_text(encoding="utf-8") != text:
             edited = params.with_suffix(".edited.yaml")
             shutil.copyfile(params, edited)
-            logger.warning("%s was edited during the run: the edited file is %s", params, edited)
+            logger.warning(
+                "%s was edited during the run, and is now as it was before; your edits are in %s", params, edited
+            )
         _restore(params)
 
 
@@ -155,5 +157,5 @@ def summary(times: Iterable[tuple[str, float]], total: float) -> Table:
     for name, seconds in times:
         table.add_row(name, f"{seconds:.1f}")
     table.add_section()
-    table.add_row("together", f"{total:.1f}", style="bold")
+    table.add_row("total", f"{total:.1f}", style="bold")
     return table

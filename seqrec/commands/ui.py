@@ -82,7 +82,7 @@ def find_port(first: int, experiment: Experiment) -> tuple[int, bool]:
             return port, True
         if _is_free(port):
             return port, False
-    raise ConfigError(f"ui: other programs have the ports {first} to {ports[-1]}: name another one with --port")
+    raise ConfigError(f"other programs have the ports {first} to {ports[-1]}: name another one with --port")
 
 
 def _is_free(port: int) -> bool:

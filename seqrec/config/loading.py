@@ -194,7 +194,7 @@ def _change(content: dict[str, Any], path: str, value: Any) -> None:
     if section not in TOP:
         raise ConfigError(f"{path}: unknown key{suggestion(section, TOP)}")
     if section in (*SECTIONS, "datasets", "models") and not keys:
-        raise ConfigError(f"{path}: name one setting of it, such as finetune.epochs or models.sasrec.options.layers")
+        raise ConfigError(f"{path}: name a setting inside it, such as finetune.epochs or models.sasrec.options.layers")
     if section in ("datasets", "models") and keys[0] not in content[section]:
         raise ConfigError(f"{path}: no entry {section}.{keys[0]}{suggestion(keys[0], list(content[section]))}")
     entries = [e for e in (*content["datasets"].values(), *content["models"].values()) if isinstance(e, dict)]
@@ -298,5 +298,5 @@ def _names(values: Any, path: str) -> tuple[str, ...]:
         raise ConfigError(f"{path}: expected a list of names, got {values!r:.80}")
     names = tuple(_name(value, path) for value in values)
     if len(set(names)) < len(names):
-        raise ConfigError(f"{path}: each name once, got {', '.join(names):.200}")
+        raise ConfigError(f"{path}: list each name once, not {', '.join(names):.200}")
     return names

@@ -118,16 +118,16 @@ class PrepareConfig(Section):
     protocol: Literal["LOO-full", "LOO-101", "RATIO-full", "temporal"] = (
         "LOO-full"  # split and candidates; docs/data.md
     )
-    val_users: Count = 0  # LOO: number of random users to validate on, others train on that event; 0: all
+    val_users: Count = 0  # LOO: number of random users to validate on; the others also train on that event; 0: all
     valid_share: Fraction = 0.1  # share for validation: of each user's events (RATIO-full) or of all events (temporal)
     test_share: Fraction = 0.1  # share for test: of each user's events (RATIO-full) or of all events (temporal)
     cases: Literal["all", "first"] = "all"  # temporal: cases are all events after the cut | each user's first
     filter_on: Literal["train", "all"] = "train"  # temporal: the k-core counts events before the first cut | all
-    noise_share: Annotated[float, Bounds(ge=0, lt=1)] = 0.0  # share of training events given a random item
+    noise_share: Annotated[float, Bounds(ge=0, lt=1)] = 0.0  # share of training events that get a random item
     seed: Seed = 42  # seed of this stage
     extend: str = ""  # folder of sequences from an earlier dump, whose users and items keep their numbers
     engine: Literal["polars", "spark"] = "polars"  # polars: one machine | spark: a cluster; same result
-    shard_events: Annotated[int, Bounds(ge=1, le=1 << 26)] = 1 << 25  # events in a part of sequences.arrow
+    shard_events: Annotated[int, Bounds(ge=1, le=1 << 26)] = 1 << 25  # events per part of sequences.arrow
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -160,14 +160,18 @@ class TrainConfig(Section):
     batch_size: Annotated[Positive, OrAuto()] = 128  # users of average length per step
     loss: Literal["ce", "sampled_ce", "bce", "gbce", "bpr"] = "ce"  # see docs/results/reading.md
     negatives: Annotated[int, Bounds(ge=1, le=1 << 24)] = 256  # per step: sampled_ce | per target: bce, gbce, bpr
-    sampler: Literal["uniform", "popularity", "in_batch"] = "uniform"  # of negatives; in_batch: the targets of the step
+    sampler: Literal["uniform", "popularity", "in_batch"] = (
+        "uniform"  # source of negatives; in_batch: targets of the step
+    )
     contrast: dict[str, Any] = field(default_factory=dict)  # contrastive term, see ContrastConfig; empty: none
-    exclude_past: bool = False  # ce: past items of the window are no candidates, as with `filter_seen` at test
+    exclude_past: bool = False  # ce: past items of the window are not candidates, as with `filter_seen` at test
     sparse_tables: bool = False  # sampled losses: a step updates only the rows it uses, for huge catalogues
     gbce_t: Share = 0.75  # gbce: 0: equals bce, 1: calibrated for the whole catalogue
-    windows: Annotated[Literal["last", "all"], OrAuto()] = "last"  # causal, cloze: a user's last window | all windows
+    windows: Annotated[Literal["last", "all"], OrAuto()] = "last"  # causal, cloze: the last window | all of a user's
     prefixes_per_user: Count = 0  # last; pretrain of unisrec, s3rec, recformer: prefixes per user and epoch; 0: all
-    earliest_target: Annotated[float, Bounds(ge=0, lt=1)] = 0.0  # last: share of a history without targets
+    earliest_target: Annotated[float, Bounds(ge=0, lt=1)] = (
+        0.0  # last: share of a history, from its start, without targets
+    )
     user_share: Annotated[float, Bounds(gt=0, le=1)] = 1.0  # share of users to train on, for learning curves
     mask_probability: Fraction = 0.2  # cloze: probability of masking an event
     mask_last_share: Share = 0.1  # cloze: share of windows with only the last event masked, as at test
@@ -380,7 +384,7 @@ class KubernetesConfig(Section):
     """Section `kubernetes`: resources and environment of the steps on a cluster."""
 
     resources: dict[str, dict[str, Any]] = field(default_factory=dict)  # step, or default -> StepResources
-    launch: dict[str, LaunchConfig] = field(default_factory=dict)  # pretrain, finetune or prepare -> LaunchConfig
+    launch: dict[str, LaunchConfig] = field(default_factory=dict)  # pretrain, finetune or prepare -> its LaunchConfig
     state_claim: str = ""  # PersistentVolumeClaim for downloads and resume states; empty: lost with the pod
     data_claim: str = ""  # PersistentVolumeClaim with the files to ingest, mounted at /data
     environment: dict[str, str] = field(default_factory=dict)  # environment variables of every step
@@ -402,9 +406,7 @@ class KubernetesConfig(Section):
             not jobs or bool(self.state_claim),
             f"state_claim is missing: jobs of {', '.join(jobs)} find their data there",
         )
-        require(
-            not jobs or self.user is not None, f"user: null is not for jobs, here of {', '.join(jobs)}; name a user"
-        )
+        require(not jobs or self.user is not None, f"user: jobs ({', '.join(jobs)}) need a number, not null")
         for step in self.resources:
             self.step(step)
 

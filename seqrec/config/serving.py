@@ -21,7 +21,7 @@ class ServeConfig(Section):
     items: str = ""  # path or address (s3://, gs://, az://) of the table of items; rules may then name its attributes
     host: str = "127.0.0.1"  # address to listen on; 0.0.0.0: all
     port: Annotated[int, Bounds(ge=0, le=65_535)] = 8000  # port to listen on; 0: any free one
-    metrics_port: Annotated[int, Bounds(ge=0, le=65_535)] = 0  # port of /metrics alone; then /docs is off; 0: `port`
+    metrics_port: Annotated[int, Bounds(ge=0, le=65_535)] = 0  # port for /metrics only, turns /docs off; 0: `port`
     poll_s: Annotated[float, Bounds(ge=0, le=DAY_S)] = 30.0  # seconds between checks for a new champion; 0: never
     batch: Annotated[int, Bounds(ge=1, le=1_000)] = 64  # maximum number of lists per pass of the model
     threads: Annotated[int, Bounds(ge=1, le=1_024)] = 1  # CPU threads of each pass of the model

@@ -44,8 +44,8 @@ FORMATS = (  # tried for times that are neither numbers nor ISO 8601
 EARLIEST, LATEST = 631_152_000, 2_051_222_400  # 1990 and 2035; excludes ratings
 FIT = 0.95  # minimum share of values that are valid times
 NO_TIMES = "; a log without times can also be lines of `user item item ...`, oldest item first"
-GIVEN, NAMED, FITTING = "as you said", "its name", "its values"  # reasons for a guess
-ORDER = "as you said; the numbers are no dates, so they only give the order"
+GIVEN, NAMED, FITTING = "your flag", "its name", "its values"  # reasons for a guess
+ORDER = "your flag; its numbers are not dates, so they only give the order"
 
 
 class Guess(NamedTuple):

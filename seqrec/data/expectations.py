@@ -75,6 +75,12 @@ class Check:
     examples: list[Any]
     advice: str  # the setting to change
 
+    @property
+    def shown(self) -> str:
+        """The examples in words, after what was observed; a missing value is not worth showing."""
+        values = [repr(value) for value in self.examples if value is not None]
+        return f", e.g. {', '.join(values)}" if values else ""
+
 
 class Suite(NamedTuple):
     """Expectations about columns `table.column`, and the frame with these columns; in Spark they are named `column`."""
@@ -202,7 +208,7 @@ def _rating_suite(ratings: pl.Series) -> Suite:
         column="interactions.rating",
         value_set=list(RATINGS),
         severity="warning",
-        advice="nothing, unless prepare.min_rating is set: nothing else reads the ratings",
+        advice="this matters only if prepare.min_rating is set: nothing else reads the ratings",
     )
     return Suite(pd.DataFrame({"interactions.rating": _texts(values)}), [rule])
 
@@ -261,7 +267,7 @@ def _volume_rules(published: Mapping[str, int], config: ValidateConfig) -> list[
     if "rows" in published:
         change = config.max_volume_change
         least, most = (round(published["rows"] * (1 + sign * change), 6) for sign in (-1, 1))
-        rule = f"within {change:.0%} of the {published['rows']:,} rows the source is known for"
+        rule = f"within {change:.0%} of the {published['rows']:,} rows known for this source"
         advice = "ingest again, or raise validate.max_volume_change"
         rules.append(_total("rows", rule, least=least, most=most, advice=advice))
     return rules
@@ -269,7 +275,7 @@ def _volume_rules(published: Mapping[str, int], config: ValidateConfig) -> list[
 
 def _known_count(name: str, count: int) -> gxe.Expectation:
     advice = "find out why before you compare results with other work"
-    rule = f"equals the {count:,} {name} the source is known for"
+    rule = f"equals the {count:,} {name} known for this source"
     return _total(name, rule, least=count, most=count, severity="warning", advice=advice)
 
 
@@ -294,7 +300,7 @@ def _relation_rules(repeated: Sequence[str], unknown: Sequence[str], config: Val
             "every item with interactions is in the items table",
             most=0,
             severity="warning",
-            advice="expected where the source's metadata is partial; models that read text need it",
+            advice="usual for sources with incomplete metadata; models that read text need an entry for each item",
             examples=unknown,
         ),
     ]
@@ -432,7 +438,7 @@ def to_page(dataset: str, checks: Sequence[Check]) -> str:
 def _page_row(check: Check) -> str:
     where = f"{check.table}.{check.column}" if check.column else check.table
     outcome = "passed" if check.success else f"failed ({check.severity})"
-    found = check.observed + (f", e.g. {', '.join(map(repr, check.examples))}" if check.examples else "")
+    found = check.observed + check.shown
     cells = (f"{check.severity}: {check.rule}", outcome, found, "" if check.success else check.advice)
     kind = "good" if check.success else "bad"
     body = "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)

@@ -160,7 +160,7 @@ def _leave_one_out(number: IntArray, config: PrepareConfig) -> tuple[Ends, dict[
         validated = np.isin(np.arange(len(number)), drawn)
     valid_end = number - enough
     return Ends(number, valid_end - (enough & validated), valid_end), {
-        "rule": "last event test, the one before validation"
+        "rule": "last event for test, the one before it for validation"
     }
 
 
@@ -168,7 +168,7 @@ def _ratio(number: IntArray, config: PrepareConfig) -> tuple[Ends, dict[str, Any
     """The last `test_share` of each user's events is test, the `valid_share` before it validation; rounded down."""
     test = np.floor(number * config.test_share + 1e-9).astype(np.int64)
     valid = np.floor(number * config.valid_share + 1e-9).astype(np.int64)
-    return Ends(number, number - test - valid, number - test), {"rule": "the last shares of each user's events"}
+    return Ends(number, number - test - valid, number - test), {"rule": "the last events of each user, by share"}
 
 
 def temporal_cuts(events: Frame, config: PrepareConfig) -> tuple[int, int]:

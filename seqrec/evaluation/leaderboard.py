@@ -189,7 +189,8 @@ def show(*, reports: Path = Path("reports")) -> None:
     """
     if not (reports / LEADERBOARD).is_file():
         raise FileNotFoundError(
-            f"{reports / LEADERBOARD} not found: run `make repro` first, or name other reports by --reports"
+            f"{reports / LEADERBOARD} not found: run `make repro` first, or name the reports of another run, such as "
+            "--reports runs/first/reports"
         )
     say(reports)
 
@@ -213,15 +214,21 @@ def say(reports: Path, more: Sequence[str] = ()) -> None:
     console.print(report["verdict"]["sentence"], markup=False, highlight=False)
     outcome = report["registry"]
     if outcome:
-        verb = "is the champion" if outcome["promoted"] else "is the candidate, not the champion"
-        name = f"{outcome['registered_model']} version {outcome['version']} ({outcome['model']})"
-        console.print(f"{name} {verb}: {outcome['reason']}", markup=False, highlight=False)
+        console.print(decision(outcome), markup=False, highlight=False)
     lines = [*REGISTERED] if outcome else []
     lines += UNDER_DVC if reports == Path("reports") else ()
     if (reports / REPORT_PAGE).is_file():
         lines.append(f"{reports / REPORT_PAGE} shows learning curves, slices, and example recommendations with reasons")
     lines += [*more, *advice(report, reports.parent)]
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+
+
+def decision(outcome: Mapping[str, Any]) -> str:
+    """Return what the gate decided, from the entry `registry` of leaderboard.json."""
+    verb = "is the champion" if outcome["promoted"] else "is the candidate, not the champion"
+    return (
+        f"{outcome['registered_model']} version {outcome['version']} ({outcome['model']}) {verb}: {outcome['reason']}"
+    )
 
 
 def advice(report: Mapping[str, Any], folder: Path) -> list[str]:

@@ -152,7 +152,7 @@ class Store:
         self._url = redacted(self.engine.url.render_as_string(hide_password=True))
         kinds = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
         if self.engine.dialect.name not in kinds:
-            raise ConfigError(f"store: {self.engine.dialect.name} is not supported, SQLite and PostgreSQL are")
+            raise ConfigError(f"store: {self.engine.dialect.name} is not supported; use SQLite or PostgreSQL")
         self._insert: Any = kinds[self.engine.dialect.name]
         if self.engine.dialect.name == "sqlite":
             sa.event.listen(self.engine, "connect", _set_up_sqlite)
@@ -196,7 +196,7 @@ class Store:
         if any(words in str(cause) for words in DAMAGE):
             return self._damaged()
         if any(words in str(cause) for words in MISSING):
-            return f"store: {self._url} lacks a table: start the service again, which makes it"
+            return f"store: {self._url} lacks a table: start the service again, which creates it"
         if isinstance(error, sa.exc.DataError | sa.exc.IntegrityError):  # the database quotes the value
             return f"store: {self._url} refused a value ({type(cause).__name__})"
         advice = advice_on(cause) or f"{first_line(cause)}; check --store or {VARIABLE}, and that the database runs"

@@ -47,7 +47,7 @@ REFUSED: dict[int | str, dict[str, Any]] = {
     413: {"description": "the lists cost too much together"},
 }
 Text = Annotated[str, Query(max_length=200)]
-Days = Annotated[float, Query(gt=0, le=3_650, description="of the window, and of the one before it")]
+Days = Annotated[float, Query(gt=0, le=3_650, description="length of the window; it is compared with the one before")]
 Number = Annotated[int, Query(ge=1, le=schemas.MAX_ITEMS, description="items wanted")]
 
 
@@ -78,7 +78,7 @@ def app(
     elif options.poll_s:
         logger.info("%s: run `make repro`; the service checks for one every %g s", NO_CHAMPION, options.poll_s)
     else:
-        raise ConfigError(f"{NO_CHAMPION}: run `make repro` first, or let the service wait for one by --poll-s 30")
+        raise ConfigError(f"{NO_CHAMPION}: run `make repro` first, or let the service wait for one with --poll-s 30")
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

@@ -38,7 +38,7 @@ class Key:
 
     def __post_init__(self) -> None:
         if not DIGEST.fullmatch(self.sha256):
-            raise ValueError(f"sha256: {self.sha256!r:.80} is no digest")
+            raise ValueError(f"sha256: {self.sha256!r:.80} is not a SHA-256")
         if self.expires is not None and not 0 <= self.expires < LATEST:
             raise ValueError(f"expires: {self.expires} is not a time")
 
@@ -56,7 +56,7 @@ def read(path: Path) -> list[Key]:
             raise ValueError("it holds no list of keys")
         return [parse(Key, entry, f"key {number}") for number, entry in enumerate(content, start=1)]
     except (TypeError, ValueError) as error:
-        raise ValueError(f"keys: {path} was not written by `seqrec keys`: {error}") from error
+        raise ValueError(f"{path} was not written by `seqrec keys`: {error}") from error
 
 
 def add(path: Path, name: str, *, admin: bool = False, days: float = 0.0) -> str:
@@ -107,7 +107,7 @@ def _expire(keys: list[Key], name: str, days: float) -> list[Key]:
     old = [key for key in keys if key.name == name]
     if not old:
         known = ", ".join(sorted({key.name for key in keys})) or "none"
-        raise ValueError(f"keys: no key is named {name!r}; known: {known}")
+        raise ValueError(f"no key is named {name!r}; known: {known}")
     end = time.time() + days * DAY
     keys[:] = [replace(k, expires=min(end, k.expires or end)) if k.name == name else k for k in keys]
     return old

@@ -23,7 +23,7 @@ class Metrics:
     def __init__(self, served: Served) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series a counter, of no use
         self.registry = own = CollectorRegistry()
-        self.requests = Counter("seqrec_requests", "answers by what gave them", ["source"], registry=own)
+        self.requests = Counter("seqrec_requests", "answers by source, a model or popularity", ["source"], registry=own)
         self._responses = Counter("seqrec_responses", "answers and refusals by HTTP status", ["status"], registry=own)
         self.latency = Histogram(
             "seqrec_latency_seconds",
@@ -43,8 +43,8 @@ class Metrics:
         )
         self.deciles = [popularity.labels(str(number)) for number in range(DECILES)]
         self.decile_of: dict[str, int] = {}
-        self.expected = Gauge("seqrec_training_events_per_user", "mean train events of a user", registry=own)
-        self.lost = Counter("seqrec_impressions_lost", "answers that the store did not get", registry=own)
+        self.expected = Gauge("seqrec_training_events_per_user", "mean training events per user", registry=own)
+        self.lost = Counter("seqrec_impressions_lost", "answers that could not be stored", registry=own)
         self.version = Gauge("seqrec_model", "1 for the version that is served", ["name", "version"], registry=own)
         behind = Gauge("seqrec_behind", "1 while the registry's champion cannot be served", registry=own)
         behind.set_function(lambda: float(bool(served.problem)))

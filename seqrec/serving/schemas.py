@@ -76,7 +76,7 @@ class Query(Body):
     items_text: dict[Id, Annotated[dict[Id, Text], Field(max_length=MAX_ATTRIBUTES)]] = Field(
         default_factory=dict,
         max_length=MAX_NEW_ITEMS,
-        description="items that the model never saw: id -> attributes; to recommend, or in the history; Recformer only",
+        description="attributes by id of items that the model never saw; Recformer only",
         examples=[{"new": {"title": "A film of tomorrow"}}],
     )
 
@@ -171,7 +171,7 @@ class Explanation(BaseModel):
 
 def _has_happened(at: float) -> float:
     if at > time.time() + AHEAD_S:
-        raise ValueError("more than a day in the future; seconds since 1970, UTC, expected, not milliseconds")
+        raise ValueError("more than a day in the future; give seconds since 1970, UTC, not milliseconds")
     return at
 
 

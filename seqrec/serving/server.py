@@ -38,7 +38,9 @@ def bound(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise ValueError(f"cannot listen on host {host}, port {port}: {error.strerror or error}") from error
+        raise ValueError(
+            f"cannot listen on host {host}, port {port}: {error.strerror or error}; --host and --port name others"
+        ) from error
     return listener
 
 

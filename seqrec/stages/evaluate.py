@@ -35,7 +35,7 @@ def evaluate(
         report: output folder.
         config: section `evaluate`.
         filter_seen: whether past items are removed from the candidates.
-        without_counts: leave out what counts add to the scores.
+        without_counts: leave the count term out of the scores.
 
     Raises:
         ValueError: the checkpoint belongs to another catalogue, or was trained on the cases.

@@ -25,6 +25,13 @@ from seqrec.data.readers import CheckedRows, DamagedFileError, own_files
 logger = logging.getLogger(__name__)
 
 EXAMPLES = 3
+COUNTED = {  # counts, in the words of the log
+    "rows": "rows",
+    "users": "users",
+    "items": "items",
+    "catalogue": "items in the catalogue",
+    "quarantined": "malformed rows",
+}
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -117,7 +124,7 @@ def _ingest(output: Path, downloads: Path, config: IngestConfig, events: Path | 
         },
     )
     forget(found.values(), downloads)
-    logger.info("%s: %s", config.source, ", ".join(f"{value:,} {name}" for name, value in counts.items()))
+    logger.info("%s: %s", config.source, ", ".join(f"{counts[key]:,} {text}" for key, text in COUNTED.items()))
     return {name: float(value) for name, value in counts.items()}
 
 
@@ -252,6 +259,12 @@ def _arrow(frame: pl.DataFrame, schema: pa.Schema) -> pa.Table:
     return frame.select(schema.names).to_arrow(compat_level=pl.CompatLevel.oldest()).cast(schema)
 
 
+def _advice(tally: Tally) -> str:
+    if all(row["reason"].startswith("timestamp is neither") for row in tally.examples):
+        return 'Name the format of the times, such as ingest.time_format: "%d/%m/%Y %H:%M".'
+    return "Check that ingest.source and ingest.columns fit the file."
+
+
 def _check(tally: Tally, name: str, config: IngestConfig, quarantine: Path) -> None:
     total = tally.good + tally.bad
     if not total:
@@ -263,8 +276,7 @@ def _check(tally: Tally, name: str, config: IngestConfig, quarantine: Path) -> N
         raise ValueError(
             f"{tally.bad:,} of {total:,} rows of {name} are malformed ({tally.bad / total:.1%}), more than "
             f"ingest.max_bad_share = {config.max_bad_share:g} allows. The first ones:{first}\n"
-            f"All are in {quarantine}. Does ingest.source fit the file? "
-            "To go on without these rows, raise ingest.max_bad_share."
+            f"All are in {quarantine}. {_advice(tally)} To go on without these rows, raise ingest.max_bad_share."
         )
     if not tally.good:
         raise ValueError(f"the {name} file has no well-formed row")

@@ -100,7 +100,8 @@ def prepare(*, dataset: str, data: Path, validation: Path, sequences: Path, conf
         **_growth(sequences, config),
     }
     write_json(sequences / artifacts.SPLIT_CARD, card)
-    logger.info("%s: %s", dataset, ", ".join(f"{counts[key]:,} {key}" for key in ("users", "items", "events")))
+    sizes = ", ".join(f"{counts[key]:,} {key}" for key in ("users", "items", "events"))
+    logger.info("%s, %s: %s", dataset, config.protocol, sizes)
     return {name: float(value) for name, value in counts.items()}
 
 

@@ -188,7 +188,9 @@ def register(
         write_json(reports / LEADERBOARD, board)
         write_text(reports / REPORT_PAGE, _page(board, entries, shown, split))
         if outcome["promoted"]:
-            _say_doubts(board)
+            gain = board["verdict"]["gain"]
+            if gain and gain["low"] <= 0:
+                logger.warning("caution about the new champion: %s", board["verdict"]["sentence"])
         _finish_parent(tracker, parent, entries, params, reports, board, pipeline_run)
     gain = {f"gain/{SELECTION}/{name}": value for name, value in (outcome["gain"] or {}).items()}
     chosen = {f"candidate/{key}": best.row[key] for key in (SELECTION, TEST)}
@@ -216,14 +218,6 @@ def _hash(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
-def _say_doubts(board: Mapping[str, Any]) -> None:
-    """Log doubts about a new champion: no gain over counts, or data that proves little."""
-    gain = board["verdict"]["gain"]
-    doubts = [board["verdict"]["sentence"]] if gain and gain["low"] <= 0 else []
-    for sentence in doubts + [f"in the data, {text}" for text in board["warnings"]]:
-        logger.warning("caution about the new champion: %s", sentence)
-
-
 def _page(board: Mapping[str, Any], entries: Sequence[Entry], shown: Examples, split: Mapping[str, Any]) -> str:
     metrics = {entry.name: entry.metrics for entry in entries}
     histories = {entry.name: entry.history for entry in entries}
@@ -248,7 +242,7 @@ def _explained(reports: Path, config: RegisterConfig) -> Iterator[None]:
             yield
     except TrackingError as error:
         raise TrackingError(
-            f"{error}. {reports / LEADERBOARD} is written; `seqrec register` will do the rest later"
+            f"{error}. The leaderboard is in {reports / LEADERBOARD}; run `seqrec register` later to do the rest"
         ) from error
 
 

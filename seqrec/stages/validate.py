@@ -143,6 +143,5 @@ def _statistics(log: LogCounts, unknown: pl.Series, drifts: Mapping[str, float])
 
 def _describe(check: Check) -> str:
     where = f"{check.table}.{check.column}" if check.column else check.table
-    examples = f", e.g. {', '.join(map(repr, check.examples))}" if check.examples else ""
     observed = check.observed if " " in check.observed else f"found {check.observed}"  # a sentence, or a number
-    return f"{where} ({check.severity}): the rule '{check.rule}' is not met: {observed}{examples}; {check.advice}"
+    return f"{where} ({check.severity}): the rule '{check.rule}' is not met: {observed}{check.shown}; {check.advice}"

@@ -114,7 +114,7 @@ def _decide(
     except ValueError as error:
         reason = f"not comparable with version {champion.version}{another}: {error}"
         by_hand = f"python -m seqrec registry promote --version {version.version}"
-        return Decision(False, f"{reason}; to promote it all the same: {by_hand}", None)
+        return Decision(False, f"{reason}; to promote it anyway: {by_hand}", None)
     promoted = gain.low > config.min_gain
     lost = _lost(_guards(version), found.values, config.max_loss)
     how = ""
@@ -125,7 +125,9 @@ def _decide(
         f"gain of valid/ndcg@10 over version {champion.version}{how}: {gain.mean:+.4f} [{gain.low:+.4f}, "
         f"{gain.high:+.4f}], {'above' if promoted else 'not clearly above'} register.min_gain = {config.min_gain:g}"
     )
-    return Decision(promoted and not lost, "; ".join([reason, *lost]), gain)
+    if lost:
+        reason += ("; but " if promoted else "; ") + "; ".join(lost)
+    return Decision(promoted and not lost, reason, gain)
 
 
 def _measured_again(champion: ModelVersion, version: ModelVersion, sequences: Path, config: RegisterConfig) -> Measured:
@@ -168,7 +170,7 @@ def _guards(version: ModelVersion) -> dict[str, float]:
 def _lost(ours: Mapping[str, float], theirs: Mapping[str, float], most: float) -> list[str]:
     """Return in words which `GUARDED` metrics of the champion, `theirs`, were clearly better."""
     return [
-        f"but {name} falls from {theirs[name]:.4f} to {ours[name]:.4f}, register.max_loss = {most:g}"
+        f"{name} falls from {theirs[name]:.4f} to {ours[name]:.4f}, register.max_loss = {most:g}"
         for name in GUARDED
         if name in ours and name in theirs and ours[name] < theirs[name] * (1 - most)
     ]

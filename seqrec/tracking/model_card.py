@@ -18,6 +18,20 @@ TABLE = {  # metric -> what it is
     "ndcg@10/popularity=cold": "NDCG@10 if the next item is not in the training data",
     "coverage@10": "share of the catalogue that is recommended to at least one user",
 }
+COUNTED = {  # counts of the split card -> words
+    "users": "users",
+    "items": "items",
+    "events": "events",
+    "train": "for training",
+    "valid": "for validation",
+    "test": "for test",
+}
+NEEDED = {  # needs of a model -> words
+    "attributes": "the attributes of items",
+    "text": "the text of items",
+    "times": "the times of events",
+    "user": "the user",
+}
 SUMMARIES = {  # of the baselines
     "popularity": "Popularity: every item's number of training events.",
     "markov": "A Markov chain: how often an item followed one of the user's last five items.",
@@ -64,8 +78,8 @@ def model_card(
         f"- {split['protocol']}{': ' + split['rule'] if 'rule' in split else ''}\n"
         f"- SHA-256 of the split `{split['split_sha256']}`",
         "## Metrics",
-        f"Among the whole catalogue, past items {'left out' if metrics['filter_seen'] else 'included'}; 95 % "
-        "intervals over users. This model was chosen by its validation figure; the test figures decided nothing."
+        f"Ranked among the whole catalogue, past items {'left out' if metrics['filter_seen'] else 'included'}; 95 % "
+        "intervals over users. This model was chosen by its validation figure, not by its test figures."
         + (REFIT_NOTE if metrics.get("refit") else ""),
         _table(metrics),
         "## Settings",
@@ -85,12 +99,11 @@ def _summary(kind: type[SequenceModel]) -> str:
 
 def _needs(kind: type[SequenceModel], options: Mapping[str, Any]) -> str:
     needs = sorted(kind.needs_of(parse(kind.Options, options, "options")))
-    return f", and {', '.join(needs)}" if needs else ""
+    return f"; also reads {', '.join(NEEDED.get(need, need) for need in needs)}" if needs else ""
 
 
 def _counted(counts: Mapping[str, Any]) -> str:
-    kinds = ("users", "items", "events", "train", "valid", "test")
-    return ", ".join(f"{counts[kind]:,} {kind}" for kind in kinds if kind in counts)
+    return ", ".join(f"{counts[kind]:,} {words}" for kind, words in COUNTED.items() if kind in counts)
 
 
 def _versions(card: Mapping[str, Any]) -> str:

@@ -70,6 +70,7 @@ OWN_TAGS = (  # a refit does not share them
     *(PROMOTED_TAG, REASON_TAG, GAIN_TAG, PREVIOUS_TAG, WITHDRAWN_TAG, WEIGHTS_TAG, FINGERPRINT),
 )
 CLAIM_TAG = "seqrec.claim"  # of a registered model: who began a promotion last
+AUDIT_TIME = "%Y-%m-%dT%H%M%S.%f"  # UTC
 AUDIT_TAG = "seqrec.audit."  # of a registered model, one a change of champion; the time follows
 VERSIONS_TAG = "mlflow.modelVersions"  # of a logged model: MLflow's pages link it to these
 LONGEST = 5_000  # characters of a description that MLflow keeps
@@ -218,7 +219,7 @@ def crown(
         if WITHDRAWN_TAG in version.tags:
             client.delete_model_version_tag(name, version.version, WITHDRAWN_TAG)
     client.set_registered_model_alias(name, CHAMPION, version.version)
-    moment = datetime.now(UTC).strftime("%Y-%m-%dT%H%M%S.%f")
+    moment = datetime.now(UTC).strftime(AUDIT_TIME)
     client.set_registered_model_tag(name, f"{AUDIT_TAG}{moment}", f"{before} -> {version.version}: {reason}"[:4000])
 
 
@@ -272,7 +273,7 @@ def register_refit(
     tags = {key: value for key, value in evaluated.tags.items() if key not in OWN_TAGS}
     tags |= {REFIT_TAG: str(evaluated.version), REASON_TAG: reason}
     notice = (
-        f"**A {reason}, the test events too: epochs {card[REFIT]['epochs']}, weights `{card['weights_sha256']}`. The "
+        f"**A {reason}, test events included: epochs {card[REFIT]['epochs']}, weights `{card['weights_sha256']}`. The "
         f"text below describes version {evaluated.version}; these weights cannot be measured on that split.**\n\n"
     )
     version = create_version(client, name, model, tags, notice + (evaluated.description or ""))
@@ -367,11 +368,13 @@ def fetch(uri: str, folder: Path, config: RegisterConfig) -> None:
             model = Path(mlflow.artifacts.download_artifacts(uri, dst_path=directory))
         except (MlflowException, OSError) as error:
             server = redacted(tracking_uri(config))
-            next_step = ""
             if "not found" in str(error):
-                next_step = "; `make repro` registers models, and `seqrec registry show` lists their versions"
+                raise TrackingError(
+                    f"{uri} is not in {server}: `make repro` registers models, and `seqrec registry show` lists their "
+                    "versions; a folder such as artifacts/sasrec/finetuned can be named as well"
+                ) from error
             raise TrackingError(
-                f"register.tracking_uri: {uri} cannot be fetched from {server} ({first_line(error)}){next_step}"
+                f"register.tracking_uri: {uri} cannot be fetched from {server} ({first_line(error)})"
             ) from error
         if not (model / ARTIFACTS / MODEL_CARD).is_file():
             raise TrackingError(f"{uri} holds no {MODEL_CARD}, so it was not logged by `register`")

@@ -64,7 +64,7 @@ ADVICE = {  # words of a database's errors -> what to do
     "disk i/o error": "the disk is full or has failed; check it, and try again",
     "readonly database": "the database is read-only; make the file and its folder writable",
     "unable to open database file": "the database cannot be opened; create its folder and make it writable",
-    "file is not a database": "the file is no SQLite database or truncated; name another, or restore it from a backup",
+    "file is not a database": "the file is truncated or no SQLite database; name another, or restore a backup",
     "malformed": "the database is damaged; restore it from a backup",
     "failed with error code 401": "the server refuses the user or the password; set MLFLOW_TRACKING_USERNAME and "
     "MLFLOW_TRACKING_PASSWORD",

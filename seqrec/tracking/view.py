@@ -33,7 +33,7 @@ SCALARS = (  # of a model's run, with the best epoch and the curves at most 20; 
     "train_seconds",
 )
 COLUMNS = (SELECTION, "test/ndcg@10", "test/recall@10", "test/coverage@10")
-COLUMN_PIXELS = 150
+COLUMN_PIXELS = 140
 SECTION = {"uuid": "models", "name": "What differs", "display": True, "isReordered": False}
 CHART = {"metricSectionId": SECTION["uuid"], "runsCountToCompare": 10, "deleted": False, "isGenerated": False}
 DIFFERENCES = CHART | {  # the first chart: settings in which the runs differ
@@ -84,10 +84,11 @@ def share(client: MlflowClient, experiment: str, newest: str) -> None:
     view = {
         "orderByKey": columns[0],
         "orderByAsc": False,
-        "selectedColumns": [f"tags.`{KIND}`", "attributes.`Duration`", *columns],
+        "selectedColumns": [f"tags.`{KIND}`", *columns],
         "columnOrder": columns,
         "columnWidths": dict.fromkeys(columns, COLUMN_PIXELS),
         "runsExpanded": {newest: True},
+        "isAccordionReordered": True,  # or MLflow sorts the section below those that it makes itself
         "compareRunSections": [SECTION],
         "compareRunCharts": [DIFFERENCES, *map(_bars, COLUMNS)],
     }

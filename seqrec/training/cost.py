@@ -95,8 +95,8 @@ def announce(stage: str, epochs: int, total: int, meter: EpochMeter) -> None:
     seconds = meter.seconds / FIRST_STEPS * total
     if seconds > LONG_S:
         logger.info(
-            f"{stage}: at most {seconds / 60:.0f} min of training ({epochs} epochs), without validation; early "
-            f"stopping may end it sooner. Memory so far: {peak_memory(meter.device) / 1e9:.1f} GB"
+            f"{stage}: at most {seconds / 60:.0f} min of training ({epochs} epochs), and the time for validation; "
+            f"early stopping may end it sooner. Memory so far: {peak_memory(meter.device) / 1e9:.1f} GB"
         )
 
 

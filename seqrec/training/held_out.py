@@ -43,11 +43,11 @@ def held_out_now(checkpoint: Checkpoint, data: Path) -> str:
         return "under RATIO-full or prepare.val_users, training events may become validation events when a log grows"
     changed = [name for name in FILTERS if before.get(name) != now.get(name)]
     if changed:
-        return f"other filters than its card names ({', '.join(changed)}) may hold out what it was trained on"
+        return f"its filters were others ({', '.join(changed)}), so events that it was trained on may be held out"
     if now["k_core"]["user"] < 3:
         return f"under {now['protocol']}, the second event of a user trains until there is a third: min_user_events < 3"
     items, still = checkpoint.vocabulary["item_id"], read_table(data / VOCABULARY, ["item_id"])["item_id"]
     gone = len(items) - pc.sum(pc.is_in(items, value_set=still.combine_chunks())).as_py()
     if gone:
-        return f"{gone} of its items are gone, and under {now['protocol']} events before theirs are held out instead"
+        return f"{gone} of its items no longer exist, so under {now['protocol']} earlier events are held out"
     return ""

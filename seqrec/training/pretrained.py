@@ -199,7 +199,9 @@ def _part(name: str) -> str:
 
 def _check_sizes(model: Recformer, config: Any) -> None:
     if config.model_type not in ("bert", "longformer"):
-        raise ConfigError(f"options.start: a {config.model_type} checkpoint; bert, longformer and recformer are known")
+        raise ConfigError(
+            f"options.start: a {config.model_type} checkpoint is not supported; use bert, longformer or recformer"
+        )
     for option, setting in SIZES.items():
         ours, theirs = getattr(model.options, option), getattr(config, setting)
         first_layers = option == "layers" and ours < theirs

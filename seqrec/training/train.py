@@ -66,7 +66,8 @@ def train(model: SequenceModel, data: Sequences, training: Training) -> dict[str
     identity = _identity(model, training)
     state, title = ResumeState(training.state, identity), f"{training.stage} of {training.name}"
     if (finished := _finished(training.output, identity)) is not None:
-        logger.info("%s: %s already holds the result of exactly this training", title, training.output)
+        if model.phases(training.stage):  # otherwise there was nothing to train
+            logger.info("%s is already complete in %s and is not repeated", title, training.output)
         state.delete()
         return finished
     if training.resume and state.load() is None:

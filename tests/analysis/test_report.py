@@ -24,7 +24,13 @@ ROWS = [
     | {"champion": name == "sasrec", "candidate": name == "sasrec"}
     for name in ("sasrec", "gru4rec", "markov")
 ]
-OUTCOME = {"registered_model": "seqrec-toy", "version": 3, "model": "sasrec", "reason": "the first <champion>"}
+OUTCOME = {
+    "registered_model": "seqrec-toy",
+    "version": 3,
+    "model": "sasrec",
+    "promoted": True,
+    "reason": "the first <champion>",
+}
 BOARD = {"dataset": "toy", "protocol": "LOO-full", "rows": ROWS, "registry": OUTCOME}
 BOARD["verdict"] = {"sentence": "The best is sasrec & counts."}
 METRICS = {name: {"test/ndcg@10/popularity=head": 0.25} for name in ("sasrec", "gru4rec", "markov")}
@@ -96,7 +102,7 @@ def test_every_figure_is_there(text):
     titles = [[note["text"] for note in figure["layout"]["annotations"]] for figure in Page(text).figures()]
 
     assert titles == [
-        ["NDCG@10 on test with its 95 % interval, against coverage"],
+        ["NDCG@10 on test [95 %] against coverage"],
         ["NDCG@10 on test by popularity of the item"],
         ["training loss", "NDCG@10 on validation"],
         ["loss/task", "figure/entropy"],  # of sasrec
@@ -121,7 +127,7 @@ def test_the_leaderboard_has_intervals_and_the_verdict(text):
     ]
     assert [cells[0] for cells in rows[1:4]] == ["sasrec (champion)", "gru4rec", "markov"]
     assert rows[3][-2:] == ["-", "-"]  # a baseline has no parameters and no training
-    assert "seqrec-toy version 3 (sasrec): the first &lt;champion&gt;" in text
+    assert "seqrec-toy version 3 (sasrec) is the champion: the first &lt;champion&gt;" in text
     assert text.index("sasrec &amp; counts") < text.index("<table")  # the verdict comes first
 
 
@@ -181,7 +187,7 @@ def test_a_curve_that_ends_elsewhere_than_its_leaderboard_figure_says_why(text):
     stars = {trace["name"]: trace["y"] for trace in curves["data"] if trace["marker"].get("symbol") == "star"}
 
     assert stars == {"sasrec": [0.3], "gru4rec": [0.3]}
-    assert "A star is the figure of sasrec, gru4rec on the leaderboard, which includes the count term" in text
+    assert "A star marks the leaderboard figure of sasrec, gru4rec, which includes the count term" in text
     assert "A star" not in report.model_page("sasrec", EPOCH_RECORDS, EXAMPLES, 0.2)  # its curve ends at 0.2
 
 

@@ -248,7 +248,10 @@ def test_a_spark_application_is_one(monkeypatch):
         ({"launch": {"finetune": {"node": 2}}}, "kubernetes.launch.finetune.node"),
         ({"resources": {"finetune": {"gpu": 1}}}, "kubernetes.resources.finetune.gpu: unknown key"),
         ({"user": 0}, "user must be at least 1"),
-        ({"user": None, "state_claim": "a", "launch": {"finetune": {"launcher": "job"}}}, "user: null is not for jobs"),
+        (
+            {"user": None, "state_claim": "a", "launch": {"finetune": {"launcher": "job"}}},
+            "user: jobs",
+        ),
     ],
 )
 def test_wrong_settings_are_refused(section, message):

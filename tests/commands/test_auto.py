@@ -72,12 +72,12 @@ def test_the_same_command_continues_and_another_one_is_refused(made, caplog):
     assert main([*command, str(SHARE)]) == 0
     assert weights.stat().st_mtime_ns == before
     assert main([*command, "5"]) == 1
-    assert "was made for other data or other flags" in caplog.text
+    assert "belongs to other data or other flags" in caplog.text
     log = (made / "log.csv").read_bytes()
     (made / "log.csv").write_bytes(log.replace(b"i3", b"i4", 1))
     caplog.clear()
     assert main([*command, str(SHARE)]) == 1
-    assert "was made for other data or other flags" in caplog.text
+    assert "belongs to other data or other flags" in caplog.text
     (made / "log.csv").write_bytes(log)
 
 
@@ -115,8 +115,9 @@ def test_few_users_get_the_mean_of_as_many_networks_as_the_share_holds(
     monkeypatch.setattr(auto, "_cost", lambda *_: Cost(step_s=10.0, steps=1, validation_s=0.0, memory=0))
     folder = made / "out" / "data" / "sequences"
     params = json.loads((made / "out" / "auto.json").read_text())["params"]
-    params |= {"models": {}, "evaluate": {"bootstrap": 100}}
-    plan = auto.Plan(tmp_path / "auto.json", {"minutes": 100.0}, params)
+    plan = auto.Plan(
+        tmp_path / "auto.json", {"minutes": 100.0}, params | {"models": {}, "evaluate": {"bootstrap": 100}}
+    )
     shape = auto.Shape.of(sequences.load(folder))
     settings = partial(auto.model_settings, "sasrec", shape, options={"d_model": 8}, finetune={"epochs": 1})
 
@@ -132,7 +133,7 @@ def test_a_log_that_time_cannot_divide_is_split_by_user(tmp_path):
     auto.prepare(plan, tmp_path / "out", Console(quiet=True))
 
     assert sequences.load(tmp_path / "out" / "data" / "sequences").card["protocol"] == "LOO-full"
-    assert "of the valid cases belong to users with events before" in plan.split
+    assert "of the validation cases belong to users with events before" in plan.split
 
 
 def prepared(folder, log, items="", **columns):

@@ -132,7 +132,8 @@ def test_a_finished_run_is_not_trained_again(caplog):
     weights = Path("out/artifacts/sasrec/finetuned/best.safetensors")
     before = weights.stat().st_mtime_ns
     assert run("--out", "out", "--data", "out/data") == 0
-    assert "already holds the result of exactly this training" in caplog.text
+    assert "finetune of sasrec is already complete in out/artifacts/sasrec/finetuned" in caplog.text
+    assert "pretrain of sasrec" not in caplog.text, "SASRec has no pre-training that could be complete"
     assert weights.stat().st_mtime_ns == before
 
 

@@ -87,7 +87,7 @@ def changed(path: str, value: object) -> dict:
         ("register.confidence", 95, "register: confidence must be more than 0 and less than 1, not 95"),
         ("dataset", "huge", "dataset: no entry datasets.huge; known are small, large"),
         ("sources", ["huge"], "sources: no entry datasets.huge; known are small, large"),
-        ("sources", ["large", "large"], "sources: each name once, got large, large"),
+        ("sources", ["large", "large"], "sources: list each name once, not large, large"),
         ("leaderboard", ["../narrow"], "leaderboard: expected a name of letters, digits, dots and dashes"),
         ("kubernetes", {"resources": {"fit": {}}}, "kubernetes: resources.fit: unknown step; known are default"),
         ("leaderboard", ["narrow", "deep"], "leaderboard: no entry models.deep; known are narrow, wide"),
@@ -250,7 +250,7 @@ def test_whether_seen_items_are_removed_is_said_by_the_run_then_by_the_dataset_t
         ("models.sasrek.options.layers=3", r"models\.sasrek"),
         ("finetune.refit=valid", "set evaluate.refit"),
         ("finetune.epochs", "expected KEY=VALUE"),
-        ("finetune=3", "finetune: name one setting of it"),
+        ("finetune=3", "finetune: name a setting inside it"),
         ("finetune.epochs=[", "not valid YAML"),
     ],
 )

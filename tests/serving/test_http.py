@@ -391,7 +391,7 @@ def test_the_page_shows_titles_scores_filters_and_two_versions_in_a_browser(reco
     assert "sasrec, version 7, 40 items" in page
     assert [name in page for name in ("Champion, version 7", "Candidate, version 8")] == [True, True]
     assert re.search(r"\d+ of 10 items are in both lists", page)
-    assert "only here" in page or "there 1" in page
+    assert "only here" in page or "no. 1 in the other list" in page
     assert "No item fits “nowhere”." in page
     assert "Similar to &lt;b&gt;i3&lt;/b&gt;" in page  # the address says what is shown
     (popular,) = re.findall(r'<details id="popular">(.*?)</details>', page)

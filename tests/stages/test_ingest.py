@@ -243,6 +243,11 @@ def test_one_percent_of_garbage_passes_and_is_kept_apart(tmp_path):
     assert pl.read_parquet(tmp_path / "out" / "quarantine.parquet")["line"].to_list() == [101]
 
 
+def test_times_of_another_format_are_answered_with_the_setting_to_name_it(tmp_path):
+    with pytest.raises(ValueError, match=r"Name the format of the times, such as ingest\.time_format"):
+        run_csv(tmp_path, EVENTS + "".join(f"u{n},i,31/01/2024,\n" for n in range(9)))
+
+
 def test_sixty_percent_of_garbage_fails_with_examples(tmp_path):
     with pytest.raises(ValueError, match=r"60 of 100 rows") as caught:
         run_csv(tmp_path, events(40, 60))

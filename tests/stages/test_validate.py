@@ -2,6 +2,7 @@ import json
 import logging
 import math
 import re
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -10,6 +11,7 @@ import pytest
 from seqrec import artifacts
 from seqrec.commands.reference import accept_reference
 from seqrec.config import ConfigError, RegisterConfig, ValidateConfig, parse
+from seqrec.data.expectations import Check
 from seqrec.stages.validate import ValidationFailed, drift, histogram, validate
 
 NOON = 1_000_000_000
@@ -245,3 +247,18 @@ def test_a_broken_baseline_file_is_named(tmp_path):
 def test_limits_are_checked_when_the_section_is_read(values, message):
     with pytest.raises(ConfigError, match=f"validate.*{message}"):
         parse(ValidateConfig, values, "validate")
+
+
+def test_a_missing_value_is_no_example(caplog):
+    check = Check(
+        table="items",
+        column="title",
+        rule="every item has a title",
+        severity="info",
+        success=False,
+        observed="2 of 3 items have no title",
+        examples=[None, "a"],
+        advice="add titles",
+    )
+    assert check.shown == ", e.g. 'a'"
+    assert replace(check, examples=[None]).shown == ""

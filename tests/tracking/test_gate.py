@@ -214,5 +214,5 @@ def test_a_champion_that_cannot_be_measured_again_stays_until_a_person_decides(g
     assert decision.gain is None
     assert reason in decision.reason
     assert decision.reason.startswith("not comparable with version 1 (measured with another split): ")
-    assert decision.reason.endswith("; to promote it all the same: python -m seqrec registry promote --version 2")
+    assert decision.reason.endswith("; to promote it anyway: python -m seqrec registry promote --version 2")
     assert int(registry.find_champion(client, name).version) == 1

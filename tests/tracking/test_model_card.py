@@ -9,7 +9,7 @@ from seqrec.training.checkpoint import save_model
 SPLIT = {
     "dataset": "toy",
     "protocol": "LOO-full",
-    "rule": "last event test, the one before validation",
+    "rule": "last event for test, the one before it for validation",
     "counts": {"users": 1234, "items": 30, "events": 56789, "train": 54321},
     "input_sha256": "a" * 64,
     "split_sha256": "b" * 64,
@@ -42,11 +42,11 @@ def test_a_card_says_what_it_is_its_data_licence_split_metrics_settings_and_hash
     for fact in (
         "# mine on toy",
         "TiSASRec",
-        "events of a history, and times",
+        "events of a history; also reads the times of events",
         f"{card['parameters']:,} parameters",
-        "shop <https://example.org/>: 1,234 users, 30 items, 56,789 events, 54,321 train",
+        "shop <https://example.org/>: 1,234 users, 30 items, 56,789 events, 54,321 for training",
         "licence: CC BY 4.0",
-        "LOO-full: last event test",
+        "LOO-full: last event for test",
         "| NDCG@10 | 0.2500 [0.2000, 0.3000] | 0.1250 [0.1000, 0.1500] |",
         "| share of the catalogue that is recommended to at least one user |  | 0.5000 |",
         "`seed: 7`, `learning_rate: 0.003`",
@@ -66,13 +66,13 @@ def test_a_card_says_what_it_is_its_data_licence_split_metrics_settings_and_hash
 @pytest.mark.parametrize(
     ("architecture", "options", "needs"),
     [
-        ("rec_denoiser", {"backbone": "tisasrec"}, ", and times"),
-        ("rec_denoiser", {"backbone": "ssept"}, ", and user"),
+        ("rec_denoiser", {"backbone": "tisasrec"}, "; also reads the times of events"),
+        ("rec_denoiser", {"backbone": "ssept"}, "; also reads the user"),
         ("rec_denoiser", {}, ""),
-        ("flash4rec", {}, ", and user"),
+        ("flash4rec", {}, "; also reads the user"),
         ("flash4rec", {"user_gate": False}, ""),
         ("strec", {"sampling": "none"}, ""),
-        ("zesrec", {}, ", and text"),
+        ("zesrec", {}, "; also reads the text of items"),
     ],
 )
 def test_a_card_says_what_its_model_reads_besides_items(tmp_path, architecture, options, needs):

@@ -88,7 +88,7 @@ async function take() {
 
 function absent(error) {
   const none = error.message === "Not Found";
-  return none ? "This service keeps no events (it has no --store): add them below." : error.message;
+  return none ? "This service stores no events, because it was started without --store. Search for items and add them instead." : error.message;
 }
 
 async function search() {
@@ -157,16 +157,18 @@ async function compare(first, second) {
 }
 
 function figures({ champion, candidate, difference, low, high, share }) {
-  const percent = (number) => (number === null ? "-" : `${(100 * number).toFixed(1)} %`);
+  const percent = (number) => (number === null ? "none" : `${(100 * number).toFixed(1)} %`);
+  const begin = `In the experiment, the candidate answers ${percent(share)} of the users`;
+  if (!champion.answers && !candidate.answers) return `${begin}; no answer is recorded yet.`;
   const one = (name, { rate, answers, users }) => `${name} ${percent(rate)} of ${answers} answers to ${users} users`;
   const rates = `${one("champion", champion)}, ${one("candidate", candidate)}`;
-  const gain = low === null ? "no interval yet" : `difference ${percent(difference)} [${percent(low)}, ${percent(high)}]`;
-  return `Experiment: the candidate answers ${percent(share)} of the users; clicked: ${rates}; ${gain}.`;
+  const gain = low === null ? "too few for an interval" : `difference ${percent(difference)} [${percent(low)}, ${percent(high)}]`;
+  return `${begin}. Click-through: ${rates}; ${gain}.`;
 }
 
 function place(item, others) {
   const found = others ? others.indexOf(item) : -1;
-  return make("span", !others ? "" : found < 0 ? "only here" : `there ${found + 1}`, { className: "other" });
+  return make("span", !others ? "" : found < 0 ? "only here" : `no. ${found + 1} in the other list`, { className: "other" });
 }
 
 function list(by, answer, items, others) {
@@ -182,7 +184,8 @@ function list(by, answer, items, others) {
   const side = make("div", "", { className: by });
   const ordered = make("ol", "");
   ordered.append(...lines);
-  const notes = [`by ${answer.source}, version ${answer.version}`, ...answer.notes].join(" · ");
+  const version = sides.length > 1 ? "" : `, version ${answer.version}`; // the heading says it
+  const notes = [`by ${answer.source}${version}`, ...answer.notes].join(" · ");
   if (sides.length > 1) side.append(make("h3", `${by === "champion" ? "Champion" : "Candidate"}, version ${answer.version}`));
   side.append(make("p", notes, { className: "notes" }), ordered);
   return side;
@@ -192,7 +195,7 @@ async function reason(by, items, item) {
   const { drops } = await call("/explain", { history: items, item, by, user: user || null });
   const best = drops.indexOf(Math.max(...drops));
   if (!(drops[best] > 0)) return "no single event raises its score";
-  return `most of all because of ${named(items[best])}: without it the score is ${drops[best].toFixed(3)} lower`;
+  return `mostly because of ${named(items[best])}: without it, the score is ${drops[best].toFixed(3)} lower`;
 }
 
 async function offer() {
