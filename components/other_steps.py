@@ -21,6 +21,19 @@ def champion(dataset: str, config: dict, weights: dsl.Output[dsl.Model]):
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
+def collect(dataset: str, state: str, events: dsl.Output[dsl.Dataset], metrics: dsl.Output[dsl.Metrics]):
+    """Add what the store of events has received to the log on the volume of states; hand on the whole log."""
+    import shutil
+    from pathlib import Path
+
+    from seqrec.serving.events import collect
+
+    log = Path(state, "events", f"{dataset}.parquet")
+    metrics.metadata.update(new_events=collect(log))
+    shutil.copyfile(log, events.path)
+
+
+@dsl.component(base_image=IMAGE, install_kfp_package=False)
 def join(
     source: str,
     others: dsl.Input[dsl.Dataset],

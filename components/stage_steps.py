@@ -25,13 +25,18 @@ def settings(
     prepare: dsl.OutputPath(dict),
     evaluate: dsl.OutputPath(dict),
     register: dsl.OutputPath(dict),
+    reference: dsl.OutputPath(dict),
 ):
-    """Resolve and check the settings of a run before anything is fetched or trained."""
+    """Resolve and check the settings of a run before anything is fetched; look up what drift is measured against."""
     from seqrec.cluster.form import settings_of_run, write_parameters
+    from seqrec.config import RegisterConfig, parse
+    from seqrec.tracking.registry import reference_statistics
 
     form = {"dataset": dataset, "models": models, "protocol": protocol, "epochs": epochs, "seed": seed}
     values = settings_of_run(params, pipeline, source, pipeline_run, {**form, "overrides": overrides})
-    places = {"dataset": key, "fresh": fresh, "filter_seen": filter_seen}
+    tracking = parse(RegisterConfig, values["register"], "register")
+    values["reference"] = reference_statistics(dataset=values["dataset"], config=tracking)
+    places = {"dataset": key, "fresh": fresh, "filter_seen": filter_seen, "reference": reference}
     sections = {"ingest": ingest, "validate": validate, "prepare": prepare, "evaluate": evaluate, "register": register}
     write_parameters(values, {**places, **sections})
 
@@ -71,6 +76,7 @@ def ingest(
     data: dsl.Output[dsl.Dataset],
     raw: dsl.Output[dsl.Dataset],
     metrics: dsl.Output[dsl.Metrics],
+    events: dsl.Input[dsl.Dataset] | None = None,
 ):
     """Fetch a dataset and read it into the canonical tables; another text in `fresh` bypasses KFP's cache.
 
@@ -82,7 +88,14 @@ def ingest(
     from seqrec.artifacts import facts
     from seqrec.cluster.launch import named, run
 
-    values = run("ingest", dataset=dataset, output=data.path, downloads=f"{state}/downloads", config=config)
+    values = run(
+        "ingest",
+        dataset=dataset,
+        output=data.path,
+        downloads=f"{state}/downloads",
+        config=config,
+        events=getattr(events, "path", None),
+    )
     Path(data.path, "raw").mkdir(exist_ok=True)  # the tables of a DVC project come without
     shutil.move(f"{data.path}/raw", raw.path)
     data.metadata.update(facts(data.path))
@@ -92,22 +105,25 @@ def ingest(
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
 def validate(
     dataset: str,
-    reference: str,
+    reference: dict,
     config: dict,
     data: dsl.Input[dsl.Dataset],
     validation: dsl.Output[dsl.Artifact],
     page: dsl.Output[dsl.HTML],
     metrics: dsl.Output[dsl.Metrics],
 ):
-    """Check the tables; stop the run if a critical rule fails."""
+    """Check the tables; stop the run if a critical rule fails. `reference` has the registry's reference statistics."""
     import shutil
+    import tempfile
+    from pathlib import Path
 
-    from seqrec.artifacts import facts
+    from seqrec.artifacts import facts, write_json
     from seqrec.cluster.launch import named, run
 
-    report = f"{validation.path}/validation"
+    report, accepted = f"{validation.path}/validation", Path(tempfile.mkdtemp(), "reference.json")
+    write_json(accepted, {dataset: reference})
     values = run(
-        "validate", dataset=dataset, data=data.path, report=f"{report}.json", reference=reference, config=config
+        "validate", dataset=dataset, data=data.path, report=f"{report}.json", reference=accepted, config=config
     )
     validation.metadata.update(facts(data.path))
     shutil.copyfile(f"{report}.html", page.path)
@@ -118,7 +134,6 @@ def validate(
 def prepare(
     dataset: str,
     state: str,
-    place: dict,
     config: dict,
     data: dsl.Input[dsl.Dataset],
     validation: dsl.Input[dsl.Artifact],
@@ -131,7 +146,6 @@ def prepare(
 
     values = run(
         "prepare",
-        place=place,
         state=state,
         dataset=dataset,
         data=data.path,
@@ -173,7 +187,6 @@ def baselines(
 def pretrain(
     model: str,
     state: str,
-    place: dict,
     filter_seen: bool,
     sources: list,
     architecture: dict,
@@ -190,7 +203,6 @@ def pretrain(
 
     values = run_model(
         "pretrain",
-        place=place,
         state=state,
         model=model,
         sequences=sequences.path,
@@ -210,7 +222,6 @@ def pretrain(
 def finetune(
     model: str,
     state: str,
-    place: dict,
     filter_seen: bool,
     refit: str,
     config: dict,
@@ -225,7 +236,6 @@ def finetune(
 
     values = run_model(
         "finetune",
-        place=place,
         state=state,
         model=model,
         sequences=sequences.path,
@@ -277,6 +287,7 @@ def register(
     prepare: dict,
     evaluate: dict,
     config: dict,
+    validation: dsl.Input[dsl.Artifact],
     results: dsl.Input[dsl.Artifact],
     checkpoints: dsl.Input[list[dsl.Model]],
     evaluations: dsl.Input[list[dsl.Artifact]],
@@ -299,6 +310,7 @@ def register(
     given = {"ingest": ingest, "validate": validate, "prepare": prepare, "evaluate": evaluate, "register": config}
     settings = {name: asdict(parse(SECTIONS[name], section, name)) for name, section in given.items()}
     shutil.copytree(f"{results.path}/reports", reports.path, dirs_exist_ok=True)
+    shutil.copy(f"{validation.path}/validation.json", reports.path)
     for report in evaluations:
         shutil.copytree(report.path, f"{reports.path}/{report.metadata['model']}")
     leaderboard = succeeded(leaderboard, Path(reports.path))

@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import Any
 
 from kfp import kubernetes
 from kfp.dsl import PipelineTask
 
+from seqrec.cluster.launch import PLACE
 from seqrec.components.image import IMAGE
 from seqrec.config import KubernetesConfig, LaunchConfig, StepResources
 
 STATE = "/tmp/seqrec/state"  # downloads and resume states: lost with the pod, unless kubernetes.state_claim is mounted
 DATA = "/data"
+PLACED = "seqrec.org/place"  # annotation of a pod, which its step reads as the variable PLACE
 DAY_S = 86_400
 LONGEST_S = 3650 * DAY_S  # of all attempts at a step that has no timeout
 
 
-def place(stage: str, cluster: KubernetesConfig) -> dict[str, Any]:
-    """Return the parameter `place` of a step: only jobs need to know more than how many processes there are.
-
-    What it does not hold can change without repeating a step that KFP has cached.
-    """
-    launch = cluster.launch.get(stage, LaunchConfig())
+def place(step: str, cluster: KubernetesConfig) -> dict[str, Any]:
+    """Return the `Place` of a step as a mapping: only jobs need to know more than how many processes there are."""
+    launch = cluster.launch[step]
     if launch.launcher == "step":
         return {"launch": {"processes": launch.processes}}
-    parts = {"launch": launch, "resources": cluster.step(stage), "cluster": cluster}
+    parts = {"launch": launch, "resources": cluster.step(step), "cluster": cluster}
     return {name: dataclasses.asdict(part) for name, part in parts.items()} | {"image": IMAGE}
 
 
@@ -49,6 +49,9 @@ def apply(task: PipelineTask, step: str, cluster: KubernetesConfig) -> PipelineT
         kubernetes.add_node_selector(task, label_key=key, label_value=value)
     for toleration in wanted.tolerations:
         kubernetes.add_toleration(task, **toleration)
+    if step in cluster.launch:  # no input of the step, so that another toleration does not miss KFP's cache
+        kubernetes.add_pod_annotation(task, annotation_key=PLACED, annotation_value=json.dumps(place(step, cluster)))
+        kubernetes.use_field_path_as_env(task, env_name=PLACE, field_path=f"metadata.annotations['{PLACED}']")
     _mount(task, step, cluster)
     return _surround(task, cluster)
 

@@ -26,10 +26,9 @@ from seqrec.cluster.form import INPUTS, check_pretraining, filled_in, without_cl
 from seqrec.components import other_steps
 from seqrec.components import stage_steps as steps
 from seqrec.config import KubernetesConfig, Params
-from seqrec.pipelines.resources import STATE, apply, place
+from seqrec.pipelines.resources import STATE, apply
 
 PIPELINES = ("training", "retraining", "pretraining")
-REFERENCE = "configs/reference.json"  # a file of the image
 Outputs = Mapping[str, Any]
 
 
@@ -96,7 +95,7 @@ class _Dag:
 
     def training(self) -> None:
         given = self._settings()
-        data, sequences = self._prepared(given)
+        data, validation, sequences = self._prepared(given)
         joined = self._joined(data)
         seen = given["filter_seen"]
         baselines = self._task(
@@ -123,6 +122,7 @@ class _Dag:
             filter_seen=seen,
             **{name: given[name] for name in ("ingest", "validate", "prepare", "evaluate")},
             config=given["register"],
+            validation=validation,
             results=baselines.outputs["results"],
             checkpoints=dsl.Collected(tuned),
             evaluations=dsl.Collected(report),
@@ -132,7 +132,7 @@ class _Dag:
         registered.set_caching_options(enable_caching=False)  # what it does lies outside of its outputs
 
     def pretraining(self) -> None:
-        data, sequences = self._prepared(self._settings())
+        data, _, sequences = self._prepared(self._settings())
         joined = self._joined(data)
         with self._each_model() as model:
             own = self._own(model)
@@ -161,24 +161,38 @@ class _Dag:
         found: Outputs = self._task(steps.model_settings, params=self.compiled, model=model, **self.form).outputs
         return found
 
-    def _prepared(self, given: Outputs, subject: str = "") -> tuple[Any, Any]:
-        """Return ingested tables and sequences; a failed validation leaves the latter, and all after it, undone."""
+    def _prepared(self, given: Outputs, subject: str = "") -> tuple[Any, Any, Any]:
+        """Return tables, their validation, and sequences; a failed validation leaves all after it undone."""
         key = given["key"]
-        fetched = self._task(steps.ingest, subject, dataset=key, fresh=given["fresh"], config=given["ingest"])
+        fetched = self._task(
+            steps.ingest,
+            subject,
+            dataset=key,
+            fresh=given["fresh"],
+            config=given["ingest"],
+            **self._collected(given, subject),
+        )
         data = fetched.outputs["data"]
         checked = self._task(
-            steps.validate, subject, dataset=key, reference=REFERENCE, config=given["validate"], data=data
+            steps.validate, subject, dataset=key, reference=given["reference"], config=given["validate"], data=data
         )
         validation = checked.outputs["validation"]
         prepared = self._task(
             steps.prepare, subject, dataset=key, config=given["prepare"], data=data, validation=validation
         )
-        return data, prepared.outputs["sequences"]
+        return data, validation, prepared.outputs["sequences"]
+
+    def _collected(self, given: Outputs, subject: str) -> dict[str, Any]:
+        """Return the log of the store's events for `ingest`, if `ingest.events` was set at compilation."""
+        if not self.params.section("ingest", dataset=subject or self.params.dataset).events:
+            return {}
+        task = self._task(other_steps.collect, subject, dataset=given["key"])
+        return {"events": task.set_caching_options(enable_caching=False).outputs["events"]}
 
     def _joined(self, data: Any) -> Any:
         """Return `data` with the prepared `sources` added, for models that pre-train on them."""
         for name in self.params.sources:
-            own, sequences = self._prepared(self._settings(name), name)
+            own, _, sequences = self._prepared(self._settings(name), name)
             joined = self._task(other_steps.join, name, source=name, others=data, data=own, sequences=sequences)
             data = joined.outputs["joined"]
         return data
@@ -207,7 +221,7 @@ class _Dag:
     def _task(self, component: BaseComponent, subject: str = "", **inputs: Any) -> PipelineTask:
         """Return the task of `component` with its resources; `subject` is the source that it is for."""
         step = component.name.removeprefix("model-")  # both steps that look up settings ask for the same
-        shared = {"state": self.state, "place": place(step, self.cluster)}
-        inputs |= {name: value for name, value in shared.items() if name in component.component_spec.inputs}
+        if "state" in component.component_spec.inputs:
+            inputs["state"] = self.state
         task = apply(component(**inputs), step, self.cluster).set_caching_options(enable_caching=self.cache)
         return task.set_display_name(f"{step} {subject}") if subject else task

@@ -43,7 +43,7 @@ COMMANDS = {
     ),
     **{stage.name: Command(f"seqrec.stages.{stage.name}", stage.name, stage.summary) for stage in STAGES},
     "accept-reference": Command(
-        "seqrec.stages.validate", "accept_reference", "accept this data as the reference statistics for drift"
+        "seqrec.commands.reference", "accept_reference", "accept data as the reference statistics for drift", "register"
     ),
     "refit": Command(
         "seqrec.commands.refit", "refit", "train the champion again on all events; make the result champion", "register"

@@ -229,7 +229,7 @@ STAGES = (
         reads=(
             "reports/evaluated",
             *(path for name in BASELINES for path in (f"reports/{name}", f"artifacts/{name}/finetuned")),
-            *(SEQUENCES, SPLIT, USERS, VOCABULARY, "data/source.json"),
+            *(SEQUENCES, SPLIT, USERS, VOCABULARY, "data/source.json", "reports/validation.json"),
         ),
         writes=tuple(
             f"reports/{name}" for name in ("leaderboard.json", "leaderboard.csv", "curves.csv", "index.html", "summary")

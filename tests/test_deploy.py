@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -145,6 +146,9 @@ def test_kind_fits_on_one_small_node(rendered):
     steps = [config.step(step) for step in STEPS]
     assert {(step.cpu, step.memory, step.gpus) for step in steps} == {("1", "2Gi", 0)}
     assert only(documents, "PersistentVolumeClaim", config.state_claim)
+    assert params.section("ingest", dataset="ml-100k").events
+    for name, keys in config.secrets.items():
+        assert set(keys) <= set(only(documents, "Secret", name)["data"])
 
 
 def test_the_namespace_that_the_user_sets_is_that_of_everything(rendered, deploy, tmp_path):
@@ -199,21 +203,28 @@ def test_the_service_takes_its_dataset_and_options_from_the_params_yaml_of_the_o
     )
 
 
-def test_every_metric_of_a_rule_is_exposed_with_its_labels(prepared, tmp_path):
+def test_every_metric_of_a_rule_and_of_the_dashboard_is_exposed_with_its_labels(prepared, tmp_path):
     recommender = Recommender.load(save("sasrec", prepared, tmp_path / "model"))
     metrics = Metrics(Served(recommender, "1"))
     metrics.count_response(200)
     metrics.count([Request(history=["i1"])], [recommender.recommend(["i1"])])
     samples = {one.name: set(one.labels) for family in metrics.registry.collect() for one in family.samples}
     (rules,) = [one for _, one in MANIFESTS if one["kind"] == "PrometheusRule"]
-    expressions = {rule["alert"]: rule["expr"] for group in rules["spec"]["groups"] for rule in group["rules"]}
-    assert len(expressions) > 5
-    for expression in expressions.values():
+    alerts = [rule["expr"] for group in rules["spec"]["groups"] for rule in group["rules"]]
+    board = json.loads((DEPLOY / "overlays/cluster/dashboard.json").read_text())
+    shown = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    assert len(alerts) > 5
+    assert len(shown) > 10
+    for expression in [*alerts, *shown]:
         names = re.findall(r"seqrec_\w+", expression)
         assert names
         assert set(names) <= samples.keys()
-        labels = set(re.findall(r"by \((\w+)\)|\{(\w+)=", expression))
-        assert {one or other for one, other in labels} <= set().union(*(samples[name] for name in names))
+        labels = {
+            label
+            for found in re.findall(r"by \(([\w, ]+)\)|\{(\w+)=", expression)
+            for label in ", ".join(found).split(", ")
+        }
+        assert labels - {""} <= set().union(*(samples[name] for name in names))
 
 
 def test_the_steps_of_kubeflow_may_read_the_key_of_its_store():
@@ -306,6 +317,19 @@ def test_the_image_holds_all_packages_and_no_data():
     assert copied <= allowed
     assert {"seqrec", "models", "components", "pipelines"} <= copied
     assert allowed.isdisjoint({"data", "artifacts", "reports", "state", ".dvc", ".git", "mlartifacts"})
+
+
+def test_a_change_of_the_code_moves_less_than_5_mb():
+    """Packages are layers before the code, which is what the last layers alone copy from the repository."""
+    sys.path.insert(0, str(ROOT / "scripts"))
+    from image_size import code, measured
+
+    files = {path.relative_to(ROOT).as_posix() for path in code()}
+    assert {"seqrec/__main__.py", "models/sasrec.py", "components/image.py", "params.yaml"} <= files
+    assert measured(code())[0] < 5e6
+    last = (ROOT / "Dockerfile").read_text().rpartition("\nFROM ")[2]
+    steps = re.findall(r"^(COPY|RUN|ADD)(?: (--from))?", last, re.MULTILINE)
+    assert steps == [("COPY", "--from"), *[("COPY", "")] * (len(steps) - 1)]
 
 
 def test_compose_keeps_passwords_out_and_ports_local():

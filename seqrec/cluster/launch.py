@@ -24,7 +24,7 @@ from typing import Any
 from seqrec import redaction
 from seqrec.artifacts import read_json, rename, replaced, sha256, write_json, write_text
 from seqrec.cluster.jobs import Place, finish, forget, spark_application, train_job
-from seqrec.config import parse
+from seqrec.config import LaunchConfig, parse
 from seqrec.pipeline import BY_NAME
 
 HANDED = {  # stage -> inputs and outputs of its job
@@ -38,18 +38,16 @@ OF_MODEL = {  # stage of one model -> inputs that an earlier one may have failed
     "evaluate": (("checkpoint",), "report"),
 }
 FAILED = "failed.json"
+PLACE = "SEQREC_PLACE"  # variable of a step that starts processes or a job: its `Place` as JSON
 logger = logging.getLogger(__name__)
 ORDER, VALUES, OUTPUT = "order.json", "values.json", "output"
 
 
-def run(
-    stage: str, *, place: Mapping[str, Any] | None = None, state: str | Path = "", **arguments: Any
-) -> dict[str, float]:
-    """Run `stage` with `arguments` and return its figures.
+def run(stage: str, *, state: str | Path = "", **arguments: Any) -> dict[str, float]:
+    """Run `stage` with `arguments` where the variable `PLACE` says, or in this process; return its figures.
 
     Args:
         stage: the name of a stage; only prepare, pretrain and finetune run in several processes or as a job.
-        place: a `Place` as a mapping; default: this process.
         state: folder of resume states; for a job, on a volume that its pods also mount.
         arguments: arguments of the stage function; paths may be strings, and sections may be mappings.
 
@@ -57,7 +55,7 @@ def run(
         ConfigError: a setting is wrong, or the cluster refuses the job.
         ValueError: a process or the job failed.
     """
-    where, function = parse(Place, place or {}, f"kubernetes.launch.{stage}"), BY_NAME[stage].function
+    where, function = _place(stage), BY_NAME[stage].function
     hints, keys = typing.get_type_hints(function), {"config": stage, "architecture": f"models.{arguments.get('model')}"}
     if state and "state" in hints:
         arguments["state"] = state
@@ -83,13 +81,17 @@ def run_model(stage: str, **arguments: Any) -> dict[str, float]:
     try:
         return run(stage, **arguments)
     except (ValueError, FloatingPointError) as error:
-        if arguments.get("place", {}).get("launch", {}) not in ({}, {"processes": 1}):
+        if _place(stage).launch != LaunchConfig():
             raise
         reason = f"{stage}: {redaction.redacted(str(error))}"
         logger.error("%s is left out of the leaderboard: %s", arguments["model"], reason)
         shutil.rmtree(arguments[output], ignore_errors=True)
         write_json(Path(arguments[output], FAILED), {"reason": reason})
         return {}
+
+
+def _place(stage: str) -> Place:
+    return parse(Place, json.loads(os.environ.get(PLACE, "{}")), f"kubernetes.launch.{stage}")
 
 
 def succeeded(models: Sequence[str], reports: Path) -> list[str]:
@@ -142,6 +144,7 @@ def _plain(value: Any) -> Any:
 def execute(order: Path) -> None:
     """Run the stage that the file `order` describes; rank 0 writes its figures beside the file."""
     content = read_json(order)
+    os.environ.pop(PLACE, None)  # this is the place
     values = run(content["stage"], **content["arguments"])
     if os.environ.get("RANK", "0") == "0":
         write_json(order.with_name(VALUES), values)

@@ -134,7 +134,13 @@ def import_run(*, run: Path, data: Path | None = None) -> dict[str, float]:
 def prepare_data(params: Params, out: Path) -> Path:
     """Ingest, validate and prepare the dataset and the sources of `params`; return the folder of the tables."""
     for dataset in (params.dataset, *params.sources):
-        run_stages([stage for stage in STAGES if stage.each == "dataset"], params, out, dataset, {})
+        given = {}
+        if params.section("ingest", dataset=dataset).events:
+            from seqrec.serving.events import collect
+
+            given["events"] = out / "state/events" / f"{dataset}.parquet"
+            logger.info("%s: %d new events of the store", dataset, collect(given["events"]))
+        run_stages([stage for stage in STAGES if stage.each == "dataset"], params, out, dataset, given)
     return out / "data"
 
 

@@ -31,7 +31,7 @@ EASE_ITEMS = 20_000  # the item x item matrices of EASE then take 10 GB
 REFITS = ("none", "valid")  # whether the model that ranks the test cases is trained on the validation events too
 LAUNCHED = ("prepare", "pretrain", "finetune")  # steps that can run as a job of the cluster
 STEPS = (  # steps of the Kubeflow pipelines; `default` holds for all of them
-    *("default", "champion", "join", "record", "settings"),
+    *("default", "champion", "collect", "join", "record", "settings"),
     *sorted(path.stem for path in Path(__file__).parent.with_name("stages").glob("[!_]*.py")),
 )
 CERTAIN = ("settings", "ingest", "validate", "prepare")  # steps whose failures are wrong settings or data
@@ -50,6 +50,7 @@ class IngestConfig(Section):
     lines: Literal["", "sequences", "pairs"] = ""  # `user item item ...` | `user item` per line; empty: detect
     sha256: dict[str, str] = field(default_factory=dict)  # role of a file (interactions, items) -> its expected digest
     mirror: str = ""  # folder or URL tried before the official one; SEQREC_DATA_MIRROR overrides it
+    events: bool = False  # add what the store of events (SEQREC_STORE) has received to the source; not under DVC
     repository: str = ""  # DVC project whose ingested tables are fetched instead of a source
     revision: str = ""  # commit, tag or branch of that project
     max_bad_share: Share = 0.01  # the stage fails if a larger share of the rows is malformed
@@ -62,6 +63,8 @@ class IngestConfig(Section):
             bool(self.repository) == bool(self.revision), "repository needs revision, and revision needs repository"
         )
         require(not (self.repository and self.mirror), "mirror has no effect with repository; leave one of them out")
+        undated = self.source in ("lines", "prefixes")
+        require(not (self.events and (self.repository or undated)), "events needs a source of files with dates")
         for name in ("interactions", "items", "mirror"):
             check_address(name, getattr(self, name), ("https", "http", *STORES))
         require(_is_time_format(self.time_format), f"time_format: {self.time_format!r} is not a date format")

@@ -117,6 +117,8 @@ def describes_items(config: IngestConfig) -> bool:
 
 def is_pinned(config: IngestConfig) -> bool:
     """Say whether the source can only ever give one content, so that ingesting it twice is a waste."""
+    if config.events:
+        return False
     if config.repository:
         return re.fullmatch(r"[0-9a-f]{40}", config.revision) is not None
     return all(

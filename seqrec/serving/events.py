@@ -19,7 +19,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
-from seqrec.artifacts import open_table
+from seqrec.artifacts import open_table, write_table
 from seqrec.config import ConfigError
 from seqrec.data import stores
 from seqrec.redaction import redacted
@@ -30,9 +30,11 @@ EXPECTED = f"expected sqlite:///FILE or postgresql+psycopg://... as --store or {
 HIDE, POSITIVE = "hide", ("view", "buy")  # kinds of events
 KINDS = (*POSITIVE, HIDE)
 DAY = 86_400.0
+OVERLAP_S = 3_600.0  # of received events that are collected again: transactions may end in another order
 NEWEST_EVENTS = 1_000  # events of a user that are looked up, and items that the user hides
 ROWS_AT_ONCE = 10_000  # of an import or a dump
 COLUMNS = ["user_id", "item_id", "timestamp"]  # of a table that `ingest` reads or writes
+IMPORTED = "import:"  # how the ids of imported events begin
 CAUTION = 10  # events added to both counts of a trend, so that few events are none
 PATIENCE_S = 2.0  # in which tables are tried to be made
 MISSING = ("no such table", 'relation "')  # words of errors about a table that is not there
@@ -326,6 +328,15 @@ class Store:
             for user, item, moment in connection.execute(chosen.order_by(at, sa.func.min(EVENTS.c.number))):
                 yield user, item, int(moment)
 
+    def received(self, since: float) -> Iterator[tuple[str, str, int, float]]:
+        """Yield user, item, second and time of receipt of views and buys that were received after `since`."""
+        own = EVENTS.c.kind.in_(POSITIVE), EVENTS.c.received > since, EVENTS.c.event_id.not_like(f"{IMPORTED}%")
+        chosen = sa.select(EVENTS.c.user, EVENTS.c.item, EVENTS.c.at, EVENTS.c.received).where(*own)
+        with self._connection() as connection:
+            connection.execution_options(yield_per=ROWS_AT_ONCE)
+            for user, item, at, received in connection.execute(chosen.order_by(EVENTS.c.at, EVENTS.c.number)):
+                yield user, item, int(at), received
+
     def _once(self) -> tuple[sa.ColumnElement[Any], ...]:
         """Return what to group by, so that an event that was received and later imported counts once."""
         sqlite = self.engine.dialect.name == "sqlite"  # which may lack floor; its cast cuts off, PostgreSQL's rounds
@@ -356,7 +367,7 @@ def _set_up_sqlite(connection: Any, _: Any) -> None:
 
 def _imported(user: str, item: str, second: int) -> Mapping[str, Any]:
     content = hashlib.sha256(f"{len(user)}:{user}{len(item)}:{item}{second}".encode()).hexdigest()[:32]
-    return {"event_id": f"import:{content}", "user": user, "item": item, "kind": POSITIVE[0], "at": float(second)}
+    return {"event_id": f"{IMPORTED}{content}", "user": user, "item": item, "kind": POSITIVE[0], "at": float(second)}
 
 
 def dump(store: Store, output: Path | str, kinds: Collection[str] = POSITIVE) -> int:
@@ -376,3 +387,32 @@ def dump(store: Store, output: Path | str, kinds: Collection[str] = POSITIVE) ->
             partial.unlink()
             raise ValueError(f"the store has no events of the kinds {', '.join(kinds)}: {output} was not written")
     return rows
+
+
+def collect(log: Path, url: str = "") -> int:
+    """Add the views and buys that the store has received since the last call to the table `log`.
+
+    Imported events are left out, because the source of training data has them. A call that is repeated adds nothing.
+
+    Args:
+        log: Parquet file of earlier calls; it is written if there is none. `ingest` reads it.
+        url: of the store; default: SEQREC_STORE.
+
+    Returns:
+        The number of events added.
+
+    Raises:
+        ConfigError: no store is named.
+        StoreError: the store does not answer.
+    """
+    import polars as pl  # the service needs none
+
+    if not (url := store_url(url)):
+        raise ConfigError(f"ingest.events: the variable {VARIABLE} names no store of events")
+    schema = {"user_id": pl.String, "item_id": pl.String, "timestamp": pl.Int64, "received": pl.Float64}
+    before = pl.read_parquet(log) if log.is_file() else pl.DataFrame(schema=schema)
+    since = before.select(pl.col("received").max().fill_null(0.0) - OVERLAP_S).item()
+    found = pl.DataFrame(list(Store(url).received(since)), schema=schema, orient="row")
+    grown = pl.concat([before, found]).unique(COLUMNS, keep="first", maintain_order=True)
+    write_table(log, grown.to_arrow(compat_level=pl.CompatLevel.oldest()))
+    return grown.height - before.height

@@ -29,7 +29,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest, start_http_s
 from seqrec.artifacts import GRAPH, MODEL_CARD, read_json
 from seqrec.config import ConfigError, RegisterConfig, ServeConfig, require
 from seqrec.data import stores
-from seqrec.serving import request_log, rules, schemas, traces
+from seqrec.serving import open_inference, request_log, rules, schemas, traces
 from seqrec.serving.batcher import NO_CHAMPION, Served
 from seqrec.serving.events import VARIABLE, Event, Store, StoreError, store_url
 from seqrec.serving.guards import Guards, SafeHeaders
@@ -113,6 +113,7 @@ def app(
     if options.log_format == "json":
         api.add_middleware(RequestLog)
     _add_recommending(api, service)
+    open_inference.add_routes(api, service)
     _add_listing(api, service)
     if store is not None:
         _add_events(api, service, store)
@@ -253,9 +254,8 @@ def _add_watching(api: FastAPI, service: Service) -> None:
     @api.get("/ready", responses={503: {"model": schemas.Readiness}})
     async def ready(response: Response) -> schemas.Readiness:
         """Say whether to send requests here: not before there is a champion, nor while it waits for its end."""
-        is_ready = service.served.ready and not service.draining
-        response.status_code = 200 if is_ready else 503
-        return schemas.Readiness(ready=is_ready)
+        response.status_code = 200 if service.ready else 503
+        return schemas.Readiness(ready=service.ready)
 
     if service.options.metrics_port:
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
@@ -260,3 +260,42 @@ class State(BaseModel):
     users: int = 0
     candidate: str = Field("", description="version of the candidate; empty if there is none")
     problem: str = Field(description="why a newer champion is not served; empty if all is well")
+
+
+class Tensor(BaseModel):
+    """A tensor of the open inference protocol, its elements nested by its shape, or in one list in the same order."""
+
+    name: str
+    datatype: str
+    shape: Annotated[list[Annotated[int, Field(ge=0, le=MAX_HISTORY)]], Field(max_length=2)]
+    data: list[Any]
+
+
+class TextTensor(Tensor):
+    """A tensor of ids."""
+
+    datatype: Literal["BYTES"]
+    data: list[Id] | list[list[Id]]
+
+
+class InferenceParameters(BaseModel):
+    """The options of a request; those of other servers are left aside."""
+
+    k: int = Field(10, ge=1, le=MAX_ITEMS, description="number of items")
+
+
+class Inference(BaseModel):
+    """A request of the open inference protocol for recommendations."""
+
+    id: str | None = None
+    parameters: InferenceParameters = InferenceParameters(k=10)
+    inputs: Annotated[list[TextTensor], Field(max_length=10, description="`history`, and `user` if you like")]
+
+
+class Inferred(BaseModel):
+    """Recommendations as tensors."""
+
+    model_name: str
+    model_version: str
+    id: str | None
+    outputs: list[Tensor]

@@ -45,6 +45,11 @@ class Service:
         self.trends = Kept[float, list[tuple[str, float]]](TREND_S)
         self.clicks = Kept[tuple[str, str], list[Clicks]](CLICKS_S)
 
+    @property
+    def ready(self) -> bool:
+        """Whether requests can be answered, and the service is not about to end."""
+        return self.served.ready and not self.draining
+
     def switch(self, recommender: Recommender, version: str) -> None:
         """Serve another champion from the next pass on."""
         first = not self.served.ready

@@ -20,7 +20,7 @@ from seqrec import artifacts
 from seqrec.config import ConfigError, IngestConfig
 from seqrec.data import dvc_revisions, sources
 from seqrec.data.download import SourceFile, forget, mirror_of, obtain, set_aside
-from seqrec.data.readers import CheckedRows, DamagedFileError
+from seqrec.data.readers import CheckedRows, DamagedFileError, own_files
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,9 @@ class Distinct:
         return self.found
 
 
-def ingest(*, dataset: str, output: Path, downloads: Path, config: IngestConfig) -> dict[str, float]:
+def ingest(
+    *, dataset: str, output: Path, downloads: Path, config: IngestConfig, events: Path | None = None
+) -> dict[str, float]:
     """Fetch and read the source of `config` into `output`.
 
     Writes `raw/<source>/` (the published files), `interactions.parquet`, `items.parquet`, `quarantine.parquet` and,
@@ -76,6 +78,7 @@ def ingest(*, dataset: str, output: Path, downloads: Path, config: IngestConfig)
         output: output folder; results of earlier runs in it are replaced.
         downloads: folder of unfinished downloads.
         config: section `ingest` of the dataset.
+        events: Parquet file of the events that follow those of the source; needed if `config.events` is set.
 
     Returns:
         `rows`, `users`, `items` (those with interactions), `catalogue` (rows of the items table), `quarantined`.
@@ -86,7 +89,9 @@ def ingest(*, dataset: str, output: Path, downloads: Path, config: IngestConfig)
         OSError: the output cannot be written.
     """
     try:
-        return _ingest(output, downloads, config)
+        if config.events and events is None:
+            raise ConfigError("ingest.events: DVC sees no store; use `seqrec run`, or a pipeline on Kubeflow")
+        return _ingest(output, downloads, config, events if config.events else None)
     except ConfigError as error:
         raise ConfigError(f"datasets.{dataset}.{error}") from error
     except ValueError as error:
@@ -98,13 +103,13 @@ def ingest(*, dataset: str, output: Path, downloads: Path, config: IngestConfig)
         raise
 
 
-def _ingest(output: Path, downloads: Path, config: IngestConfig) -> dict[str, float]:
+def _ingest(output: Path, downloads: Path, config: IngestConfig, events: Path | None) -> dict[str, float]:
     source = sources.find(config)
     if config.repository:
         return dvc_revisions.fetch(output, config)
     publications = source.publications
     _clear(output, publications, mirror_of(config))
-    found, counts = _read(output, publications, downloads, config)
+    found, counts = _read(output, publications, downloads, config, events)
     _keep_raw(output / "raw" / config.source, found)
     artifacts.write_json(
         output / artifacts.SOURCE_CARD,
@@ -115,7 +120,7 @@ def _ingest(output: Path, downloads: Path, config: IngestConfig) -> dict[str, fl
             "homepage": source.homepage,
             "files": _cards(output / "raw" / config.source, found),
             "counts": counts,
-            "reference": dict(source.reference),
+            "reference": {} if events else dict(source.reference),  # of the source alone
         },
     )
     forget(found.values(), downloads)
@@ -124,13 +129,17 @@ def _ingest(output: Path, downloads: Path, config: IngestConfig) -> dict[str, fl
 
 
 def _read(
-    output: Path, publications: tuple[sources.Publication, ...], downloads: Path, config: IngestConfig
+    output: Path,
+    publications: tuple[sources.Publication, ...],
+    downloads: Path,
+    config: IngestConfig,
+    events: Path | None,
 ) -> tuple[dict[str, SourceFile], dict[str, int]]:
     """Return the files and the counts of the tables; a damaged download is set aside and repeated once."""
     for last in (False, True):
         publication, found = obtain(publications, config, downloads)
         try:
-            return found, _write_tables(output, publication, found, config)
+            return found, _write_tables(output, publication, found, config, events)
         except DamagedFileError as error:
             if not set_aside(error.path, downloads, error) or last:
                 raise
@@ -151,22 +160,37 @@ def _clear(output: Path, publications: tuple[sources.Publication, ...], mirror: 
 
 
 def _write_tables(
-    output: Path, publication: sources.Publication, found: dict[str, SourceFile], config: IngestConfig
+    output: Path,
+    publication: sources.Publication,
+    found: dict[str, SourceFile],
+    config: IngestConfig,
+    events: Path | None,
 ) -> dict[str, int]:
     tables = publication.read({role: file.path for role, file in found.items()}, config)
+    blocks = tables.interactions if events is None else _followed(tables.interactions, events)
     quarantine = output / artifacts.QUARANTINE
     with _writer(quarantine, artifacts.QUARANTINE_SCHEMA) as bad_rows:
-        events, users, items = _write_interactions(output, tables.interactions, bad_rows)
+        tally, users, items = _write_interactions(output, blocks, bad_rows)
         products = _write_items(output, tables.items, items, bad_rows)
-    for tally, name in ((events, "interactions"), (products, "items")):
-        _check(tally, name, config, quarantine)
+    for table, name in ((tally, "interactions"), (products, "items")):
+        _check(table, name, config, quarantine)
     return {
-        "rows": events.good,
+        "rows": tally.good,
         "users": len(users),
         "items": len(items),
         "catalogue": artifacts.open_table(output / artifacts.ITEMS).metadata.num_rows,
-        "quarantined": events.bad + products.bad,
+        "quarantined": tally.bad + products.bad,
     }
+
+
+def _followed(blocks: Iterator[CheckedRows], events: Path) -> Iterator[CheckedRows]:
+    """Yield the blocks of the source, then those of the file `events`, whose rows have the numbers that follow."""
+    last = 0
+    for block in blocks:
+        last = max(last, block.good.select(pl.col("row").max().fill_null(0)).item())
+        yield block
+    for block in own_files({"interactions": events}, IngestConfig(source="csv")).interactions:
+        yield block._replace(good=block.good.with_columns(pl.col("row") + last + 1))
 
 
 @contextmanager

@@ -77,6 +77,7 @@ CURVES_CSV = "curves.csv"
 FIGURES = "figures.html"  # of a model's run
 PARAMS = "params.yaml"  # of the parent run, beside the resolved settings of each model
 TEST = "test/ndcg@10"
+VALIDATION = "validation.json"  # of the reports
 REPORT_FILES = (METRICS, CASES, RECOMMENDATIONS)
 SETTINGS = (
     "model",
@@ -137,7 +138,7 @@ def register(
         leaderboard: keys of the models.
         artifacts: holds `<model>/finetuned/`.
         reports: holds `<model>/` of models and baselines; gets leaderboard.json, leaderboard.csv, curves.csv, and
-            index.html, a page that needs no other file.
+            index.html, a page that needs no other file. May hold the validation.json of the data.
         sequences: the prepared dataset.
         data: holds source.json.
         params: all of params.yaml, to be logged.
@@ -179,7 +180,7 @@ def register(
             tracker.client.set_tag(parent.info.run_id, PIPELINE_RUN, pipeline_run)
         _check_artifacts(tracker.client, parent, reports / LEADERBOARD)
         logged = {entry.name: _log_entry(tracker, entry, parent, shown) for entry in entries}
-        outcome = _gate(tracker, best, logged[best.name], sequences, config)
+        outcome = _gate(tracker, best, logged[best.name], sequences, reports / VALIDATION, config)
         for entry in entries:
             entry.row["candidate"] = entry is best
             entry.row["champion"] = entry.fingerprint == outcome["champion"]
@@ -372,7 +373,9 @@ def export_graph(checkpoint: Checkpoint, folder: Path) -> None:
     onnx_graph.export_checkpoint(checkpoint, folder)
 
 
-def _gate(tracker: Tracker, best: Entry, run: Run, sequences: Path, config: RegisterConfig) -> dict[str, Any]:
+def _gate(
+    tracker: Tracker, best: Entry, run: Run, sequences: Path, validation: Path, config: RegisterConfig
+) -> dict[str, Any]:
     """Register `best` as the candidate, and return the gate's decision in the form of leaderboard.json."""
     name = f"seqrec-{tracker.split['dataset']}"
     tags = {
@@ -382,6 +385,8 @@ def _gate(tracker: Tracker, best: Entry, run: Run, sequences: Path, config: Regi
         gate.VALUE_TAG: str(best.row[SELECTION]),
         **gate.guard_tags(best.metrics),
     }
+    if validation.is_file():  # not with `run --data`
+        tags[registry.STATISTICS_TAG] = json.dumps(read_json(validation)["histograms"])
     checkpoint = load_checkpoint(best.folder)
     model = registry.log_model(tracker.client, run, checkpoint=checkpoint)
     if config.graph:

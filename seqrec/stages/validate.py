@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+COUNTED = ("item_id", "user_id")  # whose events per id are compared
 POSITIONS = ("lines", "prefixes")  # sources whose timestamps are positions in a sequence, not dates
 
 
@@ -54,13 +55,14 @@ def validate(*, dataset: str, data: Path, report: Path, reference: Path, config:
     paths = data / artifacts.INTERACTIONS, data / artifacts.ITEMS
     results = expectations.run(expectations.schema_suites(*(artifacts.open_table(path).schema_arrow for path in paths)))
     statistics: dict[str, float] = {}
+    histograms: dict[str, Any] = {}
     if all(result.success for result in results):
         catalogue = pl.read_parquet(paths[1], columns=["item_id", "title"])
         spark = config.engine == "spark"
         log = log_counts.on_spark(paths[0]) if spark else log_counts.in_memory(log_counts.read_events(paths[0]))
         ids = log.items.drop_nulls().cast(pl.String)
         unknown = ids.filter(~ids.is_in(catalogue["item_id"].drop_nulls().implode())).sort()
-        accepted = _read_reference(reference).get(dataset, {}) if len(ids) else {}
+        accepted = read_reference(reference).get(dataset, {}) if len(ids) else {}
         drifts = {name: drift(entry, log.events[name]) for name, entry in accepted.items()}
         source, published = _source(data)
         suites = expectations.content_suites(
@@ -68,6 +70,7 @@ def validate(*, dataset: str, data: Path, report: Path, reference: Path, config:
         )
         results += expectations.run(suites)
         statistics = _statistics(log, unknown, drifts)
+        histograms = {name: histogram(log.events[name]) for name in COUNTED if len(log.events[name])}
     checks = expectations.to_checks(results)
     failed = [check for check in checks if not check.success]
     critical = [check for check in failed if check.severity == "critical"]
@@ -77,6 +80,7 @@ def validate(*, dataset: str, data: Path, report: Path, reference: Path, config:
         "input_sha256": artifacts.sha256(paths[0]),
         "checks": [dataclasses.asdict(check) for check in checks],
         "statistics": statistics,
+        "histograms": histograms,
     }
     artifacts.write_json(report, verdict)
     artifacts.write_text(report.with_suffix(".html"), expectations.to_page(dataset, checks))
@@ -87,27 +91,6 @@ def validate(*, dataset: str, data: Path, report: Path, reference: Path, config:
         lines = "\n".join(f"- {_describe(check)}" for check in critical)
         raise ValidationFailed(f"{dataset}: critical rules failed, see {report.with_suffix('.html')}\n{lines}")
     return {**statistics, "failed_rules": float(len(failed))}
-
-
-def accept_reference(*, dataset: str, data: Path, reference: Path) -> None:
-    """Accept the interactions in `data` as the reference statistics of `dataset`, against which drift is measured.
-
-    Args:
-        dataset: name of the entry.
-        data: folder with interactions.parquet.
-        reference: JSON file of reference statistics (accepted histograms); entries of other datasets are kept.
-
-    Raises:
-        ValueError: there are no interactions.
-    """
-    events = log_counts.read_events(data / artifacts.INTERACTIONS)
-    if events.is_empty():
-        raise ValueError(
-            f"{data / artifacts.INTERACTIONS} has no rows: no reference statistics of {dataset} can be accepted"
-        )
-    entries = _read_reference(reference)
-    entries[dataset] = {column: histogram(log_counts.events_per(events, column)) for column in ("item_id", "user_id")}
-    artifacts.write_json(reference, dict(sorted(entries.items())))
 
 
 def histogram(counts: np.ndarray) -> dict[str, list[float]]:
@@ -125,7 +108,8 @@ def _shares(counts: np.ndarray, edges: Sequence[float]) -> np.ndarray:
     return np.histogram(counts, bins=[*edges, np.inf])[0] / len(counts)
 
 
-def _read_reference(path: Path) -> dict[str, Any]:
+def read_reference(path: Path) -> dict[str, Any]:
+    """Return the entries of a file of reference statistics, by dataset; none if there is no file."""
     return artifacts.read_json(path) if path.is_file() else {}
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import mlflow
 import pandas as pd
@@ -35,7 +36,7 @@ from seqrec.artifacts import (
     WEIGHTS,
     write_text,
 )
-from seqrec.config import RegisterConfig
+from seqrec.config import ConfigError, RegisterConfig
 from seqrec.redaction import redacted
 from seqrec.tracking.runs import (
     FINGERPRINT,
@@ -56,12 +57,14 @@ from seqrec.training.checkpoint import FILES, Checkpoint
 logger = logging.getLogger(__name__)
 
 CANDIDATE, CHAMPION = "candidate", "champion"
+REFERENCE = "reference"  # alias of the version whose data drift is measured against, if not the champion
 REPORT = "report"  # artifact folder of a run
 ARTIFACTS = "artifacts"  # folder of a logged model, where MLflow lays what a pyfunc model reads
 WEIGHTS_TAG, SPLIT_TAG, FILTER_TAG = f"{HIDDEN}weights_sha256", f"{HIDDEN}split_sha256", "seqrec.filter_seen"
 PROMOTED_TAG, REASON_TAG, GAIN_TAG = "seqrec.promoted", "seqrec.reason", "seqrec.gain"
 PREVIOUS_TAG = "seqrec.previous"  # of a champion: the version before it
 WITHDRAWN_TAG = "seqrec.withdrawn"  # of a champion that was rolled back: by which version
+STATISTICS_TAG = "seqrec.statistics"  # of a version: the histograms of its data that `validate` made
 REFIT_TAG = "seqrec.refit_of"  # of a refit: the evaluated version whose training it repeats on every event
 OWN_TAGS = (  # a refit does not share them
     *(PROMOTED_TAG, REASON_TAG, GAIN_TAG, PREVIOUS_TAG, WITHDRAWN_TAG, WEIGHTS_TAG, FINGERPRINT),
@@ -220,11 +223,11 @@ def crown(
     client.set_registered_model_tag(name, f"{AUDIT_TAG}{moment}", f"{before} -> {version.version}: {reason}"[:4000])
 
 
-def find_champion(client: MlflowClient, name: str) -> ModelVersion | None:
-    """Return the version that holds the alias `champion`, if `name` is registered and any does."""
+def find_champion(client: MlflowClient, name: str, alias: str = CHAMPION) -> ModelVersion | None:
+    """Return the version that holds the alias, if `name` is registered and any does."""
     if not client.search_registered_models(f"name = '{name}'"):
         return None
-    number = client.get_registered_model(name).aliases.get(CHAMPION)
+    number = client.get_registered_model(name).aliases.get(alias)
     return None if number is None else client.get_model_version(name, number)
 
 
@@ -293,6 +296,39 @@ def champion_version(*, dataset: str, config: RegisterConfig) -> str:
     with explained(config):
         champion = find_champion(connect(config), f"seqrec-{dataset}")
     return "" if champion is None else str(champion.version)
+
+
+def reference_statistics(*, dataset: str, config: RegisterConfig) -> dict[str, Any]:
+    """Return the histograms that drift of `dataset` is measured against, or nothing if there is no version yet.
+
+    They are those of the data of the version with the alias `reference`, or else of the champion.
+
+    Raises:
+        TrackingError: the server does not answer.
+    """
+    client, name = connect(config), f"seqrec-{dataset}"
+    with explained(config):
+        version = find_champion(client, name, REFERENCE) or find_champion(client, name)
+    found: dict[str, Any] = json.loads(version.tags.get(STATISTICS_TAG, "{}")) if version else {}
+    return found
+
+
+def accept_statistics(*, dataset: str, version: int, config: RegisterConfig) -> None:
+    """Give a version of the model of `dataset` the alias `reference`; see `reference_statistics`.
+
+    Raises:
+        ConfigError: there is no such version, or it was registered without a validation.
+        TrackingError: the server does not answer.
+    """
+    client, name = connect(config), f"seqrec-{dataset}"
+    with explained(config):
+        versions = client.search_model_versions(f"name = '{name}'")
+        (found,) = [one for one in versions if int(one.version) == version] or [None]
+        if found is None or STATISTICS_TAG not in found.tags:
+            lacks = "no such version" if found is None else "it was registered without the statistics of its data"
+            raise ConfigError(f"--version: version {version} of {name}: {lacks}; `seqrec registry show` lists versions")
+        client.set_registered_model_alias(name, REFERENCE, found.version)
+    logger.info("drift of %s is measured against the data of version %d", dataset, version)
 
 
 def fetch_champion(*, dataset: str, folder: Path, config: RegisterConfig) -> str:

@@ -57,7 +57,7 @@ CLUSTER = KubernetesConfig(
 
 
 def place(**launch_settings) -> dict:
-    """Return the parameter `place` of a step, as JSON carries it."""
+    """Return what the variable `PLACE` of a step holds."""
     launched = LaunchConfig(**{"poll_s": 0.1, **launch_settings})
     parts = {"launch": launched, "resources": CLUSTER.step("finetune"), "cluster": CLUSTER}
     content = {name: dataclasses.asdict(part) for name, part in parts.items()} | {
@@ -76,13 +76,13 @@ def initial(prepared, tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def finetuned(prepared, initial, tmp_path):
+def finetuned(prepared, initial, tmp_path, monkeypatch):
     """Return a function that fine-tunes at a place, and the weights and losses that come of it."""
 
     def run(name: str, where: dict):
+        monkeypatch.setenv(launch.PLACE, json.dumps(where))
         values = launch.run(
             "finetune",
-            place=where,
             state=tmp_path / "state",
             model="sasrec",
             sequences=prepared,
@@ -272,7 +272,7 @@ def test_an_entry_is_laid_over_the_default():
     assert KubernetesConfig(resources={"ingest": {"retries": 3}}).step("ingest").retries == 3
 
 
-def test_the_reason_of_a_failed_model_is_handed_on_to_the_register(tmp_path):
+def test_the_reason_of_a_failed_model_is_handed_on_to_the_register(tmp_path, monkeypatch):
     start = {"model": "sasrec", "sequences": tmp_path, "filter_seen": True, "data": tmp_path, "sources": []}
     architecture = {"architecture": "none", "options": {}}
     settings = {"architecture": architecture, "config": {"epochs": -1}, "state": tmp_path / "state"}
@@ -286,8 +286,9 @@ def test_the_reason_of_a_failed_model_is_handed_on_to_the_register(tmp_path):
     assert launch.succeeded(["gru4rec", "sasrec"], tmp_path / "reports") == ["gru4rec"]
     with pytest.raises(ValueError, match=r"every model failed: sasrec: pretrain: "):
         launch.succeeded(["sasrec"], tmp_path / "reports")
+    monkeypatch.setenv(launch.PLACE, '{"launch": {"processes": 2}}')
     with pytest.raises(ValueError):  # noqa: PT011  # a job may be retried, so that its failure is raised
-        launch.run_model("pretrain", initial=tmp_path / "b", place={"launch": {"processes": 2}}, **start, **settings)
+        launch.run_model("pretrain", initial=tmp_path / "b", **start, **settings)
 
 
 def test_figures_have_names_that_mlflow_takes():

@@ -21,11 +21,13 @@ from mlflow import MlflowClient
 from support import MEASURED, running, synthetic_rows
 
 from seqrec.__main__ import main
+from seqrec.artifacts import INTERACTIONS
+from seqrec.commands.run import prepare_data
 from seqrec.config import RegisterConfig, ServeConfig, load
 from seqrec.evaluation import leaderboard
 from seqrec.locks import locked
 from seqrec.serving import http
-from seqrec.serving.events import Store
+from seqrec.serving.events import VARIABLE, Event, Store
 from seqrec.serving.recommender import Recommender
 from seqrec.tracking import runs
 
@@ -154,6 +156,19 @@ def test_two_at_once_are_told_apart(caplog, monkeypatch):
         assert main(["import", "--run", "out"]) == 1
     assert "registering models of log in sqlite:///" in caplog.text
     assert not Path("locked.db").exists()
+
+
+def test_a_run_adds_the_events_that_the_store_has_received_if_the_settings_say_so(tmp_path, monkeypatch):
+    url = f"sqlite:///{tmp_path}/events.db"
+    monkeypatch.setenv(VARIABLE, url)
+    Store(url).add([Event(event_id="1", user="u1", item="brand new", kind="buy", at=1.5e9)])
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({**CONFIG, "ingest": {"events": True}}))
+    params, number = load(tmp_path / "config.yaml"), len(synthetic_rows())
+
+    for _ in range(2):  # the second time there is nothing new
+        table = pq.read_table(prepare_data(params, tmp_path / "out") / INTERACTIONS)
+        assert len(table) == number + 1
+    assert table.slice(number).to_pylist()[0]["item_id"] == "brand new"
 
 
 def test_the_loop_closes(tmp_path, caplog):

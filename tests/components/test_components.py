@@ -14,7 +14,7 @@ MODULES = [ast.parse((ROOT / f"components/{name}.py").read_text()) for name in (
 STEPS = {node.name: node for module in MODULES for node in module.body if isinstance(node, ast.FunctionDef)}
 
 
-OTHERS = {"champion", "join", "record", "settings", "model_settings"}
+OTHERS = {"champion", "collect", "join", "record", "settings", "model_settings"}
 
 
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
@@ -40,4 +40,4 @@ def test_a_step_gives_its_stage_what_it_asks_for(stage):
     given = {keyword.arg for keyword in call.keywords}
     assert call.args[0].value == stage.name
     assert required <= given
-    assert given - set(parameters) <= {"place", "state"}
+    assert given - set(parameters) <= {"state"}

@@ -34,7 +34,9 @@ from seqrec.artifacts import (
     read_json,
     sha256,
 )
+from seqrec.cluster import launch
 from seqrec.cluster.form import INPUTS
+from seqrec.cluster.jobs import Place
 from seqrec.cluster.launch import FAILED
 from seqrec.commands.run import run
 from seqrec.config import SECTIONS, ConfigError, IngestConfig, KubernetesConfig, load, parse
@@ -45,6 +47,7 @@ from seqrec.pipelines.__main__ import main
 from seqrec.pipelines.compile import compile_pipeline
 from seqrec.pipelines.resources import STATE
 from seqrec.pipelines.training import build
+from seqrec.serving.events import VARIABLE
 from seqrec.tracking.registry import fetch_champion
 from seqrec.tracking.runs import FAILURE, OUTCOME
 
@@ -274,13 +277,21 @@ CLUSTER["nodes"] = CLUSTER["gpu"] | {
     },
     "parallelism": 2,
 }
-COMPILED = [*(("training", name) for name in CLUSTER), ("retraining", "plain"), ("pretraining", "gpu")]
+CLUSTER["loop"] = CLUSTER["gpu"] | {"secrets": {"seqrec-serve": {"store": VARIABLE}}}  # and ingest.events
+COMPILED = [*(("training", name) for name in CLUSTER), ("retraining", "loop"), ("pretraining", "gpu")]
+COMPILED += [("retraining", "plain")]
 
 
 @functools.cache
 def _compiled(pipeline: str, cluster: str) -> list[dict]:
+    return compile_with(pipeline, CLUSTER[cluster])
+
+
+def compile_with(pipeline: str, section: dict) -> list[dict]:
+    """Return the YAML documents of a pipeline on params.yaml with `section` as `kubernetes`."""
     content = yaml.safe_load(PARAMS.read_text(encoding="utf-8"))
-    content["kubernetes"] = CLUSTER[cluster]
+    content["kubernetes"] = section
+    content["datasets"]["ml-100k"]["ingest"] = {"events": section == CLUSTER["loop"]}
     models = ["recformer_text"] if pipeline == "pretraining" else list(MODELS)
     content["sources"] = ["health"] if pipeline == "pretraining" else []
     with tempfile.TemporaryDirectory() as scratch:
@@ -341,6 +352,8 @@ def test_every_step_of_a_compiled_pipeline_keeps_the_rules(pipeline, cluster):
         assert container["image"] == "seqrec:latest"
         assert "pip install" not in str(container["command"])
         assert {variable["name"] for variable in container.get("env", [])} == names  # a secret is named, not told
+        told = [key["envVar"] for secret in executor.get("secretAsEnv", []) for key in secret["keyToEnv"]]
+        assert told == [variable for keys in section.secrets.values() for variable in keys.values()]
         user = {"runAsUser": "10001", "runAsGroup": "10001"} if section.user else {}
         assert executor["securityContext"] == {**user, "runAsNonRoot": True}
         assert "/tmp" in [mount["mountPath"] for mount in executor["emptyDirMounts"]]
@@ -427,12 +440,33 @@ def test_a_step_that_awaits_a_job_books_no_gpu_itself():
 
     assert "accelerator" not in container["resources"]
     assert "nodeSelector" not in executor
-    given = tasks_of(documents[0])["finetune"]["inputs"]["parameters"]["place"]["runtimeValue"]["constant"]
+    given = place_of(executor)
     assert given["launch"]["nodes"] == 2
     assert given["resources"]["gpus"] == 1
     assert given["cluster"]["state_claim"] == "seqrec-state"
-    given = tasks_of(documents[0])["pretrain"]["inputs"]["parameters"]["place"]["runtimeValue"]["constant"]
-    assert given == {"launch": {"processes": 2}}
+    assert place_of(executor_of(documents, "pretrain")[1]) == {"launch": {"processes": 2}}
+
+
+def place_of(executor: dict) -> dict:
+    """Return what the step reads of its pod, as the kubelet gives it to the step."""
+    (variable,) = executor["fieldPathAsEnv"]
+    assert variable["name"] == launch.PLACE
+    (name,) = re.fullmatch(r"metadata\.annotations\['(.+)'\]", variable["fieldPath"]).groups()
+    text = executor["podMetadata"]["annotations"][name]
+    assert "{{" not in text  # Argo would take it for a template
+    parse(Place, json.loads(text), "place")
+    return json.loads(text)
+
+
+def test_what_a_step_asks_of_the_cluster_is_no_input_of_it():
+    """Another toleration must not repeat a training that KFP has cached by image, command, inputs and claims."""
+    changed = copy.deepcopy(CLUSTER["nodes"])
+    changed["resources"]["finetune"]["tolerations"] = []
+    changed["labels"] = {"team": "ads"}
+    before, after = compiled("training", "nodes"), compile_with("training", changed)
+
+    assert after[0] == before[0]
+    assert place_of(executor_of(after, "finetune")[1]) != place_of(executor_of(before, "finetune")[1])
 
 
 def upstream(edges: dict[str, set[str]], stage: str) -> set[str]:
@@ -488,6 +522,18 @@ def test_a_source_is_pinned_by_digests_or_by_a_commit():
     assert is_pinned(IngestConfig(**own, sha256={"interactions": "0" * 64}))
     assert is_pinned(IngestConfig(**own, **commit))
     assert not is_pinned(IngestConfig(**own, **commit | {"revision": "main"}))
+
+
+def test_retraining_reads_the_store_of_events_in_a_step_of_its_own_if_the_settings_say_so():
+    documents = compiled("retraining", "loop")
+    tasks = tasks_of(documents[0])
+    assert tasks["ingest"]["inputs"]["artifacts"]["events"]["taskOutputArtifact"]["producerTask"] == "collect"
+    assert not tasks["collect"]["cachingOptions"].get("enableCache")
+    executor = executor_of(documents, "collect")[1]
+    assert [one["mountPath"] for one in executor["pvcMount"]] == [STATE]
+    assert executor["secretAsEnv"][0]["keyToEnv"] == [{"secretKey": "store", "envVar": VARIABLE}]
+
+    assert "collect" not in tasks_of(compiled("retraining", "plain")[0])
 
 
 def test_retraining_starts_from_the_champion():

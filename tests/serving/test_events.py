@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 
+import polars as pl
 import pytest
 import requests
 import sqlalchemy as sa
@@ -111,6 +112,28 @@ def test_training_data_seeds_histories_once(store, tmp_path):
     ]  # the last one once, though two sources have it
     assert [*store.interactions(["view"])] == [*rows[:1], ("v", "i9", 150), rows[1], ("u", "i3", 250), rows[2]]
     assert store.trending(1, 9, 400.0) == [("i2", 1.2), ("i1", 1.1), ("i3", 1.1), ("i9", 1.1)]
+
+
+def test_what_the_store_receives_is_collected_once(store, tmp_path, monkeypatch):
+    log, url = tmp_path / "log.parquet", f"sqlite:///{tmp_path}/events.db"
+    monkeypatch.delenv(module.VARIABLE, raising=False)
+    with pytest.raises(ConfigError, match="the variable SEQREC_STORE names no store"):
+        module.collect(log)
+    assert module.collect(log, url) == 0
+    assert pl.read_parquet(log).is_empty()
+
+    write_interactions(tmp_path, [("u", "i0", 50)])  # of the source of training data
+    store.seed(tmp_path / "interactions.parquet")
+    store.add([event(1, at=200.7), event(2, kind="hide"), event("the same", at=200.2), event(3, user="v", kind="buy")])
+    assert module.collect(log, url) == 2
+    assert module.collect(log, url) == 0
+    moment = time.time() - module.OVERLAP_S / 2
+    monkeypatch.setattr(module.time, "time", lambda: moment)  # of a transaction that began before, and ends now
+    store.add([event("late", item="i2", at=5)])
+    store.forget("v")
+    assert module.collect(log, url) == 1
+    rows = pl.read_parquet(log).select(module.COLUMNS).rows()
+    assert rows == [("v", "i1", 3), ("u", "i1", 200), ("u", "i2", 5)]
 
 
 def test_what_is_old_or_of_a_user_is_deleted(store, monkeypatch):

@@ -38,9 +38,9 @@ def put(folder: Path, **files: str | bytes) -> Path:
     return folder
 
 
-def run(folder: Path, **settings) -> dict[str, float]:
+def run(folder: Path, log: Path | None = None, **settings) -> dict[str, float]:
     config = IngestConfig(**{"retries": 0, "timeout_s": 5, **settings})
-    return ingest(dataset="mine", output=folder / "out", downloads=folder / "downloads", config=config)
+    return ingest(dataset="mine", output=folder / "out", downloads=folder / "downloads", config=config, events=log)
 
 
 def run_csv(folder: Path, text: str | bytes, name: str = "events.csv", **settings) -> dict[str, float]:
@@ -84,6 +84,24 @@ def test_ingest_writes_what_its_docstring_says(tmp_path):
     assert (out / "raw/ml-latest-small/ratings.csv").read_text() == SMALL["ml-latest-small/ratings.csv"]
     assert (out / "raw/ml-latest-small/movies.csv").read_text() == SMALL["ml-latest-small/movies.csv"]
     assert not list(out.rglob("*.partial"))
+
+
+def test_the_events_of_the_store_follow_those_of_the_source(tmp_path):
+    mirror, log = put(tmp_path / "mirror", **SMALL), tmp_path / "log.parquet"
+    rows = {"user_id": ["1", "9"], "item_id": ["12", "new"], "timestamp": [300, 200], "received": [1.5, 2.5]}
+    pl.DataFrame(rows).write_parquet(log)
+    settings = {"source": "ml-latest-small", "mirror": str(mirror), "max_bad_share": 0.25}
+
+    assert run(tmp_path, events=True, log=log, **settings)["rows"] == 5
+    found = pl.read_parquet(tmp_path / "out/interactions.parquet")
+    assert found.rows()[3:] == [("1", "12", 300, 6, None), ("9", "new", 200, 7, None)]
+    assert found["row"].n_unique() == 5
+    assert json.loads((tmp_path / "out/source.json").read_text())["reference"] == {}  # its counts are no longer known
+
+    pl.read_parquet(log).clear().write_parquet(log)
+    assert run(tmp_path, events=True, log=log, **settings)["rows"] == 3
+    with pytest.raises(ConfigError, match=r"datasets\.mine\.ingest\.events: DVC sees no store"):
+        run(tmp_path, events=True, **settings)
 
 
 def test_the_source_card_is_the_same_on_every_machine(tmp_path):

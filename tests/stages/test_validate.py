@@ -9,9 +9,10 @@ import pyarrow as pa
 import pytest
 
 from seqrec import artifacts
-from seqrec.config import ConfigError, ValidateConfig, parse
+from seqrec.commands.reference import accept_reference
+from seqrec.config import ConfigError, RegisterConfig, ValidateConfig, parse
 from seqrec.data.expectations import Check
-from seqrec.stages.validate import ValidationFailed, accept_reference, drift, histogram, validate
+from seqrec.stages.validate import ValidationFailed, drift, histogram, validate
 
 NOON = 1_000_000_000
 
@@ -187,7 +188,7 @@ def test_drift_is_the_population_stability_index():
 
 def test_an_accepted_baseline_shows_no_drift_and_a_changed_log_does(tmp_path):
     write(tmp_path, log())
-    accept_reference(dataset="tiny", data=tmp_path, reference=tmp_path / "reference.json")
+    accept_reference(dataset="tiny", config=RegisterConfig(), data=tmp_path, reference=tmp_path / "reference.json")
     assert run(tmp_path)["user_drift"] == 0.0
     assert failed(tmp_path) == set()
 
@@ -206,7 +207,7 @@ def test_accepting_keeps_the_other_datasets(tmp_path):
     artifacts.write_json(reference, {"zeta": other})
     write(tmp_path, log())
 
-    accept_reference(dataset="tiny", data=tmp_path, reference=reference)
+    accept_reference(dataset="tiny", config=RegisterConfig(), data=tmp_path, reference=reference)
 
     assert list(json.loads(reference.read_bytes()).items()) == [
         (
@@ -224,7 +225,7 @@ def test_an_empty_log_cannot_be_a_baseline(tmp_path):
     write(tmp_path, [])
 
     with pytest.raises(ValueError, match="no rows"):
-        accept_reference(dataset="tiny", data=tmp_path, reference=tmp_path / "reference.json")
+        accept_reference(dataset="tiny", config=RegisterConfig(), data=tmp_path, reference=tmp_path / "reference.json")
 
 
 def test_a_broken_baseline_file_is_named(tmp_path):

@@ -1,0 +1,108 @@
+"""The open inference protocol over HTTP, as KServe and its clients use it."""
+
+from __future__ import annotations
+
+import pytest
+import requests
+from support import running, service
+
+from seqrec.config import ServeConfig
+from seqrec.serving import http
+from seqrec.serving.open_inference import INPUTS, OUTPUTS
+
+MODEL = "/v2/models/seqrec"
+
+
+@pytest.fixture(scope="module")
+def address(recommender):
+    with service(recommender) as address:
+        yield address
+
+
+def history(data, *shape):
+    return {"name": "history", "datatype": "BYTES", "shape": shape, "data": data}
+
+
+def infer(address, *inputs, **more):
+    return requests.post(f"{address}{MODEL}/infer", json={"inputs": inputs, **more}, timeout=10)
+
+
+def test_the_service_and_the_model_say_what_they_are(address):
+    def get(path):
+        return requests.get(address + path, timeout=10).json()
+
+    assert get("/v2")["name"] == "seqrec"
+    assert get("/v2/health/live") == {"live": True}
+    assert get("/v2/health/ready") == {"ready": True}
+    assert get(f"{MODEL}/ready") == {"name": "seqrec", "ready": True}
+    found = get(MODEL)
+    assert (found["versions"], found["inputs"], found["outputs"]) == (["7"], INPUTS, OUTPUTS)
+
+
+@pytest.mark.parametrize("data", [["i1", "i2", "i3", ""], [["i1", "i2"], ["i3", ""]]], ids=["flat", "nested"])
+def test_the_tensors_hold_the_recommenders_answers(address, recommender, data):
+    user = {"name": "user", "datatype": "BYTES", "shape": [2], "data": ["u1", ""]}
+    answer = infer(address, history(data, 2, 2), user, id="mine", parameters={"k": 3}).json()
+
+    assert (answer["model_name"], answer["model_version"], answer["id"]) == ("seqrec", "7", "mine")
+    outputs = {one["name"]: one for one in answer["outputs"]}
+    assert {name: (one["datatype"], len(one["shape"])) for name, one in outputs.items()} == {
+        one["name"]: (one["datatype"], len(one["shape"])) for one in OUTPUTS
+    }
+    expected = [recommender.recommend(["i1", "i2"], 3, user="u1"), recommender.recommend(["i3"], 3)]
+    assert outputs["items"]["shape"] == [2, 3]
+    assert outputs["items"]["data"] == [*expected[0].items, *expected[1].items]
+    assert outputs["scores"]["data"] == pytest.approx([*expected[0].scores, *expected[1].scores], abs=1e-5)
+
+
+def test_a_shorter_list_is_filled_up(address, recommender):
+    seen = recommender.item_ids[:5]
+    answer = infer(address, history([*seen, "i1", "", "", "", ""], 2, 5), parameters={"k": 1000}).json()
+
+    items, scores, _ = (one["data"] for one in answer["outputs"])
+    known = len(recommender.item_ids)
+    assert answer["outputs"][0]["shape"] == [2, known - 1]
+    assert (items[: known - 1].count(""), items[known - 1 :].count("")) == (4, 0)
+    assert scores[known - 5 : known - 1] == [0.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ([], "the tensor history is missing"),
+        ([history(["i1"], 1, 2)], "has 1 elements, which is not its shape [1, 2]"),
+        ([history([1], 1, 1)], "valid string"),
+        ([history([["i1"], "i2"], 2, 1)], "valid list"),
+        ([history(["i1"], 1, 1), history(["i1"], 1, 1) | {"name": "times"}], "there is no 'times'"),
+        (
+            [history(["i1"], 1, 1), {"name": "user", "datatype": "BYTES", "shape": [2], "data": ["a", "b"]}],
+            "1 histories",
+        ),
+        (
+            [history(["i1"], 1, 1), {"name": "user", "datatype": "BYTES", "shape": [2, 0], "data": []}],
+            "1 histories, but 2 users",
+        ),
+        ([history(["i1"] * 1001, 1001, 1)], "at most 1000 histories"),
+        ([history(["i" * 1001], 1, 1)], "at most 1000 characters"),
+        ([history(["i1"], 1, 1) | {"datatype": "FP32"}], "BYTES"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_reason(address, inputs, message):
+    answer = infer(address, *inputs)
+
+    assert answer.status_code == 422
+    assert message in answer.text
+
+
+def test_another_model_is_not_there(address):
+    for path in ("", "/ready"):
+        assert requests.get(f"{address}/v2/models/other{path}", timeout=10).status_code == 404
+
+
+def test_without_a_champion_the_service_lives_and_is_not_ready():
+    with running(http.app(lambda: None, lambda: "", ServeConfig(poll_s=60))) as address:
+        statuses = {
+            path: requests.get(f"{address}{path}", timeout=10).status_code
+            for path in ("/v2/health/live", "/v2/health/ready", MODEL, f"{MODEL}/ready")
+        }
+    assert statuses == {"/v2/health/live": 200, "/v2/health/ready": 503, MODEL: 503, f"{MODEL}/ready": 503}

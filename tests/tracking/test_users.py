@@ -1,0 +1,82 @@
+"""MLflow's users on a cluster: server and script of deploy/base/mlflow.yaml, run as they stand but for the port."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import requests
+import yaml
+from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
+
+from seqrec.config import RegisterConfig
+from seqrec.tracking.registry import champion_version
+
+MANIFEST = Path(__file__).parent.parent.parent / "deploy/base/mlflow.yaml"
+ADMIN, READER = ("seqrec", "a long password"), ("serve", "another password")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """The address of the server, once the script has made the user of the service."""
+    folder = tmp_path_factory.mktemp("server")
+    documents = yaml.safe_load_all(MANIFEST.read_text())
+    (pod,) = [one["spec"]["template"]["spec"] for one in documents if one["kind"] == "Deployment"]
+    container = pod["containers"][0]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    values = {
+        **{"MLFLOW_BACKEND_STORE_URI": f"sqlite:///{folder}/mlflow.db", "ARTIFACTS_DESTINATION": str(folder / "kept")},
+        **{"MLFLOW_AUTH_ADMIN_USERNAME": ADMIN[0], "MLFLOW_AUTH_ADMIN_PASSWORD": ADMIN[1]},
+        **{"READER_USERNAME": READER[0], "READER_PASSWORD": READER[1], "MLFLOW_FLASK_SERVER_SECRET_KEY": "key"},
+    }
+    assert set(values) <= {one["name"] for one in container["env"]}
+    environment = {**os.environ, **values, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    arguments = [one.replace("5000", port).replace("$(ARTIFACTS_DESTINATION)", "kept") for one in container["args"]]
+    command = [sys.executable, "-m", *container["command"], *arguments]
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(command, cwd=folder, env=environment, stderr=log, start_new_session=True)
+    _, *script = container["lifecycle"]["postStart"]["exec"]["command"]
+    script = [one.replace("localhost:5000", f"localhost:{port}") for one in script]
+    try:
+        for _ in range(2):  # a container that is started again finds its users
+            subprocess.run([sys.executable, *script], env=environment, check=True, timeout=120)
+        yield f"http://localhost:{port}"
+    finally:
+        os.killpg(process.pid, 15)
+        process.wait(30)
+
+
+def client(server, user, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", user[0])
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", user[1])
+    return MlflowClient(server)
+
+
+def test_the_service_may_read_the_registry_and_change_nothing(server, tmp_path, monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    steps = client(server, ADMIN, monkeypatch)
+    steps.create_registered_model("seqrec-own")
+    run = steps.create_run("0").info
+    steps.log_text(run.run_id, "weights", "model/weights")
+    steps.create_model_version("seqrec-own", source=f"{run.artifact_uri}/model", run_id=run.run_id)
+    steps.set_registered_model_alias("seqrec-own", "champion", "1")
+
+    reader = client(server, READER, monkeypatch)
+    assert champion_version(dataset="own", config=RegisterConfig(tracking_uri=server)) == "1"
+    assert reader.download_artifacts(run.run_id, "model/weights", str(tmp_path))
+    for forbidden in (
+        lambda: reader.set_registered_model_alias("seqrec-own", "champion", "1"),
+        lambda: reader.set_registered_model_tag("seqrec-own", "seqrec.claim", "mine"),
+        lambda: reader.delete_registered_model("seqrec-own"),
+        lambda: reader.set_experiment_tag("0", "a", "b"),
+    ):
+        with pytest.raises(MlflowException, match=r"403|[Pp]ermission"):
+            forbidden()
+    assert requests.get(f"{server}/api/2.0/mlflow/experiments/get?experiment_id=0", timeout=30).status_code == 401
