@@ -25,7 +25,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 SOCKET = "SEQREC_WARM"
-HEAVY = ("seqrec.stages.pretrain", "seqrec.stages.finetune", "seqrec.stages.evaluate")
+HEAVY = (
+    "seqrec.stages.pretrain",
+    "seqrec.stages.finetune",
+    "seqrec.stages.evaluate",
+    "torch._dynamo",
+)  # optimisers ask it
 
 
 @contextlib.contextmanager
