@@ -161,6 +161,28 @@ def test_the_namespace_that_the_user_sets_is_that_of_everything(rendered, deploy
     assert len(documents) == len(rendered["kserve"]) > 15
 
 
+def test_upgrades_and_privileges_are_those_that_the_page_names(rendered):
+    documents = rendered["cluster"]
+    mlflow = only(documents, "Deployment", "mlflow")["spec"]
+    assert mlflow["strategy"] == {"type": "Recreate"}
+    assert mlflow["template"]["spec"]["initContainers"][0]["command"][:3] == ["mlflow", "db", "upgrade"]
+    for name in ("mlflow", "seqrec-serve"):
+        policy = only(documents, "NetworkPolicy", name)["spec"]
+        assert set(policy["policyTypes"]) == {"Ingress", "Egress"}
+        assert policy["egress"]
+    pod = only(documents, "Deployment")["spec"]["template"]["spec"]
+    assert pod["topologySpreadConstraints"]
+    assert "tracking-username" not in {one["key"] for one in values(pod, "secretKeyRef")}  # the steps', who may write
+    (namespace,) = [one for one in documents if one["kind"] == "Namespace"]
+    assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "baseline"
+    dumped = {one["key"] for one in values(only(documents, "CronJob", "mlflow-backup"), "secretKeyRef")}
+    assert dumped == {"backend-store-uri", "store"}
+    assert only(documents, "ConfigMap", "seqrec-dashboard")["metadata"]["labels"]["grafana_dashboard"] == "1"
+    about = only(rendered["kserve"], "InferenceService")["metadata"]
+    assert about["annotations"]["serving.kserve.io/deploymentMode"] == "Standard"
+    assert about["labels"]["networking.kserve.io/visibility"] == "cluster-local"
+
+
 def test_spark_alone_may_delete_pods():
     roles = {one["metadata"]["name"]: one["rules"] for _, one in MANIFESTS if one["kind"] == "Role"}
     assert {name for name, rules in roles.items() if any("pods" in rule["resources"] for rule in rules)} == {
