@@ -241,7 +241,7 @@ def test_the_plan_of_auto_and_the_mark_of_a_benchmark(tmp_path, monkeypatch, cap
     plan = Plan(tmp_path / "auto.json", {"data": "log.csv"})
     plan.save()
     cut(plan.path, length)
-    with pytest.raises(ValueError, match=r"auto\.json is damaged .* remove it and run"):
+    with pytest.raises(ValueError, match=r"auto\.json is damaged .* remove it and repeat"):
         Plan.load(plan.path, plan.request)
 
     mark = tmp_path / "benchmark.json"
