@@ -102,9 +102,13 @@ def _warm(out: Path) -> Iterator[None]:
         settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
         write_text(python, f'#!/bin/sh\n{settings} exec {shlex.quote(sys.executable)} -m seqrec.warm "$@"\n')
         python.chmod(0o700)
-        subprocess_task_handler.environment = lambda **_: contextlib.nullcontext(str(python))
-        yield
-    python.unlink()
+        theirs, ours = subprocess_task_handler.environment, contextlib.nullcontext(str(python))
+        subprocess_task_handler.environment = lambda **_: ours
+        try:
+            yield
+        finally:
+            subprocess_task_handler.environment = theirs
+            python.unlink()
 
 
 def _docker_runner(out: Path, network: str, data: Path | None) -> local.DockerRunner:
