@@ -7,6 +7,7 @@ import http.client
 import json
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -57,6 +58,7 @@ def ui(*, config: RegisterConfig, port: Port = 5000, no_browser: bool = False) -
         logger.info("another program has port %d: MLflow starts at port %d", port, chosen)
     command = [sys.executable, *SERVER, "--backend-store-uri", uri, "--port", str(chosen)]
     environment = {**os.environ, **QUIET}
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # MLflow ends with this process
     with (
         contextlib.suppress(KeyboardInterrupt),
         subprocess.Popen(command, env=environment, stdout=STDERR) as server,
@@ -68,6 +70,7 @@ def ui(*, config: RegisterConfig, port: Port = 5000, no_browser: bool = False) -
                 raise ValueError(f"MLflow ended with status {server.returncode}, see above")
         finally:
             server.terminate()
+            signal.signal(signal.SIGTERM, before)
 
 
 def find_port(first: int, experiment: Experiment) -> tuple[int, bool]:

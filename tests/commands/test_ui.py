@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import http.server
-import os
-import signal
 import socket
 import subprocess
 import sys
@@ -74,7 +72,7 @@ def test_the_page_is_of_this_project_and_is_announced_when_its_server_answers(pr
             assert main(command[3:]) == 0  # the server that runs is found, and no other one is started
             assert capfd.readouterr().out == page
         finally:
-            os.killpg(started.pid, signal.SIGTERM)
+            started.terminate()
             started.communicate(timeout=60)
     assert ui.find_port(port, ours) == (port, False)
 
