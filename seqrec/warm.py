@@ -37,7 +37,8 @@ HEAVY = (
 def process(*modules: str, **variables: str) -> Iterator[dict[str, str]]:
     """Keep a warm process while the block runs; yield the variables with which commands find it.
 
-    Where processes cannot be forked in this way, there is none, and the variables are empty.
+    It imports while the block runs; a command that starts before it is ready runs alone. Where processes cannot be
+    forked in this way, there is none, and the variables are empty.
 
     Args:
         modules: what it imports besides `HEAVY`.
@@ -48,16 +49,12 @@ def process(*modules: str, **variables: str) -> Iterator[dict[str, str]]:
         return
     with tempfile.TemporaryDirectory() as folder:  # which only this user may enter
         path = str(Path(folder, "socket"))
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(path)
-            listener.listen()
-            command = [sys.executable, "-m", "seqrec.warm", str(listener.fileno()), *HEAVY, *modules]
-            files, environment = [listener.fileno()], {**os.environ, **variables}
-            server = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=files, env=environment)
-        try:
-            yield {SOCKET: path}
-        finally:
-            server.communicate()  # closes its input, at which it ends
+        command, environment = [sys.executable, "-m", "seqrec.warm", path], {**os.environ, **variables}
+        with subprocess.Popen([*command, *HEAVY, *modules], stdin=subprocess.PIPE, env=environment) as server:
+            try:
+                yield {SOCKET: path}
+            finally:
+                server.kill()
 
 
 def call(module: str, arguments: Sequence[str]) -> int | None:
@@ -97,6 +94,9 @@ def serve(listener: socket.socket) -> list[str]:
         while True:
             for key, _ in selector.select():
                 if key.fileobj is sys.stdin:
+                    for other in selector.get_map().values():
+                        if isinstance(other.data, Fork):
+                            os.kill(other.data.pid, signal.SIGKILL)
                     sys.exit()
                 if key.fileobj is not listener:
                     _attend(selector, key)
@@ -114,7 +114,6 @@ def serve(listener: socket.socket) -> list[str]:
                 for other in [*selector.get_map().values()]:
                     if isinstance(other.data, Fork):
                         os.close(other.fd)
-                listener.close()
                 connection.close()
                 return _become(request, files)
 
@@ -151,13 +150,16 @@ def _become(request: dict[str, Any], files: Sequence[int]) -> list[str]:
     return argv
 
 
-def _fork(file: int, modules: Sequence[str]) -> list[str]:
+def _fork(path: str, modules: Sequence[str]) -> list[str]:
     """Be the warm process; return in a fork, with its module and arguments."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for module in modules:
         importlib.import_module(module)
     gc.freeze()  # a fork that collects garbage would copy every page
-    argv = serve(socket.socket(fileno=file))
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        argv = serve(listener)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     return argv
 
@@ -168,5 +170,5 @@ if __name__ == "__main__":
         if (status := call(sys.argv[0], sys.argv[1:])) is not None:
             sys.exit(status)
     else:
-        sys.argv = _fork(int(sys.argv[1]), sys.argv[2:])
+        sys.argv = _fork(sys.argv[1], sys.argv[2:])
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

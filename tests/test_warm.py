@@ -18,6 +18,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are f
 @pytest.fixture(scope="module")
 def variables():
     with warm.process() as found:
+        until(Path(found[warm.SOCKET]).exists)
         yield found
 
 
