@@ -96,10 +96,10 @@ def register(name: str, architecture: type[SequenceModel]) -> None:
     if not getattr(sys.modules.get(architecture.__module__), "__file__", None):
         raise ValueError(
             f"{architecture.__name__} is not defined in a file: move it to one, such as mine.py, and import it from "
-            "there; a training is identified by the code of its model"
+            "there, because a training is identified by the code of its model"
         )
     if name in REGISTRY and REGISTRY.place(name) != _place(architecture):
-        raise ValueError(f"{name!r} is the name of {REGISTRY.place(name)}: choose another one")
+        raise ValueError(f"the name {name!r} is taken by {REGISTRY.place(name)}: choose another one")
     REGISTRY[name] = architecture
 
 

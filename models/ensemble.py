@@ -23,7 +23,7 @@ class Ensemble(SequenceModel):
     def __init__(self, architecture: type[SequenceModel], options: Any, catalogue: Catalogue) -> None:
         name = architecture.__name__
         alone = issubclass(architecture, SelfSupervised | DescribedItems)
-        require(not alone, f"members: {name} starts from one pre-training, so that its members would be alike")
+        require(not alone, f"members: {name} starts from one pre-training, so its members would be alike")
         self.objectives = architecture.objectives  # type: ignore[misc]
         super().__init__(options, catalogue)
         self.members = nn.ModuleList(architecture(options, catalogue) for _ in range(options.members))

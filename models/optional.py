@@ -22,7 +22,7 @@ class DescribedItems(SequenceModel):
     def tokens(self) -> dict[str, Tensor]:
         """Return the description of the items; raise ValueError if the dataset has none."""
         if self.catalogue.tokens is None:
-            raise ValueError(f"{type(self).__name__} reads the items' {self.described_by}: the dataset has none")
+            raise ValueError(f"{type(self).__name__} reads the items' {self.described_by}, but the dataset has none")
         return self.catalogue.tokens
 
 

@@ -34,16 +34,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="pipelines", description="The pipelines on Kubeflow.")
+    parser = argparse.ArgumentParser(
+        prog="pipelines", description="Compile, run and schedule the pipelines on Kubeflow."
+    )
     commands = parser.add_subparsers(required=True, dest="command")
     server = argparse.ArgumentParser(add_help=False)
-    server.add_argument("--host", default=os.environ.get("KFP_HOST", ""), help="URL (default: KFP_HOST, or in-cluster)")
+    server.add_argument(
+        "--host", default=os.environ.get("KFP_HOST", ""), help="server (default: KFP_HOST, or this cluster)"
+    )
     server.add_argument("--namespace", default="", help="namespace of the user, on a server with several users")
     server.add_argument("--token", default=os.environ.get("KFP_TOKEN", ""), help="bearer token (default: KFP_TOKEN)")
     server.add_argument(
         "--cookies", default=os.environ.get("KFP_COOKIES", ""), help="session cookies (default: KFP_COOKIES)"
     )
-    server.add_argument("--ca-file", default="", help="certificates to trust, PEM")
+    server.add_argument("--ca-file", default="", help="PEM file of certificates to trust")
     server.add_argument("--insecure", action="store_true", help="do not verify the server's certificate")
     root = argparse.ArgumentParser(add_help=False)
     root.add_argument("--root", default="", help="where to store artifacts, such as s3://bucket/path")
@@ -53,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--output", type=Path, required=True, help="the .yaml file to write")
 
     form = argparse.ArgumentParser(add_help=False)
-    form.add_argument("--dataset", default="", help="key of `datasets` (default: that of --params)")
+    form.add_argument("--dataset", default="", help="key in `datasets` (default: `dataset` in the --params file)")
     form.add_argument("--epochs", type=int, default=0, help="maximum epochs of every training")
     form.add_argument(
         "--override", action="append", default=[], metavar="PATH=VALUE", help="a setting for this run; may be repeated"
@@ -102,7 +106,7 @@ def _package(pipeline: str = "training") -> argparse.ArgumentParser:
     """Return the flags that say what is compiled; one object a command, since argparse shares their defaults."""
     package = argparse.ArgumentParser(add_help=False)
     package.add_argument("--pipeline", choices=PIPELINES, default=pipeline, help="default: %(default)s")
-    package.add_argument("--models", nargs="+", default=[], help="keys of `models` (default: all of `leaderboard`)")
+    package.add_argument("--models", nargs="+", default=[], help="keys in `models` (default: all of `leaderboard`)")
     package.add_argument("--params", type=Path, default=Path("params.yaml"), help="settings (default: %(default)s)")
     return package
 

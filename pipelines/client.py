@@ -122,8 +122,8 @@ class Package:
         """
         if not re.fullmatch(r".+@sha256:[0-9a-f]{64}", IMAGE):
             raise SubmissionError(
-                f"SEQREC_IMAGE: {IMAGE} has no digest; KFP caches by it, so a tag could run old code: set "
-                "it to repository@sha256:..., as `docker push` prints it"
+                f"SEQREC_IMAGE: {IMAGE} has no digest, by which KFP recognises changed code; set SEQREC_IMAGE to "
+                "repository@sha256:..., as `docker push` prints it"
             )
         self._check_tracking()
         with tempfile.TemporaryDirectory() as folder:

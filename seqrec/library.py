@@ -262,7 +262,7 @@ class Model:
 
     def _dataset(self, data: Dataset | None) -> Dataset:
         if (found := data or self.data) is None:
-            raise ValueError(f"data: {self.name} was loaded without its data set: name one, such as evaluate(data)")
+            raise ValueError(f"data: {self.name} was loaded without its data set: pass one, as in evaluate(data)")
         return found
 
     def __repr__(self) -> str:
@@ -379,7 +379,7 @@ def _write(frame: Any, path: Path) -> Path:
         native = nw.from_native(frame)
     except TypeError as error:
         kind = type(frame).__name__
-        raise ValueError(f"frame: expected a frame of polars, pandas or Arrow, not {kind}") from error
+        raise ValueError(f"frame: expected a table of polars, pandas or Arrow, not {kind}") from error
     table = native.lazy().collect("polars").to_native()
     table.write_parquet(path)
     return path

@@ -40,7 +40,9 @@ def locked(path: Path, what: str, wait_s: float = 0.0) -> Iterator[None]:
     try:
         lock.acquire()
     except Timeout as error:
-        raise LockedError(f"{what}: in use by {_holder(owner)}; wait until it has ended ({path})") from error
+        raise LockedError(
+            f"{what}: in use by {_holder(owner)}; wait until that process has ended (lock: {path})"
+        ) from error
     try:
         holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
         owner.write_text(json.dumps(holder), encoding="utf-8")

@@ -220,7 +220,7 @@ def test_a_retraining_starts_from_the_champion_on_a_catalogue_that_has_grown(tmp
     done = run(params, out, "--pipeline", "retraining")
 
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    assert "warm start: 40 of 50 items known to the champion" in done.stdout
+    assert "warm start: the champion knows 40 of 50 items" in done.stdout
 
 
 def test_a_text_model_learns_from_other_datasets_alone(tmp_path):

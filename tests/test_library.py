@@ -163,10 +163,13 @@ def test_a_budget_gives_the_epochs_and_a_folder_continues(data, tmp_path):
             "minutes: .* leave out one",
         ),
         (lambda data: seqrec.fit(data, "sasrec", minutes=0), "minutes: must be above 0, not 0"),
-        (lambda _: seqrec.Dataset.from_frame([1, 2]), "frame: expected a frame of polars, pandas or Arrow, not list"),
-        (lambda _: seqrec.Dataset.from_frame(frame().select("SKU", "bought_at")), "user_id .*pass its name with user="),
+        (lambda _: seqrec.Dataset.from_frame([1, 2]), "frame: expected a table of polars, pandas or Arrow, not list"),
+        (
+            lambda _: seqrec.Dataset.from_frame(frame().select("SKU", "bought_at")),
+            "user_id; name it with user=",
+        ),
         (lambda _: seqrec.Dataset.from_frame(frame(), time="SKU"), "another column with time="),
-        (lambda _: seqrec.models.register("sasrec", GRU4Rec), "'sasrec' is the name of .*SASRec: choose another one"),
+        (lambda _: seqrec.models.register("sasrec", GRU4Rec), "'sasrec' is taken by .*SASRec: choose another one"),
         (lambda _: seqrec.models.register("mine", dict), "is not a subclass of seqrec.models.SequenceModel"),
     ],
 )

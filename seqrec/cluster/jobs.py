@@ -97,7 +97,7 @@ def spark_application(name: str, place: Place, state: Path, order: Path, config:
         ConfigError: prepare does not use Spark.
     """
     if getattr(config, "engine", "") != "spark":
-        raise ConfigError("kubernetes.launch.prepare.launcher: job needs prepare.engine: spark")
+        raise ConfigError("kubernetes.launch.prepare.launcher: the value job needs prepare.engine: spark")
     launch, cluster, resources = place.launch, place.cluster, place.resources
     pod = {
         "cores": max(1, int(float(resources.cpu))),
@@ -203,8 +203,8 @@ def finish(manifest: Mapping[str, Any], poll_s: float, is_done: Callable[[], boo
             time.sleep(poll_s)
     if not is_done():
         raise ValueError(
-            f"{jobs.title} is complete, but its output is not there: does the claim kubernetes.state_claim "
-            "show the same files to all pods?"
+            f"{jobs.title} is complete, but its output is missing: check that the claim "
+            "kubernetes.state_claim shows the same files to all pods"
         )
 
 
@@ -234,7 +234,9 @@ class _Jobs:
                 config.load_kube_config()
                 namespace = config.list_kube_config_contexts()[1]["context"].get("namespace", "default")
             except ConfigException as error:
-                raise ConfigError("kubernetes.launch: launcher job needs a cluster, but none can be reached") from error
+                raise ConfigError(
+                    "kubernetes.launch: the launcher job needs a cluster, but none can be reached"
+                ) from error
         self.manifest, self.kind, self.name = manifest, manifest["kind"], manifest["metadata"]["name"]
         self.owner = {"metadata": {"ownerReferences": _owner()}}
         self.title = f"{self.kind} {namespace}/{self.name}"
@@ -270,7 +272,7 @@ class _Jobs:
             yield
         except SystemExit:
             self.delete_soon()
-            logger.info("%s: deleted, because the step is stopped", self.title)
+            logger.info("%s was deleted, because its step was stopped", self.title)
             raise
         finally:
             signal.signal(signal.SIGTERM, before)

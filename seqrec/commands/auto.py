@@ -95,7 +95,7 @@ class Plan:
         kept = read_json(path)
         if kept["request"] != request:
             raise ValueError(
-                f"--out: {path} belongs to other data or other flags: name another folder, or remove this one"
+                f"--out: {path} belongs to other data or other flags: name another folder, or remove this folder"
             )
         return cls(path, **kept)
 
@@ -135,8 +135,8 @@ def auto(
     Args:
         data: CSV with or without a header, JSON lines, Parquet, or lines of `user item item ...`.
         out: folder that receives everything.
-        minutes: budget; one model is always trained.
-        user: column of the users, if the guess is wrong.
+        minutes: budget of the run; one model is trained even if that takes longer.
+        user: column of the users, in place of the guessed one.
         item: column of the items.
         time: column of the times.
         title: column of the items' titles.
@@ -232,8 +232,8 @@ def _check_times(out: Path) -> None:
         return
     found = f"{len(odd):,} of {len(times):,} times are not between 1990 and 2035, such as {_date(odd[0])}"
     if len(odd) > ODD_TIMES * len(times):
-        raise ValueError(f"{found}: name another column with --time, or their format with --time-format")
-    logger.warning("%s: these events come first or last in their histories", found)
+        raise ValueError(f"{found}: name another column with --time, or the format of the times with --time-format")
+    logger.warning("%s; these events are placed first or last in the histories of their users", found)
 
 
 def _date(seconds: int) -> str:
@@ -315,7 +315,9 @@ def _split(params: Params, out: Path, timed: bool) -> tuple[dict[str, Any], str]
     except ValueError:
         few = True
     if few:
-        raise ValueError("no user has three events of items that occur twice or more: name another column with --user")
+        raise ValueError(
+            "no user has three events with items that occur at least twice: name another column with --user"
+        )
     return settings, f"LOO-full (each user's last event), because a split by time is not possible: {reason}"
 
 
@@ -373,7 +375,7 @@ def say_data(plan: Plan, prepared: sequences.Sequences, out: Path) -> None:
     if left_out := ", ".join(f"{number:,} {rule}" for rule, number in card["dropped"].items() if number):
         logger.info("left out: %s (k-core %d)", left_out, card["k_core"]["user"])
     if not plan.params.get("filter_seen", True):
-        logger.info("many events repeat an item, so past items stay candidates")
+        logger.info("users often return to an item, so past items stay candidates")
 
 
 def train(
@@ -401,7 +403,7 @@ def train(
             entry["finetune"].setdefault("ease_items", _ease_items(plan))
             if (affordable := min(members, fitting // epochs)) > 1:
                 entry["options"]["members"] = affordable
-                logger.info("%s: the mean of %d networks, as there are few users", name, affordable)
+                logger.info("%s: the mean of %d networks, because the data has few users", name, affordable)
         plan.set_model(name, entry)
     run.train_model(from_dict(plan.params), name, folder, out)
     plan.save(name)
@@ -459,7 +461,7 @@ def _epochs(plan: Plan, name: str, entry: Mapping[str, Any], folder: Path, out: 
         return 0, 0
     if most < 1:
         logger.warning(
-            "the budget is too short for one epoch of %s: it trains for one, and the run takes longer",
+            "the budget is too short for one epoch of %s: it is trained for one epoch, and the run takes longer",
             name,
         )
     epochs = max(1, min(fitting, wanted))

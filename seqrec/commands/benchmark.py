@@ -52,7 +52,7 @@ def benchmark(
     Args:
         config_file: config in the form of params.yaml; `leaderboard` names the models.
         out: folder that receives the data, one folder per seed, and the page.
-        dataset: a key of `datasets`; default: the one of the config.
+        dataset: key in `datasets`; default: `dataset` in the config.
         data: folder with `sequences/` already prepared.
         seeds: seeds of initialisation, order and dropout, separated by commas.
         only: models to train, separated by commas; default: all. The page shows every model that is finished with
@@ -71,7 +71,9 @@ def benchmark(
     check(params, ingests=data is None)
     numbers = [_seed(text) for text in seeds.split(",")]
     if any(params.section("finetune", model=model).user_share < 1 for model in models):
-        raise ConfigError("finetune.user_share: the baselines read every user; use scripts/text_demo.py instead")
+        raise ConfigError(
+            "finetune.user_share: must be 1, because the baselines read every user; otherwise use scripts/text_demo.py"
+        )
     with locked(out / locks.NAME, f"--out {out}"):
         folder = (data or run.prepare_data(params, out)) / "sequences"
         _count_rows(params, folder, out)
@@ -81,7 +83,7 @@ def benchmark(
         try:
             return write_page(params, folder, out)
         except DamagedError as error:
-            raise ValueError(f"{error}: remove its folder, then run the benchmark again") from error
+            raise ValueError(f"{error}: remove the folder of this file, then run the benchmark again") from error
 
 
 def _names(only: str, known: Sequence[str]) -> list[str]:

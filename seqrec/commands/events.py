@@ -57,7 +57,7 @@ def events(
         return _compare(opened, [version.strip() for version in versions.split(",")])
     if actions[0] == "import":
         number = opened.seed(interactions)
-        logger.info("added %d new events of %s to the store", number, interactions)
+        logger.info("added %d new events from %s to the event store", number, interactions)
     else:
         number = dump(opened, output, chosen)
         logger.info("%s: %d events", output, number)
@@ -86,7 +86,7 @@ def _compare(store: Store, versions: Sequence[str]) -> dict[str, float]:
     for rate in (found.champion, found.candidate):
         if not rate.answers:
             raise ValueError(
-                f"--versions: no user was shown a list of version {rate.version} while both versions were served"
+                f"--versions: while both versions were served, no user was shown a list of version {rate.version}"
             )
     return {"difference": found.difference, "low": found.low, "high": found.high}
 

@@ -30,7 +30,7 @@ def keys(
     Args:
         actions: show, add (print a new key, this once), rotate (add a key and let the old keys of the name expire in
             --days) or revoke (disable all keys of the name at once).
-        keys_file: the file; it holds hashes of the keys, not the keys.
+        keys_file: file of the keys; it holds their hashes, not the keys themselves.
         name: who uses the key.
         admin: the new key may also delete users and change an experiment.
         days: days until an added key expires, 0 = never; with rotate, days until the old keys expire.

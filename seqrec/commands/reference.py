@@ -22,11 +22,11 @@ def accept_reference(
     """Accept data as the reference statistics of `dataset`, against which drift is measured.
 
     Args:
-        dataset: name of the entry, or of the registered model.
+        dataset: dataset whose statistics are accepted.
         config: section `register`.
         data: folder with interactions.parquet, whose statistics are written to --reference.
         reference: JSON file of reference statistics (accepted histograms); entries of other datasets are kept.
-        version: for Kubeflow, in place of --data: registered version of the model, whose training data is accepted.
+        version: for Kubeflow, in place of --data: version of the registered model whose training data is accepted.
 
     Raises:
         ConfigError: neither or both of --data and --version are given, or there is no such version.
@@ -43,7 +43,7 @@ def accept_reference(
     events = log_counts.read_events(data / artifacts.INTERACTIONS)
     if events.is_empty():
         raise ValueError(
-            f"{data / artifacts.INTERACTIONS} has no rows: no reference statistics of {dataset} can be accepted"
+            f"{data / artifacts.INTERACTIONS} has no rows, so it gives no reference statistics of {dataset}"
         )
     entries = read_reference(reference)
     entries[dataset] = {column: histogram(log_counts.events_per(events, column)) for column in COUNTED}

@@ -29,7 +29,8 @@ def refit(
 
     Args:
         dataset: dataset whose champion to refit.
-        artifacts: holds `<model>/initial/` and `<model>/finetuned/` of the champion; gets `<model>/refitted/`.
+        artifacts: folder that holds `<model>/initial/` and `<model>/finetuned/` of the champion, and receives
+            `<model>/refitted/`.
         sequences: the prepared dataset.
         state: folder of resume states.
         config: section `register`.
@@ -53,7 +54,7 @@ def refit(
         (sequences, registry.SPLIT_TAG, read_json(sequences / SPLIT_CARD)["split_sha256"]),
     ):
         if evaluated.tags.get(key) != found:
-            raise ConfigError(f"version {evaluated.version} of {name} does not come from {path} ({key} differs)")
+            raise ConfigError(f"version {evaluated.version} of {name} was not made from {path} ({key} differs)")
     if model in BASELINES:
         from seqrec.stages.baselines import rewrite  # reads scipy
 

@@ -43,7 +43,7 @@ def registry(
         config: section `register`.
         version: version to promote.
         reason: reason for the audit trail.
-        store: store of the service's events; `promote` then shows the click-through of both versions; default:
+        store: event store of the service; `promote` then shows the click-through of both versions; default:
             SEQREC_STORE.
 
     Raises:
@@ -79,7 +79,7 @@ def _act(
         with models.claim(client, name) as still_ours:
             if not (models.is_same(models.find_champion(client, name), champion) and still_ours()):
                 raise TrackingError(
-                    f"{action}: the champion of {name} is being changed by another process; check it and try again"
+                    f"{action}: another process is changing the champion of {name}; check the champion and try again"
                 )
             models.crown(client, chosen, champion, why, back=action == "rollback")
     logger.info("version %s of %s is the champion", chosen.version, name)
@@ -90,7 +90,9 @@ def _click_through(url: str, champion: str, candidate: str) -> list[str]:
     try:
         found = show_clicks(Store(url), champion, candidate)
     except StoreError as error:
-        logger.warning("--store: no answer, so the click-through is unknown (%s)", first_line(error))
+        logger.warning(
+            "--store: the event store does not answer, so the click-through is unknown (%s)", first_line(error)
+        )
         return []
     known = found.champion.answers and found.candidate.answers
     return [f"click-through {found.candidate.rate:.4f} against {found.champion.rate:.4f}, {found}"] if known else []

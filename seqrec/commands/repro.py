@@ -91,7 +91,7 @@ def changed(changes: Mapping[str, Any], params: Path = Path("params.yaml")) -> I
             edited = params.with_suffix(".edited.yaml")
             shutil.copyfile(params, edited)
             logger.warning(
-                "%s was edited during the run, and is now as it was before; your edits are in %s", params, edited
+                "%s was edited during the run; its old content is restored, and your edits are in %s", params, edited
             )
         _restore(params)
 

@@ -46,7 +46,7 @@ def run(
     Args:
         config_file: config in the form of params.yaml; missing sections and entries keep their defaults.
         out: folder that receives data, artifacts, reports and resume states.
-        dataset: a key of `datasets`; default: the one of the config.
+        dataset: key in `datasets`; default: `dataset` in the config.
         changes: settings for this run alone, such as "finetune.epochs=3".
         data: folder with `sequences/` already prepared: ingest, validate and prepare are skipped.
         resume: continue saved trainings; fail if there is none to continue.
@@ -139,7 +139,7 @@ def prepare_data(params: Params, out: Path) -> Path:
             from seqrec.serving.events import collect
 
             given["events"] = out / "state/events" / f"{dataset}.parquet"
-            logger.info("%s: %d new events of the store", dataset, collect(given["events"]))
+            logger.info("%s: %d new events from the event store", dataset, collect(given["events"]))
         run_stages([stage for stage in STAGES if stage.each == "dataset"], params, out, dataset, given)
     return out / "data"
 

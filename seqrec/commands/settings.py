@@ -70,7 +70,7 @@ def check(params: Params, *, ingests: bool = True) -> None:
         config = params.section("ingest", dataset=dataset)
         if dataset in sources.SOURCES and config.source != dataset:
             raise ConfigError(
-                f"datasets.{dataset}.ingest.source: {config.source}, but {dataset} is the name of another source; "
+                f"datasets.{dataset}.ingest.source: is {config.source}, but {dataset} is the name of another source; "
                 "rename the dataset, or leave ingest.source out"
             )
         try:

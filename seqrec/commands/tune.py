@@ -170,7 +170,7 @@ def _open(path: Path, identity: str, config: TuneConfig, resume: bool) -> optuna
     """Return the study in `path`; create it if there is none, with one rename once it is complete."""
     if not path.exists():
         if resume:
-            raise ConfigError(f"--resume: no study {path} of this search (settings, ranges, data or code differ)")
+            raise ConfigError(f"--resume: {path} does not exist: no study has these settings, ranges, data and code")
         partial = path.with_name(f"{path.name}.partial")
         partial.unlink(missing_ok=True)
         storage = optuna.storages.RDBStorage(f"sqlite:///{partial}")
@@ -286,8 +286,8 @@ def _budget(study: optuna.Study, search: Search) -> dict[str, Any]:
     complete = [trial for trial in finished if trial.state == TrialState.COMPLETE]
     failed = [trial for trial in finished if FAILURE in trial.user_attrs]
     if not complete:
-        reason = failed[-1].user_attrs[FAILURE] if failed else "all were pruned"
-        raise ConfigError(f"tune.spaces.{search.model}: no trial has a result; the last one: {reason}")
+        reason = f"the last one failed: {failed[-1].user_attrs[FAILURE]}" if failed else "all were pruned"
+        raise ConfigError(f"tune.spaces.{search.model}: no trial has a result; {reason}")
     best = study.best_trial
     budget = {
         "trials": len(finished),

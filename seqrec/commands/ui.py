@@ -36,7 +36,7 @@ def ui(*, config: RegisterConfig, port: Port = 5000, no_browser: bool = False) -
 
     Args:
         config: section `register`.
-        port: first port to look for this project's server on; if other programs have it, the next free one is taken.
+        port: first port to try; if another program uses it, the next free one is taken.
         no_browser: only print the address.
 
     Raises:
@@ -55,7 +55,7 @@ def ui(*, config: RegisterConfig, port: Port = 5000, no_browser: bool = False) -
         _show(address, experiment, no_browser)
         return
     if chosen != port:
-        logger.info("another program has port %d: MLflow starts at port %d", port, chosen)
+        logger.info("another program uses port %d: MLflow starts on port %d", port, chosen)
     command = [sys.executable, *SERVER, "--backend-store-uri", uri, "--port", str(chosen)]
     environment = {**os.environ, **QUIET}
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # MLflow ends with this process
@@ -85,7 +85,7 @@ def find_port(first: int, experiment: Experiment) -> tuple[int, bool]:
             return port, True
         if _is_free(port):
             return port, False
-    raise ConfigError(f"other programs have the ports {first} to {ports[-1]}: name another one with --port")
+    raise ConfigError(f"other programs use the ports {first} to {ports[-1]}: name another port with --port")
 
 
 def _is_free(port: int) -> bool:
@@ -115,7 +115,7 @@ def _wait(server: subprocess.Popen[bytes], address: str, experiment: Experiment)
     deadline = time.monotonic() + START_SECONDS
     while not serves(address, experiment):
         if server.poll() is not None:
-            raise ValueError(f"MLflow did not start at {address}, see above; another port can be named with --port")
+            raise ValueError(f"MLflow did not start at {address}: see above, or name another port with --port")
         if time.monotonic() > deadline:
             raise ValueError(f"MLflow did not answer at {address} within {START_SECONDS:g} s")
         time.sleep(0.5)

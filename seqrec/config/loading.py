@@ -95,14 +95,16 @@ class Params:
         self.model_entry(model)
         spaces, path = self.section("tune").spaces, f"tune.spaces.{model}"
         if not spaces.get(model):
-            raise ConfigError(f"{path}: nothing to search; declare ranges such as finetune.learning_rate there")
+            raise ConfigError(
+                f"{path}: names no setting to search; declare ranges there, as for finetune.learning_rate"
+            )
         fields = {s: [f.name for f in dataclasses.fields(SECTIONS[s])] for s in ("pretrain", "finetune")}
         for key in spaces[model]:
             section, _, name = key.partition(".")
             if not name or name not in fields.get(section, [name] if section == "options" else []):
                 raise ConfigError(f"{path}.{key}: no such setting; expected pretrain.*, finetune.* or options.*")
         if self.section("tune").epochs and "finetune.epochs" in spaces[model]:
-            raise ConfigError(f"{path}.finetune.epochs: tune.epochs sets it as well; remove one of them")
+            raise ConfigError(f"{path}.finetune.epochs: tune.epochs sets the same value; remove one of the two")
         return {key: parse(SearchRange, values, f"{path}.{key}") for key, values in spaces[model].items()}
 
     def as_dict(self) -> dict[str, Any]:
@@ -220,7 +222,7 @@ def _set(place: Any, keys: Sequence[str], value: Any, path: str) -> None:
     for key in keys[:-1]:
         place = place.setdefault(key, {}) if isinstance(place, dict) else place
         if not isinstance(place, dict):
-            raise ConfigError(f"{path}: {key} holds no further settings")
+            raise ConfigError(f"{path}: {key} is a single setting, which holds no others")
     place[keys[-1]] = value
 
 

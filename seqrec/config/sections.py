@@ -50,12 +50,12 @@ class IngestConfig(Section):
     lines: Literal["", "sequences", "pairs"] = ""  # `user item item ...` | `user item` per line; empty: detect
     sha256: dict[str, str] = field(default_factory=dict)  # role of a file (interactions, items) -> its expected digest
     mirror: str = ""  # folder or URL tried before the official one; SEQREC_DATA_MIRROR overrides it
-    events: bool = False  # add what the store of events (SEQREC_STORE) has received to the source; not under DVC
+    events: bool = False  # add the events of the event store (SEQREC_STORE) to the source; not under DVC
     repository: str = ""  # DVC project whose ingested tables are fetched instead of a source
     revision: str = ""  # commit, tag or branch of that project
     max_bad_share: Share = 0.01  # the stage fails if a larger share of the rows is malformed
     retries: Annotated[int, Bounds(ge=0, le=1000)] = 4  # attempts per URL after the first, with exponential backoff
-    timeout_s: PositiveReal = 30.0  # timeout of connecting, and of each wait for data
+    timeout_s: PositiveReal = 30.0  # seconds to wait for a connection, and for each block of data
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -90,7 +90,7 @@ class ValidateConfig(Section):
     max_duplicate_share: Share = 0.05  # maximum share of rows that repeat user, item and time
     max_volume_change: NotNegative = 0.1  # maximum relative difference from the known number of rows of the source
     max_drift: PositiveReal = 0.25  # a higher population stability index against the reference statistics is a warning
-    engine: Literal["polars", "spark"] = "polars"  # polars: the table must fit into memory | spark: need not
+    engine: Literal["polars", "spark"] = "polars"  # polars: the table must fit into memory | spark: it need not
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -109,7 +109,7 @@ def _day(name: str, text: str) -> date:
 class PrepareConfig(Section):
     """Section `prepare`: filters, order and split."""
 
-    deduplicate: Literal["exact", "first_pair", "none"] = "exact"  # repeated user, item, time | user, item
+    deduplicate: Literal["exact", "first_pair", "none"] = "exact"  # drop repeats of user, item and time | user and item
     min_rating: float = 0.0  # minimum rating; 0 keeps all events, also those without a rating
     require_title: bool = False  # drop items without a title before the k-core
     min_user_events: Positive = 5  # k-core: users with fewer events are dropped
@@ -118,14 +118,14 @@ class PrepareConfig(Section):
     protocol: Literal["LOO-full", "LOO-101", "RATIO-full", "temporal"] = (
         "LOO-full"  # split and candidates; docs/data.md
     )
-    val_users: Count = 0  # LOO: number of random users to validate on; the others also train on that event; 0: all
+    val_users: Count = 0  # LOO: random users to validate on; the others train on their validation event; 0: all
     valid_share: Fraction = 0.1  # share for validation: of each user's events (RATIO-full) or of all events (temporal)
     test_share: Fraction = 0.1  # share for test: of each user's events (RATIO-full) or of all events (temporal)
     cases: Literal["all", "first"] = "all"  # temporal: cases are all events after the cut | each user's first
     filter_on: Literal["train", "all"] = "train"  # temporal: the k-core counts events before the first cut | all
     noise_share: Annotated[float, Bounds(ge=0, lt=1)] = 0.0  # share of training events that get a random item
     seed: Seed = 42  # seed of this stage
-    extend: str = ""  # folder of sequences from an earlier dump, whose users and items keep their numbers
+    extend: str = ""  # folder of earlier sequences, whose users and items keep their numbers
     engine: Literal["polars", "spark"] = "polars"  # polars: one machine | spark: a cluster; same result
     shard_events: Annotated[int, Bounds(ge=1, le=1 << 26)] = 1 << 25  # events per part of sequences.arrow
 
@@ -157,7 +157,7 @@ class TrainConfig(Section):
 
     seed: Seed = 42  # seed of initialisation (pretrain), order, dropout and negatives; default: top-level `seed`
     epochs: Annotated[Count, OrAuto()] = 50  # maximum, see patience; docs/auto.md has the rules of auto
-    batch_size: Annotated[Positive, OrAuto()] = 128  # users of average length per step
+    batch_size: Annotated[Positive, OrAuto()] = 128  # windows of average length per step
     loss: Literal["ce", "sampled_ce", "bce", "gbce", "bpr"] = "ce"  # see docs/results/reading.md
     negatives: Annotated[int, Bounds(ge=1, le=1 << 24)] = 256  # per step: sampled_ce | per target: bce, gbce, bpr
     sampler: Literal["uniform", "popularity", "in_batch"] = (
@@ -167,8 +167,8 @@ class TrainConfig(Section):
     exclude_past: bool = False  # ce: past items of the window are not candidates, as with `filter_seen` at test
     sparse_tables: bool = False  # sampled losses: a step updates only the rows it uses, for huge catalogues
     gbce_t: Share = 0.75  # gbce: 0: equals bce, 1: calibrated for the whole catalogue
-    windows: Annotated[Literal["last", "all"], OrAuto()] = "last"  # causal, cloze: the last window | all of a user's
-    prefixes_per_user: Count = 0  # last; pretrain of unisrec, s3rec, recformer: prefixes per user and epoch; 0: all
+    windows: Annotated[Literal["last", "all"], OrAuto()] = "last"  # causal, cloze: a user's last window | all windows
+    prefixes_per_user: Count = 0  # last, or pretrain of unisrec, s3rec, recformer: prefixes per user and epoch; 0: all
     earliest_target: Annotated[float, Bounds(ge=0, lt=1)] = (
         0.0  # last: share of a history, from its start, without targets
     )
@@ -178,7 +178,7 @@ class TrainConfig(Section):
     learning_rate: PositiveReal = 1e-3  # maximum, reached after the warm-up; cosine decay follows
     min_learning_rate: NotNegative = 1e-5  # final value of the cosine decay
     warmup_steps: Annotated[Count, OrAuto()] = 100  # steps in which the learning rate rises from 0
-    weight_decay: NotNegative = 0.0  # AdamW's, applied to matrices only
+    weight_decay: NotNegative = 0.0  # weight decay of AdamW, for matrices only
     clip_norm: NotNegative = 1.0  # maximum norm of the gradient; 0: no clipping
     patience: Annotated[Positive, OrAuto()] = 10  # validations without a better valid/ndcg@10 before stopping
     eval_every: Positive = 1  # epochs between validations
@@ -257,7 +257,7 @@ class FinetuneConfig(TrainConfig):
     """Section `finetune`."""
 
     counts: str | dict[str, Any] = "none"  # count term: none | auto: chosen on validation | see CountsConfig
-    ease_items: Count = EASE_ITEMS  # largest catalogue in which counts: auto tries EASE, which takes minutes there
+    ease_items: Count = EASE_ITEMS  # largest catalogue for which counts: auto tries EASE, which then takes minutes
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -306,7 +306,7 @@ class TuneConfig(Section):
 
     trials: Positive = 20  # trials per model
     epochs: Count = 0  # epochs per trial; 0: finetune.epochs
-    startup_trials: Positive = 5  # random trials at the start; none is pruned until as many are complete
+    startup_trials: Positive = 5  # random trials at the start; no trial is pruned before that many are complete
     warmup_epochs: Count = 5  # epochs in which no trial is pruned
     seed: Seed = 42  # seed of the search
     # model -> setting (finetune.learning_rate, options.dropout, ...) -> its SearchRange
@@ -366,7 +366,7 @@ class LaunchConfig(Section):
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
-    launcher: Literal["step", "job"] = "step"  # in its own pod | as a TrainJob or SparkApplication
+    launcher: Literal["step", "job"] = "step"  # in the step's own pod | as a TrainJob or SparkApplication
     nodes: Positive = 1  # pods of the job, or executors of Spark
     processes: Positive = 1  # training processes per node
     runtime: str = "torch-distributed"  # ClusterTrainingRuntime of a TrainJob
@@ -404,7 +404,7 @@ class KubernetesConfig(Section):
         jobs = [stage for stage, launch in self.launch.items() if _launcher(launch) == "job"]
         require(
             not jobs or bool(self.state_claim),
-            f"state_claim is missing: jobs of {', '.join(jobs)} find their data there",
+            f"state_claim is missing: jobs of {', '.join(jobs)} read their data from it",
         )
         require(not jobs or self.user is not None, f"user: jobs ({', '.join(jobs)}) need a number, not null")
         for step in self.resources:

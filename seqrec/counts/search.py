@@ -256,7 +256,11 @@ def for_model(
     tables, scorer = Tables(data), ranking.model_scorer(model.eval())
     ease = data.num_items <= config.ease_items
     if not ease:
-        logger.info("counts: without EASE, since %d items are more than %d", data.num_items, config.ease_items)
+        logger.info(
+            "counts: EASE is not tried, because %d items are more than ease_items = %d",
+            data.num_items,
+            config.ease_items,
+        )
     choice = choose(scorer, tables, data_on_device, filter_seen=filter_seen, start=CountsConfig(alpha=0.0), ease=ease)
     logger.info(
         "counts: alpha %g, ease %g; valid/ndcg@10 %.4f (cross-fitted)",

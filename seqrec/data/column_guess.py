@@ -94,7 +94,7 @@ def guess(path: Path, chosen: Mapping[str, str], time_format: str = "") -> tuple
     for role, flag in zip(REQUIRED, ("--user", "--item", "--time"), strict=True):
         if role not in roles:
             raise ValueError(
-                f"{path.name}: no column looks like {role} among {', '.join(names):.300}; pass its name with {flag}"
+                f"{path.name}: none of the columns {', '.join(names):.300} looks like {role}; name it with {flag}"
                 + NO_TIMES * (role == "timestamp")
             )
     if "title" not in found and (title := _title(rows, roles)):
@@ -125,8 +125,8 @@ def guess_items(path: Path, item: str, title: str = "") -> list[Guess]:
     ids = [item] if item in names else [*_named("item_id", rows, {"title": title}), *distinct]
     if not ids:
         raise ValueError(
-            f"{path.name}: no column looks like item_id among {', '.join(names):.300}; "
-            f"rename the column of ids to {item}"
+            f"{path.name}: none of the columns {', '.join(names):.300} looks like item_id; "
+            f"rename the column of item ids to {item}"
         )
     title = title or _title(rows, {"item_id": ids[0]}) or ""
     found = [Guess("items.item_id", ids[0], FITTING if ids == distinct else NAMED)]
@@ -275,6 +275,6 @@ def _time_format(values: pl.Series, column: str) -> str:
         )
         raise ValueError(
             f"the times of {column}{example} have no known format, or lie outside 1990 to 2035: "
-            f"set --time-format, or another column with --time{order}"
+            f"set --time-format, or name another column with --time{order}"
         )
     return fitting

@@ -216,7 +216,7 @@ def _each(publication: Publication, find: Callable[[File], SourceFile]) -> list[
             if file.required:
                 raise
             if file.role == "items":
-                logger.warning("no %s: items will have no titles", file.paths[0])
+                logger.warning("%s does not exist, so items will have no titles", file.paths[0])
     return gathered
 
 
@@ -404,7 +404,7 @@ def extract(archive: Path, folder: Path, members: Sequence[str]) -> None:
             wanted = [content.getinfo(name) for name in set(members) & set(content.namelist())]
             size = sum(member.file_size for member in wanted)
             if size > MAX_BYTES:
-                raise DownloadError(f"its members would unpack to {size:,} bytes")
+                raise DownloadError(f"{archive.name} would unpack to {size:,} bytes, more than {MAX_BYTES:,}")
             for member in wanted:
                 content.extract(member, folder)
     except CORRUPT_ZIP as error:
@@ -455,7 +455,7 @@ def set_aside(path: Path, downloads: Path, reason: Exception) -> bool:
         return False
     shutil.rmtree(_aside(folder), ignore_errors=True)
     folder.replace(_aside(folder))
-    logger.warning("%s: moved to %s", reason, _aside(folder))
+    logger.warning("%s; the download was moved to %s", reason, _aside(folder))
     return True
 
 

@@ -52,18 +52,20 @@ def fetch(output: Path, config: IngestConfig) -> dict[str, float]:
             with (output / name).open("rb") as file:
                 found = hashlib.file_digest(file, "md5").hexdigest()
             if found != md5:
-                raise ValueError(f"{name} of {config.repository} at {config.revision} differs from its dvc.lock")
+                raise ValueError(
+                    f"{name} of {config.repository} at {config.revision} differs from the digest in its dvc.lock"
+                )
     except (DvcException, SCMError, FileNotFoundError) as error:
         reason = redacted(str(error))
         raise ConfigError(
-            f"ingest.repository: {config.repository} at {config.revision} cannot be read ({reason}); check address, "
-            "revision and the credentials of its remote"
+            f"ingest.repository: {config.repository} at {config.revision} cannot be read ({reason}); check the "
+            "address, the revision and the credentials of the DVC remote"
         ) from error
     card = read_json(output / artifacts.SOURCE_CARD)
     if (card["source"], card["category"]) != (config.source, config.category):
         ingested = " ".join(filter(None, (card["source"], card["category"])))
-        raise ConfigError(f"ingest.source: revision {config.revision} of {config.repository} ingested {ingested}")
-    logger.info("%s as of %s of %s", config.source, config.revision, config.repository)
+        raise ConfigError(f"ingest.source: {config.repository} at {config.revision} ingested {ingested} instead")
+    logger.info("%s: fetched as of revision %s of %s", config.source, config.revision, config.repository)
     return {name: float(value) for name, value in card["counts"].items()}
 
 
@@ -71,6 +73,8 @@ def _recorded(project: DVCFileSystem) -> dict[str, tuple[str, str]]:
     """Return path and MD5 of the outputs of stage `ingest`, by file name."""
     lock: dict[str, Any] = yaml.safe_load(project.read_text("dvc.lock"))
     if "ingest" not in lock.get("stages", {}):
-        raise ConfigError("ingest.repository: its dvc.lock has no stage `ingest`: run `dvc repro` there, and commit")
+        raise ConfigError(
+            "ingest.repository: dvc.lock has no stage `ingest`: run `dvc repro` in that project and commit"
+        )
     outs = lock["stages"]["ingest"]["outs"]
     return {posixpath.basename(out["path"]): (out["path"], out["md5"]) for out in outs}

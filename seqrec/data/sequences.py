@@ -134,7 +134,9 @@ def load(directory: Path) -> Sequences:
     """
     table = map_ipc(directory / SEQUENCES)
     if not table.schema.equals(SEQUENCES_SCHEMA):
-        raise ValueError(f"{directory / SEQUENCES} has another schema: run the prepare stage again")
+        raise ValueError(
+            f"{directory / SEQUENCES} has another schema than this version of seqrec reads: run the prepare stage again"
+        )
     length = torch.cat([from_dlpack(chunk.offsets).diff() for chunk in table["items"].chunks]).long()
     stop = length.cumsum(0)
     start = stop - length

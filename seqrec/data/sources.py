@@ -84,7 +84,7 @@ def find(config: IngestConfig) -> Source:
         ConfigError: the source or category is unknown, a required setting is missing, or one has no effect here.
     """
     if config.source not in SOURCES:
-        raise ConfigError(f"ingest.source: no source {config.source!r}; the sources are {', '.join(SOURCES)}")
+        raise ConfigError(f"ingest.source: there is no source {config.source!r}; the sources are {', '.join(SOURCES)}")
     rows = KNOWN_ROWS.get(config.source, {})
     used = SETTINGS.get(config.source, ("category",) if rows else ())
     for name in ("category", "interactions", "items", "columns", "sha256", "time_format", "lines"):

@@ -107,8 +107,8 @@ def draw_negatives(item: IntArray, events: IntArray, num_items: int, number: int
     unseen = num_items - np.bincount(seen // (num_items + 1), minlength=len(events))
     if (unseen < number).any():
         raise ValueError(
-            f"prepare.protocol LOO-101: {(unseen < number).sum()} users have fewer than {number} unseen items among "
-            f"{num_items}: use LOO-full, or a larger catalogue"
+            f"prepare.protocol LOO-101: {(unseen < number).sum()} users have fewer than {number} unseen items in a "
+            f"catalogue of {num_items}: use LOO-full, or a larger catalogue"
         )
     generator = np.random.default_rng(seed)
     first = np.arange(len(events))[:, None] * (num_items + 1)
@@ -249,7 +249,7 @@ def with_noise(item: IntArray, ends: Ends, num_items: int, share: float, seed: i
     later = np.unique((user * (num_items + 1) + item)[~in_train])
     if len(later) and np.bincount(later // (num_items + 1)).max() >= num_items:
         raise ValueError(
-            "prepare.noise_share: a user's later events contain every item, so no other item can be drawn: lower it"
+            "prepare.noise_share: a user's later events contain every item, so no other item can be drawn: set it to 0"
         )
     candidates = np.flatnonzero(in_train)
     chosen = generator.choice(candidates, size=round(share * len(candidates)), replace=False)

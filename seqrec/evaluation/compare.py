@@ -66,8 +66,8 @@ def compare(
         runs: reports/MODEL, or the output folder of `seqrec run`, followed by :MODEL if it holds several models.
         seeds: show the spread over runs that differ only in the seed, instead of gains.
         sequences: prepared data of the runs, for slices by popularity; checked against the runs.
-        confidence: level of the intervals over users.
-        seed: seed of resampling and random sign flips.
+        confidence: confidence level of the intervals.
+        seed: seed of the resampling and of the random sign flips.
 
     Raises:
         FileNotFoundError: a run was not evaluated.
@@ -170,9 +170,9 @@ def _check_same_evaluation(first: Finished, other: Finished) -> None:
             "compare runs of one split only"
         )
     if first.metrics["filter_seen"] != other.metrics["filter_seen"]:
-        raise ValueError(f"{first.name} and {other.name} differ in filter_seen: evaluate one of them again")
+        raise ValueError(f"{first.name} and {other.name} differ in filter_seen: evaluate both with the same value")
     if first.metrics.get("refit", 0) != other.metrics.get("refit", 0):
-        raise ValueError(f"{first.name} and {other.name} differ in evaluate.refit: finetune and evaluate one again")
+        raise ValueError(f"{first.name} and {other.name} differ in evaluate.refit: train both with the same value")
     for split in SPLITS:
         try:
             intervals.aligned(first.cases, other.cases, split)
@@ -256,12 +256,15 @@ def _spread(runs: Sequence[Finished]) -> dict[str, Any]:
         cards.append(run.card)
     trained = [card["config"]["seed"] for card in cards]
     if len(set(trained)) < len(trained):
-        raise ValueError(f"--seeds: finetune.seed of the runs is {trained}, and must differ in each")
+        raise ValueError(f"--seeds: every run needs a finetune.seed of its own, but they are {trained}")
     settings = [_settings(card) for card in cards]
     for run, other in zip(runs, settings, strict=True):
         differing = [key for key in settings[0].keys() | other.keys() if settings[0].get(key) != other.get(key)]
         if differing:
-            raise ValueError(f"--seeds: {runs[0].name} and {run.name} differ in {', '.join(sorted(differing))} as well")
+            raise ValueError(
+                f"--seeds: {runs[0].name} and {run.name} must differ only in the seed, but also differ in "
+                f"{', '.join(sorted(differing))}"
+            )
     spread = {}
     for key in (f"{split}/{name}" for split in SPLITS for name in VALUES):
         value = np.array([run.metrics[key] for run in runs])

@@ -66,7 +66,7 @@ def _row(reports: Path, name: str, *, baseline: bool) -> Row:
     metrics = read_json(path)
     missing = [key for key in REQUIRED if key not in metrics]
     if missing:
-        raise ValueError(f"{path}: no {', '.join(missing)}; evaluate {name} again")
+        raise ValueError(f"{path} has no {', '.join(missing)}; evaluate {name} again")
     flags = {"baseline": baseline, "candidate": False, "champion": False}
     flags["refit"] = bool(metrics.get("refit"))
     return {"model": name, **flags, **{key: metrics[key] for key in REQUIRED}}

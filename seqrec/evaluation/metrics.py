@@ -36,7 +36,7 @@ def require_possible(values: Mapping[str, float], name: str) -> None:
         if not math.isfinite(value) or (SHARES.search(metric) and not -1e-9 <= value <= 1 + 1e-9)
     ]
     if wrong:
-        raise ValueError(f"impossible metrics of {name}, so none are written: {', '.join(wrong)}")
+        raise ValueError(f"{name} has impossible metrics, so none are written: {', '.join(wrong)}")
 
 
 def histogram(rank: Tensor, num_items: int) -> Tensor:

@@ -47,7 +47,7 @@ class ApproximateRecommender(Recommender):
         self = cls.load(place, config)
         assert isinstance(self, cls)
         self.build(expansion)
-        logger.info("ann: with expansion %d, recall@%d against exact search is %.4f", expansion, TOP, self.recall())
+        logger.info("ann: with %d candidates, recall@%d against exact search is %.4f", expansion, TOP, self.recall())
         return self
 
     def build(self, expansion: int) -> None:

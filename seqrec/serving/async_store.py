@@ -75,7 +75,7 @@ class AsyncStore:
                 await asyncio.to_thread(self.store.show, lists)
             except StoreError as error:
                 self.lost.inc(len(lists))
-                logger.error("%d answers could not be written: %s", len(lists), error)
+                logger.error("%d answers could not be written to the event store: %s", len(lists), error)
 
     async def write(self) -> None:
         """Write what is shown, several times a second, until cancelled."""
@@ -88,9 +88,9 @@ class AsyncStore:
         while True:
             try:
                 if number := await asyncio.to_thread(self.store.expire, days):
-                    logger.info("%d events were deleted after %g days", number, days)
+                    logger.info("%d stored events older than %g days were deleted", number, days)
             except StoreError as error:  # the next time may go well
-                logger.error("old events could not be deleted: %s", error)
+                logger.error("old events could not be deleted from the event store: %s", error)
             await asyncio.sleep(HOUR)
 
 
@@ -116,7 +116,9 @@ class Kept(Generic[K, V]):
         if found and age < OLDEST * self.seconds:
             return found[1]
         if key not in self.working:
-            raise HTTPException(503, "another query to the store is still running; try again later", retry_after(5))
+            raise HTTPException(
+                503, "another query to the event store is still running; try again later", retry_after(5)
+            )
         return await asyncio.shield(self.working[key])  # who goes leaves the others their answer
 
     async def _compute(self, key: K, compute: Callable[[], V]) -> V:

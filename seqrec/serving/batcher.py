@@ -88,7 +88,7 @@ class Batcher:
             try:
                 answers = await loop.run_in_executor(self.worker, self._answers, recommender, requests)
             except Exception as error:  # one batch fails, the service goes on
-                logger.exception("a batch of %d failed", len(waiting))
+                logger.exception("a batch of %d requests failed", len(waiting))
                 for _, future in waiting:
                     if not future.done():
                         future.set_exception(RuntimeError(str(error)))

@@ -408,7 +408,7 @@ def collect(log: Path, url: str = "") -> int:
     import polars as pl  # the service needs none
 
     if not (url := store_url(url)):
-        raise ConfigError(f"ingest.events: the variable {VARIABLE} names no store of events")
+        raise ConfigError(f"ingest.events: set the variable {VARIABLE} to the URL of the event store")
     schema = {"user_id": pl.String, "item_id": pl.String, "timestamp": pl.Int64, "received": pl.Float64}
     before = pl.read_parquet(log) if log.is_file() else pl.DataFrame(schema=schema)
     since = before.select(pl.col("received").max().fill_null(0.0) - OVERLAP_S).item()

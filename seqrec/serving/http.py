@@ -235,7 +235,7 @@ def _add_experiment(api: FastAPI, service: Service) -> None:
     async def share(wanted: schemas.Share) -> schemas.Share:
         """Set the share of the users whom the candidate answers, until the service ends."""
         service.share = wanted.share
-        logger.info("the candidate answers the share %g of the users", wanted.share)
+        logger.info("the candidate now answers a share of %g of the users", wanted.share)
         return wanted
 
 

@@ -139,10 +139,10 @@ class Keys:
             if version != self.version:
                 self.version = version
                 self.keys = read(self.path)
-                logger.info("keys: %s was read again, %d keys", self.path, len(self.keys))
+                logger.info("keys: %s was read again and holds %d keys", self.path, len(self.keys))
         except (OSError, ValueError) as error:
             if self.version:
-                logger.error("the previous keys remain valid: %s", error)
+                logger.error("the keys cannot be read again, so the previous ones remain valid: %s", error)
             self.version = ()  # say it once; the file is read again when it is back
 
 

@@ -57,7 +57,7 @@ def _rows(tensor: schemas.TextTensor) -> list[list[str]]:
     rows, width = (*tensor.shape, 1, 1)[:2]
     flat = [one for row in tensor.data for one in ([row] if isinstance(row, str) else row)]
     if not tensor.shape or len(flat) != rows * width:
-        raise ValueError(f"inputs: {tensor.name} has {len(flat)} elements, which is not its shape {tensor.shape}")
+        raise ValueError(f"inputs: {tensor.name} has {len(flat)} elements, which do not fit its shape {tensor.shape}")
     if rows > schemas.MAX_BATCH:
         raise ValueError(f"inputs: at most {schemas.MAX_BATCH} histories in a request, not {rows}")
     return [flat[start : start + width] for start in range(0, rows * width, width)] if width else [[]] * rows
@@ -80,7 +80,7 @@ def add_routes(api: FastAPI, service: Service) -> None:
 
     def check(model: str) -> None:
         if model != MODEL:
-            raise HTTPException(404, f"there is no model {model!r:.100}: it is called {MODEL}")
+            raise HTTPException(404, f"there is no model {model!r:.100}: the one that is served is called {MODEL}")
 
     @api.get("/v2")
     async def server() -> dict[str, Any]:

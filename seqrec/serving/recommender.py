@@ -253,7 +253,7 @@ class Recommender:
         if not isinstance(self.model, ReadsTokens) or not self.tokenizer:
             raise ValueError(f"items_text: {self.name} cannot read text; a trained Recformer with its {TOKENIZER} can")
         if known := request.items_text.keys() & self.items.keys():
-            raise ValueError(f"items_text: the model knows {min(known)!r} already")
+            raise ValueError(f"items_text: the model already knows the item {min(known)!r}")
 
     @torch.no_grad()
     def answer(self, requests: Sequence[Request]) -> list[Answer]:

@@ -88,7 +88,7 @@ class Query(Body):
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.history is None and (self.user is None or self.times is not None):
-            raise ValueError("history is missing: give a history, or a user and no times")
+            raise ValueError("history is missing: give a history, or a user without times")
         self.request(UserHistory())
         return self
 
@@ -171,7 +171,7 @@ class Explanation(BaseModel):
 
 def _has_happened(at: float) -> float:
     if at > time.time() + AHEAD_S:
-        raise ValueError("more than a day in the future; give seconds since 1970, UTC, not milliseconds")
+        raise ValueError("the time is more than a day in the future; give seconds since 1970, UTC, not milliseconds")
     return at
 
 

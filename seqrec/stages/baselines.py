@@ -89,7 +89,9 @@ def baselines(
     prepared = load_sequences(sequences)
     for split in ("valid", "test"):
         if not len(cases(prepared, split)):
-            raise ValueError(f"no {split} cases: check prepare.protocol, prepare.{split}_share and the k-core")
+            raise ValueError(
+                f"the {split} split has no cases: check prepare.protocol, prepare.{split}_share and the k-core"
+            )
     values = {}
     for name in names:
         folder = artifacts / name / "finetuned"
@@ -97,7 +99,7 @@ def baselines(
             shutil.rmtree(place, ignore_errors=True)  # may be of other data
             place.mkdir(parents=True)  # DVC tracks the folder even if the baseline is left out
         if name == "ease" and prepared.num_items > ease_items:
-            logger.warning("ease is left out: %d items are more than %d", prepared.num_items, ease_items)
+            logger.warning("ease is left out: %d items are more than ease_items = %d", prepared.num_items, ease_items)
             continue
         files = catalogue_files(sequences, data / ITEMS)
         write(name, prepared, sequences, folder, files, filter_seen=filter_seen)

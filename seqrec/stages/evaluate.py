@@ -81,5 +81,5 @@ def _refitted(trained: Checkpoint) -> Checkpoint:
     refitted = load_checkpoint(folder)
     origin = refitted.card[REFIT]
     if origin["until"] != "valid" or origin["fingerprint"] != trained.card["fingerprint"]:
-        raise ValueError(f"{folder} is no refit of {trained.folder} on the validation events: run finetune again")
+        raise ValueError(f"{folder} is not a refit of {trained.folder} on the validation events: run finetune again")
     return refitted

@@ -90,7 +90,9 @@ def ingest(
     """
     try:
         if config.events and events is None:
-            raise ConfigError("ingest.events: DVC sees no store; use `seqrec run`, or a pipeline on Kubeflow")
+            raise ConfigError(
+                "ingest.events: DVC cannot track the event store; use `seqrec run`, or a pipeline on Kubeflow"
+            )
         return _ingest(output, downloads, config, events if config.events else None)
     except ConfigError as error:
         raise ConfigError(f"datasets.{dataset}.{error}") from error

@@ -72,7 +72,9 @@ def prepare(*, dataset: str, data: Path, validation: Path, sequences: Path, conf
         events_file = data / artifacts.INTERACTIONS
         raise ValueError(f"{validation} is not a successful validation of {events_file}: run ingest and validate again")
     if config.extend and Path(config.extend).resolve() == sequences.resolve():
-        raise ConfigError(f"prepare.extend: this stage overwrites {config.extend}; keep the earlier dump elsewhere")
+        raise ConfigError(
+            f"prepare.extend: this stage overwrites {config.extend}; move the earlier sequences elsewhere"
+        )
     with table_engines.opened(config.engine, sequences) as engine:
         events, users, items, dropped, cuts = _filter(engine, data, config)
         table = events.join(users.frame, on="user").join(items.frame.rename({"number": "item_number"}), on="item")
@@ -197,7 +199,7 @@ def _code(engine: Engine, events: Frame, column: str, config: PrepareConfig) -> 
     if config.extend:
         path = Path(config.extend) / {"user": artifacts.USERS, "item": artifacts.VOCABULARY}[column]
         if not path.is_file():
-            raise ConfigError(f"prepare.extend: {path} not found; name the folder of the sequences of the earlier dump")
+            raise ConfigError(f"prepare.extend: {path} not found; name the folder of the earlier sequences")
         known, size = engine.keep(engine.read(path).select(column, name)), artifacts.open_table(path).metadata.num_rows
     frame = splits.number(events, name, column, known, size + 1).select(column, name)
     return Coded(engine.keep(frame), column, size)

@@ -44,7 +44,7 @@ def pretrain(
         config: section `pretrain`.
         data: folder of the ingested tables, for titles in the model's vocabulary and for text.
         sources: names of other datasets, whose tables and sequences lie in `data`/sources; text models pre-train only
-            on them, models of two domains on them and the dataset.
+            on these, models of two domains on these and on the dataset.
         champion: folder with weights, card, vocabulary and users of a champion; a model of the same architecture and
             options starts from its weights instead of pre-training.
         resume: continue a saved training; fail if there is none.

@@ -137,13 +137,13 @@ def register(
     Args:
         leaderboard: keys of the models.
         artifacts: holds `<model>/finetuned/`.
-        reports: holds `<model>/` of models and baselines; gets leaderboard.json, leaderboard.csv, curves.csv, and
-            index.html, a page that needs no other file. May hold the validation.json of the data.
+        reports: folder that holds `<model>/` of models and baselines, and may hold the validation.json of the data; it
+            receives leaderboard.json, leaderboard.csv, curves.csv, and index.html, a page that needs no other file.
         sequences: the prepared dataset.
         data: holds source.json.
         params: all of params.yaml, to be logged.
         config: section `register`.
-        pipeline_run: the id that an orchestrator gave its run, to be a tag of the parent.
+        pipeline_run: the run id of an orchestrator, which becomes a tag of the parent run in MLflow.
 
     Returns:
         The candidate's metrics, whether it is the champion (1 or 0), and its gain where there was a comparison.
@@ -155,7 +155,7 @@ def register(
     """
     split = read_json(sequences / SPLIT_CARD)
     if params.get("dataset", split["dataset"]) != split["dataset"]:
-        raise ConfigError(f"dataset: {params['dataset']}, but {sequences} holds {split['dataset']}")
+        raise ConfigError(f"dataset: the settings name {params['dataset']}, but {sequences} holds {split['dataset']}")
     rows = build(reports=reports, models=leaderboard)
     entries = [_entry(row, artifacts, reports, split) for row in rows]
     best = next(e for e in entries if e.row is winner(rows, trained=config.allow_below_baseline))
@@ -276,7 +276,7 @@ def _origin_tags() -> dict[str, str]:
     tags |= {f"{HIDDEN}dvc_lock": sha256(lock)} if lock.is_file() else {}
     if commit := git_commit():
         return {**tags, "mlflow.source.git.commit": commit}
-    logger.warning("no git commit to record: not in a git repository")
+    logger.warning("no git commit is recorded, because the project is not in a git repository")
     return tags
 
 

@@ -80,7 +80,9 @@ def promote(
                 registry.crown(client, version, champion, decision.reason)
             if still_ours():
                 return decision
-    raise TrackingError(f"{version.name}: another promotion came first, {ATTEMPTS} times in a row; run register again")
+    raise TrackingError(
+        f"{version.name}: another version was promoted first, {ATTEMPTS} times in a row; run register again"
+    )
 
 
 def _recorded(version: ModelVersion) -> Decision:

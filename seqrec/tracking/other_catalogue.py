@@ -72,7 +72,7 @@ def measured(checkpoint: Checkpoint, data: Path, *, filter_seen: bool) -> Measur
     """
     numbers = Numbers.matched(checkpoint, data)
     if not numbers.item.any():
-        raise ValueError("the champion knows none of the items")
+        raise ValueError("the champion knows none of the items of the dataset")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     term, prepared = checkpoint.count_term, sequences.load(data).to(device)
     count = checkpoint.item_counts.to(device)

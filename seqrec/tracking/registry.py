@@ -281,7 +281,9 @@ def register_refit(
     with claim(client, name) as still_ours:
         champion, now = find_champion(client, name), find_evaluated(client, name)
         if not is_same(now, evaluated) or not still_ours():
-            raise TrackingError(f"version {evaluated.version} of {name} is no longer the champion: refit the new one")
+            raise TrackingError(
+                f"version {evaluated.version} of {name} is no longer the champion: refit the new champion"
+            )
         if not is_same(champion, version):
             crown(client, version, champion, reason)
     return version
@@ -328,7 +330,7 @@ def accept_statistics(*, dataset: str, version: int, config: RegisterConfig) -> 
             lacks = "no such version" if found is None else "it was registered without the statistics of its data"
             raise ConfigError(f"--version: version {version} of {name}: {lacks}; `seqrec registry show` lists versions")
         client.set_registered_model_alias(name, REFERENCE, found.version)
-    logger.info("drift of %s is measured against the data of version %d", dataset, version)
+    logger.info("drift of %s is now measured against the data of version %d", dataset, version)
 
 
 def fetch_champion(*, dataset: str, folder: Path, config: RegisterConfig) -> str:

@@ -141,7 +141,7 @@ def resolved(config: FinetuneConfig, shape: Shape) -> FinetuneConfig:
         return config
     found = finetune(shape, {name: getattr(config, name) for name in RULED})
     chosen = {name: found[name] for name in names}
-    logger.info("finetune, from the shape of the data: %s", _listed(chosen))
+    logger.info("finetune, chosen from the shape of the data: %s", _listed(chosen))
     return replace(config, **chosen)
 
 
@@ -151,7 +151,7 @@ def resolved_options(config: ModelConfig, shape: Shape, path: str) -> ModelConfi
     chosen = {name: found[name] for name, value in config.options.items() if value == AUTO and name in found}
     if not chosen:
         return config
-    logger.info("%s, from the shape of the data: %s", path, _listed(chosen))
+    logger.info("%s, chosen from the shape of the data: %s", path, _listed(chosen))
     return replace(config, options={**config.options, **chosen})
 
 

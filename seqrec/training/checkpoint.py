@@ -232,8 +232,8 @@ def load_checkpoint(folder: Path) -> Checkpoint:
         model.load_state_dict(weights)
     except RuntimeError as error:
         raise ValueError(
-            f"{folder / WEIGHTS} does not fit the {config.architecture} of this version: train it again, or use "
-            f"the version it was made with ({error})"
+            f"{folder / WEIGHTS} does not fit {config.architecture} in this version of seqrec: train the model "
+            f"again, or use the version that trained it ({error})"
         ) from error
     for name, digest in card["files"].items():
         _check_digest(folder / name, digest)
@@ -253,7 +253,7 @@ def _read_card(folder: Path) -> dict[str, Any]:
     files = content.get("files")
     if not isinstance(files, dict) or not {VOCABULARY, USERS} <= files.keys() <= {*FILES}:
         raise ValueError(
-            f"{path} was written by an older version, without the names of vocabulary and users: "
+            f"{path} was written by an older version of seqrec and names no vocabulary and users: "
             "train the model again, and register it again"
         )
     try:
@@ -272,7 +272,7 @@ def _load_tensors(path: Path, digest: str) -> dict[str, Tensor]:
 def _check_digest(path: Path, digest: str) -> None:
     """Raise DamagedError if a file is missing or its SHA-256 is not the one in the card."""
     if not path.is_file():
-        raise DamagedError(f"{path} is missing: {MODEL_CARD} beside it names it; {remedy(path)}")
+        raise DamagedError(f"{path} is missing, although {MODEL_CARD} beside it names it: {remedy(path)}")
     if sha256(path) != digest:
         raise DamagedError(
             f"{path} differs from the file that {MODEL_CARD} describes: refusing to load it; {remedy(path)}"

@@ -31,7 +31,7 @@ def check(config: TrainConfig, model: SequenceModel, stage: str) -> None:
     if wanted is None:
         return
     if len(model.parts) > 1:
-        raise ConfigError(f"{stage}.contrast: does not work with several members")
+        raise ConfigError(f"{stage}.contrast: works only with options.members: 1")
     if model.options.masked or any(self_supervised(model, phase) for phase in model.phases(stage)):
         raise ConfigError(f"{stage}.contrast: needs a model that predicts what follows its window")
     if wanted.same_target and not config.resident:

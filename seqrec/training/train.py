@@ -164,5 +164,5 @@ def _finished(output: Path, identity: str) -> dict[str, float] | None:
         checkpoint = load_checkpoint(output)
         return _figures(checkpoint.epoch_records()) if checkpoint.card["fingerprint"] == identity else None
     except ValueError as error:
-        logger.warning("the training runs again: %s", error)
+        logger.warning("the training is repeated, because its result cannot be used: %s", error)
         return None

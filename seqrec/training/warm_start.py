@@ -71,7 +71,7 @@ def warm_start(net: SequenceModel, sequences: Path, folder: Path) -> bool:
             _carry(new[name], old[name], *number[kind])
         else:
             new[name].copy_(old[name])
-    logger.info("warm start: %d of %d items known to the champion", len(items[0]), net.catalogue.num_items)
+    logger.info("warm start: the champion knows %d of %d items", len(items[0]), net.catalogue.num_items)
     return True
 
 

@@ -47,8 +47,8 @@ def test_another_dataset_brings_its_own_source_and_settings(params):
     [
         ({"dataset": "nothing"}, "dataset: no entry datasets.nothing"),
         ({"models": ["nothing"]}, "no entry models.nothing"),
-        ({"models": []}, "models: name each model once, and at least one"),
-        ({"models": ["sasrec", "sasrec"]}, "models: name each model once"),
+        ({"models": []}, "models: name at least one model, and none twice"),
+        ({"models": ["sasrec", "sasrec"]}, "models: name at least one model, and none twice"),
         ({"protocol": "sideways"}, "prepare: protocol must be one of|prepare.protocol"),
         ({"overrides": {"finetune.epohcs": 3}}, r"finetune\.epohcs: unknown key"),
         ({"overrides": {"finetune": {"epochs": 3}}}, "finetune: name a setting inside it"),
@@ -91,7 +91,9 @@ def test_a_dataset_is_never_read_from_what_another_one_is_read_from(key):
     assert resolved(kept, dataset="yours")["ingest"]["interactions"] == "yours.csv"
 
     del kept["datasets"]["yours"]["ingest"][key]
-    with pytest.raises(ConfigError, match=f"yours has no ingest.{key} of its own and would be read from that of mine"):
+    with pytest.raises(
+        ConfigError, match=f"yours has no ingest.{key} of its own and would be read from the one of mine"
+    ):
         resolved(kept, dataset="yours")
 
 

@@ -137,9 +137,7 @@ def test_a_complete_job_without_output_is_made_again_and_belongs_to_the_pod_that
     for attempt in ("first", "second"):
         monkeypatch.setenv("KFP_POD_NAME", f"pod-{attempt}")
         monkeypatch.setenv("KFP_POD_UID", attempt)
-        with (
-            contextlib.nullcontext() if attempt == "second" else pytest.raises(ValueError, match="output is not there")
-        ):
+        with contextlib.nullcontext() if attempt == "second" else pytest.raises(ValueError, match="output is missing"):
             finetuned("job", place(launcher="job"))
 
     owners = [[one["uid"] for one in job["metadata"]["ownerReferences"]] for job in cluster.created]

@@ -224,7 +224,7 @@ def test_the_loop_closes(tmp_path, caplog):
     got = sorted(zip(table["user_id"], table["item_id"], table["timestamp"], strict=True))
     known = [(user, item, time + 1_000_000_000) for user, item, time in synthetic_rows()]
     assert got == sorted([*known, *((event["user"], event["item"], int(event["at"])) for event in sent)])
-    assert "warm start: 40 of 41 items known to the champion" in caplog.text
+    assert "warm start: the champion knows 40 of 41 items" in caplog.text
     retrained = Recommender.load(second / "artifacts" / "sasrec" / "finetuned")
     past = Store(url).histories(["u1"])["u1"]
     assert (answer["version"], answer["unknown"]) == ("2", 0)

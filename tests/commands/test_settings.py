@@ -196,7 +196,10 @@ def test_the_command_refuses_a_misspelt_option_before_any_stage(tmp_path, monkey
         ({"models.pctm": {}, "leaderboard": ["pctm"]}, "models.pctm: pctm is a baseline, which every run computes"),
         ({"models.gru4rec.options.objective": "cloze"}, "models.gru4rec.options.objective: cloze is not one of causal"),
         ({"models.gru4rec.options.dropout": float("nan")}, "models.gru4rec.options: dropout must be"),
-        ({"datasets.other.ingest.source": "cvs"}, "datasets.other.ingest.source: no source 'cvs'; the sources are"),
+        (
+            {"datasets.other.ingest.source": "cvs"},
+            "datasets.other.ingest.source: there is no source 'cvs'; the sources are",
+        ),
         ({"datasets.tiny.ingest.category": "Gift_Cards"}, "datasets.tiny.ingest.category: has no effect"),
     ],
 )

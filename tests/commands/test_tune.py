@@ -324,7 +324,7 @@ RATE = "finetune.learning_rate"
         ({"sasrec": {"finetune.rate": {"choices": [1]}}}, r"sasrec\.finetune\.rate: no such setting"),
         ({"sasrec": {"dropout": {"choices": [1]}}}, r"sasrec\.dropout: no such setting; expected pretrain"),
         ({"sasrec": {"evaluate.top_k": {"choices": [10]}}}, r"sasrec\.evaluate\.top_k: no such setting"),
-        ({"sasrec": {}}, r"tune\.spaces\.sasrec: nothing to search"),
+        ({"sasrec": {}}, r"tune\.spaces\.sasrec: names no setting to search"),
         ({"gru": {RATE: {"choices": [1]}}}, r"tune\.spaces\.gru: no entry models\.gru; known are sasrec"),
         ({"sasrec": {RATE: {"low": 1e-6, "high": 1e-2}}}, "learning_rate: 1e-06 contradicts the other settings"),
         ({"sasrec": {"options.width": {"choices": [8]}}}, r"sasrec\.options\.width: 8 contradicts .*unknown key"),
@@ -343,7 +343,10 @@ def test_a_wrong_range_is_named_by_its_key_before_anything_runs(prepared, tmp_pa
         ({"tune__trials": 0}, "tune: trials must be at least 1, not 0"),
         ({"tune__trails": 3}, r"tune\.trails: unknown key"),
         ({"tune__epochs": -1}, "tune: epochs must be at least 0, not -1"),
-        ({"tune__spaces": {"sasrec": {"finetune.epochs": {"choices": [1]}}}, "tune__epochs": 2}, "sets it as well"),
+        (
+            {"tune__spaces": {"sasrec": {"finetune.epochs": {"choices": [1]}}}, "tune__epochs": 2},
+            "tune.epochs sets the same value",
+        ),
     ],
 )
 def test_a_wrong_budget_is_named_by_its_key(values, message):
@@ -357,7 +360,7 @@ def test_a_study_of_another_search_is_refused(prepared, whole):
 
 
 def test_resume_refuses_to_start_afresh(prepared, tmp_path):
-    with pytest.raises(ConfigError, match=r"--resume: no study .*study\.db of this search"):
+    with pytest.raises(ConfigError, match=r"--resume: .*study\.db does not exist: no study has these settings"):
         search(prepared, tmp_path, resume=True)
 
 

@@ -83,7 +83,7 @@ def test_a_port_that_cannot_be_used_is_named(project, caplog, monkeypatch):
     monkeypatch.setattr(ui, "PORTS", 1)
     with another_program() as taken:
         assert main(["ui", "--no-browser", "--port", str(taken)]) == 1
-    assert "other programs have the ports" in caplog.text
+    assert "other programs use the ports" in caplog.text
 
 
 def test_a_server_that_does_not_start_is_said(project, caplog, capfd, monkeypatch):

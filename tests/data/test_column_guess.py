@@ -143,7 +143,7 @@ def test_what_the_caller_names_is_taken(tmp_path):
 @pytest.mark.parametrize(
     ("columns", "chosen", "message"),
     [
-        ({"user": "user", "item": "item"}, {}, "looks like timestamp among user, item; pass its name with --time"),
+        ({"user": "user", "item": "item"}, {}, "columns user, item looks like timestamp; name it with --time"),
         ({"user": "user", "item": "item", "time": "words"}, {}, "have no known format.* set --time-format"),
         ({"user": "user", "item": "item", "day": "number"}, {}, "have no known format.* with --time day"),
         ({"user": "user"}, {"item_id": "sku"}, "log.csv has no column 'sku' for item_id; its columns are user"),

@@ -156,7 +156,7 @@ def read(name: str, files: Mapping[str, bytes]) -> dict[str, int]:
             path.write_bytes(data)
             found[role] = SourceFile(role, path, role)
         config = IngestConfig(max_bad_share=1.0, **settings)
-        return _write_tables(Path(folder), Publication(files=(), read=reader), found, config)
+        return _write_tables(Path(folder), Publication(files=(), read=reader), found, config, None)
 
 
 EPOCH = datetime(2020, 1, 1, tzinfo=UTC)

@@ -79,7 +79,7 @@ def test_a_retraining_starts_from_the_champion_and_the_gate_compares_on_the_new_
 
     assert decisions[0]["reason"] == "there was no champion before"
     assert "version 1 (measured with another split), measured again on these cases" in decisions[1]["reason"]
-    assert "warm start: 40 of 40 items known to the champion" in (second.parent / "log.txt").read_text()
+    assert "warm start: the champion knows 40 of 40 items" in (second.parent / "log.txt").read_text()
     cuts = [read_json(one / "prepare/sequences/split.json")["valid_cut"] for one in (first, second)]
     assert cuts[0] < cuts[1]
 

@@ -102,5 +102,5 @@ def test_serving_builds_it_and_says_its_recall(prepared, tmp_path, caplog):
         found = loaded(folder, 64, RegisterConfig())
 
     assert isinstance(found, ApproximateRecommender)
-    assert "with expansion 64, recall@10 against exact search is " in caplog.text
+    assert "with 64 candidates, recall@10 against exact search is " in caplog.text
     assert found.recommend(["i1"]).items == loaded(folder, 0, RegisterConfig()).recommend(["i1"]).items

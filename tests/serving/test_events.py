@@ -117,7 +117,7 @@ def test_training_data_seeds_histories_once(store, tmp_path):
 def test_what_the_store_receives_is_collected_once(store, tmp_path, monkeypatch):
     log, url = tmp_path / "log.parquet", f"sqlite:///{tmp_path}/events.db"
     monkeypatch.delenv(module.VARIABLE, raising=False)
-    with pytest.raises(ConfigError, match="the variable SEQREC_STORE names no store"):
+    with pytest.raises(ConfigError, match="set the variable SEQREC_STORE to the URL of the event store"):
         module.collect(log)
     assert module.collect(log, url) == 0
     assert pl.read_parquet(log).is_empty()

@@ -106,7 +106,7 @@ def test_without_a_known_item_a_described_one_is_the_least_popular(recommenders)
 
 def test_what_cannot_be_read_is_refused_with_the_reason(recommenders, prepared, tmp_path):
     lacking = recommenders[1]
-    with pytest.raises(ValueError, match="knows 'i1' already"):
+    with pytest.raises(ValueError, match="already knows the item 'i1'"):
         lacking.recommend(["i2"], items_text={"i1": {"title": "once more"}})
     with pytest.raises(ValueError, match="items_text: 'new' has no text"):
         lacking.recommend(["i2"], items_text={"new": {"title": " "}})
@@ -127,7 +127,7 @@ def test_a_described_item_is_recommended_over_http(recommenders):
 
     assert answer["items"] == whole.recommend(["i1", "i21"], 30).items
     assert refused.status_code == 422
-    assert "knows 'i1' already" in refused.json()["detail"][0]["msg"]
+    assert "already knows the item 'i1'" in refused.json()["detail"][0]["msg"]
 
 
 def test_who_cannot_be_answered_spoils_nobodys_batch(recommenders):

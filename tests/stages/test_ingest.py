@@ -100,7 +100,7 @@ def test_the_events_of_the_store_follow_those_of_the_source(tmp_path):
 
     pl.read_parquet(log).clear().write_parquet(log)
     assert run(tmp_path, events=True, log=log, **settings)["rows"] == 3
-    with pytest.raises(ConfigError, match=r"datasets\.mine\.ingest\.events: DVC sees no store"):
+    with pytest.raises(ConfigError, match=r"datasets\.mine\.ingest\.events: DVC cannot track the event store"):
         run(tmp_path, events=True, **settings)
 
 
@@ -303,7 +303,7 @@ def test_a_checksum_of_an_own_file_is_verified(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"source": "ml-2k"}, r"datasets\.mine\.ingest\.source: no source 'ml-2k'; the sources are ml-100k, "),
+        ({"source": "ml-2k"}, r"datasets\.mine\.ingest\.source: there is no source 'ml-2k'; the sources are ml-100k, "),
         ({"source": "amazon-2018"}, r"datasets\.mine\.ingest\.category: .* needs it"),
         ({"source": "amazon-2018", "category": "Gifts"}, r"ingest\.category: .*its categories are .*Gift_Cards"),
         ({"source": "csv"}, r"ingest\.interactions: the source csv needs it"),

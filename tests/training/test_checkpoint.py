@@ -51,14 +51,14 @@ def rewrite(folder, **entries):
         ({"options": {"d_model": 0}}, "config.json: .*d_model"),
         ({"options": {"no_such": 1}}, "config.json: .*options.no_such"),
         ({"options": {"heads": 3}}, "config.json: .*heads"),
-        ({"options": {"layers": 3}}, "best.safetensors does not fit the sasrec of this version"),
+        ({"options": {"layers": 3}}, "best.safetensors does not fit sasrec in this version"),
         ({"architecture": "no_such"}, "config.json: .*'no_such' is not one of"),
-        ({"architecture": "fpmc", "options": {}}, "best.safetensors does not fit the fpmc of this version"),
+        ({"architecture": "fpmc", "options": {}}, "best.safetensors does not fit fpmc in this version"),
         ({"catalogue": {"num_items": 40, "num_users": 60}}, "config.json: catalogue.length"),
         ({"catalogue": {"num_items": 0, "num_users": 60, "length": 12}}, "config.json: catalogue: num_items"),
         (
             {"catalogue": {"num_items": 41, "num_users": 60, "length": 12}},
-            "best.safetensors does not fit the sasrec of this version",
+            "best.safetensors does not fit sasrec in this version",
         ),
         ({"seconds": float("nan")}, "config.json: seconds"),
         ({"filter_seen": "perhaps"}, "config.json: filter_seen"),
@@ -91,7 +91,7 @@ def test_other_tensors_with_their_own_digest_are_refused(copy, change):
     save_file({name: value for name, value in tensors.items() if value is not None}, folder / WEIGHTS)
     rewrite(folder, weights_sha256=sha256(folder / WEIGHTS))
 
-    with pytest.raises(ValueError, match="does not fit the sasrec of this version"):
+    with pytest.raises(ValueError, match="does not fit sasrec in this version"):
         load_checkpoint(folder)
 
 

@@ -348,7 +348,7 @@ def test_a_start_on_the_hub_is_pinned_to_a_revision(tmp_path, monkeypatch):
         pretrained.load_weights(model, place)
         words = sources[commit].longformer.embeddings.word_embeddings.weight
         torch.testing.assert_close(model.encoder.words.weight, words)
-    with pytest.raises(ConfigError, match="names no revision: hub:NAME@REVISION"):
+    with pytest.raises(ConfigError, match="names no revision, as in hub:NAME@REVISION"):
         pretrained.load_weights(model, f"hub:{name}")
 
 

@@ -192,7 +192,7 @@ def test_a_refit_that_is_missing_or_of_other_weights_is_refused(prepared, traine
     other = tmp_path / "other"
     shutil.copytree(trained / "finetuned", other)
     shutil.copytree(refitted_too / REFITTED, other / REFITTED)
-    with pytest.raises(ValueError, match="no refit of"):
+    with pytest.raises(ValueError, match="is not a refit of"):
         evaluate(**shared, checkpoint=other)
 
 

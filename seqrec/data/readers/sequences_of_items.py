@@ -136,7 +136,7 @@ def _kind(path: Path) -> str:
         if longer != repeated:
             return "sequences" if longer else "pairs"
         why = "some have more than one item, and users repeat" if longer else "each has one item, and no user repeats"
-        raise ValueError(f"{path.name}: the lines may be sequences or pairs ({why}): set ingest.lines")
+        raise ValueError(f"{path.name}: the lines may be sequences or pairs ({why}): set ingest.lines to one of them")
     raise ValueError(f"{path.name} is empty")
 
 
