@@ -145,7 +145,7 @@ def test_data_are_prepared_anew_when_their_settings_change(tmp_path):
         ({"seeds": "1,two"}, "--seeds: 'two'"),
         ({"only": "sasrec,nobody"}, "--only: nobody"),
         ({"dataset": "nothing"}, "nothing"),
-        ({"dataset": "few"}, "finetune.user_share: the baselines read every user"),
+        ({"dataset": "few"}, "finetune.user_share: must be 1, because the baselines read every user"),
     ],
 )
 def test_wrong_flags_are_named(flags, wrong, prepared, tmp_path):

@@ -69,7 +69,7 @@ def test_a_missing_number_names_file_and_key(reports):
     del metrics["test/mrr"]
     path.write_text(json.dumps(metrics))
 
-    with pytest.raises(ValueError, match=r"sasrec.metrics.json: no test/mrr"):
+    with pytest.raises(ValueError, match=r"sasrec.metrics.json has no test/mrr"):
         leaderboard.build(reports=reports, models=["sasrec"])
 
 

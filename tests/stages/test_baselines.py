@@ -72,7 +72,7 @@ def test_a_refit_also_ranks_cases_without_a_history(tmp_path):
 def test_a_split_without_cases_names_the_settings(tmp_path):
     rows = [(f"u{user}", f"i{(user + n) % 12}", 100 * user + n) for user in range(20) for n in range(8)]
     folder = prepare_rows(tmp_path, rows, protocol="RATIO-full")
-    with pytest.raises(ValueError, match=r"no valid cases: check prepare\.protocol, prepare\.valid_share"):
+    with pytest.raises(ValueError, match=r"valid split has no cases: check prepare\.protocol, prepare\.valid_share"):
         baselines(folder, tmp_path)
 
 
