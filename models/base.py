@@ -37,13 +37,13 @@ class Catalogue(NamedTuple):
 class TaskLoss(Protocol):
     """The loss of the training task."""
 
-    def __call__(self, query_BPD: Tensor, /, *, skip_last: bool = False, items_VD: Tensor | None = None) -> Tensor:
+    def __call__(self, query_BPD: Tensor, /, *, skip_last: bool = False, of: SequenceModel | None = None) -> Tensor:
         """Return the losses (B, P) of the queries of the last P positions; their sum is the mean loss per target.
 
         Args:
             query_BPD: the queries.
             skip_last: whether the queries belong to the P positions before the last one.
-            items_VD: item vectors; default: those of the model.
+            of: the member of an ensemble that made the queries; default: the model.
         """
 
 

@@ -7,7 +7,7 @@ exported and served like one wide network (deep ensembles: Lakshminarayanan et a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,21 +70,8 @@ class Ensemble(SequenceModel):
 
     def training_loss(self, batch: Batch, task: TaskLoss) -> dict[str, Tensor]:
         """Return the mean of each term over the members, each of which is trained as if it were alone."""
-        terms = [part.training_loss(batch, _of(part, task)) for part in self.parts]
-        return {name: _mean(term[name] for term in terms) for name in terms[0]}
-
-
-def _of(part: SequenceModel, task: TaskLoss) -> TaskLoss:
-    """Return the loss of the task for the queries of one member."""
-
-    def loss(query_BPD: Tensor, /, *, skip_last: bool = False) -> Tensor:
-        return task(query_BPD, skip_last=skip_last, items_VD=part.item_vectors())
-
-    return loss  # type: ignore[return-value]
-
-
-def _mean(values: Iterable[Tensor]) -> Tensor:
-    return torch.stack([*values]).mean(0)
+        terms = [part.training_loss(batch, partial(task, of=part)) for part in self.parts]
+        return {name: torch.stack([term[name] for term in terms]).mean(0) for name in terms[0]}
 
 
 def create(architecture: type[SequenceModel], options: Any, catalogue: Catalogue) -> SequenceModel:

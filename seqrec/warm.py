@@ -150,7 +150,7 @@ def _become(request: dict[str, Any], files: Sequence[int]) -> list[str]:
     return argv
 
 
-def _fork(path: str, modules: Sequence[str]) -> list[str]:
+def _be_warm(path: str, modules: Sequence[str]) -> list[str]:
     """Be the warm process; return in a fork, with its module and arguments."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for module in modules:
@@ -170,5 +170,5 @@ if __name__ == "__main__":
         if (status := call(sys.argv[0], sys.argv[1:])) is not None:
             sys.exit(status)
     else:
-        sys.argv = _fork(sys.argv[1], sys.argv[2:])
+        sys.argv = _be_warm(sys.argv[1], sys.argv[2:])
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -81,7 +81,7 @@ def test_nothing_is_left_of_a_killed_command(stopped):
 
     command.kill()
 
-    until(lambda: not Path(f"/proc/{fork}").exists())
+    assert until(lambda: not Path(f"/proc/{fork}").exists())
 
 
 def test_without_a_warm_process_a_command_runs_alone(tmp_path):

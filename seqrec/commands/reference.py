@@ -34,7 +34,7 @@ def accept_reference(
         TrackingError: the tracking server does not answer.
     """
     if (data is None) == (version == 0):
-        raise ConfigError("accept-reference: give either --data or --version")
+        raise ConfigError("give either --data or --version")
     if data is None:
         from seqrec.tracking.registry import accept_statistics
 

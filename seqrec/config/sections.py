@@ -160,18 +160,14 @@ class TrainConfig(Section):
     batch_size: Annotated[Positive, OrAuto()] = 128  # windows of average length per step
     loss: Literal["ce", "sampled_ce", "bce", "gbce", "bpr"] = "ce"  # see docs/results/reading.md
     negatives: Annotated[int, Bounds(ge=1, le=1 << 24)] = 256  # per step: sampled_ce | per target: bce, gbce, bpr
-    sampler: Literal["uniform", "popularity", "in_batch"] = (
-        "uniform"  # source of negatives; in_batch: targets of the step
-    )
+    sampler: Literal["uniform", "popularity", "in_batch"] = "uniform"  # of negatives; in_batch: the step's targets
     contrast: dict[str, Any] = field(default_factory=dict)  # contrastive term, see ContrastConfig; empty: none
     exclude_past: bool = False  # ce: past items of the window are not candidates, as with `filter_seen` at test
     sparse_tables: bool = False  # sampled losses: a step updates only the rows it uses, for huge catalogues
     gbce_t: Share = 0.75  # gbce: 0: equals bce, 1: calibrated for the whole catalogue
     windows: Annotated[Literal["last", "all"], OrAuto()] = "last"  # causal, cloze: a user's last window | all windows
     prefixes_per_user: Count = 0  # last, or pretrain of unisrec, s3rec, recformer: prefixes per user and epoch; 0: all
-    earliest_target: Annotated[float, Bounds(ge=0, lt=1)] = (
-        0.0  # last: share of a history, from its start, without targets
-    )
+    earliest_target: Annotated[float, Bounds(ge=0, lt=1)] = 0.0  # last: first share of a history, without targets
     user_share: Annotated[float, Bounds(gt=0, le=1)] = 1.0  # share of users to train on, for learning curves
     mask_probability: Fraction = 0.2  # cloze: probability of masking an event
     mask_last_share: Share = 0.1  # cloze: share of windows with only the last event masked, as at test

@@ -223,8 +223,12 @@ def crown(
     client.set_registered_model_tag(name, f"{AUDIT_TAG}{moment}", f"{before} -> {version.version}: {reason}"[:4000])
 
 
-def find_champion(client: MlflowClient, name: str, alias: str = CHAMPION) -> ModelVersion | None:
-    """Return the version that holds the alias, if `name` is registered and any does."""
+def find_champion(client: MlflowClient, name: str) -> ModelVersion | None:
+    """Return the version that holds the alias `champion`, if `name` is registered and any does."""
+    return _find_alias(client, name, CHAMPION)
+
+
+def _find_alias(client: MlflowClient, name: str, alias: str) -> ModelVersion | None:
     if not client.search_registered_models(f"name = '{name}'"):
         return None
     number = client.get_registered_model(name).aliases.get(alias)
@@ -310,7 +314,7 @@ def reference_statistics(*, dataset: str, config: RegisterConfig) -> dict[str, A
     """
     client, name = connect(config), f"seqrec-{dataset}"
     with explained(config):
-        version = find_champion(client, name, REFERENCE) or find_champion(client, name)
+        version = _find_alias(client, name, REFERENCE) or find_champion(client, name)
     found: dict[str, Any] = json.loads(version.tags.get(STATISTICS_TAG, "{}")) if version else {}
     return found
 

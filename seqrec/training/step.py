@@ -29,7 +29,7 @@ class LossTerms(nn.Module):
         device = example.target_BL.device.type
         views: list[Tensor] = []
 
-        def task(query_BPD: Tensor, /, *, skip_last: bool = False, items_VD: Tensor | None = None) -> Tensor:
+        def task(query_BPD: Tensor, /, *, skip_last: bool = False, of: SequenceModel | None = None) -> Tensor:
             if torch.is_grad_enabled():
                 views.append(query_BPD[:, -1])
             width, stop = query_BPD.shape[1], example.target_BL.shape[1] - skip_last
@@ -41,8 +41,8 @@ class LossTerms(nn.Module):
                 past = None
                 if self.exclude_past:
                     past = objectives.past_items(example, self.model.options, index, width, skip_last)
-                vectors_VD = self.model.item_vectors() if items_VD is None else items_VD
-                value_N = self.loss(query_ND, vectors_VD.float(), target_BP.flatten()[index], past)
+                item_VD = (of or self.model).item_vectors().float()
+                value_N = self.loss(query_ND, item_VD, target_BP.flatten()[index], past)
             value_BP = value_N.new_zeros(target_BP.numel()).index_copy(0, index, value_N).view(target_BP.shape)
             return value_BP * example.weight
 
