@@ -19,6 +19,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # a process without a main module, whic
 LONGEST = (
     "test_end_to_end.py",
     "test_pipelines.py",
+    "test_retraining.py",
     "test_onnx_graph.py",
     "test_register.py",
     "test_loop.py",
@@ -29,6 +30,7 @@ LONGEST = (
     "test_everywhere.py",
     "test_rec_denoiser.py",
     "test_recformer.py",
+    "test_users.py",
 )
 
 
