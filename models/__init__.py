@@ -95,7 +95,7 @@ def register(name: str, architecture: type[SequenceModel]) -> None:
         raise ValueError(f"{architecture!r:.80} is not a subclass of seqrec.models.SequenceModel")
     if not getattr(sys.modules.get(architecture.__module__), "__file__", None):
         raise ValueError(
-            f"{architecture.__name__} is not defined in a file: move it to one, such as mine.py, and import it from "
+            f"{architecture.__name__} is not defined in a file: move it to a file such as mine.py and import it from "
             "there, because a training is identified by the code of its model"
         )
     if name in REGISTRY and REGISTRY.place(name) != _place(architecture):

@@ -40,9 +40,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, dest="command")
     server = argparse.ArgumentParser(add_help=False)
     server.add_argument(
-        "--host", default=os.environ.get("KFP_HOST", ""), help="server (default: KFP_HOST, or this cluster)"
+        "--host", default=os.environ.get("KFP_HOST", ""), help="URL of the server (default: KFP_HOST, or this cluster)"
     )
-    server.add_argument("--namespace", default="", help="namespace of the user, on a server with several users")
+    server.add_argument("--namespace", default="", help="your namespace, on a server with several users")
     server.add_argument("--token", default=os.environ.get("KFP_TOKEN", ""), help="bearer token (default: KFP_TOKEN)")
     server.add_argument(
         "--cookies", default=os.environ.get("KFP_COOKIES", ""), help="session cookies (default: KFP_COOKIES)"

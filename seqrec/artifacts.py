@@ -298,7 +298,7 @@ def replaced(folder: Path) -> Iterator[Path]:
     files.
     """
     if folder.exists() and not folder.is_dir():
-        raise NotADirectoryError(f"{folder} is a file, but a folder is needed there")
+        raise NotADirectoryError(f"{folder} is a file, but must be a folder")
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

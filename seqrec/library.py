@@ -262,7 +262,7 @@ class Model:
 
     def _dataset(self, data: Dataset | None) -> Dataset:
         if (found := data or self.data) is None:
-            raise ValueError(f"data: {self.name} was loaded without its data set: pass one, as in evaluate(data)")
+            raise ValueError(f"data: {self.name} was loaded without its dataset: pass one, as in evaluate(data)")
         return found
 
     def __repr__(self) -> str:

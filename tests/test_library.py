@@ -112,7 +112,7 @@ def test_a_saved_model_is_complete(data, model, tmp_path):
     assert again.recommend(["i1", "i2"]).equals(model.recommend(["i1", "i2"]))
     assert figures(again.evaluate(data).metrics) == figures(model.evaluate().metrics)
     assert again.recommend_all(data).equals(model.recommend_all())
-    with pytest.raises(ValueError, match=r"data: sasrec was loaded without its data set: pass one"):
+    with pytest.raises(ValueError, match=r"data: sasrec was loaded without its dataset: pass one"):
         again.evaluate()
     with pytest.raises(ValueError, match=r"folder: .*my-model is not empty: name another one"):
         model.save(tmp_path / "my-model")
@@ -181,7 +181,7 @@ def test_errors_name_what_to_change(data, call, message):
 def test_a_class_of_a_notebook_cell_needs_a_file():
     cell = type("Cell", (GRU4Rec,), {"__module__": "no_such_module"})
 
-    with pytest.raises(ValueError, match=r"Cell is not defined in a file: move it to one, such as mine\.py"):
+    with pytest.raises(ValueError, match=r"Cell is not defined in a file: move it to a file such as mine\.py"):
         seqrec.models.register("cell", cell)
 
 

@@ -51,11 +51,11 @@ def filled_in(params: Mapping[str, Any], form: Mapping[str, Any]) -> Params:
     """
     read, given = from_dict(params), parse(Form, form, "")
     if not given.models or len(set(given.models)) < len(given.models):
-        raise ConfigError(f"models: name at least one model, and none twice; got {given.models!r:.80}")
+        raise ConfigError(f"models: name at least one model, and each only once; got {given.models!r:.80}")
     _check_origin(read.as_dict(), given.dataset)
     for path in given.overrides:
         if path.partition(".")[0] in FIXED:
-            raise ConfigError(f"overrides.{path}: not allowed here; it is an input of its own, or fixed by `compile`")
+            raise ConfigError(f"overrides.{path}: not allowed here: it has its own input or is fixed by `compile`")
     inputs = {"dataset": given.dataset, "leaderboard": given.models, "seed": given.seed}
     same = {"dataset": read.dataset, "leaderboard": [*read.leaderboard], "seed": read.seed}
     changed = {key: value for key, value in inputs.items() if value != same[key]}
@@ -73,7 +73,7 @@ def _check_origin(content: Mapping[str, Any], dataset: str) -> None:
     for key in ORIGIN:
         if content["ingest"].get(key) and key not in own:
             raise ConfigError(
-                f"dataset: {dataset} has no ingest.{key} of its own and would be read from the one of "
+                f"dataset: {dataset} does not set ingest.{key} and would be read from the data of "
                 f"{content['dataset']}; set datasets.{dataset}.ingest.{key}"
             )
 

@@ -135,11 +135,11 @@ def auto(
     Args:
         data: CSV with or without a header, JSON lines, Parquet, or lines of `user item item ...`.
         out: folder that receives everything.
-        minutes: budget of the run; one model is trained even if that takes longer.
-        user: column of the users, in place of the guessed one.
-        item: column of the items.
-        time: column of the times.
-        title: column of the items' titles.
+        minutes: time budget of the run in minutes; one model is trained even if that takes longer.
+        user: name of the column of users, instead of a guess.
+        item: name of the column of items.
+        time: name of the column of times.
+        title: name of the column of the items' titles.
         time_format: format of the times, as in Python's strptime, such as %d/%m/%Y.
         items: file of items with their titles.
 
@@ -403,7 +403,7 @@ def train(
             entry["finetune"].setdefault("ease_items", _ease_items(plan))
             if (affordable := min(members, fitting // epochs)) > 1:
                 entry["options"]["members"] = affordable
-                logger.info("%s: the mean of %d networks, because the data has few users", name, affordable)
+                logger.info("%s is the mean of %d networks, because the data has few users", name, affordable)
         plan.set_model(name, entry)
     run.train_model(from_dict(plan.params), name, folder, out)
     plan.save(name)

@@ -51,7 +51,7 @@ def benchmark(
 
     Args:
         config_file: config in the form of params.yaml; `leaderboard` names the models.
-        out: folder that receives the data, one folder per seed, and the page.
+        out: output folder for the data, one folder per seed, and the page of results.
         dataset: key in `datasets`; default: `dataset` in the config.
         data: folder with `sequences/` already prepared.
         seeds: seeds of initialisation, order and dropout, separated by commas.

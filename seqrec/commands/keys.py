@@ -32,7 +32,7 @@ def keys(
             --days) or revoke (disable all keys of the name at once).
         keys_file: file of the keys; it holds their hashes, not the keys themselves.
         name: who uses the key.
-        admin: the new key may also delete users and change an experiment.
+        admin: let the new key also read and delete a user's events, and change an experiment.
         days: days until an added key expires, 0 = never; with rotate, days until the old keys expire.
 
     Raises:

@@ -42,9 +42,7 @@ def accept_reference(
         return
     events = log_counts.read_events(data / artifacts.INTERACTIONS)
     if events.is_empty():
-        raise ValueError(
-            f"{data / artifacts.INTERACTIONS} has no rows, so it gives no reference statistics of {dataset}"
-        )
+        raise ValueError(f"{data / artifacts.INTERACTIONS} has no rows, so {dataset} gets no reference statistics")
     entries = read_reference(reference)
     entries[dataset] = {column: histogram(log_counts.events_per(events, column)) for column in COUNTED}
     artifacts.write_json(reference, dict(sorted(entries.items())))

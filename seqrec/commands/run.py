@@ -48,10 +48,10 @@ def run(
         out: folder that receives data, artifacts, reports and resume states.
         dataset: key in `datasets`; default: `dataset` in the config.
         changes: settings for this run alone, such as "finetune.epochs=3".
-        data: folder with `sequences/` already prepared: ingest, validate and prepare are skipped.
+        data: folder with prepared `sequences/`; ingest, validate and prepare are then skipped.
         resume: continue saved trainings; fail if there is none to continue.
-        from_champion: start models from the champion's weights if they have its architecture and options.
-        register: bring the run into MLflow at its end: leaderboard, runs, candidate and champion.
+        from_champion: start models of the champion's architecture and options from the champion's weights.
+        register: run the stage register at the end: leaderboard, MLflow runs, candidate and champion.
 
     Returns:
         The test NDCG@10 of each model and baseline.
@@ -122,7 +122,7 @@ def import_run(*, run: Path, data: Path | None = None) -> dict[str, float]:
 
     Args:
         run: the folder that `seqrec run` wrote to.
-        data: the folder that the run was given as --data, if any.
+        data: folder that was passed to the run as --data, if any.
     """
     if not (run / SETTINGS).is_file():
         raise FileNotFoundError(f"--run: {run} is not the output folder of `seqrec run`")

@@ -302,7 +302,7 @@ def _budget(study: optuna.Study, search: Search) -> dict[str, Any]:
         "split_sha256": search.split,
     }
     logger.info("%s: %s", search.model, _summary(budget))
-    logger.info("best, trial %d: %s %.4f with %s", best.number, METRIC, best.value, _text(best.params))
+    logger.info("trial %d is the best: %s %.4f with %s", best.number, METRIC, best.value, _text(best.params))
     return budget
 
 

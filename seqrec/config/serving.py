@@ -14,7 +14,7 @@ SLOWEST = 0.001  # requests a second: 1 in a quarter of an hour
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig(Section):
-    """Section `serve`: what is served, where, and how much of it; a flag of the same name takes precedence."""
+    """Section `serve`: the model, the address, and limits of the service; a flag of the same name takes precedence."""
 
     saved: str = ""  # model to serve instead of the champion: a folder with its weights and card, or models:/NAME/N
     ann: Annotated[int, Bounds(ge=0, le=100_000)] = 0  # candidates of the approximate search; 0: score all items

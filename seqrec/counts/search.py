@@ -263,7 +263,7 @@ def for_model(
         )
     choice = choose(scorer, tables, data_on_device, filter_seen=filter_seen, start=CountsConfig(alpha=0.0), ease=ease)
     logger.info(
-        "counts: alpha %g, ease %g; valid/ndcg@10 %.4f (cross-fitted)",
+        "counts: chose alpha = %g and ease = %g; cross-fitted valid/ndcg@10 = %.4f",
         choice.values.alpha,
         choice.values.ease,
         choice.honest,

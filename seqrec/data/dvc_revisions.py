@@ -64,8 +64,10 @@ def fetch(output: Path, config: IngestConfig) -> dict[str, float]:
     card = read_json(output / artifacts.SOURCE_CARD)
     if (card["source"], card["category"]) != (config.source, config.category):
         ingested = " ".join(filter(None, (card["source"], card["category"])))
-        raise ConfigError(f"ingest.source: {config.repository} at {config.revision} ingested {ingested} instead")
-    logger.info("%s: fetched as of revision %s of %s", config.source, config.revision, config.repository)
+        raise ConfigError(
+            f"ingest.source: {config.repository} at {config.revision} ingested another source, {ingested}"
+        )
+    logger.info("%s was fetched from revision %s of %s", config.source, config.revision, config.repository)
     return {name: float(value) for name, value in card["counts"].items()}
 
 

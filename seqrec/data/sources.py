@@ -92,7 +92,7 @@ def find(config: IngestConfig) -> Source:
             raise ConfigError(f"ingest.{name}: has no effect with the source {config.source}")
     for name in ("category", "interactions"):
         if name in used and not getattr(config, name):
-            raise ConfigError(f"ingest.{name}: the source {config.source} needs it")
+            raise ConfigError(f"ingest.{name}: required by the source {config.source}")
     if config.category and config.category not in rows:
         known = ", ".join(rows)
         raise ConfigError(f"ingest.category: {config.source} has no {config.category!r}; its categories are {known}")

@@ -166,8 +166,8 @@ def _check_same_evaluation(first: Finished, other: Finished) -> None:
         raise ValueError(f"{first.name} is named twice")
     if None not in (first.split, other.split) and first.split != other.split:
         raise ValueError(
-            f"{first.name} and {other.name} are of different splits, {first.split:.12} and {other.split:.12}: "
-            "compare runs of one split only"
+            f"{first.name} and {other.name} were evaluated on different splits, {first.split:.12} and "
+            f"{other.split:.12}: compare runs of one split only"
         )
     if first.metrics["filter_seen"] != other.metrics["filter_seen"]:
         raise ValueError(f"{first.name} and {other.name} differ in filter_seen: evaluate both with the same value")
@@ -256,7 +256,7 @@ def _spread(runs: Sequence[Finished]) -> dict[str, Any]:
         cards.append(run.card)
     trained = [card["config"]["seed"] for card in cards]
     if len(set(trained)) < len(trained):
-        raise ValueError(f"--seeds: every run needs a finetune.seed of its own, but they are {trained}")
+        raise ValueError(f"--seeds: every run needs a different finetune.seed, but the seeds are {trained}")
     settings = [_settings(card) for card in cards]
     for run, other in zip(runs, settings, strict=True):
         differing = [key for key in settings[0].keys() | other.keys() if settings[0].get(key) != other.get(key)]

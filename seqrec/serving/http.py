@@ -272,7 +272,7 @@ def serve(*, dataset: str, config: RegisterConfig, options: ServeConfig) -> None
     Args:
         dataset: dataset whose champion is served.
         config: section `register`.
-        options: what is served, where, and how much of it.
+        options: section `serve`: the model, the address, and limits of the service.
 
     Raises:
         TrackingError: the server does not answer.

@@ -97,7 +97,7 @@ def export(
         saved: folder with weights and card, or models:/NAME@champion.
         output: folder that receives model.onnx, model.onnx.json, and the files that belong to the model; if it is the
             folder `saved`, `serve --saved` runs the graph.
-        k: number of items that the graph returns, at most that of the catalogue.
+        k: number of items that the graph returns, at most the size of the catalogue.
         config: section `register`.
 
     Returns:
@@ -146,7 +146,9 @@ def _check_equal(weights: Recommender, graph: GraphRecommender) -> None:
         theirs, ours = (torch.tensor(each.answer([request])[0].scores) for each in (weights, graph))
         if not torch.allclose(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE):
             apart = (ours - theirs).abs().max()
-            raise ValueError(f"the scores of graph and weights differ by {apart:.2g} for a history of {length} items")
+            raise ValueError(
+                f"the scores of the graph and of the weights differ by {apart:.2g} for a history of {length} items"
+            )
 
 
 def _identity(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def _queries(body: schemas.Inference) -> list[schemas.Query]:
     """
     given = {tensor.name: tensor for tensor in body.inputs}
     if unknown := set(given) - {one["name"] for one in INPUTS}:
-        raise ValueError(f"inputs: there is no {min(unknown)!r:.100}; there are history and user")
+        raise ValueError(f"inputs: {min(unknown)!r:.100} is unknown; the inputs are history and user")
     if "history" not in given:
         raise ValueError("inputs: the tensor history is missing")
     history_NL = _rows(given["history"])
@@ -80,7 +80,7 @@ def add_routes(api: FastAPI, service: Service) -> None:
 
     def check(model: str) -> None:
         if model != MODEL:
-            raise HTTPException(404, f"there is no model {model!r:.100}: the one that is served is called {MODEL}")
+            raise HTTPException(404, f"there is no model {model!r:.100}: the served model is called {MODEL}")
 
     @api.get("/v2")
     async def server() -> dict[str, Any]:

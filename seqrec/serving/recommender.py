@@ -251,7 +251,7 @@ class Recommender:
         if not request.items_text:
             return
         if not isinstance(self.model, ReadsTokens) or not self.tokenizer:
-            raise ValueError(f"items_text: {self.name} cannot read text; a trained Recformer with its {TOKENIZER} can")
+            raise ValueError(f"items_text: {self.name} cannot read text; use a Recformer with its {TOKENIZER}")
         if known := request.items_text.keys() & self.items.keys():
             raise ValueError(f"items_text: the model already knows the item {min(known)!r}")
 

@@ -39,7 +39,7 @@ def bound(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ValueError(
-            f"cannot listen on host {host}, port {port}: {error.strerror or error}; set others by --host and --port"
+            f"cannot listen on host {host}, port {port}: {error.strerror or error}; change them with --host and --port"
         ) from error
     return listener
 

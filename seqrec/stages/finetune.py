@@ -50,11 +50,12 @@ def finetune(
         state: folder of resume states.
         filter_seen: whether validation leaves out seen items.
         config: section `finetune`.
-        refit: `evaluate.refit`; with `valid`, weights that have also seen the validation events are written to a folder
-            inside `checkpoint`.
+        refit: `evaluate.refit`; with `valid`, weights that are also trained on the validation events are written to a
+            folder inside `checkpoint`.
         resume: continue a saved training; fail if there is none.
-        log: for callers in Python: called with each epoch's record instead of MLflow; may end the training by raising.
-        experiment: name of the MLflow experiment, used if MLFLOW_TRACKING_URI is set; `register.experiment`.
+        log: for callers in Python: function that gets each epoch's record instead of MLflow; it ends the training if it
+            raises an exception.
+        experiment: name of the MLflow experiment (`register.experiment`), used if MLFLOW_TRACKING_URI is set.
 
     Raises:
         ValueError: the initial weights belong to another catalogue.

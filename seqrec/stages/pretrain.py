@@ -43,12 +43,12 @@ def pretrain(
         filter_seen: whether validation leaves out seen items.
         config: section `pretrain`.
         data: folder of the ingested tables, for titles in the model's vocabulary and for text.
-        sources: names of other datasets, whose tables and sequences lie in `data`/sources; text models pre-train only
-            on these, models of two domains on these and on the dataset.
+        sources: names of other datasets, whose tables and sequences are in `data`/sources; models that read text
+            pre-train only on these datasets, models of two domains also on the dataset itself.
         champion: folder with weights, card, vocabulary and users of a champion; a model of the same architecture and
             options starts from its weights instead of pre-training.
         resume: continue a saved training; fail if there is none.
-        experiment: name of the MLflow experiment, used if MLFLOW_TRACKING_URI is set; `register.experiment`.
+        experiment: name of the MLflow experiment (`register.experiment`), used if MLFLOW_TRACKING_URI is set.
     """
     training = Training(
         name=model,

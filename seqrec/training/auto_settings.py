@@ -141,7 +141,7 @@ def resolved(config: FinetuneConfig, shape: Shape) -> FinetuneConfig:
         return config
     found = finetune(shape, {name: getattr(config, name) for name in RULED})
     chosen = {name: found[name] for name in names}
-    logger.info("finetune, chosen from the shape of the data: %s", _listed(chosen))
+    logger.info("settings of finetune, chosen from the shape of the data: %s", _listed(chosen))
     return replace(config, **chosen)
 
 

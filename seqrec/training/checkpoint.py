@@ -143,8 +143,8 @@ class Checkpoint:
                 if len(ours) == len(theirs):
                     what = f"the {column}s differ, or their order does"
                 raise ValueError(
-                    f"{self.folder} was trained on another catalogue than {sequences} holds ({name}: {what}): train "
-                    "it again on this one, or name the prepared data that it was trained on"
+                    f"{self.folder} was not trained on the catalogue in {sequences} ({name}: {what}): train the "
+                    "model again on this catalogue, or name the prepared data that it was trained on"
                 )
 
 
@@ -182,7 +182,7 @@ def save_model(directory: Path, model: SequenceModel, facts: Mapping[str, Any], 
     """
     if bad := not_finite(model.state_dict()):
         raise ValueError(
-            f"{directory / WEIGHTS}: NaN or infinity in {', '.join(bad)}: train it again, with a smaller learning_rate"
+            f"{directory / WEIGHTS}: NaN or infinity in {', '.join(bad)}: train again with a smaller learning_rate"
         )
     directory.mkdir(parents=True, exist_ok=True)
     card = {**facts} | {

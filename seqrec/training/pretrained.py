@@ -146,7 +146,11 @@ def load_weights(model: SequenceModel, checkpoint: str) -> None:
     _set_eps(model, source.config.layer_norm_eps)
     missing = model.load_state_dict(converted, strict=False).missing_keys
     unset = [name for name in missing if not name.startswith(OF_TABLE)]
-    logger.info("weights loaded from %s; initialised at random: %s", checkpoint, ", ".join(sorted(unset)) or "none")
+    logger.info(
+        "weights are loaded from %s; these are initialised at random: %s",
+        checkpoint,
+        ", ".join(sorted(unset)) or "none",
+    )
 
 
 def _item_positions(name: str, pin: Mapping[str, str], unexpected: Iterable[str]) -> dict[str, Tensor]:

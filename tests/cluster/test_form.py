@@ -47,8 +47,8 @@ def test_another_dataset_brings_its_own_source_and_settings(params):
     [
         ({"dataset": "nothing"}, "dataset: no entry datasets.nothing"),
         ({"models": ["nothing"]}, "no entry models.nothing"),
-        ({"models": []}, "models: name at least one model, and none twice"),
-        ({"models": ["sasrec", "sasrec"]}, "models: name at least one model, and none twice"),
+        ({"models": []}, "models: name at least one model, and each only once"),
+        ({"models": ["sasrec", "sasrec"]}, "models: name at least one model, and each only once"),
         ({"protocol": "sideways"}, "prepare: protocol must be one of|prepare.protocol"),
         ({"overrides": {"finetune.epohcs": 3}}, r"finetune\.epohcs: unknown key"),
         ({"overrides": {"finetune": {"epochs": 3}}}, "finetune: name a setting inside it"),
@@ -91,9 +91,7 @@ def test_a_dataset_is_never_read_from_what_another_one_is_read_from(key):
     assert resolved(kept, dataset="yours")["ingest"]["interactions"] == "yours.csv"
 
     del kept["datasets"]["yours"]["ingest"][key]
-    with pytest.raises(
-        ConfigError, match=f"yours has no ingest.{key} of its own and would be read from the one of mine"
-    ):
+    with pytest.raises(ConfigError, match=f"yours does not set ingest.{key} and would be read from the data of mine"):
         resolved(kept, dataset="yours")
 
 

@@ -77,7 +77,7 @@ def test_each_revision_gives_the_tables_that_its_lock_records(project, tmp_path)
     ("changes", "message"),
     [
         ({"revision": "0" * 40}, "ingest.repository: .* cannot be read"),
-        ({"source": "ml-100k", "interactions": ""}, r"ingest\.source: .* ingested csv instead"),
+        ({"source": "ml-100k", "interactions": ""}, r"ingest\.source: .* ingested another source, csv"),
     ],
 )
 def test_a_wrong_revision_or_source_is_explained(project, tmp_path, changes, message):

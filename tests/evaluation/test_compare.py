@@ -163,7 +163,7 @@ def test_different_splits_are_refused_though_their_cases_are_the_same(tmp_path):
     names = [write_report(tmp_path / run / "reports" / "sasrec", ONE) for run in ("a", "b")]
     for run, digest in (("a", "1" * 64), ("b", "2" * 64)):
         split_card(tmp_path / run, digest)
-    with pytest.raises(ValueError, match="of different splits, 111111111111 and 222222222222"):
+    with pytest.raises(ValueError, match="evaluated on different splits, 111111111111 and 222222222222"):
         compare(names)
 
     split_card(tmp_path / "b", "1" * 64)
@@ -230,7 +230,7 @@ def test_the_spread_over_seeds_by_hand_holds_no_interval_over_users(tmp_path):
 def test_a_spread_over_anything_but_seeds_is_refused(tmp_path):
     runs = seed_runs(tmp_path)
     again = write_report(tmp_path / "again" / "reports" / "sasrec", ONE, seed=1)
-    with pytest.raises(ValueError, match=r"a finetune\.seed of its own, but they are \[1, 2, 3, 1\]"):
+    with pytest.raises(ValueError, match=r"a different finetune\.seed, but the seeds are \[1, 2, 3, 1\]"):
         compare([*runs, again], seeds=True)
 
     faster = write_report(tmp_path / "faster" / "reports" / "sasrec", ONE, seed=4, learning_rate=0.2)

@@ -96,7 +96,7 @@ def test_a_taken_port_is_an_error_and_nothing_is_announced(prepared, tmp_path, c
         port = str(taken.getsockname()[1])
         assert main(["serve", "--saved", str(folder), "--port", port]) == 1
 
-    assert f"port {port}: Address already in use; set others by --host and --port" in caplog.text
+    assert f"port {port}: Address already in use; change them with --host and --port" in caplog.text
     assert "answers" not in caplog.text
 
 

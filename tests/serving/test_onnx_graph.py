@@ -98,7 +98,7 @@ def test_a_graph_with_other_scores_is_not_written(prepared, tmp_path, monkeypatc
         return right(twisted, k, term)
 
     monkeypatch.setattr(onnx_graph, "graph", wrong)
-    with pytest.raises(ValueError, match="scores of graph and weights differ"):
+    with pytest.raises(ValueError, match="scores of the graph and of the weights differ"):
         onnx_graph.export(saved=saved, output=tmp_path / "graph")
     assert not (tmp_path / "graph" / GRAPH_CARD).exists()
 

@@ -304,9 +304,9 @@ def test_a_checksum_of_an_own_file_is_verified(tmp_path):
     ("settings", "message"),
     [
         ({"source": "ml-2k"}, r"datasets\.mine\.ingest\.source: there is no source 'ml-2k'; the sources are ml-100k, "),
-        ({"source": "amazon-2018"}, r"datasets\.mine\.ingest\.category: .* needs it"),
+        ({"source": "amazon-2018"}, r"datasets\.mine\.ingest\.category: required by the source"),
         ({"source": "amazon-2018", "category": "Gifts"}, r"ingest\.category: .*its categories are .*Gift_Cards"),
-        ({"source": "csv"}, r"ingest\.interactions: the source csv needs it"),
+        ({"source": "csv"}, r"ingest\.interactions: required by the source csv"),
         ({"source": "ml-1m", "category": "Books"}, r"ingest\.category: has no effect with the source ml-1m"),
         ({"source": "ml-1m", "sha256": {"items": "0"}}, r"ingest\.sha256: has no effect"),
         ({"source": "csv", "interactions": "x", "sha256": {"items": "0"}}, r"ingest\.sha256\.items: no such file"),
