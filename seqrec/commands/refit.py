@@ -34,7 +34,7 @@ def refit(
         sequences: the prepared dataset.
         state: folder of resume states.
         config: section `register`.
-        resume: continue a saved training; fail if there is none.
+        resume: continue a saved training run; fail if there is none.
 
     Returns:
         Seconds and, unless it is a baseline, epochs of the training, and the version.

@@ -49,7 +49,7 @@ def run(
         dataset: key in `datasets`; default: `dataset` in the config.
         changes: settings for this run alone, such as "finetune.epochs=3".
         data: folder with prepared `sequences/`; ingest, validate and prepare are then skipped.
-        resume: continue saved trainings; fail if there is none to continue.
+        resume: continue saved training runs; fail if there are none.
         from_champion: start models of the champion's architecture and options from the champion's weights.
         register: run the stage register at the end: leaderboard, MLflow runs, candidate and champion.
 

@@ -47,7 +47,7 @@ def pretrain(
             pre-train only on these datasets, models of two domains also on the dataset itself.
         champion: folder with weights, card, vocabulary and users of a champion; a model of the same architecture and
             options starts from its weights instead of pre-training.
-        resume: continue a saved training; fail if there is none.
+        resume: continue a saved training run; fail if there is none.
         experiment: name of the MLflow experiment (`register.experiment`), used if MLFLOW_TRACKING_URI is set.
     """
     training = Training(

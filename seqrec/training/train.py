@@ -45,7 +45,7 @@ class Training:
     output: Path  # folder that receives weights, card and history
     state: Path  # folder of resume states
     filter_seen: bool  # whether validation leaves out seen items
-    resume: bool = False  # continue a saved training; fail if there is none
+    resume: bool = False  # continue a saved training run; fail if there is none
     open_log: OpenLog = unlogged  # an exception that the log raises ends the training but keeps the state
     epochs: Mapping[str, int] | None = None  # see `loop.fit`
     finish: Callable[[], None] | None = None  # called once the model is trained, before it is saved
