@@ -19,7 +19,7 @@ from google.protobuf import json_format
 from kfp.kubernetes.kubernetes_executor_config_pb2 import KubernetesExecutorConfig
 from kfp.pipeline_spec.pipeline_spec_pb2 import PipelineDeploymentConfig, PipelineSpec, PlatformSpec
 from mlflow import MlflowClient
-from support import MEASURED, YEAR_2001, write_cluster_settings, write_settings
+from support import MEASURED, write_cluster_settings, write_settings
 
 from seqrec.artifacts import (
     CASES,
