@@ -98,7 +98,7 @@ def run_package(file: Path, out: Path, arguments: Mapping[str, Any], runner: Any
 def _warm(out: Path) -> Iterator[None]:
     """Let the steps import what they need only once: what KFP takes for Python asks a warm process."""
     python = out / "python3"
-    with warm.process(EXECUTOR, "mlflow", _KFP_RUNTIME="true") as variables:
+    with warm.process(EXECUTOR, "mlflow", wait=True, _KFP_RUNTIME="true") as variables:
         settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
         write_text(python, f'#!/bin/sh\n{settings} exec {shlex.quote(sys.executable)} -m seqrec.warm "$@"\n')
         python.chmod(0o700)

@@ -20,6 +20,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,24 +35,30 @@ HEAVY = (
 
 
 @contextlib.contextmanager
-def process(*modules: str, **variables: str) -> Iterator[dict[str, str]]:
+def process(*modules: str, wait: bool = False, **variables: str) -> Iterator[dict[str, str]]:
     """Keep a warm process while the block runs; yield the variables with which commands find it.
 
     It imports while the block runs; a command that starts before it is ready runs alone. Where processes cannot be
-    forked in this way, there is none, and the variables are empty.
+    forked in this way, there is none, and the variables are empty. If this process was itself given one, that is used.
 
     Args:
         modules: what it imports besides `HEAVY`.
+        wait: whether the block starts only when it is ready.
         variables: additions to its environment while it imports.
     """
     if sys.platform != "linux":
         yield {}
+        return
+    if Path(os.environ.get(SOCKET, "")).is_socket():
+        yield {SOCKET: os.environ[SOCKET]}
         return
     with tempfile.TemporaryDirectory() as folder:  # which only this user may enter
         path = str(Path(folder, "socket"))
         command, environment = [sys.executable, "-m", "seqrec.warm", path], {**os.environ, **variables}
         with subprocess.Popen([*command, *HEAVY, *modules], stdin=subprocess.PIPE, env=environment) as server:
             try:
+                while wait and not Path(path).is_socket() and server.poll() is None:
+                    time.sleep(0.05)
                 yield {SOCKET: path}
             finally:
                 server.kill()

@@ -19,7 +19,7 @@ from google.protobuf import json_format
 from kfp.kubernetes.kubernetes_executor_config_pb2 import KubernetesExecutorConfig
 from kfp.pipeline_spec.pipeline_spec_pb2 import PipelineDeploymentConfig, PipelineSpec, PlatformSpec
 from mlflow import MlflowClient
-from support import MEASURED, YEAR_2001, write_cluster_settings, write_settings
+from support import MEASURED, write_cluster_settings, write_settings
 
 from seqrec.artifacts import (
     CASES,
@@ -52,6 +52,7 @@ from seqrec.tracking.registry import fetch_champion
 from seqrec.tracking.runs import FAILURE, OUTCOME
 
 MODELS = ("sasrec", "flash4rec")
+BROKEN = "broken"
 RESULTS = (*MODELS, *leaderboard.BASELINES)
 IMAGE = "registry.example.org/seqrec@sha256:" + "0" * 64
 PARAMS = Path(__file__).parent.parent.parent / "params.yaml"
@@ -61,7 +62,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:You may be attemping:RuntimeWarn
 
 
 @pytest.fixture(scope="module")
-def _offline():
+def _offline(forked_steps):
     with pytest.MonkeyPatch.context() as patch:
         for name in ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "SEQREC_DATA_MIRROR"):
             patch.delenv(name, raising=False)
@@ -72,9 +73,14 @@ def _offline():
 
 @pytest.fixture(scope="module")
 def submitted(tmp_path_factory, _offline):
-    """A run that was submitted through the shell, as a user does: what the command said, and what the server knows."""
+    """A run with a model that fails, submitted through the shell: what the command said, and what the server knows."""
     folder = tmp_path_factory.mktemp("pipeline")
     settings = write_cluster_settings(folder)
+    content = yaml.safe_load(settings.read_text())
+    content["leaderboard"].append(BROKEN)
+    content["models"][BROKEN] = content["models"]["flash4rec"] | {"architecture": "flash4rec"}
+    content["models"][BROKEN]["finetune"] = {"learning_rate": 1e30}
+    settings.write_text(yaml.safe_dump(content))
     with kfp_server.serving(folder) as (host, server):
         flags = ["--host", host, "--params", str(settings), "--wait", "--poll", "0.5"]
         own = {"SEQREC_IMAGE": IMAGE, "KFP_TOKEN": kfp_server.TOKEN, "OMP_NUM_THREADS": "1", "no_proxy": "127.0.0.1"}
@@ -87,7 +93,7 @@ def submitted(tmp_path_factory, _offline):
 def outcome(submitted):
     """The tasks of one pipeline run, one folder each, and the reports of the same stages in one process."""
     folder, _, _ = submitted
-    run(config_file=folder / "settings.yaml", out=folder / "direct")
+    run(config_file=folder / "settings.yaml", out=folder / "direct", changes=f"leaderboard=[{','.join(MODELS)}]")
     return next(folder.glob("*/seqrec-training-*")), folder / "direct" / "reports"
 
 
@@ -171,19 +177,14 @@ def test_artifacts_say_what_they_hold(outcome):
     assert checkpoint["weights_sha256"] == sha256(task / "checkpoint" / WEIGHTS)
 
 
-@pytest.mark.usefixtures("_offline")
-def test_a_model_that_fails_costs_its_row_alone(tmp_path):
-    settings, out = write_settings(tmp_path, start=YEAR_2001), tmp_path / "root"
-    flags = ["--params", str(settings), "--out", str(out), "--override", "models.flash4rec.finetune.learning_rate=1e30"]
+def test_a_model_that_fails_costs_its_row_alone(outcome):
+    tasks, _ = outcome
 
-    assert main(["run-local", *flags]) == 0
-
-    tasks = next(out.glob("seqrec-training-*"))
     rows = read_json(tasks / "register/reports" / leaderboard.LEADERBOARD)["rows"]
-    assert {row["model"] for row in rows} == {"sasrec", *leaderboard.BASELINES}
-    reason = read_json(tasks / "register/reports/flash4rec" / FAILED)["reason"]
+    assert {row["model"] for row in rows} == set(RESULTS)
+    reason = read_json(tasks / "register/reports" / BROKEN / FAILED)["reason"]
     assert reason.startswith("finetune: ")
-    assert f"left out of the leaderboard, because they failed: flash4rec: {reason}" in (out / "log.txt").read_text()
+    assert f"left out of the leaderboard, because they failed: {BROKEN}: {reason}" in (tasks.parent / "log").read_text()
 
 
 def test_nothing_but_the_tables_is_handed_on_and_figures_have_names_that_mlflow_takes(outcome):

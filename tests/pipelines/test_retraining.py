@@ -34,7 +34,7 @@ def figures(task: Path) -> dict[str, float]:
 
 
 @pytest.fixture(scope="module")
-def loop(tmp_path_factory):
+def loop(tmp_path_factory, forked_steps):
     """The settings, the folders of the tasks of a training and of a retraining after events, and one more `collect`."""
     folder = tmp_path_factory.mktemp("loop")
     settings, out = write_settings(folder, start=YEAR_2001), folder / "out"
