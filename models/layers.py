@@ -73,7 +73,8 @@ def _weights(query: Tensor, key: Tensor, bias: Tensor | None) -> Tensor:
     logits = query @ key.mT * query.shape[-1] ** -0.5
     if bias is not None:
         logits = logits.masked_fill(~bias, float("-inf")) if bias.dtype == torch.bool else logits + bias
-    return logits.softmax(-1)
+    weight: Tensor = logits.softmax(-1)
+    return weight
 
 
 def draws(x: Tensor) -> Tensor:
