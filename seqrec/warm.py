@@ -8,6 +8,7 @@ the same for any module, as KFP's local runner asks for one.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -171,11 +172,26 @@ def _be_warm(path: str, modules: Sequence[str]) -> list[str]:
     return argv
 
 
+def _leave(status: Sequence[int]) -> None:
+    """End at once if the command has ended with a `status`: clearing modules would copy the warm process's pages."""
+    if status:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status[0])
+
+
 if __name__ == "__main__":
+    ended: list[int] = []
     if sys.argv[1] == "-m":
         sys.argv = sys.argv[2:]
         if (status := call(sys.argv[0], sys.argv[1:])) is not None:
             sys.exit(status)
     else:
+        atexit.register(_leave, ended)  # registered first, it is called last
         sys.argv = _be_warm(sys.argv[1], sys.argv[2:])
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        ended += [end.code or 0] if isinstance(end.code, int | None) else []
+        raise
+    ended.append(0)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from support import prepare_rows, synthetic_rows
 
+from seqrec import warm
 from seqrec.models import REGISTRY
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # a process without a main module, which pyspark's import would end
@@ -54,3 +55,11 @@ def architecture(request):
 def prepared(tmp_path_factory) -> Path:
     """The synthetic log, prepared with the defaults."""
     return prepare_rows(tmp_path_factory.mktemp("prepared"), synthetic_rows())
+
+
+@pytest.fixture(scope="session")
+def warm_steps():
+    """The variables of one process that imports what the stages need, also on Kubeflow, for all pipelines of tests."""
+    modules = ("kfp.dsl.executor_main", "mlflow", "great_expectations", "seqrec.stages.register")
+    with warm.process(*modules, wait=True, _KFP_RUNTIME="true") as variables:
+        yield variables

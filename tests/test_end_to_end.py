@@ -120,7 +120,7 @@ def weights(artifacts: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory) -> tuple[Path, list[str]]:
+def killed(tmp_path_factory, warm_steps) -> tuple[Path, list[str]]:
     """A project whose pipeline was killed in ingest, finetune and register, then left alone; what each call printed."""
     folder = tmp_path_factory.mktemp("killed")
     project = make_project(folder / "project")
@@ -138,7 +138,7 @@ def killed(tmp_path_factory) -> tuple[Path, list[str]]:
         done = call(project, *REPRO, PYTHONPATH=str(folder), KILL_STAGE=stage, KILL_FILE=file)
         assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
         printed.append(done.stdout + done.stderr)
-    return project, [*printed, repro(project)]
+    return project, [*printed, repro(project, **warm_steps)]
 
 
 def test_a_pipeline_killed_three_times_gives_the_figures_of_one_never_interrupted(killed, tmp_path, monkeypatch):
@@ -168,17 +168,17 @@ def test_a_register_killed_half_way_leaves_no_run_or_version_twice(killed):
     assert [row["model"] for row in board["rows"] if row["champion"]] == [board["registry"]["model"]]
 
 
-def test_unchanged_pipeline_then_one_changed_option_then_back(killed):
+def test_unchanged_pipeline_then_one_changed_option_then_back(killed, warm_steps):
     project, _ = killed
     files = [path for top in ("data", "artifacts", "reports") for path in (project / top).rglob("*") if path.is_file()]
     before, lock = {path: path.stat().st_mtime_ns for path in files}, (project / "dvc.lock").read_bytes()
-    assert ran(repro(project)) == []
+    assert ran(repro(project, **warm_steps)) == []
     assert {path: path.stat().st_mtime_ns for path in before} == before
     assert (project / "dvc.lock").read_bytes() == lock
     assert call(project, "git", "add", ".").returncode == 0
     assert call(project, "git", "commit", "--quiet", "--message", "the tiny log").returncode == 0
 
-    done = call(project, "dvc", "exp", "run", "--set-param", "models.sasrec.options.dropout=0.1")
+    done = call(project, "dvc", "exp", "run", "--set-param", "models.sasrec.options.dropout=0.1", **warm_steps)
     assert ran(done.stdout) == [
         "settings",
         "pretrain@sasrec",
@@ -200,7 +200,7 @@ def test_unchanged_pipeline_then_one_changed_option_then_back(killed):
     }
 
     assert call(project, "git", "checkout", "--quiet", "params.yaml").returncode == 0
-    again = repro(project)
+    again = repro(project, **warm_steps)
     assert ran(again) == []
     assert again.count("is cached - skipping run") == 5
     assert (project / "dvc.lock").read_bytes() == call_bytes(project, "git", "show", "HEAD:dvc.lock")

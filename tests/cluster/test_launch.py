@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -64,6 +65,16 @@ def place(**launch_settings) -> dict:
         "image": "example.org/seqrec@sha256:1"
     }
     return json.loads(json.dumps(content))
+
+
+@pytest.fixture(autouse=True)
+def _forked_processes(warm_steps, tmp_path, monkeypatch):
+    """Let torchrun's processes be forks of the warm process: what it takes for Python is called with -u -m MODULE."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nshift\nexec {sys.executable} -m seqrec.warm "$@"\n')
+    python.chmod(0o700)
+    for name, value in {**warm_steps, "PYTHON_EXEC": str(python)}.items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture(scope="module")

@@ -176,7 +176,8 @@ def test_the_loop_closes(tmp_path, caplog):
     first, second, url = tmp_path / "first", tmp_path / "second", f"sqlite:///{tmp_path}/events.db"
     shutil.copytree("out", first)
     settings = yaml.safe_load((first / "params.yaml").read_text())
-    settings["register"] |= {"tracking_uri": f"sqlite:///{tmp_path}/mlflow.db", "allow_below_baseline": True}
+    own = {"tracking_uri": f"sqlite:///{tmp_path}/mlflow.db", "allow_below_baseline": True, "graph": False}
+    settings["register"] |= own
     (first / "params.yaml").write_text(yaml.safe_dump(settings))
     settings["datasets"]["log"]["ingest"] |= {"interactions": str(tmp_path / "events.csv")}
     (tmp_path / "again.yaml").write_text(yaml.safe_dump(settings))

@@ -1,17 +1,20 @@
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import multiprocessing
 import os
 import shutil
+import signal
 import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import sqlalchemy
 import torch
 import yaml
 from mlflow import MlflowClient
@@ -543,40 +546,23 @@ def test_a_pipeline_run_is_marked_as_complete_by_the_last_thing_that_register_wr
     assert marks() == ("two", "two")
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-import sqlalchemy
-sys.path[:0] = {folders!r}
-import test_register
-import seqrec.tracking.registry
-import mlflow.store.model_registry.sqlalchemy_store, mlflow.store.tracking.sqlalchemy_store  # else each process does
-
-def killed_at(number):
-    child = os.fork()
-    if child == 0:
-        count = iter(range(number))
-        die = lambda _: next(count, None) is None and os.kill(os.getpid(), signal.SIGKILL)
-        sqlalchemy.event.listen(sqlalchemy.engine.Engine, "commit", die)
-        test_register.run()
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    assert status in (0, signal.SIGKILL), status
-    return status == signal.SIGKILL
-
-kills = 0
-while killed_at(3 + 40 * kills):
-    kills += 1
-print(kills)
-"""
+def run_and_die(commits):
+    """Register; die at the commit to the database after so many."""
+    left = iter(range(commits))
+    die = lambda _: next(left, None) is None and os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+    sqlalchemy.event.listen(sqlalchemy.engine.Engine, "commit", die)
+    run()
 
 
 def test_a_register_killed_again_and_again_ends_like_one_that_was_not(project, tmp_path, monkeypatch):
-    here = Path(__file__).parent
-    script = KILLED.format(folders=[str(here.parent.parent), str(here.parent), str(here)])
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) >= 2
+    for kills in itertools.count():
+        process = multiprocessing.get_context("fork").Process(target=run_and_die, args=(3 + 60 * kills,))
+        process.start()
+        process.join()
+        assert process.exitcode in (0, -signal.SIGKILL)
+        if process.exitcode == 0:
+            break
+    assert kills >= 2
     killed, report = facts(), read_json(Path("reports/leaderboard.json"))
 
     fresh = tmp_path / "fresh"

@@ -37,7 +37,7 @@ def server(tmp_path_factory):
         **{"READER_USERNAME": READER[0], "READER_PASSWORD": READER[1], "MLFLOW_FLASK_SERVER_SECRET_KEY": "key"},
     }
     assert set(values) <= {one["name"] for one in container["env"]}
-    environment = {**os.environ, **values, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    environment = {**os.environ, **values, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_WORKERS": "1"}
     arguments = [one.replace("5000", port).replace("$(ARTIFACTS_DESTINATION)", "kept") for one in container["args"]]
     command = [sys.executable, "-m", *container["command"], *arguments]
     with (folder / "log").open("w") as log:
