@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -38,6 +39,10 @@ LONGEST = (
 def pytest_collection_modifyitems(items):
     ranks = {name: rank for rank, name in enumerate(LONGEST)}
     items.sort(key=lambda item: ranks.get(item.path.name, len(ranks)))
+
+
+def pytest_collection_finish():
+    gc.freeze()  # a million objects of imported packages, which each full collection would visit
 
 
 @pytest.fixture(autouse=True)

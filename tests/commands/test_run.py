@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import multiprocessing
 import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -38,16 +38,6 @@ CONFIG = {
     "evaluate": {"bootstrap": 100},
     "models": {"sasrec": {"options": {"d_model": 16, "heads": 1, "layers": 1, "length": 12}}},
 }
-# Python imports this module at its start: the run ends as by SIGKILL when its state of step 8 is about to be complete.
-KILLER = """
-import os, signal, sys
-
-def kill(event, args):
-    if event == "os.rename" and os.fspath(args[1]).endswith("step-8"):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-sys.addaudithook(kill)
-"""
 
 
 def scores(out: Path) -> dict[str, float]:
@@ -119,12 +109,22 @@ def test_epochs_are_logged_live_into_the_experiment_of_register(tmp_path, monkey
     assert "curve/loss" in logged.data.metrics
 
 
-def test_a_killed_run_continues_and_ends_the_same(workplace, tmp_path, caplog):
-    (tmp_path / "sitecustomize.py").write_text(KILLER)
-    command = [sys.executable, "-m", "seqrec", "run", "--config-file", "config.yaml", "--out", "third"]
-    paths = os.pathsep.join([str(tmp_path), str(Path(__file__).parent.parent.parent)])
-    killed = subprocess.run([*command, "--data", "out/data"], env={**os.environ, "PYTHONPATH": paths}, check=False)
-    assert killed.returncode == -signal.SIGKILL
+def run_and_die():
+    """Run; die as by SIGKILL when the state of step 8 is about to be complete."""
+
+    def kill(event, args):
+        if event == "os.rename" and os.fspath(args[1]).endswith("step-8"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(kill)
+    run("--out", "third", "--data", "out/data")
+
+
+def test_a_killed_run_continues_and_ends_the_same(caplog):
+    process = multiprocessing.get_context("fork").Process(target=run_and_die)
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     assert run("--out", "third", "--data", "out/data", "--resume") == 0
     assert "resuming finetune at epoch 2, batch 2" in caplog.text
     assert scores(Path("third")) == scores(Path("out"))
