@@ -17,7 +17,7 @@ export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 KILLS ?= 100
 SEED ?= 0
 
-.PHONY: help setup lock first repro auto text-demo benchmark bench docs test suite test-containers test-services
+.PHONY: help setup lock first repro auto experiments text-demo benchmark bench docs test suite test-containers test-services
 .PHONY: test-spark chaos fuzz lint audit format ui pipeline image clean
 
 help:  ## show the targets
@@ -51,6 +51,9 @@ auto: setup  ## find the best model for DATA=my.csv within MINUTES=10; writes OU
 benchmark: setup  ## compare the models of configs/benchmark.yaml on DATASET with SEEDS=42,43,44; ONLY="a,b" for some; resumes
 	python -m seqrec benchmark --config-file configs/benchmark.yaml --dataset $(or $(DATASET),ml-100k) \
 		--out runs/benchmark/$(or $(DATASET),ml-100k) --seeds $(or $(SEEDS),42) --only "$(ONLY)"
+
+experiments: setup  ## run the experiments of docs/results, or ONLY="strec-oracle,flash4rec-parts"; SEEDS=42,43,44; resumes
+	python scripts/experiments.py --only "$(ONLY)" --seeds $(or $(SEEDS),42,43,44)
 
 text-demo: setup  ## show what text models gain on Scientific, with few users and new items; needs a mirror of its files
 	@python scripts/text_demo.py --config-file configs/recformer/text-demo.yaml --out runs/text-demo

@@ -61,12 +61,20 @@ def attention_bias(items_BL: Tensor, *, causal: bool) -> Tensor:
 
 def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, dropout: float = 0.0) -> Tensor:
     """Return scaled dot-product attention; on a CPU in fp32, because bf16 triples the time of the backward pass."""
-    keep(lambda: (query @ key.mT * query.shape[-1] ** -0.5 + (0 if bias is None else bias)).softmax(-1))
+    keep(lambda: _weights(query, key, bias))
     if query.device.type != "cpu" or query.dtype != torch.bfloat16:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, dropout_p=dropout)
     with torch.autocast("cpu", enabled=False):
         query, key, value = query.float(), key.float(), value.float()
         return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, dropout_p=dropout)
+
+
+def _weights(query: Tensor, key: Tensor, bias: Tensor | None) -> Tensor:
+    logits = query @ key.mT * query.shape[-1] ** -0.5
+    if bias is not None:
+        logits = logits.masked_fill(~bias, float("-inf")) if bias.dtype == torch.bool else logits + bias
+    weight: Tensor = logits.softmax(-1)
+    return weight
 
 
 def draws(x: Tensor) -> Tensor:

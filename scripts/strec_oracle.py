@@ -29,7 +29,7 @@ from seqrec.data.sequences import Sequences
 from seqrec.evaluation import intervals, metrics, ranking
 from seqrec.models import attention_weights
 from seqrec.models.base import PAD, Batch
-from seqrec.models.strec import FORCED, STRec
+from seqrec.models.strec import FORCED, Block, STRec
 from seqrec.training.checkpoint import load_checkpoint
 
 CONFIG = Path(__file__).parent.parent / "configs/strec/oracle.yaml"
@@ -45,6 +45,7 @@ def by_rollout(dense: STRec, batch: Batch) -> Tensor:
     x_BLD = dense._embedded(batch.items)
     reached_BLL = torch.eye(x_BLD.shape[1]).expand(len(x_BLD), -1, -1)
     for block in dense.blocks:
+        assert isinstance(block, Block)
         with attention_weights.kept() as weights:
             x_BLD = block.transform(block.attend(x_BLD, slice(None), visible_B11L))
         reached_BLL = (weights[0].mean(1) @ reached_BLL + reached_BLL) / 2  # the residual connection carries half
@@ -59,8 +60,9 @@ def by_gradient(dense: STRec, batch: Batch) -> Tensor:
         embedded_BLD = dense._embedded(batch.items).detach().requires_grad_()
         x_BLD = embedded_BLD
         for block in dense.blocks:
+            assert isinstance(block, Block)
             x_BLD = block.transform(block.attend(x_BLD, slice(None), real_BL[:, None, None]))
-        best_BK = (x_BLD[:, -1] @ dense.items.weight[1:].T).topk(10).values
+        best_BK = (x_BLD[:, -1] @ dense.items.weight[1:].T).topk(min(10, dense.catalogue.num_items)).values
         (gradient_BLD,) = torch.autograd.grad(best_BK.sum(), embedded_BLD)
     return (gradient_BLD * embedded_BLD).sum(-1).abs().detach()
 
@@ -116,6 +118,7 @@ class Chosen(STRec):
         real_BK = batch.items.gather(1, kept_BK) != PAD
         real_BK[:, 0] = True
         for block in self.blocks:
+            assert isinstance(block, Block)
             x_BKD = block.transform(block.attend(x_BKD, slice(None), real_BK[:, None, None]))
         return x_BKD[:, :1]
 

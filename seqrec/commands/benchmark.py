@@ -45,7 +45,14 @@ Row = dict[str, Any]
 
 
 def benchmark(
-    *, config_file: Path, out: Path, dataset: str = "", data: Path | None = None, seeds: str = "42", only: str = ""
+    *,
+    config_file: Path,
+    out: Path,
+    dataset: str = "",
+    data: Path | None = None,
+    seeds: str = "42",
+    only: str = "",
+    base: str = "",
 ) -> dict[str, float]:
     """Train and evaluate the missing models of a benchmark, and write benchmark.md and benchmark.json.
 
@@ -57,6 +64,7 @@ def benchmark(
         seeds: seeds of initialisation, order and dropout, separated by commas.
         only: models to train, separated by commas; default: all. The page shows every model that is finished with
             the settings of `config_file`.
+        base: model or baseline that the others are compared with; default: the best baseline on validation.
 
     Returns:
         The mean test NDCG@10 of each row.
@@ -68,6 +76,8 @@ def benchmark(
     params = load(config_file)
     params = replace(params, dataset=dataset or params.dataset)
     models = _names(only, params.leaderboard) or list(params.leaderboard)
+    if base and base not in (*params.leaderboard, *BASELINES):
+        raise ConfigError(f"--base: {base} is neither a baseline nor in `leaderboard`: {', '.join(params.leaderboard)}")
     check(params, ingests=data is None)
     numbers = [_seed(text) for text in seeds.split(",")]
     if any(params.section("finetune", model=model).user_share < 1 for model in models):
@@ -81,7 +91,7 @@ def benchmark(
             for model in models:
                 _train(replace(params, seed=seed), model, folder, out / f"seed-{seed}")
         try:
-            return write_page(params, folder, out)
+            return write_page(params, folder, out, base)
         except DamagedError as error:
             raise ValueError(f"{error}: remove the folder of this file, then run the benchmark again") from error
 
@@ -146,10 +156,11 @@ def _train(params: Params, model: str, folder: Path, out: Path) -> None:
     write_json(done, settings)
 
 
-def write_page(params: Params, folder: Path, out: Path) -> dict[str, float]:
+def write_page(params: Params, folder: Path, out: Path, base: str = "") -> dict[str, float]:
     """Write the page of the models that are finished with these settings; return the mean test NDCG@10 of each row."""
     reports = {name: [out / "reports" / name] for name in BASELINES if (out / "reports" / name / METRICS).is_file()}
-    base = max(reports, key=lambda name: _mean(reports[name], SELECTION)) if reports else None
+    if reports and not base:
+        base = max(reports, key=lambda name: _mean(reports[name], SELECTION))
     seeds = sorted(int(path.name.removeprefix("seed-")) for path in out.glob("seed-*[0-9]"))
     for model in params.leaderboard:
         of_seed = {seed: out / f"seed-{seed}/reports" / model for seed in seeds}
@@ -159,7 +170,7 @@ def write_page(params: Params, folder: Path, out: Path) -> dict[str, float]:
             if _is(report / FINISHED, _model_settings(replace(params, seed=seed), model, folder))
         ]
         reports |= {model: found} if found else {}
-    rows = [_row(name, paths, reports[base] if base else None) for name, paths in reports.items()]
+    rows = [_row(name, paths, reports.get(base)) for name, paths in reports.items()]
     rows.sort(key=lambda row: -row["valid"])
     tested = [row for row in rows if row["p_value"] is not None]
     for row, p_value in zip(tested, holm([row["p_value"] for row in tested]), strict=True):
@@ -194,15 +205,17 @@ def _row(name: str, reports: Sequence[Path], base: Sequence[Path] | None) -> Row
         "p_value": None,
     }
     if base is not None and reports != base:
-        user, value = ndcg_of_cases(reports)
-        difference = value - ndcg_of_cases(base)[1]
-        row["gain"] = intervals.bootstrap(difference, user, resamples=1000, seed=42, difference=True)
-        row["p_value"] = sign_flip_p_value(np.bincount(user, weights=difference).astype(float), seed=42)
+        user, values = ndcg_of_cases(reports)
+        others = ndcg_of_cases(base)[1]
+        paired = [path.parents[1] for path in reports] == [path.parents[1] for path in base]  # seed by seed
+        difference = values - (others if paired else others.mean(0))
+        row["gain"] = intervals.of_seeds(difference, user, resamples=1000, seed=42)
+        row["p_value"] = sign_flip_p_value(np.bincount(user, weights=difference.mean(0)).astype(float), seed=42)
     return row
 
 
 def ndcg_of_cases(reports: Sequence[Path]) -> tuple[Any, Any]:
-    """Return (user, NDCG@10) of each test case, where NDCG is the mean over `reports`.
+    """Return the user of each test case (N,), and the NDCG@10 of each report and case (R, N).
 
     Raises:
         ValueError: the reports do not hold the same cases.
@@ -210,7 +223,7 @@ def ndcg_of_cases(reports: Sequence[Path]) -> tuple[Any, Any]:
     tables = [read_table(report / CASES) for report in reports]
     first = intervals.aligned(tables[0], tables[0], "test")[0]
     values = [metrics.ndcg(intervals.aligned(table, tables[0], "test")[0]["rank"], 10) for table in tables]
-    return first["user"], np.mean(values, axis=0)
+    return first["user"], np.stack(values)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -67,6 +67,26 @@ def bootstrap(
     return Interval(mean, max(low, least), min(high, most))
 
 
+def of_seeds(difference: FloatArray, user: NDArray[np.integer], *, resamples: int, seed: int) -> Interval:
+    """Return the mean of `difference` (seeds, cases) with an interval for other users and other seeds.
+
+    Users and seeds are both drawn with replacement (Owen 2007, The pigeonhole bootstrap). The wider end of this
+    interval and of that of `bootstrap`, which draws users alone, is returned.
+    """
+    alone = bootstrap(difference.mean(0), user, resamples=resamples, seed=seed, difference=True)
+    _, index = np.unique(user, return_inverse=True)
+    sums_SU = np.stack([np.bincount(index, weights=values) for values in difference])
+    cases_U = np.bincount(index)
+    generator = np.random.default_rng(seed)
+    means = np.empty(resamples)
+    for draw in range(resamples):
+        users = generator.integers(0, len(cases_U), len(cases_U))
+        seeds = generator.integers(0, len(sums_SU), len(sums_SU))
+        means[draw] = sums_SU[np.ix_(seeds, users)].sum() / cases_U[users].sum() / len(seeds)
+    low, high = np.quantile(means, [0.025, 0.975])
+    return Interval(alone.mean, min(alone.low, float(low)), max(alone.high, float(high)))
+
+
 def _resampled(sums: FloatArray, cases: NDArray[np.integer], resamples: int, seed: int) -> FloatArray:
     """Return the means of random draws of as many users, given each user's sum of values and number of cases."""
     users = len(sums)

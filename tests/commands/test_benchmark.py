@@ -82,6 +82,20 @@ def test_gains_are_paired_over_the_best_baseline_on_validation(out):
     assert rows_of(out)[content["base"]]["gain"] is None
 
 
+def test_another_model_may_be_the_base_and_is_compared_seed_by_seed(out, prepared):
+    assert bench.write_page(bench.load(out.parent / "config.yaml"), prepared, out, "gru4rec")
+    content, rows = read_json(out / "benchmark.json"), rows_of(out)
+
+    assert content["base"] == "gru4rec"
+    assert rows["gru4rec"]["gain"] is None
+    ours, theirs = ([ndcg(out / f"seed-{seed}/reports/{name}") for seed in (1, 2)] for name in ("sasrec", "gru4rec"))
+    difference = np.stack(ours) - np.stack(theirs)
+    mean, low, high = rows["sasrec"]["gain"]
+    assert mean == pytest.approx(difference.mean())
+    assert low <= difference.mean(1).min()  # other seeds may be twice the same one
+    assert high >= difference.mean(1).max()
+
+
 def test_models_are_also_measured_without_their_counts(out, prepared, tmp_path):
     checkpoint, config = out / "seed-1/artifacts/sasrec/finetuned", bench.load(out.parent / "config.yaml")
     shared = {"model": "sasrec", "sequences": prepared, "checkpoint": checkpoint, "config": config.section("evaluate")}
@@ -144,6 +158,7 @@ def test_data_are_prepared_anew_when_their_settings_change(tmp_path):
     [
         ({"seeds": "1,two"}, "--seeds: 'two'"),
         ({"only": "sasrec,nobody"}, "--only: nobody"),
+        ({"base": "nobody"}, "--base: nobody is neither a baseline nor"),
         ({"dataset": "nothing"}, "nothing"),
         ({"dataset": "few"}, "finetune.user_share: must be 1, because the baselines read every user"),
     ],

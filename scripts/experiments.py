@@ -1,0 +1,39 @@
+"""Runs the experiments behind the pages of results; an interrupted one continues where it stopped.
+
+python scripts/experiments.py --only strec-oracle,flash4rec-parts
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+BENCHMARK = ("-m", "seqrec", "benchmark", "--config-file")
+EXPERIMENTS: dict[str, tuple[str, ...]] = {  # name -> arguments of Python; each also gets --seeds and --out
+    "flash4rec-parts": (*BENCHMARK, "configs/flash4rec/parts.yaml", "--base", "flash4rec"),
+    "strec-oracle": ("scripts/strec_oracle.py",),
+}
+
+
+def main() -> int:
+    """Run the chosen experiments one after the other, and return the status of the first that failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help=f"names, separated by commas; default: {', '.join(EXPERIMENTS)}")
+    parser.add_argument("--seeds", default="42,43,44", help="seeds, separated by commas")
+    parser.add_argument("--out", type=Path, default=Path("runs/experiments"), help="folder that receives the tables")
+    arguments = parser.parse_args()
+    names = arguments.only.split(",") if arguments.only else list(EXPERIMENTS)
+    if unknown := set(names) - set(EXPERIMENTS):
+        parser.error(f"--only: {', '.join(sorted(unknown))} is none of {', '.join(EXPERIMENTS)}")
+    for name in names:
+        flags = ["--seeds", arguments.seeds, "--out", str(arguments.out.resolve() / name)]
+        if status := subprocess.call([sys.executable, *EXPERIMENTS[name], *flags], cwd=ROOT):
+            return status
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

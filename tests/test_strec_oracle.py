@@ -1,0 +1,100 @@
+"""The oracle of scripts/strec_oracle.py: which events it names, and the network that computes those alone."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+from seqrec.models.base import Batch, Catalogue
+from seqrec.models.strec import STRec
+
+oracle = runpy.run_path(str(Path(__file__).parent.parent / "scripts/strec_oracle.py"))
+
+
+@pytest.fixture(scope="module")
+def dense():
+    torch.manual_seed(3)
+    options = STRec.Options(length=6, d_model=8, layers=3, heads=2, sampling="none")
+    model = STRec(options, Catalogue(num_items=9, num_users=1, length=6)).eval()
+    for weight in model.parameters():  # far from the start, where attention is uniform
+        torch.nn.init.normal_(weight, std=0.7)
+    return model
+
+
+@pytest.fixture
+def batch():
+    items = torch.tensor([[1, 5, 2, 9, 3, 4], [0, 0, 7, 2, 8, 1]])
+    zeros = torch.zeros_like(items)
+    return Batch(items=items, times=zeros.double(), user=torch.zeros(2, dtype=torch.long))
+
+
+def test_rollout_is_the_product_of_the_layers(dense, batch):
+    reached = torch.eye(6).repeat(2, 1, 1)
+    x = dense._embedded(batch.items)
+    for block in dense.blocks:
+        query, key = (
+            (x @ weight.T + shift).view(2, 6, 2, 4).transpose(1, 2)
+            for weight, shift in (
+                (block.attention.project.weight[:8], block.attention.project.bias[:8]),
+                (
+                    block.attention.project.weight[8:].view(2, 2, 4, 8)[:, 0].reshape(8, 8),
+                    block.attention.project.bias[8:].view(2, 2, 4)[:, 0].reshape(8),
+                ),
+            )
+        )
+        logits = (query @ key.mT / 2).masked_fill((batch.items == 0)[:, None, None], -torch.inf)
+        reached = 0.5 * (logits.softmax(-1).mean(1) + torch.eye(6)) @ reached
+        x = block.transform(block.attend(x, slice(None), (batch.items != 0)[:, None, None]))
+
+    found = oracle["by_rollout"](dense, batch)
+
+    torch.testing.assert_close(found, reached[:, -1])
+    assert found[1, :2].tolist() == [0, 0]
+
+
+def test_the_gradient_is_the_change_of_the_best_scores_as_an_event_fades(dense, batch):
+    def best(scale_BL):
+        x = dense._embedded(batch.items) * scale_BL.unsqueeze(-1)
+        for block in dense.blocks:
+            x = block.transform(block.attend(x, slice(None), (batch.items != 0)[:, None, None]))
+        return (x[:, -1] @ dense.items.weight[1:].T).sum(-1)  # of nine items, all are among the best ten
+
+    step = 1e-3
+    with torch.no_grad():
+        changes = [
+            (best(1 + step * torch.eye(6)[place]) - best(1 - step * torch.eye(6)[place])) / (2 * step)
+            for place in range(6)
+        ]
+
+    found = oracle["by_gradient"](dense, batch)
+
+    torch.testing.assert_close(found, torch.stack(changes, 1).abs(), atol=3e-3, rtol=0.02)
+    assert found[0].max() > 0.02
+    assert found[1, :2].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("keys", [False, True])
+@pytest.mark.parametrize("choice", ["most recent", "oracle: attention rollout", "random", "oldest"])
+def test_with_a_row_for_every_event_the_dense_network_is_computed(dense, batch, choice, keys):
+    ours = oracle["Chosen"](dense, oracle["CHOICES"][{"most recent": oracle["BASE"]}.get(choice, choice)], 6, keys)
+    torch.testing.assert_close(ours(batch, last=True), dense(batch, last=True))
+
+
+def test_hidden_events_change_nothing_and_events_without_a_row_are_still_read(dense, batch):
+    changed = batch._replace(items=batch.items.clone())
+    changed.items[0, 0] = 6  # the oldest of six events
+    for keys, same in ((True, True), (False, False)):
+        model = oracle["Chosen"](dense, oracle["by_recency"], 3, keys)
+        before, after = model(batch, last=True), model(changed, last=True)
+        assert torch.equal(before[0], after[0]) == same
+        assert torch.equal(before[1], after[1])
+
+
+def test_the_most_recent_events_are_those_that_a_sampler_by_position_keeps(dense, batch):
+    ours = oracle["Chosen"](dense, oracle["by_recency"], 3, False)
+    theirs = STRec(ours.options, dense.catalogue).eval()
+    theirs.load_state_dict({**theirs.state_dict(), **dense.state_dict()})
+    torch.testing.assert_close(ours(batch, last=True), theirs(batch, last=True))
