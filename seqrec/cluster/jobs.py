@@ -97,7 +97,7 @@ def spark_application(name: str, place: Place, state: Path, order: Path, config:
         ConfigError: prepare does not use Spark.
     """
     if getattr(config, "engine", "") != "spark":
-        raise ConfigError("kubernetes.launch.prepare.launcher: the value job requires prepare.engine: spark")
+        raise ConfigError("kubernetes.launch.prepare.launcher: the value job needs prepare.engine: spark")
     launch, cluster, resources = place.launch, place.cluster, place.resources
     pod = {
         "cores": max(1, int(float(resources.cpu))),
