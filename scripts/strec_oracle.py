@@ -171,7 +171,8 @@ def main() -> None:
     parser.add_argument("--seeds", default="42,43,44")
     parser.add_argument("--datasets", default=",".join(load(CONFIG).datasets), help="keys of the config, with commas")
     arguments = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("seqrec").setLevel(logging.INFO)
     for dataset in arguments.datasets.split(","):
         table = compare(arguments.out, dataset, [int(seed) for seed in arguments.seeds.split(",")])
         write_text(arguments.out / dataset / "table.md", table)
