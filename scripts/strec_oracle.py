@@ -148,19 +148,20 @@ def compare(out: Path, dataset: str, seeds: list[int]) -> str:
     user = sequences.cases(data, "test").user.numpy()
     means = {row: np.mean(of_seeds, axis=0) for row, of_seeds in values.items()}
     lines = [
-        f"{dataset}, n = {dense.options.length}, seeds {seeds}, split {data.card['split_sha256'][:12]}",
+        f"{dataset}, n = {dense.options.length}, seeds {', '.join(map(str, seeds))}, split "
+        f"{data.card['split_sha256'][:12]}. With a row for every event: {means[0.0, False, DENSE].mean():.4f}",
         "",
-        "| rows left out | events without row | events with a row | test NDCG@10 | gain over the most recent [95 %] |",
-        "|---|---|---|--:|---|",
+        f"| rows left out | events without a row | {' | '.join(CHOICES)} |",
+        f"|---|---|{'---|' * len(CHOICES)}",
     ]
-    for (sparsity, keys, name), value in means.items():
-        shown = "-"
-        if name not in (DENSE, BASE):
-            gain = value - means[sparsity, keys, BASE]
-            gain = intervals.bootstrap(gain, user, resamples=1000, seed=42, difference=True)
-            shown = f"{gain.mean:+.4f} [{gain.low:+.4f}, {gain.high:+.4f}]"
-        others = "-" if name == DENSE else "hidden" if keys else "read by layer 1"
-        lines.append(f"| {sparsity:.0%} | {others} | {name} | {value.mean():.4f} | {shown} |")
+    for sparsity, keys in product(SPARSITIES, (False, True)):
+        cells = []
+        for name in CHOICES:
+            value, recent = means[sparsity, keys, name], means[sparsity, keys, BASE]
+            gain = intervals.bootstrap(value - recent, user, resamples=1000, seed=42, difference=True)
+            shown = "" if name == BASE else f" ({gain.mean:+.4f} [{gain.low:+.4f}, {gain.high:+.4f}])"
+            cells.append(f"{value.mean():.4f}{shown}")
+        lines.append(f"| {sparsity:.0%} | {'hidden' if keys else 'read by layer 1'} | {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
 
 
@@ -171,7 +172,8 @@ def main() -> None:
     parser.add_argument("--seeds", default="42,43,44")
     parser.add_argument("--datasets", default=",".join(load(CONFIG).datasets), help="keys of the config, with commas")
     arguments = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("seqrec").setLevel(logging.INFO)
     for dataset in arguments.datasets.split(","):
         table = compare(arguments.out, dataset, [int(seed) for seed in arguments.seeds.split(",")])
         write_text(arguments.out / dataset / "table.md", table)

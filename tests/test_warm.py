@@ -43,8 +43,8 @@ def until(condition):
 @pytest.fixture
 def stopped(variables):
     """A command that would take a moment, and its fork of the warm process, stopped at once."""
-    path = variables[warm.SOCKET].encode()
-    (server,) = (pid for pid in children(os.getpid()) if path in Path(f"/proc/{pid}/cmdline").read_bytes())
+    ours = variables[warm.SOCKET].encode()  # other tests may have a warm process as well
+    (server,) = (pid for pid in children(os.getpid()) if ours in Path(f"/proc/{pid}/cmdline").read_bytes())
     with start(variables, "prepare", "--help") as command:
         (fork,) = until(lambda: children(server))
         os.kill(fork, signal.SIGSTOP)

@@ -55,7 +55,9 @@ def filled_in(params: Mapping[str, Any], form: Mapping[str, Any]) -> Params:
     _check_origin(read.as_dict(), given.dataset)
     for path in given.overrides:
         if path.partition(".")[0] in FIXED:
-            raise ConfigError(f"overrides.{path}: not allowed here: it has its own input or is fixed by `compile`")
+            raise ConfigError(
+                f"overrides.{path}: not allowed here, because it has its own input or is fixed by `compile`"
+            )
     inputs = {"dataset": given.dataset, "leaderboard": given.models, "seed": given.seed}
     same = {"dataset": read.dataset, "leaderboard": [*read.leaderboard], "seed": read.seed}
     changed = {key: value for key, value in inputs.items() if value != same[key]}

@@ -106,7 +106,7 @@ def succeeded(models: Sequence[str], reports: Path) -> list[str]:
     if len(failed) == len(files):
         raise ValueError(f"every model failed: {reasons}")
     if failed:
-        logger.warning("left out of the leaderboard, because they failed: %s", reasons)
+        logger.warning("these models failed and are left out of the leaderboard: %s", reasons)
     return [model for model in models if model not in failed]
 
 

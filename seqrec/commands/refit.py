@@ -74,5 +74,7 @@ def refit(
         saved = load_checkpoint(refitted)
         export = functools.partial(export_graph, saved)
         version = registry.register_refit(client, evaluated, checkpoint=saved, export=export, config=config)
-    logger.info("version %s of %s, a refit of version %s, is the champion", version.version, name, evaluated.version)
+    logger.info(
+        "version %s of %s, a refit of version %s, is now the champion", version.version, name, evaluated.version
+    )
     return {**values, "version": float(version.version)}

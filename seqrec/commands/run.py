@@ -50,7 +50,7 @@ def run(
         changes: settings for this run alone, such as "finetune.epochs=3".
         data: folder with prepared `sequences/`; ingest, validate and prepare are then skipped.
         resume: continue saved training runs; fail if there are none.
-        from_champion: start models of the champion's architecture and options from the champion's weights.
+        from_champion: if a model has the champion's architecture and options, start it from the champion's weights.
         register: run the stage register at the end: leaderboard, MLflow runs, candidate and champion.
 
     Returns:

@@ -222,7 +222,7 @@ def _set(place: Any, keys: Sequence[str], value: Any, path: str) -> None:
     for key in keys[:-1]:
         place = place.setdefault(key, {}) if isinstance(place, dict) else place
         if not isinstance(place, dict):
-            raise ConfigError(f"{path}: {key} is a single setting, which holds no others")
+            raise ConfigError(f"{path}: {key} is a single value, which holds no settings")
     place[keys[-1]] = value
 
 

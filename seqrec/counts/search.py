@@ -110,7 +110,7 @@ def search(
     if not len(user):  # no validation case has a history
         return Choice(found, folds, 0.0, 0.0)
     honest = np.where(odd, ndcg(folds[1]), ndcg(folds[0])).mean()
-    logger.debug("counts: %d settings tried on %d validation cases", ndcg.cache_info().currsize, len(user))
+    logger.debug("counts: tried %d settings on %d validation cases", ndcg.cache_info().currsize, len(user))
     return Choice(found, folds, float(ndcg(found).mean()), float(honest))
 
 

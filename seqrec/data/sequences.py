@@ -135,7 +135,7 @@ def load(directory: Path) -> Sequences:
     table = map_ipc(directory / SEQUENCES)
     if not table.schema.equals(SEQUENCES_SCHEMA):
         raise ValueError(
-            f"{directory / SEQUENCES} has a schema that this version of seqrec cannot read: run prepare again"
+            f"{directory / SEQUENCES} has a schema that this version of seqrec cannot read: run the prepare stage again"
         )
     length = torch.cat([from_dlpack(chunk.offsets).diff() for chunk in table["items"].chunks]).long()
     stop = length.cumsum(0)

@@ -76,7 +76,7 @@ def app(
     if named := version():
         service.switch(load(), named)
     elif options.poll_s:
-        logger.info("%s: run `make repro`; the service checks for one every %g s", NO_CHAMPION, options.poll_s)
+        logger.info("%s: run `make repro`; the service checks for a champion every %g s", NO_CHAMPION, options.poll_s)
     else:
         raise ConfigError(f"{NO_CHAMPION}: run `make repro` first, or let the service wait for one with --poll-s 30")
 

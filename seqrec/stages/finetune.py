@@ -53,8 +53,8 @@ def finetune(
         refit: `evaluate.refit`; with `valid`, weights that are also trained on the validation events are written to a
             folder inside `checkpoint`.
         resume: continue a saved training run; fail if there is none.
-        log: for callers in Python: function that gets each epoch's record instead of MLflow; it ends the training if it
-            raises an exception.
+        log: for callers in Python: function that receives the record of each epoch, in place of MLflow; if it raises an
+            exception, training ends.
         experiment: name of the MLflow experiment (`register.experiment`), used if MLFLOW_TRACKING_URI is set.
 
     Raises:

@@ -64,7 +64,9 @@ def pretrain(
     )
     known = REGISTRY.get(architecture.architecture, SequenceModel)
     if issubclass(known, DescribedItems) and data is None:
-        raise ConfigError(f"models.{model}: {known.__name__} reads the items' text: name its folder with --data")
+        raise ConfigError(
+            f"models.{model}: {known.__name__} reads the items' text: name the folder of the tables with --data"
+        )
     if AUTO in architecture.options.values():
         shape = Shape.of(load_sequences(sequences))
         architecture = auto_settings.resolved_options(architecture, shape, f"models.{model}.options")

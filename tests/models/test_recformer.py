@@ -623,7 +623,7 @@ def test_other_text_is_another_pre_training(target, tmp_path):
 
 
 def test_text_is_asked_for(target, tmp_path):
-    with pytest.raises(ConfigError, match="reads the items' text: name its folder with --data"):
+    with pytest.raises(ConfigError, match="reads the items' text: name the folder of the tables with --data"):
         pretrain(
             model="recformer",
             sequences=target / "sequences",

@@ -73,7 +73,7 @@ def test_a_shorter_list_is_filled_up(address, recommender):
         ([history(["i1"], 1, 2)], "has 1 elements, which do not fit its shape [1, 2]"),
         ([history([1], 1, 1)], "valid string"),
         ([history([["i1"], "i2"], 2, 1)], "valid list"),
-        ([history(["i1"], 1, 1), history(["i1"], 1, 1) | {"name": "times"}], "there is no 'times'"),
+        ([history(["i1"], 1, 1), history(["i1"], 1, 1) | {"name": "times"}], "'times' is unknown"),
         (
             [history(["i1"], 1, 1), {"name": "user", "datatype": "BYTES", "shape": [2], "data": ["a", "b"]}],
             "1 histories",
