@@ -68,3 +68,12 @@ def warm_steps():
     modules = ("kfp.dsl.executor_main", "mlflow", "great_expectations", "seqrec.stages.register")
     with warm.process(*modules, wait=True, _KFP_RUNTIME="true") as variables:
         yield variables
+
+
+@pytest.fixture(scope="module")
+def forked_steps(warm_steps):
+    """Let what asks for the warm process find it."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in warm_steps.items():
+            patch.setenv(name, value)
+        yield

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -68,13 +67,12 @@ def place(**launch_settings) -> dict:
 
 
 @pytest.fixture(autouse=True)
-def _forked_processes(warm_steps, tmp_path, monkeypatch):
+def _forked_processes(forked_steps, tmp_path, monkeypatch):
     """Let torchrun's processes be forks of the warm process: what it takes for Python is called with -u -m MODULE."""
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nshift\nexec {sys.executable} -m seqrec.warm "$@"\n')
     python.chmod(0o700)
-    for name, value in {**warm_steps, "PYTHON_EXEC": str(python)}.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PYTHON_EXEC", str(python))
 
 
 @pytest.fixture(scope="module")
@@ -122,37 +120,29 @@ def assert_close(first, second):
     torch.testing.assert_close(first[1], second[1], rtol=1e-3, atol=1e-5)
 
 
-def test_two_processes_and_a_job_of_two_nodes_give_what_one_process_gives(finetuned, cluster, tmp_path):
-    """The first attempts at the job fail; the last one finds what they left behind."""
+def test_two_processes_and_a_job_of_two_nodes_give_what_one_process_gives(finetuned, cluster, tmp_path, monkeypatch):
+    """Two attempts at the job fail, and one loses its output; the last one finds what they left behind."""
     alone = finetuned("alone", {"launch": {"processes": 1}})
 
     assert_close(finetuned("two", {"launch": {"processes": 2}}), alone)
     assert cluster.created == []
 
-    cluster.fail_next = 2
-    for attempt in ("first", "second"):
-        with pytest.raises(ValueError, match=r"TrainJob somebodys/finetune-sasrec-.* failed: so"):
-            finetuned(attempt, place(launcher="job", nodes=2))
-    assert list(cluster.jobs)  # a failed job is still there when the next attempt begins
-    (name,) = cluster.jobs
-    assert_close(finetuned("job", place(launcher="job", nodes=2)), alone)
-    assert [job["metadata"]["name"] for job in cluster.created] == [name] * 3
+    def attempt(pod: str):
+        monkeypatch.setenv("KFP_POD_NAME", f"pod-{pod}")
+        monkeypatch.setenv("KFP_POD_UID", pod)
+        return finetuned(pod, place(launcher="job", nodes=2))
+
+    cluster.fail_next, cluster.lose_next, failed = 2, 1, r"TrainJob somebodys/finetune-sasrec-.* failed: so"
+    for pod, message in (("first", failed), ("second", failed), ("third", "output is missing")):
+        with pytest.raises(ValueError, match=message):
+            attempt(pod)
+        assert pod == "third" or list(cluster.jobs)  # a failed job is still there when the next attempt begins
+    assert_close(attempt("fourth"), alone)
+    assert len({job["metadata"]["name"] for job in cluster.created}) == 1
+    owners = [[one["uid"] for one in job["metadata"]["ownerReferences"]] for job in cluster.created]
+    assert owners == [["first"], ["second"], ["third"], ["fourth"]]
     assert cluster.jobs == {}
     assert not list((tmp_path / "state" / "jobs").iterdir())
-
-
-def test_a_complete_job_without_output_is_made_again_and_belongs_to_the_pod_that_awaits_it(
-    finetuned, cluster, monkeypatch
-):
-    cluster.lose_next = 1
-    for attempt in ("first", "second"):
-        monkeypatch.setenv("KFP_POD_NAME", f"pod-{attempt}")
-        monkeypatch.setenv("KFP_POD_UID", attempt)
-        with contextlib.nullcontext() if attempt == "second" else pytest.raises(ValueError, match="output is missing"):
-            finetuned("job", place(launcher="job"))
-
-    owners = [[one["uid"] for one in job["metadata"]["ownerReferences"]] for job in cluster.created]
-    assert owners == [["first"], ["second"]]
 
 
 def test_a_step_that_finds_the_job_of_an_earlier_pod_adopts_it_and_deletes_it_when_told_to_end(
