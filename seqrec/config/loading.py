@@ -26,6 +26,7 @@ from seqrec.config.sections import DATASET_KEYS, MODEL_KEYS, SECTIONS, ModelConf
 TOP = ("seed", "filter_seen", "dataset", "sources", "leaderboard", *SECTIONS, "datasets", "models")
 SEEDED = ("pretrain", "finetune")  # share a seed, so that another seed also means other initial weights
 EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")  # YAML reads 1e-3 as text
+RESERVED = ("%", "@", "`")  # YAML refuses a text that begins with one of these
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")  # names of datasets and models are also names of folders
 
 
@@ -183,7 +184,8 @@ def read_changes(text: str) -> dict[str, Any]:
         if not equals or not path:
             raise ConfigError(f"{part}: expected KEY=VALUE, such as finetune.epochs=3")
         try:
-            read = float(value) if EXPONENT.fullmatch(value) else yaml.safe_load(value)
+            plain = value.startswith(RESERVED)  # as in time_format=%d/%m/%Y
+            read = value if plain else float(value) if EXPONENT.fullmatch(value) else yaml.safe_load(value)
         except (yaml.YAMLError, ValueError) as error:
             raise ConfigError(f"{path}: {value!r} is not valid YAML") from error
         changes[path] = value if isinstance(read, date) else read  # settings hold dates as text

@@ -7,6 +7,7 @@ for others and many share a matrix product. A new champion is loaded beside the 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import importlib.metadata
 import logging
@@ -290,7 +291,8 @@ def serve(*, dataset: str, config: RegisterConfig, options: ServeConfig) -> None
         service = app(load, version, options, store=Store(url) if url else None, candidate=candidate)
         if options.metrics_port:
             start_http_server(options.metrics_port, options.host, service.state.service.metrics.registry)
-        Server(service).run([listener])
+        with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again once it has ended
+            Server(service).run([listener])
 
 
 def _served(dataset: str, config: RegisterConfig, options: ServeConfig) -> tuple[Load, Callable[[], str]]:

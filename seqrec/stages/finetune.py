@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from seqrec.artifacts import REFITTED
-from seqrec.config import EXPERIMENT, FinetuneConfig
+from seqrec.config import AUTO, EXPERIMENT, FinetuneConfig
 from seqrec.data import data_warnings
 from seqrec.data.sequences import Sequences
 from seqrec.data.sequences import load as load_sequences
@@ -64,9 +64,10 @@ def finetune(
     start.check_catalogue(sequences, users=True)
     net = start.model
     prepared = load_sequences(sequences)
+    by_rule = vars(config)["batch_size"] == AUTO
     if net.phases("finetune"):
         config = auto_settings.resolved(config, Shape.of(prepared))
-    _warn(net, prepared, config, filter_seen)
+    _warn(net, prepared, config, filter_seen, by_rule)
     training = Training(
         name=model,
         stage="finetune",
@@ -95,15 +96,15 @@ def finetune(
     return values
 
 
-def _warn(net: SequenceModel, prepared: Sequences, config: FinetuneConfig, filter_seen: bool) -> None:
-    """Log the warnings about this dataset, each one once per process."""
+def _warn(net: SequenceModel, prepared: Sequences, config: FinetuneConfig, filter_seen: bool, by_rule: bool) -> None:
+    """Log the warnings about this dataset, each one once per process; none about a batch size chosen `by_rule`."""
     if not net.phases("finetune"):
         return
     windows = batches.windows(prepared, net.options, config, torch.Generator())
     repeated = data_warnings.repeats(prepared) if len(prepared.items) <= COUNTED else None
     found = data_warnings.warnings(
         prepared.card,
-        steps=max(1, round(len(windows.user) / config.batch_size)),
+        steps=None if by_rule else max(1, round(len(windows.user) / config.batch_size)),
         repeated=repeated,
         filter_seen=filter_seen,
     )

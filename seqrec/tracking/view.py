@@ -92,7 +92,7 @@ def share(client: MlflowClient, experiment: str, newest: str) -> None:
         "compareRunSections": [SECTION],
         "compareRunCharts": [DIFFERENCES, *map(_bars, COLUMNS)],
     }
-    text = "Each pipeline run holds one run per model. Compare the runs by the first column."
+    text = "Each pipeline run holds one run per model. Compare the runs of a dataset by valid/ndcg_at_10."
     for key, value in {**EXPERIMENT, NOTE: text, f"{SHARED_VIEW}{KEY}": json.dumps(view)}.items():
         client.set_experiment_tag(experiment, key, value)
 

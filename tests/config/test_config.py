@@ -259,6 +259,10 @@ def test_a_wrong_change_is_refused_with_the_closest_key(text, message):
         from_dict(LAYERS).with_overrides(read_changes(text))
 
 
+def test_a_format_of_times_needs_no_quotes():
+    assert read_changes("datasets.own.ingest.time_format=%d/%m/%Y") == {"datasets.own.ingest.time_format": "%d/%m/%Y"}
+
+
 def test_changes_are_read_as_yaml():
     assert read_changes("a.b=1e-3 c=[x,y] d=true 'e=two words' f=1.5 g=2000-01-01") == {
         **{"a.b": 1e-3, "c": ["x", "y"], "d": True, "e": "two words"},
