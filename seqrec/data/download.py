@@ -117,7 +117,12 @@ def obtain(
     raise DownloadError(
         "the files cannot be fetched\n  "
         + "\n  ".join(failures)
-        + f"\nWithout network, set {MIRROR_VARIABLE} or ingest.mirror to a folder or URL that holds "
+        + (
+            "\nCheck the paths in section `ingest`; if the files are elsewhere"
+            if publications[0].local
+            else "\nWithout network"
+        )
+        + f", set {MIRROR_VARIABLE} or ingest.mirror to a folder or URL that holds "
         + " and ".join(wanted)
         + (f", or {' or '.join(archives)}" if archives else "")
     )
