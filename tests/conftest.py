@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 import sys
 from pathlib import Path
@@ -16,6 +17,8 @@ from seqrec.models import REGISTRY
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # a process without a main module, which pyspark's import would end
     sys.modules["pyspark.sql.connect"] = None  # type: ignore[assignment]
+    # inspect, which KFP asks for every frame, would look through all modules for that of a worker's start
+    inspect.modulesbyfile["<string>"] = "__main__"  # type: ignore[attr-defined]
 
 # The files that take longest, in this order: a worker that got one of them last would keep the others waiting.
 LONGEST = (
