@@ -29,7 +29,7 @@ from seqrec.data.sequences import Sequences
 from seqrec.evaluation import intervals, metrics, ranking
 from seqrec.models import attention_weights
 from seqrec.models.base import PAD, Batch
-from seqrec.models.strec import FORCED, Block, STRec
+from seqrec.models.strec import FORCED, Block, STRec, _real, _visible
 from seqrec.training.checkpoint import load_checkpoint
 
 CONFIG = Path(__file__).parent.parent / "configs/strec/oracle.yaml"
@@ -39,9 +39,7 @@ DENSE, BASE = "every event", "the most recent"
 
 def by_rollout(dense: STRec, batch: Batch) -> Tensor:
     """Return each event's share (B, L) in the last position's output (attention rollout, Abnar and Zuidema 2020)."""
-    real_BL = batch.items != PAD
-    real_BL[:, -1] = True
-    visible_B11L = real_BL[:, None, None]
+    visible_B11L = _visible(_real(batch))
     x_BLD = dense._embedded(batch.items)
     reached_BLL = torch.eye(x_BLD.shape[1]).expand(len(x_BLD), -1, -1)
     for block in dense.blocks:
@@ -54,14 +52,13 @@ def by_rollout(dense: STRec, batch: Batch) -> Tensor:
 
 def by_gradient(dense: STRec, batch: Batch) -> Tensor:
     """Return |gradient x input| (B, L) of the dense network's ten highest scores; the target is not read."""
-    real_BL = batch.items != PAD
-    real_BL[:, -1] = True
+    visible_B11L = _visible(_real(batch))
     with torch.enable_grad():
         embedded_BLD = dense._embedded(batch.items).detach().requires_grad_()
         x_BLD = embedded_BLD
         for block in dense.blocks:
             assert isinstance(block, Block)
-            x_BLD = block.transform(block.attend(x_BLD, slice(None), real_BL[:, None, None]))
+            x_BLD = block.transform(block.attend(x_BLD, slice(None), visible_B11L))
         best_BK = (x_BLD[:, -1] @ dense.items.weight[1:].T).topk(min(10, dense.catalogue.num_items)).values
         (gradient_BLD,) = torch.autograd.grad(best_BK.sum(), embedded_BLD)
     return (gradient_BLD * embedded_BLD).sum(-1).abs().detach()

@@ -40,7 +40,7 @@ FILES = sorted(path for path in DEPLOY.rglob("*.yaml") if path.name not in SETTI
 MANIFESTS = [(path, document) for path in FILES for document in yaml.safe_load_all(path.read_text())]
 
 
-def valid(manifest):
+def assert_valid(manifest):
     if manifest["kind"] not in CUSTOM:
         kubernetes_validate.validate(manifest, "1.31", strict=True)
 
@@ -88,10 +88,12 @@ def rendered(deploy):
 
 
 @pytest.mark.parametrize(
-    "manifest", [one for _, one in MANIFESTS], ids=lambda one: f"{one['kind']}-{one['metadata']['name']}"
+    "manifest",
+    [one for _, one in MANIFESTS if one["kind"] not in CUSTOM],
+    ids=lambda one: f"{one['kind']}-{one['metadata']['name']}",
 )
 def test_a_manifest_has_no_field_that_kubernetes_does_not_know(manifest):
-    valid(manifest)
+    assert_valid(manifest)
 
 
 def test_every_manifest_is_part_of_its_kustomization():
@@ -107,7 +109,7 @@ def test_an_overlay_is_complete(rendered, name):
     """What kubectl makes of it is valid, and each secret, volume, service and target that is named is there."""
     documents = rendered[name]
     for manifest in documents:
-        valid(manifest)
+        assert_valid(manifest)
         place = manifest["metadata"]["name" if manifest["kind"] == "Namespace" else "namespace"]
         assert place == ("kubeflow" if name == "kind" else "seqrec")
     secrets = {one["metadata"]["name"]: set(one["data"]) for one in documents if one["kind"] == "Secret"}

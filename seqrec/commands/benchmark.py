@@ -1,7 +1,7 @@
 """Trains every model of a config under several seeds on one split, and writes one page that compares them.
 
-The page has two columns for uncertainty: the spread over seeds (would the result hold for another training?) and the
-paired interval over users (would it hold for other users?). For the interval, a user's NDCG is the mean over the seeds.
+The page has two columns for uncertainty: the spread over seeds, and the interval of the gain, which covers other users
+and other seeds. A gain is paired over users, and over seeds if the base is a trained model.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ def _row(name: str, reports: Sequence[Path], base: Sequence[Path] | None) -> Row
         others = ndcg_of_cases(base)[1]
         paired = [path.parents[1] for path in reports] == [path.parents[1] for path in base]  # seed by seed
         difference = values - (others if paired else others.mean(0))
-        row["gain"] = intervals.of_seeds(difference, user, resamples=1000, seed=42)
+        row["gain"] = intervals.pigeonhole_bootstrap(difference, user, resamples=1000, seed=42)
         row["p_value"] = sign_flip_p_value(np.bincount(user, weights=difference.mean(0)).astype(float), seed=42)
     return row
 
@@ -248,7 +248,8 @@ def page(content: dict[str, Any], rows: Sequence[Row]) -> str:
         f"# Benchmark on {content['dataset']}",
         "",
         f"{content['protocol']}, whole catalogue. Each NDCG is the mean over the seeds, ± their standard "
-        "deviation. New items have no event in training. Gains are paired over users; p-values come from sign flips, "
+        "deviation. New items have no event in training. Gains are paired over users; their intervals cover other "
+        "users and other seeds. P-values come from sign flips over users, "
         f"corrected for {sum(row['p_value'] is not None for row in rows)} comparisons. No settings were "
         "searched."
         + (" Test cases are ranked after a refit that also trains on the validation events." if refitted else ""),

@@ -178,14 +178,16 @@ def read_changes(text: str) -> dict[str, Any]:
     Raises:
         ConfigError: a part of the text is not of the form KEY=VALUE.
     """
-    changes = {}
+    changes: dict[str, Any] = {}
     for part in shlex.split(text):
         path, equals, value = part.partition("=")
         if not equals or not path:
             raise ConfigError(f"{part}: expected KEY=VALUE, such as finetune.epochs=3")
+        if value.startswith(RESERVED):  # as in time_format=%d/%m/%Y
+            changes[path] = value
+            continue
         try:
-            plain = value.startswith(RESERVED)  # as in time_format=%d/%m/%Y
-            read = value if plain else float(value) if EXPONENT.fullmatch(value) else yaml.safe_load(value)
+            read = float(value) if EXPONENT.fullmatch(value) else yaml.safe_load(value)
         except (yaml.YAMLError, ValueError) as error:
             raise ConfigError(f"{path}: {value!r} is not valid YAML") from error
         changes[path] = value if isinstance(read, date) else read  # settings hold dates as text

@@ -67,7 +67,7 @@ def bootstrap(
     return Interval(mean, max(low, least), min(high, most))
 
 
-def of_seeds(difference: FloatArray, user: NDArray[np.integer], *, resamples: int, seed: int) -> Interval:
+def pigeonhole_bootstrap(difference: FloatArray, user: NDArray[np.integer], *, resamples: int, seed: int) -> Interval:
     """Return the mean of `difference` (seeds, cases) with an interval for other users and other seeds.
 
     Users and seeds are both drawn with replacement (Owen 2007, The pigeonhole bootstrap). The wider end of this

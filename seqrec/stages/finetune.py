@@ -100,11 +100,14 @@ def _warn(net: SequenceModel, prepared: Sequences, config: FinetuneConfig, filte
     """Log the warnings about this dataset, each one once per process; none about a batch size chosen `by_rule`."""
     if not net.phases("finetune"):
         return
-    windows = batches.windows(prepared, net.options, config, torch.Generator())
+    steps = None
+    if not by_rule:
+        windows = batches.windows(prepared, net.options, config, torch.Generator())
+        steps = max(1, round(len(windows.user) / config.batch_size))
     repeated = data_warnings.repeats(prepared) if len(prepared.items) <= COUNTED else None
     found = data_warnings.warnings(
         prepared.card,
-        steps=None if by_rule else max(1, round(len(windows.user) / config.batch_size)),
+        steps=steps,
         repeated=repeated,
         filter_seen=filter_seen,
     )

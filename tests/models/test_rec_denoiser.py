@@ -345,7 +345,7 @@ def test_l0_is_the_expected_share_of_kept_valid_entries():
 def test_without_masks_and_penalty_it_is_the_backbone_bit_for_bit(backbone):
     ours, theirs = build(backbone, **PLAIN).train(), make_model(backbone).train()
     theirs.load_state_dict(ours.backbone.state_dict())
-    same_training(ours, theirs)
+    assert_same_training(ours, theirs)
 
 
 @pytest.mark.parametrize("backbone", BACKBONES)
@@ -358,10 +358,10 @@ def test_with_all_ones_as_masks_it_is_the_backbone_bit_for_bit(backbone, estimat
     for block in theirs.blocks:
         block.attention.weigh = torch.nn.Softmax(-1)  # the same order of operations as a mask needs
     ours._uniform = lambda examples, keep: [torch.full((examples, *part.shape), 0.5) for part in keep]
-    same_training(ours, theirs)
+    assert_same_training(ours, theirs)
 
 
-def same_training(ours, theirs):
+def assert_same_training(ours, theirs):
     batch = make_batch([[3, 7, 2, 9, 4], [5, 1, 8]])
     assert torch.equal(ours.eval()(batch, last=True), theirs.eval()(batch, last=True))
     results = []

@@ -27,22 +27,24 @@ LIKE_OTHERS = {"bert4rec", "esasrec", "s3rec", "ssept", "zesrec"}
 def test_the_graph_answers_as_torch_does(prepared, tmp_path, name):
     # all layers are traced alike: two models prove more than one, STRec has to
     options = {"layers": 1} if has_option(name, "layers") and name not in ("sasrec", "strec") else {}
-    compare(save(name, prepared, tmp_path / "saved", options=options, median_gap=1000.0))
+    assert_the_graph_answers_as_torch_does(save(name, prepared, tmp_path / "saved", options=options, median_gap=1000.0))
 
 
 def test_the_graph_of_a_history_of_item_vectors_answers_as_torch_does(prepared, tmp_path):
     options = {"objective": "causal", "history_layers": 1}
-    compare(save("recformer", prepared, tmp_path / "saved", options=options, median_gap=1000.0))
+    assert_the_graph_answers_as_torch_does(
+        save("recformer", prepared, tmp_path / "saved", options=options, median_gap=1000.0)
+    )
 
 
 def test_the_graph_of_an_ensemble_answers_as_torch_does(prepared, tmp_path):
     saved = save("sasrec", prepared, tmp_path / "saved", options={"members": 2, "layers": 1})
 
     assert len(load_checkpoint(saved).model.parts) == 2
-    compare(saved)
+    assert_the_graph_answers_as_torch_does(saved)
 
 
-def compare(saved):
+def assert_the_graph_answers_as_torch_does(saved):
     values = onnx_graph.export(saved=saved, output=saved, k=15)
 
     assert values == {"k": 15}
