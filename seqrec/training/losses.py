@@ -194,7 +194,7 @@ def _blocks(
         gradient.scatter_add_(1, goal, gradient.new_full(goal.shape, -1.0))
         torch.mm(gradient, candidate_VD, out=query_gradient[part])
         weighted = query if weight_N is None else query * weight_N[part].unsqueeze(1)
-        item_gradient[1:].addmm_(gradient.T, weighted)
+        torch.addmm(item_gradient[1:], gradient.T, weighted, out=item_gradient[1:])
     return value_N
 
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import logging
+import re
 
 import torch
 from accelerate import Accelerator
 from support import prepare_rows, run, synthetic_rows, weights
+from torch.nn import functional as F
 
 from seqrec.config import FinetuneConfig
 from seqrec.data import sequences
 from seqrec.training import cost
 from seqrec.training.checkpoint import load_checkpoint
+from seqrec.training.floor import Floor
+from seqrec.training.losses import cross_entropy
 
 
 def test_measuring_changes_neither_the_model_nor_the_random_numbers(tmp_path):
@@ -35,11 +39,29 @@ def test_a_long_training_is_announced_after_its_first_steps_and_not_changed(tmp_
     prepared = prepare_rows(tmp_path, synthetic_rows())
     caplog.set_level(logging.INFO)
     run(prepared, tmp_path / "quiet", epochs=2, batch_size=4)
-    assert "about" not in caplog.text
+    assert not any(words in caplog.text for words in ("min of training", "of the peak"))
 
     monkeypatch.setattr(cost, "LONG_S", 0.0)
     run(prepared, tmp_path / "loud", epochs=2, batch_size=4)
 
     assert "min of training (2 epochs)" in caplog.text
+    assert re.search(r"targets/s, \d+% of the peak .* a target takes 0\.\d\d MFLOP.* matrix products \d+%", caplog.text)
     for name, value in weights(tmp_path / "quiet").items():
         assert torch.equal(weights(tmp_path / "loud")[name], value)
+
+
+def test_the_arithmetic_of_a_step_is_that_of_its_formulas():
+    query, item = torch.randn(6, 8, requires_grad=True), torch.randn(21, 8, requires_grad=True)
+    sequence, weight = torch.randn(2, 1, 5, 4, requires_grad=True), torch.randn(3, 8, 16, requires_grad=True)
+    sizes = torch.tensor([1, 4, 6], dtype=torch.int32)
+    floor = Floor(torch.device("cpu"), "fp32")
+    floor.wanted = True
+
+    with floor.around(cost.FIRST_STEPS, targets=6):
+        loss = cross_entropy(query, item, torch.randint(1, 21, (6,))).sum()
+        loss = loss + F.scaled_dot_product_attention(sequence, sequence, sequence).sum()
+        (loss + F.grouped_mm(query, weight, offs=sizes).square().sum()).backward()
+
+    scores, attention, experts = 2 * 6 * 20 * 8, 2 * 2 * 5 * 5 * 4, 2 * 6 * 8 * 16  # of one product
+    # backward: two products for each of the forward pass, and attention computes its weights again
+    assert floor.flops == (3 * scores + 2 * attention + 5 * attention + 3 * experts) / 6
