@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import dataclass, replace
+import sys
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +40,15 @@ class Histories:
             self, start=self.start[users], train_stop=self.train_stop[users], valid_stop=self.valid_stop[users]
         )
 
+    def to_validation(self) -> Histories:
+        """Return the histories with the validation event as the one to rank."""
+        return replace(self, valid_stop=self.train_stop)
+
+    def ndcg(self, top: np.ndarray) -> float:
+        """Return the mean NDCG of lists (U, k) of items 1..N, one for each user."""
+        hit = top == self.items[self.valid_stop][:, None]
+        return float((hit / np.log2(np.arange(2, top.shape[1] + 2))).sum(1).mean())
+
     def check_unseen(self, top: np.ndarray) -> None:
         """Raise unless no list (U, k) of items 1..N holds an item of its user's history.
 
@@ -59,6 +69,21 @@ def read(sequences: Path, users: int = 0) -> Histories:
     ends = (table[name].to_numpy() for name in ("train_end", "valid_end"))
     histories = Histories(items.values.to_numpy().astype(np.int64), start, *(start + end for end in ends))
     return histories.of(slice(0, users or None))
+
+
+@dataclass
+class UntilBest:
+    """The epochs of a training that ends when validation has not improved for `patience` of them."""
+
+    patience: int
+    epochs: list[tuple[float, float]] = field(default_factory=list)  # CPU seconds of training so far, NDCG@10
+
+    def over(self, seconds: float, ndcg: float) -> bool:
+        """Add an epoch, its CPU seconds and its NDCG@10 on validation; return whether the training ends."""
+        self.epochs.append((seconds + (self.epochs[-1][0] if self.epochs else 0.0), ndcg))
+        print(self.epochs[-1], file=sys.stderr, flush=True)
+        best = max(range(len(self.epochs)), key=lambda number: self.epochs[number][1])
+        return len(self.epochs) - 1 - best >= self.patience
 
 
 def arguments() -> argparse.Namespace:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,10 @@ from benchmarks.peer_data import Histories
 
 class Clock(lightning.Callback):
     """Times the steps of an epoch after the warm-up and counts their targets."""
+
+    over: Callable[[float], bool] | None = (
+        None  # of an epoch's CPU seconds; of the class, since settings are plain data
+    )
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.settings = settings
@@ -47,13 +52,20 @@ class Clock(lightning.Callback):
         """Stop the clock; the last call counts."""
         self.spent = meter.now() - self.began
 
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        """Validate, where training goes on until validation stops to improve."""
+        if self.over is not None:
+            module.eval()
+            trainer.should_stop = self.over(self.spent.cpu)
+            module.train()
 
-def trainer(precision: str, settings: dict[str, Any]) -> lightning.Trainer:
-    """Return a trainer of one epoch that does nothing but train."""
+
+def trainer(precision: str, settings: dict[str, Any], over: Callable[[float], bool] | None = None) -> lightning.Trainer:
+    """Return a trainer that does nothing but train: for one epoch, or until `over` of its CPU seconds is true."""
     return lightning.Trainer(
         accelerator="cpu",
         devices=1,
-        max_epochs=1,
+        max_epochs=500 if settings["patience"] else 1,
         precision={"fp32": "32-true", "bf16": "bf16-mixed"}[precision],
         callbacks=[Clock(settings)],
         logger=False,
@@ -77,8 +89,8 @@ def events(histories: Histories, stop: np.ndarray) -> Dataset:
     return Dataset.construct(pd.DataFrame(table))
 
 
-def rank(model: SASRecModel, histories: Histories, settings: dict[str, Any]) -> dict[str, float]:
-    """Recommend 10 unseen items to every user; RecTools' preparation of the events is outside the clock."""
+def rank(model: SASRecModel, histories: Histories, settings: dict[str, Any]) -> tuple[dict[str, float], np.ndarray]:
+    """Return figures and lists (U, k) of 10 unseen items for every user; the clock excludes RecTools' preparation."""
     dataset = events(histories, histories.valid_stop)
     users = np.arange(len(histories.start))
     few = users[: 2 * settings["rank_batch_size"]]
@@ -96,12 +108,13 @@ def rank(model: SASRecModel, histories: Histories, settings: dict[str, Any]) -> 
     spent = meter.now() - began
     top = prepared.item_id_map.convert_to_external(item).reshape(len(users), settings["top_k"])
     owner = prepared.user_id_map.convert_to_external(np.asarray(user)).reshape(top.shape)[:, 0]
-    histories.check_unseen(top.astype(np.int64)[np.argsort(owner.astype(np.int64))])
-    return {"ranked": len(users), "rank_wall": spent.wall, "rank_cpu": spent.cpu}
+    top = top.astype(np.int64)[np.argsort(owner.astype(np.int64))]
+    histories.check_unseen(top)
+    return {"ranked": len(users), "rank_wall": spent.wall, "rank_cpu": spent.cpu}, top
 
 
 def main() -> None:
-    """Train and rank; print the figures as one line of JSON."""
+    """Train and rank, or train until validation stops to improve; print the figures as one line of JSON."""
     warnings.simplefilter("ignore")
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     options = peer_data.arguments()
@@ -121,11 +134,23 @@ def main() -> None:
         get_trainer_func=trainer,
         get_trainer_func_kwargs={"precision": options.precision, "settings": settings},
     )
-    model.fit(events(histories, histories.train_stop))
+    dataset = events(histories, histories.train_stop)
+    progress, valid = peer_data.UntilBest(settings["patience"]), histories.to_validation()
+
+    def over(seconds: float) -> bool:
+        model.is_fitted = True  # during the fit
+        return progress.over(seconds, valid.ndcg(rank(model, valid, settings)[1]))
+
+    if settings["patience"]:
+        Clock.over = staticmethod(over)
+    model.fit(dataset)
+    if settings["patience"]:
+        print(json.dumps(progress.epochs))
+        return
     clock = model.fit_trainer.callbacks[0]
     figures = {"targets": clock.targets, "train_wall": clock.spent.wall, "train_cpu": clock.spent.cpu}
     figures["loss"] = float(model.fit_trainer.callback_metrics["train_loss"])
-    print(json.dumps(figures | rank(model, histories, settings) | {"peak": meter.peak_memory()}))
+    print(json.dumps(figures | rank(model, histories, settings)[0] | {"peak": meter.peak_memory()}))
 
 
 if __name__ == "__main__":

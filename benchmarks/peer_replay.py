@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import torch
 from replay.data import FeatureHint, FeatureSource, FeatureType
 from replay.data.nn import TensorFeatureInfo, TensorFeatureSource, TensorSchema
@@ -48,13 +49,19 @@ def model_of(num_items: int, settings: dict[str, Any]) -> SasRec:
     return model
 
 
-def train(model: SasRec, histories: Histories, settings: dict[str, Any], bf16: bool) -> dict[str, float]:
+def optimizer_of(model: SasRec) -> torch.optim.Optimizer:
+    """Return RePlay's optimiser, in its fused form."""
+    return torch.optim.Adam(model.parameters(), lr=1e-3, betas=(0.9, 0.98), fused=True)
+
+
+def train(
+    model: SasRec, histories: Histories, settings: dict[str, Any], bf16: bool, optimizer: torch.optim.Optimizer
+) -> dict[str, float]:
     """Train for an epoch; the clock starts after the warm-up steps."""
     padding, size = histories.num_items, settings["batch_size"]
     chosen = histories.train_stop - histories.start >= 2
     window = histories.windows(histories.train_stop, settings["length"] + 1, padding + 1)[chosen] - 1
     window_UL = torch.from_numpy(window)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, betas=(0.9, 0.98), fused=True)
     batches = torch.randperm(len(window_UL)).split(size)
     model.train()
     targets = 0
@@ -78,8 +85,10 @@ def train(model: SasRec, histories: Histories, settings: dict[str, Any], bf16: b
     return {"targets": targets, "train_wall": spent.wall, "train_cpu": spent.cpu, "loss": loss.item()}
 
 
-def rank(model: SasRec, histories: Histories, settings: dict[str, Any], bf16: bool) -> dict[str, float]:
-    """Recommend 10 unseen items to every user; inputs are prepared before the clock starts."""
+def rank(
+    model: SasRec, histories: Histories, settings: dict[str, Any], bf16: bool
+) -> tuple[dict[str, float], np.ndarray]:
+    """Return figures, and lists (U, k) of 10 unseen items for every user; making inputs is outside the clock."""
     padding, size = histories.num_items, settings["rank_batch_size"]
     window = torch.from_numpy(histories.windows(histories.valid_stop, settings["length"], padding + 1) - 1)
     batches = []
@@ -91,7 +100,7 @@ def rank(model: SasRec, histories: Histories, settings: dict[str, Any], bf16: bo
         batches.append((window[part], {"seen_ids": torch.from_numpy(seen)}))
     unseen = SeenItemsFilter(item_count=padding)
 
-    def top(batches: list[tuple[Tensor, dict[str, Tensor]]]) -> list[Tensor]:
+    def best(batches: list[tuple[Tensor, dict[str, Tensor]]]) -> list[Tensor]:
         lists = []
         with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             for items_BL, seen in batches:
@@ -100,22 +109,34 @@ def rank(model: SasRec, histories: Histories, settings: dict[str, Any], bf16: bo
         return lists
 
     model.eval()
-    top(batches[:2])  # warm-up
+    best(batches[:2])  # warm-up
     began = meter.now()
-    lists = top(batches)
+    lists = best(batches)
     spent = meter.now() - began
-    histories.check_unseen(torch.cat(lists).numpy() + 1)
-    return {"ranked": len(window), "rank_wall": spent.wall, "rank_cpu": spent.cpu}
+    top_UK = torch.cat(lists).numpy() + 1
+    histories.check_unseen(top_UK)
+    return {"ranked": len(window), "rank_wall": spent.wall, "rank_cpu": spent.cpu}, top_UK
 
 
 def main() -> None:
-    """Train and rank; print the figures as one line of JSON."""
+    """Train and rank, or train until validation stops to improve; print the figures as one line of JSON."""
     options = peer_data.arguments()
     settings, bf16 = options.settings, options.precision == "bf16"
     torch.manual_seed(0)
     histories = peer_data.read(options.sequences, options.users)
     model = model_of(histories.num_items, settings)
-    figures = train(model, histories, settings, bf16) | rank(model, histories, settings, bf16)
+    optimizer = optimizer_of(model)
+    if settings["patience"]:
+        valid = histories.to_validation()
+        progress = peer_data.UntilBest(settings["patience"])
+        while not progress.over(
+            train(model, histories, settings, bf16, optimizer)["train_cpu"],
+            valid.ndcg(rank(model, valid, settings, bf16)[1]),
+        ):
+            pass
+        print(json.dumps(progress.epochs))
+        return
+    figures = train(model, histories, settings, bf16, optimizer) | rank(model, histories, settings, bf16)[0]
     print(json.dumps(figures | {"peak": meter.peak_memory()}))
 
 

@@ -36,6 +36,7 @@ SETTINGS = {
     "batch_size": 128,
     "rank_batch_size": 128,  # of the peers; the best of 32 to 512
     "top_k": 10,
+    "patience": 0,  # of the peers: 0 = one epoch; otherwise train on, see quality.py
     "warmup": 5,  # steps of the peers before the clock starts; ours warms up for an epoch
 }
 KEEP_FREED = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}

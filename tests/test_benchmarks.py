@@ -1,10 +1,12 @@
 """The contestants of benchmarks/peers.py get the same data, and none may recommend what a user has seen."""
 
 import numpy as np
+import pytest
 import torch
 
-from benchmarks import ours, peer_data, peers
+from benchmarks import ours, peer_data, peers, quality
 from seqrec.data import sequences
+from seqrec.evaluation import metrics, ranking
 
 SETTINGS = {**peers.SETTINGS, "length": 15, "d_model": 8, "batch_size": 4}  # longer than some users' train events
 
@@ -26,3 +28,26 @@ def test_ours_and_the_peers_train_on_the_same_windows(prepared):
     assert np.isfinite(figures["loss"])
     assert ranked["ranked"] == 30
     histories.check_unseen(lists.numpy())
+
+    found = ranking.rank(ranking.model_scorer(model), data, sequences.cases(data, "test"), filter_seen=True)
+    assert histories.ndcg(lists.numpy()) == pytest.approx(metrics.ndcg(found.rank.numpy(), 10).mean())
+
+
+def test_a_training_ends_when_validation_has_not_improved_for_its_patience():
+    progress = peer_data.UntilBest(patience=2)
+
+    assert [progress.over(1.5, ndcg) for ndcg in (0.1, 0.3, 0.2, 0.4, 0.4, 0.3)] == [False] * 5 + [True]
+    assert progress.epochs[-1] == (9.0, 0.3)
+
+
+def test_the_time_to_quality_is_that_of_the_first_epoch_as_good_as_the_peers_best():
+    runs = {
+        "ours, sasrec": [quality.Epoch(30, 0.1), quality.Epoch(60, 0.2)],
+        "replay, sasrec": [quality.Epoch(120, 0.1), quality.Epoch(240, 0.15), quality.Epoch(360, 0.12)],
+        "rectools, sasrec": [quality.Epoch(600, 0.25)],
+    }
+
+    rows = [line.split(" | ") for line in quality.report(runs).splitlines()[2:]]
+
+    assert rows[0] == ["| ours, sasrec", "0.2000", "2", "1.0 (4.0 x sooner)", "not reached |"]
+    assert rows[1] == ["| replay, sasrec", "0.1500", "3", "4.0 (1.0 x sooner)", "not reached |"]
