@@ -21,7 +21,7 @@ class Batch(NamedTuple):
     """The input of a model: plain tensors, so that torch.export accepts it."""
 
     items: Tensor  # (B, L) int64, left-padded; 0 = PAD, num_items + 1 = MASK
-    times: Tensor  # (B, L) float64, seconds relative to the last event (<= 0); float32 is too coarse for years
+    times: Tensor  # (B, L) float64, seconds (<= 0) since the last event, or since the request (`Options.from_request`)
     user: Tensor  # (B,) int64; 0 = unknown, a user without training targets
 
 
@@ -77,6 +77,11 @@ class Options:
     def history(self) -> int:
         """Number of recent events that a query for the next item can see; MASK takes one position."""
         return self.length - self.masked
+
+    @property
+    def from_request(self) -> bool:
+        """Whether times are relative to the request, which comes after the last event, instead of to that event."""
+        return False
 
     def at_least(self, least: int, *names: str) -> None:
         """Raise ValueError if an option in `names` is smaller than `least`."""

@@ -17,7 +17,8 @@ Equation numbers are those of the paper. This implementation differs from its te
 - the experts' two layers have no biases, as in Switch Transformer, and the router's hidden layer is a ReLU;
 - `prediction_head: false` removes the two layers before the scores, which must learn from data that an item is similar
   to itself; sparse logs do not suffice for that. Input items are then scaled by sqrt(d), as in SASRec, and residual
-  branches start at a tenth.
+  branches start at a tenth;
+- `request_time` adds to each event a vector for the time that passes until the next item is asked for.
 
 Shape suffixes, besides those of base.py: S shared query/key width, E value and gate width, K candidates of a row or
 experts of a token, N tokens, M pairs of a token and its expert, X experts, Y layers.
@@ -34,7 +35,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from seqrec.models.base import PAD, Batch, Catalogue, Options, SequenceModel, TaskLoss, require
-from seqrec.models.layers import Dropout, attend, attention_bias, draws, initialise
+from seqrec.models.layers import BUCKETS, Dropout, asked_at, attend, attention_bias, draws, initialise, time_bucket
 
 ROUTING = ("balance", "busiest_expert", "idlest_expert", "router_entropy")  # eq. 11 without lambda, two shares, nats
 Activation = Literal["silu", "sigmoid"]
@@ -52,6 +53,7 @@ class FLASH4RecOptions(Options):
     dropout: float = 0.2  # dropout of embeddings and residual branches
     activation: Activation = "silu"  # sigma in eqs. 1, 4 and 5; the paper does not name it
     user_gate: bool = True  # false: without the user's half of eq. 5
+    request_time: bool = False  # read the time of the request, which is the target's time in training and evaluation
     user_dropout: float = 0.0  # share of training sequences with the user replaced by the unknown user
     norm: Literal["pre", "post"] = "pre"
     prediction_head: bool = True  # false: the last block's normalised output is the query, better on sparse data
@@ -83,6 +85,7 @@ class FLASH4RecOptions(Options):
         require(self.user_gate or not self.user_dropout, "user_dropout: no effect without user_gate; set it to 0")
         require(self.heads == 0 or not self.user_gate, "heads: plain attention has no gate; set user_gate to false")
         require(self.heads == 0 or self.d_model % (2 * self.heads) == 0, "heads: each needs an even share of d_model")
+        require(not (self.request_time and self.masked), "request_time: needs objective causal or last")
         if self.heads:
             self.check_unused("heads selects plain attention", "d_shared", "d_value", "activation")
         if self.experts == 1:
@@ -91,6 +94,11 @@ class FLASH4RecOptions(Options):
             self.check_unused("topk_dropout is 0", "topk_dropout_k")
             # cards of earlier versions contain `matrix`, the default at that time
             require(self.topk_dropout_scope != "row", "topk_dropout_scope: no effect, as topk_dropout is 0")
+
+    @property
+    def from_request(self) -> bool:
+        """See `Options.from_request`."""
+        return self.request_time
 
     @property
     def rescaled(self) -> str:
@@ -352,6 +360,7 @@ class FLASH4Rec(SequenceModel):
         d_model = options.d_model
         self.items = nn.Embedding(catalogue.num_items + 1 + options.masked, d_model, padding_idx=PAD)
         self.users = nn.Embedding(catalogue.num_users + 1, d_model) if options.user_gate else None
+        self.by_time = nn.Embedding(BUCKETS + 1, d_model) if options.request_time else None
         self.dropout = Dropout(options.dropout)
         self.blocks = nn.ModuleList(Block(options) for _ in range(options.layers))
         self.norm = nn.LayerNorm(d_model) if options.norm == "pre" else nn.Identity()
@@ -374,7 +383,8 @@ class FLASH4Rec(SequenceModel):
     @classmethod
     def needs_of(cls, options: FLASH4RecOptions) -> frozenset[str]:
         """See `SequenceModel.needs_of`."""
-        return frozenset({"user"} if options.user_gate else ())
+        read = {"user": options.user_gate, "times": options.request_time}
+        return frozenset(name for name, wanted in read.items() if wanted)
 
     def forward(self, batch: Batch, last: bool = False) -> Tensor:
         """See `SequenceModel.forward`."""
@@ -387,6 +397,8 @@ class FLASH4Rec(SequenceModel):
         x_BLD = self.items(batch.items)
         if not self.options.prediction_head:
             x_BLD = x_BLD * self.options.d_model**0.5
+        if self.by_time is not None:
+            x_BLD = x_BLD + self.by_time(time_bucket(asked_at(batch.times) - batch.times))
         x_BLD = self.dropout(x_BLD)
         user_BD = self.users(self._without_some(batch.user)) if self.users is not None else x_BLD[:, -1]
         routings = []

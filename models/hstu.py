@@ -6,8 +6,8 @@ there is no feed-forward network. Scores include a bias by the distance of two e
 `relative_time` also by their distance in time.
 
 Differs from the paper's code in these places:
-- time differences are between the events of query and key. The code uses the time of the event after the query, the
-  one to predict, which is unknown in serving;
+- time differences are between the events of query and key. With `request_time`, they are between the request and the
+  key, as in the code, where the request comes at the time of the event to predict;
 - queries have layer norm, and scores are inner products; the code normalises queries and items to unit length and
   divides by a temperature of 0.05;
 - the loss is that of the training settings, by default full softmax, not sampled softmax with 128 negatives;
@@ -26,11 +26,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from seqrec.models.base import PAD, Batch, Catalogue, Options, SequenceModel, require
-from seqrec.models.layers import INIT_STD, Dropout, attention_bias, initialise, run_blocks
+from seqrec.models.layers import (
+    BUCKETS,
+    INIT_STD,
+    Dropout,
+    asked_at,
+    attention_bias,
+    initialise,
+    run_blocks,
+    time_bucket,
+)
 
 NORM_EPS = 1e-6  # as in the paper's code; keeps the small outputs for short histories small
-BUCKETS = 128  # number of the last, open-ended bucket of time differences; the first is 0
-BUCKET_WIDTH = 0.301  # width of a bucket, in the natural logarithm of seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +49,7 @@ class HSTUOptions(Options):
     heads: int = 2
     dropout: float = 0.2  # dropout of embeddings and of each layer's output
     relative_time: bool = False  # bias scores by the time between two events
+    request_time: bool = False  # relative_time: count from the request, not from the event of the query
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -49,12 +57,12 @@ class HSTUOptions(Options):
         require(
             self.d_model % self.heads == 0, f"heads: d_model {self.d_model} cannot be divided into {self.heads} heads"
         )
+        require(self.relative_time or not self.request_time, "request_time: no effect without relative_time")
 
-
-def time_buckets(times_BL: Tensor) -> Tensor:
-    """Return int64 (B, L, L): the logarithmic bucket, 0 to `BUCKETS`, of the time between query and key."""
-    between_BLL = (times_BL.unsqueeze(2) - times_BL.unsqueeze(1)).abs()
-    return (between_BLL.clamp(min=1).log() / BUCKET_WIDTH).long().clamp(max=BUCKETS)
+    @property
+    def from_request(self) -> bool:
+        """See `Options.from_request`."""
+        return self.request_time
 
 
 class Unit(nn.Module):
@@ -122,7 +130,10 @@ class HSTU(SequenceModel):
         """See `SequenceModel.forward`."""
         length = batch.items.shape[1]
         visible_BLL = attention_bias(batch.items, causal=True) == 0
-        bucket_BLL = time_buckets(batch.times) if self.options.relative_time else None
+        bucket_BLL = None
+        if self.options.relative_time:
+            query_BL = asked_at(batch.times) if self.options.request_time else batch.times
+            bucket_BLL = time_bucket(query_BL.unsqueeze(2) - batch.times.unsqueeze(1))
         x_BLD = self.items(batch.items) * self.options.d_model**0.5 + self.positions[-length:]
         x_BLD = self.dropout(x_BLD)
         out: Tensor = self.norm(run_blocks(self.units, x_BLD, visible_BLL, bucket_BLL, last=last))

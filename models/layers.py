@@ -14,6 +14,8 @@ from torch.nn import functional as F
 from seqrec.models.attention_weights import keep
 from seqrec.models.base import PAD, Options
 
+BUCKETS = 128  # number of the last, open-ended bucket of time differences; the first is 0
+BUCKET_WIDTH = 0.301  # width of a bucket, in the natural logarithm of seconds
 INIT_STD = 0.02  # with N(0, 1) embeddings, a softmax over thousands of items would start saturated
 
 
@@ -57,6 +59,20 @@ def attention_bias(items_BL: Tensor, *, causal: bool) -> Tensor:
         visible_BLL = visible_BLL & torch.ones(length, length, dtype=torch.bool, device=items_BL.device).tril()
     visible_BLL = visible_BLL | torch.eye(length, dtype=torch.bool, device=items_BL.device)
     return torch.zeros(visible_BLL.shape, device=items_BL.device).masked_fill(~visible_BLL, float("-inf"))
+
+
+def time_bucket(seconds: Tensor) -> Tensor:
+    """Return the logarithmic bucket, 0 to `BUCKETS`, of each time difference, as int64."""
+    return (seconds.abs().clamp(min=1).log() / BUCKET_WIDTH).long().clamp(max=BUCKETS)
+
+
+def asked_at(times_BL: Tensor) -> Tensor:
+    """Return (B, L): when each position is asked for the next event, from times relative to the request.
+
+    That is the time of the next event, and of the request at the last position. In training, the request comes at the
+    time of the last target.
+    """
+    return F.pad(times_BL[:, 1:], (0, 1))
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, dropout: float = 0.0) -> Tensor:

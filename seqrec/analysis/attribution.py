@@ -35,7 +35,8 @@ def leave_one_out(model: SequenceModel, batch: Batch, item_B: Tensor, term: Coun
     items_BW, times_BW = (F.pad(x, (1, 0))[:, -seen - 1 :] for x in (batch.items, batch.times))
     kept_JK = _all_but_one(items_BW.shape[1], items_BW.device)
     items_BJK, times_BJK = items_BW[:, kept_JK], times_BW[:, kept_JK]
-    times_BJK = (times_BJK - times_BJK[:, :, -1:]).masked_fill(items_BJK == PAD, 0.0)
+    last_BJ1 = 0.0 if model.options.from_request else times_BJK[:, :, -1:]
+    times_BJK = (times_BJK - last_BJ1).masked_fill(items_BJK == PAD, 0.0)
     user_BJ = batch.user.unsqueeze(1).expand(items_BJK.shape[:2])
     variants = Batch(items_BJK.flatten(0, 1), times_BJK.flatten(0, 1), user_BJ.flatten())
     query_BJD = _queries(model, variants).unflatten(0, user_BJ.shape)

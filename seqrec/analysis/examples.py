@@ -85,9 +85,8 @@ def choose(
     chosen = _draw(cases["rank"], cases["position"], number, seed)
     if len(chosen) == 0:
         return Examples()
-    user, target = cases["user"][chosen], cases["target"][chosen]
+    user, position, target = (cases[name][chosen] for name in ("user", "position", "target"))
     loaded = load_sequences(sequences)
-    batch = _histories(loaded, user, cases["position"][chosen])
     opinions, masked, sparse = {}, {}, {}
     for name, folder in folders.items():
         saved = load_checkpoint(folder)
@@ -99,6 +98,7 @@ def choose(
             sparse[name] = points
         if read_json(reports / name / METRICS).get("refit"):  # it ranked the test cases
             saved = load_checkpoint(folder / REFITTED)
+        batch = _histories(loaded, user, position, saved.model)
         opinions[name] = _opinions(saved.model, batch, best, ranks, saved.count_term)
         if (maps := _first_maps(saved.model, batch)) is not None:
             masked[name] = maps
@@ -134,10 +134,10 @@ def _draw(rank: NDArray[Any], position: NDArray[Any], number: int, seed: int) ->
     return np.concatenate([found[:half], missed[: number - half]])
 
 
-def _histories(data: Sequences, user: NDArray[Any], position: NDArray[Any]) -> Batch:
+def _histories(data: Sequences, user: NDArray[Any], position: NDArray[Any], model: SequenceModel) -> Batch:
     index = torch.from_numpy(user.astype(np.int64)) - 1
     stop = data.start[index] + torch.from_numpy(position.astype(np.int64))
-    return window(data, index, stop, int(position.max()))
+    return window(data, index, stop, int(position.max()), from_request=model.options.from_request)
 
 
 def _lists(report: Path, user: NDArray[Any]) -> list[list[int]]:

@@ -208,8 +208,11 @@ def padded_width(longest: int, most: int) -> int:
     return max(1, min(-(-longest // WIDTH_STEP) * WIDTH_STEP, most))
 
 
-def window(data: Sequences, user: Tensor, stop: Tensor, length: int) -> Batch:
+def window(data: Sequences, user: Tensor, stop: Tensor, length: int, *, from_request: bool = False) -> Batch:
     """Return the `length` events before the flat index `stop` (B,) of each `user` (B,), left-padded.
+
+    Times are relative to the last of them. With `from_request` they are relative to the event at `stop`, as if somebody
+    had asked at its time; where the user has no such event, to the last event.
 
     Every user keeps their number, because the weights decide whom they know: a finished training has given all others
     the vector of user 0 (`forget_users` of training/train.py).
@@ -217,8 +220,8 @@ def window(data: Sequences, user: Tensor, stop: Tensor, length: int) -> Batch:
     index_BL = stop.unsqueeze(1) + torch.arange(-length, 0, device=stop.device)
     real_BL = index_BL >= data.start[user].unsqueeze(1)
     index_BL = index_BL.clamp(min=0)
-    last_B = (stop - 1).clamp(min=0)
-    times_BL = (data.times[index_BL] - data.times[last_B].unsqueeze(1)).double()
+    origin_B = torch.where(stop < data.stop[user], stop, stop - 1) if from_request else stop - 1
+    times_BL = (data.times[index_BL] - data.times[origin_B.clamp(min=0)].unsqueeze(1)).double()
     items_BL = torch.where(real_BL, data.items[index_BL].long(), PAD)
     return Batch(*map(data.sent, (items_BL, times_BL.masked_fill(~real_BL, 0.0), user + 1)))
 

@@ -89,7 +89,7 @@ def model_scorer(model: SequenceModel, known_U: Tensor | None = None) -> Scorer:
 
     def encode(data: Sequences, user: Tensor, stop: Tensor, longest: int) -> Tensor:
         width = sequences.padded_width(longest, model.options.history)
-        batch = sequences.window(data, user, stop, width)
+        batch = sequences.window(data, user, stop, width, from_request=model.options.from_request)
         if known_U is not None:
             batch = batch._replace(user=torch.where(data.sent(known_U[user]), batch.user, 0))
         query_BD: Tensor = model(model.asked(batch), last=True)[:, 0].float()

@@ -140,6 +140,7 @@ def _check_equal(weights: Recommender, graph: GraphRecommender) -> None:
         request = Request(
             history=chance.choices(weights.item_ids, k=length),
             times=sorted(chance.uniform(0, YEAR) for _ in range(length)),
+            at=YEAR + chance.uniform(0, YEAR),
             user=chance.choice(users),
             k=graph.card["k"],
         )

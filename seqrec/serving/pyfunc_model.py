@@ -29,8 +29,9 @@ class RecommenderModel(mlflow.pyfunc.PythonModel):  # type: ignore[misc]
 
         Args:
             context: unused.
-            model_input: column `history` (item ids, oldest first) and optionally `k`, `user`, `exclude` (item ids)
-                and `times` (seconds UTC, one an item of the history); an empty cell counts as absent.
+            model_input: column `history` (item ids, oldest first) and optionally `k`, `user`, `exclude` (item ids),
+                `times` (seconds UTC, one an item of the history) and `at` (seconds UTC of the request); an empty cell
+                counts as absent.
             params: unused.
 
         Returns:
@@ -54,6 +55,7 @@ def _request(row: dict[Any, Any]) -> Request:
         exclude=list(given.get("exclude", ())),
         user=given.get("user"),
         times=list(given["times"]) if "times" in given else None,
+        at=given.get("at"),
     )
 
 

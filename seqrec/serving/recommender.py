@@ -7,6 +7,7 @@ import itertools
 import math
 import random
 import tempfile
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -51,6 +52,7 @@ class Request:
     explore: float = 0.0  # probability that a position shows a random candidate
     user: str | None = None
     times: Sequence[float] | None = None  # seconds UTC, one an event of `history`
+    at: float | None = None  # seconds UTC of the request, for a model that reads it; None = now
     items_text: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # attributes of items never seen
 
     def __post_init__(self) -> None:
@@ -411,16 +413,19 @@ class Recommender:
         """Return the events at `positions` of each history, padded on the left to `width`."""
         rows = list(zip(requests, positions, strict=True))
         items_BL = torch.tensor([[PAD] * (width - len(p)) + [self.items[r.history[i]] for i in p] for r, p in rows])
-        times_BL = torch.tensor([self._times(r, p, width) for r, p in rows], dtype=torch.float64)
+        now = time.time()
+        times_BL = torch.tensor([self._times(r, p, width, now) for r, p in rows], dtype=torch.float64)
         user_B = torch.tensor([self.users.get(r.user or "", 0) for r in requests])
         return Batch(items_BL, times_BL.masked_fill(items_BL == PAD, 0.0), user_B)
 
-    def _times(self, request: Request, positions: Sequence[int], width: int) -> list[float]:
-        """Return seconds relative to the last event, padded on the left."""
+    def _times(self, request: Request, positions: Sequence[int], width: int, now: float) -> list[float]:
+        """Return seconds relative to the last event, or to the request where the model reads it; padded on the left."""
+        asked = self.model.options.from_request
         if request.times is None:
-            return [-self.gap * before for before in range(width - 1, -1, -1)]
+            return [-self.gap * (before + asked) for before in range(width - 1, -1, -1)]
         last = request.times[positions[-1]]
-        before = (max(-CENTURY, min(CENTURY, float(request.times[i] - last))) for i in positions)
+        origin = max(last, now if request.at is None else request.at) if asked else last
+        before = (max(-CENTURY, min(CENTURY, float(request.times[i] - origin))) for i in positions)
         return [0.0] * (width - len(positions)) + list(before)
 
     def _hidden(self, request: Request) -> Tensor:

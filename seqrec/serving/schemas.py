@@ -73,6 +73,9 @@ class Query(Body):
     times: list[FiniteFloat] | None = Field(
         None, description="time of each event of the history, in seconds since 1970, UTC"
     )
+    at: FiniteFloat | None = Field(
+        None, description="time of the request, in seconds since 1970, UTC, for a model that reads it; default: now"
+    )
     items_text: dict[Id, Annotated[dict[Id, Text], Field(max_length=MAX_ATTRIBUTES)]] = Field(
         default_factory=dict,
         max_length=MAX_NEW_ITEMS,

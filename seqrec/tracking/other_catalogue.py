@@ -119,7 +119,7 @@ def scorer(model: SequenceModel, term: CountTerm | None, numbers: Numbers, count
         return score_BM if term is None else term.adder(history.items)(score_BM, 0)
 
     def scored(data: Sequences, user: Tensor, stop: Tensor) -> ScoreBlocks:
-        history = known_history(data, user, stop, numbers, events)
+        history = known_history(data, user, stop, numbers, events, from_request=model.options.from_request)
         rows = max(1, POSITIONS_PER_PASS // history.items.shape[1])
         parts = zip(*(tensor.split(rows) for tensor in history), strict=True)
         score_BM = torch.cat([score(Batch(*part)) for part in parts])
@@ -135,10 +135,13 @@ def scorer(model: SequenceModel, term: CountTerm | None, numbers: Numbers, count
     return scored
 
 
-def known_history(data: Sequences, user: Tensor, stop: Tensor, numbers: Numbers, length: int) -> Batch:
+def known_history(
+    data: Sequences, user: Tensor, stop: Tensor, numbers: Numbers, length: int, *, from_request: bool = False
+) -> Batch:
     """Return the last `length` events with known items before `stop` (B,) of each `user` (B,), in the model's numbers.
 
-    Times are relative to the last of these events, and histories are padded on the left.
+    Times are relative to the last of these events or, with `from_request`, to the event at `stop`; histories are padded
+    on the left.
     """
     number = stop - data.start[user]
     row = torch.repeat_interleave(torch.arange(len(user), device=user.device), number)
@@ -156,5 +159,6 @@ def known_history(data: Sequences, user: Tensor, stop: Tensor, numbers: Numbers,
     times_BL = torch.zeros(len(user), width, dtype=torch.float64, device=user.device)
     items_BL[cell] = item[inside]
     times = data.times[event]
-    times_BL[cell] = (times - times[end[row] - 1]).double()[inside]
+    origin = data.times[stop[row]] if from_request else times[end[row] - 1]
+    times_BL[cell] = (times - origin).double()[inside]
     return Batch(items_BL, times_BL, numbers.user[user])

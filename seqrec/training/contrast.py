@@ -14,7 +14,7 @@ from torch import Tensor
 from seqrec.config import ConfigError, ContrastConfig, TrainConfig, parse
 from seqrec.data import sequences
 from seqrec.data.sequences import Sequences, Shards
-from seqrec.models.base import Batch, SequenceModel
+from seqrec.models.base import Batch, Options, SequenceModel
 from seqrec.models.optional import self_supervised
 from seqrec.training import losses
 from seqrec.training.batches import trained_users
@@ -66,12 +66,12 @@ class SameTarget:
         chosen_B = self.first_V[item_B] + (share_B * self.number_V[item_B]).long()
         return self.user_W[chosen_B], self.target_W[chosen_B]
 
-    def windows(self, data: Sequences, target_B: Tensor, length: int, seed: int) -> Batch:
-        """Return windows of at most `length` events whose targets are the events that `draw` returns."""
+    def windows(self, data: Sequences, target_B: Tensor, options: Options, seed: int) -> Batch:
+        """Return windows of a model with `options`, whose targets are the events that `draw` returns."""
         user_B, partner_B = self.draw(target_B, seed)
-        width = sequences.padded_width(int((partner_B - self.start_U[user_B]).max()), length)
+        width = sequences.padded_width(int((partner_B - self.start_U[user_B]).max()), options.length)
         user_B, partner_B = (x.to(data.items.device, non_blocking=True) for x in (user_B, partner_B))
-        return sequences.window(data, user_B, partner_B, width)
+        return sequences.window(data, user_B, partner_B, width, from_request=options.from_request)
 
 
 def terms(

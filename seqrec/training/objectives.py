@@ -65,12 +65,12 @@ def example(
         mask = torch.where(target_BL != PAD, data.num_items + 1, batch.items)
         batch = batch._replace(items=mask)
     else:
-        batch = sequences.window(data, user, stop - 1, width)
+        batch = sequences.window(data, user, stop - 1, width, from_request=options.from_request)
     # DDP divides the gradients by the number of processes, so the weight is multiplied by it
     weight = processes / int(targeted_BL.sum())
     partner = None
     if same_target is not None:
-        partner = same_target.windows(data, chosen.stop[mine] - 1, options.length, seed + process)
+        partner = same_target.windows(data, chosen.stop[mine] - 1, options, seed + process)
     return Example(batch, target_BL, int(targeted_BL[mine].sum()), weight, partner)
 
 

@@ -31,6 +31,13 @@ def test_windows_are_left_padded_and_end_before_the_stop(data):
     assert batch.user.tolist() == [1, 2]  # also of the second user, of whom training has one event and no target
 
 
+def test_times_count_from_the_request_which_comes_at_the_time_of_the_next_event(data):
+    batch = sequences.window(data, torch.tensor([0, 1, 0]), torch.tensor([2, 6, 4]), 3, from_request=True)
+
+    assert batch.items.tolist() == [[0, 1, 2], [0, 2, 1], [2, 3, 4]]
+    assert batch.times.tolist() == [[0, -2, -1], [0, -2, -1], [-2, -1, 0]]  # the third user's history is complete
+
+
 def test_a_window_never_reaches_into_another_user(data):
     assert sequences.window(data, torch.tensor([1]), torch.tensor([4]), 4).items.tolist() == [[0, 0, 0, 0]]
 

@@ -56,6 +56,19 @@ def test_gated_attention_equals_numpy(phi):
         np.testing.assert_allclose(got[m], expected, atol=1e-5)
 
 
+def test_the_time_of_a_request_changes_the_queries_from_its_event_on():
+    model = make_model("flash4rec", request_time=True, topk_dropout=0.0).eval()
+    torch.nn.init.normal_(model.by_time.weight)
+    batch = make_batch([[3, 7, 2]])._replace(times=torch.tensor([[-1e6, -1e4, -100.0]]).double())
+
+    assert model.needs == {"times", "user"}
+    for changed, time in ((2, -9e3), (1, -9e5), (0, -2e4)):  # an event is asked for by the one before it
+        times = batch.times.clone()
+        times[0, changed] = time
+        moved = (model(batch) - model(batch._replace(times=times))).abs().amax(-1)[0] > 1e-6
+        assert moved.tolist() == [position >= changed - 1 for position in range(3)], changed
+
+
 @pytest.mark.parametrize("scope", ["matrix", "row"])
 def test_attention_in_training_is_the_thinned_softmax(scope):
     options = FLASH4RecOptions(topk_dropout=0.5, topk_dropout_k=2, topk_dropout_scope=scope)

@@ -1,6 +1,7 @@
 """Requests by external ids: what the evaluation ranks, and every odd request answered."""
 
 import math
+import time
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ from seqrec.data import sequences
 from seqrec.evaluation import ranking
 from seqrec.serving.recommender import Recommender, Request
 
+REQUEST_TIME = {"flash4rec": {"request_time": True}, "hstu": {"relative_time": True, "request_time": True}}
+
 
 @pytest.fixture
 def recommender(prepared, tmp_path):
@@ -18,7 +21,27 @@ def recommender(prepared, tmp_path):
 
 def test_recommendations_are_those_of_the_evaluation(prepared, tmp_path, architecture):
     """Of every architecture, for users with histories of different lengths answered together."""
-    recommender = Recommender.load(save(architecture[0], prepared, tmp_path))
+    assert_recommendations_are_those_of_the_evaluation(prepared, save(architecture[0], prepared, tmp_path))
+
+
+@pytest.mark.parametrize(("name", "options"), REQUEST_TIME.items())
+def test_a_request_is_answered_for_its_time_as_in_the_evaluation(prepared, tmp_path, name, options):
+    saved = save(name, prepared, tmp_path, options=options)
+    assert_recommendations_are_those_of_the_evaluation(prepared, saved)
+
+    recommender = Recommender.load(saved)
+    ask = {"history": ["i1", "i2", "i3"], "k": 40, "times": [time.time() - 9000, 0, time.time() - 7000]}
+    now, later = recommender.recommend(**ask), recommender.recommend(**ask, at=time.time() + 3e6)
+    assert now.scores == pytest.approx(recommender.recommend(**ask, at=time.time()).scores, abs=1e-5)
+    assert now.scores != pytest.approx(later.scores, abs=1e-5)
+    # without times, the request follows the last event as events follow each other
+    assumed, gap = recommender.recommend(["i1", "i2"], 40), recommender.gap
+    given = recommender.recommend(["i1", "i2"], 40, times=[0, gap], at=2 * gap)
+    assert assumed.scores == pytest.approx(given.scores, abs=1e-5)
+
+
+def assert_recommendations_are_those_of_the_evaluation(prepared, saved):
+    recommender = Recommender.load(saved)
     data = sequences.load(prepared)
     cases = sequences.cases(data, "test")
     ranked = ranking.rank(ranking.model_scorer(recommender.model), data, cases, filter_seen=True, top_k=5)
@@ -32,7 +55,8 @@ def test_recommendations_are_those_of_the_evaluation(prepared, tmp_path, archite
         target = item_ids[int(data.items[stop]) - 1]
         best = [item_ids[item - 1] for item in ranked.top[case].tolist() if item]
         expected.append([item for item in best if item != target or target not in history])
-        requests.append(Request(history=history, k=5, user=user_ids[user], times=times))
+        at = float(data.times[stop])
+        requests.append(Request(history=history, k=5, user=user_ids[user], times=times, at=at))
 
     answers = recommender.answer(requests)
 
@@ -129,17 +153,18 @@ def test_similar_items_have_the_largest_cosine_whatever_their_bias(prepared, tmp
     assert found.scores == pytest.approx(cosine[order], abs=1e-5)
 
 
-def test_an_explanation_is_what_the_answer_loses_without_an_event(prepared, tmp_path):
-    recommender = Recommender.load(save("tisasrec", prepared, tmp_path))
+@pytest.mark.parametrize(("name", "options"), [("tisasrec", {}), *REQUEST_TIME.items()])
+def test_an_explanation_is_what_the_answer_loses_without_an_event(prepared, tmp_path, name, options):
+    recommender = Recommender.load(save(name, prepared, tmp_path, options=options))
     history, times = ["i3", "unknown", *(f"i{n}" for n in range(14))], [float(1000 * n * n) for n in range(16)]
     item, user = "i20", "u5"
 
     def score(places):
-        given = {"history": [history[p] for p in places], "times": [times[p] for p in places]}
+        given = {"history": [history[p] for p in places], "times": [times[p] for p in places], "at": 300_000.0}
         answer = recommender.recommend(**given, k=40, user=user)
         return answer.scores[answer.items.index(item)]
 
-    drops = recommender.explain(Request(history=history, times=times, user=user), item)
+    drops = recommender.explain(Request(history=history, times=times, at=300_000.0, user=user), item)
 
     whole = score(range(16))
     expected = [whole - score([p for p in range(16) if p != left_out]) for left_out in range(16)]

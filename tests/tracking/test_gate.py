@@ -60,7 +60,7 @@ def client(config):
         ("sasrec", {"counts": CountsConfig(alpha=0.5, events=3, popularity=-0.1)}),
         ("bert4rec", {"options": {"objective": "cloze"}}),
         ("tisasrec", {}),  # reads times
-        ("ssept", {}),  # reads the user
+        ("flash4rec", {"options": {"request_time": True}}),  # reads the time of the request, and the user
         ("mfbpr", {}),  # reads nothing else
     ],
 )
@@ -78,7 +78,8 @@ def test_a_champion_ranks_the_new_cases_as_it_would_serve_them(grown, tmp_path, 
         events = range(first, first + case["position"])
         history = [items[int(data.items[event]) - 1] for event in events]
         times = [int(data.times[event]) for event in events]
-        served = recommender.recommend(history, user=users[case["user"] - 1], times=times).items
+        at = float(data.times[first + case["position"]])
+        served = recommender.recommend(history, user=users[case["user"] - 1], times=times, at=at).items
         shown |= set(served)
         if case["ties"] == 0:  # popular items that a history without a known one gets may tie
             hits += case["rank"] <= 10

@@ -7,6 +7,7 @@ from support import draw_windows, losses_of, make_model, run
 
 from seqrec.config import ConfigError, FinetuneConfig
 from seqrec.data import sequences
+from seqrec.models.base import Options
 from seqrec.training import contrast, losses, objectives
 from seqrec.training.step import LossTerms
 
@@ -65,7 +66,7 @@ def test_a_partner_is_the_window_before_its_target(data):
     partners = contrast.SameTarget(data, FinetuneConfig())
     target = data.train_stop[:4] - 1
 
-    batch = partners.windows(data, target, 8, seed=5)
+    batch = partners.windows(data, target, Options(length=8), seed=5)
 
     user, place = partners.draw(target, seed=5)
     assert torch.equal(data.items[place], data.items[target])
