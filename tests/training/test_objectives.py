@@ -6,6 +6,7 @@ from support import draw_windows, make_model
 
 from seqrec.config import FinetuneConfig
 from seqrec.data import sequences
+from seqrec.models.flash4rec import FLASH4RecOptions
 from seqrec.training import batches, objectives
 from seqrec.training.batches import Windows
 from seqrec.training.step import LossTerms
@@ -33,6 +34,16 @@ def test_causal_positions_predict_the_next_event(data):
         assert example.batch.items[row][real].tolist() == events[:-1]
         assert example.target_BL[row][real].tolist() == events[1:]
         assert (example.target_BL[row][~real] == 0).all()
+
+
+def test_in_training_the_request_comes_at_the_time_of_the_last_target(data):
+    _, chosen = draw_windows(data, length=12)
+
+    example = objectives.example(data, FLASH4RecOptions(length=12, request_time=True), FinetuneConfig(), chosen, seed=0)
+
+    last = data.times[chosen.stop - 1] - data.times[chosen.stop - 2]
+    assert example.batch.times[:, -1].tolist() == (-last).tolist()
+    assert bool(last.all())
 
 
 def test_last_takes_every_prefix(data):
