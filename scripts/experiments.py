@@ -12,8 +12,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 BENCHMARK = ("-m", "seqrec", "benchmark", "--config-file")
+REQUEST_TIME = (*BENCHMARK, "configs/flash4rec/request-time.yaml", "--base", "flash4rec")
 EXPERIMENTS: dict[str, tuple[str, ...]] = {  # name -> arguments of Python; each also gets --seeds and --out
     "flash4rec-parts": (*BENCHMARK, "configs/flash4rec/parts.yaml", "--base", "flash4rec"),
+    "request-time": REQUEST_TIME,
+    "request-time-beauty": (*REQUEST_TIME, "--dataset", "beauty-5000-users"),
+    "request-time-ml-100k": (*REQUEST_TIME, "--dataset", "ml-100k"),
     "strec-oracle": ("scripts/strec_oracle.py",),
 }
 
