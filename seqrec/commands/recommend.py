@@ -74,7 +74,10 @@ def recommend(
     for rank, (item_id, score) in enumerate(zip(answer.items, answer.scores, strict=True), start=1):
         table.add_row(str(rank), escape(item_id), escape(titles.get(item_id, "")), f"{score:.3f}")
     console.print(table)
-    for note in (*answer.notes, *([BESIDE] if any(drops) else [])):
+    notes = [*answer.notes, *([BESIDE] if any(drops) else [])]
+    if answer.source == POPULARITY and ";" in history:
+        notes.append("Separate the item ids of --history by commas.")
+    for note in notes:
         console.print(note, highlight=False)
 
 

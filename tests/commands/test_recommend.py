@@ -73,6 +73,14 @@ def test_recommendations_are_printed_with_titles(prepared, tmp_path, capsys):
     assert "sasrec recommends" in printed
 
 
+def test_a_history_with_another_separator_is_explained(prepared, tmp_path, capsys):
+    saved = save("sasrec", prepared, tmp_path / "model", model="sasrec")
+
+    assert main(["recommend", "--history", "i1;i2", "--saved", str(saved)]) == 0
+
+    assert "Separate the item ids of --history by commas." in capsys.readouterr().out
+
+
 def test_recommendations_import_nothing_that_takes_time_but_torch(prepared, tmp_path):
     saved = save("sasrec", prepared, tmp_path / "model", model="sasrec")
 
