@@ -6,6 +6,7 @@ import gc
 import inspect
 import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,8 @@ from seqrec.models import REGISTRY
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # a process without a main module, which pyspark's import would end
     sys.modules["pyspark.sql.connect"] = None  # type: ignore[assignment]
-    # inspect, which KFP asks for every frame, would look through all modules for that of a worker's start
-    inspect.modulesbyfile["<string>"] = "__main__"  # type: ignore[attr-defined]
+    # inspect, which KFP asks for every frame, would look through all modules for those of a worker's start
+    inspect.modulesbyfile |= {"<string>": "__main__", find_spec("xdist.remote").origin: "__main__"}
 
 # The files that take longest, in this order: a worker that got one of them last would keep the others waiting.
 LONGEST = (
