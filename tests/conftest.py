@@ -46,6 +46,8 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
+    if "mlflow" in sys.modules:
+        import unsynced  # noqa: F401
     gc.freeze()  # a million objects of imported packages, which each full collection would visit
 
 
@@ -69,8 +71,9 @@ def prepared(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def warm_steps():
     """The variables of one process that imports what the stages need, also on Kubeflow, for all pipelines of tests."""
-    modules = ("kfp.dsl.executor_main", "mlflow", "great_expectations", "seqrec.stages.register")
-    with warm.process(*modules, wait=True, _KFP_RUNTIME="true") as variables:
+    modules = ("kfp.dsl.executor_main", "unsynced", "great_expectations", "seqrec.stages.register")
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    with warm.process(*modules, wait=True, _KFP_RUNTIME="true", PYTHONPATH=path) as variables:
         yield variables
 
 
