@@ -71,7 +71,7 @@ def prepared(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def warm_steps():
     """The variables of one process that imports what the stages need, also on Kubeflow, for all pipelines of tests."""
-    modules = ("kfp.dsl.executor_main", "unsynced", "great_expectations", "seqrec.stages.register")
+    modules = ("kfp.dsl.executor_main", "unsynced", "killer", "great_expectations", "seqrec.stages.register")
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     with warm.process(*modules, wait=True, _KFP_RUNTIME="true", PYTHONPATH=path) as variables:
         yield variables

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import sqlite3
 import tempfile
@@ -12,6 +13,7 @@ from pathlib import Path
 import sqlalchemy
 from mlflow.store.db import utils
 
+logging.getLogger("mlflow").setLevel(logging.WARNING)
 os.fsync = lambda _: None  # no test cuts the power
 
 
