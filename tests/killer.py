@@ -1,4 +1,4 @@
-"""Each process that imports this is killed, with all of its command, when the stage KILL_STAGE would finish KILL_FILE."""
+"""Kills each process that imports this, with all of its command, when the stage KILL_STAGE would finish KILL_FILE."""
 
 import os
 import signal
