@@ -40,8 +40,8 @@ EMPTY = _empty_database()
 
 
 def _copy_tables(engine) -> None:
-    path = Path(engine.url.database)
-    path.write_bytes(EMPTY) if path.stat().st_size == 0 else make_tables(engine)
+    path = Path(engine.url.database or "")  # of SQLite, a file that has just been made
+    path.write_bytes(EMPTY) if path.is_file() and path.stat().st_size == 0 else make_tables(engine)
 
 
 utils._initialize_tables = _copy_tables
