@@ -72,8 +72,10 @@ def closure(module: str, *, exempt: Collection[str] = (), lazy: bool = True, roo
     waiting = [module]
     while waiting:
         name = waiting.pop()
+        if name in found:
+            continue
         path = start if name == module else _file(name, root)
-        if path is None or name in found or _is_exempt(name, exempt, module):
+        if path is None or _is_exempt(name, exempt, module):
             continue
         found[name] = path
         waiting += _imports(_text(path), lazy)
@@ -95,9 +97,9 @@ def _imported_file(module: str) -> Path | None:
 
 
 def _file(module: str, root: Path) -> Path | None:
-    base = root / module.replace(".", "/")
     if module.partition(".")[0] not in PACKAGES:
         return None
+    base = root / module.replace(".", "/")
     return next((path for path in (base / "__init__.py", base.with_suffix(".py")) if path.is_file()), None)
 
 

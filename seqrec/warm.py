@@ -129,6 +129,8 @@ def serve(listener: socket.socket) -> list[str]:
 def _attend(selector: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
     """Pass on a signal to a fork, kill it if nobody waits for it any more, or report its end."""
     fork: Fork = key.data
+    if fork.connection.fileno() < 0:  # both have ended in the same moment
+        return
     if key.fileobj is fork.connection:
         number = fork.connection.recv(1)
         os.kill(fork.pid, number[0] if number else signal.SIGKILL)

@@ -6,6 +6,7 @@ import gc
 import inspect
 import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,8 @@ from seqrec.models import REGISTRY
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # a process without a main module, which pyspark's import would end
     sys.modules["pyspark.sql.connect"] = None  # type: ignore[assignment]
-    # inspect, which KFP asks for every frame, would look through all modules for that of a worker's start
-    inspect.modulesbyfile["<string>"] = "__main__"  # type: ignore[attr-defined]
+    # inspect, which KFP asks for every frame, would look through all modules for those of a worker's start
+    inspect.modulesbyfile |= {"<string>": "__main__", find_spec("xdist.remote").origin: "__main__"}
 
 # The files that take longest, in this order: a worker that got one of them last would keep the others waiting.
 LONGEST = (
@@ -45,6 +46,8 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
+    if "mlflow" in sys.modules:
+        import unsynced  # noqa: F401
     gc.freeze()  # a million objects of imported packages, which each full collection would visit
 
 
@@ -68,8 +71,9 @@ def prepared(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def warm_steps():
     """The variables of one process that imports what the stages need, also on Kubeflow, for all pipelines of tests."""
-    modules = ("kfp.dsl.executor_main", "mlflow", "great_expectations", "seqrec.stages.register")
-    with warm.process(*modules, wait=True, _KFP_RUNTIME="true") as variables:
+    modules = ("kfp.dsl.executor_main", "unsynced", "killer", "great_expectations", "seqrec.stages.register")
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    with warm.process(*modules, wait=True, _KFP_RUNTIME="true", PYTHONPATH=path) as variables:
         yield variables
 
 

@@ -207,7 +207,7 @@ def serving(folder: Path, *, multi_user: bool = False) -> Iterator[tuple[str, Se
     """Yield the address of a running server, and what it knows."""
     http = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
     http.known = Server(folder, multi_user=multi_user)
-    thread = threading.Thread(target=http.serve_forever, daemon=True)
+    thread = threading.Thread(target=http.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:
         yield f"http://127.0.0.1:{http.server_port}", http.known

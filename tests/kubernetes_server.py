@@ -155,7 +155,7 @@ def serving(
     """Yield a kubectl configuration that points at a running server, and the cluster behind it."""
     http = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
     http.cluster, http.kinds = Cluster(), kinds
-    threading.Thread(target=http.serve_forever, daemon=True).start()
+    threading.Thread(target=http.serve_forever, args=(0.02,), daemon=True).start()
     file = folder / "kubeconfig"
     write_config(file, f"http://127.0.0.1:{http.server_port}")
     try:

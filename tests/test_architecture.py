@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -83,6 +84,7 @@ def package(name: str) -> str:
     return f"{first}.{rest[0]}" if first == "seqrec" and rest and rest[0] in FOLDERS else first
 
 
+@functools.cache
 def anywhere(path: Path) -> set[str]:
     """Return the packages that a file imports, wherever in it."""
     tree = ast.parse(path.read_text(encoding="utf-8"))

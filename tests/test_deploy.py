@@ -312,7 +312,7 @@ def test_the_image_takes_torch_from_where_it_is_told_or_says_which_argument_to_s
     (tmp_path / "index").mkdir()
     shutil.copy(folder / f"torch-{version}{offered}-py3-none-any.whl", tmp_path / "index")
     (command,) = re.findall(r"^ +build=.*?exit 1; \}", (ROOT / "Dockerfile").read_text(), re.MULTILINE | re.DOTALL)
-    pip = f"{sys.executable} -m pip install --quiet --no-index --target {tmp_path}/site"
+    pip = f"{sys.executable} -m pip install --quiet --no-index --no-warn-conflicts --target {tmp_path}/site"
     own = {"TORCH": argument, "TORCH_INDEX": "https://index.example.org", "PIP_FIND_LINKS": str(tmp_path / "index")}
     done = subprocess.run(
         ["sh", "-euc", command.replace("/opt/venv/bin/pip install", pip)],

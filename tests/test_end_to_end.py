@@ -22,20 +22,9 @@ from seqrec.pipeline import BASELINES
 ROOT = Path(__file__).parent.parent
 CODE = ("seqrec", "configs", "my", "dvc.yaml", ".dvcignore", ".gitignore")
 MODELS = ("sasrec",)
-REPRO = (sys.executable, "-m", "seqrec", "repro")
+# with -m, it would itself become a fork of the warm process, and start another one for its stages
+REPRO = (sys.executable, "-c", "from seqrec.__main__ import main; raise SystemExit(main(['repro']))")
 ROWS = (*BASELINES, *MODELS)
-# Python imports this module at its start: the chosen stage kills itself, DVC and the warm process the moment it would
-# finish that file.
-KILLER = """
-import os, signal, sys
-
-def kill(event, args):
-    chosen = event == "os.rename" and os.environ["KILL_STAGE"] in sys.argv
-    if chosen and os.fspath(args[1]).endswith(os.environ["KILL_FILE"]):
-        os.killpg(0, signal.SIGKILL)
-
-sys.addaudithook(kill)
-"""
 
 
 def write_log(path: Path, rows: list[tuple[str, str, int]]) -> Path:
@@ -124,7 +113,8 @@ def killed(tmp_path_factory, warm_steps) -> tuple[Path, list[str]]:
     """A project whose pipeline was killed in ingest, finetune and register, then left alone; what each call printed."""
     folder = tmp_path_factory.mktemp("killed")
     project = make_project(folder / "project")
-    (folder / "sitecustomize.py").write_text(KILLER)
+    # Python imports it at its start: the first time, also the warm process that `make repro` has started is killed
+    shutil.copy(Path(__file__).with_name("killer.py"), folder / "sitecustomize.py")
     for command in (
         ["git", "init", "--quiet"],
         ["git", "config", "user.name", "somebody"],
@@ -134,8 +124,13 @@ def killed(tmp_path_factory, warm_steps) -> tuple[Path, list[str]]:
         assert call(project, *command).returncode == 0
     printed = []
     # step 8 ends the second epoch; the state before it is from within that epoch
-    for stage, file in (("ingest", "quarantine.parquet"), ("finetune", "step-8"), ("register", "vocabulary.parquet")):
-        done = call(project, *REPRO, PYTHONPATH=str(folder), KILL_STAGE=stage, KILL_FILE=file)
+    for stage, file, variables in (
+        ("ingest", "quarantine.parquet", {"PYTHONPATH": str(folder)}),
+        ("finetune", "step-8", warm_steps),
+        ("register", "vocabulary.parquet", warm_steps),
+    ):
+        grouped = ("sh", "-c", 'KILL_GROUP=$$ exec "$@"', "sh", *REPRO)
+        done = call(project, *grouped, KILL_STAGE=stage, KILL_FILE=file, **variables)
         assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
         printed.append(done.stdout + done.stderr)
     return project, [*printed, repro(project, **warm_steps)]

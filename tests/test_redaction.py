@@ -112,7 +112,7 @@ def test_addresses_without_a_secret_are_settings_as_ever():
 @contextmanager
 def serving(handler):
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     yield f"127.0.0.1:{server.server_port}"
     server.shutdown()
 

@@ -15,13 +15,6 @@ from seqrec import warm
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux only")
 
 
-@pytest.fixture(scope="module")
-def variables():
-    with warm.process() as found:
-        until(Path(found[warm.SOCKET]).exists)
-        yield found
-
-
 def start(variables, *arguments, folder="."):
     command, environment = [sys.executable, "-m", "seqrec", *arguments], {**os.environ, **variables}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -41,11 +34,16 @@ def until(condition):
 
 
 @pytest.fixture
-def stopped(variables):
+def server(warm_steps):
+    """The warm process."""
+    ours = warm_steps[warm.SOCKET].encode()  # other tests may have a warm process as well
+    return next(pid for pid in children(os.getpid()) if ours in Path(f"/proc/{pid}/cmdline").read_bytes())
+
+
+@pytest.fixture
+def stopped(warm_steps, server):
     """A command that would take a moment, and its fork of the warm process, stopped at once."""
-    ours = variables[warm.SOCKET].encode()  # other tests may have a warm process as well
-    (server,) = (pid for pid in children(os.getpid()) if ours in Path(f"/proc/{pid}/cmdline").read_bytes())
-    with start(variables, "prepare", "--help") as command:
+    with start(warm_steps, "prepare", "--help") as command:
         (fork,) = until(lambda: children(server))
         os.kill(fork, signal.SIGSTOP)
         yield command, fork
@@ -53,9 +51,9 @@ def stopped(variables):
     until(lambda: not children(server))
 
 
-def test_output_status_folder_and_environment_are_those_of_the_command(variables, tmp_path):
+def test_output_status_folder_and_environment_are_those_of_the_command(warm_steps, tmp_path):
     answers = []
-    for found in ({}, variables):
+    for found in ({}, warm_steps):
         for arguments in (("leaderboard", "--reports", "nowhere"), ("finetune", "--help"), ("no-command",)):
             with start({**found, "COLUMNS": "60"}, *arguments, folder=tmp_path) as command:
                 answers.append((*command.communicate(), command.returncode))
@@ -83,6 +81,22 @@ def test_nothing_is_left_of_a_killed_command(stopped):
     command.kill()
 
     assert until(lambda: not Path(f"/proc/{fork}").exists())
+
+
+def test_a_command_and_its_fork_may_be_killed_in_the_same_moment(stopped, server, warm_steps):
+    command, fork = stopped
+
+    os.kill(server, signal.SIGSTOP)
+    until(lambda: ") T" in Path(f"/proc/{server}/stat").read_text())
+    os.kill(fork, signal.SIGKILL)
+    until(lambda: ") Z" in Path(f"/proc/{fork}/stat").read_text())
+    command.kill()
+    command.wait()
+    os.kill(server, signal.SIGCONT)
+
+    until(lambda: not children(server))
+    with start(warm_steps, "prepare", "--help"):
+        until(lambda: children(server))
 
 
 def test_without_a_warm_process_a_command_runs_alone(tmp_path):

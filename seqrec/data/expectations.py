@@ -341,22 +341,19 @@ def run(suites: Sequence[Suite]) -> list[gx.core.ExpectationValidationResult]:
     """
     context = gx.get_context(mode="ephemeral")
     context.variables.progress_bars = ProgressBarsConfig(globally=False)
-    results = []
+    results, definitions = [], {}  # a data source is slow to add: one for each engine
     for number, suite in enumerate(suites):
-        name, table = f"suite {number}", ""
-        if isinstance(suite.frame, pd.DataFrame):
-            source = context.data_sources.add_pandas(name)
-        else:  # Spark reads a dot in a column name as access to a field
-            source = context.data_sources.add_spark(name)
+        engine, table = "pandas" if isinstance(suite.frame, pd.DataFrame) else "spark", ""
+        if engine == "spark":  # which reads a dot in a column name as access to a field
             table = suite.rules[0].column.partition(".")[0]
             for rule in suite.rules:
                 rule.column = rule.column.removeprefix(f"{table}.")
-        batch = (
-            source.add_dataframe_asset(name)
-            .add_batch_definition_whole_dataframe("all")
-            .get_batch({"dataframe": suite.frame})
-        )
-        rules = gx.ExpectationSuite(name=name, expectations=suite.rules)
+        if engine not in definitions:
+            sources = context.data_sources
+            source = sources.add_pandas(engine) if engine == "pandas" else sources.add_spark(engine)
+            definitions[engine] = source.add_dataframe_asset("table").add_batch_definition_whole_dataframe("all")
+        batch = definitions[engine].get_batch({"dataframe": suite.frame})
+        rules = gx.ExpectationSuite(name=f"suite {number}", expectations=suite.rules)
         shape = {"result_format": "SUMMARY", "partial_unexpected_count": 4 * EXAMPLES}
         found = batch.validate(rules, result_format=shape).results
         for result in found if table else ():

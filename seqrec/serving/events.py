@@ -37,6 +37,7 @@ COLUMNS = ["user_id", "item_id", "timestamp"]  # of a table that `ingest` reads 
 IMPORTED = "import:"  # how the ids of imported events begin
 CAUTION = 10  # events added to both counts of a trend, so that few events are none
 PATIENCE_S = 2.0  # in which tables are tried to be made
+LOCKED_MS = 10_000  # for which a statement waits while another process writes into a SQLite file
 MISSING = ("no such table", 'relation "')  # words of errors about a table that is not there
 DAMAGE = ("not a database", "malformed")  # words of SQLite's errors about a file that is cut short or altered
 
@@ -361,7 +362,7 @@ def _history(connection: sa.Connection, user: str, most: int) -> UserHistory:
 
 def _set_up_sqlite(connection: Any, _: Any) -> None:
     """Let readers and a writer work at the same time, and a second writer wait."""
-    for setting in ("journal_mode=WAL", "synchronous=NORMAL", "busy_timeout=10000"):
+    for setting in ("journal_mode=WAL", "synchronous=NORMAL", f"busy_timeout={LOCKED_MS}"):
         connection.execute(f"PRAGMA {setting}")
 
 

@@ -55,7 +55,8 @@ def test_a_list_of_locks_that_a_killed_dvc_left_half_written_is_removed(tmp_path
         assert json.loads((tmp_path / "rwlock").read_text()) == json.loads(content)
 
 
-def test_a_list_of_locks_that_another_dvc_is_writing_stays(tmp_path):
+def test_a_list_of_locks_that_another_dvc_is_writing_stays(tmp_path, monkeypatch):
+    monkeypatch.setattr("dvc.lock.DEFAULT_TIMEOUT", 0.06)  # s, in which the lock is tried to be taken
     (tmp_path / "rwlock").write_text("")
 
     with make_lock(str(tmp_path / "rwlock.lock"), tmp_dir=str(tmp_path)):

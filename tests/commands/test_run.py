@@ -36,6 +36,7 @@ CONFIG = {
     "datasets": {"log": {"ingest": {"source": "csv", "interactions": "log.csv"}}},
     "finetune": {"epochs": 3, "batch_size": 16, "learning_rate": 0.01, "warmup_steps": 2, "save_steps": 3},
     "evaluate": {"bootstrap": 100},
+    "register": {"graph": False},
     "models": {"sasrec": {"options": {"d_model": 16, "heads": 1, "layers": 1, "length": 12}}},
 }
 

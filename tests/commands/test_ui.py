@@ -36,7 +36,7 @@ class Other(http.server.BaseHTTPRequestHandler):
 @contextmanager
 def another_program():
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Other)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     yield server.server_port
     server.shutdown()
     server.server_close()

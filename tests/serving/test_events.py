@@ -316,12 +316,13 @@ def test_the_command_names_what_is_wrong(tmp_path, caplog, monkeypatch):
         ("sqlite:///{0}/no/folder/events.db", "create its folder"),
         ("sqlite:///{0}", "create its folder"),
         ("sqlite:///file:{0}/events.db?mode=ro&uri=true", "make the file and its folder writable"),
-        ("sqlite:///{0}/locked.db?timeout=0.01", "another process has locked"),
+        ("sqlite:///{0}/locked.db", "another process has locked"),
         ("sqlite:///{0}/no-database.db", "restore it from a backup"),
     ],
 )
 def test_an_error_of_the_store_is_one_line_that_says_what_to_do(tmp_path, caplog, monkeypatch, url, message):
     monkeypatch.setattr(module, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(module, "LOCKED_MS", 0)
     write_interactions(tmp_path, [("private", "secret", 1)])
     for name in ("events", "locked"):
         Store(f"sqlite:///{tmp_path}/{name}.db").engine.dispose()

@@ -13,6 +13,8 @@ import pytest
 import sqlalchemy
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
+from mlflow.store.db import utils
+from unsynced import make_tables
 
 from seqrec.config import RegisterConfig
 from seqrec.tracking import runs
@@ -139,6 +141,7 @@ def test_a_server_that_does_not_answer_names_the_setting(uri):
 def connect_and_die(folder: Path) -> None:
     """Connect to a database in `folder`; die when its first table is made."""
     os.chdir(folder)
+    utils._initialize_tables = make_tables
     sqlalchemy.event.listen(sqlalchemy.Table, "after_create", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
     runs.connect(RegisterConfig())
 

@@ -13,6 +13,7 @@ import requests
 import yaml
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
+from unsynced import EMPTY
 
 from seqrec.config import RegisterConfig
 from seqrec.tracking.registry import champion_version
@@ -28,6 +29,7 @@ def server(tmp_path_factory):
     documents = yaml.safe_load_all(MANIFEST.read_text())
     (pod,) = [one["spec"]["template"]["spec"] for one in documents if one["kind"] == "Deployment"]
     container = pod["containers"][0]
+    (folder / "mlflow.db").write_bytes(EMPTY)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
