@@ -14,6 +14,7 @@ ROOT = Path(__file__).parent.parent
 BENCHMARK = ("-m", "seqrec", "benchmark", "--config-file")
 EXPERIMENTS: dict[str, tuple[str, ...]] = {  # name -> arguments of Python; each also gets --seeds and --out
     "flash4rec-parts": (*BENCHMARK, "configs/flash4rec/parts.yaml", "--base", "flash4rec"),
+    "rec-denoiser-twins": ("scripts/rec_denoiser_twins.py",),
     "strec-oracle": ("scripts/strec_oracle.py",),
 }
 
