@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from seqrec.artifacts import write_text
-from seqrec.commands.benchmark import benchmark, holm
+from seqrec.commands.benchmark import FINISHED, benchmark, holm
 from seqrec.config import load
 from seqrec.data import sequences
 from seqrec.data.sequences import Sequences
@@ -72,13 +72,15 @@ def rank(model: SequenceModel, data: Sequences, split: str = "test") -> Ranks:
 
 
 def read(out: Path, rows: list[str], seeds: list[int]) -> tuple[Sequences, dict[str, Row]]:
-    """Return the dataset, and every row with its shuffled copy."""
+    """Return the dataset, and every row that is finished for some of the seeds, with its shuffled copy."""
     data = sequences.load(out / "data/sequences")
     full_BL = torch.ones(1, load(CONFIG).model(rows[0]).options["length"], dtype=torch.long)
     found: dict[str, Row] = {}
     for name in rows:
         ranks, shuffled, valid, shares, seconds = {}, {}, [], [], []
         for seed in seeds:
+            if not (out / f"seed-{seed}/reports" / name / FINISHED).is_file():
+                continue
             trained = load_checkpoint(out / f"seed-{seed}/artifacts" / name / "finetuned")
             model = trained.model.eval()
             seconds.append(trained.card["seconds"])
@@ -88,6 +90,8 @@ def read(out: Path, rows: list[str], seeds: list[int]) -> tuple[Sequences, dict[
                 shares.append((dropped(model), model.sparsity(full_BL)))
                 shuffle(model, seed)
                 shuffled[seed] = rank(model, data)
+        if not ranks:
+            continue
         drawn, masked = map(float, np.mean(shares or [(np.nan, np.nan)], axis=0))
         found[name] = Row(ranks, float(np.mean(valid)), drawn, masked, float(np.mean(seconds)))
         if shuffled:
@@ -99,7 +103,7 @@ def table(user: NDArray[np.integer], rows: dict[str, Row]) -> str:
     """Return the rows as Markdown, given the user of each case; p-values are corrected within each backbone."""
     gains: dict[tuple[str, int], str] = {}
     for base in (name for name in rows if "-" not in name):
-        twins = [name for name in rows if name.startswith(f"{base}-")]
+        twins = [name for name in rows if name.startswith(f"{base}-") and rows[name].ranks.keys() & rows[base].ranks]
         for among in (0, 1):
             differences = [_difference(rows[name], rows[base], among) for name in twins]
             totals = [np.bincount(user, weights=part.mean(0)).astype(float) for part in differences]
@@ -107,7 +111,7 @@ def table(user: NDArray[np.integer], rows: dict[str, Row]) -> str:
             for name, part, p_value in zip(twins, differences, p_values, strict=True):
                 gain = intervals.pigeonhole_bootstrap(part, user, resamples=1000, seed=42)
                 gains[name, among] = f"{gain.mean:+.4f} [{gain.low:+.4f}, {gain.high:+.4f}], {p_value:.3f}"
-    headings = ["row", "validation NDCG@10"]
+    headings = ["row", "seeds", "validation NDCG@10"]
     for candidates in ("of 101", "whole catalogue"):
         headings += [f"{candidates}: NDCG@10", "HR@10", "gain in NDCG@10 [95 %], p (Holm)"]
     headings += ["dropped in training", "masked at test", "training"]
@@ -117,13 +121,13 @@ def table(user: NDArray[np.integer], rows: dict[str, Row]) -> str:
 
 
 def _difference(row: Row, base: Row, among: int) -> FloatArray:
-    """Return the gains (S, C) in NDCG@10."""
-    pairs = [(row.ranks[seed][among], base.ranks[seed][among]) for seed in row.ranks]
+    """Return the gains (S, C) in NDCG@10 with the seeds of both rows."""
+    pairs = [(row.ranks[seed][among], base.ranks[seed][among]) for seed in row.ranks if seed in base.ranks]
     return np.stack([metrics.ndcg(ours, 10) - metrics.ndcg(theirs, 10) for ours, theirs in pairs])
 
 
 def _line(name: str, row: Row, gains: list[str]) -> str:
-    cells = [name, _shown(row.valid, ".4f")]
+    cells = [name, ", ".join(map(str, row.ranks)), _shown(row.valid, ".4f")]
     for among, gain in enumerate(gains):
         by_seed = [ranks[among] for ranks in row.ranks.values()]
         ndcg = [metrics.ndcg(values, 10).mean() for values in by_seed]
@@ -143,10 +147,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/rec-denoiser-twins"))
     parser.add_argument("--seeds", default="42,43,44")
+    parser.add_argument(
+        "--only", default="", help="rows to train, separated by commas; the table has all finished rows"
+    )
     arguments = parser.parse_args()
     logging.basicConfig(format="%(message)s")
     logging.getLogger("seqrec").setLevel(logging.INFO)
-    benchmark(config_file=CONFIG, out=arguments.out, seeds=arguments.seeds)
+    benchmark(config_file=CONFIG, out=arguments.out, seeds=arguments.seeds, only=arguments.only)
     seeds = [int(seed) for seed in arguments.seeds.split(",")]
     data, rows = read(arguments.out, list(load(CONFIG).leaderboard), seeds)
     text = f"Split {data.card['split_sha256'][:12]}\n\n{table(sequences.cases(data, 'test').user.numpy(), rows)}"
