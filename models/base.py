@@ -143,6 +143,11 @@ class SequenceModel(nn.Module):
         return [self]
 
     @classmethod
+    def objectives_of(cls, options: Any) -> frozenset[str]:
+        """Return the objectives that a model with `options` can be trained with."""
+        return cls.objectives
+
+    @classmethod
     def needs_of(cls, options: Any) -> frozenset[str]:
         """Return which of times, user, text and attributes a model with `options` reads besides items."""
         return cls.always_reads

@@ -24,7 +24,7 @@ class Ensemble(SequenceModel):
         name = architecture.__name__
         alone = issubclass(architecture, SelfSupervised | DescribedItems)
         require(not alone, f"members: {name} starts from one pre-training, so its members would be alike")
-        self.objectives = architecture.objectives  # type: ignore[misc]
+        self.objectives = architecture.objectives_of(options)  # type: ignore[misc]
         super().__init__(options, catalogue)
         self.members = nn.ModuleList(architecture(options, catalogue) for _ in range(options.members))
         first = self.parts[0]

@@ -225,13 +225,17 @@ class RecDenoiser(NoisyGradients):
     undecayed = ("raw_XLL",)  # eq. 4 decays Theta only; the penalty of Phi is `l0`
 
     def __init__(self, options: RecDenoiserOptions, catalogue: Catalogue) -> None:
-        backbone = BACKBONES[options.backbone]
-        self.objectives = backbone.objectives  # type: ignore[misc]
+        self.objectives = self.objectives_of(options)  # type: ignore[misc]
         super().__init__(options, catalogue)
-        self.backbone = backbone(options.of_backbone(), catalogue)
+        self.backbone = BACKBONES[options.backbone](options.of_backbone(), catalogue)
         self.biased = self.backbone.biased
         for block in self.blocks:
             block.attention.weigh = self._weigh()
+
+    @classmethod
+    def objectives_of(cls, options: RecDenoiserOptions) -> frozenset[str]:
+        """See `SequenceModel.objectives_of`: those of the backbone."""
+        return BACKBONES[options.backbone].objectives
 
     @classmethod
     def needs_of(cls, options: RecDenoiserOptions) -> frozenset[str]:

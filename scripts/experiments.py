@@ -18,6 +18,7 @@ EXPERIMENTS: dict[str, tuple[str, ...]] = {  # name -> arguments of Python; each
     "request-time": REQUEST_TIME,
     "request-time-beauty": (*REQUEST_TIME, "--dataset", "beauty-5000-users"),
     "request-time-ml-100k": (*REQUEST_TIME, "--dataset", "ml-100k"),
+    "rec-denoiser-twins": ("scripts/rec_denoiser_twins.py",),
     "strec-oracle": ("scripts/strec_oracle.py",),
 }
 

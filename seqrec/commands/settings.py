@@ -117,8 +117,9 @@ def _needs(params: Params, name: str) -> frozenset[str]:
         raise ConfigError(f"models.{name}.architecture: {config.architecture!r} is not one of {', '.join(REGISTRY)}")
     architecture = REGISTRY[config.architecture]
     options = parse(architecture.Options, config.settled, f"models.{name}.options")
-    if options.objective not in architecture.objectives:
-        known = ", ".join(sorted(architecture.objectives))
+    objectives = architecture.objectives_of(options)
+    if options.objective not in objectives:
+        known = ", ".join(sorted(objectives))
         raise ConfigError(f"models.{name}.options.objective: {options.objective} is not one of {known}")
     needs: frozenset[str] = architecture.needs_of(options)
     return needs

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from seqrec import config
+from seqrec.commands.settings import check
 from seqrec.config import ConfigError, FinetuneConfig, from_dict, load, parse, read_changes
 
 ROOT = Path(__file__).parent.parent.parent
@@ -172,8 +173,8 @@ def test_the_projects_own_params_load_for_every_dataset_and_model():
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda path: path.stem)
-def test_every_config_loads(path):
-    assert load(path).leaderboard
+def test_every_config_passes_the_checks_of_a_run(path):
+    check(load(path), ingests=True)
 
 
 WITHOUT_PYDANTIC = """

@@ -97,7 +97,7 @@ def test_validation_on_spark_gives_the_same_verdict(tmp_path, session):
                 dataset="log",
                 data=tmp_path,
                 report=report,
-                baseline=tmp_path / "none",
+                reference=tmp_path / "none",
                 config=ValidateConfig(engine=engine, min_date="1970-01-01"),
             )
         verdicts.append(read_json(report))
