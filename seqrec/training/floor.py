@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils import flop_counter
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from seqrec.training.cost import FIRST_STEPS
 
@@ -60,9 +60,9 @@ class Floor:
 
     @contextmanager
     def _counted(self, targets: int) -> Iterator[None]:
-        with FlopCounterMode(display=False, custom_mapping=_uncounted()) as counter:
+        with _Counter() as counter:
             yield
-        self.flops = counter.get_total_flops() / targets
+        self.flops = counter.flops / targets
 
     @contextmanager
     def _profiled(self) -> Iterator[None]:
@@ -81,24 +81,37 @@ def _group(operator: str) -> str:
     return next((group for group, parts in GROUPS.items() if any(part in name for part in parts)), OTHERS)
 
 
-def _uncounted() -> dict[Any, Callable[..., int]]:
-    """Return FLOP counts of operators that torch does not count."""
+class _Counter(TorchDispatchMode):
+    """Counts FLOPs; torch's own mode also follows the modules, and fails where a loss takes gradients of gradients."""
 
-    def attention(query: Any, key: Any, value: Any, *_: object, **__: object) -> int:
-        return int(flop_counter.sdpa_flop_count(query, key, value))
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        aten = torch.ops.aten
+        self.flops = 0
+        self.formulas = {
+            **flop_counter.flop_registry,
+            aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+            aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+            aten._grouped_mm: _grouped,
+        }
 
-    def attention_backward(gradient: Any, query: Any, key: Any, value: Any, *_: object, **__: object) -> int:
-        return int(flop_counter.sdpa_backward_flop_count(gradient, query, key, value))
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        formula = self.formulas.get(func._overloadpacket)
+        self.flops += formula(*args, **(kwargs or {}), out_val=out) if formula else 0
+        return out
 
-    def grouped(left: Any, right: Any, *_: object, **__: object) -> int:
-        return int(2 * left[0] * left[1] * right[-1])
 
-    aten = torch.ops.aten
-    return {
-        aten._scaled_dot_product_flash_attention_for_cpu: attention,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward,
-        aten._grouped_mm: grouped,
-    }
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> int:
+    return int(flop_counter.sdpa_flop_count(query.shape, key.shape, value.shape))
+
+
+def _attention_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> int:
+    return int(flop_counter.sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape))
+
+
+def _grouped(left: Tensor, right: Tensor, *_: object, **__: object) -> int:
+    return 2 * left.shape[0] * left.shape[1] * right.shape[-1]
 
 
 def matmul_peak(device: torch.device, precision: str, repeats: int = 4) -> float:
