@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 
+import pytest
 import torch
 from accelerate import Accelerator
 from support import prepare_rows, run, synthetic_rows, weights
@@ -35,14 +36,15 @@ def test_measuring_changes_neither_the_model_nor_the_random_numbers(tmp_path):
     assert found.memory > 1e6
 
 
-def test_a_long_training_is_announced_after_its_first_steps_and_not_changed(tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize("model", ["sasrec", "flash4rec", "rec_denoiser"])
+def test_a_long_training_is_announced_after_its_first_steps_and_not_changed(tmp_path, monkeypatch, caplog, model):
     prepared = prepare_rows(tmp_path, synthetic_rows())
     caplog.set_level(logging.INFO)
-    run(prepared, tmp_path / "quiet", epochs=2, batch_size=4)
+    run(prepared, tmp_path / "quiet", model, epochs=2, batch_size=4)
     assert not any(words in caplog.text for words in ("min of training", "of the peak"))
 
     monkeypatch.setattr(cost, "LONG_S", 0.0)
-    run(prepared, tmp_path / "loud", epochs=2, batch_size=4)
+    run(prepared, tmp_path / "loud", model, epochs=2, batch_size=4)
 
     assert "min of training (2 epochs)" in caplog.text
     assert re.search(r"targets/s, \d+% of the peak .* a target takes 0\.\d\d MFLOP.* matrix products \d+%", caplog.text)
