@@ -94,9 +94,9 @@ def test_a_command_and_its_fork_may_be_killed_in_the_same_moment(stopped, server
     command.wait()
     os.kill(server, signal.SIGCONT)
 
-    until(lambda: not children(server))
+    assert until(lambda: not children(server))
     with start(warm_steps, "prepare", "--help"):
-        until(lambda: children(server))
+        assert until(lambda: children(server))  # it still answers
 
 
 def test_without_a_warm_process_a_command_runs_alone(tmp_path):

@@ -174,7 +174,10 @@ def test_the_projects_own_params_load_for_every_dataset_and_model():
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda path: path.stem)
 def test_every_config_passes_the_checks_of_a_run(path):
-    check(load(path), ingests=True)
+    params = load(path)
+
+    assert params.leaderboard
+    check(params, ingests=True)
 
 
 WITHOUT_PYDANTIC = """
