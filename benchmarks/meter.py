@@ -1,4 +1,4 @@
-"""What the benchmarks share: clocks, peak memory, the matmul peak, tables.
+"""What the benchmarks share: clocks, peak memory, tables.
 
 It needs torch and pyarrow alone, since the peers' scripts import it inside environments that lack everything else.
 """
@@ -48,17 +48,6 @@ def peak_memory() -> float:
         assert found
         return int(found[1]) / 2**10
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-
-
-def matmul_peak(repeats: int = 12) -> float:
-    """Return the best fp32 matmul rate of this machine now, in FLOP per second: best of a few shapes and repeats."""
-    best = 0.0
-    for rows, inner, columns in ((2048, 2048, 2048), (1024, 1024, 4096)):
-        left, right, out = torch.randn(rows, inner), torch.randn(inner, columns), torch.empty(rows, columns)
-        for _ in range(repeats):
-            seconds = cost_of(lambda: torch.mm(left, right, out=out)).wall  # noqa: B023
-            best = max(best, 2 * rows * inner * columns / seconds)
-    return best
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

@@ -27,9 +27,7 @@ from benchmarks.peer_data import Histories
 class Clock(lightning.Callback):
     """Times the steps of an epoch after the warm-up and counts their targets."""
 
-    over: Callable[[float], bool] | None = (
-        None  # of an epoch's CPU seconds; of the class, since settings are plain data
-    )
+    over: Callable[[float], bool] | None = None  # of an epoch's CPU seconds; the trainer's own settings are plain data
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.settings = settings
@@ -60,8 +58,8 @@ class Clock(lightning.Callback):
             module.train()
 
 
-def trainer(precision: str, settings: dict[str, Any], over: Callable[[float], bool] | None = None) -> lightning.Trainer:
-    """Return a trainer that does nothing but train: for one epoch, or until `over` of its CPU seconds is true."""
+def trainer(precision: str, settings: dict[str, Any]) -> lightning.Trainer:
+    """Return a trainer that does nothing but train: for one epoch, or until `Clock.over`."""
     return lightning.Trainer(
         accelerator="cpu",
         devices=1,

@@ -23,6 +23,7 @@ import torch
 
 from benchmarks import flops, meter, peer_data
 from seqrec.models.sasrec import SASRec
+from seqrec.training.utilisation import matmul_peak
 
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENTS = ROOT / "build" / "peers"
@@ -82,12 +83,12 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
     torch.set_num_threads(options.threads)
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-    peak = meter.matmul_peak()
+    peak = matmul_peak(torch.device("cpu"), "fp32")
     for number in range(options.rounds):
         for name in names:
             runs[name].append(measure(CONTESTANTS[name], options))
             print(f"round {number + 1}, {name}: {json.dumps(runs[name][-1])}", file=sys.stderr, flush=True)
-        peak = max(peak, meter.matmul_peak())
+        peak = max(peak, matmul_peak(torch.device("cpu"), "fp32"))
     print(report(runs, peak, needed_flops(options.sequences, options.users), options.threads))
 
 

@@ -18,11 +18,11 @@ from seqrec.data.sequences import Sequences
 from seqrec.models.base import SequenceModel
 from seqrec.training import contrast, cost, resume, validation
 from seqrec.training.examples import Examples
-from seqrec.training.floor import Floor
 from seqrec.training.optimizer import learning_rate
 from seqrec.training.progress import EpochMeter, LogEpoch, Position, ProgressBar, report_epoch
 from seqrec.training.resume import ResumeState
 from seqrec.training.step import Divergence, TrainingStep
+from seqrec.training.utilisation import Utilisation
 from seqrec.training.validation import EarlyStopping
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def fit(
     torch.use_deterministic_algorithms(config.deterministic)
     device, main = accelerator.device, accelerator.is_main_process
     model, data = model.to(device), data.to(device, resident=config.resident)
-    position, meter, floor = Position(), EpochMeter(device), Floor(device, config.precision)
+    position, meter, utilisation = Position(), EpochMeter(device), Utilisation(device, config.precision)
     examples, divergence = Examples(data, config, accelerator), Divergence(model, stage)
     saved = state.load()
     if saved is not None:
@@ -112,7 +112,7 @@ def fit(
 
                 for example in examples.build(position.batch, position.total_steps):
                     step.optimizers.rate = learning_rate(position.step, total, config)
-                    with floor.around(position.total_steps, example.number):
+                    with utilisation.around(position.total_steps, example.number):
                         loss, terms, norm = step(example)
                     position.advance()
                     meter.add(loss, terms, example.number * accelerator.num_processes)
@@ -121,7 +121,7 @@ def fit(
                         divergence.check(position.step)
                         bar.show(position, meter, stopping)
                     if position.total_steps == cost.FIRST_STEPS <= position.batch and main:
-                        floor.wanted = cost.announce(stage, config.epochs, total, meter)
+                        utilisation.wanted = cost.announce(stage, config.epochs, total, meter)
                     if position.step % config.save_steps == 0 and position.batch < batches:
                         divergence.check_weights(position.step)
                         resume.save(state, position.total_steps, components, accelerator)
@@ -153,5 +153,5 @@ def fit(
         stopping.restore_best()
         position.end_phase()
     if position.records:
-        floor.report(stage, max(record["targets_per_second"] for record in position.records))
+        utilisation.report(stage, max(record["targets_per_second"] for record in position.records))
     return position.records

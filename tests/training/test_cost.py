@@ -15,8 +15,8 @@ from seqrec.config import FinetuneConfig
 from seqrec.data import sequences
 from seqrec.training import cost
 from seqrec.training.checkpoint import load_checkpoint
-from seqrec.training.floor import Floor
 from seqrec.training.losses import cross_entropy
+from seqrec.training.utilisation import Utilisation
 
 
 def test_measuring_changes_neither_the_model_nor_the_random_numbers(tmp_path):
@@ -56,14 +56,14 @@ def test_the_arithmetic_of_a_step_is_that_of_its_formulas():
     query, item = torch.randn(6, 8, requires_grad=True), torch.randn(21, 8, requires_grad=True)
     sequence, weight = torch.randn(2, 1, 5, 4, requires_grad=True), torch.randn(3, 8, 16, requires_grad=True)
     sizes = torch.tensor([1, 4, 6], dtype=torch.int32)
-    floor = Floor(torch.device("cpu"), "fp32")
-    floor.wanted = True
+    utilisation = Utilisation(torch.device("cpu"), "fp32")
+    utilisation.wanted = True
 
-    with floor.around(cost.FIRST_STEPS, targets=6):
+    with utilisation.around(cost.FIRST_STEPS, targets=6):
         loss = cross_entropy(query, item, torch.randint(1, 21, (6,))).sum()
         loss = loss + F.scaled_dot_product_attention(sequence, sequence, sequence).sum()
         (loss + F.grouped_mm(query, weight, offs=sizes).square().sum()).backward()
 
     scores, attention, experts = 2 * 6 * 20 * 8, 2 * 2 * 5 * 5 * 4, 2 * 6 * 8 * 16  # of one product
     # backward: two products for each of the forward pass, and attention computes its weights again
-    assert floor.flops == (3 * scores + 2 * attention + 5 * attention + 3 * experts) / 6
+    assert utilisation.flops == (3 * scores + 2 * attention + 5 * attention + 3 * experts) / 6

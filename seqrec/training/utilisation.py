@@ -1,4 +1,4 @@
-"""How near a training comes to the peak of the machine, and what its time goes to."""
+"""The share of the peak of the machine that a training uses, and what its time goes to."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ logger = logging.getLogger(__name__)
 PROFILED = 3  # steps
 GROUPS = {  # what takes time -> parts of the names of its operators
     "attention": ("scaled_dot_product", "flash", "fmha"),
-    "matrix products": ("mm", "bmm", "linear", "conv"),
+    "matrix products": ("mm", "linear", "conv"),
     "the optimiser": ("adam", "foreach"),
 }
 OTHERS = "memory traffic and small operators"
 
 
-class Floor:
+class Utilisation:
     """Measures a few steps after the first `FIRST_STEPS` of a long training, without a change to their results."""
 
     def __init__(self, device: torch.device, precision: str) -> None:
