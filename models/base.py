@@ -21,7 +21,7 @@ class Batch(NamedTuple):
     """The input of a model: plain tensors, so that torch.export accepts it."""
 
     items: Tensor  # (B, L) int64, left-padded; 0 = PAD, num_items + 1 = MASK
-    times: Tensor  # (B, L) float64, seconds (<= 0) after the last event, or after the request (`Options.from_request`)
+    times: Tensor  # (B, L) float64, seconds relative to the last event or, if `Options.from_request`, to the request
     user: Tensor  # (B,) int64; 0 = unknown, a user without training targets
 
 
