@@ -12,9 +12,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 BENCHMARK = ("-m", "seqrec", "benchmark", "--config-file")
+PARTS = (*BENCHMARK, "configs/flash4rec/parts.yaml", "--base", "flash4rec")
 REQUEST_TIME = (*BENCHMARK, "configs/flash4rec/request-time.yaml", "--base", "flash4rec")
 EXPERIMENTS: dict[str, tuple[str, ...]] = {  # name -> arguments of Python; each also gets --seeds and --out
-    "flash4rec-parts": (*BENCHMARK, "configs/flash4rec/parts.yaml", "--base", "flash4rec"),
+    "flash4rec-parts": PARTS,
+    "flash4rec-parts-ml-100k": (*PARTS, "--dataset", "ml-100k"),
+    "flash4rec-parts-beauty": (*PARTS, "--dataset", "beauty-5000-users"),
     "request-time": REQUEST_TIME,
     "request-time-beauty": (*REQUEST_TIME, "--dataset", "beauty-5000-users"),
     "request-time-ml-100k": (*REQUEST_TIME, "--dataset", "ml-100k"),
