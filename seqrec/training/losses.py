@@ -188,7 +188,7 @@ def _blocks(
             _exclude(logits, goal, past.items_BL[past.row_N[part]], past.stop_N[part])
         lead_N = logits.amax(1) - logits.gather(1, goal).squeeze(1)
         gradient = torch.softmax(logits, 1, out=logits)
-        torch.sub(lead_N, gradient.amax(1).log(), out=value_N[part])  # the largest probability is 1 / sum exp(x - max x)
+        torch.sub(lead_N, gradient.amax(1).log(), out=value_N[part])  # its log: -log sum exp(x - max x)
         if query_gradient is None or item_gradient is None:
             continue
         gradient.scatter_add_(1, goal, gradient.new_full(goal.shape, -1.0))
