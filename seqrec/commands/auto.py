@@ -22,6 +22,7 @@ from rich.table import Table
 from seqrec import locks
 from seqrec.artifacts import (
     INTERACTIONS,
+    ITEMS,
     METRICS,
     QUARANTINE,
     REPORT_PAGE,
@@ -35,7 +36,7 @@ from seqrec.artifacts import (
     write_text,
 )
 from seqrec.commands import run
-from seqrec.config import Params, from_dict
+from seqrec.config import ConfigError, Params, from_dict
 from seqrec.config.ranges import Minutes
 from seqrec.config.sections import EASE_ITEMS
 from seqrec.data import data_warnings, sequences
@@ -53,13 +54,25 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 PLAN = "auto.json"
 CARD = "model-card.md"
-MODELS = ("flash4rec", "sasrec", "gru4rec")  # the order of training; the first model is always trained
-RATES = {"flash4rec": 3e-3, "sasrec": 1e-3, "gru4rec": 2e-3}
+MODELS = ("flash4rec", "recformer", "sasrec", "gru4rec")  # the order of training; the first model is always trained
+RATES = {"flash4rec": 3e-3, "recformer": 2e-3, "sasrec": 1e-3, "gru4rec": 2e-3}
 OPTIONS: dict[str, dict[str, Any]] = {
     "flash4rec": {"prediction_head": False, "topk_dropout_k": 3},
+    # a history as a sequence of items, each the mean of its words' vectors
+    "recformer": {
+        "encoder": "items",
+        "objective": "causal",
+        "d_model": 64,
+        "layers": 0,
+        "dropout": 0.1,
+        "pooling": "mean",
+        "frozen_words": (),
+        "history_dropout": 0.3,
+    },
     "sasrec": {"heads": 2},
     "gru4rec": {},
 }
+TEXTS = 20_000  # most items of a catalogue whose text is read: every step of training encodes all of them
 CORES = (5, 3, 2)  # minimum events per user and item, strictest first
 KEPT = 0.5  # share of the events that a k-core must leave
 CASES, KNOWN = 100, 0.2  # temporal split: minimum cases per part, and minimum share of trained users
@@ -177,11 +190,12 @@ def _auto(plan: Plan, out: Path) -> dict[str, float]:
     if "counts" not in plan.done:
         run.evaluate_baselines(from_dict(plan.params), folder, out, ease_items=_ease_items(plan))
         plan.save("counts")
-    for number, name in enumerate(MODELS):
+    models = [name for name in MODELS if name != "recformer" or _has_texts(folder)]
+    for number, name in enumerate(models):
         if name not in plan.done:
-            share = plan.left() / (len(MODELS) - number)
+            share = plan.left() / (len(models) - number)
             settings = functools.partial(model_settings, name, shape)
-            members = MEMBERS if shape.users < data_warnings.USERS else 1
+            members = MEMBERS if shape.users < data_warnings.USERS and name != "recformer" else 1
             train(plan, name, settings, folder, out, share=share, members=members)
     params = from_dict(plan.params)
     write_text(out / run.SETTINGS, yaml.safe_dump(json.loads(json.dumps(params.as_dict())), sort_keys=False))
@@ -192,6 +206,20 @@ def _auto(plan: Plan, out: Path) -> dict[str, float]:
     plan.save()
     metrics = {name: read_json(out / "reports" / name / METRICS) for name in params.leaderboard}
     return {f"{name}/{key}": metrics[name][key] for name in metrics for key in ("valid/ndcg@10", "test/ndcg@10")}
+
+
+def _has_texts(folder: Path) -> bool:
+    """Return whether the items have text, and are few enough for a model that reads it."""
+    from seqrec.data import item_tokens
+
+    ids, _ = sequences.read_vocabulary(folder)
+    if len(ids) > TEXTS:
+        return False
+    try:
+        item_tokens.read_texts(folder.parent / ITEMS, ids)
+    except ConfigError:  # there is none
+        return False
+    return True
 
 
 def prepare(plan: Plan, out: Path, console: Console) -> None:
@@ -428,7 +456,7 @@ def model_settings(
     given = dict(finetune or {}) | ({} if epochs is None else {"epochs": epochs})
     fixed = {"counts": "auto"} | ({"learning_rate": RATES[name]} if name in RATES else {})
     return {
-        "options": OPTIONS.get(name, {}) | rules | dict(options or {}),
+        "options": rules | OPTIONS.get(name, {}) | dict(options or {}),
         "finetune": fixed | auto_settings.finetune(shape, given),
     }
 

@@ -126,6 +126,32 @@ def test_few_users_get_the_mean_of_as_many_networks_as_the_share_holds(
     assert len(load_checkpoint(tmp_path / "artifacts" / "sasrec" / "finetuned").model.parts) == expected
 
 
+def test_a_model_that_reads_text_joins_where_items_have_some(made, tmp_path, monkeypatch):
+    data = made / "out" / "data"
+    for name in ("sequences", "items.parquet"):
+        (tmp_path / name).symlink_to(data / name)
+    assert auto._has_texts(tmp_path / "sequences")
+    monkeypatch.setattr(auto, "TEXTS", 39)
+    assert not auto._has_texts(tmp_path / "sequences")  # 40 items
+    monkeypatch.undo()
+    (tmp_path / "items.parquet").unlink()
+    ids = pl.read_parquet(data / "items.parquet", columns=["item_id"])
+    ids.with_columns(title=pl.lit("")).write_parquet(tmp_path / "items.parquet")
+    assert not auto._has_texts(tmp_path / "sequences")
+
+
+def test_the_model_that_reads_text_is_trained_on_item_vectors_of_mean_words(made, tmp_path):
+    params = json.loads((made / "out" / "auto.json").read_text())["params"]
+    plan = auto.Plan(tmp_path / "auto.json", {"minutes": 1.0}, params | {"models": {}, "evaluate": {"bootstrap": 100}})
+    folder = made / "out" / "data" / "sequences"
+    settings = partial(auto.model_settings, "recformer", auto.Shape.of(sequences.load(folder)), finetune={"epochs": 1})
+
+    auto.train(plan, "recformer", settings, folder, tmp_path)
+
+    model = load_checkpoint(tmp_path / "artifacts" / "recformer" / "finetuned").model
+    assert (model.options.encoder, model.options.layers, len(model.encoder.blocks)) == ("items", 0, 0)
+
+
 def test_a_log_that_time_cannot_divide_is_split_by_user(tmp_path):
     log = write_log(tmp_path / "log.csv", spread=8_000_000)  # one user after the other
     plan = auto.Plan.load(tmp_path / "auto.json", {"data": str(log), "columns": {}, "time_format": "", "items": ""})
