@@ -51,7 +51,7 @@ COMMANDS = {
     "registry": Command(
         "seqrec.commands.registry", "registry", "show the registered versions, promote one or roll back", "register"
     ),
-    "run": Command("seqrec.commands.run", "run", "run every stage in one process, without DVC"),
+    "run": Command("seqrec.commands.run", "run", "run the stages in one process, without DVC"),
     "benchmark": Command(
         "seqrec.commands.benchmark", "benchmark", "compare the models of a config under several seeds"
     ),
