@@ -23,6 +23,7 @@ TOP_LEVEL = """\
 | key | type | default | meaning |
 |---|---|---|---|
 | `seed` | int | `42` | seed of `pretrain` and `finetune`, unless they set their own |
+| `filter_seen` | bool | `true` | whether a user's past items, but never the target, are removed from the candidates |
 | `dataset` | str | required | a key of `datasets` |
 | `datasets` | mapping | `{}` | per dataset: values for other sections, and `options` of all models |
 | `sources` | list | `[]` | datasets that models of text or of two domains pre-train on |

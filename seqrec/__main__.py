@@ -51,7 +51,7 @@ COMMANDS = {
     "registry": Command(
         "seqrec.commands.registry", "registry", "show the registered versions, promote one or roll back", "register"
     ),
-    "run": Command("seqrec.commands.run", "run", "run every stage in one process, without DVC"),
+    "run": Command("seqrec.commands.run", "run", "run the stages in one process, without DVC"),
     "benchmark": Command(
         "seqrec.commands.benchmark", "benchmark", "compare the models of a config under several seeds"
     ),
@@ -151,14 +151,18 @@ def command_parser(name: str) -> argparse.ArgumentParser:
         elif _is_dataset_of_params(parameter):
             parser.add_argument("--dataset", help="key in `datasets` (default: `dataset` in params.yaml)")
         elif stage is not None and parameter.name in stage.places:
-            _add_flag(parser, parameter.name, Path, None, f"{text} (default: {stage.places[parameter.name]})")
+            _add_flag(parser, parameter.name, Path, None, text + _default(stage, stage.places[parameter.name]))
         else:
             _add_flag(parser, parameter.name, hint, parameter.default, text)
     parser.add_argument("--params", type=Path, default=Path("params.yaml"), help="settings (default: %(default)s)")
-    text = f" (default: {stage.metrics})" if stage is not None and stage.metrics else ""
+    text = _default(stage, stage.metrics) if stage is not None and stage.metrics else ""
     parser.add_argument("--metrics", type=Path, help=f"write the returned figures to this JSON file{text}")
     parser.add_argument("-v", "--verbose", action="store_true", help="log more, and show tracebacks")
     return parser
+
+
+def _default(stage: Stage, path: str) -> str:
+    return f" (default: {path.format(source='', item=stage.each.upper())})"
 
 
 def _add_section(parser: argparse.ArgumentParser, section: Any) -> None:

@@ -78,7 +78,7 @@ def ingest(
         output: output folder; results of earlier runs in it are replaced.
         downloads: folder of unfinished downloads.
         config: section `ingest` of the dataset.
-        events: Parquet file of events to add to the events of the source; needed if `config.events` is set.
+        events: Parquet file of events to add to the events of the source; needed with `ingest.events`.
 
     Returns:
         `rows`, `users`, `items` (those with interactions), `catalogue` (rows of the items table), `quarantined`.
