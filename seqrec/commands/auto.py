@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import math
 import shlex
@@ -14,7 +13,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -198,7 +196,7 @@ def _auto(plan: Plan, out: Path) -> dict[str, float]:
             members = MEMBERS if shape.users < data_warnings.USERS and name != "recformer" else 1
             train(plan, name, settings, folder, out, share=share, members=members)
     params = from_dict(plan.params)
-    write_text(out / run.SETTINGS, yaml.safe_dump(json.loads(json.dumps(params.as_dict())), sort_keys=False))
+    write_text(out / run.SETTINGS, params.as_yaml())
     board = run.write_leaderboard(out / "reports", folder, params.leaderboard)
     _write_pages(out, board, params)
     register = f"python -m seqrec import --run {shlex.quote(str(out))}"
