@@ -136,7 +136,7 @@ def scorer(model: SequenceModel, term: CountTerm | None, numbers: Numbers, count
 
 
 def known_history(
-    data: Sequences, user: Tensor, stop: Tensor, numbers: Numbers, length: int, *, from_request: bool = False
+    data: Sequences, user: Tensor, stop: Tensor, numbers: Numbers, length: int, *, from_request: bool
 ) -> Batch:
     """Return the last `length` events with known items before `stop` (B,) of each `user` (B,), in the model's numbers.
 
