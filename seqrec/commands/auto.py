@@ -256,14 +256,11 @@ def _check_times(out: Path) -> None:
     odd = times.filter(~times.is_between(EARLIEST, LATEST))
     if odd.is_empty():
         return
-    found = f"{len(odd):,} of {len(times):,} times are not between 1990 and 2035, such as {_date(odd[0])}"
+    date = datetime.fromtimestamp(odd[0], UTC).date()
+    found = f"{len(odd):,} of {len(times):,} times are not between 1990 and 2035, such as {date}"
     if len(odd) > ODD_TIMES * len(times):
         raise ValueError(f"{found}: name another column with --time, or the format of the times with --time-format")
     logger.warning("%s; these events are placed first or last in the histories of their users", found)
-
-
-def _date(seconds: int) -> str:
-    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d}"
 
 
 def _source(plan: Plan, out: Path, console: Console) -> tuple[dict[str, Any], bool]:

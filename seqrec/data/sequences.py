@@ -204,7 +204,7 @@ def ranges(first: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
 
 def median_gap(data: Sequences) -> float:
     """Return the median over users of the seconds between their last two training events; a day if nobody has two."""
-    last = data.train_stop[data.train_stop - data.start >= 2] - 1
+    last = data.train_stop[data.trained()] - 1
     if len(last) == 0:
         return 86_400.0
     return float((data.times[last] - data.times[last - 1]).double().median())

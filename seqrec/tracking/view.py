@@ -7,31 +7,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from seqrec.evaluation.leaderboard import SELECTION
+from seqrec.evaluation.leaderboard import REQUIRED, SELECTION
 from seqrec.tracking.runs import KIND, metric_name
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 SHARED_VIEW = "mlflow.sharedViewState."  # the tag that MLflow's own page writes when somebody shares a view
-EXPERIMENT = {
-    "mlflow.experimentKind": "custom_model_development"
-}  # or the experiment opens on pages for language models
+EXPERIMENT = {"mlflow.experimentKind": "custom_model_development"}  # or it opens on pages for language models
 NOTE = "mlflow.note.content"
 KEY = "seqrec"  # of the view
 BEST_EPOCH = "best_epoch"
-SCALARS = (  # of a model's run, with the best epoch and the curves at most 20; metrics.json has the others
-    SELECTION,
-    "test/ndcg@10",
-    "test/ndcg@10/low",
-    "test/ndcg@10/high",
-    "test/ndcg@10/popularity=tail",
-    "test/recall@10",
-    "test/mrr",
-    "test/coverage@10",
-    "parameters",
-    "train_seconds",
-)
+# Of a model's run, with the best epoch and the curves at most 20 numbers; metrics.json has the others.
+SCALARS = (*REQUIRED, "test/ndcg@10/popularity=tail")
 COLUMNS = (SELECTION, "test/ndcg@10", "test/recall@10", "test/coverage@10")
 COLUMN_PIXELS = 140
 SECTION = {"uuid": "models", "name": "What differs", "display": True, "isReordered": False}
