@@ -69,6 +69,7 @@ def note(rows: Sequence[Mapping[str, Any]], verdict: str, page: Path) -> str:
 def share(client: MlflowClient, experiment: str, newest: str) -> None:
     """Write the view that `link` names into the experiment: the run `newest` unfolded, best validation first."""
     columns = [f"metrics.`{metric_name(name)}`" for name in COLUMNS]
+    bars = [CHART | {"uuid": name, "type": "BAR", "metricKey": metric_name(name)} for name in COLUMNS]
     view = {
         "orderByKey": columns[0],
         "orderByAsc": False,
@@ -78,16 +79,11 @@ def share(client: MlflowClient, experiment: str, newest: str) -> None:
         "runsExpanded": {newest: True},
         "isAccordionReordered": True,  # or MLflow sorts the section below those that it makes itself
         "compareRunSections": [SECTION],
-        "compareRunCharts": [DIFFERENCES, *map(_bars, COLUMNS)],
+        "compareRunCharts": [DIFFERENCES, *bars],
     }
     text = "Each pipeline run holds one run per model. Compare the runs of a dataset by valid/ndcg_at_10."
     for key, value in {**EXPERIMENT, NOTE: text, f"{SHARED_VIEW}{KEY}": json.dumps(view)}.items():
         client.set_experiment_tag(experiment, key, value)
-
-
-def _bars(name: str) -> dict[str, Any]:
-    """Return the chart of one metric of the runs that are compared."""
-    return CHART | {"uuid": name, "type": "BAR", "metricKey": metric_name(name)}
 
 
 def link(address: str, experiment: str) -> str:
