@@ -49,11 +49,6 @@ def model_of(num_items: int, settings: dict[str, Any]) -> SasRec:
     return model
 
 
-def optimizer_of(model: SasRec) -> torch.optim.Optimizer:
-    """Return RePlay's optimiser, in its fused form."""
-    return torch.optim.Adam(model.parameters(), lr=1e-3, betas=(0.9, 0.98), fused=True)
-
-
 def train(
     model: SasRec, histories: Histories, settings: dict[str, Any], bf16: bool, optimizer: torch.optim.Optimizer
 ) -> dict[str, float]:
@@ -125,7 +120,7 @@ def main() -> None:
     torch.manual_seed(0)
     histories = peer_data.read(options.sequences, options.users)
     model = model_of(histories.num_items, settings)
-    optimizer = optimizer_of(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, betas=(0.9, 0.98), fused=True)  # RePlay's, but fused
     if settings["patience"]:
         valid = histories.to_validation()
         progress = peer_data.UntilBest(settings["patience"])

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
@@ -86,7 +87,7 @@ def main() -> None:
     peak = matmul_peak(torch.device("cpu"), "fp32")
     for number in range(options.rounds):
         for name in names:
-            runs[name].append(measure(CONTESTANTS[name], options))
+            runs[name].append(measure(CONTESTANTS[name], options.sequences, options.users))
             print(f"round {number + 1}, {name}: {json.dumps(runs[name][-1])}", file=sys.stderr, flush=True)
         peak = max(peak, matmul_peak(torch.device("cpu"), "fp32"))
     print(report(runs, peak, needed_flops(options.sequences, options.users), options.threads))
@@ -117,17 +118,16 @@ def make_environment(name: str) -> None:
     marker.write_text(wanted)
 
 
-def measure(contestant: Contestant, options: argparse.Namespace) -> dict[str, float]:
-    """Run a contestant once and return the figures it prints."""
+def measure(contestant: Contestant, sequences: Path, users: int = 0, **settings: int) -> Any:
+    """Run a contestant once, on the first `users` users (0 = all), and return the figures it prints."""
     # autocast and RePlay's buckets do not go together: they assign bf16 into an fp32 tensor
-    settings = SETTINGS | {"replay_bucket": 0 if contestant.precision == "bf16" else 32}
-    command = [contestant.python, "-m", f"benchmarks.{contestant.module}", "--settings", json.dumps(settings)]
-    command += ["--sequences", str(options.sequences.resolve()), "--users", str(options.users)]
+    values = SETTINGS | {"replay_bucket": 0 if contestant.precision == "bf16" else 32} | settings
+    command = [contestant.python, "-m", f"benchmarks.{contestant.module}", "--settings", json.dumps(values)]
+    command += ["--sequences", str(sequences.resolve()), "--users", str(users)]
     command += ["--precision", contestant.precision]
     environment = os.environ | (KEEP_FREED if contestant.environment else {})  # ours tells glibc by itself
     done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return figures
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def needed_flops(sequences: Path, users: int) -> dict[str, float]:

@@ -10,9 +10,7 @@ CPU seconds are not counted.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -55,7 +53,8 @@ def main() -> None:
         runs[f"ours, {name}"] = ours(name, options.sequences)
     for name in peers.REQUIREMENTS:
         peers.make_environment(name)
-        runs[f"{name}, sasrec"] = peer(name, options.sequences, options.patience)
+        epochs = peers.measure(peers.CONTESTANTS[name], options.sequences, warmup=0, patience=options.patience)
+        runs[f"{name}, sasrec"] = [Epoch(*epoch) for epoch in epochs]
         print(f"{name}: {runs[f'{name}, sasrec']}", file=sys.stderr, flush=True)
     print(f"{meter.machine(options.threads)}\n\n{report(runs)}")
 
@@ -80,17 +79,6 @@ def ours(name: str, folder: Path) -> list[Epoch]:
         model, data = load_checkpoint(out / "finetuned").model, sequences.load(folder)
     validation = meter.cost_of(lambda: validate(model, data, filter_seen=True)).cpu
     return [Epoch(end - began - number * validation, ndcg) for number, (end, ndcg) in enumerate(ends, start=1)]
-
-
-def peer(name: str, folder: Path, patience: int) -> list[Epoch]:
-    """Return the epochs of a peer."""
-    contestant = peers.CONTESTANTS[name]
-    settings = peers.SETTINGS | {"replay_bucket": 32, "warmup": 0, "patience": patience}
-    command = [contestant.python, "-m", f"benchmarks.{contestant.module}", "--settings", json.dumps(settings)]
-    command += ["--sequences", str(folder.resolve()), "--users", "0", "--precision", contestant.precision]
-    environment = os.environ | peers.KEEP_FREED
-    done = subprocess.run(command, cwd=peers.ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    return [Epoch(*epoch) for epoch in json.loads(done.stdout.splitlines()[-1])]
 
 
 def report(runs: dict[str, list[Epoch]]) -> str:

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 
 PAD = 0
 Objective = Literal["causal", "last", "cloze"]  # see seqrec/training/objectives.py
-OBJECTIVES: tuple[str, ...] = get_args(Objective)
 
 
 class Batch(NamedTuple):

@@ -367,10 +367,6 @@ class STRec(SequenceModel):
             return self._gathered(batch)
         return self._masked(batch, soft=self.training and self.phase != "hard", last=False)
 
-    def item_vectors(self) -> Tensor:
-        """See `SequenceModel.item_vectors`."""
-        return self.items.weight
-
     def training_loss(self, batch: Batch, task: TaskLoss) -> dict[str, Tensor]:
         """See `SequenceModel.training_loss`; the last event's output alone has a target."""
         query_B1D = self._gathered(batch) if self.phase == "hard" else self._masked(batch, soft=True, last=True)

@@ -18,8 +18,8 @@ from seqrec.pipelines.training import build, inputs
 def compile_pipeline(
     models: Sequence[str],
     output: Path,
-    params: Path = Path("params.yaml"),
-    pipeline: str = "training",
+    params: Path,
+    pipeline: str,
     state: str = STATE,
     *,
     form: Mapping[str, Any] | None = None,

@@ -34,13 +34,13 @@ HARDENED = {
 def run_local(
     models: Sequence[str],
     out: Path,
-    params: Path = Path("params.yaml"),
-    pipeline: str = "training",
+    params: Path,
+    pipeline: str,
     *,
-    docker: bool = False,
-    network: str = "none",
-    data: Path | None = None,
-    form: Mapping[str, Any] | None = None,
+    docker: bool,
+    network: str,
+    data: Path | None,
+    form: Mapping[str, Any],
 ) -> None:
     """Run a pipeline here, its steps in processes or in containers; the flags of `run-local` describe the arguments.
 
@@ -52,7 +52,6 @@ def run_local(
     """
     out = out.resolve()
     file, log = out / f"{pipeline}.yaml", out / "log.txt"
-    form = dict(form or {})
     compile_pipeline(models, file, params, pipeline, str(out / "state"), form=form)
     runner = _docker_runner(out, network, data) if docker else local.SubprocessRunner(use_venv=False)
     overrides = dict(form.get("overrides", {}))

@@ -103,10 +103,8 @@ def curve(params: Params, folder: Path, out: Path) -> list[Row]:
 
 def restricted(data: Sequences, trained_U: Tensor) -> Sequences:
     """Return the data with the training events of some users alone; the cases stay."""
-    train_stop = data.train_stop.where(trained_U, data.start)
-    event = torch.arange(len(data.items)) < torch.repeat_interleave(train_stop, data.stop - data.start)
-    count = torch.bincount(data.items[event].long(), minlength=len(data.count))
-    return replace(data, train_stop=train_stop, count=count, card={**data.card, "cases": "last"})
+    left = sequences.trained_until(data, data.train_stop.where(trained_U, data.start))
+    return replace(left, card={**data.card, "cases": "last"})
 
 
 def _count(params: Params, data: Sequences, folder: Path, out: Path, share: float) -> str:

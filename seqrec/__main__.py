@@ -179,7 +179,7 @@ def _add_flag(parser: argparse.ArgumentParser, name: str, hint: Any, default: An
     if hint is bool:
         parser.add_argument(flag, action="store_true", help=text)
         return
-    required = default in (inspect.Parameter.empty, dataclasses.MISSING)
+    required = default is inspect.Parameter.empty
     kind = next((t for t in (str, int, float, Path) if t in (hint, *typing.get_args(hint))), str)
     value = None if required else default
     parser.add_argument(flag, required=required, default=value, type=kind, help=text, metavar=name.upper())

@@ -17,7 +17,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
 from rich.console import Console
 
 from seqrec import config, locks
@@ -330,8 +329,7 @@ def fit(
                 config.from_dict(content | {"models": {model: settings(None)}, "leaderboard": [model]}), ingests=False
             )
         auto.train(plan, model, settings, data.tables, place, share=None if minutes is None else plan.left())
-        written = yaml.safe_dump(json.loads(json.dumps(config.from_dict(plan.params).as_dict())), sort_keys=False)
-        write_text(place / run.SETTINGS, written)
+        write_text(place / run.SETTINGS, config.from_dict(plan.params).as_yaml())
     return Model(place / "artifacts" / model / "finetuned", data, place / "reports" / model, keep)
 
 
@@ -342,8 +340,7 @@ def _baseline(data: Dataset, name: str, changed: Sequence[str], folder: str | Pa
     with _held(place):
         items = data.card["counts"]["items"]
         run.evaluate_baselines(data.params, data.tables, place, names=(name,), ease_items=items)
-        written = yaml.safe_dump(json.loads(json.dumps(data.params.as_dict())), sort_keys=False)
-        write_text(place / run.SETTINGS, written)
+        write_text(place / run.SETTINGS, data.params.as_yaml())
     return Model(place / "artifacts" / name / "finetuned", data, place / "reports" / name, keep)
 
 

@@ -31,8 +31,8 @@ HEAVY = (
     "seqrec.stages.pretrain",
     "seqrec.stages.finetune",
     "seqrec.stages.evaluate",
-    "torch._dynamo",
-)  # optimisers ask it
+    "torch._dynamo",  # optimisers ask it
+)
 
 
 @contextlib.contextmanager

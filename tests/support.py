@@ -67,11 +67,16 @@ def make_model(architecture: str, *, num_items: int = 30, num_users: int = 8, le
     tokens = make_tokens(num_items) if issubclass(cls, DescribedItems) else None
     model = create(cls, cls.Options(**options), Catalogue(num_items, num_users, length, tokens))
     if architecture == "recformer":  # untrained, all its items are all but the same
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(torch.randn_like(parameter), alpha=0.3)
+        add_noise(model, 0.3)
         model.refresh()
     return model
+
+
+@torch.no_grad()
+def add_noise(model: torch.nn.Module, scale: float) -> None:
+    """Give every parameter, biases and normalisations too, values that matter."""
+    for parameter in model.parameters():
+        parameter.add_(torch.randn_like(parameter), alpha=scale)
 
 
 def make_tokens(num_items: int) -> dict[str, torch.Tensor]:

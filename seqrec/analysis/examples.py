@@ -57,9 +57,8 @@ class Examples:
     names: dict[int, str] = field(default_factory=dict)  # item -> its title, or its id if it has none
     # Of models with masks: attention (L, L) between the first user's events, without the masks and with them.
     masked: dict[str, Maps] = field(default_factory=dict)
-    sparse: dict[str, list[Point]] = field(
-        default_factory=dict
-    )  # of models that compute some rows: `strec_sparsity.sweep`
+    # Of models that compute some rows: `strec_sparsity.sweep`.
+    sparse: dict[str, list[Point]] = field(default_factory=dict)
 
 
 def choose(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import math
 import shlex
@@ -14,7 +13,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -198,7 +196,7 @@ def _auto(plan: Plan, out: Path) -> dict[str, float]:
             members = MEMBERS if shape.users < data_warnings.USERS and name != "recformer" else 1
             train(plan, name, settings, folder, out, share=share, members=members)
     params = from_dict(plan.params)
-    write_text(out / run.SETTINGS, yaml.safe_dump(json.loads(json.dumps(params.as_dict())), sort_keys=False))
+    write_text(out / run.SETTINGS, params.as_yaml())
     board = run.write_leaderboard(out / "reports", folder, params.leaderboard)
     _write_pages(out, board, params)
     register = f"python -m seqrec import --run {shlex.quote(str(out))}"
@@ -258,14 +256,11 @@ def _check_times(out: Path) -> None:
     odd = times.filter(~times.is_between(EARLIEST, LATEST))
     if odd.is_empty():
         return
-    found = f"{len(odd):,} of {len(times):,} times are not between 1990 and 2035, such as {_date(odd[0])}"
+    date = datetime.fromtimestamp(odd[0], UTC).date()
+    found = f"{len(odd):,} of {len(times):,} times are not between 1990 and 2035, such as {date}"
     if len(odd) > ODD_TIMES * len(times):
         raise ValueError(f"{found}: name another column with --time, or the format of the times with --time-format")
     logger.warning("%s; these events are placed first or last in the histories of their users", found)
-
-
-def _date(seconds: int) -> str:
-    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d}"
 
 
 def _source(plan: Plan, out: Path, console: Console) -> tuple[dict[str, Any], bool]:

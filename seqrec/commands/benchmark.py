@@ -209,7 +209,7 @@ def _row(name: str, reports: Sequence[Path], base: Sequence[Path] | None) -> Row
         others = ndcg_of_cases(base)[1]
         paired = [path.parents[1] for path in reports] == [path.parents[1] for path in base]  # seed by seed
         difference = values - (others if paired else others.mean(0))
-        row["gain"] = intervals.pigeonhole_bootstrap(difference, user, resamples=1000, seed=42)
+        row["gain"] = intervals.pigeonhole_bootstrap(difference, user, seed=42)
         row["p_value"] = sign_flip_p_value(np.bincount(user, weights=difference.mean(0)).astype(float), seed=42)
     return row
 

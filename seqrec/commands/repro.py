@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console
 from rich.table import Table
 
@@ -82,7 +81,7 @@ def changed(changes: Mapping[str, Any], params: Path = Path("params.yaml")) -> I
         return
     check(read)
     write_text(BEFORE, params.read_text(encoding="utf-8"))
-    text = yaml.safe_dump(json.loads(json.dumps(read.as_dict())), sort_keys=False)
+    text = read.as_yaml()
     write_text(params, text)
     try:
         yield environment | {CHANGES: json.dumps(changes)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import logging
 import shlex
 import shutil
@@ -12,8 +11,6 @@ from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from seqrec import locks
 from seqrec.artifacts import SPLIT_CARD, read_json, write_text
@@ -74,7 +71,7 @@ def run(
 
 
 def _run(params: Params, out: Path, data: Path | None, resume: bool, from_champion: bool) -> dict[str, float]:
-    write_text(out / SETTINGS, yaml.safe_dump(json.loads(json.dumps(params.as_dict())), sort_keys=False))
+    write_text(out / SETTINGS, params.as_yaml())
     source = data or prepare_data(params, out)
     given: dict[str, Any] = {"data": source, "sequences": source / "sequences", "resume": resume}
     if from_champion:

@@ -1,12 +1,10 @@
 """Settings: `sections` defines them, `loading` reads and completes params.yaml, `checks` validates it."""
 
-from seqrec.config.checks import CASTS, ConfigError, Section, parse, require
+from seqrec.config.checks import ConfigError, Section, parse, require
 from seqrec.config.loading import Params, from_dict, load, read_changes
-from seqrec.config.ranges import AUTO, Bounds
+from seqrec.config.ranges import AUTO
 from seqrec.config.sections import (
-    DATASET_KEYS,
     EXPERIMENT,
-    MODEL_KEYS,
     SECTIONS,
     ContrastConfig,
     CountsConfig,
@@ -29,12 +27,8 @@ from seqrec.config.serving import ServeConfig
 
 __all__ = [
     "AUTO",
-    "CASTS",
-    "DATASET_KEYS",
     "EXPERIMENT",
-    "MODEL_KEYS",
     "SECTIONS",
-    "Bounds",
     "ConfigError",
     "ContrastConfig",
     "CountsConfig",

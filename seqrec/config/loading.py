@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -117,6 +118,10 @@ class Params:
             | dict(self.sections)
             | {"datasets": self.datasets, "models": self.models}
         )
+
+    def as_yaml(self) -> str:
+        """Return the content as the text of a params.yaml."""
+        return yaml.safe_dump(json.loads(json.dumps(self.as_dict())), sort_keys=False)  # tuples become lists
 
     def dataset_entry(self, name: str, key: str = "dataset") -> Mapping[str, Any]:
         """Return `datasets.<name>`; error messages start with `key`, the setting that refers to it."""

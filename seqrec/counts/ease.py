@@ -13,8 +13,8 @@ import warnings
 import torch
 from torch import Tensor
 
-from seqrec.counts.table import CountTable, train_events
-from seqrec.data.sequences import Sequences
+from seqrec.counts.table import CountTable
+from seqrec.data.sequences import Sequences, train_events
 
 RIDGE = 100.0  # L2: best on validation of ML-100K, 2 % below the best value, 250, on ML-1M
 TARGETS = 256  # weights kept per item; keeping all gained nothing on validation of Scientific and ML-100K

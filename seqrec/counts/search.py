@@ -187,7 +187,7 @@ class Tables:
     def scorer(self, base: Scorer, config: CountsConfig, device: torch.device) -> Scorer:
         """Return `base`, a scorer on `device`, with the count term of `config` added."""
         term = self.term(config)
-        return base if term is None else with_counts(base, term.to(device))
+        return with_counts(base, term and term.to(device))
 
 
 def choose(

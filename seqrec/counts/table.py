@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from seqrec.data.sequences import Sequences
+from seqrec.data.sequences import Sequences, train_events
 
 Array = NDArray[Any]
 PAIRS = 1 << 24  # pairs in memory at once: half a gigabyte
@@ -66,13 +66,6 @@ def count(data: Sequences, weights: Sequence[float], limit: int = 0, *, pairs: i
         targets=torch.from_numpy(targets.astype(np.int32)),
         values=torch.from_numpy(values.astype(np.float32)),
     )
-
-
-def train_events(data: Sequences) -> tuple[Tensor, Tensor]:
-    """Return user index and item of every training event, in order."""
-    length = data.stop - data.start
-    train = torch.arange(len(data.items)) < torch.repeat_interleave(data.train_stop, length)
-    return torch.repeat_interleave(torch.arange(data.num_users), length)[train], data.items[train]
 
 
 def _train(data: Sequences) -> tuple[Array, Array]:

@@ -154,9 +154,7 @@ class CountTerm:
         """
         first = self.offsets[items]
         number = (self.offsets[items + 1] - first).clamp(max=most)
-        row = torch.repeat_interleave(torch.arange(len(items), device=items.device), number)
-        pair = torch.arange(len(row), device=row.device) + (first - number.cumsum(0) + number)[row]
-        return row, pair
+        return sequences.ranges(first, number)
 
     def padded(self, items: Tensor, most: int = ALL) -> tuple[Tensor, Tensor]:
         """Return targets (N, K) int32 and values (N, K) of some items (N,), filled up with 0; see `pairs`."""

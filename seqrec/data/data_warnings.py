@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
-from seqrec.data.sequences import Sequences
+from seqrec.data.sequences import Sequences, train_events
 
 USERS, ITEMS, STEPS = 1_000, 50, 20  # warn about fewer users, items or steps per epoch
 TIES, REPEATS = 0.5, 0.1  # warn about larger shares of events
@@ -16,11 +14,8 @@ DUPLICATES, OUTSIDE = 0.05, 0.5  # warn about larger shares of events that are l
 
 def repeats(data: Sequences) -> float:
     """Return the share of training events that repeat an item of the user."""
-    parts = getattr(data.items, "parts", None)  # of a mapped file
-    items = (torch.cat(list(parts)) if parts else data.items).cpu().long()  # type: ignore[union-attr]
-    user = torch.repeat_interleave(torch.arange(data.num_users), (data.stop - data.start).cpu())
-    train = torch.arange(len(items)) < data.train_stop.cpu()[user]
-    pairs = user[train] * (data.num_items + 1) + items[train]
+    user, item = train_events(data)
+    pairs = user * (data.num_items + 1) + item
     return 1 - len(pairs.unique()) / max(1, len(pairs))
 
 

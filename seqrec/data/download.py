@@ -427,8 +427,7 @@ def verify(path: Path, sha256: Sequence[str], label: str, *, size: int = 0) -> N
         raise DownloadError(f"{label}: {path.stat().st_size:,} bytes, expected {size:,}; fetch it again")
     if not sha256:
         return
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    digest = artifacts.sha256(path)
     if digest not in sha256 and _content_digest(path) not in sha256:
         raise DownloadError(f"{label}: SHA-256 is {digest}, expected {' or '.join(sha256)}; fetch it again")
 

@@ -189,15 +189,22 @@ def cases(data: Sequences, split: str) -> Cases:
         stop = torch.minimum(stop, first + 1)
     elif data.card.get("cases") == "last":
         first = torch.maximum(first, stop - 1)
-    number = stop - first
-    user = torch.repeat_interleave(torch.arange(data.num_users, device=number.device), number)
-    rank = torch.arange(len(user), device=user.device) - torch.repeat_interleave(number.cumsum(0) - number, number)
-    return Cases(user=user, position=first[user] + rank)
+    return Cases(*ranges(first, stop - first))
+
+
+def ranges(first: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
+    """Return row i and index first[i], first[i] + 1, ... of the `number[i]` entries of each row, row after row.
+
+    >>> [column.tolist() for column in ranges(torch.tensor([5, 0, 9]), torch.tensor([2, 0, 3]))]
+    [[0, 0, 2, 2, 2], [5, 6, 9, 10, 11]]
+    """
+    row = torch.repeat_interleave(torch.arange(len(number), device=number.device), number)
+    return row, torch.arange(len(row), device=row.device) + (first - number.cumsum(0) + number)[row]
 
 
 def median_gap(data: Sequences) -> float:
     """Return the median over users of the seconds between their last two training events; a day if nobody has two."""
-    last = data.train_stop[data.train_stop - data.start >= 2] - 1
+    last = data.train_stop[data.trained()] - 1
     if len(last) == 0:
         return 86_400.0
     return float((data.times[last] - data.times[last - 1]).double().median())
@@ -228,10 +235,14 @@ def window(data: Sequences, user: Tensor, stop: Tensor, length: int, *, from_req
 
 def seen(data: Sequences, user: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
     """Return row (0..B-1) and item of every event of each `user` (B,) before the flat index `stop` (B,)."""
-    number = stop - data.start[user]
-    row = torch.repeat_interleave(torch.arange(len(user), device=user.device), number)
-    rank = torch.arange(len(row), device=row.device) - torch.repeat_interleave(number.cumsum(0) - number, number)
-    return data.sent(row), data.sent(data.items[data.start[user][row] + rank].long())
+    row, event = ranges(data.start[user], stop - data.start[user])
+    return data.sent(row), data.sent(data.items[event].long())
+
+
+def train_events(data: Sequences) -> tuple[Tensor, Tensor]:
+    """Return user index and item of every training event, in order."""
+    user, event = ranges(data.start, data.train_stop - data.start)
+    return user, data.items[event]
 
 
 def trained_until(data: Sequences, stop: Tensor) -> Sequences:

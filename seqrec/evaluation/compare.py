@@ -36,7 +36,6 @@ VALUES: dict[str, Callable[[FloatArray], FloatArray]] = {
     f"recall@{AT}": lambda rank: (rank <= AT).astype(float),
 }
 SLICED = f"ndcg@{AT}"
-RESAMPLES = 1000  # resamples of the users for an interval
 FLIPS = 10_000  # random sign flips, where all flips are too many
 EXACT_USERS = 16
 
@@ -185,15 +184,9 @@ def _prepared(folder: Path, run: Finished) -> Sequences:
     prepared = load_sequences(folder)
     for split in SPLITS:
         chosen = cases_of(prepared, split)
-        columns = {
-            "split": np.full(len(chosen), split),
-            "user": (chosen.user + 1).int().numpy(),
-            "position": (chosen.position - prepared.start[chosen.user]).int().numpy(),
-            "target": prepared.items[chosen.position].numpy(),
-            "rank": np.ones(len(chosen)),
-        }
+        unranked = torch.zeros(len(chosen))
         try:
-            intervals.aligned(run.cases, pa.table(columns), split)
+            intervals.aligned(run.cases, results.case_table(split, prepared, chosen, unranked, unranked), split)
         except ValueError as error:
             raise ValueError(f"--sequences: {folder} is not the split that {run.name} was evaluated on") from error
     return prepared
@@ -211,7 +204,7 @@ def _gains(
             value - base,
             ours["user"][mask],
             confidence=confidence,
-            resamples=RESAMPLES,
+            resamples=intervals.RESAMPLES,
             seed=seed,
             difference=True,
         )

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 from seqrec.evaluation.metrics import FloatArray, ndcg
 
+RESAMPLES = 1000  # of the users, for an interval; the stage evaluate has a setting for it
+
 
 class Interval(NamedTuple):
     """An estimate and its confidence interval."""
@@ -67,19 +69,19 @@ def bootstrap(
     return Interval(mean, max(low, least), min(high, most))
 
 
-def pigeonhole_bootstrap(difference: FloatArray, user: NDArray[np.integer], *, resamples: int, seed: int) -> Interval:
+def pigeonhole_bootstrap(difference: FloatArray, user: NDArray[np.integer], *, seed: int) -> Interval:
     """Return the mean of `difference` (seeds, cases) with an interval for other users and other seeds.
 
     Users and seeds are both drawn with replacement (Owen 2007, The pigeonhole bootstrap). The wider end of this
     interval and of that of `bootstrap`, which draws users alone, is returned.
     """
-    alone = bootstrap(difference.mean(0), user, resamples=resamples, seed=seed, difference=True)
+    alone = bootstrap(difference.mean(0), user, resamples=RESAMPLES, seed=seed, difference=True)
     _, index = np.unique(user, return_inverse=True)
     sums_SU = np.stack([np.bincount(index, weights=values) for values in difference])
     cases_U = np.bincount(index)
     generator = np.random.default_rng(seed)
-    means = np.empty(resamples)
-    for draw in range(resamples):
+    means = np.empty(RESAMPLES)
+    for draw in range(RESAMPLES):
         users = generator.integers(0, len(cases_U), len(cases_U))
         seeds = generator.integers(0, len(sums_SU), len(sums_SU))
         means[draw] = sums_SU[np.ix_(seeds, users)].sum() / cases_U[users].sum() / len(seeds)
@@ -133,23 +135,16 @@ def student(level: float, freedom: float) -> float:
 
 
 def paired_gain(
-    cases: pa.Table,
-    other: pa.Table,
-    *,
-    split: str = "valid",
-    k: int = 10,
-    confidence: float = 0.95,
-    resamples: int = 1000,
-    seed: int,
+    cases: pa.Table, other: pa.Table, *, split: str = "valid", confidence: float = 0.95, seed: int
 ) -> Interval:
-    """Return the mean NDCG@k of `cases` minus that of `other` on the same targets, with a paired interval.
+    """Return the mean NDCG@10 of `cases` minus that of `other` on the same targets, with a paired interval.
 
     Raises:
         ValueError: the two tables (artifacts.CASES_SCHEMA) do not hold the same cases.
     """
     ours, theirs = aligned(cases, other, split)
-    difference = ndcg(ours["rank"], k) - ndcg(theirs["rank"], k)
-    return bootstrap(difference, ours["user"], confidence=confidence, resamples=resamples, seed=seed, difference=True)
+    difference = ndcg(ours["rank"], 10) - ndcg(theirs["rank"], 10)
+    return bootstrap(difference, ours["user"], confidence=confidence, resamples=RESAMPLES, seed=seed, difference=True)
 
 
 def aligned(cases: pa.Table, other: pa.Table, split: str) -> tuple[dict[str, NDArray[Any]], dict[str, NDArray[Any]]]:

@@ -88,16 +88,12 @@ def below_baseline(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return [row["model"] for row in rows if best and not row["baseline"] and row[SELECTION] < best[SELECTION]]
 
 
-def verdict(
-    reports: Path, rows: Sequence[Mapping[str, Any]], *, confidence: float = 0.95, seed: int = 42
-) -> dict[str, Any]:
+def verdict(reports: Path, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the model that is best on validation, its paired gains over the best baseline, and sentences about them.
 
     Args:
         reports: folder with the cases of every row.
         rows: rows of the leaderboard.
-        confidence: level of the interval over users.
-        seed: seed of its resampling.
     """
     best, baseline = next((row for row in rows if not row["baseline"]), None), best_baseline(rows)
     if best is None:
@@ -109,10 +105,7 @@ def verdict(
         sentence = f"{model} is the best model."
         return {"model": model, "baseline": None, "gain": None, "test_gain": None, "sentence": sentence}
     ours, theirs = (read_table(reports / row["model"] / CASES) for row in (best, baseline))
-    gain, test = (
-        intervals.paired_gain(ours, theirs, split=split, confidence=confidence, seed=seed)
-        for split in ("valid", "test")
-    )
+    gain, test = (intervals.paired_gain(ours, theirs, split=split, seed=42) for split in ("valid", "test"))
     against = f"the best baseline, {baseline['model']}, by {_interval(gain)} NDCG@10 on validation"
     sentence = (
         f"{model} is reliably better than the baselines. It beats {against}."

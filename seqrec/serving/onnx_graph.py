@@ -34,7 +34,7 @@ YEAR = 365 * 86_400.0  # of their times
 class _Top(nn.Module):
     """What the graph computes."""
 
-    def __init__(self, model: SequenceModel, k: int, term: CountTerm | None = None) -> None:
+    def __init__(self, model: SequenceModel, k: int, term: CountTerm | None) -> None:
         super().__init__()
         self.model, self.k = model, k
         self.counts = None if term is None else _Counts(term)
@@ -158,7 +158,7 @@ def _identity(checkpoint: Checkpoint) -> dict[str, Any]:
     return {"weights_sha256": card["weights_sha256"], "counts_sha256": card["counts"].get("sha256")}
 
 
-def graph(model: SequenceModel, k: int, term: CountTerm | None = None) -> tuple[torch.onnx.ONNXProgram, list[str]]:
+def graph(model: SequenceModel, k: int, term: CountTerm | None) -> tuple[torch.onnx.ONNXProgram, list[str]]:
     """Return the graph from a history to the best `k` items, and the names of its inputs."""
     rows, length = 2, max(model.shortest, min(4, model.options.history))
     example = {
@@ -200,20 +200,19 @@ class GraphRecommender(Recommender):
     session: onnxruntime.InferenceSession | None
 
     @classmethod
-    def of(cls, saved: str | Path, threads: int = 1, config: RegisterConfig | None = None) -> GraphRecommender:
+    def of(cls, folder: Path, threads: int = 1) -> GraphRecommender:
         """Load what `Recommender.load` does, and the graph beside it.
 
         Raises:
             ValueError: the graph was made of other weights.
         """
-        with located(saved, config) as folder:
-            checkpoint, card = load_checkpoint(folder), read_json(folder / GRAPH_CARD)
-            files, graph_sha256 = checkpoint.card["files"], sha256(folder / GRAPH)
-            wanted = {**_identity(checkpoint), "files": files, "graph_sha256": graph_sha256}
-            if any(card.get(name) != value for name, value in wanted.items()):
-                raise ValueError(f"{folder / GRAPH} was not exported from the weights beside it: export it again")
-            recommender = Recommender.from_checkpoint(checkpoint)
-            return cls.copied(recommender, card, _session(folder / GRAPH, threads))
+        checkpoint, card = load_checkpoint(folder), read_json(folder / GRAPH_CARD)
+        files, graph_sha256 = checkpoint.card["files"], sha256(folder / GRAPH)
+        wanted = {**_identity(checkpoint), "files": files, "graph_sha256": graph_sha256}
+        if any(card.get(name) != value for name, value in wanted.items()):
+            raise ValueError(f"{folder / GRAPH} was not exported from the weights beside it: export it again")
+        recommender = Recommender.from_checkpoint(checkpoint)
+        return cls.copied(recommender, card, _session(folder / GRAPH, threads))
 
     @classmethod
     def copied(

@@ -146,7 +146,7 @@ def most_relevant_and_diverse(
     score_N: Tensor,
     vector_ND: Tensor,
     k: int,
-    diversity: float = 0.0,
+    diversity: float,
     limits: tuple[Tensor, Tensor] | None = None,
 ) -> list[int]:
     """Choose `k` candidates by maximal marginal relevance (Carbonell and Goldstein, SIGIR 1998).

@@ -33,7 +33,7 @@ Load = Callable[[], Recommender]
 class Service:
     """What answers: the champion, perhaps a candidate for some of the users, their batches and figures."""
 
-    def __init__(self, options: ServeConfig, store: Store | None = None, candidate: Served | None = None) -> None:
+    def __init__(self, options: ServeConfig, store: Store | None, candidate: Served | None) -> None:
         self.served, self.options, self.candidate = Served(), options, candidate
         self.share = options.share  # of the users, whom the candidate answers
         self.rates = Rates(options.rate) if options.rate else None

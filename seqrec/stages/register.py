@@ -79,15 +79,8 @@ PARAMS = "params.yaml"  # of the parent run, beside the resolved settings of eac
 TEST = "test/ndcg@10"
 VALIDATION = "validation.json"  # of the reports
 REPORT_FILES = (METRICS, CASES, RECOMMENDATIONS)
-SETTINGS = (
-    "model",
-    "architecture",
-    "stage",
-    "options",
-    "catalogue",
-    "config",
-    "versions",
-)  # of a model card; the rest is outcome
+# Of a model card; the rest is outcome.
+SETTINGS = ("model", "architecture", "stage", "options", "catalogue", "config", "versions")
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,7 @@ def model_card(
     origin = " ".join(str(source[key]) for key in ("source", "category") if source.get(key))
     origin += f" <{source['homepage']}>" if source.get("homepage") else ""  # or a page takes the colon for its end
     settings = {**card["options"], **card["config"]}
+    torch = card.get("versions", {}).get("torch", "unknown")
     parts = [
         f"# {card['model']} on {split['dataset']}",
         f"Ranks the items of one catalogue by how likely a user is to want them next. {about}",
@@ -85,7 +86,7 @@ def model_card(
         "## Settings",
         ", ".join(f"`{key}: {value}`" for key, value in settings.items() if value not in ("", [], ())),
         "## Identity",
-        f"- weights `{card['weights_sha256']}`\n- training `{card['fingerprint']}`, torch {_versions(card)}",
+        f"- weights `{card['weights_sha256']}`\n- training `{card['fingerprint']}`, torch {torch}",
         "## Use and limits",
         _limits(split, sizes["num_items"]),
     ]
@@ -104,10 +105,6 @@ def _needs(kind: type[SequenceModel], options: Mapping[str, Any]) -> str:
 
 def _counted(counts: Mapping[str, Any]) -> str:
     return ", ".join(f"{counts[kind]:,} {words}" for kind, words in COUNTED.items() if kind in counts)
-
-
-def _versions(card: Mapping[str, Any]) -> str:
-    return str(card.get("versions", {}).get("torch", "unknown"))
 
 
 def _table(metrics: Mapping[str, float]) -> str:

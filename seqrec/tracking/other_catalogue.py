@@ -136,16 +136,14 @@ def scorer(model: SequenceModel, term: CountTerm | None, numbers: Numbers, count
 
 
 def known_history(
-    data: Sequences, user: Tensor, stop: Tensor, numbers: Numbers, length: int, *, from_request: bool = False
+    data: Sequences, user: Tensor, stop: Tensor, numbers: Numbers, length: int, *, from_request: bool
 ) -> Batch:
     """Return the last `length` events with known items before `stop` (B,) of each `user` (B,), in the model's numbers.
 
     Times are relative to the last of these events or, with `from_request`, to the event at `stop`; histories are padded
     on the left.
     """
-    number = stop - data.start[user]
-    row = torch.repeat_interleave(torch.arange(len(user), device=user.device), number)
-    event = torch.arange(len(row), device=user.device) + (stop - number.cumsum(0))[row]
+    row, event = sequences.ranges(data.start[user], stop - data.start[user])
     item = numbers.item[data.items[event].long()]
     known = item > 0
     row, event, item = row[known], event[known], item[known]

@@ -7,31 +7,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from seqrec.evaluation.leaderboard import SELECTION
+from seqrec.evaluation.leaderboard import REQUIRED, SELECTION
 from seqrec.tracking.runs import KIND, metric_name
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 SHARED_VIEW = "mlflow.sharedViewState."  # the tag that MLflow's own page writes when somebody shares a view
-EXPERIMENT = {
-    "mlflow.experimentKind": "custom_model_development"
-}  # or the experiment opens on pages for language models
+EXPERIMENT = {"mlflow.experimentKind": "custom_model_development"}  # or it opens on pages for language models
 NOTE = "mlflow.note.content"
 KEY = "seqrec"  # of the view
 BEST_EPOCH = "best_epoch"
-SCALARS = (  # of a model's run, with the best epoch and the curves at most 20; metrics.json has the others
-    SELECTION,
-    "test/ndcg@10",
-    "test/ndcg@10/low",
-    "test/ndcg@10/high",
-    "test/ndcg@10/popularity=tail",
-    "test/recall@10",
-    "test/mrr",
-    "test/coverage@10",
-    "parameters",
-    "train_seconds",
-)
+# Of a model's run, with the best epoch and the curves at most 20 numbers; metrics.json has the others.
+SCALARS = (*REQUIRED, "test/ndcg@10/popularity=tail")
 COLUMNS = (SELECTION, "test/ndcg@10", "test/recall@10", "test/coverage@10")
 COLUMN_PIXELS = 140
 SECTION = {"uuid": "models", "name": "What differs", "display": True, "isReordered": False}
@@ -81,6 +69,7 @@ def note(rows: Sequence[Mapping[str, Any]], verdict: str, page: Path) -> str:
 def share(client: MlflowClient, experiment: str, newest: str) -> None:
     """Write the view that `link` names into the experiment: the run `newest` unfolded, best validation first."""
     columns = [f"metrics.`{metric_name(name)}`" for name in COLUMNS]
+    bars = [CHART | {"uuid": name, "type": "BAR", "metricKey": metric_name(name)} for name in COLUMNS]
     view = {
         "orderByKey": columns[0],
         "orderByAsc": False,
@@ -90,16 +79,11 @@ def share(client: MlflowClient, experiment: str, newest: str) -> None:
         "runsExpanded": {newest: True},
         "isAccordionReordered": True,  # or MLflow sorts the section below those that it makes itself
         "compareRunSections": [SECTION],
-        "compareRunCharts": [DIFFERENCES, *map(_bars, COLUMNS)],
+        "compareRunCharts": [DIFFERENCES, *bars],
     }
     text = "Each pipeline run holds one run per model. Compare the runs of a dataset by valid/ndcg_at_10."
     for key, value in {**EXPERIMENT, NOTE: text, f"{SHARED_VIEW}{KEY}": json.dumps(view)}.items():
         client.set_experiment_tag(experiment, key, value)
-
-
-def _bars(name: str) -> dict[str, Any]:
-    """Return the chart of one metric of the runs that are compared."""
-    return CHART | {"uuid": name, "type": "BAR", "metricKey": metric_name(name)}
 
 
 def link(address: str, experiment: str) -> str:

@@ -68,37 +68,37 @@ def windows(shape: Shape) -> str:
     return "all" if shape.longest > length(shape) and shape.events <= ALL_WINDOWS else "last"
 
 
-def number_of_windows(shape: Shape, of: str = "") -> int:
-    """Return the approximate number of windows of an epoch; `of` replaces the rule's value of `windows`."""
-    return max(shape.users, shape.events // length(shape)) if (of or windows(shape)) == "all" else shape.users
+def number_of_windows(shape: Shape, of: str) -> int:
+    """Return the approximate number of windows of an epoch if `windows` is `of`."""
+    return max(shape.users, shape.events // length(shape)) if of == "all" else shape.users
 
 
-def batch_size(shape: Shape, of: str = "") -> int:
+def batch_size(shape: Shape, of: str) -> int:
     """Return the power of two that gives about `STEPS_AN_EPOCH` steps, or more steps of about `TARGETS` targets."""
     number = number_of_windows(shape, of)
     wanted = min(number / STEPS_AN_EPOCH, TARGETS * number / max(1, targets_an_epoch(shape, of)))
     return int(min(max(2 ** round(math.log2(max(1.0, wanted))), BATCHES[0]), BATCHES[1]))
 
 
-def steps_an_epoch(shape: Shape, of: str = "", batch: int = 0) -> int:
-    """Return the approximate number of steps of an epoch; `batch` replaces the rule's batch size."""
-    return max(1, round(number_of_windows(shape, of) / (batch or batch_size(shape, of))))
+def steps_an_epoch(shape: Shape, of: str, batch: int) -> int:
+    """Return the approximate number of steps of an epoch in batches of size `batch`."""
+    return max(1, round(number_of_windows(shape, of) / batch))
 
 
-def targets_an_epoch(shape: Shape, of: str = "") -> int:
-    """Return the approximate number of targets of an epoch; `of` replaces the rule's value of `windows`."""
-    return shape.events if (of or windows(shape)) == "all" else min(shape.events, shape.users * length(shape))
+def targets_an_epoch(shape: Shape, of: str) -> int:
+    """Return the approximate number of targets of an epoch if `windows` is `of`."""
+    return shape.events if of == "all" else min(shape.events, shape.users * length(shape))
 
 
-def epochs(shape: Shape, steps: int = 0, of: str = "") -> int:
+def epochs(shape: Shape, of: str, steps: int) -> int:
     """Return the number of epochs that makes about `STEPS` steps, and at most about `SCORES` scores.
 
     Args:
         shape: shape of the data.
-        steps: steps in an epoch, if they do not follow the rules.
-        of: value of `windows`, if it does not follow the rule.
+        of: value of `windows`.
+        steps: steps in an epoch.
     """
-    wanted = max(ENOUGH_EPOCHS, math.ceil(STEPS / (steps or steps_an_epoch(shape, of))))
+    wanted = max(ENOUGH_EPOCHS, math.ceil(STEPS / steps))
     affordable = SCORES // max(1, targets_an_epoch(shape, of) * (shape.items + LAYERS))
     return min(wanted, max(FEWEST_EPOCHS, affordable), MOST_EPOCHS)
 
@@ -119,13 +119,13 @@ def layers(shape: Shape) -> int:
     return 1 if shape.events < 50_000 or shape.median < SPARSE else 2
 
 
-def finetune(shape: Shape, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def finetune(shape: Shape, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the training settings: those in `given` unchanged, the others by the rules."""
-    values = {name: value for name, value in (given or {}).items() if value != AUTO}
+    values = {name: value for name, value in given.items() if value != AUTO}
     of = values.setdefault("windows", windows(shape))
     batch = values.setdefault("batch_size", batch_size(shape, of))
     steps = steps_an_epoch(shape, of, batch)
-    number = values.setdefault("epochs", epochs(shape, steps, of))
+    number = values.setdefault("epochs", epochs(shape, of, steps))
     rules = {
         "warmup_steps": min(WARMUP, number * steps // WARMUP_SHARE),
         "patience": max(3, math.ceil(number / 4)),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from seqrec.config import TrainConfig
-from seqrec.data.sequences import WIDTH_STEP, Sequences
+from seqrec.data.sequences import WIDTH_STEP, Sequences, ranges
 from seqrec.models.base import Options
 
 
@@ -54,8 +54,7 @@ def _prefixes(start: Tensor, stop: Tensor, config: TrainConfig, generator: torch
     number = config.prefixes_per_user
     first = ((stop - start - 1) * config.earliest_target).long().clamp(min=1)
     targets = (stop - start - first).clamp(min=0)
-    user = torch.repeat_interleave(torch.arange(len(start)), targets)
-    rank = torch.arange(len(user)) - torch.repeat_interleave(targets.cumsum(0) - targets, targets)  # within the user
+    user, rank = ranges(torch.zeros_like(targets), targets)  # rank within the user
     if number:  # shuffle within each user and keep the first `number`
         order = (user + torch.rand(len(user), generator=generator, dtype=torch.float64)).argsort()
         chosen = order[rank < number]  # `rank` counts within the user in sorted order as well
@@ -67,8 +66,7 @@ def _chains(start: Tensor, stop: Tensor, options: Options) -> tuple[Tensor, Tens
     """Return (user, stop) of windows that go back from the user's last training event and share no target."""
     covered = (stop - start - int(not options.masked)).clamp(min=0)
     number = -(-covered // options.length)
-    user = torch.repeat_interleave(torch.arange(len(start)), number)
-    back = torch.arange(len(user)) - torch.repeat_interleave(number.cumsum(0) - number, number)  # 0: the user's last
+    user, back = ranges(torch.zeros_like(number), number)  # back: 0 is the user's last window
     return user, stop[user] - back * options.length
 
 

@@ -51,9 +51,7 @@ class SameTarget:
         items = torch.cat(list(data.items.parts)) if isinstance(data.items, Shards) else data.items
         self.items_E, self.start_U = items.cpu().long(), data.start.cpu()
         windows_U = (data.train_stop.cpu() - self.start_U - 1).clamp(min=0) * trained_users(data, config)
-        user_W = torch.repeat_interleave(torch.arange(data.num_users), windows_U)
-        rank_W = torch.arange(len(user_W)) - torch.repeat_interleave(windows_U.cumsum(0) - windows_U, windows_U)
-        target_W = self.start_U[user_W] + 1 + rank_W  # a user's first event is no target
+        user_W, target_W = sequences.ranges(self.start_U + 1, windows_U)  # a user's first event is no target
         order_W = self.items_E[target_W].argsort(stable=True)
         self.user_W, self.target_W = user_W[order_W], target_W[order_W]
         self.number_V = torch.bincount(self.items_E[target_W], minlength=data.num_items + 1)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from seqrec.artifacts import ITEMS, TOKENIZER
 from seqrec.config import ModelConfig, PretrainConfig, parse
-from seqrec.data.sequences import Sequences, load, read_vocabulary
+from seqrec.data.sequences import Sequences, load, ranges, read_vocabulary
 from seqrec.models import REGISTRY
 from seqrec.models.base import Catalogue, SequenceModel
 from seqrec.models.optional import (
@@ -223,7 +223,7 @@ def train_parts(parts: Sequence[Sequences], config: PretrainConfig, *, validated
     held = torch.zeros(len(length), dtype=torch.bool)
     held[able[torch.randperm(len(able), generator=generator)[:number]]] = True
     shift = torch.tensor([0, *(part.num_items for part in parts)]).cumsum(0).tolist()
-    chosen = [_train_events(part) for part in parts]
+    chosen = [ranges(part.start, part.train_stop - part.start)[1] for part in parts]  # training events
     items = torch.cat([part.items[c] + s for part, c, s in zip(parts, chosen, shift, strict=False)])
     learnt = items[~torch.repeat_interleave(held, length)].long()
     return Sequences(
@@ -236,9 +236,3 @@ def train_parts(parts: Sequence[Sequences], config: PretrainConfig, *, validated
         count=torch.bincount(learnt, minlength=shift[-1] + 1),
         card={"cases": "last"},
     )
-
-
-def _train_events(part: Sequences) -> Tensor:
-    """Return the flat indices of the training events."""
-    user = torch.repeat_interleave(torch.arange(part.num_users), part.stop - part.start)
-    return (torch.arange(len(part.items)) < part.train_stop[user]).nonzero().squeeze(1)

@@ -114,13 +114,13 @@ def _grouped(left: Tensor, right: Tensor, *_: object, **__: object) -> int:
     return 2 * left.shape[0] * left.shape[1] * right.shape[-1]
 
 
-def matmul_peak(device: torch.device, precision: str, repeats: int = 4) -> float:
+def matmul_peak(device: torch.device, precision: str) -> float:
     """Return the best rate of a matrix product on `device` now, in FLOP per second."""
     size = 8192 if device.type == "cuda" else 1536
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     factor: Tensor = torch.ones(size, size, device=device, dtype=dtype)  # drawing it would change the training
     out, best = torch.empty_like(factor), float("inf")
-    for _ in range(repeats):
+    for _ in range(4):
         began = time.perf_counter()
         torch.mm(factor, factor, out=out)
         float(out[0, 0])  # waits for the device

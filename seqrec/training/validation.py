@@ -106,9 +106,7 @@ def validate(
 
 
 @torch.no_grad()
-def in_batch_accuracy(
-    model: SelfSupervised, data: Sequences, rows: int, accelerator: Accelerator | None = None
-) -> dict[str, float]:
+def in_batch_accuracy(model: SelfSupervised, data: Sequences, rows: int, accelerator: Accelerator) -> dict[str, float]:
     """Return the share of validation cases whose target scores highest among the targets of its block of `rows`."""
     chosen = sequences.cases(data, "valid")
     known = chosen.position > data.start[chosen.user]
@@ -116,10 +114,9 @@ def in_batch_accuracy(
     model.eval()
     hits = torch.zeros(2, dtype=torch.int64, device=data.device)
     blocks = torch.arange(len(chosen), device=chosen.user.device).split(rows)
-    first, step = (accelerator.process_index, accelerator.num_processes) if accelerator is not None else (0, 1)
-    for block in blocks[first::step]:
+    for block in blocks[accelerator.process_index :: accelerator.num_processes]:
         user, position = chosen.user[block], chosen.position[block]
         batch = sequences.window(data, user, position + 1, model.options.length + 1)  # the target is its last event
         hits += torch.stack([model.hits(batch).sum(), torch.tensor(len(block), device=hits.device)])
-    found, number = (hits if accelerator is None else accelerator.reduce(hits)).tolist()
+    found, number = accelerator.reduce(hits).tolist()
     return {ACCURACY: found / max(1, number)}

@@ -152,16 +152,6 @@ def test_the_model_that_reads_text_is_trained_on_item_vectors_of_mean_words(made
     assert (model.options.encoder, model.options.layers, len(model.encoder.blocks)) == ("items", 0, 0)
 
 
-def test_a_log_that_time_cannot_divide_is_split_by_user(tmp_path):
-    log = write_log(tmp_path / "log.csv", spread=8_000_000)  # one user after the other
-    plan = auto.Plan.load(tmp_path / "auto.json", {"data": str(log), "columns": {}, "time_format": "", "items": ""})
-
-    auto.prepare(plan, tmp_path / "out", Console(quiet=True))
-
-    assert sequences.load(tmp_path / "out" / "data" / "sequences").card["protocol"] == "LOO-full"
-    assert "of the validation cases belong to users with events before" in plan.split
-
-
 def prepared(folder, log, items="", **columns):
     """The plan and the split card of `log`."""
     request = {"data": str(log), "columns": columns, "time_format": "", "items": str(items), "minutes": 1.0}
@@ -170,6 +160,15 @@ def prepared(folder, log, items="", **columns):
     data = sequences.load(folder / "out" / "data" / "sequences")
     auto.say_data(plan, data, folder / "out")
     return plan, data.card
+
+
+def test_a_log_that_time_cannot_divide_is_split_by_user(tmp_path):
+    log = write_log(tmp_path / "log.csv", spread=8_000_000)  # one user after the other
+
+    plan, card = prepared(tmp_path, log)
+
+    assert card["protocol"] == "LOO-full"
+    assert "of the validation cases belong to users with events before" in plan.split
 
 
 def test_imperfect_rows_are_left_out_with_a_sentence(tmp_path, caplog):
@@ -248,9 +247,8 @@ def test_days_since_the_first_one_are_an_order(tmp_path):
 def test_lines_without_times_are_split_by_user(tmp_path):
     log = tmp_path / "lines.txt"
     log.write_text("".join(f"{user} {' '.join(str((user + k) % 12) for k in range(8))}\n" for user in range(40)))
-    plan = auto.Plan.load(tmp_path / "auto.json", {"data": str(log), "columns": {}, "time_format": "", "items": ""})
 
-    auto.prepare(plan, tmp_path / "out", Console(quiet=True))
+    plan, _ = prepared(tmp_path, log)
 
     assert plan.split.endswith("the file has no times")
     assert plan.params["prepare"]["protocol"] == "LOO-full"

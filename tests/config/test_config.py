@@ -187,7 +187,8 @@ import importlib.util
 find = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name == "pydantic" else find(name, *rest)
 from seqrec import config
-assert not config.CASTS
+from seqrec.config import checks
+assert not checks.CASTS
 for values in eval(sys.argv[1]):
     try:
         print(config.parse(config.FinetuneConfig, values, "finetune").epochs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import tempfile
 from collections.abc import Callable, Mapping
-from datetime import UTC, date, datetime, timedelta
+from datetime import date, timedelta
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
@@ -159,7 +159,6 @@ def read(name: str, files: Mapping[str, bytes]) -> dict[str, int]:
         return _write_tables(Path(folder), Publication(files=(), read=reader), found, config, None)
 
 
-EPOCH = datetime(2020, 1, 1, tzinfo=UTC)
 VALUES: list[tuple[pa.DataType, list[Any]]] = [
     (pa.int8(), [1, -1, 127]),
     (pa.int64(), [1577836801, -(2**63), 2**63 - 1]),

@@ -1,5 +1,7 @@
 """What the protocol of models/base.py promises, for every architecture and each objective it is trained with."""
 
+from typing import get_args
+
 import pytest
 import torch
 from support import MEMORY, draw_windows, has_option, make_batch, make_model, trained
@@ -7,11 +9,12 @@ from support import MEMORY, draw_windows, has_option, make_batch, make_model, tr
 from seqrec.config import FinetuneConfig
 from seqrec.data import sequences
 from seqrec.models import REGISTRY
-from seqrec.models.base import OBJECTIVES, PAD, Batch
+from seqrec.models.base import PAD, Batch, Objective
 from seqrec.training import losses, objectives
 from seqrec.training.step import LossTerms
 
 ROWS = [[3, 7, 2, 9, 4], [5, 1, 8], [6]]
+OBJECTIVES = get_args(Objective)
 MASK = 31  # make_model has 30 items
 IMPOSSIBLE = {"dropout": 1.0, "attention_dropout": 1.0, "length": 0, "d_model": 0, "layers": -1, "heads": -1}
 ITEMS = {"encoder": "items", "pooling": "mean"}  # a Recformer

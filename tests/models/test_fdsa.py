@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from equations import torch_layer
-from support import make_batch, make_model
+from support import add_noise, make_batch, make_model
 from torch import nn
 from torch.nn import functional as F
 
@@ -12,9 +12,8 @@ from torch.nn import functional as F
 def build():
     torch.manual_seed(0)
     model = make_model("fdsa", dropout=0.0)
+    add_noise(model, 0.1)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
         for table in (model.items, model.attributes.values):
             table.weight[0] = 0
     return model.eval()

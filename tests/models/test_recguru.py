@@ -9,7 +9,7 @@ import pytest
 import support
 import torch
 from equations import attention, gelu, layer_norm, linear, softmax
-from support import make_batch, make_model, prepare_rows, synthetic_rows
+from support import add_noise, make_batch, make_model, prepare_rows, synthetic_rows
 
 from seqrec.data import sequences
 from seqrec.models.recguru import domain_loss, reverse_gradient
@@ -24,9 +24,8 @@ def build(**options):
     torch.manual_seed(0)
     model = make_model("recguru", dropout=0.0, heads=HEADS, **options)
     model.add_domain(OTHERS)
+    add_noise(model, 0.2)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.2)
         model.items.weight[0] = 0
     return model.eval()
 

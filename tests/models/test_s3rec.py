@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support import make_batch, make_model
+from support import add_noise, make_batch, make_model
 from test_fdsa import stream
 
 from seqrec.models.s3rec import draw_segments
@@ -16,9 +16,8 @@ HISTORY = [3, 7, 2, 9, 4]
 def build(**options):
     torch.manual_seed(0)
     model = make_model("s3rec", dropout=0.0, **options)
+    add_noise(model, 0.1)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
         model.items.weight[0] = 0
     model.enter("mutual")
     return model.eval()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from equations import torch_layer
-from support import make_batch, make_model
+from support import add_noise, make_batch, make_model
 from torch import nn
 from torch.nn import functional as F
 
@@ -19,9 +19,7 @@ def build(**options):
     torch.manual_seed(0)
     options = {"dropout": 0.0, "adaptor_dropout": 0.0} | options
     model = make_model("unisrec", experts=3, **options)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    add_noise(model, 0.1)
     return model.eval()
 
 

@@ -317,6 +317,21 @@ def test_a_gain_is_not_paid_with_coverage_or_the_tail(own):
     assert own.promote(second, 1, 1, 1, 1, max_loss=0.25).promoted
 
 
+def while_deciding(monkeypatch, act):
+    """Let the gate's first decision wait for `act`; the list that is returned says whether it did."""
+    decide, entered = gate._decide, []
+
+    def deciding(*arguments):
+        decision = decide(*arguments)
+        if not entered:
+            entered.append(True)
+            act()
+        return decision
+
+    monkeypatch.setattr(gate, "_decide", deciding)
+    return entered
+
+
 @pytest.mark.parametrize("first", ["better", "worse"])
 def test_of_two_promotions_at_once_the_better_stays(own, monkeypatch, first):
     """While one is being decided, the whole promotion of the other passes."""
@@ -324,16 +339,8 @@ def test_of_two_promotions_at_once_the_better_stays(own, monkeypatch, first):
     ranks = {"better": [1] * 4, "worse": [2] * 4}
     versions = {kind: own.version(*ranks[kind]) for kind in ranks}
     second = "worse" if first == "better" else "better"
-    decide, entered = gate._decide, []
+    entered = while_deciding(monkeypatch, lambda: own.promote(versions[second], *ranks[second]))
 
-    def deciding(*arguments):
-        decision = decide(*arguments)
-        if not entered:
-            entered.append(True)
-            own.promote(versions[second], *ranks[second])
-        return decision
-
-    monkeypatch.setattr(gate, "_decide", deciding)
     decision = own.promote(versions[first], *ranks[first])
 
     assert entered
@@ -422,16 +429,8 @@ def test_of_two_promotions_by_hand_the_second_starts_from_the_first(own, monkeyp
 @pytest.mark.parametrize("ranks", [[1, 1, 1, 1], [2, 2, 2, 2]])
 def test_a_promotion_by_hand_is_seen_by_the_gate_that_is_deciding(own, monkeypatch, ranks):
     _, second, _ = own.versions(3)
-    decide, entered = gate._decide, []
+    while_deciding(monkeypatch, lambda: own.by_hand("promote", 3))
 
-    def deciding(*arguments):
-        decision = decide(*arguments)
-        if not entered:
-            entered.append(True)
-            own.by_hand("promote", 3)
-        return decision
-
-    monkeypatch.setattr(gate, "_decide", deciding)
     decision = own.promote(second, *ranks)
 
     assert "over version 3" in decision.reason

@@ -31,8 +31,9 @@ def test_every_shape_gives_settings_in_their_ranges(given):
         assert {name: getattr(config, name) for name in own} == own
         total = config.epochs * auto.steps_an_epoch(given, config.windows, config.batch_size)
         assert config.warmup_steps <= total / 10
-    assert 16 <= auto.batch_size(given) <= 256
-    assert 5 <= auto.epochs(given) <= 100
+    ruled = auto.finetune(given, {})
+    assert 16 <= ruled["batch_size"] <= 256
+    assert 5 <= ruled["epochs"] <= 100
     for architecture in ("flash4rec", "sasrec", "gru4rec"):
         options = parse(REGISTRY[architecture].Options, auto.options(architecture, given), "options")
         assert 8 <= options.length <= 200
@@ -42,10 +43,11 @@ def test_every_shape_gives_settings_in_their_ranges(given):
 def test_more_users_never_mean_smaller_batches_or_models_nor_more_epochs_or_dropout():
     grown = [shape(users) for users in (10, 100, 1_000, 10_000, 100_000, 10**6)]
 
-    for rule in (auto.batch_size, auto.d_model, auto.layers):
-        assert [rule(one) for one in grown] == sorted(rule(one) for one in grown), rule
-    for rule in (auto.epochs, auto.dropout):
-        assert [rule(one) for one in grown] == sorted((rule(one) for one in grown), reverse=True), rule
+    settings = [auto.finetune(one, {}) | auto.options("sasrec", one) for one in grown]
+    for name in ("batch_size", "d_model", "layers"):
+        assert [one[name] for one in settings] == sorted(one[name] for one in settings), name
+    for name in ("epochs", "dropout"):
+        assert [one[name] for one in settings] == sorted((one[name] for one in settings), reverse=True), name
 
 
 def test_longer_histories_never_mean_shorter_windows():
@@ -74,7 +76,7 @@ def test_auto_is_replaced_by_the_rules_and_numbers_stay():
     found = auto.resolved(config, shape())
 
     assert (found.batch_size, found.seed, found.counts) == (50, 1, "none")
-    assert found.epochs == auto.epochs(shape(), auto.steps_an_epoch(shape(), found.windows, 50))
+    assert found.epochs == auto.epochs(shape(), found.windows, auto.steps_an_epoch(shape(), found.windows, 50))
     assert "auto" not in vars(found).values()
     assert auto.resolved(found, shape(users=7)) is found
 
@@ -129,7 +131,7 @@ def test_a_training_card_holds_the_numbers_that_the_rules_gave(prepared, tmp_pat
 
     given, card = Shape.of(sequences.load(prepared)), read_json(tmp_path / "finetuned" / MODEL_CARD)
     assert {name: card["options"][name] for name in options} == {n: auto.options("sasrec", given)[n] for n in options}
-    assert card["config"]["batch_size"] == auto.batch_size(given)
+    assert card["config"]["batch_size"] == auto.finetune(given, {})["batch_size"]
     assert card["config"]["patience"] == 3
 
 

@@ -8,6 +8,7 @@ import zipfile
 import pytest
 import torch
 import transformers
+from support import add_noise
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch.nn import functional as F
 
@@ -65,7 +66,7 @@ def longformer(tmp_path_factory):
         **SIZES, attention_window=64, max_position_embeddings=302, type_vocab_size=4, pad_token_id=1
     )
     model = transformers.LongformerForMaskedLM(config).eval()
-    randomise(model)
+    add_noise(model, 0.2)
     model.save_pretrained(folder)
     write_tokenizer(folder)
     return folder, model
@@ -77,17 +78,10 @@ def bert(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bert")
     torch.manual_seed(2)
     model = transformers.BertForMaskedLM(transformers.BertConfig(**SIZES, max_position_embeddings=64)).eval()
-    randomise(model)
+    add_noise(model, 0.2)
     model.save_pretrained(folder)
     write_tokenizer(folder)
     return folder, model
-
-
-@torch.no_grad()
-def randomise(model):
-    """Give every parameter, biases and normalisations too, values that matter."""
-    for parameter in model.parameters():
-        parameter.add_(torch.randn_like(parameter) * 0.2)
 
 
 def random_text(lengths: list[int], *, types: bool = True) -> Text:
@@ -133,22 +127,27 @@ def test_items_read_by_themselves_start_from_a_model_of_whole_histories(tmp_path
         pretrained.load_weights(build(**ITEMS, d_inner=64), str(tmp_path))
 
 
+def read_by_longformer(source, text):
+    """Return its outputs (B, T, D), with global attention to the first token."""
+    summary_BT = torch.zeros_like(text.ids_BT)
+    summary_BT[:, 0] = 1
+    return source.longformer(
+        input_ids=text.ids_BT,
+        attention_mask=text.real_BT.long(),
+        global_attention_mask=summary_BT,
+        token_type_ids=text.types_BT,
+    ).last_hidden_state
+
+
 @pytest.mark.parametrize("lengths", [[300, 130, 1], [128, 127, 64], [127, 65, 2], [31, 12, 3]], ids=str)
 def test_the_encoder_equals_longformer(longformer, lengths):
     folder, source = longformer
     model = without_places(build())
     pretrained.load_weights(model, str(folder))
     text = random_text(lengths)
-    summary_BT = torch.zeros_like(text.ids_BT)
-    summary_BT[:, 0] = 1
 
     with torch.no_grad():
-        expected = source.longformer(
-            input_ids=text.ids_BT,
-            attention_mask=text.real_BT.long(),
-            global_attention_mask=summary_BT,
-            token_type_ids=text.types_BT,
-        ).last_hidden_state
+        expected = read_by_longformer(source, text)
         got = model.encoder(text, only_first=False)
         first = model.encoder(text, only_first=True)
 
@@ -161,18 +160,10 @@ def test_the_encoder_has_the_gradient_of_longformer(longformer):
     model = without_places(build())
     pretrained.load_weights(model, str(folder))
     text = random_text([200, 140])
-    summary_BT = torch.zeros_like(text.ids_BT)
-    summary_BT[:, 0] = 1
     weight = torch.randn(len(text.ids_BT), 200, 32) * text.real_BT.unsqueeze(2)
 
-    out = source.longformer(
-        input_ids=text.ids_BT,
-        attention_mask=text.real_BT.long(),
-        global_attention_mask=summary_BT,
-        token_type_ids=text.types_BT,
-    )
     source.zero_grad()
-    (out.last_hidden_state * weight).sum().backward()
+    (read_by_longformer(source, text) * weight).sum().backward()
     model.enter("contrastive")
     model.encoder.words.requires_grad_(True)
     (model.encoder(text, only_first=False) * weight).sum().backward()
@@ -277,7 +268,7 @@ def write_allenai(folder, positions=4098, **config):
         **sizes, max_position_embeddings=positions, bos_token_id=0, eos_token_id=2, sep_token_id=2, **config
     )
     source = transformers.LongformerForMaskedLM(settings).eval()
-    randomise(source)
+    add_noise(source, 0.2)
     source.save_pretrained(folder)
     return source
 
