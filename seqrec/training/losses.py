@@ -187,11 +187,11 @@ def _blocks(
         if past is not None:
             _exclude(logits, goal, past.items_BL[past.row_N[part]], past.stop_N[part])
         lead_N = logits.amax(1) - logits.gather(1, goal).squeeze(1)
-        gradient = torch.softmax(logits, 1, out=logits)
-        torch.sub(lead_N, gradient.amax(1).log(), out=value_N[part])  # its log: -log sum exp(x - max x)
+        probability = torch.softmax(logits, 1, out=logits)
+        torch.sub(lead_N, probability.amax(1).log(), out=value_N[part])  # the largest is 1 / sum exp(x - max x)
         if query_gradient is None or item_gradient is None:
             continue
-        gradient.scatter_add_(1, goal, gradient.new_full(goal.shape, -1.0))
+        gradient = probability.scatter_add_(1, goal, probability.new_full(goal.shape, -1.0))
         torch.mm(gradient, candidate_VD, out=query_gradient[part])
         weighted = query if weight_N is None else query * weight_N[part].unsqueeze(1)
         torch.addmm(item_gradient[1:], gradient.T, weighted, out=item_gradient[1:])
