@@ -52,7 +52,8 @@ from seqrec.tracking.runs import (
     open_run,
     tracking_uri,
 )
-from seqrec.training.checkpoint import FILES, Checkpoint
+from seqrec.training.checkpoint import Checkpoint
+from seqrec.training.saved import FILES
 
 logger = logging.getLogger(__name__)
 
