@@ -84,9 +84,12 @@ class _Counts(nn.Module):
         weight_BJ = self.weights * (items_BJ > 0)
         if self.normalised:
             weight_BJ = weight_BJ / weight_BJ.sum(1, keepdim=True).clamp(min=1e-9)
-        votes_BJK = (self.alpha * weight_BJ).unsqueeze(2) * self.values[items_BJ]
-        targets_BJK = self.targets[items_BJ].long()
-        score_BV = score_BV.scatter_add(1, targets_BJK.flatten(1), votes_BJK.flatten(1)) + self.popularity
+        row_N, event_N = (items_BJ > 0).nonzero(as_tuple=True)  # padding has no votes
+        item_N, weight_N = items_BJ[row_N, event_N], self.alpha * weight_BJ[row_N, event_N]
+        votes_NK = weight_N.unsqueeze(1) * self.values[item_N]
+        cells_NK = self.targets[item_N] + score_BV.shape[1] * row_N.unsqueeze(1)
+        score_BV = score_BV.flatten().scatter_add(0, cells_NK.flatten(), votes_NK.flatten()).view(score_BV.shape)
+        score_BV = score_BV + self.popularity
         return score_BV if self.further is None else self.further(score_BV, items_BL)
 
 
