@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter as Counting
 from collections.abc import Sequence
 
@@ -76,7 +77,7 @@ class Metrics:
         for request in requests:
             self.length.observe(len(request.history))
         self.unknown.inc(sum(answer.unknown for answer in answers))
-        known = (self.decile_of.get(item_id) for request in requests for item_id in request.history)
-        for decile, number in Counting(known).items():
+        given = itertools.chain.from_iterable(request.history for request in requests)
+        for decile, number in Counting(map(self.decile_of.get, given)).items():
             if decile is not None:
                 self.deciles[decile].inc(number)

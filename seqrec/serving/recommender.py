@@ -425,22 +425,23 @@ class Recommender:
 
     def _window(self, requests: Sequence[Request], positions: Sequence[Sequence[int]], width: int) -> Histories:
         """Return the events at `positions` of each history, padded on the left to `width`."""
-        rows = list(zip(requests, positions, strict=True))
-        items_BL = np.array([[PAD] * (width - len(p)) + [self.items[r.history[i]] for i in p] for r, p in rows])
+        items_BL = np.zeros((len(requests), width), np.int64)
+        times_BL = np.zeros(items_BL.shape)
         now = time.time()
-        times_BL = np.array([self._times(r, p, width, now) for r, p in rows])
-        user_B = np.array([self.users.get(r.user or "", 0) for r in requests])
-        return Histories(items_BL, np.where(items_BL == PAD, 0.0, times_BL), user_B)
+        for row, (request, own) in enumerate(zip(requests, positions, strict=True)):
+            items_BL[row, width - len(own) :] = [self.items[request.history[i]] for i in own]
+            if self.engine.reads.times:
+                times_BL[row, width - len(own) :] = self._times(request, own, now)
+        return Histories(items_BL, times_BL, np.array([self.users.get(r.user or "", 0) for r in requests]))
 
-    def _times(self, request: Request, positions: Sequence[int], width: int, now: float) -> list[float]:
-        """Return seconds relative to the last event, or to the request where the model reads it; padded on the left."""
+    def _times(self, request: Request, positions: Sequence[int], now: float) -> list[float]:
+        """Return seconds relative to the last event, or to the request where the model reads it."""
         asked = self.engine.reads.from_request
         if request.times is None:
-            return [-self.gap * (before + asked) for before in range(width - 1, -1, -1)]
+            return [-self.gap * (before + asked) for before in range(len(positions) - 1, -1, -1)]
         last = request.times[positions[-1]]
         origin = max(last, now if request.at is None else request.at) if asked else last
-        before = (max(-CENTURY, min(CENTURY, float(request.times[i] - origin))) for i in positions)
-        return [0.0] * (width - len(positions)) + list(before)
+        return [max(-CENTURY, min(CENTURY, float(request.times[i] - origin))) for i in positions]
 
     def _hidden(self, request: Request) -> Items:
         """Return the numbers of the items not to show."""
