@@ -114,6 +114,7 @@ def recall(recommender: Recommender) -> float:
     ids = [recommender.item_ids[place] for place in drawn.tolist()]
     requests = [Request(history=ids[first : first + EVENTS], k=TOP) for first in range(0, len(ids), EVENTS)]
     k = min(TOP, len(recommender.item_ids))
-    asked = (recommender.histories(requests, [range(EVENTS)] * DRAWN), [NONE] * DRAWN, [k] * DRAWN)
+    past = recommender.histories(requests, [recommender.known(request) for request in requests])
+    asked = (past, [NONE] * DRAWN, [k] * DRAWN)
     pairs = zip(engine.best(*asked), TorchEngine.best(engine, *asked), strict=True)
     return sum(len({*found} & {*exact}) for (_, found), (_, exact) in pairs) / (k * DRAWN)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnxruntime
+from numpy.typing import NDArray
 
 from seqrec.artifacts import GRAPH, GRAPH_CARD, read_json, sha256
 from seqrec.serving.recommender import Best, Engine, Histories, Reads, Recommender
@@ -65,8 +66,8 @@ class OnnxEngine:
         if k > self.card["k"]:
             return self.weights.best(past, hidden, wanted)
         missing = max(0, self.card["shortest"] - past.items.shape[1])
-        items, times = (np.pad(x[:, -seen:], ((0, 0), (missing, 0))) for x in (past.items, past.times))
-        earlier = np.pad(past.items[:, :-seen], ((0, 0), (1, 0)))
+        items, times = (_padded(x[:, -seen:], missing) for x in (past.items, past.times))
+        earlier = _padded(past.items[:, :-seen], 1)
         filled = np.zeros((len(hidden), max(map(len, hidden))), np.int64)
         for row, own in zip(filled, hidden, strict=True):
             row[: len(own)] = own
@@ -90,6 +91,11 @@ class OnnxEngine:
     def grown(self, items_text: Mapping[str, Mapping[str, str]], tokenizer: str) -> Engine:
         """See `Engine.grown`."""
         return self.weights.grown(items_text, tokenizer)
+
+
+def _padded(x_BL: NDArray[Any], number: int) -> NDArray[Any]:
+    """Return rows with a number of zeros before them; faster than numpy's pad."""
+    return np.concatenate([np.zeros((len(x_BL), number), x_BL.dtype), x_BL], 1)
 
 
 def load(folder: Path, threads: int = 1, keep: Any = None) -> Recommender:

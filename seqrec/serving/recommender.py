@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from seqrec.training.checkpoint import Checkpoint
 
 Best = tuple[list[float], list[int]]  # scores and numbers of items, best first
+Known = Mapping[int, int]  # place in a history -> number of the item
 PAD = 0  # as in models/base.py
 POPULARITY = "popularity"  # `source` of an answer that no model gave
 CENTURY = 36_525 * 86_400.0  # times further apart count as this: differences of infinite ones are no numbers
@@ -268,7 +269,7 @@ class Recommender:
         item = self.items[item_id]
         vector_VD = rules.unit(self.engine.vectors)
         if vector_VD.shape[1] == 0:
-            score_V = self.engine.scores(self.histories([Request(history=[item_id])], [[0]]))[0]
+            score_V = self.engine.scores(self.histories([Request(history=[item_id])], [{0: item}]))[0]
         else:
             score_V = vector_VD @ vector_VD[item]
         return self._named(*best_of(score_V, [item], min(k, len(self.item_ids) - 1)), source=self.name)
@@ -337,44 +338,44 @@ class Recommender:
     def _answer(self, requests: Sequence[Request]) -> list[Answer]:
         if not requests:
             return []
-        positions = [[p for p, item_id in enumerate(r.history) if item_id in self.items] for r in requests]
-        hidden = [self._hidden(request) for request in requests]
+        known = [self.known(request) for request in requests]
+        hidden = [self._hidden(*each) for each in zip(requests, known, strict=True)]
         wanted = [min(request.candidates, len(self.item_ids)) for request in requests]
         best: dict[int, Best] = {}
-        plain = [n for n, own in enumerate(positions) if own and not requests[n].boost]
+        plain = [n for n, own in enumerate(known) if own and not requests[n].boost]
         if plain:
-            past = self.histories([requests[n] for n in plain], [positions[n] for n in plain])
+            past = self.histories([requests[n] for n in plain], [known[n] for n in plain])
             found = self.engine.best(past, [hidden[n] for n in plain], [wanted[n] for n in plain])
             best |= zip(plain, found, strict=True)
         for n in set(range(len(requests))) - set(plain):
-            best[n] = self._ranked(requests[n], positions[n], hidden[n], wanted[n])
+            best[n] = self._ranked(requests[n], known[n], hidden[n], wanted[n])
         answers = []
         for n, request in enumerate(requests):
             scores, items = best[n]
             candidates = scores[: wanted[n]], items[: wanted[n]]  # a neighbour may have wanted more
-            answers.append(self._answered(request, positions[n], hidden[n], candidates))
+            answers.append(self._answered(request, known[n], hidden[n], candidates))
         return answers
 
-    def _ranked(self, request: Request, positions: Sequence[int], hidden: Items, k: int) -> Best:
+    def _ranked(self, request: Request, known: Known, hidden: Items, k: int) -> Best:
         """Return the best `k` items of one request, boosted, whatever engine answers the others."""
         factor_V = self.attributes.factors(request.boost, 1 + len(self.item_ids))
-        if positions:  # scores are logarithms of what is proportional to a probability
-            score_V = self.engine.scores(self.histories([request], [positions]))[0] + np.log(factor_V)
+        if known:  # scores are logarithms of what is proportional to a probability
+            score_V = self.engine.scores(self.histories([request], [known]))[0] + np.log(factor_V)
         else:
             score_V = self.counts * factor_V
         return best_of(score_V, hidden, k)
 
-    def _answered(self, request: Request, positions: Sequence[int], hidden: Items, best: Best) -> Answer:
+    def _answered(self, request: Request, known: Known, hidden: Items, best: Best) -> Answer:
         """Return the answer: the best items, or the list that the request chooses among them."""
         if request.chosen:
             chosen = self._chosen(request, best)
             if request.quota and len(chosen[1]) < request.k and len(best[1]) < len(self.item_ids):
-                everything = self._ranked(request, positions, hidden, len(self.item_ids))
+                everything = self._ranked(request, known, hidden, len(self.item_ids))
                 chosen = self._chosen(replace(request, diversity=0.0), everything)
             best = chosen
         shown = [(score, item) for score, item in zip(*best, strict=True) if score > float("-inf")][: request.k]
         notes = []
-        if not positions:
+        if not known:
             notes.append("the history has no known item: these are the most popular ones")
         elif self.engine.reads.times and request.times is None:
             notes.append(
@@ -383,8 +384,8 @@ class Recommender:
         return self._named(
             [score for score, _ in shown],
             [item for _, item in shown],
-            source=self.name if positions else POPULARITY,
-            unknown=len(request.history) - len(positions),
+            source=self.name if known else POPULARITY,
+            unknown=len(request.history) - len(known),
             notes=notes,
         )
 
@@ -410,43 +411,45 @@ class Recommender:
         """
         if item_id not in self.items:
             raise ValueError(f"item_id: {item_id!r} is unknown")
-        positions = [p for p, known in enumerate(request.history) if known in self.items]
+        known = self.known(request)
         drops = [0.0] * len(request.history)
-        if positions:
-            past = self._window([request], [positions], len(positions))
-            for p, drop in zip(positions, self.engine.drops(past, self.items[item_id]), strict=True):
-                drops[p] = drop
+        if known:
+            past = self.histories([request], [known], events=len(known))
+            for place, drop in zip(known, self.engine.drops(past, self.items[item_id]), strict=True):
+                drops[place] = drop
         return drops
 
-    def histories(self, requests: Sequence[Request], positions: Sequence[Sequence[int]]) -> Histories:
-        """Return the newest of the known events, which are at `positions` of each history."""
-        recent = [own[-self.events :] for own in positions]
-        return self._window(requests, recent, max(len(own) for own in recent))
+    def known(self, request: Request) -> Known:
+        """Return place and number of each item of the history that the model knows."""
+        numbers = map(self.items.get, request.history)
+        return {place: item for place, item in enumerate(numbers) if item is not None}
 
-    def _window(self, requests: Sequence[Request], positions: Sequence[Sequence[int]], width: int) -> Histories:
-        """Return the events at `positions` of each history, padded on the left to `width`."""
-        items_BL = np.zeros((len(requests), width), np.int64)
+    def histories(self, requests: Sequence[Request], known: Sequence[Known], events: int = 0) -> Histories:
+        """Return the newest `known` events of each history, at most `events`; 0: as many as the engine reads."""
+        recent = [[*own.items()][-(events or self.events) :] for own in known]
+        items_BL = np.zeros((len(requests), max(map(len, recent))), np.int64)
         times_BL = np.zeros(items_BL.shape)
         now = time.time()
-        for row, (request, own) in enumerate(zip(requests, positions, strict=True)):
-            items_BL[row, width - len(own) :] = [self.items[request.history[i]] for i in own]
+        for row, (request, own) in enumerate(zip(requests, recent, strict=True)):
+            first = items_BL.shape[1] - len(own)
+            items_BL[row, first:] = [item for _, item in own]
             if self.engine.reads.times:
-                times_BL[row, width - len(own) :] = self._times(request, own, now)
+                times_BL[row, first:] = self._times(request, [place for place, _ in own], now)
         return Histories(items_BL, times_BL, np.array([self.users.get(r.user or "", 0) for r in requests]))
 
-    def _times(self, request: Request, positions: Sequence[int], now: float) -> list[float]:
+    def _times(self, request: Request, places: Sequence[int], now: float) -> list[float]:
         """Return seconds relative to the last event, or to the request where the model reads it."""
         asked = self.engine.reads.from_request
         if request.times is None:
-            return [-self.gap * (before + asked) for before in range(len(positions) - 1, -1, -1)]
-        last = request.times[positions[-1]]
+            return [-self.gap * (before + asked) for before in range(len(places) - 1, -1, -1)]
+        last = request.times[places[-1]]
         origin = max(last, now if request.at is None else request.at) if asked else last
-        return [max(-CENTURY, min(CENTURY, float(request.times[i] - origin))) for i in positions]
+        return [max(-CENTURY, min(CENTURY, float(request.times[i] - origin))) for i in places]
 
-    def _hidden(self, request: Request) -> Items:
+    def _hidden(self, request: Request, known: Known) -> Items:
         """Return the numbers of the items not to show."""
-        named = {*request.exclude, *(request.history if self.filter_seen else ())}
-        hidden = np.array([self.items[item_id] for item_id in named & self.items.keys()], np.int64)
+        named = {self.items.get(item_id, PAD) for item_id in request.exclude}
+        hidden = np.array([*named.union(known.values() if self.filter_seen else ()) - {PAD}], np.int64)
         if request.allow is None and not request.filter:
             return hidden
         hidden_V = np.zeros(1 + len(self.item_ids), bool)

@@ -45,7 +45,7 @@ def test_seconds_count_in_a_history_of_years(tmp_path):
     model = make_model("tisasrec", num_items=data.num_items, num_users=1)
     item_ids, counts = sequences.read_vocabulary(tmp_path / "sequences")
     recommender = Recommender(TorchEngine(model), item_ids, counts.numpy(), ["u"], filter_seen=True)
-    served = as_batch(recommender.histories(requests, [range(4)]))
+    served = as_batch(recommender.histories(requests, [recommender.known(requests[0])]))
 
     for given in (batch, served):
         assert intervals(given, 99)[0, -2, -4:].tolist() == [3, 2, 0, 99]
