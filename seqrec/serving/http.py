@@ -335,22 +335,19 @@ def loaded(place: str, config: RegisterConfig, options: ServeConfig) -> Recommen
         if (folder / GRAPH).is_file() and not options.ann:
             recommender = onnx_engine.load(folder, options.threads, keep=stack.pop_all())
         else:
-            recommender = _by_torch(folder, options)
+            import torch
+
+            torch.set_num_threads(options.threads)
+            if options.ann:
+                from seqrec.serving import approximate_search
+
+                recommender = approximate_search.load(folder, options.ann)
+            else:
+                recommender = Recommender.load(folder)
     if options.items:
         with stores.local(options.items) as file:
             recommender.attributes = rules.Attributes.read(file, recommender.item_ids)
     return recommender
-
-
-def _by_torch(folder: Path, options: ServeConfig) -> Recommender:
-    import torch
-
-    torch.set_num_threads(options.threads)
-    if not options.ann:
-        return Recommender.load(folder)
-    from seqrec.serving import approximate_search
-
-    return approximate_search.load(folder, options.ann)
 
 
 def version_of(place: str, config: RegisterConfig) -> str:

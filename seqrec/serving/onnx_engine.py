@@ -17,8 +17,8 @@ import onnxruntime
 from numpy.typing import NDArray
 
 from seqrec.artifacts import GRAPH, GRAPH_CARD, read_json, sha256
-from seqrec.serving.recommender import Best, Engine, Histories, Reads, Recommender
-from seqrec.serving.rules import Floats, Items
+from seqrec.serving.recommender import Best, Histories, Reads, Recommender
+from seqrec.serving.rules import Items
 from seqrec.training.saved import read
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class OnnxEngine:
 
     @cached_property
     def weights(self) -> TorchEngine:
-        """The engine of the weights beside the graph."""
+        """See `Engine.weights`."""
         import torch
 
         from seqrec.serving.torch_engine import TorchEngine
@@ -74,23 +74,6 @@ class OnnxEngine:
         inputs = {"items": items, "times": times, "user": past.user, "hidden": filled, "earlier": earlier}
         score_BK, item_BK = self.session.run(None, {name: inputs[name] for name in self.card["inputs"]})
         return list(zip(score_BK[:, :k].tolist(), item_BK[:, :k].tolist(), strict=True))
-
-    def scores(self, past: Histories) -> Floats:
-        """See `Engine.scores`."""
-        return self.weights.scores(past)
-
-    @property
-    def vectors(self) -> Floats:
-        """See `Engine.vectors`."""
-        return self.weights.vectors
-
-    def drops(self, past: Histories, item: int) -> list[float]:
-        """See `Engine.drops`."""
-        return self.weights.drops(past, item)
-
-    def grown(self, items_text: Mapping[str, Mapping[str, str]], tokenizer: str) -> Engine:
-        """See `Engine.grown`."""
-        return self.weights.grown(items_text, tokenizer)
 
 
 def _padded(x_BL: NDArray[Any], number: int) -> NDArray[Any]:

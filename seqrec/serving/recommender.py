@@ -27,6 +27,7 @@ from seqrec.serving.rules import Floats, Items
 from seqrec.training.saved import DAY, Saved
 
 if TYPE_CHECKING:
+    from seqrec.serving.torch_engine import TorchEngine
     from seqrec.training.checkpoint import Checkpoint
 
 Best = tuple[list[float], list[int]]  # scores and numbers of items, best first
@@ -165,27 +166,18 @@ class Reads:
 
 
 class Engine(Protocol):
-    """What scores items."""
+    """What finds the best items."""
 
     @property
     def reads(self) -> Reads:
         """What it reads of a request."""
 
     @property
-    def vectors(self) -> Floats:
-        """The item vectors (V, D) without their bias, which says how popular an item is and not what it is like."""
+    def weights(self) -> TorchEngine:
+        """The engine that can also do everything else."""
 
     def best(self, past: Histories, hidden: Sequence[Items], wanted: Sequence[int]) -> list[Best]:
         """Return the best items but `hidden` of each history, at least as many as its `wanted`."""
-
-    def scores(self, past: Histories) -> Floats:
-        """Return the scores (B, V) of all items, in an array of their own."""
-
-    def drops(self, past: Histories, item: int) -> list[float]:
-        """Return what each event of one history adds to the score of an item, see `Recommender.explain`."""
-
-    def grown(self, items_text: Mapping[str, Mapping[str, str]], tokenizer: str) -> Engine:
-        """Return an engine with more items, which it knows from their text alone."""
 
 
 class Recommender:
@@ -267,9 +259,9 @@ class Recommender:
             KeyError: the item is unknown.
         """
         item = self.items[item_id]
-        vector_VD = rules.unit(self.engine.vectors)
+        vector_VD = rules.unit(self.engine.weights.vectors)
         if vector_VD.shape[1] == 0:
-            score_V = self.engine.scores(self.histories([Request(history=[item_id])], [{0: item}]))[0]
+            score_V = self.engine.weights.scores(self.histories([Request(history=[item_id])], [{0: item}]))[0]
         else:
             score_V = vector_VD @ vector_VD[item]
         return self._named(*best_of(score_V, [item], min(k, len(self.item_ids) - 1)), source=self.name)
@@ -324,7 +316,7 @@ class Recommender:
     def _grown(self, items_text: Mapping[str, Mapping[str, str]]) -> Recommender:
         """Return this recommender with more items, which it knows from their text alone."""
         other = copy.copy(self)
-        other.engine = self.engine.grown(items_text, self.tokenizer)
+        other.engine = self.engine.weights.grown(items_text, self.tokenizer)
         other.item_ids = [*self.item_ids, *items_text]
         other.items = self.items | {item_id: len(self.item_ids) + n for n, item_id in enumerate(items_text, start=1)}
         other.titles = {
@@ -360,7 +352,7 @@ class Recommender:
         """Return the best `k` items of one request, boosted, whatever engine answers the others."""
         factor_V = self.attributes.factors(request.boost, 1 + len(self.item_ids))
         if known:  # scores are logarithms of what is proportional to a probability
-            score_V = self.engine.scores(self.histories([request], [known]))[0] + np.log(factor_V)
+            score_V = self.engine.weights.scores(self.histories([request], [known]))[0] + np.log(factor_V)
         else:
             score_V = self.counts * factor_V
         return best_of(score_V, hidden, k)
@@ -395,7 +387,7 @@ class Recommender:
         shown_N = score_N > -np.inf
         score_N, item_N = score_N[shown_N], item_N[shown_N]
         limits = self.attributes.limits(request.quota, item_N)
-        vector_ND = self.engine.vectors[item_N] if request.diversity else np.zeros((len(item_N), 0), np.float32)
+        vector_ND = self.engine.weights.vectors[item_N] if request.diversity else np.zeros((len(item_N), 0), np.float32)
         chosen = rules.most_relevant_and_diverse(score_N, vector_ND, request.k, request.diversity, limits)
         places = rules.explored(chosen, len(item_N), request.explore, random.Random())
         return score_N[places].tolist(), item_N[places].tolist()
@@ -415,7 +407,8 @@ class Recommender:
         drops = [0.0] * len(request.history)
         if known:
             past = self.histories([request], [known], events=len(known))
-            for place, drop in zip(known, self.engine.drops(past, self.items[item_id]), strict=True):
+            found = self.engine.weights.drops(past, self.items[item_id])
+            for place, drop in zip(known, found, strict=True):
                 drops[place] = drop
         return drops
 

@@ -30,8 +30,13 @@ class TorchEngine:
         )
 
     @property
+    def weights(self) -> TorchEngine:
+        """See `Engine.weights`."""
+        return self
+
+    @property
     def vectors(self) -> Floats:
-        """See `Engine.vectors`."""
+        """The item vectors (V, D) without their bias, which says how popular an item is and not what it is like."""
         vector_VD: Floats = self.item_vectors.numpy()
         return vector_VD[:, :-1] if self.model.biased else vector_VD
 
@@ -41,7 +46,7 @@ class TorchEngine:
 
     @torch.no_grad()
     def scores(self, past: Histories) -> Floats:
-        """See `Engine.scores`."""
+        """Return the scores (B, V) of all items, in an array of their own."""
         batch = as_batch(past)
         return self.of_queries(self.queries(batch), batch.items).numpy()
 
@@ -55,12 +60,12 @@ class TorchEngine:
         return score_BV if self.term is None else self.term.adder(items_BL)(score_BV, 0)
 
     def drops(self, past: Histories, item: int) -> list[float]:
-        """See `Engine.drops`."""
+        """Return what each event of one history adds to the score of an item, see `Recommender.explain`."""
         drop_BL = attribution.leave_one_out(self.model, as_batch(past), torch.tensor([item]), self.term)
         return drop_BL[0].tolist()
 
     def grown(self, items_text: Mapping[str, Mapping[str, str]], tokenizer: str) -> TorchEngine:
-        """See `Engine.grown`."""
+        """Return an engine with more items, which it knows from their text alone."""
         from tokenizers import Tokenizer
 
         from seqrec.data import item_tokens
