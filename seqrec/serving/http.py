@@ -282,7 +282,7 @@ def serve(*, dataset: str, config: RegisterConfig, options: ServeConfig) -> None
     """
     if options.log_format == "json":
         request_log.write_json()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # after which temporary folders go
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # an exit that removes temporary folders
     url = store_url(options.store)
     require(bool(url) or not options.keep_days, f"keep_days has no effect without a store: set --store or {VARIABLE}")
     with bound(options.host, options.port) as listener:
