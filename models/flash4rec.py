@@ -174,6 +174,8 @@ def grouped_linear(x_ME: Tensor, counts_X: Tensor, weight_XEF: Tensor) -> Tensor
         counts_X: rows of each expert.
         weight_XEF: weights of each expert.
     """
+    if x_ME.is_cuda and torch.is_autocast_enabled("cuda"):  # where layer norm returns fp32
+        x_ME = x_ME.to(torch.get_autocast_dtype("cuda"))
     dtypes = (torch.bfloat16,) if x_ME.is_cuda else (torch.bfloat16, torch.float32)
     aligned = all(width % 8 == 0 for width in weight_XEF.shape[1:])  # the kernel needs rows aligned to 16 bytes
     if aligned and x_ME.dtype in dtypes and hasattr(F, "grouped_mm"):
