@@ -46,20 +46,15 @@ SETTINGS = peers.ROOT / "configs" / "ml-1m" / "flash4rec.yaml"
 TARGETS, WIDTH = 4096, 64  # of the losses, as in the table of the CPU
 BERT = {"d_model": 768, "d_inner": 3072, "layers": 12, "heads": 12, "max_tokens": 512}
 TINY = {"d_model": 16, "d_inner": 32, "layers": 2, "heads": 2, "max_tokens": 130}
+LIGER, CUT = "liger_kernel.transformers", "cut_cross_entropy"  # the second reads no fp32
 Figures = dict[str, Any]  # numbers or text, by head of the column
-LOSSES: dict[str, Callable[..., Tensor]] = {  # queries (N, D), items (V, D), targets (N,) -> mean -log softmax
-    "ours": lambda *given: losses.cross_entropy(*given).mean(),
-    "ours with TF32": lambda *given: losses.cross_entropy(*given, precision="bf16").mean(),
-    "all logits": lambda query, item, target: F.cross_entropy(query @ item[1:].T, target - 1),
-    "F.linear_cross_entropy": lambda query, item, target: F.linear_cross_entropy(
-        query, item[1:], target - 1, options=torch.nn.LinearCrossEntropyOptions()
-    ),
-    "Liger Kernel": lambda query, item, target: import_module(
-        "liger_kernel.transformers"
-    ).LigerFusedLinearCrossEntropyLoss()(item[1:], query, target - 1),
-    "cut-cross-entropy in bf16": lambda query, item, target: import_module("cut_cross_entropy").linear_cross_entropy(
-        query.bfloat16(), item[1:].bfloat16(), target - 1
-    ),
+LOSSES: dict[str, Callable[..., Tensor]] = {  # queries (N, D), item vectors (V, D), targets (N,) -> mean loss
+    "ours": lambda q, v, t: losses.cross_entropy(q, v, t).mean(),
+    "ours with TF32": lambda q, v, t: losses.cross_entropy(q, v, t, precision="bf16").mean(),
+    "all logits": lambda q, v, t: F.cross_entropy(q @ v[1:].T, t - 1),
+    "torch": lambda q, v, t: F.linear_cross_entropy(q, v[1:], t - 1, options=torch.nn.LinearCrossEntropyOptions()),
+    "Liger Kernel": lambda q, v, t: import_module(LIGER).LigerFusedLinearCrossEntropyLoss()(v[1:], q, t - 1),
+    "cut-cross-entropy": lambda q, v, t: import_module(CUT).linear_cross_entropy(q.bfloat16(), v[1:].bfloat16(), t - 1),
 }
 
 
@@ -88,7 +83,7 @@ class Run:
         return model, replace(auto_settings.resolved(self.params.section("finetune", model=name), shape), **changes)
 
     def train(
-        self, model: SequenceModel, config: FinetuneConfig, enough: Callable[[Figures], bool], epochs: int = 0
+        self, model: SequenceModel, config: FinetuneConfig, enough: Callable[[Figures], object], epochs: int = 0
     ) -> list[Figures]:
         """Train until the record of an epoch is `enough` or time is up; with `epochs`, so many without validation."""
         records: list[Figures] = []
@@ -189,16 +184,14 @@ def waits(run: Run, name: str, precision: str) -> Figures:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
 
-        def end(record: Figures) -> bool:
+        def end(record: Figures) -> None:
             debug("default")
             if record["epoch"] == 1:
                 caught.clear()
-            return False
 
-        try:
-            records = run.train(model, config, end, epochs=2)
-        finally:
-            debug("default")
+        records = run.train(model, config, end, epochs=2)
+    if len(records) < 2:
+        raise TimeoutError("no time left for a second epoch")
     return waits_of(caught, steps=records[-1]["step"] // len(records))
 
 
@@ -263,6 +256,7 @@ def guarded(run: Run, measure: Callable[[], Figures]) -> Figures:
         return {"failed": "no time left"}
     try:
         if run.device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")  # should an earlier row have failed
             torch.cuda.reset_peak_memory_stats()
         return measure() | {"peak MiB": cost.peak_memory(run.device) / 2**20}
     except Exception as error:
