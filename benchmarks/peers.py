@@ -137,8 +137,8 @@ def needed_flops(sequences: Path, users: int) -> dict[str, float]:
     inputs = np.clip(histories.train_stop - histories.start - 1, 0, options.length)
     trained, ranked = inputs[inputs > 0], np.clip(histories.valid_stop - histories.start, 0, options.length)
     return {
-        "target": flops.training_flops(histories.num_items, trained, options) / trained.sum(),
-        "user": flops.ranking_flops(histories.num_items, ranked, options) / len(ranked),
+        "target": flops.training_flops(SASRec, histories.num_items, trained, options) / trained.sum(),
+        "user": flops.ranking_flops(SASRec, histories.num_items, ranked, options) / len(ranked),
     }
 
 

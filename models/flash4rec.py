@@ -174,6 +174,8 @@ def grouped_linear(x_ME: Tensor, counts_X: Tensor, weight_XEF: Tensor) -> Tensor
         counts_X: rows of each expert.
         weight_XEF: weights of each expert.
     """
+    if x_ME.is_cuda and torch.is_autocast_enabled("cuda"):  # where layer norm returns fp32
+        x_ME = x_ME.to(torch.get_autocast_dtype("cuda"))
     dtypes = (torch.bfloat16,) if x_ME.is_cuda else (torch.bfloat16, torch.float32)
     aligned = all(width % 8 == 0 for width in weight_XEF.shape[1:])  # the kernel needs rows aligned to 16 bytes
     if aligned and x_ME.dtype in dtypes and hasattr(F, "grouped_mm"):
@@ -279,11 +281,13 @@ class Experts(nn.Module):
             return self._one_by_one(x_ND, gate_NK, expert_NK)
         experts, k = self.options.experts, self.options.experts_per_token
         expert_M, order_M = torch.where(real_N.unsqueeze(-1), expert_NK, experts).flatten().sort(stable=True)
-        counts_X = torch.bincount(expert_M, minlength=experts + 1)[:experts]
+        stop_X = torch.searchsorted(expert_M, torch.arange(1, experts + 1, device=x_ND.device))  # bincount would wait
+        counts_X = stop_X.diff(prepend=stop_X.new_zeros(1))
         if not x_ND.is_cuda:  # skip padding, which is sorted last; on a GPU, waiting for the count would take longer
-            order_M = order_M[: int(counts_X.sum())]
+            order_M = order_M[: int(stop_X[-1])]
         expert_M, token_M = expert_M[: len(order_M)], order_M // k
-        sizes_X = torch.bincount(expert_M.clamp(max=experts - 1), minlength=experts)
+        stop_X[-1:].fill_(len(order_M))  # the last expert also takes the padding that is left
+        sizes_X = stop_X.diff(prepend=stop_X.new_zeros(1))
         hidden_ME = F.gelu(grouped_linear(x_ND.index_select(0, token_M), sizes_X, self.inner))
         computed_MD = grouped_linear(hidden_ME, sizes_X, self.outer)
         gate_M = gate_NK.flatten().index_select(0, order_M) * (expert_M < experts)

@@ -319,12 +319,12 @@ class Encoder(nn.Module):
         counts = torch.bincount(piece)
         results = []
         for rows in torch.split(order, counts[counts > 0].tolist()):
-            given = items_BL[rows.to(items_BL.device)], int(size_B[rows[-1]])
+            given = items_BL[rows.to(items_BL.device, non_blocking=True)], int(size_B[rows[-1]])
             if self.options.recompute and torch.is_grad_enabled():
                 results.append(checkpoint(function, *given, use_reentrant=False))
             else:
                 results.append(function(*given))
-        return results, order.argsort().to(items_BL.device)
+        return results, order.argsort().to(items_BL.device, non_blocking=True)
 
 
 def frozen_copy(encoder: Encoder) -> Encoder:

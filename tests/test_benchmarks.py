@@ -1,12 +1,19 @@
-"""The contestants of benchmarks/peers.py get the same data, and none may recommend what a user has seen."""
+"""The contestants of benchmarks/peers.py get the same data, and none may recommend what a user has seen.
+
+The benchmark of the GPU runs on a CPU in its quick form.
+"""
+
+import json
+import warnings
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks import ours, peer_data, peers, quality
+from benchmarks import flops, gpu, ours, peer_data, peers, quality
 from seqrec.data import sequences
 from seqrec.evaluation import metrics, ranking
+from seqrec.models.sasrec import SASRec
 
 SETTINGS = {**peers.SETTINGS, "length": 15, "d_model": 8, "batch_size": 4}  # longer than some users' train events
 
@@ -51,3 +58,46 @@ def test_the_time_to_quality_is_that_of_the_first_epoch_as_good_as_the_peers_bes
 
     assert rows[0] == ["| ours, sasrec", "0.2000", "2", "1.0 (4.0 x sooner)", "not reached |"]
     assert rows[1] == ["| replay, sasrec", "0.1500", "3", "4.0 (1.0 x sooner)", "not reached |"]
+
+
+def test_flops_are_those_of_the_products_and_three_times_as_many_in_training():
+    options = SASRec.Options(length=4, d_model=8, layers=1, heads=1)
+    maps, scores = 6 * 8 * 8, 10 * 8  # weights of attention and point-wise network, and of the items
+    products = [n * (maps + scores) + 2 * n * n * 8 for n in (1, 2, 4)]  # of a history of n events
+
+    assert flops.training_flops(SASRec, 10, (1, 2, 4), options) == pytest.approx(3 * 2 * sum(products))
+
+
+def test_every_part_of_the_gpu_benchmark_runs_on_a_cpu_and_one_that_fails_says_why(prepared, tmp_path, capsys):
+    out = tmp_path / "rows.jsonl"
+    common = ["--sequences", str(prepared), "--device", "cpu", "--quick", "--out", str(out)]
+
+    gpu.main([*common, "--goals", "0.001", "0.999"])
+
+    rows = {(row["part"], row["row"]): row for row in map(json.loads, out.read_text().splitlines())}
+    failed = {row: figures["failed"] for (_, row), figures in rows.items() if "failed" in figures}
+    assert all("No module named" in why for why in failed.values())
+    assert {part for part, row in rows if row not in failed} == set(gpu.parts(quick=True))
+    assert rows["training", "sasrec, 8, fp32"]["targets/s"] > 0
+    goals = rows["time to quality", "sasrec"]
+    assert goals["s to 0.001"] <= goals["s with validation"]
+    assert goals["s to 0.999"] == "not reached"
+    assert "| flash4rec, 8, bf16 | " in capsys.readouterr().out
+
+    gpu.main([*common, "--minutes", "0", "--parts", "ranking"])
+
+    assert "| sasrec | no time left |" in capsys.readouterr().out
+
+
+def test_waits_for_the_gpu_are_counted_by_the_line_that_waits():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            warnings.warn("called a synchronizing CUDA operation (Triggered internally at ...)", stacklevel=1)
+        warnings.warn("another warning", stacklevel=1)
+
+    found = gpu.waits_of(caught, steps=2)
+
+    assert (found["waits"], found["waits a step"]) == (4, 2.0)
+    assert found["lines (waits)"].startswith("test_benchmarks.py:")
+    assert found["lines (waits)"].endswith("(4)")

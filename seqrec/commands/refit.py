@@ -6,14 +6,14 @@ them. A retraining starts from the evaluated version, whose weights have not see
 
 from __future__ import annotations
 
-import functools
 import logging
+from contextlib import nullcontext
 from pathlib import Path
 
 from seqrec.artifacts import REFITTED, SPLIT_CARD, read_json
 from seqrec.config import ConfigError, RegisterConfig
 from seqrec.pipeline import BASELINES
-from seqrec.stages.register import export_graph
+from seqrec.stages.register import exporting
 from seqrec.tracking import registry, runs
 from seqrec.tracking.live import epoch_log
 from seqrec.training.checkpoint import load_checkpoint
@@ -70,9 +70,9 @@ def refit(
             resume=resume,
             open_log=epoch_log(config.experiment),
         )
-    with runs.registering(config, dataset), runs.explained(config):
+    graph = exporting(refitted) if config.graph else nullcontext()
+    with graph as export, runs.registering(config, dataset), runs.explained(config):
         saved = load_checkpoint(refitted)
-        export = functools.partial(export_graph, saved)
         version = registry.register_refit(client, evaluated, checkpoint=saved, export=export, config=config)
     logger.info(
         "version %s of %s, a refit of version %s, is now the champion", version.version, name, evaluated.version

@@ -108,11 +108,8 @@ class Sequences:
         return replace(self, **moved)
 
     def sent(self, gathered: Tensor) -> Tensor:
-        """Return `gathered` on the device of batches; copied from pinned memory, so that the host need not wait."""
-        if self.device == gathered.device:
-            return gathered
-        pinned = gathered.pin_memory() if self.device.type == "cuda" else gathered
-        return pinned.to(self.device, non_blocking=True)
+        """Return `gathered` on the device of batches."""
+        return sent(gathered, self.device)
 
 
 @dataclass(frozen=True)
@@ -124,6 +121,14 @@ class Cases:
 
     def __len__(self) -> int:
         return len(self.user)
+
+
+def sent(values: Tensor, device: torch.device) -> Tensor:
+    """Return `values` on `device`; copied from pinned memory, so that the host need not wait."""
+    if values.device == device:
+        return values
+    pinned = values.pin_memory() if device.type == "cuda" else values
+    return pinned.to(device, non_blocking=True)
 
 
 def load(directory: Path) -> Sequences:

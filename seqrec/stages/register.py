@@ -5,21 +5,25 @@ Every step finds what an earlier, perhaps killed, call has left by its fingerpri
 
 from __future__ import annotations
 
-import functools
 import getpass
 import hashlib
 import json
 import logging
+import multiprocessing
 import os
+import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from mlflow import MlflowClient
 from mlflow.entities import Dataset, DatasetInput, InputTag, Run
@@ -68,7 +72,7 @@ from seqrec.tracking.runs import (
     explained,
     registering,
 )
-from seqrec.training.checkpoint import Checkpoint, load_checkpoint
+from seqrec.training.checkpoint import load_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -156,15 +160,16 @@ def register(
     write_csv(reports / LEADERBOARD_CSV, rows)
     write_summaries(reports / "summary", rows)
     write_curves(reports / CURVES_CSV, {entry.name: entry.history for entry in entries if entry.history})
-    shown = examples.choose(
-        leader=best.name,
-        folders={entry.name: entry.folder for entry in entries},
-        reports=reports,
-        sequences=sequences,
-        number=config.examples,
-        seed=config.seed,
-    )
-    with registering(config, split["dataset"]), _explained(reports, config):
+    graph = exporting(best.folder) if config.graph else nullcontext()
+    with graph as export, registering(config, split["dataset"]), _explained(reports, config):
+        shown = examples.choose(
+            leader=best.name,
+            folders={entry.name: entry.folder for entry in entries},
+            reports=reports,
+            sequences=sequences,
+            number=config.examples,
+            seed=config.seed,
+        )
         tracker = _connect(split, data, config)
         parent = _open_parent(tracker, entries, params)
         if changes := os.environ.get(CHANGES):
@@ -173,7 +178,7 @@ def register(
             tracker.client.set_tag(parent.info.run_id, PIPELINE_RUN, pipeline_run)
         _check_artifacts(tracker.client, parent, reports / LEADERBOARD)
         logged = {entry.name: _log_entry(tracker, entry, parent, shown) for entry in entries}
-        outcome = _gate(tracker, best, logged[best.name], sequences, reports / VALIDATION, config)
+        outcome = _gate(tracker, best, logged[best.name], sequences, reports / VALIDATION, config, export)
         for entry in entries:
             entry.row["candidate"] = entry is best
             entry.row["champion"] = entry.fingerprint == outcome["champion"]
@@ -359,15 +364,35 @@ def _describe(tracker: Tracker, run: Run, settings: Mapping[str, Any], tags: Map
     runs.log_params(tracker.client, run, settings, {**tracker.tags, **tags})
 
 
-def export_graph(checkpoint: Checkpoint, folder: Path) -> None:
-    """Write the ONNX graph of `checkpoint`; this needs the packages of the extra `serve`."""
-    from seqrec.serving import onnx_graph
+@contextmanager
+def exporting(saved: Path) -> Iterator[registry.Export]:
+    """Write the ONNX graph of a checkpoint in a process beside this one; yield what waits for it and copies it."""
+    how = multiprocessing.get_context("fork" if sys.platform == "linux" else None)  # a fork has imported torch already
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(1, how) as pool:
+        written = pool.submit(_export, saved, Path(folder))
 
-    onnx_graph.export_checkpoint(checkpoint, folder)
+        def export(target: Path) -> None:
+            written.result()
+            shutil.copytree(folder, target)
+
+        yield export
+
+
+def _export(saved: Path, folder: Path) -> None:
+    from seqrec.serving import onnx_graph  # needs the packages of the extra `serve`
+
+    torch.set_num_threads(1)  # of a fork, which has no others
+    onnx_graph.export_checkpoint(load_checkpoint(saved), folder)
 
 
 def _gate(
-    tracker: Tracker, best: Entry, run: Run, sequences: Path, validation: Path, config: RegisterConfig
+    tracker: Tracker,
+    best: Entry,
+    run: Run,
+    sequences: Path,
+    validation: Path,
+    config: RegisterConfig,
+    export: registry.Export | None,
 ) -> dict[str, Any]:
     """Register `best` as the candidate, and return the gate's decision in the form of leaderboard.json."""
     name = f"seqrec-{tracker.split['dataset']}"
@@ -382,8 +407,8 @@ def _gate(
         tags[registry.STATISTICS_TAG] = json.dumps(read_json(validation)["histograms"])
     checkpoint = load_checkpoint(best.folder)
     model = registry.log_model(tracker.client, run, checkpoint=checkpoint)
-    if config.graph:
-        registry.log_graph(tracker.client, model, functools.partial(export_graph, checkpoint))
+    if export:
+        registry.log_graph(tracker.client, model, export)
     about = (
         f"Next-item recommenders for {tracker.split['dataset']} ({tracker.split['protocol']}), one version per training"
         f". `{registry.CHAMPION}` is the version to serve, `{registry.CANDIDATE}` the best of the last run."

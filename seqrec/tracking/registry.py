@@ -254,12 +254,12 @@ def register_refit(
     evaluated: ModelVersion,
     *,
     checkpoint: Saved,
-    export: Export,
+    export: Export | None,
     config: RegisterConfig,
 ) -> ModelVersion:
     """Log what `checkpoint` holds as a version linked to `evaluated`, and make it the champion in its place.
 
-    `export` writes its ONNX graph, see `log_graph`.
+    `export` writes its ONNX graph, if it is to have one; see `log_graph`.
 
     Raises:
         TrackingError: the champion has changed in the meantime.
@@ -272,7 +272,7 @@ def register_refit(
     log_metrics(client, run, {}, checkpoint.epoch_records())
     model = log_model(client, run, checkpoint=checkpoint)
     reason = f"refit of version {evaluated.version} on every event"
-    if config.graph:
+    if export:
         log_graph(client, model, export)
     tags = {key: value for key, value in evaluated.tags.items() if key not in OWN_TAGS}
     tags |= {REFIT_TAG: str(evaluated.version), REASON_TAG: reason}

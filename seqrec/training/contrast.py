@@ -68,7 +68,7 @@ class SameTarget:
         """Return windows of a model with `options`, whose targets are the events that `draw` returns."""
         user_B, partner_B = self.draw(target_B, seed)
         width = sequences.padded_width(int((partner_B - self.start_U[user_B]).max()), options.length)
-        user_B, partner_B = (x.to(data.items.device, non_blocking=True) for x in (user_B, partner_B))
+        user_B, partner_B = (sequences.sent(x, data.items.device) for x in (user_B, partner_B))
         return sequences.window(data, user_B, partner_B, width, from_request=options.from_request)
 
 

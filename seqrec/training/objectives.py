@@ -57,9 +57,9 @@ def example(
     width = sequences.padded_width(int(chosen.width.max()), options.length)
     targeted_BL = _targeted(options.objective, chosen.width, width, config, seed)
     mine = slice(process, None, processes) if config.resident else _neighbours(chosen.user, process, processes)
-    user, stop = (x[mine].to(data.items.device, non_blocking=True) for x in (chosen.user, chosen.stop))
+    user, stop = (sequences.sent(x[mine], data.items.device) for x in (chosen.user, chosen.stop))
     target_BL = sequences.window(data, user, stop, width).items
-    target_BL = target_BL.masked_fill(~targeted_BL[mine].to(target_BL.device, non_blocking=True), PAD)
+    target_BL = target_BL.masked_fill(~data.sent(targeted_BL[mine]), PAD)
     if options.masked:
         batch = sequences.window(data, user, stop, width)
         mask = torch.where(target_BL != PAD, data.num_items + 1, batch.items)

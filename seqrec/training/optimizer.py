@@ -108,8 +108,9 @@ def clip_gradients(model: SequenceModel, limit: float) -> Tensor:
     for part in model.parts:
         noisy = part.clipped_apart if isinstance(part, NoisyGradients) else ()
         for chosen in (False, True):
-            parameters = [p for name, p in part.named_parameters() if name.endswith(noisy) is chosen]
-            norms.append(_clip(parameters, limit / len(model.parts)))
+            named = [p for name, p in part.named_parameters() if name.endswith(noisy) is chosen]
+            if parameters := [p for p in named if p.grad is not None]:  # the norm of none would lie on the CPU
+                norms.append(_clip(parameters, limit / len(model.parts)))
     return torch.stack(norms).sum()
 
 

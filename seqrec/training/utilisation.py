@@ -60,7 +60,7 @@ class Utilisation:
 
     @contextmanager
     def _counted(self, targets: int) -> Iterator[None]:
-        with _Counter() as counter:
+        with FlopCounter() as counter:
             yield
         self.flops = counter.flops / targets
 
@@ -81,7 +81,7 @@ def _group(operator: str) -> str:
     return next((group for group, parts in GROUPS.items() if any(part in name for part in parts)), OTHERS)
 
 
-class _Counter(TorchDispatchMode):
+class FlopCounter(TorchDispatchMode):
     """Counts FLOPs; torch's own mode also follows the modules, and fails where a loss takes gradients of gradients."""
 
     def __init__(self) -> None:
@@ -118,7 +118,8 @@ def matmul_peak(device: torch.device, precision: str) -> float:
     """Return the best rate of a matrix product on `device` now, in FLOP per second."""
     size = 8192 if device.type == "cuda" else 1536
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    factor: Tensor = torch.ones(size, size, device=device, dtype=dtype)  # drawing it would change the training
+    generator = torch.Generator(device).manual_seed(0)  # the training's own would change the training
+    factor = torch.randn(size, size, device=device, dtype=dtype, generator=generator)  # ones take less power
     out, best = torch.empty_like(factor), float("inf")
     for _ in range(4):
         began = time.perf_counter()

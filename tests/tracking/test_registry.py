@@ -8,7 +8,6 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -26,7 +25,7 @@ from seqrec.serving.events import Event, Shown, Store
 from seqrec.serving.http import loaded
 from seqrec.serving.onnx_engine import OnnxEngine
 from seqrec.serving.recommender import Recommender
-from seqrec.stages.register import export_graph
+from seqrec.stages.register import exporting
 from seqrec.tracking import gate, registry, runs
 from seqrec.tracking.runs import TrackingError
 from seqrec.training.checkpoint import build, catalogue_files, load_checkpoint, save_counts, save_model
@@ -99,16 +98,20 @@ def test_a_model_gets_its_graph_once_and_is_served_with_it(client, config, run, 
     def broken(*_):
         raise RuntimeError("no such operator\nand a long trace")
 
+    def log_graph():
+        with exporting(folder) as written:
+            registry.log_graph(client, spare, written)
+
     monkeypatch.setattr(onnx_graph, "export_checkpoint", broken)
-    registry.log_graph(client, spare, partial(export_graph, load_checkpoint(folder)))
+    log_graph()
     assert "spare has no ONNX graph and is served by torch (RuntimeError: no such operator)" in caplog.text
     assert not isinstance(loaded(f"models:/{spare.model_id}", config, ServeConfig()).engine, OnnxEngine)
 
     monkeypatch.setattr(onnx_graph, "export_checkpoint", export)
-    registry.log_graph(client, spare, partial(export_graph, load_checkpoint(folder)))
+    log_graph()
     monkeypatch.setattr(onnx_graph, "export_checkpoint", broken)
     caplog.clear()
-    registry.log_graph(client, spare, partial(export_graph, load_checkpoint(folder)))
+    log_graph()
     assert not caplog.text
     served = loaded(f"models:/{spare.model_id}", config, ServeConfig())
     assert isinstance(served.engine, OnnxEngine)

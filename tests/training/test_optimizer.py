@@ -68,3 +68,12 @@ def test_sparse_tables_are_refused_where_they_could_not_help():
         FinetuneConfig(sparse_tables=True)
     with pytest.raises(ValueError, match="sparse_tables needs weight_decay: 0"):
         FinetuneConfig(sparse_tables=True, loss="bpr", weight_decay=0.1)
+
+
+def test_the_norm_of_the_gradients_stays_on_their_device():
+    with torch.device("meta"):
+        model = make_model("sasrec")  # it has no gradients to clip apart
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+    assert optimizer.clip_gradients(model, 1.0).device.type == "meta"
