@@ -27,12 +27,9 @@ from pathlib import Path
 
 import psutil
 import requests
-import torch
 import uvicorn
 
-from benchmarks import meter
 from seqrec.config import RegisterConfig, ServeConfig
-from seqrec.data import sequences
 from seqrec.serving import http
 from seqrec.serving.events import Event, Store
 from seqrec.serving.recommender import Recommender
@@ -56,6 +53,8 @@ end
 
 def histories(folder: Path) -> list[list[str]]:
     """Return the histories of some users."""
+    from seqrec.data import sequences  # imports torch, which is not to be in the process of the service
+
     data, item_ids = sequences.load(folder), sequences.read_vocabulary(folder)[0]
     users = random.Random(0).sample(range(data.num_users), min(BODIES, data.num_users))
     return [[item_ids[item - 1] for item in data.items[data.start[u] : data.stop[u]].tolist()] for u in users]
@@ -84,12 +83,12 @@ def fill(url: str, past: list[list[str]]) -> None:
 
 def serve(saved: Path, version: Path, url: str, port: int) -> None:
     """Serve until killed, as `seqrec serve` does; when the content of `version` changes, the model is loaded anew."""
-    torch.set_num_threads(1)
+    options = ServeConfig(poll_s=POLL_S)
 
     def load() -> Recommender:
-        return http.loaded(str(saved), 0, RegisterConfig())
+        return http.loaded(str(saved), RegisterConfig(), options)
 
-    service = http.app(load, version.read_text, ServeConfig(poll_s=POLL_S), store=Store(url) if url else None)
+    service = http.app(load, version.read_text, options, store=Store(url) if url else None)
     uvicorn.run(service, host="127.0.0.1", port=port, log_level="warning", access_log=False)
 
 
@@ -168,6 +167,8 @@ def rows_of(kind: str, folder: Path, saved: Path, script: Path, seconds: int) ->
 
 def main() -> None:
     """Print the table."""
+    from benchmarks import meter  # imports torch, like `sequences` above
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--saved", type=Path, required=True, help="folder of a trained model")
     parser.add_argument("--sequences", type=Path, required=True, help="the prepared dataset it was trained on")

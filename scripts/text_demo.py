@@ -39,7 +39,7 @@ from seqrec.serving.recommender import Recommender
 from seqrec.stages.baselines import write
 from seqrec.stages.evaluate import evaluate
 from seqrec.training.batches import trained_users
-from seqrec.training.checkpoint import catalogue_files
+from seqrec.training.checkpoint import catalogue_files, load_checkpoint
 
 NEW, NONSENSE = "described in the request", "qqqq zzz"
 Row = dict[str, Any]
@@ -157,7 +157,7 @@ def described(name: str, artifacts: Path, folder: Path, prepared: Sequences, num
     A nonsense description shows that the description is read: such an item should rank like any other one.
     """
     recommender = Recommender.load(artifacts / "finetuned")
-    attributes = recommender.model.options.attributes
+    attributes = load_checkpoint(artifacts / "finetuned").model.options.attributes
     texts = read_texts(folder.parent / ITEMS, recommender.item_ids, attributes)
     told = [
         dict(zip(texts, values, strict=True)) for values in zip(*(t.to_pylist() for t in texts.values()), strict=True)

@@ -323,9 +323,11 @@ def contrast(first, second):
     return (bright + 0.05) / (dark + 0.05)
 
 
+MODULES = "import sys; from seqrec.__main__ import main\ntry: main(sys.argv[1:])\nfinally: print(*sys.modules)"
+
+
 def imported(*arguments: str) -> set[str]:
     """Return the packages and modules that `python -m seqrec ARGUMENTS` imports."""
-    script = "import sys; from seqrec.__main__ import main\ntry: main(sys.argv[1:])\nfinally: print(*sys.modules)"
-    command = [sys.executable, "-c", script, *arguments]
+    command = [sys.executable, "-c", MODULES, *arguments]
     done = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=False)
     return set(done.stdout.split())

@@ -20,42 +20,33 @@ from torch import Tensor
 from torch.nn import functional as F
 from usearch.index import Index
 
-from seqrec.config import RegisterConfig
-from seqrec.models.base import PAD, Batch
-from seqrec.serving.recommender import Best, Recommender, Request, best_of
+from seqrec.counts.term import CountTerm
+from seqrec.models.base import PAD, SequenceModel
+from seqrec.serving.recommender import Best, Histories, Recommender, Request, best_of
+from seqrec.serving.rules import NONE, Items
+from seqrec.serving.torch_engine import TorchEngine, as_batch
+from seqrec.training.checkpoint import load_checkpoint
 
 logger = logging.getLogger(__name__)
 FOLLOWERS = 64  # of each of the newest events that are candidates for their counts
 DRAWN, EVENTS, TOP = 200, 10, 10  # histories, events of each and items wanted of each, for the recall
 
 
-class ApproximateRecommender(Recommender):
-    """A recommender that searches a graph of items instead of scoring all of them."""
+class ApproximateEngine(TorchEngine):
+    """An engine that searches a graph of items instead of scoring all of them."""
 
-    index: Index
-    expansion: int
-
-    @classmethod
-    def of(cls, place: str | Path, expansion: int, config: RegisterConfig | None = None) -> ApproximateRecommender:
-        """Load what `Recommender.load` does, build the graph, and log its recall.
+    def __init__(self, model: SequenceModel, term: CountTerm | None, expansion: int) -> None:
+        """Build the graph.
 
         Args:
-            place: see `Recommender.load`.
+            model: the model.
+            term: its count term.
             expansion: candidates that a search keeps; more of them raise recall and latency.
-            config: see `Recommender.load`.
-        """
-        self = cls.load(place, config)
-        assert isinstance(self, cls)
-        self.build(expansion)
-        logger.info("ann: with %d candidates, recall@%d against exact search is %.4f", expansion, TOP, self.recall())
-        return self
-
-    def build(self, expansion: int) -> None:
-        """Build the graph.
 
         Raises:
             ValueError: `expansion` is less than 1.
         """
+        super().__init__(model, term)
         if expansion < 1:
             raise ValueError(f"ann: {expansion} candidates are too few; 64 to 512 are usual")
         self.expansion = expansion
@@ -67,31 +58,15 @@ class ApproximateRecommender(Recommender):
         self.index.add(np.arange(1, len(self.item_vectors)), points, threads=torch.get_num_threads())
 
     @torch.no_grad()
-    def recall(self) -> float:
-        """Return the share of the ten best items that is found, of 200 histories of ten events drawn by popularity."""
-        generator = torch.Generator().manual_seed(0)
-        weight_V = self.counts[1:] + 1
-        drawn = torch.multinomial(weight_V, DRAWN * EVENTS, replacement=True, generator=generator)
-        ids = [self.item_ids[place] for place in drawn.tolist()]
-        requests = [Request(history=ids[first : first + EVENTS], k=TOP) for first in range(0, len(ids), EVENTS)]
-        batch = self._batch(requests, [range(EVENTS)] * DRAWN)
-        nothing = [torch.zeros(0, dtype=torch.int64)] * len(requests)
-        k = min(TOP, len(self.item_ids))
-        wanted = [k] * DRAWN
-        pairs = zip(self._top(batch, nothing, wanted), super()._top(batch, nothing, wanted), strict=True)
-        return sum(len({*found} & {*exact}) for (_, found), (_, exact) in pairs) / (k * DRAWN)
-
-    def _top(self, batch: Batch, hidden: Sequence[Tensor], wanted: Sequence[int]) -> list[Best]:
+    def best(self, past: Histories, hidden: Sequence[Items], wanted: Sequence[int]) -> list[Best]:
         """Search as many candidates for a row as its own request needs: no answer depends on another request."""
-        best = []
-        grown = len(self.item_vectors) > 1 + len(self.index)  # by items of a request
-        rows = zip(*self._queries(batch), hidden, wanted, strict=True)
-        for query_D, items_L, hidden_N, k in rows:
-            number = self._candidates(k + len(hidden_N))
-            if grown or 2 * number > len(self.index):
-                best.append(best_of(self._scores(query_D[None], items_L[None])[0], hidden_N, k))
+        best, batch = [], as_batch(past)
+        for query_D, items_L, own, k in zip(self.queries(batch), batch.items, hidden, wanted, strict=True):
+            number = self._candidates(k + len(own))
+            if 2 * number > len(self.index):
+                best.append(best_of(self.of_queries(query_D[None], items_L[None])[0].numpy(), own, k))
             else:
-                best.append(self._found(query_D, items_L, hidden_N, k, number))
+                best.append(self._found(query_D, items_L, torch.from_numpy(own), k, number))
         return best
 
     def _candidates(self, number: int) -> int:
@@ -118,3 +93,28 @@ class ApproximateRecommender(Recommender):
         """Return up to `number` candidates (C,)."""
         found = self.index.search(F.pad(query_D, (0, 1)).numpy(), number)
         return torch.from_numpy(found.keys.astype(np.int64))
+
+
+def load(folder: Path, expansion: int) -> Recommender:
+    """Return the recommender that searches the items of the model in `folder`; log its recall."""
+    checkpoint = load_checkpoint(folder)
+    engine = ApproximateEngine(checkpoint.model, checkpoint.count_term, expansion)
+    recommender = Recommender.of(checkpoint, engine)
+    logger.info("ann: with %d candidates, recall@%d against exact search is %.4f", expansion, TOP, recall(recommender))
+    return recommender
+
+
+def recall(recommender: Recommender) -> float:
+    """Return the share of the ten best items that is found, of 200 histories of ten events drawn by popularity."""
+    engine = recommender.engine
+    assert isinstance(engine, ApproximateEngine)
+    generator = torch.Generator().manual_seed(0)
+    weight_V = torch.from_numpy(recommender.counts[1:] + 1)
+    drawn = torch.multinomial(weight_V, DRAWN * EVENTS, replacement=True, generator=generator)
+    ids = [recommender.item_ids[place] for place in drawn.tolist()]
+    requests = [Request(history=ids[first : first + EVENTS], k=TOP) for first in range(0, len(ids), EVENTS)]
+    k = min(TOP, len(recommender.item_ids))
+    past = recommender.histories(requests, [recommender.known(request) for request in requests])
+    asked = (past, [NONE] * DRAWN, [k] * DRAWN)
+    pairs = zip(engine.best(*asked), TorchEngine.best(engine, *asked), strict=True)
+    return sum(len({*found} & {*exact}) for (_, found), (_, exact) in pairs) / (k * DRAWN)

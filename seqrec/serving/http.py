@@ -11,13 +11,14 @@ import contextlib
 import functools
 import importlib.metadata
 import logging
+import signal
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 from fastapi import FastAPI, HTTPException, Query, Response
 from fastapi import Request as HTTPRequest
 from fastapi.exceptions import RequestValidationError
@@ -30,11 +31,10 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest, start_http_s
 from seqrec.artifacts import GRAPH, MODEL_CARD, read_json
 from seqrec.config import ConfigError, RegisterConfig, ServeConfig, require
 from seqrec.data import stores
-from seqrec.serving import open_inference, request_log, rules, schemas, traces
+from seqrec.serving import onnx_engine, open_inference, request_log, rules, schemas, traces
 from seqrec.serving.batcher import NO_CHAMPION, Served
 from seqrec.serving.events import VARIABLE, Event, Store, StoreError, store_url
 from seqrec.serving.guards import Guards, SafeHeaders
-from seqrec.serving.onnx_graph import GraphRecommender
 from seqrec.serving.recommender import CHAMPION_URI, REGISTERED, Answer, Recommender, located
 from seqrec.serving.request_log import RequestLog
 from seqrec.serving.server import Server, bound
@@ -282,7 +282,7 @@ def serve(*, dataset: str, config: RegisterConfig, options: ServeConfig) -> None
     """
     if options.log_format == "json":
         request_log.write_json()
-    torch.set_num_threads(options.threads)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # an exit that removes temporary folders
     url = store_url(options.store)
     require(bool(url) or not options.keep_days, f"keep_days has no effect without a store: set --store or {VARIABLE}")
     with bound(options.host, options.port) as listener:
@@ -298,8 +298,8 @@ def serve(*, dataset: str, config: RegisterConfig, options: ServeConfig) -> None
 def _served(dataset: str, config: RegisterConfig, options: ServeConfig) -> tuple[Load, Callable[[], str]]:
     """Return what loads the model to serve, and what names its version."""
     if not options.saved:
-        return champion(dataset, config, options.ann, options.items)
-    recommender = loaded(options.saved, options.ann, config, options.items)
+        return champion(dataset, config, options)
+    recommender = loaded(options.saved, config, options)
     version = version_of(options.saved, config)
     return lambda: recommender, lambda: version
 
@@ -308,41 +308,44 @@ def _candidate(config: RegisterConfig, options: ServeConfig, champion_version: s
     version = version_of(options.candidate, config)
     if version == champion_version:
         raise ConfigError(f"candidate: {options.candidate} is the champion itself; name another version")
-    return Served(loaded(options.candidate, options.ann, config, options.items), version)
+    return Served(loaded(options.candidate, config, options), version)
 
 
-def champion(dataset: str, config: RegisterConfig, ann: int = 0, items: str = "") -> tuple[Load, Callable[[], str]]:
-    """Return what loads the champion of `dataset`, and what names its version; `ann`, `items`: see `loaded`."""
+def champion(dataset: str, config: RegisterConfig, options: ServeConfig) -> tuple[Load, Callable[[], str]]:
+    """Return what loads the champion of `dataset`, and what names its version."""
     from seqrec.tracking import registry  # MLflow takes seconds to import
 
     place = CHAMPION_URI.format(dataset=dataset)
     return (
-        lambda: loaded(place, ann, config, items),
+        lambda: loaded(place, config, options),
         lambda: registry.champion_version(dataset=dataset, config=config),
     )
 
 
-def loaded(place: str, ann: int, config: RegisterConfig, items: str = "") -> Recommender:
-    """Return the model at `place`, which runs its ONNX graph if it has one.
+def loaded(place: str, config: RegisterConfig, options: ServeConfig) -> Recommender:
+    """Return the model at `place`, which runs its ONNX graph if it has one and no approximate search is wanted.
 
     Args:
         place: see `located`.
-        ann: candidates of an approximate search; 0 scores all items.
         config: section `register`.
-        items: path or address of the table with the attributes of the items.
+        options: section `serve`.
     """
-    if ann:
-        from seqrec.serving.approximate_search import ApproximateRecommender
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(located(place, config))
+        if (folder / GRAPH).is_file() and not options.ann:
+            recommender = onnx_engine.load(folder, options.threads, keep=stack.pop_all())
+        else:
+            import torch
 
-        recommender: Recommender = ApproximateRecommender.of(place, ann, config)
-    else:
-        with located(place, config) as folder:
-            if (folder / GRAPH).is_file():
-                recommender = GraphRecommender.of(folder, torch.get_num_threads())
+            torch.set_num_threads(options.threads)
+            if options.ann:
+                from seqrec.serving import approximate_search
+
+                recommender = approximate_search.load(folder, options.ann)
             else:
                 recommender = Recommender.load(folder)
-    if items:
-        with stores.local(items) as file:
+    if options.items:
+        with stores.local(options.items) as file:
             recommender.attributes = rules.Attributes.read(file, recommender.item_ids)
     return recommender
 

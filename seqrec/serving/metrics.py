@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter as Counting
 from collections.abc import Sequence
 
+import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 
-from seqrec.models.base import PAD
 from seqrec.serving.batcher import Served
-from seqrec.serving.recommender import Answer, Request
+from seqrec.serving.recommender import PAD, Answer, Request
 
 DECILES = 10
 
@@ -57,10 +58,10 @@ class Metrics:
         self.version.clear()
         self.version.labels(recommender.name, version).set(1)
         self.expected.set(float(recommender.counts.sum()) / max(1, len(recommender.users)))
-        order = recommender.counts.argsort(descending=True, stable=True)
-        before = recommender.counts[order].cumsum(0) - recommender.counts[order]
-        share = before / recommender.counts.sum().clamp(min=1)
-        decile = (share * DECILES).long().clamp(max=DECILES - 1)
+        order = np.argsort(-recommender.counts, kind="stable")
+        before = recommender.counts[order].cumsum() - recommender.counts[order]
+        share = before / max(1, recommender.counts.sum())
+        decile = np.minimum((share * DECILES).astype(int), DECILES - 1)
         ranked = zip(order.tolist(), decile.tolist(), strict=True)
         self.decile_of = {recommender.item_ids[item - 1]: number for item, number in ranked if item != PAD}
 
@@ -76,7 +77,7 @@ class Metrics:
         for request in requests:
             self.length.observe(len(request.history))
         self.unknown.inc(sum(answer.unknown for answer in answers))
-        known = (self.decile_of.get(item_id) for request in requests for item_id in request.history)
-        for decile, number in Counting(known).items():
+        given = itertools.chain.from_iterable(request.history for request in requests)
+        for decile, number in Counting(map(self.decile_of.get, given)).items():
             if decile is not None:
                 self.deciles[decile].inc(number)

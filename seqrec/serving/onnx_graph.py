@@ -1,4 +1,4 @@
-"""A model as an ONNX graph, from a history to the best items, and a recommender that runs it.
+"""A model as an ONNX graph, from a history to the best items; onnx_engine.py runs it.
 
 Inputs: `items` (B, L) int64, left-padded with 0; `times` (B, L) float64 and `user` (B,) int64 where the model needs
 them; `hidden` (B, H) int64, items not to show, filled up with 0; `earlier` (B, E) int64, the events before `items`,
@@ -10,20 +10,22 @@ from __future__ import annotations
 import logging
 import random
 import warnings
-from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import onnxruntime
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from seqrec.artifacts import GRAPH, GRAPH_CARD, read_json, sha256, write_json
+from seqrec.artifacts import GRAPH, GRAPH_CARD, sha256, write_json
 from seqrec.config import RegisterConfig
 from seqrec.config.ranges import ListLength
 from seqrec.counts.term import CountTerm
-from seqrec.models.base import PAD, Batch, SequenceModel
-from seqrec.serving.recommender import Best, Recommender, Request, located
+from seqrec.models.base import Batch, SequenceModel
+from seqrec.serving.onnx_engine import OnnxEngine, identity
+from seqrec.serving.recommender import Recommender, Request, located
+from seqrec.serving.torch_engine import TorchEngine
 from seqrec.training.checkpoint import Checkpoint, load_checkpoint, write_files
 
 TOLERANCE = 1e-3  # of a score, relative and absolute
@@ -82,9 +84,12 @@ class _Counts(nn.Module):
         weight_BJ = self.weights * (items_BJ > 0)
         if self.normalised:
             weight_BJ = weight_BJ / weight_BJ.sum(1, keepdim=True).clamp(min=1e-9)
-        votes_BJK = (self.alpha * weight_BJ).unsqueeze(2) * self.values[items_BJ]
-        targets_BJK = self.targets[items_BJ].long()
-        score_BV = score_BV.scatter_add(1, targets_BJK.flatten(1), votes_BJK.flatten(1)) + self.popularity
+        row_N, event_N = (items_BJ > 0).nonzero(as_tuple=True)  # padding has no votes
+        item_N, weight_N = items_BJ[row_N, event_N], self.alpha * weight_BJ[row_N, event_N]
+        votes_NK = weight_N.unsqueeze(1) * self.values[item_N]
+        cells_NK = self.targets[item_N] + score_BV.shape[1] * row_N.unsqueeze(1)
+        score_BV = score_BV.flatten().scatter_add(0, cells_NK.flatten(), votes_NK.flatten()).view(score_BV.shape)
+        score_BV = score_BV + self.popularity
         return score_BV if self.further is None else self.further(score_BV, items_BL)
 
 
@@ -112,27 +117,22 @@ def export(
 
 def export_checkpoint(checkpoint: Checkpoint, output: Path, k: int = 100) -> dict[str, float]:
     """Write a checkpoint as an ONNX graph; see `export`."""
-    recommender = Recommender.from_checkpoint(checkpoint)
-    model = recommender.model
+    engine = TorchEngine(checkpoint.model, checkpoint.count_term)
+    model = engine.model
     k = min(k, model.catalogue.num_items)
-    program, given = graph(model, k, recommender.term)
+    program, given = graph(model, k, engine.term)
     output.mkdir(parents=True, exist_ok=True)
     program.save(output / GRAPH)
-    facts = {"k": k, "inputs": given, "shortest": model.shortest, **_identity(checkpoint)}
-    session = _session(output / GRAPH)
-    _check_equal(recommender, GraphRecommender.copied(recommender, facts, session))
-    facts |= {"files": write_files(output, checkpoint.files), "graph_sha256": sha256(output / GRAPH)}
-    write_json(output / GRAPH_CARD, facts)
+    card = {"k": k, "inputs": given, "shortest": model.shortest, "seen": model.options.history}
+    card |= {"reads": asdict(engine.reads), **identity(checkpoint.card)}
+    weights, run = (Recommender.of(checkpoint, each) for each in (engine, OnnxEngine(output, card)))
+    _check_equal(weights, run, k)
+    write_files(output, checkpoint.files)
+    write_json(output / GRAPH_CARD, card | {"graph_sha256": sha256(output / GRAPH)})
     return {"k": k}
 
 
-def _session(path: Path, threads: int = 1) -> onnxruntime.InferenceSession:
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
-    return onnxruntime.InferenceSession(path, options)
-
-
-def _check_equal(weights: Recommender, graph: GraphRecommender) -> None:
+def _check_equal(weights: Recommender, graph: Recommender, k: int) -> None:
     """Raise ValueError if the two score the best items of random users, histories and times differently."""
     chance, longest, users = random.Random(0), weights.events, [None, *weights.users]
     for number in range(CHECKED):
@@ -142,20 +142,14 @@ def _check_equal(weights: Recommender, graph: GraphRecommender) -> None:
             times=sorted(chance.uniform(0, YEAR) for _ in range(length)),
             at=YEAR + chance.uniform(0, YEAR),
             user=chance.choice(users),
-            k=graph.card["k"],
+            k=k,
         )
-        theirs, ours = (torch.tensor(each.answer([request])[0].scores) for each in (weights, graph))
-        if not torch.allclose(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE):
-            apart = (ours - theirs).abs().max()
+        theirs, ours = (np.array(each.answer([request])[0].scores) for each in (weights, graph))
+        if not np.allclose(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE):
+            apart = np.abs(ours - theirs).max()
             raise ValueError(
                 f"the scores of the graph and of the weights differ by {apart:.2g} for a history of {length} items"
             )
-
-
-def _identity(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the hashes of what a graph is made of."""
-    card = checkpoint.card
-    return {"weights_sha256": card["weights_sha256"], "counts_sha256": card["counts"].get("sha256")}
 
 
 def graph(model: SequenceModel, k: int, term: CountTerm | None) -> tuple[torch.onnx.ONNXProgram, list[str]]:
@@ -191,53 +185,3 @@ def graph(model: SequenceModel, k: int, term: CountTerm | None) -> tuple[torch.o
         )
     assert program is not None
     return program, given
-
-
-class GraphRecommender(Recommender):
-    """A recommender whose answers come from the ONNX graph; from the weights, where the graph holds too few items."""
-
-    card: dict[str, Any]
-    session: onnxruntime.InferenceSession | None
-
-    @classmethod
-    def of(cls, folder: Path, threads: int = 1) -> GraphRecommender:
-        """Load what `Recommender.load` does, and the graph beside it.
-
-        Raises:
-            ValueError: the graph was made of other weights.
-        """
-        checkpoint, card = load_checkpoint(folder), read_json(folder / GRAPH_CARD)
-        files, graph_sha256 = checkpoint.card["files"], sha256(folder / GRAPH)
-        wanted = {**_identity(checkpoint), "files": files, "graph_sha256": graph_sha256}
-        if any(card.get(name) != value for name, value in wanted.items()):
-            raise ValueError(f"{folder / GRAPH} was not exported from the weights beside it: export it again")
-        recommender = Recommender.from_checkpoint(checkpoint)
-        return cls.copied(recommender, card, _session(folder / GRAPH, threads))
-
-    @classmethod
-    def copied(
-        cls, recommender: Recommender, card: dict[str, Any], session: onnxruntime.InferenceSession
-    ) -> GraphRecommender:
-        """Return a recommender like another one, which runs `session`."""
-        self = object.__new__(cls)
-        vars(self).update(vars(recommender), card=card, session=session)
-        return self
-
-    def _grown(self, items_text: Mapping[str, Mapping[str, str]]) -> Recommender:
-        other = super()._grown(items_text)
-        assert isinstance(other, GraphRecommender)
-        other.session = None  # a graph holds its catalogue
-        return other
-
-    def _top(self, batch: Batch, hidden: Sequence[Tensor], wanted: Sequence[int]) -> list[Best]:
-        k = max(wanted)
-        if self.session is None or k > self.card["k"]:
-            return super()._top(batch, hidden, wanted)
-        earlier = torch.nn.functional.pad(batch.items[:, : -self.model.options.history], (1, 0), value=PAD)
-        batch = self.model.seen(batch)
-        missing = max(0, self.card["shortest"] - batch.items.shape[1])
-        items, times = (torch.nn.functional.pad(x, (missing, 0), value=PAD) for x in (batch.items, batch.times))
-        filled = torch.nn.utils.rnn.pad_sequence([*hidden], batch_first=True, padding_value=PAD)
-        inputs = {"items": items, "times": times, "user": batch.user, "hidden": filled, "earlier": earlier}
-        score_BK, item_BK = self.session.run(None, {name: inputs[name].numpy() for name in self.card["inputs"]})
-        return list(zip(score_BK[:, :k].tolist(), item_BK[:, :k].tolist(), strict=True))

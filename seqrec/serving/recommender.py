@@ -1,4 +1,7 @@
-"""Recommendations for external ids: a trained model, the catalogue's names, and what to do with odd requests."""
+"""Recommendations for external ids: an engine, the catalogue's names, and what to do with odd requests.
+
+This module and the ONNX engine import no torch, so that the service starts quickly and stays small.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +15,24 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
-from seqrec.analysis import attribution
 from seqrec.artifacts import TOKENIZER
 from seqrec.config import RegisterConfig
-from seqrec.counts.term import CountTerm
-from seqrec.data import sequences
-from seqrec.models.base import PAD, Batch, SequenceModel
-from seqrec.models.optional import ReadsTokens
 from seqrec.serving import rules
-from seqrec.training.checkpoint import DAY, Checkpoint, load_checkpoint
+from seqrec.serving.rules import Floats, Items
+from seqrec.training.saved import DAY, Saved
+
+if TYPE_CHECKING:
+    from seqrec.serving.torch_engine import TorchEngine
+    from seqrec.training.checkpoint import Checkpoint
 
 Best = tuple[list[float], list[int]]  # scores and numbers of items, best first
+Known = Mapping[int, int]  # place in a history -> number of the item
+PAD = 0  # as in models/base.py
 POPULARITY = "popularity"  # `source` of an answer that no model gave
 CENTURY = 36_525 * 86_400.0  # times further apart count as this: differences of infinite ones are no numbers
 REGISTERED = ("models:/", "runs:/")  # how MLflow's names of a model begin
@@ -142,14 +147,47 @@ class Answer:
     titles: list[str] = field(default_factory=list)  # of `items`, as the model knows them; empty where it has none
 
 
+class Histories(NamedTuple):
+    """What an engine reads: a model's input, see `Batch` of models/base.py."""
+
+    items: Items  # (B, L), left-padded with 0
+    times: NDArray[np.float64]  # (B, L)
+    user: Items  # (B,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reads:
+    """What a model reads of a request."""
+
+    events: int  # number of newest events
+    times: bool
+    from_request: bool  # whether times are relative to the request, see `Options` of models/base.py
+    text: bool  # of items that it never saw
+
+
+class Engine(Protocol):
+    """What finds the best items."""
+
+    @property
+    def reads(self) -> Reads:
+        """What it reads of a request."""
+
+    @property
+    def weights(self) -> TorchEngine:
+        """The engine that can also do everything else."""
+
+    def best(self, past: Histories, hidden: Sequence[Items], wanted: Sequence[int]) -> list[Best]:
+        """Return the best items but `hidden` of each history, at least as many as its `wanted`."""
+
+
 class Recommender:
-    """A trained model that speaks in the source's item ids."""
+    """An engine that speaks in the source's item ids."""
 
     def __init__(
         self,
-        model: SequenceModel,
+        engine: Engine,
         item_ids: Sequence[str],
-        counts: Tensor,
+        counts: NDArray[Any],
         user_ids: Sequence[str],
         *,
         filter_seen: bool,
@@ -157,16 +195,13 @@ class Recommender:
         gap: float = DAY,
         tokenizer: str = "",
         titles: Mapping[str, str] | None = None,
-        term: CountTerm | None = None,
     ) -> None:
-        self.model, self.item_ids, self.filter_seen = model.eval(), item_ids, filter_seen
-        self.name, self.gap, self.tokenizer = name, gap, tokenizer
-        self.titles, self.term = titles or {}, term
+        self.engine, self.item_ids, self.filter_seen = engine, item_ids, filter_seen
+        self.name, self.gap, self.tokenizer, self.titles = name, gap, tokenizer, titles or {}
         self.items = {item_id: item for item, item_id in enumerate(item_ids, start=1)}
         self.users = {user_id: user for user, user_id in enumerate(user_ids, start=1)}
-        self.counts = counts.float()
+        self.counts = counts.astype(np.float32)
         self.attributes = rules.Attributes()
-        self.item_vectors = model.item_vectors().detach().float()[: len(item_ids) + 1]
 
     @classmethod
     def load(cls, place: str | Path, config: RegisterConfig | None = None) -> Recommender:
@@ -179,30 +214,37 @@ class Recommender:
         Raises:
             ValueError: a file is not the one that the card was written for.
         """
+        from seqrec.training.checkpoint import load_checkpoint  # imports torch
+
         with located(place, config) as folder:
             return cls.from_checkpoint(load_checkpoint(folder))
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> Recommender:
         """Return the recommender of a checkpoint."""
+        from seqrec.serving.torch_engine import TorchEngine
+
+        return cls.of(checkpoint, TorchEngine(checkpoint.model, checkpoint.count_term))
+
+    @classmethod
+    def of(cls, saved: Saved, engine: Engine) -> Recommender:
+        """Return the recommender that answers with `engine` for a saved model."""
         return cls(
-            checkpoint.model,
-            checkpoint.item_ids,
-            checkpoint.item_counts,
-            checkpoint.users["user_id"].to_pylist(),
-            filter_seen=checkpoint.card["filter_seen"],
-            name=checkpoint.card["model"],
-            gap=checkpoint.card["median_gap"],
-            tokenizer=checkpoint.files.get(TOKENIZER, b"").decode(),
-            titles=checkpoint.titles,
-            term=checkpoint.count_term,
+            engine,
+            saved.item_ids,
+            saved.item_counts,
+            saved.users["user_id"].to_pylist(),
+            filter_seen=saved.card["filter_seen"],
+            name=saved.card["model"],
+            gap=saved.card["median_gap"],
+            tokenizer=saved.files.get(TOKENIZER, b"").decode(),
+            titles=saved.titles,
         )
 
     @property
     def events(self) -> int:
         """Number of newest events that a recommendation reads."""
-        seen: int = self.model.options.history
-        return max(seen, self.term.events) if self.term else seen
+        return self.engine.reads.events
 
     def recommend(self, history: Sequence[str], k: int = 10, **wanted: Any) -> Answer:
         """Return the answer to one request; `wanted` are further fields of `Request`. See `answer`."""
@@ -217,21 +259,16 @@ class Recommender:
             KeyError: the item is unknown.
         """
         item = self.items[item_id]
-        vector_VD = torch.nn.functional.normalize(self._unbiased(self.item_vectors), dim=1)
+        vector_VD = rules.unit(self.engine.weights.vectors)
         if vector_VD.shape[1] == 0:
-            score_V = self._scores(*self._queries(self._batch([Request(history=[item_id])], [[0]])))[0]
+            score_V = self.engine.weights.scores(self.histories([Request(history=[item_id])], [{0: item}]))[0]
         else:
             score_V = vector_VD @ vector_VD[item]
-        k = min(k, len(self.item_ids) - 1)
-        return self._named(*best_of(score_V, torch.tensor([item]), k), source=self.name)
-
-    def _unbiased(self, item_ND: Tensor) -> Tensor:
-        """Return item vectors without their bias, which says how popular an item is and not what it is like."""
-        return item_ND[:, :-1] if self.model.biased else item_ND
+        return self._named(*best_of(score_V, [item], min(k, len(self.item_ids) - 1)), source=self.name)
 
     def popular(self, k: int = 10) -> Answer:
         """Return the `k` items with the most events in training, and how many."""
-        best = best_of(self.counts.clone(), rules.NONE, min(k, len(self.item_ids)))
+        best = best_of(self.counts.copy(), rules.NONE, min(k, len(self.item_ids)))
         return self._named(*best, source=POPULARITY)
 
     def search(self, text: str, k: int = 10) -> list[str]:
@@ -252,12 +289,11 @@ class Recommender:
             self.attributes.check(rule, getattr(request, rule))
         if not request.items_text:
             return
-        if not isinstance(self.model, ReadsTokens) or not self.tokenizer:
+        if not (self.engine.reads.text and self.tokenizer):
             raise ValueError(f"items_text: {self.name} cannot read text; use a Recformer with its {TOKENIZER}")
         if known := request.items_text.keys() & self.items.keys():
             raise ValueError(f"items_text: the model already knows the item {min(known)!r}")
 
-    @torch.no_grad()
     def answer(self, requests: Sequence[Request]) -> list[Answer]:
         """Answer requests together, in one pass of the model; nobody's answer depends on the others.
 
@@ -279,20 +315,8 @@ class Recommender:
 
     def _grown(self, items_text: Mapping[str, Mapping[str, str]]) -> Recommender:
         """Return this recommender with more items, which it knows from their text alone."""
-        from tokenizers import Tokenizer
-
-        from seqrec.data import item_tokens
-
-        catalogue, options = self.model.catalogue, self.model.options
-        assert isinstance(self.model, ReadsTokens)
-        assert catalogue.tokens is not None
-        texts = item_tokens.as_texts(list(items_text.values()), options.attributes)
-        new = item_tokens.tokenise(texts, Tokenizer.from_str(self.tokenizer), options.attribute_tokens)
-        size = len(self.item_ids) + len(items_text)
         other = copy.copy(self)
-        other.model = self.model.grown(
-            catalogue._replace(num_items=size, tokens=item_tokens.concatenate([catalogue.tokens, new]))
-        )
+        other.engine = self.engine.weights.grown(items_text, self.tokenizer)
         other.item_ids = [*self.item_ids, *items_text]
         other.items = self.items | {item_id: len(self.item_ids) + n for n, item_id in enumerate(items_text, start=1)}
         other.titles = {
@@ -300,71 +324,70 @@ class Recommender:
             **{item_id: attributes.get("title", "") for item_id, attributes in items_text.items()},
         }
         other.attributes = self.attributes.grown(list(items_text.values()))
-        other.counts = torch.nn.functional.pad(self.counts, (0, len(items_text)))
-        other.item_vectors = other.model.item_vectors().float()
-        other.term = self.term and self.term.grown(size + 1)
+        other.counts = np.pad(self.counts, (0, len(items_text)))
         return other
 
     def _answer(self, requests: Sequence[Request]) -> list[Answer]:
         if not requests:
             return []
-        positions = [[p for p, item_id in enumerate(r.history) if item_id in self.items] for r in requests]
-        hidden = [self._hidden(request) for request in requests]
+        known = [self.known(request) for request in requests]
+        hidden = [self._hidden(*each) for each in zip(requests, known, strict=True)]
         wanted = [min(request.candidates, len(self.item_ids)) for request in requests]
         best: dict[int, Best] = {}
-        plain = [n for n, own in enumerate(positions) if own and not requests[n].boost]
+        plain = [n for n, own in enumerate(known) if own and not requests[n].boost]
         if plain:
-            batch = self._batch([requests[n] for n in plain], [positions[n] for n in plain])
-            best |= zip(plain, self._top(batch, [hidden[n] for n in plain], [wanted[n] for n in plain]), strict=True)
+            past = self.histories([requests[n] for n in plain], [known[n] for n in plain])
+            found = self.engine.best(past, [hidden[n] for n in plain], [wanted[n] for n in plain])
+            best |= zip(plain, found, strict=True)
         for n in set(range(len(requests))) - set(plain):
-            best[n] = self._ranked(requests[n], positions[n], hidden[n], wanted[n])
+            best[n] = self._ranked(requests[n], known[n], hidden[n], wanted[n])
         answers = []
         for n, request in enumerate(requests):
             scores, items = best[n]
             candidates = scores[: wanted[n]], items[: wanted[n]]  # a neighbour may have wanted more
-            answers.append(self._answered(request, positions[n], hidden[n], candidates))
+            answers.append(self._answered(request, known[n], hidden[n], candidates))
         return answers
 
-    def _ranked(self, request: Request, positions: Sequence[int], hidden: Tensor, k: int) -> Best:
+    def _ranked(self, request: Request, known: Known, hidden: Items, k: int) -> Best:
         """Return the best `k` items of one request, boosted, whatever engine answers the others."""
         factor_V = self.attributes.factors(request.boost, 1 + len(self.item_ids))
-        if positions:  # scores are logarithms of what is proportional to a probability
-            score_V = self._scores(*self._queries(self._batch([request], [positions])))[0] + factor_V.log()
+        if known:  # scores are logarithms of what is proportional to a probability
+            score_V = self.engine.weights.scores(self.histories([request], [known]))[0] + np.log(factor_V)
         else:
             score_V = self.counts * factor_V
-        return best_of(score_V.float(), hidden, k)
+        return best_of(score_V, hidden, k)
 
-    def _answered(self, request: Request, positions: Sequence[int], hidden: Tensor, best: Best) -> Answer:
+    def _answered(self, request: Request, known: Known, hidden: Items, best: Best) -> Answer:
         """Return the answer: the best items, or the list that the request chooses among them."""
         if request.chosen:
             chosen = self._chosen(request, best)
             if request.quota and len(chosen[1]) < request.k and len(best[1]) < len(self.item_ids):
-                everything = self._ranked(request, positions, hidden, len(self.item_ids))
+                everything = self._ranked(request, known, hidden, len(self.item_ids))
                 chosen = self._chosen(replace(request, diversity=0.0), everything)
             best = chosen
         shown = [(score, item) for score, item in zip(*best, strict=True) if score > float("-inf")][: request.k]
         notes = []
-        if not positions:
+        if not known:
             notes.append("the history has no known item: these are the most popular ones")
-        elif "times" in self.model.needs and request.times is None:
+        elif self.engine.reads.times and request.times is None:
             notes.append(
                 f"times not given: events are assumed to be {self.gap:g} s apart, the median of the training data"
             )
         return self._named(
             [score for score, _ in shown],
             [item for _, item in shown],
-            source=self.name if positions else POPULARITY,
-            unknown=len(request.history) - len(positions),
+            source=self.name if known else POPULARITY,
+            unknown=len(request.history) - len(known),
             notes=notes,
         )
 
     def _chosen(self, request: Request, best: Best) -> Best:
         """Return the items that a request's quota, diversity and exploration choose among candidates."""
-        score_N, item_N = (torch.tensor(part) for part in best)
-        shown_N = score_N > float("-inf")
+        score_N, item_N = np.array(best[0], np.float32), np.array(best[1], np.int64)
+        shown_N = score_N > -np.inf
         score_N, item_N = score_N[shown_N], item_N[shown_N]
         limits = self.attributes.limits(request.quota, item_N)
-        vector_ND = self._unbiased(self.item_vectors[item_N])
+        vector_ND = self.engine.weights.vectors[item_N] if request.diversity else np.zeros((len(item_N), 0), np.float32)
         chosen = rules.most_relevant_and_diverse(score_N, vector_ND, request.k, request.diversity, limits)
         places = rules.explored(chosen, len(item_N), request.explore, random.Random())
         return score_N[places].tolist(), item_N[places].tolist()
@@ -380,73 +403,61 @@ class Recommender:
         """
         if item_id not in self.items:
             raise ValueError(f"item_id: {item_id!r} is unknown")
-        positions = [p for p, known in enumerate(request.history) if known in self.items]
+        known = self.known(request)
         drops = [0.0] * len(request.history)
-        if positions:
-            history = self._window([request], [positions], len(positions))
-            drop_L = attribution.leave_one_out(self.model, history, torch.tensor([self.items[item_id]]), self.term)[0]
-            for p, drop in zip(positions, drop_L.tolist(), strict=True):
-                drops[p] = drop
+        if known:
+            past = self.histories([request], [known], events=len(known))
+            found = self.engine.weights.drops(past, self.items[item_id])
+            for place, drop in zip(known, found, strict=True):
+                drops[place] = drop
         return drops
 
-    def _top(self, batch: Batch, hidden: Sequence[Tensor], wanted: Sequence[int]) -> list[Best]:
-        """Return the best items but `hidden` of each row, at least as many as the row's `wanted`."""
-        scores_BV = self._scores(*self._queries(batch))
-        return [best_of(*row) for row in zip(scores_BV, hidden, wanted, strict=True)]
+    def known(self, request: Request) -> Known:
+        """Return place and number of each item of the history that the model knows."""
+        numbers = map(self.items.get, request.history)
+        return {place: item for place, item in enumerate(numbers) if item is not None}
 
-    def _queries(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the queries of the histories (B, D), and their items (B, L)."""
-        return self.model(self.model.asked(self.model.seen(batch)), last=True)[:, 0].float(), batch.items
-
-    def _scores(self, query_BD: Tensor, items_BL: Tensor) -> Tensor:
-        """Return the scores of all items, counts included."""
-        score_BV: Tensor = query_BD @ self.item_vectors.T
-        return score_BV if self.term is None else self.term.adder(items_BL)(score_BV, 0)
-
-    def _batch(self, requests: Sequence[Request], positions: Sequence[Sequence[int]]) -> Batch:
-        length = self.events
-        recent = [own[-length:] for own in positions]
-        longest = max(len(own) for own in recent)
-        return self._window(requests, recent, sequences.padded_width(longest, length))
-
-    def _window(self, requests: Sequence[Request], positions: Sequence[Sequence[int]], width: int) -> Batch:
-        """Return the events at `positions` of each history, padded on the left to `width`."""
-        rows = list(zip(requests, positions, strict=True))
-        items_BL = torch.tensor([[PAD] * (width - len(p)) + [self.items[r.history[i]] for i in p] for r, p in rows])
+    def histories(self, requests: Sequence[Request], known: Sequence[Known], events: int = 0) -> Histories:
+        """Return the newest `known` events of each history, at most `events`; 0: as many as the engine reads."""
+        recent = [[*own.items()][-(events or self.events) :] for own in known]
+        items_BL = np.zeros((len(requests), max(map(len, recent))), np.int64)
+        times_BL = np.zeros(items_BL.shape)
         now = time.time()
-        times_BL = torch.tensor([self._times(r, p, width, now) for r, p in rows], dtype=torch.float64)
-        user_B = torch.tensor([self.users.get(r.user or "", 0) for r in requests])
-        return Batch(items_BL, times_BL.masked_fill(items_BL == PAD, 0.0), user_B)
+        for row, (request, own) in enumerate(zip(requests, recent, strict=True)):
+            first = items_BL.shape[1] - len(own)
+            items_BL[row, first:] = [item for _, item in own]
+            if self.engine.reads.times:
+                times_BL[row, first:] = self._times(request, [place for place, _ in own], now)
+        return Histories(items_BL, times_BL, np.array([self.users.get(r.user or "", 0) for r in requests]))
 
-    def _times(self, request: Request, positions: Sequence[int], width: int, now: float) -> list[float]:
-        """Return seconds relative to the last event, or to the request where the model reads it; padded on the left."""
-        asked = self.model.options.from_request
+    def _times(self, request: Request, places: Sequence[int], now: float) -> list[float]:
+        """Return seconds relative to the last event, or to the request where the model reads it."""
+        asked = self.engine.reads.from_request
         if request.times is None:
-            return [-self.gap * (before + asked) for before in range(width - 1, -1, -1)]
-        last = request.times[positions[-1]]
+            return [-self.gap * (before + asked) for before in range(len(places) - 1, -1, -1)]
+        last = request.times[places[-1]]
         origin = max(last, now if request.at is None else request.at) if asked else last
-        before = (max(-CENTURY, min(CENTURY, float(request.times[i] - origin))) for i in positions)
-        return [0.0] * (width - len(positions)) + list(before)
+        return [max(-CENTURY, min(CENTURY, float(request.times[i] - origin))) for i in places]
 
-    def _hidden(self, request: Request) -> Tensor:
+    def _hidden(self, request: Request, known: Known) -> Items:
         """Return the numbers of the items not to show."""
-        named = {*request.exclude, *(request.history if self.filter_seen else ())}
-        hidden = torch.tensor([self.items[item_id] for item_id in named & self.items.keys()], dtype=torch.int64)
+        named = {self.items.get(item_id, PAD) for item_id in request.exclude}
+        hidden = np.array([*named.union(known.values() if self.filter_seen else ()) - {PAD}], np.int64)
         if request.allow is None and not request.filter:
             return hidden
-        hidden_V = torch.zeros(1 + len(self.item_ids), dtype=torch.bool)
+        hidden_V = np.zeros(1 + len(self.item_ids), bool)
         if request.allow is not None:
             hidden_V[:] = True
             hidden_V[[self.items[item_id] for item_id in {*request.allow} & self.items.keys()]] = False
         for name, condition in request.filter.items():
             hidden_V |= ~self.attributes[name].meets(condition)
         hidden_V[hidden] = True
-        return hidden_V.nonzero()[:, 0]
+        return hidden_V.nonzero()[0]
 
 
-def best_of(score_V: Tensor, hidden: Tensor, k: int) -> Best:
+def best_of(score_V: Floats, hidden: Items | list[int], k: int) -> Best:
     """Return the best items but `hidden`; `score_V` is written to."""
-    score_V[PAD] = float("-inf")
-    score_V[hidden] = float("-inf")
-    values, items = score_V.topk(k)
-    return values.tolist(), items.tolist()
+    score_V[PAD] = score_V[hidden] = -np.inf
+    item_K = np.argpartition(-score_V, k - 1)[:k]
+    item_K = item_K[np.argsort(-score_V[item_K], kind="stable")]
+    return score_V[item_K].tolist(), item_K.tolist()

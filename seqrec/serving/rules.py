@@ -16,9 +16,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import torch
-from torch import Tensor
-from torch.nn import functional as F
+from numpy.typing import NDArray
 
 from seqrec.artifacts import read_table
 
@@ -39,7 +37,10 @@ Condition = Sequence[str] | NumberRange  # one of these values; or a number with
 Filter = Mapping[str, Condition]  # attribute -> condition; an item must meet all of them
 Boost = Mapping[str, Mapping[str, float]]  # attribute -> value -> how many times as likely its items are to be
 Quota = Mapping[str, Mapping[str, int]]  # attribute -> value -> items of a list that may have it
-NONE = torch.zeros(0, dtype=torch.int64)  # no items
+Items = NDArray[np.int64]  # numbers of items
+Floats = NDArray[np.float32]
+Mask = NDArray[np.bool_]
+NONE = np.zeros(0, np.int64)  # no items
 
 
 class Attribute:
@@ -49,7 +50,7 @@ class Attribute:
         self.values = values
 
     @cached_property
-    def _items(self) -> dict[str, Tensor]:
+    def _items(self) -> dict[str, Items]:
         """The numbers of the items that have a value, by the value in lower case."""
         found: dict[str, list[int]] = {}
         for item, text in enumerate(self.values, start=1):
@@ -57,9 +58,9 @@ class Attribute:
             for value in {whole, *SEPARATORS.split(whole)}:
                 found.setdefault(value.strip(), []).append(item)
         found.pop("", None)
-        return {value: torch.tensor(items) for value, items in found.items()}
+        return {value: np.array(items) for value, items in found.items()}
 
-    def having(self, value: str) -> Tensor:
+    def having(self, value: str) -> Items:
         """Return the numbers of the items that have a value."""
         return self._items.get(value.strip().casefold(), NONE)
 
@@ -71,18 +72,18 @@ class Attribute:
         return [value for value, _ in sorted(count.items(), key=lambda one: (-one[1], one[0]))[:number]]
 
     @cached_property
-    def _numbers(self) -> Tensor:
+    def _numbers(self) -> NDArray[np.float64]:
         """The values (V,) as numbers, NaN where they are none."""
-        return torch.tensor([torch.nan, *map(_number, self.values)], dtype=torch.float64)
+        return np.array([np.nan, *map(_number, self.values)])
 
-    def meets(self, condition: Condition) -> Tensor:
+    def meets(self, condition: Condition) -> Mask:
         """Return which items (V,) meet a condition; one without a value meets none."""
         if not isinstance(condition, NumberRange):
-            meets_V = torch.zeros(1 + len(self.values), dtype=torch.bool)
+            meets_V = np.zeros(1 + len(self.values), bool)
             for value in set(condition):
                 meets_V[self.having(value)] = True
             return meets_V
-        meets_V = ~self._numbers.isnan()
+        meets_V = ~np.isnan(self._numbers)
         if condition.min is not None:
             meets_V &= self._numbers >= condition.min
         if condition.max is not None:
@@ -125,29 +126,29 @@ class Attributes(dict[str, Attribute]):
             known = ", ".join(sorted(self)) or "none: start the service with --items data/items.parquet"
             raise ValueError(f"{rule}: attribute {name!r} is unknown; known: {known}")
 
-    def factors(self, boost: Boost, size: int) -> Tensor:
+    def factors(self, boost: Boost, size: int) -> Floats:
         """Return (V,): for each of `size` items, padding included, the product of the factors that apply to it."""
-        factor_V = torch.ones(size)
+        factor_V = np.ones(size, np.float32)
         for name, values in boost.items():
             for value, factor in values.items():
                 factor_V[self[name].having(value)] *= factor
         return factor_V
 
-    def limits(self, quota: Quota, item_N: Tensor) -> tuple[Tensor, Tensor]:
+    def limits(self, quota: Quota, item_N: Items) -> tuple[Mask, Items]:
         """Return which of the items have each value of a quota (M, N), and how many of them may be chosen (M,)."""
         values = [(name, value) for name, own in quota.items() for value in own]
-        member_MN = torch.zeros(len(values), len(item_N), dtype=torch.bool)
+        member_MN = np.zeros((len(values), len(item_N)), bool)
         for row, (name, value) in enumerate(values):
             member_MN[row] = self[name].meets([value])[item_N]
-        return member_MN, torch.tensor([quota[name][value] for name, value in values], dtype=torch.int64)
+        return member_MN, np.array([quota[name][value] for name, value in values], np.int64)
 
 
 def most_relevant_and_diverse(
-    score_N: Tensor,
-    vector_ND: Tensor,
+    score_N: Floats,
+    vector_ND: Floats,
     k: int,
     diversity: float,
-    limits: tuple[Tensor, Tensor] | None = None,
+    limits: tuple[Mask, Items] | None = None,
 ) -> list[int]:
     """Choose `k` candidates by maximal marginal relevance (Carbonell and Goldstein, SIGIR 1998).
 
@@ -162,11 +163,11 @@ def most_relevant_and_diverse(
         diversity: 0 chooses by score alone, 1 by similarity alone after the first item.
         limits: see `Attributes.limits`; an item may be under several limits.
     """
-    relevance_N = (1 - diversity) * _between_0_and_1(score_N).numpy()
-    unit_ND = F.normalize(vector_ND, dim=1).numpy()
+    relevance_N = (1 - diversity) * _between_0_and_1(score_N)
+    unit_ND = unit(vector_ND)
     gain_N, similarity_N = relevance_N, np.full_like(relevance_N, -1)
     open_N = np.ones(len(score_N), bool)
-    member_MN, left_M = (part.numpy().copy() for part in limits or (NONE.view(0, len(score_N)).bool(), NONE))
+    member_MN, left_M = limits or (np.zeros((0, len(score_N)), bool), NONE)
     full_M, chosen = left_M <= 0, list[int]()
     while len(chosen) < k:
         if full_M.any():
@@ -176,7 +177,7 @@ def most_relevant_and_diverse(
         best = int(np.where(open_N, gain_N, -np.inf).argmax())
         chosen.append(best)
         open_N[best] = False
-        left_M -= member_MN[:, best]
+        left_M = left_M - member_MN[:, best]
         full_M = member_MN[:, best] & (left_M <= 0)
         if diversity:
             similarity_N = np.maximum(similarity_N, unit_ND @ unit_ND[best])
@@ -184,10 +185,17 @@ def most_relevant_and_diverse(
     return chosen
 
 
-def _between_0_and_1(score_N: Tensor) -> Tensor:
+def unit(vector_ND: Floats) -> Floats:
+    """Return vectors of length 1 in the same directions; 0 stays 0."""
+    unit_ND: Floats = vector_ND / np.maximum(np.linalg.norm(vector_ND, axis=1, keepdims=True), 1e-12)
+    return unit_ND
+
+
+def _between_0_and_1(score_N: Floats) -> Floats:
     if not len(score_N):
         return score_N
-    return (score_N - score_N.min()) / (score_N.max() - score_N.min()).clamp(min=1e-12)
+    share_N: Floats = (score_N - score_N.min()) / np.maximum(score_N.max() - score_N.min(), 1e-12)
+    return share_N
 
 
 def explored(chosen: Sequence[int], number: int, share: float, draw: random.Random) -> list[int]:

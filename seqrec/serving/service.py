@@ -56,7 +56,7 @@ class Service:
         self.served.switch(recommender, version)
         self.metrics.switch(self.served)
         if first:
-            gc.freeze()  # looking through all objects of torch for garbage took a tenth of a second
+            gc.freeze()  # looking through all objects of the libraries for garbage takes up to a tenth of a second
 
     async def answer(self, queries: Sequence[schemas.Query], caller: str) -> list[schemas.Recommendation]:
         """Return the recommendations for `queries`; the store does not see answers to those that name a version.

@@ -66,7 +66,7 @@ def evaluate(
         refitted = _refitted(trained)
         term = None if without_counts else refitted.count_term
         test = with_counts(ranking.model_scorer(refitted.model.to(device)), term and term.to(device))
-        count = refitted.item_counts.to(device)
+        count = torch.from_numpy(refitted.item_counts).to(device)
     values = results.report(test, prepared, report, config, facts, filter_seen=filter_seen, valid=valid, count=count)
     return values | {"evaluate_seconds": time.monotonic() - began}
 

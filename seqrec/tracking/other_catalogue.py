@@ -75,7 +75,7 @@ def measured(checkpoint: Checkpoint, data: Path, *, filter_seen: bool) -> Measur
         raise ValueError("the champion knows none of the items of the dataset")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     term, prepared = checkpoint.count_term, sequences.load(data).to(device)
-    count = checkpoint.item_counts.to(device)
+    count = torch.from_numpy(checkpoint.item_counts).to(device)
     found, chosen = numbers.to(device), sequences.cases(prepared, "valid")
     ranked = ranking.rank(
         scorer(checkpoint.model.to(device), term and term.to(device), found, count),

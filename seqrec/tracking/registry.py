@@ -52,7 +52,7 @@ from seqrec.tracking.runs import (
     open_run,
     tracking_uri,
 )
-from seqrec.training.checkpoint import FILES, Checkpoint
+from seqrec.training.saved import FILES, Saved
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ SIGNATURE = ModelSignature(
 )
 
 
-def log_model(client: MlflowClient, run: Run, *, checkpoint: Checkpoint) -> LoggedModel:
+def log_model(client: MlflowClient, run: Run, *, checkpoint: Saved) -> LoggedModel:
     """Return the run's loadable model of the weights of `checkpoint`; a half-written one is replaced."""
     card, saved = checkpoint.card, checkpoint.folder
     weights = card["weights_sha256"]
@@ -253,7 +253,7 @@ def register_refit(
     client: MlflowClient,
     evaluated: ModelVersion,
     *,
-    checkpoint: Checkpoint,
+    checkpoint: Saved,
     export: Export | None,
     config: RegisterConfig,
 ) -> ModelVersion:

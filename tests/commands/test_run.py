@@ -191,7 +191,8 @@ def test_the_loop_closes(tmp_path, caplog):
         command("registry", "promote", "--version", version, "--params", first / "params.yaml")
 
     command("events", "import", "--store", url, "--interactions", first / "data" / "interactions.parquet")
-    with running(http.app(*http.champion("log", register), ServeConfig(poll_s=0.2), store=Store(url))) as address:
+    options = ServeConfig(poll_s=0.2)
+    with running(http.app(*http.champion("log", register, options), options, store=Store(url))) as address:
 
         def ask(user):
             return requests.post(f"{address}/recommend", json={"user": user, "k": 3}, timeout=30).json()

@@ -15,10 +15,9 @@ from seqrec.counts import term
 from seqrec.data import sequences
 from seqrec.data.sequences import trained_until
 from seqrec.evaluation import ranking
-from seqrec.serving import onnx_graph
-from seqrec.serving.approximate_search import ApproximateRecommender
-from seqrec.serving.onnx_graph import GraphRecommender
+from seqrec.serving import approximate_search, onnx_engine, onnx_graph
 from seqrec.serving.recommender import Recommender, Request
+from seqrec.serving.torch_engine import TorchEngine
 from seqrec.stages.evaluate import evaluate
 from seqrec.training.checkpoint import load_checkpoint
 from seqrec.training.refit import retrain
@@ -49,10 +48,10 @@ def test_ranking_service_graph_search_and_batch_agree(prepared, tmp_path, monkey
     recommend.score(sequences=prepared, saved=saved, output=tmp_path / "best.parquet", k=5)
     table = pq.read_table(tmp_path / "best.parquet")
     assert table["items"].to_pylist() == [[item_ids[i - 1] for i in row] for row in item_BK.tolist()]
-    recommenders = [Recommender.load(saved), ApproximateRecommender.of(saved, 64)]
+    recommenders = [Recommender.load(saved), approximate_search.load(saved, 64)]
     if dense and architecture == "bert4rec":  # test_baselines.py: the graph of counts alone
         onnx_graph.export(saved=saved, output=saved, k=15)
-        recommenders.append(GraphRecommender.of(saved))
+        recommenders.append(onnx_engine.load(saved))
     for recommender in recommenders:
         for answer, items, scores in zip(recommender.answer(requests), item_BK, score_BK, strict=True):
             assert answer.scores == pytest.approx(scores.tolist(), abs=1e-4)
@@ -63,13 +62,15 @@ def test_ranking_service_graph_search_and_batch_agree(prepared, tmp_path, monkey
 
 def test_explanations_add_the_events_own_shares(prepared, tmp_path):
     with_counts = Recommender.load(save("sasrec", prepared, tmp_path, CONFIG))
-    pure = Recommender(with_counts.model, with_counts.item_ids, with_counts.counts, [], filter_seen=True)
+    pure = Recommender(
+        TorchEngine(with_counts.engine.model), with_counts.item_ids, with_counts.counts, [], filter_seen=True
+    )
     request = Request(history=["i1", "unheard of", "i2"])
 
     more = [a - b for a, b in zip(with_counts.explain(request, "i3"), pure.explain(request, "i3"), strict=True)]
 
     items_BL, item_B = torch.tensor([[pure.items["i1"], pure.items["i2"]]]), torch.tensor([pure.items["i3"]])
-    first, last = with_counts.term.shares(items_BL, item_B[:, None])[0, 0].tolist()
+    first, last = with_counts.engine.term.shares(items_BL, item_B[:, None])[0, 0].tolist()
     assert more == pytest.approx([first, 0, last], abs=1e-5)
     assert last > 0
 
@@ -99,7 +100,7 @@ def test_a_graph_of_other_counts_is_refused(prepared, tmp_path):
     write_json(saved / MODEL_CARD, card)
 
     with pytest.raises(ValueError, match="export it again"):
-        GraphRecommender.of(saved)
+        onnx_engine.load(saved)
 
 
 @pytest.fixture(scope="module")

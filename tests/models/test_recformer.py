@@ -488,8 +488,8 @@ def test_a_described_item_is_read_by_the_encoder_that_made_the_others(target, tm
     titles = recommender.titles
 
     described = {f"new {item_id}": {"title": titles[item_id]} for item_id in recommender.item_ids}
-    grown = recommender._grown(described).item_vectors
-    rows, size = recommender.item_vectors[1:], len(recommender.item_ids)
+    grown = recommender._grown(described).engine.item_vectors
+    rows, size = recommender.engine.item_vectors[1:], len(recommender.item_ids)
     torch.testing.assert_close(grown[1 + size :], rows, atol=1e-4, rtol=1e-4)
 
     nonsense, winners = {"nonsense": {"title": "qqqq zzz"}}, []

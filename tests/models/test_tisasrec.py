@@ -9,6 +9,7 @@ from seqrec.data import sequences
 from seqrec.models.layers import attention_bias
 from seqrec.models.tisasrec import IntervalAttention, TiSASRecOptions, intervals
 from seqrec.serving.recommender import Recommender, Request
+from seqrec.serving.torch_engine import TorchEngine, as_batch
 
 
 def test_intervals_are_in_units_of_the_smallest_gap_so_far():
@@ -43,7 +44,8 @@ def test_seconds_count_in_a_history_of_years(tmp_path):
     requests = [Request(history=["i0", "i1", "i2", "i3"], times=[second for _, _, second in rows])]
     model = make_model("tisasrec", num_items=data.num_items, num_users=1)
     item_ids, counts = sequences.read_vocabulary(tmp_path / "sequences")
-    served = Recommender(model, item_ids, counts, ["u"], filter_seen=True)._batch(requests, [range(4)])
+    recommender = Recommender(TorchEngine(model), item_ids, counts.numpy(), ["u"], filter_seen=True)
+    served = as_batch(recommender.histories(requests, [recommender.known(requests[0])]))
 
     for given in (batch, served):
         assert intervals(given, 99)[0, -2, -4:].tolist() == [3, 2, 0, 99]

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 
+import numpy as np
 import pytest
 import torch
 from support import make_model, save
 
-from seqrec.config import RegisterConfig
-from seqrec.serving.approximate_search import ApproximateRecommender
+from seqrec.config import RegisterConfig, ServeConfig
+from seqrec.serving.approximate_search import ApproximateEngine, recall
 from seqrec.serving.http import loaded
 from seqrec.serving.recommender import Recommender, Request
+from seqrec.serving.torch_engine import TorchEngine
 
 ITEMS = 2_000
 HISTORY = [f"i{number}" for number in range(3, 60, 7)]
@@ -24,12 +27,9 @@ def pair():
     model = make_model("sasrec", num_items=ITEMS, d_model=16)
     with torch.no_grad():
         model.items.weight.copy_(torch.randn(ITEMS + 1, 16) * torch.rand(ITEMS + 1, 1) * 3)
-    ids, counts = [f"i{number}" for number in range(1, ITEMS + 1)], torch.arange(ITEMS + 1)
-    exact, approximate = (
-        kind(model, ids, counts, [], filter_seen=True) for kind in (Recommender, ApproximateRecommender)
-    )
-    approximate.build(500)
-    return exact, approximate
+    ids, counts = [f"i{number}" for number in range(1, ITEMS + 1)], np.arange(ITEMS + 1)
+    engines = TorchEngine(model), ApproximateEngine(model, None, 500)
+    return [Recommender(engine, ids, counts, [], filter_seen=True) for engine in engines]
 
 
 @pytest.mark.parametrize("filter_seen", [True, False])
@@ -51,14 +51,13 @@ def test_a_wide_search_answers_as_the_exact_one(pair, filter_seen):
         assert found.items == right.items
         assert found.scores == pytest.approx(right.scores, rel=1e-5)
     assert not set(best) & set(got[0].items)
-    assert 0.95 < approximate.recall() <= 1
+    assert 0.95 < recall(approximate) <= 1
 
 
 def test_no_answer_depends_on_the_other_requests(pair):
     """A search that keeps more candidates finds more; only the request that needs them gets them."""
-    approximate = ApproximateRecommender.__new__(ApproximateRecommender)
-    vars(approximate).update(vars(pair[1]))
-    approximate.build(16)
+    approximate = copy.copy(pair[1])
+    approximate.engine = ApproximateEngine(pair[1].engine.model, None, 16)
     generator = torch.Generator().manual_seed(1)
     histories = [[f"i{n}" for n in torch.randint(1, ITEMS, (5,), generator=generator).tolist()] for _ in range(100)]
     requests = [Request(history=history, k=10) for history in histories]
@@ -72,35 +71,35 @@ def test_no_answer_depends_on_the_other_requests(pair):
 
 def test_more_than_half_of_the_catalogue_is_ranked_exactly(pair, monkeypatch):
     exact, approximate = pair
-    monkeypatch.setattr(approximate, "_search", None)
+    monkeypatch.setattr(approximate.engine, "_search", None)
 
     assert approximate.recommend(HISTORY, ITEMS + 5) == exact.recommend(HISTORY, ITEMS + 5)
 
 
 def test_recall_is_the_share_of_the_best_that_is_found(pair, monkeypatch):
     approximate = pair[1]
-    searched = approximate._search
+    searched = approximate.engine._search
 
     def half(query_D, number):
         item_C = searched(query_D, 3 * number)
-        order_C = (approximate.item_vectors[item_C] @ query_D).argsort(descending=True)
+        order_C = (approximate.engine.item_vectors[item_C] @ query_D).argsort(descending=True)
         return item_C[torch.cat([order_C[:5], order_C[15:20]])]  # five of the best, five that are not
 
-    monkeypatch.setattr(approximate, "_search", half)
+    monkeypatch.setattr(approximate.engine, "_search", half)
 
-    assert approximate.recall() == pytest.approx(0.5, abs=0.01)
+    assert recall(approximate) == pytest.approx(0.5, abs=0.01)
 
 
 def test_a_narrow_search_is_refused(pair):
     with pytest.raises(ValueError, match="ann: 0 candidates"):
-        pair[1].build(0)
+        ApproximateEngine(pair[1].engine.model, None, 0)
 
 
 def test_serving_builds_it_and_says_its_recall(prepared, tmp_path, caplog):
     folder = str(save("sasrec", prepared, tmp_path))
     with caplog.at_level(logging.INFO):
-        found = loaded(folder, 64, RegisterConfig())
+        found = loaded(folder, RegisterConfig(), ServeConfig(ann=64))
 
-    assert isinstance(found, ApproximateRecommender)
+    assert isinstance(found.engine, ApproximateEngine)
     assert "with 64 candidates, recall@10 against exact search is " in caplog.text
-    assert found.recommend(["i1"]).items == loaded(folder, 0, RegisterConfig()).recommend(["i1"]).items
+    assert found.recommend(["i1"]).items == loaded(folder, RegisterConfig(), ServeConfig()).recommend(["i1"]).items

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import signal
 import socket
 import sqlite3
 import subprocess
@@ -68,7 +69,7 @@ def address(tmp_path_factory):
     assert found.wait(120)
     yield re.search(r"http://[^\s;]+", "".join(lines))[0]
     process.terminate()
-    assert process.wait(60) == -15
+    assert process.wait(60) == 128 + signal.SIGTERM
     assert "Traceback" not in "".join(lines)
 
 

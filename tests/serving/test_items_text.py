@@ -1,7 +1,9 @@
 """Items that a text model never saw, recommended from the text that a request brings."""
 
 import asyncio
+import copy
 
+import numpy as np
 import pytest
 import requests
 import torch
@@ -10,10 +12,11 @@ from support import save, service
 from seqrec.data import item_tokens
 from seqrec.models.base import Catalogue
 from seqrec.models.recformer import Recformer, RecformerOptions
-from seqrec.serving.approximate_search import ApproximateRecommender
+from seqrec.serving.approximate_search import ApproximateEngine
 from seqrec.serving.batcher import Batcher, Served
-from seqrec.serving.onnx_graph import GraphRecommender
+from seqrec.serving.onnx_engine import OnnxEngine
 from seqrec.serving.recommender import Recommender, Request
+from seqrec.serving.torch_engine import TorchEngine
 
 WORDS = ["space", "war", "love", "song", "ghost", "city", "train", "river", "winter", "king"]
 ITEMS = {
@@ -39,9 +42,9 @@ def recommenders():
         weights = weights or {name: value + 0.3 * torch.randn_like(value) for name, value in state.items()}
         model.load_state_dict(weights, strict=False)
         model.eval().refresh()
-        counts = torch.arange(len(ids) + 1)
+        counts = np.arange(len(ids) + 1)
         told = {"filter_seen": True, "name": "recformer", "tokenizer": tokenizer.to_str()}
-        made.append(Recommender(model, ids, counts, [], **told))
+        made.append(Recommender(TorchEngine(model), ids, counts, [], **told))
     return made
 
 
@@ -74,13 +77,13 @@ def test_attributes_are_read_in_the_order_of_training(recommenders):
 
 def test_a_described_item_is_found_beside_an_approximate_search_and_a_graph(recommenders):
     whole, lacking = recommenders
-    told = {"filter_seen": True, "name": "recformer", "tokenizer": lacking.tokenizer}
-    searched = ApproximateRecommender(lacking.model, lacking.item_ids, lacking.counts, [], **told)
-    searched.build(64)
-    graph = GraphRecommender.copied(lacking, {"k": 30}, object())  # a session that cannot run
+    searched, run = copy.copy(lacking), copy.copy(lacking)
+    searched.engine = ApproximateEngine(lacking.engine.model, None, 64)
+    run.engine = OnnxEngine.__new__(OnnxEngine)  # without a graph, which could not answer
+    vars(run.engine).update(reads=lacking.engine.reads, weights=lacking.engine)
 
-    for engine in (searched, graph):
-        assert engine.recommend(["i1", "i21"], 3, items_text=NEW).items == whole.recommend(["i1", "i21"], 3).items
+    for recommender in (searched, run):
+        assert recommender.recommend(["i1", "i21"], 3, items_text=NEW).items == whole.recommend(["i1", "i21"], 3).items
     assert searched.recommend(["i1", "i2"], 3).items == lacking.recommend(["i1", "i2"], 3).items
 
 
@@ -94,7 +97,7 @@ def test_nobody_else_gets_a_described_item_and_nothing_of_it_stays(recommenders)
     for answer in (answers[0], answers[2], lacking.answer([plain])[0]):
         assert (answer.items, answer.unknown) == (expected.items, 1)
         assert answer.scores == pytest.approx(expected.scores, abs=1e-4)
-    assert len(lacking.model.vectors) == len(ITEMS) - len(NEW) + 1
+    assert len(lacking.engine.model.vectors) == len(ITEMS) - len(NEW) + 1
 
 
 def test_without_a_known_item_a_described_one_is_the_least_popular(recommenders):

@@ -1,19 +1,25 @@
 """Every model as an ONNX graph: the same items and scores as torch, whatever the batch and the lengths."""
 
 import copy
+import re
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
-from support import has_option, save
+import requests
+from support import MODULES, has_option, save
 
-from seqrec.artifacts import GRAPH, GRAPH_CARD, ITEMS
-from seqrec.config import RegisterConfig
+from seqrec.artifacts import GRAPH, GRAPH_CARD, ITEMS, VOCABULARY, read_json, write_json
+from seqrec.config import RegisterConfig, ServeConfig
 from seqrec.models import REGISTRY
-from seqrec.serving import http, onnx_graph
-from seqrec.serving.approximate_search import ApproximateRecommender
-from seqrec.serving.onnx_graph import GraphRecommender
+from seqrec.serving import http, onnx_engine, onnx_graph
+from seqrec.serving.approximate_search import ApproximateEngine
+from seqrec.serving.onnx_engine import OnnxEngine
 from seqrec.serving.recommender import Recommender, Request
 from seqrec.serving.rules import Attribute, Attributes
+from seqrec.serving.torch_engine import TorchEngine
 from seqrec.training.checkpoint import catalogue_files, load_checkpoint, save_model
 
 pytest.importorskip("onnxscript")
@@ -50,7 +56,7 @@ def assert_the_graph_answers_as_torch_does(saved):
     values = onnx_graph.export(saved=saved, output=saved, k=15)
 
     assert values == {"k": 15}
-    torch_, graph = Recommender.load(saved), GraphRecommender.of(saved)
+    torch_, graph = Recommender.load(saved), onnx_engine.load(saved)
     kinds = Attributes({"kind": Attribute([("even", "odd")[item % 2] for item in range(40)])})
     torch_.attributes = graph.attributes = kinds
     allowed = [f"i{item}" for item in range(20, 30)]
@@ -81,24 +87,29 @@ def exported(prepared, tmp_path_factory):
     return folder
 
 
-def test_a_graph_that_does_not_belong_to_the_files_beside_it_is_refused(prepared, exported, tmp_path):
-    saved, graph = (shutil.copytree(exported / name, tmp_path / name) for name in ("saved", "graph"))
-    assert (graph / "vocabulary.parquet").read_bytes() == (saved / "vocabulary.parquet").read_bytes()
-    shutil.copytree(graph, saved, dirs_exist_ok=True)
-    model = GraphRecommender.of(saved).model
+@pytest.fixture
+def together(exported, tmp_path):
+    """A copy of the model with its graph."""
+    shutil.copytree(exported / "saved", tmp_path / "copy")
+    return shutil.copytree(exported / "graph", tmp_path / "copy", dirs_exist_ok=True)
+
+
+def test_a_graph_that_does_not_belong_to_the_files_beside_it_is_refused(prepared, exported, together):
+    assert (exported / "graph" / VOCABULARY).read_bytes() == (exported / "saved" / VOCABULARY).read_bytes()
+    model = load_checkpoint(together).model
 
     def refused():
         with pytest.raises(ValueError, match="export it again"):
-            GraphRecommender.of(saved)
+            onnx_engine.load(together)
 
-    content = (saved / GRAPH).read_bytes()
-    (saved / GRAPH).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    content = (together / GRAPH).read_bytes()
+    (together / GRAPH).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     refused()
-    (saved / GRAPH).write_bytes(content)
-    save_model(saved, model, {"filter_seen": True}, catalogue_files(prepared))  # without titles
+    (together / GRAPH).write_bytes(content)
+    save_model(together, model, {"filter_seen": True}, catalogue_files(prepared))  # without titles
     refused()
     model.items.weight.data += 1
-    save_model(saved, model, {"filter_seen": True}, catalogue_files(prepared, prepared.parent / ITEMS))
+    save_model(together, model, {"filter_seen": True}, catalogue_files(prepared, prepared.parent / ITEMS))
     refused()
 
 
@@ -118,8 +129,48 @@ def test_a_graph_with_other_scores_is_not_written(prepared, tmp_path, monkeypatc
 
 def test_the_service_runs_the_graph_beside_the_weights(exported, tmp_path):
     saved = shutil.copytree(exported / "saved", tmp_path / "saved")
-    assert type(http.loaded(saved, 0, RegisterConfig())) is Recommender
-    shutil.copytree(exported / "graph", saved, dirs_exist_ok=True)
 
-    assert isinstance(http.loaded(saved, 0, RegisterConfig()), GraphRecommender)
-    assert isinstance(http.loaded(saved, 50, RegisterConfig()), ApproximateRecommender)
+    def engine(ann=0):
+        return type(http.loaded(saved, RegisterConfig(), ServeConfig(ann=ann)).engine)
+
+    assert engine() is TorchEngine
+    shutil.copytree(exported / "graph", saved, dirs_exist_ok=True)
+    assert engine() is OnnxEngine
+    assert engine(ann=50) is ApproximateEngine
+
+
+def test_the_service_answers_without_torch(together):
+    command = [sys.executable, "-c", MODULES, "serve", "--saved", str(together), "--port", "0", "--drain-s", "0"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=Path(__file__).parents[2], text=True, **pipes) as process:
+        address = next(re.search(r"http://[^\s;]+", line)[0] for line in process.stderr if "serving at" in line)
+        answer = requests.post(f"{address}/recommend", json={"history": ["i1"], "user": "u3"}, timeout=30).json()
+        process.terminate()
+        modules = process.stdout.read().split()
+
+    assert answer["items"] == Recommender.load(together).recommend(["i1"], user="u3").items
+    assert {"torch", "pandas", "mlflow"}.isdisjoint(modules)
+    assert "onnxruntime" in modules
+
+
+def test_the_weights_are_loaded_when_the_graph_cannot_answer_and_must_still_be_its_own(together, prepared):
+    first, second = onnx_engine.load(together), onnx_engine.load(together)
+
+    assert "weights" not in vars(first.engine)
+    assert first.similar("i1").items == Recommender.load(together).similar("i1").items
+    other = load_checkpoint(together).model
+    other.items.weight.data += 1
+    save_model(together, other, {"filter_seen": True}, catalogue_files(prepared, prepared.parent / ITEMS))
+    assert first.similar("i1").items
+    assert second.recommend(["i1"]).items == first.recommend(["i1"]).items
+    with pytest.raises(RuntimeError, match="export it again; then start the service again"):
+        second.similar("i1")
+
+
+def test_a_graph_of_an_older_version_is_refused(together):
+    card = read_json(together / GRAPH_CARD)
+    card.pop("reads")
+    write_json(together / GRAPH_CARD, card)
+
+    with pytest.raises(ValueError, match="written by an older version of seqrec: export it again"):
+        onnx_engine.load(together)

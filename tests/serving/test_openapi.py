@@ -28,7 +28,7 @@ def repaired(body):
 def api(prepared, tmp_path_factory):
     saved = Recommender.load(save("tisasrec", prepared, tmp_path_factory.mktemp("served")))
     drawn = ["", *map(chr, range(48, 48 + len(saved.item_ids) - 1))]  # ids that generated bodies hit
-    recommender = Recommender(saved.model, drawn, saved.counts, ["", "0"], filter_seen=True, name="tisasrec")
+    recommender = Recommender(saved.engine, drawn, saved.counts, ["", "0"], filter_seen=True, name="tisasrec")
     store = Store(f"sqlite:///{tmp_path_factory.mktemp('store')}/events.db")
     store.add([Event(event_id=user, user=user, item="1", kind="view", at=1.0) for user in ("", "0")])
     with service(recommender, store=store, candidate=Served(recommender, "2")) as address:

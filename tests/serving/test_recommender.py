@@ -44,7 +44,7 @@ def assert_recommendations_are_those_of_the_evaluation(prepared, saved):
     recommender = Recommender.load(saved)
     data = sequences.load(prepared)
     cases = sequences.cases(data, "test")
-    ranked = ranking.rank(ranking.model_scorer(recommender.model), data, cases, filter_seen=True, top_k=5)
+    ranked = ranking.rank(ranking.model_scorer(recommender.engine.model), data, cases, filter_seen=True, top_k=5)
     item_ids, user_ids = sequences.read_vocabulary(prepared)[0], sequences.read_users(prepared)
     requests, expected = [], []
     for case in range(0, len(cases), 7):
@@ -140,7 +140,7 @@ def test_requests_that_make_no_sense_are_refused():
 @pytest.mark.parametrize("architecture", ["sasrec", "bert4rec", "caser", "mfbpr", "ssept"])
 def test_similar_items_have_the_largest_cosine_whatever_their_bias(prepared, tmp_path, architecture):
     recommender = Recommender.load(save(architecture, prepared, tmp_path))
-    vectors = recommender.item_vectors.double().numpy()
+    vectors = recommender.engine.item_vectors.double().numpy()
     vectors = vectors if architecture == "sasrec" else vectors[:, :-1]
     item = recommender.items["i3"]
     lengths = np.linalg.norm(vectors, axis=1) * np.linalg.norm(vectors[item])

@@ -16,9 +16,8 @@ from seqrec.counts import ease, term
 from seqrec.counts.ease import ease_weights
 from seqrec.data import sequences
 from seqrec.pipeline import BASELINES
-from seqrec.serving import onnx_graph
-from seqrec.serving.approximate_search import ApproximateRecommender
-from seqrec.serving.onnx_graph import GraphRecommender
+from seqrec.serving import approximate_search, onnx_graph
+from seqrec.serving.onnx_engine import OnnxEngine
 from seqrec.serving.recommender import Recommender, Request
 from seqrec.stages import baselines as stage
 from seqrec.stages.baselines import write
@@ -156,9 +155,10 @@ def test_service_graph_search_and_evaluation_of_a_baseline_agree(prepared, writt
     onnx_graph.export(saved=folder, output=tmp_path, k=20)
     evaluate(model=name, sequences=prepared, checkpoint=folder, report=tmp_path / "report", config=CONFIG)
     lists = pq.read_table(tmp_path / "report" / RECOMMENDATIONS).to_pandas().groupby("user")
-    recommenders = [Recommender.load(folder), ApproximateRecommender.of(folder, 64)]
-    graph = GraphRecommender.copied(recommenders[0], read_json(tmp_path / "model.onnx.json"), None)
-    graph.session = onnx_graph._session(tmp_path / "model.onnx")
+    recommenders = [Recommender.load(folder), approximate_search.load(folder, 64)]
+    engine = OnnxEngine(tmp_path, read_json(tmp_path / "model.onnx.json"))
+    vars(engine)["weights"] = recommenders[0].engine
+    graph = Recommender.of(load_checkpoint(folder), engine)
 
     assert read_json(tmp_path / "report" / METRICS)["test/ndcg@10"] == written[1][f"{name}/test/ndcg@10"]
     for recommender in (*recommenders, graph):

@@ -17,13 +17,13 @@ import torch
 
 from seqrec.artifacts import CASES_SCHEMA, USERS_SCHEMA, VOCABULARY_SCHEMA
 from seqrec.commands import registry as registry_command
-from seqrec.config import ConfigError, CountsConfig, ModelConfig, RegisterConfig
+from seqrec.config import ConfigError, CountsConfig, ModelConfig, RegisterConfig, ServeConfig
 from seqrec.counts.term import CountTerm
 from seqrec.models.base import Catalogue
 from seqrec.serving import http, onnx_graph
 from seqrec.serving.events import Event, Shown, Store
 from seqrec.serving.http import loaded
-from seqrec.serving.onnx_graph import GraphRecommender
+from seqrec.serving.onnx_engine import OnnxEngine
 from seqrec.serving.recommender import Recommender
 from seqrec.stages.register import exporting
 from seqrec.tracking import gate, registry, runs
@@ -105,7 +105,7 @@ def test_a_model_gets_its_graph_once_and_is_served_with_it(client, config, run, 
     monkeypatch.setattr(onnx_graph, "export_checkpoint", broken)
     log_graph()
     assert "spare has no ONNX graph and is served by torch (RuntimeError: no such operator)" in caplog.text
-    assert not isinstance(loaded(f"models:/{spare.model_id}", 0, config), GraphRecommender)
+    assert not isinstance(loaded(f"models:/{spare.model_id}", config, ServeConfig()).engine, OnnxEngine)
 
     monkeypatch.setattr(onnx_graph, "export_checkpoint", export)
     log_graph()
@@ -113,9 +113,13 @@ def test_a_model_gets_its_graph_once_and_is_served_with_it(client, config, run, 
     caplog.clear()
     log_graph()
     assert not caplog.text
-    served = loaded(f"models:/{spare.model_id}", 0, config)
-    assert isinstance(served, GraphRecommender)
-    assert served.recommend(["i1"]).items == Recommender.load(folder).recommend(["i1"]).items
+    served = loaded(f"models:/{spare.model_id}", config, ServeConfig())
+    assert isinstance(served.engine, OnnxEngine)
+    weights, place = Recommender.load(folder), served.engine.folder
+    assert served.recommend(["i1"]).items == weights.recommend(["i1"]).items
+    assert served.similar("i1").items == weights.similar("i1").items
+    del served
+    assert not place.exists()
     client.delete_logged_model(spare.model_id)
 
 
@@ -192,7 +196,7 @@ def test_a_recommender_is_loaded_by_every_name_of_the_registry(client, run, mode
 
     for place in [*places, f"models:/{model.model_id}", folder]:
         assert Recommender.load(place, config).recommend(["i1", "i2"], user="a") == expected
-    assert http.champion("loaded", config)[0]().recommend(["i1", "i2"], user="a") == expected
+    assert http.champion("loaded", config, ServeConfig())[0]().recommend(["i1", "i2"], user="a") == expected
     for place in ("models:/seqrec-loaded/7", "models:/seqrec-loaded@candidates", "models:/never", "runs:/abc/sasrec"):
         with pytest.raises(TrackingError, match=f"{place} (is not in|cannot be fetched)"):
             Recommender.load(place, config)

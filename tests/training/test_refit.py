@@ -255,7 +255,7 @@ def test_the_refit_is_served_and_the_evaluated_version_stands_for_it(prepared, r
     assert champion.description.endswith("# the card of the evaluated one")
     assert client.get_run(champion.run_id).data.params["refit.epochs.train"] == "2"
     served = Recommender.load("models:/seqrec-toy@champion", config)
-    assert torch.equal(served.model.items.weight, weights_of(tmp_path)["items.weight"])
+    assert torch.equal(served.engine.model.items.weight, weights_of(tmp_path)["items.weight"])
     assert served.counts.sum() == len(sequences.load(prepared).items)
     registry.fetch_champion(dataset="toy", folder=tmp_path / "start", config=config)
     assert read_fingerprint(tmp_path / "start") == read_fingerprint(tmp_path / "artifacts" / "sasrec" / "finetuned")
