@@ -1,6 +1,7 @@
 """Stage `register`: the leaderboard, the MLflow runs, and the best model through the gate of the registry.
 
-Every step finds what an earlier, perhaps killed, call has left by its fingerprint, and does only the rest.
+Every step finds what an earlier, perhaps killed, call has left by its fingerprint, and does only the rest;
+the graph alone is exported each time.
 """
 
 from __future__ import annotations
@@ -367,7 +368,8 @@ def _describe(tracker: Tracker, run: Run, settings: Mapping[str, Any], tags: Map
 @contextmanager
 def exporting(saved: Path) -> Iterator[registry.Export]:
     """Write the ONNX graph of a checkpoint in a process beside this one; yield what waits for it and copies it."""
-    how = multiprocessing.get_context("fork" if sys.platform == "linux" else None)  # a fork has imported torch already
+    fork = sys.platform == "linux" and not torch.cuda.is_available()  # it has imported torch, but can use no GPU
+    how = multiprocessing.get_context("fork" if fork else "spawn")
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(1, how) as pool:
         written = pool.submit(_export, saved, Path(folder))
 
