@@ -158,8 +158,8 @@ class TrainConfig(Section):
     seed: Seed = 42  # seed of initialisation (pretrain), order, dropout and negatives; default: top-level `seed`
     epochs: Annotated[Count, OrAuto()] = 50  # maximum, see patience; docs/auto.md has the rules of auto
     batch_size: Annotated[Positive, OrAuto()] = 128  # windows of average length per step
-    loss: Literal["ce", "sampled_ce", "bce", "gbce", "bpr"] = "ce"  # see docs/results/reading.md
-    negatives: Annotated[int, Bounds(ge=1, le=1 << 24)] = 256  # per step: sampled_ce | per target: bce, gbce, bpr
+    loss: Annotated[Literal["ce", "sampled_ce", "bce", "gbce", "bpr"], OrAuto()] = "ce"  # see docs/results/reading.md
+    negatives: Annotated[int, Bounds(ge=1, le=1 << 24), OrAuto()] = 256  # sampled_ce: per step | else: per target
     sampler: Literal["uniform", "popularity", "in_batch"] = "uniform"  # of negatives; in_batch: the step's targets
     contrast: dict[str, Any] = field(default_factory=dict)  # contrastive term, see ContrastConfig; empty: none
     exclude_past: bool = False  # ce: past items of the window are not candidates, as with `filter_seen` at test

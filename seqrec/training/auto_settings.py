@@ -20,13 +20,15 @@ BATCHES = (16, 256)
 STEPS_AN_EPOCH = 40  # target
 TARGETS = 5_000  # in a step: more of them in fewer steps learn less in the same time
 STEPS = 2_000  # target for a whole training
-SCORES = 150_000_000_000  # maximum for a training, which scores every item for each target: 20 minutes of one core
+FULL_SOFTMAX = 5_000  # largest catalogue whose items are all scored for each target
+NEGATIVES = 2_048  # items scored for each target of a larger one
+SCORES = 150_000_000_000  # maximum for a training: 20 minutes of one core
 LAYERS = 5_000  # the layers of a model cost about as much as the scores of so many items
 FEWEST_EPOCHS, ENOUGH_EPOCHS, MOST_EPOCHS = 5, 20, 100
 WARMUP_SHARE = 20  # one step in 20 is a warm-up step
 WARMUP = 100  # maximum number of warm-up steps
 SPARSE = 10  # a log is sparse if its median history has fewer events
-RULED = ("epochs", "batch_size", "warmup_steps", "patience", "windows", "precision")  # keys of finetune with a rule
+RULED = ("epochs", "batch_size", "loss", "negatives", "warmup_steps", "patience", "windows", "precision")  # of finetune
 ALL_WINDOWS = 1_000_000  # up to this many events, every epoch trains on all of them
 
 
@@ -90,16 +92,22 @@ def targets_an_epoch(shape: Shape, of: str) -> int:
     return shape.events if of == "all" else min(shape.events, shape.users * length(shape))
 
 
-def epochs(shape: Shape, of: str, steps: int) -> int:
+def loss(shape: Shape) -> str:
+    """Return the full softmax, or for a large catalogue the sampled one, of which an epoch is several times faster."""
+    return "ce" if shape.items <= FULL_SOFTMAX else "sampled_ce"
+
+
+def epochs(shape: Shape, of: str, steps: int, scored: int) -> int:
     """Return the number of epochs that makes about `STEPS` steps, and at most about `SCORES` scores.
 
     Args:
         shape: shape of the data.
         of: value of `windows`.
         steps: steps in an epoch.
+        scored: items scored for each target.
     """
     wanted = max(ENOUGH_EPOCHS, math.ceil(STEPS / steps))
-    affordable = SCORES // max(1, targets_an_epoch(shape, of) * (shape.items + LAYERS))
+    affordable = SCORES // max(1, targets_an_epoch(shape, of) * (scored + LAYERS))
     return min(wanted, max(FEWEST_EPOCHS, affordable), MOST_EPOCHS)
 
 
@@ -125,7 +133,8 @@ def finetune(shape: Shape, given: Mapping[str, Any]) -> dict[str, Any]:
     of = values.setdefault("windows", windows(shape))
     batch = values.setdefault("batch_size", batch_size(shape, of))
     steps = steps_an_epoch(shape, of, batch)
-    number = values.setdefault("epochs", epochs(shape, of, steps))
+    kind, negatives = values.setdefault("loss", loss(shape)), values.setdefault("negatives", NEGATIVES)
+    number = values.setdefault("epochs", epochs(shape, of, steps, shape.items if kind == "ce" else negatives))
     rules = {
         "warmup_steps": min(WARMUP, number * steps // WARMUP_SHARE),
         "patience": max(3, math.ceil(number / 4)),
@@ -141,7 +150,8 @@ def resolved(config: FinetuneConfig, shape: Shape) -> FinetuneConfig:
         return config
     found = finetune(shape, {name: getattr(config, name) for name in RULED})
     chosen = {name: found[name] for name in names}
-    logger.info("settings of finetune, chosen from the shape of the data: %s", _listed(chosen))
+    shown = {name: value for name, value in chosen.items() if name != "negatives" or found["loss"] == "sampled_ce"}
+    logger.info("settings of finetune, chosen from the shape of the data: %s", _listed(shown))
     return replace(config, **chosen)
 
 

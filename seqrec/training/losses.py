@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 LOGITS_IN_MEMORY = 4_000_000  # floats in a block of logits: 16 MB, about the size of a cache
+SAMPLED_LOGITS = 1_000_000  # the same with sampled items
 
 
 class PastItems(NamedTuple):
@@ -34,12 +37,8 @@ def cross_entropy(
     With `precision` bf16, the factors of matrix products are rounded (to TF32 on a GPU); logits, softmax and sums
     remain fp32.
     """
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium" if precision == "bf16" else "highest")
-    try:
+    with _matrix_products(precision):
         value: Tensor = _CrossEntropy.apply(query_ND, item_VD, target_N, past)  # type: ignore[no-untyped-call]
-    finally:
-        torch.set_float32_matmul_precision(before)
     return value
 
 
@@ -50,6 +49,7 @@ def sampled_cross_entropy(
     negative_K: Tensor,
     log_expected_V: Tensor,
     *,
+    precision: str = "fp32",
     sparse: bool = False,
 ) -> Tensor:
     """Return -log softmax over the target and `negative_K`, items drawn once for all targets (N,).
@@ -58,18 +58,23 @@ def sampled_cross_entropy(
     2008), which makes the denominator an unbiased estimate of the full one. The target is always a candidate, so its
     score is not corrected; drawn items that equal the target are ignored.
 
+    As in `cross_entropy`, gradients are computed block by block in the forward pass, and `precision` rounds factors.
+
     Args:
         query_ND: queries.
         item_VD: item vectors.
         target_N: item to predict.
         negative_K: drawn items, with repetitions.
         log_expected_V: log of the expected number of draws of each item.
+        precision: fp32 or bf16.
         sparse: whether the gradient of `item_VD` is sparse, with only the rows used.
     """
-    positive_N = (query_ND * F.embedding(target_N, item_VD, sparse=sparse)).sum(-1)
-    negative_NK = query_ND @ F.embedding(negative_K, item_VD, sparse=sparse).T - log_expected_V[negative_K]
-    negative_NK = negative_NK.masked_fill(negative_K == target_N.unsqueeze(1), float("-inf"))
-    return torch.cat([positive_N.unsqueeze(1), negative_NK], 1).logsumexp(1) - positive_N
+    positive_ND, drawn_KD = (F.embedding(items, item_VD, sparse=sparse) for items in (target_N, negative_K))
+    with _matrix_products(precision):
+        value: Tensor = _SampledCrossEntropy.apply(  # type: ignore[no-untyped-call]
+            query_ND, positive_ND, drawn_KD, target_N, negative_K, log_expected_V[negative_K]
+        )
+    return value
 
 
 def binary_cross_entropy(
@@ -128,6 +133,16 @@ def info_nce(
     return F.cross_entropy(score_NN, partner_N, reduction="none")
 
 
+@contextlib.contextmanager
+def _matrix_products(precision: str) -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium" if precision == "bf16" else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def _scores(
     query_ND: Tensor, item_VD: Tensor, target_N: Tensor, negative_NK: Tensor, sparse: bool
 ) -> tuple[Tensor, Tensor]:
@@ -154,14 +169,21 @@ class _CrossEntropy(torch.autograd.Function):
         query_ND, item_VD, target_N, query_gradient, item_gradient = ctx.saved_tensors
         if len(upstream_N) == 0:
             return query_gradient, item_gradient, None, None
-        uniform = (upstream_N == upstream_N[0]).all()
-        if upstream_N.is_cuda:
-            torch._assert_async(uniform)
-        elif not uniform:
+        if _uniform(upstream_N):
+            item_gradient = item_gradient * upstream_N[0]
+        else:
             item_gradient = torch.zeros_like(item_VD)
             _blocks(query_ND, item_VD, target_N, torch.empty_like(query_ND), item_gradient, ctx.past, upstream_N)
-            return query_gradient * upstream_N.unsqueeze(1), item_gradient, None, None
-        return query_gradient * upstream_N.unsqueeze(1), item_gradient * upstream_N[0], None, None
+        return query_gradient * upstream_N.unsqueeze(1), item_gradient, None, None
+
+
+def _uniform(upstream_N: Tensor) -> bool:
+    """Return whether all targets have the same weight; on a GPU this is asserted, without waiting for it."""
+    same = (upstream_N == upstream_N[:1]).all()
+    if not upstream_N.is_cuda:
+        return bool(same)
+    torch._assert_async(same)
+    return True
 
 
 def _blocks(
@@ -205,3 +227,64 @@ def _exclude(logits_NV: Tensor, goal_N1: Tensor, past_NL: Tensor, stop_N: Tensor
     chosen_NL = (column_L < stop_N.unsqueeze(1)) & (past_NL > 0) & (past_NL <= logits_NV.shape[1])
     logits_NV.scatter_(1, torch.where(chosen_NL, past_NL - 1, goal_N1), float("-inf"))
     logits_NV.scatter_(1, goal_N1, goal_logit_N1)
+
+
+class _SampledCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query_ND: Tensor,
+        positive_ND: Tensor,
+        drawn_KD: Tensor,
+        target_N: Tensor,
+        negative_K: Tensor,
+        correction_K: Tensor,
+    ) -> Tensor:
+        given = (query_ND.float(), positive_ND.float(), drawn_KD.float(), target_N, negative_K, correction_K)
+        value_N, query_gradient, positive_gradient, drawn_gradient = _sampled_blocks(*given)
+        ctx.save_for_backward(*given, query_gradient, positive_gradient, drawn_gradient)
+        return value_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream_N: Tensor) -> tuple[Tensor | None, ...]:
+        query_ND, positive_ND, drawn_KD, target_N, negative_K, correction_K, *gradients = ctx.saved_tensors
+        query_gradient, positive_gradient, drawn_gradient = gradients
+        weight_N1 = upstream_N.unsqueeze(1)
+        if not _uniform(upstream_N):
+            given = (query_ND, positive_ND, drawn_KD, target_N, negative_K, correction_K, upstream_N)
+            drawn_gradient = _sampled_blocks(*given)[3]
+        elif len(upstream_N):
+            drawn_gradient = drawn_gradient * upstream_N[0]
+        return query_gradient * weight_N1, positive_gradient * weight_N1, drawn_gradient, None, None, None
+
+
+def _sampled_blocks(
+    query_ND: Tensor,
+    positive_ND: Tensor,
+    drawn_KD: Tensor,
+    target_N: Tensor,
+    negative_K: Tensor,
+    correction_K: Tensor,
+    weight_N: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the values (N,), and the gradients of the first three arguments (drawn items': weighted)."""
+    rows = max(1, SAMPLED_LOGITS // max(1, len(drawn_KD)))
+    values, query_gradients, positive_gradients, drawn_gradient = [], [], [], torch.zeros_like(drawn_KD)
+    for start in range(0, max(1, len(query_ND)), rows):
+        part = slice(start, start + rows)
+        query, positive = query_ND[part], positive_ND[part]
+        lead_N1 = (query * positive).sum(1, keepdim=True)
+        logits = torch.addmm(-correction_K, query, drawn_KD.T)
+        logits.masked_fill_(negative_K == target_N[part].unsqueeze(1), float("-inf"))
+        largest_N1 = logits.amax(1, keepdim=True)
+        share = torch.softmax(logits, 1, out=logits)  # of each drawn item among them
+        drawn_N1 = largest_N1 - share.amax(1, keepdim=True).log()  # the largest is 1 / sum exp(x - max x)
+        total_N1 = torch.logaddexp(drawn_N1, lead_N1)
+        weight_N1, gradient_N1 = (drawn_N1 - total_N1).exp(), torch.expm1(lead_N1 - total_N1)
+        values.append((total_N1 - lead_N1).squeeze(1))
+        query_gradients.append(torch.addcmul(gradient_N1 * positive, weight_N1, share @ drawn_KD))
+        positive_gradients.append(gradient_N1 * query)
+        weighted = query * (weight_N1 if weight_N is None else weight_N1 * weight_N[part].unsqueeze(1))
+        drawn_gradient.addmm_(share.T, weighted)
+    return torch.cat(values), torch.cat(query_gradients), torch.cat(positive_gradients), drawn_gradient

@@ -141,7 +141,7 @@ class Loss:
         if config.loss == "sampled_ce":
             drawn_K = self.draw(target_N, config.negatives)
             return losses.sampled_cross_entropy(
-                query_ND, item_VD, target_N, drawn_K, self.log_expected_V, sparse=sparse
+                query_ND, item_VD, target_N, drawn_K, self.log_expected_V, precision=config.precision, sparse=sparse
             )
         drawn_NK = self.draw(target_N, len(target_N), config.negatives)
         if config.loss == "bpr":

@@ -63,6 +63,15 @@ def test_a_small_log_trains_on_all_of_it_and_a_large_one_on_the_last_windows():
     assert auto.windows(shape(users=900, median=10, ninth=100)) == "last"  # nothing lies before the last window
 
 
+def test_a_large_catalogue_is_sampled_and_then_affords_more_epochs():
+    small, large = shape(users=50_000, median=8, items=5_000), shape(users=50_000, median=8, items=50_000)
+
+    assert auto.finetune(small, {})["loss"] == "ce"
+    sampled, full = auto.finetune(large, {}), auto.finetune(large, {"loss": "ce"})
+    assert (sampled["loss"], full["loss"]) == ("sampled_ce", "ce")
+    assert sampled["epochs"] > full["epochs"]
+
+
 def test_sparse_logs_get_one_layer_and_no_vectors_of_users():
     sparse = auto.options("flash4rec", shape(users=50_000, median=6))
 
@@ -76,7 +85,7 @@ def test_auto_is_replaced_by_the_rules_and_numbers_stay():
     found = auto.resolved(config, shape())
 
     assert (found.batch_size, found.seed, found.counts) == (50, 1, "none")
-    assert found.epochs == auto.epochs(shape(), found.windows, auto.steps_an_epoch(shape(), found.windows, 50))
+    assert found.epochs == auto.epochs(shape(), found.windows, auto.steps_an_epoch(shape(), found.windows, 50), 500)
     assert "auto" not in vars(found).values()
     assert auto.resolved(found, shape(users=7)) is found
 

@@ -124,6 +124,25 @@ def test_sampled_cross_entropy_lowers_what_is_drawn_often():
     assert value.item() == pytest.approx(-math.log(math.exp(2) / (math.exp(2) + math.exp(3) / 4)))
 
 
+@pytest.mark.parametrize("weights", [torch.full((9,), 0.25), torch.linspace(0.1, 2, 9)], ids=["equal", "unequal"])
+def test_the_sampled_gradients_equal_those_of_autograd_in_several_blocks(weights, monkeypatch):
+    monkeypatch.setattr(losses, "SAMPLED_LOGITS", 30)  # four targets
+    query, items = torch.randn(9, 4, requires_grad=True), torch.randn(13, 4, requires_grad=True)
+    target, drawn, log_expected = torch.arange(1, 10), torch.tensor([3, 12, 3, 9, 1, 11, 5]), torch.randn(13)
+
+    score = query @ items[drawn].T - log_expected[drawn]
+    score = score.masked_fill(drawn == target.unsqueeze(1), -torch.inf)
+    goal = (query * items[target]).sum(1, keepdim=True)
+    theirs = torch.nn.functional.cross_entropy(torch.cat([goal, score], 1), torch.zeros(9).long(), reduction="none")
+    ours = losses.sampled_cross_entropy(query, items, target, drawn, log_expected)
+
+    torch.testing.assert_close(ours, theirs)
+    for one, other in zip(
+        *(torch.autograd.grad((x * weights).sum(), (query, items)) for x in (ours, theirs)), strict=True
+    ):
+        torch.testing.assert_close(one, other)
+
+
 @pytest.mark.parametrize("popular", [False, True])
 def test_the_sampled_gradient_tends_to_the_full_one(popular):
     """The logQ correction is what makes it so, also with a skewed sampler."""
