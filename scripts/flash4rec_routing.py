@@ -3,7 +3,7 @@
 Trains the first row of configs/flash4rec/parts.yaml with each seed, unless that is done, and ranks the test cases as
 trained, with each event's expert replaced, and without experts. An interrupted run continues if it is started again.
 
-    python scripts/flash4rec_routing.py --out runs/experiments/flash4rec-parts --seeds 42,43,44
+    python scripts/flash4rec_routing.py --out runs/flash4rec-routing --seeds 42,43,44
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def table(out: Path, seeds: list[int]) -> str:
 def main() -> None:
     """Train what is missing, write the table, and print it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("runs/experiments/flash4rec-parts"))
+    parser.add_argument("--out", type=Path, default=Path("runs/flash4rec-routing"))
     parser.add_argument("--seeds", default="42,43,44", help="two at least")
     arguments = parser.parse_args()
     logging.basicConfig(format="%(message)s")
