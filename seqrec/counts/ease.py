@@ -8,6 +8,7 @@ Shape suffixes: V items, padding (0) included   K kept per item
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 
 import torch
@@ -17,12 +18,12 @@ from seqrec.counts.table import CountTable
 from seqrec.data.sequences import Sequences, train_events
 
 RIDGE = 100.0  # L2: best on validation of ML-100K, 2 % below the best value, 250, on ML-1M
+_LAST: dict[bytes, CountTable] = {}  # that of one dataset: every model of a run needs it, and it takes minutes
 TARGETS = 256  # weights kept per item; keeping all gained nothing on validation of Scientific and ML-100K
 
 
-def ease_weights(data: Sequences, ridge: float = RIDGE) -> Tensor:
+def ease_weights(user_item: Tensor, ridge: float = RIDGE) -> Tensor:
     """Return B (V, V) of EASE: P = (X'X + ridge I)^-1, B_ij = -P_ij / P_jj, B_jj = 0 (equation 8)."""
-    user_item = _user_items(data)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that torch's sparse matrices are new
         gram_VV = torch.sparse.mm(user_item.t().coalesce(), user_item).to_dense()
@@ -35,7 +36,15 @@ def ease_weights(data: Sequences, ridge: float = RIDGE) -> Tensor:
 
 def ease_table(data: Sequences) -> CountTable:
     """Return EASE's weights as a count table: for each item, those with the largest absolute values in its row of B."""
-    weight_VV = ease_weights(data)
+    user_item = _user_items(data)
+    key = hashlib.sha256(user_item.indices().numpy().tobytes()).digest() + bytes(str(user_item.shape), "ascii")
+    if key not in _LAST:
+        _LAST.clear()
+        _LAST[key] = _table(ease_weights(user_item))
+    return _LAST[key]
+
+
+def _table(weight_VV: Tensor) -> CountTable:
     weight_VV[:, 0] = 0  # padding
     kept_VK = weight_VV.abs().topk(min(TARGETS, len(weight_VV) - 1)).indices
     values_VK = weight_VV.gather(1, kept_VK)
@@ -54,4 +63,5 @@ def _user_items(data: Sequences) -> Tensor:
     key = torch.unique(user * size + item)
     shape = (data.num_users, size)
     place = torch.stack([key // size, key % size])
-    return torch.sparse_coo_tensor(place, torch.ones(len(key)).double(), shape, check_invariants=True)
+    ones = torch.ones(len(key)).double()
+    return torch.sparse_coo_tensor(place, ones, shape, check_invariants=True, is_coalesced=True)
