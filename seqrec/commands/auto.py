@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 import shlex
 import time
 from collections.abc import Callable, Mapping
@@ -52,7 +51,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 PLAN = "auto.json"
 CARD = "model-card.md"
-MODELS = ("flash4rec", "recformer", "sasrec", "gru4rec")  # the order of training; the first model is always trained
+MODELS = ("flash4rec", "sasrec", "recformer", "gru4rec")  # the order of training; the first model is always trained
 RATES = {"flash4rec": 3e-3, "recformer": 2e-3, "sasrec": 1e-3, "gru4rec": 2e-3}
 OPTIONS: dict[str, dict[str, Any]] = {
     "flash4rec": {"prediction_head": False, "topk_dropout_k": 3},
@@ -76,7 +75,6 @@ KEPT = 0.5  # share of the events that a k-core must leave
 CASES, KNOWN = 100, 0.2  # temporal split: minimum cases per part, and minimum share of trained users
 RESERVE = 0.15  # share of a model's budget that counts and evaluation need
 MEMBERS = 5  # for few users, the most networks of one model whose scores are averaged
-ENOUGH = 0.5  # share of a model's epochs that it gets before the next model gets any: one sound model beats three poor
 MALFORMED, ODD_TIMES = 0.3, 0.05  # maximum share of rows that are malformed, and of times outside 1990 to 2035
 ModelSettings = Callable[[int | None], dict[str, Any]]  # entry of a model in `models`, from its number of epochs
 EASE_SPEED = 4e9  # items cubed per second of the whole budget, so that EASE takes about a tenth of it on two cores
@@ -411,10 +409,10 @@ def train(
     share: float | None = None,
     members: int = 1,
 ) -> None:
-    """Train and evaluate one model in `share` seconds; leave it out if no epoch fits, unless it is the first.
+    """Train and evaluate one model; leave it out if no epoch fits into the budget, unless it is the first.
 
     The settings come from the number of epochs. Without a `share`, nothing limits that number. The model has up to
-    `members` networks, as many as can be trained for all epochs.
+    `members` networks, as many as can be trained for all epochs in `share` seconds.
     """
     if name not in plan.params["models"]:
         entry = settings(None)
@@ -459,7 +457,8 @@ def model_settings(
 def _epochs(plan: Plan, name: str, entry: Mapping[str, Any], folder: Path, out: Path, share: float) -> tuple[int, int]:
     """Return how many epochs a model gets, and how many fit into `share` seconds, estimated from a few steps.
 
-    It gets as many as fit; more at the cost of the models after it, until it has ENOUGH of them; 0 leaves it out.
+    It gets all that fit into the budget, at the cost of the models after it, because one sound model beats three poor
+    ones; 0 leaves it out.
     """
     first = not plan.params["models"]
     if share <= 0 and not first:
@@ -473,8 +472,7 @@ def _epochs(plan: Plan, name: str, entry: Mapping[str, Any], folder: Path, out: 
     wanted = params.section("finetune", model=name).epochs
     probe = time.monotonic() - began
     of_share, most = (_fitting(seconds, cost) for seconds in (share - probe, plan.left()))
-    fitting = max(of_share, min(most, math.ceil(ENOUGH * wanted)))
-    if fitting < 1 and not first:
+    if most < 1 and not first:
         logger.warning(
             "%s is left out: an epoch takes %.0f s, but only %.0f s of the budget are left",
             name,
@@ -487,7 +485,7 @@ def _epochs(plan: Plan, name: str, entry: Mapping[str, Any], folder: Path, out: 
             "the budget is too short for one epoch of %s: it is trained for one epoch, and the run takes longer",
             name,
         )
-    epochs = max(1, min(fitting, wanted))
+    epochs = max(1, min(most, wanted))
     estimate = f"about {epochs * cost.epoch_s:.0f} s at most; {cost.memory / 1e9:.1f} GB of memory so far"
     some = "1 epoch" if epochs == 1 else f"{epochs} epochs"
     logger.info("%s: %s of %d steps, %s", name, some, cost.steps, estimate)
