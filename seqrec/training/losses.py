@@ -72,7 +72,7 @@ def sampled_cross_entropy(
     positive_ND, drawn_KD = (F.embedding(items, item_VD, sparse=sparse) for items in (target_N, negative_K))
     with _matrix_products(precision):
         value: Tensor = _SampledCrossEntropy.apply(  # type: ignore[no-untyped-call]
-            query_ND, positive_ND, drawn_KD, target_N, negative_K, log_expected_V[negative_K]
+            query_ND.float(), positive_ND.float(), drawn_KD.float(), target_N, negative_K, log_expected_V[negative_K]
         )
     return value
 
@@ -231,16 +231,8 @@ def _exclude(logits_NV: Tensor, goal_N1: Tensor, past_NL: Tensor, stop_N: Tensor
 
 class _SampledCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        query_ND: Tensor,
-        positive_ND: Tensor,
-        drawn_KD: Tensor,
-        target_N: Tensor,
-        negative_K: Tensor,
-        correction_K: Tensor,
-    ) -> Tensor:
-        given = (query_ND.float(), positive_ND.float(), drawn_KD.float(), target_N, negative_K, correction_K)
+    def forward(ctx: Any, *given: Tensor) -> Tensor:
+        """Take the arguments of `_sampled_blocks`, without weights."""
         value_N, query_gradient, positive_gradient, drawn_gradient = _sampled_blocks(*given)
         ctx.save_for_backward(*given, query_gradient, positive_gradient, drawn_gradient)
         return value_N
@@ -248,12 +240,10 @@ class _SampledCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream_N: Tensor) -> tuple[Tensor | None, ...]:
-        query_ND, positive_ND, drawn_KD, target_N, negative_K, correction_K, *gradients = ctx.saved_tensors
-        query_gradient, positive_gradient, drawn_gradient = gradients
+        *given, query_gradient, positive_gradient, drawn_gradient = ctx.saved_tensors
         weight_N1 = upstream_N.unsqueeze(1)
         if not _uniform(upstream_N):
-            given = (query_ND, positive_ND, drawn_KD, target_N, negative_K, correction_K, upstream_N)
-            drawn_gradient = _sampled_blocks(*given)[3]
+            drawn_gradient = _sampled_blocks(*[*given, upstream_N])[3]
         elif len(upstream_N):
             drawn_gradient = drawn_gradient * upstream_N[0]
         return query_gradient * weight_N1, positive_gradient * weight_N1, drawn_gradient, None, None, None
@@ -276,7 +266,8 @@ def _sampled_blocks(
         query, positive = query_ND[part], positive_ND[part]
         lead_N1 = (query * positive).sum(1, keepdim=True)
         logits = torch.addmm(-correction_K, query, drawn_KD.T)
-        logits.masked_fill_(negative_K == target_N[part].unsqueeze(1), float("-inf"))
+        hit_NK = negative_K == target_N[part].unsqueeze(1)
+        logits.masked_fill_(hit_NK, torch.finfo(logits.dtype).min)  # finite, as a row may have nothing but hits
         largest_N1 = logits.amax(1, keepdim=True)
         share = torch.softmax(logits, 1, out=logits)  # of each drawn item among them
         drawn_N1 = largest_N1 - share.amax(1, keepdim=True).log()  # the largest is 1 / sum exp(x - max x)

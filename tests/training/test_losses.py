@@ -117,6 +117,15 @@ def test_sampled_cross_entropy_by_hand():
     assert value.item() == pytest.approx(-math.log(math.exp(2) / (math.exp(2) + 2 * math.exp(3) / 0.5)))
 
 
+def test_a_target_that_is_all_that_was_drawn_costs_nothing():
+    query = torch.ones(1, 1, requires_grad=True)
+    value = losses.sampled_cross_entropy(query, SCORES, torch.tensor([2]), torch.tensor([2, 2]), torch.zeros(5))
+
+    value.sum().backward()
+
+    assert (value.item(), query.grad.item()) == (0, 0)
+
+
 def test_sampled_cross_entropy_lowers_what_is_drawn_often():
     expected = torch.tensor([1.0, 1.0, 1.0, 4.0, 1.0])
     value = losses.sampled_cross_entropy(torch.ones(1, 1), SCORES, torch.tensor([2]), torch.tensor([3]), expected.log())
