@@ -166,6 +166,7 @@ class TrainConfig(Section):
     sparse_tables: bool = False  # sampled losses: a step updates only the rows it uses, for huge catalogues
     gbce_t: Share = 0.75  # gbce: 0: equals bce, 1: calibrated for the whole catalogue
     windows: Annotated[Literal["last", "all"], OrAuto()] = "last"  # causal, cloze: a user's last window | all windows
+    ties: Annotated[Literal["keep", "shuffle"], OrAuto()] = "keep"  # order of a user's events at the same time
     prefixes_per_user: Count = 0  # last, or pretrain of unisrec, s3rec, recformer: prefixes per user and epoch; 0: all
     earliest_target: Annotated[float, Bounds(ge=0, lt=1)] = 0.0  # last: first share of a history, without targets
     user_share: Annotated[float, Bounds(gt=0, le=1)] = 1.0  # share of users to train on, for learning curves
@@ -188,6 +189,7 @@ class TrainConfig(Section):
         require(self.min_learning_rate <= self.learning_rate, "min_learning_rate must be at most learning_rate")
         parse(ContrastConfig, self.contrast, "contrast")
         require(not self.exclude_past or self.loss == "ce", "exclude_past works with loss: ce only")
+        require(self.resident or self.ties != "shuffle", "ties: shuffle needs resident: true")
         require(
             not (self.sparse_tables and self.loss == "ce"),
             "sparse_tables has no effect with loss: ce, which updates every row; set loss: sampled_ce",

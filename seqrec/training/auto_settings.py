@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from seqrec.config import AUTO, FinetuneConfig, ModelConfig
+from seqrec.data import ties
 from seqrec.data.sequences import Sequences
 
 logger = logging.getLogger(__name__)
@@ -28,7 +29,8 @@ FEWEST_EPOCHS, ENOUGH_EPOCHS, MOST_EPOCHS = 5, 20, 100
 WARMUP_SHARE = 20  # one step in 20 is a warm-up step
 WARMUP = 100  # maximum number of warm-up steps
 SPARSE = 10  # a log is sparse if its median history has fewer events
-RULED = ("epochs", "batch_size", "loss", "negatives", "warmup_steps", "patience", "windows", "precision")  # of finetune
+# settings of finetune that have a rule
+RULED = ("epochs", "batch_size", "loss", "negatives", "warmup_steps", "patience", "windows", "precision", "ties")
 ALL_WINDOWS = 1_000_000  # up to this many events, every epoch trains on all of them
 
 
@@ -42,6 +44,7 @@ class Shape:
     median: float  # median length of a history, in events
     ninth: float  # 90 % quantile of that length
     longest: int
+    ordered: bool = True  # whether events of the same time follow an order
 
     @classmethod
     def of(cls, data: Sequences) -> Shape:
@@ -57,6 +60,7 @@ class Shape:
             median=median,
             ninth=ninth,
             longest=int(events.max()),
+            ordered=ties.are_ordered(data),
         )
 
 
@@ -139,6 +143,7 @@ def finetune(shape: Shape, given: Mapping[str, Any]) -> dict[str, Any]:
         "warmup_steps": min(WARMUP, number * steps // WARMUP_SHARE),
         "patience": max(3, math.ceil(number / 4)),
         "precision": "bf16" if has_fast_bf16() else "fp32",
+        "ties": "keep" if shape.ordered or not values.get("resident", True) else "shuffle",
     }
     return rules | values
 
@@ -148,7 +153,7 @@ def resolved(config: FinetuneConfig, shape: Shape) -> FinetuneConfig:
     names = [name for name, value in vars(config).items() if value == AUTO and name != "counts"]
     if not names:
         return config
-    found = finetune(shape, {name: getattr(config, name) for name in RULED})
+    found = finetune(shape, {name: getattr(config, name) for name in (*RULED, "resident")})
     chosen = {name: found[name] for name in names}
     shown = {name: value for name, value in chosen.items() if name != "negatives" or found["loss"] == "sampled_ce"}
     logger.info("settings of finetune, chosen from the shape of the data: %s", _listed(shown))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support import prepare_rows, run, synthetic_rows
@@ -70,6 +72,17 @@ def test_a_large_catalogue_is_sampled_and_then_affords_more_epochs():
     sampled, full = auto.finetune(large, {}), auto.finetune(large, {"loss": "ce"})
     assert (sampled["loss"], full["loss"]) == ("sampled_ce", "ce")
     assert sampled["epochs"] > full["epochs"]
+
+
+def test_tied_events_are_shuffled_where_their_order_is_random_and_in_memory():
+    def found(*, ordered, **settings):
+        config = parse(FinetuneConfig, {"ties": "auto"} | settings, "finetune")
+        return auto.resolved(config, replace(shape(), ordered=ordered)).ties
+
+    assert (found(ordered=True), found(ordered=False)) == ("keep", "shuffle")
+    assert found(ordered=False, resident=False) == found(ordered=False, ties="keep") == "keep"
+    with pytest.raises(ConfigError, match="ties: shuffle needs resident: true"):
+        parse(FinetuneConfig, {"ties": "shuffle", "resident": False}, "finetune")
 
 
 def test_sparse_logs_get_one_layer_and_no_vectors_of_users():

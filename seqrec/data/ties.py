@@ -1,0 +1,64 @@
+"""Training events of a user that have the same time: whether their order says anything, and how to shuffle it.
+
+Many logs know only the day of an event, or get several events at once. A third to a half of the events of public logs
+have the time of the event before, and then the order in the file decides which of them comes first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from seqrec.data.sequences import Sequences, ranges
+
+READ = 1 << 22  # maximum number of training events that are read to see whether an order is random
+AGREEMENT = 0.55  # share of users that agree on an order, from which on it is not random; at random, it is 0.5
+
+
+def are_ordered(data: Sequences) -> bool:
+    """Return whether training events of the same time follow an order, such as that of a sorted file.
+
+    Where two users have the same two items next to each other at one time, they have them in the same order or not. A
+    random order agrees in half of the cases; an order counts if it agrees significantly more often.
+    """
+    user, event = ranges(data.start.cpu(), (data.train_stop - data.start).cpu())
+    user, event = user[:READ], event[:READ]
+    item = data.items[event.to(data.items.device)].cpu().long()
+    first, second = item[:-1], item[1:]
+    tied = _joined(data, user, event) & (first != second)
+    first, second = first[tied], second[tied]
+    pair = torch.minimum(first, second) * (data.num_items + 1) + torch.maximum(first, second)
+    _, index, number = pair.unique(return_inverse=True, return_counts=True)
+    rising = torch.bincount(index[first < second], minlength=len(number)).double()
+    falling, repeated = number - rising, number >= 2
+    agree = rising * (rising - 1) + falling * (falling - 1)
+    share = (agree / (number * (number - 1)))[repeated]
+    error = 0.5 / max(1, len(share)) ** 0.5
+    return bool(share.mean() >= max(AGREEMENT, 0.5 + 2 * error))  # without repeated pairs, the mean is NaN
+
+
+def groups(data: Sequences) -> tuple[Tensor, Tensor]:
+    """Return the flat indices (N,) of the training events, and the number (N,) of the group of each.
+
+    Events of a user at the same time are a group; groups are numbered in order.
+    """
+    user, event = ranges(data.start.cpu(), (data.train_stop - data.start).cpu())
+    new = torch.ones(len(event), dtype=torch.bool)
+    new[1:] = ~_joined(data, user, event)
+    return event, new.cumsum(0)
+
+
+def shuffled(data: Sequences, event: Tensor, group: Tensor, generator: torch.Generator) -> Sequences:
+    """Return `data` with the items of each group of training events in random order; see `groups`."""
+    order = torch.arange(len(data.items))
+    key = group + torch.rand(len(group), generator=generator, dtype=torch.float64)
+    order[event] = event[key.argsort()]
+    return replace(data, items=data.items[order.to(data.items.device)])
+
+
+def _joined(data: Sequences, user: Tensor, event: Tensor) -> Tensor:
+    """Return bool (N - 1,): whether each event but the first has user and time of the event before."""
+    time = data.times[event.to(data.times.device)].cpu()
+    return (user[1:] == user[:-1]) & (time[1:] == time[:-1])

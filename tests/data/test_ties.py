@@ -1,0 +1,71 @@
+"""Events of a user at the same time: whether their order is random, and their shuffling."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from support import prepare_rows
+
+from seqrec.data import sequences, ties
+
+
+def rows(order, users=60, days=6, size=3, items=30):
+    """Users with `size` items a day, all at one time; `order` decides in which order the file has them."""
+    draw = np.random.default_rng(0)
+    groups = draw.permuted(np.tile(np.arange(items), (users * days, 1)), axis=1)[:, :size]
+    return [
+        (f"u{n // days}", f"i{item:02}", 86_400 * (n % days))
+        for n, group in enumerate(groups)
+        for item in order(group, draw)
+    ]
+
+
+def load(folder, order, **options):
+    return sequences.load(prepare_rows(folder, rows(order, **options), min_user_events=1, min_item_events=1))
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [
+        (lambda group, draw: sorted(group), True),
+        (lambda group, draw: draw.permutation(group), False),
+        (lambda group, draw: sorted(group) if draw.random() < 0.5 else draw.permutation(group), True),
+    ],
+    ids=["sorted", "random", "half"],
+)
+def test_a_random_order_is_told_from_one_that_users_agree_on(tmp_path, order, expected):
+    assert ties.are_ordered(load(tmp_path, order)) is expected
+
+
+def test_without_repeated_pairs_there_is_no_order(tmp_path):
+    assert not ties.are_ordered(load(tmp_path, lambda group, draw: sorted(group), users=2, days=2))
+    assert not ties.are_ordered(load(tmp_path, lambda group, draw: group, size=1))
+
+
+def test_only_training_events_of_the_same_time_change_places(tmp_path):
+    data = load(tmp_path, lambda group, draw: sorted(group))
+    event, group = ties.groups(data)
+
+    shuffled = ties.shuffled(data, event, group, torch.Generator().manual_seed(0))
+
+    moved = (shuffled.items != data.items).nonzero().flatten()
+    user, training = sequences.ranges(data.start, data.train_stop - data.start)
+    assert set(moved.tolist()) <= set(training.tolist())
+    assert len(moved) > len(training) / 3
+    for one in (data, shuffled):  # events of a user and a time, as a set
+        key = list(zip(user.tolist(), one.times[training].tolist(), one.items[training].tolist(), strict=True))
+        assert Counter(key) == Counter(
+            zip(user.tolist(), data.times[training].tolist(), data.items[training].tolist(), strict=True)
+        )
+    assert shuffled.times is data.times
+
+
+def test_every_order_is_equally_likely(tmp_path):
+    data = load(tmp_path, lambda group, draw: sorted(group), users=2)
+    found, generator = Counter(), torch.Generator().manual_seed(0)
+    for _ in range(3_000):
+        found[tuple(ties.shuffled(data, *ties.groups(data), generator).items[:3].tolist())] += 1
+
+    assert len(found) == 6
+    assert max(found.values()) < 1.25 * min(found.values())
