@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from seqrec.data import ties
 from seqrec.data.sequences import Sequences, train_events
 
 Array = NDArray[Any]
@@ -44,6 +45,7 @@ def most_targets(num_items: int) -> int:
 def count(data: Sequences, weights: Sequence[float], limit: int = 0, *, pairs: int = PAIRS) -> CountTable:
     """Return C_ba = sum_d weights[d - 1] N^(d)_ba, where N^(d)_ba counts how often b is d training events before a.
 
+    If events of the same time have a random order (ties.py), C is the mean for this order and its reverse.
     Memory holds the training events, `pairs` pairs and the result, which does not depend on `pairs`.
 
     Args:
@@ -52,7 +54,8 @@ def count(data: Sequences, weights: Sequence[float], limit: int = 0, *, pairs: i
         limit: targets kept per item, those with the largest counts; 0: set by the size of the catalogue.
         pairs: pairs held in memory at once; the pairs of one item are never split.
     """
-    item_E, rest_E = _train(data)
+    item_E, rest_E, orders = _train(data)
+    weights = [weight / orders for weight in weights]
     limit, size = limit or most_targets(data.num_items), len(data.count)
     order = np.argsort(item_E, kind="stable")
     bounds = np.searchsorted(item_E[order], np.arange(size + 1))
@@ -68,11 +71,13 @@ def count(data: Sequences, weights: Sequence[float], limit: int = 0, *, pairs: i
     )
 
 
-def _train(data: Sequences) -> tuple[Array, Array]:
-    """Return the items (E,) of the training events, and the number of later training events of the same user."""
-    user, item = train_events(data)
+def _train(data: Sequences) -> tuple[Array, Array, int]:
+    """Return items (E,) and numbers (E,) of later training events of the user, once or in two orders, and which."""
+    orders = [data] if ties.are_ordered(data) else [data, ties.mirrored(data)]
+    items = [train_events(one)[1] for one in orders]
+    user, _ = train_events(data)
     after = (data.train_stop - data.start).cumsum(0)[user] - 1 - torch.arange(len(user))
-    return item.numpy(), after.numpy()
+    return torch.cat(items).numpy(), after.repeat(len(orders)).numpy(), len(orders)
 
 
 def _ranges(bounds: Array, events: int) -> Iterator[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""Training events of a user that have the same time: whether their order says anything, and how to shuffle it.
+"""Training events of a user that have the same time: whether their order is random, and other orders of them.
 
 Many logs know only the day of an event, or get several events at once. A third to a half of the events of public logs
 have the time of the event before, and then the order in the file decides which of them comes first.
@@ -13,12 +13,12 @@ from torch import Tensor
 
 from seqrec.data.sequences import Sequences, ranges
 
-READ = 1 << 22  # maximum number of training events that are read to see whether an order is random
+READ = 1 << 20  # maximum number of training events that are read to see whether an order is random
 AGREEMENT = 0.55  # share of users that agree on an order, from which on it is not random; at random, it is 0.5
 
 
 def are_ordered(data: Sequences) -> bool:
-    """Return whether training events of the same time follow an order, such as that of a sorted file.
+    """Return whether training events of the same time, if there are any, follow an order, as in a sorted file.
 
     Where two users have the same two items next to each other at one time, they have them in the same order or not. A
     random order agrees in half of the cases; an order counts if it agrees significantly more often.
@@ -28,6 +28,8 @@ def are_ordered(data: Sequences) -> bool:
     item = data.items[event.to(data.items.device)].cpu().long()
     first, second = item[:-1], item[1:]
     tied = _joined(data, user, event) & (first != second)
+    if not tied.any():
+        return True
     first, second = first[tied], second[tied]
     pair = torch.minimum(first, second) * (data.num_items + 1) + torch.maximum(first, second)
     _, index, number = pair.unique(return_inverse=True, return_counts=True)
@@ -37,6 +39,14 @@ def are_ordered(data: Sequences) -> bool:
     share = (agree / (number * (number - 1)))[repeated]
     error = 0.5 / max(1, len(share)) ** 0.5
     return bool(share.mean() >= max(AGREEMENT, 0.5 + 2 * error))  # without repeated pairs, the mean is NaN
+
+
+def mirrored(data: Sequences) -> Sequences:
+    """Return `data` with the order of training events of the same time reversed."""
+    event, group = groups(data)
+    first = torch.searchsorted(group, group)
+    last = torch.searchsorted(group, group, right=True) - 1
+    return _placed(data, event, first + last - torch.arange(len(group)))
 
 
 def groups(data: Sequences) -> tuple[Tensor, Tensor]:
@@ -52,10 +62,14 @@ def groups(data: Sequences) -> tuple[Tensor, Tensor]:
 
 def shuffled(data: Sequences, event: Tensor, group: Tensor, generator: torch.Generator) -> Sequences:
     """Return `data` with the items of each group of training events in random order; see `groups`."""
-    order = torch.arange(len(data.items))
-    key = group + torch.rand(len(group), generator=generator, dtype=torch.float64)
-    order[event] = event[key.argsort()]
-    return replace(data, items=data.items[order.to(data.items.device)])
+    return _placed(data, event, (group + torch.rand(len(group), generator=generator, dtype=torch.float64)).argsort())
+
+
+def _placed(data: Sequences, event: Tensor, order: Tensor) -> Sequences:
+    """Return `data` with the items of the events (N,) in another order (N,)."""
+    source = torch.arange(len(data.items))
+    source[event] = event[order]
+    return replace(data, items=data.items[source.to(data.items.device)])
 
 
 def _joined(data: Sequences, user: Tensor, event: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from seqrec.counts import table
-from seqrec.data import sequences
+from seqrec.data import sequences, ties
 
 WEIGHTS = (1.0, 0.5, 0.25)
 
@@ -39,6 +39,24 @@ def data(prepared):
 
 def test_counts_are_those_of_a_double_loop(data):
     np.testing.assert_allclose(square(table.count(data, WEIGHTS)), by_loop(data, WEIGHTS), rtol=1e-6)
+
+
+def test_events_of_one_time_are_counted_in_both_directions_if_their_order_is_random(data):
+    generator = torch.Generator().manual_seed(0)
+    tied = replace(data, times=data.times // 4_000)
+    assert torch.equal(table.count(tied, WEIGHTS).values, table.count(data, WEIGHTS).values)  # users agree on it
+    tied = ties.shuffled(tied, *ties.groups(tied), generator)
+    turned = tied.items.clone()
+    for start, stop in zip(tied.start.tolist(), tied.train_stop.tolist(), strict=True):
+        for time in tied.times[start:stop].unique().tolist():
+            places = start + (tied.times[start:stop] == time).nonzero().flatten()
+            turned[places] = tied.items[places.flip(0)]
+
+    found = square(table.count(tied, WEIGHTS))
+
+    both = by_loop(tied, WEIGHTS), by_loop(replace(tied, items=turned), WEIGHTS)
+    assert not np.array_equal(*both)
+    np.testing.assert_allclose(found, sum(both) / 2, rtol=1e-6)
 
 
 @pytest.mark.parametrize("cells", [0, 1 << 26])  # added up by sorting, and in a dense block

@@ -40,7 +40,10 @@ def test_a_random_order_is_told_from_one_that_users_agree_on(tmp_path, order, ex
 
 def test_without_repeated_pairs_there_is_no_order(tmp_path):
     assert not ties.are_ordered(load(tmp_path, lambda group, draw: sorted(group), users=2, days=2))
-    assert not ties.are_ordered(load(tmp_path, lambda group, draw: group, size=1))
+
+
+def test_without_ties_nothing_is_random(tmp_path):
+    assert ties.are_ordered(load(tmp_path, lambda group, draw: group, size=1))
 
 
 def test_only_training_events_of_the_same_time_change_places(tmp_path):
@@ -59,6 +62,22 @@ def test_only_training_events_of_the_same_time_change_places(tmp_path):
             zip(user.tolist(), data.times[training].tolist(), data.items[training].tolist(), strict=True)
         )
     assert shuffled.times is data.times
+
+
+def test_mirrored_events_are_those_of_a_log_whose_days_are_read_backwards(tmp_path):
+    data = load(tmp_path / "a", lambda group, draw: draw.permutation(group))
+    training = sequences.ranges(data.start, data.train_stop - data.start)[1]
+
+    mirrored = ties.mirrored(data).items
+
+    days = {}
+    for index in training.tolist():
+        user = int((data.start <= index).sum())
+        days.setdefault((user, int(data.times[index])), []).append(int(data.items[index]))
+    assert mirrored[training].tolist() == [item for day in days.values() for item in reversed(day)]
+    rest = torch.ones(len(mirrored), dtype=torch.bool)
+    rest[training] = False
+    assert torch.equal(mirrored[rest], data.items[rest])
 
 
 def test_every_order_is_equally_likely(tmp_path):
