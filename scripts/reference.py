@@ -26,7 +26,7 @@ TOP_LEVEL = """\
 | `filter_seen` | bool | `true` | whether a user's past items, but never the target, are removed from the candidates |
 | `dataset` | str | required | a key of `datasets` |
 | `datasets` | mapping | `{}` | per dataset: values for other sections, and `options` of all models |
-| `sources` | list | `[]` | datasets that models of text or of two domains pre-train on |
+| `sources` | list | `[]` | datasets that Recformer, UniSRec and RecGURU pre-train on |
 | `leaderboard` | list | all models | keys of `models` that are trained, evaluated and compared |
 | `models` | mapping | required | per model: `architecture` (default: its key), `options`, `pretrain`, `finetune` |
 """

@@ -411,8 +411,8 @@ def train(
 ) -> None:
     """Train and evaluate one model; leave it out if no epoch fits into the budget, unless it is the first.
 
-    The settings come from the number of epochs. Without a `share`, nothing limits that number. The model has up to
-    `members` networks, as many as can be trained for all epochs in `share` seconds.
+    `settings` returns the model's entry for a number of epochs, which only the budget limits, and only if a `share` is
+    given. The model has up to `members` networks, as many as can be trained for all epochs in `share` seconds.
     """
     if name not in plan.params["models"]:
         entry = settings(None)

@@ -17,15 +17,15 @@ from torch import Tensor
 from seqrec.counts.table import CountTable
 from seqrec.data.sequences import Sequences, train_events
 
-RIDGE = 100.0  # L2: best on validation of ML-100K, 2 % below the best value, 250, on ML-1M
-_LAST: dict[bytes, CountTable] = {}  # that of one dataset: every model of a run needs it, and it takes minutes
+RIDGE = 100.0  # L2: best on validation of ML-100K; on ML-1M, 250 is best, by 2 %
+_LAST: dict[bytes, CountTable] = {}  # table of the last dataset: every model of a run needs it, and it takes minutes
 TARGETS = 256  # weights kept per item; keeping all gained nothing on validation of Scientific and ML-100K
 
 
 def ease_weights(user_item: Tensor, ridge: float = RIDGE) -> Tensor:
     """Return B (V, V) of EASE: P = (X'X + ridge I)^-1, B_ij = -P_ij / P_jj, B_jj = 0 (equation 8)."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that torch's sparse matrices are new
+        warnings.simplefilter("ignore")  # torch says that its sparse matrices are in beta
         gram_VV = torch.sparse.mm(user_item.t().coalesce(), user_item).to_dense()
     gram_VV.diagonal().add_(ridge)
     inverse_VV = torch.cholesky_inverse(torch.linalg.cholesky(gram_VV))

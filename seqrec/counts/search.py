@@ -82,13 +82,13 @@ class Choice(Generic[Values]):
 
     values: Values  # chosen on all users
     folds: tuple[Values, Values]  # for users of even index, chosen on those of odd index, and vice versa
-    flattered: float  # validation NDCG@10 of `values`, on the cases that they were chosen on
-    honest: float  # validation NDCG@10 of `folds`, on the same cases
+    in_sample: float  # validation NDCG@10 of `values`, on the cases that they were chosen on
+    cross_fitted: float  # validation NDCG@10 of `folds`, on the same cases
 
     def card(self) -> dict[str, Any]:
         """Return the choice as JSON."""
         folds = [asdict(fold) for fold in self.folds]  # type: ignore[call-overload]
-        found = {"flattered": self.flattered, "honest": self.honest}
+        found = {"in_sample": self.in_sample, "cross_fitted": self.cross_fitted}
         return {**asdict(self.values), "folds": folds, "valid/ndcg@10": found}  # type: ignore[call-overload]
 
 
@@ -109,9 +109,9 @@ def search(
     folds = (_descend(ndcg, starts[1], axes, odd), _descend(ndcg, starts[2], axes, ~odd))
     if not len(user):  # no validation case has a history
         return Choice(found, folds, 0.0, 0.0)
-    honest = np.where(odd, ndcg(folds[1]), ndcg(folds[0])).mean()
+    cross_fitted = np.where(odd, ndcg(folds[1]), ndcg(folds[0])).mean()
     logger.debug("counts: tried %d settings on %d validation cases", ndcg.cache_info().currsize, len(user))
-    return Choice(found, folds, float(ndcg(found).mean()), float(honest))
+    return Choice(found, folds, float(ndcg(found).mean()), float(cross_fitted))
 
 
 def drawn_cases(data: Sequences, tables: Tables, pairs: int = PAIRS) -> Cases:
@@ -266,6 +266,6 @@ def for_model(
         "counts: chose alpha = %g and ease = %g; cross-fitted valid/ndcg@10 = %.4f",
         choice.values.alpha,
         choice.values.ease,
-        choice.honest,
+        choice.cross_fitted,
     )
     return tables.term(choice.values), choice.card()

@@ -22,7 +22,7 @@ STEPS_AN_EPOCH = 40  # target
 TARGETS = 5_000  # in a step: more of them in fewer steps learn less in the same time
 STEPS = 2_000  # target for a whole training
 FULL_SOFTMAX = 5_000  # largest catalogue whose items are all scored for each target
-NEGATIVES = 1_024  # items scored for each target of a larger one
+NEGATIVES = 1_024  # items drawn per step for a larger catalogue
 SCORES = 150_000_000_000  # maximum for a training: 20 minutes of one core
 LAYERS = 5_000  # the layers of a model cost about as much as the scores of so many items
 FEWEST_EPOCHS, ENOUGH_EPOCHS, MOST_EPOCHS = 5, 20, 100
@@ -97,7 +97,7 @@ def targets_an_epoch(shape: Shape, of: str) -> int:
 
 
 def loss(shape: Shape) -> str:
-    """Return the full softmax, or for a large catalogue the sampled one, of which an epoch is several times faster."""
+    """Return the full softmax, or for a large catalogue the sampled one, whose epochs are several times faster."""
     return "ce" if shape.items <= FULL_SOFTMAX else "sampled_ce"
 
 

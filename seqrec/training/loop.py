@@ -1,6 +1,7 @@
 """The training loop that every model shares: phases, epochs, steps, validation, early stopping, exact resume.
 
-All data is on the device, and a batch is a few gathers. A step waits for the device only to report.
+The data is on the device, or in a mapped file with `resident: false`, and a batch is a few gathers. A step waits for
+the device only to report.
 """
 
 from __future__ import annotations

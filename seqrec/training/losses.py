@@ -232,7 +232,7 @@ def _exclude(logits_NV: Tensor, goal_N1: Tensor, past_NL: Tensor, stop_N: Tensor
 class _SampledCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Tensor) -> Tensor:
-        """Take the arguments of `_sampled_blocks`, without weights."""
+        """Return the values (N,); `given` are the arguments of `_sampled_blocks` without the weights."""
         value_N, query_gradient, positive_gradient, drawn_gradient = _sampled_blocks(*given)
         ctx.save_for_backward(*given, query_gradient, positive_gradient, drawn_gradient)
         return value_N

@@ -141,7 +141,7 @@ def test_validation_is_reported_with_what_the_other_half_chose(prepared, trained
     chosen = checkpoint.card["counts"]
 
     assert values["counts/alpha"] == chosen["alpha"] > 0
-    assert values["valid/ndcg@10"] == pytest.approx(chosen["valid/ndcg@10"]["honest"])
+    assert values["valid/ndcg@10"] == pytest.approx(chosen["valid/ndcg@10"]["cross_fitted"])
     scorer = term.with_counts(ranking.model_scorer(checkpoint.model), checkpoint.count_term)
     ranked = ranking.rank(scorer, data, sequences.cases(data, "test"), filter_seen=True)
     mean = torch.where(ranked.rank <= 10, 1 / torch.log2(1 + ranked.rank), 0.0).mean()

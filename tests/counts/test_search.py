@@ -40,7 +40,7 @@ def test_each_half_is_scored_with_what_the_other_half_chose():
 
     assert (choice.folds[0].odd, choice.folds[0].even) == (1.0, 0.0)  # for even users, chosen by odd ones
     assert (choice.folds[1].odd, choice.folds[1].even) == (0.0, 1.0)
-    assert choice.honest < choice.flattered
+    assert choice.cross_fitted < choice.in_sample
 
 
 def test_the_search_takes_the_best_and_stays_where_nothing_is_better():
@@ -114,7 +114,7 @@ def test_ease_is_added_where_whole_histories_say_more_than_the_last_events(tmp_p
 
     assert (choice.values.ease > 0) is helps
     without = search.choose(nothing, Tables(data), data, filter_seen=True, start=OFF)
-    assert (choice.flattered > without.flattered + 0.05) is helps
+    assert (choice.in_sample > without.in_sample + 0.05) is helps
 
 
 def test_cases_whose_items_have_many_followers_are_fewer(prepared, monkeypatch):
@@ -168,7 +168,7 @@ def test_beside_scores_that_say_nothing_the_counts_decide(prepared):
     choice = search.choose(noise, Tables(data), data, filter_seen=True, start=OFF)
 
     assert choice.values.alpha > 8
-    assert choice.flattered > 0.95 * alone.flattered
+    assert choice.in_sample > 0.95 * alone.in_sample
 
 
 def test_an_alternative_may_follow_from_what_was_found():
