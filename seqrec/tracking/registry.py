@@ -85,6 +85,7 @@ SIGNATURE = ModelSignature(
             ColSpec(DataType.string, "user", required=False),
             ColSpec(Array(DataType.string), "exclude", required=False),
             ColSpec(Array(DataType.long), "times", required=False),
+            ColSpec(DataType.double, "at", required=False),
         ]
     ),
     outputs=Schema(
