@@ -8,7 +8,7 @@ from typing import Any
 from seqrec.data.sequences import Sequences, train_events
 
 USERS, ITEMS, STEPS = 1_000, 50, 20  # warn about fewer users, items or steps per epoch
-TIES, REPEATS = 0.5, 0.1  # warn about larger shares of events
+TIES, ORDERED_TIES, REPEATS = 0.5, 0.1, 0.1  # warn about larger shares of events
 DUPLICATES, OUTSIDE = 0.05, 0.5  # warn about larger shares of events that are left out
 
 
@@ -20,7 +20,12 @@ def repeats(data: Sequences) -> float:
 
 
 def warnings(
-    card: Mapping[str, Any], *, steps: int | None = None, repeated: float | None = None, filter_seen: bool = True
+    card: Mapping[str, Any],
+    *,
+    steps: int | None = None,
+    repeated: float | None = None,
+    filter_seen: bool = True,
+    ordered: bool | None = None,
 ) -> list[str]:
     """Return a sentence for each reason to doubt models and metrics on a dataset.
 
@@ -29,6 +34,7 @@ def warnings(
         steps: steps per epoch.
         repeated: share of events that repeat an item of the user.
         filter_seen: whether seen items are left out of the candidates.
+        ordered: whether events of the same time follow an order (ties.py).
     """
     counts = card["counts"]
     users, items = (counts.get(name) for name in ("users", "items"))
@@ -47,7 +53,12 @@ def warnings(
         )
     if outside > OUTSIDE * total:
         found.append(f"{outside / total:.0%} of the events are outside the k-core; the metrics do not cover them")
-    if tied > TIES:
+    if ordered and tied > ORDERED_TIES:
+        found.append(
+            f"{tied:.0%} of the events have the same time as the previous one, in an order that is not random, as in a "
+            "file sorted by item: models learn this order, so the metrics promise more than recommendations can hold"
+        )
+    elif tied > TIES:
         found.append(f"{tied:.0%} of the events have the same time as the previous one; the file's order is kept")
     if steps is not None and steps < STEPS:
         found.append(f"only {steps} steps per epoch: lower finetune.batch_size, or train more epochs")

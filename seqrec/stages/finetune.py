@@ -9,7 +9,7 @@ import torch
 
 from seqrec.artifacts import REFITTED
 from seqrec.config import AUTO, EXPERIMENT, FinetuneConfig
-from seqrec.data import data_warnings
+from seqrec.data import data_warnings, ties
 from seqrec.data.sequences import Sequences
 from seqrec.data.sequences import load as load_sequences
 from seqrec.models.base import SequenceModel
@@ -110,6 +110,7 @@ def _warn(net: SequenceModel, prepared: Sequences, config: FinetuneConfig, filte
         steps=steps,
         repeated=repeated,
         filter_seen=filter_seen,
+        ordered=ties.are_ordered(prepared),
     )
     for sentence in found:
         if (key := f"{prepared.card['split_sha256']} {sentence}") not in _said:

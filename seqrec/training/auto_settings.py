@@ -21,6 +21,7 @@ BATCHES = (16, 256)
 STEPS_AN_EPOCH = 40  # target
 TARGETS = 5_000  # in a step: more of them in fewer steps learn less in the same time
 STEPS = 2_000  # target for a whole training
+SHUFFLED = 2  # times as many steps where tied events are shuffled
 FULL_SOFTMAX = 5_000  # largest catalogue whose items are all scored for each target
 NEGATIVES = 1_024  # items drawn per step for a larger catalogue
 SCORES = 150_000_000_000  # maximum for a training: 20 minutes of one core
@@ -101,7 +102,12 @@ def loss(shape: Shape) -> str:
     return "ce" if shape.items <= FULL_SOFTMAX else "sampled_ce"
 
 
-def epochs(shape: Shape, of: str, steps: int, scored: int) -> int:
+def ties_of(shape: Shape, *, resident: bool = True) -> str:
+    """Return `shuffle` if tied events have a random order, and all events are in memory, else `keep`."""
+    return "shuffle" if resident and not shape.ordered else "keep"
+
+
+def epochs(shape: Shape, of: str, steps: int, scored: int, *, shuffled: bool = False) -> int:
     """Return the number of epochs that makes about `STEPS` steps, and at most about `SCORES` scores.
 
     Args:
@@ -109,8 +115,9 @@ def epochs(shape: Shape, of: str, steps: int, scored: int) -> int:
         of: value of `windows`.
         steps: steps in an epoch.
         scored: items scored for each target.
+        shuffled: whether every epoch shuffles tied events.
     """
-    wanted = max(ENOUGH_EPOCHS, math.ceil(STEPS / steps))
+    wanted = max(ENOUGH_EPOCHS, math.ceil(STEPS / steps)) * (SHUFFLED if shuffled else 1)
     affordable = SCORES // max(1, targets_an_epoch(shape, of) * (scored + LAYERS))
     return min(wanted, max(FEWEST_EPOCHS, affordable), MOST_EPOCHS)
 
@@ -138,12 +145,13 @@ def finetune(shape: Shape, given: Mapping[str, Any]) -> dict[str, Any]:
     batch = values.setdefault("batch_size", batch_size(shape, of))
     steps = steps_an_epoch(shape, of, batch)
     kind, negatives = values.setdefault("loss", loss(shape)), values.setdefault("negatives", NEGATIVES)
-    number = values.setdefault("epochs", epochs(shape, of, steps, shape.items if kind == "ce" else negatives))
+    order = values.setdefault("ties", ties_of(shape, resident=values.get("resident", True)))
+    scored = shape.items if kind == "ce" else negatives
+    number = values.setdefault("epochs", epochs(shape, of, steps, scored, shuffled=order == "shuffle"))
     rules = {
         "warmup_steps": min(WARMUP, number * steps // WARMUP_SHARE),
         "patience": max(3, math.ceil(number / 4)),
         "precision": "bf16" if has_fast_bf16() else "fp32",
-        "ties": "keep" if shape.ordered or not values.get("resident", True) else "shuffle",
     }
     return rules | values
 

@@ -18,6 +18,8 @@ SOUND = {"users": 5_000, "items": 300, "events": 100_000, "tied_events": 100}
         ({"users": 999}, {}, "only 999 users"),
         ({"items": 10}, {}, "only 10 items"),
         ({"tied_events": 87_000}, {}, "87% of the events have the same time"),
+        ({"tied_events": 20_000}, {"ordered": False}, ""),
+        ({"tied_events": 20_000}, {"ordered": True}, "20% of the events have the same time as the previous one, in an"),
         ({}, {"steps": 19}, "only 19 steps per epoch"),
         ({}, {"repeated": 0.5}, "50% of the events repeat an item"),
         ({}, {"repeated": 0.5, "filter_seen": False}, ""),

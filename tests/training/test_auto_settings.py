@@ -80,6 +80,8 @@ def test_tied_events_are_shuffled_where_their_order_is_random_and_in_memory():
         return auto.resolved(config, replace(shape(), ordered=ordered)).ties
 
     assert (found(ordered=True), found(ordered=False)) == ("keep", "shuffle")
+    kept, shuffled = (auto.finetune(replace(shape(20_000), ordered=ordered), {})["epochs"] for ordered in (True, False))
+    assert shuffled == 2 * kept
     assert found(ordered=False, resident=False) == found(ordered=False, ties="keep") == "keep"
     with pytest.raises(ConfigError, match="ties: shuffle needs resident: true"):
         parse(FinetuneConfig, {"ties": "shuffle", "resident": False}, "finetune")
