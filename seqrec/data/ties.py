@@ -20,8 +20,17 @@ AGREEMENT = 0.55  # share of users that agree on an order, from which on it is n
 def are_ordered(data: Sequences) -> bool:
     """Return whether training events of the same time, if there are any, follow an order, as in a sorted file.
 
-    Where two users have the same two items next to each other at one time, they have them in the same order or not. A
-    random order agrees in half of the cases; an order counts if it agrees significantly more often.
+    An order counts if users agree on it significantly more often than on a random one.
+    """
+    agreed, pairs = agreement(data)
+    return agreed >= max(AGREEMENT, 0.5 + (pairs**-0.5 if pairs else 0.0))  # two standard errors
+
+
+def agreement(data: Sequences) -> tuple[float, int]:
+    """Return how often two users agree on the order of two items at one time, and the number of pairs of items.
+
+    Only items next to each other count. The share is 0.5 in a random order, and 1 in that of a sorted file or without
+    tied events; without pairs that two users have, it is 0.5.
     """
     user, event = ranges(data.start.cpu(), (data.train_stop - data.start).cpu())
     user, event = user[:READ], event[:READ]
@@ -29,16 +38,14 @@ def are_ordered(data: Sequences) -> bool:
     first, second = item[:-1], item[1:]
     tied = _joined(data, user, event) & (first != second)
     if not tied.any():
-        return True
+        return 1.0, 0
     first, second = first[tied], second[tied]
     pair = torch.minimum(first, second) * (data.num_items + 1) + torch.maximum(first, second)
     _, index, number = pair.unique(return_inverse=True, return_counts=True)
     rising = torch.bincount(index[first < second], minlength=len(number)).double()
     falling, repeated = number - rising, number >= 2
-    agree = rising * (rising - 1) + falling * (falling - 1)
-    share = (agree / (number * (number - 1)))[repeated]
-    error = 0.5 / max(1, len(share)) ** 0.5
-    return bool(share.mean() >= max(AGREEMENT, 0.5 + 2 * error))  # without repeated pairs, the mean is NaN
+    share = (rising * (rising - 1) + falling * (falling - 1)) / (number * (number - 1))
+    return (float(share[repeated].mean()), int(repeated.sum())) if repeated.any() else (0.5, 0)
 
 
 def mirrored(data: Sequences) -> Sequences:

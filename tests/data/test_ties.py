@@ -42,6 +42,17 @@ def test_without_repeated_pairs_there_is_no_order(tmp_path):
     assert not ties.are_ordered(load(tmp_path, lambda group, draw: sorted(group), users=2, days=2))
 
 
+def test_agreement_is_the_share_of_pairs_of_users_with_the_same_order(tmp_path):
+    """Items a and b at one time: three users have a first and one b, so that 3 of 6 pairs of users agree."""
+    days = {"u": "ab", "v": "ab", "w": "ab", "x": "ba", "y": "cd", "z": "cd"}
+    log = [
+        (user, item, time) for user, day in days.items() for item, time in [*((i, 1) for i in day), ("e", 2), ("f", 3)]
+    ]
+    data = sequences.load(prepare_rows(tmp_path, log, min_user_events=1, min_item_events=1))
+
+    assert ties.agreement(data) == ((3 / 6 + 1) / 2, 2)
+
+
 def test_without_ties_nothing_is_random(tmp_path):
     assert ties.are_ordered(load(tmp_path, lambda group, draw: group, size=1))
 
