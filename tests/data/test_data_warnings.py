@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support import prepare_rows, synthetic_rows
+from support import prepare_rows, run, synthetic_rows
 
 from seqrec.data import sequences
 from seqrec.data.data_warnings import repeats, warnings
@@ -53,3 +53,11 @@ def test_repeats_are_those_of_a_user_in_training(tmp_path):
 
     assert repeats(data) == pytest.approx(1 - 3 / 6)  # 6 of 8 events are training, of 3 items
     assert 0 < repeats(sequences.load(prepare_rows(tmp_path / "more", synthetic_rows()))) < 0.5
+
+
+def test_training_warns_of_an_order_within_one_time_that_is_not_random(tmp_path, caplog):
+    rows = [(user, item, time // 3000) for user, item, time in synthetic_rows()]
+
+    run(prepare_rows(tmp_path / "data", rows), tmp_path / "run", epochs=1)
+
+    assert "in an order that is not random" in caplog.text

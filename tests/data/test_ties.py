@@ -51,6 +51,7 @@ def test_agreement_is_the_share_of_pairs_of_users_with_the_same_order(tmp_path):
     data = sequences.load(prepare_rows(tmp_path, log, min_user_events=1, min_item_events=1))
 
     assert ties.agreement(data) == ((3 / 6 + 1) / 2, 2)
+    assert not ties.are_ordered(data)  # two pairs are not enough
 
 
 def test_without_ties_nothing_is_random(tmp_path):
