@@ -75,7 +75,7 @@ KEPT = 0.5  # share of the events that a k-core must leave
 CASES, KNOWN = 100, 0.2  # temporal split: minimum cases per part, and minimum share of trained users
 RESERVE = 0.15  # share of a model's budget that counts and evaluation need
 MEMBERS = 5  # for few users, the most networks of one model whose scores are averaged
-MALFORMED, ODD_TIMES = 0.3, 0.05  # maximum share of rows that are malformed, and of times outside 1990 to 2035
+ODD_TIMES = 0.05  # maximum share of times outside 1990 to 2035
 ModelSettings = Callable[[int | None], dict[str, Any]]  # entry of a model in `models`, from its number of epochs
 EASE_SPEED = 5e9  # items cubed per second of the whole budget, so that EASE takes about a tenth of it on two cores
 
@@ -284,7 +284,7 @@ def _source(plan: Plan, out: Path, console: Console) -> tuple[dict[str, Any], bo
     if title and not items:
         items = {"items": str(_titles(path, columns["item_id"], title, out))}
     section = {"source": "csv", "interactions": str(path), "columns": columns, "time_format": time_format}
-    return section | items | {"max_bad_share": MALFORMED}, timed
+    return section | items | {"max_bad_share": column_guess.MALFORMED}, timed
 
 
 def _show(path: Path, found: Any, time_format: str, console: Console) -> None:

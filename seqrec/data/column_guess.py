@@ -10,39 +10,63 @@ from typing import NamedTuple
 import polars as pl
 
 from seqrec.data.readers import csv_files, parquet_files
-from seqrec.data.readers.times import seconds
+from seqrec.data.readers.row_checks import MISSING
+from seqrec.data.readers.times import DAY_S, seconds
 
 INSPECTED_ROWS = 5_000  # rows to inspect
 WORDS = {  # role -> words in names of its columns, most reliable first
     "user_id": (
-        *("user", "uid", "customer", "client", "member", "visitor", "reviewer", "buyer", "shopper", "person"),
-        *("account", "session", "subscriber", "listener", "player", "student", "household"),
+        *("user", "uid", "customer", "cust", "client", "member", "visitor", "reviewer", "buyer", "shopper", "person"),
+        *("account", "username", "profile", "subscriber", "listener", "player", "student", "household", "session"),
+        *("profilename", "cookie", "device", "author"),
     ),
     "item_id": (
-        *("item", "iid", "sku", "product", "movie", "asin", "article", "book", "isbn", "track", "song", "video"),
-        *("film", "game", "business", "venue", "location", "course", "artist", "content", "page", "url"),
-        *("app", "news", "anime", "recipe", "hotel", "restaurant", "podcast", "episode", "offer"),
+        *("item", "iid", "sku", "product", "movie", "parentasin", "asin", "article", "book", "isbn", "track", "song"),
+        *("video", "film", "game", "business", "venue", "location", "course", "artist", "content", "page", "url"),
+        *(
+            "app",
+            "news",
+            "anime",
+            "recipe",
+            "hotel",
+            "restaurant",
+            "podcast",
+            "episode",
+            "offer",
+            "beer",
+            "document",
+            "job",
+        ),
+        "title",
     ),
     "timestamp": (
         *("timestamp", "time", "datetime", "date", "ts", "unix", "when", "bought", "purchased", "ordered", "created"),
-        *("watched", "clicked", "viewed", "played", "at", "day"),
+        *("watched", "clicked", "viewed", "played", "at", "day", "dt"),
     ),
     "rating": ("rating", "ratings", "stars", "overall", "rate", "score"),
-    "title": ("title", "name"),
+    "title": ("title", "name", "description"),
 }
 ID_WORDS = {"id", "code", "no", "nr", "number", "key", "sk"}  # words that mark a column of ids
-GROUP_WORDS = {"order", "invoice", "basket", "cart", "transaction", "receipt", "impression", "category"}  # rarely ids
+GROUP_WORDS = {  # words of columns that are rarely ids
+    *("order", "invoice", "basket", "cart", "transaction", "receipt", "impression", "category", "type", "brand"),
+    *("price", "country", "bill"),
+}
 REQUIRED = ("user_id", "item_id", "timestamp")
+DATES = (
+    *("%d/%m/%Y", "%m/%d/%Y", "%d.%m.%Y", "%d-%m-%Y", "%m-%d-%Y", "%Y/%m/%d", "%Y.%m.%d", "%Y-%m-%d"),
+    *("%d/%m/%y", "%m/%d/%y", "%d.%m.%y", "%d %B %Y", "%d-%B-%Y", "%d-%B-%y", "%B %d, %Y", "%B %d %Y"),
+    "%m %d, %Y",
+)
+CLOCKS = ("", " %H:%M:%S", " %H:%M", " %I:%M:%S %p", " %I:%M %p", ", %H:%M", ", %I:%M:%S %p", ", %I:%M %p")
 FORMATS = (  # tried for times that are neither numbers nor ISO 8601
-    *("%d/%m/%Y %H:%M:%S", "%m/%d/%Y %H:%M:%S", "%d/%m/%Y %H:%M", "%m/%d/%Y %H:%M", "%d/%m/%Y", "%m/%d/%Y"),
-    *("%d.%m.%Y %H:%M:%S", "%d.%m.%Y %H:%M", "%d.%m.%Y", "%d-%m-%Y %H:%M:%S", "%d-%m-%Y"),
-    *("%Y/%m/%d %H:%M:%S", "%Y/%m/%d %H:%M", "%Y/%m/%d", "%Y%m%d%H%M%S", "%m %d, %Y", "%d %b %Y", "%b %d, %Y"),
-    *("%d/%m/%Y %I:%M:%S %p", "%m/%d/%Y %I:%M:%S %p", "%d/%m/%Y %I:%M %p", "%m/%d/%Y %I:%M %p", "%Y%m%d"),
-    *("%d/%m/%y %H:%M", "%m/%d/%y %H:%M", "%d/%m/%y", "%m/%d/%y", "%d.%m.%y", "%d/%b/%Y:%H:%M:%S %z"),
+    *(date + clock for date in DATES for clock in CLOCKS),
+    *("%Y%m%d%H%M%S", "%Y%m%d%H%M", "%Y%m%d", "%d/%b/%Y:%H:%M:%S %z", "%a %b %d %H:%M:%S %Y"),
     *("%a %b %d %H:%M:%S %z %Y", "%a, %d %b %Y %H:%M:%S %z", "%a, %d %b %Y %H:%M:%S GMT"),
 )
 EARLIEST, LATEST = 631_152_000, 2_051_222_400  # 1990 and 2035; excludes ratings
 FIT = 0.95  # minimum share of values that are valid times
+MALFORMED = 0.3  # maximum share of rows that are malformed, for example without a user
+ONE_EVENT = "; each row must be one event, without lists"
 NO_TIMES = "; a log without times can also be lines of `user item item ...`, oldest item first"
 GIVEN, NAMED, FITTING = "your flag", "its name", "its values"  # reasons for a guess
 ORDER = "your flag; its numbers are not dates, so they only give the order"
@@ -75,13 +99,13 @@ def guess(path: Path, chosen: Mapping[str, str], time_format: str = "") -> tuple
     Raises:
         ValueError: a chosen column is missing, or a required column cannot be guessed.
     """
-    names = csv_files.header(path)
+    rows = _sample(path)
+    names = rows.columns
     for name, column in chosen.items():
         if column not in names:
             raise ValueError(
                 f"{path.name} has no column {column!r} for {name}; its columns are {', '.join(names):.300}"
             )
-    rows = _sample(path, names)
     if rows.is_empty():
         raise ValueError(f"{path.name} has no rows")
     found = {name: Guess(name, column, GIVEN) for name, column in chosen.items()}
@@ -91,11 +115,13 @@ def guess(path: Path, chosen: Mapping[str, str], time_format: str = "") -> tuple
             if role not in found and (fitting := by(role, rows, roles, time_format)):
                 found[role] = Guess(role, fitting, why)
     roles = {name: one.column for name, one in found.items()}
+    if "timestamp" not in roles and (named := _named("timestamp", rows, roles)):
+        found["timestamp"], roles["timestamp"] = Guess("timestamp", named[0], NAMED), named[0]
     for role, flag in zip(REQUIRED, ("--user", "--item", "--time"), strict=True):
         if role not in roles:
             raise ValueError(
                 f"{path.name}: none of the columns {', '.join(names):.300} looks like {role}; name it with {flag}"
-                + NO_TIMES * (role == "timestamp")
+                + (NO_TIMES if role == "timestamp" else ONE_EVENT)
             )
     if "title" not in found and (title := _title(rows, roles)):
         found["title"] = Guess("title", title, NAMED)
@@ -117,10 +143,10 @@ def guess_items(path: Path, item: str, title: str = "") -> list[Guess]:
     Raises:
         ValueError: the column of the titles is missing, or no column can hold the ids.
     """
-    names = csv_files.header(path)
+    rows = _sample(path)
+    names = rows.columns
     if title and title not in names:
         raise ValueError(f"{path.name} has no column {title!r} for title; its columns are {', '.join(names):.300}")
-    rows = _sample(path, names)
     distinct = [name for name in names if name != title and rows[name].n_unique() == len(rows)]
     ids = [item] if item in names else [*_named("item_id", rows, {"title": title}), *distinct]
     if not ids:
@@ -139,32 +165,41 @@ def words_of(name: str) -> list[str]:
     return [word for word in re.split(r"[^a-z0-9]+", parts.lower()) if word]
 
 
-def _sample(path: Path, names: Sequence[str]) -> pl.DataFrame:
-    frames = csv_files.columns_of(path, {name: name for name in names})
-    return next(iter(frames)).select(names).head(INSPECTED_ROWS)
+def _sample(path: Path) -> pl.DataFrame:
+    """Return the first rows of a file, without columns of lists."""
+    names = csv_files.header(path)
+    rows = next(csv_files.columns_of(path, {name: name for name in names})).select(names).head(INSPECTED_ROWS)
+    return rows.select(name for name in names if not rows.schema[name].is_nested())
 
 
 def _by_name(role: str, rows: pl.DataFrame, roles: Mapping[str, str], time_format: str) -> str | None:
     named = _named(role, rows, roles)
     if role == "timestamp":
-        return _time_of_events(named, rows, roles, time_format) or next(iter(named), None)
-    return next(iter(named), None)
+        return _time_of_events(named, rows, roles, time_format)
+    return min(named, key=lambda column: _is_sparse(rows[column]), default=None)
 
 
 def _named(role: str, rows: pl.DataFrame, roles: Mapping[str, str]) -> list[str]:
     """Return the free columns whose names fit the role, best first."""
-    scored = [(_score(role, name), -index, name) for index, name in enumerate(rows.columns)]
-    return [name for score, _, name in sorted(scored, reverse=True) if score > 0 and name not in roles.values()]
+    ends = [name.lower().endswith("id") for name in rows.columns]
+    scored = [(_score(role, name), ends[index], -index, name) for index, name in enumerate(rows.columns)]
+    return [name for score, _, _, name in sorted(scored, reverse=True) if score > 0 and name not in roles.values()]
 
 
 def _time_of_events(
     columns: Sequence[str], rows: pl.DataFrame, roles: Mapping[str, str], time_format: str
 ) -> str | None:
     """Return the first column of times, if possible one that varies within users and items: a birthday does not."""
-    times = [column for column in columns if _is_time(rows[column], time_format)]
+    formats = {column: _fitting(rows[column], time_format) for column in columns}
+    times = [column for column, text in formats.items() if text is not None]
+    times.sort(key=lambda column: bool((seconds(rows[column], formats[column] or "") % DAY_S == 0).all()))
+    return next(iter(_varying(times, rows, roles)), next(iter(times), None))
+
+
+def _varying(columns: Sequence[str], rows: pl.DataFrame, roles: Mapping[str, str]) -> list[str]:
+    """Return the columns that vary within users and items: an age, or a brand, does not."""
     ids = [roles[role] for role in ("user_id", "item_id") if role in roles]
-    varying = (column for column in times if all(_pairs(rows, name, column) > rows[name].n_unique() for name in ids))
-    return next(varying, next(iter(times), None))
+    return [column for column in columns if all(_pairs(rows, name, column) > rows[name].n_unique() for name in ids)]
 
 
 def _pairs(rows: pl.DataFrame, *columns: str) -> int:
@@ -174,6 +209,8 @@ def _pairs(rows: pl.DataFrame, *columns: str) -> int:
 def _title(rows: pl.DataFrame, roles: Mapping[str, str]) -> str | None:
     """Return the column of the items' titles: one title for an item, and not one for many items, as of a brand."""
     item = roles["item_id"]
+    if _index("title", words_of(item)) is not None:  # the items are titles
+        return None
     items, words = rows[item].n_unique(), set(words_of(item)) - ID_WORDS
     for column in sorted(_named("title", rows, roles), key=lambda name: not words & set(words_of(name))):
         same = bool(words & set(words_of(column)))
@@ -189,6 +226,8 @@ def _score(role: str, name: str) -> float:
     found = index[role]
     if found is None:
         return 0.0
+    if role in ("user_id", "item_id") and GROUP_WORDS & set([word for word in words if word not in ID_WORDS][-1:]):
+        return 0.0  # an item's category is no item, but an order's item is one
     if role in ("user_id", "item_id") and index["title"] is not None and not ID_WORDS & set(words):
         return 0.0 if role == "item_id" else 0.1  # a product's name is its title, but a user's name may serve as an id
     if role == "title" and index["user_id"] is not None:
@@ -197,7 +236,7 @@ def _score(role: str, name: str) -> float:
         return 0.0
     if role == "rating" and index["timestamp"] is not None:
         return 0.0
-    exact = 2.0 if len(set(words) - ID_WORDS) <= 1 else 1.0
+    exact = 2.0 if len(set(words) - ID_WORDS) <= 1 or _stems(name)[-1] in WORDS[role] else 1.0
     return exact + 1 / (2 + found)
 
 
@@ -221,15 +260,36 @@ def _by_content(role: str, rows: pl.DataFrame, roles: Mapping[str, str], time_fo
     if role == "rating":
         return None
     free = [column for column in free if "timestamp" in roles or not _is_time(rows[column], time_format)]
-    free.sort(key=lambda column: bool(GROUP_WORDS & set(_stems(column))))
+    free = _varying(free, rows, roles)
+    free.sort(key=lambda column: _likelihood(role, column))
     if role == "user_id":  # Amazon's own ratings have the items first
         free.sort(key=lambda column: _share_of_amazon_items(rows[column]) >= FIT)
     return next((column for column in free if _is_id(rows[column])), None)
 
 
+def _likelihood(role: str, column: str) -> tuple[int, ...]:
+    """Return a key that sorts columns of ids by their names, best first."""
+    words, place = _stems(column), {other: _index(other, _stems(column)) for other in REQUIRED}
+    found = place.pop(role)
+    foreign = any(index is not None for index in place.values())
+    known = len(WORDS[role]) if found is None else found
+    return foreign, not GROUP_WORDS.isdisjoint(words), ID_WORDS.isdisjoint(words), known
+
+
+def _is_sparse(values: pl.Series) -> bool:
+    """Return whether many values are missing, such as the users of visitors that did not log in."""
+    text = values.cast(pl.String, strict=False).fill_null("").str.strip_chars()
+    return bool(text.is_in(["", *MISSING]).mean() > MALFORMED)  # type: ignore[operator]
+
+
 def _is_time(values: pl.Series, time_format: str = "") -> bool:
+    return _fitting(values, time_format) is not None
+
+
+def _fitting(values: pl.Series, time_format: str = "") -> str | None:
+    """Return the first format that fits the values; empty: numbers or ISO 8601; None: they are no times."""
     formats = [time_format] if time_format else ["", *FORMATS]
-    return any(_share_of_times(values, text) >= FIT for text in formats)
+    return next((text for text in formats if _share_of_times(values, text) >= FIT), None)
 
 
 def _share_of_times(values: pl.Series, time_format: str) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 
 from seqrec.data.sequences import Sequences, train_events
 
-USERS, ITEMS, STEPS = 1_000, 50, 20  # warn about fewer users, items or steps per epoch
+USERS, ITEMS, STEPS = 1_000, 50, 20  # warn about fewer users (all, or with cases), items or steps per epoch
 TIES, ORDERED_TIES, REPEATS = 0.5, 0.1, 0.1  # warn about larger shares of events
 DUPLICATES, OUTSIDE = 0.05, 0.5  # warn about larger shares of events that are left out
 
@@ -45,6 +45,8 @@ def warnings(
     found = []
     if users is not None and users < USERS:
         found.append(f"only {users:,} users: intervals are wide, and simple counts may do as well as a model")
+    elif users is not None and (tested := users - counts.get("users_without_cases", 0)) < USERS:
+        found.append(f"only {tested:,} of {users:,} users have validation or test events: intervals are wide")
     if items is not None and items < ITEMS:
         found.append(f"only {items:,} items: ten recommendations are a large part of them, so the metrics say little")
     if double > DUPLICATES * total:

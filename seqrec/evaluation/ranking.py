@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from seqrec.data import sequences
 from seqrec.data.sequences import Cases, Sequences
@@ -52,10 +53,24 @@ class SeenItems:
 
     @classmethod
     def before(cls, data: Sequences, user: Tensor, stop: Tensor) -> SeenItems:
-        """Return the items before the flat index `stop` (B,) of each `user` (B,)."""
-        row, item = sequences.seen(data, user, stop)
-        distinct = torch.unique(row * (data.num_items + 1) + item)
-        return cls(distinct // (data.num_items + 1), distinct % (data.num_items + 1))
+        """Return the items before the flat index `stop` (B,) of each `user` (B,).
+
+        The history of a user with several cases is read once: a single user may have most of the log.
+        """
+        size, (users, of_user) = data.num_items + 1, user.unique(return_inverse=True)
+        if len(users) == len(user):
+            row, item = sequences.seen(data, user, stop)
+            distinct = torch.unique(row * size + item)
+            return cls(distinct // size, distinct % size)
+        longest = torch.zeros_like(users).scatter_reduce(0, of_user, stop, "amax")
+        place, event = sequences.ranges(data.start[users], longest - data.start[users])
+        pair, order = torch.sort(place * size + data.items[event].long(), stable=True)
+        first = F.pad(pair.diff() != 0, (1, 0), value=True)[: len(pair)]  # a user's first event with an item
+        pair, event = pair[first], event[order[first]]
+        number = torch.bincount(pair // size, minlength=len(users))
+        row, entry = sequences.ranges((number.cumsum(0) - number)[of_user], number[of_user])
+        past = event[entry] < stop[row]
+        return cls(data.sent(row[past]), data.sent(pair[entry[past]] % size))
 
     def without(self, target_B: Tensor) -> SeenItems:
         """Return the seen items without each row's target, which remains a candidate."""

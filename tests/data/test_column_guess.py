@@ -23,6 +23,11 @@ FORMS = {
     "ctime": "%a %b %d %H:%M:%S +0000 %Y",
     "mail": "%a, %d %b %Y %H:%M:%S GMT",
     "server": "%d/%b/%Y:%H:%M:%S +0000",
+    "long month": "%B %d, %Y",
+    "short month": "%d-%b-%Y %H:%M:%S",
+    "browser": "%m/%d/%Y, %I:%M:%S %p",
+    "minutes": "%Y%m%d%H%M",
+    "hours": "%Y-%m-%d %H",
 }
 
 
@@ -43,6 +48,11 @@ def table(**columns):
         "person": [f"Ann {row % 20}" for row in range(ROWS)],
         "released": [f"20{row % 15 + 10}-01-01" for row in range(ROWS)],
         "clock": [f"{row % 24:02}:30:00" for row in range(ROWS)],
+        "compact day": [f"{datetime(2020, 1, 1) + timedelta(days=row):%Y%m%d}" for row in range(ROWS)],
+        "second": [1_600_000_000 + 86_401 * row for row in range(ROWS)],
+        "percent": [row * 7 % 100 for row in range(ROWS)],
+        "visit": [f"a{row % 20}-{row % 40}" for row in range(ROWS)],
+        "some users": ["NA" if row % 20 < 15 else f"a{row % 20}" for row in range(ROWS)],
     }
     values |= {
         f"{kind} time": [f"{datetime(2020, 1, 1, 15) + timedelta(days=row):{form}}" for row in range(ROWS)]
@@ -91,6 +101,46 @@ LOGS = {  # columns, and the found ones in order: users, items, times, ratings, 
         {"user_id": "user", "item_id": "item", "time": "epoch", "brand_name": "brand"},
         "user_id item_id time",
     ),
+    "a share is no time": (
+        {"user_id": "user", "item_id": "item", "watched_pct": "percent", "last_dt": "iso"},
+        "user_id item_id last_dt",
+    ),
+    "a time of day is better than a day": (
+        {"user_id": "user", "video_id": "item", "date": "compact day", "time_ms": "second"},
+        "user_id video_id time_ms",
+    ),
+    "sessions where few visitors log in": (
+        {"session_id": "visit", "user_id": "some users", "item_id": "item", "ts": "epoch"},
+        "session_id item_id ts",
+    ),
+    "an attribute of users is no item": (
+        {"user_id": "user", "name": "person", "gmap": "item", "ts": "epoch"},
+        "user_id gmap ts",
+    ),
+    "a price or a session is no item": (
+        {"user_id": "user", "session": "visit", "qty": "percent", "listing_id": "item", "ts": "epoch"},
+        "user_id listing_id ts",
+    ),
+    "a category is no item": (
+        {"user_id": "user", "item_category": "group", "thing": "item", "ts": "epoch"},
+        "user_id thing ts",
+    ),
+    "a track is finer than an artist": (
+        {"user_id": "user", "ts": "epoch", "artist_name": "group", "track_name": "words"},
+        "user_id track_name ts",
+    ),
+    "variants of a product": (
+        {"asin": "percent", "parent_asin": "item", "user_id": "user", "ts": "epoch"},
+        "user_id parent_asin ts",
+    ),
+    "a beer and its style": (
+        {"beer_style": "group", "profilename": "user", "beer_beerid": "item", "review_time": "epoch"},
+        "profilename beer_beerid review_time",
+    ),
+    "a description is a title": (
+        {"CustomerID": "user", "StockCode": "item", "Description": "words", "InvoiceDate": "iso"},
+        "CustomerID StockCode InvoiceDate Description",
+    ),
     "a person's name is no title": (
         {"user_id": "user", "name": "person", "item_id": "item", "time": "epoch"},
         "user_id item_id time",
@@ -108,7 +158,7 @@ def test_columns_are_found_by_their_names_and_values(tmp_path, name, kind):
     found, time_format = guess(path, {})
 
     assert [one.column for one in found] == wanted.split()
-    assert time_format == ("%d.%m.%Y" if "german" in columns.values() else "")
+    assert time_format == ("%d.%m.%Y" if found[2].column == "Date" else "")
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [*((kind, pl.String) for kind in FORMS), ("compact", pl.Int64)])
@@ -119,7 +169,16 @@ def test_formats_of_times(tmp_path, kind, dtype):
     found, time_format = guess(tmp_path / "log.parquet", {})
 
     assert [one.column for one in found] == ["user", "item", "time"]
-    assert time_format == FORMS[kind].replace("+0000", "%z")
+    assert time_format == {"hours": ""}.get(kind, FORMS[kind].replace("+0000", "%z").replace("-%b-", "-%B-"))
+
+
+def test_a_row_must_be_one_event(tmp_path):
+    pl.DataFrame({"user": ["a", "b"], "items": [["x", "y"], ["y"]], "times": [[1], [2]]}).write_parquet(
+        tmp_path / "log"
+    )
+
+    with pytest.raises(ValueError, match=r"none of the columns user looks like item_id.* each row must be one event"):
+        guess(tmp_path / "log", {})
 
 
 def test_the_format_that_fits_most_times_is_chosen(tmp_path):

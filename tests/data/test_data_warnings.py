@@ -16,6 +16,8 @@ SOUND = {"users": 5_000, "items": 300, "events": 100_000, "tied_events": 100}
     [
         ({}, {"steps": 20, "repeated": 0.1}, ""),
         ({"users": 999}, {}, "only 999 users"),
+        ({"users_without_cases": 4_900}, {}, "only 100 of 5,000 users have validation or test events"),
+        ({"users": 900, "users_without_cases": 800}, {}, "only 900 users"),
         ({"items": 10}, {}, "only 10 items"),
         ({"tied_events": 87_000}, {}, "87% of the events have the same time"),
         ({"tied_events": 20_000}, {"ordered": False}, ""),

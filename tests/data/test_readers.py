@@ -602,6 +602,8 @@ def test_a_file_without_line_ends_does_not_fill_the_memory(tmp_path, monkeypatch
         ("1.577836801e9", 1577836801),
         ("2020-01-01", 1577836800),
         ("2020-01-01 00:01", 1577836860),
+        ("2020-01-01 01", 1577840400),
+        ("2020-01-01T00:01Z", 1577836860),
         ("2020-01-01T00:00:01", 1577836801),
         ("2020-01-01 00:00:01.999", 1577836801),
         ("2020-01-01T00:00:01Z", 1577836801),
@@ -630,6 +632,15 @@ def test_times_as_text(value, expected):
 def test_times_as_numbers_and_dates(values, expected):
     assert seconds(values).to_list() == expected
     assert seconds(pl.Series([20200201, 1]), "%Y%m%d").to_list() == [1580515200, None]
+
+
+def test_whole_numbers_with_a_fraction_of_zero_are_the_same_ids(tmp_path):
+    """What pandas writes for integers if one of them is missing."""
+    text = "user_id,item_id,timestamp\n5.0,B1.0,1\n5,1.05,2\n05.0,v1.0,3\n"
+
+    found = [row[:2] for row in rows(own(tmp_path, text))]
+
+    assert found == [("5", "B1.0"), ("5", "1.05"), ("05", "v1.0")]
 
 
 def of_lines(folder, text, **settings):

@@ -103,6 +103,28 @@ def test_ranks_equal_a_full_sort(prepared):
         assert ranked.top[case].tolist() == ordered[:10]
 
 
+@pytest.mark.parametrize("cases", [[(0, 0), (1, 3), (2, 1)], [(2, 4), (0, 2), (2, 0), (2, 3), (0, 1)]])
+def test_seen_items_of_a_user_with_one_case_or_several(three, cases):
+    user = torch.tensor([user for user, _ in cases])
+    stop = three.start[user] + torch.tensor([length for _, length in cases])
+
+    seen = ranking.SeenItems.before(three, user, stop)
+
+    for row, (first, last) in enumerate(zip(three.start[user].tolist(), stop.tolist(), strict=True)):
+        assert seen.item[seen.row == row].tolist() == sorted(set(three.items[first:last].tolist()))
+
+
+def test_the_history_of_a_user_with_many_cases_is_read_once(three, monkeypatch):
+    read, ranges = [], sequences.ranges
+    monkeypatch.setattr(
+        sequences, "ranges", lambda first, number: read.append(int(number.sum())) or ranges(first, number)
+    )
+
+    ranking.SeenItems.before(three, torch.zeros(100, dtype=torch.long), three.stop[:1].expand(100))
+
+    assert read[0] == three.stop[0] - three.start[0]
+
+
 def test_ranks_among_the_stored_negatives(tmp_path, monkeypatch):
     """Equal to counting by hand, whatever the item blocks; the full ranks are there besides."""
     rows = [(f"u{u}", f"i{(7 * u + 3 * e) % 150}", e) for u in range(30) for e in range(6)]

@@ -6,6 +6,10 @@ import polars as pl
 
 PER_SECOND = {"ms": 10**3, "us": 10**6, "ns": 10**9}
 DAY_S = 86_400
+ISO = (
+    *("%Y-%m-%dT%H:%M:%S%.f%#z", "%Y-%m-%dT%H:%M:%S%.f", "%Y-%m-%dT%H:%M%#z", "%Y-%m-%dT%H:%M", "%Y-%m-%dT%H"),
+    "%Y-%m-%d",
+)
 LARGEST_SECONDS = 10**11  # in the year 5138; larger numbers are milliseconds or finer
 
 
@@ -47,9 +51,10 @@ def _whole_numbers(times: pl.Series) -> pl.Series:
 
 def _iso_seconds(times: pl.Series) -> pl.Series:
     text = times.str.replace(r"^(\d{4}-\d\d-\d\d) ", "${1}T").str.replace(r"\s*([zZ]|UTC|GMT)$", "+00:00")
-    parsed = _parsed(text, "%Y-%m-%dT%H:%M:%S%.f%#z")
-    for pattern in ("%Y-%m-%dT%H:%M:%S%.f", "%Y-%m-%dT%H:%M", "%Y-%m-%d"):
-        parsed = parsed.fill_null(_parsed(text, pattern))
+    parsed = _parsed(text, ISO[0])
+    for pattern in ISO[1:]:
+        if parsed.null_count():
+            parsed = parsed.fill_null(_parsed(text, pattern))
     return parsed
 
 
