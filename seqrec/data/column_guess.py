@@ -23,21 +23,8 @@ WORDS = {  # role -> words in names of its columns, most reliable first
     "item_id": (
         *("item", "iid", "sku", "product", "movie", "parentasin", "asin", "article", "book", "isbn", "track", "song"),
         *("video", "film", "game", "business", "venue", "location", "course", "artist", "content", "page", "url"),
-        *(
-            "app",
-            "news",
-            "anime",
-            "recipe",
-            "hotel",
-            "restaurant",
-            "podcast",
-            "episode",
-            "offer",
-            "beer",
-            "document",
-            "job",
-        ),
-        "title",
+        *("app", "news", "anime", "recipe", "hotel", "restaurant", "podcast", "episode", "offer", "beer", "document"),
+        *("job", "title"),
     ),
     "timestamp": (
         *("timestamp", "time", "datetime", "date", "ts", "unix", "when", "bought", "purchased", "ordered", "created"),
