@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def repro(*, changes: str = "") -> None:
         ConfigError: a setting does not exist, or its value is wrong; nothing has run.
         ValueError: a stage failed.
     """
-    remove_torn_lock()
+    remove_left_locks()
     console = Console()
     began = time.monotonic()
     with changed(read_changes(changes)) as environment, warm.process() as variables:
@@ -100,34 +101,47 @@ def _restore(params: Path) -> None:
         BEFORE.replace(params)
 
 
-def remove_torn_lock(folder: Path = DVC_FILES) -> None:
-    """Remove the list of DVC's locks if a killed DVC left it half written: DVC would refuse to start.
+def remove_left_locks(folder: Path = DVC_FILES) -> None:
+    """Remove the list of DVC's locks if a killed DVC left it: DVC would refuse to start.
+
+    DVC itself waits for any process with the number of the killed one, as there may be after a container's restart.
 
     Args:
         folder: DVC's folder of temporary files.
     """
     locks = folder / "rwlock"
-    if _is_whole(locks):
+    if not _is_left(locks):
         return
     from dvc.lock import LockError, make_lock
 
     try:
         with make_lock(str(folder / "rwlock.lock"), tmp_dir=str(folder)):  # held while a running DVC writes the list
-            if not _is_whole(locks):
+            if _is_left(locks):
                 locks.unlink()
-                logger.warning("removed %s, which an interrupted run left half written", locks)
+                logger.warning("removed %s, which an interrupted run left", locks)
     except LockError:
         return
 
 
-def _is_whole(locks: Path) -> bool:
+def _is_left(locks: Path) -> bool:
+    """Return whether the list is half written, or names only processes that are no running DVC."""
     try:
-        json.loads(locks.read_bytes())
+        held = json.loads(locks.read_bytes())
     except FileNotFoundError:
-        return True
-    except ValueError:
         return False
-    return True
+    except ValueError:
+        return True
+    holders = [*held.get("write", {}).values(), *chain.from_iterable(held.get("read", {}).values())]
+    return bool(holders) and not any(_is_dvc(holder["pid"]) for holder in holders)
+
+
+def _is_dvc(pid: int) -> bool:
+    import psutil
+
+    try:
+        return any("dvc" in part for part in psutil.Process(pid).cmdline())  # none for one that has ended
+    except psutil.NoSuchProcess:
+        return False
 
 
 def stages(lines: Iterable[str], console: Console) -> Iterator[tuple[str, float]]:

@@ -3,7 +3,11 @@
 import io
 import json
 import re
+import subprocess
+import sys
+import time
 
+import psutil
 import pytest
 import yaml
 from dvc.lock import make_lock
@@ -48,11 +52,29 @@ def test_a_stage_is_one_line_at_its_start_and_one_with_seconds_and_housekeeping_
 def test_a_list_of_locks_that_a_killed_dvc_left_half_written_is_removed(tmp_path, content, stays):
     (tmp_path / "rwlock").write_text(content)
 
-    repro.remove_torn_lock(tmp_path)
+    repro.remove_left_locks(tmp_path)
 
     assert (tmp_path / "rwlock").exists() is stays
     if stays:
         assert json.loads((tmp_path / "rwlock").read_text()) == json.loads(content)
+
+
+@pytest.mark.parametrize(("arguments", "stays"), [(["dvc", "repro"], True), (["other"], False)])
+def test_locks_of_a_killed_dvc_are_removed_even_if_another_process_has_its_number(tmp_path, arguments, stays):
+    code = "import sys; sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", code, *arguments], stdin=subprocess.PIPE) as process:
+        holder = {"pid": process.pid, "cmd": "dvc repro"}
+        (tmp_path / "rwlock").write_text(json.dumps({"write": {"a": holder}, "read": {"b": [holder]}}))
+        time.sleep(0.2)  # until it has its own command line
+
+        repro.remove_left_locks(tmp_path)
+
+        assert (tmp_path / "rwlock").exists() is stays
+        process.kill()
+        while psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE:  # nobody has waited for it
+            time.sleep(0.01)
+        repro.remove_left_locks(tmp_path)
+        assert not (tmp_path / "rwlock").exists()
 
 
 def test_a_list_of_locks_that_another_dvc_is_writing_stays(tmp_path, monkeypatch):
@@ -60,10 +82,10 @@ def test_a_list_of_locks_that_another_dvc_is_writing_stays(tmp_path, monkeypatch
     (tmp_path / "rwlock").write_text("")
 
     with make_lock(str(tmp_path / "rwlock.lock"), tmp_dir=str(tmp_path)):
-        repro.remove_torn_lock(tmp_path)
+        repro.remove_left_locks(tmp_path)
 
     assert (tmp_path / "rwlock").exists()
-    repro.remove_torn_lock(tmp_path / "nowhere")
+    repro.remove_left_locks(tmp_path / "nowhere")
 
 
 PARAMS = """\
