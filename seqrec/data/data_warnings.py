@@ -61,7 +61,7 @@ def warnings(
             "file sorted by item: models learn this order, so the metrics promise more than recommendations can hold"
         )
     elif tied > TIES:
-        found.append(f"{tied:.0%} of the events have the same time as the previous one; the file's order is kept")
+        found.append(f"{tied:.0%} of the events have the same time as the previous one; the file decides their order")
     if steps is not None and steps < STEPS:
         found.append(f"only {steps} steps per epoch: lower finetune.batch_size, or train more epochs")
     if repeated is not None and repeated > REPEATS and filter_seen:
