@@ -32,8 +32,9 @@ def agreement(data: Sequences) -> tuple[float, int]:
     Only items next to each other count. The share is 0.5 in a random order, and 1 in that of a sorted file or without
     tied events; without pairs that two users have, it is 0.5.
     """
-    user, event = ranges(data.start.cpu(), (data.train_stop - data.start).cpu())
-    user, event = user[:READ], event[:READ]
+    number = (data.train_stop - data.start).cpu()
+    users = max(1, int((number.cumsum(0) <= READ).sum()))
+    user, event = ranges(data.start.cpu()[:users], number[:users])
     item = data.items[event.to(data.items.device)].cpu().long()
     first, second = item[:-1], item[1:]
     tied = _joined(data, user, event) & (first != second)

@@ -32,7 +32,9 @@ class Examples:
     def __init__(self, data: Sequences, config: TrainConfig, accelerator: Accelerator) -> None:
         if bool((data.train_stop - data.start < 2).all()):
             raise ValueError("no user has two training events: lower prepare.min_user_events or use a larger dataset")
-        self.given, self.config, self.accelerator = data, config, accelerator
+        self.data = self.given = data
+        self.config, self.accelerator = config, accelerator
+        self.same_target = contrast.same_target(data, config)
         self.groups = ties.groups(data) if config.ties == "shuffle" else None
         self.generator = torch.Generator().manual_seed(config.seed)
         self.before_epoch = self.generator.get_state()
@@ -43,8 +45,9 @@ class Examples:
         if self_supervised(model, phase) and model.by_prefix:
             self.options = replace(model.options, objective="last")
         self.generator.set_state(self.before_epoch)
-        self.data = ties.shuffled(self.given, *self.groups, self.generator) if self.groups else self.given
-        self.same_target = contrast.same_target(self.data, config)
+        if self.groups:
+            self.data = ties.shuffled(self.given, *self.groups, self.generator)
+            self.same_target = contrast.same_target(self.data, config)
         self.windows = batches.windows(self.data, self.options, config, self.generator)
         if self.contrastive:
             number, processes = len(self.windows.user), self.accelerator.num_processes

@@ -68,11 +68,11 @@ def test_only_training_events_of_the_same_time_change_places(tmp_path):
     user, training = sequences.ranges(data.start, data.train_stop - data.start)
     assert set(moved.tolist()) <= set(training.tolist())
     assert len(moved) > len(training) / 3
-    for one in (data, shuffled):  # events of a user and a time, as a set
-        key = list(zip(user.tolist(), one.times[training].tolist(), one.items[training].tolist(), strict=True))
-        assert Counter(key) == Counter(
-            zip(user.tolist(), data.times[training].tolist(), data.items[training].tolist(), strict=True)
-        )
+    before, after = (
+        Counter(zip(user.tolist(), one.times[training].tolist(), one.items[training].tolist(), strict=True))
+        for one in (data, shuffled)
+    )
+    assert before == after
     assert shuffled.times is data.times
 
 
