@@ -1,4 +1,4 @@
-"""The whole pipeline on a tiny log of the user's own: under DVC, and killed in three places."""
+"""The whole pipeline on a tiny log of the user's own: under DVC, two models at a time, and killed in three places."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from seqrec.pipeline import BASELINES
 
 ROOT = Path(__file__).parent.parent
 CODE = ("seqrec", "configs", "my", "dvc.yaml", ".dvcignore", ".gitignore")
-MODELS = ("sasrec",)
+MODELS = ("sasrec", "gru4rec")
 # with -m, it would itself become a fork of the warm process, and start another one for its stages
-REPRO = (sys.executable, "-c", "from seqrec.__main__ import main; raise SystemExit(main(['repro']))")
+REPRO = (sys.executable, "-c", "from seqrec.__main__ import main; raise SystemExit(main(['repro', '--jobs', '2']))")
 ROWS = (*BASELINES, *MODELS)
 
 
@@ -43,7 +43,7 @@ def settings(**changes) -> dict:
         }
         for name in ("tiny", "other")
     }
-    params["models"] = {"sasrec": {"options": {"heads": 1, "dropout": 0.2}}}
+    params["models"] = {"sasrec": {"options": {"heads": 1, "dropout": 0.2}}, "gru4rec": {"options": {"dropout": 0.2}}}
     training = {"epochs": 3, "batch_size": 16, "learning_rate": 0.01, "warmup_steps": 2, "save_steps": 3}
     params |= {"dataset": "tiny", "sources": [], "leaderboard": list(MODELS), "tune": {"spaces": {}}}
     params["finetune"] = training
@@ -143,8 +143,10 @@ def test_a_pipeline_killed_three_times_gives_the_figures_of_one_never_interrupte
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     assert main(["run", "--config-file", "params.yaml", "--out", "out"]) == 0
 
-    assert [ran(output)[-1] for output in printed] == ["ingest", "finetune@sasrec", "register", "register"]
+    last = [ran(output)[-1].partition("@")[0] for output in printed]
+    assert last == ["ingest", "finetune", "register", "register"]
     assert "resuming finetune at epoch 2, batch 2" in printed[2]
+    assert printed[1].index("finetune@gru4rec ...") > 0 < printed[1].index("finetune@sasrec ...")  # neither had ended
     assert figures(project / "reports") == figures(never / "out" / "reports")
     assert weights(project / "artifacts") == weights(never / "out" / "artifacts")
     assert not list((project / "state").glob("*/step-*"))

@@ -63,6 +63,14 @@ def test_output_status_folder_and_environment_are_those_of_the_command(warm_step
     assert max(map(len, answers[1][0].splitlines())) <= 60
 
 
+def test_the_number_of_threads_is_that_of_the_command(warm_steps):
+    command = [sys.executable, "-m", "seqrec.warm", "-m", "timeit", "-n", "1", "-r", "1"]
+    command += ["-s", "import torch", "print(torch.get_num_threads())"]
+    for threads in ("1", "2"):
+        environment = {**os.environ, **warm_steps, "OMP_NUM_THREADS": threads}
+        assert subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True).stdout[0] == threads
+
+
 def test_a_terminated_command_ends_its_fork_and_says_so(stopped):
     command, fork = stopped
 

@@ -9,7 +9,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -36,32 +37,102 @@ HIDDEN = (
     "To enable auto staging",
     "\tdvc config",
 )
+TRAINING = ("pretrain", "finetune", "evaluate")  # stages of each model
 RUNNING, SKIPPED = "Running stage '", "' didn't change, skipping"
 
 
-def repro(*, changes: str = "") -> None:
+def repro(*, changes: str = "", jobs: int = 0) -> None:
     """Run the stages that are out of date.
 
     Args:
         changes: settings for this run alone, such as "finetune.epochs=3 leaderboard=[sasrec]".
+        jobs: number of models trained at the same time, each with its share of the cores; 0 = two, or one where there
+            is a GPU or a single core.
 
     Raises:
         ConfigError: a setting does not exist, or its value is wrong; nothing has run.
         ValueError: a stage failed.
     """
     remove_left_locks()
-    console = Console()
     began = time.monotonic()
     with changed(read_changes(changes)) as environment, warm.process() as variables:
-        forget_edited_files(load(Path("params.yaml")), Path("settings"))
-        command, environment = [sys.executable, "-m", "dvc", "repro"], {**os.environ, **environment, **variables}
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        config = load(Path("params.yaml"))
+        forget_edited_files(config, Path("settings"))
+        dvc = Dvc(Console(), {**os.environ, **environment, **variables})
+        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+        jobs = jobs or (1 if shutil.which("nvidia-smi") else min(2, cores))
+        if jobs > 1 and len(config.leaderboard) > 1 and dvc.out_of_date():
+            dvc.repro(["prepare", *(f"prepare_source@{source}" for source in config.sources)])
+            side_by_side(dvc, config.leaderboard, min(jobs, len(config.leaderboard)), cores)
+        dvc.repro()
+    if dvc.seconds:
+        dvc.console.print(summary(dvc.seconds.items(), time.monotonic() - began))
+
+
+def side_by_side(dvc: Dvc, models: Sequence[str], jobs: int, cores: int) -> None:
+    """Train those of the `models` that are out of date, `jobs` at a time, and fit the baselines.
+
+    Raises:
+        ValueError: a stage failed; what ran beside it was finished.
+    """
+    out_of_date = dvc.out_of_date()
+    groups = [*([f"{stage}@{model}" for stage in TRAINING] for model in models), ["baselines"]]
+    groups = [group for group in groups if out_of_date.intersection(group)]
+    if len(groups) < 2:
+        return
+    waiting = iter(groups)
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cores // jobs)))
+
+    def run() -> None:
+        try:
+            for group in waiting:
+                dvc.repro(group, alone=False, OMP_NUM_THREADS=threads)
+        finally:
+            groups.clear()  # after a failure, nothing else begins
+
+    with ThreadPoolExecutor(jobs) as pool:
+        for lane in as_completed([pool.submit(run) for _ in range(jobs)]):
+            lane.result()
+
+
+class Dvc:
+    """Runs DVC, shows its output without its housekeeping, and measures each stage."""
+
+    def __init__(self, console: Console, environment: Mapping[str, str]) -> None:
+        self.console, self.environment = console, environment
+        self.seconds: dict[str, float] = {}  # of each stage that ran
+
+    def out_of_date(self) -> set[str]:
+        """Return the stages whose inputs or outputs have changed; those after them are not among them."""
+        command = [sys.executable, "-m", "dvc", "status", "--json"]
+        status = subprocess.run(command, stdout=subprocess.PIPE, env={**self.environment}, check=False)
+        if status.returncode:
+            raise ValueError("dvc status failed, see above")
+        return set(json.loads(status.stdout))
+
+    def repro(self, targets: Sequence[str] = (), *, alone: bool = True, **environment: str) -> None:
+        """Run `targets`, by default all stages, and what they need.
+
+        Args:
+            targets: names of stages.
+            alone: otherwise other calls run at the same time, and what `targets` need is up to date.
+            environment: additional variables.
+
+        Raises:
+            ValueError: a stage failed.
+        """
+        command = [sys.executable, "-m", "dvc", "--wait-for-lock", "repro", *targets]
+        label, errors = "", None
+        if not alone:
+            command.append("--single-item")
+            label, errors = f"{targets[-1].rpartition('@')[2]}: ", subprocess.STDOUT
+        variables = {**self.environment, **environment}
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=variables) as process:
             assert process.stdout is not None
-            times = list(stages(process.stdout, console))
-    if process.returncode:
-        raise ValueError(f"{times[-1][0] if times else 'dvc'} failed, see above")
-    if times:
-        console.print(summary(times, time.monotonic() - began))
+            times = dict(stages(process.stdout, self.console, label))
+        self.seconds |= times
+        if process.returncode:
+            raise ValueError(f"{list(times)[-1] if times else 'dvc'} failed, see above")
 
 
 @contextmanager
@@ -144,8 +215,11 @@ def _is_dvc(pid: int) -> bool:
         return False
 
 
-def stages(lines: Iterable[str], console: Console) -> Iterator[tuple[str, float]]:
-    """Print DVC's `lines` without its housekeeping; yield each stage that ran, and its seconds."""
+def stages(lines: Iterable[str], console: Console, label: str = "") -> Iterator[tuple[str, float]]:
+    """Print DVC's `lines` without its housekeeping; yield each stage that ran, and its seconds.
+
+    What a stage prints is shown after the `label`.
+    """
     running, began = "", 0.0
     for line in lines:
         ends = line.startswith((RUNNING, "Stage '", "To track the changes"))
@@ -158,7 +232,7 @@ def stages(lines: Iterable[str], console: Console) -> Iterator[tuple[str, float]
             running, began = line.removeprefix(RUNNING).partition("'")[0], time.monotonic()
             console.print(f"{running} ...", highlight=False, markup=False)
         elif line.strip() and SKIPPED not in line and not line.startswith(HIDDEN):
-            console.print(line.rstrip("\n"), highlight=False, markup=False)
+            console.print(label + line.rstrip("\n"), highlight=False, markup=False, soft_wrap=True)
     if running:
         yield running, time.monotonic() - began
 

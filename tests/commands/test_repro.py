@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -86,6 +87,49 @@ def test_a_list_of_locks_that_another_dvc_is_writing_stays(tmp_path, monkeypatch
 
     assert (tmp_path / "rwlock").exists()
     repro.remove_left_locks(tmp_path / "nowhere")
+
+
+STAGES = """\
+stages:
+  baselines: {cmd: touch baselines, outs: [baselines]}
+  pretrain: &model
+    matrix: {model: [slow, broken, later]}
+    cmd: touch ${item.model}.initial
+    outs: ["${item.model}.initial"]
+  finetune: {<<: *model, cmd: "sh ${item.model}.sh", outs: ["${item.model}.finetuned"]}
+  evaluate: {<<: *model, cmd: "touch ${item.model}.metrics", outs: ["${item.model}.metrics"]}
+"""
+
+
+def test_models_are_trained_side_by_side_until_one_fails(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    (tmp_path / "dvc.yaml").write_text(STAGES)
+    begun = "while ! [ -e begun ]; do sleep 0.1; done"
+    (tmp_path / "slow.sh").write_text(
+        "touch begun; while ! [ -e failed ]; do sleep 0.1; done; env > slow.finetuned; echo trained"
+    )
+    (tmp_path / "broken.sh").write_text(f"{begun}; echo no memory >&2; touch failed; exit 1")
+    subprocess.run([sys.executable, "-m", "dvc", "init", "--quiet", "--no-scm"], check=True)
+    dvc = repro.Dvc(Console(file=io.StringIO(), width=80), os.environ)
+
+    with pytest.raises(ValueError, match="finetune@broken failed"):
+        repro.side_by_side(dvc, ["slow", "broken", "later"], jobs=2, cores=6)
+
+    printed = dvc.console.file.getvalue()
+    assert "broken: no memory\n" in printed
+    assert "slow: trained\n" in printed
+    assert "later" not in printed
+    assert "baselines" not in printed
+    assert "OMP_NUM_THREADS=3\n" in (tmp_path / "slow.finetuned").read_text()
+    assert {name for name in dvc.out_of_date() if "slow" in name} == set()
+    assert dvc.seconds.keys() == {
+        "pretrain@slow",
+        "finetune@slow",
+        "evaluate@slow",
+        "pretrain@broken",
+        "finetune@broken",
+    }
 
 
 PARAMS = """\
