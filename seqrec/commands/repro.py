@@ -88,11 +88,14 @@ def side_by_side(dvc: Dvc, models: Sequence[str], jobs: int, cores: int) -> None
             for group in waiting:
                 dvc.repro(group, alone=False, OMP_NUM_THREADS=threads)
         finally:
-            groups.clear()  # after a failure, nothing else begins
+            groups.clear()  # after a failure, as after an interrupt, nothing else begins
 
     with ThreadPoolExecutor(jobs) as pool:
-        for lane in as_completed([pool.submit(run) for _ in range(jobs)]):
-            lane.result()
+        try:
+            for lane in as_completed([pool.submit(run) for _ in range(jobs)]):
+                lane.result()
+        finally:
+            groups.clear()
 
 
 class Dvc:
@@ -104,7 +107,7 @@ class Dvc:
 
     def out_of_date(self) -> set[str]:
         """Return the stages whose inputs or outputs have changed; those after them are not among them."""
-        command = [sys.executable, "-m", "dvc", "status", "--json"]
+        command = [sys.executable, "-m", "dvc", "--wait-for-lock", "status", "--json", "--no-updates"]
         status = subprocess.run(command, stdout=subprocess.PIPE, env={**self.environment}, check=False)
         if status.returncode:
             raise ValueError("dvc status failed, see above")

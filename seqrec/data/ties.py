@@ -15,38 +15,43 @@ from seqrec.data.sequences import Sequences, ranges
 
 READ = 1 << 20  # maximum number of training events that are read to see whether an order is random
 AGREEMENT = 0.55  # share of users that agree on an order, from which on it is not random; at random, it is 0.5
+FEW = 0.05  # share of tied events below which their order does not matter
 
 
 def are_ordered(data: Sequences) -> bool:
-    """Return whether training events of the same time, if there are any, follow an order, as in a sorted file.
+    """Return whether training events of the same time follow an order, as in a sorted file, or are few.
 
     An order counts if users agree on it significantly more often than on a random one.
     """
-    agreed, pairs = agreement(data)
-    return agreed >= max(AGREEMENT, 0.5 + (pairs**-0.5 if pairs else 0.0))  # two standard errors
+    agreed, error = agreement(data)
+    return agreed >= max(AGREEMENT, 0.5 + 2 * error)
 
 
-def agreement(data: Sequences) -> tuple[float, int]:
-    """Return how often two users agree on the order of two items at one time, and the number of pairs of items.
+def agreement(data: Sequences) -> tuple[float, float]:
+    """Return how often two users agree on the order of two items at one time, and its standard error at random.
 
-    Only items next to each other count. The share is 0.5 in a random order, and 1 in that of a sorted file or without
-    tied events; without pairs that two users have, it is 0.5.
+    Only items next to each other count. The share is 0.5 in a random order, and 1 in that of a sorted file or where
+    tied events are few; without pairs that two users have, it is 0.5.
     """
     number = (data.train_stop - data.start).cpu()
     users = max(1, int((number.cumsum(0) <= READ).sum()))
     user, event = ranges(data.start.cpu()[:users], number[:users])
     item = data.items[event.to(data.items.device)].cpu().long()
     first, second = item[:-1], item[1:]
-    tied = _joined(data, user, event) & (first != second)
-    if not tied.any():
-        return 1.0, 0
+    joined = _joined(data, user, event)
+    tied = joined & (first != second)
+    if joined.sum() < FEW * len(event) or not tied.any():
+        return 1.0, 0.0
     first, second = first[tied], second[tied]
     pair = torch.minimum(first, second) * (data.num_items + 1) + torch.maximum(first, second)
     _, index, number = pair.unique(return_inverse=True, return_counts=True)
     rising = torch.bincount(index[first < second], minlength=len(number)).double()
     falling, repeated = number - rising, number >= 2
-    share = (rising * (rising - 1) + falling * (falling - 1)) / (number * (number - 1))
-    return (float(share[repeated].mean()), int(repeated.sum())) if repeated.any() else (0.5, 0)
+    couples = (number * (number - 1) / 2)[repeated]  # of users that have the pair
+    if len(couples) == 0:
+        return 0.5, 0.5
+    agreeing = (rising * (rising - 1) + falling * (falling - 1))[repeated] / 2
+    return float((agreeing / couples).mean()), float((0.25 / couples).sum().sqrt() / len(couples))
 
 
 def mirrored(data: Sequences) -> Sequences:

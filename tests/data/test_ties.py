@@ -50,8 +50,26 @@ def test_agreement_is_the_share_of_pairs_of_users_with_the_same_order(tmp_path):
     ]
     data = sequences.load(prepare_rows(tmp_path, log, min_user_events=1, min_item_events=1))
 
-    assert ties.agreement(data) == ((3 / 6 + 1) / 2, 2)
-    assert not ties.are_ordered(data)  # two pairs are not enough
+    agreed, error = ties.agreement(data)
+    assert agreed == (3 / 6 + 1) / 2
+    assert error == pytest.approx((0.25 / 6 + 0.25) ** 0.5 / 2)
+    assert not ties.are_ordered(data)  # so few users can agree by chance
+
+
+def test_two_items_are_enough_if_many_users_agree_on_their_order(tmp_path):
+    assert ties.are_ordered(load(tmp_path, lambda group, draw: sorted(group), size=2, items=2))
+
+
+def test_where_few_events_are_tied_their_order_does_not_matter(tmp_path):
+    """One event in 36, then one in 12, has the time of the event before, in a random order."""
+    for share, folder in ((36, "few"), (12, "some")):
+        log = [
+            (f"u{user:03}", f"i{item:02}", time - (time % share == 1))
+            for user in range(100)
+            for time, item in enumerate(np.random.default_rng(user).permutation(36))
+        ]
+        data = sequences.load(prepare_rows(tmp_path / folder, log, min_user_events=1, min_item_events=1))
+        assert ties.are_ordered(data) is (folder == "few")
 
 
 def test_without_ties_nothing_is_random(tmp_path):

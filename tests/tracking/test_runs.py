@@ -54,6 +54,14 @@ def points(client, run, key):
     return [(point.step, point.value) for point in client.get_metric_history(run.info.run_id, key)]
 
 
+def test_an_experiment_that_another_process_has_just_created_is_used(client, config, monkeypatch):
+    known = runs.experiment(client, config)
+    answers = [None, client.get_experiment(known)]
+    monkeypatch.setattr(client, "get_experiment_by_name", lambda name: answers.pop(0))
+
+    assert runs.experiment(client, config) == known
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [

