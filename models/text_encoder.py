@@ -275,11 +275,14 @@ class Encoder(nn.Module):
     def forward(self, text: Text, *, only_first: bool) -> Tensor:
         """Return (B, T, D), or only the first position (B, 1, D)."""
         size = text.ids_BT.shape[1]
-        x_BTD = self.words(text.ids_BT) + self.positions.weight[:size]
-        if self.types is not None:
-            x_BTD = x_BTD + self.types(text.types_BT)
-        if self.places is not None:
-            x_BTD = x_BTD + self.places(text.places_BT)
+        x_BTD = self.words(text.ids_BT).add_(self.positions.weight[:size])
+        if self.types is not None and self.places is not None:  # one gather from the sums of two small tables
+            pairs_SD = (self.types.weight.unsqueeze(1) + self.places.weight).flatten(0, 1)
+            x_BTD.add_(F.embedding(text.types_BT * len(self.places.weight) + text.places_BT, pairs_SD))
+        elif self.types is not None:
+            x_BTD.add_(self.types(text.types_BT))
+        elif self.places is not None:
+            x_BTD.add_(self.places(text.places_BT))
         x_BTD = self.dropout(self.norm(x_BTD))
         if not self.blocks:
             embedded: Tensor = x_BTD
@@ -305,7 +308,8 @@ class Encoder(nn.Module):
         text = texts.flatten(items_BL, width)
         if self.options.pooling == "mean":
             out_BTD: Tensor = self(text, only_first=False)
-            return (out_BTD * text.real_BT.unsqueeze(2)).sum(1) / text.real_BT.sum(1, keepdim=True)
+            share_BT = text.real_BT / text.real_BT.sum(1, keepdim=True)
+            return (share_BT.unsqueeze(1).to(out_BTD.dtype) @ out_BTD).squeeze(1)
         first_B1D: Tensor = self(text, only_first=True)
         return first_B1D[:, 0]
 
