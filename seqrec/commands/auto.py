@@ -75,7 +75,7 @@ KEPT = 0.5  # share of the events that a k-core must leave
 CASES, KNOWN = 100, 0.2  # temporal split: minimum cases per part, and minimum share of trained users
 RESERVE = 0.15  # share of a model's budget that counts and evaluation need
 MEMBERS = 5  # for few users, the most networks of one model whose scores are averaged
-ODD_TIMES = 0.05  # maximum share of times outside 1990 to 2035
+ODD_TIMES = 0.05  # maximum share of times in another format or outside 1990 to 2035
 ModelSettings = Callable[[int | None], dict[str, Any]]  # entry of a model in `models`, from its number of epochs
 EASE_SPEED = 5e9  # items cubed per second of the whole budget, so that EASE takes about a tenth of it on two cores
 
@@ -245,12 +245,18 @@ def prepare(plan: Plan, out: Path, console: Console) -> None:
 
 
 def _check_times(out: Path) -> None:
-    """Warn about times long ago or in the future; refuse them if they are many."""
+    """Warn about times long ago or in the future; refuse them, or times in another format, if they are many."""
     import polars as pl
 
     from seqrec.data.column_guess import EARLIEST, LATEST
 
     times = pl.read_parquet(out / "data" / INTERACTIONS, columns=["timestamp"])["timestamp"]
+    wrong = pl.read_parquet(out / "data" / QUARANTINE).filter(pl.col("reason").str.starts_with("timestamp "))
+    if len(wrong) > ODD_TIMES * (len(times) + len(wrong)):
+        raise ValueError(
+            f"{len(wrong):,} of {len(times) + len(wrong):,} times cannot be read: {wrong['reason'][0]}, such as "
+            f"{wrong['text'][0]!r:.80}; set another format with --time-format, or name another column with --time"
+        )
     odd = times.filter(~times.is_between(EARLIEST, LATEST))
     if odd.is_empty():
         return

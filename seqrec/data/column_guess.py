@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import polars as pl
 
-from seqrec.data.readers import csv_files, parquet_files
+from seqrec.data.readers import blocks, csv_files, parquet_files
 from seqrec.data.readers.row_checks import MISSING
 from seqrec.data.readers.times import DAY_S, seconds
 
-INSPECTED_ROWS = 5_000  # rows to inspect
+logger = logging.getLogger(__name__)
+INSPECTED_ROWS, RUN_ROWS = 8_000, 250  # rows to inspect, in runs from all over the file
+USERS = (
+    *("user", "uid", "username", "customer", "cust", "client", "member", "visitor", "reviewer", "buyer", "shopper"),
+    *("person", "account", "profile", "subscriber", "listener", "player", "student", "household", "session"),
+    *("profilename", "cookie", "device", "author"),
+)
 WORDS = {  # role -> words in names of its columns, most reliable first
-    "user_id": (
-        *("user", "uid", "customer", "cust", "client", "member", "visitor", "reviewer", "buyer", "shopper", "person"),
-        *("account", "username", "profile", "subscriber", "listener", "player", "student", "household", "session"),
-        *("profilename", "cookie", "device", "author"),
-    ),
+    "user_id": (*USERS, *(f"{word}s" for word in USERS)),
     "item_id": (
         *("item", "iid", "sku", "product", "movie", "parentasin", "asin", "article", "book", "isbn", "track", "song"),
-        *("video", "film", "game", "business", "venue", "location", "course", "artist", "content", "page", "url"),
-        *("app", "news", "anime", "recipe", "hotel", "restaurant", "podcast", "episode", "offer", "beer", "document"),
-        *("job", "title"),
+        *("video", "film", "game", "business", "merchant", "venue", "location", "course", "artist", "content", "page"),
+        *("url", "app", "news", "anime", "recipe", "hotel", "restaurant", "podcast", "episode", "offer", "beer"),
+        *("document", "job", "title"),
     ),
     "timestamp": (
         *("timestamp", "time", "datetime", "date", "ts", "unix", "when", "bought", "purchased", "ordered", "created"),
@@ -33,11 +37,16 @@ WORDS = {  # role -> words in names of its columns, most reliable first
     "rating": ("rating", "ratings", "stars", "overall", "rate", "score"),
     "title": ("title", "name", "description"),
 }
-ID_WORDS = {"id", "code", "no", "nr", "number", "key", "sk"}  # words that mark a column of ids
+SURE = 2.0  # least score of a name that needs no check of its values
+RELIABLE = 12  # number of words that mean a user or an item even without a word of ID_WORDS
+ID_WORDS = {  # last words of names of columns of ids
+    *("id", "ids", "code", "no", "nr", "nbr", "number", "key", "sk", "idx", "index", "uri", "uuid", "guid", "hash"),
+}
 GROUP_WORDS = {  # words of columns that are rarely ids
     *("order", "invoice", "basket", "cart", "transaction", "receipt", "impression", "category", "type", "brand"),
-    *("price", "country", "bill"),
+    *("price", "country", "bill", "count", "quantity", "qty", "amount", "length", "duration", "step", "text", "body"),
 }
+FOREIGN = {"item_id": "user_id", "title": "user_id", "timestamp": "rating", "rating": "timestamp"}  # not both in a name
 REQUIRED = ("user_id", "item_id", "timestamp")
 DATES = (
     *("%d/%m/%Y", "%m/%d/%Y", "%d.%m.%Y", "%d-%m-%Y", "%m-%d-%Y", "%Y/%m/%d", "%Y.%m.%d", "%Y-%m-%d"),
@@ -51,7 +60,9 @@ FORMATS = (  # tried for times that are neither numbers nor ISO 8601
     *("%a %b %d %H:%M:%S %z %Y", "%a, %d %b %Y %H:%M:%S %z", "%a, %d %b %Y %H:%M:%S GMT"),
 )
 EARLIEST, LATEST = 631_152_000, 2_051_222_400  # 1990 and 2035; excludes ratings
-FIT = 0.95  # minimum share of values that are valid times
+CLOCK = r"^\s*([01]?\d|2[0-3]):[0-5]\d\b"  # a time of day
+SENTENCE = 5  # mean number of blanks in values that are texts
+FIT = 0.95  # minimum share of values that are valid times, or times of day
 MALFORMED = 0.3  # maximum share of rows that are malformed, for example without a user
 ONE_EVENT = "; each row must be one event, without lists"
 NO_TIMES = "; a log without times can also be lines of `user item item ...`, oldest item first"
@@ -94,7 +105,7 @@ def guess(path: Path, chosen: Mapping[str, str], time_format: str = "") -> tuple
                 f"{path.name} has no column {column!r} for {name}; its columns are {', '.join(names):.300}"
             )
     if rows.is_empty():
-        raise ValueError(f"{path.name} has no rows")
+        raise ValueError(f"{path.name} has no rows that can be read")
     found = {name: Guess(name, column, GIVEN) for name, column in chosen.items()}
     for by, why in ((_by_name, NAMED), (_by_content, FITTING)):
         for role in ("user_id", "item_id", "timestamp", "rating"):
@@ -116,6 +127,7 @@ def guess(path: Path, chosen: Mapping[str, str], time_format: str = "") -> tuple
         found["timestamp"] = Guess("timestamp", roles["timestamp"], ORDER)
     else:
         time_format = time_format or _time_format(rows[roles["timestamp"]], roles["timestamp"])
+        _warn_of_clocks(rows, roles, time_format)
     return sorted(found.values(), key=lambda one: list(WORDS).index(one.name)), time_format
 
 
@@ -153,9 +165,20 @@ def words_of(name: str) -> list[str]:
 
 
 def _sample(path: Path) -> pl.DataFrame:
-    """Return the first rows of a file, without columns of lists."""
+    """Return well-formed rows from the beginning, the end and places between them, without columns of lists."""
     names = csv_files.header(path)
-    rows = next(csv_files.columns_of(path, {name: name for name in names})).select(names).head(INSPECTED_ROWS)
+    same = {name: name for name in names}
+    with TemporaryDirectory() as folder:
+        if parquet_files.is_parquet(path):
+            frames = list(parquet_files.excerpt(path, same))
+        else:
+            part = Path(folder) / path.name
+            part.write_bytes(blocks.excerpt(path))
+            frames = list(csv_files.columns_of(part, same))
+    good = [frame.filter(pl.col("_problem").is_null()).select(names) for frame in frames]
+    rows = pl.concat(good or [pl.DataFrame(schema=names)])
+    every = len(rows) // INSPECTED_ROWS + 1
+    rows = rows.filter(pl.int_range(pl.len()) // RUN_ROWS % every == 0)
     return rows.select(name for name in names if not rows.schema[name].is_nested())
 
 
@@ -163,13 +186,15 @@ def _by_name(role: str, rows: pl.DataFrame, roles: Mapping[str, str], time_forma
     named = _named(role, rows, roles)
     if role == "timestamp":
         return _time_of_events(named, rows, roles, time_format)
-    return min(named, key=lambda column: _is_sparse(rows[column]), default=None)
+    if role == "rating":
+        return min(named, key=lambda column: _is_sparse(rows[column]), default=None)
+    best = min(named, key=lambda column: _is_sparse(rows[column]) or not _is_id(rows[column]), default=None)
+    return best if best and (_score(role, best) >= SURE or _is_id(rows[best])) else None
 
 
 def _named(role: str, rows: pl.DataFrame, roles: Mapping[str, str]) -> list[str]:
     """Return the free columns whose names fit the role, best first."""
-    ends = [name.lower().endswith("id") for name in rows.columns]
-    scored = [(_score(role, name), ends[index], -index, name) for index, name in enumerate(rows.columns)]
+    scored = [(_score(role, name), _marks_ids(name), -index, name) for index, name in enumerate(rows.columns)]
     return [name for score, _, _, name in sorted(scored, reverse=True) if score > 0 and name not in roles.values()]
 
 
@@ -208,23 +233,22 @@ def _title(rows: pl.DataFrame, roles: Mapping[str, str]) -> str | None:
 
 def _score(role: str, name: str) -> float:
     """Return a score of how well a column name fits a role; 0 means not at all."""
-    words = words_of(name)
     index = {other: _index(other, _stems(name)) for other in WORDS}
     found = index[role]
     if found is None:
         return 0.0
-    if role in ("user_id", "item_id") and GROUP_WORDS & set([word for word in words if word not in ID_WORDS][-1:]):
-        return 0.0  # an item's category is no item, but an order's item is one
-    if role in ("user_id", "item_id") and index["title"] is not None and not ID_WORDS & set(words):
-        return 0.0 if role == "item_id" else 0.1  # a product's name is its title, but a user's name may serve as an id
-    if role == "title" and index["user_id"] is not None:
+    if role in FOREIGN and index[FOREIGN[role]] is not None:
         return 0.0
-    if role == "timestamp" and index["rating"] is not None:
-        return 0.0
-    if role == "rating" and index["timestamp"] is not None:
-        return 0.0
-    exact = 2.0 if len(set(words) - ID_WORDS) <= 1 or _stems(name)[-1] in WORDS[role] else 1.0
-    return exact + 1 / (2 + found)
+    sure = len(set(words_of(name)) - ID_WORDS) <= 1 or _stems(name)[-1] in WORDS[role]
+    if role in ("user_id", "item_id"):
+        if _noun(name) in GROUP_WORDS:
+            return 0.0  # an item's category is no item, but an order's item is one
+        if not _marks_ids(name) and index["title"] is not None:
+            return 0.0 if role == "item_id" else 0.1  # a product's name is its title, a user's name may serve as an id
+        if not _marks_ids(name) and not _names(role, name):
+            return 0.0  # an item's size
+        sure = sure and (found < RELIABLE or _marks_ids(name))
+    return (SURE if sure else 1.0) + 1 / (2 + found)
 
 
 def _stems(name: str) -> list[str]:
@@ -233,6 +257,21 @@ def _stems(name: str) -> list[str]:
     joined = "".join(words)
     stem = next((joined[: -len(end)] for end in ("id", "ids") if joined.endswith(end) and len(joined) > 4), joined)
     return [*words, stem]
+
+
+def _noun(name: str) -> str:
+    """Return the last word of a column name that marks no ids: `beer` of `beer_id` or `beerid`."""
+    last = next((word for word in reversed(words_of(name)) if word not in ID_WORDS), "")
+    return re.sub("(?<=...)ids?$", "", last)
+
+
+def _marks_ids(name: str) -> bool:
+    words = words_of(name)
+    return bool(words) and (words[0] == "id" or words[-1] in ID_WORDS or words[-1].endswith("id"))
+
+
+def _names(role: str, name: str) -> bool:
+    return not {_noun(name), _stems(name)[-1]}.isdisjoint(WORDS[role])
 
 
 def _index(role: str, words: Sequence[str]) -> int | None:
@@ -251,7 +290,7 @@ def _by_content(role: str, rows: pl.DataFrame, roles: Mapping[str, str], time_fo
     free.sort(key=lambda column: _likelihood(role, column))
     if role == "user_id":  # Amazon's own ratings have the items first
         free.sort(key=lambda column: _share_of_amazon_items(rows[column]) >= FIT)
-    return next((column for column in free if _is_id(rows[column])), None)
+    return next((name for name in free if _is_id(rows[name]) and rows[name].drop_nulls().is_duplicated().any()), None)
 
 
 def _likelihood(role: str, column: str) -> tuple[int, ...]:
@@ -259,8 +298,9 @@ def _likelihood(role: str, column: str) -> tuple[int, ...]:
     words, place = _stems(column), {other: _index(other, _stems(column)) for other in REQUIRED}
     found = place.pop(role)
     foreign = any(index is not None for index in place.values())
-    known = len(WORDS[role]) if found is None else found
-    return foreign, not GROUP_WORDS.isdisjoint(words), ID_WORDS.isdisjoint(words), known
+    named = _names(role, column) or _names("title", column)  # not an item's size
+    known = found if found is not None and named else len(WORDS[role])
+    return foreign, not GROUP_WORDS.isdisjoint(words), not _marks_ids(column), known
 
 
 def _is_sparse(values: pl.Series) -> bool:
@@ -294,12 +334,13 @@ def _share_of_amazon_items(values: pl.Series) -> float:
 
 
 def _is_id(values: pl.Series) -> bool:
-    """Return whether a column may hold ids: more distinct values than ratings have, some repeated, no fractions."""
+    """Return whether a column may hold ids: more distinct values than ratings have, no fractions, and no sentences."""
     text = values.cast(pl.String, strict=False).drop_nulls()
-    if values.dtype == pl.Boolean or text.is_empty() or text.str.contains(r"^[-+]?\d*\.\d+$").mean() > 0.5:  # type: ignore[operator]
-        return False
     distinct = text.n_unique()
-    return distinct > 10 and distinct < len(text)
+    if values.dtype == pl.Boolean or distinct <= 10:
+        return False
+    fractions, blanks = text.str.contains(r"^[-+]?\d*\.0*[1-9]\d*$"), text.str.count_matches(" ")
+    return bool(fractions.mean() <= 0.5 and (blanks.mean() < SENTENCE or 2 * distinct < len(text)))  # type: ignore[operator]
 
 
 def _is_order(values: pl.Series) -> bool:
@@ -308,13 +349,37 @@ def _is_order(values: pl.Series) -> bool:
     return not _is_time(values) and bool((numbers >= 0).mean() >= FIT)  # type: ignore[operator]
 
 
+def _warn_of_clocks(rows: pl.DataFrame, roles: Mapping[str, str], time_format: str) -> None:
+    """Warn about the free columns with times of day, if the chosen times are days."""
+    if (seconds(rows[roles["timestamp"]], time_format) % DAY_S != 0).any():
+        return
+    for column in rows.columns:
+        clocks = rows[column].cast(pl.String, strict=False).str.contains(CLOCK)
+        if column not in roles.values() and clocks.sum() >= FIT * len(rows):
+            logger.warning(
+                "the time of day in %s is not used, and the events of a day keep the order of the file: write date and "
+                "time of day into one column to use it",
+                column,
+            )
+
+
 def _time_format(values: pl.Series, column: str) -> str:
-    """Return the one of `FORMATS` that fits most of the values, the first of equals; empty if they need none."""
+    """Return the one of `FORMATS` that fits most of the values; empty if they need none.
+
+    Raises:
+        ValueError: no format fits, or two of them fit equally well and give different times.
+    """
     if values.dtype.is_temporal() or _share_of_times(values, "") > 0:
         return ""
     known = values.filter(values.cast(pl.String).str.strip_chars() != "")
     shares = {text: _share_of_times(known, text) for text in FORMATS}
     fitting = max(FORMATS, key=lambda text: shares[text])
+    for other in [text for text in FORMATS if shares[text] == shares[fitting] >= FIT]:
+        if not seconds(known, other).equals(seconds(known, fitting)):
+            raise ValueError(
+                f"the times of {column} such as {str(known[0])!r:.40} may have the format {fitting} or {other}: "
+                "choose one with --time-format"
+            )
     if shares[fitting] < FIT:
         example = "" if known.is_empty() else f" such as {str(known[0])!r:.40}"
         order = (

@@ -11,7 +11,7 @@ import pytest
 
 from seqrec.config import IngestConfig
 from seqrec.data.column_guess import ORDER, REQUIRED, guess, guess_items, is_lines
-from seqrec.data.readers import own_files
+from seqrec.data.readers import blocks, own_files
 
 ROWS = 60
 
@@ -52,6 +52,10 @@ def table(**columns):
         "second": [1_600_000_000 + 86_401 * row for row in range(ROWS)],
         "percent": [row * 7 % 100 for row in range(ROWS)],
         "visit": [f"a{row % 20}-{row % 40}" for row in range(ROWS)],
+        "count": [row * 5 % 13 for row in range(ROWS)],
+        "whole": [f"{row % 20}.0" for row in range(ROWS)],
+        "text": [f"I liked it a lot, and so did {row} friends" for row in range(ROWS - 5)] + ["Good"] * 5,
+        "either time": [f"{row % 12 + 1:02}/{row % 11 + 1:02}/2020" for row in range(ROWS)],
         "some users": ["NA" if row % 20 < 15 else f"a{row % 20}" for row in range(ROWS)],
     }
     values |= {
@@ -145,6 +149,68 @@ LOGS = {  # columns, and the found ones in order: users, items, times, ratings, 
         {"user_id": "user", "name": "person", "item_id": "item", "time": "epoch"},
         "user_id item_id time",
     ),
+    "a text is no item": (
+        {"podcast_id": "item", "content": "words", "rating": "stars", "author_id": "user", "created_at": "iso"},
+        "author_id podcast_id created_at rating",
+    ),
+    "a long text is no item": (
+        {"user_id": "user", "content": "text", "place": "item", "ts": "epoch"},
+        "user_id place ts",
+    ),
+    "an image is no user": (
+        {"userName": "person", "userImage": "visit", "content": "words", "at": "iso", "appId": "item"},
+        "userName appId at",
+    ),
+    "a rated location is no item": (
+        {"hotel_id": "item", "user_id": "user", "location": "count", "date": "iso"},
+        "user_id hotel_id date",
+    ),
+    "a user's region is no item": (
+        {"date_time": "iso", "user_location_region": "count", "user_id": "user", "srch_destination_id": "item"},
+        "user_id srch_destination_id date_time",
+    ),
+    "a user's location is no item": (
+        {"user_location_id": "group", "user_id": "user", "thing": "item", "ts": "epoch"},
+        "user_id thing ts",
+    ),
+    "a step is no item": (
+        {"user_id": "user", "session_id": "visit", "timestamp": "epoch", "step": "count", "reference": "item"},
+        "user_id reference timestamp",
+    ),
+    "reviews and reviewers": (
+        {"reviews": "visit", "reviewers": "user", "date_reviews": "iso", "course_id": "item"},
+        "reviewers course_id date_reviews",
+    ),
+    "a merchant is finer than a city": (
+        {"card_id": "user", "city_id": "group", "merchant_id": "item", "purchase_date": "iso"},
+        "card_id merchant_id purchase_date",
+    ),
+    "a count is no item": (
+        {
+            "order_id": "number",
+            "customer_id": "user",
+            "order_date": "iso",
+            "item_count": "count",
+            "product_name": "words",
+        },
+        "customer_id product_name order_date",
+    ),
+    "a quantity is no item": (
+        {"CustomerID": "user", "StockCode": "item", "Item_Quantity": "count", "day": "iso"},
+        "CustomerID StockCode day",
+    ),
+    "a type of client is no user": (
+        {"client": "stars", "visitor_id": "user", "page": "item", "time": "iso"},
+        "visitor_id page time",
+    ),
+    "a song needs no id": (
+        {"user": "user", "song": "item", "artist_id": "group", "ts": "epoch"},
+        "user song ts",
+    ),
+    "ids written as fractions": (
+        {"n": "number", "a": "whole", "b": "item", "c": "iso"},
+        "a b c",
+    ),
 }
 
 
@@ -191,6 +257,33 @@ def test_the_format_that_fits_most_times_is_chosen(tmp_path):
     assert guess(tmp_path / "log.csv", {})[1] == "%m/%d/%Y %H:%M"
 
 
+@pytest.mark.parametrize("kind", ["csv", "gzip", "ndjson", "parquet"])
+def test_rows_from_all_over_a_file_decide(tmp_path, monkeypatch, kind):
+    """The first 16,000 rows have eight users, and no day of a month above 12."""
+    monkeypatch.setattr(blocks, "PIECE_BYTES", 1 << 12)
+    times = [f"{datetime(2024, 1, 1) + timedelta(minutes=row):%m/%d/%Y %H:%M}" for row in range(40_000)]
+    users, items = [f"a{row // 2000}" for row in range(40_000)], [f"b{row * row % 97}" for row in range(40_000)]
+    rows = pl.DataFrame({"x": users, "y": items, "z": times})
+    path = tmp_path / "log"
+    getattr(rows, f"write_{kind}".replace("gzip", "csv"))(path)
+    if kind == "gzip":
+        path.write_bytes(gzip.compress(path.read_bytes()))
+
+    found, time_format = guess(path, {})
+
+    assert [one.column for one in found] == ["x", "y", "z"]
+    assert time_format == "%m/%d/%Y %H:%M"
+
+
+@pytest.mark.parametrize(("time", "said"), [("german", True), ("second", False)])
+def test_a_time_of_day_in_a_column_of_its_own_is_named(tmp_path, caplog, time, said):
+    table(Date=time, Time="clock", CustomerID="user", ProductID="item").write_csv(tmp_path / "log.csv")
+
+    assert guess(tmp_path / "log.csv", {})[0][2].column == "Date"
+
+    assert ("the time of day in Time is not used" in caplog.text) is said
+
+
 def test_what_the_caller_names_is_taken(tmp_path):
     table(user_id="user", item_id="item", other="item", timestamp="epoch").write_csv(tmp_path / "log.csv")
 
@@ -205,6 +298,11 @@ def test_what_the_caller_names_is_taken(tmp_path):
         ({"user": "user", "item": "item"}, {}, "columns user, item looks like timestamp; name it with --time"),
         ({"user": "user", "item": "item", "time": "words"}, {}, "have no known format.* set --time-format"),
         ({"user": "user", "item": "item", "day": "number"}, {}, "have no known format.* with --time day"),
+        (
+            {"user": "user", "item": "item", "time": "either time"},
+            {},
+            "such as '01/01/2020' may have the format %d/%m/%Y or %m/%d/%Y: choose one with --time-format",
+        ),
         ({"user": "user"}, {"item_id": "sku"}, "log.csv has no column 'sku' for item_id; its columns are user"),
     ],
 )
@@ -273,6 +371,7 @@ def test_numbers_that_are_no_dates_are_an_order_if_the_caller_says_so(tmp_path):
     ("content", "message"),
     [
         (b"user,item,time\n", "log.csv has no rows"),
+        (b"user,item,time\n1,2\n3,4\n", "log.csv has no rows that can be read"),
         (b"PK\x03\x04\x14\x00", "log.csv is a zip archive or an Excel file"),
         (b"BZh91AY&SY", "log.csv is compressed with bzip2"),
         (b'[{"user": 1, "item": 2, "time": 3}]', "is one JSON array: write an object per line"),
@@ -283,6 +382,13 @@ def test_a_file_that_is_no_table_says_what_it_is(tmp_path, content, message):
 
     with pytest.raises(ValueError, match=message):
         guess(tmp_path / "log.csv", {})
+
+
+def test_an_empty_parquet_file_has_no_rows(tmp_path):
+    table(user="user", item="item", time="iso").clear().write_parquet(tmp_path / "log.parquet")
+
+    with pytest.raises(ValueError, match="has no rows"):
+        guess(tmp_path / "log.parquet", {})
 
 
 @pytest.mark.parametrize(

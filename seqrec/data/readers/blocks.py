@@ -12,12 +12,14 @@ import io
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO, cast
 
 import numpy as np
 import polars as pl
 
 BLOCK_BYTES = 1 << 24
 HEADER_BYTES = 1 << 16
+PIECE_BYTES, PIECES = 1 << 18, 32  # of an excerpt
 LONGEST_LINE = 1 << 26  # bytes; a longer line means that the file is no text, and must not fill memory
 MARKS = ("_line", "_text", "_problem")
 PACKED = {  # first bytes -> what such a file is
@@ -76,6 +78,29 @@ def chunks(path: Path, size: int = 0) -> Iterator[tuple[int, bytes]]:
         yield number, rest
 
 
+def excerpt(path: Path) -> bytes:
+    """Return whole lines from the beginning, the end and places between them of a text file, unpacked.
+
+    A small file is returned as a whole. A gzip file is decompressed up to the last piece, which is only near its end.
+
+    Raises:
+        DamagedFileError: the gzip stream is truncated or corrupt.
+    """
+    pieces, size = [], path.stat().st_size
+    with opened(path) as stream:
+        file = cast(IO[bytes], stream.fileobj if isinstance(stream, gzip.GzipFile) else stream)
+        for piece in range(PIECES):
+            start = (size - PIECE_BYTES) * piece // (PIECES - 1)
+            if file.tell() < start:
+                if file is stream:
+                    file.seek(start)
+                while file.tell() < start and _read(stream, path, PIECE_BYTES):
+                    pass
+                _read(stream, path, LONGEST_LINE, line=True)
+            pieces += [_read(stream, path, PIECE_BYTES), _read(stream, path, LONGEST_LINE, line=True)]
+    return b"".join(pieces)
+
+
 def _without_marker(data: bytes, number: int) -> bytes:
     return data.removeprefix(codecs.BOM_UTF8) if number == 1 else data
 
@@ -106,9 +131,9 @@ def opened(path: Path) -> gzip.GzipFile | io.BufferedReader:
     return gzip.open(path, "rb") if zipped else path.open("rb")
 
 
-def _read(stream: gzip.GzipFile | io.BufferedReader, path: Path, size: int) -> bytes:
+def _read(stream: gzip.GzipFile | io.BufferedReader, path: Path, size: int, *, line: bool = False) -> bytes:
     try:
-        return stream.read(size)
+        return stream.readline(size) if line else stream.read(size)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DamagedFileError(path, f"is truncated or damaged: {error}") from error
 
