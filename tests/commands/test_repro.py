@@ -96,7 +96,7 @@ stages:
     matrix: {model: [slow, broken, later]}
     cmd: touch ${item.model}.initial
     outs: ["${item.model}.initial"]
-  finetune: {<<: *model, cmd: "sh ${item.model}.sh", outs: ["${item.model}.finetuned"]}
+  finetune: {<<: *model, cmd: "exec sh ${item.model}.sh", outs: ["${item.model}.finetuned"]}
   evaluate: {<<: *model, cmd: "touch ${item.model}.metrics", outs: ["${item.model}.metrics"]}
 """
 
@@ -105,11 +105,10 @@ def test_models_are_trained_side_by_side_until_one_fails(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     (tmp_path / "dvc.yaml").write_text(STAGES)
-    begun = "while ! [ -e begun ]; do sleep 0.1; done"
-    (tmp_path / "slow.sh").write_text(
-        "touch begun; while ! [ -e failed ]; do sleep 0.1; done; env > slow.finetuned; echo trained"
-    )
-    (tmp_path / "broken.sh").write_text(f"{begun}; echo no memory >&2; touch failed; exit 1")
+    wait = "while ! [ -e {} ]; do sleep 0.1; done".format
+    (tmp_path / "broken.sh").write_text(f"{wait('begun')}; echo no memory >&2; echo $PPID > dvc; exit 1")
+    ended = "while kill -0 $(cat dvc) 2> error; do sleep 0.1; done; sleep 0.5"  # the DVC of the broken one
+    (tmp_path / "slow.sh").write_text(f"touch begun; {wait('dvc')}; {ended}; env > slow.finetuned; echo trained")
     subprocess.run([sys.executable, "-m", "dvc", "init", "--quiet", "--no-scm"], check=True)
     dvc = repro.Dvc(Console(file=io.StringIO(), width=80), os.environ)
 
