@@ -31,7 +31,6 @@ from test_end_to_end import call, make_project, settings
 from seqrec.artifacts import read_json
 from seqrec.tracking.registry import WEIGHTS_TAG
 
-MODEL = "sasrec"
 SHARE = 0.25  # of the time and the file operations of a whole run: the most that a start has before it is killed
 COMPARED = ("artifacts/*/finetuned/best.safetensors", "data/**/*", "reports/*/*.parquet", "reports/validation.*")
 # Python imports this module at its start, in DVC as in the stages; they share the count, one byte an operation.

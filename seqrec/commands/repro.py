@@ -63,7 +63,7 @@ def repro(*, changes: str = "", jobs: int = 0) -> None:
         jobs = jobs or (1 if shutil.which("nvidia-smi") else min(2, cores))
         if jobs > 1 and len(config.leaderboard) > 1 and dvc.out_of_date():
             dvc.repro(["prepare", *(f"prepare_source@{source}" for source in config.sources)])
-            side_by_side(dvc, config.leaderboard, min(jobs, len(config.leaderboard)), cores)
+            side_by_side(dvc, config.leaderboard, jobs, cores)
         dvc.repro()
     if dvc.seconds:
         dvc.console.print(summary(dvc.seconds.items(), time.monotonic() - began))
@@ -80,7 +80,7 @@ def side_by_side(dvc: Dvc, models: Sequence[str], jobs: int, cores: int) -> None
     groups = [group for group in groups if out_of_date.intersection(group)]
     if len(groups) < 2:
         return
-    waiting = iter(groups)
+    waiting, jobs = iter(groups), min(jobs, len(groups))
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cores // jobs)))
 
     def run() -> None:
@@ -108,7 +108,7 @@ class Dvc:
     def out_of_date(self) -> set[str]:
         """Return the stages whose inputs or outputs have changed; those after them are not among them."""
         command = [sys.executable, "-m", "dvc", "--wait-for-lock", "status", "--json", "--no-updates"]
-        status = subprocess.run(command, stdout=subprocess.PIPE, env={**self.environment}, check=False)
+        status = subprocess.run(command, stdout=subprocess.PIPE, env=self.environment, check=False)
         if status.returncode:
             raise ValueError("dvc status failed, see above")
         return set(json.loads(status.stdout))
