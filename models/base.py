@@ -179,6 +179,10 @@ class SequenceModel(nn.Module):
         """Return item vectors (V, D), by default the table `items`; row 0 is padding, which is never a candidate."""
         return self.get_parameter("items.weight")
 
+    def vectors_of(self, items: Tensor, *, sparse: bool = False) -> Tensor:
+        """Return the vectors (..., D) of `items` (...); with `sparse`, the table's gradient has only their rows."""
+        return F.embedding(items, self.item_vectors(), sparse=sparse)
+
     def phases(self, stage: str) -> tuple[str, ...]:
         """Return the phases of `stage`, pretrain or finetune; after each phase, its best weights are restored."""
         return () if stage == "pretrain" else ("train",)

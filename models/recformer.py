@@ -6,10 +6,10 @@ no table of items, so the model can be used on other catalogues and new items wi
 
 `encoder: items` is a cheaper model, which is not in the paper: the encoder reads the text of each item separately,
 and a small causal transformer reads a history as a sequence of item vectors. All positions of a history are trained at
-once. With `refresh`, the text encoder is trained: each step encodes the whole catalogue, and items get gradients from
-histories and as candidates. `refresh: false` encodes the catalogue once, for large catalogues and encoders; the encoder
-of histories is then pre-trained with the contrastive loss of the paper on the catalogues of other datasets. With
-`layers: 0`, an item's vector is the mean of its word embeddings.
+once. With `refresh`, the text encoder is trained: each step encodes the items that it reads or scores, and items get
+gradients from histories and as candidates. `refresh: false` encodes the catalogue once, for large catalogues and
+encoders; the encoder of histories is then pre-trained with the contrastive loss of the paper on the catalogues of other
+datasets. With `layers: 0`, an item's vector is the mean of its word embeddings.
 
 Differs from the paper and its code in these places:
 - attention weights have no dropout, so that a fused kernel can be used;
@@ -277,13 +277,34 @@ class HistoryEncoder(nn.Module):
         self.blocks = nn.ModuleList(Block(sizes) for _ in range(sizes.layers))
         self.norm = nn.LayerNorm(sizes.d_model)
 
-    def forward(self, text_VD: Tensor, items_BL: Tensor, *, last: bool) -> Tensor:
+    def forward(self, text_BLD: Tensor, items_BL: Tensor, *, last: bool) -> Tensor:
         """Return queries (B, L, D), or (B, 1, D) with `last`."""
         bias_BLL = attention_bias(items_BL, causal=True)
-        x_BLD = self.to_item(F.embedding(items_BL, text_VD))
+        x_BLD = self.to_item(text_BLD)
         x_BLD = self.dropout(x_BLD * x_BLD.shape[2] ** 0.5 + self.positions[-items_BL.shape[1] :])
         out: Tensor = self.norm(run_blocks(self.blocks, x_BLD, bias_BLL, last=last))
         return out
+
+
+class StepVectors:
+    """Text vectors with gradients in one training step, of the items that the step has asked for."""
+
+    def __init__(self, model: Recformer) -> None:
+        self.model, self.device = model, model.vectors.device
+        self.bf16 = torch.is_autocast_enabled(self.device.type)  # the loss asks for its items outside of autocast
+        self.place_V = torch.full((len(model.vectors),), -1, device=self.device)  # row of each item in `vector_ND`
+        self.vector_ND = model.vectors[:0]
+
+    def of(self, items: Tensor) -> Tensor:
+        """Return the unit vectors (..., D) of `items` (...); those that the step has not asked for yet are encoded."""
+        new_N = items.unique()
+        new_N = new_N[self.place_V[new_N] < 0]
+        if len(new_N):
+            self.place_V[new_N] = torch.arange(len(new_N), device=self.device) + len(self.vector_ND)
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
+                encoded_ND = self.model.encode(new_N.unsqueeze(1))
+            self.vector_ND = torch.cat([self.vector_ND, F.normalize(encoded_ND.float(), dim=-1)])
+        return F.embedding(self.place_V[items], self.vector_ND)
 
 
 class RecformerItems(Recformer):
@@ -296,7 +317,7 @@ class RecformerItems(Recformer):
         self._initialise()
         self.history = HistoryEncoder(options)
         initialise(self.history)
-        self.learnt_VD: Tensor | None = None  # item vectors of the current step, with gradients
+        self.step: StepVectors | None = None  # of the current step, if it trains the text encoder
         self._start()
 
     def phases(self, stage: str) -> tuple[str, ...]:
@@ -326,15 +347,19 @@ class RecformerItems(Recformer):
 
     def forward(self, batch: Batch, last: bool = False) -> Tensor:
         """See `SequenceModel.forward`."""
-        query_BLD = self.history(self._text_vectors(), batch.items, last=last)
+        query_BLD = self.history(self._texts_of(batch.items), batch.items, last=last)
         return F.normalize(query_BLD.float(), dim=-1) / self.options.temperature
 
     def item_vectors(self) -> Tensor:
         """See `SequenceModel.item_vectors`."""
-        return F.normalize(self.history.to_item(self._text_vectors()).float(), dim=-1)
+        return self.vectors_of(torch.arange(len(self.vectors), device=self.vectors.device))
 
-    def _text_vectors(self) -> Tensor:
-        return self.vectors if self.learnt_VD is None else self.learnt_VD
+    def vectors_of(self, items: Tensor, *, sparse: bool = False) -> Tensor:
+        """See `SequenceModel.vectors_of`."""
+        return F.normalize(self.history.to_item(self._texts_of(items)).float(), dim=-1)
+
+    def _texts_of(self, items: Tensor) -> Tensor:
+        return F.embedding(items, self.vectors) if self.step is None else self.step.of(items)
 
     def pairs(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """See `Recformer.pairs`."""
@@ -343,15 +368,16 @@ class RecformerItems(Recformer):
         return query_BD, F.normalize(target_BD.float(), dim=-1)
 
     def training_loss(self, batch: Batch, task: TaskLoss) -> dict[str, Tensor]:
-        """See `SequenceModel.training_loss`; in `refresh`, all items are encoded first, to train the text encoder."""
+        """See `SequenceModel.training_loss`; in `refresh`, the text encoder is trained."""
         if self.phase != "refresh":
             return super().training_loss(batch, task)
-        item_V = torch.arange(len(self.vectors), device=self.vectors.device)
-        self.learnt_VD = F.normalize(self.encode(item_V.unsqueeze(1)).float(), dim=-1)
+        self.step = StepVectors(self)
         try:
+            if batch.items.numel() >= len(self.vectors):  # most items are needed: encoding all at once is faster
+                self.step.of(torch.arange(len(self.vectors), device=self.vectors.device))
             return super().training_loss(batch, task)
         finally:
-            self.learnt_VD = None
+            self.step = None
 
 
 def gather(x: Tensor) -> Tensor:

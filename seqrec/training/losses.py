@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +13,8 @@ from torch.nn import functional as F
 
 LOGITS_IN_MEMORY = 4_000_000  # floats in a block of logits: 16 MB, about the size of a cache
 SAMPLED_LOGITS = 1_000_000  # the same with sampled items
+
+VectorsOf = Callable[[Tensor], Tensor]  # items (...) -> their vectors (..., D)
 
 
 class PastItems(NamedTuple):
@@ -44,13 +46,12 @@ def cross_entropy(
 
 def sampled_cross_entropy(
     query_ND: Tensor,
-    item_VD: Tensor,
+    vectors_of: VectorsOf,
     target_N: Tensor,
     negative_K: Tensor,
     log_expected_V: Tensor,
     *,
     precision: str = "fp32",
-    sparse: bool = False,
 ) -> Tensor:
     """Return -log softmax over the target and `negative_K`, items drawn once for all targets (N,).
 
@@ -62,14 +63,13 @@ def sampled_cross_entropy(
 
     Args:
         query_ND: queries.
-        item_VD: item vectors.
+        vectors_of: gives the vectors of items.
         target_N: item to predict.
         negative_K: drawn items, with repetitions.
         log_expected_V: log of the expected number of draws of each item.
         precision: fp32 or bf16.
-        sparse: whether the gradient of `item_VD` is sparse, with only the rows used.
     """
-    positive_ND, drawn_KD = (F.embedding(items, item_VD, sparse=sparse) for items in (target_N, negative_K))
+    positive_ND, drawn_KD = vectors_of(target_N), vectors_of(negative_K)
     with _matrix_products(precision):
         value: Tensor = _SampledCrossEntropy.apply(  # type: ignore[no-untyped-call]
             query_ND.float(), positive_ND.float(), drawn_KD.float(), target_N, negative_K, log_expected_V[negative_K]
@@ -78,34 +78,31 @@ def sampled_cross_entropy(
 
 
 def binary_cross_entropy(
-    query_ND: Tensor,
-    item_VD: Tensor,
-    target_N: Tensor,
-    negative_NK: Tensor,
-    *,
-    calibration: float | None = None,
-    sparse: bool = False,
+    query_ND: Tensor, vectors_of: VectorsOf, target_N: Tensor, negative_NK: Tensor, *, beta: float = 1.0
 ) -> Tensor:
     """Return -beta log sigmoid(s+) - sum over negatives of log(1 - sigmoid(s-)), per target (N,).
 
-    beta is 1 (SASRec uses one negative). With a `calibration` t in [0, 1], the loss is gSASRec's gBCE (Petrov and
-    Macdonald 2023, arXiv:2308.07192, eqs. 7 and 9): beta = alpha (t (1 - 1 / alpha) + 1 / alpha) with
-    alpha = K / (|I| - 1). It corrects the overconfidence caused by sampling; t = 0 gives beta = 1.
+    SASRec has one negative and a `beta` of 1.
     """
-    positive_N, score_NK = _scores(query_ND, item_VD, target_N, negative_NK, sparse)
-    beta = 1.0
-    if calibration is not None:
-        alpha = negative_NK.shape[1] / (len(item_VD) - 2)  # the table has a row for padding
-        beta = alpha * (calibration * (1 - 1 / alpha) + 1 / alpha)
+    positive_N, score_NK = _scores(query_ND, vectors_of, target_N, negative_NK)
     rival_NK = F.logsigmoid(-score_NK).masked_fill(negative_NK == target_N.unsqueeze(1), 0.0)
     return -beta * F.logsigmoid(positive_N) - rival_NK.sum(1)
 
 
+def gbce_beta(t: float, negatives: int, num_items: int) -> float:
+    """Return the `beta` of gSASRec's gBCE (Petrov and Macdonald 2023, arXiv:2308.07192, eqs. 7 and 9), for t in [0, 1].
+
+    It corrects the overconfidence caused by sampling; t = 0 gives 1.
+    """
+    alpha = negatives / (num_items - 1)
+    return alpha * (t * (1 - 1 / alpha) + 1 / alpha)
+
+
 def bayesian_personalized_ranking(
-    query_ND: Tensor, item_VD: Tensor, target_N: Tensor, negative_NK: Tensor, *, sparse: bool = False
+    query_ND: Tensor, vectors_of: VectorsOf, target_N: Tensor, negative_NK: Tensor
 ) -> Tensor:
     """Return the mean over negatives of -log sigmoid(s+ - s-), per target (N,) (Rendle et al. 2009)."""
-    positive_N, score_NK = _scores(query_ND, item_VD, target_N, negative_NK, sparse)
+    positive_N, score_NK = _scores(query_ND, vectors_of, target_N, negative_NK)
     rival_NK = F.logsigmoid(positive_N.unsqueeze(1) - score_NK)
     other_NK = negative_NK != target_N.unsqueeze(1)
     return -(rival_NK * other_NK).sum(1) / other_NK.sum(1).clamp(min=1)
@@ -143,11 +140,9 @@ def _matrix_products(precision: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def _scores(
-    query_ND: Tensor, item_VD: Tensor, target_N: Tensor, negative_NK: Tensor, sparse: bool
-) -> tuple[Tensor, Tensor]:
-    positive_N = (query_ND * F.embedding(target_N, item_VD, sparse=sparse)).sum(-1)
-    return positive_N, torch.einsum("nd,nkd->nk", query_ND, F.embedding(negative_NK, item_VD, sparse=sparse))
+def _scores(query_ND: Tensor, vectors_of: VectorsOf, target_N: Tensor, negative_NK: Tensor) -> tuple[Tensor, Tensor]:
+    positive_N = (query_ND * vectors_of(target_N)).sum(-1)
+    return positive_N, torch.einsum("nd,nkd->nk", query_ND, vectors_of(negative_NK))
 
 
 class _CrossEntropy(torch.autograd.Function):

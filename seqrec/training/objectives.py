@@ -14,7 +14,7 @@ from torch import Tensor
 from seqrec.config import TrainConfig
 from seqrec.data import sequences
 from seqrec.data.sequences import Sequences
-from seqrec.models.base import PAD, Batch, Options
+from seqrec.models.base import PAD, Batch, Options, SequenceModel
 from seqrec.training import losses
 from seqrec.training.batches import Windows
 from seqrec.training.contrast import SameTarget
@@ -131,25 +131,31 @@ class Loss:
             weight_V = count_V.double()
         weight_V[0] = 0  # padding is never drawn
         self.cumulative_V = weight_V.cumsum(0) / weight_V.sum()
+        gbce = config.loss == "gbce"
+        self.beta = losses.gbce_beta(config.gbce_t, config.negatives, len(count_V) - 1) if gbce else 1.0
         self.log_expected_V = (config.negatives * weight_V / weight_V.sum()).clamp(min=1e-12).log().float()
 
-    def __call__(self, query_ND: Tensor, item_VD: Tensor, target_N: Tensor, past: PastItems | None = None) -> Tensor:
+    def __call__(
+        self, query_ND: Tensor, model: SequenceModel, target_N: Tensor, past: PastItems | None = None
+    ) -> Tensor:
         """Return the loss of each target (N,); with `exclude_past`, the items of `past` are no candidates."""
-        config, sparse = self.config, self.config.sparse_tables
+        config = self.config
+
+        def vectors_of(items: Tensor) -> Tensor:
+            return model.vectors_of(items, sparse=config.sparse_tables).float()
+
         if config.loss == "ce":
+            item_VD = model.item_vectors().float()
             return losses.cross_entropy(query_ND, item_VD, target_N, precision=config.precision, past=past)
         if config.loss == "sampled_ce":
             drawn_K = self.draw(target_N, config.negatives)
             return losses.sampled_cross_entropy(
-                query_ND, item_VD, target_N, drawn_K, self.log_expected_V, precision=config.precision, sparse=sparse
+                query_ND, vectors_of, target_N, drawn_K, self.log_expected_V, precision=config.precision
             )
         drawn_NK = self.draw(target_N, len(target_N), config.negatives)
         if config.loss == "bpr":
-            return losses.bayesian_personalized_ranking(query_ND, item_VD, target_N, drawn_NK, sparse=sparse)
-        calibration = config.gbce_t if config.loss == "gbce" else None
-        return losses.binary_cross_entropy(
-            query_ND, item_VD, target_N, drawn_NK, calibration=calibration, sparse=sparse
-        )
+            return losses.bayesian_personalized_ranking(query_ND, vectors_of, target_N, drawn_NK)
+        return losses.binary_cross_entropy(query_ND, vectors_of, target_N, drawn_NK, beta=self.beta)
 
     def draw(self, target_N: Tensor, *shape: int) -> Tensor:
         """Return items (`shape`) drawn from the sampler's distribution."""

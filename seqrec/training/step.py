@@ -41,8 +41,7 @@ class LossTerms(nn.Module):
                 past = None
                 if self.exclude_past:
                     past = objectives.past_items(example, self.model.options, index, width, skip_last)
-                item_VD = (of or self.model).item_vectors().float()
-                value_N = self.loss(query_ND, item_VD, target_BP.flatten()[index], past)
+                value_N = self.loss(query_ND, of or self.model, target_BP.flatten()[index], past)
             value_BP = value_N.new_zeros(target_BP.numel()).index_copy(0, index, value_N).view(target_BP.shape)
             return value_BP * example.weight
 

@@ -336,7 +336,29 @@ def test_words_learn_from_histories_and_from_candidates():
     own = {item: tokens_of(model, item)[-1] for item in (3, 7, 9, 11)}  # of no other item
     assert all(gradient[own[item]].abs().max() > 1e-6 for item in (3, 7, 9))
     assert gradient[own[11]].abs().max() < 1e-9
-    assert model.learnt_VD is None
+    assert model.step is None
+
+
+def test_a_step_encodes_only_the_items_that_it_needs_and_learns_the_same():
+    """One row of two events is shorter than the catalogue, so items are encoded when they are read or scored."""
+    model = items_model(dropout=0.0, history_dropout=0.0).train()
+    gradients = []
+    for at_once in (False, True):
+        model.zero_grad()
+        needed = []
+
+        def task(query, at_once=at_once, needed=needed):
+            if at_once:
+                model.item_vectors()
+            score = query[:, -1] @ model.vectors_of(torch.tensor([9, 3, 5])).T
+            needed.extend((model.step.place_V >= 0).nonzero().flatten().tolist())
+            return score.softmax(1)[:, 0]
+
+        model.training_loss(make_batch([[3, 7]]), task)["task"].backward()
+        gradients.append([part.grad for part in model.parameters() if part.grad is not None])
+        assert needed == (list(range(len(model.vectors))) if at_once else [3, 5, 7, 9])
+
+    torch.testing.assert_close(*gradients)
 
 
 def test_vectors_that_are_not_refreshed_are_constants():

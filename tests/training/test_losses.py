@@ -1,7 +1,9 @@
 import math
+from functools import partial
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from seqrec.training import losses
 
@@ -101,7 +103,8 @@ def test_never_more_than_a_block_of_logits(monkeypatch):
     assert max(sizes) <= 4_000
 
 
-SCORES = torch.tensor([[0.0], [1.0], [2.0], [3.0], [-1.0]])  # items 1 to 4 score 1, 2, 3, -1 for the query 1
+# items 1 to 4 score 1, 2, 3, -1 for the query 1
+SCORES = partial(F.embedding, weight=torch.tensor([[0.0], [1.0], [2.0], [3.0], [-1.0]]))
 
 
 def sigmoid(x):
@@ -143,7 +146,7 @@ def test_the_sampled_gradients_equal_those_of_autograd_in_several_blocks(weights
     score = score.masked_fill(drawn == target.unsqueeze(1), -torch.inf)
     goal = (query * items[target]).sum(1, keepdim=True)
     theirs = torch.nn.functional.cross_entropy(torch.cat([goal, score], 1), torch.zeros(9).long(), reduction="none")
-    ours = losses.sampled_cross_entropy(query, items, target, drawn, log_expected)
+    ours = losses.sampled_cross_entropy(query, partial(F.embedding, weight=items), target, drawn, log_expected)
 
     torch.testing.assert_close(ours, theirs)
     for one, other in zip(
@@ -163,7 +166,8 @@ def test_the_sampled_gradient_tends_to_the_full_one(popular):
     number = 200_000
     drawn = torch.multinomial(share, number, replacement=True)
 
-    sampled = losses.sampled_cross_entropy(query, items, target, drawn, (number * share).clamp(min=1e-12).log())
+    vectors_of, log_expected = partial(F.embedding, weight=items), (number * share).clamp(min=1e-12).log()
+    sampled = losses.sampled_cross_entropy(query, vectors_of, target, drawn, log_expected)
     ours = torch.autograd.grad(sampled.sum(), query)[0]
     theirs = torch.autograd.grad(plain(query, items, target).sum(), query)[0]
 
@@ -180,7 +184,7 @@ def test_binary_cross_entropy_by_hand():
 def test_gbce_by_hand(t, beta):
     """Two negatives of the three other items: alpha = 2 / 3."""
     value = losses.binary_cross_entropy(
-        torch.ones(1, 1), SCORES, torch.tensor([3]), torch.tensor([[1, 4]]), calibration=t
+        torch.ones(1, 1), SCORES, torch.tensor([3]), torch.tensor([[1, 4]]), beta=losses.gbce_beta(t, 2, 4)
     )
 
     rivals = -math.log(1 - sigmoid(1)) - math.log(1 - sigmoid(-1))
@@ -204,7 +208,8 @@ def test_sparse_gradients_equal_dense_ones_and_hold_the_rows_used(name):
     gradients = []
     for sparse in (False, True):
         items = torch.randn(13, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
-        getattr(losses, name)(query, items, target, drawn, *extra, sparse=sparse).sum().backward()
+        rows = partial(F.embedding, weight=items, sparse=sparse)
+        getattr(losses, name)(query, rows, target, drawn, *extra).sum().backward()
         gradients.append(items.grad)
 
     torch.testing.assert_close(gradients[1].to_dense(), gradients[0])

@@ -51,7 +51,7 @@ def test_the_first_sparse_step_is_the_dense_one_and_touches_no_other_row():
         query = model(make_batch([[3, 7, 2, 9], [5, 1, 8]]))[:, -1]
         loss = Loss(settings, torch.ones(41))
         loss.draw = lambda *_: torch.tensor([3, 20, 21])
-        loss(query, model.item_vectors(), torch.tensor([4, 6])).sum().mul(1e6).backward()
+        loss(query, model, torch.tensor([4, 6])).sum().mul(1e6).backward()
         optimizer.clip_gradients(model, 1e5)
         optimizers.step()
         after.append({name: value.clone() for name, value in model.state_dict().items()})
