@@ -71,10 +71,10 @@ class CaseNdcg:
         popularity = term.popularity * term.log_popularity
         vote_P = weight_CJ.flatten().index_select(0, cells.weight_P) * term.values.index_select(0, cells.pair_P)
         vote_E = torch.zeros(len(cells.case_E)).index_add_(0, cells.cell_P, vote_P)
-        goal_C = self.goal_C + popularity[self.target_C]
-        inside = cells.target_C >= 0
+        goal_C, inside = self.goal_C.clone(), cells.target_C >= 0
         target_E = cells.target_C[inside]
-        goal_C[inside] += vote_E[target_E]
+        goal_C[inside] += vote_E[target_E]  # summed in the order of all items, so that equal scores tie exactly
+        goal_C += popularity[self.target_C]
         score_E = vote_E.add_(cells.score_E)
         if term.popularity:
             score_E += popularity[cells.item_E]

@@ -56,6 +56,7 @@ TERMS = [
     {"popularity": -0.3, "rho": 0.5},
     {"alpha": 0.5, "popularity": 0.2, "kernel": "root", "window": 3},
     {"targets": 2},
+    {"values": "sum", "alpha": 0.5, "popularity": 0.2, "rho": 1.0, "window": 1},  # equal votes
 ]
 
 
