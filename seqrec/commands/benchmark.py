@@ -147,6 +147,7 @@ def _model_settings(params: Params, model: str, folder: Path) -> dict[str, Any]:
 def _count_rows(params: Params, folder: Path, out: Path) -> None:
     settings, done = _count_settings(params, folder), out / "reports" / FINISHED
     if not _is(done, settings):
+        done.unlink(missing_ok=True)  # an interruption must not leave it beside other figures
         run.evaluate_baselines(params, folder, out)
         write_json(done, settings)
 
@@ -157,7 +158,7 @@ def _train(params: Params, model: str, folder: Path, out: Path) -> None:
     if _is(done, settings):
         return
     logger.info("%s, seed %d", model, params.seed)
-    done.unlink(missing_ok=True)  # an interruption must not leave it beside other figures
+    done.unlink(missing_ok=True)  # as above
     run.train_model(params, model, folder, out)
     evaluate(
         model=model,

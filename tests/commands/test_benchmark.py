@@ -14,6 +14,7 @@ from support import synthetic_rows
 from seqrec.artifacts import CASES, ITEMS, METRICS, read_json, write_json, write_table
 from seqrec.commands import benchmark as bench
 from seqrec.config import ConfigError
+from seqrec.stages import baselines
 from seqrec.stages.evaluate import evaluate
 
 CONFIG = {
@@ -154,6 +155,21 @@ def test_figures_of_other_texts_or_sources_are_not_shown(out, prepared, tmp_path
 
     assert rows_of(tmp_path / "out")["sasrec"]["seeds"] == [1]
     assert "gru4rec" not in rows_of(tmp_path / "out")
+
+
+def interrupt(**_):
+    raise KeyboardInterrupt
+
+
+def test_baselines_that_an_interruption_has_left_are_computed_again(out, prepared, tmp_path, monkeypatch):
+    shutil.copytree(out, tmp_path / "out")
+    with monkeypatch.context() as patch:
+        patch.setattr(baselines, "evaluate", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path, prepared, CONFIG | {"filter_seen": False}, seeds="1")
+    run(tmp_path, prepared, seeds="1")
+
+    assert rows_of(tmp_path / "out").keys() == rows_of(out).keys()
 
 
 def test_data_are_prepared_anew_when_their_settings_change(tmp_path):
