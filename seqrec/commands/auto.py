@@ -480,10 +480,9 @@ def _epochs(plan: Plan, name: str, entry: Mapping[str, Any], folder: Path, out: 
     of_share, most = (_fitting(seconds, cost) for seconds in (share - probe, plan.left()))
     if most < 1 and not first:
         logger.warning(
-            "%s is left out: an epoch takes %.0f s, but only %.0f s of the budget are left",
+            "%s is left out: an epoch and the evaluation take longer than the %.0f s of the budget that are left",
             name,
-            cost.epoch_s,
-            plan.left(),
+            max(0.0, plan.left()),
         )
         return 0, 0
     if most < 1:

@@ -15,10 +15,21 @@ from typing import Any
 import numpy as np
 
 from seqrec import locks
-from seqrec.artifacts import CASES, METRICS, SPLIT_CARD, DamagedError, read_json, read_table, write_json, write_text
+from seqrec.artifacts import (
+    CASES,
+    ITEMS,
+    METRICS,
+    SPLIT_CARD,
+    DamagedError,
+    read_json,
+    read_table,
+    sha256,
+    write_json,
+    write_text,
+)
 from seqrec.code_closure import git_commit
 from seqrec.commands import run
-from seqrec.commands.settings import check
+from seqrec.commands.settings import check, without_unfed
 from seqrec.config import ConfigError, Params, load
 from seqrec.evaluation import intervals, metrics
 from seqrec.evaluation.compare import sign_flip_p_value
@@ -75,6 +86,7 @@ def benchmark(
     """
     params = load(config_file)
     params = replace(params, dataset=dataset or params.dataset)
+    params = params if data else without_unfed(params)
     models = _names(only, params.leaderboard) or list(params.leaderboard)
     if base and base not in (*params.leaderboard, *BASELINES):
         raise ConfigError(f"--base: {base} is neither a baseline nor in `leaderboard`: {', '.join(params.leaderboard)}")
@@ -126,12 +138,16 @@ def _count_settings(params: Params, folder: Path) -> dict[str, Any]:
 def _model_settings(params: Params, model: str, folder: Path) -> dict[str, Any]:
     """Return what the figures of a model depend on."""
     sections = {name: asdict(params.section(name, model=model)) for name in ("pretrain", "finetune")}
+    tables = [folder.parent, *(folder.parent / "sources" / name for name in params.sources)]
+    read = [path for table in tables for path in (table / ITEMS, table / "sequences" / SPLIT_CARD) if path.is_file()]
+    sections["read"] = {str(path.relative_to(folder.parent)): sha256(path) for path in read}
     return _count_settings(params, folder) | sections | {"model": asdict(params.model(model))}
 
 
 def _count_rows(params: Params, folder: Path, out: Path) -> None:
     settings, done = _count_settings(params, folder), out / "reports" / FINISHED
     if not _is(done, settings):
+        done.unlink(missing_ok=True)  # an interruption must not leave it beside other figures
         run.evaluate_baselines(params, folder, out)
         write_json(done, settings)
 
@@ -142,7 +158,7 @@ def _train(params: Params, model: str, folder: Path, out: Path) -> None:
     if _is(done, settings):
         return
     logger.info("%s, seed %d", model, params.seed)
-    done.unlink(missing_ok=True)  # an interruption must not leave it beside other figures
+    done.unlink(missing_ok=True)  # as above
     run.train_model(params, model, folder, out)
     evaluate(
         model=model,

@@ -71,6 +71,7 @@ def run(
 
 
 def _run(params: Params, out: Path, data: Path | None, resume: bool, from_champion: bool) -> dict[str, float]:
+    (out / "reports" / leaderboard.LEADERBOARD).unlink(missing_ok=True)  # it marks a finished run
     write_text(out / SETTINGS, params.as_yaml())
     source = data or prepare_data(params, out)
     given: dict[str, Any] = {"data": source, "sequences": source / "sequences", "resume": resume}
@@ -123,6 +124,8 @@ def import_run(*, run: Path, data: Path | None = None) -> dict[str, float]:
     """
     if not (run / SETTINGS).is_file():
         raise FileNotFoundError(f"--run: {run} is not the output folder of `seqrec run`")
+    if not (run / "reports" / leaderboard.LEADERBOARD).is_file():
+        raise FileNotFoundError(f"--run: the run in {run} was interrupted: call `seqrec run` again first")
     params = load(run / SETTINGS)
     folder = data or run / "data"
     return BY_NAME["register"](params, run, sequences=folder / "sequences", data=folder)

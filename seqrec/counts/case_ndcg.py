@@ -71,10 +71,10 @@ class CaseNdcg:
         popularity = term.popularity * term.log_popularity
         vote_P = weight_CJ.flatten().index_select(0, cells.weight_P) * term.values.index_select(0, cells.pair_P)
         vote_E = torch.zeros(len(cells.case_E)).index_add_(0, cells.cell_P, vote_P)
-        goal_C = self.goal_C + popularity[self.target_C]
-        inside = cells.target_C >= 0
+        goal_C, inside = self.goal_C.clone(), cells.target_C >= 0
         target_E = cells.target_C[inside]
-        goal_C[inside] += vote_E[target_E]
+        goal_C[inside] += vote_E[target_E]  # summed in the order of all items, so that equal scores tie exactly
+        goal_C += popularity[self.target_C]
         score_E = vote_E.add_(cells.score_E)
         if term.popularity:
             score_E += popularity[cells.item_E]
@@ -91,7 +91,7 @@ class CaseNdcg:
         """Return the same by a full ranking, which is faster where the cases read most of the catalogue."""
         scorer = with_counts(self.base, term.to(self.data.device))
         cases = Cases(user=self.user, position=self.position)
-        ranked = ranking.rank(scorer, self.data, cases, filter_seen=self.filter_seen)
+        ranked = ranking.rank(scorer, self.data, cases, filter_seen=self.filter_seen, both=False)
         rank = ranked.rank if self.filter_seen else ranked.rank_unfiltered
         return metrics.ndcg(rank.cpu().numpy(), CUTOFF)
 
@@ -160,10 +160,10 @@ class CaseNdcg:
     def _blocks(self, rows: slice) -> list[tuple[int, Tensor]]:
         """Return (first item, scores) of some cases, on the host; items that are no candidates have -inf."""
         user, stop = self.user[rows], self.position[rows]
-        seen = SeenItems.before(self.data, user, stop).without(self.data.sent(self.target_C[rows]))
+        seen = self.filter_seen and SeenItems.before(self.data, user, stop).without(self.data.sent(self.target_C[rows]))
         blocks = []
         for at, score in ranking.checked(self.base, self.data, user, stop, "the model")():
-            if self.filter_seen:
+            if seen:
                 score[seen.within(at, score)] = float("-inf")
             blocks.append((at, score.cpu()))
         return blocks
@@ -195,10 +195,10 @@ def ndcg_of_weights(
     for rows in ranking.case_blocks(cases.position - data.start[cases.user], CASES_AT_ONCE):
         user, stop = cases.user[rows], cases.position[rows]
         target_B1 = data.sent(target_C[rows]).unsqueeze(1)
-        seen = SeenItems.before(data, user, stop).without(target_B1.squeeze(1))
         blocks = [scores for _, scores in ranking.checked(base, data, user, stop, "the model")()]
         base_BV = F.pad(torch.cat(blocks, 1), (1, 0), value=float("-inf"))
         if filter_seen:
+            seen = SeenItems.before(data, user, stop).without(target_B1.squeeze(1))
             base_BV[seen.within(0, base_BV)] = float("-inf")
         vote_BV = term.adder(term.histories(data, user, stop))(torch.zeros_like(base_BV), 0)
         for place, weight in enumerate(weights):

@@ -97,6 +97,8 @@ def search(
 ) -> Choice[Values]:
     """Return the settings with the best mean NDCG@10 on all users, and on each half of the users.
 
+    A search by axes may end before the best settings; for all users, those of the halves are therefore rivals too.
+
     Args:
         ndcg_of: function from settings, a frozen dataclass, to NDCG@10 of each case.
         user: user of each case.
@@ -109,6 +111,7 @@ def search(
     folds = (_descend(ndcg, starts[1], axes, odd), _descend(ndcg, starts[2], axes, ~odd))
     if not len(user):  # no validation case has a history
         return Choice(found, folds, 0.0, 0.0)
+    found = max([found, *folds], key=lambda values: float(ndcg(values).mean()))
     cross_fitted = np.where(odd, ndcg(folds[1]), ndcg(folds[0])).mean()
     logger.debug("counts: tried %d settings on %d validation cases", ndcg.cache_info().currsize, len(user))
     return Choice(found, folds, float(ndcg(found).mean()), float(cross_fitted))

@@ -132,6 +132,7 @@ def rank(
     cases: Cases,
     *,
     filter_seen: bool,
+    both: bool = True,
     top_k: int = 0,
     rows: int = 0,
     name: str = "the model",
@@ -142,7 +143,9 @@ def rank(
         scorer: scores a block of cases.
         data: the prepared dataset.
         cases: the cases to rank.
-        filter_seen: whether `ties` and `top` leave out the user's past items; both ranks are always computed.
+        filter_seen: whether `ties` and `top` leave out the user's past items.
+        both: whether `rank` leaves out seen items even without `filter_seen`; otherwise it then equals
+            `rank_unfiltered`, and no history is read.
         top_k: length of the lists in `top`.
         rows: cases per block; 0: as many as memory allows.
         name: name of the model or baseline, for the error message.
@@ -154,7 +157,7 @@ def rank(
     length, order = (cases.position - data.start[cases.user]).sort(stable=True)
     user, position = cases.user[order], cases.position[order]
     parts = [
-        _rank_block(scorer, data, user[block], position[block], filter_seen, top_k, name)
+        _rank_block(scorer, data, user[block], position[block], filter_seen, both or filter_seen, top_k, name)
         for block in case_blocks(length, rows or _rows(data))
     ]
     if not parts:
@@ -184,12 +187,12 @@ def best(
 def _best_block(
     scorer: Scorer, data: Sequences, user: Tensor, stop: Tensor, filter_seen: bool, top_k: int
 ) -> tuple[Tensor, Tensor]:
-    seen = SeenItems.before(data, user, stop)
+    seen = SeenItems.before(data, user, stop) if filter_seen else None
     found: tuple[Tensor, Tensor] | None = None
     for first, score in checked(scorer, data, user, stop, "the model")():
-        if filter_seen:
+        if seen is not None:
             score[seen.within(first, score)] = float("-inf")
-        found = found or (score.new_empty(len(user), 0), seen.item.new_empty(len(user), 0))
+        found = found or (score.new_empty(len(user), 0), score.new_empty(len(user), 0, dtype=torch.int64))
         found = _merge_top(found, score, first, top_k)
     assert found is not None
     return found
@@ -244,10 +247,10 @@ def case_blocks(length: Tensor, rows: int) -> list[slice]:
 
 
 def _rank_block(
-    scorer: Scorer, data: Sequences, user: Tensor, stop: Tensor, filter_seen: bool, top_k: int, name: str
+    scorer: Scorer, data: Sequences, user: Tensor, stop: Tensor, filter_seen: bool, reads: bool, top_k: int, name: str
 ) -> tuple[Tensor, ...]:
     target = data.sent(data.items[stop].long())
-    seen = SeenItems.before(data, user, stop).without(target)
+    seen = SeenItems.before(data, user, stop).without(target) if reads else SeenItems(target[:0], target[:0])
     blocks = checked(scorer, data, user, stop, name)
     if data.num_items <= ITEMS_PER_BLOCK:  # keep the single block instead of computing it twice
         blocks = _kept(blocks)

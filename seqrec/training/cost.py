@@ -82,7 +82,7 @@ def _validation_seconds(model: SequenceModel, data: Sequences, filter_seen: bool
     cases = sequences.cases(data, "valid")
     some = Cases(*(values[:: max(1, len(cases) // PROBE_CASES)] for values in (cases.user, cases.position)))
     began = time.monotonic()
-    ranking.rank(ranking.model_scorer(model.eval()), data, some, filter_seen=filter_seen)
+    ranking.rank(ranking.model_scorer(model.eval()), data, some, filter_seen=filter_seen, both=False)
     return (time.monotonic() - began) * len(cases) / max(1, len(some))
 
 

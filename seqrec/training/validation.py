@@ -97,7 +97,7 @@ def validate(
         mine = slice(accelerator.process_index, None, accelerator.num_processes)
         chosen = Cases(user=chosen.user[mine], position=chosen.position[mine])
     scorer = ranking.model_scorer(model.eval(), known_U)
-    ranked = ranking.rank(scorer, data, chosen, filter_seen=filter_seen, name=type(model).__name__)
+    ranked = ranking.rank(scorer, data, chosen, filter_seen=filter_seen, both=False, name=type(model).__name__)
     counts = metrics.histogram(ranked.rank if filter_seen else ranked.rank_unfiltered, data.num_items)
     if accelerator is not None:
         counts = accelerator.reduce(counts)

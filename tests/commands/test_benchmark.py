@@ -11,9 +11,10 @@ import pytest
 import yaml
 from support import synthetic_rows
 
-from seqrec.artifacts import CASES, METRICS, read_json, write_json
+from seqrec.artifacts import CASES, ITEMS, METRICS, read_json, write_json, write_table
 from seqrec.commands import benchmark as bench
 from seqrec.config import ConfigError
+from seqrec.stages import baselines
 from seqrec.stages.evaluate import evaluate
 
 CONFIG = {
@@ -140,14 +141,48 @@ def test_the_page_compares_rows_of_the_same_data_and_settings(out, prepared, tmp
     assert rows_of(tmp_path / "out")["pctm"]["ndcg"] < rows_of(out)["pctm"]["ndcg"]  # more candidates
 
 
+@pytest.mark.parametrize("changed", ["titles", "sources"])
+def test_figures_of_other_texts_or_sources_are_not_shown(out, prepared, tmp_path, changed):
+    shutil.copytree(out, tmp_path / "out")
+    data = shutil.copytree(prepared.parent, tmp_path / "data")
+    if changed == "titles":
+        items = pq.read_table(data / ITEMS)
+        write_table(data / ITEMS, items.set_column(1, "title", items["item_id"]))
+    else:
+        shutil.copytree(prepared.parent, data / "sources/other")
+    config = CONFIG | {"sources": ["other"] * (changed == "sources")}
+    run(tmp_path, data / "sequences", config, seeds="1", only="sasrec")
+
+    assert rows_of(tmp_path / "out")["sasrec"]["seeds"] == [1]
+    assert "gru4rec" not in rows_of(tmp_path / "out")
+
+
+def interrupt(**_):
+    raise KeyboardInterrupt
+
+
+def test_baselines_that_an_interruption_has_left_are_computed_again(out, prepared, tmp_path, monkeypatch):
+    shutil.copytree(out, tmp_path / "out")
+    with monkeypatch.context() as patch:
+        patch.setattr(baselines, "evaluate", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path, prepared, CONFIG | {"filter_seen": False}, seeds="1")
+    run(tmp_path, prepared, seeds="1")
+
+    assert rows_of(tmp_path / "out").keys() == rows_of(out).keys()
+
+
 def test_data_are_prepared_anew_when_their_settings_change(tmp_path):
+    """The log has no items, so a model that reads their attributes is left out."""
     rows = synthetic_rows()
     (tmp_path / "log.csv").write_text("user_id,item_id,timestamp\n" + "".join(f"{u},{i},{t}\n" for u, i, t in rows))
     source = {"source": "csv", "interactions": str(tmp_path / "log.csv")}
     for users in (60, 30):
         dataset = {"ingest": source, "validate": {"min_date": "1970-01-01"}, "prepare": {"sample_users": users}}
-        (tmp_path / "config.yaml").write_text(yaml.safe_dump(CONFIG | {"datasets": {"tiny": dataset}}))
-        bench.benchmark(config_file=tmp_path / "config.yaml", out=tmp_path / "out", only="gru4rec")
+        models = {"fdsa": {}, "gru4rec": CONFIG["models"]["gru4rec"]}
+        config = CONFIG | {"datasets": {"tiny": dataset}, "leaderboard": list(models), "models": models}
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+        bench.benchmark(config_file=tmp_path / "config.yaml", out=tmp_path / "out")
 
         for report in ("reports/pctm", "seed-42/reports/gru4rec"):
             assert len(ndcg(tmp_path / "out" / report)) == users

@@ -122,10 +122,14 @@ def run_and_die():
 
 
 def test_a_killed_run_continues_and_ends_the_same(caplog):
+    """Its folder holds the figures of an earlier run, whose settings were others."""
+    assert run("--out", "third", "--data", "out/data", "--changes", "finetune.epochs=1") == 0
     process = multiprocessing.get_context("fork").Process(target=run_and_die)
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL
+    assert main(["import", "--run", "third"]) == 1
+    assert "the run in third was interrupted" in caplog.text
     assert run("--out", "third", "--data", "out/data", "--resume") == 0
     assert "resuming finetune at epoch 2, batch 2" in caplog.text
     assert scores(Path("third")) == scores(Path("out"))

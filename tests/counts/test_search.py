@@ -50,12 +50,25 @@ def test_the_search_takes_the_best_and_stays_where_nothing_is_better():
     assert search.search(leveled, USER, [Level(both=3.0)] * 3, axes).values.both == 3.0
 
 
+def test_all_users_get_settings_that_a_half_found_if_they_are_better():
+    """Alone, `odd` helps odd users less than it costs the others; with `both` it helps everybody."""
+
+    def together(values):
+        return np.where(USER.numpy() % 2 == 0, -2 * values.odd, values.odd) + values.odd * values.both
+
+    choice = search.search(together, USER, [Level()] * 3, [[{"odd": 1.0}], [{"both": 5.0}]])
+
+    assert choice.values == choice.folds[0] == Level(odd=1.0, both=5.0)
+    assert (choice.folds[1], choice.in_sample) == (Level(), 4.5)
+
+
 TERMS = [
     {},
     {"alpha": 0.0},
     {"popularity": -0.3, "rho": 0.5},
     {"alpha": 0.5, "popularity": 0.2, "kernel": "root", "window": 3},
     {"targets": 2},
+    {"values": "sum", "alpha": 0.5, "popularity": 0.2, "rho": 1.0, "window": 1},  # equal votes
 ]
 
 

@@ -169,6 +169,8 @@ def test_the_verdict_says_whether_a_model_beats_the_baselines(reports, ranks, se
             (-0.02, -0.03, -0.01),
             "Use pctm, a baseline; sasrec, the best trained model, is 0.0200 NDCG@10 worse",
         ),
+        ("sasrec", (0.0, 0.0, 0.0), "Use sasrec; it is as good as pctm, the best baseline, on validation:"),
+        ("pctm", (-1e-5, -0.01, 0.01), "sasrec, the best trained model, is as good on validation:"),
         ("pctm", None, "Use pctm, the best on validation:"),
     ],
 )

@@ -60,6 +60,17 @@ def test_ties_count_the_other_candidates(three):
     assert ranking.rank(constant, three, cases, filter_seen=False).ties.tolist() == [4, 4, 4]
 
 
+def test_no_history_is_read_if_seen_items_stay_candidates(three, monkeypatch):
+    cases, scorer = sequences.cases(three, "test"), fixed_scorer(torch.tensor([9.0, 5, 4, 3, 2, 1]))
+    monkeypatch.delattr(ranking.SeenItems, "before")
+
+    ranked = ranking.rank(scorer, three, cases, filter_seen=False, both=False)
+    item, _ = ranking.best(scorer, three, cases.user, cases.position, filter_seen=False, top_k=2)
+
+    assert ranked.rank.tolist() == ranked.rank_unfiltered.tolist() == [3, 4, 5]
+    assert item.tolist() == [[1, 2]] * 3
+
+
 def test_blocks_are_small_where_histories_are_long(prepared, monkeypatch):
     data = sequences.load(prepared)
     cases = sequences.cases(data, "test")
