@@ -18,7 +18,8 @@ Equation numbers are those of the paper. This implementation differs from its te
 - `prediction_head: false` removes the two layers before the scores, which must learn from data that an item is similar
   to itself; sparse logs do not suffice for that. Input items are then scaled by sqrt(d), as in SASRec, and residual
   branches start at a tenth;
-- `request_time` adds to each event a vector for the time that passes until the next item is asked for.
+- `request_time` adds to each event a vector for the time that passes until the next item is asked for;
+- `attribute_values` adds to each item's vector those of the words of its text.
 
 Shape suffixes, besides those of base.py: S shared query/key width, E value and gate width, K candidates of a row or
 experts of a token, N tokens, M pairs of a token and its expert, X experts, Y layers.
@@ -53,6 +54,9 @@ class FLASH4RecOptions(Options):
     dropout: float = 0.2  # dropout of embeddings and residual branches
     activation: Activation = "silu"  # sigma in eqs. 1, 4 and 5; the paper does not name it
     user_gate: bool = True  # false: without the user's half of eq. 5
+    attribute_values: int = 0  # maximum number of words that are read of an item's text; words of one item do not count
+    attributes: tuple[str, ...] = ()  # columns of the items table; default: the first three with text
+    id_dropout: float = 0.0  # share of items known by their words alone, drawn anew at each use in training
     request_time: bool = False  # read the time of the request, which is the target's time in training and evaluation
     user_dropout: float = 0.0  # share of training sequences with the user replaced by the unknown user
     norm: Literal["pre", "post"] = "pre"
@@ -73,7 +77,9 @@ class FLASH4RecOptions(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.at_least(1, "d_value", "d_expert", "d_router", "layers", "topk_dropout_k")
-        self.at_least(0, "heads", "jitter", "balance")
+        self.at_least(0, "heads", "jitter", "balance", "attribute_values")
+        if not self.attribute_values:
+            self.check_unused("attribute_values is 0", "attributes", "id_dropout")
         require(
             self.d_shared >= 2 and self.d_shared % 2 == 0, "d_shared must be even: rotary positions pair dimensions"
         )
@@ -325,6 +331,32 @@ class FeedForward(nn.Module):
         return self.outer(F.gelu(self.inner(x_BLD))), x_BLD.new_zeros(len(ROUTING))
 
 
+class Words(nn.Module):
+    """The vectors of an item's words, summed and divided by the square root of their number."""
+
+    value_VM: Tensor
+
+    def __init__(self, value_VM: Tensor, d_model: int) -> None:
+        super().__init__()
+        self.register_buffer("value_VM", value_VM, persistent=False)
+        self.vectors = nn.Embedding(int(value_VM.max()) + 1, d_model, padding_idx=PAD)
+
+    def forward(self, items: Tensor) -> Tensor:
+        """Return the vectors (..., D) of `items` (...); 0 for items without words."""
+        if torch.compiler.is_exporting():
+            value_M = self.value_VM[items].long()
+            number_1 = (value_M != PAD).sum(-1, keepdim=True).clamp(min=1)
+            out: Tensor = self.vectors(value_M).sum(-2) * number_1.rsqrt()
+            return out
+        distinct_N, place = items.unique(return_inverse=True)
+        value_NM = self.value_VM[distinct_N]
+        word_NM = value_NM != PAD
+        number_N1 = word_NM.sum(1, keepdim=True).clamp(min=1)
+        word_WD = self.vectors(value_NM[word_NM].long())
+        sum_ND = word_WD.new_zeros(len(distinct_N), word_WD.shape[1]).index_add(0, word_NM.nonzero()[:, 0], word_WD)
+        return F.embedding(place, sum_ND * number_N1.rsqrt())
+
+
 class Block(nn.Module):
     """Gated attention and experts, each with a residual connection and layer norm."""
 
@@ -363,6 +395,11 @@ class FLASH4Rec(SequenceModel):
         super().__init__(options, catalogue)
         d_model = options.d_model
         self.items = nn.Embedding(catalogue.num_items + 1 + options.masked, d_model, padding_idx=PAD)
+        self.words = None
+        if options.attribute_values:
+            require(catalogue.tokens is not None, "attribute_values: the dataset has no text of items; set it to 0")
+            assert catalogue.tokens is not None
+            self.words = Words(F.pad(catalogue.tokens["values"], (0, 0, 0, options.masked)), d_model)  # MASK has none
         self.users = nn.Embedding(catalogue.num_users + 1, d_model) if options.user_gate else None
         self.by_time = nn.Embedding(BUCKETS + 1, d_model) if options.request_time else None
         self.dropout = Dropout(options.dropout)
@@ -387,7 +424,7 @@ class FLASH4Rec(SequenceModel):
     @classmethod
     def needs_of(cls, options: FLASH4RecOptions) -> frozenset[str]:
         """See `SequenceModel.needs_of`."""
-        read = {"user": options.user_gate, "times": options.request_time}
+        read = {"user": options.user_gate, "times": options.request_time, "attributes": options.attribute_values > 0}
         return frozenset(name for name, wanted in read.items() if wanted)
 
     def forward(self, batch: Batch, last: bool = False) -> Tensor:
@@ -398,7 +435,7 @@ class FLASH4Rec(SequenceModel):
         """Return queries, and each layer's `ROUTING`."""
         real_BL = batch.items != PAD
         bias_BLL = attention_bias(batch.items, causal=self.options.objective == "causal")
-        x_BLD = self.items(batch.items)
+        x_BLD = self._vectors(batch.items)
         if not self.options.prediction_head:
             x_BLD = x_BLD * self.options.d_model**0.5
         if self.by_time is not None:
@@ -422,7 +459,23 @@ class FLASH4Rec(SequenceModel):
 
     def item_vectors(self) -> Tensor:
         """See `SequenceModel.item_vectors`."""
+        if self.words is not None:
+            return self._vectors(torch.arange(self.catalogue.num_items + 1, device=self.items.weight.device))
         return self.items.weight[: self.catalogue.num_items + 1] if self.options.masked else self.items.weight
+
+    def vectors_of(self, items: Tensor, *, sparse: bool = False) -> Tensor:
+        """See `SequenceModel.vectors_of`."""
+        return self._vectors(items) if self.words is not None else super().vectors_of(items, sparse=sparse)
+
+    def _vectors(self, items: Tensor) -> Tensor:
+        """Return the vectors (..., D) of `items` (...): a vector of their own, plus that of their words."""
+        x: Tensor = self.items(items)
+        if self.words is None:
+            return x
+        if self.training and self.options.id_dropout:
+            x = x * (torch.rand_like(x[..., :1]) >= self.options.id_dropout)
+        words: Tensor = self.words(items)
+        return x + words
 
     def training_loss(self, batch: Batch, task: TaskLoss) -> dict[str, Tensor]:
         """See `SequenceModel.training_loss`; adds the load-balancing term, and figures of the routing."""

@@ -317,7 +317,7 @@ def fit(
     with _held(place):
         plan = auto.Plan.load(place / PLAN, json.loads(json.dumps(request)))
         plan.params = plan.params or content
-        shape = Shape.of(data.sequences)
+        shape = Shape.of(data.sequences, described=auto.has_texts(data.tables))
         settings = partial(auto.model_settings, model, shape, options=options, finetune=finetune)
         if described:
             entry = dict(data.params.models[model])

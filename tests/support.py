@@ -27,7 +27,6 @@ from seqrec.data import item_tokens, sequences
 from seqrec.models import REGISTRY
 from seqrec.models.base import Batch, Catalogue, Options
 from seqrec.models.ensemble import create
-from seqrec.models.optional import DescribedItems
 from seqrec.stages.finetune import finetune
 from seqrec.stages.prepare import prepare
 from seqrec.stages.pretrain import pretrain
@@ -64,8 +63,9 @@ def make_model(architecture: str, *, num_items: int = 30, num_users: int = 8, le
     options = small | SMALL.get(architecture, {}) | options
     if architecture == "recformer" and options.get("objective") == "causal":
         options = ITEMS | options
-    tokens = make_tokens(num_items) if issubclass(cls, DescribedItems) else None
-    model = create(cls, cls.Options(**options), Catalogue(num_items, num_users, length, tokens))
+    chosen = cls.Options(**options)
+    tokens = make_tokens(num_items) if {"text", "attributes"} & cls.needs_of(chosen) else None
+    model = create(cls, chosen, Catalogue(num_items, num_users, length, tokens))
     if architecture == "recformer":  # untrained, all its items are all but the same
         add_noise(model, 0.3)
         model.refresh()

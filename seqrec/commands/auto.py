@@ -33,7 +33,7 @@ from seqrec.artifacts import (
     write_text,
 )
 from seqrec.commands import run
-from seqrec.config import ConfigError, Params, from_dict
+from seqrec.config import Params, from_dict
 from seqrec.config.ranges import Minutes
 from seqrec.config.sections import EASE_ITEMS
 from seqrec.data import data_warnings, sequences
@@ -69,7 +69,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sasrec": {"heads": 2},
     "gru4rec": {},
 }
-TEXTS = 20_000  # most items of a catalogue whose text is read: every step of training encodes all of them
+TEXTS = 50_000  # most items of a catalogue for recformer: every epoch of training ends by encoding all of them
 CORES = (5, 3, 2)  # minimum events per user and item, strictest first
 KEPT = 0.5  # share of the events that a k-core must leave
 CASES, KNOWN = 100, 0.2  # temporal split: minimum cases per part, and minimum share of trained users
@@ -181,12 +181,13 @@ def _auto(plan: Plan, out: Path) -> dict[str, float]:
         prepare(plan, out, Console())
     folder = out / "data" / "sequences"
     prepared = sequences.load(folder)
-    shape = Shape.of(prepared)
+    text = has_texts(folder)
+    shape = Shape.of(prepared, described=text)
     say_data(plan, prepared, out)
     if "counts" not in plan.done:
         run.evaluate_baselines(from_dict(plan.params), folder, out, ease_items=_ease_items(plan))
         plan.save("counts")
-    models = [name for name in MODELS if name != "recformer" or _has_texts(folder)]
+    models = [name for name in MODELS if name != "recformer" or (text and shape.items <= TEXTS)]
     for number, name in enumerate(models):
         if name not in plan.done:
             share = plan.left() / (len(models) - number)
@@ -204,18 +205,11 @@ def _auto(plan: Plan, out: Path) -> dict[str, float]:
     return {f"{name}/{key}": metrics[name][key] for name in metrics for key in ("valid/ndcg@10", "test/ndcg@10")}
 
 
-def _has_texts(folder: Path) -> bool:
-    """Return whether the items have text, and are few enough for a model that reads it."""
+def has_texts(folder: Path) -> bool:
+    """Return whether items of the split tables in `folder` have text."""
     from seqrec.data import item_tokens
 
-    ids, _ = sequences.read_vocabulary(folder)
-    if len(ids) > TEXTS:
-        return False
-    try:
-        item_tokens.read_texts(folder.parent / ITEMS, ids)
-    except ConfigError:  # there is none
-        return False
-    return True
+    return item_tokens.described(folder.parent / ITEMS, sequences.read_vocabulary(folder)[0])
 
 
 def prepare(plan: Plan, out: Path, console: Console) -> None:

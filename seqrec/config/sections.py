@@ -437,7 +437,8 @@ SECTIONS: dict[str, type] = {
 }
 DATASET_KEYS = ("ingest", "validate", "prepare", "pretrain", "finetune", "evaluate", "options", "filter_seen")
 AUTO_WIDTHS = ("d_model", "d_state", "d_shared", "d_value", "d_expert")
-AUTO_OPTIONS = frozenset(("length", "layers", "dropout", "user_gate", "user_dropout", *AUTO_WIDTHS))  # auto_settings.py
+AUTO_USERS, AUTO_WORDS = ("user_gate", "user_dropout"), ("attribute_values", "id_dropout")
+AUTO_OPTIONS = frozenset(("length", "layers", "dropout", *AUTO_USERS, *AUTO_WORDS, *AUTO_WIDTHS))  # auto_settings.py
 MODEL_KEYS = ("architecture", "options", "pretrain", "finetune")
 
 

@@ -58,6 +58,14 @@ def read_texts(items: Path, item_ids: Sequence[str], attributes: Sequence[str] =
     return texts if attributes else dict(list(texts.items())[:MAX_ATTRIBUTES])
 
 
+def described(items: Path, item_ids: Sequence[str]) -> bool:
+    """Return whether any of the items has text in the items table, which need not exist."""
+    try:
+        return bool(items.is_file() and read_texts(items, item_ids))
+    except ConfigError:  # there is none
+        return False
+
+
 def as_texts(items: Sequence[Mapping[str, str]], attributes: Sequence[str] = ()) -> Texts:
     """Return the cleaned attribute values of `items`, which need not be in any table; missing values are empty.
 

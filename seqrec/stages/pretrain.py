@@ -7,9 +7,9 @@ from pathlib import Path
 
 from seqrec.artifacts import ITEMS
 from seqrec.config import AUTO, EXPERIMENT, ConfigError, ModelConfig, PretrainConfig
+from seqrec.data import item_tokens
 from seqrec.data.sequences import load as load_sequences
-from seqrec.models import REGISTRY, SequenceModel
-from seqrec.models.optional import DescribedItems
+from seqrec.data.sequences import read_vocabulary
 from seqrec.tracking.live import epoch_log
 from seqrec.training import auto_settings, families
 from seqrec.training.auto_settings import Shape
@@ -62,13 +62,9 @@ def pretrain(
         open_log=epoch_log(experiment),
         files=catalogue_files(sequences, data and data / ITEMS),
     )
-    known = REGISTRY.get(architecture.architecture, SequenceModel)
-    if issubclass(known, DescribedItems) and data is None:
-        raise ConfigError(
-            f"models.{model}: {known.__name__} reads the items' text: name the folder of the tables with --data"
-        )
     if AUTO in architecture.options.values():
-        shape = Shape.of(load_sequences(sequences))
+        text = data is not None and item_tokens.described(data / ITEMS, read_vocabulary(sequences)[0])
+        shape = Shape.of(load_sequences(sequences), described=text)
         architecture = auto_settings.resolved_options(architecture, shape, f"models.{model}.options")
     tables = data or Path()
     others = [tables / "sources" / name for name in sources] if config.use_sources else []
@@ -79,4 +75,8 @@ def pretrain(
         tables=[tables, *others],
         champion=champion,
     )
+    if data is None and {"text", "attributes"} & start.needs:
+        raise ConfigError(
+            f"models.{model}: {start.known.__name__} reads the items' text: name the folder of the tables with --data"
+        )
     return train(*families.prepared(start))

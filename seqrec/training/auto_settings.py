@@ -29,6 +29,8 @@ LAYERS = 5_000  # the layers of a model cost about as much as the scores of so m
 FEWEST_EPOCHS, ENOUGH_EPOCHS, MOST_EPOCHS = 5, 20, 100
 WARMUP_SHARE = 20  # one step in 20 is a warm-up step
 WARMUP = 100  # maximum number of warm-up steps
+RARE = 30  # items are rare if they have fewer events on average
+WORDS = 32  # most words that are read of an item's text
 SPARSE = 10  # a log is sparse if its median history has fewer events
 # settings of finetune that have a rule
 RULED = ("epochs", "batch_size", "loss", "negatives", "warmup_steps", "patience", "windows", "precision", "ties")
@@ -46,10 +48,11 @@ class Shape:
     ninth: float  # 90 % quantile of that length
     longest: int
     ordered: bool = True  # whether events of the same time follow an order
+    described: bool = False  # whether the items have text
 
     @classmethod
-    def of(cls, data: Sequences) -> Shape:
-        """Return the shape of a prepared dataset."""
+    def of(cls, data: Sequences, *, described: bool = False) -> Shape:
+        """Return the shape of a prepared dataset, whose items are `described` by text or not."""
         events = (data.train_stop - data.start)[data.trained()].cpu().double()
         if not len(events):
             raise ValueError("no user has two training events: lower prepare.min_user_events or use a larger dataset")
@@ -62,6 +65,7 @@ class Shape:
             ninth=ninth,
             longest=int(events.max()),
             ordered=ties.are_ordered(data),
+            described=described,
         )
 
 
@@ -191,7 +195,9 @@ def options(architecture: str, shape: Shape) -> dict[str, Any]:
     if architecture == "flash4rec":
         known = shape.median >= SPARSE  # enough events to learn a vector for every user
         users = {"user_gate": known, "user_dropout": 0.3 if known else 0.0}
-        return shared | users | {"d_shared": width, "d_value": 2 * width, "d_expert": 2 * width}
+        rare = shape.described and shape.events < RARE * shape.items  # too few events to learn each item's vector
+        words = {"attribute_values": WORDS if rare else 0, "id_dropout": 0.2 if rare else 0.0}
+        return shared | users | words | {"d_shared": width, "d_value": 2 * width, "d_expert": 2 * width}
     return shared
 
 

@@ -1,11 +1,13 @@
 """The families of models: how each of them is built for a dataset, and what it is pre-trained on.
 
 A family is a function from a `Start` to what `train` takes: the new model, its data, and a `Training`. `FAMILIES` says
-which models belong to it, by their base classes in models/optional.py.
+which models belong to it, by their base classes in models/optional.py; a model of another class that reads attributes
+because of its options belongs to `of_attributes`.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,6 +38,7 @@ from seqrec.training.warm_start import warm_start
 if TYPE_CHECKING:
     from seqrec.data.item_tokens import Texts
 
+logger = logging.getLogger(__name__)
 Ready = tuple[SequenceModel, Sequences, Training]
 Tokens = dict[str, Tensor]  # `Catalogue.tokens`
 
@@ -65,6 +68,11 @@ class Start:
     def options(self) -> Any:
         """The options of the architecture."""
         return parse(self.known.Options, self.architecture.options, f"models.{self.training.name}.options")
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What the model reads besides items, see `SequenceModel.needs_of`."""
+        return frozenset() if self.known is SequenceModel else self.known.needs_of(self.options)
 
     @property
     def learnt(self) -> slice:
@@ -114,6 +122,8 @@ def of_attributes(start: Start) -> Ready:
     """Build a model that reads item attributes; a pre-training phase runs every epoch on the whole training split."""
     from seqrec.data.item_tokens import attribute_values
 
+    if start.champion is not None:
+        logger.info("the champion is not used: the words of its items have other numbers")
     start = replace(start, sequences=start.sequences[:1], tables=start.tables[:1])
     tokens = {"values": attribute_values(start.texts()[0], start.options.attribute_values)}
     data = load(start.sequences[0])
@@ -205,7 +215,10 @@ FAMILIES: Sequence[tuple[type[SequenceModel], Callable[[Start], Ready]]] = (
 
 def prepared(start: Start) -> Ready:
     """Return the new model, its data and its `Training`, as its family makes them."""
-    return next(family(start) for kind, family in FAMILIES if issubclass(start.known, kind))
+    family = next(family for kind, family in FAMILIES if issubclass(start.known, kind))
+    if family is of_items and "attributes" in start.needs:
+        family = of_attributes
+    return family(start)
 
 
 def train_parts(parts: Sequence[Sequences], config: PretrainConfig, *, validated: bool = True) -> Sequences:

@@ -124,18 +124,15 @@ def test_few_users_get_the_mean_of_as_many_networks_as_the_share_holds(
     assert len(load_checkpoint(tmp_path / "artifacts" / "sasrec" / "finetuned").model.parts) == expected
 
 
-def test_a_model_that_reads_text_joins_where_items_have_some(made, tmp_path, monkeypatch):
+def test_whether_items_have_text(made, tmp_path):
     data = made / "out" / "data"
     for name in ("sequences", "items.parquet"):
         (tmp_path / name).symlink_to(data / name)
-    assert auto._has_texts(tmp_path / "sequences")
-    monkeypatch.setattr(auto, "TEXTS", 39)
-    assert not auto._has_texts(tmp_path / "sequences")  # 40 items
-    monkeypatch.undo()
+    assert auto.has_texts(tmp_path / "sequences")
     (tmp_path / "items.parquet").unlink()
     ids = pl.read_parquet(data / "items.parquet", columns=["item_id"])
     ids.with_columns(title=pl.lit("")).write_parquet(tmp_path / "items.parquet")
-    assert not auto._has_texts(tmp_path / "sequences")
+    assert not auto.has_texts(tmp_path / "sequences")
 
 
 def test_the_model_that_reads_text_is_trained_on_item_vectors_of_mean_words(made, tmp_path):

@@ -719,13 +719,15 @@ def test_text_vectors_are_frozen_and_those_of_the_target(target, source, tmp_pat
         assert not any(name.startswith(("positions", "blocks")) for name in trained)  # fixed in fine-tuning
 
 
-@pytest.mark.parametrize("architecture", ["fdsa", "s3rec"])
+@pytest.mark.parametrize("architecture", ["fdsa", "s3rec", "flash4rec"])
 def test_attributes_are_the_words_that_titles_share(target, tmp_path, architecture):
-    values = run_another(architecture, target, tmp_path, attribute_values=2)
+    gated = {"heads": 0} if architecture == "flash4rec" else {}
+    values = run_another(architecture, target, tmp_path, attribute_values=2, **gated)
     run_finetune(target, tmp_path, epochs=1)
 
     assert (values["epochs"], "valid/accuracy" in values) == (architecture == "s3rec", False)
     model = vectors(tmp_path / "finetuned")[0]
+    model = model.words if architecture == "flash4rec" else model
     names = sequences.read_vocabulary(target / "sequences")[0]
     texts = item_tokens.read_texts(target / artifacts.ITEMS, names)
     assert torch.equal(model.value_VM, item_tokens.attribute_values(texts, 2))

@@ -34,7 +34,7 @@ LIKE_OTHERS = {"bert4rec", "esasrec", "s3rec", "ssept", "zesrec"}
 def test_the_graph_answers_as_torch_does(prepared, tmp_path, name):
     # all layers are traced alike: STRec, which has at least two, proves it
     options = {"layers": 1} if has_option(name, "layers") and name != "strec" else {}
-    options |= {"request_time": True} if name == "flash4rec" else {}
+    options |= {"request_time": True, "attribute_values": 3} if name == "flash4rec" else {}
     assert_the_graph_answers_as_torch_does(save(name, prepared, tmp_path / "saved", options=options, median_gap=1000.0))
 
 
