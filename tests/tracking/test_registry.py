@@ -288,6 +288,16 @@ def test_an_alias_set_by_hand_is_respected_and_named(own):
     assert own.promote(version, 1, 2) == gate.Decision(True, "the alias was set by hand", None)
 
 
+def test_a_refit_whose_origin_was_deleted_is_an_error_that_says_what_to_do(own):
+    origin, refit = own.version(1, 2), own.version(1, 1)
+    own.client.set_model_version_tag(own.name, refit.version, registry.REFIT_TAG, str(origin.version))
+    own.client.set_registered_model_alias(own.name, registry.CHAMPION, refit.version)
+    own.client.delete_model_version(own.name, origin.version)
+
+    with pytest.raises(TrackingError, match=r"version 1 of .*, version 2, was refitted, was deleted: promote another"):
+        own.promote(own.version(1, 3), 1, 3)
+
+
 def test_cases_that_differ_within_one_split_are_left_to_a_person(own):
     own.promote(own.version(1, 2), 1, 2)
 
