@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from seqrec.artifacts import read_table
 
 MOST_BOOST = 50.0  # logarithm of the largest product of factors
+TEXT = (pa.string(), pa.large_string())
 SEPARATORS = re.compile(r"[,|]")  # between the values of one attribute, as in "Comedy, Drama"
 
 
@@ -110,8 +111,18 @@ class Attributes(dict[str, Attribute]):
         Args:
             items: the table: `item_id`, `title`, and any attributes.
             item_ids: ids of items 1, 2, ...; an item that the table lacks has no values.
+
+        Raises:
+            ValueError: the table has no item_id, or a column that is not text.
         """
         table = read_table(items)
+        kinds = {field.name: field.type for field in table.schema}
+        wrong = [f"{name} is {kind}" for name, kind in ({"item_id": "missing"} | kinds).items() if kind not in TEXT]
+        if wrong:
+            raise ValueError(
+                f"items: {items} is no table that `ingest` wrote, whose columns are item_id and others, all of them "
+                f"text: {', '.join(wrong)}"
+            )
         row = pc.index_in(pa.array(item_ids, pa.string()), table["item_id"].combine_chunks())
         names = [name for name in table.column_names if name not in ("item_id", "title")]
         return cls({name: Attribute(table[name].combine_chunks().take(row).to_pylist()) for name in names})

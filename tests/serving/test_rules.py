@@ -115,6 +115,21 @@ def test_attributes_come_from_the_items_table(tmp_path):
         Attributes().check("filter", ["year"])
 
 
+@pytest.mark.parametrize(
+    ("columns", "reason"),
+    [
+        ({"id": ["a"]}, "item_id is missing"),
+        ({"item_id": [5]}, "item_id is int64"),
+        ({"item_id": ["a"], "year": [1999], "genres": [["x"]]}, "year is int64, genres is list<.*>"),
+    ],
+)
+def test_a_table_of_items_that_rules_cannot_read_is_refused(tmp_path, columns, reason):
+    write_table(tmp_path / "items.parquet", pa.table(columns))
+
+    with pytest.raises(ValueError, match=f"items.parquet is no table that `ingest` wrote.*: {reason}$"):
+        Attributes.read(tmp_path / "items.parquet", ["a"])
+
+
 @pytest.mark.parametrize("diversity", [0.0, 0.3, 0.7, 1.0])
 def test_a_diverse_list_is_that_of_brute_force(diversity):
     score, vector = torch.randn(15), torch.randn(15, 4)
