@@ -36,7 +36,7 @@ from seqrec.serving.batcher import NO_CHAMPION, Served
 from seqrec.serving.events import VARIABLE, Event, Store, StoreError, store_url
 from seqrec.serving.guards import Guards, SafeHeaders
 from seqrec.serving.keys import Keys
-from seqrec.serving.recommender import CHAMPION_URI, REGISTERED, Answer, Recommender, located
+from seqrec.serving.recommender import REGISTERED, Answer, Recommender, located
 from seqrec.serving.request_log import RequestLog
 from seqrec.serving.server import Server, bound
 from seqrec.serving.service import Load, Service
@@ -316,14 +316,17 @@ def _candidate(config: RegisterConfig, options: ServeConfig, champion_version: s
 
 
 def champion(dataset: str, config: RegisterConfig, options: ServeConfig) -> tuple[Load, Callable[[], str]]:
-    """Return what loads the champion of `dataset`, and what names its version."""
+    """Return what loads the champion of `dataset`, and what names its version; what was named last is loaded."""
     from seqrec.tracking import registry  # MLflow takes seconds to import
 
-    place = CHAMPION_URI.format(dataset=dataset)
-    return (
-        lambda: loaded(place, config, options),
-        lambda: registry.champion_version(dataset=dataset, config=config),
-    )
+    named = ""
+
+    def version() -> str:
+        nonlocal named
+        named = registry.champion_version(dataset=dataset, config=config)
+        return named
+
+    return lambda: loaded(f"models:/seqrec-{dataset}/{named}", config, options), version
 
 
 def loaded(place: str, config: RegisterConfig, options: ServeConfig) -> Recommender:

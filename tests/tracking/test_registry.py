@@ -199,10 +199,13 @@ def test_a_recommender_is_loaded_by_every_name_of_the_registry(client, run, mode
 
     for place in [*places, f"models:/{model.model_id}", folder]:
         assert Recommender.load(place, config).recommend(["i1", "i2"], user="a") == expected
-    assert http.champion("loaded", config, ServeConfig())[0]().recommend(["i1", "i2"], user="a") == expected
     for place in ("models:/seqrec-loaded/7", "models:/seqrec-loaded@candidates", "models:/never", "runs:/abc/sasrec"):
         with pytest.raises(TrackingError, match=f"{place} (is not in|cannot be fetched)"):
             Recommender.load(place, config)
+    load, champion = http.champion("loaded", config, ServeConfig())
+    assert champion() == str(version.version)
+    client.delete_registered_model_alias("seqrec-loaded", registry.CHAMPION)  # before the service has loaded it
+    assert load().recommend(["i1", "i2"], user="a") == expected
 
 
 def test_without_mlflow_a_registered_model_is_refused_and_a_folder_is_not(folder, monkeypatch):
