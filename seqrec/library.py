@@ -206,7 +206,8 @@ class Model:
         """Return the best items after a history: item, title, score, best first.
 
         Args:
-            history: item ids, oldest first; unknown ones are skipped.
+            history: item ids, oldest first; unknown ones are skipped. An id may be a number, also in user, exclude and
+                allow: 5 and 5.0 are the id "5".
             k: number of items.
             explain: add the column `because`: each event, and by how much the score drops when it is left out.
             wanted: other fields of `seqrec.serving.recommender.Request`, such as user, exclude or diversity.
@@ -216,7 +217,12 @@ class Model:
         """
         import polars as pl
 
-        request = Request(history=[str(event) for event in history], k=k, **wanted)
+        for name in ("exclude", "allow"):
+            if wanted.get(name) is not None:
+                wanted[name] = [*map(_id, wanted[name])]
+        if wanted.get("user") is not None:
+            wanted["user"] = _id(wanted["user"])
+        request = Request(history=[*map(_id, history)], k=k, **wanted)
         answer = self.recommender.answer([request])[0]
         columns = {"item": answer.items, "title": answer.titles, "score": answer.scores}
         table = pl.DataFrame(columns, schema={"item": pl.String, "title": pl.String, "score": pl.Float64})
@@ -366,6 +372,11 @@ def _working(folder: str | Path | None) -> tuple[Path, Any]:
         return Path(folder).resolve(), None
     temporary = tempfile.TemporaryDirectory(prefix="seqrec-")
     return Path(temporary.name).resolve(), temporary
+
+
+def _id(value: Any) -> str:
+    """Return an id in the form that `ingest` reads it in."""
+    return re.sub(r"^(\d+)\.0$", r"\1", str(value).strip())
 
 
 def _write(frame: Any, path: Path) -> Path:

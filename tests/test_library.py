@@ -118,6 +118,19 @@ def test_a_saved_model_is_complete(data, model, tmp_path):
         model.save(tmp_path / "my-model")
 
 
+@pytest.mark.parametrize("number", [int, float])
+def test_ids_may_be_numbers_as_in_the_log(number):
+    log = frame().with_columns(
+        pl.col("SKU").str.strip_prefix("i").cast(int), pl.col("Customer ID").str.strip_prefix("u")
+    )
+    model = seqrec.fit(seqrec.Dataset.from_frame(log), "markov")
+    known = model.recommend(["1", "2"], exclude=["3"], allow=["3", "4", "5"], user="7")
+
+    same = model.recommend([number(1), number(2)], exclude=[number(3)], allow=[number(3), 4, 5], user=number(7))
+    assert same.equals(known)
+    assert sorted(known["item"]) == ["4", "5"]
+
+
 @pytest.mark.parametrize("convert", [pl.DataFrame.to_pandas, pl.DataFrame.to_arrow, pl.DataFrame.lazy])
 def test_every_kind_of_frame_gives_the_same_split(data, convert):
     other = seqrec.Dataset.from_frame(convert(frame()))
@@ -163,6 +176,7 @@ def test_a_budget_gives_the_epochs_and_a_folder_continues(data, tmp_path):
             "minutes: .* leave out one",
         ),
         (lambda data: seqrec.fit(data, "sasrec", minutes=0), "minutes: must be above 0, not 0"),
+        (lambda data: seqrec.fit(data, "popularity").recommend_all(k=0), "k must be at least 1, not 0"),
         (lambda _: seqrec.Dataset.from_frame([1, 2]), "frame: expected a table of polars, pandas or Arrow, not list"),
         (
             lambda _: seqrec.Dataset.from_frame(frame().select("SKU", "bought_at")),

@@ -114,6 +114,8 @@ def score(
 @torch.no_grad()
 def score_with(checkpoint: Checkpoint, sequences: Path, output: str | Path, k: int) -> dict[str, float]:
     """Write the best `k` items of every user as `score` does, with a checkpoint."""
+    if k < 1:
+        raise ValueError(f"k must be at least 1, not {k}")
     model = checkpoint.model
     checkpoint.check_catalogue(sequences, users="user" in model.needs)
     data = load_sequences(sequences)

@@ -44,7 +44,8 @@ def refit(
         TrackingError: the server does not answer, or the champion has changed in the meantime.
     """
     client, name = runs.connect(config), f"seqrec-{dataset}"
-    evaluated = registry.find_evaluated(client, name)
+    with runs.explained(config):
+        evaluated = registry.find_evaluated(client, name)
     if evaluated is None:
         raise ConfigError(f"{name} has no champion: run `make repro` first")
     model = evaluated.tags["seqrec.model"]

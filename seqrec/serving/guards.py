@@ -6,7 +6,6 @@ import asyncio
 import base64
 import hashlib
 import re
-from pathlib import Path
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
@@ -64,9 +63,8 @@ def docs_policy(page: bytes) -> str:
 class Guards:
     """ASGI middleware that refuses before anything of the body is read, and ends what takes too long."""
 
-    def __init__(self, app: ASGIApp, service: Service) -> None:
-        self.app, self.service = app, service
-        self.keys = Keys(Path(service.options.keys)) if service.options.keys else None
+    def __init__(self, app: ASGIApp, service: Service, keys: Keys | None) -> None:
+        self.app, self.service, self.keys = app, service, keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass one request on, or refuse it."""

@@ -35,7 +35,8 @@ from seqrec.serving import onnx_engine, open_inference, request_log, rules, sche
 from seqrec.serving.batcher import NO_CHAMPION, Served
 from seqrec.serving.events import VARIABLE, Event, Store, StoreError, store_url
 from seqrec.serving.guards import Guards, SafeHeaders
-from seqrec.serving.recommender import CHAMPION_URI, REGISTERED, Answer, Recommender, located
+from seqrec.serving.keys import Keys
+from seqrec.serving.recommender import REGISTERED, Answer, Recommender, located
 from seqrec.serving.request_log import RequestLog
 from seqrec.serving.server import Server, bound
 from seqrec.serving.service import Load, Service
@@ -72,8 +73,11 @@ def app(
 
     Raises:
         ConfigError: there is no champion, and the service is not to look for one; or see `traces.trace`.
+        ValueError: the file of keys is damaged.
+        OSError: the file of keys cannot be read.
     """
     service = Service(options := options or ServeConfig(), store, candidate)
+    keys = Keys(Path(options.keys)) if options.keys else None  # now: starlette makes its middleware after it listens
     if named := version():
         service.switch(load(), named)
     elif options.poll_s:
@@ -106,7 +110,7 @@ def app(
         max_body_size=options.max_body,
     )
     api.state.service = service
-    api.add_middleware(Guards, service=service)
+    api.add_middleware(Guards, service=service, keys=keys)
     if options.origins:
         origins = options.origins.split(",")
         api.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
@@ -312,14 +316,17 @@ def _candidate(config: RegisterConfig, options: ServeConfig, champion_version: s
 
 
 def champion(dataset: str, config: RegisterConfig, options: ServeConfig) -> tuple[Load, Callable[[], str]]:
-    """Return what loads the champion of `dataset`, and what names its version."""
+    """Return what loads the champion of `dataset`, and what names its version; what was named last is loaded."""
     from seqrec.tracking import registry  # MLflow takes seconds to import
 
-    place = CHAMPION_URI.format(dataset=dataset)
-    return (
-        lambda: loaded(place, config, options),
-        lambda: registry.champion_version(dataset=dataset, config=config),
-    )
+    named = ""
+
+    def version() -> str:
+        nonlocal named
+        named = registry.champion_version(dataset=dataset, config=config)
+        return named
+
+    return lambda: loaded(f"models:/seqrec-{dataset}/{named}", config, options), version
 
 
 def loaded(place: str, config: RegisterConfig, options: ServeConfig) -> Recommender:

@@ -350,11 +350,11 @@ class Recommender:
 
     def _ranked(self, request: Request, known: Known, hidden: Items, k: int) -> Best:
         """Return the best `k` items of one request, boosted, whatever engine answers the others."""
-        factor_V = self.attributes.factors(request.boost, 1 + len(self.item_ids))
+        log_V = self.attributes.log_factors(request.boost, 1 + len(self.item_ids))
         if known:  # scores are logarithms of what is proportional to a probability
-            score_V = self.engine.weights.scores(self.histories([request], [known]))[0] + np.log(factor_V)
+            score_V = self.engine.weights.scores(self.histories([request], [known]))[0] + log_V
         else:
-            score_V = self.counts * factor_V
+            score_V = self.counts * np.exp(log_V)
         return best_of(score_V, hidden, k)
 
     def _answered(self, request: Request, known: Known, hidden: Items, best: Best) -> Answer:

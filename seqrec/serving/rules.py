@@ -5,6 +5,7 @@ Shape suffixes: V items, padding included; N candidates of one list; M limits of
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from collections import Counter
@@ -20,6 +21,8 @@ from numpy.typing import NDArray
 
 from seqrec.artifacts import read_table
 
+MOST_BOOST = 50.0  # logarithm of the largest product of factors
+TEXT = (pa.string(), pa.large_string())
 SEPARATORS = re.compile(r"[,|]")  # between the values of one attribute, as in "Comedy, Drama"
 
 
@@ -108,8 +111,18 @@ class Attributes(dict[str, Attribute]):
         Args:
             items: the table: `item_id`, `title`, and any attributes.
             item_ids: ids of items 1, 2, ...; an item that the table lacks has no values.
+
+        Raises:
+            ValueError: the table has no item_id, or a column that is not text.
         """
         table = read_table(items)
+        kinds = {field.name: field.type for field in table.schema}
+        wrong = [f"{name} is {kind}" for name, kind in ({"item_id": "missing"} | kinds).items() if kind not in TEXT]
+        if wrong:
+            raise ValueError(
+                f"items: {items} is no table that `ingest` wrote, whose columns are item_id and others, all of them "
+                f"text: {', '.join(wrong)}"
+            )
         row = pc.index_in(pa.array(item_ids, pa.string()), table["item_id"].combine_chunks())
         names = [name for name in table.column_names if name not in ("item_id", "title")]
         return cls({name: Attribute(table[name].combine_chunks().take(row).to_pylist()) for name in names})
@@ -126,13 +139,16 @@ class Attributes(dict[str, Attribute]):
             known = ", ".join(sorted(self)) or "none: start the service with --items data/items.parquet"
             raise ValueError(f"{rule}: attribute {name!r} is unknown; known: {known}")
 
-    def factors(self, boost: Boost, size: int) -> Floats:
-        """Return (V,): for each of `size` items, padding included, the product of the factors that apply to it."""
-        factor_V = np.ones(size, np.float32)
+    def log_factors(self, boost: Boost, size: int) -> Floats:
+        """Return (V,): for each of `size` items, padding included, the sum of the logarithms of its factors.
+
+        A sum is from -MOST_BOOST to MOST_BOOST, so that every product and every score is finite.
+        """
+        log_V = np.zeros(size, np.float32)
         for name, values in boost.items():
             for value, factor in values.items():
-                factor_V[self[name].having(value)] *= factor
-        return factor_V
+                log_V[self[name].having(value)] += math.log(factor)
+        return log_V.clip(-MOST_BOOST, MOST_BOOST)
 
     def limits(self, quota: Quota, item_N: Items) -> tuple[Mask, Items]:
         """Return which of the items have each value of a quota (M, N), and how many of them may be chosen (M,)."""
@@ -140,7 +156,8 @@ class Attributes(dict[str, Attribute]):
         member_MN = np.zeros((len(values), len(item_N)), bool)
         for row, (name, value) in enumerate(values):
             member_MN[row] = self[name].meets([value])[item_N]
-        return member_MN, np.array([quota[name][value] for name, value in values], np.int64)
+        most = [min(quota[name][value], len(item_N)) for name, value in values]  # any integer may be asked for
+        return member_MN, np.array(most, np.int64)
 
 
 def most_relevant_and_diverse(

@@ -243,11 +243,24 @@ def is_same(version: ModelVersion | None, other: ModelVersion | None) -> bool:
 
 
 def find_evaluated(client: MlflowClient, name: str) -> ModelVersion | None:
-    """Return the version whose evaluation is the champion's: itself, or what it was refitted from."""
+    """Return the version whose evaluation is the champion's: itself, or what it was refitted from.
+
+    Raises:
+        TrackingError: the version that the champion was refitted from was deleted.
+    """
     champion = find_champion(client, name)
     if champion is None or REFIT_TAG not in champion.tags:
         return champion
-    return client.get_model_version(name, champion.tags[REFIT_TAG])
+    origin = champion.tags[REFIT_TAG]
+    try:
+        return client.get_model_version(name, origin)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+        raise TrackingError(
+            f"version {origin} of {name}, from which the champion, version {champion.version}, was refitted, was "
+            f"deleted: promote another version, or remove the alias {CHAMPION} to choose a new one"
+        ) from error
 
 
 def register_refit(

@@ -74,7 +74,7 @@ class Saved:
     @cached_property
     def vocabulary(self) -> pa.Table:
         """The items, see MODEL_VOCABULARY_SCHEMA."""
-        return pq.ParquetFile(pa.BufferReader(self.files[VOCABULARY])).read()
+        return self._table(VOCABULARY)
 
     @property
     def item_ids(self) -> list[str]:
@@ -95,7 +95,11 @@ class Saved:
     @cached_property
     def users(self) -> pa.Table:
         """The users, see USERS_SCHEMA."""
-        return pq.ParquetFile(pa.BufferReader(self.files[USERS])).read()
+        return self._table(USERS)
+
+    def _table(self, name: str) -> pa.Table:
+        """Read a table without threads: one that frees Python's bytes while Python ends would abort the process."""
+        return pq.ParquetFile(pa.BufferReader(self.files[name])).read(use_threads=False)
 
     def epoch_records(self) -> list[dict[str, Any]]:
         """Return the record of each epoch of the training that led to the checkpoint.

@@ -68,6 +68,16 @@ def test_only_valid_keys_are_answered_and_the_file_is_followed(recommender, tmp_
     assert app not in file.read_text()
 
 
+@pytest.mark.parametrize("content", [None, "{"])
+def test_a_service_whose_keys_cannot_be_read_does_not_start(recommender, tmp_path, content):
+    file = tmp_path / "keys.json"
+    if content:
+        file.write_text(content)
+
+    with pytest.raises((OSError, ValueError), match=r"keys\.json"):
+        http.app(lambda: recommender, lambda: "7", ServeConfig(keys=str(file)))
+
+
 @pytest.mark.parametrize(
     ("flag", "value", "reason"),
     [

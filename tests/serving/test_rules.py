@@ -115,6 +115,21 @@ def test_attributes_come_from_the_items_table(tmp_path):
         Attributes().check("filter", ["year"])
 
 
+@pytest.mark.parametrize(
+    ("columns", "reason"),
+    [
+        ({"id": ["a"]}, "item_id is missing"),
+        ({"item_id": [5]}, "item_id is int64"),
+        ({"item_id": ["a"], "year": [1999], "genres": [["x"]]}, "year is int64, genres is list<.*>"),
+    ],
+)
+def test_a_table_of_items_that_rules_cannot_read_is_refused(tmp_path, columns, reason):
+    write_table(tmp_path / "items.parquet", pa.table(columns))
+
+    with pytest.raises(ValueError, match=f"items.parquet is no table that `ingest` wrote.*: {reason}$"):
+        Attributes.read(tmp_path / "items.parquet", ["a"])
+
+
 @pytest.mark.parametrize("diversity", [0.0, 0.3, 0.7, 1.0])
 def test_a_diverse_list_is_that_of_brute_force(diversity):
     score, vector = torch.randn(15), torch.randn(15, 4)
@@ -138,7 +153,7 @@ def has(recommender, item_id, value):
 
 @pytest.mark.parametrize("engine", ["exact", "approximate"])
 @pytest.mark.parametrize(
-    "quota", [{"Comedy": 2}, {"Comedy": 3, "Drama": 1}, {"Comedy": 0, "Horror": 0}, {"Comedy": 99, "Western": 0}]
+    "quota", [{"Comedy": 2}, {"Comedy": 3, "Drama": 1}, {"Comedy": 0, "Horror": 0}, {"Comedy": 10**30, "Western": 0}]
 )
 def test_a_quota_is_the_best_list_that_keeps_it(request, engine, quota):
     """As a walk down the whole ranking would have it: k items, though all of the best hundred may be over."""
@@ -169,6 +184,16 @@ def test_a_boost_is_a_factor_of_the_probability(exact, history):
     assert boosted.items == sorted(expected, key=expected.__getitem__, reverse=True)
     got = [s if popular else math.exp(s) for s in boosted.scores]
     assert got == pytest.approx(sorted(expected.values(), reverse=True), rel=1e-4)
+
+
+@pytest.mark.parametrize("history", HISTORIES)
+@pytest.mark.parametrize("factor", [1e300, 1e-300])
+def test_a_boost_of_any_size_leaves_every_item_a_finite_score(exact, history, factor):
+    plain = exact.recommend(history, 40)
+    boosted = exact.recommend(history, 40, boost={"genres": {"Comedy": factor, "comedy": factor}})
+
+    assert sorted(boosted.items) == sorted(plain.items)
+    assert all(map(math.isfinite, boosted.scores))
 
 
 def test_a_quota_holds_in_a_diverse_list_and_among_others(exact):

@@ -199,10 +199,13 @@ def test_a_recommender_is_loaded_by_every_name_of_the_registry(client, run, mode
 
     for place in [*places, f"models:/{model.model_id}", folder]:
         assert Recommender.load(place, config).recommend(["i1", "i2"], user="a") == expected
-    assert http.champion("loaded", config, ServeConfig())[0]().recommend(["i1", "i2"], user="a") == expected
     for place in ("models:/seqrec-loaded/7", "models:/seqrec-loaded@candidates", "models:/never", "runs:/abc/sasrec"):
         with pytest.raises(TrackingError, match=f"{place} (is not in|cannot be fetched)"):
             Recommender.load(place, config)
+    load, champion = http.champion("loaded", config, ServeConfig())
+    assert champion() == str(version.version)
+    client.delete_registered_model_alias("seqrec-loaded", registry.CHAMPION)  # before the service has loaded it
+    assert load().recommend(["i1", "i2"], user="a") == expected
 
 
 def test_without_mlflow_a_registered_model_is_refused_and_a_folder_is_not(folder, monkeypatch):
@@ -286,6 +289,16 @@ def test_an_alias_set_by_hand_is_respected_and_named(own):
     own.client.set_registered_model_alias(own.name, registry.CHAMPION, version.version)
 
     assert own.promote(version, 1, 2) == gate.Decision(True, "the alias was set by hand", None)
+
+
+def test_a_refit_whose_origin_was_deleted_is_an_error_that_says_what_to_do(own):
+    origin, refit = own.version(1, 2), own.version(1, 1)
+    own.client.set_model_version_tag(own.name, refit.version, registry.REFIT_TAG, str(origin.version))
+    own.client.set_registered_model_alias(own.name, registry.CHAMPION, refit.version)
+    own.client.delete_model_version(own.name, origin.version)
+
+    with pytest.raises(TrackingError, match=r"version 1 of .*, version 2, was refitted, was deleted: promote another"):
+        own.promote(own.version(1, 3), 1, 3)
 
 
 def test_cases_that_differ_within_one_split_are_left_to_a_person(own):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 
 import pyarrow.parquet as pq
 import pytest
@@ -158,3 +160,16 @@ def test_titles_belong_to_the_model(saved):
     answer = Recommender.load(saved["sasrec"]).recommend(["i1"], 3)
 
     assert answer.titles == [f"Title of {item_id}" for item_id in answer.items]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts the threads in /proc")
+def test_the_tables_are_read_without_threads(saved):
+    code = (
+        "import os, sys; from pathlib import Path; from seqrec.training.saved import read\n"
+        "model, before = read(Path(sys.argv[1])), os.listdir('/proc/self/task')\n"
+        "assert model.vocabulary and model.users\n"
+        "print(len(os.listdir('/proc/self/task')) - len(before))"
+    )
+    command = [sys.executable, "-c", code, str(saved["sasrec"])]
+
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == "0"
