@@ -199,22 +199,34 @@ def attribute_values(texts: Texts, most: int) -> Tensor:
 
     A value is a word that at least two items have in the same column. Each item keeps its `most` most frequent values.
     """
-    words = [_words(name, values) for name, values in texts.items()]
-    rows = [sorted({pair for column in item for pair in column}) for item in zip(*words, strict=True)]
-    counts = collections.Counter(pair for row in rows for pair in row)
-    known = sorted(pair for pair, count in counts.items() if count >= 2)
-    number = {pair: index for index, pair in enumerate(known, start=1)}
-    table = torch.zeros(len(rows) + 1, most, dtype=torch.int32)
-    for item, row in enumerate(rows, start=1):
-        kept = sorted((pair for pair in row if pair in number), key=lambda pair: (-counts[pair], pair))[:most]
-        table[item, : len(kept)] = torch.tensor([number[pair] for pair in kept], dtype=torch.int32)
-    return table
+    number: dict[tuple[str, str], int] = {}  # of each word of a column, in the order of their appearance
+    pairs = [_numbered(name, values, number) for name, values in texts.items()]
+    item, word = np.concatenate(pairs, 1)
+    item, word = np.divmod(np.unique(item * max(1, len(number)) + word), max(1, len(number)))
+    counts = np.bincount(word, minlength=len(number))
+    place = np.empty(len(number), np.int64)
+    place[[number[pair] for pair in sorted(number)]] = np.arange(len(number))
+    known = np.cumsum((counts >= 2)[np.argsort(place)])  # numbers of the values, in the order of `sorted`
+    item, word = item[counts[word] >= 2], word[counts[word] >= 2]
+    order = np.lexsort([place[word], -counts[word], item])
+    item, word = item[order], word[order]
+    rank = np.arange(len(item)) - np.searchsorted(item, item)
+    table = np.zeros((len(next(iter(texts.values()))) + 1, most), np.int32)
+    table[item[rank < most], rank[rank < most]] = known[place[word[rank < most]]]
+    return torch.from_numpy(table)
 
 
-def _words(name: str, values: pa.DictionaryArray) -> list[list[tuple[str, str]]]:
-    """Return the words of each item's value, paired with the name of the attribute."""
-    distinct = [[(name, word) for word in re.findall(r"\w+", text.lower())] for text in values.dictionary.to_pylist()]
-    return [distinct[index] for index in values.indices.to_pylist()]
+def _numbered(name: str, values: pa.DictionaryArray, number: dict[tuple[str, str], int]) -> NDArray[np.int64]:
+    """Return (2, N): item and number of each word of an attribute; words that are not in `number` join it."""
+    rows = [
+        [number.setdefault((name, word), len(number)) for word in re.findall(r"\w+", text.lower())]
+        for text in values.dictionary.to_pylist()
+    ]
+    size = np.array([len(row) for row in rows], np.int64)
+    flat = np.array([word for row in rows for word in row], np.int64)
+    index = values.indices.to_numpy()
+    item = np.repeat(np.arange(1, len(index) + 1), size[index])
+    return np.stack([item, flat[_ranges((size.cumsum() - size)[index], size[index])]])
 
 
 def concatenate(catalogues: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
