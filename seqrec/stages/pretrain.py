@@ -7,7 +7,6 @@ from pathlib import Path
 
 from seqrec.artifacts import ITEMS
 from seqrec.config import AUTO, EXPERIMENT, ConfigError, ModelConfig, PretrainConfig
-from seqrec.data import item_tokens
 from seqrec.data.sequences import load as load_sequences
 from seqrec.data.sequences import read_vocabulary
 from seqrec.tracking.live import epoch_log
@@ -63,6 +62,8 @@ def pretrain(
         files=catalogue_files(sequences, data and data / ITEMS),
     )
     if AUTO in architecture.options.values():
+        from seqrec.data import item_tokens
+
         text = data is not None and item_tokens.described(data / ITEMS, read_vocabulary(sequences)[0])
         shape = Shape.of(load_sequences(sequences), described=text)
         architecture = auto_settings.resolved_options(architecture, shape, f"models.{model}.options")
