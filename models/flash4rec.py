@@ -343,7 +343,7 @@ class Words(nn.Module):
 
     def forward(self, items: Tensor) -> Tensor:
         """Return the vectors (..., D) of `items` (...); 0 for items without words."""
-        if torch.compiler.is_exporting():
+        if torch.compiler.is_exporting():  # a graph cannot choose words, nor distinct items
             value_M = self.value_VM[items].long()
             number_1 = (value_M != PAD).sum(-1, keepdim=True).clamp(min=1)
             out: Tensor = self.vectors(value_M).sum(-2) * number_1.rsqrt()
@@ -397,8 +397,8 @@ class FLASH4Rec(SequenceModel):
         self.items = nn.Embedding(catalogue.num_items + 1 + options.masked, d_model, padding_idx=PAD)
         self.words = None
         if options.attribute_values:
-            require(catalogue.tokens is not None, "attribute_values: the dataset has no text of items; set it to 0")
-            assert catalogue.tokens is not None
+            if catalogue.tokens is None:
+                raise ValueError("attribute_values: the dataset has no text of items; set it to 0")
             self.words = Words(F.pad(catalogue.tokens["values"], (0, 0, 0, options.masked)), d_model)  # MASK has none
         self.users = nn.Embedding(catalogue.num_users + 1, d_model) if options.user_gate else None
         self.by_time = nn.Embedding(BUCKETS + 1, d_model) if options.request_time else None

@@ -10,7 +10,7 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -219,10 +219,10 @@ class Model:
 
         for name in ("exclude", "allow"):
             if wanted.get(name) is not None:
-                wanted[name] = [*map(_id, wanted[name])]
+                wanted[name] = _ids(wanted[name])
         if wanted.get("user") is not None:
-            wanted["user"] = _id(wanted["user"])
-        request = Request(history=[*map(_id, history)], k=k, **wanted)
+            wanted["user"] = _ids([wanted["user"]])[0]
+        request = Request(history=_ids(history), k=k, **wanted)
         answer = self.recommender.answer([request])[0]
         columns = {"item": answer.items, "title": answer.titles, "score": answer.scores}
         table = pl.DataFrame(columns, schema={"item": pl.String, "title": pl.String, "score": pl.Float64})
@@ -374,9 +374,13 @@ def _working(folder: str | Path | None) -> tuple[Path, Any]:
     return Path(temporary.name).resolve(), temporary
 
 
-def _id(value: Any) -> str:
-    """Return an id in the form that `ingest` reads it in."""
-    return re.sub(r"^(\d+)\.0$", r"\1", str(value).strip())
+def _ids(values: Iterable[Any]) -> list[str]:
+    """Return ids in the form that `ingest` reads them in."""
+    import polars as pl
+
+    from seqrec.data.readers.row_checks import identifier
+
+    return identifier(pl.Series([str(value) for value in values], dtype=pl.String)).to_list()
 
 
 def _write(frame: Any, path: Path) -> Path:

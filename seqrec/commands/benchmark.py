@@ -158,7 +158,7 @@ def _train(params: Params, model: str, folder: Path, out: Path) -> None:
     if _is(done, settings):
         return
     logger.info("%s, seed %d", model, params.seed)
-    done.unlink(missing_ok=True)  # as above
+    done.unlink(missing_ok=True)  # an interruption must not leave it beside other figures
     run.train_model(params, model, folder, out)
     evaluate(
         model=model,

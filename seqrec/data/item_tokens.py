@@ -204,9 +204,10 @@ def attribute_values(texts: Texts, most: int) -> Tensor:
     item, word = np.concatenate(pairs, 1)
     item, word = np.divmod(np.unique(item * max(1, len(number)) + word), max(1, len(number)))
     counts = np.bincount(word, minlength=len(number))
-    place = np.empty(len(number), np.int64)
-    place[[number[pair] for pair in sorted(number)]] = np.arange(len(number))
-    known = np.cumsum((counts >= 2)[np.argsort(place)])  # numbers of the values, in the order of `sorted`
+    ordered = np.array([number[pair] for pair in sorted(number)], np.int64)
+    place = np.empty_like(ordered)
+    place[ordered] = np.arange(len(ordered))
+    known = np.cumsum(counts[ordered] >= 2)  # numbers of the values, in the order of `ordered`
     item, word = item[counts[word] >= 2], word[counts[word] >= 2]
     order = np.lexsort([place[word], -counts[word], item])
     item, word = item[order], word[order]

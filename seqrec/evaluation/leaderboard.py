@@ -246,10 +246,12 @@ def _reason(model: str, verdict: Mapping[str, Any]) -> str:
     gain, baseline = verdict.get("gain"), verdict.get("baseline")
     if not gain:
         return f"Use {model}, the best on validation:"
-    more, than = f"{abs(gain['mean']):.4f} NDCG@10 {'better' if gain['mean'] > 0 else 'worse'}", "than"
-    chance = ", which may be chance" if gain["low"] <= 0 <= gain["high"] else ""
-    if more.startswith("0.0000"):
+    size = f"{abs(gain['mean']):.4f}"
+    if size == "0.0000":
         more, than, chance = "as good", "as", ""
+    else:
+        more, than = f"{size} NDCG@10 {'better' if gain['mean'] > 0 else 'worse'}", "than"
+        chance = ", which may be chance" if gain["low"] <= 0 <= gain["high"] else ""
     if model == baseline:
         return f"Use {model}, a baseline; {verdict['model']}, the best trained model, is {more} on validation{chance}:"
     return f"Use {model}; it is {more} {than} {baseline}, the best baseline, on validation{chance}:"

@@ -1,8 +1,8 @@
 """The families of models: how each of them is built for a dataset, and what it is pre-trained on.
 
-A family is a function from a `Start` to what `train` takes: the new model, its data, and a `Training`. `FAMILIES` says
-which models belong to it, by their base classes in models/optional.py; a model of another class that reads attributes
-because of its options belongs to `of_attributes`.
+A family is a function from a `Start` to what `train` takes: the new model, its data, and a `Training`. Models that read
+attributes, always or because of their options, belong to `of_attributes`. The base classes of the others, in
+models/optional.py, say to which they belong: see `FAMILIES`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from seqrec.artifacts import ITEMS, TOKENIZER
+from seqrec.artifacts import ITEMS, MODEL_CARD, TOKENIZER
 from seqrec.config import ModelConfig, PretrainConfig, parse
 from seqrec.data.sequences import Sequences, load, ranges, read_vocabulary
 from seqrec.models import REGISTRY
 from seqrec.models.base import Catalogue, SequenceModel
 from seqrec.models.optional import (
-    ReadsAttributes,
     ReadsTokens,
     ReadsVectors,
     SelfSupervised,
@@ -122,7 +121,7 @@ def of_attributes(start: Start) -> Ready:
     """Build a model that reads item attributes; a pre-training phase runs every epoch on the whole training split."""
     from seqrec.data.item_tokens import attribute_values
 
-    if start.champion is not None:
+    if start.champion is not None and (start.champion / MODEL_CARD).is_file():
         logger.info("the champion is not used: the words of its items have other numbers")
     start = replace(start, sequences=start.sequences[:1], tables=start.tables[:1])
     tokens = {"values": attribute_values(start.texts()[0], start.options.attribute_values)}
@@ -207,7 +206,6 @@ def _transferable(start: Start, tokens: Sequence[Tokens], joined: Tokens, checkp
 FAMILIES: Sequence[tuple[type[SequenceModel], Callable[[Start], Ready]]] = (
     (ReadsTokens, of_tokens),
     (ReadsVectors, of_vectors),
-    (ReadsAttributes, of_attributes),
     (TwoDomains, of_two_domains),
     (SequenceModel, of_items),
 )
@@ -215,10 +213,9 @@ FAMILIES: Sequence[tuple[type[SequenceModel], Callable[[Start], Ready]]] = (
 
 def prepared(start: Start) -> Ready:
     """Return the new model, its data and its `Training`, as its family makes them."""
-    family = next(family for kind, family in FAMILIES if issubclass(start.known, kind))
-    if family is of_items and "attributes" in start.needs:
-        family = of_attributes
-    return family(start)
+    if "attributes" in start.needs:
+        return of_attributes(start)
+    return next(family(start) for kind, family in FAMILIES if issubclass(start.known, kind))
 
 
 def train_parts(parts: Sequence[Sequences], config: PretrainConfig, *, validated: bool = True) -> Sequences:
