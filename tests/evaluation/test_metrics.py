@@ -73,6 +73,8 @@ def test_counts_and_rounding_are_no_impossible_metrics():
     fine = {"test/cases/popularity=head": 12, "test/ndcg@10": 1 + 1e-15, "parameters": 1e9, "test/novelty@10": 9.0}
 
     metrics.require_possible(fine, "sasrec")
+    with pytest.raises(ValueError, match=r"test/ndcg@10 1\.00001$"):  # more than rounding
+        metrics.require_possible(fine | {"test/ndcg@10": 1.00001}, "sasrec")
 
 
 def test_no_case_is_zero():
