@@ -110,8 +110,10 @@ def serve(listener: socket.socket) -> list[str]:
                     _attend(selector, key)
                     continue
                 connection, _ = listener.accept()
-                files = socket.recv_fds(connection, 1, 3)[1]
-                request = json.loads(connection.makefile("rb").readline())
+                request, files = _receive(connection)
+                if request is None:  # its command was killed before it had asked
+                    connection.close()
+                    continue
                 if pid := os.fork():
                     for file in files:
                         os.close(file)
@@ -124,6 +126,18 @@ def serve(listener: socket.socket) -> list[str]:
                         os.close(other.fd)
                 connection.close()
                 return _become(request, files)
+
+
+def _receive(connection: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
+    """Return what a command asks, None if it has ended before that, and its three open files."""
+    files: list[int] = []
+    try:
+        files = socket.recv_fds(connection, 1, 3)[1]
+        return json.loads(connection.makefile("rb").readline()), files
+    except (OSError, ValueError):
+        for file in files:
+            os.close(file)
+        return None, []
 
 
 def _attend(selector: selectors.BaseSelector, key: selectors.SelectorKey) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -105,6 +106,23 @@ def test_a_command_and_its_fork_may_be_killed_in_the_same_moment(stopped, server
     assert until(lambda: not children(server))
     with start(warm_steps, "prepare", "--help"):
         assert until(lambda: children(server))  # it still answers
+
+
+@pytest.mark.parametrize("sent", [None, b"", b'{"argv": ["seqrec"'])
+def test_a_command_killed_before_it_has_asked_leaves_the_warm_process_as_it_was(server, warm_steps, sent):
+    files = Path(f"/proc/{server}/fd")
+    before = len(list(files.iterdir()))
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(warm_steps[warm.SOCKET])
+        if sent is not None:
+            socket.send_fds(connection, [b"."], [0, 1, 2])
+            connection.sendall(sent)
+
+    with start(warm_steps, "--version") as command:
+        assert until(lambda: children(server))  # it still answers
+        assert command.stdout.read().strip()
+    until(lambda: not children(server))
+    assert until(lambda: len(list(files.iterdir())) == before)
 
 
 def test_without_a_warm_process_a_command_runs_alone(tmp_path):
