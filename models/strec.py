@@ -60,8 +60,13 @@ class STRecOptions(AttentionOptions):
     """Options of STRec."""
 
     objective: Objective = "last"
-    attention: Literal["full", "linformer", "informer", "longformer"] = "full"  # only full works with sampling
-    attention_size: int = 16  # linformer: projected length | informer: factor of log n | longformer: window
+    # only full works with sampling
+    attention: Literal["full", "linformer", "informer", "longformer", "bigbird", "reformer", "flash", "autoformer"] = (
+        "full"
+    )
+    # linformer: projected length | informer, autoformer: factor of log n | longformer: window | bigbird: window, and
+    # random keys | reformer: half the buckets | flash: length of a chunk
+    attention_size: int = 16
     sampling: Literal["time", "position", "random", "none"] = "time"  # time: since each event; none: all rows
     k: tuple[int, ...] = ()  # rows of each layer, not increasing; empty: constant by `sparsity`, 1 in the last
     sparsity: float | None = None  # k = round(length (1 - sparsity)); 0.69 unless `k` is given

@@ -23,6 +23,9 @@ EXPERIMENTS: dict[str, tuple[str, ...]] = {  # name -> arguments of Python; each
     "request-time-beauty": (*REQUEST_TIME, "--dataset", "beauty-5000-users"),
     "request-time-ml-100k": (*REQUEST_TIME, "--dataset", "ml-100k"),
     "rec-denoiser-twins": ("scripts/rec_denoiser_twins.py",),
+    "strec": (*BENCHMARK, "configs/strec/ml-100k.yaml", "--base", "backbone"),
+    "strec-beauty": (*BENCHMARK, "configs/strec/beauty.yaml", "--base", "backbone"),
+    "strec-ml-1m": (*BENCHMARK, "configs/strec/ml-1m.yaml", "--base", "backbone"),
     "strec-oracle": ("scripts/strec_oracle.py",),
 }
 

@@ -10,13 +10,17 @@ from torch.nn import functional as F
 from seqrec.models.efficient_attention import EFFICIENT
 
 B, L, D, H = 3, 13, 16, 2
-SIZES = {"linformer": 4, "informer": 1, "longformer": 6}
+SIZES = {"linformer": 4, "informer": 1, "longformer": 6, "bigbird": 2, "reformer": 3, "flash": 4, "autoformer": 1}
+NEVER_SQUARE = ("linformer", "informer", "longformer")
 
 
 def build(name, size=None, length=L):
     attention = EFFICIENT[name](D, H, length, size or SIZES[name])
     with torch.no_grad():
         attention.to_query_key_value.weight.normal_(std=0.5)  # uneven attention
+        if name == "flash":
+            attention.scale.normal_()
+            attention.shift.normal_()
     return attention
 
 
@@ -90,7 +94,77 @@ def test_informer_gives_peaked_queries_attention_and_the_others_the_mean():
     torch.testing.assert_close(attention(x, x, None)[0], attention.to_out(mixed.flatten(1)), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", sorted(EFFICIENT))
+@pytest.mark.parametrize("mask", [None, padded(13, 7, 1)])
+def test_bigbird_is_dense_attention_to_a_band_the_last_event_and_drawn_keys(mask):
+    attention, x = build("bigbird"), torch.randn(B, L, D)
+    seen = torch.zeros(L, L, dtype=torch.bool)
+    for query in range(L):
+        drawn = {L - 1 - int(back) for back in attention.drawn[L - 1 - query].nonzero()}
+        assert len(drawn) == SIZES["bigbird"]
+        for key in range(L):
+            seen[query, key] = abs(query - key) <= 1 or L - 1 in (query, key) or key in drawn
+    visible = seen.expand(B, 1, L, L) if mask is None else seen & mask
+
+    real = torch.ones(B, L, dtype=torch.bool) if mask is None else mask[:, 0, 0]
+    expected = dense(attention, x, visible)
+    torch.testing.assert_close(attention(x, x, mask)[real], expected[real], atol=1e-5, rtol=1e-5)
+
+
+def test_reformer_attends_within_buckets_and_to_itself_only_where_alone():
+    attention, x = build("reformer", 40), torch.randn(1, L, D)
+    q, _, v = (rows[0] for rows in projections(attention, x))
+    mixed, alone = torch.empty(L, H, D // H), 0
+    for head in range(H):
+        projected = [q[head] @ rotation for rotation in attention.rotations]
+        buckets = [torch.cat([values, -values], 1).argmax(1).tolist() for values in projected]
+        for place in range(L):
+            shared = [key for key in range(L) if any(bucket[key] == bucket[place] for bucket in buckets)]
+            keys = [key for key in shared if key != place] or [place]
+            alone += keys == [place]
+            unit = torch.stack([q[head, key] / q[head, key].norm() for key in keys])
+            mixed[place, head] = (unit @ q[head, place] / math.sqrt(D // H)).softmax(0) @ v[head, keys]
+
+    torch.testing.assert_close(attention(x, x, None)[0], attention.to_out(mixed.flatten(1)), atol=1e-5, rtol=1e-5)
+    assert alone
+
+
+@pytest.mark.parametrize("mask", [None, padded(13, 7, 1)])
+def test_flash_is_squared_relu_attention_in_chunks_and_linear_attention_to_all(mask):
+    attention, x = build("flash"), torch.randn(B, L, D)
+    width, size = D // H, SIZES["flash"]
+    got = attention(x, x, mask)
+    for row in range(B):
+        first = 0 if mask is None else L - int(mask[row].sum())
+        v, gate, shared = F.silu(attention.to_query_key_value(x[row, first:])).split([D, D, width], -1)
+        q, k, far_q, far_k = (
+            shared * scale + shift for scale, shift in zip(attention.scale, attention.shift, strict=True)
+        )
+        chunk = [(len(v) - 1 - place) // size for place in range(len(v))]  # counted from the end
+        mixed = torch.zeros(len(v), D)
+        for query in range(len(v)):
+            for key in range(len(v)):
+                if chunk[query] == chunk[key]:
+                    mixed[query] += torch.relu(q[query] @ k[key] / size) ** 2 * v[key]
+                mixed[query] += (far_q[query] @ far_k[key]) / len(v) * v[key]
+        expected = attention.to_out(gate * mixed)
+        torch.testing.assert_close(got[row, first:], expected, atol=1e-4, rtol=1e-4)
+
+
+def test_autoformer_sums_values_shifted_by_the_lags_that_correlate_most():
+    attention, x = build("autoformer"), torch.randn(B, L, D)
+    q, k, v = projections(attention, x)
+    number = math.ceil(math.log(L))  # size 1
+    mixed = torch.zeros(B, L, H, D // H)
+    for row in range(B):
+        correlation = torch.stack([(q[row].roll(-lag, 1) * k[row]).sum(1).mean() for lag in range(L)])
+        weights, lags = correlation.topk(number)
+        for weight, lag in zip(weights.softmax(0), lags.tolist(), strict=True):
+            mixed[row] += weight * v[row].roll(-lag, 1).transpose(0, 1)
+
+    torch.testing.assert_close(attention(x, x, None), attention.to_out(mixed.flatten(2)), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", NEVER_SQUARE)
 def test_no_tensor_is_quadratic_in_the_length(name):
     n = 97
     attention, x = build(name, size=8, length=n), torch.randn(1, n, D)
