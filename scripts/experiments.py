@@ -13,6 +13,8 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 BENCHMARK = ("-m", "seqrec", "benchmark", "--config-file")
 PARTS = (*BENCHMARK, "configs/flash4rec/parts.yaml", "--base", "flash4rec")
+SOFTMAX = ("scripts/rec_denoiser_twins.py", "--config-file", "configs/rec-denoiser/softmax.yaml")
+BACKBONES = ",".join(f"{name},{name}-both" for name in ("sasrec", "tisasrec", "ssept", "bert4rec_short"))
 REQUEST_TIME = (*BENCHMARK, "configs/flash4rec/request-time.yaml", "--base", "flash4rec")
 EXPERIMENTS: dict[str, tuple[str, ...]] = {  # name -> arguments of Python; each also gets --seeds and --out
     "flash4rec-parts": PARTS,
@@ -23,6 +25,9 @@ EXPERIMENTS: dict[str, tuple[str, ...]] = {  # name -> arguments of Python; each
     "request-time-beauty": (*REQUEST_TIME, "--dataset", "beauty-5000-users"),
     "request-time-ml-100k": (*REQUEST_TIME, "--dataset", "ml-100k"),
     "rec-denoiser-twins": ("scripts/rec_denoiser_twins.py",),
+    "rec-denoiser-softmax": SOFTMAX,
+    "rec-denoiser-softmax-ml-1m": (*SOFTMAX, "--dataset", "ml-1m", "--only", BACKBONES),
+    "rec-denoiser-noise": ("scripts/rec_denoiser_noise.py",),
     "strec-oracle": ("scripts/strec_oracle.py",),
 }
 
