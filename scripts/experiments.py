@@ -13,19 +13,26 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 BENCHMARK = ("-m", "seqrec", "benchmark", "--config-file")
 PARTS = (*BENCHMARK, "configs/flash4rec/parts.yaml", "--base", "flash4rec")
+SOFTMAX = ("scripts/rec_denoiser_twins.py", "--config-file", "configs/rec-denoiser/softmax.yaml")
+BACKBONES = ",".join(f"{name},{name}-both" for name in ("sasrec", "tisasrec", "ssept", "bert4rec_short"))
 REQUEST_TIME = (*BENCHMARK, "configs/flash4rec/request-time.yaml", "--base", "flash4rec")
 EXPERIMENTS: dict[str, tuple[str, ...]] = {  # name -> arguments of Python; each also gets --seeds and --out
     "flash4rec-parts": PARTS,
     "flash4rec-parts-ml-100k": (*PARTS, "--dataset", "ml-100k"),
     "flash4rec-parts-beauty": (*PARTS, "--dataset", "beauty-5000-users"),
     "flash4rec-routing": ("scripts/flash4rec_routing.py",),
+    "flash4rec-paper": (*BENCHMARK, "configs/ml-1m/flash4rec-paper.yaml", "--base", "bert4rec"),
     "request-time": REQUEST_TIME,
     "request-time-beauty": (*REQUEST_TIME, "--dataset", "beauty-5000-users"),
     "request-time-ml-100k": (*REQUEST_TIME, "--dataset", "ml-100k"),
     "rec-denoiser-twins": ("scripts/rec_denoiser_twins.py",),
+    "rec-denoiser-softmax": SOFTMAX,
+    "rec-denoiser-softmax-ml-1m": (*SOFTMAX, "--dataset", "ml-1m", "--only", BACKBONES),
+    "rec-denoiser-noise": ("scripts/rec_denoiser_noise.py",),
     "strec": (*BENCHMARK, "configs/strec/ml-100k.yaml", "--base", "backbone"),
     "strec-beauty": (*BENCHMARK, "configs/strec/beauty.yaml", "--base", "backbone"),
     "strec-ml-1m": (*BENCHMARK, "configs/strec/ml-1m.yaml", "--base", "backbone"),
+    "strec-efficiency": ("scripts/strec_efficiency.py",),
     "strec-oracle": ("scripts/strec_oracle.py",),
 }
 

@@ -1,9 +1,10 @@
-"""Does Rec-Denoiser beat its backbone under the loss of its paper? Compares each backbone with its twins, and controls.
+"""Does Rec-Denoiser beat its backbone? Trains the rows of a config, and compares them with their backbones.
 
-The rows of configs/rec-denoiser/twins.yaml are named after their backbone, the part before the hyphen, and are compared
-with it. Rows with masks are ranked a second time after the entries of each row of their masks were shuffled among the
-keys that the row may read: if that is as good, what the masks learnt is worth nothing. An interrupted run continues if
-it is started again.
+The rows of the config are named after their backbone, the part before the hyphen, and are compared with it. Those of
+configs/rec-denoiser/twins.yaml, the default, have the loss of the paper, and those of softmax.yaml full softmax. Rows
+with masks are ranked a second time after the entries of each row of their masks were shuffled among the keys that the
+row may read: if that is as good, what the masks learnt is worth nothing. An interrupted run continues if it is started
+again.
 
     python scripts/rec_denoiser_twins.py --out runs/rec-denoiser-twins --seeds 42,43,44
 """
@@ -74,7 +75,6 @@ def rank(model: SequenceModel, data: Sequences, split: str = "test") -> Ranks:
 def read(out: Path, rows: list[str], seeds: list[int]) -> tuple[Sequences, dict[str, Row]]:
     """Return the dataset, and every row that is finished for some of the seeds, with its shuffled copy."""
     data = sequences.load(out / "data/sequences")
-    full_BL = torch.ones(1, load(CONFIG).model(rows[0]).options["length"], dtype=torch.long)
     found: dict[str, Row] = {}
     for name in rows:
         ranks, shuffled, valid, shares, seconds = {}, {}, [], [], []
@@ -87,6 +87,7 @@ def read(out: Path, rows: list[str], seeds: list[int]) -> tuple[Sequences, dict[
             ranks[seed] = rank(model, data)
             valid.append(metrics.ndcg(rank(model, data, "valid")[1], 10).mean())
             if isinstance(model, RecDenoiser) and model.masks:
+                full_BL = torch.ones(1, model.options.length, dtype=torch.long)
                 shares.append((dropped(model), model.sparsity(full_BL)))
                 shuffle(model, seed)
                 shuffled[seed] = rank(model, data)
@@ -145,7 +146,9 @@ def _shown(value: float, form: str) -> str:
 def main() -> None:
     """Train what is missing, write the table, and print it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("runs/rec-denoiser-twins"))
+    parser.add_argument("--config-file", type=Path, default=CONFIG)
+    parser.add_argument("--dataset", default="", help="key in `datasets`; default: `dataset` in the config")
+    parser.add_argument("--out", type=Path, help="default: runs/rec-denoiser-CONFIG-DATASET")
     parser.add_argument("--seeds", default="42,43,44")
     parser.add_argument(
         "--only", default="", help="rows to train, separated by commas; the table has all finished rows"
@@ -153,11 +156,14 @@ def main() -> None:
     arguments = parser.parse_args()
     logging.basicConfig(format="%(message)s")
     logging.getLogger("seqrec").setLevel(logging.INFO)
-    benchmark(config_file=CONFIG, out=arguments.out, seeds=arguments.seeds, only=arguments.only)
+    config, dataset = arguments.config_file, arguments.dataset
+    out = arguments.out or Path("runs") / "-".join(filter(None, ("rec-denoiser", config.stem, dataset)))
+    benchmark(config_file=config, out=out, dataset=dataset, seeds=arguments.seeds, only=arguments.only)
     seeds = [int(seed) for seed in arguments.seeds.split(",")]
-    data, rows = read(arguments.out, list(load(CONFIG).leaderboard), seeds)
-    text = f"Split {data.card['split_sha256'][:12]}\n\n{table(sequences.cases(data, 'test').user.numpy(), rows)}"
-    write_text(arguments.out / "table.md", text)
+    data, rows = read(out, list(load(config).leaderboard), seeds)
+    user = sequences.cases(data, "test").user.numpy()
+    text = f"{data.card['dataset']}, split {data.card['split_sha256'][:12]}\n\n{table(user, rows)}"
+    write_text(out / "table.md", text)
     print(text)
 
 
