@@ -42,9 +42,8 @@ RANK = 16
 
 def gaps(batch: Batch) -> Tensor:
     """Return the seconds (B, L) since the previous event; 0 for the first one and at padding."""
-    gap_BL = batch.times - F.pad(batch.times[:, :-1], (1, 0))
-    first_BL = F.pad(batch.items[:, :-1], (1, 0)) == PAD
-    return gap_BL.masked_fill(first_BL, 0).clamp(min=0).float()
+    before_BL = F.pad(batch.times[:, :-1], (1, 0))  # no time is above 0, that of padding
+    return (batch.times - before_BL).clamp(min=0).float()
 
 
 def mean_so_far(x_BLD: Tensor, real_BL: Tensor) -> Tensor:
@@ -274,9 +273,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/flash4rec-variants"))
     parser.add_argument("--seeds", default="42,43,44")
-    parser.add_argument(
-        "--only", default="", help="rows to train, separated by commas; the table has all finished rows"
-    )
+    parser.add_argument("--only", default="", help="rows to train, with commas; the table has all finished rows")
     arguments = parser.parse_args()
     logging.basicConfig(format="%(message)s")
     logging.getLogger("seqrec").setLevel(logging.INFO)
