@@ -22,6 +22,7 @@ EXPERIMENTS: dict[str, tuple[str, ...]] = {  # name -> arguments of Python; each
     "flash4rec-parts-beauty": (*PARTS, "--dataset", "beauty-5000-users"),
     "flash4rec-routing": ("scripts/flash4rec_routing.py",),
     "flash4rec-paper": (*BENCHMARK, "configs/ml-1m/flash4rec-paper.yaml", "--base", "bert4rec"),
+    "flash4rec-variants": ("scripts/flash4rec_variants.py",),
     "request-time": REQUEST_TIME,
     "request-time-beauty": (*REQUEST_TIME, "--dataset", "beauty-5000-users"),
     "request-time-ml-100k": (*REQUEST_TIME, "--dataset", "ml-100k"),
