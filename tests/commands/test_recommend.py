@@ -81,6 +81,23 @@ def test_a_history_with_another_separator_is_explained(prepared, tmp_path, capsy
     assert "Separate the item ids of --history by commas." in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("text", "ids"),
+    [
+        ('"Salt, fine", i1,,i2 ', ["Salt, fine", "i1", "i2"]),
+        ('12" vinyl,"""A"" side"', ['12" vinyl', '"A" side']),
+        (" ", []),
+    ],
+)
+def test_an_item_id_with_a_comma_is_quoted(text, ids):
+    assert recommend._ids("history", text) == ids
+
+
+def test_an_open_quotation_mark_is_refused(caplog):
+    assert main(["recommend", "--history", "i1", "--exclude", 'i2,"i3', "--saved", "none"]) == 1
+    assert """--exclude: 'i2,"i3' is not a line of CSV""" in caplog.text
+
+
 def test_recommendations_import_nothing_that_takes_time_but_torch(prepared, tmp_path):
     saved = save("sasrec", prepared, tmp_path / "model", model="sasrec")
 
