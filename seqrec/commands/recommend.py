@@ -115,9 +115,12 @@ def score(
         The number of users.
 
     Raises:
+        ConfigError: the name of the output does not end in .parquet.
         TrackingError: the registry does not answer, or has no such model.
         ValueError: the model was trained on another catalogue.
     """
+    if not str(output).endswith(".parquet"):
+        raise ConfigError(f"--output: {output} must end in .parquet: the lists of items and scores are written as Parquet")
     with located(saved, config) as folder:
         return score_with(load_checkpoint(folder), sequences, output, k)
 
