@@ -90,8 +90,8 @@ def _ids(name: str, text: str) -> list[str]:
         row = next(csv.reader([text], skipinitialspace=True, strict=True), [])
     except csv.Error as error:
         raise ConfigError(
-            f"--{name}: {text!r:.80} is not a line of CSV ({error}); put an id with a comma or a quotation mark between "
-            "quotation marks, and double those inside it"
+            f"--{name}: {text!r:.80} is not a line of CSV ({error}); put an id with a comma or a quotation mark "
+            "between quotation marks, and double those inside it"
         ) from error
     return [item_id.strip() for item_id in row if item_id.strip()]
 
@@ -120,7 +120,7 @@ def score(
         ValueError: the model was trained on another catalogue.
     """
     if not str(output).endswith(".parquet"):
-        raise ConfigError(f"--output: {output} must end in .parquet: the lists of items and scores are written as Parquet")
+        raise ConfigError(f"--output: {output} must end in .parquet, because it is written as Parquet")
     with located(saved, config) as folder:
         return score_with(load_checkpoint(folder), sequences, output, k)
 

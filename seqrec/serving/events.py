@@ -143,7 +143,7 @@ class Store:
         """Connect, and make the tables that are missing.
 
         Raises:
-            ConfigError: the URL is of no kind of database that is supported.
+            ConfigError: the URL is of no kind of database that is supported, or other software made a table in it.
             StoreError: the database does not answer.
         """
         try:
@@ -165,14 +165,27 @@ class Store:
         while True:
             try:
                 with self._connection() as connection:
+                    self._check_tables(sa.inspect(connection))
                     TABLES.create_all(connection)
                 return
+            except ConfigError:
+                raise
             except (TypeError, ValueError) as error:  # an option of the URL that the driver does not take
                 raise ConfigError(f"store: {redacted(str(error))}; {EXPECTED}") from error
             except StoreError:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.1)
+
+    def _check_tables(self, database: sa.Inspector) -> None:
+        """Raise ConfigError if a table has the name, but not the columns, of one of ours."""
+        for table in filter(database.has_table, TABLES.tables):
+            found = {column["name"] for column in database.get_columns(table)}
+            if missing := [column.name for column in TABLES.tables[table].columns if column.name not in found]:
+                raise ConfigError(
+                    f"store: the table {table} in {self._url} was made by other software, as it has no column "
+                    f"{missing[0]}; name another database with --store or {VARIABLE}"
+                )
 
     @contextmanager
     def _connection(self) -> Iterator[sa.Connection]:
