@@ -365,3 +365,18 @@ def test_a_table_without_the_columns_of_events_is_refused(store, tmp_path, caplo
     url = str(store.engine.url)
     assert main(["events", "import", "--store", url, "--interactions", str(tmp_path / "items.parquet")]) == 1
     assert "lacks one of the columns user_id" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"timestamp": pl.from_epoch(pl.lit(1))}, r"column timestamp has the type timestamp\[us\]"),
+        ({"user_id": pl.lit(1)}, "column user_id has the type int"),
+        ({"item_id": pl.lit(None, pl.String)}, "column item_id has empty values"),
+    ],
+)
+def test_a_table_that_ingest_did_not_write_is_refused(store, tmp_path, change, message):
+    table = pl.DataFrame({"user_id": ["u"], "item_id": ["i"], "timestamp": [1]}).with_columns(**change)
+    table.write_parquet(tmp_path / "log.parquet")
+    with pytest.raises(ValueError, match=rf"--interactions: .*log.parquet was not written by `ingest`: its {message}"):
+        store.seed(tmp_path / "log.parquet")
