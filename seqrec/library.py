@@ -392,7 +392,15 @@ def _write(frame: Any, path: Path) -> Path:
     except TypeError as error:
         kind = type(frame).__name__
         raise ValueError(f"frame: expected a table of polars, pandas or Arrow, not {kind}") from error
-    table = native.lazy().collect("polars").to_native()
+    try:
+        table = native.lazy().collect("polars").to_native()
+    except (TypeError, ValueError):  # of pyarrow, which does not name the column
+        for name in native.columns:
+            try:
+                native.select(name).lazy().collect("polars")
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"frame: column {name} cannot be read ({error}): give its values one type") from error
+        raise
     table.write_parquet(path)
     return path
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pandas as pd
 import polars as pl
 import pytest
 import yaml
@@ -181,6 +182,10 @@ def test_a_budget_gives_the_epochs_and_a_folder_continues(data, tmp_path):
         (
             lambda _: seqrec.Dataset.from_frame(frame().select("SKU", "bought_at")),
             "user_id; name it with user=",
+        ),
+        (
+            lambda _: seqrec.Dataset.from_frame(pd.DataFrame({"user": [1, 2], "item": ["a", 2]})),
+            r"frame: column item cannot be read \(.*\): give its values one type",
         ),
         (lambda _: seqrec.Dataset.from_frame(frame(), time="SKU"), "another column with time="),
         (lambda _: seqrec.models.register("sasrec", GRU4Rec), "'sasrec' is taken by .*SASRec: choose another one"),

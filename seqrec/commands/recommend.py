@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 
 import pyarrow as pa
@@ -11,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from seqrec.config import RegisterConfig
+from seqrec.config import ConfigError, RegisterConfig
 from seqrec.config.ranges import ListLength
 from seqrec.counts.term import with_counts
 from seqrec.data import stores
@@ -46,21 +47,23 @@ def recommend(
     """Print the best items after a history.
 
     Args:
-        history: item ids, oldest first, separated by commas.
+        history: item ids, oldest first, separated by commas; an id with a comma needs quotation marks: 'i1,"i2,x"'.
         dataset: dataset whose champion answers.
         config: section `register`.
         k: number of items.
         user: user id.
-        exclude: item ids not to show, separated by commas.
+        exclude: item ids not to show, written like the history.
         saved: model to use instead of the champion: a folder with weights, card, vocabulary and users, or
             models:/NAME/N.
         explain: show how much the first item's score drops without each event of the history.
 
     Raises:
+        ConfigError: a quotation mark is not closed.
         TrackingError: the registry does not answer, or has no such model.
     """
+    chosen, left_out = _ids("history", history), _ids("exclude", exclude)
     recommender = Recommender.load(saved or CHAMPION_URI.format(dataset=dataset), config)
-    request = Request(history=_ids(history), k=k, exclude=_ids(exclude), user=user or None)
+    request = Request(history=chosen, k=k, exclude=left_out, user=user or None)
     answer = recommender.answer([request])[0]
     titles = recommender.titles
     drops = [""] * len(request.history)
@@ -81,8 +84,16 @@ def recommend(
         console.print(note, highlight=False)
 
 
-def _ids(text: str) -> list[str]:
-    return [item_id.strip() for item_id in text.split(",") if item_id.strip()]
+def _ids(name: str, text: str) -> list[str]:
+    """Return the ids in `text`, one line of CSV."""
+    try:
+        row = next(csv.reader([text], skipinitialspace=True, strict=True), [])
+    except csv.Error as error:
+        raise ConfigError(
+            f"--{name}: {text!r:.80} is not a line of CSV ({error}); put an id with a comma or a quotation mark "
+            "between quotation marks, and double those inside it"
+        ) from error
+    return [item_id.strip() for item_id in row if item_id.strip()]
 
 
 def score(
@@ -104,9 +115,12 @@ def score(
         The number of users.
 
     Raises:
+        ConfigError: the name of the output does not end in .parquet.
         TrackingError: the registry does not answer, or has no such model.
         ValueError: the model was trained on another catalogue.
     """
+    if not str(output).endswith(".parquet"):
+        raise ConfigError(f"--output: {output} must end in .parquet, because it is written as Parquet")
     with located(saved, config) as folder:
         return score_with(load_checkpoint(folder), sequences, output, k)
 

@@ -108,7 +108,8 @@ def without_unfed(params: Params) -> Params:
 
 def _needs(params: Params, name: str) -> frozenset[str]:
     """Check the entry of a model, and return what the model reads besides items; see `SequenceModel.needs_of`."""
-    from seqrec.models import REGISTRY
+    from seqrec.models import REGISTRY, Catalogue
+    from seqrec.models.ensemble import create
 
     if name in BASELINES:
         raise ConfigError(f"models.{name}: {name} is a baseline, which every run computes: give the model another name")
@@ -121,6 +122,11 @@ def _needs(params: Params, name: str) -> frozenset[str]:
     if options.objective not in objectives:
         known = ", ".join(sorted(objectives))
         raise ConfigError(f"models.{name}.options.objective: {options.objective} is not one of {known}")
+    if options.members > 1:
+        try:
+            create(architecture, options, Catalogue(num_items=1, num_users=1, length=options.length))
+        except ValueError as error:
+            raise ConfigError(f"models.{name}.options: {error}") from error
     needs: frozenset[str] = architecture.needs_of(options)
     return needs
 

@@ -39,7 +39,7 @@ class ServeConfig(Section):
     origins: str = ""  # web pages of other origins that may call the service, separated by commas
     store: str = ""  # SQLAlchemy URL of the event store, such as sqlite:///events.db; default: SEQREC_STORE
     keep_days: Annotated[float, Bounds(ge=0, le=36_500)] = 0.0  # days until stored events are deleted; 0: never
-    candidate: str = ""  # second model that answers some of the users: a folder or models:/NAME/N
+    candidate: str = ""  # second model that answers some of the users: a folder, models:/NAME/N or models:/NAME@ALIAS
     share: Annotated[float, Bounds(ge=0, le=1)] = 0.1  # share of the users whom the candidate answers
     log_format: Literal["text", "json"] = "text"  # text, or json: one line of JSON for each message and each request
 

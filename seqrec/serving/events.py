@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
@@ -33,7 +34,9 @@ DAY = 86_400.0
 OVERLAP_S = 3_600.0  # of received events that are collected again: transactions may end in another order
 NEWEST_EVENTS = 1_000  # events of a user that are looked up, and items that the user hides
 ROWS_AT_ONCE = 10_000  # of an import or a dump
-COLUMNS = ["user_id", "item_id", "timestamp"]  # of a table that `ingest` reads or writes
+TEXT = (pa.string(), pa.large_string())
+TYPES = {"user_id": TEXT, "item_id": TEXT, "timestamp": (pa.int64(),)}  # of a table that `ingest` writes
+COLUMNS = [*TYPES]
 IMPORTED = "import:"  # how the ids of imported events begin
 CAUTION = 10  # events added to both counts of a trend, so that few events are none
 PATIENCE_S = 2.0  # in which tables are tried to be made
@@ -143,7 +146,7 @@ class Store:
         """Connect, and make the tables that are missing.
 
         Raises:
-            ConfigError: the URL is of no kind of database that is supported.
+            ConfigError: the URL is of no kind of database that is supported, or other software made a table in it.
             StoreError: the database does not answer.
         """
         try:
@@ -165,14 +168,27 @@ class Store:
         while True:
             try:
                 with self._connection() as connection:
+                    self._check_tables(sa.inspect(connection))
                     TABLES.create_all(connection)
                 return
+            except ConfigError:
+                raise
             except (TypeError, ValueError) as error:  # an option of the URL that the driver does not take
                 raise ConfigError(f"store: {redacted(str(error))}; {EXPECTED}") from error
             except StoreError:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.1)
+
+    def _check_tables(self, database: sa.Inspector) -> None:
+        """Raise ConfigError if a table has the name, but not the columns, of one of ours."""
+        for table in filter(database.has_table, TABLES.tables):
+            found = {column["name"] for column in database.get_columns(table)}
+            if missing := [column.name for column in TABLES.tables[table].columns if column.name not in found]:
+                raise ConfigError(
+                    f"store: the table {table} in {self._url} was made by other software, as it has no column "
+                    f"{missing[0]}; name another database with --store or {VARIABLE}"
+                )
 
     @contextmanager
     def _connection(self) -> Iterator[sa.Connection]:
@@ -307,7 +323,11 @@ class Store:
             return [(item, float(value)) for item, value in connection.execute(chosen)]
 
     def seed(self, interactions: Path) -> int:
-        """Add the events of a table that `ingest` wrote; those added before are left out. Return how many are new."""
+        """Add the events of a table that `ingest` wrote; those added before are left out. Return how many are new.
+
+        Raises:
+            ValueError: the table lacks a column, or one has another type or empty values; nothing is added.
+        """
         insert, received = self._insert(EVENTS).on_conflict_do_nothing(), time.time()
         table = open_table(interactions)
         if not set(COLUMNS) <= set(table.schema_arrow.names):
@@ -316,6 +336,7 @@ class Store:
         with self._connection() as connection:
             before = connection.execute(number).scalar_one()
             for batch in table.iter_batches(ROWS_AT_ONCE, columns=COLUMNS):
+                _check_columns(interactions, batch)
                 rows = zip(*batch.to_pydict().values(), strict=True)
                 connection.execute(insert, [{**_imported(*row), "received": received} for row in rows])
             return int(connection.execute(number).scalar_one() - before)
@@ -364,6 +385,13 @@ def _set_up_sqlite(connection: Any, _: Any) -> None:
     """Let readers and a writer work at the same time, and a second writer wait."""
     for setting in ("journal_mode=WAL", "synchronous=NORMAL", f"busy_timeout={LOCKED_MS}"):
         connection.execute(f"PRAGMA {setting}")
+
+
+def _check_columns(path: Path, batch: pa.RecordBatch) -> None:
+    for name, values in zip(COLUMNS, batch.columns, strict=True):
+        if values.type not in TYPES[name] or values.null_count:
+            wrong = "empty values" if values.null_count else f"the type {values.type}"
+            raise ValueError(f"--interactions: {path} was not written by `ingest`: its column {name} has {wrong}")
 
 
 def _imported(user: str, item: str, second: int) -> Mapping[str, Any]:

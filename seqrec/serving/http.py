@@ -36,7 +36,7 @@ from seqrec.serving.batcher import NO_CHAMPION, Served
 from seqrec.serving.events import VARIABLE, Event, Store, StoreError, store_url
 from seqrec.serving.guards import Guards, SafeHeaders
 from seqrec.serving.keys import Keys
-from seqrec.serving.recommender import REGISTERED, Answer, Recommender, located
+from seqrec.serving.recommender import REGISTERED, Answer, Recommender, located, numbered
 from seqrec.serving.request_log import RequestLog
 from seqrec.serving.server import Server, bound
 from seqrec.serving.service import Load, Service
@@ -303,16 +303,17 @@ def _served(dataset: str, config: RegisterConfig, options: ServeConfig) -> tuple
     """Return what loads the model to serve, and what names its version."""
     if not options.saved:
         return champion(dataset, config, options)
-    recommender = loaded(options.saved, config, options)
-    version = version_of(options.saved, config)
+    saved = numbered(options.saved, config)
+    recommender, version = loaded(saved, config, options), version_of(saved, config)
     return lambda: recommender, lambda: version
 
 
 def _candidate(config: RegisterConfig, options: ServeConfig, champion_version: str) -> Served:
-    version = version_of(options.candidate, config)
+    candidate = numbered(options.candidate, config)
+    version = version_of(candidate, config)
     if version == champion_version:
         raise ConfigError(f"candidate: {options.candidate} is the champion itself; name another version")
-    return Served(loaded(options.candidate, config, options), version)
+    return Served(loaded(candidate, config, options), version)
 
 
 def champion(dataset: str, config: RegisterConfig, options: ServeConfig) -> tuple[Load, Callable[[], str]]:

@@ -126,13 +126,32 @@ def located(place: str | Path, config: RegisterConfig | None = None) -> Iterator
     if not str(place).startswith(REGISTERED):
         yield Path(place)
         return
+    with tempfile.TemporaryDirectory() as folder:
+        _registry(place).fetch(str(place), Path(folder), config or RegisterConfig())
+        yield Path(folder)
+
+
+def numbered(place: str, config: RegisterConfig) -> str:
+    """Return `models:/NAME/VERSION` if `place` is the alias `models:/NAME@ALIAS` of a version, or else `place`.
+
+    Raises:
+        TrackingError: MLflow does not answer.
+        ValueError: MLflow is not installed.
+    """
+    name, at, alias = place.removeprefix("models:/").partition("@")
+    if not at or not place.startswith("models:/"):
+        return place
+    version = _registry(place).alias_version(name=name, alias=alias, config=config)
+    return f"models:/{name}/{version}" if version else place
+
+
+def _registry(place: str | Path) -> Any:
+    """Import and return `seqrec.tracking.registry`, which takes seconds."""
     try:
-        from seqrec.tracking import registry  # takes seconds
+        from seqrec.tracking import registry
     except ModuleNotFoundError as error:
         raise ValueError(f"{place}: {error.name} is not installed; name a folder, or install .[mlflow]") from error
-    with tempfile.TemporaryDirectory() as folder:
-        registry.fetch(str(place), Path(folder), config or RegisterConfig())
-        yield Path(folder)
+    return registry
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -313,9 +313,18 @@ def champion_version(*, dataset: str, config: RegisterConfig) -> str:
     Raises:
         TrackingError: the server does not answer.
     """
+    return alias_version(name=f"seqrec-{dataset}", alias=CHAMPION, config=config)
+
+
+def alias_version(*, name: str, alias: str, config: RegisterConfig) -> str:
+    """Return the version of the registered model `name` that holds `alias`, or nothing.
+
+    Raises:
+        TrackingError: the server does not answer.
+    """
     with explained(config):
-        champion = find_champion(connect(config), f"seqrec-{dataset}")
-    return "" if champion is None else str(champion.version)
+        version = _find_alias(connect(config), name, alias)
+    return "" if version is None else str(version.version)
 
 
 def reference_statistics(*, dataset: str, config: RegisterConfig) -> dict[str, Any]:

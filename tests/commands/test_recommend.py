@@ -7,6 +7,7 @@ from support import imported, save
 
 from seqrec.__main__ import main
 from seqrec.commands import recommend
+from seqrec.config import ConfigError
 from seqrec.data import sequences
 from seqrec.serving.recommender import Recommender, Request
 
@@ -30,6 +31,12 @@ def test_scores_of_every_user_are_the_recommenders(prepared, tmp_path, monkeypat
     assert table["items"].to_pylist() == [answer.items for answer in answers]
     for scores, answer in zip(table["scores"].to_pylist(), answers, strict=True):
         assert scores == pytest.approx(answer.scores, abs=1e-5)
+
+
+def test_an_output_that_is_no_parquet_file_is_refused(prepared, tmp_path):
+    with pytest.raises(ConfigError, match=r"--output: .*best\.csv must end in \.parquet"):
+        recommend.score(sequences=prepared, saved=save("sasrec", prepared, tmp_path), output=tmp_path / "best.csv")
+    assert not (tmp_path / "best.csv").exists()
 
 
 def test_users_with_few_items_left_get_fewer(prepared, tmp_path):
@@ -79,6 +86,23 @@ def test_a_history_with_another_separator_is_explained(prepared, tmp_path, capsy
     assert main(["recommend", "--history", "i1;i2", "--saved", str(saved)]) == 0
 
     assert "Separate the item ids of --history by commas." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "ids"),
+    [
+        ('"Salt, fine", i1,,i2 ', ["Salt, fine", "i1", "i2"]),
+        ('12" vinyl,"""A"" side"', ['12" vinyl', '"A" side']),
+        (" ", []),
+    ],
+)
+def test_an_item_id_with_a_comma_is_quoted(text, ids):
+    assert recommend._ids("history", text) == ids
+
+
+def test_an_open_quotation_mark_is_refused(caplog):
+    assert main(["recommend", "--history", "i1", "--exclude", 'i2,"i3', "--saved", "none"]) == 1
+    assert """--exclude: 'i2,"i3' is not a line of CSV""" in caplog.text
 
 
 def test_recommendations_import_nothing_that_takes_time_but_torch(prepared, tmp_path):

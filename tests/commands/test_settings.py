@@ -195,6 +195,11 @@ def test_the_command_refuses_a_misspelt_option_before_any_stage(tmp_path, monkey
         ({"models.gru4rec.architecture": "gru5rec"}, "models.gru4rec.architecture: 'gru5rec' is not one of sasrec"),
         ({"models.pctm": {}, "leaderboard": ["pctm"]}, "models.pctm: pctm is a baseline, which every run computes"),
         ({"models.gru4rec.options.objective": "cloze"}, "models.gru4rec.options.objective: cloze is not one of causal"),
+        ({"models.gru4rec.options": {"members": 2, "item_bias": True}}, "models.gru4rec.options: members: GRU4Rec"),
+        (
+            {"models.gru4rec": {"architecture": "s3rec", "options": {"members": 2}}},
+            "models.gru4rec.options: members: S3Rec starts from one pre-training",
+        ),
         ({"models.gru4rec.options.dropout": float("nan")}, "models.gru4rec.options: dropout must be"),
         (
             {"datasets.other.ingest.source": "cvs"},

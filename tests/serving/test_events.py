@@ -337,6 +337,18 @@ def test_an_error_of_the_store_is_one_line_that_says_what_to_do(tmp_path, caplog
     assert not re.search("passw0rd|private|secret|INSERT", caplog.text)
 
 
+@pytest.mark.parametrize("name", ["events", "answers"])
+def test_a_database_with_a_table_of_other_software_is_refused(tmp_path, caplog, name):
+    with contextlib.closing(sqlite3.connect(tmp_path / "other.db")) as other:
+        other.execute(f"CREATE TABLE {name} (recommendation_id, user, at, size)")
+        write_interactions(tmp_path, [("u", "i", 1)])
+        table = str(tmp_path / "interactions.parquet")
+        assert main(["events", "import", "--store", f"sqlite:///{tmp_path}/other.db", "--interactions", table]) == 1
+        assert f"the table {name} in sqlite:///{tmp_path}/other.db was made by other software" in caplog.text
+        assert "name another database with --store or SEQREC_STORE" in caplog.text
+        assert len(other.execute("SELECT name FROM sqlite_master").fetchall()) == 1
+
+
 def test_a_full_disk_is_an_error_without_what_was_sent(store):
     limit = lambda connection, _: connection.execute("PRAGMA max_page_count=20")  # noqa: E731
     sa.event.listen(store.engine, "connect", limit)
@@ -353,3 +365,18 @@ def test_a_table_without_the_columns_of_events_is_refused(store, tmp_path, caplo
     url = str(store.engine.url)
     assert main(["events", "import", "--store", url, "--interactions", str(tmp_path / "items.parquet")]) == 1
     assert "lacks one of the columns user_id" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"timestamp": pl.from_epoch(pl.lit(1))}, r"column timestamp has the type timestamp\[us\]"),
+        ({"user_id": pl.lit(1)}, "column user_id has the type int"),
+        ({"item_id": pl.lit(None, pl.String)}, "column item_id has empty values"),
+    ],
+)
+def test_a_table_that_ingest_did_not_write_is_refused(store, tmp_path, change, message):
+    table = pl.DataFrame({"user_id": ["u"], "item_id": ["i"], "timestamp": [1]}).with_columns(**change)
+    table.write_parquet(tmp_path / "log.parquet")
+    with pytest.raises(ValueError, match=rf"--interactions: .*log.parquet was not written by `ingest`: its {message}"):
+        store.seed(tmp_path / "log.parquet")

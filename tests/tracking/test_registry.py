@@ -208,6 +208,21 @@ def test_a_recommender_is_loaded_by_every_name_of_the_registry(client, run, mode
     assert load().recommend(["i1", "i2"], user="a") == expected
 
 
+def test_an_alias_is_served_as_the_version_that_holds_it(client, model, config):
+    version = registry.create_version(client, "seqrec-alias", model, {})
+    for alias in (registry.CHAMPION, "newest"):
+        client.set_registered_model_alias("seqrec-alias", alias, version.version)
+    uri = "models:/seqrec-alias@newest"
+
+    _, served_version = http._served("alias", config, ServeConfig(saved=uri))
+    assert served_version() == "1"
+    with pytest.raises(ConfigError, match=f"candidate: {uri} is the champion itself"):
+        http._candidate(config, ServeConfig(candidate=uri), champion_version="1")
+    assert http._candidate(config, ServeConfig(candidate=uri), champion_version="0").current[1] == "1"
+    with pytest.raises(TrackingError, match="models:/seqrec-alias@none is not in"):
+        http._candidate(config, ServeConfig(candidate="models:/seqrec-alias@none"), champion_version="1")
+
+
 def test_without_mlflow_a_registered_model_is_refused_and_a_folder_is_not(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "mlflow", None)
     monkeypatch.delitem(sys.modules, "seqrec.tracking.registry")
