@@ -13,6 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 BENCHMARK = ("-m", "seqrec", "benchmark", "--config-file")
 PARTS = (*BENCHMARK, "configs/flash4rec/parts.yaml", "--base", "flash4rec")
+PAPER = (*BENCHMARK, "configs/flash4rec/paper.yaml", "--base", "flash4rec")
 SOFTMAX = ("scripts/rec_denoiser_twins.py", "--config-file", "configs/rec-denoiser/softmax.yaml")
 BACKBONES = ",".join(f"{name},{name}-both" for name in ("sasrec", "tisasrec", "ssept", "bert4rec_short"))
 REQUEST_TIME = (*BENCHMARK, "configs/flash4rec/request-time.yaml", "--base", "flash4rec")
@@ -21,7 +22,7 @@ EXPERIMENTS: dict[str, tuple[str, ...]] = {  # name -> arguments of Python; each
     "flash4rec-parts-ml-100k": (*PARTS, "--dataset", "ml-100k"),
     "flash4rec-parts-beauty": (*PARTS, "--dataset", "beauty-5000-users"),
     "flash4rec-routing": ("scripts/flash4rec_routing.py",),
-    "flash4rec-paper": (*BENCHMARK, "configs/ml-1m/flash4rec-paper.yaml", "--base", "bert4rec"),
+    "flash4rec-paper": (*PAPER, "--only", "flash4rec,bert4rec"),
     "flash4rec-variants": ("scripts/flash4rec_variants.py",),
     "request-time": REQUEST_TIME,
     "request-time-beauty": (*REQUEST_TIME, "--dataset", "beauty-5000-users"),
@@ -35,6 +36,9 @@ EXPERIMENTS: dict[str, tuple[str, ...]] = {  # name -> arguments of Python; each
     "strec-ml-1m": (*BENCHMARK, "configs/strec/ml-1m.yaml", "--base", "backbone"),
     "strec-efficiency": ("scripts/strec_efficiency.py",),
     "strec-oracle": ("scripts/strec_oracle.py",),
+    # they take days without a GPU, and Yelp's files have to be fetched by hand
+    "flash4rec-paper-ml-20m": (*PAPER, "--dataset", "ml-20m"),
+    "flash4rec-paper-yelp": (*PAPER, "--dataset", "yelp"),
 }
 
 
