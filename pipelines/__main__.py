@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
 
     form = argparse.ArgumentParser(add_help=False)
     form.add_argument("--dataset", default="", help="key in `datasets` (default: `dataset` in the --params file)")
-    form.add_argument("--epochs", type=int, default=0, help="maximum epochs of every training")
+    form.add_argument("--epochs", type=int, default=0, help="maximum epochs of fine-tuning; 0: those of params.yaml")
     form.add_argument(
         "--override", action="append", default=[], metavar="PATH=VALUE", help="a setting for this run; may be repeated"
     )

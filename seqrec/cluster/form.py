@@ -18,7 +18,7 @@ INPUTS = {  # of every pipeline; what the form says beside each of them
     "dataset": "Dataset to train on: a key of `datasets` in params.yaml, such as ml-1m.",
     "models": 'Models to train and compare: keys of `models` in params.yaml, such as ["sasrec", "flash4rec"].',
     "protocol": "How the data is split: LOO-full, LOO-101, RATIO-full or temporal. Leave it empty to use params.yaml.",
-    "epochs": "Maximum number of epochs of each training. Enter 0 to use params.yaml.",
+    "epochs": "Maximum number of epochs of fine-tuning. Enter 0 to use params.yaml.",
     "seed": "Random seed of the trainings. It does not change the split of the data.",
     "overrides": (
         'Other settings, by their path in params.yaml: {"finetune.learning_rate": 0.002, '
