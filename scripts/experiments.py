@@ -28,6 +28,7 @@ EXPERIMENTS: dict[str, tuple[str, ...]] = {  # name -> arguments of Python; each
     "request-time-beauty": (*REQUEST_TIME, "--dataset", "beauty-5000-users"),
     "request-time-ml-100k": (*REQUEST_TIME, "--dataset", "ml-100k"),
     "rec-denoiser-twins": ("scripts/rec_denoiser_twins.py",),
+    "rec-denoiser-default": (*BENCHMARK, "params.yaml", "--base", "sasrec", "--only", "sasrec,rec_denoiser"),
     "rec-denoiser-softmax": SOFTMAX,
     "rec-denoiser-softmax-ml-1m": (*SOFTMAX, "--dataset", "ml-1m", "--only", BACKBONES),
     "rec-denoiser-noise": ("scripts/rec_denoiser_noise.py",),
