@@ -58,7 +58,7 @@ def networks(n: int) -> dict[str, STRec]:
 
 def histories(batch: int, n: int) -> Batch:
     """Return full random histories."""
-    times = -torch.rand(batch, n).mul(1e7).sort(dim=1, descending=True).values
+    times = -torch.rand(batch, n, dtype=torch.float64).mul(1e7).sort(dim=1, descending=True).values
     return Batch(torch.randint(1, ITEMS + 1, (batch, n)), times - times[:, -1:], torch.ones(batch, dtype=torch.int64))
 
 
