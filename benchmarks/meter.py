@@ -9,11 +9,14 @@ import platform
 import re
 import resource
 import time
+import warnings
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 MEMORY = Path("/proc/self/status")
 
@@ -48,6 +51,16 @@ def peak_memory() -> float:
         assert found
         return int(found[1]) / 2**10
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def peak_bytes(work: Callable[[], object]) -> int:
+    """Return the largest sum of bytes that a second call has allocated and not yet freed."""
+    work()
+    with warnings.catch_warnings(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        warnings.simplefilter("ignore")
+        work()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

@@ -35,7 +35,7 @@ EXPERIMENTS: dict[str, tuple[str, ...]] = {  # name -> arguments of Python; each
     "strec": (*BENCHMARK, "configs/strec/ml-100k.yaml", "--base", "backbone"),
     "strec-beauty": (*BENCHMARK, "configs/strec/beauty.yaml", "--base", "backbone"),
     "strec-ml-1m": (*BENCHMARK, "configs/strec/ml-1m.yaml", "--base", "backbone"),
-    "strec-efficiency": ("scripts/strec_efficiency.py",),
+    "strec-efficiency": ("-m", "benchmarks.strec_efficiency"),
     "strec-oracle": ("scripts/strec_oracle.py",),
     # they take days without a GPU, and Yelp's files have to be fetched by hand
     "flash4rec-paper-ml-20m": (*PAPER, "--dataset", "ml-20m"),

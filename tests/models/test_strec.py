@@ -2,8 +2,6 @@
 
 import itertools
 import math
-import warnings
-from itertools import accumulate
 
 import numpy as np
 import pytest
@@ -12,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import make_batch, make_model
 from torch.nn import functional as F
-from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.meter import peak_bytes
 from seqrec.models.base import Batch
 from seqrec.models.strec import FORCED, GRID, Sampler, STRecOptions, _standardised
 
@@ -157,16 +155,6 @@ def test_served_path_has_no_square_tensor_no_mask_and_one_sort(full):
     # the shortest history has 9 events: 7 ranked rows hold no padding
     assert widths == ([None] * 6 if full else [n, n, 11, None, None, None])
     assert all(mask is None or mask.shape[-2] == 1 for mask in recorder.masks)
-
-
-def peak_bytes(call):
-    """Return the largest sum of bytes that a second `call` has allocated and not yet freed."""
-    call()
-    with warnings.catch_warnings(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        warnings.simplefilter("ignore")
-        call()
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
 
 
 @pytest.mark.parametrize("n", [50, 200])

@@ -4,7 +4,7 @@ Times are the best of rounds in which the networks take turns, in torch and, for
 graph with the ranking of all items. Memory is the largest sum of tensor bytes that a pass has allocated and not freed.
 `all rows` computes every row in every layer, as the paper's backbone; `last row` leaves out what nobody reads.
 
-    OMP_NUM_THREADS=1 python scripts/strec_efficiency.py --out runs/strec-efficiency
+    OMP_NUM_THREADS=1 python -m benchmarks.strec_efficiency --out runs/strec-efficiency
 """
 
 from __future__ import annotations
@@ -12,16 +12,14 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-import warnings
 from collections.abc import Callable
-from itertools import accumulate
 from pathlib import Path
 
 import onnxruntime
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
+from benchmarks import meter
 from seqrec.artifacts import write_text
 from seqrec.models.base import Batch, Catalogue
 from seqrec.models.strec import SPARSITIES, STRec, STRecOptions
@@ -75,16 +73,6 @@ def best_seconds(passes: dict[str, Callable[[], object]]) -> dict[str, float]:
     return best
 
 
-def peak_bytes(work: Callable[[], object]) -> int:
-    """Return the largest sum of bytes that a second call has allocated and not yet freed."""
-    work()
-    with warnings.catch_warnings(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        warnings.simplefilter("ignore")
-        work()
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
-
-
 def encoder(model: STRec, batch: Batch) -> Callable[[], Tensor]:
     """Return the pass from histories to queries (B, D)."""
     return lambda: model(batch, last=True)[:, 0]
@@ -120,7 +108,7 @@ def table(n: int, batches: list[int]) -> str:
         inputs = histories(size, n)
         passes: dict[str, Callable[[], object]] = {name: encoder(model, inputs) for name, model in models.items()}
         spent = best_seconds(passes)
-        figures.append({name: (spent[name], peak_bytes(work)) for name, work in passes.items()})
+        figures.append({name: (spent[name], meter.peak_bytes(work)) for name, work in passes.items()})
         columns.append(f"batch {size}: time, memory")
     lines = [
         f"n = {n}",
