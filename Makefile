@@ -53,7 +53,7 @@ benchmark: setup  ## compare the models of configs/benchmark.yaml on DATASET wit
 		--out runs/benchmark/$(or $(DATASET),ml-100k) --seeds $(or $(SEEDS),42) --only "$(ONLY)"
 
 experiments: setup  ## run the experiments of docs/results, or ONLY="strec-oracle,flash4rec-parts"; SEEDS=42,43,44; resumes
-	python scripts/experiments.py --only "$(ONLY)" --seeds $(or $(SEEDS),42,43,44)
+	python scripts/experiments.py --only "$(ONLY)" $(if $(SEEDS),--seeds $(SEEDS))
 
 text-demo: setup  ## show what text models gain on Scientific, with few users and new items; needs a mirror of its files
 	@python scripts/text_demo.py --config-file configs/recformer/text-demo.yaml --out runs/text-demo

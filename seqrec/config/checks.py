@@ -100,6 +100,10 @@ def _hints(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls, include_extras=True)
 
 
+def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+
+
 def parse(cls: type[T], values: Mapping[str, Any], path: str) -> T:
     """Build the dataclass `cls` from `values`; error messages start with the key `path`.
 
@@ -109,7 +113,7 @@ def parse(cls: type[T], values: Mapping[str, Any], path: str) -> T:
     check_keys(values, [f.name for f in dataclasses.fields(cls)], path)  # type: ignore[arg-type]
     refuse_secrets(values, path)
     try:
-        parsed: T = _adapter(cast(type, cls)).validate_python(dict(values)) if CASTS else cls(**values)
+        parsed: T = _adapter(cast(type, cls)).validate_python(dict(values)) if CASTS else cls(**_tuples(values))
         check_fields(parsed)  # for classes that are not a `Section`, such as a model's options
     except ValueError as error:  # pydantic's ValidationError is one
         raise ConfigError(_explain(error, path)) from error

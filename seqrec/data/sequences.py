@@ -127,7 +127,7 @@ def sent(values: Tensor, device: torch.device) -> Tensor:
     """Return `values` on `device`; copied from pinned memory, so that the host need not wait."""
     if values.device == device:
         return values
-    pinned = values.pin_memory() if device.type == "cuda" else values
+    pinned = values.contiguous().pin_memory() if device.type == "cuda" else values
     return pinned.to(device, non_blocking=True)
 
 

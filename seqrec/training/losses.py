@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 LOGITS_IN_MEMORY = 4_000_000  # floats in a block of logits: 16 MB, about the size of a cache
+LOGITS_ON_GPU = 64_000_000  # 256 MB: a GPU waits for the host between the many kernels of small blocks
 SAMPLED_LOGITS = 1_000_000  # the same with sampled items
 
 VectorsOf = Callable[[Tensor], Tensor]  # items (...) -> their vectors (..., D)
@@ -192,8 +193,9 @@ def _blocks(
 ) -> Tensor:
     """Fill the gradients (items': weighted by `weight_N`) and return the values (N,)."""
     candidate_VD, goal_N = item_VD[1:], (target_N - 1).unsqueeze(1)  # padding is no candidate
-    floats = max(LOGITS_IN_MEMORY, item_VD.numel())  # small blocks would read a huge item table too often
-    rows = max(1, min(1024, floats // max(1, len(candidate_VD)), len(query_ND)))
+    limit, most = (LOGITS_ON_GPU, len(query_ND)) if query_ND.is_cuda else (LOGITS_IN_MEMORY, 1024)
+    floats = max(limit, item_VD.numel())  # small blocks would read a huge item table too often
+    rows = max(1, min(most, floats // max(1, len(candidate_VD)), len(query_ND)))
     buffer = query_ND.new_empty(rows, len(candidate_VD))
     value_N = query_ND.new_empty(len(query_ND))
     for start in range(0, len(query_ND), rows):
@@ -254,7 +256,7 @@ def _sampled_blocks(
     weight_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the values (N,), and the gradients of the first three arguments (drawn items': weighted)."""
-    rows = max(1, SAMPLED_LOGITS // max(1, len(drawn_KD)))
+    rows = max(1, (LOGITS_ON_GPU if query_ND.is_cuda else SAMPLED_LOGITS) // max(1, len(drawn_KD)))
     values, query_gradients, positive_gradients, drawn_gradient = [], [], [], torch.zeros_like(drawn_KD)
     for start in range(0, max(1, len(query_ND)), rows):
         part = slice(start, start + rows)
