@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from seqrec.artifacts import REFITTED
-from seqrec.config import AUTO, EXPERIMENT, FinetuneConfig
+from seqrec.config import EXPERIMENT, FinetuneConfig
 from seqrec.data import data_warnings, ties
 from seqrec.data.sequences import Sequences
 from seqrec.data.sequences import load as load_sequences
@@ -64,10 +64,9 @@ def finetune(
     start.check_catalogue(sequences, users=True)
     net = start.model
     prepared = load_sequences(sequences)
-    by_rule = vars(config)["batch_size"] == AUTO
     if net.phases("finetune"):
         config = auto_settings.resolved(config, Shape.of(prepared))
-    _warn(net, prepared, config, filter_seen, by_rule)
+    _warn(net, prepared, config, filter_seen)
     training = Training(
         name=model,
         stage="finetune",
@@ -96,12 +95,12 @@ def finetune(
     return values
 
 
-def _warn(net: SequenceModel, prepared: Sequences, config: FinetuneConfig, filter_seen: bool, by_rule: bool) -> None:
-    """Log the warnings about this dataset, each one once per process; none about a batch size chosen `by_rule`."""
+def _warn(net: SequenceModel, prepared: Sequences, config: FinetuneConfig, filter_seen: bool) -> None:
+    """Log the warnings about this dataset, each one once per process."""
     if not net.phases("finetune"):
         return
     steps = None
-    if not by_rule:
+    if config.batch_size > auto_settings.BATCHES[0]:  # the least that the rules choose
         windows = batches.windows(prepared, net.options, config, torch.Generator())
         steps = max(1, round(len(windows.user) / config.batch_size))
     repeated = data_warnings.repeats(prepared) if len(prepared.items) <= COUNTED else None

@@ -178,6 +178,30 @@ def test_a_loss_that_is_not_finite_stops_with_the_step_and_the_settings(prepared
         run(prepared, tmp_path, learning_rate=1e30, warmup_steps=0, clip_norm=0.0)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_deterministic_kernels_are_used_if_the_config_says_so(prepared, tmp_path, deterministic):
+    used = []
+
+    def log(*_):
+        used.append(torch.are_deterministic_algorithms_enabled())
+
+    run(prepared, tmp_path, epochs=1, deterministic=deterministic, log=log)
+    torch.use_deterministic_algorithms(False)
+
+    assert used == [deterministic]
+
+
+@pytest.mark.parametrize(("batch_size", "warned"), [(64, True), (16, False)])
+def test_few_steps_per_epoch_are_worth_a_warning_unless_batches_are_small_already(
+    prepared, tmp_path, caplog, monkeypatch, batch_size, warned
+):
+    monkeypatch.setattr("seqrec.stages.finetune._said", set())  # by other tests of this process
+
+    run(prepared, tmp_path, epochs=1, batch_size=batch_size)
+
+    assert ("steps per epoch: lower finetune.batch_size" in caplog.text) is warned
+
+
 def test_early_stopping_keeps_the_best_epoch(prepared, tmp_path):
     values = run(prepared, tmp_path, epochs=60, patience=2, learning_rate=2e-2)
 
