@@ -73,6 +73,7 @@ TEXTS = 50_000  # most items of a catalogue for recformer: every epoch of traini
 CORES = (5, 3, 2)  # minimum events per user and item, strictest first
 KEPT = 0.5  # share of the events that a k-core must leave
 CASES, KNOWN = 100, 0.2  # temporal split: minimum cases per part, and minimum share of trained users
+SCORES, LEAST_CASES = 500_000, 4_000  # most scores of a ranking per second of the budget, for at least so many cases
 RESERVE = 0.15  # share of a model's budget that counts and evaluation need
 MEMBERS = 5  # for few users, the most networks of one model whose scores are averaged
 ODD_TIMES = 0.05  # maximum share of times in another format or outside 1990 to 2035
@@ -232,6 +233,11 @@ def prepare(plan: Plan, out: Path, console: Console) -> None:
         _check_times(out)
     content["prepare"], plan.split = _split(from_dict(content), out, timed)
     prepared = sequences.load(out / "data" / "sequences")
+    most = max(LEAST_CASES, int(60 * float(plan.request["minutes"]) * SCORES / prepared.num_items))
+    if plan.request["minutes"] and most < max(prepared.card["counts"][part] for part in ("valid", "test")):
+        content["prepare"]["max_cases"] = most
+        BY_NAME["prepare"](from_dict(content), out, "auto")
+        prepared = sequences.load(out / "data" / "sequences")
     if data_warnings.repeats(prepared) > data_warnings.REPEATS:
         content["filter_seen"] = False
     plan.params = content
@@ -393,6 +399,8 @@ def say_data(plan: Plan, prepared: sequences.Sequences, out: Path) -> None:
     counts = ", ".join(f"{card['counts'][name]:,} {word}" for name, word in words.items())
     logger.info("split: %s", plan.split)
     logger.info("data: %s", counts)
+    if most := card.get("max_cases"):
+        logger.info("%s random cases of each are ranked, as all would take too much of the budget", f"{most:,}")
     if left_out := ", ".join(f"{number:,} {rule}" for rule, number in card["dropped"].items() if number):
         logger.info("left out: %s (k-core %d)", left_out, card["k_core"]["user"])
     if not plan.params.get("filter_seen", True):

@@ -122,6 +122,7 @@ class PrepareConfig(Section):
     valid_share: Fraction = 0.1  # share for validation: of each user's events (RATIO-full) or of all events (temporal)
     test_share: Fraction = 0.1  # share for test: of each user's events (RATIO-full) or of all events (temporal)
     cases: Literal["all", "first"] = "all"  # temporal: cases are all events after the cut | each user's first
+    max_cases: Count = 0  # random cases to rank, of validation and of test each, for large logs; 0: all
     filter_on: Literal["train", "all"] = "train"  # temporal: the k-core counts events before the first cut | all
     noise_share: Annotated[float, Bounds(ge=0, lt=1)] = 0.0  # share of training events that get a random item
     seed: Seed = 42  # seed of this stage

@@ -28,7 +28,8 @@ from seqrec.evaluation.ranking import Scorer
 from seqrec.models.base import SequenceModel
 
 logger = logging.getLogger(__name__)
-CASES = 4_000  # maximum number of validation cases to rank
+CASES = (1_000, 4_000)  # most validation cases to rank: for a huge catalogue, and for one of up to 30,000 items
+SCORES = 120_000_000  # between them, maximum number of scores
 PAIRS = 1 << 24  # maximum number of table entries that the cases read in total, 200 MB
 ROUNDS = 2  # rounds over all axes
 Values = TypeVar("Values")
@@ -129,7 +130,8 @@ def drawn_cases(data: Sequences, tables: Tables, pairs: int = PAIRS) -> Cases:
     cases = sequences.cases(data, "valid")
     with_history = (cases.position > data.start.to(cases.position.device)[cases.user]).nonzero().squeeze(1)
     order = torch.randperm(len(with_history), generator=torch.Generator().manual_seed(0))
-    drawn = with_history.cpu()[order[:CASES]]
+    least, most = CASES
+    drawn = with_history.cpu()[order[: min(most, max(least, SCORES // data.num_items))]]
     config = CountsConfig()
     term = tables.built(config)
     if not term.is_small:

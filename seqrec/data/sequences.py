@@ -188,13 +188,18 @@ def read_users(directory: Path) -> list[str]:
 
 
 def cases(data: Sequences, split: str) -> Cases:
-    """Return the ranking cases of `split` (valid or test), ordered by user and position."""
+    """Return the ranking cases of `split` (valid or test), ordered by user and position; with `max_cases` a sample."""
     first, stop = (data.train_stop, data.valid_stop) if split == "valid" else (data.valid_stop, data.stop)
     if data.card.get("cases") == "first":
         stop = torch.minimum(stop, first + 1)
     elif data.card.get("cases") == "last":
         first = torch.maximum(first, stop - 1)
-    return Cases(*ranges(first, stop - first))
+    user, position = ranges(first, stop - first)
+    if 0 < (most := data.card.get("max_cases", 0)) < len(user):
+        generator = torch.Generator().manual_seed(data.card["seed"])
+        drawn = torch.randperm(len(user), generator=generator)[:most].sort().values.to(user.device)
+        user, position = user[drawn], position[drawn]
+    return Cases(user, position)
 
 
 def ranges(first: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:

@@ -92,6 +92,7 @@ def prepare(*, dataset: str, data: Path, validation: Path, sequences: Path, conf
         "min_rating": config.min_rating,
         "require_title": config.require_title,
         "val_users": config.val_users,
+        "max_cases": config.max_cases,
         "sample_users": config.sample_users,
         "noise_share": config.noise_share,
         "seed": config.seed,
@@ -112,6 +113,7 @@ def _split_hash(sequences: Path, config: PrepareConfig) -> str:
     files = [artifacts.SEQUENCES, artifacts.USERS, artifacts.VOCABULARY]
     files += [artifacts.NEGATIVES] * (config.protocol == "LOO-101")
     parts = [sha256(sequences / name) for name in files] + [config.cases] * (config.cases != "all")
+    parts += [f"{config.max_cases} cases, seed {config.seed}"] * (config.max_cases > 0)
     return hashlib.sha256("".join(parts).encode()).hexdigest()
 
 

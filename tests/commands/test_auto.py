@@ -166,6 +166,17 @@ def test_a_log_that_time_cannot_divide_is_split_by_user(tmp_path):
     assert "of the validation cases belong to users with events before" in plan.split
 
 
+@pytest.mark.parametrize(("scores", "limit"), [(1e9, 0), (1, 25)])
+def test_a_large_log_is_ranked_on_a_sample_of_cases(tmp_path, caplog, monkeypatch, scores, limit):
+    monkeypatch.setattr(auto, "SCORES", scores)
+    monkeypatch.setattr(auto, "LEAST_CASES", 25)
+
+    plan, card = prepared(tmp_path, write_log(tmp_path / "log.csv", spread=8_000_000))
+
+    assert card["max_cases"] == plan.params["prepare"].get("max_cases", 0) == limit
+    assert ("25 random cases of each are ranked" in caplog.text) is bool(limit)
+
+
 def test_imperfect_rows_are_left_out_with_a_sentence(tmp_path, caplog):
     rows = pl.read_csv(write_log(tmp_path / "log.csv", spread=0))
     number = pl.int_range(pl.len())

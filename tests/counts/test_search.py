@@ -130,6 +130,16 @@ def test_ease_is_added_where_whole_histories_say_more_than_the_last_events(tmp_p
     assert (choice.in_sample > without.in_sample + 0.05) is helps
 
 
+@pytest.mark.parametrize(("scores", "number"), [(10**9, 50), (40 * 33, 33), (0, 20)])
+def test_the_cases_of_a_large_catalogue_are_fewer(prepared, monkeypatch, scores, number):
+    data = sequences.load(prepared)
+    assert data.num_items == 40
+    monkeypatch.setattr(search, "CASES", (20, 50))
+    monkeypatch.setattr(search, "SCORES", scores)
+
+    assert len(search.drawn_cases(data, Tables(data))) == number
+
+
 def test_cases_whose_items_have_many_followers_are_fewer(prepared, monkeypatch):
     data = sequences.load(prepared)
     tables, most = Tables(data), 800

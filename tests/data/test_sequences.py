@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from support import prepare_rows
@@ -48,6 +50,22 @@ def test_cases(data, split, positions):
 
     assert cases.user.tolist() == [0, 1]
     assert cases.position.tolist() == positions
+
+
+def test_max_cases_draws_the_same_cases_every_time(prepared):
+    data = sequences.load(prepared)
+    every = sequences.cases(data, "test")
+    limited = replace(data, card=data.card | {"max_cases": 7})
+
+    drawn, again = sequences.cases(limited, "test"), sequences.cases(limited, "test")
+
+    assert len(drawn) == 7 < len(every)
+    assert drawn.position.tolist() == sorted(again.position.tolist())
+    assert set(zip(drawn.user.tolist(), drawn.position.tolist(), strict=True)) < set(
+        zip(every.user.tolist(), every.position.tolist(), strict=True)
+    )
+    other = replace(limited, card=limited.card | {"seed": 1})
+    assert sequences.cases(other, "test").position.tolist() != drawn.position.tolist()
 
 
 def test_no_target_is_in_its_own_input(prepared):

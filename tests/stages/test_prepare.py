@@ -129,13 +129,14 @@ def test_shards_of_a_dump_whose_last_users_have_left_hold_all_events(tmp_path):
 
 
 def test_other_cases_are_another_split(tmp_path):
+    settings = ({}, {"cases": "first"}, {"max_cases": 5}, {"max_cases": 5, "seed": 1}, {"max_cases": 6})
     splits = {
-        read_json(prepare_rows(tmp_path / cases, synthetic_rows(), protocol="temporal", cases=cases) / "split.json")[
+        read_json(prepare_rows(tmp_path / str(number), synthetic_rows(), protocol="temporal", **some) / "split.json")[
             "split_sha256"
         ]
-        for cases in ("all", "first")
+        for number, some in enumerate(settings)
     }
-    assert len(splits) == 2
+    assert len(splits) == len(settings)
 
 
 @pytest.mark.parametrize(("place", "message"), [("nowhere", "users.parquet not found"), ("sequences", "this stage")])
