@@ -39,6 +39,7 @@ from seqrec.training.held_out import split_of
 from seqrec.training.resume import fingerprint
 
 logger = logging.getLogger(__name__)
+SLOW = 3_000_000_000  # scores, half a minute of two cores
 MARKOV = CountsConfig(values="tempered", decay="inverse", events=5)
 STARTS = {
     "markov": MARKOV,
@@ -88,10 +89,17 @@ def baselines(
     """
     prepared = load_sequences(sequences)
     for split in ("valid", "test"):
-        if not len(cases(prepared, split)):
+        if not (number := len(cases(prepared, split))):
             raise ValueError(
                 f"the {split} split has no cases: check prepare.protocol, prepare.{split}_share and the k-core"
             )
+    if number * prepared.num_items > SLOW:
+        logger.warning(
+            "ranking takes long: %s cases x %s items for each baseline, and for each model after every epoch; "
+            "prepare.max_cases: 10000 ranks a sample",
+            f"{number:,}",
+            f"{prepared.num_items:,}",
+        )
     values = {}
     for name in names:
         folder = artifacts / name / "finetuned"

@@ -95,6 +95,15 @@ def scores_of(name, tables, folder, history):
     return [score[item_id] for item_id in recommender.item_ids]
 
 
+@pytest.mark.parametrize(("scores", "warned"), [(60 * 40 - 1, True), (60 * 40, False)])
+def test_a_log_whose_ranking_takes_long_names_the_setting(prepared, tmp_path, caplog, monkeypatch, scores, warned):
+    monkeypatch.setattr(stage, "SLOW", scores)
+
+    baselines(prepared, tmp_path, names=())
+
+    assert ("60 cases x 40 items" in caplog.text) is warned
+
+
 def test_popularity_is_the_number_of_train_events(tables, tmp_path):
     data = sequences.load(tables)
     known = user_items(data)[:, 1:].sum(0)
