@@ -64,6 +64,7 @@ class Dataset:
         title: str = "",
         time_format: str = "",
         items: Any = None,
+        max_cases: int = 0,
         folder: str | Path | None = None,
     ) -> Dataset:
         """Read, check and split a log of events, one a row; columns and split are chosen as by `seqrec auto`.
@@ -76,6 +77,7 @@ class Dataset:
             title: column of the items' titles.
             time_format: format of the times for strptime, such as %d/%m/%Y.
             items: frame of items with their titles.
+            max_cases: random cases to rank, of validation and of test each, for a large log; 0: all.
             folder: folder that receives the tables; by default a temporary one.
 
         Raises:
@@ -89,7 +91,7 @@ class Dataset:
             written = {name: _write(content, place / f"{name}.new") for name, content in files.items()}
             about |= {"sha256": [sha256(path) for path in written.values()], "time_format": time_format}
             about |= {"data": str(place / EVENTS), "items": "" if items is None else str(place / ITEMS)}
-            plan = auto.Plan.load(place / auto.PLAN, about | {"minutes": 0.0})
+            plan = auto.Plan.load(place / auto.PLAN, about | {"minutes": 0.0, "max_cases": max_cases})
             for name, path in written.items():
                 path.replace(place / name)
             if "data" not in plan.done:

@@ -62,6 +62,14 @@ def test_figures_are_those_of_the_pipeline(data, model, tmp_path):
     assert figures(model.evaluate(data).metrics) == ran
 
 
+def test_a_sample_of_the_cases_can_be_ranked(data):
+    some = seqrec.Dataset.from_frame(frame(), max_cases=20)
+
+    values = [seqrec.fit(one, "popularity").evaluate().metrics["test/cases"] for one in (data, some)]
+
+    assert values[1] == 20 < values[0]
+
+
 @pytest.mark.parametrize("name", ["pctm", "ease"])
 def test_a_baseline_is_fitted_like_a_model(data, name, tmp_path):
     model = seqrec.fit(data, name)

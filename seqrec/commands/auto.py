@@ -233,8 +233,9 @@ def prepare(plan: Plan, out: Path, console: Console) -> None:
         _check_times(out)
     content["prepare"], plan.split = _split(from_dict(content), out, timed)
     prepared = sequences.load(out / "data" / "sequences")
-    most = max(LEAST_CASES, int(60 * float(plan.request["minutes"]) * SCORES / prepared.num_items))
-    if plan.request["minutes"] and most < max(prepared.card["counts"][part] for part in ("valid", "test")):
+    of_budget = max(LEAST_CASES, int(60 * float(plan.request["minutes"]) * SCORES / prepared.num_items))
+    most = int(plan.request.get("max_cases", of_budget))
+    if 0 < most < max(prepared.card["counts"][part] for part in ("valid", "test")):
         content["prepare"]["max_cases"] = most
         BY_NAME["prepare"](from_dict(content), out, "auto")
         prepared = sequences.load(out / "data" / "sequences")
@@ -400,7 +401,7 @@ def say_data(plan: Plan, prepared: sequences.Sequences, out: Path) -> None:
     logger.info("split: %s", plan.split)
     logger.info("data: %s", counts)
     if most := card.get("max_cases"):
-        logger.info("%s random cases of each are ranked, as all would take too much of the budget", f"{most:,}")
+        logger.info("%s random cases of each are ranked, because all would take long", f"{most:,}")
     if left_out := ", ".join(f"{number:,} {rule}" for rule, number in card["dropped"].items() if number):
         logger.info("left out: %s (k-core %d)", left_out, card["k_core"]["user"])
     if not plan.params.get("filter_seen", True):
