@@ -110,12 +110,7 @@ def table(n: int, batches: list[int]) -> str:
         spent = best_seconds(passes)
         figures.append({name: (spent[name], meter.peak_bytes(work)) for name, work in passes.items()})
         columns.append(f"batch {size}: time, memory")
-    lines = [
-        f"n = {n}",
-        "",
-        f"| network | rows left out | {' | '.join(columns)} |",
-        "|---|---" + "|--:" * len(columns) + "|",
-    ]
+    rows = []
     for name, model in models.items():
         cells = []
         for figure in figures:
@@ -125,8 +120,8 @@ def table(n: int, batches: list[int]) -> str:
             else:
                 shares = zip(figure.get(name, ()), figure[ALL], strict=False)
                 cells.append(", ".join(f"{value / base:.0%}" for value, base in shares) or "-")
-        lines.append(f"| {name} | {left_out(name, model)} | {' | '.join(cells)} |")
-    return "\n".join([*lines, ""])
+        rows.append([name, left_out(name, model), *cells])
+    return f"n = {n}\n\n{meter.markdown(['network', 'rows left out', *columns], rows)}\n"
 
 
 def main() -> None:

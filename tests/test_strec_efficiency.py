@@ -1,4 +1,4 @@
-"""The costs of benchmarks/strec_efficiency.py: fewer rows must need less memory, and the table has every network."""
+"""The costs of benchmarks/strec_efficiency.py: fewer rows must need less memory, and a graph ranks as its network."""
 
 from __future__ import annotations
 

@@ -88,16 +88,17 @@ def baselines(
         ValueError: the split has no validation or no test cases.
     """
     prepared = load_sequences(sequences)
-    for split in ("valid", "test"):
-        if not (number := len(cases(prepared, split))):
+    numbers = {split: len(cases(prepared, split)) for split in ("valid", "test")}
+    for split, number in numbers.items():
+        if not number:
             raise ValueError(
                 f"the {split} split has no cases: check prepare.protocol, prepare.{split}_share and the k-core"
             )
-    if number * prepared.num_items > SLOW:
+    if (most := max(numbers.values())) * prepared.num_items > SLOW:
         logger.warning(
             "ranking takes long: %s cases x %s items for each baseline, and for each model after every epoch; "
             "prepare.max_cases: 10000 ranks a sample",
-            f"{number:,}",
+            f"{most:,}",
             f"{prepared.num_items:,}",
         )
     values = {}

@@ -12,8 +12,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 LOGITS_IN_MEMORY = 4_000_000  # floats in a block of logits: 16 MB, about the size of a cache
-LOGITS_ON_GPU = 64_000_000  # 256 MB: a GPU waits for the host between the many kernels of small blocks
 SAMPLED_LOGITS = 1_000_000  # the same with sampled items
+LOGITS_ON_GPU = 64_000_000  # the same on a GPU, with or without sampling: one that gets small blocks waits for the host
 
 VectorsOf = Callable[[Tensor], Tensor]  # items (...) -> their vectors (..., D)
 
