@@ -74,6 +74,7 @@ CORES = (5, 3, 2)  # minimum events per user and item, strictest first
 KEPT = 0.5  # share of the events that a k-core must leave
 CASES, KNOWN = 100, 0.2  # temporal split: minimum cases per part, and minimum share of trained users
 SCORES, LEAST_CASES = 500_000, 2_000  # most scores of a ranking per second of the budget, for at least so many cases
+LEAST_EPOCHS = 0.25  # share of a model's epochs that must fit into the budget, unless it is the first model
 RESERVE = 0.15  # share of a model's budget that counts and evaluation need
 MEMBERS = 5  # for few users, the most networks of one model whose scores are averaged
 ODD_TIMES = 0.05  # maximum share of times in another format or outside 1990 to 2035
@@ -481,12 +482,9 @@ def _epochs(plan: Plan, name: str, entry: Mapping[str, Any], folder: Path, out: 
     wanted = params.section("finetune", model=name).epochs
     probe = time.monotonic() - began
     of_share, most = (_fitting(seconds, cost) for seconds in (share - probe, plan.left()))
-    if most < 1 and not first:
-        logger.warning(
-            "%s is left out: an epoch and the evaluation take longer than the %.0f s of the budget that are left",
-            name,
-            max(0.0, plan.left()),
-        )
+    if most < LEAST_EPOCHS * wanted and not first:
+        seconds = max(0.0, plan.left())
+        logger.warning("%s is left out: %d of its %d epochs fit into the %.0f s left", name, most, wanted, seconds)
         return 0, 0
     if most < 1:
         logger.warning(

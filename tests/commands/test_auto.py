@@ -82,23 +82,26 @@ def test_the_same_command_continues_and_another_one_is_refused(made, caplog):
 
 
 @pytest.mark.parametrize(
-    ("epoch_s", "spent", "share", "expected"),
+    ("epoch_s", "spent", "share", "first", "expected"),
     [
-        (10.0, 0, 2000, 100),  # all epochs fit into an equal share of the time
-        (40.0, 0, 2000, 100),  # they take more than this share
-        (600.0, 0, 2000, 8),  # all that is left
-        (7000.0, 0, 2000, 1),  # the first model gets one in any case
-        (40.0, 5860, 30, 2),
+        (10.0, 0, 2000, True, 100),  # all epochs fit into an equal share of the time
+        (40.0, 0, 2000, True, 100),  # they take more than this share
+        (600.0, 0, 2000, True, 8),  # all that is left
+        (7000.0, 0, 2000, True, 1),  # the first model gets one in any case
+        (40.0, 5860, 30, True, 2),
+        (600.0, 0, 2000, False, 0),  # less than a quarter of them would do a further model no good
+        (160.0, 0, 2000, False, 31),
     ],
 )
 def test_a_model_gets_all_epochs_that_fit_before_the_next_one_gets_any(
-    made, tmp_path, monkeypatch, epoch_s, spent, share, expected
+    made, tmp_path, monkeypatch, epoch_s, spent, share, first, expected
 ):
     monkeypatch.setattr(auto, "_cost", lambda *_: Cost(step_s=epoch_s, steps=1, validation_s=0.0, memory=0))
     folder = made / "out" / "data" / "sequences"
     params = auto.Plan.load(made / "out" / "auto.json", json.loads((made / "out" / "auto.json").read_text())["request"])
     plan = auto.Plan(tmp_path / "auto.json", {"minutes": 100.0}, params.params | {"models": {}}, spent=spent)
     shape = auto.Shape.of(sequences.load(folder))
+    plan.params["models"] = {} if first else {"gru4rec": auto.model_settings("gru4rec", shape)}
     assert auto_settings.finetune(shape, {})["epochs"] == 100
 
     found, _ = auto._epochs(plan, "sasrec", auto.model_settings("sasrec", shape), folder, tmp_path, share)
