@@ -6,6 +6,7 @@ come from its parser.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import inspect
 import sys
@@ -92,7 +93,8 @@ def commands() -> str:
 
 def _flag(action: Any) -> str:
     name = f"`{action.option_strings[0]}`" if action.option_strings else f"`{action.metavar} ...`"
-    default = "required" if action.required else "" if action.default in (None, False) else f"`{action.default}`"
+    none = action.default in (None, False, argparse.SUPPRESS)
+    default = "required" if action.required else "" if none else f"`{action.default}`"
     return f"| {name} | {default} | {_cell((action.help or '').replace('%%', '%'))} |\n"
 
 

@@ -40,6 +40,10 @@ def test_every_setting_has_a_meaning():
     assert reference.meanings(reference.config.PretrainConfig)["held_out"].startswith("unisrec")
 
 
+def test_a_flag_without_a_default_of_its_own_shows_none():
+    assert "SUPPRESS" not in load("reference").commands()
+
+
 def test_the_site_builds_strictly(tmp_path):
     pytest.importorskip("mkdocs")
     from mkdocs.commands.build import build
