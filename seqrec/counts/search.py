@@ -74,6 +74,7 @@ DECAYS: Sequence[Axis] = ([{"rho": rho} for rho in (1.0, 0.9, 0.8, 0.7, 0.6, 0.5
 EASE_TABLE = "ease"  # the one table that no setting changes
 EASE_WEIGHTS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
 EASE: Axis = [{"ease": weight, "ease_decay": decay} for decay in (1.0, 0.9, 0.8) for weight in EASE_WEIGHTS]
+LAST_EVENT = CountsConfig(alpha=3.0, rho=0.2, kernel="square")  # counts in which the last event decides
 ADDED: Sequence[AnyAxis] = (alphas, [{"smoothing": tau} for tau in SMOOTHING], RHO, KERNELS, popularities)
 
 
@@ -94,7 +95,11 @@ class Choice(Generic[Values]):
 
 
 def search(
-    ndcg_of: Callable[[Values], NDArray[np.float64]], user: Tensor, starts: Sequence[Values], axes: Sequence[AnyAxis]
+    ndcg_of: Callable[[Values], NDArray[np.float64]],
+    user: Tensor,
+    starts: Sequence[Values],
+    axes: Sequence[AnyAxis],
+    again: Values | None = None,
 ) -> Choice[Values]:
     """Return the settings with the best mean NDCG@10 on all users, and on each half of the users.
 
@@ -106,10 +111,18 @@ def search(
         starts: initial settings for all users, for those of even index and for the others; they are kept unless others
             are better.
         axes: alternatives, tried axis by axis.
+        again: initial settings of another search where the first one finds nothing better than its start.
     """
     ndcg, odd = functools.cache(ndcg_of), (user % 2 == 1).cpu().numpy()
-    found = _descend(ndcg, starts[0], axes, np.ones(len(odd), dtype=bool))
-    folds = (_descend(ndcg, starts[1], axes, odd), _descend(ndcg, starts[2], axes, ~odd))
+
+    def best(start: Values, chosen: NDArray[np.bool_]) -> Values:
+        found = _descend(ndcg, start, axes, chosen)
+        if found != start or again is None:
+            return found
+        return max(found, _descend(ndcg, again, axes, chosen), key=lambda values: _mean(ndcg(values), chosen))
+
+    found = best(starts[0], np.ones(len(odd), dtype=bool))
+    folds = (best(starts[1], odd), best(starts[2], ~odd))
     if not len(user):  # no validation case has a history
         return Choice(found, folds, 0.0, 0.0)
     found = max([found, *folds], key=lambda values: float(ndcg(values).mean()))
@@ -147,20 +160,20 @@ def _descend(
     ndcg: Callable[[Values], NDArray[np.float64]], start: Values, axes: Sequence[AnyAxis], chosen: NDArray[np.bool_]
 ) -> Values:
     """Return the best settings on the `chosen` cases; of equally good ones, the first."""
-
-    def value(values: Values) -> float:
-        return float(ndcg(values)[chosen].mean()) if chosen.any() else 0.0
-
     best = start
     for _ in range(ROUNDS):
         before = best
         for axis in axes:
             changes = axis(best) if callable(axis) else axis
             rivals = [replace(best, **change) for change in changes]  # type: ignore[type-var]
-            best = max([best, *rivals], key=value)
+            best = max([best, *rivals], key=lambda values: _mean(ndcg(values), chosen))
         if best == before:
             break
     return best
+
+
+def _mean(ndcg: NDArray[np.float64], chosen: NDArray[np.bool_]) -> float:
+    return float(ndcg[chosen].mean()) if chosen.any() else 0.0
 
 
 class Tables:
@@ -203,6 +216,7 @@ def choose(
     filter_seen: bool,
     start: CountsConfig,
     axes: Sequence[AnyAxis] = ADDED,
+    again: CountsConfig | None = None,
     ease: bool = False,
 ) -> Choice[CountsConfig]:
     """Return the settings of the count term that improves `base` most.
@@ -214,11 +228,12 @@ def choose(
         filter_seen: whether seen items are left out.
         start: initial settings, which are kept unless others are better.
         axes: alternatives, tried axis by axis.
+        again: see `search`.
         ease: whether to also try EASE with the best settings, and keep it if it improves them.
     """
     cases = drawn_cases(data, tables)
     ndcg = CaseNdcg(base, data, cases, filter_seen=filter_seen)
-    found = search(lambda config: ndcg(tables.built(config)), cases.user, [start] * 3, axes)
+    found = search(lambda config: ndcg(tables.built(config)), cases.user, [start] * 3, axes, again)
     if not ease:
         return found
 
@@ -266,7 +281,15 @@ def for_model(
             data.num_items,
             config.ease_items,
         )
-    choice = choose(scorer, tables, data_on_device, filter_seen=filter_seen, start=CountsConfig(alpha=0.0), ease=ease)
+    choice = choose(
+        scorer,
+        tables,
+        data_on_device,
+        filter_seen=filter_seen,
+        start=CountsConfig(alpha=0.0),
+        again=LAST_EVENT,
+        ease=ease,
+    )
     logger.info(
         "counts: chose alpha = %g and ease = %g; cross-fitted valid/ndcg@10 = %.4f",
         choice.values.alpha,

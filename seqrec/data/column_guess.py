@@ -20,7 +20,7 @@ INSPECTED_ROWS, RUN_ROWS = 8_000, 250  # rows to inspect, in runs from all over 
 USERS = (
     *("user", "uid", "username", "customer", "cust", "client", "member", "visitor", "reviewer", "buyer", "shopper"),
     *("person", "account", "profile", "subscriber", "listener", "player", "student", "household", "session"),
-    *("profilename", "cookie", "device", "author"),
+    *("profilename", "cookie", "device", "author", "guest", "borrower", "rider", "passenger", "patient", "learner"),
 )
 WORDS = {  # role -> words in names of its columns, most reliable first
     "user_id": (*USERS, *(f"{word}s" for word in USERS)),
@@ -28,7 +28,7 @@ WORDS = {  # role -> words in names of its columns, most reliable first
         *("item", "iid", "sku", "product", "movie", "parentasin", "asin", "article", "book", "isbn", "track", "song"),
         *("video", "film", "game", "business", "merchant", "venue", "location", "course", "artist", "content", "page"),
         *("url", "app", "news", "anime", "recipe", "hotel", "restaurant", "podcast", "episode", "offer", "beer"),
-        *("document", "job", "title"),
+        *("document", "job", "title", "station", "tour", "place"),
     ),
     "timestamp": (
         *("timestamp", "time", "datetime", "date", "ts", "unix", "when", "bought", "purchased", "ordered", "created"),
@@ -64,7 +64,7 @@ CLOCK = r"^\s*([01]?\d|2[0-3]):[0-5]\d\b"  # a time of day
 SENTENCE = 5  # mean number of blanks in values that are texts
 FIT = 0.95  # minimum share of values that are valid times, or times of day
 MALFORMED = 0.3  # maximum share of rows that are malformed, for example without a user
-ONE_EVENT = "; each row must be one event, without lists"
+ONE_EVENT = "; each row must be one event, and lists and objects in it are not read"
 NO_TIMES = "; a log without times can also be lines of `user item item ...`, oldest item first"
 GIVEN, NAMED, FITTING = "your flag", "its name", "its values"  # reasons for a guess
 ORDER = "your flag; its numbers are not dates, so they only give the order"
@@ -104,6 +104,8 @@ def guess(path: Path, chosen: Mapping[str, str], time_format: str = "") -> tuple
             raise ValueError(
                 f"{path.name} has no column {column!r} for {name}; its columns are {', '.join(names):.300}"
             )
+    if len(set(chosen.values())) < len(chosen):
+        raise ValueError(f"{path.name}: {', '.join(chosen)} must be different columns, not {', '.join(chosen.values())}")
     if rows.is_empty():
         raise ValueError(f"{path.name} has no rows that can be read")
     found = {name: Guess(name, column, GIVEN) for name, column in chosen.items()}
@@ -124,6 +126,11 @@ def guess(path: Path, chosen: Mapping[str, str], time_format: str = "") -> tuple
     if "title" not in found and (title := _title(rows, roles)):
         found["title"] = Guess("title", title, NAMED)
     if "timestamp" in chosen and not time_format and _is_order(rows[roles["timestamp"]]):
+        if _fractions(rows[roles["timestamp"]].cast(pl.String)).any():
+            raise ValueError(
+                f"--time: the numbers of {roles['timestamp']} are not dates and have fractions, which would be cut off: "
+                "write whole numbers into it, such as the ranks of these"
+            )
         found["timestamp"] = Guess("timestamp", roles["timestamp"], ORDER)
     else:
         time_format = time_format or _time_format(rows[roles["timestamp"]], roles["timestamp"])
@@ -285,6 +292,7 @@ def _by_content(role: str, rows: pl.DataFrame, roles: Mapping[str, str], time_fo
         return _time_of_events(free, rows, roles, time_format)
     if role == "rating":
         return None
+    free = [column for column in free if not _is_date(rows[column])]
     free = [column for column in free if "timestamp" in roles or not _is_time(rows[column], time_format)]
     free = _varying(free, rows, roles)
     free.sort(key=lambda column: _likelihood(role, column))
@@ -313,6 +321,13 @@ def _is_time(values: pl.Series, time_format: str = "") -> bool:
     return _fitting(values, time_format) is not None
 
 
+def _is_date(values: pl.Series) -> bool:
+    """Return whether the values are times, and not numbers that may also be ids."""
+    found = _fitting(values)
+    numbers = values.cast(pl.String, strict=False).cast(pl.Float64, strict=False)
+    return bool(found) or (found == "" and numbers.null_count() > values.null_count())
+
+
 def _fitting(values: pl.Series, time_format: str = "") -> str | None:
     """Return the first format that fits the values; empty: numbers or ISO 8601; None: they are no times."""
     formats = [time_format] if time_format else ["", *FORMATS]
@@ -339,8 +354,14 @@ def _is_id(values: pl.Series) -> bool:
     distinct = text.n_unique()
     if values.dtype == pl.Boolean or distinct <= 10:
         return False
-    fractions, blanks = text.str.contains(r"^[-+]?\d*\.0*[1-9]\d*$"), text.str.count_matches(" ")
+    fractions = _fractions(text) & ~text.str.contains(r"^\d{8,}\.\d{8,}$")  # as in GA4
+    blanks = text.str.count_matches(" ")
     return bool(fractions.mean() <= 0.5 and (blanks.mean() < SENTENCE or 2 * distinct < len(text)))  # type: ignore[operator]
+
+
+def _fractions(text: pl.Series) -> pl.Series:
+    """Return which values are numbers that are not whole."""
+    return text.str.contains(r"^[-+]?\d*\.0*[1-9]\d*$")
 
 
 def _is_order(values: pl.Series) -> bool:

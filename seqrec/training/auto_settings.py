@@ -154,7 +154,7 @@ def finetune(shape: Shape, given: Mapping[str, Any]) -> dict[str, Any]:
     number = values.setdefault("epochs", epochs(shape, of, steps, scored, shuffled=order == "shuffle"))
     rules = {
         "warmup_steps": min(WARMUP, number * steps // WARMUP_SHARE),
-        "patience": max(3, math.ceil(number / 4)),
+        "patience": max(5, math.ceil(number / 4)),
         "precision": "bf16" if has_fast_bf16() else "fp32",
     }
     return rules | values

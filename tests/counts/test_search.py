@@ -50,6 +50,20 @@ def test_the_search_takes_the_best_and_stays_where_nothing_is_better():
     assert search.search(leveled, USER, [Level(both=3.0)] * 3, axes).values.both == 3.0
 
 
+@pytest.mark.parametrize(("peak", "both"), [(1.0, 5.0), (0.01, 0.0)])
+def test_a_search_that_stays_at_its_start_is_repeated_from_another(peak, both):
+    """Only together, `both` and `odd` may be better than the start."""
+
+    def valley(values):
+        return np.full(20, 0.1 if values == Level() else peak * values.both * values.odd - 0.5)
+
+    axes = [[{"odd": 1.0}], [{"both": 5.0}]]
+
+    assert search.search(valley, USER, [Level()] * 3, axes).values == Level()
+    choice = search.search(valley, USER, [Level()] * 3, axes, again=Level(both=2.0))
+    assert [found.both for found in (choice.values, *choice.folds)] == [both] * 3
+
+
 def test_all_users_get_settings_that_a_half_found_if_they_are_better():
     """Alone, `odd` helps odd users less than it costs the others; with `both` it helps everybody."""
 

@@ -636,7 +636,7 @@ def test_times_as_numbers_and_dates(values, expected):
 
 def test_whole_numbers_with_a_fraction_of_zero_are_the_same_ids(tmp_path):
     """What pandas writes for integers if one of them is missing."""
-    text = "user_id,item_id,timestamp\n5.0,B1.0,1\n5,1.05,2\n05.0,v1.0,3\n"
+    text = "user_id,item_id,timestamp\n5.0,B1.0,1\n5.00,1.05,2\n05.0,v1.0,3\n"
 
     found = [row[:2] for row in rows(own(tmp_path, text))]
 

@@ -164,7 +164,7 @@ def test_a_training_card_holds_the_numbers_that_the_rules_gave(prepared, tmp_pat
     given, card = Shape.of(sequences.load(prepared)), read_json(tmp_path / "finetuned" / MODEL_CARD)
     assert {name: card["options"][name] for name in options} == {n: auto.options("sasrec", given)[n] for n in options}
     assert card["config"]["batch_size"] == auto.finetune(given, {})["batch_size"]
-    assert card["config"]["patience"] == 3
+    assert card["config"]["patience"] == 5
 
 
 def test_the_shape_is_that_of_the_training_part(tmp_path):

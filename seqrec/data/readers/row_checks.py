@@ -154,7 +154,7 @@ def identifier(ids: pl.Series) -> pl.Series:
     if ids.dtype.is_float():  # pandas stores integers as floats if one is missing
         ids = pl.select(pl.when(ids == ids.floor()).then(ids)).to_series().cast(pl.Int64, strict=False).alias(ids.name)
     text = ids.cast(pl.String).str.strip_chars()
-    return text.str.replace(r"^(\d+)\.0$", "$1") if text.str.ends_with(".0").any() else text
+    return text.str.replace(r"^(\d+)\.0+$", "$1") if text.str.contains(".0", literal=True).any() else text
 
 
 def _id_problem(name: str) -> pl.Expr:
