@@ -21,7 +21,8 @@ FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("
 STDLIB = sys.stdlib_module_names
 
 # what trains and evaluates on a machine without the orchestration packages
-STARTS = ("seqrec.commands.run", "seqrec.stages.pretrain", "seqrec.stages.finetune", "seqrec.stages.evaluate")
+STAGES = ("pretrain", "finetune", "evaluate", "baselines")
+STARTS = ("seqrec.commands.run", *(f"seqrec.stages.{name}" for name in STAGES))
 STARTS += tuple(REGISTRY.module(name) for name in REGISTRY)  # imported when a model is built
 CORE = sorted({ROOT / path for module in STARTS for path in closure(module, lazy=False)})
 EXTERNAL = {

@@ -13,6 +13,7 @@ from pathlib import Path
 from seqrec.artifacts import REFITTED, SPLIT_CARD, read_json
 from seqrec.config import ConfigError, RegisterConfig
 from seqrec.pipeline import BASELINES
+from seqrec.stages.baselines import rewrite
 from seqrec.stages.register import exporting
 from seqrec.tracking import registry, runs
 from seqrec.tracking.live import epoch_log
@@ -57,8 +58,6 @@ def refit(
         if evaluated.tags.get(key) != found:
             raise ConfigError(f"version {evaluated.version} of {name} was not made from {path} ({key} differs)")
     if model in BASELINES:
-        from seqrec.stages.baselines import rewrite  # reads scipy
-
         values = rewrite(sequences, finetuned, refitted)
     else:
         values = retrain(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import shlex
 import shutil
@@ -93,9 +92,6 @@ def run_stages(
     """Run `stages` for `item`, a dataset or a model, and return their figures; each stage takes its part of `given`."""
     figures: dict[str, float] = {}
     for stage in stages:
-        if stage.name == "baselines" and importlib.util.find_spec("scipy") is None:
-            logger.warning("baselines are left out: scipy is not installed")
-            continue
         figures |= stage(params, out, item, **stage.taken(given))
     return figures
 
