@@ -67,7 +67,7 @@ def table(out: Path, seeds: list[int]) -> str:
     ]
     for name, value in found.items():
         gain = intervals.pigeonhole_bootstrap(value - base, user, seed=42)
-        shown = "-" if value is base else f"{gain.mean:+.4f} [{gain.low:+.4f}, {gain.high:+.4f}]"
+        shown = "-" if value is base else str(gain)
         lines.append(f"| {name} | {value.mean():.4f} ± {np.std(value.mean(1), ddof=1):.4f} | {shown} |")
     return "\n".join([*lines, ""])
 

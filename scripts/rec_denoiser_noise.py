@@ -67,7 +67,7 @@ def table(user: NDArray[np.integer], values: Values) -> str:
     gains = {}
     for (cell, part), p_value in zip(differences.items(), p_values, strict=True):
         gain = intervals.pigeonhole_bootstrap(part, user, seed=42)
-        gains[cell] = f"{gain.mean:+.4f} [{gain.low:+.4f}, {gain.high:+.4f}], {p_value:.3f}"
+        gains[cell] = f"{gain}, {p_value:.3f}"
     headings = ["noise", f"{ROWS[0]}: NDCG@10"]
     headings += [text for row in ROWS[1:] for text in (f"{row}: NDCG@10", "gain [95 %], p (Holm)")]
     lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]

@@ -111,7 +111,7 @@ def table(user: NDArray[np.integer], rows: dict[str, Row]) -> str:
             p_values = holm([sign_flip_p_value(total, seed=42) for total in totals])
             for name, part, p_value in zip(twins, differences, p_values, strict=True):
                 gain = intervals.pigeonhole_bootstrap(part, user, seed=42)
-                gains[name, among] = f"{gain.mean:+.4f} [{gain.low:+.4f}, {gain.high:+.4f}], {p_value:.3f}"
+                gains[name, among] = f"{gain}, {p_value:.3f}"
     headings = ["row", "seeds", "validation NDCG@10"]
     for candidates in ("of 101", "whole catalogue"):
         headings += [f"{candidates}: NDCG@10", "HR@10", "gain in NDCG@10 [95 %], p (Holm)"]

@@ -156,7 +156,7 @@ def compare(out: Path, dataset: str, seeds: list[int]) -> str:
         for name in CHOICES:
             value, recent = means[sparsity, keys, name], means[sparsity, keys, BASE]
             gain = intervals.bootstrap(value - recent, user, resamples=1000, seed=42, difference=True)
-            shown = "" if name == BASE else f" ({gain.mean:+.4f} [{gain.low:+.4f}, {gain.high:+.4f}])"
+            shown = "" if name == BASE else f" ({gain})"
             cells.append(f"{value.mean():.4f}{shown}")
         lines.append(f"| {sparsity:.0%} | {'hidden' if keys else 'read by layer 1'} | {' | '.join(cells)} |")
     return "\n".join([*lines, ""])

@@ -291,7 +291,7 @@ def _cells(row: Row, base: str) -> dict[str, str]:
         "test recall@10": f"{row['recall']:.4f}",
         "test NDCG@10, no count term": _shown(row["alone"], ".4f"),
         "test NDCG@10, new items": _shown(row["new"], ".4f"),
-        f"gain over {base} on test [95 %]": f"{gain.mean:+.4f} [{gain.low:+.4f}, {gain.high:+.4f}]" if gain else "-",
+        f"gain over {base} on test [95 %]": str(gain or "-"),
         "p, Holm": _shown(row["p_value"], ".3f"),
         "parameters": f"{row['parameters']:,.0f}",
         "MFLOP a query": _shown(row["query_flops"] / 1e6 or None, ".2f"),

@@ -23,6 +23,10 @@ class Interval(NamedTuple):
     low: float
     high: float
 
+    def __str__(self) -> str:
+        """Return a gain as text: +0.0123 [+0.0045, +0.0201]."""
+        return f"{self.mean:+.4f} [{self.low:+.4f}, {self.high:+.4f}]"
+
 
 def bootstrap(
     value: FloatArray,

@@ -106,19 +106,15 @@ def verdict(reports: Path, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return {"model": model, "baseline": None, "gain": None, "test_gain": None, "sentence": sentence}
     ours, theirs = (read_table(reports / row["model"] / CASES) for row in (best, baseline))
     gain, test = (intervals.paired_gain(ours, theirs, split=split, seed=42) for split in ("valid", "test"))
-    against = f"the best baseline, {baseline['model']}, by {_interval(gain)} NDCG@10 on validation"
+    against = f"the best baseline, {baseline['model']}, by {gain} NDCG@10 on validation"
     sentence = (
         f"{model} is reliably better than the baselines. It beats {against}."
         if gain.low > 0
         else f"No trained model is reliably better than the baselines. {model}, the best, differs from {against}."
     )
-    sentence += f" On test, the difference is {_interval(test)}."
+    sentence += f" On test, the difference is {test}."
     gains = {"gain": gain._asdict(), "test_gain": test._asdict()}
     return {"model": model, "baseline": baseline["model"], **gains, "sentence": sentence}
-
-
-def _interval(gain: intervals.Interval) -> str:
-    return f"{gain.mean:+.4f} [{gain.low:+.4f}, {gain.high:+.4f}]"
 
 
 def write(reports: Path, split: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, Any]:

@@ -124,8 +124,8 @@ def _decide(
         new = f"{found.new_items} items and {found.new_users} users are new to it"
         how = f"{another}, measured again on these cases ({new})"
     reason = (
-        f"gain of valid/ndcg@10 over version {champion.version}{how}: {gain.mean:+.4f} [{gain.low:+.4f}, "
-        f"{gain.high:+.4f}], {'above' if promoted else 'not clearly above'} register.min_gain = {config.min_gain:g}"
+        f"gain of valid/ndcg@10 over version {champion.version}{how}: {gain}, "
+        f"{'above' if promoted else 'not clearly above'} register.min_gain = {config.min_gain:g}"
     )
     if lost:
         reason += ("; but " if promoted else "; ") + "; ".join(lost)
