@@ -92,7 +92,7 @@ def commands() -> str:
 
 
 def _flag(action: Any) -> str:
-    name = f"`{action.option_strings[0]}`" if action.option_strings else f"`{action.metavar} ...`"
+    name = f"`{next(iter(action.option_strings), action.metavar)}{' ...' if action.nargs == '+' else ''}`"
     none = action.default in (None, False, argparse.SUPPRESS)
     default = "required" if action.required else "" if none else f"`{action.default}`"
     return f"| {name} | {default} | {_cell((action.help or '').replace('%%', '%'))} |\n"

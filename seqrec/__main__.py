@@ -1,6 +1,6 @@
 """The command line: `python -m seqrec COMMAND ...`.
 
-A command is a plain function. Its keyword-only parameters are the flags, and a list before them is named without a
+A command is a plain function. Its keyword-only parameters are the flags; an action, or a list, before them has no
 flag. A parameter whose type is a section, such as `ServeConfig`, has a flag for each of its fields. The arguments in
 `FROM_PARAMS` come from params.yaml instead.
 """
@@ -145,7 +145,10 @@ def command_parser(name: str) -> argparse.ArgumentParser:
             continue
         if parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
             metavar = parameter.name.removesuffix("s").upper()
-            parser.add_argument(parameter.name, nargs="+", help=text, metavar=metavar)
+            if typing.get_origin(hint) is typing.Literal:
+                parser.add_argument(parameter.name, choices=typing.get_args(hint), help=text, metavar=metavar)
+            else:
+                parser.add_argument(parameter.name, nargs="+", help=text, metavar=metavar)
         elif dataclasses.is_dataclass(hint):
             _add_section(parser, hint)
         elif _is_dataset_of_params(parameter):

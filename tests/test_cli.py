@@ -40,7 +40,7 @@ def test_help_shows_every_flag_with_a_text(command, capsys):
     positional = {name for name, parameter in parameters.items() if parameter.kind is parameter.POSITIONAL_OR_KEYWORD}
     options = [field.name for field in dataclasses.fields(ServeConfig)] if command == "serve" else []
     names = [*(name for name in parameters if name != "options"), *options]
-    assert all(f"{name.removesuffix('s').upper()} [" in shown for name in positional)
+    assert all(f"  {name.removesuffix('s').upper()}  " in shown for name in positional)
     for flag in (f"--{name.replace('_', '-')}" for name in names if name not in {*FROM_PARAMS, *positional}):
         usage, _, options = shown.partition("options:")
         assert flag in usage

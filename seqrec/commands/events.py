@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from seqrec.config import ConfigError
+from seqrec.config.checks import suggestion
 from seqrec.serving import experiment
 from seqrec.serving.events import KINDS, POSITIVE, VARIABLE, Store, dump, store_url
 
 logger = logging.getLogger(__name__)
-ACTIONS = ("import", "dump", "compare")
 
 
 def events(
-    actions: Sequence[str],
+    action: Literal["import", "dump", "compare"],
     *,
     store: str = "",
     interactions: Path = Path("data/interactions.parquet"),
@@ -31,7 +31,7 @@ def events(
     """Import training data into the store of events, dump its events for `ingest`, or compare two versions.
 
     Args:
-        actions: import (add --interactions to the store; known events are skipped), dump (write the events to --output,
+        action: import (add --interactions to the store; known events are skipped), dump (write the events to --output,
             for `ingest.source: csv`) or compare (click-through of two --versions, with an interval).
         store: SQLAlchemy URL, sqlite:///FILE or postgresql+psycopg://...; default: the variable SEQREC_STORE.
         interactions: the table that `ingest` wrote.
@@ -44,18 +44,16 @@ def events(
         The number of events imported or dumped, or the difference of the rates with its interval.
 
     Raises:
-        ConfigError: the action or a kind does not exist, or no store is named.
+        ConfigError: a kind does not exist, or no store is named.
         ValueError: the store has no such events, or no answers of a version.
     """
-    if len(actions) != 1 or actions[0] not in ACTIONS:
-        raise ConfigError(f"the action must be one of {', '.join(ACTIONS)}, not {' '.join(actions)}")
     chosen = _kinds(kinds)
     if not store_url(store):
         raise ConfigError(f"name the store with --store or {VARIABLE}")
     opened = Store(store_url(store))
-    if actions[0] == "compare":
+    if action == "compare":
         return _compare(opened, [version.strip() for version in versions.split(",")])
-    if actions[0] == "import":
+    if action == "import":
         number = opened.seed(interactions)
         logger.info("added %d new events from %s to the event store", number, interactions)
     else:
@@ -73,9 +71,7 @@ def _kinds(text: str) -> list[str]:
     chosen = [kind.strip() for kind in text.split(",")]
     for kind in chosen:
         if kind not in KINDS:
-            close = difflib.get_close_matches(kind, KINDS, 1)
-            hint = f"did you mean {close[0]}?" if close else f"the kinds are {', '.join(KINDS)}"
-            raise ConfigError(f"--kinds: no kind {kind!r:.80}; {hint}")
+            raise ConfigError(f"--kinds: no kind {kind!r:.80}{suggestion(kind, KINDS)}")
     return chosen
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from rich.console import Console
 from rich.markup import escape
@@ -14,11 +14,10 @@ from seqrec.config import ConfigError
 from seqrec.serving import keys as file
 
 LONGEST = 36_500  # days
-ACTIONS = ("show", "add", "rotate", "revoke")
 
 
 def keys(
-    actions: Sequence[str],
+    action: Literal["show", "add", "rotate", "revoke"],
     *,
     keys_file: Path = Path("keys.json"),
     name: str = "",
@@ -28,7 +27,7 @@ def keys(
     """Show or change the keys in a file; a running service reads the file again.
 
     Args:
-        actions: show, add (print a new key, this once), rotate (add a key and let the old keys of the name expire in
+        action: show, add (print a new key, this once), rotate (add a key and let the old keys of the name expire in
             --days) or revoke (disable all keys of the name at once).
         keys_file: file of the keys; it holds their hashes, not the keys themselves.
         name: who uses the key.
@@ -36,22 +35,20 @@ def keys(
         days: days until an added key expires, 0 = never; with rotate, days until the old keys expire.
 
     Raises:
-        ConfigError: the action does not exist, or the name is missing.
+        ConfigError: the name is missing.
         ValueError: no key has this name.
     """
-    if len(actions) != 1 or actions[0] not in ACTIONS:
-        raise ConfigError(f"the action must be one of {', '.join(ACTIONS)}, not {' '.join(actions)}")
-    if actions[0] == "show":
+    if action == "show":
         _show(keys_file)
         return
     if not name:
-        raise ConfigError(f"{actions[0]} needs --name")
+        raise ConfigError(f"{action} needs --name")
     if not 0 <= days <= LONGEST:
         raise ConfigError(f"--days must be from 0 to {LONGEST}, not {days}")
-    if actions[0] == "revoke":
+    if action == "revoke":
         file.expire(keys_file, name)
     else:
-        change = file.add if actions[0] == "add" else file.rotate
+        change = file.add if action == "add" else file.rotate
         print(change(keys_file, name, admin=admin, days=days))
 
 

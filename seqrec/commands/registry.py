@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from datetime import datetime
+from typing import Literal
 
 from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion, RegisteredModel
@@ -22,11 +22,10 @@ from seqrec.tracking import registry as models
 from seqrec.tracking.runs import TrackingError, connect, explained, first_line, metric_name, registering
 
 logger = logging.getLogger(__name__)
-ACTIONS = ("show", "promote", "rollback")
 
 
 def registry(
-    actions: Sequence[str],
+    action: Literal["show", "promote", "rollback"],
     *,
     dataset: str,
     config: RegisterConfig,
@@ -37,7 +36,7 @@ def registry(
     """Show the versions of a dataset's model, or change its champion.
 
     Args:
-        actions: show, promote (make --version the champion) or rollback (return to the previous champion, skipping
+        action: show, promote (make --version the champion) or rollback (return to the previous champion, skipping
             those that were themselves rolled back).
         dataset: key in `datasets`; its model is seqrec-DATASET.
         config: section `register`.
@@ -47,13 +46,11 @@ def registry(
             SEQREC_STORE.
 
     Raises:
-        ConfigError: the action, version or model does not exist, or there is no earlier champion.
+        ConfigError: the version or model does not exist, or there is no earlier champion.
         TrackingError: the server does not answer, or another promotion is under way.
     """
-    if len(actions) != 1 or actions[0] not in ACTIONS:
-        raise ConfigError(f"the action must be one of {', '.join(ACTIONS)}, not {' '.join(actions)}")
     with explained(config):
-        _act(actions[0], connect(config), f"seqrec-{dataset}", config, version, reason, store_url(store))
+        _act(action, connect(config), f"seqrec-{dataset}", config, version, reason, store_url(store))
 
 
 def _act(

@@ -280,7 +280,8 @@ def test_a_store_that_fails_is_a_503_and_given_histories_are_answered(recommende
 def test_the_command_names_what_is_wrong(tmp_path, caplog, monkeypatch):
     monkeypatch.delenv(module.VARIABLE, raising=False)
     assert main(["events", "dump"]) == 1
-    assert main(["events", "cook", "--store", "sqlite://"]) == 1
+    with pytest.raises(SystemExit, match="2"):
+        main(["events", "cook", "--store", "sqlite://"])
     assert "--store or SEQREC_STORE" in caplog.text
     store = Store(f"sqlite:///{tmp_path}/events.db")
     store.add([event(1, kind="buy"), event(2)])
@@ -290,8 +291,8 @@ def test_the_command_names_what_is_wrong(tmp_path, caplog, monkeypatch):
     again = ["events", "dump", "--store", f"sqlite:///{tmp_path}/events.db", "--output", str(tmp_path / "out.csv")]
     for kinds, message in (
         ("veiw", "--kinds: no kind 'veiw'; did you mean view?"),
-        ("", "the kinds are view, buy, hide"),
-        ("buy,", "the kinds are view, buy, hide"),
+        ("", "known are view, buy, hide"),
+        ("buy,", "known are view, buy, hide"),
         ("hide", "the store has no events of the kinds hide"),
     ):
         assert main([*again, "--kinds", kinds]) == 1
