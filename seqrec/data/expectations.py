@@ -333,8 +333,8 @@ def _total(
     return _rule(gxe.ExpectColumnMaxToBeBetween, text, column=column, min_value=least, max_value=most, **texts)
 
 
-def run(suites: Sequence[Suite]) -> list[gx.core.ExpectationValidationResult]:
-    """Evaluate the expectations of all `suites`, in order.
+def run(suites: Sequence[Suite]) -> list[Check]:
+    """Evaluate the expectations of all `suites`, in order, and return the outcomes.
 
     Raises:
         ExpectationError: a rule could not be evaluated, e.g. because its column is missing.
@@ -362,7 +362,7 @@ def run(suites: Sequence[Suite]) -> list[gx.core.ExpectationValidationResult]:
         results += found
     for result in results:
         _raise_engine_error(result)
-    return results
+    return [_to_check(result.to_json_dict()) for result in results]
 
 
 def _raise_engine_error(result: gx.core.ExpectationValidationResult) -> None:
@@ -374,11 +374,6 @@ def _raise_engine_error(result: gx.core.ExpectationValidationResult) -> None:
         config = result.expectation_config
         column = config.kwargs.get("column", "the table")
         raise ExpectationError(f"{config.type} could not be evaluated on {column}: {messages[0]}")
-
-
-def to_checks(results: Sequence[gx.core.ExpectationValidationResult]) -> list[Check]:
-    """Return the results of `run` as records."""
-    return [_to_check(result.to_json_dict()) for result in results]
 
 
 def _to_check(result: Mapping[str, Any]) -> Check:

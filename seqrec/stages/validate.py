@@ -53,10 +53,10 @@ def validate(*, dataset: str, data: Path, report: Path, reference: Path, config:
     from seqrec.data import expectations  # imported here, because Great Expectations takes seconds
 
     paths = data / artifacts.INTERACTIONS, data / artifacts.ITEMS
-    results = expectations.run(expectations.schema_suites(*(artifacts.open_table(path).schema_arrow for path in paths)))
+    checks = expectations.run(expectations.schema_suites(*(artifacts.open_table(path).schema_arrow for path in paths)))
     statistics: dict[str, float] = {}
     histograms: dict[str, Any] = {}
-    if all(result.success for result in results):
+    if all(check.success for check in checks):
         catalogue = pl.read_parquet(paths[1], columns=["item_id", "title"])
         spark = config.engine == "spark"
         log = log_counts.on_spark(paths[0]) if spark else log_counts.in_memory(log_counts.read_events(paths[0]))
@@ -68,10 +68,9 @@ def validate(*, dataset: str, data: Path, report: Path, reference: Path, config:
         suites = expectations.content_suites(
             log, catalogue, unknown, drifts, published, config, dated=source not in POSITIONS
         )
-        results += expectations.run(suites)
+        checks += expectations.run(suites)
         statistics = _statistics(log, unknown, drifts)
         histograms = {name: histogram(log.events[name]) for name in COUNTED if len(log.events[name])}
-    checks = expectations.to_checks(results)
     failed = [check for check in checks if not check.success]
     critical = [check for check in failed if check.severity == "critical"]
     verdict = {

@@ -139,23 +139,17 @@ def _measured_again(champion: ModelVersion, version: ModelVersion, sequences: Pa
         ValueError: the weights cannot be had, do not fit, or may have been trained on these cases.
     """
     logger.info("ranking the validation cases with version %s of %s", champion.version, champion.name)
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory() as folder:
         try:
-            return _measured_from(Path(directory), champion, version, sequences, config)
+            registry.fetch(f"models:/{champion.name}/{champion.version}", Path(folder), config)
+            checkpoint = load_checkpoint(Path(folder))
+            if REFIT in checkpoint.card:
+                raise ValueError("its weights were refitted on events that may now be held out")
+            if why := held_out_now(checkpoint, sequences):
+                raise ValueError(why)
+            return other_catalogue.measured(checkpoint, sequences, filter_seen=version.tags[registry.FILTER_TAG] == "1")
         except (ValueError, OSError) as error:
-            raise ValueError(str(error).replace(f"{directory}/", "")) from error
-
-
-def _measured_from(
-    folder: Path, champion: ModelVersion, version: ModelVersion, sequences: Path, config: RegisterConfig
-) -> Measured:
-    registry.fetch(f"models:/{champion.name}/{champion.version}", folder, config)
-    checkpoint = load_checkpoint(folder)
-    if REFIT in checkpoint.card:
-        raise ValueError("its weights were refitted on events that may now be held out")
-    if why := held_out_now(checkpoint, sequences):
-        raise ValueError(why)
-    return other_catalogue.measured(checkpoint, sequences, filter_seen=version.tags[registry.FILTER_TAG] == "1")
+            raise ValueError(str(error).replace(f"{folder}/", "")) from error
 
 
 def guard_tags(values: Mapping[str, float]) -> dict[str, str]:

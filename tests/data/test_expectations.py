@@ -43,7 +43,7 @@ def checks(events=None, catalogue=None, *, unknown=(), drift=NO_DRIFT, reference
     suites = expectations.content_suites(
         counted, items, pl.Series(list(unknown), dtype=pl.String), drift, reference, limits
     )
-    return expectations.to_checks(expectations.run(suites))
+    return expectations.run(suites)
 
 
 def failures(*tables, **changes) -> list[Check]:
@@ -162,7 +162,7 @@ def test_examples_of_a_total_are_kept():
     ],
 )
 def test_columns_and_types(interactions, items, failed):
-    checks = expectations.to_checks(expectations.run(expectations.schema_suites(interactions, items)))
+    checks = expectations.run(expectations.schema_suites(interactions, items))
 
     assert [(check.table, check.column) for check in checks if not check.success] == failed
 
