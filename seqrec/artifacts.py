@@ -274,17 +274,11 @@ def write_table(path: Path, table: pa.Table) -> None:
         pq.write_table(table, partial, compression="zstd")
 
 
-def write_ipc(path: Path, table: pa.Table) -> None:
-    """Write `table` atomically to `path` as uncompressed Arrow IPC, which readers can memory-map."""
-    with shard_writer(path, table.schema) as write:
-        write(table)
-
-
 @contextmanager
 def shard_writer(path: Path, schema: pa.Schema) -> Iterator[Callable[[pa.Table], None]]:
     """Yield a function that appends a table of one chunk, as a record batch, to an uncompressed Arrow IPC file.
 
-    The file appears atomically when the block ends without an error.
+    Readers can memory-map it. The file appears atomically when the block ends without an error.
     """
     with written(path) as partial, pa.OSFile(str(partial), "wb") as file, pa.ipc.new_file(file, schema) as writer:
         yield writer.write_table

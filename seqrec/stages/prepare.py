@@ -19,7 +19,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from seqrec import artifacts
-from seqrec.artifacts import read_json, sha256, shard_writer, write_ipc, write_json, write_table
+from seqrec.artifacts import read_json, sha256, shard_writer, write_json, write_table
 from seqrec.config import ConfigError, PrepareConfig
 from seqrec.data import drift, splits, table_engines
 from seqrec.data.kcore import k_core
@@ -319,7 +319,8 @@ def _write_negatives(sequences: Path, ends: Ends, num_items: int, config: Prepar
         item = np.concatenate([chunk.values.to_numpy() for chunk in _lists(sequences)])
         drawn = splits.draw_negatives(item, ends.events, num_items, splits.NEGATIVES, config.seed)
     column = pa.FixedSizeListArray.from_arrays(drawn.astype(np.int32).ravel(), splits.NEGATIVES)
-    write_ipc(sequences / artifacts.NEGATIVES, pa.table([column], schema=artifacts.NEGATIVES_SCHEMA))
+    with shard_writer(sequences / artifacts.NEGATIVES, artifacts.NEGATIVES_SCHEMA) as write:
+        write(pa.table([column], schema=artifacts.NEGATIVES_SCHEMA))
 
 
 def _lists(sequences: Path) -> list[pa.Array]:

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 from mlflow import MlflowClient
 
-from seqrec.artifacts import write_ipc
+from seqrec.artifacts import shard_writer
 from seqrec.commands import tune as module
 from seqrec.commands.tune import tune
 from seqrec.config import ConfigError, from_dict, load
@@ -256,7 +256,8 @@ def test_the_test_part_decides_nothing(prepared, whole, tmp_path):
         table = file.read_all()
     items = [[*row[:-1], row[-1] % 40 + 1] for row in table["items"].to_pylist()]
     column = pa.array(items, type=table.schema.field("items").type)
-    write_ipc(tmp_path / "other" / "sequences.arrow", table.set_column(1, table.schema.field("items"), column))
+    with shard_writer(tmp_path / "other" / "sequences.arrow", table.schema) as write:
+        write(table.set_column(1, table.schema.field("items"), column))
     assert not sequences.load(tmp_path / "other").items.equal(sequences.load(prepared).items)
 
     search(tmp_path / "other", tmp_path)
