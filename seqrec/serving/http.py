@@ -324,7 +324,7 @@ def champion(dataset: str, config: RegisterConfig, options: ServeConfig) -> tupl
 
     def version() -> str:
         nonlocal named
-        named = registry.champion_version(dataset=dataset, config=config)
+        named = registry.alias_version(name=f"seqrec-{dataset}", alias=registry.CHAMPION, config=config)
         return named
 
     return lambda: loaded(f"models:/seqrec-{dataset}/{named}", config, options), version

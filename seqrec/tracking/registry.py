@@ -307,15 +307,6 @@ def register_refit(
     return version
 
 
-def champion_version(*, dataset: str, config: RegisterConfig) -> str:
-    """Return the version of the champion of `dataset`, or nothing.
-
-    Raises:
-        TrackingError: the server does not answer.
-    """
-    return alias_version(name=f"seqrec-{dataset}", alias=CHAMPION, config=config)
-
-
 def alias_version(*, name: str, alias: str, config: RegisterConfig) -> str:
     """Return the version of the registered model `name` that holds `alias`, or nothing.
 

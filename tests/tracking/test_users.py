@@ -16,7 +16,7 @@ from mlflow.exceptions import MlflowException
 from unsynced import EMPTY
 
 from seqrec.config import RegisterConfig
-from seqrec.tracking.registry import champion_version
+from seqrec.tracking.registry import CHAMPION, alias_version
 
 MANIFEST = Path(__file__).parent.parent.parent / "deploy/base/mlflow.yaml"
 ADMIN, READER = ("seqrec", "a long password"), ("serve", "another password")
@@ -71,7 +71,7 @@ def test_the_service_may_read_the_registry_and_change_nothing(server, tmp_path, 
     steps.set_registered_model_alias("seqrec-own", "champion", "1")
 
     reader = client(server, READER, monkeypatch)
-    assert champion_version(dataset="own", config=RegisterConfig(tracking_uri=server)) == "1"
+    assert alias_version(name="seqrec-own", alias=CHAMPION, config=RegisterConfig(tracking_uri=server)) == "1"
     assert reader.download_artifacts(run.run_id, "model/weights", str(tmp_path))
     for forbidden in (
         lambda: reader.set_registered_model_alias("seqrec-own", "champion", "1"),
