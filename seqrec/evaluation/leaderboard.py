@@ -72,11 +72,6 @@ def _row(reports: Path, name: str, *, baseline: bool) -> Row:
     return {"model": name, **flags, **{key: metrics[key] for key in REQUIRED}}
 
 
-def winner(rows: Sequence[Row], *, trained: bool = False) -> Row:
-    """Return the best row on validation; with `trained`, of the models that are no baselines."""
-    return next(row for row in rows if not (trained and row["baseline"]))
-
-
 def best_baseline(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
     """Return the row of the best baseline on validation, or None without baselines."""
     return max((row for row in rows if row["baseline"]), key=lambda row: row[SELECTION], default=None)
@@ -130,11 +125,6 @@ def write(reports: Path, split: Mapping[str, Any], rows: Sequence[Row]) -> dict[
     }
     write_json(reports / LEADERBOARD, board)
     return board
-
-
-def read(reports: Path) -> dict[str, Any]:
-    """Return the content of leaderboard.json."""
-    return read_json(reports / LEADERBOARD)
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
@@ -191,7 +181,7 @@ def say(reports: Path, more: Sequence[str] = ()) -> None:
         reports: folder with leaderboard.json, beside the folder `artifacts` of the models.
         more: lines to print before the last ones.
     """
-    report = read(reports)
+    report = read_json(reports / LEADERBOARD)
     console = Console()
     console.print(render(report["rows"]))
     for name in below_baseline(report["rows"]):

@@ -54,7 +54,6 @@ from seqrec.evaluation.leaderboard import (
     SELECTION,
     Row,
     build,
-    winner,
     write_csv,
     write_curves,
     write_summaries,
@@ -156,7 +155,7 @@ def register(
         raise ConfigError(f"dataset: the settings name {params['dataset']}, but {sequences} holds {split['dataset']}")
     rows = build(reports=reports, models=leaderboard)
     entries = [_entry(row, artifacts, reports, split) for row in rows]
-    best = next(e for e in entries if e.row is winner(rows, trained=config.allow_below_baseline))
+    best = next(entry for entry in entries if not (config.allow_below_baseline and entry.row["baseline"]))
     board = write_leaderboard(reports, split, rows)
     write_csv(reports / LEADERBOARD_CSV, rows)
     write_summaries(reports / "summary", rows)

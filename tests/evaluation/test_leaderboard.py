@@ -54,8 +54,6 @@ def test_rows_are_ordered_by_validation_and_test_chooses_nothing(reports):
 
     assert [row["model"] for row in rows] == ["markov", "rec_denoiser", "sasrec", "popularity"]
     assert [row["baseline"] for row in rows] == [True, False, False, True]
-    assert leaderboard.winner(rows)["model"] == "markov"
-    assert leaderboard.winner(rows, trained=True)["model"] == "rec_denoiser"
 
 
 def test_a_missing_report_names_the_model(reports):
