@@ -26,7 +26,6 @@ from seqrec.commands.recommend import score_with
 from seqrec.commands.settings import check
 from seqrec.config import Params
 from seqrec.data import sequences
-from seqrec.locks import locked
 from seqrec.models import REGISTRY
 from seqrec.pipeline import BASELINES, BY_NAME
 from seqrec.serving.recommender import POPULARITY, Recommender, Request, located
@@ -411,7 +410,7 @@ def _write(frame: Any, path: Path) -> Path:
 def _held(place: Path) -> Iterator[None]:
     """Lock a folder, and name the arguments of this module in messages about the flags of the command line."""
     try:
-        with locked(place / locks.NAME, f"--out {place}"):
+        with locks.locked(place / locks.NAME, f"--out {place}"):
             yield
     except ValueError as error:
         text = re.sub(r"--[a-z-]+", lambda match: ARGUMENTS.get(match[0], match[0]), str(error))

@@ -39,7 +39,6 @@ from seqrec.config.sections import EASE_ITEMS
 from seqrec.data import data_warnings, sequences
 from seqrec.data.splits import DAY
 from seqrec.evaluation import leaderboard
-from seqrec.locks import locked
 from seqrec.models import REGISTRY
 from seqrec.pipeline import BY_NAME
 from seqrec.training import auto_settings
@@ -169,7 +168,7 @@ def auto(
     columns = {name: column for name, column in named.items() if column}
     about = {"data": str(data.resolve()), "minutes": minutes}
     about["sha256"] = [sha256(path) for path in (data, Path(items)) if path.is_file()]
-    with locked(out / locks.NAME, f"--out {out}"):
+    with locks.locked(out / locks.NAME, f"--out {out}"):
         plan = Plan.load(out / PLAN, about | {"columns": columns, "time_format": time_format, "items": items})
         try:
             return _auto(plan, out)

