@@ -16,7 +16,6 @@ from seqrec.pipeline import BASELINES
 from seqrec.stages.baselines import rewrite
 from seqrec.stages.register import exporting
 from seqrec.tracking import registry, runs
-from seqrec.tracking.live import epoch_log
 from seqrec.training.checkpoint import load_checkpoint
 from seqrec.training.refit import retrain
 
@@ -68,7 +67,7 @@ def refit(
             refitted=refitted,
             state=state,
             resume=resume,
-            open_log=epoch_log(config.experiment),
+            open_log=runs.epoch_log(config.experiment),
         )
     graph = exporting(refitted) if config.graph else nullcontext()
     with graph as export, runs.registering(config, dataset), runs.explained(config):

@@ -13,7 +13,7 @@ from seqrec.data import data_warnings, ties
 from seqrec.data.sequences import Sequences
 from seqrec.data.sequences import load as load_sequences
 from seqrec.models.base import SequenceModel
-from seqrec.tracking.live import epoch_log
+from seqrec.tracking.runs import epoch_log
 from seqrec.training import auto_settings, batches
 from seqrec.training.auto_settings import Shape
 from seqrec.training.checkpoint import load_checkpoint

@@ -9,7 +9,7 @@ from seqrec.artifacts import ITEMS
 from seqrec.config import AUTO, EXPERIMENT, ConfigError, ModelConfig, PretrainConfig
 from seqrec.data.sequences import load as load_sequences
 from seqrec.data.sequences import read_vocabulary
-from seqrec.tracking.live import epoch_log
+from seqrec.tracking.runs import epoch_log
 from seqrec.training import auto_settings, families
 from seqrec.training.auto_settings import Shape
 from seqrec.training.checkpoint import catalogue_files

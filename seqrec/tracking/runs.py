@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Dataset, Metric, Run
 
+    from seqrec.training.progress import LogEpoch, OpenLog
+
 logger = logging.getLogger(__name__)
 
 HIDDEN = "mlflow.seqrec."  # begins a tag that only we read: MLflow's pages show no tag that begins with "mlflow."
@@ -417,6 +419,17 @@ def curves(client: MlflowClient, run: Run, records: Iterable[Dated]) -> list[Met
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def epoch_log(experiment: str, log: LogEpoch | None = None) -> OpenLog:
+    """Return what opens the log of a training: `log` if given, else MLflow if MLFLOW_TRACKING_URI is set.
+
+    Without either, the stage `register` logs the epochs.
+    """
+    if log is not None or "MLFLOW_TRACKING_URI" not in os.environ:
+        return lambda *_: contextlib.nullcontext(log)
+    config = RegisterConfig(experiment=experiment)
+    return lambda fingerprint, title: live_run(fingerprint, title, config)
 
 
 @contextlib.contextmanager
