@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 import sys
 from collections import UserDict
 from typing import Any
@@ -21,8 +21,7 @@ class Registry(UserDict[str, type[SequenceModel]]):
     def __getitem__(self, name: str) -> type[SequenceModel]:
         entry = self.data[name]
         if isinstance(entry, str):
-            module, _, cls = entry.partition(":")
-            entry = self.data[name] = getattr(importlib.import_module(module), cls)
+            entry = self.data[name] = pkgutil.resolve_name(entry)
         architecture: type[SequenceModel] = entry
         return architecture
 

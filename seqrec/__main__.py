@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib
 import inspect
 import logging
+import pkgutil
 import re
 import sys
 import typing
@@ -26,58 +26,42 @@ from seqrec.pipeline import BY_NAME, STAGES, Stage
 class Command(NamedTuple):
     """A command; its module is imported when it is called, because some take seconds."""
 
-    module: str
-    function: str
+    place: str  # module:function
     summary: str
-    section: str = ""  # section of params.yaml that is the argument `config`; a stage has settings of its own
 
     def load(self) -> Callable[..., Any]:
         """Import and return the function."""
-        function: Callable[..., Any] = getattr(importlib.import_module(self.module), self.function)
+        function: Callable[..., Any] = pkgutil.resolve_name(self.place)
         return function
 
 
 COMMANDS = {
     "settings": Command(
-        "seqrec.commands.settings", "settings", "check params.yaml; write the settings file of each DVC stage"
+        "seqrec.commands.settings:settings", "check params.yaml; write the settings file of each DVC stage"
     ),
-    **{stage.name: Command(f"seqrec.stages.{stage.name}", stage.name, stage.summary) for stage in STAGES},
+    **{stage.name: Command(f"seqrec.stages.{stage.name}:{stage.name}", stage.summary) for stage in STAGES},
     "accept-reference": Command(
-        "seqrec.commands.reference", "accept_reference", "accept data as the reference statistics for drift", "register"
+        "seqrec.commands.reference:accept_reference", "accept data as the reference statistics for drift"
     ),
-    "refit": Command(
-        "seqrec.commands.refit", "refit", "train the champion again on all events; make the result champion", "register"
-    ),
-    "registry": Command(
-        "seqrec.commands.registry", "registry", "show the registered versions, promote one or roll back", "register"
-    ),
-    "run": Command("seqrec.commands.run", "run", "run the stages in one process, without DVC"),
-    "benchmark": Command(
-        "seqrec.commands.benchmark", "benchmark", "compare the models of a config under several seeds"
-    ),
-    "auto": Command("seqrec.commands.auto", "auto", "find the best model for a file within a time budget"),
-    "import": Command("seqrec.commands.run", "import_run", "register the models of a finished `run` in MLflow"),
-    "repro": Command("seqrec.commands.repro", "repro", "run the stages that are out of date, with DVC"),
-    "ui": Command("seqrec.commands.ui", "ui", "open the comparison of the last run in MLflow", "register"),
-    "leaderboard": Command("seqrec.evaluation.leaderboard", "show", "print the leaderboard of the last run"),
-    "recommend": Command(
-        "seqrec.commands.recommend", "recommend", "print the champion's recommendations for a history", "register"
-    ),
-    "score": Command(
-        "seqrec.commands.recommend", "score", "write recommendations for every user to a Parquet file", "register"
-    ),
-    "export": Command("seqrec.serving.onnx_graph", "export", "write a model as an ONNX graph", "register"),
-    "serve": Command(
-        "seqrec.serving.http", "serve", "serve the champion over HTTP; switches to a new one by itself", "register"
-    ),
-    "events": Command(
-        "seqrec.commands.events", "events", "import into, dump or compare the event store of the service"
-    ),
-    "keys": Command("seqrec.commands.keys", "keys", "show, add, rotate or revoke API keys of the service"),
+    "refit": Command("seqrec.commands.refit:refit", "train the champion again on all events; make the result champion"),
+    "registry": Command("seqrec.commands.registry:registry", "show the registered versions, promote one or roll back"),
+    "run": Command("seqrec.commands.run:run", "run the stages in one process, without DVC"),
+    "benchmark": Command("seqrec.commands.benchmark:benchmark", "compare the models of a config under several seeds"),
+    "auto": Command("seqrec.commands.auto:auto", "find the best model for a file within a time budget"),
+    "import": Command("seqrec.commands.run:import_run", "register the models of a finished `run` in MLflow"),
+    "repro": Command("seqrec.commands.repro:repro", "run the stages that are out of date, with DVC"),
+    "ui": Command("seqrec.commands.ui:ui", "open the comparison of the last run in MLflow"),
+    "leaderboard": Command("seqrec.evaluation.leaderboard:show", "print the leaderboard of the last run"),
+    "recommend": Command("seqrec.commands.recommend:recommend", "print the champion's recommendations for a history"),
+    "score": Command("seqrec.commands.recommend:score", "write recommendations for every user to a Parquet file"),
+    "export": Command("seqrec.serving.onnx_graph:export", "write a model as an ONNX graph"),
+    "serve": Command("seqrec.serving.http:serve", "serve the champion over HTTP; switches to a new one by itself"),
+    "events": Command("seqrec.commands.events:events", "import into, dump or compare the event store of the service"),
+    "keys": Command("seqrec.commands.keys:keys", "show, add, rotate or revoke API keys of the service"),
     "compare": Command(
-        "seqrec.evaluation.compare", "compare", "compare a run with others case by case, or show the spread over seeds"
+        "seqrec.evaluation.compare:compare", "compare a run with others case by case, or show the spread over seeds"
     ),
-    "tune": Command("seqrec.commands.tune", "tune", "search the settings of a model on validation; resumes by itself"),
+    "tune": Command("seqrec.commands.tune:tune", "search the settings of a model on validation; resumes by itself"),
 }
 FROM_PARAMS = (  # arguments that have no flag; `log` is for callers in Python
     *("config", "architecture", "refit", "filter_seen", "leaderboard", "params", "sources", "experiment", "log"),
@@ -258,7 +242,7 @@ def _from_params(name: str, parameters: Mapping[str, inspect.Parameter], flags: 
     if "params" in parameters:
         values["params"] = params.as_dict()
     if "config" in parameters:
-        values["config"] = params.section(COMMANDS[name].section)
+        values["config"] = params.section("register")
     return values
 
 

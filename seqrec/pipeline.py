@@ -6,8 +6,8 @@ Kubeflow, so that a stage, an artifact or a setting that is missing in one of th
 
 from __future__ import annotations
 
-import importlib
 import inspect
+import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,9 +65,7 @@ class Stage:
     @property
     def function(self) -> Callable[..., dict[str, float]]:
         """The function; its module is imported here, because some take seconds."""
-        found: Callable[..., dict[str, float]] = getattr(
-            importlib.import_module(f"seqrec.stages.{self.name}"), self.name
-        )
+        found: Callable[..., dict[str, float]] = pkgutil.resolve_name(f"seqrec.stages.{self.name}:{self.name}")
         return found
 
     def taken(self, given: Mapping[str, Any]) -> dict[str, Any]:
