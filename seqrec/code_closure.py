@@ -15,7 +15,6 @@ from pathlib import Path
 
 from seqrec.artifacts import ROOT
 
-PACKAGES = ("seqrec",)
 MODELS = "seqrec.models"
 UNDECIDING = (  # modules and packages that cannot change results; editing them repeats no stage
     "seqrec.__init__",  # version and root
@@ -97,7 +96,7 @@ def _imported_file(module: str) -> Path | None:
 
 
 def _file(module: str, root: Path) -> Path | None:
-    if module.partition(".")[0] not in PACKAGES:
+    if module.partition(".")[0] != "seqrec":
         return None
     base = root / module.replace(".", "/")
     return next((path for path in (base / "__init__.py", base.with_suffix(".py")) if path.is_file()), None)

@@ -11,8 +11,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-
 from seqrec.artifacts import EPOCH_RECORDS, ITEMS, REFIT, REFITTED, SPLIT_CARD, VOCABULARY, replaced, write_text
 from seqrec.config import CountsConfig, EvaluateConfig
 from seqrec.config.ranges import Count
@@ -31,9 +29,9 @@ from seqrec.training.checkpoint import (
     catalogue_files,
     counts_config,
     load_checkpoint,
+    recounted,
     save_counts,
     save_model,
-    with_counts,
 )
 from seqrec.training.held_out import split_of
 from seqrec.training.resume import fingerprint
@@ -141,7 +139,7 @@ def rewrite(sequences: Path, finetuned: Checkpoint, refitted: Path, *, until: st
     card, prepared = finetuned.card, load_sequences(sequences)
     finetuned.check_catalogue(sequences, users=False)
     fitted = trained_until(prepared, prepared.valid_stop if until == "valid" else prepared.stop)
-    vocabulary = with_counts(finetuned.vocabulary, pa.array(fitted.count[1:].numpy()))
+    vocabulary = recounted(finetuned.vocabulary, fitted.count)
     return write(
         card["model"],
         fitted,

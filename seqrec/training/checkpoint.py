@@ -199,10 +199,11 @@ def catalogue_files(sequences: Path, items: Path | None = None) -> dict[str, byt
     }
 
 
-def with_counts(vocabulary: pa.Table, counts: pa.Array) -> bytes:
-    """Return the file of a model's vocabulary with its counts replaced by `counts`, of items 1, 2, ..."""
+def recounted(vocabulary: pa.Table, count: Tensor) -> bytes:
+    """Return the file of a model's vocabulary with its counts replaced by `count`, of items 0 (padding), 1, ..."""
     column = vocabulary.column_names.index("count")
-    return _parquet(vocabulary.set_column(column, vocabulary.schema.field(column), counts.cast(pa.int64())))
+    counts = pa.array(count[1:].numpy(), pa.int64())
+    return _parquet(vocabulary.set_column(column, vocabulary.schema.field(column), counts))
 
 
 def _parquet(table: pa.Table) -> bytes:

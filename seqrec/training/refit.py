@@ -12,13 +12,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-
 from seqrec.artifacts import REFIT, VOCABULARY
 from seqrec.config import FinetuneConfig, parse
 from seqrec.data import sequences as prepared_data
 from seqrec.data.sequences import trained_until
-from seqrec.training.checkpoint import Checkpoint, counts_config, load_checkpoint, with_counts
+from seqrec.training.checkpoint import Checkpoint, counts_config, load_checkpoint, recounted
 from seqrec.training.progress import OpenLog, unlogged
 from seqrec.training.train import Training, train
 from seqrec.training.validation import METRIC
@@ -49,7 +47,7 @@ def retrain(
     epochs = chosen_epochs(finetuned.epoch_records())
     data = prepared_data.load(sequences)
     data = trained_until(data, data.valid_stop if until == "valid" else data.stop)
-    vocabulary = with_counts(finetuned.vocabulary, pa.array(data.count[1:].numpy()))
+    vocabulary = recounted(finetuned.vocabulary, data.count)
     training = Training(
         name=model,
         stage="finetune",
