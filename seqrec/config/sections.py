@@ -28,7 +28,6 @@ from seqrec.config.serving import ServeConfig
 
 EXPERIMENT = "seqrec"  # default name of the MLflow experiment
 EASE_ITEMS = 20_000  # the item x item matrices of EASE then take 10 GB
-REFITS = ("none", "valid")  # whether the model that ranks the test cases is trained on the validation events too
 LAUNCHED = ("prepare", "pretrain", "finetune")  # steps that can run as a job of the cluster
 STEPS = (  # steps of the Kubeflow pipelines; `default` holds for all of them
     *("default", "champion", "collect", "join", "record", "settings"),
@@ -274,14 +273,10 @@ class FinetuneConfig(TrainConfig):
 class EvaluateConfig(Section):
     """Section `evaluate`."""
 
-    refit: str = "none"  # valid: rank the test cases with a model that is also trained on the validation events
+    refit: Literal["none", "valid"] = "none"  # valid: train on the validation events too to rank the test cases
     top_k: Annotated[int, Bounds(ge=10, le=100_000)] = 20  # recommendations written per user; metrics need ten
     bootstrap: Annotated[int, Bounds(ge=100, le=100_000)] = 1000  # resamples of the users for intervals
     seed: Seed = 42  # seed of the resampling
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.refit in REFITS, f"refit must be one of {', '.join(REFITS)}")
 
 
 @dataclass(frozen=True, kw_only=True)
