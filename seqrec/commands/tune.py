@@ -364,9 +364,9 @@ class _Tracker:
             self._write(study, budget)
         except Exception as error:  # no failure here may stop the search
             self.silent = True
-            reason = str(error)[:200].partition("\n")[0] or type(error).__name__
             logger.warning(
-                "the trials are not in MLflow (%s); run the same command again to upload what is missing", reason
+                "the trials are not in MLflow (%s); run the same command again to upload what is missing",
+                runs.first_line(error),
             )
 
     def _write(self, study: optuna.Study, budget: Mapping[str, Any] | None) -> None:
