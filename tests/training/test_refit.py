@@ -202,7 +202,7 @@ def test_refit_is_a_setting_of_evaluate_alone():
     assert BY_NAME["finetune"].settings(from_dict(content), "sasrec")["refit"] == "valid"
     with pytest.raises(ConfigError, match=r"^finetune.refit: unknown key; set evaluate.refit"):
         from_dict(content | {"finetune": {"refit": "valid"}})
-    with pytest.raises(ConfigError, match=r"^evaluate: refit must be one of none, valid"):
+    with pytest.raises(ConfigError, match=r"^evaluate.refit: Input should be .none. or .valid."):
         from_dict(content | {"evaluate": {"refit": "test"}})
 
 
