@@ -21,6 +21,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # a process without a main module, whic
     # inspect, which KFP asks for every frame, would look through all modules for those of a worker's start
     inspect.modulesbyfile |= {"<string>": "__main__", find_spec("xdist.remote").origin: "__main__"}
 
+# A test has a tracking server and a store of events only if it names them itself.
+for name in ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID", "SEQREC_STORE"):
+    os.environ.pop(name, None)
+
 # The files that take longest, in this order: a worker that got one of them last would keep the others waiting.
 LONGEST = (
     "test_end_to_end.py",

@@ -17,12 +17,13 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlparse
 
 import yaml
+from support import Quiet, listening
 
 ROOT = Path(__file__).parent.parent
 TOKEN = "the right one"
@@ -170,7 +171,7 @@ def _made(known: dict[str, dict[str, Any]], key: str, content: dict[str, Any]) -
     return made
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Quiet, BaseHTTPRequestHandler):
     server: Any
 
     def _serve(self) -> None:
@@ -198,19 +199,10 @@ class _Handler(BaseHTTPRequestHandler):
         (part,) = email.message_from_bytes(head + content, policy=email.policy.HTTP).iter_parts()
         return part.get_content() if part.get_content_maintype() == "text" else part.get_payload(decode=True).decode()
 
-    def log_message(self, *_: Any) -> None:
-        pass
-
 
 @contextmanager
 def serving(folder: Path, *, multi_user: bool = False) -> Iterator[tuple[str, Server]]:
     """Yield the address of a running server, and what it knows."""
-    http = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
-    http.known = Server(folder, multi_user=multi_user)
-    thread = threading.Thread(target=http.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    try:
+    with listening(_Handler) as http:
+        http.known = Server(folder, multi_user=multi_user)
         yield f"http://127.0.0.1:{http.server_port}", http.known
-    finally:
-        http.shutdown()
-        http.server_close()

@@ -9,19 +9,19 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
 import yaml
 from kubeflow_spark_api.models import SparkV1beta2SparkApplication
 from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
+from support import Quiet, free_port, listening
 
 TOKEN, NAMESPACE = "a service account's", "somebodys"
 MODELS = {"TrainJob": TrainerV1alpha1TrainJob, "SparkApplication": SparkV1beta2SparkApplication}
@@ -91,14 +91,11 @@ def _processes(job: dict[str, Any]) -> list[subprocess.Popen[str]]:
     assert trainer["command"][0] == "python"
     command = [sys.executable, *trainer["command"][1:], *trainer["args"]]
     own = {one["name"]: one["value"] for one in trainer["env"] if "value" in one}
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     shared = {
         "PET_NNODES": str(trainer["numNodes"]),
         "PET_NPROC_PER_NODE": str(trainer["numProcPerNode"]),
         "PET_MASTER_ADDR": "127.0.0.1",
-        "PET_MASTER_PORT": str(port),
+        "PET_MASTER_PORT": str(free_port()),
     }
     ranks = range(trainer["numNodes"])
     return [_start(command, base | own | shared | {"PET_NODE_RANK": str(rank)}) for rank in ranks]
@@ -108,7 +105,7 @@ def _start(command: list[str], environment: dict[str, str]) -> subprocess.Popen[
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Quiet, BaseHTTPRequestHandler):
     server: Any
 
     def _serve(self) -> None:
@@ -144,25 +141,17 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(text)
 
-    def log_message(self, *_: Any) -> None:
-        pass
-
 
 @contextmanager
 def serving(
     folder: Path, kinds: tuple[str, ...] = ("trainjobs", "sparkapplications")
 ) -> Iterator[tuple[Path, Cluster]]:
     """Yield a kubectl configuration that points at a running server, and the cluster behind it."""
-    http = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
-    http.cluster, http.kinds = Cluster(), kinds
-    threading.Thread(target=http.serve_forever, args=(0.02,), daemon=True).start()
     file = folder / "kubeconfig"
-    write_config(file, f"http://127.0.0.1:{http.server_port}")
-    try:
+    with listening(_Handler) as http:
+        http.cluster, http.kinds = Cluster(), kinds
+        write_config(file, f"http://127.0.0.1:{http.server_port}")
         yield file, http.cluster
-    finally:
-        http.shutdown()
-        http.server_close()
 
 
 def write_config(file: Path, server: str, *, namespace: str = NAMESPACE, token: str = TOKEN) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import csv
 import json
+import socket
 import subprocess
 import sys
 import threading
 import time
 from contextlib import contextmanager
 from dataclasses import asdict, fields
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -130,11 +131,11 @@ def synthetic_rows(users: int = 60, items: int = 40, events: int = 15, seed: int
     return rows
 
 
-def prepare_rows(folder: Path, rows: list[tuple[str, str, int]], **config) -> Path:
+def prepare_rows(folder: Path, rows: list[tuple[str, str, int]], dataset: str = "synthetic", **config) -> Path:
     """Return the folder of the prepared dataset made from `rows`."""
     write_interactions(folder, rows)
     prepare(
-        dataset="synthetic",
+        dataset=dataset,
         data=folder,
         validation=folder / "validation.json",
         sequences=folder / "sequences",
@@ -246,16 +247,58 @@ def service(recommender, *, version="7", store=None, candidate=None, **options):
     return running(http.app(lambda: recommender, lambda: version, config, store=store, candidate=candidate))
 
 
+class Quiet:
+    """What a handler of requests need not log."""
+
+    def log_message(self, *_):
+        pass
+
+
+@contextmanager
+def listening(handler):
+    """Let `handler` answer on a free port in a thread; yield the server."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 YEAR_2001 = 978_307_200
+
+
+def write_log(path: Path, rows: list[tuple[str, str, int]], *, start: int = 0) -> Path:
+    """Write (user_id, item_id, timestamp) rows as a log of a user's own."""
+    lines = [f"{user},{item},{start + time}\n" for user, item, time in rows]
+    path.write_text("".join(["user_id,item_id,timestamp\n", *lines]))
+    return path
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return every file below `folder`."""
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def case_table(*ranks: float) -> pa.Table:
+    """Return one validation case a user, with these ranks."""
+    rows = [
+        {"split": "valid", "user": user, "position": 3, "target": 1, "rank": float(rank), "ties": 0}
+        for user, rank in enumerate(ranks, start=1)
+    ]
+    return pa.Table.from_pylist(rows, schema=artifacts.CASES_SCHEMA)
 
 
 def write_settings(folder: Path, *, start: int) -> Path:
     """Write a log of 50 users that begins at `start`, and settings that train both models on it; return the latter."""
-    log = folder / "log.csv"
-    with log.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["user_id", "item_id", "timestamp"])
-        writer.writerows((user, item, start + time) for user, item, time in synthetic_rows(users=50))
+    log = write_log(folder / "log.csv", synthetic_rows(users=50), start=start)
     settings = folder / "settings.yaml"
     content = {
         "dataset": "own",
@@ -275,6 +318,29 @@ def write_settings(folder: Path, *, start: int) -> Path:
     }
     settings.write_text(yaml.safe_dump(content))
     return settings
+
+
+KUBERNETES = {  # a section of params.yaml
+    "resources": {
+        "default": {"cpu": "2", "memory": "8Gi", "retries": 3, "backoff_s": 60},
+        "finetune": {
+            "cpu": "4",
+            "memory": "64Gi",
+            "gpus": 1,
+            "shared_memory": "8Gi",
+            "timeout_s": 3600,
+            "node_selector": {"pool": "gpu"},
+            "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
+        },
+    },
+    "state_claim": "seqrec-state",
+    "data_claim": "seqrec-data",
+    "environment": {"OMP_NUM_THREADS": "1"},
+    "secrets": {"seqrec": {"tracking-password": "MLFLOW_TRACKING_PASSWORD"}},
+    "image_pull_secrets": ["registry"],
+    "service_account": "seqrec",
+    "labels": {"team": "search"},
+}
 
 
 EPOCH_RECORDS = [

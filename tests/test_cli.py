@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import yaml
 from support import imported
 
 from seqrec import __version__
@@ -136,17 +134,6 @@ def test_a_number_out_of_range_is_named_before_anything_runs(params, caplog, arg
 def test_verbose_shows_the_traceback(params):
     with pytest.raises(ValueError, match=r"no entry models\.bert5rec"):
         main(["finetune", "--model", "bert5rec", *FINETUNE, "--verbose"])
-
-
-def test_metrics_writes_what_the_stage_returns(params):
-    content = yaml.safe_load(params.read_text())
-    content["datasets"]["mine"]["ingest"] = {"source": "csv", "interactions": "log.csv"}
-    params.write_text(yaml.safe_dump(content))
-    Path("log.csv").write_text("user_id,item_id,timestamp\nu1,i1,1000000000\nu1,i2,1000000001\n")
-    flags = ["--dataset", "mine", "--output", "data", "--downloads", "state", "--metrics", "out/ingest.json"]
-    assert main(["ingest", *flags]) == 0
-    figures = json.loads(Path("out/ingest.json").read_text())
-    assert figures == {"rows": 2.0, "users": 1.0, "items": 2.0, "catalogue": 2.0, "quarantined": 0.0}
 
 
 def test_as_a_program_errors_go_to_stderr_and_the_status_is_1(params):

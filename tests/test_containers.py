@@ -6,7 +6,6 @@ import contextlib
 import csv
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -18,7 +17,7 @@ import pytest
 import requests
 import yaml
 from mlflow import MlflowClient
-from support import save, save_bert, synthetic_rows
+from support import YEAR_2001, free_port, save, save_bert, synthetic_rows, write_log
 
 from seqrec.config import RegisterConfig
 from seqrec.data import item_tokens
@@ -30,7 +29,6 @@ from seqrec.training.checkpoint import load_checkpoint
 
 ROOT = Path(__file__).parent.parent
 IMAGE = os.environ.get("SEQREC_IMAGE", "seqrec:test")
-YEAR_2001 = 978_307_200
 SMALL = {  # options that make a model small, where it has them
     *("d_model", "d_shared", "d_value", "d_expert", "d_inner", "d_state", "d_user"),
 }
@@ -55,10 +53,7 @@ def write_settings(
     """Write a log of 60 users with titles, and settings that train `chosen`, or every model, on it."""
     folder.mkdir(exist_ok=True)
     rows = synthetic_rows(users=60, items=items)
-    with (folder / "log.csv").open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["user_id", "item_id", "timestamp"])
-        writer.writerows((user, item, start + moment) for user, item, moment in rows)
+    write_log(folder / "log.csv", rows, start=start)
     described = [(item, f"Title of {item}", f"kind {item[-1]}") for item in sorted({row[1] for row in rows})]
     with (folder / "items.csv").open("w", newline="") as file:
         writer = csv.writer(file)
@@ -160,9 +155,7 @@ def test_the_image_serves_the_champion_of_a_mounted_registry(client, prepared, t
     run_ = runs.open_run(mlflow_, runs.experiment(mlflow_, config), "f", "sasrec")
     logged = registry.log_model(mlflow_, run_, checkpoint=load_checkpoint(folder))
     registry.crown(mlflow_, registry.create_version(mlflow_, "seqrec-own", logged, {}), None, "a test")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
 
     container = client.containers.run(
         IMAGE,

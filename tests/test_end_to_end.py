@@ -15,7 +15,7 @@ import pytest
 import yaml
 from dvc.repo import Repo
 from mlflow import MlflowClient
-from support import MEASURED, synthetic_rows
+from support import MEASURED, synthetic_rows, write_log
 
 from seqrec.__main__ import main
 from seqrec.pipeline import BASELINES
@@ -26,12 +26,6 @@ MODELS = ("sasrec", "gru4rec")
 # with -m, it would itself become a fork of the warm process, and start another one for its stages
 REPRO = (sys.executable, "-c", "from seqrec.__main__ import main; raise SystemExit(main(['repro', '--jobs', '2']))")
 ROWS = (*BASELINES, *MODELS)
-
-
-def write_log(path: Path, rows: list[tuple[str, str, int]]) -> Path:
-    lines = [f"{user},{item},{time + 1_000_000_000}\n" for user, item, time in rows]
-    path.write_text("".join(["user_id,item_id,timestamp\n", *lines]))
-    return path
 
 
 def settings(**changes) -> dict:
@@ -67,7 +61,7 @@ def make_project(folder: Path) -> Path:
 
 def write_inputs(folder: Path) -> Path:
     """Write what a user brings: a log, and params.yaml."""
-    write_log(folder / "tiny.csv", synthetic_rows())
+    write_log(folder / "tiny.csv", synthetic_rows(), start=1_000_000_000)
     (folder / "params.yaml").write_text(yaml.safe_dump(settings(), sort_keys=False))
     return folder
 
@@ -141,7 +135,6 @@ def test_a_pipeline_killed_three_times_gives_the_figures_of_one_never_interrupte
     project, printed = killed
     never = write_inputs(tmp_path)
     monkeypatch.chdir(never)
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     assert main(["run", "--config-file", "params.yaml", "--out", "out"]) == 0
 
     begun = [[stage.partition("@")[0] for stage in ran(output)] for output in printed]

@@ -48,8 +48,3 @@ def test_the_second_process_is_told_who_holds_the_lock_and_since_when(holder):
     with locked(path, "the place"):
         assert path.with_name(".lock.owner").exists()
     assert not path.with_name(".lock.owner").exists()
-
-
-def test_a_process_cannot_enter_twice(tmp_path):
-    with locked(tmp_path / ".lock", "it"), pytest.raises(LockedError), locked(tmp_path / ".lock", "it"):
-        pass

@@ -8,17 +8,15 @@ import logging
 import os
 import shutil
 import sys
-import threading
 import typing
-from contextlib import contextmanager
 from functools import partial
-from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler
 from pathlib import Path
 
 import pytest
 import yaml
 from dvc.repo import Repo
-from support import YEAR_2001, write_settings
+from support import YEAR_2001, Quiet, listening, write_settings
 
 from seqrec import redaction
 from seqrec.__main__ import main
@@ -109,15 +107,7 @@ def test_addresses_without_a_secret_are_settings_as_ever():
         assert not holds_secret(value)
 
 
-@contextmanager
-def serving(handler):
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-    yield f"127.0.0.1:{server.server_port}"
-    server.shutdown()
-
-
-class Refusing(BaseHTTPRequestHandler):
+class Refusing(Quiet, BaseHTTPRequestHandler):
     """A server that repeats what it was sent, and refuses."""
 
     def do_GET(self):
@@ -127,12 +117,9 @@ class Refusing(BaseHTTPRequestHandler):
 
     do_POST = do_GET
 
-    def log_message(self, *_):
-        pass
 
-
-class Quiet(SimpleHTTPRequestHandler):
-    log_message = Refusing.log_message
+class Files(Quiet, SimpleHTTPRequestHandler):
+    """A server of a folder."""
 
 
 VARIABLES = ("AWS_SECRET_ACCESS_KEY", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "KFP_TOKEN", "KFP_COOKIES")
@@ -159,30 +146,30 @@ def test_a_password_in_every_variable_is_in_no_file_and_no_message(tmp_path, mon
     monkeypatch.chdir(project)
     monkeypatch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     for name in VARIABLES:
         monkeypatch.setenv(name, PASSWORD)
     ingest, load_run = ["ingest", "--output", "elsewhere", "--downloads", "state"], ["import", "--run", "out"]
     settings = ["--params", "settings.yaml"]
     with (
         caplog.at_level(logging.INFO),
-        serving(partial(Quiet, directory=files)) as place,
-        serving(Refusing) as refusing,
+        listening(partial(Files, directory=files)) as mirror,
+        listening(Refusing) as server,
     ):
-        monkeypatch.setenv("SEQREC_DATA_MIRROR", f"http://somebody:{PASSWORD}@{place}")
+        monkeypatch.setenv("SEQREC_DATA_MIRROR", f"http://somebody:{PASSWORD}@127.0.0.1:{mirror.server_port}")
         assert main(["run", "--config-file", "settings.yaml", "--out", "out"]) == 0
         shutil.copy(project / "out" / "params.yaml", project / "params.yaml")
         assert main(load_run) == 0
         assert pipelines(["compile", *settings, "--output", "pipeline.yaml"]) == 0
         ingest_under_dvc()
-        login = f"http://somebody:{PASSWORD}@"
-        for mirror in (f"{login}{refusing}", f"{login}127.0.0.1:1", f"s3://somebody:{PASSWORD}@bucket"):
-            monkeypatch.setenv("SEQREC_DATA_MIRROR", mirror)
+        login = f"http://somebody:{PASSWORD}@127.0.0.1"
+        refusing = f"{login}:{server.server_port}"
+        for wrong in (refusing, f"{login}:1", f"s3://somebody:{PASSWORD}@bucket"):
+            monkeypatch.setenv("SEQREC_DATA_MIRROR", wrong)
             assert main(ingest) == 1
-        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"{login}{refusing}")
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", refusing)
         assert main(load_run) == 1
         monkeypatch.setattr("seqrec.pipelines.client.IMAGE", f"seqrec@sha256:{'0' * 64}")
-        assert pipelines(["submit", *settings, "--host", f"{login}{refusing}"]) == 1
+        assert pipelines(["submit", *settings, "--host", refusing]) == 1
 
     leaks = [path for path in tmp_path.rglob("*") if path.is_file() and PASSWORD.encode() in path.read_bytes()]
     said = caplog.text + "".join(capfd.readouterr())

@@ -10,7 +10,6 @@ import logging
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,7 +25,7 @@ import requests
 import yaml
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
-from support import YEAR_2001, write_interactions, write_settings
+from support import YEAR_2001, free_port, write_interactions, write_settings
 
 from seqrec.serving.events import DAY, Event, Shown, Store
 
@@ -53,12 +52,6 @@ pytestmark = [
     pytest.mark.services,
     pytest.mark.skipif(POSTGRES is None, reason="needs PostgreSQL: apt-get install postgresql"),
 ]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager

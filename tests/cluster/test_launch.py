@@ -15,6 +15,7 @@ import kubernetes_server
 import pytest
 import torch
 from safetensors.torch import load_file
+from support import KUBERNETES
 
 from seqrec.artifacts import EPOCH_RECORDS, WEIGHTS
 from seqrec.cluster import jobs, launch
@@ -33,27 +34,7 @@ from seqrec.stages.pretrain import pretrain
 
 OPTIONS = {"d_model": 16, "layers": 1, "heads": 2, "length": 12, "dropout": 0.0}
 CONFIG = FinetuneConfig(epochs=2, batch_size=16, warmup_steps=1)
-CLUSTER = KubernetesConfig(
-    resources={
-        "default": {"cpu": "500m"},
-        "finetune": {
-            "cpu": "4",
-            "memory": "16Gi",
-            "gpus": 2,
-            "shared_memory": "1Gi",
-            "timeout_s": 3600,
-            "node_selector": {"pool": "gpu"},
-            "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
-        },
-    },
-    launch={"finetune": LaunchConfig(launcher="job", nodes=2)},
-    state_claim="seqrec-state",
-    environment={"OMP_NUM_THREADS": "1"},
-    secrets={"seqrec": {"tracking-password": "MLFLOW_TRACKING_PASSWORD"}},
-    image_pull_secrets=["registry"],
-    service_account="seqrec",
-    labels={"team": "search"},
-)
+CLUSTER = KubernetesConfig(**KUBERNETES, launch={"finetune": LaunchConfig(launcher="job", nodes=2)})
 
 
 def place(**launch_settings) -> dict:
@@ -172,7 +153,7 @@ def test_a_step_that_finds_the_job_of_an_earlier_pod_adopts_it_and_deletes_it_wh
     assert len(cluster.created) == 1
 
 
-def test_a_process_that_fails_fails_the_step(finetuned, initial, tmp_path):
+def test_a_process_that_fails_fails_the_step(finetuned, tmp_path):
     (tmp_path / "two").write_text("where a folder must be made")
 
     with pytest.raises(ValueError, match="one of 2 processes failed"):
@@ -208,8 +189,8 @@ def test_a_train_job_asks_for_all_that_is_set():
     assert (trainer["numNodes"], trainer["numProcPerNode"]) == (2, 2)
     assert trainer["image"] == "example.org/seqrec@sha256:1"
     assert trainer["resourcesPerNode"] == {
-        "requests": {"cpu": "4", "memory": "16Gi", "nvidia.com/gpu": "2"},
-        "limits": {"memory": "16Gi", "nvidia.com/gpu": "2"},
+        "requests": {"cpu": "4", "memory": "64Gi", "nvidia.com/gpu": "1"},
+        "limits": {"memory": "64Gi", "nvidia.com/gpu": "1"},
     }
     assert {one["name"] for one in trainer["env"]} == {"OMP_NUM_THREADS", "MLFLOW_TRACKING_PASSWORD"}
     (node,) = job["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
@@ -231,7 +212,7 @@ def test_a_spark_application_is_one(monkeypatch):
     kubernetes_server.check(job)
     spec = job["spec"]
     assert spec["executor"]["instances"] == 3
-    assert spec["executor"]["memory"] == "16g"
+    assert spec["executor"]["memory"] == "64g"
     assert spec["driver"]["serviceAccount"] == "seqrec"
     assert Path(spec["mainApplicationFile"].removeprefix("local://")) == Path(launch.__file__)
     with pytest.raises(ConfigError, match=r"needs prepare\.engine: spark"):
@@ -266,8 +247,8 @@ def test_a_new_image_makes_a_new_job(tmp_path):
 
 def test_an_entry_is_laid_over_the_default():
     assert CLUSTER.step("finetune").cpu == "4"
-    assert CLUSTER.step("evaluate") == StepResources(cpu="500m")
-    assert CLUSTER.step("ingest") == StepResources(cpu="500m", retries=0)
+    assert CLUSTER.step("evaluate") == StepResources(cpu="2", memory="8Gi", retries=3, backoff_s=60)
+    assert CLUSTER.step("ingest").retries == 0
     assert KubernetesConfig(resources={"ingest": {"retries": 3}}).step("ingest").retries == 3
 
 

@@ -81,6 +81,13 @@ def test_the_same_command_continues_and_another_one_is_refused(made, caplog):
     (made / "log.csv").write_bytes(log)
 
 
+def plan_of(made, folder, **options):
+    """A plan of the settings that were made, without models, for 100 minutes."""
+    params = json.loads((made / "out" / "auto.json").read_text())["params"]
+    own = params | {"models": {}, "evaluate": {"bootstrap": 100}}
+    return auto.Plan(folder / "auto.json", {"minutes": 100.0}, own, **options)
+
+
 @pytest.mark.parametrize(
     ("epoch_s", "spent", "share", "first", "expected"),
     [
@@ -98,8 +105,7 @@ def test_a_model_gets_all_epochs_that_fit_before_the_next_one_gets_any(
 ):
     monkeypatch.setattr(auto, "_cost", lambda *_: Cost(step_s=epoch_s, steps=1, validation_s=0.0, memory=0))
     folder = made / "out" / "data" / "sequences"
-    params = auto.Plan.load(made / "out" / "auto.json", json.loads((made / "out" / "auto.json").read_text())["request"])
-    plan = auto.Plan(tmp_path / "auto.json", {"minutes": 100.0}, params.params | {"models": {}}, spent=spent)
+    plan = plan_of(made, tmp_path, spent=spent)
     shape = auto.Shape.of(sequences.load(folder))
     plan.params["models"] = {} if first else {"gru4rec": auto.model_settings("gru4rec", shape)}
     assert auto_settings.finetune(shape, {})["epochs"] == 100
@@ -115,10 +121,7 @@ def test_few_users_get_the_mean_of_as_many_networks_as_the_share_holds(
 ):
     monkeypatch.setattr(auto, "_cost", lambda *_: Cost(step_s=10.0, steps=1, validation_s=0.0, memory=0))
     folder = made / "out" / "data" / "sequences"
-    params = json.loads((made / "out" / "auto.json").read_text())["params"]
-    plan = auto.Plan(
-        tmp_path / "auto.json", {"minutes": 100.0}, params | {"models": {}, "evaluate": {"bootstrap": 100}}
-    )
+    plan = plan_of(made, tmp_path)
     shape = auto.Shape.of(sequences.load(folder))
     settings = partial(auto.model_settings, "sasrec", shape, options={"d_model": 8}, finetune={"epochs": 1})
 
@@ -139,8 +142,7 @@ def test_whether_items_have_text(made, tmp_path):
 
 
 def test_the_model_that_reads_text_is_trained_on_item_vectors_of_mean_words(made, tmp_path):
-    params = json.loads((made / "out" / "auto.json").read_text())["params"]
-    plan = auto.Plan(tmp_path / "auto.json", {"minutes": 1.0}, params | {"models": {}, "evaluate": {"bootstrap": 100}})
+    plan = plan_of(made, tmp_path)
     folder = made / "out" / "data" / "sequences"
     settings = partial(auto.model_settings, "recformer", auto.Shape.of(sequences.load(folder)), finetune={"epochs": 1})
 

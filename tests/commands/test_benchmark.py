@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from support import synthetic_rows
+from support import synthetic_rows, write_log
 
 from seqrec.artifacts import CASES, ITEMS, METRICS, read_json, write_json, write_table
 from seqrec.commands import benchmark as bench
@@ -174,9 +174,7 @@ def test_baselines_that_an_interruption_has_left_are_computed_again(out, prepare
 
 def test_data_are_prepared_anew_when_their_settings_change(tmp_path):
     """The log has no items, so a model that reads their attributes is left out."""
-    rows = synthetic_rows()
-    (tmp_path / "log.csv").write_text("user_id,item_id,timestamp\n" + "".join(f"{u},{i},{t}\n" for u, i, t in rows))
-    source = {"source": "csv", "interactions": str(tmp_path / "log.csv")}
+    source = {"source": "csv", "interactions": str(write_log(tmp_path / "log.csv", synthetic_rows()))}
     for users in (60, 30):
         dataset = {"ingest": source, "validate": {"min_date": "1970-01-01"}, "prepare": {"sample_users": users}}
         models = {"fdsa": {}, "gru4rec": CONFIG["models"]["gru4rec"]}

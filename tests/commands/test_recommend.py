@@ -2,7 +2,6 @@ import shutil
 
 import pyarrow.parquet as pq
 import pytest
-import torch
 from support import imported, save
 
 from seqrec.__main__ import main
@@ -12,12 +11,17 @@ from seqrec.data import sequences
 from seqrec.serving.recommender import Recommender, Request
 
 
-@pytest.mark.parametrize("users", [7, 8192])
-def test_scores_of_every_user_are_the_recommenders(prepared, tmp_path, monkeypatch, users):
+@pytest.fixture(scope="module")
+def saved(prepared, tmp_path_factory):
+    return save("sasrec", prepared, tmp_path_factory.mktemp("saved"), model="sasrec")
+
+
+@pytest.mark.parametrize(("users", "k"), [(7, 4), (8192, 40)])  # nobody has 40 items left
+def test_scores_of_every_user_are_the_recommenders(prepared, tmp_path, monkeypatch, users, k):
     monkeypatch.setattr(recommend, "USERS_AT_ONCE", users)
     saved = save("gru4rec", prepared, tmp_path / "model")
 
-    values = recommend.score(sequences=prepared, saved=saved, output=tmp_path / "out" / "best.parquet", k=4)
+    values = recommend.score(sequences=prepared, saved=saved, output=tmp_path / "out" / "best.parquet", k=k)
 
     table = pq.read_table(tmp_path / "out" / "best.parquet")
     data, item_ids = sequences.load(prepared), sequences.read_vocabulary(prepared)[0]
@@ -27,31 +31,19 @@ def test_scores_of_every_user_are_the_recommenders(prepared, tmp_path, monkeypat
         [item_ids[item - 1] for item in data.items[start:stop].tolist()]
         for start, stop in zip(data.start.tolist(), data.stop.tolist(), strict=True)
     ]
-    answers = Recommender.load(saved).answer([Request(history=history, k=4) for history in histories])
+    answers = Recommender.load(saved).answer([Request(history=history, k=k) for history in histories])
     assert table["items"].to_pylist() == [answer.items for answer in answers]
     for scores, answer in zip(table["scores"].to_pylist(), answers, strict=True):
         assert scores == pytest.approx(answer.scores, abs=1e-5)
 
 
-def test_an_output_that_is_no_parquet_file_is_refused(prepared, tmp_path):
+def test_an_output_that_is_no_parquet_file_is_refused(prepared, saved, tmp_path):
     with pytest.raises(ConfigError, match=r"--output: .*best\.csv must end in \.parquet"):
-        recommend.score(sequences=prepared, saved=save("sasrec", prepared, tmp_path), output=tmp_path / "best.csv")
+        recommend.score(sequences=prepared, saved=saved, output=tmp_path / "best.csv")
     assert not (tmp_path / "best.csv").exists()
 
 
-def test_users_with_few_items_left_get_fewer(prepared, tmp_path):
-    saved = save("sasrec", prepared, tmp_path / "model")
-
-    recommend.score(sequences=prepared, saved=saved, output=tmp_path / "best.parquet", k=40)
-
-    data = sequences.load(prepared)
-    distinct = [len(torch.unique(data.items[start:stop])) for start, stop in zip(data.start, data.stop, strict=True)]
-    lists = pq.read_table(tmp_path / "best.parquet")["items"].to_pylist()
-    assert [len(items) for items in lists] == [40 - seen for seen in distinct]
-
-
-def test_a_model_of_another_catalogue_is_refused(prepared, tmp_path):
-    saved = save("sasrec", prepared, tmp_path / "model")
+def test_a_model_of_another_catalogue_is_refused(prepared, saved, tmp_path):
     other = tmp_path / "other"  # of the same size, the ids in another order
     shutil.copytree(prepared, other)
     vocabulary = pq.read_table(other / "vocabulary.parquet")
@@ -65,9 +57,7 @@ def test_a_model_of_another_catalogue_is_refused(prepared, tmp_path):
     assert not (tmp_path / "best.parquet").exists()
 
 
-def test_recommendations_are_printed_with_titles(prepared, tmp_path, capsys):
-    saved = save("sasrec", prepared, tmp_path / "model", model="sasrec")
-
+def test_recommendations_are_printed_with_titles(saved, capsys):
     status = main(["recommend", "--history", "i1, no such", "--k", "3", "--saved", str(saved)])
 
     printed = capsys.readouterr().out
@@ -80,9 +70,7 @@ def test_recommendations_are_printed_with_titles(prepared, tmp_path, capsys):
     assert "sasrec recommends" in printed
 
 
-def test_a_history_with_another_separator_is_explained(prepared, tmp_path, capsys):
-    saved = save("sasrec", prepared, tmp_path / "model", model="sasrec")
-
+def test_a_history_with_another_separator_is_explained(saved, capsys):
     assert main(["recommend", "--history", "i1;i2", "--saved", str(saved)]) == 0
 
     assert "Separate the item ids of --history by commas." in capsys.readouterr().out
@@ -105,17 +93,14 @@ def test_an_open_quotation_mark_is_refused(caplog):
     assert """--exclude: 'i2,"i3' is not a line of CSV""" in caplog.text
 
 
-def test_recommendations_import_nothing_that_takes_time_but_torch(prepared, tmp_path):
-    saved = save("sasrec", prepared, tmp_path / "model", model="sasrec")
-
+def test_recommendations_import_nothing_that_takes_time_but_torch(saved):
     packages = imported("recommend", "--history", "i1", "--saved", str(saved))
 
     assert "torch" in packages
     assert packages.isdisjoint({"pandas", "mlflow", "transformers", "polars", "great_expectations"})
 
 
-def test_an_explanation_stands_beside_the_events(prepared, tmp_path, capsys):
-    saved = save("sasrec", prepared, tmp_path / "model")
+def test_an_explanation_stands_beside_the_events(saved, capsys):
     history = ["i1", "no such", "i4"]
 
     main(["recommend", "--history", ", ".join(history), "--saved", str(saved), "--explain"])
@@ -127,9 +112,7 @@ def test_an_explanation_stands_beside_the_events(prepared, tmp_path, capsys):
     assert lines[0][-1] != lines[2][-1]
 
 
-def test_popular_items_have_no_explanation(prepared, tmp_path, capsys):
-    saved = save("sasrec", prepared, tmp_path / "model")
-
+def test_popular_items_have_no_explanation(saved, capsys):
     assert main(["recommend", "--history", "no such", "--saved", str(saved), "--explain"]) == 0
 
     assert "left out" not in capsys.readouterr().out

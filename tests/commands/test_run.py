@@ -18,7 +18,7 @@ import pytest
 import requests
 import yaml
 from mlflow import MlflowClient
-from support import MEASURED, running, synthetic_rows
+from support import MEASURED, running, synthetic_rows, write_log
 
 from seqrec.__main__ import main
 from seqrec.artifacts import INTERACTIONS
@@ -54,12 +54,10 @@ def run(*flags: str) -> int:
 def workplace(tmp_path_factory) -> Path:
     """A folder with log.csv, config.yaml, and what `run --out out` has made of them."""
     folder = tmp_path_factory.mktemp("workplace")
-    rows = [f"{user},{item},{time + 1_000_000_000}" for user, item, time in synthetic_rows()]
-    (folder / "log.csv").write_text("\n".join(["user_id,item_id,timestamp", *rows]))
+    write_log(folder / "log.csv", synthetic_rows(), start=1_000_000_000)
     (folder / "config.yaml").write_text(yaml.safe_dump(CONFIG))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
         assert run("--out", "out", "--metrics", "figures.json") == 0
     return folder
 
@@ -67,7 +65,6 @@ def workplace(tmp_path_factory) -> Path:
 @pytest.fixture(autouse=True)
 def _in_workplace(workplace, monkeypatch, caplog):
     monkeypatch.chdir(workplace)
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     caplog.set_level(logging.INFO)
 
 
@@ -142,11 +139,6 @@ def test_a_finished_run_is_not_trained_again(caplog):
     assert "finetune of sasrec is already complete in out/artifacts/sasrec/finetuned" in caplog.text
     assert "pretrain of sasrec" not in caplog.text, "SASRec has no pre-training that could be complete"
     assert weights.stat().st_mtime_ns == before
-
-
-def test_resume_refuses_to_start_afresh(caplog):
-    assert run("--out", "fourth", "--data", "out/data", "--resume") == 1
-    assert "--resume: no state in" in caplog.text
 
 
 def test_two_at_once_are_told_apart(caplog, monkeypatch):

@@ -25,18 +25,12 @@ from seqrec.tracking import runs
 from seqrec.training import resume
 
 ROOT = Path(__file__).parent.parent.parent
-STAGES = ("ingest", "validate", "prepare", "pretrain", "finetune", "evaluate")
 PARAMS = {
     "dataset": "synthetic",
-    "sources": [],
     "leaderboard": ["sasrec"],
     "ingest": {"source": "csv"},
-    "validate": {},
-    "prepare": {},
     "pretrain": {"seed": 1},
     "finetune": {"epochs": 3, "batch_size": 16, "warmup_steps": 2, "save_steps": 2},
-    "evaluate": {},
-    "register": {},
     "tune": {
         "trials": 4,
         "startup_trials": 2,
@@ -49,10 +43,8 @@ PARAMS = {
             }
         },
     },
-    "datasets": {"synthetic": {stage: {} for stage in STAGES} | {"options": {"length": 12}}},
-    "models": {
-        "sasrec": {"architecture": "sasrec", "options": {"d_model": 16, "layers": 1}, "pretrain": {}, "finetune": {}}
-    },
+    "datasets": {"synthetic": {"options": {"length": 12}}},
+    "models": {"sasrec": {"options": {"d_model": 16, "layers": 1}}},
 }
 
 
@@ -150,12 +142,17 @@ def test_the_config_written_gives_the_best_metric_again(prepared, whole, tmp_pat
     assert values["valid/ndcg@10"] == budget(whole)["valid/ndcg@10"]
 
 
-def test_a_dead_tracking_server_costs_two_warnings(prepared, tmp_path, caplog):
-    search(prepared, tmp_path, changed(tune__trials=2, tune__epochs=1))
+def test_a_dead_tracking_server_costs_two_warnings_and_seed_and_epochs_of_the_trials_can_be_set(
+    prepared, whole, tmp_path, caplog
+):
+    search(prepared, tmp_path, changed(tune__trials=2, tune__epochs=1, tune__seed=7))
 
     warnings = [message for message in caplog.messages if "the trials are not in MLflow" in message]
     assert len(warnings) == 2  # after the first trial, and at the end
     assert budget(tmp_path)["trials"] == 2
+    assert [set(trial[2]) for trial in rows(tmp_path)] == [{1}, {1}]
+    assert load(tmp_path / "best.yaml").section("finetune").epochs == 1
+    assert rows(tmp_path)[0][1] != rows(whole)[0][1]
 
 
 def test_what_a_dead_server_missed_is_brought_in_as_nested_runs(prepared, whole, tmp_path, monkeypatch, caplog):
@@ -243,12 +240,6 @@ def test_more_trials_extend_a_search(prepared, whole, tmp_path):
     assert rows(tmp_path) == rows(whole)[:2]
 
 
-def test_the_seed_decides_the_trials(prepared, whole, tmp_path):
-    search(prepared, tmp_path, changed(tune__trials=1, tune__seed=7, finetune__epochs=1))
-
-    assert rows(tmp_path)[0][1] != rows(whole)[0][1]
-
-
 def test_the_test_part_decides_nothing(prepared, whole, tmp_path):
     """The same data, in which every user's last event is another item: the same search."""
     shutil.copytree(prepared, tmp_path / "other")
@@ -284,13 +275,6 @@ def test_without_any_result_the_error_says_why(prepared, tmp_path):
     with pytest.raises(ConfigError, match=r"tune\.spaces\.sasrec: no trial has a result; .* is not finite"):
         search(prepared, tmp_path, changed(**settings, tune__spaces=ranges))
     assert not (tmp_path / "best.yaml").exists()
-
-
-def test_the_epochs_of_a_trial_can_be_set(prepared, tmp_path):
-    search(prepared, tmp_path, changed(tune__epochs=2, tune__trials=1))
-
-    assert set(rows(tmp_path)[0][2]) == {1, 2}
-    assert load(tmp_path / "best.yaml").section("finetune").epochs == 2
 
 
 @pytest.mark.parametrize(

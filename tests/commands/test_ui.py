@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import http.server
-import socket
 import subprocess
 import sys
-import threading
-from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
 from mlflow.entities import Experiment
+from support import Quiet, free_port, listening
 
 from seqrec.__main__ import main
 from seqrec.commands import ui
@@ -21,7 +19,7 @@ from seqrec.tracking import runs
 ROOT = Path(__file__).parents[2]
 
 
-class Other(http.server.BaseHTTPRequestHandler):
+class Other(Quiet, BaseHTTPRequestHandler):
     """Another program, which answers everything."""
 
     def do_GET(self):
@@ -29,25 +27,12 @@ class Other(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(b"OK")
 
-    def log_message(self, *_):
-        pass
-
-
-@contextmanager
-def another_program():
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Other)
-    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-    yield server.server_port
-    server.shutdown()
-    server.server_close()
-
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
     """A folder with params.yaml and a database, which is the working directory."""
     folder = tmp_path_factory.mktemp("project")
     with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
         patch.chdir(folder)
         (folder / "params.yaml").write_text((ROOT / "params.yaml").read_text())
         yield folder
@@ -58,7 +43,8 @@ def test_the_page_is_of_this_project_and_is_announced_when_its_server_answers(pr
     client = runs.connect(config)
     ours = client.get_experiment(runs.experiment(client, config))
     theirs = Experiment("1", ours.name, "/another/project/mlartifacts", "active", creation_time=ours.creation_time)
-    with another_program() as taken:
+    with listening(Other) as other:
+        taken = other.server_port
         command = [sys.executable, "-m", "seqrec", "ui", "--no-browser", "--port", str(taken)]
         started = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
         try:
@@ -81,16 +67,13 @@ def test_a_port_that_cannot_be_used_is_named(project, caplog, monkeypatch):
     assert main(["ui", "--no-browser", "--port", "99999"]) == 1
     assert "--port must be at least 1 and at most 65535, not 99999" in caplog.text
     monkeypatch.setattr(ui, "PORTS", 1)
-    with another_program() as taken:
-        assert main(["ui", "--no-browser", "--port", str(taken)]) == 1
+    with listening(Other) as other:
+        assert main(["ui", "--no-browser", "--port", str(other.server_port)]) == 1
     assert "other programs use the ports" in caplog.text
 
 
 def test_a_server_that_does_not_start_is_said(project, caplog, capfd, monkeypatch):
     monkeypatch.setattr(ui, "SERVER", ("-c", "raise SystemExit(3)"))
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    assert main(["ui", "--no-browser", "--port", str(port)]) == 1
+    assert main(["ui", "--no-browser", "--port", str(free_port())]) == 1
     assert "MLflow did not start" in caplog.text
     assert "http" not in capfd.readouterr().out

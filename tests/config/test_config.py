@@ -17,29 +17,16 @@ from seqrec.config import ConfigError, FinetuneConfig, from_dict, load, parse, r
 ROOT = Path(__file__).parent.parent.parent
 PARAMS = {
     "dataset": "small",
-    "sources": [],
     "leaderboard": ["narrow"],
-    "validate": {},
     "prepare": {"min_user_events": 5},
-    "pretrain": {},
     "finetune": {"epochs": 10, "batch_size": 64, "learning_rate": 0.001},
-    "evaluate": {},
-    "register": {},
     "datasets": {
-        name: {
-            "ingest": {},
-            "validate": {},
-            "prepare": {},
-            "pretrain": {},
-            "finetune": {"epochs": 20, "batch_size": 32},
-            "evaluate": {},
-            "options": {"length": 20, "d_model": 32},
-        }
+        name: {"finetune": {"epochs": 20, "batch_size": 32}, "options": {"length": 20, "d_model": 32}}
         for name in ("small", "large")
     },
     "models": {
-        "narrow": {"architecture": "sasrec", "options": {"d_model": 8}, "pretrain": {}, "finetune": {"epochs": 30}},
-        "wide": {"architecture": "sasrec", "options": {}, "pretrain": {}, "finetune": {}},
+        "narrow": {"architecture": "sasrec", "options": {"d_model": 8}, "finetune": {"epochs": 30}},
+        "wide": {"architecture": "sasrec", "finetune": {}},
     },
 }
 MISSING = object()
@@ -51,7 +38,7 @@ def changed(path: str, value: object) -> dict:
     *folders, key = path.split(".")
     place = params
     for folder in folders:
-        place = place[folder]
+        place = place.setdefault(folder, {})
     if value is MISSING:
         del place[key]
     else:

@@ -4,11 +4,9 @@ import hashlib
 import json
 import os
 import signal
-import socketserver
 import stat
 import subprocess
 import sys
-import threading
 import time
 import zipfile
 from dataclasses import dataclass, field, replace
@@ -16,6 +14,7 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
+from support import Quiet, contents, listening
 
 import seqrec
 from seqrec.config import IngestConfig
@@ -81,25 +80,13 @@ class Server:
 def server():
     served = Server()
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(Quiet, BaseHTTPRequestHandler):
         def do_GET(self):
             served.answer(self)
 
-        def log_message(self, *args):
-            pass
-
-    class Threads(socketserver.ThreadingTCPServer):
-        daemon_threads = True
-        allow_reuse_address = True
-
-        def handle_error(self, request, client_address):
-            pass
-
-    with Threads(("127.0.0.1", 0), Handler) as listener:
-        served.url = f"http://127.0.0.1:{listener.server_address[1]}"
-        threading.Thread(target=listener.serve_forever, args=(0.02,), daemon=True).start()
+    with listening(Handler) as listener:
+        served.url = f"http://127.0.0.1:{listener.server_port}"
         yield served
-        listener.shutdown()
 
 
 @pytest.fixture(autouse=True)
@@ -431,10 +418,6 @@ ingest(dataset="small", output=Path(sys.argv[2]), downloads=Path(sys.argv[3]), c
 def run_stage(mirror: str, output: Path, downloads: Path) -> subprocess.Popen:
     environment = {**os.environ, "PYTHONPATH": str(Path(seqrec.__file__).parents[1])}
     return subprocess.Popen([sys.executable, "-c", STAGE, mirror, str(output), str(downloads)], env=environment)
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_an_ingest_killed_in_its_download_continues_it_and_ends_the_same(server, tmp_path):

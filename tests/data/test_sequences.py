@@ -68,15 +68,6 @@ def test_max_cases_draws_the_same_cases_every_time(prepared):
     assert sequences.cases(other, "test").position.tolist() != drawn.position.tolist()
 
 
-def test_no_target_is_in_its_own_input(prepared):
-    data = sequences.load(prepared)
-    for split in ("valid", "test"):
-        cases = sequences.cases(data, split)
-        batch = sequences.window(data, cases.user, cases.position, 100)
-        length = cases.position - data.start[cases.user]
-        assert ((batch.items > 0).sum(1) == length).all()
-
-
 def test_seen_items_are_the_events_before(data):
     row, item = sequences.seen(data, torch.tensor([0, 1]), torch.tensor([2, 6]))
 

@@ -143,11 +143,6 @@ def test_several_others_and_the_command_line(tmp_path, pair, capsys):
     assert "1/1/2" in shown
 
 
-def changed(folder: Path, **values) -> None:
-    path = folder / "metrics.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
-
-
 def split_card(root: Path, digest: str) -> None:
     write_json(root / "data" / "sequences" / "split.json", {"split_sha256": digest})
 
@@ -171,7 +166,7 @@ def test_different_splits_are_refused_though_their_cases_are_the_same(tmp_path):
 
 
 def test_seen_items_left_out_of_one_run_alone_are_refused(tmp_path, pair):
-    changed(tmp_path / "other", filter_seen=0)
+    write_report(tmp_path / "other", OTHER, filter_seen=0)
 
     with pytest.raises(ValueError, match=r"differ in filter_seen"):
         compare(pair)

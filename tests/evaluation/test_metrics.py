@@ -10,18 +10,6 @@ from sklearn.metrics import label_ranking_average_precision_score, ndcg_score, t
 from seqrec.evaluation import metrics
 
 
-def test_one_case_of_each_kind():
-    """Ranks 1, 3 and 12 in a catalogue of 20."""
-    values = metrics.from_histogram(metrics.histogram(torch.tensor([1.0, 3.0, 12.0]), 20))
-
-    assert values["ndcg@10"] == pytest.approx((1 + 1 / log2(4) + 0) / 3)
-    assert values["recall@10"] == pytest.approx(2 / 3)
-    assert values["recall@1"] == pytest.approx(1 / 3)
-    assert values["mrr"] == pytest.approx((1 + 1 / 3 + 1 / 12) / 3)
-    assert values["mrr@10"] == pytest.approx((1 + 1 / 3) / 3)
-    assert values["recall@20"] == pytest.approx(1.0)
-
-
 def test_a_rank_between_two_places():
     """Rank 2.5 is two items tied for places 2 and 3."""
     values = metrics.from_histogram(metrics.histogram(torch.tensor([2.5]), 20))

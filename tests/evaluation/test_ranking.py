@@ -34,24 +34,6 @@ def three(tmp_path_factory):
     return sequences.load(prepare_rows(folder, rows, min_user_events=1, min_item_events=1))
 
 
-@pytest.mark.parametrize(
-    ("scores", "filtered", "unfiltered"),
-    [
-        # targets c=3, e=4, d=5; histories {1,2}, {2,1}, {1,5}
-        ([9, 5, 4, 3, 2, 1], [1, 2, 4], [3, 4, 5]),
-        ([9, 1, 2, 3, 4, 5], [3, 2, 1], [3, 2, 1]),
-        ([9, 7, 7, 7, 7, 7], [2, 2, 2.5], [3, 3, 3]),  # a constant scorer is in the middle, never on top
-    ],
-)
-def test_ranks_by_hand(three, scores, filtered, unfiltered):
-    ranked = ranking.rank(
-        fixed_scorer(torch.tensor(scores).float()), three, sequences.cases(three, "test"), filter_seen=True
-    )
-
-    assert ranked.rank.tolist() == filtered
-    assert ranked.rank_unfiltered.tolist() == unfiltered
-
-
 def test_ties_count_the_other_candidates(three):
     cases = sequences.cases(three, "test")
     constant = fixed_scorer(torch.zeros(6))
@@ -92,26 +74,6 @@ def test_blocks_are_small_where_histories_are_long(prepared, monkeypatch):
     assert max(read) <= 50
 
     assert ranking.case_blocks(torch.tensor([60, 10, 40, 1]), 2) == [slice(0, 1), slice(1, 3), slice(3, 4)]
-
-
-def test_ranks_equal_a_full_sort(prepared):
-    """Against sorting all scores of the model, seen items removed, one case at a time."""
-    data = sequences.load(prepared)
-    model = make_model("sasrec", num_items=data.num_items).eval()
-    cases = sequences.cases(data, "test")
-
-    ranked = ranking.rank(ranking.model_scorer(model), data, cases, filter_seen=True, top_k=10)
-
-    for case, (user, stop) in enumerate(zip(cases.user.tolist(), cases.position.tolist(), strict=True)):
-        history, target = data.items[data.start[user] : stop].tolist(), int(data.items[stop])
-        query = model(
-            sequences.window(data, cases.user[case : case + 1], cases.position[case : case + 1], 12), last=True
-        )
-        scores = (model.item_vectors() @ query[0, 0]).tolist()
-        allowed = [item for item in range(1, data.num_items + 1) if item == target or item not in history]
-        ordered = sorted(allowed, key=lambda item: -scores[item])
-        assert ranked.rank[case] == 1 + ordered.index(target)
-        assert ranked.top[case].tolist() == ordered[:10]
 
 
 @pytest.mark.parametrize("cases", [[(0, 0), (1, 3), (2, 1)], [(2, 4), (0, 2), (2, 0), (2, 3), (0, 1)]])

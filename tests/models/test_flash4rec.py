@@ -263,20 +263,6 @@ def test_topk_dropout_rescales_by_row_where_the_future_must_not_be_known(objecti
     assert FLASH4RecOptions(objective=objective, topk_dropout_scope="matrix").rescaled == "matrix"
 
 
-def test_the_user_matters_and_an_unknown_one_is_user_zero():
-    model = make_model("flash4rec").eval()
-    with torch.no_grad():
-        model.users.weight.normal_()
-
-    first, second = (model(make_batch([[1, 2, 3]], user=user)) for user in (1, 2))
-    unknown = model(make_batch([[1, 2, 3]], user=0))
-
-    assert not torch.allclose(first, second)
-    with torch.no_grad():
-        model.users.weight[1] = model.users.weight[0]
-    assert torch.equal(model(make_batch([[1, 2, 3]], user=1)), unknown)
-
-
 def test_user_dropout_takes_its_share_of_the_sequences_for_unknown_in_training_alone():
     model = make_model("flash4rec", user_dropout=0.25, dropout=0.0, topk_dropout=0.0, jitter=0.0)
     with torch.no_grad():

@@ -19,7 +19,7 @@ from google.protobuf import json_format
 from kfp.kubernetes.kubernetes_executor_config_pb2 import KubernetesExecutorConfig
 from kfp.pipeline_spec.pipeline_spec_pb2 import PipelineDeploymentConfig, PipelineSpec, PlatformSpec
 from mlflow import MlflowClient
-from support import MEASURED, write_cluster_settings, write_settings
+from support import KUBERNETES, MEASURED, write_cluster_settings, write_settings
 
 from seqrec.artifacts import (
     CASES,
@@ -64,8 +64,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:You may be attemping:RuntimeWarn
 @pytest.fixture(scope="module")
 def _offline(forked_steps):
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "SEQREC_DATA_MIRROR"):
-            patch.delenv(name, raising=False)
+        patch.delenv("SEQREC_DATA_MIRROR", raising=False)
         for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
             patch.setenv(name, "http://127.0.0.1:9")  # nobody listens there
         yield
@@ -251,29 +250,7 @@ def test_a_failed_validation_stops_the_run_before_any_training(tmp_path, capsys)
     assert not read_json(tasks / "validate/validation/validation.json")["success"]
 
 
-CLUSTER = {
-    "plain": {"user": None},
-    "gpu": {
-        "resources": {
-            "default": {"cpu": "2", "memory": "8Gi", "retries": 3, "backoff_s": 60},
-            "finetune": {
-                "memory": "64Gi",
-                "gpus": 1,
-                "shared_memory": "8Gi",
-                "timeout_s": 3600,
-                "node_selector": {"pool": "gpu"},
-                "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
-            },
-        },
-        "state_claim": "seqrec-state",
-        "data_claim": "seqrec-data",
-        "environment": {"MLFLOW_TRACKING_URI": "http://mlflow:5000"},
-        "secrets": {"seqrec": {"tracking-password": "MLFLOW_TRACKING_PASSWORD"}},
-        "image_pull_secrets": ["registry"],
-        "service_account": "seqrec",
-        "labels": {"team": "search"},
-    },
-}
+CLUSTER = {"plain": {"user": None}, "gpu": KUBERNETES}
 CLUSTER["nodes"] = CLUSTER["gpu"] | {
     "launch": {
         "finetune": {"launcher": "job", "nodes": 2, "processes": 4},
@@ -415,11 +392,11 @@ def test_a_step_asks_for_what_the_section_says():
     documents = compiled("training", "gpu")
 
     container, executor = executor_of(documents, "finetune")
-    assert container["resources"]["resourceCpuRequest"] == "2"
+    assert container["resources"]["resourceCpuRequest"] == "4"
     assert container["resources"]["resourceMemoryLimit"] == "64Gi"
     accelerator = container["resources"]["accelerator"]
     assert (accelerator["resourceCount"], accelerator["resourceType"]) == ("1", "nvidia.com/gpu")
-    assert container["env"] == [{"name": "MLFLOW_TRACKING_URI", "value": "http://mlflow:5000"}]
+    assert container["env"] == [{"name": "OMP_NUM_THREADS", "value": "1"}]
     assert executor["nodeSelector"]["labels"] == {"pool": "gpu"}
     assert [one["key"] for one in executor["tolerations"]] == ["nvidia.com/gpu"]
     assert executor["emptyDirMounts"][0]["mountPath"] == "/dev/shm"
@@ -433,7 +410,6 @@ def test_a_step_asks_for_what_the_section_says():
         assert executor["secretAsEnv"][0]["keyToEnv"][0]["envVar"] == "MLFLOW_TRACKING_PASSWORD"
         assert executor["podMetadata"]["labels"] == {"team": "search"}
     tasks = tasks_of(documents[0])
-    assert tasks["finetune"]["retryPolicy"]["maxRetryCount"] == 3
     assert tasks["finetune"]["retryPolicy"]["backoffDuration"] == "60s"
     assert not [name for name in ("settings", "model-settings", "ingest", "validate") if "retryPolicy" in tasks[name]]
 

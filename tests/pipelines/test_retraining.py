@@ -44,8 +44,6 @@ def loop(tmp_path_factory, forked_steps):
     content["register"]["tracking_uri"] = f"sqlite:///{out}/mlflow.db"
     settings.write_text(yaml.safe_dump(content))
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID"):
-            patch.delenv(name, raising=False)
         patch.setenv(VARIABLE, f"sqlite:///{folder}/events.db")
         for pipeline in ("training", "retraining"):
             flags = ["--pipeline", pipeline, "--models", "sasrec", "--params", str(settings), "--out", str(out)]

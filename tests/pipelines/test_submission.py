@@ -27,7 +27,7 @@ def _digest(monkeypatch):
 @pytest.fixture
 def command(tmp_path, monkeypatch, capsys):
     """Return a function that runs a command on the settings of a tiny log: its status and what it printed."""
-    for name in ("KFP_HOST", "KFP_TOKEN", "KFP_COOKIES", "SEQREC_DATA_MIRROR", "MLFLOW_TRACKING_URI"):
+    for name in ("KFP_HOST", "KFP_TOKEN", "KFP_COOKIES", "SEQREC_DATA_MIRROR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
     settings = write_cluster_settings(tmp_path)
@@ -194,14 +194,14 @@ def test_a_run_is_awaited_through_failed_polls_and_gets_the_inputs_of_the_comman
 
 
 @pytest.mark.usefixtures("_digest")
-def test_waiting_ends_where_the_server_stays_away(tmp_path, monkeypatch):
+def test_waiting_ends_where_the_server_stays_away(monkeypatch):
     monkeypatch.setattr("seqrec.pipelines.client.FAILED_POLLS", 2)
     with pytest.raises(SubmissionError, match=r"does not answer .* run 1 continues on the server"):
         wait(Server(host="http://127.0.0.1:9"), "1", timeout_s=60, poll_s=0.1)
 
 
 @pytest.mark.cluster
-def test_a_real_server_runs_the_pipeline(tmp_path):
+def test_a_real_server_runs_the_pipeline():
     """Needs KFP_HOST, SEQREC_IMAGE by digest, SEQREC_PARAMS with data that the cluster reaches, KFP_TOKEN if asked."""
     flags = ["--params", os.environ.get("SEQREC_PARAMS", "params.yaml"), "--wait"]
     if "KFP_NAMESPACE" in os.environ:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support import save
+from support import save, service
 
 from seqrec.serving.events import Store
 from seqrec.serving.recommender import Recommender
@@ -12,6 +12,13 @@ from seqrec.serving.recommender import Recommender
 @pytest.fixture(scope="session")
 def recommender(prepared, tmp_path_factory):
     return Recommender.load(save("sasrec", prepared, tmp_path_factory.mktemp("served"), model="sasrec"))
+
+
+@pytest.fixture(scope="session")
+def address(recommender):
+    """Where a service of that model answers."""
+    with service(recommender) as address:
+        yield address
 
 
 @pytest.fixture

@@ -116,7 +116,6 @@ def test_training_data_seeds_histories_once(store, tmp_path):
 
 def test_what_the_store_receives_is_collected_once(store, tmp_path, monkeypatch):
     log, url = tmp_path / "log.parquet", f"sqlite:///{tmp_path}/events.db"
-    monkeypatch.delenv(module.VARIABLE, raising=False)
     with pytest.raises(ConfigError, match="set the variable SEQREC_STORE to the URL of the event store"):
         module.collect(log)
     assert module.collect(log, url) == 0
@@ -277,8 +276,7 @@ def test_a_store_that_fails_is_a_503_and_given_histories_are_answered(recommende
     assert (failed.status_code, failed.headers["Retry-After"], given.status_code) == (503, "1", 200)
 
 
-def test_the_command_names_what_is_wrong(tmp_path, caplog, monkeypatch):
-    monkeypatch.delenv(module.VARIABLE, raising=False)
+def test_the_command_names_what_is_wrong(tmp_path, caplog):
     assert main(["events", "dump"]) == 1
     with pytest.raises(SystemExit, match="2"):
         main(["events", "cook", "--store", "sqlite://"])

@@ -92,9 +92,7 @@ def test_a_service_whose_keys_cannot_be_read_does_not_start(recommender, tmp_pat
         ("--log-format", "xml", "log_format must be one of text, json"),
     ],
 )
-def test_an_odd_option_is_refused_by_its_name_before_anything_is_touched(flag, value, reason, caplog, monkeypatch):
-    monkeypatch.delenv("SEQREC_STORE", raising=False)
-
+def test_an_odd_option_is_refused_by_its_name_before_anything_is_touched(flag, value, reason, caplog):
     assert main(["serve", flag, value]) == 1
 
     assert reason in caplog.text
@@ -176,7 +174,7 @@ def test_two_changes_in_one_moment_are_both_noticed(tmp_path):
 @pytest.mark.parametrize(
     "content", ["[]", '{"keys": 5}', '{"keys": [5]}', '{"keys": [{"name": "a", "sha256": "\u00fc"}]}']
 )
-def test_a_file_of_something_else_is_no_key_file(tmp_path, caplog, content):
+def test_a_file_of_something_else_is_no_key_file(tmp_path, content):
     (tmp_path / "keys.json").write_text(content)
     for action in ("show", "add"):
         assert main(["keys", action, "--keys-file", str(tmp_path / "keys.json"), "--name", "a"]) == 1

@@ -25,12 +25,6 @@ from seqrec.serving.recommender import Recommender, Request
 from seqrec.serving.rules import Attribute, Attributes
 
 
-@pytest.fixture(scope="module")
-def address(recommender):
-    with service(recommender) as address:
-        yield address
-
-
 def ask(address, **body):
     return requests.post(f"{address}/recommend", json=body, timeout=10)
 
@@ -91,16 +85,6 @@ def test_an_odd_request_is_answered(address, body):
 
     assert answer.status_code == 200
     assert len(answer.json()["items"]) == len(answer.json()["scores"])
-
-
-def test_a_batch_is_answered_in_its_order(address, recommender):
-    histories = [["i1"], [], ["i7", "i8"]]
-
-    answer = requests.post(
-        f"{address}/recommend/batch", json={"requests": [{"history": h, "k": 4} for h in histories]}, timeout=10
-    ).json()
-
-    assert [a["items"] for a in answer["answers"]] == [recommender.recommend(h, 4).items for h in histories]
 
 
 def test_simultaneous_requests_share_passes_and_get_their_own_answers(recommender):

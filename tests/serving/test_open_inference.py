@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import pytest
 import requests
-from support import running, service
+from support import running
 
 from seqrec.config import ServeConfig
 from seqrec.serving import http
 from seqrec.serving.open_inference import INPUTS, OUTPUTS
 
 MODEL = "/v2/models/seqrec"
-
-
-@pytest.fixture(scope="module")
-def address(recommender):
-    with service(recommender) as address:
-        yield address
 
 
 def history(data, *shape):

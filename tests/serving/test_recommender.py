@@ -63,17 +63,6 @@ def assert_recommendations_are_those_of_the_evaluation(prepared, saved):
     assert [a.items[: len(e)] for a, e in zip(answers, expected, strict=True)] == expected
 
 
-def test_an_answer_does_not_depend_on_its_neighbours(recommender):
-    requests = [Request(history=["i1"], k=3), Request(history=[f"i{n}" for n in range(30)]), Request(history=[])]
-
-    together = recommender.answer(requests)
-
-    for request, answer in zip(requests, together, strict=True):
-        alone = recommender.answer([request])[0]
-        assert (alone.items, alone.source) == (answer.items, answer.source)
-        assert alone.scores == pytest.approx(answer.scores, abs=1e-6)
-
-
 def test_unknown_items_are_skipped_and_counted_and_excluded_ones_not_shown(recommender):
     plain = recommender.recommend(["i1", "i2"], 5)
 

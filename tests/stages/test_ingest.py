@@ -10,6 +10,7 @@ import numpy as np
 import polars as pl
 import pyarrow.parquet as pq
 import pytest
+from support import contents
 
 import seqrec
 from seqrec import artifacts
@@ -46,10 +47,6 @@ def run(folder: Path, log: Path | None = None, **settings) -> dict[str, float]:
 def run_csv(folder: Path, text: str | bytes, name: str = "events.csv", **settings) -> dict[str, float]:
     put(folder, **{name: text})
     return run(folder, source="csv", interactions=str(folder / name), **settings)
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 SMALL = {
@@ -264,19 +261,6 @@ def test_garbage_in_the_items_counts_as_well(tmp_path):
     put(tmp_path, **{"items.csv": "item_id,title\ni,I\nx\n"})
     with pytest.raises(ValueError, match=r"1 of 2 rows of items are malformed"):
         run_csv(tmp_path, events(5, 0), items=str(tmp_path / "items.csv"))
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("events.csv", EVENTS, "the interactions file is empty"),
-        ("events.csv.gz", gzip.compress(events(500, 0).encode())[:-30], r"events\.csv\.gz is truncated or damaged"),
-    ],
-)
-def test_a_file_that_cannot_be_read_fails(tmp_path, name, text, message):
-    with pytest.raises(ValueError, match=message):
-        run_csv(tmp_path, text, name=name)
-    assert not (tmp_path / "out" / "source.json").exists()
 
 
 @pytest.mark.parametrize("empty", ["ml-latest-small/ratings.csv", "ml-latest-small/movies.csv"])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -19,17 +20,9 @@ import torch
 import yaml
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
+from support import prepare_rows
 
-from seqrec.artifacts import (
-    CASES_SCHEMA,
-    ITEMS_SCHEMA,
-    SEQUENCES_SCHEMA,
-    USERS_SCHEMA,
-    VOCABULARY_SCHEMA,
-    read_json,
-    sha256,
-    write_json,
-)
+from seqrec.artifacts import CASES_SCHEMA, read_json, sha256, write_json
 from seqrec.commands.refit import refit
 from seqrec.config import EvaluateConfig, FinetuneConfig, ModelConfig, RegisterConfig
 from seqrec.data import sequences as data
@@ -57,38 +50,15 @@ EPOCH_RECORDS = [
 
 
 def write_dataset(root):
-    folder = root / "data" / "sequences"
-    folder.mkdir(parents=True)
     draw = torch.Generator().manual_seed(0)
-    items = [(1 + torch.randperm(ITEMS, generator=draw)[:EVENTS]).tolist() for _ in range(USERS)]
-    users = list(range(1, USERS + 1))
-    columns = {
-        "user": users,
-        "items": items,
-        "times": [list(range(EVENTS))] * USERS,
-        "train_end": [EVENTS - 2] * USERS,
-        "valid_end": [EVENTS - 1] * USERS,
-    }
-    table = pa.table(columns, schema=SEQUENCES_SCHEMA)
-    with pa.ipc.new_file(str(folder / "sequences.arrow"), table.schema) as file:
-        file.write_table(table)
-    counts = [sum(item in row[:-2] for row in items) for item in range(1, ITEMS + 1)]
-    ids = [f"i{item}" for item in range(1, ITEMS + 1)]
-    vocabulary = {"item": list(range(1, ITEMS + 1)), "item_id": ids, "count": counts}
-    pq.write_table(pa.table(vocabulary, schema=VOCABULARY_SCHEMA), folder / "vocabulary.parquet")
-    titles = pa.table([ids, [f"The {item_id}" for item_id in ids]], schema=ITEMS_SCHEMA)
-    pq.write_table(titles, root / "data" / "items.parquet")
-    names = {"user": users, "user_id": [f"u{user}" for user in users]}
-    pq.write_table(pa.table(names, schema=USERS_SCHEMA), folder / "users.parquet")
-    card = {
-        "dataset": "toy",
-        "protocol": "LOO-full",
-        "input_sha256": "a" * 64,
-        "split_sha256": "b" * 64,
-        "val_users": 0,
-    }
-    write_json(folder / "split.json", card | {"counts": {"users": USERS, "items": ITEMS}})
+    items = [torch.randperm(ITEMS, generator=draw)[:EVENTS].tolist() for _ in range(USERS)]
+    rows = [(f"u{user}", f"i{item}", time) for user, row in enumerate(items) for time, item in enumerate(row)]
+    prepare_rows(root / "data", rows, "toy")
     write_json(root / "data" / "source.json", {"source": "toy", "licence": "CC0"})
+
+
+def split_sha256():
+    return read_json(Path("data/sequences/split.json"))["split_sha256"]
 
 
 def train_model(root, name, d_model):
@@ -139,33 +109,27 @@ def template(tmp_path_factory):
 
 
 @pytest.fixture
-def _surroundings(monkeypatch):
-    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID"):
-        monkeypatch.delenv(name, raising=False)
-    runs.injected_run.cache_clear()
-    yield
-    runs.injected_run.cache_clear()
-
-
-@pytest.fixture
-def project(template, tmp_path, monkeypatch, _surroundings):
+def project(template, tmp_path, monkeypatch):
     monkeypatch.chdir(shutil.copytree(template, tmp_path / "project"))
     return tmp_path / "project"
 
 
 @pytest.fixture(scope="module")
 def registered_template(template, tmp_path_factory):
-    """Where a project after `run()` was, and where it was moved to."""
+    """Where a project after `run()` was, with a commit and a lock file, and where it was moved to."""
     root = shutil.copytree(template, tmp_path_factory.mktemp("registered") / "project")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
-        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
-        run()
+        identity = ["-c", "user.name=n", "-c", "user.email=e"]
+        for command in (["init", "-q"], [*identity, "commit", "-q", "--allow-empty", "-m", "first"]):
+            subprocess.run(["git", *command], check=True)
+        Path("dvc.lock").write_text("schema: '2.0'")
+        run(examples=3)
     return root, root.rename(root.with_name("moved"))
 
 
 @pytest.fixture
-def registered(registered_template, tmp_path, monkeypatch, _surroundings):
+def registered(registered_template, tmp_path, monkeypatch):
     """A project after `run()`, in a place of its own, to which its old place is a link."""
     old, moved = registered_template
     monkeypatch.chdir(shutil.copytree(moved, tmp_path / "project"))
@@ -205,10 +169,10 @@ def test_one_parent_run_holds_a_run_for_every_row(registered):
     assert sorted(runs) == sorted(["sasrec", "wide", *BASELINES, parent.info.run_name])
     for name, child in runs.items():
         assert child.info.status == "FINISHED"
-        assert child.data.tags["mlflow.seqrec.split_sha256"] == "b" * 64
+        assert child.data.tags["mlflow.seqrec.split_sha256"] == split_sha256()
         assert child.data.tags.get("mlflow.parentRunId") == (None if name.startswith("toy-") else parent.info.run_id)
         (used,) = child.inputs.dataset_inputs
-        assert (used.dataset.name, used.dataset.digest) == ("toy", "b" * 8)
+        assert (used.dataset.name, used.dataset.digest) == ("toy", split_sha256()[:8])
         assert child.info.start_time >= parent.info.start_time
         assert child.info.end_time <= parent.info.end_time
         assert child.data.tags["seqrec.kind"] == ("pipeline run" if child is parent else kind_of(name))
@@ -276,7 +240,7 @@ def test_a_logged_model_names_its_dataset_and_the_registered_model_is_described(
         if model.name == "sasrec"
     ]
 
-    assert {(metric.dataset_name, metric.dataset_digest) for metric in model.metrics} == {("toy", "b" * 8)}
+    assert {(metric.dataset_name, metric.dataset_digest) for metric in model.metrics} == {("toy", split_sha256()[:8])}
     assert json.loads(model.tags["mlflow.modelVersions"]) == [{"name": "seqrec-toy", "version": 1}]
     assert "toy" in client().get_registered_model("seqrec-toy").description
 
@@ -346,17 +310,17 @@ def test_the_leaderboard_says_what_speaks_against_the_champion_of_a_degenerate_d
     assert "only" not in caplog.text, "`prepare` and the leaderboard say it already"
 
 
-def test_the_page_is_written_and_logged_with_the_verdict_and_some_users(project):
-    run(examples=3)
+def test_the_page_is_written_and_logged_with_the_verdict_and_some_users(registered):
     (parent,) = [run for name, run in all_runs().items() if name.startswith("toy-")]
     page = Path("reports/index.html").read_text(encoding="utf-8")
 
-    assert (project / "mlartifacts" / parent.info.run_id / "artifacts/index.html").read_text(encoding="utf-8") == page
+    logged = registered / "mlartifacts" / parent.info.run_id / "artifacts/index.html"
+    assert logged.read_text(encoding="utf-8") == page
     assert "there was no champion before" in page
     assert page.count("<h3>User u") == 3
-    assert "sasrec: why The i" in page
+    assert "sasrec: why Title of i" in page
     for name in ("sasrec", "wide"):
-        figures = project / "mlartifacts" / all_runs()[name].info.run_id / "artifacts/figures.html"
+        figures = registered / "mlartifacts" / all_runs()[name].info.run_id / "artifacts/figures.html"
         assert f"<h1>{name}</h1>" in figures.read_text(encoding="utf-8")
 
 
@@ -390,13 +354,8 @@ def test_best_validation_becomes_candidate_and_first_champion(registered):
     assert [name for name, row in rows.items() if row["candidate"]] == ["sasrec"]
 
 
-def test_runs_and_version_name_the_code_and_the_lock_file(project):
-    identity = ["-c", "user.name=n", "-c", "user.email=e"]
-    for command in (["init", "-q"], [*identity, "commit", "-q", "--allow-empty", "-m", "first"]):
-        subprocess.run(["git", *command], check=True)
+def test_runs_and_version_name_the_code_and_the_lock_file(registered):
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-    Path("dvc.lock").write_text("schema: '2.0'")
-    run()
 
     for tags in (*(run.data.tags for run in all_runs().values()), client().get_model_version("seqrec-toy", "1").tags):
         assert tags["mlflow.source.git.commit"] == commit
@@ -493,6 +452,7 @@ def test_a_run_that_an_orchestrator_made_becomes_the_parent(project, monkeypatch
     experiment = client().create_experiment("pipelines", artifact_location=str(project / "elsewhere"))
     given = client().create_run(experiment).info.run_id
     monkeypatch.setenv("MLFLOW_RUN_ID", given)
+    monkeypatch.setattr(runs, "injected_run", functools.cache(runs.injected_run.__wrapped__))
     run()
 
     assert "MLFLOW_RUN_ID" not in os.environ

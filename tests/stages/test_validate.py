@@ -12,7 +12,7 @@ from seqrec import artifacts
 from seqrec.commands.reference import accept_reference
 from seqrec.config import ConfigError, RegisterConfig, ValidateConfig, parse
 from seqrec.data.expectations import Check
-from seqrec.stages.validate import ValidationFailed, drift, histogram, validate
+from seqrec.stages.validate import ValidationFailed, histogram, validate
 
 NOON = 1_000_000_000
 
@@ -174,19 +174,6 @@ def test_same_input_gives_the_same_bytes_and_at_most_five_examples(tmp_path):
     assert outputs[0] == outputs[1]
 
 
-def test_histogram_has_a_bin_for_each_doubling():
-    assert histogram(np.array([1, 1, 2, 3, 4, 7, 8, 8])) == {"edges": [1, 2, 4, 8], "shares": [0.25, 0.25, 0.25, 0.25]}
-
-
-def test_drift_is_the_population_stability_index():
-    entry = {"edges": [1, 2], "shares": [0.5, 0.5]}
-
-    assert drift(entry, np.array([1, 2, 1, 2])) == 0.0
-    assert drift(entry, np.array([1, 2, 3, 9])) == pytest.approx(-0.25 * math.log(0.5) + 0.25 * math.log(1.5))
-    # An empty bin counts as a share of 1e-4.
-    assert drift(entry, np.array([2])) == pytest.approx(-0.4999 * math.log(1e-4 / 0.5) + 0.5 * math.log(2))
-
-
 def test_an_accepted_baseline_shows_no_drift_and_a_changed_log_does(tmp_path):
     write(tmp_path, log())
     accept_reference(dataset="tiny", config=RegisterConfig(), data=tmp_path, reference=tmp_path / "reference.json")
@@ -250,7 +237,7 @@ def test_limits_are_checked_when_the_section_is_read(values, message):
         parse(ValidateConfig, values, "validate")
 
 
-def test_a_missing_value_is_no_example(caplog):
+def test_a_missing_value_is_no_example():
     check = Check(
         table="items",
         column="title",

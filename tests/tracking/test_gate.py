@@ -133,7 +133,6 @@ def projects(grown, tmp_path_factory):
 def test_a_candidate_on_a_grown_log_is_compared_with_the_champion(
     projects, tmp_path, monkeypatch, before, now, promoted
 ):
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.chdir(tmp_path)
     for place in (projects["old", before], projects["new", now]):
         values = register(

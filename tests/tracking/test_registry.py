@@ -14,8 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from support import case_table
 
-from seqrec.artifacts import CASES_SCHEMA, USERS_SCHEMA, VOCABULARY_SCHEMA
+from seqrec.artifacts import USERS_SCHEMA, VOCABULARY_SCHEMA
 from seqrec.commands import registry as registry_command
 from seqrec.config import ConfigError, CountsConfig, ModelConfig, RegisterConfig, ServeConfig
 from seqrec.counts.term import CountTerm
@@ -190,8 +191,7 @@ def test_the_model_loads_in_a_clean_process_and_recommends_by_external_ids(model
     assert answer["bare"]["items"][0] == recommender.recommend(["i1", "i2"]).items
 
 
-def test_a_recommender_is_loaded_by_every_name_of_the_registry(client, run, model, folder, config, monkeypatch):
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+def test_a_recommender_is_loaded_by_every_name_of_the_registry(client, run, model, folder, config):
     version = registry.create_version(client, "seqrec-loaded", model, {})
     client.set_registered_model_alias("seqrec-loaded", registry.CHAMPION, version.version)
     places = ["models:/seqrec-loaded@champion", "models:/seqrec-loaded/1", f"runs:/{run.info.run_id}/sasrec"]
@@ -233,14 +233,6 @@ def test_without_mlflow_a_registered_model_is_refused_and_a_folder_is_not(folder
     assert Recommender.load(folder).item_ids == ITEMS
 
 
-def cases(*ranks):
-    rows = [
-        {"split": "valid", "user": user, "position": 3, "target": 1, "rank": float(rank), "ties": 0}
-        for user, rank in enumerate(ranks, start=1)
-    ]
-    return pa.Table.from_pylist(rows, schema=CASES_SCHEMA)
-
-
 class Registered:
     """A registered model of a test's own, whose versions differ in run, cases and weights."""
 
@@ -254,7 +246,7 @@ class Registered:
         run_id = self.client.create_run(self.experiment).info.run_id
         own = self.model_tags | {registry.WEIGHTS_TAG: run_id}
         copy = self.client.create_logged_model(self.experiment, self.dataset, run_id, tags=own)
-        pq.write_table(cases(*ranks), self.folder / "cases.parquet")
+        pq.write_table(case_table(*ranks), self.folder / "cases.parquet")
         self.client.log_artifact(run_id, str(self.folder / "cases.parquet"), registry.REPORT)
         shared = {registry.SPLIT_TAG: "s", registry.FILTER_TAG: "1"}
         return registry.create_version(self.client, self.name, copy, shared | tags)
@@ -267,7 +259,7 @@ class Registered:
 
     def promote(self, version, *ranks, **changes):
         version = self.client.get_model_version(self.name, version.version)
-        return gate.promote(self.client, version, cases(*ranks), self.folder, replace(self.config, **changes))
+        return gate.promote(self.client, version, case_table(*ranks), self.folder, replace(self.config, **changes))
 
     def by_hand(self, action, version=0, **more):
         registry_command.registry(action, dataset=self.dataset, config=self.config, version=version, **more)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import signal
@@ -31,13 +32,8 @@ def config(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def clean_environment(monkeypatch):
-    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID", "RANK"):
-        monkeypatch.delenv(name, raising=False)
+def _impatient(monkeypatch):
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    runs.injected_run.cache_clear()
-    yield
-    runs.injected_run.cache_clear()
 
 
 @pytest.fixture
@@ -132,7 +128,7 @@ def test_an_orchestrators_run_decides_the_experiment_and_leaves_the_environment(
     experiment = client.create_experiment("orchestrated")
     given = client.create_run(experiment).info.run_id
     monkeypatch.setenv("MLFLOW_RUN_ID", given)
-    runs.injected_run.cache_clear()
+    monkeypatch.setattr(runs, "injected_run", functools.cache(runs.injected_run.__wrapped__))
     runs.connect(config)
 
     assert "MLFLOW_RUN_ID" not in os.environ

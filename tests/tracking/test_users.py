@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ import requests
 import yaml
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
+from support import free_port
 from unsynced import EMPTY
 
 from seqrec.config import RegisterConfig
@@ -30,9 +30,7 @@ def server(tmp_path_factory):
     (pod,) = [one["spec"]["template"]["spec"] for one in documents if one["kind"] == "Deployment"]
     container = pod["containers"][0]
     (folder / "mlflow.db").write_bytes(EMPTY)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     values = {
         **{"MLFLOW_BACKEND_STORE_URI": f"sqlite:///{folder}/mlflow.db", "ARTIFACTS_DESTINATION": str(folder / "kept")},
         **{"MLFLOW_AUTH_ADMIN_USERNAME": ADMIN[0], "MLFLOW_AUTH_ADMIN_PASSWORD": ADMIN[1]},
@@ -62,7 +60,6 @@ def client(server, user, monkeypatch):
 
 
 def test_the_service_may_read_the_registry_and_change_nothing(server, tmp_path, monkeypatch):
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     steps = client(server, ADMIN, monkeypatch)
     steps.create_registered_model("seqrec-own")
     run = steps.create_run("0").info

@@ -51,17 +51,6 @@ def test_chained_windows_cover_every_target_once(data, objective):
     assert expected - set(covered) <= alone
 
 
-def test_a_prefix_budget_draws_anew_each_epoch(data):
-    _, first = draw_windows(data, objective="last", prefixes_per_user=3)
-    _, second = draw_windows(data, seed=1, objective="last", prefixes_per_user=3)
-
-    assert torch.bincount(first.user).tolist() == [3] * data.num_users
-    assert len({*zip(first.user.tolist(), first.stop.tolist(), strict=True)}) == len(first.user)
-    assert first.stop.tolist() != second.stop.tolist()
-    assert (first.stop >= data.start[first.user] + 2).all()
-    assert (first.stop <= data.train_stop[first.user]).all()
-
-
 def test_a_prefix_budget_is_uniform_over_the_prefixes(data):
     counts = torch.zeros(len(data.items) + 1)
     for seed in range(300):

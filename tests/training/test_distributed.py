@@ -1,13 +1,12 @@
 """Two processes (gloo) give the losses and metrics of one with the same global batch."""
 
 import os
-import socket
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState, PartialState
-from support import CONFIG, OPTIONS, losses_of
+from support import CONFIG, OPTIONS, free_port, losses_of
 
 from seqrec.artifacts import write_json
 from seqrec.cluster.launch import execute
@@ -66,9 +65,7 @@ def trained(prepared, tmp_path_factory):
     }
     for order in orders["one"]:
         execute(order)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    torch.multiprocessing.start_processes(work, (port, orders["two"]), nprocs=2, start_method="fork")
+    torch.multiprocessing.start_processes(work, (free_port(), orders["two"]), nprocs=2, start_method="fork")
     return root
 
 

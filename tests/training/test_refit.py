@@ -4,18 +4,18 @@ import json
 import shutil
 from contextlib import nullcontext
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from support import run, weights
+from support import case_table, run, weights
 
-from seqrec.artifacts import CASES_SCHEMA, REFITTED, read_json, sha256, write_json
+from seqrec.artifacts import REFITTED, read_json, sha256, write_json
 from seqrec.commands import refit as command
 from seqrec.config import ConfigError, EvaluateConfig, FinetuneConfig, ModelConfig, RegisterConfig, from_dict
 from seqrec.counts.term import with_counts
 from seqrec.data import sequences
 from seqrec.evaluation import ranking, results
+from seqrec.models.base import Catalogue
 from seqrec.pipeline import BY_NAME
 from seqrec.serving.recommender import Recommender
 from seqrec.stages.evaluate import evaluate
@@ -76,7 +76,8 @@ def test_the_epochs_are_those_whose_weights_were_kept(history, epochs):
 
 def test_the_held_out_events_are_trained_on(prepared):
     data = sequences.load(prepared)
-    model = build(ModelConfig(architecture="sasrec", options={"length": 12}), _catalogue(data))
+    catalogue = Catalogue(data.num_items, data.num_users, 12)
+    model = build(ModelConfig(architecture="sasrec", options={"length": 12}), catalogue)
     drawn = [
         batches.windows(part, model.options, FinetuneConfig(windows="all"), torch.Generator().manual_seed(0))
         for part in (data, sequences.trained_until(data, data.stop))
@@ -88,12 +89,6 @@ def test_the_held_out_events_are_trained_on(prepared):
     assert held_out <= targets[1]
     everything = sequences.trained_until(data, data.stop)
     assert everything.count.tolist() == torch.bincount(data.items, minlength=len(data.count)).tolist()
-
-
-def _catalogue(data):
-    from seqrec.models.base import Catalogue
-
-    return Catalogue(data.num_items, data.num_users, 12)
 
 
 def test_it_stops_at_the_chosen_epoch_of_the_same_schedule_and_measures_nothing(prepared, trained, tmp_path):
@@ -207,10 +202,8 @@ def test_refit_is_a_setting_of_evaluate_alone():
 
 
 @pytest.fixture
-def registered(prepared, trained, tmp_path, monkeypatch):
+def registered(prepared, trained, tmp_path):
     """A champion of which `artifacts` holds the folders; its client, settings and cases."""
-    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID"):
-        monkeypatch.delenv(name, raising=False)
     shutil.copytree(trained, tmp_path / "artifacts" / "sasrec")
     config = RegisterConfig(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db", experiment="mine", graph=False)
     client = runs.connect(config)
@@ -220,8 +213,7 @@ def registered(prepared, trained, tmp_path, monkeypatch):
 
 
 def cases(rank):
-    row = {"split": "valid", "position": 3, "target": 1, "rank": rank, "ties": 0}
-    return pa.Table.from_pylist([{**row, "user": user} for user in range(1, 9)], schema=CASES_SCHEMA)
+    return case_table(*[rank] * 8)
 
 
 def register(client, config, folder, prepared, rank):

@@ -1,6 +1,4 @@
-"""One seed of a run decides everything random in it; three seeds differ in each part."""
-
-from itertools import pairwise
+"""One seed of a run decides everything random in it; two seeds differ in each part."""
 
 import pytest
 import torch
@@ -10,7 +8,7 @@ from seqrec.config import load
 from seqrec.stages.pretrain import pretrain
 from seqrec.training.checkpoint import load_checkpoint
 
-SEEDS = (1, 2, 3)
+SEEDS = (1, 2)
 ONE_BATCH = {"batch_size": 1000, "epochs": 1}
 SAMPLED = {"loss": "sampled_ce", "negatives": 4}
 
@@ -39,7 +37,7 @@ def test_seeds_differ_in_initialisation(prepared, tmp_path):
         pretrain(**shared, architecture=params.model("sasrec"), config=params.section("pretrain", model="sasrec"))
         weights.append(load_checkpoint(out).model.items.weight.detach())
 
-    assert not any(torch.allclose(one, other) for one, other in pairwise(weights))
+    assert not torch.allclose(*weights)
 
 
 @pytest.mark.parametrize(
@@ -58,4 +56,4 @@ def test_seeds_differ_in_each_random_part_of_training(prepared, tmp_path, part, 
         run(prepared, tmp_path / str(seed), options=options, seed=seed, **config)
         losses.append(losses_of(tmp_path / str(seed))[0]["loss"])
 
-    assert [abs(one - other) > 1e-5 for one, other in pairwise(losses)] == [part != "nothing"] * 2
+    assert (abs(losses[0] - losses[1]) > 1e-5) == (part != "nothing")
