@@ -148,11 +148,6 @@ def test_the_settings_are_those_of_the_parts(settings, tmp_path):
     assert [*changed] == ["flash4rec", *variants.VARIANTS]
 
 
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory):
-    return support.prepare_rows(tmp_path_factory.mktemp("data"), support.synthetic_rows())
-
-
 @pytest.mark.parametrize("name", variants.VARIANTS)
 def test_a_variant_trains_and_loads(name, settings, prepared, tmp_path, monkeypatch):
     counts = sequences.load(prepared).count

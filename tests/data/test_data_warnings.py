@@ -49,12 +49,12 @@ def test_events_left_out_are_named(dropped, message):
     assert message in "".join(found)
 
 
-def test_repeats_are_those_of_a_user_in_training(tmp_path):
+def test_repeats_are_those_of_a_user_in_training(prepared, tmp_path):
     rows = [(f"u{user}", f"i{event % 3}", 1_000_000 + event) for user in range(6) for event in range(8)]
     data = sequences.load(prepare_rows(tmp_path, rows, deduplicate="none"))
 
     assert repeats(data) == pytest.approx(1 - 3 / 6)  # 6 of 8 events are training, of 3 items
-    assert 0 < repeats(sequences.load(prepare_rows(tmp_path / "more", synthetic_rows()))) < 0.5
+    assert 0 < repeats(sequences.load(prepared)) < 0.5
 
 
 def test_training_warns_of_an_order_within_one_time_that_is_not_random(tmp_path, caplog):

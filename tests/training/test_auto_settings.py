@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support import prepare_rows, run, synthetic_rows
+from support import run
 
 from seqrec.artifacts import MODEL_CARD, read_json
 from seqrec.commands.settings import check
@@ -167,8 +167,8 @@ def test_a_training_card_holds_the_numbers_that_the_rules_gave(prepared, tmp_pat
     assert card["config"]["patience"] == 5
 
 
-def test_the_shape_is_that_of_the_training_part(tmp_path):
-    data = sequences.load(prepare_rows(tmp_path, synthetic_rows()))
+def test_the_shape_is_that_of_the_training_part(prepared):
+    data = sequences.load(prepared)
     events = (data.train_stop - data.start).double()
 
     measured = Shape.of(data)
