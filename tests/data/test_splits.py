@@ -82,18 +82,6 @@ def test_ids_are_contiguous_and_in_order_of_appearance():
     assert sorted(table.select("number", "user", "events").rows()) == [(1, "zoe", 2), (2, "adam", 1)]
 
 
-def test_known_ids_keep_their_number_and_new_ones_follow():
-    known = nw.from_native(
-        pl.LazyFrame({"number": [1, 2], "user": ["gone", "zoe"]}, schema_overrides={"number": pl.Int32})
-    )
-    events = frame([("eve", "q", 9), ("zoe", "q", 9), ("adam", "p", 1), ("eve", "p", 2)])
-
-    table = splits.number(events, "user", "number", known, 3).collect()
-
-    rows = sorted(table.select("number", "user", "events").rows())
-    assert rows == [(1, "gone", 0), (2, "zoe", 1), (3, "eve", 2), (4, "adam", 1)]
-
-
 def test_leave_one_out():
     rows = [("a", f"i{n}", n) for n in range(5)] + [("b", "x", 0), ("b", "y", 1)] + [("c", "x", 3)]
     table, _ = ends_of(numbered(rows), PrepareConfig())

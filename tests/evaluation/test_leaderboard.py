@@ -43,12 +43,6 @@ def write_board(reports, rows, outcome=None):
     (reports / "leaderboard.json").write_text(json.dumps(board))
 
 
-def shown(rows):
-    console = Console(width=80, file=io.StringIO())
-    console.print(leaderboard.render(rows))
-    return console.file.getvalue()
-
-
 def test_rows_are_ordered_by_validation_and_test_chooses_nothing(reports):
     rows = leaderboard.build(reports=reports, models=["sasrec", "rec_denoiser"])
 
@@ -74,7 +68,9 @@ def test_a_missing_number_names_file_and_key(reports):
 def test_table_shows_every_number_and_marks_the_champion(reports):
     rows = leaderboard.build(reports=reports, models=["sasrec", "rec_denoiser"])
     rows[1] |= {"champion": True, "candidate": True}
-    text = shown(rows)
+    console = Console(width=80, file=io.StringIO())
+    console.print(leaderboard.render(rows))
+    text = console.file.getvalue()
 
     line = next(line for line in text.splitlines() if "rec_denoiser" in line)
     for cell in ("rec_denoiser *", "0.1200", "0.2000 [.1875, .2125]", "0.3100", "0.1700", "0.625", "12.3M", "62"):

@@ -227,15 +227,11 @@ def garbage() -> st.SearchStrategy[bytes]:
 def _target(name: str) -> Target:
     good = FORMATS[name][2]
     anything = st.fixed_dictionaries(dict.fromkeys(good, garbage()))
-    run = partial(_read, name)
+    run = partial(read, name)
     return Target(f"read-{name}", st.one_of(damaged_files(good), damaged_files(good), anything), run)
-
-
-def _read(name: str, files: Mapping[str, bytes]) -> None:
-    read(name, files)
 
 
 READERS = [
     *(_target(name) for name in FORMATS),
-    Target("read-parquet", parquet_files(), partial(_read, "csv")),
+    Target("read-parquet", parquet_files(), partial(read, "csv")),
 ]

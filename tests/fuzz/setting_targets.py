@@ -1,4 +1,4 @@
-"""params.yaml, the config files of `seqrec run`, and the form of a Kubeflow run."""
+"""params.yaml, and the form of a Kubeflow run."""
 
 from __future__ import annotations
 
@@ -19,12 +19,6 @@ from seqrec.pipelines.training import PIPELINES
 
 ROOT = Path(__file__).parents[2]
 PARAMS = yaml.safe_load((ROOT / "params.yaml").read_text(encoding="utf-8"))
-SMALL = {
-    "dataset": "ml-100k",
-    "models": {"sasrec": {"options": {"d_model": 16}}},
-    "finetune": {"epochs": 1, "learning_rate": 0.001},
-    "datasets": {"ml-100k": {"prepare": {"min_rating": 1.0}, "options": {"length": 20}}},
-}
 NASTY = [
     *(None, "", "x", "ml-1m", "1e-3", "\x00", "z" * 10_000, True, False),
     *(0, -1, 0.5, 10**30, -(10**30), float("nan"), float("inf"), 1e-320),
@@ -83,7 +77,7 @@ def changed(draw: st.DrawFn, good: dict[str, Any]) -> str:
     return text
 
 
-def _read(load: Any, text: str) -> None:
+def _read(text: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "config.yaml")
         path.write_text(text, encoding="utf-8", errors="surrogatepass")
@@ -125,6 +119,5 @@ def _fill_in(value: tuple[str, dict[str, Any]]) -> None:
 
 SETTINGS = [
     Target("kubeflow-form", forms(), _fill_in, allowed=(ConfigError,)),
-    Target("params", changed(PARAMS), lambda text: _read(config.load, text)),
-    Target("run-config-file", changed(SMALL), lambda text: _read(load, text)),
+    Target("params", changed(PARAMS), _read),
 ]

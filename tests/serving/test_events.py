@@ -200,12 +200,6 @@ def test_trends_are_counted_one_at_a_time_and_kept():
     assert counted == [7, 7]
 
 
-def test_a_store_of_another_kind_is_refused():
-    for url in ("mongodb://x", "nonsense", "mssql+pyodbc://x"):
-        with pytest.raises(ConfigError, match="store: "):
-            Store(url)
-
-
 def test_answers_by_user_are_those_of_the_history_and_follow_events(timed, store):
     recommender, now = timed, time.time()
     with service(timed, store=store) as address:
