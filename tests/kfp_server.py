@@ -185,12 +185,7 @@ class _Handler(Quiet, BaseHTTPRequestHandler):
             status, result = 200, self.server.known.answer(f"{self.command} {url.path}", query, body)
         except Refused as refusal:
             status, result = refusal.status, {"code": refusal.status, "message": str(refusal)}
-        text = json.dumps(result).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
+        self.answer(status, result)
 
     do_GET = do_POST = do_DELETE = _serve
 

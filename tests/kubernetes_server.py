@@ -113,33 +113,25 @@ class _Handler(Quiet, BaseHTTPRequestHandler):
         jobs = self.server.cluster.jobs
         content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         if self.headers.get("Authorization") != f"Bearer {TOKEN}":
-            self._answer(401, {"message": "who are you?"})
+            self.answer(401, {"message": "who are you?"})
         elif match["namespace"] != NAMESPACE:
-            self._answer(403, {"message": "not there"})
+            self.answer(403, {"message": "not there"})
         elif match["plural"] not in self.server.kinds:
-            self._answer(404, {"message": "the server could not find the requested resource"})
+            self.answer(404, {"message": "the server could not find the requested resource"})
         elif self.command == "POST" and json.loads(content)["metadata"]["name"] in jobs:
-            self._answer(409, {"message": "there is one of that name"})
+            self.answer(409, {"message": "there is one of that name"})
         elif self.command == "POST":
             self.server.cluster.create(json.loads(content))
-            self._answer(201, json.loads(content))
+            self.answer(201, json.loads(content))
         elif match["name"] not in jobs:
-            self._answer(404, {"message": f'{match["plural"]} "{match["name"]}" not found'})
+            self.answer(404, {"message": f'{match["plural"]} "{match["name"]}" not found'})
         elif self.command == "PATCH":
             jobs[match["name"]]["metadata"] |= json.loads(content)["metadata"]
-            self._answer(200, jobs[match["name"]])
+            self.answer(200, jobs[match["name"]])
         else:
-            self._answer(200, jobs.pop(match["name"]) if self.command == "DELETE" else jobs[match["name"]])
+            self.answer(200, jobs.pop(match["name"]) if self.command == "DELETE" else jobs[match["name"]])
 
     do_GET = do_POST = do_DELETE = do_PATCH = _serve
-
-    def _answer(self, status: int, content: Any) -> None:
-        text = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import socket
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pytest
 import torch
 import uvicorn
 import yaml
@@ -33,6 +35,7 @@ from seqrec.stages.prepare import prepare
 from seqrec.stages.pretrain import pretrain
 from seqrec.training import batches
 from seqrec.training.checkpoint import catalogue_files, load_checkpoint, save_counts, save_model
+from seqrec.training.resume import ResumeState
 
 # Facts about an architecture that its class does not tell; one that is not named has none.
 SMALL: dict[str, dict] = {"recformer": {"d_inner": 32}}  # options that a small model of it needs
@@ -213,6 +216,30 @@ def run_finetune(model, dataset, out, **config):
     )
 
 
+@contextmanager
+def interrupted(step: int):
+    """Let a training die right after the resume state of `step` was written."""
+    save = ResumeState.save
+
+    def dying(self, number, values):
+        save(self, number, values)
+        if number == step:
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ResumeState, "save", dying)
+        with pytest.raises(KeyboardInterrupt):
+            yield
+
+
+def exit_of(function, *arguments) -> int:
+    """Return the exit status of a fork of this process that calls `function`; a negative one is that of a signal."""
+    process = multiprocessing.get_context("fork").Process(target=function, args=arguments)
+    process.start()
+    process.join()
+    return process.exitcode
+
+
 def weights(out):
     return load_checkpoint(out / "finetuned").model.state_dict()
 
@@ -248,10 +275,18 @@ def service(recommender, *, version="7", store=None, candidate=None, **options):
 
 
 class Quiet:
-    """What a handler of requests need not log."""
+    """What a handler of requests need not log, and answers in JSON."""
 
     def log_message(self, *_):
         pass
+
+    def answer(self, status, content):
+        text = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
 
 
 @contextmanager

@@ -269,7 +269,3 @@ def test_the_reason_of_a_failed_model_is_handed_on_to_the_register(tmp_path, mon
     monkeypatch.setenv(launch.PLACE, '{"launch": {"processes": 2}}')
     with pytest.raises(ValueError):  # noqa: PT011  # a job may be retried, so that its failure is raised
         launch.run_model("pretrain", initial=tmp_path / "b", **start, **settings)
-
-
-def test_figures_have_names_that_mlflow_takes():
-    assert launch.named({"test/ndcg@10": 1.0, "gain=a": 2.0}) == {"test/ndcg_at_10": 1.0, "gain_a": 2.0}

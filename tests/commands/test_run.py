@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import multiprocessing
 import os
 import re
 import shutil
@@ -18,7 +17,7 @@ import pytest
 import requests
 import yaml
 from mlflow import MlflowClient
-from support import MEASURED, running, synthetic_rows, write_log
+from support import MEASURED, exit_of, running, synthetic_rows, write_log
 
 from seqrec.__main__ import main
 from seqrec.artifacts import INTERACTIONS
@@ -121,10 +120,7 @@ def run_and_die():
 def test_a_killed_run_continues_and_ends_the_same(caplog):
     """Its folder holds the figures of an earlier run, whose settings were others."""
     assert run("--out", "third", "--data", "out/data", "--changes", "finetune.epochs=1") == 0
-    process = multiprocessing.get_context("fork").Process(target=run_and_die)
-    process.start()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
+    assert exit_of(run_and_die) == -signal.SIGKILL
     assert main(["import", "--run", "third"]) == 1
     assert "the run in third was interrupted" in caplog.text
     assert run("--out", "third", "--data", "out/data", "--resume") == 0

@@ -2,8 +2,8 @@ import contextlib
 import gzip
 import hashlib
 import json
+import multiprocessing
 import os
-import signal
 import stat
 import subprocess
 import sys
@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 from support import Quiet, contents, listening
 
-import seqrec
 from seqrec.config import IngestConfig
 from seqrec.data import download, readers
 from seqrec.data.download import DownloadError, NotThereError, extract, obtain, pip_download, verify
@@ -405,42 +404,34 @@ def test_without_network_the_message_says_what_to_do(tmp_path):
         assert part in str(caught.value)
 
 
-STAGE = """
-import sys
-from pathlib import Path
-from seqrec.config import IngestConfig
-from seqrec.stages.ingest import ingest
-config = IngestConfig(source="ml-latest-small", mirror=sys.argv[1])
-ingest(dataset="small", output=Path(sys.argv[2]), downloads=Path(sys.argv[3]), config=config)
-"""
-
-
-def run_stage(mirror: str, output: Path, downloads: Path) -> subprocess.Popen:
-    environment = {**os.environ, "PYTHONPATH": str(Path(seqrec.__file__).parents[1])}
-    return subprocess.Popen([sys.executable, "-c", STAGE, mirror, str(output), str(downloads)], env=environment)
+def run_stage(mirror: str, output: Path, downloads: Path) -> None:
+    own = IngestConfig(source="ml-latest-small", mirror=mirror)
+    ingest(dataset="small", output=output, downloads=downloads, config=own)
 
 
 def test_an_ingest_killed_in_its_download_continues_it_and_ends_the_same(server, tmp_path):
     rows = "".join(f"{n % 50},{n % 7},4.0,{10**9 + n}\n" for n in range(20_000))
     server.files["ml-latest-small/ratings.csv"] = f"userId,movieId,rating,timestamp\n{rows}".encode()
     server.files["ml-latest-small/movies.csv"] = b'movieId,title,genres\n1,"One, The (1999)",Comedy|Drama\n'
-    assert run_stage(server.url, tmp_path / "whole", tmp_path / "d1").wait() == 0
+    run_stage(server.url, tmp_path / "whole", tmp_path / "d1")
 
     server.log.clear()
     server.bytes_per_s = 1_000_000  # the file has 400 kB
-    process = run_stage(server.url, tmp_path / "killed", tmp_path / "d2")
+    killed = (server.url, tmp_path / "killed", tmp_path / "d2")
+    process = multiprocessing.get_context("fork").Process(target=run_stage, args=killed)
+    process.start()
     part = lambda: next((p for p in (tmp_path / "d2").glob("*/partial") if p.stat().st_size > 100_000), None)  # noqa: E731
     while part() is None:
-        assert process.poll() is None
+        assert process.is_alive()
         time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.kill()
+    process.join()
     assert not (tmp_path / "killed" / "source.json").exists()
     have = part().stat().st_size
 
     server.log.clear()
     server.bytes_per_s = 0
-    assert run_stage(server.url, tmp_path / "killed", tmp_path / "d2").wait() == 0
+    run_stage(*killed)
     assert server.log[0] == ("ml-latest-small/ratings.csv", f"bytes={have}-")
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
     assert not contents(tmp_path / "d2")

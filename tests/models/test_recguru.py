@@ -14,7 +14,6 @@ from support import add_noise, make_batch, make_model, prepare_rows, synthetic_r
 from seqrec.data import sequences
 from seqrec.models.recguru import domain_loss, reverse_gradient
 from seqrec.training.checkpoint import load_checkpoint
-from seqrec.training.resume import ResumeState
 
 HEADS, OWN, OTHERS = 2, 30, 10
 ROWS = [[3, 7, 2, 9, 4], [5, 1], [8]]
@@ -243,19 +242,10 @@ def test_without_sources_there_is_one_domain(domains, tmp_path):
     assert "loss/domain" not in history(tmp_path)
 
 
-def test_an_interrupted_pre_training_ends_the_same(domains, tmp_path, monkeypatch):
+def test_an_interrupted_pre_training_ends_the_same(domains, tmp_path):
     run_pretrain(domains, tmp_path / "whole")
-    save = ResumeState.save
-
-    def interrupted(self, step, values):
-        save(self, step, values)
-        if step == 8:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(ResumeState, "save", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with support.interrupted(8):
         run_pretrain(domains, tmp_path / "parts", save_steps=2)
-    monkeypatch.undo()
     run_pretrain(domains, tmp_path / "parts", save_steps=2)
 
     whole, parts = (initial(tmp_path / name).state_dict() for name in ("whole", "parts"))

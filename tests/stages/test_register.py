@@ -4,7 +4,6 @@ import functools
 import itertools
 import json
 import math
-import multiprocessing
 import os
 import shutil
 import signal
@@ -20,7 +19,7 @@ import torch
 import yaml
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
-from support import prepare_rows
+from support import exit_of, prepare_rows
 
 from seqrec.artifacts import CASES_SCHEMA, read_json, sha256, write_json
 from seqrec.commands.refit import refit
@@ -175,7 +174,8 @@ def test_one_parent_run_holds_a_run_for_every_row(registered):
         assert (used.dataset.name, used.dataset.digest) == ("toy", split_sha256()[:8])
         assert child.info.start_time >= parent.info.start_time
         assert child.info.end_time <= parent.info.end_time
-        assert child.data.tags["seqrec.kind"] == ("pipeline run" if child is parent else kind_of(name))
+        kind = "pipeline run" if child is parent else "baseline" if name in BASELINES else "model"
+        assert child.data.tags["seqrec.kind"] == kind
         shown = {tag for tag in child.data.tags if not tag.startswith("mlflow.")}
         assert shown <= {f"seqrec.{tag}" for tag in ("kind", "dataset", "protocol", "licence", "architecture")}
         for tag in ("mlflow.user", "mlflow.source.name", "mlflow.note.content"):
@@ -189,10 +189,6 @@ def test_one_parent_run_holds_a_run_for_every_row(registered):
     assert stored == {"leaderboard.json", "index.html", "params.yaml"}
     written = registered / "mlartifacts" / parent.info.run_id / "artifacts" / "params.yaml"
     assert yaml.safe_load(written.read_text()) == PARAMS
-
-
-def kind_of(name):
-    return "baseline" if name in BASELINES else "model"
 
 
 def test_a_run_shows_at_most_20_numbers_its_best_epoch_among_them(registered):
@@ -403,7 +399,7 @@ def test_champion_changes_only_above_the_gate(registered, rank, min_gain, promot
 def test_a_champion_of_another_filter_is_measured_again_with_the_candidates_own(registered):
     report = registered / "reports/wide"
     write_json(report / "metrics.json", read_json(report / "metrics.json") | {"filter_seen": 0})
-    run(models=["wide"])
+    run(models=["wide"], min_gain=0.9)
 
     assert aliases() == {"candidate": 2, "champion": 1}
     reason = outcome()["reason"]
@@ -516,11 +512,9 @@ def run_and_die(commits):
 
 def test_a_register_killed_again_and_again_ends_like_one_that_was_not(project, tmp_path, monkeypatch):
     for kills in itertools.count():
-        process = multiprocessing.get_context("fork").Process(target=run_and_die, args=(3 + 60 * kills,))
-        process.start()
-        process.join()
-        assert process.exitcode in (0, -signal.SIGKILL)
-        if process.exitcode == 0:
+        status = exit_of(run_and_die, 3 + 60 * kills)
+        assert status in (0, -signal.SIGKILL)
+        if status == 0:
             break
     assert kills >= 2
     killed, report = facts(), read_json(Path("reports/leaderboard.json"))

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import functools
-import multiprocessing
 import os
 import signal
 import socket
@@ -15,6 +14,7 @@ import sqlalchemy
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 from mlflow.store.db import utils
+from support import exit_of
 from unsynced import make_tables
 
 from seqrec.config import RegisterConfig
@@ -151,11 +151,8 @@ def connect_and_die(folder: Path) -> None:
 
 
 def test_killed_while_the_database_is_made_leaves_none_behind(tmp_path):
-    process = multiprocessing.get_context("fork").Process(target=connect_and_die, args=(tmp_path,))
-    process.start()
-    process.join()
+    assert exit_of(connect_and_die, tmp_path) == -signal.SIGKILL
 
-    assert process.exitcode == -signal.SIGKILL
     assert not (tmp_path / "mlflow.db").exists()
     assert list(tmp_path.iterdir())  # it had begun
     assert runs.connect(RegisterConfig(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")).search_experiments()

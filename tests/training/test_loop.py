@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import multiprocessing
 import resource
 import signal
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
-from support import OPTIONS, losses_of, make_model, run, weights
+from support import OPTIONS, exit_of, interrupted, losses_of, make_model, run, weights
 
 from seqrec.config import ConfigError, FinetuneConfig
 from seqrec.data import sequences
@@ -92,18 +91,6 @@ def test_every_loss_and_way_to_sample_learns_the_pattern(prepared, tmp_path, los
     assert best_of(0.35, prepared, tmp_path, epochs=25, **settings) > 0.35
 
 
-def interrupt(monkeypatch, step):
-    """Die right after the resume state of `step` was written."""
-    save = ResumeState.save
-
-    def dying(self, number, values):
-        save(self, number, values)
-        if number == step:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(ResumeState, "save", dying)
-
-
 RESUMED = {
     **{model: (model, {}) for model in sorted(OPTIONS)},
     "sparse": ("sasrec", {"loss": "sampled_ce", "sparse_tables": True}),
@@ -129,15 +116,11 @@ def uninterrupted(prepared, tmp_path_factory):
     ("case", "step"),  # in the first epoch, at its end, in the second
     [*((model, step) for model in sorted(OPTIONS) for step in (2, 4, 7)), ("sparse", 7), ("bf16", 4)],
 )
-def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
-    prepared, uninterrupted, tmp_path, monkeypatch, case, step
-):
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(prepared, uninterrupted, tmp_path, case, step):
     model, config = RESUMED[case]
     expected = uninterrupted(case)
-    with monkeypatch.context() as patch:
-        interrupt(patch, step)
-        with pytest.raises(KeyboardInterrupt):
-            run(prepared, tmp_path, model, save_steps=1, **config)
+    with interrupted(step):
+        run(prepared, tmp_path, model, save_steps=1, **config)
     assert list((tmp_path / "state").glob(f"*/step-{step}"))
 
     run(prepared, tmp_path, model, resume=True, save_steps=1, **config)
@@ -162,11 +145,9 @@ def test_a_finished_training_is_not_repeated_and_a_changed_one_is(prepared, tmp_
 
 
 @pytest.mark.parametrize("changed", [{"options": {"dropout": 0.5}}, {"seed": 7}, {"learning_rate": 1e-4}])
-def test_another_training_does_not_resume_from_this_one(prepared, tmp_path, monkeypatch, changed):
-    with monkeypatch.context() as patch:
-        interrupt(patch, 4)
-        with pytest.raises(KeyboardInterrupt):
-            run(prepared, tmp_path)
+def test_another_training_does_not_resume_from_this_one(prepared, tmp_path, changed):
+    with interrupted(4):
+        run(prepared, tmp_path)
 
     with pytest.raises(ConfigError, match="--resume"):
         run(prepared, tmp_path, resume=True, **changed)
@@ -223,11 +204,7 @@ def fill(folder: Path) -> None:
 
 
 def test_a_full_disk_is_an_error_that_leaves_the_last_state(tmp_path):
-    process = multiprocessing.get_context("fork").Process(target=fill, args=(tmp_path,))
-    process.start()
-    process.join()
-
-    assert process.exitcode == 10 + 1
+    assert exit_of(fill, tmp_path) == 10 + 1
 
 
 def test_a_log_without_validation_cases_is_refused(data, tmp_path):

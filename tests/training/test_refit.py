@@ -247,7 +247,8 @@ def test_the_refit_is_served_and_the_evaluated_version_stands_for_it(prepared, r
     assert champion.description.endswith("# the card of the evaluated one")
     assert client.get_run(champion.run_id).data.params["refit.epochs.train"] == "2"
     served = Recommender.load("models:/seqrec-toy@champion", config)
-    assert torch.equal(served.engine.model.items.weight, weights_of(tmp_path)["items.weight"])
+    refitted = load_checkpoint(tmp_path / "artifacts" / "sasrec" / "refitted").model
+    assert torch.equal(served.engine.model.items.weight, refitted.items.weight)
     assert served.counts.sum() == len(sequences.load(prepared).items)
     registry.fetch_champion(dataset="toy", folder=tmp_path / "start", config=config)
     assert read_fingerprint(tmp_path / "start") == read_fingerprint(tmp_path / "artifacts" / "sasrec" / "finetuned")
@@ -260,10 +261,6 @@ def test_the_refit_is_served_and_the_evaluated_version_stands_for_it(prepared, r
     decision = gate.promote(client, better, cases(1.0), tmp_path, config)
     assert decision.promoted
     assert "over version 2: +0.3691" in decision.reason  # 1 - 1 / log2(3): with the cases of the evaluated one
-
-
-def weights_of(tmp_path):
-    return load_checkpoint(tmp_path / "artifacts" / "sasrec" / "refitted").model.state_dict()
 
 
 def changed(folder, to):
