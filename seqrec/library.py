@@ -381,6 +381,8 @@ def _ids(values: Iterable[Any]) -> list[str]:
 
     from seqrec.data.readers.row_checks import identifier
 
+    if isinstance(values, str):
+        raise ValueError(f"expected a list of ids, not the text {values!r:.40}")
     return identifier(pl.Series([str(value) for value in values], dtype=pl.String)).to_list()
 
 

@@ -112,6 +112,8 @@ def test_recommendations_are_frames(data, model):
     assert any(because["drop"] for because in one["because"][0])
     assert model.recommend(["new"], k=2, explain=True)["because"][0].to_list() == [{"event": "new", "drop": 0.0}]
     assert "i3" not in model.recommend(["i2"], exclude=["i3"])["item"].to_list()
+    with pytest.raises(ValueError, match="expected a list of ids, not the text 'i3'"):
+        model.recommend("i3")
 
 
 def test_a_saved_model_is_complete(data, model, tmp_path):
@@ -156,7 +158,7 @@ def test_columns_and_items_can_be_named(tmp_path):
     made = seqrec.Dataset.from_frame(log, user="a", item="b", time="c", items=items, folder=tmp_path)
 
     assert pl.read_parquet(tmp_path / "data" / "items.parquet").row(3)[:2] == ("i3", "Label 3")
-    with pytest.raises(ValueError, match=r"folder=: .* belongs to other data or other flags: name another folder"):
+    with pytest.raises(ValueError, match=r"folder=: .* belongs to other data or other flags .*: name another folder"):
         seqrec.Dataset.from_frame(log.head(100), user="a", item="b", time="c", folder=tmp_path)
     again = seqrec.Dataset.from_frame(log, user="a", item="b", time="c", items=items, folder=tmp_path)
     assert again.card == made.card

@@ -90,6 +90,7 @@ class Plan:
     params: dict[str, Any] = field(default_factory=dict)
     split: str = ""  # the protocol, and why
     done: list[str] = field(default_factory=list)  # completed steps: data, counts, models
+    baselines_s: float = 0.0  # for all baselines together
     spent: float = 0.0
     began: float = field(default_factory=time.monotonic)
 
@@ -103,9 +104,10 @@ class Plan:
         if not path.is_file():
             return cls(path, request)
         kept = read_json(path)
-        if kept["request"] != request:
+        if other := [key for key, value in request.items() if kept["request"].get(key) != value]:
             raise ValueError(
-                f"--out: {path} belongs to other data or other flags: name another folder, or remove this folder"
+                f"--out: {path} belongs to other data or other flags ({', '.join(other)}): "
+                "name another folder, or remove this folder"
             )
         return cls(path, **kept)
 
@@ -114,7 +116,7 @@ class Plan:
         now = time.monotonic()
         self.spent, self.began = self.spent + now - self.began, now
         self.done += [done] if done else []
-        names = ("request", "params", "split", "done", "spent")
+        names = ("request", "params", "split", "done", "baselines_s", "spent")
         write_json(self.path, {name: getattr(self, name) for name in names})
 
     def left(self) -> float:
@@ -186,7 +188,9 @@ def _auto(plan: Plan, out: Path) -> dict[str, float]:
     shape = Shape.of(prepared, described=text)
     say_data(plan, prepared, out)
     if "counts" not in plan.done:
+        left = plan.left()
         run.evaluate_baselines(from_dict(plan.params), folder, out, ease_items=_ease_items(plan))
+        plan.baselines_s = left - plan.left()
         plan.save("counts")
     models = [name for name in MODELS if name != "recformer" or (text and shape.items <= TEXTS)]
     for number, name in enumerate(models):
@@ -480,14 +484,16 @@ def _epochs(plan: Plan, name: str, entry: Mapping[str, Any], folder: Path, out: 
     cost = _cost(params, name, folder, out)
     wanted = params.section("finetune", model=name).epochs
     probe = time.monotonic() - began
-    of_share, most = (_fitting(seconds, cost) for seconds in (share - probe, plan.left()))
+    of_share, most = (_fitting(seconds, cost, plan.baselines_s) for seconds in (share - probe, plan.left()))
     if most < LEAST_EPOCHS * wanted and not first:
         seconds = max(0.0, plan.left())
         logger.warning("%s is left out: %d of its %d epochs fit into the %.0f s left", name, most, wanted, seconds)
         return 0, 0
     if most < 1:
         logger.warning(
-            "the budget is too short for one epoch of %s: it is trained for one epoch, and the run takes longer",
+            "%.0f s of the budget are left after data and baselines, too few for one epoch of %s and its evaluation: "
+            "it is trained for one epoch, and the run takes longer",
+            max(0.0, plan.left()),
             name,
         )
     epochs = max(1, min(most, wanted))
@@ -497,9 +503,10 @@ def _epochs(plan: Plan, name: str, entry: Mapping[str, Any], folder: Path, out: 
     return int(epochs), of_share
 
 
-def _fitting(seconds: float, cost: Cost) -> int:
+def _fitting(seconds: float, cost: Cost, baselines_s: float) -> int:
     """Return how many epochs fit into `seconds`, beside counts and evaluation."""
-    return max(0, int((seconds * (1 - RESERVE) - 4 * cost.validation_s) / cost.epoch_s))
+    reserve = max(RESERVE * seconds, baselines_s / 2)  # counts for a model are searched as those of a baseline are
+    return max(0, int((seconds - reserve - 4 * cost.validation_s) / cost.epoch_s))
 
 
 def _cost(params: Params, name: str, folder: Path, out: Path) -> Cost:

@@ -105,7 +105,7 @@ def guess(path: Path, chosen: Mapping[str, str], time_format: str = "") -> tuple
                 f"{path.name} has no column {column!r} for {name}; its columns are {', '.join(names):.300}"
             )
     if len(set(chosen.values())) < len(chosen):
-        raise ValueError(f"{path.name}: {', '.join(chosen)} must be different columns, not {', '.join(chosen.values())}")
+        raise ValueError(f"{', '.join(chosen)} must be different columns, not {', '.join(chosen.values())}")
     if rows.is_empty():
         raise ValueError(f"{path.name} has no rows that can be read")
     found = {name: Guess(name, column, GIVEN) for name, column in chosen.items()}
@@ -128,8 +128,8 @@ def guess(path: Path, chosen: Mapping[str, str], time_format: str = "") -> tuple
     if "timestamp" in chosen and not time_format and _is_order(rows[roles["timestamp"]]):
         if _fractions(rows[roles["timestamp"]].cast(pl.String)).any():
             raise ValueError(
-                f"--time: the numbers of {roles['timestamp']} are not dates and have fractions, which would be cut off: "
-                "write whole numbers into it, such as the ranks of these"
+                f"--time: the numbers of {roles['timestamp']} are not dates and have fractions, which would be "
+                "cut off: write whole numbers into it, such as the ranks of these"
             )
         found["timestamp"] = Guess("timestamp", roles["timestamp"], ORDER)
     else:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from seqrec.data.sequences import Sequences, train_events
+from seqrec.data.sequences import Sequences, cases, train_events
 
 USERS, ITEMS, STEPS = 1_000, 50, 20  # warn about fewer users (all, or with cases), items or steps per epoch
-TIES, ORDERED_TIES, REPEATS = 0.5, 0.1, 0.1  # warn about larger shares of events
+TIES, ORDERED_TIES, REPEATS, AT_ONCE = 0.5, 0.1, 0.1, 0.2  # warn about larger shares of events
+BUSIEST, FEW = 0.1, 10  # warn about a user with a larger share of the validation cases, and with more of them
 DUPLICATES, OUTSIDE = 0.05, 0.5  # warn about larger shares of events that are left out
 
 
@@ -19,11 +20,25 @@ def repeats(data: Sequences) -> float:
     return 1 - len(pairs.unique()) / max(1, len(pairs))
 
 
+def repeats_at_once(data: Sequences) -> float:
+    """Return the share of training events that repeat the item of the user's event before."""
+    user, item = train_events(data)
+    return float(((user[1:] == user[:-1]) & (item[1:] == item[:-1])).sum()) / max(1, len(item))
+
+
+def busiest(data: Sequences) -> float:
+    """Return the share of the validation cases that one user has; 0 if no user has more than `FEW` of them."""
+    number = cases(data, "valid").user.bincount(minlength=1)
+    return float(number.max()) / float(number.sum()) if number.max() > FEW else 0.0
+
+
 def warnings(
     card: Mapping[str, Any],
     *,
     steps: int | None = None,
     repeated: float | None = None,
+    at_once: float = 0.0,
+    one_user: float = 0.0,
     filter_seen: bool = True,
     ordered: bool | None = None,
 ) -> list[str]:
@@ -33,6 +48,8 @@ def warnings(
         card: the split card.
         steps: steps per epoch.
         repeated: share of events that repeat an item of the user.
+        at_once: share of events that repeat the item of the event before.
+        one_user: largest share of the validation cases that belong to one user.
         filter_seen: whether seen items are left out of the candidates.
         ordered: whether events of the same time follow an order (ties.py).
     """
@@ -64,6 +81,13 @@ def warnings(
         found.append(f"{tied:.0%} of the events have the same time as the previous one; the file decides their order")
     if steps is not None and steps < STEPS:
         found.append(f"only {steps} steps per epoch: lower finetune.batch_size, or train more epochs")
+    if at_once > AT_ONCE and not filter_seen:
+        found.append(
+            f"{at_once:.0%} of the events repeat the item of the event before: if the log has several kinds of events, "
+            "such as views and purchases, keep one kind; otherwise the item just seen is often recommended"
+        )
+    if one_user > BUSIEST:
+        found.append(f"one user has {one_user:.0%} of the validation cases: is it a person?")
     if repeated is not None and repeated > REPEATS and filter_seen:
         found.append(f"{repeated:.0%} of the events repeat an item; to recommend such items, set filter_seen: false")
     return found

@@ -103,11 +103,13 @@ def _warn(net: SequenceModel, prepared: Sequences, config: FinetuneConfig, filte
     if config.batch_size > auto_settings.BATCHES[0]:  # the least that the rules choose
         windows = batches.windows(prepared, net.options, config, torch.Generator())
         steps = max(1, round(len(windows.user) / config.batch_size))
-    repeated = data_warnings.repeats(prepared) if len(prepared.items) <= COUNTED else None
+    few = len(prepared.items) <= COUNTED
     found = data_warnings.warnings(
         prepared.card,
         steps=steps,
-        repeated=repeated,
+        repeated=data_warnings.repeats(prepared) if few else None,
+        at_once=data_warnings.repeats_at_once(prepared) if few else 0.0,
+        one_user=data_warnings.busiest(prepared),
         filter_seen=filter_seen,
         ordered=ties.are_ordered(prepared),
     )

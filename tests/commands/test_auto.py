@@ -72,7 +72,7 @@ def test_the_same_command_continues_and_another_one_is_refused(made, caplog):
     assert main([*command, str(SHARE)]) == 0
     assert weights.stat().st_mtime_ns == before
     assert main([*command, "5"]) == 1
-    assert "belongs to other data or other flags" in caplog.text
+    assert "belongs to other data or other flags (minutes)" in caplog.text
     log = (made / "log.csv").read_bytes()
     (made / "log.csv").write_bytes(log.replace(b"i3", b"i4", 1))
     caplog.clear()

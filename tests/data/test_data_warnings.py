@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import operator
+from collections import Counter
+
 import pytest
 from support import prepare_rows, run, synthetic_rows
 
 from seqrec.data import sequences
-from seqrec.data.data_warnings import repeats, warnings
+from seqrec.data.data_warnings import busiest, repeats, repeats_at_once, warnings
+from seqrec.data.sequences import cases, train_events
 
 SOUND = {"users": 5_000, "items": 300, "events": 100_000, "tied_events": 100}
 
@@ -25,6 +29,10 @@ SOUND = {"users": 5_000, "items": 300, "events": 100_000, "tied_events": 100}
         ({}, {"steps": 19}, "only 19 steps per epoch"),
         ({}, {"repeated": 0.5}, "50% of the events repeat an item"),
         ({}, {"repeated": 0.5, "filter_seen": False}, ""),
+        ({}, {"at_once": 0.2, "one_user": 0.1, "filter_seen": False}, ""),
+        ({}, {"at_once": 0.39}, ""),
+        ({}, {"at_once": 0.39, "filter_seen": False}, "39% of the events repeat the item of the event before"),
+        ({}, {"one_user": 0.46}, "one user has 46% of the validation cases"),
     ],
 )
 def test_each_reason_has_its_sentence(counts, facts, message):
@@ -55,6 +63,27 @@ def test_repeats_are_those_of_a_user_in_training(prepared, tmp_path):
 
     assert repeats(data) == pytest.approx(1 - 3 / 6)  # 6 of 8 events are training, of 3 items
     assert 0 < repeats(sequences.load(prepared)) < 0.5
+
+
+def test_repeats_at_once_and_the_busiest_user(tmp_path):
+    rows = [(f"u{user}", f"i{event // 2 % 3}", 1_000_000 + event) for user in range(6) for event in range(8)]
+    rows += [("u0", f"i{event % 3}", 1_000_008 + event) for event in range(400)]
+    data = sequences.load(prepare_rows(tmp_path, rows, deduplicate="none", protocol="temporal"))
+    user, item = train_events(data)
+    pairs = list(zip(user.tolist(), item.tolist(), strict=True))
+    assert sum(map(operator.eq, pairs, pairs[1:])) == repeats_at_once(data) * len(pairs) > 0
+
+    of_user = Counter(cases(data, "valid").user.tolist())
+    assert busiest(data) == pytest.approx(max(of_user.values()) / of_user.total())
+    assert max(of_user.values()) > 10
+
+
+def test_training_warns_of_what_repeats_at_once(tmp_path, caplog):
+    rows = [(f"u{user}", f"i{event // 2 % 7}", 1_000_000 + event) for user in range(20) for event in range(20)]
+
+    run(prepare_rows(tmp_path / "data", rows, deduplicate="none"), tmp_path / "run", epochs=1, filter_seen=False)
+
+    assert "repeat the item of the event before" in caplog.text
 
 
 def test_training_warns_of_an_order_within_one_time_that_is_not_random(tmp_path, caplog):

@@ -181,6 +181,16 @@ def test_movielens_10m(tmp_path):
     assert table(tables.items).rows() == [("122", "Cité (a.k.a. City of Lost Children)", "1995", "Drama, Sci-Fi")]
 
 
+def test_titles_that_are_not_utf_8_are_named(tmp_path, caplog):
+    products = "item_id,title\n1,Caf\xe9\n2,Tea\n".encode("latin-1")
+    paths = written(tmp_path, interactions=("x.csv", "user_id,item_id,timestamp\n1,1,5\n"), items=("y.csv", products))
+
+    found = table(readers.own_files(paths, IngestConfig(source="csv")).items)
+
+    assert found["item_id"].to_list() == ["1", "2"]
+    assert "y.csv: 1 titles are not UTF-8" in caplog.text
+
+
 def test_amazon_2018_ratings(tmp_path):
     """No header, the item first, and metadata that lists a product twice."""
     products = [{"asin": "B1", "title": "One", "brand": "", "category": ["A"]}, {"asin": "B1", "title": "Again"}]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from seqrec.config import IngestConfig
 from seqrec.data.readers.blocks import MARKS
 from seqrec.data.readers.times import LARGEST_SECONDS, seconds
 
+logger = logging.getLogger(__name__)
 MISSING = ("nan", "NaN", "NA", "N/A", "NULL", "null", "None", "<NA>")  # what programs write for a missing value
 ENTITY = r"&(#\d{1,7}|#[xX][0-9a-fA-F]{1,6}|[A-Za-z][A-Za-z0-9]*);"
 NO_EVENTS = pl.DataFrame(
@@ -122,6 +124,7 @@ def _with_problems(frame: pl.DataFrame, rating: pl.Series, wrong_time: str) -> p
 
 def items(frames: Iterable[pl.DataFrame], path: Path) -> Iterator[CheckedRows]:
     """Check items with column `item_id`, optionally `title`, and attributes; values become stripped text or null."""
+    garbled = 0
     for frame in frames:
         texts = [name for name in frame.columns if name not in (*MARKS, "item_id", "title")]
         title = frame["title"] if "title" in frame.columns else pl.Series([None] * len(frame), dtype=pl.String)
@@ -131,10 +134,15 @@ def items(frames: Iterable[pl.DataFrame], path: Path) -> Iterator[CheckedRows]:
             _cleaned(title.alias("title")),
             *(_cleaned(frame[name]) for name in texts),
         ).with_columns(unescaped("title"))
+        garbled += int(frame["title"].str.contains("\ufffd", literal=True).sum())
         frame = frame.with_columns(pl.coalesce("_problem", _id_problem("item_id")).alias("_problem"))
         yield CheckedRows(
             frame.filter(pl.col("_problem").is_null()).drop(MARKS),
             quarantined(frame.filter(pl.col("_problem").is_not_null()), path.name),
+        )
+    if garbled:
+        logger.warning(
+            "%s: %s titles are not UTF-8 and lose letters; save the file as UTF-8", path.name, f"{garbled:,}"
         )
 
 
