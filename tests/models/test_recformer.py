@@ -189,7 +189,7 @@ def test_hits_are_targets_nearer_than_every_other_one():
     for row, hit in zip(rows, got.tolist(), strict=True):
         scores = model(make_batch([row[:-1]]))[0, 0] @ model.item_vectors()[targets].T
         own = scores[targets.index(row[-1])]
-        others = [float(s) for s, target in zip(scores, targets, strict=True) if target != row[-1]]
+        others = [float(s) for s, target in zip(scores.detach(), targets, strict=True) if target != row[-1]]
         assert hit == (float(own) > max(others))
 
 
