@@ -60,25 +60,32 @@ def compare(params: Params, out: Path, shares: list[float], seeds: list[int]) ->
 
 
 def table(user: NDArray[np.integer], values: Values) -> str:
-    """Return one line for each share as Markdown, given the user of each case; all p-values are corrected together."""
-    differences = {cell: values[cell] - values[cell[0], ROWS[0]] for cell in values if cell[1] != ROWS[0]}
-    totals = [np.bincount(user, weights=part.mean(0)).astype(float) for part in differences.values()]
-    p_values = holm([sign_flip_p_value(total, seed=42) for total in totals])
-    gains = {}
-    for (cell, part), p_value in zip(differences.items(), p_values, strict=True):
-        gain = intervals.pigeonhole_bootstrap(part, user, seed=42)
-        gains[cell] = f"{gain}, {p_value:.3f}"
+    """Return one line for each share, and one for all draws, as Markdown, given the user of each case."""
     headings = ["noise", f"{ROWS[0]}: NDCG@10"]
     headings += [text for row in ROWS[1:] for text in (f"{row}: NDCG@10", "gain [95 %], p (Holm)")]
     lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
-    for share in dict.fromkeys(share for share, _ in values):
-        of_draws = values[share, ROWS[0]].mean(1)
-        spread = f" ± {of_draws.std(ddof=1):.4f}" if len(of_draws) > 1 else ""
-        cells = [f"{share:.0%}", f"{of_draws.mean():.4f}{spread}"]
-        for row in ROWS[1:]:
-            cells += [f"{values[share, row].mean():.4f}", gains[share, row]]
-        lines.append(f"| {' | '.join(cells)} |")
+    together = {(0.0, row): np.concatenate([part for cell, part in values.items() if cell[1] == row]) for row in ROWS}
+    for group, name in ((values, "{:.0%}"), (together, "all")):
+        found = gains(user, group)
+        for share in dict.fromkeys(share for share, _ in group):
+            of_draws = group[share, ROWS[0]].mean(1)
+            spread = f" ± {of_draws.std(ddof=1):.4f}" if len(of_draws) > 1 else ""
+            cells = [name.format(share), f"{of_draws.mean():.4f}{spread}"]
+            for row in ROWS[1:]:
+                cells += [f"{group[share, row].mean():.4f}", found[share, row]]
+            lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
+
+
+def gains(user: NDArray[np.integer], values: Values) -> dict[tuple[float, str], str]:
+    """Return each row's gain over the first one; all p-values are corrected together."""
+    differences = {cell: values[cell] - values[cell[0], ROWS[0]] for cell in values if cell[1] != ROWS[0]}
+    totals = [np.bincount(user, weights=part.mean(0)).astype(float) for part in differences.values()]
+    p_values = holm([sign_flip_p_value(total, seed=42) for total in totals])
+    found = {}
+    for (cell, part), p_value in zip(differences.items(), p_values, strict=True):
+        found[cell] = f"{intervals.pigeonhole_bootstrap(part, user, seed=42)}, {p_value:.3f}"
+    return found
 
 
 def main() -> None:

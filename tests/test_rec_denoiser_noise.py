@@ -23,7 +23,7 @@ def test_each_draw_has_its_own_noise_and_start_and_is_ranked_on_the_same_cases(t
 
     text = noise["compare"](params, tmp_path, [0.3], [1, 2])
 
-    assert text.count("+0.0000 [+0.0000, +0.0000], 1.000") == 2  # the three rows are the same model
+    assert text.count("+0.0000 [+0.0000, +0.0000], 1.000") == 4  # the three rows are the same model
     folders = [tmp_path / f"noise-0.30/seed-{seed}" for seed in (1, 2)]
     data = [sequences.load(folder / "data/sequences") for folder in folders]
     assert [one.card["noise_share"] for one in data] == [0.3, 0.3]
@@ -48,5 +48,8 @@ def test_gains_are_paired_and_corrected_for_the_number_of_all_cells():
     assert lines[3].startswith("| 10% |")
     values = {(share, row): base.copy() for share, row in values}
     values[0.1, "sasrec-ste"][:, :6] += 0.1  # 2 of the 64 signs of six users are as far from zero: p = 1 / 32
-    cells = noise["table"](np.arange(40), values).splitlines()[3].split(" | ")
-    assert float(cells[-1].split("], ")[1].rstrip(" |")) == pytest.approx(4 / 32, abs=0.02)
+    of_share, of_all = (line.split(" | ") for line in noise["table"](np.arange(40), values).splitlines()[3:5])
+    assert float(of_share[-1].split("], ")[1].rstrip(" |")) == pytest.approx(4 / 32, abs=0.02)
+    assert of_all[0] == "| all"
+    assert of_all[-1].startswith(f"+{0.1 * 6 / 40 / 2:.4f} [")  # six users, half of the draws
+    assert float(of_all[-1].split("], ")[1].rstrip(" |")) == pytest.approx(2 / 32, abs=0.02)
