@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
@@ -26,32 +27,32 @@ from seqrec.evaluation.compare import sign_flip_p_value
 from seqrec.evaluation.metrics import FloatArray
 
 CONFIG = Path(__file__).parent.parent / "configs/rec-denoiser/softmax.yaml"
-ROWS = ("sasrec", "sasrec-both", "sasrec-ste")  # the first one is the base of the gains
+ROWS = ("sasrec", "sasrec-both", "sasrec-ste")  # the first one is the base of the gains; --rows names others
 SHARES = (0.05, 0.10, 0.15, 0.20, 0.25)
 Values = dict[tuple[float, str], FloatArray]  # share, row -> NDCG@10 (S, C) of each draw and test case
 
 
-def train(params: Params, share: float, seed: int, out: Path) -> str:
-    """Prepare a draw of the noise and train every row on it; return the hash of its split."""
+def train(params: Params, share: float, seed: int, out: Path, rows: Sequence[str]) -> str:
+    """Prepare a draw of the noise and train the rows on it; return the hash of its split."""
     params = params.with_overrides({"prepare.noise_share": share, "prepare.seed": seed, "seed": seed})
     prepared = run.prepare_data(params, out) / "sequences"
-    for row in ROWS:
+    for row in rows:
         run.train_model(params, row, prepared, out)
     return str(read_json(prepared / SPLIT_CARD)["split_sha256"])
 
 
-def compare(params: Params, out: Path, shares: list[float], seeds: list[int]) -> str:
+def compare(params: Params, out: Path, shares: list[float], seeds: list[int], rows: Sequence[str] = ROWS) -> str:
     """Train what is missing; return the table.
 
     Raises:
         ValueError: the draws do not have the same test cases.
     """
     splits: dict[float, list[str]] = {share: [] for share in shares}
-    reports: dict[tuple[float, str], list[Path]] = {cell: [] for cell in product(shares, ROWS)}
+    reports: dict[tuple[float, str], list[Path]] = {cell: [] for cell in product(shares, rows)}
     for share, seed in product(shares, seeds):
         folder = out / f"noise-{share:.2f}/seed-{seed}"
-        splits[share].append(train(params, share, seed, folder))
-        for row in ROWS:
+        splits[share].append(train(params, share, seed, folder, rows))
+        for row in rows:
             reports[share, row].append(folder / "reports" / row)
     user, flat = ndcg_of_cases([report for of_seeds in reports.values() for report in of_seeds])
     values = dict(zip(reports, flat.reshape(len(reports), len(seeds), -1), strict=True))
@@ -61,25 +62,28 @@ def compare(params: Params, out: Path, shares: list[float], seeds: list[int]) ->
 
 def table(user: NDArray[np.integer], values: Values) -> str:
     """Return one line for each share, and one for all draws, as Markdown, given the user of each case."""
-    headings = ["noise", f"{ROWS[0]}: NDCG@10"]
-    headings += [text for row in ROWS[1:] for text in (f"{row}: NDCG@10", "gain [95 %], p (Holm)")]
+    base, *others = dict.fromkeys(row for _, row in values)
+    headings = ["noise", f"{base}: NDCG@10"]
+    headings += [text for row in others for text in (f"{row}: NDCG@10", "gain [95 %], p (Holm)")]
     lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
-    together = {(0.0, row): np.concatenate([part for cell, part in values.items() if cell[1] == row]) for row in ROWS}
+    together = {
+        (0.0, row): np.concatenate([part for cell, part in values.items() if cell[1] == row]) for row in (base, *others)
+    }
     for group, name in ((values, "{:.0%}"), (together, "all")):
-        found = gains(user, group)
+        found = gains(user, group, base)
         for share in dict.fromkeys(share for share, _ in group):
-            of_draws = group[share, ROWS[0]].mean(1)
+            of_draws = group[share, base].mean(1)
             spread = f" ± {of_draws.std(ddof=1):.4f}" if len(of_draws) > 1 else ""
             cells = [name.format(share), f"{of_draws.mean():.4f}{spread}"]
-            for row in ROWS[1:]:
+            for row in others:
                 cells += [f"{group[share, row].mean():.4f}", found[share, row]]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
 
 
-def gains(user: NDArray[np.integer], values: Values) -> dict[tuple[float, str], str]:
-    """Return each row's gain over the first one; all p-values are corrected together."""
-    differences = {cell: values[cell] - values[cell[0], ROWS[0]] for cell in values if cell[1] != ROWS[0]}
+def gains(user: NDArray[np.integer], values: Values, base: str) -> dict[tuple[float, str], str]:
+    """Return each row's gain over `base`; all p-values are corrected together."""
+    differences = {cell: values[cell] - values[cell[0], base] for cell in values if cell[1] != base}
     totals = [np.bincount(user, weights=part.mean(0)).astype(float) for part in differences.values()]
     p_values = holm([sign_flip_p_value(total, seed=42) for total in totals])
     found = {}
@@ -94,11 +98,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/rec-denoiser-noise"))
     parser.add_argument("--seeds", default="42,43,44,45,46", help="a draw each, separated by commas")
     parser.add_argument("--shares", default=",".join(map(str, SHARES)), help="shares, separated by commas")
+    parser.add_argument(
+        "--rows", default=",".join(ROWS), help="rows of the config, separated by commas, the base first"
+    )
     arguments = parser.parse_args()
     logging.basicConfig(format="%(message)s")
     logging.getLogger("seqrec").setLevel(logging.INFO)
     shares, seeds = map(float, arguments.shares.split(",")), map(int, arguments.seeds.split(","))
-    text = compare(load(CONFIG), arguments.out, list(shares), list(seeds))
+    text = compare(load(CONFIG), arguments.out, list(shares), list(seeds), arguments.rows.split(","))
     write_text(arguments.out / "table.md", text)
     print(text)
 
