@@ -115,6 +115,13 @@ def test_a_model_gets_all_epochs_that_fit_before_the_next_one_gets_any(
     assert found == expected
 
 
+@pytest.mark.parametrize(("baselines_s", "expected"), [(0.0, 85), (20.0, 85), (60.0, 70), (300.0, 0)])
+def test_counts_of_a_model_take_about_as_long_as_those_of_the_baselines(baselines_s, expected):
+    cost = Cost(step_s=0.5, steps=2, validation_s=0.0, memory=0)
+
+    assert auto._fitting(100.0, cost, baselines_s) == expected
+
+
 @pytest.mark.parametrize(("share", "most", "expected"), [(30.0, 5, 2), (1e6, 1, 1)])
 def test_few_users_get_the_mean_of_as_many_networks_as_the_share_holds(
     made, tmp_path, monkeypatch, share, most, expected
