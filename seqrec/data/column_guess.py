@@ -292,7 +292,6 @@ def _by_content(role: str, rows: pl.DataFrame, roles: Mapping[str, str], time_fo
         return _time_of_events(free, rows, roles, time_format)
     if role == "rating":
         return None
-    free = [column for column in free if not _is_date(rows[column])]
     free = [column for column in free if "timestamp" in roles or not _is_time(rows[column], time_format)]
     free = _varying(free, rows, roles)
     free.sort(key=lambda column: _likelihood(role, column))
@@ -349,14 +348,15 @@ def _share_of_amazon_items(values: pl.Series) -> float:
 
 
 def _is_id(values: pl.Series) -> bool:
-    """Return whether a column may hold ids: more distinct values than ratings have, no fractions, and no sentences."""
+    """Return whether a column may hold ids: more values than ratings have, and no fractions, sentences or dates."""
     text = values.cast(pl.String, strict=False).drop_nulls()
     distinct = text.n_unique()
     if values.dtype == pl.Boolean or distinct <= 10:
         return False
     fractions = _fractions(text) & ~text.str.contains(r"^\d{8,}\.\d{8,}$")  # as in GA4
     blanks = text.str.count_matches(" ")
-    return bool(fractions.mean() <= 0.5 and (blanks.mean() < SENTENCE or 2 * distinct < len(text)))  # type: ignore[operator]
+    plain = fractions.mean() <= 0.5 and (blanks.mean() < SENTENCE or 2 * distinct < len(text))  # type: ignore[operator]
+    return bool(plain) and not _is_date(values)
 
 
 def _fractions(text: pl.Series) -> pl.Series:

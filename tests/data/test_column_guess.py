@@ -214,6 +214,10 @@ LOGS = {  # columns, and the found ones in order: users, items, times, ratings, 
         {"due": "some days", "a": "user", "b": "item", "when": "iso"},
         "a b when",
     ),
+    "a date that names a user is none": (
+        {"customer_since": "some days", "a": "user", "b": "item", "when": "iso"},
+        "a b when",
+    ),
     "a guest's days": (
         {"arrival": "some days", "guest": "user", "station": "item", "booked_at": "iso"},
         "guest station booked_at",
