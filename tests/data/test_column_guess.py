@@ -214,8 +214,8 @@ LOGS = {  # columns, and the found ones in order: users, items, times, ratings, 
         {"due": "some days", "a": "user", "b": "item", "when": "iso"},
         "a b when",
     ),
-    "a date that names a user is none": (
-        {"customer_since": "some days", "a": "user", "b": "item", "when": "iso"},
+    "the date of a session is no user": (
+        {"session": "some days", "a": "user", "b": "item", "when": "iso"},
         "a b when",
     ),
     "a guest's days": (
