@@ -15,7 +15,7 @@ import pkgutil
 import re
 import sys
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -141,7 +141,8 @@ def command_parser(name: str) -> argparse.ArgumentParser:
             _add_flag(parser, parameter.name, Path, None, text + _default(stage, stage.places[parameter.name]))
         else:
             _add_flag(parser, parameter.name, hint, parameter.default, text)
-    parser.add_argument("--params", type=Path, default=Path("params.yaml"), help="settings (default: %(default)s)")
+    if stage is not None or _needs_params(function) or any(map(dataclasses.is_dataclass, hints.values())):
+        parser.add_argument("--params", type=Path, default=Path("params.yaml"), help="settings (default: %(default)s)")
     text = _default(stage, stage.metrics) if stage is not None and stage.metrics else ""
     parser.add_argument("--metrics", type=Path, help=f"write the returned figures to this JSON file{text}")
     parser.add_argument("-v", "--verbose", action="store_true", help="log more, and show tracebacks")
@@ -175,6 +176,12 @@ def _add_flag(parser: argparse.ArgumentParser, name: str, hint: Any, default: An
 def _is_dataset_of_params(parameter: inspect.Parameter) -> bool:
     """Return whether a parameter is the dataset of params.yaml; a command with a config of its own has a default."""
     return parameter.name == "dataset" and parameter.default is inspect.Parameter.empty
+
+
+def _needs_params(function: Callable[..., Any]) -> bool:
+    """Return whether a command that is no stage has arguments without a flag of their own."""
+    parameters = inspect.signature(function).parameters
+    return not parameters.keys().isdisjoint(FROM_PARAMS) or any(map(_is_dataset_of_params, parameters.values()))
 
 
 def _argument_texts(function: Callable[..., Any]) -> dict[str, str]:
@@ -216,7 +223,7 @@ def bind(name: str, flags: argparse.Namespace) -> dict[str, Any]:
     hints, parameters = typing.get_type_hints(function), inspect.signature(function).parameters
     values = {key: _value(key, hints[key], flags) for key in parameters if key not in FROM_PARAMS}
     if name not in BY_NAME:
-        values |= _from_params(name, parameters, flags)
+        values |= _from_params(function, flags)
     return values
 
 
@@ -231,14 +238,14 @@ def _value(name: str, hint: Any, flags: argparse.Namespace) -> Any:
     return dataclasses.replace(load(flags.params).section(section), **given)
 
 
-def _from_params(name: str, parameters: Mapping[str, inspect.Parameter], flags: argparse.Namespace) -> dict[str, Any]:
-    dataset = "dataset" in parameters and _is_dataset_of_params(parameters["dataset"])
-    if not dataset and parameters.keys().isdisjoint(FROM_PARAMS):
+def _from_params(function: Callable[..., Any], flags: argparse.Namespace) -> dict[str, Any]:
+    if not _needs_params(function):
         return {}
     from seqrec.config import load
 
-    params = load(flags.params)
-    values = {"dataset": flags.dataset or params.dataset} if dataset else {}
+    parameters, params = inspect.signature(function).parameters, load(flags.params)
+    dataset = "dataset" in parameters and _is_dataset_of_params(parameters["dataset"])
+    values: dict[str, Any] = {"dataset": flags.dataset or params.dataset} if dataset else {}
     if "params" in parameters:
         values["params"] = params.as_dict()
     if "config" in parameters:

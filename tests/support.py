@@ -18,7 +18,6 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-import uvicorn
 import yaml
 from tokenizers import Tokenizer
 
@@ -253,6 +252,8 @@ def losses_of(out):
 @contextmanager
 def running(service):
     """Run `service` on a free port in a thread; yield its address."""
+    import uvicorn  # not needed on a GPU machine that has the training core alone
+
     server = uvicorn.Server(uvicorn.Config(service, port=0, log_level="warning"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

@@ -63,6 +63,7 @@ def test_the_version_and_the_listing_of_commands(flag, texts, capsys):
         (["leaderbord"], "unknown command leaderbord; did you mean leaderboard?"),
         (["run", "--dataset", "ml-1m"], "the following arguments are required: --config-file, --out"),
         (["prepare", "--speed", "9"], "unrecognized arguments: --speed 9"),
+        (["auto", "--data", "a", "--out", "b", "--params", "c"], "unrecognized arguments: --params c"),
     ],
 )
 def test_wrong_usage_exits_with_2(arguments, message, capsys):

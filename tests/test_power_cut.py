@@ -99,8 +99,8 @@ def project(tmp_path_factory) -> Path:
         patch.chdir(folder)
         ingest = {"source": "csv", "interactions": str(folder / "log.csv"), "items": str(folder / "items.csv")}
         tracking = {"tracking_uri": f"sqlite:///{folder}/mlflow.db"}
-        Path("settings.yaml").write_text(yaml.safe_dump({**SETTINGS, "ingest": ingest, "register": tracking}))
-        assert main(["run", "--config-file", "settings.yaml", "--out", "out"]) == 0
+        Path("params.yaml").write_text(yaml.safe_dump({**SETTINGS, "ingest": ingest, "register": tracking}))
+        assert main(["run", "--config-file", "params.yaml", "--out", "out"]) == 0
         store = Store("sqlite:///events.db")
         names = [f"user-{n % 50}" for n in range(1_000)]
         store.add([Event(event_id=str(n), user=user, item=f"i{n}", kind="view", at=n) for n, user in enumerate(names)])
@@ -111,7 +111,7 @@ def project(tmp_path_factory) -> Path:
 
 
 def call(command: str) -> int:
-    return main([command, *shlex.split(COMMANDS[command][0]), "--params", "settings.yaml"])
+    return main([command, *shlex.split(COMMANDS[command][0])])
 
 
 def written(command: str) -> list[str]:
@@ -172,7 +172,7 @@ def test_the_registry_is_damaged_with_a_clear_error(tmp_path, monkeypatch, caplo
     database = tmp_path / "mlflow.db"
     uri = f"sqlite:///{database}"
     runs.connect(RegisterConfig(tracking_uri=uri)).create_registered_model("seqrec-own")
-    Path("settings.yaml").write_text(yaml.safe_dump({**SETTINGS, "register": {"tracking_uri": uri}}))
+    Path("params.yaml").write_text(yaml.safe_dump({**SETTINGS, "register": {"tracking_uri": uri}}))
     whole = database.read_bytes()
     for length in (0, 1, len(whole) // 2):
         copy = tmp_path / f"{length}.db"
@@ -180,7 +180,7 @@ def test_the_registry_is_damaged_with_a_clear_error(tmp_path, monkeypatch, caplo
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{copy}")
         caplog.clear()
 
-        assert main(["registry", "show", "--params", "settings.yaml"]) == 1
+        assert main(["registry", "show"]) == 1
 
         assert NEXT.search(caplog.records[-1].getMessage())
 

@@ -6,7 +6,7 @@ import functools
 import logging
 import shlex
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
@@ -95,8 +95,8 @@ class Plan:
     began: float = field(default_factory=time.monotonic)
 
     @classmethod
-    def load(cls, path: Path, request: dict[str, Any]) -> Plan:
-        """Return the plan at `path`, a new one if there is none.
+    def load(cls, path: Path, request: dict[str, Any], free: Collection[str] = ()) -> Plan:
+        """Return the plan at `path`, a new one if there is none; the entries `free` of its request may change.
 
         Raises:
             ValueError: the plan was made for another request.
@@ -104,12 +104,13 @@ class Plan:
         if not path.is_file():
             return cls(path, request)
         kept = read_json(path)
-        if other := [key for key, value in request.items() if kept["request"].get(key) != value]:
+        before = kept["request"]
+        if other := [key for key, value in request.items() if key not in free and before.get(key) != value]:
             raise ValueError(
                 f"--out: {path} belongs to other data or other flags ({', '.join(other)}): "
                 "name another folder, or remove this folder"
             )
-        return cls(path, **kept)
+        return cls(path, **(kept | {"request": before | request}))
 
     def save(self, done: str = "") -> None:
         """Write the plan; `done` is complete from now on."""
@@ -147,7 +148,8 @@ def auto(
     Args:
         data: CSV with or without a header, JSON lines, Parquet, or lines of `user item item ...`.
         out: folder that receives everything.
-        minutes: time budget of the run in minutes; one model is trained even if that takes longer.
+        minutes: time budget of the run in minutes; one model is trained even if that takes longer. A finished run goes
+            on if it is given more.
         user: name of the column of users, instead of a guess.
         item: name of the column of items.
         time: name of the column of times.
@@ -171,7 +173,8 @@ def auto(
     about = {"data": str(data.resolve()), "minutes": minutes}
     about["sha256"] = [sha256(path) for path in (data, Path(items)) if path.is_file()]
     with locks.locked(out / locks.NAME, f"--out {out}"):
-        plan = Plan.load(out / PLAN, about | {"columns": columns, "time_format": time_format, "items": items})
+        about |= {"columns": columns, "time_format": time_format, "items": items}
+        plan = Plan.load(out / PLAN, about, free=["minutes"])
         try:
             return _auto(plan, out)
         except DamagedError as error:

@@ -71,14 +71,23 @@ def test_the_same_command_continues_and_another_one_is_refused(made, caplog):
 
     assert main([*command, str(SHARE)]) == 0
     assert weights.stat().st_mtime_ns == before
-    assert main([*command, "5"]) == 1
-    assert "belongs to other data or other flags (minutes)" in caplog.text
+    assert main([*command, str(SHARE), "--title", "Name"]) == 1
+    assert "belongs to other data or other flags (columns)" in caplog.text
     log = (made / "log.csv").read_bytes()
     (made / "log.csv").write_bytes(log.replace(b"i3", b"i4", 1))
     caplog.clear()
     assert main([*command, str(SHARE)]) == 1
     assert "belongs to other data or other flags" in caplog.text
     (made / "log.csv").write_bytes(log)
+
+
+def test_a_plan_keeps_what_was_done_when_it_gets_more_minutes(tmp_path):
+    auto.Plan(tmp_path / "auto.json", {"data": "a", "minutes": 1.0}, spent=40.0).save("counts")
+
+    plan = auto.Plan.load(tmp_path / "auto.json", {"data": "a", "minutes": 3.0}, free=["minutes"])
+
+    assert plan.done == ["counts"]
+    assert plan.left() == pytest.approx(140, abs=5)
 
 
 def plan_of(made, folder, **options):
