@@ -176,3 +176,12 @@ def test_the_shape_is_that_of_the_training_part(prepared):
     assert (measured.users, measured.items) == (data.num_users, data.num_items)
     assert measured.events == int(events.sum())
     assert measured.median == float(torch.quantile(events, 0.5))
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_bf16_is_for_cpus_that_have_it(monkeypatch, gpu):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
+
+    assert auto.finetune(shape(), {})["precision"] == ("fp32" if gpu else "bf16")
