@@ -153,16 +153,26 @@ def guess_items(path: Path, item: str, title: str = "") -> list[Guess]:
     names = rows.columns
     if title and title not in names:
         raise ValueError(f"{path.name} has no column {title!r} for title; its columns are {', '.join(names):.300}")
+    unnamed = names[:1] == ["column_1"]  # the file has no header
     distinct = [name for name in names if name != title and rows[name].n_unique() == len(rows)]
-    ids = [item] if item in names else [*_named("item_id", rows, {"title": title}), *distinct]
+    ids = [item] if item in names and not unnamed else [*_named("item_id", rows, {"title": title}), *distinct]
     if not ids:
         raise ValueError(
             f"{path.name}: none of the columns {', '.join(names):.300} looks like item_id; "
             f"rename the column of item ids to {item}"
         )
-    title = title or _title(rows, {"item_id": ids[0]}) or ""
     found = [Guess("items.item_id", ids[0], FITTING if ids == distinct else NAMED)]
-    return found + ([Guess("items.title", title, NAMED)] if title else [])
+    if title or (title := _title(rows, {"item_id": ids[0]}) or ""):
+        found.append(Guess("items.title", title, NAMED))
+    elif unnamed and (title := next((name for name in names if name != ids[0] and _has_words(rows[name])), "")):
+        found.append(Guess("items.title", title, FITTING))
+    return found
+
+
+def _has_words(column: pl.Series) -> bool:
+    """Return whether most values hold a word, and most differ."""
+    worded = column.cast(pl.String).str.contains(r"\p{L}{3}").fill_null(False)
+    return bool(worded.mean() > 0.5) and 2 * column.n_unique() > len(column)  # type: ignore[operator]
 
 
 def words_of(name: str) -> list[str]:

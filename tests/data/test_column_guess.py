@@ -11,7 +11,7 @@ import pytest
 
 from seqrec.config import IngestConfig
 from seqrec.data.column_guess import REQUIRED, guess, guess_items, is_lines
-from seqrec.data.readers import blocks, own_files
+from seqrec.data.readers import blocks, csv_files, own_files
 
 ROWS = 60
 
@@ -427,6 +427,23 @@ def test_columns_of_an_items_file(tmp_path, names, title, wanted):
 
     assert [one.column for one in found] == wanted.split()
     assert [one.name for one in found] == ["items.item_id", "items.title"][: len(found)]
+
+
+@pytest.mark.parametrize(
+    "line", ["{}::Film {} (1995)::Drama|Comedy|War", "{}|Film {} (1995)|01-Jan-1995||0|1", "{},Film {},9"]
+)
+def test_a_file_of_items_may_lack_a_header(tmp_path, line):
+    path = tmp_path / "movies.dat"
+    path.write_text(
+        "".join(line.format(n, ["one", "two", "three", "four", "five"][n % 5] + str(n)) + "\n" for n in range(1, 30))
+    )
+
+    found = {one.name: one.column for one in guess_items(path, "column_2")}
+
+    assert found == {"items.item_id": "column_1", "items.title": "column_2"}
+    (frame,) = csv_files.catalogue(path, {"item_id": "column_1", "title": "column_2"})
+    assert frame["item_id"].to_list() == [str(n) for n in range(1, 30)]
+    assert frame["title"][0].startswith("Film two1")
 
 
 def test_lines_of_items_are_told_from_tables(tmp_path):

@@ -146,7 +146,13 @@ def _csv_header(path: Path) -> _Header:
 
 
 def _delimiter(texts: Sequence[str]) -> str:
-    """Return the delimiter; a blank if each line has the same number of words, and one of three or more is a time."""
+    """Return the delimiter.
+
+    It is `::` if each line has as many, and a blank if each has the same number of words, and one of three or more is a
+    time.
+    """
+    if "::" in texts[0] and len({text.count("::") for text in texts}) == 1:  # MovieLens: fields may hold any other
+        return "::"
     delimiter = max(DELIMITERS, key=texts[0].count)
     words = [text.split(" ") for text in texts]
     even = delimiter not in texts[0] and len(set(map(len, words))) == 1
@@ -154,9 +160,11 @@ def _delimiter(texts: Sequence[str]) -> str:
 
 
 def is_record(fields: Sequence[str]) -> bool:
-    """Return whether the first line of a file is a record: a field is a time, or all are numbers, but not 0, 1, 2, ...
+    """Return whether the first line of a file is a record and no header.
 
-    >>> is_record(["A1", "B2", "5.0", "1307056020"]), is_record(["17", "4", "3"]), is_record(["A1", "03.04.2021"])
+    A field of a record is a time, or the first one a positive number, or all are numbers, but not 0, 1, 2, ...
+
+    >>> is_record(["A1", "B2", "5.0", "1307056020"]), is_record(["17", "4", "3"]), is_record(["1", "Toy Story (1995)"])
     (True, True, True)
     >>> is_record(["user", "item", "2024"]), is_record(["", "0", "1"]), is_record(["user"])
     (False, False, False)
@@ -167,7 +175,8 @@ def is_record(fields: Sequence[str]) -> bool:
     unnamed = [str(place) for place in range(len(found))]  # what pandas writes above columns without names
     if found == unnamed or found == ["", *unnamed[:-1]]:
         return False
-    return any(map(TIME.fullmatch, found)) or all(map(NUMBER.fullmatch, found))
+    counted = found[0].isdecimal() and int(found[0]) > 0
+    return counted or any(map(TIME.fullmatch, found)) or all(map(NUMBER.fullmatch, found))
 
 
 def columns_of(path: Path, chosen: Mapping[str, str]) -> Frames:
