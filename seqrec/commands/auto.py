@@ -72,7 +72,8 @@ TEXTS = 50_000  # most items of a catalogue for recformer: every epoch of traini
 CORES = (5, 3, 2)  # minimum events per user and item, strictest first
 KEPT = 0.5  # share of the events that a k-core must leave
 CASES, KNOWN = 100, 0.2  # temporal split: minimum cases per part, and minimum share of trained users
-SCORES, LEAST_CASES = 500_000, 2_000  # most scores of a ranking per second of the budget, for at least so many cases
+SCORES, READ = 500_000, 1_000  # most scores of a ranking, and events that it reads, per second of the budget
+LEAST_CASES = 2_000  # so many are ranked at any rate
 LEAST_EPOCHS = 0.25  # share of a model's epochs that must fit into the budget, unless it is the first model
 RESERVE = 0.15  # share of a model's budget that counts and evaluation need
 MEMBERS = 5  # for few users, the most networks of one model whose scores are averaged
@@ -240,8 +241,7 @@ def prepare(plan: Plan, out: Path, console: Console) -> None:
         _check_times(out)
     content["prepare"], plan.split = _split(from_dict(content), out, timed)
     prepared = sequences.load(out / "data" / "sequences")
-    of_budget = max(LEAST_CASES, int(60 * float(plan.request["minutes"]) * SCORES / prepared.num_items))
-    most = int(plan.request.get("max_cases", of_budget))
+    most = int(plan.request.get("max_cases", _most_cases(prepared, 60 * float(plan.request["minutes"]))))
     if 0 < most < max(prepared.card["counts"][part] for part in ("valid", "test")):
         content["prepare"]["max_cases"] = most
         BY_NAME["prepare"](from_dict(content), out, "auto")
@@ -371,6 +371,13 @@ def _core(params: Params, out: Path, settings: Mapping[str, Any]) -> dict[str, i
         if least == CORES[-1] or kept >= KEPT * (kept + card["dropped"]["events outside the k-core"]):
             break
     return core
+
+
+def _most_cases(prepared: sequences.Sequences, seconds: float) -> int:
+    """Return how many cases are ranked at most: every epoch of every model ranks them again."""
+    cases = sequences.cases(prepared, "valid")
+    read = (cases.position - prepared.start[cases.user]).clamp(1, auto_settings.LENGTHS[1]).double().mean()
+    return max(LEAST_CASES, int(seconds * min(SCORES / prepared.num_items, READ / float(read))))
 
 
 def _too_little(prepared: sequences.Sequences) -> str:
