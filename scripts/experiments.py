@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 BENCHMARK = ("-m", "seqrec", "benchmark", "--config-file")
 PARTS = (*BENCHMARK, "configs/flash4rec/parts.yaml", "--base", "flash4rec")
-USER = "flash4rec,no-user-gate,plain,sasrec"
+USER_ROWS = "flash4rec,no-user-gate,plain,sasrec"
 PAPER = (*BENCHMARK, "configs/flash4rec/paper.yaml", "--base", "flash4rec")
 SOFTMAX = ("scripts/rec_denoiser_twins.py", "--config-file", "configs/rec-denoiser/softmax.yaml")
 BACKBONES = ",".join(f"{name},{name}-both" for name in ("sasrec", "tisasrec", "ssept", "bert4rec_short"))
@@ -21,7 +21,7 @@ REQUEST_TIME = (*BENCHMARK, "configs/flash4rec/request-time.yaml", "--base", "fl
 EXPERIMENTS: dict[str, tuple[str, ...]] = {  # name -> arguments of Python; each also gets --seeds and --out
     "flash4rec-parts": PARTS,
     "flash4rec-parts-ml-100k": (*PARTS, "--dataset", "ml-100k"),
-    "flash4rec-parts-beauty": (*PARTS, "--dataset", "beauty-5000-users", "--only", USER),
+    "flash4rec-parts-beauty": (*PARTS, "--dataset", "beauty-5000-users", "--only", USER_ROWS),
     "flash4rec-routing": ("scripts/flash4rec_routing.py",),
     "flash4rec-paper": (*PAPER, "--only", "flash4rec,bert4rec"),
     "flash4rec-variants": ("scripts/flash4rec_variants.py",),

@@ -179,7 +179,7 @@ def _is_dataset_of_params(parameter: inspect.Parameter) -> bool:
 
 
 def _needs_params(function: Callable[..., Any]) -> bool:
-    """Return whether a command that is no stage has arguments without a flag of their own."""
+    """Return whether a command that is no stage takes some of its arguments from params.yaml."""
     parameters = inspect.signature(function).parameters
     return not parameters.keys().isdisjoint(FROM_PARAMS) or any(map(_is_dataset_of_params, parameters.values()))
 

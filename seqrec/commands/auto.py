@@ -72,7 +72,7 @@ TEXTS = 50_000  # most items of a catalogue for recformer: every epoch of traini
 CORES = (5, 3, 2)  # minimum events per user and item, strictest first
 KEPT = 0.5  # share of the events that a k-core must leave
 CASES, KNOWN = 100, 0.2  # temporal split: minimum cases per part, and minimum share of trained users
-SCORES, READ = 500_000, 1_000  # most scores of a ranking, and events that it reads, per second of the budget
+SCORES, EVENTS = 500_000, 1_000  # most scores of a ranking, and events that it reads, per second of the budget
 LEAST_CASES = 2_000  # so many are ranked at any rate
 LEAST_EPOCHS = 0.25  # share of a model's epochs that must fit into the budget, unless it is the first model
 RESERVE = 0.15  # share of a model's budget that counts and evaluation need
@@ -377,7 +377,7 @@ def _most_cases(prepared: sequences.Sequences, seconds: float) -> int:
     """Return how many cases are ranked at most: every epoch of every model ranks them again."""
     cases = sequences.cases(prepared, "valid")
     read = (cases.position - prepared.start[cases.user]).clamp(1, auto_settings.LENGTHS[1]).double().mean()
-    return max(LEAST_CASES, int(seconds * min(SCORES / prepared.num_items, READ / float(read))))
+    return max(LEAST_CASES, int(seconds * min(SCORES / prepared.num_items, EVENTS / float(read))))
 
 
 def _too_little(prepared: sequences.Sequences) -> str:

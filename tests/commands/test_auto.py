@@ -187,10 +187,10 @@ def test_a_log_that_time_cannot_divide_is_split_by_user(tmp_path):
     assert "of the validation cases belong to users with events before" in plan.split
 
 
-@pytest.mark.parametrize(("scores", "read", "limit"), [(1e9, 1e9, 0), (1, 1e9, 25), (1e9, 1, 25)])
-def test_a_large_log_is_ranked_on_a_sample_of_cases(tmp_path, caplog, monkeypatch, scores, read, limit):
+@pytest.mark.parametrize(("scores", "events", "limit"), [(1e9, 1e9, 0), (1, 1e9, 25), (1e9, 1, 25)])
+def test_a_large_log_is_ranked_on_a_sample_of_cases(tmp_path, caplog, monkeypatch, scores, events, limit):
     monkeypatch.setattr(auto, "SCORES", scores)
-    monkeypatch.setattr(auto, "READ", read)
+    monkeypatch.setattr(auto, "EVENTS", events)
     monkeypatch.setattr(auto, "LEAST_CASES", 25)
 
     plan, card = prepared(tmp_path, write_log(tmp_path / "log.csv", spread=8_000_000))

@@ -175,8 +175,8 @@ def is_record(fields: Sequence[str]) -> bool:
     unnamed = [str(place) for place in range(len(found))]  # what pandas writes above columns without names
     if found == unnamed or found == ["", *unnamed[:-1]]:
         return False
-    counted = found[0].isdecimal() and found[0].strip("0") != ""
-    return counted or any(map(TIME.fullmatch, found)) or all(map(NUMBER.fullmatch, found))
+    numbered = found[0].isdecimal() and found[0].strip("0") != ""
+    return numbered or any(map(TIME.fullmatch, found)) or all(map(NUMBER.fullmatch, found))
 
 
 def columns_of(path: Path, chosen: Mapping[str, str]) -> Frames:
