@@ -258,10 +258,11 @@ def evaluate(
     checkpoint: dsl.Input[dsl.Model],
     report: dsl.Output[dsl.Artifact],
     metrics: dsl.Output[dsl.Metrics],
+    alone: bool = False,
 ):
-    """Rank every test case among the whole catalogue."""
+    """Rank every test case among the whole catalogue; where the model stands `alone`, its failure is the run's."""
     from seqrec.artifacts import facts
-    from seqrec.cluster.launch import named, run_model
+    from seqrec.cluster.launch import named, require_success, run_model
 
     values = run_model(
         "evaluate",
@@ -272,6 +273,8 @@ def evaluate(
         config=config,
         filter_seen=filter_seen,
     )
+    if alone:
+        require_success(model, report.path)
     report.metadata.update(facts(sequences.path, checkpoint.path), model=model)
     metrics.metadata.update(named(values))
 

@@ -112,7 +112,7 @@ class SequenceModel(nn.Module):
     share the losses, the ranking and the export.
     """
 
-    Options: ClassVar[type[Options]]
+    Options: ClassVar[type[Options]] = Options
     options: Any
     objectives: ClassVar[frozenset[str]] = frozenset({"causal"})
     always_reads: ClassVar[frozenset[str]] = frozenset()  # default of `needs_of`

@@ -6,39 +6,25 @@ Where the count term gives all of a baseline's scores, the network's are 0. The 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from seqrec.models.base import Batch, Catalogue, Options, SequenceModel
 
 
-@dataclass(frozen=True, kw_only=True)
-class BaselineOptions(Options):
-    """Options of a baseline; `length` is the number of recent events that it reads."""
-
-
-class Baseline(SequenceModel):
-    """A model whose values are computed, and never trained."""
-
-    Options = BaselineOptions
-    options: BaselineOptions
-
-    def phases(self, stage: str) -> tuple[str, ...]:
-        """See `SequenceModel.phases`."""
-        return ()
-
-
-class Constant(Baseline):
+class Constant(SequenceModel):
     """A score for each item, the same for every history: the popularity of the items, or 0 beside a count term."""
 
     biased = True
     score_V: Tensor
 
-    def __init__(self, options: BaselineOptions, catalogue: Catalogue) -> None:
+    def __init__(self, options: Options, catalogue: Catalogue) -> None:
         super().__init__(options, catalogue)
         self.register_buffer("score_V", torch.zeros(catalogue.num_items + 1))
+
+    def phases(self, stage: str) -> tuple[str, ...]:
+        """See `SequenceModel.phases`."""
+        return ()
 
     def forward(self, batch: Batch, last: bool = False) -> Tensor:
         """See `SequenceModel.forward`."""

@@ -97,9 +97,7 @@ class FLASH4RecOptions(Options):
         if self.experts == 1:
             self.check_unused("one expert has no router", "d_router", "gate", "jitter", "balance")
         if self.topk_dropout == 0:
-            self.check_unused("topk_dropout is 0", "topk_dropout_k")
-            # cards of earlier versions contain `matrix`, the default at that time
-            require(self.topk_dropout_scope != "row", "topk_dropout_scope: no effect, as topk_dropout is 0")
+            self.check_unused("topk_dropout is 0", "topk_dropout_k", "topk_dropout_scope")
 
     @property
     def from_request(self) -> bool:

@@ -137,7 +137,7 @@ class _Dag:
         with self._each_model() as model:
             own = self._own(model)
             initial = self._pretrained(model, own, data=joined, sequences=sequences)
-            self._evaluated(model, own, initial, sequences)
+            self._evaluated(model, own, initial, sequences, alone=True)
 
     def _settings(self, source: str = "") -> Outputs:
         """Return the settings of the run, those of the data being for `source` where it is named."""
@@ -214,8 +214,8 @@ class _Dag:
             **data,
         ).outputs["initial"]
 
-    def _evaluated(self, model: Any, own: Outputs, checkpoint: Any, sequences: Any) -> Any:
-        shared = {"filter_seen": own["filter_seen"], "config": own["evaluate"], "sequences": sequences}
+    def _evaluated(self, model: Any, own: Outputs, checkpoint: Any, sequences: Any, *, alone: bool = False) -> Any:
+        shared = {"filter_seen": own["filter_seen"], "config": own["evaluate"], "sequences": sequences, "alone": alone}
         return self._task(steps.evaluate, model=model, checkpoint=checkpoint, **shared).outputs["report"]
 
     def _task(self, component: BaseComponent, subject: str = "", **inputs: Any) -> PipelineTask:

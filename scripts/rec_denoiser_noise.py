@@ -20,10 +20,8 @@ from numpy.typing import NDArray
 
 from seqrec.artifacts import SPLIT_CARD, read_json, write_text
 from seqrec.commands import run
-from seqrec.commands.benchmark import holm, ndcg_of_cases
+from seqrec.commands.benchmark import gains, ndcg_of_cases
 from seqrec.config import Params, load
-from seqrec.evaluation import intervals
-from seqrec.evaluation.compare import sign_flip_p_value
 from seqrec.evaluation.metrics import FloatArray
 
 CONFIG = Path(__file__).parent.parent / "configs/rec-denoiser/softmax.yaml"
@@ -70,26 +68,17 @@ def table(user: NDArray[np.integer], values: Values) -> str:
         (0.0, row): np.concatenate([part for cell, part in values.items() if cell[1] == row]) for row in (base, *others)
     }
     for group, name in ((values, "{:.0%}"), (together, "all")):
-        found = gains(user, group, base)
+        differences = {cell: group[cell] - group[cell[0], base] for cell in group if cell[1] != base}
+        found = dict(zip(differences, gains(user, [*differences.values()]), strict=True))
         for share in dict.fromkeys(share for share, _ in group):
             of_draws = group[share, base].mean(1)
             spread = f" ± {of_draws.std(ddof=1):.4f}" if len(of_draws) > 1 else ""
             cells = [name.format(share), f"{of_draws.mean():.4f}{spread}"]
             for row in others:
-                cells += [f"{group[share, row].mean():.4f}", found[share, row]]
+                gain, p_value = found[share, row]
+                cells += [f"{group[share, row].mean():.4f}", f"{gain}, {p_value:.3f}"]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
-
-
-def gains(user: NDArray[np.integer], values: Values, base: str) -> dict[tuple[float, str], str]:
-    """Return each row's gain over `base`; all p-values are corrected together."""
-    differences = {cell: values[cell] - values[cell[0], base] for cell in values if cell[1] != base}
-    totals = [np.bincount(user, weights=part.mean(0)).astype(float) for part in differences.values()]
-    p_values = holm([sign_flip_p_value(total, seed=42) for total in totals])
-    found = {}
-    for (cell, part), p_value in zip(differences.items(), p_values, strict=True):
-        found[cell] = f"{intervals.pigeonhole_bootstrap(part, user, seed=42)}, {p_value:.3f}"
-    return found
 
 
 def main() -> None:

@@ -21,12 +21,11 @@ import torch
 from numpy.typing import NDArray
 
 from seqrec.artifacts import write_text
-from seqrec.commands.benchmark import FINISHED, benchmark, holm
+from seqrec.commands.benchmark import FINISHED, benchmark, gains
 from seqrec.config import load
 from seqrec.data import sequences
 from seqrec.data.sequences import Sequences
-from seqrec.evaluation import intervals, metrics, ranking
-from seqrec.evaluation.compare import sign_flip_p_value
+from seqrec.evaluation import metrics, ranking
 from seqrec.evaluation.metrics import FloatArray
 from seqrec.models.base import SequenceModel
 from seqrec.models.rec_denoiser import RecDenoiser
@@ -102,22 +101,19 @@ def read(out: Path, rows: list[str], seeds: list[int]) -> tuple[Sequences, dict[
 
 def table(user: NDArray[np.integer], rows: dict[str, Row]) -> str:
     """Return the rows as Markdown, given the user of each case; p-values are corrected within each backbone."""
-    gains: dict[tuple[str, int], str] = {}
+    found: dict[tuple[str, int], str] = {}
     for base in (name for name in rows if "-" not in name):
         twins = [name for name in rows if name.startswith(f"{base}-") and rows[name].ranks.keys() & rows[base].ranks]
         for among in (0, 1):
             differences = [_difference(rows[name], rows[base], among) for name in twins]
-            totals = [np.bincount(user, weights=part.mean(0)).astype(float) for part in differences]
-            p_values = holm([sign_flip_p_value(total, seed=42) for total in totals])
-            for name, part, p_value in zip(twins, differences, p_values, strict=True):
-                gain = intervals.pigeonhole_bootstrap(part, user, seed=42)
-                gains[name, among] = f"{gain}, {p_value:.3f}"
+            for name, (gain, p_value) in zip(twins, gains(user, differences), strict=True):
+                found[name, among] = f"{gain}, {p_value:.3f}"
     headings = ["row", "seeds", "validation NDCG@10"]
     for candidates in ("of 101", "whole catalogue"):
         headings += [f"{candidates}: NDCG@10", "HR@10", "gain in NDCG@10 [95 %], p (Holm)"]
     headings += ["dropped in training", "masked at test", "training"]
     lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
-    lines += [_line(name, row, [gains.get((name, among), "-") for among in (0, 1)]) for name, row in rows.items()]
+    lines += [_line(name, row, [found.get((name, among), "-") for among in (0, 1)]) for name, row in rows.items()]
     return "\n".join([*lines, ""])
 
 

@@ -179,13 +179,13 @@ def save_bert(texts: item_tokens.Texts, folder: Path) -> tuple[str, Tokenizer]:
     return str(folder), tokenizer
 
 
-def run(prepared, out, model="sasrec", resume=False, options=None, log=None, refit="none", filter_seen=True, **config):
+def run(prepared, out, model="sasrec", options=None, log=None, refit="none", filter_seen=True, **config):
     shared = {"model": model, "sequences": prepared, "initial": out / "initial", "state": out / "state"}
     architecture = ModelConfig(architecture=model, options=OPTIONS.get(model, {}) | (options or {}))
     pretrain(**shared, architecture=architecture, filter_seen=filter_seen, config=PretrainConfig(seed=1))
     settings = FinetuneConfig(**(CONFIG | config))
     shared |= {"checkpoint": out / "finetuned", "filter_seen": filter_seen}
-    return finetune(**shared, config=settings, refit=refit, resume=resume, log=log)
+    return finetune(**shared, config=settings, refit=refit, log=log)
 
 
 def run_pretrain(model, dataset, out, options, sources=(), **config):

@@ -8,7 +8,10 @@ import torch
 from accelerate import Accelerator
 from support import make_batch, make_model, trained
 
-from seqrec.config import FinetuneConfig
+from seqrec.config import CountsConfig, FinetuneConfig
+from seqrec.counts import term
+from seqrec.counts.case_ndcg import CaseNdcg
+from seqrec.counts.search import Tables
 from seqrec.data import sequences
 from seqrec.evaluation import ranking
 from seqrec.models.base import Objective
@@ -100,3 +103,16 @@ def test_ranks_are_those_of_a_cpu(data):
     for name in ("rank", "rank_unfiltered"):
         same = getattr(found, name).cpu() == getattr(expected, name).cpu()
         assert same.float().mean() > 0.95  # scores that differ by rounding can change places
+
+
+def test_counts_of_a_large_catalogue_are_those_of_a_cpu(data, monkeypatch):
+    monkeypatch.setattr(term, "DENSE", 0)
+    model = make_model("sasrec", num_items=data.num_items).eval()
+    counts = Tables(data).built(CountsConfig())
+
+    def values(device):
+        there = data.to(torch.device(device))
+        cases, scorer = sequences.cases(there, "valid"), ranking.model_scorer(model.to(device))
+        return CaseNdcg(scorer, there, cases, filter_seen=True)(counts).mean()
+
+    assert values("cuda") == pytest.approx(values("cpu"), abs=0.02)

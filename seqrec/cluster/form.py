@@ -27,7 +27,7 @@ INPUTS = {  # of every pipeline; what the form says beside each of them
 }
 APART = ("kubernetes", "serve", "tune")  # sections that no step of a run reads
 FIXED = (*APART, "dataset", "sources", "leaderboard", "seed")  # have inputs, or are fixed
-ORIGIN = ("source", "interactions", "repository")  # settings of `ingest` that say what is read
+ORIGIN = ("source", "interactions", "repository", "events")  # settings of `ingest` that say what is read
 SHARED = [name for name in SECTIONS if name not in APART]
 
 
@@ -147,6 +147,8 @@ def check_pretraining(params: Params) -> None:
     """Raise ConfigError unless all models of `leaderboard` learn from text, and there is something to learn from."""
     if not params.sources:
         raise ConfigError("sources: name the datasets to pre-train on")
+    if params.section("evaluate").refit != "none":
+        raise ConfigError("evaluate.refit: pipeline `pretraining` trains nothing to refit; set it to none")
     from seqrec.models import REGISTRY, SequenceModel  # need torch, which the other pipelines do not need to compile
     from seqrec.models.optional import ReadsTokens
 

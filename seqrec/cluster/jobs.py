@@ -90,6 +90,11 @@ def _pod(place: Place, state: Path) -> dict[str, Any]:
     return {key: value for key, value in pod.items() if value}
 
 
+def _cores(cpu: str) -> int:
+    """Return the whole cores of a quantity of Kubernetes: 2 of `2`, `2.5` and `2500m`."""
+    return int(cpu[:-1]) // 1000 if cpu.endswith("m") else int(float(cpu))
+
+
 def spark_application(name: str, place: Place, state: Path, order: Path, config: Any) -> dict[str, Any]:
     """Return the SparkApplication (sparkoperator.k8s.io/v1beta2) that runs `order` on a driver and executors.
 
@@ -100,7 +105,7 @@ def spark_application(name: str, place: Place, state: Path, order: Path, config:
         raise ConfigError("kubernetes.launch.prepare.launcher: the value job needs prepare.engine: spark")
     launch, cluster, resources = place.launch, place.cluster, place.resources
     pod = {
-        "cores": max(1, int(float(resources.cpu))),
+        "cores": max(1, _cores(resources.cpu)),
         "coreRequest": resources.cpu,
         "memory": resources.memory.replace("i", "").lower(),  # Spark's units are those of Java: 4g is 4Gi
         "env": _variables(cluster),

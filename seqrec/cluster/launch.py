@@ -110,6 +110,12 @@ def succeeded(models: Sequence[str], reports: Path) -> list[str]:
     return [model for model in models if model not in failed]
 
 
+def require_success(model: str, output: str | Path) -> None:
+    """Raise ValueError with the reason if a step of `model` failed, the last of which wrote `output`."""
+    if (file := Path(output, FAILED)).is_file():
+        raise ValueError(f"{model}: {read_json(file)['reason']}")
+
+
 def named(figures: Mapping[str, float]) -> dict[str, float]:
     """Return figures under names that MLflow takes, whose plugin in Kubeflow Pipelines logs the metrics of steps."""
     return {re.sub(r"[^\w/ .:-]", "_", name.replace("@", "_at_")): value for name, value in figures.items()}
@@ -171,7 +177,7 @@ def _run_job(stage: str, place: Place, state: Path, arguments: Mapping[str, Any]
         shutil.copytree(folder / OUTPUT, fetched, dirs_exist_ok=True)
     figures: dict[str, float] = read_json(values)
     forget(manifest)
-    gone = folder.with_suffix(".gone")  # renamed first: half of a folder must not be taken for the whole
+    gone = folder.with_name(f"{folder.name}.gone")  # renamed first: half of a folder must not be taken for the whole
     shutil.rmtree(gone, ignore_errors=True)
     shutil.rmtree(folder.rename(gone))
     return figures
@@ -185,8 +191,8 @@ def job_name(stage: str, arguments: Mapping[str, Any], image: str) -> str:
     for key in inputs:
         for path in _files(arguments[key]):
             content.update(f"{path.name} {sha256(path)}".encode())
-    subject = str(arguments.get("model") or arguments.get("dataset")).replace("_", "-").lower()
-    return f"{stage}-{subject[:30]}-{content.hexdigest()[:12]}"
+    subject = str(arguments.get("model") or arguments.get("dataset")).lower()
+    return f"{stage}-{re.sub('[^a-z0-9]', '-', subject)[:30]}-{content.hexdigest()[:12]}"
 
 
 def _handed(stage: str, arguments: Mapping[str, Any]) -> tuple[list[str], str]:

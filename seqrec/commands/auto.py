@@ -91,6 +91,7 @@ class Plan:
     params: dict[str, Any] = field(default_factory=dict)
     split: str = ""  # the protocol, and why
     done: list[str] = field(default_factory=list)  # completed steps: data, counts, models
+    ease_items: int = 0  # largest catalogue with EASE
     baselines_s: float = 0.0  # for all baselines together
     spent: float = 0.0
     began: float = field(default_factory=time.monotonic)
@@ -118,7 +119,7 @@ class Plan:
         now = time.monotonic()
         self.spent, self.began = self.spent + now - self.began, now
         self.done += [done] if done else []
-        names = ("request", "params", "split", "done", "baselines_s", "spent")
+        names = ("request", "params", "split", "done", "ease_items", "baselines_s", "spent")
         write_json(self.path, {name: getattr(self, name) for name in names})
 
     def left(self) -> float:
@@ -179,8 +180,10 @@ def auto(
         try:
             return _auto(plan, out)
         except DamagedError as error:
-            message = f"{error}; or remove {plan.path} and run again, which repeats everything but finished trainings"
-            raise ValueError(message) from error
+            raise ValueError(f"{error}; or remove {plan.path} and run again, which repeats the run") from error
+        finally:
+            if plan.done:
+                plan.save()  # the time of what was interrupted counts too
 
 
 def _auto(plan: Plan, out: Path) -> dict[str, float]:
@@ -192,8 +195,9 @@ def _auto(plan: Plan, out: Path) -> dict[str, float]:
     shape = Shape.of(prepared, described=text)
     say_data(plan, prepared, out)
     if "counts" not in plan.done:
-        left = plan.left()
-        run.evaluate_baselines(from_dict(plan.params), folder, out, ease_items=_ease_items(plan))
+        left, seconds = plan.left(), 60 * float(plan.request["minutes"])
+        plan.ease_items = min(EASE_ITEMS, int((seconds * EASE_SPEED) ** (1 / 3)))
+        run.evaluate_baselines(from_dict(plan.params), folder, out, ease_items=plan.ease_items)
         plan.baselines_s = left - plan.left()
         plan.save("counts")
     models = [name for name in MODELS if name != "recformer" or (text and shape.items <= TEXTS)]
@@ -278,22 +282,29 @@ def _check_times(out: Path) -> None:
 def _source(plan: Plan, out: Path, console: Console) -> tuple[dict[str, Any], bool]:
     """Return section `ingest` for the file, and whether the file has times; show the columns on `console`."""
     from seqrec.data import column_guess
+    from seqrec.data.readers import csv_files
 
     path, request = Path(plan.request["data"]), plan.request
     items = {"items": str(Path(request["items"]).resolve())} if request["items"] else {}
     if column_guess.is_lines(path):
         console.print(f"{path.name}: lines of `user item item ...`, without times", highlight=False)
-        return {"source": "lines", "interactions": str(path)} | items, False
+        section: dict[str, Any] = {"source": "lines", "interactions": str(path)} | items
+        if items:
+            found = column_guess.guess_items(Path(items["items"]), "item_id", request["columns"].get("title", ""))
+            _show(Path(items["items"]), found, "", console)
+            section["columns"] = {guess.name: guess.column for guess in found}
+        return section, False
     chosen = dict(request["columns"])
     title = chosen.pop("title", "") if items else ""
     found, time_format = column_guess.guess(path, chosen, request["time_format"])
+    found = [guess for guess in found if guess.name != "rating" and not (items and guess.name == "title")]
     if items:
         item = next(guess.column for guess in found if guess.name == "item_id")
-        found = [guess for guess in found if guess.name != "title"]
         found += column_guess.guess_items(Path(items["items"]), item, title)
     timed = all(guess.why != column_guess.ORDER for guess in found)
     _show(path, found, time_format, console)
     columns = {guess.name: guess.column for guess in found}
+    columns |= {"rating": ""} if "rating" in csv_files.header(path) else {}  # otherwise ingest reads it
     title = columns.pop("title", "")
     if title and not items:
         items = {"items": str(_titles(path, columns["item_id"], title, out))}
@@ -319,9 +330,9 @@ def _titles(path: Path, item: str, title: str, out: Path) -> Path:
     from seqrec.data.readers import csv_files, row_checks
 
     parts = [
-        frame.select(row_checks.identifier(frame["item_id"]), pl.col("title").cast(pl.String)).unique(
-            "item_id", keep="first", maintain_order=True
-        )
+        frame.select(row_checks.identifier(frame["item_id"]), pl.col("title").cast(pl.String).str.strip_chars())
+        .filter(pl.col("title") != "")
+        .unique("item_id", keep="first", maintain_order=True)
         for frame in csv_files.columns_of(path, {"item_id": item, "title": title})
     ]
     target = out / "state" / "items.parquet"
@@ -444,18 +455,13 @@ def train(
             if epochs == 0:
                 return
             entry = settings(epochs)
-            entry["finetune"].setdefault("ease_items", _ease_items(plan))
+            entry["finetune"].setdefault("ease_items", plan.ease_items)
             if (affordable := min(members, fitting // epochs)) > 1:
                 entry["options"]["members"] = affordable
                 logger.info("%s is the mean of %d networks, because the data has few users", name, affordable)
         plan.set_model(name, entry)
     run.train_model(from_dict(plan.params), name, folder, out)
     plan.save(name)
-
-
-def _ease_items(plan: Plan) -> int:
-    """Return the largest catalogue for which the budget allows EASE."""
-    return min(EASE_ITEMS, int((60 * float(plan.request["minutes"]) * EASE_SPEED) ** (1 / 3)))
 
 
 def model_settings(

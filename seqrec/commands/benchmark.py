@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from seqrec import locks
 from seqrec.artifacts import (
@@ -34,6 +35,7 @@ from seqrec.config import ConfigError, Params, load
 from seqrec.evaluation import intervals, metrics
 from seqrec.evaluation.compare import sign_flip_p_value
 from seqrec.evaluation.leaderboard import SELECTION
+from seqrec.evaluation.metrics import FloatArray
 from seqrec.pipeline import BASELINES
 from seqrec.stages.evaluate import evaluate
 
@@ -185,11 +187,13 @@ def write_page(params: Params, folder: Path, out: Path, base: str = "") -> dict[
             if _is(report / FINISHED, _model_settings(replace(params, seed=seed), model, folder))
         ]
         reports |= {model: found} if found else {}
-    rows = [_row(name, paths, reports.get(base)) for name, paths in reports.items()]
+    rows = [_row(name, paths) for name, paths in reports.items()]
+    if base in reports:
+        user, others = ndcg_of_cases(reports[base])[0], [row for row in rows if row["model"] != base]
+        differences = [_difference(reports[row["model"]], reports[base]) for row in others]
+        for row, (gain, p_value) in zip(others, gains(user, differences), strict=True):
+            row["gain"], row["p_value"] = gain, p_value
     rows.sort(key=lambda row: -row["valid"])
-    tested = [row for row in rows if row["p_value"] is not None]
-    for row, p_value in zip(tested, holm([row["p_value"] for row in tested]), strict=True):
-        row["p_value"] = p_value
     split = read_json(folder / SPLIT_CARD)
     content = {"dataset": split["dataset"], "protocol": split["protocol"], "split_sha256": split["split_sha256"]}
     content |= {"commit": git_commit(), "base": base, "refit": params.section("evaluate").refit}
@@ -203,12 +207,12 @@ def _mean(reports: Sequence[Path], name: str) -> float:
     return float(np.mean([read_json(report / METRICS).get(name, 0.0) for report in reports]))
 
 
-def _row(name: str, reports: Sequence[Path], base: Sequence[Path] | None) -> Row:
+def _row(name: str, reports: Sequence[Path]) -> Row:
     """Return the row of `name`, which has a report for each seed; what does not apply to it is None."""
     ndcg = [read_json(report / METRICS)["test/ndcg@10"] for report in reports]
     alone = [report.parents[1] / ALONE / name for report in reports]
     baseline = name in BASELINES
-    row: Row = {
+    return {
         "model": name,
         "baseline": baseline,
         "seeds": [] if baseline else [int(report.parents[1].name.removeprefix("seed-")) for report in reports],
@@ -219,14 +223,14 @@ def _row(name: str, reports: Sequence[Path], base: Sequence[Path] | None) -> Row
         "gain": None,
         "p_value": None,
     }
-    if base is not None and reports != base:
-        user, values = ndcg_of_cases(reports)
-        others = ndcg_of_cases(base)[1]
-        paired = [path.parents[1] for path in reports] == [path.parents[1] for path in base]  # seed by seed
-        difference = values - (others if paired else others.mean(0))
-        row["gain"] = intervals.pigeonhole_bootstrap(difference, user, seed=42)
-        row["p_value"] = sign_flip_p_value(np.bincount(user, weights=difference.mean(0)).astype(float), seed=42)
-    return row
+
+
+def _difference(reports: Sequence[Path], base: Sequence[Path]) -> FloatArray:
+    """Return the gain in NDCG@10 over the base of each report and case (R, N), seed by seed if both have the same."""
+    values, others = ndcg_of_cases(reports)[1], ndcg_of_cases(base)[1]
+    paired = [path.parents[1] for path in reports] == [path.parents[1] for path in base]
+    difference: FloatArray = values - (others if paired else others.mean(0))
+    return difference
 
 
 def ndcg_of_cases(reports: Sequence[Path]) -> tuple[Any, Any]:
@@ -239,6 +243,21 @@ def ndcg_of_cases(reports: Sequence[Path]) -> tuple[Any, Any]:
     first = intervals.aligned(tables[0], tables[0], "test")[0]
     values = [metrics.ndcg(intervals.aligned(table, tables[0], "test")[0]["rank"], 10) for table in tables]
     return first["user"], np.stack(values)
+
+
+def gains(user: NDArray[np.integer], differences: Sequence[FloatArray]) -> list[tuple[intervals.Interval, float]]:
+    """Return the mean of each of the `differences` (R, N), with its interval and a p-value corrected for their number.
+
+    Args:
+        user: user of each case (N,).
+        differences: a row's gains by seed and case.
+    """
+    totals = [np.bincount(user, weights=part.mean(0)).astype(float) for part in differences]
+    p_values = holm([sign_flip_p_value(total, seed=42) for total in totals])
+    return [
+        (intervals.pigeonhole_bootstrap(part, user, seed=42), p_value)
+        for part, p_value in zip(differences, p_values, strict=True)
+    ]
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -22,9 +22,7 @@ from seqrec.training.refit import retrain
 logger = logging.getLogger(__name__)
 
 
-def refit(
-    *, dataset: str, artifacts: Path, sequences: Path, state: Path, config: RegisterConfig, resume: bool = False
-) -> dict[str, float]:
+def refit(*, dataset: str, artifacts: Path, sequences: Path, state: Path, config: RegisterConfig) -> dict[str, float]:
     """Train the champion again on all events, and make the result the champion.
 
     Args:
@@ -34,7 +32,6 @@ def refit(
         sequences: the prepared dataset.
         state: folder of resume states.
         config: section `register`.
-        resume: continue a saved training run; fail if there is none.
 
     Returns:
         Seconds and, unless it is a baseline, epochs of the training, and the version.
@@ -66,7 +63,6 @@ def refit(
             finetuned=finetuned,
             refitted=refitted,
             state=state,
-            resume=resume,
             open_log=runs.epoch_log(config.experiment),
         )
     graph = exporting(refitted) if config.graph else nullcontext()

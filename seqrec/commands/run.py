@@ -30,7 +30,6 @@ def run(
     dataset: str = "",
     changes: str = "",
     data: Path | None = None,
-    resume: bool = False,
     from_champion: bool = False,
     register: bool = False,
 ) -> dict[str, float]:
@@ -44,7 +43,6 @@ def run(
         dataset: key in `datasets`; default: `dataset` in the config.
         changes: settings for this run alone, such as "finetune.epochs=3".
         data: folder with prepared `sequences/`; ingest, validate and prepare are then skipped.
-        resume: continue saved training runs; fail if there are none.
         from_champion: if a model has the champion's architecture and options, start it from the champion's weights.
         register: run the stage register at the end: leaderboard, MLflow runs, candidate and champion.
 
@@ -60,7 +58,7 @@ def run(
     check(params, ingests=data is None)
     params = params if data else without_unfed(params)
     with locks.locked(out / locks.NAME, f"--out {out}"):
-        values = _run(params, out, data, resume, from_champion)
+        values = _run(params, out, data, from_champion)
     if register:
         import_run(run=out, data=data)
     later = f"not registered yet: python -m seqrec import --run {shlex.quote(str(out))} registers the models"
@@ -68,11 +66,11 @@ def run(
     return values
 
 
-def _run(params: Params, out: Path, data: Path | None, resume: bool, from_champion: bool) -> dict[str, float]:
+def _run(params: Params, out: Path, data: Path | None, from_champion: bool) -> dict[str, float]:
     (out / "reports" / leaderboard.LEADERBOARD).unlink(missing_ok=True)  # it marks a finished run
     write_text(out / SETTINGS, params.as_yaml())
     source = data or prepare_data(params, out)
-    given: dict[str, Any] = {"data": source, "sequences": source / "sequences", "resume": resume}
+    given: dict[str, Any] = {"data": source, "sequences": source / "sequences"}
     if from_champion:
         given["champion"] = _fetch_champion(params, out / "champion")
     values: dict[str, float] = {}

@@ -18,6 +18,7 @@ from seqrec.code_closure import deciding
 from seqrec.config import ConfigError, Params, from_dict, parse
 from seqrec.pipeline import BASELINES, BY_NAME, STAGES
 
+FOLDERS = ("summary", "sources")  # beside those of the models, in reports and in settings
 UNREAD = ("params", "experiment")  # arguments of stages that do not decide their results
 Resolved = dict[str, dict[str, Any]]
 logger = logging.getLogger(__name__)
@@ -113,6 +114,8 @@ def _needs(params: Params, name: str) -> frozenset[str]:
 
     if name in BASELINES:
         raise ConfigError(f"models.{name}: {name} is a baseline, which every run computes: give the model another name")
+    if name in FOLDERS:
+        raise ConfigError(f"models.{name}: a folder of reports has this name: give the model another one")
     config = params.model(name)
     if config.architecture not in REGISTRY:
         raise ConfigError(f"models.{name}.architecture: {config.architecture!r} is not one of {', '.join(REGISTRY)}")

@@ -25,7 +25,7 @@ import yaml
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from seqrec.artifacts import SPLIT_CARD, read_json, rename, write_json, write_text
+from seqrec.artifacts import ITEMS, SPLIT_CARD, DamagedError, read_json, rename, sha256, write_json, write_text
 from seqrec.config import SECTIONS, ConfigError, Params, SearchRange, TuneConfig, from_dict, parse
 from seqrec.locks import locked
 from seqrec.models import REGISTRY
@@ -39,6 +39,7 @@ from seqrec.training.validation import METRIC
 logger = logging.getLogger(__name__)
 FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
 SECONDS, FAILURE = "seconds", "failure"  # attributes of a trial: its time so far, and why it has no result
+DATA_STAGES = ("ingest", "validate", "prepare")
 Values = Mapping[str, Any]
 
 
@@ -90,7 +91,6 @@ def tune(
     output: Path | None = None,
     state: Path = Path("state"),
     study: Path | None = None,
-    resume: bool = False,
 ) -> dict[str, Any]:
     """Search the settings of `model` in the ranges of `tune.spaces`, and write the best ones as a config for `run`.
 
@@ -101,11 +101,10 @@ def tune(
         model: key in `models`.
         dataset: key in `datasets`.
         params: all settings, in the form of params.yaml.
-        sequences: folder of the prepared dataset.
+        sequences: folder of the prepared dataset; items.parquet and the sources lie beside it.
         output: config to write (default: configs/tuned/MODEL.yaml); the budget is written beside it as JSON.
         state: folder of studies and resume states.
         study: SQLite file of the study, by default state/tune/FINGERPRINT.db.
-        resume: continue a saved search; fail if there is none.
 
     Returns:
         The budget spent on the model, and its best validation metric.
@@ -118,11 +117,13 @@ def tune(
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     search = _search(model, dataset, params, sequences)
     architecture = REGISTRY.module(search.params({}).model(model).architecture)
-    identity = fingerprint(__name__, architecture, _deciding(search), sequences / SPLIT_CARD)
+    items = sequences.parent / ITEMS
+    read = (_deciding(search), sha256(items) if items.is_file() else "")
+    identity = fingerprint(__name__, architecture, read, sequences / SPLIT_CARD)
     path = (study or state / "tune" / f"{identity}.db").absolute()
     work = path.with_name(f"{path.name}.work")
     with locked(path.with_name(f"{path.name}.lock"), f"--study {path}"):
-        found = _open(path, identity, search.config, resume)
+        found = _open(path, identity, search.config)
         tracker = _Tracker(search, identity)
         while (number := len(found.get_trials(deepcopy=False, states=FINISHED))) < search.config.trials:
             trial = _next(found, search, number)
@@ -166,11 +167,9 @@ def _deciding(search: Search) -> tuple[Any, ...]:
     return search.model, params.model(search.model), stages, seen, rules, list(search.space.items())
 
 
-def _open(path: Path, identity: str, config: TuneConfig, resume: bool) -> optuna.Study:
+def _open(path: Path, identity: str, config: TuneConfig) -> optuna.Study:
     """Return the study in `path`; create it if there is none, with one rename once it is complete."""
     if not path.exists():
-        if resume:
-            raise ConfigError(f"--resume: {path} does not exist: no study has these settings, ranges, data and code")
         partial = path.with_name(f"{path.name}.partial")
         partial.unlink(missing_ok=True)
         storage = optuna.storages.RDBStorage(f"sqlite:///{partial}")
@@ -247,9 +246,11 @@ def _run(search: Search, study: optuna.Study, trial: Trial, sequences: Path, wor
         value, outcome = _train(search, trial.params, sequences, work, folder, log), TrialState.COMPLETE
     except optuna.TrialPruned:
         pass
-    except (ConfigError, FloatingPointError) as error:  # incompatible values, or a diverging loss
+    except DamagedError:
+        raise
+    except (ValueError, FloatingPointError, MemoryError, RuntimeError) as error:  # a diverging loss, too large batches
         logger.warning("trial %d has no result: %s", trial.number, error)
-        trial.set_user_attr(FAILURE, str(error))
+        trial.set_user_attr(FAILURE, str(error) or type(error).__name__)
     trial.set_user_attr(SECONDS, time.monotonic() - began)
     study.tell(trial, value, state=outcome)
     shutil.rmtree(folder, ignore_errors=True)
@@ -275,7 +276,8 @@ def _train(search: Search, values: Values, sequences: Path, work: Path, folder: 
         "filter_seen": params.filters_seen(),
         "experiment": params.section("register").experiment,
     }
-    pretrain(**shared, state=work / "state", architecture=architecture, config=first)
+    tables: dict[str, Any] = {"data": sequences.parent, "sources": params.sources}
+    pretrain(**shared, **tables, state=work / "state", architecture=architecture, config=first)
     figures = finetune(**shared, state=folder / "state", checkpoint=folder / "finetuned", config=config, log=log)
     return figures[METRIC]
 
@@ -319,6 +321,9 @@ def _write(output: Path, search: Search, study: optuna.Study, budget: dict[str, 
     content |= {stage: asdict(params.section(stage, model=search.model)) for stage in stages}
     content["filter_seen"] = params.filters_seen()
     content["datasets"] = {name: params.dataset_entry(name) for name in params.sources}
+    if params.sources:  # for which the settings of the dataset itself must not hold
+        content["datasets"][params.dataset] = {stage: content[stage] for stage in DATA_STAGES}
+        content |= {stage: dict(params.sections[stage]) for stage in DATA_STAGES}
     entry = {"architecture": params.model(search.model).architecture, "options": search.options(params)}
     content["models"] = {search.model: entry}
     header = [

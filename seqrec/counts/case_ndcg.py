@@ -57,13 +57,15 @@ class CaseNdcg:
         """
         self.user, self.position = cases.user, cases.position
         self.base, self.data, self.filter_seen = _remembered(base), data, filter_seen
-        self.target_C = data.items[self.position.cpu()].long()
+        self.target_C = data.items[self.position.cpu()].long().cpu()
         self.goal_C = torch.empty(len(self.user))
         self.blocks = ranking.case_blocks(self.position - data.start[self.user], CASES_AT_ONCE)
         self.known: dict[int, tuple[Tensor, _Cells]] = {}
 
     def __call__(self, term: CountTerm) -> NDArray[np.float64]:
         """Return NDCG@10 (C,) of the cases with `term`, which is on the host, added to the base scores."""
+        if not len(self.user):
+            return np.zeros(0)
         if term.is_small or not term.normalised:  # EASE reads long histories
             return self._ranked(term)
         cells = self._cells(term)

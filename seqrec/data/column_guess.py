@@ -13,7 +13,7 @@ import polars as pl
 
 from seqrec.data.readers import blocks, csv_files, parquet_files
 from seqrec.data.readers.row_checks import MISSING
-from seqrec.data.readers.times import DAY_S, seconds
+from seqrec.data.readers.times import DAY_S, LARGEST_SECONDS, seconds
 
 logger = logging.getLogger(__name__)
 INSPECTED_ROWS, RUN_ROWS = 8_000, 250  # rows to inspect, in runs from all over the file
@@ -131,6 +131,11 @@ def guess(path: Path, chosen: Mapping[str, str], time_format: str = "") -> tuple
                 f"--time: the numbers of {roles['timestamp']} are not dates and have fractions, which would be "
                 "cut off: write whole numbers into it, such as the ranks of these"
             )
+        if (rows[roles["timestamp"]].cast(pl.Float64, strict=False) >= LARGEST_SECONDS).any():
+            raise ValueError(
+                f"--time: the numbers of {roles['timestamp']} are not dates, and some are 1e11 or more, which would be "
+                "read as milliseconds: write smaller numbers into it, such as the ranks of these"
+            )
         found["timestamp"] = Guess("timestamp", roles["timestamp"], ORDER)
     else:
         time_format = time_format or _time_format(rows[roles["timestamp"]], roles["timestamp"])
@@ -243,7 +248,8 @@ def _title(rows: pl.DataFrame, roles: Mapping[str, str]) -> str | None:
     items, words = rows[item].n_unique(), set(words_of(item)) - ID_WORDS
     for column in sorted(_named("title", rows, roles), key=lambda name: not words & set(words_of(name))):
         same = bool(words & set(words_of(column)))
-        if _pairs(rows, item, column) <= 1.2 * items and (same or 2 * rows[column].n_unique() >= items):
+        known = rows.filter(pl.col(column).cast(pl.String, strict=False).str.strip_chars() != "")
+        if 0 < _pairs(known, item, column) <= 1.2 * items and (same or 2 * known[column].n_unique() >= items):
             return column
     return None
 

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from seqrec.artifacts import read_table
 from seqrec.config import ConfigError
+from seqrec.data.sequences import ranges
 from seqrec.models.text_encoder import KEY, VALUE
 
 MAX_ATTRIBUTES = 3  # attributes used if the options name none
@@ -185,13 +186,7 @@ def _pair(key: object, value: object, limit: int) -> tuple[list[int], list[int]]
 
 
 def _ranges(start: NDArray[np.int64], size: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return start, start + 1, ... of each range, concatenated.
-
-    >>> _ranges(np.array([5, 0, 9]), np.array([2, 0, 3])).tolist()
-    [5, 6, 9, 10, 11]
-    """
-    index: NDArray[np.int64] = np.arange(size.sum()) + np.repeat(start - size.cumsum() + size, size)
-    return index
+    return ranges(torch.from_numpy(start), torch.from_numpy(size))[1].numpy()
 
 
 def attribute_values(texts: Texts, most: int) -> Tensor:

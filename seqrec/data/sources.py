@@ -30,7 +30,7 @@ SOURCES = (*PUBLISHED, *OWN)
 # Settings of section `ingest` that choose what to read; sources with categories have `category` alone, others none.
 SETTINGS = {
     "csv": ("interactions", "items", "columns", "sha256", "time_format"),
-    "lines": ("interactions", "items", "sha256", "lines"),
+    "lines": ("interactions", "items", "columns", "sha256", "lines"),
     "prefixes": ("interactions", "items", "sha256"),
 }
 

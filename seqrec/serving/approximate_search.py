@@ -42,13 +42,8 @@ class ApproximateEngine(TorchEngine):
             model: the model.
             term: its count term.
             expansion: candidates that a search keeps; more of them raise recall and latency.
-
-        Raises:
-            ValueError: `expansion` is less than 1.
         """
         super().__init__(model, term)
-        if expansion < 1:
-            raise ValueError(f"ann: {expansion} candidates are too few; 64 to 512 are usual")
         self.expansion = expansion
         item_VD = self.item_vectors[1:]
         square_V = item_VD.square().sum(1)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import importlib.metadata
 import logging
 import signal
 import sys
@@ -28,7 +27,8 @@ from fastapi.staticfiles import StaticFiles
 from fastapi_offline import FastAPIOffline
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest, start_http_server
 
-from seqrec.artifacts import GRAPH, MODEL_CARD, read_json
+import seqrec
+from seqrec.artifacts import GRAPH_CARD, MODEL_CARD, read_json
 from seqrec.config import ConfigError, RegisterConfig, ServeConfig, require
 from seqrec.data import stores
 from seqrec.serving import onnx_engine, open_inference, request_log, rules, schemas, traces
@@ -104,7 +104,7 @@ def app(
     documented = functools.partial(FastAPI, openapi_url=None) if options.metrics_port else FastAPIOffline
     api = documented(
         title="seqrec",
-        version=importlib.metadata.version("seqrec"),
+        version=seqrec.__version__,
         summary="What will this user want next?",
         lifespan=lifespan,
         max_body_size=options.max_body,
@@ -340,7 +340,7 @@ def loaded(place: str, config: RegisterConfig, options: ServeConfig) -> Recommen
     """
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(located(place, config))
-        if (folder / GRAPH).is_file() and not options.ann:
+        if (folder / GRAPH_CARD).is_file() and not options.ann:
             recommender = onnx_engine.load(folder, options.threads, keep=stack.pop_all())
         else:
             import torch

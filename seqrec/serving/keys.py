@@ -134,16 +134,17 @@ class Keys:
         return found if found and (found.expires is None or time.time() < found.expires) else None
 
     def _refresh(self) -> None:
+        before = self.version
         try:
-            version = _version(self.path)
-            if version != self.version:
-                self.version = version
+            self.version = _version(self.path)
+            if self.version != before:
                 self.keys = read(self.path)
                 logger.info("keys: %s was read again and holds %d keys", self.path, len(self.keys))
         except (OSError, ValueError) as error:
-            if self.version:
+            if isinstance(error, OSError):
+                self.version = ()  # it is read again when it is back
+            if self.version != before:  # say it once
                 logger.error("the keys cannot be read again, so the previous ones remain valid: %s", error)
-            self.version = ()  # say it once; the file is read again when it is back
 
 
 def _version(path: Path) -> tuple[int, ...]:

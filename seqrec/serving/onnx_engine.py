@@ -85,11 +85,9 @@ def load(folder: Path, threads: int = 1, keep: Any = None) -> Recommender:
     """Return the recommender of the graph in `folder`; see `OnnxEngine` for the arguments.
 
     Raises:
-        ValueError: the graph was made of other weights, or by an older version.
+        ValueError: the graph was made of other weights.
     """
     saved, card = read(folder), read_json(folder / GRAPH_CARD)
-    if "reads" not in card:
-        raise ValueError(f"{folder / GRAPH} was written by an older version of seqrec: export it again")
     check_identity(folder, card, saved.card)
     return Recommender.of(saved, OnnxEngine(folder, card, threads, keep))
 

@@ -9,12 +9,12 @@ Shape suffixes: N histories   L events   K items
 
 from __future__ import annotations
 
-import importlib.metadata
 from itertools import chain
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request, Response
 
+import seqrec
 from seqrec.serving import schemas
 from seqrec.serving.service import Service
 
@@ -85,7 +85,7 @@ def add_routes(api: FastAPI, service: Service) -> None:
     @api.get("/v2")
     async def server() -> dict[str, Any]:
         """Describe the server."""
-        return {"name": "seqrec", "version": importlib.metadata.version("seqrec"), "extensions": []}
+        return {"name": "seqrec", "version": seqrec.__version__, "extensions": []}
 
     @api.get("/v2/health/live")
     async def live() -> dict[str, bool]:

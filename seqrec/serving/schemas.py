@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
-from seqrec.serving.events import UserHistory
+from seqrec.serving.events import IMPORTED, UserHistory
 from seqrec.serving.recommender import Request
 from seqrec.serving.rules import NumberRange
 
@@ -178,10 +178,16 @@ def _has_happened(at: float) -> float:
     return at
 
 
+def _is_own(event_id: str) -> str:
+    if event_id.lower().startswith(IMPORTED):
+        raise ValueError(f"ids that begin with {IMPORTED} are those of imported events; choose another one")
+    return event_id
+
+
 class UserEvent(Body):
     """Something that a user did with an item."""
 
-    event_id: Stored = Field(
+    event_id: Annotated[Stored, AfterValidator(_is_own)] = Field(
         min_length=1, description="an id of your choice; a second event with the same id is ignored"
     )
     user: Stored = Field(min_length=1)

@@ -20,8 +20,8 @@ from seqrec.counts.search import Tables
 from seqrec.data.sequences import Sequences, cases, median_gap, trained_until
 from seqrec.data.sequences import load as load_sequences
 from seqrec.evaluation import ranking
-from seqrec.models.base import Catalogue
-from seqrec.models.baselines import Baseline, BaselineOptions, Constant
+from seqrec.models.base import Catalogue, Options
+from seqrec.models.baselines import Constant
 from seqrec.pipeline import BASELINES
 from seqrec.stages.evaluate import evaluate
 from seqrec.training.checkpoint import (
@@ -90,7 +90,8 @@ def baselines(
     for split, number in numbers.items():
         if not number:
             raise ValueError(
-                f"the {split} split has no cases: check prepare.protocol, prepare.{split}_share and the k-core"
+                f"the {split} split has no cases: check prepare.protocol, prepare.{split}_share, "
+                "prepare.sample_users and the k-core"
             )
     if (most := max(numbers.values())) * prepared.num_items > SLOW:
         logger.warning(
@@ -192,7 +193,7 @@ def write(
     content = (name, filter_seen, entry, facts)
     card = {
         "model": name,
-        "fingerprint": fingerprint(__name__, Baseline.__module__, content, sequences / SPLIT_CARD),
+        "fingerprint": fingerprint(__name__, Constant.__module__, content, sequences / SPLIT_CARD),
         "seconds": time.monotonic() - began,
         "filter_seen": filter_seen,
         "median_gap": median_gap(data),
@@ -215,10 +216,10 @@ def start_of(name: str, data: Sequences) -> CountsConfig | None:
     return STARTS.get(name)
 
 
-def network(name: str, data: Sequences) -> Baseline:
+def network(name: str, data: Sequences) -> Constant:
     """Return the network of a baseline: a score for each item, which is 0 where the count term gives all scores."""
     length = (STARTS.get(name) or CountsConfig()).events
-    constant = Constant(BaselineOptions(length=length), Catalogue(data.num_items, data.num_users, length))
+    constant = Constant(Options(length=length), Catalogue(data.num_items, data.num_users, length))
     if name == "popularity":
         constant.score_V.copy_(data.count)
     return constant

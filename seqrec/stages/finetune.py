@@ -36,7 +36,6 @@ def finetune(
     filter_seen: bool,
     config: FinetuneConfig,
     refit: str = "none",
-    resume: bool = False,
     log: LogEpoch | None = None,
     experiment: str = EXPERIMENT,
 ) -> dict[str, float]:
@@ -52,7 +51,6 @@ def finetune(
         config: section `finetune`.
         refit: `evaluate.refit`; with `valid`, weights that are also trained on the validation events are written to a
             folder inside `checkpoint`.
-        resume: continue a saved training run; fail if there is none.
         log: for callers in Python: function that receives the record of each epoch, in place of MLflow; if it raises an
             exception, training ends.
         experiment: name of the MLflow experiment (`register.experiment`), used if MLFLOW_TRACKING_URI is set.
@@ -75,7 +73,6 @@ def finetune(
         output=checkpoint,
         state=state,
         filter_seen=filter_seen,
-        resume=resume,
         open_log=epoch_log(experiment, log),
         earlier_seconds=start.card["seconds"],
         files=start.files,

@@ -28,7 +28,6 @@ def pretrain(
     data: Path | None = None,
     sources: Sequence[str | Path] = (),
     champion: Path | None = None,
-    resume: bool = False,
     experiment: str = EXPERIMENT,
 ) -> dict[str, float]:
     """Initialise `model`, pre-train it if its architecture has pre-training phases, and write it to `initial`.
@@ -46,7 +45,6 @@ def pretrain(
             pre-train only on these datasets, models of two domains also on the dataset itself.
         champion: folder with weights, card, vocabulary and users of a champion; a model of the same architecture and
             options starts from its weights instead of pre-training.
-        resume: continue a saved training run; fail if there is none.
         experiment: name of the MLflow experiment (`register.experiment`), used if MLFLOW_TRACKING_URI is set.
     """
     training = Training(
@@ -57,7 +55,6 @@ def pretrain(
         output=initial,
         state=state,
         filter_seen=filter_seen,
-        resume=resume,
         open_log=epoch_log(experiment),
         files=catalogue_files(sequences, data and data / ITEMS),
     )

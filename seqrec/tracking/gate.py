@@ -64,8 +64,8 @@ def promote(
         with registry.claim(client, version.name) as still_ours:
             champion = registry.find_champion(client, version.name)
             evaluated = registry.find_evaluated(client, version.name)
-            if registry.is_same(evaluated, version):
-                return _recorded(version)
+            if evaluated is not None and registry.is_same(evaluated, version):
+                return _recorded(evaluated)
             decision = _decide(client, version, champion, cases, sequences, config)
             if not still_ours():
                 continue

@@ -140,16 +140,22 @@ def log_graph(client: MlflowClient, model: LoggedModel, export: Export) -> None:
 
     A model that cannot be exported goes without one, and a warning says why.
     """
-    if any(Path(file.path).name == GRAPH for file in client.list_logged_model_artifacts(model.model_id, ARTIFACTS)):
+    if any(
+        Path(file.path).name == GRAPH_CARD for file in client.list_logged_model_artifacts(model.model_id, ARTIFACTS)
+    ):
         return
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as directory:
+        folder, last = Path(directory, "graph"), Path(directory, "card")
         try:
-            export(Path(folder) / ARTIFACTS)
+            export(folder / ARTIFACTS)
         except Exception as error:  # whatever a converter may raise; the weights answer as well
             reason = f"{type(error).__name__}: {first_line(error)}"
             logger.warning("%s has no ONNX graph and is served by torch (%s)", model.name, reason)
             return
-        client.log_model_artifacts(model.model_id, folder)
+        (last / ARTIFACTS).mkdir(parents=True)
+        (folder / ARTIFACTS / GRAPH_CARD).rename(last / ARTIFACTS / GRAPH_CARD)
+        for part in (folder, last):  # a graph without its card is not used, and is uploaded again
+            client.log_model_artifacts(model.model_id, str(part))
 
 
 def requirements() -> list[str]:
@@ -192,8 +198,8 @@ def create_version(
 def _find_version(client: MlflowClient, name: str, model: LoggedModel) -> ModelVersion | None:
     fingerprint = model.tags[FINGERPRINT]
     versions = client.search_model_versions(f"name = '{name}' and tags.`{FINGERPRINT}` = '{fingerprint}'")
-    same = [version for version in versions if version.tags.get(WEIGHTS_TAG) == model.tags[WEIGHTS_TAG]]
-    return same[0] if same else None
+    wanted = model.tags[WEIGHTS_TAG], f"models:/{model.model_id}"  # the model of an older version may be deleted
+    return next((one for one in versions if (one.tags.get(WEIGHTS_TAG), one.source) == wanted), None)
 
 
 @contextmanager

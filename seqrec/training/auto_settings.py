@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from seqrec.config import AUTO, FinetuneConfig, ModelConfig
@@ -56,7 +57,7 @@ class Shape:
         events = (data.train_stop - data.start)[data.trained()].cpu().double()
         if not len(events):
             raise ValueError("no user has two training events: lower prepare.min_user_events or use a larger dataset")
-        median, ninth = (float(events.quantile(q)) for q in (0.5, 0.9))
+        median, ninth = (float(q) for q in np.quantile(events.numpy(), (0.5, 0.9)))
         return cls(
             users=len(events),
             items=data.num_items,

@@ -175,9 +175,7 @@ def counts_config(chosen: Mapping[str, Any]) -> CountsConfig:
     Raises:
         ConfigError: a value is missing or wrong; the message names it.
     """
-    older = {"values": "log", "decay": "", "ease": 0.0, "ease_decay": 1.0, "ease_events": 200}  # cards without them
-    named = older | dict(chosen)
-    return parse(CountsConfig, {field.name: named.get(field.name) for field in fields(CountsConfig)}, "counts")
+    return parse(CountsConfig, {field.name: chosen.get(field.name) for field in fields(CountsConfig)}, "counts")
 
 
 def catalogue_files(sequences: Path, items: Path | None = None) -> dict[str, bytes]:

@@ -63,7 +63,8 @@ def fit(
     contrast.check(config, model, stage)
     if epochs is None and bool((data.valid_stop == data.train_stop).all()):
         raise ValueError(
-            "early stopping has no validation cases: check prepare.protocol, prepare.valid_share and the k-core"
+            "early stopping has no validation cases: check prepare.protocol, prepare.valid_share, prepare.sample_users "
+            "and the k-core"
         )
     torch.manual_seed(config.seed + accelerator.process_index)
     torch.use_deterministic_algorithms(config.deterministic)

@@ -31,7 +31,6 @@ def retrain(
     refitted: Path,
     state: Path,
     until: str = "test",
-    resume: bool = False,
     open_log: OpenLog = unlogged,
 ) -> dict[str, float]:
     """Repeat the training that led to `finetuned` on all parts of the split up to `until`.
@@ -56,7 +55,6 @@ def retrain(
         output=refitted,
         state=state,
         filter_seen=card["filter_seen"],
-        resume=resume,
         open_log=open_log,
         content=[f"events until {until}", json.dumps(epochs)],
         epochs=epochs,

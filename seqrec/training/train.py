@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from seqrec.artifacts import EPOCH_RECORDS, MODEL_CARD, SPLIT_CARD, TOKENS, WEIGHTS, replaced, write_text
-from seqrec.config import ConfigError, FinetuneConfig, TrainConfig
+from seqrec.config import FinetuneConfig, TrainConfig
 from seqrec.counts import search
 from seqrec.data import sequences
 from seqrec.data.sequences import Sequences
@@ -45,7 +45,6 @@ class Training:
     output: Path  # folder that receives weights, card and history
     state: Path  # folder of resume states
     filter_seen: bool  # whether validation leaves out seen items
-    resume: bool = False  # continue a saved training run; fail if there is none
     open_log: OpenLog = unlogged  # an exception that the log raises ends the training but keeps the state
     epochs: Mapping[str, int] | None = None  # see `loop.fit`
     finish: Callable[[], None] | None = None  # called once the model is trained, before it is saved
@@ -59,9 +58,6 @@ def train(model: SequenceModel, data: Sequences, training: Training) -> dict[str
     """Run the phases of the training's stage, write weights, card and records, and return the figures of the run.
 
     The output folder is replaced as a whole, in one step.
-
-    Raises:
-        ConfigError: `resume` is set, but no saved state matches.
     """
     identity = _identity(model, training)
     state, title = ResumeState(training.state, identity), f"{training.stage} of {training.name}"
@@ -70,8 +66,6 @@ def train(model: SequenceModel, data: Sequences, training: Training) -> dict[str
             logger.info("%s is already complete in %s and is not repeated", title, training.output)
         state.delete()
         return finished
-    if training.resume and state.load() is None:
-        raise ConfigError(f"--resume: no state in {training.state} belongs to {title} (config, data or code differ)")
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     records: Records = []
     if model.phases(training.stage):

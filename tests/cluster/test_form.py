@@ -79,12 +79,12 @@ def test_what_the_form_cannot_mean_is_refused(params, form, message):
         resolved(params, **form)
 
 
-@pytest.mark.parametrize("key", ["source", "interactions"])
+@pytest.mark.parametrize("key", ["source", "interactions", "events"])
 def test_a_dataset_is_never_read_from_what_another_one_is_read_from(key):
     content = {
         "dataset": "mine",
-        "ingest": {"source": "csv", "interactions": "mine.csv"},
-        "datasets": {"mine": {}, "yours": {"ingest": {"source": "csv", "interactions": "yours.csv"}}},
+        "ingest": {"source": "csv", "interactions": "mine.csv", "events": True},
+        "datasets": {"mine": {}, "yours": {"ingest": {"source": "csv", "interactions": "yours.csv", "events": False}}},
         "models": {"sasrec": {}},
     }
     kept = without_cluster(from_dict(content))

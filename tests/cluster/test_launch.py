@@ -212,6 +212,7 @@ def test_a_spark_application_is_one(monkeypatch):
     kubernetes_server.check(job)
     spec = job["spec"]
     assert spec["executor"]["instances"] == 3
+    assert [jobs._cores(cpu) for cpu in ("2", "2.5", "2500m", "500m")] == [2, 2, 2, 0]
     assert spec["executor"]["memory"] == "64g"
     assert spec["driver"]["serviceAccount"] == "seqrec"
     assert Path(spec["mainApplicationFile"].removeprefix("local://")) == Path(launch.__file__)
@@ -243,6 +244,7 @@ def test_a_new_image_makes_a_new_job(tmp_path):
     work = {"data": tmp_path, "validation": tmp_path, "sequences": tmp_path / "out", "dataset": "own"}
     names = {launch.job_name("prepare", work, image) for image in ("seqrec@sha256:1", "seqrec@sha256:2")}
     assert len(names) == 2
+    assert launch.job_name("prepare", work | {"dataset": "My_own.v2"}, "seqrec").startswith("prepare-my-own-v2-")
 
 
 def test_an_entry_is_laid_over_the_default():

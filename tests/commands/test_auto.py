@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from functools import partial
 
 import polars as pl
@@ -88,6 +89,23 @@ def test_a_plan_keeps_what_was_done_when_it_gets_more_minutes(tmp_path):
 
     assert plan.done == ["counts"]
     assert plan.left() == pytest.approx(140, abs=5)
+
+
+def test_the_time_of_an_interrupted_step_counts(made, tmp_path, monkeypatch):
+    kept = json.loads((made / "out" / "auto.json").read_text())
+    kept["params"] |= {"models": {}, "leaderboard": []}
+    (tmp_path / "auto.json").write_text(json.dumps(kept | {"done": ["data"], "spent": 7.0}))
+    (tmp_path / "data").symlink_to(made / "out" / "data")
+
+    def interrupted(*_, **__):
+        time.sleep(0.3)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(auto.run, "evaluate_baselines", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        auto.auto(data=made / "log.csv", out=tmp_path, minutes=5.0)
+
+    assert json.loads((tmp_path / "auto.json").read_text())["spent"] >= 7.3
 
 
 def plan_of(made, folder, **options):
@@ -263,6 +281,27 @@ def test_titles_are_found_by_ids_that_a_program_has_written_as_fractions(tmp_pat
     assert pl.read_parquet(tmp_path / "out" / "data" / "items.parquet").row(3)[:2] == ("3", "Thing 3")
 
 
+@pytest.mark.parametrize(("column", "rating"), [("rating", "PG-13"), ("stars", "4,5"), ("score", "-")])
+def test_no_event_is_lost_for_its_rating(tmp_path, column, rating):
+    log = write_log(tmp_path / "log.csv", spread=0)
+    pl.read_csv(log).with_columns(pl.lit(rating).alias(column)).write_csv(log)
+
+    _, card = prepared(tmp_path, log)
+
+    assert card["counts"]["events"] == len(pl.read_csv(log))
+
+
+@pytest.mark.parametrize("flags", [{}, {"title": "product_name"}])
+def test_an_item_has_a_title_if_any_of_its_rows_has_one(tmp_path, flags):
+    log = write_log(tmp_path / "log.csv", spread=0)
+    rows, first = pl.read_csv(log), pl.int_range(pl.len()).over("SKU") < 2
+    rows.with_columns(pl.when(~first).then("product_name").alias("product_name")).write_csv(log)
+
+    prepared(tmp_path, log, **flags)
+
+    assert pl.read_parquet(tmp_path / "out" / "data" / "items.parquet")["title"].null_count() == 0
+
+
 def test_days_since_the_first_one_are_an_order(tmp_path):
     rows = [(f"u{n % 30}", f"i{n % 12}", n // 30) for n in range(600)]
     pl.DataFrame(rows, schema=["user", "item", "day"], orient="row").write_csv(tmp_path / "log.csv")
@@ -274,10 +313,12 @@ def test_days_since_the_first_one_are_an_order(tmp_path):
 
 
 def test_lines_without_times_are_split_by_user(tmp_path):
-    log = tmp_path / "lines.txt"
+    log, items = tmp_path / "lines.txt", tmp_path / "items.csv"
     log.write_text("".join(f"{user} {' '.join(str((user + k) % 12) for k in range(8))}\n" for user in range(40)))
+    pl.DataFrame({"sku": range(12), "name": [f"Thing {n}" for n in range(12)]}).write_csv(items)
 
-    plan, _ = prepared(tmp_path, log)
+    plan, _ = prepared(tmp_path, log, items=items)
 
+    assert pl.read_parquet(tmp_path / "out" / "data" / "items.parquet").row(3)[:2] == ("3", "Thing 3")
     assert plan.split.endswith("the file has no times")
     assert plan.params["prepare"]["protocol"] == "LOO-full"

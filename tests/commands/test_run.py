@@ -123,7 +123,7 @@ def test_a_killed_run_continues_and_ends_the_same(caplog):
     assert exit_of(run_and_die) == -signal.SIGKILL
     assert main(["import", "--run", "third"]) == 1
     assert "the run in third was interrupted" in caplog.text
-    assert run("--out", "third", "--data", "out/data", "--resume") == 0
+    assert run("--out", "third", "--data", "out/data") == 0
     assert "resuming finetune at epoch 2, batch 2" in caplog.text
     assert scores(Path("third")) == scores(Path("out"))
 

@@ -190,6 +190,7 @@ def test_the_command_refuses_a_misspelt_option_before_any_stage(tmp_path, monkey
     [
         ({"models.gru4rec.architecture": "gru5rec"}, "models.gru4rec.architecture: 'gru5rec' is not one of sasrec"),
         ({"models.pctm": {}, "leaderboard": ["pctm"]}, "models.pctm: pctm is a baseline, which every run computes"),
+        ({"models.summary": {"architecture": "sasrec"}, "leaderboard": ["summary"]}, "models.summary: a folder"),
         ({"models.gru4rec.options.objective": "cloze"}, "models.gru4rec.options.objective: cloze is not one of causal"),
         ({"models.gru4rec.options": {"members": 2, "item_bias": True}}, "models.gru4rec.options: members: GRU4Rec"),
         (

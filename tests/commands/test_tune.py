@@ -221,7 +221,7 @@ def test_a_search_interrupted_everywhere_is_the_search_that_was_not(prepared, wh
             with pytest.raises(Killed):
                 search(prepared, tmp_path)
             logging.info("killed %s", moment)
-    search(prepared, tmp_path, resume=True)
+    search(prepared, tmp_path)
 
     assert rows(tmp_path) == rows(whole)
     timed = ("seconds", "best_trial")  # the trial that was being drawn keeps its number
@@ -236,7 +236,7 @@ def test_more_trials_extend_a_search(prepared, whole, tmp_path):
     search(prepared, tmp_path, changed(tune__trials=1))
     assert rows(tmp_path) == rows(whole)[:1]
 
-    search(prepared, tmp_path, changed(tune__trials=2), resume=True)
+    search(prepared, tmp_path, changed(tune__trials=2))
     assert rows(tmp_path) == rows(whole)[:2]
 
 
@@ -344,9 +344,48 @@ def test_a_study_of_another_search_is_refused(prepared, whole):
         search(prepared, whole, changed(finetune__epochs=2))
 
 
-def test_resume_refuses_to_start_afresh(prepared, tmp_path):
-    with pytest.raises(ConfigError, match=r"--resume: .*study\.db does not exist: no study has these settings"):
-        search(prepared, tmp_path, resume=True)
+def test_a_trial_without_memory_or_with_wrong_values_fails_and_the_next_one_follows(prepared, tmp_path, monkeypatch):
+    errors, train = iter([RuntimeError("not enough memory"), ValueError("wrong")]), module._train
+
+    def failing(*arguments):
+        if error := next(errors, None):
+            raise error
+        return train(*arguments)
+
+    monkeypatch.setattr(module, "_train", failing)
+
+    found = search(prepared, tmp_path, changed(tune__trials=3))
+
+    assert (found["failed"], found["complete"]) == (2, 1)
+
+
+def test_a_search_reads_text_and_its_config_leaves_the_sources_their_own_data(prepared, tmp_path, caplog):
+    data = tmp_path / "data"
+    (data / "sources" / "other").mkdir(parents=True)
+    for name in ("sequences", "items.parquet"):
+        (data / name).symlink_to(prepared.parent / name)
+        (data / "sources" / "other" / name).symlink_to(prepared.parent / name)
+    params = changed(
+        sources=["other"],
+        datasets={"synthetic": {"ingest": {"interactions": "own.csv"}, "options": {"length": 12}}, "other": {}},
+        ingest={"source": "csv", "interactions": "theirs.csv"},
+        models={
+            "flash4rec": {"options": {"d_model": 8, "layers": 1, "attribute_values": "auto", "id_dropout": "auto"}}
+        },
+        tune={"trials": 1, "spaces": {"flash4rec": {"finetune.learning_rate": {"choices": [1.0e-3]}}}},
+        leaderboard=["flash4rec"],
+    )
+
+    paths = {"sequences": data / "sequences", "output": tmp_path / "best.yaml", "state": tmp_path / "state"}
+    caplog.set_level(logging.INFO)
+    tune(model="flash4rec", dataset="synthetic", params=params, **paths)
+
+    assert "attribute_values 32" in caplog.text
+    best = load(tmp_path / "best.yaml")
+    assert [best.section("ingest", dataset=name).interactions for name in ("synthetic", "other")] == [
+        "own.csv",
+        "theirs.csv",
+    ]
 
 
 def test_two_processes_do_not_share_a_study(prepared, tmp_path):

@@ -106,6 +106,14 @@ def test_the_values_of_a_search_are_those_of_a_ranking(prepared, values, filter_
     assert found == pytest.approx(metrics.ndcg(rank.numpy(), 10))
 
 
+def test_without_cases_there_are_no_values(prepared, monkeypatch):
+    monkeypatch.setattr(term, "DENSE", 0)
+    data = sequences.load(prepared)
+    cases = sequences.Cases(user=torch.empty(0, dtype=torch.long), position=torch.empty(0, dtype=torch.long))
+
+    assert len(CaseNdcg(nothing, data, cases, filter_seen=True)(Tables(data).built(CountsConfig()))) == 0
+
+
 @pytest.mark.parametrize("square", [True, False], ids=["square", "pairs"])
 @pytest.mark.parametrize("filter_seen", [True, False])
 def test_ease_is_weighed_as_it_is_ranked(prepared, filter_seen, square, monkeypatch):

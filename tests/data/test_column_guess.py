@@ -42,6 +42,7 @@ def table(**columns):
         "stars": [str(row % 5 + 1) for row in range(ROWS)],
         "price": [f"{row}.99" for row in range(ROWS)],
         "number": list(range(ROWS)),
+        "long number": [123_456_789_000 + row for row in range(ROWS)],
         "words": [f"Thing {row % 15}" for row in range(ROWS)],
         "group": [f"c{row % 12}" for row in range(ROWS)],
         "brand": [f"Brand {row % 3}" for row in range(ROWS)],
@@ -324,6 +325,11 @@ def test_what_the_caller_names_is_taken(tmp_path):
             {"user": "user", "item": "item", "part": "share"},
             {"timestamp": "part"},
             "--time: the numbers of part are not dates and have fractions",
+        ),
+        (
+            {"user": "user", "item": "item", "place": "long number"},
+            {"timestamp": "place"},
+            "--time: the numbers of place are not dates, and some are 1e11 or more",
         ),
         (
             {"user": "user", "item": "item", "day": "iso"},

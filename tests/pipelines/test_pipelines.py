@@ -8,7 +8,9 @@ import re
 import subprocess
 import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import kfp_server
 import mlflow.utils.validation
@@ -33,12 +35,14 @@ from seqrec.artifacts import (
     facts,
     read_json,
     sha256,
+    write_json,
 )
 from seqrec.cluster import launch
 from seqrec.cluster.form import INPUTS
 from seqrec.cluster.jobs import Place
 from seqrec.cluster.launch import FAILED
 from seqrec.commands.run import run
+from seqrec.components import stage_steps
 from seqrec.config import SECTIONS, ConfigError, IngestConfig, KubernetesConfig, load, parse
 from seqrec.data.sources import is_pinned
 from seqrec.evaluation import leaderboard
@@ -529,18 +533,37 @@ def test_pretraining_learns_from_the_sources_and_is_measured_on_the_dataset():
     assert {"validate health", "join health", "pretrain", "evaluate"} <= set(tasks)
     assert not {name for name in tasks if name.startswith(("finetune", "register"))}
     assert tasks["pretrain"]["inputs"]["artifacts"]["data"]["componentInputArtifact"] == "pipelinechannel--join-joined"
+    assert tasks["evaluate"]["inputs"]["parameters"]["alone"]["runtimeValue"]["constant"] is True
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_failed_model_fails_the_run_if_no_register_follows(tmp_path, alone):
+    def artifact(name):
+        (tmp_path / name).mkdir()
+        return SimpleNamespace(path=str(tmp_path / name), metadata={})
+
+    checkpoint, outputs = artifact("checkpoint"), {name: artifact(name) for name in ("report", "metrics")}
+    write_json(tmp_path / "checkpoint" / FAILED, {"reason": "no text"})
+    (tmp_path / "sequences").mkdir()
+    write_json(tmp_path / "sequences" / SPLIT_CARD, {})
+    given = {"model": "own", "filter_seen": True, "config": {}, "checkpoint": checkpoint, "alone": alone, **outputs}
+    given["sequences"] = SimpleNamespace(path=str(tmp_path / "sequences"))
+
+    with pytest.raises(ValueError, match="own: no text") if alone else nullcontext():
+        stage_steps.evaluate.python_func(**given)
 
 
 @pytest.mark.parametrize(
-    ("sources", "models", "message"),
+    ("sources", "models", "refit", "message"),
     [
-        ([], ["recformer_text"], "sources: name the datasets"),
-        (["health"], ["sasrec"], r"models\.sasrec: .* text models"),
-        (["health"], ["recformer"], r"models\.recformer: .* encoder text"),
+        ([], ["recformer_text"], "none", "sources: name the datasets"),
+        (["health"], ["sasrec"], "none", r"models\.sasrec: .* text models"),
+        (["health"], ["recformer"], "none", r"models\.recformer: .* encoder text"),
+        (["health"], ["recformer_text"], "valid", r"evaluate\.refit: pipeline `pretraining` trains nothing"),
     ],
 )
-def test_pretraining_refuses_what_it_cannot_do(tmp_path, sources, models, message):
-    content = yaml.safe_load(PARAMS.read_text(encoding="utf-8")) | {"sources": sources}
+def test_pretraining_refuses_what_it_cannot_do(tmp_path, sources, models, refit, message):
+    content = yaml.safe_load(PARAMS.read_text(encoding="utf-8")) | {"sources": sources, "evaluate": {"refit": refit}}
     (tmp_path / "params.yaml").write_text(yaml.safe_dump(content))
 
     with pytest.raises(ConfigError, match=message):

@@ -90,11 +90,6 @@ def test_recall_is_the_share_of_the_best_that_is_found(pair, monkeypatch):
     assert recall(approximate) == pytest.approx(0.5, abs=0.01)
 
 
-def test_a_narrow_search_is_refused(pair):
-    with pytest.raises(ValueError, match="ann: 0 candidates"):
-        ApproximateEngine(pair[1].engine.model, None, 0)
-
-
 def test_serving_builds_it_and_says_its_recall(prepared, tmp_path, caplog):
     folder = str(save("sasrec", prepared, tmp_path))
     with caplog.at_level(logging.INFO):

@@ -211,6 +211,7 @@ def test_answers_by_user_are_those_of_the_history_and_follow_events(timed, store
             return requests.post(f"{address}/events", json={"events": events}, timeout=10)
 
         assert ask(user="anna").json()["source"] == "popularity"
+        assert "those of imported events" in send({"event_id": "Import:1", "user": "a", "item": "i1"}).text
         first = {"event_id": "1", "user": "anna", "item": "i1", "at": now - 500_000}
         second = {"event_id": "2", "user": "anna", "item": "i2", "kind": "buy", "at": now}
         assert send(first, second).json() == {"stored": 2, "known": 0}

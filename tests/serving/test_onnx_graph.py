@@ -11,7 +11,7 @@ import pytest
 import requests
 from support import MODULES, has_option, save
 
-from seqrec.artifacts import GRAPH, GRAPH_CARD, ITEMS, VOCABULARY, read_json, write_json
+from seqrec.artifacts import GRAPH, GRAPH_CARD, ITEMS, VOCABULARY
 from seqrec.config import RegisterConfig, ServeConfig
 from seqrec.models import REGISTRY
 from seqrec.serving import http, onnx_engine, onnx_graph
@@ -165,12 +165,3 @@ def test_the_weights_are_loaded_when_the_graph_cannot_answer_and_must_still_be_i
     assert second.recommend(["i1"]).items == first.recommend(["i1"]).items
     with pytest.raises(RuntimeError, match="export it again; then start the service again"):
         second.similar("i1")
-
-
-def test_a_graph_of_an_older_version_is_refused(together):
-    card = read_json(together / GRAPH_CARD)
-    card.pop("reads")
-    write_json(together / GRAPH_CARD, card)
-
-    with pytest.raises(ValueError, match="written by an older version of seqrec: export it again"):
-        onnx_engine.load(together)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+from importlib.metadata import PackageNotFoundError
+from unittest import mock
+
 import pytest
 import requests
 from support import running
 
+import seqrec
 from seqrec.config import ServeConfig
 from seqrec.serving import http
 from seqrec.serving.open_inference import INPUTS, OUTPUTS
@@ -21,11 +26,18 @@ def infer(address, *inputs, **more):
     return requests.post(f"{address}{MODEL}/infer", json={"inputs": inputs, **more}, timeout=10)
 
 
+def test_the_service_needs_no_installed_package_of_its_own(recommender, monkeypatch):
+    """As in the image, where PYTHONPATH finds it."""
+    monkeypatch.setattr(importlib.metadata, "distribution", mock.Mock(side_effect=PackageNotFoundError))
+
+    assert http.app(lambda: recommender, lambda: "7", ServeConfig()).version == seqrec.__version__
+
+
 def test_the_service_and_the_model_say_what_they_are(address):
     def get(path):
         return requests.get(address + path, timeout=10).json()
 
-    assert get("/v2")["name"] == "seqrec"
+    assert get("/v2") == {"name": "seqrec", "version": seqrec.__version__, "extensions": []}
     assert get("/v2/health/live") == {"live": True}
     assert get("/v2/health/ready") == {"ready": True}
     assert get(f"{MODEL}/ready") == {"name": "seqrec", "ready": True}

@@ -110,6 +110,19 @@ def test_a_model_gets_its_graph_once_and_is_served_with_it(client, config, run, 
     assert not isinstance(loaded(f"models:/{spare.model_id}", config, ServeConfig()).engine, OnnxEngine)
 
     monkeypatch.setattr(onnx_graph, "export_checkpoint", export)
+    upload, parts = client.log_model_artifacts, []
+
+    def killed(model_id, part):
+        if parts:
+            raise KeyboardInterrupt
+        parts.append(part)
+        upload(model_id, part)
+
+    monkeypatch.setattr(client, "log_model_artifacts", killed)
+    with pytest.raises(KeyboardInterrupt):
+        log_graph()
+    monkeypatch.setattr(client, "log_model_artifacts", upload)
+    assert not isinstance(loaded(f"models:/{spare.model_id}", config, ServeConfig()).engine, OnnxEngine)
     log_graph()
     monkeypatch.setattr(onnx_graph, "export_checkpoint", broken)
     caplog.clear()
@@ -288,6 +301,9 @@ def test_a_version_is_found_again_by_fingerprint_and_weights(client, run, model)
     again = registry.create_version(client, "again", model, {registry.SPLIT_TAG: "t"}, "as it is")
 
     assert again.version == first.version
+    copy = client.create_logged_model(run.info.experiment_id, "copy", run.info.run_id, tags=model.tags)
+    assert registry.create_version(client, "again", copy, {}).version != first.version
+    client.delete_logged_model(copy.model_id)
     assert (again.tags[registry.SPLIT_TAG], again.description) == ("t", "as it is")
 
 

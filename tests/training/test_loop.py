@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import logging
 import resource
 import signal
 import sys
@@ -12,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from support import OPTIONS, exit_of, interrupted, losses_of, make_model, run, weights
 
-from seqrec.config import ConfigError, FinetuneConfig
+from seqrec.config import FinetuneConfig
 from seqrec.data import sequences
 from seqrec.training import loop, step
 from seqrec.training.checkpoint import load_checkpoint, save_model
@@ -116,15 +117,17 @@ def uninterrupted(prepared, tmp_path_factory):
     ("case", "step"),  # in the first epoch, at its end, in the second
     [*((model, step) for model in sorted(OPTIONS) for step in (2, 4, 7)), ("sparse", 7), ("bf16", 4)],
 )
-def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(prepared, uninterrupted, tmp_path, case, step):
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(prepared, uninterrupted, tmp_path, caplog, case, step):
+    caplog.set_level(logging.INFO)
     model, config = RESUMED[case]
     expected = uninterrupted(case)
     with interrupted(step):
         run(prepared, tmp_path, model, save_steps=1, **config)
     assert list((tmp_path / "state").glob(f"*/step-{step}"))
 
-    run(prepared, tmp_path, model, resume=True, save_steps=1, **config)
+    run(prepared, tmp_path, model, save_steps=1, **config)
 
+    assert "resuming finetune" in caplog.text
     whole, parts = weights(expected), weights(tmp_path)
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
     assert losses_of(expected) == losses_of(tmp_path)
@@ -145,13 +148,15 @@ def test_a_finished_training_is_not_repeated_and_a_changed_one_is(prepared, tmp_
 
 
 @pytest.mark.parametrize("changed", [{"options": {"dropout": 0.5}}, {"seed": 7}, {"learning_rate": 1e-4}])
-def test_another_training_does_not_resume_from_this_one(prepared, tmp_path, changed):
+def test_another_training_does_not_resume_from_this_one(prepared, tmp_path, caplog, changed):
+    caplog.set_level(logging.INFO)
     with interrupted(4):
         run(prepared, tmp_path)
 
-    with pytest.raises(ConfigError, match="--resume"):
-        run(prepared, tmp_path, resume=True, **changed)
-    run(prepared, tmp_path, resume=True)
+    run(prepared, tmp_path, **changed)
+    assert "resuming" not in caplog.text
+    run(prepared, tmp_path)
+    assert "resuming finetune" in caplog.text
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

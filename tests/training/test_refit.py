@@ -1,6 +1,7 @@
 """A champion trained once more on every event: what it has seen, what it is not measured on, and who is served."""
 
 import json
+import logging
 import shutil
 from contextlib import nullcontext
 
@@ -108,7 +109,9 @@ def test_it_stops_at_the_chosen_epoch_of_the_same_schedule_and_measures_nothing(
     assert sum(counts) == len(sequences.load(prepared).items)
 
 
-def test_a_killed_refit_continues_and_gives_the_same_weights(prepared, trained, tmp_path):
+def test_a_killed_refit_continues_and_gives_the_same_weights(prepared, trained, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+
     def kill(record, number):
         raise KilledError
 
@@ -116,7 +119,8 @@ def test_a_killed_refit_continues_and_gives_the_same_weights(prepared, trained, 
     retrain(prepared, trained, whole)
     with pytest.raises(KilledError):
         retrain(prepared, trained, killed, open_log=lambda *_: nullcontext(kill))
-    retrain(prepared, trained, killed, resume=True)
+    retrain(prepared, trained, killed)
+    assert "resuming" in caplog.text
 
     ours, theirs = (load_checkpoint(out / "refitted").model.state_dict() for out in (whole, killed))
     for name, value in ours.items():

@@ -14,7 +14,7 @@ from seqrec.data.readers import parquet_files
 from seqrec.data.readers.blocks import HEADER_BYTES, MARKS, Frames, read_lines
 from seqrec.data.readers.delimited import delimited, parse
 from seqrec.data.readers.json_lines import json_lines, keys
-from seqrec.data.readers.row_checks import MISSING, Tables, interactions, items
+from seqrec.data.readers.row_checks import MISSING, Rows, Tables, interactions, items
 
 TYPED = re.compile(r":(token|float|token_seq|float_seq)$")  # types in the headers of RecBole's atomic files
 DELIMITERS = (",", "\t", ";", "|", "::")
@@ -31,22 +31,36 @@ def own_files(files: Mapping[str, Path], config: IngestConfig) -> Tables:
     """Read a user's tables: CSV (also TSV, RecBole's atomic files), JSON lines, either of them gzip, or Parquet.
 
     `ingest.columns` maps our column names to those of the files; keys such as `items.item_id` are for the items file
-    only.
+    only, and an empty `rating` leaves the ratings out.
 
     Raises:
         ValueError: a column is missing, or `ingest.columns` refers to a column that no file has.
     """
-    shared = {name: column for name, column in config.columns.items() if "." not in name}
-    of_items = {**shared, **{name[6:]: col for name, col in config.columns.items() if name.startswith("items.")}}
-    known = {column for role in ("interactions", "items") if role in files for column in header(files[role])}
+    log = files["interactions"]
+    found = own_items(files, config, header(log))
+    return Tables(interactions(events(log, _shared(config)), log, config.time_format), found)
+
+
+def own_items(files: Mapping[str, Path], config: IngestConfig, known: Sequence[str] = ()) -> Rows | None:
+    """Read a user's file of items, if there is one; `ingest.columns` may also refer to the `known` columns.
+
+    Raises:
+        ValueError: a column is missing.
+    """
+    columns = {*known, *(header(files["items"]) if "items" in files else ())}
     for name, column in config.columns.items():
-        if column not in known:
+        if column not in columns and (name, column) != ("rating", ""):
             raise ValueError(
-                f"ingest.columns.{name}: no file has a column {column!r}; the columns are {_listed(sorted(known))}"
+                f"ingest.columns.{name}: no file has a column {column!r}; the columns are {_listed(sorted(columns))}"
             )
-    found = items(catalogue(files["items"], of_items), files["items"]) if "items" in files else None
-    rows = events(files["interactions"], shared)
-    return Tables(interactions(rows, files["interactions"], config.time_format), found)
+    if "items" not in files:
+        return None
+    of_items = {name[6:]: column for name, column in config.columns.items() if name.startswith("items.")}
+    return items(catalogue(files["items"], _shared(config) | of_items), files["items"])
+
+
+def _shared(config: IngestConfig) -> dict[str, str]:
+    return {name: column for name, column in config.columns.items() if "." not in name}
 
 
 def events(path: Path, columns: Mapping[str, str]) -> Frames:
@@ -81,7 +95,7 @@ def chosen_columns(
         ValueError: a required column is missing.
     """
     known, chosen = header(path), {}
-    for name in (*required, *optional):
+    for name in (*required, *(name for name in optional if columns.get(name) != "")):
         column = columns.get(name, name)
         column = column if column in known else name
         if column in known:

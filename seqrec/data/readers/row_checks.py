@@ -30,11 +30,14 @@ class CheckedRows(NamedTuple):
     bad: pl.DataFrame
 
 
+Rows = Iterator[CheckedRows]
+
+
 class Tables(NamedTuple):
     """The result of a reader; `items` is None if the source has no items file."""
 
-    interactions: Iterator[CheckedRows]
-    items: Iterator[CheckedRows] | None
+    interactions: Rows
+    items: Rows | None
 
 
 Reader = Callable[[Mapping[str, Path], IngestConfig], Tables]

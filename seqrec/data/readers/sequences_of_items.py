@@ -12,9 +12,9 @@ import polars as pl
 
 from seqrec.config import IngestConfig
 from seqrec.data.readers.blocks import MARKS, Frames, read_lines
-from seqrec.data.readers.csv_files import catalogue, chosen_columns, columns_of
+from seqrec.data.readers.csv_files import chosen_columns, columns_of, own_items
 from seqrec.data.readers.delimited import delimited
-from seqrec.data.readers.row_checks import NO_EVENTS, CheckedRows, Tables, interactions, items, quarantined, record_text
+from seqrec.data.readers.row_checks import NO_EVENTS, CheckedRows, Tables, interactions, quarantined, record_text
 
 BLANKS = r"[ \t]+"
 
@@ -28,7 +28,7 @@ def growing_prefixes(files: Mapping[str, Path], config: IngestConfig) -> Tables:
     indices = {f"{kind}_id": files[f"{kind}2index"] for kind in ("item", "user") if f"{kind}2index" in files}
     return Tables(
         _prefix_blocks([files[role] for role in ("train", "valid", "test")], indices),
-        items(catalogue(files["items"], {}), files["items"]) if "items" in files else None,
+        own_items(files, config),
     )
 
 
@@ -123,7 +123,7 @@ def lines_of_items(files: Mapping[str, Path], config: IngestConfig) -> Tables:
     kind = config.lines or _kind(path)
     return Tables(
         _sequence_blocks(path) if kind == "sequences" else interactions(_pairs(path), path),
-        items(catalogue(files["items"], {}), files["items"]) if "items" in files else None,
+        own_items(files, config),
     )
 
 
