@@ -18,7 +18,7 @@ from seqrec.code_closure import deciding
 from seqrec.config import ConfigError, Params, from_dict, parse
 from seqrec.pipeline import BASELINES, BY_NAME, STAGES
 
-FOLDERS = ("summary", "sources")  # beside those of the models, in reports and in settings
+FOLDERS = ("summary", "evaluated", "sources")  # beside those of the models, in reports and in settings
 UNREAD = ("params", "experiment")  # arguments of stages that do not decide their results
 Resolved = dict[str, dict[str, Any]]
 logger = logging.getLogger(__name__)
