@@ -92,7 +92,9 @@ def _pod(place: Place, state: Path) -> dict[str, Any]:
 
 def _cores(cpu: str) -> int:
     """Return the whole cores of a quantity of Kubernetes: 2 of `2`, `2.5` and `2500m`."""
-    return int(cpu[:-1]) // 1000 if cpu.endswith("m") else int(float(cpu))
+    from kubernetes.utils.quantity import parse_quantity
+
+    return int(parse_quantity(cpu))
 
 
 def spark_application(name: str, place: Place, state: Path, order: Path, config: Any) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from seqrec.artifacts import ITEMS, SPLIT_CARD, DamagedError, read_json, rename,
 from seqrec.config import SECTIONS, ConfigError, Params, SearchRange, TuneConfig, from_dict, parse
 from seqrec.locks import locked
 from seqrec.models import REGISTRY
+from seqrec.pipeline import STAGES
 from seqrec.stages.finetune import finetune
 from seqrec.stages.pretrain import pretrain
 from seqrec.tracking import runs
@@ -39,7 +40,7 @@ from seqrec.training.validation import METRIC
 logger = logging.getLogger(__name__)
 FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
 SECONDS, FAILURE = "seconds", "failure"  # attributes of a trial: its time so far, and why it has no result
-DATA_STAGES = ("ingest", "validate", "prepare")
+DATA_STAGES = [stage.name for stage in STAGES if stage.each == "dataset"]
 Values = Mapping[str, Any]
 
 

@@ -188,7 +188,8 @@ class UserEvent(Body):
     """Something that a user did with an item."""
 
     event_id: Annotated[Stored, AfterValidator(_is_own)] = Field(
-        min_length=1, description="an id of your choice; a second event with the same id is ignored"
+        min_length=1,
+        description="an id of your choice, without `import:` in front; a second event with the same id is ignored",
     )
     user: Stored = Field(min_length=1)
     item: Stored = Field(min_length=1)
