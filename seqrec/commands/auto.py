@@ -78,6 +78,7 @@ LEAST_EPOCHS = 0.25  # share of a model's epochs that must fit into the budget, 
 RESERVE = 0.15  # share of a model's budget that counts and evaluation need
 MEMBERS = 5  # for few users, the most networks of one model whose scores are averaged
 ODD_TIMES = 0.05  # maximum share of times in another format or outside 1990 to 2035
+FUTURE_TIMES = 0.005  # temporal split: maximum share of times after 2035, all of which are in the test part
 ModelSettings = Callable[[int | None], dict[str, Any]]  # entry of a model in `models`, from its number of epochs
 EASE_SPEED = 5e9  # items cubed per second of the whole budget, so that EASE takes about a tenth of it on two cores
 
@@ -241,9 +242,8 @@ def prepare(plan: Plan, out: Path, console: Console) -> None:
             BY_NAME[stage](from_dict(content), out, "auto")
     except ValueError as error:
         raise ValueError(f"{error}\nOther columns can be named with --user, --item, --time, --time-format") from error
-    if timed:
-        _check_times(out)
-    content["prepare"], plan.split = _split(from_dict(content), out, timed)
+    undivided = _check_times(out) if timed else "the file has no times"
+    content["prepare"], plan.split = _split(from_dict(content), out, undivided)
     prepared = sequences.load(out / "data" / "sequences")
     most = int(plan.request.get("max_cases", _most_cases(prepared, 60 * float(plan.request["minutes"]))))
     if 0 < most < max(prepared.card["counts"][part] for part in ("valid", "test")):
@@ -256,8 +256,12 @@ def prepare(plan: Plan, out: Path, console: Console) -> None:
     plan.save("data")
 
 
-def _check_times(out: Path) -> None:
-    """Warn about times long ago or in the future; refuse them, or times in another format, if they are many."""
+def _check_times(out: Path) -> str:
+    """Warn about times long ago or in the future; refuse them, or times in another format, if they are many.
+
+    Returns:
+        Why the log cannot be split by time; empty if it can.
+    """
     import polars as pl
 
     from seqrec.data.column_guess import EARLIEST, LATEST
@@ -271,12 +275,14 @@ def _check_times(out: Path) -> None:
         )
     odd = times.filter(~times.is_between(EARLIEST, LATEST))
     if odd.is_empty():
-        return
+        return ""
     date = datetime.fromtimestamp(odd[0], UTC).date()
     found = f"{len(odd):,} of {len(times):,} times are not between 1990 and 2035, such as {date}"
     if len(odd) > ODD_TIMES * len(times):
         raise ValueError(f"{found}: name another column with --time, or the format of the times with --time-format")
     logger.warning("%s; these events are placed first or last in the histories of their users", found)
+    future = int((odd > LATEST).sum())
+    return f"{future:,} times are in the future" if future > FUTURE_TIMES * len(times) else ""
 
 
 def _source(plan: Plan, out: Path, console: Console) -> tuple[dict[str, Any], bool]:
@@ -342,10 +348,9 @@ def _titles(path: Path, item: str, title: str, out: Path) -> Path:
     return target.resolve()
 
 
-def _split(params: Params, out: Path, timed: bool) -> tuple[dict[str, Any], str]:
-    """Split by time if both sides of the cuts have enough events; return section `prepare`, and the reason."""
-    reason = "the file has no times"
-    if timed:
+def _split(params: Params, out: Path, reason: str) -> tuple[dict[str, Any], str]:
+    """Split by time, unless there is a `reason` against it or a part has too little; return `prepare`, and the reason."""
+    if not reason:
         settings: dict[str, Any] = {"protocol": "temporal"}
         try:
             settings |= _core(params, out, settings)

@@ -205,6 +205,17 @@ def test_a_log_that_time_cannot_divide_is_split_by_user(tmp_path):
     assert "of the validation cases belong to users with events before" in plan.split
 
 
+def test_dates_of_the_future_do_not_become_the_test_part(tmp_path):
+    rows = pl.read_csv(write_log(tmp_path / "log.csv", spread=0))
+    future = pl.when(pl.int_range(pl.len()) % 50 == 0).then(4_102_358_400).otherwise("bought_at")
+    rows.with_columns(future.alias("bought_at")).write_csv(tmp_path / "log.csv")
+
+    plan, card = prepared(tmp_path, tmp_path / "log.csv")
+
+    assert card["protocol"] == "LOO-full"
+    assert "times are in the future" in plan.split
+
+
 @pytest.mark.parametrize(("scores", "events", "limit"), [(1e9, 1e9, 0), (1, 1e9, 25), (1e9, 1, 25)])
 def test_a_large_log_is_ranked_on_a_sample_of_cases(tmp_path, caplog, monkeypatch, scores, events, limit):
     monkeypatch.setattr(auto, "SCORES", scores)
