@@ -38,7 +38,6 @@ NESTED = {  # sections that the page shows in several parts
     ],
     "finetune": [
         ("finetune alone", config.FinetuneConfig, config.TrainConfig),
-        ("pretrain.contrast and finetune.contrast", config.ContrastConfig, None),
         ("finetune.counts", config.CountsConfig, None),
     ],
     "tune": [("tune", config.TuneConfig, None), ("tune.spaces.MODEL.SETTING", config.SearchRange, None)],

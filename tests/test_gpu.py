@@ -25,7 +25,7 @@ LOSSES = [
     {"loss": "gbce", "negatives": 16, "gbce_t": 0.75},
     {"loss": "bpr", "negatives": 4},
     {"exclude_past": True},
-    {"contrast": {"weight": 0.1}},
+    {"contrast": 0.1},
     {"resident": False},
     {"windows": "all", "ties": "shuffle"},
 ]

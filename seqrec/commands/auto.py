@@ -349,7 +349,7 @@ def _titles(path: Path, item: str, title: str, out: Path) -> Path:
 
 
 def _split(params: Params, out: Path, reason: str) -> tuple[dict[str, Any], str]:
-    """Split by time, unless there is a `reason` against it or a part has too little; return `prepare`, and the reason."""
+    """Split by time, unless a `reason` speaks against it or a part has too little; return `prepare` and the reason."""
     if not reason:
         settings: dict[str, Any] = {"protocol": "temporal"}
         try:

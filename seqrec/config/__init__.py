@@ -6,7 +6,6 @@ from seqrec.config.ranges import AUTO
 from seqrec.config.sections import (
     EXPERIMENT,
     SECTIONS,
-    ContrastConfig,
     CountsConfig,
     EvaluateConfig,
     FinetuneConfig,
@@ -30,7 +29,6 @@ __all__ = [
     "EXPERIMENT",
     "SECTIONS",
     "ConfigError",
-    "ContrastConfig",
     "CountsConfig",
     "EvaluateConfig",
     "FinetuneConfig",

@@ -135,23 +135,6 @@ class PrepareConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ContrastConfig(Section):
-    """A contrastive term added to the loss: it pulls two views of a window together, and views of other rows apart."""
-
-    weight: NotNegative = 0.1  # weight of the term for two dropout views of one window; 0: off
-    same_target: NotNegative = 0.0  # weight of the term between windows with the same target; 0: off
-    temperature: PositiveReal = 1.0  # temperature of the softmax over the batch
-    similarity: Literal["dot", "cosine"] = "dot"  # similarity of two views
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(
-            self.weight + self.same_target > 0,
-            "weight and same_target are both 0, so the term has no effect: leave contrast out",
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
 class TrainConfig(Section):
     """Settings of both training stages."""
 
@@ -161,7 +144,7 @@ class TrainConfig(Section):
     loss: Annotated[Literal["ce", "sampled_ce", "bce", "gbce", "bpr"], OrAuto()] = "ce"  # see docs/results/reading.md
     negatives: Annotated[int, Bounds(ge=1, le=1 << 24), OrAuto()] = 256  # sampled_ce: per step | else: per target
     sampler: Literal["uniform", "popularity", "in_batch"] = "uniform"  # of negatives; in_batch: the step's targets
-    contrast: dict[str, Any] = field(default_factory=dict)  # contrastive term, see ContrastConfig; empty: none
+    contrast: NotNegative = 0.0  # weight of a contrastive term between two dropout views of a window; 0: none
     exclude_past: bool = False  # ce: past items of the window are not candidates, as with `filter_seen` at test
     sparse_tables: bool = False  # sampled losses: a step updates only the rows it uses, for huge catalogues
     gbce_t: Share = 0.75  # gbce: 0: equals bce, 1: calibrated for the whole catalogue
@@ -187,7 +170,6 @@ class TrainConfig(Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.min_learning_rate <= self.learning_rate, "min_learning_rate must be at most learning_rate")
-        parse(ContrastConfig, self.contrast, "contrast")
         require(not self.exclude_past or self.loss == "ce", "exclude_past works with loss: ce only")
         require(self.resident or self.ties != "shuffle", "ties: shuffle needs resident: true")
         require(

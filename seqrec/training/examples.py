@@ -16,7 +16,7 @@ from seqrec.data import ties
 from seqrec.data.sequences import Sequences
 from seqrec.models.base import SequenceModel
 from seqrec.models.optional import self_supervised
-from seqrec.training import batches, contrast, objectives
+from seqrec.training import batches, objectives
 from seqrec.training.batches import Windows
 from seqrec.training.objectives import Example
 
@@ -34,7 +34,6 @@ class Examples:
             raise ValueError("no user has two training events: lower prepare.min_user_events or use a larger dataset")
         self.data = self.given = data
         self.config, self.accelerator = config, accelerator
-        self.same_target = contrast.same_target(data, config)
         self.groups = ties.groups(data) if config.ties == "shuffle" else None
         self.generator = torch.Generator().manual_seed(config.seed)
         self.before_epoch = self.generator.get_state()
@@ -47,7 +46,6 @@ class Examples:
         self.generator.set_state(self.before_epoch)
         if self.groups:
             self.data = ties.shuffled(self.given, *self.groups, self.generator)
-            self.same_target = contrast.same_target(self.data, config)
         self.windows = batches.windows(self.data, self.options, config, self.generator)
         if self.contrastive:
             number, processes = len(self.windows.user), self.accelerator.num_processes
@@ -77,7 +75,6 @@ class Examples:
             seed=self.config.seed * 1_000_003 + step,
             process=self.accelerator.process_index,
             processes=self.accelerator.num_processes,
-            same_target=self.same_target,
         )
         return objectives.with_target(example) if self.contrastive else example
 

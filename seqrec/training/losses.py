@@ -109,25 +109,19 @@ def bayesian_personalized_ranking(
     return -(rival_NK * other_NK).sum(1) / other_NK.sum(1).clamp(min=1)
 
 
-def info_nce(
-    view_BD: Tensor, other_BD: Tensor, label_B: Tensor, *, temperature: float = 1.0, cosine: bool = False
-) -> Tensor:
+def info_nce(view_BD: Tensor, other_BD: Tensor, label_B: Tensor) -> Tensor:
     """Return InfoNCE (2 B,): -log softmax of each view at its partner, over the partner and views with other labels.
 
     Args:
         view_BD: views.
         other_BD: their partners.
         label_B: rows with equal labels are not negatives of each other.
-        temperature: temperature of the softmax.
-        cosine: whether views are normalised to unit length.
     """
     view_ND = torch.cat([view_BD, other_BD])
-    if cosine:
-        view_ND = F.normalize(view_ND, dim=1)
     label_N = label_B.repeat(2)
     partner_N = torch.arange(len(label_N), device=label_N.device).roll(len(label_B))
     hidden_NN = (label_N.unsqueeze(1) == label_N).scatter(1, partner_N.unsqueeze(1), False)  # and each view itself
-    score_NN = (view_ND @ view_ND.T / temperature).masked_fill(hidden_NN, float("-inf"))
+    score_NN = (view_ND @ view_ND.T).masked_fill(hidden_NN, float("-inf"))
     return F.cross_entropy(score_NN, partner_N, reduction="none")
 
 

@@ -17,7 +17,6 @@ from seqrec.data.sequences import Sequences
 from seqrec.models.base import PAD, Batch, Options, SequenceModel
 from seqrec.training import losses
 from seqrec.training.batches import Windows
-from seqrec.training.contrast import SameTarget
 from seqrec.training.losses import PastItems
 
 
@@ -28,7 +27,6 @@ class Example(NamedTuple):
     target_BL: Tensor  # item to predict at each position, PAD where there is none
     number: int  # number of targets
     weight: float  # weight of a target: 1 / targets of the step, over all processes
-    partner: Batch | None = None  # for each row a window with the same last target
 
 
 def example(
@@ -40,7 +38,6 @@ def example(
     seed: int,
     process: int = 0,
     processes: int = 1,
-    same_target: SameTarget | None = None,
 ) -> Example:
     """Build one process's share of a step; every process knows all windows of the step, so they need not communicate.
 
@@ -52,7 +49,6 @@ def example(
         seed: seed of this step, the same on every process.
         process: index of this process.
         processes: number of processes that share the step.
-        same_target: source of partners; None for no partners.
     """
     width = sequences.padded_width(int(chosen.width.max()), options.length)
     targeted_BL = _targeted(options.objective, chosen.width, width, config, seed)
@@ -68,10 +64,7 @@ def example(
         batch = sequences.window(data, user, stop - 1, width, from_request=options.from_request)
     # DDP divides the gradients by the number of processes, so the weight is multiplied by it
     weight = processes / int(targeted_BL.sum())
-    partner = None
-    if same_target is not None:
-        partner = same_target.windows(data, chosen.stop[mine] - 1, options, seed + process)
-    return Example(batch, target_BL, int(targeted_BL[mine].sum()), weight, partner)
+    return Example(batch, target_BL, int(targeted_BL[mine].sum()), weight)
 
 
 def _neighbours(user_W: Tensor, process: int, processes: int) -> Tensor | slice:

@@ -22,7 +22,7 @@ class LossTerms(nn.Module):
         super().__init__()
         self.model, self.loss = model, loss
         self.bf16, self.exclude_past = config.precision == "bf16", config.exclude_past
-        self.contrast = contrast.term(config)
+        self.contrast = config.contrast
 
     def forward(self, example: Example) -> dict[str, Tensor]:
         """Return the loss terms of an example by name, and the model's figures."""
@@ -47,9 +47,9 @@ class LossTerms(nn.Module):
 
         with torch.autocast(device, torch.bfloat16, enabled=self.bf16):
             terms = self.model.training_loss(example.batch, task)
-            if self.contrast is not None:
-                target_B = example.target_BL[:, -1]
-                terms |= contrast.terms(self.contrast, self.model, example.batch, views[0], target_B, example.partner)
+            if self.contrast:
+                value = contrast.term(self.model, example.batch, views[0], example.target_BL[:, -1])
+                terms |= {"contrast": self.contrast * value}
             return terms
 
 

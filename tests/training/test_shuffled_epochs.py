@@ -9,8 +9,6 @@ from seqrec.config import FinetuneConfig
 from seqrec.data import sequences
 from seqrec.training.examples import Examples
 
-TARGET = {"contrast": {"same_target": 1.0, "weight": 0.0}}
-
 
 @pytest.fixture
 def data(tmp_path):
@@ -24,9 +22,8 @@ def drawn(examples):
     return examples.data.items
 
 
-@pytest.mark.parametrize("further", [{}, TARGET], ids=["plain", "same-target"])
-def test_each_epoch_has_its_own_order_which_a_resumed_one_draws_again(data, further):
-    config = FinetuneConfig(ties="shuffle", seed=3, **further)
+def test_each_epoch_has_its_own_order_which_a_resumed_one_draws_again(data):
+    config = FinetuneConfig(ties="shuffle", seed=3)
     examples = Examples(data, config, Accelerator(cpu=True))
     first, again = drawn(examples), drawn(examples)
     examples.end_epoch()
@@ -39,17 +36,6 @@ def test_each_epoch_has_its_own_order_which_a_resumed_one_draws_again(data, furt
     assert not torch.equal(first, second)
     assert not torch.equal(first, data.items)
     assert torch.equal(next(examples.build(0, 0)).batch.items, next(resumed.build(0, 0)).batch.items)
-
-
-def test_partners_have_the_target_that_the_shuffled_window_has(data):
-    config = FinetuneConfig(ties="shuffle", **TARGET)
-    examples = Examples(data, config, Accelerator(cpu=True))
-    items = drawn(examples)
-    target = torch.arange(int(data.start[3]) + 1, int(data.train_stop[3]))
-
-    _, partner = examples.same_target.draw(target, seed=0)
-
-    assert torch.equal(items[partner], items[target])
 
 
 def test_kept_ties_are_those_of_the_data(data):
