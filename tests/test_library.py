@@ -242,16 +242,13 @@ def value_of(cell, names):
     return eval(compile(ast.Expression(last.value), "cell", "eval"), names) if last else None
 
 
-def test_the_notebook_has_the_code_of_the_page_and_runs(tmp_path, monkeypatch):
-    page = (ROOT / "docs" / "library.md").read_text()
-    notebook = json.loads((ROOT / "docs" / "notebooks" / "library.ipynb").read_text())
-    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+def test_the_code_of_the_page_runs(tmp_path, monkeypatch):
+    cells = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "library.md").read_text(), re.M | re.S)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(REGISTRY, "data", dict(REGISTRY.data))  # the page's own model leaves with the test
     names: dict = {}
 
-    assert cells == [block.rstrip("\n") for block in re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)]
     values = []
     for cell in cells:
         if cell.startswith("%%writefile "):

@@ -1,13 +1,12 @@
-"""Comparison of evaluated runs: the paired gain on the same cases, or the spread over seeds.
+"""Comparison of evaluated runs: the paired gain on the same cases.
 
-These are two kinds of uncertainty, which are reported separately. Over users: would the gain hold for other, similar
-users? The interval and the sign-flip test answer this for the given weights. Over seeds: would it hold after
-another training?
+The interval and the sign-flip test say whether the gain would hold for other, similar users, with the given weights;
+`seqrec benchmark` with several seeds says whether it would hold after another training.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from seqrec.artifacts import CASES, METRICS, MODEL_CARD, SPLIT_CARD, read_json, read_table
+from seqrec.artifacts import CASES, METRICS, SPLIT_CARD, read_json, read_table
 from seqrec.config.ranges import Fraction, Seed
 from seqrec.data.sequences import Sequences, trained_until
 from seqrec.data.sequences import cases as cases_of
@@ -47,44 +46,35 @@ class Finished:
     name: str
     metrics: Mapping[str, float]
     cases: pa.Table
-    card: Mapping[str, Any] | None  # card of the trained model, if it lies beside the report
     split: str | None  # hash of the prepared data, if it lies beside the report
 
 
 def compare(
     runs: list[str],
     *,
-    seeds: bool = False,
     sequences: Path | None = None,
     confidence: Fraction = 0.95,
     seed: Seed = 42,
 ) -> dict[str, Any]:
-    """Print and return the paired gain of the first run over each other run, or with `seeds` the spread of all runs.
+    """Print and return the paired gain of the first run over each other run.
 
     Args:
         runs: reports/MODEL, or the output folder of `seqrec run`, followed by :MODEL if it holds several models.
-        seeds: show the spread over runs that differ only in the seed, instead of gains.
         sequences: prepared data of the runs, for slices by popularity; checked against the runs.
         confidence: confidence level of the intervals.
         seed: seed of the resampling and of the random sign flips.
 
     Raises:
         FileNotFoundError: a run was not evaluated.
-        ValueError: the runs differ in split or settings.
+        ValueError: the runs differ in split or in how they were ranked.
     """
     if len(runs) < 2:
         raise ValueError("name at least two runs")
     finished = [_read(run) for run in runs]
     for other in finished[1:]:
         _check_same_evaluation(finished[0], other)
-    if seeds:
-        if sequences is not None:
-            raise ValueError("--sequences has no effect with --seeds; leave it out")
-        result = _spread(finished)
-        Console().print(_spread_table(result))
-        return result
     prepared = None if sequences is None else _prepared(sequences, finished[0])
-    result = {
+    result: dict[str, Any] = {
         "first": finished[0].name,
         "split_sha256": prepared.card["split_sha256"] if prepared else finished[0].split,
         "filter_seen": finished[0].metrics["filter_seen"],
@@ -130,13 +120,11 @@ def _read(run: str) -> Finished:
     for file in (METRICS, CASES):
         if not (report / file).is_file():
             raise FileNotFoundError(f"{report / file} not found: evaluate {run} first")
-    root = report.parent.parent
-    card, split = root / "artifacts" / report.name / "finetuned" / MODEL_CARD, root / "data" / "sequences" / SPLIT_CARD
+    split = report.parent.parent / "data" / "sequences" / SPLIT_CARD
     return Finished(
         name=run,
         metrics=read_json(report / METRICS),
         cases=read_table(report / CASES),
-        card=read_json(card) if card.is_file() else None,
         split=read_json(split)["split_sha256"] if split.is_file() else None,
     )
 
@@ -238,40 +226,6 @@ def _total_by_user(difference: FloatArray, user: NDArray[np.integer]) -> FloatAr
     return np.where(np.abs(total_U) < 1e-12, 0.0, total_U)
 
 
-def _spread(runs: Sequence[Finished]) -> dict[str, Any]:
-    """Return mean, sample standard deviation, minimum and maximum over runs that differ only in the seed."""
-    cards = []
-    for run in runs:
-        if run.card is None:
-            raise FileNotFoundError(
-                f"--seeds: {run.name} has no artifacts/MODEL/finetuned/{MODEL_CARD}, which holds the seed"
-            )
-        cards.append(run.card)
-    trained = [card["config"]["seed"] for card in cards]
-    if len(set(trained)) < len(trained):
-        raise ValueError(f"--seeds: every run needs a different finetune.seed, but the seeds are {trained}")
-    settings = [_settings(card) for card in cards]
-    for run, other in zip(runs, settings, strict=True):
-        differing = [key for key in settings[0].keys() | other.keys() if settings[0].get(key) != other.get(key)]
-        if differing:
-            raise ValueError(
-                f"--seeds: {runs[0].name} and {run.name} must differ only in the seed, but also differ in "
-                f"{', '.join(sorted(differing))}"
-            )
-    spread = {}
-    for key in (f"{split}/{name}" for split in SPLITS for name in VALUES):
-        value = np.array([run.metrics[key] for run in runs])
-        figures = {"mean": value.mean(), "std": value.std(ddof=1), "min": value.min(), "max": value.max()}
-        spread[key] = {name: float(figure) for name, figure in figures.items()}
-    return {"runs": [run.name for run in runs], "model": cards[0]["model"], "seeds": trained, "spread": spread}
-
-
-def _settings(card: Mapping[str, Any]) -> dict[str, Any]:
-    named = {f"options.{key}": value for key, value in card["options"].items()}
-    named |= {f"finetune.{key}": value for key, value in card["config"].items() if key != "seed"}
-    return named | {"architecture": card["architecture"]}
-
-
 def _gain_table(result: Mapping[str, Any], other: str, gains: Mapping[str, Any]) -> Table:
     split = result["split_sha256"]
     table = Table(
@@ -302,17 +256,3 @@ def _cells(figures: Mapping[str, float]) -> list[str]:
         cells.append(f"{figures['p_value']:.4f}")
         cells.append("/".join(str(figures[f"users_{name}"]) for name in ("better", "equal", "worse")))
     return cells
-
-
-def _spread_table(result: Mapping[str, Any]) -> Table:
-    table = Table(
-        title=f"{result['model']} over {len(result['seeds'])} seeds ({', '.join(map(str, result['seeds']))})",
-        caption="the spread over trainings on the same users; other users may differ more",
-        box=None,
-        pad_edge=False,
-    )
-    for heading in ("", "mean", "std", "min", "max"):
-        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
-    for key, figures in result["spread"].items():
-        table.add_row(key, *(f"{figures[name]:.4f}" for name in ("mean", "std", "min", "max")))
-    return table

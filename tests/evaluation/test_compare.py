@@ -29,8 +29,8 @@ ONE = [1.0, 2.0, 30.0, 11.0]
 OTHER = [3.0, 2.0, 1.0, 7.0]
 
 
-def write_report(folder: Path, ranks: list[float], targets=TARGETS, *, filter_seen: int = 1, seed=None, **settings):
-    """A report whose valid and test cases are `targets` with `ranks`; with a seed, beside the card of its model."""
+def write_report(folder: Path, ranks: list[float], targets=TARGETS, *, filter_seen: int = 1):
+    """A report whose valid and test cases are `targets` with `ranks`."""
     cases = list(zip(targets, ranks, strict=True))
     rows = [(split, *target, rank, 0) for split in ("valid", "test") for target, rank in cases]
     columns = [pa.array(column, type=f.type) for column, f in zip(zip(*rows, strict=True), CASES_SCHEMA, strict=True)]
@@ -39,10 +39,6 @@ def write_report(folder: Path, ranks: list[float], targets=TARGETS, *, filter_se
     means = {"ndcg@10": metrics.ndcg(rank, 10).mean(), "recall@10": (rank <= 10).mean()}
     values = {f"{split}/{name}": float(value) for split in ("valid", "test") for name, value in means.items()}
     write_json(folder / "metrics.json", {"filter_seen": filter_seen} | values)
-    if seed is not None:
-        config = {"seed": seed, "learning_rate": 0.1} | settings
-        card = {"model": "sasrec", "architecture": "sasrec", "options": {"layers": 2}, "config": config}
-        write_json(folder.parent.parent / "artifacts" / folder.name / "finetuned" / "config.json", card)
     return str(folder)
 
 
@@ -173,18 +169,17 @@ def test_seen_items_left_out_of_one_run_alone_are_refused(tmp_path, pair):
 
 
 @pytest.mark.parametrize(
-    ("runs", "flags", "message"),
+    ("runs", "message"),
     [
-        (["one"], {}, "at least two"),
-        (["one", "one"], {}, "one is named twice"),
-        (["one", "nowhere"], {}, "nowhere holds no metrics.json"),
-        (["one", "other"], {"seeds": True}, "one has no artifacts/MODEL/finetuned/config.json"),
+        (["one"], "at least two"),
+        (["one", "one"], "one is named twice"),
+        (["one", "nowhere"], "nowhere holds no metrics.json"),
     ],
 )
-def test_what_cannot_be_compared_is_said(pair, tmp_path, monkeypatch, runs, flags, message):
+def test_what_cannot_be_compared_is_said(pair, tmp_path, monkeypatch, runs, message):
     monkeypatch.chdir(tmp_path)
     with pytest.raises((ValueError, OSError), match=message):
-        compare(runs, **flags)
+        compare(runs)
 
 
 def test_a_run_is_named_by_its_output_folder(tmp_path):
@@ -199,40 +194,6 @@ def test_a_run_is_named_by_its_output_folder(tmp_path):
         compare([a, b])
     with pytest.raises(FileNotFoundError, match=r"evaluate .*b:gru4rec first"):
         compare([a, f"{b}:gru4rec"])
-
-
-RANKS = {1: [1.0, 2.0, 30.0, 11.0], 2: [1.0, 1.0, 30.0, 11.0], 3: [3.0, 2.0, 30.0, 1.0]}
-
-
-def seed_runs(folder: Path) -> list[str]:
-    return [write_report(folder / f"s{seed}" / "reports" / "sasrec", ranks, seed=seed) for seed, ranks in RANKS.items()]
-
-
-def test_the_spread_over_seeds_by_hand_holds_no_interval_over_users(tmp_path):
-    result = compare(seed_runs(tmp_path), seeds=True)
-
-    a, b, c = (1 + 1 / log2(3)) / 4, 2 / 4, (1 / 2 + 1 / log2(3) + 1) / 4
-    mean = (a + b + c) / 3
-    spread = result["spread"]["test/ndcg@10"]
-    assert spread == pytest.approx(
-        {"mean": mean, "std": (((a - mean) ** 2 + (b - mean) ** 2 + (c - mean) ** 2) / 2) ** 0.5, "min": a, "max": c}
-    )
-    assert result["spread"]["valid/recall@10"]["max"] == 3 / 4
-    assert result["seeds"] == [1, 2, 3]
-    assert not {"low", "high", "gain"} & set(json.dumps(result).replace('"', " ").split())
-
-
-def test_a_spread_over_anything_but_seeds_is_refused(tmp_path):
-    runs = seed_runs(tmp_path)
-    again = write_report(tmp_path / "again" / "reports" / "sasrec", ONE, seed=1)
-    with pytest.raises(ValueError, match=r"a different finetune\.seed, but the seeds are \[1, 2, 3, 1\]"):
-        compare([*runs, again], seeds=True)
-
-    faster = write_report(tmp_path / "faster" / "reports" / "sasrec", ONE, seed=4, learning_rate=0.2)
-    with pytest.raises(
-        ValueError, match=r"sasrec and .*faster.* only in the seed, but also differ in finetune\.learning_rate$"
-    ):
-        compare([*runs, faster], seeds=True)
 
 
 @pytest.fixture(scope="module")
