@@ -319,6 +319,7 @@ class RecformerItems(Recformer):
         initialise(self.history)
         self.step: StepVectors | None = None  # of the current step, if it trains the text encoder
         self._start()
+        nn.Module.train(self, False)  # a loaded model has its vectors: only the end of training updates them
 
     def phases(self, stage: str) -> tuple[str, ...]:
         """See `SequenceModel.phases`; the history encoder is pre-trained if the text encoder is not trained."""

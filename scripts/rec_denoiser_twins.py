@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,8 +22,9 @@ import torch
 from numpy.typing import NDArray
 
 from seqrec.artifacts import write_text
-from seqrec.commands.benchmark import FINISHED, benchmark, gains
-from seqrec.config import load
+from seqrec.commands.benchmark import benchmark, gains, is_finished
+from seqrec.commands.settings import without_unfed
+from seqrec.config import Params, load
 from seqrec.data import sequences
 from seqrec.data.sequences import Sequences
 from seqrec.evaluation import metrics, ranking
@@ -71,14 +73,15 @@ def rank(model: SequenceModel, data: Sequences, split: str = "test") -> Ranks:
     return ranked.rank_sampled.numpy(), ranked.rank.numpy()
 
 
-def read(out: Path, rows: list[str], seeds: list[int]) -> tuple[Sequences, dict[str, Row]]:
+def read(out: Path, params: Params, seeds: list[int]) -> tuple[Sequences, dict[str, Row]]:
     """Return the dataset, and every row that is finished for some of the seeds, with its shuffled copy."""
-    data = sequences.load(out / "data/sequences")
+    folder = out / "data/sequences"
+    data = sequences.load(folder)
     found: dict[str, Row] = {}
-    for name in rows:
+    for name in params.leaderboard:
         ranks, shuffled, valid, shares, seconds = {}, {}, [], [], []
         for seed in seeds:
-            if not (out / f"seed-{seed}/reports" / name / FINISHED).is_file():
+            if not is_finished(out / f"seed-{seed}/reports" / name, params, name, folder, seed):
                 continue
             trained = load_checkpoint(out / f"seed-{seed}/artifacts" / name / "finetuned")
             model = trained.model.eval()
@@ -156,7 +159,8 @@ def main() -> None:
     out = arguments.out or Path("runs") / "-".join(filter(None, ("rec-denoiser", config.stem, dataset)))
     benchmark(config_file=config, out=out, dataset=dataset, seeds=arguments.seeds, only=arguments.only)
     seeds = [int(seed) for seed in arguments.seeds.split(",")]
-    data, rows = read(out, list(load(config).leaderboard), seeds)
+    params = load(config)
+    data, rows = read(out, without_unfed(replace(params, dataset=dataset or params.dataset)), seeds)
     user = sequences.cases(data, "test").user.numpy()
     text = f"{data.card['dataset']}, split {data.card['split_sha256'][:12]}\n\n{table(user, rows)}"
     write_text(out / "table.md", text)

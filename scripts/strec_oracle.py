@@ -135,7 +135,7 @@ def compare(out: Path, dataset: str, seeds: list[int]) -> str:
     values: dict[tuple[float, bool, str], list[np.ndarray]] = {}
     for seed in seeds:
         folder = out / dataset / f"seed-{seed}"
-        run.train_model(replace(params, seed=seed), "backbone", prepared, folder)
+        run.train_model(params.with_overrides({"seed": seed}), "backbone", prepared, folder)
         dense = load_checkpoint(folder / "artifacts/backbone/finetuned").model.eval()
         assert isinstance(dense, STRec)
         values.setdefault((0.0, False, DENSE), []).append(ndcg(dense, data))

@@ -317,8 +317,8 @@ def fit(
     if minutes is not None and not minutes > 0:
         raise ValueError(f"minutes: must be above 0, not {minutes}")
     place, keep = _working(folder)
-    content = data.params.as_dict() | {"models": {}, "leaderboard": []}
-    content["seed"] = data.params.seed if seed is None else seed
+    params = data.params if seed is None else data.params.with_overrides({"seed": seed})
+    content = params.as_dict() | {"models": {}, "leaderboard": []}
     request = {"minutes": minutes, "model": model, "options": options, "finetune": finetune, "seed": content["seed"]}
     request |= {"split": data.card["split_sha256"]}
     with _held(place):
@@ -327,7 +327,7 @@ def fit(
         shape = Shape.of(data.sequences, described=auto.has_texts(data.tables))
         settings = partial(auto.model_settings, model, shape, options=options, finetune=finetune)
         if described:
-            entry = dict(data.params.models[model])
+            entry = dict(params.models[model])
             given = {"options": dict(options or {}), "finetune": dict(finetune or {})}
             entry |= {name: {**entry[name], **values} for name, values in given.items()}
             plan.set_model(model, entry)

@@ -102,7 +102,7 @@ def benchmark(
         _count_rows(params, folder, out)
         for seed in numbers:
             for model in models:
-                _train(replace(params, seed=seed), model, folder, out / f"seed-{seed}")
+                _train(params.with_overrides({"seed": seed}), model, folder, out / f"seed-{seed}")
         try:
             return write_page(params, folder, out, base)
         except DamagedError as error:
@@ -128,6 +128,11 @@ def _is(path: Path, settings: dict[str, Any]) -> bool:
     except DamagedError as error:
         logger.warning("%s; the model is evaluated again", error)
         return False
+
+
+def is_finished(report: Path, params: Params, model: str, folder: Path, seed: int) -> bool:
+    """Return whether the folder `report` has the figures of a model that was trained with these settings and seed."""
+    return _is(report / FINISHED, _model_settings(params.with_overrides({"seed": seed}), model, folder))
 
 
 def _count_settings(params: Params, folder: Path) -> dict[str, Any]:
@@ -181,11 +186,7 @@ def write_page(params: Params, folder: Path, out: Path, base: str = "") -> dict[
     seeds = sorted(int(path.name.removeprefix("seed-")) for path in out.glob("seed-*[0-9]"))
     for model in params.leaderboard:
         of_seed = {seed: out / f"seed-{seed}/reports" / model for seed in seeds}
-        found = [
-            report
-            for seed, report in of_seed.items()
-            if _is(report / FINISHED, _model_settings(replace(params, seed=seed), model, folder))
-        ]
+        found = [report for seed, report in of_seed.items() if is_finished(report, params, model, folder, seed)]
         reports |= {model: found} if found else {}
     rows = [_row(name, paths) for name, paths in reports.items()]
     if base in reports:

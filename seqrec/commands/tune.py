@@ -118,8 +118,9 @@ def tune(
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     search = _search(model, dataset, params, sequences)
     architecture = REGISTRY.module(search.params({}).model(model).architecture)
-    items = sequences.parent / ITEMS
-    read = (_deciding(search), sha256(items) if items.is_file() else "")
+    tables = [sequences.parent, *(sequences.parent / "sources" / name for name in search.params({}).sources)]
+    files = [path for table in tables for path in (table / ITEMS, table / "sequences" / SPLIT_CARD) if path.is_file()]
+    read = (_deciding(search), [sha256(path) for path in files])
     identity = fingerprint(__name__, architecture, read, sequences / SPLIT_CARD)
     path = (study or state / "tune" / f"{identity}.db").absolute()
     work = path.with_name(f"{path.name}.work")
@@ -165,7 +166,7 @@ def _deciding(search: Search) -> tuple[Any, ...]:
     stages = [params.section(stage, model=search.model) for stage in ("pretrain", "finetune")]
     rules = (config.seed, config.startup_trials, config.warmup_epochs)
     seen = params.filters_seen()
-    return search.model, params.model(search.model), stages, seen, rules, list(search.space.items())
+    return search.model, params.model(search.model), params.sources, stages, seen, rules, list(search.space.items())
 
 
 def _open(path: Path, identity: str, config: TuneConfig) -> optuna.Study:

@@ -136,7 +136,7 @@ def fit(
                     "step": position.step,
                     **meter.means(position.batch, accelerator),
                     "learning_rate": step.optimizers.rate,
-                    "seconds": seconds,
+                    "seconds": meter.before + seconds,
                     "targets_per_second": meter.targets_per_second(seconds),
                 }
                 position.end_epoch()
@@ -152,6 +152,7 @@ def fit(
                     report_epoch(stage, record, config.epochs)
                 resume.save(state, position.total_steps, components, accelerator)
 
+        model.eval()
         stopping.restore_best()
         position.end_phase()
     if position.records:

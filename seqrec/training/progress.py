@@ -75,6 +75,7 @@ class EpochMeter:
     def clear(self) -> None:
         """Reset the sums for the next epoch."""
         self.sums = torch.zeros(0, device=self.device)  # sums over the steps: of the loss and of each term
+        self.before = 0.0  # seconds of the epoch before an interruption
 
     def start(self) -> None:
         """Start measuring speed; a resumed epoch keeps its sums."""
@@ -102,12 +103,12 @@ class EpochMeter:
         return self.targets / max(seconds, 1e-9)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sums; the next step names them again."""
-        return {"sums": self.sums}
+        """Return the sums and the seconds; the next step names the sums again."""
+        return {"sums": self.sums, "before": self.before + self.seconds}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from what `state_dict` returned."""
-        self.sums = state_dict["sums"].to(self.device)
+        self.sums, self.before = state_dict["sums"].to(self.device), state_dict["before"]
 
 
 class ProgressBar(Progress):

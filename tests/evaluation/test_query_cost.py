@@ -20,6 +20,15 @@ def test_operations_of_a_block_by_hand():
     assert cost.query_flops(model) == 2 * products
 
 
+def test_operations_of_the_experts_by_hand():
+    """Two matrices for every event of the first layer, and for one of the last, in the one expert it is sent to."""
+    models = [make_model("flash4rec", layers=2, length=12, d_expert=width).eval() for width in (32, 16)]
+
+    wide, narrow = map(cost.query_flops, models)
+
+    assert wide - narrow == (12 + 1) * 2 * 2 * 16 * 16
+
+
 def test_every_model_has_a_cost(architecture):
     name = architecture[0]
 
