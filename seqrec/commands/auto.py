@@ -78,6 +78,7 @@ LEAST_EPOCHS = 0.25  # share of a model's epochs that must fit into the budget, 
 RESERVE = 0.15  # share of a model's budget that counts and evaluation need
 MEMBERS = 5  # for few users, the most networks of one model whose scores are averaged
 ODD_TIMES = 0.05  # maximum share of times in another format or outside 1990 to 2035
+NEWEST_FIRST = 0.75  # minimum share of falling times that means that a file has its newest events first
 FUTURE_TIMES = 0.005  # temporal split: maximum share of times after 2035, all of which are in the test part
 ModelSettings = Callable[[int | None], dict[str, Any]]  # entry of a model in `models`, from its number of epochs
 EASE_SPEED = 5e9  # items cubed per second of the whole budget, so that EASE takes about a tenth of it on two cores
@@ -313,7 +314,8 @@ def _source(plan: Plan, out: Path, console: Console) -> tuple[dict[str, Any], bo
     columns |= {"rating": ""} if "rating" in csv_files.header(path) else {}  # otherwise ingest reads it
     title = columns.pop("title", "")
     if title and not items:
-        items = {"items": str(_titles(path, columns["item_id"], title, out))}
+        titled = _titles(path, columns["item_id"], title, out)
+        items = {"items": str(titled)} if titled else {}
     section = {"source": "csv", "interactions": str(path), "columns": columns, "time_format": time_format}
     return section | items | {"max_bad_share": column_guess.MALFORMED}, timed
 
@@ -329,20 +331,25 @@ def _show(path: Path, found: Any, time_format: str, console: Console) -> None:
     console.print(table)
 
 
-def _titles(path: Path, item: str, title: str, out: Path) -> Path:
-    """Write the first title of each item of a log to a file of items."""
+def _titles(path: Path, item: str, title: str, out: Path) -> Path | None:
+    """Write the first title of each item of a log to a file of items; None if items have several, as reviews do."""
     import polars as pl
 
+    from seqrec.data import column_guess
     from seqrec.data.readers import csv_files, row_checks
 
     parts = [
         frame.select(row_checks.identifier(frame["item_id"]), pl.col("title").cast(pl.String).str.strip_chars())
         .filter(pl.col("title") != "")
-        .unique("item_id", keep="first", maintain_order=True)
+        .unique(maintain_order=True)
         for frame in csv_files.columns_of(path, {"item_id": item, "title": title})
     ]
     target = out / "state" / "items.parquet"
-    rows = pl.concat(parts).drop_nulls("item_id").unique("item_id", keep="first", maintain_order=True)
+    pairs = pl.concat(parts).drop_nulls("item_id").unique(maintain_order=True)
+    rows = pairs.unique("item_id", keep="first", maintain_order=True)
+    if len(pairs) > column_guess.TITLES * len(rows):
+        logger.warning("%s is not read as the title: items have several of them", title)
+        return None
     target.parent.mkdir(parents=True, exist_ok=True)
     write_table(target, rows.to_arrow(compat_level=pl.CompatLevel.oldest()))
     return target.resolve()
@@ -350,8 +357,9 @@ def _titles(path: Path, item: str, title: str, out: Path) -> Path:
 
 def _split(params: Params, out: Path, reason: str) -> tuple[dict[str, Any], str]:
     """Split by time, unless a `reason` speaks against it or a part has too little; return `prepare` and the reason."""
+    order = {"newest_first": True} if _is_newest_first(out) else {}
     if not reason:
-        settings: dict[str, Any] = {"protocol": "temporal"}
+        settings: dict[str, Any] = {"protocol": "temporal", **order}
         try:
             settings |= _core(params, out, settings)
         except ValueError as error:
@@ -359,7 +367,7 @@ def _split(params: Params, out: Path, reason: str) -> tuple[dict[str, Any], str]
         else:
             if not (reason := _too_little(sequences.load(out / "data" / "sequences"))):
                 return settings, "temporal: events after a point in time are predicted from the events before it"
-    settings = {"protocol": "LOO-full"}
+    settings = {"protocol": "LOO-full", **order}
     try:
         settings |= _core(params, out, settings)
         few = not len(sequences.cases(sequences.load(out / "data" / "sequences"), "valid"))
@@ -370,6 +378,15 @@ def _split(params: Params, out: Path, reason: str) -> tuple[dict[str, Any], str]
             "no user has three events with items that occur at least twice: name another column with --user"
         )
     return settings, f"LOO-full (each user's last event), because a split by time is not possible: {reason}"
+
+
+def _is_newest_first(out: Path) -> bool:
+    """Return whether times mostly fall from row to row, so that events of one time are in this order too."""
+    import polars as pl
+
+    change = pl.read_parquet(out / "data" / INTERACTIONS, columns=["timestamp"])["timestamp"].diff()
+    falls = int((change < 0).sum())
+    return falls > NEWEST_FIRST * (falls + int((change > 0).sum()))
 
 
 def _core(params: Params, out: Path, settings: Mapping[str, Any]) -> dict[str, int]:

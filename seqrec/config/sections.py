@@ -125,6 +125,7 @@ class PrepareConfig(Section):
     filter_on: Literal["train", "all"] = "train"  # temporal: the k-core counts events before the first cut | all
     noise_share: Annotated[float, Bounds(ge=0, lt=1)] = 0.0  # share of training events that get a random item
     seed: Seed = 42  # seed of this stage
+    newest_first: bool = False  # a user's events of one time are in the file from the last to the first
     extend: str = ""  # folder of earlier sequences, whose users and items keep their numbers
     engine: Literal["polars", "spark"] = "polars"  # polars: one machine | spark: a cluster; same result
     shard_events: Annotated[int, Bounds(ge=1, le=1 << 26)] = 1 << 25  # events per part of sequences.arrow

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import polars as pl
 
 from seqrec.data.readers import blocks, csv_files, parquet_files
-from seqrec.data.readers.row_checks import MISSING
+from seqrec.data.readers.row_checks import MISSING, record_text
 from seqrec.data.readers.times import DAY_S, LARGEST_SECONDS, seconds
 
 logger = logging.getLogger(__name__)
@@ -50,19 +50,21 @@ FOREIGN = {"item_id": "user_id", "title": "user_id", "timestamp": "rating", "rat
 REQUIRED = ("user_id", "item_id", "timestamp")
 DATES = (
     *("%d/%m/%Y", "%m/%d/%Y", "%d.%m.%Y", "%d-%m-%Y", "%m-%d-%Y", "%Y/%m/%d", "%Y.%m.%d", "%Y-%m-%d"),
-    *("%d/%m/%y", "%m/%d/%y", "%d.%m.%y", "%d %B %Y", "%d-%B-%Y", "%d-%B-%y", "%B %d, %Y", "%B %d %Y"),
+    *("%d/%m/%y", "%m/%d/%y", "%y/%m/%d", "%d.%m.%y", "%d %B %Y", "%d-%B-%Y", "%d-%B-%y", "%B %d, %Y", "%B %d %Y"),
     "%m %d, %Y",
 )
 CLOCKS = ("", " %H:%M:%S", " %H:%M", " %I:%M:%S %p", " %I:%M %p", ", %H:%M", ", %I:%M:%S %p", ", %I:%M %p")
 FORMATS = (  # tried for times that are neither numbers nor ISO 8601
     *(date + clock for date in DATES for clock in CLOCKS),
-    *("%Y%m%d%H%M%S", "%Y%m%d%H%M", "%Y%m%d", "%d/%b/%Y:%H:%M:%S %z", "%a %b %d %H:%M:%S %Y"),
+    *("%Y%m%d %H:%M:%S", "%Y%m%d%H%M%S", "%Y%m%d%H%M", "%Y%m%d", "%d/%b/%Y:%H:%M:%S %z", "%a %b %d %H:%M:%S %Y"),
     *("%a %b %d %H:%M:%S %z %Y", "%a, %d %b %Y %H:%M:%S %z", "%a, %d %b %Y %H:%M:%S GMT"),
 )
+YEAR_S = 365 * DAY_S
 EARLIEST, LATEST = 631_152_000, 2_051_222_400  # 1990 and 2035; excludes ratings
 CLOCK = r"^\s*([01]?\d|2[0-3]):[0-5]\d\b"  # a time of day
 SENTENCE = 5  # mean number of blanks in values that are texts
 FIT = 0.95  # minimum share of values that are valid times, or times of day
+TITLES = 1.2  # maximum mean number of titles of an item
 MALFORMED = 0.3  # maximum share of rows that are malformed, for example without a user
 ONE_EVENT = "; each row must be one event, and lists and objects in it are not read"
 NO_TIMES = "; a log without times can also be lines of `user item item ...`, oldest item first"
@@ -79,11 +81,18 @@ class Guess(NamedTuple):
 
 
 def is_lines(path: Path) -> bool:
-    """Return whether a text file has lines `user item item ...`, separated by blanks and without a header."""
+    """Return whether a text file has lines `user item item ...`, separated by blanks or tabs and without a header."""
     if parquet_files.is_parquet(path):
         return False
     names = csv_files.header(path)
-    return len(names) == 1 and len(names[0].split()) > 1
+    if len(names) == 1:
+        return len(names[0].split()) > 1
+    first = next(blocks.read_lines(path, size=blocks.HEADER_BYTES))["_text"][:100].to_list()
+    numbers = {line.count("\t") for line in first}
+    if 0 in numbers or any(mark in line for line in first for mark in ',;|"{'):
+        return False
+    items = sum(" " in line.partition("\t")[2] for line in first)  # in `user<tab>item item`
+    return len(numbers) > 2 or (numbers == {1} and 2 * items > len(first))
 
 
 def guess(path: Path, chosen: Mapping[str, str], time_format: str = "") -> tuple[list[Guess], str]:
@@ -106,8 +115,6 @@ def guess(path: Path, chosen: Mapping[str, str], time_format: str = "") -> tuple
             )
     if len(set(chosen.values())) < len(chosen):
         raise ValueError(f"{', '.join(chosen)} must be different columns, not {', '.join(chosen.values())}")
-    if rows.is_empty():
-        raise ValueError(f"{path.name} has no rows that can be read")
     found = {name: Guess(name, column, GIVEN) for name, column in chosen.items()}
     for by, why in ((_by_name, NAMED), (_by_content, FITTING)):
         for role in ("user_id", "item_id", "timestamp", "rating"):
@@ -199,6 +206,12 @@ def _sample(path: Path) -> pl.DataFrame:
             frames = list(csv_files.columns_of(part, same))
     good = [frame.filter(pl.col("_problem").is_null()).select(names) for frame in frames]
     rows = pl.concat(good or [pl.DataFrame(schema=names)])
+    if rows.is_empty():
+        wrong = next((frame for frame in frames if len(frame)), None)
+        why = ""
+        if wrong is not None:
+            why = f"; the first one, {wrong.select(record_text(wrong)).item(0, 0)!r:.80}: {wrong['_problem'][0]}"
+        raise ValueError(f"{path.name} has no rows that can be read{why}")
     every = len(rows) // INSPECTED_ROWS + 1
     rows = rows.filter(pl.int_range(pl.len()) // RUN_ROWS % every == 0)
     return rows.select(name for name in names if not rows.schema[name].is_nested())
@@ -249,7 +262,7 @@ def _title(rows: pl.DataFrame, roles: Mapping[str, str]) -> str | None:
     for column in sorted(_named("title", rows, roles), key=lambda name: not words & set(words_of(name))):
         same = bool(words & set(words_of(column)))
         known = rows.filter(pl.col(column).cast(pl.String, strict=False).str.strip_chars() != "")
-        if 0 < _pairs(known, item, column) <= 1.2 * items and (same or 2 * known[column].n_unique() >= items):
+        if 0 < _pairs(known, item, column) <= TITLES * items and (same or 2 * known[column].n_unique() >= items):
             return column
     return None
 
@@ -406,13 +419,23 @@ def _time_format(values: pl.Series, column: str) -> str:
     Raises:
         ValueError: no format fits, or two of them fit equally well and give different times.
     """
-    if values.dtype.is_temporal() or _share_of_times(values, "") > 0:
+    if values.dtype.is_temporal():
         return ""
     known = values.filter(values.cast(pl.String).str.strip_chars() != "")
+    plain = _share_of_times(known, "")
+    if plain >= FIT:
+        return ""
     shares = {text: _share_of_times(known, text) for text in FORMATS}
     fitting = max(FORMATS, key=lambda text: shares[text])
-    for other in [text for text in FORMATS if shares[text] == shares[fitting] >= FIT]:
-        if not seconds(known, other).equals(seconds(known, fitting)):
+    if 0 < plain >= shares[fitting]:
+        return ""
+    times = {text: seconds(known, text) for text in FORMATS if shares[text] == shares[fitting] >= FIT}
+    if times:  # days read as years would be of many years
+        years = {text: (found // YEAR_S).n_unique() for text, found in times.items()}
+        fitting = min(times, key=lambda text: years[text])
+        times = {text: found for text, found in times.items() if years[text] < 2 * years[fitting]}
+    for other, found in times.items():
+        if not found.equals(times[fitting]):
             raise ValueError(
                 f"the times of {column} such as {str(known[0])!r:.40} may have the format {fitting} or {other}: "
                 "choose one with --time-format"

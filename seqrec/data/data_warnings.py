@@ -9,13 +9,16 @@ from seqrec.data.sequences import Sequences, cases, train_events
 
 USERS, ITEMS, STEPS = 1_000, 50, 20  # warn about fewer users (all, or with cases), items or steps per epoch
 TIES, ORDERED_TIES, REPEATS, AT_ONCE = 0.5, 0.1, 0.1, 0.2  # warn about larger shares of events
-BUSIEST, FEW = 0.1, 10  # warn about a user with a larger share of the validation cases, and with more of them
+BUSIEST, FEW = 0.1, 10  # a user with a larger share of the events, or of the validation cases and more of them, is odd
 DUPLICATES, OUTSIDE = 0.05, 0.5  # warn about larger shares of events that are left out
 
 
 def repeats(data: Sequences) -> float:
-    """Return the share of training events that repeat an item of the user."""
+    """Return the share of training events that repeat an item of the user, without users that are no persons."""
     user, item = train_events(data)
+    rare = user.bincount()[user] <= BUSIEST * len(user)
+    if rare.any():
+        user, item = user[rare], item[rare]
     pairs = user * (data.num_items + 1) + item
     return 1 - len(pairs.unique()) / max(1, len(pairs))
 

@@ -268,7 +268,8 @@ def _write_sequences(
     with shard_writer(sequences / artifacts.SEQUENCES, artifacts.SEQUENCES_SCHEMA) as write:
         for part, first, stop in zip(parts, bounds[:-1], bounds[1:], strict=True):
             shard_ends = Ends(*(values[first:stop] for values in ends))
-            ordered = engine.ordered(splits.keyed(part, int(first) + 1), "key", "row")
+            keyed = splits.keyed(part, int(first) + 1, newest_first=config.newest_first)
+            ordered = engine.ordered(keyed, "key", "row")
             item, time = ordered["item"].to_numpy(), splits.times_of(ordered["key"].to_numpy())
             del ordered
             item = splits.with_noise(item, shard_ends, num_items, config.noise_share, config.seed)

@@ -181,13 +181,16 @@ def test_movielens_10m(tmp_path):
     assert table(tables.items).rows() == [("122", "Cité (a.k.a. City of Lost Children)", "1995", "Drama, Sci-Fi")]
 
 
-def test_titles_that_are_not_utf_8_are_named(tmp_path, caplog):
-    products = "item_id,title\n1,Caf\xe9\n2,Tea\n".encode("latin-1")
-    paths = written(tmp_path, interactions=("x.csv", "user_id,item_id,timestamp\n1,1,5\n"), items=("y.csv", products))
+def test_text_that_is_not_utf_8_is_read_as_windows_1252_and_damaged_titles_are_named(tmp_path, caplog):
+    events = "user_id,item_id,timestamp\n1,Caf\xe9,5\n".encode("cp1252")
+    products = b"item_id,title\nCaf\xe9,\x80 5\nTea,\xe9 \xc3\xa9\n"
+    paths = written(tmp_path, interactions=("x.csv", events), items=("y.csv", products))
 
-    found = table(readers.own_files(paths, IngestConfig(source="csv")).items)
+    found = readers.own_files(paths, IngestConfig(source="csv"))
 
-    assert found["item_id"].to_list() == ["1", "2"]
+    assert rows(found.interactions) == [("1", "Caf\xe9", 5, None)]
+    assert table(found.items).rows() == [("Caf\xe9", "\u20ac 5"), ("Tea", "\ufffd \xe9")]
+    assert "x.csv: lines that are not UTF-8 are read as Windows-1252" in caplog.text
     assert "y.csv: 1 titles are not UTF-8" in caplog.text
 
 
@@ -454,7 +457,9 @@ HEAD = "user_id,item_id,timestamp,rating\n"
         ("u, ,5,1", "no item_id"),
         ("nan,i,5,1", "no user_id"),  # what pandas makes of a missing value that becomes text
         ("u,NULL,5,1", "no item_id"),
-        (b"u,caf\xe9,5,1", "item_id is not UTF-8"),
+        (b"u,caf\xe9 \xc3\xa9,5,1", "item_id is not UTF-8"),  # not Latin-1 either
+        ('u,"a\tb",5,1', "item_id has control characters, such as a line break"),
+        (f"u,{'i' * 257},5,1", "item_id has more than 256 characters"),
         ("u,i,,1", "no timestamp"),
         ("u,i,soon,1", "timestamp is neither a number nor an ISO time"),
         ("u,i,NaN,1", "timestamp is neither a number nor an ISO time"),
@@ -487,10 +492,11 @@ def test_a_quoted_field_may_span_lines(tmp_path):
     assert table(readers.own_files(paths, CSV).items).rows() == [("1", 'two\nlines, "quoted"'), ("2", "one")]
 
 
-QUOTED_EVENTS = "".join(f'u{n},"a\nb ""{n}""",{n},\n' if n % 3 else f"u{n},i,{n},4\n" for n in range(60))
+NOTED = "user_id,item_id,timestamp,note\n"
+QUOTED_EVENTS = "".join(f'u{n},i,{n},"a\nb ""{n}"""\n' if n % 3 else f"u{n},i,{n},4\n" for n in range(60))
 REVIEW = '{"reviewerID": "A%d", "asin": %d, "overall": 4, "unixReviewTime": 5}\n'
 BLOCKS = {  # reader, settings, text, and the bad rows
-    "csv": (readers.own_files, {}, HEAD + QUOTED_EVENTS + "garbage\n", [(102, "not 4 columns")]),
+    "csv": (readers.own_files, {}, NOTED + QUOTED_EVENTS + "garbage\n", [(102, "not 4 columns")]),
     "amazon-2018": (
         readers.amazon_2018,
         {},
@@ -651,7 +657,9 @@ def of_lines(folder, text, **settings):
 
 
 def test_a_line_of_a_user_and_items_is_a_sequence(tmp_path):
-    blocks = of_lines(tmp_path, gzip.compress(b"1 7 8 7\n\n2\t9  8 \n3\n1 5 6\n4 caf\xe9 5\n5 7\n"), lines="sequences")
+    blocks = of_lines(
+        tmp_path, gzip.compress(b"1 7 8 7\n\n2\t9  8 \n3\n1 5 6\n4 caf\xe9 \xc3\xa9\n5 7\n"), lines="sequences"
+    )
     assert rows(blocks) == [
         *[("1", "7", 0, None), ("1", "8", 1, None), ("1", "7", 2, None), ("2", "9", 0, None), ("2", "8", 1, None)],
         ("5", "7", 0, None),

@@ -7,8 +7,10 @@ was found so far). Readers pass them on, and `row_checks` makes the quarantine f
 from __future__ import annotations
 
 import codecs
+import functools
 import gzip
 import io
+import logging
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import IO, cast
 import numpy as np
 import polars as pl
 
+logger = logging.getLogger(__name__)
 BLOCK_BYTES = 1 << 24
 HEADER_BYTES = 1 << 16
 PIECE_BYTES, PIECES = 1 << 18, 32  # of an excerpt
@@ -44,14 +47,14 @@ class DamagedFileError(ValueError):
 def read_lines(path: Path, *, size: int = 0) -> Frames:
     """Yield the non-blank lines of a text file, plain or gzip.
 
-    Bytes that are not UTF-8 become U+FFFD. `size` is the size of a block in bytes; 0: BLOCK_BYTES.
+    Text that is not UTF-8 is read as `decoded` says. `size` is the size of a block in bytes; 0: BLOCK_BYTES.
 
     Raises:
         DamagedFileError: the gzip stream is truncated or corrupt, or the file is a web page.
         ValueError: the file is not a text file.
     """
     for number, data in chunks(path, size):
-        yield as_lines(data.decode("utf-8", "replace"), number)
+        yield as_lines(decoded(data, path), number)
 
 
 def chunks(path: Path, size: int = 0) -> Iterator[tuple[int, bytes]]:
@@ -99,6 +102,33 @@ def excerpt(path: Path) -> bytes:
                 _read(stream, path, LONGEST_LINE, line=True)
             pieces += [_read(stream, path, PIECE_BYTES), _read(stream, path, LONGEST_LINE, line=True)]
     return b"".join(pieces)
+
+
+def decoded(data: bytes, path: Path) -> str:
+    """Return the text of whole lines of a file: UTF-8, or Windows-1252 in a line that is not UTF-8 at all.
+
+    A line that also has characters of several UTF-8 bytes is damaged; what is not UTF-8 in it becomes U+FFFD.
+    """
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "\n".join(_decoded_line(line, path) for line in data.split(b"\n"))
+
+
+def _decoded_line(line: bytes, path: Path) -> str:
+    try:
+        return line.decode()
+    except UnicodeDecodeError:
+        text = line.decode("utf-8", "replace")
+    if not text.replace("\ufffd", "").isascii():
+        return text
+    _say_encoding(path)
+    return line.decode("cp1252", "replace")
+
+
+@functools.lru_cache(maxsize=32)
+def _say_encoding(path: Path) -> None:
+    logger.warning("%s: lines that are not UTF-8 are read as Windows-1252", path.name)
 
 
 def _without_marker(data: bytes, number: int) -> bytes:

@@ -146,6 +146,8 @@ def _csv_header(path: Path) -> _Header:
     for lines in read_lines(path, size=HEADER_BYTES):
         if lines.is_empty():  # a block of blank lines
             continue
+        if len(lines) > 1 and re.fullmatch(r"sep=.", lines["_text"][0]):  # for Excel
+            lines = lines.slice(1)
         number, text = lines.row(0)[:2]
         delimiter = _delimiter(lines["_text"].to_list())
         fields, end = parse(text, delimiter)
@@ -155,6 +157,10 @@ def _csv_header(path: Path) -> _Header:
             return _Header([f"column_{place}" for place in range(1, len(fields) + 1)], delimiter, True, number - 1)
         typed = all(TYPED.search(name) for name in fields)
         names = [TYPED.sub("", name.strip()) if typed else name.strip() for name in fields]
+        names = [
+            f"{name}_{place}" if name in names[: place - 1] and name not in parquet_files.OURS else name
+            for place, name in enumerate(names, 1)
+        ]
         return _Header(names, delimiter, not typed, number)
     raise ValueError(f"{path.name} is empty")
 
@@ -163,11 +169,12 @@ def _delimiter(texts: Sequence[str]) -> str:
     """Return the delimiter.
 
     It is `::` if each line has as many, and a blank if each has the same number of words, and one of three or more is a
-    time.
+    time; otherwise the most frequent of the first line, if possible of those that each line has as many of.
     """
     if "::" in texts[0] and len({text.count("::") for text in texts}) == 1:  # MovieLens: fields may hold any other
         return "::"
-    delimiter = max(DELIMITERS, key=texts[0].count)
+    regular = [by for by in DELIMITERS if by in texts[0] and len({text.count(by) for text in texts[:100]}) == 1]
+    delimiter = max(regular or DELIMITERS, key=texts[0].count)
     words = [text.split(" ") for text in texts]
     even = delimiter not in texts[0] and len(set(map(len, words))) == 1
     return " " if even and len(words[0]) > 2 and any(map(TIME.fullmatch, words[-1])) else delimiter

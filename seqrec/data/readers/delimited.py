@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, TypeGuard
 import numpy as np
 import polars as pl
 
-from seqrec.data.readers.blocks import LONGEST_LINE, MARKS, Frames, as_lines, chunks, count
+from seqrec.data.readers.blocks import LONGEST_LINE, MARKS, Frames, as_lines, chunks, count, decoded
 
 LONGEST_RECORD = 1000  # lines; limits the damage of a stray quote
 # A quoted field after its opening quote; possessive quantifiers do not backtrack, so time is linear.
@@ -26,7 +26,8 @@ def delimited(
         regular = encoding == "utf-8" and carry.is_empty()
         frame = _regular(data, number, names, delimiter, skip) if regular else None
         if frame is None:
-            lines = as_lines(data.decode(encoding, "replace"), number).filter(pl.col("_line") > skip)
+            text = decoded(data, path) if encoding == "utf-8" else data.decode(encoding, "replace")
+            lines = as_lines(text, number).filter(pl.col("_line") > skip)
             if quoted:
                 frame, carry = _split_quoted(pl.concat([carry, lines]), names, delimiter, last=False)
             else:
@@ -133,13 +134,23 @@ def _split_quoted(
                 done, end, problem = closing.line, "closed", None
                 text = "\n".join(texts[first : done + 1])
                 fields = parse(text, delimiter).fields
-        problem = problem if end == "closed" else "quotes do not match"
+        if end != "closed":
+            repaired = _repaired(text, delimiter, len(names))
+            fields, problem = (repaired, None) if repaired else (fields, "quotes do not match")
         plain[first : done + 1] = False
         records.append((numbers[first], text, problem, *(fields if problem is None else [None] * len(names))))
     frame = _split(lines[:rest].filter(pl.Series(plain[:rest], dtype=pl.Boolean)), names, delimiter)
     frame = frame.select(*MARKS, *names)
     frame = pl.concat([frame, pl.DataFrame(records, schema=frame.schema, orient="row")]).sort("_line")
     return frame, lines[rest:]
+
+
+def _repaired(text: str, delimiter: str, columns: int) -> list[str] | None:
+    """Return the fields of a line with quotes after backslashes, or, between tabs, with quotes that are text."""
+    fields, end = parse(text.replace('\\"', '""'), delimiter)
+    if end != "closed" and delimiter == "\t":
+        fields, end = text.split(delimiter), "closed"
+    return fields if end == "closed" and len(fields) == columns else None
 
 
 ENDLESS = Closing(0, -1)  # the quotes are still open after the last line

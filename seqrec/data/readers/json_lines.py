@@ -21,10 +21,10 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 def keys(path: Path) -> list[str]:
     """Return the keys of the first objects of a file with a JSON object per line; none if the file is no such file.
 
-    Keys whose values are lists or objects are left out.
+    `user.id` is the key `id` of the object `user`. Keys whose values are lists, or objects in objects, are left out.
 
     Raises:
-        ValueError: the file is one JSON array.
+        ValueError: the file is one JSON array, or an object spans several lines.
     """
     lines = next((lines for lines in read_lines(path, size=HEADER_BYTES) if not lines.is_empty()), None)
     first = "" if lines is None else lines["_text"][0].strip()
@@ -35,8 +35,19 @@ def keys(path: Path) -> list[str]:
     if lines is None or not first.startswith("{"):
         return []
     objects = [value for text in lines["_text"] if isinstance(value := _object_or_none(text), dict)]
-    nested = {key for value in objects for key in value if isinstance(value[key], (list, dict))}
-    return [key for key in dict.fromkeys(key for value in objects for key in value) if key not in nested]
+    if not objects:
+        raise ValueError(f"{path.name}: no line is a JSON object: write each object on a line of its own")
+    flat = [_flattened(value) for value in objects]
+    nested = {key for value in (*objects, *flat) for key in value if isinstance(value[key], (list, dict))}
+    return [key for key in dict.fromkeys(key for value in flat for key in value) if key not in nested]
+
+
+def _flattened(value: dict[str, Any]) -> dict[str, Any]:
+    """Return an object with the keys of its objects in place of these: `user.id`."""
+    found: dict[str, Any] = {}
+    for key, part in value.items():
+        found |= {f"{key}.{name}": inner for name, inner in part.items()} if isinstance(part, dict) else {key: part}
+    return found
 
 
 def _object_or_none(text: str) -> Any:
@@ -47,7 +58,7 @@ def _object_or_none(text: str) -> Any:
 
 
 def json_lines(path: Path, fields: Mapping[str, Any], *, literals: bool = False) -> Frames:
-    """Yield the objects of a file with a JSON object per line; `fields` maps the keys to read to polars types.
+    """Yield the objects of a file with a JSON object per line; `fields` maps the keys of `keys` to polars types.
 
     Missing keys are null. With `literals`, lines may also be Python literals.
     """
@@ -68,8 +79,17 @@ def texts_of(path: Path, names: Mapping[str, str], *, literals: bool = False) ->
 
 
 def _decoded(texts: pl.Series, fields: Mapping[str, Any]) -> pl.Series | None:
+    inner = {name: name.split(".", 1) for name in fields if "." in name}
+    objects: dict[str, dict[str, Any]] = {}
+    for name, (key, part) in inner.items():
+        objects.setdefault(key, {})[part] = fields[name]
+    kinds = {**{key: pl.Struct(parts) for key, parts in objects.items()}, **fields}
     try:
-        values = texts.str.json_decode(pl.Struct(dict(fields)))
+        values = texts.str.json_decode(pl.Struct(kinds))
+        if inner:  # `user.id` may also be one key
+            parts = {name: pl.col(key).struct.field(part) for name, (key, part) in inner.items()}
+            columns = [pl.coalesce(name, parts[name]).alias(name) if name in parts else pl.col(name) for name in fields]
+            values = values.struct.unnest().select(columns).to_struct()
     except pl.exceptions.PolarsError:
         return None
     # polars reads a lone surrogate as NUL
@@ -86,6 +106,7 @@ def _parsed(text: str, fields: Mapping[str, Any], literals: bool) -> list[Any]:
     try:
         value = _object(text, literals)
         if isinstance(value, dict):
+            value = value | _flattened(value)
             return [None, *(_as_strings(value.get(name), kind) for name, kind in fields.items())]
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):  # of too deep, or numbers too long
         pass

@@ -17,6 +17,8 @@ from seqrec.data.readers.times import LARGEST_SECONDS, seconds
 
 logger = logging.getLogger(__name__)
 MISSING = ("nan", "NaN", "NA", "N/A", "NULL", "null", "None", "<NA>")  # what programs write for a missing value
+LONGEST_ID = 256  # characters
+CONTROL = r"[\x00-\x1f\x7f-\x{9f}]"
 ENTITY = r"&(#\d{1,7}|#[xX][0-9a-fA-F]{1,6}|[A-Za-z][A-Za-z0-9]*);"
 NO_EVENTS = pl.DataFrame(
     schema={"user_id": pl.String, "item_id": pl.String, "timestamp": pl.Int64, "row": pl.Int64, "rating": pl.Float32}
@@ -97,12 +99,17 @@ def _clean(frame: pl.DataFrame) -> bool:
         and int(times.min()) >= 0  # type: ignore[arg-type]
         and int(times.max()) < LARGEST_SECONDS  # type: ignore[arg-type]
         and bool(ratings.is_finite().all())
-        and all(frame[name].str.len_bytes().min() for name in ("user_id", "item_id"))
+        and all(_may_be_ids(frame[name]) for name in ("user_id", "item_id"))
         and (  # checked by `_regular`
             isinstance(frame.schema["_text"], pl.Struct)
             or not any(frame[name].str.contains("\ufffd", literal=True).any() for name in ("user_id", "item_id"))
         )
     )
+
+
+def _may_be_ids(text: pl.Series) -> bool:
+    sizes = text.str.len_bytes()
+    return 0 < int(sizes.min()) <= int(sizes.max()) <= LONGEST_ID and not text.str.contains(CONTROL).any()  # type: ignore[arg-type]
 
 
 def _with_problems(frame: pl.DataFrame, rating: pl.Series, wrong_time: str) -> pl.DataFrame:
@@ -164,7 +171,7 @@ def identifier(ids: pl.Series) -> pl.Series:
     """Return ids as text, whole numbers without a fraction; null for numbers that are not whole."""
     if ids.dtype.is_float():  # pandas stores integers as floats if one is missing
         ids = pl.select(pl.when(ids == ids.floor()).then(ids)).to_series().cast(pl.Int64, strict=False).alias(ids.name)
-    text = ids.cast(pl.String).str.strip_chars()
+    text = ids.cast(pl.String).str.strip_chars().str.strip_chars("\u200b\ufeff")
     return text.str.replace(r"^(\d+)\.0+$", "$1") if text.str.contains(".0", literal=True).any() else text
 
 
@@ -175,6 +182,10 @@ def _id_problem(name: str) -> pl.Expr:
         .then(pl.lit(f"no {name}"))
         .when(column.str.contains("\ufffd", literal=True))
         .then(pl.lit(f"{name} is not UTF-8"))
+        .when(column.str.contains(CONTROL))
+        .then(pl.lit(f"{name} has control characters, such as a line break"))
+        .when(column.str.len_chars() > LONGEST_ID)
+        .then(pl.lit(f"{name} has more than {LONGEST_ID} characters"))
     )
 
 
