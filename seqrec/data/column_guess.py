@@ -196,6 +196,8 @@ def words_of(name: str) -> list[str]:
 def _sample(path: Path) -> pl.DataFrame:
     """Return well-formed rows from the beginning, the end and places between them, without columns of lists."""
     names = csv_files.header(path)
+    if parquet_files.is_parquet(path):
+        names = parquet_files.single(path)
     same = {name: name for name in names}
     with TemporaryDirectory() as folder:
         if parquet_files.is_parquet(path):

@@ -41,7 +41,7 @@ IMPORTED = "import:"  # how the ids of imported events begin
 CAUTION = 10  # events added to both counts of a trend, so that few events are none
 PATIENCE_S = 2.0  # in which tables are tried to be made
 LOCKED_MS = 10_000  # for which a statement waits while another process writes into a SQLite file
-MISSING = ("no such table", 'relation "')  # words of errors about a table that is not there
+MISSING = ("no such table", "does not exist")  # words of errors about a table that is not there
 DAMAGE = ("not a database", "malformed")  # words of SQLite's errors about a file that is cut short or altered
 
 TABLES = sa.MetaData()

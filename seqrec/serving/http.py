@@ -308,11 +308,19 @@ def _served(dataset: str, config: RegisterConfig, options: ServeConfig) -> tuple
     return lambda: recommender, lambda: version
 
 
-def _candidate(config: RegisterConfig, options: ServeConfig, champion_version: str) -> Served:
-    candidate = numbered(options.candidate, config)
-    version = version_of(candidate, config)
-    if version == champion_version:
-        raise ConfigError(f"candidate: {options.candidate} is the champion itself; name another version")
+def _candidate(config: RegisterConfig, options: ServeConfig, champion_version: str) -> Served | None:
+    """Return the candidate; None if its alias names no version, or the champion, which then answers everybody."""
+    alias = options.candidate.startswith("models:/") and "@" in options.candidate
+    try:
+        candidate = numbered(options.candidate, config)
+        version = version_of(candidate, config)
+        if version == champion_version:
+            raise ConfigError(f"candidate: {options.candidate} is the champion itself; name another version")
+    except ValueError as error:
+        if not alias:
+            raise
+        logger.warning("%s; the champion answers everybody until the service starts again", error)
+        return None
     return Served(loaded(candidate, config, options), version)
 
 

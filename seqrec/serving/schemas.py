@@ -18,13 +18,23 @@ MAX_VALUES = 1_000  # values of an attribute in a filter
 MAX_FACTORS = 50  # values of an attribute that are boosted, or have a quota
 MAX_ITEMS = 1_000  # items of a list
 MAX_NEW_ITEMS, MAX_ATTRIBUTES = 100, 20  # items that a request describes, and attributes of each
+MAX_BYTES = 1_200  # of an id in the event store: PostgreSQL indexes two of them in 2,700 bytes, and no NUL
 AHEAD_S = 86_400.0  # seconds by which the clock of a sender may be ahead
 
 By = Literal["champion", "candidate"]  # the model that is to answer
 Factor = Annotated[float, Field(gt=0, le=1e6)]
 Id = Annotated[str, Field(max_length=1_000)]
 Text = Annotated[str, Field(max_length=4_000)]
-Stored = Annotated[str, Field(max_length=500, pattern=r"^[^\x00]*$")]  # PostgreSQL indexes 2,700 bytes, and no NUL
+
+
+def _fits_index(text: str) -> str:
+    if len(text.encode(errors="replace")) > MAX_BYTES:
+        raise ValueError(f"must have at most {MAX_BYTES} bytes")
+    return text
+
+
+Stored = Annotated[str, Field(max_length=500, pattern=r"^[^\x00]*$"), AfterValidator(_fits_index)]
+User = Annotated[Id, AfterValidator(_fits_index)]
 
 
 class Body(BaseModel):
@@ -69,7 +79,7 @@ class Query(Body):
     explore: float = Field(
         0.0, ge=0, le=1, description="probability that a position shows a random item of the best candidates"
     )
-    user: Id | None = Field(None, description="user id; it may be unknown to the model")
+    user: User | None = Field(None, description="user id; it may be unknown to the model")
     times: list[FiniteFloat] | None = Field(
         None, description="time of each event of the history, in seconds since 1970, UTC"
     )
@@ -162,8 +172,8 @@ class Question(Body):
 
     history: list[Id] = Field(max_length=MAX_HISTORY, description="item ids, oldest first")
     item: Id
-    user: Id | None = None
-    by: By = "champion"
+    user: User | None = None
+    by: By | None = Field(None, description="version to explain; if absent, the one that answers the user")
 
 
 class Explanation(BaseModel):

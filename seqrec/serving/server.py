@@ -86,6 +86,7 @@ class Server(uvicorn.Server):
         self.service: Service = api.state.service
         limit = math.ceil(self.service.options.timeout_s)
         settings = {"log_level": "warning", "access_log": False, "timeout_graceful_shutdown": limit, **settings}
+        settings["log_config"] = None  # what uvicorn says is formatted as everything else
         super().__init__(uvicorn.Config(api, http=HeadTimeout, ws="none", **settings))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -216,6 +216,36 @@ def test_dates_of_the_future_do_not_become_the_test_part(tmp_path):
     assert "times are in the future" in plan.split
 
 
+def test_a_log_from_the_newest_event_to_the_oldest_keeps_this_order_within_a_time(tmp_path):
+    rows = pl.read_csv(write_log(tmp_path / "log.csv", spread=0)).sort("bought_at")
+    rows = rows.with_columns(pl.col("bought_at") // 2_000_000 * 2_000_000)
+    rows = rows.unique(COLUMNS[:3], keep="first", maintain_order=True)
+    rows.write_csv(tmp_path / "oldest.csv")
+    rows.reverse().write_csv(tmp_path / "newest.csv")
+
+    found = []
+    for name in ("oldest", "newest"):
+        plan, card = prepared(tmp_path / name, tmp_path / f"{name}.csv")
+        assert plan.params["prepare"].get("newest_first", False) is (name == "newest")
+        assert card["counts"]["tied_events"] > 0
+        data = sequences.load(tmp_path / name / "out" / "data" / "sequences")
+        items = sequences.read_vocabulary(tmp_path / name / "out" / "data" / "sequences")[0]
+        histories = [data.items[first:stop].tolist() for first, stop in zip(data.start, data.stop, strict=True)]
+        found.append(sorted([items[item - 1] for item in history] for history in histories))
+
+    assert found[0] == found[1]
+
+
+def test_headlines_of_reviews_are_no_titles(tmp_path, caplog):
+    rows = pl.read_csv(write_log(tmp_path / "log.csv", spread=0))
+    path = tmp_path / "log.csv"
+    rows.with_columns(title=pl.format("Great {}", pl.int_range(pl.len()))).write_csv(path)
+
+    assert auto._titles(path, COLUMNS[1], "title", tmp_path) is None
+    assert "title is not read as the title: items have several of them" in caplog.text
+    assert auto._titles(path, COLUMNS[1], COLUMNS[3], tmp_path) is not None
+
+
 @pytest.mark.parametrize(("scores", "events", "limit"), [(1e9, 1e9, 0), (1, 1e9, 25), (1e9, 1, 25)])
 def test_a_large_log_is_ranked_on_a_sample_of_cases(tmp_path, caplog, monkeypatch, scores, events, limit):
     monkeypatch.setattr(auto, "SCORES", scores)

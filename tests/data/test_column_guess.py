@@ -69,6 +69,7 @@ def table(**columns):
     return pl.DataFrame({name: values[kind] for name, kind in columns.items()})
 
 
+T0 = 1_600_000_000
 LOGS = {  # columns, and the found ones in order: users, items, times, ratings, titles
     "ours": ({"user_id": "user", "item_id": "item", "timestamp": "epoch"}, "user_id item_id timestamp"),
     "shop": (
@@ -459,3 +460,60 @@ def test_lines_of_items_are_told_from_tables(tmp_path):
     assert [is_lines(tmp_path / f"{name}.txt") for name in ("lines", "equal")] == [True, True]
     assert not is_lines(tmp_path / "log.csv")
     assert not is_lines(tmp_path / "log.txt")
+
+
+def test_tabs_may_separate_items_but_then_no_table(tmp_path):
+    (tmp_path / "items.txt").write_text("1\t5\t7\t9\n2\t4\t4\n3\t1\n")
+    (tmp_path / "blanks.txt").write_text("1\t5 7 9\n2\t4 4\n")
+    (tmp_path / "titles.tsv").write_text("user\tmovie\ttime\n1\tThe Matrix Reloaded\t160\n2\tAlien\t170\n")
+
+    assert [is_lines(tmp_path / name) for name in ("items.txt", "blanks.txt", "titles.tsv")] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("form", "wanted"),
+    [("%y/%m/%d %H:%M", "%y/%m/%d %H:%M"), ("%d/%m/%y %H:%M", "%d/%m/%y %H:%M"), ("{}-{}-{} 17:02", "%Y-%m-%d %H:%M")],
+)
+def test_years_are_few_and_digits_may_lack_zeros(tmp_path, form, wanted):
+    days = [datetime(2019, 1, 1) + timedelta(hours=41 * row) for row in range(400)]
+    times = [form.format(day.year, day.month, day.day) if "{" in form else f"{day:{form}}" for day in days]
+    rows = {"user": [f"u{n % 30}" for n in range(400)], "item": [f"i{n % 20}" for n in range(400)], "time": times}
+    pl.DataFrame(rows).write_csv(tmp_path / "log.csv")
+
+    assert guess(tmp_path / "log.csv", {})[1] == wanted
+
+
+def test_keys_of_an_object_are_columns(tmp_path):
+    objects = [
+        {"user": {"id": n % 30}, "item": {"sku": f"i{n % 20}", "name": f"Thing {n % 20}"}, "ts": T0 + 3600 * n}
+        for n in range(400)
+    ]
+    (tmp_path / "log.jsonl").write_text("".join(f"{json.dumps(value)}\n" for value in objects))
+
+    found, _ = guess(tmp_path / "log.jsonl", {})
+    chosen = {one.name: one.column for one in found}
+    config = IngestConfig(source="csv", interactions="log.jsonl", columns={name: chosen[name] for name in REQUIRED})
+    good = next(own_files({"interactions": tmp_path / "log.jsonl"}, config).interactions).good
+
+    assert chosen == {"user_id": "user.id", "item_id": "item.sku", "timestamp": "ts", "title": "item.name"}
+    assert good.select("user_id", "item_id").row(31) == ("1", "i11")
+
+
+def test_what_the_first_lines_hold_decides_how_a_file_is_read(tmp_path):
+    excel = "sep=;\nuser;item;time;item,name\n"
+    plain = excel + "".join(f"u{n % 9};i{n % 8};{T0 + n};a, b\n" for n in range(100))
+    (tmp_path / "excel.csv").write_text(plain)
+    tabs = "".join(f"u{n % 30}\t{T0 + n}\ti{n % 20}\tHello, Goodbye{', Again' * (4 - n % 3)}\n" for n in range(100))
+    (tmp_path / "tabs.tsv").write_text(tabs)
+    (tmp_path / "twice.csv").write_text(
+        "user,item,time,x,x\n" + "".join(f"u{n % 9},i{n % 8},{T0 + n},1,2\n" for n in range(100))
+    )
+    pl.DataFrame({"user": [{"id": 1}] * 20, "uid": ["a", "b"] * 10}).write_parquet(tmp_path / "p")
+
+    columns = [
+        [one.column for one in guess(tmp_path / name, {})[0]][:3] for name in ("excel.csv", "tabs.tsv", "twice.csv")
+    ]
+
+    assert columns == [["user", "item", "time"], ["column_1", "column_3", "column_2"], ["user", "item", "time"]]
+    with pytest.raises(ValueError, match="none of the columns uid looks like item_id"):
+        guess(tmp_path / "p", {})

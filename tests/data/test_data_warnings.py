@@ -65,6 +65,12 @@ def test_repeats_are_those_of_a_user_in_training(prepared, tmp_path):
     assert 0 < repeats(sequences.load(prepared)) < 0.5
 
 
+def test_a_user_with_a_tenth_of_the_events_is_no_person(tmp_path):
+    rows = [(f"u{n // 6}", f"i{n % 6}", n) for n in range(120)] + [("-1", "i1", n) for n in range(100)]
+
+    assert repeats(sequences.load(prepare_rows(tmp_path, rows, min_user_events=1, min_item_events=1))) == 0
+
+
 def test_repeats_at_once_and_the_busiest_user(tmp_path):
     rows = [(f"u{user}", f"i{event // 2 % 3}", 1_000_000 + event) for user in range(6) for event in range(8)]
     rows += [("u0", f"i{event % 3}", 1_000_008 + event) for event in range(400)]

@@ -486,6 +486,18 @@ def test_a_malformed_line_is_set_aside_alone(tmp_path, line, reason):
     assert table(blocks)["row"].to_list() == [2, 5]
 
 
+@pytest.mark.parametrize(
+    ("by", "line", "item"),
+    [
+        ("\t", 'u\t"Ten" (Remaster)\t5\t1', '"Ten" (Remaster)'),
+        ("\t", 'u\t"Ten\t5\t1', '"Ten'),
+        (",", r'u,"The \"10\" song, live",5,1', 'The "10" song, live'),
+    ],
+)
+def test_quotes_that_are_text_lose_no_event(tmp_path, by, line, item):
+    assert rows(own(tmp_path, HEAD.replace(",", by) + f"{line}\n")) == [("u", item, 5, 1)]
+
+
 def test_a_quoted_field_may_span_lines(tmp_path):
     items = 'item_id,title\n1,"two\nlines, ""quoted"""\n2,"one"\n'
     paths = written(tmp_path, interactions=("e.csv", HEAD + "u,1,5,\n"), items=("i.csv", items))

@@ -59,6 +59,11 @@ def frames(path: Path, chosen: Mapping[str, str]) -> Frames:
         raise _damaged(path, error) from error
 
 
+def single(path: Path) -> list[str]:
+    """Return the names of the columns that hold single values, not lists or structs."""
+    return [field.name for field in _opened(path).schema_arrow if not pa.types.is_nested(field.type)]
+
+
 def excerpt(path: Path, chosen: Mapping[str, str]) -> Frames:
     """Yield columns as `frames` does, but only some rows from places all over the file.
 
