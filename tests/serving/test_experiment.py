@@ -43,16 +43,6 @@ def test_a_version_of_a_folder_changes_with_its_weights(prepared, tmp_path):
         http.serve(dataset="tiny", config=RegisterConfig(), options=options)
 
 
-def test_without_a_version_under_its_alias_the_champion_answers_everybody(tmp_path, caplog):
-    config = RegisterConfig(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
-    options = ServeConfig(candidate="models:/seqrec-tiny@candidate")
-
-    assert http._candidate(config, options, "1") is None
-    assert "the champion answers everybody" in caplog.text
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        http._candidate(config, ServeConfig(candidate=str(tmp_path / "nowhere")), "1")
-
-
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0])
 def test_a_share_of_the_users_has_the_candidate_and_keeps_it(share):
     chosen = {user for user in USERS if in_candidate(user, "4", share)}

@@ -157,10 +157,8 @@ def _csv_header(path: Path) -> _Header:
             return _Header([f"column_{place}" for place in range(1, len(fields) + 1)], delimiter, True, number - 1)
         typed = all(TYPED.search(name) for name in fields)
         names = [TYPED.sub("", name.strip()) if typed else name.strip() for name in fields]
-        names = [
-            f"{name}_{place}" if name in names[: place - 1] and name not in parquet_files.OURS else name
-            for place, name in enumerate(names, 1)
-        ]
+        first = {name: place for place, name in reversed(list(enumerate(names, 1)))} | dict.fromkeys(parquet_files.OURS)
+        names = [f"{name}_{place}" if first[name] not in (place, None) else name for place, name in enumerate(names, 1)]
         return _Header(names, delimiter, not typed, number)
     raise ValueError(f"{path.name} is empty")
 
