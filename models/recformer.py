@@ -17,8 +17,7 @@ Differs from the paper and its code in these places:
   q . (W x) = (W^T q) . x and sum_t p_t (V x_t) = V (sum_t p_t x_t);
 - the last layer computes only [CLS], unless masked words are predicted as well;
 - other rows of a batch with the same target are not negatives, since equal texts have equal vectors;
-- all rows of a batch are negatives, including those of other processes; `recompute` reduces the memory for large
-  batches (GradCache, Gao et al. 2021);
+- all rows of a batch are negatives, including those of other processes;
 - targets have at least one earlier event;
 - masked words are predicted with the table of word embeddings, as in eq. 8; the code has a separate matrix;
 - each whole word is masked independently with the given probability; the code draws words until that share of a text's

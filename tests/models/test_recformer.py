@@ -133,24 +133,6 @@ def test_pieces_do_not_change_the_result():
     torch.testing.assert_close(pieces(batch), whole(batch), atol=1e-5, rtol=1e-5)
 
 
-def test_recomputed_pieces_give_the_gradients_of_the_whole_batch():
-    """GradCache: negatives of the whole batch at the memory of a piece."""
-    gradients = []
-    options = {"max_tokens": 40, "piece_tokens": 64, "dropout": 0.2}
-    for recompute in (False, True):
-        torch.manual_seed(3)
-        model = build(recompute=recompute, **options).train()
-        model.enter("contrastive")
-        torch.manual_seed(4)
-        terms = model.training_loss(make_batch(random_rows()), None)
-        torch.stack(list(terms.values())).sum().backward()
-        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-
-    assert gradients[0].keys() == gradients[1].keys()
-    for name, value in gradients[0].items():
-        torch.testing.assert_close(gradients[1][name], value, atol=1e-6, rtol=1e-5)
-
-
 ROWS = [[3, 7, 2], [5, 1], [6, 8, 4, 2], [9, 10, 11]]  # two rows have target 2
 
 
