@@ -59,8 +59,8 @@ def decoded(model, part, row, gurs):
     """Return the outputs of a decoder that attends at each position to five copies of a GUR."""
     weights = weights_of(model)
     x, gurs = embedded(weights, row), np.broadcast_to(gurs, (len(row), 16))
-    for layer in range(len(model.decoder.blocks)):
-        name = f"{part}.blocks.{layer}"
+    for layer in range(len(model.decoder)):
+        name = f"{part}.{layer}"
         x = attended(x, weights, name)
         copies = np.repeat(gurs[:, None], 5, 1)
         guided = np.einsum("c,lcd->ld", softmax(np.arange(5.0)), linear(copies, weights, f"{name}.from_gur"))
@@ -233,7 +233,7 @@ def test_both_domains_are_pre_trained_on_and_the_target_is_fine_tuned(domains, t
     first, last = initial(tmp_path), load_checkpoint(tmp_path / "finetuned").model
     assert first.catalogue == last.catalogue == (target.num_items, target.num_users, 6, None)
     assert first.discriminator is None
-    assert not torch.equal(first.recommender.blocks[0].inner.weight, last.recommender.blocks[0].inner.weight)
+    assert not torch.equal(first.recommender[0].inner.weight, last.recommender[0].inner.weight)
 
 
 def test_without_sources_there_is_one_domain(domains, tmp_path):
