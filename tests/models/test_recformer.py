@@ -287,7 +287,7 @@ def test_without_layers_an_item_is_the_mean_of_its_embedded_words():
 
 
 def test_a_history_of_items_is_read_as_sasrec_reads_the_same_vectors():
-    model = items_model(d_history=16, history_layers=2, length=12)
+    model = items_model(d_history=16, length=12)
     other = make_model("sasrec", layers=2, heads=2, dropout=0.0, length=12).eval()
     table = model.history.to_item(model.vectors)
     names = ("positions", "blocks.", "norm.")
@@ -388,7 +388,7 @@ def test_histories_of_items_are_pre_trained_by_the_contrast_over_fixed_vectors()
 OPTIONS = {"length": 6, "d_model": 16, "d_inner": 32, "max_tokens": 64, "vocabulary": 300, "frozen_words": []}
 SETTINGS = {"batch_size": 16, "warmup_steps": 2, "learning_rate": 5e-3, "prefixes_per_user": 2, "save_steps": 1}
 PRETRAIN = {"epochs": 1, "held_out": 0.2, "earliest_target": 0.5}
-ITEMS = {"encoder": "items", "objective": "causal", "pooling": "mean", "layers": 0, "history_heads": 1}
+ITEMS = {"encoder": "items", "objective": "causal", "pooling": "mean", "layers": 0}
 
 
 def dataset(folder, *, items: int = 40, seed: int = 0, title: str = "t"):
