@@ -43,12 +43,7 @@ class RecGURUOptions(BERT4RecOptions):
     """Options of RecGURU; encoder, decoder and recommender have `layers` layers each."""
 
     objective: Objective = "causal"
-    alignment_weight: float = 1.0  # pre-training: weight of the discriminator's reversed gradient in the encoder
     fixed_encoder: bool = True  # fine-tuning: only the reconstruction, not the next item, trains the encoder
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.at_least(0, "alignment_weight")
 
 
 class DecoderBlock(nn.Module):
@@ -156,7 +151,7 @@ class RecGURU(TwoDomains):
         x_BLD, bias_BLL = self._embed(items_BL[:, :-1])
         terms = {"reconstruction": task(run_blocks(self.decoder, x_BLD, gur_BD.unsqueeze(1), bias_BLL)).sum()}
         if self.discriminator is not None:
-            logit_B = self.discriminator(reverse_gradient(gur_BD, self.options.alignment_weight)).squeeze(1)
+            logit_B = self.discriminator(reverse_gradient(gur_BD)).squeeze(1)
             terms["domain"] = domain_loss(logit_B.float(), items_BL[:, -1] <= self.own_items)
         return terms
 
@@ -170,9 +165,9 @@ def discriminator(d_model: int) -> nn.Sequential:
     return nn.Sequential(*layers, nn.Linear(widths[-1], 1))
 
 
-def reverse_gradient(x: Tensor, weight: float) -> Tensor:
-    """Return `x`, whose gradient will be multiplied by -`weight`."""
-    return x.detach() - weight * (x - x.detach())
+def reverse_gradient(x: Tensor) -> Tensor:
+    """Return `x`, whose gradient will change its sign."""
+    return 2 * x.detach() - x
 
 
 def domain_loss(logit_B: Tensor, own_B: Tensor) -> Tensor:
