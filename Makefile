@@ -18,7 +18,7 @@ KILLS ?= 100
 SEED ?= 0
 
 .PHONY: help setup lock first repro auto experiments text-demo benchmark bench docs test suite test-containers test-services
-.PHONY: test-spark chaos fuzz lint audit format ui pipeline image clean
+.PHONY: test-spark chaos fuzz lint audit format ui image clean
 
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 18
@@ -106,10 +106,6 @@ format: setup  ## format the code with ruff
 
 ui: setup  ## start MLflow at port 5000; print and open the page that compares the last runs
 	@python -m seqrec ui
-
-pipeline: setup  ## compile the Kubeflow pipelines into build/
-	python -m seqrec.pipelines compile --output build/pipeline.yaml
-	python -m seqrec.pipelines compile --pipeline retraining --output build/retraining.yaml
 
 image:  ## build the image; PYTHON_IMAGE=python@sha256:... pins its base, as a release should
 	docker build --tag seqrec:latest $(if $(PYTHON_IMAGE),--build-arg PYTHON_IMAGE=$(PYTHON_IMAGE)) .

@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -53,7 +53,6 @@ class RecDenoiserOptions(Options):
     """Options of Rec-Denoiser."""
 
     backbone: Literal["sasrec", "bert4rec", "tisasrec", "ssept"] = "sasrec"
-    backbone_options: dict[str, Any] = field(default_factory=dict)  # options of the backbone that are not listed here
     d_model: int = 64
     layers: int = 2
     heads: int = 2
@@ -102,21 +101,9 @@ class RecDenoiserOptions(Options):
             self.check_unused("jacobian is 0", "jacobian_share", "jacobian_projections", "jacobian_detach")
 
     def of_backbone(self) -> Options:
-        """Return the options of the backbone, which check their values.
-
-        Raises:
-            ValueError: `backbone_options` has an unknown option, or one that is set outside of it.
-        """
-        cls = BACKBONES[self.backbone].Options
-        kinds = {part.name: part.type for part in fields(cls)}
-        own = {name for name in ("length", "objective", "d_model", "layers", "heads", "dropout") if name in kinds}
-        for name in self.backbone_options:
-            known = ", ".join(sorted(kinds.keys() - own))
-            require(name in kinds and name not in own, f"backbone_options.{name}: not one of {known}")
-        whole = {name for name in self.backbone_options if kinds[name] == "int"}  # JSON may turn 256 into 256.0
-        given = {name: int(value) if name in whole else value for name, value in self.backbone_options.items()}
-        values: dict[str, Any] = {name: getattr(self, name) for name in own} | given
-        return cls(**values)
+        """Return the options of the backbone, which check their values; those not listed here have their defaults."""
+        shared = ("length", "objective", "d_model", "layers", "heads", "dropout")
+        return BACKBONES[self.backbone].Options(**{name: getattr(self, name) for name in shared})
 
 
 class MaskedSoftmax(nn.Module):

@@ -17,8 +17,7 @@ Differs from the paper and its code in these places:
   q . (W x) = (W^T q) . x and sum_t p_t (V x_t) = V (sum_t p_t x_t);
 - the last layer computes only [CLS], unless masked words are predicted as well;
 - other rows of a batch with the same target are not negatives, since equal texts have equal vectors;
-- all rows of a batch are negatives, including those of other processes; `recompute` reduces the memory for large
-  batches (GradCache, Gao et al. 2021);
+- all rows of a batch are negatives, including those of other processes;
 - targets have at least one earlier event;
 - masked words are predicted with the table of word embeddings, as in eq. 8; the code has a separate matrix;
 - each whole word is masked independently with the given probability; the code draws words until that share of a text's
@@ -48,6 +47,7 @@ from seqrec.models.text_encoder import Encoder, ItemTexts, TextEncoderOptions, W
 
 BERT_WIDTH = 768
 ITEMS_PER_REPORT = 100_000
+HISTORY_LAYERS = HISTORY_HEADS = 2  # of the encoder of histories, with encoder items
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +65,6 @@ class RecformerOptions(TextEncoderOptions):
     # fine-tuning: recompute item vectors each epoch, with encoder items each step; false: keep them
     refresh: bool = True
     d_history: int = 64  # encoder items: width of the history encoder and of item vectors
-    history_layers: int = 2
-    history_heads: int = 2
     history_dropout: float = 0.2
 
     def __post_init__(self) -> None:
@@ -78,11 +76,11 @@ class RecformerOptions(TextEncoderOptions):
         if self.encoder == "text":
             self.at_least(1, "layers")  # without layers, only encoder items works
             require(self.objective == "last", "objective must be last with encoder text; causal needs encoder items")
-            self.check_unused("encoder is text", "d_history", "history_layers", "history_heads", "history_dropout")
+            self.check_unused("encoder is text", "d_history", "history_dropout")
         else:
             require(self.pooling == "mean", "pooling must be mean with encoder items")
-            self.at_least(1, "d_history", "history_layers", "history_heads")
-            require(self.d_history % self.history_heads == 0, "d_history must be a multiple of history_heads")
+            self.at_least(1, "d_history")
+            require(self.d_history % HISTORY_HEADS == 0, f"d_history must be a multiple of {HISTORY_HEADS}")
             self.check_unused("encoder is items", "mlm_weight", "mlm_probability")
 
 
@@ -267,8 +265,8 @@ class HistoryEncoder(nn.Module):
         super().__init__()
         sizes = SASRecOptions(
             d_model=options.d_history,
-            layers=options.history_layers,
-            heads=options.history_heads,
+            layers=HISTORY_LAYERS,
+            heads=HISTORY_HEADS,
             dropout=options.history_dropout,
         )
         self.to_item = nn.Linear(options.d_model, sizes.d_model)

@@ -43,12 +43,7 @@ class RecGURUOptions(BERT4RecOptions):
     """Options of RecGURU; encoder, decoder and recommender have `layers` layers each."""
 
     objective: Objective = "causal"
-    alignment_weight: float = 1.0  # pre-training: weight of the discriminator's reversed gradient in the encoder
     fixed_encoder: bool = True  # fine-tuning: only the reconstruction, not the next item, trains the encoder
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.at_least(0, "alignment_weight")
 
 
 class DecoderBlock(nn.Module):
@@ -75,25 +70,6 @@ class DecoderBlock(nn.Module):
         return out
 
 
-class Decoder(nn.Module):
-    """Causal self-attention over a history, guided by a GUR; the recommender has the same form."""
-
-    def __init__(self, options: RecGURUOptions) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(DecoderBlock(options) for _ in range(options.layers))
-
-    def forward(self, x_BLD: Tensor, gur_BLD: Tensor, bias_BLL: Tensor, *, last: bool = False) -> Tensor:
-        """Return (B, L, D), or (B, 1, D) with `last`.
-
-        Args:
-            x_BLD: embedded history.
-            gur_BLD: GUR of each position, or (B, 1, D) one for all of them.
-            bias_BLL: causal attention bias.
-            last: compute only the last position.
-        """
-        return run_blocks(self.blocks, x_BLD, gur_BLD, bias_BLL, last=last)
-
-
 class RecGURU(TwoDomains):
     """A recommender beside an autoencoder of histories, whose representations are alike in two domains."""
 
@@ -112,7 +88,8 @@ class RecGURU(TwoDomains):
         self.norm = nn.LayerNorm(d_model)
         self.dropout = Dropout(options.dropout)
         self.encoder = nn.ModuleList(Block(options) for _ in range(options.layers))
-        self.decoder, self.recommender = Decoder(options), Decoder(options)
+        self.decoder = nn.ModuleList(DecoderBlock(options) for _ in range(options.layers))
+        self.recommender = nn.ModuleList(DecoderBlock(options) for _ in range(options.layers))
         initialise(self)
         self.discriminator = None
         self.enter("train")
@@ -155,8 +132,7 @@ class RecGURU(TwoDomains):
     def _recommend(self, x_BLD: Tensor, gur_BLD: Tensor, bias_BLL: Tensor, *, last: bool = False) -> Tensor:
         """Return queries for the event after each position, or only after the last one."""
         gur_BLD = gur_BLD.detach() if self.options.fixed_encoder else gur_BLD
-        out: Tensor = self.recommender(x_BLD, gur_BLD, bias_BLL, last=last)
-        return out
+        return run_blocks(self.recommender, x_BLD, gur_BLD, bias_BLL, last=last)
 
     def training_loss(self, batch: Batch, task: TaskLoss) -> dict[str, Tensor]:
         """See `SequenceModel.training_loss`; the reconstruction of a history is a term in both stages."""
@@ -165,7 +141,7 @@ class RecGURU(TwoDomains):
         x_BLD, bias_BLL = self._embed(batch.items)
         gur_BLD = self._encode(x_BLD, bias_BLL)
         following_BL = task(self._recommend(x_BLD, gur_BLD, bias_BLL))
-        decoded_BLD = self.decoder(x_BLD, gur_BLD[:, -1:], bias_BLL)
+        decoded_BLD = run_blocks(self.decoder, x_BLD, gur_BLD[:, -1:], bias_BLL)
         known_BP = task(decoded_BLD[:, :-1], skip_last=True)  # the last target is not in the GUR
         return {"task": following_BL.sum(), "reconstruction": known_BP.sum()}
 
@@ -173,9 +149,9 @@ class RecGURU(TwoDomains):
         """Return the terms of pre-training; here, histories end with the last target."""
         gur_BD = self._encode(*self._embed(items_BL[:, -self.options.length :]))[:, -1]
         x_BLD, bias_BLL = self._embed(items_BL[:, :-1])
-        terms = {"reconstruction": task(self.decoder(x_BLD, gur_BD.unsqueeze(1), bias_BLL)).sum()}
+        terms = {"reconstruction": task(run_blocks(self.decoder, x_BLD, gur_BD.unsqueeze(1), bias_BLL)).sum()}
         if self.discriminator is not None:
-            logit_B = self.discriminator(reverse_gradient(gur_BD, self.options.alignment_weight)).squeeze(1)
+            logit_B = self.discriminator(reverse_gradient(gur_BD)).squeeze(1)
             terms["domain"] = domain_loss(logit_B.float(), items_BL[:, -1] <= self.own_items)
         return terms
 
@@ -189,9 +165,9 @@ def discriminator(d_model: int) -> nn.Sequential:
     return nn.Sequential(*layers, nn.Linear(widths[-1], 1))
 
 
-def reverse_gradient(x: Tensor, weight: float) -> Tensor:
-    """Return `x`, whose gradient will be multiplied by -`weight`."""
-    return x.detach() - weight * (x - x.detach())
+def reverse_gradient(x: Tensor) -> Tensor:
+    """Return `x`, whose gradient will change its sign."""
+    return 2 * x.detach() - x
 
 
 def domain_loss(logit_B: Tensor, own_B: Tensor) -> Tensor:

@@ -30,21 +30,19 @@ from seqrec.models.fdsa import FDSAOptions, Stream
 from seqrec.models.layers import attention_bias, initialise
 from seqrec.models.optional import ReadsAttributes, SelfSupervised
 
+# of the paper's code (aap_weight and sp_weight of run_pretrain.py), where the other two terms have weight 1
+ITEM_ATTRIBUTE_WEIGHT, SEGMENT_WEIGHT = 0.2, 0.5
+
 
 @dataclass(frozen=True, kw_only=True)
 class S3RecOptions(FDSAOptions):
-    """Options of S3-Rec; the weights are those of the paper's code."""
+    """Options of S3-Rec."""
 
     mask_probability: float = 0.2  # pre-training: probability of masking an item; the last one is always masked
-    item_attribute_weight: float = 0.2  # weight of predicting an item's attributes from the item
-    item_weight: float = 1.0  # weight of predicting masked items
-    attribute_weight: float = 1.0  # weight of predicting a masked item's attributes from its context
-    segment_weight: float = 0.5  # weight of predicting masked segments
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(0 < self.mask_probability < 1, "mask_probability must be between 0 and 1")
-        self.at_least(0, "item_attribute_weight", "item_weight", "attribute_weight", "segment_weight")
 
 
 class S3Rec(ReadsAttributes, SelfSupervised):
@@ -98,9 +96,7 @@ class S3Rec(ReadsAttributes, SelfSupervised):
         masked_BL[:, -1] = True
         other_BL = torch.randint_like(items_BL, 1, self.mask)
         terms = self.item_terms(items_BL, masked_BL, other_BL)
-        if self.options.segment_weight > 0:
-            terms["segment"] = self.options.segment_weight * self.segment_term(items_BL, *draw_segments(items_BL))
-        return terms
+        return terms | {"segment": SEGMENT_WEIGHT * self.segment_term(items_BL, *draw_segments(items_BL))}
 
     def item_terms(self, items_BL: Tensor, masked_BL: Tensor, other_BL: Tensor) -> dict[str, Tensor]:
         """Return the terms of items and attributes (paper, eqs. 5 to 7).
@@ -110,7 +106,7 @@ class S3Rec(ReadsAttributes, SelfSupervised):
             masked_BL: whether an item is hidden.
             other_BL: for each position, a negative item.
         """
-        options, rows = self.options, len(items_BL)
+        rows = len(items_BL)
         out_BLD = self._read(items_BL.masked_fill(masked_BL, self.mask), causal=False)
         open_BL = (items_BL != PAD) & ~masked_BL
         known = self._attribute_loss("item_attribute", out_BLD[open_BL], items_BL[open_BL])
@@ -119,9 +115,9 @@ class S3Rec(ReadsAttributes, SelfSupervised):
         out_ND = self.heads["item"](out_BLD[foreign_BL])
         pair = [(out_ND * self.items(x_BL[foreign_BL])).sum(-1) for x_BL in (items_BL, other_BL)]
         return {
-            "item_attribute": options.item_attribute_weight * known / rows,
-            "attribute": options.attribute_weight * hidden / rows,
-            "item": options.item_weight * closer(*pair).sum() / rows,
+            "item_attribute": ITEM_ATTRIBUTE_WEIGHT * known / rows,
+            "attribute": hidden / rows,
+            "item": closer(*pair).sum() / rows,
         }
 
     def _attribute_loss(self, name: str, out_ND: Tensor, item_N: Tensor) -> Tensor:

@@ -19,7 +19,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from seqrec.models.base import Options, require
 from seqrec.models.layers import Dropout, attend
@@ -48,7 +47,6 @@ class TextEncoderOptions(Options):
     item_positions: bool = True  # false: ablation without the embedding of item positions
     token_types: bool = True  # false: ablation without the embedding of names and values
     piece_tokens: int = 16_384  # maximum number of tokens encoded at once
-    recompute: bool = False  # training: save memory by computing activations twice
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -323,11 +321,8 @@ class Encoder(nn.Module):
         counts = torch.bincount(piece)
         results = []
         for rows in torch.split(order, counts[counts > 0].tolist()):
-            given = items_BL[rows.to(items_BL.device, non_blocking=True)], int(size_B[rows[-1]])
-            if self.options.recompute and torch.is_grad_enabled():
-                results.append(checkpoint(function, *given, use_reentrant=False))
-            else:
-                results.append(function(*given))
+            rows_BL = items_BL[rows.to(items_BL.device, non_blocking=True)]
+            results.append(function(rows_BL, int(size_B[rows[-1]])))
         return results, order.argsort().to(items_BL.device, non_blocking=True)
 
 

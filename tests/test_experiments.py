@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import runpy
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -26,11 +25,3 @@ def test_what_an_experiment_names_exists(name):
         params = load(ROOT / given.config_file)
         params.dataset_entry(given.dataset or params.dataset)
         assert set(filter(None, [*given.only.split(","), given.base])) <= set(params.leaderboard)
-
-
-@pytest.mark.parametrize(("given", "expected"), [([], ""), (["SEEDS=1,2"], "--seeds 1,2")])
-def test_make_passes_on_the_seeds(given, expected):
-    command = ["make", "--dry-run", "experiments", "ONLY=strec", *given]
-    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-
-    assert shown.strip().endswith(f'scripts/experiments.py --only "strec" {expected}'.strip())

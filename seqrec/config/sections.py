@@ -164,7 +164,6 @@ class TrainConfig(Section):
     patience: Annotated[Positive, OrAuto()] = 10  # validations without a better valid/ndcg@10 before stopping
     eval_every: Positive = 1  # epochs between validations
     precision: Annotated[Literal["fp32", "bf16"], OrAuto()] = "fp32"  # precision of the forward pass; weights stay fp32
-    deterministic: bool = False  # use only deterministic kernels, which may be slower
     save_steps: Positive = 500  # steps between resume states; one is also saved after each epoch
     resident: bool = True  # false: events are read from the mapped file, for data larger than memory
 

@@ -23,7 +23,6 @@ class ServeConfig(Section):
     port: Annotated[int, Bounds(ge=0, le=65_535)] = 8000  # port to listen on; 0: any free one
     metrics_port: Annotated[int, Bounds(ge=0, le=65_535)] = 0  # port for /metrics only, turns /docs off; 0: `port`
     poll_s: Annotated[float, Bounds(ge=0, le=DAY_S)] = 30.0  # seconds between checks for a new champion; 0: never
-    batch: Annotated[int, Bounds(ge=1, le=1_000)] = 64  # maximum number of lists per pass of the model
     threads: Annotated[int, Bounds(ge=1, le=1_024)] = 1  # CPU threads of each pass of the model
     keys: str = ""  # file of `seqrec keys`; requests must then carry a key
     rate: Annotated[float, Bounds(ge=0, le=1e6)] = (

@@ -25,6 +25,7 @@ from seqrec.serving.recommender import Answer, Recommender, Request
 
 logger = logging.getLogger(__name__)
 UNKNOWN = UserHistory()
+LARGEST = 64  # lists per pass of the model
 LOOKED_UP = 32  # users that are looked up at once: others wait for no more
 TREND_S, CLICKS_S = 60.0, 5.0  # for which a trend, and the state of an experiment, are kept
 Load = Callable[[], Recommender]
@@ -40,7 +41,7 @@ class Service:
         self.draining = False  # about to end: still answers, but wants no more requests
         self.metrics = Metrics(self.served)
         models = [self.served] if candidate is None else [self.served, candidate]
-        self.batchers = [Batcher(served, options.batch, self.metrics.count) for served in models]
+        self.batchers = [Batcher(served, LARGEST, self.metrics.count) for served in models]
         self.store = AsyncStore(store, self.metrics.lost) if store else None
         self.trends = Kept[float, list[tuple[str, float]]](TREND_S)
         self.clicks = Kept[tuple[str, str], list[Clicks]](CLICKS_S)

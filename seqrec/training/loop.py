@@ -67,7 +67,6 @@ def fit(
             "and the k-core"
         )
     torch.manual_seed(config.seed + accelerator.process_index)
-    torch.use_deterministic_algorithms(config.deterministic)
     device, main = accelerator.device, accelerator.is_main_process
     model, data = model.to(device), data.to(device, resident=config.resident)
     position, meter, utilisation = Position(), EpochMeter(device), Utilisation(device, config.precision)

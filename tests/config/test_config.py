@@ -131,20 +131,6 @@ def test_as_dict_gives_back_what_was_read():
     assert from_dict(from_dict(PARAMS).as_dict()) == from_dict(PARAMS)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("dataset: [", "is not valid YAML"),
-        ("", "expected a mapping of settings, got None"),
-        ("ml-100k", "expected a mapping of settings, got 'ml-100k'"),
-    ],
-)
-def test_a_file_that_holds_no_settings_is_refused(tmp_path, text, message):
-    (tmp_path / "params.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=message.replace("[", r"\[")):
-        load(tmp_path / "params.yaml")
-
-
 def test_a_missing_file_says_where_to_run():
     with pytest.raises(ConfigError, match="run from the project's folder, or give its path"):
         load(Path("nowhere.yaml"))

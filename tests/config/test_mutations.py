@@ -115,7 +115,7 @@ def test_what_is_no_config_is_refused(content):
     [
         *(b"", b"dataset: [", b"\xff\xfe", b"a: b: c", b"\x00", b"- a", b"!!python/object:os.system x", b"? [1]\n: 2"),
         *(b"[" * 500, b"a: &a [*a]", b"dataset: &d {x: *d}", b"{? {} : 1}", b"2020-99-99", b"models: 2020-13-45"),
-        b"dataset: 'tiny",
+        *(b"dataset: 'tiny", b"tiny"),
     ],
 )
 def test_a_damaged_file_is_refused(tmp_path, text):

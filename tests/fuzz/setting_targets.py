@@ -1,46 +1,24 @@
-"""params.yaml, and the form of a Kubeflow run."""
+"""The form of a Kubeflow run. (Configs: tests/config/test_mutations.py.)"""
 
 from __future__ import annotations
 
 import copy
 import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hypothesis import strategies as st
 
 from fuzz.harness import Target
-from seqrec import config
 from seqrec.cluster.form import overridden, settings_of_model, settings_of_run, without_cluster
 from seqrec.config import ConfigError, load
 from seqrec.pipelines.training import PIPELINES
 
 ROOT = Path(__file__).parents[2]
-PARAMS = yaml.safe_load((ROOT / "params.yaml").read_text(encoding="utf-8"))
 NASTY = [
     *(None, "", "x", "ml-1m", "1e-3", "\x00", "z" * 10_000, True, False),
     *(0, -1, 0.5, 10**30, -(10**30), float("nan"), float("inf"), 1e-320),
     *([], {}, [None], {"": None}, {None: 1}, {1: 2}, [[[]]], {"a": {"b": {}}}),
-]
-TEXTS = [
-    "\t",
-    ": ",
-    "- ",
-    "{",
-    "[",
-    "&a ",
-    "*a",
-    "!!python/object:x ",
-    "%",
-    "|",
-    "\x00",
-    "'",
-    '"',
-    "? ",
-    "<<: ",
-    "---\n",
 ]
 
 
@@ -51,39 +29,6 @@ def paths(content: Any, before: tuple = ()) -> list[tuple]:
         for key, value in content.items():
             found += paths(value, (*before, key))
     return found
-
-
-@st.composite
-def changed(draw: st.DrawFn, good: dict[str, Any]) -> str:
-    """Return a config as YAML, with up to three values changed, removed or added, or with an edit of the text."""
-    content = copy.deepcopy(good)
-    for _ in range(draw(st.integers(0, 3))):
-        known = paths(content)
-        if not known:
-            break
-        *above, key = draw(st.sampled_from(known))
-        inner = content
-        for name in above:
-            inner = inner[name]
-        action = draw(st.sampled_from(["set", "set", "set", "remove", "add"]))
-        if action == "remove":
-            del inner[key]
-        else:
-            inner[key if action == "set" else "unheard_of"] = copy.deepcopy(draw(st.sampled_from(NASTY)))
-    text = yaml.safe_dump(content)
-    if draw(st.integers(0, 3)) == 0:
-        at = len(text) * draw(st.integers(0, 1000)) // 1000
-        text = text[:at] + draw(st.sampled_from(TEXTS) | st.text(max_size=5)) + text[at:]
-    return text
-
-
-def _read(text: str) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "config.yaml")
-        path.write_text(text, encoding="utf-8", errors="surrogatepass")
-        params = load(path)
-        for section in config.SECTIONS:
-            params.section(section)
 
 
 COMPILED = json.loads(json.dumps(without_cluster(load(ROOT / "params.yaml"))), parse_int=float)  # as KFP hands it on
@@ -117,7 +62,4 @@ def _fill_in(value: tuple[str, dict[str, Any]]) -> None:
     settings_of_model(COMPILED, "sasrec", form)
 
 
-SETTINGS = [
-    Target("kubeflow-form", forms(), _fill_in, allowed=(ConfigError,)),
-    Target("params", changed(PARAMS), _read),
-]
+SETTINGS = [Target("kubeflow-form", forms(), _fill_in, allowed=(ConfigError,))]

@@ -58,9 +58,6 @@ REFUSED = [  # options that exclude each other, that have no effect, or that one
     ("rec_denoiser", {"estimator": "ste", "credit": "example"}, "credit: no effect"),
     ("rec_denoiser", PLAIN | {"binary": True}, "binary: no effect"),
     ("rec_denoiser", {"jacobian": 0.0, "jacobian_projections": 2}, "jacobian_projections: no effect"),
-    ("rec_denoiser", {"backbone_options": {"max_interval": 5}}, "backbone_options.max_interval"),
-    ("rec_denoiser", {"backbone_options": {"d_model": 5}}, "backbone_options.d_model"),
-    ("rec_denoiser", {"backbone": "tisasrec", "backbone_options": {"max_interval": 0}}, "max_interval"),
     ("rec_denoiser", {"backbone": "bert4rec", "objective": "causal"}, "objective"),
     ("recformer", {"window": 33}, "window"),
     ("recformer", {"max_tokens": 32}, "max_tokens"),
@@ -70,10 +67,10 @@ REFUSED = [  # options that exclude each other, that have no effect, or that one
     ("recformer", {"temperature": 0.0}, "temperature"),
     ("recformer", {"mlm_probability": 1.0}, "mlm_probability"),
     ("recformer", {"objective": "causal", "encoder": "text", "layers": 2}, "causal needs encoder items"),
-    ("recformer", {"history_layers": 3}, "history_layers: no effect, as encoder is text"),
+    ("recformer", {"d_history": 32}, "d_history: no effect, as encoder is text"),
     ("recformer", {"encoder": "items"}, "pooling must be mean with encoder items"),
     ("recformer", ITEMS | {"mlm_weight": 0.2}, "mlm_weight: no effect"),
-    ("recformer", ITEMS | {"history_heads": 3}, "history_heads"),
+    ("recformer", ITEMS | {"d_history": 3}, "d_history"),
 ]
 REGULARISERS = ("dropout", "attention_dropout", "topk_dropout")
 

@@ -133,24 +133,6 @@ def test_pieces_do_not_change_the_result():
     torch.testing.assert_close(pieces(batch), whole(batch), atol=1e-5, rtol=1e-5)
 
 
-def test_recomputed_pieces_give_the_gradients_of_the_whole_batch():
-    """GradCache: negatives of the whole batch at the memory of a piece."""
-    gradients = []
-    options = {"max_tokens": 40, "piece_tokens": 64, "dropout": 0.2}
-    for recompute in (False, True):
-        torch.manual_seed(3)
-        model = build(recompute=recompute, **options).train()
-        model.enter("contrastive")
-        torch.manual_seed(4)
-        terms = model.training_loss(make_batch(random_rows()), None)
-        torch.stack(list(terms.values())).sum().backward()
-        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-
-    assert gradients[0].keys() == gradients[1].keys()
-    for name, value in gradients[0].items():
-        torch.testing.assert_close(gradients[1][name], value, atol=1e-6, rtol=1e-5)
-
-
 ROWS = [[3, 7, 2], [5, 1], [6, 8, 4, 2], [9, 10, 11]]  # two rows have target 2
 
 
@@ -305,7 +287,7 @@ def test_without_layers_an_item_is_the_mean_of_its_embedded_words():
 
 
 def test_a_history_of_items_is_read_as_sasrec_reads_the_same_vectors():
-    model = items_model(d_history=16, history_layers=2, length=12)
+    model = items_model(d_history=16, length=12)
     other = make_model("sasrec", layers=2, heads=2, dropout=0.0, length=12).eval()
     table = model.history.to_item(model.vectors)
     names = ("positions", "blocks.", "norm.")
@@ -406,7 +388,7 @@ def test_histories_of_items_are_pre_trained_by_the_contrast_over_fixed_vectors()
 OPTIONS = {"length": 6, "d_model": 16, "d_inner": 32, "max_tokens": 64, "vocabulary": 300, "frozen_words": []}
 SETTINGS = {"batch_size": 16, "warmup_steps": 2, "learning_rate": 5e-3, "prefixes_per_user": 2, "save_steps": 1}
 PRETRAIN = {"epochs": 1, "held_out": 0.2, "earliest_target": 0.5}
-ITEMS = {"encoder": "items", "objective": "causal", "pooling": "mean", "layers": 0, "history_heads": 1}
+ITEMS = {"encoder": "items", "objective": "causal", "pooling": "mean", "layers": 0}
 
 
 def dataset(folder, *, items: int = 40, seed: int = 0, title: str = "t"):

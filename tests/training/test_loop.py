@@ -159,19 +159,6 @@ def test_another_training_does_not_resume_from_this_one(prepared, tmp_path, capl
     assert "resuming finetune" in caplog.text
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_deterministic_kernels_are_used_if_the_config_says_so(prepared, tmp_path, deterministic):
-    used = []
-
-    def log(*_):
-        used.append(torch.are_deterministic_algorithms_enabled())
-
-    run(prepared, tmp_path, epochs=1, deterministic=deterministic, log=log)
-    torch.use_deterministic_algorithms(False)
-
-    assert used == [deterministic]
-
-
 @pytest.mark.parametrize(("batch_size", "warned"), [(64, True), (16, False)])
 def test_few_steps_per_epoch_are_worth_a_warning_unless_batches_are_small_already(
     prepared, tmp_path, caplog, monkeypatch, batch_size, warned

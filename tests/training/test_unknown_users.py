@@ -21,7 +21,7 @@ from seqrec.training.validation import METRIC
 
 EARLY, LATE, MIDDLE = "u0", "late", "middle"
 OPTIONS = {"d_model": 16, "length": 12}
-SPECIAL = {"rec_denoiser": {"backbone": "ssept", "backbone_options": {"d_user": 8}, "jacobian": 0.0}}
+SPECIAL = {"rec_denoiser": {"backbone": "ssept", "jacobian": 0.0}}
 USER_MODELS = [
     name
     for name, cls in sorted(REGISTRY.items())
