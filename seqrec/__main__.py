@@ -58,9 +58,7 @@ COMMANDS = {
     "serve": Command("seqrec.serving.http:serve", "serve the champion over HTTP; switches to a new one by itself"),
     "events": Command("seqrec.commands.events:events", "import into, dump or compare the event store of the service"),
     "keys": Command("seqrec.commands.keys:keys", "show, add, rotate or revoke API keys of the service"),
-    "compare": Command(
-        "seqrec.evaluation.compare:compare", "compare a run with others case by case, or show the spread over seeds"
-    ),
+    "compare": Command("seqrec.evaluation.compare:compare", "compare a run with others case by case"),
     "tune": Command("seqrec.commands.tune:tune", "search the settings of a model on validation; resumes by itself"),
 }
 FROM_PARAMS = (  # arguments that have no flag; `log` is for callers in Python

@@ -11,13 +11,13 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 from numpy.typing import NDArray
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -25,6 +25,9 @@ from seqrec.artifacts import read_table
 from seqrec.config import ConfigError
 from seqrec.data.sequences import ranges
 from seqrec.models.text_encoder import KEY, VALUE
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 MAX_ATTRIBUTES = 3  # attributes used if the options name none
 CHARACTERS = 4_000  # read per value; more than an attribute's tokens can hold
@@ -93,6 +96,8 @@ def train_tokenizer(texts: Sequence[Texts], size: int) -> Tokenizer:
     The result is the same in every process, because the letters are numbered in advance: the trainer would number them
     in the order of a hash table, and it breaks ties by these numbers.
     """
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers  # not everybody needs them
+
     normalizer = normalizers.BertNormalizer(lowercase=True)
     sentences = [normalizer.normalize_str(text) for text in _sentences(texts)]
     counts = collections.Counter(letter for text in sentences for letter in text if not letter.isspace())
