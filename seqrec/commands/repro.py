@@ -16,6 +16,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import yaml
 from rich.console import Console
 from rich.table import Table
 
@@ -54,6 +55,7 @@ def repro(*, changes: str = "", jobs: int = 0) -> None:
         ValueError: a stage failed.
     """
     remove_left_locks()
+    repair_lock_file()
     began = time.monotonic()
     with changed(read_changes(changes)) as environment, warm.process() as variables:
         config = load(Path("params.yaml"))
@@ -195,6 +197,45 @@ def remove_left_locks(folder: Path = DVC_FILES) -> None:
                 logger.warning("removed %s, which an interrupted run left", locks)
     except LockError:
         return
+
+
+def repair_lock_file(lock: Path = Path("dvc.lock"), folder: Path = DVC_FILES) -> None:
+    """Put back the state before the run if a killed DVC left dvc.lock half written; keep a copy of a whole one.
+
+    DVC then runs the stages of that run again, which find what they have done.
+
+    Args:
+        lock: DVC's list of what the stages read and wrote.
+        folder: DVC's folder of temporary files.
+    """
+    if not lock.is_file() or not folder.is_dir():
+        return
+    from dvc.lock import LockError, make_lock
+
+    kept = folder / "dvc.lock"
+    try:
+        with make_lock(str(folder / "lock"), tmp_dir=str(folder)):  # held while a running DVC writes the file
+            if _is_whole(lock):
+                write_text(kept, lock.read_text(encoding="utf-8"))
+                return
+            logger.warning("%s was left half written by an interrupted run: the state before that run is used", lock)
+            if kept.is_file():
+                write_text(lock, kept.read_text(encoding="utf-8"))
+            else:
+                lock.unlink()
+    except LockError:
+        return
+
+
+def _is_whole(lock: Path) -> bool:
+    from dvc.schema import COMPILED_LOCKFILE_SCHEMA
+    from voluptuous import Invalid
+
+    try:
+        COMPILED_LOCKFILE_SCHEMA(yaml.safe_load(lock.read_bytes()))
+    except (Invalid, yaml.YAMLError):
+        return False
+    return True
 
 
 def _is_left(locks: Path) -> bool:

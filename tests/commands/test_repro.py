@@ -89,6 +89,36 @@ def test_a_list_of_locks_that_another_dvc_is_writing_stays(tmp_path, monkeypatch
     repro.remove_left_locks(tmp_path / "nowhere")
 
 
+WHOLE = """\
+schema: '2.0'
+stages:
+  ingest:
+    cmd: ingest
+    outs:
+    - path: data
+      hash: md5
+      md5: 8c7dd922ad47494fc02c388e12c00eac
+      size: 1
+"""
+
+
+@pytest.mark.parametrize("cut", [0, 16, WHOLE.index("cmd"), WHOLE.index(": data")])
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_lock_file_that_a_killed_dvc_left_half_written_is_that_before_the_run(tmp_path, cut, kept, caplog):
+    lock, folder = tmp_path / "dvc.lock", tmp_path / "tmp"
+    folder.mkdir()
+    lock.write_text(WHOLE)
+    if kept:
+        repro.repair_lock_file(lock, folder)
+    assert lock.read_text() == WHOLE
+    lock.write_text(WHOLE[:cut])
+
+    repro.repair_lock_file(lock, folder)
+
+    assert "dvc.lock was left half written" in caplog.text
+    assert (lock.read_text() if kept else lock.exists()) == (WHOLE if kept else False)
+
+
 STAGES = """\
 stages:
   baselines: {cmd: touch baselines, outs: [baselines]}
