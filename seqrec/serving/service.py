@@ -170,10 +170,8 @@ class Service:
         Raises:
             HTTPException: 404, the item or the candidate is unknown; 429, the caller asks for too much.
         """
-        request, batcher = (
-            Request(history=question.history, user=question.user),
-            self.batcher_of(question.by, question.user),
-        )
+        batcher = self.batcher_of(question.by, question.user)
+        request = Request(history=question.history, user=question.user)
         self._charge(caller, request.cost * min(len(request.history), 200) / 2)
         try:
             return await batcher.apart(lambda r: r.explain(request, question.item), batcher.served.current[0])
