@@ -49,6 +49,8 @@ def registry(
         ConfigError: the version or model does not exist, or there is no earlier champion.
         TrackingError: the server does not answer, or another promotion is under way.
     """
+    if action == "promote" and not version:
+        raise ConfigError("--version: name the version to promote; `seqrec registry show` lists them")
     with explained(config):
         _act(action, connect(config), f"seqrec-{dataset}", config, version, reason, store_url(store))
 
@@ -59,7 +61,9 @@ def _act(
     try:
         model = client.get_registered_model(name)
     except MlflowException as error:
-        raise ConfigError(f"{name} is not registered: run `make repro` first") from error
+        raise ConfigError(
+            f"{name} is not registered: run `make repro` first, or register the output of another run with `seqrec import`"
+        ) from error
     if action == "show":
         _show(client, model)
         return

@@ -523,7 +523,7 @@ def test_show_marks_candidate_and_champion(own, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("action", "message"),
     [
-        ("promote", "no version 0"),
+        ("promote", "--version: name the version to promote"),
         ("rollback", "no champion before"),
     ],
 )
