@@ -62,7 +62,7 @@ def _act(
         model = client.get_registered_model(name)
     except MlflowException as error:
         raise ConfigError(
-            f"{name} is not registered: run `make repro` first, or register the output of another run with `seqrec import`"
+            f"{name} is not registered: run `make repro` first, or `seqrec import --run OUT` after another run"
         ) from error
     if action == "show":
         _show(client, model)
