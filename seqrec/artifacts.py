@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ ROOT = Path(__file__).parent.parent  # where models, seqrec and params.yaml lie
 
 # ingest -> validate, prepare
 INTERACTIONS = "interactions.parquet"
+MAX_ID_LENGTH = 256  # characters of a user or item
 ITEMS = "items.parquet"
 QUARANTINE = "quarantine.parquet"
 SOURCE_CARD = "source.json"
@@ -126,6 +127,12 @@ RECOMMENDATIONS_SCHEMA = pa.schema(
         pa.field("score", pa.float32(), nullable=False),
     ]
 )
+
+
+def inputs_of(sequences: Path, sources: Iterable[str]) -> list[Path]:
+    """Return the files that a model of the prepared dataset and its `sources` depends on: split cards and items."""
+    tables = [sequences.parent, *(sequences.parent / "sources" / name for name in sources)]
+    return [path for table in tables for path in (table / ITEMS, table / "sequences" / SPLIT_CARD) if path.is_file()]
 
 
 def sha256(path: Path) -> str:

@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from seqrec import locks
 from seqrec.artifacts import (
     CASES,
-    ITEMS,
     METRICS,
     SPLIT_CARD,
     DamagedError,
+    inputs_of,
     read_json,
     read_table,
     sha256,
@@ -144,8 +144,7 @@ def _count_settings(params: Params, folder: Path) -> dict[str, Any]:
 def _model_settings(params: Params, model: str, folder: Path) -> dict[str, Any]:
     """Return what the figures of a model depend on."""
     sections = {name: asdict(params.section(name, model=model)) for name in ("pretrain", "finetune")}
-    tables = [folder.parent, *(folder.parent / "sources" / name for name in params.sources)]
-    read = [path for table in tables for path in (table / ITEMS, table / "sequences" / SPLIT_CARD) if path.is_file()]
+    read = inputs_of(folder, params.sources)
     sections["read"] = {str(path.relative_to(folder.parent)): sha256(path) for path in read}
     return _count_settings(params, folder) | sections | {"model": asdict(params.model(model))}
 

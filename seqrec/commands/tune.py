@@ -25,7 +25,7 @@ import yaml
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from seqrec.artifacts import ITEMS, SPLIT_CARD, DamagedError, read_json, rename, sha256, write_json, write_text
+from seqrec.artifacts import SPLIT_CARD, DamagedError, inputs_of, read_json, rename, write_json, write_text
 from seqrec.config import SECTIONS, ConfigError, Params, SearchRange, TuneConfig, from_dict, parse
 from seqrec.locks import locked
 from seqrec.models import REGISTRY
@@ -118,10 +118,8 @@ def tune(
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     search = _search(model, dataset, params, sequences)
     architecture = REGISTRY.module(search.params({}).model(model).architecture)
-    tables = [sequences.parent, *(sequences.parent / "sources" / name for name in search.params({}).sources)]
-    files = [path for table in tables for path in (table / ITEMS, table / "sequences" / SPLIT_CARD) if path.is_file()]
-    read = (_deciding(search), [sha256(path) for path in files])
-    identity = fingerprint(__name__, architecture, read, sequences / SPLIT_CARD)
+    files = inputs_of(sequences, search.params({}).sources)
+    identity = fingerprint(__name__, architecture, _deciding(search), *files)
     path = (study or state / "tune" / f"{identity}.db").absolute()
     work = path.with_name(f"{path.name}.work")
     with locked(path.with_name(f"{path.name}.lock"), f"--study {path}"):

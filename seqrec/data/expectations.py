@@ -25,7 +25,7 @@ import pyarrow as pa
 from great_expectations import expectations as gxe
 from great_expectations.data_context.types.base import ProgressBarsConfig
 
-from seqrec.artifacts import INTERACTIONS_SCHEMA, ITEMS_SCHEMA
+from seqrec.artifacts import INTERACTIONS_SCHEMA, ITEMS_SCHEMA, MAX_ID_LENGTH
 from seqrec.config import ValidateConfig
 from seqrec.data.log_counts import EXAMPLES, LogCounts
 
@@ -33,7 +33,6 @@ from seqrec.data.log_counts import EXAMPLES, LogCounts
 for _name in ("great_expectations", "great_expectations.data_context.types.base"):
     logging.getLogger(_name).setLevel(logging.WARNING)
 
-MAX_ID_LENGTH = 256
 RATINGS = tuple(str(half / 2) for half in range(1, 11))  # "0.5" ... "5.0"
 # Unicode blanks are listed, because \s of RE2, which pandas may use, matches only ASCII.
 _BLANK = "[\\s\u0085\u00a0\u1680\u2000-\u200b\u2028\u2029\u202f\u205f\u3000\ufeff]"

@@ -29,11 +29,12 @@ def query_flops(model: SequenceModel) -> int:
     items_1L = torch.arange(length).remainder(model.catalogue.num_items).add(1).unsqueeze(0)
     times_1L = torch.arange(1 - length, 1, dtype=torch.float64).unsqueeze(0)
     batch = model.asked(Batch(items_1L, times_1L, torch.zeros(1, dtype=torch.int64)))
-    experts = {torch.ops.aten._grouped_mm: _grouped}  # torch has no formula of its own
+    experts = {torch.ops.aten._grouped_mm: grouped_flops}  # torch has no formula of its own
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False, custom_mapping=experts) as counter:
         model(batch, last=True)
     return int(counter.get_total_flops())
 
 
-def _grouped(left: torch.Size, right: torch.Size, *_: object, **__: object) -> int:
+def grouped_flops(left: torch.Size, right: torch.Size, *_: object, **__: object) -> int:
+    """Return the operations of a product of grouped rows (N, D) with one matrix (D, E) for each group."""
     return 2 * left[0] * left[1] * right[-1]

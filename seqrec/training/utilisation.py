@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from seqrec.evaluation.cost import grouped_flops
 from seqrec.training.cost import FIRST_STEPS
 
 logger = logging.getLogger(__name__)
@@ -111,7 +112,7 @@ def _attention_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Ten
 
 
 def _grouped(left: Tensor, right: Tensor, *_: object, **__: object) -> int:
-    return 2 * left.shape[0] * left.shape[1] * right.shape[-1]
+    return grouped_flops(left.shape, right.shape)
 
 
 def matmul_peak(device: torch.device, precision: str) -> float:

@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 import polars as pl
 
+from seqrec.artifacts import MAX_ID_LENGTH
 from seqrec.config import IngestConfig
 from seqrec.data.readers.blocks import MARKS
 from seqrec.data.readers.times import LARGEST_SECONDS, seconds
 
 logger = logging.getLogger(__name__)
 MISSING = ("nan", "NaN", "NA", "N/A", "NULL", "null", "None", "<NA>")  # what programs write for a missing value
-LONGEST_ID = 256  # characters
 CONTROL = r"[\x00-\x1f\x7f-\x{9f}]"
 ENTITY = r"&(#\d{1,7}|#[xX][0-9a-fA-F]{1,6}|[A-Za-z][A-Za-z0-9]*);"
 NO_EVENTS = pl.DataFrame(
@@ -109,7 +109,7 @@ def _clean(frame: pl.DataFrame) -> bool:
 
 def _may_be_ids(text: pl.Series) -> bool:
     sizes = text.str.len_bytes()
-    return 0 < int(sizes.min()) <= int(sizes.max()) <= LONGEST_ID and not text.str.contains(CONTROL).any()  # type: ignore[arg-type]
+    return 0 < int(sizes.min()) <= int(sizes.max()) <= MAX_ID_LENGTH and not text.str.contains(CONTROL).any()  # type: ignore[arg-type]
 
 
 def _with_problems(frame: pl.DataFrame, rating: pl.Series, wrong_time: str) -> pl.DataFrame:
@@ -184,8 +184,8 @@ def _id_problem(name: str) -> pl.Expr:
         .then(pl.lit(f"{name} is not UTF-8"))
         .when(column.str.contains(CONTROL))
         .then(pl.lit(f"{name} has control characters, such as a line break"))
-        .when(column.str.len_chars() > LONGEST_ID)
-        .then(pl.lit(f"{name} has more than {LONGEST_ID} characters"))
+        .when(column.str.len_chars() > MAX_ID_LENGTH)
+        .then(pl.lit(f"{name} has more than {MAX_ID_LENGTH} characters"))
     )
 
 
