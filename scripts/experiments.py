@@ -16,7 +16,7 @@ PARTS = (*BENCHMARK, "configs/flash4rec/parts.yaml", "--base", "flash4rec")
 USER_ROWS = "flash4rec,no-user-gate,plain,sasrec"
 PAPER = (*BENCHMARK, "configs/flash4rec/paper.yaml", "--base", "flash4rec")
 SOFTMAX = ("scripts/rec_denoiser_twins.py", "--config-file", "configs/rec-denoiser/softmax.yaml")
-BACKBONES = ",".join(f"{name},{name}-both" for name in ("sasrec", "tisasrec", "ssept", "bert4rec_short"))
+BACKBONES = ",".join(f"{name},{name}-both" for name in ("sasrec", "tisasrec", "ssept"))
 REQUEST_TIME = (*BENCHMARK, "configs/flash4rec/request-time.yaml", "--base", "flash4rec")
 EXPERIMENTS: dict[str, tuple[str, ...]] = {  # name -> arguments of Python; each also gets --seeds and --out
     "flash4rec-parts": PARTS,
@@ -31,11 +31,11 @@ EXPERIMENTS: dict[str, tuple[str, ...]] = {  # name -> arguments of Python; each
     "rec-denoiser-twins": ("scripts/rec_denoiser_twins.py",),
     "rec-denoiser-default": (*BENCHMARK, "params.yaml", "--base", "sasrec", "--only", "sasrec,rec_denoiser"),
     "rec-denoiser-softmax": SOFTMAX,
-    "rec-denoiser-softmax-ml-1m": (*SOFTMAX, "--dataset", "ml-1m", "--only", BACKBONES),
+    "rec-denoiser-softmax-ml-1m": (*SOFTMAX, "--dataset", "ml-1m-2000-users", "--only", BACKBONES),
     "rec-denoiser-noise": ("scripts/rec_denoiser_noise.py",),
     "strec": (*BENCHMARK, "configs/strec/ml-100k.yaml", "--base", "backbone"),
     "strec-beauty": (*BENCHMARK, "configs/strec/beauty.yaml", "--base", "backbone"),
-    "strec-ml-1m": (*BENCHMARK, "configs/strec/ml-1m.yaml", "--base", "backbone"),
+    "strec-ml-1m": (*BENCHMARK, "configs/strec/ml-1m.yaml", "--base", "backbone", "--dataset", "ml-1m-2000-users"),
     "strec-efficiency": ("-m", "benchmarks.strec_efficiency"),
     "strec-oracle": ("scripts/strec_oracle.py",),
     # they take days without a GPU, and Yelp's files have to be fetched by hand
