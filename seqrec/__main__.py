@@ -140,7 +140,7 @@ def command_parser(name: str) -> argparse.ArgumentParser:
         else:
             _add_flag(parser, parameter.name, hint, parameter.default, text)
     if stage is not None or _needs_params(function) or any(map(dataclasses.is_dataclass, hints.values())):
-        parser.add_argument("--params", type=Path, default=Path("params.yaml"), help="settings (default: %(default)s)")
+        _add_flag(parser, "params", Path, Path("params.yaml"), "settings")
     text = _default(stage, stage.metrics) if stage is not None and stage.metrics else ""
     parser.add_argument("--metrics", type=Path, help=f"write the returned figures to this JSON file{text}")
     parser.add_argument("-v", "--verbose", action="store_true", help="log more, and show tracebacks")
@@ -168,6 +168,8 @@ def _add_flag(parser: argparse.ArgumentParser, name: str, hint: Any, default: An
     required = default is inspect.Parameter.empty
     kind = next((t for t in (str, int, float, Path) if t in (hint, *typing.get_args(hint))), str)
     value = None if required else default
+    if value and value != argparse.SUPPRESS:
+        text += " (default: %(default)s)"
     parser.add_argument(flag, required=required, default=value, type=kind, help=text, metavar=name.upper())
 
 

@@ -46,6 +46,20 @@ def test_help_shows_every_flag_with_a_text(command, capsys):
 
 
 @pytest.mark.parametrize(
+    ("command", "text"),
+    [
+        ("recommend", "number of items (default: 10)"),
+        ("accept-reference", "(default: configs/reference.json)"),
+        ("score", "(default: params.yaml)"),
+    ],
+)
+def test_help_names_the_default(command, text, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    assert text in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
     ("flag", "texts"), [("--version", [__version__]), ("--help", [f"  {name} " for name in COMMANDS])]
 )
 def test_the_version_and_the_listing_of_commands(flag, texts, capsys):

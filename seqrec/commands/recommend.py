@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import logging
 from pathlib import Path
 
 import pyarrow as pa
@@ -24,6 +25,7 @@ from seqrec.training.checkpoint import Checkpoint, load_checkpoint
 
 BESIDE = "The number beside an event says how much the score of the first item drops without that event."
 USERS_AT_ONCE = 8_192
+logger = logging.getLogger(__name__)
 SCORES_SCHEMA = pa.schema(
     [
         pa.field("user_id", pa.string(), nullable=False),
@@ -141,6 +143,7 @@ def score_with(checkpoint: Checkpoint, sequences: Path, output: str | Path, k: i
             user = torch.arange(first, min(first + USERS_AT_ONCE, data.num_users))
             best = ranking.best(scorer, data, user, data.stop[user], filter_seen=filter_seen, top_k=k)
             writer.write_table(_rows(user_ids[first : first + len(user)], item_ids, *best))
+    logger.info("%s: the best items of %d users", output, data.num_users)
     return {"users": float(data.num_users)}
 
 

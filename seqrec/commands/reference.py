@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from seqrec import artifacts
@@ -9,6 +10,8 @@ from seqrec.config import ConfigError, RegisterConfig
 from seqrec.config.ranges import Count
 from seqrec.data import log_counts
 from seqrec.stages.validate import COUNTED, histogram, read_reference
+
+logger = logging.getLogger(__name__)
 
 
 def accept_reference(
@@ -46,3 +49,4 @@ def accept_reference(
     entries = read_reference(reference)
     entries[dataset] = {column: histogram(log_counts.events_per(events, column)) for column in COUNTED}
     artifacts.write_json(reference, dict(sorted(entries.items())))
+    logger.info("%s: drift of %s is now measured against %s", reference, dataset, data)

@@ -121,7 +121,10 @@ def import_run(*, run: Path, data: Path | None = None) -> dict[str, float]:
         raise FileNotFoundError(f"--run: the run in {run} was interrupted: call `seqrec run` again first")
     params = load(run / SETTINGS)
     folder = data or run / "data"
-    return BY_NAME["register"](params, run, sequences=folder / "sequences", data=folder)
+    figures = BY_NAME["register"](params, run, sequences=folder / "sequences", data=folder)
+    outcome = "the new champion" if figures["promoted"] else "a candidate: the champion stays"
+    logger.info("%s is in MLflow; its best model is %s (`make ui`)", run, outcome)
+    return figures
 
 
 def prepare_data(params: Params, out: Path) -> Path:

@@ -139,9 +139,11 @@ def _report(run: str) -> Path:
         raise FileNotFoundError(
             f"{run} holds no {METRICS} and is not the output of `seqrec run`: evaluate the model first"
         )
-    if model:
-        return reports / model
     found = sorted(path.parent.name for path in reports.glob(f"*/{METRICS}"))
+    if model in found:
+        return reports / model
+    if model:
+        raise FileNotFoundError(f"{folder} holds no evaluated model {model}, but {', '.join(found) or 'none at all'}")
     trained = [name for name in found if name not in BASELINES]
     if len(trained) != 1:
         raise ValueError(f"{run} holds the models {', '.join(found) or '(none)'}: name one, as in {run}:MODEL")

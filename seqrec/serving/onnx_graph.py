@@ -31,6 +31,7 @@ from seqrec.training.checkpoint import Checkpoint, load_checkpoint, write_files
 TOLERANCE = 1e-3  # of a score, relative and absolute
 CHECKED = 64  # histories that weights and graph must answer alike
 YEAR = 365 * 86_400.0  # of their times
+logger = logging.getLogger(__name__)
 
 
 class _Top(nn.Module):
@@ -112,7 +113,9 @@ def export(
         ValueError: the graph gives other scores than the weights.
     """
     with located(saved, config) as folder:
-        return export_checkpoint(load_checkpoint(folder), output, k)
+        figures = export_checkpoint(load_checkpoint(folder), output, k)
+    logger.info("%s: a graph with the scores of the weights; it returns %d items", output / GRAPH, figures["k"])
+    return figures
 
 
 def export_checkpoint(checkpoint: Checkpoint, output: Path, k: int = 100) -> dict[str, float]:

@@ -35,6 +35,11 @@ def _fits_index(text: str) -> str:
 
 Stored = Annotated[str, Field(max_length=500, pattern=r"^[^\x00]*$"), AfterValidator(_fits_index)]
 User = Annotated[Id, AfterValidator(_fits_index)]
+Times = Annotated[list[FiniteFloat], Field(description="time of each event of the history, in seconds since 1970, UTC")]
+At = Annotated[
+    FiniteFloat,
+    Field(description="time of the request, in seconds since 1970, UTC, for a model that reads it; default: now"),
+]
 
 
 class Body(BaseModel):
@@ -80,12 +85,8 @@ class Query(Body):
         0.0, ge=0, le=1, description="probability that a position shows a random item of the best candidates"
     )
     user: User | None = Field(None, description="user id; it may be unknown to the model")
-    times: list[FiniteFloat] | None = Field(
-        None, description="time of each event of the history, in seconds since 1970, UTC"
-    )
-    at: FiniteFloat | None = Field(
-        None, description="time of the request, in seconds since 1970, UTC, for a model that reads it; default: now"
-    )
+    times: Times | None = None
+    at: At | None = None
     items_text: dict[Id, Annotated[dict[Id, Text], Field(max_length=MAX_ATTRIBUTES)]] = Field(
         default_factory=dict,
         max_length=MAX_NEW_ITEMS,
@@ -173,7 +174,18 @@ class Question(Body):
     history: list[Id] = Field(max_length=MAX_HISTORY, description="item ids, oldest first")
     item: Id
     user: User | None = None
+    times: Times | None = None
+    at: At | None = None
     by: By | None = Field(None, description="version to explain; if absent, the one that answers the user")
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        self.request()
+        return self
+
+    def request(self) -> Request:
+        """Return the request for the recommender whose answer is explained."""
+        return Request(history=self.history, user=self.user, times=self.times, at=self.at)
 
 
 class Explanation(BaseModel):

@@ -136,7 +136,7 @@ class Service:
         """Return the requests; histories that are missing are looked up, some users at a time."""
         requests = [query.request(UNKNOWN) for query in queries]
         missing = [place for place, query in enumerate(queries) if query.history is None]
-        self._check_cost(requests)
+        self._check_cost(sum(request.cost for request in requests))
         for first in range(0, len(missing), LOOKED_UP):
             if self.store is None:
                 raise ValueError(
@@ -147,14 +147,13 @@ class Service:
             histories = await self.store.histories(set(users.values()), longest)
             for place, user in users.items():
                 requests[place] = queries[place].request(histories[user])
-            self._check_cost(requests)
+            self._check_cost(sum(request.cost for request in requests))
         self._charge(caller, sum(request.cost for request in requests))
         return requests
 
-    def _check_cost(self, requests: Sequence[Request]) -> None:
-        """Refuse requests that cost too much together: 413."""
-        cost, most = sum(request.cost for request in requests), self.options.max_cost
-        if cost > most:
+    def _check_cost(self, cost: float) -> None:
+        """Refuse what costs too much: 413."""
+        if cost > (most := self.options.max_cost):
             reason = f"this request costs {cost:.4g}, and the service allows {most:g} (max_cost)"
             raise HTTPException(413, f"{reason}: ask for fewer or shorter lists at once, or with fewer rules")
 
@@ -168,11 +167,12 @@ class Service:
         """Return what each event of a history adds to the score of an item.
 
         Raises:
-            HTTPException: 404, the item or the candidate is unknown; 429, the caller asks for too much.
+            HTTPException: 404, the item or the candidate is unknown; 413 and 429, it costs too much.
         """
-        batcher = self.batcher_of(question.by, question.user)
-        request = Request(history=question.history, user=question.user)
-        self._charge(caller, request.cost * min(len(request.history), 200) / 2)
+        batcher, request = self.batcher_of(question.by, question.user), question.request()
+        cost = request.cost * min(len(request.history), 200) / 2
+        self._check_cost(cost)
+        self._charge(caller, cost)
         try:
             return await batcher.apart(lambda r: r.explain(request, question.item), batcher.served.current[0])
         except ValueError as error:

@@ -149,6 +149,9 @@ def read(folder: Path) -> Saved:
 def _read_card(folder: Path) -> dict[str, Any]:
     """Return the card in `folder`, with the defaults of `Card`."""
     path = folder / MODEL_CARD
+    if not path.is_file() and (models := sorted(folder.glob(f"artifacts/*/finetuned/{MODEL_CARD}"))):
+        found = ", ".join(str(model.parent) for model in models)
+        raise FileNotFoundError(f"{folder} is the output of a run, not a model; name one of {found}")
     content = read_json(path)
     files = content.get("files")
     if not isinstance(files, dict) or not {VOCABULARY, USERS} <= files.keys() <= {*FILES}:

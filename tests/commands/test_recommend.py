@@ -100,6 +100,13 @@ def test_recommendations_import_nothing_that_takes_time_but_torch(saved):
     assert packages.isdisjoint({"pandas", "mlflow", "transformers", "polars", "great_expectations"})
 
 
+def test_the_output_of_a_run_is_no_model_and_the_message_names_those_in_it(saved, tmp_path, caplog):
+    shutil.copytree(saved, tmp_path / "artifacts/sasrec/finetuned")
+
+    assert main(["recommend", "--history", "i1", "--saved", str(tmp_path)]) == 1
+    assert f"name one of {tmp_path}/artifacts/sasrec/finetuned" in caplog.text
+
+
 def test_an_explanation_stands_beside_the_events(saved, capsys):
     history = ["i1", "no such", "i4"]
 

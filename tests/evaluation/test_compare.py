@@ -192,7 +192,7 @@ def test_a_run_is_named_by_its_output_folder(tmp_path):
     assert list(compare([a, f"{b}:flash4rec", f"{a}:popularity"])["others"]) == [f"{b}:flash4rec", f"{a}:popularity"]
     with pytest.raises(ValueError, match=r"b holds the models flash4rec, sasrec: name one, as in .*b:MODEL"):
         compare([a, b])
-    with pytest.raises(FileNotFoundError, match=r"evaluate .*b:gru4rec first"):
+    with pytest.raises(FileNotFoundError, match=r"no evaluated model gru4rec, but flash4rec, sasrec"):
         compare([a, f"{b}:gru4rec"])
 
 

@@ -23,7 +23,7 @@ from seqrec.config import ConfigError
 from seqrec.serving import events as module
 from seqrec.serving.async_store import AsyncStore, Kept
 from seqrec.serving.events import DAY, Event, Store, StoreError, UserHistory, dump
-from seqrec.serving.recommender import Recommender
+from seqrec.serving.recommender import Recommender, Request
 
 
 @pytest.fixture(scope="module")
@@ -221,6 +221,11 @@ def test_answers_by_user_are_those_of_the_history_and_follow_events(timed, store
         assert by_user["items"] == expected.items
         assert by_user["scores"] == pytest.approx(expected.scores, abs=1e-5)
         assert by_user["notes"] == []  # the times are known
+        past = {"history": ["i3", "i1", "i2"], "times": [0.0, 400_000.0, 500_000.0], "user": "anna"}
+        item = expected.items[0]
+        drops = requests.post(f"{address}/explain", json={**past, "item": item}, timeout=10).json()["drops"]
+        assert drops == pytest.approx(recommender.explain(Request(**past), item), abs=1e-5)
+        assert drops != pytest.approx(recommender.explain(Request(**past | {"times": None}), item), abs=1e-5)
         hidden = by_user["items"][0]
         send({"event_id": "4", "user": "anna", "item": hidden, "kind": "hide"})
         assert ask(user="anna", k=9).json()["items"] == expected.items[1:]
@@ -246,6 +251,8 @@ def test_answers_by_user_are_those_of_the_history_and_follow_events(timed, store
             assert send({**first, **wrong}).status_code == 422
         for wrong in ({}, {"k": 3}, {"user": "anna", "times": [1]}):
             assert ask(**wrong).status_code == 422
+        wrong = {**past, "times": [1], "item": item}
+        assert requests.post(f"{address}/explain", json=wrong, timeout=10).status_code == 422
 
 
 def test_without_a_store_a_user_alone_is_refused(recommender):

@@ -225,7 +225,9 @@ def test_what_costs_too_much_is_413_and_less_of_it_is_not(recommender, query, nu
     with service(known) as address:
         bodies = [{"requests": [{"history": ["i1"], **query}] * times} for times in (number, 1)]
         answers = [requests.post(f"{address}/recommend/batch", json=body, timeout=60) for body in bodies]
+        why = requests.post(f"{address}/explain", json={"history": ["i1"] * 10_000, "item": "i2"}, timeout=60)
 
+    assert why.status_code == 413
     assert [answer.status_code for answer in answers] == [413, 422 if "items_text" in query else 200]
     assert "the service allows 200 (max_cost)" in answers[0].json()["detail"]
 
