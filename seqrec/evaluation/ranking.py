@@ -174,6 +174,8 @@ def best(
 ) -> tuple[Tensor, Tensor]:
     """Return best items (B, K), filled up with 0, and scores, given each `user`'s events before `stop` (B,).
 
+    Of items with equal scores, the one with the lower number comes first, as in `best_of` of serving/recommender.py.
+
     Raises:
         ValueError: a score is not finite.
     """
@@ -303,7 +305,22 @@ def _scores_of(blocks: ScoreBlocks, item_BN: Tensor) -> Tensor:
 
 
 def _merge_top(best: tuple[Tensor, Tensor], score: Tensor, first: int, k: int) -> tuple[Tensor, Tensor]:
-    value, index = score.topk(min(k, score.shape[1]), dim=1)
+    value, index = _top(score, k)
     merged_value, merged_item = torch.cat([best[0], value], 1), torch.cat([best[1], index + first], 1)
-    value, order = merged_value.topk(min(k, merged_value.shape[1]), dim=1)
+    value, order = _top(merged_value, k)
     return value, merged_item.gather(1, order)
+
+
+def _top(score_BV: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return each row's `k` largest scores and their columns; of equal scores, those of the first columns."""
+    value_BK, column_BK = score_BV.topk(min(k + 1, score_BV.shape[1]), dim=1)
+    tied = (value_BK[:, k - 1 : k] == value_BK[:, k:]).any(1).nonzero().squeeze(1)  # rows with a tie for the last place
+    column_BK = column_BK[:, :k]
+    if len(tied):
+        score_TV, least_T1 = score_BV[tied], value_BK[tied, k - 1 : k]
+        higher_TV, equal_TV = score_TV > least_T1, score_TV == least_T1
+        chosen_TV = higher_TV | (equal_TV & (equal_TV.cumsum(1) <= k - higher_TV.sum(1, keepdim=True)))
+        column_BK[tied] = chosen_TV.nonzero()[:, 1].view(len(tied), k)
+    column_BK = column_BK.sort(dim=1).values
+    value_BK, order_BK = score_BV.gather(1, column_BK).sort(dim=1, descending=True, stable=True)
+    return value_BK, column_BK.gather(1, order_BK)

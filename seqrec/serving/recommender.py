@@ -475,8 +475,10 @@ class Recommender:
 
 
 def best_of(score_V: Floats, hidden: Items | list[int], k: int) -> Best:
-    """Return the best items but `hidden`; `score_V` is written to."""
+    """Return the best items but `hidden`, of equal ones those with lower numbers first; `score_V` is written to."""
     score_V[PAD] = score_V[hidden] = -np.inf
-    item_K = np.argpartition(-score_V, k - 1)[:k]
+    least = np.partition(score_V, -k)[-k]
+    higher, equal = np.flatnonzero(score_V > least), np.flatnonzero(score_V == least)
+    item_K = np.concatenate([higher, equal[: k - len(higher)]])
     item_K = item_K[np.argsort(-score_V[item_K], kind="stable")]
     return score_V[item_K].tolist(), item_K.tolist()

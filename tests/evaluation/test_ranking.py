@@ -7,6 +7,7 @@ from support import make_model, prepare_rows, trained
 
 from seqrec.data import sequences
 from seqrec.evaluation import ranking
+from seqrec.serving.recommender import best_of
 
 
 def fixed_scorer(score_V):
@@ -51,6 +52,20 @@ def test_no_history_is_read_if_seen_items_stay_candidates(three, monkeypatch):
 
     assert ranked.rank.tolist() == ranked.rank_unfiltered.tolist() == [3, 4, 5]
     assert item.tolist() == [[1, 2]] * 3
+
+
+@pytest.mark.parametrize("k", [1, 5, 30])
+def test_of_equal_scores_the_lower_item_comes_first_in_tables_and_in_the_service(prepared, monkeypatch, k):
+    monkeypatch.setattr(ranking, "ITEMS_PER_BLOCK", 7)
+    data = sequences.load(prepared)
+    cases, generator = sequences.cases(data, "test"), torch.Generator().manual_seed(0)
+    score_V = torch.randint(3, (data.num_items + 1,), generator=generator).float()
+    order_V = np.lexsort((np.arange(data.num_items), -score_V[1:].numpy())) + 1
+
+    items, _ = ranking.best(fixed_scorer(score_V), data, cases.user, cases.position, filter_seen=False, top_k=k)
+
+    assert items.tolist() == [order_V[:k].tolist()] * len(cases)
+    assert best_of(score_V.numpy().copy(), [], k)[1] == order_V[:k].tolist()
 
 
 def test_blocks_are_small_where_histories_are_long(prepared, monkeypatch):
