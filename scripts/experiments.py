@@ -15,6 +15,8 @@ BENCHMARK = ("-m", "seqrec", "benchmark", "--config-file")
 PARTS = (*BENCHMARK, "configs/flash4rec/parts.yaml", "--base", "flash4rec")
 USER_ROWS = "flash4rec,no-user-gate,plain,sasrec"
 PAPER = (*BENCHMARK, "configs/flash4rec/paper.yaml", "--base", "flash4rec")
+NOISE = ("scripts/rec_denoiser_noise.py",)
+MASKS = ("--shares", "0.15,0.2", "--rows", "sasrec,sasrec-dropout,sasrec-ste-mask,sasrec-ste")
 SOFTMAX = ("scripts/rec_denoiser_twins.py", "--config-file", "configs/rec-denoiser/softmax.yaml")
 BACKBONES = ",".join(f"{name},{name}-both" for name in ("sasrec", "tisasrec", "ssept"))
 REQUEST_TIME = (*BENCHMARK, "configs/flash4rec/request-time.yaml", "--base", "flash4rec")
@@ -32,7 +34,8 @@ EXPERIMENTS: dict[str, tuple[str, ...]] = {  # name -> arguments of Python; each
     "rec-denoiser-default": (*BENCHMARK, "params.yaml", "--base", "sasrec", "--only", "sasrec,rec_denoiser"),
     "rec-denoiser-softmax": SOFTMAX,
     "rec-denoiser-softmax-ml-1m": (*SOFTMAX, "--dataset", "ml-1m-2000-users", "--only", BACKBONES),
-    "rec-denoiser-noise": ("scripts/rec_denoiser_noise.py",),
+    "rec-denoiser-noise": NOISE,
+    "rec-denoiser-noise-masks": (*NOISE, *MASKS),
     "strec": (*BENCHMARK, "configs/strec/ml-100k.yaml", "--base", "backbone"),
     "strec-beauty": (*BENCHMARK, "configs/strec/beauty.yaml", "--base", "backbone"),
     "strec-ml-1m": (*BENCHMARK, "configs/strec/ml-1m.yaml", "--base", "backbone", "--dataset", "ml-1m-2000-users"),
