@@ -24,6 +24,7 @@ from seqrec.data import sequences
 from seqrec.data.sequences import Sequences
 from seqrec.models.base import SequenceModel
 from seqrec.training import batches, cost, loop
+from seqrec.training.auto_settings import has_fast_bf16
 from seqrec.training.checkpoint import load_checkpoint, save_counts, save_model
 from seqrec.training.held_out import split_of
 from seqrec.training.progress import OpenLog, unlogged
@@ -69,6 +70,11 @@ def train(model: SequenceModel, data: Sequences, training: Training) -> dict[str
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     records: Records = []
     if model.phases(training.stage):
+        if training.config.precision == "bf16" and accelerator.device.type == "cpu" and not has_fast_bf16():
+            logger.warning(
+                "%s.precision: bf16 is emulated on this CPU, at about half the speed of fp32: set fp32 or auto",
+                training.stage,
+            )
         cost.keep_freed_memory()
         with training.open_log(identity, f"{training.name} {training.stage}") as log:
             records = loop.fit(

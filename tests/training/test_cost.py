@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from seqrec.config import FinetuneConfig
 from seqrec.data import sequences
-from seqrec.training import cost
+from seqrec.training import auto_settings, cost, train
 from seqrec.training.checkpoint import load_checkpoint
 from seqrec.training.losses import cross_entropy
 from seqrec.training.utilisation import Utilisation
@@ -50,6 +50,15 @@ def test_a_long_training_is_announced_after_its_first_steps_and_not_changed(
     assert re.search(r"targets/s, \d+% of the peak .* a target takes 0\.\d\d MFLOP.* matrix products \d+%", caplog.text)
     for name, value in weights(tmp_path / "quiet").items():
         assert torch.equal(weights(tmp_path / "loud")[name], value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU computes in bf16")
+@pytest.mark.parametrize(("precision", "fast"), [("bf16", False), ("bf16", True), ("fp32", False), ("auto", False)])
+def test_precision_that_this_cpu_emulates_is_a_warning(prepared, tmp_path, monkeypatch, caplog, precision, fast):
+    for module in (auto_settings, train):
+        monkeypatch.setattr(module, "has_fast_bf16", lambda: fast)
+    run(prepared, tmp_path, epochs=1, precision=precision)
+    assert ("bf16 is emulated on this CPU" in caplog.text) == (precision == "bf16" and not fast)
 
 
 def test_the_arithmetic_of_a_step_is_that_of_its_formulas():
