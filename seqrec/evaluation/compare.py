@@ -143,7 +143,8 @@ def _report(run: str) -> Path:
     if model in found:
         return reports / model
     if model:
-        raise FileNotFoundError(f"{folder} holds no evaluated model {model}, but {', '.join(found) or 'none at all'}")
+        others = f", but {', '.join(found)}" if found else ""
+        raise FileNotFoundError(f"{folder} holds no evaluated model {model}{others}")
     trained = [name for name in found if name not in BASELINES]
     if len(trained) != 1:
         raise ValueError(f"{run} holds the models {', '.join(found) or '(none)'}: name one, as in {run}:MODEL")
