@@ -23,14 +23,11 @@ class Constant(SequenceModel):
         self.register_buffer("score_V", torch.zeros(catalogue.num_items + 1))
 
     def phases(self, stage: str) -> tuple[str, ...]:
-        """See `SequenceModel.phases`."""
         return ()
 
     def forward(self, batch: Batch, last: bool = False) -> Tensor:
-        """See `SequenceModel.forward`."""
         query_BL1 = torch.ones_like(batch.items, dtype=torch.float32).unsqueeze(2)
         return query_BL1[:, -1:] if last else query_BL1
 
     def item_vectors(self) -> Tensor:
-        """See `SequenceModel.item_vectors`."""
         return self.score_V.unsqueeze(1)

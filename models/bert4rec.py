@@ -78,7 +78,6 @@ class BERT4Rec(SequenceModel):
         initialise(self)
 
     def forward(self, batch: Batch, last: bool = False) -> Tensor:
-        """See `SequenceModel.forward`."""
         length = batch.items.shape[1]
         bias_BLL = attention_bias(batch.items, causal=False)
         x_BLD = self.dropout(self.norm(self.items(batch.items) + self.positions[-length:]))
@@ -87,5 +86,4 @@ class BERT4Rec(SequenceModel):
         return torch.cat([query_BQD, torch.ones_like(query_BQD[..., :1])], -1)
 
     def item_vectors(self) -> Tensor:
-        """See `SequenceModel.item_vectors`."""
         return torch.cat([self.items.weight[:-1], self.bias.unsqueeze(1)], 1)

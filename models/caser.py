@@ -60,7 +60,6 @@ class Caser(SequenceModel):
         initialise(self)
 
     def forward(self, batch: Batch, last: bool = False) -> Tensor:
-        """See `SequenceModel.forward`."""
         window = self.options.window
         items_BL = batch.items[:, -window:] if last else batch.items
         x_BLD = self.items(items_BL) * self.options.d_model**0.5
@@ -81,5 +80,4 @@ class Caser(SequenceModel):
         return torch.cat([*(x.mT for x in pooled), vertical_BDLC.transpose(1, 2).flatten(2)], -1)  # (8)
 
     def item_vectors(self) -> Tensor:
-        """See `SequenceModel.item_vectors`."""
         return torch.cat([self.output.weight, self.bias.unsqueeze(1)], 1)

@@ -52,7 +52,6 @@ class LinformerAttention(EfficientAttention):
         self.projection = nn.Parameter(torch.empty(size, length).normal_(std=length**-0.5))
 
     def mix(self, q_BHLK: Tensor, k_BHLK: Tensor, v_BHLK: Tensor, visible_B11L: Tensor | None) -> Tensor:
-        """See `EfficientAttention.mix`."""
         projection_RL = self.projection[:, -q_BHLK.shape[2] :]
         if visible_B11L is not None:
             projection_RL = projection_RL * visible_B11L.to(projection_RL.dtype)
@@ -75,7 +74,6 @@ class InformerAttention(EfficientAttention):
         self.register_buffer("order", F.pad(others, (1, 0)), persistent=False)
 
     def mix(self, q_BHLK: Tensor, k_BHLK: Tensor, v_BHLK: Tensor, visible_B11L: Tensor | None) -> Tensor:
-        """See `EfficientAttention.mix`."""
         length = q_BHLK.shape[2]
         number = min(length, math.ceil(self.size * math.log(max(2, length))))
         sampled_S = length - 1 - self.order[self.order < length][:number]
@@ -103,7 +101,6 @@ class LongformerAttention(EfficientAttention):
     """
 
     def mix(self, q_BHLK: Tensor, k_BHLK: Tensor, v_BHLK: Tensor, visible_B11L: Tensor | None) -> Tensor:
-        """See `EfficientAttention.mix`."""
         local_BHLK = self._local(q_BHLK, k_BHLK, v_BHLK, visible_B11L)
         last_BH1K = F.scaled_dot_product_attention(q_BHLK[:, :, -1:], k_BHLK, v_BHLK, attn_mask=visible_B11L)
         return torch.cat([local_BHLK[:, :, :-1], last_BH1K], dim=2)
@@ -143,7 +140,6 @@ class BigBirdAttention(EfficientAttention):
         self.register_buffer("drawn", order_LL < size, persistent=False)
 
     def mix(self, q_BHLK: Tensor, k_BHLK: Tensor, v_BHLK: Tensor, visible_B11L: Tensor | None) -> Tensor:
-        """See `EfficientAttention.mix`."""
         length = q_BHLK.shape[2]
         place_L = torch.arange(length, device=q_BHLK.device)
         seen_LL = (place_L[:, None] - place_L).abs() <= max(1, self.size // 2)
@@ -170,7 +166,6 @@ class ReformerAttention(EfficientAttention):
         self.register_buffer("rotations", rotations, persistent=False)
 
     def mix(self, q_BHLK: Tensor, k_BHLK: Tensor, v_BHLK: Tensor, visible_B11L: Tensor | None) -> Tensor:
-        """See `EfficientAttention.mix`."""
         projected = torch.einsum("bhlk,rks->rbhls", q_BHLK, self.rotations)
         bucket = torch.cat([projected, -projected], -1).argmax(-1)
         seen_BHLL = (bucket.unsqueeze(-1) == bucket.unsqueeze(-2)).any(0)
@@ -197,7 +192,6 @@ class FlashAttention(EfficientAttention):
         self.shift = nn.Parameter(torch.zeros(4, self.width))
 
     def forward(self, query_BLD: Tensor, source_BLD: Tensor, visible_B11L: Tensor | None) -> Tensor:
-        """See `EfficientAttention.forward`."""
         length, width = source_BLD.shape[1:]
         events: int | Tensor = length
         v_BLD, gate_BLD, shared_BLK = F.silu(self.to_query_key_value(source_BLD)).split([width, width, self.width], -1)
@@ -227,7 +221,6 @@ class AutoformerAttention(EfficientAttention):
     """
 
     def mix(self, q_BHLK: Tensor, k_BHLK: Tensor, v_BHLK: Tensor, visible_B11L: Tensor | None) -> Tensor:
-        """See `EfficientAttention.mix`."""
         if visible_B11L is not None:
             q_BHLK, k_BHLK, v_BHLK = (x * visible_B11L.mT for x in (q_BHLK, k_BHLK, v_BHLK))
         length, padding = self.length, self.length - q_BHLK.shape[2]

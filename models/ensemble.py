@@ -33,38 +33,30 @@ class Ensemble(SequenceModel):
 
     @property
     def parts(self) -> list[SequenceModel]:
-        """See `SequenceModel.parts`."""
         return [*self.members]
 
     @property
     def architecture(self) -> type[SequenceModel]:
-        """See `SequenceModel.architecture`."""
         return type(self.parts[0])
 
     @property
     def needs(self) -> frozenset[str]:
-        """See `SequenceModel.needs`."""
         return self.parts[0].needs
 
     def forward(self, batch: Batch, last: bool = False) -> Tensor:
-        """See `SequenceModel.forward`."""
         return torch.cat([part(batch, last) for part in self.parts], -1) / len(self.members)
 
     def item_vectors(self) -> Tensor:
-        """See `SequenceModel.item_vectors`."""
         return torch.cat([part.item_vectors() for part in self.parts], 1)
 
     def phases(self, stage: str) -> tuple[str, ...]:
-        """See `SequenceModel.phases`."""
         return self.parts[0].phases(stage)
 
     def enter(self, phase: str) -> None:
-        """See `SequenceModel.enter`."""
         for part in self.parts:
             part.enter(phase)
 
     def on_epoch(self) -> None:
-        """See `SequenceModel.on_epoch`."""
         for part in self.parts:
             part.on_epoch()
 

@@ -91,7 +91,6 @@ class FDSA(ReadsAttributes):
         initialise(self)
 
     def forward(self, batch: Batch, last: bool = False) -> Tensor:
-        """See `SequenceModel.forward`."""
         bias_BLL = attention_bias(batch.items, causal=True)
         item_BLD = self.of_items(self.items(batch.items), bias_BLL, last=last)
         attribute_BLD = self.of_attributes(self.attributes(self.value_VM[batch.items].long()), bias_BLL, last=last)

@@ -101,7 +101,6 @@ class FLASH4RecOptions(Options):
 
     @property
     def from_request(self) -> bool:
-        """See `Options.from_request`."""
         return self.request_time
 
     @property
@@ -421,12 +420,10 @@ class FLASH4Rec(SequenceModel):
 
     @classmethod
     def needs_of(cls, options: FLASH4RecOptions) -> frozenset[str]:
-        """See `SequenceModel.needs_of`."""
         read = {"user": options.user_gate, "times": options.request_time, "attributes": options.attribute_values > 0}
         return frozenset(name for name, wanted in read.items() if wanted)
 
     def forward(self, batch: Batch, last: bool = False) -> Tensor:
-        """See `SequenceModel.forward`."""
         return self._encode(batch, last)[0]
 
     def _encode(self, batch: Batch, last: bool) -> tuple[Tensor, Tensor]:
@@ -456,13 +453,11 @@ class FLASH4Rec(SequenceModel):
         return user_B * (torch.rand(user_B.shape, device=user_B.device) >= p)
 
     def item_vectors(self) -> Tensor:
-        """See `SequenceModel.item_vectors`."""
         if self.words is not None:
             return self._vectors(torch.arange(self.catalogue.num_items + 1, device=self.items.weight.device))
         return self.items.weight[: self.catalogue.num_items + 1] if self.options.masked else self.items.weight
 
     def vectors_of(self, items: Tensor, *, sparse: bool = False) -> Tensor:
-        """See `SequenceModel.vectors_of`."""
         return self._vectors(items) if self.words is not None else super().vectors_of(items, sparse=sparse)
 
     def _vectors(self, items: Tensor) -> Tensor:

@@ -43,10 +43,8 @@ class FPMC(SequenceModel):
         initialise(self)
 
     def forward(self, batch: Batch, last: bool = False) -> Tensor:
-        """See `SequenceModel.forward`."""
         last_BPD = self.last_items(batch.items[:, -1:] if last else batch.items)
         return torch.cat([self.users(batch.user).unsqueeze(1).expand_as(last_BPD), last_BPD], -1)
 
     def item_vectors(self) -> Tensor:
-        """See `SequenceModel.item_vectors`."""
         return self.next_items.weight

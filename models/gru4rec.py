@@ -65,7 +65,6 @@ class GRU4Rec(SequenceModel):
         initialise(self)
 
     def forward(self, batch: Batch, last: bool = False) -> Tensor:
-        """See `SequenceModel.forward`."""
         real_BL = batch.items != PAD
         padding_B = (~real_BL).sum(1)
         x_BLD = self.dropout(self.items(batch.items) * self.options.d_model**0.5)
@@ -79,7 +78,6 @@ class GRU4Rec(SequenceModel):
         return query_BPD if self.bias is None else torch.cat([query_BPD, torch.ones_like(query_BPD[..., :1])], -1)
 
     def item_vectors(self) -> Tensor:
-        """See `SequenceModel.item_vectors`."""
         if self.bias is None:
             return self.items.weight
         return torch.cat([self.items.weight, self.bias.unsqueeze(1)], 1)

@@ -61,7 +61,6 @@ class HSTUOptions(Options):
 
     @property
     def from_request(self) -> bool:
-        """See `Options.from_request`."""
         return self.request_time
 
 
@@ -123,11 +122,9 @@ class HSTU(SequenceModel):
 
     @classmethod
     def needs_of(cls, options: Any) -> frozenset[str]:
-        """See `SequenceModel.needs_of`."""
         return frozenset({"times"} if options.relative_time else ())
 
     def forward(self, batch: Batch, last: bool = False) -> Tensor:
-        """See `SequenceModel.forward`."""
         length = batch.items.shape[1]
         visible_BLL = attention_bias(batch.items, causal=True) == 0
         bucket_BLL = None

@@ -120,7 +120,6 @@ class LRURec(SequenceModel):
         initialise(self)
 
     def forward(self, batch: Batch, last: bool = False) -> Tensor:
-        """See `SequenceModel.forward`."""
         real_BL = batch.items != PAD
         x_BLD: Tensor = self.norm(self.dropout(self.items(batch.items)))
         return run_blocks(self.blocks, x_BLD, real_BL, last=last)

@@ -42,11 +42,9 @@ class MFBPR(SequenceModel):
         initialise(self)
 
     def forward(self, batch: Batch, last: bool = False) -> Tensor:
-        """See `SequenceModel.forward`."""
         user_BD = self.users(batch.user)
         query_BD = torch.cat([user_BD, torch.ones_like(user_BD[:, :1])], -1)
         return query_BD.unsqueeze(1).expand(-1, 1 if last else batch.items.shape[1], -1)
 
     def item_vectors(self) -> Tensor:
-        """See `SequenceModel.item_vectors`."""
         return torch.cat([self.items.weight, self.bias.unsqueeze(1)], 1)

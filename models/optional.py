@@ -16,7 +16,6 @@ class DescribedItems(SequenceModel):
 
     @classmethod
     def needs_of(cls, options: Any) -> frozenset[str]:
-        """See `SequenceModel.needs_of`."""
         return frozenset({cls.described_by})
 
     def tokens(self) -> dict[str, Tensor]:
@@ -43,7 +42,6 @@ class SelfSupervised(SequenceModel):
     by_prefix: ClassVar[bool] = True  # whether every prefix of a history is a row in this phase, for any objective
 
     def phases(self, stage: str) -> tuple[str, ...]:
-        """See `SequenceModel.phases`."""
         return (self.pretraining,) if stage == "pretrain" else ("train",)
 
     def pair_scores(self, batch: Batch) -> Tensor:

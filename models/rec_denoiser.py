@@ -262,12 +262,10 @@ class RecDenoiser(NoisyGradients):
         return [block.attention.weigh for block in self.blocks] if self.options.attention == "masked" else []
 
     def forward(self, batch: Batch, last: bool = False) -> Tensor:
-        """See `SequenceModel.forward`."""
         query: Tensor = self.backbone(batch, last)
         return query
 
     def item_vectors(self) -> Tensor:
-        """See `SequenceModel.item_vectors`."""
         return self.backbone.item_vectors()
 
     def valid(self, items_BL: Tensor) -> Tensor:

@@ -131,14 +131,12 @@ class Recformer(ReadsTokens):
         self.register_buffer("vectors", torch.zeros(shape, device=device))
 
     def enter(self, phase: str) -> None:
-        """See `SequenceModel.enter`."""
         self.phase = phase
         self.requires_grad_(True)
         stage = "pretrain" if phase == self.pretraining else "finetune"
         self.encoder.words.requires_grad_(stage not in self.options.frozen_words)
 
     def on_epoch(self) -> None:
-        """See `SequenceModel.on_epoch`."""
         if self.phase == "refresh":
             self.refresh()
 
@@ -157,7 +155,6 @@ class Recformer(ReadsTokens):
         self.train(was_training)
 
     def serve(self, catalogue: Catalogue) -> None:
-        """See `Transferable.serve`."""
         self.use(catalogue)
         self.refresh()
 
@@ -186,7 +183,6 @@ class Recformer(ReadsTokens):
         raise NotImplementedError
 
     def pair_scores(self, batch: Batch) -> Tensor:
-        """See `SelfSupervised.pair_scores`."""
         return self._cosines(*self.pairs(batch))
 
     def _cosines(self, history_BD: Tensor, target_ND: Tensor) -> Tensor:
@@ -244,7 +240,6 @@ class RecformerText(Recformer):
         return self.vectors
 
     def pairs(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """See `Recformer.pairs`."""
         history_BD, target_BD = self.encode(batch.items[:, :-1]).float(), self.encode(batch.items[:, -1:]).float()
         return F.normalize(history_BD, dim=-1), F.normalize(target_BD, dim=-1)
 
@@ -326,7 +321,6 @@ class RecformerItems(Recformer):
         return ("contrastive",) if stage == "pretrain" else ("frozen",)
 
     def enter(self, phase: str) -> None:
-        """See `SequenceModel.enter`."""
         super().enter(phase)
         if phase != "refresh":
             self.encoder.requires_grad_(False)
@@ -345,23 +339,19 @@ class RecformerItems(Recformer):
         return self
 
     def forward(self, batch: Batch, last: bool = False) -> Tensor:
-        """See `SequenceModel.forward`."""
         query_BLD = self.history(self._texts_of(batch.items), batch.items, last=last)
         return F.normalize(query_BLD.float(), dim=-1) / self.options.temperature
 
     def item_vectors(self) -> Tensor:
-        """See `SequenceModel.item_vectors`."""
         return self.vectors_of(torch.arange(len(self.vectors), device=self.vectors.device))
 
     def vectors_of(self, items: Tensor, *, sparse: bool = False) -> Tensor:
-        """See `SequenceModel.vectors_of`."""
         return F.normalize(self.history.to_item(self._texts_of(items)).float(), dim=-1)
 
     def _texts_of(self, items: Tensor) -> Tensor:
         return F.embedding(items, self.vectors) if self.step is None else self.step.of(items)
 
     def pairs(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """See `Recformer.pairs`."""
         query_BD = self(batch._replace(items=batch.items[:, :-1]), last=True)[:, 0] * self.options.temperature
         target_BD = self.history.to_item(F.embedding(batch.items[:, -1], self.vectors))
         return query_BD, F.normalize(target_BD.float(), dim=-1)

@@ -95,7 +95,6 @@ class RecGURU(TwoDomains):
         self.enter("train")
 
     def add_domain(self, num_items: int) -> None:
-        """See `TwoDomains.add_domain`."""
         others = nn.Embedding(num_items, self.options.d_model)
         initialise(others)
         table = torch.cat([self.items.weight, others.weight]).detach()
@@ -104,19 +103,16 @@ class RecGURU(TwoDomains):
         self.discriminator = discriminator(self.options.d_model)
 
     def drop_domain(self) -> None:
-        """See `TwoDomains.drop_domain`."""
         table = self.items.weight[: self.own_items + 1].detach().clone()
         self.items = nn.Embedding.from_pretrained(table, freeze=False, padding_idx=PAD)
         self.catalogue = self.catalogue._replace(num_items=self.own_items)
         self.discriminator = None
 
     def enter(self, phase: str) -> None:
-        """See `SequenceModel.enter`."""
         self.phase = phase
         self.recommender.requires_grad_(phase == "train")
 
     def forward(self, batch: Batch, last: bool = False) -> Tensor:
-        """See `SequenceModel.forward`."""
         x_BLD, bias_BLL = self._embed(batch.items)
         return self._recommend(x_BLD, self._encode(x_BLD, bias_BLL), bias_BLL, last=last)
 

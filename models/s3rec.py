@@ -69,17 +69,14 @@ class S3Rec(ReadsAttributes, SelfSupervised):
         self.enter("train")
 
     def enter(self, phase: str) -> None:
-        """See `SequenceModel.enter`."""
         self.phase = phase
         self.attributes.requires_grad_(phase == "mutual")
         self.heads.requires_grad_(phase == "mutual")
 
     def forward(self, batch: Batch, last: bool = False) -> Tensor:
-        """See `SequenceModel.forward`."""
         return self._read(batch.items, causal=True, last=last)
 
     def item_vectors(self) -> Tensor:
-        """See `SequenceModel.item_vectors`."""
         return self.items.weight[:-1]
 
     def _read(self, items_BL: Tensor, *, causal: bool, last: bool = False) -> Tensor:

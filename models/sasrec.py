@@ -65,7 +65,6 @@ class SASRec(SequenceModel):
         initialise(self)
 
     def forward(self, batch: Batch, last: bool = False) -> Tensor:
-        """See `SequenceModel.forward`."""
         length = batch.items.shape[1]
         bias_BLL = attention_bias(batch.items, causal=True)
         x_BLD = self.items(batch.items) * self.scale + self.positions[-length:]

@@ -67,7 +67,6 @@ class SSEPT(SequenceModel):
             self.users.weight[0] = 0
 
     def forward(self, batch: Batch, last: bool = False) -> Tensor:
-        """See `SequenceModel.forward`."""
         length = batch.items.shape[1]
         bias_BLL = attention_bias(batch.items, causal=True)
         items_BL, user_B = self._stochastic(batch)
@@ -86,5 +85,4 @@ class SSEPT(SequenceModel):
         return items, shared(batch.user, self.catalogue.num_users, self.options.keep_user, first=0)
 
     def item_vectors(self) -> Tensor:
-        """See `SequenceModel.item_vectors`."""
         return torch.cat([self.items.weight, self.items.weight.new_ones(len(self.items.weight), 1)], 1)

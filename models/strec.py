@@ -341,7 +341,6 @@ class STRec(SequenceModel):
 
     @classmethod
     def needs_of(cls, options: STRecOptions) -> frozenset[str]:
-        """See `SequenceModel.needs_of`."""
         return frozenset({"times"} if options.sampling == "time" else ())
 
     def serving_variants(self) -> dict[float, Any]:

@@ -98,7 +98,6 @@ class TiSASRec(SequenceModel):
         initialise(self)
 
     def forward(self, batch: Batch, last: bool = False) -> Tensor:
-        """See `SequenceModel.forward`."""
         bias_BLL = attention_bias(batch.items, causal=True)
         interval_BLL = intervals(batch, self.options.max_interval)
         x_BLD = self.dropout(self.items(batch.items) * self.options.d_model**0.5)

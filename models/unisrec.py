@@ -157,7 +157,6 @@ class UniSRec(ReadsVectors, Transferable):
         }
 
     def pair_scores(self, batch: Batch) -> Tensor:
-        """See `SelfSupervised.pair_scores`."""
         query_BD, target_BD = self._pairs(batch)
         return query_BD @ target_BD.T
 

@@ -54,7 +54,6 @@ class ZESRec(ReadsVectors):
         initialise(self)
 
     def forward(self, batch: Batch, last: bool = False) -> Tensor:
-        """See `SequenceModel.forward`."""
         length = batch.items.shape[1]
         bias_BLL = attention_bias(batch.items, causal=True)
         x_BLD = self.to_item(self.text_VX[batch.items]) * self.options.d_model**0.5 + self.positions[-length:]
@@ -63,6 +62,5 @@ class ZESRec(ReadsVectors):
         return out
 
     def item_vectors(self) -> Tensor:
-        """See `SequenceModel.item_vectors`."""
         vectors: Tensor = self.to_item(self.text_VX)
         return vectors

@@ -23,33 +23,3 @@ from seqrec.config.sections import (
     ValidateConfig,
 )
 from seqrec.config.serving import ServeConfig
-
-__all__ = [
-    "AUTO",
-    "EXPERIMENT",
-    "SECTIONS",
-    "ConfigError",
-    "CountsConfig",
-    "EvaluateConfig",
-    "FinetuneConfig",
-    "IngestConfig",
-    "KubernetesConfig",
-    "LaunchConfig",
-    "ModelConfig",
-    "Params",
-    "PrepareConfig",
-    "PretrainConfig",
-    "RegisterConfig",
-    "SearchRange",
-    "Section",
-    "ServeConfig",
-    "StepResources",
-    "TrainConfig",
-    "TuneConfig",
-    "ValidateConfig",
-    "from_dict",
-    "load",
-    "parse",
-    "read_changes",
-    "require",
-]

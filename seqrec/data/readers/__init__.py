@@ -11,25 +11,3 @@ from seqrec.data.readers.movielens import movielens_1m, movielens_10m, movielens
 from seqrec.data.readers.reviews import gowalla, steam, yelp
 from seqrec.data.readers.row_checks import CheckedRows, Reader, Tables
 from seqrec.data.readers.sequences_of_items import growing_prefixes, lines_of_items
-
-__all__ = [
-    "CheckedRows",
-    "DamagedFileError",
-    "Reader",
-    "Tables",
-    "amazon_2014",
-    "amazon_2018",
-    "amazon_2018_ratings",
-    "amazon_2023",
-    "gowalla",
-    "growing_prefixes",
-    "lines_of_items",
-    "movielens_1m",
-    "movielens_10m",
-    "movielens_100k",
-    "movielens_latest",
-    "own_files",
-    "recbole_100k",
-    "steam",
-    "yelp",
-]
