@@ -25,10 +25,8 @@ from typing import Any
 
 import yaml
 from mlflow import MlflowClient
-from support import MEASURED
-from test_end_to_end import call, make_project, settings
+from test_end_to_end import call, figures, make_project, ran, settings
 
-from seqrec.artifacts import read_json
 from seqrec.tracking.registry import WEIGHTS_TAG
 
 SHARE = 0.25  # of the time and the file operations of a whole run: the most that a start has before it is killed
@@ -62,6 +60,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=Path, help="folder for the projects of failed rounds")
     flags = parser.parse_args()
+    sys.stdout.reconfigure(line_buffering=True)
     draw = random.Random(flags.seed)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -75,19 +74,15 @@ def main() -> int:
             kills += done
             differences = [problem] if problem else _differences(wanted, result(project))
             failed += differences
-            _say(f"round {rounds}: {done} kills, {'; '.join(differences) or 'identical'}")
+            print(f"round {rounds}: {done} kills, {'; '.join(differences) or 'identical'}")
             if differences and flags.keep:
                 shutil.copytree(project, flags.keep / f"round-{rounds}", symlinks=True)
             shutil.rmtree(project)
-    _say(
+    print(
         f"{kills} kills in {rounds} rounds, {time.monotonic() - began:.0f} s, seed {flags.seed}: "
         f"{'every round identical to the uninterrupted run' if not failed else f'{len(failed)} differences'}"
     )
     return int(bool(failed))
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)
 
 
 def _template(folder: Path) -> Path:
@@ -114,7 +109,7 @@ def _reference(template: Path, folder: Path) -> tuple[dict[str, Any], tuple[floa
     printed = process.communicate()[0]
     assert process.returncode == 0, printed
     seconds, operations = time.monotonic() - began, count.stat().st_size
-    _say(f"uninterrupted: {seconds:.0f} s, {operations} file operations")
+    print(f"uninterrupted: {seconds:.0f} s, {operations} file operations")
     return result(project), (seconds, operations)
 
 
@@ -162,10 +157,9 @@ def _round(
         if process.returncode != -signal.SIGKILL:
             return kills, f"`seqrec repro` failed after {kills} kills:\n{printed}"
         kills += 1
-        stages = [line.removesuffix(" ...") for line in printed.splitlines() if line.endswith(" ...")]
         where = printed.rpartition("killed before ")[2].strip().replace(str(project), ".") if last else ""
         moment = f"before operation {last}, {where}" if last else f"after {seconds:.1f} s"
-        _say(f"kill {before + kills}: in {stages[-1] if stages else 'no stage'}, {moment}")
+        print(f"kill {before + kills}: in {(ran(printed) or ['no stage'])[-1]}, {moment}")
 
 
 def _await_group(group: int) -> None:
@@ -186,9 +180,7 @@ def result(project: Path) -> dict[str, Any]:
     found: dict[str, Any] = {
         str(path.relative_to(project)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files
     }
-    for path in sorted(project.glob("reports/*/metrics.json")):
-        values = read_json(path)
-        found[f"figures of {path.parent.name}"] = {key: value for key, value in values.items() if key not in MEASURED}
+    found |= {f"figures of {name}": values for name, values in figures(project / "reports").items()}
     leftovers = [str(path.relative_to(project)) for path in project.rglob("*.partial") if ".dvc" not in path.parts]
     found["left over"] = leftovers + [str(path.relative_to(project)) for path in project.glob("state/*/*")]
     return found | _registered(project)

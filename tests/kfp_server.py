@@ -68,8 +68,8 @@ class Refused(Exception):  # noqa: N818
 class Server:
     """What the server knows, and an answer to each route."""
 
-    def __init__(self, folder: Path, *, multi_user: bool) -> None:
-        self.folder, self.multi_user = folder, multi_user
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.multi_user = folder, False
         self.experiments: dict[str, dict[str, Any]] = {}
         self.pipelines: dict[str, dict[str, Any]] = {}
         self.versions: dict[str, dict[str, Any]] = {}
@@ -196,8 +196,8 @@ class _Handler(Quiet, BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving(folder: Path, *, multi_user: bool = False) -> Iterator[tuple[str, Server]]:
+def serving(folder: Path) -> Iterator[tuple[str, Server]]:
     """Yield the address of a running server, and what it knows."""
     with listening(_Handler) as http:
-        http.known = Server(folder, multi_user=multi_user)
+        http.known = Server(folder)
         yield f"http://127.0.0.1:{http.server_port}", http.known

@@ -49,7 +49,6 @@ class Cluster:
     def __init__(self) -> None:
         self.jobs: dict[str, dict[str, Any]] = {}
         self.created: list[dict[str, Any]] = []
-        self.logs: list[str] = []
         self.fail_next = 0  # so many jobs fail without running
         self.lose_next = 0  # so many are complete without running, as if their output had been lost
         self.hang = False  # jobs never end
@@ -71,8 +70,8 @@ class Cluster:
             self.lose_next -= 1
         else:
             processes = _processes(job)
-            outputs = [process.communicate()[0] for process in processes]
-            self.logs += outputs
+            for process in processes:
+                process.communicate()
             failed = any(process.returncode for process in processes)
         if job["kind"] == "TrainJob":
             kind = "Failed" if failed else "Complete"

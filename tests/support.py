@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from http.server import ThreadingHTTPServer
@@ -332,25 +333,27 @@ def case_table(*ranks: float) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=artifacts.CASES_SCHEMA)
 
 
-def write_settings(folder: Path, *, start: int) -> Path:
-    """Write a log of 50 users that begins at `start`, and settings that train both models on it; return the latter."""
+def write_settings(folder: Path, *, start: int, models: Sequence[str] = ("sasrec", "flash4rec")) -> Path:
+    """Write a log of 50 users that begins at `start`, and settings that train the `models` on it; return the latter."""
+    small = {"d_model": 16, "layers": 1, "length": 12}
+    entries = {
+        "sasrec": {"options": small | {"heads": 2}},
+        "flash4rec": {
+            "options": small | {"d_shared": 8, "d_value": 16, "d_expert": 16},
+            "finetune": {"learning_rate": 0.002},
+        },
+    }
     log = write_log(folder / "log.csv", synthetic_rows(users=50), start=start)
     settings = folder / "settings.yaml"
     content = {
         "dataset": "own",
-        "leaderboard": ["sasrec", "flash4rec"],
+        "leaderboard": list(models),
         "ingest": {"source": "csv", "interactions": str(log)},
         "finetune": {"epochs": 1, "batch_size": 16, "warmup_steps": 1},
         "evaluate": {"bootstrap": 100},
         "register": {"tracking_uri": f"sqlite:///{folder}/mlflow.db", "allow_below_baseline": True, "graph": False},
         "kubernetes": {"resources": {"default": {"retries": 0}}},
-        "models": {
-            "sasrec": {"options": {"d_model": 16, "layers": 1, "heads": 2, "length": 12}},
-            "flash4rec": {
-                "options": {"d_model": 16, "d_shared": 8, "d_value": 16, "layers": 1, "d_expert": 16, "length": 12},
-                "finetune": {"learning_rate": 0.002},
-            },
-        },
+        "models": {name: entries[name] for name in models},
     }
     settings.write_text(yaml.safe_dump(content))
     return settings
@@ -386,9 +389,9 @@ EPOCH_RECORDS = [
 ]
 
 
-def write_cluster_settings(folder, *, start=YEAR_2001):
+def write_cluster_settings(folder):
     """Write the settings of a tiny log for a cluster, whose steps have a tracking server."""
-    settings = write_settings(folder, start=start)
+    settings = write_settings(folder, start=YEAR_2001)
     content = yaml.safe_load(settings.read_text())
     content["kubernetes"]["environment"] = {"MLFLOW_TRACKING_URI": "http://mlflow.example.org"}
     settings.write_text(yaml.safe_dump(content))

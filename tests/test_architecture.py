@@ -6,7 +6,7 @@ import ast
 import functools
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -25,17 +25,8 @@ STAGES = ("pretrain", "finetune", "evaluate", "baselines")
 STARTS = ("seqrec.commands.run", *(f"seqrec.stages.{name}" for name in STAGES))
 STARTS += tuple(REGISTRY.module(name) for name in REGISTRY)  # imported when a model is built
 CORE = sorted({ROOT / path for module in STARTS for path in closure(module, lazy=False)})
-EXTERNAL = {
-    "accelerate",
-    "filelock",
-    "numpy",
-    "pyarrow",
-    "rich",
-    "safetensors",
-    "torch",
-    "yaml",
-}  # torch needs filelock
-CORE_MAY_IMPORT = EXTERNAL | {"seqrec.models", "seqrec"}
+CORE_MAY_IMPORT = {"seqrec", "seqrec.models", "accelerate", "numpy", "pyarrow", "rich", "safetensors", "torch", "yaml"}
+CORE_MAY_IMPORT |= {"filelock"}  # which torch needs
 CORE_LACKS = (
     *("dvc", "great_expectations", "kfp", "matplotlib", "mlflow", "narwhals", "optuna", "pandas", "plotly"),
     *("polars", "pydantic", "requests", "scipy", "transformers"),
@@ -46,14 +37,8 @@ OWNERS = {  # package -> the only files that may import it, even inside a functi
     "kubernetes": ("seqrec/cluster/jobs.py",),
     "dvc": ("seqrec/data/dvc_revisions.py", "seqrec/commands/repro.py"),
     "mlflow": (
-        "seqrec/tracking/runs.py",
-        "seqrec/tracking/gate.py",
-        "seqrec/tracking/registry.py",
-        "seqrec/serving/pyfunc_model.py",
-        "seqrec/tracking/view.py",
-        "seqrec/commands/registry.py",
-        "seqrec/commands/ui.py",
-        "seqrec/stages/register.py",
+        *("seqrec/tracking/", "seqrec/serving/pyfunc_model.py", "seqrec/stages/register.py"),
+        *("seqrec/commands/registry.py", "seqrec/commands/ui.py"),
     ),
     "great_expectations": ("seqrec/data/expectations.py",),
     "optuna": ("seqrec/commands/tune.py",),
@@ -67,8 +52,14 @@ OWNERS = {  # package -> the only files that may import it, even inside a functi
 }
 
 
-def imported(nodes: Iterator[ast.AST] | list[ast.stmt]) -> set[str]:
-    """Return the dotted names that import statements among `nodes` name."""
+def package(name: str) -> str:
+    """Return the package of a dotted name: its first part, and the second if it names one of our folders."""
+    first, *rest = name.split(".")
+    return f"{first}.{rest[0]}" if first == "seqrec" and rest and rest[0] in FOLDERS else first
+
+
+def imported(nodes: Iterable[ast.AST]) -> set[str]:
+    """Return the packages that import statements among `nodes` name."""
     names = set()
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -76,35 +67,41 @@ def imported(nodes: Iterator[ast.AST] | list[ast.stmt]) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute"
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return names
-
-
-def package(name: str) -> str:
-    """Return the package of a dotted name: its first part, and the second if it names one of our folders."""
-    first, *rest = name.split(".")
-    return f"{first}.{rest[0]}" if first == "seqrec" and rest and rest[0] in FOLDERS else first
+    return {package(name) for name in names}
 
 
 @functools.cache
 def anywhere(path: Path) -> set[str]:
     """Return the packages that a file imports, wherever in it."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    return {package(name) for name in imported(ast.walk(tree))}
+    return imported(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
 
 
 def at_module_level(path: Path) -> set[str]:
-    """Return the dotted names that importing a file imports; unless it lies in a condition."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    return imported(tree.body)
+    """Return the packages that importing a file imports; unless it lies in a condition."""
+    return imported(ast.parse(path.read_text(encoding="utf-8")).body)
 
 
 def relative(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if relative(path).startswith("seqrec/models/")], ids=relative)
-def test_models_import_torch_and_themselves_only(path):
-    assert anywhere(path) - STDLIB <= {"torch", "seqrec.models"}
+def below(folder: str) -> list[Path]:
+    return [path for path in FILES if relative(path).startswith(folder)]
+
+
+@pytest.mark.parametrize(
+    ("files", "imports", "allowed"),
+    [
+        (below("seqrec/models/"), anywhere, {"torch", "seqrec.models"}),
+        (below("seqrec/components/"), at_module_level, {"kfp", "seqrec.components"}),  # stage code when a step runs
+        (CORE, at_module_level, CORE_MAY_IMPORT),
+    ],
+    ids=["models", "steps", "training core"],
+)
+def test_these_files_import_little(files, imports, allowed):
+    others = {relative(path): imports(path) - STDLIB - allowed for path in files}
+
+    assert {name: packages for name, packages in others.items() if packages} == {}
 
 
 @pytest.mark.parametrize("owned", OWNERS)
@@ -116,20 +113,6 @@ def test_a_package_is_imported_by_its_owners_only(owned):
 
 def test_the_folders_are_imported_through_seqrec_only():
     assert {relative(path) for path in FILES if anywhere(path) & set(FOLDERS)} == set()
-
-
-@pytest.mark.parametrize("path", CORE, ids=relative)
-def test_the_training_core_imports_little(path):
-    names = at_module_level(path)
-
-    assert {package(name) for name in names} - STDLIB <= CORE_MAY_IMPORT
-
-
-@pytest.mark.parametrize(
-    "path", [path for path in FILES if relative(path).startswith("seqrec/components/")], ids=relative
-)
-def test_steps_import_no_stage_code_before_they_run(path):
-    assert {package(name) for name in at_module_level(path)} - STDLIB <= {"kfp", "seqrec.components"}
 
 
 def test_the_training_core_can_be_imported_without_the_other_packages():

@@ -29,9 +29,7 @@ from seqrec.training.checkpoint import load_checkpoint
 
 ROOT = Path(__file__).parent.parent
 IMAGE = os.environ.get("SEQREC_IMAGE", "seqrec:test")
-SMALL = {  # options that make a model small, where it has them
-    *("d_model", "d_shared", "d_value", "d_expert", "d_inner", "d_state", "d_user"),
-}
+SMALL = {"d_model", "d_shared", "d_value", "d_expert", "d_inner", "d_state", "d_user"}  # options, where it has them
 pytestmark = [pytest.mark.containers, pytest.mark.filterwarnings("ignore")]
 
 
@@ -47,12 +45,10 @@ def models() -> dict[str, dict]:
     return entries
 
 
-def write_settings(
-    folder: Path, *, start: int = YEAR_2001, chosen: tuple[str, ...] = (), epochs: int = 1, items: int = 40
-) -> Path:
+def write_settings(folder: Path, *, start: int = YEAR_2001, chosen: tuple[str, ...] = (), epochs: int = 1) -> Path:
     """Write a log of 60 users with titles, and settings that train `chosen`, or every model, on it."""
-    folder.mkdir(exist_ok=True)
-    rows = synthetic_rows(users=60, items=items)
+    folder.mkdir()
+    rows = synthetic_rows()
     write_log(folder / "log.csv", rows, start=start)
     described = [(item, f"Title of {item}", f"kind {item[-1]}") for item in sorted({row[1] for row in rows})]
     with (folder / "items.csv").open("w", newline="") as file:
@@ -86,6 +82,7 @@ def write_settings(
 
 def run(params: Path, out: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     """Run the pipeline with the Docker runner: offline, read-only, without capabilities, as the image's user."""
+    out.mkdir()
     command = [sys.executable, "-m", "seqrec.pipelines", "run-local", "--docker", "--data", str(params.parent)]
     command += ["--params", str(params), "--out", str(out), *flags]
     environment = {**os.environ, "SEQREC_IMAGE": IMAGE}
@@ -106,14 +103,16 @@ def outcomes(out: Path) -> list[dict[str, str]]:
     return [one.data.tags for one in runs if OUTCOME in one.data.tags]
 
 
-@pytest.fixture(scope="module")
-def client():
-    return docker.from_env()
-
-
 @pytest.fixture(scope="module", autouse=True)
-def _fresh(client):
-    assert client.images.get(IMAGE), "build the image first: make test-containers"
+def client():
+    docker_ = docker.from_env()
+    assert docker_.images.get(IMAGE), "build the image first: make test-containers"
+    return docker_
+
+
+def inside(client, command: list[str]) -> str:
+    options = {**HARDENED, "network_mode": "none"}
+    return client.containers.run(IMAGE, command[1:], entrypoint=command[:1], remove=True, **options).decode()
 
 
 def test_the_image_is_not_root_and_has_a_bill_of_materials(client):
@@ -124,11 +123,6 @@ def test_the_image_is_not_root_and_has_a_bill_of_materials(client):
     bill = json.loads(inside(client, ["cat", "/opt/venv/sbom.cdx.json"]))
     assert bill["bomFormat"] == "CycloneDX"
     assert {"torch", "kfp", "mlflow"} <= {one["name"] for one in bill["components"]}
-
-
-def inside(client, command: list[str]) -> str:
-    options = {**HARDENED, "network_mode": "none"}
-    return client.containers.run(IMAGE, command[1:], entrypoint=command[:1], remove=True, **options).decode()
 
 
 def test_a_container_can_write_nowhere_but_below_tmp(client):
@@ -142,6 +136,15 @@ def test_a_container_can_write_nowhere_but_below_tmp(client):
 def test_the_image_holds_what_every_command_imports(client):
     modules = "seqrec.serving.http, seqrec.serving.approximate_search, mlflow, onnxscript, psycopg, boto3, transformers"
     assert inside(client, ["python", "-c", f"import {modules}; print('all there')"]).endswith("all there\n")
+
+
+def answered(address: str, **request) -> requests.Response | None:
+    """Return the answer of a service, once it has started."""
+    for _ in range(120):
+        with contextlib.suppress(requests.ConnectionError):
+            return requests.post(address, timeout=10, **request)
+        time.sleep(1)
+    return None
 
 
 def test_the_image_serves_the_champion_of_a_mounted_registry(client, prepared, tmp_path):
@@ -163,14 +166,7 @@ def test_the_image_serves_the_champion_of_a_mounted_registry(client, prepared, t
         **{**HARDENED, "network_mode": "host", "user": f"{os.getuid()}:{os.getgid()}"},
     )
     try:
-        answer = None
-        for _ in range(120):
-            with contextlib.suppress(requests.ConnectionError):
-                answer = requests.post(
-                    f"http://{address}/recommend", json={"history": ["i1", "i2"], "k": 3}, timeout=10
-                )
-                break
-            time.sleep(1)
+        answer = answered(f"http://{address}/recommend", json={"history": ["i1", "i2"], "k": 3})
         assert answer is not None, container.logs().decode()
         container.stop(timeout=60)
         status = container.wait()["StatusCode"]
@@ -181,10 +177,7 @@ def test_the_image_serves_the_champion_of_a_mounted_registry(client, prepared, t
 
 
 def test_the_whole_pipeline_runs_in_containers_with_every_model(client, tmp_path):
-    (tmp_path / "out").mkdir()
-    params = write_settings(tmp_path / "data")
-
-    done = run(params, tmp_path / "out")
+    done = run(write_settings(tmp_path / "data"), tmp_path / "out")
 
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     (board,) = (tmp_path / "out").rglob("register/reports/leaderboard.json")
@@ -196,35 +189,20 @@ def test_the_whole_pipeline_runs_in_containers_with_every_model(client, tmp_path
     assert steps_of(client, tmp_path / "out") == []
 
 
-def test_a_retraining_starts_from_the_champion_on_a_catalogue_that_has_grown(tmp_path):
-    out = tmp_path / "out"
-    out.mkdir()
-    assert run(write_settings(tmp_path / "data", chosen=("sasrec",)), out).returncode == 0
-
-    params = write_settings(tmp_path / "data", chosen=("sasrec",), items=50)
-    done = run(params, out, "--pipeline", "retraining")
-
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    assert "warm start: the champion knows 40 of 50 items" in done.stdout
-
-
 def test_a_text_model_learns_from_other_datasets_alone(tmp_path):
-    out = tmp_path / "out"
-    out.mkdir()
     params = write_settings(tmp_path / "data", chosen=("recformer_text",))
     content = yaml.safe_load(params.read_text())
     content |= {"sources": ["other"], "datasets": {"other": {"ingest": content["ingest"]}}}
     params.write_text(yaml.safe_dump(content))
 
-    done = run(params, out, "--pipeline", "pretraining")
+    done = run(params, tmp_path / "out", "--pipeline", "pretraining")
 
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    (metrics,) = out.rglob("report/metrics.json")
+    (metrics,) = tmp_path.rglob("report/metrics.json")
     assert json.loads(metrics.read_text())["test/ndcg@10"] > 0
 
 
 def test_a_failing_step_fails_the_pipeline(tmp_path):
-    (tmp_path / "out").mkdir()
     params = write_settings(tmp_path / "data", start=0, chosen=("sasrec",))  # 1970, before validate.min_date
 
     done = run(params, tmp_path / "out")
@@ -238,7 +216,6 @@ def test_a_failing_step_fails_the_pipeline(tmp_path):
 
 def test_a_killed_training_goes_on_where_it_stood(client, tmp_path):
     out = tmp_path / "out"
-    out.mkdir()
     params = write_settings(tmp_path / "data", chosen=("sasrec",), epochs=100)
     killed = []
 

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -27,15 +28,10 @@ ROWS = (*BASELINES, *MODELS)
 
 
 def settings(**changes) -> dict:
-    """Return params.yaml with the datasets `tiny` and `other`, a small model, and `changes` of the sections."""
+    """Return params.yaml with the dataset `tiny`, two small models, and `changes` of the sections."""
     params = yaml.safe_load((ROOT / "params.yaml").read_text())
-    params["datasets"] = {
-        name: {
-            "ingest": {"source": "csv", "interactions": f"{name}.csv"},
-            "options": {"length": 12, "d_model": 16, "layers": 1},
-        }
-        for name in ("tiny", "other")
-    }
+    options = {"length": 12, "d_model": 16, "layers": 1}
+    params["datasets"] = {"tiny": {"ingest": {"source": "csv", "interactions": "tiny.csv"}, "options": options}}
     params["models"] = {"sasrec": {"options": {"heads": 1, "dropout": 0.2}}, "gru4rec": {"options": {"dropout": 0.2}}}
     training = {"epochs": 3, "batch_size": 16, "learning_rate": 0.01, "warmup_steps": 2, "save_steps": 3}
     params |= {"dataset": "tiny", "sources": [], "leaderboard": list(MODELS), "tune": {"spaces": {}}}
@@ -91,10 +87,11 @@ def ran(output: str) -> list[str]:
 
 def figures(reports: Path) -> dict[str, dict]:
     """Return the metrics of every row of the leaderboard, without what a clock decides."""
-    found = {name: json.loads((reports / name / "metrics.json").read_text()) for name in ROWS}
-    return {
-        name: {key: value for key, value in values.items() if key not in MEASURED} for name, values in found.items()
-    }
+    found = {}
+    for name in ROWS:
+        values = json.loads((reports / name / "metrics.json").read_text())
+        found[name] = {key: value for key, value in values.items() if key not in MEASURED}
+    return found
 
 
 def weights(artifacts: Path) -> dict[str, bytes]:
@@ -158,13 +155,7 @@ def test_unchanged_pipeline_then_one_changed_option_then_back(killed, warm_steps
     assert call(project, "git", "commit", "--quiet", "--message", "the tiny log").returncode == 0
 
     done = call(project, "dvc", "exp", "run", "--set-param", "models.sasrec.options.dropout=0.1", **warm_steps)
-    assert ran(done.stdout) == [
-        "settings",
-        "pretrain@sasrec",
-        "finetune@sasrec",
-        "evaluate@sasrec",
-        "register",
-    ]
+    assert ran(done.stdout) == ["settings", "pretrain@sasrec", "finetune@sasrec", "evaluate@sasrec", "register"]
     changed = json.loads(call(project, "dvc", "metrics", "diff", "--json").stdout)
     assert [file for file, values in changed.items() if "test/ndcg@10" in values] == ["reports/summary/sasrec.json"]
     shown = call(project, "dvc", "metrics", "show", COLUMNS="100").stdout.splitlines()
@@ -174,9 +165,7 @@ def test_unchanged_pipeline_then_one_changed_option_then_back(killed, warm_steps
     assert curves.keys() == {"reports/curves.csv", "reports/leaderboard.csv"}
     points = curves["reports/curves.csv"][0]["content"]["data"]["values"]
     assert all(float(point["valid/ndcg@10"]) > 0 for point in points)  # an epoch without validation is no 0
-    assert {(point["rev"], point["model"]) for point in points} == {
-        (revision, model) for revision in ("workspace", "HEAD") for model in MODELS
-    }
+    assert {(point["rev"], point["model"]) for point in points} == {*product(("workspace", "HEAD"), MODELS)}
 
     assert call(project, "git", "checkout", "--quiet", "params.yaml").returncode == 0
     again = repro(project, **warm_steps)

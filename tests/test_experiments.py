@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import runpy
 from pathlib import Path
 
 import pytest
 
+from scripts.experiments import EXPERIMENTS
 from seqrec.config import load
 
 ROOT = Path(__file__).parent.parent
-EXPERIMENTS = runpy.run_path(str(ROOT / "scripts/experiments.py"))["EXPERIMENTS"]
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,6 @@ import pytest
 
 from seqrec.locks import LockedError, locked
 
-ROOT = Path(__file__).parent.parent
 HOLDER = """
 import sys
 from pathlib import Path
@@ -22,29 +20,19 @@ with locked(Path(sys.argv[1]), "the place"):
 """
 
 
-@pytest.fixture
-def holder(tmp_path):
-    """Another process that holds a lock, and its path."""
+def test_the_second_process_is_told_who_holds_the_lock_and_since_when(tmp_path):
     path = tmp_path / "deep" / ".lock"
-    command = [sys.executable, "-c", HOLDER, str(path)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
-    with subprocess.Popen(command, **pipes) as process:
+    command, root = [sys.executable, "-c", HOLDER, str(path)], Path(__file__).parent.parent
+    with subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "held\n"
-        yield process, path
-        process.kill()
 
-
-def test_the_second_process_is_told_who_holds_the_lock_and_since_when(holder):
-    process, path = holder
-
-    with (
-        pytest.raises(LockedError, match=rf"^the place: in use by process {process.pid} on \S+ for \d+ s"),
-        locked(path, "the place"),
-    ):
-        pass
-    process.kill()  # a lock ends with its process
-    process.wait()
-    with locked(path, "the place"):
-        assert path.with_name(".lock.owner").exists()
-    assert not path.with_name(".lock.owner").exists()
+        with (
+            pytest.raises(LockedError, match=rf"^the place: in use by process {process.pid} on \S+ for \d+ s"),
+            locked(path, "the place"),
+        ):
+            pass
+        process.kill()  # a lock ends with its process
+        process.wait()
+        with locked(path, "the place"):
+            assert path.with_name(".lock.owner").exists()
+        assert not path.with_name(".lock.owner").exists()

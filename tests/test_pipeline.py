@@ -5,7 +5,6 @@ tests/components and tests/pipelines do the same for Kubeflow.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -71,21 +70,3 @@ def test_the_documentation_lists_the_stages_of_the_table():
     missing = [f"| {stage.name} | {stage.summary} |" for stage in STAGES if f"\n| {stage.name} | " not in page]
 
     assert not missing, "docs/architecture.md, Stages, lacks " + "\n".join(missing)
-
-
-@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
-def test_a_function_gets_all_of_its_arguments(stage):
-    parameters = inspect.signature(stage.function).parameters
-    required = {name for name, parameter in parameters.items() if parameter.default is inspect.Parameter.empty}
-    item = {"run": "", "dataset": "toy", "model": "sasrec"}[stage.each]
-    given = {*stage.paths, *stage.project, *stage.settings(PARAMS, item)}
-
-    assert required <= given <= set(parameters)
-
-
-def test_every_file_that_a_stage_reads_is_written_before():
-    written: set[str] = set()
-    for stage in STAGES:
-        own = {path.replace("{source}", "") for path in stage.reads}
-        assert own - written - {path.rpartition("/")[0] for path in written} == set(), stage.name
-        written |= {path.replace("{source}", "") for path in (*stage.writes, stage.metrics)}

@@ -9,13 +9,12 @@ import json
 import re
 import shlex
 import shutil
-from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from support import YEAR_2001, synthetic_rows, weights, write_log
+from support import YEAR_2001, interrupted, synthetic_rows, weights, write_log
 from support import run as train
 
 from seqrec.__main__ import main
@@ -24,7 +23,6 @@ from seqrec.config import RegisterConfig
 from seqrec.serving import keys
 from seqrec.serving.events import Event, Store
 from seqrec.tracking import runs
-from seqrec.training.resume import ResumeState
 
 NEXT = re.compile(r"\b(run|remove|restore|train|evaluate|export)\b")  # what the message says to do
 SETTINGS = {
@@ -64,23 +62,23 @@ COMMANDS = {  # name -> the command line, and the files that it writes and that 
     "keys": ("show", []),
     "tune": (f"{MODEL} --dataset own --study study.db --output tuned.yaml --state state", ["tuned.yaml"]),
 }
-READ = {  # file -> the commands that read it
-    "out/data/interactions.parquet": "validate accept-reference prepare",
+READ = {  # file -> commands that read it, each in a way of its own
+    "out/data/interactions.parquet": "accept-reference prepare",
     "out/data/items.parquet": "validate prepare",
-    "out/data/source.json": "validate import",
+    "out/data/source.json": "validate",
     "out/reports/validation.json": "prepare",
-    "out/data/sequences/sequences.arrow": "pretrain finetune baselines evaluate score prepare",
-    "out/data/sequences/vocabulary.parquet": "pretrain finetune evaluate score prepare",
-    "out/data/sequences/users.parquet": "pretrain finetune score",
-    "out/data/sequences/split.json": "pretrain finetune evaluate prepare import",
+    "out/data/sequences/sequences.arrow": "finetune baselines prepare",
+    "out/data/sequences/vocabulary.parquet": "pretrain score prepare",
+    "out/data/sequences/users.parquet": "finetune score",
+    "out/data/sequences/split.json": "evaluate prepare",
     f"{INITIAL}/best.safetensors": "pretrain finetune",
-    f"{FINETUNED}/best.safetensors": "finetune evaluate score",
+    f"{FINETUNED}/best.safetensors": "finetune evaluate",
     f"{FINETUNED}/config.json": "finetune recommend import",
     f"{FINETUNED}/history.jsonl": "finetune import",
     f"{FINETUNED}/counts.safetensors": "recommend",
     f"{FINETUNED}/users.parquet": "finetune",
     "out/reports/sasrec/metrics.json": "compare import",
-    "out/reports/sasrec/cases.parquet": "compare import",
+    "out/reports/sasrec/cases.parquet": "compare",
     "out/reports/sasrec/recommendations.parquet": "import",
     "out/reports/leaderboard.json": "leaderboard",
     "events.db": "events",
@@ -90,8 +88,8 @@ READ = {  # file -> the commands that read it
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory) -> Path:
-    """A finished run with everything that is kept beside it."""
+def project(tmp_path_factory) -> tuple[Path, dict[str, list[str]]]:
+    """A finished run with everything that is kept beside it, and the hashes of what each command writes."""
     folder = tmp_path_factory.mktemp("project")
     write_log(folder / "log.csv", synthetic_rows(users=40), start=YEAR_2001)
     (folder / "items.csv").write_text("item_id,title\n" + "".join(f"i{n},Title {n}\n" for n in range(40)))
@@ -106,8 +104,13 @@ def project(tmp_path_factory) -> Path:
         store.add([Event(event_id=str(n), user=user, item=f"i{n}", kind="view", at=n) for n, user in enumerate(names)])
         store.engine.dispose()
         keys.add(Path("keys.json"), "app")
-        assert call("tune") == 0
-    return folder
+        new = ("accept-reference", "score", "events")
+        for command in ("tune", *new):
+            assert call(command) == 0
+        right = {command: written(command) for command in COMMANDS}
+        for name in (name for command in new for name in COMMANDS[command][1]):
+            Path(name).unlink()
+    return folder, right
 
 
 def call(command: str) -> int:
@@ -116,22 +119,6 @@ def call(command: str) -> int:
 
 def written(command: str) -> list[str]:
     return [sha256(Path(name)) for name in COMMANDS[command][1]]
-
-
-@pytest.fixture(scope="module")
-def right(project, tmp_path_factory):
-    """Return a function: the hashes of what a command writes where no file is cut."""
-
-    @cache
-    def of(command: str) -> list[str]:
-        folder = tmp_path_factory.mktemp("right") / "project"
-        shutil.copytree(project, folder)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.chdir(folder)
-            assert call(command) == 0
-            return written(command)
-
-    return of
 
 
 def lengths(path: Path) -> list[int]:
@@ -146,12 +133,11 @@ def cut(path: Path, length: int) -> None:
 
 
 @pytest.mark.parametrize(("file", "command"), [(f, c) for f, some in READ.items() for c in some.split()])
-def test_a_file_cut_short_is_named_or_made_again(project, right, tmp_path, monkeypatch, caplog, file, command):
-    monkeypatch.chdir(tmp_path)
-    expected = right(command) if COMMANDS[command][1] else []
-    for length in lengths(project / file):
+def test_a_file_cut_short_is_named_or_made_again(project, tmp_path, monkeypatch, caplog, file, command):
+    source, right = project
+    for length in lengths(source / file):
         folder = tmp_path / str(length)
-        shutil.copytree(project, folder)
+        shutil.copytree(source, folder)
         monkeypatch.chdir(folder)
         cut(Path(file), length)
         caplog.clear()
@@ -159,8 +145,8 @@ def test_a_file_cut_short_is_named_or_made_again(project, right, tmp_path, monke
         status = call(command)
 
         if status == 0:
-            assert written(command) == expected, (length, caplog.text)
-            assert expected, f"{length}: {command} reads {file} and finds nothing wrong"
+            assert written(command) == right[command], (length, caplog.text)
+            assert right[command], f"{length}: {command} reads {file} and finds nothing wrong"
         else:
             message = caplog.records[-1].getMessage()
             assert Path(file).name in message, message
@@ -186,54 +172,48 @@ def test_the_registry_is_damaged_with_a_clear_error(tmp_path, monkeypatch, caplo
 
 
 @pytest.fixture(scope="module")
-def interrupted(prepared, tmp_path_factory) -> tuple[Path, Path]:
-    """A training killed in its second epoch that has kept two states, and the same training without a kill."""
-    folder, whole = tmp_path_factory.mktemp("killed"), tmp_path_factory.mktemp("whole")
+def trainings(prepared, tmp_path_factory) -> tuple[Path, Path]:
+    """A training killed in its second epoch, while it removed the state before the newest one; one without a kill."""
+    killed, whole, kept = (tmp_path_factory.mktemp(name) for name in ("killed", "whole", "kept"))
     train(prepared, whole, save_steps=1)
-    save = ResumeState.save
-
-    def dying(self, step, values):
-        kept = {path.name: shutil.copytree(path, folder / path.name) for path in self.directory.glob("step-*")}
-        save(self, step, values)
-        if step == 7:
-            for name, path in kept.items():
-                shutil.move(path, self.directory / name)
-            raise KeyboardInterrupt
-        for path in kept.values():
-            shutil.rmtree(path)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ResumeState, "save", dying)
-        with pytest.raises(KeyboardInterrupt):
-            train(prepared, folder, save_steps=1)
-    return folder, whole
+    with interrupted(6):
+        train(prepared, killed, save_steps=1)
+    (state,) = (killed / "state").glob("*/step-6")
+    shutil.copytree(state, kept / "step-6")
+    with interrupted(7):
+        train(prepared, killed, save_steps=1)
+    shutil.move(kept / "step-6", state)
+    return killed, whole
 
 
-@pytest.mark.parametrize("damaged", [["step-7"], ["step-6", "step-7"]])
-@pytest.mark.parametrize("name", ["state.safetensors", "state.json"])
+@pytest.mark.parametrize(
+    ("damaged", "name", "share"),
+    [
+        (["step-7"], "state.safetensors", 0.99),
+        (["step-7"], "state.json", 0.0),
+        (["step-6", "step-7"], "state.json", 0.99),
+    ],
+)
 def test_a_damaged_resume_state_is_dropped_and_the_one_before_is_used(
-    prepared, interrupted, tmp_path, caplog, damaged, name
+    prepared, trainings, tmp_path, caplog, damaged, name, share
 ):
-    killed, whole = interrupted
+    killed, whole = trainings
     caplog.set_level("INFO")
-    for share in (0.0, 0.99):
-        out = tmp_path / str(share)
-        shutil.copytree(killed, out)
-        for step in damaged:
-            (state,) = (out / "state").glob(f"*/{step}/{name}")
-            cut(state, int(share * state.stat().st_size))
-        caplog.clear()
+    shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
+    for step in damaged:
+        (state,) = (tmp_path / "state").glob(f"*/{step}/{name}")
+        cut(state, int(share * state.stat().st_size))
 
-        train(prepared, out, save_steps=1)
+    train(prepared, tmp_path, save_steps=1)
 
-        assert caplog.text.count("a resume state cannot be used") == len(damaged)
-        assert ("resuming finetune" in caplog.text) == (len(damaged) == 1)
-        ours, theirs = weights(out), weights(whole)
-        assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
-        assert not any((out / "state").iterdir())
+    assert caplog.text.count("a resume state cannot be used") == len(damaged)
+    assert ("resuming finetune" in caplog.text) == (len(damaged) == 1)
+    ours, theirs = weights(tmp_path), weights(whole)
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+    assert not any((tmp_path / "state").iterdir())
 
 
-@pytest.mark.parametrize("length", [0, 1, 40])
+@pytest.mark.parametrize("length", [0, 40])
 def test_the_plan_of_auto_and_the_mark_of_a_benchmark(tmp_path, caplog, length):
     from seqrec.commands.auto import Plan
     from seqrec.commands.benchmark import _is

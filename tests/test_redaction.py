@@ -129,8 +129,7 @@ def ingest_under_dvc() -> None:
 
 def test_a_password_in_every_variable_is_in_no_file_and_no_message(tmp_path, monkeypatch, capfd, caplog):
     """A run, its import, a compiled pipeline and dvc.lock; then what fails."""
-    content = yaml.safe_load(write_settings(tmp_path, start=YEAR_2001).read_text())
-    content["leaderboard"], content["models"] = ["sasrec"], {"sasrec": content["models"]["sasrec"]}
+    content = yaml.safe_load(write_settings(tmp_path, start=YEAR_2001, models=["sasrec"]).read_text())
     content["ingest"] |= {"interactions": "log.csv", "retries": 0}
     project, files = tmp_path / "project", tmp_path / "files"
     for folder in (project, files):

@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 
+from scripts import check_sources, reference, site_hooks
+
 ROOT = Path(__file__).parent.parent
 
 
-def load(name):
-    specification = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
+def test_every_figure_of_a_page_has_a_source():
+    pages, commits = check_sources.pages(), check_sources.history()
 
-
-check_sources = load("check_sources")
-
-
-@pytest.mark.parametrize("page", check_sources.pages(), ids=lambda page: page.name)
-def test_every_figure_of_a_page_has_a_source(page):
-    assert check_sources.problems(page, check_sources.history()) == []
+    assert [problem for page in pages for problem in check_sources.problems(page, commits)] == []
 
 
 def test_every_setting_has_a_meaning():
-    reference = load("reference")
-
     silent = {
         f"{key}.{field.name}"
         for key, section, _ in reference.PARTS
@@ -38,10 +28,7 @@ def test_every_setting_has_a_meaning():
 
     assert silent == set()
     assert reference.meanings(reference.config.PretrainConfig)["held_out"].startswith("unisrec")
-
-
-def test_a_flag_without_a_default_of_its_own_shows_none():
-    assert "SUPPRESS" not in load("reference").commands()
+    assert "SUPPRESS" not in reference.commands()  # the default of a flag that has none of its own
 
 
 def test_the_site_builds_strictly(tmp_path):
@@ -65,9 +52,7 @@ def test_the_site_builds_strictly(tmp_path):
 
 
 def test_every_link_leads_to_a_file(caplog):
-    hooks = load("site_hooks")
-
-    for path in [*hooks.PAGES, *(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))]:
-        hooks.page(path)
+    for path in [*site_hooks.PAGES, *(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))]:
+        site_hooks.page(path)
 
     assert not caplog.messages

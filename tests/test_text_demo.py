@@ -7,14 +7,13 @@ import json
 import pytest
 import torch
 import yaml
-from test_site import load
 
-from seqrec.config import load as load_config
+from scripts import text_demo as demo
+from seqrec.config import load
 from seqrec.data import sequences
 
 SMALL = {"d_model": 16, "d_inner": 32, "layers": 1, "heads": 2, "length": 8, "max_tokens": 64, "pooling": "mean"}
 IDS = {"d_model": 16, "layers": 1, "heads": 2, "length": 8, "dropout": 0.2}
-demo = load("text_demo")
 
 
 def test_few_users_new_items_and_described_ones_are_told_apart(prepared, tmp_path):
@@ -27,20 +26,13 @@ def test_few_users_new_items_and_described_ones_are_told_apart(prepared, tmp_pat
         "recformer_005": {"architecture": "recformer", "options": text | {"start": start}, "finetune": few},
         "sasrec_005": {"architecture": "sasrec", "options": IDS, "finetune": few},
     }
-    pretrain = {"epochs": 1, "prefixes_per_user": 1}
-    evaluate = {"bootstrap": 100}
-    sections = {
-        "dataset": "another",
-        "filter_seen": False,
-        "pretrain": pretrain,
-        "evaluate": evaluate,
-        "models": models,
-    }
-    config_file.write_text(yaml.safe_dump({"datasets": {"synthetic": {}, "another": {}}, **sections}))
+    content = {"datasets": {"synthetic": {}, "another": {}}, "dataset": "another", "filter_seen": False}
+    content |= {"pretrain": {"epochs": 1, "prefixes_per_user": 1}, "evaluate": {"bootstrap": 100}, "models": models}
+    config_file.write_text(yaml.safe_dump(content))
 
     result = demo.demo(config_file=config_file, out=out, dataset="synthetic", data=prepared.parent, requests=5)
 
-    assert result["dataset"] == load_config(out / "params.yaml").dataset == "synthetic"
+    assert result["dataset"] == load(out / "params.yaml").dataset == "synthetic"
     rows = {row["model"]: row for row in result["rows"]}
     assert [row["share"] for row in result["rows"]] == [0, 0.05, 0.05, 0.05]
     assert rows.keys() == {*models, "pctm_005"}

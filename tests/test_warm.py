@@ -61,6 +61,10 @@ def test_output_status_folder_and_environment_are_those_of_the_command(warm_step
 
     assert answers[:3] == answers[3:]
     assert [status for *_, status in answers[:3]] == [1, 0, 2]
+    printed, said, _ = answers[0]
+    assert printed == ""
+    assert said.startswith("leaderboard: ")
+    assert "Traceback" not in said
     assert max(map(len, answers[1][0].splitlines())) <= 60
 
 

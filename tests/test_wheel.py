@@ -44,18 +44,13 @@ def wheel(tmp_path_factory) -> Path:
 def test_its_only_package_is_seqrec_and_holds_every_file(wheel):
     with zipfile.ZipFile(wheel) as archive:
         sizes = {entry.filename: entry.file_size for entry in archive.infolist()}
-    files = {name for name in sizes if ".dist-info/" not in name}
-    real = [path for name in ("seqrec", *FOLDERS) for path in (ROOT / name).rglob("*.py")]
+    wanted = [path for path in (ROOT / "seqrec").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    wanted += [path for name in FOLDERS for path in (ROOT / name).rglob("*.py")]
+    found = {path: sizes.get(f"seqrec/{path.relative_to(ROOT).as_posix().removeprefix('seqrec/')}") for path in wanted}
 
-    assert {name.partition("/")[0] for name in files} == {"seqrec"}
-    for path in real:
-        name = path.relative_to(ROOT).as_posix()
-        name = name if name.startswith("seqrec/") else f"seqrec/{name}"
-        assert sizes[name] == path.stat().st_size
-    data = {path.relative_to(ROOT).as_posix() for path in (ROOT / "seqrec").rglob("*") if path.is_file()}
-    unpacked = {name for name in data - files if "__pycache__" not in name}
-    assert "seqrec/py.typed" in files
-    assert unpacked == set()
+    assert {name.partition("/")[0] for name in sizes if ".dist-info/" not in name} == {"seqrec"}
+    assert found == {path: path.stat().st_size for path in wanted}
+    assert "seqrec/py.typed" in sizes
 
 
 def test_it_works_beside_a_package_called_models(wheel, tmp_path):

@@ -50,7 +50,7 @@ class Rate:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Two rates, and their difference with an interval; NaN where a version has fewer than two users."""
+    """Two rates, and their difference with an interval: NaN where both rates are the same for all their users."""
 
     champion: Rate
     candidate: Rate
@@ -61,7 +61,7 @@ class Comparison:
     def __str__(self) -> str:
         interval = f"{CONFIDENCE:.0%} interval {self.low:+.4f} to {self.high:+.4f}"
         if math.isnan(self.low):
-            interval = "no interval: each version needs answers to two users or more"
+            interval = "no interval: too few users or clicks"
         return f"difference {self.difference:+.4f}, {interval}"
 
 
@@ -70,7 +70,7 @@ def compare(clicks: Sequence[Clicks], champion: str, candidate: str) -> Comparis
     first, second = Rate.of(champion, clicks), Rate.of(candidate, clicks)
     error = math.hypot(first.error, second.error)
     parts = sum(rate.error**4 / (rate.users - 1) for rate in (first, second) if rate.error > 0)
-    margin = student((1 + CONFIDENCE) / 2, error**4 / parts) * error if parts else error
+    margin = student((1 + CONFIDENCE) / 2, error**4 / parts) * error if error > 0 else math.nan
     difference = second.rate - first.rate
     return Comparison(
         champion=first, candidate=second, difference=difference, low=difference - margin, high=difference + margin

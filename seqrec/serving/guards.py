@@ -17,6 +17,7 @@ from seqrec.serving.rates import retry_after
 from seqrec.serving.service import Service
 
 OPEN = ("/", "/health", "/ready", "/v2/health/live", "/v2/health/ready", "/metrics", "/openapi.json")  # no key, no rate
+ASKING = ("/recommend", "/explain", "/similar", "/popular")  # they wait for the model, and so does /infer
 OPEN_BELOW = ("/docs", "/redoc", "/static", "/page")
 ADMIN = (("GET", "/users/"), ("DELETE", "/users/"), ("PUT", "/experiment"))  # method and beginning of the path
 POLICY = "default-src 'none'; frame-ancestors 'none'"  # answers are data
@@ -109,7 +110,8 @@ class Guards:
             return _refused(429, f"more than {service.options.rate:g} requests per second", retry_after(seconds))
         if not service.served.ready:
             return _refused(503, NO_CHAMPION, retry_after(service.options.poll_s))
-        if path.startswith(("/recommend", "/v2")) and service.waiting() >= service.options.max_queue:
+        asking = path.startswith(ASKING) or path.endswith("/infer")
+        if asking and service.waiting() >= service.options.max_queue:
             return _refused(503, f"{service.options.max_queue} requests are waiting already", retry_after(1))
         return None
 

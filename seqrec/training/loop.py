@@ -99,7 +99,7 @@ def fit(
             stopping.update(validate())
 
         last = config.epochs if epochs is None else epochs.get(phase, 0)
-        with ProgressBar(f"{stage} {phase}", config.epochs, shown=main) as bar:
+        with ProgressBar(f"{stage} {phase}", last, shown=main) as bar:
             while position.epoch < last and not stopping.over:
                 if position.batch == 0:  # otherwise done before the interruption
                     model.eval()
@@ -109,7 +109,7 @@ def fit(
                 meter.start()
                 batches = examples.draw(model, phase)
                 total = config.epochs * batches
-                bar.update(bar.steps, total=total, completed=position.step)
+                bar.update(bar.steps, total=last * batches, completed=position.step)
 
                 for example in examples.build(position.batch, position.total_steps):
                     step.optimizers.rate = learning_rate(position.step, total, config)
@@ -122,7 +122,7 @@ def fit(
                         divergence.check(position.step)
                         bar.show(position, meter, stopping)
                     if position.total_steps == cost.FIRST_STEPS <= position.batch and main:
-                        utilisation.wanted = cost.announce(stage, config.epochs, total, meter)
+                        utilisation.wanted = cost.announce(stage, last, last * batches, meter)
                     if position.step % config.save_steps == 0 and position.batch < batches:
                         divergence.check_weights(position.step)
                         resume.save(state, position.total_steps, components, accelerator)
@@ -148,7 +148,7 @@ def fit(
                 if main:
                     if log is not None:
                         log(record, len(position.records))
-                    report_epoch(stage, record, config.epochs)
+                    report_epoch(stage, record, last)
                 resume.save(state, position.total_steps, components, accelerator)
 
         model.eval()

@@ -102,7 +102,7 @@ def assert_close(first, second):
 
 
 def test_two_processes_and_a_job_of_two_nodes_give_what_one_process_gives(finetuned, cluster, tmp_path, monkeypatch):
-    """Two attempts at the job fail, and one loses its output; the last one finds what they left behind."""
+    """One attempt at the job fails, and one loses its output; the last one finds what they left behind."""
     alone = finetuned("alone", {"launch": {"processes": 1}})
 
     assert_close(finetuned("two", {"launch": {"processes": 2}}), alone)
@@ -113,15 +113,16 @@ def test_two_processes_and_a_job_of_two_nodes_give_what_one_process_gives(finetu
         monkeypatch.setenv("KFP_POD_UID", pod)
         return finetuned(pod, place(launcher="job", nodes=2))
 
-    cluster.fail_next, cluster.lose_next, failed = 2, 1, r"TrainJob somebodys/finetune-sasrec-.* failed: so"
-    for pod, message in (("first", failed), ("second", failed), ("third", "output is missing")):
-        with pytest.raises(ValueError, match=message):
-            attempt(pod)
-        assert pod == "third" or list(cluster.jobs)  # a failed job is still there when the next attempt begins
-    assert_close(attempt("fourth"), alone)
+    cluster.fail_next, cluster.lose_next = 1, 1
+    with pytest.raises(ValueError, match=r"TrainJob somebodys/finetune-sasrec-.* failed: so"):
+        attempt("first")
+    assert list(cluster.jobs)  # a failed job is still there when the next attempt begins
+    with pytest.raises(ValueError, match="output is missing"):
+        attempt("second")
+    assert_close(attempt("third"), alone)
     assert len({job["metadata"]["name"] for job in cluster.created}) == 1
     owners = [[one["uid"] for one in job["metadata"]["ownerReferences"]] for job in cluster.created]
-    assert owners == [["first"], ["second"], ["third"], ["fourth"]]
+    assert owners == [["first"], ["second"], ["third"]]
     assert cluster.jobs == {}
     assert not list((tmp_path / "state" / "jobs").iterdir())
 
@@ -226,13 +227,7 @@ def test_a_spark_application_is_one(monkeypatch):
         ({"launch": {"finetune": {"launcher": "job"}}}, "state_claim"),
         ({"launch": {"finetune": {"nodes": 2}}}, "more than one needs launcher: job"),
         ({"launch": {"evaluate": {}}}, "launch.evaluate: unknown step; known are prepare"),
-        ({"launch": {"finetune": {"node": 2}}}, "kubernetes.launch.finetune.node"),
-        ({"resources": {"finetune": {"gpu": 1}}}, "kubernetes.resources.finetune.gpu: unknown key"),
-        ({"user": 0}, "user must be at least 1"),
-        (
-            {"user": None, "state_claim": "a", "launch": {"finetune": {"launcher": "job"}}},
-            "user: jobs",
-        ),
+        ({"user": None, "state_claim": "a", "launch": {"finetune": {"launcher": "job"}}}, "user: jobs"),
     ],
 )
 def test_wrong_settings_are_refused(section, message):
@@ -255,19 +250,16 @@ def test_an_entry_is_laid_over_the_default():
 
 
 def test_the_reason_of_a_failed_model_is_handed_on_to_the_register(tmp_path, monkeypatch):
-    start = {"model": "sasrec", "sequences": tmp_path, "filter_seen": True, "data": tmp_path, "sources": []}
-    architecture = {"architecture": "none", "options": {}}
-    settings = {"architecture": architecture, "config": {"epochs": -1}, "state": tmp_path / "state"}
-    assert launch.run_model("pretrain", initial=tmp_path / "initial", **start, **settings) == {}
-    assert (
-        launch.run_model("finetune", model="sasrec", initial=tmp_path / "initial", checkpoint=tmp_path / "tuned") == {}
-    )
-    report = tmp_path / "reports" / "sasrec"
-    assert launch.run_model("evaluate", model="sasrec", checkpoint=tmp_path / "tuned", report=report) == {}
+    start = {"model": "sasrec", "sequences": tmp_path, "filter_seen": True, "state": tmp_path / "state"}
+    start |= {"architecture": {"architecture": "none", "options": {}}, "config": {"epochs": -1}}
+    initial, tuned, reports = (tmp_path / name for name in ("initial", "tuned", "reports"))
+    launch.run_model("pretrain", initial=initial, **start)
+    launch.run_model("finetune", model="sasrec", initial=initial, checkpoint=tuned)
+    launch.run_model("evaluate", model="sasrec", checkpoint=tuned, report=reports / "sasrec")
 
-    assert launch.succeeded(["gru4rec", "sasrec"], tmp_path / "reports") == ["gru4rec"]
+    assert launch.succeeded(["gru4rec", "sasrec"], reports) == ["gru4rec"]
     with pytest.raises(ValueError, match=r"every model failed: sasrec: pretrain: "):
-        launch.succeeded(["sasrec"], tmp_path / "reports")
+        launch.succeeded(["sasrec"], reports)
     monkeypatch.setenv(launch.PLACE, '{"launch": {"processes": 2}}')
     with pytest.raises(ValueError):  # noqa: PT011  # a job may be retried, so that its failure is raised
-        launch.run_model("pretrain", initial=tmp_path / "b", **start, **settings)
+        launch.run_model("pretrain", initial=tmp_path / "b", **start)

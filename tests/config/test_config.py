@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from seqrec import config
 from seqrec.commands.settings import check
 from seqrec.config import ConfigError, FinetuneConfig, from_dict, load, parse, read_changes
 
@@ -29,20 +28,16 @@ PARAMS = {
         "wide": {"architecture": "sasrec", "finetune": {}},
     },
 }
-MISSING = object()
 
 
 def changed(path: str, value: object) -> dict:
-    """Return PARAMS with the key at `path` set to `value`, or taken out."""
+    """Return PARAMS with the key at `path` set to `value`."""
     params = copy.deepcopy(PARAMS)
     *folders, key = path.split(".")
     place = params
     for folder in folders:
         place = place.setdefault(folder, {})
-    if value is MISSING:
-        del place[key]
-    else:
-        place[key] = value
+    place[key] = value
     return params
 
 
@@ -52,27 +47,16 @@ def changed(path: str, value: object) -> dict:
         ("finetuning", {}, "finetuning: unknown key"),
         ("finetune.epoch", 3, "finetune.epoch: unknown key; did you mean epochs?"),
         ("datasets.large.finetune.epoch", 3, "datasets.large.finetune.epoch: unknown key"),
-        ("models.wide.finetune.epoch", 3, "models.wide.finetune.epoch: unknown key"),
         ("models.wide.option", {}, "models.wide.option: unknown key"),
-        ("models", MISSING, "models: missing key"),
-        ("dataset", MISSING, "dataset: missing key"),
         ("finetune", 3, "finetune: expected a mapping of settings, got 3"),
-        ("models.wide", None, "models.wide: expected a mapping of settings, got None"),
         ("datasets", None, "datasets: expected a mapping of settings, got None"),
         ("seed", -1, "seed must be at least 0"),
-        ("sources", None, "sources: expected a list of names, got None"),
         ("leaderboard", "narrow", "leaderboard: expected a list of names, got 'narrow'"),
-        ("finetune.epochs", "many", "finetune.epochs: Input should be a valid integer"),
         ("datasets.large.finetune.epochs", "x", "datasets.large.finetune.epochs: Input should be a valid integer"),
         ("filter_seen", "perhaps", "filter_seen: Input should be a valid boolean"),
         ("evaluate.filter_seen", True, "evaluate.filter_seen: unknown key; it is a key of the top level"),
-        ("ingest", {"source": 3}, "ingest.source: Input should be a valid string"),
-        ("finetune.learning_rate", 0, "finetune: learning_rate must be more than 0, not 0"),
         ("finetune.clip_norm", float("nan"), "finetune: clip_norm must be a finite number, not nan"),
-        ("finetune.seed", 2**32, "finetune: seed must be at least 0 and less than 4294967296"),
-        ("evaluate.bootstrap", 10**12, "evaluate: bootstrap must be at least 100 and at most 100000"),
         ("prepare.protocol", "random", "prepare.protocol: Input should be 'LOO-full', 'LOO-101', 'RATIO-full'"),
-        ("register.confidence", 95, "register: confidence must be more than 0 and less than 1, not 95"),
         ("dataset", "huge", "dataset: no entry datasets.huge; known are small, large"),
         ("sources", ["huge"], "sources: no entry datasets.huge; known are small, large"),
         ("sources", ["large", "large"], "sources: list each name once, not large, large"),
@@ -107,19 +91,11 @@ def test_what_is_left_out_has_a_default():
     assert params.section("finetune", model="wide") == FinetuneConfig()
 
 
-def test_a_section_can_be_asked_for_another_dataset():
-    params = from_dict(changed("datasets.large.prepare", {"min_user_events": 3}))
-    assert params.section("prepare").min_user_events == 5
-    assert params.section("prepare", dataset="large").min_user_events == 3
-
-
 @pytest.mark.parametrize(
     ("values", "field", "expected"),
     [
         ({"epochs": 20.0}, "epochs", 20),  # KFP carries every number as a double
-        ({"epochs": "20"}, "epochs", 20),
         (yaml.safe_load("learning_rate: 1e-3"), "learning_rate", 0.001),  # text, to YAML
-        ({"learning_rate": 1}, "learning_rate", 1.0),
     ],
 )
 def test_numbers_are_cast_to_the_fields_type(values, field, expected):
@@ -127,25 +103,9 @@ def test_numbers_are_cast_to_the_fields_type(values, field, expected):
     assert (value, type(value)) == (expected, type(expected))
 
 
-def test_as_dict_gives_back_what_was_read():
-    assert from_dict(from_dict(PARAMS).as_dict()) == from_dict(PARAMS)
-
-
-def test_a_missing_file_says_where_to_run():
-    with pytest.raises(ConfigError, match="run from the project's folder, or give its path"):
-        load(Path("nowhere.yaml"))
-
-
-def test_the_projects_own_params_load_for_every_dataset_and_model():
-    params = load(ROOT / "params.yaml")
-    for dataset in params.datasets:
-        for model in params.models:
-            for stage in config.SECTIONS:
-                section = params.section(stage, model=model, dataset=dataset)
-                assert isinstance(section, config.SECTIONS[stage])
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [ROOT / "params.yaml", *sorted((ROOT / "configs").rglob("*.yaml"))], ids=lambda path: path.stem
+)
 def test_every_config_passes_the_checks_of_a_run(path):
     params = load(path)
 
@@ -174,11 +134,11 @@ print(config.parse(REGISTRY["flash4rec"].Options, {"attributes": []}, "options")
 
 def test_without_pydantic_keys_and_ranges_are_still_checked():
     expected = [
-        ({"epochs": 7}, "7"),
         ({"epoch": 7}, "finetune.epoch: unknown key"),
         ({"epochs": "many"}, "finetune: epochs must be of type int, not 'many'"),
         ({"loss": "cee"}, "finetune: loss must be one of ce, sampled_ce"),
         ({"patience": 0}, "finetune: patience must be at least 1, not 0"),
+        ({"epochs": 7}, "7"),
     ]
     command = [sys.executable, "-c", WITHOUT_PYDANTIC, repr([values for values, _ in expected])]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
@@ -241,12 +201,8 @@ def test_a_wrong_change_is_refused_with_the_closest_key(text, message):
         from_dict(LAYERS).with_overrides(read_changes(text))
 
 
-def test_a_format_of_times_needs_no_quotes():
-    assert read_changes("datasets.own.ingest.time_format=%d/%m/%Y") == {"datasets.own.ingest.time_format": "%d/%m/%Y"}
-
-
 def test_changes_are_read_as_yaml():
-    assert read_changes("a.b=1e-3 c=[x,y] d=true 'e=two words' f=1.5 g=2000-01-01") == {
+    assert read_changes("a.b=1e-3 c=[x,y] d=true 'e=two words' f=1.5 g=2000-01-01 h=%d/%m/%Y") == {
         **{"a.b": 1e-3, "c": ["x", "y"], "d": True, "e": "two words"},
-        **{"f": 1.5, "g": "2000-01-01"},
+        **{"f": 1.5, "g": "2000-01-01", "h": "%d/%m/%Y"},
     }

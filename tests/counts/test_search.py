@@ -48,6 +48,8 @@ def test_the_search_takes_the_best_and_stays_where_nothing_is_better():
 
     assert search.search(leveled, USER, [Level()] * 3, axes).values.both == 2.0
     assert search.search(leveled, USER, [Level(both=3.0)] * 3, axes).values.both == 3.0
+    axes = [[{"both": 2.0}], lambda found: [{"both": found.both + 1}]]  # an alternative of what was found
+    assert search.search(leveled, USER, [Level()] * 3, axes).values.both == 4.0  # twice from the one to the other
 
 
 @pytest.mark.parametrize(("peak", "both"), [(1.0, 5.0), (0.01, 0.0)])
@@ -76,6 +78,12 @@ def test_all_users_get_settings_that_a_half_found_if_they_are_better():
     assert (choice.folds[1], choice.in_sample) == (Level(), 4.5)
 
 
+@pytest.fixture
+def data(prepared):
+    return sequences.load(prepared)
+
+
+WAYS = [(True, True), (False, True), (False, False)]  # a dense matrix or pairs, and whether seen items are left out
 TERMS = [
     {},
     {"alpha": 0.0},
@@ -86,12 +94,10 @@ TERMS = [
 ]
 
 
-@pytest.mark.parametrize("square", [True, False], ids=["square", "pairs"])
-@pytest.mark.parametrize("filter_seen", [True, False])
+@pytest.mark.parametrize(("square", "filter_seen"), WAYS)
 @pytest.mark.parametrize("values", TERMS, ids=str)
-def test_the_values_of_a_search_are_those_of_a_ranking(prepared, values, filter_seen, square, monkeypatch):
+def test_the_values_of_a_search_are_those_of_a_ranking(data, values, filter_seen, square, monkeypatch):
     monkeypatch.setattr(term, "DENSE", 1 << 24 if square else 0)
-    data = sequences.load(prepared)
     cases, counts = search.drawn_cases(data, Tables(data)), Tables(data).built(CountsConfig(**values))
     base_VD = torch.randn(len(data.count), 4, generator=torch.Generator().manual_seed(0)).round()  # ties
 
@@ -106,19 +112,16 @@ def test_the_values_of_a_search_are_those_of_a_ranking(prepared, values, filter_
     assert found == pytest.approx(metrics.ndcg(rank.numpy(), 10))
 
 
-def test_without_cases_there_are_no_values(prepared, monkeypatch):
+def test_without_cases_there_are_no_values(data, monkeypatch):
     monkeypatch.setattr(term, "DENSE", 0)
-    data = sequences.load(prepared)
     cases = sequences.Cases(user=torch.empty(0, dtype=torch.long), position=torch.empty(0, dtype=torch.long))
 
     assert len(CaseNdcg(nothing, data, cases, filter_seen=True)(Tables(data).built(CountsConfig()))) == 0
 
 
-@pytest.mark.parametrize("square", [True, False], ids=["square", "pairs"])
-@pytest.mark.parametrize("filter_seen", [True, False])
-def test_ease_is_weighed_as_it_is_ranked(prepared, filter_seen, square, monkeypatch):
+@pytest.mark.parametrize(("square", "filter_seen"), WAYS)
+def test_ease_is_weighed_as_it_is_ranked(data, filter_seen, square, monkeypatch):
     monkeypatch.setattr(term, "DENSE", 1 << 24 if square else 0)
-    data = sequences.load(prepared)
     tables, cases = Tables(data), sequences.cases(data, "valid")
     base = tables.scorer(nothing, CountsConfig(popularity=-0.2), data.device)
     votes = tables.built(CountsConfig(values="ease", rho=0.9, events=20))
@@ -153,8 +156,7 @@ def test_ease_is_added_where_whole_histories_say_more_than_the_last_events(tmp_p
 
 
 @pytest.mark.parametrize(("scores", "number"), [(10**9, 50), (40 * 33, 33), (0, 20)])
-def test_the_cases_of_a_large_catalogue_are_fewer(prepared, monkeypatch, scores, number):
-    data = sequences.load(prepared)
+def test_the_cases_of_a_large_catalogue_are_fewer(data, monkeypatch, scores, number):
     assert data.num_items == 40
     monkeypatch.setattr(search, "CASES", (20, 50))
     monkeypatch.setattr(search, "SCORES", scores)
@@ -162,8 +164,7 @@ def test_the_cases_of_a_large_catalogue_are_fewer(prepared, monkeypatch, scores,
     assert len(search.drawn_cases(data, Tables(data))) == number
 
 
-def test_cases_whose_items_have_many_followers_are_fewer(prepared, monkeypatch):
-    data = sequences.load(prepared)
+def test_cases_whose_items_have_many_followers_are_fewer(data, monkeypatch):
     tables, most = Tables(data), 800
     all_of_a_matrix = search.drawn_cases(data, tables, pairs=most)
     monkeypatch.setattr(term, "DENSE", 0)
@@ -171,12 +172,8 @@ def test_cases_whose_items_have_many_followers_are_fewer(prepared, monkeypatch):
     few, every = search.drawn_cases(data, tables, pairs=most), search.drawn_cases(data, tables)
 
     followers = tables.table(CountsConfig()).offsets.diff()
-    read = [
-        sum(followers[i] for i in data.items[max(first, stop - 10) : stop])
-        for first, stop in zip(data.start[few.user].tolist(), few.position.tolist(), strict=True)
-    ]
     assert 0 < len(few) < len(every) == len(all_of_a_matrix)
-    assert sum(read) <= most
+    assert followers[sequences.window(data, few.user, few.position, 10).items].sum() <= most
     assert set(few.position.tolist()) < set(every.position.tolist())
 
 
@@ -192,18 +189,15 @@ def told(data, user, stop):
 
 
 @pytest.mark.parametrize(("base", "helps"), [(told, False), (nothing, True)])
-def test_alpha_is_zero_for_a_model_that_counts_cannot_help(prepared, base, helps):
-    data = sequences.load(prepared)
-
+def test_alpha_is_zero_for_a_model_that_counts_cannot_help(data, base, helps):
     choice = search.choose(base, Tables(data), data, filter_seen=True, start=OFF)
 
     assert (choice.values.alpha > 0) is helps
     assert Tables(data).scorer(base, CountsConfig(alpha=0.0), data.device) is base
 
 
-def test_beside_scores_that_say_nothing_the_counts_decide(prepared):
+def test_beside_scores_that_say_nothing_the_counts_decide(data):
     """The sum with loud noise finds what counts alone find, weight of popularity included."""
-    data = sequences.load(prepared)
 
     def noise(data, user, stop):
         score = 4 * torch.randn(len(user), data.num_items, generator=torch.Generator().manual_seed(int(stop.sum())))
@@ -214,12 +208,6 @@ def test_beside_scores_that_say_nothing_the_counts_decide(prepared):
 
     assert choice.values.alpha > 8
     assert choice.in_sample > 0.95 * alone.in_sample
-
-
-def test_an_alternative_may_follow_from_what_was_found():
-    axes = [[{"both": 2.0}], lambda found: [{"both": found.both + 1}]]
-
-    assert search.search(leveled, USER, [Level()] * 3, axes).values.both == 4.0  # twice from the one to the other
 
 
 def test_where_the_last_event_decides_older_ones_hardly_vote(tmp_path):

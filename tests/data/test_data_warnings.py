@@ -16,13 +16,16 @@ SOUND = {"users": 5_000, "items": 300, "events": 100_000, "tied_events": 100}
 
 
 @pytest.mark.parametrize(
-    ("counts", "facts", "message"),
+    ("card", "facts", "message"),
     [
         ({}, {"steps": 20, "repeated": 0.1}, ""),
         ({"users": 999}, {}, "only 999 users"),
         ({"users_without_cases": 4_900}, {}, "only 100 of 5,000 users have validation or test events"),
         ({"users": 900, "users_without_cases": 800}, {}, "only 900 users"),
         ({"items": 10}, {}, "only 10 items"),
+        ({"duplicate events": 5_000, "users outside the k-core": 400_000}, {}, ""),
+        ({"duplicate events": 25_000}, {}, "20% of the events repeat the user, item and time"),
+        ({"events outside the k-core": 150_000}, {}, "60% of the events are outside the k-core"),
         ({"tied_events": 87_000}, {}, "87% of the events have the same time"),
         ({"tied_events": 20_000}, {"ordered": False}, ""),
         ({"tied_events": 20_000}, {"ordered": True}, "20% of the events have the same time as the previous one, in an"),
@@ -35,23 +38,9 @@ SOUND = {"users": 5_000, "items": 300, "events": 100_000, "tied_events": 100}
         ({}, {"one_user": 0.46}, "one user has 46% of the validation cases"),
     ],
 )
-def test_each_reason_has_its_sentence(counts, facts, message):
-    found = warnings({"counts": SOUND | counts}, **facts)
-
-    assert len(found) == bool(message)
-    assert message in "".join(found)
-
-
-@pytest.mark.parametrize(
-    ("dropped", "message"),
-    [
-        ({"duplicate events": 5_000, "users outside the k-core": 400_000}, ""),
-        ({"duplicate events": 25_000}, "20% of the events repeat the user, item and time"),
-        ({"events outside the k-core": 150_000}, "60% of the events are outside the k-core"),
-    ],
-)
-def test_events_left_out_are_named(dropped, message):
-    found = warnings({"counts": SOUND, "dropped": dropped})
+def test_each_reason_has_its_sentence(card, facts, message):
+    dropped = {rule: number for rule, number in card.items() if " " in rule}
+    found = warnings({"counts": SOUND | card, "dropped": dropped}, **facts)
 
     assert len(found) == bool(message)
     assert message in "".join(found)
@@ -84,17 +73,10 @@ def test_repeats_at_once_and_the_busiest_user(tmp_path):
     assert max(of_user.values()) > 10
 
 
-def test_training_warns_of_what_repeats_at_once(tmp_path, caplog):
-    rows = [(f"u{user}", f"i{event // 2 % 7}", 1_000_000 + event) for user in range(20) for event in range(20)]
+def test_training_warns_of_what_repeats_at_once_and_of_an_order_within_one_time(tmp_path, caplog):
+    rows = [(user, item, time // 3000) for user, item, time in synthetic_rows() for _ in range(2)]
 
     run(prepare_rows(tmp_path / "data", rows, deduplicate="none"), tmp_path / "run", epochs=1, filter_seen=False)
 
     assert "repeat the item of the event before" in caplog.text
-
-
-def test_training_warns_of_an_order_within_one_time_that_is_not_random(tmp_path, caplog):
-    rows = [(user, item, time // 3000) for user, item, time in synthetic_rows()]
-
-    run(prepare_rows(tmp_path / "data", rows), tmp_path / "run", epochs=1)
-
     assert "in an order that is not random" in caplog.text

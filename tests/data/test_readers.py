@@ -19,12 +19,21 @@ CSV = IngestConfig(source="csv")
 
 
 def written(folder, **files):
-    """Write texts (or bytes) to files and return them by role; `__` in a name is its dot."""
+    """Write texts, bytes or frames to files, given as name and content by role; return the files by role."""
     paths = {}
     for role, (name, content) in files.items():
         paths[role] = folder / name
-        paths[role].write_bytes(content if isinstance(content, bytes) else content.encode())
+        if isinstance(content, pl.DataFrame):
+            content.write_parquet(paths[role])
+        else:
+            paths[role].write_bytes(content if isinstance(content, bytes) else content.encode())
     return paths
+
+
+def read(reader, folder, config=CSV, **files):
+    """Write the files and read them; return lists of blocks."""
+    events, items = reader(written(folder, **files), config)
+    return list(events), None if items is None else list(items)
 
 
 def table(blocks):
@@ -41,37 +50,35 @@ def bad(blocks):
     return pl.concat([block.bad for block in blocks]).select("line", "reason").rows()
 
 
-def own(folder, text, name="events.csv", **columns):
-    return readers.own_files(
-        written(folder, interactions=(name, text)), IngestConfig(source="csv", columns=columns)
-    ).interactions
+def own(folder, text, **columns):
+    config = IngestConfig(source="csv", columns=columns)
+    return read(readers.own_files, folder, config, interactions=("events.csv", text))[0]
 
 
 def test_movielens_100k(tmp_path):
     flags = "|".join("1" if genre in ("Comedy", "Film-Noir") else "0" for genre in ML_100K_GENRES)
     none = "|".join("0" * 19)
     films = f"1|Café Noir (1995)|01-Jan-1995||http://x|{flags}\n2|unknown||||{none}\n3|To Tape (1996) (V)||||{flags}\n"
-    paths = written(
-        tmp_path, interactions=("u.data", "7\t1\t3\t881250949\n8\t2\t5\t0\n"), items=("u.item", films.encode("latin-1"))
-    )
-    tables = readers.movielens_100k(paths, IngestConfig(source="ml-100k"))
-    assert rows(tables.interactions) == [("7", "1", 881250949, 3.0), ("8", "2", 0, 5.0)]
-    assert table(tables.items).rows(named=True) == [
+    events = "7\t1\t3\t881250949\n8\t2\t5\t0\n"
+    files = {"interactions": ("u.data", events), "items": ("u.item", films.encode("latin-1"))}
+    events, items = read(readers.movielens_100k, tmp_path, **files)
+    assert rows(events) == [("7", "1", 881250949, 3.0), ("8", "2", 0, 5.0)]
+    assert table(items).rows(named=True) == [
         {"item_id": "1", "title": "Café Noir", "year": "1995", "genres": "Comedy, Film-Noir"},
         {"item_id": "2", "title": "unknown", "year": None, "genres": None},
         {"item_id": "3", "title": "To Tape", "year": "1996", "genres": "Comedy, Film-Noir"},
     ]
 
 
-def test_movielens_1m(tmp_path):
-    paths = written(
-        tmp_path,
-        interactions=("ratings.dat.gz", gzip.compress(b"1::10::5::978300760\n2::11::3::978300761\n")),
-        items=("movies.dat", "10::Star: Épisode IV (1977)::Action|Sci-Fi\n".encode("latin-1")),
-    )
-    tables = readers.movielens_1m(paths, IngestConfig(source="ml-1m"))
-    assert rows(tables.interactions) == [("1", "10", 978300760, 5.0), ("2", "11", 978300761, 3.0)]
-    assert table(tables.items).rows() == [("10", "Star: Épisode IV", "1977", "Action, Sci-Fi")]
+@pytest.mark.parametrize(("reader", "encoding"), [(readers.movielens_1m, "latin-1"), (readers.movielens_10m, "utf-8")])
+def test_movielens_1m_and_10m(tmp_path, reader, encoding):
+    """Half stars, and titles with colons and other titles in brackets."""
+    ratings = b"1::10::5::978300760\n2::11::3.5::978300761\n"
+    films = "10::Star: Épisode IV (a.k.a. A New Hope) (1977)::Action|Sci-Fi\n"
+    files = {"interactions": ("x.dat.gz", gzip.compress(ratings)), "items": ("movies.dat", films.encode(encoding))}
+    events, items = read(reader, tmp_path, **files)
+    assert rows(events) == [("1", "10", 978300760, 5.0), ("2", "11", 978300761, 3.5)]
+    assert table(items).rows() == [("10", "Star: Épisode IV (a.k.a. A New Hope)", "1977", "Action, Sci-Fi")]
 
 
 TITLES = [
@@ -87,14 +94,14 @@ TITLES = [
 
 def test_movielens_latest(tmp_path):
     films = "".join(f"{number},{title},(no genres listed)\r\n" for number, (title, _, _) in enumerate(TITLES))
-    paths = written(
+    events, items = read(
+        readers.movielens_latest,
         tmp_path,
         interactions=("ratings.csv", "userId,movieId,rating,timestamp\r\n1,1,0.5,964982703\r\n"),
         items=("movies.csv", f"movieId,title,genres\r\n{films}9,Nine,Comedy|Drama\r\n"),
     )
-    tables = readers.movielens_latest(paths, IngestConfig(source="ml-latest-small"))
-    assert rows(tables.interactions) == [("1", "1", 964982703, 0.5)]
-    found = table(tables.items)
+    assert rows(events) == [("1", "1", 964982703, 0.5)]
+    found = table(items)
     assert found.select("title", "year").rows()[:-1] == [(name, year) for _, name, year in TITLES]
     assert found["genres"].to_list() == [*[None] * len(TITLES), "Comedy, Drama"]
 
@@ -105,10 +112,9 @@ def test_recbole_100k(tmp_path):
         '1\t"A B\t1995\tComedy Sci-Fi\n2\tTape (1996)\tV\tDrama\n'
     )
     events = "user_id:token\titem_id:token\trating:float\ttimestamp:float\n7\t1\t3\t881250949\n"
-    paths = written(tmp_path, interactions=("ml-100k.inter", events), items=("ml-100k.item", films))
-    tables = readers.recbole_100k(paths, IngestConfig(source="ml-100k"))
-    assert rows(tables.interactions) == [("7", "1", 881250949, 3.0)]
-    assert table(tables.items).rows(named=True) == [
+    events, items = read(readers.recbole_100k, tmp_path, interactions=("x.inter", events), items=("x.item", films))
+    assert rows(events) == [("7", "1", 881250949, 3.0)]
+    assert table(items).rows(named=True) == [
         {"item_id": "1", "title": '"A B', "year": "1995", "genres": "Comedy, Sci-Fi"},
         {"item_id": "2", "title": "Tape", "year": "1996", "genres": "Drama"},
     ]
@@ -127,14 +133,19 @@ def lines(objects, write=json.dumps):
     return "".join(write(each) + "\n" for each in objects)
 
 
-@pytest.mark.parametrize("garbage", ["", "{not json\n"], ids=["vectorised", "line by line"])
-def test_amazon_reviews_with_missing_fields(tmp_path, garbage):
-    paths = written(tmp_path, interactions=("x_5.json", lines(REVIEWS) + garbage))
-    tables = readers.amazon_2018(paths, IngestConfig(source="amazon-2018"))
-    assert tables.items is None
-    blocks = list(tables.interactions)
-    assert rows(blocks) == [("A1", "B1", 1252800000, 5.0), ("A2", "B2", 1252800001, None)]
-    assert bad(blocks) == BAD_REVIEWS + ([(5, "not a JSON object")] if garbage else [])
+@pytest.mark.parametrize(
+    ("garbage", "reason"),  # without any, all lines are read at once
+    [
+        ("", ""),
+        ("{not json\n", "not a JSON object"),
+        ('{"reviewerID": "\\ud83d", "asin": "B", "unixReviewTime": 5}\n', "user_id is not UTF-8"),
+    ],
+)
+def test_amazon_reviews_with_missing_fields(tmp_path, garbage, reason):
+    events, items = read(readers.amazon_2018, tmp_path, interactions=("x_5.json", lines(REVIEWS) + garbage))
+    assert items is None
+    assert rows(events) == [("A1", "B1", 1252800000, 5.0), ("A2", "B2", 1252800001, None)]
+    assert bad(events) == BAD_REVIEWS + ([(5, reason)] if garbage else [])
 
 
 def test_amazon_2018_metadata(tmp_path):
@@ -144,14 +155,14 @@ def test_amazon_2018_metadata(tmp_path):
         {"asin": "B3"},
         {"title": "nobody"},
     ]
-    paths = written(tmp_path, interactions=("x_5.json", lines(REVIEWS)), items=("meta_x.json", lines(products)))
-    blocks = list(readers.amazon_2018(paths, IngestConfig(source="amazon-2018")).items)
-    assert table(blocks).rows(named=True) == [
+    files = {"interactions": ("x_5.json", lines(REVIEWS)), "items": ("meta_x.json", lines(products))}
+    _, items = read(readers.amazon_2018, tmp_path, **files)
+    assert table(items).rows(named=True) == [
         {"item_id": "B1", "title": "A & B 'n AT&T", "brand": "X", "category": "Home, Kitchen & Dining"},
         {"item_id": "B2", "title": None, "brand": None, "category": None},
         {"item_id": "B3", "title": None, "brand": None, "category": None},
     ]
-    assert bad(blocks) == [(4, "no item_id")]
+    assert bad(items) == [(4, "no item_id")]
 
 
 def test_amazon_2014_metadata_in_python_literals(tmp_path):
@@ -160,57 +171,28 @@ def test_amazon_2014_metadata_in_python_literals(tmp_path):
         {"asin": "B2", "brand": "X"},
     ]
     text = lines(products, write=repr) + "__import__('os').system('false')\n" + "{'asin': " + "[" * 5000 + "\n"
-    paths = written(tmp_path, interactions=("x_5.json", lines(REVIEWS)), items=("meta_x.json", text))
-    blocks = list(readers.amazon_2014(paths, IngestConfig(source="amazon-2014")).items)
-    assert table(blocks).rows(named=True) == [
+    files = {"interactions": ("x_5.json", lines(REVIEWS)), "items": ("meta_x.json", text)}
+    _, items = read(readers.amazon_2014, tmp_path, **files)
+    assert table(items).rows(named=True) == [
         {"item_id": "B1", "title": 'It\'s "so"', "brand": None, "category": "A, B, C"},
         {"item_id": "B2", "title": None, "brand": "X", "category": None},
     ]
-    assert bad(blocks) == [(3, "not a JSON object or Python literal"), (4, "not a JSON object or Python literal")]
-
-
-def test_movielens_10m(tmp_path):
-    """Half stars, UTF-8, titles with other titles in brackets."""
-    paths = written(
-        tmp_path,
-        interactions=("ratings.dat", "1::122::5::838985046\n1::185::3.5::838983525\n"),
-        items=("movies.dat", "122::Cité (a.k.a. City of Lost Children) (1995)::Drama|Sci-Fi\n"),
-    )
-    tables = readers.movielens_10m(paths, IngestConfig(source="ml-10m"))
-    assert rows(tables.interactions) == [("1", "122", 838985046, 5.0), ("1", "185", 838983525, 3.5)]
-    assert table(tables.items).rows() == [("122", "Cité (a.k.a. City of Lost Children)", "1995", "Drama, Sci-Fi")]
+    assert bad(items) == [(3, "not a JSON object or Python literal"), (4, "not a JSON object or Python literal")]
 
 
 def test_text_that_is_not_utf_8_is_read_as_windows_1252_and_damaged_titles_are_named(tmp_path, caplog):
-    events = "user_id,item_id,timestamp\n1,Caf\xe9,5\n".encode("cp1252")
+    log = "user_id,item_id,timestamp\n1,Caf\xe9,5\n".encode("cp1252")
     products = b"item_id,title\nCaf\xe9,\x80 5\nTea,\xe9 \xc3\xa9\n"
-    paths = written(tmp_path, interactions=("x.csv", events), items=("y.csv", products))
 
-    found = readers.own_files(paths, IngestConfig(source="csv"))
+    events, items = read(readers.own_files, tmp_path, interactions=("x.csv", log), items=("y.csv", products))
 
-    assert rows(found.interactions) == [("1", "Caf\xe9", 5, None)]
-    assert table(found.items).rows() == [("Caf\xe9", "\u20ac 5"), ("Tea", "\ufffd \xe9")]
+    assert rows(events) == [("1", "Caf\xe9", 5, None)]
+    assert table(items).rows() == [("Caf\xe9", "\u20ac 5"), ("Tea", "\ufffd \xe9")]
     assert "x.csv: lines that are not UTF-8 are read as Windows-1252" in caplog.text
     assert "y.csv: 1 titles are not UTF-8" in caplog.text
 
 
-def test_amazon_2018_ratings(tmp_path):
-    """No header, the item first, and metadata that lists a product twice."""
-    products = [{"asin": "B1", "title": "One", "brand": "", "category": ["A"]}, {"asin": "B1", "title": "Again"}]
-    paths = written(
-        tmp_path,
-        interactions=("x.csv", "B1,A1,5.0,1252800000\nB2,A1,1.0,1252800001\n,A2,1.0,5\n"),
-        items=("meta_x.json", lines(products)),
-    )
-    tables = readers.amazon_2018_ratings(paths, IngestConfig(source="amazon-2018-full"))
-    blocks = list(tables.interactions)
-    assert rows(blocks) == [("A1", "B1", 1252800000, 5.0), ("A1", "B2", 1252800001, 1.0)]
-    assert bad(blocks) == [(3, "no item_id")]
-    assert table(tables.items).rows() == [("B1", "One", None, "A"), ("B1", "Again", None, None)]
-
-
-@pytest.mark.parametrize("metadata", [True, False])
-def test_amazon_2023(tmp_path, metadata):
+def test_amazon_2023(tmp_path):
     """Times in milliseconds; metadata whose values are null, empty, or of changing type."""
     ratings = "user_id,parent_asin,rating,timestamp\nAGKH,B081TJ8YS3,4.0,1588615855070\n"
     products = [
@@ -218,15 +200,10 @@ def test_amazon_2023(tmp_path, metadata):
         {"title": "", "price": None, "store": None, "categories": [], "details": "{}", "parent_asin": "B2"},
         {"title": None, "price": 3.5, "categories": None, "parent_asin": "B3", "videos": [{"title": "not this"}]},
     ]
-    files = {"interactions": ("All_Beauty.csv.gz", gzip.compress(ratings.encode()))}
-    if metadata:
-        files["items"] = ("meta_All_Beauty.jsonl", lines(products))
-    tables = readers.amazon_2023(written(tmp_path, **files), IngestConfig(source="amazon-2023"))
-    assert rows(tables.interactions) == [("AGKH", "B081TJ8YS3", 1588615855, 4.0)]
-    if not metadata:
-        assert tables.items is None
-        return
-    assert table(tables.items).rows(named=True) == [
+    files = {"interactions": ("x.csv.gz", gzip.compress(ratings.encode())), "items": ("x.jsonl", lines(products))}
+    events, items = read(readers.amazon_2023, tmp_path, **files)
+    assert rows(events) == [("AGKH", "B081TJ8YS3", 1588615855, 4.0)]
+    assert table(items).rows(named=True) == [
         {"item_id": "B1", "title": "R & S", "brand": "X", "category": "A, B & C"},
         {"item_id": "B2", "title": None, "brand": None, "category": None},
         {"item_id": "B3", "title": None, "brand": None, "category": None},
@@ -241,7 +218,6 @@ STEAM_REVIEWS = [
     "u'date': u'2016-06-30', u'user_id': u'76561198007483075', u'found_funny': 2}\n",
     "{u'username': u'bell\\x07', u'product_id': u'1', u'date': u'2016-06-30'}\n",
     "{u'product_id': u'1', u'date': u'2016-06-30'}\n",
-    "{u'username': u'late', u'product_id': u'1'}\n",
     "{u'username': u'cut sho\n",
 ]
 
@@ -252,38 +228,31 @@ def test_steam(tmp_path):
         {"app_name": "Log Challenge", "price": 2.99, "id": "773570", "early_access": False},
         {"genres": ["Free to Play"], "title": "No number"},
     ]
-    paths = written(
+    events, items = read(
+        readers.steam,
         tmp_path,
         interactions=("steam_reviews.json.gz", gzip.compress("".join(STEAM_REVIEWS).encode())),
         items=("steam_games.json", lines(games, write=repr)),
     )
-    tables = readers.steam(paths, IngestConfig(source="steam"))
-    blocks = list(tables.interactions)
-    assert rows(blocks) == [
-        ("Chaos Syren", "725280", 1513468800, None),
-        ("\u2544SkyFox", "328100", 1467244800, None),
-    ]
-    assert bad(blocks) == [
+    assert rows(events) == [("Chaos Syren", "725280", 1513468800, None), ("\u2544SkyFox", "328100", 1467244800, None)]
+    assert bad(events) == [
         (3, "user_id has control characters"),
         (4, "no user_id"),
-        (5, "no timestamp"),
-        (6, "not a JSON object or Python literal"),
+        (5, "not a JSON object or Python literal"),
     ]
-    blocks = list(tables.items)
-    assert table(blocks).rows() == [
+    assert table(items).rows() == [
         ("761140", "Lost!", None, "Kotoshiro", "Action, Indie"),
         ("773570", "Log Challenge", None, None, None),
     ]
-    assert bad(blocks) == [(3, "no item_id")]
+    assert bad(items) == [(3, "no item_id")]
 
 
 def test_yelp(tmp_path):
-    """Free text with everything in it that breaks a line or a parser; categories that are null; two forms of dates."""
+    """Free text with everything in it that breaks a line or a parser, and categories that are null."""
     text = 'He said "5 stars"\r\nthen:\t{"user_id": "no"}, \u2028 \U0001f600'
     reviews = [
         {"user_id": "mh_-eMZ", "business_id": "b1", "stars": 3.0, "text": text, "date": "2018-07-07 22:09:11"},
-        {"user_id": "u2", "business_id": "b1", "stars": 5, "text": "", "date": "2012-01-03"},
-        {"user_id": "u3", "business_id": None, "stars": 5.0, "text": "x", "date": "2012-01-03"},
+        {"user_id": "u2", "business_id": None, "stars": 5, "text": "", "date": "2012-01-03"},
     ]
     surrogate = (
         '{"user_id": "u4", "business_id": "b2", "stars": 1.0, "text": "cut \\ud83d", "date": "2012-01-03 00:00:01"}\n'
@@ -292,90 +261,60 @@ def test_yelp(tmp_path):
         {"business_id": "b1", "name": "Brewery", "city": "Green Lane", "categories": "Brewpubs, Food"},
         {"business_id": "b2", "name": 'The "Raw" Bar', "city": "", "categories": None, "hours": {"Monday": "0:0-0:0"}},
     ]
-    paths = written(
+    events, items = read(
+        readers.yelp,
         tmp_path,
-        interactions=("yelp_academic_dataset_review.json", lines(reviews) + surrogate),
-        items=("yelp_academic_dataset_business.json", lines(businesses)),
+        interactions=("review.json", lines(reviews) + surrogate),
+        items=("business.json", lines(businesses)),
     )
-    tables = readers.yelp(paths, IngestConfig(source="yelp"))
-    blocks = list(tables.interactions)
-    assert rows(blocks) == [
-        ("mh_-eMZ", "b1", 1531001351, 3.0),
-        ("u2", "b1", 1325548800, 5.0),
-        ("u4", "b2", 1325548801, 1.0),
-    ]
-    assert bad(blocks) == [(3, "no item_id")]
-    assert table(tables.items).rows() == [
+    assert rows(events) == [("mh_-eMZ", "b1", 1531001351, 3.0), ("u4", "b2", 1325548801, 1.0)]
+    assert bad(events) == [(2, "no item_id")]
+    assert table(items).rows() == [
         ("b1", "Brewery", "Brewpubs, Food", "Green Lane"),
         ("b2", 'The "Raw" Bar', None, None),
     ]
 
 
-def test_gowalla(tmp_path):
-    """Latest first, places at 0,0 and beyond the poles, and a file that ends within a line."""
-    text = (
-        "0\t2010-10-19T23:55:27Z\t30.2359091167\t-97.7951395833\t22847\n"
-        "0\t2010-10-18T22:17:43Z\t30.2691029532\t-97.7493953705\t420315\n"
-        "1\t2010-10-18T22:17:43Z\t405.0\t-176.3086\t420315\n"
-        "1\t1997-06-11T20:06:34Z\t0.0\t0.0\t22847\n"
-        "2\t2010-10-1"
-    )
-    tables = readers.gowalla(written(tmp_path, interactions=("checkins.txt", text)), IngestConfig(source="gowalla"))
-    blocks = list(tables.interactions)
-    assert rows(blocks) == [
-        ("0", "22847", 1287532527, None),
-        ("0", "420315", 1287440263, None),
-        ("1", "420315", 1287440263, None),
-        ("1", "22847", 866059594, None),
-    ]
-    assert bad(blocks) == [(5, "not 5 columns")]
-    assert tables.items is None
-
-
 HEADER = "user_id:token\titem_id_list:token_seq\titem_id:token\n"
 
 
-def prefixes(folder, train, valid, test):
-    paths = written(
+def prefixes(folder, train, valid, test, **indices):
+    return read(
+        readers.growing_prefixes,
         folder,
         train=("x.train.inter", HEADER + train),
         valid=("x.valid.inter", HEADER + valid),
         test=("x.test.inter", HEADER + test),
         items=("x.text", "item_id:token\ttext:token_seq\nB1\tSalt. Home.\n"),
+        **indices,
     )
-    return readers.growing_prefixes(paths, IngestConfig(source="prefixes"))
 
 
 def test_growing_prefixes_become_one_sequence_a_user(tmp_path):
-    tables = prefixes(tmp_path, "u\ta\tb\nw\tx\ty\nu\ta b\tc\n", "u\ta b c\ta\n", "u\ta b c a\td\n")
-    blocks = list(tables.interactions)
-    assert rows(blocks) == [
+    events, items = prefixes(tmp_path, "u\ta\tb\nw\tx\ty\nu\ta b\tc\n", "u\ta b c\ta\n", "u\ta b c a\td\n")
+    assert rows(events) == [
         *[("u", item, time, None) for time, item in enumerate("abcad")],
         ("w", "x", 0, None),
         ("w", "y", 1, None),
     ]
-    assert table(blocks)["row"].to_list() == [1, 2, 3, 4, 5, 6, 7]
-    assert table(tables.items).rows(named=True) == [{"item_id": "B1", "title": None, "text": "Salt. Home."}]
+    assert table(events)["row"].to_list() == [1, 2, 3, 4, 5, 6, 7]
+    assert table(items).rows(named=True) == [{"item_id": "B1", "title": None, "text": "Salt. Home."}]
 
 
 def test_numbers_become_ids_again_where_an_index_lies_beside(tmp_path):
-    paths = written(
-        tmp_path,
-        train=("x.train.inter", HEADER + "0\t0\t1\n"),
-        valid=("x.valid.inter", HEADER + "0\t0 1\t2\n"),
-        test=("x.test.inter", HEADER + "0\t0 1 2\t7\n"),
-        item2index=("x.item2index", "B9\t0\nB7\t1\nB8\t2\n"),
-        user2index=("x.user2index", "ANN\t0\n"),
-    )
-    blocks = list(readers.growing_prefixes(paths, IngestConfig(source="prefixes")).interactions)
-    assert rows(blocks) == [("ANN", item, time, None) for time, item in enumerate(["B9", "B7", "B8"])]
-    assert [reason for _, reason in bad(blocks)] == ["item_id is not in x.item2index"]
+    indices = {
+        "item2index": ("x.item2index", "B9\t0\nB7\t1\nB8\t2\n"),
+        "user2index": ("x.user2index", "ANN\t0\n"),
+    }
+    events, _ = prefixes(tmp_path, "0\t0\t1\n", "0\t0 1\t2\n", "0\t0 1 2\t7\n", **indices)
+    assert rows(events) == [("ANN", item, time, None) for time, item in enumerate(["B9", "B7", "B8"])]
+    assert [reason for _, reason in bad(events)] == ["item_id is not in x.item2index"]
 
 
 def test_a_prefix_that_was_cut_is_malformed(tmp_path):
-    blocks = list(prefixes(tmp_path, "u\ta\tb\nu\tb\n", "u\ta b\tc\n", "u\tb c\td\n").interactions)
-    assert rows(blocks) == [("u", "a", 0, None), ("u", "b", 1, None), ("u", "c", 2, None)]
-    quarantined = pl.concat([block.bad for block in blocks]).select("file", "line", "reason").rows()
+    events, _ = prefixes(tmp_path, "u\ta\tb\nu\tb\n", "u\ta b\tc\n", "u\tb c\td\n")
+    assert rows(events) == [("u", "a", 0, None), ("u", "b", 1, None), ("u", "c", 2, None)]
+    quarantined = pl.concat([block.bad for block in events]).select("file", "line", "reason").rows()
     assert quarantined == [
         ("x.train.inter", 3, "not 3 columns"),
         ("x.test.inter", 2, "not a prefix of the user's longest sequence"),
@@ -389,41 +328,35 @@ def test_own_csv_in_any_order_of_columns(tmp_path, delimiter):
 
 
 def test_own_items_keep_their_other_columns(tmp_path):
-    paths = written(
-        tmp_path,
-        interactions=("e.csv", "user,product,t,stars\nu,p1,5,3.5\n"),
-        items=("i.csv.gz", gzip.compress(b"sku,name,colour,title\np1,Salt &lt;fine&gt;,,a\np2, ,red,b\n")),
-    )
+    events = "user,product,t,stars\nu,p1,5,3.5\n"
+    products = b'sku,name,colour,title\np1,"Salt &lt;fine&gt;\n""and"" pepper",,a\np2, ,red,b\n'
     columns = {"user_id": "user", "item_id": "product", "timestamp": "t", "rating": "stars"}
     columns |= {"items.item_id": "sku", "title": "name", "hue": "colour"}  # not the file's own column `title`
-    tables = readers.own_files(paths, IngestConfig(source="csv", columns=columns))
-    assert rows(tables.interactions) == [("u", "p1", 5, 3.5)]
-    assert table(tables.items).rows(named=True) == [
-        {"item_id": "p1", "title": "Salt <fine>", "hue": None},
+    files = {"interactions": ("e.csv", events), "items": ("i.csv.gz", gzip.compress(products))}
+    events, items = read(readers.own_files, tmp_path, IngestConfig(source="csv", columns=columns), **files)
+    assert rows(events) == [("u", "p1", 5, 3.5)]
+    assert table(items).rows(named=True) == [
+        {"item_id": "p1", "title": 'Salt <fine>\n"and" pepper', "hue": None},
         {"item_id": "p2", "title": None, "hue": "red"},
     ]
 
 
 def test_own_parquet(tmp_path):
     when = [datetime(2020, 1, 1, 0, 0, 1), None]
-    events = pl.DataFrame({"user_id": [1, 2], "item_id": [7.0, None], "timestamp": when, "rating": [4, 5]})
-    events.write_parquet(tmp_path / "e.parquet")
-    pl.DataFrame({"item_id": ["7"], "tags": [["a", "b"]]}).write_parquet(tmp_path / "i.parquet")
-    paths = {"interactions": tmp_path / "e.parquet", "items": tmp_path / "i.parquet"}
-    tables = readers.own_files(paths, CSV)
-    blocks = list(tables.interactions)
-    assert rows(blocks) == [("1", "7", 1577836801, 4.0)]
-    assert bad(blocks) == [(2, "no item_id")]
-    assert table(tables.items).rows() == [("7", None, "a, b")]
+    log = pl.DataFrame({"user_id": [1, 2], "item_id": [7.0, None], "timestamp": when, "rating": [4, 5]})
+    catalogue = pl.DataFrame({"item_id": ["7"], "tags": [["a", "b"]]})
+    events, items = read(readers.own_files, tmp_path, interactions=("e.pq", log), items=("i.pq", catalogue))
+    assert rows(events) == [("1", "7", 1577836801, 4.0)]
+    assert bad(events) == [(2, "no item_id")]
+    assert table(items).rows() == [("7", None, "a, b")]
 
 
 def test_rows_of_a_parquet_file_are_counted_across_batches(tmp_path, monkeypatch):
     monkeypatch.setattr(parquet_files, "BATCH_ROWS", 2)
-    events = pl.DataFrame({"user_id": ["u"] * 5, "item_id": list("abcde"), "timestamp": [1, 2, 3, -4, 5]})
-    events.write_parquet(tmp_path / "e.parquet")
-    blocks = list(readers.own_files({"interactions": tmp_path / "e.parquet"}, CSV).interactions)
-    assert table(blocks)["row"].to_list() == [1, 2, 3, 5]
-    aside = pl.concat([block.bad for block in blocks])
+    log = pl.DataFrame({"user_id": ["u"] * 5, "item_id": list("abcde"), "timestamp": [1, 2, 3, -4, 5]})
+    events = own(tmp_path, log)
+    assert table(events)["row"].to_list() == [1, 2, 3, 5]
+    aside = pl.concat([block.bad for block in events])
     assert aside.select("line", "reason", "text").rows() == [(4, "timestamp is negative", "u,d,-4")]
 
 
@@ -441,7 +374,7 @@ def test_rows_of_a_parquet_file_are_counted_across_batches(tmp_path, monkeypatch
 )
 def test_a_table_that_cannot_be_read_says_why(tmp_path, text, columns, message):
     with pytest.raises(ValueError, match=message):
-        list(own(tmp_path, text, **columns))
+        own(tmp_path, text, **columns)
 
 
 HEAD = "user_id,item_id,timestamp,rating\n"
@@ -452,7 +385,6 @@ HEAD = "user_id,item_id,timestamp,rating\n"
     [
         ("u,i,5", "not 4 columns"),
         ("u,i,5,1,x", "not 4 columns"),
-        ("\x00\x01garbage", "not 4 columns"),
         (",i,5,1", "no user_id"),
         ("u, ,5,1", "no item_id"),
         ("nan,i,5,1", "no user_id"),  # what pandas makes of a missing value that becomes text
@@ -462,10 +394,8 @@ HEAD = "user_id,item_id,timestamp,rating\n"
         (f"u,{'i' * 257},5,1", "item_id has more than 256 characters"),
         ("u,i,,1", "no timestamp"),
         ("u,i,soon,1", "timestamp is neither a number nor an ISO time"),
-        ("u,i,NaN,1", "timestamp is neither a number nor an ISO time"),
         ("u,i,inf,1", "timestamp is neither a number nor an ISO time"),
         ("u,i,1e300,1", "timestamp is neither a number nor an ISO time"),
-        ("u,i,2020-13-01,1", "timestamp is neither a number nor an ISO time"),
         ("u,i,-1,1", "timestamp is negative"),
         ("u,i,9999-12-31,1", "timestamp is after the year 5138"),  # often means `never`
         ("u,i,5,good", "rating is not a number"),
@@ -478,12 +408,12 @@ HEAD = "user_id,item_id,timestamp,rating\n"
 )
 def test_a_malformed_line_is_set_aside_alone(tmp_path, line, reason):
     raw = line if isinstance(line, bytes) else line.encode()
-    blocks = list(own(tmp_path, HEAD.encode() + b"u,i,1,\n\n" + raw + b'\nu,"i",2,2.5\n'))
-    assert rows(blocks) == [("u", "i", 1, None), ("u", "i", 2, 2.5)]
-    assert bad(blocks) == [(4, reason)]
-    aside = pl.concat([block.bad for block in blocks]).row(0, named=True)
+    events = own(tmp_path, HEAD.encode() + b"u,i,1,\n\n" + raw + b'\nu,"i",2,2.5\n')
+    assert rows(events) == [("u", "i", 1, None), ("u", "i", 2, 2.5)]
+    assert bad(events) == [(4, reason)]
+    aside = pl.concat([block.bad for block in events]).row(0, named=True)
     assert (aside["file"], aside["text"]) == ("events.csv", raw.decode("utf-8", "replace")[:500])
-    assert table(blocks)["row"].to_list() == [2, 5]
+    assert table(events)["row"].to_list() == [2, 5]
 
 
 @pytest.mark.parametrize(
@@ -496,12 +426,6 @@ def test_a_malformed_line_is_set_aside_alone(tmp_path, line, reason):
 )
 def test_quotes_that_are_text_lose_no_event(tmp_path, by, line, item):
     assert rows(own(tmp_path, HEAD.replace(",", by) + f"{line}\n")) == [("u", item, 5, 1)]
-
-
-def test_a_quoted_field_may_span_lines(tmp_path):
-    items = 'item_id,title\n1,"two\nlines, ""quoted"""\n2,"one"\n'
-    paths = written(tmp_path, interactions=("e.csv", HEAD + "u,1,5,\n"), items=("i.csv", items))
-    assert table(readers.own_files(paths, CSV).items).rows() == [("1", 'two\nlines, "quoted"'), ("2", "one")]
 
 
 NOTED = "user_id,item_id,timestamp,note\n"
@@ -530,7 +454,7 @@ BLOCKS = {  # reader, settings, text, and the bad rows
 }
 
 
-@pytest.mark.parametrize("size", [1, 7, 64])
+@pytest.mark.parametrize("size", [7, 64])
 @pytest.mark.parametrize("name", BLOCKS)
 def test_the_size_of_a_block_changes_nothing(tmp_path, monkeypatch, name, size):
     reader, settings, text, wrong = BLOCKS[name]
@@ -557,9 +481,9 @@ def test_the_fast_way_reads_the_same(tmp_path, monkeypatch, text):
     taken = []
     regular = delimited._regular
     monkeypatch.setattr(delimited, "_regular", lambda *rest: taken.append(regular(*rest)) or taken[-1])
-    fast = list(own(tmp_path, HEAD + text))
+    fast = own(tmp_path, HEAD + text)
     monkeypatch.setattr(delimited, "_regular", lambda *_: None)
-    slow = list(own(tmp_path, HEAD + text))
+    slow = own(tmp_path, HEAD + text)
     assert taken[0] is not None
     assert table(fast).equals(table(slow))
     assert pl.concat([block.bad for block in fast]).equals(pl.concat([block.bad for block in slow]))
@@ -581,15 +505,12 @@ def test_an_id_in_json_is_the_same_whichever_way_its_line_is_read():
 def test_a_missing_rating_is_no_malformed_row(tmp_path):
     missing = ["", "NA", "NULL", "nan", "None", " "]
     text = "".join(f"u{n},i,1580515200,{value}\n" for n, value in enumerate([*missing, "5", "bad"]))
-    paths = written(tmp_path, interactions=("e.csv", "user_id,item_id,timestamp,rating\n" + text))
-    blocks = list(readers.own_files(paths, IngestConfig(source="csv")).interactions)
-    assert [row[3] for row in rows(blocks)] == [*[None] * len(missing), 5]
-    assert bad(blocks) == [(9, "rating is not a number")]
+    events = own(tmp_path, HEAD + text)
+    assert [row[3] for row in rows(events)] == [*[None] * len(missing), 5]
+    assert bad(events) == [(9, "rating is not a number")]
 
     frame = pl.DataFrame({"user_id": "u", "item_id": "i", "timestamp": 1580515200, "rating": [float("nan"), None, 4.5]})
-    frame.write_parquet(tmp_path / "e.parquet")
-    (block,) = readers.own_files({"interactions": tmp_path / "e.parquet"}, IngestConfig(source="csv")).interactions
-    assert block.good["rating"].to_list() == [None, None, 4.5]
+    assert table(own(tmp_path, frame))["rating"].to_list() == [None, None, 4.5]
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[:-20], lambda data: data[:30] + b"\xff" * 20 + data[50:]])
@@ -614,19 +535,15 @@ def test_a_file_without_line_ends_does_not_fill_the_memory(tmp_path, monkeypatch
         ("0", 0),
         (" 5 ", 5),
         ("99999999999", 99999999999),
-        ("1577836801", 1577836801),
         ("1577836801.9", 1577836801),
         ("1577836801999", 1577836801),
         ("1577836801999999", 1577836801),
         ("1577836801999999999", 1577836801),
         ("1.577836801e9", 1577836801),
         ("2020-01-01", 1577836800),
-        ("2020-01-01 00:01", 1577836860),
         ("2020-01-01 01", 1577840400),
         ("2020-01-01T00:01Z", 1577836860),
-        ("2020-01-01T00:00:01", 1577836801),
         ("2020-01-01 00:00:01.999", 1577836801),
-        ("2020-01-01T00:00:01Z", 1577836801),
         ("2020-01-01 00:00:01 UTC", 1577836801),
         ("2020-01-01T02:00:01+02:00", 1577836801),
         ("2020-01-01 02:00:01.5+0200", 1577836801),
@@ -664,27 +581,27 @@ def test_whole_numbers_with_a_fraction_of_zero_are_the_same_ids(tmp_path):
 
 
 def of_lines(folder, text, **settings):
-    paths = written(folder, interactions=("x.txt", text))
-    return list(readers.lines_of_items(paths, IngestConfig(source="lines", **settings)).interactions)
+    config = IngestConfig(source="lines", **settings)
+    return read(readers.lines_of_items, folder, config, interactions=("x.txt", text))[0]
 
 
 def test_a_line_of_a_user_and_items_is_a_sequence(tmp_path):
-    blocks = of_lines(
+    events = of_lines(
         tmp_path, gzip.compress(b"1 7 8 7\n\n2\t9  8 \n3\n1 5 6\n4 caf\xe9 \xc3\xa9\n5 7\n"), lines="sequences"
     )
-    assert rows(blocks) == [
+    assert rows(events) == [
         *[("1", "7", 0, None), ("1", "8", 1, None), ("1", "7", 2, None), ("2", "9", 0, None), ("2", "8", 1, None)],
         ("5", "7", 0, None),
     ]
-    assert table(blocks)["row"].to_list() == [1, 2, 3, 4, 5, 6]
-    assert bad(blocks) == [(4, "no items after the user"), (5, "the user has a line before this one"), (6, "not UTF-8")]
+    assert table(events)["row"].to_list() == [1, 2, 3, 4, 5, 6]
+    assert bad(events) == [(4, "no items after the user"), (5, "the user has a line before this one"), (6, "not UTF-8")]
 
 
 def test_a_line_of_a_user_and_an_item_is_an_event(tmp_path):
-    blocks = of_lines(tmp_path, "u a\nw b\nu b c\nu\nu c\nw a\n", lines="pairs")
-    assert rows(blocks) == [("u", "a", 0, None), ("w", "b", 0, None), ("u", "c", 1, None), ("w", "a", 1, None)]
-    assert table(blocks)["row"].to_list() == [1, 2, 5, 6]
-    assert bad(blocks) == [(3, "not a user and an item"), (4, "not a user and an item")]
+    events = of_lines(tmp_path, "u a\nw b\nu b c\nu\nu c\nw a\n", lines="pairs")
+    assert rows(events) == [("u", "a", 0, None), ("w", "b", 0, None), ("u", "c", 1, None), ("w", "a", 1, None)]
+    assert table(events)["row"].to_list() == [1, 2, 5, 6]
+    assert bad(events) == [(3, "not a user and an item"), (4, "not a user and an item")]
 
 
 @pytest.mark.parametrize(
@@ -713,13 +630,8 @@ def test_lines_that_may_be_either_need_the_setting(tmp_path, text):
 )
 def test_an_index_that_is_wrong_is_an_error(tmp_path, index, message, monkeypatch):
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 5)  # regular and irregular blocks
-    paths = written(
-        tmp_path,
-        **{part: (f"x.{part}.inter", HEADER + "0\t0\t1\n") for part in ("train", "valid", "test")},
-        item2index=("x.item2index", index),
-    )
     with pytest.raises(ValueError, match=message):
-        list(readers.growing_prefixes(paths, IngestConfig(source="prefixes")).interactions)
+        prefixes(tmp_path, *["0\t0\t1\n"] * 3, item2index=("x.item2index", index))
 
 
 @pytest.mark.parametrize(
@@ -727,35 +639,25 @@ def test_an_index_that_is_wrong_is_an_error(tmp_path, index, message, monkeypatc
     [
         ("%d/%m/%Y", "01/02/2020", 1580515200),
         ("%d.%m.%y %H:%M", " 01.02.20 00:01 ", 1580515260),
-        ("%Y%m%d", "20200201", 1580515200),
         ("%Y-%m-%d %H:%M:%S.%f", "2020-02-01 00:00:01.25", 1580515201),
         ("%Y-%m-%dT%H:%M:%S%z", "2020-02-01T02:00:01+0200", 1580515201),
         ("%Y-%m-%dT%H:%M:%S%z", "2020-02-01T00:00:01Z", 1580515201),
         ("%b %d %Y, %I:%M %p", "Feb 01 2020, 12:01 AM", 1580515260),
         ("%Y-%m-%d %H:%M:%S%z", "2020-02-01 02:00:01+02", 1580515201),
-        ("%Y-%m-%d %H", "2020-02-01 02", 1580522400),
     ],
 )
 def test_times_in_a_form_of_ones_own(tmp_path, time_format, value, expected):
     text = f'user_id,item_id,timestamp\nu,i,"{value}"\nu,j,1580515200\nu,k,2020-99-99\n'
-    paths = written(tmp_path, interactions=("e.csv", text))
-    blocks = list(readers.own_files(paths, IngestConfig(source="csv", time_format=time_format)).interactions)
-    assert rows(blocks) == [("u", "i", expected, None)]
-    assert bad(blocks) == [(line, f"timestamp does not have the form {time_format}") for line in (3, 4)]
+    config = IngestConfig(source="csv", time_format=time_format)
+    events, _ = read(readers.own_files, tmp_path, config, interactions=("e.csv", text))
+    assert rows(events) == [("u", "i", expected, None)]
+    assert bad(events) == [(line, f"timestamp does not have the form {time_format}") for line in (3, 4)]
 
 
 @pytest.mark.parametrize("time_format", ["soon", "%H:%M", "%q", "%Y-%m-%d %", "%Y-%m-%d %H:%M %Z"])
 def test_a_form_that_is_no_date_is_refused(time_format):
     with pytest.raises(ValueError, match="time_format"):
         IngestConfig(source="csv", time_format=time_format)
-
-
-def test_a_surrogate_in_an_id_is_malformed_on_its_own(tmp_path):
-    text = '{"reviewerID": "\\ud83d", "asin": "B", "unixReviewTime": 5}\n' + lines(REVIEWS[:2])
-    paths = written(tmp_path, interactions=("x_5.json", text))
-    blocks = list(readers.amazon_2018(paths, IngestConfig(source="amazon-2018")).interactions)
-    assert bad(blocks) == [(1, "user_id is not UTF-8")]
-    assert [row[0] for row in rows(blocks)] == ["A1", "A2"]
 
 
 def test_parquet_of_odd_types_is_read_as_text_and_numbers(tmp_path):
@@ -766,5 +668,5 @@ def test_parquet_of_odd_types_is_read_as_text_and_numbers(tmp_path):
         "rating": pa.array([date(2020, 1, 1), None]),
     }
     pq.write_table(pa.table(columns), tmp_path / "e.parquet")
-    blocks = list(readers.own_files({"interactions": tmp_path / "e.parquet"}, CSV).interactions)
-    assert bad(blocks) == [(1, "rating is not a number"), (2, "user_id is not UTF-8")]
+    events = list(readers.own_files({"interactions": tmp_path / "e.parquet"}, CSV).interactions)
+    assert bad(events) == [(1, "rating is not a number"), (2, "user_id is not UTF-8")]

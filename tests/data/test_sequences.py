@@ -1,5 +1,6 @@
 from dataclasses import replace
 
+import pyarrow as pa
 import pytest
 import torch
 from support import prepare_rows
@@ -9,10 +10,14 @@ from seqrec.data import sequences
 ROWS = [(u, i, t) for u, row in {"u": "abcd", "v": "bad"}.items() for t, i in enumerate(row, start=100)]
 
 
+def small(folder, **config):
+    return prepare_rows(folder, ROWS, min_user_events=1, min_item_events=1, **config)
+
+
 @pytest.fixture
 def data(tmp_path):
     """Items a b c d = 1 2 3 4; user 1: 1 2 3 4, user 2: 2 1 4."""
-    return sequences.load(prepare_rows(tmp_path, ROWS, min_user_events=1, min_item_events=1))
+    return sequences.load(small(tmp_path))
 
 
 def test_a_dataset_is_read_back(data):
@@ -31,6 +36,8 @@ def test_windows_are_left_padded_and_end_before_the_stop(data):
     assert batch.items.tolist() == [[0, 1, 2, 3], [0, 0, 2, 1]]
     assert batch.times.tolist() == [[0, -2, -1, 0], [0, 0, -1, 0]]
     assert batch.user.tolist() == [1, 2]  # also of the second user, of whom training has one event and no target
+    empty = sequences.window(data, torch.tensor([1]), torch.tensor([4]), 4)
+    assert empty.items.tolist() == [[0, 0, 0, 0]]  # never what is before it, the events of the first user
 
 
 def test_times_count_from_the_request_which_comes_at_the_time_of_the_next_event(data):
@@ -40,16 +47,11 @@ def test_times_count_from_the_request_which_comes_at_the_time_of_the_next_event(
     assert batch.times.tolist() == [[0, -2, -1], [0, -2, -1], [-2, -1, 0]]  # the third user's history is complete
 
 
-def test_a_window_never_reaches_into_another_user(data):
-    assert sequences.window(data, torch.tensor([1]), torch.tensor([4]), 4).items.tolist() == [[0, 0, 0, 0]]
+def test_cases(data):
+    valid, test = (sequences.cases(data, split) for split in ("valid", "test"))
 
-
-@pytest.mark.parametrize(("split", "positions"), [("valid", [2, 5]), ("test", [3, 6])])
-def test_cases(data, split, positions):
-    cases = sequences.cases(data, split)
-
-    assert cases.user.tolist() == [0, 1]
-    assert cases.position.tolist() == positions
+    assert valid.user.tolist() == test.user.tolist() == [0, 1]
+    assert (valid.position.tolist(), test.position.tolist()) == ([2, 5], [3, 6])
 
 
 def test_max_cases_draws_the_same_cases_every_time(prepared):
@@ -88,8 +90,7 @@ def test_every_event_after_a_temporal_cut_is_a_case(tmp_path):
 @pytest.fixture
 def sharded(tmp_path, data):
     """The dataset of `data` in two shards, a user each."""
-    folder = prepare_rows(tmp_path / "sharded", ROWS, min_user_events=1, min_item_events=1, shard_events=4)
-    loaded = sequences.load(folder)
+    loaded = sequences.load(small(tmp_path / "sharded", shard_events=4))
     assert [len(part) for part in loaded.items.parts] == [4, 3]
     return loaded
 
@@ -119,7 +120,7 @@ def test_windows_and_seen_items_are_the_same_from_shards(data, sharded, resident
 
 def test_the_file_is_mapped_not_read(tmp_path):
     """What a loaded dataset holds lies in the file: a write through another map shows."""
-    folder = prepare_rows(tmp_path, ROWS, min_user_events=1, min_item_events=1)
+    folder = small(tmp_path)
     loaded = sequences.load(folder)
     content = (folder / "sequences.arrow").read_bytes()
     place = content.index(torch.tensor([1, 2, 3, 4, 2, 1, 4], dtype=torch.int32).numpy().tobytes())
@@ -131,9 +132,7 @@ def test_the_file_is_mapped_not_read(tmp_path):
 
 
 def test_another_schema_is_refused(tmp_path):
-    import pyarrow as pa
-
-    folder = prepare_rows(tmp_path, ROWS, min_user_events=1, min_item_events=1)
+    folder = small(tmp_path)
     with pa.OSFile(str(folder / "sequences.arrow"), "wb") as file:
         table = pa.table({"user": [1]})
         with pa.ipc.new_file(file, table.schema) as writer:

@@ -82,21 +82,20 @@ def test_ids_are_contiguous_and_in_order_of_appearance():
     assert sorted(table.select("number", "user", "events").rows()) == [(1, "zoe", 2), (2, "adam", 1)]
 
 
-def test_leave_one_out():
-    rows = [("a", f"i{n}", n) for n in range(5)] + [("b", "x", 0), ("b", "y", 1)] + [("c", "x", 3)]
-    table, _ = ends_of(numbered(rows), PrepareConfig())
+@pytest.mark.parametrize(
+    ("config", "numbers", "expected"),
+    [
+        ({"protocol": "LOO-full"}, [5, 2, 1], [(5, 3, 4), (2, 2, 2), (1, 1, 1)]),
+        ({"protocol": "RATIO-full", "valid_share": 0.2, "test_share": 0.1}, [10, 4], [(10, 7, 9), (4, 4, 4)]),
+    ],
+)
+def test_the_last_events_of_a_user_are_test_and_those_before_validation(config, numbers, expected):
+    """Shares are rounded down: of four events, to none."""
+    rows = [(f"u{user}", f"i{n}", n) for user, number in enumerate(numbers) for n in range(number)]
 
-    assert rows_of(table) == [(5, 3, 4), (2, 2, 2), (1, 1, 1)]
+    table, _ = ends_of(numbered(rows), PrepareConfig(**config))
 
-
-def test_ratio():
-    """Ten events: two of ten valid, one test. Four events: 0.8 and 0.4 round down to none."""
-    rows = [("a", f"i{n}", n) for n in range(10)] + [("b", f"i{n}", n) for n in range(4)]
-    config = PrepareConfig(protocol="RATIO-full", valid_share=0.2, test_share=0.1)
-
-    table, _ = ends_of(numbered(rows), config)
-
-    assert rows_of(table) == [(10, 7, 9), (4, 4, 4)]
+    assert rows_of(table) == expected
 
 
 def test_users_who_do_not_validate_train_on_that_event():
@@ -180,8 +179,8 @@ def test_negatives_are_uniform_over_the_unseen_items():
     assert share == pytest.approx([0.5, 0, 0.5, 0.5, 0, 0.5], abs=0.015)
 
 
-@pytest.mark.parametrize("share", [0.1, 0.25])
-def test_noise_changes_the_share_of_train_and_nothing_else(share):
+def test_noise_changes_the_share_of_train_and_nothing_else():
+    share = 0.25
     rows = [(f"u{user}", f"i{(user * 7 + event) % 40}", event) for user in range(30) for event in range(5 + user)]
     events = numbered(rows)
     table, _ = ends_of(events, PrepareConfig())

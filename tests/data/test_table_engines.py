@@ -15,11 +15,9 @@ from seqrec.data import table_engines
 from seqrec.stages.prepare import prepare
 from seqrec.stages.validate import ValidationFailed, validate
 
+JAVA = shutil.which("java") is not None or "JAVA_HOME" in os.environ
 needs_spark = pytest.mark.skipif(
-    importlib.util.find_spec("pyspark") is None, reason="pyspark is not installed: pip install 'seqrec[spark]'"
-)
-needs_java = pytest.mark.skipif(
-    shutil.which("java") is None and "JAVA_HOME" not in os.environ, reason="Spark needs Java 17 or newer: no java found"
+    importlib.util.find_spec("pyspark") is None or not JAVA, reason="needs seqrec[spark] and Java 17 or newer"
 )
 
 
@@ -52,7 +50,6 @@ def prepared(folder, name, **settings):
 
 
 @needs_spark
-@needs_java
 def test_spark_writes_the_bytes_that_polars_writes(tmp_path, session):
     """Titles, repeated pairs, a k-core of several rounds, a sample, two cuts, shards, and an earlier dump to extend."""
     rows = synthetic_rows(users=50, items=60)
@@ -77,7 +74,6 @@ def test_spark_writes_the_bytes_that_polars_writes(tmp_path, session):
 
 
 @needs_spark
-@needs_java
 def test_validation_on_spark_gives_the_same_verdict(tmp_path, session):
     """A log with repeated events, a time out of range, rows that are not unique, and an item without an entry."""
     rows = synthetic_rows(users=20)

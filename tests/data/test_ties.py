@@ -11,13 +11,18 @@ from seqrec.data import sequences, ties
 
 
 def rows(order, users=60, days=6, size=3, items=30):
-    """Users with `size` items a day, all at one time; `order` decides in which order the file has them."""
+    """Users with `size` items a day, all at one time; `order` says in which order the file has them."""
     draw = np.random.default_rng(0)
+    orders = {
+        "sorted": sorted,
+        "random": draw.permutation,
+        "half": lambda group: sorted(group) if draw.random() < 0.5 else draw.permutation(group),
+    }
     groups = draw.permuted(np.tile(np.arange(items), (users * days, 1)), axis=1)[:, :size]
     return [
         (f"u{n // days}", f"i{item:02}", 86_400 * (n % days))
         for n, group in enumerate(groups)
-        for item in order(group, draw)
+        for item in orders[order](group)
     ]
 
 
@@ -26,20 +31,18 @@ def load(folder, order, **options):
 
 
 @pytest.mark.parametrize(
-    ("order", "expected"),
+    ("order", "options", "expected"),
     [
-        (lambda group, draw: sorted(group), True),
-        (lambda group, draw: draw.permutation(group), False),
-        (lambda group, draw: sorted(group) if draw.random() < 0.5 else draw.permutation(group), True),
+        ("sorted", {}, True),
+        ("random", {}, False),
+        ("half", {}, True),
+        ("sorted", {"users": 2, "days": 2}, False),  # no pair of items that two users have
+        ("sorted", {"size": 2, "items": 2}, True),  # one pair, on whose order many users agree
+        ("random", {"size": 1}, True),  # no ties
     ],
-    ids=["sorted", "random", "half"],
 )
-def test_a_random_order_is_told_from_one_that_users_agree_on(tmp_path, order, expected):
-    assert ties.are_ordered(load(tmp_path, order)) is expected
-
-
-def test_without_repeated_pairs_there_is_no_order(tmp_path):
-    assert not ties.are_ordered(load(tmp_path, lambda group, draw: sorted(group), users=2, days=2))
+def test_a_random_order_is_told_from_one_that_users_agree_on(tmp_path, order, options, expected):
+    assert ties.are_ordered(load(tmp_path, order, **options)) is expected
 
 
 def test_agreement_is_the_share_of_pairs_of_users_with_the_same_order(tmp_path):
@@ -56,10 +59,6 @@ def test_agreement_is_the_share_of_pairs_of_users_with_the_same_order(tmp_path):
     assert not ties.are_ordered(data)  # so few users can agree by chance
 
 
-def test_two_items_are_enough_if_many_users_agree_on_their_order(tmp_path):
-    assert ties.are_ordered(load(tmp_path, lambda group, draw: sorted(group), size=2, items=2))
-
-
 def test_where_few_events_are_tied_their_order_does_not_matter(tmp_path):
     """One event in 36, then one in 12, has the time of the event before, in a random order."""
     for share, folder in ((36, "few"), (12, "some")):
@@ -72,12 +71,8 @@ def test_where_few_events_are_tied_their_order_does_not_matter(tmp_path):
         assert ties.are_ordered(data) is (folder == "few")
 
 
-def test_without_ties_nothing_is_random(tmp_path):
-    assert ties.are_ordered(load(tmp_path, lambda group, draw: group, size=1))
-
-
 def test_only_training_events_of_the_same_time_change_places(tmp_path):
-    data = load(tmp_path, lambda group, draw: sorted(group))
+    data = load(tmp_path, "sorted")
     event, group = ties.groups(data)
 
     shuffled = ties.shuffled(data, event, group, torch.Generator().manual_seed(0))
@@ -95,7 +90,7 @@ def test_only_training_events_of_the_same_time_change_places(tmp_path):
 
 
 def test_mirrored_events_are_those_of_a_log_whose_days_are_read_backwards(tmp_path):
-    data = load(tmp_path / "a", lambda group, draw: draw.permutation(group))
+    data = load(tmp_path, "random")
     training = sequences.ranges(data.start, data.train_stop - data.start)[1]
 
     mirrored = ties.mirrored(data).items
@@ -111,10 +106,11 @@ def test_mirrored_events_are_those_of_a_log_whose_days_are_read_backwards(tmp_pa
 
 
 def test_every_order_is_equally_likely(tmp_path):
-    data = load(tmp_path, lambda group, draw: sorted(group), users=2)
+    data = load(tmp_path, "sorted", users=2)
+    event, group = ties.groups(data)
     found, generator = Counter(), torch.Generator().manual_seed(0)
     for _ in range(3_000):
-        found[tuple(ties.shuffled(data, *ties.groups(data), generator).items[:3].tolist())] += 1
+        found[tuple(ties.shuffled(data, event, group, generator).items[:3].tolist())] += 1
 
     assert len(found) == 6
     assert max(found.values()) < 1.25 * min(found.values())

@@ -34,12 +34,3 @@ def test_scores_equal_numpy_with_loops():
         past = row[max(0, position - 3) : position + 1]
         expected = reference(weights, past, user=2, window=4, width=16)
         np.testing.assert_allclose(scores[position], expected, atol=1e-9)
-
-
-def test_an_unknown_user_adds_nothing():
-    model = make_model("caser").eval()
-
-    query = model(make_batch([[3, 7, 2]], user=0), last=True)[0, 0]
-
-    assert (query[16:32] == 0).all()
-    assert (model(make_batch([[3, 7, 2]], user=1), last=True)[0, 0, 16:32] != 0).all()

@@ -12,6 +12,7 @@ from seqrec.models import REGISTRY
 from seqrec.models.base import PAD, Batch, Objective
 from seqrec.training import losses, objectives
 from seqrec.training.step import LossTerms
+from seqrec.training.train import user_tables
 
 ROWS = [[3, 7, 2, 9, 4], [5, 1, 8], [6]]
 OBJECTIVES = get_args(Objective)
@@ -34,7 +35,6 @@ REFUSED = [  # options that exclude each other, that have no effect, or that one
     ("flash4rec", {"id_dropout": 0.1}, "id_dropout: no effect"),
     ("flash4rec", {"experts": 1, "gate": "topk_then_softmax"}, "gate: no effect"),
     ("flash4rec", {"topk_dropout": 0.0, "topk_dropout_k": 3}, "topk_dropout_k: no effect"),
-    ("flash4rec", {"topk_dropout": 0.0, "topk_dropout_scope": "row"}, "topk_dropout_scope: no effect"),
     ("strec", {"k": (5, 6)}, "k must not increase"),
     ("strec", {"k": (5,)}, "k needs one entry"),
     ("strec", {"k": (13, 1)}, "k must lie"),
@@ -73,21 +73,31 @@ REFUSED = [  # options that exclude each other, that have no effect, or that one
     ("recformer", ITEMS | {"d_history": 3}, "d_history"),
 ]
 REGULARISERS = ("dropout", "attention_dropout", "topk_dropout")
+CASES = [  # what is trained with which objective and options
+    *((architecture, objective, {}) for architecture, objective in trained(*OBJECTIVES)),
+    ("flash4rec", "causal", {"heads": 2, "user_gate": False, "experts_per_token": 2, "norm": "post"}),
+    ("flash4rec", "causal", {"experts": 1, "prediction_head": False, "activation": "sigmoid"}),
+    ("unisrec", "causal", {"ids": True, "fixed_encoder": True}),
+]
 
 
-@pytest.fixture(params=trained(*OBJECTIVES), ids="-".join)
+@pytest.fixture(params=CASES, ids=lambda case: "-".join([*case[:2], *case[2]]))
 def model(request):
-    return build(*request.param)
+    *given, options = request.param
+    return build(*given, **options)
 
 
 def build(architecture, objective, **options):
     return make_model(architecture, objective=objective, **options).eval()
 
 
+def regularised(architecture, strength):
+    return {name: strength for name in REGULARISERS if has_option(architecture, name)}
+
+
 def asked(model, rows) -> Batch:
     """The batch that is served for the histories `rows`."""
-    batch = make_batch(rows)
-    return model.asked(batch)
+    return model.asked(make_batch(rows))
 
 
 def test_last_is_the_last_position_of_the_full_pass(model):
@@ -96,23 +106,14 @@ def test_last_is_the_last_position_of_the_full_pass(model):
     torch.testing.assert_close(model(batch, last=True), model(batch)[:, -1:], atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("architecture", "objective"), trained("causal"))
-def test_future_items_cannot_change_the_past(architecture, objective):
-    model = build(architecture, objective)
-
-    before, after = model(make_batch([[3, 7, 2, 9, 4]])), model(make_batch([[3, 7, 2, 11, 12]]))
-
-    torch.testing.assert_close(before[:, :3], after[:, :3])
-    assert torch.allclose(before[:, 3:], after[:, 3:]) is (MEMORY.get(architecture) == 0)
-
-
-@pytest.mark.parametrize(("architecture", "objective"), trained("causal"))
-def test_future_items_cannot_change_the_past_in_training(architecture, objective):
-    """With the same random draws: what is dropped and rescaled at one place is no business of another one."""
-    options = {name: 0.5 for name in REGULARISERS if has_option(architecture, name)}
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(("architecture", "objective", "options"), [case for case in CASES if case[1] == "causal"])
+def test_future_items_cannot_change_the_past(architecture, objective, options, training):
+    """In training with the same random draws: what is dropped and rescaled at one place is no business of another."""
+    options = regularised(architecture, 0.5 if training else 0.0) | options
     if "topk_dropout" in options:
         options |= {"attention_dropout": 0.0}
-    model = build(architecture, objective, **options).train()
+    model = build(architecture, objective, **options).train(training)
     queries = []
     for row in ([3, 7, 2, 9, 4], [3, 7, 2, 11, 12]):
         torch.manual_seed(5)
@@ -172,8 +173,7 @@ def examples(objective):
 @pytest.mark.parametrize("architecture", [name for name in sorted(REGISTRY) if MEMORY.get(name) != 0])
 def test_one_batch_is_overfitted(architecture):
     objective = next(name for name in OBJECTIVES if name in REGISTRY[architecture].objectives)
-    plain = {name: 0.0 for name in REGULARISERS if has_option(architecture, name)}
-    model = build(architecture, objective, **plain).train()
+    model = build(architecture, objective, **regularised(architecture, 0.0)).train()
     batch, target = examples(objective)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
 
@@ -218,6 +218,14 @@ def test_every_parameter_is_trained_in_some_phase(model):
         trained |= trainable
 
     assert trained == {name for name, _ in model.named_parameters()}
+
+
+@pytest.mark.parametrize("architecture", ["caser", "flash4rec", "fpmc", "mfbpr", "ssept"])
+def test_an_unknown_user_begins_as_zero(architecture):
+    (users,) = user_tables(make_model(architecture))
+
+    assert not users.weight[0].any()
+    assert users.weight[1:].any(1).all()
 
 
 def test_an_objective_it_cannot_be_trained_with_is_refused(architecture):

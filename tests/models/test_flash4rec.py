@@ -134,14 +134,13 @@ def dense_experts(layer: Experts, x, real):
 
 @pytest.mark.parametrize("k", [1, 2, 4])
 @pytest.mark.parametrize("gate", ["softmax_then_topk", "topk_then_softmax"])
-@pytest.mark.parametrize("idle", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # one grouped kernel, and slices
-def test_dispatch_equals_running_every_expert(k, gate, idle, dtype):
+def test_dispatch_equals_running_every_expert(k, gate, dtype):
     options = FLASH4RecOptions(d_model=8, d_expert=16, experts=4, experts_per_token=k, gate=gate)
     layer = Experts(options).to(dtype).eval()
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter)
-    if idle and k < 4:  # an expert that nobody chooses
+    if k < 4:  # an expert that nobody chooses
         with torch.no_grad():
             layer.router[2].bias[1] = -1e3
     real = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]]).bool()
@@ -267,13 +266,13 @@ def test_user_dropout_takes_its_share_of_the_sequences_for_unknown_in_training_a
     model = make_model("flash4rec", user_dropout=0.25, dropout=0.0, topk_dropout=0.0, jitter=0.0)
     with torch.no_grad():
         model.users.weight.normal_()
-    batch = make_batch([[1, 2, 3]] * 4000)
+    batch = make_batch([[1, 2, 3]] * 1000)
     unknown = model(make_batch([[1, 2, 3]], user=0))[0]
 
     told, served = model.train()(batch), model.eval()(batch)
 
     share = (told - unknown).abs().amax((1, 2)).lt(1e-5).float().mean().item()
-    assert share == pytest.approx(0.25, abs=0.03)  # four standard deviations
+    assert share == pytest.approx(0.25, abs=0.055)  # four standard deviations
     assert (served - unknown).abs().amax((1, 2)).min() > 1e-3
 
 
@@ -283,93 +282,59 @@ def test_order_of_normalisation_in_a_block(norm):
     x, user, real = torch.randn(2, 5, 16) * 3, torch.randn(2, 16), torch.ones(2, 5).bool()
     bias, everything = attention_bias(real.long(), causal=True), slice(None)
 
-    got = block(x, user, bias, real, everything)[0].detach().numpy()
+    got = block(x, user, bias, real, everything)[0]
 
     def attended(source):
-        return block.attention(torch.as_tensor(source), user, bias, real, everything).detach().numpy()
+        return block.attention(source, user, bias, real, everything)
 
     def computed(source):
-        return block.experts(torch.as_tensor(source), real)[0].detach().numpy()
+        return block.experts(source, real)[0]
 
-    x = x.numpy()
+    def normal(source):
+        return torch.nn.functional.layer_norm(source, (16,))
+
     if norm == "pre":
-        inner = x + attended(layer_norm(x))
-        expected = inner + computed(layer_norm(inner))
+        inner = x + attended(normal(x))
+        expected = inner + computed(normal(inner))
     else:
-        inner = layer_norm(x + attended(x))
-        expected = layer_norm(inner + computed(inner))
-    np.testing.assert_allclose(got, expected, atol=1e-5)
+        inner = normal(x + attended(x))
+        expected = normal(inner + computed(inner))
+    torch.testing.assert_close(got, expected)
 
 
 @pytest.mark.parametrize("norm", ["pre", "post"])
-def test_head_equals_numpy(norm):
-    """Two layers with GELU and a normalisation between them; before them the last normalisation of pre-norm blocks."""
-    model, outputs = make_model("flash4rec", norm=norm).eval(), []
+@pytest.mark.parametrize("head", [True, False])
+def test_what_surrounds_the_blocks_equals_numpy(norm, head):
+    """Pre-norm blocks end with a normalisation. A head is two layers; without it, the blocks read scaled items."""
+    model = make_model("flash4rec", norm=norm, prediction_head=head).eval()
+    inputs, outputs = [], []
+    model.blocks[0].register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
     model.blocks[-1].register_forward_hook(lambda _, __, out: outputs.append(out[0]))
 
     got = model(make_batch([[3, 7, 2]]))[0].detach().numpy()
 
-    first, second = ([x.detach().numpy() for x in model.head[i].parameters()] for i in (0, 3))
+    items = model.items.weight[[3, 7, 2]].detach()
+    np.testing.assert_allclose(inputs[0][0].detach(), items if head else 4 * items, rtol=1e-6)
     x = outputs[0][0].detach().numpy()
-    x = (layer_norm(x) if norm == "pre" else x) @ first[0].T + first[1]
-    np.testing.assert_allclose(got, layer_norm(gelu(x)) @ second[0].T + second[1], atol=1e-5)
+    x = layer_norm(x) if norm == "pre" else x
+    if head:
+        first, second = ([part.detach().numpy() for part in model.head[i].parameters()] for i in (0, 3))
+        x = layer_norm(gelu(x @ first[0].T + first[1])) @ second[0].T + second[1]
+    np.testing.assert_allclose(got, x, atol=1e-5)
 
 
-@pytest.mark.parametrize("norm", ["pre", "post"])
-def test_without_a_head_the_blocks_read_scaled_items_and_give_the_query(norm):
-    model = make_model("flash4rec", norm=norm, prediction_head=False, d_model=16).eval()
-    seen, outputs = [], []
-    model.blocks[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-    model.blocks[-1].register_forward_hook(lambda _, __, out: outputs.append(out[0]))
+@pytest.mark.parametrize(("experts", "head"), [(4, True), (4, False), (1, False)])
+def test_weights_start_at_the_scale_that_keeps_their_inputs(experts, head):
+    """A standard deviation of 1 / sqrt(inputs); without a head, a tenth of it at the ends of the branches."""
+    sizes = {"d_model": 32, "d_shared": 16, "d_value": 48, "d_expert": 64}
+    model = make_model("flash4rec", experts=experts, prediction_head=head, **sizes)
 
-    got = model(make_batch([[3, 7, 2]]))[0].detach().numpy()
-
-    np.testing.assert_allclose(seen[0][0].detach(), 4 * model.items.weight[[3, 7, 2]].detach(), rtol=1e-6)
-    x = outputs[0][0].detach().numpy()
-    np.testing.assert_allclose(got, layer_norm(x) if norm == "pre" else x, atol=1e-5)
-
-
-SWITCHES = [
-    {"heads": 2, "user_gate": False},
-    {"experts": 1},
-    {"experts_per_token": 2},
-    {"gate": "topk_then_softmax"},
-    {"norm": "post"},
-    {"prediction_head": False},
-    {"activation": "sigmoid"},
-]
-
-
-@pytest.mark.parametrize("switch", SWITCHES, ids=lambda switch: next(iter(switch)))
-def test_no_switch_lets_future_or_padding_in(switch):
-    model = make_model("flash4rec", **switch).eval()
-
-    one, other = model(make_batch([[5, 1, 8, 4]])), model(make_batch([[5, 1, 8, 6]]))
-    padded = model(make_batch([[5, 1, 8, 4], [1, 2, 3, 4, 5, 6]]))[:1, 2:]
-
-    torch.testing.assert_close(one[:, :3], other[:, :3], atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(one, padded, atol=1e-5, rtol=1e-5)
-
-
-def test_weights_start_at_the_scale_that_keeps_their_inputs():
-    """A standard deviation of 1 / sqrt(inputs), of experts as of everything else."""
-    model = make_model("flash4rec", d_model=32, d_shared=16, d_value=48, d_expert=64)
-
-    layers = [part.weight.T for part in model.modules() if isinstance(part, torch.nn.Linear)]
-    layers += [weight[0] for block in model.blocks for weight in (block.experts.inner, block.experts.outer)]
-    for weight in layers:
-        assert weight.std().item() * len(weight) ** 0.5 == pytest.approx(1.0, rel=0.15)
-
-
-@pytest.mark.parametrize("experts", [1, 4])
-def test_without_a_head_the_ends_of_branches_alone_start_at_a_tenth(experts):
-    model = make_model("flash4rec", d_model=32, d_value=48, d_expert=64, experts=experts, prediction_head=False)
-
-    for block in model.blocks:
-        inner, outer = block.experts.inner, block.experts.outer
-        pair = (inner[0], outer[0]) if experts > 1 else (inner.weight.T, outer.weight.T)
-        for weight, scale in zip((*pair, block.attention.to_out.weight.T), (1.0, 0.1, 0.1), strict=True):
-            assert weight.std().item() * len(weight) ** 0.5 == pytest.approx(scale, rel=0.15)
+    for name, weight in model.named_parameters():
+        _, _, kind = name.rpartition(".")
+        if weight.ndim > 1 and name.startswith(("blocks", "head")) and kind not in ("scale", "shift"):
+            inputs = weight.shape[-2] if kind in ("inner", "outer") else weight.shape[-1]
+            tenth = not head and (".outer" in name or ".to_out" in name)
+            assert weight.std().item() * inputs**0.5 == pytest.approx(0.1 if tenth else 1.0, rel=0.15), name
 
 
 def test_plain_attention_equals_scores_by_hand():

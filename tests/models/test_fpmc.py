@@ -1,5 +1,4 @@
 import pytest
-import torch
 from support import make_batch, make_model
 
 
@@ -14,11 +13,3 @@ def test_score_is_the_taste_of_the_user_plus_what_follows_the_last_item():
             by_user = sum((model.users.weight[2, f] * taste[candidate, f]) for f in range(16)).item()
             by_item = sum((model.last_items.weight[item, f] * following[candidate, f]) for f in range(16)).item()
             assert scores[0, position, candidate].item() == pytest.approx(by_user + by_item, abs=1e-7)
-
-
-def test_an_unknown_user_is_ranked_by_the_last_item_alone():
-    model = make_model("fpmc").eval()
-
-    scores = model(make_batch([[3, 7, 2]], user=0), last=True)[0, 0] @ model.item_vectors().T
-
-    torch.testing.assert_close(scores, model.next_items.weight[:, 16:] @ model.last_items.weight[2])

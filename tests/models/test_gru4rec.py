@@ -1,12 +1,9 @@
-"""GRU4Rec against the equations of the gated recurrent unit, and against a loop over the roll."""
+"""GRU4Rec against the equations of the gated recurrent unit."""
 
 import numpy as np
 import pytest
-import torch
 from equations import scrambled, sigmoid
 from support import make_batch, make_model
-
-from seqrec.models.gru4rec import roll
 
 
 def gru(weights, prefix, inputs):
@@ -36,11 +33,3 @@ def test_scores_equal_numpy_for_a_padded_row(layers, item_bias):
     query = states @ weights["to_query.weight"].T + weights["to_query.bias"]
     expected = query @ weights["items.weight"].T + (weights["bias"] if item_bias else 0)
     np.testing.assert_allclose(scores[1, 2:], expected, atol=1e-10)
-
-
-def test_each_row_is_rolled_by_its_own_shift():
-    x, shift = torch.randn(4, 5, 3), torch.tensor([0, 1, 4, -2])
-
-    expected = [torch.roll(row, -int(by), 0) for row, by in zip(x, shift, strict=True)]
-
-    assert torch.equal(roll(x, shift), torch.stack(expected))

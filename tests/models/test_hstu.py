@@ -8,7 +8,7 @@ import torch
 from equations import layer_norm, linear, scrambled, silu
 from support import make_batch, make_model
 
-from seqrec.models.layers import asked_at, time_bucket
+from seqrec.models.layers import time_bucket
 
 YEAR = 31_536_000.0
 TIMES = [[-YEAR, -90_000.0, -90_000.0, -1.0, 0.0], [0.0, 0.0, -7200.0, -60.0, 0.0]]
@@ -49,10 +49,6 @@ def test_buckets_grow_with_the_logarithm_of_the_seconds():
     bucket = time_bucket(torch.tensor([-1e30, -2 * YEAR, 3600.0, -1.0, 0.0]).double())
 
     assert bucket.tolist() == [128, int(math.log(2 * YEAR) / 0.301), int(math.log(3600) / 0.301), 0, 0]
-
-
-def test_a_position_is_asked_at_the_time_of_the_next_event_and_the_last_one_at_that_of_the_request():
-    assert asked_at(torch.tensor([[-9.0, -4.0, -4.0, -1.0]])).tolist() == [[-4.0, -4.0, -1.0, 0.0]]
 
 
 def test_times_are_read_only_when_asked():

@@ -13,12 +13,3 @@ def test_score_is_the_inner_product_of_user_and_item_plus_the_items_bias():
         product = sum((model.users.weight[2, f] * model.items.weight[candidate, f]) for f in range(16)).item()
         expected = product + model.bias[candidate].item()
         assert scores[0, :, candidate].tolist() == pytest.approx([expected] * 3, abs=1e-6)
-
-
-def test_an_unknown_user_is_ranked_by_the_bias_alone():
-    model = make_model("mfbpr").eval()
-    torch.nn.init.normal_(model.bias)
-
-    scores = model(make_batch([[3, 7]], user=0), last=True)[0, 0] @ model.item_vectors().T
-
-    assert torch.equal(scores, model.bias.data)

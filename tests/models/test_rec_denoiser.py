@@ -9,9 +9,7 @@ import torch
 from support import make_batch, make_model
 from torch import distributed
 
-from seqrec.models import rec_denoiser
 from seqrec.models.base import Batch
-from seqrec.models.layers import MultiHeadAttention, attention_bias
 from seqrec.models.rec_denoiser import BACKBONES, Entmax15, RecDenoiserOptions, StridedSoftmax, recorded
 from seqrec.training.optimizer import clip_gradients
 
@@ -44,159 +42,105 @@ def total(terms):
     return torch.stack(list(terms.values())).sum()
 
 
-# Estimators. A mask of n = 3 has six valid entries: 64 masks, each an example of one batch.
+# Estimators. Two layers read two events of at most three: 3 entries of a mask are valid, or 4 with bidirectional
+# attention. Every pair of masks is an example of one batch.
 
 
-@pytest.fixture
-def tiny():
-    """One layer, three events, double precision, unequal probabilities, a loss that the mask moves a lot."""
-    model = build(layers=1, heads=1, d_model=4, length=3, l0=0.0, jacobian=0.0, dropout=0.0).double()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.5)
-    torch.nn.init.normal_(model.masks[0].raw_XLL, mean=-0.2, std=0.1)
-    return model
-
-
-def with_settings(model, **options):
-    model.options = rec_denoiser.RecDenoiserOptions(**(vars(model.options) | options))
-    return model
-
-
-def enumerated(model, cells):
-    """Return every combination of `cells` over the valid entries as (N, 1, 3, 3) positions, and zeros elsewhere."""
-    rows, columns = np.tril_indices(3)
-    combinations = list(itertools.product(range(cells), repeat=6))
-    index = torch.zeros(len(combinations), 1, 3, 3, dtype=torch.int64)
-    index[:, 0, rows, columns] = torch.tensor(combinations)
-    return index
-
-
-def over_valid(value_N1LL):
-    rows, columns = np.tril_indices(3)
-    return value_N1LL[:, 0, rows, columns]
-
-
-def exact_gradient(model):
-    """The gradient of sum_Z p(Z) loss(Z), over all 64 masks."""
-    mask, z = model.masks[0], enumerated(model, 2).double()
-    phi = mask.logits(3).detach().requires_grad_()
-    keep = phi.sigmoid()
-    probability = over_valid(torch.where(z > 0, keep, 1 - keep)).prod(1)
-    mask.drawn_BXLL = z
-    with torch.no_grad():
-        loss = example_loss(model)(model(make_batch([ROW] * len(z)))).sum(1)
-    mask.drawn_BXLL = None
-    (probability * loss).sum().backward()
-    return phi.grad.tril()
-
-
-def estimate(model, uniform, probability):
-    """The mean of the estimator over examples that draw `uniform` with `probability`; the gradient in Phi."""
-    model._uniform = lambda *_: [uniform]
-    total(model.training_loss(make_batch([ROW] * len(uniform)), example_loss(model, probability))).backward()
-    return model.masks[0].raw_XLL.grad / model.options.mask_rate
-
-
-def cell_draws(model, edges):
-    """Draws in the middle of each cell between `edges` of [0, 1], entry by entry, and the probability of each.
-
-    Losses are constant in a cell and estimators linear in U: the middle gives the cell's mean exactly.
-    """
-    index = enumerated(model, len(edges) - 1)
-    edges_E3 = torch.stack([edge.squeeze(0) for edge in edges])
-    low, high = (torch.gather(edges_E3.expand(len(index), -1, 3, 3), 1, index + i) for i in (0, 1))
-    return (low + high) / 2, over_valid(high - low).prod(1)
-
-
-def bounds(model):
-    keep = model.masks[0].logits(3).sigmoid().detach()
-    return torch.zeros_like(keep), keep, torch.ones_like(keep)
-
-
-@pytest.mark.parametrize("credit", ["position", "example"])
-@pytest.mark.parametrize("estimator", ["ar", "reinforce", "arm"])
-def test_estimators_are_unbiased_over_all_masks(tiny, estimator, credit):
-    model = with_settings(tiny, estimator=estimator, credit=credit)
-    exact = exact_gradient(model)
-    edges = low, keep, high = bounds(model)
-    if estimator == "arm":  # which looks at a mask and at its opposite
-        edges = (low, torch.minimum(keep, 1 - keep), torch.maximum(keep, 1 - keep), high)
-    uniform, probability = cell_draws(model, edges)
-    assert probability.sum().item() == pytest.approx(1)
-
-    got = estimate(model, uniform, probability)
-
-    assert over_valid(exact[None]).abs().min() > 1e-4
-    torch.testing.assert_close(got, exact)
-
-
-def test_one_draw_for_a_batch_is_unbiased_as_well(tiny):
-    """Two examples share each of the 64 masks: the gradient of the mean of their summed losses."""
-    model, batch = with_settings(tiny, estimator="ar", draws="batch"), make_batch([ROW, [5, 9, 1]])
-    mask = model.masks[0]
-    uniform, probability = cell_draws(model, bounds(model))
-    z = (uniform < bounds(model)[1]).double()
-
-    phi = mask.logits(3).detach().requires_grad_()
-    chance = over_valid(torch.where(z > 0, phi.sigmoid(), 1 - phi.sigmoid())).prod(1)
-    losses = []
-    for i in range(len(z)):
-        mask.drawn_BXLL = z[i : i + 1]
-        losses.append(example_loss(model)(model(batch)).sum().detach())
-    (chance * torch.stack(losses)).sum().backward()
-
-    for i, p in enumerate(probability):
-        model._uniform = lambda *_, i=i: [uniform[i : i + 1]]
-        (p * total(model.training_loss(batch, example_loss(model)))).backward()
-    torch.testing.assert_close(mask.raw_XLL.grad / model.options.mask_rate, phi.grad.tril())
-
-
-@pytest.mark.parametrize("backbone", ["sasrec", "bert4rec"])
-@pytest.mark.parametrize("credit", ["position", "example"])
-def test_layers_drawn_together_are_unbiased(backbone, credit):
-    """Two layers over two events: all 8 x 8 pairs of masks, 16 x 16 where attention is bidirectional."""
-    model = build(backbone, layers=2, heads=1, d_model=4, length=2, l0=0.0, jacobian=0.0, dropout=0.0, estimator="ar")
-    model = with_settings(model.double(), credit=credit)
+def tiny(backbone="sasrec", **options):
+    """A model in double precision, with unequal probabilities and a loss that the masks move a lot."""
+    torch.manual_seed(1)
+    sizes = {"layers": 2, "heads": 1, "d_model": 4, "length": 3}
+    model = build(backbone, **sizes, l0=0.0, jacobian=0.0, dropout=0.0, **options).double()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     for mask in model.masks:
         torch.nn.init.normal_(mask.raw_XLL, mean=-0.2, std=0.1)
+    return model
+
+
+def enumerated(model, cells):
+    """Return every choice of one of `cells` for the valid entries of both masks, (2, N, 1, 2, 2), and these entries."""
     valid = model.valid(torch.tensor([[3, 7]]))[0]
-    entries = int(valid.sum())
-    bits = torch.tensor(list(itertools.product((0, 1), repeat=2 * entries))).double().view(-1, 2, entries)
-    z = torch.zeros(2, len(bits), 1, 2, 2).double()
-    z[:, :, 0, valid] = bits.transpose(0, 1)
-    phi = [mask.logits(2).detach().requires_grad_() for mask in model.masks]
-    keep = [x.sigmoid() for x in phi]
-    chance = [torch.where(a > 0, b, 1 - b)[:, 0, valid].prod(1) for a, b in zip(z, keep, strict=True)]
-    probability, batch = chance[0] * chance[1], make_batch([[3, 7]] * len(bits))
-    for mask, drawn in zip(model.masks, z, strict=True):
+    choices = torch.tensor(list(itertools.product(range(cells), repeat=2 * int(valid.sum()))))
+    index = torch.zeros(2, len(choices), 1, 2, 2, dtype=torch.int64)
+    index[:, :, 0, valid] = choices.unflatten(1, (2, -1)).transpose(0, 1)
+    return index, valid
+
+
+def exact_gradients(model, row):
+    """The gradients, in the raw parameters of both masks, of sum_Z p(Z) loss(Z) over all masks Z."""
+    raw = [mask.raw_XLL.detach().requires_grad_() for mask in model.masks]
+    keep = torch.stack([(math.log(9) + 10 * x[:, -2:, -2:]).sigmoid() for x in raw]).unsqueeze(1)
+    z, valid = enumerated(model, 2)
+    probability = torch.where(z > 0, keep, 1 - keep)[:, :, 0, valid].prod(-1).prod(0)
+    for mask, drawn in zip(model.masks, z.double(), strict=True):
         mask.drawn_BXLL = drawn
-    (probability * example_loss(model)(model(batch)).sum(1).detach()).sum().backward()
-
-    model._uniform = lambda *_: [torch.where(a > 0, b / 2, (1 + b) / 2).detach() for a, b in zip(z, keep, strict=True)]
-    total(model.training_loss(batch, example_loss(model, probability.detach()))).backward()
-
-    for mask, x in zip(model.masks, phi, strict=True):
-        exact = x.grad * valid
-        assert exact.abs().max() > 1e-4
-        torch.testing.assert_close(mask.raw_XLL.grad / model.options.mask_rate, exact)
+    with torch.no_grad():
+        loss = example_loss(model)(model(make_batch([row] * len(probability)))).sum(1)
+    return torch.autograd.grad((probability * loss).sum(), raw)
 
 
+def estimates(model, uniform, batch, weight=None):
+    """The estimated gradients for draws `uniform` of both layers, with these weights of the examples."""
+    model._uniform = lambda *_: uniform
+    return torch.autograd.grad(
+        total(model.training_loss(batch, example_loss(model, weight))), [mask.raw_XLL for mask in model.masks]
+    )
+
+
+def cell_draws(model):
+    """Draws in the middle of each cell of [0, 1] in which masks are constant, and the probability of each.
+
+    Losses are constant in a cell and estimators linear in U: the middle gives the cell's mean exactly.
+    """
+    keep = torch.stack([mask.logits(2).sigmoid().detach() for mask in model.masks])
+    inner = [keep]
+    if model.options.estimator == "arm":  # which looks at a mask and at its opposite
+        inner = [torch.minimum(keep, 1 - keep), torch.maximum(keep, 1 - keep)]
+    edges = torch.stack([torch.zeros_like(keep), *inner, torch.ones_like(keep)], -1).unsqueeze(1)
+    index, valid = enumerated(model, edges.shape[-1] - 1)
+    edges = edges.expand(*index.shape, -1)
+    low, high = (edges.gather(-1, (index + i).unsqueeze(-1)).squeeze(-1) for i in (0, 1))
+    return (low + high) / 2, (high - low)[:, :, 0, valid].prod(-1).prod(0)
+
+
+@pytest.mark.parametrize("credit", ["position", "example"])
 @pytest.mark.parametrize(
-    ("less", "more", "ratio"),
-    [({"credit": "position"}, {"credit": "example"}, 0.8), ({"estimator": "arm"}, {"estimator": "ar"}, 1.0)],
+    ("backbone", "estimator"), [("sasrec", "ar"), ("sasrec", "reinforce"), ("sasrec", "arm"), ("bert4rec", "ar")]
 )
-def test_credit_to_positions_and_arm_vary_less(tiny, less, more, ratio):
-    spread = []
-    for options in (less, more):
-        model, got = with_settings(tiny, **options), []
-        for _ in range(200):
-            model.zero_grad()
-            got.append(estimate(model, torch.rand(1, 1, 3, 3).double(), torch.ones(1).double()))
-        spread.append(torch.stack(got).var(0).sum().item())
+def test_estimators_are_unbiased_over_all_masks(backbone, estimator, credit):
+    model = tiny(backbone, estimator=estimator, credit=credit)
+    uniform, probability = cell_draws(model)
+    assert probability.sum().item() == pytest.approx(1)
 
-    assert spread[0] < ratio * spread[1]
+    got = estimates(model, list(uniform), make_batch([[3, 7]] * len(probability)), probability)
+
+    for ours, exact in zip(got, exact_gradients(model, [3, 7]), strict=True):
+        assert exact.abs().max() > 1e-2
+        torch.testing.assert_close(ours, exact)
+
+
+def test_one_draw_for_a_batch_is_unbiased_as_well():
+    """The gradient of the sum of the losses of two examples that share each pair of masks."""
+    model, batch = tiny(estimator="ar", draws="batch"), make_batch([[3, 7], [5, 9]])
+    uniform, probability = cell_draws(model)
+    expected = [sum(parts) for parts in zip(*(exact_gradients(model, row) for row in ([3, 7], [5, 9])), strict=True)]
+
+    got = [torch.zeros_like(part) for part in expected]
+    for i, p in enumerate(probability):
+        for part, estimate in zip(got, estimates(model, list(uniform[:, i : i + 1]), batch), strict=True):
+            part += p * estimate
+
+    torch.testing.assert_close(got, expected)
+
+
+def test_a_query_of_a_mask_is_judged_by_the_positions_that_it_can_affect():
+    loss = torch.tensor([[1.0, 2.0, 4.0]])
+
+    for options, below in (({}, [7, 6, 4]), ({"backbone": "bert4rec"}, [7, 7, 7]), ({"credit": "example"}, [7, 7, 7])):
+        first, last = build(**options)._credit(loss)
+        assert first.tolist() == [below]
+        assert last.tolist() == ([[7, 7, 7]] if "credit" in options else loss.tolist())
 
 
 def test_a_baseline_is_the_mean_loss_of_the_others():
@@ -208,31 +152,20 @@ def test_a_baseline_is_the_mean_loss_of_the_others():
     torch.testing.assert_close(got, torch.tensor([[1.6 / 8], [1.2 / 7], [0.8 / 5]]) * real)
 
 
-def test_straight_through_passes_the_gradient_of_the_mask_on(tiny):
-    model = with_settings(tiny, estimator="ste")
-    uniform = torch.rand(4, 1, 3, 3).double()
-    got = estimate(model, uniform, torch.ones(4).double())
+def test_straight_through_passes_the_gradient_of_the_mask_on():
+    model, batch = tiny(estimator="ste"), make_batch([[3, 7]] * 4)
+    uniform = list(torch.rand(2, 4, 1, 2, 2).double())
+    got = estimates(model, uniform, batch)
 
-    keep = model.masks[0].logits(3).sigmoid().detach()
-    z = ((uniform < keep) | ~torch.ones(3, 3).tril().bool()).double().requires_grad_()
-    model.masks[0].drawn_BXLL = z
-    example_loss(model)(model(make_batch([ROW] * 4))).sum().backward()
-    torch.testing.assert_close(got, (z.grad.sum(0) * keep * (1 - keep)).tril())
-
-
-@pytest.mark.parametrize("draws", ["example", "batch"])
-@pytest.mark.parametrize("estimator", ["arm", "ar"])
-def test_an_entry_learns_from_the_examples_in_which_it_is_valid(estimator, draws):
-    model = build(estimator=estimator, draws=draws, l0=0.0, jacobian=0.0, dropout=0.0, length=6, layers=2)
-    batch = make_batch([[3, 7, 2], [5, 8]])
-    torch.manual_seed(3)
-    total(model.training_loss(batch, example_loss(model))).backward()
-
-    for mask in model.masks:
-        assert (mask.raw_XLL.grad[:, -3:, -3:] != 0).equal(torch.ones(1, 3, 3).tril().bool())
-        outside = mask.raw_XLL.grad.clone()
-        outside[:, -3:, -3:] = 0
-        assert (outside == 0).all()
+    keep = [mask.logits(2).sigmoid().detach() for mask in model.masks]
+    future = ~torch.ones(2, 2).tril().bool()
+    z = [((u < pi) | future).double().requires_grad_() for u, pi in zip(uniform, keep, strict=True)]
+    for mask, drawn in zip(model.masks, z, strict=True):
+        mask.drawn_BXLL = drawn
+    example_loss(model)(model(batch)).sum().backward()
+    for ours, drawn, pi in zip(got, z, keep, strict=True):
+        expected = (drawn.grad.sum(0) * 10 * pi * (1 - pi)).tril()
+        torch.testing.assert_close(ours[:, -2:, -2:], expected)
 
 
 def test_both_passes_of_arm_drop_out_alike():
@@ -286,25 +219,6 @@ def test_padding_and_last_with_learned_masks(backbone, attention):
     torch.testing.assert_close(whole[1:, -3:], alone, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("backbone", ["sasrec", "tisasrec", "ssept"])
-def test_learned_masks_keep_causality_in_training_too(backbone):
-    model = build(backbone, jacobian=0.0, dropout=0.0).eval()  # drawn masks, no other randomness
-    scramble(model)
-    queries = []
-
-    def task(query_BLD):
-        queries.append(query_BLD)
-        return query_BLD.sum(2)
-
-    for row in ([3, 7, 2, 9, 4], [3, 7, 2, 11, 12]):
-        torch.manual_seed(1)
-        model.training_loss(make_batch([row]), task)
-
-    for one, other in (queries[::2], queries[1::2]):  # the opposite pass, and the one that trains
-        torch.testing.assert_close(one[:, :3], other[:, :3])
-        assert not torch.allclose(one[:, 3:], other[:, 3:])
-
-
 def test_a_kept_diagonal_is_neither_drawn_nor_counted():
     model = build(keep_diag=True, length=3, layers=1, jacobian=0.0, l0=1.0, dropout=0.0)
     with torch.no_grad():
@@ -355,8 +269,11 @@ def test_with_all_ones_as_masks_it_is_the_backbone_bit_for_bit(backbone, estimat
     theirs = make_model(backbone).train()
     state = {key: value for key, value in ours.backbone.state_dict().items() if not key.endswith("raw_XLL")}
     theirs.load_state_dict(state)
+    batch = make_batch([[3, 7, 2, 9, 4], [5, 1]])
+    fused = theirs.eval()(batch)
     for block in theirs.blocks:
         block.attention.weigh = torch.nn.Softmax(-1)  # the same order of operations as a mask needs
+    torch.testing.assert_close(theirs(batch), fused)
     ours._uniform = lambda examples, keep: [torch.full((examples, *part.shape), 0.5) for part in keep]
     assert_same_training(ours, theirs)
 
@@ -376,17 +293,6 @@ def assert_same_training(ours, theirs):
     assert all(torch.equal(a, b) for a, b in zip(results[0][1], results[1][1], strict=True))
 
 
-def test_explicit_attention_equals_the_fused_one():
-    attention = MultiHeadAttention(8, 2, 0.0)
-    for parameter in attention.parameters():
-        torch.nn.init.normal_(parameter)
-    x, bias = torch.randn(2, 5, 8), attention_bias(make_batch([[3, 7, 2, 9, 4], [5, 1]]).items, causal=True)
-    fused = attention(x, x, bias)
-
-    attention.weigh = torch.nn.Softmax(-1)
-    torch.testing.assert_close(attention(x, x, bias), fused, atol=1e-4, rtol=1e-4)
-
-
 # Jacobian.
 
 
@@ -401,13 +307,12 @@ def exact_jacobians(model, batch, real):
     return torch.stack(norms).sum()
 
 
-@pytest.mark.parametrize("backbone", BACKBONES)
+@pytest.mark.parametrize("backbone", ["sasrec", "bert4rec", "tisasrec"])
 def test_the_penalty_is_the_exact_jacobian_over_many_probes(backbone):
     probes, rounds = 1000, 20
     model = build(backbone, d_model=4, length=3, layers=2, heads=1, jacobian_share=1.0, dropout=0.0).eval()
     scramble(model)
-    batch = make_batch([[5, 8], [3, 7, 2]])
-    batch = type(batch)(*(part[:1] for part in batch))  # one padded position
+    batch = make_batch([[0, 5, 8]])  # one padded position
     real = batch.items != 0
     exact = exact_jacobians(model, batch, real)
 
@@ -491,19 +396,8 @@ def test_the_penalty_is_computed_in_full_precision():
 # Attention to compare with.
 
 
-def entmax_by_bisection(score):
-    """1.5-entmax from its definition: the tau at which [x / 2 - tau]_+^2 sums to 1."""
-    low, high = score.max() / 2 - 1, score.max() / 2
-    for _ in range(200):
-        middle = (low + high) / 2
-        if (np.maximum(score / 2 - middle, 0) ** 2).sum() > 1:
-            low = middle
-        else:
-            high = middle
-    return np.maximum(score / 2 - low, 0) ** 2
-
-
-def test_entmax_equals_bisection():
+def test_entmax_is_the_only_solution_of_its_definition():
+    """1.5-entmax is [x / 2 - tau]_+^2 with the tau at which the weights sum to 1."""
     score = torch.randn(3, 2, 4, 9).double() * 3
     score[0, 0, 0, 3:] = float("-inf")
     score[0, 0, 1, 1:] = float("-inf")
@@ -511,10 +405,10 @@ def test_entmax_equals_bisection():
 
     got = Entmax15()(score)
 
-    expected = np.apply_along_axis(entmax_by_bisection, -1, score.numpy())
-    np.testing.assert_allclose(got.numpy(), expected, atol=1e-9)
-    assert 0.2 < (got == 0).double().mean() < 0.9
+    tau = (score / 2 - got.sqrt()).masked_fill(got == 0, float("-inf")).amax(-1, keepdim=True)
+    torch.testing.assert_close(got, (score / 2 - tau).clamp(min=0).square())
     torch.testing.assert_close(got.sum(-1), torch.ones(3, 2, 4).double())
+    assert 0.2 < (got == 0).double().mean() < 0.9
 
 
 def test_entmax_has_the_derivatives_of_finite_differences():
@@ -537,14 +431,13 @@ def test_the_strided_pattern_reads_near_events_and_every_strideth():
 
 # Two processes.
 
-SETTINGS = [{}, {"estimator": "ar", "backbone": "tisasrec"}]
 EXAMPLES = [[3, 7, 2, 9], [5, 8, 1], [4, 6], [2, 9, 11, 5], [1, 12], [8, 3, 6]]
 
 
-def gradients(options, rank, size):
+def gradients(rank, size):
     """Return the gradients of every `size`-th example, from `rank` on, with random numbers of its own."""
     torch.manual_seed(0)
-    model = make_model("rec_denoiser", dropout=0.0, jacobian_share=1.0, **options).eval()
+    model = make_model("rec_denoiser", dropout=0.0, jacobian_share=1.0, backbone="tisasrec").eval()
     mine = slice(rank, None, size)
     batch = Batch(*(part[mine] for part in make_batch(EXAMPLES)))
     draws = torch.Generator().manual_seed(3)
@@ -561,21 +454,19 @@ def gradients(options, rank, size):
 
 def work(rank, folder):
     distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
-    for number, options in enumerate(SETTINGS):
-        mean = gradients(options, rank, 2)
-        for gradient in mean.values():
-            distributed.all_reduce(gradient)
-            gradient /= 2  # as DDP averages them
-        if rank == 0:
-            torch.save(mean, folder / f"{number}.pt")
+    mean = gradients(rank, 2)
+    for gradient in mean.values():
+        distributed.all_reduce(gradient)
+        gradient /= 2  # as DDP averages them
+    if rank == 0:
+        torch.save(mean, folder / "mean.pt")
     distributed.destroy_process_group()
 
 
 def test_two_processes_have_the_gradient_of_one(tmp_path):
     torch.multiprocessing.start_processes(work, (tmp_path,), nprocs=2, start_method="fork")
 
-    for number, options in enumerate(SETTINGS):
-        two = torch.load(tmp_path / f"{number}.pt")
-        for name, gradient in gradients(options, 0, 1).items():
-            assert "raw_XLL" not in name or gradient.abs().max() > 0
-            torch.testing.assert_close(two[name], gradient, atol=1e-7, rtol=1e-4)
+    two = torch.load(tmp_path / "mean.pt")
+    for name, gradient in gradients(0, 1).items():
+        assert "raw_XLL" not in name or gradient.abs().max() > 0
+        torch.testing.assert_close(two[name], gradient, atol=1e-7, rtol=1e-4)

@@ -24,8 +24,6 @@ def build(**options):
     model = make_model("recguru", dropout=0.0, heads=HEADS, **options)
     model.add_domain(OTHERS)
     add_noise(model, 0.2)
-    with torch.no_grad():
-        model.items.weight[0] = 0
     return model.eval()
 
 

@@ -17,8 +17,6 @@ def build(**options):
     torch.manual_seed(0)
     model = make_model("s3rec", dropout=0.0, **options)
     add_noise(model, 0.1)
-    with torch.no_grad():
-        model.items.weight[0] = 0
     model.enter("mutual")
     return model.eval()
 
@@ -64,10 +62,8 @@ def test_the_terms_of_items_and_attributes():
 @torch.no_grad()
 def test_the_term_of_segments():
     model = build()
-    items, inside = (
-        torch.tensor([HISTORY, [0, 0, 0, 0, 6]]),
-        torch.tensor([[False, True, True, False, False], [False] * 5]),
-    )
+    items = torch.tensor([HISTORY, [0, 0, 0, 0, 6]])
+    inside = torch.tensor([[False, True, True, False, False], [False] * 5])
     other = torch.tensor([[1, 21, 22, 1, 1]] * 2)
 
     got = model.segment_term(items, inside, other)
@@ -91,17 +87,6 @@ def test_a_segment_is_a_run_of_at_most_half_a_history():
     flat = "".join(str(item) for item in items.flatten().tolist() if item)
     for row, chosen in zip(other[1::4], inside[1::4], strict=True):
         assert "".join(map(str, row[chosen].tolist())) in flat
-
-
-def test_pre_training_has_four_terms_and_fine_tuning_one():
-    model = build().train()
-    batch = make_batch([[3, 7, 2, 9], [5, 1, 8, 4]])
-    one = {"task": torch.tensor(1.0)}
-
-    assert set(model.training_loss(batch, lambda _: one["task"])) == {"item_attribute", "attribute", "item", "segment"}
-    model.enter("train")
-    assert model.training_loss(batch, lambda _: one["task"]) == one
-    assert not any(parameter.requires_grad for parameter in model.heads.parameters())
 
 
 def test_the_last_item_of_a_row_is_always_masked_and_of_the_others_a_share(monkeypatch):

@@ -5,29 +5,17 @@ from support import make_batch, make_model
 from seqrec.models.ssept import shared
 
 
-def test_a_score_is_the_inner_product_of_state_and_joined_vectors():
+def test_blocks_see_item_and_user_side_by_side_and_their_output_is_matched_with_the_same():
     model = make_model("ssept", d_user=6).eval()
-    batch = make_batch([[3, 7, 2, 9, 4]], user=5)
-    states = []
+    inputs, states = [], []
+    model.blocks[0].register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
     model.norm.register_forward_hook(lambda *call: states.append(call[2]))
 
-    scores = model(batch, last=True)[0] @ model.item_vectors().T
+    scores = model(make_batch([[3, 7]], user=5))[0] @ model.item_vectors().T
 
     joined = torch.cat([model.items.weight, model.users.weight[5].expand(31, -1)], 1)
+    torch.testing.assert_close(inputs[0][0], joined[[3, 7]] * 22**0.5 + model.positions[-2:])
     torch.testing.assert_close(scores, states[0][0] @ joined.T)
-
-
-def test_blocks_see_item_and_user_side_by_side():
-    model = make_model("ssept", d_user=6, layers=1).eval()
-    batch = make_batch([[3, 7]], user=5)
-    inputs = []
-    model.blocks[0].register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
-
-    model(batch)
-
-    scale = 22**0.5
-    expected = torch.stack([torch.cat([model.items.weight[item], model.users.weight[5]]) for item in (3, 7)]) * scale
-    torch.testing.assert_close(inputs[0][0], expected + model.positions[-2:])
 
 
 def test_embeddings_are_shared_with_the_given_probability():
@@ -39,14 +27,8 @@ def test_embeddings_are_shared_with_the_given_probability():
     assert (got == 7).float().mean().item() == pytest.approx(0.25 + 0.75 / 10, abs=0.01)
     assert sorted(got.unique().tolist()) == list(range(1, 11))
     assert torch.bincount(got, minlength=11)[1:7].float().div(100_000).tolist() == pytest.approx([0.075] * 6, abs=0.005)
-
-
-def test_nothing_is_replaced_when_all_is_kept_and_padding_never():
-    index = torch.tensor([0, 3, 0, 5])
-
     assert torch.equal(shared(index, 10, 1.0), index)
-    for _ in range(20):
-        assert (shared(index, 10, 0.0) == 0).tolist() == [True, False, True, False]
+    assert not shared(torch.zeros_like(index), 10, 0.0).any()  # padding stays padding
 
 
 def test_replacement_is_for_training_alone():

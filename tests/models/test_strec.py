@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 from support import make_batch, make_model
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from benchmarks.meter import peak_bytes
 from seqrec.models.base import Batch
 from seqrec.models.strec import FORCED, GRID, Sampler, STRecOptions, _standardised
-
-LENGTH = 12
 
 
 def make_strec(*, spread=0.4, **options):
@@ -39,13 +38,6 @@ def histories(lengths, width, seed=0) -> Batch:
     padding = torch.arange(width) < width - torch.tensor(lengths).unsqueeze(1)
     times = (times - times[:, -1:]).masked_fill(padding, 0)
     return Batch(items.masked_fill(padding, 0), times, torch.arange(1, len(lengths) + 1))
-
-
-def rows_of(model, batch):
-    """Return S_1 .. S_L of the served path, stacked (L, B, n)."""
-    real = batch.items != 0
-    real[:, -1] = True
-    return torch.stack(model._masks(batch, real, soft=False)[1:])
 
 
 # the gathered path
@@ -122,19 +114,16 @@ def test_as_many_rows_as_events_give_exactly_the_backbone(lengths):
 
 
 class Recorder(TorchDispatchMode):
-    """Notes every operation of a pass: its name, the shapes of its results, and whether it was given a mask."""
+    """Notes every operation of a pass: its name, the shapes of its results, and its keywords."""
 
     def __init__(self):
         super().__init__()
-        self.names, self.shapes, self.masks = [], [], []
+        self.calls = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        self.names.append(func.__name__)
-        tensors = out if isinstance(out, (tuple, list)) else [out]
-        self.shapes += [tuple(x.shape) for x in tensors if isinstance(x, torch.Tensor)]
-        if "attention" in func.__name__:
-            self.masks.append((kwargs or {}).get("attn_mask"))
+        shapes = [x.shape for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+        self.calls.append((func.__name__, shapes, kwargs or {}))
         return out
 
 
@@ -146,21 +135,18 @@ def test_served_path_has_no_square_tensor_no_mask_and_one_sort(full):
     with torch.no_grad(), Recorder() as recorder:
         model(batch, last=True)
 
-    square = [shape for shape in recorder.shapes if sum(size == n for size in shape) >= 2]
-    assert square == []
-    assert sum(name.startswith(("topk", "sort", "argsort")) for name in recorder.names) == 1
-    attention = [name for name in recorder.names if "attention" in name]
-    assert len(attention) == 6  # the first and the last layer in two halves
-    widths = [None if mask is None else mask.shape[-1] for mask in recorder.masks]
-    # the shortest history has 9 events: 7 ranked rows hold no padding
+    assert not [shape for _, shapes, _ in recorder.calls for shape in shapes if shape.count(n) >= 2]
+    assert sum(name.startswith(("topk", "sort", "argsort")) for name, *_ in recorder.calls) == 1
+    masks = [keywords.get("attn_mask") for name, _, keywords in recorder.calls if "attention" in name]
+    # six: the first and the last layer in two halves; the shortest history has 9 events: 7 ranked rows hold no padding
+    widths = [None if mask is None else mask.shape[-1] for mask in masks]
     assert widths == ([None] * 6 if full else [n, n, 11, None, None, None])
-    assert all(mask is None or mask.shape[-2] == 1 for mask in recorder.masks)
+    assert all(mask is None or mask.shape[-2] == 1 for mask in masks)
 
 
-@pytest.mark.parametrize("n", [50, 200])
-def test_peak_memory_is_at_most_forty_percent_of_the_backbones(n):
-    shape = {"length": n, "d_model": 64, "layers": 4, "heads": 4}
-    batch = histories([n] * 8, n)
+def test_peak_memory_is_at_most_forty_percent_of_the_backbones():
+    shape = {"length": 100, "d_model": 64, "layers": 4, "heads": 4}
+    batch = histories([100] * 4, 100)
     sparse, dense = make_model("strec", sparsity=0.69, **shape), make_model("strec", sampling="none", **shape)
     with torch.inference_mode():
         peaks = [peak_bytes(lambda m=m: m.eval()(batch, last=True)) for m in (sparse, dense)]
@@ -201,7 +187,7 @@ def test_soft_masks_follow_the_equations(mask):
     torch.testing.assert_close(got, soft_reference(model, batch, mask == "literal")[:, -1], atol=1e-4, rtol=1e-4)
 
 
-def test_the_samplers_gradient_is_that_of_finite_differences():
+def test_the_samplers_gradient_is_that_of_a_finite_difference():
     model = make_strec(layers=3, k=(8, 5, 1), dropout=0.0, temperature=0.5).double()
     batch = histories([12, 9], 12)
     batch = batch._replace(times=batch.times.double())
@@ -211,19 +197,16 @@ def test_the_samplers_gradient_is_that_of_finite_differences():
         return (model._masked(batch, soft=True, last=True) * target).sum()
 
     weight = model.sampler.inner.weight
+    direction, step = torch.randn_like(weight), 1e-5
     loss().backward()
-    analytic, step = weight.grad[:5, 0].clone(), 1e-5
-    numeric = []
     with torch.no_grad():
-        for i in range(5):
-            weight[i] += step
-            above = loss()
-            weight[i] -= 2 * step
-            numeric.append((above - loss()) / (2 * step))
-            weight[i] += step
+        weight += step * direction
+        above = loss()
+        weight -= 2 * step * direction
+        slope = (above - loss()) / (2 * step)
 
-    assert analytic.abs().max() > 1e-6
-    torch.testing.assert_close(analytic, torch.stack(numeric), atol=1e-8, rtol=1e-4)
+    assert slope.abs() > 1e-6
+    torch.testing.assert_close((weight.grad * direction).sum(), slope, atol=1e-8, rtol=1e-4)
 
 
 # the sampler
@@ -299,22 +282,13 @@ def test_noise_at_inference_depends_on_the_seed_and_not_on_the_batch():
     assert len(draws[0][:, :-1].unique()) == 33  # users do not share draws
 
 
-def test_recent_events_are_sampled_more_often():
-    model = make_strec(length=50, sparsity=0.69)
-    generator = torch.Generator().manual_seed(0)
-    times = -torch.exp(18 * torch.rand(500, 50, generator=generator)).sort(1, descending=True).values
-    batch = Batch(torch.randint(1, 31, (500, 50), generator=generator), times, torch.ones(500, dtype=torch.int64))
+def test_at_the_start_recent_events_score_higher():
+    value = Sampler(STRecOptions()).relevance(-torch.logspace(8, 0, 50))
 
-    kept = rows_of(model, batch)[0][:, :-1].flatten()
-    age = (-times[:, :-1]).log().flatten()
-    share = [float(kept[(age >= low) & (age < low + 3)].mean()) for low in range(0, 18, 3)]
-
-    assert share == sorted(share, reverse=True)
-    assert share[0] > 2 * share[-1]
+    assert (value.diff() > 0).all()
 
 
-@pytest.mark.parametrize("length", [50, 30, 17])
-@pytest.mark.parametrize("noise", ["normal", "logistic"])
+@pytest.mark.parametrize(("length", "noise"), [(50, "normal"), (30, "logistic"), (17, "normal")])
 def test_calibrated_masks_hold_as_many_rows_as_are_served(length, noise):
     model = make_strec(length=50, layers=4, k=(25, 12, 5, 1), noise=noise).train()
     generator = torch.Generator().manual_seed(1)
@@ -383,32 +357,15 @@ def test_steps_are_served_after_stage_one_and_not_in_it():
     assert torch.equal(loaded._scores(batch, None, hard=True)[:, :-1], served)
 
 
-# options and stages
-
-
 @pytest.mark.parametrize(
     ("options", "rows"),
     [
         ({"layers": 8, "k": (50, 20, 20, 5, 5, 5, 5, 1)}, (50, 20, 20, 5, 5, 5, 5, 1)),
         ({"layers": 3}, (16, 16, 1)),  # round(50 x 0.31 = 15.5)
-        ({"layers": 3, "sparsity": 0.9}, (5, 5, 1)),
         ({"layers": 2, "sparsity": 0.999}, (1, 1)),
-        ({"layers": 2, "sparsity": 0.0}, (50, 1)),
         ({"layers": 2, "sampling": "none"}, (50, 1)),
         ({"layers": 2, "sampling": "none", "attention": "informer"}, (50, 50)),
     ],
 )
 def test_rows_of_each_layer(options, rows):
     assert STRecOptions(length=50, **options).rows == rows
-
-
-def test_the_second_stage_leaves_the_sampler_alone():
-    model, batch = make_strec(k=(8, 1)).train(), histories([12, 9], 12)
-    for phase, trained in (("soft", True), ("hard", False)):
-        model.enter(phase)
-        quantiles = model.sampler.scores.clone()
-
-        model.training_loss(batch, lambda query: query.square().sum(2))
-
-        assert torch.equal(model.sampler.scores, quantiles) is not trained
-        assert all(parameter.requires_grad is trained for parameter in model.sampler.parameters())

@@ -13,25 +13,20 @@ from seqrec.serving.torch_engine import TorchEngine, as_batch
 
 
 def test_intervals_are_in_units_of_the_smallest_gap_so_far():
-    batch = make_batch([[3, 7, 2, 9]])._replace(times=torch.tensor([[-100.0, -70.0, -70.0, 0.0]]))
+    """Padding is no gap, and equal times are no unit."""
+    batch = make_batch([[3, 7, 2, 9], [3, 7], [1, 2, 3, 4]])
+    times = torch.tensor([[-100.0, -70.0, -70.0, 0.0], [0.0, 0.0, -50.0, 0.0], [0.0, 0.0, 0.0, 0.0]])
+    batch = batch._replace(times=times)
 
-    got = intervals(batch, 8)[0]
+    got = intervals(batch, 8)
 
     # units: none, 30, 30, 30; the queries are rows
-    assert got[3].tolist() == [100 // 30, 70 // 30, 70 // 30, 0]
-    assert got[1].tolist()[:2] == [1, 0]
-    assert got[0, 0] == 0
+    assert got[0, 3].tolist() == [100 // 30, 70 // 30, 70 // 30, 0]
+    assert got[0, 1].tolist()[:2] == [1, 0]
+    assert got[0, 0, 0] == 0
+    assert got[1, 3, 2:].tolist() == [1, 0]
+    assert (got[2] == 0).all()
     assert intervals(batch, 2)[0, 3].tolist() == [2, 2, 2, 0]
-
-
-def test_a_smaller_gap_later_leaves_earlier_intervals_alone():
-    times = torch.tensor([[-100.0, -70.0, -10.0, 0.0]])
-    batch = make_batch([[3, 7, 2, 9]])._replace(times=times)
-    later = batch._replace(times=torch.tensor([[-100.0, -70.0, -10.0, -9.0]]))
-
-    assert torch.equal(intervals(batch, 99)[:, :3, :3], intervals(later, 99)[:, :3, :3])
-    assert intervals(batch, 99)[0, 3].tolist() == [10, 7, 1, 0]
-    assert intervals(later, 99)[0, 3].tolist() == [91, 61, 1, 0]
 
 
 def test_seconds_count_in_a_history_of_years(tmp_path):
@@ -49,16 +44,6 @@ def test_seconds_count_in_a_history_of_years(tmp_path):
 
     for given in (batch, served):
         assert intervals(given, 99)[0, -2, -4:].tolist() == [3, 2, 0, 99]
-
-
-def test_padding_is_no_gap_and_equal_times_are_no_unit():
-    batch = make_batch([[3, 7], [1, 2, 3, 4]])
-    batch = batch._replace(times=torch.tensor([[0.0, 0.0, -50.0, 0.0], [0.0, 0.0, 0.0, 0.0]]))
-
-    got = intervals(batch, 99)
-
-    assert got[0, 3, 2:].tolist() == [1, 0]
-    assert (got[1] == 0).all()
 
 
 def test_attention_equals_the_formulas_of_the_paper():

@@ -106,22 +106,11 @@ def test_a_view_keeps_the_order_and_the_oldest_item():
     assert dropped == pytest.approx(0.5 * 8 / 10, abs=0.03)
 
 
-def test_what_is_fixed_or_foreign_gets_no_gradient():
-    model = build(ids=True, fixed_encoder=True)
-    model.enter("contrastive")
-    names = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    assert names == {"items.weight"}
-    model.enter("train")
-    names = {name.partition(".")[0] for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    assert names == {"positions", "blocks"}
-
-
 def test_another_catalogue_is_served_from_its_text():
     model = build(ids=True)
     vectors = F.normalize(torch.randn(6, 24), dim=-1)
 
     model.serve(Catalogue(5, 0, 0, {"vectors": vectors}))
 
-    assert model.item_vectors().shape == (6, 16)
-    assert model.items.weight.shape == (6, 16)
+    assert model.item_vectors().shape == model.items.weight.shape == (6, 16)
     assert model.catalogue == (5, 0, model.options.length, {"vectors": vectors})

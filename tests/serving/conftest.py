@@ -1,4 +1,4 @@
-"""A model and a store that the tests of the service share."""
+"""Models and a store that the tests of the service share."""
 
 from __future__ import annotations
 
@@ -12,6 +12,12 @@ from seqrec.serving.recommender import Recommender
 @pytest.fixture(scope="session")
 def recommender(prepared, tmp_path_factory):
     return Recommender.load(save("sasrec", prepared, tmp_path_factory.mktemp("served"), model="sasrec"))
+
+
+@pytest.fixture(scope="session")
+def other(prepared, tmp_path_factory):
+    """A model that answers otherwise."""
+    return Recommender.load(save("fpmc", prepared, tmp_path_factory.mktemp("served"), model="fpmc"))
 
 
 @pytest.fixture(scope="session")

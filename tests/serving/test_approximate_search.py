@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import copy
-import logging
 
 import numpy as np
 import pytest
 import torch
-from support import make_model, save
+from support import make_model
 
-from seqrec.config import RegisterConfig, ServeConfig
 from seqrec.serving.approximate_search import ApproximateEngine, recall
-from seqrec.serving.http import loaded
 from seqrec.serving.recommender import Recommender, Request
 from seqrec.serving.torch_engine import TorchEngine
 
@@ -88,13 +85,3 @@ def test_recall_is_the_share_of_the_best_that_is_found(pair, monkeypatch):
     monkeypatch.setattr(approximate.engine, "_search", half)
 
     assert recall(approximate) == pytest.approx(0.5, abs=0.01)
-
-
-def test_serving_builds_it_and_says_its_recall(prepared, tmp_path, caplog):
-    folder = str(save("sasrec", prepared, tmp_path))
-    with caplog.at_level(logging.INFO):
-        found = loaded(folder, RegisterConfig(), ServeConfig(ann=64))
-
-    assert isinstance(found.engine, ApproximateEngine)
-    assert "with 64 candidates, recall@10 against exact search is " in caplog.text
-    assert found.recommend(["i1"]).items == loaded(folder, RegisterConfig(), ServeConfig()).recommend(["i1"]).items

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import re
 import signal
 import socket
@@ -13,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -24,10 +24,10 @@ from support import prepare_rows, save, synthetic_rows
 
 from seqrec.artifacts import write_table
 from seqrec.serving import schemas
-from seqrec.serving.events import DAY, NEWEST_EVENTS, Store
+from seqrec.serving.events import NEWEST_EVENTS, Store
 
 ROOT = Path(__file__).parent.parent.parent
-ITEMS, USERS, EVENTS = 1_500, 64, 60_000
+ITEMS, USERS = 1_500, 64
 PAUSE_S, PATIENCE_S, HEAD_S = 0.05, 1.0, 2.0
 SERVE = f"""
 import sys
@@ -55,56 +55,41 @@ def address(tmp_path_factory):
     command = [sys.executable, "-c", SERVE, "serve", "--saved", str(saved), "--port", "0", "--store", url]
     command += ["--items", str(folder / "genres.parquet"), "--drain-s", "0"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
-    lines: list[str] = []
-    found = threading.Event()
-
-    def read() -> None:
-        for line in process.stderr:
-            lines.append(line)
-            found.set() if "serving at" in line else None
-        found.set()
-
-    threading.Thread(target=read, daemon=True).start()
-    assert found.wait(120)
-    yield re.search(r"http://[^\s;]+", "".join(lines))[0]
+    log = folder / "log"
+    with log.open("w") as written:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=written)
+    while "serving at" not in log.read_text():
+        assert process.poll() is None, log.read_text()
+        time.sleep(0.1)
+    yield re.search(r"http://[^\s;]+", log.read_text())[0]
     process.terminate()
     assert process.wait(60) == 128 + signal.SIGTERM
-    assert "Traceback" not in "".join(lines)
+    assert "Traceback" not in log.read_text()
 
 
 def fill(file):
-    """Write many events of this fortnight, and users with far more of them than a model reads."""
-    now, draw = time.time(), random.Random(0)
-    rows = [
-        (f"u{draw.randrange(5_000)}", f"i{draw.randrange(ITEMS)}", draw.uniform(0, 14 * DAY)) for _ in range(EVENTS)
-    ]
-    rows += [
-        (f"heavy{user}", f"i{number % ITEMS}", 60.0 * number)
-        for user in range(USERS)
-        for number in range(NEWEST_EVENTS)
-    ]
+    """Write users with far more events of these days than a model reads."""
+    now = time.time()
     with sqlite3.connect(file) as connection:
         connection.executemany(
             'insert into events (event_id, "user", item, kind, at, received) values (?, ?, ?, ?, ?, ?)',
-            ((str(n), user, item, "view", now - age, now) for n, (user, item, age) in enumerate(rows)),
+            (
+                (f"{user}:{number}", f"heavy{user}", f"i{number % ITEMS}", "view", now - 60.0 * number, now)
+                for user in range(USERS)
+                for number in range(2 * NEWEST_EVENTS)
+            ),
         )
 
 
 def post(address, path, body, times=1):
     """Send the same body some times at once; return the statuses."""
-    text, statuses = json.dumps(body).encode(), []
+    text, headers = json.dumps(body).encode(), {"content-type": "application/json"}
 
-    def send():
-        headers = {"content-type": "application/json"}
-        statuses.append(requests.post(address + path, data=text, headers=headers, timeout=60).status_code)
+    def send(_):
+        return requests.post(address + path, data=text, headers=headers, timeout=60).status_code
 
-    threads = [threading.Thread(target=send) for _ in range(times)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return set(statuses)
+    with ThreadPoolExecutor(times) as pool:
+        return set(pool.map(send, range(times)))
 
 
 def batch(address, number, **query):
@@ -177,20 +162,15 @@ def is_open(connection, more):
 LONG = [f"i{n % ITEMS}" for n in range(schemas.MAX_HISTORY)]
 VALUES = [f"v{n}" for n in range(schemas.MAX_VALUES)]
 QUOTA = dict.fromkeys(VALUES[:50], 1_000)
+HEAVY = [{"user": f"heavy{n}"} for n in range(USERS)]
 ATTACKS = {
     "as many as are admitted": (lambda a: batch(a, 15, k=1_000, diversity=1), {200}),
     "long lists with titles": (lambda a: batch(a, 1_000, k=1_000, titles=True), {413}),
     "long histories": (lambda a: batch(a, 70, history=LONG), {200}),
     "as many filters as are admitted": (lambda a: batch(a, 35, filter={"genres": VALUES}), {200}),
     "as many quotas as are admitted": (lambda a: batch(a, 11, k=1_000, diversity=1, quota={"genres": QUOTA}), {200}),
-    "explanations": (
-        lambda a: post(a, "/explain", {"history": LONG[:200], "item": "i9"}, times=8),
-        {200},
-    ),
-    "users of many events": (
-        lambda a: post(a, "/recommend/batch", {"requests": [{"user": f"heavy{n}"} for n in range(USERS)]}, times=4),
-        {200},
-    ),
+    "explanations": (lambda a: post(a, "/explain", {"history": LONG[:200], "item": "i9"}, times=8), {200}),
+    "users of many events": (lambda a: post(a, "/recommend/batch", {"requests": HEAVY}, times=4), {200}),
     "trends": (
         lambda a: {requests.get(f"{a}/trending?days={7 + n / 100}", timeout=60).status_code for n in range(5)},
         {200},

@@ -10,6 +10,8 @@ import sqlite3
 import threading
 import time
 import traceback
+from datetime import datetime
+from unittest import mock
 
 import polars as pl
 import pytest
@@ -58,39 +60,31 @@ def test_the_newest_events_are_kept_where_there_are_too_many(store, monkeypatch)
     assert store.histories(["u"], longest=4)["u"].items == ["i5", "i6", "i7", "i8"]  # for a model that reads more
 
 
-class Slow:
-    """A store whose lookups take a moment, and are noted."""
-
-    def __init__(self):
-        self.calls, self.fails = [], False
-
-    def histories(self, users, longest):
-        self.calls.append(set(users))
-        time.sleep(0.05)
-        if self.fails:
-            raise StoreError("down")
-        return {user: UserHistory(items=[user, str(len(self.calls))]) for user in users}
-
-
 def test_users_who_ask_during_a_lookup_are_looked_up_together_after_it():
-    store = Slow()
+    calls, store = [], mock.Mock()
+
+    def look_up(users, longest):
+        calls.append(set(users))
+        time.sleep(0.05)
+        return {user: UserHistory(items=[user, str(len(calls))]) for user in users}
 
     async def ask():
-        histories = AsyncStore(store, None)
+        histories, store.histories = AsyncStore(store, None), look_up
         first = asyncio.create_task(histories.histories({"a"}, 0))
-        while not store.calls:
+        while not calls:
             await asyncio.sleep(0.001)
         later = [asyncio.create_task(histories.histories({user}, 0)) for user in "abcd"]
         await asyncio.sleep(0.001)
         later[1].cancel()  # whoever has gone leaves the others their answer
         found = await asyncio.gather(first, *later, return_exceptions=True)
-        store.fails = True
+        store.histories = mock.Mock(side_effect=StoreError("down"))
         failed = await asyncio.gather(*(histories.histories({user}, 0) for user in "ef"), return_exceptions=True)
+        store.histories.assert_called_once_with({"e", "f"}, 0)
         return found, failed
 
     (first, again, gone, *others), failed = asyncio.run(ask())
 
-    assert store.calls == [{"a"}, {"a", "b", "c", "d"}, {"e", "f"}]
+    assert calls == [{"a"}, {"a", "b", "c", "d"}]
     assert (first["a"].items, again["a"].items) == (["a", "1"], ["a", "2"])  # never what was read before it asked
     assert isinstance(gone, asyncio.CancelledError)
     assert [found[user].items for found, user in zip(others, "cd", strict=True)] == [["c", "2"], ["d", "2"]]
@@ -104,12 +98,8 @@ def test_training_data_seeds_histories_once(store, tmp_path):
 
     assert store.seed(tmp_path / "interactions.parquet") == 4
     assert store.seed(tmp_path / "interactions.parquet") == 0
-    assert store.histories(["u"])["u"].items == [
-        "i1",
-        "i2",
-        "i3",
-        "i2",
-    ]  # the last one once, though two sources have it
+    past = store.histories(["u"])["u"]
+    assert past.items == ["i1", "i2", "i3", "i2"]  # the last one once, though two sources have it
     assert [*store.interactions(["view"])] == [*rows[:1], ("v", "i9", 150), rows[1], ("u", "i3", 250), rows[2]]
     assert store.trending(1, 9, 400.0) == [("i2", 1.2), ("i1", 1.1), ("i3", 1.1), ("i9", 1.1)]
 
@@ -147,7 +137,7 @@ def test_what_is_old_or_of_a_user_is_deleted(store, monkeypatch):
     assert list(store.interactions(["view"])) == [("u", "i1", 3)]
 
 
-@pytest.mark.parametrize("days", [1.0, 3.5, 40.0])
+@pytest.mark.parametrize("days", [3.5, 40.0])
 def test_a_trend_is_the_gain_over_as_many_days_before(store, recommender, days):
     now, draw = time.time(), random.Random(0)
     ages = [(f"i{draw.randrange(5)}", draw.choice(["view", "view", "hide"]), draw.uniform(-0.5, 9)) for _ in range(900)]
@@ -204,11 +194,14 @@ def test_answers_by_user_are_those_of_the_history_and_follow_events(timed, store
     recommender, now = timed, time.time()
     with service(timed, store=store) as address:
 
+        def post(path, **body):
+            return requests.post(address + path, json=body, timeout=10)
+
         def ask(**body):
-            return requests.post(f"{address}/recommend", json=body, timeout=10)
+            return post("/recommend", **body)
 
         def send(*events):
-            return requests.post(f"{address}/events", json={"events": events}, timeout=10)
+            return post("/events", events=events)
 
         assert ask(user="anna").json()["source"] == "popularity"
         assert "those of imported events" in send({"event_id": "Import:1", "user": "a", "item": "i1"}).text
@@ -223,36 +216,26 @@ def test_answers_by_user_are_those_of_the_history_and_follow_events(timed, store
         assert by_user["notes"] == []  # the times are known
         past = {"history": ["i3", "i1", "i2"], "times": [0.0, 400_000.0, 500_000.0], "user": "anna"}
         item = expected.items[0]
-        drops = requests.post(f"{address}/explain", json={**past, "item": item}, timeout=10).json()["drops"]
+        drops = post("/explain", **past, item=item).json()["drops"]
         assert drops == pytest.approx(recommender.explain(Request(**past), item), abs=1e-5)
         assert drops != pytest.approx(recommender.explain(Request(**past | {"times": None}), item), abs=1e-5)
-        hidden = by_user["items"][0]
-        send({"event_id": "4", "user": "anna", "item": hidden, "kind": "hide"})
+        send({"event_id": "4", "user": "anna", "item": item, "kind": "hide"})
         assert ask(user="anna", k=9).json()["items"] == expected.items[1:]
         assert ask(user="anna", history=["i1"]).json()["items"] == recommender.recommend(["i1"], user="anna").items
-        batch = {"requests": [{"user": "ben"}, {"user": "anna", "k": 1}, {"history": ["i9"]}]}
-        answers = requests.post(f"{address}/recommend/batch", json=batch, timeout=10).json()["answers"]
-        one = [["i2"], ["i1", "i2"], ["i9"]]
-        assert [a["unknown"] for a in answers] == [0, 0, 0]
-        assert answers[0]["items"] == recommender.recommend(one[0]).items
-        assert answers[2]["items"] == recommender.recommend(one[2]).items
+        batch = [{"user": "ben"}, {"user": "anna", "k": 1}, {"history": ["i9"]}]
+        answers = post("/recommend/batch", requests=batch).json()["answers"]
+        assert answers[0]["items"] == recommender.recommend(["i2"]).items
+        assert answers[1]["items"] == expected.items[1:2]
+        assert answers[2]["items"] == recommender.recommend(["i9"]).items
 
         assert requests.delete(f"{address}/users/anna", timeout=10).json() == {"events": 3, "answers": 5}
         assert ask(user="anna").json()["source"] == "popularity"
-        for wrong in (
-            {"item": ""},
-            {"kind": "sell"},
-            {"at": -1},
-            {"at": 99e9},
-            {"at": now + 2 * DAY},
-            {"user": "\0"},
-            {"more": 1},
-        ):
+        events = [{"item": ""}, {"kind": "sell"}, {"at": -1}, {"at": 99e9}, {"at": now + 2 * DAY}, {"user": "\0"}]
+        for wrong in [*events, {"more": 1}]:
             assert send({**first, **wrong}).status_code == 422
         for wrong in ({}, {"k": 3}, {"user": "anna", "times": [1]}):
             assert ask(**wrong).status_code == 422
-        wrong = {**past, "times": [1], "item": item}
-        assert requests.post(f"{address}/explain", json=wrong, timeout=10).status_code == 422
+        assert post("/explain", **past | {"times": [1], "item": item}).status_code == 422
 
 
 def test_without_a_store_a_user_alone_is_refused(recommender):
@@ -270,7 +253,6 @@ def test_a_store_that_fails_is_a_503_and_given_histories_are_answered(recommende
         given = requests.post(f"{address}/recommend", json={"user": "u1", "history": ["i1"]}, timeout=10)
         sent = {"event_id": "1", "user": "private", "item": "secret", "kind": "view"}
         refused = requests.post(f"{address}/events", json={"events": [sent]}, timeout=10)
-        time.sleep(0.5)  # until what was shown has been written, in vain
     assert refused.status_code == 503
     assert "events.db lacks a table: start the service again" in caplog.text
     assert "could not be written" in caplog.text
@@ -280,8 +262,6 @@ def test_a_store_that_fails_is_a_503_and_given_histories_are_answered(recommende
 
 def test_the_command_names_what_is_wrong(tmp_path, caplog):
     assert main(["events", "dump"]) == 1
-    with pytest.raises(SystemExit, match="2"):
-        main(["events", "cook", "--store", "sqlite://"])
     assert "--store or SEQREC_STORE" in caplog.text
     store = Store(f"sqlite:///{tmp_path}/events.db")
     store.add([event(1, kind="buy"), event(2)])
@@ -292,7 +272,6 @@ def test_the_command_names_what_is_wrong(tmp_path, caplog):
     for kinds, message in (
         ("veiw", "--kinds: no kind 'veiw'; did you mean view?"),
         ("", "known are view, buy, hide"),
-        ("buy,", "known are view, buy, hide"),
         ("hide", "the store has no events of the kinds hide"),
     ):
         assert main([*again, "--kinds", kinds]) == 1
@@ -306,7 +285,6 @@ def test_the_command_names_what_is_wrong(tmp_path, caplog):
     ("url", "message"),
     [
         ("nonsense", "expected sqlite:///FILE or postgresql"),
-        ("oracle://u:passw0rd@host/db", "expected sqlite:///FILE or postgresql"),
         ("postgresql+pg8000://u:passw0rd@host/db", "pg8000.*expected sqlite:///FILE or postgresql"),
         ("postgresql+psycopg://u:passw0rd@127.0.0.1:port/db", "expected sqlite:///FILE or postgresql"),
         (
@@ -315,7 +293,6 @@ def test_the_command_names_what_is_wrong(tmp_path, caplog):
         ),
         ("sqlite:///{0}/events.db?timeout=soon", "expected sqlite:///FILE or postgresql"),
         ("sqlite:///{0}/no/folder/events.db", "create its folder"),
-        ("sqlite:///{0}", "create its folder"),
         ("sqlite:///file:{0}/events.db?mode=ro&uri=true", "make the file and its folder writable"),
         ("sqlite:///{0}/locked.db", "another process has locked"),
         ("sqlite:///{0}/no-database.db", "restore it from a backup"),
@@ -324,28 +301,30 @@ def test_the_command_names_what_is_wrong(tmp_path, caplog):
 def test_an_error_of_the_store_is_one_line_that_says_what_to_do(tmp_path, caplog, monkeypatch, url, message):
     monkeypatch.setattr(module, "PATIENCE_S", 0.0)
     monkeypatch.setattr(module, "LOCKED_MS", 0)
-    write_interactions(tmp_path, [("private", "secret", 1)])
     for name in ("events", "locked"):
         Store(f"sqlite:///{tmp_path}/{name}.db").engine.dispose()
     (tmp_path / "no-database.db").write_text("x" * 5_000)
     with contextlib.closing(sqlite3.connect(tmp_path / "locked.db")) as other:
         other.execute("BEGIN EXCLUSIVE")
-        table = str(tmp_path / "interactions.parquet")
-        assert main(["events", "import", "--store", url.format(tmp_path), "--interactions", table]) == 1
+        assert import_into(url.format(tmp_path), tmp_path) == 1
     said = caplog.records[-1].getMessage()
     assert re.search(message, said), said
     assert len(said.splitlines()) == 1
     assert not re.search("passw0rd|private|secret|INSERT", caplog.text)
 
 
-@pytest.mark.parametrize("name", ["events", "answers"])
-def test_a_database_with_a_table_of_other_software_is_refused(tmp_path, caplog, name):
+def import_into(url, folder):
+    """Write a table of interactions and import it; return the exit status."""
+    write_interactions(folder, [("private", "secret", 1)])
+    return main(["events", "import", "--store", url, "--interactions", str(folder / "interactions.parquet")])
+
+
+def test_a_database_with_a_table_of_other_software_is_refused(tmp_path, caplog):
+    url = f"sqlite:///{tmp_path}/other.db"
     with contextlib.closing(sqlite3.connect(tmp_path / "other.db")) as other:
-        other.execute(f"CREATE TABLE {name} (recommendation_id, user, at, size)")
-        write_interactions(tmp_path, [("u", "i", 1)])
-        table = str(tmp_path / "interactions.parquet")
-        assert main(["events", "import", "--store", f"sqlite:///{tmp_path}/other.db", "--interactions", table]) == 1
-        assert f"the table {name} in sqlite:///{tmp_path}/other.db was made by other software" in caplog.text
+        other.execute("CREATE TABLE answers (recommendation_id, user, at, size)")
+        assert import_into(url, tmp_path) == 1
+        assert f"the table answers in {url} was made by other software" in caplog.text
         assert "name another database with --store or SEQREC_STORE" in caplog.text
         assert len(other.execute("SELECT name FROM sqlite_master").fetchall()) == 1
 
@@ -361,23 +340,19 @@ def test_a_full_disk_is_an_error_without_what_was_sent(store):
     assert store.histories({"nobody"})
 
 
-def test_a_table_without_the_columns_of_events_is_refused(store, tmp_path, caplog):
-    write_interactions(tmp_path, [("u", "i", 1)])
-    url = str(store.engine.url)
-    assert main(["events", "import", "--store", url, "--interactions", str(tmp_path / "items.parquet")]) == 1
-    assert "lacks one of the columns user_id" in caplog.text
+INGESTED = {"user_id": ["u", "u"], "item_id": ["i", "j"], "timestamp": [1, 2]}
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("columns", "message"),
     [
-        ({"timestamp": pl.from_epoch(pl.lit(1))}, r"column timestamp has the type timestamp\[us\]"),
-        ({"user_id": pl.lit(1)}, "column user_id has the type int"),
-        ({"item_id": pl.lit(None, pl.String)}, "column item_id has empty values"),
+        ({"item_id": ["i"], "timestamp": [1]}, "lacks one of the columns user_id"),
+        (INGESTED | {"timestamp": [datetime(2001, 1, 1)] * 2}, r"column timestamp has the type timestamp\[us\]"),
+        (INGESTED | {"user_id": [1, 2]}, "column user_id has the type int"),
+        (INGESTED | {"item_id": ["i", None]}, "was not written by `ingest`: its column item_id has empty values"),
     ],
 )
-def test_a_table_that_ingest_did_not_write_is_refused(store, tmp_path, change, message):
-    table = pl.DataFrame({"user_id": ["u"], "item_id": ["i"], "timestamp": [1]}).with_columns(**change)
-    table.write_parquet(tmp_path / "log.parquet")
-    with pytest.raises(ValueError, match=rf"--interactions: .*log.parquet was not written by `ingest`: its {message}"):
+def test_a_table_that_ingest_did_not_write_is_refused(store, tmp_path, columns, message):
+    pl.DataFrame(columns).write_parquet(tmp_path / "log.parquet")
+    with pytest.raises(ValueError, match=rf"--interactions: .*log.parquet .*{message}"):
         store.seed(tmp_path / "log.parquet")

@@ -17,16 +17,9 @@ from seqrec.serving import http
 from seqrec.serving.batcher import Served
 from seqrec.serving.events import Clicks, Event, Shown
 from seqrec.serving.experiment import compare, in_candidate
-from seqrec.serving.recommender import Recommender, Request
+from seqrec.serving.recommender import Request
 
 USERS = [f"u{number}" for number in range(4000)]
-
-
-@pytest.fixture(scope="module")
-def models(prepared, tmp_path_factory):
-    return [
-        Recommender.load(save(name, prepared, tmp_path_factory.mktemp(name), model=name)) for name in ("sasrec", "fpmc")
-    ]
 
 
 def test_a_version_of_a_folder_changes_with_its_weights(prepared, tmp_path):
@@ -43,7 +36,7 @@ def test_a_version_of_a_folder_changes_with_its_weights(prepared, tmp_path):
         http.serve(dataset="tiny", config=RegisterConfig(), options=options)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_a_share_of_the_users_has_the_candidate_and_keeps_it(share):
     chosen = {user for user in USERS if in_candidate(user, "4", share)}
 
@@ -53,25 +46,22 @@ def test_a_share_of_the_users_has_the_candidate_and_keeps_it(share):
     assert len(chosen & other) / len(USERS) == pytest.approx(share**2, abs=0.04)  # divided anew
 
 
-def simulated(generator, rates, users=300):
+def simulated(generator, rates, users=100):
     """Clicks of users who differ from each other in how often they come and how often they click."""
     found = []
     for version, rate in rates.items():
         answers = generator.geometric(0.1, users)
         own = generator.beta(4 * rate, 4 * (1 - rate), users)
         clicked = generator.binomial(answers, own)
-        found += [
-            Clicks(version, str(n), int(a), int(c)) for n, (a, c) in enumerate(zip(answers, clicked, strict=True))
-        ]
+        found += [Clicks(version, str(n), int(answers[n]), int(clicked[n])) for n in range(users)]
     return found
 
 
-@pytest.mark.parametrize("gain", [0.0, 0.05])
-def test_the_interval_holds_the_true_difference_as_often_as_it_says(gain):
+def test_the_interval_holds_the_true_difference_as_often_as_it_says():
     generator, held = np.random.default_rng(0), 0
     for _ in range(400):
-        found = compare(simulated(generator, {"1": 0.2, "2": 0.2 + gain}), "1", "2")
-        held += found.low <= gain <= found.high
+        found = compare(simulated(generator, {"1": 0.2, "2": 0.25}), "1", "2")
+        held += found.low <= 0.05 <= found.high
     assert found.champion.rate == pytest.approx(0.2, abs=0.05)
     assert held / 400 == pytest.approx(0.95, abs=0.03)  # 0.58 if answers counted as independent
 
@@ -84,34 +74,19 @@ def test_with_few_users_the_interval_is_welchs():
     assert (found.low, found.high) == pytest.approx((welch.low, welch.high))
 
 
-def test_without_enough_users_nothing_is_said():
-    found = compare([Clicks("1", "u", 3, 1)], "1", "2")
-
-    assert (found.champion.rate, found.champion.answers, found.candidate.users) == (1 / 3, 3, 0)
-    assert all(math.isnan(number) for number in (found.candidate.rate, found.difference, found.low))
-
-
 def test_clicks_are_joined_by_answer_item_and_user(store, capsys, caplog):
     def shown(number, user, version, at=10.0):
         return Shown(recommendation_id=f"r{number}", user=user, version=version, items=["a", "b"], at=at)
 
+    def acted(number, user, item, kind="buy"):
+        name = f"r{number}"
+        return Event(event_id=f"{name}{item}", user=user, item=item, kind=kind, at=11.0, recommendation_id=name)
+
     before = shown(0, "u", "1", at=1.0)  # the other version was not served yet
     store.show([before, *(shown(n, "u", "1") for n in (1, 2, 3)), shown(4, "v", "1"), shown(5, "w", "2")])
     store.show([shown(6, None, "2"), shown(7, "x", "3")])
-    clicks = [
-        ("r0", "u", "a"),
-        ("r1", "u", "a"),
-        ("r1", "u", "b"),
-        ("r2", "u", "c"),
-        ("r3", "v", "a"),
-        ("r5", "w", "b"),
-    ]
-    events = [
-        Event(event_id=str(n), user=user, item=item, kind="buy", at=11.0, recommendation_id=name)
-        for n, (name, user, item) in enumerate(clicks)
-    ]
-    hide = Event(event_id="hide", user="v", item="a", kind="hide", at=11.0, recommendation_id="r4")
-    store.add([*events, hide])
+    store.add([acted(0, "u", "a"), acted(1, "u", "a"), acted(1, "u", "b"), acted(2, "u", "c"), acted(3, "v", "a")])
+    store.add([acted(4, "v", "a", kind="hide"), acted(5, "w", "b")])
 
     assert sorted(store.clicks("1", "2"), key=lambda c: c.user) == [
         Clicks("1", "u", 3, 1),
@@ -131,19 +106,18 @@ def test_clicks_are_joined_by_answer_item_and_user(store, capsys, caplog):
         assert message in caplog.text
 
 
-def test_two_versions_behind_one_service(models, store):
-    champion, candidate = models
+def test_two_versions_behind_one_service(recommender, other, store):
     users = USERS[:20]
-    own = {user: candidate if in_candidate(user, "2", 0.5) else champion for user in users}
-    with service(champion, version="1", store=store, candidate=Served(candidate, "2"), share=0.5) as address:
+    own = {user: other if in_candidate(user, "2", 0.5) else recommender for user in users}
+    with service(recommender, version="1", store=store, candidate=Served(other, "2"), share=0.5) as address:
 
         def ask(user, **body):
             body = {"history": ["i1", "i2"], "user": user, "k": 3, **body}
             return requests.post(f"{address}/recommend", json=body, timeout=10).json()
 
         answers = {user: ask(user) for user in users}
-        assert {user: a["source"] for user, a in answers.items()} == {user: m.name for user, m in own.items()}
         for user, answer in answers.items():
+            assert answer["source"] == own[user].name
             assert answer["items"] == own[user].recommend(["i1", "i2"], 3, user=user).items
         assert ask(None)["version"] == "1"
         batch = {"requests": [{"history": ["i1"], "user": user} for user in users]}
@@ -151,50 +125,48 @@ def test_two_versions_behind_one_service(models, store):
         assert [a["version"] for a in several] == [answers[user]["version"] for user in users]
         ids = [a["recommendation_id"] for a in (*answers.values(), *several)]
         assert len(set(ids)) == 40
-        clicked = [user for user in users if answers[user]["version"] == "2"]
+        chosen = {user: answer for user, answer in answers.items() if answer["version"] == "2"}
         events = [
-            {
-                "event_id": f"e{u}",
-                "user": u,
-                "item": answers[u]["items"][1],
-                "recommendation_id": answers[u]["recommendation_id"],
-            }
-            for u in clicked
+            {"event_id": u, "user": u, "item": a["items"][1], "recommendation_id": a["recommendation_id"]}
+            for u, a in chosen.items()
         ]
         requests.post(f"{address}/events", json={"events": events}, timeout=10).raise_for_status()
         found = requests.get(f"{address}/experiment", timeout=10).json()
         assert requests.put(f"{address}/experiment", json={"share": 2}, timeout=10).status_code == 422
         assert requests.put(f"{address}/experiment", json={"share": 0}, timeout=10).json() == {"share": 0}
         assert {ask(user)["version"] for user in users} == {"1"}
-        forgotten = requests.delete(f"{address}/users/{clicked[0]}", timeout=10).json()
+        forgotten = requests.delete(f"{address}/users/{min(chosen)}", timeout=10).json()
         assert forgotten == {"events": 1, "answers": 3}
     assert found["candidate"]["rate"] == 0.5  # of two answers each, one
-    assert found["candidate"]["users"] == found["candidate"]["answers"] / 2 == len(clicked)
-    assert (found["champion"]["rate"], found["difference"], found["low"], found["high"]) == (0, 0.5, 0.5, 0.5)
+    assert found["candidate"]["users"] == found["candidate"]["answers"] / 2 == len(chosen)
+    assert (found["champion"]["rate"], found["difference"], found["low"], found["high"]) == (0, 0.5, None, None)
 
 
-def test_both_versions_can_be_asked_and_such_answers_are_not_logged(models, store):
-    champion, candidate = models
+def test_both_versions_can_be_asked_and_such_answers_are_not_logged(recommender, other, store):
     body = {"history": ["i1", "i2"], "user": "u", "k": 3}
-    with service(champion, version="1", store=store, candidate=Served(candidate, "2"), share=1.0) as address:
+    question = {"history": ["i1", "i2"], "item": "i5", "user": "u"}
+    with service(recommender, version="1", store=store, candidate=Served(other, "2"), share=1.0) as address:
+
+        def post(path, body):
+            return requests.post(address + path, json=body, timeout=10)
+
         assert requests.get(f"{address}/health", timeout=10).json()["candidate"] == "2"
-        for by, version, model in (("champion", "1", champion), ("candidate", "2", candidate)):
-            answer = requests.post(f"{address}/recommend", json={**body, "by": by}, timeout=10).json()
-            expected = model.recommend(["i1", "i2"], 3, user="u")
-            assert (answer["version"], answer["items"]) == (version, expected.items)
-            question = {"history": ["i1", "i2"], "item": "i5", "user": "u"}
-            drops = requests.post(f"{address}/explain", json={**question, "by": by}, timeout=10).json()["drops"]
+        for by, version, model in (("champion", "1", recommender), ("candidate", "2", other)):
+            answer = post("/recommend", {**body, "by": by}).json()
+            assert (answer["version"], answer["items"]) == (version, model.recommend(["i1", "i2"], 3, user="u").items)
+            drops = post("/explain", {**question, "by": by}).json()["drops"]
             assert drops == pytest.approx(model.explain(Request(history=["i1", "i2"], user="u"), "i5"))
+        assert post("/explain", {**question, "item": "nothing"}).status_code == 404
         found = requests.get(f"{address}/experiment", timeout=10).json()
         assert (found["candidate"]["answers"], found["candidate"]["rate"], found["low"]) == (0, None, None)
-    with service(champion) as address:
-        assert requests.post(f"{address}/recommend", json={**body, "by": "candidate"}, timeout=10).status_code == 404
+    with service(recommender) as address:
+        assert post("/recommend", {**body, "by": "candidate"}).status_code == 404
 
 
-def test_answers_in_the_queue_are_written_at_the_end_and_what_is_too_much_is_counted(models, store, monkeypatch):
+def test_answers_in_the_queue_are_written_at_the_end_and_what_is_too_much_is_counted(recommender, store, monkeypatch):
     monkeypatch.setattr("seqrec.serving.async_store.WRITE_EVERY_S", 100)
     monkeypatch.setattr("seqrec.serving.async_store.MOST_WAITING", 1)
-    with service(models[0], version="1", store=store) as address:
+    with service(recommender, version="1", store=store) as address:
         for _ in range(3):
             requests.post(f"{address}/recommend", json={"history": ["i1"], "user": "u"}, timeout=10)
         metrics = requests.get(f"{address}/metrics", timeout=10).text

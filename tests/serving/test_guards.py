@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import requests
-from support import running, save, service
+from support import running, service
 
 from seqrec.__main__ import main
 from seqrec.config import ServeConfig
@@ -24,28 +23,37 @@ from seqrec.serving.recommender import Request
 from seqrec.serving.rules import Attribute, Attributes
 
 
-def ask(address, key=None, path="/recommend", **options):
+def ask(address, key=None):
     headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
-    return requests.post(f"{address}{path}", json={"history": ["i1"]}, headers=headers, timeout=10, **options)
+    return requests.post(f"{address}/recommend", json={"history": ["i1"]}, headers=headers, timeout=10)
 
 
 class Held:
-    """A recommender that waits."""
+    """A recommender that waits until it may go, and notes how many requests came together."""
 
     def __init__(self, recommender):
-        self.recommender, self.go, self.asked = recommender, threading.Event(), threading.Event()
+        self.recommender, self.sizes = recommender, []
+        self.go, self.asked = threading.Event(), threading.Event()
 
     def __getattr__(self, name):
         return getattr(self.recommender, name)
 
     def answer(self, requests):
+        self.sizes.append(len(requests))
         self.asked.set()
         self.go.wait(10)
         return self.recommender.answer(requests)
 
 
+@pytest.fixture
+def held(recommender):
+    return Held(recommender)
+
+
 def test_only_valid_keys_are_answered_and_the_file_is_followed(recommender, tmp_path, caplog):
     file = tmp_path / "keys.json"
+    with pytest.raises(FileNotFoundError):
+        http.app(lambda: recommender, lambda: "7", ServeConfig(keys=str(file)))
     app, admin = keys.add(file, "app"), keys.add(file, "boss", admin=True)
     with service(recommender, keys=str(file)) as address:
         assert ask(address, app).status_code == ask(address, admin).status_code == 200
@@ -66,31 +74,16 @@ def test_only_valid_keys_are_answered_and_the_file_is_followed(recommender, tmp_
         file.write_text("{")
         assert [ask(address, fresh).status_code for _ in range(3)] == [200] * 3  # what was known stays
         assert caplog.text.count("the keys cannot be read again") == 1
-    assert app not in file.read_text()
-
-
-@pytest.mark.parametrize("content", [None, "{"])
-def test_a_service_whose_keys_cannot_be_read_does_not_start(recommender, tmp_path, content):
-    file = tmp_path / "keys.json"
-    if content:
-        file.write_text(content)
-
-    with pytest.raises((OSError, ValueError), match=r"keys\.json"):
-        http.app(lambda: recommender, lambda: "7", ServeConfig(keys=str(file)))
 
 
 @pytest.mark.parametrize(
     ("flag", "value", "reason"),
     [
-        ("--keep-days", "-1", "keep_days must be at least 0"),
         ("--keep-days", "9", "keep_days has no effect without a store"),
-        ("--rate", "nan", "rate must be a finite number"),
         ("--rate", "1e-9", "rate must be 0 or at least 0.001"),
-        ("--timeout-s", "0", "timeout_s must be more than 0"),
         ("--port", "99999", "port must be at least 0 and at most 65535"),
         ("--host", "", "host must not be empty"),
         ("--host", "256.0.0.1", "cannot listen on host 256.0.0.1, port 8000"),
-        ("--log-format", "xml", "log_format must be one of text, json"),
     ],
 )
 def test_an_odd_option_is_refused_by_its_name_before_anything_is_touched(flag, value, reason, caplog):
@@ -99,14 +92,13 @@ def test_an_odd_option_is_refused_by_its_name_before_anything_is_touched(flag, v
     assert reason in caplog.text
 
 
-def test_a_taken_port_is_an_error_and_nothing_is_announced(prepared, tmp_path, caplog):
-    folder = save("sasrec", prepared, tmp_path)
+def test_a_taken_port_is_an_error_and_nothing_is_announced(caplog):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        assert main(["serve", "--saved", str(folder), "--port", port]) == 1
+        assert main(["serve", "--port", port]) == 1
 
     assert f"port {port}: Address already in use; change them with --host and --port" in caplog.text
-    assert "answers" not in caplog.text
+    assert "serving at" not in caplog.text
 
 
 def test_keys_on_the_command_line(tmp_path, capsys, caplog):
@@ -129,32 +121,27 @@ def test_keys_on_the_command_line(tmp_path, capsys, caplog):
     assert first not in shown + file.read_text() + caplog.text
     assert main(["keys", "revoke", "--keys-file", str(file), "--name", "nobody"]) == 1
     assert main(["keys", "add", "--keys-file", str(file)]) == 1
-    with pytest.raises(SystemExit, match="2"):
-        main(["keys", "cook", "--keys-file", str(file)])
     for days in ("nan", "inf", "-1", "1e300"):
         assert main(["keys", "add", *flags, "--days", days]) == 1
 
 
-WRITER = """
-import sys
-from pathlib import Path
-from seqrec.serving import keys
-for number in range(25):
-    keys.add(Path(sys.argv[1]), f"{sys.argv[2]}-{number}")
-"""
+def add_keys(file, prefix):
+    for number in range(25):
+        keys.add(file, f"{prefix}-{number}")
 
 
 def test_two_processes_lose_no_key_and_a_revoked_key_stays_so(tmp_path):
-    file = tmp_path / "keys.json"
+    file, fork = tmp_path / "keys.json", multiprocessing.get_context("fork")
     revoked = keys.add(file, "gone")
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, "-c", WRITER, str(file)]
-    writers = [subprocess.Popen([*command, name], env=environment) for name in ("a", "b")]
+    writers = [fork.Process(target=add_keys, args=(file, name)) for name in ("a", "b")]
+    for writer in writers:
+        writer.start()
     while len(keys.read(file)) < 3:
-        assert any(writer.poll() is None for writer in writers)
+        assert any(writer.is_alive() for writer in writers)
         time.sleep(0.001)
     keys.expire(file, "gone")
-    assert [writer.wait(60) for writer in writers] == [0, 0]
+    for writer in writers:
+        writer.join(60)
 
     names = {f"{name}-{number}" for name in "ab" for number in range(25)}
     assert {key.name for key in keys.read(file)} == names | {"gone"}
@@ -173,13 +160,16 @@ def test_two_changes_in_one_moment_are_both_noticed(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content", ["[]", '{"keys": 5}', '{"keys": [5]}', '{"keys": [{"name": "a", "sha256": "\u00fc"}]}']
+    "content", ["{", '{"keys": 5}', '{"keys": [5]}', '{"keys": [{"name": "a", "sha256": "\u00fc"}]}']
 )
-def test_a_file_of_something_else_is_no_key_file(tmp_path, content):
-    (tmp_path / "keys.json").write_text(content)
+def test_a_file_of_something_else_is_no_key_file(recommender, tmp_path, content):
+    file = tmp_path / "keys.json"
+    file.write_text(content)
     for action in ("show", "add"):
-        assert main(["keys", action, "--keys-file", str(tmp_path / "keys.json"), "--name", "a"]) == 1
-    assert (tmp_path / "keys.json").read_text() == content
+        assert main(["keys", action, "--keys-file", str(file), "--name", "a"]) == 1
+    assert file.read_text() == content
+    with pytest.raises(ValueError, match=r"keys\.json"):
+        http.app(lambda: recommender, lambda: "7", ServeConfig(keys=str(file)))
 
 
 def test_a_caller_has_a_rate_of_its_own(monkeypatch):
@@ -235,13 +225,12 @@ def test_what_costs_too_much_is_413_and_less_of_it_is_not(recommender, query, nu
 def test_a_thousand_lists_of_ten_are_admitted_and_count_by_their_cost(recommender):
     body = {"requests": [{"history": ["i1", "i2"] * 15}] * 1_000}
     cost = sum(Request(history=query["history"]).cost for query in body["requests"])
-    with service(recommender, rate=50) as address:
-        answers = [requests.post(f"{address}/recommend/batch", json=body, timeout=60) for _ in range(3)]
+    with service(recommender, rate=5) as address:
+        answers = [requests.post(f"{address}/recommend/batch", json=body, timeout=60) for _ in range(2)]
 
     assert 100 < cost < 200
-    assert answers[0].status_code == 200
-    assert answers[-1].status_code == 429
-    assert int(answers[-1].headers["Retry-After"]) <= 2 * cost / 50
+    assert [answer.status_code for answer in answers] == [200, 429]
+    assert int(answers[1].headers["Retry-After"]) <= cost / 5
 
 
 def test_above_the_rate_it_is_429(recommender, tmp_path):
@@ -262,36 +251,30 @@ def test_a_large_body_is_refused_before_it_is_read(recommender):
             assert connection.recv(100).startswith(b"HTTP/1.1 413")
         chunks = (b" " * 100 for _ in range(50))
         assert requests.post(f"{address}/recommend", data=chunks, timeout=10).status_code == 413
-        chunks = (part for part in (b'{"history":', b' ["i1"]}'))
-        json = {"content-type": "application/json"}
-        assert requests.post(f"{address}/recommend", data=chunks, headers=json, timeout=10).status_code == 200
 
 
-def test_above_the_queue_it_is_503_and_says_when_to_come_back(recommender):
-    held, statuses = Held(recommender), []
+def test_above_the_queue_it_is_503_and_those_who_wait_share_a_pass(held):
     api = http.app(lambda: held, lambda: "1", ServeConfig(max_queue=2))
-    with running(api) as address:
-        threads = [threading.Thread(target=lambda: statuses.append(ask(address).status_code)) for _ in range(3)]
-        threads[0].start()
+    with running(api) as address, ThreadPoolExecutor() as pool:
+        first = pool.submit(ask, address)
         assert held.asked.wait(10)
-        for thread in threads[1:]:
-            thread.start()
+        others = [pool.submit(ask, address) for _ in range(2)]
         while api.state.service.waiting() < 2:
             time.sleep(0.01)
         answer = ask(address)
         assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
-        assert requests.get(f"{address}/health", timeout=10).status_code == 200
+        assert requests.get(f"{address}/similar/1", timeout=10).status_code == 503
+        for path in ("/health", "/v2/models/seqrec"):  # they need no pass
+            assert requests.get(f"{address}{path}", timeout=10).status_code == 200
         held.go.set()
-        for thread in threads:
-            thread.join(10)
+        statuses = [sent.result().status_code for sent in (first, *others)]
         metrics = requests.get(f"{address}/metrics", timeout=10).text
-    assert statuses == [200] * 3
-    assert 'seqrec_responses_total{status="200"} 3.0' in metrics
-    assert 'seqrec_responses_total{status="503"} 1.0' in metrics
+    assert (statuses, held.sizes) == ([200] * 3, [1, 2])
+    assert 'seqrec_responses_total{status="200"} 4.0' in metrics
+    assert 'seqrec_responses_total{status="503"} 2.0' in metrics
 
 
-def test_what_takes_too_long_is_504_and_the_next_is_answered(recommender):
-    held = Held(recommender)
+def test_what_takes_too_long_is_504_and_the_next_is_answered(held):
     with service(held, timeout_s=0.2) as address:
         assert ask(address).status_code == 504
         held.go.set()
@@ -309,9 +292,9 @@ def test_pages_of_other_origins_may_ask_only_if_named(recommender):
         assert answer.headers.get("access-control-allow-origin") == allowed
 
 
-def test_it_answers_on_while_it_drains(recommender):
+def test_it_answers_on_while_it_drains(held):
     """After SIGTERM /ready says no and the rest goes on; a request that was under way at the end gets its answer."""
-    held, answers = Held(recommender), []
+    answers = []
     server = http.Server(http.app(lambda: held, lambda: "1", ServeConfig(drain_s=0.5)), port=0)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

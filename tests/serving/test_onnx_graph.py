@@ -1,6 +1,7 @@
 """Every model as an ONNX graph: the same items and scores as torch, whatever the batch and the lengths."""
 
 import copy
+import logging
 import re
 import shutil
 import subprocess
@@ -27,30 +28,23 @@ pytest.importorskip("onnxscript")
 
 # An export takes seconds. These are made of operators of other models, and each export compares its scores itself;
 # tests/counts/test_everywhere.py exports a bert4rec.
-LIKE_OTHERS = {"bert4rec", "esasrec", "s3rec", "ssept", "zesrec"}
+LIKE_OTHERS = {"bert4rec", "esasrec", "fdsa", "recguru", "s3rec", "ssept", "zesrec"}
+OPTIONS = {
+    "flash4rec": {"request_time": True, "attribute_values": 3},
+    "fpmc": {"members": 2},  # an ensemble
+    "strec": {"layers": 2},
+}
+EXPORTED = [
+    *((name, OPTIONS.get(name, {})) for name in sorted(REGISTRY.keys() - LIKE_OTHERS)),
+    ("recformer", {"objective": "causal", "layers": 0}),  # a history of item vectors
+]
 
 
-@pytest.mark.parametrize("name", sorted(REGISTRY.keys() - LIKE_OTHERS))
-def test_the_graph_answers_as_torch_does(prepared, tmp_path, name):
+@pytest.mark.parametrize(("name", "options"), EXPORTED)
+def test_the_graph_answers_as_torch_does(prepared, tmp_path, name, options):
     # all layers are traced alike: STRec, which has at least two, proves it
-    options = {"layers": 1} if has_option(name, "layers") and name != "strec" else {}
-    options |= {"request_time": True, "attribute_values": 3} if name == "flash4rec" else {}
-    assert_the_graph_answers_as_torch_does(save(name, prepared, tmp_path / "saved", options=options, median_gap=1000.0))
-
-
-def test_the_graph_of_a_history_of_item_vectors_answers_as_torch_does(prepared, tmp_path):
-    saved = save("recformer", prepared, tmp_path / "saved", options={"objective": "causal"}, median_gap=1000.0)
-    assert_the_graph_answers_as_torch_does(saved)
-
-
-def test_the_graph_of_an_ensemble_answers_as_torch_does(prepared, tmp_path):
-    saved = save("fpmc", prepared, tmp_path / "saved", options={"members": 2})
-
-    assert len(load_checkpoint(saved).model.parts) == 2
-    assert_the_graph_answers_as_torch_does(saved)
-
-
-def assert_the_graph_answers_as_torch_does(saved):
+    fewer = {"layers": 1} if has_option(name, "layers") else {}
+    saved = save(name, prepared, tmp_path / "saved", options=fewer | options, median_gap=1000.0)
     values = onnx_graph.export(saved=saved, output=saved, k=15)
 
     assert values == {"k": 15}
@@ -125,7 +119,7 @@ def test_a_graph_with_other_scores_is_not_written(prepared, tmp_path, monkeypatc
     assert not (tmp_path / "graph" / GRAPH_CARD).exists()
 
 
-def test_the_service_runs_the_graph_beside_the_weights(exported, tmp_path):
+def test_the_service_runs_the_graph_beside_the_weights_or_says_the_recall_of_its_search(exported, tmp_path, caplog):
     saved = shutil.copytree(exported / "saved", tmp_path / "saved")
 
     def engine(ann=0):
@@ -134,7 +128,9 @@ def test_the_service_runs_the_graph_beside_the_weights(exported, tmp_path):
     assert engine() is TorchEngine
     shutil.copytree(exported / "graph", saved, dirs_exist_ok=True)
     assert engine() is OnnxEngine
-    assert engine(ann=50) is ApproximateEngine
+    with caplog.at_level(logging.INFO):
+        assert engine(ann=50) is ApproximateEngine
+    assert "with 50 candidates, recall@10 against exact search is " in caplog.text
 
 
 def test_the_service_answers_without_torch(together):

@@ -8,7 +8,6 @@ from unittest import mock
 
 import pytest
 import requests
-from support import running
 
 import seqrec
 from seqrec.config import ServeConfig
@@ -18,8 +17,8 @@ from seqrec.serving.open_inference import INPUTS, OUTPUTS
 MODEL = "/v2/models/seqrec"
 
 
-def history(data, *shape):
-    return {"name": "history", "datatype": "BYTES", "shape": shape, "data": data}
+def tensor(data, *shape, name="history"):
+    return {"name": name, "datatype": "BYTES", "shape": shape, "data": data}
 
 
 def infer(address, *inputs, **more):
@@ -43,12 +42,14 @@ def test_the_service_and_the_model_say_what_they_are(address):
     assert get(f"{MODEL}/ready") == {"name": "seqrec", "ready": True}
     found = get(MODEL)
     assert (found["versions"], found["inputs"], found["outputs"]) == (["7"], INPUTS, OUTPUTS)
+    for path in ("other", "other/ready"):
+        assert requests.get(f"{address}/v2/models/{path}", timeout=10).status_code == 404
 
 
 @pytest.mark.parametrize("data", [["i1", "i2", "i3", ""], [["i1", "i2"], ["i3", ""]]], ids=["flat", "nested"])
 def test_the_tensors_hold_the_recommenders_answers(address, recommender, data):
-    user = {"name": "user", "datatype": "BYTES", "shape": [2], "data": ["u1", ""]}
-    answer = infer(address, history(data, 2, 2), user, id="mine", parameters={"k": 3}).json()
+    user = tensor(["u1", ""], 2, name="user")
+    answer = infer(address, tensor(data, 2, 2), user, id="mine", parameters={"k": 3}).json()
 
     assert (answer["model_name"], answer["model_version"], answer["id"]) == ("seqrec", "7", "mine")
     outputs = {one["name"]: one for one in answer["outputs"]}
@@ -63,7 +64,7 @@ def test_the_tensors_hold_the_recommenders_answers(address, recommender, data):
 
 def test_a_shorter_list_is_filled_up(address, recommender):
     seen = recommender.item_ids[:5]
-    answer = infer(address, history([*seen, "i1", "", "", "", ""], 2, 5), parameters={"k": 1000}).json()
+    answer = infer(address, tensor([*seen, "i1", "", "", "", ""], 2, 5), parameters={"k": 1000}).json()
 
     items, scores, _ = (one["data"] for one in answer["outputs"])
     known = len(recommender.item_ids)
@@ -76,21 +77,13 @@ def test_a_shorter_list_is_filled_up(address, recommender):
     ("inputs", "message"),
     [
         ([], "the tensor history is missing"),
-        ([history(["i1"], 1, 2)], "has 1 elements, which do not fit its shape [1, 2]"),
-        ([history([1], 1, 1)], "valid string"),
-        ([history([["i1"], "i2"], 2, 1)], "valid list"),
-        ([history(["i1"], 1, 1), history(["i1"], 1, 1) | {"name": "times"}], "'times' is unknown"),
-        (
-            [history(["i1"], 1, 1), {"name": "user", "datatype": "BYTES", "shape": [2], "data": ["a", "b"]}],
-            "1 histories",
-        ),
-        (
-            [history(["i1"], 1, 1), {"name": "user", "datatype": "BYTES", "shape": [2, 0], "data": []}],
-            "1 histories, but 2 users",
-        ),
-        ([history(["i1"] * 1001, 1001, 1)], "at most 1000 histories"),
-        ([history(["i" * 1001], 1, 1)], "at most 1000 characters"),
-        ([history(["i1"], 1, 1) | {"datatype": "FP32"}], "BYTES"),
+        ([tensor(["i1"], 1, 2)], "has 1 elements, which do not fit its shape [1, 2]"),
+        ([tensor([["i1"], "i2"], 2, 1)], "valid list"),
+        ([tensor(["i1"], 1, 1), tensor(["i1"], 1, 1, name="times")], "'times' is unknown"),
+        ([tensor(["i1"], 1, 1), tensor([], 2, 0, name="user")], "1 histories, but 2 users"),
+        ([tensor(["i1"] * 1001, 1001, 1)], "at most 1000 histories"),
+        ([tensor(["i" * 1001], 1, 1)], "at most 1000 characters"),
+        ([tensor(["i1"], 1, 1) | {"datatype": "FP32"}], "BYTES"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_reason(address, inputs, message):
@@ -98,17 +91,3 @@ def test_what_does_not_fit_is_refused_with_the_reason(address, inputs, message):
 
     assert answer.status_code == 422
     assert message in answer.text
-
-
-def test_another_model_is_not_there(address):
-    for path in ("", "/ready"):
-        assert requests.get(f"{address}/v2/models/other{path}", timeout=10).status_code == 404
-
-
-def test_without_a_champion_the_service_lives_and_is_not_ready():
-    with running(http.app(lambda: None, lambda: "", ServeConfig(poll_s=60))) as address:
-        statuses = {
-            path: requests.get(f"{address}{path}", timeout=10).status_code
-            for path in ("/v2/health/live", "/v2/health/ready", MODEL, f"{MODEL}/ready")
-        }
-    assert statuses == {"/v2/health/live": 200, "/v2/health/ready": 503, MODEL: 503, f"{MODEL}/ready": 503}

@@ -14,11 +14,6 @@ from seqrec.serving.recommender import Recommender, Request
 REQUEST_TIME = {"flash4rec": {"request_time": True}, "hstu": {"relative_time": True, "request_time": True}}
 
 
-@pytest.fixture
-def recommender(prepared, tmp_path):
-    return Recommender.load(save("flash4rec", prepared, tmp_path, model="flash"))
-
-
 def test_recommendations_are_those_of_the_evaluation(prepared, tmp_path, architecture):
     """Of every architecture, for users with histories of different lengths answered together."""
     assert_recommendations_are_those_of_the_evaluation(prepared, save(architecture[0], prepared, tmp_path))
@@ -67,7 +62,7 @@ def test_unknown_items_are_skipped_and_counted_and_excluded_ones_not_shown(recom
     plain = recommender.recommend(["i1", "i2"], 5)
 
     odd = recommender.recommend(["i1", "nobody knows this", "i2"], 5)
-    assert (odd.items, odd.scores, odd.unknown, odd.source) == (plain.items, plain.scores, 1, "flash")
+    assert (odd.items, odd.scores, odd.unknown, odd.source) == (plain.items, plain.scores, 1, "sasrec")
     assert plain.unknown == 0
     without = recommender.recommend(["i1", "i2"], 5, exclude=[plain.items[0], "nor this"])
     assert without.items[:4] == plain.items[1:]

@@ -17,6 +17,7 @@ from seqrec.serving import http, keys, request_log, traces
 from seqrec.serving.batcher import Served
 
 PRIVATE = ("i1", "i2", "somebody", "some title", "some%20title")  # of the requests below
+CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
 @pytest.fixture
@@ -32,37 +33,38 @@ def lines():
     root.setLevel(level)
 
 
-def call(address, key=""):
+def call(address, key):
     """Send requests that hold a history, a user, a title or a key; return the answers."""
-    headers = {"Authorization": f"Bearer {key}"}
     body = {"history": ["i1", "i2"], "user": "somebody"}
+
+    def send(method, path, json=None, **headers):
+        headers = {"Authorization": f"Bearer {key}"} | headers
+        return requests.request(method, address + path, json=json, headers=headers, timeout=9)
+
     return [
-        requests.post(
-            f"{address}/recommend", json=body, headers={**headers, "X-Request-ID": "from-a-gateway"}, timeout=9
-        ),
-        requests.post(f"{address}/recommend", json={**body, "by": "candidate"}, headers=headers, timeout=9),
-        requests.post(f"{address}/recommend", json={"history": "i1"}, headers=headers, timeout=9),
-        requests.get(f"{address}/items?search=some title", headers=headers, timeout=9),
-        requests.get(f"{address}/?history=i1&history=i2", timeout=9),
-        requests.delete(f"{address}/users/somebody", headers=headers, timeout=9),
-        requests.post(f"{address}/recommend", json=body, headers={"X-Request-ID": "i1 i2"}, timeout=9),
-        requests.get(f"{address}/nowhere/somebody", headers=headers, timeout=9),
+        send("POST", "/recommend", body, **{"X-Request-ID": "from-a-gateway"}),
+        send("POST", "/recommend", {**body, "by": "candidate"}),
+        send("POST", "/recommend", {"history": "i1"}),
+        send("GET", "/items?search=some title"),
+        send("GET", "/?history=i1&history=i2"),
+        send("DELETE", "/users/somebody"),
+        send("POST", "/recommend", body, **{"Authorization": "", "X-Request-ID": "i1 i2"}),
+        send("GET", "/nowhere/somebody"),
+        send("GET", "/popular", traceparent=CALLER),
+        send("GET", "/health"),
     ]
 
 
-def test_a_request_is_a_line_of_json_without_history_user_and_key(recommender, store, tmp_path, lines):
-    key = keys.add(tmp_path / "keys.json", "app", admin=True)
-    api = http.app(
-        lambda: recommender,
-        lambda: "7",
-        ServeConfig(keys=str(tmp_path / "keys.json"), log_format="json"),
-        store=store,
-        candidate=Served(recommender, "8"),
-    )
+def test_a_request_is_a_line_of_json_and_a_span_without_history_user_and_key(recommender, store, tmp_path, lines):
+    key, exporter = keys.add(tmp_path / "keys.json", "app", admin=True), InMemorySpanExporter()
+    options = ServeConfig(keys=str(tmp_path / "keys.json"), log_format="json")
+    api = http.app(lambda: recommender, lambda: "7", options, store=store, candidate=Served(recommender, "8"))
+    traces.trace(api, SimpleSpanProcessor(exporter))
     with running(api) as address:
         answers = call(address, key)
     found = [json.loads(line) for line in lines.getvalue().splitlines()]
     found = [line for line in found if line["message"] == "request"]
+    spans = exporter.get_finished_spans()
 
     assert [(line["method"], line["route"], line["status"], line["version"]) for line in found] == [
         ("POST", "/recommend", 200, "7"),
@@ -73,12 +75,21 @@ def test_a_request_is_a_line_of_json_without_history_user_and_key(recommender, s
         ("DELETE", "/users/{user:path}", 200, ""),
         ("POST", "", 401, ""),
         ("GET", "", 404, ""),
+        ("GET", "/popular", 200, ""),
+        ("GET", "/health", 200, ""),
     ]
     assert [line["request_id"] for line in found] == [answer.headers["X-Request-ID"] for answer in answers]
     assert found[0]["request_id"] == "from-a-gateway"
     assert all(line["milliseconds"] > 0 and line["time"].endswith("+00:00") for line in found)
+    assert [span.name for span in spans][:4] == ["POST /recommend"] * 3 + ["GET /items"]
+    assert spans[-1].name == "GET /popular"  # none of /health
+    assert f"{spans[-1].context.trace_id:032x}" == CALLER.split("-")[1]
+    assert spans[-1].resource.attributes["service.name"] == "seqrec"
+    text = " ".join(span.to_json() for span in spans)
+    assert "DELETE /users/{user:path}" in text
     for private in (*PRIVATE, key):
         assert private not in lines.getvalue()
+        assert private not in text
 
 
 def test_messages_and_tracebacks_are_json_without_secrets(lines):
@@ -92,26 +103,6 @@ def test_messages_and_tracebacks_are_json_without_secrets(lines):
     assert (found["level"], found["logger"], found["message"]) == ("error", "seqrec", "two\nlines of https://***@host")
     assert "OSError" in found["exception"]
     assert "hidden-word" not in line
-
-
-def test_a_request_is_a_span_without_history_user_and_key(recommender, store):
-    exporter, caller = InMemorySpanExporter(), "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-    api = http.app(lambda: recommender, lambda: "7", store=store, candidate=Served(recommender, "8"))
-    traces.trace(api, SimpleSpanProcessor(exporter))
-    with running(api) as address:
-        call(address)
-        requests.get(f"{address}/popular", headers={"traceparent": caller}, timeout=9)
-        requests.get(f"{address}/health", timeout=9)
-    spans = exporter.get_finished_spans()
-
-    assert [span.name for span in spans][:4] == ["POST /recommend"] * 3 + ["GET /items"]
-    assert spans[-1].name == "GET /popular"  # none of /health
-    assert f"{spans[-1].context.trace_id:032x}" == caller.split("-")[1]
-    assert spans[-1].resource.attributes["service.name"] == "seqrec"
-    text = " ".join(span.to_json() for span in spans)
-    assert "DELETE /users/{user:path}" in text
-    for private in PRIVATE:
-        assert private not in text
 
 
 @pytest.mark.parametrize("variable", traces.VARIABLES)

@@ -1,6 +1,5 @@
 """The baselines: what they score, against arithmetic and an independent solver, and that they are models like any."""
 
-import json
 import logging
 from dataclasses import replace
 
@@ -95,13 +94,13 @@ def scores_of(name, tables, folder, history):
     return [score[item_id] for item_id in recommender.item_ids]
 
 
-@pytest.mark.parametrize(("scores", "warned"), [(60 * 40 - 1, True), (60 * 40, False)])
-def test_a_log_whose_ranking_takes_long_names_the_setting(prepared, tmp_path, caplog, monkeypatch, scores, warned):
-    monkeypatch.setattr(stage, "SLOW", scores)
+def test_a_log_whose_ranking_takes_long_names_the_setting(prepared, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(stage, "SLOW", 60 * 40 - 1)
 
     baselines(prepared, tmp_path, names=())
 
-    assert ("60 cases x 40 items" in caplog.text) is warned
+    assert "60 cases x 40 items" in caplog.text
+    assert "prepare.max_cases" in caplog.text
 
 
 def test_popularity_is_the_number_of_train_events(tables, tmp_path):
@@ -151,18 +150,17 @@ def test_markov_adds_tempered_counts_by_age(tables, tmp_path):
     np.testing.assert_allclose(found, expected[1:], atol=1e-6)
 
 
-def test_every_baseline_gets_its_report(written):
-    out, values = written
+def test_every_baseline_learns_its_pattern(written):
+    _, values = written
 
-    for name in BASELINES:
-        metrics = json.loads((out / "reports" / name / METRICS).read_text())
-        assert metrics["test/ndcg@10"] == values[f"{name}/test/ndcg@10"]
+    assert set(values) == {f"{name}/test/ndcg@10" for name in BASELINES}
     assert values["markov/test/ndcg@10"] > 0.5  # four of five next items follow from the last one
     assert values["ease/test/ndcg@10"] > 2 * values["popularity/test/ndcg@10"]
 
 
 @pytest.mark.parametrize("name", ["popularity", "ease", "pctm"])  # markov and seqrules are pctm with other values
-def test_service_graph_search_and_evaluation_of_a_baseline_agree(prepared, written, tmp_path, name):
+def test_service_graph_search_and_evaluation_of_a_baseline_agree(prepared, written, tmp_path, monkeypatch, name):
+    monkeypatch.setattr(term, "ease_table", None)  # its weights are stored: it takes minutes for a large catalogue
     out, _ = written
     data, folder = sequences.load(prepared), out / "artifacts" / name / "finetuned"
     onnx_graph.export(saved=folder, output=tmp_path, k=20)
@@ -186,17 +184,6 @@ def test_service_graph_search_and_evaluation_of_a_baseline_agree(prepared, writt
             assert answer.source == name
             drops = recommender.explain(request, answer.items[0])
             assert any(drops) == (name != "popularity")
-
-
-def test_evaluation_takes_the_stored_weights_of_ease(prepared, written, tmp_path, monkeypatch):
-    out, values = written
-    monkeypatch.setattr(term, "ease_table", None)  # computing them takes minutes for a large catalogue
-    folder = out / "artifacts/ease/finetuned"
-
-    again = evaluate(model="ease", sequences=prepared, checkpoint=folder, report=tmp_path, config=CONFIG)
-
-    assert again["test/ndcg@10"] == values["ease/test/ndcg@10"]
-    assert again["valid/ndcg@10"] == read_json(out / "reports/ease" / METRICS)["valid/ndcg@10"]
 
 
 def test_ease_is_left_out_of_a_large_catalogue(prepared, tmp_path, caplog):

@@ -1,9 +1,7 @@
 import gzip
 import json
 import os
-import subprocess
-import sys
-import time
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +10,6 @@ import pyarrow.parquet as pq
 import pytest
 from support import contents
 
-import seqrec
 from seqrec import artifacts
 from seqrec.config import ConfigError, IngestConfig
 from seqrec.data.readers import blocks
@@ -81,6 +78,19 @@ def test_ingest_writes_what_its_docstring_says(tmp_path):
     assert (out / "raw/ml-latest-small/ratings.csv").read_text() == SMALL["ml-latest-small/ratings.csv"]
     assert (out / "raw/ml-latest-small/movies.csv").read_text() == SMALL["ml-latest-small/movies.csv"]
     assert not list(out.rglob("*.partial"))
+    card = json.loads((out / "source.json").read_text())
+    assert str(tmp_path) not in str(card)
+    assert card["source"] == "ml-latest-small"
+    assert "research use" in card["licence"]
+    assert card["counts"] == counts
+    assert card["reference"] == {"rows": 100_836, "users": 610, "items": 9_724}
+    assert card["files"][0] == {
+        "role": "interactions",
+        "name": "ratings.csv",
+        "origin": "mirror:ml-latest-small/ratings.csv",
+        "size": len(SMALL["ml-latest-small/ratings.csv"]),
+        "sha256": artifacts.sha256(mirror / "ml-latest-small/ratings.csv"),
+    }
 
 
 def test_the_events_of_the_store_follow_those_of_the_source(tmp_path):
@@ -101,27 +111,6 @@ def test_the_events_of_the_store_follow_those_of_the_source(tmp_path):
         run(tmp_path, events=True, **settings)
 
 
-def test_the_source_card_is_the_same_on_every_machine(tmp_path):
-    cards = []
-    for name in ("here", "there"):
-        mirror = put(tmp_path / name / "mirror", **SMALL)
-        run(tmp_path / name, source="ml-latest-small", mirror=str(mirror), max_bad_share=1)
-        cards.append(contents(tmp_path / name / "out"))
-    assert cards[0] == cards[1]
-    card = json.loads(cards[0]["source.json"])
-    assert card["source"] == "ml-latest-small"
-    assert "research use" in card["licence"]
-    assert card["counts"] == {"rows": 3, "users": 2, "items": 2, "catalogue": 3, "quarantined": 1}
-    assert card["reference"] == {"rows": 100_836, "users": 610, "items": 9_724}
-    assert card["files"][0] == {
-        "role": "interactions",
-        "name": "ratings.csv",
-        "origin": "mirror:ml-latest-small/ratings.csv",
-        "size": len(SMALL["ml-latest-small/ratings.csv"]),
-        "sha256": artifacts.sha256(tmp_path / "here/mirror/ml-latest-small/ratings.csv"),
-    }
-
-
 def test_a_second_run_replaces_the_first(tmp_path):
     mirror = put(tmp_path / "mirror", **SMALL)
     run(tmp_path, source="ml-latest-small", mirror=str(mirror), max_bad_share=1)
@@ -131,12 +120,6 @@ def test_a_second_run_replaces_the_first(tmp_path):
     assert contents(tmp_path / "out") == contents(fresh / "out")
 
 
-def test_without_an_items_file_the_ids_that_occur_are_the_catalogue(tmp_path):
-    assert run_csv(tmp_path, EVENTS + "u,b,5,\nu,a,6,\nw,b,7,\n")["catalogue"] == 2
-    items = pl.read_parquet(tmp_path / "out" / "items.parquet")
-    assert items.rows(named=True) == [{"item_id": "b", "title": None}, {"item_id": "a", "title": None}]
-
-
 def test_over_many_blocks_each_user_and_item_counts_once_in_order_of_first_appearance(tmp_path, monkeypatch):
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 64)
     generator = np.random.default_rng(0)
@@ -144,59 +127,36 @@ def test_over_many_blocks_each_user_and_item_counts_once_in_order_of_first_appea
     lines = "".join(f"u{user},i{item},{time},\n" for time, (user, item) in enumerate(zip(users, items, strict=True)))
     counts = run_csv(tmp_path, EVENTS + lines)
     assert (counts["rows"], counts["users"], counts["items"]) == (300, len(set(users)), len(set(items)))
-    found = pl.read_parquet(tmp_path / "out" / "items.parquet")["item_id"].to_list()
-    assert found == [f"i{item}" for item in dict.fromkeys(items)]
+    found = pl.read_parquet(tmp_path / "out" / "items.parquet")  # without a file of items, the ids that occur
+    assert found.rows() == [(f"i{item}", None) for item in dict.fromkeys(items)]
+    assert counts["catalogue"] == len(found)
     assert pl.read_parquet(tmp_path / "out" / "interactions.parquet")["row"].to_list() == list(range(2, 302))
 
 
-CSV_FILMS = {
-    "ratings.csv": "userId,movieId,rating,timestamp\n1,2,0.5,5\n",
-    "movies.csv": "movieId,title,genres\n2,T,War\n",
+FILMS = {"ratings.csv": "userId,movieId,rating,timestamp\n1,2,0.5,5\n", "movies.csv": "movieId,title,genres\n2,T,War\n"}
+PUBLISHED = {  # what a mirror may hold: of each source one event of user 1 with item 2, called T
+    "ml-10M100K/ratings.dat": "1::2::0.5::5\n",
+    "ml-10M100K/movies.dat": "2::T::War\n",
+    **{f"{name}/{file}": FILMS[file] for name in ("ml-20m", "ml-25m", "ml-32m") for file in FILMS},
+    "amazon-2018-full/Software.csv": "2,1,0.5,5\n",
+    "amazon-2018-full/meta_Software.json": '{"asin": "2", "title": "T"}\n',
+    "amazon-2023/Software.csv.gz": gzip.compress(b"user_id,parent_asin,rating,timestamp\n1,2,0.5,5\n"),
+    "amazon-2023/meta_Software.jsonl": '{"parent_asin": "2", "title": "T"}\n',
+    "steam/steam_reviews.json": "{u'username': u'1', u'product_id': u'2', u'date': u'1970-01-01'}\n",
+    "steam/steam_games.json": "{u'id': u'2', u'title': u'T'}\n",
+    "yelp/yelp_academic_dataset_review.json": (
+        '{"user_id": "1", "business_id": "2", "stars": 0.5, "date": "1970-01-01 00:00:05"}\n'
+    ),
+    "yelp/yelp_academic_dataset_business.json": '{"business_id": "2", "name": "T"}\n',
+    "gowalla/loc-gowalla_totalCheckins.txt.gz": gzip.compress(b"1\t1970-01-01T00:00:05Z\t0\t0\t2\n"),
 }
-REVIEW = '{"reviewerID": "1", "asin": "2", "overall": 0.5, "unixReviewTime": 5}\n'
-META = '{"asin": "2", "title": "T"}\n'
-PUBLISHED = {  # source, category -> the files as a mirror holds them, of one event of user 1 with item 2 called T
-    "ml-10m": ("", {"ml-10M100K/ratings.dat": "1::2::0.5::5\n", "ml-10M100K/movies.dat": "2::T::War\n"}),
-    **{
-        name: ("", {f"{name}/{file}": text for file, text in CSV_FILMS.items()})
-        for name in ("ml-20m", "ml-25m", "ml-32m")
-    },
-    "amazon-2018-full": (
-        "Software",
-        {"amazon-2018-full/Software.csv": "2,1,0.5,5\n", "amazon-2018-full/meta_Software.json": META},
-    ),
-    "amazon-2023": (
-        "Software",
-        {
-            "amazon-2023/Software.csv.gz": gzip.compress(b"user_id,parent_asin,rating,timestamp\n1,2,0.5,5\n"),
-            "amazon-2023/meta_Software.jsonl": '{"parent_asin": "2", "title": "T"}\n',
-        },
-    ),
-    "steam": (
-        "",
-        {
-            "steam/steam_reviews.json": "{u'username': u'1', u'product_id': u'2', u'date': u'1970-01-01'}\n",
-            "steam/steam_games.json": "{u'id': u'2', u'title': u'T'}\n",
-        },
-    ),
-    "yelp": (
-        "",
-        {
-            "yelp/yelp_academic_dataset_review.json": (
-                '{"user_id": "1", "business_id": "2", "stars": 0.5, "date": "1970-01-01 00:00:05"}\n'
-            ),
-            "yelp/yelp_academic_dataset_business.json": '{"business_id": "2", "name": "T"}\n',
-        },
-    ),
-    "gowalla": ("", {"gowalla/loc-gowalla_totalCheckins.txt.gz": gzip.compress(b"1\t1970-01-01T00:00:05Z\t0\t0\t2\n")}),
-}
+SOURCES = ("ml-10m", "ml-20m", "ml-25m", "ml-32m", "amazon-2018-full", "amazon-2023", "steam", "yelp", "gowalla")
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", SOURCES)
 def test_every_source_of_the_papers_is_read_from_a_mirror(tmp_path, name):
-    category, files = PUBLISHED[name]
-    settings = {"category": category} if category else {}
-    assert run(tmp_path, source=name, mirror=str(put(tmp_path / "m", **files)), **settings)["rows"] == 1
+    settings = {"category": "Software"} if name.startswith("amazon") else {}
+    assert run(tmp_path, source=name, mirror=str(put(tmp_path / "m", **PUBLISHED)), **settings)["rows"] == 1
     event = pl.read_parquet(tmp_path / "out" / "interactions.parquet").row(0, named=True)
     assert (event["user_id"], event["item_id"]) == ("1", "2")
     assert event["timestamp"] == (0 if name == "steam" else 5)
@@ -206,7 +166,8 @@ def test_every_source_of_the_papers_is_read_from_a_mirror(tmp_path, name):
 
 
 def test_all_reviews_of_2018_are_read_where_the_ratings_alone_are_not_there(tmp_path):
-    mirror = put(tmp_path / "m", **{"amazon-2018-full/Software.json": REVIEW})
+    review = '{"reviewerID": "1", "asin": "2", "overall": 0.5, "unixReviewTime": 5}\n'
+    mirror = put(tmp_path / "m", **{"amazon-2018-full/Software.json": review})
     run(tmp_path, source="amazon-2018-full", category="Software", mirror=str(mirror))
     card = json.loads((tmp_path / "out" / "source.json").read_text())
     assert card["files"][0]["origin"] == "mirror:amazon-2018-full/Software.json"
@@ -233,11 +194,6 @@ def test_files_of_the_same_name_are_both_kept(tmp_path):
 
 def events(good: int, garbage: int) -> str:
     return EVENTS + "".join(f"u{n},i,{n},\n" for n in range(good)) + "garbage\n" * garbage
-
-
-def test_one_percent_of_garbage_passes_and_is_kept_apart(tmp_path):
-    assert run_csv(tmp_path, events(99, 1), max_bad_share=0.01)["quarantined"] == 1
-    assert pl.read_parquet(tmp_path / "out" / "quarantine.parquet")["line"].to_list() == [101]
 
 
 def test_times_of_another_format_are_answered_with_the_setting_to_name_it(tmp_path):
@@ -311,74 +267,40 @@ def test_what_is_to_be_read_is_never_overwritten(tmp_path):
     assert (tmp_path / "out/raw/events.csv").exists()
 
 
-LIMITED = """
-import resource, sys
-from pathlib import Path
-from seqrec.config import IngestConfig
-from seqrec.stages.ingest import ingest
-resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-root = Path(sys.argv[1])
-config = IngestConfig(source="csv", interactions=str(root / "events.csv"))
-ingest(dataset="mine", output=root / "out", downloads=root / "downloads", config=config)
-"""
-
-
 def test_a_full_disk_is_named_and_leaves_nothing_half_done(tmp_path):
     put(tmp_path, **{"events.csv": EVENTS + "".join(f"u{n * 7919 % 99991},i{n},{n},\n" for n in range(20_000))})
-    environment = {**os.environ, "PYTHONPATH": str(Path(seqrec.__file__).parents[1])}
-    command = [sys.executable, "-c", LIMITED, str(tmp_path)]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    failed = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert "OSError" in failed.stderr
-    assert f"no room for {tmp_path}/out" in failed.stderr
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        with pytest.raises(OSError, match=f"no room for {tmp_path}/out"):
+            run(tmp_path, source="csv", interactions=str(tmp_path / "events.csv"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert {name for name in contents(tmp_path / "out") if not name.endswith(".partial")} == set()
     run(tmp_path, source="csv", interactions=str(tmp_path / "events.csv"))
-    whole = contents(tmp_path / "out")
-    assert not [name for name in whole if name.endswith(".partial")]
-    run_csv(tmp_path / "again", (tmp_path / "events.csv").read_bytes())
-    assert contents(tmp_path / "again" / "out") == whole
+    assert not [name for name in contents(tmp_path / "out") if name.endswith(".partial")]
 
 
 needs_mirror = pytest.mark.skipif(not os.environ.get("SEQREC_DATA_MIRROR"), reason="SEQREC_DATA_MIRROR is not set")
-OF_2014, OF_2018 = "amazon-2014-processed", "amazon-2018-processed"
-
-
-def processed(folder: str, titled: bool = True) -> dict[str, str]:
-    items = {"items": f"{folder}/items.csv.gz"} if titled else {}
-    return {"source": "csv", "interactions": f"{folder}/interactions.csv.gz", **items}
-
-
-SCIENTIFIC = f"{OF_2018}/Industrial_and_Scientific/Scientific"
-REAL = {
-    "ml-100k": ({"source": "ml-100k"}, (100_000, 943, 1_682, 1_682), (874724710, 893286638)),
-    "ml-1m": ({"source": "ml-1m"}, (999_690, 6_040, 3_486, 3_883), (956703932, 1046454590)),
-    "gift-cards": (
-        {"source": "amazon-2018", "category": "Gift_Cards"},
-        (2_972, 458, 148, 1_547),
-        (1327968000, 1534896000),
+BEAUTY = "amazon-2014-processed/Beauty"
+SCIENTIFIC = "amazon-2018-processed/Industrial_and_Scientific/Scientific"
+REAL = {  # rows, users, items with events, items
+    "ml-100k": ({"source": "ml-100k"}, (100_000, 943, 1_682, 1_682)),
+    "ml-1m": ({"source": "ml-1m"}, (999_690, 6_040, 3_486, 3_883)),
+    "gift-cards": ({"source": "amazon-2018", "category": "Gift_Cards"}, (2_972, 458, 148, 1_547)),
+    "musical": ({"source": "amazon-2014", "category": "Musical_Instruments"}, (10_261, 1_429, 900, 900)),
+    "beauty": (
+        {"source": "csv", "interactions": f"{BEAUTY}/interactions.csv.gz", "items": f"{BEAUTY}/items.csv.gz"},
+        (198_215, 22_332, 12_086, 12_086),
     ),
-    "musical-instruments": (
-        {"source": "amazon-2014", "category": "Musical_Instruments"},
-        (10_261, 1_429, 900, 900),
-        (1095465600, 1405987200),
-    ),
-    "beauty": (processed(f"{OF_2014}/Beauty"), (198_215, 22_332, 12_086, 12_086), (1023840000, 1406073600)),
-    "beauty-22363": (processed(f"{OF_2014}/Beauty-22363", False), (198_502, 22_363, 12_101, 12_101), None),
     "beauty-22363-order": (
-        {"source": "lines", "interactions": f"{OF_2014}/Beauty-22363/order_only.txt.gz"},
+        {"source": "lines", "interactions": f"{BEAUTY}-22363/order_only.txt.gz"},
         (198_502, 22_363, 12_101, 12_101),
-        (0, 203),
     ),
-    "health": (
-        processed(f"{OF_2014}/Health_and_Personal_Care"),
-        (343_831, 38_329, 18_427, 18_427),
-        (976320000, 1406073600),
-    ),
-    "video-games": (processed(f"{OF_2018}/Video_Games"), (453_637, 50_597, 16_874, 16_874), (939859200, 1538438400)),
     "scientific": (
         {"source": "prefixes", "interactions": SCIENTIFIC, "items": f"{SCIENTIFIC}.text"},
         (19_712, 2_928, 1_585, 1_585),
-        (0, 35),
     ),
 }
 
@@ -387,22 +309,7 @@ REAL = {
 @pytest.mark.mirror
 @pytest.mark.parametrize("name", REAL)
 def test_real_files_have_their_known_counts(tmp_path, name):
-    settings, (rows, users, items, catalogue), times = REAL[name]
-    begin = time.monotonic()
+    settings, (rows, users, items, catalogue) = REAL[name]
     counts = run(tmp_path, **settings)
-    assert time.monotonic() - begin < 30
     assert counts == {"rows": rows, "users": users, "items": items, "catalogue": catalogue, "quarantined": 0}
-    table = pl.read_parquet(tmp_path / "out" / "interactions.parquet")
-    assert times is None or (table["timestamp"].min(), table["timestamp"].max()) == times
-    assert table["row"].is_sorted()
-
-
-@needs_mirror
-@pytest.mark.mirror
-def test_gift_cards_come_with_their_metadata(tmp_path):
-    run(tmp_path, source="amazon-2018", category="Gift_Cards")
-    items = pl.read_parquet(tmp_path / "out" / "items.parquet")
-    reviewed = pl.read_parquet(tmp_path / "out" / "interactions.parquet")["item_id"].unique()
-    assert [items[name].count() for name in ("title", "category", "brand")] == [1_547, 1_542, 527]
-    assert reviewed.is_in(items["item_id"].to_list()).all()
-    assert not items["title"].str.contains("&amp;").any()
+    assert pl.read_parquet(tmp_path / "out" / "interactions.parquet")["row"].is_sorted()

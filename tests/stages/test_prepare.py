@@ -15,13 +15,12 @@ from seqrec.data import sequences
 from seqrec.stages.prepare import prepare
 
 
-def test_the_split_card_says_what_was_done(prepared):
-    card = read_json(prepared / "split.json")
+def events_of(folder):
+    return ipc.open_file(folder / "sequences.arrow").read_all()
 
-    assert card["protocol"] == "LOO-full"
-    assert card["counts"]["users"] == card["counts"]["valid"] == card["counts"]["test"] == 60
-    assert card["counts"]["events"] == card["counts"]["train"] + 120
-    assert len(card["input_sha256"]) == len(card["split_sha256"]) == 64
+
+def names(folder, file, column):
+    return pq.read_table(folder / file)[column].to_pylist()
 
 
 def test_the_vocabulary_counts_train_alone(tmp_path):
@@ -36,13 +35,8 @@ def test_the_vocabulary_counts_train_alone(tmp_path):
         (3, "z", 0),
         (4, "w", 0),
     ]
-    assert read_json(folder / "split.json")["counts"]["cold_items"] == 2
-
-
-def test_the_same_input_gives_the_same_bytes(tmp_path):
-    one, two = (prepare_rows(tmp_path / name, synthetic_rows()) for name in ("one", "two"))
-
-    assert contents(one) == contents(two)
+    counts = read_json(folder / "split.json")["counts"]
+    assert counts.items() >= {"users": 1, "events": 5, "train": 3, "valid": 1, "test": 1, "cold_items": 2}.items()
 
 
 def test_all_equal_times_keep_the_source_order(tmp_path):
@@ -60,7 +54,7 @@ def test_shards_hold_the_same_events(tmp_path, protocol):
     whole = prepare_rows(tmp_path / "whole", rows, protocol=protocol)
     parts = prepare_rows(tmp_path / "parts", rows, protocol=protocol, shard_events=200)
 
-    one, two = (ipc.open_file(folder / "sequences.arrow").read_all() for folder in (whole, parts))
+    one, two = events_of(whole), events_of(parts)
     assert len(one["items"].chunks) == 1
     assert len(two["items"].chunks) > 3
     assert two.combine_chunks().equals(one.combine_chunks())
@@ -78,10 +72,6 @@ def test_noise_is_drawn_over_all_events_at_once(tmp_path):
     two = prepare_rows(tmp_path / "two", rows, noise_share=0.2, shard_events=100)
 
     assert contents(one) == contents(two)
-
-
-def names(folder, file, column):
-    return pq.read_table(folder / file)[column].to_pylist()
 
 
 def test_a_dump_that_extends_another_keeps_its_numbers(tmp_path):
@@ -111,16 +101,11 @@ def test_a_dump_that_extends_another_keeps_its_numbers(tmp_path):
 def test_shards_of_a_dump_whose_last_users_have_left_hold_all_events(tmp_path):
     first = prepare_rows(tmp_path / "first", synthetic_rows(users=20))
     rows = [row for row in synthetic_rows(users=20) if row[0] not in ("u17", "u18", "u19")]
-    tables = [
-        ipc.open_file(
-            prepare_rows(tmp_path / f"of {size}", rows, extend=str(first), shard_events=size) / "sequences.arrow"
-        )
-        .read_all()
-        .combine_chunks()
-        for size in (10_000, *range(20, 60, 3))
-    ]
-    assert tables[0].num_rows == 20
-    assert all(table.equals(tables[0]) for table in tables)
+    whole = events_of(prepare_rows(tmp_path / "whole", rows, extend=str(first)))
+    assert whole.num_rows == 20
+    for size in range(20, 60, 3):
+        parts = events_of(prepare_rows(tmp_path / f"of {size}", rows, extend=str(first), shard_events=size))
+        assert parts.combine_chunks().equals(whole.combine_chunks())
 
 
 def test_other_cases_are_another_split(tmp_path):
@@ -151,14 +136,10 @@ def test_data_that_was_not_validated_is_refused(tmp_path, verdict):
     write_interactions(tmp_path, synthetic_rows())
     write_json(tmp_path / "validation.json", {"input_sha256": "", **verdict})
 
+    paths = {"data": tmp_path, "validation": tmp_path / "validation.json", "sequences": tmp_path / "s"}
+
     with pytest.raises(ValueError, match="not a successful validation"):
-        prepare(
-            dataset="x",
-            data=tmp_path,
-            validation=tmp_path / "validation.json",
-            sequences=tmp_path / "s",
-            config=PrepareConfig(),
-        )
+        prepare(dataset="x", config=PrepareConfig(), **paths)
 
 
 def test_items_without_a_title_can_be_dropped(tmp_path):
@@ -177,8 +158,7 @@ TEMPORAL = {"protocol": "temporal", "deduplicate": "none", "min_user_events": 3,
 def trained_on(folder):
     """Return the ids of the vocabulary with their counts, and the training items of each user who has any."""
     vocabulary = pq.read_table(folder / "vocabulary.parquet").select(["item_id", "count"]).to_pylist()
-    table = ipc.open_file(folder / "sequences.arrow").read_all()
-    users = names(folder, "users.parquet", "user_id")
+    table, users = events_of(folder), names(folder, "users.parquet", "user_id")
     rows = zip(users, table["items"].to_pylist(), table["train_end"].to_pylist(), strict=True)
     return vocabulary, [(user, items[:end]) for user, items, end in rows if end]
 

@@ -1,20 +1,19 @@
 import json
 import logging
 import math
-import re
-from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from support import contents
 
 from seqrec import artifacts
 from seqrec.commands.reference import accept_reference
 from seqrec.config import ConfigError, RegisterConfig, ValidateConfig, parse
-from seqrec.data.expectations import Check
 from seqrec.stages.validate import ValidationFailed, histogram, validate
 
 NOON = 1_000_000_000
+NULLABLE = pa.schema([field.with_nullable(True) for field in artifacts.INTERACTIONS_SCHEMA])  # of another program
 
 
 def log(users=3, events=4):
@@ -28,7 +27,7 @@ def log(users=3, events=4):
 
 def write(folder, rows, item_ids=("i0", "i1", "i2", "i3"), reference=None, source="csv"):
     columns = zip(*rows, strict=True) if rows else [[]] * 5
-    table = pa.table([list(column) for column in columns], schema=artifacts.INTERACTIONS_SCHEMA)
+    table = pa.table([list(column) for column in columns], schema=NULLABLE)
     artifacts.write_table(folder / artifacts.INTERACTIONS, table)
     items = pa.table([list(item_ids), [f"Title {item}" for item in item_ids]], schema=artifacts.ITEMS_SCHEMA)
     artifacts.write_table(folder / artifacts.ITEMS, items)
@@ -69,17 +68,11 @@ def test_a_good_log_succeeds_and_is_described(tmp_path):
     assert (tmp_path / "reports" / "validation.html").read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
 
 
-def test_tables_without_a_source_card_are_validated(tmp_path):
-    write(tmp_path, log())
-    (tmp_path / artifacts.SOURCE_CARD).unlink()
-
-    assert run(tmp_path)["rows"] == 12
-
-
 @pytest.mark.parametrize(
     ("rows", "column", "words"),
     [
         ([], "rows", "at least 1"),
+        ([*log(), (None, "i0", NOON, 99, None)], "user_id", "1 of 4 ids are missing; clean the ids"),  # no example None
         ([*log(), ("u9\x07", "i0", NOON, 99, None)], "user_id", r"control characters .* e.g. 'u9\\x07'; .*"),
         (
             [*log(), ("u0", "i0", NOON, 99, None)],
@@ -104,7 +97,6 @@ def test_a_failed_critical_rule_stops_with_column_rule_examples_and_setting(tmp_
 @pytest.mark.parametrize(
     ("rows", "config"),
     [
-        ([*log(), ("u0", "i0", NOON, 99, None)], {"max_duplicate_share": 0.1}),
         ([*log(), ("u9", "i0", 10**11, 99, None)], {"max_date": "6000-01-01"}),
         ([(f"u{n % 3}", f"i{n % 4}", n, n, None) for n in range(12)], {"min_date": "1970-01-01"}),  # times = order
     ],
@@ -144,6 +136,9 @@ def test_warnings_are_logged_and_do_not_stop(tmp_path, caplog):
     }
     assert metrics["failed_rules"] == 5
     assert len(caplog.messages) == 4  # not the rule of severity info
+    reports = contents(tmp_path / "reports")
+    run(tmp_path)
+    assert contents(tmp_path / "reports") == reports
     assert "order of a sequence is the order of the source's rows" in caplog.text
     assert "found 2, e.g. 'i2', 'i3'" in caplog.text
 
@@ -162,18 +157,6 @@ def test_a_wrong_column_type_stops_before_the_rules_that_need_it(tmp_path):
     assert verdict(tmp_path)["statistics"] == {}
 
 
-def test_same_input_gives_the_same_bytes_and_at_most_five_examples(tmp_path):
-    outputs = []
-    for _ in range(2):
-        write(tmp_path, [*log(), *((f"x{n} ", "elsewhere", NOON, 50, 4.7) for n in range(9))])
-        with pytest.raises(ValidationFailed) as error:
-            run(tmp_path)
-        assert len(re.findall(r"'x\d '", str(error.value))) == 5
-        outputs.append([(tmp_path / "reports" / f"validation.{kind}").read_bytes() for kind in ("json", "html")])
-
-    assert outputs[0] == outputs[1]
-
-
 def test_an_accepted_baseline_shows_no_drift_and_a_changed_log_does(tmp_path):
     write(tmp_path, log())
     accept_reference(dataset="tiny", config=RegisterConfig(), data=tmp_path, reference=tmp_path / "reference.json")
@@ -181,6 +164,7 @@ def test_an_accepted_baseline_shows_no_drift_and_a_changed_log_does(tmp_path):
     assert failed(tmp_path) == set()
 
     write(tmp_path, log(users=3, events=1) + [("u8", f"i{n}", NOON, 90 + n, None) for n in range(3)])
+    (tmp_path / artifacts.SOURCE_CARD).unlink()  # as with tables of another program
     metrics = run(tmp_path)
 
     # Users had 4 events each, now 1, 1, 1 and 3: the shares of the bins 1, 2-3, 4+ go from 0, 0, 1 to 0.75, 0.25, 0.
@@ -224,29 +208,8 @@ def test_a_broken_baseline_file_is_named(tmp_path):
         run(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"min_date": "2020-01-01", "max_date": "2020-01-01"}, "min_date must be before max_date"),
-        ({"min_date": "yesterday"}, "yesterday"),
-        ({"max_volume_change": -0.1}, "max_volume_change"),
-    ],
-)
-def test_limits_are_checked_when_the_section_is_read(values, message):
-    with pytest.raises(ConfigError, match=f"validate.*{message}"):
-        parse(ValidateConfig, values, "validate")
-
-
-def test_a_missing_value_is_no_example():
-    check = Check(
-        table="items",
-        column="title",
-        rule="every item has a title",
-        severity="info",
-        success=False,
-        observed="2 of 3 items have no title",
-        examples=[None, "a"],
-        advice="add titles",
-    )
-    assert check.shown == ", e.g. 'a'"
-    assert replace(check, examples=[None]).shown == ""
+def test_limits_are_checked_when_the_section_is_read():
+    with pytest.raises(ConfigError, match=r"validate.*min_date must be before max_date"):
+        parse(ValidateConfig, {"min_date": "2020-01-01", "max_date": "2020-01-01"}, "validate")
+    with pytest.raises(ConfigError, match=r"validate.*yesterday"):
+        parse(ValidateConfig, {"min_date": "yesterday"}, "validate")

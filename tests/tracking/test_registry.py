@@ -7,21 +7,17 @@ import shutil
 import subprocess
 import sys
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from support import case_table
+from support import case_table, save
 
-from seqrec.artifacts import USERS_SCHEMA, VOCABULARY_SCHEMA
 from seqrec.commands import registry as registry_command
-from seqrec.config import ConfigError, CountsConfig, ModelConfig, RegisterConfig, ServeConfig
-from seqrec.counts.term import CountTerm
-from seqrec.models.base import Catalogue
-from seqrec.serving import http, onnx_graph
+from seqrec.config import ConfigError, CountsConfig, ServeConfig
+from seqrec.serving import http
 from seqrec.serving.events import Event, Shown, Store
 from seqrec.serving.http import loaded
 from seqrec.serving.onnx_engine import OnnxEngine
@@ -29,43 +25,14 @@ from seqrec.serving.recommender import Recommender
 from seqrec.stages.register import exporting
 from seqrec.tracking import gate, registry, runs
 from seqrec.tracking.runs import TrackingError
-from seqrec.training.checkpoint import build, catalogue_files, load_checkpoint, save_counts, save_model
-
-ITEMS = [f"i{number}" for number in range(1, 13)]
+from seqrec.training.checkpoint import load_checkpoint
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """What training and preparation leave: weights, card, vocabulary, users."""
-    folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    config = ModelConfig(architecture="sasrec", options={"length": 6, "d_model": 8, "layers": 1})
-    model = build(config, Catalogue(num_items=len(ITEMS), num_users=2, length=6))
-    follows = CountTerm(  # item 1 is followed by 2, and so on
-        offsets=torch.tensor([0, *range(len(ITEMS)), len(ITEMS) - 1]),
-        targets=torch.arange(2, len(ITEMS) + 1, dtype=torch.int32),
-        values=torch.linspace(1, 2, len(ITEMS) - 1),
-        weights=torch.tensor([1.0, 0.5]),
-        log_popularity=torch.zeros(len(ITEMS) + 1),
-    )
-    counts = save_counts(folder, follows, asdict(CountsConfig(events=2)))
-    numbers = list(range(1, len(ITEMS) + 1))
-    vocabulary = {"item": numbers, "item_id": ITEMS, "count": numbers}
-    pq.write_table(pa.table(vocabulary, schema=VOCABULARY_SCHEMA), folder / "vocabulary.parquet")
-    pq.write_table(pa.table({"user": [1, 2], "user_id": ["a", "b"]}, schema=USERS_SCHEMA), folder / "users.parquet")
-    facts = {"model": "sasrec", "fingerprint": "f", "filter_seen": True, "counts": counts}
-    save_model(folder, model, facts, catalogue_files(folder))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory):
-    return RegisterConfig(tracking_uri=f"sqlite:///{tmp_path_factory.mktemp('tracking')}/mlflow.db")
-
-
-@pytest.fixture(scope="module")
-def client(config):
-    return runs.connect(config)
+def folder(prepared, tmp_path_factory):
+    """What training leaves: weights, counts, card, vocabulary, users."""
+    counts = CountsConfig(alpha=0.5, events=2)
+    return save("sasrec", prepared, tmp_path_factory.mktemp("model"), counts, model="sasrec", fingerprint="f")
 
 
 @pytest.fixture(scope="module")
@@ -80,10 +47,6 @@ def model(client, run, folder):
     return registry.log_model(client, run, checkpoint=load_checkpoint(folder))
 
 
-def files(model):
-    return [path for path in Path(model.artifact_location).rglob("*") if path.is_file()]
-
-
 def test_a_half_written_model_is_replaced_and_a_complete_one_is_kept(client, run, model, folder):
     (found,) = client.search_logged_models([run.info.experiment_id])
 
@@ -91,26 +54,18 @@ def test_a_half_written_model_is_replaced_and_a_complete_one_is_kept(client, run
     assert registry.log_model(client, run, checkpoint=load_checkpoint(folder)).model_id == model.model_id
 
 
-def test_a_model_gets_its_graph_once_and_is_served_with_it(client, config, run, folder, monkeypatch, caplog):
+def test_a_model_gets_its_graph_once_and_is_served_with_it(client, config, run, folder, tmp_path, monkeypatch, caplog):
     spare = client.create_logged_model(run.info.experiment_id, "spare", run.info.run_id)  # not the one of other tests
     shutil.copytree(folder, Path(spare.artifact_location.removeprefix("file://")) / registry.ARTIFACTS)
-    export = onnx_graph.export_checkpoint
+    with exporting(folder) as export:
+        export(tmp_path / "graph")
+    upload, parts = client.log_model_artifacts, []
 
-    def broken(*_):
+    def broken(_):
         raise RuntimeError("no such operator\nand a long trace")
 
-    def log_graph():
-        with exporting(folder) as written:
-            registry.log_graph(client, spare, written)
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # so that a fork, which has the patch, exports
-    monkeypatch.setattr(onnx_graph, "export_checkpoint", broken)
-    log_graph()
-    assert "spare has no ONNX graph and is served by torch (RuntimeError: no such operator)" in caplog.text
-    assert not isinstance(loaded(f"models:/{spare.model_id}", config, ServeConfig()).engine, OnnxEngine)
-
-    monkeypatch.setattr(onnx_graph, "export_checkpoint", export)
-    upload, parts = client.log_model_artifacts, []
+    def written(target):
+        shutil.copytree(tmp_path / "graph", target)
 
     def killed(model_id, part):
         if parts:
@@ -118,43 +73,37 @@ def test_a_model_gets_its_graph_once_and_is_served_with_it(client, config, run, 
         parts.append(part)
         upload(model_id, part)
 
+    def served():
+        return loaded(f"models:/{spare.model_id}", config, ServeConfig())
+
+    registry.log_graph(client, spare, broken)
+    assert "spare has no ONNX graph and is served by torch (RuntimeError: no such operator)" in caplog.text
     monkeypatch.setattr(client, "log_model_artifacts", killed)
     with pytest.raises(KeyboardInterrupt):
-        log_graph()
+        registry.log_graph(client, spare, written)
     monkeypatch.setattr(client, "log_model_artifacts", upload)
-    assert not isinstance(loaded(f"models:/{spare.model_id}", config, ServeConfig()).engine, OnnxEngine)
-    log_graph()
-    monkeypatch.setattr(onnx_graph, "export_checkpoint", broken)
+    assert not isinstance(served().engine, OnnxEngine)
+
+    registry.log_graph(client, spare, written)
     caplog.clear()
-    log_graph()
+    registry.log_graph(client, spare, broken)  # never called, for there is one
     assert not caplog.text
-    served = loaded(f"models:/{spare.model_id}", config, ServeConfig())
-    assert isinstance(served.engine, OnnxEngine)
-    weights, place = Recommender.load(folder), served.engine.folder
-    assert served.recommend(["i1"]).items == weights.recommend(["i1"]).items
-    assert served.similar("i1").items == weights.similar("i1").items
-    del served
+    with_graph = served()
+    assert isinstance(with_graph.engine, OnnxEngine)
+    assert with_graph.recommend(["i1"]).items == Recommender.load(folder).recommend(["i1"]).items
+    place = with_graph.engine.folder
+    del with_graph
     assert not place.exists()
     client.delete_logged_model(spare.model_id)
 
 
-def test_nothing_in_the_model_is_a_pickle(model):
-    assert not [path for path in files(model) if path.suffix in {".pkl", ".pickle", ".pt", ".pth", ".bin"}]
-    assert "best.safetensors" in {path.name for path in files(model)}
+def test_nothing_in_the_model_is_a_pickle_and_its_requirements_are_pinned_by_public_versions(model):
+    files = [path for path in Path(model.artifact_location).rglob("*") if path.is_file()]
+    assert not [path for path in files if path.suffix in {".pkl", ".pickle", ".pt", ".pth", ".bin"}]
+    assert "best.safetensors" in {path.name for path in files}
 
-
-def test_its_code_is_the_package_seqrec_alone(model):
-    parts = [path.relative_to(model.artifact_location).parts for path in files(model) if path.suffix == ".py"]
-    places = {"/".join(part[:2]) for part in parts if len(part) > 1}
-
-    assert places == {"code/seqrec"}
-    assert ("code", "seqrec", "models", "sasrec.py") in parts
-
-
-def test_requirements_are_pinned_by_public_versions(model):
-    (path,) = [path for path in files(model) if path.name == "requirements.txt"]
+    (path,) = [path for path in files if path.name == "requirements.txt"]
     pins = dict(line.split("==") for line in path.read_text().splitlines())
-
     assert set(pins) == set(registry.PACKAGES)
     assert pins["torch"] == torch.__version__.partition("+")[0]
 
@@ -167,7 +116,7 @@ import seqrec
 frame = pd.DataFrame({
     "history": [["i1", "i2"], ["i3", "not in the catalogue"], []],
     "k": [3, 2, 4],
-    "user": ["a", None, "stranger"],
+    "user": ["u1", None, "stranger"],
     "exclude": [[sys.argv[2]], [], ["i1"]],
     "at": [1.5e9, None, None],
 })
@@ -183,7 +132,7 @@ def test_the_model_loads_in_a_clean_process_and_recommends_by_external_ids(model
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     environment["MLFLOW_TRACKING_URI"] = config.tracking_uri
     recommender = Recommender.load(folder)
-    best = recommender.recommend(["i1", "i2"], user="a").items[0]
+    best = recommender.recommend(["i1", "i2"], user="u1").items[0]
     command = [sys.executable, "-c", CLEAN_PROCESS, f"models:/{model.model_id}", best]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -192,7 +141,7 @@ def test_the_model_loads_in_a_clean_process_and_recommends_by_external_ids(model
 
     assert Path(answer["code"]).is_relative_to(model.artifact_location)
     expected = [
-        recommender.recommend(["i1", "i2"], 3, exclude=[best], user="a"),
+        recommender.recommend(["i1", "i2"], 3, exclude=[best], user="u1"),
         recommender.recommend(["i3", "not in the catalogue"], 2),
         recommender.recommend([], 4, exclude=["i1"], user="stranger"),
     ]
@@ -208,17 +157,17 @@ def test_a_recommender_is_loaded_by_every_name_of_the_registry(client, run, mode
     version = registry.create_version(client, "seqrec-loaded", model, {})
     client.set_registered_model_alias("seqrec-loaded", registry.CHAMPION, version.version)
     places = ["models:/seqrec-loaded@champion", "models:/seqrec-loaded/1", f"runs:/{run.info.run_id}/sasrec"]
-    expected = Recommender.load(str(folder)).recommend(["i1", "i2"], user="a")
+    expected = Recommender.load(str(folder)).recommend(["i1", "i2"], user="u1")
 
     for place in [*places, f"models:/{model.model_id}", folder]:
-        assert Recommender.load(place, config).recommend(["i1", "i2"], user="a") == expected
+        assert Recommender.load(place, config).recommend(["i1", "i2"], user="u1") == expected
     for place in ("models:/seqrec-loaded/7", "models:/seqrec-loaded@candidates", "models:/never", "runs:/abc/sasrec"):
         with pytest.raises(TrackingError, match=f"{place} (is not in|cannot be fetched)"):
             Recommender.load(place, config)
     load, champion = http.champion("loaded", config, ServeConfig())
     assert champion() == str(version.version)
     client.delete_registered_model_alias("seqrec-loaded", registry.CHAMPION)  # before the service has loaded it
-    assert load().recommend(["i1", "i2"], user="a") == expected
+    assert load().recommend(["i1", "i2"], user="u1") == expected
 
 
 def test_an_alias_is_served_as_the_version_that_holds_it(client, model, config):
@@ -243,7 +192,7 @@ def test_without_mlflow_a_registered_model_is_refused_and_a_folder_is_not(folder
 
     with pytest.raises(ValueError, match=r"models:/x@champion: mlflow is not installed"):
         Recommender.load("models:/x@champion")
-    assert Recommender.load(folder).item_ids == ITEMS
+    assert Recommender.load(folder).recommend(["i1"]).source == "sasrec"
 
 
 class Registered:
@@ -324,6 +273,16 @@ def test_a_refit_whose_origin_was_deleted_is_an_error_that_says_what_to_do(own):
         own.promote(own.version(1, 3), 1, 3)
 
 
+def test_a_champion_whose_cases_are_gone_is_an_error_that_says_what_to_do(own):
+    version = own.version(1, 2)
+    own.promote(version, 1, 2)
+    (cases,) = Path(own.client.get_run(version.run_id).info.artifact_uri).rglob("cases.parquet")
+    cases.unlink()
+
+    with pytest.raises(TrackingError, match="remove the alias champion"):
+        own.promote(own.version(1, 3), 1, 3)
+
+
 def test_cases_that_differ_within_one_split_are_left_to_a_person(own):
     own.promote(own.version(1, 2), 1, 2)
 
@@ -334,17 +293,17 @@ def test_cases_that_differ_within_one_split_are_left_to_a_person(own):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "promoted"),
+    ("ranks", "min_gain", "promoted"),
     [
-        ([1, 1, 1, 1], True),  # better for everyone
-        ([2, 2, 2, 2], False),  # the same
-        ([1, 4, 1, 4], False),  # better on average, but not for sure
+        ([1, 1, 1, 1], 0.0, True),  # better for everyone
+        ([1, 1, 1, 1], 0.5, False),  # by 1 - 1 / log2(4): the gain must exceed min_gain
+        ([1, 9, 1, 9], 0.0, False),  # better on average, but not for sure
     ],
 )
-def test_the_gate_asks_for_a_gain_beyond_doubt(own, ranks, promoted):
-    own.promote(own.version(2, 2, 2, 2), 2, 2, 2, 2)
+def test_the_gate_asks_for_a_gain_beyond_doubt(own, ranks, min_gain, promoted):
+    own.promote(own.version(3, 3, 3, 3), 3, 3, 3, 3)
 
-    decision = own.promote(own.version(*ranks), *ranks)
+    decision = own.promote(own.version(*ranks), *ranks, min_gain=min_gain)
     assert decision.promoted == promoted
     assert own.champion() == (2 if promoted else 1)
     assert json.loads(own.tags(2)[registry.GAIN_TAG]) == list(decision.gain)
@@ -399,7 +358,8 @@ def test_promotions_by_hand_are_audited_and_rolled_back(own, tmp_path, capsys):
     second = own.version(1, 1)
 
     store = f"sqlite:///{tmp_path}/events.db"
-    log_clicks(Store(store), {"1": (4, 1), "2": (4, 3)})
+    log_clicks(Store(store), "1", 1)
+    log_clicks(Store(store), "2", 3)
     own.by_hand("promote", 2, reason="a test", store=store)
     shown = capsys.readouterr().out
     assert all(text in shown for text in ("0.2500", "0.7500", "difference +0.5000, 95% interval"))
@@ -409,14 +369,6 @@ def test_promotions_by_hand_are_audited_and_rolled_back(own, tmp_path, capsys):
     decision = own.promote(second, 1, 1)  # by far better, and measured once more
     assert (decision.promoted, decision.reason.split(";")[0]) == (False, "it was rolled back to version 1")
 
-    own.by_hand("promote", 2)
-    third = own.version(1, 1)
-    own.by_hand("promote", 3)
-    assert own.promote(third, 1, 1).promoted
-    for expected in (2, 1):  # each one leads further back
-        own.by_hand("rollback")
-        assert own.champion() == expected
-
     own.by_hand("show")
     printed = " ".join(capsys.readouterr().out.split())
     assert "promote by hand: a test; click-through 0.7500 against 0.2500" in printed
@@ -424,23 +376,13 @@ def test_promotions_by_hand_are_audited_and_rolled_back(own, tmp_path, capsys):
         assert entry in printed
 
 
-def test_to_promote_the_champion_is_nothing_to_do_and_keeps_the_way_back(own, caplog):
-    own.versions(2)
-    own.by_hand("promote", 2)
-    before = own.stored()
-
-    with caplog.at_level("INFO"):
-        own.by_hand("promote", 2)
-    assert f"version 2 of {own.name} is already the champion: nothing to do" in caplog.text
-    assert own.stored() == before
-    own.by_hand("rollback")
-    assert own.champion() == 1
-
-
 def test_a_rollback_leads_to_no_version_that_was_rolled_back_nor_round_in_a_circle(own):
     own.versions(3)
     for version in (2, 3, 1):  # the first one again
         own.by_hand("promote", version)
+    before = own.stored()
+    own.by_hand("promote", 1)  # nothing to do
+    assert own.stored() == before
 
     for expected in (3, 2):
         own.by_hand("rollback")
@@ -472,29 +414,22 @@ def test_of_two_promotions_by_hand_the_second_starts_from_the_first(own, monkeyp
     assert own.tags(3)[registry.PREVIOUS_TAG] == "2"
 
 
-@pytest.mark.parametrize("ranks", [[1, 1, 1, 1], [2, 2, 2, 2]])
-def test_a_promotion_by_hand_is_seen_by_the_gate_that_is_deciding(own, monkeypatch, ranks):
+def test_a_promotion_by_hand_is_seen_by_the_gate_that_is_deciding(own, monkeypatch):
     _, second, _ = own.versions(3)
     while_deciding(monkeypatch, lambda: own.by_hand("promote", 3))
 
-    decision = own.promote(second, *ranks)
+    decision = own.promote(second, 1, 1, 1, 1)
 
     assert "over version 3" in decision.reason
-    assert own.champion() == (2 if decision.promoted else 3)
+    assert own.champion() == 2
     assert own.tags(3)[registry.PREVIOUS_TAG] == "1"
 
 
-def log_clicks(store, versions):
-    """Log one answer to each of so many users of a version, and a click of so many of them."""
-    for version, (users, clicked) in versions.items():
-        names = [f"{version}-{number}" for number in range(users)]
-        store.show([Shown(recommendation_id=name, user=name, version=version, items=["i1"], at=9.0) for name in names])
-        store.add(
-            [
-                Event(event_id=name, user=name, item="i1", kind="buy", at=9.5, recommendation_id=name)
-                for name in names[:clicked]
-            ]
-        )
+def log_clicks(store, version, clicked):
+    """Log one answer of the version to each of four users, and a click of so many of them."""
+    names, click = [f"{version}-{number}" for number in range(4)], {"item": "i1", "kind": "buy", "at": 9.5}
+    store.show([Shown(recommendation_id=name, user=name, version=version, items=["i1"], at=9.0) for name in names])
+    store.add([Event(event_id=name, user=name, recommendation_id=name, **click) for name in names[:clicked]])
 
 
 @pytest.mark.parametrize("url", ["sqlite:///no/such/folder/events.db", "sqlite://"])
@@ -508,28 +443,25 @@ def test_a_store_that_knows_nothing_keeps_nobody_from_promoting(own, url, monkey
 
 def test_show_marks_candidate_and_champion(own, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    own.versions(2)
+    own.versions(3)
+    own.client.set_registered_model_alias(own.name, registry.CANDIDATE, "2")
+    own.client.set_registered_model_alias(own.name, "newest", "2")
 
-    for candidate, expected in (
-        ("2", [("1", "champion"), ("2", "candidate")]),
-        ("1", [("1", "candidate, champion"), ("2", "")]),
-    ):
-        own.client.set_registered_model_alias(own.name, registry.CANDIDATE, candidate)
-        own.by_hand("show")
-        lines = [line.split("│") for line in capsys.readouterr().out.splitlines() if "│" in line]
-        assert [(cells[1].strip(), cells[4].strip()) for cells in lines] == expected
+    own.by_hand("show")
+
+    lines = [line.split("│") for line in capsys.readouterr().out.splitlines() if "│" in line]
+    shown = [(cells[1].strip(), cells[4].strip()) for cells in lines]
+    assert shown == [("1", "champion"), ("2", "candidate, newest"), ("3", "")]
 
 
-@pytest.mark.parametrize(
-    ("action", "message"),
-    [
-        ("promote", "--version: name the version to promote"),
-        ("rollback", "no champion before"),
-    ],
-)
-def test_what_cannot_be_done_by_hand_is_refused(own, action, message):
+def test_what_cannot_be_done_by_hand_is_refused(own):
     with pytest.raises(ConfigError, match="is not registered"):
         own.by_hand("show")
     own.versions(1)
-    with pytest.raises(ConfigError, match=message):
-        own.by_hand(action)
+    for action, version, message in (
+        ("promote", 0, "--version: name the version to promote"),
+        ("promote", 7, "has no version 7"),
+        ("rollback", 0, "no champion before"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            own.by_hand(action, version)

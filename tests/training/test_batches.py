@@ -1,12 +1,15 @@
-"""Windows of an epoch and their batches; none reaches the cut."""
+"""Windows of an epoch and their batches, none of which reaches the cut; examples of tied events, and made ahead."""
 
 import math
+import threading
+import time
 
 import pytest
 import torch
+from accelerate import Accelerator
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import draw_windows
+from support import draw_windows, make_model, prepare_rows, synthetic_rows
 
 from seqrec.config import FinetuneConfig
 from seqrec.data import sequences
@@ -14,19 +17,14 @@ from seqrec.data.sequences import Sequences
 from seqrec.models.base import Options
 from seqrec.training import batches
 from seqrec.training.batches import Windows
+from seqrec.training.examples import Examples, ahead
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
 def data(prepared):
     return sequences.load(prepared)
-
-
-def test_last_windows_are_one_a_user(data):
-    _, chosen = draw_windows(data)
-
-    assert chosen.user.tolist() == list(range(data.num_users))
-    assert chosen.stop.tolist() == data.train_stop.tolist()
-    assert chosen.width.unique().tolist() == [5]
 
 
 @pytest.mark.parametrize("objective", ["causal", "cloze"])
@@ -141,3 +139,56 @@ def test_an_epoch_visits_every_window_once_in_batches_of_equal_work():
     assert at_random > 1.5 * int(width.sum())
     widths = [int(width[part].max()) for part in plan]
     assert widths != sorted(widths)
+
+
+def drawn(examples):
+    examples.draw(make_model("sasrec", num_items=examples.given.num_items), "train")
+    return examples.data.items
+
+
+def test_each_epoch_has_its_own_order_of_ties_which_a_resumed_one_draws_again(tmp_path):
+    """Users have three events at a time."""
+    rows = [(user, item, time // 3000) for user, item, time in synthetic_rows(users=20)]
+    tied = sequences.load(prepare_rows(tmp_path, rows, min_user_events=1, min_item_events=1))
+    config = FinetuneConfig(ties="shuffle", seed=3)
+    examples = Examples(tied, config, Accelerator(cpu=True))
+    first, again = drawn(examples), drawn(examples)
+    examples.end_epoch()
+    resumed = Examples(tied, config, Accelerator(cpu=True))
+    resumed.load_state_dict(examples.state_dict())
+    second = drawn(examples)
+
+    assert torch.equal(first, again)
+    assert torch.equal(second, drawn(resumed))
+    assert not torch.equal(first, second)
+    assert not torch.equal(first, tied.items)
+    assert torch.equal(next(examples.build(0, 0)).batch.items, next(resumed.build(0, 0)).batch.items)
+    assert torch.equal(drawn(Examples(tied, FinetuneConfig(), Accelerator(cpu=True))), tied.items)  # ties: keep
+
+
+def test_one_batch_is_made_while_the_caller_works_on_another():
+    made = []
+
+    def make(place):
+        made.append((place, threading.current_thread() is threading.main_thread()))
+        return place
+
+    for place in ahead(make, 4, CPU):
+        deadline = time.monotonic() + 5
+        while len(made) < min(place + 2, 4):
+            assert time.monotonic() < deadline
+        time.sleep(0.01)
+        assert len(made) == min(place + 2, 4)  # the next, and no more
+    assert made == [(0, False), (1, False), (2, False), (3, False)]
+
+
+def test_what_fails_in_the_second_thread_is_raised_here():
+    def make(place):
+        if place == 1:
+            raise OSError("gone")
+        return place
+
+    made = ahead(make, 3, CPU)
+    assert next(made) == 0
+    with pytest.raises(OSError, match="gone"):
+        next(made)

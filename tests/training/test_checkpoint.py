@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
+from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support import make_model, run, save
+from support import exit_of, make_model, run, run_finetune, save
 
 from seqrec.artifacts import read_json, sha256
-from seqrec.config import CountsConfig, EvaluateConfig, FinetuneConfig
+from seqrec.config import CountsConfig, EvaluateConfig
 from seqrec.stages.evaluate import evaluate
-from seqrec.stages.finetune import finetune
 from seqrec.training.checkpoint import catalogue_files, load_checkpoint, save_model
+from seqrec.training.saved import read
 
 CARD, WEIGHTS, TOKENS, VOCABULARY = "config.json", "best.safetensors", "tokens.safetensors", "vocabulary.parquet"
 
@@ -55,7 +55,6 @@ def rewrite(folder, **entries):
         ({"catalogue": {"num_items": 40, "num_users": 60}}, "config.json: catalogue.length"),
         ({"catalogue": {"num_items": 0, "num_users": 60, "length": 12}}, "config.json: catalogue: num_items"),
         ({"seconds": float("nan")}, "config.json: seconds"),
-        ({"filter_seen": "perhaps"}, "config.json: filter_seen"),
         ({"weights_sha256": None}, "config.json: weights_sha256"),
         ({"files": None}, "older version.*train the model again, and register it again"),
         ({"files": {"../users.parquet": "0" * 64}}, "config.json was written by an older version"),
@@ -120,42 +119,38 @@ def test_every_architecture_is_built_as_it_was_saved(architecture, prepared, tmp
 
 
 def renamed(prepared, folder):
-    """Return a copy of a prepared dataset in which two items have changed places."""
+    """Write a copy of a prepared dataset in which two items have changed places."""
     shutil.copytree(prepared, folder)
     table = pq.read_table(folder / VOCABULARY)
     order = [1, 0, *range(2, len(table))]
     pq.write_table(table.set_column(1, table.schema.field(1), table["item_id"].take(order)), folder / VOCABULARY)
-    return folder
 
 
 def test_training_hands_titles_and_users_on_and_keeps_to_its_catalogue(prepared, tmp_path):
-    other = renamed(prepared, tmp_path / "other")
+    renamed(prepared, tmp_path / "other" / "sequences")
     run(prepared, tmp_path, epochs=1)
 
     folders = [tmp_path / "initial", tmp_path / "finetuned"]
     assert all(set(load_checkpoint(folder).files) == {VOCABULARY, "users.parquet"} for folder in folders)
-    shared = {"model": "sasrec", "checkpoint": tmp_path / "finetuned"}
+    other = {"sequences": tmp_path / "other" / "sequences", "report": tmp_path}
     with pytest.raises(ValueError, match=r"vocabulary\.parquet: the item_ids differ"):
-        evaluate(sequences=other, report=tmp_path, config=EvaluateConfig(bootstrap=100), **shared)
+        evaluate(model="sasrec", checkpoint=folders[1], config=EvaluateConfig(bootstrap=100), **other)
     with pytest.raises(ValueError, match=r"vocabulary\.parquet: the item_ids differ"):
-        finetune(
-            sequences=other,
-            initial=tmp_path / "initial",
-            state=tmp_path / "state",
-            filter_seen=True,
-            config=FinetuneConfig(),
-            **shared,
-        )
+        run_finetune("sasrec", tmp_path / "other", tmp_path)
+
+
+THREADS = Path("/proc/self/task")
+
+
+def read_tables(folder):
+    """Read the tables; the exit status is the number of threads that this has started."""
+    before = len([*THREADS.iterdir()])
+    model = read(folder)
+    assert model.vocabulary
+    assert model.users
+    sys.exit(len([*THREADS.iterdir()]) - before)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts the threads in /proc")
 def test_the_tables_are_read_without_threads(saved):
-    code = (
-        "import os, sys; from pathlib import Path; from seqrec.training.saved import read\n"
-        "model, before = read(Path(sys.argv[1])), os.listdir('/proc/self/task')\n"
-        "assert model.vocabulary and model.users\n"
-        "print(len(os.listdir('/proc/self/task')) - len(before))"
-    )
-    command = [sys.executable, "-c", code, str(saved["sasrec"])]
-
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == "0"
+    assert exit_of(read_tables, saved["sasrec"]) == 0

@@ -8,54 +8,35 @@ from torch.nn import functional as F
 from seqrec.training import losses
 
 
-def plain(query, items, target):
-    scores = query @ items.T
-    scores[:, 0] = float("-inf")
-    return torch.nn.functional.cross_entropy(scores, target, reduction="none")
-
-
 @pytest.fixture(params=[1, 10_000_000], ids=["a block as large as the items", "one block"])
 def block(request, monkeypatch):
     monkeypatch.setattr(losses, "LOGITS_IN_MEMORY", request.param)
 
 
+def assert_agree(ours, theirs, weight, *inputs):
+    """Compare two values of each target, and the gradients of their weighted sums."""
+    torch.testing.assert_close(ours, theirs)
+    gradients = [torch.autograd.grad((value * weight).sum(), inputs) for value in (ours, theirs)]
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
+
+
 @pytest.mark.parametrize("weight", [torch.ones(7), torch.arange(7.0)], ids=["alike", "different"])
-def test_value_and_gradients_equal_plain_cross_entropy(block, weight):
-    query, items = torch.randn(7, 5, requires_grad=True), torch.randn(20, 5, requires_grad=True)
-    target = torch.randint(1, 20, (7,))
-
-    value, expected = losses.cross_entropy(query, items, target), plain(query, items, target)
-    torch.testing.assert_close(value, expected)
-
-    ours = torch.autograd.grad((value * weight).sum(), (query, items))
-    theirs = torch.autograd.grad((expected * weight).sum(), (query, items))
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
-    assert ours[1][0].abs().max() == 0
-
-
-@pytest.mark.parametrize("weight", [torch.ones(4), torch.arange(4.0)], ids=["alike", "different"])
-def test_past_items_are_no_candidates_unless_they_are_the_target(block, weight):
-    """Rows of 0 (padding), items and 21 (a mask, which is no item); query 3 repeats an item of its past."""
-    query, items = torch.randn(4, 5, requires_grad=True), torch.randn(21, 5, requires_grad=True)
-    target = torch.tensor([1, 7, 20, 8])
-    past = losses.PastItems(
-        torch.tensor([[0, 5, 9], [8, 21, 8]]), torch.tensor([0, 0, 1, 1]), torch.tensor([2, 3, 1, 3])
-    )
-
-    value = losses.cross_entropy(query, items, target, past=past)
-    scores = query @ items.T
-    hidden = torch.zeros(4, 21, dtype=torch.bool)
+@pytest.mark.parametrize("gone", [[], [[5], [5, 9], [8], [], [9], [8], [8]]], ids=["all items", "unseen items"])
+def test_value_and_gradients_are_those_of_a_softmax_over_the_candidates(block, weight, gone):
+    """Past items are none: 0 is padding, 21 a mask, which is no item; queries 3 and 4 repeat an item of their past."""
+    query, items = torch.randn(7, 5, requires_grad=True), torch.randn(21, 5, requires_grad=True)
+    target, seen = torch.tensor([1, 7, 20, 8, 5, 3, 20]), torch.tensor([[0, 5, 9], [8, 21, 8]])
+    past = losses.PastItems(seen, torch.tensor([0, 0, 1, 1, 0, 1, 1]), torch.tensor([2, 3, 1, 3, 3, 3, 2]))
+    hidden = torch.zeros(7, 21, dtype=torch.bool)
     hidden[:, 0] = True
-    for row, gone in enumerate([[5], [5, 9], [8], []]):
-        hidden[row, gone] = True
-    expected = scores.masked_fill(hidden, float("-inf")).logsumexp(1) - scores.gather(1, target[:, None])[:, 0]
+    for row, some in enumerate(gone):
+        hidden[row, some] = True
 
-    torch.testing.assert_close(value, expected)
-    ours = torch.autograd.grad((value * weight).sum(), (query, items))
-    theirs = torch.autograd.grad((expected * weight).sum(), (query, items))
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
+    value = losses.cross_entropy(query, items, target, past=past if gone else None)
+
+    scores = (query @ items.T).masked_fill(hidden, float("-inf"))
+    assert_agree(value, F.cross_entropy(scores, target, reduction="none"), weight, query, items)
 
 
 def test_an_unlikely_target_has_a_finite_value_and_gradient():
@@ -117,17 +98,13 @@ def test_the_sampled_gradients_equal_those_of_autograd_in_several_blocks(weights
     query, items = torch.randn(9, 4, requires_grad=True), torch.randn(13, 4, requires_grad=True)
     target, drawn, log_expected = torch.arange(1, 10), torch.tensor([3, 12, 3, 9, 1, 11, 5]), torch.randn(13)
 
+    ours = losses.sampled_cross_entropy(query, partial(F.embedding, weight=items), target, drawn, log_expected)
+
     score = query @ items[drawn].T - log_expected[drawn]
     score = score.masked_fill(drawn == target.unsqueeze(1), -torch.inf)
     goal = (query * items[target]).sum(1, keepdim=True)
-    theirs = torch.nn.functional.cross_entropy(torch.cat([goal, score], 1), torch.zeros(9).long(), reduction="none")
-    ours = losses.sampled_cross_entropy(query, partial(F.embedding, weight=items), target, drawn, log_expected)
-
-    torch.testing.assert_close(ours, theirs)
-    for one, other in zip(
-        *(torch.autograd.grad((x * weights).sum(), (query, items)) for x in (ours, theirs)), strict=True
-    ):
-        torch.testing.assert_close(one, other)
+    theirs = F.cross_entropy(torch.cat([goal, score], 1), torch.zeros(9).long(), reduction="none")
+    assert_agree(ours, theirs, weights, query, items)
 
 
 @pytest.mark.parametrize(("t", "beta"), [(0.0, 1.0), (1.0, 2 / 3), (0.5, 2 / 3 * (0.5 * (1 - 1.5) + 1.5))])

@@ -12,17 +12,16 @@ from support import case_table, run, weights
 
 from seqrec.artifacts import REFITTED, read_json, sha256, write_json
 from seqrec.commands import refit as command
-from seqrec.config import ConfigError, EvaluateConfig, FinetuneConfig, ModelConfig, RegisterConfig, from_dict
+from seqrec.config import ConfigError, EvaluateConfig, RegisterConfig, from_dict
 from seqrec.counts.term import with_counts
 from seqrec.data import sequences
 from seqrec.evaluation import ranking, results
-from seqrec.models.base import Catalogue
 from seqrec.pipeline import BY_NAME
 from seqrec.serving.recommender import Recommender
 from seqrec.stages.evaluate import evaluate
 from seqrec.tracking import gate, registry, runs
-from seqrec.training import batches, refit
-from seqrec.training.checkpoint import build, load_checkpoint, save_model
+from seqrec.training import refit
+from seqrec.training.checkpoint import load_checkpoint, save_model
 from seqrec.training.validation import METRIC
 from seqrec.training.warm_start import warm_start
 
@@ -37,7 +36,7 @@ def trained(prepared, tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained") / "sasrec"
     torch.manual_seed(0)
     run(prepared, folder, save_steps=1)
-    lines = [json.loads(line) for line in (folder / "finetuned" / "history.jsonl").read_text().splitlines()]
+    lines = records(folder / "finetuned")
     for line, value in zip(lines, (0.1, 0.3, 0.2, 0.3), strict=True):
         line[METRIC] = value
     (folder / "finetuned" / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -59,7 +58,6 @@ def records(folder):
 @pytest.mark.parametrize(
     ("history", "epochs"),
     [
-        ([("a", 0.1), ("a", 0.3), ("a", 0.3)], {"a": 2}),  # the first of equals is kept
         ([("a", 0.1), ("a", 0.3), ("b", 0.2), ("b", 0.3)], {"a": 2, "b": 0}),  # the second phase never got better
         ([("a", 0.1), ("a", 0.3), ("b", 0.2), ("b", 0.4)], {"a": 2, "b": 2}),
         ([("a", None), ("a", 0.1), ("a", None)], {"a": 2}),  # not every epoch is evaluated
@@ -75,62 +73,48 @@ def test_the_epochs_are_those_whose_weights_were_kept(history, epochs):
     assert refit.chosen_epochs(lines) == epochs
 
 
-def test_the_held_out_events_are_trained_on(prepared):
-    data = sequences.load(prepared)
-    catalogue = Catalogue(data.num_items, data.num_users, 12)
-    model = build(ModelConfig(architecture="sasrec", options={"length": 12}), catalogue)
-    drawn = [
-        batches.windows(part, model.options, FinetuneConfig(windows="all"), torch.Generator().manual_seed(0))
-        for part in (data, sequences.trained_until(data, data.stop))
-    ]
-    targets = [set(torch.cat([w.stop - 1]).tolist()) for w in drawn]
-    held_out = set((data.stop - 1).tolist())
-
-    assert not held_out & targets[0]
-    assert held_out <= targets[1]
-    everything = sequences.trained_until(data, data.stop)
-    assert everything.count.tolist() == torch.bincount(data.items, minlength=len(data.count)).tolist()
+@pytest.fixture(scope="module")
+def retrained(prepared, trained, tmp_path_factory):
+    """The training once more on every event, and what it returns."""
+    out = tmp_path_factory.mktemp("retrained")
+    return out / "refitted", retrain(prepared, trained, out)
 
 
-def test_it_stops_at_the_chosen_epoch_of_the_same_schedule_and_measures_nothing(prepared, trained, tmp_path):
-    values = retrain(prepared, trained, tmp_path)
+def test_it_stops_at_the_chosen_epoch_of_the_same_schedule_and_measures_nothing(prepared, trained, retrained):
+    folder, values = retrained
 
-    again, before = records(tmp_path / "refitted"), records(trained / "finetuned")
+    again, before = records(folder), records(trained / "finetuned")
     assert values["epochs"] == len(again) == 2
     assert not any(name.startswith("valid/") for record in again for name in record)
     rates = [[record["learning_rate"] for record in history] for history in (again, before)]
     assert rates[0] == pytest.approx(rates[1][:2], rel=0.1)  # an epoch has a few more batches
     assert rates[0][1] > 3 * rates[1][3]  # not run down to the end within two epochs
-    card = read_json(tmp_path / "refitted" / "config.json")
-    origin = read_json(trained / "finetuned" / "config.json")
+    card, origin = (read_json(place / "config.json") for place in (folder, trained / "finetuned"))
     assert card["refit"] == {"fingerprint": origin["fingerprint"], "epochs": {"train": 2}, "until": "test"}
     assert card["config"] == origin["config"]
-    counts = pq.read_table(tmp_path / "refitted" / "vocabulary.parquet")["count"].to_pylist()
+    counts = pq.read_table(folder / "vocabulary.parquet")["count"].to_pylist()
     assert sum(counts) == len(sequences.load(prepared).items)
 
 
-def test_a_killed_refit_continues_and_gives_the_same_weights(prepared, trained, tmp_path, caplog):
+def test_a_killed_refit_continues_and_gives_the_same_weights(prepared, trained, retrained, tmp_path, caplog):
     caplog.set_level(logging.INFO)
 
     def kill(record, number):
         raise KilledError
 
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    retrain(prepared, trained, whole)
     with pytest.raises(KilledError):
-        retrain(prepared, trained, killed, open_log=lambda *_: nullcontext(kill))
-    retrain(prepared, trained, killed)
+        retrain(prepared, trained, tmp_path, open_log=lambda *_: nullcontext(kill))
+    retrain(prepared, trained, tmp_path)
     assert "resuming" in caplog.text
 
-    ours, theirs = (load_checkpoint(out / "refitted").model.state_dict() for out in (whole, killed))
+    ours, theirs = (load_checkpoint(place).model.state_dict() for place in (retrained[0], tmp_path / "refitted"))
     for name, value in ours.items():
         assert torch.equal(value, theirs[name]), name
     assert not torch.equal(ours["items.weight"], weights(trained)["items.weight"])
 
 
-def test_what_has_seen_the_test_events_is_neither_evaluated_nor_started_from(prepared, trained, tmp_path):
-    retrain(prepared, trained, tmp_path)
-    folder = tmp_path / "refitted"
+def test_what_has_seen_the_test_events_is_neither_evaluated_nor_started_from(prepared, trained, retrained, tmp_path):
+    folder, _ = retrained
 
     with pytest.raises(ValueError, match="refitted on every event"):
         evaluate(model="sasrec", sequences=prepared, checkpoint=folder, report=tmp_path, config=EvaluateConfig())
@@ -199,8 +183,6 @@ def test_refit_is_a_setting_of_evaluate_alone():
     content = {"dataset": "toy", "models": {"sasrec": {}}, "evaluate": {"refit": "valid"}}
 
     assert BY_NAME["finetune"].settings(from_dict(content), "sasrec")["refit"] == "valid"
-    with pytest.raises(ConfigError, match=r"^finetune.refit: unknown key; set evaluate.refit"):
-        from_dict(content | {"finetune": {"refit": "valid"}})
     with pytest.raises(ConfigError, match=r"^evaluate.refit: Input should be .none. or .valid."):
         from_dict(content | {"evaluate": {"refit": "test"}})
 
@@ -261,7 +243,8 @@ def test_the_refit_is_served_and_the_evaluated_version_stands_for_it(prepared, r
     again = gate.promote(client, evaluated, cases(2.0), tmp_path, config)
     assert again == gate.Decision(True, "there was no champion before", None)
     assert int(registry.find_champion(client, "seqrec-toy").version) == 2
-    better = another(client, config, tmp_path, prepared)
+    changed(tmp_path / "artifacts" / "sasrec" / "finetuned", tmp_path / "other")
+    better = register(client, config, tmp_path / "other", prepared, 1.0)
     decision = gate.promote(client, better, cases(1.0), tmp_path, config)
     assert decision.promoted
     assert "over version 2: +0.3691" in decision.reason  # 1 - 1 / log2(3): with the cases of the evaluated one
@@ -273,11 +256,6 @@ def changed(folder, to):
     with torch.no_grad():
         trained.model.items.weight.add_(1.0)
     save_model(to, trained.model, {**trained.card, "fingerprint": "other"}, trained.files)
-
-
-def another(client, config, tmp_path, prepared):
-    changed(tmp_path / "artifacts" / "sasrec" / "finetuned", tmp_path / "other")
-    return register(client, config, tmp_path / "other", prepared, 1.0)
 
 
 def test_only_the_champions_own_folders_are_refitted(prepared, registered, tmp_path):

@@ -69,12 +69,10 @@ def test_who_training_did_not_know_has_the_vector_of_user_zero(temporal, tmp_pat
     assert answers[someone].scores != answers["nobody"].scores
 
 
-@pytest.mark.parametrize("model", USER_MODELS)
+@pytest.mark.parametrize("model", ["flash4rec", "mfbpr"])  # of a history and its user, and of the user alone
 def test_a_refit_knows_the_same_users_wherever_it_ranks(temporal, tmp_path, model):
     """Evaluation, batch scoring and explanations give each user what the service gives; some began after training."""
-    run(
-        temporal, tmp_path, model, epochs=2, refit="valid", learning_rate=0.05, options=OPTIONS | SPECIAL.get(model, {})
-    )
+    run(temporal, tmp_path, model, epochs=2, refit="valid", learning_rate=0.05, options=OPTIONS)
     data, user_ids = sequences.load(temporal), sequences.read_users(temporal)
     checkpoint, reports = tmp_path / "finetuned", tmp_path / "reports"
     served = Recommender.load(checkpoint / REFITTED)

@@ -58,7 +58,7 @@ def interactions(frames: Iterable[pl.DataFrame], path: Path, time_format: str = 
             rating.cast(pl.Float32, strict=False).alias("_rating"),
         )
         bad = frame.clear()
-        if not _clean(frame):
+        if not _clean(frame, rating):
             frame = _with_problems(frame, rating, wrong_time)
             bad = frame.filter(pl.col("_problem").is_not_null())
             frame = frame.filter(pl.col("_problem").is_null())
@@ -90,15 +90,16 @@ def _ratings(frame: pl.DataFrame) -> pl.Series:
     return rating.set(rating.str.strip_chars().is_in(MISSING), None) if rating.dtype == pl.String else rating
 
 
-def _clean(frame: pl.DataFrame) -> bool:
+def _clean(frame: pl.DataFrame, rating: pl.Series) -> bool:
     """Return whether no row can have a problem; this is cheaper than finding the problem of each row."""
     times, ratings = frame["_seconds"], frame["_rating"]
     return (
         frame["_problem"].null_count() == len(frame) > 0
-        and not any(frame[name].null_count() for name in ("user_id", "item_id", "_seconds", "_rating"))
+        and not any(frame[name].null_count() for name in ("user_id", "item_id", "_seconds"))
         and int(times.min()) >= 0  # type: ignore[arg-type]
         and int(times.max()) < LARGEST_SECONDS  # type: ignore[arg-type]
         and bool(ratings.is_finite().all())
+        and not (ratings.is_null() & ~_blank(rating)).any()
         and all(_may_be_ids(frame[name]) for name in ("user_id", "item_id"))
         and (  # checked by `_regular`
             isinstance(frame.schema["_text"], pl.Struct)

@@ -1,17 +1,14 @@
-"""The oracle of scripts/strec_oracle.py: which events it names, and the network that computes those alone."""
+"""scripts/strec_oracle.py: events that it names, computed alone; benchmarks/strec_efficiency.py: memory by rows."""
 
 from __future__ import annotations
-
-import runpy
-from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks import meter, strec_efficiency
+from scripts import strec_oracle as oracle
 from seqrec.models.base import Batch, Catalogue
 from seqrec.models.strec import STRec
-
-oracle = runpy.run_path(str(Path(__file__).parent.parent / "scripts/strec_oracle.py"))
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +46,7 @@ def test_rollout_is_the_product_of_the_layers(dense, batch):
         reached = 0.5 * (logits.softmax(-1).mean(1) + torch.eye(6)) @ reached
         x = block.transform(block.attend(x, slice(None), (batch.items != 0)[:, None, None]))
 
-    found = oracle["by_rollout"](dense, batch)
+    found = oracle.by_rollout(dense, batch)
 
     torch.testing.assert_close(found, reached[:, -1])
     assert found[1, :2].tolist() == [0, 0]
@@ -69,7 +66,7 @@ def test_the_gradient_is_the_change_of_the_best_scores_as_an_event_fades(dense, 
             for place in range(6)
         ]
 
-    found = oracle["by_gradient"](dense, batch)
+    found = oracle.by_gradient(dense, batch)
 
     torch.testing.assert_close(found, torch.stack(changes, 1).abs(), atol=3e-3, rtol=0.02)
     assert found[0].max() > 0.02
@@ -77,9 +74,9 @@ def test_the_gradient_is_the_change_of_the_best_scores_as_an_event_fades(dense, 
 
 
 @pytest.mark.parametrize("keys", [False, True])
-@pytest.mark.parametrize("choice", ["most recent", "oracle: attention rollout", "random", "oldest"])
+@pytest.mark.parametrize("choice", ["oracle: attention rollout", "oldest"])
 def test_with_a_row_for_every_event_the_dense_network_is_computed(dense, batch, choice, keys):
-    ours = oracle["Chosen"](dense, oracle["CHOICES"][{"most recent": oracle["BASE"]}.get(choice, choice)], 6, keys)
+    ours = oracle.Chosen(dense, oracle.CHOICES[choice], 6, keys)
     torch.testing.assert_close(ours(batch, last=True), dense(batch, last=True))
 
 
@@ -87,14 +84,29 @@ def test_hidden_events_change_nothing_and_events_without_a_row_are_still_read(de
     changed = batch._replace(items=batch.items.clone())
     changed.items[0, 0] = 6  # the oldest of six events
     for keys, same in ((True, True), (False, False)):
-        model = oracle["Chosen"](dense, oracle["by_recency"], 3, keys)
+        model = oracle.Chosen(dense, oracle.by_recency, 3, keys)
         before, after = model(batch, last=True), model(changed, last=True)
         assert torch.equal(before[0], after[0]) == same
         assert torch.equal(before[1], after[1])
 
 
 def test_the_most_recent_events_are_those_that_a_sampler_by_position_keeps(dense, batch):
-    ours = oracle["Chosen"](dense, oracle["by_recency"], 3, False)
+    ours = oracle.Chosen(dense, oracle.by_recency, 3, False)
     theirs = STRec(ours.options, dense.catalogue).eval()
     theirs.load_state_dict({**theirs.state_dict(), **dense.state_dict()})
     torch.testing.assert_close(ours(batch, last=True), theirs(batch, last=True))
+
+
+def test_networks_with_fewer_rows_allocate_less_and_the_reference_computes_every_row():
+    networks, inputs = strec_efficiency.networks(12), strec_efficiency.histories(3, 12)
+    with torch.inference_mode():
+        peaks = {
+            name: meter.peak_bytes(strec_efficiency.encoder(network, inputs)) for name, network in networks.items()
+        }
+
+    swept = [peak for name, peak in peaks.items() if name.startswith("STRec, k")]
+    assert swept == sorted(swept, reverse=True)
+    assert peaks[strec_efficiency.ALL] > peaks[strec_efficiency.LAST] > swept[-1]
+    shares = [strec_efficiency.left_out(name, network) for name, network in networks.items()]
+    assert shares[:3] == ["0.0%", "11.5%", "47.9%"]  # 11/12 of one layer in 8; and 5/12 of the other seven
+    assert shares[-3:] == ["-"] * 3

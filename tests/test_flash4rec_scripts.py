@@ -1,34 +1,35 @@
-"""The variants of scripts/flash4rec_variants.py: what their routers read, and that they train and load."""
+"""scripts/flash4rec_variants.py: what routers read, and that variants train and load; flash4rec_routing.py: choices."""
 
 from __future__ import annotations
 
 import pytest
+import support
 import torch
 
+from scripts import flash4rec_routing as routing
 from scripts import flash4rec_variants as variants
-from seqrec.commands.settings import check
-from seqrec.config import load
 from seqrec.data import sequences
 from seqrec.models import REGISTRY
 from seqrec.models.base import Batch
-from tests import support
 
 ALONE = sorted(set(variants.VARIANTS) - {"low-rank-experts-permuted"})  # the others do not read other histories
 
 
 @pytest.fixture
-def settings(monkeypatch):
-    monkeypatch.setattr(REGISTRY, "data", dict(REGISTRY.data))  # the variants leave with the test
-    return variants.settings()
-
-
-def build(name, monkeypatch):
+def build(monkeypatch):
+    """Return a function that makes a small variant; the variants are no longer registered after the test."""
+    monkeypatch.setattr(REGISTRY, "data", dict(REGISTRY.data))
     monkeypatch.setattr(variants.Routed, "counts", torch.arange(31) ** 2)
-    torch.manual_seed(0)
-    experts = {"experts": 1} if name.startswith("low-rank") else {"experts": 4, "d_router": 16}
-    model = support.make_model(name, prediction_head=False, dropout=0.0, d_expert=16, **experts).eval()
-    support.add_noise(model, 0.3)
-    return model
+    variants.settings()
+
+    def made(name):
+        torch.manual_seed(0)
+        experts = {"experts": 1} if name.startswith("low-rank") else {"experts": 4, "d_router": 16}
+        model = support.make_model(name, prediction_head=False, dropout=0.0, d_expert=16, **experts).eval()
+        support.add_noise(model, 0.3)
+        return model
+
+    return made
 
 
 def make_batch(rows, times):
@@ -36,8 +37,8 @@ def make_batch(rows, times):
 
 
 @pytest.mark.parametrize("name", ALONE)
-def test_a_query_depends_neither_on_padding_nor_on_later_events(name, settings, monkeypatch):
-    model = build(name, monkeypatch)
+def test_a_query_depends_neither_on_padding_nor_on_later_events(name, build):
+    model = build(name)
     both = make_batch([[4, 9, 2, 7, 30], [5, 20]], [[-900.0, -840, -90, -9, 0], [0, 0, 0, -400, 0]])
     changed = make_batch([[4, 9, 2, 7, 11]], [[-9900.0, -9840, -9090, -9009, 0]])
     short = make_batch([[5, 20]], [[-400.0, 0]])
@@ -59,8 +60,8 @@ def test_a_query_depends_neither_on_padding_nor_on_later_events(name, settings, 
         ("low-rank-experts", {"items", "item", "times"}),
     ],
 )
-def test_a_router_reads_what_its_name_says(name, read, settings, monkeypatch):
-    model = build(name, monkeypatch)
+def test_a_router_reads_what_its_name_says(name, read, build):
+    model = build(name)
     batch = make_batch([[4, 9, 2]], [[-900.0, -840, 0]])
 
     def last(batch: Batch):
@@ -78,20 +79,18 @@ def test_a_router_reads_what_its_name_says(name, read, settings, monkeypatch):
     assert ("item" in different) == (name != "routed-by-time-gap")
 
 
-def test_an_item_drawn_at_random_keeps_its_expert(settings, monkeypatch):
-    model = build("routed-at-random", monkeypatch)
-    table = variants.FixedRandom(model.options, model.catalogue).blocks[0].experts.router.network.weight
-    share = table.softmax(-1)
-    assert set(share.flatten().tolist()) == {0.0, 1.0}
-    assert len(share.argmax(-1).unique()) == 4
-    again = variants.FixedRandom(model.options, model.catalogue)
-    assert torch.equal(again.blocks[0].experts.router.network.weight, table)
-    assert not torch.equal(again.blocks[1].experts.router.network.weight, table)
-    assert not table.requires_grad
+def test_an_item_drawn_at_random_has_the_same_expert_each_time_in_each_block_another(build):
+    model = build("routed-at-random")
+    first, again = (variants.FixedRandom(model.options, model.catalogue) for _ in range(2))
+    blocks = (first.blocks[0], again.blocks[0], first.blocks[1])
+    table, same, other = (block.experts.router.network.weight for block in blocks)
+    assert set(table.softmax(-1).flatten().tolist()) == {0.0, 1.0}
+    assert torch.equal(table, same)
+    assert not torch.equal(table, other)
 
 
-def test_summaries_are_exchanged_between_events_and_not_with_padding(settings, monkeypatch):
-    model = build("low-rank-experts-permuted", monkeypatch)
+def test_summaries_are_exchanged_between_events_and_not_with_padding(build):
+    model = build("low-rank-experts-permuted")
     batch = make_batch([[4, 9, 2, 7, 30], [5, 20]], [[-900.0, -840, -90, -9, 0], [0, 0, 0, -400, 0]])
     x, real = torch.randn(2, 5, 16), batch.items != 0
     own, given, again = variants.Summary.note(model, x, batch), model.note(x, batch), model.note(x, batch)
@@ -104,8 +103,8 @@ def test_summaries_are_exchanged_between_events_and_not_with_padding(settings, m
     assert any(not torch.equal(model.note(x, batch), given) for _ in range(5))
 
 
-def test_dropout_before_the_softmax_hides_keys(settings, monkeypatch):
-    model = build("topk-dropout-before-softmax", monkeypatch)
+def test_dropout_before_the_softmax_hides_keys(build):
+    model = build("topk-dropout-before-softmax")
     logit = torch.randn(2, 6, 6, requires_grad=True)
     towards = torch.randn(2, 6, 6)
     torch.manual_seed(4)
@@ -121,8 +120,8 @@ def test_dropout_before_the_softmax_hides_keys(settings, monkeypatch):
     torch.testing.assert_close(ours, theirs)
 
 
-def test_the_rate_falls_to_nothing_in_the_last_epoch(settings, monkeypatch):
-    model = build("annealed-topk-dropout", monkeypatch)
+def test_the_rate_falls_to_nothing_in_the_last_epoch(build):
+    model = build("annealed-topk-dropout")
     weight, real = torch.rand(50, 6, 6).softmax(-1), torch.ones(50, 6, dtype=torch.bool)
     dropped = []
     for _ in range(model.options.epochs):
@@ -134,22 +133,10 @@ def test_the_rate_falls_to_nothing_in_the_last_epoch(settings, monkeypatch):
     assert dropped[-1] == 0.0
 
 
-def test_the_settings_are_those_of_the_parts(settings, tmp_path):
-    (tmp_path / "variants.yaml").write_text(settings.as_yaml())
-    params, parts = load(tmp_path / "variants.yaml"), load(variants.PARTS)
-    check(params, ingests=True)
-    own = parts.model("flash4rec").options
-    changed = {name: dict(params.model(name).options.items() - own.items()) for name in params.leaderboard}
-    assert {name: options for name, options in changed.items() if options} == {
-        "annealed-topk-dropout": {"epochs": parts.section("finetune", model="flash4rec").epochs},
-        "low-rank-experts": {"experts": 1},
-        "low-rank-experts-permuted": {"experts": 1},
-    }
-    assert [*changed] == ["flash4rec", *variants.VARIANTS]
-
-
-@pytest.mark.parametrize("name", variants.VARIANTS)
-def test_a_variant_trains_and_loads(name, settings, prepared, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "name", ["routed-by-popularity", "routed-at-random", "annealed-topk-dropout", "low-rank-experts-permuted"]
+)
+def test_a_variant_trains_and_loads(name, build, prepared, tmp_path, monkeypatch):
     counts = sequences.load(prepared).count
     monkeypatch.setattr(variants.Routed, "counts", counts)
     options = support.OPTIONS["flash4rec"] | {"experts": 1 if name.startswith("low-rank") else 4}
@@ -162,6 +149,21 @@ def test_a_variant_trains_and_loads(name, settings, prepared, tmp_path, monkeypa
     if isinstance(after, variants.Routed):
         assert torch.equal(after.count_V, counts)
     changed = {key for key, value in after.state_dict().items() if not torch.equal(value, before.state_dict()[key])}
-    learnt = {key for key in after.state_dict() if "router" in key and name != "routed-at-random"}
-    assert learnt <= changed
+    routers = {key for key in after.state_dict() if "router" in key}
+    assert routers.isdisjoint(changed) if name == "routed-at-random" else routers <= changed
     assert changed
+
+
+def test_each_choice_replaces_what_its_name_says():
+    expert_N1 = torch.tensor([2, 0, 2, 1, 2, 0, 3, 2]).unsqueeze(1)
+    torch.manual_seed(0)
+
+    chosen = {name: choice(torch.ones(8, 1), expert_N1, 4) for name, choice in routing.CHOICES.items()}
+
+    assert chosen["as trained"][1].equal(expert_N1)
+    other = chosen["the expert of another event"][1]
+    assert not other.equal(expert_N1)
+    assert other.sort(0).values.equal(expert_N1.sort(0).values)
+    assert chosen["the busiest expert for all"][1].unique().tolist() == [2]
+    assert set(chosen["a random expert"][1].flatten().tolist()) <= {0, 1, 2, 3}
+    assert [bool(gate.any()) for gate, _ in chosen.values()] == [True, True, True, True, False]
