@@ -106,6 +106,7 @@ def test_a_killed_refit_continues_and_gives_the_same_weights(prepared, trained, 
         retrain(prepared, trained, tmp_path, open_log=lambda *_: nullcontext(kill))
     retrain(prepared, trained, tmp_path)
     assert "resuming" in caplog.text
+    assert "epoch 2/2" in caplog.text  # two are trained, of the schedule for four
 
     ours, theirs = (load_checkpoint(place).model.state_dict() for place in (retrained[0], tmp_path / "refitted"))
     for name, value in ours.items():
