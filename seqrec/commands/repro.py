@@ -63,7 +63,10 @@ def repro(*, changes: str = "", jobs: int = 0) -> None:
         dvc = Dvc(Console(), {**os.environ, **environment, **variables})
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
         jobs = jobs or (1 if shutil.which("nvidia-smi") else min(2, cores))
-        if jobs > 1 and len(config.leaderboard) > 1 and dvc.out_of_date():
+        if not dvc.out_of_date():
+            dvc.console.print("Nothing has changed since the last run.")
+            return
+        if jobs > 1 and len(config.leaderboard) > 1:
             dvc.repro(["prepare", *(f"prepare_source@{source}" for source in config.sources)])
             side_by_side(dvc, config.leaderboard, jobs, cores)
         dvc.repro()
