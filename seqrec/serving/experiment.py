@@ -50,7 +50,10 @@ class Rate:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Two rates, and their difference with an interval: NaN where both rates are the same for all their users."""
+    """Two rates, and their difference with an interval.
+
+    The interval is NaN where a version has fewer than two users, and where neither rate varies between users.
+    """
 
     champion: Rate
     candidate: Rate
