@@ -4,6 +4,7 @@ The benchmark of the GPU runs on a CPU in its quick form.
 """
 
 import json
+import warnings
 
 import numpy as np
 import pytest
@@ -86,3 +87,17 @@ def test_every_part_of_the_gpu_benchmark_runs_on_a_cpu_and_one_that_fails_says_w
     gpu.main([*common, "--minutes", "0", "--parts", "ranking"])
 
     assert "| sasrec | no time left |" in capsys.readouterr().out
+
+
+def test_waits_for_the_gpu_are_counted_by_the_line_that_waits():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            warnings.warn("called a synchronizing CUDA operation (Triggered internally at ...)", stacklevel=1)
+        warnings.warn("another warning", stacklevel=1)
+
+    found = gpu.waits_of(caught, steps=2)
+
+    assert (found["waits"], found["waits a step"]) == (4, 2.0)
+    assert found["lines (waits)"].startswith("test_benchmarks.py:")
+    assert found["lines (waits)"].endswith("(4)")

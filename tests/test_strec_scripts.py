@@ -1,4 +1,4 @@
-"""scripts/strec_oracle.py: events that it names, computed alone; benchmarks/strec_efficiency.py: memory by rows."""
+"""scripts/strec_oracle.py: events that it names, computed alone; benchmarks/strec_efficiency.py: memory and lists."""
 
 from __future__ import annotations
 
@@ -110,3 +110,13 @@ def test_networks_with_fewer_rows_allocate_less_and_the_reference_computes_every
     shares = [strec_efficiency.left_out(name, network) for name, network in networks.items()]
     assert shares[:3] == ["0.0%", "11.5%", "47.9%"]  # 11/12 of one layer in 8; and 5/12 of the other seven
     assert shares[-3:] == ["-"] * 3
+
+
+def test_a_served_network_ranks_as_the_network_does():
+    network, inputs = strec_efficiency.networks(12)["STRec, k = 4"], strec_efficiency.histories(3, 12)
+
+    _, items = strec_efficiency.served(network, inputs)()
+
+    with torch.inference_mode():
+        scores = strec_efficiency.encoder(network, inputs)() @ network.item_vectors()[1:].T
+    torch.testing.assert_close(torch.from_numpy(items), 1 + scores.topk(strec_efficiency.TOP).indices)

@@ -203,6 +203,11 @@ def test_a_wrong_change_is_refused_with_the_closest_key(text, message):
 
 def test_changes_are_read_as_yaml():
     assert read_changes("a.b=1e-3 c=[x,y] d=true 'e=two words' f=1.5 g=2000-01-01 h=%d/%m/%Y") == {
-        **{"a.b": 1e-3, "c": ["x", "y"], "d": True, "e": "two words"},
-        **{"f": 1.5, "g": "2000-01-01", "h": "%d/%m/%Y"},
+        "a.b": 1e-3,
+        "c": ["x", "y"],
+        "d": True,
+        "e": "two words",
+        "f": 1.5,
+        "g": "2000-01-01",
+        "h": "%d/%m/%Y",
     }

@@ -35,6 +35,28 @@ def three(tmp_path_factory):
     return sequences.load(prepare_rows(folder, rows, min_user_events=1, min_item_events=1))
 
 
+def test_no_history_is_read_if_seen_items_stay_candidates(three, monkeypatch):
+    cases, scorer = sequences.cases(three, "test"), fixed_scorer(torch.tensor([9.0, 5, 4, 3, 2, 1]))
+    monkeypatch.delattr(ranking.SeenItems, "before")
+
+    ranked = ranking.rank(scorer, three, cases, filter_seen=False, both=False)
+    item, _ = ranking.best(scorer, three, cases.user, cases.position, filter_seen=False, top_k=2)
+
+    assert ranked.rank.tolist() == ranked.rank_unfiltered.tolist() == [3, 4, 5]
+    assert item.tolist() == [[1, 2]] * 3
+
+
+def test_the_history_of_a_user_with_many_cases_is_read_once(three, monkeypatch):
+    read, ranges = [], sequences.ranges
+    monkeypatch.setattr(
+        sequences, "ranges", lambda first, number: read.append(int(number.sum())) or ranges(first, number)
+    )
+
+    ranking.SeenItems.before(three, torch.zeros(100, dtype=torch.long), three.stop[:1].expand(100))
+
+    assert read[0] == three.stop[0] - three.start[0]
+
+
 @pytest.mark.parametrize("k", [1, 5, 30])
 def test_of_equal_scores_the_lower_item_comes_first_in_tables_and_in_the_service(prepared, monkeypatch, k):
     monkeypatch.setattr(ranking, "ITEMS_PER_BLOCK", 7)

@@ -223,6 +223,23 @@ def test_the_experiment_holds_the_view_that_the_printed_link_names(registered):
         assert shown <= found.data.metrics.keys()
 
 
+def test_a_copied_project_is_refused_until_its_runs_are_made_anew_and_leaves_the_original_alone(
+    registered, tmp_path, monkeypatch
+):
+    before = {path: path.read_bytes() for path in registered.rglob("*") if path.is_file()}
+    copy = shutil.copytree(registered, tmp_path / "copy")
+    monkeypatch.chdir(copy)
+    with pytest.raises(TrackingError, match=r"moved or copied.*ln -s.*In a copy, remove mlflow.db and mlartifacts/"):
+        run()
+
+    ignore = shutil.ignore_patterns("mlflow.db", "mlartifacts")  # another folder: MLflow keeps an open database in mind
+    monkeypatch.chdir(shutil.copytree(copy, tmp_path / "emptied", ignore=ignore))
+    run()
+    assert len(all_runs()) == 8
+    assert aliases() == {"candidate": 1, "champion": 1}
+    assert {path: path.read_bytes() for path in before} == before
+
+
 def test_a_baseline_that_is_best_is_served_and_refitted_with_the_settings_that_validation_chose(registered, capsys):
     set_validation_ranks(registered, "pctm", 1.0)
     run()
