@@ -53,12 +53,11 @@ def attention_bias(items_BL: Tensor, *, causal: bool) -> Tensor:
 
     Padding is never a key. Padded queries attend to themselves, because a softmax over nothing is NaN.
     """
-    length = items_BL.shape[1]
-    visible_BLL = (items_BL != PAD).unsqueeze(1).expand(-1, length, -1)
-    if causal:
-        visible_BLL = visible_BLL & torch.ones(length, length, dtype=torch.bool, device=items_BL.device).tril()
-    visible_BLL = visible_BLL | torch.eye(length, dtype=torch.bool, device=items_BL.device)
-    return torch.zeros(visible_BLL.shape, device=items_BL.device).masked_fill(~visible_BLL, float("-inf"))
+    length, device = items_BL.shape[1], items_BL.device
+    none_LL = torch.full((length, length), float("-inf"), device=device)
+    pad_LL = none_LL.masked_fill(torch.eye(length, dtype=torch.bool, device=device), 0)  # where the key is padding
+    event_LL = none_LL.triu(1) if causal else torch.zeros_like(none_LL)
+    return torch.where((items_BL == PAD).unsqueeze(1), pad_LL, event_LL)  # one pass over (B, L, L)
 
 
 def time_bucket(seconds: Tensor) -> Tensor:

@@ -39,6 +39,7 @@ HIDDEN = (
     "\tdvc config",
 )
 TRAINING = ("pretrain", "finetune", "evaluate")  # stages of each model
+REGISTER = "seqrec.stages.register"  # whose imports take long, too
 RUNNING, SKIPPED = "Running stage '", "' didn't change, skipping"
 
 
@@ -57,7 +58,7 @@ def repro(*, changes: str = "", jobs: int = 0) -> None:
     remove_left_locks()
     repair_lock_file()
     began = time.monotonic()
-    with changed(read_changes(changes)) as environment, warm.process() as variables:
+    with changed(read_changes(changes)) as environment, warm.process(REGISTER) as variables:
         config = load(Path("params.yaml"))
         forget_edited_files(config, Path("settings"))
         dvc = Dvc(Console(), {**os.environ, **environment, **variables})

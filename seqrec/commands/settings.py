@@ -36,6 +36,8 @@ def settings(*, output: Path, params: Mapping[str, Any]) -> None:
     """
     read = from_dict(params)
     check(read)
+    if not read.leaderboard:
+        raise ConfigError("leaderboard: names no model; `python -m seqrec run` can do with the baselines alone")
     for model in unfed(read):
         raise ConfigError(f"leaderboard: {model}{UNFED} (`make repro` leaves it out by itself)")
     for name, content in resolve(read).items():
@@ -102,7 +104,7 @@ def without_unfed(params: Params) -> Params:
     for name in left_out:
         logger.warning("%s is left out: it%s", name, UNFED.partition(":")[0])
     kept = tuple(name for name in params.leaderboard if name not in left_out)
-    if not kept:
+    if left_out and not kept:
         raise ConfigError(f"leaderboard: {', '.join(left_out)}{UNFED}")
     return replace(params, leaderboard=kept)
 

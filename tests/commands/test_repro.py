@@ -180,6 +180,8 @@ def test_models_that_the_data_cannot_feed_are_left_out(params, caplog):
     ]
     with pytest.raises(ConfigError, match=r"leaderboard: fdsa reads the items' columns.*set ingest.items"):
         settings(output=params.parent / "settings", params=yaml.safe_load(text))
+    with repro.changed({"leaderboard": []}), pytest.raises(ConfigError, match="leaderboard: names no model"):
+        settings(output=params.parent / "settings", params=yaml.safe_load(params.read_text()))
     text = text.replace("interactions: a.csv", "interactions: a.csv, items: b.csv")
     params.write_text(text)
     with repro.changed({}):
