@@ -294,7 +294,7 @@ def fit(
     Args:
         data: the data set.
         model: name of an architecture in `seqrec.models.REGISTRY`, key of `models` in the data set's settings, or a
-            baseline: popularity, markov, ease, pctm or seqrules. A baseline has no settings.
+            baseline: popularity, repeats, markov, ease, pctm or seqrules. A baseline has no settings.
         minutes: budget, from which the number of epochs follows; there is always one.
         options: options of the model, such as {"d_model": 64}.
         finetune: settings of the training, such as {"epochs": 20}.
@@ -348,7 +348,10 @@ def _baseline(data: Dataset, name: str, changed: Sequence[str], folder: str | Pa
         items = data.card["counts"]["items"]
         run.evaluate_baselines(data.params, data.tables, place, names=(name,), ease_items=items)
         write_text(place / run.SETTINGS, data.params.as_yaml())
-    return Model(place / "artifacts" / name / "finetuned", data, place / "reports" / name, keep)
+    saved = place / "artifacts" / name / "finetuned"
+    if not any(saved.iterdir()):
+        raise ValueError(f"{name}: no user repeats an item, or filter_seen leaves out what a user has seen")
+    return Model(saved, data, place / "reports" / name, keep)
 
 
 def load(place: str | Path) -> Model:

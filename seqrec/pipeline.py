@@ -121,7 +121,7 @@ VOCABULARY = "data/sequences/vocabulary.parquet"
 USERS = "data/sequences/users.parquet"
 NEGATIVES = "data/sequences/negatives.arrow"
 SPLIT = "data/sequences/split.json"
-BASELINES = ("popularity", "markov", "ease", "pctm", "seqrules")
+BASELINES = ("popularity", "repeats", "markov", "ease", "pctm", "seqrules")
 TABLES = ("data/{source}interactions.parquet", "data/{source}items.parquet", "data/{source}source.json")
 
 STAGES = (

@@ -30,6 +30,7 @@ from seqrec.data import item_tokens, sequences
 from seqrec.models import REGISTRY
 from seqrec.models.base import Batch, Catalogue, Options
 from seqrec.models.ensemble import create
+from seqrec.pipeline import BASELINES
 from seqrec.stages.finetune import finetune
 from seqrec.stages.prepare import prepare
 from seqrec.stages.pretrain import pretrain
@@ -43,6 +44,7 @@ ITEMS = {"encoder": "items", "pooling": "mean", "layers": 0, "d_history": 16, "h
 MEMORY = {"fpmc": 1, "mfbpr": 0}  # most recent events that a query depends on, where that is not all of them
 
 
+FILTERED = tuple(name for name in BASELINES if name != "repeats")  # the baselines with filter_seen
 MEASURED = ("train_seconds", "evaluate_seconds", "train_peak_mb")  # metrics that differ from run to run
 
 

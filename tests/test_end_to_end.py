@@ -14,17 +14,16 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support import MEASURED, synthetic_rows, write_log
+from support import FILTERED, MEASURED, synthetic_rows, write_log
 
 from seqrec.__main__ import main
-from seqrec.pipeline import BASELINES
 
 ROOT = Path(__file__).parent.parent
 CODE = ("seqrec", "configs", "my", "dvc.yaml", ".dvcignore", ".gitignore")
 MODELS = ("sasrec", "gru4rec")
 # with -m, it would itself become a fork of the warm process, and start another one for its stages
 REPRO = (sys.executable, "-c", "from seqrec.__main__ import main; raise SystemExit(main(['repro', '--jobs', '2']))")
-ROWS = (*BASELINES, *MODELS)
+ROWS = (*FILTERED, *MODELS)
 
 
 def settings(**changes) -> dict:

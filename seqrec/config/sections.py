@@ -209,7 +209,7 @@ class CountsConfig(Section):
         0.0  # lambda: weight of the log of an item's share of training events
     )
     targets: Count = 0  # targets kept per item, largest counts first; 0: set by the size of the catalogue
-    values: Literal["log", "sum", "rare", "tempered", "ease"] = (
+    values: Literal["log", "sum", "rare", "tempered", "ease", "repeats"] = (
         "log"  # log: log(1 + count / tau); the others are those of the baselines
     )
     decay: str = ""  # weight of an event by its distance from the end, in the form of `kernel`; empty: use rho
@@ -217,16 +217,21 @@ class CountsConfig(Section):
     ease_decay: Annotated[float, Bounds(gt=0, le=1)] = (
         1.0  # weight that EASE gives an event relative to the next newer one
     )
-    ease_events: Annotated[int, Bounds(ge=1, le=1000)] = 200  # number of newest events that EASE reads
+    ease_events: Annotated[int, Bounds(ge=1, le=1000)] = 200  # number of newest events that EASE and repeats read
+    repeats: NotNegative = 0.0  # weight of the user's own past items, which is added to the term; 0: none
+    repeats_decay: str = "inverse"  # weight that each of them has, in the form of `kernel`
 
     @property
-    def of_ease(self) -> CountsConfig:
-        """Settings of the term that is added."""
-        return CountsConfig(values="ease", alpha=self.ease, rho=self.ease_decay, events=self.ease_events)
+    def further(self) -> dict[str, CountsConfig]:
+        """Settings of the terms that are added, by name."""
+        ease = CountsConfig(values="ease", alpha=self.ease, rho=self.ease_decay, events=self.ease_events)
+        repeats = CountsConfig(values="repeats", alpha=self.repeats, decay=self.repeats_decay, events=self.ease_events)
+        return {name: term for name, term in (("ease", ease), ("repeats", repeats)) if term.alpha}
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, value in (("kernel", self.kernel), ("decay", self.decay or self.kernel)):
+        kernels = {"kernel": self.kernel, "decay": self.decay or self.kernel, "repeats_decay": self.repeats_decay}
+        for name, value in kernels.items():
             number = value.replace(".", "", 1)
             fits = value in ("inverse", "root", "square") or (number.isdecimal() and float(value) <= 1)
             require(fits, f"{name} must be inverse, root, square or a number up to 1 like 0.7")

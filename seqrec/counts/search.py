@@ -71,9 +71,10 @@ def popularities(found: CountsConfig) -> Axis:
 
 
 DECAYS: Sequence[Axis] = ([{"rho": rho} for rho in (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)],)  # of EASE alone
-EASE_TABLE = "ease"  # the one table that no setting changes
-EASE_WEIGHTS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
-EASE: Axis = [{"ease": weight, "ease_decay": decay} for decay in (1.0, 0.9, 0.8) for weight in EASE_WEIGHTS]
+REPEATS: Sequence[Axis] = ([{"decay": decay} for decay in ("inverse", "root", "square", "0.9", "0.7")],)  # alone
+UNCHANGED = ("ease", "repeats")  # tables that no setting changes
+WEIGHTS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)  # of a further term
+FURTHER_DECAYS = {"ease": (1.0, 0.9, 0.8), "repeats": ("inverse", "root", "0.9", "0.7")}  # the first is the default
 LAST_EVENT = CountsConfig(alpha=3.0, rho=0.2, kernel="square")  # counts in which the last event decides
 ADDED: Sequence[AnyAxis] = (alphas, [{"smoothing": tau} for tau in SMOOTHING], RHO, KERNELS, popularities)
 
@@ -183,13 +184,13 @@ class Tables:
         """Start with the weights of EASE that a `stored` term of this dataset holds: they take minutes to compute."""
         self.data = data
         self.tables: dict[Any, CountTable] = {}
-        for term in (stored, stored.ease) if stored else ():
-            if term is not None and not term.normalised:
-                self.tables[EASE_TABLE] = CountTable(term.offsets, term.targets, term.values)
+        ease = stored if stored is None or stored.kind == "ease" else stored.further.get("ease")
+        if ease:
+            self.tables["ease"] = CountTable(ease.offsets, ease.targets, ease.values)
 
     def table(self, config: CountsConfig) -> CountTable:
         """Return the count table of `config`."""
-        key = EASE_TABLE if config.values == "ease" else (config.kernel, config.window, config.targets)
+        key = config.values if config.values in UNCHANGED else (config.kernel, config.window, config.targets)
         if key not in self.tables:
             self.tables[key] = counted(self.data, config)
         return self.tables[key]
@@ -200,7 +201,7 @@ class Tables:
 
     def term(self, config: CountsConfig) -> CountTerm | None:
         """Return the count term of `config`, or None if it adds nothing."""
-        return self.built(config) if config.alpha or config.ease else None
+        return self.built(config) if config.alpha or config.further else None
 
     def scorer(self, base: Scorer, config: CountsConfig, device: torch.device) -> Scorer:
         """Return `base`, a scorer on `device`, with the count term of `config` added."""
@@ -217,7 +218,7 @@ def choose(
     start: CountsConfig,
     axes: Sequence[AnyAxis] = ADDED,
     again: CountsConfig | None = None,
-    ease: bool = False,
+    further: Sequence[str] = (),
 ) -> Choice[CountsConfig]:
     """Return the settings of the count term that improves `base` most.
 
@@ -229,32 +230,44 @@ def choose(
         start: initial settings, which are kept unless others are better.
         axes: alternatives, tried axis by axis.
         again: see `search`.
-        ease: whether to also try EASE with the best settings, and keep it if it improves them.
+        further: terms to try one after the other with the best settings so far, ease and repeats; those that improve
+            them are kept.
     """
     cases = drawn_cases(data, tables)
     ndcg = CaseNdcg(base, data, cases, filter_seen=filter_seen)
     found = search(lambda config: ndcg(tables.built(config)), cases.user, [start] * 3, axes, again)
-    if not ease:
-        return found
 
     @functools.cache
-    def by_weight(counts: CountsConfig, decay: float) -> NDArray[np.float64]:
-        """Return NDCG@10 (len(EASE_WEIGHTS), C) of EASE added to the scores with `counts`."""
+    def by_weight(counts: CountsConfig, name: str, decay: Any) -> NDArray[np.float64]:
+        """Return NDCG@10 (len(WEIGHTS), C) of a further term added to the scores with `counts`."""
         scorer = tables.scorer(ndcg.base, counts, data.device)
-        votes = tables.built(replace(counts, ease=1.0, ease_decay=decay).of_ease).to(data.device)
-        return ndcg_of_weights(scorer, votes, EASE_WEIGHTS, data, cases, filter_seen=filter_seen)
+        settings: dict[str, Any] = {name: 1.0, f"{name}_decay": decay}
+        votes = tables.built(replace(counts, **settings).further[name]).to(data.device)
+        return ndcg_of_weights(scorer, votes, WEIGHTS, data, cases, filter_seen=filter_seen)
 
-    def with_ease(config: CountsConfig) -> NDArray[np.float64]:
-        counts = replace(config, ease=0.0, ease_decay=1.0)
-        return by_weight(counts, config.ease_decay)[EASE_WEIGHTS.index(config.ease)]  # type: ignore[no-any-return]
+    for name in further:
 
-    return search(with_ease, cases.user, [found.values, *found.folds], [EASE])
+        def added(config: CountsConfig, name: str = name) -> NDArray[np.float64]:
+            without: dict[str, Any] = {name: 0.0, f"{name}_decay": FURTHER_DECAYS[name][0]}
+            counts = replace(config, **without)
+            ndcg_WC = by_weight(counts, name, getattr(config, f"{name}_decay"))
+            return ndcg_WC[WEIGHTS.index(getattr(config, name))]  # type: ignore[no-any-return]
+
+        axis = [{name: weight, f"{name}_decay": decay} for decay in FURTHER_DECAYS[name] for weight in WEIGHTS]
+        found = search(added, cases.user, [found.values, *found.folds], [axis])
+    return found
 
 
 def fold_scorer(base: Scorer, tables: Tables, folds: Sequence[CountsConfig], device: torch.device) -> Scorer:
     """Return the scorer for validation: each half of the users is scored with the settings the other half chose."""
     even, odd = (tables.scorer(base, fold, device) for fold in folds)
     return by_halves(even, odd)
+
+
+def has_repeats(data: Sequences) -> bool:
+    """Return whether a user has several training events with the same item."""
+    user, item = sequences.train_events(data)
+    return len(torch.unique(user * len(data.count) + item)) < len(user)
 
 
 def for_model(
@@ -281,6 +294,7 @@ def for_model(
             data.num_items,
             config.ease_items,
         )
+    repeats = not filter_seen and has_repeats(data)
     choice = choose(
         scorer,
         tables,
@@ -288,12 +302,9 @@ def for_model(
         filter_seen=filter_seen,
         start=CountsConfig(alpha=0.0),
         again=LAST_EVENT,
-        ease=ease,
+        further=[name for name, tried in (("ease", ease), ("repeats", repeats)) if tried],
     )
-    logger.info(
-        "counts: chose alpha = %g and ease = %g; cross-fitted valid/ndcg@10 = %.4f",
-        choice.values.alpha,
-        choice.values.ease,
-        choice.cross_fitted,
-    )
+    chosen = f"alpha = {choice.values.alpha:g} and ease = {choice.values.ease:g}"
+    chosen += f" and repeats = {choice.values.repeats:g}" if repeats else ""
+    logger.info("counts: chose %s; cross-fitted valid/ndcg@10 = %.4f", chosen, choice.cross_fitted)
     return tables.term(choice.values), choice.card()

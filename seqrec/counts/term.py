@@ -2,9 +2,9 @@
 
 C are the counts of table.py; h_j is the j-th event from the end of the history; w_j = rho^j, normalised to sum to 1
 over the events of the history. With alpha = 1 and no other scores, the term is PCTM (Petrov et al., RecSys 2026), whose
-further factors of P(a | h_j) are the same for all items. A second sum of the same form can be added, `ease`: the
-weights of EASE in place of the logarithm, and event weights that do not sum to 1. As sums over events, both are their
-own explanation: each event contributes a known share.
+further factors of P(a | h_j) are the same for all items. Two sums of the same form can be added, whose event weights do
+not sum to 1: `ease` has the weights of EASE in place of the logarithm; in `repeats`, each event votes for its own item.
+As sums over events, all are their own explanation: each event contributes a known share.
 
 Shape suffixes: B rows   L events   J newest events   V items with padding (0)   C candidates   K targets of an item
 """
@@ -12,7 +12,7 @@ Shape suffixes: B rows   L events   J newest events   V items with padding (0)  
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -32,6 +32,7 @@ Adder = Callable[[Tensor, int], Tensor]  # scores (B, C), first item -> the same
 Sums = Callable[[int, int], Tensor]  # first item, C -> the sum (B, C) of the votes for these items
 DENSE = 1 << 24  # largest dense table in cells, 64 MB: up to 4,095 items
 ALL = torch.iinfo(torch.int64).max
+UNSCALED = ("ease", "repeats")  # values whose event weights do not sum to 1
 KERNELS = {"inverse": 1.0, "root": 0.5, "square": 2.0}  # name -> p of d^-p
 
 
@@ -46,23 +47,29 @@ class CountTerm:
     log_popularity: Tensor  # (V,) float32
     alpha: float = 1.0
     popularity: float = 0.0  # lambda
-    normalised: bool = True  # whether the weights are scaled to sum to 1 over the events of a history
-    ease: CountTerm | None = None  # a further term, to be added
+    kind: str = "log"  # what the values are, see `CountsConfig.values`
+    further: Mapping[str, CountTerm] = field(default_factory=dict)  # other terms, to be added: ease, repeats
 
     @property
     def events(self) -> int:
         """Number of newest events that are read."""
-        return max(len(self.weights), self.ease.events if self.ease else 0)
+        return max(len(self.weights), *(term.events for term in self.further.values()), 0)
+
+    @property
+    def normalised(self) -> bool:
+        """Whether the weights are scaled to sum to 1 over the events of a history."""
+        return self.kind not in UNSCALED
 
     def to(self, device: torch.device) -> CountTerm:
         """Return the same term with every tensor on `device`."""
         own = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **own, ease=self.ease and self.ease.to(device))  # type: ignore[arg-type]
+        further = {name: term.to(device) for name, term in self.further.items()}
+        return replace(self, **own, further=further)  # type: ignore[arg-type]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors to store, those of `ease` with this prefix; the settings are stored apart."""
+        """Return the tensors to store, those of a further term with the prefix `NAME.`; settings are stored apart."""
         own = {field.name: getattr(self, field.name) for field in fields(self)}
-        further = {f"ease.{name}": value for name, value in (self.ease.tensors() if self.ease else {}).items()}
+        further = {f"{part}.{name}": x for part, term in self.further.items() for name, x in term.tensors().items()}
         return {name: value for name, value in own.items() if isinstance(value, Tensor)} | further
 
     @classmethod
@@ -72,15 +79,17 @@ class CountTerm:
         Raises:
             TypeError: a tensor is missing, or there is one too many.
         """
-        prefix = "ease."
-        further = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-        own: dict[str, Any] = {name: value for name, value in tensors.items() if not name.startswith(prefix)}
+        further = {}
+        for part, term in config.further.items():
+            given = {name.removeprefix(f"{part}."): x for name, x in tensors.items() if name.startswith(f"{part}.")}
+            further[part] = cls.stored(given, term)
+        own: dict[str, Any] = {name: x for name, x in tensors.items() if name.partition(".")[0] not in further}
         return cls(
             **own,
             alpha=config.alpha,
             popularity=config.popularity,
-            normalised=config.values != "ease",
-            ease=cls.stored(further, config.of_ease) if further else None,
+            kind=config.values,
+            further=further,
         )
 
     def histories(self, data: Sequences, user: Tensor, stop: Tensor) -> Tensor:
@@ -95,13 +104,15 @@ class CountTerm:
             items_BL: histories, left-padded with 0, without MASK.
         """
         sums = self._dense_sums(items_BL) if self.is_small else self._sparse_sums(items_BL)
-        further = self.ease.adder(items_BL) if self.ease else None
+        further = [term.adder(items_BL) for term in self.further.values()]
 
         def add(score_BC: Tensor, first: int = 0) -> Tensor:
             score_BC += sums(first, score_BC.shape[1])
             if self.popularity:
                 score_BC += self.popularity * self.log_popularity[first : first + score_BC.shape[1]]
-            return further(score_BC, first) if further else score_BC
+            for add_one in further:
+                add_one(score_BC, first)
+            return score_BC
 
         return add
 
@@ -183,7 +194,7 @@ class CountTerm:
             found_BC = torch.searchsorted(key, wanted_BC)
             present_BC = F.pad(key, (0, 1), value=-1)[found_BC] == wanted_BC
             share_BCL[:, :, -j] = F.pad(value[order], (0, 1))[found_BC] * present_BC
-        return share_BCL + self.ease.shares(items_BL, item_BC) if self.ease else share_BCL
+        return sum((term.shares(items_BL, item_BC) for term in self.further.values()), share_BCL)
 
     def of(self, items_BL: Tensor, item_BC: Tensor) -> Tensor:
         """Return the term (B, C) of the given candidates."""
@@ -196,7 +207,7 @@ class CountTerm:
             self,
             offsets=F.pad(self.offsets, (0, more), value=int(self.offsets[-1])),
             log_popularity=F.pad(self.log_popularity, (0, more), value=float(self.log_popularity[1:].min())),
-            ease=self.ease and self.ease.grown(size),
+            further={name: term.grown(size) for name, term in self.further.items()},
         )
 
 
@@ -231,27 +242,30 @@ def build(
         log_popularity=log_popularity(data),
         alpha=config.alpha,
         popularity=config.popularity,
-        normalised=config.values != "ease",
-        ease=build(data, config.of_ease, table_of) if config.ease else None,
+        kind=config.values,
+        further={name: build(data, term, table_of) for name, term in config.further.items()},
     )
 
 
 def counted(data: Sequences, config: CountsConfig) -> CountTable:
-    """Return the table of `config`: counts of pairs, or the weights of EASE."""
+    """Return the table of `config`: counts of pairs, the weights of EASE, or 1 for each item and itself."""
     if config.values == "ease":
         return ease_table(data)
+    if config.values == "repeats":
+        own = torch.arange(len(data.count) + 1) - 1  # padding has no vote
+        return CountTable(own.clamp(min=0), own[2:].int(), torch.ones(data.num_items))
     return count(data, kernel(config.kernel, config.window).tolist(), config.targets)
 
 
 def _values(data: Sequences, config: CountsConfig, table: CountTable) -> Tensor:
     """Return the values (N,) of the pairs that `config.values` names.
 
-    They are log(1 + C_ba / tau); C_ba itself, or the weight of EASE; C_ba times the rarity of b; or C_ba over the root
-    of the sum of row b.
+    They are log(1 + C_ba / tau); what the table has, a count, a weight of EASE or 1; C_ba times the rarity of b; or
+    C_ba over the root of the sum of row b.
     """
     if config.values == "log":
         return torch.log1p(table.values / config.smoothing)
-    if config.values in ("sum", "ease"):
+    if config.values in ("sum", *UNSCALED):
         return table.values
     number = table.offsets.diff()
     if config.values == "rare":

@@ -72,7 +72,7 @@ class ApproximateEngine(TorchEngine):
         """Return the best of `number` candidates, and of what followed the newest events most often."""
         item_C = self._search(query_D, number)
         if self.term is not None:
-            for term in filter(None, (self.term, self.term.ease)):
+            for term in (self.term, *self.term.further.values()):
                 events_BJ, _ = term.newest(items_L[None])
                 follower_JK, _ = term.padded(events_BJ[0], FOLLOWERS)
                 item_C = torch.cat([item_C, follower_JK.flatten()])

@@ -76,7 +76,7 @@ class _Counts(nn.Module):
         self.register_buffer("weights", term.weights.flip(0))  # the newest event last, as in `items`
         self.register_buffer("popularity", term.popularity * term.log_popularity)
         self.alpha, self.normalised = term.alpha, term.normalised
-        self.further = _Counts(term.ease) if term.ease else None
+        self.further = nn.ModuleList(_Counts(further) for further in term.further.values())
 
     def forward(self, score_BV: Tensor, items_BL: Tensor) -> Tensor:
         """Return the scores with the term added."""
@@ -91,7 +91,9 @@ class _Counts(nn.Module):
         cells_NK = self.targets[item_N] + score_BV.shape[1] * row_N.unsqueeze(1)
         score_BV = score_BV.flatten().scatter_add(0, cells_NK.flatten(), votes_NK.flatten()).view(score_BV.shape)
         score_BV = score_BV + self.popularity
-        return score_BV if self.further is None else self.further(score_BV, items_BL)
+        for further in self.further:
+            score_BV = further(score_BV, items_BL)
+        return score_BV
 
 
 def export(

@@ -41,11 +41,12 @@ SLOW = 3_000_000_000  # scores, half a minute of two cores
 MARKOV = CountsConfig(values="tempered", decay="inverse", events=5)
 STARTS = {
     "markov": MARKOV,
+    "repeats": CountsConfig(values="repeats", decay="inverse", events=CountsConfig().ease_events, popularity=1e-4),
     "ease": CountsConfig(values="ease", rho=1.0, events=CountsConfig().ease_events),
     "pctm": CountsConfig(),
     "seqrules": CountsConfig(values="sum", decay="inverse"),
 }
-AXES = {"ease": search.DECAYS, "pctm": search.ALONE, "seqrules": search.RULES}
+AXES = {"repeats": search.REPEATS, "ease": search.DECAYS, "pctm": search.ALONE, "seqrules": search.RULES}
 
 
 def baselines(
@@ -59,9 +60,11 @@ def baselines(
     ease_items: Count = EASE_ITEMS,
     names: Sequence[str] = BASELINES,
 ) -> dict[str, float]:
-    """Compute the baselines `popularity`, `markov`, `ease`, `pctm` and `seqrules`, and evaluate them like any model.
+    """Compute `popularity`, `repeats`, `markov`, `ease`, `pctm` and `seqrules`, and evaluate them like any model.
 
-    Popularity ranks by the number of training events. Markov counts how often an item follows another within ten
+    Popularity ranks by the number of training events. Repeats, which is computed where users have the same item several
+    times and seen items are candidates, ranks a user's own items by the sum of the weights of their events, such as
+    1 / age, and the others by popularity. Markov counts how often an item follows another within ten
     training events, weighted by 1 / distance and divided by the square root of the first item's total; the user's last
     five items vote, weighted by 1 / age. EASE is the best linear map from a user's items to these items, where no item
     explains itself. Deviations: of each item's weights the 256 largest are kept, the last 200 events vote, and the
@@ -108,6 +111,8 @@ def baselines(
             place.mkdir(parents=True)  # DVC tracks the folder even if the baseline is left out
         if name == "ease" and prepared.num_items > ease_items:
             logger.warning("ease is left out: %d items are more than ease_items = %d", prepared.num_items, ease_items)
+            continue
+        if name == "repeats" and (filter_seen or not search.has_repeats(prepared)):
             continue
         files = catalogue_files(sequences, data / ITEMS)
         write(name, prepared, sequences, folder, files, filter_seen=filter_seen)

@@ -23,7 +23,7 @@ from seqrec.training.checkpoint import load_checkpoint
 from seqrec.training.refit import retrain
 
 # EASE reads more events than the model's 12
-CONFIG = CountsConfig(alpha=2.0, events=6, popularity=0.3, ease=20.0, ease_decay=0.9, ease_events=20)
+CONFIG = CountsConfig(alpha=2.0, events=6, popularity=0.3, ease=20.0, ease_decay=0.9, ease_events=20, repeats=0.5)
 
 
 def requests_of(data, folder):
@@ -42,12 +42,14 @@ def change_counts(saved, **values):
 @pytest.mark.parametrize(("architecture", "dense"), [("sasrec", 0), ("bert4rec", 1 << 24)])  # bert4rec's end in MASK
 def test_ranking_service_graph_search_and_batch_agree(prepared, tmp_path, monkeypatch, architecture, dense):
     monkeypatch.setattr(term, "DENSE", dense)
-    saved, data = save(architecture, prepared, tmp_path / "saved", CONFIG, {"layers": 1}), sequences.load(prepared)
+    filter_seen = architecture == "sasrec"  # repeats count only without
+    options, card = {"layers": 1}, {"filter_seen": filter_seen}
+    saved, data = save(architecture, prepared, tmp_path / "saved", CONFIG, options, **card), sequences.load(prepared)
     requests, users = requests_of(data, prepared), torch.arange(data.num_users)
     checkpoint = load_checkpoint(saved)
     pure_scorer = ranking.model_scorer(checkpoint.model)
     scorer = term.with_counts(pure_scorer, checkpoint.count_term)
-    item_BK, score_BK = ranking.best(scorer, data, users, data.stop, filter_seen=True, top_k=5)
+    item_BK, score_BK = ranking.best(scorer, data, users, data.stop, filter_seen=filter_seen, top_k=5)
     item_ids = sequences.read_vocabulary(prepared)[0]
 
     recommend.score(sequences=prepared, saved=saved, output=tmp_path / "best.parquet", k=5)
@@ -61,7 +63,7 @@ def test_ranking_service_graph_search_and_batch_agree(prepared, tmp_path, monkey
         for answer, items, scores in zip(recommender.answer(requests), item_BK, score_BK, strict=True):
             assert answer.scores == pytest.approx(scores.tolist(), abs=1e-4)
             assert answer.items == [item_ids[i - 1] for i in items.tolist()]
-    pure = ranking.best(pure_scorer, data, users, data.stop, filter_seen=True, top_k=5)
+    pure = ranking.best(pure_scorer, data, users, data.stop, filter_seen=filter_seen, top_k=5)
     assert not torch.equal(pure[0], item_BK)
     if architecture == "bert4rec":
         change_counts(saved, sha256="of others")

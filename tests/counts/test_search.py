@@ -119,21 +119,41 @@ def test_without_cases_there_are_no_values(data, monkeypatch):
     assert len(CaseNdcg(nothing, data, cases, filter_seen=True)(Tables(data).built(CountsConfig()))) == 0
 
 
+@pytest.mark.parametrize(("name", "decay"), [("ease", {"rho": 0.9}), ("repeats", {"decay": "root"})])
 @pytest.mark.parametrize(("square", "filter_seen"), WAYS)
-def test_ease_is_weighed_as_it_is_ranked(data, filter_seen, square, monkeypatch):
+def test_a_further_term_is_weighed_as_it_is_ranked(data, filter_seen, square, monkeypatch, name, decay):
     monkeypatch.setattr(term, "DENSE", 1 << 24 if square else 0)
     tables, cases = Tables(data), sequences.cases(data, "valid")
     base = tables.scorer(nothing, CountsConfig(popularity=-0.2), data.device)
-    votes = tables.built(CountsConfig(values="ease", rho=0.9, events=20))
+    votes, (how,) = tables.built(CountsConfig(values=name, events=20, **decay)), decay.values()
 
     found = ndcg_of_weights(base, votes, (0.0, 30.0), data, cases, filter_seen=filter_seen)
 
     for weight, ours in zip((0.0, 30.0), found, strict=True):
-        both = tables.built(CountsConfig(popularity=-0.2, ease=weight, ease_decay=0.9, ease_events=20))
+        settings = {name: weight, f"{name}_decay": how, "ease_events": 20}
+        both = tables.built(CountsConfig(popularity=-0.2, **settings))
         ranked = ranking.rank(with_counts(nothing, both), data, cases, filter_seen=filter_seen)
         rank = ranked.rank if filter_seen else ranked.rank_unfiltered
         assert ours == pytest.approx(metrics.ndcg(rank.numpy(), 10))
-    assert found[0].mean() != found[1].mean()
+    assert found[0].mean() != found[1].mean() or (name == "repeats" and filter_seen)
+
+
+@pytest.mark.parametrize("helps", [True, False])
+def test_repeats_are_added_where_users_return_to_items_of_their_own(tmp_path, helps):
+    """Each user has 6 of 60 items, of which any may follow any, or returns to none."""
+    draw, rows = np.random.default_rng(0), []
+    for user in range(150):
+        items = draw.permutation(60)[: 6 if helps else 14]
+        order = draw.choice(items, 14) if helps else items
+        rows += [(f"u{user}", f"i{item}", time) for time, item in enumerate(order)]
+    data = sequences.load(prepare_rows(tmp_path, rows, min_user_events=1, min_item_events=1))
+
+    choice = search.choose(nothing, Tables(data), data, filter_seen=False, start=OFF, further=["repeats"])
+
+    assert search.has_repeats(data) is helps
+    assert (choice.values.repeats > 0, choice.values.repeats_decay != "inverse") == (helps, helps)  # all ages alike
+    without = search.choose(nothing, Tables(data), data, filter_seen=False, start=OFF)
+    assert (choice.in_sample > without.in_sample + 0.05) is helps
 
 
 @pytest.mark.parametrize("helps", [True, False])
@@ -148,7 +168,7 @@ def test_ease_is_added_where_whole_histories_say_more_than_the_last_events(tmp_p
         rows += [(f"u{user}", f"i{item}", time) for time, item in enumerate(order)]
     data = sequences.load(prepare_rows(tmp_path, rows, min_user_events=1, min_item_events=1))
 
-    choice = search.choose(nothing, Tables(data), data, filter_seen=True, start=OFF, ease=True)
+    choice = search.choose(nothing, Tables(data), data, filter_seen=True, start=OFF, further=["ease"])
 
     assert (choice.values.ease > 0) is helps
     without = search.choose(nothing, Tables(data), data, filter_seen=True, start=OFF)

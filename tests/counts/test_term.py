@@ -1,5 +1,6 @@
 """The count term: its arithmetic, and that dense, sparse, single and exported forms of it agree."""
 
+from dataclasses import replace
 from math import log
 
 import pytest
@@ -75,8 +76,8 @@ def test_shares_of_events_and_scores_of_candidates_are_those_of_the_whole(data, 
     assert not share_BCL[:, :, : -CONFIG.events].any()
 
 
-def test_more_items_change_nothing_for_the_others(data, found, histories):
-    size = len(data.count)
+def test_more_items_change_nothing_for_the_others(data, histories):
+    size, found = len(data.count), term.build(data, replace(CONFIG, repeats=0.5))
     grown = found.grown(size + 3)
 
     before = found.adder(histories)(torch.zeros(len(histories), size), 0)

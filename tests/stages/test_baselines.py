@@ -7,14 +7,13 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from support import prepare_rows
+from support import FILTERED, prepare_rows
 
 from seqrec.artifacts import CASES, METRICS, RECOMMENDATIONS, REFITTED, read_json
 from seqrec.config import EvaluateConfig
 from seqrec.counts import ease, term
 from seqrec.counts.ease import ease_weights
 from seqrec.data import sequences
-from seqrec.pipeline import BASELINES
 from seqrec.serving import approximate_search, onnx_graph
 from seqrec.serving.onnx_engine import OnnxEngine
 from seqrec.serving.recommender import Recommender, Request
@@ -62,7 +61,7 @@ def test_a_refit_also_ranks_cases_without_a_history(tmp_path):
 
     for refit, expected in (("none", 1 / 5.5), ("valid", 1.0)):  # ten items are equally popular at first
         baselines(folder, tmp_path / refit, EvaluateConfig(bootstrap=100, refit=refit))
-        for name in BASELINES:
+        for name in FILTERED:
             values = read_json(tmp_path / refit / "reports" / name / METRICS)
             assert values["test/mrr"] == pytest.approx(expected), name
 
@@ -133,6 +132,22 @@ def test_ease_solves_a_ridge_regression_of_each_item_on_the_others(tables, tmp_p
     np.testing.assert_array_equal(computed[0].to_dense(), matrix)
 
 
+@pytest.mark.parametrize("filter_seen", [False, True])
+def test_repeats_are_a_users_own_items_by_age_where_they_are_candidates(tables, tmp_path, filter_seen):
+    values = baselines(tables, tmp_path, filter_seen=filter_seen, names=("repeats",))
+
+    assert (values == {}) is filter_seen
+    if filter_seen:
+        return
+    weight = {"inverse": lambda age: 1 / age, "root": lambda age: age**-0.5, "square": lambda age: age**-2.0}
+    found = scores_of("repeats", tables, tmp_path / "saved", [1, 3, 1, 2])
+    decay = load_checkpoint(tmp_path / "saved").card["counts"]["decay"]
+    of = weight.get(decay, lambda age: float(decay) ** (age - 1))
+    events = np.array([4, 3, 3, 2])  # in train, of a, b, c and d; ranks what is not the user's own
+    known = 1e-4 * np.log((events + 1) / (events.sum() + 4))
+    np.testing.assert_allclose(found, known + np.array([of(2) + of(4), of(1), of(3), 0]), atol=1e-6)
+
+
 def test_markov_adds_tempered_counts_by_age(tables, tmp_path):
     """Against loops over the training events: weights 1 / distance, over the root of a row's sum, by 1 / age."""
     data = sequences.load(tables)
@@ -153,25 +168,31 @@ def test_markov_adds_tempered_counts_by_age(tables, tmp_path):
 def test_every_baseline_learns_its_pattern(written):
     _, values = written
 
-    assert set(values) == {f"{name}/test/ndcg@10" for name in BASELINES}
+    assert set(values) == {f"{name}/test/ndcg@10" for name in FILTERED}
     assert values["markov/test/ndcg@10"] > 0.5  # four of five next items follow from the last one
     assert values["ease/test/ndcg@10"] > 2 * values["popularity/test/ndcg@10"]
 
 
-@pytest.mark.parametrize("name", ["popularity", "ease", "pctm"])  # markov and seqrules are pctm with other values
+@pytest.mark.parametrize(
+    "name", ["popularity", "ease", "pctm", "repeats"]
+)  # markov and seqrules are pctm with other values
 def test_service_graph_search_and_evaluation_of_a_baseline_agree(prepared, written, tmp_path, monkeypatch, name):
     monkeypatch.setattr(term, "ease_table", None)  # its weights are stored: it takes minutes for a large catalogue
-    out, _ = written
+    out, values = written
+    filter_seen = name != "repeats"
+    if not filter_seen:
+        out, values = tmp_path, baselines(prepared, tmp_path, filter_seen=False, names=("repeats",))
     data, folder = sequences.load(prepared), out / "artifacts" / name / "finetuned"
     onnx_graph.export(saved=folder, output=tmp_path, k=20)
-    evaluate(model=name, sequences=prepared, checkpoint=folder, report=tmp_path / "report", config=CONFIG)
-    lists = pq.read_table(tmp_path / "report" / RECOMMENDATIONS).to_pandas().groupby("user")
+    report = tmp_path / "report"
+    evaluate(model=name, sequences=prepared, checkpoint=folder, report=report, config=CONFIG, filter_seen=filter_seen)
+    lists = pq.read_table(report / RECOMMENDATIONS).to_pandas().groupby("user")
     recommenders = [Recommender.load(folder), approximate_search.load(folder, 64)]
     engine = OnnxEngine(tmp_path, read_json(tmp_path / "model.onnx.json"))
     vars(engine)["weights"] = recommenders[0].engine
     graph = Recommender.of(load_checkpoint(folder), engine)
 
-    assert read_json(tmp_path / "report" / METRICS)["test/ndcg@10"] == written[1][f"{name}/test/ndcg@10"]
+    assert read_json(report / METRICS)["test/ndcg@10"] == values[f"{name}/test/ndcg@10"]
     for recommender in (*recommenders, graph):
         for user in range(0, data.num_users, 10):
             *past, target = data.items[data.start[user] : data.stop[user]].tolist()
@@ -204,7 +225,7 @@ def test_a_refit_adds_the_validation_events_to_the_counts_of_the_test_cases(prep
 
     baselines(prepared, tmp_path, replace(CONFIG, refit="valid"))
 
-    for name in BASELINES:
+    for name in FILTERED:
         none, valid = (read_json(out / "reports" / name / METRICS) for out in (written[0], tmp_path))
         assert none["valid/mrr"] == valid["valid/mrr"], name
         assert none["test/mrr"] != valid["test/mrr"], name

@@ -19,7 +19,7 @@ import torch
 import yaml
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
-from support import contents, exit_of, prepare_rows, save
+from support import FILTERED, contents, exit_of, prepare_rows, save
 
 from seqrec.artifacts import CASES_SCHEMA, read_json, sha256, write_json
 from seqrec.commands.refit import refit
@@ -27,7 +27,6 @@ from seqrec.config import EvaluateConfig, FinetuneConfig, RegisterConfig
 from seqrec.data import sequences as data
 from seqrec.evaluation import leaderboard, metrics, ranking, results
 from seqrec.evaluation.ranking import model_scorer
-from seqrec.pipeline import BASELINES
 from seqrec.serving.recommender import Recommender
 from seqrec.stages.baselines import baselines
 from seqrec.stages.register import register
@@ -167,7 +166,7 @@ def test_one_parent_run_holds_a_run_for_every_row(registered):
     runs = all_runs()
     (parent,) = [run for name, run in runs.items() if name.startswith("toy-")]
 
-    assert sorted(runs) == sorted(["sasrec", "wide", *BASELINES, parent.info.run_name])
+    assert sorted(runs) == sorted(["sasrec", "wide", *FILTERED, parent.info.run_name])
     for name, child in runs.items():
         assert child.info.status == "FINISHED"
         assert child.data.tags["mlflow.seqrec.split_sha256"] == split_sha256()
@@ -176,7 +175,7 @@ def test_one_parent_run_holds_a_run_for_every_row(registered):
         assert (used.dataset.name, used.dataset.digest) == ("toy", split_sha256()[:8])
         assert child.info.start_time >= parent.info.start_time
         assert child.info.end_time <= parent.info.end_time
-        kind = "pipeline run" if child is parent else "baseline" if name in BASELINES else "model"
+        kind = "pipeline run" if child is parent else "baseline" if name in FILTERED else "model"
         assert child.data.tags["seqrec.kind"] == kind
         for tag in ("mlflow.user", "mlflow.source.name", "mlflow.note.content"):
             assert child.data.tags[tag]
@@ -384,7 +383,7 @@ def test_a_run_that_an_orchestrator_made_becomes_the_parent(project, monkeypatch
 
     assert "MLFLOW_RUN_ID" not in os.environ
     children = client().search_runs([experiment], f"tags.`mlflow.parentRunId` = '{given}'")
-    assert sorted(run.info.run_name for run in children) == sorted([*BASELINES, "sasrec"])
+    assert sorted(run.info.run_name for run in children) == sorted([*FILTERED, "sasrec"])
     assert client().get_run(given).info.status == "RUNNING"  # whoever made it ends it
     assert client().get_experiment_by_name("seqrec") is None
 
