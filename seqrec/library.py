@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from seqrec import config, locks
-from seqrec.artifacts import METRICS, SPLIT_CARD, read_json, sha256, write_text
+from seqrec.artifacts import LEFT_OUT, METRICS, SPLIT_CARD, read_json, sha256, write_text
 from seqrec.commands import auto, run
 from seqrec.commands.recommend import score_with
 from seqrec.commands.settings import check
@@ -349,8 +349,8 @@ def _baseline(data: Dataset, name: str, changed: Sequence[str], folder: str | Pa
         run.evaluate_baselines(data.params, data.tables, place, names=(name,), ease_items=items)
         write_text(place / run.SETTINGS, data.params.as_yaml())
     saved = place / "artifacts" / name / "finetuned"
-    if not any(saved.iterdir()):
-        raise ValueError(f"{name}: no user repeats an item, or filter_seen leaves out what a user has seen")
+    if (reason := saved / LEFT_OUT).is_file():
+        raise ValueError(reason.read_text())
     return Model(saved, data, place / "reports" / name, keep)
 
 

@@ -84,6 +84,10 @@ def test_a_baseline_is_fitted_like_a_model(data, tmp_path):
     assert any(event["drop"] for event in ours["because"][0])
     with pytest.raises(ValueError, match="minutes: pctm is a baseline"):
         seqrec.fit(data, "pctm", minutes=1)
+    assert seqrec.fit(data, "repeats").evaluate().metrics["test/ndcg@10"] > 0  # more than a tenth of the log
+    new = seqrec.Dataset.from_frame(frame().unique(NAMES[:2], keep="first", maintain_order=True))
+    with pytest.raises(ValueError, match="repeats is left out: filter_seen removes"):
+        seqrec.fit(new, "repeats")
 
 
 def test_the_table_has_values_and_intervals(model):

@@ -178,7 +178,8 @@ def graph(model: SequenceModel, k: int, term: CountTerm | None) -> tuple[torch.o
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about the converter's own internals
-        logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+        for name in ("torch.onnx", "onnxscript"):
+            logging.getLogger(name).setLevel(logging.ERROR)
         program = torch.onnx.export(
             _Top(model, k, term).eval(),
             kwargs=example,

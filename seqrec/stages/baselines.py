@@ -11,7 +11,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from seqrec.artifacts import EPOCH_RECORDS, ITEMS, REFIT, REFITTED, SPLIT_CARD, VOCABULARY, replaced, write_text
+from seqrec.artifacts import (
+    EPOCH_RECORDS,
+    ITEMS,
+    LEFT_OUT,
+    REFIT,
+    REFITTED,
+    SPLIT_CARD,
+    VOCABULARY,
+    replaced,
+    write_text,
+)
 from seqrec.config import CountsConfig, EvaluateConfig
 from seqrec.config.ranges import Count
 from seqrec.config.sections import EASE_ITEMS
@@ -108,11 +118,10 @@ def baselines(
         folder = artifacts / name / "finetuned"
         for place in (folder, reports / name):
             shutil.rmtree(place, ignore_errors=True)  # may be of other data
-            place.mkdir(parents=True)  # DVC tracks the folder even if the baseline is left out
-        if name == "ease" and prepared.num_items > ease_items:
-            logger.warning("ease is left out: %d items are more than ease_items = %d", prepared.num_items, ease_items)
-            continue
-        if name == "repeats" and (filter_seen or not search.has_repeats(prepared)):
+            place.mkdir(parents=True)
+        if reason := _why_left_out(name, prepared, filter_seen, ease_items):
+            for place in (folder, reports / name):
+                write_text(place / LEFT_OUT, reason)  # DVC tracks the folder, and warns of empty ones
             continue
         files = catalogue_files(sequences, data / ITEMS)
         write(name, prepared, sequences, folder, files, filter_seen=filter_seen)
@@ -128,6 +137,17 @@ def baselines(
         )
         values[f"{name}/test/ndcg@10"] = metrics["test/ndcg@10"]
     return values
+
+
+def _why_left_out(name: str, data: Sequences, filter_seen: bool, ease_items: int) -> str:
+    """Return the reason why a baseline is left out, or nothing."""
+    reason = ""
+    if name == "ease" and data.num_items > ease_items:
+        reason = f"ease is left out: {data.num_items} items are more than ease_items = {ease_items}"
+        logger.warning(reason)
+    if name == "repeats" and (filter_seen or not search.has_repeats(data)):
+        reason = "repeats is left out: filter_seen removes past items from the candidates, or no user repeats one"
+    return reason
 
 
 def rewrite(sequences: Path, finetuned: Checkpoint, refitted: Path, *, until: str = "test") -> dict[str, float]:
