@@ -238,12 +238,18 @@ def choose(
     found = search(lambda config: ndcg(tables.built(config)), cases.user, [start] * 3, axes, again)
 
     @functools.cache
+    def beside(counts: CountsConfig) -> CaseNdcg:
+        return CaseNdcg(tables.scorer(ndcg.base, counts, data.device), data, cases, filter_seen=filter_seen)
+
+    @functools.cache
     def by_weight(counts: CountsConfig, name: str, decay: Any) -> NDArray[np.float64]:
         """Return NDCG@10 (len(WEIGHTS), C) of a further term added to the scores with `counts`."""
-        scorer = tables.scorer(ndcg.base, counts, data.device)
         settings: dict[str, Any] = {name: 1.0, f"{name}_decay": decay}
-        votes = tables.built(replace(counts, **settings).further[name]).to(data.device)
-        return ndcg_of_weights(scorer, votes, WEIGHTS, data, cases, filter_seen=filter_seen)
+        votes = tables.built(replace(counts, **settings).further[name])
+        if name == "repeats" and not votes.is_small:
+            return np.stack([beside(counts)(replace(votes, alpha=weight)) for weight in WEIGHTS])
+        scorer = tables.scorer(ndcg.base, counts, data.device)
+        return ndcg_of_weights(scorer, votes.to(data.device), WEIGHTS, data, cases, filter_seen=filter_seen)
 
     for name in further:
 

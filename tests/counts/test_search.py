@@ -91,6 +91,7 @@ TERMS = [
     {"alpha": 0.5, "popularity": 0.2, "kernel": "root", "window": 3},
     {"targets": 2},
     {"values": "sum", "alpha": 0.5, "popularity": 0.2, "rho": 1.0, "window": 1},  # equal votes
+    {"values": "repeats", "decay": "root", "events": 20},
 ]
 
 
@@ -138,9 +139,10 @@ def test_a_further_term_is_weighed_as_it_is_ranked(data, filter_seen, square, mo
     assert found[0].mean() != found[1].mean() or (name == "repeats" and filter_seen)
 
 
-@pytest.mark.parametrize("helps", [True, False])
-def test_repeats_are_added_where_users_return_to_items_of_their_own(tmp_path, helps):
+@pytest.mark.parametrize(("square", "helps"), [(True, True), (False, True), (True, False)])
+def test_repeats_are_added_where_users_return_to_items_of_their_own(tmp_path, square, helps, monkeypatch):
     """Each user has 6 of 60 items, of which any may follow any, or returns to none."""
+    monkeypatch.setattr(term, "DENSE", 1 << 24 if square else 0)
     draw, rows = np.random.default_rng(0), []
     for user in range(150):
         items = draw.permutation(60)[: 6 if helps else 14]
