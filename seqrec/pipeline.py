@@ -162,7 +162,7 @@ STAGES = (
     ),
     Stage(
         name="baselines",
-        summary="compute and evaluate the baselines: popularity, followers, EASE, PCTM, rules",
+        summary="compute and evaluate the baselines: popularity, repeats, followers, EASE, PCTM, rules",
         each="run",
         paths={"sequences": "data/sequences", "data": "data", "artifacts": "artifacts", "reports": "reports"},
         settings=lambda params, _: {"filter_seen": params.filters_seen(), "config": params.section("evaluate")},

@@ -35,7 +35,7 @@ NEEDED = {  # needs of a model -> words
 SUMMARIES = {  # of the baselines
     "popularity": "Popularity: every item's number of training events.",
     "markov": "How often an item followed one of the user's last five items.",
-    "repeats": "Repeats: the user's own past items, the newest first.",
+    "repeats": "The user's own past items, the newest first.",
     "ease": "EASE: the best linear map from a user's items to these items (Steck, WWW 2019, arXiv:1905.03375).",
     "pctm": "PCTM: smoothed counts of what followed the user's newest events (Petrov et al., RecSys 2026).",
     "seqrules": "Sequential Rules: counts of what followed the user's newest events (Ludewig and Jannach, UMUAI 2018).",
