@@ -44,7 +44,7 @@ class _Cells:
 
 
 class CaseNdcg:
-    """Computes NDCG@10 of fixed cases; caches the base scores and what the cases read of each table."""
+    """Computes NDCG@10 of fixed cases; caches what they read of each table, with the base scores of these items."""
 
     def __init__(self, base: Scorer, data: Sequences, cases: Cases, *, filter_seen: bool) -> None:
         """Store the cases to rank.
@@ -56,7 +56,7 @@ class CaseNdcg:
             filter_seen: whether seen items are left out.
         """
         self.user, self.position = cases.user, cases.position
-        self.base, self.data, self.filter_seen = _remembered(base), data, filter_seen
+        self.base, self.data, self.filter_seen = base, data, filter_seen
         self.target_C = data.items[self.position.cpu()].long().cpu()
         self.goal_C = torch.empty(len(self.user))
         self.blocks = ranking.case_blocks(self.position - data.start[self.user], CASES_AT_ONCE)
@@ -171,8 +171,8 @@ class CaseNdcg:
         return blocks
 
 
-def _remembered(scorer: Scorer) -> Scorer:
-    """Return `scorer` with a cache by cases; it holds queries rather than scores, which would need more memory."""
+def remembered(scorer: Scorer) -> Scorer:
+    """Return a model's `scorer` with a cache by cases; it holds queries, as scores would need more memory."""
     known: dict[tuple[int, ...], ScoreBlocks] = {}
 
     def again(data: Sequences, user: Tensor, stop: Tensor) -> ScoreBlocks:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from seqrec.config import CountsConfig, FinetuneConfig, parse
-from seqrec.counts.case_ndcg import CaseNdcg, ndcg_of_weights
+from seqrec.counts.case_ndcg import CaseNdcg, ndcg_of_weights, remembered
 from seqrec.counts.table import CountTable
 from seqrec.counts.term import CountTerm, build, by_halves, counted, with_counts
 from seqrec.data import sequences
@@ -233,13 +233,14 @@ def choose(
         further: terms to try one after the other with the best settings so far, ease and repeats; those that improve
             them are kept.
     """
-    cases = drawn_cases(data, tables)
+    cases, base = drawn_cases(data, tables), remembered(base)
     ndcg = CaseNdcg(base, data, cases, filter_seen=filter_seen)
     found = search(lambda config: ndcg(tables.built(config)), cases.user, [start] * 3, axes, again)
 
     @functools.cache
     def beside(counts: CountsConfig) -> CaseNdcg:
-        return CaseNdcg(tables.scorer(ndcg.base, counts, data.device), data, cases, filter_seen=filter_seen)
+        """Return what ranks the cases by the scores with `counts`, which are not kept: EASE's votes take gigabytes."""
+        return CaseNdcg(tables.scorer(base, counts, data.device), data, cases, filter_seen=filter_seen)
 
     @functools.cache
     def by_weight(counts: CountsConfig, name: str, decay: Any) -> NDArray[np.float64]:
@@ -248,7 +249,7 @@ def choose(
         votes = tables.built(replace(counts, **settings).further[name])
         if name == "repeats" and not votes.is_small:
             return np.stack([beside(counts)(replace(votes, alpha=weight)) for weight in WEIGHTS])
-        scorer = tables.scorer(ndcg.base, counts, data.device)
+        scorer = tables.scorer(base, counts, data.device)
         return ndcg_of_weights(scorer, votes.to(data.device), WEIGHTS, data, cases, filter_seen=filter_seen)
 
     for name in further:
