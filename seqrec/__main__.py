@@ -22,6 +22,9 @@ from typing import Any, NamedTuple
 from seqrec import __version__
 from seqrec.pipeline import BY_NAME, STAGES, Stage
 
+if typing.TYPE_CHECKING:
+    from seqrec.config import Params
+
 
 class Command(NamedTuple):
     """A command; its module is imported when it is called, because some take seconds."""
@@ -64,6 +67,7 @@ COMMANDS = {
 FROM_PARAMS = (  # arguments that have no flag; `log` is for callers in Python
     *("config", "architecture", "refit", "filter_seen", "leaderboard", "params", "sources", "experiment", "log"),
 )
+PARAMS = Path("params.yaml")
 logger = logging.getLogger("seqrec")
 
 
@@ -140,7 +144,7 @@ def command_parser(name: str) -> argparse.ArgumentParser:
         else:
             _add_flag(parser, parameter.name, hint, parameter.default, text)
     if stage is not None or _needs_params(function) or any(map(dataclasses.is_dataclass, hints.values())):
-        _add_flag(parser, "params", Path, Path("params.yaml"), "settings")
+        _add_flag(parser, "params", Path, PARAMS, "settings")
     text = _default(stage, stage.metrics) if stage is not None and stage.metrics else ""
     parser.add_argument("--metrics", type=Path, help=f"write the returned figures to this JSON file{text}")
     parser.add_argument("-v", "--verbose", action="store_true", help="log more, and show tracebacks")
@@ -231,19 +235,26 @@ def _value(name: str, hint: Any, flags: argparse.Namespace) -> Any:
     """Return the value of a flag, or a section of params.yaml with the flags that are given."""
     if not dataclasses.is_dataclass(hint):
         return getattr(flags, name)
-    from seqrec.config import SECTIONS, load
+    from seqrec.config import SECTIONS
 
     (section,) = (key for key, cls in SECTIONS.items() if cls is hint)
     given = {field.name: getattr(flags, field.name) for field in dataclasses.fields(hint) if field.name in flags}
-    return dataclasses.replace(load(flags.params).section(section), **given)
+    return dataclasses.replace(_settings(flags).section(section), **given)
+
+
+def _settings(flags: argparse.Namespace) -> Params:
+    """Return the settings; beside a saved model in a folder, the defaults serve where there is no params.yaml."""
+    from seqrec.config import from_dict, load
+
+    if flags.params == PARAMS and not PARAMS.exists() and Path(getattr(flags, "saved", "") or PARAMS).is_dir():
+        return from_dict({"dataset": "saved", "models": {}})
+    return load(flags.params)
 
 
 def _from_params(function: Callable[..., Any], flags: argparse.Namespace) -> dict[str, Any]:
     if not _needs_params(function):
         return {}
-    from seqrec.config import load
-
-    parameters, params = inspect.signature(function).parameters, load(flags.params)
+    parameters, params = inspect.signature(function).parameters, _settings(flags)
     dataset = "dataset" in parameters and _is_dataset_of_params(parameters["dataset"])
     values: dict[str, Any] = {"dataset": flags.dataset or params.dataset} if dataset else {}
     if "params" in parameters:

@@ -65,6 +65,17 @@ def test_recommendations_are_printed_with_titles(saved, capsys):
     assert "sasrec recommends" in printed
 
 
+def test_a_model_in_a_folder_needs_no_params_yaml(saved, tmp_path, capsys, caplog, monkeypatch):
+    saved = saved.resolve()
+    monkeypatch.chdir(tmp_path)
+
+    assert main(["recommend", "--history", "i1", "--saved", str(saved)]) == 0
+    assert "sasrec recommends" in capsys.readouterr().out
+    assert main(["recommend", "--history", "i1", "--saved", "models:/seqrec/1"]) == 1  # the settings name the registry
+    assert main(["recommend", "--history", "i1", "--saved", str(saved), "--params", "my.yaml"]) == 1
+    assert "my.yaml not found" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("text", "ids"),
     [
