@@ -242,7 +242,8 @@ def prepare(plan: Plan, out: Path, console: Console) -> None:
         for stage in ("ingest", "validate"):
             BY_NAME[stage](from_dict(content), out, "auto")
     except ValueError as error:
-        raise ValueError(f"{error}\nOther columns can be named with --user, --item, --time, --time-format") from error
+        flags = "\nOther columns can be named with --user, --item, --time, --time-format"
+        raise ValueError(f"{error}{flags if ingest['source'] == 'csv' else ''}") from error
     undivided = _check_times(out) if timed else "the file has no times"
     content["prepare"], plan.split = _split(from_dict(content), out, undivided)
     prepared = sequences.load(out / "data" / "sequences")

@@ -53,10 +53,14 @@ DATES = (
     *("%d/%m/%y", "%m/%d/%y", "%y/%m/%d", "%d.%m.%y", "%d %B %Y", "%d-%B-%Y", "%d-%B-%y", "%B %d, %Y", "%B %d %Y"),
     "%m %d, %Y",
 )
-CLOCKS = ("", " %H:%M:%S", " %H:%M", " %I:%M:%S %p", " %I:%M %p", ", %H:%M", ", %I:%M:%S %p", ", %I:%M %p")
+CLOCKS = (
+    *("", " %H:%M:%S", " %H:%M:%S.%f", " %H:%M", " %I:%M:%S %p", " %I:%M %p"),
+    *(", %H:%M:%S", ", %H:%M", ", %I:%M:%S %p", ", %I:%M %p"),
+)
 FORMATS = (  # tried for times that are neither numbers nor ISO 8601
     *(date + clock for date in DATES for clock in CLOCKS),
-    *("%Y%m%d %H:%M:%S", "%Y%m%d%H%M%S", "%Y%m%d%H%M", "%Y%m%d", "%d/%b/%Y:%H:%M:%S %z", "%a %b %d %H:%M:%S %Y"),
+    *("%Y%m%d %H:%M:%S", "%Y%m%dT%H%M%S%z", "%Y%m%d%H%M%S", "%Y%m%d%H%M", "%Y%m%d", "%d/%b/%Y:%H:%M:%S %z"),
+    "%a %b %d %H:%M:%S %Y",
     *("%a %b %d %H:%M:%S %z %Y", "%a, %d %b %Y %H:%M:%S %z", "%a, %d %b %Y %H:%M:%S GMT"),
 )
 YEAR_S = 365 * DAY_S
@@ -67,7 +71,11 @@ FIT = 0.95  # minimum share of values that are valid times, or times of day
 TITLES = 1.2  # maximum mean number of titles of an item
 MALFORMED = 0.3  # maximum share of rows that are malformed, for example without a user
 ONE_EVENT = "; each row must be one event, and lists in it are not read"
-NO_TIMES = "; a log without times can also be lines of `user item item ...`, oldest item first"
+NO_TIMES = (
+    "; if the rows are in the order of the events, add a column with their numbers and name it with --time; a log "
+    "without times can also be lines of `user item item ...`, oldest item first"
+)
+CALENDAR = 31  # no hour, weekday, day or month has more values
 GIVEN, NAMED, FITTING = "your flag", "its name", "its values"  # reasons for a guess
 ORDER = "your flag; its numbers are not dates, so they only give the order"
 
@@ -92,7 +100,7 @@ def is_lines(path: Path) -> bool:
     if 0 in numbers or any(mark in line for line in first for mark in ',;|"{'):
         return False
     items = sum(" " in line.partition("\t")[2] for line in first)  # in `user<tab>item item`
-    return len(numbers) > 2 or (numbers == {1} and 2 * items > len(first))
+    return len(numbers) > 2 or (numbers == {1} and (2 * items > len(first) or names[0] == "column_1"))
 
 
 def guess(path: Path, chosen: Mapping[str, str], time_format: str = "") -> tuple[list[Guess], str]:
@@ -222,7 +230,10 @@ def _sample(path: Path) -> pl.DataFrame:
 def _by_name(role: str, rows: pl.DataFrame, roles: Mapping[str, str], time_format: str) -> str | None:
     named = _named(role, rows, roles)
     if role == "timestamp":
-        return _time_of_events(named, rows, roles, time_format)
+        found = _time_of_events(named, rows, roles, time_format)
+        free = [name for name in rows.columns if name not in (*named, *roles.values()) and _is_date(rows[name])]
+        better = found and not _varying([found], rows, roles) and _varying(free, rows, roles)
+        return None if better else found  # a day of release is no time of an event
     if role == "rating":
         return min(named, key=lambda column: _is_sparse(rows[column]), default=None)
     best = min(named, key=lambda column: _is_sparse(rows[column]) or not _is_id(rows[column]), default=None)
@@ -445,7 +456,9 @@ def _time_format(values: pl.Series, column: str) -> str:
     if shares[fitting] < FIT:
         example = "" if known.is_empty() else f" such as {str(known[0])!r:.40}"
         order = (
-            f"; if they only number days or steps, pass the column with --time {column}" if _is_order(values) else ""
+            f"; if they only number days or steps, pass the column with --time {column}"
+            if _is_order(values) and values.n_unique() > CALENDAR
+            else ""
         )
         raise ValueError(
             f"the times of {column}{example} have no known format, or lie outside 1990 to 2035: "

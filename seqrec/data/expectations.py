@@ -155,7 +155,7 @@ def content_suites(
         _id_suite("interactions.item_id", log.items),
         _rating_suite(log.ratings),
         _catalogue_suite(catalogue),
-        _totals_suite(log, unknown, drift, published, config),
+        _totals_suite(log, len(catalogue), unknown, drift, published, config),
     ]
 
 
@@ -233,7 +233,12 @@ def _catalogue_suite(catalogue: pl.DataFrame) -> Suite:
 
 
 def _totals_suite(
-    log: LogCounts, unknown: pl.Series, drift: Mapping[str, float], published: Mapping[str, int], config: ValidateConfig
+    log: LogCounts,
+    described: int,
+    unknown: pl.Series,
+    drift: Mapping[str, float],
+    published: Mapping[str, int],
+    config: ValidateConfig,
 ) -> Suite:
     counts = {
         "rows": log.rows,
@@ -252,7 +257,8 @@ def _totals_suite(
     # Python numbers, because Great Expectations prints those of numpy as np.float64(0.1).
     frame = pd.DataFrame({f"interactions.{name}": [value] for name, value in values.items()}, dtype=object)
     known = [_known_count(name, published[name]) for name in counts if name in published]
-    relations = _relation_rules(log.repeated, unknown.head(EXAMPLES).to_list(), config)
+    foreign = described > 0 and 0 < counts["items"] == len(unknown)
+    relations = _relation_rules(log.repeated, unknown.head(EXAMPLES).to_list(), config, foreign=foreign)
     return Suite(frame, [*_volume_rules(published, config), *known, *relations, *_drift_rules(drift, config)])
 
 
@@ -278,7 +284,12 @@ def _known_count(name: str, count: int) -> gxe.Expectation:
     return _total(name, rule, least=count, most=count, severity="warning", advice=advice)
 
 
-def _relation_rules(repeated: Sequence[str], unknown: Sequence[str], config: ValidateConfig) -> list[gxe.Expectation]:
+def _relation_rules(
+    repeated: Sequence[str], unknown: Sequence[str], config: ValidateConfig, *, foreign: bool
+) -> list[gxe.Expectation]:
+    """Return the rules about several columns; `foreign`: no item with events is in the items table."""
+    advice = "usual for sources with incomplete metadata; models that read text need an entry for each item"
+    alike = "both files must write ids alike, with the same leading zeros; or leave the items file out"
     return [
         _total(
             "timestamp (distinct)",
@@ -298,8 +309,8 @@ def _relation_rules(repeated: Sequence[str], unknown: Sequence[str], config: Val
             "item_id (not in items)",
             "every item with interactions is in the items table",
             most=0,
-            severity="warning",
-            advice="usual for sources with incomplete metadata; models that read text need an entry for each item",
+            severity="critical" if foreign else "warning",
+            advice=alike if foreign else advice,
             examples=unknown,
         ),
     ]

@@ -33,6 +33,7 @@ def table(columns):
         "brand": [f"Brand {row % 3}" for row in range(ROWS)],
         "person": [f"Ann {row % 20}" for row in range(ROWS)],
         "released": [f"20{row % 15 + 10}-01-01" for row in range(ROWS)],
+        "joined": [f"20{row % 20 + 10}-01-01" for row in range(ROWS)],
         "clock": [f"{row % 24:02}:30:00" for row in range(ROWS)],
         "compact-day": [f"{datetime(2020, 1, 1) + timedelta(days=row):%Y%m%d}" for row in range(ROWS)],
         "second": [1_600_000_000 + 86_401 * row for row in range(ROWS)],
@@ -65,6 +66,11 @@ LOGS = {  # columns with their values, and the found ones in order: users, items
     "times without a name": ("visitorid=user itemid=item x=epoch", "visitorid itemid x"),
     "a German date": ("uid=user article=item Date=german", "uid article Date"),
     "a release": ("user_id=user movie_id=item release_date=released watched_at=iso", "user_id movie_id watched_at"),
+    "a release beside an unknown word": (
+        "user_id=user movie_id=item release_date=released started=iso",
+        "user_id movie_id started",
+    ),
+    "a sign-up is no time": ("user_id=user page=item join_date=joined x=iso", "user_id page x"),
     "a clock is no date": ("user=user item=item time=clock date=iso", "user item date"),
     "an invoice is no item": (
         "InvoiceNo=group StockCode=item Description=words InvoiceDate=iso CustomerID=user",
@@ -144,6 +150,7 @@ def format_of(times, folder):
 
 
 SAME = (
+    *("%m/%d/%Y %H:%M:%S.%f", "%d.%m.%Y, %H:%M:%S"),
     *("%m/%d/%Y %I:%M:%S %p", "%m/%d/%Y, %I:%M:%S %p", "%m/%d/%y %H:%M", "%d/%m/%y %H:%M", "%y/%m/%d %H:%M"),
     *("%Y%m%d", "%Y%m%d%H%M", "%B %d, %Y", "%a, %d %b %Y %H:%M:%S GMT"),
 )
@@ -158,6 +165,7 @@ SAME = (
         ("%d-%b-%Y %H:%M:%S", "%d-%B-%Y %H:%M:%S"),
         ("%Y-%-m-%-d %H:%M", "%Y-%m-%d %H:%M"),  # digits may lack zeros
         ("%Y-%m-%d %H", ""),
+        ("%Y%m%dT%H%M%SZ", "%Y%m%dT%H%M%S%z"),
     ],
 )
 def test_formats_of_times(tmp_path, form, wanted):
@@ -221,6 +229,7 @@ def test_what_the_caller_names_is_taken(tmp_path):
         ("user=user item=item", {}, "columns user, item looks like timestamp; name it with --time"),
         ("user=user item=item time=words", {}, "have no known format.* set --time-format"),
         ("user=user item=item day=number", {}, "have no known format.* with --time day"),
+        ("user=user item=item hour_of_day=count", {}, "have no known format.* another column with --time$"),
         (
             "user=user item=item time=either-time",
             {},
@@ -347,6 +356,7 @@ def test_a_file_of_items_may_lack_a_header(tmp_path, line):
         ("1 5 7 9\n2 4 4 8\n", True),
         ("1\t5\t7\t9\n2\t4\t4\n3\t1\n", True),
         ("1\t5 7 9\n2\t4 4\n", True),
+        ("1\t5\n1\t7\n2\t4\n", True),
         ("user_id,item_id,timestamp\n1,2,3\n", False),
         ("user item time\n1 2 2021-04-03\n3 4 2021-04-05\n", False),
         ("user\tmovie\ttime\n1\tThe Matrix Reloaded\t160\n2\tAlien\t170\n", False),
@@ -358,12 +368,13 @@ def test_lines_of_items_are_told_from_tables(tmp_path, text, expected):
     assert is_lines(tmp_path / "log") is expected
 
 
-def test_keys_of_an_object_are_columns(tmp_path):
+@pytest.mark.parametrize("written", [json.dumps, repr])
+def test_keys_of_an_object_are_columns(tmp_path, written):
     objects = [
         {"user": {"id": n % 30}, "item": {"sku": f"i{n % 20}", "name": f"Thing {n % 20}"}, "ts": T0 + 3600 * n}
         for n in range(400)
     ]
-    (tmp_path / "log.jsonl").write_text("".join(f"{json.dumps(value)}\n" for value in objects))
+    (tmp_path / "log.jsonl").write_text("".join(f"{written(value)}\n" for value in objects))
 
     found, _ = guess(tmp_path / "log.jsonl", {})
     chosen = {one.name: one.column for one in found}

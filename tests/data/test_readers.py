@@ -137,7 +137,7 @@ def lines(objects, write=json.dumps):
     ("garbage", "reason"),  # without any, all lines are read at once
     [
         ("", ""),
-        ("{not json\n", "not a JSON object"),
+        ("{not json\n", "not a JSON object or Python literal"),
         ('{"reviewerID": "\\ud83d", "asin": "B", "unixReviewTime": 5}\n', "user_id is not UTF-8"),
     ],
 )
@@ -388,6 +388,7 @@ HEAD = "user_id,item_id,timestamp,rating\n"
         (",i,5,1", "no user_id"),
         ("u, ,5,1", "no item_id"),
         ("nan,i,5,1", "no user_id"),  # what pandas makes of a missing value that becomes text
+        ("\\N,i,5,1", "no user_id"),  # what MySQL makes of it
         ("u,NULL,5,1", "no item_id"),
         (b"u,caf\xe9 \xc3\xa9,5,1", "item_id is not UTF-8"),  # not Latin-1 either
         ('u,"a\tb",5,1', "item_id has control characters, such as a line break"),
@@ -437,7 +438,7 @@ BLOCKS = {  # reader, settings, text, and the bad rows
         readers.amazon_2018,
         {},
         "".join(REVIEW % (n, n) for n in range(50)) + '{"reviewerID": "x"\n"asin": "y"}\n',
-        [(51, "not a JSON object"), (52, "not a JSON object")],
+        [(line, "not a JSON object or Python literal") for line in (51, 52)],
     ),
     "lines": (
         readers.lines_of_items,
@@ -498,7 +499,7 @@ def test_an_id_in_json_is_the_same_whichever_way_its_line_is_read():
 
     fast = json_lines._decoded(texts, fields).struct.field("id").to_list()
 
-    assert [json_lines._parsed(text, fields, literals=False)[1] for text in texts] == fast
+    assert [json_lines._parsed(text, fields)[1] for text in texts] == fast
     assert fast[:2] == ["1", "100000"]
 
 

@@ -143,6 +143,14 @@ def test_warnings_are_logged_and_do_not_stop(tmp_path, caplog):
     assert "found 2, e.g. 'i2', 'i3'" in caplog.text
 
 
+def test_an_items_file_that_knows_no_item_of_the_log_stops(tmp_path):
+    write(tmp_path, log(), item_ids=("1", "2"))
+
+    with pytest.raises(ValidationFailed, match="must write ids alike, with the same leading zeros"):
+        run(tmp_path)
+    assert ("item_id (not in items)", "critical") in failed(tmp_path)
+
+
 def test_a_wrong_column_type_stops_before_the_rules_that_need_it(tmp_path):
     write(tmp_path, log())
     table = artifacts.pq.read_table(tmp_path / artifacts.INTERACTIONS)

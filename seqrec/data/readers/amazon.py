@@ -22,8 +22,8 @@ def amazon_2014(files: Mapping[str, Path], config: IngestConfig) -> Tables:
     """Read JSON lines of reviews and Python-literal lines of metadata."""
     categories = pl.List(pl.List(pl.String))
     flat = pl.col("category").list.eval(pl.element().explode())
-    products = _products(files, {**AMAZON_ITEM, "categories": ("category", categories)}, flat, literals=True)
-    return tables(files, _reviews(files, literals=True), products)
+    products = _products(files, {**AMAZON_ITEM, "categories": ("category", categories)}, flat)
+    return tables(files, _reviews(files), products)
 
 
 def amazon_2018(files: Mapping[str, Path], config: IngestConfig) -> Tables:
@@ -49,14 +49,12 @@ def amazon_2023(files: Mapping[str, Path], config: IngestConfig) -> Tables:
     return tables(files, events(files["interactions"], {"item_id": "parent_asin"}), products)
 
 
-def _reviews(files: Mapping[str, Path], *, literals: bool = False) -> Frames:
+def _reviews(files: Mapping[str, Path]) -> Frames:
     names = {"reviewerID": "user_id", "asin": "item_id", "overall": "rating", "unixReviewTime": "timestamp"}
-    return texts_of(files["interactions"], names, literals=literals)
+    return texts_of(files["interactions"], names)
 
 
-def _products(
-    files: Mapping[str, Path], fields: Mapping[str, tuple[str, Any]], category: pl.Expr, *, literals: bool = False
-) -> Frames | None:
+def _products(files: Mapping[str, Path], fields: Mapping[str, tuple[str, Any]], category: pl.Expr) -> Frames | None:
     """Return the metadata, if any; `fields` maps its keys to our names and polars types."""
     if "items" not in files:
         return None
@@ -72,7 +70,7 @@ def _products(
             unescaped("brand"),
             category.list.join(", ").alias("category").pipe(unescaped),
         )
-        for frame in json_lines(files["items"], types, literals=literals)
+        for frame in json_lines(files["items"], types)
     )
 
 

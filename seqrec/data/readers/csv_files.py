@@ -19,9 +19,10 @@ from seqrec.data.readers.row_checks import MISSING, Rows, Tables, interactions, 
 TYPED = re.compile(r":(token|float|token_seq|float_seq)$")  # types in the headers of RecBole's atomic files
 DELIMITERS = (",", "\t", ";", "|", "::")
 NUMBER = re.compile(r"[-+]?\d+(\.\d+)?")
-TIME = re.compile(  # since 1970, ISO 8601, 3.4.2021 or 3/4/2021, or Sat Apr 03
-    r"[12]\d{8,18}(\.\d+)?|[12]\d{3}[-/]\d\d[-/]\d\d([T ].*)?"
-    r"|\d\d?([./-])\d\d?\3\d{4}( .*)?|[A-Z][a-z]{2},? ([A-Z][a-z]{2} \d\d|\d\d [A-Z][a-z]{2}) .*"
+TIME = re.compile(  # since 1970, ISO 8601, 20210403, 3.4.2021 or 3/4/21, 3-Apr-2021, or Sat Apr 03
+    r"[12]\d{8,18}(\.\d+)?|[12]\d{3}[-/]\d\d?[-/]\d\d?([T ].*)?|(19|20)\d\d(0[1-9]|1[0-2])([0-2]\d|3[01])(T\d+Z?)?"
+    r"|\d\d?(?P<by>[./-])\d\d?(?P=by)(\d\d){1,2}([ ,].*)?|\d\d?[ -][A-Z][a-z]{2}[ -]\d{2,4}( .*)?"
+    r"|[A-Z][a-z]{2},? ([A-Z][a-z]{2} \d\d|\d\d [A-Z][a-z]{2}) .*"
 )
 MAX_COLUMNS = 4096
 RESERVED = (*MARKS, "_by", "_excess", "_seconds", "_rating")  # column names used internally
@@ -185,6 +186,8 @@ def is_record(fields: Sequence[str]) -> bool:
 
     >>> is_record(["A1", "B2", "5.0", "1307056020"]), is_record(["17", "4", "3"]), is_record(["1", "Toy Story (1995)"])
     (True, True, True)
+    >>> [is_record(["u1", "i2", time]) for time in ("20191015", "10/15/19 08:12", "15-Oct-2019 08:12")]
+    [True, True, True]
     >>> is_record(["user", "item", "2024"]), is_record(["", "0", "1"]), is_record(["user"])
     (False, False, False)
     """

@@ -19,7 +19,7 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def keys(path: Path) -> list[str]:
-    """Return the keys of the first objects of a file with a JSON object per line; none if the file is no such file.
+    """Return the keys of the first objects of a file with an object per line; none if the file is no such file.
 
     `user.id` is the key `id` of the object `user`. Keys whose values are lists, or objects in objects, are left out.
 
@@ -52,29 +52,29 @@ def _flattened(value: dict[str, Any]) -> dict[str, Any]:
 
 def _object_or_none(text: str) -> Any:
     try:
-        return _object(text, literals=False)
-    except (ValueError, RecursionError, MemoryError):
+        return _object(text)
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):  # of too deep, or numbers too long
         return None
 
 
-def json_lines(path: Path, fields: Mapping[str, Any], *, literals: bool = False) -> Frames:
-    """Yield the objects of a file with a JSON object per line; `fields` maps the keys of `keys` to polars types.
+def json_lines(path: Path, fields: Mapping[str, Any]) -> Frames:
+    """Yield the objects of a file with a JSON object, or a Python literal, per line; missing keys are null.
 
-    Missing keys are null. With `literals`, lines may also be Python literals.
+    `fields` maps the keys of `keys` to polars types.
     """
     for lines in read_lines(path):
         values = _decoded(lines["_text"], fields)
         if values is not None:
             yield lines.with_columns(values.struct.unnest())
         else:  # at least one line is not a JSON object of these types; find it
-            rows = [_parsed(text, fields, literals) for text in lines["_text"]]
+            rows = [_parsed(text, fields) for text in lines["_text"]]
             schema = {"_problem": pl.String, **fields}
             yield lines.drop("_problem").hstack(pl.DataFrame(rows, schema=schema, orient="row", strict=False))
 
 
-def texts_of(path: Path, names: Mapping[str, str], *, literals: bool = False) -> Frames:
+def texts_of(path: Path, names: Mapping[str, str]) -> Frames:
     """Yield the objects of `json_lines` with text under our names; `names` maps the file's keys to them."""
-    for frame in json_lines(path, dict.fromkeys(names, pl.String), literals=literals):
+    for frame in json_lines(path, dict.fromkeys(names, pl.String)):
         yield frame.rename(names)
 
 
@@ -101,23 +101,19 @@ def _decoded(texts: pl.Series, fields: Mapping[str, Any]) -> pl.Series | None:
     return values if len(values) == len(texts) and not unclear else None
 
 
-def _parsed(text: str, fields: Mapping[str, Any], literals: bool) -> list[Any]:
-    problem = f"not a JSON object{' or Python literal' if literals else ''}"
-    try:
-        value = _object(text, literals)
-        if isinstance(value, dict):
-            value = value | _flattened(value)
-            return [None, *(_as_strings(value.get(name), kind) for name, kind in fields.items())]
-    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):  # of too deep, or numbers too long
-        pass
-    return [problem, *[None] * len(fields)]
+def _parsed(text: str, fields: Mapping[str, Any]) -> list[Any]:
+    value = _object_or_none(text)
+    if not isinstance(value, dict):
+        return ["not a JSON object or Python literal", *[None] * len(fields)]
+    value = value | _flattened(value)
+    return [None, *(_as_strings(value.get(name), kind) for name, kind in fields.items())]
 
 
-def _object(text: str, literals: bool) -> Any:
+def _object(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        return ast.literal_eval(text) if literals else None
+        return ast.literal_eval(text)
 
 
 def _as_strings(value: Any, kind: Any) -> Any:

@@ -38,7 +38,7 @@ def steam(files: Mapping[str, Path], config: IngestConfig) -> Tables:
     names = {"username": "user_id", "product_id": "item_id", "date": "timestamp"}
     unprintable = pl.col("user_id").str.strip_chars().str.contains(UNPRINTABLE)
     problem = pl.coalesce("_problem", pl.when(unprintable).then(pl.lit("user_id has control characters")))
-    lines = texts_of(files["interactions"], names, literals=True)
+    lines = texts_of(files["interactions"], names)
     reviews = (frame.with_columns(problem.alias("_problem")) for frame in lines)
     if "items" not in files:
         return tables(files, reviews)
@@ -52,6 +52,6 @@ def steam(files: Mapping[str, Path], config: IngestConfig) -> Tables:
             "publisher",
             pl.col("genres").list.join(", "),
         )
-        for frame in json_lines(files["items"], {**texts, "genres": pl.List(pl.String)}, literals=True)
+        for frame in json_lines(files["items"], {**texts, "genres": pl.List(pl.String)})
     )
     return tables(files, reviews, games)

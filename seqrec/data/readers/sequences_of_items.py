@@ -136,7 +136,10 @@ def _kind(path: Path) -> str:
         if longer != repeated:
             return "sequences" if longer else "pairs"
         why = "some have more than one item, and users repeat" if longer else "each has one item, and no user repeats"
-        raise ValueError(f"{path.name}: the lines may be sequences or pairs ({why}): set ingest.lines to one of them")
+        raise ValueError(
+            f"{path.name}: the lines may be sequences or pairs ({why}): set ingest.lines to one of them, or "
+            "write a table with a header and a column of times"
+        )
     raise ValueError(f"{path.name} is empty")
 
 
