@@ -49,6 +49,7 @@ def refit(*, dataset: str, artifacts: Path, sequences: Path, state: Path, config
     finetuned, refitted = load_checkpoint(artifacts / model / "finetuned"), artifacts / model / REFITTED
     for path, key, found in (
         (finetuned.folder, registry.WEIGHTS_TAG, finetuned.card["weights_sha256"]),
+        (finetuned.folder, runs.FINGERPRINT, finetuned.card["fingerprint"]),  # equal weights may have other counts
         (sequences, registry.SPLIT_TAG, read_json(sequences / SPLIT_CARD)["split_sha256"]),
     ):
         if evaluated.tags.get(key) != found:

@@ -62,7 +62,9 @@ class CountTerm:
 
     def to(self, device: torch.device) -> CountTerm:
         """Return the same term with every tensor on `device`."""
-        own = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        own = {
+            one.name: value.to(device) for one in fields(self) if isinstance(value := getattr(self, one.name), Tensor)
+        }
         further = {name: term.to(device) for name, term in self.further.items()}
         return replace(self, **own, further=further)  # type: ignore[arg-type]
 
@@ -202,10 +204,14 @@ class CountTerm:
 
     def grown(self, size: int) -> CountTerm:
         """Return the term for a catalogue that gained items without events; `size` is its rows, padding included."""
-        more = size - len(self.log_popularity)
+        before = len(self.log_popularity)
+        more = size - before
+        own = more if self.kind == "repeats" else 0  # each item votes for itself
         return replace(
             self,
-            offsets=F.pad(self.offsets, (0, more), value=int(self.offsets[-1])),
+            offsets=torch.cat([self.offsets, self.offsets[-1] + torch.arange(1, more + 1).clamp(max=own)]),
+            targets=torch.cat([self.targets, torch.arange(before, before + own).int()]),
+            values=F.pad(self.values, (0, own), value=1.0),
             log_popularity=F.pad(self.log_popularity, (0, more), value=float(self.log_popularity[1:].min())),
             further={name: term.grown(size) for name, term in self.further.items()},
         )

@@ -40,7 +40,7 @@ class Ranking:
     rank_unfiltered: Tensor  # float64, among all items
     rank_sampled: Tensor  # float64, among the negatives stored with the split; NaN without them
     ties: Tensor  # int64, number of other candidates with the target's score, under the configured filter
-    top: Tensor  # (C, K) int64, best items under the configured filter, filled up with 0
+    top: Tensor  # (C, K) int64, best items under the configured filter, a seen target not among them, filled up with 0
     score: Tensor  # (C, K) float32
 
 
@@ -252,7 +252,8 @@ def _rank_block(
     scorer: Scorer, data: Sequences, user: Tensor, stop: Tensor, filter_seen: bool, reads: bool, top_k: int, name: str
 ) -> tuple[Tensor, ...]:
     target = data.sent(data.items[stop].long())
-    seen = SeenItems.before(data, user, stop).without(target) if reads else SeenItems(target[:0], target[:0])
+    past = SeenItems.before(data, user, stop) if reads else SeenItems(target[:0], target[:0])
+    seen = past.without(target)
     blocks = checked(scorer, data, user, stop, name)
     if data.num_items <= ITEMS_PER_BLOCK:  # keep the single block instead of computing it twice
         blocks = _kept(blocks)
@@ -266,12 +267,12 @@ def _rank_block(
         all_above += _per_row(score > goal)
         all_equal += _per_row(score == goal)
         row, column = seen.within(first, score)
-        past = score[row, column]
-        seen_above += torch.bincount(row[past > goal[row, 0]], minlength=len(user))
-        seen_equal += torch.bincount(row[past == goal[row, 0]], minlength=len(user))
+        scored = score[row, column]
+        seen_above += torch.bincount(row[scored > goal[row, 0]], minlength=len(user))
+        seen_equal += torch.bincount(row[scored == goal[row, 0]], minlength=len(user))
         if top_k:
             if filter_seen:
-                score[row, column] = float("-inf")
+                score[past.within(first, score)] = float("-inf")
             best = _merge_top(best, score, first, top_k)
     above, equal = all_above - seen_above, all_equal - seen_equal
     ties = (equal if filter_seen else all_equal) - 1

@@ -332,14 +332,19 @@ class Store:
         table = open_table(interactions)
         if not set(COLUMNS) <= set(table.schema_arrow.names):
             raise ValueError(f"--interactions: {interactions} lacks one of the columns {', '.join(COLUMNS)}")
-        number = sa.select(sa.func.count()).select_from(EVENTS)
-        with self._connection() as connection:
-            before = connection.execute(number).scalar_one()
-            for batch in table.iter_batches(ROWS_AT_ONCE, columns=COLUMNS):
-                _check_columns(interactions, batch)
-                rows = zip(*batch.to_pydict().values(), strict=True)
+        for batch in table.iter_batches(ROWS_AT_ONCE, columns=COLUMNS):
+            _check_columns(interactions, batch)
+        before = self._number_imported()
+        for batch in table.iter_batches(ROWS_AT_ONCE, columns=COLUMNS):
+            rows = zip(*batch.to_pydict().values(), strict=True)
+            with self._connection() as connection:  # short, so that the service can write in between
                 connection.execute(insert, [{**_imported(*row), "received": received} for row in rows])
-            return int(connection.execute(number).scalar_one() - before)
+        return self._number_imported() - before
+
+    def _number_imported(self) -> int:
+        imported = sa.select(sa.func.count()).where(EVENTS.c.event_id.startswith(IMPORTED))
+        with self._connection() as connection:
+            return int(connection.execute(imported).scalar_one())
 
     def interactions(self, kinds: Collection[str]) -> Iterator[tuple[str, str, int]]:
         """Yield user, item and second of the events of these kinds, oldest first, each once."""

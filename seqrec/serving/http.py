@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import hashlib
 import logging
 import signal
 import sys
@@ -367,9 +368,11 @@ def loaded(place: str, config: RegisterConfig, options: ServeConfig) -> Recommen
 
 
 def version_of(place: str, config: RegisterConfig) -> str:
-    """Return the version of the model at `place`: its number in the registry, or a name with a hash of its weights."""
+    """Return the version of the model at `place`: its number in the registry, or a name and a hash of the model."""
     name = Path(place).name
     if place.startswith(REGISTERED) and name.isdecimal():
         return name
     with located(place, config) as folder:
-        return f"{name}-{read_json(folder / MODEL_CARD)['weights_sha256'][:8]}"
+        card = read_json(folder / MODEL_CARD)
+    digests = card["weights_sha256"] + card.get("counts", {}).get("sha256", "")
+    return f"{name}-{hashlib.sha256(digests.encode()).hexdigest()[:8]}"

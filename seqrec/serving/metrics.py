@@ -59,8 +59,8 @@ class Metrics:
         self.version.labels(recommender.name, version).set(1)
         self.expected.set(float(recommender.counts.sum()) / max(1, len(recommender.users)))
         order = np.argsort(-recommender.counts, kind="stable")
-        before = recommender.counts[order].cumsum() - recommender.counts[order]
-        share = before / max(1, recommender.counts.sum())
+        counts = recommender.counts[order].astype(np.float64)  # float32 cannot count beyond 2^24
+        share = (counts.cumsum() - counts) / max(1.0, counts.sum())
         decile = np.minimum((share * DECILES).astype(int), DECILES - 1)
         ranked = zip(order.tolist(), decile.tolist(), strict=True)
         self.decile_of = {recommender.item_ids[item - 1]: number for item, number in ranked if item != PAD}

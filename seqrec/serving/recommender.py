@@ -420,6 +420,8 @@ class Recommender:
         Raises:
             ValueError: the item is unknown.
         """
+        if request.items_text:
+            return self._grown(request.items_text).explain(replace(request, items_text={}), item_id)
         if item_id not in self.items:
             raise ValueError(f"item_id: {item_id!r} is unknown")
         known = self.known(request)

@@ -14,6 +14,7 @@ from seqrec.counts.term import with_counts
 from seqrec.data.sequences import load as load_sequences
 from seqrec.evaluation import cost, ranking, results
 from seqrec.training.checkpoint import Checkpoint, counts_config, load_checkpoint
+from seqrec.training.held_out import held_out_now
 
 
 def evaluate(
@@ -47,6 +48,8 @@ def evaluate(
             f"{checkpoint} was refitted on every event, so it has seen the test cases: evaluate `finetuned` instead"
         )
     trained.check_catalogue(sequences, users="user" in net.needs)
+    if "split" in card and (reason := held_out_now(trained, sequences)):
+        raise ValueError(f"{checkpoint} may have been trained on the cases of {sequences}: {reason}; train it on these")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     loaded = load_sequences(sequences)
     prepared = loaded.to(device)

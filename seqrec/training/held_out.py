@@ -12,7 +12,9 @@ import pyarrow.compute as pc
 from seqrec.artifacts import SPLIT_CARD, VOCABULARY, read_json, read_table
 from seqrec.training.checkpoint import Checkpoint
 
-FILTERS = ("deduplicate", "k_core", "min_rating", "require_title")  # of a split card: what decides which events remain
+FILTERS = (  # of a split card: what decides which events remain, and in which order
+    *("deduplicate", "k_core", "min_rating", "require_title", "newest_first"),
+)
 SPLIT = ("protocol", "val_users", "valid_cut", "split_sha256", *FILTERS)  # of a split card: where training events end
 
 
@@ -41,9 +43,10 @@ def held_out_now(checkpoint: Checkpoint, data: Path) -> str:
         return ""
     if protocols[0] == "RATIO-full" or before["val_users"]:
         return "under RATIO-full or prepare.val_users, training events may become validation events when a log grows"
-    changed = [name for name in FILTERS if before.get(name) != now.get(name)]
+    changed = [name for name in FILTERS if before.get(name, False) != now.get(name, False)]
     if changed:
-        return f"its training had other filters ({', '.join(changed)}), so some training events may now be held out"
+        names = ", ".join(changed)
+        return f"its training had other settings of the data ({names}), so some training events may now be held out"
     if now["k_core"]["user"] < 3:
         return f"under {now['protocol']}, the second event of a user trains until there is a third: min_user_events < 3"
     items, still = checkpoint.vocabulary["item_id"], read_table(data / VOCABULARY, ["item_id"])["item_id"]

@@ -75,6 +75,11 @@ def train(model: SequenceModel, data: Sequences, training: Training) -> dict[str
                 "%s.precision: bf16 is emulated on this CPU, at about half the speed of fp32: set fp32 or auto",
                 training.stage,
             )
+        if training.config.exclude_past and not training.filter_seen:
+            logger.warning(
+                "%s.exclude_past: true trains without past items, which filter_seen: false ranks: set it to false",
+                training.stage,
+            )
         cost.keep_freed_memory()
         with training.open_log(identity, f"{training.name} {training.stage}") as log:
             records = loop.fit(

@@ -78,13 +78,18 @@ def test_shares_of_events_and_scores_of_candidates_are_those_of_the_whole(data, 
 
 def test_more_items_change_nothing_for_the_others(data, histories):
     size, found = len(data.count), term.build(data, replace(CONFIG, repeats=0.5))
-    grown = found.grown(size + 3)
+    grown = found.grown(size + 3).to(torch.device("cpu"))
 
     before = found.adder(histories)(torch.zeros(len(histories), size), 0)
     after = grown.adder(histories)(torch.zeros(len(histories), size + 3), 0)
 
     assert torch.equal(after[:, :size], before)
     assert (after[:, size:] == CONFIG.popularity * found.log_popularity[1:].min()).all()
+    again = torch.tensor([[size, size + 2]])  # new items that the user had before
+    votes = grown.further["repeats"].adder(again)(torch.zeros(1, size + 3), 0)
+    votes = grown.further["repeats"].to(torch.device("cpu")).adder(again)(votes, 0)
+    assert votes.nonzero()[:, 1].tolist() == [size, size + 2]
+    torch.testing.assert_close(votes[0, size + 2], 2 * 0.5 * grown.further["repeats"].weights[0])
 
 
 def test_halves_of_the_users_get_their_own_scorer(data):

@@ -147,11 +147,13 @@ def test_ranks_equal_a_brute_force_ranker(three, monkeypatch, seed, rows, items,
     for case, (user, stop) in enumerate(zip(cases.user.tolist(), cases.position.tolist(), strict=True)):
         scores, target = table[user].tolist(), int(three.items[stop])
         everything = set(range(1, three.num_items + 1))
-        unseen = everything - set(three.items[three.start[user] : stop].tolist()) | {target}
+        past = set(three.items[three.start[user] : stop].tolist())
+        unseen = everything - past | {target}
         shown = unseen if filter_seen else everything
         assert ranked.rank[case] == mid_rank_by_hand(scores, target, unseen)
         assert ranked.rank_unfiltered[case] == mid_rank_by_hand(scores, target, everything)
         assert ranked.ties[case] == sum(scores[i] == scores[target] for i in shown) - 1
+        shown = shown - past if filter_seen else shown  # as in serving, where no target is known
         best = sorted((scores[item] for item in shown), reverse=True)[:5]
         listed, rest = ranked.top[case].tolist()[: len(best)], ranked.top[case].tolist()[len(best) :]
         assert [scores[item] for item in listed] == best
@@ -192,12 +194,14 @@ def test_a_case_without_history_is_answered_by_popularity(newcomers, architectur
     empty = cases.position == data.start[cases.user]
     assert 2 < int(empty.sum()) < len(cases)
 
-    ranked = ranking.rank(ranking.model_scorer(model), data, cases, filter_seen=True, top_k=5, rows=1)
-    popular = ranking.rank(fixed_scorer(data.count.float()), data, cases, filter_seen=True, top_k=5)
+    own, popularity = ranking.model_scorer(model), fixed_scorer(data.count.float())
+    ranked = ranking.rank(own, data, cases, filter_seen=True, top_k=5, rows=1)
+    popular = ranking.rank(popularity, data, cases, filter_seen=True, top_k=5)
 
     for values, expected in zip(vars(ranked).values(), vars(popular).values(), strict=True):
         assert torch.equal(values[empty], expected[empty]) or bool(values.isnan().all())
-    assert not torch.equal(ranked.score[~empty], popular.score[~empty])
+    listed = [ranking.rank(one, data, cases, filter_seen=False, top_k=5).score[~empty] for one in (own, popularity)]
+    assert not torch.equal(*listed)
     assert bool(ranked.rank.isfinite().all())
     item, score = ranking.best(ranking.model_scorer(model), data, cases.user, cases.position, filter_seen=True, top_k=5)
     assert item[empty].tolist() == popular.top[empty].tolist()

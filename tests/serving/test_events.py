@@ -91,10 +91,19 @@ def test_users_who_ask_during_a_lookup_are_looked_up_together_after_it():
     assert all(isinstance(error, StoreError) for error in failed)
 
 
-def test_training_data_seeds_histories_once(store, tmp_path):
+def test_training_data_seeds_histories_once(store, tmp_path, monkeypatch):
     rows = [("u", "i1", 100), ("u", "i2", 200), ("u", "i2", 300), ("v", "i9", 150)]
     write_interactions(tmp_path, rows)
     store.add([event("live", item="i3", at=250.5), event("seen by training too", item="i2", at=300.7)])
+
+    monkeypatch.setattr(module, "ROWS_AT_ONCE", 1)
+    imported = module._imported
+
+    def meanwhile(*row):  # the service writes between two parts of the import
+        store.add([event(f"meanwhile {row[2]}", user="w", kind="hide", at=1)])
+        return imported(*row)
+
+    monkeypatch.setattr(module, "_imported", meanwhile)
 
     assert store.seed(tmp_path / "interactions.parquet") == 4
     assert store.seed(tmp_path / "interactions.parquet") == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from scipy import stats
 from support import save, service
 
 from seqrec.__main__ import main
-from seqrec.artifacts import MODEL_CARD, read_json
+from seqrec.artifacts import MODEL_CARD, read_json, write_json
 from seqrec.config import ConfigError, RegisterConfig, ServeConfig
 from seqrec.serving import http
 from seqrec.serving.batcher import Served
@@ -22,14 +23,19 @@ from seqrec.serving.recommender import Request
 USERS = [f"u{number}" for number in range(4000)]
 
 
-def test_a_version_of_a_folder_changes_with_its_weights(prepared, tmp_path):
+def test_a_version_of_a_folder_changes_with_weights_and_counts(prepared, tmp_path):
     """Every training writes a folder of the same name."""
-    first, second = (save("sasrec", prepared, tmp_path / name / "finetuned") for name in "ab")
-    weights = {read_json(folder / MODEL_CARD)["weights_sha256"] for folder in (first, second)}
-    names = {http.version_of(str(folder), RegisterConfig()) for folder in (first, second)}
+    first, _ = (save("sasrec", prepared, tmp_path / name / "finetuned") for name in "ab")
+    counted = tmp_path / "c" / "finetuned"
+    shutil.copytree(first, counted)
+    card = read_json(first / MODEL_CARD)
+    write_json(counted / MODEL_CARD, card | {"counts": {"sha256": "of a count term"}})
+    shutil.copytree(first, tmp_path / "d" / "finetuned")
+    names = [http.version_of(str(tmp_path / name / "finetuned"), RegisterConfig()) for name in "abcd"]
 
-    assert names == {f"finetuned-{digest[:8]}" for digest in weights}
-    assert len(names) == 2
+    assert len(set(names)) == 3
+    assert names[0] == names[3]
+    assert all(name.startswith("finetuned-") for name in names)
     assert http.version_of("models:/seqrec-ml-100k/4", RegisterConfig()) == "4"
     options = ServeConfig(port=0, saved=str(first), candidate=str(first), share=0.5)
     with pytest.raises(ConfigError, match=r"candidate: .* is the champion itself"):

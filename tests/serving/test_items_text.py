@@ -59,6 +59,16 @@ def test_a_described_item_is_recommended_and_read_as_if_it_had_always_been_there
     assert answer.unknown == 0
 
 
+def test_what_each_event_adds_is_told_of_described_items(recommenders):
+    whole, lacking = recommenders
+    history = ["i1", "i21"]
+
+    for item_id in ("i23", "i2"):
+        drops = lacking.explain(Request(history=history, items_text=NEW), item_id)
+        assert drops == pytest.approx(whole.explain(Request(history=history), item_id), abs=1e-4)
+        assert all(drops)
+
+
 def test_other_attributes_than_those_of_training_follow_these_by_name():
     items = [{"year": "1999", "genre": "war", "title": "x"}, {"title": "x", "brand": "y", "year": "1999"}]
     assert list(item_tokens.as_texts(items, ["title", "plot", "genre"])) == ["title", "genre", "brand", "year"]

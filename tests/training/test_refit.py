@@ -10,7 +10,7 @@ import pytest
 import torch
 from support import case_table, run, weights
 
-from seqrec.artifacts import REFITTED, read_json, sha256, write_json
+from seqrec.artifacts import MODEL_CARD, REFITTED, read_json, sha256, write_json
 from seqrec.commands import refit as command
 from seqrec.config import ConfigError, EvaluateConfig, RegisterConfig, from_dict
 from seqrec.counts.term import with_counts
@@ -121,6 +121,18 @@ def test_what_has_seen_the_test_events_is_neither_evaluated_nor_started_from(pre
         evaluate(model="sasrec", sequences=prepared, checkpoint=folder, report=tmp_path, config=EvaluateConfig())
     with pytest.raises(ValueError, match="refitted on every event"):
         warm_start(load_checkpoint(trained / "initial").model, prepared, folder)
+    split = tmp_path / "another split"
+    shutil.copytree(prepared, split)
+    card = read_json(split / "split.json")
+    write_json(split / "split.json", card | {"split_sha256": "another", "protocol": "RATIO-full"})
+    with pytest.raises(ValueError, match=r"may have been trained on the cases of .*prepare\.protocol LOO-full"):
+        evaluate(
+            model="sasrec",
+            sequences=split,
+            checkpoint=trained / "finetuned",
+            report=tmp_path,
+            config=EvaluateConfig(),
+        )
 
 
 def test_a_refit_until_the_validation_events_sees_those_and_no_test_event(prepared, trained, tmp_path):
@@ -270,6 +282,11 @@ def test_only_the_champions_own_folders_are_refitted(prepared, registered, tmp_p
     write_json(split / "split.json", read_json(split / "split.json") | {"split_sha256": "another"})
     with pytest.raises(ConfigError, match="split_sha256 differs"):
         command.refit(dataset="toy", sequences=split, **given)
-    changed(tmp_path / "artifacts" / "sasrec" / "finetuned", tmp_path / "artifacts" / "sasrec" / "finetuned")
+    finetuned = tmp_path / "artifacts" / "sasrec" / "finetuned"
+    card = read_json(finetuned / MODEL_CARD)
+    write_json(finetuned / MODEL_CARD, card | {"fingerprint": "of other counts"})
+    with pytest.raises(ConfigError, match="fingerprint differs"):
+        command.refit(dataset="toy", sequences=prepared, **given)
+    changed(finetuned, finetuned)
     with pytest.raises(ConfigError, match="weights_sha256 differs"):
         command.refit(dataset="toy", sequences=prepared, **given)

@@ -100,6 +100,7 @@ def test_another_champion_or_none_changes_nothing(folders, tmp_path):
 
 LATER = [*OLD, *((f"u{user}", f"i{user % 20}", 3_000_000 + user) for user in range(30))]  # an event more for each user
 NEWCOMERS = [*OLD, *((f"new{user}", f"i{(user + n) % 20}", 2_000_000 + n) for user in range(6) for n in range(8))]
+TIED = [(user, item, moment // 2000) for user, item, moment in OLD]
 RATIO = {"protocol": "RATIO-full", "test_share": 0.2, "valid_share": 0.1}
 
 
@@ -128,6 +129,7 @@ def events(folder, first, stop):
         (OLD, {}, {"protocol": "temporal"}, False),
         (OLD, {"protocol": "temporal"}, {"protocol": "temporal", "valid_share": 0.3}, False),
         (OLD, {}, {"min_item_events": 25}, False),
+        (TIED, {}, {"newest_first": True}, False),
         ([row for row in OLD if row[1] != "i3"], {}, {}, False),
         ([*OLD, ("short", "i3", 9)], {"min_user_events": 2}, {"min_user_events": 2}, False),
     ],
@@ -137,7 +139,7 @@ def test_a_champion_that_was_trained_on_what_is_held_out_now_is_not_used(tmp_pat
         rows = [*rows, *((f"c{n % 20}", f"j{n}", n) for n in range(200))]
     folders = [
         prepare_rows(tmp_path / name, log, **{"min_item_events": 1, **config})
-        for name, log, config in (("old", OLD, before), ("new", rows, now))
+        for name, log, config in (("old", TIED if rows is TIED else OLD, before), ("new", rows, now))
     ]
     write_champion(tmp_path / "champion", folders[0], "sasrec")
     net = new_model(folders[1], "sasrec")
