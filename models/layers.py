@@ -76,6 +76,8 @@ def asked_at(times_BL: Tensor) -> Tensor:
 
 def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, dropout: float = 0.0) -> Tensor:
     """Return scaled dot-product attention; on a CPU in fp32, because bf16 triples the time of the backward pass."""
+    if bias is not None and (bias.dtype, query.dtype) == (torch.float32, torch.float64):
+        bias = bias.double()  # with a mask of another type, torch's kernel for AVX2 is wrong
     keep(lambda: _weights(query, key, bias))
     if query.device.type != "cpu" or query.dtype != torch.bfloat16:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, dropout_p=dropout)

@@ -61,6 +61,12 @@ def test_precision_that_this_cpu_emulates_is_a_warning(prepared, tmp_path, monke
     assert ("bf16 is emulated on this CPU" in caplog.text) == (precision == "bf16" and not fast)
 
 
+@pytest.mark.parametrize("filter_seen", [False, True])
+def test_training_without_past_items_that_are_ranked_is_a_warning(prepared, tmp_path, caplog, filter_seen):
+    run(prepared, tmp_path, epochs=1, loss="ce", exclude_past=True, filter_seen=filter_seen)
+    assert ("exclude_past: true trains without past items" in caplog.text) != filter_seen
+
+
 def test_the_arithmetic_of_a_step_is_that_of_its_formulas():
     query, item = torch.randn(6, 8, requires_grad=True), torch.randn(21, 8, requires_grad=True)
     sequence, weight = torch.randn(2, 1, 5, 4, requires_grad=True), torch.randn(3, 8, 16, requires_grad=True)
