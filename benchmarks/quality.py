@@ -4,7 +4,7 @@
 
 Every contestant trains until validation has not improved for `--patience` epochs. RePlay and RecTools have the settings
 of peers.py, ours those that the rules choose (params.yaml), without the count term; one more has the count term, as by
-default, after one epoch. Validation takes no time here: its CPU seconds are not counted.
+default, after one epoch, and all its CPU seconds. Those of the others' validation are not counted.
 """
 
 from __future__ import annotations

@@ -207,10 +207,11 @@ class CountTerm:
         before = len(self.log_popularity)
         more = size - before
         own = more if self.kind == "repeats" else 0  # each item votes for itself
+        new = torch.arange(more, device=self.offsets.device)
         return replace(
             self,
-            offsets=torch.cat([self.offsets, self.offsets[-1] + torch.arange(1, more + 1).clamp(max=own)]),
-            targets=torch.cat([self.targets, torch.arange(before, before + own).int()]),
+            offsets=torch.cat([self.offsets, self.offsets[-1] + (new + 1).clamp(max=own)]),
+            targets=torch.cat([self.targets, (before + new[:own]).int()]),
             values=F.pad(self.values, (0, own), value=1.0),
             log_popularity=F.pad(self.log_popularity, (0, more), value=float(self.log_popularity[1:].min())),
             further={name: term.grown(size) for name, term in self.further.items()},

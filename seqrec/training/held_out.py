@@ -12,9 +12,7 @@ import pyarrow.compute as pc
 from seqrec.artifacts import SPLIT_CARD, VOCABULARY, read_json, read_table
 from seqrec.training.checkpoint import Checkpoint
 
-FILTERS = (  # of a split card: what decides which events remain, and in which order
-    *("deduplicate", "k_core", "min_rating", "require_title", "newest_first"),
-)
+FILTERS = ("deduplicate", "k_core", "min_rating", "require_title", "newest_first")  # of a split card: events, and order
 SPLIT = ("protocol", "val_users", "valid_cut", "split_sha256", *FILTERS)  # of a split card: where training events end
 
 
