@@ -17,9 +17,7 @@ from seqrec.data.readers.blocks import MARKS
 from seqrec.data.readers.times import LARGEST_SECONDS, seconds
 
 logger = logging.getLogger(__name__)
-MISSING = (  # what programs write for a missing value
-    *("nan", "NaN", "NA", "N/A", "NULL", "null", "None", "<NA>", "\\N", "undefined"),
-)
+MISSING = ("nan", "NaN", "NA", "N/A", "NULL", "null", "None", "<NA>", "\\N", "undefined")  # as programs write it
 CONTROL = r"[\x00-\x1f\x7f-\x{9f}]"
 ENTITY = r"&(#\d{1,7}|#[xX][0-9a-fA-F]{1,6}|[A-Za-z][A-Za-z0-9]*);"
 NO_EVENTS = pl.DataFrame(
