@@ -152,7 +152,7 @@ def command_parser(name: str) -> argparse.ArgumentParser:
 
 
 def _default(stage: Stage, path: str) -> str:
-    return f" (default: {path.format(source='', item=stage.each.upper())})"
+    return f" (default: {path.format(source='', figures='.dataset', item=stage.each.upper())})"
 
 
 def _add_section(parser: argparse.ArgumentParser, section: Any) -> None:

@@ -25,7 +25,8 @@ class Stage:
     """One stage. Its function is seqrec.stages.NAME.NAME.
 
     Paths are relative to the folder of a run; under DVC that is the project. {item} stands for the dataset or the model
-    that the stage runs for. {source} stands for `sources/NAME/` if the dataset is one of `sources`, else for nothing.
+    that the stage runs for. {source} stands for `sources/NAME/` if the dataset is one of `sources`, else for nothing;
+    {figures} for its name, or `.dataset`: one name for every dataset of the run, so that DVC finds an earlier run again.
     """
 
     name: str
@@ -84,7 +85,8 @@ class Stage:
 
     def names(self, params: Params, item: str) -> dict[str, str]:
         """Return what the names in braces stand for."""
-        return {"source": f"sources/{item}/" if item in params.sources else "", "item": item}
+        source = item in params.sources
+        return {"source": f"sources/{item}/" if source else "", "figures": item if source else ".dataset", "item": item}
 
     def settings_file(self, params: Params, item: str) -> str:
         """Return the name of the file below settings/ that holds the settings of the stage, without its ending."""
@@ -155,7 +157,7 @@ STAGES = (
         },
         settings=_of_dataset("prepare"),
         reads=(*TABLES[:2], "reports/{source}validation.json"),
-        metrics="data/sources/{item}.json",  # so that data/sources exists without sources too
+        metrics="data/sources/{figures}.json",  # so that data/sources exists without sources too
         writes=tuple(
             path.replace("data/", "data/{source}") for path in (SEQUENCES, VOCABULARY, USERS, NEGATIVES, SPLIT)
         ),

@@ -61,6 +61,16 @@ def test_dvc_has_the_stages_of_the_table(name, expected):
     assert found == expected | {key: sorted(expected[key]) for key in ("deps", "outs")}, f"dvc.yaml lacks\n\n{block}"
 
 
+@pytest.mark.parametrize("name", ["settings", "register"])
+def test_dvc_never_takes_a_stage_from_its_run_cache_if_it_reads_or_writes_elsewhere(name):
+    persistent = [out for out in DVC[name]["outs"] if isinstance(out, Mapping) and any(map(_persists, out.values()))]
+    assert persistent  # DVC leaves such a stage out of its run cache
+
+
+def _persists(options: Mapping) -> bool:
+    return bool(options.get("persist"))
+
+
 def test_dvc_has_one_stage_more_than_the_table():
     assert set(DVC) - set(dvc_stages()) == DVC_ALONE
 
