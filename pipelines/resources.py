@@ -30,9 +30,11 @@ def place(step: str, cluster: KubernetesConfig) -> dict[str, Any]:
 
 
 def apply(task: PipelineTask, step: str, cluster: KubernetesConfig) -> PipelineTask:
-    """Set what step `step` asks for; a step that only waits for a job gets the resources of `default`."""
-    awaits = cluster.launch.get(step, LaunchConfig()).launcher == "job"
-    wanted = cluster.step("default" if awaits else step)
+    """Set what step `step` asks for; one that only waits for a job gets the resources of `default`, for as long."""
+    wanted = cluster.step(step)
+    if cluster.launch.get(step, LaunchConfig()).launcher == "job":
+        attempts = {name: getattr(wanted, name) for name in ("retries", "backoff_s", "timeout_s")}
+        wanted = dataclasses.replace(cluster.step("default"), **attempts)
     task.set_cpu_request(wanted.cpu).set_memory_request(wanted.memory).set_memory_limit(wanted.memory)
     if wanted.gpus:
         task.set_accelerator_type(wanted.gpu_type).set_accelerator_limit(wanted.gpus)

@@ -221,7 +221,8 @@ def facts(*folders: str | Path) -> dict[str, str | float]:
         for card in (SOURCE_CARD, SPLIT_CARD, MODEL_CARD):
             if (folder / card).is_file():
                 content = read_json(folder / card)
-                flat = {**content, **{f"count_{name}": value for name, value in content.get("counts", {}).items()}}
+                counts = content.get("counts", {}) if card != MODEL_CARD else {}  # there, of the count term
+                flat = {**content, **{f"count_{name}": value for name, value in counts.items()}}
                 found |= {key: flat[key] for key in flat if key.startswith("count_") or key in FACTS}
         if (folder / INTERACTIONS).is_file():
             found["interactions_sha256"] = sha256(folder / INTERACTIONS)

@@ -26,7 +26,7 @@ class Stage:
 
     Paths are relative to the folder of a run; under DVC that is the project. {item} stands for the dataset or the model
     that the stage runs for. {source} stands for `sources/NAME/` if the dataset is one of `sources`, else for nothing;
-    {figures} for its name, or `.dataset`: one name for every dataset of the run, so that DVC finds an earlier run again.
+    {figures} for its name, or `.dataset`: one for every dataset of the run, so that DVC knows an earlier run again.
     """
 
     name: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import inspect
 import os
@@ -14,6 +15,7 @@ import torch
 from support import prepare_rows, synthetic_rows
 
 from seqrec import warm
+from seqrec.data import sequences
 from seqrec.models import REGISTRY
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # a process without a main module, which pyspark's import would end
@@ -52,6 +54,10 @@ def pytest_collection_modifyitems(items):
 def pytest_collection_finish():
     if "mlflow" in sys.modules:
         import unsynced  # noqa: F401
+    if "onnxscript" in sys.modules:  # each export would read the operators of torch anew, for half a second
+        from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+        ONNXRegistry.from_torchlib = staticmethod(functools.cache(ONNXRegistry.from_torchlib))
     gc.freeze()  # a million objects of imported packages, which each full collection would visit
 
 
@@ -70,6 +76,12 @@ def architecture(request):
 def prepared(tmp_path_factory) -> Path:
     """The synthetic log, prepared with the defaults."""
     return prepare_rows(tmp_path_factory.mktemp("prepared"), synthetic_rows())
+
+
+@pytest.fixture
+def data(prepared):
+    """What was prepared, in memory."""
+    return sequences.load(prepared)
 
 
 @pytest.fixture(scope="session")

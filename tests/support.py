@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import multiprocessing
 import socket
@@ -309,6 +310,18 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def with_values(content: dict, changes: dict) -> dict:
+    """Return a copy of nested settings with the values of dotted keys set."""
+    content = copy.deepcopy(content)
+    for path, value in changes.items():
+        *sections, key = path.split(".")
+        place = content
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[key] = value
+    return content
 
 
 YEAR_2001 = 978_307_200

@@ -31,11 +31,6 @@ LOSSES = [
 ]
 
 
-@pytest.fixture
-def data(prepared):
-    return sequences.load(prepared)
-
-
 def fit(model, data, out, **settings):
     """Train `model` on the GPU in every phase; return the records of fine-tuning."""
     accelerator = Accelerator()

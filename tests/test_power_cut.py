@@ -96,7 +96,7 @@ def project(tmp_path_factory) -> tuple[Path, dict[str, list[str]]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         ingest = {"source": "csv", "interactions": str(folder / "log.csv"), "items": str(folder / "items.csv")}
-        tracking = {"tracking_uri": f"sqlite:///{folder}/mlflow.db"}
+        tracking = {"tracking_uri": f"sqlite:///{folder}/mlflow.db", "graph": False}
         Path("params.yaml").write_text(yaml.safe_dump({**SETTINGS, "ingest": ingest, "register": tracking}))
         assert main(["run", "--config-file", "params.yaml", "--out", "out"]) == 0
         store = Store("sqlite:///events.db")

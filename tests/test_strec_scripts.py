@@ -113,7 +113,9 @@ def test_networks_with_fewer_rows_allocate_less_and_the_reference_computes_every
 
 
 def test_a_served_network_ranks_as_the_network_does():
-    network, inputs = strec_efficiency.networks(12)["STRec, k = 4"], strec_efficiency.histories(3, 12)
+    options = STRec.Options(length=12, d_model=16, layers=2, heads=2, k=(4, 1))
+    network = STRec(options, Catalogue(strec_efficiency.ITEMS, num_users=1, length=12)).eval()
+    inputs = strec_efficiency.histories(3, 12)
 
     _, items = strec_efficiency.served(network, inputs)()
 

@@ -27,7 +27,7 @@ INPUTS = {  # of every pipeline; what the form says beside each of them
 }
 APART = ("kubernetes", "serve", "tune")  # sections that no step of a run reads
 FIXED = (*APART, "dataset", "sources", "leaderboard", "seed")  # have inputs, or are fixed
-ORIGIN = ("source", "interactions", "repository", "events")  # settings of `ingest` that say what is read
+ORIGIN = ("source", "category", "interactions", "repository", "events")  # settings of `ingest` that say what is read
 SHARED = [name for name in SECTIONS if name not in APART]
 
 

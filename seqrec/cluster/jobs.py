@@ -195,7 +195,7 @@ def finish(manifest: Mapping[str, Any], poll_s: float, is_done: Callable[[], boo
 
     Raises:
         ConfigError: no cluster can be reached, or it refuses.
-        ValueError: the job failed, or left no output.
+        ValueError: the job failed, was deleted, or left no output.
     """
     jobs = _Jobs(manifest)
     phase = jobs.phase()
@@ -207,6 +207,8 @@ def finish(manifest: Mapping[str, Any], poll_s: float, is_done: Callable[[], boo
         while (phase := jobs.phase()) != "Complete":
             if phase == "Failed":
                 raise ValueError(f"{jobs.title} failed: {redacted(jobs.reason())}")
+            if phase != "Running":
+                raise ValueError(f"{jobs.title} was deleted before it was complete")
             time.sleep(poll_s)
     if not is_done():
         raise ValueError(

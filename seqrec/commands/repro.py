@@ -20,7 +20,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from seqrec import warm
+from seqrec import locks, warm
 from seqrec.artifacts import CHANGES, write_text
 from seqrec.commands.settings import check, forget_edited_files, without_unfed
 from seqrec.config import load, read_changes
@@ -28,6 +28,7 @@ from seqrec.config import load, read_changes
 logger = logging.getLogger(__name__)
 DVC_FILES = Path(".dvc/tmp")
 BEFORE = DVC_FILES / "params.yaml"  # params.yaml as it was before a run with changes
+DURING = DVC_FILES / "params.run.yaml"  # as the run has written it
 HIDDEN = (
     "> ",
     "Updating lock file",
@@ -53,8 +54,14 @@ def repro(*, changes: str = "", jobs: int = 0) -> None:
 
     Raises:
         ConfigError: a setting does not exist, or its value is wrong; nothing has run.
+        LockedError: another call runs in this project.
         ValueError: a stage failed.
     """
+    with locks.locked(DVC_FILES / "repro.lock", "make repro"):
+        _repro(changes, jobs)
+
+
+def _repro(changes: str, jobs: int) -> None:
     remove_left_locks()
     repair_lock_file()
     began = time.monotonic()
@@ -161,24 +168,26 @@ def changed(changes: Mapping[str, Any], params: Path = Path("params.yaml")) -> I
         yield environment
         return
     check(read)
+    write_text(DURING, read.as_yaml())
     write_text(BEFORE, params.read_text(encoding="utf-8"))
-    text = read.as_yaml()
-    write_text(params, text)
+    shutil.copyfile(DURING, params)
     try:
         yield environment | {CHANGES: json.dumps(changes)}
     finally:
-        if params.read_text(encoding="utf-8") != text:
-            edited = params.with_suffix(".edited.yaml")
-            shutil.copyfile(params, edited)
-            logger.warning(
-                "%s was edited during the run; its old content is restored, and your edits are in %s", params, edited
-            )
         _restore(params)
 
 
 def _restore(params: Path) -> None:
-    if BEFORE.is_file():
-        BEFORE.replace(params)
+    """Put back what a run with changes, perhaps a killed one, has replaced; keep what was edited since."""
+    if not BEFORE.is_file():
+        return
+    if params.read_bytes() not in (DURING.read_bytes(), BEFORE.read_bytes()):
+        edited = params.with_suffix(".edited.yaml")
+        shutil.copyfile(params, edited)
+        logger.warning(
+            "%s was edited during the run; its old content is restored, and your edits are in %s", params, edited
+        )
+    BEFORE.replace(params)
 
 
 def remove_left_locks(folder: Path = DVC_FILES) -> None:

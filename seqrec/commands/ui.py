@@ -56,8 +56,8 @@ def ui(*, config: RegisterConfig, port: Port = 5000, no_browser: bool = False) -
         return
     if chosen != port:
         logger.info("another program uses port %d: MLflow starts on port %d", port, chosen)
-    command = [sys.executable, *SERVER, "--backend-store-uri", uri, "--port", str(chosen)]
-    environment = {**os.environ, **QUIET}
+    command = [sys.executable, *SERVER, "--port", str(chosen)]
+    environment = {**os.environ, **QUIET, "MLFLOW_BACKEND_STORE_URI": uri}  # which may hold a password
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # MLflow ends with this process
     with (
         contextlib.suppress(KeyboardInterrupt),

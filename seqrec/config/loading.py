@@ -13,7 +13,7 @@ import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any, cast
@@ -51,7 +51,6 @@ class Params:
     models: Mapping[str, Mapping[str, Any]]
     seed: int = 42  # default of `seed` in the sections SEEDED; split and intervals have seeds of their own
     filter_seen: bool = True  # whether a user's past items, but never the target, are removed from the candidates
-    changes: Mapping[str, Any] = field(default_factory=dict)  # settings changed for this run, by path
 
     def with_overrides(self, changes: Mapping[str, Any]) -> Params:
         """Return these settings with `changes`, which win over every place where the same setting is written.
@@ -66,7 +65,7 @@ class Params:
         content = copy.deepcopy(self.as_dict())
         for path, value in changes.items():
             _change(content, path, value)
-        return replace(from_dict(content), changes={**self.changes, **changes})
+        return from_dict(content)
 
     def filters_seen(self, dataset: str | None = None) -> bool:
         """Return whether past items are removed from the candidates of `dataset`, by default the run's own."""

@@ -55,6 +55,7 @@ class Batcher:
         self.some = asyncio.Event()  # set where a request waits
         self.worker = ThreadPoolExecutor(1, "model")
         self.turn = asyncio.Lock()  # of what is answered apart, so that passes come between
+        self.apart_waiting = 0  # how many wait for it, or have it
 
     def answer(self, requests: Sequence[Request]) -> list[asyncio.Future[tuple[Answer, str]]]:
         """Return what will be the answers, each with the version of the model that gave it.
@@ -72,8 +73,12 @@ class Batcher:
 
     async def apart(self, answer: Callable[[Recommender], T], recommender: Recommender) -> T:
         """Return what `answer` gives of a recommender, between two batches."""
-        async with self.turn:
-            return await asyncio.get_running_loop().run_in_executor(self.worker, answer, recommender)
+        self.apart_waiting += 1
+        try:
+            async with self.turn:
+                return await asyncio.get_running_loop().run_in_executor(self.worker, answer, recommender)
+        finally:
+            self.apart_waiting -= 1
 
     async def run(self) -> None:
         """Serve until cancelled."""

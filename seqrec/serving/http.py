@@ -113,7 +113,7 @@ def app(
     api.state.service = service
     api.add_middleware(Guards, service=service, keys=keys)
     if options.origins:
-        origins = options.origins.split(",")
+        origins = [origin.strip() for origin in options.origins.split(",")]
         api.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     api.add_middleware(SafeHeaders)
     if options.log_format == "json":
@@ -182,7 +182,7 @@ def _add_listing(api: FastAPI, service: Service) -> None:
     async def attributes() -> dict[str, list[str]]:
         """Return the attributes of items that rules may name, each with its commonest values."""
         known = service.served.current[0].attributes
-        return {name: await asyncio.to_thread(known[name].commonest, VALUES) for name in known}
+        return await asyncio.to_thread(lambda: {name: known[name].by_frequency[:VALUES] for name in known})
 
     @api.get("/popular")
     async def popular(k: Number = 10) -> schemas.Listing:

@@ -76,14 +76,18 @@ def expire(path: Path, name: str) -> None:
 
 
 def rotate(path: Path, name: str, *, admin: bool = False, days: float = 0.0) -> str:
-    """Add a key for `name` that may do what the old ones may, and let these end in `days`; return the new key.
+    """Add a key for `name` that may do what the valid old ones may, and let these end in `days`; return the new key.
+
+    The new key does not expire.
 
     Raises:
-        ValueError: there is no old one.
+        ValueError: there is no valid old one.
     """
     with _changed(path) as keys:
-        old = _expire(keys, name, days)
-        return _add(keys, name, admin or any(key.admin for key in old), 0.0)
+        valid = [key for key in _expire(keys, name, days) if key.expires is None or key.expires > time.time()]
+        if not valid:
+            raise ValueError(f"all keys of {name!r} have expired or were revoked: add a new one")
+        return _add(keys, name, admin or any(key.admin for key in valid), 0.0)
 
 
 @contextmanager

@@ -168,7 +168,8 @@ def graph(model: SequenceModel, k: int, term: CountTerm | None) -> tuple[torch.o
         "earlier": torch.ones(rows, 3, dtype=torch.int64) if term and term.events > model.options.history else None,
     }
     given = [name for name, value in example.items() if value is not None]
-    batch, width = torch.export.Dim("batch"), torch.export.Dim("length", min=model.shortest, max=model.options.length)
+    batch, shortest, longest = torch.export.Dim("batch"), model.shortest, model.options.length
+    width = torch.export.Dim("length", min=shortest, max=longest) if shortest < longest else None
     shapes: dict[str, Any] = {
         "items": {0: batch, 1: width},
         "times": {0: batch, 1: width},

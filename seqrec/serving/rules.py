@@ -67,12 +67,13 @@ class Attribute:
         """Return the numbers of the items that have a value."""
         return self._items.get(value.strip().casefold(), NONE)
 
-    def commonest(self, number: int) -> list[str]:
-        """Return the values that most items have, the commonest first."""
+    @cached_property
+    def by_frequency(self) -> list[str]:
+        """The values, those that most items have first."""
         texts = [text for text in self.values if text]
         count = Counter(value for text in texts for value in {value.strip() for value in SEPARATORS.split(text)})
         count.pop("", None)
-        return [value for value, _ in sorted(count.items(), key=lambda one: (-one[1], one[0]))[:number]]
+        return sorted(count, key=lambda value: (-count[value], value))
 
     @cached_property
     def _numbers(self) -> NDArray[np.float64]:

@@ -31,6 +31,12 @@ TREND_S, CLICKS_S = 60.0, 5.0  # for which a trend, and the state of an experime
 Load = Callable[[], Recommender]
 
 
+def cost_of_explanation(request: Request, events: int) -> float:
+    """Return the cost of a pass without each event of a history, of which a model reads the last `events`."""
+    read = min(len(request.history), events)
+    return request.cost * read / 2 * max(1.0, read / 200) ** 2
+
+
 class Service:
     """What answers: the champion, perhaps a candidate for some of the users, their batches and figures."""
 
@@ -99,7 +105,7 @@ class Service:
 
     def waiting(self) -> int:
         """Return how many requests wait for a model."""
-        return sum(len(batcher.waiting) for batcher in self.batchers)
+        return sum(len(batcher.waiting) + batcher.apart_waiting for batcher in self.batchers)
 
     def _recommendation(self, query: schemas.Query, answer: Answer, version: str) -> schemas.Recommendation:
         """Return an answer as it is sent, and have it written to the store if there is one."""
@@ -123,12 +129,15 @@ class Service:
         """Return how the candidate does against the champion, by what the store knows.
 
         Raises:
-            HTTPException: 404, there is no candidate or no store.
+            HTTPException: 404, there is no candidate, or it has become the champion, or there is no store.
         """
         if self.candidate is None or self.store is None:
             raise HTTPException(404, "there is no experiment: start the service with --candidate and --store")
         await self.store.flush()
         versions, store = (self.served.current[1], self.candidate.current[1]), self.store.store
+        if versions[0] == versions[1]:
+            reason = "the experiment is over: the candidate is the champion. Start the service with another --candidate"
+            raise HTTPException(404, reason)
         clicks = await self.clicks.get(versions, lambda: store.clicks(*versions))
         return schemas.Experiment(share=self.share, **asdict(compare(clicks, *versions)))
 
@@ -170,11 +179,12 @@ class Service:
             HTTPException: 404, the item or the candidate is unknown; 413 and 429, it costs too much.
         """
         batcher, request = self.batcher_of(question.by, question.user), question.request()
-        cost = request.cost * min(len(request.history), 200) / 2
+        recommender = batcher.served.current[0]
+        cost = cost_of_explanation(request, recommender.events)
         self._check_cost(cost)
         self._charge(caller, cost)
         try:
-            return await batcher.apart(lambda r: r.explain(request, question.item), batcher.served.current[0])
+            return await batcher.apart(lambda r: r.explain(request, question.item), recommender)
         except ValueError as error:
             raise HTTPException(404, str(error)) from error
 

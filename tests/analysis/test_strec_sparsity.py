@@ -8,17 +8,11 @@ from support import make_model
 
 from seqrec.analysis import strec_sparsity
 from seqrec.config import EvaluateConfig
-from seqrec.data import sequences
 from seqrec.evaluation import results
 from seqrec.evaluation.ranking import model_scorer
 from seqrec.models.base import Batch
 
 LENGTH = 10
-
-
-@pytest.fixture(scope="module")
-def data(prepared):
-    return sequences.load(prepared)
 
 
 @pytest.fixture

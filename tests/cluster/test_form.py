@@ -67,7 +67,7 @@ def test_what_the_form_cannot_mean_is_refused(params, form, message):
         resolved(params, **form)
 
 
-@pytest.mark.parametrize("key", ["source", "interactions", "events"])
+@pytest.mark.parametrize("key", ["source", "category", "interactions", "events"])
 def test_a_dataset_is_never_read_from_what_another_one_is_read_from(key):
     content = {
         "dataset": "mine",
@@ -75,8 +75,12 @@ def test_a_dataset_is_never_read_from_what_another_one_is_read_from(key):
         "datasets": {"mine": {}, "yours": {"ingest": {"source": "csv", "interactions": "yours.csv", "events": False}}},
         "models": {"sasrec": {}},
     }
+    if key == "category":
+        content["ingest"] = {"source": "amazon-2018", "category": "Gift_Cards"}
+        content["datasets"]["yours"]["ingest"] = {"source": "amazon-2018", "category": "Books"}
     kept = without_cluster(from_dict(content))
-    assert resolved(kept, dataset="yours")["ingest"]["interactions"] == "yours.csv"
+    own = kept["datasets"]["yours"]["ingest"]
+    assert {name: resolved(kept, dataset="yours")["ingest"][name] for name in own} == own
 
     del kept["datasets"]["yours"]["ingest"][key]
     with pytest.raises(ConfigError, match=f"yours does not set ingest.{key} and would be read from the data of mine"):

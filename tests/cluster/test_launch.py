@@ -154,6 +154,19 @@ def test_a_step_that_finds_the_job_of_an_earlier_pod_adopts_it_and_deletes_it_wh
     assert len(cluster.created) == 1
 
 
+def test_a_job_that_somebody_deletes_fails_the_step(finetuned, cluster):
+    cluster.hang = True
+
+    def delete() -> None:
+        while not cluster.jobs:
+            time.sleep(0.05)
+        cluster.jobs.clear()
+
+    threading.Thread(target=delete, daemon=True).start()
+    with pytest.raises(ValueError, match="was deleted before it was complete"):
+        finetuned("job", place(launcher="job"))
+
+
 def test_a_process_that_fails_fails_the_step(finetuned, tmp_path):
     (tmp_path / "two").write_text("where a folder must be made")
 

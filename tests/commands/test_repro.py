@@ -15,6 +15,7 @@ from dvc.lock import make_lock
 from dvc.repo import Repo
 from rich.console import Console
 
+from seqrec import locks
 from seqrec.artifacts import CHANGES
 from seqrec.commands import repro
 from seqrec.commands.settings import settings
@@ -206,9 +207,24 @@ def test_a_misspelt_change_runs_nothing_and_leaves_params_as_they_were(params):
     assert params.read_text() == PARAMS
 
 
-def test_an_edit_during_the_run_is_kept_aside(params):
-    with repro.changed({"finetune.epochs": 3}):
-        params.write_text("edited")
+@pytest.mark.parametrize("ended", [True, False], ids=["ended", "killed"])
+def test_an_edit_during_the_run_is_kept_aside(params, ended):
+    run = repro.changed({"finetune.epochs": 3})
+    run.__enter__()
+    params.write_text("edited")
+    if ended:
+        run.__exit__(None, None, None)
+    else:
+        with repro.changed({}):
+            assert params.read_text() == PARAMS
+        run.gen.close()
 
     assert params.read_text() == PARAMS
     assert params.with_suffix(".edited.yaml").read_text() == "edited"
+
+
+def test_two_calls_in_one_project_do_not_change_its_settings_at_once(params, monkeypatch):
+    monkeypatch.chdir(params.parent)
+    with locks.locked(repro.DVC_FILES / "repro.lock", "make repro"), pytest.raises(locks.LockedError):
+        repro.repro(changes="finetune.epochs=3")
+    assert params.read_text() == PARAMS

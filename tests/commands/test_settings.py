@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 from dvc.repo import Repo
+from support import with_values
 
 from seqrec.artifacts import read_json, write_json
 from seqrec.commands.settings import forget_edited_files, resolve, settings
@@ -88,21 +89,10 @@ def stale(folder: Path) -> list[str]:
     return sorted(set(changed(folder)) - {"settings"})
 
 
-def with_values(changes: dict) -> dict:
-    content = yaml.safe_load(yaml.safe_dump(SETTINGS))
-    for path, value in changes.items():
-        *sections, key = path.split(".")
-        place = content
-        for section in sections:
-            place = place.setdefault(section, {})
-        place[key] = value
-    return content
-
-
 @pytest.mark.parametrize(("changes", "expected"), CHANGES.values(), ids=CHANGES)
 def test_a_changed_setting_reruns_what_reads_it(project, changes, expected, monkeypatch):
     monkeypatch.chdir(project)
-    settle(project, with_values(changes))
+    settle(project, with_values(SETTINGS, changes))
     assert stale(project) == expected
 
 
@@ -129,7 +119,7 @@ def test_dvc_sees_the_values_that_differ_and_files_in_the_folder_my(project, mon
     assert {"changed deps": {"my": "modified"}} in changed(project)["settings"]
     (project / "my/events.csv").unlink()
 
-    settle(project, with_values({"models.gru4rec.finetune.learning_rate": 0.01}))
+    settle(project, with_values(SETTINGS, {"models.gru4rec.finetune.learning_rate": 0.01}))
     assert changed(project)["finetune@gru4rec"] == [
         {"changed deps": {"settings/gru4rec/finetune.json": {"config": "modified"}}}
     ]
@@ -188,6 +178,6 @@ def test_changed_code_reruns_what_imports_it(project, file, line, expected, monk
 )
 def test_options_and_sources_are_checked_before_anything_runs(tmp_path, changes, message):
     with pytest.raises(ConfigError) as error:
-        settings(output=tmp_path / "settings", params=with_values(changes))
+        settings(output=tmp_path / "settings", params=with_values(SETTINGS, changes))
     assert str(error.value).startswith(message)
     assert not (tmp_path / "settings").exists()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 import shutil
@@ -12,6 +11,7 @@ import optuna
 import pyarrow as pa
 import pytest
 from mlflow import MlflowClient
+from support import with_values
 
 from seqrec.artifacts import shard_writer
 from seqrec.commands import tune as module
@@ -49,14 +49,7 @@ PARAMS = {
 
 def changed(**values) -> dict:
     """Return PARAMS with dotted keys (`__` for the dot) set."""
-    params = copy.deepcopy(PARAMS)
-    for path, value in values.items():
-        *folders, key = path.split("__")
-        place = params
-        for folder in folders:
-            place = place[folder]
-        place[key] = value
-    return params
+    return with_values(PARAMS, {path.replace("__", "."): value for path, value in values.items()})
 
 
 @pytest.fixture(scope="module", autouse=True)

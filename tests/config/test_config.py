@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from support import with_values
 
 from seqrec.commands.settings import check
 from seqrec.config import ConfigError, FinetuneConfig, from_dict, load, parse, read_changes
@@ -28,17 +28,6 @@ PARAMS = {
         "wide": {"architecture": "sasrec", "finetune": {}},
     },
 }
-
-
-def changed(path: str, value: object) -> dict:
-    """Return PARAMS with the key at `path` set to `value`."""
-    params = copy.deepcopy(PARAMS)
-    *folders, key = path.split(".")
-    place = params
-    for folder in folders:
-        place = place.setdefault(folder, {})
-    place[key] = value
-    return params
 
 
 @pytest.mark.parametrize(
@@ -67,7 +56,7 @@ def changed(path: str, value: object) -> dict:
 )
 def test_a_mistake_is_named_by_its_key(path, value, message):
     with pytest.raises(ConfigError) as error:
-        from_dict(changed(path, value))
+        from_dict(with_values(PARAMS, {path: value}))
     assert str(error.value).startswith(message)
 
 
@@ -172,7 +161,6 @@ def test_a_change_for_one_run_is_the_strongest_layer(path, value, stage, expecte
     after = before.with_overrides({path: value})
 
     assert {model: getattr(after.section("finetune", model=model), stage) for model in after.models} == expected
-    assert after.changes == {path: value}
     assert before == from_dict(LAYERS)
 
 

@@ -78,11 +78,6 @@ def test_all_users_get_settings_that_a_half_found_if_they_are_better():
     assert (choice.folds[1], choice.in_sample) == (Level(), 4.5)
 
 
-@pytest.fixture
-def data(prepared):
-    return sequences.load(prepared)
-
-
 WAYS = [(True, True), (False, True), (False, False)]  # a dense matrix or pairs, and whether seen items are left out
 TERMS = [
     {},

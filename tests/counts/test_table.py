@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from seqrec.counts import table
-from seqrec.data import sequences, ties
+from seqrec.data import ties
 
 WEIGHTS = (1.0, 0.5, 0.25)
 
@@ -30,11 +30,6 @@ def square(found):
     row = np.repeat(np.arange(size), found.offsets.diff().numpy())
     dense[row, found.targets.numpy()] = found.values.numpy()
     return dense
-
-
-@pytest.fixture
-def data(prepared):
-    return sequences.load(prepared)
 
 
 def test_counts_are_those_of_a_double_loop(data):

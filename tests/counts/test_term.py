@@ -16,11 +16,6 @@ CONFIG = CountsConfig(alpha=0.7, window=3, smoothing=0.5, rho=0.5, events=4, pop
 
 
 @pytest.fixture
-def data(prepared):
-    return sequences.load(prepared)
-
-
-@pytest.fixture
 def found(data):
     return term.build(data, CONFIG)
 

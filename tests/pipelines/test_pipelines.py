@@ -171,6 +171,7 @@ def test_artifacts_say_what_they_hold(outcome):
     task = of_model(tasks, "finetune", "sasrec")
     checkpoint = metadata_of(task, "checkpoint")
     assert checkpoint["split_sha256"] == card["split_sha256"]
+    assert checkpoint["count_events"] == card["counts"]["events"]  # not the count term's
     assert checkpoint["weights_sha256"] == sha256(task / "checkpoint" / WEIGHTS)
 
 
@@ -364,6 +365,7 @@ def test_a_step_that_awaits_a_job_books_no_gpu_itself():
 
     assert "accelerator" not in container["resources"]
     assert "nodeSelector" not in executor
+    assert executor["activeDeadlineSeconds"] == "3600"  # as long as the job may take
     given = place_of(executor)
     assert given["launch"]["nodes"] == 2
     assert given["resources"]["gpus"] == 1

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import requests
 from scipy import stats
-from support import save, service
+from support import running, save, service
 
 from seqrec.__main__ import main
 from seqrec.artifacts import MODEL_CARD, read_json, write_json
@@ -115,7 +115,9 @@ def test_clicks_are_joined_by_answer_item_and_user(store, capsys, caplog):
 def test_two_versions_behind_one_service(recommender, other, store):
     users = USERS[:20]
     own = {user: other if in_candidate(user, "2", 0.5) else recommender for user in users}
-    with service(recommender, version="1", store=store, candidate=Served(other, "2"), share=0.5) as address:
+    options = ServeConfig(share=0.5)
+    api = http.app(lambda: recommender, lambda: "1", options, store=store, candidate=Served(other, "2"))
+    with running(api) as address:
 
         def ask(user, **body):
             body = {"history": ["i1", "i2"], "user": user, "k": 3, **body}
@@ -143,6 +145,9 @@ def test_two_versions_behind_one_service(recommender, other, store):
         assert {ask(user)["version"] for user in users} == {"1"}
         forgotten = requests.delete(f"{address}/users/{min(chosen)}", timeout=10).json()
         assert forgotten == {"events": 1, "answers": 3}
+        api.state.service.switch(other, "2")  # the candidate is promoted
+        over = requests.get(f"{address}/experiment", timeout=10)
+        assert (over.status_code, "is the champion" in over.json()["detail"]) == (404, True)
     assert found["candidate"]["rate"] == 0.5  # of two answers each, one
     assert found["candidate"]["users"] == found["candidate"]["answers"] / 2 == len(chosen)
     assert (found["champion"]["rate"], found["difference"], found["low"], found["high"]) == (0, 0.5, None, None)

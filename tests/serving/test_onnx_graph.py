@@ -27,11 +27,11 @@ pytest.importorskip("onnxscript")
 
 
 # An export takes seconds. These are made of operators of other models, and each export compares its scores itself;
-# tests/counts/test_everywhere.py exports a bert4rec.
-LIKE_OTHERS = {"bert4rec", "esasrec", "fdsa", "recguru", "s3rec", "ssept", "zesrec"}
+# tests/counts/test_everywhere.py exports a bert4rec, tests/tracking/test_registry.py a sasrec.
+LIKE_OTHERS = {"bert4rec", "esasrec", "fdsa", "recguru", "s3rec", "sasrec", "ssept", "zesrec"}
 OPTIONS = {
     "flash4rec": {"request_time": True, "attribute_values": 3},
-    "fpmc": {"members": 2},  # an ensemble
+    "fpmc": {"members": 2, "length": 1},  # an ensemble, and a history of one length alone
     "strec": {"layers": 2},
 }
 EXPORTED = [

@@ -91,7 +91,7 @@ def test_rules_hold_inside_the_top_k(request, engine, wanted):
 
 
 def test_the_commonest_values_come_first_each_item_counted_once():
-    found = Attribute(["Drama|Comedy", "comedy, Comedy", "War", None, " ,", "Drama"]).commonest(3)
+    found = Attribute(["Drama|Comedy", "comedy, Comedy", "War", None, " ,", "Drama"]).by_frequency[:3]
 
     assert found == ["Comedy", "Drama", "War"]  # with as many items: by name
 

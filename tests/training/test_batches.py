@@ -22,11 +22,6 @@ from seqrec.training.examples import Examples, ahead
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def data(prepared):
-    return sequences.load(prepared)
-
-
 @pytest.mark.parametrize("objective", ["causal", "cloze"])
 def test_chained_windows_cover_every_target_once(data, objective):
     _, chosen = draw_windows(data, objective=objective, windows="all")

@@ -15,11 +15,6 @@ from seqrec.training.step import LossTerms
 PLAIN = FinetuneConfig()
 
 
-@pytest.fixture
-def data(prepared):
-    return sequences.load(prepared)
-
-
 def example_of(data, *, length=12, objective="causal", seed=0, **config):
     """Return the windows of an epoch, and the example that holds them all."""
     options, chosen = draw_windows(data, length=length, objective=objective)
