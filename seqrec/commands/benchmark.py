@@ -226,10 +226,16 @@ def _row(name: str, reports: Sequence[Path]) -> Row:
 
 
 def _difference(reports: Sequence[Path], base: Sequence[Path]) -> FloatArray:
-    """Return the gain in NDCG@10 over the base of each report and case (R, N), seed by seed if both have the same."""
+    """Return the gain in NDCG@10 over the base for each seed and case (R, N).
+
+    If both have seeds, only those of both count; one that has none, as a baseline, is compared with each seed.
+    """
+    ours, theirs = ({path.parents[1]: path for path in side} for side in (reports, base))
+    if both := [seed for seed in ours if seed in theirs]:
+        reports, base = [ours[seed] for seed in both], [theirs[seed] for seed in both]
     values, others = ndcg_of_cases(reports)[1], ndcg_of_cases(base)[1]
-    paired = [path.parents[1] for path in reports] == [path.parents[1] for path in base]
-    difference: FloatArray = values - (others if paired else others.mean(0))
+    alike = both or 1 in (len(values), len(others))
+    difference: FloatArray = values - (others if alike else others.mean(0))
     return difference
 
 

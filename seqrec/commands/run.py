@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from seqrec import locks
-from seqrec.artifacts import SPLIT_CARD, read_json, write_text
+from seqrec.artifacts import SOURCE_CARD, SPLIT_CARD, read_json, write_text
 from seqrec.commands.settings import check, without_unfed
 from seqrec.config import Params, load, read_changes
 from seqrec.evaluation import leaderboard
@@ -50,12 +50,15 @@ def run(
         The test NDCG@10 of each model and baseline.
 
     Raises:
+        FileNotFoundError: --register, and `data` has no source.json.
         LockedError: another process runs in `out`.
         TrackingError: --from-champion or --register, and MLflow does not answer.
     """
     params = load(config_file)
     params = replace(params, dataset=dataset or params.dataset).with_overrides(read_changes(changes))
     check(params, ingests=data is None)
+    if register and data and not (data / SOURCE_CARD).is_file():
+        raise FileNotFoundError(f"--register: {data / SOURCE_CARD}, which says where the data is from, not found")
     params = params if data else without_unfed(params)
     with locks.locked(out / locks.NAME, f"--out {out}"):
         values = _run(params, out, data, from_champion)

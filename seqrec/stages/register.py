@@ -155,13 +155,13 @@ def register(
         raise ConfigError(f"dataset: the settings name {params['dataset']}, but {sequences} holds {split['dataset']}")
     rows = build(reports=reports, models=leaderboard)
     entries = [_entry(row, artifacts, reports, split) for row in rows]
-    best = next(entry for entry in entries if not (config.allow_below_baseline and entry.row["baseline"]))
-    board = write_leaderboard(reports, split, rows)
-    write_csv(reports / LEADERBOARD_CSV, rows)
-    write_summaries(reports / "summary", rows)
-    write_curves(reports / CURVES_CSV, {entry.name: entry.history for entry in entries if entry.history})
+    best = next((e for e in entries if not (config.allow_below_baseline and e.row["baseline"])), entries[0])
     graph = exporting(best.folder) if config.graph else nullcontext()
     with graph as export, registering(config, split["dataset"]), _explained(reports, config):
+        board = write_leaderboard(reports, split, rows)
+        write_csv(reports / LEADERBOARD_CSV, rows)
+        write_summaries(reports / "summary", rows)
+        write_curves(reports / CURVES_CSV, {entry.name: entry.history for entry in entries if entry.history})
         shown = examples.choose(
             leader=best.name,
             folders={entry.name: entry.folder for entry in entries},
@@ -171,7 +171,7 @@ def register(
             seed=config.seed,
         )
         tracker = _connect(split, data, config)
-        parent = _open_parent(tracker, entries, params)
+        parent = _open_parent(tracker, entries, params, pipeline_run)
         if changes := os.environ.get(CHANGES):
             tracker.client.set_tag(parent.info.run_id, CHANGES_TAG, changes)
         if pipeline_run:
@@ -285,9 +285,10 @@ def _user() -> str:
         return str(os.getuid())
 
 
-def _open_parent(tracker: Tracker, entries: Sequence[Entry], params: Mapping[str, Any]) -> Run:
+def _open_parent(tracker: Tracker, entries: Sequence[Entry], params: Mapping[str, Any], pipeline_run: str) -> Run:
     """Return the run of this pipeline: the orchestrator's if there is one, else one found or made by fingerprint."""
-    content = _hash([tracker.split["split_sha256"], params, [(entry.fingerprint, entry.content) for entry in entries]])
+    made = [(entry.fingerprint, entry.content) for entry in entries]
+    content = _hash([tracker.split["split_sha256"], params, made, *([pipeline_run] if pipeline_run else [])])
     injected = runs.injected_run()
     if injected is None:
         name = f"{tracker.split['dataset']}-{content[:8]}"

@@ -302,6 +302,11 @@ def register_refit(
     )
     version = create_version(client, name, model, tags, notice + (evaluated.description or ""))
     client.set_terminated(run.info.run_id)
+    if WITHDRAWN_TAG in version.tags:
+        raise TrackingError(
+            f"version {version.version} of {name}, this refit, was rolled back: "
+            f"`seqrec registry promote --version {version.version}` makes it the champion again"
+        )
     with claim(client, name) as still_ours:
         champion, now = find_champion(client, name), find_evaluated(client, name)
         if not is_same(now, evaluated) or not still_ours():

@@ -177,7 +177,7 @@ def advice_on(error: Exception) -> str:
 
 @contextlib.contextmanager
 def registering(config: RegisterConfig, dataset: str) -> Iterator[None]:
-    """Hold the lock of those that register models of `dataset`: beside a SQLite file, on this machine otherwise.
+    """Hold the lock of those that register models of `dataset`: beside a SQLite file, of this user otherwise.
 
     Raises:
         LockedError: another process registers.
@@ -185,7 +185,8 @@ def registering(config: RegisterConfig, dataset: str) -> Iterator[None]:
     uri = tracking_uri(config)
     path, name = sqlite_path(uri), re.sub(r"[^\w.-]", "_", dataset)
     if path is None:
-        path = Path(tempfile.gettempdir()) / f"seqrec-{hashlib.sha256(uri.encode()).hexdigest()[:16]}"
+        user = os.getuid()  # one user cannot open the file of another
+        path = Path(tempfile.gettempdir()) / f"seqrec-{user}-{hashlib.sha256(uri.encode()).hexdigest()[:16]}"
     with locked(path.with_name(f"{path.name}.{name}.lock"), f"registering models of {dataset} in {redacted(uri)}"):
         yield
 

@@ -95,6 +95,10 @@ def test_another_model_may_be_the_base_and_is_compared_seed_by_seed(out, prepare
     assert mean == pytest.approx(difference.mean())
     assert low <= difference.mean(1).min()  # other seeds may be twice the same one
     assert high >= difference.mean(1).max()
+    baseline = rows["markov"]["gain"]
+    assert bench.write_page(bench.load(out.parent / "config.yaml"), prepared, out, "markov")
+    mean, low, high = rows_of(out)["gru4rec"]["gain"]
+    assert baseline == pytest.approx([-mean, -high, -low])  # other seeds of the base count as well
 
 
 def test_models_are_also_measured_without_their_counts(out, prepared, tmp_path):

@@ -123,10 +123,13 @@ def test_two_at_once_are_told_apart(caplog, monkeypatch):
 
     config = RegisterConfig(tracking_uri="sqlite:///locked.db")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", config.tracking_uri)
+    board = Path("out/reports/leaderboard.json")
+    before = board.stat().st_mtime_ns
     with runs.registering(config, "log"):
         assert main(["import", "--run", "out"]) == 1
     assert "registering models of log in sqlite:///" in caplog.text
     assert not Path("locked.db").exists()
+    assert board.stat().st_mtime_ns == before
 
 
 def until(condition):

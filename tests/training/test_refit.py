@@ -20,6 +20,7 @@ from seqrec.pipeline import BY_NAME
 from seqrec.serving.recommender import Recommender
 from seqrec.stages.evaluate import evaluate
 from seqrec.tracking import gate, registry, runs
+from seqrec.tracking.runs import TrackingError
 from seqrec.training import refit
 from seqrec.training.checkpoint import load_checkpoint, save_model
 from seqrec.training.validation import METRIC
@@ -261,6 +262,12 @@ def test_the_refit_is_served_and_the_evaluated_version_stands_for_it(prepared, r
     decision = gate.promote(client, better, cases(1.0), tmp_path, config)
     assert decision.promoted
     assert "over version 2: +0.3691" in decision.reason  # 1 - 1 / log2(3): with the cases of the evaluated one
+
+    refitted = client.get_model_version("seqrec-toy", "2")
+    registry.crown(client, evaluated, refitted, "rollback by hand", back=True)
+    with pytest.raises(TrackingError, match="version 2 of seqrec-toy, this refit, was rolled back"):
+        command.refit(**given, config=config)
+    assert int(registry.find_champion(client, "seqrec-toy").version) == 1
 
 
 def changed(folder, to):
