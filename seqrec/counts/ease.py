@@ -19,19 +19,38 @@ from seqrec.data.sequences import Sequences, train_events
 
 RIDGE = 100.0  # L2: best on validation of ML-100K; on ML-1M, 250 is best, by 2 %
 _LAST: dict[bytes, CountTable] = {}  # table of the last dataset: every model of a run needs it, and it takes minutes
+ROWS = 256  # of X'X at a time
 TARGETS = 256  # weights kept per item; keeping all gained nothing on validation of Scientific and ML-100K
 
 
 def ease_weights(user_item: Tensor, ridge: float = RIDGE) -> Tensor:
     """Return B (V, V) of EASE: P = (X'X + ridge I)^-1, B_ij = -P_ij / P_jj, B_jj = 0 (equation 8)."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that its sparse matrices are in beta
-        gram_VV = torch.sparse.mm(user_item.t().coalesce(), user_item).to_dense()
+    gram_VV = _gram(user_item)
     gram_VV.diagonal().add_(ridge)
-    inverse_VV = torch.cholesky_inverse(torch.linalg.cholesky(gram_VV))
+    factor_VV = torch.linalg.cholesky(gram_VV)
+    del gram_VV
+    inverse_VV = torch.cholesky_inverse(factor_VV)
+    del factor_VV
     inverse_VV /= -inverse_VV.diagonal().clone()
     inverse_VV.fill_diagonal_(0)
     return inverse_VV.float()
+
+
+def _gram(user_item: Tensor) -> Tensor:
+    """Return X'X (V, V), some rows at a time: as a sparse matrix, it may take as much memory as three dense ones."""
+    item_user = user_item.t().coalesce()
+    (item_N, user_N), value_N = item_user.indices(), item_user.values()
+    gram_VV = torch.empty(len(item_user), len(item_user), dtype=value_N.dtype)
+    for first in range(0, len(gram_VV), ROWS):
+        rows_RV = gram_VV[first : first + ROWS]
+        begin, end = torch.searchsorted(item_N, torch.tensor([first, first + len(rows_RV)])).tolist()
+        indices = torch.stack([item_N[begin:end] - first, user_N[begin:end]])
+        size = (len(rows_RV), item_user.shape[1])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch says that its sparse matrices are in beta, and are not checked
+            part = torch.sparse_coo_tensor(indices, value_N[begin:end], size, is_coalesced=True)
+            rows_RV.copy_(torch.sparse.mm(part, user_item).to_dense())
+    return gram_VV
 
 
 def ease_table(data: Sequences) -> CountTable:

@@ -70,9 +70,8 @@ def warnings(
     if items is not None and items < ITEMS:
         found.append(f"only {items:,} items: ten recommendations are a large part of them, so the metrics say little")
     if double > DUPLICATES * total:
-        found.append(
-            f"{double / total:.0%} of the events repeat the user, item and time of another event and are left out"
-        )
+        same = "user and item" if card.get("deduplicate") == "first_pair" else "user, item and time"
+        found.append(f"{double / total:.0%} of the events repeat the {same} of another event and are left out")
     if outside > OUTSIDE * total:
         found.append(f"{outside / total:.0%} of the events are outside the k-core; the metrics do not cover them")
     if ordered and tied > ORDERED_TIES:

@@ -56,7 +56,7 @@ class Shape:
         """Return the shape of a prepared dataset, whose items are `described` by text or not."""
         events = (data.train_stop - data.start)[data.trained()].cpu().double()
         if not len(events):
-            raise ValueError("no user has two training events: lower prepare.min_user_events or use a larger dataset")
+            raise ValueError("no user has two training events: use longer histories, or another prepare.protocol")
         median, ninth = (float(q) for q in np.quantile(events.numpy(), (0.5, 0.9)))
         return cls(
             users=len(events),

@@ -31,7 +31,7 @@ class Examples:
 
     def __init__(self, data: Sequences, config: TrainConfig, accelerator: Accelerator) -> None:
         if bool((data.train_stop - data.start < 2).all()):
-            raise ValueError("no user has two training events: lower prepare.min_user_events or use a larger dataset")
+            raise ValueError("no user has two training events: use longer histories, or another prepare.protocol")
         self.data = self.given = data
         self.config, self.accelerator = config, accelerator
         self.groups = ties.groups(data) if config.ties == "shuffle" else None

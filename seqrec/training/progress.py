@@ -103,8 +103,8 @@ class EpochMeter:
         return self.targets / max(seconds, 1e-9)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sums and the seconds; the next step names the sums again."""
-        return {"sums": self.sums, "before": self.before + self.seconds}
+        """Return the sums and the seconds, none between two epochs; the next step names the sums again."""
+        return {"sums": self.sums, "before": self.before + self.seconds if len(self.sums) else 0.0}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from what `state_dict` returned."""

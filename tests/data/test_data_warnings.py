@@ -46,6 +46,11 @@ def test_each_reason_has_its_sentence(card, facts, message):
     assert message in "".join(found)
 
 
+def test_repeats_at_other_times_are_named_as_such():
+    card = {"counts": SOUND, "dropped": {"duplicate events": 25_000}, "deduplicate": "first_pair"}
+    assert warnings(card) == ["20% of the events repeat the user and item of another event and are left out"]
+
+
 def test_repeats_are_those_of_a_user_in_training(prepared, tmp_path):
     rows = [(f"u{user}", f"i{event % 3}", 1_000_000 + event) for user in range(6) for event in range(8)]
     data = sequences.load(prepare_rows(tmp_path, rows, deduplicate="none"))

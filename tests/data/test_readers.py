@@ -10,7 +10,7 @@ import pytest
 
 from seqrec.config import IngestConfig
 from seqrec.data import readers
-from seqrec.data.readers import DamagedFileError, blocks, delimited, json_lines, parquet_files
+from seqrec.data.readers import DamagedFileError, blocks, delimited, json_lines, parquet_files, row_checks
 from seqrec.data.readers.blocks import read_lines
 from seqrec.data.readers.movielens import ML_100K_GENRES
 from seqrec.data.readers.times import seconds
@@ -671,3 +671,7 @@ def test_parquet_of_odd_types_is_read_as_text_and_numbers(tmp_path):
     pq.write_table(pa.table(columns), tmp_path / "e.parquet")
     events = list(readers.own_files({"interactions": tmp_path / "e.parquet"}, CSV).interactions)
     assert bad(events) == [(1, "rating is not a number"), (2, "user_id is not UTF-8")]
+
+
+def test_an_id_has_no_blanks_nor_invisible_marks_around_it():
+    assert row_checks.identifier(pl.Series(["\ufeff u1 ", " \u200b 7.0"])).to_list() == ["u1", "7"]

@@ -119,6 +119,11 @@ def test_the_users_of_a_share_are_a_draw_of_the_seed():
     assert min(max(one), max(other)) >= 100  # not the first ones of the file
 
 
+def test_the_users_of_a_share_are_drawn_from_those_who_can_be_trained_on():
+    data, config = made_of([1] * 300 + [5] * 8), FinetuneConfig(user_share=0.003)
+    assert len(set(batches.windows(data, Options(), config, torch.Generator()).user.tolist())) == 1
+
+
 def test_an_epoch_visits_every_window_once_in_batches_of_equal_work():
     width = torch.randint(1, 200, (1000,), generator=torch.Generator().manual_seed(0))
 

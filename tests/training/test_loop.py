@@ -18,6 +18,7 @@ from seqrec.config import ModelConfig, PretrainConfig, from_dict
 from seqrec.data import sequences
 from seqrec.stages.pretrain import pretrain
 from seqrec.training.checkpoint import load_checkpoint, save_model
+from seqrec.training.progress import EpochMeter
 from seqrec.training.resume import ResumeState
 from seqrec.training.validation import METRIC, validate
 
@@ -256,3 +257,11 @@ def test_seeds_differ_in_each_random_part_of_training(prepared, tmp_path, part, 
         losses.append(losses_of(tmp_path / str(seed))[0]["loss"])
 
     assert (abs(losses[0] - losses[1]) > 1e-5) == (part != "nothing")
+
+
+def test_the_seconds_of_a_complete_epoch_are_not_those_of_the_next():
+    meter = EpochMeter(torch.device("cpu"))
+    meter.add(torch.ones(()), {}, 1)
+    assert meter.state_dict()["before"] > 0
+    meter.clear()
+    assert meter.state_dict()["before"] == 0

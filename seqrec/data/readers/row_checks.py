@@ -172,7 +172,7 @@ def identifier(ids: pl.Series) -> pl.Series:
     """Return ids as text, whole numbers without a fraction; null for numbers that are not whole."""
     if ids.dtype.is_float():  # pandas stores integers as floats if one is missing
         ids = pl.select(pl.when(ids == ids.floor()).then(ids)).to_series().cast(pl.Int64, strict=False).alias(ids.name)
-    text = ids.cast(pl.String).str.strip_chars().str.strip_chars("\u200b\ufeff")
+    text = ids.cast(pl.String).str.strip_chars().str.strip_chars("\u200b\ufeff").str.strip_chars()
     return text.str.replace(r"^(\d+)\.0+$", "$1") if text.str.contains(".0", literal=True).any() else text
 
 
