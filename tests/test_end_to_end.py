@@ -19,7 +19,7 @@ from support import FILTERED, MEASURED, synthetic_rows, write_log
 from seqrec.__main__ import main
 
 ROOT = Path(__file__).parent.parent
-CODE = ("seqrec", "configs", "my", "dvc.yaml", ".dvcignore", ".gitignore")
+CODE = ("seqrec", "models", "components", "pipelines", "configs", "my", "dvc.yaml", ".dvcignore", ".gitignore")
 MODELS = ("sasrec", "gru4rec")
 # with -m, it would itself become a fork of the warm process, and start another one for its stages
 REPRO = (sys.executable, "-c", "from seqrec.__main__ import main; raise SystemExit(main(['repro', '--jobs', '2']))")
@@ -46,7 +46,7 @@ def make_project(folder: Path) -> Path:
     folder.mkdir()
     for name in CODE:
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(ROOT / name, folder / name)
     return write_inputs(folder)
