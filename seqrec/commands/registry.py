@@ -69,7 +69,7 @@ def _act(
         return
     with registering(config, name.removeprefix("seqrec-")):
         champion = models.find_champion(client, name)
-        chosen = _version(client, name, str(version)) if action == "promote" else _before(client, champion)
+        chosen = _version(client, name, str(version)) if action == "promote" else _before(client, name, champion)
         if models.is_same(chosen, champion):
             logger.info("version %s of %s is already the champion: nothing to do", chosen.version, name)
             return
@@ -106,19 +106,14 @@ def _version(client: MlflowClient, name: str, number: str) -> ModelVersion:
         raise ConfigError(f"--version: {name} has no version {number}; `seqrec registry show` lists them") from error
 
 
-def _before(client: MlflowClient, champion: ModelVersion | None) -> ModelVersion:
+def _before(client: MlflowClient, name: str, champion: ModelVersion | None) -> ModelVersion:
     """Return the last champion before this one that was not rolled back itself."""
-    version, passed = champion, set[str]()
-    while version is not None:
-        passed.add(str(version.version))
-        previous = str(version.tags.get(models.PREVIOUS_TAG, "none"))
-        if previous == "none" or previous in passed:
-            break
+    for number in models.past_champions(client.get_registered_model(name)):
         try:
-            version = client.get_model_version(version.name, previous)
+            version = client.get_model_version(name, number)
         except MlflowException as error:
-            raise ConfigError(f"rollback: version {previous} was deleted; promote another version instead") from error
-        if models.WITHDRAWN_TAG not in version.tags:
+            raise ConfigError(f"rollback: version {number} was deleted; promote another version instead") from error
+        if models.WITHDRAWN_TAG not in version.tags and not models.is_same(version, champion):
             return version
     raise ConfigError("rollback: there was no champion before this one; promote a version instead")
 

@@ -40,6 +40,7 @@ HIDDEN = (
     "\tdvc config",
 )
 TRAINING = ("pretrain", "finetune", "evaluate")  # stages of each model
+REGISTER_AGAIN = "`python -m seqrec register` registers its models in a new or emptied MLflow store."
 REGISTER = "seqrec.stages.register"  # whose imports take long, too
 RUNNING, SKIPPED = "Running stage '", "' didn't change, skipping"
 
@@ -72,7 +73,7 @@ def _repro(changes: str, jobs: int) -> None:
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
         jobs = jobs or (1 if shutil.which("nvidia-smi") else min(2, cores))
         if not dvc.out_of_date():
-            dvc.console.print("Nothing has changed since the last run.")
+            dvc.console.print(f"Nothing has changed since the last run. {REGISTER_AGAIN}")
             return
         if jobs > 1 and len(config.leaderboard) > 1:
             dvc.repro(["prepare", *(f"prepare_source@{source}" for source in config.sources)])

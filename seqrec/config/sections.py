@@ -340,6 +340,11 @@ class StepResources(Section):
     backoff_s: Count = 30  # seconds before the first retry, doubled for each further one
     timeout_s: Count = 0  # seconds per attempt
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        known = {"key", "operator", "value", "effect"}
+        require(all(known.issuperset(one) for one in self.tolerations), f"tolerations: known are {sorted(known)}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchConfig(Section):
@@ -398,7 +403,7 @@ class KubernetesConfig(Section):
         """
         shared = {**self.resources.get("default", {}), **({"retries": 0} if name in CERTAIN else {})}
         values = {**shared, **self.resources.get(name, {})}
-        return parse(StepResources, values, f"kubernetes.resources.{name}")
+        return parse(StepResources, values, f"resources.{name}")
 
 
 def _launcher(launch: Any) -> str:

@@ -17,7 +17,7 @@ from seqrec.serving.rates import retry_after
 from seqrec.serving.service import Service
 
 OPEN = ("/", "/health", "/ready", "/v2/health/live", "/v2/health/ready", "/metrics", "/openapi.json")  # no key, no rate
-ASKING = ("/recommend", "/explain", "/similar", "/popular")  # they wait for the model, and so does /infer
+ASKING = ("/recommend", "/explain", "/similar", "/popular", "/items")  # they wait for the model, and so does /infer
 OPEN_BELOW = ("/docs", "/redoc", "/static", "/page")
 ADMIN = (("GET", "/users/"), ("DELETE", "/users/"), ("PUT", "/experiment"))  # method and beginning of the path
 POLICY = "default-src 'none'; frame-ancestors 'none'"  # answers are data

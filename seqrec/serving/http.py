@@ -168,7 +168,7 @@ def _add_listing(api: FastAPI, service: Service) -> None:
     async def items(search: Text, k: Number = 10) -> schemas.SearchResult:
         """Return items by a part of their title, or by their id."""
         recommender = service.served.current[0]
-        found = await asyncio.to_thread(recommender.search, search, k)
+        found = await service.batchers[0].apart(lambda recommender: recommender.search(search, k), recommender)
         return schemas.SearchResult(
             items=[schemas.Titled(item=item, title=recommender.titles.get(item, "")) for item in found]
         )

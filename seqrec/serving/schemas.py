@@ -319,7 +319,7 @@ class InferenceParameters(BaseModel):
 class Inference(BaseModel):
     """A request of the open inference protocol for recommendations."""
 
-    id: str | None = None
+    id: Text | None = None
     parameters: InferenceParameters = InferenceParameters(k=10)
     inputs: Annotated[list[TextTensor], Field(max_length=10, description="`history`, and `user` if you like")]
 

@@ -67,8 +67,6 @@ def promote(
             if evaluated is not None and registry.is_same(evaluated, version):
                 return _recorded(evaluated)
             decision = _decide(client, version, champion, cases, sequences, config)
-            if not still_ours():
-                continue
             tags = {
                 registry.PROMOTED_TAG: str(decision.promoted).lower(),
                 registry.REASON_TAG: decision.reason,
@@ -76,6 +74,8 @@ def promote(
             }
             for key, value in tags.items():
                 client.set_model_version_tag(version.name, version.version, key, value)
+            if not still_ours():
+                continue
             if decision.promoted:
                 registry.crown(client, version, champion, decision.reason)
             if still_ours():

@@ -19,7 +19,7 @@ import pandas as pd
 from mlflow import MlflowClient
 from mlflow.entities import LoggedModel, LoggedModelOutput, Run
 from mlflow.entities.logged_model_status import LoggedModelStatus
-from mlflow.entities.model_registry import ModelVersion
+from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 from mlflow.exceptions import MlflowException
 from mlflow.models import Model, ModelSignature
 from mlflow.types import ColSpec, DataType, Schema
@@ -62,13 +62,10 @@ REPORT = "report"  # artifact folder of a run
 ARTIFACTS = "artifacts"  # folder of a logged model, where MLflow lays what a pyfunc model reads
 WEIGHTS_TAG, SPLIT_TAG, FILTER_TAG = f"{HIDDEN}weights_sha256", f"{HIDDEN}split_sha256", "seqrec.filter_seen"
 PROMOTED_TAG, REASON_TAG, GAIN_TAG = "seqrec.promoted", "seqrec.reason", "seqrec.gain"
-PREVIOUS_TAG = "seqrec.previous"  # of a champion: the version before it
 WITHDRAWN_TAG = "seqrec.withdrawn"  # of a champion that was rolled back: by which version
 STATISTICS_TAG = "seqrec.statistics"  # of a version: the histograms of its data that `validate` made
 REFIT_TAG = "seqrec.refit_of"  # of a refit: the evaluated version whose training it repeats on every event
-OWN_TAGS = (  # a refit does not share them
-    *(PROMOTED_TAG, REASON_TAG, GAIN_TAG, PREVIOUS_TAG, WITHDRAWN_TAG, WEIGHTS_TAG, FINGERPRINT),
-)
+OWN_TAGS = (PROMOTED_TAG, REASON_TAG, GAIN_TAG, WITHDRAWN_TAG, WEIGHTS_TAG, FINGERPRINT)  # no refit shares them
 CLAIM_TAG = "seqrec.claim"  # of a registered model: who began a promotion last
 AUDIT_TIME = "%Y-%m-%dT%H%M%S.%f"  # UTC
 AUDIT_TAG = "seqrec.audit."  # of a registered model, one a change of champion; the time follows
@@ -215,19 +212,22 @@ def crown(
 ) -> None:
     """Make `version` the champion in place of `champion`, and write it with the reason into the audit trail.
 
-    With `back` this is a rollback: a further one leads to the champion before `version`, and the gate no longer
-    promotes `champion`.
+    With `back` this is a rollback: neither the gate nor a further rollback makes `champion` the champion again.
     """
     name, before = version.name, "none" if champion is None else str(champion.version)
     if back and champion is not None:
         client.set_model_version_tag(name, champion.version, WITHDRAWN_TAG, str(version.version))
-    else:
-        client.set_model_version_tag(name, version.version, PREVIOUS_TAG, before)
-        if WITHDRAWN_TAG in version.tags:
-            client.delete_model_version_tag(name, version.version, WITHDRAWN_TAG)
+    elif WITHDRAWN_TAG in version.tags:
+        client.delete_model_version_tag(name, version.version, WITHDRAWN_TAG)
     client.set_registered_model_alias(name, CHAMPION, version.version)
     moment = datetime.now(UTC).strftime(AUDIT_TIME)
     client.set_registered_model_tag(name, f"{AUDIT_TAG}{moment}", f"{before} -> {version.version}: {reason}"[:4000])
+
+
+def past_champions(model: RegisteredModel) -> list[str]:
+    """Return the champions in the audit trail of `model`, the latest first and some more than once."""
+    changes = [text.partition(":")[0].split(" -> ") for key, text in sorted(model.tags.items()) if AUDIT_TAG in key]
+    return [number for change in reversed(changes) for number in reversed(change) if number != "none"]
 
 
 def find_champion(client: MlflowClient, name: str) -> ModelVersion | None:

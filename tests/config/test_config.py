@@ -51,6 +51,11 @@ PARAMS = {
         ("sources", ["large", "large"], "sources: list each name once, not large, large"),
         ("leaderboard", ["../narrow"], "leaderboard: expected a name of letters, digits, dots and dashes"),
         ("kubernetes", {"resources": {"fit": {}}}, "kubernetes: resources.fit: unknown step; known are default"),
+        (
+            "kubernetes",
+            {"resources": {"default": {"tolerations": [{"key": "a", "seconds": "9"}]}}},
+            "kubernetes: resources.default: tolerations: known are ['effect', 'key', 'operator', 'value']",
+        ),
         ("leaderboard", ["narrow", "deep"], "leaderboard: no entry models.deep; known are narrow, wide"),
     ],
 )

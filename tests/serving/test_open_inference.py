@@ -91,3 +91,7 @@ def test_what_does_not_fit_is_refused_with_the_reason(address, inputs, message):
 
     assert answer.status_code == 422
     assert message in answer.text
+
+
+def test_an_id_that_is_no_text_is_refused(address):
+    assert infer(address, tensor(["i1"], 1, 1), id="\ud800").status_code == 422
