@@ -11,7 +11,6 @@ project for writing, renames or removes one. Times hit the imports of large libr
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
 import random
 import shutil
@@ -25,8 +24,9 @@ from typing import Any
 
 import yaml
 from mlflow import MlflowClient
-from test_end_to_end import call, figures, make_project, ran, settings
+from test_end_to_end import figures_of_rows, make_project, ran, settings, settings_of_process
 
+from seqrec.artifacts import sha256
 from seqrec.tracking.registry import WEIGHTS_TAG
 
 SHARE = 0.25  # of the time and the file operations of a whole run: the most that a start has before it is killed
@@ -86,16 +86,12 @@ def main() -> int:
 
 
 def _template(folder: Path) -> Path:
-    """Return a project of one small model, with git and DVC, that has never run."""
+    """Return a project that has never run, and saves a state at each step."""
     project = make_project(folder / "template")
     content = settings(finetune={"save_steps": 1})
     (project / "params.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
     (folder / "hook").mkdir()
     (folder / "hook" / "sitecustomize.py").write_text(KILLER)
-    commands = [["git", "init", "--quiet"], ["dvc", "init", "--quiet"]]
-    commands += [["git", "config", "user.name", "somebody"], ["git", "config", "user.email", "somebody@example.org"]]
-    for command in commands:
-        assert call(project, *command).returncode == 0
     subprocess.run([sys.executable, "-m", "compileall", "-q", str(project)], check=False)
     return project
 
@@ -116,21 +112,10 @@ def _reference(template: Path, folder: Path) -> tuple[dict[str, Any], tuple[floa
 def _start(project: Path, folder: Path, last: int) -> subprocess.Popen[str]:
     """Start `seqrec repro` in a process group of its own; it kills itself before file operation `last`, 0 for never."""
     (folder / "count").unlink(missing_ok=True)
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    variables = {"PATH": path, "OMP_NUM_THREADS": "1", "DVC_NO_ANALYTICS": "1", "PYTHONPATH": str(folder / "hook")}
-    variables |= {"CHAOS_PROJECT": str(project), "CHAOS_COUNT": str(folder / "count"), "CHAOS_LAST": str(last)}
-    environment = {**os.environ, **variables}
-    for name in ("MLFLOW_TRACKING_URI", "SEQREC_DATA_MIRROR"):
-        environment.pop(name, None)
-    return subprocess.Popen(
-        [sys.executable, "-m", "seqrec", "repro"],
-        cwd=project,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    variables = {"CHAOS_PROJECT": str(project), "CHAOS_COUNT": str(folder / "count"), "CHAOS_LAST": str(last)}
+    own = settings_of_process(project, PYTHONPATH=str(folder / "hook"), **variables)
+    command = [sys.executable, "-m", "seqrec", "repro"]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **own)
 
 
 def _round(
@@ -174,13 +159,9 @@ def _await_group(group: int) -> None:
 
 def result(project: Path) -> dict[str, Any]:
     """Return what must not depend on kills: hashes of files, figures, runs and versions of the registry."""
-    files = sorted(
-        {path for pattern in COMPARED for path in project.glob(pattern) if path.is_file() and path.name[0] != "."}
-    )
-    found: dict[str, Any] = {
-        str(path.relative_to(project)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files
-    }
-    found |= {f"figures of {name}": values for name, values in figures(project / "reports").items()}
+    files = [path for pattern in COMPARED for path in project.glob(pattern) if path.is_file() and path.name[0] != "."]
+    found: dict[str, Any] = {str(path.relative_to(project)): sha256(path) for path in files}
+    found |= {f"figures of {name}": values for name, values in figures_of_rows(project / "reports").items()}
     leftovers = [str(path.relative_to(project)) for path in project.rglob("*.partial") if ".dvc" not in path.parts]
     found["left over"] = leftovers + [str(path.relative_to(project)) for path in project.glob("state/*/*")]
     return found | _registered(project)

@@ -23,9 +23,8 @@ from typing import Any
 from urllib.parse import parse_qs, urlparse
 
 import yaml
-from support import Quiet, listening
+from support import ROOT, Quiet, listening
 
-ROOT = Path(__file__).parent.parent
 TOKEN = "the right one"
 FORBIDDEN = "somebody-elses"
 STATE = "/tmp/seqrec/state"  # a folder of pods

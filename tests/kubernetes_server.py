@@ -21,11 +21,10 @@ from typing import Any
 import yaml
 from kubeflow_spark_api.models import SparkV1beta2SparkApplication
 from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
-from support import Quiet, free_port, listening
+from support import ROOT, Quiet, free_port, listening
 
 TOKEN, NAMESPACE = "a service account's", "somebodys"
 MODELS = {"TrainJob": TrainerV1alpha1TrainJob, "SparkApplication": SparkV1beta2SparkApplication}
-ROOT = Path(__file__).parent.parent
 PATH = re.compile(r"/apis/(?P<group>[^/]+)/[^/]+/namespaces/(?P<namespace>[^/]+)/(?P<plural>[^/]+)(/(?P<name>[^/]+))?")
 
 

@@ -39,6 +39,8 @@ from seqrec.training import batches
 from seqrec.training.checkpoint import catalogue_files, load_checkpoint, save_counts, save_model
 from seqrec.training.resume import ResumeState
 
+ROOT = Path(__file__).parent.parent
+
 # Facts about an architecture that its class does not tell; one that is not named has none.
 SMALL: dict[str, dict] = {"recformer": {"d_inner": 32}}  # options that a small model of it needs
 ITEMS = {"encoder": "items", "pooling": "mean", "layers": 0, "d_history": 16, "history_dropout": 0.0}  # a Recformer
@@ -46,7 +48,12 @@ MEMORY = {"fpmc": 1, "mfbpr": 0}  # most recent events that a query depends on, 
 
 
 FILTERED = tuple(name for name in BASELINES if name != "repeats")  # the baselines with filter_seen
-MEASURED = ("train_seconds", "evaluate_seconds", "train_peak_mb")  # metrics that differ from run to run
+
+
+def figures(metrics: dict[str, float]) -> dict[str, float]:
+    """Return the metrics that are the same in every run."""
+    measured = ("train_seconds", "evaluate_seconds", "train_peak_mb")
+    return {name: value for name, value in metrics.items() if name not in measured}
 
 
 def nothing(data, user, _):
@@ -306,6 +313,15 @@ def listening(handler):
         server.server_close()
 
 
+def until(condition):
+    """Return the first true value of `condition`; fail after a minute without one."""
+    deadline = time.monotonic() + 60
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.002)
+    return found
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -322,6 +338,15 @@ def with_values(content: dict, changes: dict) -> dict:
             place = place.setdefault(section, {})
         place[key] = value
     return content
+
+
+def paths(content, before: tuple = ()) -> list[tuple]:
+    """Return the path of everything in a nested dict."""
+    found = [before] if before else []
+    if isinstance(content, dict):
+        for key, value in content.items():
+            found += paths(value, (*before, key))
+    return found
 
 
 YEAR_2001 = 978_307_200
@@ -449,5 +474,5 @@ MODULES = "import sys; from seqrec.__main__ import main\ntry: main(sys.argv[1:])
 def imported(*arguments: str) -> set[str]:
     """Return the packages and modules that `python -m seqrec ARGUMENTS` imports."""
     command = [sys.executable, "-c", MODULES, *arguments]
-    done = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     return set(done.stdout.split())

@@ -10,11 +10,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+from support import ROOT
 
 from seqrec.code_closure import closure
 from seqrec.models import REGISTRY
 
-ROOT = Path(__file__).parent.parent
 FOLDERS = ("models", "components", "pipelines")  # of the repository's top level; seqrec links to each
 PACKAGES = ("seqrec", *(f"seqrec/{name}" for name in FOLDERS))
 FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))  # rglob follows no links

@@ -17,7 +17,7 @@ import pytest
 import requests
 import yaml
 from mlflow import MlflowClient
-from support import YEAR_2001, free_port, save, save_bert, synthetic_rows, write_log
+from support import ROOT, YEAR_2001, free_port, save, save_bert, synthetic_rows, write_log
 
 from seqrec.config import RegisterConfig
 from seqrec.data import item_tokens
@@ -27,7 +27,6 @@ from seqrec.tracking import registry, runs
 from seqrec.tracking.runs import FAILURE, OUTCOME
 from seqrec.training.checkpoint import load_checkpoint
 
-ROOT = Path(__file__).parent.parent
 IMAGE = os.environ.get("SEQREC_IMAGE", "seqrec:test")
 SMALL = {"d_model", "d_shared", "d_value", "d_expert", "d_inner", "d_state", "d_user"}  # options, where it has them
 pytestmark = [pytest.mark.containers, pytest.mark.filterwarnings("ignore")]

@@ -15,7 +15,7 @@ from pathlib import Path
 import kubernetes_validate
 import pytest
 import yaml
-from support import save
+from support import ROOT, save
 
 from seqrec.__main__ import bind, command_parser
 from seqrec.config import load
@@ -25,7 +25,6 @@ from seqrec.serving.batcher import Served
 from seqrec.serving.metrics import Metrics
 from seqrec.serving.recommender import Recommender, Request
 
-ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "deploy"
 OVERLAYS = ("kind", "cluster", "kserve")
 KUBECTL = shutil.which("kubectl")

@@ -14,11 +14,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support import FILTERED, MEASURED, synthetic_rows, write_log
+from support import FILTERED, ROOT, figures, synthetic_rows, write_log
 
 from seqrec.__main__ import main
 
-ROOT = Path(__file__).parent.parent
 CODE = ("seqrec", "models", "components", "pipelines", "configs", "my", "dvc.yaml", ".dvcignore", ".gitignore")
 MODELS = ("sasrec", "gru4rec")
 # with -m, it would itself become a fork of the warm process, and start another one for its stages
@@ -43,12 +42,20 @@ def settings(**changes) -> dict:
 
 
 def make_project(folder: Path) -> Path:
+    """Make a project with git and DVC that has never run."""
     folder.mkdir()
     for name in CODE:
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(ROOT / name, folder / name)
+    for command in (
+        ["git", "init", "--quiet"],
+        ["git", "config", "user.name", "somebody"],
+        ["git", "config", "user.email", "somebody@example.org"],
+        ["dvc", "init", "--quiet"],
+    ):
+        assert call(folder, *command).returncode == 0
     return write_inputs(folder)
 
 
@@ -59,15 +66,17 @@ def write_inputs(folder: Path) -> Path:
     return folder
 
 
-def call(folder: Path, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a command as `make` does, in a process group of its own."""
+def settings_of_process(folder: Path, **variables: str) -> dict:
+    """Return the arguments with which a command runs in `folder` as `make` does, in a process group of its own."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "DVC_NO_ANALYTICS": "1", **variables}
     for name in ("MLFLOW_TRACKING_URI", "SEQREC_DATA_MIRROR"):
         environment.pop(name, None)
-    return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, start_new_session=True, check=False
-    )
+    return {"cwd": folder, "env": environment, "text": True, "start_new_session": True}
+
+
+def call(folder: Path, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, check=False, **settings_of_process(folder, **variables))
 
 
 def repro(project: Path, **variables: str) -> str:
@@ -84,13 +93,9 @@ def ran(output: str) -> list[str]:
     return ours or [line.split("'")[1] for line in lines if line.startswith("Running stage")]
 
 
-def figures(reports: Path) -> dict[str, dict]:
-    """Return the metrics of every row of the leaderboard, without what a clock decides."""
-    found = {}
-    for name in ROWS:
-        values = json.loads((reports / name / "metrics.json").read_text())
-        found[name] = {key: value for key, value in values.items() if key not in MEASURED}
-    return found
+def figures_of_rows(reports: Path) -> dict[str, dict]:
+    """Return the figures of every row of the leaderboard."""
+    return {name: figures(json.loads((reports / name / "metrics.json").read_text())) for name in ROWS}
 
 
 def weights(artifacts: Path) -> dict[str, bytes]:
@@ -104,13 +109,6 @@ def killed(tmp_path_factory, warm_steps) -> tuple[Path, list[str]]:
     project = make_project(folder / "project")
     # Python imports it at its start: the first time, also the warm process that `make repro` has started is killed
     shutil.copy(Path(__file__).with_name("killer.py"), folder / "sitecustomize.py")
-    for command in (
-        ["git", "init", "--quiet"],
-        ["git", "config", "user.name", "somebody"],
-        ["git", "config", "user.email", "somebody@example.org"],
-        ["dvc", "init", "--quiet"],
-    ):
-        assert call(project, *command).returncode == 0
     printed = []
     # step 8 ends the second epoch; the state before it is from within that epoch
     for stage, file, variables in (
@@ -138,7 +136,7 @@ def test_a_pipeline_killed_three_times_gives_the_figures_of_one_never_interrupte
     assert begun[3] == ["register"]
     assert "resuming finetune at epoch 2, batch 2" in printed[2]
     assert re.search(f"^({'|'.join(MODELS)}): ", printed[2], re.MULTILINE)  # as side by side
-    assert figures(project / "reports") == figures(never / "out" / "reports")
+    assert figures_of_rows(project / "reports") == figures_of_rows(never / "out" / "reports")
     assert weights(project / "artifacts") == weights(never / "out" / "artifacts")
     assert not list((project / "state").glob("*/step-*"))
 

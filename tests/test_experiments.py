@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 import pytest
+from support import ROOT
 
 from scripts.experiments import EXPERIMENTS
 from seqrec.config import load
-
-ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)

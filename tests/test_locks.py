@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from support import ROOT
 
 from seqrec.locks import LockedError, locked
 
@@ -22,8 +22,8 @@ with locked(Path(sys.argv[1]), "the place"):
 
 def test_the_second_process_is_told_who_holds_the_lock_and_since_when(tmp_path):
     path = tmp_path / "deep" / ".lock"
-    command, root = [sys.executable, "-c", HOLDER, str(path)], Path(__file__).parent.parent
-    with subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    command = [sys.executable, "-c", HOLDER, str(path)]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "held\n"
 
         with (

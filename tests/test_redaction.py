@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 from dvc.repo import Repo
-from support import YEAR_2001, Quiet, listening, with_values, write_settings
+from support import ROOT, YEAR_2001, Quiet, listening, with_values, write_settings
 
 from seqrec import redaction
 from seqrec.__main__ import main
@@ -21,7 +21,6 @@ from seqrec.config import ConfigError, from_dict
 from seqrec.pipelines.__main__ import main as pipelines
 from seqrec.redaction import holds_secret, is_secret_name, redacted, secret_settings, split_credentials
 
-ROOT = Path(__file__).parent.parent
 PASSWORD = "hunter2-plant3d"
 LOGIN = f"https://somebody:{PASSWORD}@example.org"
 PARAMS = yaml.safe_load((ROOT / "params.yaml").read_text())

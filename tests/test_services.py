@@ -25,11 +25,10 @@ import requests
 import yaml
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
-from support import YEAR_2001, free_port, write_interactions, write_settings
+from support import ROOT, YEAR_2001, free_port, write_interactions, write_settings
 
 from seqrec.serving.events import DAY, Event, Shown, Store
 
-ROOT = Path(__file__).parent.parent
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yaml").read_text())["services"]
 BIN = Path(sys.executable).parent
 SEQREC = (sys.executable, "-m", "seqrec")

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
+from support import ROOT
 
 from scripts import check_sources, reference, site_hooks
-
-ROOT = Path(__file__).parent.parent
 
 
 def test_every_figure_of_a_page_has_a_source():

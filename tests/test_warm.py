@@ -5,11 +5,11 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from support import until
 
 from seqrec import warm
 
@@ -24,14 +24,6 @@ def start(variables, *arguments, folder="."):
 
 def children(pid):
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def until(condition):
-    for _ in range(5000):
-        if found := condition():
-            return found
-        time.sleep(0.002)
-    raise AssertionError("it never came")
 
 
 @pytest.fixture

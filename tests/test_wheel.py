@@ -9,8 +9,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from support import ROOT
 
-ROOT = Path(__file__).parent.parent
 FOLDERS = ("models", "components", "pipelines")
 USE = """
 import models

@@ -1,16 +1,16 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import yaml
+from support import ROOT
 
 from seqrec.cluster.form import filled_in, overridden, settings_of_model, settings_of_run, without_cluster
 from seqrec.config import ConfigError, IngestConfig, from_dict, load
 from seqrec.data.sources import is_pinned
 
-PARAMS = Path(__file__).parent.parent.parent / "params.yaml"
+PARAMS = ROOT / "params.yaml"
 FORM = {"dataset": "ml-100k", "models": ["sasrec"], "protocol": "", "epochs": 0, "seed": 42, "overrides": {}}
 
 

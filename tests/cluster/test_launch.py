@@ -15,7 +15,7 @@ import kubernetes_server
 import pytest
 import torch
 from safetensors.torch import load_file
-from support import KUBERNETES
+from support import KUBERNETES, until
 
 from seqrec.artifacts import EPOCH_RECORDS, WEIGHTS
 from seqrec.cluster import jobs, launch
@@ -134,8 +134,7 @@ def test_a_step_that_finds_the_job_of_an_earlier_pod_adopts_it_and_deletes_it_wh
     owners = []
 
     def end() -> None:
-        while not cluster.jobs:
-            time.sleep(0.05)
+        until(lambda: cluster.jobs)
         time.sleep(0.3)
         owners.extend(job["metadata"]["ownerReferences"][0]["uid"] for job in cluster.jobs.values())
         os.kill(os.getpid(), signal.SIGTERM)
@@ -158,8 +157,7 @@ def test_a_job_that_somebody_deletes_fails_the_step(finetuned, cluster):
     cluster.hang = True
 
     def delete() -> None:
-        while not cluster.jobs:
-            time.sleep(0.05)
+        until(lambda: cluster.jobs)
         cluster.jobs.clear()
 
     threading.Thread(target=delete, daemon=True).start()

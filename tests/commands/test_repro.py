@@ -14,6 +14,7 @@ import yaml
 from dvc.lock import make_lock
 from dvc.repo import Repo
 from rich.console import Console
+from support import until
 
 from seqrec import locks
 from seqrec.artifacts import CHANGES
@@ -75,8 +76,7 @@ def test_locks_of_a_killed_dvc_are_removed_even_if_another_process_has_its_numbe
 
         assert (tmp_path / "rwlock").exists() is stays
         process.kill()
-        while psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE:  # nobody has waited for it
-            time.sleep(0.01)
+        until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE)  # nobody has waited for it
         repro.remove_left_locks(tmp_path)
         assert not (tmp_path / "rwlock").exists()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-import time
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -13,7 +12,7 @@ import pytest
 import requests
 import yaml
 from mlflow import MlflowClient
-from support import FILTERED, MEASURED, interrupted, running, synthetic_rows, write_log
+from support import FILTERED, figures, interrupted, running, synthetic_rows, until, write_log
 
 from seqrec.__main__ import main
 from seqrec.config import RegisterConfig, ServeConfig, load
@@ -34,8 +33,7 @@ CONFIG = {
 
 
 def scores(out: Path) -> dict[str, float]:
-    metrics = json.loads((out / "reports" / "sasrec" / "metrics.json").read_text())
-    return {name: value for name, value in metrics.items() if name not in MEASURED}
+    return figures(json.loads((out / "reports" / "sasrec" / "metrics.json").read_text()))
 
 
 def run(*flags: str) -> int:
@@ -130,12 +128,6 @@ def test_two_at_once_are_told_apart(caplog, monkeypatch):
     assert "registering models of log in sqlite:///" in caplog.text
     assert not Path("locked.db").exists()
     assert board.stat().st_mtime_ns == before
-
-
-def until(condition):
-    deadline = time.monotonic() + 60
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.05)
 
 
 def test_the_loop_closes(tmp_path, monkeypatch, caplog):

@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 import yaml
 from dvc.repo import Repo
-from support import with_values
+from support import ROOT, with_values
 
 from seqrec.artifacts import read_json, write_json
 from seqrec.commands.settings import forget_edited_files, resolve, settings
 from seqrec.config import ConfigError, load
 from seqrec.pipeline import STAGES
 
-ROOT = Path(__file__).parent.parent.parent
 SETTINGS = {
     "dataset": "tiny",
     "sources": ["other"],

@@ -5,18 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 from http.server import BaseHTTPRequestHandler
-from pathlib import Path
 
 import pytest
 from mlflow.entities import Experiment
-from support import Quiet, free_port, listening
+from support import ROOT, Quiet, free_port, listening
 
 from seqrec.__main__ import main
 from seqrec.commands import ui
 from seqrec.config import RegisterConfig
 from seqrec.tracking import runs
-
-ROOT = Path(__file__).parents[2]
 
 
 class Other(Quiet, BaseHTTPRequestHandler):

@@ -2,14 +2,13 @@ from __future__ import annotations
 
 import ast
 import inspect
-from pathlib import Path
 
 import pytest
+from support import ROOT
 
 from seqrec.config import sections
 from seqrec.pipeline import STAGES
 
-ROOT = Path(__file__).parent.parent.parent
 MODULES = [ast.parse((ROOT / f"components/{name}.py").read_text()) for name in ("stage_steps", "other_steps")]
 STEPS = {node.name: node for module in MODULES for node in module.body if isinstance(node, ast.FunctionDef)}
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
-from support import with_values
+from support import ROOT, with_values
 
 from seqrec.commands.settings import check
 from seqrec.config import ConfigError, FinetuneConfig, from_dict, load, parse, read_changes
 
-ROOT = Path(__file__).parent.parent.parent
 PARAMS = {
     "dataset": "small",
     "leaderboard": ["narrow"],

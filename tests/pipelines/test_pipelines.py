@@ -20,7 +20,7 @@ from google.protobuf import json_format
 from kfp.kubernetes.kubernetes_executor_config_pb2 import KubernetesExecutorConfig
 from kfp.pipeline_spec.pipeline_spec_pb2 import PipelineDeploymentConfig, PipelineSpec, PlatformSpec
 from mlflow import MlflowClient
-from support import FILTERED, KUBERNETES, MEASURED, write_cluster_settings, write_settings
+from support import FILTERED, KUBERNETES, ROOT, figures, write_cluster_settings, write_settings
 
 from seqrec.artifacts import (
     CASES,
@@ -54,7 +54,7 @@ MODELS = ("sasrec",)
 BROKEN = "broken"
 RESULTS = (*MODELS, *FILTERED)
 IMAGE = "registry.example.org/seqrec@sha256:" + "0" * 64
-PARAMS = Path(__file__).parent.parent.parent / "params.yaml"
+PARAMS = ROOT / "params.yaml"
 # The local runner says so of every task: no container, no display names.
 pytestmark = pytest.mark.filterwarnings("ignore:You may be attemping:RuntimeWarning", "ignore:Task:UserWarning")
 
@@ -107,16 +107,12 @@ def test_a_submitted_run_is_executed_and_awaited(submitted):
     assert images == {IMAGE}
 
 
-def without_seconds(metrics):
-    return {name: value for name, value in metrics.items() if name not in MEASURED}
-
-
 @pytest.mark.parametrize("name", RESULTS)
 def test_the_pipeline_gives_the_metrics_of_the_stage_functions(outcome, name):
     tasks, reports = outcome
 
     found, expected = (read_json(folder / name / METRICS) for folder in (tasks / "register/reports", reports))
-    assert without_seconds(found) == without_seconds(expected)
+    assert figures(found) == figures(expected)
     for file in (CASES, RECOMMENDATIONS):
         assert pq.read_table(tasks / "register/reports" / name / file) == pq.read_table(reports / name / file)
 

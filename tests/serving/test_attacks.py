@@ -14,19 +14,17 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
 import requests
-from support import prepare_rows, save, synthetic_rows
+from support import ROOT, prepare_rows, save, synthetic_rows
 
 from seqrec.artifacts import write_table
 from seqrec.serving import schemas
 from seqrec.serving.events import NEWEST_EVENTS, Store
 
-ROOT = Path(__file__).parent.parent.parent
 ITEMS, USERS = 1_500, 64
 PAUSE_S, PATIENCE_S, HEAD_S = 0.05, 1.0, 2.0
 SERVE = f"""

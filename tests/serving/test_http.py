@@ -16,7 +16,7 @@ from unittest import mock
 
 import pytest
 import requests
-from support import running, service
+from support import running, service, until
 
 from seqrec.config import ServeConfig
 from seqrec.serving import http, schemas
@@ -130,8 +130,7 @@ def test_without_a_champion_it_is_alive_and_waits_for_one(recommender, store):
             assert (answer.status_code, answer.json()) == (503, {"detail": "no champion yet"})
             assert answer.headers["Retry-After"] == "1"
         newest[0] = "1"
-        while get("/ready").status_code != 200:
-            time.sleep(0.01)
+        until(lambda: get("/ready").ok)
         assert ask(address, history=["i1"]).json()["version"] == "1"
         assert get("/health").json()["status"] == "ok"
         assert 'seqrec_model{name="sasrec",version="1"} 1.0' in get("/metrics").text

@@ -6,11 +6,10 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import requests
-from support import MODULES, has_option, save
+from support import MODULES, ROOT, has_option, save
 
 from seqrec.artifacts import GRAPH, GRAPH_CARD, ITEMS, VOCABULARY
 from seqrec.config import RegisterConfig, ServeConfig
@@ -136,7 +135,7 @@ def test_the_service_runs_the_graph_beside_the_weights_or_says_the_recall_of_its
 def test_the_service_answers_without_torch(together):
     command = [sys.executable, "-c", MODULES, "serve", "--saved", str(together), "--port", "0", "--drain-s", "0"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, cwd=Path(__file__).parents[2], text=True, **pipes) as process:
+    with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as process:
         address = next(re.search(r"http://[^\s;]+", line)[0] for line in process.stderr if "serving at" in line)
         answer = requests.post(f"{address}/recommend", json={"history": ["i1"], "user": "u3"}, timeout=30).json()
         process.terminate()

@@ -5,20 +5,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import requests
 import yaml
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
-from support import free_port
+from support import ROOT, free_port
 from unsynced import EMPTY
 
 from seqrec.config import RegisterConfig
 from seqrec.tracking.registry import CHAMPION, alias_version
 
-MANIFEST = Path(__file__).parent.parent.parent / "deploy/base/mlflow.yaml"
+MANIFEST = ROOT / "deploy/base/mlflow.yaml"
 ADMIN, READER = ("seqrec", "a long password"), ("serve", "another password")
 
 
