@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import datetime
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from support import paths
 
 from seqrec.commands.settings import check
 from seqrec.config import ConfigError, from_dict, load
@@ -47,14 +47,6 @@ MAPPINGS = ({}, {"x": 1}, {None: {}}, {"source": {}}, {"sasrec": None}, {"option
 VALUES = (None, *NUMBERS, *TEXTS, *LISTS, *MAPPINGS)
 
 
-def paths(node: Any, path: tuple = ()) -> Iterator[tuple]:
-    if path:
-        yield path
-    if isinstance(node, dict):
-        for key, value in node.items():
-            yield from paths(value, (*path, key))
-
-
 def parent(content: Any, path: tuple) -> Any:
     for key in path[:-1]:
         content = content[key]
@@ -68,10 +60,6 @@ def refusal(content: Any) -> str:
     except ConfigError as error:
         return str(error)
     return ""
-
-
-def test_the_config_is_valid():
-    assert refusal(CONFIG) == ""
 
 
 @pytest.mark.parametrize("path", paths(CONFIG), ids=".".join)

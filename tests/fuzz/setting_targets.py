@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hypothesis import strategies as st
+from support import paths
 
 from fuzz.harness import Target
 from seqrec.cluster.form import overridden, settings_of_model, settings_of_run, without_cluster
@@ -20,15 +21,6 @@ NASTY = [
     *(0, -1, 0.5, 10**30, -(10**30), float("nan"), float("inf"), 1e-320),
     *([], {}, [None], {"": None}, {None: 1}, {1: 2}, [[[]]], {"a": {"b": {}}}),
 ]
-
-
-def paths(content: Any, before: tuple = ()) -> list[tuple]:
-    """Return the path of everything in a nested dict."""
-    found = [before] if before else []
-    if isinstance(content, dict):
-        for key, value in content.items():
-            found += paths(value, (*before, key))
-    return found
 
 
 COMPILED = json.loads(json.dumps(without_cluster(load(ROOT / "params.yaml"))), parse_int=float)  # as KFP hands it on
