@@ -6,15 +6,14 @@ tests/components and tests/pipelines do the same for Kubeflow.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 import yaml
+from support import ROOT
 
 from seqrec.config import from_dict
 from seqrec.pipeline import STAGES, Stage
 
-ROOT = Path(__file__).parent.parent
 DVC_ALONE = {"settings"}  # under DVC, the stages of the table depend on the files that it writes
 PARAMS = from_dict(
     {"dataset": "toy", "sources": ["other"], "datasets": {"toy": {}, "other": {}}, "models": {"sasrec": {}}}
@@ -63,12 +62,8 @@ def test_dvc_has_the_stages_of_the_table(name, expected):
 
 @pytest.mark.parametrize("name", ["settings", "register"])
 def test_dvc_never_takes_a_stage_from_its_run_cache_if_it_reads_or_writes_elsewhere(name):
-    persistent = [out for out in DVC[name]["outs"] if isinstance(out, Mapping) and any(map(_persists, out.values()))]
-    assert persistent  # DVC leaves such a stage out of its run cache
-
-
-def _persists(options: Mapping) -> bool:
-    return bool(options.get("persist"))
+    options = [one for out in DVC[name]["outs"] if isinstance(out, Mapping) for one in out.values()]
+    assert any(one.get("persist") for one in options)  # DVC leaves such a stage out of its run cache
 
 
 def test_dvc_has_one_stage_more_than_the_table():

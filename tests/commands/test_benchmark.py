@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -153,14 +154,10 @@ def test_figures_of_other_data_or_settings_are_not_shown(out, prepared, tmp_path
     assert shown(params) == []
 
 
-def interrupt(**_):
-    raise KeyboardInterrupt
-
-
 def test_baselines_that_an_interruption_has_left_are_computed_again(out, prepared, tmp_path, monkeypatch):
     shutil.copytree(out, tmp_path / "out")
     with monkeypatch.context() as patch:
-        patch.setattr(baselines, "evaluate", interrupt)
+        patch.setattr(baselines, "evaluate", mock.Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path, prepared, CONFIG | {"filter_seen": False}, seeds="1")
     run(tmp_path, prepared, seeds="1")

@@ -10,6 +10,7 @@ import signal
 import subprocess
 from dataclasses import asdict
 from pathlib import Path
+from unittest import mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -83,21 +84,16 @@ def set_validation_ranks(root, name, rank):
     write_json(report / "metrics.json", read_json(report / "metrics.json") | value)
 
 
-def write_pipeline(root):
-    write_dataset(root)
-    folders = {name: root / name for name in ("data", "artifacts", "reports")}
-    baselines(sequences=root / "data" / "sequences", **folders, config=EVALUATE)
-    for name, d_model in (("sasrec", 4), ("wide", 8)):
-        train_model(root, name, d_model)
-    set_validation_ranks(root, "sasrec", 3.0)
-    set_validation_ranks(root, "wide", 5.0)
-
-
 @pytest.fixture(scope="module")
 def template(tmp_path_factory):
     """A finished pipeline beside an empty tracking database: both take seconds to make."""
     root = tmp_path_factory.mktemp("template")
-    write_pipeline(root)
+    write_dataset(root)
+    folders = {name: root / name for name in ("data", "artifacts", "reports")}
+    baselines(sequences=root / "data" / "sequences", **folders, config=EVALUATE)
+    for name, d_model, rank in (("sasrec", 4, 3.0), ("wide", 8, 5.0)):
+        train_model(root, name, d_model)
+        set_validation_ranks(root, name, rank)
     runs.connect(RegisterConfig(tracking_uri=f"sqlite:///{root}/mlflow.db"))
     return root
 
@@ -414,13 +410,11 @@ def test_a_pipeline_run_is_marked_as_complete_by_the_last_thing_that_register_wr
         tags = [run.data.tags for name, run in all_runs().items() if name.startswith("toy-")]
         return {one.get("seqrec.pipeline_run"): one.get("mlflow.seqrec.complete") for one in tags}
 
-    def refuse(*_):
-        raise MlflowException("the server went away")
-
     run(pipeline_run="one")
     assert marks() == {None: "true", "one": "one"}
     with monkeypatch.context() as patch:
-        patch.setattr(MlflowClient, "set_experiment_tag", refuse)
+        error = MlflowException("the server went away")
+        patch.setattr(MlflowClient, "set_experiment_tag", mock.Mock(side_effect=error))
         with pytest.raises(TrackingError, match="the server went away"):
             run(pipeline_run="two")
     assert marks() == {None: "true", "one": "one", "two": None}

@@ -7,6 +7,7 @@ import sqlite3
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import sqlalchemy
@@ -19,8 +20,6 @@ from unsynced import make_tables
 from seqrec.config import RegisterConfig
 from seqrec.tracking import runs
 from seqrec.tracking.runs import TrackingError
-
-ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.fixture(autouse=True)
@@ -162,6 +161,7 @@ def test_only_the_first_process_logs(client, config, monkeypatch):
 def test_a_server_that_goes_down_costs_a_training_one_warning(client, config, monkeypatch, caplog):
     with runs.live_run("down", "sasrec", config) as log:
         log({"loss": 3.0}, 1)
+        refuse = mock.Mock(side_effect=MlflowException("the server went away"))
         monkeypatch.setattr(MlflowClient, "log_batch", refuse)
         log({"loss": 2.0}, 2)
         monkeypatch.undo()
@@ -170,10 +170,6 @@ def test_a_server_that_goes_down_costs_a_training_one_warning(client, config, mo
     assert points(client, runs.find_run(client, runs.experiment(client, config), "down"), "curve/loss") == [(1, 3.0)]
     (record,) = [record for record in caplog.records if record.name.startswith("seqrec")]
     assert "off (the server went away); `register` will import this run" in record.getMessage()
-
-
-def refuse(*_, **__):
-    raise MlflowException("the server went away")
 
 
 def test_a_server_that_never_answers_holds_a_training_up_once(monkeypatch, caplog):
