@@ -25,9 +25,10 @@ from urllib.parse import parse_qs, urlparse
 import yaml
 from support import ROOT, Quiet, listening
 
+from seqrec.pipelines.resources import STATE
+
 TOKEN = "the right one"
 FORBIDDEN = "somebody-elses"
-STATE = "/tmp/seqrec/state"  # a folder of pods
 TRACKING = "http://mlflow.example.org"  # of the pods
 RUNNER = """
 import json, sys

@@ -16,7 +16,6 @@ from seqrec.pipelines.__main__ import main
 from seqrec.pipelines.client import Server, SubmissionError, wait
 
 IMAGE = "registry.example.org/seqrec@sha256:" + "0" * 64
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
 @pytest.fixture
