@@ -199,3 +199,9 @@ def test_a_k_core_over_all_events_is_one_setting_away(tmp_path):
     assert names(folders["train"], "users.parquet", "user_id") == ["u0", "u1", "u2", "u3", "new"]
     assert cards["train"]["users_without_training"] == 1
     assert cards["train"]["dropped"]["items outside the k-core"] == 1
+
+
+def test_the_same_input_gives_the_same_bytes(tmp_path):
+    one, two = (prepare_rows(tmp_path / name, synthetic_rows()) for name in ("one", "two"))
+
+    assert contents(one) == contents(two)
