@@ -77,12 +77,12 @@ def _act(
         if action == "promote" and store and champion is not None:
             reasons += _click_through(store, str(champion.version), str(chosen.version))
         why = f"{action} by hand{': ' if reasons else ''}{'; '.join(reasons)}"
-        with models.claim(client, name) as still_ours:
-            if not (models.is_same(models.find_champion(client, name), champion) and still_ours()):
-                raise TrackingError(
-                    f"{action}: another process is changing the champion of {name}; check the champion and try again"
-                )
-            models.crown(client, chosen, champion, why, back=action == "rollback")
+        still_ours = models.claim(client, name)
+        if not (models.is_same(models.find_champion(client, name), champion) and still_ours()):
+            raise TrackingError(
+                f"{action}: another process is changing the champion of {name}; check the champion and try again"
+            )
+        models.crown(client, chosen, champion, why, back=action == "rollback")
     logger.info("version %s of %s is the champion", chosen.version, name)
 
 

@@ -61,25 +61,25 @@ def promote(
         TrackingError: the champion's validation cases cannot be fetched, or others promote without end.
     """
     for _ in range(ATTEMPTS):
-        with registry.claim(client, version.name) as still_ours:
-            champion = registry.find_champion(client, version.name)
-            evaluated = registry.find_evaluated(client, version.name)
-            if evaluated is not None and registry.is_same(evaluated, version):
-                return _recorded(evaluated)
-            decision = _decide(client, version, champion, cases, sequences, config)
-            tags = {
-                registry.PROMOTED_TAG: str(decision.promoted).lower(),
-                registry.REASON_TAG: decision.reason,
-                registry.GAIN_TAG: json.dumps(decision.gain),
-            }
-            for key, value in tags.items():
-                client.set_model_version_tag(version.name, version.version, key, value)
-            if not still_ours():
-                continue
-            if decision.promoted:
-                registry.crown(client, version, champion, decision.reason)
-            if still_ours():
-                return decision
+        still_ours = registry.claim(client, version.name)
+        champion = registry.find_champion(client, version.name)
+        evaluated = registry.find_evaluated(client, version.name)
+        if evaluated is not None and registry.is_same(evaluated, version):
+            return _recorded(evaluated)
+        decision = _decide(client, version, champion, cases, sequences, config)
+        tags = {
+            registry.PROMOTED_TAG: str(decision.promoted).lower(),
+            registry.REASON_TAG: decision.reason,
+            registry.GAIN_TAG: json.dumps(decision.gain),
+        }
+        for key, value in tags.items():
+            client.set_model_version_tag(version.name, version.version, key, value)
+        if not still_ours():
+            continue
+        if decision.promoted:
+            registry.crown(client, version, champion, decision.reason)
+        if still_ours():
+            return decision
     raise TrackingError(
         f"{version.name}: another version was promoted first, {ATTEMPTS} times in a row; run register again"
     )

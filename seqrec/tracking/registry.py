@@ -8,8 +8,7 @@ import logging
 import shutil
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -199,12 +198,11 @@ def _find_version(client: MlflowClient, name: str, model: LoggedModel) -> ModelV
     return next((one for one in versions if (one.tags.get(WEIGHTS_TAG), one.source) == wanted), None)
 
 
-@contextmanager
-def claim(client: MlflowClient, name: str) -> Iterator[Callable[[], bool]]:
-    """Say that a promotion of `name` begins; yield whether no other one has begun since."""
+def claim(client: MlflowClient, name: str) -> Callable[[], bool]:
+    """Say that a promotion of `name` begins; return what says whether no other one has begun since."""
     ours = uuid.uuid4().hex
     client.set_registered_model_tag(name, CLAIM_TAG, ours)
-    yield lambda: client.get_registered_model(name).tags.get(CLAIM_TAG) == ours
+    return lambda: client.get_registered_model(name).tags.get(CLAIM_TAG) == ours
 
 
 def crown(
@@ -307,14 +305,12 @@ def register_refit(
             f"version {version.version} of {name}, this refit, was rolled back: "
             f"`seqrec registry promote --version {version.version}` makes it the champion again"
         )
-    with claim(client, name) as still_ours:
-        champion, now = find_champion(client, name), find_evaluated(client, name)
-        if not is_same(now, evaluated) or not still_ours():
-            raise TrackingError(
-                f"version {evaluated.version} of {name} is no longer the champion: refit the new champion"
-            )
-        if not is_same(champion, version):
-            crown(client, version, champion, reason)
+    still_ours = claim(client, name)
+    champion, now = find_champion(client, name), find_evaluated(client, name)
+    if not is_same(now, evaluated) or not still_ours():
+        raise TrackingError(f"version {evaluated.version} of {name} is no longer the champion: refit the new champion")
+    if not is_same(champion, version):
+        crown(client, version, champion, reason)
     return version
 
 
