@@ -26,6 +26,7 @@ from seqrec.commands.settings import check, forget_edited_files, without_unfed
 from seqrec.config import load, read_changes
 
 logger = logging.getLogger(__name__)
+PARAMS = Path("params.yaml")
 DVC_FILES = Path(".dvc/tmp")
 BEFORE = DVC_FILES / "params.yaml"  # params.yaml as it was before a run with changes
 DURING = DVC_FILES / "params.run.yaml"  # as the run has written it
@@ -67,7 +68,7 @@ def _repro(changes: str, jobs: int) -> None:
     repair_lock_file()
     began = time.monotonic()
     with changed(read_changes(changes)) as environment, warm.process(REGISTER) as variables:
-        config = load(Path("params.yaml"))
+        config = load(PARAMS)
         forget_edited_files(config, Path("settings"))
         dvc = Dvc(Console(), {**os.environ, **environment, **variables})
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
@@ -153,7 +154,7 @@ class Dvc:
 
 
 @contextmanager
-def changed(changes: Mapping[str, Any], params: Path = Path("params.yaml")) -> Iterator[dict[str, str]]:
+def changed(changes: Mapping[str, Any]) -> Iterator[dict[str, str]]:
     """Put `changes` into params.yaml, where DVC reads the models and datasets of its stages, until the block ends.
 
     The original lies in `BEFORE` meanwhile; if this process is killed, the next call puts it back first.
@@ -161,34 +162,34 @@ def changed(changes: Mapping[str, Any], params: Path = Path("params.yaml")) -> I
     Yields:
         The environment of the run, with the changes for MLflow.
     """
-    _restore(params)
+    _restore()
     environment = {"PYTHONUNBUFFERED": "1"}
-    written = load(params)
+    written = load(PARAMS)
     read = without_unfed(written.with_overrides(changes))
     if read == written:
         yield environment
         return
     check(read)
     write_text(DURING, read.as_yaml())
-    write_text(BEFORE, params.read_text(encoding="utf-8"))
-    shutil.copyfile(DURING, params)
+    write_text(BEFORE, PARAMS.read_text(encoding="utf-8"))
+    shutil.copyfile(DURING, PARAMS)
     try:
         yield environment | {CHANGES: json.dumps(changes)}
     finally:
-        _restore(params)
+        _restore()
 
 
-def _restore(params: Path) -> None:
+def _restore() -> None:
     """Put back what a run with changes, perhaps a killed one, has replaced; keep what was edited since."""
     if not BEFORE.is_file():
         return
-    if params.read_bytes() not in (DURING.read_bytes(), BEFORE.read_bytes()):
-        edited = params.with_suffix(".edited.yaml")
-        shutil.copyfile(params, edited)
+    if PARAMS.read_bytes() not in (DURING.read_bytes(), BEFORE.read_bytes()):
+        edited = PARAMS.with_suffix(".edited.yaml")
+        shutil.copyfile(PARAMS, edited)
         logger.warning(
-            "%s was edited during the run; its old content is restored, and your edits are in %s", params, edited
+            "%s was edited during the run; its old content is restored, and your edits are in %s", PARAMS, edited
         )
-    BEFORE.replace(params)
+    BEFORE.replace(PARAMS)
 
 
 def remove_left_locks(folder: Path = DVC_FILES) -> None:
