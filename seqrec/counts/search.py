@@ -10,7 +10,7 @@ import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,9 +32,8 @@ CASES = (1_000, 4_000)  # most validation cases to rank: for a huge catalogue, a
 SCORES = 120_000_000  # between them, maximum number of scores
 PAIRS = 1 << 24  # maximum number of table entries that the cases read in total, 200 MB
 ROUNDS = 2  # rounds over all axes
-Values = TypeVar("Values")
 Axis = Sequence[Mapping[str, Any]]  # alternatives, each a change of one or more settings
-AnyAxis = Axis | Callable[[Any], Axis]  # or what gives them for the settings found so far
+AnyAxis = Axis | Callable[[CountsConfig], Axis]  # or what gives them for the settings found so far
 
 SMOOTHING = (0.03, 0.1, 0.3, 1.0)  # tau / |I|
 POPULARITY = (-0.4, -0.2, -0.1, -0.05, 0.0)  # lambda; more weight on popularity rarely helps
@@ -80,34 +79,34 @@ ADDED: Sequence[AnyAxis] = (alphas, [{"smoothing": tau} for tau in SMOOTHING], R
 
 
 @dataclass(frozen=True)
-class Choice(Generic[Values]):
+class Choice:
     """The result of a search."""
 
-    values: Values  # chosen on all users
-    folds: tuple[Values, Values]  # for users of even index, chosen on those of odd index, and vice versa
+    values: CountsConfig  # chosen on all users
+    folds: tuple[CountsConfig, CountsConfig]  # for users of even index, chosen on those of odd index, and vice versa
     in_sample: float  # validation NDCG@10 of `values`, on the cases that they were chosen on
     cross_fitted: float  # validation NDCG@10 of `folds`, on the same cases
 
     def card(self) -> dict[str, Any]:
         """Return the choice as JSON."""
-        folds = [asdict(fold) for fold in self.folds]  # type: ignore[call-overload]
+        folds = [asdict(fold) for fold in self.folds]
         found = {"in_sample": self.in_sample, "cross_fitted": self.cross_fitted}
-        return {**asdict(self.values), "folds": folds, "valid/ndcg@10": found}  # type: ignore[call-overload]
+        return {**asdict(self.values), "folds": folds, "valid/ndcg@10": found}
 
 
 def search(
-    ndcg_of: Callable[[Values], NDArray[np.float64]],
+    ndcg_of: Callable[[CountsConfig], NDArray[np.float64]],
     user: Tensor,
-    starts: Sequence[Values],
+    starts: Sequence[CountsConfig],
     axes: Sequence[AnyAxis],
-    again: Values | None = None,
-) -> Choice[Values]:
+    again: CountsConfig | None = None,
+) -> Choice:
     """Return the settings with the best mean NDCG@10 on all users, and on each half of the users.
 
     A search by axes may end before the best settings; for all users, those of the halves are therefore rivals too.
 
     Args:
-        ndcg_of: function from settings, a frozen dataclass, to NDCG@10 of each case.
+        ndcg_of: function from settings to NDCG@10 of each case.
         user: user of each case.
         starts: initial settings for all users, for those of even index and for the others; they are kept unless others
             are better.
@@ -116,7 +115,7 @@ def search(
     """
     ndcg, odd = functools.cache(ndcg_of), (user % 2 == 1).cpu().numpy()
 
-    def best(start: Values, chosen: NDArray[np.bool_]) -> Values:
+    def best(start: CountsConfig, chosen: NDArray[np.bool_]) -> CountsConfig:
         found = _descend(ndcg, start, axes, chosen)
         if found != start or again is None:
             return found
@@ -158,15 +157,18 @@ def drawn_cases(data: Sequences, tables: Tables, pairs: int = PAIRS) -> Cases:
 
 
 def _descend(
-    ndcg: Callable[[Values], NDArray[np.float64]], start: Values, axes: Sequence[AnyAxis], chosen: NDArray[np.bool_]
-) -> Values:
+    ndcg: Callable[[CountsConfig], NDArray[np.float64]],
+    start: CountsConfig,
+    axes: Sequence[AnyAxis],
+    chosen: NDArray[np.bool_],
+) -> CountsConfig:
     """Return the best settings on the `chosen` cases; of equally good ones, the first."""
     best = start
     for _ in range(ROUNDS):
         before = best
         for axis in axes:
             changes = axis(best) if callable(axis) else axis
-            rivals = [replace(best, **change) for change in changes]  # type: ignore[type-var]
+            rivals = [replace(best, **change) for change in changes]
             best = max([best, *rivals], key=lambda values: _mean(ndcg(values), chosen))
         if best == before:
             break
@@ -219,7 +221,7 @@ def choose(
     axes: Sequence[AnyAxis] = ADDED,
     again: CountsConfig | None = None,
     further: Sequence[str] = (),
-) -> Choice[CountsConfig]:
+) -> Choice:
     """Return the settings of the count term that improves `base` most.
 
     Args:
