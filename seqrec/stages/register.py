@@ -154,7 +154,7 @@ def register(
     if params.get("dataset", split["dataset"]) != split["dataset"]:
         raise ConfigError(f"dataset: the settings name {params['dataset']}, but {sequences} holds {split['dataset']}")
     rows = build(reports=reports, models=leaderboard)
-    entries = [_entry(row, artifacts, reports, split) for row in rows]
+    entries = [_entry(row, artifacts, reports) for row in rows]
     best = next((e for e in entries if not (config.allow_below_baseline and e.row["baseline"])), entries[0])
     graph = exporting(best.folder) if config.graph else nullcontext()
     with graph as export, registering(config, split["dataset"]), _explained(reports, config):
@@ -195,20 +195,19 @@ def register(
     return {**chosen, "promoted": float(outcome["promoted"]), **gain}
 
 
-def _entry(row: Row, artifacts: Path, reports: Path, split: Mapping[str, Any]) -> Entry:
+def _entry(row: Row, artifacts: Path, reports: Path) -> Entry:
     name, report = row["model"], reports / row["model"]
     checkpoint = load_checkpoint(artifacts / name / "finetuned")
     files = (*(report / file for file in REPORT_FILES), checkpoint.folder / WEIGHTS)
-    card, content = checkpoint.card, _hash([sha256(path) for path in files])
     return Entry(
         row=row,
         report=report,
         folder=checkpoint.folder,
-        card=card,
+        card=checkpoint.card,
         metrics=read_json(report / METRICS),
         history=checkpoint.epoch_records(),
-        fingerprint=card.get("fingerprint") or _hash([name, split["split_sha256"], content]),
-        content=content,
+        fingerprint=checkpoint.card["fingerprint"],
+        content=_hash([sha256(path) for path in files]),
     )
 
 
@@ -228,8 +227,7 @@ def _facts(entries: Sequence[Entry], split: Mapping[str, Any]) -> dict[str, str]
     facts = {"evaluated": datetime.fromtimestamp(evaluated, UTC).strftime("%Y-%m-%d")}
     if commit := git_commit():
         facts["commit"] = commit[:8]
-    counts = (name for name in ("users", "items", "events") if name in split["counts"])
-    return facts | {name: f"{split['counts'][name]:,}" for name in counts}
+    return facts | {name: f"{split['counts'][name]:,}" for name in ("users", "items", "events")}
 
 
 @contextmanager
@@ -301,7 +299,7 @@ def _elapsed(tracker: Tracker, entries: Sequence[Entry]) -> float:
     """Return how long ago the first of the trainings began: the parent spans its children."""
     begun = [runs.find_run(tracker.client, tracker.experiment, entry.fingerprint) for entry in entries]
     ages = [time.time() - run.info.start_time / 1000 for run in begun if run is not None]
-    return max([*ages, *(float(entry.card.get("seconds", 0.0)) for entry in entries)], default=0.0) + 1
+    return max([*ages, *(entry.card["seconds"] for entry in entries)]) + 1
 
 
 def _check_artifacts(client: MlflowClient, run: Run, path: Path) -> None:
@@ -323,18 +321,16 @@ def _check_artifacts(client: MlflowClient, run: Run, path: Path) -> None:
 
 def _log_entry(tracker: Tracker, entry: Entry, parent: Run, shown: Examples) -> Run:
     """Return the entry's run, complete: settings, dataset, curves, figures, report, model and final values."""
-    client = tracker.client
-    seconds = float(entry.card.get("seconds", 0.0))
+    client, seconds = tracker.client, entry.card["seconds"]
     run = runs.open_run(
         client, tracker.experiment, entry.fingerprint, entry.name, parent=parent.info.run_id, seconds=seconds
     )
     if run.data.tags.get(COMPLETE) == entry.content:
         return run
     run_id = run.info.run_id
-    settings = {key: entry.card[key] for key in SETTINGS if key in entry.card}
+    settings = {key: entry.card[key] for key in SETTINGS}
     kind = "baseline" if entry.row["baseline"] else "model"
-    architecture = entry.card.get("architecture", entry.name)
-    tags = {KIND: kind, "seqrec.architecture": architecture, view.NOTE: _about(entry, tracker)}
+    tags = {KIND: kind, "seqrec.architecture": entry.card["architecture"], view.NOTE: _about(entry, tracker)}
     _describe(tracker, run, settings, tags)
     for file in REPORT_FILES:
         client.log_artifact(run_id, str(entry.report / file), registry.REPORT)
