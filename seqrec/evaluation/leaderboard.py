@@ -45,14 +45,14 @@ UNDER_DVC = ("dvc params diff    show which settings differ from the last commit
 Row = dict[str, Any]  # model: str; baseline, candidate, champion, refit: bool; and the numbers of REQUIRED
 
 
-def build(*, reports: Path, models: Sequence[str], baselines: Sequence[str] = BASELINES) -> list[Row]:
-    """Return the rows of `models` and of the evaluated `baselines`, ordered by validation metric.
+def build(*, reports: Path, models: Sequence[str]) -> list[Row]:
+    """Return the rows of `models` and of the evaluated baselines, ordered by validation metric.
 
     Raises:
         FileNotFoundError: a model has no `reports/<model>/metrics.json`.
         ValueError: a metrics file lacks a value of `REQUIRED`.
     """
-    evaluated = [name for name in baselines if (reports / name / METRICS).is_file()]
+    evaluated = [name for name in BASELINES if (reports / name / METRICS).is_file()]
     rows = [_row(reports, name, baseline=name in evaluated) for name in (*models, *evaluated)]
     return sorted(rows, key=lambda row: (-row[SELECTION], row["model"]))
 
@@ -67,8 +67,7 @@ def _row(reports: Path, name: str, *, baseline: bool) -> Row:
     missing = [key for key in REQUIRED if key not in metrics]
     if missing:
         raise ValueError(f"{path} has no {', '.join(missing)}; evaluate {name} again")
-    flags = {"baseline": baseline, "candidate": False, "champion": False}
-    flags["refit"] = bool(metrics.get("refit"))
+    flags = {"baseline": baseline, "candidate": False, "champion": False, "refit": bool(metrics.get("refit"))}
     return {"model": name, **flags, **{key: metrics[key] for key in REQUIRED}}
 
 
@@ -188,8 +187,8 @@ def say(reports: Path, more: Sequence[str] = ()) -> None:
         best = best_baseline(report["rows"])
         assert best is not None
         console.print(f"{name} scores below the best baseline, {best['model']}, on validation", style="red")
-    for name in report["warnings"]:
-        console.print(f"warning about the data: {name}", style="red", markup=False, highlight=False)
+    for warning in report["warnings"]:
+        console.print(f"warning about the data: {warning}", style="red", markup=False, highlight=False)
     console.print(report["verdict"]["sentence"], markup=False, highlight=False)
     outcome = report["registry"]
     if outcome:
@@ -225,7 +224,7 @@ def advice(report: Mapping[str, Any], folder: Path) -> list[str]:
         return [f"Use the champion of {outcome['registered_model']}, which this run did not replace:", command]
     model = outcome["model"] if outcome else report["rows"][0]["model"]
     saved = shlex.quote(str(folder / "artifacts" / model / "finetuned"))
-    return [_reason(model, report.get("verdict", {})), f"{command} --saved {saved}"]
+    return [_reason(model, report["verdict"]), f"{command} --saved {saved}"]
 
 
 def _reason(model: str, verdict: Mapping[str, Any]) -> str:
@@ -245,7 +244,7 @@ def _reason(model: str, verdict: Mapping[str, Any]) -> str:
 
 def render(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Return `rows` as a table for the terminal; `*` marks the champion, `+` a candidate that was not promoted."""
-    refit = "; test figures after a refit on the validation events" if any(row.get("refit") for row in rows) else ""
+    refit = "; test figures after a refit on the validation events" if any(row["refit"] for row in rows) else ""
     title = f"Leaderboard at 10, ordered by validation NDCG{refit}"
     table = Table(title=title, box=None, pad_edge=False, collapse_padding=True)
     table.add_column("model", no_wrap=True)

@@ -18,7 +18,7 @@ from seqrec.data.sequences import Cases, Sequences
 from seqrec.evaluation import intervals, metrics, ranking
 from seqrec.evaluation.ranking import Ranking, Scorer
 
-LENGTHS = {"1-10": (1, 10), "11-50": (11, 50), "51+": (51, None)}
+LENGTHS = {"1-10": (1, 10), "11-50": (11, 50), "51+": (51, torch.inf)}
 
 
 def report(
@@ -111,8 +111,7 @@ def _slices(rank: Tensor, data: Sequences, chosen: Cases, config: EvaluateConfig
 
 def length_slices(length_C: Tensor) -> dict[str, Tensor]:
     """Return bool (C,) by slice: the cases whose history has so many events."""
-    ends = {f"length={name}": (low, high or torch.inf) for name, (low, high) in LENGTHS.items()}
-    return {name: (length_C >= low) & (length_C <= high) for name, (low, high) in ends.items()}
+    return {f"length={name}": (length_C >= low) & (length_C <= high) for name, (low, high) in LENGTHS.items()}
 
 
 def popularity_slices(target_C: Tensor, count_V: Tensor) -> dict[str, Tensor]:
