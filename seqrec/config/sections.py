@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from seqrec.config.checks import STORES, Section, check_address, parse, require
@@ -25,13 +24,14 @@ from seqrec.config.ranges import (
     Share,
 )
 from seqrec.config.serving import ServeConfig
+from seqrec.pipeline import BY_NAME
 
 EXPERIMENT = "seqrec"  # default name of the MLflow experiment
 EASE_ITEMS = 20_000  # the item x item matrices of EASE then take 10 GB
 LAUNCHED = ("prepare", "pretrain", "finetune")  # steps that can run as a job of the cluster
 STEPS = (  # steps of the Kubeflow pipelines; `default` holds for all of them
     *("default", "champion", "collect", "join", "record", "settings"),
-    *sorted(path.stem for path in Path(__file__).parent.with_name("stages").glob("[!_]*.py")),
+    *sorted(BY_NAME),
 )
 CERTAIN = ("settings", "ingest", "validate", "prepare")  # steps whose failures are wrong settings or data
 
