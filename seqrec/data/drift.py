@@ -29,14 +29,14 @@ def report(before: Counts, now: Counts) -> dict[str, Any]:
         now: (N,) events in the new dump, K <= N, old items first.
     """
     known = len(before)
-    added = np.maximum(now - np.pad(before, (0, len(now) - known)), 0)
+    earlier = np.pad(before, (0, len(now) - known))
+    added = np.maximum(now - earlier, 0)
     order = np.argsort(-before, kind="stable")
     reached = np.cumsum(before[order]) - before[order]
     bins = np.full(len(now), BINS)
     bins[order] = np.minimum(reached * BINS // max(1, before.sum()), BINS - 1)
     shares = [
-        np.bincount(bins, weights=events, minlength=BINS + 1) / max(1, events.sum())
-        for events in (np.pad(before, (0, len(now) - known)), added)
+        np.bincount(bins, weights=events, minlength=BINS + 1) / max(1, events.sum()) for events in (earlier, added)
     ]
     return {
         "known": known,

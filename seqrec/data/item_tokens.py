@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -184,10 +184,10 @@ def _attribute(
     return np.pad(first[index], (1, 0)), np.pad(size[index], (1, 0)), flat
 
 
-def _pair(key: object, value: object, limit: int) -> tuple[list[int], list[int]]:
+def _pair(key: Any, value: Any, limit: int) -> tuple[list[int], list[int]]:
     """Return token ids and word ids of name and value, cut to `limit`; at least one token of the value is kept."""
-    name_ids, name_words = key.ids[: limit - 1], key.word_ids[: limit - 1]  # type: ignore[attr-defined]
-    return [*name_ids, *value.ids][:limit], [*name_words, *value.word_ids][:limit]  # type: ignore[attr-defined]
+    name_ids, name_words = key.ids[: limit - 1], key.word_ids[: limit - 1]
+    return [*name_ids, *value.ids][:limit], [*name_words, *value.word_ids][:limit]
 
 
 def _ranges(start: NDArray[np.int64], size: NDArray[np.int64]) -> NDArray[np.int64]:

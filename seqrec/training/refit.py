@@ -14,7 +14,7 @@ from typing import Any
 
 from seqrec.artifacts import REFIT, VOCABULARY
 from seqrec.config import FinetuneConfig, parse
-from seqrec.data import sequences as prepared_data
+from seqrec.data.sequences import load as load_sequences
 from seqrec.data.sequences import trained_until
 from seqrec.training.checkpoint import Checkpoint, counts_config, load_checkpoint, recounted
 from seqrec.training.progress import OpenLog, unlogged
@@ -44,7 +44,7 @@ def retrain(
     if card["counts"]:  # keep the settings that validation chose, but count again
         config = replace(config, counts=asdict(counts_config(card["counts"])))
     epochs = chosen_epochs(finetuned.epoch_records())
-    data = prepared_data.load(sequences)
+    data = load_sequences(sequences)
     data = trained_until(data, data.valid_stop if until == "valid" else data.stop)
     vocabulary = recounted(finetuned.vocabulary, data.count)
     training = Training(

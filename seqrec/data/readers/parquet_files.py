@@ -15,12 +15,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from seqrec.data.readers.blocks import PIECES, DamagedFileError, Frames
+from seqrec.data.readers.times import DAY_S, PER_SECOND
 
 BATCH_ROWS = 1 << 20
 PIECE_ROWS = 250  # of an excerpt
 YEARS_1_TO_9999 = (-62_135_596_800, 253_402_300_799)  # seconds since 1970; outside, polars panics when formatting dates
-SECONDS = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}  # unit of a timestamp -> units per second
-DAY = 86_400
 OURS = ("user_id", "item_id", "timestamp", "rating")  # columns that must hold single values, not lists or structs
 
 
@@ -117,9 +116,9 @@ def _dates(values: pa.Array) -> pl.Series:
     raw = values.view(pa.int32() if pa.types.is_date32(kind) else pa.int64()).cast(pa.int64())
     low, high = YEARS_1_TO_9999
     if pa.types.is_date32(kind):
-        low, high = low // DAY, high // DAY
+        low, high = low // DAY_S, high // DAY_S
     else:
-        scale = SECONDS[kind.unit] if pa.types.is_timestamp(kind) else SECONDS["ms"]
+        scale = PER_SECOND[kind.unit] if pa.types.is_timestamp(kind) else PER_SECOND["ms"]
         low, high = max(low * scale, -(2**63)), min(high * scale, 2**63 - 1)
     known = pc.and_(pc.greater_equal(raw, low), pc.less_equal(raw, high))
     return _polars(pc.if_else(known, values, pa.scalar(None, values.type)))
