@@ -67,67 +67,49 @@ STAGE = (  # the stage that writes a file, for the message about a damaged or mi
     | {"validation.json": "validate"}
 )
 
-INTERACTIONS_SCHEMA = pa.schema(
-    [
-        pa.field("user_id", pa.string(), nullable=False),
-        pa.field("item_id", pa.string(), nullable=False),
-        pa.field("timestamp", pa.int64(), nullable=False),  # seconds, UTC
-        pa.field("row", pa.int64(), nullable=False),  # position in the source: the tie-breaker of equal times
-        pa.field("rating", pa.float32()),  # null if the source has none
-    ]
+
+def _schema(**columns: pa.DataType) -> pa.Schema:
+    """Return a schema of columns without missing values."""
+    return pa.schema([pa.field(name, kind, nullable=False) for name, kind in columns.items()])
+
+
+INTERACTIONS_SCHEMA = _schema(
+    user_id=pa.string(),
+    item_id=pa.string(),
+    timestamp=pa.int64(),  # seconds, UTC
+    row=pa.int64(),  # position in the source: the tie-breaker of equal times
+).append(pa.field("rating", pa.float32()))  # null if the source has none
+ITEMS_SCHEMA = _schema(item_id=pa.string()).append(pa.field("title", pa.string()))  # attributes, strings, may follow
+QUARANTINE_SCHEMA = _schema(
+    file=pa.string(),
+    line=pa.int64(),  # 1-based
+    reason=pa.string(),
+    text=pa.string(),  # the first 500 characters of the line
 )
-ITEMS_SCHEMA = pa.schema(  # attribute columns, all strings, may follow
-    [pa.field("item_id", pa.string(), nullable=False), pa.field("title", pa.string())]
+SEQUENCES_SCHEMA = _schema(
+    user=pa.int32(),
+    items=pa.list_(pa.int32()),
+    times=pa.list_(pa.int64()),
+    train_end=pa.int32(),
+    valid_end=pa.int32(),
 )
-QUARANTINE_SCHEMA = pa.schema(
-    [
-        pa.field("file", pa.string(), nullable=False),
-        pa.field("line", pa.int64(), nullable=False),  # 1-based
-        pa.field("reason", pa.string(), nullable=False),
-        pa.field("text", pa.string(), nullable=False),  # the first 500 characters of the line
-    ]
-)
-SEQUENCES_SCHEMA = pa.schema(
-    [
-        pa.field("user", pa.int32(), nullable=False),
-        pa.field("items", pa.list_(pa.int32()), nullable=False),
-        pa.field("times", pa.list_(pa.int64()), nullable=False),
-        pa.field("train_end", pa.int32(), nullable=False),
-        pa.field("valid_end", pa.int32(), nullable=False),
-    ]
-)
-NEGATIVES_SCHEMA = pa.schema(  # one row per user for protocol LOO-101, none for others
-    [pa.field("negatives", pa.list_(pa.int32(), 100), nullable=False)]
-)
-VOCABULARY_SCHEMA = pa.schema(
-    [
-        pa.field("item", pa.int32(), nullable=False),  # 1..N; 0 is padding and has no row
-        pa.field("item_id", pa.string(), nullable=False),
-        pa.field("count", pa.int64(), nullable=False),  # training events; 0 = cold
-    ]
+NEGATIVES_SCHEMA = _schema(negatives=pa.list_(pa.int32(), 100))  # a row per user for protocol LOO-101, none for others
+VOCABULARY_SCHEMA = _schema(
+    item=pa.int32(),  # 1..N; 0 is padding and has no row
+    item_id=pa.string(),
+    count=pa.int64(),  # training events; 0 = cold
 )
 MODEL_VOCABULARY_SCHEMA = VOCABULARY_SCHEMA.append(pa.field("title", pa.string()))  # the copy saved with a model
-USERS_SCHEMA = pa.schema(
-    [pa.field("user", pa.int32(), nullable=False), pa.field("user_id", pa.string(), nullable=False)]
+USERS_SCHEMA = _schema(user=pa.int32(), user_id=pa.string())
+CASES_SCHEMA = _schema(
+    split=pa.string(),  # valid | test
+    user=pa.int32(),
+    position=pa.int32(),  # index of the target in the user's sequence
+    target=pa.int32(),
+    rank=pa.float64(),  # 1-based mid-rank, configured filter_seen
+    ties=pa.int32(),  # other candidates with the target's score
 )
-CASES_SCHEMA = pa.schema(
-    [
-        pa.field("split", pa.string(), nullable=False),  # valid | test
-        pa.field("user", pa.int32(), nullable=False),
-        pa.field("position", pa.int32(), nullable=False),  # index of the target in the user's sequence
-        pa.field("target", pa.int32(), nullable=False),
-        pa.field("rank", pa.float64(), nullable=False),  # 1-based mid-rank, configured filter_seen
-        pa.field("ties", pa.int32(), nullable=False),  # other candidates with the target's score
-    ]
-)
-RECOMMENDATIONS_SCHEMA = pa.schema(
-    [
-        pa.field("user", pa.int32(), nullable=False),
-        pa.field("rank", pa.int32(), nullable=False),
-        pa.field("item", pa.int32(), nullable=False),
-        pa.field("score", pa.float32(), nullable=False),
-    ]
-)
+RECOMMENDATIONS_SCHEMA = _schema(user=pa.int32(), rank=pa.int32(), item=pa.int32(), score=pa.float32())
 
 
 def inputs_of(sequences: Path, sources: Iterable[str]) -> list[Path]:

@@ -82,5 +82,5 @@ def _user_items(data: Sequences) -> Tensor:
     key = torch.unique(user * size + item)
     shape = (data.num_users, size)
     place = torch.stack([key // size, key % size])
-    ones = torch.ones(len(key)).double()
+    ones = torch.ones(len(key), dtype=torch.float64)
     return torch.sparse_coo_tensor(place, ones, shape, check_invariants=True, is_coalesced=True)

@@ -90,14 +90,12 @@ def verdict(reports: Path, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         rows: rows of the leaderboard.
     """
     best, baseline = next((row for row in rows if not row["baseline"]), None), best_baseline(rows)
+    model = best and best["model"]
+    found = {"model": model, "baseline": baseline and baseline["model"], "gain": None, "test_gain": None}
     if best is None:
-        names = {"model": None, "baseline": baseline and baseline["model"]}
-        sentence = "This run has no trained model to compare with the baselines."
-        return {**names, "gain": None, "test_gain": None, "sentence": sentence}
-    model = best["model"]
+        return found | {"sentence": "This run has no trained model to compare with the baselines."}
     if baseline is None:
-        sentence = f"{model} is the best model."
-        return {"model": model, "baseline": None, "gain": None, "test_gain": None, "sentence": sentence}
+        return found | {"sentence": f"{model} is the best model."}
     ours, theirs = (read_table(reports / row["model"] / CASES) for row in (best, baseline))
     gain, test = (intervals.paired_gain(ours, theirs, split=split, seed=42) for split in ("valid", "test"))
     against = f"the best baseline, {baseline['model']}, by {gain} NDCG@10 on validation"
@@ -107,8 +105,7 @@ def verdict(reports: Path, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         else f"No trained model is reliably better than the baselines. {model}, the best, differs from {against}."
     )
     sentence += f" On test, the difference is {test}."
-    gains = {"gain": gain._asdict(), "test_gain": test._asdict()}
-    return {"model": model, "baseline": baseline["model"], **gains, "sentence": sentence}
+    return found | {"gain": gain._asdict(), "test_gain": test._asdict(), "sentence": sentence}
 
 
 def write(reports: Path, split: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, Any]:

@@ -56,19 +56,18 @@ def report(
             chosen_scorer, known, chosen, filter_seen=filter_seen, top_k=config.top_k, name=directory.name
         )
         rank = ranked.rank if filter_seen else ranked.rank_unfiltered
-        values |= {f"{split}/{name}": value for name, value in _accuracy(rank, data.num_items).items()}
-        values |= {f"{split}/{name}": value for name, value in _uncertainty(rank, chosen, config).items()}
-        values |= {f"{split}/{name}": value for name, value in _slices(rank, known, chosen, config).items()}
+        found = _accuracy(rank, data.num_items) | _uncertainty(rank, chosen, config)
+        found |= _slices(rank, known, chosen, config)
         others = {"filtered": ranked.rank, "unfiltered": ranked.rank_unfiltered}
         if data.negatives is not None:
             others["101"] = ranked.rank_sampled
         for name, other in others.items():
             means = _accuracy(other, data.num_items)
-            values |= {f"{split}/{name}/{key}": means[key] for key in ("ndcg@10", "recall@10", "mrr")}
+            found |= {f"{name}/{key}": means[key] for key in ("ndcg@10", "recall@10", "mrr")}
         lists = metrics.list_metrics(ranked.top[:, :10], known.count)
-        values |= {f"{split}/{name}@10": value for name, value in lists.items()}
-        values[f"{split}/cases"] = len(chosen)
-        values[f"{split}/tied_cases"] = int((ranked.ties > 0).sum())
+        found |= {f"{name}@10": value for name, value in lists.items()}
+        found |= {"cases": len(chosen), "tied_cases": int((ranked.ties > 0).sum())}
+        values |= {f"{split}/{name}": value for name, value in found.items()}
         tables.append(case_table(split, data, chosen, rank, ranked.ties))
         if split == "test":
             write_table(directory / artifacts.RECOMMENDATIONS, _recommendations(chosen, ranked))

@@ -299,7 +299,7 @@ def _elapsed(tracker: Tracker, entries: Sequence[Entry]) -> float:
     """Return how long ago the first of the trainings began: the parent spans its children."""
     begun = [runs.find_run(tracker.client, tracker.experiment, entry.fingerprint) for entry in entries]
     ages = [time.time() - run.info.start_time / 1000 for run in begun if run is not None]
-    return max([*ages, *(entry.card["seconds"] for entry in entries)]) + 1
+    return float(max([*ages, *(entry.card["seconds"] for entry in entries)])) + 1
 
 
 def _check_artifacts(client: MlflowClient, run: Run, path: Path) -> None:

@@ -20,9 +20,7 @@ class LossTerms(nn.Module):
 
     def __init__(self, model: SequenceModel, loss: Loss, config: TrainConfig) -> None:
         super().__init__()
-        self.model, self.loss = model, loss
-        self.bf16, self.exclude_past = config.precision == "bf16", config.exclude_past
-        self.contrast = config.contrast
+        self.model, self.loss, self.config = model, loss, config
 
     def forward(self, example: Example) -> dict[str, Tensor]:
         """Return the loss terms of an example by name, and the model's figures."""
@@ -39,17 +37,17 @@ class LossTerms(nn.Module):
             with torch.autocast(device, enabled=False):
                 query_ND = query_BPD.flatten(0, 1).index_select(0, index).float()
                 past = None
-                if self.exclude_past:
+                if self.config.exclude_past:
                     past = objectives.past_items(example, self.model.options, index, width, skip_last)
                 value_N = self.loss(query_ND, of or self.model, target_BP.flatten()[index], past)
             value_BP = value_N.new_zeros(target_BP.numel()).index_copy(0, index, value_N).view(target_BP.shape)
             return value_BP * example.weight
 
-        with torch.autocast(device, torch.bfloat16, enabled=self.bf16):
+        with torch.autocast(device, torch.bfloat16, enabled=self.config.precision == "bf16"):
             terms = self.model.training_loss(example.batch, task)
-            if self.contrast:
+            if self.config.contrast:
                 value = contrast.term(self.model, example.batch, views[0], example.target_BL[:, -1])
-                terms |= {"contrast": self.contrast * value}
+                terms |= {"contrast": self.config.contrast * value}
             return terms
 
 
