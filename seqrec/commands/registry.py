@@ -108,7 +108,7 @@ def _version(client: MlflowClient, name: str, number: str) -> ModelVersion:
 
 def _before(client: MlflowClient, name: str, champion: ModelVersion | None) -> ModelVersion:
     """Return the last champion before this one that was not rolled back itself."""
-    for number in models.past_champions(client.get_registered_model(name)):
+    for number in models.champion_history(client.get_registered_model(name)):
         try:
             version = client.get_model_version(name, number)
         except MlflowException as error:

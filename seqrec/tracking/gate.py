@@ -47,8 +47,8 @@ def promote(
     The champion is replaced if the paired interval of the gain on validation lies above `register.min_gain` and no
     metric of `GUARDED` loses more than `register.max_loss`. A champion of another split or `filter_seen` is
     first measured on the cases of `version`; where that is impossible or unfair, it stays until a person decides. If
-    two promotions happen at the same time, each is decided again after the other, so the better one stays. A model
-    that was rolled back is never promoted.
+    another promotion begins during this one, this one is decided again after it; only of two machines that set the
+    alias in the same moment, the later one wins. A model that was rolled back is never promoted.
 
     Args:
         client: client of the registry.

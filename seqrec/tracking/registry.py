@@ -222,10 +222,11 @@ def crown(
     client.set_registered_model_tag(name, f"{AUDIT_TAG}{moment}", f"{before} -> {version.version}: {reason}"[:4000])
 
 
-def past_champions(model: RegisteredModel) -> list[str]:
+def champion_history(model: RegisteredModel) -> list[str]:
     """Return the champions in the audit trail of `model`, the latest first and some more than once."""
-    changes = [text.partition(":")[0].split(" -> ") for key, text in sorted(model.tags.items()) if AUDIT_TAG in key]
-    return [number for change in reversed(changes) for number in reversed(change) if number != "none"]
+    entries = [text for key, text in sorted(model.tags.items(), reverse=True) if key.startswith(AUDIT_TAG)]
+    changes = [entry.partition(":")[0].split(" -> ") for entry in entries]
+    return [number for change in changes for number in reversed(change) if number != "none"]
 
 
 def find_champion(client: MlflowClient, name: str) -> ModelVersion | None:

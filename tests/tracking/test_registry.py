@@ -230,8 +230,8 @@ class Registered:
         found = registry.find_champion(self.client, self.name)
         return found and int(found.version)
 
-    def past_champions(self):
-        return registry.past_champions(self.client.get_registered_model(self.name))
+    def champion_history(self):
+        return registry.champion_history(self.client.get_registered_model(self.name))
 
     def tags(self, version):
         return self.client.get_model_version(self.name, str(version)).tags
@@ -418,7 +418,7 @@ def test_of_two_promotions_by_hand_the_second_starts_from_the_first(own, monkeyp
     monkeypatch.setattr(registry_command, "registering", late)
     own.by_hand("promote", 3)
 
-    assert own.past_champions() == ["3", "2", "2", "1", "1"]
+    assert own.champion_history() == ["3", "2", "2", "1", "1"]
 
 
 def test_a_promotion_by_hand_is_seen_by_the_gate_that_is_deciding(own, monkeypatch):
@@ -428,7 +428,7 @@ def test_a_promotion_by_hand_is_seen_by_the_gate_that_is_deciding(own, monkeypat
     decision = own.promote(second, 1, 1, 1, 1)
 
     assert "over version 3" in decision.reason
-    assert own.past_champions() == ["2", "3", "3", "1", "1"]
+    assert own.champion_history() == ["2", "3", "3", "1", "1"]
 
 
 def log_clicks(store, version, clicked):

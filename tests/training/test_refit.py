@@ -241,7 +241,7 @@ def test_the_refit_is_served_and_the_evaluated_version_stands_for_it(prepared, r
     champion = registry.find_champion(client, "seqrec-toy")
     assert (int(champion.version), registry.find_evaluated(client, "seqrec-toy").version) == (2, evaluated.version)
     assert champion.tags[registry.REFIT_TAG] == "1"
-    assert registry.past_champions(client.get_registered_model("seqrec-toy"))[:2] == ["2", "1"]
+    assert registry.champion_history(client.get_registered_model("seqrec-toy"))[:2] == ["2", "1"]
     assert champion.tags[registry.SPLIT_TAG] == evaluated.tags[registry.SPLIT_TAG]
     assert champion.tags[registry.WEIGHTS_TAG] != evaluated.tags[registry.WEIGHTS_TAG]
     assert champion.description.startswith("**A refit of version 1 on every event")
