@@ -342,8 +342,9 @@ class StepResources(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        known = {"key", "operator", "value", "effect"}
-        require(all(known.issuperset(one) for one in self.tolerations), f"tolerations: known are {sorted(known)}")
+        known = ("key", "operator", "value", "effect")
+        unknown = [key for one in self.tolerations for key in one if key not in known]
+        require(not unknown, f"tolerations: unknown key {', '.join(unknown)}; known are {', '.join(known)}")
 
 
 @dataclass(frozen=True, kw_only=True)

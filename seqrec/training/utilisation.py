@@ -20,6 +20,7 @@ from seqrec.training.cost import FIRST_STEPS
 
 logger = logging.getLogger(__name__)
 PROFILED = 3  # steps
+PEAK_S, PEAK_PRODUCTS = 0.5, 4  # least seconds and number of matrix products of one size
 GROUPS = {  # what takes time -> parts of the names of its operators
     "attention": ("scaled_dot_product", "flash", "fmha"),
     "matrix products": ("mm", "linear", "conv"),
@@ -116,15 +117,21 @@ def _grouped(left: Tensor, right: Tensor, *_: object, **__: object) -> int:
 
 
 def matmul_peak(device: torch.device, precision: str) -> float:
-    """Return the best rate of a matrix product on `device` now, in FLOP per second."""
-    size = 8192 if device.type == "cuda" else 1536
+    """Return the best rate of a matrix product on `device` now, in FLOP per second.
+
+    Small products are over before other work takes the core; on many cores, large ones are faster.
+    """
+    sizes = (8192,) if device.type == "cuda" else (1536, 512)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     generator = torch.Generator(device).manual_seed(0)  # the training's own would change the training
-    factor = torch.randn(size, size, device=device, dtype=dtype, generator=generator)  # ones take less power
-    out, best = torch.empty_like(factor), float("inf")
-    for _ in range(4):
-        began = time.perf_counter()
-        torch.mm(factor, factor, out=out)
-        float(out[0, 0])  # waits for the device
-        best = min(best, time.perf_counter() - began)
-    return 2 * size**3 / best
+    best = 0.0
+    for size in sizes:
+        factor = torch.randn(size, size, device=device, dtype=dtype, generator=generator)  # ones take less power
+        out = torch.empty_like(factor)
+        until, products = time.perf_counter() + PEAK_S, 0
+        while (began := time.perf_counter()) < until or products < PEAK_PRODUCTS:
+            products += 1
+            torch.mm(factor, factor, out=out)
+            float(out[0, 0])  # waits for the device
+            best = max(best, 2 * size**3 / (time.perf_counter() - began))
+    return best

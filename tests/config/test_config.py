@@ -52,7 +52,7 @@ PARAMS = {
         (
             "kubernetes",
             {"resources": {"default": {"tolerations": [{"key": "a", "seconds": "9"}]}}},
-            "kubernetes: resources.default: tolerations: known are ['effect', 'key', 'operator', 'value']",
+            "kubernetes: resources.default: tolerations: unknown key seconds; known are key, operator, value, effect",
         ),
         ("leaderboard", ["narrow", "deep"], "leaderboard: no entry models.deep; known are narrow, wide"),
     ],
