@@ -64,6 +64,7 @@ class Options:
             if name.endswith("dropout"):
                 require(0 <= value < 1, f"{name} must be at least 0 and under 1")
         self.at_least(1, "members")
+        require(self.history >= 1, "length must be at least 2 with objective cloze: MASK takes one position")
         for name, allowed in _choices(type(self)).items():
             require(getattr(self, name) in allowed, f"{name} must be one of {', '.join(allowed)}")
 

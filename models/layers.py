@@ -114,7 +114,7 @@ class Dropout(nn.Module):
         """Return `x` with random entries dropped in training mode, otherwise unchanged."""
         if not self.training or self.p == 0 or x.is_cuda:
             return F.dropout(x, self.p, self.training)
-        dropped = round(self.p * 65536)
+        dropped = min(round(self.p * 65536), 65535)
         kept = draws(x) >= dropped - 32768
         return x * kept.to(x.dtype).mul_(65536 / (65536 - dropped))
 

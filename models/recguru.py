@@ -45,6 +45,10 @@ class RecGURUOptions(BERT4RecOptions):
     objective: Objective = "causal"
     fixed_encoder: bool = True  # fine-tuning: only the reconstruction, not the next item, trains the encoder
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.at_least(2, "length")  # the decoder predicts an event from those before it
+
 
 class DecoderBlock(nn.Module):
     """Self-attention, a GUR and a feed-forward network, each followed by a residual connection and layer norm."""

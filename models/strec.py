@@ -272,6 +272,8 @@ class Sampler(nn.Module):
         return -MINUTE * _places(batch).to(self.scores.dtype).expand_as(batch.times)  # as if one event a minute
 
     def _follow(self, running_G: Tensor, value_BL: Tensor, counted_BL: Tensor) -> None:
+        if not len(value_BL):  # one of several processes may get no rows
+            return
         seen_G = value_BL.detach().float().masked_fill(~counted_BL, torch.nan).flatten().nanquantile(self.levels)
         running_G.lerp_(torch.where(seen_G.isnan(), running_G, seen_G), QUANTILE_RATE)
 

@@ -52,7 +52,8 @@ def deciding(module: str, *models: str, root: Path = ROOT) -> tuple[Path, ...]:
 def closure(module: str, *, exempt: Collection[str] = (), lazy: bool = True, root: Path = ROOT) -> tuple[Path, ...]:
     """Return the files, relative to `root` and sorted, of `module` and of its direct and indirect imports.
 
-    The module itself may lie outside `root` if it has been imported, as a user's own model has.
+    The module itself may lie outside `root` if it has been imported, as a user's own model has. Then the modules in its
+    folder count, too.
 
     Args:
         module: dotted name.
@@ -67,13 +68,14 @@ def closure(module: str, *, exempt: Collection[str] = (), lazy: bool = True, roo
     start = _file(module, root) or _imported_file(module)
     if start is None:
         raise ValueError(f"{module} is not a module below {root}, and was not imported from a file")
+    own = None if _file(module, root) else start.parent
     found: dict[str, Path] = {}
     waiting = [module]
     while waiting:
         name = waiting.pop()
         if name in found:
             continue
-        path = start if name == module else _file(name, root)
+        path = start if name == module else _file(name, root) or _beside(name, own)
         if path is None or _is_exempt(name, exempt, module):
             continue
         found[name] = path
@@ -100,6 +102,16 @@ def _file(module: str, root: Path) -> Path | None:
         return None
     base = root / module.replace(".", "/")
     return next((path for path in (base / "__init__.py", base.with_suffix(".py")) if path.is_file()), None)
+
+
+def _beside(module: str, folder: Path | None) -> Path | None:
+    """Return the file of a module that a user's own file in `folder` imports, if it lies there and is no package's."""
+    if folder is None:
+        return None
+    base = folder / module.replace(".", "/")
+    files = (_imported_file(module), base.with_suffix(".py"), base / "__init__.py")
+    mine = (file for file in files if file and file.is_file() and file.is_relative_to(folder))
+    return next((file for file in mine if "site-packages" not in file.parts), None)
 
 
 def _text(path: Path) -> str:

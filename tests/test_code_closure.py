@@ -85,13 +85,19 @@ def test_an_edit_of_a_model_concerns_those_that_import_it(file, models):
 
 
 def test_a_model_of_ones_own_decides_with_what_it_imports(tmp_path, monkeypatch):
-    (tmp_path / "own_model.py").write_text("from seqrec.models.caser import Caser\n\n\nclass Mine(Caser): pass\n")
+    text = "import numpy\nimport own_part\nfrom seqrec.models.caser import Caser\n\n\nclass Mine(Caser): pass\n"
+    (tmp_path / "own_model.py").write_text(text)
+    (tmp_path / "own_part.py").write_text("import own_detail")
+    (tmp_path / "own_detail.py").write_text("SCALE = 1")
+    (tmp_path / "unread.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(REGISTRY, "mine", importlib.import_module("own_model").Mine)
 
     assert (REGISTRY.place("mine"), REGISTRY.name_of(REGISTRY["mine"])) == ("own_model:Mine", "mine")
     found = deciding("seqrec.stages.finetune", REGISTRY.module("mine"))
-    assert {tmp_path / "own_model.py", Path("seqrec/models/caser.py")} <= set(found)
+    assert Path("seqrec/models/caser.py") in found
+    own = ("own_detail.py", "own_model.py", "own_part.py")
+    assert [path for path in found if path.is_absolute()] == [tmp_path / name for name in own]
 
 
 def test_an_edit_of_what_picks_the_training_rows_or_of_the_model_changes_the_fingerprint(root, monkeypatch):

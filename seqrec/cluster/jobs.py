@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import os
 import signal
@@ -19,6 +18,7 @@ from seqrec.redaction import redacted
 
 logger = logging.getLogger(__name__)
 MAIN = Path(__file__).with_name("launch.py")  # what the processes of a job run
+SPARK = "4.0.0"  # the operator asks for a version; the image decides which one runs
 PLURALS = {"TrainJob": "trainjobs", "SparkApplication": "sparkapplications"}
 OPERATORS = {"TrainJob": "Kubeflow Trainer 2", "SparkApplication": "the Kubeflow Spark operator"}
 CONTAINER_SECURITY = {
@@ -97,6 +97,11 @@ def _cores(cpu: str) -> int:
     return int(parse_quantity(cpu))
 
 
+def _java(memory: str) -> str:
+    """Return a quantity of memory in the units of Java, which Spark reads: 4g is 4Gi, and 1024b is 1024."""
+    return f"{memory}b" if memory.isdigit() else memory.replace("i", "").lower()
+
+
 def spark_application(name: str, place: Place, state: Path, order: Path, config: Any) -> dict[str, Any]:
     """Return the SparkApplication (sparkoperator.k8s.io/v1beta2) that runs `order` on a driver and executors.
 
@@ -109,7 +114,7 @@ def spark_application(name: str, place: Place, state: Path, order: Path, config:
     pod = {
         "cores": max(1, _cores(resources.cpu)),
         "coreRequest": resources.cpu,
-        "memory": resources.memory.replace("i", "").lower(),  # Spark's units are those of Java: 4g is 4Gi
+        "memory": _java(resources.memory),
         "env": _variables(cluster),
         "labels": cluster.labels,
         "podSecurityContext": _pod_security(cluster),
@@ -121,7 +126,7 @@ def spark_application(name: str, place: Place, state: Path, order: Path, config:
     spec = {
         "type": "Python",
         "mode": "cluster",
-        "sparkVersion": importlib.metadata.version("pyspark"),
+        "sparkVersion": SPARK,
         "image": launch.image or place.image,
         "imagePullSecrets": cluster.image_pull_secrets,
         "mainApplicationFile": f"local://{MAIN}",

@@ -113,6 +113,9 @@ def parse(cls: type[T], values: Mapping[str, Any], path: str) -> T:
     check_keys(values, [f.name for f in dataclasses.fields(cls)], path)  # type: ignore[arg-type]
     refuse_secrets(values, path)
     try:
+        for name, hint in _hints(cast(type, cls)).items():  # pydantic would turn true into 1
+            if isinstance(values.get(name), bool):
+                check_value(name, hint, values[name])
         parsed: T = _adapter(cast(type, cls)).validate_python(dict(values)) if CASTS else cls(**_tuples(values))
         check_fields(parsed)  # for classes that are not a `Section`, such as a model's options
     except ValueError as error:  # pydantic's ValidationError is one

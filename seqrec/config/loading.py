@@ -63,8 +63,8 @@ class Params:
             ConfigError: there is no such setting, or its value is wrong.
         """
         content = copy.deepcopy(self.as_dict())
-        for path, value in changes.items():
-            _change(content, path, value)
+        for path in sorted(changes, key=_specific):
+            _change(content, path, changes[path])
         return from_dict(content)
 
     def filters_seen(self, dataset: str | None = None) -> bool:
@@ -104,6 +104,9 @@ class Params:
             section, _, name = key.partition(".")
             if not name or name not in fields.get(section, [name] if section == "options" else []):
                 raise ConfigError(f"{path}.{key}: no such setting; expected pretrain.*, finetune.* or options.*")
+        for name in ("counts", "ease_items"):
+            if f"finetune.{name}" in spaces[model]:
+                raise ConfigError(f"{path}.finetune.{name}: trials are judged without counts; remove it")
         if self.section("tune").epochs and "finetune.epochs" in spaces[model]:
             raise ConfigError(f"{path}.finetune.epochs: tune.epochs sets the same value; remove one of the two")
         return {key: parse(SearchRange, values, f"{path}.{key}") for key, values in spaces[model].items()}
@@ -168,6 +171,8 @@ def from_dict(content: Mapping[str, Any]) -> Params:
         params.model(model)
     for name in params.sources:
         params.dataset_entry(name, "sources")
+        if name == params.dataset:
+            raise ConfigError(f"sources: {name} is the dataset itself; name other datasets to pre-train on")
     for name in params.leaderboard:
         params.model_entry(name, "leaderboard")
     for name in params.section("tune").spaces:
@@ -196,6 +201,12 @@ def read_changes(text: str) -> dict[str, Any]:
             raise ConfigError(f"{path}: {value!r} is not valid YAML") from error
         changes[path] = value if isinstance(read, date) else read  # settings hold dates as text
     return changes
+
+
+def _specific(path: str) -> int:
+    """Return how few trainings a setting is for, so that what is said of one model is kept, in whatever order."""
+    section = path.partition(".")[0]
+    return 2 + ("datasets", "models").index(section) if section in ("datasets", "models") else section in SECTIONS
 
 
 def _change(content: dict[str, Any], path: str, value: Any) -> None:

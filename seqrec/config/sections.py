@@ -6,6 +6,7 @@ They are plain dataclasses so that the training core depends only on torch.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime
 from typing import Annotated, Any, Literal
@@ -29,6 +30,8 @@ from seqrec.pipeline import BY_NAME
 EXPERIMENT = "seqrec"  # default name of the MLflow experiment
 EASE_ITEMS = 20_000  # the item x item matrices of EASE then take 10 GB
 LAUNCHED = ("prepare", "pretrain", "finetune")  # steps that can run as a job of the cluster
+CPU = re.compile(r"\d+m?|\d*\.\d+")  # the quantities that Kubeflow Pipelines accepts
+BYTES = re.compile(r"\d+(?:[EPTGMK]i?)?")
 STEPS = (  # steps of the Kubeflow pipelines; `default` holds for all of them
     *("default", "champion", "collect", "join", "record", "settings"),
     *sorted(BY_NAME),
@@ -325,7 +328,7 @@ class SearchRange:
 
 @dataclass(frozen=True, kw_only=True)
 class StepResources(Section):
-    """Resources and scheduling of a Kubeflow step's pod; empty or 0 means not requested."""
+    """Resources and scheduling of a Kubeflow step's pod; apart from cpu and memory, empty or 0 means not requested."""
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
@@ -342,6 +345,11 @@ class StepResources(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name, form, example in (("cpu", CPU, "2, 0.5 or 500m"), ("memory", BYTES, "4Gi or 1536Mi")):
+            value = getattr(self, name)
+            require(bool(form.fullmatch(value)), f"{name} must be a quantity such as {example}, not {value!r:.80}")
+        size = self.shared_memory
+        require(not size or bool(BYTES.fullmatch(size)), f"shared_memory must be one such as 2Gi, not {size!r:.80}")
         known = ("key", "operator", "value", "effect")
         unknown = [key for one in self.tolerations for key in one if key not in known]
         require(not unknown, f"tolerations: unknown key {', '.join(unknown)}; known are {', '.join(known)}")
@@ -393,6 +401,9 @@ class KubernetesConfig(Section):
             not jobs or bool(self.state_claim),
             f"state_claim is missing: jobs of {', '.join(jobs)} read their data from it",
         )
+        if (launch := self.launch.get("prepare")) is not None:
+            processes = launch.processes if isinstance(launch, LaunchConfig) else launch.get("processes", 1)
+            require(processes == 1, "launch.prepare.processes: prepare runs as one process; set nodes, for Spark")
         require(not jobs or self.user is not None, f"user: jobs ({', '.join(jobs)}) need a number, not null")
         for step in self.resources:
             self.step(step)

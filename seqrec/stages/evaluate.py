@@ -48,7 +48,7 @@ def evaluate(
             f"{checkpoint} was refitted on every event, so it has seen the test cases: evaluate `finetuned` instead"
         )
     trained.check_catalogue(sequences, users="user" in net.needs)
-    if "split" in card and (reason := held_out_now(trained, sequences)):
+    if card.get("split") and (reason := held_out_now(trained, sequences)):
         raise ValueError(f"{checkpoint} may have been trained on the cases of {sequences}: {reason}; train it on these")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     loaded = load_sequences(sequences)

@@ -44,9 +44,9 @@ def trained_users(data: Sequences, config: TrainConfig) -> Tensor:
     """Return bool (U,), on the CPU: the users with training windows, who are the users that the weights get to know."""
     trained = data.trained().cpu()
     if config.user_share < 1:
-        able = trained.nonzero()[:, 0]
-        order = torch.randperm(len(able), generator=torch.Generator().manual_seed(config.seed))
-        trained = trained.index_fill(0, able[order >= math.ceil(len(able) * config.user_share)], value=False)
+        order = torch.randperm(len(trained), generator=torch.Generator().manual_seed(config.seed))
+        able = order[trained[order]]  # a refit can train on more users, in the same order
+        trained = trained.index_fill(0, able[math.ceil(len(able) * config.user_share) :], value=False)
     return trained
 
 

@@ -228,6 +228,8 @@ def train_parts(parts: Sequence[Sequences], config: PretrainConfig, *, validated
     stop = length.cumsum(0)
     start = stop - length
     able = (length >= 2).nonzero().squeeze(1)
+    if validated and len(able) == 1:
+        raise ValueError("only one user has two training events, and pre-training holds one out for its validation")
     generator = torch.Generator().manual_seed(config.seed)
     number = max(1, round(len(able) * config.held_out)) if validated else 0
     held = torch.zeros(len(length), dtype=torch.bool)

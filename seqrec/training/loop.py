@@ -151,7 +151,7 @@ def fit(
                     report_epoch(stage, record, last)
                 resume.save(state, position.total_steps, components, accelerator)
 
-        model.eval()
+        model.train().eval()  # a resumed one is in eval mode already, and some models prepare for it
         stopping.restore_best()
         position.end_phase()
     if position.records:

@@ -48,11 +48,23 @@ PARAMS = {
         ("sources", ["huge"], "sources: no entry datasets.huge; known are small, large"),
         ("sources", ["large", "large"], "sources: list each name once, not large, large"),
         ("leaderboard", ["../narrow"], "leaderboard: expected a name of letters, digits, dots and dashes"),
-        ("kubernetes", {"resources": {"fit": {}}}, "kubernetes: resources.fit: unknown step; known are default"),
         (
             "kubernetes",
             {"resources": {"default": {"tolerations": [{"key": "a", "seconds": "9"}]}}},
             "kubernetes: resources.default: tolerations: unknown key seconds; known are key, operator, value, effect",
+        ),
+        ("kubernetes", {"resources": {"fit": {}}}, "kubernetes: resources.fit: unknown step; known are default"),
+        *(
+            ("kubernetes", {"resources": {"default": {name: value}}}, f"kubernetes: resources.default: {name} must be")
+            for name, value in (("cpu", ""), ("cpu", "two"), ("memory", "1.5Gi"), ("shared_memory", "lots"))
+        ),
+        ("kubernetes", {"launch": {"prepare": {"processes": 3}}}, "kubernetes: launch.prepare.processes: prepare runs"),
+        ("sources", ["small"], "sources: small is the dataset itself"),
+        ("finetune.epochs", True, "finetune: epochs must be of type int, not True"),
+        (
+            "tune",
+            {"spaces": {"narrow": {"finetune.counts": {"choices": ["none"]}}}},
+            "tune.spaces.narrow.finetune.counts",
         ),
         ("leaderboard", ["narrow", "deep"], "leaderboard: no entry models.deep; known are narrow, wide"),
     ],
@@ -165,6 +177,16 @@ def test_a_change_for_one_run_is_the_strongest_layer(path, value, stage, expecte
 
     assert {model: getattr(after.section("finetune", model=model), stage) for model in after.models} == expected
     assert before == from_dict(LAYERS)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_what_is_said_of_one_model_is_kept_in_whatever_order(turned):
+    changes = {"models.sasrec.finetune.epochs": 2, "finetune.epochs": 3, "finetune.seed": 5, "seed": 7}
+    changes = dict(sorted(changes.items(), reverse=turned))
+    after = from_dict(LAYERS).with_overrides(changes)
+
+    assert [after.section("finetune", model=name).epochs for name in ("sasrec", "gru4rec")] == [2, 3]
+    assert (after.section("finetune", model="gru4rec").seed, after.section("pretrain").seed) == (5, 7)
 
 
 def test_whether_seen_items_are_removed_is_said_by_the_run_then_by_the_dataset_then_by_the_top_level():

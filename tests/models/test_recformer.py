@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 
@@ -15,12 +16,13 @@ from torch.nn import functional as F
 
 from seqrec import artifacts
 from seqrec.artifacts import write_table
-from seqrec.config import ConfigError, PretrainConfig
+from seqrec.config import ConfigError, EvaluateConfig, PretrainConfig
 from seqrec.data import item_tokens, sequences
 from seqrec.models.base import Catalogue
 from seqrec.models.text_encoder import Neighbours, Text, mask_words
 from seqrec.serving.recommender import Recommender
-from seqrec.training import pretrained, validation
+from seqrec.stages.evaluate import evaluate
+from seqrec.training import pretrained, refit, validation
 from seqrec.training.checkpoint import load_checkpoint
 from seqrec.training.examples import Examples
 from seqrec.training.families import train_parts
@@ -451,6 +453,35 @@ def test_an_interrupted_run_ends_like_one_that_was_not(target, tmp_path, stage, 
         assert torch.equal(cut[name], value), name
 
 
+def test_a_refit_that_dies_before_its_output_ends_like_one_that_did_not(target, tmp_path):
+    run_pretrain(target, tmp_path, options=ITEMS)
+    run_finetune(target, tmp_path, epochs=2)
+    finetuned = load_checkpoint(tmp_path / "finetuned")
+
+    def again(out):
+        folders = {"initial": tmp_path / "initial", "refitted": tmp_path / out, "state": tmp_path / f"{out}-state"}
+        refit.retrain(model="recformer", sequences=target / "sequences", finetuned=finetuned, **folders)
+
+    again("whole")
+    whole = load_checkpoint(tmp_path / "whole")
+    with support.interrupted(whole.epoch_records()[-1]["step"]):
+        again("cut")
+    again("cut")
+
+    cut = load_checkpoint(tmp_path / "cut").model.state_dict()
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(cut[name], value), name
+
+
+def test_one_user_with_a_history_is_too_few_to_hold_one_out(target):
+    data = sequences.load(target / "sequences")
+    one = dataclasses.replace(
+        data, train_stop=torch.where(torch.arange(data.num_users) == 3, data.train_stop, data.start)
+    )
+    with pytest.raises(ValueError, match="only one user has two training events"):
+        train_parts([one], PretrainConfig())
+
+
 def test_pre_training_reads_the_train_parts_alone(target, source):
     parts = [sequences.load(folder / "sequences") for folder in (target, source)]
     config = PretrainConfig(held_out=0.2, seed=3)
@@ -489,6 +520,8 @@ def test_sources_give_the_weights_and_the_target_the_catalogue(target, source, t
         assert torch.equal(served[name], value), name
         if name != "vectors":  # zero-shot: nothing is learnt from the target, its words included
             assert torch.equal(b.state_dict()[name], value), name
+    zero_shot = {"sequences": target / "sequences", "checkpoint": tmp_path / "a" / "initial", "report": tmp_path}
+    assert 0 < evaluate(model="recformer", config=EvaluateConfig(), **zero_shot)["test/ndcg@10"] < 1
     assert (len(item_a), len(item_b)) == (41, 26)
     torch.testing.assert_close(item_b[1:].norm(dim=1), torch.ones(25))
 
