@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from seqrec import config, locks
-from seqrec.artifacts import LEFT_OUT, METRICS, SPLIT_CARD, read_json, sha256, write_text
+from seqrec.artifacts import LEFT_OUT, METRICS, MODEL_CARD, SPLIT_CARD, read_json, sha256, write_text
 from seqrec.commands import auto, run
 from seqrec.commands.recommend import score_with
 from seqrec.commands.settings import check
@@ -86,11 +86,13 @@ class Dataset:
         columns = {"user_id": user, "item_id": item, "timestamp": time, "title": title}
         about: dict[str, Any] = {"columns": {name: column for name, column in columns.items() if column}}
         with _held(place):
+            auto.refuse_others(place, auto.PLAN)
             files = {EVENTS: frame} | ({} if items is None else {ITEMS: items})
             written = {name: _write(content, place / f"{name}.new") for name, content in files.items()}
             about |= {"sha256": [sha256(path) for path in written.values()], "time_format": time_format}
             about |= {"data": str(place / EVENTS), "items": "" if items is None else str(place / ITEMS)}
             plan = auto.Plan.load(place / auto.PLAN, about | {"minutes": 0.0, "max_cases": max_cases})
+            plan.save()
             for name, path in written.items():
                 path.replace(place / name)
             if "data" not in plan.done:
@@ -252,7 +254,7 @@ class Model:
         with tempfile.TemporaryDirectory(prefix="seqrec-") as folder:
             output = Path(folder) / "best.parquet"
             score_with(self.checkpoint, self._dataset(data).tables, output, k)
-            return pl.read_parquet(output, memory_map=False)
+            return pl.read_parquet(output, memory_map=False, glob=False)
 
     def save(self, folder: str | Path) -> Path:
         """Copy everything that `load` and `seqrec serve --saved` need to a new folder; return it.
@@ -322,6 +324,7 @@ def fit(
     request = {"minutes": minutes, "model": model, "options": options, "finetune": finetune, "seed": content["seed"]}
     request |= {"split": data.card["split_sha256"]}
     with _held(place):
+        auto.refuse_others(place, PLAN, auto.PLAN)
         plan = auto.Plan.load(place / PLAN, json.loads(json.dumps(request)))
         plan.params = plan.params or content
         shape = Shape.of(data.sequences, described=auto.has_texts(data.tables))
@@ -345,6 +348,9 @@ def _baseline(data: Dataset, name: str, changed: Sequence[str], folder: str | Pa
         raise ValueError(f"{changed[0]}: {name} is a baseline, which has no such setting: leave it out")
     place, keep = _working(folder)
     with _held(place):
+        auto.refuse_others(place, PLAN, auto.PLAN)
+        plan = auto.Plan.load(place / PLAN, {"model": name, "split": data.card["split_sha256"]})
+        plan.save(name)
         items = data.card["counts"]["items"]
         run.evaluate_baselines(data.params, data.tables, place, names=(name,), ease_items=items)
         write_text(place / run.SETTINGS, data.params.as_yaml())
@@ -366,6 +372,8 @@ def load(place: str | Path) -> Model:
     """
     with ExitStack() as stack:
         folder = stack.enter_context(located(place))
+        if not (folder / MODEL_CARD).is_file():
+            raise ValueError(f"{place} holds no model")
         return Model(folder, keep=stack.pop_all())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -170,6 +171,21 @@ def test_a_budget_gives_the_epochs_and_a_folder_continues(data, tmp_path):
     assert weights.stat().st_mtime_ns == before
     with pytest.raises(ValueError, match=r"folder=: .* belongs to other data or other flags"):
         seqrec.fit(data, "sasrec", **(call | {"minutes": 2}))
+
+
+def test_a_folder_that_holds_something_else_is_refused(data, tmp_path):
+    (tmp_path / "events.parquet").write_text("mine")
+    message = r"folder=: .* holds other files, such as events\.parquet: name a new folder"
+    for call in (partial(seqrec.Dataset.from_frame, frame()), partial(seqrec.fit, data, "sasrec")):
+        with pytest.raises(ValueError, match=message):
+            call(folder=tmp_path)
+    assert (tmp_path / "events.parquet").read_text() == "mine"
+    with pytest.raises(ValueError, match="holds no model"):
+        seqrec.load(tmp_path)
+
+    seqrec.fit(data, "popularity", folder=tmp_path / "first")
+    with pytest.raises(ValueError, match=r"folder=: .* belongs to other data or other flags"):
+        seqrec.fit(data, "markov", folder=tmp_path / "first")
 
 
 @pytest.mark.parametrize(

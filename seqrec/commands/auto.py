@@ -105,9 +105,8 @@ class Plan:
         Raises:
             ValueError: the plan was made for another request.
         """
-        if not path.is_file():
-            return cls(path, request)
-        kept = read_json(path)
+        if not path.is_file() or not ((kept := read_json(path))["done"] or kept["params"]):
+            return cls(path, request)  # nothing was begun: other flags are welcome
         before = kept["request"]
         if other := [key for key, value in request.items() if key not in free and before.get(key) != value]:
             raise ValueError(
@@ -133,6 +132,14 @@ class Plan:
         self.params["models"][name] = settings
         self.params["leaderboard"] = list(self.params["models"])
         self.save()
+
+
+def refuse_others(folder: Path, *plans: str) -> None:
+    """Raise ValueError if `folder` holds files, but none of `plans`, those of earlier runs: a run replaces files."""
+    if not any((folder / plan).is_file() for plan in plans):
+        others = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+        if others:
+            raise ValueError(f"--out: {folder} holds other files, such as {others[0]}: name a new folder")
 
 
 def auto(
@@ -168,6 +175,8 @@ def auto(
         ValueError: the file cannot be read, or no events are left to learn from.
         LockedError: another process runs in `out`.
     """
+    if data.is_dir():
+        raise ValueError(f"--data: {data} is a folder: name one file")
     if not data.is_file():
         raise ValueError(f"--data: {data} not found")
     if items and not Path(items).is_file():
@@ -178,10 +187,12 @@ def auto(
     about["sha256"] = [sha256(path) for path in (data, Path(items)) if path.is_file()]
     with locks.locked(out / locks.NAME, f"--out {out}"):
         about |= {"columns": columns, "time_format": time_format, "items": items}
+        refuse_others(out, PLAN)
         plan = Plan.load(out / PLAN, about, free=["minutes"])
+        plan.save()
         try:
             return _auto(plan, out)
-        except DamagedError as error:
+        except (DamagedError, FileNotFoundError) as error:
             raise ValueError(f"{error}; or remove {plan.path} and run again, which repeats the run") from error
         finally:
             if plan.done:
@@ -268,8 +279,10 @@ def _check_times(out: Path) -> str:
 
     from seqrec.data.column_guess import EARLIEST, LATEST
 
-    times = pl.read_parquet(out / "data" / INTERACTIONS, columns=["timestamp"])["timestamp"]
-    wrong = pl.read_parquet(out / "data" / QUARANTINE).filter(pl.col("reason").str.starts_with("timestamp "))
+    times = pl.read_parquet(out / "data" / INTERACTIONS, columns=["timestamp"], glob=False)["timestamp"]
+    wrong = pl.read_parquet(out / "data" / QUARANTINE, glob=False).filter(
+        pl.col("reason").str.starts_with("timestamp ")
+    )
     if len(wrong) > ODD_TIMES * (len(times) + len(wrong)):
         raise ValueError(
             f"{len(wrong):,} of {len(times) + len(wrong):,} times cannot be read: {wrong['reason'][0]}, such as "
@@ -294,8 +307,8 @@ def _source(plan: Plan, out: Path, console: Console) -> tuple[dict[str, Any], bo
 
     path, request = Path(plan.request["data"]), plan.request
     items = {"items": str(Path(request["items"]).resolve())} if request["items"] else {}
-    if column_guess.is_lines(path):
-        console.print(f"{path.name}: lines of `user item item ...`, without times", highlight=False)
+    if not set(request["columns"]) - {"title"} and column_guess.is_lines(path):
+        console.print(f"{escape(path.name)}: lines of `user item item ...`, without times", highlight=False)
         section: dict[str, Any] = {"source": "lines", "interactions": str(path)} | items
         if items:
             found = column_guess.guess_items(Path(items["items"]), "item_id", request["columns"].get("title", ""))
@@ -328,7 +341,7 @@ def _show(path: Path, found: Any, time_format: str, console: Console) -> None:
     for guess in found:
         table.add_row(guess.name, escape(guess.column), guess.why, flags.get(guess.name, ""))
     if time_format:
-        table.add_row("", escape(time_format), "its values", "--time-format")
+        table.add_row("", escape(time_format), "", "--time-format")
     console.print(table)
 
 
@@ -385,7 +398,7 @@ def _is_newest_first(out: Path) -> bool:
     """Return whether times mostly fall from row to row, so that events of one time are in this order too."""
     import polars as pl
 
-    change = pl.read_parquet(out / "data" / INTERACTIONS, columns=["timestamp"])["timestamp"].diff()
+    change = pl.read_parquet(out / "data" / INTERACTIONS, columns=["timestamp"], glob=False)["timestamp"].diff()
     falls = int((change < 0).sum())
     return falls > NEWEST_FIRST * (falls + int((change > 0).sum()))
 
@@ -432,7 +445,7 @@ def _say_malformed(out: Path) -> None:
     import polars as pl
 
     if number := read_json(out / "data" / SOURCE_CARD)["counts"]["quarantined"]:
-        bad = pl.read_parquet(out / "data" / QUARANTINE)
+        bad = pl.read_parquet(out / "data" / QUARANTINE, glob=False)
         reason = bad["reason"].value_counts(sort=True)["reason"][0]
         where = out / "data" / QUARANTINE
         logger.warning(

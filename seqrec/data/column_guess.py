@@ -21,6 +21,7 @@ USERS = (
     *("user", "uid", "username", "customer", "cust", "client", "member", "visitor", "reviewer", "buyer", "shopper"),
     *("person", "account", "profile", "subscriber", "listener", "player", "student", "household", "session"),
     *("profilename", "cookie", "device", "author", "guest", "borrower", "rider", "passenger", "patient", "learner"),
+    *("anonymous", "anon"),
 )
 WORDS = {  # role -> words in names of its columns, most reliable first
     "user_id": (*USERS, *(f"{word}s" for word in USERS)),
@@ -28,7 +29,7 @@ WORDS = {  # role -> words in names of its columns, most reliable first
         *("item", "iid", "sku", "product", "movie", "parentasin", "asin", "article", "book", "isbn", "track", "song"),
         *("video", "film", "game", "business", "merchant", "venue", "location", "course", "artist", "content", "page"),
         *("url", "app", "news", "anime", "recipe", "hotel", "restaurant", "podcast", "episode", "offer", "beer"),
-        *("document", "job", "title", "station", "tour", "place"),
+        *("document", "job", "title", "station", "tour", "place", "prod", "prd", "goods", "ad", "post", "dish", "repo"),
     ),
     "timestamp": (
         *("timestamp", "time", "datetime", "date", "ts", "unix", "when", "bought", "purchased", "ordered", "created"),
@@ -44,6 +45,7 @@ ID_WORDS = {  # last words of names of columns of ids
 }
 GROUP_WORDS = {  # words of columns that are rarely ids
     *("order", "invoice", "basket", "cart", "transaction", "receipt", "impression", "category", "type", "brand"),
+    *("store", "shop", "city", "campaign", "owner", "seller", "employee"),
     *("price", "country", "bill", "count", "quantity", "qty", "amount", "length", "duration", "step", "text", "body"),
 }
 FOREIGN = {"item_id": "user_id", "title": "user_id", "timestamp": "rating", "rating": "timestamp"}  # not both in a name
@@ -67,6 +69,7 @@ YEAR_S = 365 * DAY_S
 EARLIEST, LATEST = 631_152_000, 2_051_222_400  # 1990 and 2035; excludes ratings
 CLOCK = r"^\s*([01]?\d|2[0-3]):[0-5]\d\b"  # a time of day
 SENTENCE = 5  # mean number of blanks in values that are texts
+FEW = 200  # so many values are tried first
 FIT = 0.95  # minimum share of values that are valid times, or times of day
 TITLES = 1.2  # maximum mean number of titles of an item
 MALFORMED = 0.3  # maximum share of rows that are malformed, for example without a user
@@ -93,9 +96,12 @@ def is_lines(path: Path) -> bool:
     if parquet_files.is_parquet(path):
         return False
     names = csv_files.header(path)
-    if len(names) == 1:
-        return len(names[0].split()) > 1
     first = next(blocks.read_lines(path, size=blocks.HEADER_BYTES))["_text"][:100].to_list()
+    if len(names) == 1:  # or a remark above a table
+        marked = sum(any(mark in line for mark in ",;|") for line in first[1:])
+        return len(names[0].split()) > 1 and 2 * marked <= len(first)
+    if sum(any(_score(role, name) > 0 for name in names) for role in REQUIRED) > 1:
+        return False
     numbers = {line.count("\t") for line in first}
     if 0 in numbers or any(mark in line for line in first for mark in ',;|"{'):
         return False
@@ -372,7 +378,8 @@ def _is_date(values: pl.Series) -> bool:
 def _fitting(values: pl.Series, time_format: str = "") -> str | None:
     """Return the first format that fits the values; empty: numbers or ISO 8601; None: they are no times."""
     formats = [time_format] if time_format else ["", *FORMATS]
-    return next((text for text in formats if _share_of_times(values, text) >= FIT), None)
+    few = values.gather_every(max(1, len(values) // FEW))  # most formats fit none of them
+    return next((text for text in formats if _share_of_times(few, text) and _share_of_times(values, text) >= FIT), None)
 
 
 def _share_of_times(values: pl.Series, time_format: str) -> float:
@@ -409,7 +416,8 @@ def _fractions(text: pl.Series) -> pl.Series:
 def _is_order(values: pl.Series) -> bool:
     """Return whether the values are numbers that are no times, such as days since the first one."""
     numbers = values.cast(pl.Float64, strict=False).fill_null(-1) if values.dtype != pl.Boolean else pl.Series([-1.0])
-    return not _is_time(values) and bool((numbers >= 0).mean() >= FIT)  # type: ignore[operator]
+    some = _share_of_times(values, "") >= 0.5  # times with gaps
+    return not some and not _is_time(values) and bool((numbers >= 0).mean() >= FIT)  # type: ignore[operator]
 
 
 def _warn_of_clocks(rows: pl.DataFrame, roles: Mapping[str, str], time_format: str) -> None:

@@ -34,7 +34,7 @@ class Polars:
     def read(self, path: Path) -> Frame:
         """Return the Parquet file `path`."""
         open_table(path)  # polars' own error is no ValueError
-        return nw.from_native(pl.scan_parquet(path))
+        return nw.from_native(pl.scan_parquet(path, glob=False))
 
     def table(self, frame: Frame) -> Table:
         """Return the rows of `frame` in memory."""
@@ -65,7 +65,8 @@ class Polars:
         folder.mkdir()
         self._sink(frame, pl.PartitionBy(folder, key=column, include_key=False))
         parts = [folder / f"{column}={part}" for part in range(number)]
-        return [nw.from_native(pl.scan_parquet(part / "*.parquet")) for part in parts if part.is_dir()]
+        files = [sorted(part.glob("*.parquet")) for part in parts]
+        return [nw.from_native(pl.scan_parquet(own, glob=False)) for own in files if own]
 
     def _sink(self, frame: Frame, target: Path | pl.PartitionBy) -> None:
         native: pl.LazyFrame = frame.to_native()

@@ -444,7 +444,7 @@ def collect(log: Path, url: str = "") -> int:
     if not (url := store_url(url)):
         raise ConfigError(f"ingest.events: set the variable {VARIABLE} to the URL of the event store")
     schema = {"user_id": pl.String, "item_id": pl.String, "timestamp": pl.Int64, "received": pl.Float64}
-    before = pl.read_parquet(log) if log.is_file() else pl.DataFrame(schema=schema)
+    before = pl.read_parquet(log, glob=False) if log.is_file() else pl.DataFrame(schema=schema)
     since = before.select(pl.col("received").max().fill_null(0.0) - OVERLAP_S).item()
     found = pl.DataFrame(list(Store(url).received(since)), schema=schema, orient="row")
     grown = pl.concat([before, found]).unique(COLUMNS, keep="first", maintain_order=True)

@@ -158,7 +158,8 @@ def _clear(output: Path, publications: tuple[sources.Publication, ...], mirror: 
     (output / artifacts.SOURCE_CARD).unlink(missing_ok=True)  # first, because it marks the rest as complete
     for name in (artifacts.INTERACTIONS, artifacts.ITEMS, artifacts.QUARANTINE):
         (output / name).unlink(missing_ok=True)
-    shutil.rmtree(output / "raw", ignore_errors=True)
+    for name in sources.SOURCES:  # `raw` itself may be a folder of the user's own
+        shutil.rmtree(output / "raw" / name, ignore_errors=True)
 
 
 def _write_tables(

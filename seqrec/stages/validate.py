@@ -57,7 +57,7 @@ def validate(*, dataset: str, data: Path, report: Path, reference: Path, config:
     statistics: dict[str, float] = {}
     histograms: dict[str, Any] = {}
     if all(check.success for check in checks):
-        catalogue = pl.read_parquet(paths[1], columns=["item_id", "title"])
+        catalogue = pl.read_parquet(paths[1], columns=["item_id", "title"], glob=False)
         spark = config.engine == "spark"
         log = log_counts.on_spark(paths[0]) if spark else log_counts.in_memory(log_counts.read_events(paths[0]))
         ids = log.items.drop_nulls().cast(pl.String)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from functools import partial
 
@@ -80,6 +81,30 @@ def test_the_same_command_continues_and_another_one_is_refused(made, caplog):
     assert main([*command, str(SHARE)]) == 1
     assert "belongs to other data or other flags" in caplog.text
     (made / "log.csv").write_bytes(log)
+
+
+def test_a_folder_of_other_files_is_left_alone(made, tmp_path, caplog):
+    (tmp_path / "params.yaml").write_text("mine")
+
+    assert main(["auto", "--data", str(made / "log.csv"), "--out", str(tmp_path)]) == 1
+    assert "holds other files, such as params.yaml: name a new folder" in caplog.text
+    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == ["params.yaml"]
+
+
+def test_a_run_that_has_not_begun_may_get_other_flags(tmp_path):
+    auto.Plan(tmp_path / "auto.json", {"columns": {}}).save()
+
+    assert auto.Plan.load(tmp_path / "auto.json", {"columns": {"user_id": "a"}}).request == {
+        "columns": {"user_id": "a"}
+    }
+
+
+def test_a_folder_may_have_the_name_of_a_pattern(tmp_path):
+    log = write_log(tmp_path / "log.csv", spread=0)
+
+    assert (
+        prepared(tmp_path / "a[1]", log)[1]["counts"]["users"] == prepared(tmp_path / "a1", log)[1]["counts"]["users"]
+    )
 
 
 def test_a_plan_keeps_what_was_done_when_it_gets_more_minutes(tmp_path):
@@ -244,6 +269,8 @@ def test_a_large_log_is_ranked_on_a_sample_of_cases(tmp_path, caplog, monkeypatc
     monkeypatch.setattr(auto, "SCORES", scores)
     monkeypatch.setattr(auto, "EVENTS", events)
     monkeypatch.setattr(auto, "LEAST_CASES", 25)
+
+    caplog.set_level(logging.INFO)
 
     plan, card = prepared(tmp_path, write_log(tmp_path / "log.csv", spread=8_000_000))
 

@@ -10,7 +10,7 @@ import polars as pl
 import pytest
 
 from seqrec.config import IngestConfig
-from seqrec.data.column_guess import REQUIRED, guess, guess_items, is_lines
+from seqrec.data.column_guess import ORDER, REQUIRED, guess, guess_items, is_lines
 from seqrec.data.readers import blocks, csv_files, own_files
 
 ROWS = 60
@@ -118,6 +118,8 @@ LOGS = {  # columns with their values, and the found ones in order: users, items
         "event_date=compact-day event_timestamp=epoch user_pseudo_id=pseudonym item_id=item",
         "user_pseudo_id item_id event_timestamp",
     ),
+    "a chain of stores": ("date=iso store_id=group cust_id=user prod_id=item", "cust_id prod_id date"),
+    "visitors": ("userId=some-users anonymousId=user event=number sku=item ts=epoch", "anonymousId sku ts"),
     "ids written as fractions": ("n=number a=whole b=item c=iso", "a b c"),
 }
 
@@ -213,6 +215,16 @@ def test_a_time_of_day_in_a_column_of_its_own_is_named(tmp_path, caplog, time, s
     assert guess(tmp_path / "log.csv", {})[0][2].column == "Date"
 
     assert ("the time of day in Time is not used" in caplog.text) is said
+
+
+def test_times_with_gaps_are_no_numbers_in_order(tmp_path):
+    rows = table("user=user item=item when=epoch").with_columns(
+        pl.when(pl.int_range(pl.len()) % 10 == 0).then(0).otherwise("when").alias("when")
+    )
+    rows.write_csv(tmp_path / "log.csv")
+
+    found, _ = guess(tmp_path / "log.csv", {"timestamp": "when"})
+    assert found[-1].why != ORDER
 
 
 def test_what_the_caller_names_is_taken(tmp_path):
@@ -359,6 +371,8 @@ def test_a_file_of_items_may_lack_a_header(tmp_path, line):
         ("1\t5\n1\t7\n2\t4\n", True),
         ("user_id,item_id,timestamp\n1,2,3\n", False),
         ("user item time\n1 2 2021-04-03\n3 4 2021-04-05\n", False),
+        ("event\tuser_id\titem_id\ttime\tvia\tin\n1\t2\t3\t4\n2\t2\t3\t4\tmail\n3\t2\t3\t4\tmail\tx\n", False),
+        ("# exported 2020\nuser,item\n1,2\n3,4\n", False),
         ("user\tmovie\ttime\n1\tThe Matrix Reloaded\t160\n2\tAlien\t170\n", False),
     ],
 )

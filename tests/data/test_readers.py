@@ -394,6 +394,8 @@ HEAD = "user_id,item_id,timestamp,rating\n"
         ('u,"a\tb",5,1', "item_id has control characters, such as a line break"),
         (f"u,{'i' * 257},5,1", "item_id has more than 256 characters"),
         ("u,i,,1", "no timestamp"),
+        ("u,i,NULL,1", "no timestamp"),
+        ("u,i, NaT,1", "no timestamp"),
         ("u,i,soon,1", "timestamp is neither a number nor an ISO time"),
         ("u,i,inf,1", "timestamp is neither a number nor an ISO time"),
         ("u,i,1e300,1", "timestamp is neither a number nor an ISO time"),

@@ -264,6 +264,7 @@ def test_what_is_to_be_read_is_never_overwritten(tmp_path):
         run(tmp_path, source="csv", interactions=str(tmp_path / "out/raw/events.csv"))
     with pytest.raises(ConfigError, match=r"ingest\.mirror: .* which this stage overwrites"):
         run(tmp_path, source="ml-latest-small", mirror=str(tmp_path / "out" / "raw"))
+    run(tmp_path, source="csv", interactions=str(put(tmp_path / "in", **{"events.csv": events(5, 0)}) / "events.csv"))
     assert (tmp_path / "out/raw/events.csv").exists()
 
 

@@ -115,7 +115,10 @@ def _may_be_ids(text: pl.Series) -> bool:
 
 def _with_problems(frame: pl.DataFrame, rating: pl.Series, wrong_time: str) -> pl.DataFrame:
     # Columns of dates or numbers cannot hold blank text.
-    blanks = {"_no_time": _blank(frame["timestamp"]), "_rated": ~_blank(rating)}
+    untimed = _blank(times := frame["timestamp"])
+    if times.dtype == pl.String:
+        untimed |= times.str.strip_chars().is_in([*MISSING, "NaT"]).fill_null(True)
+    blanks = {"_no_time": untimed, "_rated": ~_blank(rating)}
     problem = (
         pl.when(pl.col("_no_time"))
         .then(pl.lit("no timestamp"))
