@@ -64,7 +64,9 @@ def run(
         values = _run(params, out, data, from_champion)
     if register:
         import_run(run=out, data=data)
-    later = f"not registered yet: python -m seqrec import --run {shlex.quote(str(out))} registers the models"
+    command = f"python -m seqrec import --run {shlex.quote(str(out))}"
+    command += f" --data {shlex.quote(str(data))}" if data else ""
+    later = f"not registered yet: {command} registers the models"
     leaderboard.say(out / "reports", [] if register else [later])
     return values
 

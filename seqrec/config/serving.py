@@ -44,5 +44,6 @@ class ServeConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require(not self.metrics_port or self.metrics_port != self.port, "metrics_port must differ from port")
         require(self.host != "", "host must not be empty; 0.0.0.0 listens on all addresses")
         require(not 0 < self.rate < SLOWEST, f"rate must be 0 or at least {SLOWEST}, not {self.rate!r}")

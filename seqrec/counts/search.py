@@ -315,5 +315,6 @@ def for_model(
     )
     chosen = f"alpha = {choice.values.alpha:g} and ease = {choice.values.ease:g}"
     chosen += f" and repeats = {choice.values.repeats:g}" if repeats else ""
-    logger.info("counts: chose %s; cross-fitted valid/ndcg@10 = %.4f", chosen, choice.cross_fitted)
+    of = "cross-fitted valid/ndcg@10 of cases with a history"
+    logger.info("counts: chose %s; %s = %.4f", chosen, of, choice.cross_fitted)
     return tables.term(choice.values), choice.card()

@@ -72,7 +72,11 @@ class Batcher:
         return [future for _, future in group]
 
     async def apart(self, answer: Callable[[Recommender], T], recommender: Recommender) -> T:
-        """Return what `answer` gives of a recommender, between two batches."""
+        """Return what `answer` gives of a recommender, between two batches.
+
+        Raises:
+            RuntimeError: the model failed.
+        """
         self.apart_waiting += 1
         try:
             async with self.turn:

@@ -150,7 +150,7 @@ class Store:
             StoreError: the database does not answer.
         """
         try:
-            self.engine = sa.create_engine(url, hide_parameters=True)
+            self.engine = sa.create_engine(url, hide_parameters=True, pool_pre_ping=True)  # it may restart
         except (sa.exc.ArgumentError, ModuleNotFoundError, ValueError) as error:
             raise ConfigError(f"store: {redacted(str(error))}; {EXPECTED}") from error
         self._url = redacted(self.engine.url.render_as_string(hide_password=True))

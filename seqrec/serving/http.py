@@ -27,6 +27,7 @@ from fastapi.responses import FileResponse, JSONResponse
 from fastapi.staticfiles import StaticFiles
 from fastapi_offline import FastAPIOffline
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest, start_http_server
+from starlette.convertors import PathConvertor, register_url_convertor
 
 import seqrec
 from seqrec.artifacts import GRAPH_CARD, MODEL_CARD, read_json
@@ -39,12 +40,21 @@ from seqrec.serving.guards import Guards, SafeHeaders
 from seqrec.serving.keys import Keys
 from seqrec.serving.recommender import REGISTERED, Answer, Recommender, located, numbered
 from seqrec.serving.request_log import RequestLog
-from seqrec.serving.server import Server, bound
+from seqrec.serving.server import Server, bound, taken
 from seqrec.serving.service import Load, Service
 
 logger = logging.getLogger(__name__)
 PAGE = Path(__file__).parent / "page"
 VALUES = 100  # of an attribute that the page offers
+
+
+class Anything(PathConvertor):
+    """An id in a path, whatever its characters: that of starlette ends before a line break."""
+
+    regex = "(?s:.*)"
+
+
+register_url_convertor("path", Anything())
 REFUSED: dict[int | str, dict[str, Any]] = {
     404: {"description": "there is no candidate"},
     413: {"description": "the lists cost too much together"},
@@ -137,6 +147,11 @@ def _add_recommending(api: FastAPI, service: Service) -> None:
         # without the input, which may hold what JSON cannot: NaN, half a surrogate pair
         return JSONResponse({"detail": [{key: e[key] for key in ("type", "loc", "msg")} for e in error.errors()]}, 422)
 
+    @api.exception_handler(RuntimeError)
+    async def failed(_: HTTPRequest, error: Exception) -> JSONResponse:
+        logger.error("the model failed", exc_info=error)
+        return JSONResponse({"detail": "the model failed; the reason is in the log of the service"}, 503)
+
     @api.post("/recommend", responses=REFUSED)
     async def recommend(request: HTTPRequest, query: schemas.Query) -> schemas.Recommendation:
         """Recommend for one user."""
@@ -218,7 +233,7 @@ def _add_events(api: FastAPI, service: Service, store: Store) -> None:
 
     @api.get("/users/{user:path}")
     async def history(user: str) -> schemas.History:
-        """Return what the store knows of a user, oldest first."""
+        """Return the newest events of a user that the store knows, without hidden items, oldest first."""
         items = (await asyncio.to_thread(store.histories, [user]))[user].items
         titles = service.served.current[0].titles
         return schemas.History(items=items, titles=[titles.get(item, "") for item in items])
@@ -295,7 +310,10 @@ def serve(*, dataset: str, config: RegisterConfig, options: ServeConfig) -> None
         candidate = _candidate(config, options, version()) if options.candidate else None
         service = app(load, version, options, store=Store(url) if url else None, candidate=candidate)
         if options.metrics_port:
-            start_http_server(options.metrics_port, options.host, service.state.service.metrics.registry)
+            try:
+                start_http_server(options.metrics_port, options.host, service.state.service.metrics.registry)
+            except OSError as error:
+                raise taken(options.host, options.metrics_port, error, "--host and --metrics-port") from error
         with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again once it has ended
             Server(service).run([listener])
 

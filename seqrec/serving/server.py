@@ -38,10 +38,13 @@ def bound(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise ValueError(
-            f"cannot listen on host {host}, port {port}: {error.strerror or error}; change them with --host and --port"
-        ) from error
+        raise taken(host, port, error) from error
     return listener
+
+
+def taken(host: str, port: int, error: OSError, flags: str = "--host and --port") -> ValueError:
+    """Return the error of an address that cannot be listened on."""
+    return ValueError(f"cannot listen on host {host}, port {port}: {error.strerror or error}; change them with {flags}")
 
 
 class HeadTimeout(Protocol):
@@ -90,7 +93,17 @@ class Server(uvicorn.Server):
         super().__init__(uvicorn.Config(api, http=HeadTimeout, ws="none", **settings))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and say where."""
+        """Listen, and say where.
+
+        Raises:
+            ValueError: another process has begun to listen at the address since it was bound.
+        """
+        for listener in sockets or ():
+            try:
+                listener.listen(self.config.backlog)
+            except OSError as error:
+                host, port, *_ = listener.getsockname()
+                raise taken(host, port, error) from error
         await super().startup(sockets)
         host, port, *_ = self.servers[0].sockets[0].getsockname()
         shown = f"[{host}]" if ":" in host else host

@@ -70,7 +70,8 @@ class Service:
 
         Raises:
             RequestValidationError: see `Recommender.check`; or a history is missing, and there is no store.
-            HTTPException: 503, the model failed; 404, there is no candidate; 413 and 429, it costs too much.
+            RuntimeError: the model failed.
+            HTTPException: 404, there is no candidate; 413 and 429, it costs too much.
         """
         began = time.perf_counter()
         try:
@@ -84,8 +85,6 @@ class Service:
         except ValueError as error:
             reason = {"type": "value_error", "loc": ("body",), "msg": str(error)}
             raise RequestValidationError([reason]) from error
-        except RuntimeError as error:
-            raise HTTPException(503, "the model failed; the reason is in the log of the service") from error
         seconds = time.perf_counter() - began
         for _ in found:
             self.metrics.latency.observe(seconds)

@@ -70,7 +70,7 @@ def test_run_goes_from_the_raw_log_to_the_leaderboard():
 
 def test_run_on_prepared_data_gives_the_same_figures_and_registers_them_untrained_if_asked(capsys, caplog):
     assert run("--out", "second", "--data", "out/data") == 0
-    assert "not registered yet" in capsys.readouterr().out
+    assert "import --run second --data out/data registers" in " ".join(capsys.readouterr().out.split())
     assert not Path("second/data").exists()
     assert scores(Path("second")) == scores(Path("out"))
 

@@ -237,6 +237,13 @@ def test_answers_by_user_are_those_of_the_history_and_follow_events(timed, store
         assert answers[1]["items"] == expected.items[1:2]
         assert answers[2]["items"] == recommender.recommend(["i9"]).items
 
+        for number, user in enumerate(("kim", "kim\n", "a\nb")):
+            send({"event_id": f"k{number}", "user": user, "item": f"i{number}", "kind": "view"})
+        for path, item in (("kim", "i0"), ("kim%0A", "i1"), ("a%0Ab", "i2")):
+            assert requests.get(f"{address}/users/{path}", timeout=10).json()["items"] == [item]
+        assert requests.delete(f"{address}/users/kim%0A", timeout=10).json()["events"] == 1
+        assert requests.get(f"{address}/users/kim", timeout=10).json()["items"] == ["i0"]
+
         assert requests.delete(f"{address}/users/anna", timeout=10).json() == {"events": 3, "answers": 5}
         assert ask(user="anna").json()["source"] == "popularity"
         events = [{"item": ""}, {"kind": "sell"}, {"at": -1}, {"at": 99e9}, {"at": now + 2 * DAY}, {"user": "\0"}]

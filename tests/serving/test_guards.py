@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import multiprocessing
 import os
@@ -10,6 +11,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import requests
@@ -21,6 +23,7 @@ from seqrec.serving import http, keys, rates
 from seqrec.serving.rates import Rates
 from seqrec.serving.recommender import Request
 from seqrec.serving.rules import Attribute, Attributes
+from seqrec.serving.server import Server, bound
 from seqrec.serving.service import cost_of_explanation
 
 
@@ -100,6 +103,16 @@ def test_a_taken_port_is_an_error_and_nothing_is_announced(caplog):
 
     assert f"port {port}: Address already in use; change them with --host and --port" in caplog.text
     assert "serving at" not in caplog.text
+
+
+def test_a_port_that_is_taken_while_the_model_loads_is_an_error():
+    with bound("127.0.0.1", 0) as first, bound("127.0.0.1", first.getsockname()[1]) as second:
+        first.listen()
+        settings = SimpleNamespace(config=SimpleNamespace(backlog=1))
+        with pytest.raises(ValueError, match=r"Address already in use; change them with --host and --port"):
+            asyncio.run(Server.startup(settings, [second]))
+    with pytest.raises(ValueError, match="metrics_port must differ from port"):
+        ServeConfig(metrics_port=8000)
 
 
 def test_keys_on_the_command_line(tmp_path, capsys, caplog):

@@ -171,8 +171,11 @@ def test_a_version_that_cannot_be_loaded_is_told_and_tried_again(recommender, ca
 def test_a_pass_that_fails_is_a_503_and_the_next_one_works(recommender):
     failing = copy.copy(recommender)
     failing.answer = mock.Mock(side_effect=[RuntimeError("out of memory"), [recommender.recommend(["i1"])]])
+    failing.similar = mock.Mock(side_effect=RuntimeError("out of memory"))
 
     with service(failing) as address:
+        apart = requests.get(f"{address}/similar/i1", timeout=10)
+        assert (apart.status_code, "the reason is in the log" in apart.json()["detail"]) == (503, True)
         assert ask(address, history=["i1"]).status_code == 503
         assert ask(address, history=["i1"]).status_code == 200
 

@@ -116,11 +116,16 @@ function rules() {
   return [...element("rules").querySelectorAll("select")].filter((one) => one.value);
 }
 
+function diversity() {
+  const value = element("diversity").value;
+  return Number(value) ? value : "";
+}
+
 function keep() {
   const place = new URL(location.pathname, location.href);
   for (const item of history_) place.searchParams.append("history", item);
-  const rest = { user, similar: alike, search: element("search").value.trim(), diversity: element("diversity").value };
-  for (const [name, value] of Object.entries(rest)) if (value && value !== "0") place.searchParams.set(name, value);
+  const rest = { user, similar: alike, search: element("search").value.trim(), diversity: diversity() };
+  for (const [name, value] of Object.entries(rest)) if (value) place.searchParams.set(name, value);
   for (const one of rules()) place.searchParams.set(`filter.${one.name}`, one.value);
   window.history.replaceState(null, "", place);
   element("link").href = place;
