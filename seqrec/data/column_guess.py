@@ -100,13 +100,14 @@ def is_lines(path: Path) -> bool:
     if len(names) == 1:  # or a remark above a table
         marked = sum(any(mark in line for mark in ",;|") for line in first[1:])
         return len(names[0].split()) > 1 and 2 * marked <= len(first)
-    if sum(any(_score(role, name) > 0 for name in names) for role in REQUIRED) > 1:
-        return False
     numbers = {line.count("\t") for line in first}
     if 0 in numbers or any(mark in line for line in first for mark in ',;|"{'):
         return False
     items = sum(" " in line.partition("\t")[2] for line in first)  # in `user<tab>item item`
-    return len(numbers) > 2 or (numbers == {1} and (2 * items > len(first) or names[0] == "column_1"))
+    if numbers == {1}:
+        return 2 * items > len(first) or names[0] == "column_1"
+    named = sum(any(_score(role, name) > 0 for name in names) for role in REQUIRED)
+    return len(numbers) > 2 and named < 2
 
 
 def guess(path: Path, chosen: Mapping[str, str], time_format: str = "") -> tuple[list[Guess], str]:

@@ -369,6 +369,7 @@ def test_a_file_of_items_may_lack_a_header(tmp_path, line):
         ("1\t5\t7\t9\n2\t4\t4\n3\t1\n", True),
         ("1\t5 7 9\n2\t4 4\n", True),
         ("1\t5\n1\t7\n2\t4\n", True),
+        ("user\titems\n1\t5 7 9\n2\t4 4\n3\t1 2\n", True),
         ("user_id,item_id,timestamp\n1,2,3\n", False),
         ("user item time\n1 2 2021-04-03\n3 4 2021-04-05\n", False),
         ("event\tuser_id\titem_id\ttime\tvia\tin\n1\t2\t3\t4\n2\t2\t3\t4\tmail\n3\t2\t3\t4\tmail\tx\n", False),
