@@ -24,7 +24,7 @@ from seqrec.artifacts import LEFT_OUT, METRICS, MODEL_CARD, SPLIT_CARD, read_jso
 from seqrec.commands import auto, run
 from seqrec.commands.recommend import score_with
 from seqrec.commands.settings import check
-from seqrec.config import Params
+from seqrec.config import FinetuneConfig, Params
 from seqrec.data import sequences
 from seqrec.models import REGISTRY
 from seqrec.pipeline import BASELINES, BY_NAME
@@ -318,6 +318,7 @@ def fit(
         raise ValueError("minutes: the settings already give the number of epochs; leave out one of the two")
     if minutes is not None and not minutes > 0:
         raise ValueError(f"minutes: must be above 0, not {minutes}")
+    config.parse(FinetuneConfig, finetune or {}, "finetune")
     place, keep = _working(folder)
     params = data.params if seed is None else data.params.with_overrides({"seed": seed})
     content = params.as_dict() | {"models": {}, "leaderboard": []}

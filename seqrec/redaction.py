@@ -98,5 +98,8 @@ class Formatter(logging.Formatter):
 
 
 def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print what was not caught, as Python does, without secrets: for `sys.excepthook`."""
+    """Print what was not caught, as Python does, without secrets: for `sys.excepthook`. Of Ctrl-C, a word is enough."""
+    if issubclass(kind, KeyboardInterrupt):
+        sys.stderr.write("interrupted\n")
+        return
     sys.stderr.write(redacted("".join(traceback.format_exception(kind, error, trace))))

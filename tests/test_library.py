@@ -194,6 +194,7 @@ def test_a_folder_that_holds_something_else_is_refused(data, tmp_path):
         (lambda data: seqrec.fit(data, "sasrek"), r"model: 'sasrek' is not one of sasrec, .*seqrec\.models\.register"),
         (lambda data: seqrec.fit(data, "sasrec", options={"widht": 3}), r"models\.sasrec\.options.*widht"),
         (lambda data: seqrec.fit(data, "sasrec", finetune={"epoch": 3}), r"finetune\.epoch: unknown key.*epochs"),
+        (lambda data: seqrec.fit(data, "sasrec", finetune={"epochs": None}), r"finetune\.epochs"),
         (lambda data: seqrec.fit(data, "sasrec", minutes=1, finetune={"epochs": 3}), "minutes: .* leave out one"),
         (lambda data: seqrec.fit(data, "sasrec", minutes=0), "minutes: must be above 0, not 0"),
         (lambda data: seqrec.fit(data, "popularity").recommend_all(k=0), "k must be at least 1, not 0"),

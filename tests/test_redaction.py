@@ -177,3 +177,5 @@ def test_what_is_not_caught_is_printed_without_secrets(capsys):
     printed = capsys.readouterr().err + redaction.Formatter("%(message)s").format(record)
     assert "RuntimeError: cannot open https://***@example.org" in printed
     assert PASSWORD not in printed
+    redaction.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert capsys.readouterr().err == "interrupted\n"

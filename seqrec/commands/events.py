@@ -92,7 +92,8 @@ def show_clicks(store: Store, champion: str, candidate: str) -> experiment.Compa
     found = experiment.compare(store.clicks(champion, candidate), champion, candidate)
     table = Table("", "version", "users", "answers", "click-through")
     for name, rate in (("champion", found.champion), ("candidate", found.candidate)):
-        table.add_row(name, escape(rate.version), f"{rate.users:,}", f"{rate.answers:,}", f"{rate.rate:.4f}")
+        shown = f"{rate.rate:.4f}" if rate.answers else "-"
+        table.add_row(name, escape(rate.version), f"{rate.users:,}", f"{rate.answers:,}", shown)
     console = Console()
     console.print(table)
     console.print(str(found))

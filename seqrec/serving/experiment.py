@@ -65,7 +65,8 @@ class Comparison:
         interval = f"{CONFIDENCE:.0%} interval {self.low:+.4f} to {self.high:+.4f}"
         if math.isnan(self.low):
             interval = "no interval: too few users or clicks"
-        return f"difference {self.difference:+.4f}, {interval}"
+        difference = "unknown" if math.isnan(self.difference) else f"{self.difference:+.4f}"
+        return f"difference {difference}, {interval}"
 
 
 def compare(clicks: Sequence[Clicks], champion: str, candidate: str) -> Comparison:
