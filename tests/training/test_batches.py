@@ -106,7 +106,7 @@ def test_a_share_of_the_users_trains_on_all_that_it_would_have(lengths, share, o
     assert drawn <= more
 
 
-def test_a_refit_that_can_train_on_more_users_keeps_those_drawn_before():
+def test_a_refit_that_can_train_on_more_users_keeps_most_of_those_drawn_before():
     few, more = made_of([1, 5, 5] * 100), made_of([2, 6, 6] * 100)
     before, after = (batches.trained_users(data, FinetuneConfig(user_share=0.3)) for data in (few, more))
 
