@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from seqrec.models.attention_weights import keep
-from seqrec.models.base import PAD, Options
+from seqrec.models.base import PAD, Options, require
 
 BUCKETS = 128  # number of the last, open-ended bucket of time differences; the first is 0
 BUCKET_WIDTH = 0.301  # width of a bucket, in the natural logarithm of seconds
@@ -32,6 +32,13 @@ class AttentionOptions(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.at_least(1, "layers", "heads")
+        width, heads = self.block_width, self.heads
+        require(width % heads == 0, f"heads: a width of {width} cannot be divided into {heads} heads")
+
+    @property
+    def block_width(self) -> int:
+        """Width of a block, which its heads share."""
+        return self.d_model
 
 
 def initialise(module: nn.Module) -> None:
@@ -137,8 +144,6 @@ class MultiHeadAttention(nn.Module):
 
     def __init__(self, d_model: int, heads: int, dropout: float) -> None:
         super().__init__()
-        if d_model % heads:
-            raise ValueError(f"heads: d_model {d_model} cannot be divided into {heads} heads")
         self.heads = heads
         self.dropout = dropout
         self.to_query = nn.Linear(d_model, d_model)

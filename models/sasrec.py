@@ -28,12 +28,12 @@ class Block(nn.Module):
 
     def __init__(self, options: SASRecOptions, attention: nn.Module | None = None) -> None:
         super().__init__()
-        d_model = options.d_model
-        self.norm_query = nn.LayerNorm(d_model)
-        self.attention = attention or MultiHeadAttention(d_model, options.heads, options.attention_dropout)
-        self.norm = nn.LayerNorm(d_model)
-        self.inner = nn.Linear(d_model, d_model)
-        self.outer = nn.Linear(d_model, d_model)
+        width = options.block_width
+        self.norm_query = nn.LayerNorm(width)
+        self.attention = attention or MultiHeadAttention(width, options.heads, options.attention_dropout)
+        self.norm = nn.LayerNorm(width)
+        self.inner = nn.Linear(width, width)
+        self.outer = nn.Linear(width, width)
         self.dropout = Dropout(options.dropout)
 
     def forward(self, x_BLD: Tensor, queries: slice, bias_BLL: Tensor, *pairs_BLL: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ SASRec on item vectors that are concatenated with the user's vector. Differs fro
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,10 @@ class SSEPTOptions(SASRecOptions):
         require(0 <= self.keep_item <= 1, "keep_item must be between 0 and 1")
         require(0 <= self.keep_user <= 1, "keep_user must be between 0 and 1")
 
+    @property
+    def block_width(self) -> int:
+        return self.d_model + self.d_user
+
 
 def shared(index: Tensor, number: int, keep: float, first: int = 1) -> Tensor:
     """Replace each entry except 0, with probability 1 - `keep`, by a random one from `first` to `number`."""
@@ -55,13 +59,12 @@ class SSEPT(SequenceModel):
 
     def __init__(self, options: SSEPTOptions, catalogue: Catalogue) -> None:
         super().__init__(options, catalogue)
-        wide = replace(options, d_model=options.d_model + options.d_user)
         self.items = nn.Embedding(catalogue.num_items + 1, options.d_model, padding_idx=PAD)
         self.users = nn.Embedding(catalogue.num_users + 1, options.d_user)
-        self.positions = nn.Parameter(torch.empty(options.length, wide.d_model).normal_(std=INIT_STD))
+        self.positions = nn.Parameter(torch.empty(options.length, options.block_width).normal_(std=INIT_STD))
         self.dropout = Dropout(options.dropout)
-        self.blocks = nn.ModuleList(Block(wide) for _ in range(options.layers))
-        self.norm = nn.LayerNorm(wide.d_model)
+        self.blocks = nn.ModuleList(Block(options) for _ in range(options.layers))
+        self.norm = nn.LayerNorm(options.block_width)
         initialise(self)
         with torch.no_grad():
             self.users.weight[0] = 0

@@ -91,10 +91,14 @@ class Dataset:
             written = {name: _write(content, place / f"{name}.new") for name, content in files.items()}
             about |= {"sha256": [sha256(path) for path in written.values()], "time_format": time_format}
             about |= {"data": str(place / EVENTS), "items": "" if items is None else str(place / ITEMS)}
-            plan = auto.Plan.load(place / auto.PLAN, about | {"minutes": 0.0, "max_cases": max_cases})
-            plan.save()
-            for name, path in written.items():
-                path.replace(place / name)
+            try:
+                plan = auto.Plan.load(place / auto.PLAN, about | {"minutes": 0.0, "max_cases": max_cases})
+                plan.save()
+                for name, path in written.items():
+                    path.replace(place / name)
+            finally:  # of another log, which the folder does not take
+                for path in written.values():
+                    path.unlink(missing_ok=True)
             if "data" not in plan.done:
                 auto.prepare(plan, place, Console(quiet=True))
             made = cls(place, config.from_dict(plan.params), plan.split, keep)

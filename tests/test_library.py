@@ -157,6 +157,7 @@ def test_columns_and_items_can_be_named(tmp_path):
     assert pl.read_parquet(tmp_path / "data" / "items.parquet").row(3)[:2] == ("i3", "Label 3")
     with pytest.raises(ValueError, match=r"folder=: .* belongs to other data or other flags .*: name another folder"):
         seqrec.Dataset.from_frame(log.head(100), user="a", item="b", time="c", folder=tmp_path)
+    assert not list(tmp_path.glob("*.new"))
     again = seqrec.Dataset.from_frame(log, user="a", item="b", time="c", items=items, folder=tmp_path)
     assert again.card == made.card
 

@@ -14,7 +14,7 @@ from typing import Any
 from seqrec import locks
 from seqrec.artifacts import SOURCE_CARD, SPLIT_CARD, read_json, write_text
 from seqrec.commands.settings import check, without_unfed
-from seqrec.config import Params, load, read_changes
+from seqrec.config import ConfigError, Params, load, read_changes
 from seqrec.evaluation import leaderboard
 from seqrec.pipeline import BY_NAME, STAGES, Stage
 
@@ -50,6 +50,7 @@ def run(
         The test NDCG@10 of each model and baseline.
 
     Raises:
+        ConfigError: a setting is wrong, or `out` holds a params.yaml that no run has written.
         FileNotFoundError: --register, and `data` has no source.json.
         LockedError: another process runs in `out`.
         TrackingError: --from-champion or --register, and MLflow does not answer.
@@ -60,6 +61,8 @@ def run(
     if register and data and not (data / SOURCE_CARD).is_file():
         raise FileNotFoundError(f"--register: {data / SOURCE_CARD}, which says where the data is from, not found")
     params = params if data else without_unfed(params)
+    if (out / SETTINGS).is_file() and not (out / locks.NAME).exists():
+        raise ConfigError(f"--out: {out} holds a {SETTINGS} that is not of a run, which it would replace: name another")
     with locks.locked(out / locks.NAME, f"--out {out}"):
         values = _run(params, out, data, from_champion)
     if register:

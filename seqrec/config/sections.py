@@ -31,6 +31,7 @@ EXPERIMENT = "seqrec"  # default name of the MLflow experiment
 EASE_ITEMS = 20_000  # the item x item matrices of EASE then take 10 GB
 LAUNCHED = ("prepare", "pretrain", "finetune")  # steps that can run as a job of the cluster
 CPU = re.compile(r"\d+m?|\d*\.\d+")  # the quantities that Kubeflow Pipelines accepts
+TOLERATED = {"operator": ("Equal", "Exists"), "effect": ("NoSchedule", "PreferNoSchedule", "NoExecute")}
 BYTES = re.compile(r"\d+(?:[EPTGMK]i?)?")
 STEPS = (  # steps of the Kubeflow pipelines; `default` holds for all of them
     *("default", "champion", "collect", "join", "record", "settings"),
@@ -353,6 +354,9 @@ class StepResources(Section):
         known = ("key", "operator", "value", "effect")
         unknown = [key for one in self.tolerations for key in one if key not in known]
         require(not unknown, f"tolerations: unknown key {', '.join(unknown)}; known are {', '.join(known)}")
+        for key, allowed in TOLERATED.items():
+            wrong = [one[key] for one in self.tolerations if one.get(key, allowed[0]) not in allowed]
+            require(not wrong, f"tolerations: {key} must be one of {', '.join(allowed)}, not {wrong[:1]}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from fastapi import FastAPI, HTTPException, Query, Response
 from fastapi import Request as HTTPRequest
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import FileResponse, JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse
 from fastapi.staticfiles import StaticFiles
 from fastapi_offline import FastAPIOffline
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest, start_http_server
@@ -45,6 +45,7 @@ from seqrec.serving.service import Load, Service
 
 logger = logging.getLogger(__name__)
 PAGE = Path(__file__).parent / "page"
+API_LINK = ' · <a href="/docs">API</a>'  # of the page
 VALUES = 100  # of an attribute that the page offers
 
 
@@ -261,9 +262,13 @@ def _add_experiment(api: FastAPI, service: Service) -> None:
 
 
 def _add_watching(api: FastAPI, service: Service) -> None:
+    page = (PAGE / "index.html").read_text(encoding="utf-8")
+    if service.options.metrics_port:
+        page = page.replace(API_LINK, "")
+
     @api.get("/", include_in_schema=False)
-    async def root() -> FileResponse:
-        return FileResponse(PAGE / "index.html")
+    async def root() -> HTMLResponse:
+        return HTMLResponse(page)
 
     api.mount("/page", StaticFiles(directory=PAGE))
 
@@ -321,10 +326,20 @@ def serve(*, dataset: str, config: RegisterConfig, options: ServeConfig) -> None
 def _served(dataset: str, config: RegisterConfig, options: ServeConfig) -> tuple[Load, Callable[[], str]]:
     """Return what loads the model to serve, and what names its version."""
     if not options.saved:
-        return champion(dataset, config, options)
+        load, version = champion(dataset, config, options)
+        if not version():
+            _name_others(dataset, config)
+        return load, version
     saved = numbered(options.saved, config)
-    recommender, version = loaded(saved, config, options), version_of(saved, config)
-    return lambda: recommender, lambda: version
+    recommender, number = loaded(saved, config, options), version_of(saved, config)
+    return lambda: recommender, lambda: number
+
+
+def _name_others(dataset: str, config: RegisterConfig) -> None:
+    from seqrec.tracking import registry
+
+    if others := registry.datasets(config):
+        logger.warning("no model of %s is the champion; models are registered of %s", dataset, ", ".join(others))
 
 
 def _candidate(config: RegisterConfig, options: ServeConfig, champion_version: str) -> Served | None:

@@ -128,7 +128,11 @@ def located(place: str | Path, config: RegisterConfig | None = None) -> Iterator
         return
     with tempfile.TemporaryDirectory() as folder:
         _registry(place).fetch(str(place), Path(folder), config or RegisterConfig())
-        yield Path(folder)
+        try:
+            yield Path(folder)
+        except ValueError as error:  # about the folder, which the user does not know
+            error.args = tuple(str(part).replace(folder, str(place)) for part in error.args)
+            raise
 
 
 def numbered(place: str, config: RegisterConfig) -> str:

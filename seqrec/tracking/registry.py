@@ -326,6 +326,17 @@ def alias_version(*, name: str, alias: str, config: RegisterConfig) -> str:
     return "" if version is None else str(version.version)
 
 
+def datasets(config: RegisterConfig) -> list[str]:
+    """Return the datasets that have a registered model.
+
+    Raises:
+        TrackingError: the server does not answer.
+    """
+    with explained(config):
+        models = connect(config).search_registered_models("name LIKE 'seqrec-%'")
+    return [model.name.removeprefix("seqrec-") for model in models]
+
+
 def reference_statistics(*, dataset: str, config: RegisterConfig) -> dict[str, Any]:
     """Return the histograms that drift of `dataset` is measured against, or nothing if there is no version yet.
 

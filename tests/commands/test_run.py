@@ -113,6 +113,15 @@ def test_an_interrupted_run_continues_and_ends_the_same(caplog):
     assert scores(Path("third")) == scores(Path("out"))
 
 
+def test_settings_of_the_user_in_the_folder_are_not_replaced(tmp_path, caplog):
+    (tmp_path / "params.yaml").write_text(mine := "# a comment\n" + yaml.safe_dump(CONFIG))
+
+    assert run("--out", str(tmp_path), "--data", "out/data") == 1
+
+    assert "holds a params.yaml that is not of a run" in caplog.text
+    assert (tmp_path / "params.yaml").read_text() == mine
+
+
 def test_two_at_once_are_told_apart(caplog, monkeypatch):
     with locked(Path("fifth/.lock"), "held"):
         assert run("--out", "fifth", "--data", "out/data") == 1

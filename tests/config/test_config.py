@@ -53,6 +53,11 @@ PARAMS = {
             {"resources": {"default": {"tolerations": [{"key": "a", "seconds": "9"}]}}},
             "kubernetes: resources.default: tolerations: unknown key seconds; known are key, operator, value, effect",
         ),
+        (
+            "kubernetes",
+            {"resources": {"default": {"tolerations": [{"key": "a", "effect": "Noschedule"}]}}},
+            "kubernetes: resources.default: tolerations: effect must be one of NoSchedule",
+        ),
         ("kubernetes", {"resources": {"fit": {}}}, "kubernetes: resources.fit: unknown step; known are default"),
         *(
             ("kubernetes", {"resources": {"default": {name: value}}}, f"kubernetes: resources.default: {name} must be")

@@ -1,5 +1,6 @@
 import gzip
 import json
+import uuid
 from datetime import date, datetime
 from decimal import Decimal
 
@@ -673,6 +674,19 @@ def test_parquet_of_odd_types_is_read_as_text_and_numbers(tmp_path):
     pq.write_table(pa.table(columns), tmp_path / "e.parquet")
     events = list(readers.own_files({"interactions": tmp_path / "e.parquet"}, CSV).interactions)
     assert bad(events) == [(1, "rating is not a number"), (2, "user_id is not UTF-8")]
+
+
+@pytest.mark.parametrize("kind", [pa.binary(), pa.binary(16), pa.uuid()])
+def test_uuids_in_parquet_are_read_as_their_text(tmp_path, kind):
+    users = [uuid.uuid5(uuid.NAMESPACE_URL, str(number)) for number in range(3)]
+    values = pa.array([*(user.bytes for user in users), None], pa.binary(16)).cast(kind)
+    items = pa.array([b"0123456789abcdef"] * 4, pa.binary(16))
+    pq.write_table(pa.table({"user_id": values, "item_id": items, "timestamp": range(4)}), tmp_path / "e.parquet")
+
+    events = list(readers.own_files({"interactions": tmp_path / "e.parquet"}, CSV).interactions)
+
+    assert rows(events) == [(str(user), "0123456789abcdef", time, None) for time, user in enumerate(users)]
+    assert bad(events) == [(4, "no user_id")]
 
 
 def test_an_id_has_no_blanks_nor_invisible_marks_around_it():

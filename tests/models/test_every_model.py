@@ -22,6 +22,8 @@ ITEMS = {"encoder": "items", "pooling": "mean"}  # a Recformer
 PLAIN = {"attention": "full", "l0": 0.0, "jacobian": 0.0}  # a Rec-Denoiser
 REFUSED = [  # options that exclude each other, that have no effect, or that one model limits, and part of the error
     *((name, {"heads": 3}, "heads") for name in ("sasrec", "bert4rec", "hstu", "strec", "recformer")),
+    ("ssept", {"d_model": 24, "heads": 3}, "heads: a width of 40"),  # items and user
+    ("rec_denoiser", {"backbone": "tisasrec", "heads": 3}, "heads"),
     ("bsarec", {"alpha": 1.1}, "alpha"),
     ("bsarec", {"cut": 13}, "cut"),
     ("caser", {"length": 4, "window": 5}, "window"),

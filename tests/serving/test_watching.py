@@ -121,9 +121,10 @@ def test_traces_are_sent_only_where_the_environment_names_a_collector(recommende
 def test_metrics_and_documentation_leave_the_port_of_the_service_where_metrics_have_one_of_their_own(recommender):
     def found(address):
         paths = ("metrics", "docs", "openapi.json", "health")
-        return [requests.get(f"{address}/{path}", timeout=9).status_code for path in paths]
+        linked = '<a href="/docs">' in requests.get(address, timeout=9).text
+        return [linked, *(requests.get(f"{address}/{path}", timeout=9).status_code for path in paths)]
 
     with service(recommender) as address:
-        assert found(address) == [200, 200, 200, 200]
+        assert found(address) == [True, 200, 200, 200, 200]
     with service(recommender, metrics_port=9100) as address:
-        assert found(address) == [404, 404, 404, 200]
+        assert found(address) == [False, 404, 404, 404, 200]

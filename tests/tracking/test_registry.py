@@ -21,7 +21,7 @@ from seqrec.serving import http
 from seqrec.serving.events import Event, Shown, Store
 from seqrec.serving.http import loaded
 from seqrec.serving.onnx_engine import OnnxEngine
-from seqrec.serving.recommender import Recommender
+from seqrec.serving.recommender import Recommender, located
 from seqrec.stages.register import exporting
 from seqrec.tracking import gate, registry, runs
 from seqrec.tracking.runs import TrackingError
@@ -164,13 +164,15 @@ def test_a_recommender_is_loaded_by_every_name_of_the_registry(client, run, mode
     for place in ("models:/seqrec-loaded/7", "models:/seqrec-loaded@candidates", "models:/never", "runs:/abc/sasrec"):
         with pytest.raises(TrackingError, match=f"{place} (is not in|cannot be fetched)"):
             Recommender.load(place, config)
+    with pytest.raises(ValueError, match=r"^models:/seqrec-loaded/1 is odd"), located(places[1], config) as place:
+        raise ValueError(f"{place} is odd")
     load, champion = http.champion("loaded", config, ServeConfig())
     assert champion() == str(version.version)
     client.delete_registered_model_alias("seqrec-loaded", registry.CHAMPION)  # before the service has loaded it
     assert load().recommend(["i1", "i2"], user="u1") == expected
 
 
-def test_an_alias_is_served_as_the_version_that_holds_it(client, model, config):
+def test_an_alias_is_served_as_the_version_that_holds_it(client, model, config, caplog):
     version = registry.create_version(client, "seqrec-alias", model, {})
     for alias in (registry.CHAMPION, "newest"):
         client.set_registered_model_alias("seqrec-alias", alias, version.version)
@@ -183,6 +185,10 @@ def test_an_alias_is_served_as_the_version_that_holds_it(client, model, config):
     assert http._candidate(config, ServeConfig(candidate=uri), champion_version="0").current[1] == "1"
     for candidate in (uri, "models:/seqrec-alias@none"):  # an alias moves, so the service starts without it
         assert http._candidate(config, ServeConfig(candidate=candidate), champion_version="1") is None
+    _, mistyped = http._served("allias", config, ServeConfig())
+    assert mistyped() == ""
+    named = next(line for line in caplog.messages if line.startswith("no model of allias is the champion"))
+    assert "alias" in named.partition("registered of ")[2].split(", ")
 
 
 def test_without_mlflow_a_registered_model_is_refused_and_a_folder_is_not(folder, monkeypatch):

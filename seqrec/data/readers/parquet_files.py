@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
@@ -144,7 +145,21 @@ def _as_text(values: pa.Array) -> pl.Series:
     if pa.types.is_list(values.type) or pa.types.is_large_list(values.type):
         lists = [None if value is None else [_text(part) for part in value] for value in found]
         return pl.Series(lists, dtype=pl.List(pl.String))
+    if _are_uuids(found):
+        found = [None if value is None else uuid.UUID(bytes=value) for value in found]
     return pl.Series([_text(value) for value in found], dtype=pl.String)
+
+
+def _are_uuids(values: list[Any]) -> bool:
+    """Return whether values are UUIDs as bytes: 16 bytes each that are not all of them text."""
+    known = [value for value in values if value is not None]
+    if not all(isinstance(value, bytes) and len(value) == 16 for value in known):
+        return False
+    try:
+        b"".join(known).decode()
+    except UnicodeDecodeError:
+        return True
+    return False
 
 
 def _text(value: Any) -> str | None:
