@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -88,13 +87,15 @@ class FlopCounter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        aten = torch.ops.aten
+        aten, known = torch.ops.aten, flop_counter.flop_registry
         self.flops = 0
         self.formulas = {
-            **flop_counter.flop_registry,
-            aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-            aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-            aten._grouped_mm: _grouped,
+            **known,
+            aten._scaled_dot_product_flash_attention_for_cpu: known[aten._scaled_dot_product_flash_attention],
+            aten._scaled_dot_product_flash_attention_for_cpu_backward: known[
+                aten._scaled_dot_product_flash_attention_backward
+            ],
+            aten._grouped_mm: flop_counter.shape_wrapper(grouped_flops),
         }
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -102,18 +103,6 @@ class FlopCounter(TorchDispatchMode):
         formula = self.formulas.get(func._overloadpacket)
         self.flops += formula(*args, **(kwargs or {}), out_val=out) if formula else 0
         return out
-
-
-def _attention(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> int:
-    return int(flop_counter.sdpa_flop_count(query.shape, key.shape, value.shape))
-
-
-def _attention_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> int:
-    return int(flop_counter.sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape))
-
-
-def _grouped(left: Tensor, right: Tensor, *_: object, **__: object) -> int:
-    return grouped_flops(left.shape, right.shape)
 
 
 def matmul_peak(device: torch.device, precision: str) -> float:
